@@ -1,6 +1,6 @@
-"""Fill the reference pages from the sources, as a hook of mkdocs.
+"""Fill the reference pages of the documentation from the sources; a hook of mkdocs.
 
-A page has a marker `<!-- generated: NAME -->` for each table, and the function `_NAME` below returns that table.
+A page has a marker `<!-- generated: NAME -->` for each table, and the function `_NAME` in this file returns that table.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ COMMANDS = (
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the diagram program that `scripts/docs` downloaded, so that pages load it from their own site."""
+    """Add the diagram program that `scripts/docs` has downloaded, so that pages load it from their own site."""
     mermaid = os.environ.get("ENGINE_DOCS_MERMAID")
     if mermaid:
         files.append(
@@ -196,7 +196,7 @@ def _metrics() -> str:
 
 
 def _models() -> str:
-    """Return the families with what their usual layers can run on, from the configs that transformers has for them."""
+    """Return a table of model families and their backends, from the default configs of transformers."""
     from engine.workers.cpu.supported import unsupported_features
     from engine.workers.layers.spec import ModelSpec
     from engine.workers.models.families.registry import FAMILIES, model_spec
@@ -219,7 +219,7 @@ def _models() -> str:
         config = AutoConfig.for_model(known).to_dict()
         config["architectures"] = [family.architecture]
         config.get("text_config", config).update(_USUAL.get(family.model_type, {}))
-        # The default tower of transformers is not that of published models, and the table is of decoders.
+        # transformers' default tower differs from that of published models, and the table is about decoders.
         config.pop("vision_config", None)
         spec = model_spec(config, "config.json")
         rows.append((f"`{family.architecture}`", f"`{family.model_type}`", *describe(spec)))
@@ -236,10 +236,10 @@ _USUAL: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention"] * 16},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
 }
-"""Fields of published models, where the defaults of transformers are those of another kind of model."""
+"""Fields of published models for which transformers' defaults describe another kind of model."""
 
 _SAME_CONFIG = {"bailing_moe_v2": "sarvam_moe", "mimo": "qwen2", "new": "gte"}
-"""A type that transformers knows, for each that it does not."""
+"""For each model type that transformers does not have, one that it has."""
 
 
 def _gguf_architectures() -> str:

@@ -1,7 +1,7 @@
-"""Take the pictures of the web page for the documentation: .venv/bin/python scripts/screenshots.py.
+"""Take the screenshots of the web page for the documentation: .venv/bin/python scripts/screenshots.py.
 
-It needs a Chromium (Debian: apt install chromium), and looks best with the fonts Inter and P052 (fonts-inter,
-fonts-urw-base35).
+It needs Chromium (Debian: apt install chromium). The fonts Inter and P052 (fonts-inter, fonts-urw-base35) are
+recommended.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def take_pictures(server: Server) -> None:
             save(web.page, "web-chat")
             web.open_engine()
             web.page.wait_for_timeout(4000)
-            # Requests that run while the charts grow; a browser has six connections to a server, the page needs some.
+            # Requests that run while the charts grow. A browser opens six connections to a server, of which the page
+            # needs some.
             web.page.evaluate(
                 """() => Promise.all([0, 1, 2, 3].map(async (n) => {
                     await new Promise((done) => setTimeout(done, 2000 * n));

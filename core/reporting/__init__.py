@@ -1,1 +1,1 @@
-"""Reports of a core: logs, KV-cache events, scheduler times and load updates."""
+"""Reports of a core: log lines, KV-cache events, times per request, and load updates for frontends."""

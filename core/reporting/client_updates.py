@@ -1,4 +1,4 @@
-"""Load updates that a core sends to frontends, so that they can choose between several replicas."""
+"""Collect the load updates by which frontends choose between several replicas."""
 
 from __future__ import annotations
 
@@ -12,10 +12,7 @@ from ...protocol.worker_messages import LoraLoad
 
 
 class ClientUpdates:
-    """The number of requests per client, and the keys of the cached blocks and of the loaded LoRA adapters.
-
-    It also has the changes not sent yet.
-    """
+    """The requests per client, the keys of cached blocks and loaded LoRA adapters, and the changes not yet sent."""
 
     def __init__(self) -> None:
         self._num_inflight: dict[int, int] = {}
@@ -24,10 +21,10 @@ class ClientUpdates:
         self._cached: set[int] = set()
         self._changes: dict[int, bool] = {}
         self._adapters: dict[int, int] = {}
-        """The keys of adapters that are loaded or being loaded, by their numbers."""
+        """The keys of adapters that are loaded or being loaded, by adapter number."""
 
     def add_client(self, client_index: int) -> None:
-        """Add a client without requests. It gets all keys with its first update."""
+        """Add a client without requests. Its first update contains all keys."""
         self._num_inflight[client_index] = 0
         self._new_clients.add(client_index)
 
@@ -46,7 +43,7 @@ class ClientUpdates:
         self._num_inflight[client_index] -= num_requests
 
     def apply_events(self, events: Iterable[KVCacheEvent]) -> None:
-        """Apply events of cached blocks."""
+        """Apply KV-cache events to the set of keys."""
         for event in events:
             if isinstance(event, BlockStored):
                 self._record_keys(block_keys(b"".join(event.block_hashes)), is_cached=True)
@@ -56,14 +53,14 @@ class ClientUpdates:
                 self._record_keys(list(self._cached - {*self._adapters.values()}), is_cached=False)
 
     def begin_loads(self, loads: Iterable[LoraLoad]) -> None:
-        """Record that the workers load adapters, each in place of the one that has its number."""
+        """Record that the workers load adapters, each replacing the one with the same number."""
         for load in loads:
             self.drop_adapter(load.number)
             key = self._adapters[load.number] = adapter_key(load.adapter.version)
             self._record_keys([key], is_cached=True)
 
     def drop_adapter(self, number: int) -> None:
-        """Record that the workers have no adapter of this number."""
+        """Record that the workers have no adapter under this number anymore."""
         key = self._adapters.pop(number, None)
         if key is not None and key not in self._adapters.values():
             self._record_keys([key], is_cached=False)
@@ -76,7 +73,7 @@ class ClientUpdates:
         self._changes.update(dict.fromkeys(keys, is_cached))
 
     def take_updates(self) -> Iterator[tuple[int, ReplicaLoadUpdate]]:
-        """Return an update for each client whose view has changed since the last call."""
+        """Return an update for each client for which something has changed since the last call."""
         stored = removed = b""
         if self._changes:
             stored, removed = (

@@ -1,4 +1,4 @@
-"""The processor time that the tokens of each request took, measured by the core loop."""
+"""Measure the CPU or GPU time that the tokens of each request took."""
 
 from __future__ import annotations
 
@@ -12,26 +12,27 @@ from ..state.slots import Float64Array, SlotArray
 
 
 class CoreTimes:
-    """The seconds of cores that each request took: its share of the tokens of each step.
+    """The core-seconds that each request took: its share of the tokens of each step.
 
     A step of s seconds takes s * `num_cores` core-seconds. Steps are recorded when their outputs arrive, so a slot
-    belongs to the request that the step computed. A step that changes nothing in the batch is one array addition.
+    belongs to the request that the step computed. Recording a step that changes nothing in the batch is one array
+    addition.
 
     Args:
         max_num_seqs: The number of slots.
-        num_cores: The processor cores that compute a step, or the GPUs.
+        num_cores: The number of CPU cores, or GPUs, that compute a step.
     """
 
     def __init__(self, max_num_seqs: int, num_cores: int = 1) -> None:
         self._num_cores = num_cores
         self._seconds: Float64Array = np.zeros(max_num_seqs)
-        """Core-seconds of the request in each slot, since it got the slot."""
+        """Core-seconds of the request in each slot since it got the slot."""
         self._batch: SlotArray = np.zeros(0, np.intp)
         self._keys: dict[int, RequestKey] = {}
         self._slots: dict[RequestKey, int] = {}
-        """The slots of the running requests that have not ended."""
+        """The slots of the running requests that have not finished."""
         self._spent: dict[RequestKey, float] = {}
-        """Core-seconds of preempted requests that have not ended."""
+        """Core-seconds of preempted requests that have not finished."""
 
     def record(self, step: SchedulerOutput, seconds: float) -> None:
         """Record a step that took `seconds`."""
@@ -58,7 +59,7 @@ class CoreTimes:
             self._seconds[batch[positions]] += for_each_token * (sizes - 1)
 
     def take_times(self, client_index: int, finished_set: I32) -> F32:
-        """Return the core-seconds of each ended request of a client, float32, and remove them."""
+        """Return the core-seconds of each finished request of a client, float32, and remove them."""
         return float32_bytes(
             [self._end((client_index, index)) for index in int32_list(finished_set)]
         )

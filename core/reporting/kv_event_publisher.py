@@ -1,4 +1,4 @@
-"""Publishes KV-cache events over ZeroMQ."""
+"""Publish KV-cache events over ZeroMQ (`--kv-events-config`)."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ MAX_REQUEST_BYTES: Final = 1024
 
 
 class KVEventPublisher:
-    """Publishes batches of events, and replays missed ones to subscribers that request them.
+    """Publishes batches of events, and replays missed batches to subscribers that request them.
 
-    A subscriber sends the first sequence number it lacks (8 bytes, big-endian) to the replay endpoint. It gets
-    (sequence number, batch) for each batch kept since then, followed by `END_OF_REPLAY`. Ports are offset by the core's
-    index.
+    A subscriber sends the first sequence number that it lacks (8 bytes, big-endian) to the replay endpoint. It gets
+    (sequence number, batch) for each stored batch from there on, followed by `END_OF_REPLAY`. The core's index is added
+    to each port.
 
     Raises:
         ConfigError: An endpoint cannot be bound.
@@ -44,13 +44,13 @@ class KVEventPublisher:
             self.replay_socket = context.socket(zmq.ROUTER)
             self.replay_socket.set(zmq.LINGER, 0)
             self.replay_socket.set(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
-            # Messages beyond the limit are lost. Up to half of it may be messages that were read already.
+            # Messages beyond the limit are lost. Up to half of the limit may be messages that were read already.
             self.replay_socket.set(zmq.SNDHWM, 2 * (config.buffer_steps + 1))
             endpoint = endpoint_of_core(config.replay_endpoint, core_index)
             _bind(self.replay_socket, "replay_endpoint", endpoint)
 
     def publish(self, events: list[KVCacheEvent]) -> None:
-        """Send the events of one step without waiting. A subscriber that is too slow must request a replay."""
+        """Send the events of one step without blocking. A subscriber that is too slow must request a replay."""
         batch = self._encode(KVEventBatch(time.time(), events, self._core_index))
         sequence = self._sequence.to_bytes(8, "big")
         self._sequence += 1
@@ -88,7 +88,7 @@ def _bind(socket: zmq.Socket[bytes], field: str, endpoint: str) -> None:
 
 
 def endpoint_of_core(endpoint: str, core_index: int) -> str:
-    """Return a core's own endpoint: the port plus its index, or a suffix if there is no port."""
+    """Return the endpoint of one core: its index is added to the port, or appended as a suffix if there is no port."""
     address, _, port = endpoint.rpartition(":")
     if endpoint.startswith("tcp://") and port.isdigit():
         return f"{address}:{int(port) + core_index}"

@@ -1,4 +1,4 @@
-"""Warns, with advice, when requests are preempted because the KV cache is full."""
+"""Log advice when requests are preempted because the KV cache is full."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The times of requests that are reported when they end."""
+"""The times of each request that are reported when it finishes."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from .scheduler_times import SchedulerTimes
 
 
 class RequestTimes:
-    """The time of the scheduler and of the workers' cores that each request took."""
+    """The scheduler's seconds and the workers' core-seconds that each request took."""
 
     def __init__(self, max_num_seqs: int, num_cores: int) -> None:
         self.scheduler = SchedulerTimes()
         self.cores = CoreTimes(max_num_seqs, num_cores)
 
     def write(self, client_index: int, outputs: EngineCoreOutputs) -> None:
-        """Add the times of the requests that ended to the message about their end."""
+        """Add the times of finished requests to the message that reports their end."""
         if outputs.finished_set:
             ended = outputs.finished_set
             outputs.scheduler_times = self.scheduler.take_times(client_index, ended)

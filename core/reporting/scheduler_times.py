@@ -1,4 +1,4 @@
-"""The time that the scheduler spent on each request, measured by the core loop."""
+"""Measure the time that the scheduler spent on each request."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from ..state.request import RequestKey
 class SchedulerTimes:
     """The seconds that calls of `schedule` took while each request was running.
 
-    A call counts for every request that runs after it. The scheduler has no clock, so the core loop measures the calls.
-    Recording a step that changes nothing in the batch is one addition.
+    A call counts in full for every request that is running after it. The scheduler has no clock, so the core loop
+    measures the calls. Recording a step that changes nothing in the batch is one addition.
     """
 
     def __init__(self) -> None:
         self._total_s = 0.0
         self._spent: dict[RequestKey, float] = {}
-        """Seconds before a request's current row was assigned, or all its seconds if it has no row."""
+        """Seconds from before a request got its current row, or all of its seconds if it has no row."""
         self._started: dict[RequestKey, float] = {}
-        """Value of `_total_s` when a running request got its row."""
+        """The value of `_total_s` at the time when a running request got its row."""
         self._rows: dict[int, RequestKey] = {}
 
     def record(self, step: SchedulerOutput | None, seconds: float) -> None:
@@ -39,7 +39,7 @@ class SchedulerTimes:
             self._spent.setdefault(key, 0.0)
 
     def take_times(self, client_index: int, finished_set: I32) -> F32:
-        """Return the seconds of each ended request of a client, float32, and remove them."""
+        """Return the seconds of each finished request of a client, float32, and remove them."""
         return float32_bytes(
             [self._end((client_index, index)) for index in int32_list(finished_set)]
         )

@@ -1,4 +1,4 @@
-"""Logs the load of the replica at regular intervals."""
+"""Log the load of the replica at regular intervals."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ logger = logging.getLogger(__name__)
 
 
 class StatsLog:
-    """Adds up statistics and logs them every `interval_s` seconds.
+    """Sums statistics, and logs them every `interval_s` seconds.
 
-    A replica that becomes idle logs one more line and then none.
+    After a replica has become idle, it logs one more line and then none.
     """
 
     def __init__(self, core_index: int, interval_s: float, now: float) -> None:
@@ -43,7 +43,7 @@ class StatsLog:
     def write_if_due(
         self, now: float, num_running: int, num_waiting: int, kv_cache_usage: float
     ) -> None:
-        """Log a line if the interval is over. The gauges are current values."""
+        """Log a line if the interval has passed. The gauges are the current values."""
         seconds = now - self._since
         if seconds < self._interval_s:
             return

@@ -2,9 +2,10 @@
 
     scripts/bench/run chaos --minutes 30 --every 20
 
-Traffic comes in waves: all kinds of requests at once, and clients that hang up. Every answer must be what it was
-before anything was harmed; only a harmed frontend may cut its own connections. After each wave every block and slot
-must be free. Prints a line of JSON a wave and a summary; exits with 1 for a wrong stream, a leak or a violation.
+Traffic comes in waves: requests of all kinds at once, and clients that disconnect. Every answer must equal the one from
+an undisturbed run; connections may break only at a frontend that was crashed or stopped. After each wave, every block
+and slot must be free. Prints a line of JSON per wave and a summary. Exits with 1 after a wrong stream, a leak or a
+violated invariant.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
 
 
 class Havoc:
-    """A thread that harms a random process every `every_s` seconds, but none while another is being replaced."""
+    """A thread that crashes or stops a random process every `every_s` seconds, except while one is being replaced."""
 
     def __init__(
         self, server: Server, every_s: float, titles: list[str], rng: random.Random
@@ -62,7 +63,7 @@ class Havoc:
     def _run(self) -> None:
         next_at = time.monotonic() + self._every_s
         while not self._over.wait(TICK_S):
-            # A frontend that was harmed may accept more before it is gone.
+            # A frontend may still accept connections between the fault and its exit.
             self._frontends = [each for each in self._frontends if self._note_clients(each)]
             if time.monotonic() < next_at:
                 continue
@@ -90,7 +91,7 @@ class Havoc:
             self._frontends.append(victim)
 
     def _note_clients(self, frontend: psutil.Process) -> bool:
-        """Return whether the process still runs."""
+        """Record the ports of a frontend's clients. Return whether the process is still running."""
         try:
             self.ports |= {c.raddr.port for c in frontend.net_connections("tcp") if c.raddr}
         except psutil.Error:
@@ -99,7 +100,7 @@ class Havoc:
 
 
 def hang_up(server: Server, requests: list[dict[str, Any]], rng: random.Random) -> Streams:
-    """Clients that read a few events and close."""
+    """Run clients that read a few events and then disconnect."""
     return Streams(server, requests, max_events=[rng.randrange(1, 20) for _ in requests])
 
 
@@ -118,7 +119,7 @@ def is_idle(server: Server) -> bool:
 
 
 def becomes_idle(server: Server) -> bool:
-    """Return whether every block and slot becomes free within the time limit of a recovery."""
+    """Return whether every block and slot becomes free within the time limit for a recovery."""
     deadline = time.monotonic() + RECOVERY_S
     while not is_idle(server):
         if time.monotonic() > deadline:

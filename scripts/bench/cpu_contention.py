@@ -1,9 +1,9 @@
-"""Measure the throughput of the server alone, and beside processes that keep the cores busy.
+"""Measure the throughput of the server alone, and next to processes that keep the CPU cores busy.
 
     scripts/bench/run cpu_contention [--model PATH] [-c 8] [--hogs 1] [--rounds 3] [-- serve arguments]
 
-Both are measured in each round, so that both see the same machine. `fair_share` is what the server's threads would get
-if every runnable thread got as much as any other.
+Each round measures both, so that both run under the same conditions. `fair_share` is the throughput that the server's
+threads would have if every runnable thread got the same CPU time.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
     scripts/bench/run cpu_offload [--model PATH] [--tokens 1024]
 
-The KV cache holds one conversation. Two take turns, so that each turn finds its own evicted by the other's.
+The KV cache has room for one conversation. Two conversations take turns, so that each finds its blocks evicted by the
+other.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ BLOCK_SIZE = 16
 
 
 def time_turns(model: str | None, num_tokens: int, turns: int, host_gib: float) -> dict[str, Any]:
-    """Seconds of the turns after the first, each with one token to generate, and the cached tokens of each."""
+    """Return the seconds of each turn after the first, which generates one token, and its number of cached tokens."""
     rng = random.Random(1)
     conversations = [[rng.randrange(1000, 20_000) for _ in range(num_tokens)] for _ in range(2)]
     max_model_len = num_tokens + 4 * BLOCK_SIZE

@@ -2,7 +2,7 @@
 
     scripts/bench/run dequantize OUT_DIRECTORY [--model FILE.gguf]
 
-For peers that read no GGUF. The weights are the quantized ones in a wider format, so all run the same model.
+For peers that cannot read GGUF. The weights are the quantized ones in a wider format, so all peers run the same model.
 """
 
 from __future__ import annotations

@@ -2,9 +2,10 @@
 
     scripts/bench/run draft_model [--agreement 0.8] [--num-tokens N] [-c 1 4 16 32] [--rounds 3] [--tokens 128]
 
-Both models are written for the purpose. Their matrices have the sizes and the cost of any Llama's (195 million and 15
-million parameters), but their layers add nothing: the next token depends on the last one only, through a permutation
-of the vocabulary. That of the draft model differs for the other tokens. So the agreement is known, and no text repeats.
+Both models are written for this benchmark. Their matrices have the sizes, and so the cost, of Llama models with 195
+million and 15 million parameters. But their layers add nothing: the next token is a permutation of the last one. For
+the tokens on which the models disagree, the draft model has another permutation. So the agreement is known, and no text
+repeats.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ DRAFT: Final = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layer
 
 
 def write_model(directory: Path, sizes: dict[str, int], following: torch.Tensor, seed: int) -> Path:
-    """Write a model in which token `following[i]` follows token i."""
+    """Write a model that generates token `following[i]` after token i."""
     directory.mkdir()
     generator = torch.Generator().manual_seed(seed)
     width, inner = sizes["hidden_size"], sizes["intermediate_size"]
@@ -89,7 +90,7 @@ def write_model(directory: Path, sizes: dict[str, int], following: torch.Tensor,
 
 
 def permutations(agreement: float, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return one cycle through all tokens, and a permutation that is the same for a share of them."""
+    """Return two permutations: one cycle through all tokens, and one that equals it for a share of the tokens."""
     generator = torch.Generator().manual_seed(seed)
     cycle = torch.randperm(VOCAB_SIZE, generator=generator)
     following = torch.empty(VOCAB_SIZE, dtype=torch.long)

@@ -3,11 +3,12 @@
     scripts/bench/run drafts [--model PATH] [--kinds KIND ...] [-c 1 4 16] [--rounds 3] [--tokens 128]
                              [--speculative-config JSON] [-- serve arguments]
 
-`prose` continues passages of Python's language manual, `questions` are a chat's, and `edits` ask for such a passage
-again with a change. `code` gives lines of the standard library and the first ones once more with a variable renamed,
-which the model goes on with: an edit as coding agents make them. `random` continues random tokens at temperature 1.5.
-Both servers get the same requests in turn. Half of the answers are greedy, half are drawn at temperature 0.7 with a
-seed of their own; those of `code` are all greedy; `ignore_eos`. Both servers must give the same answers.
+`prose` continues passages of Python's language manual. `questions` are chat messages, and `edits` ask for such a
+passage with one change. `code` gives lines of the standard library, then the first of them again with a variable
+renamed; the model continues these, like an edit by a coding agent. `random` continues random tokens at temperature 1.5.
+
+Both servers get the same requests in turn, with `ignore_eos`. Half of the answers are greedy, half are sampled at
+temperature 0.7 with a seed of their own; those of `code` are all greedy. Both servers must give the same answers.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def edit(rng: random.Random) -> Body:
 
 
 def code(rng: random.Random) -> Body:
-    """Return a prompt with 60 lines of a module and the first 12 of them with another name."""
+    """Return a prompt with 60 lines of a module, and the first 12 of them again with a variable renamed."""
     lines = inspect.getsource(import_module(rng.choice(MODULES))).splitlines()
     start = rng.randrange(len(lines) // 4, len(lines) // 2)
     old = "\n".join(lines[start : start + 60])
@@ -110,7 +111,7 @@ def make_requests(kind: str, count: int, num_tokens: int, seed: int) -> list[Bod
 async def answer_all(
     url: str, requests: list[Body], concurrency: int
 ) -> tuple[float, dict[int, str]]:
-    """Tokens a second, and the answers."""
+    """Send the requests. Return the tokens per second, and the answers."""
     answers: dict[int, str] = {}
     num_tokens = 0
     todo = iter(enumerate(requests))
@@ -134,7 +135,7 @@ async def answer_all(
 
 
 async def count_drafts(url: str) -> tuple[int, int]:
-    """The drafted tokens that a server has verified so far, and those of them that were right."""
+    """Return how many draft tokens a server has verified so far, and how many of them it accepted."""
     async with aiohttp.ClientSession() as session, session.get(url + "/metrics") as response:
         text = await response.text()
 
@@ -148,7 +149,7 @@ async def count_drafts(url: str) -> tuple[int, int]:
 def measure_requests(
     drafting: str, plain: str, rounds: list[list[Body]], concurrency: int
 ) -> dict[str, Any]:
-    """Return the speeds of two servers that get the requests of each round in turn."""
+    """Return the speeds of two servers, which get the requests of each round in turn."""
     with_drafts, without, num_different = [], [], 0
     drafted_before, right_before = uvloop.run(count_drafts(drafting))
     for requests in rounds:
@@ -181,7 +182,7 @@ def main() -> int:
     parser.add_argument("serve", nargs="*", help="more arguments of `engine serve`")
     given = parser.parse_args()
     model = [given.model] if given.model else []
-    # Without a prefix cache, so that neither server profits from what it was asked before.
+    # Switch the prefix cache off, so that neither server profits from earlier requests.
     named = [*model, "--served-model-name", MODEL, "--no-enable-prefix-caching", *given.serve]
     how = ["--speculative-config", given.speculative_config] if given.speculative_config else []
     results = []

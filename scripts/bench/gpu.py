@@ -17,8 +17,8 @@ tried once more without graphs, waiting for each launch. What does not fit into 
 program, is skipped. The first part names the modules that are missing; if any is, no other part begins unless --only
 names it.
 
-Each figure is in FILE as soon as it is known, and beside it, in a file that ends in .log, all that the parts wrote of
-their errors. At the end come the figures that there are goals for, and what failed.
+Each figure is written to FILE as soon as it is known. A file next to it, which ends in .log, has all error output of
+the parts. At the end come the figures that have targets, and the failures.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ GOALS = {
     "of_torch": "at least 0.9, more than 1 for decodes",
     "s": "to be ready, at most 15 with weights",
 }
-"""Figures that are repeated at the end, and their targets."""
+"""Figures that are repeated at the end, with their targets."""
 
 SHORTEST = 5
-"""Seconds that must be left to start another process."""
+"""Seconds that must remain for another process to be started."""
 
 
 def run_part(
@@ -71,9 +71,9 @@ def run_part(
     save: Callable[[], None],
     log: Path,
 ) -> None:
-    """Run a part, and collect the objects that it prints, one a line, by their `case`.
+    """Run a part, and collect the JSON objects that it prints, one per line, by their `case`.
 
-    If it ends badly, another process goes on with what this one has not come to, as long as that brings something.
+    If it fails, another process continues with the rest, as long as that yields new figures.
     """
     end = time.monotonic() + seconds
     while True:
@@ -94,7 +94,7 @@ def run_once(
     save: Callable[[], None],
     log: Path,
 ) -> str | None:
-    """Return why it failed, if it did."""
+    """Run a part once. Return the reason if it failed."""
     with log.open("a") as errors:
         begin = errors.tell()
         process = subprocess.Popen(
@@ -102,9 +102,9 @@ def run_once(
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
-            # It may have children, which are to end with it.
+            # Give it a process group of its own, because it may have children, which must end with it.
             start_new_session=True,
-            # A signal that ends it, a segmentation fault or ours, makes it tell where it is.
+            # Make it print its stack on a fatal signal, its own or ours.
             env=os.environ | {"PYTHONFAULTHANDLER": "1"},
         )
         reasons = []
@@ -125,7 +125,7 @@ def run_once(
             save()
         status = process.wait()
         timer.cancel()
-        # Its children may have to be killed still.
+        # Its children may still be running.
         timer.join()
     said = log.read_bytes()[begin:].decode(errors="replace")
     print(said[-2000:], end="", file=sys.stderr, flush=True)
@@ -136,7 +136,7 @@ def run_once(
 
 
 def keep(line: str, found: dict[str, Any]) -> bool:
-    """Store the line if it is a figure. Return whether it is."""
+    """Store the line if it is a figure. Return whether it is one."""
     try:
         case = json.loads(line)
     except ValueError:
@@ -148,7 +148,7 @@ def keep(line: str, found: dict[str, Any]) -> bool:
 
 
 def lines(report: dict[str, Any], indent: str = "") -> Iterator[str]:
-    """A line for each object that has none in it."""
+    """Return one line for each object without nested objects."""
     for name, value in report.items():
         if not isinstance(value, dict):
             yield f"{indent}{name:{30 - len(indent)}s} {shown(value)}"
@@ -165,7 +165,7 @@ def shown(value: Any) -> str:
 
 
 def summary(report: dict[str, Any]) -> Iterator[str]:
-    """The figures that there are goals for, and what failed."""
+    """Return the figures that have targets, and the failures."""
     cases = [
         (f"{part}, {case}", figures)
         for part, found in report.items()

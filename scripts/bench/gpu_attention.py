@@ -39,7 +39,7 @@ from torch.nn.attention.bias import causal_lower_right  # noqa: E402
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """One layer's attention."""
+    """The attention of one layer: heads, head dimension, block size and dtype."""
 
     num_heads: int = 32
     num_kv_heads: int = 8
@@ -50,7 +50,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Requests that are all alike: `queries` tokens, the last of `keys`."""
+    """Equal requests, each with `queries` tokens at the end of `keys` tokens."""
 
     name: str
     requests: int
@@ -100,12 +100,12 @@ BACKENDS = (
 
 
 class Layer:
-    """Random tensors of a case, in a shuffled cache."""
+    """Random tensors for a case, with a cache whose blocks are shuffled."""
 
     def __init__(self, case: Case, shape: Shape) -> None:
         self.case, self.shape = case, shape
         self.device = torch.device("cuda" if HAS_GPU else "cpu")
-        # The interpreter multiplies no bfloat16 matrices.
+        # Triton's interpreter cannot multiply bfloat16 matrices.
         dtype = torch.bfloat16 if HAS_GPU else torch.float32
         spec = AttentionSpec(
             num_heads=shape.num_heads,
@@ -136,7 +136,7 @@ class Layer:
         self.build()
 
     def build(self) -> None:
-        """Create everything that depends on the tile sizes."""
+        """Compute the metadata, which depends on the tile sizes."""
         positions = np.arange(self.case.keys - self.case.queries, self.case.keys, dtype=np.int32)
         blocks, offsets = np.divmod(positions, self.shape.block_size)
         batch = AttentionBatch(
@@ -148,11 +148,11 @@ class Layer:
         self.metadata = self.backend.build(batch, {None})
 
     def ours(self) -> torch.Tensor:
-        """[T, H, K], of what is in the cache."""
+        """Return the result of Engine's kernels, [T, H, K], for the keys and values in the cache."""
         return self.backend.attend(self.q_THK, self.kv_cache, self.metadata, self.layer)
 
     def store(self) -> None:
-        """Rotate queries and keys, write keys and values."""
+        """Rotate queries and keys, and write keys and values to the cache."""
         table = self.q_THK[:, :1]
         self.backend.rotate_and_store(
             self.qk_THK,
@@ -197,24 +197,28 @@ class Layer:
 
     @property
     def flops(self) -> float:
-        """Products of queries with the keys that they see, and of the weights with the values."""
+        """Return the operations of both products: queries with visible keys, and weights with values."""
         seen = self.case.queries * (self.case.keys - (self.case.queries - 1) / 2)
         return 4.0 * self.case.requests * seen * self.shape.num_heads * self.shape.head_dim
 
     @property
     def num_bytes(self) -> float:
-        """Keys and values once, queries and results once."""
+        """Return the bytes that must be moved: keys and values once, queries and results once."""
         keys = 2 * self.case.requests * self.case.keys * self.shape.num_kv_heads
         cache = keys * self.shape.head_dim * self.kv_cache.element_size()
         return cache + 2 * self.q_THK.numel() * self.q_THK.element_size()
 
 
 def milliseconds(function: Callable[[], object]) -> float:
-    """On a GPU of replays of a graph: what a launch costs the host is not in it."""
+    """Return the duration of a call in milliseconds.
+
+    On a GPU, a captured graph is replayed, so launch costs are excluded.
+    """
     if HAS_GPU:
         from triton.testing import do_bench_cudagraph
 
-        # It runs on a stream of its own, which does not wait for what fills the tensors (triton-lang/triton#10312).
+        # The graph runs on its own stream, which does not wait for the work that fills the tensors
+        # (triton-lang/triton#10312).
         torch.cuda.synchronize()
         return float(do_bench_cudagraph(function, return_mode="median"))
     start = time.perf_counter()
@@ -258,7 +262,7 @@ def store_timing(case: Case, shape: Shape) -> Timing:
 
 
 def measurements(shape: Shape, cases: Sequence[Case]) -> Iterator[tuple[str, Callable[[], Timing]]]:
-    """Each case, and for the first and the last rotation with the write to the cache."""
+    """Yield a measurement for each case; for the first and the last also one of rotation and cache write."""
     for case in cases:
         yield case.name, partial(timing, case, shape)
         if case in (cases[0], cases[-1]):
@@ -266,7 +270,7 @@ def measurements(shape: Shape, cases: Sequence[Case]) -> Iterator[tuple[str, Cal
 
 
 def tile_ms(case: Case, shape: Shape, tile: Tile, split_keys: int | None) -> float | None:
-    """Measure a tile; None if it does not fit. Decodes are split."""
+    """Return the milliseconds with a tile, or None if it does not fit. Decodes are split."""
     from triton.runtime.errors import OutOfResources
 
     layer = Layer(case, shape)
@@ -286,7 +290,7 @@ def tile_ms(case: Case, shape: Shape, tile: Tile, split_keys: int | None) -> flo
 def tile_measurements(
     shape: Shape, cases: Sequence[Case]
 ) -> Iterator[tuple[str, str, Callable[[], float | None]]]:
-    """Case, tile and what measures its milliseconds."""
+    """Yield (case, tile, function that measures its milliseconds)."""
     for case in cases:
         if case.queries > 1:
             for tile in PREFILL_TILES:
@@ -352,7 +356,7 @@ def main() -> None:
 
 
 def tune(shape: Shape, cases: Sequence[Case], reporter: Reporter | None) -> None:
-    """Print the five best tiles of each case, or tell the reporter of all."""
+    """Print the five best tiles of each case, or pass all of them to the reporter."""
     best: dict[str, list[tuple[float, str]]] = {}
     for case, tile, measure in tile_measurements(shape, cases):
         if reporter is not None:

@@ -2,10 +2,11 @@
 
     scripts/bench/run gpu_kernels [--rows 14336] [--columns 4096] [--vocab 151936] [--only linear] [--json]
 
-A kernel's fraction is the time that its bytes would take at the speed of a copy, or its operations at that of a bf16
-product, whichever is longer, over the time that it took. Its error is the largest difference from float32 on the same
-device, as a part of the largest number; of sampling, the share of rows with another token than torch's. Without a GPU
-the cases are tiny and the kernels interpreted: that shows that the program works, and no more.
+A kernel's roofline fraction is a ratio of times. The numerator is the time for its bytes at the speed of a copy, or for
+its operations at the speed of a bf16 product, whichever is longer. The denominator is the time that it took. Its error
+is the largest difference from float32 on the same device, relative to the largest number; for sampling, it is the share
+of rows with another token than torch's. Without a GPU, the cases are tiny and the kernels interpreted, which only shows
+that the program works.
 """
 
 from __future__ import annotations
@@ -40,17 +41,17 @@ from on_gpu.limits import random_bytes  # noqa: E402
 from on_gpu.reporting import Reporter, add_done  # noqa: E402
 
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
-# The interpreter multiplies no bfloat16 matrices.
+# Triton's interpreter cannot multiply bfloat16 matrices.
 DTYPE = torch.bfloat16 if HAS_GPU else torch.float32
 NAME = f"{DTYPE}".removeprefix("torch.")
 REPEATS = 50 if HAS_GPU else 1
 HEAD_START = 2_000_000
-"""Cycles, about a millisecond: what the host may take to launch a call before the GPU is at it."""
+"""GPU cycles, about a millisecond, that the host may take to launch a call before the GPU starts it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """`gigabytes` and `teraflops` are what a call cannot do without. `error` compares what one finds."""
+    """A measured call. `gigabytes` and `teraflops` are its minimum cost. `error` returns the error of its result."""
 
     name: str
     run: Callable[[], object]
@@ -69,7 +70,10 @@ class Timing:
 
 
 def seconds(run: Callable[[], object]) -> float:
-    """The median of `REPEATS` calls, each after the L2 cache was overwritten and when all its kernels are queued."""
+    """Return the median duration of `REPEATS` calls.
+
+    Before each call the L2 cache is overwritten. It starts only when all its kernels are queued.
+    """
     run()
     if not HAS_GPU:
         start = time.perf_counter()
@@ -90,7 +94,7 @@ def seconds(run: Callable[[], object]) -> float:
 
 
 def measured_roofline() -> tuple[float, float]:
-    """Gigabytes a second of a copy, and teraflops a second of a bf16 product."""
+    """Measure the gigabytes per second of a copy, and the teraflops per second of a bf16 product."""
     size = (1 << 30) if HAS_GPU else (1 << 20)
     source = random_bytes(size, DEVICE)
     target = torch.empty_like(source)
@@ -156,7 +160,7 @@ def matrices(rows: int, columns: int) -> Iterator[tuple[str, QuantizedMatrix]]:
         scale = torch.rand(rows, columns // group, device=DEVICE)
         return QuantizedMatrix(values, None, scale, group, activations=activations)
 
-    # What --batch-invariant multiplies with, to be seen beside torch's products.
+    # The kernel that --batch-invariant uses, for comparison with torch's products.
     weight = torch.randn(rows, columns, device=DEVICE).to(DTYPE)
     yield (
         f"unscaled {NAME}",
@@ -200,7 +204,7 @@ def linear_cases(rows: int, columns: int) -> Iterator[Case]:
             x = torch.randn(count, columns, device=DEVICE).to(DTYPE)
             traffic = count * (rows + columns) * DTYPE.itemsize
 
-            # Where the activations are float8, twice the operations of bf16 are possible.
+            # With float8 activations, twice the operations of bf16 are possible.
             speedup = 1 if linear.rounding is None else 2
             flops = 2 * count * rows * columns / 1e12 / speedup
             yield Case(

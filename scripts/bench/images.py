@@ -1,9 +1,9 @@
-"""Measure the time from an image to the first token, beside transformers in the same run.
+"""Measure the time from an image to the first token, compared with transformers in the same run.
 
     scripts/bench/run images [--rounds 3] [--width 1024] [--height 768]
 
-The model has the shape of SmolVLM-256M and random weights. "tiles" is an image as the model reads it by default,
-"whole" is one that is not split (--mm-processor-kwargs '{"do_image_splitting": false}').
+The model has the shape of SmolVLM-256M and random weights. "tiles" is an image as the model reads it by default, and
+"whole" one that is not split (--mm-processor-kwargs '{"do_image_splitting": false}').
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def random_image(seed: int, width: int, height: int) -> Image.Image:
 
 
 def seconds_of_engine(llm: LLM, image: Image.Image) -> tuple[float, list[int]]:
-    """Return the seconds until the first token after an image, and the prompt."""
+    """Return the seconds from an image to the first token, and the prompt."""
     content = [{"type": "image_pil", "image_pil": image}, {"type": "text", "text": "the fox"}]
     start = time.perf_counter()
     [output] = llm.chat([{"role": "user", "content": content}], PARAMS)

@@ -2,8 +2,8 @@
 
     scripts/bench/run kv_disk [--model PATH] [--tokens 8000] [--directory PATH] [-- serve arguments]
 
-Every start finds the segments outside the page cache. The time in which they could be read is that of plain reads of as
-many bytes from the same files, outside the page cache as well.
+At every start the segments are not in the page cache. For comparison, the time of plain reads of as many bytes from the
+same files is measured, also outside of the page cache.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ READ_BYTES = 1 << 22
 
 
 class Conversation:
-    """The token ids of a conversation whose 20th turn has `num_tokens` of prompt."""
+    """The token ids of a conversation whose 20th turn has a prompt of `num_tokens` tokens."""
 
     def __init__(self, num_tokens: int, seed: int) -> None:
         rng = random.Random(seed)
@@ -39,7 +39,7 @@ class Conversation:
 
 
 def ask(server: Server, prompt: list[int]) -> tuple[float, list[int], int]:
-    """Return the seconds of a request, its tokens, and how many of its prompt were not computed."""
+    """Send a request. Return its seconds, its tokens, and how many prompt tokens were cached."""
     body = {
         "prompt": prompt,
         "max_tokens": NUM_OUTPUT_TOKENS,
@@ -92,7 +92,7 @@ def measure(args: argparse.Namespace, directory: Path, seed: int) -> dict[str, A
     cached: dict[str, int] = {}
 
     def time_turn(name: str, server: Server) -> None:
-        # The first request of a server is slower, whatever it asks.
+        # Send another request first, because the first one of a server is always slower.
         ask(server, [1] * 8)
         seconds[name], tokens[name], cached[name] = ask(server, last)
 

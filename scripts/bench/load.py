@@ -1,7 +1,7 @@
 """Put closed-loop load on any OpenAI-compatible server: tokens a second, first-token and inter-token times.
 
-Prompts are token ids, so their length is exact, and each opens with ids of its own, so that no prefix
-cache helps unless `--shared-prefix` asks for one. Greedy, `ignore_eos`, streaming, with usage.
+Prompts are token ids, so their length is exact. Each begins with different ids, so no prefix cache helps unless
+`--shared-prefix` asks for a common prefix. Requests are greedy and streamed, with `ignore_eos` and usage.
 
     scripts/bench/run load --url http://127.0.0.1:8000 --model NAME -c 8 -n 32
 
@@ -46,7 +46,7 @@ async def measure(
     vocabulary: int = 49152,
     seed: int = 1,
 ) -> dict[str, Any]:
-    """One point. Times in milliseconds, rates in tokens a second."""
+    """Measure one point. Times are in milliseconds, rates in tokens per second."""
     prompts = make_prompts(requests, prompt_tokens, shared_prefix, vocabulary, seed)
     answers, wall = await run_sessions(
         Endpoint(url, model, fields={"temperature": 0, "ignore_eos": True}),
@@ -92,7 +92,7 @@ def main() -> int:
     parser.add_argument("--vocabulary", type=int, default=49152)
     parser.add_argument("--seed", type=int, default=1)
     options = vars(parser.parse_args())
-    # The client has the server's processors: what it takes is not there for any contender.
+    # Use uvloop, because the client shares the CPU cores with the server: what it takes is missing for the contender.
     result = uvloop.run(measure(options.pop("url"), options.pop("model"), **options))
     print(json.dumps(result))
     return 1 if result["failed"] else 0

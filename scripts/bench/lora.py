@@ -1,9 +1,9 @@
-"""Measure what LoRA adapters cost: tokens per second of batches with and without them, in alternation.
+"""Measure the cost of LoRA adapters: tokens per second of batches with and without them, in alternation.
 
     scripts/bench/run lora [--model PATH] [--adapters 8] [--rank 16] [--rounds 5]
 
-The adapters are random, and change all projections of the layers. Then a stream of the base model runs while adapters
-are loaded one after the other, and the times between its tokens are compared with those of a stream without loads.
+The adapters are random, and change all projections of the layers. A second part streams from the base model while
+adapters are loaded one after the other, and compares the times between its tokens with a stream without loads.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from support.server import Server
 
 
 def write_adapter(directory: Path, shapes: dict[str, tuple[int, ...]], rank: int) -> None:
-    """Write a random adapter of the modules with these shapes."""
+    """Write a random adapter for modules with these shapes."""
     directory.mkdir()
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "bias": "none"}
     (directory / "adapter_config.json").write_text(json.dumps(config))
@@ -42,7 +42,7 @@ def write_adapter(directory: Path, shapes: dict[str, tuple[int, ...]], rank: int
 
 
 def tokens_per_second(llm: LLM, names: list[str | None], length: int, count: int) -> float:
-    """Return the pace of one batch with these adapters."""
+    """Return the tokens per second of one batch, whose requests use these adapters."""
     prompts = [[random.randrange(4, 300) for _ in range(length)] for _ in names]
     params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
     start = time.perf_counter()
@@ -67,7 +67,7 @@ def token_gaps(server: Server, count: int) -> list[float]:
 
 
 def measure_loads(model: str, directory: Path, names: list[str], rank: int) -> None:
-    """Print the times between tokens with and without loads of adapters, which take turns in two places."""
+    """Print the times between tokens with and without adapter loads, alternating between two places."""
     flags = (
         *("--enable-lora", "--allow-runtime-lora-updating", "--max-lora-rank", str(rank)),
         *("--max-cpu-loras", "2", "--served-model-name", "base"),

@@ -2,9 +2,9 @@
 
     scripts/bench/run peers --json FILE [--peers DIRECTORY] [--contenders engine,llama-bf16] [--points c1,c64]
 
-Each round starts each contender in turn, alone, and measures every point on it. Results are added to the JSON file
-point by point, so that a long comparison can be run in pieces; the table is of the medians of all that is in it. What
-the directory of peers holds is told in `side_by_side/contenders.py`.
+In each round, each contender is started in turn, alone, and measured at every point. Results are added to the JSON file
+point by point, so that a long comparison can be run in pieces. The table shows medians of all results in the file.
+`side_by_side/contenders.py` describes the directory of peers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Record = dict[str, Any]
 
 
 def measure_contender(contender: Contender, points: list[str], log: Path) -> Iterator[Record]:
-    """The contender's record, again each time something was added to it."""
+    """Yield the contender's record, again after each addition."""
     record: Record = {
         "time": round(time.time()),
         "name": contender.name,
@@ -54,7 +54,7 @@ def measure_contender(contender: Contender, points: list[str], log: Path) -> Ite
 
 
 def main() -> None:
-    # Ended by a time limit or by hand, what it started ends with it.
+    # If this program is ended by a time limit or by hand, the servers that it started must end too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--json", type=Path, required=True, help="results are added to this file")

@@ -2,13 +2,13 @@
 
     scripts/bench/run perplexity [--formats Q4_1,Q6_K] [--tokens 2048] [--threads 2] [--json]
 
-The default model's weights, dequantized and quantized again to each format, run over prose (Python's help
-topics) and code (its standard library): natively, with the KV cache in bf16 as it is served, and on plain
-torch in float32 with the very values that the quantized weights have. What `-q` makes of a float checkpoint is
-a choice of weights as well: `-q int8` is compared with its own weights, `-q int8 in all` with those before it.
+The default model's weights are dequantized, and quantized again to each format. The results run over prose (Python's
+help topics) and code (its standard library) in two ways: natively, with the KV cache in bf16 as it is served; and on
+plain torch in float32, with exactly the values of the quantized weights. `-q` for a float checkpoint is a choice of
+weights as well: `-q int8` is compared with its own weights, and `-q int8 in all` with the weights before quantization.
 
-What differs is printed as the change of perplexity with its standard error, the mean Kullback-Leibler
-divergence of the next token's distribution, and how often both prefer the same token.
+The difference is printed as the change of perplexity with its standard error, the mean Kullback-Leibler divergence of
+the next token's distribution, and how often both prefer the same token.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Format:
-    """The storage of matrices, and of the embedding with the head.
+    """The storage format of the matrices, and of the embedding and the head.
 
-    `quantization` is the loader's; with `counts_weights` the float32 model has the weights before it.
+    `quantization` is the loader's setting. If `counts_weights`, the float32 model has the weights before quantization.
     """
 
     matrix: GGMLType
@@ -81,10 +81,10 @@ _K_BLOCK = 256
 
 
 class RelabelledCheckpoint(GGUFCheckpoint):
-    """Rewrite the model as the same function with permuted channels and matrices in `form`.
+    """Presents the model as an equal function with permuted channels, and matrices in `form`.
 
-    In the file's own order its groups are on the levels they were quantized to, and four bits would
-    be exact again. The K types need rows of 256: some channels and heads are zero for them.
+    In the file's own order, its groups would be on the levels to which they were quantized, and four bits would be
+    exact again. The K types need rows of 256 elements, so some channels and heads are zero for them.
     """
 
     def __init__(self, path: Path, form: Format) -> None:
@@ -97,7 +97,7 @@ class RelabelledCheckpoint(GGUFCheckpoint):
         head_dim = hidden // config["num_attention_heads"]
         padded = -(-hidden // _K_BLOCK) * _K_BLOCK if form.matrix in _K_TYPES else hidden
         shuffled = np.random.default_rng(0).permutation
-        # Every group of 32 has its share of the zeros.
+        # Distribute the zeros evenly over the groups of 32.
         slots = np.arange(padded).reshape(-1, 32)[:, : 32 * hidden // padded].ravel()
         is_shuffled = form.quantization is not None
         self._hidden = slots[shuffled(hidden)] if is_shuffled else slots
@@ -123,7 +123,7 @@ class RelabelledCheckpoint(GGUFCheckpoint):
         return self._form.embedding if "embed_tokens" in name else self._form.matrix
 
     def quantized(self, name: str, *, part: range | None = None, dim: int = 0) -> None:
-        """None, as for a tensor that is not stored quantized: the file's own blocks are not used."""
+        """Return None, as for a tensor that is not quantized, because the file's own blocks are not used."""
 
     def raw(self, name: str, part: range | None = None) -> NDArray[np.uint8]:
         if name not in self._raw:
@@ -148,14 +148,14 @@ class RelabelledCheckpoint(GGUFCheckpoint):
         part: range | None = None,
         dim: int = 0,
     ) -> Tensor:
-        # There is one worker, so each matrix is read whole; a row-parallel one by its columns.
+        # There is one worker, so each matrix is read as a whole; a row-parallel one by its columns.
         assert part in (None, range(self.shape(name)[dim]))
         values = dequantize(self.raw(name), self.ggml_type(name), torch.float32)
         values = values if len(self.shape(name)) == 2 else values[:, 0].contiguous()
         return values if dtype is None else values.to(dtype)
 
     def _axes(self, name: str) -> list[tuple[NDArray[np.int64], int]]:
-        """Return for each axis the new place of each old channel, and the number of places."""
+        """Return, for each axis, the new index of each old channel, and the number of indices."""
         hidden, inner = (self._hidden, self._sizes[0]), (self._inner, self._sizes[1])
         vocabulary = self.config["vocab_size"]
 
@@ -180,7 +180,7 @@ class RelabelledCheckpoint(GGUFCheckpoint):
 
 
 class LoadedCheckpoint(RelabelledCheckpoint):
-    """Return a model whose matrices have the values after quantization by the loader."""
+    """Presents a model whose matrices have the values after quantization by the loader."""
 
     def tensor(
         self,
@@ -213,7 +213,7 @@ def texts() -> dict[str, str]:
 
 
 def windows(path: Path, num_tokens: int) -> dict[str, list[Tensor]]:
-    """Windows of each text, spread over all of it."""
+    """Return windows of each text, spread over all of it."""
     tokenizer = load_tokenizer(path)
     found = {}
     for name, text in texts().items():
@@ -225,7 +225,7 @@ def windows(path: Path, num_tokens: int) -> dict[str, list[Tensor]]:
 
 
 def log_probabilities(decoder: Any, ids: Tensor) -> Tensor:
-    """Return log-probabilities of the next token after each but the last, ``[T - 1, V]``."""
+    """Return the log-probabilities of the next token after each token but the last, ``[T - 1, V]``."""
     num_blocks = -(-len(ids) // BLOCK_SIZE)
     batch = AttentionBatch(
         query_start_loc=np.array([0, len(ids)], np.int32),
@@ -272,7 +272,7 @@ def decoders(path: Path, form: Format, threads: int) -> tuple[Decoder, NativeDec
 
 @dataclass(frozen=True)
 class Result:
-    """Natively against float32, over one text; changes are relative."""
+    """The native result compared with float32, over one text. Changes are relative."""
 
     format: str
     text: str

@@ -24,7 +24,7 @@ VOCABULARY = range(1000, 20000)
 def make_prompts(
     num_requests: int, num_prefixes: int, prefix_tokens: int, suffix_tokens: int
 ) -> list[list[int]]:
-    """Prompts with one of a few long prefixes each, and an ending of their own."""
+    """Return prompts that each begin with one of a few long prefixes and have different endings."""
     generator = random.Random(0)
     prefixes = [generator.sample(VOCABULARY, prefix_tokens) for _ in range(num_prefixes)]
     return [
@@ -55,7 +55,7 @@ def complete_all(server: Server, prompts: list[list[int]], num_streams: int, tok
 
 
 def by_replica(server: Server, name: str) -> list[float]:
-    """A counter's value of each replica."""
+    """Return the value of a counter for each replica."""
     _, text = server.get("/metrics")
     return [float(value) for value in re.findall(rf"^{name}{{[^}}]*}} (\S+)$", text, re.MULTILINE)]
 

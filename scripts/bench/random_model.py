@@ -24,13 +24,13 @@ from side_by_side.random_gguf import RandomTensors, add_tokenizer, write_gguf
 
 @dataclass(frozen=True)
 class Shape:
-    """A published model: how to write its hyperparameters, and its tensors.
+    """A published model: the functions that write its hyperparameters and its tensors.
 
     Attributes:
-        architecture: The name that GGUF files have for it.
+        architecture: Its name in GGUF files.
         num_layers: The number of layers that are written by default.
         vocab_size: The size of the published model's vocabulary.
-        add_hyperparameters: Adds those of a file with the given number of layers.
+        add_hyperparameters: Adds the hyperparameters of a file with the given number of layers.
         add_weights: Adds the tensors of that many layers.
     """
 
@@ -44,7 +44,7 @@ class Shape:
 def add_sizes(
     writer: GGUFWriter, num_layers: int, hidden_size: int, intermediate_size: int, eps: float
 ) -> None:
-    """Add what all architectures have."""
+    """Add the hyperparameters that all architectures have."""
     writer.add_type("model")
     writer.add_name(f"random {writer.arch}")
     writer.add_context_length(32_768)
@@ -185,7 +185,7 @@ def granite_weights(tensors: RandomTensors, num_layers: int) -> None:
             tensors.floats(f"{prefix}ssm_conv1d.weight", MAMBA_CONV_SIZE, 4)
             tensors.floats(f"{prefix}ssm_conv1d.bias", MAMBA_CONV_SIZE)
             tensors.floats(f"{prefix}ssm_dt.bias", MAMBA_HEADS)
-            # The logarithms of decay rates from 1 to the number of heads, as an untrained model has them.
+            # The logarithms of decay rates from 1 to the number of heads, as in an untrained model.
             rates = -np.arange(1, MAMBA_HEADS + 1, dtype=np.float32)
             tensors.writer.add_tensor(f"{prefix}ssm_a", rates[:, None])
             tensors.writer.add_tensor(f"{prefix}ssm_d", np.ones((MAMBA_HEADS, 1), np.float32))

@@ -2,7 +2,8 @@
 
     scripts/bench/run recovery --streams 32 --kills 5 [-- serve arguments]
 
-Prints a line of JSON for each victim, times in milliseconds: of the first stream to go on, and of the last.
+Prints a line of JSON for each kind of process that is killed. Times are in milliseconds: until the first stream
+continues, and until the last does.
 """
 
 from __future__ import annotations
@@ -18,16 +19,19 @@ from support.program import wait_until
 from support.server import Server, default_model
 
 IN_TRANSIT_S = 0.05
-"""Tokens that come so soon after the kill had left before it."""
+"""Seconds after a kill in which arriving tokens had been sent before it."""
 
 START_S = 60.0
 
 SETTLE_S = 4.0
-"""Between two deaths: a server has a spare core again when it has served for a while, and few die that often."""
+"""Seconds between two kills.
+
+After some time of serving, a server has a spare core again, and real crashes are rarer.
+"""
 
 
 def measure(server: Server, title: str, num_streams: int) -> tuple[float, float]:
-    """Seconds from the kill to the next token of the first stream and of the last."""
+    """Return the seconds from the kill to the next token of the first and of the last stream."""
     body = {"max_tokens": 400, "temperature": 0, "ignore_eos": True, "stream": True}
     streams = Streams(server, [{"prompt": f"Tale {i}:", **body} for i in range(num_streams)])
     wait_until(lambda: all(stream.num_events > 3 for stream in streams.streams), START_S)

@@ -2,9 +2,9 @@
 
     scripts/bench/run remote_prefill [--model PATH] [--tokens 4000] [--streams 8] [--prompts 4]
 
-Moving is the time until the first token of a prompt that the prefill replica has cached; computing is that of a new
-prompt at the prefill replica. The streams run alone, then beside long prompts with a prefill replica, then beside long
-prompts with two replicas without roles.
+"Moving" is the time until the first token of a prompt that the prefill replica has cached. "Computing" is the time for
+a new prompt at the prefill replica. Streams are measured alone, then together with long prompts and a prefill replica,
+then together with long prompts and two replicas without roles.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Prompts:
 
 
 def ask(server: Server, prompt: list[int], replica: str | None = None) -> tuple[float, int]:
-    """Return the seconds until the only token, and the token."""
+    """Send a prompt to generate one token. Return the seconds until it arrives, and the token."""
     body = {"prompt": prompt, "max_tokens": 1, "temperature": 0, "return_token_ids": True}
     headers = None if replica is None else {"X-data-parallel-rank": replica}
     start = time.perf_counter()

@@ -2,9 +2,9 @@
 
     scripts/bench/run sampling_features [--model PATH] [-c 1 8] [--rounds 3] [--tokens 128] [-- serve arguments]
 
-One server gets the same prompts without any of these options, and with each in turn. Greedy, without drafts, so that
-every answer takes the same number of steps. Printed are output tokens a second, and the ratios to the same round
-without.
+One server gets the same prompts without any of these options, and with each in turn. Requests are greedy and drafts are
+off, so that every answer takes the same number of steps. Prints output tokens per second, and the ratio to plain
+requests in the same round.
 """
 
 from __future__ import annotations

@@ -2,9 +2,10 @@
 
     scripts/bench/run scheduler [--running 1,16,64] [--steps 300] [--prompt 512] [--json] [--vllm-python PATH]
 
-Times, per step of steady decode: schedule() and update_from_output(), and the encoding and decoding of
+Times are per step, while every request decodes: schedule() and update_from_output(), and the encoding and decoding of
 SchedulerOutput, ModelRunnerOutput and EngineCoreOutputs, with two steps in flight, statistics and the event log on.
-With `--vllm-python` that alone is measured, in turns with vLLM's own scheduler, which encodes nothing.
+With `--vllm-python`, only schedule() and update_from_output() are measured, in turns with vLLM's own scheduler, which
+does not encode messages.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ decode_outputs = msgspec.msgpack.Decoder(EngineCoreOutputs).decode
 
 
 class Loop:
-    """The core's work for each step, against a worker that answers at once."""
+    """The core's work for each step, with a worker that answers immediately."""
 
     def __init__(self, num_seqs: int, num_tokens: int, budget: int | None = None) -> None:
         num_blocks = num_seqs * (num_tokens // BLOCK_SIZE + 1) + 2
@@ -89,7 +90,7 @@ class Loop:
         frame = encode(step)
         self.step_bytes = len(frame)
         received = decode_step(frame)
-        # No prompt is cut here, so every row samples.
+        # No prompt is divided in this benchmark, so every row samples.
         if received.slots is not None:
             self.num_rows = len(received.slots) // 4
         self.in_flight.append((step, self.num_rows))
@@ -110,7 +111,7 @@ class Loop:
 
 
 def time_each(action: Callable[[], object], repeats: int) -> list[float]:
-    """Microseconds of each call, collections of garbage left out as the core leaves them out."""
+    """Return the microseconds of each call. Garbage collection is off, because the core avoids it as well."""
     gc.collect()
     gc.freeze()
     times = []
@@ -131,7 +132,7 @@ def summary(times: list[float]) -> dict[str, float]:
 
 
 def decoding_loop(num_seqs: int, steps: int, prompt: int) -> Loop:
-    """Every request decodes; blocks are allocated as they fill, evenly spread over the steps."""
+    """Return a loop in which every request decodes, and the allocations of blocks are evenly spread over the steps."""
     loop = Loop(num_seqs, prompt + BLOCK_SIZE + steps + 100)
     for index in range(num_seqs):
         loop.add(prompt + index % BLOCK_SIZE, steps + 100)
@@ -154,7 +155,7 @@ def steady_decode(num_seqs: int, steps: int, prompt: int) -> dict[str, Any]:
 
 
 class VLLMScheduler:
-    """Run in a separate process, which waits while something else is measured."""
+    """vLLM's scheduler in a separate process, which waits while something else is measured."""
 
     def __init__(self, python: str) -> None:
         program = Path(__file__).parent / "side_by_side" / "vllm_scheduler.py"
@@ -164,7 +165,7 @@ class VLLMScheduler:
         self.version = ""
 
     def time_steps(self, num_seqs: int, steps: int, prompt: int) -> list[float]:
-        """Microseconds of each step of steady decode."""
+        """Return the microseconds of each step in which all requests decode."""
         process = self._process
         assert process.stdin is not None and process.stdout is not None
         process.stdin.write(f"{num_seqs} {prompt} {steps}\n")
@@ -186,7 +187,7 @@ def beside_vllm(vllm: VLLMScheduler, num_seqs: int, steps: int, prompt: int) -> 
     for _ in range(TURNS):
         ours += time_each(loop.run, steps // TURNS)
         theirs += vllm.time_steps(num_seqs, steps // TURNS, prompt)
-    # Long steps are interrupted more often where others work; the least is what the work itself takes.
+    # Use the minimum, because other work on the machine interrupts long steps more often.
     least = min(ours), min(theirs)
     return {
         "case": f"steady decode beside vLLM {vllm.version}",
@@ -200,7 +201,7 @@ def beside_vllm(vllm: VLLMScheduler, num_seqs: int, steps: int, prompt: int) -> 
 
 
 def churn(num_seqs: int, steps: int, events: int) -> dict[str, Any]:
-    """In every step, `events` requests arrive and as many end, which the scheduler receives one step later."""
+    """Measure steps in which `events` requests arrive and as many end. The scheduler receives these one step later."""
     lifetime = num_seqs // events
     loop = Loop(num_seqs + 2 * events, 64 + lifetime + 2 * BLOCK_SIZE)
     arrivals = [[loop.request(32, lifetime) for _ in range(events)] for _ in range(50 + steps)]
@@ -222,7 +223,7 @@ def churn(num_seqs: int, steps: int, events: int) -> dict[str, Any]:
 
 
 def many_waiting(num_seqs: int, steps: int, num_waiting: int) -> dict[str, Any]:
-    """Steady decode in front of a long queue."""
+    """Measure decode steps while many requests wait in the queue."""
     loop = Loop(num_seqs, 512 + BLOCK_SIZE + steps + 100)
     for index in range(num_seqs):
         loop.add(512 + index % BLOCK_SIZE, steps + 100)
@@ -245,7 +246,7 @@ def many_waiting(num_seqs: int, steps: int, num_waiting: int) -> dict[str, Any]:
 
 
 def long_prompt(length: int, repeats: int) -> dict[str, Any]:
-    """Admission of a prompt whose every block is cached, and the hashing of it in the frontend."""
+    """Measure the admission of a prompt whose blocks are all cached, and the hashing of the prompt in the frontend."""
     loop = Loop(4, length + BLOCK_SIZE + 4)
     request = loop.request(length, 1)
     times, hashing = [], []
@@ -271,7 +272,7 @@ def long_prompt(length: int, repeats: int) -> dict[str, Any]:
 
 
 def snapshot(num_running: int, num_waiting: int) -> dict[str, Any]:
-    """Measure freezing of the whole state, which the event log does once in some thousand steps."""
+    """Measure capturing the whole state, which the event log does once in some thousand steps."""
     loop = Loop(num_running, 2048)
     for _ in range(num_running):
         loop.add(512, 1024)

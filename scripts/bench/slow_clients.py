@@ -2,8 +2,9 @@
 
     scripts/bench/run slow_clients [--idle 10000] [--tricklers 200] [--sleepers 50] [--rounds 3]
 
-Idle clients connect and send nothing, tricklers send a byte a second, sleepers ask for a long stream and never read it.
-In each round the same streams are measured without them and with them; the worker computes nothing (`--device null`).
+Idle clients connect and send nothing. Tricklers send a byte per second. Sleepers request a long stream and never read
+it. In each round, the same streams are measured without them and with them. The worker computes nothing (`--device
+null`).
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def request_bytes(max_tokens: int) -> bytes:
 
 
 async def measure(host: str, port: int, seconds: float) -> list[float]:
-    """Milliseconds between the events of a few streams."""
+    """Return the milliseconds between the events of a few streams."""
     gaps: list[float] = []
 
     async def stream() -> None:
@@ -54,7 +55,7 @@ async def measure(host: str, port: int, seconds: float) -> list[float]:
 
 
 class Nuisance:
-    """The slow clients; those that the server cuts off come back."""
+    """The slow clients. Those that the server disconnects connect again."""
 
     def __init__(self, host: str, port: int, idle: int, tricklers: int, sleepers: int) -> None:
         self._address = host, port

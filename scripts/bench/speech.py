@@ -1,4 +1,4 @@
-"""Measure how much faster than real time speech is transcribed, beside faster-whisper in alternation.
+"""Measure how much faster than real time speech is transcribed, in alternation with faster-whisper.
 
     scripts/bench/run speech [--rounds 3] [--peers DIR] [--seconds 4 28 120] [--clients 1 8] [--dtypes auto]
 
@@ -9,8 +9,8 @@ so nothing is cached. A file has no sentence twice until it has all 40: Whisper 
 All contenders get the same files. Beside the pace, the seconds of sound per second of processor time are shown, which
 depend less on what else runs.
 
-Engine is a server; faster-whisper runs in a process of its own without one, which is an advantage. It decodes
-greedily, and with several clients once with one worker of all threads and once with one worker per thread.
+Engine is a server. faster-whisper runs without one in a process of its own, which is an advantage. It decodes greedily.
+With several clients, it is measured once with one worker of all threads and once with one worker per thread.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ CORES: Final = len(os.sched_getaffinity(0))
 
 
 class Skipped(Exception):
-    """A contender cannot run here."""
+    """Raised if a contender cannot run on this machine."""
 
 
 class Sound(NamedTuple):
-    """A file and what is said in it."""
+    """A sound file, and its text."""
 
     path: Path
     seconds: float
@@ -61,13 +61,13 @@ class Sound(NamedTuple):
 
 
 class Contender(Protocol):
-    """Something that transcribes files."""
+    """A program that transcribes files."""
 
     name: str
     pid: int
 
     def transcribe(self, shares: list[list[Sound]]) -> tuple[float, list[list[str]]]:
-        """Return the seconds and the texts, if each client transcribes one of its files after the other."""
+        """Transcribe all files, each client's one after the other. Return the seconds and the texts."""
 
     def close(self) -> None:
         """Stop its processes."""
@@ -120,7 +120,7 @@ class Engine:
 
 
 class FasterWhisper:
-    """faster-whisper in a process of its own."""
+    """faster-whisper in a separate process."""
 
     def __init__(self, model: Path, compute_type: str, workers: int, peers: Path) -> None:
         threads = CORES // workers
@@ -143,13 +143,13 @@ class FasterWhisper:
     def _read(self) -> str:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            # Libraries write to the standard output, too.
+            # Libraries also write to the standard output, so skip other lines.
             if line.startswith(("ready", "error", "[")):
                 return line.strip()
         return ""
 
     def transcribe(self, shares: list[list[Sound]]) -> tuple[float, list[list[str]]]:
-        """Give the paths to the process."""
+        """Send the paths to the process, and wait for its answer."""
         assert self._process.stdin is not None
         paths = [[str(sound.path) for sound in share] for share in shares]
         self._process.stdin.write(json.dumps(paths) + "\n")
@@ -164,7 +164,7 @@ class FasterWhisper:
 
 
 class SoundMaker:
-    """Makes files of sentences, no two of them alike."""
+    """Creates files of spoken sentences, all different."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -173,7 +173,7 @@ class SoundMaker:
         self._count = 0
 
     def make(self, seconds: float) -> Sound:
-        """Return a file of at most so many seconds, but at least one sentence."""
+        """Create a file of at most `seconds` seconds, but with at least one sentence."""
         pause = np.zeros(RATE * 2 // 5, np.float32)
         parts: list[NDArray[np.float32]] = []
         texts: list[str] = []
@@ -209,7 +209,7 @@ def speak(text: str) -> NDArray[np.float32]:
 
 
 def word_errors(found: str, expected: str) -> tuple[int, int]:
-    """Return the words that must be changed, added or removed, and the number of expected words."""
+    """Return the number of words to change, add or remove, and the number of expected words."""
     a, b = (re.findall(r"[a-z']+", text.lower()) for text in (found, expected))
     costs = list(range(len(b) + 1))
     for i, word in enumerate(a, 1):
@@ -245,7 +245,7 @@ def contenders(
 
 
 def cpu_seconds(pid: int) -> float:
-    """Return the processor time of a process and its children so far."""
+    """Return the CPU seconds of a process and its children so far."""
     main = psutil.Process(pid)
     times = [each.cpu_times() for each in (main, *main.children(recursive=True))]
     return sum(each.user + each.system for each in times)
@@ -254,7 +254,7 @@ def cpu_seconds(pid: int) -> float:
 def measure(
     running: list[Contender], maker: SoundMaker, seconds: float, clients: int, rounds: int
 ) -> None:
-    """Print the real-time factor of each contender, its processor time, and the words that it got wrong."""
+    """Print each contender's speed relative to real time, its CPU time, and its share of wrong words."""
     figures: dict[str, list[tuple[float, float, int, int]]] = {each.name: [] for each in running}
     for round_ in range(rounds + 1):
         shares = [[maker.make(seconds)] for _ in range(clients)]

@@ -29,7 +29,7 @@ def time_help() -> float:
 
 
 def time_start(model: list[str]) -> dict[str, Any]:
-    """Seconds until ready and until each line before it, and what each process took: seconds of processor, MiB."""
+    """Return the seconds until each line of the start and until ready, and each process's CPU seconds and MiB."""
     begin = time.perf_counter()
     server = subprocess.Popen(
         [*ENGINE, "serve", *model, "--port", "0"], stderr=subprocess.PIPE, text=True

@@ -2,7 +2,7 @@
 
     scripts/bench/run state_checkpoints --model PATH [--block-sizes 256,512,1024]
 
-The model has recurrent layers: a prefix can be reused only up to a token whose state was kept.
+The model must have recurrent layers: then a prefix can be reused only up to a token whose state is cached.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from engine import LLM, SamplingParams
 
 
 def measure(model: str, block_size: int, turns: int, question: int, answer: int) -> dict[str, Any]:
-    """Return the prompt tokens of a conversation, the cached ones, and the median delay of a turn's first token."""
+    """Return a conversation's prompt tokens, its cached tokens, and the median delay of the first token of a turn."""
     rng = random.Random(1)
     engine = LLM(
         model,

@@ -2,8 +2,8 @@
 
     scripts/bench/run step_profile [--model PATH] [--streams 1,64] [--context 192]
 
-The first two by running decode steps on a worker's model runner in this process, alone; the last as the time between
-two tokens of a stream from `engine serve`, at the same number of streams and, on average, the same context.
+The first two are measured by running decode steps on a worker's model runner in this process. Serving is the time
+between two tokens of a stream from `engine serve`, with the same number of streams and, on average, the same context.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ AFTER = {
 
 
 class Decoding:
-    """A model runner whose `streams` requests decode, each with `context` tokens behind it."""
+    """A model runner whose `streams` requests decode, each with a context of `context` tokens."""
 
     def __init__(self, model: str, streams: int, context: int, steps: int) -> None:
         max_model_len = -(-(context + steps + 1) // BLOCK_SIZE) * BLOCK_SIZE
@@ -105,7 +105,7 @@ class Decoding:
 
 
 def named_operations(profile: list[tuple[str, float]]) -> dict[str, float]:
-    """Seconds by what the operations are for; products take their name from what they lie between."""
+    """Return seconds by purpose of the operations. A product is named by the operations before and after it."""
     seconds: dict[str, float] = defaultdict(float)
     kinds = ["", *(kind for kind, _ in profile), ""]
     for (kind, spent), previous, following in zip(profile, kinds, kinds[2:], strict=False):
@@ -120,7 +120,7 @@ def named_operations(profile: list[tuple[str, float]]) -> dict[str, float]:
 
 
 def profile_steps(model: str, streams: int, context: int, steps: int) -> dict[str, float]:
-    """Milliseconds of a decode step by part, medians over `steps`."""
+    """Return the milliseconds of a decode step by part, as medians over `steps`."""
     decoding = Decoding(model, streams, context - steps // 2, steps)
     spent: dict[str, list[float]] = defaultdict(list)
     before = named_operations(decoding.model.profile())
@@ -138,7 +138,7 @@ def profile_steps(model: str, streams: int, context: int, steps: int) -> dict[st
 
 
 def served_ms(model: str, streams: int, context: int) -> float:
-    """The median time between two tokens of a stream."""
+    """Return the median milliseconds between two tokens of a stream."""
     point = Point(context // 2, context, streams, streams)
     with run(engine_contender(Path(model)), Path("/dev/null")) as running:
         figures = [running.measure(point, seed)["itl_ms_p50"] for seed in range(3)]

@@ -2,10 +2,10 @@
 
     scripts/bench/run token_cost [-c 256] [--step-ms 20] [--api-server-count 1 2] [--clients 1] [-- serve arguments]
 
-The worker computes nothing (`--device null`). Every stream has a connection of its own; times are of whole processes,
-in microseconds a token, over a window in which all streams run. Tokens share an event if they share a character, or if
-the frontend falls behind; with a step time that overloads one frontend, `tokens_a_second` shows what more of them
-bring. A real model is measured by `-- --device cpu`.
+The worker computes nothing (`--device null`). Every stream has its own connection. Times are CPU times of whole
+processes, in microseconds per token, over a window in which all streams run. Several tokens share one event if they
+share a character, or if the frontend falls behind. With a step time that overloads one frontend, `tokens_a_second`
+shows the gain from more frontends. `-- --device cpu` measures a real model.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SETTLE_S = 0.5
 
 
 class Counts:
-    """The counts of one client process, for another process to read."""
+    """The counts of one client process, in memory that another process can read."""
 
     def __init__(self) -> None:
         self.begun: Synchronized[int] = multiprocessing.Value("q", 0, lock=False)
@@ -65,7 +65,7 @@ class Stream(asyncio.Protocol):
 
 
 def run_client(url: str, streams: int, counts: Counts) -> None:
-    """Stream until killed."""
+    """Stream until this process is killed."""
     address = urllib.parse.urlsplit(url)
     host, port = address.hostname, address.port
     assert host is not None and port is not None
@@ -100,7 +100,7 @@ def run_client(url: str, streams: int, counts: Counts) -> None:
 
 @contextmanager
 def clients(url: str, streams: int, processes: int) -> Iterator[list[Counts]]:
-    """Client processes, all of whose streams have begun."""
+    """Return client processes, after all of their streams have begun."""
     counts = [Counts() for _ in range(processes)]
     shares = [len(range(i, streams, processes)) for i in range(processes)]
     started = [
@@ -126,14 +126,14 @@ def total(counts: list[Counts], name: str) -> int:
 
 
 def cpu_ns(pid: int) -> int:
-    """The CPU time of a process's threads, finer than what the kernel says of the process."""
+    """Return the CPU nanoseconds of a process's threads, which are finer than the kernel's figure for the process."""
     return sum(
         int(path.read_text().split()[0]) for path in Path(f"/proc/{pid}/task").glob("*/schedstat")
     )
 
 
 def count_tokens(url: str) -> int:
-    """Return the counts of the frontends; all but the one that answers are up to a second old."""
+    """Return the frontends' counts. Those of frontends other than the one that answers are up to a second old."""
     with urllib.request.urlopen(f"{url}/metrics") as response:
         text = response.read().decode()
     found = re.findall(r"^engine:generation_tokens_total\{.*\} (\S+)$", text, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""Measure vision towers on a CPU, native and in torch, beside transformers in alternation.
+"""Measure vision towers on a CPU, native and in torch, in alternation with transformers.
 
     scripts/bench/run towers [smolvlm llava-clip …] [--rounds 5] [--layers 4] [--threads 2]
 
@@ -87,7 +87,7 @@ def write_model(directory: Path, kind: str, num_layers: int) -> tuple[Path, Any]
     sizes = {
         "hidden_size": shape.hidden,
         "intermediate_size": shape.intermediate,
-        # LLaVA's features are those of the last layer but one.
+        # LLaVA's features come from the last layer but one.
         "num_hidden_layers": num_layers + kind.startswith("llava"),
         "num_attention_heads": shape.heads,
         "image_size": shape.image[0],
@@ -99,7 +99,7 @@ def write_model(directory: Path, kind: str, num_layers: int) -> tuple[Path, Any]
 def reference(
     kind: str, path: Path, model: Any, image: Image.Image, tile: ImagePayload
 ) -> Callable[[], Any]:
-    """Return what computes the features of an image in transformers."""
+    """Return a function that computes the features of an image with transformers."""
     if kind in QWEN_MODELS:
         inputs = qwen_image_processor(path)([image], return_tensors="pt")
         return lambda: model.model.get_image_features(

@@ -1,8 +1,8 @@
 """Check that a model generates the same on a GPU as on a CPU, with every way of running a step.
 
-Some requests have prompts that come in chunks, while others decode; tokens are the most likely ones, or sampled. In
-float32 they have to be those of plain torch on a CPU. In bfloat16 a model of random weights takes another token now and
-then, so what counts is how far the log-probabilities are apart up to there.
+Some requests have prompts that are computed in chunks while others decode. Tokens are the most likely ones, or sampled.
+In float32, they must equal those of plain torch on a CPU. In bfloat16, a model with random weights occasionally takes
+another token, so the log-probabilities up to that token are compared.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ TINY_MODEL = Shape("qwen3", 512, 64, 128, 2, 4, 2, 16, True)
 PROMPTS = (3, 1, 700, 40, 16, 290)
 LONGEST = 2
 NUM_MOVED = 20
-"""Blocks of the longest prompt, all of which its first two chunks fill."""
+"""Number of blocks of the longest prompt, which are filled by its first two chunks."""
 
 BLOCKS_EACH = MAX_MODEL_LEN // BLOCK_SIZE
 NUM_BLOCKS = 1 + len(PROMPTS) * BLOCKS_EACH
@@ -52,10 +52,10 @@ CHUNK = 250
 """Largest number of tokens of a prompt in one step."""
 
 GROUP_SIZE = 32
-"""Columns that share a scale in 4 bits: as in GGUF, so few that each is scaled before it is multiplied."""
+"""Columns per scale in 4 bits, as in GGUF: so few that each group is scaled before the product."""
 
 INPUT_SCALE = 0.05
-"""Scale of inputs of static float8 products, which are up to 22."""
+"""Scale of the inputs of static float8 products, which are at most 22."""
 
 _PACKED_INTEGERS = {
     "quant_method": "compressed-tensors",
@@ -78,16 +78,16 @@ _PACKED_INTEGERS = {
 
 @dataclass
 class Said:
-    """The tokens of each request, with their log-probabilities."""
+    """The generated tokens of each request, with their log-probabilities."""
 
     tokens: list[list[int]] = field(default_factory=list)
     logprobs: list[list[float]] = field(default_factory=list)
 
 
 def write(shape: Shape, directory: Path, quantization: str | None = None) -> Path:
-    """Write a checkpoint of random weights, so large that logits are far apart.
+    """Write a checkpoint with random weights, so large that the logits are far apart.
 
-    Its layers are stored as `quantization` says; then attention has biases, too.
+    Its layers are stored in the format `quantization`. In that case attention also has biases.
     """
     shape.write(directory, MAX_MODEL_LEN)
     random = torch.Generator().manual_seed(0)
@@ -115,7 +115,7 @@ def write(shape: Shape, directory: Path, quantization: str | None = None) -> Pat
 
 
 def _packed(weight_OD: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Its nearest 4-bit integers, eight in a word, the first lowest."""
+    """Return the nearest 4-bit integers, eight per word, the first in the lowest bits."""
     groups_OGN = weight_OD.unflatten(1, (-1, GROUP_SIZE))
     scale_OG = (groups_OGN.abs().amax(2) / 7).bfloat16()
     integers_OGN = (groups_OGN / scale_OG.float().unsqueeze(2)).round().clamp(-8, 7).long() + 8
@@ -143,7 +143,7 @@ QUANTIZATIONS = {
     "float8": ({"quant_method": "fp8", "activation_scheme": "dynamic"}, _float8),
     "static float8": ({"quant_method": "fp8", "activation_scheme": "static"}, _static_float8),
 }
-"""The entry of the config, and the function that stores a matrix, for each format."""
+"""For each format, the config entry and the function that stores a matrix."""
 
 
 def config(
@@ -205,8 +205,8 @@ def say(
 ) -> Said:
     """Generate `num_tokens` for every request, each starting one step after the previous one.
 
-    Without `scored` greedy tokens are chosen within the captured graph. With `moved` the longest prompt's first blocks
-    go to the host tier while it is computed, and come back to other blocks.
+    Unless `scored`, greedy tokens are chosen inside the captured graph. If `moved`, the first blocks of the longest
+    prompt are copied to the CPU offload during its computation, and come back to other blocks.
     """
     said = Said([[] for _ in PROMPTS], [[] for _ in PROMPTS])
     left = list(PROMPTS)
@@ -296,7 +296,7 @@ def _request(slot: int, vocab_size: int) -> NewRequestData:
 
 
 def compared(expected: Said, said: Said) -> dict[str, float]:
-    """Return the fractions of equal requests and of tokens before a difference, and the log-probabilities."""
+    """Return the fractions of equal requests and of tokens before a difference, and the log-probability error."""
     num_same, apart = [], 0.0
     for index, tokens in enumerate(expected.tokens):
         same = [a == b for a, b in zip(tokens, said.tokens[index], strict=True)]
@@ -330,14 +330,14 @@ WAYS: dict[str, dict[str, Any]] = {
     "float32, by way of the host": {"dtype": "float32", "moved": True},
 }
 COURSE = ("scored", "sampled", "moved")
-"""Settings of a way of running that are not in the engine's configuration."""
+"""Settings of a way of running a step that are not part of the engine's configuration."""
 
 EAGERLY = ", without graphs, waiting for each launch"
-"""Suffix of the name of a way."""
+"""The suffix of the name of such a way."""
 
 
 class Agreement:
-    """A comparison of each way with plain torch on a CPU."""
+    """Compares each way of running a step with plain torch on a CPU."""
 
     def __init__(self, directory: Path, device: Device, *, is_tiny: bool) -> None:
         self._directory = directory

@@ -1,4 +1,4 @@
-"""Prints the modules that the other parts or the server need and that cannot be imported here."""
+"""Print the modules that the other parts or the server need and that cannot be imported on this machine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-# Python has this file's folder on its path; what the benchmarks share is one above.
+# Python adds this file's folder to its path; the code that the benchmarks share is one folder above.
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from on_gpu.reporting import Reporter
@@ -23,7 +23,7 @@ MODULES = (
     "psutil",
     "engine.workers.execution.model_runner",
     "engine.workers.worker",
-    # Of the server only.
+    # Needed only by the server.
     "setproctitle",
     "uvloop",
     "httptools",
@@ -37,7 +37,7 @@ MODULES = (
     "engine.frontend.cli.main",
     "engine.core.engine_core",
 )
-"""Each before those that need it."""
+"""The modules in dependency order: each comes before those that need it."""
 
 
 def main() -> None:

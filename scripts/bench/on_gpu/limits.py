@@ -15,7 +15,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def seconds(run: Callable[[], object], device: torch.device, repeats: int = 10) -> float:
-    """The median of `repeats` runs, after one that does not count."""
+    """Return the median duration of `repeats` runs, after a run that is not counted."""
     times = []
     for _ in range(repeats + 1):
         synchronize(device)
@@ -27,19 +27,19 @@ def seconds(run: Callable[[], object], device: torch.device, repeats: int = 10) 
 
 
 def random_bytes(num_bytes: int, device: torch.device) -> torch.Tensor:
-    """Data of all zeros would move, and be multiplied, faster than a model's."""
+    """Return random data. A device copies and multiplies zeros faster than the numbers of a model."""
     return torch.empty(num_bytes // 8, dtype=torch.int64, device=device).random_().view(torch.uint8)
 
 
 def copy_bandwidth(device: torch.device, num_bytes: int) -> float:
-    """Bytes read and written a second by a copy on the device."""
+    """Return the bytes read and written per second by a copy on the device."""
     source = random_bytes(num_bytes, device)
     target = torch.empty_like(source)
     return 2 * num_bytes / seconds(lambda: target.copy_(source), device)
 
 
 def matmul_flops(device: torch.device, size: int) -> float:
-    """Operations a second of a square bfloat16 product."""
+    """Return the operations per second of a square bfloat16 product."""
     a = torch.randn(size, size, device=device, dtype=torch.bfloat16)
     b = torch.randn(size, size, device=device, dtype=torch.bfloat16)
     out = torch.empty_like(a)
@@ -47,7 +47,7 @@ def matmul_flops(device: torch.device, size: int) -> float:
 
 
 def upload_bandwidth(device: torch.device, num_bytes: int) -> float:
-    """Bytes a second from pinned memory to the device."""
+    """Return the bytes per second of a copy from pinned memory to the device."""
     target = random_bytes(num_bytes, device)
     source = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
     source.copy_(target)

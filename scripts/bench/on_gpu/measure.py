@@ -1,4 +1,4 @@
-"""One part of `gpu.py`, in a process of its own: prints a JSON object for each figure as soon as it is known."""
+"""Run one part of `gpu.py`, in a process of its own, and print a JSON object for each figure as soon as it is known."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-# Python has this file's folder on its path; what the benchmarks share is one above.
+# Python adds this file's folder to its path; the code that the benchmarks share is one folder above.
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
@@ -34,7 +34,7 @@ GIB = 1024**3
 
 @dataclass(frozen=True)
 class Load:
-    """The measurements of each shape: numbers of requests, tokens and steps."""
+    """How much is measured for each shape: the numbers of requests, tokens and steps."""
 
     decodes: tuple[tuple[int, int], ...] = ((1, 256), (64, 1024), (256, 2048))
     mixed: tuple[int, int] = (96, 64)
@@ -65,7 +65,8 @@ def measure_agreement(reporter: Reporter, arguments: argparse.Namespace, directo
             reporter.say(way, partial(agreement.measure, way))
     except Spoiled as spoiled:
         if not arguments.done and EAGERLY not in spoiled.case:
-            # Once more so that the traceback shows what failed, not what first waited for it.
+            # Run it again with blocking launches, so that the traceback shows the launch that failed and not a later
+            # wait.
             subprocess.run(
                 [sys.executable, *sys.argv, "--ways", spoiled.case + EAGERLY],
                 env=os.environ | {"CUDA_LAUNCH_BLOCKING": "1"},
@@ -202,7 +203,7 @@ def measure_serving(
     loads: tuple[tuple[int, int, int], ...],
 ) -> None:
     path = shape.write(directory, 4096)
-    # This start also compiles the kernels.
+    # This start also compiles the kernels, so it is reported separately.
     without_weights = partial(seconds_to_serve, path, device, "--load-format", "dummy")
     reporter.say("first start, without weights", without_weights)
 
@@ -212,7 +213,7 @@ def measure_serving(
             raise Skipped(f"{directory} has no room for {needed / GIB:.0f} GiB of weights")
         begin = time.perf_counter()
         num_bytes = write_weights(shape, directory)
-        # They have just been written, so they are in the page cache.
+        # The weights have just been written, so they are in the page cache.
         written = {"written_bytes": num_bytes, "written_s": time.perf_counter() - begin}
         return {**seconds_to_serve(path, device), **written}
 

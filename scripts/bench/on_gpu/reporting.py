@@ -1,4 +1,4 @@
-"""Reports of the parts of `gpu.py`: one JSON object a line, named by its `case`."""
+"""Report the results of the parts of `gpu.py`: one JSON object per line, identified by its `case`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LONGEST_MESSAGE = 400
 
 
 class Spoiled(SystemExit):
-    """An error that invalidates later measurements in this process, but not in another one."""
+    """Raised after an error that invalidates later measurements in this process, but not in another one."""
 
     def __init__(self, case: str) -> None:
         super().__init__(f"{case} failed: what is left has to be measured by another process")
@@ -26,9 +26,9 @@ class Skipped(Exception):
 
 
 class Reporter:
-    """Run the measurements that are not `done` yet. A failed measurement must not prevent the others.
+    """Runs the measurements that are not `done` yet. A failed measurement does not prevent the others.
 
-    Every failure spoils the process if measurements share a state; otherwise only one that cost it the GPU.
+    If measurements share a state, every failure makes the process unusable. Otherwise only a failure of the GPU does.
     """
 
     def __init__(self, done: Collection[str] = (), *, share_state: bool = False) -> None:
@@ -36,10 +36,10 @@ class Reporter:
         self._share_state = share_state
 
     def say(self, case: str, measure: Callable[[], Mapping[str, Any] | None]) -> None:
-        """Print what `measure` finds. Raises Spoiled if nothing can be measured after it."""
+        """Run `measure` and print its result. Raise Spoiled if nothing can be measured afterwards."""
         if case in self._done:
             return
-        # This stands if the process does not come back from it.
+        # This line remains the result if the process crashes during the measurement.
         _print(case, {FAILED: "began, and did not end"})
         try:
             found = measure() or {}

@@ -1,4 +1,4 @@
-"""Models without weights: their configs, and what a step of them must read and multiply."""
+"""Models without weights: their configs, and the bytes and operations of their steps."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Shape:
     tie_word_embeddings: bool
 
     def write(self, directory: Path, max_model_len: int) -> Path:
-        """A directory that `engine serve --load-format dummy` takes, with a tokenizer of single bytes."""
+        """Write a directory for `engine serve --load-format dummy`, with a tokenizer of single bytes."""
         architecture = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}[self.model_type]
         config: dict[str, Any] = {
             "architectures": [architecture],
@@ -55,7 +55,7 @@ class Shape:
         return directory
 
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """The names of a checkpoint's weights, without `.weight`, and their shapes."""
+        """Return the names of a checkpoint's weights, without `.weight`, and their shapes."""
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         hidden, mlp = self.hidden_size, self.intermediate_size
         yield "model.embed_tokens", (self.vocab_size, hidden)
@@ -79,7 +79,7 @@ class Shape:
 
     @property
     def layer_weights(self) -> int:
-        """The elements of one layer's matrices."""
+        """Return the number of elements of one layer's matrices."""
         heads = 2 * self.num_heads + 2 * self.num_kv_heads
         return self.hidden_size * (heads * self.head_dim + 3 * self.intermediate_size)
 
@@ -97,7 +97,7 @@ class Shape:
         return weights + batch * context * self.kv_token_bytes
 
     def prefill_flops(self, num_tokens: int) -> int:
-        """Return the operations of a prompt: its matrices, half of the attention scores twice, the head once."""
+        """Return the operations of a prompt: its matrices, two attention products with half of the scores, the head."""
         attention = 2 * num_tokens**2 * self.num_heads * self.head_dim
         layer = 2 * num_tokens * self.layer_weights + attention
         return self.num_layers * layer + 2 * self.head_weights

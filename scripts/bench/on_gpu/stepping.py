@@ -1,4 +1,4 @@
-"""A worker's model runner, driven as a worker drives it: a step begins before the last one's tokens are there."""
+"""Drive a worker's model runner as a worker does: a step begins before the tokens of the last one have arrived."""
 
 from __future__ import annotations
 
@@ -39,14 +39,17 @@ from torch.autograd import DeviceType
 BLOCK_SIZE = 16
 STEPS_IN_FLIGHT = 2
 SETTLING_STEPS = 10
-"""Steps before those that are profiled, because the first ones differ."""
+"""Number of steps before the profiled ones, because the first steps differ."""
 
 FILLED_BLOCKS = 1024
-"""Blocks of the KV cache that are filled at once."""
+"""Number of KV-cache blocks that are filled at once."""
 
 
 class Stepping:
-    """One model; each measurement has requests of its own. `seconds` says what each part of the start took."""
+    """One loaded model.
+
+    Each measurement uses its own requests. `seconds` has the duration of each part of the start.
+    """
 
     def __init__(
         self,
@@ -100,7 +103,7 @@ class Stepping:
         synchronize(self.device)
         self._part("cache and graphs")
         self._fill_kv_cache()
-        # As a worker does: no collection is to look at all of torch during a step.
+        # As a worker does, keep garbage collections from traversing torch during a step.
         gc.collect()
         gc.freeze()
         self._step = 0
@@ -155,7 +158,7 @@ class Stepping:
         return seconds
 
     def prefill(self, num_tokens: int, repeats: int) -> float:
-        """Seconds of one step that computes a whole prompt; the least of several."""
+        """Return the seconds of one step that computes a whole prompt, as the minimum of several."""
         times = []
         for _ in range(repeats + 1):
             requests = self._requests(1, num_tokens, num_computed=0, num_more=1)
@@ -184,7 +187,7 @@ class Stepping:
                 self.step()
             self.drain()
         spans = (
-            # All kernels of a graph have the id of what replayed it.
+            # All kernels of a graph have the correlation id of the call that replayed it.
             Span(event.name, event.time_range.start, event.time_range.end, event.id)
             for event in profiler.events()
             if event.device_type == DeviceType.CUDA
@@ -235,7 +238,7 @@ class Stepping:
 
     @torch.inference_mode()
     def _fill_kv_cache(self) -> None:
-        """Random keys and values: products with zeros take less power, and so less time."""
+        """Fill the cache with random keys and values, because products with zeros take less power, and so less time."""
         for layer in self.runner.kv_cache.layers:
             parts = layer.split(FILLED_BLOCKS)
             random = torch.randn(parts[0].shape, dtype=torch.bfloat16, device=self.device)

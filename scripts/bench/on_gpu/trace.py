@@ -13,7 +13,7 @@ NUM_KERNELS = 20
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A kernel or a copy, in microseconds. Those of one `launch` come of one replay of a graph."""
+    """A kernel or a copy, with times in microseconds. Spans with the same `launch` come from one replay of a graph."""
 
     name: str
     start: float
@@ -24,8 +24,8 @@ class Span:
 def summary(spans: Iterable[Span], num_steps: int) -> dict[str, Any]:
     """Return the idle fractions from the first span to the last, and the longest kernels, per step.
 
-    Between steps is what is not within a replay. Of more replays than steps it is the last ones: the profiler holds up
-    the first. Raises ValueError if there are no spans.
+    Idle time between steps is the time outside of replays. If there are more replays than steps, the last ones are
+    used, because the profiler delays the first. Raises ValueError if there are no spans.
     """
     ordered = sorted(spans, key=lambda span: span.start)
     if not ordered:

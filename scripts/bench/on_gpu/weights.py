@@ -1,4 +1,4 @@
-"""Weights of a shape, as a large checkpoint has them: safetensors in several files."""
+"""Write weights for a shape in the form of a large checkpoint: safetensors in several files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NUM_NUMBERS = 1 << 25
 
 
 def write_weights(shape: Shape, directory: Path) -> int:
-    """Write random bfloat16 weights to `directory`, and return how many bytes they have."""
+    """Write random bfloat16 weights to `directory`, and return their size in bytes."""
     tensors = [(f"{name}.weight", size) for name, size in shape.tensors()]
     numbers = torch.empty(NUM_NUMBERS).normal_(0, 0.02).bfloat16()
     values = {

@@ -1,13 +1,13 @@
-"""The servers that can be measured: Engine, and the peers that a directory contains.
+"""The servers that can be measured: Engine, and the peers in a directory.
 
     llama-server                 llama.cpp's server
     vllm/bin/vllm                vLLM for the CPU, in a virtual environment of its own
-    openvino/bin/python          likewise OpenVINO GenAI
+    openvino/bin/python          OpenVINO GenAI, in a virtual environment of its own
     smollm2-bf16/                the default model in the format of Hugging Face, bf16
-    smollm2-bf16.gguf            likewise for llama.cpp
-    openvino-int8/ openvino-int4/  likewise for OpenVINO
+    smollm2-bf16.gguf            the same for llama.cpp
+    openvino-int8/ openvino-int4/  the same for OpenVINO
 
-Each may be missing.
+Each of them may be missing.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ LLAMA_CONTEXT = 98_304
 VLLM_SPACE_GIB = 4
 MAX_STREAMS = 64
 MAX_MODEL_LEN = 8448
-"""The longest point and its outputs."""
+"""Number of tokens of the longest point, prompt and output."""
 
 
 @dataclass(frozen=True)
 class Contender:
-    """A program that serves `model`, its weights stored as `weights`.
+    """A program that serves `model`, with its weights stored in the format `weights`.
 
-    `command` has a `{port}` to fill in; without one it is a child that answers on its standard output.
-    `kv_cache_bytes` is all memory that its KV cache may come to hold.
+    `command` contains a `{port}` to fill in; without one, the program answers on its standard output. `kv_cache_bytes`
+    is the maximum memory of its KV cache.
     """
 
     key: str
@@ -67,7 +67,7 @@ def default_model() -> str:
 
 
 def _max_model_len(path: Path) -> int:
-    """Return the length that a model is served with, which is at most the length that it was trained for."""
+    """Return the maximum length with which a model is served, at most the length that it was trained for."""
     trained = resolve_model(ModelOptions(model=str(path)), Console()).config.max_model_len
     return min(trained, MAX_MODEL_LEN)
 
@@ -86,7 +86,7 @@ def engine_contender(
     command = [sys.executable, "-P", "-m", "engine.frontend.cli.main", "serve", str(path)]
     command += ["--port", "{port}", "--served-model-name", "bench"]
     command += ["--max-model-len", str(_max_model_len(path))]
-    # The peers do not draft, and what drafts give depends on the text, which here is random.
+    # The peers do not draft. The gain of drafts depends on the text, which is random here.
     command += ["--speculative-config", '{"num_speculative_tokens": 0}']
     command += ["--kv-cache-memory-bytes", str(ENGINE_KV_CACHE_BYTES), *flags]
     return Contender(
@@ -115,7 +115,7 @@ def _vllm(key: str, vllm: Path, model: str, path: Path) -> Contender:
     command += ["--max-model-len", str(_max_model_len(path)), "--max-num-seqs", str(MAX_STREAMS)]
     command += ["--port", "{port}", "--served-model-name", "bench"]
     env = {"VLLM_CPU_KVCACHE_SPACE": str(VLLM_SPACE_GIB), "HF_HUB_OFFLINE": "1"}
-    # Its kernels are compiled by what it finds on the path of its own environment.
+    # Its kernels are compiled by the compiler that it finds in its own environment.
     env["PATH"] = f"{vllm.parent}{os.pathsep}{os.environ['PATH']}"
     kv_cache_bytes = VLLM_SPACE_GIB << 30
     return Contender(key, "vLLM", model, "bf16", path, tuple(command), kv_cache_bytes, env=env)
@@ -135,10 +135,10 @@ def find_contenders(
     engine_flags: list[str],
     streams: int = MAX_STREAMS,
 ) -> list[Contender]:
-    """Return Engine and the installed peers with the default model, or with each of `model_files` instead.
+    """Return Engine and the installed peers, with the default model or with each of `model_files` instead.
 
-    `kv_token_bytes` is what a token takes of a 16-bit KV cache. With `model_files`, llama.cpp divides its context among
-    `streams`.
+    `kv_token_bytes` is the size of a token in a 16-bit KV cache. With `model_files`, llama.cpp divides its context
+    among `streams`.
     """
     server = peers / "llama-server"
     found = []
@@ -149,7 +149,7 @@ def find_contenders(
     if not model_files:
         model, path, safetensors = "SmolLM2-135M", Path(default_model()), peers / "smollm2-bf16"
         bf16 = peers / "smollm2-bf16.gguf"
-        # As OpenVINO's KV cache is by default.
+        # The default of OpenVINO's KV cache.
         int8_kv = [*engine_flags, "--kv-cache-dtype", "int8"]
         found = [
             engine_contender(path, "engine", model, "Q4_1", engine_flags),

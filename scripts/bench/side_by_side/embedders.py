@@ -1,4 +1,4 @@
-"""What the benchmark `embeddings` compares: Engine over HTTP and in process, sentence-transformers, llama-server."""
+"""The embedders that the benchmark `embeddings` compares: Engine over HTTP and in process, and its peers."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ Vectors = list[list[float]]
 
 
 class Skipped(Exception):
-    """An embedder cannot run here."""
+    """Raised if an embedder cannot run on this machine."""
 
 
 class Embedder(Protocol):
-    """Something that embeds texts."""
+    """A program that embeds texts."""
 
     name: str
 
     def embed(self, batches: list[list[str]], clients: int) -> float:
-        """Return how long it takes to embed texts for so many clients."""
+        """Embed texts for `clients` clients. Return the seconds that it took."""
 
     def vectors(self, texts: list[str]) -> Vectors:
         """Return the vectors of texts."""
 
     def cpu_seconds(self) -> float:
-        """Return the processor time that it has taken, without what clients of a server take."""
+        """Return its CPU time so far, not counting the clients of a server."""
 
     def close(self) -> None:
         """Stop its processes."""
@@ -126,14 +126,14 @@ class EngineServer(HTTPEmbedder):
 
 
 class EngineInProcess:
-    """`LLM.embed`, which gets as many texts in each call as there are clients."""
+    """`LLM.embed`, which gets one text per client in each call."""
 
     def __init__(self, name: str, model: Path, dtype: str) -> None:
         self.name = name
         own = psutil.Process()
         before = set(own.children(recursive=True))
         self._llm = LLM(str(model), dtype=dtype)
-        # Texts are tokenized in this process, which does little else meanwhile.
+        # Texts are tokenized in this process, which does little else at that time.
         self._processes = [own, *set(own.children(recursive=True)) - before]
 
     def embed(self, batches: list[list[str]], clients: int) -> float:
@@ -190,7 +190,7 @@ class LlamaServer(HTTPEmbedder):
 
 
 class SentenceTransformers:
-    """sentence-transformers in a process of its own, which gets as many texts per call as there are clients."""
+    """sentence-transformers in a separate process, which gets one text per client in each call."""
 
     def __init__(self, name: str, model: Path, backend: str, peers: Path) -> None:
         self.name = name
@@ -212,7 +212,7 @@ class SentenceTransformers:
     def _read(self) -> str:
         assert self._child.stdout is not None
         for line in self._child.stdout:
-            # Libraries write to the standard output, too.
+            # Libraries also write to the standard output, so skip other lines.
             if line.startswith(("ready", "error", '{"seconds"')):
                 return line.strip()
         return ""
@@ -243,7 +243,7 @@ class SentenceTransformers:
 def starts(
     model: Path, peers: Path, directory: Path, dtypes: list[str]
 ) -> dict[str, Callable[[str], Embedder]]:
-    """Return, by its name, what starts each embedder under that name, or raises `Skipped`."""
+    """Return, for each name, a function that starts the embedder, or raises `Skipped`."""
     found: dict[str, Callable[[str], Embedder]] = {}
     for dtype in dtypes:
         found[f"engine, HTTP, {dtype}"] = partial(EngineServer, model=model, dtype=dtype)

@@ -12,19 +12,19 @@ from engine.workers.loaders.open_checkpoint import open_checkpoint
 
 KV_ELEMENT_BYTES = 2
 BITS_OF_BF16 = 12
-"""Bits that a product reads of a weight, as `workers/cpu/csrc/linear/bf16_block.h` stores it."""
+"""Bits that a product reads per weight, as `workers/cpu/csrc/linear/bf16_block.h` stores it."""
 
 
 @dataclass(frozen=True)
 class ModelCost:
-    """Memory traffic and arithmetic of one model. Of a mixture of experts, those of the chosen ones count.
+    """Memory traffic and arithmetic of one model. In a mixture of experts, only the chosen experts count.
 
     Attributes:
         weight_bytes: Bytes of the matrices that a step of one token reads.
         layer_ops: Operations of the products of one token in all layers.
         head_ops: Operations of the head for one token.
-        kv_token_bytes: Bytes of KV cache of one token.
-        attention_ops_per_key: Operations of attention for one token and one key that it attends to.
+        kv_token_bytes: Bytes of KV cache per token.
+        attention_ops_per_key: Operations of attention for one token and one key to which it attends.
     """
 
     weight_bytes: int
@@ -49,7 +49,7 @@ class ModelCost:
                 return amount
             return amount * config["num_experts_per_tok"] // num_experts
 
-        # Layers of recurrent models that have a state have no keys.
+        # Layers with a recurrent state have no keys.
         kinds = config.get("layer_types") or ["attention"] * config["num_hidden_layers"]
         num_attending = sum("attention" in kind and "linear" not in kind for kind in kinds)
         kv_size = config["num_key_value_heads"] * head_dim * num_attending

@@ -30,7 +30,7 @@ class Pipeline:
         self._next_id = 0
 
     def measure(self, point: dict[str, int]) -> dict[str, float]:
-        """Times in milliseconds, rates in tokens a second."""
+        """Measure one point. Times are in milliseconds, rates in tokens per second."""
         generation = openvino_genai.GenerationConfig()
         generation.ignore_eos, generation.do_sample = True, False
         generation.max_new_tokens = point["output"]

@@ -1,4 +1,4 @@
-"""The points that servers are measured at."""
+"""The points at which servers are measured."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Point:
-    """Requests of `prompt` tokens of their own after `shared` common ones, `concurrency` at a time."""
+    """Requests with `shared` common prompt tokens and `prompt` different ones, `concurrency` at a time."""
 
     prompt: int
     output: int
@@ -22,7 +22,7 @@ class Point:
 
     @property
     def figure(self) -> str:
-        """Long prompts are what a point with few outputs measures."""
+        """The name of the figure to compare. Points with few outputs measure long prompts."""
         return "output_tok_s" if self.output >= self.prompt else "total_tok_s"
 
 

@@ -1,4 +1,4 @@
-"""Random weights in the blocks of llama.cpp, and the default model's tokenizer, for the GGUF files of benchmarks."""
+"""Random weights in the block formats of llama.cpp, and the default model's tokenizer, for GGUF files of benchmarks."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class RandomTensors:
         self.writer.add_tensor(f"{name}.weight", blocks, raw_dtype=GGMLQuantizationType.Q4_K)
 
     def vocabulary(self, name: str, *shape: int) -> None:
-        """Add an embedding or a head in Q6_K, as llama.cpp's Q4_K mixtures have it."""
+        """Add an embedding or a head in Q6_K, the type in llama.cpp's Q4_K mixtures."""
         blocks = q6_k(self.rng, *shape)
         self.writer.add_tensor(f"{name}.weight", blocks, raw_dtype=GGMLQuantizationType.Q6_K)
 
@@ -78,7 +78,7 @@ class RandomTensors:
         self.writer.add_tensor(name, values)
 
     def norm(self, name: str, size: int) -> None:
-        """Add a norm that changes nothing."""
+        """Add a norm with weights of 1."""
         self.writer.add_tensor(f"{name}.weight", np.ones(size, np.float32))
 
 

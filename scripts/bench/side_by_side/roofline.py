@@ -18,7 +18,7 @@ SOURCE = Path(__file__).with_name("roofline.cpp")
 
 
 def measure_machine() -> dict[str, Any]:
-    """Bytes read and operations done a second by all cores together; empty without a C++ compiler."""
+    """Return the bytes read and operations done per second by all cores together; empty without a C++ compiler."""
     compiler = shutil.which(os.environ.get("CXX", "c++"))
     if compiler is None:
         return {}

@@ -1,4 +1,4 @@
-"""A contender that runs: points are measured on it, then its memory, then it is stopped."""
+"""Run a contender: measure points on it, then its memory, then stop it."""
 
 from __future__ import annotations
 
@@ -30,11 +30,14 @@ STOP_TIMEOUT_S = 30.0
 FILLING = Point(prompt=2048, output=1, concurrency=8, requests=8)
 
 SETTLING_S = 10.0
-"""Time for work after a server is ready: Engine allocates its KV cache, which is slow in a virtual machine."""
+"""Seconds after a server is ready in which it finishes its start: allocating Engine's KV cache may be slow."""
 
 
 class Running(ABC):
-    """Started by `with`, which returns some time after it is ready; `start_s` is what it took to become that."""
+    """A running contender, started by `with`.
+
+    `start_s` is the time until it was ready; `with` waits somewhat longer.
+    """
 
     def __init__(self, contender: Contender, log: TextIO) -> None:
         self.contender = contender
@@ -56,7 +59,7 @@ class Running(ABC):
         self._stop()
 
     def measure(self, point: Point, seed: int) -> dict[str, Any]:
-        """The figures of `load.measure`, and what else the machine did meanwhile: seconds of processors."""
+        """Return the figures of `load.measure`, and the CPU seconds of all other programs on the machine meanwhile."""
         before, busy = self._cpu_s(), _busy_cpu_s()
         figures = self._measure(point, seed)
         figures["server_cpu_s"] = self._cpu_s() - before
@@ -64,7 +67,7 @@ class Running(ABC):
         return figures
 
     def pss_without_kv_cache(self) -> dict[str, float]:
-        """MiB of each process, the KV cache taken from the one that holds it, the largest."""
+        """Return the MiB of each process, from which the KV cache is subtracted in the largest one."""
         self._fill_kv_cache()
         named: dict[str, float] = {}
         for process in self._family():
@@ -85,7 +88,7 @@ class Running(ABC):
 
     @abstractmethod
     def _fill_kv_cache(self) -> None:
-        """Write to all of it, so that what it takes is known."""
+        """Write to the whole KV cache, so that its memory is known."""
 
     def _family(self) -> list[psutil.Process]:
         parent = psutil.Process(self._process.pid)
@@ -148,7 +151,10 @@ class RunningServer(Running):
         )
 
     def _fill_kv_cache(self) -> None:
-        """Peers write zeros to all of theirs as they start; Engine's is written as it is used."""
+        """Fill Engine's KV cache, which is written when it is used.
+
+        Peers write zeros to all of theirs when they start.
+        """
         if self.contender.is_peer:
             return
         tokens = 0
@@ -169,7 +175,7 @@ class RunningServer(Running):
 
 
 class RunningChild(Running):
-    """A program without a server: it answers each line of JSON with one."""
+    """A program without a server, which answers each line of JSON with one line."""
 
     def _start(self) -> subprocess.Popen[str]:
         return self._spawn(
@@ -212,7 +218,7 @@ def _free_port() -> int:
 
 
 def _busy_cpu_s() -> float:
-    """Seconds that the machine's processors have worked, for any process but this one."""
+    """Return the CPU seconds of all programs on the machine except this process."""
     times = psutil.cpu_times()
     busy = sum(times) - times.idle - times.iowait
     if sys.platform == "linux":

@@ -1,4 +1,4 @@
-"""The results of a comparison as Markdown: medians of all rounds, ratios to the best peer, parts of the roofline."""
+"""Print the results of a comparison as Markdown: medians, ratios to the best peer, fractions of the roofline."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def make_table(results: dict[str, Any]) -> str:
         of_model = [r for r in records if r["model"] == model]
         for engine in _unique(r["name"] for r in of_model if r["engine"] == "Engine"):
             weights = engine.split(" ", 1)[1]
-            # A file that some peer could not read was given to it in a wider format.
+            # A peer that cannot read this file got it in a wider format.
             peers = _unique(
                 r["name"]
                 for r in of_model
@@ -116,13 +116,13 @@ def _spread(records: list[Record], name: str, key: str, figure: str) -> str:
 
 
 def _best_machine(machines: list[dict[str, float]]) -> dict[str, float]:
-    """Return the highest rates ever measured, which are the limits of the machine."""
+    """Return the highest rates ever measured, as the limits of the machine."""
     measured = [m for m in machines if m]
     return {key: max(m[key] for m in measured) for key in (measured or [{}])[0]}
 
 
 def _others(records: list[Record], names: Sequence[str], key: str) -> str:
-    """Cores that other programs kept busy meanwhile: where they are many, the row says little."""
+    """Return how many CPU cores other programs kept busy. If many, the row is unreliable."""
     points = [r["points"].get(key) for r in records if r["name"] in names]
     shares = [p["other_cpu_s"] / p["wall_s"] for p in points if p is not None]
     return f"{statistics.median(shares):.2f}, at most {max(shares):.2f}"

@@ -1,8 +1,8 @@
 """Measure vLLM's own scheduler without a model, in the Python of an environment that has vLLM.
 
-Each line of its input is "RUNNING PROMPT STEPS". The answer is a line of JSON: the microseconds of each of so many
-steps of steady decode, schedule() and update_from_output() together. As in Engine's measurement two steps are in
-flight, and statistics are on. Nothing is encoded.
+Each line of the input is "RUNNING PROMPT STEPS". The answer is a line of JSON with the microseconds of each step, in
+which all requests decode: schedule() and update_from_output() together. As in Engine's measurement, two steps are in
+flight and statistics are on. Nothing is encoded.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def make_scheduler(num_running: int, prompt: int) -> AsyncScheduler:
 
 
 class Loop:
-    """The scheduler's work for each step, against a worker that answers at once."""
+    """The scheduler's work for each step, with a worker that answers immediately."""
 
     def __init__(self, num_running: int, prompt: int) -> None:
         self.num_running = num_running
@@ -149,7 +149,7 @@ class Loop:
 
 
 def main() -> None:
-    # What vLLM prints must not get among the answers.
+    # vLLM's own output must not mix with the answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     loops: dict[tuple[int, int], Loop] = {}
@@ -159,7 +159,7 @@ def main() -> None:
         if key not in loops:
             loops.clear()
             loops[key] = Loop(*key)
-        # As vLLM's engine core does once it is up.
+        # vLLM's engine core does the same once it is up.
         gc.collect()
         gc.freeze()
         times = [round(1e6 * loops[key].run(), 1) for _ in range(steps)]

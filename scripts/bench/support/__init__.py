@@ -1,4 +1,4 @@
-"""The tests' own helpers, for benchmarks: a server and its processes, mixed streams, faults."""
+"""The tests' helpers that benchmarks also use: a server and its processes, mixed streams, faults."""
 
 from pathlib import Path
 
