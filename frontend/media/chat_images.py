@@ -79,7 +79,7 @@ def take_media(messages: Sequence[Any], limits: MediaLimits) -> tuple[list[Any],
         ParameterError: A part is invalid, or there are too many images or videos.
     """
     media: list[ChatItem] = []
-    taken = replace_parts(messages, lambda part, where: _take(part, where, media, limits))
+    taken = replace_parts(messages, lambda part, where: _replace_media(part, where, media, limits))
     num_videos = sum(isinstance(item, ChatVideo) for item in media)
     verify_count("images", len(media) - num_videos, limits.max_images)
     verify_count("videos", num_videos, limits.max_videos or 0)
@@ -92,7 +92,7 @@ def _kind(part: Any) -> str:
     return kind if isinstance(kind, str) and kind in (*_KINDS, *_VIDEO_KINDS) else ""
 
 
-def _take(part: Any, where: str, media: list[ChatItem], limits: MediaLimits) -> Any:
+def _replace_media(part: Any, where: str, media: list[ChatItem], limits: MediaLimits) -> Any:
     """Append the image or video of a part to `media` and return its mark; return any other part unchanged."""
     kind = _kind(part)
     if not kind:

@@ -63,12 +63,12 @@ def take_sounds(messages: Sequence[Any], max_sounds: int) -> tuple[list[Any], li
         ParameterError: A part is invalid, or there are too many sounds.
     """
     sounds: list[ChatSound] = []
-    taken = replace_parts(messages, lambda part, where: _take(part, where, sounds))
+    taken = replace_parts(messages, lambda part, where: _replace_sound(part, where, sounds))
     verify_count("sounds", len(sounds), max_sounds)
     return taken, sounds
 
 
-def _take(part: Any, where: str, sounds: list[ChatSound]) -> Any:
+def _replace_sound(part: Any, where: str, sounds: list[ChatSound]) -> Any:
     """Append the sound of a part to `sounds` and return its mark; return any other part unchanged."""
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind not in _KINDS:

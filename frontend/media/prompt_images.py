@@ -32,7 +32,7 @@ def _token(tokenizer: Tokenizer, token_id: int) -> str:
     return token
 
 
-def _around(tokenizer: Tokenizer, videos: VideoProcessor) -> tuple[str, str]:
+def _texts_around_grid(tokenizer: Tokenizer, videos: VideoProcessor) -> tuple[str, str]:
     """Return the texts before and after each grid of a video."""
     if videos.start_token_id is None or videos.end_token_id is None:
         return "", ""
@@ -71,7 +71,7 @@ class PromptImages:
             self._video_token = videos.mark or self._video_token
             patterns.insert(0, re.escape(self._video_token))
             if isinstance(videos, VideoProcessor):
-                around = _around(tokenizer, videos)
+                around = _texts_around_grid(tokenizer, videos)
                 if around[0]:
                     # Each grid of a video has these tokens before and after it.
                     patterns.insert(0, re.escape(self._video_token.join(around)))

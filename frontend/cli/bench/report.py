@@ -38,7 +38,7 @@ def format_figures(title: str, figures: Figures) -> str:
     for name, meaning in LATENCIES.items():
         lines.append(f" {meaning} ".center(_WIDTH, "-"))
         lines += [
-            _line(f"{_of(key, name)} {name.upper()} (ms)", value, ".2f")
+            _line(f"{_statistic_of(key, name)} {name.upper()} (ms)", value, ".2f")
             for key, value in figures.items()
             if key.endswith(f"_{name}_ms") and not key.startswith("std_") and value is not None
         ]
@@ -47,7 +47,7 @@ def format_figures(title: str, figures: Figures) -> str:
     return "\n".join([*lines, "=" * _WIDTH])
 
 
-def _of(key: str, name: str) -> str:
+def _statistic_of(key: str, name: str) -> str:
     """Return the statistic in a key: `Median` for `median_ttft_ms`, `P99` for `p99_ttft_ms`."""
     return key.removesuffix(f"_{name}_ms").capitalize()
 
@@ -89,7 +89,7 @@ def write_plot(file_name: str, points: Sequence[tuple[str, Figures]]) -> None:
     ]
     for name, meaning in LATENCIES.items():
         keys = {
-            _of(key, name): key
+            _statistic_of(key, name): key
             for key in points[0][1]
             if key.endswith(f"_{name}_ms") and not key.startswith("std_")
         }

@@ -189,14 +189,14 @@ def format_diagnosis(diagnosis: Diagnosis) -> str:
         *(
             (
                 "GPU",
-                f"{gpu['name']}, {_of(gpu['free_bytes'], gpu['total_bytes'])}, "
+                f"{gpu['name']}, {_free_of_total(gpu['free_bytes'], gpu['total_bytes'])}, "
                 f"read at {format_bytes(gpu['bandwidth'])}/s",
             )
             for gpu in d.gpus
         ),
         (
             "memory",
-            f"{_of(d.available_bytes, d.total_bytes)}, read at {format_bytes(d.bandwidth)}/s",
+            f"{_free_of_total(d.available_bytes, d.total_bytes)}, read at {format_bytes(d.bandwidth)}/s",
         ),
         (
             "room for",
@@ -221,5 +221,5 @@ def format_diagnosis(diagnosis: Diagnosis) -> str:
     return "\n".join(lines)
 
 
-def _of(free: float, total: float) -> str:
+def _free_of_total(free: float, total: float) -> str:
     return f"{format_bytes(free)} of {format_bytes(total)} free"
