@@ -229,16 +229,29 @@ def _models() -> str:
 
 _USUAL: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [9, 18, 27]},
+    "deepseek": {"n_routed_experts": 64, "num_experts_per_tok": 6},
     "deepseek_v2": {"num_experts_per_tok": 6},
     "glm4_moe": {"head_dim": 128},
     "glm4v_moe": {"head_dim": 128},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 16},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 16},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
+    "nemotron-nas": {"num_key_value_heads_per_layer": [8] * 32},
 }
 """Fields of published models for which transformers' defaults describe another kind of model."""
 
-_SAME_CONFIG = {"bailing_moe_v2": "sarvam_moe", "mimo": "qwen2", "new": "gte"}
+_SAME_CONFIG = {
+    "bailing_moe_v2": "sarvam_moe",
+    "deepseek": "llama",
+    "internlm2": "llama",
+    "mimo": "qwen2",
+    "minicpm": "llama",
+    "nemotron-nas": "llama",
+    "new": "gte",
+    "phi4mm": "phi4_multimodal",
+    "qwen3_omni_moe": "qwen3_moe",
+    "qwen3_omni_moe_thinker": "qwen3_moe",
+}
 """For each model type that transformers does not have, one that it has."""
 
 

@@ -40,6 +40,8 @@ TOOL_MARKERS: Final[Sequence[tuple[str, ToolCallParserName]]] = (
     ("<|tool_call|>", "granite"),
     ("<start_function_call>", "functiongemma"),
     ("List of tools: [", "lfm2"),
+    ("<TOOLCALL>", "nemotron_json"),
+    ("<tool_calls>[", "hunyuan_a13b"),
     ('<tool_call>\\n{\\"name\\"', "hermes"),
     ('<tool_call>\n{"name"', "hermes"),
 )

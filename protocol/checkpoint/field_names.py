@@ -68,8 +68,11 @@ Configs of models that read images or sounds omit decoder fields that have these
 
 
 def read_text_config(fields: ConfigFields) -> ConfigFields | None:
-    """Return the fields of a nested text decoder, completed with defaults; None if the decoder is not nested."""
-    text = fields.section("text_config")
+    """Return the fields of a nested text decoder, completed with defaults; None if the decoder is not nested.
+
+    Qwen's Omni models nest it in the section of their thinker, the part that writes text.
+    """
+    text = (fields.section("thinker_config") or fields).section("text_config")
     if text is None:
         return None
     if fields.get("model_type") == "paligemma":

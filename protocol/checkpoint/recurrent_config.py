@@ -60,6 +60,7 @@ def read_recurrent_layer(fields: ConfigFields) -> RecurrentLayer | None:
             _require_silu(fields)
             return _read_gated_delta_net(fields)
         case "kimi_linear":
+            _require_silu(fields)
             return _read_kimi_delta_attention(fields)
     return None
 

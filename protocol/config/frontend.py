@@ -39,6 +39,9 @@ ToolCallParserName = Literal[
     "deepseek_v4",
     "gemma4",
     "functiongemma",
+    "hunyuan_a13b",
+    "longcat",
+    "nemotron_json",
     "openai",
     "generic",
 ]

@@ -173,7 +173,13 @@ _LAYER_MODULES_OF_ARCHITECTURE = {
 _INTERLEAVED = (
     "llama",
     "arcee",
+    "baichuan",
+    "deci",
+    "deepseek",
+    "internlm2",
+    "minicpm",
     "smollm3",
+    "xverse",
     "granite",
     "granitehybrid",
     "granitemoe",

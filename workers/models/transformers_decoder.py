@@ -104,9 +104,21 @@ class TransformersModel:
         self.spec = self._spec(output.last_hidden_state.shape[-1])
 
     def _note(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **options: Any
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        *_: Any,
+        **options: Any,
     ) -> tuple[Tensor, None]:
-        """Record the arguments of one layer's attention, and return an empty result of its shape."""
+        """Record the arguments of one layer's attention, and return an empty result of its shape.
+
+        transformers creates no mask for an unknown attention, so a mask is one that the layer itself computes.
+        """
+        if attention_mask is not None:
+            raise NotImplementedError("its attention has a mask of its own")
         for name in ("s_aux", "alibi", "position_bias"):
             if options.get(name) is not None:
                 raise NotImplementedError(f"its attention has {name}")

@@ -281,6 +281,9 @@ FORMATS: Final[dict[ToolCallParserName, CallFormat]] = {
     "granite": CallFormat(("<|tool_call|>", "<tool_call>"), (JsonObject(),), "</tool_call>"),
     "llama3_json": _LLAMA3_JSON,
     "llama4_json": _LLAMA3_JSON,
+    "hunyuan_a13b": CallFormat(("<tool_calls>",), (JsonObject(),), "</tool_calls>"),
+    "longcat": CallFormat(("<longcat_tool_call>",), (JsonObject(),), "</longcat_tool_call>"),
+    "nemotron_json": CallFormat(("<TOOLCALL>",), (JsonObject(),), "</TOOLCALL>"),
     "mistral": CallFormat(
         ("[TOOL_CALLS]",),
         (

@@ -22,7 +22,7 @@ from .recurrent import RECURRENT
 ARCHITECTURES: Final[dict[str, Translate]] = {**DENSE, **ENCODERS, **GEMMA, **MIXTURES, **RECURRENT}
 
 # Architectures whose metadata lists the sizes of each layer.
-_VARIED = (*RECURRENT, "gemma3n", "gemma4", "mimo2")
+_VARIED = (*RECURRENT, "deci", "gemma3n", "gemma4", "mimo2")
 # GGUF's token types. Only tokens that are not ordinary text can end a generation.
 _CONTROL, _USER_DEFINED = 3, 4
 _END_OF_GENERATION_TEXTS = (

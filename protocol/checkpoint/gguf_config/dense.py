@@ -15,6 +15,9 @@ from .parts import (
     yarn_weight,
 )
 
+_LAYERS_WITH_ALIBI = 40
+"""The layers of the larger Baichuan models. Their files do not say that they have ALiBi."""
+
 
 def _llama(fields: ModelFields) -> dict[str, Any]:
     if fields.optional_integer("expert_count"):
@@ -49,6 +52,53 @@ def _qwen2_vl(fields: ModelFields) -> dict[str, Any]:
 
 def _qwen3_vl(fields: ModelFields) -> dict[str, Any]:
     return _qwen3(fields) | rotary_axes(fields)
+
+
+def _plain_llama(fields: ModelFields) -> dict[str, Any]:
+    """Return the fields of a family whose files have Llama's tensors, under another name."""
+    return {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+
+
+def _baichuan(fields: ModelFields) -> dict[str, Any]:
+    if fields.num_layers == _LAYERS_WITH_ALIBI:
+        raise fields.error(
+            "Baichuan models with 13 billion parameters, which have ALiBi, are not supported"
+        )
+    return _plain_llama(fields)
+
+
+def _minicpm(fields: ModelFields) -> dict[str, Any]:
+    # Earlier converters leave out the constants of the first published models.
+    defaults = {
+        "embedding_multiplier": fields.positive("embedding_scale", 12.0),
+        "residual_multiplier": fields.positive("residual_scale", 1.4 / fields.num_layers**0.5),
+        "logits_scaling": fields.positive("logit_scale", fields.integer("embedding_length") / 256),
+    }
+    return granite(fields) | defaults
+
+
+def _deci(fields: ModelFields) -> dict[str, Any]:
+    kv_heads, sizes = (
+        fields.of_layers("attention.head_count_kv"),
+        fields.of_layers("feed_forward_length"),
+    )
+    if any(
+        bool(n) != bool(kv)
+        for n, kv in zip(fields.of_layers("attention.head_count"), kv_heads, strict=True)
+    ):
+        raise fields.error("layers with a matrix in place of attention are not supported")
+    blocks = [
+        {
+            "attention": {"n_heads_in_group": fields.num_heads // heads if heads else None},
+            "ffn": {"intermediate_size": size or None},
+        }
+        for heads, size in zip(kv_heads, sizes, strict=True)
+    ]
+    return {
+        "model_type": "nemotron-nas",
+        "architectures": ["DeciLMForCausalLM"],
+        "block_configs": blocks,
+    }
 
 
 def _arcee(fields: ModelFields) -> dict[str, Any]:
@@ -266,10 +316,12 @@ def _minicpm3(fields: ModelFields) -> dict[str, Any]:
 DENSE: dict[str, Translate] = {
     "apertus": _apertus,
     "arcee": _arcee,
+    "baichuan": _baichuan,
     "bloom": _bloom,
     "chatglm": _chatglm,
     "cohere2": _cohere2,
     "command-r": _command_r,
+    "deci": _deci,
     "ernie4_5": _ernie4_5,
     "exaone": _exaone,
     "exaone4": _exaone4,
@@ -279,8 +331,10 @@ DENSE: dict[str, Translate] = {
     "gptneox": _gptneox,
     "granite": granite,
     "hunyuan-dense": _hunyuan_dense,
+    "internlm2": _plain_llama,
     "jais2": _jais2,
     "llama": _llama,
+    "minicpm": _minicpm,
     "minicpm3": _minicpm3,
     "mistral3": _mistral3,
     "mpt": _mpt,
@@ -298,4 +352,5 @@ DENSE: dict[str, Translate] = {
     "stablelm": _stablelm,
     "starcoder": _starcoder,
     "starcoder2": _starcoder2,
+    "xverse": _plain_llama,
 }

@@ -83,9 +83,12 @@ class ModelFields(GGUFFields):
 
     @property
     def num_heads(self) -> int:
-        """The number of query heads. For Mamba-2 models without attention, the number of Mamba heads."""
+        """The number of query heads. For Mamba-2 models without attention, the number of Mamba heads.
+
+        All layers that attend have the same number.
+        """
         name = "ssm.time_step_rank" if self.is_purely_recurrent else "attention.head_count"
-        return self.integer(name)
+        return self.largest(name)
 
     @property
     def is_purely_recurrent(self) -> bool:

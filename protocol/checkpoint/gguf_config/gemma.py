@@ -14,7 +14,7 @@ _NO_ROTATION = 1e20
 
 
 def _gemma1(fields: ModelFields) -> dict[str, Any]:
-    return family(fields, "gemma", "GemmaForCausalLM")
+    return family(fields, "gemma", "GemmaForCausalLM", hidden_act="gelu_pytorch_tanh")
 
 
 def _gemma(fields: ModelFields, num_layers_27b: int) -> dict[str, Any]:

@@ -32,6 +32,52 @@ def _qwen3_vl_moe(fields: ModelFields) -> dict[str, Any]:
     return _qwen3_moe(fields) | rotary_axes(fields)
 
 
+def _deepseek(fields: ModelFields) -> dict[str, Any]:
+    return mixture(fields, "Deepseek", "deepseek")
+
+
+def _hunyuan3(fields: ModelFields) -> dict[str, Any]:
+    experts, counts = expert_fields(fields), layer_counts(fields)
+    return mixture(
+        fields,
+        "HYV3",
+        "hy_v3",
+        **counts,
+        num_shared_experts=experts["n_shared_experts"],
+        router_scaling_factor=experts["routed_scaling_factor"],
+        norm_topk_prob=fields.boolean("expert_weights_norm", True),
+        mlp_layer_types=_mlp_types(fields)[: counts["num_hidden_layers"]],
+    )
+
+
+def _mellum(fields: ModelFields) -> dict[str, Any]:
+    theta = fields.positive("rope.freq_base", 500_000.0)
+    scaling = rope_scaling(fields) or {"rope_type": "default"}
+    local = {"rope_type": "default", "rope_theta": fields.positive("rope.freq_base_swa", theta)}
+    return mixture(
+        fields,
+        "Mellum",
+        "mellum",
+        norm_topk_prob=True,
+        layer_types=layer_types(fields, default_period=4)
+        if fields.optional_integer("attention.sliding_window")
+        else None,
+        sliding_window=fields.optional_integer("attention.sliding_window"),
+        rope_parameters={
+            "full_attention": scaling | {"rope_theta": theta},
+            "sliding_attention": local,
+        },
+        rope_scaling=None,
+        mlp_layer_types=_mlp_types(fields),
+    )
+
+
+def _mlp_types(fields: ModelFields) -> list[str]:
+    """Return `mlp_layer_types`: sparse for layers with a router."""
+    routers = (f"blk.{i}.ffn_gate_inp.weight" for i in range(fields.num_layers))
+    return ["sparse" if fields.has_tensor(router) else "dense" for router in routers]
+
+
 def _olmoe(fields: ModelFields) -> dict[str, Any]:
     size = expert_fields(fields)["moe_intermediate_size"]
     return mixture(fields, "Olmoe", "olmoe", norm_topk_prob=False, intermediate_size=size)
@@ -226,10 +272,7 @@ def _mimo2(fields: ModelFields) -> dict[str, Any]:
         swa_num_key_value_heads=kv_heads["sliding_attention"],
         add_full_attention_sink_bias=has_sinks["full_attention"],
         add_swa_attention_sink_bias=has_sinks["sliding_attention"],
-        mlp_layer_types=[
-            "sparse" if fields.has_tensor(f"blk.{i}.ffn_gate_inp.weight") else "dense"
-            for i in range(fields.num_layers)
-        ],
+        mlp_layer_types=_mlp_types(fields),
         v_head_dim=fields.integer("attention.value_length", fields.head_dim),
         # The file counts the tokens before the current one, as the published configs do.
         sliding_window_size=fields.integer("attention.sliding_window"),
@@ -261,6 +304,7 @@ MIXTURES: dict[str, Translate] = {
     "afmoe": _afmoe,
     "bailingmoe2": _bailingmoe2,
     "mimo2": _mimo2,
+    "deepseek": _deepseek,
     "deepseek2": _deepseek2,
     "deepseek32": _deepseek32,
     "dots1": _dots1,
@@ -271,7 +315,9 @@ MIXTURES: dict[str, Translate] = {
     "gpt-oss": _gpt_oss,
     "granitemoe": _granite_moe,
     "hunyuan-moe": _hunyuan_moe,
+    "hy_v3": _hunyuan3,
     "llama4": _llama4,
+    "mellum": _mellum,
     "minimax-m2": _minimax_m2,
     "mistral4": _mistral4,
     "olmoe": _olmoe,

@@ -35,6 +35,9 @@ CALLS = {
     "deepseek_v4": '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="%s">\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>',
     "gemma4": '<|tool_call>call:%s{a:<|"|>x<|"|>,b:[1,true],c:{d:null}}<tool_call|>',
     "functiongemma": "<start_function_call>call:%s{a:<escape>x<escape>}<end_function_call>",
+    "hunyuan_a13b": '<tool_calls>[{"name": "%s", "arguments": {"a": 1}}]</tool_calls>',
+    "longcat": '<longcat_tool_call>\n{"name": "%s", "arguments": {}}\n</longcat_tool_call>',
+    "nemotron_json": '<TOOLCALL>[{"name": "%s", "arguments": {"a": 1}}]</TOOLCALL>',
     "openai": '<|channel|>commentary to=functions.%s<|message|>{"a": 1}<|call|>',
 }
 

@@ -47,6 +47,10 @@ CALLS = {
     "openai": "<|start|>assistant to=functions.{{ f.name }}<|channel|>commentary json<|message|>"
     "{{ f.arguments | tojson }}<|call|>",
     "llama4_pythonic": "<|python_start|>[{{ f.name }}()]<|python_end|>",
+    "hunyuan_a13b": '<tool_calls>[{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}]</tool_calls>',
+    "longcat": '<longcat_tool_call>\n{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}\n'
+    "</longcat_tool_call>",
+    "nemotron_json": '<TOOLCALL>[{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}]</TOOLCALL>',
 }
 
 

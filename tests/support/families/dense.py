@@ -161,6 +161,7 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gemma": ("Gemma", {"head_dim": 16}),
+    "gemma-activation": ("Gemma", {"head_dim": 16, "hidden_act": "relu2"}),
     "mistral3": (
         "Ministral3",
         {

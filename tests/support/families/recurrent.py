@@ -45,6 +45,7 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "num_hidden_layers": 4,
             "head_dim": 16,
+            "attention_bias": True,
             "conv_L_cache": 5,
             "sliding_window": 9,
             "layer_types": ["conv", "sliding_attention", "full_attention", "conv"],

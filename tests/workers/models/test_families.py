@@ -19,6 +19,7 @@ from support.families import (
     save_reference,
 )
 from support.families.experts import LATENT, LONG
+from support.families.published import PUBLISHED, save_published
 from support.gguf_writer import write_gguf
 from support.quantized_checkpoints import FORMATS, quantize_directory
 
@@ -100,6 +101,15 @@ def models(request, tmp_path_factory):
     reference = make_reference(name)
     save_reference(reference, path)
     return (load_native_decoder if native else load_decoder)(path), reference
+
+
+@pytest.mark.parametrize("load", [load_decoder, load_native_decoder])
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_logits_of_families_without_a_class_in_transformers(name, load, tmp_path):
+    reference = save_published(name, tmp_path)
+    tokens = prompt(NUM_TOKENS)
+    logits = Runner(load(tmp_path)).step({0: tokens})[0]
+    assert_same(logits, expected_logits(reference, tokens))
 
 
 MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}

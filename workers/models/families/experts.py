@@ -19,7 +19,15 @@ from .common import (
     sliding_layers,
     uniform_layers,
 )
-from .llama import granite, interleaved_axes, llama, olmo2, qwen_layers, with_axes
+from .llama import (
+    WITHOUT_TALKER,
+    granite,
+    interleaved_axes,
+    llama,
+    olmo2,
+    qwen_layers,
+    with_axes,
+)
 from .llama_variants import GLM_AXES, ernie4_5, hunyuan
 
 MIXTRAL_NAMES = (
@@ -160,6 +168,29 @@ def _qwen3_vl_moe(fields: ConfigFields) -> ModelSpec:
     # The weights of the chosen experts always sum to 1, whatever the config says.
     fields = fields.with_values({"norm_topk_prob": True})
     return _qwen3_moe(interleaved_axes(fields.with_defaults(num_key_value_heads=16)))
+
+
+def _qwen3_omni(fields: ConfigFields) -> ModelSpec:
+    fields = fields.with_values({"norm_topk_prob": True})
+    spec = _qwen3_moe(interleaved_axes(fields))
+    return replace(spec, tensor_names=WITHOUT_TALKER)
+
+
+def _deepseek(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of DeepSeek-MoE, or of a dense DeepSeek LLM with the same configuration class."""
+    spec = llama(fields)
+    if fields.get("n_routed_experts") is None:
+        return spec
+    size = fields.integer("moe_intermediate_size", 1407)
+    if fields.text("scoring_func", "softmax") != "softmax":
+        raise fields.error("scoring_func is not supported for this family, except softmax")
+    experts = read_experts(
+        fields.with_defaults(moe_intermediate_size=size),
+        renormalizes=fields.boolean("norm_topk_prob", False),
+        shared_intermediate_size=size * fields.integer("n_shared_experts", 0, minimum=0),
+    )
+    first, interval = first_dense(fields, 0), fields.integer("moe_layer_freq", 1)
+    return with_experts(spec, experts, lambda i: first(i) and i % interval == 0)
 
 
 def _olmoe(fields: ConfigFields) -> ModelSpec:
@@ -427,6 +458,7 @@ FAMILIES = (
     Family("PhiMoEForCausalLM", "phimoe", _phimoe),
     Family("PhimoeForCausalLM", "phimoe", _phimoe),
     Family("FlexOlmoForCausalLM", "flex_olmo", _flex_olmo),
+    Family("DeepseekForCausalLM", "deepseek", _deepseek),
     Family("Dots1ForCausalLM", "dots1", _dots1),
     Family("Glm4MoeForCausalLM", "glm4_moe", _glm4_moe),
     Family("Glm4vMoeForConditionalGeneration", "glm4v_moe", _glm4_moe_images),
@@ -437,5 +469,7 @@ FAMILIES = (
     Family("OlmoeForCausalLM", "olmoe", _olmoe),
     Family("Qwen2MoeForCausalLM", "qwen2_moe", _qwen2_moe),
     Family("Qwen3MoeForCausalLM", "qwen3_moe", _qwen3_moe),
+    Family("Qwen3OmniMoeForConditionalGeneration", "qwen3_omni_moe", _qwen3_omni),
+    Family("Qwen3OmniMoeThinkerForConditionalGeneration", "qwen3_omni_moe_thinker", _qwen3_omni),
     Family("Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe", _qwen3_vl_moe),
 )

@@ -51,8 +51,11 @@ def _gemma(fields: ConfigFields, layers: tuple[LayerSpec, ...], **differences: A
 
 def _gemma1(fields: ConfigFields) -> ModelSpec:
     fields = fields.with_defaults(tie_word_embeddings=True)
+    activation = fields.text("hidden_act", "gelu")
     # Some configs on the hub name the exact GELU, but the models were trained with the tanh approximation.
-    fields = fields.with_values({"hidden_act": "gelu_pytorch_tanh", "hidden_activation": None})
+    if activation == "gelu":
+        activation = "gelu_pytorch_tanh"
+    fields = fields.with_values({"hidden_act": activation, "hidden_activation": None})
     return llama(
         fields, norm_weight_offset=1.0, embedding_scale=fields.integer("hidden_size") ** 0.5
     )

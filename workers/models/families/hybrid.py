@@ -155,6 +155,7 @@ def _lfm3(fields: ConfigFields) -> ModelSpec:
         gates_attention=is_gated,
         has_gate_projection=is_gated,
         has_head_gates=is_gated,
+        **attention_biases(fields),
         tensor_names=((r"\.self_attn\.g_proj\.", ".self_attn.gate_proj."), *spec.tensor_names),
     )
 

@@ -8,7 +8,11 @@ from typing import Any
 from ....protocol.checkpoint.config_fields import ConfigFields
 from ...layers.read_rope import read_rope
 from ...layers.spec import LayerSpec, ModelSpec, NormNames, QueryScaling
+from ...loaders.tensor_names import TensorNames
 from .common import Family, attention_biases, base_spec, head_dim, sliding_layers, uniform_layers
+
+WITHOUT_TALKER: TensorNames = ((r"^(talker|token2wav|code2wav)\..*", ""),)
+"""Drops the tensors of the parts of Qwen's Omni models that speak."""
 
 
 def llama(fields: ConfigFields, **differences: Any) -> ModelSpec:
@@ -109,6 +113,10 @@ def with_axes(fields: ConfigFields, default: tuple[int, int, int]) -> ConfigFiel
     return fields.with_values({"rope_parameters": {**own, "mrope_section": list(default)}})
 
 
+def _qwen2_5_omni(fields: ConfigFields) -> ModelSpec:
+    return replace(qwen2(fields), tensor_names=WITHOUT_TALKER)
+
+
 def _qwen3_vl(fields: ConfigFields) -> ModelSpec:
     return qwen3(interleaved_axes(fields))
 
@@ -119,6 +127,15 @@ def phi3(fields: ConfigFields) -> ModelSpec:
     rope = read_rope(fields, head_dim(fields), partial=True)
     window = fields.optional_integer("sliding_window")
     return base_spec(fields, uniform_layers(fields, rope, window))
+
+
+def _phi4_multimodal(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of the text part of Phi-4-multimodal, without its adapters for images and sounds."""
+    unused = r".*(embed_tokens_extend|\.lora_[AB])\..*"
+    return replace(
+        phi3(fields.with_defaults(num_key_value_heads=8)),
+        tensor_names=((unused, ""), (r"\.base_layer\.", ".")),
+    )
 
 
 def smollm3(fields: ConfigFields) -> ModelSpec:
@@ -179,7 +196,11 @@ FAMILIES = (
     Family("Mistral3ForConditionalGeneration", "mistral3", ministral3),
     Family("Olmo2ForCausalLM", "olmo2", olmo2),
     Family("Phi3ForCausalLM", "phi3", phi3),
+    Family("Phi4MMForCausalLM", "phi4mm", _phi4_multimodal),
+    Family("Phi4MultimodalForCausalLM", "phi4_multimodal", _phi4_multimodal),
     Family("Qwen2ForCausalLM", "qwen2", qwen2),
+    Family("Qwen2_5OmniForConditionalGeneration", "qwen2_5_omni", _qwen2_5_omni),
+    Family("Qwen2_5OmniThinkerForConditionalGeneration", "qwen2_5_omni_thinker", qwen2),
     Family("Qwen2VLForConditionalGeneration", "qwen2_vl", qwen2),
     Family("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl", qwen2),
     Family("Qwen3ForCausalLM", "qwen3", qwen3),

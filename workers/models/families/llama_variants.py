@@ -7,6 +7,7 @@ from typing import Any
 
 from ....protocol.checkpoint.config_fields import ConfigFields
 from ...layers.read_rope import read_rope, read_rope_of_layer_type
+from ...layers.rope import RopeSpec
 from ...layers.spec import LayerSpec, ModelSpec, NormNames
 from .common import Family, base_spec, head_dim, sliding_layers, uniform_layers
 from .llama import granite, llama, olmo2, with_axes
@@ -16,6 +17,18 @@ _POST_NORMS = NormNames(
     attention_output="post_attention_layernorm",
     mlp_input=None,
     mlp_output="post_feedforward_layernorm",
+)
+
+_INTERNLM2_NAMES = (
+    (r"(^|\.)tok_embeddings\.", r"\1embed_tokens."),
+    (r"^output\.", "lm_head."),
+    (r"\.attention\.wqkv\.", ".self_attn.qkv_proj."),
+    (r"\.attention\.wo\.", ".self_attn.o_proj."),
+    (r"\.attention_norm\.", ".input_layernorm."),
+    (r"\.ffn_norm\.", ".post_attention_layernorm."),
+    (r"\.feed_forward\.w1\.", ".mlp.gate_proj."),
+    (r"\.feed_forward\.w3\.", ".mlp.up_proj."),
+    (r"\.feed_forward\.w2\.", ".mlp.down_proj."),
 )
 
 GLM_AXES = 8, 12, 12
@@ -186,6 +199,93 @@ def _internlm3(fields: ConfigFields) -> ModelSpec:
     )
 
 
+def _internlm2(fields: ConfigFields) -> ModelSpec:
+    has_biases = fields.boolean("bias", False)
+    return llama(
+        fields,
+        qkv_bias=has_biases,
+        attention_output_bias=has_biases,
+        has_grouped_qkv=True,
+        tensor_names=_INTERNLM2_NAMES,
+    )
+
+
+def _minicpm(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of MiniCPM 1, 2 and 4, whose multipliers Granite has under other names."""
+    if fields.integer("num_experts", 0, minimum=0):
+        raise fields.error("num_experts is not supported for this family; use a model without it")
+    width = fields.integer("hidden_size") / fields.positive("dim_model_base", 1.0)
+    depth = fields.layer_count("num_hidden_layers") ** 0.5
+    return llama(
+        fields.with_defaults(tie_word_embeddings=True),
+        embedding_scale=fields.positive("scale_emb", 1.0),
+        residual_multiplier=fields.positive("scale_depth", 1.0) / depth,
+        logits_divisor=width,
+    )
+
+
+def _deci(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of Llama-Nemotron, whose layers differ in size or lack attention or MLP (arXiv 2411.19146)."""
+    rope, num_heads = read_rope(fields, head_dim(fields)), fields.integer("num_attention_heads")
+    count, hidden_size = fields.layer_count("num_hidden_layers"), fields.integer("hidden_size")
+    kv_heads = fields.per_layer("num_key_value_heads_per_layer", count)
+    blocks = fields.per_layer("block_configs", count)
+    if blocks is None:
+        if kv_heads is None:
+            raise fields.error(
+                "block_configs or num_key_value_heads_per_layer must list the layers"
+            )
+        layers = [LayerSpec(rope, num_kv_heads=heads) for heads in kv_heads]
+    else:
+        layers = [
+            _deci_layer(ConfigFields(block, fields.path), rope, num_heads, hidden_size)
+            for block in blocks
+        ]
+    sizes = [layer.intermediate_size for layer in layers if layer.intermediate_size]
+    heads = [layer.num_kv_heads for layer in layers if layer.num_kv_heads]
+    if not heads:
+        raise fields.error("no layer attends; models without attention are not supported")
+    widest = {"num_key_value_heads": max(heads)}
+    if sizes:
+        widest["intermediate_size"] = max(sizes)
+    return llama(fields.with_values(widest), layers=tuple(layers))
+
+
+def _deci_layer(
+    block: ConfigFields, rope: RopeSpec | None, num_heads: int, hidden_size: int
+) -> LayerSpec:
+    attention, mlp = block.required_section("attention"), block.required_section("ffn")
+    if attention.get("replace_with_linear") or mlp.get("replace_with_linear"):
+        raise block.error("replace_with_linear is not supported; use a model without it")
+    group, size = (
+        attention.optional_integer("n_heads_in_group"),
+        mlp.optional_integer("intermediate_size"),
+    )
+    if size is None and (factor := mlp.optional_positive("ffn_mult")) is not None:
+        # Two thirds of the factor, as in the first Llama, in units of 256.
+        size = -(-int(2 * factor * hidden_size / 3) // 256) * 256
+    return LayerSpec(
+        rope if group else None,
+        attends=group is not None,
+        num_kv_heads=num_heads // group if group else None,
+        has_mlp=size is not None,
+        intermediate_size=size,
+    )
+
+
+def _mllama(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of the text part of Llama 3.2 Vision. Without images, layers with cross attention do nothing."""
+    crossing = fields.get("cross_attention_layers", [3, 8, 13, 18, 23, 28, 33, 38])
+    fields = fields.with_defaults(num_key_value_heads=8, rms_norm_eps=1e-5)
+    rope = read_rope(fields, head_dim(fields), theta=500_000.0)
+    layers = tuple(
+        LayerSpec(None, attends=False, has_mlp=False) if i in crossing else LayerSpec(rope)
+        for i in range(fields.layer_count("num_hidden_layers"))
+    )
+    unused = "|".join(map(str, crossing)) or "none"
+    return base_spec(fields, layers, tensor_names=((rf".*\.layers\.({unused})\..*", ""),))
+
+
 def _iquest_coder(fields: ConfigFields) -> ModelSpec:
     if fields.get("clip_qkv") is not None or fields.boolean("use_sliding_window", False):
         raise fields.error("clip_qkv and use_sliding_window are not supported for this family")
@@ -247,8 +347,13 @@ FAMILIES = (
     Family("HeliumForCausalLM", "helium", _helium),
     Family("HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense", hunyuan),
     Family("HyperCLOVAXForCausalLM", "hyperclovax", _hyperclovax),
+    Family("DeciLMForCausalLM", "nemotron-nas", _deci),
+    Family("InternLM2ForCausalLM", "internlm2", _internlm2),
     Family("InternLM3ForCausalLM", "internlm3", _internlm3),
     Family("IQuestCoderForCausalLM", "iquestcoder", _iquest_coder),
+    Family("MiniCPMForCausalLM", "minicpm", _minicpm),
+    Family("MllamaForCausalLM", "mllama_text_model", _mllama),
+    Family("MllamaForConditionalGeneration", "mllama", _mllama),
     Family("NanoChatForCausalLM", "nanochat", _nanochat),
     Family("Olmo3ForCausalLM", "olmo3", _olmo3),
     Family("PaddleOCRVLForConditionalGeneration", "paddleocr_vl", _paddleocr_vl),

@@ -1,0 +1,191 @@
+"""Families that transformers has no class for, as models of another family in the form that they are published in."""
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from support.families import make_reference
+from support.families.dense import LLAMA3
+from transformers import PreTrainedModel
+
+Tensors = dict[str, torch.Tensor]
+
+
+def _unchanged(tensors: Tensors) -> Tensors:
+    return tensors
+
+
+@dataclass(frozen=True)
+class Published:
+    """A family, and how its files differ from those of the model `base` of `CONFIGS`.
+
+    Attributes:
+        base: The model of `CONFIGS`.
+        differences: What is different in that model's config.
+        config: The fields of the published config, without those that are None.
+        names: Regular expressions and their replacements in the names of tensors.
+        change: Changes the tensors before they are renamed.
+        section: The section of the published config that has the fields of the text decoder.
+    """
+
+    base: str
+    differences: Mapping[str, Any]
+    config: Mapping[str, Any]
+    names: tuple[tuple[str, str], ...] = ()
+    change: Callable[[Tensors], Tensors] = field(default=_unchanged)
+    section: tuple[str, ...] = ()
+
+
+def _with_grouped_rows(tensors: Tensors) -> Tensors:
+    """Put the rows of two key/value heads, each with those of its three query heads, into one matrix."""
+    changed = {}
+    for name, weight in tensors.items():
+        if ".q_proj." in name:
+            parts = (tensors[name.replace(".q_", f".{x}_")].unflatten(0, (2, -1)) for x in "qkv")
+            name, weight = name.replace(".q_proj.", ".wqkv."), torch.cat([*parts], 1).flatten(0, 1)
+        if not re.search(r"\.[kv]_proj\.", name):
+            changed[name] = weight
+    return changed
+
+
+_BLOCKS = [
+    {"attention": {"n_heads_in_group": group}, "ffn": {"ffn_mult": factor}}
+    for group, factor in ((3, 7.9), (None, 15.9), (3, None), (None, None), (6, 15.9))
+]
+
+
+def _without_unused_blocks(tensors: Tensors) -> Tensors:
+    """Leave out what `_BLOCKS` do not have, and what `_disable_blocks` made ineffective."""
+    unused = r"layers\.([13]\.(self_attn|input_layernorm)|[23]\.(mlp|post_attention_layernorm))\."
+    changed = {name: x for name, x in tensors.items() if not re.search(unused, name)}
+    for name, weight in changed.items():
+        if "layers.0.mlp." in name:
+            changed[name] = weight[:, :256] if "down" in name else weight[:256]
+        if re.search(r"layers\.4\.self_attn\.[kv]_proj\.", name):
+            changed[name] = weight[:8]
+    return changed
+
+
+def _disable_blocks(reference: PreTrainedModel) -> None:
+    """Make a Llama compute what the smaller layers of `_BLOCKS` do."""
+    layers = reference.model.layers
+    with torch.no_grad():
+        for index in (1, 3):
+            layers[index].self_attn.o_proj.weight.zero_()
+        for index in (2, 3):
+            layers[index].mlp.down_proj.weight.zero_()
+        layers[0].mlp.down_proj.weight[:, 256:] = 0
+        for module in (layers[4].self_attn.k_proj, layers[4].self_attn.v_proj):
+            module.weight[8:] = module.weight[:8]
+
+
+_TALKER = {"talker.model.embed_tokens.weight": torch.zeros(3, 4)}
+
+
+def _with_talker(tensors: Tensors) -> Tensors:
+    return {f"thinker.{name}": weight for name, weight in tensors.items()} | _TALKER
+
+
+def _with_adapters(tensors: Tensors) -> Tensors:
+    names = ("layers.0.self_attn.qkv_proj.lora_A.speech.weight", "embed_tokens_extend.x.bias")
+    return tensors | {f"model.{name}": torch.zeros(2) for name in names}
+
+
+def _axes(*sections: int) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": 1e4, "mrope_section": list(sections)}
+
+
+_THINKER = ("thinker_config", "text_config")
+PUBLISHED = {
+    "MiniCPM": Published(
+        "granite",
+        {
+            "residual_multiplier": 1.4 / 3**0.5,
+            "logits_scaling": 3.0,
+            "attention_multiplier": 8**-0.5,
+        },
+        {"model_type": "minicpm", "scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 16},
+    ),
+    "InternLM2": Published(
+        "llama2",
+        {},
+        {"model_type": "internlm2", "bias": False},
+        (
+            (r"embed_tokens", "tok_embeddings"),
+            (r"^lm_head", "output"),
+            (r"self_attn\.o_proj", "attention.wo"),
+            (r"self_attn\.wqkv", "attention.wqkv"),
+            (r"input_layernorm", "attention_norm"),
+            (r"post_attention_layernorm", "ffn_norm"),
+            (r"mlp\.gate_proj", "feed_forward.w1"),
+            (r"mlp\.up_proj", "feed_forward.w3"),
+            (r"mlp\.down_proj", "feed_forward.w2"),
+        ),
+        _with_grouped_rows,
+    ),
+    "DeciLM": Published(
+        "llama3",
+        {
+            "num_hidden_layers": 5,
+            "intermediate_size": 512,
+            "tie_word_embeddings": False,
+            "rope_parameters": LLAMA3,
+        },
+        {
+            "model_type": "nemotron-nas",
+            "block_configs": _BLOCKS,
+            "num_key_value_heads": None,
+            "intermediate_size": None,
+        },
+        change=_without_unused_blocks,
+    ),
+    "Phi4MM": Published(
+        "phi3-partial",
+        {},
+        {"model_type": "phi4mm"},
+        ((r"qkv_proj\.weight", "qkv_proj.base_layer.weight"),),
+        _with_adapters,
+    ),
+    "Qwen2_5Omni": Published(
+        "qwen2",
+        {"tie_word_embeddings": False},
+        {"model_type": "qwen2_5_omni_text", "rope_parameters": _axes(2, 1, 1)},
+        change=_with_talker,
+        section=_THINKER,
+    ),
+    "Qwen3OmniMoe": Published(
+        "qwen3-moe-all",
+        {},
+        {"model_type": "qwen3_omni_moe_text", "rope_parameters": _axes(4, 2, 2)},
+        change=_with_talker,
+        section=_THINKER,
+    ),
+}
+
+
+def save_published(name: str, path: Path) -> PreTrainedModel:
+    """Save a random model of a family in the form that it is published in, and return one that is equal to it."""
+    family = PUBLISHED[name]
+    reference = make_reference(family.base, **family.differences)
+    if name == "DeciLM":
+        _disable_blocks(reference)
+    reference.save_pretrained(path)
+    config = json.loads((path / "config.json").read_text()) | family.config
+    config = {key: value for key, value in config.items() if value is not None}
+    for section in reversed(family.section):
+        config = {section: config}
+    suffix = "ForConditionalGeneration" if family.section else "ForCausalLM"
+    config["architectures"] = [f"{name}{suffix}"]
+    (path / "config.json").write_text(json.dumps(config))
+    renamed = {}
+    for stored, weight in family.change(load_file(path / "model.safetensors")).items():
+        for pattern, replacement in family.names:
+            stored = re.sub(pattern, replacement, stored)
+        renamed[stored] = weight.contiguous()
+    save_file(renamed, path / "model.safetensors")
+    return reference
