@@ -281,7 +281,8 @@ class ModelSpec:
     score for each bucket of distances up to `max_distance` (T5, arXiv 1910.10683). If `has_sinks`, each query head has
     one more score in every softmax, without a value.
 
-    With `latent`, there is one key/value head, and `head_dim` is the size of its keys in the cache.
+    With `latent`, there is one key/value head, and `head_dim` is the size of its keys in the cache. The embedding
+    has `num_unused_embeddings` rows that no token has.
 
     Hidden states are multiplied by `embedding_scale` after the embedding, and every block's output by
     `residual_multiplier` before it is added. The outputs of attention, recurrent parts and MLPs, and the gates of MLPs,
@@ -328,6 +329,7 @@ class ModelSpec:
     rope_order: RopeOrder = "half"
     num_positions: int = 0
     position_offset: int = 0
+    num_unused_embeddings: int = 0
     alibi_slopes: tuple[float, ...] = ()
     num_distance_buckets: int = 0
     max_distance: int = 128

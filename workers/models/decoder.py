@@ -87,7 +87,8 @@ class Decoder(TorchDecoder):
         self._embeds = shard.is_first and spec.has_embedding
         is_tied = shard.is_last and spec.has_head and spec.tie_word_embeddings
         if self._embeds or is_tied:
-            embedding_vD = weights.read("embed_tokens.weight", *vocabulary, part=part)
+            rows = spec.vocab_size + spec.num_unused_embeddings
+            embedding_vD = weights.read("embed_tokens.weight", rows, spec.hidden_size, part=part)
         if self._embeds:
             changes = embedding_changes(vocabulary, part, loras)
             self._embed = VocabParallelEmbedding(

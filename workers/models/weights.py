@@ -59,6 +59,11 @@ class Rows:
     order: Tensor | None = None
     has_bias: bool = True
 
+    @property
+    def count(self) -> int:
+        """The number of selected rows."""
+        return len(self.part) if self.order is None else len(self.order)
+
     def select(self, x: Tensor) -> Tensor:
         """Return the selected rows of the part `x`."""
         return x if self.order is None else x[self.order.to(x.device)]
@@ -210,7 +215,7 @@ class WeightReader:
         parts = [
             r.select(self.read(f"{r.name}.bias", r.total, part=r.part))
             if r.has_bias
-            else torch.zeros(len(r.part), dtype=self.dtype, device=self.device)
+            else torch.zeros(r.count, dtype=self.dtype, device=self.device)
             for r in rows
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -18,10 +18,12 @@ from support.families import (
     prompt,
     save_reference,
 )
+from support.families.dense import LLAMA3
 from support.families.experts import LATENT, LONG
 from support.families.published import PUBLISHED, save_published
 from support.gguf_writer import write_gguf
 from support.quantized_checkpoints import FORMATS, quantize_directory
+from transformers.models.mllama import MllamaTextConfig
 
 pytestmark = pytest.mark.slow
 
@@ -186,6 +188,20 @@ def test_text_logits_of_multimodal_models_equal_those_of_transformers(family, tm
         (tmp_path / "config.json").write_text(json.dumps(config))
     tokens = prompt(NUM_TOKENS)
     logits = Runner(load_decoder(tmp_path)).step({0: tokens})[0]
+    assert_same(logits, expected_logits(reference, tokens))
+
+
+@pytest.mark.parametrize("load", [load_decoder, load_native_decoder])
+def test_text_of_a_model_with_cross_attention_passes_other_layers_only(load, tmp_path):
+    special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3}
+    config = MllamaTextConfig(**SMALL | special, cross_attention_layers=[1], rope_parameters=LLAMA3)
+    torch.manual_seed(0)
+    reference = transformers.MllamaForCausalLM._from_config(config, attn_implementation="eager")
+    for parameter in reference.eval().parameters():
+        torch.nn.init.normal_(parameter, 0.1, 0.15)
+    reference.save_pretrained(tmp_path)
+    tokens = prompt(NUM_TOKENS)
+    logits = Runner(load(tmp_path)).step({0: tokens})[0]
     assert_same(logits, expected_logits(reference, tokens))
 
 

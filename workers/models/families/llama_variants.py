@@ -283,7 +283,12 @@ def _mllama(fields: ConfigFields) -> ModelSpec:
         for i in range(fields.layer_count("num_hidden_layers"))
     )
     unused = "|".join(map(str, crossing)) or "none"
-    return base_spec(fields, layers, tensor_names=((rf".*\.layers\.({unused})\..*", ""),))
+    return base_spec(
+        fields,
+        layers,
+        tensor_names=((rf".*\.layers\.({unused})\..*", ""),),
+        num_unused_embeddings=8,
+    )
 
 
 def _iquest_coder(fields: ConfigFields) -> ModelSpec:
