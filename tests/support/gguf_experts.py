@@ -56,7 +56,11 @@ def add_experts(writer: GGUFWriter, config: Any, num_experts: int) -> None:
         is_softmax = config.model_type in ("deepseek_v2", "mistral4")
         kinds = ExpertGatingFuncType
         writer.add_expert_gating_func(kinds.SOFTMAX if is_softmax else kinds.SIGMOID)
-    if config.model_type == "afmoe":
+    if config.model_type == "hy_v3":
+        size *= config.num_shared_experts
+        writer.add_expert_shared_feed_forward_length(size)
+        writer.add_expert_weights_scale(config.router_scaling_factor)
+    elif config.model_type == "afmoe":
         writer.add_expert_shared_count(config.num_shared_experts)
         writer.add_leading_dense_block_count(config.num_dense_layers)
         writer.add_expert_weights_scale(config.route_scale)

@@ -54,6 +54,8 @@ ARCHITECTURES = {
     "deepseek_v32": "deepseek32",
     "exaone_moe": "exaone-moe",
     "glm_moe_dsa": "glm-dsa",
+    "hy_v3": "hy_v3",
+    "mellum": "mellum",
     "mistral4": "mistral4",
     "mimo_v2_flash": "mimo2",
     "sarvam_moe": "bailingmoe2",
@@ -166,13 +168,15 @@ def write_gguf(
     ggml_types: Mapping[str, GGMLQuantizationType] | None = None,
     pre_tokenizer: str = "gpt-2",
     splits_heads: bool = True,
+    published_as: str | None = None,
 ) -> Path:
     """Write `model` to `path` and return it.
 
     Matrices are stored as `ggml_types` has it by the last part of their module's name, others as
     `ggml_type`, if their rows are whole blocks of it, else as F32; vectors are always F32.
     `pre_tokenizer` names the splitting rule of a byte-level BPE `tokenizer`. Without `splits_heads`
-    a model with latent attention is written as by earlier converters.
+    a model with latent attention is written as by earlier converters. `published_as` is the architecture of a family
+    whose files are the same otherwise.
     """
     config = model.config
     if config.model_type in gguf_hybrid.ARCHITECTURES:
@@ -181,7 +185,7 @@ def write_gguf(
         return gguf_gemma.write_gemma(path, model)
     is_dense = config.model_type in DENSE
     architecture = DENSE[config.model_type] if is_dense else ARCHITECTURES[config.model_type]
-    writer = GGUFWriter(path, architecture)
+    writer = GGUFWriter(path, published_as or architecture)
     writer.add_type("model")
     if is_dense:
         add_dense_hyperparameters(writer, config)
@@ -404,9 +408,12 @@ def add_hyperparameters(writer: GGUFWriter, config: Any, architecture: str) -> N
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
     if architecture in GEMMA and config.final_logit_softcapping:
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
-    if architecture == "exaone-moe":
+    if architecture == "mellum":
+        theta = config.rope_parameters["sliding_attention"]["rope_theta"]
+        writer.add_rope_freq_base_swa(theta)
+    if architecture in ("exaone-moe", "mellum"):
         writer.add_sliding_window_pattern([x == "sliding_attention" for x in config.layer_types])
-    if architecture in (*GEMMA, "afmoe", "exaone-moe", "phi3", "gpt-oss"):
+    if architecture in (*GEMMA, "afmoe", "exaone-moe", "mellum", "phi3", "gpt-oss"):
         writer.add_sliding_window(config.sliding_window or 0)
     names = ("num_local_experts", "num_experts", "n_routed_experts")
     if experts := next((x for name in names if (x := getattr(config, name, None))), None):

@@ -457,6 +457,10 @@ class GGUFCheckpoint(Checkpoint):
             return 0
         if ".attn_q." in gguf_name:
             return int(self.config["num_attention_heads"])
-        if ".attn_k." in gguf_name:
+        if ".attn_k." not in gguf_name:
+            return 0
+        if (blocks := self.config.get("block_configs")) is None:
             return int(self.config["num_key_value_heads"])
-        return 0
+        # The layers of Llama-Nemotron have different numbers of them.
+        group = blocks[int(gguf_name.split(".")[1])]["attention"]["n_heads_in_group"]
+        return self.config["num_attention_heads"] // group if group else 0

@@ -358,9 +358,11 @@ IN_GGUF = [
     "afmoe",
     "exaone-moe",
     "glm5",
+    "hunyuan3",
     "jais2",
     "ling2",
     "mamba2",
+    "mellum",
     "mimo-v2",
 ]
 YARN = LONG | {"mscale": 1.0}

@@ -179,7 +179,7 @@ def _qwen3_omni(fields: ConfigFields) -> ModelSpec:
 def _deepseek(fields: ConfigFields) -> ModelSpec:
     """Return the spec of DeepSeek-MoE, or of a dense DeepSeek LLM with the same configuration class."""
     spec = llama(fields)
-    if fields.get("n_routed_experts") is None:
+    if fields.get(_first_of(fields, EXPERT_COUNTS)) is None:
         return spec
     size = fields.integer("moe_intermediate_size", 1407)
     if fields.text("scoring_func", "softmax") != "softmax":
