@@ -248,9 +248,9 @@ class Recorder:
         size = spec.hidden_size
         has_type = bool(spec.num_token_types) and not spec.num_positions
         if not (spec.tells_segments or has_type):
-            part, rows = self._blocks.part(spec.vocab_size), spec.vocab_size
-            rows += spec.num_unused_embeddings
-            return weights.packed("embed_tokens.weight", rows, size, part)
+            part = self._blocks.part(spec.vocab_size)
+            num_rows = spec.vocab_size + spec.num_unused_embeddings
+            return weights.packed("embed_tokens.weight", num_rows, size, part)
         rows = weights.read("embed_tokens.weight", spec.vocab_size, size)
         types = weights.read("embed_token_types.weight", spec.num_token_types, size)
         if has_type:

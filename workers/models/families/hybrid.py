@@ -147,7 +147,10 @@ def _lfm3(fields: ConfigFields) -> ModelSpec:
     norms = spec.norms
     if fields.boolean("use_sandwich_norm", True):
         norms = replace(norms, attention_output="post_operator_norm", mlp_output="post_ffn_norm")
-    is_gated = fields.boolean("use_attention_gate", True)
+    is_gated, has_biases = (
+        fields.boolean("use_attention_gate", True),
+        fields.boolean("attention_bias", False),
+    )
     return replace(
         spec,
         layers=tuple(layers),
@@ -155,7 +158,8 @@ def _lfm3(fields: ConfigFields) -> ModelSpec:
         gates_attention=is_gated,
         has_gate_projection=is_gated,
         has_head_gates=is_gated,
-        **attention_biases(fields),
+        qkv_bias=has_biases,
+        attention_output_bias=has_biases,
         tensor_names=((r"\.self_attn\.g_proj\.", ".self_attn.gate_proj."), *spec.tensor_names),
     )
 
