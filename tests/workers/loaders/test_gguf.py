@@ -117,8 +117,6 @@ def make_model(family: str, options: dict[str, Any]) -> transformers.PreTrainedM
 OTHER_NAMES = {
     "internlm2": "llama",
     "minicpm": "granite",
-    "qwen2vl": "qwen2",
-    "qwen3vl": "qwen3",
     "xverse": "llama",
 }
 """Architectures whose files have the tensors of another one."""
