@@ -55,13 +55,13 @@ def imports(path: Path) -> Iterator[tuple[int, int, str]]:
                 yield node.lineno, node.level, ".".join([*base, node.module or alias.name])
 
 
-def test_every_part_exists() -> None:
+def test_top_level_packages_are_the_expected_ones() -> None:
     assert {p.relative_to(ROOT).parts[0] for p in MODULES} == {"__init__.py", *PARTS}
     assert len(MODULES) > 40
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_parts_share_only_the_protocol(part: str) -> None:
+def test_top_level_packages_import_only_themselves_and_protocol(part: str) -> None:
     allowed = {"protocol", part}
     for path in (p for p in MODULES if p.relative_to(ROOT).parts[0] == part):
         for line, level, name in imports(path):

@@ -34,7 +34,7 @@ def connect(server: Server) -> openai.OpenAI:
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_any_frontend_has_the_events(servers: Server) -> None:
+def test_any_frontend_streams_the_events_of_a_background_response(servers: Server) -> None:
     with connect(servers) as client:
         stream = client.responses.create(
             model="smollm2", input="Hi", background=True, stream=True, max_output_tokens=60
@@ -54,7 +54,7 @@ def test_any_frontend_has_the_events(servers: Server) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_any_frontend_cancels(servers: Server) -> None:
+def test_any_frontend_can_cancel_a_background_response(servers: Server) -> None:
     for _ in range(4):
         with connect(servers) as client:
             response = client.responses.create(

@@ -123,7 +123,7 @@ def test_chats_are_searched(server: Server) -> None:
         ({"response_format": {"type": "json_object"}}, "structured_outputs"),
     ],
 )
-def test_what_a_search_cannot_do_is_refused(
+def test_beam_search_rejects_unsupported_parameters(
     server: Server, fields: dict[str, Any], param: str
 ) -> None:
     status, answer = search(server, PROMPTS[1], max_tokens=2, **fields)

@@ -118,7 +118,7 @@ def test_answers_equal_those_of_transformers(model: Model, server: Server) -> No
     assert_nothing_is_held(server)
 
 
-def test_divided_models_hear_under_memory_pressure_and_crashes(tmp_path: Path) -> None:
+def test_tensor_parallel_models_hear_under_memory_pressure_and_crashes(tmp_path: Path) -> None:
     voxtral = Model(tmp_path, "voxtral")
     small = ("--max-num-batched-tokens", "20", "--max-num-seqs", "4", "--max-model-len", "200")
     blocks = ("--num-gpu-blocks-override", "16", "--encoder-cache-size", "60")
@@ -200,7 +200,7 @@ def test_bad_sounds_are_refused_by_name(
     assert message in answer["error"]["message"]
 
 
-def test_what_does_not_fit_is_refused(server: Server) -> None:
+def test_too_many_sounds_and_remote_urls_are_rejected(server: Server) -> None:
     status, answer = server.post("/v1/chat/completions", chat(*[sound(1, 0.5)] * 3))
     assert status == 400
     assert "messages have 3 sounds, but at most 2 are allowed" in answer["error"]["message"]

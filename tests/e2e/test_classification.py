@@ -117,7 +117,7 @@ def test_long_pairs_lose_the_end_of_the_longer_text(
         ),
     ],
 )
-def test_what_a_classifier_cannot_do_is_refused(
+def test_classifier_rejects_unsupported_requests(
     server: Server, path: str, body: dict[str, Any], param: str, message: str
 ) -> None:
     status, answer = server.post(path, body)

@@ -44,7 +44,7 @@ def mtp_of_recurrent_model(path: Path) -> tuple[Path, list[str], dict[str, Any]]
 
 
 @pytest.mark.parametrize("make", [eagle3_on_two_ranks, mtp_of_recurrent_model])
-def test_heads_do_not_change_answers(tmp_path: Path, make: Any) -> None:
+def test_drafting_heads_do_not_change_answers(tmp_path: Path, make: Any) -> None:
     path, flags, fields = make(tmp_path)
     rng = random.Random(5)
     prompts = [[rng.randrange(4, 300) for _ in range(rng.randrange(1, 110))] for _ in SAMPLING]

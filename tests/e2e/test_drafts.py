@@ -73,7 +73,7 @@ def test_drafts_do_not_change_the_output_of_a_request(
     assert usage["completion_tokens"] == expected_usage["completion_tokens"]
 
 
-def test_copies_take_fewer_steps(drafting: Server, plain: Server) -> None:
+def test_drafts_copy_repeated_text_in_fewer_steps(drafting: Server, plain: Server) -> None:
     def count(server: Server) -> tuple[float, float, float]:
         names = (
             "scheduler_steps",

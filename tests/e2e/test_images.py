@@ -95,7 +95,7 @@ def test_images_whose_tokens_see_each_other_or_have_any_size(
 
 
 @pytest.mark.parametrize("flags", [("-tp", "2"), ("-pp", "2")])
-def test_divided_models_read_images_under_memory_pressure_and_crashes(
+def test_tensor_parallel_models_read_images_under_memory_pressure_and_crashes(
     grid: Model, flags: tuple[str, ...], tmp_path: Path
 ) -> None:
     # Two long prompts do not fit into the KV cache at once.
@@ -322,7 +322,7 @@ def _unusual_files() -> dict[str, tuple[str, Image.Image]]:
 
 
 @pytest.mark.parametrize("kind", _unusual_files())
-def test_unusual_files_are_read_like_plain_ones(server: Server, kind: str) -> None:
+def test_unusual_image_files_give_the_same_answer(server: Server, kind: str) -> None:
     url, plain = _unusual_files()[kind]
     part = {"type": "image_url", "image_url": {"url": url}}
     # Without a prefix cache both are computed.
@@ -335,7 +335,7 @@ def test_unusual_files_are_read_like_plain_ones(server: Server, kind: str) -> No
     assert tokens[0] == tokens[1]
 
 
-def test_what_does_not_fit_is_refused(grid: Model, server: Server) -> None:
+def test_too_many_images_and_truncation_are_rejected(grid: Model, server: Server) -> None:
     status, answer = server.post("/v1/chat/completions", chat(*[picture(1, 64, 64)] * 4))
     assert status == 400
     assert "messages have 4 images, but at most 3 are allowed" in answer["error"]["message"]

@@ -70,7 +70,7 @@ def test_bench_compare_alternates_and_divides(server: Server, tmp_path: Path) ->
     assert plot.exists()
 
 
-def test_bench_throughput_latency_and_failures(server: Server) -> None:
+def test_bench_reports_throughput_latency_and_failures(server: Server) -> None:
     target = ("--url", server.url)
     (result,) = run("bench", "throughput", *target, "--num-prompts", "3", *SMALL)
     assert result["num_requests"] == 3 and result["total_num_tokens"] == 3 * 22

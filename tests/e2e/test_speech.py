@@ -79,7 +79,7 @@ def error_rate(found: str, expected: str) -> float:
     return costs[-1] / len(b)
 
 
-def test_sentences_come_back_as_text(client: openai.OpenAI, server: Server) -> None:
+def test_spoken_sentences_are_transcribed(client: openai.OpenAI, server: Server) -> None:
     for name, text in HEARD.items():
         answer = client.audio.transcriptions.create(model="tiny", file=FIXTURES / name)
         assert answer.text == text
@@ -168,7 +168,7 @@ def test_long_files_lose_and_double_no_words_even_if_the_worker_is_killed(
     ],
     ids=lambda value: str(value)[:30],
 )
-def test_bad_requests_are_refused_by_name(
+def test_invalid_transcription_field_is_named(
     client: openai.OpenAI, fields: dict[str, object], param: str, message: str
 ) -> None:
     given = {"model": "tiny", "file": FIXTURES / "fox.flac"} | fields
@@ -178,7 +178,9 @@ def test_bad_requests_are_refused_by_name(
     assert caught.value.param == param
 
 
-def test_what_the_model_cannot_do_is_refused(client: openai.OpenAI, server: Server) -> None:
+def test_speech_model_rejects_translation_completions_and_chats(
+    client: openai.OpenAI, server: Server
+) -> None:
     with pytest.raises(openai.BadRequestError, match="it cannot translate"):
         client.audio.translations.create(model="tiny", file=FIXTURES / "fox.flac")
     with pytest.raises(openai.BadRequestError, match="is a speech model; use /v1/audio"):

@@ -124,7 +124,7 @@ def test_a_given_language_is_not_detected(audio: Any, reference: Reference, lang
     assert answer.text == reference.text(samples, code, "transcribe")
 
 
-def test_translations_have_another_task(audio: Any, reference: Reference) -> None:
+def test_translations_use_the_translate_task(audio: Any, reference: Reference) -> None:
     samples, file = sound(8)
     language = reference.language(samples)
     texts = [reference.text(samples, language, task) for task in ("translate", "transcribe")]
@@ -133,7 +133,7 @@ def test_translations_have_another_task(audio: Any, reference: Reference) -> Non
     assert audio.transcriptions.create(model="tiny", file=file).text == texts[1]
 
 
-def test_the_prompt_comes_before_the_sound(audio: Any, reference: Reference) -> None:
+def test_transcription_prompt_precedes_the_sound(audio: Any, reference: Reference) -> None:
     samples, file = sound(9)
     create = audio.transcriptions.create
     text = create(model="tiny", file=file, language="de", prompt="names of men").text
@@ -141,7 +141,7 @@ def test_the_prompt_comes_before_the_sound(audio: Any, reference: Reference) -> 
     assert text != create(model="tiny", file=file, language="de").text
 
 
-def test_words_and_streams_have_the_text_that_fits(audio: Any, server: Server) -> None:
+def test_word_times_and_streams_contain_the_whole_text(audio: Any, server: Server) -> None:
     _, file = sound(10, 3 * WINDOW_S)
     create = audio.transcriptions.create
     text = create(model="tiny", file=file).text
@@ -163,7 +163,7 @@ def test_unknown_languages_are_refused(audio: Any) -> None:
         audio.transcriptions.create(model="tiny", file=sound(1)[1], language="it")
 
 
-def test_moonshine_writes_a_limited_text(tmp_path: Path) -> None:
+def test_moonshine_output_is_limited_by_the_length_of_the_sound(tmp_path: Path) -> None:
     path, model = moonshine_directory(tmp_path)
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     samples, file = sound(3, 2.5)

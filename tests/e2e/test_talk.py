@@ -23,7 +23,7 @@ def run(server: Server, *arguments: str, given: str = "") -> subprocess.Complete
     )
 
 
-def test_chat_on_a_terminal(server: Server, tmp_path: Path) -> None:
+def test_chat_command_works_on_a_terminal(server: Server, tmp_path: Path) -> None:
     """Messages, commands, Ctrl-C during an answer and at the prompt, the history of the next chat, and the end."""
     env = {"ENGINE_CACHE": str(tmp_path / "cache"), "ENGINE_API_KEY": "", "OPENAI_API_KEY": ""}
     command = [*COMMAND, "chat", "--url", server.url, "--temperature", "0"]
@@ -62,7 +62,7 @@ def test_chat_on_a_terminal(server: Server, tmp_path: Path) -> None:
         assert terminal.wait() == 0
 
 
-def test_chat_and_complete_in_a_pipe(server: Server) -> None:
+def test_chat_and_complete_commands_work_in_a_pipe(server: Server) -> None:
     answered = run(
         server, "chat", "--temperature", "0", given="What is the capital of France?\n/retry\n"
     )

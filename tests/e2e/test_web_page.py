@@ -122,7 +122,7 @@ def test_an_answer_follows_a_schema_and_a_wrong_one_is_reported(
         assert_is_clean(web, server)
 
 
-def test_the_engine_view_shows_numbers_and_says_why(browser: Browser, server: Server) -> None:
+def test_engine_view_shows_numbers_and_explains_waiting(browser: Browser, server: Server) -> None:
     with WebPage(browser, server.url) as web:
         page = web.page
         web.enter_key(KEY)
@@ -180,7 +180,7 @@ def test_every_view_is_accessible(
         check()
 
 
-def test_building_again_gives_the_same_bytes(packages: Path) -> None:
+def test_rebuilding_the_web_page_gives_the_committed_bundle(packages: Path) -> None:
     for script in ("check", "build"):
         command = ["npm", "run", "--silent", script]
         result = subprocess.run(command, cwd=packages, capture_output=True, text=True, timeout=240)

@@ -135,7 +135,7 @@ def test_malformed_requests_are_rejected(target: Target, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ANSWERED)
-def test_odd_requests_get_one_answer(target: Target, name: str) -> None:
+def test_unusual_requests_get_exactly_one_answer(target: Target, name: str) -> None:
     answers, _ = send_and_listen(target, ANSWERED[name])
     assert answers and not find_fault(answers[0]), answers
     assert [answer.status for answer in answers[1:]] in ([], [404])

@@ -27,7 +27,7 @@ def at(pool: BlockPool, now: float) -> BlockPool:
     return pool
 
 
-def test_3_9_lifetime_idle_time_and_reuse_gap(pool):
+def test_3_9_lifetime_idle_time_and_reuse_gap_are_measured(pool):
     block = cached(pool, "a", now=10.0)
     at(pool, 12.0).release_blocks(block)
     at(pool, 15.0).hold_blocks(block, 1)

@@ -225,7 +225,7 @@ def test_a_request_that_waits_moves_without_blocks() -> None:
 
 @pytest.mark.parametrize("groups", [FULL_ATTENTION, WINDOWED], ids=["full", "windows"])
 @pytest.mark.parametrize("seed", range(3))
-def test_random_traffic_with_losses_aborts_and_preemptions(seed: int, groups) -> None:
+def test_random_transfers_survive_losses_aborts_and_preemptions(seed: int, groups) -> None:
     rng = random.Random(seed)
     pair = Pair(
         seed,

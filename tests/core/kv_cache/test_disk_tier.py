@@ -16,7 +16,7 @@ def report(tier: DiskTier, rank: int, keys: list[bytes], capacity: int = 0) -> N
     tier.receive(rank, msgspec.msgpack.encode(DiskReport(capacity, stored=keys)))
 
 
-def test_it_is_ready_and_finds_blocks_once_all_workers_have_sent_their_index() -> None:
+def test_disk_tier_is_ready_once_all_workers_have_sent_their_index() -> None:
     tier = DiskTier(num_workers=2)
     harness = RecordedHarness()
     request = harness.request(harness.add(4))
@@ -35,7 +35,7 @@ def test_a_disk_that_fails_delays_no_start() -> None:
     assert tier.is_ready()
 
 
-def test_several_connectors_are_ready_with_the_last_of_them() -> None:
+def test_multi_connector_is_ready_when_all_its_connectors_are() -> None:
     multi = MultiConnector([DiskTier()])
     assert not multi.is_ready()
     multi.receive(

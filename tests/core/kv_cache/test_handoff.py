@@ -123,7 +123,7 @@ def test_a_state_continues_if_the_client_has_all_tokens_that_it_covers(length):
     harness.drain()
 
 
-def test_a_state_that_covers_more_tokens_than_the_client_has_is_computed_again():
+def test_state_ahead_of_the_delivered_tokens_is_computed_again():
     harness = Harness(groups=STATE, num_blocks=128, max_in_flight=1)
     harness.add(20, 30)
     run(harness, 5)
@@ -134,7 +134,7 @@ def test_a_state_that_covers_more_tokens_than_the_client_has_is_computed_again()
 
 
 @pytest.mark.parametrize("place", [0, 1])
-def test_a_source_is_stored_again_but_no_token_is_computed_again(place):
+def test_adopted_request_stores_its_encoder_output_again_but_recomputes_no_token(place):
     groups = [KVCacheGroup()]
     groups.insert(place, KVCacheGroup(AttentionKind.CROSS, 7))
     harness = Harness(groups=tuple(groups), num_blocks=128)
@@ -157,7 +157,7 @@ def test_prompt_logprobs_that_were_not_delivered_are_computed_again():
     assert harness.worker.num_prompt_tokens_computed == 20 + 25
 
 
-def test_a_waiting_request_frees_its_blocks_for_those_before_it():
+def test_waiting_request_frees_its_blocks_for_earlier_requests():
     harness = Harness(num_blocks=17, max_num_seqs=3, max_in_flight=1)
     keys = [harness.add([index] * 17, 12) for index in range(3)]
     run(harness, 2)

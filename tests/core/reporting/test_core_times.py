@@ -22,7 +22,7 @@ def taken(times: CoreTimes, *indices: int) -> list[float]:
     return float32_view(times.take_times(0, int32_bytes(list(indices)))).tolist()
 
 
-def test_a_step_is_shared_by_tokens() -> None:
+def test_step_time_is_divided_among_requests_by_tokens() -> None:
     times = CoreTimes(max_num_seqs=4, num_cores=2)
     # Slot 3 computes 7 prompt tokens, and slot 1 one token.
     times.record(step(1, [(3, 8), (1, 9)], slots=[3, 1], chunks=[0, 7]), 4.0)

@@ -89,7 +89,7 @@ def test_a_new_request_in_a_slot_does_not_try_the_maximum():
     assert limits.limits[0] < MOST // 2
 
 
-def test_passes_of_a_draft_model_count():
+def test_cost_of_draft_model_passes_limits_drafts():
     limits = make(1, ProposerMethod.DRAFT_MODEL)
     for draft_seconds, is_worth in ((0.0001, True), (0.1, False)):
         for _ in range(100):

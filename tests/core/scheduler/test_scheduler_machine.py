@@ -213,7 +213,7 @@ TestSchedulerMachine.settings = examples(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first_seed", range(0, 240, 48))
-def test_i1_i2_i4_i5_hold_in_random_traffic(first_seed):
+def test_invariants_i1_i2_i4_i5_hold_in_random_traffic(first_seed):
     """Run five thousand steps with different seeds and limits.
 
     The harness counts references after every step (I1) and looks for free blocks at the end, where it compares each

@@ -467,7 +467,7 @@ def test_a_missing_tokenizer_fails_only_the_request(path: str) -> None:
     manager.close()
 
 
-def test_all_end_tokens_end_a_grammar() -> None:
+def test_finished_grammar_allows_every_end_token() -> None:
     manager = StructuredOutputManager(TOKENIZER_JSON, V, (EOS, 0))
     compiled(manager, regex("ab"))
     assert feed(manager, "ab")

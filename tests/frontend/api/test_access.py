@@ -177,7 +177,7 @@ def test_each_key_has_its_own_prefix_cache(tenants: FrontendProcess) -> None:
     assert mine == again and len({first, mine, theirs}) == 3
 
 
-def test_keys_share_the_prefix_cache_by_flag_or_if_there_is_only_one() -> None:
+def test_api_keys_share_the_prefix_cache_if_allowed_or_single() -> None:
     with FrontendProcess(api_keys=("first", "second"), share_prefix_cache=True) as frontend:
         shared = roots(frontend, ("first", None), ("second", None), ("first", "s"), ("second", "s"))
         assert shared[0] == shared[1] != shared[2] == shared[3]

@@ -142,7 +142,9 @@ def test_batch_answers_every_request(client: openai.OpenAI, stranger: openai.Ope
         ("/v1/responses", {"input": "Hello", "max_output_tokens": 1}),
     ],
 )
-def test_batch_of_other_endpoints(client: openai.OpenAI, endpoint: str, body: Any) -> None:
+def test_batch_accepts_each_supported_endpoint(
+    client: openai.OpenAI, endpoint: str, body: Any
+) -> None:
     line = {"custom_id": "a", "method": "POST", "url": endpoint, "body": {"model": MODEL, **body}}
     done = wait_for(client, start(client, [line], endpoint=endpoint))
     [answer] = read_lines(client, done.output_file_id)
@@ -170,7 +172,7 @@ def test_batch_with_invalid_lines_fails(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.timeout(60)
-def test_batch_is_cancelled_with_what_it_has(client: openai.OpenAI) -> None:
+def test_cancelled_batch_keeps_completed_answers(client: openai.OpenAI) -> None:
     lines = [chat(0, "first", max_tokens=1)]
     lines += [chat(i, "word " * 20, max_tokens=450, ignore_eos=True) for i in range(1, 1000)]
     batch = wait_for(client, start(client, lines), "in_progress")

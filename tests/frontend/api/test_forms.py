@@ -19,7 +19,7 @@ def form(*parts: bytes, before: bytes = b"", end: bytes = b"--\r\n") -> bytes:
     return before + b"".join(b"--xyz\r\n" + part + b"\r\n" for part in parts) + b"--xyz" + end
 
 
-def test_fields_and_files_are_separated() -> None:
+def test_form_parser_separates_fields_and_files() -> None:
     content = b"\r\n--xy\0\r\n\r\n--not\r\n"
     data = form(
         field("model", "tiny"), field("include[]", "a"), FILE + content, before=b"ignored\r\n"
@@ -32,7 +32,7 @@ def test_fields_and_files_are_separated() -> None:
         }
 
 
-def test_values_become_those_of_the_schema() -> None:
+def test_form_values_are_converted_to_the_types_of_the_schema() -> None:
     decoder = FormDecoder(TranscriptionRequest, strict=True)
     request = decoder.decode(
         {
@@ -78,7 +78,7 @@ def test_malformed_forms_are_refused(data: bytes, message: str) -> None:
         ({"colour": ["red"]}, "colour is not a known field"),
     ],
 )
-def test_wrong_values_are_named(values: dict[str, list[str]], message: str) -> None:
+def test_invalid_form_value_names_its_field(values: dict[str, list[str]], message: str) -> None:
     with pytest.raises(APIError, match=message) as caught:
         FormDecoder(TranscriptionRequest, strict=True).decode(values)
     assert caught.value.param == next(iter(values))

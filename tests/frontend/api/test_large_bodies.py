@@ -73,7 +73,7 @@ def test_large_bodies_of_few_elements_are_served(frontend: FrontendProcess) -> N
     assert frontend.complete([10, 11], max_tokens=1, **fields)["choices"]
 
 
-def test_long_texts_are_read_as_short_ones_are(frontend: FrontendProcess) -> None:
+def test_very_long_texts_are_tokenized_like_short_ones(frontend: FrontendProcess) -> None:
     for text in ("я" * 1_100_000 + " end", "a" * 1_100_000 + "\n😀 end"):
         [choice] = frontend.complete(
             text, max_tokens=1, truncate_prompt_tokens=1, echo=True, return_token_ids=True

@@ -314,7 +314,7 @@ def test_drain_ends_streams_after_the_timeout() -> None:
         assert "Traceback" not in frontend.log
 
 
-def test_drain_with_a_client_that_never_reads() -> None:
+def test_drain_ends_despite_a_client_that_never_reads() -> None:
     with FrontendProcess(
         max_model_len=8192, step_s=0.0, send_buffer=8192, shutdown_timeout_s=0.3
     ) as frontend:

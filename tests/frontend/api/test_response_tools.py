@@ -49,7 +49,7 @@ def test_forced_calls_and_custom_tools(frontend: FrontendProcess, client: openai
     assert "response.custom_tool_call_input.done" in kinds
 
 
-def test_tools_of_namespaces_are_called_by_their_names(
+def test_namespaced_tools_are_called_by_their_own_names(
     frontend: FrontendProcess, client: openai.OpenAI
 ) -> None:
     """Coding agents send the tools of MCP servers like this, beside tools of OpenAI's servers."""

@@ -222,7 +222,7 @@ def test_requests_with_one_key_at_once_are_one_request(frontend: FrontendProcess
     assert len({a.json()["id"] for a in answers if a.status_code == 200}) == 1
 
 
-def test_what_cannot_be_continued_is_refused(frontend: FrontendProcess) -> None:
+def test_unknown_or_foreign_event_ids_are_rejected(frontend: FrontendProcess) -> None:
     def error_of(event_id: str, path: str = CHAT, **headers: str) -> tuple[int, str]:
         response = frontend.http.post(
             path, content=b"{}", headers={"last-event-id": event_id, **headers}

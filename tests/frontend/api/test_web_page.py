@@ -99,7 +99,7 @@ def test_operators_see_the_latest_requests_without_their_content(keyed: Frontend
     assert 0 <= last["first_token_ms"] <= last["finished_ms"] <= last["age_ms"]
 
 
-def test_only_the_own_page_may_use_operator_routes(keyed: FrontendProcess) -> None:
+def test_only_the_servers_own_page_may_use_operator_routes(keyed: FrontendProcess) -> None:
     own = {"host": "llm.example", "origin": "https://llm.example"}
     allowed = keyed.http.post("/reset_prefix_cache", headers={**bearer("operator"), **own})
     assert allowed.status_code == 200
@@ -114,7 +114,7 @@ def test_only_the_own_page_may_use_operator_routes(keyed: FrontendProcess) -> No
     ).status_code == 200
 
 
-def test_a_rebound_host_name_is_no_own_page() -> None:
+def test_rebound_host_name_is_not_the_servers_own_page() -> None:
     with FrontendProcess(step_s=0.0005, allowed_hosts=("*",)) as open_to_all:
         rebound = {"host": "page.example", "origin": "http://page.example"}
         response = open_to_all.http.post("/reset_prefix_cache", headers=rebound)

@@ -55,7 +55,7 @@ def test_volatile_lines_move_to_the_end_of_the_last_message(line: str, rule: str
         "Today's date: 2026 " + "x" * MAX_LINE_CHARACTERS,
     ],
 )
-def test_other_lines_stay(line: str) -> None:
+def test_lines_without_volatile_content_are_unchanged(line: str) -> None:
     messages = [system(line), USER]
     assert StablePrefix(RULES).apply(messages) is messages
 
@@ -84,7 +84,7 @@ def test_parts_move_to_the_newest_input_of_a_conversation() -> None:
     assert StablePrefix([]).apply(conversation) is conversation
 
 
-def test_rules_may_be_regular_expressions() -> None:
+def test_stable_prefix_rules_may_be_regular_expressions() -> None:
     messages = [system("session 17\nBe kind."), USER]
     assert StablePrefix([r"/session \d+/"]).apply(messages)[0] == system("Be kind.")
     for wrong in ("session", "/(/", "/"):

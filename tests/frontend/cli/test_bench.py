@@ -51,7 +51,7 @@ def test_range_ratio_varies_lengths_within_its_limits() -> None:
     assert {turn.max_tokens for turn in turns} <= set(range(20, 61))
 
 
-def test_prefixes_are_shared_in_turn() -> None:
+def test_prefix_repetition_dataset_cycles_through_its_prefixes() -> None:
     sessions = sessions_of(
         6,
         dataset_name="prefix_repetition",
@@ -139,7 +139,7 @@ def answer(start: float, chunks: list[float], tokens: int, error: str | None = N
     return Answer(start, end, chunks, tokens, 10, 4, "", error)
 
 
-def test_figures_are_those_of_the_definitions() -> None:
+def test_benchmark_figures_follow_their_definitions() -> None:
     answers = [
         answer(0.0, [0.1, 0.2, 0.4], 3),
         answer(0.5, [0.8, 1.0], 5),
@@ -164,7 +164,7 @@ def test_figures_are_those_of_the_definitions() -> None:
     assert "Mean TTFT (ms):" in text and "P99 E2EL (ms):" in text and "HTTP 500" in text
 
 
-def test_figures_of_nothing_are_none() -> None:
+def test_figures_without_completed_requests_are_none() -> None:
     figures = summarize([answer(0.0, [], 0, "refused")], 1.0)
     assert figures["completed"] == 0 and figures["mean_ttft_ms"] is None
     assert "refused" in format_figures("Result", figures)

@@ -83,12 +83,14 @@ def test_flags_and_vllms_names_choose_connectors() -> None:
         ),
     ],
 )
-def test_contradictions_are_errors(problem: Callable[[], object], message: str) -> None:
+def test_contradictory_kv_transfer_options_are_rejected(
+    problem: Callable[[], object], message: str
+) -> None:
     with pytest.raises((ConfigError, ValueError), match=message):
         problem()
 
 
-def test_requests_may_only_name_what_proxies_send() -> None:
+def test_kv_transfer_params_accept_only_fields_that_proxies_send() -> None:
     config = msgspec.structs.replace(CONFIG, kv_transfer=KVTransferConfig("direct"))
     sent = {"do_remote_decode": True, "remote_host": None, "remote_block_ids": None, "replica": 0}
     assert transfer_params(sent, config) == {"do_remote_decode": True}

@@ -38,7 +38,7 @@ def test_misconfigured_machine_gets_advice_for_each_setting(tmp_path: Path) -> N
     assert "OMP_WAIT_POLICY" in found["OpenMP"].value
 
 
-def test_good_machine_gets_no_advice(tmp_path: Path) -> None:
+def test_doctor_gives_no_advice_on_a_well_configured_machine(tmp_path: Path) -> None:
     write(tmp_path, "sys/kernel/mm/transparent_hugepage/enabled", "always [madvise] never\n")
     write(tmp_path, "sys/devices/system/cpu/cpu0/cpufreq/scaling_governor", "performance\n")
     write(tmp_path, "sys/fs/cgroup/cpu.max", "max 100000\n")

@@ -76,7 +76,7 @@ def test_help_imports_no_heavy_modules(command: list[str], heavy: str) -> None:
     assert not set(heavy.split()) & set(ran.stderr.split())
 
 
-def test_version_and_unknown_command() -> None:
+def test_version_is_printed_and_unknown_command_suggests_a_known_one() -> None:
     import engine
 
     assert run("--version").stdout == f"engine {engine.__version__}\n"
@@ -167,7 +167,7 @@ def test_model_may_be_positional_or_a_flag(capsys: pytest.CaptureFixture[str]) -
         (["--api-server-count", "3"], "parallel", "api_server_count", 3),
     ],
 )
-def test_values_and_the_spellings_of_the_peers(
+def test_flags_accept_the_spellings_of_other_servers(
     argv: list[str], section: str, field: str, value: object
 ) -> None:
     assert parse(*argv)[section][field] == value

@@ -185,7 +185,7 @@ def test_number_outside_its_limits_is_rejected_with_the_limits(
 
 
 @each_option
-def test_alias_is_the_same_option(option: Option) -> None:
+def test_alias_names_the_same_option(option: Option) -> None:
     for alias in option.aliases:
         assert FLAGS[alias] is FLAGS[option.flag] is option
 
@@ -203,7 +203,7 @@ def test_list_in_a_variable_is_one_item_or_json() -> None:
 
 
 @pytest.mark.parametrize(("text", "value"), [("true", True), ("0", False), ("Off", False)])
-def test_boolean_in_a_variable(text: str, value: bool) -> None:
+def test_environment_variable_sets_a_boolean_option(text: str, value: bool) -> None:
     assert parse(ENGINE_STRICT=text)["frontend"]["strict"] is value
     assert parse(ENGINE_DISABLE_LOG_STATS=text)["frontend"] == (
         {"log_stats": False} if value else {}
@@ -244,7 +244,7 @@ def test_collector_may_be_named_by_the_variables_of_opentelemetry() -> None:
     assert parse(**both)["frontend"] == {"otlp_traces_endpoint": traces}
 
 
-def test_keywords_are_options() -> None:
+def test_python_keywords_set_options() -> None:
     keywords = {"max_model_len": "32k", "strict": False, "hf_overrides": {"a": 1}, "uds": None}
     settings = settings_of(keywords)
     assert settings["model"] == {"max_model_len": 32_000, "hf_overrides": {"a": 1}}

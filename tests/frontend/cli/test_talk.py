@@ -38,7 +38,7 @@ def test_unreachable_server_is_an_error_with_a_remedy() -> None:
         RemoteServer("http://127.0.0.1:9").call("/v1/models")
 
 
-def test_given_key_overrides_that_of_openai_which_overrides_that_of_engine(
+def test_api_key_is_taken_from_flag_then_openai_then_engine_variable(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("ENGINE_API_KEY", "engine")

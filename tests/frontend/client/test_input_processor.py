@@ -70,7 +70,7 @@ def test_invalid_prompts_are_rejected(prompt: Any, message: str) -> None:
     assert refused.value.param == "prompt"
 
 
-def test_the_longest_prompt_leaves_one_token() -> None:
+def test_longest_allowed_prompt_leaves_one_output_token() -> None:
     assert process([1] * (MAX_MODEL_LEN - 1)).sampling_params.max_tokens == 1
 
 

@@ -28,7 +28,7 @@ def test_without_cached_blocks_the_least_loaded_is_chosen() -> None:
     assert chosen([3, 2, 4], [0, 0, 0]) == 1
 
 
-def test_the_prompt_decides_between_equal_replicas() -> None:
+def test_equally_loaded_replicas_are_chosen_by_prompt_hash() -> None:
     assert {home: chosen([2, 2, 2], [0, 0, 0], home=home) for home in range(4)} == {
         0: 0,
         1: 1,
@@ -54,7 +54,7 @@ def test_a_prefix_is_recomputed_on_an_idle_replica() -> None:
     assert chosen([MAX_NUM_SEQS, 50], [9, 0]) == 1
 
 
-def test_an_adapter_outweighs_the_least_load_and_a_prefix() -> None:
+def test_loaded_adapter_outweighs_lower_load_and_cached_prefix() -> None:
     assert chosen([5, 3, 2], [9, 9, 0], has_adapter=[False, True, False]) == 1
     assert chosen([3, 3, 2], [9, 0, 0], has_adapter=[True, True, False]) == 0
     assert chosen([HEADROOM, 0], [0, 0], has_adapter=[True, False]) == 0
@@ -100,7 +100,7 @@ def test_no_replica_within_the_bound_is_better(
     assert chosen(loads, cached, home=home, has_adapter=has_adapter) == min(allowed, key=preference)
 
 
-def test_blocks_of_a_sequence_count_while_it_runs() -> None:
+def test_blocks_of_a_running_sequence_count_as_cached() -> None:
     prefixes = CachedPrefixes()
     prefixes.add_expected([1, 2, 3])
     prefixes.add_expected([1, 2])

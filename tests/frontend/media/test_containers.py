@@ -64,7 +64,7 @@ def test_files_are_sampled_by_rate_and_count(container, config):
         assert video.sampled_fps == pytest.approx(count / 4.5)
 
 
-def test_frames_far_apart_do_not_need_those_between():
+def test_distant_video_frames_are_read_without_converting_those_between():
     data = write_video("mp4", "libx264", 200)
     shown = []
     track, frames = containers.read_container(
@@ -112,7 +112,7 @@ def test_bad_files_are_refused_with_the_limit(make, message, monkeypatch):
     assert caught.value.param == "messages[0].content[1].video_url.url"
 
 
-def test_decoding_ends_at_its_time(monkeypatch):
+def test_video_decoding_is_stopped_at_its_time_limit(monkeypatch):
     monkeypatch.setattr(video_files, "TIMEOUT_S", -1.0)
     data = write_video("mp4", "libx264", 20)
     with pytest.raises(ParameterError, match="takes more than -1 s to decode"):

@@ -73,13 +73,13 @@ def test_allowed_hosts_and_their_redirects_are_read(download):
         ("/away", 'url has the host "elsewhere", from which this server does not download'),
     ],
 )
-def test_other_answers_are_errors(download, path, message):
+def test_unusable_download_answers_are_errors(download, path, message):
     with pytest.raises(ParameterError) as caught:
         download(path)
     assert message in str(caught.value)
 
 
-def test_sizes_and_times_are_limited(download, monkeypatch):
+def test_downloads_are_limited_in_size_and_time(download, monkeypatch):
     monkeypatch.setattr(downloads, "MAX_BYTES", 1000)
     with pytest.raises(ParameterError, match="has more than 1000 bytes"):
         download("/image.png?size=1")

@@ -176,7 +176,7 @@ def test_prompts_equal_those_of_transformers(model):
     assert covered == {i for i, token in enumerate(token_ids) if token in media}
 
 
-def test_the_length_of_a_file_is_in_prompts_of_smolvlm():
+def test_smolvlm_prompt_states_the_length_of_the_video():
     config = SimpleNamespace(
         labels="times", start="<", end=">", num_outputs=1, is_pooled=False, scale=1.0
     )

@@ -285,7 +285,7 @@ def test_bad_videos_are_refused_with_the_limit(source, message, monkeypatch):
     assert caught.value.param == "messages[0].content[1].video_url.url"
 
 
-def test_parts_with_videos_are_taken():
+def test_video_parts_are_extracted_from_messages():
     limits = MediaLimits(max_images=1, max_videos=1)
     part = {"type": "video_url", "video_url": {"url": "data:x"}, "fps": 3}
     messages = [{"role": "user", "content": [part, {"type": "text", "text": "a"}]}]

@@ -264,7 +264,7 @@ def test_frames_dropped_by_other_processes_are_exported(tmp_path: Path) -> None:
     assert value(samples, name, engine="", process="supervisor") == 7
 
 
-def test_metrics_are_exported_if_their_file_cannot_be_written(tmp_path: Path) -> None:
+def test_metrics_are_exported_even_if_their_file_cannot_be_written(tmp_path: Path) -> None:
     config = engine_config(tmp_path, parallel=ParallelConfig(api_server_count=2))
     first, second = Metrics(config, 0), Metrics(config, 1)
     in_the_way = tmp_path / "frontend0.new"

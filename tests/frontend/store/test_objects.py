@@ -120,7 +120,7 @@ async def test_a_crash_loses_only_what_was_in_memory(tmp_path: Path, is_file: bo
 
 
 @on_event_loop
-async def test_many_calls_at_once_are_answered(tmp_path: Path) -> None:
+async def test_store_answers_many_concurrent_calls(tmp_path: Path) -> None:
     config = config_of(tmp_path, path=str(tmp_path / "store.db"))
     with StoreThread(config):
         client = await connect(config)

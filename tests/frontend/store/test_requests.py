@@ -124,7 +124,7 @@ def test_only_the_owner_continues_a_request(store: Store) -> None:
     assert store.claim(b"next") == [("x", 1)] and store.tokens("x") == [[10, 11]]
 
 
-def test_starts_without_a_token_are_counted(store: Store) -> None:
+def test_claims_since_the_last_token_are_counted(store: Store) -> None:
     store.open_session(b"0", 0)
     store.apply(b"0", begin(1, "x", 1))
     for number in range(1, 4):
@@ -157,7 +157,7 @@ def test_a_request_is_one_row_when_it_has_ended_and_none_when_it_was_aborted(sto
     assert store.requests.reserve_key(b"s", ReserveKey(2, "a", "k")).request_id == "x"
 
 
-def test_one_of_two_callers_gets_a_new_key(store: Store) -> None:
+def test_idempotency_key_is_reserved_for_one_caller_at_a_time(store: Store) -> None:
     store.open_session(b"s", 0)
     first, second = ReserveKey(1, "a", "k"), ReserveKey(2, "a", "k")
     assert not store.requests.reserve_key(b"s", first).is_busy
@@ -282,7 +282,7 @@ def test_the_state_is_the_same_wherever_the_store_stops(
     assert {name for _, name in store.requests.live.by_name} == running
 
 
-def test_requests_of_an_engine_that_lives_are_its_own(store: Store, tmp_path: Path) -> None:
+def test_requests_of_a_running_engine_cannot_be_claimed(store: Store, tmp_path: Path) -> None:
     run = tmp_path / "other engine"
     run.mkdir()
     lock = os.open(run, os.O_RDONLY)

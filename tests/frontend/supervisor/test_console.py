@@ -20,7 +20,7 @@ def lines(stream: io.StringIO) -> list[str]:
     ("count", "text"),
     [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (98_362_432, "98.4 MB"), (5.4e11, "540 GB")],
 )
-def test_format_bytes(count: float, text: str) -> None:
+def test_byte_counts_are_formatted_with_units(count: float, text: str) -> None:
     assert format_bytes(count) == text
 
 
@@ -51,7 +51,7 @@ def test_transfer_on_terminal_redraws_one_line() -> None:
     assert last.endswith("done")
 
 
-def test_line_does_not_overwrite_an_unfinished_transfer() -> None:
+def test_error_line_does_not_overwrite_an_unfinished_progress_bar() -> None:
     stream = Terminal()
     console = Console(stream)
     console.progress("loading", 1, 100)

@@ -111,7 +111,7 @@ def test_pieces_add_up_to_the_decoded_text(request, name, data, sizes, skip) -> 
 @examples(200)
 @given(text=texts, sizes=chunkings)
 @pytest.mark.parametrize("name", ["byte_level", "sentencepiece"])
-def test_returned_text_is_never_changed(request, name, text, sizes) -> None:
+def test_detokenizer_never_changes_text_it_has_returned(request, name, text, sizes) -> None:
     tokenizer = request.getfixturevalue(name)
     ids = tokenizer.encode(text)
     detokenizer = IncrementalDetokenizer(tokenizer, [])

@@ -162,7 +162,7 @@ def test_decoders_that_cannot_decode_token_by_token_are_rejected(tmp_path: Path)
         load_tokenizer(path)
 
 
-def test_pieces_of_a_word_are_joined() -> None:
+def test_word_pieces_are_joined() -> None:
     decoding = parse_decoding({"type": "WordPiece", "prefix": "##", "cleanup": True})
     pieces = ("an", "em", "##bed", "##ding")
     assert b"".join(map(decoding.to_bytes, pieces)) == b" an embedding"
@@ -187,7 +187,7 @@ def test_pieces_of_a_word_are_joined() -> None:
         decoders.Sequence([decoders.ByteLevel()]),
     ],
 )
-def test_decoding_equals_that_of_the_library(decoder) -> None:
+def test_token_decoding_equals_the_tokenizers_library(decoder) -> None:
     decoding = parse_decoding(json.loads(decoder.__getstate__()))
     for tokens in (["▁Hello", "▁world", "!"], ["x", "▁y"], ["<0xE6>", "<0xBC>", "<0xA2>", "a"]):
         text = b"".join(map(decoding.to_bytes, tokens)).decode(errors="replace")

@@ -119,7 +119,7 @@ def test_word_times_follow_the_best_path_through_a_noisy_matrix() -> None:
     assert [word.end for word in words] == [first[i] for i in range(1, 7)]
 
 
-def test_repeating_and_doubtful_windows_are_avoided() -> None:
+def test_repetitive_or_unlikely_windows_are_doubtful() -> None:
     def window(text: str, mean_logprob: float, no_speech_prob: float = 0.0) -> DecodedWindow:
         return DecodedWindow(0.0, 5.0, [], text, 0.0, mean_logprob, no_speech_prob)
 

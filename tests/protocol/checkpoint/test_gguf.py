@@ -141,7 +141,7 @@ def test_a_split_file_can_be_opened_by_any_part(split: list[Path]) -> None:
             assert data.tolist() == [i] * 6
 
 
-def test_a_missing_part_is_named(split: list[Path]) -> None:
+def test_missing_part_of_a_split_file_is_named(split: list[Path]) -> None:
     split[1].unlink()
     with pytest.raises(CheckpointError, match=split[1].name):
         GGUFFile(split[0])
@@ -177,7 +177,9 @@ def test_every_truncation_is_rejected(small: Path, tmp_path: Path) -> None:
 
 @examples(300)
 @given(st.data())
-def test_damage_is_rejected_or_harmless(small: Path, tmp_path_factory, data: st.DataObject) -> None:
+def test_damaged_gguf_header_is_rejected_or_harmless(
+    small: Path, tmp_path_factory, data: st.DataObject
+) -> None:
     content = bytearray(small.read_bytes())
     for _ in range(data.draw(st.integers(1, 4))):
         at = data.draw(st.integers(0, len(content) - 1))

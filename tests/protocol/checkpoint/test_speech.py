@@ -25,7 +25,7 @@ def fields(values: dict[str, object]) -> ConfigFields:
     return ConfigFields(values, "config.json")
 
 
-def test_whisper_reads_thirty_seconds_and_its_tokens(tmp_path: Path) -> None:
+def test_whisper_processor_and_special_tokens_are_read(tmp_path: Path) -> None:
     audio = read_audio_processor(tmp_path, fields(WHISPER), fields(GENERATION))
     assert audio is not None
     assert (audio.num_mel_bins, audio.hop_length, audio.fft_length) == (80, 160, 400)
@@ -65,6 +65,8 @@ def test_decoders_of_text_start_with_the_target_language(tmp_path: Path) -> None
         ({"suppress_tokens": "all"}, "suppress_tokens"),
     ],
 )
-def test_wrong_fields_are_named(tmp_path: Path, changes: dict[str, object], field: str) -> None:
+def test_invalid_generation_config_field_is_named(
+    tmp_path: Path, changes: dict[str, object], field: str
+) -> None:
     with pytest.raises(CheckpointError, match=field):
         read_audio_processor(tmp_path, fields(WHISPER), fields(GENERATION | changes))

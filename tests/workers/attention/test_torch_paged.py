@@ -31,7 +31,7 @@ request_lists = st.lists(
     softcap=st.none() | st.floats(1, 50),
     seed=st.integers(0, 2**16),
 )
-def test_agrees_with_plain_attention(
+def test_paged_attention_agrees_with_plain_attention(
     requests, num_kv_heads, repeats, head_dim, block_size, window, softcap, seed
 ):
     out, expected = run(
@@ -62,7 +62,7 @@ def test_tokens_of_a_span_see_each_other(window):
 
 
 @pytest.mark.parametrize("name", SPECIAL_LAYERS)
-def test_special_layers_agree_with_plain_attention(name):
+def test_layers_with_special_parameters_agree_with_plain_attention(name):
     out, expected = run(
         [(70, 1), (0, 40), (20, 1), (650, 30), (600, 1), (599, 2), (0, 1)],
         num_kv_heads=2,

@@ -67,7 +67,7 @@ def assert_agrees(requests, *, dtype=torch.float16, **case):
     softcap=st.none() | st.floats(1, 50),
     dtype=st.sampled_from([torch.float16, torch.float32]),
 )
-def test_agrees_with_plain_attention(
+def test_paged_attention_agrees_with_plain_attention(
     requests, num_kv_heads, repeats, block_size, window, softcap, dtype
 ):
     assert_agrees(
@@ -129,7 +129,7 @@ def test_tokens_of_a_span_see_each_other(window):
 
 
 @pytest.mark.parametrize("name", SPECIAL_LAYERS)
-def test_special_layers_agree_with_plain_attention(name):
+def test_layers_with_special_parameters_agree_with_plain_attention(name):
     assert_agrees(
         [(70, 1), (0, 40), (20, 1), (650, 30), (1100, 1), (599, 2), (0, 1)],
         num_kv_heads=1,

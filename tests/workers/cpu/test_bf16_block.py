@@ -89,7 +89,7 @@ def test_every_bit_pattern_is_restored(order: str) -> None:
     np.testing.assert_array_equal(bits_of(weight), as_products_take_them(bits_NK))
 
 
-def test_trained_weights_take_twelve_bits_and_noise_sixteen() -> None:
+def test_trained_bf16_weights_take_twelve_bits_and_noise_sixteen() -> None:
     n, k = 256, 576
     assert len(packed(trained_bits(n, k)).data) * 8 / (n * k) < 12.2
     noise_NK = np.random.default_rng(0).integers(0, 1 << 16, (n, k)).astype(np.uint16)

@@ -350,7 +350,7 @@ def test_model_keeps_the_hidden_states_that_a_head_reads(head: Head) -> None:
     torch.testing.assert_close(states_TE, read_states(head, PROMPT), rtol=1e-4, atol=1e-4)
 
 
-def test_heads_that_do_not_fit_are_refused(head: Head, tmp_path: Path) -> None:
+def test_drafting_heads_for_another_model_are_rejected(head: Head, tmp_path: Path) -> None:
     other = SpeculativeConfig(3, ProposerMethod.MTP)
     if head.speculative.method is ProposerMethod.EAGLE:
         with pytest.raises(CheckpointError, match="no layer for multi-token prediction"):

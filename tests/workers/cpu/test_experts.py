@@ -96,7 +96,7 @@ FORMATS = {
 @pytest.mark.parametrize(
     ("name", "bound"), [("bfloat16", 0.03), ("float16", 0.01), ("int8", 0.05), ("int4", 0.4)]
 )
-def test_narrow_experts_are_close(name, bound, tmp_path):
+def test_logits_of_narrow_experts_are_close_to_torch(name, bound, tmp_path):
     """With all experts chosen, because rounding may change a choice."""
     experts = ExpertsSpec(4, 4, 96, shared_intermediate_size=160, has_shared_gate=True)
     spec = mixture(experts)

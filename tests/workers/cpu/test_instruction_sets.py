@@ -21,14 +21,14 @@ AMX = {"avx512_bf16", "amx_tile", "amx_bf16"}
 AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni", "bmi2"}
 
 
-def test_selected_set_is_named() -> None:
+def test_selected_instruction_set_is_reported() -> None:
     for isa in ISAS:
         select_isa(isa)
         assert instruction_set() == ISA_NAMES[isa]
     assert len(set(ISA_NAMES)) == len(ISA_NAMES)
 
 
-def test_set_that_does_not_exist_cannot_be_selected() -> None:
+def test_unknown_instruction_set_cannot_be_selected() -> None:
     before = instruction_set()
     assert not select_isa(-1)
     assert not select_isa(len(ISA_NAMES))

@@ -283,7 +283,7 @@ def test_any_number_and_size_of_heads_is_invariant(heads, isa, tmp_path):
         ("int4", [isa for isa in ISAS if isa in FUSED_WITHOUT_BF16]),
     ],
 )
-def test_sets_with_fused_products_agree(name, isas, checkpoint):
+def test_instruction_sets_with_fused_products_agree_bit_for_bit(name, isas, checkpoint):
     """Integer sums are exact and float sums have one order, so results differ only by fused operations."""
     states = []
     for isa in isas:

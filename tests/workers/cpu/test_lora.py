@@ -158,7 +158,7 @@ def test_the_bits_of_a_row_do_not_depend_on_the_adapters_of_others(
     assert errors[0] < 5 * errors[1]
 
 
-def test_an_adapter_takes_the_number_of_another(tmp_path: Path) -> None:
+def test_adapter_replaces_another_under_its_number(tmp_path: Path) -> None:
     spec = SPECS["llama"]
     checkpoint = random_checkpoint(tmp_path, spec)
     paths = write_adapters(tmp_path, checkpoint)

@@ -148,7 +148,7 @@ def test_matrices_packed_in_sequence_keep_their_values(
         np.testing.assert_array_equal(weight.rows(range(weight.n)), tensor.float().numpy())
 
 
-def test_a_part_of_a_matrix_has_its_rows(checkpoint: Checkpoint) -> None:
+def test_packed_parts_contain_their_rows(checkpoint: Checkpoint) -> None:
     reader = NativeWeightReader(checkpoint, torch.bfloat16, has_head=False)
     parts = [
         reader.packed("matrix.weight", 50, 64, range(start, stop))
@@ -292,7 +292,7 @@ def test_mxfp4_with_a_scale_that_is_no_number_is_damaged(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("quantized_with", "weight_format"), [("fp8-blocks", F.F8), ("compressed-nvfp4", F.NVFP4)]
 )
-def test_a_rank_has_its_columns_of_blocks(
+def test_rank_gets_its_columns_of_quantized_blocks(
     tmp_path: Path, quantized_with: str, weight_format: WeightFormat
 ) -> None:
     checkpoint_of(tmp_path, embed_tokens__weight=EMBEDDING, x_proj__weight=MATRIX[:48])

@@ -29,7 +29,7 @@ class Numbers:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("num_tokens", [1, 9, 40])
-def test_adapters_of_all_tokens_at_once(
+def test_low_rank_kernels_apply_the_adapter_of_each_token(
     dtype: torch.dtype, num_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from engine.workers.cuda import low_rank

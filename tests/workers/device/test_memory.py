@@ -71,7 +71,7 @@ def test_num_gpu_blocks_override_sets_the_cache_size() -> None:
     assert count_kv_blocks(config(num_blocks_override=7), block_bytes=100) == 7
 
 
-def test_the_default_is_a_quarter_of_the_free_memory() -> None:
+def test_kv_cache_takes_a_quarter_of_free_memory_by_default() -> None:
     block_bytes = psutil.virtual_memory().available // 48
     assert count_kv_blocks(CONFIG, block_bytes) in range(10, 15)
 

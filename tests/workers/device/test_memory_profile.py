@@ -91,7 +91,7 @@ def test_a_gpu_failure_is_one_line(error: RuntimeError, message: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_other_errors_are_unchanged() -> None:
+def test_errors_unrelated_to_the_device_are_not_wrapped() -> None:
     with pytest.raises(RuntimeError, match=r"^shapes$") as caught, explaining_device_errors("now"):
         raise RuntimeError("shapes")
     assert not isinstance(caught.value, EngineError)

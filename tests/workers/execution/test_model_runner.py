@@ -52,7 +52,7 @@ def greedy(model, prompt: list[int], count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-def test_mixed_steps_use_the_sampled_tokens(steps: Steps, checkpoint) -> None:
+def test_decodes_next_to_prompt_chunks_use_the_sampled_tokens(steps: Steps, checkpoint) -> None:
     a, b = [5, 6, 7, 8, 9], list(range(20, 33))
     expected_a, expected_b = greedy(checkpoint[1], a, 6), greedy(checkpoint[1], b, 4)
     got_a = steps.tokens(slots=[0], chunks=[(0, 5)], new=[steps.new(0, a)])

@@ -138,7 +138,7 @@ def test_a_source_that_dies_ends_the_fetch(sides: tuple[Side, Side]) -> None:
     assert target.missing() == list(range(6))
 
 
-def test_nothing_is_written_after_a_reset(sides: tuple[Side, Side]) -> None:
+def test_no_fetched_block_is_written_after_a_reset(sides: tuple[Side, Side]) -> None:
     source, target = sides
     target.fetch(DirectSource("r", 0), range(3))
     target.connector.reset()

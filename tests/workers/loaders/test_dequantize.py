@@ -71,7 +71,7 @@ def test_values_are_bit_identical_to_the_reference(ggml_type: GGMLQuantizationTy
 
 @TYPES
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_the_rounded_float32(
+def test_dequantizing_to_half_precision_rounds_the_float32_values(
     ggml_type: GGMLQuantizationType, dtype: torch.dtype
 ) -> None:
     raw = random_blocks(ggml_type, 100)

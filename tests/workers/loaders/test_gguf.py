@@ -123,7 +123,7 @@ OTHER_NAMES = {
 
 
 @pytest.mark.parametrize("key", [*MODELS, *OTHER_NAMES])
-def test_a_written_model_is_read_unchanged(key: str, tmp_path: Path) -> None:
+def test_gguf_model_is_read_with_its_original_tensors(key: str, tmp_path: Path) -> None:
     name = OTHER_NAMES.get(key)
     model = make_model(*MODELS[name or key])
     path = write_gguf(tmp_path / "m.gguf", model, published_as=key if name else None)
@@ -410,7 +410,7 @@ def test_an_impossible_number_of_layers_is_rejected(tmp_path: Path, architecture
 
 @examples(300)
 @given(st.data())
-def test_damage_is_rejected_or_harmless(tmp_path_factory, data: st.DataObject) -> None:
+def test_damaged_gguf_file_is_rejected_or_harmless(tmp_path_factory, data: st.DataObject) -> None:
     path = tmp_path_factory.getbasetemp() / "damaged.gguf"
     metadata = LLAMA_METADATA | {"attention.sliding_window": 8, "expert_count": 0}
     for key in data.draw(st.sets(st.sampled_from(sorted(metadata)), max_size=3)):

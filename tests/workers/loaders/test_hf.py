@@ -79,7 +79,7 @@ def test_a_part_outside_of_the_tensor_is_an_error(
         )
 
 
-def test_a_scalar_is_read(tmp_path: Path) -> None:
+def test_scalar_tensor_is_read(tmp_path: Path) -> None:
     path = write_model(tmp_path, {"scale": torch.tensor(3.5, dtype=torch.float16)})
     scale = open_checkpoint(path).tensor("scale", torch.float32)
     assert scale.shape == () and scale.item() == 3.5
@@ -93,7 +93,7 @@ def test_tensors_outlive_the_file(tmp_path: Path) -> None:
     assert weight.sum() == 4096 * 8
 
 
-def test_other_layouts_of_the_weights_are_ignored(tmp_path: Path) -> None:
+def test_consolidated_weights_and_adapters_next_to_a_model_are_ignored(tmp_path: Path) -> None:
     write_model(tmp_path, {"a": torch.ones(2)})
     (tmp_path / "model.safetensors").rename(tmp_path / "model-00001-of-00001.safetensors")
     save_file({"a": torch.zeros(2)}, tmp_path / "consolidated.safetensors")

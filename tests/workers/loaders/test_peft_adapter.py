@@ -36,7 +36,7 @@ def write(path: Path, suffix: str = "lora_A.weight", down_rank: int = 4, **confi
         ({"r": 4, "alpha_pattern": {"j_proj": 1}, "modules_to_save": None}, 2.0),
     ],
 )
-def test_the_scale_is_that_of_the_module(
+def test_adapter_scale_follows_rank_and_alpha_patterns_of_the_module(
     tmp_path: Path, config: dict[str, Any], scale: float
 ) -> None:
     adapter = PEFTAdapter(write(tmp_path, **config), 16)
@@ -77,7 +77,7 @@ def test_other_adapters_are_refused_with_the_reason(
         PEFTAdapter(write(tmp_path, **config), 16).read(MODULE)
 
 
-def test_a_bias_has_the_scale_of_the_factors(tmp_path: Path) -> None:
+def test_lora_bias_is_scaled_like_the_factors(tmp_path: Path) -> None:
     write(tmp_path, lora_bias=True)
     name = f"base_model.model.{MODULE}"
     tensors = {f"{name}.lora_A.weight": torch.ones(4, 6), f"{name}.lora_B.weight": torch.ones(5, 4)}
@@ -110,7 +110,7 @@ def test_factors_of_an_embedding_are_those_of_its_matrix(tmp_path: Path) -> None
     assert torch.equal(whole.weight, torch.ones(9, 6)) and whole.bias is None
 
 
-def test_the_rank_has_a_limit(tmp_path: Path) -> None:
+def test_adapter_rank_over_the_limit_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="at most 3 is allowed; raise --max-lora-rank"):
         PEFTAdapter(write(tmp_path), 3).read(MODULE)
 

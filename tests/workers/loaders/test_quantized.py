@@ -38,7 +38,7 @@ def close(found: Tensor, expected: Tensor) -> bool:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_module_is_one_tensor_with_the_dequantized_values(directory: Path, name: str) -> None:
+def test_quantized_module_reads_as_one_dequantized_tensor(directory: Path, name: str) -> None:
     meaning = quantize_directory(directory, name)
     checkpoint = open_checkpoint(directory)
     assert set(checkpoint.names()) == set(meaning)
@@ -62,7 +62,7 @@ def test_a_part_of_a_tensor_equals_that_part_of_the_whole(
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_reading_a_part_reads_only_what_it_needs(directory: Path, name: str) -> None:
+def test_reading_half_a_tensor_reads_half_its_bytes(directory: Path, name: str) -> None:
     quantize_directory(directory, name)
     whole, half = open_checkpoint(directory), open_checkpoint(directory)
     whole.tensor(NAME)

@@ -206,7 +206,7 @@ def test_text_of_a_model_with_cross_attention_passes_other_layers_only(load, tmp
 
 
 @pytest.mark.parametrize("load", [load_decoder, load_native_decoder])
-def test_logits_of_experts_in_mxfp4(load, tmp_path):
+def test_mxfp4_experts_give_the_logits_of_transformers(load, tmp_path):
     differences = {"hidden_size": 64, "intermediate_size": 96, "num_local_experts": 4}
     reference = make_reference("gpt-oss", **differences)
     stored = {}
@@ -386,7 +386,7 @@ DIFFERENCES_IN_GGUF = {
 
 @pytest.mark.parametrize("load", [load_decoder, load_native_decoder])
 @pytest.mark.parametrize("name", ["deepseek-v2", "deepseek-v3"])
-def test_logits_from_a_gguf_file_of_an_earlier_converter(name, load, tmp_path):
+def test_gguf_files_of_earlier_converters_give_the_same_logits(name, load, tmp_path):
     reference = make_reference(name, **DIFFERENCES_IN_GGUF[name])
     decoder = load(write_gguf(tmp_path / "m.gguf", reference, splits_heads=False))
     tokens = prompt(NUM_TOKENS)

@@ -87,7 +87,9 @@ def test_chunks_beside_others_give_the_logits_of_transformers(name: str, tmp_pat
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_models_that_keep_other_state_are_refused(name: str, tmp_path: Path) -> None:
+def test_transformers_models_with_state_besides_kv_cache_are_rejected(
+    name: str, tmp_path: Path
+) -> None:
     family, differences, reason = REFUSED[name]
     write(tmp_path, family, differences)
     with pytest.raises(CheckpointError, match=reason):

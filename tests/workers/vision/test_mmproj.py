@@ -85,7 +85,7 @@ def test_towers_of_qwen_files_equal_those_of_checkpoints(kind, tmp_path):
     torch.testing.assert_close(*outputs, rtol=0, atol=1e-6)
 
 
-def test_files_that_do_not_fit_are_refused(tmp_path):
+def test_mmproj_files_of_another_model_are_rejected(tmp_path):
     _, model = vision_directory(tmp_path / "model", "idefics3")
     file = GGUFFile(write_mmproj(tmp_path / "mmproj.gguf", model, "idefics3"))
     decoder = _decoder(tmp_path / "tiny.gguf", ["a"])
