@@ -84,7 +84,7 @@ def optional_tuple(values: list[V] | None) -> tuple[V, ...] | None:
 
 
 def _logit_bias(biases: dict[str, float] | None) -> dict[int, float] | None:
-    """Return the biases by token id, unclamped; OpenAI's JSON keys are token ids in strings."""
+    """Return token id -> bias, not clamped yet. The JSON keys of OpenAI's API are token ids in strings."""
     if not biases:
         return None
     if len(biases) > MAX_LOGIT_BIASES:

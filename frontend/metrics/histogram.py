@@ -24,7 +24,7 @@ class Histogram(msgspec.Struct):
         return cls(list(bounds), [0] * (len(bounds) + 1))
 
     def observe(self, value: float, times: int = 1) -> None:
-        """Count `value`, as often as `times` says."""
+        """Count `value` as `times` observations."""
         self.counts[bisect_left(self.bounds, value)] += times
         self.sum += value * times
 
