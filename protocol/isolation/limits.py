@@ -9,7 +9,12 @@ from collections.abc import Iterator
 
 
 def limit_memory(max_bytes: int) -> None:
-    """Let this process allocate `max_bytes` more bytes of memory, and write no core file."""
+    """Let this process allocate `max_bytes` more bytes of memory, and write no core file.
+
+    A lower limit on the address space, which it may have inherited, is raised to the hard one.
+    """
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(OSError, StopIteration, ValueError):
         with open("/proc/self/status") as status:

@@ -26,6 +26,7 @@ from engine.protocol.config.images import ResizeProcessor
 from engine.protocol.config.videos import VideoProcessor
 from engine.protocol.errors import ParameterError
 from PIL import Image
+from support.faults import exhaust_memory
 from support.image_requests import data_url, picture
 from support.processes import eventually, is_running
 from support.video_files import write_video
@@ -234,6 +235,18 @@ def test_a_killed_decoder_or_fork_server_is_replaced() -> None:
         last = decoders(others)
     for process in last:
         assert eventually(lambda pid=process.pid: not is_running(pid))
+
+
+def test_a_fork_server_without_memory_does_not_limit_its_processes() -> None:
+    others = decoders()
+    with limited() as pool:
+        expected = pool.read_image(file_of(picture(1, 30, 30)), WHERE, 1)
+        [child] = decoders(others)
+        parent = child.parent()
+        assert parent is not None
+        exhaust_memory(parent)
+        child.kill()
+        assert pool.read_image(file_of(picture(1, 30, 30)), WHERE, 1) == expected
 
 
 @pytest.mark.parametrize(
