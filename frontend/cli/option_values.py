@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -23,6 +24,7 @@ from ...protocol.config import (
     ReplicaRole,
     SpeculativeConfig,
 )
+from ...protocol.kv_transfer.direct import DIRECT_CONNECTOR, NIXL
 
 _INTEGER = re.compile(
     r"(?P<number>[+-]?\d+(?:\.\d+)?)\s*(?:(?P<unit>[kKmMgGtT])(?P<binary>i?)(?P<byte>B?))?"
@@ -126,6 +128,8 @@ def _with_own_names(fields: dict[str, Any]) -> dict[str, Any]:
     if isinstance(name, str) and "kv_connector_module_path" not in fields:
         if name in _OTHER_CONNECTORS:
             raise ValueError(f"kv_connector {name!r} is not supported: {_OTHER_CONNECTORS[name]}")
+        if name == "NixlConnector":
+            fields = _with_nixl(fields)
         fields["kv_connector"] = _CONNECTORS.get(name, name)
     extra = fields.get("kv_connector_extra_config")
     if isinstance(extra, dict) and isinstance(extra.get("connectors"), list):
@@ -134,8 +138,28 @@ def _with_own_names(fields: dict[str, Any]) -> dict[str, Any]:
     return fields
 
 
+def _with_nixl(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of vLLM's connector to NIXL as those of `direct`.
+
+    Like vLLM, take the address for other engines from VLLM_NIXL_SIDE_CHANNEL_HOST and VLLM_NIXL_SIDE_CHANNEL_PORT.
+    """
+    if find_spec("nixl") is None:
+        raise ValueError(
+            "kv_connector 'NixlConnector' needs NIXL; install the extra engine-serve[nixl], or use 'direct', which "
+            "moves blocks through sockets"
+        )
+    host, port = (os.environ.get(f"VLLM_NIXL_SIDE_CHANNEL_{name}") for name in ("HOST", "PORT"))
+    if host:
+        fields.setdefault("kv_ip", host)
+    if port:
+        fields.setdefault("kv_port", parse_integer(port, 1, 65535))
+    extra = fields.get("kv_connector_extra_config") or {}
+    return {**fields, "kv_connector_extra_config": {"transport": NIXL, **extra}}
+
+
 _CONNECTORS: Final = {
     "ExampleConnector": "disk",
+    "NixlConnector": DIRECT_CONNECTOR,
     "SharedStorageConnector": "disk",
 }
 """vLLM's name of a connector -> Engine's connector that does the same."""
@@ -149,8 +173,7 @@ _OTHER_CONNECTORS: Final = {
     "LMCacheConnectorV1": _USE_DISK,
     "LMCacheMPConnector": _USE_DISK,
     "MooncakeConnector": f"Engine does not use Mooncake; {_USE_DIRECT}",
-    "NixlConnector": f"Engine does not use NIXL; {_USE_DIRECT}",
-    "P2pNcclConnector": f"Engine does not move blocks by NCCL; {_USE_DIRECT}",
+    "P2pNcclConnector": f"its proxies write addresses into request IDs, which Engine does not read; {_USE_DIRECT}",
 }
 """vLLM's name of a connector that has no equivalent in Engine -> what to use instead."""
 

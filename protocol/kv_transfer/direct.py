@@ -11,6 +11,10 @@ from ..messages import I32
 DIRECT_CONNECTOR: Final = "direct"
 """The name of the connector in `--kv-transfer-config`."""
 
+SOCKETS: Final = "sockets"
+NIXL: Final = "nixl"
+"""The values of `transport` in the connector's extra configuration: how blocks travel."""
+
 MAX_NAME_CHARS: Final = 256
 MAX_KEYS: Final = 64
 """The maximum number of blocks that one message requests."""
@@ -90,6 +94,8 @@ class FetchBlocks(msgspec.Struct, tag="fetch", array_like=True, gc=False, frozen
     name: _Name
     fingerprint: bytes
     keys: Annotated[list[_Key], msgspec.Meta(max_length=MAX_KEYS)]
+    takes_staged: bool = False
+    """True if the peer can read blocks that are staged for NIXL."""
 
 
 class FetchEnded(msgspec.Struct, tag="ended", array_like=True, gc=False, frozen=True):
@@ -98,18 +104,34 @@ class FetchEnded(msgspec.Struct, tag="ended", array_like=True, gc=False, frozen=
     name: _Name
 
 
-FetchMessage: TypeAlias = FetchBlocks | FetchEnded
+class BlocksRead(msgspec.Struct, tag="read", array_like=True, gc=False, frozen=True):
+    """The staged blocks with these tickets were read, or are no longer needed."""
+
+    tickets: Annotated[list[int], msgspec.Meta(max_length=MAX_KEYS)]
+
+
+FetchMessage: TypeAlias = FetchBlocks | FetchEnded | BlocksRead
 
 
 # Worker that offers -> worker that fetches
 
 
+class StagedBlock(msgspec.Struct, array_like=True, gc=False, frozen=True):
+    """A block that a peer may read by NIXL: its address in the sender's memory, and the CRC-32 of its bytes."""
+
+    ticket: int
+    address: int
+    checksum: int
+
+
 class BlockFetched(msgspec.Struct, array_like=True, gc=False, frozen=True):
     """The answer for the key at `index` of a `FetchBlocks`.
 
-    If `is_found`, a frame with the bytes of the block follows.
+    If `is_found`, a frame with the bytes of the block follows. If the block is `staged`, the frame is the metadata of
+    the NIXL agent that has it, and a `BlocksRead` answers.
     """
 
     number: int
     index: int
     is_found: bool
+    staged: StagedBlock | None = None

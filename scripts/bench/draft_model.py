@@ -22,7 +22,7 @@ import torch
 from drafts import NO_DRAFTS, measure_requests
 from safetensors.torch import save_file
 from support.server import Server
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 MODEL: Final = "drafts"
 VOCAB_SIZE: Final = 8192
@@ -85,6 +85,7 @@ def write_model(directory: Path, sizes: dict[str, int], following: torch.Tensor,
     vocabulary = {f"w{token}": token for token in range(VOCAB_SIZE)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.decoder = decoders.Fuse()
     tokenizer.save(str(directory / "tokenizer.json"))
     return directory
 

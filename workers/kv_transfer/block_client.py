@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -15,14 +16,17 @@ from ...protocol.arrays import int32_view
 from ...protocol.kv_transfer.direct import (
     MAX_KEYS,
     BlockFetched,
+    BlocksRead,
     DirectFetch,
     FetchBlocks,
     FetchEnded,
+    StagedBlock,
 )
 from ...protocol.transport import UNREADABLE
 
 if TYPE_CHECKING:
     from .block_memory import Fence
+    from .nixl_staging import NixlStaging
 
 MAX_REQUESTED: Final = 32
 """Maximum number of blocks per transfer that are requested and have not arrived."""
@@ -127,6 +131,7 @@ class BlockClient:
         write: Write,
         end: End,
         patience_s: float,
+        staging: NixlStaging | None = None,
     ) -> None:
         self._context = context
         self._fingerprint = fingerprint
@@ -134,6 +139,7 @@ class BlockClient:
         self._write = write
         self._end = end
         self._patience_s = patience_s
+        self._staging = staging
         self._connections: dict[str, _Connection] = {}
 
     @property
@@ -171,7 +177,9 @@ class BlockClient:
             keys = transfer.keys[first : first + KEYS_PER_MESSAGE]
             number = next(connection.numbers)
             connection.requests[number] = transfer, first
-            message = FetchBlocks(number, transfer.name, self._fingerprint, keys)
+            message = FetchBlocks(
+                number, transfer.name, self._fingerprint, keys, self._staging is not None
+            )
             connection.socket.send(_encode(message))
             transfer.num_requested += len(keys)
 
@@ -194,14 +202,45 @@ class BlockClient:
         except UNREADABLE:
             return
         transfer, first = connection.requests.get(answer.number, (None, 0))
-        if transfer is None or first + answer.index not in transfer.missing:
+        position = first + answer.index
+        if transfer is None or position not in transfer.missing:
+            if answer.staged is not None:
+                connection.socket.send(_encode(BlocksRead([answer.staged.ticket])))
             return
         transfer.last_progress = time.monotonic()
         if not (answer.is_found and len(data) == 1):
             self._finish(connection, transfer)
+        elif answer.staged is None:
+            self._store(connection, transfer, position, data[0].buffer)
+        elif self._staging is not None:
+            arrived = partial(self._end_read, connection, transfer, position, answer.staged)
+            self._staging.read(data[0].bytes, answer.staged, arrived)
+
+    def _end_read(
+        self,
+        connection: _Connection,
+        transfer: Transfer,
+        position: int,
+        staged: StagedBlock,
+        data: memoryview | None,
+    ) -> None:
+        """Store a block that was read from the memory of a peer, unless it is no longer needed."""
+        if self._connections.get(connection.address) is not connection:
             return
-        position = first + answer.index
-        self._write(transfer, transfer.missing[position], data[0].buffer)
+        connection.socket.send(_encode(BlocksRead([staged.ticket])))
+        if id(transfer) not in connection.transfers or position not in transfer.missing:
+            return
+        transfer.last_progress = time.monotonic()
+        if data is None:
+            self._finish(connection, transfer)
+        else:
+            self._store(connection, transfer, position, data)
+
+    def _store(
+        self, connection: _Connection, transfer: Transfer, position: int, data: memoryview
+    ) -> None:
+        """Write a block to the KV cache, and request the next ones."""
+        self._write(transfer, transfer.missing[position], data)
         del transfer.missing[position]
         if transfer.missing:
             self._request(connection, transfer)

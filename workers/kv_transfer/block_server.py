@@ -4,14 +4,23 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 import zmq
 
-from ...protocol.kv_transfer.direct import BlockFetched, FetchBlocks, FetchEnded, FetchMessage
+from ...protocol.kv_transfer.direct import (
+    BlockFetched,
+    BlocksRead,
+    FetchBlocks,
+    FetchEnded,
+    FetchMessage,
+)
 from ...protocol.transport import UNREADABLE
 from .offered_blocks import OfferedBlocks
+
+if TYPE_CHECKING:
+    from .nixl_staging import NixlStaging
 
 MAX_MESSAGE_BYTES: Final = 1 << 20
 MAX_RECORDED: Final = 4096
@@ -31,6 +40,7 @@ class _Waiter(NamedTuple):
     number: int
     position: int
     name: str
+    takes_staged: bool
 
 
 class BlockServer:
@@ -39,8 +49,11 @@ class BlockServer:
     All methods must be called by one thread, which polls the sockets.
     """
 
-    def __init__(self, offered: OfferedBlocks, fingerprint: bytes) -> None:
+    def __init__(
+        self, offered: OfferedBlocks, fingerprint: bytes, staging: NixlStaging | None = None
+    ) -> None:
         self._offered = offered
+        self._staging = staging
         self._fingerprint = fingerprint
         self.sockets: list[zmq.Socket[bytes]] = []
         self.num_bytes_sent = 0
@@ -70,13 +83,19 @@ class BlockServer:
             return []
         if isinstance(message, FetchEnded):
             return self._end_fetch(message.name)
+        if isinstance(message, BlocksRead):
+            if self._staging is not None:
+                self._staging.release(message.tickets)
+            return []
         self._answer(socket, identity, message)
         return []
 
     def _answer(self, socket: zmq.Socket[bytes], identity: bytes, message: FetchBlocks) -> None:
         is_same = message.fingerprint == self._fingerprint
         for index, key in enumerate(message.keys):
-            waiter = _Waiter(socket, identity, message.number, index, message.name)
+            waiter = _Waiter(
+                socket, identity, message.number, index, message.name, message.takes_staged
+            )
             if is_same and self._send(waiter, key):
                 continue
             if not is_same or message.name in self._ended or self._num_waiting >= MAX_AWAITED:
@@ -89,9 +108,14 @@ class BlockServer:
         data = self._offered.read(key)
         if data is None:
             return False
-        head = _encode(BlockFetched(waiter.number, waiter.position, True))
-        waiter.socket.send_multipart((waiter.identity, head, data), copy=False)
         self.num_bytes_sent += len(data)
+        staged = None
+        if waiter.takes_staged and self._staging is not None:
+            staged = self._staging.stage(data)
+            if staged is not None:
+                data = self._staging.metadata
+        head = _encode(BlockFetched(waiter.number, waiter.position, True, staged))
+        waiter.socket.send_multipart((waiter.identity, head, data), copy=False)
         return True
 
     def _send_missing(self, waiter: _Waiter) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -17,6 +17,8 @@ from ...protocol.cluster_key import ClusterKey, admit_clients, cluster_key_of
 from ...protocol.errors import ConfigError
 from ...protocol.kv_transfer.direct import (
     DIRECT_CONNECTOR,
+    NIXL,
+    SOCKETS,
     DirectCommands,
     DirectFetch,
     DirectReport,
@@ -31,11 +33,15 @@ from .waking_queue import WakingQueue
 
 if TYPE_CHECKING:
     from .block_memory import BlockMemory
+    from .nixl_staging import NixlStaging
 
 logger = logging.getLogger(__name__)
 
 PATIENCE_S: Final = 60.0
 """Default of `fetch_timeout_s`: seconds without a block after which a fetch fails."""
+
+READ_TICK_MS: Final = 1
+"""Milliseconds between two looks at blocks that NIXL moves."""
 
 TICK_MS: Final = 200
 """Milliseconds between two checks for fetches that make no progress."""
@@ -75,9 +81,12 @@ class DirectConnector(KVConnector):
                 "with engine keygen"
             )
         self._context: zmq.Context[Any] = zmq.Context()
-        self._server = BlockServer(self._offered, context.fingerprint)
+        extra = transfer.kv_connector_extra_config
+        self.staging = self._create_staging(extra)
+        """The memory through which NIXL moves blocks; None if sockets do it."""
+        self._server = BlockServer(self._offered, context.fingerprint, self.staging)
         self._listen(context)
-        patience_s = transfer.kv_connector_extra_config.get("fetch_timeout_s", PATIENCE_S)
+        patience_s = extra.get("fetch_timeout_s", PATIENCE_S)
         if not isinstance(patience_s, int | float):
             raise ConfigError(f"fetch_timeout_s must be a number of seconds, got {patience_s!r}")
         self._client = BlockClient(
@@ -87,9 +96,26 @@ class DirectConnector(KVConnector):
             self._write,
             self._end,
             float(patience_s),
+            self.staging,
         )
         self._thread = threading.Thread(target=self._run, name="KV exchange", daemon=True)
         self._thread.start()
+
+    def _create_staging(self, extra: Mapping[str, object]) -> NixlStaging | None:
+        """Return the memory through which NIXL moves blocks; None if sockets do it."""
+        transport = extra.get("transport", SOCKETS)
+        if transport == SOCKETS:
+            return None
+        backends = extra.get("backends", ["UCX"])
+        if transport != NIXL or not isinstance(backends, list):
+            raise ConfigError(
+                f"transport must be {SOCKETS!r} or {NIXL!r}, and backends a list of names; got {transport!r} and "
+                f"{backends!r}"
+            )
+        # Imports a package that is not always installed.
+        from .nixl_staging import NixlStaging
+
+        return NixlStaging(self._memory.block_bytes, [str(each) for each in backends])
 
     def _listen(self, context: ConnectorContext) -> None:
         transfer = context.transfer
@@ -164,16 +190,24 @@ class DirectConnector(KVConnector):
             poller.register(self._actions.fd, zmq.POLLIN)
             for each in (*self._server.sockets, *self._client.sockets):
                 poller.register(each, zmq.POLLIN)
-            ready = [each for each, _ in poller.poll(TICK_MS if self._client.is_busy else None)]
+            ready = [each for each, _ in poller.poll(self._patience_ms())]
             try:
                 self._handle(ready)
             except Exception:
                 logger.exception("exchanging blocks of the KV cache failed")
                 self._client.fail_all()
         self._client.close()
+        if self.staging is not None:
+            self.staging.close()
         for each in self._server.sockets:
             each.close()
         self._context.destroy(linger=0)
+
+    def _patience_ms(self) -> int | None:
+        """Return the milliseconds after which there may be something to do without a message; None for never."""
+        if self.staging is not None and self.staging.is_active:
+            return READ_TICK_MS
+        return TICK_MS if self._client.is_busy else None
 
     def _handle(self, ready: list[Any]) -> None:
         for action in self._actions.take():
@@ -187,6 +221,8 @@ class DirectConnector(KVConnector):
                         break
             elif not isinstance(each, int):
                 self._client.receive(each)
+        if self.staging is not None and self.staging.is_active:
+            self.staging.progress()
         self._report_sent(sent)
         self._client.give_up_late()
 

@@ -63,6 +63,18 @@ def test_flags_and_vllms_names_choose_connectors() -> None:
     assert names(make(None, disk, "prefill=1,decode=2")[0]) == ["direct", "disk"]
 
 
+def test_vllms_nixl_connector_is_direct_with_another_transport(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("nixl")
+    monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", "5600")
+    config, _ = make({"kv_connector": "NixlConnector", "kv_buffer_device": "cpu"})
+    assert names(config) == ["direct"]
+    assert config is not None
+    assert config.kv_port == 5600
+    assert config.kv_connector_extra_config["transport"] == "nixl"
+
+
 @pytest.mark.parametrize(
     ("problem", "message"),
     [
@@ -71,7 +83,7 @@ def test_flags_and_vllms_names_choose_connectors() -> None:
         (lambda: make(multi({"a": 1})), "missing required field"),
         (lambda: make(multi({"kv_connector": "direct"}, {"kv_connector": "direct"})), "twice"),
         (lambda: make({"kv_connector": "direct", "kv_role": "x"}), "kv_role"),
-        (lambda: make({"kv_connector": "NixlConnector"}), "use 'direct' with a kv_port"),
+        (lambda: make({"kv_connector": "P2pNcclConnector"}), "use 'direct' with a kv_port"),
         (lambda: make(multi({"kv_connector": "LMCacheConnectorV1"})), "use 'disk' "),
         (lambda: make({}), "needs a field"),
         (lambda: make(None, roles="decode=2"), "at least one prefill"),

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import signal
 import socket
 from collections.abc import Iterator
+from multiprocessing.context import SpawnProcess
+from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import msgspec
@@ -178,3 +182,53 @@ def test_other_engines_need_the_cluster_key(tmp_path: Path) -> None:
         assert target.missing() == ([] if is_admitted else [0, 1, 2])
         target.connector.close()
     source.connector.close()
+
+
+def _offer_with_nixl(path: str, has_offered: Event) -> None:
+    """Run a worker that offers 64 blocks, until it is killed."""
+    transfer = KVTransferConfig("direct", kv_connector_extra_config={"transport": "nixl"})
+    Side(config_in(Path(path)), 0, 1, transfer).offer(range(64))
+    has_offered.set()
+    signal.pause()
+
+
+@pytest.fixture
+def nixl_source(tmp_path: Path) -> Iterator[SpawnProcess]:
+    pytest.importorskip("nixl")
+    spawn = multiprocessing.get_context("spawn")
+    has_offered = spawn.Event()
+    source = spawn.Process(target=_offer_with_nixl, args=(str(tmp_path), has_offered), daemon=True)
+    source.start()
+    assert has_offered.wait(60)
+    yield source
+    source.kill()
+    source.join()
+
+
+def test_nixl_moves_blocks_between_processes_until_one_dies(
+    tmp_path: Path, nixl_source: SpawnProcess
+) -> None:
+    transfer = KVTransferConfig("direct", kv_connector_extra_config={"transport": "nixl"})
+    target = Side(config_in(tmp_path), 1, 2, transfer)
+    source = DirectSource("r", 0)
+    for _ in range(3):
+        target.fetch(source, range(64))
+        assert target.missing() == []
+    target.check(range(32))
+    staging = target.connector.staging
+    assert staging is not None
+    assert staging.num_bytes_read == 3 * 64 * NUM_PAGES * PAGE_BYTES
+    nixl_source.kill()
+    nixl_source.join()
+    target.fetch(source, range(64))
+    assert target.missing() == list(range(64))
+    target.connector.close()
+
+
+def test_a_worker_without_nixl_fetches_from_one_with_it_through_sockets(
+    tmp_path: Path, nixl_source: SpawnProcess
+) -> None:
+    target = Side(config_in(tmp_path), 1, 2)
+    target.fetch(DirectSource("r", 0), range(64))
+    assert target.missing() == []
+    target.connector.close()
