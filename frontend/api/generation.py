@@ -275,6 +275,9 @@ async def sequence_requests(
     transfer = transfer_params(getattr(request, "kv_transfer_params", None), serving.config)
     if transfer is not None and len(prompts) * n > 1:
         raise bad_request("kv_transfer_params", "kv_transfer_params needs one prompt and n=1")
+    if request.cache_salt == "":
+        # A client that computes salts would otherwise share its cache with everybody.
+        raise bad_request("cache_salt", "cache_salt must not be empty; omit it to share the cache")
     sequences: list[SequenceRequest] = []
     for prompt in prompts:
         num_before = len(sequences)
