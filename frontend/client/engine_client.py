@@ -39,7 +39,7 @@ from .poison_cache import PoisonCache
 from .prompt_hashes import hash_prompts
 from .replicas.core_connection import CoreConnection, CoreEvents
 from .replicas.core_load import Overloaded
-from .replicas.drain_moves import DrainMoves
+from .replicas.moves import ReplicaMoves
 from .replicas.remote_prefill import RemotePrefill
 from .replicas.replica_calls import ReplicaCalls
 from .replicas.routing import ReplicaUnavailable, Router
@@ -128,7 +128,9 @@ class EngineClient:
         self._context: zmq.Context[Any] = zmq.Context()
         self.cores: list[CoreConnection] = []
         self._router = Router(self.cores, self.metrics, config.scheduler.max_num_seqs)
-        self._drains = DrainMoves(config, client_index, self.cores)
+        self._moves = ReplicaMoves(
+            config, client_index, self.cores, self._output.sequences, self._move
+        )
         self.calls = ReplicaCalls(self._live_cores)
         self._isolation_queue: list[IsolationQueue] = []
         self._poison_cache = PoisonCache()
@@ -188,6 +190,7 @@ class EngineClient:
             self.metrics.watch_dropped_frames(core_index, core.num_dropped_frames)
         watch = self.watch
         self.metrics.watch_status(lambda: watch.status)
+        self._moves.start()
         await self._started
 
     async def watch_status(self) -> None:
@@ -201,6 +204,7 @@ class EngineClient:
         """Disconnect from the cores. Unfinished groups fail."""
         if self.dead_reason is None:
             self.fail("the server stopped before this request finished")
+        self._moves.close()
         while self.cores:
             self._isolation_queue.pop().close()
             self.cores.pop().close()
@@ -258,7 +262,8 @@ class EngineClient:
         self._check_open()
         num_outputs = count_outputs(sequences)
         group = self.groups.new_group(request_id, started, num_outputs, self._abort_group)
-        for sequence, core in zip(started, cores, strict=True):
+        for asked, sequence, core in zip(sequences, started, cores, strict=True):
+            sequence.is_pinned = asked.data_parallel_rank is not None
             self._register(sequence, core)
         if begin_recording is not None:
             group.recording = begin_recording(group)
@@ -440,15 +445,8 @@ class EngineClient:
             core.apply_status(replica)
             if not core.ready:
                 self._prefill.drop_core(core.core_index)
-        if not self.ready:
-            return
-        self._drains.apply_status(status)
-        resuming = {replica.replica for replica in status.replicas if replica.is_resuming}
-        for sequence in list(self._output.sequences.values()):
-            core_index = sequence.core_index
-            is_lost = not self.cores[core_index].ready and core_index not in resuming
-            if is_lost or self._drains.release(sequence):
-                self._move(sequence)
+        if self.ready:
+            self._moves.apply_status(status)
 
     def _move(self, sequence: Sequence) -> None:
         self._isolation_queue[sequence.core_index].remove_sequence(sequence)

@@ -44,8 +44,8 @@ class Sequence:
         num_accepted_predictions: Tokens of the client's prediction that were drafted and accepted.
         num_rejected_predictions: Tokens of the client's prediction that were drafted and rejected.
         recoveries: The core crashes that the sequence survived.
-        num_silent_crashes: Consecutive cores that received the sequence, returned no token of it, and exited without a
-            final message.
+        num_silent_crashes: Consecutive cores that exited with the sequence, without a token of it or a final message.
+        is_pinned: Whether the client chose the replica.
     """
 
     __slots__ = (
@@ -64,6 +64,7 @@ class Sequence:
         "group",
         "has_stop_strings",
         "has_updates",
+        "is_pinned",
         "kv_transfer_params",
         "last_token_time",
         "load",
@@ -107,7 +108,7 @@ class Sequence:
         self.routing_keys: list[int] = []
         self.num_losses = self.num_silent_crashes = 0
         self.num_preemptions = self.num_drafted_tokens = self.epoch = 0
-        self.was_accepted = False
+        self.was_accepted = self.is_pinned = self.has_updates = False
         self._num_tokens_when_lost = -1
         self.core_index = -1
         self.load: CoreLoad
@@ -122,7 +123,6 @@ class Sequence:
         self.position = 0
         self.token_ids = array("i")
         self.wake_at = 1
-        self.has_updates = False
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprob_messages: list[TokenLogprobs] = []
         self.pooled = b""

@@ -9,6 +9,16 @@ HEADROOM: Final = 4
 """How many more sequences than the least loaded replica a replica with the prefix or adapter may have."""
 
 
+def highest_load(least: int, max_num_seqs: int) -> int:
+    """Return the highest load at which a replica gets requests because of its cache.
+
+    Args:
+        least: The number of sequences at the least loaded replica.
+        max_num_seqs: The number of sequences that a replica runs at once.
+    """
+    return max(least + HEADROOM, min(2 * least, max_num_seqs - 1))
+
+
 def choose_replica(
     loads: Sequence[int],
     num_cached: Mapping[int, int],
@@ -33,7 +43,7 @@ def choose_replica(
         with_adapter: The replicas that have the adapter; empty for the base model.
     """
     least = min(loads)
-    bound = max(least + HEADROOM, min(2 * least, max_num_seqs - 1))
+    bound = highest_load(least, max_num_seqs)
     count = len(loads)
 
     def preference(index: int) -> tuple[bool, int, int, int, int]:

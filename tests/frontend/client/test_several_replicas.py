@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from engine.frontend.client.engine_client import EngineClient, ReplicaUnavailable
+from engine.frontend.client.replicas import moves
 from engine.protocol.arrays import uint64_bytes
 from engine.protocol.block_hash import HASH_BYTES, adapter_key, block_keys, hash_blocks, root_hash
 from engine.protocol.config import FIRST_EPOCH, KVTransferConfig, ParallelConfig
@@ -76,6 +77,41 @@ async def test_sequences_of_a_draining_replica_move_and_name_where_their_blocks_
     }
     [rest] = await drive(cores[1], group.result())
     assert begun.token_ids + rest.token_ids == [PROMPT[i % len(PROMPT)] for i in range(40)]
+
+
+def drive_once(core: EchoCore) -> None:
+    core.receive()
+    if core.requests:
+        core.step()
+
+
+@on_event_loop
+async def test_sequences_leave_a_replica_whose_load_stays_too_high(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(moves, "LOOK_S", 0.02)
+    monkeypatch.setattr(moves, "PATIENCE_S", 0.1)
+    replicas = TwoReplicas(tmp_path, kv_transfer=KVTransferConfig("direct"))
+    cores, client = replicas.cores, await replicas.start()
+    drained = [replicas.info(0), replicas.info(1, state=ReplicaState.DRAINED)]
+    await replicas.publish_until(drained, lambda: not client.cores[1].is_serving)
+    pinned = replace(request(40), data_parallel_rank=0)
+    groups = [
+        await client.submit([pinned if number == 0 else request(40)], request_id=str(number))
+        for number in range(12)
+    ]
+    await replicas.arrived(12, 0)
+    # A token of each shows that the core has accepted it.
+    begun = [(await drive(cores[0], read_next(group)))[0][1] for group in groups]
+    await replicas.publish_until([replicas.info(0), replicas.info(1)])
+    # Then replica 0 has as many more as it may have for the sake of what it has cached.
+    await until(lambda: [core.load.total for core in client.cores] == [8, 4], replicas.receive)
+    await replicas.arrived(8, 4)
+    rests = asyncio.ensure_future(asyncio.gather(*(group.result() for group in groups)))
+    await until(rests.done, lambda: [drive_once(core) for core in cores])
+    assert groups[0].sequences[0].core_index == 0
+    for first, (rest,) in zip(begun, rests.result(), strict=True):
+        assert first.token_ids + rest.token_ids == [PROMPT[i % len(PROMPT)] for i in range(40)]
 
 
 @on_event_loop
