@@ -43,9 +43,9 @@ class CPUOffload:
         return self._block_of.get(key)
 
     def store_block(self, key: bytes, device_block: int) -> None:
-        """Copy out a GPU or worker block before it is overwritten.
+        """Copy a block of the workers' KV cache to CPU memory before it is overwritten.
 
-        Does nothing if every CPU block is part of a copy.
+        Does nothing if no CPU block can be evicted because all are being copied.
         """
         block = self._block_of.pop(key, None)
         if block is None:

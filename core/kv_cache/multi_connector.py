@@ -131,7 +131,7 @@ class MultiConnector(BlockConnector):
         return all(each.is_ready() for each in self.connectors)
 
     def is_flushed(self) -> bool:
-        """Return whether all connectors are flushed."""
+        """Return whether all connectors have stored everything, so that the workers may exit."""
         return all(each.is_flushed() for each in self.connectors)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> bytes:

@@ -241,7 +241,7 @@ class KVTransfers:
         return max((self._in_use.get(block, 0) for block in blocks), default=0)
 
     def record_vacated(self, slot: int, last_step: int) -> None:
-        """Record that steps up to `last_step` still use the blocks of a slot about to be freed; 0 for none."""
+        """Record that steps up to `last_step`, or none if 0, still use the blocks of a slot about to be freed."""
         if last_step:
             self._in_use.update(dict.fromkeys(self._manager.blocks[0][slot], last_step))
 

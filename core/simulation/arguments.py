@@ -78,7 +78,7 @@ def add_input_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def read_inputs(args: argparse.Namespace) -> Inputs:
-    """Return what the arguments name.
+    """Return the trace, the setup and the models that the arguments name.
 
     Raises:
         EngineError: A file or an argument is invalid.
@@ -118,7 +118,7 @@ def positive(text: str) -> int:
     """Return an integer of at least 1.
 
     Raises:
-        ValueError: The text is none.
+        ValueError: The text is not such an integer.
     """
     value = int(text)
     if value < 1:

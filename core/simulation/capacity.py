@@ -62,9 +62,9 @@ def parse_objectives(text: str) -> list[Objective]:
 
 
 class Candidate(NamedTuple):
-    """Settings to try; the names of the first are those of `SchedulerConfig`.
+    """Settings to try. All except `prefill_share` have the names of fields of `SchedulerConfig`.
 
-    `prefill_share` of the replicas compute long prompts for the others; 0 for none.
+    `prefill_share` is the fraction of the replicas that compute long prompts for the others; 0 for none.
     """
 
     policy: SchedulingPolicy
@@ -87,7 +87,7 @@ class Candidate(NamedTuple):
 
 
 class Point(NamedTuple):
-    """A simulated fleet.
+    """A simulated fleet and its latencies.
 
     `values` are the latencies of the objectives in seconds. `ratio` is the largest of them as a multiple of its limit,
     so the objectives are met if it is at most 1.
@@ -214,7 +214,7 @@ def _spread(least: int, most: int) -> Iterator[int]:
 
 
 def find_frontier(points: Iterable[Point]) -> list[Point]:
-    """Return the points to which none is better in cost and latency, by the number of replicas."""
+    """Return the points that no other beats in both cost and latency, sorted by the number of replicas."""
     frontier: list[Point] = []
     for point in sorted(points, key=lambda each: (each.num_replicas, each.ratio)):
         if not frontier or point.ratio < frontier[-1].ratio:

@@ -1,4 +1,4 @@
-"""Prompts of decode replicas that prefill replicas compute, in a simulation."""
+"""Simulate prefill replicas, which compute prompts for decode replicas."""
 
 from __future__ import annotations
 

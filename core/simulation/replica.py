@@ -86,7 +86,7 @@ class Replica:
         self._rows = StepRows()
         self._busy_until = 0.0
         self._ends: list[float] = []
-        """The end times of the steps in flight, then of those that are skipped next."""
+        """End times in seconds: of the steps in flight, then of the steps to be skipped."""
         self._num_skipped = 0
         """The number of steps that will be skipped if no request arrives before."""
 

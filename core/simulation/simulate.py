@@ -129,7 +129,7 @@ class _Fleet:
         self._schedule_event(index)
 
     def handle_event(self, now: float, index: int) -> bool:
-        """Handle an event of the heap. Return False if it is no longer one."""
+        """Handle an event of the heap. Return False if the event was outdated and thus ignored."""
         if index >= len(self.replicas):
             message = self._waiting.pop(index - len(self.replicas))
             replica_index = self.router.find_replica(message.request_index)
@@ -211,7 +211,7 @@ def simulate(
         drafts = None
     config = msgspec.structs.replace(setup.config, speculative=speculative)
     setup = msgspec.structs.replace(setup, config=config)
-    # A deadline may pass during any step.
+    # A deadline may pass during any step and end a request, so no step can be skipped.
     can_skip = can_skip and not any(request.deadline for request in trace)
     fleet = _Fleet(
         setup, trace, step_time, num_replicas, drafts, frontend, prefill, can_skip=can_skip

@@ -26,7 +26,7 @@ from ..state.slots import Float64Array, SlotArray, Slots
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
 
 TOKEN_RANGES: Final = (16, 128)
-"""The numbers of tokens between which a token has one cost, if the cost depends on the step's size."""
+"""Bounds between the ranges of step sizes, in tokens. Each range has its own cost per token, if the cost varies."""
 
 FEW_TOKENS: Final = 16
 """Steps with at most this many tokens have ratios of their own, because short steps vary more."""

@@ -28,7 +28,7 @@ class SentStep(NamedTuple):
 
 
 class Worker:
-    """Return as many sampled tokens as a worker with drafts would.
+    """Samples as many tokens in each step as a real worker, which may verify drafts, would.
 
     Random choices depend on the request alone, so that policies are compared under equal conditions.
     """

@@ -26,7 +26,7 @@ def level_of(logits):
 
 @triton.jit
 def logit_of(level):
-    """Return the logit with this level."""
+    """Return the float32 logits whose levels `level_of` returned."""
     return (((level >> 31) & 0x7FFFFFFF) ^ level).to(tl.float32, bitcast=True)
 
 

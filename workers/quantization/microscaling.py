@@ -14,7 +14,7 @@ from .scheme import ColumnGroups, QuantizationScheme, StoredModule
 
 GROUP_SIZE = 32
 BITS, ZERO = 5, 16
-"""The bits and the offset of stored values. Twice a value is an integer from -12 to 12."""
+"""Bits and offset of stored integers, which are twice the four-bit floats and thus from -12 to 12."""
 
 E2M1_TWICE = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12]).to(torch.int8)
 """Twice the values of the sixteen four-bit floats, int8 [16]."""

@@ -124,7 +124,7 @@ class ColumnGroups:
         return cls(part, stored, size, group_size // size)
 
     def expand(self, x_OG: Tensor) -> Tensor:
-        """Return the values of the stored groups, repeated for the groups of the part."""
+        """Return one value for each group of the part, given one for each stored group, which may be larger."""
         if self.repeats == 1:
             return x_OG
         first = (self.part.start - self.stored.start * self.size * self.repeats) // self.size

@@ -18,7 +18,7 @@ def read_image_input(
     """Return the image in `data`, of at most `max_frames` frames, or the embeddings [K, size] in it.
 
     Raises:
-        EngineError: The data is neither, which a correct frontend never sends.
+        EngineError: The data is neither an image nor embeddings of this size. A correct frontend never sends such data.
     """
     try:
         image = _decoder.decode(data)
@@ -40,7 +40,7 @@ def _given_embeddings(
     image: EmbeddingPayload, size: int, device: torch.device, dtype: torch.dtype
 ) -> Tensor:
     if image.columns != size or len(image.values) != 4 * image.rows * size:
-        raise EngineError(f"embeddings have {image.columns} elements, the model reads {size}")
+        raise EngineError(f"embeddings have {image.columns} elements, but the model reads {size}")
     # Copy the values, because torch requires a writable array, and the bytes of the message are read-only.
     values = torch.frombuffer(bytearray(image.values), dtype=torch.float32)
     return values.view(image.rows, size).to(device, dtype)

@@ -68,7 +68,7 @@ class FairQueue(RequestQueue):
         self._num_pushed = 0
         self._level = 0.0
         self._max_service = 0.0
-        """The service of the most served tenant."""
+        """The largest `service` of any tenant so far, in tokens per weight."""
         self._tenant_of: Int64Array = np.zeros(max_num_seqs, np.int64)
         self._num_charged: Int64Array = np.zeros(max_num_seqs, np.int64)
 

@@ -92,7 +92,7 @@ class GridVisionSpec:
 
     @property
     def unit(self) -> int:
-        """The side in pixels of the square that becomes one output."""
+        """The side, in pixels, of the square of an image that becomes one embedding."""
         return self.patch_size * self.merge_size
 
 

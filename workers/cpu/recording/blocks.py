@@ -101,9 +101,9 @@ class BlockRecorder:
         eps: float = 0.0,
         target: int = QKV,
     ) -> None:
-        """Record the product of some columns of the projection, after an optional norm. It replaces other columns.
+        """Record the product of `columns` of the projection, after an optional norm, with a second matrix.
 
-        If `target` is given, the result is written there instead.
+        The result replaces the columns from `first_column` on, in the projection or, if given, in `target`.
         """
         kind = weight.activation_kind.for_whole_rows
         self.program.add_op(

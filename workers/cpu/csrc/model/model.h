@@ -107,7 +107,7 @@ enum class OpKind : int32_t {
   // Before a product with adapters, of which it has `source`, `parts` and `adapters`:
   adapt = 23,  // each row's activations times the first factors of its adapter
 
-  place = 24,      // residual = the row of `encoded` that the token has in its place, if it has one
+  place = 24,      // residual = the row of `encoded` that replaces the token, if there is one
   add_placed = 25,  // residual += the same row's elements from `first_column` on
 
   scale = 26,       // residual *= scale
@@ -123,8 +123,8 @@ enum class OpKind : int32_t {
   share_head_squares = 40,  // part = the sum of squares of the row's queries, then that of its keys
 
   // In towers, whose outputs are hidden states after several layers:
-  clamp = 41,        // `num_columns` of the target from `first_column` on, limited to vectors[0][0] to vectors[0][1]; of
-                     // activations, only float32
+  clamp = 41,        // `num_columns` of the target from `first_column` on, limited to vectors[0][0] to vectors[0][1].
+                     // Activations must be float32
   keep_hidden = 42,  // elements of hidden from `first_column` on = residual
 
   // In latent attention with an indexer, after `rotate_store`. In that, vectors[1] are the weights of the norm of index

@@ -55,7 +55,7 @@ struct DecodeBatch {
   int32_t* token_ids;                  // [slots, max_model_len]
   int32_t* num_tokens;                 // [slots]
   int32_t* num_computed_tokens;        // [slots], one less
-  const int32_t* const* block_tables;  // of each group, [slots, its stride]
+  const int32_t* const* block_tables;  // of each KV-cache group, [slots, stride of the group]
   const int64_t* block_table_strides;  // of each group
   uint8_t* const* kv_caches;     // of each layer
   const SamplingRows* sampling;  // without slots and positions; null to choose the most likely tokens

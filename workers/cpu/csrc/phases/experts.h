@@ -56,8 +56,8 @@ class Experts {
   struct ExpertTile {
     int expert, first, num_rows, begin, end;
   };
-  // The division of a layer's choices. It must not change until the layer begins again, because a thread may still
-  // compute a tile that another one has written.
+  // How a layer's choices of experts are divided among tiles. It must not change until the layer begins again, because
+  // a slow thread may still read it for a tile that another thread has already computed.
   struct Division {
     int64_t serial;           // of its first choice; no choice of another division has the same
     std::vector<int> starts;  // of each expert's choices, and the end of the last one's

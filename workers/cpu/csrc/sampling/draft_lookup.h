@@ -19,7 +19,7 @@ struct DraftLookup {
   int32_t* num_drafts;           // [slots]; drafts follow each slot's tokens
   const int32_t* limits;         // [slots], the most drafts of each slot, not counting forced ones
   Suffixes* suffixes;            // null if the last longest match counts alone
-  int32_t most, shortest_match;  // drafts of a slot, and tokens that must match
+  int32_t most, shortest_match;  // the most drafts of a slot, and the fewest tokens that must match
   int32_t is_searching;          // 0 if only forced tokens are drafted here
   int32_t num_found;
   int32_t forced_width;

@@ -14,7 +14,7 @@ struct Suffixes {
   int32_t context_length;  // tokens that must match
   int32_t longest_match;   // longer matches count as matches of this length
   float drafts_per_match;  // the most drafts for each matched token
-  float least_share;       // a draft needs this share of the passages
+  float least_share;       // a draft ends where fewer than this share of the passages agree
   int32_t num_buckets;     // of a slot, a power of two
   int32_t history_buckets;  // a power of two
   int32_t* heads;           // [slots, num_buckets], the last place of each chain; 0 if it is empty

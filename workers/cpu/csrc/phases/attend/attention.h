@@ -44,7 +44,7 @@ class Attention {
   int begin(const Op& op);
   void run(const Op& op, Tile& tile, const Rows& rows, Scratch& scratch);
 
-  // The same for an operation that chooses keys.
+  // `begin` and `run` for an operation by which an indexer chooses keys (sparse attention).
   int begin_choice(const Op& op) { return choice_.begin(op); }
   void choose(const Op& op, Tile& tile, const Rows& rows, Scratch& scratch);
 
