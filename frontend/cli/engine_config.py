@@ -37,6 +37,7 @@ from ...protocol.file_identity import identify_files
 from ..model_source.options import ModelOptions, ResolvedModel
 from .arguments import Settings
 from .kv_transfer import make_kv_transfer
+from .machine.gpu_memory import smallest_gpu_memory
 from .option_values import PerReplica
 from .options import cpu_defaults
 
@@ -50,6 +51,12 @@ _KEPT_EMBEDDINGS = 4096
 """Default minimum number of cached embeddings of images or sounds."""
 _LOADED_LORAS = 8
 """Default minimum number of LoRA adapters that stay loaded."""
+_LARGE_GPU_BYTES = 70 << 30
+"""From this memory on, a GPU is large, such as an H100."""
+_SEQS_OF_LARGE_GPU, _STEP_OF_LARGE_GPU = 1024, 8192
+"""Default sequences, and tokens of a step, on a large GPU."""
+_MOST_TOKEN_IDS = 1 << 27
+"""Token IDs of all sequences on a large GPU, of 4 bytes each, by default."""
 _BYTES = {"float32": 4, "int8": 1, "fp8": 1, "fp8_e4m3": 1}
 """Dtype -> bytes per number, for the dtypes whose numbers do not have 2 bytes."""
 
@@ -243,8 +250,7 @@ def _make_scheduler_config(
         given.setdefault("speculative", None)
     given["speculative"] = _speculation(given, device, num_stages, model.download_dir)
     chunked = given.get("enable_chunked_prefill", True)
-    # The duration of a CPU step grows with its tokens, so the limits for a CPU are lower.
-    limits = SchedulerConfig(**({} if has_gpu(device) else cpu_defaults("scheduler")))
+    limits = _default_limits(device, max_model_len)
     given.setdefault("max_num_seqs", limits.max_num_seqs)
     needed = max(given["max_num_seqs"], 0 if chunked else max_model_len)
     if encoder_outputs and given.get("disable_chunked_mm_input"):
@@ -278,6 +284,19 @@ def _make_scheduler_config(
             f"{max_model_len}, when --no-enable-chunked-prefill is given; raise the first or lower the second"
         )
     return config
+
+
+def _default_limits(device: Device, max_model_len: int) -> SchedulerConfig:
+    """Return the defaults: those of vLLM on a GPU."""
+    if not has_gpu(device):
+        # The duration of a CPU step grows with its tokens, so the limits for a CPU are lower.
+        return SchedulerConfig(**cpu_defaults("scheduler"))
+    limits = SchedulerConfig()
+    if smallest_gpu_memory() < _LARGE_GPU_BYTES:
+        return limits
+    # Each sequence has room for the tokens of its maximum length.
+    most = max(limits.max_num_seqs, min(_SEQS_OF_LARGE_GPU, _MOST_TOKEN_IDS // max_model_len))
+    return SchedulerConfig(max_num_seqs=most, max_num_batched_tokens=_STEP_OF_LARGE_GPU)
 
 
 def _make_cache_config(

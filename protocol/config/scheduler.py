@@ -137,12 +137,17 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
             ge=1,
             le=65536,
             on_cpu=64,
+            default_text="256; 1024 on a GPU of 70 GiB or more; 64 on a CPU",
         ),
     ] = 256
     max_num_batched_tokens: Annotated[
         int,
         option(
-            "Maximum tokens per step", "--chunked-prefill-size --max-num-tokens", ge=1, on_cpu=512
+            "Maximum tokens per step",
+            "--chunked-prefill-size --max-num-tokens",
+            ge=1,
+            on_cpu=512,
+            default_text="2048; 8192 on a GPU of 70 GiB or more; 512 on a CPU",
         ),
     ] = 2048
     max_num_queued_reqs: Annotated[

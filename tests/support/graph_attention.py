@@ -1,7 +1,6 @@
-"""Attention in plain torch whose decoding depends only on the content of tensors, as CUDA graphs require.
+"""Attention in plain torch that depends only on the content of tensors, as CUDA graphs require.
 
-S requests of one token each, L = blocks a row * block size keys, G key/value heads, Q query heads for each, K head
-dimension.
+T tokens of S requests, L = blocks a row * block size keys, G key/value heads, Q query heads for each, K head dimension.
 """
 
 from __future__ import annotations
@@ -18,13 +17,15 @@ from torch import Tensor
 
 
 @dataclass
-class DecodeMetadata:
+class CapturedMetadata:
     batch: DeviceBatch
 
 
 class GraphTorchPaged(TorchPagedAttention, CapturableAttention):
-    def build_decode(self, batch: DeviceBatch, windows: Collection[int | None]) -> DecodeMetadata:
-        return DecodeMetadata(batch)
+    def build_captured(
+        self, batch: DeviceBatch, windows: Collection[int | None], max_queries: int
+    ) -> CapturedMetadata:
+        return CapturedMetadata(batch)
 
     def forward(
         self,
@@ -35,26 +36,31 @@ class GraphTorchPaged(TorchPagedAttention, CapturableAttention):
         metadata: Any,
         layer: AttentionLayer,
     ) -> Tensor:
-        if not isinstance(metadata, DecodeMetadata):
+        if not isinstance(metadata, CapturedMetadata):
             return super().forward(q_THK, k_TGK, v_TGK, kv_cache, metadata, layer)
         batch = metadata.batch
-        slots_S = batch.slot_mapping.long()
-        blocks_S, offsets_S = slots_S // self.block_size, slots_S % self.block_size
-        is_real_S11 = (slots_S >= 0)[:, None, None]
-        for side, new_SGK in enumerate((k_TGK, v_TGK)):
-            old_SGK = kv_cache[blocks_S, side, :, offsets_S]
-            kv_cache[blocks_S, side, :, offsets_S] = torch.where(is_real_S11, new_SGK, old_SGK)
-        keys_SGLK, values_SGLK = (
-            kv_cache[batch.block_table.long()].permute(2, 0, 3, 1, 4, 5).flatten(3, 4)
+        slots_T = batch.slot_mapping.long()
+        blocks_T, offsets_T = slots_T // self.block_size, slots_T % self.block_size
+        is_real_T11 = (slots_T >= 0)[:, None, None]
+        for side, new_TGK in enumerate((k_TGK, v_TGK)):
+            old_TGK = kv_cache[blocks_T, side, :, offsets_T]
+            kv_cache[blocks_T, side, :, offsets_T] = torch.where(is_real_T11, new_TGK, old_TGK)
+        tokens_T = torch.arange(len(slots_T))
+        # The row of padding tokens does not matter.
+        ends_S = batch.query_start_loc[1:].contiguous()
+        rows_T = torch.searchsorted(ends_S, tokens_T.int(), right=True).clamp(max=len(ends_S) - 1)
+        after_T = ends_S[rows_T] - tokens_T
+        length_T1 = (batch.seq_lens[rows_T] - after_T + 1)[:, None]
+        keys_TGLK, values_TGLK = (
+            kv_cache[batch.block_table[rows_T].long()].permute(2, 0, 3, 1, 4, 5).flatten(3, 4)
         )
-        q_SGQK = q_THK.unflatten(1, (self.num_kv_heads, -1))
-        scores_SGQL = torch.matmul(q_SGQK, keys_SGLK.transpose(2, 3)) * layer.scale
+        q_TGQK = q_THK.unflatten(1, (self.num_kv_heads, -1))
+        scores_TGQL = torch.matmul(q_TGQK, keys_TGLK.transpose(2, 3)) * layer.scale
         if layer.softcap is not None:
-            scores_SGQL = (scores_SGQL / layer.softcap).tanh() * layer.softcap
-        position_L = torch.arange(scores_SGQL.shape[-1])
-        length_S1 = batch.seq_lens[:, None]
-        is_hidden_SL = position_L >= length_S1
+            scores_TGQL = (scores_TGQL / layer.softcap).tanh() * layer.softcap
+        position_L = torch.arange(scores_TGQL.shape[-1])
+        is_hidden_TL = position_L >= length_T1
         if layer.window is not None:
-            is_hidden_SL |= position_L < length_S1 - layer.window
-        scores_SGQL = scores_SGQL.masked_fill(is_hidden_SL[:, None, None], -math.inf)
-        return torch.matmul(scores_SGQL.softmax(-1).nan_to_num(0.0), values_SGLK).flatten(1, 2)
+            is_hidden_TL |= position_L < length_T1 - layer.window
+        scores_TGQL = scores_TGQL.masked_fill(is_hidden_TL[:, None, None], -math.inf)
+        return torch.matmul(scores_TGQL.softmax(-1).nan_to_num(0.0), values_TGLK).flatten(1, 2)

@@ -1,19 +1,11 @@
-"""Triton attention that sums a token's values in the same order in a prompt and in decoding (`--batch-invariant`).
+"""Triton attention that sums a token's values in the same order in a prompt and in decoding (`--batch-invariant`)."""
 
-Shapes: S requests.
-"""
-
-from collections.abc import Collection
-from dataclasses import replace
 from typing import ClassVar
 
-import torch
-
 from ...protocol.errors import ConfigError
-from ..layers.spec import Window
-from .interface import AttentionSpec, DeviceBatch
+from .interface import AttentionSpec
 from .kernels.tiles import batch_invariant_tile
-from .triton_paged import TritonPagedAttention, TritonPagedMetadata
+from .triton_paged import TritonPagedAttention
 
 
 class BatchInvariantAttention(TritonPagedAttention):
@@ -32,13 +24,3 @@ class BatchInvariantAttention(TritonPagedAttention):
         self.prefill_tile = batch_invariant_tile(
             self.head_dim, self.num_heads // self.num_kv_heads, self.dtype
         )
-
-    def build_decode(
-        self, batch: DeviceBatch, windows: Collection[Window | None]
-    ) -> TritonPagedMetadata:
-        """Return metadata in which every request is a tile of the prompt kernel."""
-        # Compute this from device tensors, because copies from the host cannot be captured in a graph.
-        tiles_S2 = torch.zeros((len(batch.seq_lens), 2), dtype=torch.int32, device=self.device)
-        tiles_S2[:, 0] = torch.arange(len(batch.seq_lens), device=self.device)
-        metadata = super().build_decode(batch, windows)
-        return replace(metadata, has_decodes=False, prefill_tiles=tiles_S2)

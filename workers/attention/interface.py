@@ -261,11 +261,13 @@ class AttentionBackend(PagedAttention):
 
 
 class CapturableAttention(AttentionBackend):
-    """Attention whose decoding steps can be captured in a graph."""
+    """Attention that can be captured in a graph."""
 
     @abstractmethod
-    def build_decode(self, batch: DeviceBatch, windows: Collection[Window | None]) -> Any:
-        """Return metadata that is valid for every step in which each request has at most one token.
+    def build_captured(
+        self, batch: DeviceBatch, windows: Collection[Window | None], max_queries: int
+    ) -> Any:
+        """Return metadata for any step that `batch` describes in which each request has at most `max_queries` tokens.
 
         With this metadata, `forward` depends only on the contents of the device tensors in `batch`, not on numbers on
         the host.

@@ -4,9 +4,11 @@ The cache of a layer is [num_blocks, 2 (keys, values), G, block_size, K], or wit
 block_size, K], as in `torch_paged`.
 
 A step launches three kinds of kernels. One norms and rotates queries and keys and writes the cache. One computes
-requests with several queries. One, with a second that sums its splits, computes requests with a single query. The
-choice between the last two and the order of sums depend only on the request, so other requests of a step do not change
-a bit of the result.
+requests with several queries. One, with a second that sums its splits, computes requests with a single query. The last
+two read from a list on the device what each program computes, so a captured graph is valid for any requests.
+
+The choice between the last two and the order of a prompt's sums depend only on the request. The splits of a single
+query also depend on the lengths of the step's other sequences; `BatchInvariantAttention` never splits keys.
 
 Torch's own `varlen_attn` cannot replace these kernels: in torch 2.11 it has no block table, later kernels need pages of
 256 tokens or more, and none supports a soft cap or an FP8 cache.
@@ -17,7 +19,7 @@ dimension, V elements of a value.
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -34,6 +36,7 @@ from .kernels.decode import combine_kernel, decode_kernel
 from .kernels.prefill import prefill_kernel
 from .kernels.rotary_store import rotary_store_kernel
 from .kernels.tiles import (
+    PROGRAMS_OF_STEP,
     SPLIT_KEYS,
     decode_tile,
     heads_of_latent_tile,
@@ -43,6 +46,8 @@ from .kernels.tiles import (
     power_of_2,
     prefill_tile,
 )
+from .kernels.work_list import HEADER
+from .work_lists import WorkList, list_splits, list_tiles
 
 MAX_HEAD_DIM = 256
 MAX_LATENT_RANK = 512
@@ -50,23 +55,24 @@ MAX_LATENT_RANK = 512
 _ALIGNMENT = 4
 
 
+_LARGE_BATCH = 32
+"""From so many requests on, programs that sum splits have several heads each."""
+
+
 @dataclass(frozen=True, slots=True)
 class TritonPagedMetadata:
     """The kernels' inputs for a step: int32 tensors on the device.
 
-    Launches depend only on shapes and on the other fields. A captured step in which every request decodes therefore
-    stays valid when the contents of the tensors change, up to sequences of `max_seq_len` tokens.
+    Launches depend only on shapes and on the lists' capacities. So a captured step stays valid when the tensors'
+    contents change. `splits` are those of layers with each window.
     """
 
     query_start_loc: Tensor  # [S + 1]
     seq_lens: Tensor  # [S]
     block_table: Tensor  # [S, B]
     slot_mapping: Tensor  # [T]
-    max_seq_len: int
-    has_decodes: bool = True
-    prefill_tiles: Tensor | None = (
-        None  # [N, 2]: a request, and the first of its queries in the tile
-    )
+    splits: dict[Window | None, WorkList]
+    prefill_tiles: WorkList | None = None
     visible: Tensor | None = None  # [T, 2], as in `AttentionBatch`
     spans_need_windows: bool = False
 
@@ -127,8 +133,7 @@ class TritonPagedAttention(CapturableAttention):
     ) -> TritonPagedMetadata:
         """Return the metadata of a step, copied to the device in one copy."""
         query_lens_S = np.diff(batch.query_start_loc)
-        max_seq_len = int(batch.seq_lens.max())
-        tiles_N2 = self._prefill_tiles(query_lens_S, batch.seq_lens)
+        tiles = self._prefill_tiles(query_lens_S, batch.seq_lens)
         visible = np.zeros((0, 2), np.int32) if batch.visible is None else batch.visible
         query_start_loc, seq_lens, block_table, slot_mapping, prefill_tiles, visible_T2 = (
             _to_device(
@@ -137,47 +142,88 @@ class TritonPagedAttention(CapturableAttention):
                 batch.seq_lens,
                 batch.block_table,
                 batch.slot_mapping,
-                tiles_N2,
+                tiles,
                 visible,
             )
         )
+        device_batch = DeviceBatch(query_start_loc, seq_lens, block_table, slot_mapping)
+        has_decodes = bool((query_lens_S < self.fewest_tiled_queries).any())
+        num_tiles = int(tiles[0])
         return TritonPagedMetadata(
             query_start_loc,
             seq_lens,
             block_table,
             slot_mapping,
-            max_seq_len,
-            has_decodes=bool((query_lens_S < self.fewest_tiled_queries).any()),
-            prefill_tiles=prefill_tiles if len(tiles_N2) else None,
+            self._list_splits(device_batch, int(batch.seq_lens.max()), windows)
+            if has_decodes
+            else {},
+            prefill_tiles=WorkList(prefill_tiles, num_tiles) if num_tiles else None,
             visible=visible_T2 if len(visible) else None,
             spans_need_windows=batch.spans_need_windows,
         )
 
-    def build_decode(
-        self, batch: DeviceBatch, windows: Collection[Window | None]
+    def build_captured(
+        self, batch: DeviceBatch, windows: Collection[Window | None], max_queries: int
     ) -> TritonPagedMetadata:
-        """Return metadata whose grids have room for the longest sequence that the block table can hold."""
+        """Return metadata with programs for the most work that the shapes of the batch allow."""
+        has_tiles = max_queries >= self.fewest_tiled_queries
+        has_decodes = self.fewest_tiled_queries > 1
+        max_seq_len = batch.block_table.shape[1] * self.block_size
         return TritonPagedMetadata(
             batch.query_start_loc,
             batch.seq_lens,
             batch.block_table,
             batch.slot_mapping,
-            max_seq_len=batch.block_table.shape[1] * self.block_size,
+            self._list_splits(batch, max_seq_len, windows) if has_decodes else {},
+            prefill_tiles=list_tiles(batch, self.fewest_tiled_queries, self._tile_queries)
+            if has_tiles
+            else None,
         )
+
+    @property
+    def _tile_queries(self) -> int:
+        return self.prefill_tile.rows // self._heads_per_group
 
     def _prefill_tiles(
         self, query_lens_S: NDArray[np.int32], seq_lens_S: NDArray[np.int32]
     ) -> NDArray[np.int32]:
-        """Return the tiles, longest first, so that no long tile is left when the others have finished."""
+        """Return the list of tiles, those with the most keys first, so that no long tile is left at the end."""
         requests = np.flatnonzero(query_lens_S >= self.fewest_tiled_queries)
-        queries_per_tile = self.prefill_tile.rows // self._heads_per_group
-        num_tiles = -(-query_lens_S[requests] // queries_per_tile)
+        num_tiles = -(-query_lens_S[requests] // self._tile_queries)
         request_N = np.repeat(requests, num_tiles)
         first_tile_N = np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)
-        query_N = (np.arange(len(request_N)) - first_tile_N) * queries_per_tile
+        query_N = (np.arange(len(request_N)) - first_tile_N) * self._tile_queries
         position_N = (seq_lens_S - query_lens_S)[request_N] + query_N
         order_N = np.argsort(-position_N, kind="stable")
-        return np.stack((request_N, query_N), 1)[order_N].astype(np.int32)
+        header = np.zeros(HEADER.value, np.int64)
+        header[0] = len(request_N)
+        tiles_N2 = np.stack((request_N, query_N), 1)[order_N]
+        return np.concatenate((header, tiles_N2.ravel())).astype(np.int32)
+
+    def _list_splits(
+        self, batch: DeviceBatch, max_seq_len: int, windows: Collection[Window | None]
+    ) -> dict[Window | None, WorkList]:
+        """List the splits of sequences of up to `max_seq_len` tokens, for layers with each window."""
+        num_shares = -(-PROGRAMS_OF_STEP // self._num_groups)
+        return {
+            window: list_splits(
+                batch,
+                num_shares,
+                self.split_keys,
+                self._num_splits(max_seq_len, _window_size(window)),
+                self._splitting(window),
+            )
+            for window in windows
+        }
+
+    def _splitting(self, window: Window | None) -> dict[str, Any]:
+        """Return the constants by which all kernels divide the keys of a sequence."""
+        return {
+            "WINDOW": _window_size(window),
+            "IS_CHUNKED": isinstance(window, Chunk),
+            "TILE_KEYS": self.decode_tile.keys,
+            "MAX_SPLITS": self.max_splits,
+        }
 
     def forward(
         self,
@@ -281,8 +327,9 @@ class TritonPagedAttention(CapturableAttention):
         out_THV = q_THK.new_empty((*q_THK.shape[:2], self.value_dim))
         if metadata.prefill_tiles is not None:
             self._prefill(q_THK, out_THV, kv_cache, metadata, metadata.prefill_tiles, layer)
-        if metadata.has_decodes:
-            self._decode(q_THK, out_THV, kv_cache, metadata, layer)
+        if metadata.splits:
+            splits = metadata.splits[layer.window]
+            self._decode(q_THK, out_THV, kv_cache, metadata, splits, layer)
         return out_THV
 
     def _prefill(
@@ -291,15 +338,15 @@ class TritonPagedAttention(CapturableAttention):
         out_THV: Tensor,
         kv_cache: Tensor,
         metadata: TritonPagedMetadata,
-        tiles_N2: Tensor,
+        tiles: WorkList,
         layer: AttentionLayer,
     ) -> None:
         tile = self.prefill_tile
-        prefill_kernel[(len(tiles_N2) * self._num_groups,)](
+        prefill_kernel[(tiles.capacity * self._num_groups,)](
             q_THK,
             out_THV,
             kv_cache,
-            tiles_N2,
+            tiles.entries,
             metadata.query_start_loc,
             metadata.seq_lens,
             metadata.block_table,
@@ -333,22 +380,17 @@ class TritonPagedAttention(CapturableAttention):
         out_THV: Tensor,
         kv_cache: Tensor,
         metadata: TritonPagedMetadata,
+        splits: WorkList,
         layer: AttentionLayer,
     ) -> None:
         tile = self.decode_tile
         num_requests = len(metadata.seq_lens)
-        num_splits = self._num_splits(metadata.max_seq_len, _window_size(layer.window))
-        partial_shape = (num_requests, self.num_heads, num_splits) if num_splits > 1 else (0,)
+        is_split = splits.capacity > num_requests
+        partial_shape = (splits.capacity, self.num_heads) if is_split else (0,)
         log_sums = q_THK.new_empty(partial_shape, dtype=torch.float32)
         partial = q_THK.new_empty((*partial_shape, self.value_dim), dtype=torch.float32)
-        splitting = {
-            "WINDOW": _window_size(layer.window),
-            "IS_CHUNKED": isinstance(layer.window, Chunk),
-            "BLOCK_K": self._padded_value_dim,
-            "TILE_KEYS": tile.keys,
-            "MAX_SPLITS": self.max_splits,
-        }
-        decode_kernel[(self._num_groups, num_requests, num_splits)](
+        splitting = self._splitting(layer.window)
+        decode_kernel[(self._num_groups, splits.capacity)](
             q_THK,
             out_THV,
             partial,
@@ -357,18 +399,19 @@ class TritonPagedAttention(CapturableAttention):
             metadata.query_start_loc,
             metadata.seq_lens,
             metadata.block_table,
+            splits.entries,
             layer.kv_scales_2G,
             layer.alibi_slopes_H,
             layer.sinks_H,
             layer.scale,
             q_THK.stride(0),
             metadata.block_table.stride(0),
-            self.split_keys,
             SOFTCAP=layer.softcap,
             NUM_KV_HEADS=self._num_groups,
             HEADS_PER_KV_HEAD=self._heads_per_group,
             HEAD_DIM=self.head_dim,
             VALUE_DIM=self.value_dim,
+            BLOCK_K=self._padded_value_dim,
             BLOCK_R=self._padded_rotary_dim,
             BLOCK_SIZE=self.block_size,
             TILE_ROWS=tile.rows,
@@ -376,23 +419,26 @@ class TritonPagedAttention(CapturableAttention):
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
         )
-        if num_splits > 1:
-            combine_kernel[(self.num_heads, num_requests)](
+        if is_split:
+            heads_each = 1 if num_requests < _LARGE_BATCH else self._heads_per_group
+            combine_kernel[(self.num_heads // heads_each, num_requests)](
                 out_THV,
                 partial,
                 log_sums,
                 metadata.query_start_loc,
                 metadata.seq_lens,
-                num_splits,
-                self.split_keys,
+                splits.entries,
+                splits.starts,
                 NUM_HEADS=self.num_heads,
                 HEAD_DIM=self.value_dim,
+                BLOCK_K=self._padded_value_dim,
+                NUM_HEADS_EACH=heads_each,
                 **splitting,
                 num_warps=max(2, self.max_splits // 16) * max(1, self._padded_value_dim // 256),
             )
 
     def _num_splits(self, max_seq_len: int, window: int | None) -> int:
-        """Return the number of splits of a sequence of `max_seq_len` tokens, as the kernels compute it."""
+        """Return the most splits of a sequence of up to `max_seq_len` tokens."""
         num_keys = max_seq_len
         if window is not None:
             # The first tile may begin before the window.

@@ -1,10 +1,8 @@
 """CUDA graphs of a model's forward pass, which launch its kernels without Python in between.
 
 A graph has fixed shapes, and reads and writes memory at the addresses of its capture. So there is one graph for each of
-several sizes, and a step runs in the smallest one into which it fits. Decoding is a single graph if the attention
-backend can be captured. Other steps consist of graphs for the parts between attention calls. Attention itself is
-launched separately, because its work depends on the length of every request. Steps that are too large for any graph
-have kernels that take longer than Python needs to launch them.
+several sizes, and a step runs in the smallest one into which it fits. Steps too large for any graph have kernels that
+take longer than Python needs to launch them.
 
 Shapes: T tokens, padded to a size.
 """
@@ -15,7 +13,6 @@ import bisect
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from functools import partial
 from typing import Protocol
 
 import torch
@@ -118,55 +115,6 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
-class GraphBreaker:
-    """Excludes calls from the graphs that are being captured. The calls run during the capture and at each replay."""
-
-    def __init__(self) -> None:
-        self._recorder: GraphRecorder | None = None
-        self._segments: list[Replay] = []
-
-    @property
-    def is_capturing(self) -> bool:
-        """True during a capture."""
-        return self._recorder is not None
-
-    def capture(self, recorder: GraphRecorder, run: Callable[[], None]) -> Replay:
-        """Capture `run`, and return a function that replays it.
-
-        The function launches graphs and, between them, the calls that `run` passed to `run_eagerly`.
-        """
-        segments: list[Replay] = []
-        self._recorder, self._segments = recorder, segments
-        try:
-            recorder.begin()
-            run()
-            segments.append(recorder.end())
-        except BaseException:
-            recorder.abandon()
-            raise
-        finally:
-            self._recorder, self._segments = None, []
-        if len(segments) == 1:
-            return segments[0]
-
-        def replay() -> None:
-            for segment in segments:
-                segment()
-
-        return replay
-
-    def run_eagerly(self, run: Callable[..., object], *tensors: Tensor) -> None:
-        """Exclude a call from the graphs. Allowed only during a capture.
-
-        `run` gets tensors that the graphs write, and must not keep references to them.
-        """
-        assert self._recorder is not None
-        self._segments.append(self._recorder.end())
-        run(*tensors)
-        self._segments.append(partial(run, *map(self._recorder.borrow, tensors)))
-        self._recorder.begin()
-
-
 class SizedGraphs:
     """The graphs of the function `run`, which runs a step of a given padded size and returns tensors."""
 
@@ -175,12 +123,10 @@ class SizedGraphs:
         run: Callable[[int], Sequence[Tensor]],
         sizes: Sequence[int],
         recorder: GraphRecorder,
-        breaker: GraphBreaker,
     ) -> None:
         self._run = run
         self.sizes = sorted(sizes)
         self._recorder = recorder
-        self._breaker = breaker
         self._captured: dict[int, tuple[Replay, list[Tensor]]] = {}
 
     def size_for(self, count: int) -> int | None:
@@ -194,8 +140,13 @@ class SizedGraphs:
         with uncollected(), self._recorder.recording():
             # Run it once before, because allocations and compilations at a first launch cannot be captured.
             self._run(size)
-            results: list[Tensor] = []
-            replay = self._breaker.capture(self._recorder, lambda: results.extend(self._run(size)))
+            try:
+                self._recorder.begin()
+                results = self._run(size)
+                replay = self._recorder.end()
+            except BaseException:
+                self._recorder.abandon()
+                raise
             self._captured[size] = replay, [self._recorder.borrow(x) for x in results]
 
     def replay(self, size: int) -> list[Tensor]:

@@ -5,6 +5,7 @@ Shapes: T tokens of a step, R sampled rows, D hidden size.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +14,6 @@ from typing import Any
 import torch
 
 from ..attention import CapturableAttention
-from ..attention.graph_break import BreakingAttention, CurrentMetadata
 from ..batch import PersistentBatch, StepPlan, even_requests
 from ..device.cuda_graphs import GraphRecorder, SizedGraphs, chunk_sizes, decode_sizes
 from ..models.torch_decoder import TorchDecoder
@@ -21,6 +21,8 @@ from ..vision.placed import Placed
 from .kv_cache import KVCache
 from .pipeline import Pipeline
 from .step_buffers import DeviceStep, StepBuffers
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +42,8 @@ class Forwarded:
 class DeviceForward:
     """Runs plans of up to `max_tokens` tokens. Once constructed, it mirrors the block tables of `batch` on the device.
 
-    With a recorder, steps of up to `max_graph_size` tokens run from captured graphs. The attention of `model` must then
-    be a `BreakingAttention`.
+    With a recorder, steps of up to `max_graph_size` tokens run from graphs, unless the attention of `model` cannot be
+    captured.
     """
 
     def __init__(
@@ -66,23 +68,25 @@ class DeviceForward:
         if not model.shard.is_first:
             shape = (max_tokens, model.spec.stage_width(model.shard.layers.start))
             self._received_TD = torch.zeros(shape, dtype=model.hidden_dtype, device=batch.device)
-        self._current = [CurrentMetadata() for _ in kv_cache.groups]
         self._decodes: SizedGraphs | None = None
         self._chunks: SizedGraphs | None = None
         # A step cannot have more tokens than fit into all slots, and a larger one could not be captured.
         max_graph_size = min(max_graph_size, max_tokens, batch.num_slots * batch.max_model_len)
-        if recorder is not None and max_graph_size:
-            self._add_graphs(recorder, max_graph_size)
+        if recorder is None or not max_graph_size:
+            return
+        if not isinstance(model.attention, CapturableAttention):
+            logger.info("no CUDA graphs: %s cannot be captured", type(model.attention).__name__)
+            return
+        self._add_graphs(model.attention, recorder, max_graph_size)
 
-    def _add_graphs(self, recorder: GraphRecorder, max_size: int) -> None:
-        attention = self._model.attention
-        assert isinstance(attention, BreakingAttention)
-        arguments = recorder, attention.breaker
-        self._chunks = SizedGraphs(self._run_chunks, chunk_sizes(max_size), *arguments)
-        if isinstance(attention.backend, CapturableAttention):
-            largest = min(max_size, self._batch.num_slots)
-            run_decode = partial(self._run_decode, attention.backend)
-            self._decodes = SizedGraphs(run_decode, decode_sizes(largest), *arguments)
+    def _add_graphs(
+        self, attention: CapturableAttention, recorder: GraphRecorder, max_size: int
+    ) -> None:
+        run_chunks = partial(self._run_chunks, attention)
+        self._chunks = SizedGraphs(run_chunks, chunk_sizes(max_size), recorder)
+        largest = min(max_size, self._batch.num_slots)
+        run_decode = partial(self._run_decode, attention)
+        self._decodes = SizedGraphs(run_decode, decode_sizes(largest), recorder)
 
     def drop_graphs(self) -> None:
         """Drop all graphs, because the KV cache has moved."""
@@ -102,8 +106,8 @@ class DeviceForward:
         """Run a step. `placed` are the encoder outputs that its tokens read, if any."""
         num_tokens, num_requests = len(plan.positions_T), len(plan.slots_S)
         self._model.placed = placed
-        if placed is not None:
-            # Steps differ in the number of encoder outputs, which a graph cannot represent.
+        if placed is not None or plan.visible_T2 is not None:
+            # The number of outputs is different in each step, and graphs have no spans.
             step = self._fill(plan, num_tokens, num_requests)
             metadata = self._kv_cache.attention_metadata(self._batch, plan)
             return Forwarded(self._forward(step, metadata), step)
@@ -113,12 +117,13 @@ class DeviceForward:
                 step = self._fill(plan, size, size)
                 hidden_TD, *chosen = (x[:num_tokens] for x in self._decodes.replay(size))
                 return Forwarded(hidden_TD, step, *chosen)
-        size = None if self._chunks is None else self._chunks.size_for(num_tokens)
-        step = self._fill(plan, size or num_tokens, num_requests)
-        if self._chunks is not None and size is not None:
-            self._set_current(plan)
-            (hidden_TD,) = self._chunks.replay(size)
-            return Forwarded(hidden_TD[:num_tokens], step)
+        if self._chunks is not None:
+            size = self._chunks.size_for(num_tokens)
+            if size is not None:
+                step = self._fill(plan, size, self._max_requests(size))
+                (hidden_TD,) = self._chunks.replay(size)
+                return Forwarded(hidden_TD[:num_tokens], step)
+        step = self._fill(plan, num_tokens, num_requests)
         metadata = self._kv_cache.attention_metadata(self._batch, plan)
         return Forwarded(self._forward(step, metadata), step)
 
@@ -140,18 +145,17 @@ class DeviceForward:
             self._buffers.fill(even_requests(1, 1), size, size)
         else:
             plan = even_requests(size, -(-size // self._batch.max_model_len))
-            self._buffers.fill(plan, size, len(plan.slots_S))
-            self._set_current(plan)
+            self._buffers.fill(plan, size, self._max_requests(size))
         graphs.capture(size)
+
+    def _max_requests(self, num_tokens: int) -> int:
+        """Return the most requests that share these tokens."""
+        return min(num_tokens, self._batch.num_slots)
 
     def _run_decode(self, attention: CapturableAttention, size: int) -> list[torch.Tensor]:
         """Run a step in which each request has at most one token, and all sample. Return the tensors of `Forwarded`."""
         step = self._buffers.view(size, size)
-        self._buffers.gather_block_tables(step)
-        metadata = [
-            attention.build_decode(batch, windows)
-            for batch, windows in zip(step.groups, self._kv_cache.windows_by_group, strict=True)
-        ]
+        metadata = self._build_captured(attention, step, max_queries=1)
         hidden_SD = self._forward(step, metadata)
         if not self._model.shard.is_last:
             return [hidden_SD]
@@ -160,9 +164,19 @@ class DeviceForward:
         self._append(step.token_index_T, greedy_S)
         return [hidden_SD, logits_SV, greedy_S]
 
-    def _run_chunks(self, size: int) -> list[torch.Tensor]:
-        """Run a step of any kind. Only attention depends on its requests, and attention is not captured."""
-        return [self._forward(self._buffers.view(size, 0), self._current)]
+    def _run_chunks(self, attention: CapturableAttention, size: int) -> list[torch.Tensor]:
+        """Run a step of any kind."""
+        step = self._buffers.view(size, self._max_requests(size))
+        return [self._forward(step, self._build_captured(attention, step, max_queries=size))]
+
+    def _build_captured(
+        self, attention: CapturableAttention, step: DeviceStep, max_queries: int
+    ) -> list[Any]:
+        self._buffers.gather_block_tables(step)
+        return [
+            attention.build_captured(batch, windows, max_queries)
+            for batch, windows in zip(step.groups, self._kv_cache.windows_by_group, strict=True)
+        ]
 
     def _forward(self, step: DeviceStep, metadata: Sequence[Any]) -> torch.Tensor:
         if self._model.shard.is_first:
@@ -173,9 +187,3 @@ class DeviceForward:
         if self._model.loras is not None:
             self._model.loras.device_number_T = step.adapters_T
         return self._model.forward(inputs, step.positions_T, self._kv_cache.layers, metadata)
-
-    def _set_current(self, plan: StepPlan) -> None:
-        metadata = self._kv_cache.attention_metadata(self._batch, plan)
-        for current, value in zip(self._current, metadata, strict=True):
-            current.num_tokens = len(plan.positions_T)
-            current.value = value

@@ -138,17 +138,14 @@ def load_model(
     checkpoint: Checkpoint,
     on_progress: ProgressCallback,
     parallel: ParallelState,
-    breaks_graphs: bool = False,
 ) -> Model:
     """Load the model, and its encoder on the stages that read the encoder's outputs.
-
-    If `breaks_graphs`, attention can be excluded from captured graphs.
 
     Raises:
         CheckpointError: The model is not supported, or its files are damaged.
         ConfigError: A requested backend or dtype is not available.
     """
-    model = _load_decoder(config, device, checkpoint, on_progress, parallel, breaks_graphs)
+    model = _load_decoder(config, device, checkpoint, on_progress, parallel)
     if model.loras is not None:
         load_at_start(model.loras, config.model.loras)
     shard = model.shard
@@ -174,7 +171,6 @@ def _load_decoder(
     checkpoint: Checkpoint,
     on_progress: ProgressCallback,
     parallel: ParallelState,
-    breaks_graphs: bool,
 ) -> NativeDecoder | TorchDecoder:
     found = _model_spec(config, checkpoint)
     foreign = None if isinstance(found, ModelSpec) else found
@@ -213,7 +209,6 @@ def _load_decoder(
         attention,
         parallel,
         on_progress,
-        breaks_graphs,
         loras,
     )
 

@@ -86,8 +86,7 @@ class ModelRunner:
             # The size of an exchange between replicas is known only on the host, for which a captured graph cannot
             # wait.
             config = _without_graphs(config)
-        use_graphs = accelerator is not None and not config.device.enforce_eager
-        model = load_model(config, device, checkpoint, on_progress, parallel, use_graphs)
+        model = load_model(config, device, checkpoint, on_progress, parallel)
         if model.is_foreign:
             # A module of transformers may wait for the device, which a captured graph cannot.
             config = _without_graphs(config)

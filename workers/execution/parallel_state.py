@@ -96,6 +96,13 @@ def join_replica(
             timeout=TIMEOUT,
         )
         group = dist.new_subgroups(size, timeout=TIMEOUT)[0] if size > 1 else None
+        num_stages = parallel.pipeline_parallel_size
+        links: list[dist.ProcessGroup | None] = [None]
+        token_group = None
+        if num_stages > 1:
+            # A stage between others receives by one group and sends by another.
+            links = [dist.new_group(timeout=TIMEOUT) for _ in range(min(2, num_stages - 1))]
+            token_group = dist.new_group(timeout=TIMEOUT)
         expert_group = None
         if parallel.divides_experts_among_replicas:
             control = dist.new_group(backend="gloo", timeout=TIMEOUT)
@@ -105,7 +112,7 @@ def join_replica(
     stage, place = divmod(rank, size)
     return ParallelState(
         TensorParallel(place, size, group, sums_in_rank_order=is_batch_invariant or not on_cuda),
-        Pipeline(stage, parallel.pipeline_parallel_size, size, global_rank),
+        Pipeline(stage, num_stages, size, global_rank, links, token_group),
         is_output_rank=rank == parallel.output_rank,
         has_whole_experts=parallel.enable_expert_parallel,
         expert_group=expert_group,

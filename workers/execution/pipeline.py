@@ -9,6 +9,7 @@ Shapes: T tokens of a step, D hidden size, R rows that sample.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -28,10 +29,20 @@ The core keeps fewer steps in flight, so waiting for the oldest send does not bl
 
 
 class Pipeline:
-    """The position of one rank among the stages; by default there is only one stage."""
+    """The position of one rank among the stages; by default there is only one stage.
+
+    NCCL's operations in a process group run one after the other. So what a stage sends, what it receives and the tokens
+    have groups of their own: `links` are used in turn for the connections from stage 0, 1 and so on.
+    """
 
     def __init__(
-        self, stage: int = 0, num_stages: int = 1, ranks_per_stage: int = 1, rank: int = 0
+        self,
+        stage: int = 0,
+        num_stages: int = 1,
+        ranks_per_stage: int = 1,
+        rank: int = 0,
+        links: Sequence[dist.ProcessGroup | None] = (None,),
+        token_group: dist.ProcessGroup | None = None,
     ):
         self.stage = stage
         self.num_stages = num_stages
@@ -39,25 +50,28 @@ class Pipeline:
         self._last = self._first + (num_stages - 1) * ranks_per_stage
         self._previous = rank - ranks_per_stage
         self._next = rank + ranks_per_stage
+        self._link_from_previous = links[(stage - 1) % len(links)]
+        self._link_to_next = links[stage % len(links)]
+        self._token_group = token_group
         self._max_pending_sends = num_stages + SPARE_SENDS
         self._pending_sends: deque[tuple[dist.Work, Tensor]] = deque()
 
     def send_hidden(self, hidden_TD: Tensor) -> None:
         """Start to send hidden states to the next stage. `hidden_TD` must not change afterwards."""
-        self._send(hidden_TD, self._next)
+        self._send(hidden_TD, self._next, self._link_to_next)
 
     def receive_hidden(self, hidden_TD: Tensor) -> Tensor:
         """Receive the previous stage's hidden states into `hidden_TD`, and return it."""
-        dist.recv(hidden_TD, self._previous)
+        dist.recv(hidden_TD, self._previous, group=self._link_from_previous)
         return hidden_TD
 
     def send_tokens(self, token_ids_R: Tensor) -> None:
         """Start to send sampled tokens to the first stage."""
-        self._send(token_ids_R.to(torch.int32, copy=True), self._first)
+        self._send(token_ids_R.to(torch.int32, copy=True), self._first, self._token_group)
 
     def begin_receiving_tokens(self, token_ids_R: Tensor) -> dist.Work:
         """Start to receive the last stage's tokens into `token_ids_R`, int32."""
-        work = dist.irecv(token_ids_R, self._last)
+        work = dist.irecv(token_ids_R, self._last, group=self._token_group)
         assert work is not None
         return work
 
@@ -66,10 +80,10 @@ class Pipeline:
         while self._pending_sends:
             self._pending_sends.popleft()[0].wait()
 
-    def _send(self, x: Tensor, rank: int) -> None:
+    def _send(self, x: Tensor, rank: int, group: dist.ProcessGroup | None) -> None:
         if len(self._pending_sends) == self._max_pending_sends:
             self._pending_sends.popleft()[0].wait()
-        work = dist.isend(x, rank)
+        work = dist.isend(x, rank, group=group)
         assert work is not None
         # The tensor must stay alive until it has been received.
         self._pending_sends.append((work, x))

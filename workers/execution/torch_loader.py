@@ -10,7 +10,6 @@ import torch
 from ...protocol.config import EngineConfig
 from ...protocol.errors import ConfigError
 from ..attention import AttentionSpec, attention_backend
-from ..attention.graph_break import BreakingAttention
 from ..device.device import has_float8, usable_cores
 from ..dtypes import configured_dtype, torch_device, torch_dtype
 from ..layers.layers import LayerKernels
@@ -34,7 +33,6 @@ def load_in_torch(
     attention: AttentionSpec,
     parallel: ParallelState,
     on_progress: ProgressCallback,
-    breaks_graphs: bool,
     loras: LoraAdapters | None,
 ) -> TorchDecoder:
     """Load the layers of a model. If `foreign`, a model of transformers, is given, load its layers instead of Engine's.
@@ -62,7 +60,7 @@ def load_in_torch(
     return Decoder(
         spec,
         checkpoint,
-        BreakingAttention(backend) if breaks_graphs else backend,
+        backend,
         dtype=dtype,
         device=device,
         max_model_len=config.model.max_model_len,

@@ -104,24 +104,22 @@ class VocabParallelHead:
 
         `change` changes this rank's part of the logits.
         """
-        logits_Sv = self._own_logits(hidden_SD, change)
-        if self._tensor_parallel.size == 1:
-            return logits_Sv
-        sizes = [len(part) for part in self._parts]
-        logits_RSv = self._tensor_parallel.stack(
-            F.pad(logits_Sv, (0, max(sizes) - logits_Sv.shape[1]))
-        )
-        return torch.cat([x_Sv[:, :n] for x_Sv, n in zip(logits_RSv, sizes, strict=True)], 1)
-
-    def _own_logits(
-        self, hidden_SD: Tensor, change: Callable[[Tensor, Tensor], None] | None
-    ) -> Tensor:
         product_Sv = self._multiply(hidden_SD)
         if change is not None:
             change(product_Sv, hidden_SD)
-        logits_Sv = product_Sv.float()
+        logits_SV = self._gather(product_Sv).float()
         if self._spec.logits_divisor != 1.0:
-            logits_Sv /= self._spec.logits_divisor
+            logits_SV /= self._spec.logits_divisor
         if (cap := self._spec.final_softcap) is not None:
-            logits_Sv = logits_Sv.div_(cap).tanh_().mul_(cap)
-        return logits_Sv
+            logits_SV = logits_SV.div_(cap).tanh_().mul_(cap)
+        return logits_SV
+
+    def _gather(self, product_Sv: Tensor) -> Tensor:
+        """Return the products of all ranks [S, V], moved in their own type."""
+        if self._tensor_parallel.size == 1:
+            return product_Sv
+        sizes = [len(part) for part in self._parts]
+        products_RSv = self._tensor_parallel.stack(
+            F.pad(product_Sv, (0, max(sizes) - product_Sv.shape[1]))
+        )
+        return torch.cat([x_Sv[:, :n] for x_Sv, n in zip(products_RSv, sizes, strict=True)], 1)

@@ -12,6 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+# The name since torch 2.13, which warns of the former one.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 class TensorParallel:
     """The position of one rank in its tensor-parallel group; by default it is alone.
@@ -60,5 +63,5 @@ class TensorParallel:
     def _gather(self, x: Tensor) -> Tensor:
         x = x.contiguous()
         gathered = torch.empty((self.size, *x.shape), dtype=x.dtype, device=x.device)
-        dist.all_gather(list(gathered), x, group=self.group)
+        _all_gather(gathered.view(-1), x.view(-1), group=self.group)
         return gathered

@@ -330,8 +330,10 @@ def test_settings_become_engine_config(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens) == (64, 512)
     assert (config.frontend.port, config.cache.block_size) == (1, 32)
     assert config.frontend.default_sampling == {"top_p": 0.9}
-    gpu = configure("--device", "cuda").scheduler
-    assert (gpu.max_num_seqs, gpu.max_num_batched_tokens) == (256, 2048)
+    for gib, limits in ((0, (256, 2048)), (24, (256, 2048)), (79, (1024, 8192))):
+        monkeypatch.setattr(engine_config, "smallest_gpu_memory", lambda gib=gib: gib << 30)
+        gpu = configure("--device", "cuda").scheduler
+        assert (gpu.max_num_seqs, gpu.max_num_batched_tokens) == limits
 
 
 def test_xxh3_without_its_package_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:

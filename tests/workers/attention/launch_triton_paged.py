@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 import torch
-from engine.workers.attention import AttentionLayer, AttentionSpec
+from engine.workers.attention import AttentionLayer, AttentionSpec, DeviceBatch
 from engine.workers.attention.batch_invariant import BatchInvariantAttention
 from engine.workers.attention.triton_paged import TritonPagedAttention
 from engine.workers.layers.layers import HeadNorm
@@ -61,7 +61,11 @@ def launch(shape: Shape, backend_class: type[TritonPagedAttention]) -> None:
     )
     backend = backend_class(spec)
     requests = [Scheduled(10, 20, [1, 2]), Scheduled(300, 1, range(3, 22))]
-    metadata = backend.build(attention_batch(requests, block_size), {shape.window})
+    batch = attention_batch(requests, block_size)
+    metadata = backend.build(batch, {shape.window})
+    arrays = (batch.query_start_loc, batch.seq_lens, batch.block_table, batch.slot_mapping)
+    device_batch = DeviceBatch(*map(torch.from_numpy, arrays))
+    backend.build_captured(device_batch, {shape.window}, 20)
     num_heads = shape.num_heads + shape.num_kv_heads
     dtype = torch.float32 if shape.dtype == torch.float32 else torch.bfloat16
     qkv_THK = torch.zeros(21, num_heads + shape.num_kv_heads, shape.head_dim, dtype=dtype)

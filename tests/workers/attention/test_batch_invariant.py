@@ -84,7 +84,7 @@ def test_decodes_in_a_graph_equal_those_of_any_step():
         block_table=padded(batch.block_table, 0),
         slot_mapping=padded(batch.slot_mapping, -1),
     )
-    metadata = case.backend.build_decode(device_batch, {None})
+    metadata = case.backend.build_captured(device_batch, {None}, 1)
     qkv = (torch.cat((x, x[-1:])) for x in (case.q_THK, case.k_TGK, case.v_TGK))
     found = case.backend.forward(*qkv, case.kv_cache, metadata, case.layer)
     assert torch.equal(found[:2], expected)

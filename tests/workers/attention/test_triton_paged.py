@@ -6,6 +6,7 @@ The interpreter multiplies no bfloat16 matrices, so these tests are in float16, 
 import math
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from engine.protocol.errors import ConfigError
@@ -245,19 +246,35 @@ def test_a_prompt_has_the_same_bits_in_any_chunks():
     assert torch.equal(outputs(*bounds), outputs(0, 150))
 
 
-def test_padding_does_not_change_the_result_or_the_cache():
-    """A captured step has more rows and tokens than requests, and space for longer sequences."""
+CAPTURED = {
+    "decodes": ([(300, 1), (20, 1)], 1),
+    "decodes of unlike lengths": ([(1500, 1), (20, 1), (300, 1)], 1),
+    "a prompt and decodes": ([(300, 1), (40, 33), (0, 1), (100, 2)], 64),
+    "prompts": ([(0, 40), (90, 70)], 128),
+    "one token": ([(0, 1)], 4),
+}
+"""The requests of a step, and the most tokens that a request of its graph may have."""
+
+
+@pytest.mark.parametrize("backend_name", ["triton_paged", "triton_batch_invariant"])
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("name", CAPTURED)
+def test_a_captured_step_equals_any_other(name, window, backend_name):
+    """It has more rows and tokens than requests, and space for longer sequences."""
+    requests, max_queries = CAPTURED[name]
     case = PagedCase(
-        [(300, 1), (20, 1)],
+        requests,
         num_kv_heads=1,
         repeats=2,
         head_dim=16,
         block_size=16,
-        layer=AttentionLayer(scale=0.3),
+        layer=AttentionLayer(scale=0.3, window=window),
         dtype=torch.float32,
-        **TRITON,
+        backend_name=backend_name,
+        device=DEVICE,
     )
     expected = case.forward()
+    torch.testing.assert_close(expected.double(), case.expected(), atol=3e-5, rtol=1e-5)
     written = case.kv_cache.clone()
 
     def padded(array, shape, value):
@@ -265,18 +282,59 @@ def test_padding_does_not_change_the_result_or_the_cache():
         tensor[tuple(slice(size) for size in array.shape)] = array
         return tensor
 
-    batch = case.batch()
+    batch, num_tokens = case.batch(), len(expected)
+    rows, tokens = len(requests) + 3, num_tokens + 3
     device_batch = DeviceBatch(
-        query_start_loc=padded(torch.from_numpy(batch.query_start_loc), (6,), 2),
-        seq_lens=padded(torch.from_numpy(batch.seq_lens), (5,), 0),
-        block_table=padded(torch.from_numpy(batch.block_table), (5, 400), 0),
-        slot_mapping=padded(torch.from_numpy(batch.slot_mapping), (5,), -1),
+        query_start_loc=padded(torch.from_numpy(batch.query_start_loc), (rows + 1,), num_tokens),
+        seq_lens=padded(torch.from_numpy(batch.seq_lens), (rows,), 0),
+        block_table=padded(torch.from_numpy(batch.block_table), (rows, 400), 0),
+        slot_mapping=padded(torch.from_numpy(batch.slot_mapping), (tokens,), -1),
     )
-    metadata = case.backend.build_decode(device_batch, {None})
-    qkv = (padded(x, (5, *x.shape[1:]), math.nan) for x in (case.q_THK, case.k_TGK, case.v_TGK))
+    metadata = case.backend.build_captured(device_batch, {window}, max_queries)
+    qkv = (
+        padded(x, (tokens, *x.shape[1:]), math.nan) for x in (case.q_THK, case.k_TGK, case.v_TGK)
+    )
     out = case.backend.forward(*qkv, case.kv_cache, metadata, case.layer)
-    assert torch.equal(out[:2], expected)
+    assert torch.equal(out[:num_tokens], expected)
     assert torch.equal(case.kv_cache, written)
+
+
+def test_splits_of_a_step_hold_all_its_keys_once():
+    """They are of about equal size, and no more than there are programs for."""
+    backend = attention_backend(
+        AttentionSpec(
+            num_heads=64,
+            num_kv_heads=32,
+            head_dim=16,
+            block_size=16,
+            dtype=torch.float16,
+            device=DEVICE,
+        ),
+        "triton_paged",
+    )
+    seq_lens = np.array([9000, 0, 300, 17, 40000, 1, 2500], np.int32)
+    counts = np.array([1, 0, 1, 5, 1, 1, 1], np.int32)
+    batch = DeviceBatch(
+        torch.from_numpy(np.concatenate(([0], np.cumsum(counts))).astype(np.int32)).to(DEVICE),
+        torch.from_numpy(seq_lens).to(DEVICE),
+        torch.zeros((7, 4000), dtype=torch.int32, device=DEVICE),
+        torch.zeros(10, dtype=torch.int32, device=DEVICE),
+    )
+    for window in (None, 1000):
+        splits = backend.build_captured(batch, {window}, 1).splits[window]
+        entries = splits.entries.tolist()
+        num_entries, split_keys = entries[:2]
+        assert num_entries <= splits.capacity
+        parts = {}
+        for request, part in zip(entries[2::2][:num_entries], entries[3::2], strict=False):
+            parts.setdefault(request, []).append(part)
+        assert list(parts) == [0, 2, 4, 5, 6]
+        for request, numbers in parts.items():
+            assert numbers == list(range(len(numbers)))
+            seen = min(seq_lens[request], window + 127 if window else 1 << 30)
+            assert len(numbers) in (
+                (-(-seen // split_keys),) if seen < 16 * split_keys else (15, 16)
+            ) or (window and abs(len(numbers) - seen / split_keys) <= 1)
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
@@ -422,6 +480,8 @@ def test_every_kernel_fits_a_hopper_gpu():
         "prefill_kernel",
         "decode_kernel",
         "combine_kernel",
+        "list_splits_kernel",
+        "list_tiles_kernel",
     }
     for kernel in kernels:
         assert kernel.fits, kernel

@@ -96,4 +96,4 @@ def test_decode_launches_the_expected_kernels_per_layer(tmp_path: Path, monkeypa
             "_gated_kernel": 2,
         }
     )
-    assert one.total() - (three - one).total() // 2 == 10
+    assert one.total() - (three - one).total() // 2 == 11

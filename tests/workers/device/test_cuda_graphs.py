@@ -9,13 +9,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from engine.workers.device.cuda_graphs import (
-    GraphBreaker,
-    SizedGraphs,
-    chunk_sizes,
-    decode_sizes,
-    unowned,
-)
+from engine.workers.device.cuda_graphs import SizedGraphs, chunk_sizes, decode_sizes, unowned
 from support.taped_graphs import TapedGraphs
 
 
@@ -30,7 +24,7 @@ def test_graph_sizes_reach_the_maximum_with_little_padding(sizes_up_to, largest:
 
 def test_a_step_runs_in_the_smallest_graph_that_holds_it() -> None:
     x = torch.zeros(8)
-    graphs = SizedGraphs(lambda size: [x[:size].add_(1)], [4, 1, 8], TapedGraphs(), GraphBreaker())
+    graphs = SizedGraphs(lambda size: [x[:size].add_(1)], [4, 1, 8], TapedGraphs())
     assert graphs.size_for(1) is None
     for size in (8, 4, 1):
         graphs.capture(size)
@@ -41,38 +35,24 @@ def test_a_step_runs_in_the_smallest_graph_that_holds_it() -> None:
     assert x.tolist() == [1, 1, 1, 1, 0, 0, 0, 0]
 
 
-def test_eager_operations_run_between_two_graphs() -> None:
-    recorder, breaker = TapedGraphs(), GraphBreaker()
-    x, factor = torch.ones(3), [2.0]
+def test_after_an_error_the_next_step_is_captured() -> None:
+    x, fails = torch.ones(3), [True]
 
-    def run() -> None:
+    def run(size: int) -> list[torch.Tensor]:
         x.add_(1)
-        # A Python number, which a graph would keep from its capture.
-        breaker.run_eagerly(lambda x: x.mul_(factor[0]), x)
-        x.add_(1)
+        # The first run is not captured.
+        if fails[0] and x[0] > 2:
+            raise MemoryError("too little")
+        return [x]
 
-    replay = breaker.capture(recorder, run)
-    assert not breaker.is_capturing
-    x.fill_(1)
-    factor[0] = 10.0
-    replay()
-    assert x.tolist() == [21.0] * 3
-    assert recorder.num_recorded == recorder.num_replayed == 2
-
-
-@pytest.mark.parametrize("is_eager", [False, True])
-def test_after_an_error_the_next_step_is_captured(is_eager: bool) -> None:
-    recorder, breaker = TapedGraphs(), GraphBreaker()
-    x = torch.ones(3)
-
-    def fail(*_: torch.Tensor) -> None:
-        raise MemoryError("too little")
-
+    graphs = SizedGraphs(run, [3], TapedGraphs())
     with pytest.raises(MemoryError, match="too little"):
-        breaker.capture(recorder, lambda: breaker.run_eagerly(fail, x) if is_eager else fail())
-    assert not breaker.is_capturing
-    breaker.capture(recorder, lambda: [x.add_(1)])()
-    assert x.tolist() == [3.0] * 3
+        graphs.capture(3)
+    assert graphs.size_for(3) is None
+    fails[0] = False
+    graphs.capture(3)
+    x.fill_(1)
+    assert graphs.replay(3)[0].tolist() == [2.0] * 3
 
 
 def test_no_cycle_is_collected_while_a_graph_is_captured() -> None:
@@ -89,7 +69,7 @@ def test_no_cycle_is_collected_while_a_graph_is_captured() -> None:
         return []
 
     assert gc.isenabled()
-    SizedGraphs(run, [1], TapedGraphs(), GraphBreaker()).capture(1)
+    SizedGraphs(run, [1], TapedGraphs()).capture(1)
     assert was_there == [True, True]
     assert gc.isenabled()
 

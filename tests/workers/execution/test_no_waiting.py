@@ -58,7 +58,9 @@ class NoAttention(CapturableAttention):
     def build(self, batch: AttentionBatch, windows: Collection[int | None]) -> AttentionBatch:
         return batch
 
-    def build_decode(self, batch: DeviceBatch, windows: Collection[int | None]) -> DeviceBatch:
+    def build_captured(
+        self, batch: DeviceBatch, windows: Collection[int | None], max_queries: int
+    ) -> DeviceBatch:
         for tensor in (batch.query_start_loc, batch.seq_lens, batch.block_table):
             assert tensor.device == META and tensor.dtype is torch.int32
         return batch

@@ -399,7 +399,7 @@ def test_native_pipeline_stages_are_bit_identical_to_one_worker(
         assert ranks[-1].logprobs == alone[name].logprobs
 
 
-@pytest.mark.parametrize(("tensor", "stages"), [(1, 2), (2, 2)])
+@pytest.mark.parametrize(("tensor", "stages"), [(1, 3), (2, 2)])
 def test_asynchronous_devices_give_the_same_tokens(
     tmp_path: Path, checkpoints: dict[str, Path], alone: dict[str, RankResult], tensor, stages
 ) -> None:

@@ -1,38 +1,17 @@
 """Attention of requests with one query in a step: split-KV flash decoding (Dao et al., 2023).
 
-How a request's keys are divided into splits depends only on its own length, and the splits are summed in a tree of
-fixed shape. The result therefore has the same bits in any batch.
+The keys of all requests are divided into splits of about equal size, so that programs end together whatever the lengths
+of the sequences are. The splits of a request are summed in a tree of fixed shape.
 
-Shapes: T tokens, S requests, H query heads, G key/value heads, K head dimension, M rows of a tile, P splits.
+Shapes: T tokens, S requests, H query heads, G key/value heads, K head dimension, M rows of a tile, N splits of all
+requests, P splits of one.
 """
 
 import triton
 import triton.language as tl
 
 from .online_softmax import LOG2_E, attend_keys, initial_sums
-
-
-@triton.jit
-def _splits(
-    seq_len,
-    min_split_keys,
-    WINDOW: tl.constexpr,
-    IS_CHUNKED: tl.constexpr,
-    TILE_KEYS: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
-):
-    """Return the first key, the number of keys in a split, and the number of splits."""
-    first_key = 0
-    if WINDOW is not None:
-        if IS_CHUNKED:
-            # Padding requests have no tokens.
-            first_key = tl.maximum(seq_len - 1, 0) // WINDOW * WINDOW // TILE_KEYS * TILE_KEYS
-        else:
-            first_key = tl.maximum(seq_len - WINDOW, 0) // TILE_KEYS * TILE_KEYS
-    num_keys = seq_len - first_key
-    split_keys = tl.cdiv(tl.cdiv(num_keys, MAX_SPLITS), TILE_KEYS) * TILE_KEYS
-    split_keys = tl.maximum(split_keys, min_split_keys)
-    return first_key, split_keys, tl.cdiv(num_keys, split_keys)
+from .work_list import HEADER, first_key_of_query, keys_of_split
 
 
 @triton.jit(do_not_specialize=["block_table_stride"])
@@ -45,13 +24,13 @@ def decode_kernel(
     query_start_loc_ptr,
     seq_lens_ptr,
     block_table_ptr,
+    list_ptr,
     kv_scales_ptr,
     alibi_slopes_ptr,
     sinks_ptr,
     scale,
     q_stride,
     block_table_stride,
-    min_split_keys,
     SOFTCAP: tl.constexpr,
     WINDOW: tl.constexpr,
     IS_CHUNKED: tl.constexpr,
@@ -66,22 +45,23 @@ def decode_kernel(
     TILE_KEYS: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
 ):
-    """Compute one split of the keys of one request for one key/value head. Grid (G, S, splits).
+    """Compute an entry of the list of splits for one key/value head. Grid (G, N).
 
-    Requests with no query or several queries are skipped. If a request has one split, the result is written to `out`
-    [T, H, K]; otherwise to `partial` float32 [S, H, splits, K] and `log_sums` float32 [S, H, splits] (base 2). The
-    other arguments are the same as in `prefill_kernel`.
+    If a request has one split, the result is written to `out` [T, H, K]; otherwise to `partial` float32 [N, H, K] and
+    `log_sums` float32 [N, H] (base 2). `list` is that of `list_splits_kernel`, the other arguments are those of
+    `prefill_kernel`.
     """
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * HEADS_PER_KV_HEAD
-    kv_head, request, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    kv_head, entry = tl.program_id(0), tl.program_id(1)
+    if entry >= tl.load(list_ptr):
+        return
+    request = tl.load(list_ptr + HEADER + entry * 2)
+    split = tl.load(list_ptr + HEADER + entry * 2 + 1)
     seq_len = tl.load(seq_lens_ptr + request)
     token = tl.load(query_start_loc_ptr + request).to(tl.int64)
-    num_queries = tl.load(query_start_loc_ptr + request + 1) - token
-    first_key, split_keys, num_splits = _splits(
-        seq_len, min_split_keys, WINDOW, IS_CHUNKED, TILE_KEYS, MAX_SPLITS
-    )
-    if (num_queries != 1) | (split >= num_splits):
-        return
+    first_key = first_key_of_query(seq_len, WINDOW, IS_CHUNKED, TILE_KEYS)
+    num_keys = seq_len - first_key
+    split_keys = keys_of_split(num_keys, tl.load(list_ptr + 1), TILE_KEYS, MAX_SPLITS)
 
     rows_M = tl.arange(0, TILE_ROWS)
     heads_M = kv_head * HEADS_PER_KV_HEAD + rows_M
@@ -138,14 +118,14 @@ def decode_kernel(
     out_MK = acc_MK / sum_M[:, None]
     if kv_scales_ptr is not None:
         out_MK *= tl.load(kv_scales_ptr + NUM_KV_HEADS + kv_head)
-    if num_splits == 1:
+    if num_keys <= split_keys:
         tl.store(
             out_ptr + (token * NUM_HEADS + heads_M)[:, None] * VALUE_DIM + dims_K[None, :],
             out_MK.to(out_ptr.dtype.element_ty),
             mask=mask_MK,
         )
     else:
-        parts_M = (request * NUM_HEADS + heads_M).to(tl.int64) * tl.num_programs(2) + split
+        parts_M = entry.to(tl.int64) * NUM_HEADS + heads_M
         tl.store(
             partial_ptr + (parts_M * VALUE_DIM)[:, None] + dims_K[None, :], out_MK, mask=mask_MK
         )
@@ -153,15 +133,15 @@ def decode_kernel(
         tl.store(log_sums_ptr + parts_M, max_M * factor + tl.log2(sum_M), mask=is_row_M)
 
 
-@triton.jit(do_not_specialize=["grid_splits"])
+@triton.jit
 def combine_kernel(
     out_ptr,
     partial_ptr,
     log_sums_ptr,
     query_start_loc_ptr,
     seq_lens_ptr,
-    grid_splits,
-    min_split_keys,
+    list_ptr,
+    starts_ptr,
     WINDOW: tl.constexpr,
     IS_CHUNKED: tl.constexpr,
     NUM_HEADS: tl.constexpr,
@@ -169,31 +149,32 @@ def combine_kernel(
     BLOCK_K: tl.constexpr,
     TILE_KEYS: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
+    NUM_HEADS_EACH: tl.constexpr,
 ):
-    """Combine the splits of each request that has several.
-
-    Grid (H, S). `grid_splits` is the allocated number of splits.
-    """
-    head, request = tl.program_id(0), tl.program_id(1)
+    """Sum the splits of each request that has several. Grid (H / NUM_HEADS_EACH, S)."""
+    first_head, request = tl.program_id(0) * NUM_HEADS_EACH, tl.program_id(1)
     seq_len = tl.load(seq_lens_ptr + request)
     token = tl.load(query_start_loc_ptr + request).to(tl.int64)
     num_queries = tl.load(query_start_loc_ptr + request + 1) - token
-    _, _, num_splits = _splits(seq_len, min_split_keys, WINDOW, IS_CHUNKED, TILE_KEYS, MAX_SPLITS)
-    if (num_queries != 1) | (num_splits <= 1):
+    num_keys = seq_len - first_key_of_query(seq_len, WINDOW, IS_CHUNKED, TILE_KEYS)
+    split_keys = keys_of_split(num_keys, tl.load(list_ptr + 1), TILE_KEYS, MAX_SPLITS)
+    if (num_queries != 1) | (num_keys <= split_keys):
         return
     splits_P = tl.arange(0, MAX_SPLITS)
     dims_K = tl.arange(0, BLOCK_K)
-    is_split_P = splits_P < num_splits
+    is_split_P = splits_P < tl.cdiv(num_keys, split_keys)
     mask_PK = is_split_P[:, None] & (dims_K < HEAD_DIM)[None, :]
-    parts_P = (request * NUM_HEADS + head).to(tl.int64) * grid_splits + splits_P
-    log_sums_P = tl.load(log_sums_ptr + parts_P, mask=is_split_P, other=float("-inf"))
-    partial_PK = tl.load(
-        partial_ptr + (parts_P * HEAD_DIM)[:, None] + dims_K[None, :], mask=mask_PK, other=0.0
-    )
-    weights_P = tl.exp2(log_sums_P - tl.max(log_sums_P, 0))
-    out_K = tl.sum(partial_PK * weights_P[:, None], 0) / tl.sum(weights_P, 0)
-    tl.store(
-        out_ptr + (token * NUM_HEADS + head) * HEAD_DIM + dims_K,
-        out_K.to(out_ptr.dtype.element_ty),
-        mask=dims_K < HEAD_DIM,
-    )
+    entries_P = tl.load(starts_ptr + request).to(tl.int64) + splits_P
+    for head in range(first_head, first_head + NUM_HEADS_EACH):
+        parts_P = entries_P * NUM_HEADS + head
+        log_sums_P = tl.load(log_sums_ptr + parts_P, mask=is_split_P, other=float("-inf"))
+        partial_PK = tl.load(
+            partial_ptr + (parts_P * HEAD_DIM)[:, None] + dims_K[None, :], mask=mask_PK, other=0.0
+        )
+        weights_P = tl.exp2(log_sums_P - tl.max(log_sums_P, 0))
+        out_K = tl.sum(partial_PK * weights_P[:, None], 0) / tl.sum(weights_P, 0)
+        tl.store(
+            out_ptr + (token * NUM_HEADS + head) * HEAD_DIM + dims_K,
+            out_K.to(out_ptr.dtype.element_ty),
+            mask=dims_K < HEAD_DIM,
+        )

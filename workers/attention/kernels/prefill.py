@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from .online_softmax import attend_keys, initial_sums
+from .work_list import HEADER
 
 
 @triton.jit(do_not_specialize=["block_table_stride"])
@@ -18,7 +19,7 @@ def prefill_kernel(
     q_ptr,
     out_ptr,
     kv_ptr,
-    tiles_ptr,
+    list_ptr,
     query_start_loc_ptr,
     seq_lens_ptr,
     block_table_ptr,
@@ -43,9 +44,10 @@ def prefill_kernel(
     TILE_ROWS: tl.constexpr,
     TILE_KEYS: tl.constexpr,
 ):
-    """Compute one tile of queries for one key/value head. Grid (tiles * G).
+    """Compute one tile of queries for one key/value head. Grid (N * G).
 
-    `tiles` int32 [N, 2] has a request and the first of its queries in the tile. q is [T, H, K] with a stride between
+    `list` is that of `list_tiles_kernel`: each of its at most N entries has a request and the first of its queries in
+    the tile. q is [T, H, K] with a stride between
     tokens; out [T, H, K] and kv [blocks, 2, G, BLOCK_SIZE, K] are contiguous. `kv_scales` is float32 [2, G], or None.
     `alibi_slopes` and `sinks` are float32 [H], or None. `visible` int32 [T, 2] is the field of `AttentionBatch`, or
     None. `WINDOW` is a number of tokens, or the size of a chunk. Unless `IS_CAUSAL`, every query attends to all keys,
@@ -59,7 +61,10 @@ def prefill_kernel(
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * HEADS_PER_KV_HEAD
     # The grid is one-dimensional, because its other dimensions are limited to 65,535.
     kv_head = tl.program_id(0) % NUM_KV_HEADS
-    tile_ptr = tiles_ptr + tl.program_id(0) // NUM_KV_HEADS * 2
+    tile = tl.program_id(0) // NUM_KV_HEADS
+    if tile >= tl.load(list_ptr):
+        return
+    tile_ptr = list_ptr + HEADER + tile * 2
     request, first_query = tl.load(tile_ptr), tl.load(tile_ptr + 1)
     first_token = tl.load(query_start_loc_ptr + request)
     num_queries = tl.load(query_start_loc_ptr + request + 1) - first_token

@@ -17,7 +17,7 @@ MIN_DOT_ROWS = 16
 SPLIT_KEYS = 256
 """Minimum number of keys per split of a decoding request.
 
-Splits are longer if there would be more than `max_splits`.
+Splits are longer if a step has many keys, or if a request would have more than `max_splits`.
 """
 
 _LATENT_ROWS = {1: 32, 2: 64, 4: 16}
@@ -25,6 +25,12 @@ _LATENT_ROWS = {1: 32, 2: 64, 4: 16}
 
 _PROGRAMS = 132
 """Number of programs that share a sequence: one for each multiprocessor of an H100 or H200."""
+
+PROGRAMS_OF_STEP = 8 * _PROGRAMS
+"""Number of programs among which a step divides the keys of all decoding requests.
+
+A multiprocessor runs them in several rounds, so that little of it is idle in the last one.
+"""
 
 
 class Tile(NamedTuple):
