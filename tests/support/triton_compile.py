@@ -30,7 +30,7 @@ _SHARED_BYTES = 232448
 class KernelResources:
     """Resources that a kernel needs on a multiprocessor. `stack_bytes` of a thread are spilled registers.
 
-    `products` are the instructions that multiply matrices, by the number of columns that each adds up, and their types;
+    `global_loads` are the instructions that load from the device's memory to registers. `products` are the instructions that multiply matrices, by the number of columns that each adds up, and their types;
     `overwritten` those that read registers which another instruction writes meanwhile.
     """
 
@@ -39,6 +39,7 @@ class KernelResources:
     registers: int
     shared_bytes: int
     stack_bytes: int
+    global_loads: int
     products: list[str]
     overwritten: list[str]
 
@@ -79,6 +80,7 @@ class _HopperWithoutADevice:
             load_binary=self._load_binary,
         )
         self._num_warps = 0
+        self._global_loads = 0
         self._products: list[str] = []
 
     def get_current_target(self) -> Any:
@@ -95,7 +97,9 @@ class _HopperWithoutADevice:
     def note_products(self, *, metadata_group: dict[str, str], **others: Any) -> None:
         """A listener to the compiler, whose kernel is loaded next."""
         ptx = next(path for name, path in metadata_group.items() if name.endswith(".ptx"))
-        instructions = re.findall(r"\b(wgmma|mma)\.\S*?m\d+n\d+(k\d+\S*)", Path(ptx).read_text())
+        text = Path(ptx).read_text()
+        self._global_loads = len(re.findall(r"\bld\.global\b", text))
+        instructions = re.findall(r"\b(wgmma|mma)\.\S*?m\d+n\d+(k\d+\S*)", text)
         self._products = sorted({" ".join(parts) for parts in instructions})
 
     def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:
@@ -112,6 +116,7 @@ class _HopperWithoutADevice:
             registers,
             shared_bytes,
             stack_bytes,
+            self._global_loads,
             self._products,
             overwritten_operands(_disassembled(cubin)) if self._products else [],
         )

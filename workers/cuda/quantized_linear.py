@@ -56,9 +56,9 @@ _TILES = (_Tile(16, 4, 4), _Tile(32, 4, 4), _Tile(64, 4, 3), _Tile(128, 8, 3))
 
 @triton.jit
 def _of_columns(
-    row_ptr,
+    row_ptrs_O,
     first,
-    mask_O1,
+    mask_O,
     num_groups,
     GROUP: tl.constexpr,
     BLOCK_O: tl.constexpr,
@@ -66,25 +66,29 @@ def _of_columns(
 ):
     """Load the groups' values for a tile's columns: float32 [BLOCK_O, 1], or [BLOCK_O, BLOCK_D] for several groups."""
     if GROUP >= BLOCK_D:
-        values = tl.load(row_ptr + first // GROUP, mask=mask_O1, other=0).to(tl.float32)
+        # A column of a matrix would be loaded once for each element that a thread multiplies with it.
+        values_O = tl.load(row_ptrs_O + first // GROUP, mask=mask_O, other=0)
+        values = values_O.to(tl.float32)[:, None]
     else:
         NUM_GROUPS: tl.constexpr = BLOCK_D // GROUP
         groups = first // GROUP + tl.arange(0, NUM_GROUPS)[None, :]
-        few = tl.load(row_ptr + groups, mask=mask_O1 & (groups < num_groups), other=0)
+        mask = mask_O[:, None] & (groups < num_groups)
+        few = tl.load(row_ptrs_O[:, None] + groups, mask=mask, other=0)
         repeated = tl.broadcast_to(few.to(tl.float32)[:, :, None], (BLOCK_O, NUM_GROUPS, GROUP))
         values = repeated.reshape(BLOCK_O, BLOCK_D)
     return values
 
 
 @triton.jit
-def _finished(sum_OT, scale_ptr, x_scale_ptr, bias_ptr, rows_O1, tokens_1T, mask_O1, mask_1T):
+def _finished(sum_OT, scale_ptr, x_scale_ptr, bias_ptr, rows_O, tokens_T, mask_O, mask_T):
     """Multiply by the scales that all columns share, and add the bias. Scales and bias may be None."""
     if scale_ptr is not None:
-        sum_OT *= tl.load(scale_ptr + rows_O1, mask=mask_O1, other=0).to(tl.float32)
+        scale_O = tl.load(scale_ptr + rows_O, mask=mask_O, other=0).to(tl.float32)
+        sum_OT *= scale_O[:, None]
     if x_scale_ptr is not None:
-        sum_OT *= tl.load(x_scale_ptr + tokens_1T, mask=mask_1T, other=0)
+        sum_OT *= tl.load(x_scale_ptr + tokens_T, mask=mask_T, other=0)[None, :]
     if bias_ptr is not None:
-        sum_OT += tl.load(bias_ptr + rows_O1, mask=mask_O1, other=0).to(tl.float32)
+        sum_OT += tl.load(bias_ptr + rows_O, mask=mask_O, other=0).to(tl.float32)[:, None]
     return sum_OT
 
 
@@ -148,9 +152,9 @@ def _linear_kernel(
 
     With `ends_ptr`, the matrix has `num_rows` rows for each expert.
     """
-    outputs_O1 = (tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O))[:, None].to(tl.int64)
-    mask_O1 = outputs_O1 < num_rows
-    rows_O1 = outputs_O1
+    outputs_O = (tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)).to(tl.int64)
+    mask_O = outputs_O < num_rows
+    rows_O = outputs_O
     first_token = tl.program_id(1) * BLOCK_T
     end_token = num_tokens
     if ends_ptr is not None:
@@ -159,10 +163,12 @@ def _linear_kernel(
         )
         if expert >= num_experts:
             return
-        rows_O1 += expert.to(tl.int64) * num_rows
-    tokens_1T = (first_token + tl.arange(0, BLOCK_T))[None, :].to(tl.int64)
-    mask_1T = tokens_1T < end_token
-    group_row = rows_O1 * num_groups
+        rows_O += expert.to(tl.int64) * num_rows
+    tokens_T = (first_token + tl.arange(0, BLOCK_T)).to(tl.int64)
+    mask_T = tokens_T < end_token
+    group_rows_O = rows_O * num_groups
+    rows_O1, mask_O1 = rows_O[:, None], mask_O[:, None]
+    tokens_1T, mask_1T = tokens_T[None, :], mask_T[None, :]
     begin, end = 0, num_columns
     if HAS_SPLITS:
         begin = tl.program_id(2) * split_columns
@@ -191,28 +197,32 @@ def _linear_kernel(
                 )
                 if zero_ptr is not None:
                     w_OD -= _of_columns(
-                        zero_ptr + group_row, first, mask_O1, num_groups, GROUP, BLOCK_O, BLOCK_D
+                        zero_ptr + group_rows_O, first, mask_O, num_groups, GROUP, BLOCK_O, BLOCK_D
                     )
                 else:
                     w_OD -= ZERO
             if SCALED == "elements":
                 w_OD = w_OD.to(tl.float32) * _of_columns(
-                    scale_ptr + group_row, first, mask_O1, num_groups, GROUP, BLOCK_O, BLOCK_D
+                    scale_ptr + group_rows_O, first, mask_O, num_groups, GROUP, BLOCK_O, BLOCK_D
                 )
                 if offset_ptr is not None:
                     w_OD += _of_columns(
-                        offset_ptr + group_row, first, mask_O1, num_groups, GROUP, BLOCK_O, BLOCK_D
+                        offset_ptr + group_rows_O,
+                        first,
+                        mask_O,
+                        num_groups,
+                        GROUP,
+                        BLOCK_O,
+                        BLOCK_D,
                     )
             part_OT = tl.dot(w_OD.to(x_DT.dtype), x_DT, input_precision="ieee")
             if SCALED == "groups":
                 group = first // GROUP
-                part_OT *= tl.load(scale_ptr + group_row + group, mask=mask_O1, other=0).to(
-                    tl.float32
-                )
+                scale_O = tl.load(scale_ptr + group_rows_O + group, mask=mask_O, other=0)
+                part_OT *= scale_O.to(tl.float32)[:, None]
                 if x_scale_ptr is not None:
-                    part_OT *= tl.load(
-                        x_scale_ptr + tokens_1T * num_groups + group, mask=mask_1T, other=0
-                    )
+                    x_scale_ptrs_T = x_scale_ptr + tokens_T * num_groups + group
+                    part_OT *= tl.load(x_scale_ptrs_T, mask=mask_T, other=0)[None, :]
             elif BITS or SCALED == "elements" or low_ptr.dtype != x_ptr.dtype:
                 # The converted operand is in registers. Before CUDA 13.3 ptxas may reuse them while the product still
                 # reads them, if the product overlaps with the next one (triton-lang/triton#9433). Using its sum here
@@ -223,20 +233,20 @@ def _linear_kernel(
     mask_OT = mask_O1 & mask_1T
     if HAS_SPLITS:
         out_row = out_ptr + (tl.program_id(2).to(tl.int64) * num_tokens + tokens_1T) * num_rows
-        tl.store(out_row + outputs_O1, total_OT, mask=mask_OT)
+        tl.store(out_row + outputs_O[:, None], total_OT, mask=mask_OT)
     else:
         y_OT = _finished(
             total_OT,
             scale_ptr if SCALED == "rows" else None,
             x_scale_ptr if SCALED == "rows" else None,
             bias_ptr,
-            rows_O1,
-            tokens_1T,
-            mask_O1,
-            mask_1T,
+            rows_O,
+            tokens_T,
+            mask_O,
+            mask_T,
         )
         out_row = out_ptr + tokens_1T * out_stride
-        tl.store(out_row + outputs_O1, y_OT.to(out_ptr.dtype.element_ty), mask=mask_OT)
+        tl.store(out_row + outputs_O[:, None], y_OT.to(out_ptr.dtype.element_ty), mask=mask_OT)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -252,15 +262,17 @@ def _add_splits_kernel(
     num_splits,
     BLOCK_O: tl.constexpr,
 ):
-    rows_O1 = (tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O))[:, None].to(tl.int64)
-    token_11 = tl.program_id(1).to(tl.int64) + tl.zeros((1, 1), tl.int64)
+    rows_O = (tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)).to(tl.int64)
+    token_1 = tl.program_id(1).to(tl.int64) + tl.zeros((1,), tl.int64)
+    token_11 = token_1[:, None]
+    rows_O1 = rows_O[:, None]
     mask_O1 = rows_O1 < num_rows
     total_O1 = tl.zeros((BLOCK_O, 1), tl.float32)
     for split in range(num_splits):
         sums_row = sums_ptr + (split * num_tokens + token_11) * num_rows
         total_O1 += tl.load(sums_row + rows_O1, mask=mask_O1, other=0.0)
     y_O1 = _finished(
-        total_O1, scale_ptr, x_scale_ptr, bias_ptr, rows_O1, token_11, mask_O1, token_11 >= 0
+        total_O1, scale_ptr, x_scale_ptr, bias_ptr, rows_O, token_1, rows_O < num_rows, token_1 >= 0
     )
     out_row = out_ptr + token_11 * out_stride
     tl.store(out_row + rows_O1, y_O1.to(out_ptr.dtype.element_ty), mask=mask_O1)

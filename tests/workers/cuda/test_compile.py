@@ -124,6 +124,12 @@ def test_products_use_the_same_instructions_for_any_number_of_tokens(
     assert products == {("wgmma k16.f32.bf16.bf16",), ("wgmma k32.f32.e4m3.e4m3",)}
 
 
+def test_scales_and_zero_points_are_loaded_once(kernels: list[KernelResources]) -> None:
+    """Not again for every element that a thread multiplies with them, which is 16 to 32 times."""
+    products = [kernel for kernel in kernels if kernel.name == "_linear_kernel"]
+    assert products and not [kernel for kernel in products if kernel.global_loads > 16]
+
+
 def test_no_product_reads_registers_that_are_overwritten(
     kernels: list[KernelResources],
 ) -> None:
