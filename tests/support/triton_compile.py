@@ -30,8 +30,9 @@ _SHARED_BYTES = 232448
 class KernelResources:
     """Resources that a kernel needs on a multiprocessor. `stack_bytes` of a thread are spilled registers.
 
-    `global_loads` are the instructions that load from the device's memory to registers. `products` are the instructions that multiply matrices, by the number of columns that each adds up, and their types;
-    `overwritten` those that read registers which another instruction writes meanwhile.
+    `global_loads` is the number of instructions that load from the device's memory into registers. `products` are the
+    instructions that multiply matrices, by the number of columns that each adds up, and their types; `overwritten`
+    those that read registers which another instruction writes meanwhile.
     """
 
     name: str
