@@ -6,7 +6,6 @@ Shapes: T tokens, D features, G groups of a row, C columns of a group.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -141,23 +140,3 @@ def _round_kernel(
     store_row(
         x_GC, out_ptr, scale_ptr, input_scale, groups_G, columns_GC, num_columns, GROUP, SCALES
     )
-
-
-def multiply_by_library(
-    x_TD: Tensor,
-    x_scale_T1: Tensor | None,
-    weight_DO: Tensor,
-    scale_1O: Tensor,
-    bias_O: Tensor | None,
-    out_TO: Tensor,
-) -> None:
-    """Write the product of float8 rows and a float8 matrix, computed by torch's own kernel."""
-    if x_scale_T1 is None:
-        x_scale_T1 = torch.ones((len(x_TD), 1), device=x_TD.device)
-    multiply = partial(
-        torch._scaled_mm, x_TD, weight_DO, x_scale_T1, scale_1O, bias_O, out_dtype=out_TO.dtype
-    )
-    if out_TO.is_contiguous():
-        multiply(out=out_TO)
-    else:
-        out_TO.copy_(multiply())

@@ -5,8 +5,8 @@ The matrix is the left operand. Its tiles have at least 64 rows, so that few tok
 the columns are split among programs, and another kernel sums the splits. For many tokens, one program sums all splits.
 Where the columns are split, and thus the order of a sum, depends only on the matrix.
 
-If both factors are float8 with one scale per row, torch's library has a faster product for many tokens, which may sum
-in another order.
+If both factors are float8, torch has faster products for many tokens, which may sum in another order
+(`library_products.py`).
 
 Shapes: T tokens, O output and D input features, G groups of a row, S splits of a row. For mixtures of experts: E
 experts, C choices of a token, A choices of all tokens ordered by expert, I input features.
@@ -25,7 +25,8 @@ from torch import Tensor
 
 from ..quantization.matrix import ActivationScheme, QuantizedMatrix
 from .bit_planes import integers_to_floats, load_integers, pack_plane, planes_of
-from .float8 import Float8Rows, Rounding, Rows, multiply_by_library
+from .float8 import Float8Rows, Rounding, Rows
+from .library_products import LibraryProduct, library_product
 
 _SMALLEST_GROUP = 16
 _SMALLEST_FLOAT8_GROUP = 32
@@ -39,9 +40,6 @@ _PROGRAMS = 528
 
 _SHORTEST_SPLIT = 512
 _ADDED_ROWS = 256
-
-_LIBRARY_ALIGNMENT = 16
-"""torch requires that both sizes of a float8 matrix are multiples of this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,15 +323,9 @@ class PackedMatrix:
             _SHORTEST_SPLIT, triton.cdiv(columns, _BLOCK_COLUMNS) * _BLOCK_COLUMNS
         )
         self._num_splits = triton.cdiv(self._num_columns, self._split_columns)
-        self._library_scale_1O: Tensor | None = None
-        if (
-            not is_batch_invariant
-            and self._scaled == "rows"
-            and self.rounding is not None
-            and self._low.dtype == torch.float8_e4m3fn
-            and not any(size % _LIBRARY_ALIGNMENT for size in matrix.shape)
-        ):
-            self._library_scale_1O = self._scale_OG.float().view(1, -1)
+        self._library: LibraryProduct | None = None
+        if not is_batch_invariant and num_experts == 1 and matrix.column_order_D is None:
+            self._library = library_product(self._low, self._scale_OG, self.rounding)
 
     def _pack_values(self, matrix: QuantizedMatrix) -> None:
         values_OD, bits = matrix.values_OD, matrix.bits
@@ -374,16 +366,12 @@ class PackedMatrix:
         if self._order_D is not None:
             x_TD = x_TD[:, self._order_D]
         num_tokens = len(x_TD)
-        scale_1O = self._library_scale_1O
-        # With one scale per row, torch's product can only output bfloat16.
+        # Torch's products output only bfloat16.
         dtypes = {out_TO.dtype, out_TO.dtype if bias_O is None else bias_O.dtype}
-        if (
-            ends_E is None
-            and num_tokens > _TILES[-1].tokens
-            and scale_1O is not None
-            and dtypes == {torch.bfloat16}
-        ):
-            multiply_by_library(x_TD, x_scale_TG, self._low.T, scale_1O, bias_O, out_TO)
+        is_large = num_tokens > _TILES[-1].tokens
+        fits_library = is_large and ends_E is None and dtypes == {torch.bfloat16}
+        if self._library is not None and fits_library:
+            self._library(x, bias_O, out_TO)
             return
         tokens_of_expert = triton.cdiv(num_tokens, self._num_experts)
         tile = next((t for t in _TILES if tokens_of_expert <= t.tokens), _TILES[-1])
