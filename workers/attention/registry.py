@@ -18,6 +18,8 @@ def attention_backend(spec: AttentionSpec, name: BackendName | None = None) -> A
         # The kernels do not support encoders, strides between blocks, distance biases or indexers.
         is_supported = spec.is_causal and not (spec.tensor_elements or spec.has_distance_biases)
         is_supported = is_supported and not spec.index_dim and spec.device.type == "cuda"
+        if is_supported and (backend := _with_library(spec)) is not None:
+            return backend
         name = "triton_paged" if is_supported else "torch_paged"
     if spec.index_dim and name != "torch_paged":
         raise ConfigError(
@@ -25,6 +27,20 @@ def attention_backend(spec: AttentionSpec, name: BackendName | None = None) -> A
             "--max-model-len to the model's index_topk"
         )
     return _backend_class(name)(spec)
+
+
+def _with_library(spec: AttentionSpec) -> AttentionBackend | None:
+    """Return Triton attention that leaves long prompts to torch; None if that is not possible."""
+    from .library_prompts import library_prompts
+
+    library = library_prompts(spec)
+    if library is None:
+        return None
+    try:
+        from .long_prompts import LongPromptAttention
+    except ModuleNotFoundError:
+        return None
+    return LongPromptAttention(spec, library)
 
 
 def _backend_class(name: BackendName) -> type[AttentionBackend]:

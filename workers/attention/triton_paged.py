@@ -325,12 +325,24 @@ class TritonPagedAttention(CapturableAttention):
     ) -> Tensor:
         """Return the attention output [T, H, V] from the cache: the second half of `forward`."""
         out_THV = q_THK.new_empty((*q_THK.shape[:2], self.value_dim))
-        if metadata.prefill_tiles is not None:
-            self._prefill(q_THK, out_THV, kv_cache, metadata, metadata.prefill_tiles, layer)
+        self._attend(q_THK, out_THV, kv_cache, metadata, metadata.prefill_tiles, layer)
+        return out_THV
+
+    def _attend(
+        self,
+        q_THK: Tensor,
+        out_THV: Tensor,
+        kv_cache: Tensor,
+        metadata: TritonPagedMetadata,
+        tiles: WorkList | None,
+        layer: AttentionLayer,
+    ) -> None:
+        """Write the output of the requests in `tiles`, and of those with a single query."""
+        if tiles is not None:
+            self._prefill(q_THK, out_THV, kv_cache, metadata, tiles, layer)
         if metadata.splits:
             splits = metadata.splits[layer.window]
             self._decode(q_THK, out_THV, kv_cache, metadata, splits, layer)
-        return out_THV
 
     def _prefill(
         self,

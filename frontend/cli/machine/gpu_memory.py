@@ -38,4 +38,4 @@ def _memory(library: ctypes.CDLL, index: int) -> int:
         return 0
     if library.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory)):
         return 0
-    return memory.total
+    return int(memory.total)

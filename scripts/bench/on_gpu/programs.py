@@ -19,6 +19,7 @@ ROOT = DIRECTORY.parents[1]
 TESTS = (
     "tests/workers/attention/test_triton_paged.py",
     "tests/workers/attention/test_batch_invariant.py",
+    "tests/workers/attention/test_long_prompts.py",
     "tests/workers/cuda",
     "tests/workers/device",
     "tests/workers/execution/test_no_waiting.py",
