@@ -125,9 +125,9 @@ def test_products_use_the_same_instructions_for_any_number_of_tokens(
 
 
 def test_scales_and_zero_points_are_loaded_once(kernels: list[KernelResources]) -> None:
-    """Not again for every element that a thread multiplies with them, which is 16 to 32 times."""
+    """Not again for every element that a thread multiplies with them, which makes 32 to 96 loads."""
     products = [kernel for kernel in kernels if kernel.name == "_linear_kernel"]
-    assert products and not [kernel for kernel in products if kernel.global_loads > 16]
+    assert products and not [kernel for kernel in products if kernel.global_loads > 24]
 
 
 def test_no_product_reads_registers_that_are_overwritten(
