@@ -55,8 +55,8 @@ def draw_frontier(points: Sequence[Point], objectives: Sequence[Objective]) -> s
     parts += [
         f'<polyline points="{places}" fill="none" stroke="{COLORS[0]}" stroke-width="2"/>',
         f'<text x="{MARGIN + WIDTH / 2}" y="{bottom + 36}" text-anchor="middle">replicas</text>',
-        f'<text x="{MARGIN}" y="{bottom + 60}">upwards: the longest latency as a multiple of its limit; '
-        "line: the frontier; green: meets all</text>",
+        f'<text x="{MARGIN}" y="{bottom + 56}">upwards: the longest latency as a multiple of its limit</text>',
+        f'<text x="{MARGIN}" y="{bottom + 72}">line: the frontier; green: all objectives are met</text>',
         "</svg>",
         "",
     ]
