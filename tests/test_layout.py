@@ -10,7 +10,7 @@ import tarfile
 import tomllib
 import zipfile
 from collections import Counter
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -40,19 +40,33 @@ def package_of(path: Path) -> list[str]:
     return ["engine", *path.relative_to(ROOT).parent.parts]
 
 
-def imports(path: Path) -> Iterator[tuple[int, int, str]]:
-    """Return line, level and absolute name of every import statement, wherever it is."""
-    for node in ast.walk(ast.parse(path.read_text())):
+KNOWN = {module_name(path) for path in MODULES}
+
+
+@cache
+def import_statements(path: Path) -> list[ast.Import | ast.ImportFrom]:
+    """Return every import statement of a file, wherever it is."""
+    nodes = ast.walk(ast.parse(path.read_text()))
+    return [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
+
+
+@cache
+def imports(path: Path) -> list[tuple[int, int, str]]:
+    """Return line, level and absolute name of every imported module."""
+    found = []
+    for node in import_statements(path):
         if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield node.lineno, 0, alias.name
-        elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            yield node.lineno, 0, node.module or ""
-        elif isinstance(node, ast.ImportFrom):
+            found += [(node.lineno, 0, alias.name) for alias in node.names]
+        elif node.level == 0:
+            found.append((node.lineno, 0, node.module or ""))
+        else:
             package = package_of(path)
             base = package[: len(package) - node.level + 1]
-            for alias in node.names:
-                yield node.lineno, node.level, ".".join([*base, node.module or alias.name])
+            found += [
+                (node.lineno, node.level, ".".join([*base, node.module or alias.name]))
+                for alias in node.names
+            ]
+    return found
 
 
 def test_top_level_packages_are_the_expected_ones() -> None:
@@ -206,17 +220,17 @@ def is_in(path: Path, folder: str) -> bool:
     return f"{folder_of(path)}/".startswith(f"{folder}/")
 
 
+@cache
 def imported_modules(path: Path) -> set[str]:
     """Return the modules of this package that a file imports, type-checking imports included."""
-    known = {module_name(p) for p in MODULES}
     names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if not isinstance(node, ast.ImportFrom) or not node.level:
+    for node in import_statements(path):
+        if isinstance(node, ast.Import) or not node.level:
             continue
         package = package_of(path)
         base = [*package[: len(package) - node.level + 1], *(node.module or "").split(".")]
         target = ".".join(filter(None, base))
-        submodules = {f"{target}.{alias.name}" for alias in node.names} & known
+        submodules = {f"{target}.{alias.name}" for alias in node.names} & KNOWN
         names |= submodules or {target}
     return names
 
