@@ -2,6 +2,7 @@
 
 import json
 import random
+from functools import cache
 
 import pytest
 import torch
@@ -95,14 +96,41 @@ NATIVE = [
 """Families that are compared as native programs, too."""
 
 
+class Reference:
+    """A model of transformers, its checkpoint, and its logits."""
+
+    def __init__(self, name, path, differences):
+        self.model = make_reference(name, **differences)
+        self.path = path
+        save_reference(self.model, path)
+        self._logits = {}
+
+    def logits(self, tokens):
+        """Return the logits of all tokens of a text."""
+        key = tuple(tokens)
+        if key not in self._logits:
+            self._logits[key] = expected_logits(self.model, tokens)
+        return self._logits[key]
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory):
+    """The models of transformers by family, each made once, and those that a GGUF file can express."""
+
+    @cache
+    def make(name, differs=False):
+        differences = DIFFERENCES_IN_GGUF[name] if differs else {}
+        return Reference(name, tmp_path_factory.mktemp(name), differences)
+
+    return make
+
+
 @pytest.fixture(scope="module", params=[*CONFIGS, *(f"{name} native" for name in NATIVE)])
-def models(request, tmp_path_factory):
+def models(request, references):
     """Engine's decoder and the model of transformers."""
     name, *native = request.param.split()
-    path = tmp_path_factory.mktemp(name)
-    reference = make_reference(name)
-    save_reference(reference, path)
-    return (load_native_decoder if native else load_decoder)(path), reference
+    reference = references(name)
+    return (load_native_decoder if native else load_decoder)(reference.path), reference
 
 
 @pytest.mark.parametrize("load", [load_decoder, load_native_decoder])
@@ -287,8 +315,8 @@ def test_native_states_do_not_depend_on_the_batch(name, dtype, tmp_path):
     prompts = [prompt(length, length) for length in (60, 33, 47)]
     expected = [Runner(decoders[0]).hidden({0: tokens}) for tokens in prompts]
     rng, runner = random.Random(2), Runner(decoders[1], len(prompts))
-    for cache in runner.kv_caches if name.startswith("gemma4") else []:
-        cache.view(torch.uint8).fill_(255)
+    for kv_cache in runner.kv_caches if name.startswith("gemma4") else []:
+        kv_cache.view(torch.uint8).fill_(255)
     while unfinished := [i for i, p in enumerate(prompts) if runner.computed[i] < len(p)]:
         chosen = rng.sample(unfinished, rng.randint(1, len(unfinished)))
         starts = {i: runner.computed[i] for i in chosen}
@@ -421,13 +449,13 @@ NATIVE_IN_GGUF = [
 
 
 @pytest.mark.parametrize("name", [*IN_GGUF, *DIFFERENCES_IN_GGUF, *NATIVE_IN_GGUF])
-def test_logits_from_a_gguf_file_equal_those_of_transformers(name, tmp_path):
+def test_logits_from_a_gguf_file_equal_those_of_transformers(name, references, tmp_path):
     name, *native = name.split()
-    reference = make_reference(name, **DIFFERENCES_IN_GGUF.get(name, {}))
-    path = write_gguf(tmp_path / "m.gguf", reference)
+    reference = references(name, differs=name in DIFFERENCES_IN_GGUF)
+    path = write_gguf(tmp_path / "m.gguf", reference.model)
     decoder = (load_native_decoder if native else load_decoder)(path)
     tokens = prompt(NUM_TOKENS)
-    assert_same(Runner(decoder).step({0: tokens})[0], expected_logits(reference, tokens))
+    assert_same(Runner(decoder).step({0: tokens})[0], reference.logits(tokens))
 
 
 def test_native_logits_from_a_quantized_gguf_file_with_latent_attention_are_close(tmp_path):
@@ -442,22 +470,6 @@ def test_native_logits_from_a_quantized_gguf_file_with_latent_attention_are_clos
         for load in (load_native_decoder, load_decoder)
     )
     assert torch.linalg.norm(logits - expected) < 0.05 * torch.linalg.norm(expected)
-
-
-def test_logits_of_one_prefill_equal_those_of_transformers(models):
-    decoder, reference = models
-    tokens = prompt(NUM_TOKENS)
-    assert_same(Runner(decoder).step({0: tokens})[0], expected_logits(reference, tokens))
-
-
-def test_logits_of_a_chunked_prefill_equal_those_of_transformers(models):
-    decoder, reference = models
-    tokens = prompt(NUM_TOKENS)
-    rng, runner, parts = random.Random(0), Runner(decoder), []
-    while sum(map(len, parts)) < NUM_TOKENS:
-        start = sum(map(len, parts))
-        parts.append(runner.step({0: tokens[start : start + rng.randint(1, 20)]})[0])
-    assert_same(torch.cat(parts), expected_logits(reference, tokens))
 
 
 def test_logits_of_mixed_batches_equal_those_of_transformers(models):
@@ -478,7 +490,7 @@ def test_logits_of_mixed_batches_equal_those_of_transformers(models):
     # The frequencies of LongRoPE depend on the length in transformers: only the longest compare.
     for i, length in enumerate(lengths):
         if length > 32:
-            assert_same(torch.cat(logits[i]), expected_logits(reference, prompts[i]))
+            assert_same(torch.cat(logits[i]), reference.logits(prompts[i]))
 
 
 def test_greedy_text_and_its_logits_equal_those_of_transformers(models):
@@ -489,6 +501,6 @@ def test_greedy_text_and_its_logits_equal_those_of_transformers(models):
     for _ in range(40):
         tokens.append(int(logits[-1][-1].argmax()))
         logits.append(runner.step({0: tokens[-1:]})[0])
-    expected = expected_logits(reference, tokens)
+    expected = reference.logits(tokens)
     assert_same(torch.cat(logits), expected)
     assert tokens[40:] == expected[39:-1].argmax(-1).tolist()
