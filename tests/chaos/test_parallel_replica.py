@@ -63,7 +63,6 @@ def undisturbed(request: pytest.FixtureRequest, server: Server, replicas) -> lis
     ("server", "title", "harm", "cause"),
     [
         ("-tp", "worker 0", psutil.Process.kill, "worker 0 was killed by SIGKILL"),
-        ("-pp", "worker 1", psutil.Process.kill, "worker 1 was killed by SIGKILL"),
         ("-tp", "worker 1", psutil.Process.suspend, "worker 1 sent no heartbeat"),
         ("-pp", "worker 1", fail, "worker 1: RuntimeError: a test asked for this failure"),
     ],

@@ -18,7 +18,7 @@ import torch
 import transformers
 from engine import LLM, SamplingParams
 from support.server import Server, assert_nothing_is_held
-from support.tiny_checkpoints import RECURRENT, SHARED_KEYS, layers_directory
+from support.tiny_checkpoints import layers_directory
 
 TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
 FLAGS = (
@@ -28,7 +28,7 @@ FLAGS = (
 )
 
 
-@pytest.fixture(scope="module", params=[*RECURRENT, *SHARED_KEYS])
+@pytest.fixture(scope="module", params=["delta net", "mamba", "gemma 3n"])
 def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Server, transformers.PreTrainedModel]]:

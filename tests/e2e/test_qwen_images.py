@@ -147,9 +147,8 @@ def test_gguf_models_read_images_with_the_mmproj_file_beside_them(
     [
         ("qwen2_vl", ()),
         ("qwen2_5_vl", ("--cpu-backend", "torch", "-tp", "2")),
-        ("qwen3_vl_moe", ()),
         ("qwen3_5", ("-tp", "2")),
-        ("glm4v", ("-tp", "2")),
+        ("glm4v", ()),
     ],
 )
 def test_answers_equal_those_of_transformers(
@@ -162,17 +161,14 @@ def test_answers_equal_those_of_transformers(
         assert_nothing_is_held(server)
 
 
-# The second stage reads outputs of the tower as well, which are added after its first layer.
-@pytest.mark.parametrize("flags", [("-pp", "2"), ("--cpu-backend", "torch", "-tp", "2")])
-def test_images_are_read_under_memory_pressure_and_crashes(
-    qwen3: Model, flags: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_images_are_read_under_memory_pressure_and_crashes(qwen3: Model, tmp_path: Path) -> None:
     small = ("--max-num-batched-tokens", "40", "--max-num-seqs", "4", "--max-model-len", "256")
     # Two long prompts do not fit into the KV cache at once.
     memory = ("--num-gpu-blocks-override", "17", "--encoder-cache-size", "120")
     with Server(
-        str(qwen3.path), *FLAGS, *small, *memory, "--dump-dir", str(tmp_path), *flags
+        str(qwen3.path), *FLAGS, *small, *memory, "--dump-dir", str(tmp_path), "-pp", "2"
     ) as server:
+        # The second stage reads outputs of the tower as well, which are added after its first layer.
         for _ in range(5):
             qwen3.check_all(server, [0, 1, 2, 3, 4, 5, 0, 1])
             # On a slow machine, the requests may arrive one after another.

@@ -273,12 +273,12 @@ SAMPLING: Final[dict[str, MakeBody]] = {
         prompt="Hi " * 300, echo=True, logprobs=20_000
     ),
     "100,000 stop strings": lambda: completion(stop=[f"s{number}" for number in range(100_000)]),
-    "a stop string of 400,000 letters": lambda: completion(stop="a" * 400_000, max_tokens=400),
+    "a stop string of 400,000 letters": lambda: completion(stop="a" * 400_000, max_tokens=100),
     "a stop string that nearly matches": lambda: completion(
-        stop=["a" * 200_000 + "b"] * 2, max_tokens=400
+        stop=["a" * 200_000 + "b"] * 2, max_tokens=100
     ),
     "4 stop strings of 100,000 letters in a stream": lambda: completion(
-        stop=[letter * 100_000 for letter in "abcd"], max_tokens=400, stream=True
+        stop=[letter * 100_000 for letter in "abcd"], max_tokens=100, stream=True
     ),
     "100,000 bad words": lambda: completion(bad_words=[f"w{number}" for number in range(100_000)]),
     "a bad word of 400,000 letters": lambda: completion(bad_words=["a" * 400_000]),

@@ -178,20 +178,6 @@ SHARED_KEYS = {
             "laurel_rank": 6,
         },
     ),
-    "gemma 4": (
-        "Gemma4TextConfig",
-        "Gemma4ForCausalLM",
-        {
-            "num_hidden_layers": 6,
-            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
-            "global_head_dim": 32,
-            "sliding_window": 24,
-            "num_kv_shared_layers": 2,
-            "use_double_wide_mlp": True,
-            "hidden_size_per_layer_input": 8,
-            "vocab_size_per_layer_input": 1000,
-        },
-    ),
 }
 """Models whose last layers read the keys of others, and whose layers have inputs of their own."""
 

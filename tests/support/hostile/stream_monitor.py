@@ -16,8 +16,8 @@ import time
 from typing import Final
 
 NUM_STREAMS: Final = 3
-MAX_TOKENS: Final = 400
-TIMER_S: Final = 0.005
+MAX_TOKENS: Final = 100
+TIMER_S: Final = 0.02
 NEXT_EVENT_S: Final = 30.0
 
 

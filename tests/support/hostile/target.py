@@ -34,7 +34,7 @@ SERVER_ARGS: Final = [
     "--device",
     "null",
     "--null-step-ms",
-    "5",
+    "20",
     "--max-model-len",
     "512",
     "-np",

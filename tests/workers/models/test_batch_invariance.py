@@ -9,7 +9,7 @@ from support.decoders import Runner, load_decoder
 
 pytestmark = pytest.mark.slow
 
-NUM_TOKENS = 90
+NUM_TOKENS = 40
 
 
 @pytest.fixture(scope="module")
