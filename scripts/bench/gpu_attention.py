@@ -206,7 +206,7 @@ class Layer:
         """Return the bytes that must be moved: keys and values once, queries and results once."""
         keys = 2 * self.case.requests * self.case.keys * self.shape.num_kv_heads
         cache = keys * self.shape.head_dim * self.kv_cache.element_size()
-        return cache + 2 * self.q_THK.numel() * self.q_THK.element_size()
+        return float(cache + 2 * self.q_THK.numel() * self.q_THK.element_size())
 
 
 def milliseconds(function: Callable[[], object]) -> float:

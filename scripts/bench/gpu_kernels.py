@@ -90,7 +90,7 @@ def seconds(run: Callable[[], object]) -> float:
         after.record()
         after.synchronize()
         times.append(before.elapsed_time(after) / 1e3)
-    return statistics.median(times)
+    return float(statistics.median(times))
 
 
 def measured_roofline() -> tuple[float, float]:

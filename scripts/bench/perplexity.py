@@ -241,7 +241,8 @@ def log_probabilities(decoder: Any, ids: Tensor) -> Tensor:
         [torch.zeros(shape, dtype=attention.dtype) for _ in decoder.spec.layers],
         [attention.build(batch, window) for window in decoder.spec.windows_by_group],
     )
-    return decoder.compute_logits(hidden[:-1]).log_softmax(-1)
+    logits: Tensor = decoder.compute_logits(hidden[:-1])
+    return logits.log_softmax(-1)
 
 
 def decoders(path: Path, form: Format, threads: int) -> tuple[Decoder, NativeDecoder]:

@@ -142,7 +142,7 @@ def served_ms(model: str, streams: int, context: int) -> float:
     point = Point(context // 2, context, streams, streams)
     with run(engine_contender(Path(model)), Path("/dev/null")) as running:
         figures = [running.measure(point, seed)["itl_ms_p50"] for seed in range(3)]
-    return statistics.median(figures)
+    return float(statistics.median(figures))
 
 
 def main() -> None:

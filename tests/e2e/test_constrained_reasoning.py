@@ -120,11 +120,19 @@ def ask_in_a_stream(
     return pieces
 
 
-@pytest.mark.parametrize("prompt", [QUESTION, OPENED], ids=["not_opened", "opened"])
-@pytest.mark.parametrize("features", SAMPLING_FEATURES.values(), ids=SAMPLING_FEATURES.keys())
+@pytest.mark.parametrize(
+    ("name", "prompt"),
+    [
+        *((name, OPENED) for name in SAMPLING_FEATURES),
+        ("schema", QUESTION),
+        ("required", QUESTION),
+    ],
+    ids=lambda value: {OPENED: "opened", QUESTION: "not_opened"}.get(value, value),
+)
 def test_only_the_answer_after_the_reasoning_is_constrained(
-    thinking: Server, undrafted: Server, features: dict[str, Any], prompt: str
+    thinking: Server, undrafted: Server, name: str, prompt: str
 ) -> None:
+    features = SAMPLING_FEATURES[name]
     choices, usage = ask(thinking, prompt, **features)
     for choice in choices:
         message = choice["message"]

@@ -34,7 +34,6 @@ from on_gpu.limits import synchronize
 from on_gpu.reporting import Skipped
 from on_gpu.shapes import Shape
 from on_gpu.trace import Span, summary
-from torch.autograd import DeviceType
 
 BLOCK_SIZE = 16
 STEPS_IN_FLIGHT = 2
@@ -190,7 +189,7 @@ class Stepping:
             # All kernels of a graph have the correlation id of the call that replayed it.
             Span(event.name, event.time_range.start, event.time_range.end, event.id)
             for event in profiler.events()
-            if event.device_type == DeviceType.CUDA
+            if event.device_type.name == "CUDA"
         )
         return summary(spans, steps)
 

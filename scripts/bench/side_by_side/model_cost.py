@@ -47,7 +47,7 @@ class ModelCost:
         def used(name: str, amount: int) -> int:
             if ".experts." not in name:
                 return amount
-            return amount * config["num_experts_per_tok"] // num_experts
+            return int(amount * config["num_experts_per_tok"] // num_experts)
 
         # Layers with a recurrent state have no keys.
         kinds = config.get("layer_types") or ["attention"] * config["num_hidden_layers"]

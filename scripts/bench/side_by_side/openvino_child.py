@@ -37,7 +37,7 @@ class Pipeline:
         rng = np.random.default_rng(point["seed"])
 
         def ids(count: int) -> list[int]:
-            return rng.integers(1000, 40_000, count).tolist()
+            return list(map(int, rng.integers(1000, 40_000, count)))
 
         head = ids(point["shared"])
         prompts = [head + ids(point["prompt"]) for _ in range(point["requests"])]
