@@ -17,8 +17,10 @@ from support.triton_interpreter import interpret_without_gpu
 # Triton looks once, and much of torch loads it.
 interpret_without_gpu()
 
-# `--hypothesis-profile=fast`, as in `scripts/test --fast`, tries a tenth of the examples.
-settings.register_profile("full", deadline=None)
+# `--hypothesis-profile=fast`, as in `scripts/test --fast`, tries a tenth of the examples of
+# `--hypothesis-profile=nightly`, and the default half of them.
+settings.register_profile("nightly", deadline=None)
+settings.register_profile("full", deadline=None, max_examples=50)
 settings.register_profile("fast", deadline=None, max_examples=10)
 settings.load_profile("full")
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 from engine.protocol.config import SchedulingPolicy
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from support.client_view import Key
+from support.examples import examples
 from support.scheduler_harness import Harness
 
 pytestmark = pytest.mark.slow
@@ -38,7 +39,7 @@ def add_crowd(harness: Harness, tenant: str, count: int) -> list[Key]:
 weights = st.sampled_from((0.5, 1.0, 2.0, 4.0))
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     past=st.lists(
         st.tuples(st.sampled_from("ab"), st.integers(1, 30), st.integers(1, 40)), max_size=4
@@ -68,7 +69,7 @@ def test_2_2_for_any_traffic_tokens_used_without_competition_do_not_count(
     harness.drain()
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(used=st.integers(10, 80), weight=weights, num_before=st.integers(0, 10))
 def test_2_2_for_any_traffic_tokens_used_in_competition_count(used, weight, num_before):
     """The others get as much, by their weights, before the tenant has its next turn."""
@@ -90,7 +91,7 @@ def test_2_2_for_any_traffic_tokens_used_in_competition_count(used, weight, num_
     harness.drain()
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @example(prompts=[1, 7, 15, 15, 16, 15], most=4, budget=60, block_size=8, is_caching=True)
 @given(
     prompts=st.lists(st.integers(1, 90), min_size=1, max_size=8),

@@ -22,7 +22,7 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
-from support.examples import examples
+from support.examples import examples, share
 from support.model_connector import (
     ChanceEncoderCache,
     chance_connector,
@@ -214,14 +214,14 @@ TestSchedulerMachine.settings = examples(
 @pytest.mark.slow
 @pytest.mark.parametrize("first_seed", range(0, 240, 48))
 def test_invariants_i1_i2_i4_i5_hold_in_random_traffic(first_seed):
-    """Run five thousand steps with different seeds and limits.
+    """Run thousands of steps with different seeds and limits.
 
     The harness counts references after every step (I1) and looks for free blocks at the end, where it compares each
     output with that of the request alone (I4); the model worker detects a block with two writers (I2), and its state is
     compared with the scheduler's (I5).
     """
     num_steps, seed = 0, first_seed
-    while num_steps < 5_000:
+    while num_steps < share(5_000):
         num_steps += run_traffic(seed, 300)
         seed += 1000
 

@@ -141,16 +141,31 @@ def test_layers_with_special_parameters_agree_with_plain_attention(name):
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("name", ["torch_paged", "triton_paged", "triton_batch_invariant"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("torch_paged", torch.float32),
+        ("torch_paged", torch.float16),
+        ("triton_paged", torch.float16),
+        ("triton_batch_invariant", torch.float32),
+    ],
+    ids=str,
+)
 def test_cross_attention_agrees_with_plain_attention(name, dtype):
     device = DEVICE if name != "torch_paged" else torch.device("cpu")
     out, expected = attend_to_sources(name, dtype=dtype, device=device)
     torch.testing.assert_close(out, expected, atol=TOLERANCE[dtype], rtol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize(("heads", "rank", "rotated"), [(16, 64, 16), (5, 24, 8), (80, 32, 16)])
+@pytest.mark.parametrize(
+    ("heads", "rank", "rotated", "dtype"),
+    [
+        (16, 64, 16, torch.float32),
+        (5, 24, 8, torch.float16),
+        (80, 32, 16, torch.float16),
+    ],
+    ids=str,
+)
 def test_latent_attention_agrees_with_plain_attention(heads, rank, rotated, dtype):
     """Values are the first elements of keys. The heads are those of one program, or of several."""
     assert_agrees(

@@ -13,9 +13,9 @@ from tempfile import TemporaryDirectory
 import pytest
 from engine.workers.kv_transfer.disk.block_store import BlockStore
 from engine.workers.kv_transfer.disk.directory import SharedDirectory
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from support.examples import examples
 
 BLOCK_BYTES = 200
 LIMIT = 80_000
@@ -149,7 +149,7 @@ class Crashes(RuleBasedStateMachine):
             self.directory.cleanup()
 
 
-Crashes.TestCase.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+Crashes.TestCase.settings = examples(40, stateful_step_count=25)
 TestCrashes = Crashes.TestCase
 
 
