@@ -9,15 +9,15 @@ from support.server import Server, default_model
 MODEL_NAME = "smollm2"
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def server() -> Iterator[Server]:
-    """A server of the default model, shared by tests that leave it unchanged."""
+    """A server of the default model, which tests of this folder share and leave unchanged."""
     with Server(default_model(), "--served-model-name", MODEL_NAME, "--max-model-len", "2048") as s:
         yield s
         assert s.stop() == 0, s.log
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def client(server: Server) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=server.url + "/v1", api_key="unused", max_retries=0) as c:
         yield c

@@ -19,11 +19,12 @@ STOP_TIMEOUT_S = 40.0
 
 
 def wait_until(condition: Any, timeout_s: float = 60.0, what: str = "the condition") -> None:
-    """Poll `condition` until it is true; fail with `what` after `timeout_s`."""
-    deadline = time.monotonic() + timeout_s
+    """Poll `condition` until it is true, less often if it takes long; fail with `what` after `timeout_s`."""
+    began = time.monotonic()
     while not condition():
-        assert time.monotonic() < deadline, f"{what} did not come true in {timeout_s} s"
-        time.sleep(0.02)
+        waited_s = time.monotonic() - began
+        assert waited_s < timeout_s, f"{what} did not come true in {timeout_s} s"
+        time.sleep(min(0.02 + waited_s / 10, 0.1))
 
 
 def has_ended(process: psutil.Process) -> bool:

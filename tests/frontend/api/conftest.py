@@ -7,9 +7,9 @@ import pytest
 from support.frontend_process import FrontendProcess, sound_frontend
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def frontend() -> Iterator[FrontendProcess]:
-    """A frontend that the tests of a file share, because they leave it unchanged."""
+    """A frontend that tests share, because they leave it unchanged."""
     with sound_frontend(step_s=0.0005) as process:
         yield process
 
