@@ -88,13 +88,13 @@ def test_drain_finishes_streams_and_leaves_no_process_or_file(tmp_path: Path) ->
 
 
 def test_interrupt_of_an_idle_server_exits_0(tmp_path: Path) -> None:
-    with start(tmp_path) as server:
+    with start(tmp_path, "--device", "null") as server:
         assert server.stop(signal.SIGINT) == 0, server.log
     assert list(tmp_path.rglob("*")) == []
 
 
 def test_second_signal_does_not_wait_for_streams(tmp_path: Path) -> None:
-    with start(tmp_path) as server:
+    with start(tmp_path, "--device", "null", "--null-step-ms", "20") as server:
         connection, response = open_stream(server, max_tokens=8000)
         server.process.send_signal(signal.SIGTERM)
         wait_until(lambda: server.get("/readyz")[0] != 200, what="draining")
