@@ -55,17 +55,11 @@ def chain(levels: int, key: str) -> Json:
     return {"$defs": definitions, "$ref": "#/$defs/d0"}
 
 
-def rule_chain(levels: int) -> str:
-    rules = [f"r{level} ::= r{level + 1}" for level in range(levels)]
-    return "\n".join(["root ::= r0", *rules, f'r{levels} ::= "a"'])
-
-
 def nested_text(opening: str, inner: str, closing: str, levels: int) -> bytes:
     return (opening * levels + inner + closing * levels).encode()
 
 
 GRAMMARS: Final[dict[str, MakeBody]] = {
-    "a chain of 20,000 rules": lambda: completion(grammar=rule_chain(20_000)),
     "5,000 parentheses": lambda: completion(grammar="root ::= " + "(" * 5000 + '"a"' + ")" * 5000),
     "left recursion": lambda: completion(grammar='root ::= root root root | "a" | ""'),
     "rules without an end": lambda: completion(grammar="root ::= a\na ::= b\nb ::= a"),
@@ -81,9 +75,6 @@ GRAMMARS: Final[dict[str, MakeBody]] = {
     "regex of stars": lambda: completion(regex="(a*)*" * 2000 + "b"),
     "regex with a lookahead": lambda: completion(regex=r"(?=.*a)(?!b)\1"),
     "regex of 300,000 letters": lambda: completion(regex="a" * 300_000),
-    "50,000 choices": lambda: completion(
-        structured_outputs={"choice": [f"choice {number}" for number in range(50_000)]}
-    ),
     "a choice of 400,000 letters": lambda: completion(
         structured_outputs={"choice": ["a" * 400_000, "b"]}
     ),
@@ -258,9 +249,6 @@ TOOLS: Final[dict[str, MakeBody]] = {
 SAMPLING: Final[dict[str, MakeBody]] = {
     "log-probabilities of the whole prompt": lambda: completion(
         prompt=[5] * 400, prompt_logprobs=-1
-    ),
-    "10,000 log-probabilities of the prompt": lambda: completion(
-        prompt=[5] * 100, prompt_logprobs=10_000
     ),
     "all log-probabilities of 20 tokens": lambda: completion(logprobs=49_152, max_tokens=20),
     "all log-probabilities of a chat": lambda: chat(
