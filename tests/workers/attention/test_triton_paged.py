@@ -159,11 +159,7 @@ def test_cross_attention_agrees_with_plain_attention(name, dtype):
 
 @pytest.mark.parametrize(
     ("heads", "rank", "rotated", "dtype"),
-    [
-        (16, 64, 16, torch.float32),
-        (5, 24, 8, torch.float16),
-        (80, 32, 16, torch.float16),
-    ],
+    [(16, 64, 16, torch.float32), (5, 24, 8, torch.float16), (80, 32, 16, torch.float16)],
     ids=str,
 )
 def test_latent_attention_agrees_with_plain_attention(heads, rank, rotated, dtype):

@@ -100,29 +100,23 @@ class Reference:
     """A model of transformers, its checkpoint, and its logits."""
 
     def __init__(self, name, path, differences):
-        self.model = make_reference(name, **differences)
-        self.path = path
+        self.model, self.path = make_reference(name, **differences), path
         save_reference(self.model, path)
-        self._logits = {}
+        self._logits = cache(lambda tokens: expected_logits(self.model, tokens))
 
     def logits(self, tokens):
-        """Return the logits of all tokens of a text."""
-        key = tuple(tokens)
-        if key not in self._logits:
-            self._logits[key] = expected_logits(self.model, tokens)
-        return self._logits[key]
+        return self._logits(tuple(tokens))
 
 
 @pytest.fixture(scope="module")
 def references(tmp_path_factory):
     """The models of transformers by family, each made once, and those that a GGUF file can express."""
 
-    @cache
     def make(name, differs=False):
-        differences = DIFFERENCES_IN_GGUF[name] if differs else {}
-        return Reference(name, tmp_path_factory.mktemp(name), differences)
+        path = tmp_path_factory.mktemp(name)
+        return Reference(name, path, DIFFERENCES_IN_GGUF[name] if differs else {})
 
-    return make
+    return cache(make)
 
 
 @pytest.fixture(scope="module", params=[*CONFIGS, *(f"{name} native" for name in NATIVE)])
