@@ -24,6 +24,7 @@ FOREIGN_FLAGS = {
     "--model-file", "--contenders", "--points", "--rounds", "--table", "--steps",
     "--vllm-python", "--url", "--key", "--max-num-seqs", "--memory", "--input", "--dimensions",
     "--prompt-name", "--format", "--overlap", "--detach", "--seconds", "--tokens", "--dry",
+    "--clients", "--compute-types", "--dtypes", "--hypothesis-profile",
 }  # fmt: skip
 
 

@@ -12,9 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# The name since torch 2.13, which warns of the former one.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
 
 class TensorParallel:
     """The position of one rank in its tensor-parallel group; by default it is alone.
@@ -63,5 +60,7 @@ class TensorParallel:
     def _gather(self, x: Tensor) -> Tensor:
         x = x.contiguous()
         gathered = torch.empty((self.size, *x.shape), dtype=x.dtype, device=x.device)
-        _all_gather(gathered.view(-1), x.view(-1), group=self.group)
+        # The name since torch 2.13, which warns of the former one.
+        all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        all_gather(gathered.view(-1), x.view(-1), group=self.group)
         return gathered
