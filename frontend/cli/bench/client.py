@@ -31,6 +31,7 @@ class _Delta(msgspec.Struct):
 class _Choice(msgspec.Struct):
     text: str | None = None
     delta: _Delta | None = None
+    finish_reason: str | None = None
 
 
 class _PromptTokensDetails(msgspec.Struct):
@@ -59,7 +60,7 @@ class Answer:
     Attributes:
         start: When the request was sent.
         end: When the answer ended.
-        chunk_times: When each piece of text arrived.
+        chunk_times: When each piece of text arrived; when the answer ended if it has no text.
         output_tokens: Generated tokens; the number of pieces if the server does not report them.
         prompt_tokens: Tokens of the prompt; 0 if the server does not report them.
         cached_tokens: Prompt tokens that the server found in a prefix cache.
@@ -89,7 +90,8 @@ class Answer:
             delta = choice.delta
             thought = (delta.reasoning_content or delta.reasoning or "") if delta else ""
             text = choice.text or (delta.content if delta else None) or ""
-            if text or thought:
+            # Tokens may have no text. An answer of only such tokens arrives when it ends.
+            if text or thought or (choice.finish_reason and not self.chunk_times):
                 self.chunk_times.append(time.perf_counter())
                 self.text += text
         if (usage := event.usage) is not None:
@@ -173,7 +175,7 @@ async def ask(client: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> 
         answer.error = repr(error)
     answer.end = time.perf_counter()
     if answer.error is None and not answer.chunk_times:
-        answer.error = "the server sent no text"
+        answer.error = "the server sent no answer"
     answer.output_tokens = answer.output_tokens or len(answer.chunk_times)
     return answer
 

@@ -191,7 +191,9 @@ def measure_load(
     command += ["--random-input-len", str(prompt), "--random-output-len", str(output)]
     command += ["--random-vocab-size", str(vocab_size)]
     said = subprocess.run([*COMMAND, *command], stdout=subprocess.PIPE, text=True, check=True)
-    (found,) = json.loads(said.stdout)
+    found = json.loads(said.stdout)
+    if num_failed := found.pop("failed"):
+        raise RuntimeError(f"{num_failed} of {2 * clients} requests failed")
     return {key: value for key, value in found.items() if isinstance(value, (int, float))}
 
 
