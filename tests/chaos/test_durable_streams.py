@@ -6,15 +6,14 @@ import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from support.durable_engine import DurableEngine
 from support.program import has_ended, wait_until
 from support.returning_streams import ReturningStream, ReturningStreams
-from support.server import Server, Upgrade, assert_nothing_is_held, default_model
+from support.server import Server, assert_nothing_is_held, default_model
 
 ARGS = ("--device", "null", "--null-step-ms", "20", "--max-model-len", "2048")
 
@@ -49,58 +48,12 @@ LONG = bodies(6, max_tokens=800, seed=5)
 """Streams that take 16 seconds, longer than the start of a server on most machines."""
 
 
-class Engine:
-    """A server that can be killed with all its processes, and started again on the same store."""
-
-    def __init__(self, path: Path, run: str) -> None:
-        self._path = path
-        self._env = {"XDG_RUNTIME_DIR": run}
-        self._is_up = True
-        self.server = self._start()
-        self._url = self.server.url
-
-    def _start(self) -> Server:
-        store = ("--store", str(self._path), "--api-server-count", "2")
-        return Server(default_model(), *ARGS, *store, env=self._env)
-
-    @contextmanager
-    def upgrade(self) -> Iterator[Server]:
-        """Start a server that takes the place of this one, which is yielded. The caller waits until it is ready."""
-        with self.server as old:
-            self.server = Upgrade(env=self._env)
-            self.server.wait_for("model ")
-            yield old
-
-    def find_url(self) -> str:
-        if self._is_up:
-            # A server that takes the place of another one has the same address.
-            self._url = self.server.url if "ready at" in self.server.log else self._url
-        return self._url if self._is_up else ""
-
-    def kill_all(self) -> None:
-        """Kill every process at once, and start another server."""
-        self._is_up = False
-        for victim in [*self.server.find_children(), psutil.Process(self.server.process.pid)]:
-            victim.kill()
-        self.server.process.wait()
-        with self.server:
-            pass
-        self.server = self._start()
-        self._is_up = True
-
-    def kill(self, title: str) -> None:
-        """Kill one process, and wait until another one has taken its place."""
-        victim = self.server.child(title)
-        victim.kill()
-        wait_until(lambda: has_ended(victim), what=f"{title} is gone")
-        wait_until(lambda: self.server.child(title).pid != victim.pid, what="there is another one")
-
-
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DurableEngine]:
     # The path of a socket must be short. A directory of its own hides servers of other tests.
     with tempfile.TemporaryDirectory(prefix="run-", dir="/tmp") as run:
-        engine = Engine(tmp_path_factory.mktemp("store") / "store.db", run)
+        path = tmp_path_factory.mktemp("store") / "store.db"
+        engine = DurableEngine(path, run, default_model(), *ARGS)
         try:
             yield engine
         finally:
@@ -109,21 +62,21 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     assert "Traceback" not in server.log, server.log
 
 
-def kill_frontend(engine: Engine) -> None:
+def kill_frontend(engine: DurableEngine) -> None:
     engine.kill("frontend 0")
 
 
-def kill_both_frontends(engine: Engine) -> None:
+def kill_both_frontends(engine: DurableEngine) -> None:
     victims = [engine.server.child(f"frontend {index}") for index in range(2)]
     for victim in victims:
         victim.kill()
 
 
-def kill_store(engine: Engine) -> None:
+def kill_store(engine: DurableEngine) -> None:
     engine.kill("store")
 
 
-def kill_core_and_frontend(engine: Engine) -> None:
+def kill_core_and_frontend(engine: DurableEngine) -> None:
     engine.server.child("core 0").kill()
     engine.kill("frontend 1")
 
@@ -136,12 +89,13 @@ def kill_core_and_frontend(engine: Engine) -> None:
         kill_store,
         kill_core_and_frontend,
         kill_both_frontends,
-        Engine.kill_all,
+        DurableEngine.kill_all,
+        DurableEngine.kill_supervisor,
     ],
     ids=lambda disturb: disturb.__name__,
 )
 def test_streams_of_returning_clients_are_complete(
-    engine: Engine, disturb: Callable[[Engine], None]
+    engine: DurableEngine, disturb: Callable[[DurableEngine], None]
 ) -> None:
     requests = bodies(12)
     name = f"{disturb.__name__} {time.time()}"
@@ -167,7 +121,7 @@ def test_streams_of_returning_clients_are_complete(
 
 @pytest.mark.timeout(240)
 def test_no_stream_is_lost_while_servers_that_share_a_store_follow_each_other(
-    engine: Engine,
+    engine: DurableEngine,
 ) -> None:
     with engine.upgrade() as old:
         streams = ReturningStreams(engine.find_url, LONG, f"1 {time.time()}")

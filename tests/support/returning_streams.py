@@ -28,7 +28,7 @@ class ReturningStream:
     body: dict[str, Any]
     key: str
     texts: dict[int, str] = field(default_factory=dict)
-    logprobs: list[Any] = field(default_factory=list)
+    logprobs: dict[int, list[Any]] = field(default_factory=dict)
     ends: dict[int, tuple[str, Any]] = field(default_factory=dict)
     usage: Any = None
     ids: set[str] = field(default_factory=set)
@@ -96,8 +96,12 @@ class ReturningStream:
             index = choice["index"]
             self.texts[index] = self.texts.get(index, "") + choice["text"]
             if choice["logprobs"] is not None:
-                self.logprobs += zip(
-                    choice["logprobs"]["tokens"], choice["logprobs"]["top_logprobs"], strict=True
+                self.logprobs.setdefault(index, []).extend(
+                    zip(
+                        choice["logprobs"]["tokens"],
+                        choice["logprobs"]["top_logprobs"],
+                        strict=True,
+                    )
                 )
             if choice["finish_reason"] is not None:
                 if index in self.ends:
