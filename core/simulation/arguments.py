@@ -28,7 +28,7 @@ TRACE_HELP = f"JSON lines, or a dump of the event log (*{SUFFIX})"
 
 
 class Inputs(NamedTuple):
-    """What is simulated.
+    """The inputs of a simulation.
 
     Attributes:
         trace: The requests, sorted by arrival.

@@ -1,4 +1,4 @@
-"""What the clients of a simulation see: when each request got its tokens."""
+"""Records when the clients of a simulation receive their tokens, and computes their latencies."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ MEMORY_FACTOR: Final = 1.5
 
 
 class Overlap(enum.StrEnum):
-    """Whether both servers run at the same time."""
+    """The values of `--overlap`: run both servers at the same time, or one after the other."""
 
     AUTO = "auto"
     ON = "on"

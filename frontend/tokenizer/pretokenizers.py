@@ -49,9 +49,9 @@ class PreTokenizer:
     ignore_merges: bool = False
     """True if a word that is in the vocabulary is always one token, regardless of the merges."""
     add_bos: bool = False
-    """Whether prompts begin with the BOS token, if the file does not contain this setting."""
+    """True if prompts begin with the BOS token when the file does not contain this setting."""
     nfc: bool = False
-    """Whether text is converted to Unicode normal form C before it is split."""
+    """True if text is converted to Unicode normal form C before it is split."""
 
 
 _DIGITS_THEN_GPT2 = PreTokenizer((r"\p{N}", _GPT2))

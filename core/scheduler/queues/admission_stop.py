@@ -32,4 +32,4 @@ class AdmissionStop(enum.StrEnum):
     DELAY = enum.auto()
     """Admission is delayed so that several prompts are computed together."""
     PARTIAL_PREFILLS = enum.auto()
-    """As many prompts as allowed are being computed in chunks."""
+    """The maximum number of prompts is already being computed in chunks."""

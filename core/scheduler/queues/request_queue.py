@@ -24,7 +24,7 @@ class WaitReason(enum.IntEnum):
     """The reason why a request is set aside, so that later requests may be admitted before it."""
 
     LONG_PREFILLS = 0
-    """As many long prompts as allowed are being computed in chunks."""
+    """The maximum number of long prompts is already being computed in chunks."""
     LORA_SLOTS = 1
     """All LoRA slots are taken by other adapters."""
     CONNECTOR = 2
