@@ -6,12 +6,10 @@ import { running, stop } from "./chat/answer";
 import { EngineView } from "./engine/EngineView";
 import { WhyDialog } from "./engine/WhyDialog";
 import { KeyDialog } from "./KeyDialog";
-import { Sidebar } from "./Sidebar";
+import { Sidebar, type View } from "./Sidebar";
 import { Shortcuts } from "./Shortcuts";
 import { apiKey, describeError, needsKey } from "./shared/api";
 import { useStore } from "./shared/store";
-
-export type View = "chat" | "engine";
 
 function viewOfUrl(): View {
   return location.hash === "#engine" ? "engine" : "chat";

@@ -3,7 +3,8 @@ import { running, stop } from "./chat/answer";
 import type { Conversation } from "./chat/tree";
 import { useStore } from "./shared/store";
 import { nextTheme, theme } from "./shared/theme";
-import type { View } from "./App";
+
+export type View = "chat" | "engine";
 
 interface Props {
   view: View;
