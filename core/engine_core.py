@@ -47,8 +47,8 @@ from ..protocol.worker_messages import (
     Shutdown,
     WorkerMemory,
 )
-from .client_calls import answer_call
 from .kv_cache.connector import KVConnector
+from .kv_cache.transfer_ends import TransferEnds
 from .message_checks import (
     are_valid_drafts,
     is_valid_connector_output,
@@ -58,6 +58,7 @@ from .message_checks import (
 )
 from .replay.dump_on_demand import dump_event_log
 from .replay.recorder import Setup, make_core_scheduler
+from .reporting.client_calls import answer_call
 from .reporting.client_updates import ClientUpdates
 from .reporting.kv_event_publisher import KVEventPublisher
 from .reporting.preemption_advice import PreemptionAdvice
@@ -66,7 +67,6 @@ from .reporting.stats_log import StatsLog
 from .scheduler.client_outputs import drop_logprobs
 from .scheduler.features.poison_isolation import CrashSuspects
 from .structured_output.manager import StructuredOutputManager
-from .transfer_ends import TransferEnds
 from .worker_group import WorkerGroup, raise_if_worker_lost
 
 logger = logging.getLogger(__name__)

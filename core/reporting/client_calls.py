@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from ..protocol.messages import CallResult, DumpEventLog, ReplicaCall, ResetPrefixCache
-from .scheduler.interface import SchedulerInterface
+from ...protocol.messages import CallResult, DumpEventLog, ReplicaCall, ResetPrefixCache
+from ..scheduler.interface import SchedulerInterface
 
 
 def answer_call(
