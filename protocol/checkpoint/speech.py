@@ -156,8 +156,11 @@ def _whisper(
     if (found := processor.integer("feature_size", num_mel_bins)) != num_mel_bins:
         raise processor.wrong("feature_size", f"num_mel_bins {num_mel_bins} of the config", found)
     positions = config.integer("max_source_positions", 1500, maximum=1 << 16)
-    rate = processor.integer("sampling_rate", 16_000, maximum=1 << 20)
-    hop = processor.integer("hop_length", 160, maximum=1 << 16)
+    # Frontends compute the features of no other sounds and frames.
+    rate, hop, frame = 16_000, 160, 400
+    for name, needed in (("sampling_rate", rate), ("hop_length", hop), ("n_fft", frame)):
+        if (found := processor.integer(name, needed)) != needed:
+            raise processor.wrong(name, str(needed), found)
     seconds = 2 * positions * hop / rate
     no_timestamps = _token(generation, "no_timestamps_token_id", -1, config)
     tasks = _tokens_by_name(generation, "task_to_id", config)
@@ -166,7 +169,6 @@ def _whisper(
         num_mel_bins=num_mel_bins,
         sampling_rate=rate,
         hop_length=hop,
-        fft_length=processor.integer("n_fft", 400, maximum=1 << 16),
         chunk_seconds=seconds,
         strides=(1, 2),
         kernels=(3, 3),
@@ -202,7 +204,6 @@ def _moonshine(
         num_mel_bins=0,
         sampling_rate=rate,
         hop_length=1,
-        fft_length=1,
         chunk_seconds=_MOONSHINE_SECONDS,
         strides=(64, 3, 2),
         kernels=(127, 7, 3),

@@ -113,7 +113,6 @@ class AudioProcessorConfig(msgspec.Struct, frozen=True):
         num_mel_bins: The number of log-mel features per frame; 0 if the encoder reads samples.
         sampling_rate: Samples per second.
         hop_length: Samples from the start of a frame to the start of the next.
-        fft_length: Samples per frame, which is the size of its Fourier transform.
         chunk_seconds: The maximum length of one encoder input in seconds. Whisper's inputs are padded to this length.
         strides: The stride of each of the encoder's convolutions over frames or samples.
         kernels: The kernel size of each convolution.
@@ -138,7 +137,6 @@ class AudioProcessorConfig(msgspec.Struct, frozen=True):
     num_mel_bins: int
     sampling_rate: int
     hop_length: int
-    fft_length: int
     chunk_seconds: float
     strides: tuple[int, ...]
     kernels: tuple[int, ...]

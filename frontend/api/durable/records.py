@@ -122,8 +122,3 @@ def replay_body(body: bytes, then: Receive) -> Callable[[], Awaitable[Any]]:
         return messages.pop() if messages else await then()
 
     return receive
-
-
-def recorded_scope(scope: Scope) -> Scope:
-    """Return a scope for decoding a recorded body, without the headers of the current request."""
-    return {**scope, "headers": []}

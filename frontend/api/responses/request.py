@@ -6,8 +6,6 @@ import contextlib
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-import msgspec
-
 from ...http.errors import APIError, bad_request, echo
 from ..dialects.dialect import expect, refuse
 from ..generation import MAX_USER_CHARACTERS
@@ -260,12 +258,3 @@ def conversation_id(body: ResponseFields) -> str | None:
             "conversation", f"conversation must be an id or an object with one, got {echo(given)}"
         )
     return found
-
-
-def without_nulls(value: msgspec.Struct) -> Json:
-    """Return the fields of a body that are not null."""
-    return {
-        name: field
-        for name in value.__struct_fields__
-        if (field := getattr(value, name)) is not None
-    }

@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import aiohttp
 import msgspec
@@ -18,8 +18,6 @@ TIMEOUT_S: Final = 6 * 3600.0
 """Maximum seconds that a request may take."""
 _READ_BYTES: Final = 1 << 20
 _QUOTED: Final = 200
-
-Clock: TypeAlias = Callable[[], float]
 
 
 class _Delta(msgspec.Struct):

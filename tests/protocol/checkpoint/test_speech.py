@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,7 @@ def fields(values: dict[str, object]) -> ConfigFields:
 def test_whisper_processor_and_special_tokens_are_read(tmp_path: Path) -> None:
     audio = read_audio_processor(tmp_path, fields(WHISPER), fields(GENERATION))
     assert audio is not None
-    assert (audio.num_mel_bins, audio.hop_length, audio.fft_length) == (80, 160, 400)
+    assert (audio.num_mel_bins, audio.hop_length) == (80, 160)
     assert (audio.chunk_seconds, audio.sampling_rate) == (30.0, 16_000)
     assert audio.num_outputs(3000) == audio.max_source_positions == 1500
     assert audio.language_token_ids == {"en": 50259, "de": 50261}
@@ -70,3 +71,10 @@ def test_invalid_generation_config_field_is_named(
 ) -> None:
     with pytest.raises(CheckpointError, match=field):
         read_audio_processor(tmp_path, fields(WHISPER), fields(GENERATION | changes))
+
+
+@pytest.mark.parametrize("field", ["sampling_rate", "hop_length", "n_fft"])
+def test_features_that_no_frontend_computes_are_refused(tmp_path: Path, field: str) -> None:
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({field: 512}))
+    with pytest.raises(CheckpointError, match=field):
+        read_audio_processor(tmp_path, fields(WHISPER), fields(GENERATION))
