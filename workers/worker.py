@@ -42,7 +42,7 @@ from .execution.device_watch import DeviceWatch
 from .execution.factory import open_runner
 from .execution.runner import PendingOutput, Runner, StepResult
 from .kv_transfer.connector import KVConnector
-from .lora_loader import LoraLoader
+from .models.lora.lora_loader import LoraLoader
 
 logger = logging.getLogger(__name__)
 

@@ -34,7 +34,7 @@ from engine.workers.cuda.gated_activation import gated_activation  # noqa: E402
 from engine.workers.cuda.norm import rms_norm  # noqa: E402
 from engine.workers.cuda.quantized_linear import QuantizedLinear  # noqa: E402
 from engine.workers.cuda.sampling import choose_tokens  # noqa: E402
-from engine.workers.quantization.matrix import ActivationScheme, QuantizedMatrix  # noqa: E402
+from engine.workers.loaders.quantization.matrix import ActivationScheme, QuantizedMatrix  # noqa: E402
 from engine.workers.sampling import SamplingMetadata, TorchSampler  # noqa: E402
 from engine.workers.sampling import choose_tokens as torch_choose_tokens  # noqa: E402
 from on_gpu.limits import random_bytes  # noqa: E402

@@ -31,11 +31,11 @@ from engine.workers.cpu.attention import NativeAttention
 from engine.workers.cpu.decoder import NativeDecoder
 from engine.workers.cpu.packing import WeightFormat, WeightMemory, allocate_packed, pack_rows
 from engine.workers.cpu.weights import QUANTIZATIONS
+from engine.workers.layers.parallel.shard import ModelShard
 from engine.workers.loaders.dequantize import dequantize
 from engine.workers.loaders.gguf import GGUFCheckpoint
 from engine.workers.models.decoder import Decoder
 from engine.workers.models.families import model_spec
-from engine.workers.parallel.shard import ModelShard
 from numpy.typing import NDArray
 from side_by_side.contenders import default_model
 from support.quantizers import quantize

@@ -28,8 +28,8 @@ from engine.protocol.checkpoint.vision.read import vision_spec
 from engine.protocol.messages import ImagePayload
 from engine.workers.cpu.tower_layers import NativeLayers
 from engine.workers.loaders.open_checkpoint import open_checkpoint
-from engine.workers.vision.layers import TorchLayers
-from engine.workers.vision.towers import make_tower
+from engine.workers.towers.layers import TorchLayers
+from engine.workers.towers.make_tower import make_tower
 from PIL import Image
 from support.qwen_checkpoints import QWEN_MODELS, qwen_directory, qwen_image_processor
 from support.vision_checkpoints import vision_directory

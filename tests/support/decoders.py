@@ -12,13 +12,13 @@ from engine.workers.attention import AttentionSpec, attention_backend
 from engine.workers.cpu.attention import NativeAttention
 from engine.workers.cpu.decoder import NativeDecoder
 from engine.workers.cpu.tower_layers import NativeLayers
+from engine.workers.layers.parallel.shard import ModelShard
 from engine.workers.loaders.open_checkpoint import open_checkpoint
 from engine.workers.models.decoder import Decoder
 from engine.workers.models.families import model_spec
 from engine.workers.models.kv_cache_groups import group_layers
 from engine.workers.models.mixers import StateBatch
-from engine.workers.parallel.shard import ModelShard
-from engine.workers.vision.layers import TorchLayers
+from engine.workers.towers.layers import TorchLayers
 from support.batches import Scheduled, attention_batch, positions
 
 CPU = torch.device("cpu")

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from ..batch import AttentionBatch
-from ..dtypes import HostDevice, HostDtype
+from ..device.dtypes import HostDevice, HostDtype
 from ..layers.layers import HeadNorm
+from ..layers.parallel.shard import ModelShard
 from ..layers.rope import RotaryTables, apply_rotary
 from ..layers.spec import ModelSpec, Window
-from ..parallel.shard import ModelShard
 
 NULL_BLOCK = 0
 """Id of the block that pads rows of the block table. It belongs to no request."""

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..dtypes import torch_device, torch_dtype
+from ..device.dtypes import torch_device, torch_dtype
 from ..layers.spec import Chunk, Window, first_visible
 from .interface import AttentionSpec
 

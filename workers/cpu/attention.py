@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ..attention.interface import AttentionSpec, PagedAttention
 from ..batch import AttentionBatch
-from ..dtypes import dtype_name
+from ..device.dtypes import dtype_name
 from ..layers.spec import Window
 from .library import NotSupportedNatively
 

@@ -20,7 +20,7 @@ from ...protocol.checkpoint.vision.spec import VisionSpec
 from ...protocol.config import SpeculativeConfig
 from ..batch import PersistentBatch
 from ..device.device import usable_cores
-from ..dtypes import (
+from ..device.dtypes import (
     AnyArray,
     HostDtype,
     address,
@@ -30,6 +30,7 @@ from ..dtypes import (
     on_host,
     torch_dtype,
 )
+from ..layers.parallel.shard import ModelShard
 from ..layers.spec import ModelSpec
 from ..loaders import Checkpoint, DummyCheckpoint
 from ..models.cross_attention import QueryRecorder
@@ -37,9 +38,8 @@ from ..models.encoder import Encoder
 from ..models.lora.adapters import LoraAdapters, RowAdapters
 from ..models.score_head import ScoreHead
 from ..models.weights import ProgressCallback
-from ..parallel.shard import ModelShard
 from ..sampling import SamplerOutput
-from ..vision.placed import Placed
+from ..towers.placed import Placed
 from .abi.structs import Step, StepGroup
 from .adapters import NativeAdapters
 from .attention import NativeAttention, NativeAttentionMetadata

@@ -14,7 +14,7 @@ import numpy as np
 from ...protocol.arrays import Float32Array, Int32Array
 from ...protocol.config import SpeculativeConfig
 from ..batch import PersistentBatch
-from ..dtypes import AnyArray, address
+from ..device.dtypes import AnyArray, address
 from ..sampling import Grammar, Logprobs, SamplingMetadata
 from .abi.structs import DecodeBatch
 from .drafts import Drafts

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from ..parallel.tensor_parallel import TensorParallel
+from ..layers.parallel.tensor_parallel import TensorParallel
 from .library import NotSupportedNatively
 
 

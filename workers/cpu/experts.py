@@ -12,10 +12,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..layers.parallel.expert_group import ExpertGroup
+from ..layers.parallel.shard import ModelShard
+from ..layers.parallel.tensor_parallel import TensorParallel
 from ..layers.spec import ExpertsSpec, ModelSpec
-from ..parallel.expert_group import ExpertGroup
-from ..parallel.shard import ModelShard
-from ..parallel.tensor_parallel import TensorParallel
 from .abi import structs
 from .adapters import AdapterTable, NativeAdapters
 from .library import NotSupportedNatively

@@ -22,12 +22,12 @@ from ...protocol.checkpoint.recurrent_layers import (
     RecurrentLayer,
     ShortConvolution,
 )
+from ..layers.parallel.shard import ModelShard
+from ..layers.parallel.tensor_parallel import TensorParallel
 from ..layers.spec import ModelSpec
 from ..models.mixers import gated_delta_net, kimi_delta_attention, mamba2, short_convolution
 from ..models.mixers.mixer import elements, segments
 from ..models.weights import Rows
-from ..parallel.shard import ModelShard
-from ..parallel.tensor_parallel import TensorParallel
 from .abi import structs
 from .library import NotSupportedNatively
 from .packing import PackedWeight

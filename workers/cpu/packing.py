@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 
 from ...protocol.checkpoint.gguf import GGMLQuantizationType as SourceType
+from ..device.dtypes import dtype_name
 from ..device.host_memory import HUGE_PAGE_BYTES, allocate
-from ..dtypes import dtype_name
 from .abi import structs
 from .library import native_library
 

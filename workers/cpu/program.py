@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..dtypes import AnyArray, float32_array
+from ..device.dtypes import AnyArray, float32_array
+from ..layers.parallel.expert_group import ExpertGroup
+from ..layers.parallel.tensor_parallel import TensorParallel
 from ..layers.rope import RopeSpec
-from ..parallel.expert_group import ExpertGroup
-from ..parallel.tensor_parallel import TensorParallel
 from .abi.structs import MAX_PARTS, OP_KINDS, AltUp, DecodeBatch, ModelShape, Op, Step
 from .adapters import AdapterTable, NativeAdapters
 from .exchange import share_memory

@@ -15,7 +15,7 @@ import numpy as np
 from ...protocol.arrays import Int32Array
 from ...protocol.worker_messages import RowLogprobs
 from ..batch import PersistentBatch
-from ..dtypes import AnyArray, HostDevice, address, float32_array, on_host
+from ..device.dtypes import AnyArray, HostDevice, address, float32_array, on_host
 from ..sampling import Grammar, Logprobs, Sampler, SamplerOutput, SamplingMetadata
 from ..sampling.state import SamplingState
 from .abi.structs import LogitRules, LogprobRows, SamplingRows, Step

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from ..attention.interface import AttentionSpec
 from ..device.device import usable_cores
-from ..vision.layers import LayersSpec, LayerWeights, Patches
-from ..vision.rotary import PatchRotary
-from ..vision.weights import Linear, Norm
+from ..towers.layers import LayersSpec, LayerWeights, Patches
+from ..towers.rotary import PatchRotary
+from ..towers.weights import Linear, Norm
 from .abi.structs import AttentionLayer, LatentShape, ModelShape, Step, StepGroup
 from .attention import KV_FORMATS, NativeAttention
 from .library import NotSupportedNatively

@@ -12,15 +12,15 @@ from numpy.typing import NDArray
 
 from ...protocol.checkpoint.gguf import BLOCK_SIZES
 from ...protocol.checkpoint.gguf import GGMLQuantizationType as SourceType
-from ..dtypes import HostDevice, HostDtype, dtype_name
+from ..device.dtypes import HostDevice, HostDtype, dtype_name
+from ..layers.parallel.shard import ModelShard
+from ..layers.parallel.tensor_parallel import TensorParallel
 from ..loaders.checkpoint import Checkpoint, Floats
 from ..loaders.gguf import GGUFCheckpoint
+from ..loaders.quantization.matrix import QuantizedMatrix
+from ..loaders.quantization.scheme import ColumnGroups
 from ..loaders.tensor_names import TensorNames
 from ..models.weights import ProgressCallback, Rows, WeightReader
-from ..parallel.shard import ModelShard
-from ..parallel.tensor_parallel import TensorParallel
-from ..quantization.matrix import QuantizedMatrix
-from ..quantization.scheme import ColumnGroups
 from .library import NotSupportedNatively
 from .packing import (
     FLOAT8_ROWS,
@@ -347,7 +347,7 @@ class NativeWeightReader(WeightReader):
         few = self._few_rows(name)
         if few is not None:
             # Imported here, because it needs torch.
-            from ..quantization.float8 import is_float8
+            from ..loaders.quantization.float8 import is_float8
 
             if (stored_as := _block_type(few)) is not None:
                 return _QUANTIZED_FORMATS[stored_as]
@@ -421,8 +421,8 @@ class NativeWeightReader(WeightReader):
         if floats is not None:
             return _packable(floats)
         if matrix := self.checkpoint.quantized(self._stored_name(name), part=part, dim=dim):
-            from ..quantization.float8 import as_float8_rows
-            from ..quantization.gguf_blocks import as_blocks, fits_block_scales
+            from ..loaders.quantization.float8 import as_float8_rows
+            from ..loaders.quantization.gguf_blocks import as_blocks, fits_block_scales
 
             if weight_format is WeightFormat.F8:
                 return FLOAT8_ROWS, as_float8_rows(matrix)
@@ -439,7 +439,7 @@ class NativeWeightReader(WeightReader):
 def _block_type(matrix: QuantizedMatrix) -> SourceType | None:
     """Return the GGUF type that can represent a matrix, or None."""
     # Imported here, because it needs torch.
-    from ..quantization.gguf_blocks import block_type
+    from ..loaders.quantization.gguf_blocks import block_type
 
     return block_type(matrix)
 

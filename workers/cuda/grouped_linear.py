@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..quantization.matrix import QuantizedMatrix
+from ..loaders.quantization.matrix import QuantizedMatrix
 from .float8 import Float8Rows
 from .quantized_linear import PackedMatrix
 

@@ -12,9 +12,9 @@ from torch.nn import functional as F
 from ...protocol.arrays import Int32Array
 from ..layers.layers import GatedActivation, GroupedLinear, LayerKernels, Linear, RMSNorm
 from ..layers.low_rank import LowRankChanges
+from ..layers.parallel.parallel_layers import RowParallelLinear
 from ..layers.rope import RotaryEmbedding, RotaryTables
-from ..parallel.parallel_layers import RowParallelLinear
-from ..quantization.matrix import QuantizedMatrix, Weight, merge_rows
+from ..loaders.quantization.matrix import QuantizedMatrix, Weight, merge_rows
 from ..sampling import SamplingMetadata
 from .float8 import Rounding, Rows
 from .gated_activation import GATED_ACTIVATIONS, gated_activation

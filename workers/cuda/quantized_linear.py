@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..quantization.matrix import ActivationScheme, QuantizedMatrix
+from ..loaders.quantization.matrix import ActivationScheme, QuantizedMatrix
 from .bit_planes import integers_to_floats, load_integers, pack_plane, planes_of
 from .float8 import Float8Rows, Rounding, Rows
 from .library_products import LibraryProduct, library_product

@@ -13,8 +13,8 @@ import torch
 from numpy.typing import NDArray
 
 from ...protocol.arrays import Int64Array, int32_view
-from ..dtypes import AnyArray, on_host
 from . import host_memory
+from .dtypes import AnyArray, on_host
 from .pinned_memory import pin
 from .transfers import to_device
 

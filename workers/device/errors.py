@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 
 from ...protocol.errors import EngineError
-from ..lazy_torch import is_torch_loaded
+from .lazy_torch import is_torch_loaded
 
 _SIGNS = ("CUDA error", "Triton Error [CUDA]")
 """Texts that identify other errors of CUDA libraries, and failed launches, by their messages."""

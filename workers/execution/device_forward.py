@@ -17,7 +17,7 @@ from ..attention import CapturableAttention
 from ..batch import PersistentBatch, StepPlan, even_requests
 from ..device.cuda_graphs import GraphRecorder, SizedGraphs, chunk_sizes, decode_sizes
 from ..models.torch_decoder import TorchDecoder
-from ..vision.placed import Placed
+from ..towers.placed import Placed
 from .kv_cache import KVCache
 from .pipeline import Pipeline
 from .step_buffers import DeviceStep, StepBuffers

@@ -19,13 +19,13 @@ from ...protocol.config import (
 )
 from ...protocol.file_identity import verify_files
 from ...protocol.worker_messages import WorkerMemory
-from .. import lazy_torch
+from ..device import lazy_torch
 from .runner import Runner
 
 if TYPE_CHECKING:
     import torch
 
-    from ..dtypes import HostDevice
+    from ..device.dtypes import HostDevice
 
 logger = logging.getLogger(__name__)
 
@@ -50,9 +50,9 @@ def open_runner(
         lazy_torch.install()
     # Importing torch takes a second and should not delay the first report. The null device does not need it.
     from ..device.device import count_threads, open_device
+    from ..device.dtypes import HostDevice
     from ..device.errors import explaining_device_errors
     from ..device.memory import count_host_blocks, count_kv_blocks
-    from ..dtypes import HostDevice
     from ..loaders import DummyCheckpoint, open_checkpoint
     from .model_runner import ModelRunner
     from .parallel_state import explaining_lost_workers, join_replica, leave_replica

@@ -21,12 +21,12 @@ from ..cpu.decoder import NativeDecoder
 from ..cpu.decoding import NativeDecoding
 from ..cpu.drafts import Drafts, count_predictions
 from ..cpu.library import NotSupportedNatively
-from ..dtypes import AnyArray, as_tensor, torch_dtype
+from ..device.dtypes import AnyArray, as_tensor, torch_dtype
 from ..sampling import SamplerOutput, SamplingMetadata
 from .drafting.computed import ComputedRows
 from .drafting.verification import choose_verified, plan_verification
 from .kv_cache import KVCache
-from .pooling import Pooled
+from .outputs.pooling import Pooled
 from .request_states import RequestStates
 from .runner import GrammarSource
 

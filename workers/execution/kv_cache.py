@@ -20,7 +20,7 @@ from ..batch import AttentionBatch, PersistentBatch, StepPlan
 from ..cpu.attention import NativeAttention
 from ..device import host_memory
 from ..device.cpu_offload import CPUOffloadCache
-from ..dtypes import AnyArray, HostDevice, on_host, torch_device, torch_dtype
+from ..device.dtypes import AnyArray, HostDevice, on_host, torch_device, torch_dtype
 from ..kv_transfer.block_memory import BlockMemory
 from ..layers.spec import LayerSpec, windows_by_group
 from ..models.kv_cache_groups import kv_cache_groups

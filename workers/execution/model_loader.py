@@ -16,9 +16,9 @@ from ..cpu.attention import NativeAttention
 from ..cpu.decoder import NativeDecoder
 from ..cpu.library import NotSupportedNatively, instruction_set
 from ..device.device import count_threads, has_float8
-from ..dtypes import HostDevice, HostDtype, configured_dtype, torch_device, torch_dtype
+from ..device.dtypes import HostDevice, HostDtype, configured_dtype, torch_device, torch_dtype
+from ..device.lazy_torch import is_torch_loaded
 from ..layers.spec import ModelSpec
-from ..lazy_torch import is_torch_loaded
 from ..loaders import Checkpoint
 from ..models.families import UnknownArchitecture, model_spec
 from ..models.kv_cache_groups import group_layers
@@ -31,15 +31,15 @@ if TYPE_CHECKING:
     from ...protocol.arrays import Int32Array
     from ..attention import PagedAttention
     from ..batch import PersistentBatch
+    from ..layers.parallel.shard import ModelShard
     from ..models.cross_attention import QueryRecorder
     from ..models.encoder import Encoder
     from ..models.score_head import ScoreHead
     from ..models.torch_decoder import TorchDecoder
     from ..models.transformers_decoder import TransformersModel
     from ..models.weights import ProgressCallback
-    from ..parallel.shard import ModelShard
     from ..sampling import Sampler, SamplerOutput
-    from ..vision.placed import Placed
+    from ..towers.placed import Placed
     from .parallel_state import ParallelState
 
 logger = logging.getLogger(__name__)

@@ -12,12 +12,12 @@ from ...protocol.config import EngineConfig, ProposerMethod
 from ...protocol.kv_cache_groups import KVCacheGroup
 from ...protocol.worker_messages import HeldRequest, ModelRunnerOutput, SchedulerOutput
 from ..cpu.decoder import NativeDecoder
+from ..device.dtypes import HostDevice, configured_dtype, torch_device, torch_dtype
 from ..device.errors import explaining_device_errors
-from ..dtypes import HostDevice, configured_dtype, torch_device, torch_dtype
 from ..kv_transfer.connector import ConnectorContext, KVConnector, create_connector
 from ..kv_transfer.fingerprint import cache_fingerprint
 from ..loaders import Checkpoint
-from ..lora_loader import LoraLoader
+from ..models.lora.lora_loader import LoraLoader
 from .host_execution import HostExecution
 from .kv_cache import KVCache
 from .model_loader import Model, load_model

@@ -16,12 +16,12 @@ import torch.distributed as dist
 
 from ...protocol.config import ParallelConfig
 from ...protocol.errors import PeerLostError, RunDirectoryError
-from ..dtypes import HostDevice, torch_device
+from ..device.dtypes import HostDevice, torch_device
+from ..device.lazy_torch import is_torch_loaded
+from ..layers.parallel.expert_group import ExpertGroup
+from ..layers.parallel.shard import ModelShard
+from ..layers.parallel.tensor_parallel import TensorParallel
 from ..layers.spec import ModelSpec
-from ..lazy_torch import is_torch_loaded
-from ..parallel.expert_group import ExpertGroup
-from ..parallel.shard import ModelShard
-from ..parallel.tensor_parallel import TensorParallel
 from .pipeline import Pipeline
 
 TIMEOUT: Final = timedelta(days=14)

@@ -16,14 +16,14 @@ from ...protocol.errors import EngineError
 from ...protocol.worker_messages import HeldRequest, NewRequestData, SchedulerOutput
 from ..batch import PersistentBatch, StepPlan
 from ..cpu.decoder import NativeDecoder
-from ..dtypes import AnyArray, HostDevice
+from ..device.dtypes import AnyArray, HostDevice
 from ..models.dense_layers import DenseLayers
 from ..sampling import Grammar, SamplerOutput
 from .inputs.encoders import Encoders
 from .model_loader import Model
+from .outputs.pooling import Pooling, mark_second_segments
+from .outputs.prompt_logprobs import POSITIONS_AT_ONCE, PromptLogprobs
 from .pipeline import Pipeline, TokenFeed
-from .pooling import Pooling, mark_second_segments
-from .prompt_logprobs import POSITIONS_AT_ONCE, PromptLogprobs
 from .runner import GrammarSource
 
 

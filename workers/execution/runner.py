@@ -13,7 +13,7 @@ from ...protocol.worker_messages import (
     SchedulerOutput,
 )
 from ..kv_transfer.connector import KVConnector
-from ..lora_loader import LoraLoader
+from ..models.lora.lora_loader import LoraLoader
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from ...protocol.config import EngineConfig
 from ...protocol.errors import ConfigError
 from ..attention import AttentionSpec, attention_backend
 from ..device.device import has_float8, usable_cores
-from ..dtypes import configured_dtype, torch_device, torch_dtype
+from ..device.dtypes import configured_dtype, torch_device, torch_dtype
 from ..layers.layers import LayerKernels
 from ..layers.spec import ModelSpec
 from ..loaders import Checkpoint

@@ -13,9 +13,9 @@ import torch
 from numpy.typing import NDArray
 
 from ..device import host_memory
+from ..device.dtypes import AnyArray, on_host
 from ..device.pinned_memory import pin
 from ..device.transfers import to_device
-from ..dtypes import AnyArray, on_host
 
 Fence: TypeAlias = "torch.cuda.Event | None"
 """A point in the device's queue of work, for which threads can wait; None on the CPU, which has no queue."""

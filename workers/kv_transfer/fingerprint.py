@@ -15,7 +15,7 @@ from ...protocol.config import EngineConfig, LoadFormat
 from ..attention import PagedAttention
 from ..cpu.attention import NativeAttention
 from ..cpu.library import LIBRARY_PATH, instruction_set
-from ..dtypes import HostDtype
+from ..device.dtypes import HostDtype
 from ..layers.spec import ModelSpec
 
 NUMERICS_VERSION: Final = 1

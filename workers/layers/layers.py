@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...protocol.arrays import Int32Array
-from ..quantization.matrix import QuantizedMatrix, Weight
+from ..loaders.quantization.matrix import QuantizedMatrix, Weight
 from ..sampling import SamplingMetadata, choose_greedy, choose_tokens
 from .low_rank import LowRankChanges, TorchLowRank
 from .rope import RotaryEmbedding, RotaryTables

@@ -13,7 +13,7 @@ from ...protocol.checkpoint.recurrent_layers import RecurrentLayer
 from ...protocol.checkpoint.vision.read import AnyVisionSpec
 from ...protocol.config.images import SpanKind
 from ...protocol.errors import ConfigError
-from ..dtypes import HostDtype, rounded
+from ..device.dtypes import HostDtype, rounded
 from .latent_spec import LatentSpec, RopeOrder
 from .rope import RopeSpec
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ...protocol.checkpoint.config_fields import ConfigFields
 from ...protocol.errors import CheckpointError
-from ..quantization.matrix import QuantizedMatrix
+from .quantization.matrix import QuantizedMatrix
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from ..quantization.microscaling import E2M1_TWICE, halves_of_powers
+from .quantization.microscaling import E2M1_TWICE, halves_of_powers
 
 Unpacked = tuple[Tensor, Tensor, Tensor | None]
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ...protocol.checkpoint.gguf import BLOCK_SIZES
 from ...protocol.checkpoint.gguf import GGMLQuantizationType as T
-from ..quantization.matrix import QuantizedMatrix
+from .quantization.matrix import QuantizedMatrix
 
 # From 32768 elements on, torch distributes work to threads, which costs more than an operation on data in the cache. So
 # work is cut into smaller pieces. Before the conversion to floats, an operation handles four or more elements as one

@@ -15,9 +15,9 @@ from ...protocol.checkpoint.config_fields import ConfigFields
 from ...protocol.checkpoint.gguf import BLOCK_SIZES, GGMLQuantizationType, GGUFFile, GGUFTensor
 from ...protocol.checkpoint.gguf_config.convert import gguf_to_hf_config
 from ...protocol.errors import CheckpointError
-from ..quantization.matrix import QuantizedMatrix
 from .checkpoint import Checkpoint, Floats, part_of
 from .dequantize import BLOCK_TYPES, DEQUANTIZABLE, dequantize, unpack_matrix
+from .quantization.matrix import QuantizedMatrix
 
 _MODULES = {
     "token_embd": "model.embed_tokens",

@@ -10,8 +10,8 @@ import torch
 
 from ...protocol.checkpoint.config_fields import ConfigFields
 from ...protocol.errors import CheckpointError
-from ..quantization.matrix import QuantizedMatrix
 from .checkpoint import Checkpoint, Floats, part_of
+from .quantization.matrix import QuantizedMatrix
 from .quantized_modules import QuantizedModules
 from .safetensors_file import SafetensorsFile
 

@@ -12,8 +12,8 @@ import torch
 
 from ...protocol.checkpoint.config_fields import ConfigFields
 from ...protocol.errors import CheckpointError
-from ..quantization.matrix import QuantizedMatrix
-from ..quantization.scheme import SUPPORTED, QuantizationScheme, StoredModule, UnsupportedScheme
+from .quantization.matrix import QuantizedMatrix
+from .quantization.scheme import SUPPORTED, QuantizationScheme, StoredModule, UnsupportedScheme
 
 # Scales for float8 attention, which some checkpoints contain. They are not used.
 _UNUSED_SCALE = re.compile(r".*\.(q_scale|[qkv]_proj\.output_scale)")
@@ -81,7 +81,7 @@ class QuantizedModules:
         if not quantization.config:
             return None
         # The schemes need torch, which a worker without quantized modules should not import.
-        from ..quantization.config import quantization_scheme
+        from .quantization.config import quantization_scheme
 
         try:
             return cls(quantization_scheme(quantization), checkpoint)

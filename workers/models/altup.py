@@ -14,9 +14,9 @@ from torch import Tensor
 
 from ..attention import AttentionBackend
 from ..layers.layers import LayerKernels, RMSNorm
+from ..layers.parallel.shard import ModelShard
 from ..layers.rope import RotaryTables
 from ..layers.spec import AltUpSpec, LayerSpec, ModelSpec
-from ..parallel.shard import ModelShard
 from .attention import Attention
 from .cross_attention import CrossAttention
 from .mlp import MLP

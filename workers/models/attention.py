@@ -16,10 +16,10 @@ from torch import Tensor
 from ..attention import AttentionBackend, AttentionLayer
 from ..layers.latent_spec import RopeOrder
 from ..layers.layers import HeadLayerNorm, HeadNorm, LayerKernels, RMSNorm
+from ..layers.parallel.parallel_layers import RowParallelLinear
+from ..layers.parallel.shard import ModelShard
 from ..layers.rope import RotaryTables, apply_rotary
 from ..layers.spec import LayerSpec, ModelSpec, QueryScaling
-from ..parallel.parallel_layers import RowParallelLinear
-from ..parallel.shard import ModelShard
 from .weights import Rows, WeightReader
 
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from ..attention import AttentionBackend, AttentionLayer
 from ..layers.layers import LayerKernels
+from ..layers.parallel.parallel_layers import RowParallelLinear
+from ..layers.parallel.shard import ModelShard
 from ..layers.spec import ModelSpec
-from ..parallel.parallel_layers import RowParallelLinear
-from ..parallel.shard import ModelShard
 from .weights import Rows, WeightReader
 
 

@@ -19,11 +19,11 @@ from ...protocol.arrays import Int32Array
 from ...protocol.checkpoint.vision.spec import VisionSpec
 from ..attention import AttentionBackend
 from ..layers.layers import LayerKernels, RMSNorm
+from ..layers.parallel.parallel_layers import VocabParallelEmbedding, VocabParallelHead
+from ..layers.parallel.shard import ModelShard
 from ..layers.rope import RotaryEmbedding
 from ..layers.spec import LayerSpec, ModelSpec
 from ..loaders.checkpoint import Checkpoint
-from ..parallel.parallel_layers import VocabParallelEmbedding, VocabParallelHead
-from ..parallel.shard import ModelShard
 from .altup import AltUpLayer, Streams
 from .cross_attention import QueryRecorder
 from .decoder_layer import DecoderLayer, added, read_norm

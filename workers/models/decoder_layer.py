@@ -13,9 +13,9 @@ from torch import Tensor
 
 from ..attention import AttentionBackend
 from ..layers.layers import LayerKernels, LayerNorm, Linear, RMSNorm
+from ..layers.parallel.shard import ModelShard
 from ..layers.rope import RotaryTables
 from ..layers.spec import LayerSpec, ModelSpec
-from ..parallel.shard import ModelShard
 from .attention import Attention
 from .cross_attention import CrossAttention
 from .experts import Experts, ExpertsBesideMLP

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from ...protocol.checkpoint.gguf import GGUFFile
 from ...protocol.config.model import DenseActivation, DenseConfig, LoadFormat, ModelConfig
 from ...protocol.errors import CheckpointError
-from ..dtypes import HostDevice, torch_device
+from ..device.dtypes import HostDevice, torch_device
 from ..loaders.dequantize import dequantize
 
 _ACTIVATIONS: Final[dict[DenseActivation, Callable[[Tensor], Tensor]]] = {

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..layers.layers import LayerKernels, Linear, RMSNorm
+from ..layers.parallel.expert_group import ExpertGroup
+from ..layers.parallel.shard import ModelShard
 from ..layers.spec import ExpertsSpec, ModelSpec
-from ..parallel.expert_group import ExpertGroup
-from ..parallel.shard import ModelShard
-from ..quantization.matrix import Weight
+from ..loaders.quantization.matrix import Weight
 from .lora.experts import ExpertChanges
 from .lora.matrices import AdaptedMatrix, AdaptedRows
 from .mlp import MLP

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..layers.layers import XIELU, LayerKernels
+from ..layers.parallel.parallel_layers import RowParallelLinear
+from ..layers.parallel.shard import ModelShard
 from ..layers.spec import ModelSpec
-from ..parallel.parallel_layers import RowParallelLinear
-from ..parallel.shard import ModelShard
 from .weights import WeightReader
 
 

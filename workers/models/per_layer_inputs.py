@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ..layers.layers import LayerKernels
+from ..layers.parallel.parallel_layers import VocabParallelEmbedding
+from ..layers.parallel.shard import ModelShard
 from ..layers.spec import ModelSpec, PerLayerInputsSpec
-from ..parallel.parallel_layers import VocabParallelEmbedding
-from ..parallel.shard import ModelShard
 from .weights import WeightReader
 
 

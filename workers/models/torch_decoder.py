@@ -16,10 +16,10 @@ from ...protocol.arrays import Int32Array
 from ..attention import AttentionBackend
 from ..batch import PersistentBatch
 from ..layers.layers import LayerKernels
+from ..layers.parallel.shard import ModelShard
 from ..layers.spec import ModelSpec
-from ..parallel.shard import ModelShard
 from ..sampling import SamplerOutput, TorchSampler
-from ..vision.placed import Placed
+from ..towers.placed import Placed
 from .cross_attention import QueryRecorder
 from .encoder import Encoder
 from .lora.adapters import LoraAdapters

@@ -26,8 +26,8 @@ from ...protocol.errors import CheckpointError, ConfigError
 from ..attention import AttentionBackend, AttentionLayer
 from ..batch import AttentionBatch
 from ..layers.layers import LayerKernels
+from ..layers.parallel.shard import ModelShard
 from ..layers.spec import LayerSpec, ModelSpec
-from ..parallel.shard import ModelShard
 from .torch_decoder import TorchDecoder
 
 _ATTENTION = "engine"

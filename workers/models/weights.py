@@ -13,14 +13,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...protocol.errors import CheckpointError
-from ..dtypes import HostDevice, HostDtype, dtype_name, torch_device, torch_dtype
+from ..device.dtypes import HostDevice, HostDtype, dtype_name, torch_device, torch_dtype
 from ..layers.layers import Linear
+from ..layers.parallel.shard import ModelShard
 from ..loaders.checkpoint import Checkpoint
 from ..loaders.dummy import DummyCheckpoint, made_up
+from ..loaders.quantization.matrix import QuantizedMatrix, Weight, merge_rows
 from ..loaders.tensor_names import TensorNames, translate_names
 from ..loaders.upload import PinnedUpload
-from ..parallel.shard import ModelShard
-from ..quantization.matrix import QuantizedMatrix, Weight, merge_rows
 from .lora.adapters import LoraAdapters
 from .lora.linear import adapt
 from .lora.matrices import AdaptedMatrix, AdaptedRows

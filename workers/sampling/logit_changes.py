@@ -15,8 +15,8 @@ import numpy.typing as npt
 import torch
 
 from ...protocol.arrays import Int64Array
+from ..device.dtypes import torch_device
 from ..device.transfers import to_device
-from ..dtypes import torch_device
 from .bad_words import BadWordRows, BadWords
 from .masks import token_limits
 from .penalties import PenaltyRows

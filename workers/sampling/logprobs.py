@@ -12,8 +12,8 @@ import torch
 
 from ...protocol.arrays import float32_bytes, int32_bytes
 from ...protocol.worker_messages import RowLogprobs
+from ..device.dtypes import AnyArray, on_host
 from ..device.transfers import Download
-from ..dtypes import AnyArray, on_host
 from .distribution import (
     WEIGHT_SCALE,
     BlockedLogits,

@@ -16,8 +16,8 @@ import numpy.typing as npt
 import torch
 
 from ...protocol.arrays import Int32Array, Int64Array
+from ..device.dtypes import torch_device
 from ..device.transfers import to_device
-from ..dtypes import torch_device
 from .distribution import BLOCK_WIDTH
 from .filters import Filters
 from .state import SamplingState

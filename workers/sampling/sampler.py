@@ -17,8 +17,8 @@ from ...protocol.arrays import Int32Array, Int64Array, int32_bytes
 from ...protocol.messages import I32
 from ...protocol.sampling_params import SamplingParams
 from ...protocol.worker_messages import ModelRunnerOutput, RowLogprobs
+from ..device.dtypes import AnyArray, HostDevice, on_host
 from ..device.transfers import Download
-from ..dtypes import AnyArray, HostDevice, on_host
 from .choice import NOT_A_NUMBER, NOTHING_ALLOWED
 from .logprobs import Logprobs
 from .metadata import SamplingMetadata

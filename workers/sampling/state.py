@@ -15,7 +15,7 @@ import torch
 
 from ...protocol.arrays import Float32Array, Int32Array, Int64Array
 from ...protocol.sampling_params import SamplingParams, TranscriptRules
-from ..dtypes import HostDevice
+from ..device.dtypes import HostDevice
 from .masks import pack_bitmask
 
 GREEDY_TEMPERATURE: Final = 1e-5

@@ -139,7 +139,7 @@ def diagnose(paths: Sequence[str]) -> Diagnosis:
 
 def _describe_machine() -> dict[str, Any]:
     """Return the description that a worker program gives of the machine. Only workers may import torch."""
-    command = [sys.executable, "-P", "-m", "engine.workers.describe"]
+    command = [sys.executable, "-P", "-m", "engine.workers.execution.describe"]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False

@@ -13,10 +13,10 @@ from engine.protocol.errors import ConfigError
 from engine.workers.attention import AttentionLayer, AttentionSpec, DeviceBatch, attention_backend
 from engine.workers.attention.kernels.tiles import max_splits
 from engine.workers.layers.layers import HeadNorm
+from engine.workers.layers.parallel.shard import ModelShard
 from engine.workers.layers.rope import RopeSpec, RotaryEmbedding
 from engine.workers.layers.spec import LayerSpec
 from engine.workers.models.decoder import Decoder
-from engine.workers.parallel.shard import ModelShard
 from hypothesis import given
 from hypothesis import strategies as st
 from support.batches import Scheduled, attention_batch

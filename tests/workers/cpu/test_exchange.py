@@ -6,7 +6,7 @@ import pytest
 import torch
 from engine.workers.cpu.exchange import share_memory
 from engine.workers.cpu.library import NotSupportedNatively
-from engine.workers.parallel.tensor_parallel import TensorParallel
+from engine.workers.layers.parallel.tensor_parallel import TensorParallel
 from torch import Tensor
 
 

@@ -20,8 +20,8 @@ def launch_all() -> None:
     from engine.workers.cuda.rotary_tables import rotary_tables
     from engine.workers.cuda.sampling import append_tokens, choose_greedy, choose_tokens
     from engine.workers.layers.rope import RopeSpec, RotaryEmbedding
+    from engine.workers.loaders.quantization.matrix import ActivationScheme, QuantizedMatrix
     from engine.workers.models.lora.adapters import LoraAdapters
-    from engine.workers.quantization.matrix import ActivationScheme, QuantizedMatrix
     from engine.workers.sampling import SamplingMetadata
     from engine.workers.sampling.state import SamplingState
 

@@ -10,13 +10,13 @@ import torch
 from engine.protocol.errors import CheckpointError, ConfigError
 from engine.workers.attention import AttentionSpec
 from engine.workers.attention.torch_paged import TorchPagedAttention
+from engine.workers.layers.parallel.shard import ModelShard
+from engine.workers.layers.parallel.tensor_parallel import TensorParallel
 from engine.workers.layers.spec import ModelSpec
 from engine.workers.loaders import DummyCheckpoint
 from engine.workers.loaders.upload import PinnedUpload
 from engine.workers.models.decoder import Decoder
 from engine.workers.models.families import model_spec
-from engine.workers.parallel.shard import ModelShard
-from engine.workers.parallel.tensor_parallel import TensorParallel
 
 META = torch.device("meta")
 LLAMA_8B = {

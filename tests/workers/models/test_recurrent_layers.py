@@ -9,11 +9,11 @@ import pytest
 import torch
 from engine.protocol.kv_cache_groups import AttentionKind, KVCacheGroup
 from engine.workers.layers.layers import LayerKernels
+from engine.workers.layers.parallel.shard import ModelShard
 from engine.workers.loaders.open_checkpoint import open_checkpoint
 from engine.workers.models.families import model_spec
 from engine.workers.models.mixers import StateBatch, make_mixer
 from engine.workers.models.weights import weight_reader
-from engine.workers.parallel.shard import ModelShard
 from support.batches import Scheduled, attention_batch
 from support.decoders import Runner, load_native_decoder
 from support.tiny_checkpoints import RECURRENT, layers_directory

@@ -11,9 +11,9 @@ import torch
 import transformers
 from engine.protocol.errors import CheckpointError
 from engine.workers.attention import AttentionSpec, attention_backend
+from engine.workers.layers.parallel.shard import ModelShard
 from engine.workers.models.kv_cache_groups import group_layers
 from engine.workers.models.transformers_decoder import TransformersDecoder, TransformersModel
-from engine.workers.parallel.shard import ModelShard
 from support.decoders import CPU, Runner
 
 pytestmark = pytest.mark.slow

@@ -8,9 +8,9 @@ from statistics import NormalDist
 
 import numpy as np
 
+from ...layers.parallel.shard import ModelShard
 from ...layers.spec import ModelSpec
 from ...models.weights import Rows
-from ...parallel.shard import ModelShard
 from ..abi.structs import MAX_PARTS
 from ..packing import ActivationKind, PackedWeight
 from ..program import Floats, NativeProgram

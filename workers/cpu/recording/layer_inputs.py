@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...dtypes import rounded
+from ...device.dtypes import rounded
 from ...layers.spec import PerLayerInputsSpec
 from ..library import NotSupportedNatively
 from ..packing import GROUP_SIZE, ActivationKind

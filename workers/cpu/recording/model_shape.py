@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
-from ...dtypes import dtype_name
+from ...device.dtypes import dtype_name
+from ...layers.parallel.shard import ModelShard
+from ...layers.parallel.tensor_parallel import TensorParallel
 from ...layers.spec import LayerSpec, ModelSpec
-from ...parallel.shard import ModelShard
-from ...parallel.tensor_parallel import TensorParallel
 from ..abi.structs import LatentShape, ModelShape
 from ..attention import KV_FORMATS, NativeAttention
 from ..mixers import mixer_sizes

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from ...layers.parallel.shard import ModelShard
 from ...layers.rope import RopeSpec
 from ...layers.spec import ExpertsSpec, LayerSpec, ModelSpec, NormNames
 from ...models.mlp import read_xielu
-from ...parallel.shard import ModelShard
 from ..abi.structs import AttentionLayer
 from ..library import NotSupportedNatively
 from ..packing import PackedWeight

@@ -32,10 +32,10 @@ from ...cpu.decoder import NativeDecoder
 from ...cpu.drafts import Drafts
 from ...cpu.library import NotSupportedNatively
 from ...device.device import count_threads
-from ...dtypes import as_tensor, on_host
+from ...device.dtypes import as_tensor, on_host
+from ...layers.parallel.shard import ModelShard
 from ...loaders import Checkpoint, open_checkpoint
 from ...models.kv_cache_groups import group_layers, kv_cache_groups
-from ...parallel.shard import ModelShard
 from ..kv_cache import KVCache
 from ..model_loader import Model
 from .computed import ComputedRows

@@ -29,7 +29,7 @@ from ...cpu.decoder import NativeDecoder
 from ...cpu.decoding import NativeDecoding
 from ...cpu.drafts import Drafts
 from ...device.device import count_threads
-from ...dtypes import HostDevice, on_host
+from ...device.dtypes import HostDevice, on_host
 from ...loaders import open_checkpoint
 from ...models.kv_cache_groups import kv_cache_groups
 from ..kv_cache import KVCache

@@ -12,7 +12,7 @@ from ....protocol.errors import ConfigError
 from ...cpu.decoder import NativeDecoder
 from ...loaders import Checkpoint
 from ...loaders.tensor_names import translate_names
-from ...source.products import NativeProduct
+from ..source.products import NativeProduct
 from . import head_layouts
 from .head_layouts import HeadLayout
 

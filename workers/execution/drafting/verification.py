@@ -15,7 +15,7 @@ from ....protocol.arrays import BoolArray, Int32Array, Int64Array
 from ....protocol.worker_messages import ModelRunnerOutput
 from ...batch import StepPlan, plan_chunks
 from ...cpu.drafts import count_predictions
-from ...dtypes import AnyArray, on_host
+from ...device.dtypes import AnyArray, on_host
 from ...sampling import Grammar, Logprobs, SamplerOutput
 from ..request_states import RequestStates
 

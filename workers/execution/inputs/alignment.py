@@ -17,12 +17,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ....protocol.config import EngineConfig
-from ...dtypes import torch_device
+from ...device.dtypes import torch_device
+from ...layers.parallel.shard import ModelShard
 from ...layers.spec import ModelSpec
 from ...loaders import Checkpoint
 from ...models.cross_attention import cross_rows
 from ...models.weights import weight_reader
-from ...parallel.shard import ModelShard
 from ..model_loader import Model
 
 _MEDIAN_WIDTH: Final = 7

@@ -15,13 +15,13 @@ from ....protocol.checkpoint.model_dimensions import check_parallel
 from ....protocol.checkpoint.vision.read import AnyVisionSpec
 from ....protocol.config import CPUBackend, EngineConfig
 from ...attention import AttentionSpec, attention_backend
-from ...audio.tower import AudioTower
 from ...cpu.attention import NativeAttention
 from ...cpu.decoder import NativeDecoder
 from ...cpu.library import NotSupportedNatively
 from ...cpu.tower_layers import NativeLayers
 from ...device.device import count_threads
-from ...dtypes import torch_device
+from ...device.dtypes import torch_device
+from ...layers.parallel.shard import ModelShard
 from ...layers.spec import SourceSpec
 from ...loaders import Checkpoint
 from ...loaders.mmproj import MmprojCheckpoint
@@ -29,12 +29,12 @@ from ...models.decoder import Decoder
 from ...models.encoder import Encoder
 from ...models.kv_cache_groups import group_layers
 from ...models.torch_decoder import TorchDecoder
-from ...parallel.shard import ModelShard
-from ...source.encoder import SourceEncoder
-from ...source.products import NativeProduct
-from ...source.stem import SoundStem
-from ...vision.layers import Layers, LayersSpec, LayerWeights, TorchLayers
-from ...vision.towers import make_tower
+from ...towers.audio_tower import AudioTower
+from ...towers.layers import Layers, LayersSpec, LayerWeights, TorchLayers
+from ...towers.make_tower import make_tower
+from ..source.encoder import SourceEncoder
+from ..source.products import NativeProduct
+from ..source.stem import SoundStem
 
 logger = logging.getLogger(__name__)
 

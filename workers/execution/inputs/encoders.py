@@ -17,10 +17,10 @@ from ....protocol.errors import EngineError
 from ....protocol.messages import EncoderInput
 from ....protocol.worker_messages import EncoderWork, NewRequestData
 from ...batch import StepPlan
-from ...dtypes import HostDevice, torch_device
+from ...device.dtypes import HostDevice, torch_device
 from ...layers.spec import ModelSpec
 from ...models.encoder import Encoder
-from ...vision.placed import Placed
+from ...towers.placed import Placed
 
 _DTYPES: Final = ("float32", "float16", "bfloat16")
 

@@ -19,10 +19,10 @@ from torch.nn import functional as F
 from ...attention import AttentionBackend, AttentionLayer
 from ...layers.latent_spec import LatentSpec
 from ...layers.layers import LayerKernels, Linear, RMSNorm
+from ...layers.parallel.parallel_layers import RowParallelLinear
+from ...layers.parallel.shard import ModelShard
 from ...layers.rope import RotaryTables, apply_rotary
 from ...layers.spec import LayerSpec, ModelSpec
-from ...parallel.parallel_layers import RowParallelLinear
-from ...parallel.shard import ModelShard
 from ..attention import rotary_order, scale_queries
 from ..weights import Rows, WeightReader
 from .indexer import Indexer

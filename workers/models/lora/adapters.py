@@ -17,9 +17,9 @@ from torch import Tensor
 from ....protocol.arrays import Int32Array
 from ....protocol.file_identity import LoraAdapter
 from ...layers.layers import LayerKernels
+from ...layers.parallel.shard import ModelShard
 from ...layers.spec import ModelSpec
 from ...loaders.peft_adapter import Change, PEFTAdapter, Replacement
-from ...parallel.shard import ModelShard
 from .matrices import EMBEDDING, HEAD, AdaptedMatrix, AdaptedProduct
 
 _BASE: Final = -1

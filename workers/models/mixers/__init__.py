@@ -11,8 +11,8 @@ from ....protocol.checkpoint.recurrent_layers import (
     ShortConvolution,
 )
 from ...layers.layers import LayerKernels
+from ...layers.parallel.shard import ModelShard
 from ...layers.spec import ModelSpec
-from ...parallel.shard import ModelShard
 from ..weights import WeightReader
 from .gated_delta_net import GatedDeltaNetMixer
 from .kimi_delta_attention import KimiDeltaAttentionMixer

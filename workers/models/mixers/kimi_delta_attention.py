@@ -14,10 +14,10 @@ from torch.nn import functional as F
 
 from ....protocol.checkpoint.recurrent_layers import KimiDeltaAttention
 from ...layers.layers import LayerKernels
+from ...layers.parallel.parallel_layers import RowParallelLinear
+from ...layers.parallel.shard import ModelShard
+from ...layers.parallel.tensor_parallel import TensorParallel
 from ...layers.spec import ModelSpec
-from ...parallel.parallel_layers import RowParallelLinear
-from ...parallel.shard import ModelShard
-from ...parallel.tensor_parallel import TensorParallel
 from ..weights import Rows, WeightReader
 from .delta_rule import delta_rule, unit
 from .mixer import CausalConvolution, Mixer, elements

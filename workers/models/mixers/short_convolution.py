@@ -11,10 +11,10 @@ from torch import Tensor
 
 from ....protocol.checkpoint.recurrent_layers import ShortConvolution
 from ...layers.layers import LayerKernels
+from ...layers.parallel.parallel_layers import RowParallelLinear
+from ...layers.parallel.shard import ModelShard
+from ...layers.parallel.tensor_parallel import TensorParallel
 from ...layers.spec import ModelSpec
-from ...parallel.parallel_layers import RowParallelLinear
-from ...parallel.shard import ModelShard
-from ...parallel.tensor_parallel import TensorParallel
 from ..weights import Rows, WeightReader
 from .mixer import CausalConvolution, Mixer, read_parts, segments
 from .states import StateBatch, StateCache

@@ -1,0 +1,110 @@
+"""Models that read sounds give the logits of transformers."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from engine.frontend.client.executor import ThreadExecutor
+from engine.frontend.media.chat_sounds import ChatSounds
+from engine.frontend.model_source.sounds import read_sound_processor
+from engine.frontend.tokenizer import Tokenizer, load_tokenizer
+from engine.protocol.checkpoint.config_fields import ConfigFields
+from engine.protocol.errors import EngineError
+from engine.protocol.messages import AudioPayload
+from engine.workers.loaders.open_checkpoint import open_checkpoint
+from engine.workers.models.families import model_spec
+from engine.workers.towers.audio_tower import AudioTower
+from engine.workers.towers.placed import Placed
+from support.audio_checkpoints import MARKS, MODELS, audio_directory, reference_inputs
+from support.decoders import CPU, TOWER_LAYERS, Runner, load_decoder, load_native_decoder
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return request.param, *audio_directory(tmp_path_factory.mktemp("model"), request.param)
+
+
+def tone(seed: int, seconds: float) -> np.ndarray:
+    random = np.random.default_rng(seed)
+    return (0.3 * random.standard_normal(int(16_000 * seconds))).astype(np.float32)
+
+
+def chat_sounds(path: Path, executor: ThreadExecutor) -> tuple[ChatSounds, Tokenizer]:
+    """Return what a frontend uses to put sounds into prompts of this model."""
+    tokenizer = load_tokenizer(str(path))
+    config = ConfigFields.read(path / "config.json")
+    sounds = read_sound_processor(path, config, config.required_section("text_config"))
+    settings: Any = SimpleNamespace(
+        model=SimpleNamespace(sounds=sounds, max_model_len=1024),
+        frontend=SimpleNamespace(max_sounds=4, max_audio_s=60.0, allowed_media_domains=()),
+    )
+    return ChatSounds(settings, tokenizer, executor), tokenizer
+
+
+@pytest.mark.parametrize("load", [load_decoder, load_native_decoder])
+def test_logits_equal_those_of_transformers(model: Any, load: Any) -> None:
+    kind, path, reference = model
+    # A sound shorter than a window, one with an odd number of frames, and one of several windows.
+    lengths = (0.7, 1.515, 2.0) if kind == "qwen2_audio" else (0.7, 5.1)
+    sounds = [tone(seed, seconds) for seed, seconds in enumerate(lengths)]
+    executor = ThreadExecutor()
+    places, tokenizer = chat_sounds(path, executor)
+    found = [places.wrap((sound, 16_000), "audio") for sound in sounds]
+    prepared = asyncio.run(places.prepare(found))
+    text = "the quick" + f"{MARKS[kind]} brown fox".join([""] + [""] * len(sounds)) + " jumps"
+    _, token_ids, inputs = places.encode(text, prepared, lambda t: (t, tokenizer.encode(t)))
+    executor.close()
+    prompt = list(token_ids)
+    with torch.inference_mode():
+        expected = reference(
+            input_ids=torch.tensor([prompt]), **reference_inputs(kind, sounds)
+        ).logits[0]
+    decoder = load(path, max_model_len=512)
+    tower = AudioTower(
+        decoder.spec.encoder,
+        open_checkpoint(path),
+        CPU,
+        torch.float32,
+        make_layers=TOWER_LAYERS[load],
+    )
+    encoded = [tower.encode(item.data) for item in inputs]
+    assert [len(each) for each in encoded] == [item.size for item in inputs]
+    rows = np.full(len(prompt), -1, np.int32)
+    row = 0
+    for item in inputs:
+        rows[item.position : item.position + item.size] = np.arange(row, row + item.size)
+        row += item.size
+    runner = Runner(decoder, 1, max_tokens=512)
+    outputs = []
+    # The first chunk ends within the first sound.
+    cuts = [0, inputs[0].position + 3, inputs[-1].position + 2, len(prompt)]
+    for start, end in pairwise(cuts):
+        decoder.placed = Placed(rows[start:end].copy(), torch.cat(encoded))
+        outputs.append(runner.step({0: prompt[start:end]})[0])
+    torch.testing.assert_close(torch.cat(outputs), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_damaged_sounds_are_errors(model: Any) -> None:
+    _, path, _ = model
+    spec = model_spec(open_checkpoint(path).config, path).encoder
+    tower = AudioTower(spec, open_checkpoint(path), CPU, torch.float32)
+    features = bytes(4 * spec.num_mel_bins * 10)
+    for sound in (
+        AudioPayload(spec.num_mel_bins, 11, features),
+        AudioPayload(spec.num_mel_bins + 1, 10, features),
+        AudioPayload(spec.num_mel_bins, 1000, features * 100),
+    ):
+        with pytest.raises(EngineError, match="a sound has"):
+            tower.encode(msgspec.msgpack.encode(sound))
+    with pytest.raises(EngineError, match="is not a sound"):
+        tower.encode(b"nothing")

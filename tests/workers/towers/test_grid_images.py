@@ -1,0 +1,178 @@
+"""Models whose decoder has one position a token give the logits of transformers for images of any size."""
+
+import json
+import random
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from engine.frontend.media.layouts.pixels import Tile
+from engine.frontend.media.processor import process_image
+from engine.frontend.model_source.images.read import read_image_processor
+from engine.protocol.checkpoint.config_fields import ConfigFields
+from engine.workers.loaders.open_checkpoint import open_checkpoint
+from engine.workers.towers.make_tower import make_tower
+from engine.workers.towers.placed import Placed
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from support.decoders import CPU, TOWER_LAYERS, Runner, load_decoder, load_native_decoder
+from support.families import SMALL
+from support.families.experts import LATENT
+from support.qwen_checkpoints import video_patches
+
+pytestmark = pytest.mark.slow
+
+torch.set_num_threads(1)
+PATCH, IMAGE_TOKEN = 4, 96
+KIMI = {
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 3,
+    "patch_size": PATCH,
+    "pos_emb_height": 6,
+    "pos_emb_width": 6,
+}
+EXAONE = {
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "out_hidden_size": 48,
+    "num_heads": 4,
+    "num_key_value_heads": 2,
+    "depth": 3,
+    "patch_size": PATCH,
+    "window_size": 16,
+    "fullatt_block_indexes": [1],
+}
+SIGLIP = {
+    "model_type": "siglip2_vision_model",
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 3,
+    "patch_size": PATCH,
+    "num_patches": 36,
+}
+MEAN_AND_STD = ([0.5] * 3, [0.5] * 3)
+
+
+def _config(kind):
+    text = SMALL | {"head_dim": 8}
+    if kind == "exaone4_5":
+        return transformers.Exaone4_5_Config(
+            vision_config=EXAONE,
+            text_config=text | {"model_type": "exaone4", "sliding_window": 9},
+            image_token_id=IMAGE_TOKEN,
+            tie_word_embeddings=False,
+        )
+    if kind == "lfm2_vl":
+        layers = {"layer_types": ["conv", "full_attention", "conv"]}
+        return transformers.Lfm2VlConfig(
+            vision_config=SIGLIP,
+            text_config=SMALL | {"model_type": "lfm2"} | layers,
+            projector_hidden_size=56,
+            image_token_id=IMAGE_TOKEN,
+            tie_word_embeddings=True,
+        )
+    latent = LATENT | {"model_type": "deepseek_v3", "first_k_dense_replace": 3}
+    return transformers.Kimi_K25Config(
+        vision_config=KIMI,
+        text_config=SMALL | latent,
+        projection_hidden_size=48,
+        image_token_id=IMAGE_TOKEN,
+        tie_word_embeddings=False,
+    )
+
+
+@pytest.fixture(scope="module", params=["exaone4_5", "kimi_k25", "lfm2_vl"])
+def model(request, tmp_path_factory):
+    path = tmp_path_factory.mktemp(request.param)
+    torch.manual_seed(0)
+    reference = transformers.AutoModelForImageTextToText.from_config(
+        _config(request.param), attn_implementation="eager"
+    )
+    for parameter in reference.parameters():
+        torch.nn.init.normal_(parameter, 0, 0.2)
+    reference.eval().save_pretrained(path)
+    processor = {"patch_size": PATCH, "merge_size": 2, "max_patches": 60}
+    if request.param == "exaone4_5":
+        processor |= {"min_pixels": 256, "max_pixels": 4096, "temporal_patch_size": 2}
+        processor |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    elif request.param == "lfm2_vl":
+        processor = {"encoder_patch_size": PATCH, "tile_size": 16, "max_tiles": 4}
+        processor |= {"min_image_tokens": 4, "max_image_tokens": 20}
+    else:
+        _restore_decoder_names(path / "model.safetensors")
+    (path / "preprocessor_config.json").write_text(json.dumps(processor))
+    return path, reference
+
+
+def _restore_decoder_names(file):
+    """Undo what transformers does when it saves Kimi K2.5: it renames layers of the decoder like those of the tower."""
+    tensors = load_file(file)
+    assert "vision_tower.encoder.blocks.0.wqkv.weight" in tensors
+    wrong, right = "language_model.model.blocks", "language_model.model.layers"
+    save_file({name.replace(wrong, right): tensors[name] for name in tensors}, file)
+
+
+def _patches(kind, payload):
+    """Return the patches of an image as transformers' processor makes them."""
+    image = Image.frombytes("RGB", (payload.width, payload.height), payload.pixels)
+    if kind == "exaone4_5":
+        return video_patches([image], *MEAN_AND_STD)
+    pixels = torch.from_numpy(np.array(image)).float().div(255).sub(0.5).div(0.5)
+    cells = pixels.permute(2, 0, 1).unflatten(1, (-1, PATCH)).unflatten(3, (-1, PATCH))
+    if kind == "lfm2_vl":
+        return cells.permute(1, 3, 2, 4, 0).flatten(0, 1).flatten(1)
+    return cells.permute(1, 3, 0, 2, 4).flatten(0, 1)
+
+
+def _reference_inputs(kind, payloads):
+    patches = [_patches(kind, payload) for payload in payloads]
+    grids = torch.tensor([[1, each.height // PATCH, each.width // PATCH] for each in payloads])
+    if kind != "lfm2_vl":
+        return {"pixel_values": torch.cat(patches), "image_grid_thw": grids}
+    masks = [torch.ones(len(each), dtype=torch.int64) for each in patches]
+    return {
+        "pixel_values": torch.nn.utils.rnn.pad_sequence(patches, True),
+        "pixel_attention_mask": torch.nn.utils.rnn.pad_sequence(masks, True),
+        "spatial_shapes": grids[:, 1:],
+    }
+
+
+@pytest.mark.parametrize("load", [load_decoder, load_native_decoder])
+def test_logits_equal_those_of_transformers(model, load):
+    path, reference = model
+    config = ConfigFields.read(path / "config.json")
+    processor = read_image_processor(path, config, config.section("text_config"), {})
+    rng = random.Random(3)
+    prompt, payloads = [], []
+    for seed, (width, height) in enumerate(((30, 21), (7, 70), (90, 40))):
+        pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+        parts = process_image(Image.fromarray(pixels), processor)
+        for tile in (part for part in parts if isinstance(part, Tile)):
+            prompt += [rng.randrange(IMAGE_TOKEN) for _ in range(4)]
+            prompt += [IMAGE_TOKEN] * tile.num_outputs
+            payloads.append(tile.payload)
+    prompt += [rng.randrange(IMAGE_TOKEN) for _ in range(5)]
+    inputs = _reference_inputs(reference.config.model_type, payloads)
+    with torch.inference_mode():
+        expected = reference(input_ids=torch.tensor([prompt]), **inputs).logits[0]
+    decoder = load(path, max_model_len=256)
+    tower = make_tower(
+        decoder.spec.encoder,
+        open_checkpoint(path),
+        CPU,
+        torch.float32,
+        make_layers=TOWER_LAYERS[load],
+    )
+    encoded = torch.cat([tower(payload) for payload in payloads])
+    is_image = np.array(prompt) == IMAGE_TOKEN
+    rows = np.where(is_image, np.cumsum(is_image) - 1, -1).astype(np.int32)
+    runner = Runner(decoder, 1, max_tokens=256)
+    found = []
+    for start, end in ((0, 9), (9, len(prompt))):
+        decoder.placed = Placed(rows[start:end].copy(), encoded)
+        found.append(runner.step({0: prompt[start:end]})[0])
+    torch.testing.assert_close(torch.cat(found), expected, atol=1e-4, rtol=1e-4)

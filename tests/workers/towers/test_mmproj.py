@@ -1,0 +1,95 @@
+"""mmproj files beside GGUF models give the towers of their Hugging Face checkpoints."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from engine.protocol.checkpoint.config_fields import ConfigFields
+from engine.protocol.checkpoint.gguf import GGUFFile
+from engine.protocol.checkpoint.gguf_config.mmproj import read_mmproj
+from engine.protocol.checkpoint.vision.read import vision_spec
+from engine.protocol.errors import CheckpointError
+from engine.protocol.messages import ImagePayload
+from engine.workers.loaders.mmproj import MmprojCheckpoint
+from engine.workers.loaders.open_checkpoint import open_checkpoint
+from engine.workers.towers.grid_tower import GridTower
+from engine.workers.towers.vision_tower import VisionTower
+from gguf import GGUFWriter
+from support.gguf_qwen import PROJECTORS as QWEN_PROJECTORS
+from support.gguf_qwen import write_tower
+from support.mmproj_writer import PROJECTORS, write_mmproj
+from support.qwen_checkpoints import UNIT, qwen_directory
+from support.vision_checkpoints import TILE, vision_directory
+
+pytestmark = pytest.mark.slow
+
+CPU = torch.device("cpu")
+TOKENS = ["<image>", "<IMG_CONTEXT>", "<image_soft_token>", "[IMG]"]
+
+
+def _decoder(path, tokens=TOKENS):
+    writer = GGUFWriter(path, "llama")
+    writer.add_array("tokenizer.ggml.tokens", tokens)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return GGUFFile(path)
+
+
+@pytest.mark.parametrize("kind", PROJECTORS)
+def test_towers_of_mmproj_files_equal_those_of_checkpoints(kind, tmp_path):
+    path, model = vision_directory(tmp_path / "model", kind)
+    file = write_mmproj(tmp_path / "mmproj-tiny.gguf", model, kind)
+    text = model.config.text_config.to_dict()
+    found = read_mmproj(GGUFFile(file), _decoder(tmp_path / "tiny.gguf"), text)
+    spec = vision_spec(ConfigFields(found.config, file), text["hidden_size"])
+    stored = ConfigFields.read(path / "config.json")
+    expected = vision_spec(stored, text["hidden_size"])
+    same = {
+        "image_size": spec.image_size,
+        "max_outputs": spec.max_outputs,
+        "norm_eps": spec.norm_eps,
+    }
+    assert replace(expected, **same) == spec
+    pixels = np.random.default_rng(1).integers(0, 256, (TILE, TILE, 3), np.uint8).tobytes()
+    image = ImagePayload(TILE, TILE, pixels, 1 / 255, (0.5,) * 3, (0.5,) * 3)
+    outputs = [
+        VisionTower(spec, checkpoint, CPU, torch.float32)(image)
+        for checkpoint in (MmprojCheckpoint(file), open_checkpoint(path))
+    ]
+    torch.testing.assert_close(*outputs, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", QWEN_PROJECTORS)
+def test_towers_of_qwen_files_equal_those_of_checkpoints(kind, tmp_path):
+    path, model = qwen_directory(tmp_path / "model", kind)
+    file = write_tower(tmp_path / "mmproj-tiny.gguf", model, path)
+    tokens = [*TOKENS, "<|image_pad|>"]
+    text = model.config.text_config.to_dict()
+    found = read_mmproj(GGUFFile(file), _decoder(tmp_path / "tiny.gguf", tokens), text)
+    spec = vision_spec(ConfigFields(found.config, file), text["hidden_size"])
+    expected = vision_spec(ConfigFields.read(path / "config.json"), text["hidden_size"])
+    deepstack = tuple(sorted(expected.deepstack_layers))
+    pixels = np.random.default_rng(1).integers(0, 256, (4 * UNIT, 5 * UNIT, 3), np.uint8)
+    image = ImagePayload(5 * UNIT, 4 * UNIT, pixels.tobytes(), 1 / 255, (0.5,) * 3, (0.5,) * 3)
+    assert replace(expected, deepstack_layers=deepstack) == spec
+    outputs = [
+        GridTower(each, checkpoint, CPU, torch.float32)(image)
+        for each, checkpoint in (
+            (spec, MmprojCheckpoint(file)),
+            (expected, open_checkpoint(path)),
+        )
+    ]
+    torch.testing.assert_close(*outputs, rtol=0, atol=1e-6)
+
+
+def test_mmproj_files_of_another_model_are_rejected(tmp_path):
+    _, model = vision_directory(tmp_path / "model", "idefics3")
+    file = GGUFFile(write_mmproj(tmp_path / "mmproj.gguf", model, "idefics3"))
+    decoder = _decoder(tmp_path / "tiny.gguf", ["a"])
+    with pytest.raises(CheckpointError, match="there is no token '<image>'"):
+        read_mmproj(file, decoder, {})
+    with pytest.raises(CheckpointError, match="not an mmproj file"):
+        read_mmproj(decoder, decoder, {})

@@ -1,0 +1,169 @@
+"""Qwen-VL and GLM models give the logits of transformers, with several images of any size and videos."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from engine.frontend.media.frame_sampling import Sampling
+from engine.frontend.media.layouts.frames import fit_frames, frames
+from engine.frontend.media.layouts.pixels import Tile
+from engine.frontend.media.processor import process_image
+from engine.frontend.media.video_files import open_video
+from engine.frontend.model_source.images.read import read_image_processor
+from engine.frontend.model_source.images.videos import read_video_processor
+from engine.protocol.checkpoint.config_fields import ConfigFields
+from engine.protocol.errors import EngineError
+from engine.protocol.messages import EncoderInput, ImagePayload
+from engine.workers.batch.rotary_positions import RotaryPositions
+from engine.workers.loaders.open_checkpoint import open_checkpoint
+from engine.workers.towers.make_tower import make_tower
+from engine.workers.towers.placed import Placed
+from PIL import Image
+from support.decoders import CPU, TOWER_LAYERS, Runner, load_decoder, load_native_decoder
+from support.qwen_checkpoints import (
+    FRAMES,
+    GLM_MODELS,
+    MERGED_MODELS,
+    QWEN_MODELS,
+    qwen_directory,
+    qwen_image_processor,
+    rotary_positions,
+    video_patches,
+)
+
+pytestmark = pytest.mark.slow
+
+torch.set_num_threads(1)
+SIZES = ((100, 70), (20, 33))
+NUM_FRAMES = 5
+
+
+@pytest.fixture(scope="module", params=(*QWEN_MODELS, *GLM_MODELS, *MERGED_MODELS))
+def model(request, tmp_path_factory):
+    return qwen_directory(tmp_path_factory.mktemp("model"), request.param)
+
+
+def _image(seed, width, height):
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+    return Image.fromarray(pixels)
+
+
+@pytest.mark.parametrize("load", [load_decoder, load_native_decoder])
+def test_logits_equal_those_of_transformers(model, load):
+    kind = model[1].config.model_type
+    cases = [(SIZES, True)]
+    if kind.startswith("glm"):
+        # Transformers' GLM does not read images and videos in one prompt.
+        cases = [(SIZES, False), ((), True)]
+    elif kind in MERGED_MODELS:
+        cases = [(SIZES, False)]
+    for images, has_video in cases:
+        _check_logits(model, load, images, has_video)
+
+
+def _check_logits(model, load, sizes, has_video):
+    path, reference = model
+    config = ConfigFields.read(path / "config.json")
+    text = config.section("text_config")
+    images = [_image(seed, *size) for seed, size in enumerate(sizes)]
+    processor = read_image_processor(path, config, text, {})
+    videos = read_video_processor(path, config, text, {})
+    groups = [process_image(image, processor) for image in images]
+    if has_video:
+        video = open_video(
+            [_image(seed, 40, 24) for seed in range(NUM_FRAMES)],
+            Sampling(1.0),
+            "v",
+            videos,
+            lambda *size: fit_frames(*size, videos, 1000),
+        )
+        groups.insert(1, frames(video, videos, ("", "")))
+    else:
+        groups.insert(1, process_image(images[1], processor))
+    rng = random.Random(3)
+    prompt, inputs, tiles, grids = [], [], [], []
+    for number, group in enumerate(groups):
+        prompt += [rng.randrange(4, 300) for _ in range(5)]
+        is_video = has_video and number == len(groups) // 2
+        token = videos.token_id if is_video else processor.token_id
+        for part in group:
+            if isinstance(part, Tile):
+                size = part.num_outputs
+                inputs.append(EncoderInput(len(prompt), size, b"", size, b"", 0, part.grid))
+                prompt += [token] * size
+                tiles.append(part)
+                if part.grid.continues:
+                    grids[-1] = (grids[-1][0] + 1, *grids[-1][1:])
+                else:
+                    grids.append((1, part.grid.rows, part.grid.columns))
+            elif part:
+                # The time of a frame.
+                prompt += [rng.randrange(4, 300) for _ in range(3)]
+    prompt += [rng.randrange(4, 300) for _ in range(7)]
+    arguments = {}
+    if not has_video:
+        images.insert(1, images[1])
+    else:
+        grid = inputs[len(sizes) // 2].grid
+        grid_of_video = [-(-NUM_FRAMES // FRAMES), grid.rows * 2, grid.columns * 2]
+        arguments["pixel_values_videos"] = video_patches(video.frames, videos.mean, videos.std)
+        arguments["video_grid_thw"] = torch.tensor([grid_of_video])
+    if images:
+        arguments |= qwen_image_processor(path)(images, return_tensors="pt")
+    with torch.inference_mode():
+        expected = reference(
+            input_ids=torch.tensor([prompt]),
+            position_ids=rotary_positions(reference.config, prompt, grids),
+            **arguments,
+        ).logits[0]
+
+    decoder = load(path, max_model_len=512)
+    tower = make_tower(
+        decoder.spec.encoder,
+        open_checkpoint(path),
+        CPU,
+        torch.float32,
+        make_layers=TOWER_LAYERS[load],
+    )
+    encoded = torch.cat([tower(tile.payload) for tile in tiles])
+    rotary = RotaryPositions(1)
+    rotary.add_request(0, inputs)
+    media = [reference.config.image_token_id, reference.config.video_token_id]
+    is_media = np.isin(prompt, media)
+    rows = np.where(is_media, np.cumsum(is_media) - 1, -1).astype(np.int32)
+    runner = Runner(decoder, 1, max_tokens=512)
+    found = []
+    # Chunks end within images and frames.
+    ends = [17, 60, inputs[1].position + 3, inputs[2].position + 2, len(prompt) - 3, len(prompt)]
+    ends = sorted(end for end in ends if end <= len(prompt))
+    for start, end in zip([0, *ends], ends, strict=False):
+        decoder.placed = None
+        if (rows[start:end] >= 0).any():
+            decoder.placed = Placed(rows[start:end].copy(), encoded)
+        loc = np.array([0, end - start], np.int32)
+        positions = np.arange(start, end, dtype=np.int32)
+        decoder.rotary_T3 = torch.from_numpy(rotary.of_step(np.zeros(1, np.int32), loc, positions))
+        found.append(runner.step({0: prompt[start:end]})[0])
+    torch.testing.assert_close(torch.cat(found), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_grids_equal_those_of_transformers(model):
+    path, _ = model
+    config = ConfigFields.read(path / "config.json")
+    processor = read_image_processor(path, config, config.section("text_config"), {})
+    for width, height in ((3, 40), (40, 5), (7, 7), (8, 9), (64, 64), (33, 400), (300, 290)):
+        image = _image(1, width, height)
+        [tile] = [part for part in process_image(image, processor) if isinstance(part, Tile)]
+        patches = qwen_image_processor(path)(image, return_tensors="pt")["image_grid_thw"]
+        expected = [1, 2 * tile.grid.rows, 2 * tile.grid.columns]
+        assert patches.tolist() == [expected], (width, height)
+
+
+def test_images_that_do_not_fit_the_patches_are_refused(model):
+    path, _ = model
+    decoder = load_decoder(path, max_model_len=512)
+    tower = make_tower(decoder.spec.encoder, open_checkpoint(path), CPU, torch.float32)
+    ones = (1.0, 1.0, 1.0)
+    with pytest.raises(EngineError, match="has 1 frames of 8 x 4 pixels, the model reads"):
+        tower(ImagePayload(8, 4, bytes(96), 1 / 255, ones, ones))

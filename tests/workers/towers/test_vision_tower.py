@@ -1,0 +1,215 @@
+"""Models that read images give the logits of transformers."""
+
+import random
+from itertools import pairwise
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from engine.frontend.media.layouts.pixels import Tile
+from engine.frontend.media.processor import process_image
+from engine.frontend.model_source.images.read import read_image_processor
+from engine.protocol.checkpoint.config_fields import ConfigFields
+from engine.protocol.config.images import SpanKind
+from engine.protocol.errors import EngineError
+from engine.protocol.messages import EncoderInput, ImagePayload
+from engine.workers.batch.spans import Spans
+from engine.workers.loaders.open_checkpoint import open_checkpoint
+from engine.workers.towers.placed import Placed
+from engine.workers.towers.vision_tower import VisionTower
+from PIL import Image
+from support.decoders import CPU, TOWER_LAYERS, Runner, load_decoder, load_native_decoder
+from support.vision_checkpoints import (
+    ANYRES_MODELS,
+    GEMMA_MODELS,
+    MODELS,
+    SIZED_MODELS,
+    TILE,
+    TOWER_SIZES,
+    image_processor,
+    vision_directory,
+)
+
+pytestmark = pytest.mark.slow
+
+torch.set_num_threads(1)
+MEAN, STD = (0.5, 0.4, 0.3), (0.5, 0.25, 0.3)
+
+
+KINDS = (
+    "llama4",
+    "cohere2_vision",
+    *MODELS,
+    "internvl-rms",
+    *GEMMA_MODELS,
+    *SIZED_MODELS,
+    *ANYRES_MODELS,
+)
+SIZES = {"gemma4": [(48, 32), (80, 64)], "pixtral": [(48, 24), (64, 64)]}
+SIZES["mistral3"] = [(48, 32), (80, 64)]
+SIZES["lighton_ocr"] = [(56, 40), (80, 64)]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def model(request, tmp_path_factory):
+    return request.param, *vision_directory(tmp_path_factory.mktemp("model"), request.param)
+
+
+def _image(seed, width=TILE, height=TILE):
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+    payload = ImagePayload(width, height, pixels.tobytes(), 1 / 255, MEAN, STD)
+    normalized = (pixels.astype(np.float32) / 255 - np.float32(MEAN)) / np.float32(STD)
+    return payload, torch.from_numpy(normalized.transpose(2, 0, 1).copy())
+
+
+def _in_bfloat16(payload):
+    """Return the pixels as Llama 4's processor normalizes them."""
+    pixels = torch.frombuffer(bytearray(payload.pixels), dtype=torch.uint8)
+    pixels = pixels.view(payload.height, payload.width, 3).permute(2, 0, 1)
+    mean, std = (torch.tensor(each).bfloat16()[:, None, None] for each in (MEAN, STD))
+    return (pixels.bfloat16() * (1 / 255)).sub(mean).div(std).float()
+
+
+def _picture(width, height):
+    pixels = np.random.default_rng(width).integers(0, 256, (height, width, 3), np.uint8)
+    return Image.fromarray(pixels)
+
+
+def _tiles(path, picture):
+    """Return the tiles of an image as a frontend makes them."""
+    config = ConfigFields.read(path / "config.json")
+    processor = read_image_processor(path, config, config.section("text_config"), {})
+    [tile] = [part for part in process_image(picture, processor) if isinstance(part, Tile)]
+    return tile.payload
+
+
+def _reference_images(kind, pixels):
+    """Return the arguments of transformers' model for images [3, height, width]."""
+    sizes = [image.shape[1:] for image in pixels]
+    if kind in ("idefics3", "smolvlm"):
+        return {"pixel_values": torch.stack(pixels)[None]}
+    if kind == "gemma4":
+        # Its model normalizes again, and reads patches with their pixels one after the other.
+        patches = [
+            image.div(2).add(0.5).unflatten(1, (-1, 8)).unflatten(3, (-1, 8)) for image in pixels
+        ]
+        patches = [each.permute(1, 3, 2, 4, 0).flatten(2).flatten(0, 1) for each in patches]
+        places = [
+            torch.cartesian_prod(torch.arange(h // 8), torch.arange(w // 8)) for h, w in sizes
+        ]
+        pad = torch.nn.utils.rnn.pad_sequence
+        return {
+            "pixel_values": pad(patches, True),
+            "image_position_ids": pad([each.flip(1) for each in places], True, -1),
+        }
+    if kind not in SIZED_MODELS:
+        return {"pixel_values": torch.stack(pixels)}
+    height, width = (max(sides) for sides in zip(*sizes, strict=True))
+    padded = [
+        torch.nn.functional.pad(image, (0, width - w, 0, height - h))
+        for image, (h, w) in zip(pixels, sizes, strict=True)
+    ]
+    return {"pixel_values": torch.stack(padded), "image_sizes": torch.tensor(sizes)}
+
+
+def _reference_logits(kind, reference, prompt, arguments):
+    ids = torch.tensor([prompt])
+    if kind != "llama4":
+        return reference(input_ids=ids, **arguments).logits[0]
+    # The model as a whole fails in transformers 5.24.
+    features = reference.get_image_features(**arguments, return_dict=True).last_hidden_state
+    outputs = reference.multi_modal_projector(features).flatten(0, 1)
+    embeddings = reference.get_input_embeddings()(ids)
+    is_image = (ids == reference.config.image_token_id)[..., None]
+    embeddings = embeddings.masked_scatter(is_image, outputs)
+    return reference.language_model(inputs_embeds=embeddings).logits[0]
+
+
+@pytest.mark.parametrize("load", [load_decoder, load_native_decoder])
+def test_logits_equal_those_of_transformers(model, load):
+    kind, path, reference = model
+    decoder = load(path, max_model_len=1024)
+    spec = decoder.spec
+    checkpoint = open_checkpoint(path)
+    tower = VisionTower(
+        spec.encoder, checkpoint, CPU, torch.float32, make_layers=TOWER_LAYERS[load]
+    )
+    images = [_image(seed, *size) for seed, size in enumerate(SIZES.get(kind, [(TILE, TILE)] * 2))]
+    arguments = _reference_images(kind, [pixels for _, pixels in images])
+    if kind == "llama4":
+        arguments = {"pixel_values": torch.stack([_in_bfloat16(each) for each, _ in images])}
+    if kind in ANYRES_MODELS:
+        pictures = [_picture(*size) for size in ((150, 90), (70, 64), (60, 130))]
+        arguments = dict(image_processor(path, kind)(pictures, return_tensors="pt"))
+        arguments.pop("batch_num_images", None)
+        payloads = [_tiles(path, picture) for picture in pictures]
+        images = [(payload, torch.empty(0)) for payload in payloads]
+    outputs = [tower(payload) for payload, _ in images]
+    rng = random.Random(3)
+    image_token = reference.config.image_token_id
+    prompt, spans = [], []
+    for count, output, (payload, _) in zip((5, 3, 2), outputs, images, strict=False):
+        prompt += [rng.randrange(4, 300) for _ in range(count)]
+        columns = len(output)
+        if kind in SIZED_MODELS:
+            columns = payload.width // tower.spec.side_factor
+        start = len(prompt)
+        for row in range(len(output) // columns):
+            prompt += [9] * (row > 0) + [image_token] * columns
+        spans.append((start, len(prompt)))
+    prompt += [rng.randrange(4, 300) for _ in range(9)]
+    is_image = torch.tensor(prompt) == image_token
+    types = {"gemma3": "token_type_ids", "gemma4": "mm_token_type_ids"}
+    if kind in types:
+        arguments[types[kind]] = is_image[None].long()
+    if kind.startswith("paligemma"):
+        # Four tokens follow the prompt.
+        arguments["token_type_ids"] = torch.tensor([[0] * (len(prompt) - 4) + [1] * 4])
+    with torch.inference_mode():
+        expected = _reference_logits(kind, reference, prompt, arguments)
+    runner = Runner(decoder, 1, max_tokens=1024)
+    chunks = [9, 9 + spans[0][1]]
+    if spec.span_kind is not None:
+        chunks = [3, spans[0][1] + 1]
+    if spec.span_kind is SpanKind.PROMPT:
+        chunks = [len(prompt) - 4]
+    if spec.span_kind is not None:
+        runner.spans = Spans(spec.span_kind)
+        inputs = [EncoderInput(start, end - start, b"", 0) for start, end in spans]
+        runner.spans.add_request(0, chunks[0], inputs)
+    rows = np.where(is_image, np.cumsum(is_image) - 1, -1).astype(np.int32)
+    found = []
+    # The first chunk ends within the first image, the second within the other, unless a span must not be divided.
+    for start, end in pairwise([0, *chunks, len(prompt)]):
+        decoder.placed = Placed(rows[start:end].copy(), torch.cat(outputs))
+        found.append(runner.step({0: prompt[start:end]})[0])
+    torch.testing.assert_close(torch.cat(found), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_an_image_of_another_size_is_refused(model):
+    _, path, _ = model
+    decoder = load_decoder(path, max_model_len=512)
+    tower = VisionTower(decoder.spec.encoder, open_checkpoint(path), CPU, torch.float32)
+    with pytest.raises(
+        EngineError, match=r"has 9 x 4 pixels, the model reads (64|multiples|a grid)"
+    ):
+        tower(ImagePayload(9, 4, bytes(108), 1 / 255, MEAN, STD))
+
+
+def test_frames_of_a_video_are_reduced_as_by_transformers(tmp_path):
+    # A frame has nine patches in each direction, of which five remain.
+    sizes = TOWER_SIZES | {"image_size": 72}
+    path, reference = vision_directory(tmp_path, "llava_onevision", tower=sizes)
+    decoder = load_decoder(path, max_model_len=512)
+    tower = VisionTower(decoder.spec.encoder, open_checkpoint(path), CPU, torch.float32)
+    images = [_image(seed, 72, 72) for seed in range(3)]
+    pixels = torch.stack([pixels for _, pixels in images])[None]
+    with torch.inference_mode():
+        [expected] = reference.model.get_video_features(pixels).pooler_output
+    outputs = [
+        tower(msgspec.structs.replace(payload, is_frame=True, ends_video=index == 2))
+        for index, (payload, _) in enumerate(images)
+    ]
+    assert [len(output) for output in outputs] == [25, 25, 26]
+    torch.testing.assert_close(torch.cat(outputs), expected, atol=1e-4, rtol=1e-4)

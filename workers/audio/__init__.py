@@ -1,1 +1,0 @@
-"""Encoders of sounds, whose outputs replace the embeddings of tokens."""

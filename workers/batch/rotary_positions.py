@@ -1,0 +1,93 @@
+"""The rotary positions of requests with images, for models whose positions have three dimensions.
+
+A token's position in time and in an image's height and width (M-RoPE, arXiv 2409.12191) depends on the encoder inputs
+before it. Each worker computes the positions from the inputs with which a request gets its slot, so chunks, preemption
+and recovery cannot change them.
+
+Shapes: N slots, T tokens of a step, P tokens up to the end of a request's last encoder input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...protocol.arrays import Int32Array
+from ...protocol.errors import EngineError
+from ...protocol.messages import EncoderInput
+
+
+class RotaryPositions:
+    """The rotary positions of the tokens in every slot.
+
+    `offsets_N` int32 is the difference between rotary position and index for the tokens after all encoder inputs, the
+    same in all dimensions. It is 0 for text.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self.offsets_N: Int32Array = np.zeros(num_slots, np.int32)
+        self._lengths_N: Int32Array = np.zeros(num_slots, np.int32)
+        self._prompts: dict[int, Int32Array] = {}
+
+    def add_request(self, slot: int, inputs: Sequence[EncoderInput]) -> None:
+        """Compute the positions of a request that gets a slot.
+
+        Raises:
+            EngineError: An input has no grid, which a correct frontend never sends.
+        """
+        self.offsets_N[slot] = self._lengths_N[slot] = 0
+        if inputs:
+            prompt_P3, following = _positions(inputs)
+            self._prompts[slot] = prompt_P3
+            self._lengths_N[slot] = len(prompt_P3)
+            self.offsets_N[slot] = following - len(prompt_P3)
+        else:
+            self._prompts.pop(slot, None)
+
+    def of_step(
+        self, slots_S: Int32Array, query_start_loc: Int32Array, positions_T: Int32Array
+    ) -> Int32Array | None:
+        """Return the positions, int32 [T, 3], of a step's tokens; None if they are all text.
+
+        Args:
+            slots_S: The slots in the order of the step.
+            query_start_loc: The index of the first token of each slot, and the end of the last, int32 [S + 1].
+            positions_T: The index of each token in its sequence.
+        """
+        lengths_S = self._lengths_N[slots_S]
+        if not lengths_S.any():
+            return None
+        starts_S, ends_S = query_start_loc[:-1], query_start_loc[1:]
+        offsets_T = np.repeat(self.offsets_N[slots_S], ends_S - starts_S)
+        rotary_T3 = np.repeat((positions_T + offsets_T)[:, None], 3, axis=1)
+        for row in np.flatnonzero(positions_T[starts_S] < lengths_S).tolist():
+            start, end = int(starts_S[row]), int(ends_S[row])
+            first = int(positions_T[start])
+            known_P3 = self._prompts[int(slots_S[row])][first : first + end - start]
+            rotary_T3[start : start + len(known_P3)] = known_P3
+        return rotary_T3
+
+
+def _positions(inputs: Sequence[EncoderInput]) -> tuple[Int32Array, int]:
+    """Return the positions int32 [P, 3] up to the end of the last input, and the position of the token after it."""
+    parts: list[NDArray[np.int64]] = []
+    token, base, following = 0, 0, 0
+    for item in inputs:
+        grid = item.grid
+        if grid is None:
+            raise EngineError(
+                "an encoder input has no grid, which this model's rotary positions need"
+            )
+        num_text = item.position - token
+        parts.append(np.repeat(np.arange(following, following + num_text)[:, None], 3, axis=1))
+        following += num_text
+        if not grid.continues:
+            base = following
+        cells = np.indices((1, grid.rows, grid.columns)).reshape(3, -1).T + base
+        cells[:, 0] += grid.time
+        parts.append(cells)
+        following = max(following, int(cells.max()) + 1)
+        token = item.position + item.num_tokens
+    return np.concatenate(parts).astype(np.int32), following

@@ -1,0 +1,1 @@
+"""What a step returns besides tokens: pooled vectors, and the log-probabilities of prompts."""

@@ -1,0 +1,132 @@
+"""The encoder of an encoder-decoder model: from the data of an encoder input to its outputs.
+
+Shapes: E outputs of an encoder, D hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from ....protocol.arrays import int32_view
+from ....protocol.errors import EngineError
+from ....protocol.messages import AudioPayload, TextPayload
+from ...batch import AttentionBatch
+from ...cpu.decoder import NativeDecoder
+from ...device.dtypes import torch_device, torch_dtype
+from ...device.torch_threads import torch_threads
+from ...layers.spec import SourceSpec
+from ...models.decoder import Decoder
+from .stem import SoundStem
+
+P = TypeVar("P", AudioPayload, TextPayload)
+
+
+class SourceEncoder:
+    """Encodes one source at a time, so its numbers do not depend on other requests.
+
+    Args:
+        spec: The encoder and the convolutions before it.
+        model: The encoder's layers, without a causal mask.
+        stem: The convolutions; None for a source of tokens.
+        num_threads: The threads with which torch computes the convolutions on a CPU.
+    """
+
+    def __init__(
+        self,
+        spec: SourceSpec,
+        model: Decoder | NativeDecoder,
+        stem: SoundStem | None,
+        num_threads: int = 1,
+    ) -> None:
+        self._spec = spec
+        self._model = model
+        self._stem = stem
+        self._num_threads = num_threads
+        attention = model.attention
+        self._device = torch_device(attention.device)
+        num_blocks = -(-spec.max_positions // attention.block_size)
+        self._block_table = np.arange(1, num_blocks + 1, dtype=np.int32)[None]
+        # A layer's keys and values are read by that layer only, so all of them share one cache.
+        shape = attention.kv_cache_shape(num_blocks + 1)
+        cache = torch.zeros(shape, dtype=torch_dtype(attention.dtype), device=self._device)
+        self._kv_caches = [cache] * len(model.spec.layers)
+
+    @torch.inference_mode()
+    def encode(self, data: bytes) -> Tensor:
+        """Return the outputs [E, D] for the data of an encoder input.
+
+        Raises:
+            EngineError: The data are invalid, which a correct frontend never sends.
+        """
+        if self._stem is None:
+            inputs = self._tokens(_decode(data, _decode_text))
+        else:
+            inputs = self._convolve(self._stem, _decode(data, _decode_audio))
+        return self._run(inputs)
+
+    def warm_up(self) -> None:
+        """Encode a source of one output, because kernels are prepared on first use."""
+        if self._stem is None:
+            self._run(torch.zeros(1, dtype=torch.int64, device=self._device))
+        else:
+            size = self._spec.encoder.hidden_size
+            dtype = torch_dtype(self._model.hidden_dtype)
+            self._run(torch.zeros((1, size), dtype=dtype, device=self._device))
+
+    def _tokens(self, text: TextPayload) -> Tensor:
+        if len(text.token_ids) % 4:
+            raise EngineError(f"a source has {len(text.token_ids)} bytes, not whole tokens")
+        token_ids = int32_view(text.token_ids)
+        if not len(token_ids) or not 0 <= token_ids.min() <= token_ids.max() < self._vocab_size:
+            raise EngineError("a source has no tokens, or some outside of the vocabulary")
+        return torch.from_numpy(token_ids.astype(np.int64)).to(self._device)
+
+    @property
+    def _vocab_size(self) -> int:
+        return self._spec.encoder.vocab_size
+
+    def _convolve(self, stem: SoundStem, sound: AudioPayload) -> Tensor:
+        num_features = max(sound.num_mel_bins, 1)
+        expected = num_features * sound.num_frames * (2 if sound.is_float16 else 4)
+        if num_features != self._spec.num_inputs or len(sound.features) != expected:
+            raise EngineError(
+                f"a sound of {sound.num_frames} frames has {len(sound.features)} bytes for "
+                f"{num_features} features, the model reads {self._spec.num_inputs}"
+            )
+        with torch_threads(self._device, self._num_threads):
+            return stem(sound)
+
+    def _run(self, inputs: Tensor) -> Tensor:
+        num_outputs = len(inputs)
+        if not 0 < num_outputs <= self._spec.max_positions:
+            raise EngineError(
+                f"a source makes {num_outputs} outputs, and the model reads from 1 to "
+                f"{self._spec.max_positions}"
+            )
+        attention = self._model.attention
+        positions = np.arange(num_outputs, dtype=np.int32)
+        ends = np.array((0, num_outputs), np.int32)
+        batch = AttentionBatch(
+            ends, ends[1:], self._block_table, positions + np.int32(attention.block_size)
+        )
+        metadata = attention.build(batch, self._model.spec.windows_by_group[0])
+        return self._model.forward(
+            inputs, torch.from_numpy(positions).to(self._device), self._kv_caches, [metadata]
+        )
+
+
+_decode_audio = msgspec.msgpack.Decoder(AudioPayload).decode
+_decode_text = msgspec.msgpack.Decoder(TextPayload).decode
+
+
+def _decode(data: bytes, decode: Callable[[bytes], P]) -> P:
+    try:
+        return decode(data)
+    except msgspec.MsgspecError as error:
+        raise EngineError(f"an encoder input is not what the model reads: {error}") from error

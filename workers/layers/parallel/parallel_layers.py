@@ -1,0 +1,125 @@
+"""Layers that tensor-parallel ranks divide: each rank's part of the weights, and the exchange of results.
+
+Shapes: T tokens of a step, S of them sampled, D hidden size, I input features, O output features, V vocabulary, v this
+rank's part of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ...loaders.quantization.matrix import Weight
+from ..layers import LayerKernels, Linear
+from ..spec import ModelSpec
+from .tensor_parallel import TensorParallel
+
+
+class RowParallelLinear:
+    """Computes x_TI -> x @ weight.T + bias, where each rank has a part of the inputs.
+
+    `adapt` changes the product of this rank's part.
+    """
+
+    def __init__(
+        self,
+        weight: Weight,
+        bias_O: Tensor | None,
+        tensor_parallel: TensorParallel,
+        kernels: LayerKernels,
+        adapt: Callable[[Linear], Linear] | None = None,
+    ) -> None:
+        is_alone = tensor_parallel.size == 1
+        self.own = kernels.linear(weight, bias_O if is_alone else None)
+        if adapt is not None:
+            self.own = adapt(self.own)
+        self._bias_O = None if is_alone else bias_O
+        self._tensor_parallel = tensor_parallel
+
+    def __call__(self, x: Any) -> Tensor:
+        """Return the product, summed over the ranks."""
+        y_TO = self._tensor_parallel.sum(self.own(x))
+        return y_TO if self._bias_O is None else y_TO.add_(self._bias_O)
+
+
+class VocabParallelEmbedding:
+    """The embedding, of which each rank has the rows for a part of the vocabulary.
+
+    `change` changes the outputs of this rank's part. The token ids that it gets count from the first token of the part.
+    """
+
+    def __init__(
+        self,
+        weight_vD: Tensor,
+        vocab_size: int,
+        tensor_parallel: TensorParallel,
+        change: Callable[[Tensor, Tensor], None] | None = None,
+    ) -> None:
+        self.weight_vD = weight_vD
+        self._change = change
+        self._vocabulary = tensor_parallel.part(vocab_size)
+        self._tensor_parallel = tensor_parallel
+
+    def __call__(self, input_ids_T: Tensor) -> Tensor:
+        """Return the embeddings [T, D] of tokens, summed over the ranks."""
+        if self._tensor_parallel.size == 1:
+            return self._own_rows(input_ids_T)
+        index_T = input_ids_T - self._vocabulary.start
+        is_elsewhere_T = (index_T < 0) | (index_T >= len(self._vocabulary))
+        x_TD = self._own_rows(index_T.masked_fill_(is_elsewhere_T, 0))
+        x_TD.masked_fill_(is_elsewhere_T.unsqueeze(1), 0)
+        return self._tensor_parallel.sum(x_TD)
+
+    def _own_rows(self, index_T: Tensor) -> Tensor:
+        x_TD = F.embedding(index_T, self.weight_vD)
+        if self._change is not None:
+            self._change(x_TD, index_T)
+        return x_TD
+
+
+class VocabParallelHead:
+    """The output projection, of which each rank has the rows for a part of the vocabulary."""
+
+    def __init__(
+        self,
+        weight: Weight,
+        bias_v: Tensor | None,
+        spec: ModelSpec,
+        tensor_parallel: TensorParallel,
+        kernels: LayerKernels,
+    ) -> None:
+        self._multiply = kernels.linear(weight, bias_v)
+        self._parts = tensor_parallel.parts(spec.vocab_size)
+        self._spec = spec
+        self._tensor_parallel = tensor_parallel
+
+    def logits(
+        self, hidden_SD: Tensor, change: Callable[[Tensor, Tensor], None] | None = None
+    ) -> Tensor:
+        """Return all logits, float32 [S, V], on every rank.
+
+        `change` changes this rank's part of the logits.
+        """
+        product_Sv = self._multiply(hidden_SD)
+        if change is not None:
+            change(product_Sv, hidden_SD)
+        logits_SV = self._gather(product_Sv).float()
+        if self._spec.logits_divisor != 1.0:
+            logits_SV /= self._spec.logits_divisor
+        if (cap := self._spec.final_softcap) is not None:
+            logits_SV = logits_SV.div_(cap).tanh_().mul_(cap)
+        return logits_SV
+
+    def _gather(self, product_Sv: Tensor) -> Tensor:
+        """Return the products of all ranks [S, V], moved in their own type."""
+        if self._tensor_parallel.size == 1:
+            return product_Sv
+        sizes = [len(part) for part in self._parts]
+        products_RSv = self._tensor_parallel.stack(
+            F.pad(product_Sv, (0, max(sizes) - product_Sv.shape[1]))
+        )
+        return torch.cat([x_Sv[:, :n] for x_Sv, n in zip(products_RSv, sizes, strict=True)], 1)

@@ -1,0 +1,107 @@
+"""The part of a model that one worker holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ....protocol.errors import ConfigError
+from ..spec import ExpertsSpec, ModelSpec
+from .expert_group import ExpertGroup
+from .tensor_parallel import TensorParallel
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertPlacement:
+    """The part of a layer's experts that one rank has: some intermediate elements (`elements`) of each of `experts`.
+
+    If ranks share an expert, only one of them `adds_bias`. `elsewhere` are the experts of other ranks.
+    """
+
+    experts: range
+    elsewhere: tuple[int, ...]
+    elements: range
+    adds_bias: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShard:
+    """A pipeline stage (`layers` of the model's `num_layers`) and a tensor-parallel part of each of its layers.
+
+    The first stage has the embedding, the last one the final norm and the head. If `has_whole_experts`, the ranks
+    divide the experts, otherwise the elements of each expert. If there is an `expert_group`, its ranks divide the
+    experts.
+    """
+
+    layers: range
+    num_layers: int
+    tensor_parallel: TensorParallel = field(default_factory=TensorParallel)
+    has_whole_experts: bool = False
+    expert_group: ExpertGroup | None = None
+
+    @classmethod
+    def whole(cls, spec: ModelSpec) -> ModelShard:
+        """Return a shard with the whole model."""
+        return cls(range(len(spec.layers)), len(spec.layers))
+
+    @classmethod
+    def from_stage(
+        cls,
+        spec: ModelSpec,
+        stage: int,
+        num_stages: int,
+        tensor_parallel: TensorParallel,
+        *,
+        has_whole_experts: bool = False,
+        expert_group: ExpertGroup | None = None,
+    ) -> ModelShard:
+        """Return the shard of a stage.
+
+        Stages differ by at most one layer, and the last one, which also has the head, has the fewest. A layer that
+        reads the keys and values of another layer must be in the same stage. If that makes the last stage longer, the
+        others divide the rest. In a model with indexers, every stage begins with a layer that has one.
+        """
+        num_layers = len(spec.layers)
+        starts = [-(-num_layers * i // num_stages) for i in range(num_stages)]
+        limit = spec.first_source
+        if limit is not None and starts[-1] > limit:
+            starts = [-(-limit * i // (num_stages - 1)) for i in range(num_stages)]
+        if spec.latent is not None and spec.latent.indexer is not None:
+            starts = [
+                max(i for i in range(start + 1) if spec.layers[i].chooses_keys) for start in starts
+            ]
+            if len(set(starts)) < num_stages:
+                raise ConfigError(
+                    f"--pipeline-parallel-size {num_stages}: too few of the model's {num_layers} layers choose keys, with one "
+                    "of which every stage must begin; use fewer stages"
+                )
+        start, stop = [*starts, num_layers][stage : stage + 2]
+        return cls(range(start, stop), num_layers, tensor_parallel, has_whole_experts, expert_group)
+
+    @property
+    def is_first(self) -> bool:
+        """True for the first stage."""
+        return self.layers.start == 0
+
+    @property
+    def is_last(self) -> bool:
+        """True for the last stage."""
+        return self.layers.stop == self.num_layers
+
+    def heads(self, spec: ModelSpec) -> range:
+        """Return the query heads of this rank."""
+        return self.tensor_parallel.part(spec.num_heads)
+
+    def kv_heads(self, spec: ModelSpec) -> range:
+        """Return the key/value heads for this rank's query heads. Several ranks may have the same one."""
+        return self.tensor_parallel.part(spec.num_kv_heads)
+
+    def placement(self, experts: ExpertsSpec) -> ExpertPlacement:
+        """Return the part of a layer's experts that this rank has."""
+        parallel = self.tensor_parallel
+        every = range(experts.num_experts)
+        if not self.has_whole_experts:
+            elements = parallel.part(experts.intermediate_size)
+            return ExpertPlacement(every, (), elements, adds_bias=parallel.rank == 0)
+        own = (self.expert_group or parallel).part(experts.num_experts)
+        elsewhere = tuple(expert for expert in every if expert not in own)
+        return ExpertPlacement(own, elsewhere, range(experts.intermediate_size), adds_bias=True)

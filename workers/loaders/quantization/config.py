@@ -1,0 +1,113 @@
+"""Read the `quantization_config` of a config.json."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ....protocol.checkpoint.config_fields import ConfigFields
+from .awq import AWQScheme
+from .compressed_integers import CompressedIntegerScheme
+from .float8 import Float8Scheme
+from .gptq import GPTQScheme
+from .matrix import ActivationScheme
+from .microscaling import MXFP4Scheme
+from .packed_minifloats import PackedMinifloatScheme
+from .scheme import QuantizationScheme, UnsupportedScheme
+
+
+def quantization_scheme(config: ConfigFields) -> QuantizationScheme:
+    """Return the scheme of the weights. Raise `UnsupportedScheme` with the reason if it is not supported."""
+    method = config.get("quant_method")
+    if method == "fp8":
+        return _fp8(config)
+    if method == "awq":
+        return AWQScheme(config)
+    if method == "gptq":
+        return GPTQScheme(config)
+    if method == "mxfp4":
+        return MXFP4Scheme()
+    if method == "modelopt":
+        return _modelopt(config)
+    if method == "compressed-tensors":
+        return _compressed_tensors(config)
+    raise UnsupportedScheme("an unnamed method" if method is None else str(method))
+
+
+def _fp8(config: ConfigFields) -> QuantizationScheme:
+    block_size = config.get("weight_block_size")
+    activations = config.get("activation_scheme", "dynamic")
+    if activations not in ("dynamic", "static"):
+        raise UnsupportedScheme(f"fp8 with activation_scheme {activations!r}")
+    if (fmt := config.get("fmt", "e4m3")) != "e4m3":
+        raise UnsupportedScheme(f"fp8 with fmt {fmt!r}")
+    if block_size is None:
+        scheme = ActivationScheme.STATIC if activations == "static" else ActivationScheme.TOKEN
+        return Float8Scheme(scheme, None)
+    if activations == "static":
+        raise UnsupportedScheme("fp8 with weight_block_size and activation_scheme 'static'")
+    return Float8Scheme(ActivationScheme.GROUP, _pair("fp8", "weight_block_size", block_size))
+
+
+def _modelopt(config: ConfigFields) -> QuantizationScheme:
+    algorithm = config.get("quant_algo") or config.first_section("quantization").get("quant_algo")
+    if algorithm == "NVFP4":
+        return PackedMinifloatScheme("nvfp4", "weight", "weight_scale_2")
+    if algorithm == "FP8":
+        return Float8Scheme(ActivationScheme.STATIC, None)
+    raise UnsupportedScheme(f"modelopt with quant_algo {algorithm!r}")
+
+
+def _compressed_tensors(config: ConfigFields) -> QuantizationScheme:
+    method = "compressed-tensors"
+    by_name = config.first_section("config_groups")
+    groups = [by_name.required_section(name) for name in by_name.config]
+    schemes = [(group.get("weights"), group.get("input_activations")) for group in groups]
+    if not schemes or any(scheme != schemes[0] for scheme in schemes):
+        raise UnsupportedScheme(f"{method} with {len(groups)} groups of different schemes")
+    weights, activations = (
+        groups[0].first_section(name) for name in ("weights", "input_activations")
+    )
+    # A group's own format overrides the format of the whole config.
+    stored_as = groups[0].get("format") or config.get("format")
+    if stored_as == "nvfp4-pack-quantized":
+        return PackedMinifloatScheme("nvfp4", "weight_packed", "weight_global_scale")
+    if stored_as == "mxfp4-pack-quantized":
+        return PackedMinifloatScheme("mxfp4", "weight_packed")
+    if not weights.config or stored_as not in (
+        "float-quantized",
+        "int-quantized",
+        "pack-quantized",
+    ):
+        raise UnsupportedScheme(f"{method} with format {stored_as!r}")
+    kind, bits = weights.get("type"), weights.get("num_bits")
+    strategy = weights.get("strategy")
+    if kind == "float" and bits == 8 and stored_as == "float-quantized":
+        if strategy == "block":
+            block_size = _pair(method, "block_structure", weights.get("block_structure"))
+            return Float8Scheme(_activations(activations, ActivationScheme.GROUP), block_size)
+        if strategy in ("tensor", "channel"):
+            return Float8Scheme(_activations(activations, ActivationScheme.TOKEN), None)
+    elif kind == "int" and stored_as != "float-quantized" and strategy in ("group", "channel"):
+        is_packed = stored_as == "pack-quantized"
+        if bits in ((4, 8) if is_packed else (8,)):
+            group_size = weights.integer("group_size") if strategy == "group" else None
+            return CompressedIntegerScheme(bits, group_size, is_packed=is_packed)
+    raise UnsupportedScheme(
+        f"{method} in format {stored_as!r} with weights of {bits} bits, type {kind!r}, strategy {strategy!r}"
+    )
+
+
+def _activations(config: ConfigFields, dynamic: ActivationScheme) -> ActivationScheme:
+    if not config.config:
+        return ActivationScheme.NONE
+    return dynamic if config.get("dynamic") else ActivationScheme.STATIC
+
+
+def _pair(method: str, field: str, value: Any) -> tuple[int, int]:
+    if (
+        isinstance(value, list)
+        and len(value) == 2
+        and all(isinstance(x, int) and x > 0 for x in value)
+    ):
+        return value[0], value[1]
+    raise UnsupportedScheme(f"{method} with {field} {value!r}")

@@ -1,0 +1,1 @@
+"""Vision and audio towers, whose outputs replace the embeddings of tokens."""

@@ -1,0 +1,34 @@
+"""Create the vision tower of a model."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import torch
+
+from ...protocol.checkpoint.vision.grid import GridVisionSpec
+from ...protocol.checkpoint.vision.read import AnyVisionSpec
+from ..loaders import Checkpoint
+from .grid_tower import GridTower
+from .layers import MakeLayers, TorchLayers
+from .vision_tower import VisionTower
+
+ImageTower: TypeAlias = VisionTower | GridTower
+
+
+def make_tower(
+    spec: AnyVisionSpec,
+    checkpoint: Checkpoint,
+    device: torch.device,
+    dtype: torch.dtype,
+    num_threads: int = 1,
+    make_layers: MakeLayers = TorchLayers,
+) -> ImageTower:
+    """Return the tower described by `spec`, with the layers that `make_layers` returns.
+
+    Raises:
+        CheckpointError: A tensor is missing or has another shape.
+    """
+    if isinstance(spec, GridVisionSpec):
+        return GridTower(spec, checkpoint, device, dtype, num_threads, make_layers)
+    return VisionTower(spec, checkpoint, device, dtype, num_threads, make_layers)

@@ -1,1 +1,0 @@
-"""Encoders of images, whose outputs replace the embeddings of tokens."""
