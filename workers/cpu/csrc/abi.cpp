@@ -45,10 +45,27 @@ std::string signature(Result (*)(Arguments...)) {
   macro(name) __VA_OPT__(FOR_EACH_AGAIN PARENTHESES(macro, __VA_ARGS__))
 #define FOR_EACH_AGAIN() FOR_EACH_STEP
 
-#define FIELD(name)                                                          \
-  text += std::string(" " #name ":") + type_name<decltype(Mirrored::name)>() + \
-          "@" + std::to_string(offsetof(Mirrored, name));
-#define ENUMERATOR(name) text += " " #name "=" + std::to_string(int(Mirrored::name));
+// One function and not an expression at each of some hundred fields, which took longer to compile than any kernels.
+void add_field(std::string& text, const char* name, std::string (*type)(), size_t offset) {
+  text += " ";
+  text += name;
+  text += ":" + type() + "@" + std::to_string(offset);
+}
+
+void add_value(std::string& text, const char* name, int value) {
+  text += " ";
+  text += name;
+  text += "=" + std::to_string(value);
+}
+
+void add_function(std::string& text, const char* name, const std::string& signature) {
+  text += "function ";
+  text += name;
+  text += " " + signature + "\n";
+}
+
+#define FIELD(name) add_field(text, #name, type_name<decltype(Mirrored::name)>, offsetof(Mirrored, name));
+#define ENUMERATOR(name) add_value(text, #name, int(Mirrored::name));
 
 // The structured binding compiles only if the number of names equals the number of fields.
 #define STRUCT(Name, ...)                                                                  \
@@ -66,7 +83,7 @@ std::string signature(Result (*)(Arguments...)) {
     FOR_EACH(ENUMERATOR, __VA_ARGS__) \
     text += "\n";                     \
   }
-#define FUNCTION(name) text += "function " #name " " + signature(&name) + "\n";
+#define FUNCTION(name) add_function(text, #name, signature(&name));
 
 std::string describe() {
   std::string text;
