@@ -15,11 +15,18 @@ def check_supported(spec: ModelSpec) -> None:
 
 def unsupported_features(spec: ModelSpec) -> list[str]:
     """Return the features of the model for which native programs have no operation."""
+    experts = [layer.experts for layer in spec.layers if layer.experts is not None]
     features = {
         "clamped MLPs without a gate": not spec.has_gate and spec.activation == "clamped_swiglu",
         "experts beside attention": spec.is_parallel
         and any(layer.experts is not None for layer in spec.layers),
         "Mamba-1 layers": any(isinstance(layer.recurrent, Mamba1) for layer in spec.layers),
         "gated MLPs with xIELU": spec.has_gate and spec.activation == "xielu",
+        "layers with other numbers of heads": any(layer.num_heads for layer in spec.layers),
+        "softplus gates of attention": spec.output_gate == "softplus",
+        "limits of gated MLPs": any(layer.gate_limit for layer in spec.layers)
+        or any(each.gate_limit for each in experts),
+        "corrections of router logits": any(each.corrects_logits for each in experts),
+        "caps of router logits": any(each.logit_softcap for each in experts),
     }
     return [feature for feature, is_used in features.items() if is_used]

@@ -21,15 +21,26 @@ Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2", "xielu", "cla
 
 
 @dataclass(frozen=True, slots=True)
+class GateLimit:
+    """A limit of the numbers in a gated MLP: the gate is at most `value`, and the other factor is in +-`value`.
+
+    If `is_activated`, the activated gate is limited, otherwise the gate before its activation.
+    """
+
+    value: float
+    is_activated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertsSpec:
     """A mixture of experts, which replaces the MLP of a layer.
 
-    The router's logits become scores by `scoring`: a softmax over all experts, or a sigmoid of each. A token chooses
-    the `num_experts_per_token` experts with the highest scores. If `has_correction_bias`, a stored bias is added to the
-    scores for this choice only. If `num_groups` is above 1 (DeepSeek-V3, arXiv 2412.19437), the choice is limited to
-    the `num_groups_per_token` groups with the highest score, which is the score of their best expert or the sum of
-    their best two. The weights are the scores of the chosen experts, divided by their sum if `renormalizes`, times
-    `scale`.
+    The router's logits, capped to +-`logit_softcap` if that is not 0, become scores by `scoring`: a softmax over all
+    experts, or a sigmoid of each. A token chooses the `num_experts_per_token` experts with the highest scores. If
+    `has_correction_bias`, a stored bias is added to the scores for this choice only, or to the logits if
+    `corrects_logits`. If `num_groups` is above 1 (DeepSeek-V3, arXiv 2412.19437), the choice is limited to the
+    `num_groups_per_token` groups with the highest score, which is the score of their best expert or the sum of their
+    best two. The weights are the scores of the chosen experts, divided by their sum if `renormalizes`, times `scale`.
 
     With the scoring "sparse mixer" (arXiv 2409.12136), experts are chosen one after the other. The weight of each comes
     from a softmax over those remaining experts whose logits differ from it by at most 2 * `mixer_noise`, relatively.
@@ -40,7 +51,8 @@ class ExpertsSpec:
 
     All tokens also pass through an MLP of `shared_intermediate_size` elements, unless that is 0. If `has_shared_gate`,
     its output is multiplied by the sigmoid of a logit. If `latent_size` is not 0, experts read a projection of the
-    hidden state to `latent_size` elements, and the sum of their outputs is projected back.
+    hidden state to `latent_size` elements, and the sum of their outputs is projected back. `gate_limit` applies to the
+    experts, not to the shared MLP.
     """
 
     num_experts: int
@@ -54,6 +66,7 @@ class ExpertsSpec:
     num_groups_per_token: int = 1
     group_score: Literal["best", "best two"] = "best"
     has_correction_bias: bool = False
+    corrects_logits: bool = False
     has_router_bias: bool = False
     has_biases: bool = False
     scales_inputs: bool = False
@@ -62,6 +75,8 @@ class ExpertsSpec:
     shared_intermediate_size: int = 0
     has_shared_gate: bool = False
     latent_size: int = 0
+    gate_limit: GateLimit | None = None
+    logit_softcap: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,10 +159,11 @@ class LayerSpec:
     as well if `attends`: both parts read the same input, and their outputs are added. Unless `has_mlp`, a layer has
     neither MLP nor experts. `norms` replaces the model's. `has_sinks` applies only to models with sinks.
 
-    If not None, `head_dim`, `num_kv_heads` and `intermediate_size` replace the model's. A layer with a `kv_source` has
-    no keys and values of its own, and reads those of the layer with this index. Unless `has_value_projection`, the
-    values are the projected keys. `activation_sparsity` is the fraction of the MLP's gates that would be below a
-    threshold if they had a normal distribution. The threshold is subtracted from them, and negative results become 0.
+    If not None, `num_heads`, `head_dim`, `num_kv_heads` and `intermediate_size` replace the model's. `gate_limit`
+    applies to the MLP, or to the shared MLP beside experts. A layer with a `kv_source` has no keys and values of its
+    own, and reads those of the layer with this index. Unless `has_value_projection`, the values are the projected keys.
+    `activation_sparsity` is the fraction of the MLP's gates that would be below a threshold if they had a normal
+    distribution. The threshold is subtracted from them, and negative results become 0.
 
     If `reads_source`, the attention is followed by cross attention, whose keys and values come from the encoder's
     outputs and are in the group `cross_group`. Such a layer has no recurrent part.
@@ -169,6 +185,7 @@ class LayerSpec:
     has_mlp: bool = True
     norms: NormNames | None = None
     state_group: int = 0
+    num_heads: int | None = None
     head_dim: int | None = None
     num_kv_heads: int | None = None
     intermediate_size: int | None = None
@@ -180,6 +197,7 @@ class LayerSpec:
     chooses_keys: bool = False
     has_sinks: bool = True
     input_size: int = 0
+    gate_limit: GateLimit | None = None
 
     @property
     def cache_groups(self) -> tuple[int, ...]:
@@ -269,9 +287,9 @@ class ModelSpec:
     residual stream after its addition (BERT, arXiv 1810.04805). Unless `has_final_norm`, the last layer's output is not
     normed.
 
-    If `gates_attention`, each head's output is multiplied by the sigmoid of a gate. The gate's projection is stored
-    after that of the head's query, or separately if `has_gate_projection`. If `has_head_gates`, a head has one gate for
-    all of its elements.
+    If `gates_attention`, each head's output is multiplied by the sigmoid or the softplus of a gate,
+    as `output_gate` says. The gate's projection is stored after that of the head's query, or separately if
+    `has_gate_projection`. If `has_head_gates`, a head has one gate for all of its elements.
 
     If `num_positions` is not 0, the first layer's input is the sum of the embeddings of a token and of its position,
     which is row position + `position_offset` of a table. If `num_token_types` is not 0, the embedding of the token's
@@ -341,6 +359,7 @@ class ModelSpec:
     gates_attention: bool = False
     has_gate_projection: bool = False
     has_head_gates: bool = False
+    output_gate: Literal["sigmoid", "softplus"] = "sigmoid"
     mlp_bias: bool = False
     mlp_output_bias: bool = False
     head_bias: bool = False
@@ -406,6 +425,7 @@ class ModelSpec:
         """Return the spec with the sizes of one layer in place of the model's."""
         return replace(
             self,
+            num_heads=layer.num_heads or self.num_heads,
             head_dim=layer.head_dim or self.head_dim,
             num_kv_heads=layer.num_kv_heads or self.num_kv_heads,
             intermediate_size=layer.intermediate_size or self.intermediate_size,

@@ -19,7 +19,7 @@ _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 # Matches a tensor that contains the matrices, biases or scales of all experts of a layer.
 _STACKED = re.compile(
-    r"(?P<block>.*\.(?:experts|block_sparse_moe(?=\.(?:in|out)put_linear)))\."
+    r"(?P<block>.*\.(?:experts|moe(?=\.(?:gate|up|down)_proj)|block_sparse_moe(?=\.(?:in|out)put_linear)))\."
     r"(?P<module>gate_up_proj|gate_proj|up_proj|down_proj|input_linear|output_linear)"
     r"(?:[._](?P<tensor>[a-z_]+))?"
 )

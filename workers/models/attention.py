@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ..attention import AttentionBackend, AttentionLayer
 from ..layers.latent_spec import RopeOrder
@@ -41,6 +42,7 @@ class Attention:
         self._query_scaling = layer.query_scaling
         self._rotates_before_norm = spec.rotates_before_norm
         self._is_gated = spec.gates_attention
+        self._gate = torch.sigmoid if spec.output_gate == "sigmoid" else F.softplus
         heads, kv_heads = shard.heads(spec), shard.kv_heads(spec)
         kv_scales = None
         if backend.dtype == torch.float8_e4m3fn:
@@ -133,7 +135,7 @@ class Attention:
             q_THK = q_THK if tables is None else apply_rotary(q_THK, tables)
             attended_THK = self._backend.attend(q_THK, kv_cache, attn_metadata, self._layer)
         if gate_THK:
-            attended_THK = attended_THK * torch.sigmoid(gate_THK[0])
+            attended_THK = attended_THK * self._gate(gate_THK[0])
         return self._output(attended_THK[..., : self._output_dim].flatten(1))
 
     def _scaled(self, qk_THK: Tensor, positions_T: Tensor, scaling: QueryScaling) -> Tensor:

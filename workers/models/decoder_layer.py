@@ -135,9 +135,19 @@ class DecoderLayer:
             self._beside = ExpertsBesideMLP(spec, experts, weights, prefix, shard, kernels)
             experts = None
         if experts is None:
-            self._mlp = MLP(spec, weights, f"{prefix}mlp.", shard, kernels, spec.intermediate_size)
+            self._mlp = MLP(
+                spec,
+                weights,
+                f"{prefix}mlp.",
+                shard,
+                kernels,
+                spec.intermediate_size,
+                limit=layer.gate_limit,
+            )
         else:
-            self._mlp = Experts(spec, experts, weights, f"{prefix}mlp.", shard, kernels)
+            self._mlp = Experts(
+                spec, experts, weights, f"{prefix}mlp.", shard, kernels, layer.gate_limit
+            )
         self._mlp_input_norm = norm(norms.mlp_input, self._mlp.gate_up)
         self._mlp_output_norm = norm(norms.mlp_output)
 

@@ -17,11 +17,11 @@ from torch.nn import functional as F
 from ..layers.layers import LayerKernels, Linear, RMSNorm
 from ..layers.parallel.expert_group import ExpertGroup
 from ..layers.parallel.shard import ModelShard
-from ..layers.spec import ExpertsSpec, ModelSpec
+from ..layers.spec import ExpertsSpec, GateLimit, ModelSpec
 from ..loaders.quantization.matrix import Weight
 from .lora.experts import ExpertChanges
 from .lora.matrices import AdaptedMatrix, AdaptedRows
-from .mlp import MLP
+from .mlp import MLP, gated_activation
 from .weights import WeightReader
 
 _SMALLEST_SUM = 1e-20
@@ -64,10 +64,14 @@ class Router:
         logits_TE = self._multiply(x_TD)
         if self._bias_E is not None:
             logits_TE = logits_TE + self._bias_E
+        if spec.logit_softcap:
+            logits_TE = torch.tanh(logits_TE / spec.logit_softcap) * spec.logit_softcap
         if spec.scoring == "sparse mixer":
             return self._mixed(logits_TE)
         scores_TE = logits_TE.softmax(-1) if spec.scoring == "softmax" else logits_TE.sigmoid()
-        choice_TE = scores_TE if self._correction_E is None else scores_TE + self._correction_E
+        choice_TE = logits_TE if spec.corrects_logits else scores_TE
+        if self._correction_E is not None:
+            choice_TE = choice_TE + self._correction_E
         if spec.num_groups > 1:
             choice_TE = self._within_best_groups(choice_TE)
         experts_TC = choice_TE.topk(spec.num_experts_per_token, -1).indices
@@ -119,6 +123,7 @@ class Experts:
         prefix: str,
         shard: ModelShard,
         kernels: LayerKernels,
+        shared_limit: GateLimit | None = None,
     ) -> None:
         self._spec = experts
         self._kernels = kernels
@@ -186,7 +191,7 @@ class Experts:
         # Of the ranks that share an expert, only one adds its bias.
         self._down = kernels.grouped_linear(down, down_biases if placement.adds_bias else [])
         self._activation = (
-            kernels.gated_activation(spec.activation)
+            gated_activation(kernels, spec.activation, experts.gate_limit)
             if spec.has_gate
             else kernels.activation(spec.activation)
         )
@@ -194,7 +199,13 @@ class Experts:
         self._shared_gate_1D: Tensor | None = None
         if num_shared := experts.shared_intermediate_size:
             self._shared = MLP(
-                spec, weights, f"{prefix}shared_experts.", shard, kernels, num_shared
+                spec,
+                weights,
+                f"{prefix}shared_experts.",
+                shard,
+                kernels,
+                num_shared,
+                limit=shared_limit,
             )
             if experts.has_shared_gate:
                 self._shared_gate_1D = weights.read(

@@ -17,12 +17,13 @@ from ..layers.spec import Chunk, LayerSpec, ModelSpec, Window
 
 
 class _Attention(NamedTuple):
-    """Full or windowed attention: its window, key/value heads, and how many such layers share a cache tensor."""
+    """Full or windowed attention: its window and heads, and how many such layers share a cache tensor."""
 
     window: Window | None
     layers_per_tensor: int
     num_kv_heads: int
     head_dim: int
+    num_heads: int
 
 
 class _CrossAttention(NamedTuple):
@@ -38,7 +39,7 @@ def group_layers(spec: ModelSpec, max_model_len: int, ranks: int = 1) -> ModelSp
     """Return the spec with every layer assigned to groups, ordered: full attention, windows, states, cross attention.
 
     Layers with a window have groups of their own, unless no sequence exceeds the window. So do layers with other
-    key/value heads. Layers with attention and a state are in two groups. A layer that reads the cache of another layer
+    heads. Layers with attention and a state are in two groups. A layer that reads the cache of another layer
     is in the same group. The group size is chosen so that few groups are incomplete. `ranks` is the tensor-parallel
     size.
 
@@ -106,6 +107,7 @@ def _kinds(spec: ModelSpec, layer: LayerSpec, max_model_len: int, ranks: int) ->
                 spec.tensor_elements(ranks) // spec.token_elements(layer, ranks),
                 layer.num_kv_heads or spec.num_kv_heads,
                 layer.head_dim or spec.head_dim,
+                layer.num_heads or spec.num_heads,
             )
         )
     if layer.reads_source and spec.source is not None:

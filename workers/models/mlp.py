@@ -12,10 +12,10 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..layers.layers import XIELU, LayerKernels
+from ..layers.layers import ACTIVATIONS, XIELU, GatedActivation, LayerKernels, Linear
 from ..layers.parallel.parallel_layers import RowParallelLinear
 from ..layers.parallel.shard import ModelShard
-from ..layers.spec import ModelSpec
+from ..layers.spec import GateLimit, ModelSpec
 from .weights import WeightReader
 
 
@@ -31,6 +31,7 @@ class MLP:
         kernels: LayerKernels,
         intermediate: int,
         sparsity: float = 0.0,
+        limit: GateLimit | None = None,
     ) -> None:
         self._tensor_parallel, self._intermediate = shard.tensor_parallel, intermediate
         # The number of standard deviations above the mean below which this fraction of a normal distribution lies.
@@ -61,7 +62,7 @@ class MLP:
         if spec.activation == "xielu":
             self._activation: Callable[[Tensor], Any] = read_xielu(weights, f"{prefix}act_fn.")
         elif spec.has_gate:
-            self._activation = kernels.gated_activation(spec.activation, self._down)
+            self._activation = gated_activation(kernels, spec.activation, limit, self._down)
         else:
             self._activation = kernels.activation(spec.activation)
 
@@ -82,6 +83,26 @@ class MLP:
         mean_T1 = self._tensor_parallel.sum(x_TF.sum(-1, keepdim=True)) / count
         squares_T1 = self._tensor_parallel.sum((x_TF - mean_T1).square().sum(-1, keepdim=True))
         return F.relu(x_TF - mean_T1 - threshold * (squares_T1 / count).sqrt())
+
+
+def gated_activation(
+    kernels: LayerKernels, name: str, limit: GateLimit | None, consumer: Linear | None = None
+) -> GatedActivation:
+    """Return the function gate_up_T2F -> activation(gate) * up of a fused projection, with both factors limited."""
+    activate = kernels.gated_activation(name, consumer)
+    if limit is None:
+        return activate
+    value = limit.value
+
+    def forward(gate_up_T2F: Tensor) -> Any:
+        gate_TF, up_TF = gate_up_T2F.chunk(2, -1)
+        up_TF.clamp_(-value, value)
+        if limit.is_activated:
+            return ACTIVATIONS[name](gate_TF).clamp_(max=value).mul_(up_TF)
+        gate_TF.clamp_(max=value)
+        return activate(gate_up_T2F)
+
+    return forward
 
 
 def read_xielu(weights: WeightReader, prefix: str) -> XIELU:

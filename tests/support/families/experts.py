@@ -297,6 +297,36 @@ WITH_EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_bias": True,
         },
     ),
+    "laguna": (
+        "Laguna",
+        EXPERTS
+        | {
+            "head_dim": 16,
+            "sliding_window": 9,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            "num_attention_heads_per_layer": [6, 8, 2],
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "shared_expert_intermediate_size": 40,
+            "moe_routed_scaling_factor": 1.8,
+            "moe_router_logit_softcapping": 2.0,
+        },
+    ),
+    "laguna-elements": (
+        "Laguna",
+        EXPERTS | {"head_dim": 12, "gating": "per-element", "shared_expert_intermediate_size": 40},
+    ),
+    "kolibri": (
+        "Kolibri1",
+        EXPERTS
+        | {
+            "intermediate_size": None,
+            "head_dim": 16,
+            "num_hidden_layers": 5,
+            "sliding_window": 9,
+            "norm_topk_prob": True,
+            "shared_expert_intermediate_size": 40,
+        },
+    ),
     "flex-olmo": ("FlexOlmo", {"num_experts": 6, "num_experts_per_tok": 2}),
     "deepseek-v3.2": (
         "DeepseekV32",

@@ -140,10 +140,11 @@ def model_spec(config: Mapping[str, Any], path: str | PathLike[str]) -> ModelSpe
         raise fields.error(f"{name} is not supported for this family; use another model")
     if is_classifier(fields) and spec.score_head is None:
         spec = with_score_head(spec, fields, output=r"^score\.")
-    for num_kv_heads in {spec.for_layer(layer).num_kv_heads for layer in spec.layers}:
-        if spec.num_heads % num_kv_heads:
+    sizes = (spec.for_layer(layer) for layer in spec.layers)
+    for num_heads, num_kv_heads in {(each.num_heads, each.num_kv_heads) for each in sizes}:
+        if num_heads % num_kv_heads:
             raise fields.error(
-                f"num_attention_heads {spec.num_heads} must be a multiple of "
+                f"num_attention_heads {num_heads} must be a multiple of "
                 f"num_key_value_heads {num_kv_heads}"
             )
     if has_vision(whole):

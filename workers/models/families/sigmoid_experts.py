@@ -1,15 +1,16 @@
-"""Families with Llama's layers and DeepSeek-V3's experts, that is, sigmoid scores and a correction bias."""
+"""Families with sigmoid scores of experts and a correction bias, as in DeepSeek-V3, and layers like Llama's."""
 
 from __future__ import annotations
 
 from ....protocol.checkpoint.config_fields import ConfigFields
 from ...layers.read_rope import read_rope
-from ...layers.spec import LayerSpec, ModelSpec
-from .common import Family, head_dim, sliding_layers, uniform_layers
+from ...layers.spec import LayerSpec, ModelSpec, NormNames
+from .common import Family, base_spec, head_dim, sliding_layers, uniform_layers
 from .experts import (
     deepseek_experts,
     first_dense,
     has_listed_experts,
+    read_experts,
     unused_layers,
     with_experts,
 )
@@ -132,11 +133,48 @@ def _fused(fields: ConfigFields, *, theta: float) -> ModelSpec:
     )
 
 
+def _kolibri(fields: ConfigFields) -> ModelSpec:
+    fields = fields.with_defaults(head_dim=128, sliding_window=513)
+    size = fields.integer("moe_intermediate_size", 512)
+    # Every layer has experts, so none has a dense MLP.
+    fields = fields.with_values({"moe_intermediate_size": size, "intermediate_size": size})
+    rope, window = read_rope(fields, head_dim(fields)), fields.integer("sliding_window")
+    slides = sliding_layers(fields, lambda i: (i + 1) % 5 != 0)
+    spec = base_spec(
+        fields,
+        tuple(LayerSpec(rope, window) if x else LayerSpec(None) for x in slides),
+        norms=NormNames(
+            attention_output="post_self_attn_layernorm", mlp_output="post_mlp_layernorm"
+        ),
+        qk_norm="head",
+    )
+    experts = read_experts(
+        fields,
+        384,
+        6,
+        scoring="sigmoid",
+        renormalizes=fields.boolean("norm_topk_prob", False),
+        has_correction_bias=True,
+        corrects_logits=True,
+        shared_intermediate_size=fields.integer("shared_expert_intermediate_size", 512),
+    )
+    return with_experts(
+        spec,
+        experts,
+        tensor_names=(
+            (r"\.moe\.router\.expert_bias$", ".mlp.gate.e_score_correction_bias"),
+            (r"\.post_attn_norm\.", ".post_self_attn_layernorm."),
+            (r"\.post_ffn_norm\.", ".post_mlp_layernorm."),
+        ),
+    )
+
+
 FAMILIES = (
     Family("BailingMoeV2ForCausalLM", "bailing_moe_v2", _ling2),
     Family("ExaoneMoEForCausalLM", "exaone_moe", _exaone_moe),
     Family("ExaoneMoeForCausalLM", "exaone_moe", _exaone_moe),
     Family("HYV3ForCausalLM", "hy_v3", _hunyuan3),
+    Family("Kolibri1ForCausalLM", "kolibri1", _kolibri),
     Family("SarvamMoEForCausalLM", "sarvam_moe", _sarvam_moe),
     Family("SolarOpenForCausalLM", "solar_open", _solar_open),
 )

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ....protocol.checkpoint.config_fields import ConfigFields
 from ...layers.read_rope import read_rope, read_rope_of_layer_type
-from ...layers.spec import LayerSpec, ModelSpec, NormNames
+from ...layers.spec import GateLimit, LayerSpec, ModelSpec, NormNames
 from .common import Family, attention_biases, base_spec, head_dim, sliding_layers
 from .experts import (
     GRANITE_NAMES,
@@ -222,12 +222,203 @@ def _mimo_v2(fields: ConfigFields) -> ModelSpec:
     )
 
 
+_GATE = (r"\.self_attn\.g_proj\.", ".self_attn.gate_proj.")
+
+
+def _laguna(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of a Laguna. Its layers may have different numbers of query heads."""
+    fields = fields.with_defaults(head_dim=128, num_key_value_heads=8, sliding_window=512)
+    num_layers, size = fields.layer_count("num_hidden_layers"), head_dim(fields)
+    if fields.boolean("moe_apply_router_weight_on_input", False):
+        raise fields.error("moe_apply_router_weight_on_input is not supported")
+    gating = fields.get("gating", True)
+    if gating not in (True, "per-head", "per-element"):
+        raise fields.error(f"gating must be per-head or per-element, got {gating!r}")
+    full, local = (
+        read_rope_of_layer_type(
+            fields.with_defaults(partial_rotary_factor=fraction),
+            kind,
+            size,
+            theta_field="rope_theta",
+            theta=theta,
+            partial=True,
+        )
+        for kind, theta, fraction in (
+            ("full_attention", 500_000.0, 0.5),
+            ("sliding_attention", 10_000.0, 1.0),
+        )
+    )
+    window = fields.integer("sliding_window")
+    heads = fields.per_layer("num_attention_heads_per_layer", num_layers) or [None] * num_layers
+    layers = []
+    for slides, num_heads in zip(sliding_layers(fields, lambda _: False), heads, strict=True):
+        if num_heads is not None and (type(num_heads) is not int or num_heads < 1):
+            raise fields.error(f"num_attention_heads_per_layer has {num_heads!r}")
+        layers.append(
+            LayerSpec(local if slides else full, window if slides else None, num_heads=num_heads)
+        )
+    spec = llama(
+        fields,
+        layers=tuple(layers),
+        qk_norm="head",
+        gates_attention=True,
+        has_gate_projection=True,
+        has_head_gates=gating != "per-element",
+        output_gate="softplus",
+    )
+    experts = read_experts(
+        fields.with_defaults(moe_intermediate_size=512),
+        256,
+        8,
+        scoring="sigmoid",
+        scale=fields.positive("moe_routed_scaling_factor", 1.0),
+        has_correction_bias=True,
+        logit_softcap=fields.number("moe_router_logit_softcapping", 0.0),
+        shared_intermediate_size=fields.integer("shared_expert_intermediate_size", 512),
+    )
+    return with_experts(
+        spec,
+        experts,
+        has_listed_experts(fields, lambda i: i > 0),
+        tensor_names=(
+            _GATE,
+            (r"\.mlp\.experts\.e_score_correction_bias$", ".mlp.gate.e_score_correction_bias"),
+            (r"\.mlp\.shared_expert\.", ".mlp.shared_experts."),
+        ),
+    )
+
+
+def _step3(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of a Step 3.5 or 3.7. Its layers with a window may have another number of query heads."""
+    num_layers = fields.layer_count("num_hidden_layers")
+    fields = fields.with_defaults(
+        head_dim=128,
+        num_key_value_heads=fields.integer("num_attention_groups", 8),
+        rms_norm_eps=1e-5,
+        moe_intermediate_size=1280,
+    )
+    fields = _first_layers(fields, num_layers)
+    size = head_dim(fields)
+    slides = sliding_layers(fields, lambda _: False)
+    # The sliding layers' heads are in a field of their own, or in a section that replaces fields of the config.
+    own = fields.section("attention_other_setting") or fields
+    num_heads = fields.integer("num_attention_heads")
+    num_local = fields.integer(
+        "num_sliding_attention_heads", own.integer("num_attention_heads", num_heads)
+    )
+    window = fields.integer("sliding_window") if any(slides) else None
+    limits, shared_limits = (
+        _limits(fields, name, num_layers) for name in ("swiglu_limits", "swiglu_limits_shared")
+    )
+    layers = []
+    for i, sliding in enumerate(slides):
+        kind = "sliding_attention" if sliding else "full_attention"
+        rope = read_rope_of_layer_type(
+            _of_layer(fields, i),
+            kind,
+            size,
+            theta_field="rope_theta",
+            theta=10_000.0,
+            partial=True,
+        )
+        layers.append(
+            LayerSpec(
+                rope,
+                window if sliding else None,
+                num_heads=num_local if sliding else None,
+                gate_limit=shared_limits[i],
+            )
+        )
+    spec = base_spec(
+        fields,
+        tuple(layers),
+        qk_norm="head",
+        norm_weight_offset=1.0,
+        attention_scale=fields.positive("query_pre_attn_scalar", size) ** -0.5,
+        gates_attention=True,
+        has_gate_projection=True,
+        has_head_gates=True,
+        **attention_biases(fields),
+    )
+    experts = read_experts(
+        fields,
+        288,
+        fields.integer("moe_top_k", 8),
+        scoring="sigmoid",
+        scale=fields.positive("moe_router_scaling_factor", 1.0),
+        has_correction_bias=True,
+        shared_intermediate_size=fields.integer(
+            "share_expert_dim", fields.integer("share_expert_dims", 1280)
+        ),
+    )
+    listed = fields.get("moe_layers_enum")
+    numbers = listed.split(",") if isinstance(listed, str) else listed
+    sparse = None if numbers is None else {int(number) for number in numbers}
+    has_experts = has_listed_experts(fields, lambda i: i >= 3 if sparse is None else i in sparse)
+    return replace(
+        spec,
+        layers=tuple(
+            replace(layer, experts=replace(experts, gate_limit=limit)) if has_experts(i) else layer
+            for i, (layer, limit) in enumerate(zip(spec.layers, limits, strict=True))
+        ),
+        tensor_names=(
+            _GATE,
+            (r"\.moe\.gate\.", ".mlp.gate."),
+            (r"\.moe\.router_bias$", ".mlp.gate.e_score_correction_bias"),
+            (r"\.moe\.(\d+)\.", r".mlp.experts.\1."),
+            (r"\.share_expert\.", ".mlp.shared_experts."),
+            *unused_layers(fields),
+        ),
+    )
+
+
+_PER_LAYER = (
+    "layer_types",
+    "mlp_layer_types",
+    "swiglu_limits",
+    "swiglu_limits_shared",
+    "rope_theta",
+    "partial_rotary_factors",
+)
+
+
+def _first_layers(fields: ConfigFields, num_layers: int) -> ConfigFields:
+    """Return the fields without the entries of layers after the last, which are for multi-token prediction."""
+    values = {name: fields.get(name) for name in _PER_LAYER}
+    return fields.with_values(
+        {name: x[:num_layers] for name, x in values.items() if isinstance(x, list)}
+    )
+
+
+def _of_layer(fields: ConfigFields, index: int) -> ConfigFields:
+    """Return the fields with this layer's entries in place of those lists that describe the rotary embedding."""
+    theta, factors = fields.get("rope_theta"), fields.get("partial_rotary_factors")
+    values = {}
+    if isinstance(theta, list):
+        values["rope_theta"] = theta[index]
+    if isinstance(factors, list):
+        values["partial_rotary_factor"] = factors[index]
+    return fields.with_values(values)
+
+
+def _limits(fields: ConfigFields, name: str, num_layers: int) -> list[GateLimit | None]:
+    """Return each layer's limit of activated gates; 0 and null mean that there is none."""
+    values = fields.per_layer(name, num_layers) or [None] * num_layers
+    for value in values:
+        if value is not None and (type(value) not in (int, float) or value < 0):
+            raise fields.error(f"{name} has {value!r}, which is no limit")
+    return [GateLimit(float(value), is_activated=True) if value else None for value in values]
+
+
 FAMILIES = (
     Family("AfmoeForCausalLM", "afmoe", _afmoe),
     Family("CwmForCausalLM", "cwm", _cwm),
     Family("FlintForCausalLM", "flint", _flint),
     Family("GraniteMoeSWAForCausalLM", "granitemoe_swa", _granite_moe_windows),
     Family("GraniteSWAForCausalLM", "granite_swa", _granite_windows),
+    Family("LagunaForCausalLM", "laguna", _laguna),
     Family("MellumForCausalLM", "mellum", _mellum),
     Family("MiMoV2FlashForCausalLM", "mimo_v2_flash", _mimo_v2),
+    Family("Step3p5ForCausalLM", "step3p5", _step3),
+    Family("Step3p7ForConditionalGeneration", "step3p7", _step3),
 )
