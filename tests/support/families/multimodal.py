@@ -1,0 +1,75 @@
+"""Families with a tower for images, by the names of their classes: the type and the sizes of their text decoder."""
+
+from typing import Any
+
+from support.families.experts import LATENT
+
+MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+VISION_SIZES = {
+    "depth": 1,
+    "embed_dim": 48,
+    "hidden_size": 48,
+    "out_hidden_size": 48,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "deepstack_visual_indexes": [],
+    "fullatt_block_indexes": [],
+}
+GLM_AXES = MROPE | {"partial_rotary_factor": 0.5, "mrope_section": [1, 1, 0]}
+MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
+    "DeepseekVL": ("llama", {}),
+    "Exaone4_5_": ("exaone4", {"sliding_window": 9}),
+    "Glm4v": ("glm4v_text", {"rope_parameters": GLM_AXES}),
+    "Glm46V": ("glm4v_text", {"rope_parameters": GLM_AXES}),
+    "Glm4vMoe": (
+        "glm4v_moe_text",
+        {
+            "head_dim": 8,
+            "rope_parameters": GLM_AXES,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+        },
+    ),
+    "HyperCLOVAXVisionV2": ("hyperclovax", {}),
+    "Kimi_K25": (
+        "deepseek_v3",
+        LATENT | {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+    ),
+    "Lfm3Vl": ("lfm3", {"layer_types": ["conv", "full_attention", "conv"]}),
+    "MiniCPMV4_7": ("qwen3_5_text", {"head_dim": 16, "layer_types": ["full_attention"] * 3}),
+    "Lfm2Vl": ("lfm2", {"layer_types": ["conv", "full_attention", "conv"]}),
+    "LlavaNextVideo": ("llama", {}),
+    "Ovis2": ("qwen2", {}),
+    "Step3p7": (
+        "step3p5",
+        {
+            "num_hidden_layers": 5,
+            "pad_token_id": 3,
+            "head_dim": 16,
+            "layer_types": ["full_attention", *["sliding_attention"] * 3, "full_attention"],
+            "sliding_window": 9,
+            "num_sliding_attention_heads": 8,
+            "query_pre_attn_scalar": 24,
+            "n_routed_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "share_expert_dim": 40,
+            "moe_router_scaling_factor": 1.8,
+            "mlp_layer_types": ["dense", "sparse", "sparse", "dense", "sparse"],
+            "swiglu_limits": [0.0, 0.0, 0.3, 0.3, 0.3],
+            "swiglu_limits_shared": [0.0, 0.2, 0.0, 0.3, 0.4],
+            "rope_theta": [1e4, 5e5, 5e5, 5e5, 1e4],
+            "partial_rotary_factors": [0.5, 1.0, 1.0, 1.0, 0.5],
+        },
+    ),
+    "VideoLlama3": ("qwen2", {}),
+    "VipLlava": ("llama", {}),
+    "Mistral3": ("ministral3", {"head_dim": 16}),
+    "Qwen2VL": ("qwen2_vl_text", {"rope_parameters": MROPE}),
+    "Qwen2_5_VL": ("qwen2_5_vl_text", {"rope_parameters": MROPE}),
+    "Qwen3VL": ("qwen3_vl_text", {"head_dim": 8, "rope_parameters": MROPE}),
+}
