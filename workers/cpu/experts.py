@@ -12,10 +12,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..layers.experts_spec import ExpertsSpec
 from ..layers.parallel.expert_group import ExpertGroup
 from ..layers.parallel.shard import ModelShard
 from ..layers.parallel.tensor_parallel import TensorParallel
-from ..layers.spec import ExpertsSpec, ModelSpec
+from ..layers.spec import ModelSpec
 from .abi import structs
 from .adapters import AdapterTable, NativeAdapters
 from .library import NotSupportedNatively

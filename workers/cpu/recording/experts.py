@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from ...layers.spec import ExpertsSpec, NormNames
+from ...layers.experts_spec import ExpertsSpec
+from ...layers.spec import NormNames
 from ..experts import NativeExperts
 from ..library import NotSupportedNatively
 from ..program import Floats

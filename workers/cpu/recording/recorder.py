@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from ...layers.experts_spec import ExpertsSpec
 from ...layers.parallel.shard import ModelShard
 from ...layers.rope import RopeSpec
-from ...layers.spec import ExpertsSpec, LayerSpec, ModelSpec, NormNames
+from ...layers.spec import LayerSpec, ModelSpec, NormNames
 from ...models.mlp import read_xielu
 from ..abi.structs import AttentionLayer
 from ..library import NotSupportedNatively

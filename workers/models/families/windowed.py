@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ....protocol.checkpoint.config_fields import ConfigFields
+from ...layers.experts_spec import GateLimit
 from ...layers.read_rope import read_rope, read_rope_of_layer_type
-from ...layers.spec import GateLimit, LayerSpec, ModelSpec, NormNames
+from ...layers.spec import LayerSpec, ModelSpec, NormNames
 from .common import Family, attention_biases, base_spec, head_dim, sliding_layers
 from .experts import (
     GRANITE_NAMES,

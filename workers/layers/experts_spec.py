@@ -1,0 +1,63 @@
+"""The description of a mixture of experts as data."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class GateLimit:
+    """A limit of the numbers in a gated MLP: the gate is at most `value`, and the other factor is in +-`value`.
+
+    If `is_activated`, the activated gate is limited, otherwise the gate before its activation.
+    """
+
+    value: float
+    is_activated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsSpec:
+    """A mixture of experts, which replaces the MLP of a layer.
+
+    The router's logits, capped to +-`logit_softcap` if that is not 0, become scores by `scoring`: a softmax over all
+    experts, or a sigmoid of each. A token chooses the `num_experts_per_token` experts with the highest scores. If
+    `has_correction_bias`, a stored bias is added to the scores for this choice only, or to the logits if
+    `corrects_logits`. If `num_groups` is above 1 (DeepSeek-V3, arXiv 2412.19437), the choice is limited to the
+    `num_groups_per_token` groups with the highest score, which is the score of their best expert or the sum of their
+    best two. The weights are the scores of the chosen experts, divided by their sum if `renormalizes`, times `scale`.
+
+    With the scoring "sparse mixer" (arXiv 2409.12136), experts are chosen one after the other. The weight of each comes
+    from a softmax over those remaining experts whose logits differ from it by at most 2 * `mixer_noise`, relatively.
+
+    If `scales_inputs`, the weights multiply the inputs of the experts instead of their outputs. If `has_expert_scales`,
+    each expert has a stored factor on its weight. If `has_own_norms`, the experts are added to the layer's MLP: they,
+    the router and the MLP's output have norms of their own.
+
+    All tokens also pass through an MLP of `shared_intermediate_size` elements, unless that is 0. If `has_shared_gate`,
+    its output is multiplied by the sigmoid of a logit. If `latent_size` is not 0, experts read a projection of the
+    hidden state to `latent_size` elements, and the sum of their outputs is projected back. `gate_limit` applies to the
+    experts, not to the shared MLP.
+    """
+
+    num_experts: int
+    num_experts_per_token: int
+    intermediate_size: int
+    scoring: Literal["softmax", "sigmoid", "sparse mixer"] = "softmax"
+    mixer_noise: float = 0.0
+    renormalizes: bool = True
+    scale: float = 1.0
+    num_groups: int = 1
+    num_groups_per_token: int = 1
+    group_score: Literal["best", "best two"] = "best"
+    has_correction_bias: bool = False
+    corrects_logits: bool = False
+    has_router_bias: bool = False
+    has_biases: bool = False
+    scales_inputs: bool = False
+    has_expert_scales: bool = False
+    has_own_norms: bool = False
+    shared_intermediate_size: int = 0
+    has_shared_gate: bool = False
+    latent_size: int = 0
+    gate_limit: GateLimit | None = None
+    logit_softcap: float = 0.0
