@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ....protocol.errors import ConfigError
-from ..spec import ExpertsSpec, ModelSpec
+from ..experts_spec import ExpertsSpec
+from ..spec import ModelSpec
 from .expert_group import ExpertGroup
 from .tensor_parallel import TensorParallel
 
