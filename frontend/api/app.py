@@ -16,7 +16,7 @@ from ..tracing.middleware import Tracing
 from ..transcription.options import Task
 from .batches.routes import batch_routes
 from .bodies.intake import Intake
-from .dialects import anthropic, ollama
+from .dialects import anthropic, llama_cpp, ollama
 from .dialects.ollama_answer import error_body as ollama_error
 from .docs_page import HEADERS, render_docs
 from .durable.recovery import Recovery
@@ -108,6 +108,7 @@ def make_routes(serving: Serving) -> list[Route]:
         Route("/embeddings", embeddings.embed, methods=["POST"]),
         Route("/score", scores.score, methods=["POST"]),
         Route("/rerank", scores.rerank, methods=["POST"]),
+        Route("/reranking", scores.rerank, methods=["POST"]),
         Route("/chat/completions/batch", ChatBatch(serving, intake), methods=["POST"]),
         *chat_routes(serving, intake, chat_records),
         *(
@@ -121,6 +122,7 @@ def make_routes(serving: Serving) -> list[Route]:
         ),
     ]
     routes = [
+        *llama_cpp.routes(serving, intake, embeddings),
         *(
             Route(prefix + route.path, route.endpoint, methods=route.methods)
             # Some clients include /v1 in their base URL; others leave it out.

@@ -42,19 +42,20 @@ class LogprobsRenderer:
     def chat_entries(self, positions: Iterable[PositionLogprobs]) -> list[Json]:
         """Return the entries of `chat` as mutable objects."""
         return [
-            self._chat_token(position.token_id, position.logprob)
-            | {"top_logprobs": [self._chat_token(*candidate) for candidate in position.top]}
+            self.chat_token(position.token_id, position.logprob)
+            | {"top_logprobs": [self.chat_token(*candidate) for candidate in position.top]}
             for position in positions
         ]
 
     def _chat_position(self, position: PositionLogprobs) -> Json:
-        chosen = self._chat_token(position.token_id, position.logprob)
+        chosen = self.chat_token(position.token_id, position.logprob)
         chosen["top_logprobs"] = encode_list(
-            self._chat_token(*candidate) for candidate in position.top
+            self.chat_token(*candidate) for candidate in position.top
         )
         return chosen
 
-    def _chat_token(self, token_id: int, logprob: float) -> Json:
+    def chat_token(self, token_id: int, logprob: float) -> Json:
+        """Return the text, the log-probability and the bytes of a token."""
         return {
             "token": self.token(token_id),
             "logprob": finite(logprob),

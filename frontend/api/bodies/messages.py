@@ -28,6 +28,11 @@ from ..schema import (
 )
 from ..schema.anthropic import MessagesRequest
 from ..schema.files import BatchRequest
+from ..schema.llama_cpp import (
+    LlamaCompletionRequest,
+    LlamaEmbeddingRequest,
+    LlamaInfillRequest,
+)
 from ..schema.ollama import (
     OllamaChatRequest,
     OllamaEmbedRequest,
@@ -76,6 +81,9 @@ SCHEMAS: Final[tuple[type[msgspec.Struct], ...]] = (
     BatchRequest,
     MetadataRequest,
     CompactRequest,
+    LlamaCompletionRequest,
+    LlamaInfillRequest,
+    LlamaEmbeddingRequest,
 )
 
 MAX_CPU_S: Final = 5

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import chain
-from typing import Final
+from typing import ClassVar, Final, TypeAlias
 
 import msgspec
 import numpy as np
@@ -40,11 +40,27 @@ PROMPTS_AT_ONCE: Final = 128
 """Number of prompts that are prepared before other tasks run; takes about 2 ms."""
 
 
+NewPromptAnswer: TypeAlias = Callable[
+    [Serving, CompletionRequest, list[PreparedPrompt], Outputs, Json], Answer[CompletionRequest]
+]
+"""The constructor of an answer to prompts."""
+
+
 class Completions(Endpoint[CompletionRequest]):
-    """The completions endpoint."""
+    """The completions endpoint.
+
+    `cuts_max_tokens` is true if a request for more tokens than the context has left is reduced instead of rejected.
+    """
+
+    cuts_max_tokens: ClassVar[bool] = False
 
     def __init__(self, serving: Serving, intake: Intake) -> None:
         super().__init__(serving, intake, CompletionRequest, "cmpl")
+
+    @property
+    def answer_type(self) -> NewPromptAnswer:
+        """The class that writes answers."""
+        return _Answer
 
     def object_name(self, request: CompletionRequest) -> str:
         """Return the `object` of the answer."""
@@ -89,7 +105,7 @@ class Completions(Endpoint[CompletionRequest]):
             prepared.append(self._fit(prompt, request, params))
             if len(prepared) % PROMPTS_AT_ONCE == 0:
                 await asyncio.sleep(0)
-        return prepared, partial(_Answer, serving, request, prepared)
+        return prepared, partial(self.answer_type, serving, request, prepared)
 
     async def _encode_around(
         self, suffix: str, prompts: list[Prompt], request: CompletionRequest
@@ -149,6 +165,9 @@ class Completions(Endpoint[CompletionRequest]):
     ) -> PreparedPrompt:
         source, token_ids = self._serving.config.model.source_text, prompt.token_ids
         truncate, inputs = request.truncate_prompt_tokens, prompt.encoder_inputs
+        default = None if request.max_tokens == UNLIMITED else DEFAULT_MAX_TOKENS
+        if self.cuts_max_tokens:
+            default = params.max_tokens
         if inputs:
             truncate = None
         if source is not None:
@@ -157,8 +176,8 @@ class Completions(Endpoint[CompletionRequest]):
         token_ids, max_tokens = fit_context(
             token_ids,
             prompt.param,
-            max_tokens=params.max_tokens,
-            default_max_tokens=None if request.max_tokens == UNLIMITED else DEFAULT_MAX_TOKENS,
+            max_tokens=None if self.cuts_max_tokens else params.max_tokens,
+            default_max_tokens=default,
             max_tokens_limit=self._serving.max_tokens_limit,
             truncate=truncate,
             truncation_side=request.truncation_side,

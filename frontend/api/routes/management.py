@@ -97,7 +97,8 @@ class Management:
         if trouble := serving.store.state.trouble:
             body["store"] = f"not durable: {redact(trouble)}"
         if good:
-            return json_response(body)
+            # Clients of llama.cpp read `status`.
+            return json_response({"status": "ok"} | body)
         retry_after_s = overload.retry_after_s if overload else serving.retry_after_s
         return json_response(body, 503, retry_after(retry_after_s))
 

@@ -45,19 +45,25 @@ class Tokenization:
     async def _tokenize(self, request: TokenizeRequest, body_size: int) -> Response:
         serving = self._serving
         serving.verify_model(request.model)
-        if (request.prompt is None) == (request.messages is None):
-            raise bad_request("prompt", "exactly one of prompt and messages is required")
-        serving.verify_tokenizer("messages" if request.prompt is None else "prompt")
-        if request.prompt is not None:
-            if len(request.prompt) > MAX_CHARACTERS:
+        given = [
+            name for name in ("prompt", "content", "messages") if getattr(request, name) is not None
+        ]
+        if len(given) != 1:
+            raise bad_request("prompt", "exactly one of prompt, content and messages is required")
+        [name] = given
+        serving.verify_tokenizer(name)
+        if name != "messages":
+            text: str = getattr(request, name)
+            if len(text) > MAX_CHARACTERS:
                 raise bad_request(
-                    "prompt",
-                    f"prompt must have at most {MAX_CHARACTERS} characters, got {len(request.prompt)}; "
+                    name,
+                    f"{name} must have at most {MAX_CHARACTERS} characters, got {len(text)}; "
                     "tokenize it in parts",
                 )
-            [token_ids] = await serving.encode(
-                [request.prompt], request.add_special_tokens is not False
-            )
+            is_special = request.add_special_tokens is not False
+            if name == "content":
+                is_special = bool(request.add_special)
+            [token_ids] = await serving.encode([text], is_special)
         else:
             chat = await render_chat(
                 serving,
@@ -73,13 +79,22 @@ class Tokenization:
         }
 
         def encode() -> Response:
-            answer["tokens"] = encode_list(token_ids)
+            shown = map(self._piece, token_ids) if request.with_pieces else token_ids
+            answer["tokens"] = encode_list(shown)
             answer["token_strs"] = None
             if request.return_token_strs:
                 answer["token_strs"] = encode_list(map(serving.tokenizer.id_to_token, token_ids))
             return json_response(answer)
 
         return await serving.executor.run(len(token_ids), encode)
+
+    def _piece(self, token_id: int) -> dict[str, Any]:
+        """Return a token with its text, or with its bytes if they are no text."""
+        data = self._serving.tokenizer.token_bytes(token_id)
+        try:
+            return {"id": token_id, "piece": data.decode()}
+        except UnicodeDecodeError:
+            return {"id": token_id, "piece": list(data)}
 
     @accepts(DetokenizeRequest)
     async def detokenize(self, http: Request) -> Response:
@@ -104,7 +119,8 @@ class Tokenization:
             return serving.tokenizer.decode(tokens, bool(request.skip_special_tokens))
 
         text = await serving.executor.run(len(tokens), decode)
-        return json_response({"prompt": text})
+        # `content` is the name in llama.cpp.
+        return json_response({"prompt": text, "content": text})
 
     async def tokenizer_info(self, http: Request) -> Response:
         """Return the tokenizer's configuration, with the chat template in use."""

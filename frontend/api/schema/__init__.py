@@ -292,6 +292,11 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
 
     model: str | None = None
     prompt: str | None = None
+    # The fields of llama.cpp: a text, which gets no special tokens unless `add_special` is true.
+    content: str | None = None
+    add_special: bool | None = None
+    with_pieces: bool | None = None
+    parse_special: bool | None = None
     messages: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = None
@@ -367,6 +372,8 @@ REFUSED: dict[str, str] = {
     "web_search_options": "is not supported; this server does not search the web",
     "prompt": "is not supported; this server has no prompt templates: send instructions and input",
     "context_management": "is not supported; use truncation auto",
+    "lora": "is not supported; send the name of the adapter as model",
+    "post_sampling_probs": "is not supported; leave it out for the model's own probabilities",
 }
 """Rejected field -> the rest of the error message."""
 
@@ -388,5 +395,7 @@ NO_OP_VALUES: dict[str, tuple[Any, ...]] = {
     "dynatemp_range": (0,),
     "samplers": ([], ""),
     "context_management": ([],),
+    "lora": ([],),
+    "post_sampling_probs": (False,),
 }
 """Rejected field -> values that are accepted, because they have no effect."""

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import shutil
 from collections import defaultdict
-from pathlib import Path
 
 import openai
 import pytest
-import tokenizers
 from engine.frontend.api.answer import find_likeliest
 from engine.frontend.client.logprobs import PositionLogprobs
 from engine.frontend.client.sequence_io import Delta
-from engine.frontend.tokenizer import tokenizer_json_path
 from support.frontend_process import MODEL, FrontendProcess, sse_events
 from support.longest_wait import assert_delays_nobody
-from support.server import default_model
 
 pytestmark = pytest.mark.slow
 
@@ -452,28 +447,3 @@ def test_long_prompts_do_not_delay_other_requests() -> None:
             str(frontend.http.base_url), lambda: frontend.complete(text, max_tokens=1)
         )
         assert answer["usage"]["prompt_tokens"] > 180_000
-
-
-def test_suffix_puts_the_texts_between_the_tokens_of_the_model(tmp_path: Path) -> None:
-    names = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|fim_pad|>")
-    original = tokenizer_json_path(default_model())
-    shutil.copytree(original.parent, tmp_path, dirs_exist_ok=True)
-    tokenizer = tokenizers.Tokenizer.from_file(str(original))
-    tokenizer.add_special_tokens(list(names))
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    begin, end = "def add(a, b):\n", "\n    return c"
-    prompt = f"{names[0]}{begin}{names[1]}{end}{names[2]}"
-    with FrontendProcess(tokenizer_path=str(tmp_path)) as frontend:
-        count = len(frontend.tokenizer.encode(prompt))
-        fields = {"max_tokens": count, "skip_special_tokens": False}
-        answer = frontend.complete(begin, suffix=end, **fields)
-        # The core repeats the prompt.
-        assert answer["choices"][0]["text"] == prompt
-        pad = frontend.tokenizer.token_to_id(names[3])
-        added = [m for m in frontend.core.received if hasattr(m, "requests")][-1]
-        assert pad in added.requests[0].sampling_params.stop_token_ids
-        body = {"prompt": begin, "suffix": end, "stream": False, "options": {"num_predict": count}}
-        response = frontend.post("/api/generate", **body)
-        assert response.json()["response"] == begin + end
-        response = frontend.post("/v1/completions", prompt=[1, 2], suffix=end)
-        assert response.status_code == 400 and response.json()["error"]["param"] == "prompt"

@@ -156,8 +156,9 @@ def test_detokenize_inverts_tokenize(frontend: FrontendProcess) -> None:
     assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"]) == 5
     assert answer["tokens"] == frontend.tokenizer.encode(PROMPT)
     assert answer["max_model_len"] == 512
-    assert frontend.post("/detokenize", tokens=answer["tokens"]).json() == {"prompt": PROMPT}
-    assert frontend.post("/detokenize", tokens=[]).json() == {"prompt": ""}
+    detokenized = frontend.post("/detokenize", tokens=answer["tokens"]).json()
+    assert detokenized == {"prompt": PROMPT, "content": PROMPT}
+    assert frontend.post("/detokenize", tokens=[]).json()["prompt"] == ""
 
 
 def test_metrics_count_served_tokens_and_requests(frontend: FrontendProcess) -> None:

@@ -1,0 +1,271 @@
+"""The routes of llama.cpp's own API, which code editors and chat applications use."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Final
+
+import numpy as np
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope
+
+from .... import __version__
+from ....protocol.sampling_params import SamplingParams
+from ...client.embeddings import Vector
+from ...client.engine_client import RequestGroup
+from ...http.errors import APIError, bad_request, json_response, unavailable
+from ...http.json_pieces import encode_list
+from ..bodies.body import BodyDecoder
+from ..bodies.intake import Intake
+from ..bodies.request_memory import MemoryLease
+from ..chat_prompt import RenderedChat, render_chat
+from ..infill import require_infill
+from ..openapi import accepts
+from ..prompts import Prompt, verify_num_characters
+from ..routes.chat_completions import reasoning_kwargs
+from ..routes.completions import Completions, NewPromptAnswer
+from ..routes.embeddings import Embeddings
+from ..sampling import sampling_params
+from ..schema import UNLIMITED, ChatCompletionRequest, CompletionRequest, EmbeddingRequest
+from ..schema.llama_cpp import (
+    LlamaCompletionRequest,
+    LlamaEmbeddingRequest,
+    LlamaFields,
+    LlamaInfillRequest,
+)
+from ..serving import Serving
+from ..structured.constraint import Constraint
+from ..tools.tool_choice import parse_tool_choice
+from .llama_cpp_answer import LlamaAnswer, generation_settings
+from .llama_cpp_request import LlamaPrompt, encode_prompts, infill_files, translate
+
+UNLIMITED_SHARE: Final = 8
+"""The share of the context that an infill without a limit keeps for its answer: one in this many tokens."""
+
+
+def routes(serving: Serving, intake: Intake, embeddings: Embeddings) -> list[Route]:
+    """Return all routes."""
+    description = LlamaDescription(serving)
+    chats = LlamaChats(serving, intake)
+    embed = LlamaEmbeddings(serving, intake, embeddings)
+    return [
+        Route(
+            "/completion",
+            LlamaCompletions(serving, intake, LlamaCompletionRequest),
+            methods=["POST"],
+        ),
+        Route("/infill", LlamaCompletions(serving, intake, LlamaInfillRequest), methods=["POST"]),
+        Route("/apply-template", chats.apply_template, methods=["POST"]),
+        *(
+            Route(f"{prefix}/chat/completions/input_tokens", chats.count_tokens, methods=["POST"])
+            for prefix in ("/v1", "")
+        ),
+        Route("/embedding", embed.embed, methods=["POST"]),
+        Route("/props", description.props),
+        Route("/slots", description.slots),
+    ]
+
+
+class LlamaCompletions(Completions):
+    """The endpoint for completions, and that for infills."""
+
+    cuts_max_tokens = True
+
+    def __init__(self, serving: Serving, intake: Intake, body_type: type[LlamaFields]) -> None:
+        super().__init__(serving, intake)
+        self.body_schema = body_type
+        self._body_decoder = BodyDecoder(body_type, serving.config.frontend.strict)
+
+    @property
+    def answer_type(self) -> NewPromptAnswer:
+        """The class that writes answers."""
+        return LlamaAnswer
+
+    async def _receive(
+        self, scope: Scope, receive: Receive, lease: MemoryLease
+    ) -> tuple[CompletionRequest, int]:
+        body, size = await self._intake.receive(scope, receive, self._body_decoder, lease)
+        tokenizer = self._serving.tokenizer
+        return await self._serving.executor.run(size, lambda: translate(body, tokenizer)), size
+
+    async def _prompts(self, request: CompletionRequest, body_size: int) -> list[Prompt]:
+        assert isinstance(request, LlamaPrompt)
+        serving = self._serving
+        serving.verify_tokenizer("prompt")
+        if request.infill is None:
+            return await serving.executor.run(
+                body_size,
+                lambda: encode_prompts(request, serving.tokenizer, serving.config.model.vocab_size),
+            )
+        return [await self._infill_prompt(request, request.infill, body_size)]
+
+    async def _infill_prompt(
+        self, request: LlamaPrompt, body: LlamaInfillRequest, body_size: int
+    ) -> Prompt:
+        """Return the prompt of an infill, cut to the context.
+
+        Raises:
+            APIError: The model does not fill in the middle, or a text is too long (400).
+        """
+        serving = self._serving
+        infill = require_infill(serving.infill_format, "input_suffix")
+        limit = serving.config.model.max_model_len
+        files = infill_files(body)
+        prefix, suffix = (body.input_prefix or "") + (body.prompt or ""), body.input_suffix or ""
+        verify_num_characters(len(prefix), "input_prefix", limit)
+        verify_num_characters(len(suffix), "input_suffix", limit)
+        verify_num_characters(sum(len(text) for _, text in files), "input_extra", limit)
+        is_unlimited = request.max_tokens in (None, UNLIMITED)
+        num_answer_tokens = limit // UNLIMITED_SHARE if is_unlimited else request.max_tokens or 1
+        max_tokens = max(limit - num_answer_tokens, limit // 2)
+        token_ids = await serving.executor.run(
+            body_size,
+            lambda: infill.encode_beside_files(
+                serving.tokenizer, prefix, suffix, files, max_tokens
+            ),
+        )
+        return Prompt("input_prefix", None, np.asarray(token_ids, np.int32))
+
+    def _params(self, request: CompletionRequest, constraint: Constraint | None) -> SamplingParams:
+        params = super()._params(request, constraint)
+        infill = self._serving.infill_format
+        assert isinstance(request, LlamaPrompt)
+        if request.infill is not None and infill is not None:
+            params.stop_token_ids = tuple({*params.stop_token_ids, *infill.end_ids})
+        return params
+
+
+class LlamaChats:
+    """The routes that show the prompt of a conversation, and count its tokens."""
+
+    def __init__(self, serving: Serving, intake: Intake) -> None:
+        self._serving = serving
+        self._intake = intake
+        self._decoder = BodyDecoder(ChatCompletionRequest, serving.config.frontend.strict)
+
+    @accepts(ChatCompletionRequest)
+    async def apply_template(self, http: Request) -> Response:
+        """Return the prompt as text."""
+        return json_response({"prompt": (await self._render(http)).text})
+
+    @accepts(ChatCompletionRequest)
+    async def count_tokens(self, http: Request) -> Response:
+        """Return the number of tokens of the prompt."""
+        return json_response({"input_tokens": len((await self._render(http)).token_ids)})
+
+    async def _render(self, http: Request) -> RenderedChat:
+        serving = self._serving
+        with self._intake.lease() as lease:
+            request, size = await self._intake.receive(
+                http.scope, http.receive, self._decoder, lease
+            )
+            serving.verify_model(request.model)
+            serving.verify_tokenizer("messages")
+            tools = await serving.grammar_checks.run(size, parse_tool_choice, request)
+            return await render_chat(
+                serving,
+                request,
+                size,
+                tools=tools.shown,
+                template_kwargs=reasoning_kwargs(request),
+            )
+
+
+class LlamaEmbeddings:
+    """The route for embeddings."""
+
+    def __init__(self, serving: Serving, intake: Intake, embeddings: Embeddings) -> None:
+        self._serving = serving
+        self._intake = intake
+        self._embeddings = embeddings
+        self._decoder = BodyDecoder(LlamaEmbeddingRequest, serving.config.frontend.strict)
+
+    @accepts(LlamaEmbeddingRequest)
+    async def embed(self, http: Request) -> Response:
+        """Return an embedding of each text, as a list with one vector."""
+        with self._intake.lease() as lease:
+            body, size = await self._intake.receive(http.scope, http.receive, self._decoder, lease)
+            given = body.content if body.content is not None else body.input
+            if given is None:
+                raise bad_request("content", "content is required")
+            request = EmbeddingRequest(
+                model=body.model,
+                input=given,
+                normalize=None if body.embd_normalize is None else body.embd_normalize >= 0,
+            )
+
+            def answer(group: RequestGroup, vectors: Iterator[Vector]) -> Response:
+                rows = (
+                    {"index": i, "embedding": [vector.tolist()]} for i, vector in enumerate(vectors)
+                )
+                return json_response(encode_list(rows, at_once=1))
+
+            return await self._embeddings.run(http, request, size, answer)
+
+
+class LlamaDescription:
+    """The routes that describe the server."""
+
+    def __init__(self, serving: Serving) -> None:
+        self._serving = serving
+
+    @property
+    def _num_slots(self) -> int:
+        serving = self._serving
+        return serving.config.scheduler.max_num_seqs * serving.num_replicas
+
+    async def props(self, http: Request) -> Response:
+        """Return the properties of the server and of its model."""
+        serving = self._serving
+        model, tokenizer = serving.config.model, serving.tokenizer
+        source = ""
+        # Some models have no chat template.
+        with contextlib.suppress(APIError):
+            source = serving.chat_template(with_tools=False).source
+        request = LlamaPrompt(max_tokens=UNLIMITED)
+        defaults = sampling_params(
+            request,
+            defaults=serving.config.frontend.default_sampling,
+            vocab_size=model.vocab_size,
+            max_tokens=UNLIMITED,
+            logprobs=None,
+            constraint=None,
+        )
+        return json_response(
+            {
+                "default_generation_settings": {
+                    "id": 0,
+                    "n_ctx": model.max_model_len,
+                    "params": generation_settings(defaults, request),
+                },
+                "total_slots": self._num_slots,
+                "model_alias": serving.served_name,
+                "model_path": model.model,
+                "modalities": {
+                    "vision": model.images is not None and serving.media is not None,
+                    "audio": model.sounds is not None,
+                },
+                "chat_template": source,
+                "bos_token": tokenizer.bos_token or "",
+                "eos_token": tokenizer.eos_token or "",
+                "build_info": f"engine-{__version__}",
+                "is_sleeping": False,
+            }
+        )
+
+    async def slots(self, http: Request) -> Response:
+        """List the slots for running sequences. With `fail_on_no_slot`, answer 503 if all are in use."""
+        load = self._serving.engine.metrics.read_load()
+        num_running = int(load["num_requests_running"])
+        if http.query_params.get("fail_on_no_slot") and num_running >= self._num_slots:
+            raise unavailable("no slot is available", self._serving.retry_after_s)
+        n_ctx = self._serving.config.model.max_model_len
+        return json_response(
+            [
+                {"id": i, "n_ctx": n_ctx, "is_processing": i < num_running}
+                for i in range(self._num_slots)
+            ]
+        )

@@ -1,0 +1,255 @@
+"""Write answers in the format of llama.cpp's own API."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Final
+
+from ....protocol.sampling_params import SamplingParams
+from ...client.engine_client import Delta, Sequence
+from ...http.json_pieces import EncodedJSON, encode_list
+from ..answer import Answer, Outputs
+from ..generation import PreparedPrompt, raise_if_failed
+from ..logprobs import Json, LogprobsRenderer
+from ..schema import UNLIMITED, CompletionRequest
+from ..serving import Serving
+from ..streaming.event_stream import StreamFormat, error_with_retry, event
+from .llama_cpp_request import SAMPLERS, LlamaPrompt
+
+LLAMA_STREAM: Final = StreamFormat(
+    content_type=b"text/event-stream; charset=utf-8",
+    keep_alive=b": keep-alive\n\n",
+    done=b"",
+    encode_error=lambda error: event(error_with_retry(error)),
+)
+
+
+class LlamaAnswer(Answer[CompletionRequest]):
+    """The answer to prompts."""
+
+    def __init__(
+        self,
+        serving: Serving,
+        request: CompletionRequest,
+        prompts: list[PreparedPrompt],
+        group: Outputs,
+        envelope: Json,
+    ) -> None:
+        super().__init__(serving, request, group, envelope)
+        assert isinstance(request, LlamaPrompt)
+        self.llama_request = request
+        self.prompts = prompts
+
+    @property
+    def shows_prompt(self) -> bool:
+        """True, because every result repeats its prompt."""
+        return True
+
+    def whole(self, outputs: list[Delta]) -> Any:
+        """Return the complete response body: one result, or a list if the request has a list of prompts."""
+        sequences = self._group.sequences
+        request = self.llama_request
+        results = (
+            Result(self, sequence).whole(output)
+            for sequence, output in zip(sequences, outputs, strict=True)
+        )
+        if request.is_list or len(sequences) > 1:
+            return encode_list(results, at_once=1)
+        return next(results)
+
+    def chunks(self) -> LlamaChunks:
+        """Return the encoder of a stream."""
+        return LlamaChunks(self)
+
+    def prompt_of(self, sequence: Sequence) -> PreparedPrompt:
+        """Return the prompt of a sequence."""
+        return self.prompts[sequence.position // self.prompts[0].params.n]
+
+
+class Result:
+    """The result of one sequence."""
+
+    def __init__(self, answer: LlamaAnswer, sequence: Sequence) -> None:
+        self._answer = answer
+        self._request = answer.llama_request
+        self._sequence = sequence
+        self._has_new_line = False
+
+    def whole(self, output: Delta) -> Json:
+        """Return the complete result."""
+        prompt = self._answer.prompt_of(self._sequence)
+        text = prompt.text
+        if text is None:
+            text = self._answer.serving.tokenizer.decode(prompt.token_ids.tolist())
+        content, tokens = self._read(output)
+        shown = tokens if self._request.return_tokens else []
+        body = {"index": self._sequence.position, "content": content, "tokens": shown}
+        return self._select(body | self._ending(output) | {"prompt": text} | self._probs(output))
+
+    def part(self, delta: Delta) -> Json | None:
+        """Return the chunk with new output; None if there is none."""
+        content, tokens = self._read(delta)
+        if not tokens and not content:
+            return None
+        body: Json = {
+            "index": self._sequence.position,
+            "content": content,
+            "tokens": tokens,
+            "stop": False,
+            "id_slot": -1,
+            "tokens_predicted": self._sequence.num_read_tokens,
+            "tokens_evaluated": self._sequence.num_prompt_tokens,
+        }
+        if self._request.timings_per_token:
+            body["timings"] = _timings(self._sequence, self._sequence.num_read_tokens)
+        return body | self._probs(delta)
+
+    def last(self, delta: Delta) -> Json:
+        """Return the last chunk."""
+        body: Json = {"index": self._sequence.position, "content": "", "tokens": []}
+        return self._select(body | self._ending(delta))
+
+    def _read(self, delta: Delta) -> tuple[str, list[int]]:
+        if self._request.only_computes_prompt:
+            return "", []
+        self._has_new_line = self._has_new_line or "\n" in delta.text
+        return delta.text, delta.token_ids
+
+    def _ending(self, delta: Delta) -> Json:
+        sequence, answer, request = self._sequence, self._answer, self._request
+        count = 0 if request.only_computes_prompt else sequence.num_read_tokens
+        num_tokens = sequence.num_prompt_tokens + count
+        word = delta.stop_reason if isinstance(delta.stop_reason, str) else ""
+        kind = "word" if word else "eos"
+        if delta.finish_reason == "length" or request.only_computes_prompt:
+            kind, word = "limit", ""
+        max_model_len = answer.serving.config.model.max_model_len
+        return {
+            "id_slot": -1,
+            "stop": True,
+            "model": answer.envelope["model"],
+            "tokens_predicted": count,
+            "tokens_evaluated": sequence.num_prompt_tokens,
+            "generation_settings": generation_settings(sequence.params, request),
+            "has_new_line": self._has_new_line,
+            "truncated": kind == "limit" and num_tokens >= max_model_len,
+            "stop_type": kind,
+            "stopping_word": word,
+            "tokens_cached": num_tokens,
+            "timings": _timings(sequence, count),
+        }
+
+    def _probs(self, delta: Delta) -> Json:
+        if self._request.logprobs is None or delta.logprobs is None:
+            return {}
+        if self._request.only_computes_prompt:
+            return {}
+        return {"completion_probabilities": _probabilities(delta, self._answer.renderer)}
+
+    def _select(self, body: Json) -> Json:
+        """Return the fields of the result that the request asks for."""
+        if not self._request.response_fields:
+            return body
+        found: Json = {}
+        for path in self._request.response_fields:
+            value: Any = body
+            for name in path.split("/"):
+                value = value.get(name) if isinstance(value, dict) else None
+            if value is not None:
+                found[path] = value
+        return found
+
+
+class LlamaChunks:
+    """Writes the events of an answer."""
+
+    format = LLAMA_STREAM
+
+    def __init__(self, answer: LlamaAnswer) -> None:
+        self._answer = answer
+        self._results: dict[int, Result] = {}
+
+    def encode(self, sequence: Sequence) -> bytes:
+        """Return the events for the new output.
+
+        Raises:
+            APIError: The sequence failed.
+        """
+        result = self._results.get(sequence.position)
+        if result is None:
+            result = self._results[sequence.position] = Result(self._answer, sequence)
+        delta = sequence.read_some()
+        raise_if_failed(delta)
+        part = result.part(delta)
+        chunk = b"" if part is None else event(part)
+        return chunk if delta.finish_reason is None else chunk + event(result.last(delta))
+
+    def closing(self) -> bytes:
+        """Return the events at the end: none, because the last chunk of each sequence ends it."""
+        return b""
+
+
+def generation_settings(params: SamplingParams, request: LlamaPrompt) -> Json:
+    """Return the settings of an answer under llama.cpp's names."""
+    num_tokens = -1 if request.max_tokens == UNLIMITED else request.max_tokens
+    if request.only_computes_prompt:
+        num_tokens = 0
+    return {
+        "n_predict": num_tokens,
+        "max_tokens": num_tokens,
+        "seed": -1 if params.seed is None else params.seed,
+        "temperature": params.temperature,
+        "top_k": params.top_k,
+        "top_p": params.top_p,
+        "min_p": params.min_p,
+        "typical_p": params.typical_p,
+        "repeat_last_n": -1,
+        "repeat_penalty": params.repetition_penalty,
+        "presence_penalty": params.presence_penalty,
+        "frequency_penalty": params.frequency_penalty,
+        "stop": list(params.stop),
+        "ignore_eos": params.ignore_eos,
+        "n_probs": params.logprobs or 0,
+        "stream": bool(request.stream),
+        "grammar": request.grammar or "",
+        "samplers": list(SAMPLERS),
+    }
+
+
+def _timings(sequence: Sequence, num_generated: int) -> Json:
+    """Return the times of the prompt and of the answer in milliseconds."""
+    now = time.monotonic()
+    first = sequence.first_token_time or now
+    begin = sequence.scheduled_time or sequence.arrival_time
+    prompt_ms = max(first - begin, 0.0) * 1e3
+    answer_ms = max((sequence.last_token_time or now) - first, 0.0) * 1e3
+    num_cached = sequence.num_cached_tokens
+    num_computed = sequence.num_prompt_tokens - num_cached
+    return {
+        "cache_n": num_cached,
+        "prompt_n": num_computed,
+        "prompt_ms": prompt_ms,
+        "prompt_per_token_ms": prompt_ms / max(num_computed, 1),
+        "prompt_per_second": num_computed / prompt_ms * 1e3 if prompt_ms else 0.0,
+        "predicted_n": num_generated,
+        "predicted_ms": answer_ms,
+        # The first token belongs to the time of the prompt.
+        "predicted_per_token_ms": answer_ms / max(num_generated - 1, 1),
+        "predicted_per_second": (num_generated - 1) / answer_ms * 1e3 if answer_ms else 0.0,
+    }
+
+
+def _probabilities(delta: Delta, renderer: LogprobsRenderer) -> EncodedJSON:
+    """Return the log-probabilities of each token and of the most probable ones."""
+    return encode_list(
+        (
+            _token(position.token_id, position.logprob, renderer)
+            | {"top_logprobs": [_token(*each, renderer) for each in position.top]}
+            for position in delta.logprobs or ()
+        ),
+        at_once=1,
+    )
+
+
+def _token(token_id: int, logprob: float, renderer: LogprobsRenderer) -> Json:
+    return {"id": token_id} | renderer.chat_token(token_id, logprob)

@@ -1,0 +1,260 @@
+"""Translate requests of llama.cpp's own API to completion requests.
+
+The API is described at https://github.com/ggml-org/llama.cpp/blob/master/tools/server/README.md.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, TypeAlias
+
+import msgspec
+import numpy as np
+
+from ...http.errors import bad_request
+from ...tokenizer import Tokenizer
+from ..logprobs import Json
+from ..prompts import Prompt, parse_token_ids, verify_num_sequences
+from ..schema import UNLIMITED, CompletionRequest
+from ..schema.llama_cpp import LlamaCompletionRequest, LlamaFields, LlamaInfillRequest
+from .dialect import expect, refuse
+
+Part: TypeAlias = str | int
+
+_PLAIN: Final = (
+    "model",
+    "stream",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "typical_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "ignore_eos",
+    "grammar",
+    "json_schema",
+    "user",
+    "priority",
+    "cache_salt",
+)
+"""Fields that completion requests have too, with the same meaning."""
+
+_NAMES: Final = {
+    "max_tokens": "n_predict",
+    "n": "n_cmpl",
+    "logprobs": "n_probs",
+    "repetition_penalty": "repeat_penalty",
+}
+"""Field of a completion request -> the field of llama.cpp that sets it."""
+
+_WITHOUT_SAMPLER: Final[dict[str, Json]] = {
+    "penalties": {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0},
+    "top_k": {"top_k": 0},
+    "typ_p": {"typical_p": 1.0},
+    "top_p": {"top_p": 1.0},
+    "min_p": {"min_p": 0.0},
+    "temperature": {"temperature": 1.0},
+}
+"""Sampler -> the parameters that leave it without effect."""
+
+SAMPLERS: Final = tuple(_WITHOUT_SAMPLER)
+"""The samplers, in the order in which they apply."""
+
+_SAMPLER_NAMES: Final = {
+    "typical_p": "typ_p",
+    "typical": "typ_p",
+    "temp": "temperature",
+    "top-k": "top_k",
+    "top-p": "top_p",
+    "min-p": "min_p",
+    "typical-p": "typ_p",
+}
+_SAMPLER_LETTERS: Final = {
+    "e": "penalties",
+    "k": "top_k",
+    "y": "typ_p",
+    "p": "top_p",
+    "m": "min_p",
+    "t": "temperature",
+    "i": "infill",
+}
+
+INFILL_SAMPLER: Final = "infill"
+INFILL_MIN_P: Final = 0.2
+"""The `min_p` that stands for the sampler `infill`, which keeps tokens that are about as probable as this."""
+
+MAX_BIAS: Final = 100.0
+"""The largest effective bias of a token. The bias `false` is its negative."""
+
+
+class LlamaPrompt(CompletionRequest, kw_only=True):
+    """A completion request from llama.cpp's API.
+
+    `prompts` are texts, or lists of token ids and texts. The fields of an `infill` replace them. If `is_list`, the
+    answer is a list. If `only_computes_prompt`, the answer has no text.
+    """
+
+    prompts: list[str | list[Part]] = msgspec.field(default_factory=list)
+    infill: LlamaInfillRequest | None = None
+    is_list: bool = False
+    only_computes_prompt: bool = False
+    return_tokens: bool = False
+    response_fields: list[str] | None = None
+    timings_per_token: bool = False
+
+    def sent_name(self, name: str) -> str:
+        """Return the name of a field in llama.cpp's API."""
+        return _NAMES.get(name, name)
+
+
+def translate(body: LlamaFields, tokenizer: Tokenizer) -> LlamaPrompt:
+    """Return the body translated to a completion request.
+
+    Raises:
+        APIError: A field is invalid or not supported (400).
+    """
+    fields: Json = {name: getattr(body, name) for name in _PLAIN}
+    n_predict = body.n_predict if body.n_predict is not None else body.max_tokens
+    if n_predict is None or n_predict < 0:
+        n_predict = UNLIMITED
+    if fields["temperature"] is not None:
+        # Negative temperatures are greedy.
+        fields["temperature"] = max(fields["temperature"], 0.0)
+    fields["repetition_penalty"] = 1.0 if body.repeat_last_n == 0 else body.repeat_penalty
+    for unused in _unused_samplers(body.samplers):
+        fields |= _WITHOUT_SAMPLER[unused]
+    if body.samplers and INFILL_SAMPLER in _sampler_names(body.samplers):
+        fields["min_p"] = max(fields["min_p"] or 0.0, INFILL_MIN_P)
+    stop = [body.stop] if isinstance(body.stop, str) else body.stop
+    prompts, is_list = _prompts(body)
+    return LlamaPrompt(
+        **fields,
+        max_tokens=n_predict or 1,
+        n=body.n_cmpl if body.n_cmpl is not None else body.n,
+        seed=None if body.seed == -1 else body.seed,
+        stop=[text for text in stop or () if text] or None,
+        logit_bias=_logit_bias(body.logit_bias, tokenizer),
+        logprobs=body.n_probs or None,
+        prompts=prompts,
+        infill=body if isinstance(body, LlamaInfillRequest) else None,
+        is_list=is_list,
+        only_computes_prompt=n_predict == 0,
+        return_tokens=bool(body.return_tokens),
+        response_fields=body.response_fields,
+        timings_per_token=bool(body.timings_per_token),
+    )
+
+
+def encode_prompts(request: LlamaPrompt, tokenizer: Tokenizer, vocab_size: int) -> list[Prompt]:
+    """Return the prompts. Those that are one text are not encoded yet.
+
+    Raises:
+        APIError: A prompt has no tokens, or a token that is not in the vocabulary (400).
+    """
+    encoded = []
+    for i, prompt in enumerate(request.prompts):
+        param = f"prompt[{i}]" if len(request.prompts) > 1 else "prompt"
+        if isinstance(prompt, str):
+            encoded.append(Prompt(param, prompt, np.empty(0, np.int32)))
+            continue
+        token_ids: list[Any] = []
+        for j, part in enumerate(prompt):
+            if isinstance(part, str):
+                token_ids += tokenizer.encode(part, not j)
+            else:
+                token_ids.append(part)
+        encoded.append(Prompt(param, None, parse_token_ids(token_ids, param, vocab_size)))
+    return encoded
+
+
+def infill_files(body: LlamaInfillRequest) -> list[tuple[str, str]]:
+    """Return the name and the text of each other file.
+
+    Raises:
+        APIError: An entry has no text, or a name that is not a string (400).
+    """
+    files = []
+    for i, entry in enumerate(body.input_extra or ()):
+        place = f"input_extra[{i}]"
+        text = expect(entry.get("text"), str, f"{place}.text", "a string")
+        name = expect(entry.get("filename", "file"), str, f"{place}.filename", "a string")
+        files.append((name, text))
+    return files
+
+
+def _prompts(body: LlamaFields) -> tuple[list[str | list[Part]], bool]:
+    """Return the prompts, and whether they were a list.
+
+    Raises:
+        APIError: There is no prompt, or one has a wrong type (400).
+    """
+    if isinstance(body, LlamaInfillRequest):
+        for name in ("input_prefix", "input_suffix"):
+            if getattr(body, name) is None:
+                raise bad_request(name, f"{name} is required")
+        return [], False
+    assert isinstance(body, LlamaCompletionRequest)
+    prompt = body.prompt
+    if prompt is None:
+        raise bad_request("prompt", "prompt is required")
+    if not isinstance(prompt, list):
+        return [_prompt(prompt, "prompt")], False
+    if not prompt:
+        raise bad_request("prompt", "prompt must not be an empty array")
+    if any(isinstance(part, int) for part in prompt):
+        return [_prompt(prompt, "prompt")], False
+    verify_num_sequences(len(prompt))
+    return [_prompt(each, f"prompt[{i}]") for i, each in enumerate(prompt)], True
+
+
+def _prompt(prompt: Any, where: str) -> str | list[Part]:
+    """Return one prompt. Raise APIError 400 if it is neither text nor a list of token ids and texts."""
+    if isinstance(prompt, dict):
+        if prompt.get("multimodal_data"):
+            place = f"{where}.multimodal_data"
+            raise bad_request(
+                place, f"{place} is not supported; send images to /v1/chat/completions"
+            )
+        return str(expect(prompt.get("prompt_string"), str, f"{where}.prompt_string", "a string"))
+    if isinstance(prompt, list):
+        for i, part in enumerate(prompt):
+            if not isinstance(part, str | int):
+                refuse(f"{where}[{i}]", "a token id or a string", part)
+        return prompt
+    return str(expect(prompt, str, where, "a string or an array of token ids and strings"))
+
+
+def _sampler_names(samplers: str | list[str]) -> set[str]:
+    if isinstance(samplers, str):
+        return {_SAMPLER_LETTERS.get(letter, letter) for letter in samplers}
+    return {_SAMPLER_NAMES.get(name, name) for name in samplers}
+
+
+def _unused_samplers(samplers: str | list[str] | None) -> set[str]:
+    """Return the samplers that the request leaves out; none if it has no list of samplers."""
+    return set() if samplers is None else set(_WITHOUT_SAMPLER) - _sampler_names(samplers)
+
+
+def _logit_bias(value: Any, tokenizer: Tokenizer) -> dict[str, float] | None:
+    """Return the biases by token id. The bias of a text applies to each of its tokens.
+
+    Raises:
+        APIError: An entry is invalid (400).
+    """
+    biases: dict[str, float] = {}
+    for i, entry in enumerate(value.items() if isinstance(value, dict) else value or ()):
+        place = f"logit_bias[{i}]"
+        if len(entry) != 2 or not isinstance(entry[0], str | int):
+            refuse(place, "a pair of a token and a bias", entry)
+        token, bias = entry
+        if bias is False:
+            bias = -MAX_BIAS
+        if isinstance(bias, bool) or not isinstance(bias, int | float):
+            refuse(f"{place}[1]", "a number or false", bias)
+        if isinstance(token, str) and not (token.isascii() and token.isdigit()):
+            token_ids = list(tokenizer.encode(token, False))
+        else:
+            token_ids = [int(token)]
+        for token_id in token_ids:
+            biases[str(token_id)] = min(max(bias, -MAX_BIAS), MAX_BIAS)
+    return biases or None

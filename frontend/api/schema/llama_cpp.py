@@ -1,0 +1,109 @@
+"""The request bodies of llama.cpp's own routes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from . import Int
+
+
+class LlamaFields(msgspec.Struct, kw_only=True):
+    """The fields that completions and infills share."""
+
+    model: str | None = None
+    stream: bool | None = None
+    # -1 is the rest of the context, and the default. 0 only computes the prompt, so that its blocks are cached.
+    n_predict: Int | None = None
+    max_tokens: Int | None = None
+    n_cmpl: Int | None = None
+    n: Int | None = None
+    temperature: float | None = None
+    top_k: Int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    repeat_penalty: float | None = None
+    # 0 turns `repeat_penalty` off. All other values mean the whole context.
+    repeat_last_n: Int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: Int | None = None
+    stop: str | list[str] | None = None
+    ignore_eos: bool | None = None
+    # Pairs [token id or text, bias], or an object. The bias `false` forbids a token.
+    logit_bias: list[list[Any]] | dict[str, float | bool] | None = None
+    grammar: str | None = None
+    json_schema: str | dict[str, Any] | None = None
+    n_probs: Int | None = None
+    # The samplers to use. The order in which they apply is fixed.
+    samplers: str | list[str] | None = None
+    return_tokens: bool | None = None
+    # The fields of the answer; `a/b` is the field `b` of `a`.
+    response_fields: list[str] | None = None
+    timings_per_token: bool | None = None
+    user: str | None = None
+    priority: Int | None = None
+    cache_salt: str | None = None
+
+    # Accepted because clients send them; they have no effect.
+    cache_prompt: bool | None = None
+    id_slot: Int | None = None
+    min_keep: Int | None = None
+    n_keep: Int | None = None
+    n_discard: Int | None = None
+    n_indent: Int | None = None
+    n_cache_reuse: Int | None = None
+    t_max_prompt_ms: float | None = None
+    t_max_predict_ms: float | None = None
+    return_progress: bool | None = None
+    backend_sampling: bool | None = None
+    mirostat_tau: float | None = None
+    mirostat_eta: float | None = None
+    dynatemp_exponent: float | None = None
+    xtc_threshold: float | None = None
+    adaptive_target: float | None = None
+    adaptive_decay: float | None = None
+    dry_base: float | None = None
+    dry_allowed_length: Int | None = None
+    dry_penalty_last_n: Int | None = None
+    dry_sequence_breakers: list[str] | None = None
+
+    # Rejected, because an answer that ignores them would be wrong.
+    post_sampling_probs: Any = None
+    dry_multiplier: Any = None
+    mirostat: Any = None
+    xtc_probability: Any = None
+    top_n_sigma: Any = None
+    dynatemp_range: Any = None
+    lora: Any = None
+
+
+class LlamaCompletionRequest(LlamaFields, kw_only=True):
+    """The body of `POST /completion`.
+
+    A prompt is a text, a list of token ids and texts, or an object with the field `prompt_string`. A list of prompts
+    gets a list of answers.
+    """
+
+    prompt: str | dict[str, Any] | list[str | Int | dict[str, Any] | list[str | Int]] | None = None
+
+
+class LlamaInfillRequest(LlamaFields, kw_only=True):
+    """The body of `POST /infill`. The answer follows `input_prefix` and `prompt`, and precedes `input_suffix`."""
+
+    input_prefix: str | None = None
+    input_suffix: str | None = None
+    prompt: str | None = None
+    # Texts of other files, objects with `text` and `filename`.
+    input_extra: list[dict[str, Any]] | None = None
+
+
+class LlamaEmbeddingRequest(msgspec.Struct, kw_only=True):
+    """The body of `POST /embedding`."""
+
+    model: str | None = None
+    content: str | list[str | Int | list[Int]] | None = None
+    input: str | list[str | Int | list[Int]] | None = None
+    embd_normalize: Int | None = None

@@ -1,0 +1,181 @@
+"""llama.cpp's own API. The core repeats the prompt."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from support.frontend_process import FrontendProcess
+
+TEXT = "The sky is\nblue"
+
+
+def complete(frontend: FrontendProcess, prompt: Any, **fields: Any) -> Any:
+    response = frontend.post("/completion", prompt=prompt, **fields)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def events(frontend: FrontendProcess, **fields: Any) -> list[dict]:
+    response = frontend.post("/completion", stream=True, **fields)
+    assert response.status_code == 200, response.text
+    lines = [line for line in response.text.split("\n\n") if line]
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+def token_ids(frontend: FrontendProcess, text: str) -> list[int]:
+    return list(frontend.tokenizer.encode(text))
+
+
+def test_completion_counts_its_tokens_and_says_why_it_ended(frontend: FrontendProcess) -> None:
+    ids = token_ids(frontend, TEXT)
+    answer = complete(frontend, TEXT, n_predict=len(ids), return_tokens=True, temperature=-1)
+    assert (answer["content"], answer["tokens"]) == (TEXT, ids)
+    assert (answer["stop"], answer["stop_type"], answer["truncated"]) == (True, "limit", False)
+    assert answer["tokens_predicted"] == answer["tokens_evaluated"] == len(ids)
+    assert (answer["prompt"], answer["has_new_line"]) == (TEXT, True)
+    settings = answer["generation_settings"]
+    assert (settings["n_predict"], settings["temperature"]) == (len(ids), 0.0)
+    timings = answer["timings"]
+    assert timings["prompt_n"] + timings["cache_n"] == timings["predicted_n"] == len(ids)
+
+    stopped = complete(frontend, TEXT, n_predict=len(ids), stop=["", " is"])
+    assert (stopped["content"], stopped["tokens"]) == ("The sky", [])
+    assert (stopped["stop_type"], stopped["stopping_word"]) == ("word", " is")
+
+    computed = complete(frontend, TEXT, n_predict=0, samplers=[])
+    assert (computed["content"], computed["tokens_predicted"]) == ("", 0)
+    # Without a limit, and with one that is too high, the answer ends with the context.
+    for n_predict in (None, -1, 10_000):
+        full = complete(frontend, TEXT, n_predict=n_predict, ignore_eos=True)
+        assert full["tokens_evaluated"] + full["tokens_predicted"] == 512
+        assert (full["stop_type"], full["truncated"]) == ("limit", True)
+
+
+def test_completion_answers_every_kind_of_prompt(frontend: FrontendProcess) -> None:
+    ids = token_ids(frontend, " blue")
+    mixed = [*token_ids(frontend, "The sky is"), " blue"]
+    whole = complete(frontend, mixed, n_predict=len(mixed))
+    assert whole["content"] == whole["prompt"] == "The sky is blue"
+    prompts = [ids, " blue", {"prompt_string": " blue"}]
+    answers = complete(frontend, prompts, n_predict=len(ids))
+    assert [(a["index"], a["content"]) for a in answers] == [(i, " blue") for i in range(3)]
+    assert len(complete(frontend, [" blue"], n_predict=1)) == 1
+    assert len(complete(frontend, " blue", n_predict=1, n_cmpl=2)) == 2
+
+
+def test_stream_has_the_tokens_of_each_chunk_and_ends_with_the_result(
+    frontend: FrontendProcess,
+) -> None:
+    ids = token_ids(frontend, TEXT)
+    *parts, last = events(frontend, prompt=TEXT, n_predict=len(ids), timings_per_token=True)
+    assert all(not part["stop"] and part["timings"]["predicted_n"] for part in parts)
+    assert "".join(part["content"] for part in parts) == TEXT
+    assert [token for part in parts for token in part["tokens"]] == ids
+    assert (last["stop"], last["content"], last["tokens_predicted"]) == (True, "", len(ids))
+    assert last["has_new_line"] and last["stop_type"] == "limit"
+    both = events(frontend, prompt=["a b c", "d e f"], n_predict=3)
+    assert sorted(each["index"] for each in both if each["stop"]) == [0, 1]
+
+
+def test_response_fields_select_and_flatten(frontend: FrontendProcess) -> None:
+    wanted = ["content", "timings/prompt_n", "generation_settings/n_predict", "stop/x", "unknown"]
+    answer = complete(frontend, "Hello", n_predict=1, response_fields=wanted)
+    assert answer == {
+        "content": "Hello",
+        "timings/prompt_n": answer["timings/prompt_n"],
+        "generation_settings/n_predict": 1,
+    }
+    assert complete(frontend, "Hello", n_predict=0, response_fields=[""]) == {}
+
+
+def test_probabilities_have_ids_and_bytes(frontend: FrontendProcess) -> None:
+    answer = complete(frontend, "Hello", n_predict=1, n_probs=3)
+    [token] = answer["completion_probabilities"]
+    assert token["id"] == token_ids(frontend, "Hello")[0]
+    assert (token["token"], bytes(token["bytes"])) == ("Hello", b"Hello")
+    assert all(top.keys() == token.keys() - {"top_logprobs"} for top in token["top_logprobs"])
+
+
+def sent_params(frontend: FrontendProcess, **fields: Any) -> Any:
+    complete(frontend, "Hello", n_predict=1, **fields)
+    added = [m for m in frontend.core.received if hasattr(m, "requests")][-1]
+    return added.requests[0].sampling_params
+
+
+def test_options_become_sampling_parameters(frontend: FrontendProcess) -> None:
+    [hello] = token_ids(frontend, "Hello")
+    biases = [["Hello", False], [7, 2.5], [8, -1000]]
+    params = sent_params(frontend, logit_bias=biases, repeat_penalty=1.5, typical_p=0.5, seed=3)
+    assert params.logit_bias == {hello: -100.0, 7: 2.5, 8: -100.0}
+    assert (params.repetition_penalty, params.typical_p, params.seed) == (1.5, 0.5, 3)
+    assert sent_params(frontend, logit_bias={"7": 1, "Hello": 2}).logit_bias == {7: 1, hello: 2}
+    off = sent_params(frontend, repeat_penalty=1.5, repeat_last_n=0, seed=-1)
+    assert off.repetition_penalty == 1.0 and off.seed != -1
+    # A sampler that is not listed has no effect, in both ways to write the list.
+    for samplers in (["top_k", "temperature"], "kt"):
+        few = sent_params(frontend, samplers=samplers, top_k=5, top_p=0.5, min_p=0.1, temperature=2)
+        assert (few.top_k, few.top_p, few.min_p, few.temperature) == (5, 1.0, 0.0, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": None}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [[1, 2], [3, {}]]}, "prompt[1][1]"),
+        ({"prompt": [1, 10_000_000]}, "prompt[1]"),
+        ({"prompt": {"prompt_string": "x", "multimodal_data": "y"}}, "prompt.multimodal_data"),
+        ({"prompt": "a" * 200_000}, "prompt"),
+        ({"n_probs": 1000}, "n_probs"),
+        ({"repeat_penalty": -1}, "repeat_penalty"),
+        ({"n_cmpl": 0}, "n_cmpl"),
+        ({"logit_bias": [["a"]]}, "logit_bias[0]"),
+        ({"logit_bias": [["a", "b"]]}, "logit_bias[0][1]"),
+        ({"mirostat": 2}, "mirostat"),
+        ({"post_sampling_probs": True}, "post_sampling_probs"),
+        ({"lora": [{"id": 0, "scale": 1}]}, "lora"),
+        ({"grammar": 'root ::= "a"', "json_schema": {"type": "object"}}, "json_schema"),
+        ({"grammar": 'root ::= "a'}, "grammar"),
+    ],
+)
+def test_errors_name_the_field(frontend: FrontendProcess, fields: dict, param: str) -> None:
+    response = frontend.post("/completion", **{"prompt": "Hi", "n_predict": 1} | fields)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
+def test_infill_needs_a_model_that_fills_in_the_middle(frontend: FrontendProcess) -> None:
+    response = frontend.post("/infill", input_prefix="a", input_suffix="b")
+    assert response.status_code == 400 and "fills in the middle" in response.text
+
+
+def test_tokenize_and_detokenize(frontend: FrontendProcess) -> None:
+    text = "Hello 媽 🤗"
+    tokens = frontend.post("/tokenize", content=text).json()["tokens"]
+    assert tokens == list(frontend.tokenizer.encode(text, False))
+    assert frontend.post("/detokenize", tokens=tokens).json()["content"] == text
+    pieces = frontend.post("/tokenize", content=text, with_pieces=True).json()["tokens"]
+    assert [piece["id"] for piece in pieces] == tokens
+    data = [p if isinstance(p := each["piece"], str) else bytes(p) for each in pieces]
+    assert b"".join(p.encode() if isinstance(p, str) else p for p in data).decode() == text
+
+
+def test_conversation_is_shown_and_counted(frontend: FrontendProcess) -> None:
+    messages = [{"role": "user", "content": "What is up?"}]
+    assert frontend.post("/apply-template", messages=messages).json() == {"prompt": "What is up?"}
+    for path in ("/v1/chat/completions/input_tokens", "/chat/completions/input_tokens"):
+        count = frontend.post(path, messages=messages).json()
+        assert count == {"input_tokens": len(token_ids(frontend, "What is up?"))}
+
+
+def test_server_describes_itself(frontend: FrontendProcess) -> None:
+    props = frontend.http.get("/props").json()
+    settings = props["default_generation_settings"]
+    assert (settings["n_ctx"], settings["params"]["n_predict"]) == (512, -1)
+    assert props["model_alias"] == "echo" and "messages" in props["chat_template"]
+    assert props["modalities"] == {"vision": False, "audio": False}
+    slots = frontend.http.get("/slots?fail_on_no_slot=1").json()
+    assert len(slots) == props["total_slots"]
+    assert all(slot["n_ctx"] == 512 for slot in slots)
+    assert frontend.http.get("/health").json()["status"] == "ok"
