@@ -72,27 +72,34 @@ def positions_of_largest(levels_N, count):
 
 
 @triton.jit
-def measure_of_row(
-    row_ptr,
-    vocab_size,
-    lowest,
-    peak,
-    inverse_temperature,
-    floor,
-    COUNTS: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """Return the total weight, or the number if `COUNTS`, of the tokens with at least the level `lowest`, as int64."""
-    sums = tl.zeros((TILE,), tl.int64)
+def weigh_row(row_ptr, vocab_size, lowest, peak, inverse_temperature, floor, TILE: tl.constexpr):
+    """Return the total weight and the number of the tokens with at least the level `lowest`, both int64."""
+    weight_sums = tl.zeros((TILE,), tl.int64)
+    counts = tl.zeros((TILE,), tl.int32)
     for start in range(0, vocab_size, TILE):
         ids = start + tl.arange(0, TILE)
         logits = tl.load(row_ptr + ids, mask=ids < vocab_size, other=float("-inf"))
         is_above = (level_of(logits) >= lowest) & (ids < vocab_size)
-        if COUNTS:
-            sums += is_above.to(tl.int64)
-        else:
-            sums += tl.where(is_above, weight_of(logits, peak, inverse_temperature, floor), 0)
-    return tl.sum(sums, 0)
+        weights = weight_of(logits, peak, inverse_temperature, floor)
+        weight_sums += tl.where(is_above, weights, 0)
+        counts += is_above.to(tl.int32)
+    return tl.sum(weight_sums, 0), tl.sum(counts, 0).to(tl.int64)
+
+
+@triton.jit
+def _list_between(row_ptr, vocab_size, low, high, list_ptr, TILE: tl.constexpr):
+    """Write the ids of the tokens with levels from `low` to `high` to a list, in order of ids."""
+    num_listed = tl.zeros((), tl.int32)
+    for start in range(0, vocab_size, TILE):
+        ids = start + tl.arange(0, TILE)
+        logits = tl.load(row_ptr + ids, mask=ids < vocab_size, other=float("-inf"))
+        levels = level_of(logits)
+        is_listed = ((levels >= low) & (levels <= high) & (ids < vocab_size)).to(tl.int32)
+        place = num_listed + tl.cumsum(is_listed, 0) - 1
+        tl.store(list_ptr + place, ids, mask=is_listed == 1)
+        num_listed += tl.sum(is_listed, 0)
+    tl.debug_barrier()
+    return num_listed
 
 
 @triton.jit
@@ -104,27 +111,60 @@ def level_that_exceeds(
     peak,
     inverse_temperature,
     floor,
+    list_ptr,
     COUNTS: tl.constexpr,
+    LENGTH: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """Return the highest level that, with all above it, measures more than the target, and what those above measure.
 
     Both are int64, and `COUNTS` says whether weight or number is measured. If there is no such level, `lowest` is
     returned.
+
+    The whole row is read only until at most `LENGTH` tokens are between the bounds of the binary search. These are
+    listed at `list_ptr`, int32 [LENGTH], and the rest of the search reads only them.
     """
     low = lowest.to(tl.int64)
     high = level_of(peak).to(tl.int64)
     above = tl.zeros((), tl.int64)
-    while low < high:
+    # The number of tokens from the level `low` on, and above the level `high`.
+    num_from_low = tl.zeros((), tl.int64) + vocab_size
+    num_above = tl.zeros((), tl.int64)
+    while (low < high) & (num_from_low - num_above > LENGTH):
         middle = (low + high + 1) >> 1
-        measure = measure_of_row(
-            row_ptr, vocab_size, middle, peak, inverse_temperature, floor, COUNTS, TILE
+        weight, number = weigh_row(
+            row_ptr, vocab_size, middle, peak, inverse_temperature, floor, TILE
         )
+        measure = number if COUNTS else weight
         if measure > target:
             low = middle
+            num_from_low = number
         else:
             high = middle - 1
             above = measure
+            num_above = number
+    if low < high:
+        num_listed = _list_between(row_ptr, vocab_size, low, high, list_ptr, TILE)
+        index_N = tl.arange(0, LENGTH)
+        is_listed_N = index_N < num_listed
+        ids_N = tl.load(list_ptr + index_N, mask=is_listed_N, other=0)
+        logits_N = tl.load(row_ptr + ids_N, mask=is_listed_N, other=float("-inf"))
+        levels_N = level_of(logits_N)
+        if COUNTS:
+            measure_N = is_listed_N.to(tl.int64)
+        else:
+            weights_N = weight_of(logits_N, peak, inverse_temperature, floor)
+            measure_N = tl.where(is_listed_N, weights_N, 0)
+        above_list = above
+        while low < high:
+            middle = (low + high + 1) >> 1
+            measure = above_list + tl.sum(tl.where(levels_N >= middle, measure_N, 0), 0)
+            if measure > target:
+                low = middle
+            else:
+                high = middle - 1
+                above = measure
+        tl.debug_barrier()
     return low, above
 
 
@@ -140,22 +180,4 @@ def nth_of_level(row_ptr, vocab_size, level, n, TILE: tl.constexpr):
         is_it = (is_one == 1) & (seen + tl.cumsum(is_one, 0) == n + 1)
         found += tl.sum(tl.where(is_it, ids, 0).to(tl.int64), 0)
         seen += tl.sum(is_one, 0)
-    return found
-
-
-@triton.jit
-def token_at_weight(
-    row_ptr, vocab_size, target, peak, inverse_temperature, floor, TILE: tl.constexpr
-):
-    """Return the first token in order of ids with which the cumulative weight exceeds the target, as int64."""
-    found = tl.zeros((), tl.int64)
-    before = tl.zeros((), tl.int64)
-    for start in range(0, vocab_size, TILE):
-        ids = start + tl.arange(0, TILE)
-        logits = tl.load(row_ptr + ids, mask=ids < vocab_size, other=float("-inf"))
-        weights = weight_of(logits, peak, inverse_temperature, floor)
-        upto = before + tl.cumsum(weights, 0)
-        is_it = (upto > target) & (upto - weights <= target)
-        found += tl.sum(tl.where(is_it, ids, 0).to(tl.int64), 0)
-        before += tl.sum(weights, 0)
     return found

@@ -1,9 +1,12 @@
-"""Choose the next token of each row of logits, with one program per row, like `workers.sampling.choose_tokens`.
+"""Choose the next token of each row of logits, like `workers.sampling.choose_tokens`.
+
+Many programs per row find the largest logit and the weight of each block of tokens. Then one program per row chooses.
 
 Noise and weights equal those of the torch code, and so do the choices. Only the exponential may differ between devices:
 in the last bit for a likely token, and by a millionth for an unlikely one. That changes one choice in millions.
 
-Shapes: S rows of the batch, V vocabulary, N blocks of 32 neighboring tokens, D tokens that are ranked.
+Shapes: S rows of the batch, V vocabulary, N blocks of 32 neighboring tokens, D tokens that are ranked, L tokens
+of a list.
 """
 
 from __future__ import annotations
@@ -19,45 +22,31 @@ from ..device.transfers import to_device
 from ..sampling.choice import NOT_A_NUMBER, NOTHING_ALLOWED
 from ..sampling.metadata import SamplingMetadata
 from ..sampling.random import Stream
+from .row_blocks import BLOCK_WIDTH, block_max, block_weight, load_block_max, load_block_weights
 from .row_search import (
     LOWEST_LEVEL,
     level_of,
     level_that_exceeds,
     logit_of,
-    measure_of_row,
     nth_of_level,
     positions_of_largest,
     random_target,
     share_of,
-    token_at_weight,
+    weigh_row,
     weight_of,
 )
 
-_BLOCK = tl.constexpr(32)
-_BLOCKS_AT_ONCE = 64
 _DEPTH = 256
-"""Number of a row's best tokens that are ranked. Filters that keep more take some hundred microseconds longer."""
+"""Number of a row's best tokens that are ranked. For filters that keep more, the whole row is read several times."""
+
+_LIST_LENGTH = 4096
+"""Number of a row's tokens that one program searches without reading the row again."""
 
 _TILE = 4096
 _APPENDED = 128
 _NOT_A_NUMBER = tl.constexpr(NOT_A_NUMBER)
 _NOTHING_ALLOWED = tl.constexpr(NOTHING_ALLOWED)
 _TOKEN_STREAM = tl.constexpr(int(Stream.TOKEN))
-
-
-@triton.jit
-def _block_max_kernel(
-    logits_ptr, stride, block_max_ptr, vocab_size, num_blocks, BLOCKS: tl.constexpr
-):
-    row = tl.program_id(0).to(tl.int64)
-    blocks_N = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
-    ids = blocks_N[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
-    logits = tl.load(logits_ptr + row * stride + ids, mask=ids < vocab_size, other=float("-inf"))
-    # A maximum would ignore NaN, so use infinity for it: both mean that the row cannot be sampled.
-    logits = tl.where(logits != logits, float("inf"), logits)
-    tl.store(
-        block_max_ptr + row * num_blocks + blocks_N, tl.max(logits, 1), mask=blocks_N < num_blocks
-    )
 
 
 @triton.jit
@@ -81,7 +70,9 @@ def _best_tokens(row_ptr, vocab_size, max_N, blocks_N, list_ptr, DEPTH: tl.const
     tl.debug_barrier()
     chosen_D = tl.load(list_ptr + tl.arange(0, DEPTH))
     tl.debug_barrier()
-    ids = (chosen_D[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]).reshape(DEPTH * _BLOCK)
+    ids = (chosen_D[:, None] * BLOCK_WIDTH + tl.arange(0, BLOCK_WIDTH)[None, :]).reshape(
+        DEPTH * BLOCK_WIDTH
+    )
     logits = tl.load(row_ptr + ids, mask=ids < vocab_size, other=float("-inf"))
     place = positions_of_largest(level_of(logits), DEPTH)
     tl.store(list_ptr + place, ids, mask=place >= 0)
@@ -143,27 +134,57 @@ def _sample_any(
     peak,
     inverse_temperature,
     floor,
+    list_ptr,
+    LENGTH: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """Return one of the tokens that top-k and top-p keep, however many there are."""
     last = tl.full((), LOWEST_LEVEL, tl.int64)
     if top_k < vocab_size:
         last, num_above = level_that_exceeds(
-            row_ptr, vocab_size, top_k - 1, last, peak, inverse_temperature, floor, True, TILE
+            row_ptr,
+            vocab_size,
+            top_k - 1,
+            last,
+            peak,
+            inverse_temperature,
+            floor,
+            list_ptr,
+            True,
+            LENGTH,
+            TILE,
         )
-        above = measure_of_row(
-            row_ptr, vocab_size, last + 1, peak, inverse_temperature, floor, False, TILE
-        )
+        above, _ = weigh_row(row_ptr, vocab_size, last + 1, peak, inverse_temperature, floor, TILE)
         weight = weight_of(logit_of(last.to(tl.int32)), peak, inverse_temperature, floor)
         total = above + (top_k - num_above) * weight
     needed = share_of(total, top_p)
     last, above = level_that_exceeds(
-        row_ptr, vocab_size, needed - 1, last, peak, inverse_temperature, floor, False, TILE
+        row_ptr,
+        vocab_size,
+        needed - 1,
+        last,
+        peak,
+        inverse_temperature,
+        floor,
+        list_ptr,
+        False,
+        LENGTH,
+        TILE,
     )
     weight = tl.maximum(weight_of(logit_of(last.to(tl.int32)), peak, inverse_temperature, floor), 1)
     target = random_target(uniform, above + tl.cdiv(needed - above, weight) * weight)
     level, above = level_that_exceeds(
-        row_ptr, vocab_size, target, last, peak, inverse_temperature, floor, False, TILE
+        row_ptr,
+        vocab_size,
+        target,
+        last,
+        peak,
+        inverse_temperature,
+        floor,
+        list_ptr,
+        False,
+        LENGTH,
+        TILE,
     )
     weight = tl.maximum(
         weight_of(logit_of(level.to(tl.int32)), peak, inverse_temperature, floor), 1
@@ -172,25 +193,38 @@ def _sample_any(
 
 
 @triton.jit
-def _load_block_max(block_max_ptr, num_blocks, NUM_BLOCKS: tl.constexpr):
-    """Load the largest logit of each block in this program's row."""
-    blocks_N = tl.arange(0, NUM_BLOCKS)
-    row = tl.program_id(0).to(tl.int64)
-    return tl.load(
-        block_max_ptr + row * num_blocks + blocks_N,
-        mask=blocks_N < num_blocks,
-        other=float("-inf"),
-    )
-
-
-@triton.jit
 def _most_likely(row_ptr, vocab_size, max_N, peak, NUM_BLOCKS: tl.constexpr):
     """Return the first token whose logit is the row's maximum, as int32."""
     blocks_N = tl.arange(0, NUM_BLOCKS)
     block = tl.min(tl.where(max_N == peak, blocks_N, NUM_BLOCKS), 0)
-    ids = block * _BLOCK + tl.arange(0, _BLOCK)
+    ids = block * BLOCK_WIDTH + tl.arange(0, BLOCK_WIDTH)
     logits = tl.load(row_ptr + ids, mask=ids < vocab_size, other=float("-inf"))
-    return tl.min(tl.where(logits == peak, ids, NUM_BLOCKS * _BLOCK), 0)
+    return tl.min(tl.where(logits == peak, ids, NUM_BLOCKS * BLOCK_WIDTH), 0)
+
+
+@triton.jit
+def _token_at_weight(
+    row_ptr,
+    vocab_size,
+    weights_N,
+    target,
+    peak,
+    inverse_temperature,
+    floor,
+    NUM_BLOCKS: tl.constexpr,
+):
+    """Return the first token in order of ids with which the cumulative weight exceeds the target, as int64."""
+    upto_N = tl.cumsum(weights_N, 0)
+    before_N = upto_N - weights_N
+    is_it_N = (upto_N > target) & (before_N <= target)
+    block = tl.sum(tl.where(is_it_N, tl.arange(0, NUM_BLOCKS), 0), 0)
+    before = tl.sum(tl.where(is_it_N, before_N, 0), 0)
+    ids = block * BLOCK_WIDTH + tl.arange(0, BLOCK_WIDTH)
+    logits = tl.load(row_ptr + ids, mask=ids < vocab_size, other=float("-inf"))
+    weights = weight_of(logits, peak, inverse_temperature, floor)
+    upto = before + tl.cumsum(weights, 0)
+    is_it = (upto > target) & (upto - weights <= target)
+    return tl.sum(tl.where(is_it, ids, 0).to(tl.int64), 0)
 
 
 @triton.jit
@@ -204,7 +238,7 @@ def _choose_greedy_kernel(
     NUM_BLOCKS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    max_N = _load_block_max(block_max_ptr, num_blocks, NUM_BLOCKS)
+    max_N = load_block_max(block_max_ptr, num_blocks, NUM_BLOCKS)
     peak = tl.max(max_N, 0)
     token = tl.zeros((), tl.int64)
     if peak == float("inf"):
@@ -221,6 +255,7 @@ def _choose_kernel(
     logits_ptr,
     stride,
     block_max_ptr,
+    block_weight_ptr,
     num_blocks,
     lists_ptr,
     is_greedy_ptr,
@@ -234,12 +269,13 @@ def _choose_kernel(
     vocab_size,
     NUM_BLOCKS: tl.constexpr,
     DEPTH: tl.constexpr,
+    LENGTH: tl.constexpr,
     TILE: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * stride
     blocks_N = tl.arange(0, NUM_BLOCKS)
-    max_N = _load_block_max(block_max_ptr, num_blocks, NUM_BLOCKS)
+    max_N = load_block_max(block_max_ptr, num_blocks, NUM_BLOCKS)
     peak = tl.max(max_N, 0)
     token = tl.zeros((), tl.int64)
     if peak == float("inf"):
@@ -254,22 +290,13 @@ def _choose_kernel(
         floor = peak + tl.load(min_p_margin_ptr + row)
         uniform = token_noise(tl.load(seed_ptr + row), tl.load(positions_ptr + row))
         has_top_k, has_top_p = top_k < vocab_size, top_p < 1
+        list_ptr = lists_ptr + row * LENGTH
         total = tl.zeros((), tl.int64)
         if not has_top_k:
-            total += measure_of_row(
-                row_ptr,
-                vocab_size,
-                tl.full((), LOWEST_LEVEL, tl.int64),
-                peak,
-                inverse_temperature,
-                floor,
-                False,
-                TILE,
-            )
+            total += tl.sum(load_block_weights(block_weight_ptr, num_blocks, NUM_BLOCKS), 0)
         if has_top_k | has_top_p:
             is_enough = top_k <= DEPTH
             if is_enough | (not has_top_k):
-                list_ptr = lists_ptr + row * DEPTH
                 _best_tokens(row_ptr, vocab_size, max_N, blocks_N, list_ptr, DEPTH)
                 found, is_enough = _sample_best(
                     row_ptr,
@@ -296,12 +323,20 @@ def _choose_kernel(
                     peak,
                     inverse_temperature,
                     floor,
+                    list_ptr,
+                    LENGTH,
                     TILE,
                 )
         else:
-            target = random_target(uniform, total)
-            token = token_at_weight(
-                row_ptr, vocab_size, target, peak, inverse_temperature, floor, TILE
+            token = _token_at_weight(
+                row_ptr,
+                vocab_size,
+                load_block_weights(block_weight_ptr, num_blocks, NUM_BLOCKS),
+                random_target(uniform, total),
+                peak,
+                inverse_temperature,
+                floor,
+                NUM_BLOCKS,
             )
     tl.store(tokens_ptr + row, token)
 
@@ -317,15 +352,17 @@ def choose_tokens(logits_SV: Tensor, metadata: SamplingMetadata, positions_S: In
     if not num_rows:
         return tokens_S
     rows = metadata.parameters
-    block_max_SN = _block_max(logits_SV)
+    block_max_SN = block_max(logits_SV)
     num_blocks = block_max_SN.shape[1]
-    lists_SD = torch.empty(num_rows, _DEPTH, dtype=torch.int32, device=device)
+    block_weight_SN = block_weight(logits_SV, block_max_SN, rows)
+    lists_SL = torch.empty(num_rows, _LIST_LENGTH, dtype=torch.int32, device=device)
     _choose_kernel[(num_rows,)](
         logits_SV,
         logits_SV.stride(0),
         block_max_SN,
+        block_weight_SN,
         num_blocks,
-        lists_SD,
+        lists_SL,
         rows.is_greedy_S,
         rows.inverse_temperature_S,
         rows.top_k_S,
@@ -337,6 +374,7 @@ def choose_tokens(logits_SV: Tensor, metadata: SamplingMetadata, positions_S: In
         vocab_size,
         NUM_BLOCKS=max(_DEPTH, triton.next_power_of_2(num_blocks)),
         DEPTH=_DEPTH,
+        LENGTH=_LIST_LENGTH,
         TILE=min(_TILE, max(128, triton.next_power_of_2(vocab_size))),
         num_warps=8,
     )
@@ -349,7 +387,7 @@ def choose_greedy(logits_SV: Tensor) -> Tensor:
     tokens_S = torch.empty(num_rows, dtype=torch.int64, device=logits_SV.device)
     if not num_rows:
         return tokens_S
-    block_max_SN = _block_max(logits_SV)
+    block_max_SN = block_max(logits_SV)
     num_blocks = block_max_SN.shape[1]
     _choose_greedy_kernel[(num_rows,)](
         logits_SV,
@@ -361,22 +399,6 @@ def choose_greedy(logits_SV: Tensor) -> Tensor:
         NUM_BLOCKS=triton.next_power_of_2(num_blocks),
     )
     return tokens_S
-
-
-def _block_max(logits_SV: Tensor) -> Tensor:
-    """Return the largest logit of each block, float32 [S, N]; infinity if one is NaN."""
-    num_rows, vocab_size = logits_SV.shape
-    num_blocks = triton.cdiv(vocab_size, _BLOCK.value)
-    block_max_SN = torch.empty(num_rows, num_blocks, dtype=torch.float32, device=logits_SV.device)
-    _block_max_kernel[(num_rows, triton.cdiv(num_blocks, _BLOCKS_AT_ONCE))](
-        logits_SV,
-        logits_SV.stride(0),
-        block_max_SN,
-        vocab_size,
-        num_blocks,
-        BLOCKS=_BLOCKS_AT_ONCE,
-    )
-    return block_max_SN
 
 
 @triton.jit(do_not_specialize=["num_rows"])
