@@ -154,7 +154,7 @@ def _fields() -> str:
 
 def _metrics() -> str:
     import msgspec
-    from engine.frontend.metrics.metrics import Metrics
+    from engine.frontend.observability.metrics.metrics import Metrics
     from engine.protocol.config import CacheConfig, EngineConfig, FrontendConfig, ModelConfig
     from engine.protocol.messages import FinishReason
 

@@ -11,9 +11,9 @@ from starlette.types import ASGIApp
 
 from ..http.access import Access, Origins
 from ..http.errors import json_response
-from ..metrics.load_reports import LoadReports
-from ..tracing.middleware import Tracing
-from ..transcription.options import Task
+from ..media.transcription.options import Task
+from ..observability.metrics.load_reports import LoadReports
+from ..observability.tracing.middleware import Tracing
 from .batches.routes import batch_routes
 from .bodies.intake import Intake
 from .dialects import anthropic, llama_cpp, ollama

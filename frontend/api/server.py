@@ -28,11 +28,11 @@ from ..client.warm_up import warm_up_request
 from ..http.connection import Connection
 from ..http.loop_watch import LoopWatch
 from ..http.server import HTTPServer
+from ..observability.tracing.tracer import make_tracer
 from ..store.client import StoreClient
 from ..supervisor.listener import is_loopback
 from ..supervisor.parse_journal import ParseJournal, journal_path
 from ..tokenizer import Tokenizer, load_tokenizer
-from ..tracing.tracer import make_tracer
 from .app import create_app
 from .serving import Serving
 

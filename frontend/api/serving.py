@@ -38,11 +38,11 @@ from ..client.engine_client import EngineClient
 from ..client.grammar_checks import GrammarChecks
 from ..http.errors import APIError, bad_request, echo, unavailable
 from ..media.chat_media import find_chat_media
+from ..media.transcription.transcriber import Transcriber
 from ..model_source.lora_registry import LoraRegistry
+from ..observability.tracing.tracer import Tracer
 from ..store.client import StoreClient
 from ..tokenizer import NO_TOKENIZER, Tokenizer
-from ..tracing.tracer import Tracer
-from ..transcription.transcriber import Transcriber
 from .bodies.disconnection import while_connected
 from .bodies.request_memory import RequestMemory
 from .infill import InfillFormat, find_infill_format

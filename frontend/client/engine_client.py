@@ -23,10 +23,10 @@ from ...protocol.messages import (
     ReplicaLost,
 )
 from ...protocol.supervisor_messages import EngineStatus
-from ..metrics.metrics import Metrics
+from ..observability.metrics.metrics import Metrics
+from ..observability.tracing.request_trace import begin_group
 from ..supervisor.parse_journal import ParseJournal
 from ..tokenizer import Tokenizer
-from ..tracing.request_trace import begin_group
 from .engine_watch import EngineWatch
 from .executor import ThreadExecutor
 from .groups.factory import GroupFactory, count_outputs

@@ -24,9 +24,9 @@ from ...protocol.messages import (
     FinishReason,
     RequestEvent,
 )
-from ..metrics.metrics import Metrics
-from ..metrics.names import REJECTIONS
-from ..tracing.request_trace import Recovery, end_recovery
+from ..observability.metrics.metrics import Metrics
+from ..observability.metrics.names import REJECTIONS
+from ..observability.tracing.request_trace import Recovery, end_recovery
 from .groups.recent_requests import RecentRequest, RecentRequests
 from .replicas.core_load import CoreLoad
 from .request_group import RequestGroup, Sequence

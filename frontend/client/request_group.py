@@ -15,8 +15,8 @@ import msgspec
 
 from ...protocol.messages import EngineCoreRequest, FinishReason, TokenLogprobs
 from ...protocol.sampling_params import SamplingParams
+from ..observability.tracing.request_trace import Recovery, RequestTrace
 from ..tokenizer.detokenizer import IncrementalDetokenizer
-from ..tracing.request_trace import Recovery, RequestTrace
 from .groups.recording import Recording
 from .logprobs import Logprobs, PositionLogprobs, iterate_logprobs
 from .replicas.core_load import CoreLoad

@@ -20,12 +20,12 @@ from ...protocol.config import EngineConfig
 from ...protocol.config.sounds import SoundProcessorConfig
 from ...protocol.errors import ConfigError, ParameterError
 from ...protocol.messages import AudioPayload, EncoderInput
-from ..audio.arrays import mono_samples
-from ..audio.log_mel import HOP, RATE, log_mel
 from ..chat.messages import AUDIO_PART, MEDIA_MARK
 from ..client.executor import ThreadExecutor
 from ..http.shown_values import echo
 from ..tokenizer import Tokenizer
+from .audio.arrays import mono_samples
+from .audio.log_mel import HOP, RATE, log_mel
 from .data_urls import is_data_url, read_data_url
 from .decoding.messages import OpenSound
 from .decoding.processes import MAX_PROCESSES, MediaProcesses

@@ -30,9 +30,9 @@ from ..client.embeddings import (
 )
 from ..client.engine_client import RequestGroup, SequenceRequest
 from ..client.sequence_io import params_for_output
+from ..media.transcription.options import Task, TranscriptionOptions, parse_language
+from ..media.transcription.transcriber import Transcript
 from ..tokenizer.text_pairs import TextPair
-from ..transcription.options import Task, TranscriptionOptions, parse_language
-from ..transcription.transcriber import Transcript
 from .local_engine import LocalEngine
 from .local_transcriber import LocalTranscriber, Sound
 from .loras import LoraChoice, LoRARequest, OfflineLoras

@@ -12,12 +12,12 @@ import numpy.typing as npt
 
 from ...protocol.errors import EngineError
 from ...protocol.sampling_params import SamplingParams
-from ..audio.arrays import ArraySound, mono_samples
-from ..audio.windows import Samples
 from ..client.engine_client import Delta, RequestGroup, SequenceRequest
-from ..transcription.decoding import Submission
-from ..transcription.options import TranscriptionOptions, verify_options, verify_transcribes
-from ..transcription.transcriber import Transcriber, Transcript
+from ..media.audio.arrays import ArraySound, mono_samples
+from ..media.audio.windows import Samples
+from ..media.transcription.decoding import Submission
+from ..media.transcription.options import TranscriptionOptions, verify_options, verify_transcribes
+from ..media.transcription.transcriber import Transcriber, Transcript
 from .local_engine import LocalEngine
 
 Sound: TypeAlias = str | Path | bytes | tuple[npt.ArrayLike, int]

@@ -12,10 +12,10 @@ import msgspec
 
 from ...protocol.errors import EngineError
 from ..cli.arguments import parse_settings
+from ..media.transcription.options import Task
+from ..media.transcription.subtitles import write_srt, write_vtt
+from ..media.transcription.transcriber import Transcript
 from ..supervisor.console import Console
-from ..transcription.options import Task
-from ..transcription.subtitles import write_srt, write_vtt
-from ..transcription.transcriber import Transcript
 from .llm import DEFAULTS, LLM
 
 FORMATS: Final = ("text", "json", "srt", "vtt")

@@ -37,7 +37,7 @@ from urllib.parse import urlsplit
 import numpy as np
 import psutil
 import soundfile
-from engine.frontend.audio.resample import Resampler
+from engine.frontend.media.audio.resample import Resampler
 from numpy.typing import NDArray
 from support.ctranslate2_whisper import convert
 from support.server import Server

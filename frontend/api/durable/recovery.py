@@ -20,8 +20,8 @@ from ...client.engine_client import RequestGroup
 from ...client.engine_client import Sequence as GeneratedSequence
 from ...client.groups.recording import Recording
 from ...http.errors import APIError, internal_error
+from ...observability.tracing.request_trace import current_trace
 from ...store.client import StoreError
-from ...tracing.request_trace import current_trace
 from ..generation import PreparedPrompt, submit
 from ..schema import GenerationRequest
 from ..serving import Serving

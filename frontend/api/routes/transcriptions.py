@@ -17,17 +17,17 @@ from ...http.deadline import read_deadline
 from ...http.errors import bad_request, json_response
 from ...http.json_pieces import encode_list
 from ...http.trace_headers import read_trace_headers
-from ...transcription.decoding import Submission
-from ...transcription.languages import LANGUAGE_NAMES
-from ...transcription.options import (
+from ...media.transcription.decoding import Submission
+from ...media.transcription.languages import LANGUAGE_NAMES
+from ...media.transcription.options import (
     Task,
     TranscriptionOptions,
     parse_language,
     verify_options,
     verify_transcribes,
 )
-from ...transcription.subtitles import write_srt, write_vtt
-from ...transcription.transcriber import TextReceiver, Transcriber, Transcript
+from ...media.transcription.subtitles import write_srt, write_vtt
+from ...media.transcription.transcriber import TextReceiver, Transcriber, Transcript
 from ..bodies.disconnection import while_connected
 from ..bodies.form import FormDecoder
 from ..bodies.intake import Intake

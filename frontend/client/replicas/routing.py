@@ -11,7 +11,7 @@ from ....protocol.block_hash import adapter_key, block_keys
 from ....protocol.errors import EngineError
 from ....protocol.messages import EngineCoreRequest
 from ....protocol.routing.choice import choose_replica
-from ...metrics.metrics import Metrics
+from ...observability.metrics.metrics import Metrics
 from ..sequence_io import SEQUENCES_AT_ONCE, SequenceRequest
 from .core_connection import CoreConnection
 from .core_load import Overloaded

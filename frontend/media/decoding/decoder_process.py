@@ -20,7 +20,7 @@ from ....protocol.errors import ParameterError
 from ....protocol.isolation.channel import SharedContent, receive, send
 from ....protocol.isolation.fork_server import Serve, run_fork_server
 from ....protocol.isolation.limits import limit_time
-from ...audio.decode import AudioReader
+from ..audio.decode import AudioReader
 from ..media_reader import MediaReader, PreparedImage
 from .limits import DecoderLimits
 from .messages import (

@@ -11,7 +11,7 @@ from engine.frontend.client.output_processor import OutputProcessor
 from engine.frontend.client.replicas.core_load import CoreLoad
 from engine.frontend.client.request_group import RequestGroup, Sequence
 from engine.frontend.client.sequence_io import Delta
-from engine.frontend.metrics.metrics import Metrics
+from engine.frontend.observability.metrics.metrics import Metrics
 from engine.frontend.tokenizer.detokenizer import IncrementalDetokenizer
 from engine.protocol.arrays import float32_bytes, int32_bytes
 from engine.protocol.config import SchedulerConfig

@@ -16,7 +16,7 @@ import numpy as np
 import psutil
 import pytest
 import soundfile
-from engine.frontend.audio.decode import AudioReader
+from engine.frontend.media.audio.decode import AudioReader
 from engine.frontend.media.decoding.limits import DecoderLimits
 from engine.frontend.media.decoding.messages import OpenSound
 from engine.frontend.media.decoding.processes import MediaProcesses

@@ -1,0 +1,82 @@
+"""Compute log-mel features of sounds, equal to those of transformers' `WhisperFeatureExtractor`."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Final
+
+import numpy as np
+
+from ....protocol.arrays import Float32Array
+
+RATE: Final = 16_000
+HOP: Final = 160
+WINDOW: Final = 400
+"""Samples per second, samples from a frame to the next, and samples per frame."""
+
+_MAX_HZ: Final = 8000.0
+_FLOOR: Final = 1e-10
+_RANGE: Final = 8.0
+"""Values more than this many decades below the maximum are clipped."""
+
+# Slaney's mel scale: linear below 1000 Hz, logarithmic above (Auditory Toolbox, 1998).
+_HZ_PER_MEL: Final = 200 / 3
+_FIRST_LOG_HZ: Final = 1000.0
+_FIRST_LOG_MEL: Final = _FIRST_LOG_HZ / _HZ_PER_MEL
+_MELS_PER_E: Final = 27.0 / float(np.log(6.4))
+
+
+def log_mel(samples: Float32Array, num_samples: int, num_mel_bins: int) -> Float32Array:
+    """Return log-mel features (Whisper, arXiv 2212.04356, section 2.2), float32 [num_mel_bins, num_samples // HOP].
+
+    Args:
+        samples: The samples at `RATE`, float32 [N] in [-1, 1], N at most `num_samples`.
+        num_samples: The length to which the samples are padded with silence.
+        num_mel_bins: The number of features per frame.
+    """
+    num_frames = num_samples // HOP
+    half = WINDOW // 2
+    # All later frames are silent, so they need no computation.
+    num_loud = min(num_frames, (len(samples) + half) // HOP + 1)
+    filled = np.zeros(min(num_samples, num_loud * HOP + WINDOW), np.float32)
+    filled[: len(samples)] = samples
+    padded = np.pad(filled, half, mode="reflect")
+    frames = np.lib.stride_tricks.sliding_window_view(padded, WINDOW)[::HOP][:num_loud]
+    spectrum = np.fft.rfft(frames * _hann(), axis=1)
+    power = (spectrum.real**2 + spectrum.imag**2).astype(np.float32, copy=False)
+    features = np.full((num_mel_bins, num_frames), np.log10(np.float32(_FLOOR)), np.float32)
+    loud = _mel_filters(num_mel_bins) @ power.T
+    features[:, :num_loud] = np.log10(np.maximum(loud, _FLOOR, out=loud), out=loud)
+    np.maximum(features, features.max() - _RANGE, out=features)
+    features += 4
+    features /= 4
+    return features
+
+
+@lru_cache(1)
+def _hann() -> Float32Array:
+    """Return the periodic Hann window, float32 [WINDOW]."""
+    return (0.5 - 0.5 * np.cos(2 * np.pi * np.arange(WINDOW) / WINDOW)).astype(np.float32)
+
+
+@lru_cache(4)
+def _mel_filters(num_mel_bins: int) -> Float32Array:
+    """Return the weight of each frequency in each feature, float32 [num_mel_bins, WINDOW // 2 + 1].
+
+    The filters are overlapping triangles of equal area. The triangle of feature i extends from the center of feature i
+    - 1 to that of feature i + 1.
+    """
+    frequencies = np.linspace(0, RATE / 2, WINDOW // 2 + 1)
+    top = _FIRST_LOG_MEL + np.log(_MAX_HZ / _FIRST_LOG_HZ) * _MELS_PER_E
+    mels = np.linspace(0, top, num_mel_bins + 2)
+    corners = np.where(
+        mels < _FIRST_LOG_MEL,
+        mels * _HZ_PER_MEL,
+        _FIRST_LOG_HZ * np.exp((mels - _FIRST_LOG_MEL) / _MELS_PER_E),
+    )
+    widths = np.diff(corners)
+    slopes = corners[:, None] - frequencies[None, :]
+    rising = -slopes[:-2] / widths[:-1, None]
+    falling = slopes[2:] / widths[1:, None]
+    triangles = np.maximum(0, np.minimum(rising, falling))
+    return (triangles * (2 / (corners[2:] - corners[:-2]))[:, None]).astype(np.float32)

@@ -1,0 +1,96 @@
+"""Cut a sound at quiet places into windows of the length that a model reads."""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple, Protocol
+
+import numpy as np
+
+from ....protocol.arrays import Float32Array
+
+SEARCH_SHARE: Final = 1 / 3
+"""The last part of a window in which a cut is searched for, as a share of the window."""
+
+_FRAME_S: Final = 0.02
+"""Seconds of the frames whose mean powers are compared."""
+
+_QUIET_FRAMES: Final = 15
+"""Number of frames around a cut that should be quiet.
+
+A pause between sentences is longer, one within a word shorter.
+"""
+
+
+class Samples(Protocol):
+    """A sound that is read once, from its start."""
+
+    def read(self, num_samples: int) -> Float32Array:
+        """Return at least `num_samples` of the next samples; fewer only at the end."""
+
+    def close(self) -> None:
+        """Release the resources that are held for the rest of the sound."""
+
+
+class Window(NamedTuple):
+    """A part of a sound: its samples, and the position of its first sample in the sound."""
+
+    start: int
+    samples: Float32Array
+
+
+class Windows:
+    """Cuts a sound into successive windows, so that no word is cut.
+
+    A cut is at the middle of the longest quiet place in the last third of the longest possible window.
+
+    Args:
+        sound: The sound.
+        rate: The rate of the sound in Hz.
+        max_seconds: The maximum length of a window in seconds.
+    """
+
+    def __init__(self, sound: Samples, rate: int, max_seconds: float) -> None:
+        self._sound = sound
+        self._frame = round(_FRAME_S * rate)
+        self._max_samples = int(max_seconds * rate)
+        self._kept = np.zeros(0, np.float32)
+        self._start = 0
+        self._is_ended = False
+
+    def next_window(self) -> Window | None:
+        """Return the next window; None after the last.
+
+        Raises:
+            ParameterError: The sound is damaged or too long.
+        """
+        # One more sample shows whether this is the last window.
+        missing = self._max_samples + 1 - len(self._kept)
+        if missing > 0 and not self._is_ended:
+            read = self._sound.read(missing)
+            self._is_ended = len(read) < missing
+            self._kept = np.concatenate((self._kept, read))
+        if not len(self._kept):
+            return None
+        size = len(self._kept)
+        if size > self._max_samples:
+            size = self._find_cut()
+        window = Window(self._start, self._kept[:size])
+        self._kept = self._kept[size:]
+        self._start += size
+        return window
+
+    def _find_cut(self) -> int:
+        """Return the position of the quietest place, where the power of the frames around it is lowest."""
+        first = int(self._max_samples * (1 - SEARCH_SHARE))
+        searched = self._kept[first : self._max_samples]
+        num_frames = len(searched) // self._frame
+        if num_frames <= _QUIET_FRAMES:
+            return self._max_samples
+        frames = searched[: num_frames * self._frame].reshape(num_frames, self._frame)
+        # Compare decibels, so that a single loud frame does not hide the quiet frames around it.
+        power = 10 * np.log10(np.square(frames).mean(axis=1) + 1e-9)
+        around = np.convolve(power, np.full(_QUIET_FRAMES, 1 / _QUIET_FRAMES), mode="valid")
+        # Of equally quiet places, take the middle one, because the next word may begin right after the last.
+        quietest = np.flatnonzero(around <= around.min() + 1e-6)
+        middle = int(quietest[len(quietest) // 2]) + _QUIET_FRAMES // 2
+        return first + middle * self._frame + self._frame // 2

@@ -1,0 +1,122 @@
+"""The prompts and sampling rules of a speech model's decoder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from ....protocol.config import ModelConfig
+from ....protocol.config.model import AudioProcessorConfig
+from ....protocol.sampling_params import SamplingParams, TranscriptRules
+from ...tokenizer import Tokenizer
+from .options import Task, TranscriptionOptions
+
+_MAX_START_TOKENS: Final = 4
+"""Maximum number of tokens after the earlier text: the start, the language, the task, and "no timestamps"."""
+
+
+class DecoderPrompts:
+    """Creates the decoder prompts of one model."""
+
+    def __init__(
+        self, model: ModelConfig, audio: AudioProcessorConfig, tokenizer: Tokenizer
+    ) -> None:
+        self._audio = audio
+        self._tokenizer = tokenizer
+        self._max_model_len = model.max_model_len
+        self._end_token_id = min(model.eos_token_ids, default=0)
+        self.has_timestamps = audio.no_timestamps_token_id >= 0
+        self.first_timestamp_id = (
+            audio.no_timestamps_token_id + 1 if self.has_timestamps else model.vocab_size
+        )
+
+    @property
+    def end_token_id(self) -> int:
+        """The token that ends a text."""
+        return self._end_token_id
+
+    def is_text(self, token_id: int) -> bool:
+        """Return whether a token is text, and neither a timestamp nor the end token."""
+        return token_id < self.first_timestamp_id and token_id != self._end_token_id
+
+    def start(self, options: TranscriptionOptions) -> list[int]:
+        """Return the prompt up to and including the start token, which follows the client's prompt if there is one."""
+        audio = self._audio
+        before: list[int] = []
+        if options.prompt.strip():
+            encoded = self._tokenizer.encode(f" {options.prompt.strip()}", add_special_tokens=False)
+            # Half of the context is reserved for the text. A long prompt is cut at its beginning, because its end
+            # matters most.
+            kept = encoded[-(self._max_model_len // 2 - 1) :]
+            before = [audio.previous_token_id, *kept]
+        return [*before, audio.start_token_id]
+
+    def decode(
+        self, options: TranscriptionOptions, language: str, *, has_timestamps: bool
+    ) -> list[int]:
+        """Return the complete decoder prompt."""
+        audio = self._audio
+        prompt = self.start(options)
+        if audio.language_token_ids:
+            is_translated = options.task is Task.TRANSLATE
+            task = audio.translate_token_id if is_translated else audio.transcribe_token_id
+            prompt += [audio.language_token_ids[language], task]
+        if self.has_timestamps and not has_timestamps:
+            prompt.append(audio.no_timestamps_token_id)
+        return prompt
+
+    def align(self, language: str, token_ids: Sequence[int]) -> tuple[list[int], int]:
+        """Return the prompt for the alignment of a text with its sound, and the row of the text's first token.
+
+        The cross-attention of this prompt shows the time of each token.
+        """
+        prompt = self.decode(TranscriptionOptions(), language, has_timestamps=False)
+        return [*prompt, *token_ids, self._end_token_id], len(prompt) - 1
+
+    def max_tokens(
+        self, options: TranscriptionOptions, prompt: Sequence[int], seconds: float
+    ) -> int:
+        """Return the maximum number of text tokens for a sound of `seconds` seconds after a prompt."""
+        most = self._max_model_len - len(prompt)
+        if options.has_words:
+            # For the alignment, the text is read again after the longest prompt without earlier text, and an end token
+            # follows.
+            most = min(most, self._max_model_len - 2 - _MAX_START_TOKENS)
+        if limit := self._audio.max_tokens_per_second:
+            most = min(most, int(seconds * limit))
+        return max(1, most)
+
+    def params(
+        self,
+        options: TranscriptionOptions,
+        temperature: float,
+        max_tokens: int,
+        *,
+        has_timestamps: bool,
+    ) -> SamplingParams:
+        """Return the sampling parameters for the text of a window."""
+        audio = self._audio
+        rules = TranscriptRules(
+            audio.suppressed_token_ids,
+            audio.begin_suppressed_token_ids,
+            self.first_timestamp_id if has_timestamps and self.has_timestamps else 0,
+            self._end_token_id,
+            audio.max_initial_timestamp,
+        )
+        return SamplingParams(
+            max_tokens=max_tokens,
+            temperature=temperature,
+            seed=options.seed,
+            logprobs=0,
+            transcript_rules=rules,
+        )
+
+    def choose_one(self, token_ids: Sequence[int]) -> SamplingParams:
+        """Return sampling parameters that choose the most probable of `token_ids`."""
+        return SamplingParams(
+            max_tokens=1,
+            temperature=0.0,
+            logprobs=0,
+            allowed_token_ids=tuple(token_ids),
+            ignore_eos=True,
+        )

@@ -1,0 +1,270 @@
+"""Decode the windows of one sound with a speech model: language, text, silence and word times."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from typing import Final, TypeAlias
+
+import numpy as np
+
+from ....protocol.arrays import float32_view
+from ....protocol.config.model import AudioProcessorConfig
+from ....protocol.messages import EncoderInput
+from ....protocol.pooling_params import PoolingKind, PoolingParams
+from ....protocol.sampling_params import SamplingParams
+from ...client.engine_client import Delta, PositionLogprobs, RequestGroup, SequenceRequest
+from ...client.sequence_io import params_for_output
+from ...tokenizer import Tokenizer
+from ..audio.log_mel import HOP
+from ..audio.windows import Window
+from .decoder_prompt import DecoderPrompts
+from .options import TranscriptionOptions
+from .segments import DecodedWindow, Word, best_attempt
+from .words import align_words
+
+TEMPERATURES: Final = (0.2, 0.4, 0.6, 0.8, 1.0)
+"""Temperatures that are tried after 0 while the text is doubtful (Whisper, arXiv 2212.04356, section 4.5)."""
+
+NUM_SAMPLED: Final = 5
+"""Texts that are sampled at each of them, of which the most probable one is kept, as Whisper's own program does."""
+
+Deltas: TypeAlias = asyncio.Queue[Delta | None]
+"""A queue of the pieces of a text as they are generated, followed by None."""
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """How the sequences of a transcription are submitted to the engine.
+
+    Attributes:
+        base: A request with the tenant, deadline and other fields that all sequences share.
+        start: Function that submits sequences of one prompt.
+        verify: Function that raises an error if a sequence failed.
+    """
+
+    base: SequenceRequest
+    start: Callable[[list[SequenceRequest]], Awaitable[RequestGroup]]
+    verify: Callable[[Delta], None]
+
+
+class WindowDecoder:
+    """Decodes the windows of one sound. Several may be decoded at the same time.
+
+    Attributes:
+        language: The code of the spoken language; "" until `detect_language` or the caller sets it.
+    """
+
+    def __init__(
+        self,
+        audio: AudioProcessorConfig,
+        prompts: DecoderPrompts,
+        tokenizer: Tokenizer,
+        options: TranscriptionOptions,
+        submission: Submission,
+    ) -> None:
+        self._audio = audio
+        self._prompts = prompts
+        self._tokenizer = tokenizer
+        self._options = options
+        self._submission = submission
+        self.language = options.language if audio.language_token_ids else "en"
+
+    async def detect_language(self, item: EncoderInput) -> None:
+        """Set the language to the most probable one for a window."""
+        languages = self._audio.language_token_ids
+        delta, _ = await self._choose([self._audio.start_token_id], item, [*languages.values()])
+        self.language = next(
+            code for code, token in languages.items() if token == delta.token_ids[0]
+        )
+
+    async def decode(
+        self, window: Window, item: EncoderInput, deltas: Deltas
+    ) -> DecodedWindow | None:
+        """Return the text of a window; None if nobody speaks in it.
+
+        Args:
+            window: The window.
+            item: The encoder input of the window.
+            deltas: Receives the text as it is generated, if the transcription is streamed.
+        """
+        options = self._options
+        asked: asyncio.Task[float] | None = None
+        if options.has_segments:
+            # Both requests run at the same time, so that the encoder runs once for both.
+            asked = asyncio.create_task(self._no_speech_prob(item))
+        try:
+            decoded = await self._decode_once(window, item, options.temperature, deltas)
+            if asked is not None:
+                decoded.no_speech_prob = await asked
+        finally:
+            deltas.put_nowait(None)
+            if asked is not None:
+                asked.cancel()
+        if asked is None and decoded.is_doubtful and not options.is_streamed:
+            decoded.no_speech_prob = await self._no_speech_prob(item)
+        no_speech_prob = decoded.no_speech_prob
+        if not options.is_streamed:
+            attempts = [decoded]
+            for temperature in TEMPERATURES if options.temperature == 0 else ():
+                if attempts[-1].is_silent or not attempts[-1].is_doubtful:
+                    break
+                attempts.append(await self._sample(window, item, temperature))
+                attempts[-1].no_speech_prob = no_speech_prob
+            decoded = best_attempt(attempts)
+            if decoded.is_silent:
+                return None
+        if options.has_words:
+            decoded.words = await self._align(window, item, decoded)
+        return decoded
+
+    async def _decode_once(
+        self, window: Window, item: EncoderInput, temperature: float, deltas: Deltas | None
+    ) -> DecodedWindow:
+        prompt, params = self._rules(window, temperature)
+        group = await self._start(prompt, item, [params])
+        try:
+            if deltas is not None and self._options.is_streamed:
+                whole = await self._stream(group, deltas)
+            else:
+                [whole] = await group.result()
+                self._submission.verify(whole)
+        finally:
+            group.abort()
+        return self._decoded(window, temperature, whole)
+
+    async def _sample(
+        self, window: Window, item: EncoderInput, temperature: float
+    ) -> DecodedWindow:
+        """Return the most probable of several texts."""
+        prompt, params = self._rules(window, temperature)
+        group = await self._start(
+            prompt, item, [params_for_output(params, index) for index in range(NUM_SAMPLED)]
+        )
+        try:
+            sampled = await group.result()
+            for each in sampled:
+                self._submission.verify(each)
+        finally:
+            group.abort()
+        texts = [self._decoded(window, temperature, each) for each in sampled]
+        return max(texts, key=lambda text: text.mean_logprob)
+
+    def _rules(self, window: Window, temperature: float) -> tuple[list[int], SamplingParams]:
+        """Return the prompt of a window, and the parameters of its text."""
+        options, prompts = self._options, self._prompts
+        prompt = prompts.decode(options, self.language, has_timestamps=options.has_segments)
+        params = prompts.params(
+            options,
+            temperature,
+            prompts.max_tokens(options, prompt, self._seconds(window)),
+            has_timestamps=options.has_segments,
+        )
+        return prompt, params
+
+    def _seconds(self, window: Window) -> float:
+        return len(window.samples) / self._audio.sampling_rate
+
+    def _decoded(self, window: Window, temperature: float, whole: Delta) -> DecodedWindow:
+        prompts = self._prompts
+        logprobs = list(whole.logprobs or ())
+        token_ids = [token for token in whole.token_ids if token != prompts.end_token_id]
+        values = [each.logprob for each in logprobs]
+        return DecodedWindow(
+            start=window.start / self._audio.sampling_rate,
+            duration=self._seconds(window),
+            token_ids=token_ids,
+            text=self._tokenizer.decode(filter(prompts.is_text, token_ids)),
+            temperature=temperature,
+            mean_logprob=sum(values) / len(values) if values else 0.0,
+            logprobs=[each for each in logprobs if prompts.is_text(each.token_id)],
+        )
+
+    async def _stream(self, group: RequestGroup, deltas: Deltas) -> Delta:
+        """Return the complete output, and put each new piece of it into the queue."""
+        whole = Delta("", [])
+        logprobs: list[PositionLogprobs] = []
+        while updates := await group.wait_for_updates():
+            for sequence in updates:
+                delta = sequence.read_some()
+                self._submission.verify(delta)
+                found = list(delta.logprobs or ())
+                whole.token_ids += delta.token_ids
+                logprobs += found
+                delta.logprobs = [each for each in found if self._prompts.is_text(each.token_id)]
+                deltas.put_nowait(delta)
+        whole.logprobs = logprobs
+        return whole
+
+    async def _no_speech_prob(self, item: EncoderInput) -> float:
+        """Return the probability that nobody speaks in a window, from the probability of the no-speech token."""
+        token_id = self._audio.no_speech_token_id
+        if token_id < 0:
+            return 0.0
+        delta, _ = await self._choose(self._prompts.start(self._options), item, [token_id])
+        [chosen] = delta.logprobs or ()
+        return math.exp(chosen.logprob)
+
+    async def _align(
+        self, window: Window, item: EncoderInput, decoded: DecodedWindow
+    ) -> list[Word]:
+        """Return the words of a decoded window with their times."""
+        prompts = self._prompts
+        text_ids = [token for token in decoded.token_ids if prompts.is_text(token)]
+        if not text_ids:
+            return []
+        samples_per_output = HOP * math.prod(self._audio.strides)
+        num_outputs = min(item.size, -(-len(window.samples) // samples_per_output))
+        prompt, first_row = prompts.align(self.language, text_ids)
+        pooling = PoolingParams(PoolingKind.ALIGNMENT, True, num_frames=num_outputs)
+        _, pooled = await self._choose(prompt, item, [prompts.end_token_id], pooling)
+        # The dynamic programming runs in Python, long enough to delay other tasks of the event loop.
+        return await asyncio.to_thread(
+            align_words,
+            float32_view(pooled).reshape(len(prompt), -1)[first_row:-1],
+            text_ids,
+            self._tokenizer,
+            language=self.language,
+            start=decoded.start,
+            seconds_per_output=samples_per_output / self._audio.sampling_rate,
+        )
+
+    async def _choose(
+        self,
+        prompt: list[int],
+        item: EncoderInput,
+        token_ids: list[int],
+        pooling: PoolingParams | None = None,
+    ) -> tuple[Delta, bytes]:
+        """Generate one of `token_ids` after a prompt, or pool the prompt if `pooling` is given.
+
+        Returns:
+            The output with the most probable token, and the pooled data (b"" without `pooling`).
+        """
+        params = self._prompts.choose_one(token_ids)
+        group = await self._start(prompt, item, [params], pooling)
+        try:
+            [delta] = await group.result()
+            self._submission.verify(delta)
+            return delta, group.sequences[0].pooled
+        finally:
+            group.abort()
+
+    async def _start(
+        self,
+        prompt: list[int],
+        item: EncoderInput,
+        params: list[SamplingParams],
+        pooling: PoolingParams | None = None,
+    ) -> RequestGroup:
+        """Start a sequence of the prompt with each of the parameters."""
+        request = replace(
+            self._submission.base,
+            prompt_token_ids=np.array(prompt, np.int32),
+            params=params[0],
+            encoder_inputs=[item],
+            pooling=pooling,
+        )
+        return await self._submission.start([replace(request, params=each) for each in params])

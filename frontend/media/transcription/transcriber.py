@@ -1,0 +1,258 @@
+"""Transcribe a sound: cut it into windows, decode several of them at once, and join their texts in order."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from hashlib import sha256
+from typing import Final, TypeAlias
+
+import msgspec
+
+from ....protocol.arrays import Float32Array, float32_bytes
+from ....protocol.config import ModelConfig
+from ....protocol.config.model import AudioProcessorConfig
+from ....protocol.messages import AudioPayload, EncoderInput
+from ...client.engine_client import PositionLogprobs
+from ...client.executor import ThreadExecutor
+from ...tokenizer import Tokenizer
+from ..audio.log_mel import log_mel
+from ..audio.windows import Samples, Window, Windows
+from ..decoding.messages import OpenSound
+from ..decoding.processes import MediaProcesses
+from .decoder_prompt import DecoderPrompts
+from .decoding import Deltas, Submission, WindowDecoder
+from .options import TranscriptionOptions
+from .segments import DecodedWindow, Segment, Word, split_segments
+
+WINDOWS_AT_ONCE: Final = 8
+"""Maximum windows of one sound that are decoded at the same time. The limit bounds the memory of long sounds."""
+
+MAX_WINDOWS: Final = 32
+"""Windows of all sounds that are decoded at the same time. One of 30 s takes 3 MB."""
+
+MAX_SOUNDS: Final = 8
+"""Files that are read at the same time, each by a process of its own. A short one is read at once."""
+
+TextReceiver: TypeAlias = Callable[[str, list[PositionLogprobs]], Awaitable[None]]
+"""Function that receives a piece of text and the log-probabilities of its tokens."""
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+@dataclass(slots=True)
+class Transcript:
+    """The transcript of one sound.
+
+    Attributes:
+        language: The code of the spoken language.
+        duration: The length of the sound in seconds.
+        text: The text.
+        segments: The segments, if they were requested.
+        words: The words, if they were requested.
+        logprobs: The log-probability of each token of the text.
+    """
+
+    language: str = ""
+    duration: float = 0.0
+    text: str = ""
+    segments: list[Segment] = field(default_factory=list)
+    words: list[Word] = field(default_factory=list)
+    logprobs: list[PositionLogprobs] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Job:
+    """A window that is being decoded, with its text so far if the transcription is streamed."""
+
+    window: Window
+    task: asyncio.Task[DecodedWindow | None]
+    deltas: Deltas
+
+
+class _CountedSound:
+    """A sound that gives up its place among those that are read at its end, or when it is closed.
+
+    It may be read in any thread, and is created on the event loop.
+    """
+
+    def __init__(self, sound: Samples, room: asyncio.Semaphore) -> None:
+        self._sound = sound
+        self._room: asyncio.Semaphore | None = room
+        self._loop = asyncio.get_running_loop()
+
+    def read(self, num_samples: int) -> Float32Array:
+        """Return at least so many of the next samples; fewer only at the end."""
+        samples = self._sound.read(num_samples)
+        if len(samples) < num_samples:
+            self._loop.call_soon_threadsafe(self._leave)
+        return samples
+
+    def close(self) -> None:
+        """Release what is held for the rest of the sound. It must be called on the event loop."""
+        self._sound.close()
+        self._leave()
+
+    def _leave(self) -> None:
+        if self._room is not None:
+            self._room.release()
+            self._room = None
+
+
+class Transcriber:
+    """Transcribes sounds with one model. Files are decoded in separate processes."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        audio: AudioProcessorConfig,
+        tokenizer: Tokenizer,
+        executor: ThreadExecutor,
+    ) -> None:
+        self._audio = audio
+        self._tokenizer = tokenizer
+        self._prompts = DecoderPrompts(model, audio, tokenizer)
+        self._processes = MediaProcesses()
+        self._executor = executor.create_separate()
+        self._room_for_sounds = asyncio.Semaphore(MAX_SOUNDS)
+        self._room_for_windows = asyncio.Semaphore(MAX_WINDOWS)
+
+    def start(self) -> None:
+        """Start the decoder processes, so that the first file need not wait for them."""
+        self._processes.start()
+
+    def close(self) -> None:
+        """Stop the decoder processes and threads."""
+        self._processes.close()
+        self._executor.close()
+
+    async def open(self, data: bytes, where: str, max_seconds: float) -> Samples:
+        """Open an audio file in a separate process, as mono samples, once there is room for it. It must be closed.
+
+        Raises:
+            ParameterError: The file cannot be read, or is too long; `where` names the field.
+        """
+        opening = OpenSound(where, self._audio.sampling_rate, max_seconds)
+        await self._room_for_sounds.acquire()
+        try:
+            sound = await self._executor.in_thread(self._processes.open_sound, data, opening)
+        except BaseException:
+            self._room_for_sounds.release()
+            raise
+        return _CountedSound(sound, self._room_for_sounds)
+
+    async def transcribe(
+        self,
+        sound: Samples,
+        options: TranscriptionOptions,
+        submission: Submission,
+        on_text: TextReceiver | None = None,
+    ) -> Transcript:
+        """Return the transcript of a sound.
+
+        Args:
+            sound: The sound, which is closed afterwards.
+            options: The options of the transcription.
+            submission: How sequences are submitted to the engine.
+            on_text: Receives the text as it is generated.
+
+        Raises:
+            ParameterError: The sound is damaged or too long.
+        """
+        decoder = WindowDecoder(self._audio, self._prompts, self._tokenizer, options, submission)
+        transcript = Transcript()
+        try:
+            async with aclosing(self._jobs(sound, decoder)) as jobs:
+                async for job in jobs:
+                    while (delta := await job.deltas.get()) is not None:
+                        if on_text is not None:
+                            await on_text(delta.text, list(delta.logprobs or ()))
+                    decoded = await job.task
+                    num_samples = job.window.start + len(job.window.samples)
+                    transcript.duration = num_samples / self._audio.sampling_rate
+                    if decoded is not None:
+                        self._append(transcript, decoded, options)
+        finally:
+            sound.close()
+        transcript.language = decoder.language
+        transcript.text = transcript.text.strip()
+        return transcript
+
+    async def _jobs(self, sound: Samples, decoder: WindowDecoder) -> AsyncGenerator[_Job]:
+        """Yield the windows of a sound in order, while later windows are already being decoded."""
+        windows = Windows(sound, self._audio.sampling_rate, self._audio.chunk_seconds)
+        queue: asyncio.Queue[_Job | None] = asyncio.Queue()
+        room = asyncio.Semaphore(WINDOWS_AT_ONCE)
+        num_held = 0
+        tasks: list[asyncio.Task[DecodedWindow | None]] = []
+
+        def release() -> None:
+            nonlocal num_held
+            num_held -= 1
+            self._room_for_windows.release()
+
+        async def produce() -> None:
+            nonlocal num_held
+            try:
+                while True:
+                    await room.acquire()
+                    await self._room_for_windows.acquire()
+                    num_held += 1
+                    window = await self._executor.in_thread(windows.next_window)
+                    if window is None:
+                        return
+                    item = await self._executor.in_thread(self._encode, window.samples)
+                    if not decoder.language:
+                        await decoder.detect_language(item)
+                    deltas: Deltas = asyncio.Queue()
+                    task = asyncio.create_task(decoder.decode(window, item, deltas))
+                    tasks.append(task)
+                    queue.put_nowait(_Job(window, task, deltas))
+            finally:
+                queue.put_nowait(None)
+
+        producer = asyncio.create_task(produce())
+        try:
+            while (job := await queue.get()) is not None:
+                yield job
+                tasks.remove(job.task)
+                release()
+                room.release()
+            await producer
+        finally:
+            for task in (producer, *tasks):
+                task.cancel()
+            await asyncio.gather(producer, *tasks, return_exceptions=True)
+            while num_held:
+                release()
+
+    def _encode(self, samples: Float32Array) -> EncoderInput:
+        """Return the encoder input for a window."""
+        audio = self._audio
+        num_frames, features = len(samples), samples
+        if audio.num_mel_bins:
+            num_samples = int(audio.chunk_seconds * audio.sampling_rate)
+            features = log_mel(samples, num_samples, audio.num_mel_bins)
+            num_frames = features.shape[1]
+        data = _encoder.encode(
+            AudioPayload(audio.num_mel_bins, num_frames, float32_bytes(features))
+        )
+        size = audio.num_outputs(num_frames)
+        return EncoderInput(0, 0, sha256(data).digest(), size, data)
+
+    def _append(
+        self, transcript: Transcript, decoded: DecodedWindow, options: TranscriptionOptions
+    ) -> None:
+        transcript.text += decoded.text
+        transcript.logprobs += decoded.logprobs
+        transcript.words += decoded.words
+        if options.has_segments:
+            transcript.segments += split_segments(
+                decoded,
+                self._tokenizer,
+                first_timestamp_id=self._prompts.first_timestamp_id,
+                time_precision=self._audio.time_precision,
+                first_id=len(transcript.segments),
+            )

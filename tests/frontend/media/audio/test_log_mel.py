@@ -1,0 +1,26 @@
+"""Log-mel features against transformers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from engine.frontend.media.audio.log_mel import log_mel
+from transformers import WhisperFeatureExtractor
+
+WINDOW = 480_000
+
+
+@pytest.mark.parametrize("num_mel_bins", [80, 128])
+@pytest.mark.parametrize("num_samples", [1, 399, 16_000, 58_001, 479_679, 479_900, WINDOW])
+def test_features_equal_those_of_transformers(num_mel_bins: int, num_samples: int) -> None:
+    random = np.random.default_rng(num_samples)
+    envelope = np.abs(np.sin(np.arange(num_samples) / 3000))
+    samples = (0.2 * random.standard_normal(num_samples) * envelope).astype(np.float32)
+    extractor = WhisperFeatureExtractor(feature_size=num_mel_bins)
+    expected = extractor(samples, sampling_rate=16_000, return_tensors="np").input_features[0]
+    found = log_mel(samples, WINDOW, num_mel_bins)
+    assert found.shape == expected.shape == (num_mel_bins, 3000)
+    assert found.dtype == np.float32
+    # Both round differently, most where a frame is nearly silent.
+    np.testing.assert_allclose(found, expected, atol=2e-4)
+    assert np.abs(found - expected).mean() < 1e-5
