@@ -59,6 +59,8 @@ def read_recurrent_layer(fields: ConfigFields) -> RecurrentLayer | None:
         ):
             _require_silu(fields)
             return _read_gated_delta_net(fields)
+        case "bailing_hybrid":
+            return _read_ling3(fields)
         case "kimi_linear":
             _require_silu(fields)
             return _read_kimi_delta_attention(fields)
@@ -249,6 +251,19 @@ def _read_kimi_delta_attention(fields: ConfigFields) -> KimiDeltaAttention:
         own.integer("num_heads", 32),
         own.integer("head_dim", 128),
         own.integer("short_conv_kernel_size", 4),
+    )
+
+
+def _read_ling3(fields: ConfigFields) -> KimiDeltaAttention:
+    bound = fields.get("kda_lower_bound", -5.0)
+    if type(bound) not in (int, float) or bound >= 0:
+        raise fields.wrong("kda_lower_bound", "a negative number", bound)
+    return KimiDeltaAttention(
+        fields.integer("linear_num_heads", fields.integer("num_attention_heads")),
+        fields.integer("linear_head_dim", fields.integer("head_dim", 128)),
+        fields.integer("linear_conv_kernel_dim", fields.integer("short_conv_kernel_size", 4)),
+        is_low_rank=False,
+        lowest_log_decay=float(bound) if fields.boolean("kda_safe_gate", True) else 0.0,
     )
 
 

@@ -198,10 +198,11 @@ class NativeMixer(structs.Mixer):
         # The low-rank inputs of gates and steps occupy the columns in which steps and gates will be written. Gates come
         # last, so compute them first.
         first_step = 3 * len(own) + len(heads)
-        for name, of_low_rank, first_column in (
+        second_products = (
             ("g_b_proj", range(first_step + dim, first_step + 2 * dim), first_step + len(own)),
             ("f_b_proj", range(first_step, first_step + dim), first_step),
-        ):
+        )
+        for name, of_low_rank, first_column in second_products if layer.is_low_rank else ():
             (weight,) = self._weights.packed_together([Rows(f"{prefix}{name}", size, own)], dim)
             self.second_products.append((of_low_rank, weight, first_column))
         channels = [Rows(f"{prefix}{each}_conv1d", size, own) for each in "qkv"]

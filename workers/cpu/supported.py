@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...protocol.checkpoint.recurrent_layers import Mamba1
+from ...protocol.checkpoint.recurrent_layers import KimiDeltaAttention, Mamba1
 from ..layers.spec import ModelSpec
 from .library import NotSupportedNatively
 
@@ -21,6 +21,11 @@ def unsupported_features(spec: ModelSpec) -> list[str]:
         "experts beside attention": spec.is_parallel
         and any(layer.experts is not None for layer in spec.layers),
         "Mamba-1 layers": any(isinstance(layer.recurrent, Mamba1) for layer in spec.layers),
+        "bounded decays": any(
+            isinstance(layer.recurrent, KimiDeltaAttention) and layer.recurrent.lowest_log_decay
+            for layer in spec.layers
+        ),
+        "gates of latent attention": spec.latent is not None and spec.gates_attention,
         "gated MLPs with xIELU": spec.has_gate and spec.activation == "xielu",
         "layers with other numbers of heads": any(layer.num_heads for layer in spec.layers),
         "softplus gates of attention": spec.output_gate == "softplus",

@@ -150,6 +150,34 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "ling3": (
+        "BailingHybrid",
+        LATENT
+        | GROUPS
+        | {
+            "q_lora_rank": None,
+            "head_dim": 16,
+            "num_hidden_layers": 4,
+            "layer_group_size": 2,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+        },
+    ),
+    "ling3-unbounded": (
+        "BailingHybrid",
+        LATENT
+        | {
+            "head_dim": 12,
+            "kda_safe_gate": False,
+            "layer_group_size": 2,
+            "num_local_experts": 5,
+            "n_group": 1,
+            "topk_group": 1,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+        },
+    ),
     "olmo-hybrid": (
         "OlmoHybrid",
         {

@@ -438,7 +438,50 @@ def _kimi_linear(fields: ConfigFields) -> ModelSpec:
     return with_experts(spec, deepseek_experts(fields), has_experts)
 
 
+def _ling3(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of a Ling 3: groups of layers, of which the last one has gated latent attention."""
+    fields = fields.with_defaults(
+        max_position_embeddings=fields.integer("model_max_length", 262_144),
+        n_group=fields.integer("num_expert_group", 8),
+        topk_group=4,
+        n_shared_experts=fields.integer("num_shared_experts", 1, minimum=0),
+        num_experts_per_tok=fields.integer("num_experts_per_token", 8),
+        norm_topk_prob=fields.boolean("moe_renormalize", True),
+        routed_scaling_factor=2.5,
+        moe_intermediate_size=768,
+        num_experts=512,
+    )
+    period = fields.integer("layer_group_size", 6)
+    rope = read_rope(fields, fields.integer("qk_rope_head_dim", 64), theta=6_000_000.0)
+    layers = mixed_layers(fields, rope, lambda i: (i + 1) % period == 0)
+    recurrent = "|".join(str(i) for i, layer in enumerate(layers) if not layer.attends)
+    spec = latent_spec(
+        fields.with_defaults(
+            kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128
+        ),
+        layers=layers,
+        rope_order="interleaved",
+        gates_attention=True,
+        has_head_gates=True,
+        tensor_names=(
+            (r"(^|\.)word_embeddings\.", r"\1embed_tokens."),
+            (r"\.attention\.", ".self_attn."),
+            (r"\.self_attn\.dense\.", ".self_attn.o_proj."),
+            (r"\.self_attn\.forget_gate\.", ".self_attn."),
+            (rf"\.layers\.({recurrent})\.self_attn\.", r".layers.\1.mixer."),
+            (r"\.mixer\.o_proj\.", ".mixer.out_proj."),
+            (r"\.mixer\.o_norm\.", ".mixer.norm."),
+            (r"\.self_attn\.g_proj\.", ".self_attn.gate_proj."),
+            (r"\.mlp\.gate\.expert_bias$", ".mlp.gate.e_score_correction_bias"),
+            *unused_layers(fields),
+        ),
+    )
+    has_experts = has_listed_experts(fields, first_dense(fields, 2))
+    return with_experts(spec, deepseek_experts(fields), has_experts)
+
+
 FAMILIES = (
+    Family("BailingHybridForCausalLM", "bailing_hybrid", _ling3),
     Family("BambaForCausalLM", "bamba", _bamba),
     Family("FalconH1ForCausalLM", "falcon_h1", _falcon_h1),
     Family("GraniteMoeHybridForCausalLM", "granitemoehybrid", _granite_hybrid),

@@ -57,6 +57,8 @@ class LatentAttention:
             self._indexer = Indexer(latent, latent.indexer, weights, prefix)
             rows += self._indexer.first_rows
             queries.append(self._indexer.query_rows)
+        if spec.gates_attention:
+            rows.append(_gate_rows(spec, latent, prefix, heads))
         if latent.query_rank is not None:
             self._queries = kernels.linear(weights.read_matrix_rows(queries, latent.query_rank))
             self._query_norm = RMSNorm(
@@ -70,6 +72,9 @@ class LatentAttention:
         self._sizes = [len(rows[0].part), latent.kv_rank, latent.rotary_dim]
         if self._indexer is not None:
             self._sizes += self._indexer.sizes
+        self._is_gated = spec.gates_attention
+        if self._is_gated:
+            self._sizes.append(len(rows[-1].part))
         self._key_norm = RMSNorm(
             weights.read_vector(f"{prefix}kv_a_layernorm.weight", latent.kv_rank), latent.norm_eps
         )
@@ -101,7 +106,8 @@ class LatentAttention:
     ) -> Tensor:
         """Return the attention output [T, D] of a layer."""
         latent = self._latent
-        q, c_TC, k_TR, *of_index = self.qkv(x).split(self._sizes, -1)
+        q, c_TC, k_TR, *others = self.qkv(x).split(self._sizes, -1)
+        gate_TG = others.pop() if self._is_gated else None
         if self._queries is not None and self._query_norm is not None:
             q = self._queries(self._query_norm(q))
         num_elements = self._num_heads * (latent.plain_dim + latent.rotary_dim)
@@ -132,8 +138,8 @@ class LatentAttention:
             size, index = latent.indexer.head_dim, None
             index_keys_T1I = k_T1K.new_zeros(len(k_T1K), 1, size)
             if self._indexer is not None:
-                index_keys_T1I = self._indexer.keys(of_index[0], tables)
-                index = self._indexer.queries(index_queries_TF, of_index[1], tables)
+                index_keys_T1I = self._indexer.keys(others[0], tables)
+                index = self._indexer.queries(index_queries_TF, others[1], tables)
             attended_THC = self._backend.forward_sparse(
                 F.pad(q_THK, (0, size)),
                 torch.cat((k_T1K, index_keys_T1I), -1),
@@ -143,7 +149,16 @@ class LatentAttention:
                 self._layer,
             )
         out_THV = _multiply_heads(attended_THC, self._values_HCV)
+        if gate_TG is not None:
+            out_THV = out_THV * torch.sigmoid(gate_TG.unflatten(-1, (self._num_heads, -1)))
         return self._output(out_THV.flatten(1))
+
+
+def _gate_rows(spec: ModelSpec, latent: LatentSpec, prefix: str, heads: range) -> Rows:
+    """Return the rows of the projection to the gates of these heads: one for each head, or for each value element."""
+    size = 1 if spec.has_head_gates else latent.value_dim
+    part = range(heads.start * size, heads.stop * size)
+    return Rows(f"{prefix}gate_proj", spec.num_heads * size, part, has_bias=False)
 
 
 def read_expansions(

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ....protocol.checkpoint.recurrent_layers import KimiDeltaAttention
-from ...layers.layers import LayerKernels
+from ...layers.layers import LayerKernels, Linear
 from ...layers.parallel.parallel_layers import RowParallelLinear
 from ...layers.parallel.shard import ModelShard
 from ...layers.parallel.tensor_parallel import TensorParallel
@@ -25,7 +25,7 @@ from .states import StateBatch, StateCache
 
 
 class KimiDeltaAttentionMixer(Mixer):
-    """Linear attention with the delta rule. Low-rank projections compute the decays and the output gates."""
+    """Linear attention with the delta rule. Decays and output gates may come from low-rank projections."""
 
     def __init__(
         self,
@@ -43,10 +43,13 @@ class KimiDeltaAttentionMixer(Mixer):
         self._num_heads = len(heads)
         rows = projection_rows(layer, prefix, shard.tensor_parallel)
         self.projection = kernels.linear(weights.read_matrix_rows(rows, hidden))
-        self._decay, self._gate = (
-            kernels.linear(weights.read_matrix(f"{prefix}{name}.weight", size, dim, part=own))
-            for name in ("f_b_proj", "g_b_proj")
-        )
+        self._decay: Linear | None = None
+        self._gate: Linear | None = None
+        if layer.is_low_rank:
+            self._decay, self._gate = (
+                kernels.linear(weights.read_matrix(f"{prefix}{name}.weight", size, dim, part=own))
+                for name in ("f_b_proj", "g_b_proj")
+            )
         self._conv = CausalConvolution(
             torch.cat(
                 [
@@ -73,19 +76,26 @@ class KimiDeltaAttentionMixer(Mixer):
         """See `Mixer.forward`."""
         layer, num_heads = self._layer, self._num_heads
         size = num_heads * layer.head_dim
+        of_gate = layer.head_dim if layer.is_low_rank else size
         qkv_and_strength_TX, decay_TX, gate_TX = self.projection(x).split(
-            (3 * size + num_heads, layer.head_dim, layer.head_dim), -1
+            (3 * size + num_heads, of_gate, of_gate), -1
         )
+        if self._decay is not None and self._gate is not None:
+            decay_TX, gate_TX = self._decay(decay_TX.contiguous()), self._gate(gate_TX.contiguous())
         dtype = gate_TX.dtype
-        inputs_TF = torch.cat((qkv_and_strength_TX, self._decay(decay_TX.contiguous())), -1)
+        inputs_TF = torch.cat((qkv_and_strength_TX, decay_TX), -1)
         cache = StateCache(memory, self._size, dtype)
         inputs_NXF = cache.all_inputs(inputs_TF, batch)[batch.inputs_of_segments]
         qkv_NXF, strength_NXH, step_NXF = inputs_NXF.split((3 * size, num_heads, size), -1)
         q_NCX, k_NCX, v_NCX = F.silu(self._conv(qkv_NXF)).to(dtype).float().chunk(3, -1)
         window = layer.kernel - 1
         strength_NCH = strength_NXH[:, window:].sigmoid().float()
-        step_NCX = F.softplus(step_NXF[:, window:].float() + self._step_bias_X)
-        step_NCHK = step_NCX.unflatten(-1, (num_heads, -1)) * self._a_H1
+        step_NCX = step_NXF[:, window:].float() + self._step_bias_X
+        step_NCHK = step_NCX.unflatten(-1, (num_heads, -1))
+        if layer.lowest_log_decay:
+            step_NCHK = layer.lowest_log_decay * torch.sigmoid(step_NCHK * -self._a_H1)
+        else:
+            step_NCHK = F.softplus(step_NCHK) * self._a_H1
         y_NHCV = delta_rule(
             unit(q_NCX, layer.head_dim).transpose(1, 2) * layer.head_dim**-0.5,
             unit(k_NCX, layer.head_dim).transpose(1, 2),
@@ -97,18 +107,26 @@ class KimiDeltaAttentionMixer(Mixer):
         )
         y_THV = y_NHCV.transpose(1, 2).flatten(0, 1)[batch.tokens].to(dtype).float()
         y_THV = torch.rms_norm(y_THV, (layer.head_dim,), self._norm_V, self._norm_eps)
-        gate_THV = self._gate(gate_TX.contiguous()).float().sigmoid().unflatten(-1, (num_heads, -1))
+        gate_THV = gate_TX.float().sigmoid().unflatten(-1, (num_heads, -1))
         return self._output((y_THV * gate_THV).to(dtype).flatten(1))
 
 
 def projection_rows(
     layer: KimiDeltaAttention, prefix: str, tensor_parallel: TensorParallel
 ) -> list[Rows]:
-    """Return this rank's rows of the projections to queries, keys, values and strengths, and to the low-rank inputs."""
+    """Return this rank's rows of the projections to queries, keys, values, strengths, and decays and gates.
+
+    Low-rank decays and gates have second projections, which read these rows.
+    """
     heads, dim = tensor_parallel.part(layer.num_heads), layer.head_dim
     size, own = layer.num_heads * dim, elements(heads, dim)
     return [
         *(Rows(f"{prefix}{each}_proj", size, own) for each in "qkv"),
         Rows(f"{prefix}b_proj", layer.num_heads, heads),
-        *(Rows(f"{prefix}{each}_a_proj", dim, range(dim)) for each in "fg"),
+        *(
+            Rows(f"{prefix}{each}_a_proj", dim, range(dim))
+            if layer.is_low_rank
+            else Rows(f"{prefix}{each}_proj", size, own)
+            for each in "fg"
+        ),
     ]
