@@ -187,8 +187,8 @@ class GatedDeltaNet(msgspec.Struct, frozen=True, tag=True):
 class KimiDeltaAttention(msgspec.Struct, frozen=True, tag=True):
     """Kimi delta attention (Kimi Linear, 2025, arXiv 2510.26692), a delta rule with one decay per element of the keys.
 
-    Keys and values of a head have `head_dim` elements. If `is_low_rank`, decays and gates are computed from projections to
-    `head_dim` elements. If `lowest_log_decay` is not 0, a decay is at least exp(`lowest_log_decay`).
+    Keys and values of a head have `head_dim` elements. If `is_low_rank`, decays and gates are computed from projections
+    to `head_dim` elements. If `lowest_log_decay` is not 0, a decay is at least exp(`lowest_log_decay`).
     """
 
     num_heads: int

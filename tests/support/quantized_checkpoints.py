@@ -227,7 +227,17 @@ def _packed_minifloats(kind: str, stored_as: str) -> Callable[[Tensor], Stored]:
     return store
 
 
+def _bitnet(w_OD: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """Round to -1, 0 and 1 times the mean magnitude, and pack four rows into one."""
+    scale = w_OD.abs().mean().reshape(1)
+    q_OD = (w_OD / scale).round().clamp(-1, 1)
+    parts = (q_OD + 1).to(torch.uint8).unflatten(0, (4, -1))
+    packed = sum(part << 2 * i for i, part in enumerate(parts))
+    return {"weight": packed, "weight_scale": scale}, q_OD * scale
+
+
 FORMATS = {
+    "bitnet": Format({"quant_method": "bitnet", "linear_class": "autobitlinear"}, _bitnet),
     "mxfp4": Format({"quant_method": "mxfp4"}, _mxfp4),
     "compressed-mxfp4": Format(
         _compressed(

@@ -21,6 +21,7 @@ def unsupported_features(spec: ModelSpec) -> list[str]:
         "experts beside attention": spec.is_parallel
         and any(layer.experts is not None for layer in spec.layers),
         "Mamba-1 layers": any(isinstance(layer.recurrent, Mamba1) for layer in spec.layers),
+        "norms within blocks": spec.has_inner_norms,
         "bounded decays": any(
             isinstance(layer.recurrent, KimiDeltaAttention) and layer.recurrent.lowest_log_decay
             for layer in spec.layers

@@ -233,6 +233,9 @@ class ModelSpec:
     as `output_gate` says. The gate's projection is stored after that of the head's query, or separately if
     `has_gate_projection`. If `has_head_gates`, a head has one gate for all of its elements.
 
+    If `has_inner_norms`, the heads' outputs together have a norm before the output projection, and the intermediate
+    elements of an MLP before its last product (SubLN, arXiv 2210.06423).
+
     If `num_positions` is not 0, the first layer's input is the sum of the embeddings of a token and of its position,
     which is row position + `position_offset` of a table. If `num_token_types` is not 0, the embedding of the token's
     type is added as well: the first type, or the second for token ids from `vocab_size` on, if the model distinguishes
@@ -302,6 +305,7 @@ class ModelSpec:
     has_gate_projection: bool = False
     has_head_gates: bool = False
     output_gate: Literal["sigmoid", "softplus"] = "sigmoid"
+    has_inner_norms: bool = False
     mlp_bias: bool = False
     mlp_output_bias: bool = False
     head_bias: bool = False

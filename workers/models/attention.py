@@ -21,6 +21,7 @@ from ..layers.parallel.parallel_layers import RowParallelLinear
 from ..layers.parallel.shard import ModelShard
 from ..layers.rope import RotaryTables, apply_rotary
 from ..layers.spec import LayerSpec, ModelSpec, QueryScaling
+from .mlp import DividedNorm
 from .weights import Rows, WeightReader
 
 
@@ -84,6 +85,12 @@ class Attention:
                 linear, f"{prefix}o_proj", spec.hidden_size, output_size, outputs
             ),
         )
+        self._output_norm: DividedNorm | None = None
+        if spec.has_inner_norms:
+            name = f"{prefix}attn_sub_norm.weight"
+            self._output_norm = DividedNorm(
+                weights.read_vector(name, output_size, outputs), spec.norm_eps, output_size, shard
+            )
         self._head_norm: HeadNorm | None = None
         self._full_norm: FullNorm | None = None
         if spec.qk_norm == "full":
@@ -136,7 +143,10 @@ class Attention:
             attended_THK = self._backend.attend(q_THK, kv_cache, attn_metadata, self._layer)
         if gate_THK:
             attended_THK = attended_THK * self._gate(gate_THK[0])
-        return self._output(attended_THK[..., : self._output_dim].flatten(1))
+        attended_TD = attended_THK[..., : self._output_dim].flatten(1)
+        if self._output_norm is not None:
+            attended_TD = self._output_norm(attended_TD)
+        return self._output(attended_TD)
 
     def _scaled(self, qk_THK: Tensor, positions_T: Tensor, scaling: QueryScaling) -> Tensor:
         """Return the queries and keys, with the queries scaled by a factor that depends on their positions."""

@@ -20,6 +20,21 @@ from ..layers.spec import ModelSpec
 from .weights import WeightReader
 
 
+class DividedNorm:
+    """A root-mean-square norm over `size` elements, of which each rank has those of its `weight`."""
+
+    def __init__(self, weight: Tensor, eps: float, size: int, shard: ModelShard) -> None:
+        self._weight, self._eps, self._size = weight.float(), eps, size
+        self._tensor_parallel = shard.tensor_parallel
+
+    def __call__(self, x_TE: Tensor) -> Tensor:
+        """Return the norm of this rank's elements."""
+        y_TE = x_TE.float()
+        squares_T1 = self._tensor_parallel.sum(y_TE.square().sum(-1, keepdim=True))
+        scale_T1 = (squares_T1 / self._size + self._eps).rsqrt()
+        return (y_TE * scale_T1 * self._weight).to(x_TE.dtype)
+
+
 class MLP:
     """Feed-forward block with `intermediate` elements, gated or not."""
 
@@ -63,9 +78,17 @@ class MLP:
         if spec.activation == "xielu":
             self._activation: Callable[[Tensor], Any] = read_xielu(weights, f"{prefix}act_fn.")
         elif spec.has_gate:
-            self._activation = gated_activation(kernels, spec.activation, limit, self._down)
+            consumer = None if spec.has_inner_norms else self._down
+            self._activation = gated_activation(kernels, spec.activation, limit, consumer)
         else:
             self._activation = kernels.activation(spec.activation)
+
+        self._inner_norm: DividedNorm | None = None
+        if spec.has_inner_norms:
+            name = f"{prefix}ffn_sub_norm.weight"
+            self._inner_norm = DividedNorm(
+                weights.read_vector(name, intermediate, part), spec.norm_eps, intermediate, shard
+            )
 
     def forward(self, x: Any) -> Tensor:
         """Return the MLP's output [T, D]."""
@@ -75,7 +98,10 @@ class MLP:
         if self._threshold is not None:
             gate_TF = gate_up_T2F[:, : gate_up_T2F.shape[1] // 2]
             gate_TF.copy_(self._sparse(gate_TF, self._threshold))
-        y_TD = self._down(self._activation(gate_up_T2F))
+        activated_TF = self._activation(gate_up_T2F)
+        if self._inner_norm is not None:
+            activated_TF = self._inner_norm(activated_TF)
+        y_TD = self._down(activated_TF)
         return y_TD if self._multiplier == 1.0 else y_TD.mul_(self._multiplier)
 
     def _sparse(self, gate_TF: Tensor, threshold: float) -> Tensor:

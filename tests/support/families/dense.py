@@ -185,6 +185,7 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "apertus": ("Apertus", {"rope_parameters": LLAMA3}),
     "arcee": ("Arcee", {"mlp_bias": True}),
+    "bitnet": ("BitNet", {"attention_bias": True}),
     "ernie4.5": ("Ernie4_5", {"head_dim": 16, "use_bias": True}),
     "exaone4": (
         "Exaone4",

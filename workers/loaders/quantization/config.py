@@ -13,6 +13,7 @@ from .matrix import ActivationScheme
 from .microscaling import MXFP4Scheme
 from .packed_minifloats import PackedMinifloatScheme
 from .scheme import QuantizationScheme, UnsupportedScheme
+from .ternary import TernaryScheme
 
 
 def quantization_scheme(config: ConfigFields) -> QuantizationScheme:
@@ -28,9 +29,19 @@ def quantization_scheme(config: ConfigFields) -> QuantizationScheme:
         return MXFP4Scheme()
     if method == "modelopt":
         return _modelopt(config)
+    if method == "bitnet":
+        return _bitnet(config)
     if method == "compressed-tensors":
         return _compressed_tensors(config)
     raise UnsupportedScheme("an unnamed method" if method is None else str(method))
+
+
+def _bitnet(config: ConfigFields) -> QuantizationScheme:
+    if (mode := config.get("quantization_mode", "offline")) != "offline":
+        raise UnsupportedScheme(f"bitnet with quantization_mode {mode!r}")
+    if config.get("use_rms_norm"):
+        raise UnsupportedScheme("bitnet with use_rms_norm")
+    return TernaryScheme(divides=config.get("linear_class", "bitlinear") == "bitlinear")
 
 
 def _fp8(config: ConfigFields) -> QuantizationScheme:

@@ -338,7 +338,14 @@ def _seed_oss(fields: ConfigFields) -> ModelSpec:
     return llama(fields, attention_output_bias=fields.boolean("attention_out_bias", False))
 
 
+def _bitnet(fields: ConfigFields) -> ModelSpec:
+    fields = fields.with_defaults(rms_norm_eps=1e-5, hidden_act="relu2")
+    rope = read_rope(fields, head_dim(fields), theta=500_000.0)
+    return llama(fields, layers=uniform_layers(fields, rope), has_inner_norms=True)
+
+
 FAMILIES = (
+    Family("BitNetForCausalLM", "bitnet", _bitnet),
     Family("ApertusForCausalLM", "apertus", _apertus),
     Family("ArceeForCausalLM", "arcee", _arcee),
     Family("Ernie4_5ForCausalLM", "ernie4_5", ernie4_5),

@@ -1,0 +1,48 @@
+"""The ternary weights of BitNet (arXiv 2402.17764).
+
+A module has `weight` [O / 4, D], with O output and D input features. Row i of the matrix is in the bits
+2 * (i // (O / 4)) of row i % (O / 4), as 0, 1 or 2 for -1, 0 or 1. `weight_scale` has one number for the whole matrix.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .matrix import QuantizedMatrix
+from .scheme import QuantizationScheme, StoredModule, shape_of
+
+_VALUES_PER_BYTE = 4
+
+
+class TernaryScheme(QuantizationScheme):
+    """The scheme of ternary weights. If `divides`, the matrix is divided by its scale instead of multiplied."""
+
+    marker = "weight"
+    marker_dtypes = frozenset({"U8"})
+    companions = frozenset({"weight_scale"})
+
+    def __init__(self, *, divides: bool) -> None:
+        self._divides = divides
+
+    def matrix_shape(self, module: StoredModule) -> tuple[int, int]:
+        """Return (O, D)."""
+        num_rows, num_columns = shape_of(module, "weight")
+        return num_rows * _VALUES_PER_BYTE, num_columns
+
+    def matrix(self, module: StoredModule, rows: range, columns: range) -> QuantizedMatrix:
+        """Read these rows and columns of a module's matrix."""
+        stored = shape_of(module, "weight")
+        packed = module.read("weight", stored, None, columns)
+        values_OD = torch.cat([packed >> 2 * i & 3 for i in range(_VALUES_PER_BYTE)])
+        if int(values_OD.max()) > 2:
+            raise module.problem(
+                f"the tensor '{module.name}.weight' has values other than -1, 0, 1"
+            )
+        scale = module.read("weight_scale", (1,)).float().reshape(1, 1)
+        return QuantizedMatrix(
+            values_OD[rows.start : rows.stop].contiguous(),
+            4,
+            (1 / scale if self._divides else scale).expand(len(rows), 1),
+            len(columns),
+            zero_OG=1,
+        )
