@@ -252,6 +252,7 @@ def test_unused_weight_memory_is_reused_by_the_next_matrix() -> None:
         ("mxfp4", F.MXFP4),
         ("compressed-mxfp4", F.MXFP4),
         ("compressed-nvfp4", F.NVFP4),
+        ("bitnet", F.U8),
         ("modelopt-nvfp4", F.NVFP4),
         ("gptq-8", F.U8),
         ("gptq-act-order", F.F32),

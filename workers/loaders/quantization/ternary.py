@@ -12,6 +12,7 @@ from .matrix import QuantizedMatrix
 from .scheme import QuantizationScheme, StoredModule, shape_of
 
 _VALUES_PER_BYTE = 4
+_ZERO = 128
 
 
 class TernaryScheme(QuantizationScheme):
@@ -39,10 +40,11 @@ class TernaryScheme(QuantizationScheme):
                 f"the tensor '{module.name}.weight' has values other than -1, 0, 1"
             )
         scale = module.read("weight_scale", (1,)).float().reshape(1, 1)
+        # In formats of 4 bits, zero would not be exact.
         return QuantizedMatrix(
-            values_OD[rows.start : rows.stop].contiguous(),
-            4,
+            values_OD[rows.start : rows.stop] + (_ZERO - 1),
+            8,
             (1 / scale if self._divides else scale).expand(len(rows), 1),
             len(columns),
-            zero_OG=1,
+            zero_OG=_ZERO,
         )
