@@ -16,6 +16,7 @@ CHECKPOINT_QUANTIZATIONS = {
     "awq_marlin": "awq",
     "gptq": "gptq",
     "gptq_marlin": "gptq",
+    "bitnet": "bitnet",
     "fp8": "fp8",
     "mxfp4": "mxfp4",
     "modelopt": "modelopt",
