@@ -203,7 +203,8 @@ class HostExecution:
         drafts.look_up(plan.slots_S)
         counts_S = int32_view(result.num_sampled)
         starts_S = plan.query_start_loc[:-1]
-        computed = ComputedRows(plan.slots_S, plan.num_computed_S, counts_S, starts_S, None)
+        hidden_TE = self._model.kept_hidden_TE
+        computed = ComputedRows(plan.slots_S, plan.num_computed_S, counts_S, starts_S, hidden_TE)
         self._propose(computed, drafts, samples=True)
         result.drafts = drafts.get_found(output.step)
         return result
@@ -288,13 +289,10 @@ class HostExecution:
         return result
 
     def _computed_rows(self, plan: StepPlan) -> ComputedRows:
-        hidden_TE = None
-        if isinstance(self._model, NativeDecoder):
-            hidden_TE = self._model.kept_hidden_TE
         starts_S = plan.query_start_loc[:-1]
         counts_S = np.diff(plan.query_start_loc)
         begins_S = plan.seq_lens_S - counts_S
-        return ComputedRows(plan.slots_S, begins_S, counts_S, starts_S, hidden_TE)
+        return ComputedRows(plan.slots_S, begins_S, counts_S, starts_S, self._model.kept_hidden_TE)
 
     def _rows_to_decode(self, output: SchedulerOutput) -> SamplingMetadata | None:
         """Return the batch rows if every slot of the step computes only its last token and drafts, else None."""

@@ -81,6 +81,10 @@ class Model(Protocol):
     """The rotary positions of the current step, integers [T, 3]; None if they equal the token positions."""
 
     @property
+    def kept_hidden_TE(self) -> Tensor | None:
+        """The hidden states of all tokens of the last step that a drafting head reads; None if none are kept."""
+
+    @property
     def is_foreign(self) -> bool:
         """True if the layers are computed by transformers' code instead of Engine's."""
 
@@ -193,8 +197,16 @@ def _load_decoder(
         raise ConfigError("--enable-prompt-embeds needs Engine's own layers; remove --model-impl")
     if config.model.enable_lora and foreign is not None:
         raise ConfigError("--enable-lora needs Engine's own layers; remove --model-impl")
+    kept_layers: Sequence[int] = ()
+    speculative = config.scheduler.speculative
+    if speculative is not None and speculative.method.reads_hidden_states:
+        from .drafting.head_layouts import find_kept_layers
+
+        kept_layers = find_kept_layers(speculative, spec)
     if is_native and foreign is None:
-        native = _load_native(config, spec, checkpoint, attention, parallel, on_progress)
+        native = _load_native(
+            config, spec, checkpoint, attention, parallel, on_progress, kept_layers
+        )
         if native is not None:
             return native
     # Imported here, because its modules need torch.
@@ -210,6 +222,7 @@ def _load_decoder(
         parallel,
         on_progress,
         loras,
+        kept_layers,
     )
 
 
@@ -279,18 +292,13 @@ def _load_native(
     attention: AttentionSpec,
     parallel: ParallelState,
     on_progress: ProgressCallback,
+    kept_layers: Sequence[int],
 ) -> NativeDecoder | None:
     """Return the model as a native program; None if that is not supported and not required."""
     if is_torch_loaded():
         # The native program has its own threads, which spinning threads of torch would slow down.
         torch.set_num_threads(1)
     num_threads = count_threads(config)
-    kept_layers: Sequence[int] = ()
-    speculative = config.scheduler.speculative
-    if speculative is not None and speculative.method.reads_hidden_states:
-        from .drafting.head_layouts import find_kept_layers
-
-        kept_layers = find_kept_layers(speculative, spec)
     try:
         decoder = NativeDecoder(
             spec,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -34,6 +35,7 @@ def load_in_torch(
     parallel: ParallelState,
     on_progress: ProgressCallback,
     loras: LoraAdapters | None,
+    kept_layers: Sequence[int],
 ) -> TorchDecoder:
     """Load the layers of a model. If `foreign`, a model of transformers, is given, load its layers instead of Engine's.
 
@@ -68,6 +70,7 @@ def load_in_torch(
         kernels=layer_kernels(dtype, device, is_batch_invariant),
         on_progress=on_progress,
         loras=loras,
+        kept_layers=kept_layers,
     )
 
 

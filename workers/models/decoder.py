@@ -44,6 +44,8 @@ class Decoder(TorchDecoder):
         attention: An attention backend with the heads of the shard.
         max_model_len: The length of the longest sequence that will be served; some rotary embeddings depend on it.
         loras: The LoRA adapters that requests may use.
+        kept_layers: The layers whose inputs are kept in `kept_hidden_TE`; the number of layers means the final norm's
+            input.
 
     Raises:
         CheckpointError: A tensor is missing, has another shape than the spec says, or does not belong to the model.
@@ -62,10 +64,14 @@ class Decoder(TorchDecoder):
         kernels: LayerKernels | None = None,
         on_progress: ProgressCallback | None = None,
         loras: LoraAdapters | None = None,
+        kept_layers: Sequence[int] = (),
     ) -> None:
         kernels = kernels or LayerKernels()
         shard = shard or ModelShard.whole(spec)
         super().__init__(spec, attention, shard, dtype, kernels)
+        self._kept_layers = kept_layers
+        if kept_layers:
+            self.kept_width = (1 + len(kept_layers)) * spec.hidden_size
         weights = weight_reader(
             checkpoint,
             dtype,
@@ -194,11 +200,14 @@ class Decoder(TorchDecoder):
             for rope, embedding in self._ropes.items()
         }
         block_TD, caches = None, iter(kv_caches)
+        kept: dict[int, Tensor] = {}
         own, rest = per_layer[: len(self._layers)], per_layer[len(self._layers) :]
         num_deepstack = 0 if self.placed is None else self.spec.num_deepstack_layers
         for index, (layer, inputs_TP) in enumerate(
             zip_longest(self._layers, own), self.shard.layers.start
         ):
+            if index in self._kept_layers:
+                kept[index] = self._layer_input(x_TD, block_TD)
             block_TD = layer.forward(
                 x_TD,
                 block_TD,
@@ -215,7 +224,51 @@ class Decoder(TorchDecoder):
         if self._last_streams is not None:
             assert self._norm is not None
             return self._norm(self._last_streams.reduce(x_TD))
-        return added(x_TD, block_TD, self.spec, self._norm if self.shard.is_last else None)
+        count = len(self.spec.layers)
+        if count in self._kept_layers:
+            kept[count] = self._layer_input(x_TD, block_TD)
+        x_TD = added(x_TD, block_TD, self.spec, self._norm if self.shard.is_last else None)
+        if self._kept_layers:
+            states = (x_TD, *(kept[index] for index in self._kept_layers))
+            self.kept_hidden_TE = torch.cat([each.float() for each in states], 1)
+        return x_TD
+
+    def _layer_input(self, x_TD: Tensor, block_TD: Tensor | None) -> Tensor:
+        """Return the residual stream after the last block, without changing it."""
+        if block_TD is None:
+            return x_TD.clone()
+        return x_TD.add(block_TD, alpha=self.spec.residual_multiplier)
+
+    @torch.inference_mode()
+    def embed(self, ids_T: Tensor) -> Tensor:
+        """Return the embeddings of tokens, float32 [T, D], without those of adapters.
+
+        All tensor-parallel ranks must call this with the same tokens at the same time.
+        """
+        return self._embed.base_rows(ids_T).float() * self._embedding_scale
+
+    @torch.inference_mode()
+    def choose_tokens(
+        self, hidden_SD: Tensor, slots_S: Int32Array, positions_S: Int32Array
+    ) -> Tensor:
+        """Return the tokens that the requests in these slots would sample from hidden states, int64 [S].
+
+        Args:
+            hidden_SD: Hidden states after the final norm.
+            slots_S: The slots.
+            positions_S: The index of the token that each row samples, which determines its random number.
+        """
+        logits_SV = self.compute_logits(hidden_SD.to(self.hidden_dtype), slots_S)
+        return self._sampler.predict(logits_SV, slots_S, positions_S)
+
+    @torch.inference_mode()
+    def choose_among(
+        self, ids_C: Tensor, logits_SC: Tensor, slots_S: Int32Array, positions_S: Int32Array
+    ) -> Tensor:
+        """Return the tokens, int64 [S], that the requests would sample if only the tokens `ids_C` had logits."""
+        logits_SV = torch.full((len(slots_S), self.spec.vocab_size), -torch.inf)
+        logits_SV[:, ids_C] = logits_SC.float()
+        return self._sampler.predict(logits_SV, slots_S, positions_S)
 
     @torch.inference_mode()
     def store_source(

@@ -44,6 +44,15 @@ class TorchDecoder(ABC):
     placed: Placed | None = None
     """The encoder outputs that the tokens of the current step read, if any."""
 
+    kept_hidden_TE: Tensor | None = None
+    """The hidden states of all tokens of the last step, float32 [T, E]: normed ones, then the input of each kept layer.
+
+    None unless the decoder was created with kept layers.
+    """
+
+    kept_width = 0
+    """The number E of elements of a token in `kept_hidden_TE`."""
+
     rotary_T3: Tensor | None = None
     """The rotary positions of the current step, integers [T, 3]; None if they equal the token positions."""
 

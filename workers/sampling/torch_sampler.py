@@ -75,9 +75,7 @@ class TorchSampler(Sampler):
         raw_logits_RV = None if wanted is None else wanted.raw_logits(logits_SV, will_change)
         # Check before masking, which could hide a NaN.
         raw_peak_S = logits_SV.amax(1) if will_change else None
-        changes = self._changes_for(metadata) if metadata.changes_logits else None
-        if changes is not None:
-            self._change_logits(logits_SV, changes, positions_S)
+        changes = self._change(logits_SV, metadata, positions_S)
         if grammar is not None:
             rows_G, bitmask_GK = self._rows_of(metadata.slots_S, grammar)
             limits_GV = token_limits(bitmask_GK, self._vocab_size, self._device)
@@ -99,6 +97,27 @@ class TorchSampler(Sampler):
         token_ids_R = sampled.token_ids if wanted.rows is None else sampled.token_ids[wanted.rows]
         logprobs = compute_logprobs(raw_logits_RV, token_ids_R, max(wanted.counts))
         return SamplerOutput(chosen_S, metadata, logprobs)
+
+    def predict(
+        self, logits_SV: torch.Tensor, slots_S: Int32Array, positions_S: Int32Array
+    ) -> torch.Tensor:
+        """Return the tokens, int64 [S], that `sample` would choose without a grammar, without recording them."""
+        metadata = self.describe(slots_S)
+        logits_SV = logits_SV.contiguous()
+        changes = self._change(logits_SV, metadata, positions_S)
+        if changes is not None and changes.typical is not None:
+            mask_atypical(logits_SV, changes.typical)
+        return self._choose(logits_SV, metadata, positions_S).clip(0)
+
+    def _change(
+        self, logits_SV: torch.Tensor, metadata: SamplingMetadata, positions_S: Int32Array
+    ) -> LogitChanges | None:
+        """Apply the changes that the requests ask for, and return them; None if there are none."""
+        if not metadata.changes_logits:
+            return None
+        changes = self._changes_for(metadata)
+        self._change_logits(logits_SV, changes, positions_S)
+        return changes
 
     def _rows_of(self, slots_S: Int64Array, grammar: Grammar) -> tuple[Int64Array, Int32Array]:
         """Return the batch rows of the grammar's slots, in batch order, and their bitmasks."""

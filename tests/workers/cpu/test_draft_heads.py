@@ -14,9 +14,8 @@ import pytest
 import torch
 import transformers
 from engine.protocol.arrays import int32_bytes, int32_view
-from engine.protocol.config import ProposerMethod, SpeculativeConfig
+from engine.protocol.config import CPUBackend, DeviceConfig, ProposerMethod, SpeculativeConfig
 from engine.protocol.errors import CheckpointError, ConfigError
-from engine.workers.cpu.decoder import NativeDecoder
 from safetensors.torch import load_file, save_file
 from support.draft_heads import (
     Fusion,
@@ -290,9 +289,11 @@ def predict(head: Head, tokens: list[int]) -> tuple[list[int], list[Tensor]]:
     return drafts, logits
 
 
-def make_steps(head: Head) -> Steps:
+@pytest.fixture(params=[CPUBackend.NATIVE, CPUBackend.TORCH], ids=lambda backend: backend.value)
+def steps(request: pytest.FixtureRequest, head: Head) -> Steps:
+    device = DeviceConfig(cpu_backend=request.param)
     vocab_size = head.model.config.vocab_size
-    return Steps(head.path, vocab_size, head.block_size, speculative=head.speculative)
+    return Steps(head.path, vocab_size, head.block_size, device, speculative=head.speculative)
 
 
 def plain_tokens(head: Head, count: int) -> list[int]:
@@ -303,19 +304,20 @@ def plain_tokens(head: Head, count: int) -> list[int]:
     return tokens[0, len(PROMPT) :].tolist()
 
 
-def test_drafts_are_those_of_the_reference(head: Head, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_are_those_of_the_reference(
+    head: Head, steps: Steps, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It holds after a prompt in two parts, wrong drafts, and right ones, which the test writes in their place."""
     expected = plain_tokens(head, 24)
     num_drafts = 0
     computed: list[Tensor] = []
-    choose = NativeDecoder.choose_among
+    choose = steps.runner.model.choose_among
 
-    def record(target: NativeDecoder, ids_C: Tensor, logits_SC: Tensor, *rows: Any) -> Tensor:
+    def record(ids_C: Tensor, logits_SC: Tensor, *rows: Any) -> Tensor:
         computed.append(logits_SC[0].clone())
-        return choose(target, ids_C, logits_SC, *rows)
+        return choose(ids_C, logits_SC, *rows)
 
-    monkeypatch.setattr(NativeDecoder, "choose_among", record)
-    steps = make_steps(head)
+    monkeypatch.setattr(steps.runner.model, "choose_among", record)
     begin = steps.run(slots=[0], new=[steps.new(0, PROMPT)], chunks=[(0, 9)])
     assert begin.drafts is None
     result = steps.run(chunks=[(0, len(PROMPT) - 9)])
@@ -340,8 +342,7 @@ def test_drafts_are_those_of_the_reference(head: Head, monkeypatch: pytest.Monke
     assert tokens == expected[: len(tokens)]
 
 
-def test_model_keeps_the_hidden_states_that_a_head_reads(head: Head) -> None:
-    steps = make_steps(head)
+def test_model_keeps_the_hidden_states_that_a_head_reads(head: Head, steps: Steps) -> None:
     steps.run(slots=[0], new=[steps.new(0, PROMPT)], chunks=[(0, len(PROMPT))])
     kept_TE = steps.runner.model.kept_hidden_TE
     size = head.model.config.hidden_size

@@ -41,6 +41,7 @@ from ..model_loader import Model
 from .computed import ComputedRows
 from .fusion import Fusion, read_token_ids
 from .head_layouts import HeadLayout, read_layout
+from .head_target import HeadTarget, head_target
 
 
 class DraftHead:
@@ -54,7 +55,7 @@ class DraftHead:
     def __init__(
         self,
         config: EngineConfig,
-        target: Model,
+        model: Model,
         target_cache: KVCache,
         checkpoint: Checkpoint,
         dtype: torch.dtype,
@@ -63,10 +64,7 @@ class DraftHead:
         speculative = config.scheduler.speculative
         assert speculative is not None
         self._name = f"--speculative-config with method {speculative.method.value!r}"
-        if not isinstance(target, NativeDecoder):
-            raise ConfigError(
-                f"{self._name} needs a model that runs as a native CPU program; use another method"
-            )
+        target = head_target(model, self._name)
         if speculative.model is not None:
             checkpoint = open_checkpoint(speculative.model)
         layout = read_layout(speculative, target.spec, checkpoint)
@@ -89,7 +87,7 @@ class DraftHead:
     def _load(
         self,
         config: EngineConfig,
-        target: NativeDecoder,
+        target: HeadTarget,
         layout: HeadLayout,
         checkpoint: Checkpoint,
         dtype: torch.dtype,

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from ....protocol.errors import ConfigError
-from ...cpu.decoder import NativeDecoder
 from ...loaders import Checkpoint
 from ...loaders.tensor_names import translate_names
 from ..source.products import NativeProduct
 from . import head_layouts
 from .head_layouts import HeadLayout
+from .head_target import HeadTarget
 
 
 class Fusion:
@@ -37,7 +37,7 @@ class Fusion:
         self,
         layout: HeadLayout,
         checkpoint: Checkpoint,
-        target: NativeDecoder,
+        target: HeadTarget,
         dtype: torch.dtype,
         num_threads: int,
         name: str,

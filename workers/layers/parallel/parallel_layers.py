@@ -66,18 +66,25 @@ class VocabParallelEmbedding:
 
     def __call__(self, input_ids_T: Tensor) -> Tensor:
         """Return the embeddings [T, D] of tokens, summed over the ranks."""
+        return self._sum(input_ids_T, self._change)
+
+    def base_rows(self, input_ids_T: Tensor) -> Tensor:
+        """Return the embeddings [T, D] of tokens, summed over the ranks, without `change`."""
+        return self._sum(input_ids_T, None)
+
+    def _sum(self, input_ids_T: Tensor, change: Callable[[Tensor, Tensor], None] | None) -> Tensor:
         if self._tensor_parallel.size == 1:
-            return self._own_rows(input_ids_T)
+            return self._own_rows(input_ids_T, change)
         index_T = input_ids_T - self._vocabulary.start
         is_elsewhere_T = (index_T < 0) | (index_T >= len(self._vocabulary))
-        x_TD = self._own_rows(index_T.masked_fill_(is_elsewhere_T, 0))
+        x_TD = self._own_rows(index_T.masked_fill_(is_elsewhere_T, 0), change)
         x_TD.masked_fill_(is_elsewhere_T.unsqueeze(1), 0)
         return self._tensor_parallel.sum(x_TD)
 
-    def _own_rows(self, index_T: Tensor) -> Tensor:
+    def _own_rows(self, index_T: Tensor, change: Callable[[Tensor, Tensor], None] | None) -> Tensor:
         x_TD = F.embedding(index_T, self.weight_vD)
-        if self._change is not None:
-            self._change(x_TD, index_T)
+        if change is not None:
+            change(x_TD, index_T)
         return x_TD
 
 
