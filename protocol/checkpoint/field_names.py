@@ -67,12 +67,22 @@ Configs of models that read images or sounds omit decoder fields that have these
 """
 
 
-def read_text_config(fields: ConfigFields) -> ConfigFields | None:
-    """Return the fields of a nested text decoder, completed with defaults; None if the decoder is not nested.
+_TEXT_SECTIONS: Final = ("text_config", "llm_config", "language_config")
+"""The names of the section that describes the text decoder. The first is transformers' own."""
+
+
+def text_section(fields: ConfigFields) -> ConfigFields | None:
+    """Return the section that describes a nested text decoder; None if the decoder is not nested.
 
     Qwen's Omni models nest it in the section of their thinker, the part that writes text.
     """
-    text = (fields.section("thinker_config") or fields).section("text_config")
+    fields = fields.section("thinker_config") or fields
+    return next((text for name in _TEXT_SECTIONS if (text := fields.section(name))), None)
+
+
+def read_text_config(fields: ConfigFields) -> ConfigFields | None:
+    """Return the fields of a nested text decoder, completed with defaults; None if the decoder is not nested."""
+    text = text_section(fields)
     if text is None:
         return None
     if fields.get("model_type") == "paligemma":

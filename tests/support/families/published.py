@@ -31,6 +31,7 @@ class Published:
         names: Regular expressions and their replacements in the names of tensors.
         change: Changes the tensors before they are renamed.
         section: The section of the published config that has the fields of the text decoder.
+        suffix: The end of the architecture's name; by default that of transformers.
     """
 
     base: str
@@ -39,6 +40,7 @@ class Published:
     names: tuple[tuple[str, str], ...] = ()
     change: Callable[[Tensors], Tensors] = field(default=_unchanged)
     section: tuple[str, ...] = ()
+    suffix: str | None = None
 
 
 def _with_grouped_rows(tensors: Tensors) -> Tensors:
@@ -100,6 +102,11 @@ def _axes(*sections: int) -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": 1e4, "mrope_section": list(sections)}
 
 
+def _with_tower(tensors: Tensors) -> Tensors:
+    return tensors | {"vision_model.embeddings.weight": torch.zeros(3, 4)}
+
+
+_IN_LANGUAGE_MODEL = ((r"^(model\.|lm_head)", r"language_model.\1"),)
 _THINKER = ("thinker_config", "text_config")
 PUBLISHED = {
     "MiniCPM": Published(
@@ -158,6 +165,16 @@ PUBLISHED = {
         change=_with_talker,
         section=_THINKER,
     ),
+    "InternVLChat": Published(
+        "qwen2",
+        {},
+        {"model_type": "qwen2"},
+        _IN_LANGUAGE_MODEL,
+        _with_tower,
+        ("llm_config",),
+        "Model",
+    ),
+    "KimiVL": Published("deepseek-v3", {}, {}, _IN_LANGUAGE_MODEL, _with_tower, ("text_config",)),
     "Qwen3OmniMoe": Published(
         "qwen3-moe-all",
         {},
@@ -179,7 +196,7 @@ def save_published(name: str, path: Path) -> PreTrainedModel:
     config = {key: value for key, value in config.items() if value is not None}
     for section in reversed(family.section):
         config = {section: config}
-    suffix = "ForConditionalGeneration" if family.section else "ForCausalLM"
+    suffix = family.suffix or ("ForConditionalGeneration" if family.section else "ForCausalLM")
     config["architectures"] = [f"{name}{suffix}"]
     (path / "config.json").write_text(json.dumps(config))
     renamed = {}

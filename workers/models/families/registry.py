@@ -12,7 +12,11 @@ from ....protocol.checkpoint.audio_tower import audio_tower_spec, has_audio_towe
 from ....protocol.checkpoint.classification import CLASSIFIER_SUFFIX, is_classifier
 from ....protocol.checkpoint.config_fields import ConfigFields
 from ....protocol.checkpoint.embedding import has_head, is_encoder
-from ....protocol.checkpoint.field_names import read_text_config, with_common_names
+from ....protocol.checkpoint.field_names import (
+    read_text_config,
+    text_section,
+    with_common_names,
+)
 from ....protocol.checkpoint.speech import with_decoder_fields
 from ....protocol.checkpoint.vision.grid import GridVisionSpec
 from ....protocol.checkpoint.vision.read import has_vision, vision_spec
@@ -61,11 +65,19 @@ _WITH_ANY_DECODER = {
     "AyaVisionForConditionalGeneration",
     "Cohere2VisionForConditionalGeneration",
     "DeepseekVLForConditionalGeneration",
+    "DeepseekVLHybridForConditionalGeneration",
+    "DeepseekVLV2ForCausalLM",
     "Exaone4_5_ForConditionalGeneration",
+    "FastVlmForConditionalGeneration",
+    "GotOcr2ForConditionalGeneration",
     "HyperCLOVAXVisionV2ForConditionalGeneration",
+    "Idefics2ForConditionalGeneration",
     "Idefics3ForConditionalGeneration",
+    "InternVLChatModel",
     "InternVLForConditionalGeneration",
+    "JanusForConditionalGeneration",
     "KimiK25ForConditionalGeneration",
+    "KimiVLForConditionalGeneration",
     "Kimi_K25ForConditionalGeneration",
     "Lfm2VlForConditionalGeneration",
     "Lfm3VlForConditionalGeneration",
@@ -78,9 +90,11 @@ _WITH_ANY_DECODER = {
     "MiniCPMV4_7ForConditionalGeneration",
     "Mistral3ForConditionalGeneration",
     "Ovis2ForConditionalGeneration",
+    "PerceptionLMForConditionalGeneration",
     "PaliGemmaForConditionalGeneration",
     "Qwen2AudioForConditionalGeneration",
     "SmolVLMForConditionalGeneration",
+    "VideoLlavaForConditionalGeneration",
     "VideoLlama3ForConditionalGeneration",
     "VipLlavaForConditionalGeneration",
     "VoxtralForConditionalGeneration",
@@ -170,7 +184,7 @@ def _family(fields: ConfigFields) -> Family:
     Classifiers share their model type with others.
     """
     architectures = fields.texts("architectures")
-    text = fields.section("text_config")
+    text = text_section(fields)
     if text is not None and _WITH_ANY_DECODER.intersection(architectures):
         fields = text.with_defaults(model_type="llama")
         architectures = []
