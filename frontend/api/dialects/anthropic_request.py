@@ -16,6 +16,12 @@ from .dialect import expect, refuse
 
 MAX_USER_CHARACTERS: Final = 256
 
+_LEFT_OUT: Final = ("redacted_thinking", "server_tool_use", "mcp_tool_use", "container_upload")
+"""Blocks of an answer that only Anthropic's servers can use. A conversation may have begun there."""
+
+_SERVER_RESULT: Final = "_tool_result"
+"""The end of the types of blocks with results of tools that Anthropic's servers ran."""
+
 
 def translate_messages(body: MessagesRequest) -> ChatCompletionRequest:
     """Return the body translated to a chat completion request.
@@ -92,10 +98,12 @@ def _assistant_message(blocks: list[Any], where: str) -> Json:
                 parts.append(_text_block(block, place))
             case "thinking":
                 reasoning.append(_string(block, "thinking", place))
-            case "redacted_thinking":
-                pass
             case "tool_use":
                 calls.append(_tool_use(block, place))
+            case kind if kind in _LEFT_OUT:
+                pass
+            case str() as kind if kind.endswith(_SERVER_RESULT):
+                parts += _texts_of_result(block.get("content"))
             case kind:
                 refuse(f"{place}.type", "text, thinking, redacted_thinking or tool_use", kind)
     message: Json = {"role": "assistant", "content": parts or None}
@@ -106,10 +114,17 @@ def _assistant_message(blocks: list[Any], where: str) -> Json:
     return message
 
 
+def _texts_of_result(content: Any) -> list[Json]:
+    """Return the texts in the result of a tool that Anthropic's servers ran."""
+    blocks = content if isinstance(content, list) else ()
+    texts = [block.get("text") for block in blocks if isinstance(block, dict)]
+    return [{"type": "text", "text": text} for text in texts if isinstance(text, str)]
+
+
 def _tool_use(block: Json, where: str) -> Json:
     arguments = expect(block.get("input"), dict, f"{where}.input", "an object")
-    function = {"name": _string(block, "name", where), "arguments": arguments}
-    return {"id": _string(block, "id", where), "type": "function", "function": function}
+    function = {"name": _name(block, "name", where), "arguments": arguments}
+    return {"id": _name(block, "id", where), "type": "function", "function": function}
 
 
 def _tool_result(block: Json, where: str) -> Json:
@@ -117,7 +132,7 @@ def _tool_result(block: Json, where: str) -> Json:
     if content is not None and not isinstance(content, str):
         blocks = expect(content, list, f"{where}.content", "a string or an array of blocks")
         content = [_input_part(each, f"{where}.content[{i}]") for i, each in enumerate(blocks)]
-    call_id = _string(block, "tool_use_id", where)
+    call_id = _name(block, "tool_use_id", where)
     return {"role": "tool", "tool_call_id": call_id, "content": content or ""}
 
 
@@ -130,6 +145,8 @@ def _input_part(block: Any, where: str) -> Json:
             return {"type": "image_url", "image_url": {"url": _image_url(block, where)}}
         case "document":
             return {"type": "text", "text": _document(block, where)}
+        case "tool_reference":
+            return {"type": "text", "text": _name(block, "tool_name", where)}
         case "search_result":
             found = expect(block.get("content"), list, f"{where}.content", "an array of blocks")
             texts = [
@@ -189,6 +206,13 @@ def _string(fields: Json, name: str, where: str) -> str:
     return text
 
 
+def _name(fields: Json, name: str, where: str) -> str:
+    text = _string(fields, name, where)
+    if not text:
+        refuse(f"{where}.{name}", "a non-empty string", text)
+    return text
+
+
 def _tool(tool: Json, where: str) -> Json:
     kind = tool.get("type")
     if kind not in (None, "custom"):
@@ -242,6 +266,8 @@ def _thinking(body: MessagesRequest) -> Json:
             refuse("thinking.type", '"enabled", "disabled" or "adaptive"', kind)
         if kind != "adaptive":
             fields["thinking"] = {"type": kind}
+        if body.thinking.get("display") == "omitted":
+            fields["include_reasoning"] = False
     return fields
 
 

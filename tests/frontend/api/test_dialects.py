@@ -81,6 +81,18 @@ def test_claude_message_has_blocks_and_usage(
     assert 0 < message.usage.output_tokens_details.thinking_tokens < total
 
 
+def test_claude_omits_thinking_that_is_not_displayed(
+    frontend: FrontendProcess, claude: anthropic.Anthropic
+) -> None:
+    fields = options(frontend, ANSWER) | {"thinking": {"type": "adaptive", "display": "omitted"}}
+    whole = claude.messages.create(**fields)
+    with claude.messages.stream(**fields) as stream:
+        streamed = stream.get_final_message()
+    for message in (whole, streamed):
+        assert message.content[0].type == "text"
+        assert message.usage.output_tokens == num_tokens(frontend, ANSWER)
+
+
 def test_claude_stream_accumulates_to_the_message(
     frontend: FrontendProcess, claude: anthropic.Anthropic
 ) -> None:
@@ -122,13 +134,18 @@ def test_claude_conversation_reaches_the_template(
             "content": [
                 {"type": "thinking", "thinking": "Hm", "signature": ""},
                 {"type": "text", "text": "Wait"},
+                # What tools of Anthropic's servers left, in a conversation that began there.
+                {"type": "server_tool_use", "id": "srv_1", "name": "web_search", "input": {}},
+                {"type": "web_search_tool_result", "tool_use_id": "srv_1", "content": [{"type": "web_search_result"}]},
+                {"type": "mcp_tool_result", "tool_use_id": "m", "content": [{"type": "text", "text": "Found"}]},
                 {"type": "tool_use", "id": "toolu_1", "name": "get_weather", "input": {"city": "Oslo"}},
             ],
         },
         {
             "role": "user",
             "content": [
-                {"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "text", "text": "Rain"}]},
+                {"type": "tool_result", "tool_use_id": "toolu_1", "content": [
+                    {"type": "text", "text": "Rain"}, {"type": "tool_reference", "tool_name": "see"}]},
                 {"type": "text", "text": "So?"},
                 {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "Doc"}},
             ],
@@ -136,8 +153,8 @@ def test_claude_conversation_reaches_the_template(
     ]  # fmt: skip
     system = [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}]
     expected = (
-        '[system:Be brief.][user:Hi][assistant:Wait|Hm|toolu_1 get_weather {"city": "Oslo"}]'
-        "[tool:Rain|toolu_1][user:So?\nDoc]get_weather"
+        '[system:Be brief.][user:Hi][assistant:Wait\nFound|Hm|toolu_1 get_weather {"city": "Oslo"}]'
+        "[tool:Rain\nsee|toolu_1][user:So?\nDoc]get_weather"
     )
     counted = claude.messages.count_tokens(
         model=MODEL, system=system, messages=messages, tools=TOOLS
@@ -163,6 +180,17 @@ def test_claude_conversation_reaches_the_template(
         ({"max_tokens": None}, "max_tokens is required"),
         ({"messages": None}, "messages is required"),
         ({"messages": [{"role": "tool", "content": ""}]}, "messages[0].role must be"),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "assistant",
+                        "content": [{"type": "tool_use", "input": {}, "name": ""}],
+                    }
+                ]
+            },
+            "messages[0].content[0].name must be a non-empty string",
+        ),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content must be"),
         (
             {"messages": [{"role": "user", "content": [{"type": "pdf"}]}]},
