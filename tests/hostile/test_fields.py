@@ -23,8 +23,8 @@ IS_FULL: Final = bool(os.environ.get("ENGINE_HOSTILE_FULL"))
 FIELDS_OF_BATCHES: Final = ("messages", "n", "stream", "tools")
 """Fields that batches read in their own way. The others are those of chat completions."""
 
-NUM_WRONG: Final = 24
-"""Number of wrong values of each field, which change from field to field."""
+NUM_WRONG: Final = 12
+"""Number of wrong values of each field: of each type some, which change from field to field."""
 
 NUM_WRONG_AGAIN: Final = 3
 """Number of wrong values of a field that another schema has as well."""
@@ -106,11 +106,15 @@ def fields_of(target: Target, *, once: bool) -> Iterator[tuple[Route, str]]:
 
 
 def in_turn(values: dict[str, V], turn: int, count: int = 1) -> list[tuple[str, V]]:
-    """Return the `count` values whose turn it is, or all in a full attack."""
+    """Return the `count` values whose turn it is, or all in a full attack.
+
+    They are as far apart as possible, because neighbors have the same type.
+    """
     items = list(values.items())
     if IS_FULL:
         return items
-    return [items[(turn * count + position) % len(items)] for position in range(count)]
+    places = (turn + position * len(items) // count for position in range(count))
+    return [items[place % len(items)] for place in places]
 
 
 def assert_no_faults(faults: list[str]) -> None:
@@ -177,11 +181,15 @@ def samples_of(route: Route, field: str) -> list[Any]:
 
 
 def mutations(sample: Any, names: Sequence[str]) -> Iterator[tuple[str, str, bytes]]:
-    """Return every place inside `sample` with each of the named values: (place, name, text)."""
+    """Return every place inside `sample` with values in it: (place, name, text).
+
+    A place gets every other one of the named values, and the next place the others, but in a full attack all.
+    """
     mark = "a place for a value"
-    for place, marked in _marked(sample, mark):
+    step = 1 if IS_FULL or len(names) == 1 else 2
+    for turn, (place, marked) in enumerate(_marked(sample, mark)):
         text = json.dumps(marked).encode()
-        for name in names:
+        for name in names[turn % step :: step]:
             yield place, name, text.replace(json.dumps(mark).encode(), SMALL[name])
 
 
