@@ -1,7 +1,7 @@
 """The engine core: one process that sends steps to a replica's workers and tokens to its frontends.
 
 It has one thread with one poll. The scheduler decides; this loop moves messages. It keeps up to `max_in_flight` steps
-at the workers, so that they need not wait.
+at the workers, so that they do not have to wait.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ class EngineCore:
                     self._dump_event_log("signal")
 
     def _await_connector(self, is_done: Callable[[KVConnector], bool], limit_s: float) -> None:
-        """Serve the workers until `is_done` holds for the KV connector, for at most `limit_s` seconds."""
+        """Serve the workers until `is_done` holds for the KV connector, for up to `limit_s` seconds."""
         connector = self._scheduler.kv_connector
         deadline = time.monotonic() + limit_s
         while connector and not is_done(connector) and (now := time.monotonic()) < deadline:
@@ -402,7 +402,7 @@ class EngineCore:
     def _report_loss(self, *, is_own: bool, is_of_peer: bool) -> None:
         """Report the requests in the failed steps to the clients, and wait briefly until the clients confirm.
 
-        None of them is a suspect if the loss `is_of_peer`, that is, caused by another replica.
+        If another replica caused the loss (`is_of_peer`), none of these requests is suspected.
         """
         found = CrashSuspects([], [], [])
         if not is_own and not is_of_peer:
@@ -413,7 +413,7 @@ class EngineCore:
                 )
                 self._send_outputs()
             except Exception:
-                logger.exception("the requests in the failed steps could not be determined")
+                logger.exception("could not determine which requests were in the failed steps")
                 return
         unconfirmed = set(self._client_indices)
         for identity, client_index in self._client_indices.items():
@@ -477,7 +477,7 @@ class EngineCore:
         waited_s = now - self._waiting_since
         if self._in_flight and waited_s > self._step_timeout_s:
             step = self._in_flight[0].step
-            raise EngineError(f"no worker has answered step {step} for {waited_s:.0f} s")
+            raise EngineError(f"no worker has returned step {step} for {waited_s:.0f} s")
         num_running, num_waiting = self._scheduler.get_request_counts()
         usage = self._scheduler.get_kv_cache_usage()
         if self._stats_log is not None:

@@ -169,14 +169,15 @@ class WorkerGroup:
     def _log_step(self, log: StepLog, step: int, frame: bytes) -> None:
         """Append a step to the log.
 
-        If the disk is full, go on, because the step is needed only if this core crashes.
+        If the disk is full, continue, because the step is needed only if this core crashes.
         """
         try:
             log.append(step, frame)
         except OSError as error:
             if not self._has_missed_steps:
                 logger.warning(
-                    "steps cannot be written to %s: %s; free some space, or workers may have to restart with this core",
+                    "steps cannot be written to %s: %s; free some space, or workers may have to restart "
+                    "with this core",
                     self._config.run_dir,
                     error.strerror,
                 )
@@ -208,7 +209,7 @@ class WorkerGroup:
             return message
         if message is None and identity in self._identities:
             raise EngineError(
-                f"{identity.decode()} reconnected without the state of its earlier steps"
+                f"{identity.decode()} reconnected without the state from its earlier steps"
             )
         self.drop_frame()
         return None
@@ -233,13 +234,13 @@ def raise_if_worker_lost(signals: set[int]) -> None:
     """Raise an error if the supervisor reported a lost worker by a signal.
 
     Raises:
-        EngineError: A worker of this core is lost (SIGUSR2).
-        PeerLostError: A worker of another core is lost, and it holds some of the experts (SIGALRM).
+        EngineError: The core lost a worker (SIGUSR2).
+        PeerLostError: Another core lost a worker that holds some of the experts (SIGALRM).
     """
     if signal.SIGUSR2 in signals:
-        raise EngineError("a worker of this core is lost")
+        raise EngineError("the core lost a worker")
     if signal.SIGALRM in signals:
-        raise PeerLostError("a worker of another replica is lost, which has some of the experts")
+        raise PeerLostError("another replica lost a worker that computes some of the experts")
 
 
 def _identity(rank: int) -> bytes:

@@ -60,7 +60,8 @@ def identify_copies(
     if len(found) != len(originals):
         raise CheckpointError(
             paths[0] if paths else "the model",
-            f"the model has {len(found)} files here and {len(originals)} on node 0; copy it from there",
+            f"the model has {len(found)} files on this machine and {len(originals)} on node 0; copy it from "
+            "node 0",
         )
     return found
 
@@ -83,8 +84,8 @@ def verify_files(files: Iterable[FileIdentity]) -> None:
             continue
         raise CheckpointError(
             expected.path,
-            f"this file changed after the server started ({change}), but running processes use the old content; "
-            "restore the file with its modification time, or restart the server to use the new one",
+            f"this file changed after the server started ({change}), but running processes use the old "
+            "content; restore the file and its modification time, or restart the server to use the new file",
         )
 
 
@@ -127,7 +128,8 @@ class LoraAdapter(msgspec.Struct, array_like=True, gc=False, frozen=True):
         if _hash_files(Path(self.path)) != self.version:
             raise CheckpointError(
                 self.path,
-                f"the files of the LoRA adapter {self.name!r} changed after it was added; restore them, or add it again",
+                f"the files of the LoRA adapter {self.name!r} changed after it was added; restore them, or "
+                "add it again",
             )
 
 

@@ -72,8 +72,8 @@ class EventKind(enum.IntEnum):
 class EncoderGrid(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, frozen=True):
     """The grid of an encoder input's embeddings, row by row, for models with three-dimensional rotary positions.
 
-    All embeddings have the same position in time. If `continues`, they are a further frame of the same video as the
-    previous input, and that position is `time` after the position of the video's first frame.
+    All embeddings have the same position in time. If `continues`, they are the next frame of the previous input's
+    video, and that position is `time` after the position of the video's first frame.
     """
 
     rows: int
@@ -83,7 +83,7 @@ class EncoderGrid(msgspec.Struct, array_like=True, omit_defaults=True, gc=False,
 
 
 class EncoderInput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, frozen=True):
-    """An image, a sound or similar, in place of the prompt's tokens [position, position + num_tokens).
+    """An image, a sound or similar input that replaces the prompt's tokens [position, position + num_tokens).
 
     `num_tokens` is 0 for the input of an encoder-decoder model, which already the first token needs. `size` is the
     number of embeddings that the encoder computes from `data`, which only the workers can decode. Equal `content_hash`

@@ -61,8 +61,7 @@ class StructuredOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A constraint on the generated text, or on the text after its `reasoning`.
 
     `spec` is a JSON schema, a list of choices in JSON, a regular expression, a Lark grammar, or a structural tag in
-    JSON. It is empty for `JSON_OBJECT`. If `is_isolated`, the grammar is so expensive that it runs in a process of its
-    own.
+    JSON. It is empty for `JSON_OBJECT`. If `is_isolated`, the grammar is so expensive that it runs in its own process.
     """
 
     kind: GrammarKind

@@ -46,7 +46,7 @@ class ProcessStatus(msgspec.Struct, tag="status", array_like=True, gc=False, fro
 
 
 class Heartbeat(msgspec.Struct, tag="beat", array_like=True, gc=False, frozen=True):
-    """A periodic sign that a process is alive, whatever it is doing.
+    """A periodic message that shows that a process is running, even during a long step.
 
     `busy_s` is how long its current step has taken so far, in seconds. `num_tokens` counts generated tokens.
     `num_dropped_frames` counts dropped frames that no other message reports: those of a worker, and those that a
@@ -106,7 +106,7 @@ SupervisorMessage: TypeAlias = ProcessReport | ReplicaCommand | CauseFound
 
 
 class ProcessInfo(msgspec.Struct, gc=False):
-    """What the supervisor knows about one process. `silent_s` is the time since its last heartbeat, in seconds.
+    """The supervisor's information about one process. `silent_s` is the time since its last heartbeat, in seconds.
 
     `num_dropped_frames` includes the frames that its predecessors reported.
     """

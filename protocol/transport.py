@@ -207,7 +207,7 @@ class Hub(Generic[In]):
     def receive(self) -> tuple[bytes, In | None] | None:
         """Return the next (identity of the sender, message), or None if there is none.
 
-        If the message is None, the peer has connected anew. Messages from its earlier connection are obsolete, and
+        If the message is None, the peer has reconnected. Messages from its earlier connection are obsolete, and
         messages sent to it before may be lost.
         """
         while _has_message(self.socket):

@@ -88,7 +88,7 @@ class SchedulerOutput(msgspec.Struct, tag="step", array_like=True, omit_defaults
       `chunks`. A slot samples a token if its chunk reaches its last known token; the worker appends the sampled token.
     * `chunks` int32[k, 2] are rows (position in the batch, number of tokens).
     * `grammar_slots` int32 sample only after this step's `GrammarOutput` has arrived.
-    * `kv_connector_metadata` is from the scheduler's half of the KV connector to the workers' half.
+    * `kv_connector_metadata` is from the scheduler side of the KV connector to the worker side.
     * `drafts` int32[k, 2] are rows (position in the batch, number of drafts). The drafts are the last tokens of that
       slot's chunk, and are to be verified.
     * `draft_token_ids` int32 are these drafts. If it is empty, the worker takes the drafts that it proposed last; if
@@ -237,12 +237,12 @@ class DraftTokenIds(
 
 
 class KVConnectorOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """A report of the workers' half of the KV connector, which identifies transfers by their id.
+    """A report of the worker side of the KV connector, which identifies transfers by their id.
 
     `finished_sending` lists transfers that no longer need their blocks. `finished_recving` lists asynchronous loads
     that ended, with or without success. `invalid_block_ids` int32 are blocks that could not be loaded. For an
     asynchronous load they are reported before or with its end, for a synchronous one with its step. `data` is read only
-    by the scheduler's half.
+    by the scheduler side.
     """
 
     finished_sending: list[int] = []
@@ -252,7 +252,7 @@ class KVConnectorOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=
 
 
 class KVConnectorReport(msgspec.Struct, tag="kv", array_like=True, gc=False, frozen=True):
-    """A report of one worker's half of the KV connector without a step output. It may be sent at any time.
+    """A report of the KV connector in one worker, without a step output. It may be sent at any time.
 
     A transfer has ended when every worker has reported its end.
     """

@@ -40,8 +40,8 @@ def take_pictures(server: Server) -> None:
             save(web.page, "web-chat")
             web.open_engine()
             web.page.wait_for_timeout(4000)
-            # Requests that run while the charts grow. A browser opens six connections to a server, of which the page
-            # needs some.
+            # Requests that run while the charts grow. A browser opens only six connections to a server, and the page
+            # needs some of them.
             web.page.evaluate(
                 """() => Promise.all([0, 1, 2, 3].map(async (n) => {
                     await new Promise((done) => setTimeout(done, 2000 * n));

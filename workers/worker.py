@@ -138,8 +138,8 @@ class Worker:
                     )
                 elif allocated != command:
                     raise EngineError(
-                        f"the core requests {command.num_blocks} KV-cache blocks, but {allocated.num_blocks} are "
-                        "allocated"
+                        f"the core requests {command.num_blocks} KV-cache blocks, but only "
+                        f"{allocated.num_blocks} are allocated"
                     )
                 self._next_step = 1
                 held = runner.release_requests()
@@ -190,7 +190,8 @@ class Worker:
     def _receive(self) -> WorkerCommand:
         """Return the next command. While waiting, send outputs as they become ready.
 
-        All waiting commands are received at once, because the greeting of a new core invalidates those before it.
+        All waiting commands are received together, because the greeting of a new core invalidates all commands before
+        it.
         """
         while True:
             while self._computing and self._computing[0].is_ready():

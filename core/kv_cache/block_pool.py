@@ -15,7 +15,7 @@ NULL_BLOCK: Final = 0
 
 
 class BlockListener(Protocol):
-    """An observer of what the prefix cache contains, such as a KV connector or the log of KV events."""
+    """An observer of the prefix cache's contents, such as a KV connector or the log of KV events."""
 
     def blocks_cached(self, keys: Sequence[bytes], block_ids: Sequence[int]) -> None:
         """Handle blocks that became findable. They may be copies of content that was cached before."""
@@ -43,7 +43,7 @@ class BlockPool:
     without content are allocated first, then evictable ones, least recently freed first.
 
     Each hash maps to one block. Further blocks with the same content are its copies. When the block leaves the map, one
-    of the copies replaces it. A free copy is of no use, so among equal blocks at most one is evictable.
+    of the copies replaces it. A free copy would be useless, so at most one of several equal blocks is evictable.
     """
 
     def __init__(

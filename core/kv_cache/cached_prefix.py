@@ -30,10 +30,10 @@ class Load(NamedTuple):
 
 
 class CachedPrefix(msgspec.Struct, frozen=True, gc=False):
-    """The first `num_blocks` blocks of a request, which need not be computed.
+    """The first `num_blocks` blocks of a request, which do not have to be computed.
 
-    `blocks[group]` lists, in order, those that later tokens attend to. `loads` are the blocks among them that must be
-    copied from CPU memory or loaded by a KV connector.
+    `blocks[group]` lists, in order, the blocks that later tokens attend to. `loads` are the blocks among them that must
+    be copied from CPU memory or loaded by a KV connector.
     """
 
     num_blocks: int

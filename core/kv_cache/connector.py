@@ -1,6 +1,6 @@
-"""The scheduler's half of a KV connector, which moves KV-cache blocks from or to another store or replica.
+"""The scheduler side of a KV connector, which moves KV-cache blocks from or to another store or replica.
 
-The half in the workers (`workers/kv_transfer/connector.py`) moves the bytes. The halves communicate by
+The worker side (`workers/kv_transfer/connector.py`) moves the bytes. The two sides communicate by
 `SchedulerOutput.kv_connector_metadata` and `KVConnectorOutput`, which identify a transfer by its request's
 `transfer_id`. A `KVConnectorOutput` arrives with a step's output, or on its own at any time.
 
@@ -47,7 +47,7 @@ class RequestEnd(NamedTuple):
 
 
 class KVConnector(ABC):
-    """The scheduler's half of a KV connector, called between steps.
+    """The scheduler side of a KV connector, called between steps.
 
     An exception fails the request concerned. Methods that concern no single request must not raise:
     `build_connector_meta`, `needs_step`, `receive`, `transfer_expired`, `take_events` and `take_stats`.
@@ -71,7 +71,7 @@ class KVConnector(ABC):
     def update_state_after_alloc(
         self, request: Request, block_ids: Sequence[int], num_external_tokens: int
     ) -> None:
-        """Receive the blocks into which the last `num_external_tokens` matched tokens are to be loaded.
+        """Receive the blocks into which the last `num_external_tokens` matched tokens will be loaded.
 
         `block_ids` are all blocks of the request. For an asynchronous load, this method is called once no step in
         flight uses the blocks. That may be some steps after the match, or never if the request finishes first. The
@@ -95,7 +95,7 @@ class KVConnector(ABC):
         return True
 
     def receive(self, rank: int, data: bytes) -> None:  # noqa: B027
-        """Receive the `data` of a report from the half in worker `rank`."""
+        """Receive the `data` of a report from worker `rank`."""
 
     def request_finished(
         self, request: Request, block_ids: Sequence[int], reason: FinishReason

@@ -1,4 +1,4 @@
-"""The scheduler's half of the direct KV connector, by which replicas fetch KV-cache blocks from each other."""
+"""The scheduler side of the direct KV connector, by which replicas fetch KV-cache blocks from each other."""
 
 from __future__ import annotations
 

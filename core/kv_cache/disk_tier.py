@@ -1,4 +1,4 @@
-"""The scheduler's half of the KV cache on disk, which decides which blocks are stored and which are loaded."""
+"""The scheduler side of the KV cache on disk, which decides which blocks are stored and which are loaded."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class DiskTier(BlockConnector):
                 self._pending[key] = self._step
 
     def block_evicted(self, key: bytes, block_id: int) -> None:
-        """Store a block with the next step, which overwrites it, if it is complete and there is room."""
+        """Store a block with the next step, which overwrites it, if it is complete and there is space."""
         step = self._pending.pop(key, self._step)
         if step < self._step and len(self._storing) + len(self._evicted) < self._capacity:
             self._evicted.append((key, block_id))
@@ -116,7 +116,7 @@ class DiskTier(BlockConnector):
     # Messages to and from the workers
 
     def needs_step(self) -> bool:
-        """Return whether there is something to store, delete or load, and room for it."""
+        """Return whether there is something to store, delete or load, and enough space for it."""
         commands = self._commands
         if commands.loads or commands.removed or commands.clears:
             return bool(self._capacity)

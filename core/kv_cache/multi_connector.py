@@ -1,4 +1,4 @@
-"""The scheduler's half of `MultiConnector`, a KV connector that combines several others."""
+"""The scheduler side of `MultiConnector`, a KV connector that combines several others."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class MultiConnector(BlockConnector):
         self._owners.pop(request.transfer_id, None)
         ends = [each.request_finished(request, block_ids, reason) for each in self.connectors]
         if sum(end.delays_free for end in ends) > 1:
-            raise ValueError("several connectors hold the blocks of one request")
+            raise ValueError("several connectors hold blocks of the same request")
         params = (end.params for end in ends if end.params is not None)
         return RequestEnd(any(end.delays_free for end in ends), next(params, None))
 
@@ -169,7 +169,8 @@ def _create(config: KVTransferConfig) -> MultiConnector:
         connector = create_connector(child)
         if not isinstance(connector, BlockConnector):
             raise ConfigError(
-                f"kv_connector={child.kv_connector!r} is not a BlockConnector, so it cannot be combined with others"
+                f"kv_connector={child.kv_connector!r} is not a BlockConnector, so it cannot be combined "
+                "with others"
             )
         connectors.append(connector)
     return MultiConnector(connectors)

@@ -213,7 +213,7 @@ class PrefixCache:
         self._new_states.clear()
 
     def start_output(self, request: Request) -> None:
-        """Record that a request got its slot. The states of its further tokens are cached one at a time."""
+        """Record that a request got its slot. The states of its later tokens are cached one at a time."""
         self._num_prefilled[request.slot] = request.num_tokens
         for group in range(len(self._groups)):
             self._output_states.pop((request.slot, group), None)

@@ -18,18 +18,18 @@ def make_parser() -> argparse.ArgumentParser:
     """Return the parser of `engine replay`."""
     parser = argparse.ArgumentParser(
         prog="engine replay",
-        description="Run the scheduler again on its recorded events, and compare every decision.",
+        description="Run the scheduler again on its recorded events and compare every decision.",
     )
-    parser.add_argument("file", metavar="FILE", help="a dump of the event log")
+    parser.add_argument("file", metavar="FILE", help="event log dump")
     parser.add_argument(
         "--why",
         metavar="REQUEST_ID",
-        help="explain what happened to this request: its x-request-id, a prefix of it, or CLIENT/INDEX",
+        help="request to explain: its x-request-id, a prefix of that, or CLIENT/INDEX",
     )
     parser.add_argument(
         "--scheduler-cls",
         metavar="MODULE.CLASS",
-        help="the scheduler class that the server ran with, if it was not Engine's own",
+        help="scheduler class that the server used, if not the built-in one",
     )
     return parser
 

@@ -318,4 +318,4 @@ def _pop_if_next(answers: deque[Answer], answer: Answer) -> bool:
 
 def _raise_recorded_error(answers: deque[Answer], call: str, transfer_id: int) -> None:
     if _pop_if_next(answers, ConnectorRaised(call, transfer_id)):
-        raise RecordedError(f"the connector's {call} raised an error; its text is not recorded")
+        raise RecordedError(f"the connector's {call} raised an error, whose text was not recorded")

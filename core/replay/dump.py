@@ -147,9 +147,10 @@ def read_dump(path: str | Path, scheduler_cls: str | None = None) -> Dump:
     needed = dump.setup.config.scheduler_cls
     if needed != scheduler_cls:
         if needed is None:
-            raise DumpError(f"{path} was recorded without --scheduler-cls; leave the flag out")
+            raise DumpError(f"{path} was recorded without --scheduler-cls; remove the flag")
         raise DumpError(
-            f"{path} was recorded with another scheduler class; pass --scheduler-cls {needed} if you trust it"
+            f"{path} was recorded with a custom scheduler class; pass --scheduler-cls {needed} if you trust "
+            "it"
         )
     return dump
 

@@ -23,7 +23,7 @@ def dump_event_log(
     if not isinstance(scheduler, RecordedScheduler):
         name = config.scheduler.scheduler_cls
         problem = f"--scheduler-cls {name} has no event log: it does not derive from Scheduler"
-        logger.error("the event log could not be written: %s", problem)
+        logger.error("cannot write the event log: %s", problem)
         return False, problem
     try:
         path = write_dump(
@@ -35,7 +35,7 @@ def dump_event_log(
         )
     except Exception as error:
         # Whatever fails here must not affect requests.
-        logger.error("the event log could not be written: %s", error)
+        logger.error("cannot write the event log: %s", error)
         return False, str(error)
     logger.warning("wrote the event log (reason: %s) to %s", reason, path)
     return True, str(path)

@@ -1,4 +1,4 @@
-"""The most recent events of a scheduler, which are always recorded because it costs little.
+"""The most recent events of a scheduler. They are always recorded, because recording costs little.
 
 Events are kept in segments. Each segment begins with a new scheduler or with a snapshot of one, so it can be replayed
 on its own. Only the last two segments are kept, so memory is bounded and one segment is always complete.
@@ -143,7 +143,8 @@ class EventLog:
         self._decide(event, outputs)
         for message in outputs.values():
             if message.logprobs or message.prompt_logprobs or message.pooled:
-                # Hash log-probabilities and vectors at once instead of at the next flush, because they may be large.
+                # Hash log-probabilities and vectors immediately instead of at the next flush, because they may be
+                # large.
                 self.flush()
                 return
 

@@ -1,4 +1,4 @@
-"""Remove user content from a log, such that the log still replays exactly.
+"""Remove user content from a log so that the log still replays exactly.
 
 Numbers replace block hashes, and made-up names replace names; equal originals get equal replacements. Sampled tokens
 are replaced unless some request stops at them. Fields that are not listed in this file are left out.

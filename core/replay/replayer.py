@@ -56,7 +56,7 @@ from .snapshot import expand_digests, restore
 
 
 class Difference(EngineError):
-    """Raised where the scheduler decides something else than was recorded; the message says where and what."""
+    """Raised if a decision differs from the recorded one; the message says where and how."""
 
 
 class Moment(NamedTuple):
@@ -88,8 +88,8 @@ class Replayer(ExternalDependency):
     ) -> None:
         if not segment.is_whole:
             raise EngineError(
-                "this part of the log has no state to start from: too many requests were alive, "
-                "or the state could not be captured"
+                "this part of the log has no starting state: there were too many requests, or the state "
+                "could not be captured"
             )
         self._segment = segment
         self._answers: deque[Answer] = deque()
@@ -139,7 +139,7 @@ class Replayer(ExternalDependency):
                 ) from error
             if is_cut_short:
                 raise Difference(
-                    f"{_place(index, event)}: the recorded scheduler raised an error, this one did not"
+                    f"{_place(index, event)}: the recorded scheduler raised an error, but this one did not"
                 )
             self._compare(index, moment)
             yield moment
@@ -201,8 +201,8 @@ class Replayer(ExternalDependency):
         event = moment.event
         if self._answers:
             raise Difference(
-                f"{_place(index, event)}: {len(self._answers)} more answers from external "
-                f"dependencies were recorded here, beginning with {type(self._answers[0]).__name__}: "
+                f"{_place(index, event)}: {len(self._answers)} more answers from external dependencies were "
+                f"recorded here, starting with {type(self._answers[0]).__name__}: "
                 f"{_readable(self._answers[0])}"
             )
         match event:

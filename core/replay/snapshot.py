@@ -328,7 +328,7 @@ class _Describer:
         known = find_engine_class(kind) or kind
         name = f"{known.__module__.removeprefix(f'{ROOT}.')}:{known.__qualname__}"
         if not _CLASS_NAME.fullmatch(name):
-            raise SnapshotError(f"the class {name} cannot be imported by its name")
+            raise SnapshotError(f"the class {name} cannot be imported by name")
         return name
 
 
@@ -384,8 +384,8 @@ class _Restorer:
                     return _find_class(name)(value)
                 except ValueError as error:
                     raise SnapshotError(
-                        f"{name} no longer has {value!r}: the enumeration has changed, "
-                        "and only a log from the start can be replayed"
+                        f"{name} no longer has {value!r}: the enumeration has changed, and only a log that "
+                        "begins at startup can be replayed"
                     ) from error
             case Instance(layout, fields):
                 return self._build_instance(*self._layouts[layout], fields, given)
@@ -416,8 +416,8 @@ class _Restorer:
             lacking = set(field_names(kind)).difference(names)
             if lacking:
                 raise SnapshotError(
-                    f"the recorded {kind.__name__} has no {', '.join(sorted(lacking))}: "
-                    "the class has changed, and only a log from the start can be replayed"
+                    f"the recorded {kind.__name__} has no {', '.join(sorted(lacking))}: the class has "
+                    "changed, and only a log that begins at startup can be replayed"
                 )
         self._register(target)
         for name, field in zip(names, fields, strict=True):
@@ -425,8 +425,8 @@ class _Restorer:
                 object.__setattr__(target, name, self.build(field, getattr(target, name, None)))
             except AttributeError as error:
                 raise SnapshotError(
-                    f"{kind.__name__} no longer has {name}: the class has changed, "
-                    "and only a log from the start can be replayed"
+                    f"{kind.__name__} no longer has {name}: the class has changed, and only a log that "
+                    "begins at startup can be replayed"
                 ) from error
         return target
 
@@ -455,5 +455,5 @@ def _find_class(name: str) -> Any:
         except ImportError:
             kind = None
     if not isinstance(kind, type) or kind.__module__ != f"{ROOT}.{match[1] if match else ''}":
-        raise SnapshotError(f"there is no class {name}")
+        raise SnapshotError(f"unknown class {name}")
     return kind

@@ -118,14 +118,14 @@ class SchedulerInterface(ABC):
     def update_from_connector(  # noqa: B027
         self, rank: int, output: KVConnectorOutput, now: float
     ) -> None:
-        """Apply a report of the workers' half of the KV connector that arrived without a step output.
+        """Apply a report of the worker side of the KV connector that arrived without a step output.
 
         The transfers that it lists have ended in all workers. Its `data` comes from worker `rank`.
         """
 
     @property
     def kv_connector(self) -> KVConnector | None:
-        """The scheduler's half of the KV connector, if there is one."""
+        """The scheduler side of the KV connector, if there is one."""
         return None
 
     @abstractmethod

@@ -325,7 +325,7 @@ class RequestLifecycle:
         ]
 
     def max_output_tokens(self, request: Request) -> int:
-        """Return the maximum number of output tokens of a request. A pooling request has one, which takes no room."""
+        """Return the maximum number of output tokens of a request; 1, which needs no space, for a pooling request."""
         max_output = max(self._max_total_tokens - request.num_prompt_tokens, 1)
         max_tokens = request.params.max_tokens
         return max_output if max_tokens is None or max_tokens > max_output else max_tokens
@@ -396,7 +396,7 @@ class RequestLifecycle:
     def invalidate_blocks(self, request: Request) -> None:
         """Make the blocks that a running request computed unfindable, because their contents may be wrong.
 
-        The cached prefix that it started from stays. A request can cause NaNs by its parameters, and must not thereby
+        The cached prefix that it started from stays. A request can cause NaNs by its parameters, and this must not
         evict a prefix that other requests share.
         """
         num_found = request.num_cached_tokens

@@ -37,7 +37,7 @@ def check_config(
 
 
 class Refusal(NamedTuple):
-    """Why a request is refused: a finish reason and a message for the client."""
+    """The reason why a request is refused: a finish reason and a message for the client."""
 
     reason: FinishReason
     message: str

@@ -46,7 +46,7 @@ class RunningPlan(NamedTuple):
 class RunningScheduler:
     """Plans for all running requests in array operations.
 
-    Only those that are computing their prompt are visited singly.
+    Only requests that are computing their prompt are visited one by one.
     """
 
     def __init__(

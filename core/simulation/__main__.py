@@ -79,12 +79,12 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--policy",
         type=list_of(SchedulingPolicy),
-        help="policies to compare (default: the recorded server's, or fcfs)",
+        help="policies to compare (default: the recorded one, or fcfs)",
     )
     parser.add_argument("--replicas", type=list_of(positive), default=[1])
     parser.add_argument("--max-num-seqs", type=positive)
     parser.add_argument("--max-num-batched-tokens", type=positive)
-    parser.add_argument("--plot", metavar="FILE", help="draw the latencies into this SVG file")
+    parser.add_argument("--plot", metavar="FILE", help="plot the latencies in this SVG file")
     return parser
 
 

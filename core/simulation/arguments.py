@@ -1,4 +1,4 @@
-"""The arguments that `engine simulate` and `engine plan` share: what is simulated, and from where its times come."""
+"""The arguments that `engine simulate` and `engine plan` share: the simulated system, and the source of its times."""
 
 from __future__ import annotations
 
@@ -54,25 +54,27 @@ def add_input_arguments(parser: argparse.ArgumentParser) -> None:
         "--step-time",
         metavar="BASE,TOKEN,SEQUENCE,KV_TOKEN",
         type=list_of(float),
-        help="seconds per step, and per token, sequence and cached token in it (instead of --fit)",
+        help="seconds per step, token, sequence and cached token (instead of --fit)",
     )
     parser.add_argument(
         "--drafts",
         metavar="FOUND,RIGHT",
         type=list_of(float),
-        help="share of tokens followed by drafts, and probability that a draft is right; 0,0 for none "
-        "(default: as in the log)",
+        help=(
+            "share of tokens followed by drafts, and probability that a draft is accepted; 0,0 disables "
+            "drafts (default: as recorded)"
+        ),
     )
     parser.add_argument(
         "--rate", type=float, default=1.0, help="multiply the arrival rate by this (default: 1)"
     )
     parser.add_argument("--max-model-len", type=positive)
-    parser.add_argument("--num-blocks", type=positive, help="KV-cache blocks of a replica")
+    parser.add_argument("--num-blocks", type=positive, help="KV-cache blocks per replica")
     parser.add_argument("--block-size", type=positive)
     parser.add_argument(
         "--scheduler-cls",
         metavar="MODULE.CLASS",
-        help="the scheduler class that the server ran with, if it was not Engine's own",
+        help="scheduler class that the server used, if not the built-in one",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object per line")
 
@@ -134,15 +136,17 @@ def policies_of(setup: Setup, given: list[SchedulingPolicy] | None) -> list[Sche
 def _step_time(given: list[float] | None, dumps: Sequence[Dump]) -> StepTimeModel:
     if given is not None:
         if len(given) != 4 or min(given) < 0 or sum(given) == 0:
-            raise EngineError("--step-time takes four numbers that are at least 0 and not all 0")
+            raise EngineError(
+                "--step-time needs four numbers: none may be negative, and at least one must be positive"
+            )
         base, per_token, per_sequence, per_kv_token = given
         return StepTimeModel(base, per_token, per_sequence, per_kv_token)
     if not dumps:
         raise EngineError("the step time is unknown; give --fit DUMP or --step-time")
     fitted = fit([sample for dump in dumps for sample in measure_steps(dump)])
     print(
-        f"step time fitted to {fitted.num_steps} steps: single steps {fitted.mean_error:.0%} off; on held-out parts of "
-        f"the log {fitted.held_out_error:.0%}, their total {fitted.held_out_bias:+.1%}",
+        f"step time fitted to {fitted.num_steps} steps: single steps {fitted.mean_error:.0%} off; on "
+        f"held-out parts of the log {fitted.held_out_error:.0%}, their total {fitted.held_out_bias:+.1%}",
         file=sys.stderr,
     )
     return fitted.model
@@ -154,7 +158,7 @@ def _drafts(
     if given is None:
         return measure_drafts(dumps)
     if len(given) != 2 or not all(0 <= each <= 1 for each in given):
-        raise EngineError(f"--drafts takes two numbers from 0 to 1, got {given}")
+        raise EngineError(f"--drafts needs two numbers from 0 to 1, got {given}")
     if not given[0]:
         return None
     most = speculative.num_speculative_tokens if speculative is not None else DEFAULT_DRAFTS

@@ -54,7 +54,8 @@ def parse_objectives(text: str) -> list[Objective]:
         match = _OBJECTIVE.fullmatch(item.strip())
         if match is None or not 0 < float(match[2]) <= 100 or not float(match[3]):
             raise EngineError(
-                f"--slo {item}: must be ttft, itl or e2e with a percentile and a time above 0, such as ttft_p95=500ms"
+                f"--slo {item}: must be ttft, itl or e2e with a percentile and a time above 0, such as "
+                "ttft_p95=500ms"
             )
         scale = 1e-3 if match[4] == "ms" else 1.0
         objectives.append(Objective(match[1], float(match[2]), scale * float(match[3])))
@@ -107,7 +108,7 @@ class Point(NamedTuple):
 
     @property
     def rank(self) -> tuple[bool, int, float]:
-        """The order of points: those that meet the objectives first, then by cost, then by latency."""
+        """The sort key of a point: points that meet the objectives come first, then lower cost, then lower latency."""
         return not self.meets, self.num_replicas if self.meets else 0, self.ratio
 
 
@@ -115,10 +116,10 @@ class Search:
     """Simulates fleets. `points` are those simulated so far.
 
     Args:
-        inputs: The trace, and what a replica is.
+        inputs: The trace, and the setup of a replica.
         objectives: The limits of latencies.
         max_replicas: The largest fleet.
-        prefill: What prefill replicas do; their number depends on the settings that are tried.
+        prefill: The settings of prefill replicas; their number depends on the settings that are tried.
         report: Called after each simulation.
     """
 
@@ -140,8 +141,8 @@ class Search:
     def run(self, candidates: Iterable[Candidate]) -> Point | None:
         """Return the cheapest point that meets the objectives, or None if none does.
 
-        The first settings are tried with ever more replicas. All others are only tried with as many as the best ones
-        need, and with fewer if those suffice: more replicas never make the latencies longer.
+        The first settings are tried with more and more replicas. All others are tried only with the number that the
+        best settings need, and with fewer if that suffices: more replicas never make the latencies longer.
         """
         best: Point | None = None
         most = self._max_replicas

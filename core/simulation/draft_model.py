@@ -1,4 +1,4 @@
-"""A model of how many drafts a worker finds and how many are right, fitted to a log, for simulations."""
+"""A model of how many drafts a worker finds and how many are correct, fitted to a log, for simulations."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class DraftModel(NamedTuple):
     """Probabilities of drafts and of their acceptance.
 
     `after_none[k]` is the probability that k drafts are found after a token that had none, and `after_some[k]` after a
-    token that had some: repetitive text tends to go on. `acceptance[i]` is the probability that draft i is right if all
-    before it are; later drafts have that of the last one.
+    token that had some: repetitive text tends to continue. `acceptance[i]` is the probability that draft i is correct
+    if all drafts before it are; later drafts have the last probability.
     """
 
     after_none: Sequence[float]
@@ -36,7 +36,7 @@ class DraftModel(NamedTuple):
         return rng.choices(range(len(chances)), chances)[0]
 
     def accept(self, rng: random.Random, num_verified: int) -> int:
-        """Return how many of a row's drafts are right."""
+        """Return how many of a row's drafts are correct."""
         last = len(self.acceptance) - 1
         for position in range(num_verified):
             if last < 0 or rng.random() >= self.acceptance[min(position, last)]:

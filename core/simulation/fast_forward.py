@@ -12,7 +12,7 @@ from ..state.batch import StepInFlight
 class FastForwardScheduler(Scheduler):
     """A scheduler whose repeated steps can be skipped.
 
-    A skipped step stands for two calls: `update_from_output` for the oldest step in flight, which sampled token 0 for
+    A skipped step replaces two calls: `update_from_output` for the oldest step in flight, which sampled token 0 for
     every row, and `schedule`, which repeats it. The state afterwards equals that after the calls, apart from
     statistics and the numbers of the steps in flight, which stay.
     """

@@ -24,7 +24,7 @@ class FrontendTimes(NamedTuple):
     delivery: tuple[float, ...] = ()
 
     def draw_submission(self, count: int) -> list[float]:
-        """Return the submission times of a number of requests; the recorded ones in turn, or zeros."""
+        """Return the submission times of a number of requests: the recorded ones in order, or zeros."""
         times: list[float] = np.resize(self.submission or 0.0, count).tolist()
         return times
 

@@ -69,8 +69,10 @@ def make_parser() -> argparse.ArgumentParser:
     """Return the parser of `engine plan`."""
     parser = argparse.ArgumentParser(
         prog="engine plan",
-        description="Find the fewest replicas, and their batch limits, that meet latency objectives on a trace, by "
-        "simulating them.",
+        description=(
+            "Simulate a trace to find the fewest replicas, and their batch limits, that meet latency "
+            "objectives."
+        ),
     )
     parser.add_argument("--trace", metavar="TRACE", required=True, help=TRACE_HELP)
     parser.add_argument(
@@ -81,18 +83,21 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add_input_arguments(parser)
     parser.add_argument(
-        "--max-replicas", type=positive, default=64, help="largest fleet to try (default: 64)"
+        "--max-replicas",
+        type=positive,
+        default=64,
+        help="maximum number of replicas to try (default: 64)",
     )
     parser.add_argument(
         "--policy",
         type=list_of(SchedulingPolicy),
-        help="policies to try (default: the recorded server's, or fcfs)",
+        help="policies to try (default: the recorded one, or fcfs)",
     )
     for name in ("--max-num-seqs", "--max-num-batched-tokens"):
         parser.add_argument(
             name,
             type=list_of(positive),
-            help="values to try (default: the recorded one, twice, half and a quarter of it)",
+            help="values to try (default: the recorded one, and 2, 1/2 and 1/4 times that)",
         )
     parser.add_argument(
         "--long-prefill-token-threshold",
@@ -103,22 +108,25 @@ def make_parser() -> argparse.ArgumentParser:
         "--prefill-share",
         type=list_of(_share),
         default=[0.0],
-        help="shares of the replicas that compute long prompts for the others, to try (default: 0)",
+        help="fractions of replicas to dedicate to prefill (default: 0)",
     )
     parser.add_argument(
         "--remote-prefill-tokens",
         type=positive,
         default=ParallelConfig().remote_prefill_tokens,
-        help="uncached prompt tokens from which a prefill replica computes them (default: %(default)s)",
+        help="minimum uncached prompt tokens for prefill on a prefill replica (default: %(default)s)",
     )
     parser.add_argument(
         "--transfer-rate",
         type=positive,
         default=math.inf,
         metavar="TOKENS_PER_S",
-        help="prompt tokens whose keys and values reach a decode replica in a second (default: unlimited)",
+        help=(
+            "prompt tokens per second whose keys and values can be sent to a decode replica (default: "
+            "unlimited)"
+        ),
     )
-    parser.add_argument("--plot", metavar="FILE", help="draw the frontier into this SVG file")
+    parser.add_argument("--plot", metavar="FILE", help="plot the frontier in this SVG file")
     return parser
 
 
@@ -204,8 +212,8 @@ def _print_table(points: Sequence[Point], objectives: Sequence[Objective]) -> No
 def _conclusion(best: Point | None, nearest: Point, max_replicas: int) -> str:
     if best is None:
         return (
-            f"nothing meets the objectives with up to {max_replicas} replicas; the nearest needs {nearest.ratio:.2f} "
-            "times as long"
+            f"nothing meets the objectives with up to {max_replicas} replicas; the nearest needs "
+            f"{nearest.ratio:.2f} times as long"
         )
     flags = [
         f"--{name.replace('_', '-')} {value}"

@@ -41,8 +41,8 @@ class Receiver(Protocol):
 class Replica:
     """One scheduler and one worker that executes steps in order.
 
-    Steps in which every request decodes are skipped: their end times are computed at once, and the scheduler follows
-    when one of them matters, because a request arrives or finishes.
+    Steps in which every request decodes are skipped: their end times are computed together, and the scheduler catches
+    up when a request arrives or finishes.
 
     Args:
         setup: The arguments of the scheduler.
@@ -92,7 +92,7 @@ class Replica:
 
     @property
     def next_event(self) -> float | None:
-        """The time at which `finish_step` is to be called; None if the replica is idle."""
+        """The time at which `finish_step` must be called; None if the replica is idle."""
         return self._ends[self._num_skipped] if self._ends else None
 
     def add_request(self, message: EngineCoreRequest, now: float) -> None:
@@ -123,7 +123,7 @@ class Replica:
 
     @property
     def num_accepted(self) -> int:
-        """The number of drafts that were right."""
+        """The number of drafts that were correct."""
         return self._worker.num_accepted
 
     def _advance(self, now: float, messages: Iterable[EngineCoreOutputs]) -> None:
@@ -150,7 +150,7 @@ class Replica:
                 self._num_skipped = count
 
     def _skip(self, count: int) -> None:
-        """Let the scheduler follow over the first `count` of the steps to be skipped, and plan the others again."""
+        """Let the scheduler skip the first `count` steps, and plan the others again."""
         self._num_skipped = 0
         num_in_flight = len(self._in_flight)
         if count:

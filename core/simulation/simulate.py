@@ -72,7 +72,7 @@ class SimulationResult(NamedTuple):
 class _Fleet:
     """The replicas of a simulation, their routers and their clients. Prefill replicas follow the others.
 
-    `events` is a heap of (time, number). If the number is that of a replica, a step of it ends that must not be
+    `events` is a heap of (time, number). If the number is a replica's, a step of that replica ends that must not be
     skipped; entries that are no longer its `next_event` are ignored. Higher numbers are requests whose prompts have
     been computed elsewhere.
     """
@@ -238,7 +238,8 @@ def simulate(
                 seconds = now
     if fleet.router.num_unfinished:
         raise EngineError(
-            f"{fleet.router.num_unfinished} requests can never be scheduled: there are too few KV-cache blocks"
+            f"{fleet.router.num_unfinished} requests can never be scheduled: there are too few KV-cache "
+            "blocks"
         )
     num_finished = clients.count(FinishReason.LENGTH)
     num_expired = clients.count(FinishReason.EXPIRED)

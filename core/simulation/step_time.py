@@ -1,8 +1,8 @@
 """The time of a step as a function of its load, fitted to an event log.
 
 A step costs a constant, its tokens, its sequences, the cached tokens that it reads, and the pairs of tokens that
-attention compares. Tokens may cost less or more in larger steps, where other kernels run. What remains, such as the
-load of other processes on the same cores, is replayed from the log as the ratio of measured to fitted times.
+attention compares. Tokens may cost less or more in larger steps, where other kernels run. Other influences, such as the
+load of other processes on the same cores, are replayed from the log as the ratio of measured to fitted times.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class FittedStepTime(NamedTuple):
     """A fitted model.
 
     `mean_error` is the mean absolute error of single steps, as a share of the mean step time. `held_out_error` is the
-    same for pieces of the log that the fit did not see, and `held_out_bias` the error of their total time.
+    same for parts of the log that the fit did not see, and `held_out_bias` the error of their total time.
     """
 
     model: StepTimeModel
@@ -188,7 +188,7 @@ def measure_steps(dump: Dump) -> list[StepSample]:
 def fit(samples: Sequence[StepSample]) -> FittedStepTime:
     """Fit a model by least squares of relative errors with coefficients of at least 0.
 
-    The cost of a token depends on the size of the step if that predicts held-out pieces of the log better.
+    The cost of a token depends on the size of the step if that predicts held-out parts of the log better.
 
     Raises:
         EngineError: There are no samples.
@@ -229,7 +229,7 @@ def fit(samples: Sequence[StepSample]) -> FittedStepTime:
 
 
 def _features(loads: Float64Array, *, has_ranges: bool) -> Float64Array:
-    """Return what the coefficients multiply: [steps, coefficients]."""
+    """Return the factors of the coefficients: [steps, coefficients]."""
     tokens = loads[:, 0]
     columns = [np.ones(len(loads)), loads[:, 1], loads[:, 2], loads[:, 3]]
     if has_ranges:

@@ -31,7 +31,7 @@ class PreemptedRow(NamedTuple):
 
 
 class StepsInFlight:
-    """The steps in flight in the order in which they were sent, and the requests that were preempted meanwhile."""
+    """The steps in flight in the order of sending, and the requests that were preempted during these steps."""
 
     def __init__(self) -> None:
         self.steps: deque[StepInFlight] = deque()

@@ -1,4 +1,4 @@
-"""Run expensive grammars in processes of their own, so that they do not delay the core's loop."""
+"""Run expensive grammars in separate processes, so that they do not delay the core's loop."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MAX_ISOLATED: Final = 4
 
 
 class IsolatedGrammar:
-    """The grammar of one request, which runs in a process of its own and is served by a thread.
+    """The grammar of one request, which runs in its own process and is served by a thread.
 
     `mask` is None while it is being computed. `error` says why no mask will follow. `report` is called after each
     answer of the process, but not after `close`.

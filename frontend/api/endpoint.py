@@ -225,7 +225,8 @@ class Endpoint(ABC, Generic[Request]):
         if record.fingerprint != self._serving.find_fingerprint(name):
             raise APIError(
                 410,
-                "The answer to this request was begun by another model, adapter or version; send it again",
+                "Another model, adapter or version started the answer to this request; send the request "
+                "again",
             )
 
     async def _reply(

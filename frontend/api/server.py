@@ -95,8 +95,8 @@ def _warn_of_hidden_tools(config: EngineConfig, templates: ModelTemplates) -> No
     parser = config.frontend.tool_call_parser
     if parser not in ("auto", "none") and template is not None and not template.shows_tools:
         logger.warning(
-            "the chat template does not show tools to the model, so --tool-call-parser %s finds calls only if the "
-            "messages explain the tools; set another template with --chat-template",
+            "the chat template does not show tools to the model, so --tool-call-parser %s finds calls only "
+            "if the messages explain the tools; set another template with --chat-template",
             parser,
         )
 
@@ -196,7 +196,7 @@ class Frontend:
         self._store.start()
         await self._engine.start()
         if not await self._store.wait_until_connected(STORE_S):
-            logger.warning("the store does not answer; requests that need it fail until it does")
+            logger.warning("the store does not respond; requests that need it fail until it does")
         self._enter(Stage.WARMING, "generating the first token")
         await self._warm_up()
         if self._config.epoch != FIRST_EPOCH:
@@ -328,7 +328,7 @@ class Frontend:
         except ssl.SSLError as error:
             raise ConfigError(
                 f"--ssl-keyfile {frontend.ssl_keyfile} does not match --ssl-certfile "
-                f"{frontend.ssl_certfile}: {error}; give PEM files of one key and its certificate"
+                f"{frontend.ssl_certfile}: {error}; use PEM files of one key and its certificate"
             ) from error
         return config
 

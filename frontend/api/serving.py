@@ -119,7 +119,7 @@ class Serving:
         )
 
     def start_decoders(self) -> None:
-        """Start the processes that decode media, so that the first file need not wait for them."""
+        """Start the processes that decode media, so that the first file does not have to wait for them."""
         for part in (self.media, self.transcriber):
             if part is not None:
                 with contextlib.suppress(OSError):
@@ -196,7 +196,7 @@ class Serving:
 
     @property
     def served_models(self) -> tuple[str, ...]:
-        """The names that clients may use: those of the model, then those of its LoRA adapters."""
+        """The names that clients may use: first the model's, then those of its LoRA adapters."""
         return (*self.config.model.served_names, *(adapter.name for adapter in self.loras))
 
     def find_lora(self, name: str | None) -> LoraAdapter | None:
@@ -291,9 +291,9 @@ class Serving:
         if self._call_format is None:
             raise bad_request(
                 "tools",
-                "tools with tool_choice auto need a parser for this model's calls, and the server was started with "
-                "--tool-call-parser none: start it with another one, or use tool_choice required, none or a named "
-                "function",
+                "tool_choice auto needs a tool-call parser, but the server was started with "
+                "--tool-call-parser none: start it with a parser, or use tool_choice required, none or a "
+                "named function",
             )
         return self._call_format
 

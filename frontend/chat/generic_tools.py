@@ -33,7 +33,8 @@ def write_tools_as_text(
     """Return normalized messages without tool calls and results, with the tools in the system message.
 
     Calls become text of the assistant, in the format that the system message describes. Results become messages of
-    the user, together with results and text that follow, because many templates want users and assistants in turns.
+    the user, together with results and text that follow, because many templates require that users and assistants
+    alternate.
 
     Args:
         messages: The messages.

@@ -1,8 +1,8 @@
 """Parse the channels of gpt-oss's answers (the Harmony format).
 
-An answer is a sequence of messages `<|start|>assistant<|channel|>CHANNEL<|message|>TEXT<|end|>`, of which the prompt
-contains the first start. The channels are `analysis` (reasoning), `commentary` and `final`. A call is a message to a
-function: `<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>`.
+An answer is a sequence of messages `<|start|>assistant<|channel|>CHANNEL<|message|>TEXT<|end|>`, whose first
+`<|start|>` is part of the prompt. The channels are `analysis` (reasoning), `commentary` and `final`. A call is a
+message to a function: `<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>`.
 """
 
 import json
@@ -61,7 +61,7 @@ class HarmonyParser:
         self._begins_in_answer = self._state is _State.CONTENT
 
     def feed(self, text: str) -> ReasoningDelta:
-        """Return what the next piece of text adds to the message."""
+        """Return the changes to the message that the next piece of text causes."""
         self._buffer += text
         self._delta = ReasoningDelta()
         while self._buffer and self._step():

@@ -28,7 +28,7 @@ class ChatOutputParser:
         self._tools = tools
 
     def feed(self, text: str, finished: bool = False) -> MessageDelta:
-        """Return what the next piece of text adds to the message."""
+        """Return the changes to the message that the next piece of text causes."""
         delta = self._split_reasoning(text, finished)
         self._read_calls(delta, finished)
         return delta

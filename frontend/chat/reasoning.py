@@ -47,7 +47,7 @@ class ReasoningParser(Protocol):
         ...
 
     def feed(self, text: str) -> ReasoningDelta:
-        """Return what the next piece of text adds to the message."""
+        """Return the changes to the message that the next piece of text causes."""
         ...
 
     def finish(self) -> ReasoningDelta:
@@ -116,7 +116,7 @@ class MarkedReasoningParser:
         self._state = _State.CONTENT if self._begins_closed else _State.START
 
     def feed(self, text: str) -> ReasoningDelta:
-        """Return what the next piece of text adds to the message."""
+        """Return the changes to the message that the next piece of text causes."""
         self._buffer += text
         delta = ReasoningDelta()
         if self._state is _State.START:

@@ -97,7 +97,7 @@ def _pattern_of(rule: str) -> str:
             ) from None
         return rule[1:-1]
     raise ConfigError(
-        f"--stable-prefix {rule}: must be {', '.join(RULES)}, or a regular expression between slashes"
+        f"--stable-prefix {rule}: must be {', '.join(RULES)}, or a regular expression enclosed in slashes"
     )
 
 

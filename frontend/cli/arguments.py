@@ -105,9 +105,11 @@ def make_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="engine serve",
         description="Serve a language model over HTTP with an OpenAI-compatible API.",
-        epilog="Each option can also be set by an environment variable (ENGINE_MAX_MODEL_LEN for --max-model-len) or "
-        "in the file of --config (max_model_len: 4096). The names that vLLM, SGLang, TensorRT-LLM and llama.cpp use "
-        "for the same settings are also accepted.",
+        epilog=(
+            "Each option can also be set by an environment variable (ENGINE_MAX_MODEL_LEN for "
+            "--max-model-len) or in the --config file (max_model_len: 4096). The names that vLLM, SGLang, "
+            "TensorRT-LLM and llama.cpp use for the same settings are also accepted."
+        ),
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=38),
         usage="engine serve [MODEL] [flags]",
         argument_default=argparse.SUPPRESS,

@@ -148,8 +148,9 @@ def make_parallel_config(settings: Settings) -> ParallelConfig:
     parallel = ParallelConfig(**given)
     if parallel.divides_experts_among_replicas and parallel.pipeline_parallel_size > 1:
         raise ConfigError(
-            f"--enable-expert-parallel with --data-parallel-size {parallel.data_parallel_size} does not support "
-            f"--pipeline-parallel-size {parallel.pipeline_parallel_size}; use --tensor-parallel-size instead"
+            f"--enable-expert-parallel with --data-parallel-size {parallel.data_parallel_size} does not "
+            f"support --pipeline-parallel-size {parallel.pipeline_parallel_size}; use "
+            "--tensor-parallel-size instead"
         )
     if not parallel.is_distributed:
         if parallel.cluster_key is None:
@@ -158,19 +159,21 @@ def make_parallel_config(settings: Settings) -> ParallelConfig:
         return msgspec.structs.replace(parallel, cluster_key=os.path.abspath(parallel.cluster_key))
     if parallel.is_external and parallel.nnodes > 1:
         raise ConfigError(
-            f"--nnodes {parallel.nnodes} must not be given with --distributed-executor-backend external_launcher, "
-            "because the launcher sets the number of nodes; remove it"
+            f"--nnodes {parallel.nnodes} must not be given with --distributed-executor-backend "
+            "external_launcher, because the launcher sets the number of nodes; remove it"
         )
     if parallel.cluster_key is None:
         raise ConfigError(
-            "several machines need --cluster-key FILE; create the file with engine keygen and copy it to each machine"
+            "several machines need --cluster-key FILE; create the file with engine keygen and copy it to "
+            "each machine"
         )
     load_cluster_key(parallel.cluster_key)
     last_port = parallel.master_port + 2 * parallel.data_parallel_size
     if last_port > MAX_PORT:
         raise ConfigError(
-            f"--master-port {parallel.master_port} must be at most {MAX_PORT - 2 * parallel.data_parallel_size}: "
-            f"the {2 * parallel.data_parallel_size} ports after it are also used"
+            f"--master-port {parallel.master_port} must be at most "
+            f"{MAX_PORT - 2 * parallel.data_parallel_size}: the {2 * parallel.data_parallel_size} ports "
+            "after it are also used"
         )
     return msgspec.structs.replace(parallel, cluster_key=os.path.abspath(parallel.cluster_key))
 
@@ -198,7 +201,7 @@ def _resolve(host: str) -> str:
 
 
 def _encoder_outputs(model: ModelConfig) -> int:
-    """Return the maximum number of outputs that the encoder makes at once: for one tile, one sound or one text."""
+    """Return the maximum number of outputs of one encoder call: for one tile, one audio clip or one text."""
     if model.sounds is not None:
         return model.sounds.outputs_per_window
     if model.audio is not None:
@@ -242,7 +245,7 @@ def _make_scheduler_config(
     elif model.span_kind is not None:
         given["disable_chunked_mm_input"] = True
     if encoder_outputs and chunks and (model.reads_source or not has_gpu(device)):
-        # A CPU needs seconds to encode an image or a sound, and no request gets a token meanwhile.
+        # A CPU needs seconds to encode an image or an audio clip, and no request gets a token during that time.
         several = _SOURCES_AT_ONCE if model.reads_source and has_gpu(device) else 1
         given.setdefault("max_num_encoder_input_tokens", several * encoder_outputs)
     if model.reads_source:
@@ -254,7 +257,7 @@ def _make_scheduler_config(
     given.setdefault("max_num_seqs", limits.max_num_seqs)
     needed = max(given["max_num_seqs"], 0 if chunked else max_model_len)
     if encoder_outputs and given.get("disable_chunked_mm_input"):
-        # A step must have room for an image's tokens and one token of every other request.
+        # A step must have space for an image's tokens and one token of every other request.
         needed = max(needed, encoder_outputs + given["max_num_seqs"])
     given.setdefault("max_num_batched_tokens", max(limits.max_num_batched_tokens, needed))
     if encoder_outputs:
@@ -269,8 +272,8 @@ def _make_scheduler_config(
     )
     if max_cpu_loras < max_loras:
         raise ConfigError(
-            f"--max-cpu-loras {max_cpu_loras} must be at least --max-loras, which is {max_loras}; raise the first or "
-            "lower the second"
+            f"--max-cpu-loras {max_cpu_loras} must be at least --max-loras, which is {max_loras}; raise the "
+            "first or lower the second"
         )
     config = SchedulerConfig(**given)
     if config.max_num_batched_tokens < config.max_num_seqs:
@@ -280,14 +283,15 @@ def _make_scheduler_config(
         )
     if not chunked and config.max_num_batched_tokens < max_model_len:
         raise ConfigError(
-            f"--max-num-batched-tokens {config.max_num_batched_tokens} must be at least --max-model-len, which is "
-            f"{max_model_len}, when --no-enable-chunked-prefill is given; raise the first or lower the second"
+            f"--max-num-batched-tokens {config.max_num_batched_tokens} must be at least --max-model-len, "
+            f"which is {max_model_len}, when --no-enable-chunked-prefill is given; raise the first or lower "
+            "the second"
         )
     return config
 
 
 def _default_limits(device: Device, max_model_len: int) -> SchedulerConfig:
-    """Return the defaults: those of vLLM on a GPU."""
+    """Return the defaults. On a GPU they equal vLLM's."""
     if not has_gpu(device):
         # The duration of a CPU step grows with its tokens, so the limits for a CPU are lower.
         return SchedulerConfig(**cpu_defaults("scheduler"))
@@ -341,8 +345,8 @@ def _check_prefix_hash(cache: CacheConfig) -> None:
 def _check_cpu_offload(cache: CacheConfig, scheduler: SchedulerConfig) -> None:
     if cache.host_gib and not cache.enable_prefix_caching:
         raise ConfigError(
-            f"--kv-host-gib {cache.host_gib:g} needs prefix caching, which --no-enable-prefix-caching disables; "
-            "remove one of the two flags"
+            f"--kv-host-gib {cache.host_gib:g} needs prefix caching, which --no-enable-prefix-caching "
+            "disables; remove one of the two flags"
         )
     if scheduler.preemption_mode is PreemptionMode.SWAP and not cache.host_gib:
         raise ConfigError(
@@ -383,9 +387,9 @@ def _check_gpus(device: Device, parallel: ParallelConfig) -> None:
         machines = f" on {parallel.nnodes} machines" if parallel.nnodes > 1 else ""
         raise ConfigError(
             f"--tensor-parallel-size {parallel.tensor_parallel_size} x --pipeline-parallel-size "
-            f"{parallel.pipeline_parallel_size} x --data-parallel-size {parallel.data_parallel_size}{machines} needs "
-            f"{parallel.num_local_workers} GPUs, one per worker, but there are {num_gpus}; lower one of these flags or "
-            "use --device cpu"
+            f"{parallel.pipeline_parallel_size} x --data-parallel-size "
+            f"{parallel.data_parallel_size}{machines} needs {parallel.num_local_workers} GPUs, one per "
+            f"worker, but there are {num_gpus}; lower one of these flags or use --device cpu"
         )
 
 

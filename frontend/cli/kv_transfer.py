@@ -95,7 +95,7 @@ def _with_disk(children: list[KVTransferConfig], cache: CacheConfig) -> CacheCon
 
 
 def _with_workers(config: KVTransferConfig, parallel: ParallelConfig) -> KVTransferConfig:
-    """Return a connector's configuration with what it must know of this engine."""
+    """Return a connector's configuration, completed with the fields that describe this engine."""
     extra = {**config.kv_connector_extra_config, "num_workers": parallel.workers_per_core}
     engine_id = config.engine_id or f"{socket.gethostname()}-{os.getpid()}"
     return msgspec.structs.replace(config, kv_connector_extra_config=extra, engine_id=engine_id)
@@ -109,13 +109,13 @@ def _check_roles(parallel: ParallelConfig, names: list[str]) -> None:
         )
     if parallel.is_distributed:
         raise ConfigError(
-            "--replica-roles needs all replicas on one machine; across machines use --kv-transfer-config with a kv_port "
-            "on each engine, and a proxy that sends kv_transfer_params"
+            "--replica-roles needs all replicas on one machine; across machines use --kv-transfer-config "
+            "with a kv_port on each engine, and a proxy that sends kv_transfer_params"
         )
     if names and DIRECT_CONNECTOR not in names:
         raise ConfigError(
-            f"--replica-roles {roles} needs the connector {DIRECT_CONNECTOR!r}, but --kv-transfer-config has only "
-            f"{', '.join(names)}; add it, or remove one of the two flags"
+            f"--replica-roles {roles} needs the connector {DIRECT_CONNECTOR!r}, but --kv-transfer-config "
+            f"has only {', '.join(names)}; add it, or remove one of the two flags"
         )
 
 

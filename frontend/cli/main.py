@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _open_standard_streams() -> None:
-    """Open /dev/null in place of each standard stream that the parent process closed.
+    """Open /dev/null for each standard stream that the parent process closed.
 
     Otherwise the next opened file or socket would get the stream's descriptor, and receive the printed text.
     """

@@ -145,8 +145,8 @@ def _with_nixl(fields: dict[str, Any]) -> dict[str, Any]:
     """
     if find_spec("nixl") is None:
         raise ValueError(
-            "kv_connector 'NixlConnector' needs NIXL; install the extra engine-serve[nixl], or use 'direct', which "
-            "moves blocks through sockets"
+            "kv_connector 'NixlConnector' needs NIXL; install the extra engine-serve[nixl], or use "
+            "'direct', which sends blocks over sockets"
         )
     host, port = (os.environ.get(f"VLLM_NIXL_SIDE_CHANNEL_{name}") for name in ("HOST", "PORT"))
     if host:
@@ -209,8 +209,8 @@ def _speculative(text: str) -> SpeculativeConfig | None:
         )
     if ProposerMethod(method).has_own_checkpoint != ("model" in fields):
         raise ValueError(
-            "methods 'draft_model', 'eagle' and 'eagle3' need the field model, a draft model with the same tokenizer "
-            f"or a head for this model, and other methods have none; got {text}"
+            "methods 'draft_model', 'eagle' and 'eagle3' need the field model (a draft model with the same "
+            f"tokenizer, or a head for this model), and other methods must not have it; got {text}"
         )
     config: SpeculativeConfig = _convert(fields, SpeculativeConfig)
     return config if config.num_speculative_tokens else None

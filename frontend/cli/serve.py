@@ -154,7 +154,7 @@ def run_until_stopped(
 ) -> None:
     """Start the engine, announce it, and handle the first stop signal.
 
-    A stop signal drains the engine, or stops it at once if it is not ready yet. When a successor takes over the
+    A stop signal drains the engine, or stops it immediately if it is not ready yet. When a successor takes over the
     listening socket, the engine drains as well, but without a time limit. The listening socket is closed after the last
     frontend has exited, so that new clients are refused instead of waiting.
 

@@ -47,15 +47,12 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="engine upgrade",
         description=(
-            "Replace a running server by a server of this version. The new server takes over "
-            "the listening socket; the old one finishes its requests and exits. Without "
-            "arguments the new server uses the same model and flags."
+            "Replace a running server with one of this version. The new server takes over the listening "
+            "socket; the old one finishes its requests and exits. Without arguments the new server uses "
+            "the same model and flags."
         ),
         usage="engine upgrade [MODEL] [flags]",
-        epilog=(
-            "MODEL and all flags of engine serve are accepted, and override those of the old "
-            "server."
-        ),
+        epilog=("MODEL and all flags of engine serve are accepted and override the old server's."),
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -131,8 +128,8 @@ def _take_over(
     can_share = _can_share_store(settings)
     if overlap is Overlap.ON and not can_share:
         raise ConfigError(
-            "--overlap on: the old server uses the same --store file, and its version "
-            "cannot share it; use --overlap auto"
+            "--overlap on: the old server uses the same --store file, and its version cannot share that "
+            "file; use --overlap auto"
         )
     is_together = overlap is Overlap.ON or (
         overlap is Overlap.AUTO and can_share and _has_memory_for_both(settings, model)

@@ -27,7 +27,7 @@ def make_parser() -> argparse.ArgumentParser:
         ),
     )
     parser.add_argument(
-        "id", metavar="ID", help="The x-request-id of the answer, or the beginning of it"
+        "id", metavar="ID", help="The x-request-id of the response, or a prefix of it"
     )
     parser.add_argument(
         "--url", default=DEFAULT_URL, help="URL of the server (default: %(default)s)"

@@ -204,7 +204,7 @@ class BeamSearch:
         return group
 
     def _extend(self, beams: list[_Beam], group: RequestGroup) -> list[_Beam]:
-        """Return the best beams with one more token: twice as many as are wanted, because some may end."""
+        """Return the best beams with one more token: twice the requested number, because some may end."""
         extensions = []
         for beam, output in zip(beams, group.read_all(), strict=True):
             if output.finish_reason not in _EXPECTED:
@@ -220,7 +220,7 @@ class BeamSearch:
         ]
 
     def _best(self, beams: list[_Beam]) -> list[_Beam]:
-        """Return the best beams, as many as are wanted."""
+        """Return the requested number of best beams."""
         penalty = self._params.length_penalty
         ranked = sorted(beams, key=lambda beam: beam.score(penalty), reverse=True)
         return ranked[: self._params.beam_width]
@@ -228,8 +228,8 @@ class BeamSearch:
     def _is_settled(self, beams: list[_Beam], ended: list[_Beam]) -> bool:
         """Return whether no unfinished beam can become better than the worst finished one.
 
-        Log-probabilities are negative. So a beam's best possible score has only certain tokens from now on: as many as
-        are permitted if the length penalty is positive, otherwise one.
+        Log-probabilities are negative. So the best possible score of a beam assumes that all further tokens are
+        certain: the maximum number of tokens if the length penalty is positive, otherwise one.
         """
         penalty = self._params.length_penalty
         length = self._params.max_tokens if penalty > 0 else len(beams[0].token_ids) + 1

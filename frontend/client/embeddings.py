@@ -35,7 +35,8 @@ def verify_dimensions(dimensions: int | None, pooler: PoolerConfig) -> None:
     if pooler.lengths and dimensions not in (*pooler.lengths, size):
         one_of = " or ".join(map(str, sorted({*pooler.lengths, size})))
         raise ParameterError(
-            "dimensions", f"must be {one_of}, as the model was trained, got {dimensions}"
+            "dimensions",
+            f"must be {one_of}, the sizes that the model was trained for, got {dimensions}",
         )
 
 

@@ -104,7 +104,7 @@ class EngineClient:
         cores: The connection to each core.
         groups: Makes the groups of requests.
         list_recent_requests: Returns the times and counts of running and recently ended requests.
-        output_log: Records outputs before they are applied; None to apply them at once.
+        output_log: Records outputs before they are applied; None to apply them immediately.
     """
 
     def __init__(
@@ -307,7 +307,7 @@ class EngineClient:
         if self.draining:
             self.metrics.record_rejection(0, "draining")
             raise EngineDraining(
-                "the server is shutting down and accepts no new requests; retry when it has restarted"
+                "the server is shutting down and accepts no new requests; retry after it has restarted"
             )
 
     def _register(self, sequence: Sequence, core: CoreConnection) -> None:
@@ -467,7 +467,8 @@ class EngineClient:
     def _fail_too_large_request(self, request_index: int) -> None:
         self._output.fail_sequences(
             [self._output.sequences[request_index]],
-            "this request is too large for a message between the engine's processes; send a shorter prompt or fewer sequences",
+            "this request is too large for a message between the engine's processes; send a shorter prompt "
+            "or fewer sequences",
         )
 
     def _handle_lost_outputs(self, core_index: int) -> None:

@@ -60,7 +60,7 @@ class GrammarChecks:
         self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
 
     async def warm_up(self) -> None:
-        """Start a process, so that the first request need not wait for it."""
+        """Start a process, so that the first request does not have to wait for it."""
         try:
             verdict = await self.check(StructuredOutput(GrammarKind.JSON_OBJECT))
         except (OSError, EngineError) as error:

@@ -1,6 +1,6 @@
 """The isolation queue: sequences that may crash the core (suspects) are sent to it one at a time.
 
-When a core exits without a final message, nobody knows which sequences it was computing, and a request may crash the
+When a core exits without a final message, it is unknown which sequences it was computing, and a request may crash the
 next core as soon as it arrives. So a sequence that was at two such cores in a row, and got no token from them, is held
 back until all other sequences of the core have made progress.
 """

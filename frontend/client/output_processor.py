@@ -57,7 +57,7 @@ DEADLINE: Final = "deadline"
 class _Rows(NamedTuple):
     """The sequence of each row of a core's message; None for a removed sequence.
 
-    `watched` are those with stop strings.
+    `watched` lists the sequences with stop strings.
     """
 
     request_indices: bytes
@@ -265,7 +265,7 @@ class OutputProcessor:
             asyncio.get_running_loop().call_soon(self._wake_readers)
 
     def _wake_readers(self) -> None:
-        """Wake readers in turn, for at most `WAKE_S` in total; wake the others after other callbacks have run."""
+        """Wake readers one by one, for at most `WAKE_S` in total, and the others after other callbacks have run."""
         self._is_wake_scheduled = False
         end = time.monotonic() + WAKE_S
         since = self._unsent_since
@@ -405,7 +405,7 @@ def _token_ids(outputs: EngineCoreOutputs, num_rows: int) -> list[int]:
         return token_ids
     counts = int32_list(outputs.num_tokens)
     if len(counts) != num_rows or min(counts) < 0 or sum(counts) != len(token_ids):
-        raise ValueError(f"counts of {len(token_ids)} tokens do not fit {num_rows} requests")
+        raise ValueError(f"counts of {len(token_ids)} tokens do not match {num_rows} requests")
     return token_ids
 
 
@@ -413,7 +413,7 @@ def _times(data: F32, num_ended: int) -> list[float]:
     """Return the seconds of each finished request. Raise ValueError if their number does not match."""
     seconds: list[float] = float32_view(data).tolist()
     if seconds and len(seconds) != num_ended:
-        raise ValueError(f"{len(seconds)} times for {num_ended} requests that ended")
+        raise ValueError(f"{len(seconds)} times for {num_ended} finished requests")
     return seconds
 
 

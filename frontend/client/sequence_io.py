@@ -73,7 +73,7 @@ class Delta(msgspec.Struct, gc=False):
         finish_reason: Why the sequence finished; None while it is unfinished.
         stop_reason: The stop string or stop token ID; None for the end-of-sequence token.
         error: The error message; set if `finish_reason` is not "stop", "length" or "abort".
-        retry_after_s: Seconds after which a request that was rejected for lack of room may be retried.
+        retry_after_s: Seconds after which a request that was rejected because of a full queue may be retried.
     """
 
     text: str

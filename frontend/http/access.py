@@ -104,8 +104,8 @@ class Access:
             self._authorize(scope, _key_of(headers), is_operator_path(path))
             if is_operator_path(path) and b"origin" in headers and not self._is_own_page(headers):
                 raise _forbidden(
-                    "Web pages of other servers may not call this route: the request has the header Origin "
-                    f"{echo(headers[b'origin'].decode('latin-1'))}; send it without one"
+                    "Web pages from other servers may not call this route: the request has the header "
+                    f"Origin {echo(headers[b'origin'].decode('latin-1'))}; send it without one"
                 )
             is_checked = _is_of_browser(headers) or not path.startswith(OLLAMA_PATHS)
             if is_checked and scope["method"] not in _WITHOUT_BODY:
@@ -267,7 +267,7 @@ def _digest(key: bytes) -> bytes:
 
 
 def _key_of(headers: dict[bytes, bytes]) -> bytes:
-    """Return the API key of a request. Anthropic's clients send it in a header of their own."""
+    """Return the API key of a request. Anthropic's clients send it in a different header."""
     scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
     if scheme.lower() == b"bearer":
         return key.strip()

@@ -302,8 +302,9 @@ class Connection(HttpToolsProtocol):
             taken_s = self.loop.time() - self._began
             self._refuse(
                 408,
-                f"the request was not complete after {taken_s:.0f} s, and {self._num_received} bytes of it arrived in "
-                f"the last {self._slow_client_s:g} s; send at least {MIN_BYTES_PER_S} bytes per second",
+                f"the request was not complete after {taken_s:.0f} s, and {self._num_received} bytes of it "
+                f"arrived in the last {self._slow_client_s:g} s; send at least {MIN_BYTES_PER_S} bytes per "
+                "second",
             )
             return
         if remaining <= 0 or has_excuse:
@@ -346,7 +347,7 @@ class Connection(HttpToolsProtocol):
         self.transport.abort()
 
     async def _answer_probes_only(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request if it is a probe (others get a 503), then close to make room for the next one."""
+        """Answer one request if it is a probe (others get a 503), then close the connection to free its descriptor."""
         cycle = self._unfinished_cycles()[0]
         cycle.keep_alive = False
         if scope["path"].rstrip("/").endswith(tuple(OPEN_PATHS)):

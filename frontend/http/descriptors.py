@@ -13,7 +13,7 @@ class Closable(Protocol):
     """A connection that can be closed."""
 
     def close_now(self) -> None:
-        """Close the connection at once."""
+        """Close the connection immediately."""
 
 
 class DescriptorReserve:
@@ -21,7 +21,7 @@ class DescriptorReserve:
 
     A new descriptor gets the lowest free number, so its number shows how many are in use. Half of the reserved
     descriptors are for probes. When all of these are in use, the oldest connection is closed for each new one, so that
-    silent clients cannot keep probes out. The other half remain for the process's own files.
+    idle clients cannot block probes. The other half is reserved for the process's own files.
     """
 
     def __init__(self) -> None:

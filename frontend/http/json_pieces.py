@@ -42,7 +42,7 @@ class EncodedJSON:
 
 def _join(value: object) -> msgspec.Raw:
     if not isinstance(value, EncodedJSON):
-        raise NotImplementedError(f"{type(value).__name__} has no JSON form")
+        raise NotImplementedError(f"{type(value).__name__} cannot be converted to JSON")
     return msgspec.Raw(b"".join(value.pieces))
 
 
@@ -70,7 +70,7 @@ def encode_pieces(value: object) -> list[bytes]:
 
     def hold(value: object) -> msgspec.Raw:
         if not isinstance(value, EncodedJSON):
-            raise NotImplementedError(f"{type(value).__name__} has no JSON form")
+            raise NotImplementedError(f"{type(value).__name__} cannot be converted to JSON")
         encoded.append(value)
         return msgspec.Raw(_PLACEHOLDER)
 

@@ -71,7 +71,7 @@ class MediaLimits(NamedTuple):
 
 
 def take_media(messages: Sequence[Any], limits: MediaLimits) -> tuple[list[Any], list[ChatItem]]:
-    """Return a copy of the messages with marks in place of images and videos, and a list of these.
+    """Return a copy of the messages with images and videos replaced by marks, and a list of the images and videos.
 
     The marks are `IMAGE_PART` and `VIDEO_PART`.
 
@@ -101,7 +101,7 @@ def _replace_media(part: Any, where: str, media: list[ChatItem], limits: MediaLi
     if is_video and limits.max_videos is None:
         raise ParameterError(
             f"{where}.type",
-            f"must be text or an image, because this model reads no videos; got {echo(kind)}",
+            f"must be text or an image, because this model does not support videos; got {echo(kind)}",
         )
     value = part.get(kind, part.get("video_url" if is_video else "image_url"))
     where = f"{where}.{kind}"
@@ -132,7 +132,7 @@ def make_embedded(value: Any, where: str) -> EmbeddedImage:
         fields, value = value, value.get(_EMBEDDINGS)
         where = f"{where}.{_EMBEDDINGS}"
     if not isinstance(value, str | np.ndarray):
-        raise ParameterError(where, f"must be a file in base64, got {echo(value)}")
+        raise ParameterError(where, f"must be a base64 file, got {echo(value)}")
     return EmbeddedImage(value, where, fields)
 
 
@@ -207,7 +207,7 @@ class ChatImages:
             self._downloads = executor.create_separate()
 
     def start(self) -> None:
-        """Start the decoder processes, so that the first file need not wait for them."""
+        """Start the decoder processes, so that the first file does not have to wait for them."""
         self._processes.start()
 
     def close(self) -> None:
@@ -220,7 +220,7 @@ class ChatImages:
     async def take(
         self, messages: Sequence[Any], body_size: int
     ) -> tuple[list[Any], list[PreparedImage]]:
-        """Return the messages with marks in place of images and videos, and these, preprocessed.
+        """Return the messages with images and videos replaced by marks, and the preprocessed images and videos.
 
         Args:
             messages: The conversation.
@@ -255,8 +255,8 @@ class ChatImages:
             if num_outputs > self._max_model_len:
                 raise ParameterError(
                     image.where.split("[")[0],
-                    f"have images with more tokens than the {self._max_model_len} of this model's maximum context "
-                    "length; send fewer or smaller images",
+                    f"have images with more tokens than the {self._max_model_len} of this model's maximum "
+                    "context length; send fewer or smaller images",
                 )
         return prepared
 
@@ -266,7 +266,7 @@ class ChatImages:
         images: Sequence[PreparedImage],
         encode: Callable[[str], tuple[str, Sequence[int]]],
     ) -> tuple[str, Sequence[int], list[EncoderInput]]:
-        """Return a prompt with room for the images, its token ids and the encoder inputs.
+        """Return a prompt with the tokens of the images inserted, its token ids, and the encoder inputs.
 
         Args:
             text: The prompt, with a token for each image.

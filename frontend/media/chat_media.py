@@ -15,13 +15,13 @@ class ChatMedia(Protocol):
     """Takes images or sounds out of conversations, preprocesses them, and places them in prompts."""
 
     def start(self) -> None:
-        """Start the decoder processes, so that the first file need not wait for them."""
+        """Start the decoder processes, so that the first file does not have to wait for them."""
 
     def close(self) -> None:
         """Stop the decoder processes and threads."""
 
     async def take(self, messages: Sequence[Any], body_size: int) -> tuple[list[Any], list[Any]]:
-        """Return the messages with marks in place of images or sounds, and these, preprocessed.
+        """Return the messages with images or sounds replaced by marks, and the preprocessed images or sounds.
 
         Raises:
             ParameterError: One of them cannot be read, or they do not fit into the context.
@@ -44,7 +44,7 @@ class ChatMedia(Protocol):
         encode: Callable[[str], tuple[str, Sequence[int]]],
         /,
     ) -> tuple[str, Sequence[int], list[EncoderInput]]:
-        """Return a prompt with room for the images or sounds, its token ids and the encoder inputs.
+        """Return a prompt with the tokens of the images or sounds inserted, its token ids, and the encoder inputs.
 
         Raises:
             ParameterError: The prompt has more or fewer places than there are images or sounds.

@@ -57,7 +57,7 @@ class PreparedSound:
 
 
 def take_sounds(messages: Sequence[Any], max_sounds: int) -> tuple[list[Any], list[ChatSound]]:
-    """Return a copy of the messages with `AUDIO_PART` in place of sounds, and a list of the sounds.
+    """Return a copy of the messages with sounds replaced by `AUDIO_PART`, and a list of the sounds.
 
     Raises:
         ParameterError: A part is invalid, or there are too many sounds.
@@ -102,7 +102,8 @@ class ChatSounds:
         token = tokenizer.id_to_token(sounds.token_id)
         if not token:
             raise ConfigError(
-                f"the tokenizer has no token {sounds.token_id}, which stands for sounds (audio_token_id in config.json)"
+                f"the tokenizer has no token {sounds.token_id}, which represents audio (audio_token_id in "
+                "config.json)"
             )
         self._token = token
         self._place = re.compile(f"{re.escape(token)}|{MEDIA_MARK}")
@@ -118,7 +119,7 @@ class ChatSounds:
             self._downloads = executor.create_separate()
 
     def start(self) -> None:
-        """Start the decoder processes, so that the first file need not wait for them."""
+        """Start the decoder processes, so that the first file does not have to wait for them."""
         self._processes.start()
 
     def close(self) -> None:
@@ -146,7 +147,7 @@ class ChatSounds:
     async def take(
         self, messages: Sequence[Any], body_size: int
     ) -> tuple[list[Any], list[PreparedSound]]:
-        """Return the messages with `AUDIO_PART` in place of sounds, and the prepared sounds.
+        """Return the messages with sounds replaced by `AUDIO_PART`, and the prepared sounds.
 
         Args:
             messages: The conversation.
@@ -189,8 +190,8 @@ class ChatSounds:
             if num_outputs > self._max_model_len:
                 raise ParameterError(
                     sound.where.split("[")[0],
-                    f"have sounds with more tokens than the {self._max_model_len} of this model's maximum context "
-                    "length; send fewer or shorter sounds",
+                    f"have sounds with more tokens than the {self._max_model_len} of this model's maximum "
+                    "context length; send fewer or shorter sounds",
                 )
         return prepared
 
@@ -200,7 +201,7 @@ class ChatSounds:
         sounds: Sequence[PreparedSound],
         encode: Callable[[str], tuple[str, Sequence[int]]],
     ) -> tuple[str, Sequence[int], list[EncoderInput]]:
-        """Return a prompt with room for the sounds, its token ids and the encoder inputs.
+        """Return a prompt with the tokens of the sounds inserted, its token ids, and the encoder inputs.
 
         Args:
             text: The prompt, with a token for each sound.

@@ -107,8 +107,8 @@ def _import_av(where: str) -> Any:
     except ImportError:
         raise ParameterError(
             where,
-            "is a video file, which this server cannot decode without PyAV: install the extra engine-serve[media], "
-            "or send frames as data:video/jpeg;base64,…,…",
+            "is a video file, which this server cannot decode without PyAV: install the extra "
+            "engine-serve[media], or send frames as data:video/jpeg;base64,…,…",
         ) from None
     return av
 
@@ -120,7 +120,7 @@ def _errors(av: Any, where: str) -> Iterator[None]:
         yield
     except (ParameterError, MemoryError):
         raise
-    # For damaged files, PyAV raises errors of the operating system and errors of its own.
+    # For damaged files, PyAV raises both operating-system errors and its own.
     except (av.FFmpegError, OSError, ValueError, ArithmeticError, LookupError) as error:
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise ParameterError(
@@ -133,7 +133,8 @@ def _check_codec(stream: Any, where: str) -> None:
     if codec not in _CODECS:
         raise ParameterError(
             where,
-            f"has a video track of the codec {codec}; supported are H.264, H.265, AV1, VP8, VP9 and MPEG-4",
+            f"has a video track with the codec {codec}; supported codecs are H.264, H.265, AV1, VP8, VP9 "
+            "and MPEG-4",
         )
     _check_size(stream.width, stream.height, where)
 
@@ -142,7 +143,8 @@ def _check_size(width: int, height: int, where: str) -> None:
     if not 0 < width * height <= MAX_FRAME_PIXELS:
         raise ParameterError(
             where,
-            f"has frames of {width} x {height} pixels, and at most {MAX_FRAME_PIXELS} are allowed; send smaller ones",
+            f"has frames of {width} x {height} pixels, and at most {MAX_FRAME_PIXELS} are allowed; send "
+            "smaller ones",
         )
 
 
@@ -155,7 +157,7 @@ def _read_packets(container: Any, stream: Any, where: str, check_time: CheckTime
             continue
         packets.append(packet)
         if packet.pts is None:
-            raise ParameterError(where, "has frames without a time; send another file")
+            raise ParameterError(where, "has frames without a timestamp; send another file")
         if not packet.is_discard:
             times.append(packet.pts)
         if len(packets) > MAX_FRAMES:

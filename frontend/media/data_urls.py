@@ -35,7 +35,7 @@ def read_data_url(url: str, where: str) -> bytes:
         )
     header, comma, content = url.partition(",")
     if not comma or not header.lower().endswith(";base64"):
-        raise ParameterError(where, "must be a data URL in base64: data:image/png;base64,…")
+        raise ParameterError(where, "must be a base64 data URL: data:image/png;base64,…")
     try:
         # Base64 may contain white space, but no other characters.
         return base64.b64decode("".join(content.split()), validate=True)

@@ -47,7 +47,7 @@ class Downloader:
     Args:
         allowed_domains: The host names that URLs may have, including those of redirects.
         may_connect: Returns whether a connection to an address is allowed.
-        tls: The TLS settings. By default, certificates are verified against those of the system.
+        tls: The TLS settings. By default, certificates are verified against the system's.
     """
 
     def __init__(

@@ -65,7 +65,7 @@ def read_grid(given: Mapping[str, Any], where: str, num_embeddings: int) -> tupl
 
     Args:
         given: May contain a `grid`, [rows, columns], or as in transformers an `image_grid_thw`, [1, rows, columns] of
-            patches, of which a square makes one embedding.
+            patches; a square of patches makes one embedding.
         where: The name of the field in errors.
         num_embeddings: The number of embeddings.
 

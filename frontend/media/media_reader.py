@@ -113,7 +113,7 @@ class MediaReader:
         return self.prepare_video(open_video(source, sampling, where, config, fit))
 
     def prepare_image(self, image: Image.Image, num_images: int = 1) -> PreparedImage:
-        """Return one of a prompt's images, given in RGB, preprocessed.
+        """Preprocess and return one of a prompt's images, which must be in RGB.
 
         Raises:
             ValueError: The model cannot read the image.

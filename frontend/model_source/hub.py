@@ -105,7 +105,7 @@ def _choose_gguf(repo: str, names: list[str], wanted: str | None) -> list[str]:
     if not by_stem:
         raise CheckpointError(
             repo,
-            "the repository has neither .safetensors nor .gguf files; use one that has",
+            "the repository has neither .safetensors nor .gguf files; use another repository",
         )
     if wanted is not None:
         pattern = wanted.lower() if wanted.endswith(".gguf") else f"*{wanted.lower()}.gguf"
@@ -172,7 +172,7 @@ def _readable_errors(repo: str, revision: str | None) -> Iterator[None]:
         yield
     except errors.GatedRepoError:
         raise ConfigError(
-            f"{repo} is gated: accept its terms on the hub, then set HF_TOKEN to a token of that account"
+            f"{repo} is gated: accept its terms on the hub, then set HF_TOKEN to a token from that account"
         ) from None
     except errors.RepositoryNotFoundError:
         raise ConfigError(
@@ -187,8 +187,8 @@ def _readable_errors(repo: str, revision: str | None) -> Iterator[None]:
         raise ConfigError(f"{repo} is neither a local path nor a valid hub name: {error}") from None
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, errors.CacheNotFound):
         raise ConfigError(
-            f"{repo} is not in the cache ({constants.HF_HUB_CACHE}) and the hub ({constants.ENDPOINT}) cannot be "
-            "reached; check the connection and HF_HUB_OFFLINE, or pass a local path"
+            f"{repo} is not in the cache ({constants.HF_HUB_CACHE}) and the hub ({constants.ENDPOINT}) "
+            "cannot be reached; check the connection and HF_HUB_OFFLINE, or pass a local path"
         ) from None
     except _HTTPError as error:
         reason = " ".join(str(error).split())

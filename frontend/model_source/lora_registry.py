@@ -1,6 +1,6 @@
 """The LoRA adapters that clients may use, shared by all frontends.
 
-The adapters are listed in a file in the run directory, so that a restarted frontend knows adapters that were added at
+The adapters are listed in a file in the run directory, so that a restarted frontend has the adapters that were added at
 run time.
 """
 

@@ -33,9 +33,9 @@ def make_parser() -> argparse.ArgumentParser:
         prog="engine embed",
         usage="engine embed [MODEL] [--input FILE] [--url URL] [flags]",
         description=(
-            "Embed each line of a file. The output has one JSON object per line, with the "
-            "index and the vector of the text. With --url, any server with OpenAI's API "
-            "embeds them; otherwise the flags of engine serve apply as well."
+            "Embed each line of a file. The output has one JSON object per line, with the text's index and "
+            "vector. --url can be any server with an OpenAI-compatible API; without it, all flags of "
+            "engine serve are accepted."
         ),
         allow_abbrev=False,
     )
@@ -49,21 +49,20 @@ def make_parser() -> argparse.ArgumentParser:
         "--dimensions",
         type=int,
         metavar="N",
-        help="Keep only the first elements of each vector (default: all)",
+        help="Number of elements to keep of each vector (default: all)",
     )
     parser.add_argument(
         "--prompt-name",
         metavar="NAME",
         help=(
-            "Name of the model's prompt to put before every text (default: the model's "
-            "default prompt)"
+            "Name of the model's prompt to prepend to each text (default: the model's default prompt)"
         ),
     )
     parser.add_argument("--url", help="URL of a server to use (default: start an engine)")
     parser.add_argument(
         "--api-key",
         metavar="KEY",
-        help="API key of --url; $OPENAI_API_KEY or $ENGINE_API_KEY if not given",
+        help="API key for --url; $OPENAI_API_KEY or $ENGINE_API_KEY if not given",
     )
     return parser
 

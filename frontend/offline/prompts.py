@@ -42,7 +42,7 @@ class PromptEncoder:
             engine.close_together(self._media.close)
 
     def take_media(self, conversation: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
-        """Return a conversation with marks in place of images or sounds, and a list of these."""
+        """Return a conversation with images or sounds replaced by marks, and a list of the images or sounds."""
         if self._media is None:
             return conversation, ()
         return self._engine.run(self._media.take(conversation, 0))
@@ -89,7 +89,7 @@ class PromptEncoder:
         except (TypeError, ValueError) as error:
             raise ParameterError("prompt_embeds", f"must be an array: {error}") from None
         if array.dtype not in (np.float16, np.float32, np.float64):
-            raise ParameterError("prompt_embeds", f"must have floats, got {array.dtype}")
+            raise ParameterError("prompt_embeds", f"must contain floats, got {array.dtype}")
         if array.ndim != 2 or array.shape[1] != model.hidden_size or not len(array):
             raise ParameterError(
                 "prompt_embeds",

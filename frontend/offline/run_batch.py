@@ -99,8 +99,8 @@ def make_parser() -> argparse.ArgumentParser:
         prog="engine run-batch",
         usage="engine run-batch [MODEL] -i FILE -o FILE [--url URL] [flags]",
         description=(
-            "Answer the requests of a file in the format of OpenAI's Batches. Without --url "
-            "an engine is started, and the flags of engine serve apply as well."
+            "Run the requests in a file in OpenAI's batch format. Without --url an engine is started, and "
+            "all flags of engine serve are accepted."
         ),
         allow_abbrev=False,
     )
@@ -109,7 +109,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--input-file",
         required=True,
         metavar="FILE",
-        help="File of requests; - is standard input",
+        help="File with requests; - is standard input",
     )
     parser.add_argument(
         "-o",
@@ -125,7 +125,7 @@ def make_parser() -> argparse.ArgumentParser:
         type=int,
         default=CONCURRENCY,
         metavar="N",
-        help=f"Maximum requests at once (default: {CONCURRENCY})",
+        help=f"Maximum concurrent requests (default: {CONCURRENCY})",
     )
     return parser
 

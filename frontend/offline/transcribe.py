@@ -26,7 +26,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="engine transcribe",
         usage="engine transcribe FILE... --model MODEL [flags]",
-        description="Transcribe audio files. The flags of engine serve apply as well.",
+        description="Transcribe audio files. All flags of engine serve are accepted.",
         allow_abbrev=False,
     )
     parser.add_argument("files", nargs="+", metavar="FILE", help="Audio files")
@@ -41,13 +41,13 @@ def make_parser() -> argparse.ArgumentParser:
         "--task",
         choices=[*Task],
         default="transcribe",
-        help="transcribe, or translate to write English text (default: transcribe)",
+        help="transcribe, or translate into English (default: transcribe)",
     )
     parser.add_argument(
         "--prompt",
         default="",
         metavar="TEXT",
-        help="Text that shows the style and spelling to use",
+        help="Example of the style and spelling to use",
     )
     parser.add_argument(
         "--format", choices=FORMATS, default="text", help="Output format (default: text)"

@@ -76,7 +76,7 @@ class UnknownObject(EngineError):
 
 
 class Page(NamedTuple):
-    """A page of a list of objects. `has_more` tells whether more objects follow."""
+    """A page of a list of objects. `has_more` is true if more objects follow."""
 
     objects: list[StoredObject]
     has_more: bool
@@ -222,14 +222,16 @@ class StoreClient:
 
         Raises:
             StoreError: The store does not answer.
-            UnknownObject: There is no object `after`.
+            UnknownObject: The object `after` does not exist.
         """
         is_descending = order == "desc"
         reply: ObjectReply = await self._call(
             lambda call_id: ListObjects(call_id, kind, owner, parent, after, limit, is_descending)
         )
         if reply.is_unknown:
-            raise UnknownObject(f"there is no object {after} to continue after")
+            raise UnknownObject(
+                f"the object {after}, after which the list should continue, does not exist"
+            )
         return Page(reply.objects, reply.has_more)
 
     async def attach(
@@ -359,7 +361,7 @@ class StoreClient:
             async with asyncio.timeout(REPLY_S):
                 reply = await future
         except TimeoutError:
-            raise StoreError("the store does not answer; retry later") from None
+            raise StoreError("the store does not respond; retry later") from None
         finally:
             del self._pending[call_id]
             self._pending_bytes -= size

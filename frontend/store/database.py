@@ -147,7 +147,7 @@ class Database:
             self.record_failure(error)
             return False
         if self.trouble and self.is_file:
-            logger.warning("the store %s can be written again", self._path)
+            logger.warning("the store %s is writable again", self._path)
             self.trouble = ""
         return True
 
@@ -229,13 +229,11 @@ def _migrate(connection: sqlite3.Connection, path: str) -> None:
     [version] = connection.execute("PRAGMA user_version").fetchone()
     [num_tables] = connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()
     if application != APPLICATION_ID and (application or version or num_tables):
-        raise ConfigError(
-            f"{path} is a database of another program; set --store to a file of its own"
-        )
+        raise ConfigError(f"{path} is another program's database; set --store to a separate file")
     if version > len(MIGRATIONS):
         raise ConfigError(
-            f"{path} was written by a newer version of Engine (format {version}, this version reads formats up to "
-            f"{len(MIGRATIONS)}); use that version, or set --store to another file"
+            f"{path} was written by a newer version of Engine (format {version}, this version reads formats "
+            f"up to {len(MIGRATIONS)}); use that version, or set --store to another file"
         )
     if version < len(MIGRATIONS):
         scripts = "".join(MIGRATIONS[version:])

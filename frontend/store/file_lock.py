@@ -83,7 +83,7 @@ class FileLock:
                 holder = self.read_holder()
                 owner = "unknown" if holder is None else holder.pid
                 raise ConfigError(
-                    f"the store {self._path} is in use by process {owner} of another engine; stop that one or set "
+                    f"the store {self._path} is in use by another engine (process {owner}); stop it, or set "
                     "--store to another file"
                 )
             time.sleep(LOCK_POLL_S)

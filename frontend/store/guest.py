@@ -23,7 +23,7 @@ class Guest:
         hub: The socket for the frontends of this engine.
         context: The ZeroMQ context for the connections to the other store.
         poller: The poller with which the connections are registered.
-        name: A prefix that distinguishes the frontends of this engine from those of the other one.
+        name: A prefix that distinguishes the frontends of this engine from the frontends of the other engine.
         holder: The other store.
     """
 

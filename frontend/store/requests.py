@@ -58,8 +58,8 @@ _decode_entry: Final = msgspec.msgpack.Decoder(LogEntry).decode
 class Requests:
     """The requests of all frontends.
 
-    Entries change the state in memory at once. Their changes to the database are collected, and `write` writes them in
-    a transaction. If the transaction fails, the caller calls `record_lost_write`, and the next checkpoint writes
+    Entries change the state in memory immediately. Their changes to the database are collected, and `write` writes them
+    in a transaction. If the transaction fails, the caller calls `record_lost_write`, and the next checkpoint writes
     everything.
 
     Attributes:
@@ -415,8 +415,8 @@ class Requests:
         now = time.time()
         self.num_bytes += request.size + ROW_BYTES
         self._add(
-            "INSERT OR REPLACE INTO requests (owner, id, key, session, numbers, num_starts, claimed_at, is_finished, "
-            "created, changed, size, state) VALUES (?, ?, ?, ?, ?, 0, 0, 0, ?, ?, ?, ?)",
+            "INSERT OR REPLACE INTO requests (owner, id, key, session, numbers, num_starts, claimed_at, "
+            "is_finished, created, changed, size, state) VALUES (?, ?, ?, ?, ?, 0, 0, 0, ?, ?, ?, ?)",
             entry.owner,
             entry.request_id,
             entry.key,
@@ -440,8 +440,8 @@ class Requests:
         self.num_bytes += len(state)
         self.num_finished += 1
         self._add(
-            "UPDATE requests SET is_finished = 1, session = x'', numbers = x'', state = ?, changed = ?, size = size + ? "
-            "WHERE owner = ? AND id = ?",
+            "UPDATE requests SET is_finished = 1, session = x'', numbers = x'', state = ?, changed = ?, "
+            "size = size + ? WHERE owner = ? AND id = ?",
             state,
             time.time(),
             len(state),

@@ -176,7 +176,7 @@ class StoreServer:
         self._hub.send(identity, SessionOpened(last_number))
 
     def _end_dead_engines(self) -> None:
-        """From time to time, make the requests of other engines that have exited orphans."""
+        """Periodically turn the requests of other engines that have exited into orphans."""
         if not self._requests.has_other_engines or time.monotonic() < self._look_at:
             return
         self._look_at = time.monotonic() + SHARING_MS / 1000
@@ -286,7 +286,7 @@ class StoreServer:
         return self._report_readers(request)
 
     def _report_readers(self, request: LiveRequest) -> list[Sent]:
-        """Return a message that tells the owner of a request how many clients read it."""
+        """Return a message for the owner of a request that says how many clients read it."""
         owner = self._requests.sessions.get(request.session)
         if owner is None or request.session == ORPHAN:
             return []

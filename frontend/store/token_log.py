@@ -340,7 +340,7 @@ class TokenLog:
             self._send(entry)
         if self._num_bytes > MAX_UNACKNOWLEDGED_BYTES:
             logger.warning(
-                "the store does not answer; its log of running requests begins anew later"
+                "the store does not respond; its log of running requests will be rebuilt later"
             )
             self._must_begin_again = True
             self._drop_unacknowledged()
@@ -353,8 +353,8 @@ class TokenLog:
     def _begin_again(self) -> None:
         """Record all unfinished requests with their tokens, because the store has lost its state.
 
-        Requests with log-probabilities are no longer recorded, because those that the client has read are not kept
-        here.
+        Requests with log-probabilities are no longer recorded, because the ones that the client has already read are
+        not stored here.
         """
         self._must_begin_again = False
         self._drop_unacknowledged()
@@ -394,7 +394,7 @@ class TokenLog:
         self._hold_timer = None
         if self._held:
             logger.warning(
-                "the store does not answer; requests continue without durability until it does"
+                "the store does not respond; requests continue without durability until it does"
             )
             self._is_late = True
             self._release_all()

@@ -38,7 +38,7 @@ class Child:
         hang: How the process hung, if it was killed for that; otherwise empty.
         is_known_dead: Whether the supervisor has handled the exit of the process.
         awaits_cause_until: Until when the exit is left unhandled, because the exit of another process may be the cause
-            (CLOCK_MONOTONIC seconds); 0.0 if it need not wait.
+            (CLOCK_MONOTONIC seconds); 0.0 if nothing has to wait.
     """
 
     def __init__(self, spec: ProcessSpec, epoch: int, process: Process) -> None:

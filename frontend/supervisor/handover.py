@@ -109,7 +109,7 @@ class HandoverSocket:
         return received
 
     def stop_listening(self) -> None:
-        """Accept no further successors. Those that are connected notice when this process exits."""
+        """Accept no more successors. Connected successors are notified when this process exits."""
         self._path.unlink(missing_ok=True)
         self._socket.close()
 
@@ -189,7 +189,7 @@ def find_predecessor(*, pid: int | None = None, url_end: str | None = None) -> P
         )
     wanted = f" with process ID {pid}" if pid is not None else f" at {url_end}" if url_end else ""
     raise HandoverFailed(
-        f"no engine{wanted} is running that can be upgraded: it must be ready, on one machine, and belong to the same "
+        f"no running engine{wanted} can be upgraded: it must be ready, on one machine, and run as the same "
         "user with the same XDG_RUNTIME_DIR or TMPDIR; start one with engine serve"
     )
 

@@ -3,7 +3,7 @@
 The node executes the commands of the supervisor on node 0, with two exceptions. If node 0 sends nothing for the
 heartbeat timeout, it kills its workers, because their replica restarts without them, and connects again. After a stop
 signal, its workers keep running for as long as node 0 may be draining, because all machines may have received the
-signal at once.
+signal at the same time.
 """
 
 from __future__ import annotations
@@ -134,8 +134,8 @@ class Node:
             if self._config is None and now - reminded > REMINDER_S:
                 reminded = now
                 self._console.line(
-                    f"no answer from {self._place.address} yet; check that engine serve is running there, with the "
-                    f"same key file as {self._place.cluster_key}"
+                    f"no answer from {self._place.address} yet; check that engine serve is running there, "
+                    f"with the same key file as {self._place.cluster_key}"
                 )
 
     @property
@@ -195,7 +195,8 @@ class Node:
         place = self._place
         if welcome.version != PROTOCOL_VERSION:
             raise EngineError(
-                f"node 0 has protocol version {welcome.version}, but this machine has {PROTOCOL_VERSION}; install the same version of Engine"
+                f"node 0 has protocol version {welcome.version}, but this machine has {PROTOCOL_VERSION}; "
+                "install the same version of Engine"
             )
         try:
             config = self._adapt(msgspec.msgpack.decode(welcome.config, type=EngineConfig))

@@ -24,8 +24,8 @@ class RunDirectory:
     left over, and the next engine that starts deletes it. The lock also keeps programs that clean temporary files
     away.
 
-    A process that inherits `lock_fd` holds the lock as well. Frontends do, so that other engines can tell whether a
-    frontend is left that may still continue requests.
+    A process that inherits `lock_fd` holds the lock as well. Frontends do, so that other engines can detect whether any
+    remaining frontend may still continue requests.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class RunDirectory:
 
 
 def run_directories() -> list[Path]:
-    """Return the run directories of this user's engines, including those of engines that have ended."""
+    """Return the run directories of this user's engines, including the directories of engines that have exited."""
     return [path for path in _base_directory().glob(f"{PREFIX}????????") if _looks_like_ours(path)]
 
 
@@ -59,8 +59,9 @@ def _base_directory() -> Path:
         if longest <= MAX_SOCKET_PATH_BYTES and os.access(candidate, os.W_OK | os.X_OK):
             return Path(candidate)
     raise ConfigError(
-        "no directory for sockets: XDG_RUNTIME_DIR, TMPDIR and /tmp are all unwritable or have paths longer than "
-        f"{MAX_SOCKET_PATH_BYTES - len(_LONGEST_SOCKET_NAME) - 1} bytes; set TMPDIR to a writable directory with a shorter path"
+        "there is no directory for sockets: XDG_RUNTIME_DIR, TMPDIR and /tmp are not writable or have "
+        f"paths longer than {MAX_SOCKET_PATH_BYTES - len(_LONGEST_SOCKET_NAME) - 1} bytes; set TMPDIR to a "
+        "writable directory with a shorter path"
     )
 
 
@@ -70,8 +71,8 @@ def _create_locked(base: Path) -> tuple[str, int]:
             path = tempfile.mkdtemp(prefix=PREFIX, dir=base)
         except OSError as error:
             raise ConfigError(
-                f"cannot create a directory for sockets in {base}: {error.strerror}; free some space there, or set "
-                "XDG_RUNTIME_DIR to another directory"
+                f"cannot create a directory for sockets in {base}: {error.strerror}; free some space there, "
+                "or set XDG_RUNTIME_DIR to another directory"
             ) from None
         lock = _try_lock(path)
         if lock is not None:

@@ -103,12 +103,12 @@ def convert(
         case _:
             raise CheckpointError(
                 path,
-                f"its tokenizer is of kind {kind!r}; supported are bert, gemma4, gpt2, llama and t5",
+                f"its tokenizer has the type {kind!r}; supported types are bert, gemma4, gpt2, llama and t5",
             )
     add_bos = vocabulary.flag("add_bos_token", add_bos)
     add_eos = vocabulary.flag("add_eos_token", add_eos)
     if (add_bos and bos is None) or (add_eos and eos is None):
-        raise CheckpointError(path, "it adds a bos or eos token to prompts without naming one")
+        raise CheckpointError(path, "it adds a bos or eos token to prompts but does not say which")
     before = [bos] if add_bos and bos else []
     after = [eos] if add_eos and eos else []
     tokenizer = {

@@ -58,14 +58,15 @@ class LongTexts:
         process = getattr(self._threads, "process", None)
         reply = None if process is None else _exchange(process, [head, *pieces])
         if reply is None:
-            # An idle process may have been killed, so its end need not be caused by this text.
+            # An idle process may have been killed, so this text may not be the cause of its exit.
             process = self._threads.process = self._start()
             reply = _exchange(process, [head, *pieces])
         if reply is None:
             self._threads.process = None
             raise ParameterError(
                 "prompt",
-                f"needs more than {MAX_MEMORY_BYTES >> 20} MiB of memory to be tokenized; send a shorter text",
+                f"needs more than {MAX_MEMORY_BYTES >> 20} MiB of memory to be tokenized; send a shorter "
+                "text",
             )
         is_error, content = reply
         if is_error:
@@ -78,7 +79,7 @@ class LongTexts:
             return subprocess.Popen(command, stdin=PIPE, stdout=PIPE)
         except OSError as error:
             raise ParameterError(
-                "prompt", f"is long, and no process can be started to tokenize it: {error.strerror}"
+                "prompt", f"is long, and its tokenizer process cannot be started: {error.strerror}"
             ) from None
 
 

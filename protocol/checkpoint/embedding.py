@@ -91,14 +91,15 @@ def read_embedding_files(path: Path, config: ConfigFields) -> EmbeddingFiles:
         if module.kind not in _SUPPORTED_MODULES:
             raise CheckpointError(
                 path / "modules.json",
-                f"the module {module.type!r} is not supported; supported are {', '.join(_SUPPORTED_MODULES)}",
+                f"the module {module.type!r} is not supported; supported values are "
+                f"{', '.join(_SUPPORTED_MODULES)}",
             )
         if module.kind == "Pooling":
             kind = _pooling_kind(ConfigFields.read(path / module.path / "config.json"))
         if module.kind == "Dense":
             if normalizes:
                 raise CheckpointError(
-                    path / "modules.json", "a Dense module behind Normalize is not supported"
+                    path / "modules.json", "a Dense module after Normalize is not supported"
                 )
             dense.append(
                 _dense(path / module.path, dense[-1].out_features if dense else hidden_size)
@@ -152,12 +153,13 @@ def _dense(path: Path, size: int) -> DenseConfig:
     """Return the dense layer in the directory `path`, which must read vectors of `size` elements."""
     fields = ConfigFields.read(path / "config.json")
     if fields.integer("in_features") != size:
-        raise fields.error(f"in_features {fields.get('in_features')} must be {size} here")
+        raise fields.error(f"in_features {fields.get('in_features')} must be {size} in this module")
     name = fields.text("activation_function", "torch.nn.modules.activation.Tanh")
     activation = name.rpartition(".")[2].lower()
     if activation not in list(DenseActivation):
         raise fields.error(
-            f"activation_function {name!r} is not supported; supported are {', '.join(DenseActivation)}"
+            f"activation_function {name!r} is not supported; supported values are "
+            f"{', '.join(DenseActivation)}"
         )
     weights = path / "model.safetensors"
     if not weights.is_file():
@@ -177,14 +179,14 @@ def _pooling_kind(fields: ConfigFields) -> PoolingKind:
         if mode in kinds:
             return kinds[mode]
         raise fields.error(
-            f"pooling_mode {mode!r} is not supported; supported are {', '.join(kinds)}"
+            f"pooling_mode {mode!r} is not supported; supported values are {', '.join(kinds)}"
         )
     enabled = [
         name for name in fields.config if name.startswith("pooling_mode_") and fields.get(name)
     ]
     if len(enabled) != 1 or enabled[0] not in _KINDS:
         raise fields.error(
-            f"the pooling {', '.join(enabled) or 'none'} is not supported; supported is one of {', '.join(_KINDS)}"
+            f"the pooling {', '.join(enabled) or 'none'} is not supported; use one of {', '.join(_KINDS)}"
         )
     return _KINDS[enabled[0]]
 

@@ -278,7 +278,9 @@ class _HeaderParser:
         if version not in VERSIONS:
             if int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS:
                 raise self.fail("big-endian GGUF files are not supported")
-            raise self.fail(f"GGUF version {version} is not supported, only versions 2 and 3")
+            raise self.fail(
+                f"GGUF version {version} is not supported; supported versions are 2 and 3"
+            )
         num_tensors, num_pairs = self.u64("the tensor count"), self.u64("the key-value count")
         for count, entry_bytes, what in ((num_tensors, 24, "tensor"), (num_pairs, 13, "key-value")):
             self.need(count * entry_bytes, f"the table of {count} {what} entries")
@@ -374,8 +376,8 @@ class GGUFFile:
         if count != len(self.paths):
             raise CheckpointError(
                 self.path,
-                f"the checkpoint is split into {count} files, but {len(self.paths)} are here; keep all "
-                "of them in one directory under their original names",
+                f"the checkpoint is split into {count} files, but {len(self.paths)} were found; keep all of "
+                "them in one directory under their original names",
             )
         expected = self._split_number("split.tensors.count", len(self.tensors))
         if expected != len(self.tensors):

@@ -150,8 +150,8 @@ def _read_mamba2(fields: ConfigFields) -> Mamba2:
         head_dim = fields.integer("mamba_d_head")
     if head_dim * num_heads != size or num_heads % num_groups:
         raise fields.error(
-            f"mamba_n_heads {num_heads} x mamba_d_head {head_dim} must be the inner size of {size}, and mamba_n_groups "
-            f"{num_groups} must divide mamba_n_heads"
+            f"mamba_n_heads {num_heads} x mamba_d_head {head_dim} must equal the inner size {size}, and "
+            f"mamba_n_groups {num_groups} must divide mamba_n_heads"
         )
     return Mamba2(
         num_heads,

@@ -29,7 +29,7 @@ class KVEventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         endpoint: The address of the events (ZMQ PUB).
         replay_endpoint: The address at which subscribers request batches that they missed (ROUTER); None for none.
         buffer_steps: The number of batches that are kept for these requests.
-        hwm: The number of messages that may wait for a slow subscriber; further ones are dropped.
+        hwm: The number of messages that may wait for a slow subscriber; newer messages are dropped.
     """
 
     endpoint: str = "tcp://*:5557"

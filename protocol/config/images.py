@@ -29,7 +29,7 @@ class ImageProcessorConfig(msgspec.Struct, frozen=True, kw_only=True):
             first layers (DeepStack).
         num_outputs: The number of embeddings per tile; the maximum per image if it depends on the image's size.
         resample: The resampling filter, as a value of Pillow's `Resampling`.
-        mark: The text that stands for an image in prompts; if empty, the text of `token_id`.
+        mark: The text that represents an image in prompts; if empty, the text of `token_id`.
         start: The text before an image, or before each tile if all tiles are alike.
         end: The text after an image or tile with `start`.
         after_images: The text after the last image. Prompts with it have all of their images at the beginning.

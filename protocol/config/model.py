@@ -270,7 +270,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
     def max_pooled_tokens(self) -> int:
         """The maximum length of a pooled text in tokens.
 
-        For a decoder it is one less than `max_model_len`, because a slot keeps room for a generated token.
+        For a decoder it is one less than `max_model_len`, because a slot reserves space for a generated token.
         """
         return self.max_model_len - (not self.is_encoder)
 

@@ -34,7 +34,7 @@ class ParallelConfig(msgspec.Struct, frozen=True):
     A replica is one core with P x T workers (P pipeline stages of T tensor-parallel workers). The workers of a stage
     have consecutive ranks. Ranks count the workers of all replicas, and each of `nnodes` nodes has equally many
     consecutive ones. Cores and frontends are on node 0, which the other nodes reach at `master_addr`. With an external
-    launcher each worker joins separately, as a node of its own.
+    launcher, each worker joins separately as its own node.
     """
 
     tensor_parallel_size: Annotated[
@@ -136,7 +136,7 @@ class ParallelConfig(msgspec.Struct, frozen=True):
         return self.enable_expert_parallel and self.data_parallel_size > 1
 
     def group_of(self, core_index: int) -> int:
-        """Return the first core whose workers form a group with those of a core."""
+        """Return the first core whose workers are in the same group as those of the given core."""
         return 0 if self.divides_experts_among_replicas else core_index
 
     def spans_nodes(self, core_index: int) -> bool:

@@ -22,7 +22,7 @@ class SchedulingPolicy(enum.StrEnum):
 class PreemptionMode(enum.StrEnum):
     """What happens to the KV blocks of a preempted request if there is CPU KV offload.
 
-    They are dropped (`recompute`), copied to CPU memory at once (`swap`), or copied when their memory is needed
+    They are dropped (`recompute`), copied to CPU memory immediately (`swap`), or copied when their memory is needed
     (`auto`).
     """
 
@@ -53,7 +53,7 @@ class ProposerMethod(enum.StrEnum):
 
     @property
     def has_own_checkpoint(self) -> bool:
-        """True if the proposer has a checkpoint of its own."""
+        """True if the proposer has its own checkpoint."""
         return self in _METHODS_WITH_CHECKPOINT
 
 
@@ -71,7 +71,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     `suffix` counts the tokens that followed all such occurrences, also in recent answers to other requests, and
     proposes the most frequent (SuffixDecoding, arXiv 2411.04975). `draft_model` runs a smaller model with the same
     vocabulary. `eagle` (arXiv 2401.15077), `eagle3` (arXiv 2503.01840) and `mtp` run a layer that reads the model's
-    hidden states. EAGLE heads have a checkpoint of their own; for `mtp` the model's checkpoint contains the layer.
+    hidden states. EAGLE heads have their own checkpoint; for `mtp` the model's checkpoint contains the layer.
 
     Attributes:
         num_speculative_tokens: The maximum number of proposed tokens per step. The scheduler may use fewer for a
@@ -234,7 +234,10 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
             "Propose draft tokens without changing output; 0 tokens disables",
             name="--speculative-config",
             parse="speculative",
-            default_text=f"{DEFAULT_SPECULATION.num_speculative_tokens} tokens from repeated text; off on a GPU or with -pp",
+            default_text=(
+                f"{DEFAULT_SPECULATION.num_speculative_tokens} tokens from repeated text; off on a GPU or "
+                "with -pp"
+            ),
         ),
     ] = None
     scheduler_cls: Annotated[

@@ -15,7 +15,7 @@ DISK_BYTES: Final = 4 * 1024 * 1024 * 1024
 
 
 class StoreConfig(msgspec.Struct, frozen=True):
-    """The database of stored objects, and of requests that continue after their client or their process is gone."""
+    """The configuration of the store of objects, and of requests that outlive their client or process."""
 
     path: Annotated[
         str | None,

@@ -23,8 +23,8 @@ class VideoProcessorConfig(msgspec.Struct, frozen=True, kw_only=True):
             "inner" (SmolVLM2): as "ends", but without the first and the last second of long files. "middles"
             (InternVL): the middle frame of each of several equal parts.
         max_seconds: The length of a file in seconds above which the steps of "seconds" become longer.
-        mark: The text that stands for a video in prompts; if empty, the text of `mark_id`.
-        mark_id: The token that stands for a video in prompts; None for `token_id`.
+        mark: The text that represents a video in prompts; if empty, the text of `mark_id`.
+        mark_id: The token that represents a video in prompts; None for `token_id`.
         resample: The resampling filter, as a value of Pillow's `Resampling`.
         scale: The factor that pixel values (0 to 255) are multiplied by.
         mean: The mean of each channel, which is subtracted from the scaled values.

@@ -1,7 +1,7 @@
 """A program that forks grammar processes: `python -m engine.protocol.grammars.fork_server FD TOKENIZER VOCAB EOS…`.
 
 A grammar can overflow the stack of the library that compiles it, or take unlimited time and memory. Each grammar is
-therefore handled in a process of its own, so that a crash fails only one request. This program loads the tokenizer once
+therefore handled in its own process, so that a crash fails only one request. This program loads the tokenizer once
 for all of them.
 """
 

@@ -216,7 +216,7 @@ def _tags(structural_tag: _StructuralTag) -> str:
         if not matching:
             raise ParameterError(
                 PARAM,
-                f"must have a trigger that begins {structure.begin!r}, got {structural_tag.triggers}",
+                f"must have a trigger that is a prefix of {structure.begin!r}, got {structural_tag.triggers}",
             )
         trigger = max(matching, key=len)
         rest = structure.begin[len(trigger) :]

@@ -129,11 +129,11 @@ def load_grammar_tokenizer(path: str, vocab_size: int, eos_token_ids: Sequence[i
     if path and json_path.is_dir():
         json_path /= "tokenizer.json"
     if json_path.suffix != ".json" or not json_path.is_file():
-        raise EngineError("structured outputs need a tokenizer.json, and this model has none")
+        raise EngineError("structured outputs need a tokenizer.json, but this model has none")
     tokenizer = LLTokenizer(
         str(json_path), n_vocab=vocab_size, eos_token=sorted(eos_token_ids) or None
     )
-    # Find the special tokens now, so that processes forked from this one need not do it again.
+    # Find the special tokens now, so that processes forked from this one do not have to do it again.
     special_tokens_of(tokenizer)
     return tokenizer
 
@@ -146,7 +146,7 @@ def shared_limits() -> LLParserLimits:
 
 
 def isolated_limits() -> LLParserLimits:
-    """Return limits for a grammar in a process of its own, whose time and memory are limited anyway."""
+    """Return limits for a grammar in its own process, whose time and memory are limited anyway."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(

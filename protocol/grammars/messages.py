@@ -59,8 +59,8 @@ class Advance(msgspec.Struct, tag=2, array_like=True):
 class Verdict(msgspec.Struct, tag=3, array_like=True):
     """The result of a `Check`.
 
-    `problem` says why the grammar, or its part number `part`, cannot be used. `is_isolated` is set if it must run in a
-    process of its own. `spec` replaces the grammar's specification if patterns had to be dropped; None if none was.
+    `problem` says why the grammar, or its part number `part`, cannot be used. `is_isolated` is set if it must run in
+    its own process. `spec` replaces the grammar's specification if patterns had to be dropped; None if none was.
     """
 
     problem: str = ""

@@ -48,7 +48,7 @@ class SharedContent:
         """
         data = b"" if self._fd is None else os.pread(self._fd, size, self._offset)
         if len(data) != size:
-            raise EOFError(f"the content ends {size - len(data)} bytes too early")
+            raise EOFError(f"the content ends {size - len(data)} bytes early")
         self._offset += size
         return data
 

@@ -1,8 +1,8 @@
 """A program that forks disposable processes, each of which serves one socket.
 
-It loads once what the processes need, so that a fork takes milliseconds. For each socket that arrives it forks a child.
-When a child exits, its client receives the signal that ended it. The program exits together with the process that
-started it, and each child exits when its socket is closed.
+It loads everything that the processes need once, so that a fork takes only milliseconds. For each socket that arrives
+it forks a child. When a child exits, its client receives the signal that ended it. The program exits together with the
+process that started it, and each child exits when its socket is closed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def run_fork_server(
         control: The socket on which the sockets of clients arrive.
         name: The name of the children in the process table.
         load: Prepares this process, and returns the function that each child runs.
-        max_memory_bytes: The memory that a child may allocate in addition to what is loaded.
+        max_memory_bytes: The memory that a child may allocate in addition to the loaded data.
     """
     name_process(f"{name} fork server")
     for signum in (signal.SIGINT, signal.SIGHUP):

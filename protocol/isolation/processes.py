@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 
 class IsolatedProcesses:
-    """Starts processes through a fork server that has loaded what they need. Thread-safe.
+    """Starts processes through a fork server that has loaded everything that they need. Thread-safe.
 
     The fork server starts with the first process, or by a call of `start`.
 

@@ -1,1 +1,1 @@
-"""Messages between the scheduler's and the workers' halves of the built-in KV connectors."""
+"""Messages between the scheduler side and the worker side of the built-in KV connectors."""

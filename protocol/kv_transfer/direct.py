@@ -1,4 +1,4 @@
-"""Messages of the direct KV connector: between its two halves, and between the workers of two replicas."""
+"""Messages of the direct KV connector: between its two sides, and between the workers of two replicas."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ class DirectFetch(msgspec.Struct, array_like=True, gc=False, frozen=True):
 class DirectCommands(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """The metadata of a step. Workers apply the fields in their order before the step is computed.
 
-    `clears` withdraws all offered blocks, and `withdrawn` those with these keys, because this step may overwrite them.
-    Then the complete blocks `offered_blocks` int32 are offered under the keys `offered`. No more blocks follow for the
-    requests named in `ended`. The same is true for the requests in `held`, pairs of name and transfer id, whose blocks
-    are kept until they were fetched. The transfers in `expired` are no longer kept. Finally, `fetches` begin.
+    `clears` withdraws all offered blocks, and `withdrawn` the blocks with these keys, because this step may overwrite
+    them. Then the complete blocks `offered_blocks` int32 are offered under the keys `offered`. No more blocks follow
+    for the requests named in `ended`. The same is true for the requests in `held`, pairs of name and transfer id, whose
+    blocks are kept until they were fetched. The transfers in `expired` are no longer kept. Finally, `fetches` begin.
     """
 
     clears: bool = False

@@ -1,4 +1,4 @@
-"""Messages between the two halves of the disk KV connector, which identifies a block by its content key."""
+"""Messages between the two sides of the disk KV connector, which identifies a block by its content key."""
 
 from __future__ import annotations
 

@@ -29,10 +29,10 @@ def choose_replica(
 ) -> int:
     """Return the index of the replica for a prompt.
 
-    Replicas with the prompt's LoRA adapter come first, then those with the most of the prompt's blocks (at least half),
-    then those with the lowest load. Such a preference holds only while the replica's load is at most twice the lowest
-    and below `max_num_seqs`, or at most `HEADROOM` above the lowest. Ties go to the first replica from `home` on, so
-    that all frontends choose the same replica.
+    Replicas with the prompt's LoRA adapter come first, then the ones with the most blocks of the prompt (at least
+    half), then the ones with the lowest load. Such a preference holds only while the replica's load is at most twice
+    the lowest and below `max_num_seqs`, or at most `HEADROOM` above the lowest. Ties go to the first replica from
+    `home` on, so that all frontends choose the same replica.
 
     Args:
         loads: Number of sequences at each replica.

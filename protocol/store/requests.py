@@ -33,8 +33,8 @@ class OpenSession(msgspec.Struct, tag="open", array_like=True, gc=False, frozen=
 class BeginRequest(msgspec.Struct, tag="begin", array_like=True, gc=False, frozen=True):
     """Record that a request was accepted, with the sequences `streams` int32[N].
 
-    `record` is what a frontend needs to continue it. `tokens` has the tokens of each stream so far, if any. `key` is
-    the client's `Idempotency-Key`.
+    `record` has the data that a frontend needs to continue it. `tokens` has the tokens of each stream so far, if any.
+    `key` is the client's `Idempotency-Key`.
     """
 
     number: int

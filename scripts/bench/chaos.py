@@ -2,10 +2,10 @@
 
     scripts/bench/run chaos --minutes 30 --every 20
 
-Traffic comes in waves: requests of all kinds at once, and clients that disconnect. Every answer must equal the one from
-an undisturbed run; connections may break only at a frontend that was crashed or stopped. After each wave, every block
-and slot must be free. Prints a line of JSON per wave and a summary. Exits with 1 after a wrong stream, a leak or a
-violated invariant.
+Traffic comes in waves: requests of all kinds at the same time, and clients that disconnect. Every answer must equal the
+one from an undisturbed run; connections may break only at a frontend that was crashed or stopped. After each wave,
+every block and slot must be free. Prints a line of JSON per wave and a summary. Exits with 1 after a wrong stream, a
+leak or a violated invariant.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Havoc:
                     FAULTS[fault](victim)
 
     def _harm_frontend(self, victim: psutil.Process, fault: str) -> None:
-        """While it stands still it accepts nobody of whom we would not know."""
+        """While the frontend is stopped, it accepts no connections that this script would not know."""
         self.num_frontend_faults += 1
         victim.suspend()
         self._note_clients(victim)
@@ -137,11 +137,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default=default_model())
     parser.add_argument("--minutes", type=float, default=30)
-    parser.add_argument("--every", type=float, default=20, help="seconds between two faults")
-    parser.add_argument("--streams", type=int, default=200, help="of a wave")
-    parser.add_argument("--victims", nargs="+", help="titles such as 'core 0'; all by default")
+    parser.add_argument("--every", type=float, default=20, help="seconds between faults")
+    parser.add_argument("--streams", type=int, default=200, help="streams per wave")
+    parser.add_argument(
+        "--victims", nargs="+", help="process titles such as 'core 0' (default: all)"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("server_args", nargs="*", help="after --: further arguments of the server")
+    parser.add_argument(
+        "server_args", nargs="*", help="additional arguments for the server, after --"
+    )
     args = parser.parse_args()
     rng = random.Random(args.seed)
     requests = bodies(args.streams)

@@ -3,11 +3,11 @@
     scripts/bench/run chaos_kinds --minutes 5 --every 20
 
 One server has a small random model that reads images and has adapters: it answers chats with and without images, with
-and without adapters, completions, beams, prompts of embeddings, embeddings and reranking. The other one writes down
-speech with a small random Whisper. Traffic comes in waves, as in `chaos`: every answer must be what it was before
-anything was harmed, a client of a harmed frontend asks again, and after each wave everything must be free. Blocks,
-slots, adapters and encoder outputs are among the invariants that the core checks. Prints a line of JSON a wave and a
-summary; exits with 1 for a wrong answer, a leak or a violation.
+and without adapters, completions, beams, prompts of embeddings, embeddings and reranking. The other one transcribes
+speech with a small random Whisper. Traffic comes in waves, as in `chaos`: every answer must equal the answer before any
+fault, a client of a disturbed frontend retries, and after each wave everything must be free. Blocks, slots, adapters
+and encoder outputs are among the invariants that the core checks. Prints a line of JSON a wave and a summary; exits
+with 1 for a wrong answer, a leak or a violation.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ WINDOWS_OF_SOUND = 3
 
 
 class Side:
-    """A server, its requests, and what it answered before anything was harmed."""
+    """A server, its requests, and its answers before any fault."""
 
     def __init__(
         self, name: str, arguments: tuple[str, ...], requests: list[Request], repeats: int
@@ -56,7 +56,7 @@ class Side:
             raise SystemExit(f"the undisturbed run of {self.name} failed: {failed}")
 
     def run_wave(self, havoc: Havoc, rng: random.Random) -> Counter[str]:
-        """Send all requests in another order. Return how many answers were right and wrong."""
+        """Send all requests in another order. Return how many answers were correct and how many were wrong."""
         harmed = havoc.num_frontend_faults
         order = rng.sample(range(len(self.requests)), len(self.requests))
         found = answers(
@@ -82,8 +82,8 @@ class Side:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=5)
-    parser.add_argument("--every", type=float, default=20, help="seconds between two faults")
-    parser.add_argument("--repeats", type=int, default=2, help="how often a wave has each request")
+    parser.add_argument("--every", type=float, default=20, help="seconds between faults")
+    parser.add_argument("--repeats", type=int, default=2, help="copies of each request in a wave")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     torch.set_num_threads(1)

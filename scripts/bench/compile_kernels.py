@@ -2,9 +2,9 @@
 
     scripts/bench/run compile_kernels [--triton 3.5.1 3.6.0 3.7.1] [--only decode_kernel ...]
 
-For each release: the number of compiled kernels, and those that do not fit on a multiprocessor, that spill registers,
-or whose product reads registers that another instruction overwrites (triton-lang/triton#9433). Releases are downloaded
-by pip. It exits with 1 if a kernel does not compile or is listed.
+For each release: the number of compiled kernels, and the kernels that do not fit on a multiprocessor, that spill
+registers, or whose product reads registers that another instruction overwrites (triton-lang/triton#9433). Releases are
+downloaded by pip. It exits with 1 if a kernel does not compile or is listed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def faults(kernel: KernelResources) -> Iterator[str]:
 
 
 def compile_with(release: str, only: list[str]) -> bool:
-    """Print what a release of Triton makes of the kernels. Return whether all is well."""
+    """Print how a release of Triton compiles the kernels. Return whether there are no problems."""
     with tempfile.TemporaryDirectory() as name:
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
         subprocess.run([*pip, "--no-deps", "--target", name, f"triton=={release}"], check=True)

@@ -51,12 +51,12 @@ def with_hogs(count: int, url: str, model: str, concurrency: int, requests: int)
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", help="default: the default model")
+    parser.add_argument("--model", help="model to measure (default: the default model)")
     parser.add_argument("-c", "--concurrency", type=int, default=8)
     parser.add_argument("-n", "--requests", type=int, default=32)
     parser.add_argument("--hogs", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("serve", nargs="*", help="more arguments of `engine serve`")
+    parser.add_argument("serve", nargs="*", help="additional arguments for `engine serve`")
     arguments = parser.parse_args()
     model = [arguments.model] if arguments.model else []
     named = [*model, "--served-model-name", "busy", *arguments.serve]

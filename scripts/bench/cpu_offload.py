@@ -2,7 +2,7 @@
 
     scripts/bench/run cpu_offload [--model PATH] [--tokens 1024]
 
-The KV cache has room for one conversation. Two conversations take turns, so that each finds its blocks evicted by the
+The KV cache has space for one conversation. Two conversations take turns, so that each finds its blocks evicted by the
 other.
 """
 
@@ -55,8 +55,8 @@ def time_turns(model: str | None, num_tokens: int, turns: int, host_gib: float) 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", help="default: the default model")
-    parser.add_argument("--tokens", type=int, default=1024, help="of each conversation")
+    parser.add_argument("--model", help="model to measure (default: the default model)")
+    parser.add_argument("--tokens", type=int, default=1024, help="tokens in each conversation")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()

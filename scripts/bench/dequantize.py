@@ -22,7 +22,7 @@ from side_by_side.contenders import default_model
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("out", type=Path)
-    parser.add_argument("--model", type=Path, help="default: the default model")
+    parser.add_argument("--model", type=Path, help="model to measure (default: the default model)")
     arguments = parser.parse_args()
     path, out = arguments.model or Path(default_model()), arguments.out
     checkpoint = open_checkpoint(path)

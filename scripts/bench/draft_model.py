@@ -119,7 +119,7 @@ def make_requests(count: int, num_tokens: int, seed: int) -> list[dict[str, Any]
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--agreement", type=float, default=0.8)
-    parser.add_argument("--num-tokens", type=int, default=5, help="drafts of a step at most")
+    parser.add_argument("--num-tokens", type=int, default=5, help="maximum drafts per step")
     parser.add_argument("-c", "--concurrency", type=int, nargs="+", default=[1, 4, 16, 32])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=128)

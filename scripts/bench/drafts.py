@@ -7,8 +7,8 @@
 passage with one change. `code` gives lines of the standard library, then the first of them again with a variable
 renamed; the model continues these, like an edit by a coding agent. `random` continues random tokens at temperature 1.5.
 
-Both servers get the same requests in turn, with `ignore_eos`. Half of the answers are greedy, half are sampled at
-temperature 0.7 with a seed of their own; those of `code` are all greedy. Both servers must give the same answers.
+Both servers get the same requests alternately, with `ignore_eos`. Half of the answers are greedy, half are sampled at
+temperature 0.7, each with its own seed; the answers of `code` are all greedy. Both servers must give the same answers.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ async def count_drafts(url: str) -> tuple[int, int]:
 def measure_requests(
     drafting: str, plain: str, rounds: list[list[Body]], concurrency: int
 ) -> dict[str, Any]:
-    """Return the speeds of two servers, which get the requests of each round in turn."""
+    """Return the speeds of two servers, which get the requests of each round alternately."""
     with_drafts, without, num_different = [], [], 0
     drafted_before, right_before = uvloop.run(count_drafts(drafting))
     for requests in rounds:
@@ -173,13 +173,15 @@ def measure_requests(
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", help="default: the default model")
+    parser.add_argument("--model", help="model to measure (default: the default model)")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
-    parser.add_argument("--speculative-config", help="default: that of the server")
+    parser.add_argument(
+        "--speculative-config", help="speculative configuration (default: the server's)"
+    )
     parser.add_argument("-c", "--concurrency", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("serve", nargs="*", help="more arguments of `engine serve`")
+    parser.add_argument("serve", nargs="*", help="additional arguments for `engine serve`")
     given = parser.parse_args()
     model = [given.model] if given.model else []
     # Switch the prefix cache off, so that neither server profits from earlier requests.

@@ -3,9 +3,9 @@
     scripts/bench/run durable_chaos --minutes 5 --streams 24
 
 Clients read streams of a server with `--store`, and return whenever a stream is cut. Every second or two, a random
-process is killed, or all of them at once; then a new server is started on the same store. Every answer must be what it
-is without disturbance, and nothing may be held afterwards. Prints a line of JSON a wave and a summary; exits with 1 for
-a cut, wrong or doubled stream, or a leak.
+process is killed, or all processes at the same time; then a new server is started on the same store. Every answer must
+be the same as without faults, and nothing may be held afterwards. Prints a line of JSON per wave and a summary; exits
+with 1 for a cut, wrong or doubled stream, or a leak.
 """
 
 from __future__ import annotations
@@ -74,10 +74,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default=default_model())
     parser.add_argument("--minutes", type=float, default=5)
-    parser.add_argument("--streams", type=int, default=24, help="of a wave")
-    parser.add_argument("--tokens", type=int, default=200, help="of a stream")
+    parser.add_argument("--streams", type=int, default=24, help="streams per wave")
+    parser.add_argument("--tokens", type=int, default=200, help="tokens per stream")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("serve", nargs="*", help="after --: more arguments of `engine serve`")
+    parser.add_argument(
+        "serve", nargs="*", help="after --: additional arguments for `engine serve`"
+    )
     args = parser.parse_args()
     rng = random.Random(args.seed)
     bodies = make_bodies(args.streams, args.tokens)

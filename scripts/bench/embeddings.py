@@ -58,7 +58,7 @@ class Lengths(NamedTuple):
 
     @classmethod
     def parse(cls, given: str) -> Lengths:
-        """Return the lengths that "16" or "16-256" stands for."""
+        """Return the lengths that "16" or "16-256" means."""
         least, _, most = given.partition("-")
         return cls(int(least), int(most or least))
 
@@ -67,7 +67,7 @@ class Lengths(NamedTuple):
 
 
 def random_texts(words: list[str], tokens: Lengths, count: int) -> list[str]:
-    """Return texts of so many tokens, two of which the tokenizer adds."""
+    """Return texts with these numbers of tokens, including the two tokens that the tokenizer adds."""
     return [" ".join(random.choices(words, k=random.randint(*tokens) - 2)) for _ in range(count)]
 
 
@@ -126,7 +126,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=Lengths.parse, nargs="+", default=DEFAULT_LENGTHS)
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 32])
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
-    parser.add_argument("--only", nargs="+", help="parts of the names of embedders; default: all")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        help="run only embedders whose names contain one of these texts (default: all)",
+    )
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         model = args.model or minilm(Path(name))

@@ -272,10 +272,17 @@ def measure(server: Server, gauge: Gauge, heavy: Heavy, body: bytes) -> tuple[Ro
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--only", nargs="+", default=[""], help="parts of the names of kinds")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=[""],
+        help="run only kinds of requests whose names contain one of these texts",
+    )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--stacks", action="store_true", help="show what held the loop")
-    parser.add_argument("serve", nargs="*", help="more arguments of `engine serve`")
+    parser.add_argument(
+        "--stacks", action="store_true", help="print the calls that blocked the event loop"
+    )
+    parser.add_argument("serve", nargs="*", help="additional arguments for `engine serve`")
     arguments = parser.parse_args()
     args = ["--device", "null", "--null-step-ms", "1", "--max-model-len", str(MAX_MODEL_LEN)]
     args += ["--max-logprobs", "-1"]

@@ -1,4 +1,4 @@
-"""Measure how fast a fleet of replicas is simulated, beside real time.
+"""Measure how fast a fleet of replicas is simulated, compared with real time.
 
     scripts/bench/run fleet [--replicas 1000] [--rate 0.5] [--seconds 20] [--stepwise]
 
@@ -38,10 +38,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--replicas", type=int, default=1000)
     parser.add_argument(
-        "--rate", type=float, default=0.5, help="requests per second and replica (default: 0.5)"
+        "--rate",
+        type=float,
+        default=0.5,
+        help="requests per second for each replica (default: 0.5)",
     )
-    parser.add_argument("--seconds", type=float, default=20.0, help="seconds of arrivals")
-    parser.add_argument("--stepwise", action="store_true", help="skip no steps")
+    parser.add_argument(
+        "--seconds", type=float, default=20.0, help="seconds during which requests arrive"
+    )
+    parser.add_argument(
+        "--stepwise", action="store_true", help="simulate every step, without skipping"
+    )
     args = parser.parse_args()
     trace = make_trace(args.seconds, args.rate * args.replicas)
     setup = Setup(

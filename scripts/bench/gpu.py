@@ -1,4 +1,4 @@
-"""Measure one GPU: agreement with a CPU, decode and prefill beside the device's limits, kernels, start-up.
+"""Measure one GPU: agreement with a CPU, decode and prefill compared with the device's limits, kernels, start-up.
 
     scripts/bench/run gpu [--call A B C] [--json FILE] [--only PART ...]
     scripts/bench/run gpu --only kernels "small products" "prefill tiles"
@@ -102,7 +102,7 @@ def run_once(
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
-            # Give it a process group of its own, because it may have children, which must end with it.
+            # Start it in its own process group, because it may have children, which must exit with it.
             start_new_session=True,
             # Make it print its stack on a fatal signal, its own or ours.
             env=os.environ | {"PYTHONFAULTHANDLER": "1"},
@@ -191,11 +191,11 @@ def summary(report: dict[str, Any]) -> Iterator[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="a few steps of a toy model")
+    parser.add_argument("--tiny", action="store_true", help="run only a few steps of a tiny model")
     parser.add_argument("--call", nargs="+", choices=("A", "B", "C"), default=("A", "B", "C"))
-    parser.add_argument("--minutes", type=float, default=27, help="of all parts together")
-    parser.add_argument("--only", nargs="+", metavar="PART", help="these parts")
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument("--minutes", type=float, default=27, help="total minutes for all parts")
+    parser.add_argument("--only", nargs="+", metavar="PART", help="parts to run")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
     arguments = parser.parse_args()
     calls = plan(("tiny",) if arguments.tiny else MODELS)
     known = {name: part for call in calls.values() for name, part in call.items()}

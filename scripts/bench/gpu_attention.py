@@ -2,10 +2,10 @@
 
     scripts/bench/run gpu_attention [--heads 32 8 128] [--block-size 16] [--fp8] [--tune | --once] [--case NAME ...]
 
-The shapes are those of one layer of a model. Each case also says how far the two results are apart. Torch's kernel
-reads keys and values that lie one after the other, ours those of a paged cache in random order. `--tune` tries other
-tiles; `--once` launches each case three times and measures nothing, for a profiler. Without a GPU the cases are tiny
-and the kernels interpreted: that shows that the program works, and no more.
+The shapes belong to one layer of a model. Each case also says how far the two results are apart. Torch's kernel reads
+keys and values from contiguous memory, ours reads a paged cache in random order. `--tune` tries other tiles; `--once`
+launches each case three times and measures nothing, for a profiler. Without a GPU the cases are tiny and the kernels
+interpreted: that shows that the program works, and no more.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Milliseconds of one layer, and those of torch's flash attention and of cuDNN's.
+    """Milliseconds for one layer with Engine's kernel, with torch's flash attention and with cuDNN's.
 
-    `error` is the largest difference from torch's, `of_torch` the speed beside the faster of the two.
+    `error` is the largest difference from torch's, `of_torch` the speed relative to the faster of the two.
     """
 
     ms: float
@@ -310,11 +310,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--heads", type=int, nargs=3, metavar=("H", "G", "K"), default=(32, 8, 128))
     parser.add_argument("--block-size", type=int, default=16)
-    parser.add_argument("--fp8", action="store_true", help="keys and values in FP8")
-    parser.add_argument("--tune", action="store_true", help="try other tiles")
-    parser.add_argument("--once", action="store_true", help="only launch, for a profiler")
+    parser.add_argument("--fp8", action="store_true", help="store keys and values in FP8")
+    parser.add_argument("--tune", action="store_true", help="measure other tile sizes")
     parser.add_argument(
-        "--case", nargs="+", metavar="NAME", help="these cases, such as 'prefill 8k'"
+        "--once", action="store_true", help="only launch the kernels, for a profiler"
+    )
+    parser.add_argument(
+        "--case", nargs="+", metavar="NAME", help="cases to run, such as 'prefill 8k'"
     )
     parser.add_argument("--json", action="store_true")
     add_done(parser)

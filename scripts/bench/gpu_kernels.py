@@ -279,7 +279,9 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=151936 if HAS_GPU else 500)
     parser.add_argument("--only", choices=("linear", "rows", "sampling"))
     parser.add_argument("--case", nargs="+", metavar="NAME", help="these cases")
-    parser.add_argument("--once", action="store_true", help="only launch, for a profiler")
+    parser.add_argument(
+        "--once", action="store_true", help="only launch the kernels, for a profiler"
+    )
     parser.add_argument("--json", action="store_true")
     add_done(parser)
     arguments = parser.parse_args()

@@ -142,14 +142,14 @@ def measure(args: argparse.Namespace, directory: Path, seed: int) -> dict[str, A
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default=default_model())
-    parser.add_argument("--tokens", type=int, default=8000, help="of the prompt of the last turn")
+    parser.add_argument("--tokens", type=int, default=8000, help="tokens in the last turn's prompt")
     parser.add_argument("--gib", type=float, default=8.0)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument(
         "--stored", type=float, default=0.9, help="fraction of the blocks on disk before the kill"
     )
-    parser.add_argument("--directory", type=Path, help="default: a temporary one")
-    parser.add_argument("serve", nargs="*", help="more arguments of `engine serve`")
+    parser.add_argument("--directory", type=Path, help="default: a temporary directory")
+    parser.add_argument("serve", nargs="*", help="additional arguments for `engine serve`")
     args = parser.parse_args()
     results = []
     with tempfile.TemporaryDirectory(dir=args.directory) as root:

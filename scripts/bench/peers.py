@@ -2,9 +2,9 @@
 
     scripts/bench/run peers --json FILE [--peers DIRECTORY] [--contenders engine,llama-bf16] [--points c1,c64]
 
-In each round, each contender is started in turn, alone, and measured at every point. Results are added to the JSON file
-point by point, so that a long comparison can be run in pieces. The table shows medians of all results in the file.
-`side_by_side/contenders.py` describes the directory of peers.
+In each round, each contender is started alone, one after another, and measured at every point. Results are added to the
+JSON file after every point, so that a long comparison can be run in pieces. The table shows medians of all results in
+the file. `side_by_side/contenders.py` describes the directory of peers.
 """
 
 from __future__ import annotations
@@ -57,23 +57,38 @@ def main() -> None:
     # If this program is ended by a time limit or by hand, the servers that it started must end too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--json", type=Path, required=True, help="results are added to this file")
-    parser.add_argument("--table", action="store_true", help="print the table and measure nothing")
-    parser.add_argument("--peers", type=Path, default=Path("peers"), help="the installed peers")
-    parser.add_argument("--contenders", help="comma-separated subset; default: all that are found")
-    parser.add_argument("--points", default=",".join([*DEFAULT_POINTS, MEMORY]), help="likewise")
+    parser.add_argument(
+        "--json", type=Path, required=True, help="file to which results are appended"
+    )
+    parser.add_argument(
+        "--table", action="store_true", help="only print the table, without measuring"
+    )
+    parser.add_argument(
+        "--peers", type=Path, default=Path("peers"), help="directory with the installed peers"
+    )
+    parser.add_argument(
+        "--contenders", help="comma-separated contenders to run (default: all that are found)"
+    )
+    parser.add_argument(
+        "--points",
+        default=",".join([*DEFAULT_POINTS, MEMORY]),
+        help="comma-separated points to measure",
+    )
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument(
         "--model-file",
         type=Path,
         action="append",
         default=[],
-        help="a GGUF file for Engine and llama.cpp in place of the default model",
+        help="GGUF file for Engine and llama.cpp, instead of the default model",
     )
     parser.add_argument(
-        "--streams", type=int, default=MAX_STREAMS, help="of llama.cpp with --model-file"
+        "--streams",
+        type=int,
+        default=MAX_STREAMS,
+        help="maximum concurrent streams of llama.cpp with --model-file",
     )
-    parser.add_argument("--engine-flags", default="", help="more flags for engine serve")
+    parser.add_argument("--engine-flags", default="", help="additional flags for engine serve")
     arguments = parser.parse_args()
     results: dict[str, Any] = {"machines": [], "costs": {}, "records": []}
     if arguments.json.exists():

@@ -320,9 +320,9 @@ def results(path: Path, names: list[str], num_tokens: int, threads: int) -> Iter
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", type=Path, help="a GGUF file; default: the default model")
+    parser.add_argument("--model", type=Path, help="GGUF file (default: the default model)")
     parser.add_argument("--formats", default=",".join(FORMATS))
-    parser.add_argument("--tokens", type=int, default=2048, help="of each text")
+    parser.add_argument("--tokens", type=int, default=2048, help="number of tokens in each text")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()

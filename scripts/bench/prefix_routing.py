@@ -2,8 +2,8 @@
 
     scripts/bench/run prefix_routing --streams 64 --prefixes 8
 
-All streams begin at once, and each sends the next prompt when one ends. Prints a line of JSON for each number of
-replicas: the share of prompt tokens that were found in a prefix cache, and how evenly the work was spread.
+All streams begin at the same time, and each sends the next prompt when one ends. Prints a line of JSON for each number
+of replicas: the share of prompt tokens that were found in a prefix cache, and how evenly the work was spread.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def main() -> None:
     parser.add_argument("--model", default=default_model())
     parser.add_argument("--replicas", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--frontends", type=int, default=2)
-    parser.add_argument("--threads", type=int, default=0, help="of each worker")
+    parser.add_argument("--threads", type=int, default=0, help="CPU threads of each worker")
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--requests", type=int, default=512)
     parser.add_argument("--prefixes", type=int, default=8)

@@ -250,7 +250,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--layers", type=int, help="default: all, or what fits in 3 GB")
+    parser.add_argument(
+        "--layers", type=int, help="number of layers (default: all, or as many as fit into 3 GB)"
+    )
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     shape = SHAPES[arguments.shape]

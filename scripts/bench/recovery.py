@@ -60,9 +60,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default=default_model())
     parser.add_argument("--streams", type=int, default=16)
-    parser.add_argument("--kills", type=int, default=3, help="of each victim")
+    parser.add_argument("--kills", type=int, default=3, help="number of times to kill each victim")
     parser.add_argument("--victims", nargs="+", default=["core 0", "worker 0"])
-    parser.add_argument("serve", nargs="*", help="more arguments of `engine serve`")
+    parser.add_argument("serve", nargs="*", help="additional arguments for `engine serve`")
     args = parser.parse_args()
     limits = ("--max-model-len", "1024", "--max-num-seqs", str(max(args.streams, 16)))
     with Server(args.model, *limits, *args.serve) as server:

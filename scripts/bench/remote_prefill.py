@@ -102,11 +102,15 @@ def measure_intervals(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default=default_model())
-    parser.add_argument("--tokens", type=int, default=4000, help="of each long prompt")
+    parser.add_argument(
+        "--tokens", type=int, default=4000, help="number of tokens in each long prompt"
+    )
     parser.add_argument("--streams", type=int, default=8)
-    parser.add_argument("--prompts", type=int, default=4, help="long prompts beside the streams")
+    parser.add_argument(
+        "--prompts", type=int, default=4, help="number of long prompts sent while streams run"
+    )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("serve", nargs="*", help="more arguments of `engine serve`")
+    parser.add_argument("serve", nargs="*", help="additional arguments for `engine serve`")
     args = parser.parse_args()
     prompts = Prompts(args.tokens)
     limits = ("--max-model-len", "8192", *args.serve)

@@ -2,9 +2,9 @@
 
     scripts/bench/run sampling_features [--model PATH] [-c 1 8] [--rounds 3] [--tokens 128] [-- serve arguments]
 
-One server gets the same prompts without any of these options, and with each in turn. Requests are greedy and drafts are
-off, so that every answer takes the same number of steps. Prints output tokens per second, and the ratio to plain
-requests in the same round.
+One server gets the same prompts first without any of these options, and then with each of them. Requests are greedy and
+drafts are off, so that every answer takes the same number of steps. Prints output tokens per second, and the ratio to
+plain requests in the same round.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ SAMPLING_FEATURES: Final[dict[str, dict[str, Any]]] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", help="default: the default model")
+    parser.add_argument("--model", help="model to measure (default: the default model)")
     parser.add_argument("-c", "--concurrency", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("serve", nargs="*", help="more arguments of `engine serve`")
+    parser.add_argument("serve", nargs="*", help="additional arguments for `engine serve`")
     given = parser.parse_args()
     model = [given.model] if given.model else []
     named = [*model, "--served-model-name", MODEL, "--no-enable-prefix-caching", *NO_DRAFTS]

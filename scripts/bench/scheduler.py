@@ -4,8 +4,8 @@
 
 Times are per step, while every request decodes: schedule() and update_from_output(), and the encoding and decoding of
 SchedulerOutput, ModelRunnerOutput and EngineCoreOutputs, with two steps in flight, statistics and the event log on.
-With `--vllm-python`, only schedule() and update_from_output() are measured, in turns with vLLM's own scheduler, which
-does not encode messages.
+With `--vllm-python`, only schedule() and update_from_output() are measured, alternately with vLLM's own scheduler,
+which does not encode messages.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ class VLLMScheduler:
         process.stdin.flush()
         line = process.stdout.readline()
         if not line:
-            raise SystemExit(f"vLLM's scheduler ended with code {process.wait()}")
+            raise SystemExit(f"vLLM's scheduler exited with code {process.wait()}")
         answer = json.loads(line)
         self.version = answer["version"]
         times: list[float] = answer["us"]
@@ -292,9 +292,13 @@ def main() -> None:
     parser.add_argument("--running", default="1,16,64,256,1024,4096")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--prompt", type=int, default=512)
-    parser.add_argument("--json", action="store_true", help="one JSON object a line")
-    parser.add_argument("--no-event-log", action="store_true", help="the scheduler by itself")
-    parser.add_argument("--vllm-python", metavar="PATH", help="the Python of vLLM's environment")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line")
+    parser.add_argument(
+        "--no-event-log", action="store_true", help="measure the scheduler without its event log"
+    )
+    parser.add_argument(
+        "--vllm-python", metavar="PATH", help="Python interpreter of vLLM's environment"
+    )
     args = parser.parse_args()
     global RECORDED
     RECORDED = not args.no_event_log

@@ -2,7 +2,7 @@
 
     scripts/bench/run simulate [--seconds 10] [--rounds 3] [--model PATH] [--save DIRECTORY]
 
-There are two servers, of which one works at a time, in turns, because the speed of a machine drifts. The first plays
+There are two servers, which work alternately, because the speed of a machine drifts. The first plays
 traces whose event log the simulation is fitted to. The second plays traces with other random numbers, and its clients'
 times are printed beside those predicted from these traces and the first server's log.
 """
@@ -43,7 +43,7 @@ class Figures(NamedTuple):
 
 
 def random_trace(seconds: float, rng: random.Random) -> list[TraceRequest]:
-    """Return requests at random times with prompts of their own."""
+    """Return requests at random times, each with a different prompt."""
     trace, now = [], 0.0
     while now < seconds:
         trace.append(TraceRequest(now, rng.randrange(20, 400), rng.randrange(16, 64)))
@@ -52,7 +52,7 @@ def random_trace(seconds: float, rng: random.Random) -> list[TraceRequest]:
 
 
 def agent_trace(seconds: float, rng: random.Random) -> list[TraceRequest]:
-    """Return the requests of conversations, each of which has all before it in front."""
+    """Return the requests of conversations. Each prompt begins with all earlier turns."""
     trace = []
     for number in range(round(seconds / 2.5)):
         now, length = number * 2.0, 480
@@ -68,7 +68,7 @@ def agent_trace(seconds: float, rng: random.Random) -> list[TraceRequest]:
 
 
 def burst_trace(seconds: float, rng: random.Random) -> list[TraceRequest]:
-    """Return bursts of requests, of which some have long prompts."""
+    """Return bursts of requests. Some have long prompts."""
     trace, now = [], 0.0
     while now < seconds:
         for index in range(rng.randrange(4, 8)):
@@ -83,7 +83,7 @@ TRACES = {"random": random_trace, "agents": agent_trace, "bursts": burst_trace}
 
 
 def prompt_of(request: TraceRequest, seed: int) -> list[int]:
-    """Return token ids, of which those of the shared prefix depend on its name alone."""
+    """Return token ids. The ids of a shared prefix depend only on its name."""
     num_shared = request.prefix_tokens if request.prefix else 0
     shared = random.Random(f"{request.prefix} {seed}").choices(VOCABULARY, k=num_shared)
     own = random.Random(f"{request.arrival} {seed}")
@@ -109,7 +109,7 @@ async def play(url: str, model: str, trace: list[TraceRequest], seed: int) -> li
 
 
 def measured(rounds: list[list[Answer]]) -> Figures:
-    """Return what the clients of all rounds saw."""
+    """Return the figures that the clients of all rounds measured."""
     every = [answer for answers in rounds for answer in answers]
     seconds = sum(
         max(a.chunk_times[-1] for a in answers) - min(a.start for a in answers)
@@ -123,7 +123,7 @@ def measured(rounds: list[list[Answer]]) -> Figures:
 
 
 def predicted(dump: Dump, traces: list[list[TraceRequest]]) -> Figures:
-    """Return what a simulation fitted to a log predicts for these traces."""
+    """Return the predictions of a simulation, fitted to a log, for these traces."""
     step_time, drafts = fit(measure_steps(dump)).model, measure_drafts([dump])
     frontend = measure_frontend([dump])
     results = [simulate(dump.setup, trace, step_time, 1, drafts, frontend) for trace in traces]
@@ -141,8 +141,12 @@ def figures(rate: float, first: np.ndarray, between: np.ndarray) -> Figures:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=10.0, help="seconds of a trace")
-    parser.add_argument("--rounds", type=int, default=3, help="traces of each kind and server")
+    parser.add_argument(
+        "--seconds", type=float, default=10.0, help="duration of each trace in seconds"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="number of traces for each kind and server"
+    )
     parser.add_argument("--model", default=None)
     parser.add_argument("--save", help="keep the log, the traces and the answers in this directory")
     args = parser.parse_args()

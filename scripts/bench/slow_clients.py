@@ -132,7 +132,7 @@ def main() -> int:
     parser.add_argument("--sleepers", type=int, default=50)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=3.0)
-    parser.add_argument("serve", nargs="*", help="more arguments of `engine serve`")
+    parser.add_argument("serve", nargs="*", help="additional arguments for `engine serve`")
     arguments = parser.parse_args()
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

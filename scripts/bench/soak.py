@@ -17,9 +17,11 @@ from support.traffic import run_traffic
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=1_000_000)
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after that, too")
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="also stop after this many seconds"
+    )
     parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--actions", type=int, default=300, help="random actions a seed")
+    parser.add_argument("--actions", type=int, default=300, help="random actions per seed")
     args = parser.parse_args()
     started, num_steps, seed = time.monotonic(), 0, args.first_seed
     while num_steps < args.steps and time.monotonic() - started < args.seconds:

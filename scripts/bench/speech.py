@@ -9,7 +9,7 @@ so nothing is cached. A file has no sentence twice until it has all 40: Whisper 
 All contenders get the same files. Beside the pace, the seconds of sound per second of processor time are shown, which
 depend less on what else runs.
 
-Engine is a server. faster-whisper runs without one in a process of its own, which is an advantage. It decodes greedily.
+Engine is a server. faster-whisper runs without a server in its own process, which is an advantage. It decodes greedily.
 With several clients, it is measured once with one worker of all threads and once with one worker per thread.
 """
 
@@ -293,9 +293,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, nargs="+", default=[4, 28, 120])
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--dtypes", nargs="*", default=["auto"], help="of Engine")
+    parser.add_argument("--dtypes", nargs="*", default=["auto"], help="types in which Engine runs")
     parser.add_argument(
-        "--compute-types", nargs="*", default=["float32", "int8"], help="of faster-whisper"
+        "--compute-types",
+        nargs="*",
+        default=["float32", "int8"],
+        help="types in which faster-whisper runs",
     )
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:

@@ -59,7 +59,7 @@ def time_start(model: list[str]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", help="default: the default model")
+    parser.add_argument("--model", help="model to measure (default: the default model)")
     parser.add_argument("--runs", type=int, default=5)
     arguments = parser.parse_args()
     model = [arguments.model] if arguments.model else []

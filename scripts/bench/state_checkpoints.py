@@ -57,8 +57,10 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--block-sizes", default="256,512,1024,2048")
     parser.add_argument("--turns", type=int, default=12)
-    parser.add_argument("--question", type=int, default=150, help="mean tokens of a question")
-    parser.add_argument("--answer", type=int, default=300, help="tokens of an answer")
+    parser.add_argument(
+        "--question", type=int, default=150, help="mean number of tokens in a question"
+    )
+    parser.add_argument("--answer", type=int, default=300, help="number of tokens in an answer")
     args = parser.parse_args()
     for block_size in map(int, args.block_sizes.split(",")):
         result = measure(args.model, block_size, args.turns, args.question, args.answer)

@@ -71,7 +71,7 @@ class Decoding:
         checkpoint = open_checkpoint(resolved.config.path)
         self.runner = ModelRunner(config, torch.device("cpu"), checkpoint, lambda done, total: None)
         if not isinstance(self.runner.model, NativeDecoder):
-            raise SystemExit("only the native backend tells where its time goes")
+            raise SystemExit("only the native backend reports where its time goes")
         self.model = self.runner.model
         self._blocks = max_model_len // BLOCK_SIZE
         self._num_steps = 0
@@ -147,11 +147,13 @@ def served_ms(model: str, streams: int, context: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", default=None, help="default: the default model")
+    parser.add_argument(
+        "--model", default=None, help="model to measure (default: the default model)"
+    )
     parser.add_argument("--streams", default="1,64", help="comma-separated")
     parser.add_argument("--context", type=int, default=192)
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--no-serving", action="store_true", help="only what is in this process")
+    parser.add_argument("--no-serving", action="store_true", help="measure only this process")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     model = arguments.model or default_model()

@@ -112,7 +112,7 @@ def clients(url: str, streams: int, processes: int) -> Iterator[list[Counts]]:
     try:
         while total(counts, "begun") < streams:
             if total(counts, "ended") or not all(process.is_alive() for process in started):
-                raise SystemExit("a stream ended before all had begun")
+                raise SystemExit("a stream ended before all streams had started")
             time.sleep(0.01)
         yield counts
     finally:
@@ -152,7 +152,9 @@ def measure(server: Server, streams: int, processes: int, window_s: float) -> di
         time.sleep(window_s)
         end, events_after, tokens_after, after = read(counts)
         if total(counts, "ended"):
-            raise SystemExit("a stream ended within the window; use a longer step or fewer seconds")
+            raise SystemExit(
+                "a stream ended during the measurement; use a longer step or fewer seconds"
+            )
     tokens = tokens_after - tokens_before
     result: dict[str, Any] = {
         "tokens_a_second": round(tokens / (end - begin)),
@@ -171,10 +173,12 @@ def main() -> int:
     parser.add_argument("-c", "--streams", type=int, default=256)
     parser.add_argument("--step-ms", type=float, default=20.0)
     parser.add_argument("--api-server-count", type=int, nargs="+", default=[1])
-    parser.add_argument("--clients", type=int, default=1, help="processes that read the streams")
+    parser.add_argument(
+        "--clients", type=int, default=1, help="number of client processes that read the streams"
+    )
     parser.add_argument("--seconds", type=float, default=4.0)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("serve", nargs="*", help="more arguments of `engine serve`")
+    parser.add_argument("serve", nargs="*", help="additional arguments for `engine serve`")
     arguments = parser.parse_args()
     null = ["--device", "null", "--null-step-ms", str(arguments.step_ms)]
     slots = ["--max-num-seqs", str(arguments.streams)]

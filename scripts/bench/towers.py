@@ -160,7 +160,9 @@ def measure(kind: str, directory: Path, num_layers: int, rounds: int, threads: i
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("kinds", nargs="*", default=list(SHAPES), help="towers, by default all")
+    parser.add_argument(
+        "kinds", nargs="*", default=list(SHAPES), help="towers to measure (default: all)"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--threads", type=int, default=2)

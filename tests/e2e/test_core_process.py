@@ -303,7 +303,7 @@ def test_a_step_without_an_answer_ends_the_core(config, start_core):
     core.client.send(AddRequests([request]))
     await_message(core.client, ReplicaLost)
     status = core.await_stage(Stage.FAILED)
-    assert re.fullmatch(r"no worker has answered step 1 for [123] s", status.detail)
+    assert re.fullmatch(r"no worker has returned step 1 for [123] s", status.detail)
     assert core.process.wait(20) == 1
     core.stop()
 

@@ -333,7 +333,8 @@ def test_a_gguf_file_of_a_gemma_has_dense_layers_and_lengths(tmp_path: Path) -> 
         [output] = llm.embed([prompt])
         [short] = llm.embed([prompt], dimensions=16, normalize=False)
         with pytest.raises(
-            ParameterError, match="must be 16 or 32 or 48, as the model was trained, got 20"
+            ParameterError,
+            match="must be 16 or 32 or 48, the sizes that the model was trained for, got 20",
         ):
             llm.embed([prompt], dimensions=20)
     with torch.inference_mode():

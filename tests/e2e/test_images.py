@@ -247,7 +247,7 @@ def _truncated() -> str:
         ("data:image/png;base64,aGVsbG8=", "it is none of PNG, JPEG, WEBP, GIF, BMP, TIFF"),
         ("data:image/svg+xml;base64,PHN2Zy8+", "it is none of PNG"),
         ("data:image/png;base64,a", "is not valid base64"),
-        ("data:image/png,abc", "must be a data URL in base64"),
+        ("data:image/png,abc", "must be a base64 data URL"),
         ("https://127.0.0.1/image.png", "must be a data URL"),
         ("file:///etc/passwd", "must be a data URL"),
         ("", "must be the URL of an image"),
@@ -420,7 +420,7 @@ def test_embeddings_take_the_place_of_an_image(tmp_path: Path, server: Server) -
             (_embeddings_file(values)[:-400], "which do not match the shape"),
             ("aGVsbG8=", "is not a safetensors or npy file"),
             ("?", "is not valid base64"),
-            (7, "must be a file in base64"),
+            (7, "must be a base64 file"),
         ):
             status, answer = ask(own, file)
             assert status == 400

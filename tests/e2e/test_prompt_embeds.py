@@ -134,7 +134,7 @@ def test_offline_prompts_may_be_embeddings(tmp_path: Path) -> None:
         assert all(list(each) == list(first) for each in others)
         for given, problem in (
             (array[0], r"shape \[tokens"),
-            (array.astype(np.int32), "must have floats"),
+            (array.astype(np.int32), "must contain floats"),
             (np.full_like(array, np.inf), "not finite"),
         ):
             with pytest.raises(ParameterError, match=problem):

@@ -294,7 +294,7 @@ def test_embeddings_with_a_grid_take_the_place_of_an_image(qwen3: Model, server:
     _, answer = ask_about(embedded(grid=[columns, rows]))
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
     for fields, param, message in (
-        ({}, "image_embeds", "need a grid in this model, [rows, columns]"),
+        ({}, "image_embeds", "needs the grid of its embeddings, [rows, columns]"),
         ({"grid": [rows, columns + 1]}, "image_embeds", "a grid of"),
         ({"grid": [0, 1]}, "grid", "must be [rows, columns], got [0,1]"),
         ({"image_grid_thw": [2, 4, 4]}, "image_grid_thw", "must be [1, rows, columns]"),

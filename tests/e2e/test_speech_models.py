@@ -175,7 +175,7 @@ def test_moonshine_output_is_limited_by_the_length_of_the_sound(tmp_path: Path) 
         events = list(create(model="tiny", file=file, stream=True))
         expected = tokenizer.decode(tokens, skip_special_tokens=True)
         assert events[-1].text == expected.strip() != ""
-        with pytest.raises(openai.BadRequestError, match="reads only the sound"):
+        with pytest.raises(openai.BadRequestError, match="accepts only audio"):
             create(model="tiny", file=file, prompt="names")
         with pytest.raises(openai.BadRequestError, match="cannot translate"):
             client(server).translations.create(model="tiny", file=file)

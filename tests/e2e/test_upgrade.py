@@ -100,7 +100,7 @@ def test_a_successor_that_fails_leaves_the_old_server_alone(
             (["--no-such-flag"], "--no-such-flag"),
             (["--kv-cache-memory-bytes", "1000"], "--kv-cache-memory-bytes"),
             (["--pid", "1"], "no engine with process ID 1"),
-            (["--port", "1"], "no engine at :1"),
+            (["--port", "1"], "no running engine at :1"),
         ):
             with Upgrade(*arguments, env=run_env) as new:
                 assert new.wait() in (1, 2)

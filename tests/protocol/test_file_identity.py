@@ -54,7 +54,7 @@ def test_another_machine_must_have_identical_files(tmp_path: Path) -> None:
     copy.write_bytes(b"Model")
     with pytest.raises(CheckpointError, match=r"b\.gguf: differs from .*a\.gguf"):
         identify_copies([copy], files)
-    with pytest.raises(CheckpointError, match="the model has 0 files here and 1"):
+    with pytest.raises(CheckpointError, match="the model has 0 files on this machine and 1"):
         identify_copies([], files)
 
 

@@ -1,4 +1,4 @@
-"""The workers' half of the direct connector for two model workers: blocks move when the test says."""
+"""The worker side of the direct connector for two model workers: blocks move when the test says."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ def _transfer(
 
 @dataclass
 class ModelTransfers:
-    """The workers' half: it fills blocks, and checks that blocks to be fetched do not change.
+    """The worker side: it fills blocks, and checks that blocks to be fetched do not change.
 
     `find_bad_blocks` gives the indices of a load's blocks that fail; `get_delay` the steps that a transfer takes.
     """

@@ -21,7 +21,9 @@ class ChosenKeys:
 def choose_keys(
     queries_NMJI: Tensor, weights_NMJ: Tensor, keys_NLI: Tensor, mask_NML: Tensor, num_chosen: int
 ) -> Tensor:
-    """Return `mask_NML` with -inf for all but the `num_chosen` keys with the highest scores, the first of equals.
+    """Return `mask_NML` with -inf for all but the `num_chosen` keys with the highest scores.
+
+    Of equal scores, the first ones win.
 
     A score is summed head by head, so its bits do not depend on what else is computed with it.
     """

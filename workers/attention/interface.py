@@ -95,8 +95,8 @@ class AttentionLayer:
     distance to the key is subtracted from them. `distance_biases_HE` has 2E + 1 columns: column e is added to the
     scores of keys at position p + e - E, and the first and the last column also to the scores of keys further away. A
     token at position p attends to positions p - window + 1 .. p, to those of its chunk, or to 0 .. p without a window.
-    `sinks_H` are further scores in each head's softmax, without values. In an FP8 cache, keys and values are divided by
-    each head's `kv_scales_2G`. All tensors are float32 on the device.
+    `sinks_H` are additional scores in each head's softmax, without values. In an FP8 cache, keys and values are divided
+    by each head's `kv_scales_2G`. All tensors are float32 on the device.
     """
 
     scale: float
@@ -191,7 +191,7 @@ class PagedAttention(ABC):
 
 
 class AttentionBackend(PagedAttention):
-    """Attention that a model calls layer by layer. Native programs have an attention of their own."""
+    """Attention that a model calls layer by layer. Native programs have their own attention."""
 
     dtype: torch.dtype
     device: torch.device

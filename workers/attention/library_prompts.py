@@ -1,7 +1,7 @@
 """Attention of long, whole prompts by torch: cuDNN's kernel, or FlashAttention's.
 
-These kernels read keys and values that lie one after the other, so the blocks of a prompt are gathered first. Shorter
-prompts, and those of which a part is in the cache, use Engine's kernel, which reads the blocks where they are.
+These kernels read keys and values from contiguous memory, so the blocks of a prompt are gathered first. Shorter
+prompts, and prompts with cached tokens, use Engine's kernel, which reads the blocks in place.
 
 Shapes: T tokens of a prompt, B its blocks, H query heads, G key/value heads, K head dimension.
 """
@@ -37,7 +37,7 @@ class LibraryPrompts:
         self._backends = list(backends)
 
     def supports(self, layer: AttentionLayer) -> bool:
-        """Return whether the layer's scores are products times a scale, of all earlier tokens."""
+        """Return whether the layer is plain causal attention: scores are scaled products with all earlier tokens."""
         special = (layer.window, layer.softcap, layer.alibi_slopes_H, layer.sinks_H)
         is_plain = all(x is None for x in special) and layer.kv_scales_2G is None
         return is_plain and self._spec.is_causal
@@ -72,14 +72,14 @@ def library_prompts(spec: AttentionSpec) -> LibraryPrompts | None:
 def _is_right(spec: AttentionSpec) -> bool:
     fault = find_fault(LibraryPrompts(spec), spec)
     if fault is None:
-        logger.info("attention of long prompts: cuDNN or FlashAttention of torch")
+        logger.info("attention of long prompts uses torch's cuDNN or FlashAttention")
     else:
-        logger.info("attention of long prompts: Engine's kernel, because %s", fault)
+        logger.info("attention of long prompts uses Engine's kernel: %s", fault)
     return fault is None
 
 
 def find_fault(library: LibraryPrompts, spec: AttentionSpec) -> str | None:
-    """Return why `library` cannot be used, by the attention of a short prompt of random numbers."""
+    """Test `library` with the attention of a short random prompt. Return why it cannot be used, or None."""
     num_tokens, num_blocks = 3 * spec.block_size - 1, 3
     dtype, device = spec.dtype, spec.device
     assert isinstance(dtype, torch.dtype) and isinstance(device, torch.device)

@@ -28,7 +28,7 @@ class LongPromptMetadata(TritonPagedMetadata):
 
 
 class LongPromptAttention(TritonPagedAttention):
-    """Computes prompts of `fewest_tokens` or more, of which none are in the cache, by torch where layers allow it."""
+    """Computes prompts of `fewest_tokens` or more tokens, none of them cached, with torch, if the layer allows it."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """Paged attention in plain torch operations, for any device; the reference for other backends.
 
 The cache of a layer is [num_blocks, P, G, block_size, K] with P = 2 parts, keys and values, or P = 1 if one part is
-both. If layers have different heads, a block may have further pages after those of the layer. A page is a head's part
+both. If layers have different heads, a block may have additional pages after the layer's. A page is a head's part
 of a block and is contiguous, so one `index_select` of pages gives keys and values of many requests in the shape of a
 batched matrix product.
 
@@ -107,7 +107,10 @@ class TorchPagedAttention(AttentionBackend):
     def _pages_of(
         self, blocks: NDArray[np.int64], kv_heads: NDArray[np.int64]
     ) -> NDArray[np.int64]:
-        """Return page numbers. In a block, the pages of keys come before those of values, both in order of heads."""
+        """Return page numbers.
+
+        In a block, the pages of keys come before the pages of values, both in the order of the heads.
+        """
         return blocks * self._pages_per_block + kv_heads
 
     def _decode_buckets(
@@ -174,7 +177,7 @@ class TorchPagedAttention(AttentionBackend):
         )
 
     def _buckets(self, num_blocks: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
-        """Split rows into buckets of bounded size, such that little padding is needed."""
+        """Split rows into buckets of bounded size so that little padding is needed."""
         block_bytes = math.prod(self.kv_cache_shape(1)) * self.dtype.itemsize
         max_blocks = _MAX_BUCKET_BYTES // block_bytes
         is_long = num_blocks * self.block_size > LONGEST_SINGLE_SUM
@@ -358,7 +361,7 @@ class TorchPagedAttention(AttentionBackend):
         )
 
     def _bias(self, mask: Tensor, distance: Tensor | None, layer: AttentionLayer) -> Tensor:
-        """Return what is added to the scores: the mask, and the biases by the distance to the key."""
+        """Return the terms that are added to the scores: the mask, and the biases by the distance to the key."""
         if distance is None:
             return mask
         if layer.distance_biases_HE is not None:

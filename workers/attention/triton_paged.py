@@ -64,7 +64,7 @@ class TritonPagedMetadata:
     """The kernels' inputs for a step: int32 tensors on the device.
 
     Launches depend only on shapes and on the lists' capacities. So a captured step stays valid when the tensors'
-    contents change. `splits` are those of layers with each window.
+    contents change. `splits` has the splits for each window size.
     """
 
     query_start_loc: Tensor  # [S + 1]
@@ -165,7 +165,7 @@ class TritonPagedAttention(CapturableAttention):
     def build_captured(
         self, batch: DeviceBatch, windows: Collection[Window | None], max_queries: int
     ) -> TritonPagedMetadata:
-        """Return metadata with programs for the most work that the shapes of the batch allow."""
+        """Return metadata with enough programs for the maximum work that the shapes of the batch allow."""
         has_tiles = max_queries >= self.fewest_tiled_queries
         has_decodes = self.fewest_tiled_queries > 1
         max_seq_len = batch.block_table.shape[1] * self.block_size
@@ -187,7 +187,7 @@ class TritonPagedAttention(CapturableAttention):
     def _prefill_tiles(
         self, query_lens_S: NDArray[np.int32], seq_lens_S: NDArray[np.int32]
     ) -> NDArray[np.int32]:
-        """Return the list of tiles, those with the most keys first, so that no long tile is left at the end."""
+        """Return the list of tiles, beginning with the ones that have the most keys, so that no long tile runs last."""
         requests = np.flatnonzero(query_lens_S >= self.fewest_tiled_queries)
         num_tiles = -(-query_lens_S[requests] // self._tile_queries)
         request_N = np.repeat(requests, num_tiles)
@@ -323,7 +323,7 @@ class TritonPagedAttention(CapturableAttention):
     def attend(
         self, q_THK: Tensor, kv_cache: Tensor, metadata: TritonPagedMetadata, layer: AttentionLayer
     ) -> Tensor:
-        """Return the attention output [T, H, V] from the cache: the second half of `forward`."""
+        """Return the attention output [T, H, V] from the cache: the second part of `forward`."""
         out_THV = q_THK.new_empty((*q_THK.shape[:2], self.value_dim))
         self._attend(q_THK, out_THV, kv_cache, metadata, metadata.prefill_tiles, layer)
         return out_THV
@@ -337,7 +337,7 @@ class TritonPagedAttention(CapturableAttention):
         tiles: WorkList | None,
         layer: AttentionLayer,
     ) -> None:
-        """Write the output of the requests in `tiles`, and of those with a single query."""
+        """Write the output of the requests in `tiles`, and of the requests with a single query."""
         if tiles is not None:
             self._prefill(q_THK, out_THV, kv_cache, metadata, tiles, layer)
         if metadata.splits:
@@ -450,7 +450,7 @@ class TritonPagedAttention(CapturableAttention):
             )
 
     def _num_splits(self, max_seq_len: int, window: int | None) -> int:
-        """Return the most splits of a sequence of up to `max_seq_len` tokens."""
+        """Return the maximum number of splits of a sequence of up to `max_seq_len` tokens."""
         num_keys = max_seq_len
         if window is not None:
             # The first tile may begin before the window.

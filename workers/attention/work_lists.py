@@ -53,7 +53,7 @@ def list_splits(
     `splitting` are the constants of `list_splits_kernel` that the kernels of attention share.
     """
     num_requests = len(batch.seq_lens)
-    # With equal shares, only the last split of each request is a further one.
+    # With equal shares, only the last split of each request is an additional one.
     capacity = min(num_shares + num_requests, most * num_requests)
     starts = torch.empty_like(batch.seq_lens)
     entries = _empty_list(batch, capacity)

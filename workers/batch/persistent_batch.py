@@ -108,7 +108,7 @@ def even_requests(num_tokens: int, num_requests: int, num_computed: int = 0) -> 
 def mixed_requests(num_tokens: int, num_requests: int, max_model_len: int) -> StepPlan:
     """Return a plan like `even_requests`, but with one token per request, except the last, which has all others.
 
-    The first request's token is at the last but one position that fits into its slot.
+    The first request's token is at the second-to-last position of its slot.
     """
     num_scheduled_S = np.ones(num_requests, np.int32)
     num_scheduled_S[-1] = min(num_tokens - num_requests + 1, max_model_len)

@@ -24,7 +24,7 @@ class Spans:
     def add_request(
         self, slot: int, num_prompt_tokens: int, inputs: Sequence[EncoderInput]
     ) -> None:
-        """Set the spans of a slot to those of a new request with these encoder inputs."""
+        """Set the spans of a slot for a new request with these encoder inputs."""
         if self._kind is SpanKind.PROMPT:
             spans = [(0, num_prompt_tokens)]
         else:

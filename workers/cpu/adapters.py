@@ -104,7 +104,7 @@ class AdapterTable:
         return PackedChange(self._pack_matrix(self._format, downs.flatten(0, 1)), ups)
 
     def install(self, number: int, packed: PackedChange | None) -> None:
-        """Put an adapter in place of the one that had this number; None if it does not change this product."""
+        """Replace the adapter with this number; None if the new one does not change this product."""
         entry = Adapter()
         if packed is not None and packed.whole is not None:
             entry.whole = ctypes.addressof(packed.whole)
@@ -214,7 +214,7 @@ class NativeAdapters:
     def add_matrix(
         self, weight: PackedWeight, rows: Rows, num_columns: int, columns: range | None
     ) -> None:
-        """Record of which module a matrix is a part: its rows, and the range of its columns."""
+        """Record the module that a matrix is part of: its rows, and the range of its columns."""
         module = AdaptedRows(rows.name, rows.total, rows.select_from_all)
         self._matrices[ctypes.addressof(weight)] = AdaptedMatrix(module, num_columns, columns)
 
@@ -253,7 +253,7 @@ class NativeAdapters:
         return AdaptedMatrix(rows, self._spec.hidden_size, replaceable=replaceable)
 
     def _begin_load(self) -> None:
-        # Each adapter has memory of its own, which is freed together with it.
+        # Each adapter has its own memory, which is freed together with it.
         self.memory = WeightMemory()
 
 

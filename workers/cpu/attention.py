@@ -49,8 +49,7 @@ class NativeAttention(PagedAttention):
             raise NotSupportedNatively(f"a KV cache of {spec.dtype} is not supported natively")
         if spec.block_size % _LANES:
             raise NotSupportedNatively(
-                f"blocks of {spec.block_size} tokens are not supported natively, "
-                f"only multiples of {_LANES}"
+                f"blocks of {spec.block_size} tokens are not supported natively; use a multiple of {_LANES}"
             )
         for head_dim in {spec.head_dim, *(dim for _, dim in spec.heads_of_layers)}:
             if head_dim % (4 if dtype_name(spec.dtype) == "int8" else 2):
@@ -60,7 +59,7 @@ class NativeAttention(PagedAttention):
         """Return the shape of one layer's cache, in the block layout of `csrc/attention/kv_cache.h`.
 
         Head dimensions are padded to whole vectors. In int8, each token has a scale. If layers share a tensor, a block
-        has room for as many layers as fit into `tensor_elements` elements.
+        has space for as many layers as fit into `tensor_elements` elements.
         """
         spec = self.spec
         if spec.tensor_elements:

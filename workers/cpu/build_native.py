@@ -55,7 +55,7 @@ class BuildNative(build_ext):
         return os.path.join(*fullname.split(".")[:-1], LIBRARY)
 
     def build_extension(self, ext: Extension) -> None:
-        """Compile the sources in parallel; those of kernels once per instruction set."""
+        """Compile the sources in parallel, and kernels once per instruction set."""
         compile_one = self.compiler.compile
 
         def compile_all(

@@ -68,7 +68,7 @@ class NativeDecoder:
         on_progress: Called with (loaded bytes, total bytes).
         quantization: "int8" or "int4" to quantize float weights while they are read.
         keeps_float16: If true, float16 weights stay float16.
-        num_threads: The number of threads; by default as many as the process may use.
+        num_threads: The number of threads; by default the number of CPU cores that the process may use.
         loras: The LoRA adapters that requests may use.
         places_embeddings: If true, embeddings may replace tokens even if the model has no encoder.
         kept_layers: The layers whose inputs are kept in `kept_hidden_TE`; the number of layers means the final norm's

@@ -118,8 +118,8 @@ class NativeDecoding:
         num_failed = self._program.decode(self._batch)
         if num_failed < 0:
             raise ValueError(
-                f"slots {metadata.slots_S.tolist()}: the last token of one slot is not in the vocabulary, "
-                "or the slot has reached max_model_len"
+                f"slots {metadata.slots_S.tolist()}: a slot's last token is not in the vocabulary, or the "
+                "slot has reached max_model_len"
             )
         if await_grammar is not None:
             with self._sampler.limited_to(await_grammar()):

@@ -32,8 +32,8 @@ Floats = NDArray[np.float32]
 class NativeExperts(structs.ExpertLayer):
     """The router's parameters and this rank's experts, as a struct whose address is passed to native code.
 
-    It keeps alive the matrices and vectors to which it points. Ranks have a part of the elements of every expert or,
-    with expert parallelism, whole experts.
+    It keeps the matrices and vectors that it points to alive. A rank has a part of the elements of every expert or,
+    with expert parallelism, some whole experts.
     """
 
     def __init__(
@@ -49,8 +49,8 @@ class NativeExperts(structs.ExpertLayer):
         size, outer_size = experts.intermediate_size, experts.latent_size or spec.hidden_size
         if outer_size > spec.hidden_size:
             raise NotSupportedNatively(
-                f"experts of {outer_size} elements, more than the hidden size {spec.hidden_size}, are not supported "
-                "natively, only in torch"
+                f"experts with {outer_size} elements, more than the hidden size {spec.hidden_size}, are "
+                "supported only in torch, not natively"
             )
         parallel = TensorParallel() if shard.has_whole_experts else shard.tensor_parallel
         shares = intermediate_shares(size, parallel)
@@ -145,8 +145,8 @@ def _check(experts: ExpertsSpec) -> None:
     num_allowed = group_size * min(experts.num_groups_per_token, experts.num_groups)
     if rest or (experts.num_groups > 1 and experts.num_experts_per_token > num_allowed):
         raise NotSupportedNatively(
-            f"{experts.num_experts} experts in {experts.num_groups} groups, of which a token chooses "
-            f"{experts.num_groups_per_token}, do not give every token {experts.num_experts_per_token} experts"
+            f"{experts.num_experts} experts in {experts.num_groups} groups, {experts.num_groups_per_token} "
+            f"of them chosen per token, are too few for {experts.num_experts_per_token} experts per token"
         )
 
 
@@ -154,7 +154,7 @@ def _common_kind(prefix: str, matrices: Sequence[PackedWeight]) -> ActivationKin
     kinds = {matrix.activation_kind for matrix in matrices}
     if len(kinds) > 1:
         raise NotSupportedNatively(
-            f"the experts of {prefix.rstrip('.')} are stored in formats for different activations: "
+            f"the experts of {prefix.rstrip('.')} are stored in formats that need different activations: "
             f"{', '.join(sorted(kind.name for kind in kinds))}"
         )
     return kinds.pop()

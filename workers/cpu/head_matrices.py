@@ -17,7 +17,7 @@ from .weights import NativeWeightReader
 class HeadMatrices:
     """The matrices of this rank's query heads, all of which multiply activations of the same format.
 
-    It keeps alive the matrices whose `address` is passed to native code.
+    It keeps the matrices alive whose `address` is passed to native code.
 
     Raises:
         NotSupportedNatively: The matrices multiply activations of different formats.
@@ -27,7 +27,7 @@ class HeadMatrices:
         kinds = {matrix.activation_kind for matrix in matrices}
         if len(kinds) > 1:
             raise NotSupportedNatively(
-                "the matrices of a layer's heads are stored in formats for different activations: "
+                "the matrices of a layer's heads are stored in formats that need different activations: "
                 f"{', '.join(sorted(kind.name for kind in kinds))}"
             )
         self.activation_kind: ActivationKind = kinds.pop()

@@ -43,7 +43,7 @@ _WITHOUT_MAMBA1 = "the native CPU backend does not support Mamba-1 layers"
 class NativeMixer(structs.Mixer):
     """The parameters of a recurrent layer except its matrices, as a struct whose address is passed to native code.
 
-    It keeps alive the vectors to which it points. `projection` has this rank's rows of the first matrix.
+    It keeps the vectors that it points to alive. `projection` has this rank's rows of the first matrix.
     `second_products` lists, in order, products of the projection's results: the columns to multiply, the matrix, and
     the first column of the result. `shares` has each rank's columns of the last matrix, which has `num_columns`
     columns. If `shares_norm`, the outputs are normed over the heads of all ranks.
@@ -59,8 +59,8 @@ class NativeMixer(structs.Mixer):
     ) -> None:
         if layer.kernel > _MOST_TAPS:
             raise NotSupportedNatively(
-                f"convolutions of more than {_MOST_TAPS} tokens are not supported natively, only "
-                f"in torch: {layer.kernel}"
+                f"convolutions over more than {_MOST_TAPS} tokens are supported only in torch, not "
+                f"natively, got {layer.kernel}"
             )
         self._weights, self._prefix = weights, prefix
         self.shares_norm = False
@@ -106,7 +106,7 @@ class NativeMixer(structs.Mixer):
         self.shares_norm = tensor_parallel.size > 1 and layer.norm_groups == 1
         if 1 < layer.norm_groups < tensor_parallel.size:
             raise NotSupportedNatively(
-                f"the native CPU backend does not support {layer.norm_groups} norms in "
+                f"the native CPU backend does not support {layer.norm_groups} norm groups with "
                 f"--tensor-parallel-size {tensor_parallel.size}"
             )
         prefix, size = self._prefix, layer.num_heads * layer.head_dim

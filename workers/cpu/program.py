@@ -81,7 +81,7 @@ class NativeProgram:
         altup: AltUp | None = None,
         **fields: Any,
     ) -> None:
-        """Append an operation. The program keeps alive the arrays to which it refers.
+        """Append an operation. The program keeps the arrays that it refers to alive.
 
         For a product that LoRA adapters change, the operation that multiplies by their first factors is appended first.
 

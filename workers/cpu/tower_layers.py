@@ -59,7 +59,7 @@ class NativeLayers:
         size = spec.num_heads * spec.head_dim
         if spec.clips_products and not spec.has_gate:
             raise NotSupportedNatively(
-                "native programs of towers do not support bounds of MLPs without a gate"
+                "native tower programs do not support clamped MLPs without a gate"
             )
         self._attention = NativeAttention(
             AttentionSpec(

@@ -87,9 +87,9 @@ class NativeWeightReader(WeightReader):
     dequantized. Float matrices are packed in `dtype`.
 
     If `quantization` is set, float and float8 matrices are quantized if their rows consist of whole groups; embedding
-    and head to at least int8. If `keeps_float16`, matrices stored in float16 stay so. `on_matrix` is called for the
-    matrices of a layer's products, with their rows, the number of columns, and the range of columns that was read; None
-    for all.
+    and head to at least int8. If `keeps_float16`, matrices stored in float16 stay float16. `on_matrix` is called for
+    the matrices of a layer's products, with their rows, the number of columns, and the range of columns that was read;
+    None for all.
     """
 
     def __init__(
@@ -329,7 +329,7 @@ class NativeWeightReader(WeightReader):
         group_size = ColumnGroups.from_part(part, few.group_size, few.shape[1]).size
         if weight_format is WeightFormat.F8 and group_size % 2 and group_size < len(part):
             raise NotSupportedNatively(
-                f"{name!r} has a scale for every {group_size} columns, which is no even number"
+                f"{name!r} has a scale for every {group_size} columns, which is not an even number"
             )
         return group_size, few.factor
 

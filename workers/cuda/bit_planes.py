@@ -2,7 +2,7 @@
 
 A plane contains `bits` (1, 2, 4 or 8) bits of each element, in runs of 32 bytes for 32 * 8 / `bits` columns. The lowest
 bits of byte i belong to column i of the run, the next bits to column 32 + i, and so on. Neighboring threads therefore
-read neighboring bytes, and bits need not be rearranged.
+read neighboring bytes, and bits do not have to be rearranged.
 
 Shapes: O rows, D columns.
 """

@@ -135,7 +135,7 @@ class TritonKernels(LayerKernels):
         append_tokens(token_ids_NL, index_S, tokens_S)
 
     def rotary_tables(self, rope: RotaryEmbedding, positions: Tensor) -> RotaryTables:
-        """Return cos and sin of these positions."""
+        """Return the cosines and sines for these positions."""
         return rotary_tables(rope, positions)
 
 

@@ -1,7 +1,7 @@
 """Torch's own products of float8 matrices, which are faster than Engine's kernel for many tokens.
 
 The product with one scale for each block of 128 x 128 elements exists on Hopper GPUs with CUDA 12.9 or later. As its
-layout of scales has changed between releases, it is used only if a product of random numbers is right.
+layout of scales has changed between releases, it is used only if a product of random numbers is correct.
 
 Shapes: T tokens, O output and D input features, G groups of 128 columns, B blocks of 128 rows.
 """
@@ -116,12 +116,12 @@ def library_product(
 
 @cache
 def has_block_product(device: torch.device) -> bool:
-    """Return whether torch's product with scales of blocks is right on this device, and log it."""
+    """Return whether torch's product with block scales is correct on this device, and log the result."""
     reason = _find_fault(device)
     if reason is None:
-        logger.info("float8 products with scales of blocks: torch for prompts")
+        logger.info("float8 products with block scales use torch for prompts")
     else:
-        logger.info("float8 products with scales of blocks: Engine's kernel, because %s", reason)
+        logger.info("float8 products with block scales use Engine's kernel: %s", reason)
     return reason is None
 
 
@@ -132,7 +132,7 @@ def _find_fault(device: torch.device) -> str | None:
     def numbers(*shape: int) -> Tensor:
         return torch.rand(shape, generator=random, device=device)
 
-    # The number of groups is no multiple of the padding, and the number of tokens is odd.
+    # The number of groups is not a multiple of the padding, and the number of tokens is odd.
     x = Float8Rows((numbers(37, 6 * _BLOCK) - 0.5).to(torch.float8_e4m3fn), numbers(37, 6))
     weight_OD = (numbers(3 * _BLOCK, 6 * _BLOCK) - 0.5).to(torch.float8_e4m3fn)
     scale_BG = numbers(3, 6)

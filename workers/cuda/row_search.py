@@ -1,7 +1,8 @@
 """Find tokens in a row of logits by rank or by cumulative weight, without sorting.
 
 Logits are mapped to integers in the same order, their *levels*; tokens of equal level rank by id. A token's weight is
-an integer, as in `workers.sampling.distribution`, so sums are exact in any order and the results equal those of a sort.
+an integer, as in `workers.sampling.distribution`, so sums are exact in any order, and the results are the same as with
+a sort.
 
 Shapes: V vocabulary, N any number of candidates, D best tokens.
 """
@@ -116,7 +117,9 @@ def level_that_exceeds(
     LENGTH: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Return the highest level that, with all above it, measures more than the target, and what those above measure.
+    """Return the highest level that, with all levels above it, measures more than the target.
+
+    Also return the measure of the levels above it.
 
     Both are int64, and `COUNTS` says whether weight or number is measured. If there is no such level, `lowest` is
     returned.

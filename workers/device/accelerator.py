@@ -34,7 +34,7 @@ class Accelerator(Protocol):
         """Return the maximum allocated memory since `reset_peak`."""
 
     def reset_peak(self) -> None:
-        """Start to measure the peak anew."""
+        """Restart the measurement of the peak."""
 
     def release_memory(self) -> None:
         """Return reserved memory that no tensor uses to the device."""
@@ -75,7 +75,7 @@ class CUDAAccelerator:
         return torch.cuda.max_memory_allocated(self._device)
 
     def reset_peak(self) -> None:
-        """Start to measure the peak anew."""
+        """Restart the measurement of the peak."""
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def release_memory(self) -> None:

@@ -133,7 +133,7 @@ class CPUOffloadCache:
         return torch.stack(selected, 1)
 
     def _parts(self, pairs: bytes) -> list[tuple[Int64Array, Int64Array]]:
-        """Yield sources and targets, int64, in batches that are copied at once."""
+        """Yield sources and targets, int64, in batches, each of which is copied in one operation."""
         indices_2k = int32_view(pairs).reshape(-1, 2).T.astype(np.int64, order="C")
         count = self._blocks_at_once
         starts = range(0, indices_2k.shape[1], count)

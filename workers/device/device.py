@@ -15,21 +15,22 @@ from ...protocol.machine.control_groups import CGROUPS, control_groups
 
 
 def open_device(config: DeviceConfig, local_rank: int = 0) -> torch.device:
-    """Return the device for `--device`. Each worker on a machine has a GPU of its own, chosen by `local_rank`.
+    """Return the device for `--device`. Each worker on a machine has its own GPU, chosen by `local_rank`.
 
     Raises:
         ConfigError: The device does not exist.
     """
     if config.device is Device.CUDA and not torch.cuda.is_available():
         raise ConfigError(
-            "--device cuda: torch sees no CUDA device; use --device cpu or install a CUDA torch"
+            "--device cuda: torch finds no CUDA device; use --device cpu or install torch with CUDA"
         )
     if config.device is Device.CPU or not torch.cuda.is_available():
         return torch.device("cpu")
     if local_rank >= torch.cuda.device_count():
         raise ConfigError(
             f"worker {local_rank} needs its own GPU, but this machine has {torch.cuda.device_count()}; "
-            "lower --tensor-parallel-size, --pipeline-parallel-size or --data-parallel-size, or use --device cpu"
+            "lower --tensor-parallel-size, --pipeline-parallel-size or --data-parallel-size, or use "
+            "--device cpu"
         )
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)

@@ -33,7 +33,7 @@ def populate(buffers: Sequence[NDArray[np.uint8]]) -> threading.Thread:
     """Allocate the pages of buffers in a thread, the beginnings of all buffers first.
 
     Otherwise the first write to each page waits for its allocation. In a virtual machine whose host had to find the
-    memory, 2 MiB took 9 ms. For all layers at once, that would stop a server for a third of a second.
+    memory, 2 MiB took 9 ms. For all layers together, that would stop a server for a third of a second.
 
     The thread uses a quarter of a CPU core. It has normal priority, because the last thread of an exiting process frees
     its memory: on a busy machine, a thread with idle priority delayed the end of a killed worker by half a minute.

@@ -76,9 +76,9 @@ def count_kv_blocks(
         )
         needed = (blocks_per_request + 1) * block_bytes
         raise ConfigError(
-            f"{origin} holds a KV cache of {fits} tokens, but one request may have "
-            f"{config.model.max_model_len}: it needs {needed / GIB:.2f} GiB "
-            f"({remedy(needed)}), or use --max-model-len {fits}"
+            f"{origin} holds a KV cache of {fits} tokens, but a request may have "
+            f"{config.model.max_model_len}, which needs {needed / GIB:.2f} GiB ({remedy(needed)}), or use "
+            f"--max-model-len {fits}"
         )
     return int(num_blocks)
 
@@ -94,8 +94,9 @@ def count_host_blocks(config: EngineConfig, block_bytes: int, num_local_workers:
     """Return the number of blocks of a worker's CPU KV offload; 0 if it is disabled.
 
     Raises:
-        ConfigError: The offloads of a replica's workers exceed the machine's free memory, those of all workers exceed
-            its total memory (other replicas may have allocated theirs already), or an offload is smaller than a block.
+        ConfigError: The CPU offload of a replica's workers exceeds the machine's free memory, or that of all workers
+            exceeds its total memory (other replicas may have allocated theirs already), or an offload is smaller than a
+            block.
     """
     host_gib = config.cache.host_gib
     if not host_gib:

@@ -67,7 +67,7 @@ def profile_memory(
     """Measure the memory of a loaded model.
 
     The two largest graphs of each kind are captured to estimate the memory of all graphs. The first one allocates the
-    memory that all graphs of its kind share. Each further one takes little more than its list of kernels.
+    memory that all graphs of its kind share. Each additional graph takes little more than its list of kernels.
     """
     accelerator.release_memory()
     weights = accelerator.allocated_memory()

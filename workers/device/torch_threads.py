@@ -12,8 +12,8 @@ import torch
 def torch_threads(device: torch.device, count: int) -> Iterator[None]:
     """A context in which torch uses `count` threads on a CPU.
 
-    Afterwards the previous number applies again. It is usually 1, because more threads would compete with those of a
-    native program.
+    Afterwards the previous number applies again. It is usually 1, because more threads would compete with the threads
+    of a native program.
     """
     if device.type != "cpu":
         yield

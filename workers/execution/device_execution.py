@@ -115,7 +115,7 @@ class DeviceExecution:
         self._run_largest_steps()
         self._accelerator.release_memory()
         if captures:
-            logger.info("%d graphs captured in %.1f s", len(captures), time.monotonic() - began)
+            logger.info("captured %d graphs in %.1f s", len(captures), time.monotonic() - began)
 
     def _run_largest_steps(self) -> None:
         """Run steps with the maximum number of tokens and requests, sampling in the way that takes the most memory.

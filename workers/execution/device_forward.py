@@ -149,7 +149,7 @@ class DeviceForward:
         graphs.capture(size)
 
     def _max_requests(self, num_tokens: int) -> int:
-        """Return the most requests that share these tokens."""
+        """Return the maximum number of requests that can share these tokens."""
         return min(num_tokens, self._batch.num_slots)
 
     def _run_decode(self, attention: CapturableAttention, size: int) -> list[torch.Tensor]:

@@ -369,7 +369,7 @@ def _find_drafts(speculative: SpeculativeConfig, batch: PersistentBatch) -> Draf
     try:
         return Drafts(speculative, batch)
     except NotSupportedNatively as reason:
-        logger.warning("%s; so there are no drafts", reason)
+        logger.warning("%s; drafts are disabled", reason)
         return None
 
 

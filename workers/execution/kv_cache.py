@@ -95,8 +95,8 @@ class KVCache:
         if largest > num_bytes:
             needed = -(-largest * attention.block_size // num_bytes)
             raise ConfigError(
-                f"--block-size {attention.block_size}: the state of a recurrent layer has {largest} bytes, and a block of "
-                f"one layer {num_bytes}; use at least --block-size {needed}, or omit it"
+                f"--block-size {attention.block_size}: a recurrent layer's state has {largest} bytes, but a "
+                f"layer's block has only {num_bytes}; use at least --block-size {needed}, or omit it"
             )
         return num_bytes
 
@@ -255,7 +255,7 @@ def _attention_by_group(layers: Sequence[LayerSpec], model: Model) -> list[Paged
         if layer.attends
     }
     if model.spec.source is not None:
-        # For the decoder's tokens, the encoder's outputs have no order, so there is no causal mask.
+        # Every decoder token may read all outputs of the encoder, so there is no causal mask.
         cross = model.attention.as_bidirectional()
         by_group |= {layer.cross_group: cross for layer in layers if layer.reads_source}
     num_groups = len(model.spec.windows_by_group)

@@ -257,7 +257,7 @@ def _transformers_model(config: EngineConfig, checkpoint: Checkpoint) -> Transfo
     """Return transformers' model. It cannot be divided among workers."""
     if config.parallel.workers_per_core > 1:
         raise ConfigError(
-            "--model-impl transformers runs a model in one worker; remove --tensor-parallel-size and "
+            "--model-impl transformers runs a model in a single worker; remove --tensor-parallel-size and "
             "--pipeline-parallel-size (--data-parallel-size works)"
         )
     if config.parallel.enable_expert_parallel:
@@ -279,7 +279,7 @@ def _kv_cache_dtype(
     name = config.cache.kv_cache_dtype
     if name.startswith("fp8") and not has_float8(torch_device(device)):
         raise ConfigError(
-            f"--kv-cache-dtype {name} needs a GPU with float8, of compute capability 8.9 or later; "
+            f"--kv-cache-dtype {name} needs a GPU that supports float8 (compute capability 8.9 or later); "
             "the CPU supports int8"
         )
     return configured_dtype(config.model.dtype if name == "auto" else name, device)
@@ -321,8 +321,8 @@ def _load_native(
         if config.device.cpu_backend is CPUBackend.NATIVE:
             raise ConfigError(f"--cpu-backend native: {reason}") from reason
         if parallel.is_output_rank:
-            logger.warning("%s; using torch, which is several times slower", reason)
+            logger.warning("%s; falling back to torch, which is several times slower", reason)
         return None
     if parallel.is_output_rank:
-        logger.info("kernels for %s, threads: %d", instruction_set(), num_threads)
+        logger.info("CPU kernels: %s, threads: %d", instruction_set(), num_threads)
     return decoder

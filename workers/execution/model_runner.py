@@ -46,7 +46,10 @@ class Execution(Protocol):
         """Do all preparations that would otherwise delay the first step."""
 
     def release_slots(self, output: SchedulerOutput) -> None:
-        """Save what is needed from requests that leave their slots. Called before a step's changes are applied."""
+        """Save the state that is still needed of requests that leave their slots.
+
+        Called before a step's changes are applied.
+        """
 
     def release_requests(self) -> None:
         """Free every slot."""

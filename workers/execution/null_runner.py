@@ -1,7 +1,7 @@
 """A runner without a model: each step takes a fixed time, and its tokens are hashes.
 
-Like a GPU, it processes a queue of steps while the host continues. It is used to measure the cost of everything around
-the model and to test recovery, so it never imports torch.
+Like a GPU, it processes a queue of steps while the host continues. It is used to measure the cost of everything except
+the model, and to test recovery. It never imports torch.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class NullRunner:
         token_ids: Int32Array,
         await_grammar: GrammarSource,
     ) -> None:
-        """In rows with a grammar, replace the token by one that the grammar allows."""
+        """In rows with a grammar, replace the token with one that the grammar allows."""
         message = await_grammar(output.step)
         if message is None:
             return

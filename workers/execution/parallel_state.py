@@ -100,7 +100,7 @@ def join_replica(
         links: list[dist.ProcessGroup | None] = [None]
         token_group = None
         if num_stages > 1:
-            # A stage between others receives by one group and sends by another.
+            # A middle stage receives through one group and sends through another.
             links = [dist.new_group(timeout=TIMEOUT) for _ in range(min(2, num_stages - 1))]
             token_group = dist.new_group(timeout=TIMEOUT)
         expert_group = None
@@ -151,6 +151,5 @@ def explaining_lost_workers() -> Iterator[None]:
         # Omit the other lines, which are a stack trace inside torch.
         reason = str(error).partition("\n")[0]
         raise PeerLostError(
-            "the connection to another worker is lost; see that worker's messages for the cause "
-            f"({reason})"
+            f"lost the connection to another worker; see that worker's messages for the cause ({reason})"
         ) from error

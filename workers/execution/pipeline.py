@@ -31,8 +31,8 @@ The core keeps fewer steps in flight, so waiting for the oldest send does not bl
 class Pipeline:
     """The position of one rank among the stages; by default there is only one stage.
 
-    NCCL's operations in a process group run one after the other. So what a stage sends, what it receives and the tokens
-    have groups of their own: `links` are used in turn for the connections from stage 0, 1 and so on.
+    NCCL's operations in a process group run one after the other. So sending, receiving and the tokens have separate
+    groups: the connections from stage 0, 1 and so on use the `links` alternately.
     """
 
     def __init__(

@@ -173,7 +173,7 @@ class RequestStates:
         bitmask = int32_view(message.bitmask)
         if len(bitmask) % num_rows.sum():
             raise EngineError(
-                f"step {output.step}: a bitmask of {len(bitmask)} words does not divide into the "
+                f"step {output.step}: a bitmask of {len(bitmask)} words cannot be divided into the "
                 f"{num_rows.sum()} rows of {len(slots)} slots"
             )
         return Grammar(slots, np.cumsum(num_rows) - num_rows, bitmask.reshape(num_rows.sum(), -1))

@@ -46,7 +46,7 @@ class Runner(Protocol):
 
     @property
     def connector(self) -> KVConnector | None:
-        """The workers' half of the KV connector, once the KV cache is allocated; None without a connector."""
+        """The worker side of the KV connector, once the KV cache is allocated; None without a connector."""
 
     def allocate_kv_cache(self, num_blocks: int, num_host_blocks: int = 0) -> None:
         """Allocate the KV cache and the CPU offload."""
@@ -55,7 +55,7 @@ class Runner(Protocol):
         """Do all preparations that would otherwise delay the first step."""
 
     def execute(self, output: SchedulerOutput, await_grammar: GrammarSource) -> StepResult:
-        """Start a step. Outputs become ready in the order of the steps, at once on a CPU."""
+        """Start a step. Outputs become ready in the order of the steps; on a CPU, they are ready immediately."""
 
     def release_requests(self) -> list[HeldRequest]:
         """Free every slot.

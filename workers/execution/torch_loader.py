@@ -52,7 +52,7 @@ def load_in_torch(
     if foreign is not None:
         decoder = TransformersDecoder(foreign, spec, attention_backend(attention), dtype=dtype)
         decoder.check()
-        logger.info("the layers are those of transformers: %s", spec.model_type)
+        logger.info("using transformers' layers: %s", spec.model_type)
         return decoder
     is_batch_invariant = config.device.batch_invariant
     if is_batch_invariant and device.type == "cuda":

@@ -1,1 +1,1 @@
-"""The workers' halves of KV connectors, which move KV-cache blocks to and from disks and other replicas."""
+"""The worker sides of KV connectors, which move KV-cache blocks to and from disks and other replicas."""

@@ -168,7 +168,7 @@ class BlockClient:
             self._finish(connection, transfer)
 
     def _request(self, connection: _Connection, transfer: Transfer) -> None:
-        """Request further blocks of a transfer, up to the maximum that may be awaited."""
+        """Request more blocks of a transfer, up to the maximum number of pending blocks."""
         while (
             transfer.num_requested < len(transfer.keys)
             and transfer.num_awaited <= MAX_REQUESTED - KEYS_PER_MESSAGE
@@ -248,7 +248,7 @@ class BlockClient:
             self._finish(connection, transfer)
 
     def _finish(self, connection: _Connection, transfer: Transfer) -> None:
-        """End a transfer, and tell the peer so."""
+        """End a transfer and notify the peer."""
         del connection.transfers[id(transfer)]
         connection.requests = {
             number: request

@@ -74,7 +74,7 @@ class BlockServer:
         return socket
 
     def receive(self, socket: zmq.Socket[bytes]) -> list[int]:
-        """Answer the next message. Return the transfers whose blocks need not be held anymore."""
+        """Answer the next message. Return the transfers whose blocks no longer have to be held."""
         identity, *frames = socket.recv_multipart()
         try:
             (frame,) = frames
@@ -132,7 +132,7 @@ class BlockServer:
                         self._send_missing(waiter)
 
     def end_requests(self, names: Sequence[str]) -> None:
-        """Tell waiting peers that no more blocks of these requests follow."""
+        """Notify waiting peers that no more blocks of these requests follow."""
         for name in names:
             _record_name(self._ended, name)
         if self._waiting:

@@ -1,6 +1,6 @@
-"""The workers' half of a KV connector, which moves the bytes of KV-cache blocks.
+"""The worker side of a KV connector, which moves the bytes of KV-cache blocks.
 
-The scheduler's half (`core/kv_cache/connector.py`) decides what is moved. Its metadata arrives with each step. Reports
+The scheduler side (`core/kv_cache/connector.py`) decides what is moved. Its metadata arrives with each step. Reports
 are sent back at any time, as `KVConnectorReport`.
 """
 
@@ -45,9 +45,9 @@ class ConnectorContext:
 
 
 class KVConnector(ABC):
-    """The workers' half of a KV connector.
+    """The worker side of a KV connector.
 
-    The worker's main thread calls all methods. None may wait longer than a copy of the blocks that it names takes,
+    The worker's main thread calls all methods. None of them may take longer than copying the blocks that it names,
     because the next step waits for it. Transfers belong in separate threads.
     """
 
@@ -58,7 +58,7 @@ class KVConnector(ABC):
 
     @abstractmethod
     def begin_step(self, metadata: bytes) -> None:
-        """Apply the metadata that the scheduler's half attached to a step, possibly b"", before the step is computed.
+        """Apply the metadata that the scheduler side attached to a step, possibly b"", before the step is computed.
 
         All earlier steps have been computed, or are queued on the GPU's current stream. Blocks that the scheduler has
         freed still have their content. The step may overwrite it once this method returns.
@@ -100,7 +100,7 @@ _BUILT_IN: Final = {
 
 
 def register_connector(name: str, factory: ConnectorFactory) -> None:
-    """Register the workers' half of a connector under the name of its scheduler's half.
+    """Register the worker side of a connector under the name of its scheduler side.
 
     Raises:
         ValueError: The name is taken.
@@ -126,7 +126,7 @@ def create_connector(context: ConnectorContext) -> KVConnector:
         factory = _FACTORIES.get(name)
         if factory is None:
             known = ", ".join(sorted({*_FACTORIES, *_BUILT_IN}))
-            raise ConfigError(f"kv_connector={name!r} has no workers' half; registered: {known}")
+            raise ConfigError(f"kv_connector={name!r} has no worker side; registered: {known}")
         return factory(context)
     try:
         connector_class = getattr(import_module(path), f"{name}Worker")

@@ -1,4 +1,4 @@
-"""The workers' half of the direct KV connector: a thread that sends blocks to other replicas and fetches theirs."""
+"""The worker side of the direct KV connector: a thread that sends blocks to other replicas and fetches theirs."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ class DirectConnector(KVConnector):
         self._key: ClusterKey | None = cluster_key_of(context.config)
         if transfer.kv_port and self._key is None:
             raise ConfigError(
-                f"kv_port {transfer.kv_port} needs --cluster-key FILE, the same for all engines; create the file "
-                "with engine keygen"
+                f"kv_port {transfer.kv_port} needs --cluster-key FILE, the same for all engines; create the "
+                "file with engine keygen"
             )
         self._context: zmq.Context[Any] = zmq.Context()
         extra = transfer.kv_connector_extra_config
@@ -109,8 +109,8 @@ class DirectConnector(KVConnector):
         backends = extra.get("backends", ["UCX"])
         if transport != NIXL or not isinstance(backends, list):
             raise ConfigError(
-                f"transport must be {SOCKETS!r} or {NIXL!r}, and backends a list of names; got {transport!r} and "
-                f"{backends!r}"
+                f"transport must be {SOCKETS!r} or {NIXL!r}, and backends a list of names; got "
+                f"{transport!r} and {backends!r}"
             )
         # Imports a package that is not always installed.
         from .nixl_staging import NixlStaging
@@ -194,7 +194,7 @@ class DirectConnector(KVConnector):
             try:
                 self._handle(ready)
             except Exception:
-                logger.exception("exchanging blocks of the KV cache failed")
+                logger.exception("exchanging KV-cache blocks failed")
                 self._client.fail_all()
         self._client.close()
         if self.staging is not None:
@@ -245,7 +245,7 @@ class DirectConnector(KVConnector):
                 self._client.fetch(address, transfer)
                 return
         except zmq.ZMQError as error:
-            logger.warning("blocks cannot be fetched from %s: %s", address, error.strerror)
+            logger.warning("cannot fetch blocks from %s: %s", address, error.strerror)
         self._end(transfer)
 
     def _address_of(self, source: DirectSource) -> str | None:
@@ -266,7 +266,7 @@ class DirectConnector(KVConnector):
             if transfer.generation != self._generation:
                 return
             if len(data) != self._memory.block_bytes:
-                raise ValueError(f"{len(data)} bytes arrived for a block")
+                raise ValueError(f"{len(data)} bytes received for a block")
             self._memory.write([block], np.frombuffer(data, np.uint8)[None], transfer.fence)
             self._num_bytes_received += len(data)
 

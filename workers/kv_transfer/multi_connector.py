@@ -1,4 +1,4 @@
-"""The workers' half of `MultiConnector`, a KV connector that combines several others."""
+"""The worker side of `MultiConnector`, a KV connector that combines several others."""
 
 from __future__ import annotations
 

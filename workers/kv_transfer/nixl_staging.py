@@ -1,4 +1,4 @@
-"""Moves blocks between workers with NIXL, which uses RDMA, shared memory or TCP, whatever UCX finds between them."""
+"""Moves blocks between workers with NIXL, which uses RDMA, shared memory or TCP, depending on what UCX finds."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class NixlStaging:
 
     The KV cache itself is not registered. A sender copies a block to a slot, and the peer reads that slot into one of
     its own. So no peer can write to the cache, or read a block while a step overwrites it. A checksum
-    detects a slot that was overwritten before it was read. The agent has no thread, because that one would never sleep;
-    `progress` must be called often while `is_active`. All methods are called by one thread.
+    detects a slot that was overwritten before it was read. The agent has no thread, because such a thread would never
+    sleep; `progress` must be called often while `is_active`. All methods are called by one thread.
 
     Args:
         block_bytes: The size of a block in bytes.
@@ -70,8 +70,8 @@ class NixlStaging:
             from nixl import nixl_agent, nixl_agent_config
         except ImportError as error:
             raise ConfigError(
-                f"the transport 'nixl' cannot be imported ({error}); install the extra engine-serve[nixl], or use "
-                "kv_connector 'direct' without it"
+                f"the transport 'nixl' cannot be imported ({error}); install the extra engine-serve[nixl], "
+                "or use kv_connector 'direct' without it"
             ) from None
         try:
             config = nixl_agent_config(enable_prog_thread=False, backends=list(backends))
@@ -138,7 +138,8 @@ class NixlStaging:
 
     def progress(self) -> None:
         """Advance all transfers, and report the blocks that have arrived."""
-        # Nobody sends notifications, but this also advances what peers read here. It raises if a peer has died.
+        # Nobody sends notifications, but this also advances what peers read here. It raises an error if a peer has
+        # exited.
         with suppress(Exception):
             self._agent.get_new_notifs()
         reads, self._reads = self._reads, []
@@ -162,7 +163,7 @@ class NixlStaging:
             if state != "PROC":
                 handle.release()
         except Exception:
-            # The peer is gone.
+            # The peer has exited.
             return "ERR"
         return state
 

@@ -11,7 +11,7 @@ RopeOrder = Literal["half", "interleaved", "swapped"]
 class IndexerSpec:
     """The indexer that chooses the keys to which a token attends (DeepSeek-V3.2, arXiv 2512.02556).
 
-    A token has an index key of `head_dim` elements, the first of which are rotated in the order `rope_order`. The score
+    A token has an index key of `head_dim` elements; the first ones are rotated in the order `rope_order`. The score
     of a key for a token is a sum over `num_heads` heads: the head's weight, times the positive part of the product of
     its index query and the index key. A token attends to the `num_chosen` keys with the highest scores.
     """

@@ -40,7 +40,7 @@ class LowRankChanges(Protocol):
         """Return an adapter's factors for each matrix in the form that `install` takes. May run in another thread."""
 
     def install(self, number: int, packed: Any) -> None:
-        """Put an adapter in place of the one that had this number; None if it does not change this product."""
+        """Replace the adapter with this number; None if the new one does not change this product."""
 
     def add(self, y_TO: Tensor, x_TI: Tensor, adapters: StepAdapters) -> None:
         """Add the change of each row's adapter to the outputs `y_TO` for the inputs `x_TI`."""
@@ -69,7 +69,7 @@ class TorchLowRank:
     def pack(self, changes: Sequence[Factors | None]) -> tuple[Linear, Linear]:
         """Return the products with the first and the second factors of all matrices.
 
-        Each matrix has ranks of its own.
+        Each matrix has its own ranks.
         """
         downs = [each.down_RI for each in changes if each is not None]
         up_OR = torch.zeros(sum(self._heights), sum(map(len, downs)))
@@ -90,7 +90,7 @@ class TorchLowRank:
         )
 
     def install(self, number: int, packed: tuple[Linear, Linear] | None) -> None:
-        """Put an adapter in place of the one that had this number; None if it does not change this product."""
+        """Replace the adapter with this number; None if the new one does not change this product."""
         self._installed.pop(number, None)
         if packed is not None:
             self._installed[number] = packed

@@ -82,7 +82,7 @@ def _read(
     rotary_dim = int(head_dim * fraction)
     if rotary_dim < 2 or rotary_dim > head_dim or rotary_dim % 2:
         raise fields.error(
-            f"rotary embeddings need an even number of dimensions up to {head_dim}, "
+            f"rotary embeddings need an even number of dimensions, at most {head_dim}, but "
             f"partial_rotary_factor {fraction} gives {rotary_dim}"
         )
     return RopeSpec(
@@ -111,7 +111,7 @@ def _read_axes(parameters: ConfigFields, num_frequencies: int) -> tuple[int, ...
     if not parameters.boolean("mrope_interleaved", False):
         if sum(counts) != num_frequencies:
             raise parameters.wrong(
-                "mrope_section", f"numbers with the sum {num_frequencies}", counts
+                "mrope_section", f"numbers whose sum is {num_frequencies}", counts
             )
         return tuple(axis for axis, count in enumerate(counts) for _ in range(count))
     return tuple(i % 3 if i // 3 < counts[i % 3] else 0 for i in range(num_frequencies))
@@ -133,7 +133,7 @@ def _read_scaling(
         )
     if kind not in _SUPPORTED:
         raise fields.error(
-            f"rope_type {kind!r} is not supported; supported are {', '.join(_SUPPORTED)}"
+            f"rope_type {kind!r} is not supported; supported types are {', '.join(_SUPPORTED)}"
         )
     if kind == "proportional":
         fraction = parameters.number("partial_rotary_factor", 1.0)

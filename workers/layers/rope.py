@@ -79,7 +79,7 @@ class ProportionalScaling:
     def scale(
         self, inv_freq: Frequencies, rope: RopeSpec, max_model_len: int
     ) -> tuple[Frequencies, float]:
-        """Set the frequencies of the other pairs to 0, and divide those of the first ones."""
+        """Set the frequencies of the other pairs to 0, and divide the frequencies of the first pairs."""
         is_rotated = np.arange(len(inv_freq)) < self.num_frequencies
         return np.where(is_rotated, inv_freq / np.float32(self.factor), np.float32(0)), 1.0
 

@@ -64,7 +64,7 @@ class NormNames:
 
 @dataclass(frozen=True, slots=True)
 class PerLayerInputsSpec:
-    """A vector of `size` elements for each token and layer, of which every layer adds a gated part to its output.
+    """A vector of `size` elements for each token and layer. Every layer adds a gated part of it to its output.
 
     It is the sum of a row of a table with `vocab_size` rows and a product of the token's embedding. Tokens beyond the
     table use its first row.
@@ -102,8 +102,8 @@ class LayerSpec:
     neither MLP nor experts. `norms` replaces the model's. `has_sinks` applies only to models with sinks.
 
     If not None, `num_heads`, `head_dim`, `num_kv_heads` and `intermediate_size` replace the model's. `gate_limit`
-    applies to the MLP, or to the shared MLP beside experts. A layer with a `kv_source` has no keys and values of its
-    own, and reads those of the layer with this index. Unless `has_value_projection`, the values are the projected keys.
+    applies to the MLP, or to the shared MLP of a layer with experts. A layer with a `kv_source` has no keys and values,
+    and reads those of the layer with this index. Unless `has_value_projection`, the values are the projected keys.
     `activation_sparsity` is the fraction of the MLP's gates that would be below a threshold if they had a normal
     distribution. The threshold is subtracted from them, and negative results become 0.
 
@@ -113,7 +113,7 @@ class LayerSpec:
     If `input_size` is not 0, the attention reads a separate input of that size instead of the normed hidden state. Only
     a first layer may have it.
 
-    If the model has an indexer, a layer that `chooses_keys` has one of its own. The other layers attend to the keys
+    If the model has an indexer, a layer that `chooses_keys` has its own indexer. The other layers attend to the keys
     that the last such layer before them chose.
     """
 
@@ -249,12 +249,12 @@ class ModelSpec:
 
     Hidden states are multiplied by `embedding_scale` after the embedding, and every block's output by
     `residual_multiplier` before it is added. The outputs of attention, recurrent parts and MLPs, and the gates of MLPs,
-    have multipliers of their own. If `has_layer_scales`, each layer's output is multiplied by a stored number. Logits
+    have their own multipliers. If `has_layer_scales`, each layer's output is multiplied by a stored number. Logits
     are divided by `logits_divisor`, then capped to +-`final_softcap`.
 
     With `encoder`, the outputs of a vision or audio tower replace the embeddings of some tokens. If they have
-    `num_deepstack_layers` further parts, each part is added to the hidden states of these tokens after one of the first
-    layers (DeepStack, arXiv 2406.04334).
+    `num_deepstack_layers` additional parts, each part is added to the hidden states of these tokens after one of the
+    first layers (DeepStack, arXiv 2406.04334).
 
     `tensor_names` translates the checkpoint's tensor names to those of Llama: each pair is a regular expression and its
     replacement, which are applied in order. Tensors whose names become empty are not used. If `has_grouped_qkv`, one
@@ -345,7 +345,7 @@ class ModelSpec:
 
     @property
     def tells_segments(self) -> bool:
-        """True if the second text of a pair has a token type of its own. Only classification heads read pairs."""
+        """True if the second text of a pair has its own token type. Only classification heads read pairs."""
         return self.score_head is not None and self.num_token_types > 1
 
     @property
@@ -368,7 +368,7 @@ class ModelSpec:
         return rounded(self.embedding_scale, dtype)
 
     def for_layer(self, layer: LayerSpec) -> "ModelSpec":
-        """Return the spec with the sizes of one layer in place of the model's."""
+        """Return the spec with the sizes of one layer instead of the model's."""
         return replace(
             self,
             num_heads=layer.num_heads or self.num_heads,
@@ -387,13 +387,14 @@ class ModelSpec:
         """Raise ConfigError if a sequence may be longer than the table of position embeddings."""
         if max_model_len > self.num_positions:
             raise ConfigError(
-                f"--max-model-len {max_model_len}: the model has embeddings of only {self.num_positions} positions"
+                f"--max-model-len {max_model_len}: the model has embeddings for only {self.num_positions} "
+                "positions"
             )
 
     def tensor_elements(self, ranks: int = 1) -> int:
         """Return the number of elements per token in a cache tensor, a multiple of every layer's head size.
 
-        A tensor has room for the layer with the most elements, or for several layers with fewer.
+        A tensor has space for the layer with the most elements, or for several layers with fewer.
         """
         attending = [layer for layer in self.layers if layer.attends]
         largest = max((self.token_elements(layer, ranks) for layer in attending), default=0)

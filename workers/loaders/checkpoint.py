@@ -69,7 +69,7 @@ class Checkpoint(ABC):
         Only that part is read. If ``dtype`` is None, the result has the stored type, or float32 for quantized tensors.
 
         Raises:
-            CheckpointError: There is no tensor of that name.
+            CheckpointError: No tensor has this name.
             ValueError: The tensor has no such part.
         """
 
@@ -109,6 +109,6 @@ def part_of(shape: tuple[int, ...], part: range | None, dim: int) -> range:
     part = range(shape[dim]) if part is None else part
     if not 0 <= part.start <= part.stop <= shape[dim]:
         raise ValueError(
-            f"part {part.start}:{part.stop} is not within the {shape[dim]} of dim {dim}"
+            f"part {part.start}:{part.stop} exceeds dim {dim}, which has size {shape[dim]}"
         )
     return part

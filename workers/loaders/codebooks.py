@@ -95,13 +95,13 @@ def iq4_xs(blocks_Bb: Tensor) -> Unpacked:
 
 
 def mxfp4(blocks_Bb: Tensor) -> Unpacked:
-    """Unpack MXFP4: four-bit floats, 32 of which share a power of two."""
+    """Unpack MXFP4: four-bit floats in groups of 32 that share a power of two."""
     q = E2M1_TWICE[_nibbles(_view(blocks_Bb, 1, 17), 16)]
     return q, halves_of_powers(blocks_Bb[:, :1]).unsqueeze(2), None
 
 
 def nvfp4(blocks_Bb: Tensor) -> Unpacked:
-    """Unpack NVFP4: four-bit floats, 16 of which share a float8 scale."""
+    """Unpack NVFP4: four-bit floats in groups of 16 that share a float8 scale."""
     q = E2M1_TWICE[_nibbles(_view(blocks_Bb, 4, 36), 8)]
     return q, _NVFP4_SCALES[_view(blocks_Bb, 0, 4)].mul(0.5).unsqueeze(2), None
 

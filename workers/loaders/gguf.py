@@ -326,7 +326,7 @@ class GGUFCheckpoint(Checkpoint):
             )
             return f"{_MODULES['output_norm' if is_last else match[1]]}.{match[2]}"
         raise CheckpointError(
-            self.path, f"tensor {name!r} is not known for the architecture {self._architecture!r}"
+            self.path, f"tensor {name!r} is unknown for the architecture {self._architecture!r}"
         )
 
     def names(self) -> Collection[str]:

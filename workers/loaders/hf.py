@@ -144,7 +144,8 @@ class HFCheckpoint(Checkpoint):
         for name, file in expected.items():
             if name not in seen:
                 raise CheckpointError(
-                    file, f"there is no tensor {name!r}, which {_INDEX} lists here; download both"
+                    file,
+                    f"there is no tensor {name!r}, which {_INDEX} lists in this file; download both",
                 )
         self._modules = QuantizedModules.from_config(config, self)
 
@@ -182,8 +183,8 @@ class HFCheckpoint(Checkpoint):
         if stored not in _DTYPES:
             raise CheckpointError(
                 self.path,
-                f"tensor {name!r} is {stored}, which is not supported; take the original "
-                "weights in a 16 or 32-bit type",
+                f"tensor {name!r} is {stored}, which is not supported; use the original weights in a 16-bit "
+                "or 32-bit type",
             )
         part = part_of(self.stored_shape(name), part, dim)
         return self.load(name, *(None,) * dim, part, dtype=dtype)
@@ -275,11 +276,11 @@ def _weight_files(path: Path) -> list[Path]:
     if pickled := [*path.glob("*.bin"), *path.glob("*.pt"), *path.glob("*.pth")]:
         raise CheckpointError(
             path,
-            f"the weights are pickled ({pickled[0].name}), which can run any code and is refused; "
-            "convert them to safetensors",
+            f"the weights are pickled ({pickled[0].name}), which is refused because it can run arbitrary "
+            "code; convert them to safetensors",
         )
     if gguf := sorted(path.glob("*.gguf")):
         raise CheckpointError(
-            path, f"no safetensors files here; give the file {gguf[0].name} itself"
+            path, f"the directory has no safetensors files; pass the path of {gguf[0].name}"
         )
-    raise CheckpointError(path, "no safetensors files here; download the model again")
+    raise CheckpointError(path, "the directory has no safetensors files; download the model again")

@@ -22,6 +22,6 @@ def open_checkpoint(path: str | PathLike[str]) -> Checkpoint:
         return HFCheckpoint(path)
     if path.suffix in (".safetensors", ".bin", ".json"):
         raise CheckpointError(
-            path, "give the directory that contains the model, not one of its files"
+            path, "pass the directory that contains the model, not one of its files"
         )
     return GGUFCheckpoint(path)

@@ -88,7 +88,8 @@ class PEFTAdapter:
             if match is None:
                 raise CheckpointError(
                     file,
-                    f"the tensor {name!r} is not supported; only lora_A and lora_B of modules, and whole modules, are",
+                    f"the tensor {name!r} is not supported; adapters may contain lora_A and lora_B of "
+                    "modules, and whole modules",
                 )
             # PEFT stores a copy of the base model's matrix next to the factors of an embedding. Ignore it.
             if match["part"] != "base_layer.weight":
@@ -106,13 +107,11 @@ class PEFTAdapter:
             parts = parts - {_FACTOR_BIAS}
         if not parts <= {*_FACTORS} and not parts <= {*_EMBEDDING_FACTORS}:
             if not parts <= {*_WHOLE} or "weight" not in parts:
-                raise self.error(
-                    f"the tensors {', '.join(sorted(parts))} of {module} do not fit each other"
-                )
+                raise self.error(f"the tensors {', '.join(sorted(parts))} of {module} do not match")
             bias = self._tensor(module, "bias") if "bias" in parts else None
             return Replacement(self._tensor(module, "weight"), bias)
         if len(parts) != 2:
-            raise self.error(f"the module {module} has {min(parts)} alone; it needs A and B")
+            raise self.error(f"the module {module} has {min(parts)} only; it needs both A and B")
         if parts == {*_FACTORS}:
             down_RI, up_OR = (self._tensor(module, part) for part in _FACTORS)
         else:
@@ -122,7 +121,7 @@ class PEFTAdapter:
         if down_RI.ndim != 2 or up_OR.ndim != 2 or len(down_RI) != up_OR.shape[1]:
             raise self.error(
                 f"lora_A and lora_B of {module} have shapes {list(down_RI.shape)} and {list(up_OR.shape)}, "
-                "which do not fit each other"
+                "which do not match"
             )
         rank = int(self._number("r", "rank_pattern", module))
         if len(down_RI) != rank:
@@ -137,7 +136,8 @@ class PEFTAdapter:
         bias_O = self._tensor(module, _FACTOR_BIAS) * scale if has_bias else None
         if bias_O is not None and bias_O.shape != up_OR.shape[:1]:
             raise self.error(
-                f"the bias of lora_B of {module} has shape {list(bias_O.shape)}, but the matrix has {len(up_OR)} rows"
+                f"the bias of lora_B of {module} has shape {list(bias_O.shape)}, but the matrix has "
+                f"{len(up_OR)} rows"
             )
         return LowRank(down_RI, up_OR * scale, bias_O)
 
@@ -152,9 +152,9 @@ class PEFTAdapter:
     def _verify_kind(self) -> None:
         fields = self._fields
         if (kind := fields.text("peft_type")) != "LORA":
-            raise fields.error(f"peft_type {kind!r} is not supported; only LORA is")
+            raise fields.error(f"peft_type {kind!r} is not supported; use LORA")
         if (bias := fields.text("bias", "none")) != "none":
-            raise fields.error(f"bias {bias!r} is not supported; only 'none' is")
+            raise fields.error(f"bias {bias!r} is not supported; use 'none'")
         for name in _REFUSED:
             if value := fields.get(name):
                 raise fields.error(
@@ -163,7 +163,8 @@ class PEFTAdapter:
         start = fields.get("init_lora_weights")
         if isinstance(start, str) and start.lower().startswith(_CHANGES_BASE):
             raise fields.error(
-                f"init_lora_weights {start!r} changes the base model; convert the adapter to plain LoRA with PEFT"
+                f"init_lora_weights {start!r} changes the base model; convert the adapter to plain LoRA "
+                "with PEFT"
             )
 
     def _number(self, name: str, patterns_name: str, module: str) -> float:

@@ -43,7 +43,7 @@ class StoredTensors(Protocol):
 class QuantizedModules:
     """The quantized modules of a checkpoint.
 
-    `names` lists the checkpoint's tensors, with one `weight` in place of all tensors of such a module.
+    `names` lists the checkpoint's tensors, with one `weight` instead of all tensors of such a module.
     """
 
     def __init__(self, scheme: QuantizationScheme, checkpoint: StoredTensors) -> None:
@@ -58,8 +58,8 @@ class QuantizedModules:
         if not self._modules:
             raise CheckpointError(
                 checkpoint.path,
-                f"the config says that the weights are quantized, but no module has a tensor {scheme.marker!r} "
-                f"of type {' or '.join(scheme.marker_dtypes)}; download the model again",
+                "the config says that the weights are quantized, but no module has a tensor "
+                f"{scheme.marker!r} of type {' or '.join(scheme.marker_dtypes)}; download the model again",
             )
         companions = {scheme.marker, *scheme.companions}
         self.names = frozenset(
@@ -88,8 +88,8 @@ class QuantizedModules:
         except UnsupportedScheme as scheme:
             raise CheckpointError(
                 checkpoint.path,
-                f"checkpoints quantized with {scheme} are not supported, but {SUPPORTED} are; take one of "
-                "those, the original weights, or a GGUF file",
+                f"checkpoints quantized with {scheme} are not supported; use {SUPPORTED}, the original "
+                "weights, or a GGUF file",
             ) from scheme
 
     def __contains__(self, name: str) -> bool:

@@ -27,9 +27,9 @@ _SMALLEST_SQUARE = 1e-5
 
 
 class Streams:
-    """Expands embeddings to the streams, or reduces these to one hidden state, by one matrix per further stream.
+    """Expands embeddings to the streams, or reduces the streams to one hidden state.
 
-    The products are scaled to the root mean square of the first stream.
+    There is one matrix per additional stream. The products are scaled to the root mean square of the first stream.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Streams:
         return torch.cat((x_TD, *others), -1)
 
     def reduce(self, x_TE: Tensor) -> Tensor:
-        """Return the mean [T, D] of the streams [T, N * D], after multiplying each further one by its matrix."""
+        """Return the mean [T, D] of the streams [T, N * D], after multiplying all but the first by their matrices."""
         first_TD, *others = x_TE.unflatten(-1, (-1, self._size)).unbind(1)
         target_T1 = _square_mean(first_TD).sqrt()
         products = [

@@ -1,4 +1,4 @@
-"""A mixture of experts in place of a layer's MLP.
+"""A mixture of experts that replaces a layer's MLP.
 
 Shapes: T tokens of a step, D hidden size, E experts, e experts of this rank, C experts that a token chooses, A = T * C
 choices ordered by expert, F intermediate size, L size of the experts' inputs, which may be D. If replicas divide the

@@ -38,7 +38,7 @@ _Kind: TypeAlias = _Attention | RecurrentLayer | _CrossAttention
 def group_layers(spec: ModelSpec, max_model_len: int, ranks: int = 1) -> ModelSpec:
     """Return the spec with every layer assigned to groups, ordered: full attention, windows, states, cross attention.
 
-    Layers with a window have groups of their own, unless no sequence exceeds the window. So do layers with other
+    Layers with a window have their own groups, unless no sequence exceeds the window. So do layers with other
     heads. Layers with attention and a state are in two groups. A layer that reads the cache of another layer
     is in the same group. The group size is chosen so that few groups are incomplete. `ranks` is the tensor-parallel
     size.

@@ -118,7 +118,7 @@ class TransformersModel:
         transformers creates no mask for an unknown attention, so a mask is one that the layer itself computes.
         """
         if attention_mask is not None:
-            raise NotImplementedError("its attention has a mask of its own")
+            raise NotImplementedError("its attention has a custom mask")
         for name in ("s_aux", "alibi", "position_bias"):
             if options.get(name) is not None:
                 raise NotImplementedError(f"its attention has {name}")
@@ -146,8 +146,8 @@ class TransformersModel:
         if None in layers or len(self._seen) != num_layers or len(heads) != 1:
             raise CheckpointError(
                 self.path,
-                f"only {len(self._seen)} of its {num_layers} layers call transformers' attention interface, with "
-                f"{len(heads)} kinds of heads; all must, with one kind",
+                f"only {len(self._seen)} of its {num_layers} layers call transformers' attention interface, "
+                f"with {len(heads)} head layouts; all layers must call it, with one layout",
             )
         num_heads, num_kv_heads, head_dim, scale, softcap = heads.pop()
         kinds = getattr(text, "layer_types", None) or ["full_attention"] * num_layers
@@ -196,7 +196,7 @@ def run_module(module: Any, input_ids_T: Tensor, positions_T: Tensor) -> Any:
 
 
 class _GivenHiddenStates(nn.Module):
-    """A module that replaces the layers when only the head is to be computed."""
+    """A module that replaces the layers when only the head is computed."""
 
     output_class: type
     hidden_SD: Tensor
@@ -315,14 +315,14 @@ class TransformersDecoder(TorchDecoder):
         if not difference <= _SELF_CHECK_TOLERANCE[self.hidden_dtype]:
             raise CheckpointError(
                 self._path,
-                f"transformers' model computes other values (by {difference:.1%}) if its tokens are divided among "
-                "steps, so Engine cannot serve it",
+                f"transformers' model computes different values (by {difference:.1%}) if its tokens are "
+                "split over several steps, so Engine cannot serve it",
             )
 
 
 @dataclass(frozen=True, slots=True)
 class _Chunks:
-    """Chunks of sequences, int32 rows of (sequence, start, stop), each sequence with `num_blocks` blocks of its own."""
+    """Chunks of sequences, int32 rows of (sequence, start, stop), each sequence with its own `num_blocks` blocks."""
 
     rows_S3: NDArray[np.int32]
     num_blocks: int

@@ -82,7 +82,7 @@ class WeightReader:
 
     `finish` checks that every tensor was read that belongs to `shard`, by default the whole model. `has_head` says
     whether the output projection is a separate tensor, and `has_embedding` whether the model starts from tokens.
-    Quantized matrices stay quantized if `can_keep` accepts them. `tensor_names` are those of `ModelSpec`; all tensor
+    Quantized matrices stay quantized if `can_keep` accepts them. `tensor_names` are the ones in `ModelSpec`; all tensor
     names here are the translated ones. If `is_transposed`, the matrices of the layers are stored as [inputs, outputs],
     and returned as [outputs, inputs]. If `loras` is given, products add its adapters.
     """
@@ -296,8 +296,8 @@ class WeightReader:
         """Raise CheckpointError if tensors are left that the decoder does not use, as of another model."""
         if self._unread:
             raise self._error(
-                f"{len(self._unread)} tensors do not belong to a model of this configuration, "
-                f"the first is {min(self._unread)!r}"
+                f"{len(self._unread)} tensors do not belong to a model with this configuration, beginning "
+                f"with {min(self._unread)!r}"
             )
 
     def _read(
@@ -421,7 +421,7 @@ class DummyWeightReader(WeightReader):
         return made_up(name, shape, dtype or self.dtype, self.device)
 
     def _check(self, name: str, shape: tuple[int, ...]) -> None:
-        """Do nothing, because any name and shape is right."""
+        """Do nothing, because any name and shape is valid."""
 
     def _stored_shape(self, name: str, default: tuple[int, ...]) -> tuple[int, ...]:
         return default

@@ -45,7 +45,7 @@ def choose_greedy(logits_SV: torch.Tensor) -> torch.Tensor:
 
 
 def _marked(token_ids: torch.Tensor, x: BlockedLogits) -> torch.Tensor:
-    """In rows that cannot be sampled, replace the token by the reason, in place."""
+    """In rows that cannot be sampled, replace the token with the reason, in place."""
     token_ids.masked_fill_(x.peak_R.isneginf(), NOTHING_ALLOWED)
     return mark_not_numbers(token_ids, x.peak_R)
 

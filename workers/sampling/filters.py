@@ -1,7 +1,7 @@
 """Sampling under top-k, top-p and min-p.
 
 The filtered set of a row is always a prefix of its tokens in descending order. So only the largest tokens are
-examined: exactly `top_k` of them, or as many as the nucleus needs.
+examined: exactly `top_k` of them, or the number that the nucleus needs.
 
 Shapes: R rows, D depth (how many of the largest tokens are examined).
 """
@@ -100,7 +100,7 @@ def _sample_nucleus(
 
 @dataclass(slots=True)
 class _Prefix:
-    """The largest tokens of each row, of which top-k and min-p keep the first `length_R`."""
+    """The largest tokens of each row. Top-k and min-p keep the first `length_R`."""
 
     ids_RD: torch.Tensor
     cumulative_RD: torch.Tensor

@@ -109,7 +109,7 @@ class SamplerOutput:
         return [(slot, _NOTHING_ALLOWED_MESSAGE) for slot in slots]
 
     def _slots_with(self, mark: int) -> Int64Array:
-        """Return the slots that have this mark in place of a token."""
+        """Return the slots that have this mark instead of a token."""
         slots_S = self._metadata.slots_S
         if self._num_sampled_S is not None:
             slots_S = np.repeat(slots_S, self._num_sampled_S)

@@ -36,7 +36,7 @@ def join_tiles(x_TPD: Tensor, newline_D: Tensor, image: ImagePayload, max_tiles:
 
 
 def reduce_frame(x_PD: Tensor) -> Tensor:
-    """Return the embeddings of a video frame, interpolated to half as many rows and columns, rounded up."""
+    """Return the embeddings of a video frame, interpolated to half the rows and columns, rounded up."""
     side = round(len(x_PD) ** 0.5)
     half = -(-side // 2)
     x = x_PD.unflatten(0, (side, side)).permute(2, 0, 1)[None]

@@ -87,8 +87,8 @@ class AudioTower:
         has_shape = sound.num_mel_bins == self.spec.num_mel_bins
         if not has_shape or not after < sound.num_frames <= most:
             raise EngineError(
-                f"a sound has {sound.num_mel_bins} features of {sound.num_frames} frames, the model reads "
-                f"{self.spec.num_mel_bins} of at most {most}"
+                f"a sound has {sound.num_mel_bins} mel bins and {sound.num_frames} frames, but the model "
+                f"needs {self.spec.num_mel_bins} bins and at most {most} frames"
             )
         if len(sound.features) != expected:
             raise EngineError(f"a sound has {len(sound.features)} bytes, expected {expected}")

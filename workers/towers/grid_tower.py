@@ -92,7 +92,7 @@ class GridTower:
         }
 
     def encode(self, data: bytes) -> Tensor:
-        """Return the outputs [K, elements] of the image in an encoder input, or those that it contains itself.
+        """Return the outputs [K, elements] of the image in an encoder input, or the embeddings that it contains.
 
         Raises:
             EngineError: The data is neither an image nor embeddings, which a correct frontend never sends.
@@ -111,8 +111,8 @@ class GridTower:
         unit, most = self.spec.unit, self.spec.frames_per_patch
         if image.width % unit or image.height % unit or not 0 < image.num_frames <= most:
             raise EngineError(
-                f"an image has {image.num_frames} frames of {image.width} x {image.height} pixels, "
-                f"the model reads at most {most} frames of multiples of {unit} pixels"
+                f"an image has {image.num_frames} frames of {image.width} x {image.height} pixels, but the "
+                f"model reads at most {most} frames, with sides that are multiples of {unit} pixels"
             )
         with torch_threads(self._device, self._num_threads):
             return self._encode(image)

@@ -28,7 +28,7 @@ def read_image_input(
         return _given_embeddings(image, size, device, dtype)
     if not 0 < image.num_frames <= max_frames:
         raise EngineError(
-            f"an image has {image.num_frames} frames, the model reads at most {max_frames}"
+            f"an image has {image.num_frames} frames, but the model reads at most {max_frames}"
         )
     expected = 3 * image.width * image.height * image.num_frames
     if len(image.pixels) != expected:

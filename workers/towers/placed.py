@@ -1,4 +1,4 @@
-"""Put encoder outputs in place of the embeddings of tokens.
+"""Replace the embeddings of tokens with encoder outputs.
 
 Shapes: T tokens of a step, D hidden size, E elements of an output.
 """
@@ -15,7 +15,7 @@ class Placed:
     """The encoder outputs that the tokens of a step read.
 
     Args:
-        rows_T: The row of `encoded` for each token, int32, or -1 for tokens with an embedding of their own.
+        rows_T: The row of `encoded` for each token, int32, or -1 for tokens that use their own embedding.
         encoded: The outputs, float [rows, E]. The first D elements are the embedding, which is all if E = D. Otherwise
             the next D are added after the decoder's first layer, and so on.
     """
@@ -44,6 +44,6 @@ class Placed:
         return tokens, part.to(hidden_TD.dtype)
 
     def replace_ids(self, ids_T: Tensor, token_id: int) -> Tensor:
-        """Return the token ids, with `token_id` in place of tokens that have outputs."""
+        """Return the token ids, with tokens that have outputs replaced by `token_id`."""
         places_T = torch.from_numpy(self.rows_T).to(ids_T.device) >= 0
         return ids_T.masked_fill(places_T, token_id)

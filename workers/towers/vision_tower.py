@@ -101,7 +101,7 @@ class VisionTower:
             self._newline_D = weights.read("image_newline", spec.output_size)
 
     def encode(self, data: bytes) -> Tensor:
-        """Return the embeddings [K, output size] of the image in an encoder input, or those that it contains itself.
+        """Return the embeddings [K, output size] of the image in an encoder input, or the embeddings that it contains.
 
         Raises:
             EngineError: The data is neither an image nor embeddings, which a correct frontend never sends.

@@ -115,8 +115,8 @@ class DraftLimits:
         self._slots = slots
         self._max_drafts = config.num_speculative_tokens
         self._is_adaptive = config.adaptive
-        # Looking up drafts in the text costs nothing where nothing is found, so new requests start nearer to the
-        # optimistic prior acceptance. A draft model costs time for every request.
+        # Looking up drafts in the text costs nothing if none are found, so new requests start near the optimistic prior
+        # acceptance. A draft model costs time for every request.
         self._prior_share = 0.0 if config.method.runs_model else 0.5
         """Weight of the prior acceptance for a new request; the rest is the average of all requests."""
         self._probe_steps = _PROBE_STEPS * (1 + config.method.runs_model)
@@ -162,7 +162,7 @@ class DraftLimits:
         self._accepted_in_all = decay * self._accepted_in_all + float(accepted.sum())
 
     def _reset(self, slots: SlotArray) -> None:
-        """Start anew for the slots that now belong to another request."""
+        """Reset the slots that now belong to another request."""
         new = slots[self._generation[slots] != self._slots.generation[slots]]
         if len(new):
             self._generation[new] = self._slots.generation[new]

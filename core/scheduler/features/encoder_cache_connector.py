@@ -1,4 +1,4 @@
-"""The scheduler's half of an encoder-cache connector, which loads encoder outputs from an external store."""
+"""The scheduler side of an encoder-cache connector, which loads encoder outputs from an external store."""
 
 from __future__ import annotations
 
@@ -20,4 +20,4 @@ class EncoderCacheConnector(ABC):
     def build_connector_meta(
         self, scheduler_output: SchedulerOutput, loads: Sequence[tuple[Request, int]]
     ) -> bytes:
-        """Return the metadata that tells the workers to load the inputs `loads`. Called once per step."""
+        """Return the metadata that makes the workers load the inputs `loads`. Called once per step."""

@@ -24,7 +24,7 @@ class _Need(NamedTuple):
 
 
 class EncoderPlan:
-    """The encoder inputs planned for a step, and what remains of the budget and the cache.
+    """The encoder inputs planned for a step, and the remaining budget and cache space.
 
     Planning changes no state.
     """

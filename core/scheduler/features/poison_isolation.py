@@ -1,7 +1,7 @@
 """Run requests that may have crashed a worker one at a time, to find the poison request.
 
 A request becomes a suspect if a worker crashed while computing it, before its first token since its admission. Each
-suspect runs in steps of its own until its next token arrives. If a worker crashes meanwhile, that suspect is the cause.
+suspect runs alone in its steps until its next token arrives. If a worker crashes meanwhile, that suspect is the cause.
 """
 
 from __future__ import annotations

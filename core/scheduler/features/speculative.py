@@ -42,7 +42,7 @@ class Drafts:
     insert the actual drafts.
 
     If the model `has_states` (recurrent layers), drafts are written only to the block of the last computed token, so
-    they need no further blocks.
+    they need no additional blocks.
     """
 
     def __init__(

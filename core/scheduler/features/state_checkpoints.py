@@ -1,8 +1,8 @@
 """End the chunks of a prompt where its recurrent state can be cached.
 
 The state after a chunk is the one after its last token, and the prefix cache can find it only if that token ends a
-block. Chunks therefore end at the last block boundary before the prompt's last token, which is computed in a further
-step.
+block. Chunks therefore end at the last block boundary before the prompt's last token, which is computed in an
+additional step.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import enum
 class AdmissionStop(enum.StrEnum):
     """The reason why a step stopped admitting.
 
-    It applies to waiting requests that have no `WaitReason` of their own.
+    It applies to waiting requests without a `WaitReason`.
     """
 
     NONE_LEFT = enum.auto()

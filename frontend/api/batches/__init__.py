@@ -1,1 +1,1 @@
-"""OpenAI's Batches API: files of requests that are answered while interactive requests leave room."""
+"""OpenAI's Batches API: files of requests that are answered when interactive requests leave free capacity."""

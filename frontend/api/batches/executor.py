@@ -51,7 +51,7 @@ DUTY: Final = "batches"
 
 
 class BatchExecutor:
-    """Executes the batches of each tenant one after the other, and those of several tenants in turns.
+    """Executes the batches of each tenant one after the other, and alternates between tenants.
 
     The first frontend executes the batches of the whole server. During an upgrade, only one of the two servers does.
     Every answer is stored before the next step. So a successor, for example after a restart, sends only the requests
@@ -253,7 +253,7 @@ class _BatchRun:
         self._batch["request_counts"]["completed" if is_success(line) else "failed"] += 1
 
     async def _answer_all(self) -> None:
-        """Send the requests without an answer, when there is room for them and in turns with other batches."""
+        """Send the requests without an answer when there is capacity for them, alternately with other batches."""
         tasks: set[asyncio.Task[None]] = set()
         reporter = asyncio.create_task(self._report())
         try:

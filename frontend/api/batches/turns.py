@@ -21,9 +21,9 @@ class _Waiter:
 
 
 class Turns:
-    """A queue in which batches wait for room.
+    """A queue in which batches wait for free capacity.
 
-    A batch joins the end of the queue for each request, so batches start requests in turns.
+    A batch joins the end of the queue for each request, so batches start requests alternately.
 
     Args:
         has_room: Returns whether one more request may start.
@@ -35,7 +35,7 @@ class Turns:
         self._task: asyncio.Task[None] | None = None
 
     async def wait(self, gives_up: Callable[[], bool]) -> bool:
-        """Wait for the caller's turn and for room. Return False if `gives_up` becomes true before that."""
+        """Wait for the caller's turn and for free capacity. Return False if `gives_up` becomes true before that."""
         waiter = _Waiter(gives_up, asyncio.get_running_loop().create_future())
         self._waiting.append(waiter)
         if self._task is None:
@@ -52,7 +52,7 @@ class Turns:
                     waiter.turn.set_result(False)
             if self._waiting and self._has_room():
                 self._waiting.popleft().turn.set_result(True)
-                # The batch starts its request, which takes room, before the next batch has its turn.
+                # The batch starts its request, which uses capacity, before the next batch has its turn.
                 await asyncio.sleep(0)
             elif self._waiting:
                 await asyncio.sleep(ROOM_S)

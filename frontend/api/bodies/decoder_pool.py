@@ -95,7 +95,7 @@ class DecoderPool:
             )
         except OSError as error:
             raise unavailable(
-                f"no process can be started to decode a large body: {error.strerror}; retry later",
+                f"cannot start a process to decode a large body: {error.strerror}; retry later",
                 RETRY_AFTER_S,
             ) from None
 

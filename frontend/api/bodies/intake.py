@@ -72,8 +72,8 @@ class Intake:
         waiting = executor.num_waiting_characters
         if waiting > MAX_WAITING_CHARACTERS:
             raise unavailable(
-                f"{waiting} characters of other requests are waiting to be tokenized, "
-                f"at most {MAX_WAITING_CHARACTERS} are allowed",
+                f"{waiting} characters of other requests are waiting to be tokenized, but at most "
+                f"{MAX_WAITING_CHARACTERS} are allowed",
                 waiting / CHARACTERS_PER_S,
             )
         if body.size <= THREAD_BYTES and body.num_values <= THREAD_VALUES:

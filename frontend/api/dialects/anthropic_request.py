@@ -65,7 +65,7 @@ def _system(system: str | list[dict[str, Any]] | None) -> list[Json]:
 
 
 def _message(message: Json, where: str) -> list[Json]:
-    """Return the translation of a message to one or more messages. Tool results become messages of their own."""
+    """Return the translation of a message to one or more messages. Tool results become separate messages."""
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant", "system"):
         refuse(f"{where}.role", '"user", "assistant" or "system"', role)

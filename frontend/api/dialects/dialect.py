@@ -53,8 +53,7 @@ class DialectChunks:
     def __init__(self, answer: ChatAnswer) -> None:
         self.answer = answer
         self.choice: ChatChoice = answer.choices[0]
-        # The order of text and calls within one delta is lost. So if both are possible, each token is a delta of its
-        # own.
+        # The order of text and calls within one delta is lost. So if both are possible, each token is a separate delta.
         self._max_tokens = 1 if answer.request.tools else TOKENS_AT_ONCE
 
     def read(self, sequence: Sequence) -> Any:

@@ -47,7 +47,7 @@ class OllamaPrompt(ChatCompletionRequest, kw_only=True):
     `raw` is a prompt to which no chat template is applied. With `middle_before`, the model fills in the middle: `raw`
     follows the answer. An `is_empty` request only asks whether the model is loaded.
 
-    The parts of a message's content stand for its images and its text. `num_images` has the number of images of each
+    The parts of a message's content represent its images and its text. `num_images` has the number of images of each
     message. If the body has no messages, the text is in one of `content_fields`.
     """
 

@@ -1,1 +1,1 @@
-"""Durable requests, which continue after their client or their frontend is gone, and can be read again."""
+"""Durable requests, which continue after their client disconnects or their frontend exits, and can be read again."""

@@ -58,7 +58,7 @@ class Keeper:
             with found:
                 raise APIError(
                     404,
-                    f"Last-Event-ID names a request of {found.record.path}; send it there",
+                    f"Last-Event-ID belongs to a request to {found.record.path}; send it there",
                     code="request_not_found",
                 )
         return found
@@ -123,7 +123,7 @@ class Keeper:
         if reply.is_busy:
             raise APIError(
                 409,
-                "A request with this Idempotency-Key is being accepted at the moment; retry later",
+                "A request with this Idempotency-Key is just being accepted; retry later",
                 type="conflict_error",
                 headers={"retry-after": "1"},
             )

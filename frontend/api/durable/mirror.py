@@ -82,7 +82,8 @@ class Mirror:
         if len(counts) != len(group.sequences):
             raise bad_request(
                 HEADER,
-                f"{HEADER} has numbers for {len(counts)} sequences, but the request has {len(group.sequences)}",
+                f"{HEADER} has numbers for {len(counts)} sequences, but the request has "
+                f"{len(group.sequences)}",
             )
         for sequence, (num_tokens, has_end) in zip(group.sequences, counts, strict=True):
             stream = await self._wait_for(sequence.position, num_tokens, has_end)
@@ -91,7 +92,7 @@ class Mirror:
             if len(stream.tokens) < num_tokens:
                 raise bad_request(
                     HEADER,
-                    f"{HEADER} names token {num_tokens} of a sequence with {len(stream.tokens)} tokens",
+                    f"{HEADER} refers to token {num_tokens} of a sequence with {len(stream.tokens)} tokens",
                 )
             while stream.num_fed < num_tokens or (has_end and not sequence.finished):
                 end = min(stream.num_fed + TOKENS_AT_ONCE, num_tokens)
@@ -111,7 +112,8 @@ class Mirror:
                     await self._changed.wait()
         except TimeoutError:
             raise unavailable(
-                "The request has not reached this position again after a restart; retry later", 5.0
+                "The request has not yet reached this position again after a restart; retry later",
+                5.0,
             ) from None
         return stream
 
@@ -134,7 +136,7 @@ GONE: Final = "the request was aborted, or the server has lost it; send it again
 
 
 def abort_mirror(group: RequestGroup) -> None:
-    """Finish the sequences of a mirror whose client is gone. The request itself continues."""
+    """Finish the sequences of a mirror whose client has disconnected. The request itself continues."""
     for sequence in group.sequences:
         if not sequence.finished:
             _finish(group, sequence, StreamEnd(sequence.num_generated_tokens, FinishReason.ABORT))

@@ -116,7 +116,7 @@ class Recovery:
             try:
                 return await self._serving.store.claim(CLAIMED_AT_ONCE)
             except StoreError as error:
-                logger.warning("requests of a frontend that is gone wait: %s", error)
+                logger.warning("requests of an exited frontend are waiting: %s", error)
             await asyncio.sleep(RETRY_S)
 
     async def _continue(self, claimed: ClaimedRequest) -> None:
@@ -172,7 +172,7 @@ class Recovery:
                 await endpoint.continue_request(record, partial(self._submit, claimed, record))
                 return
             except APIError as error:
-                # The engine has no room at the moment.
+                # The engine currently has no free capacity.
                 if error.status != 503 or self._serving.engine.dead_reason is not None:
                     raise
             if self._serving.engine.draining:

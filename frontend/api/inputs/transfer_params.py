@@ -49,5 +49,5 @@ def transfer_params(value: Any, config: EngineConfig) -> dict[str, object] | Non
                 FIELD, f"{FIELD}.{name} must have at most {_MAX_CHARS} characters, got {len(each)}"
             )
     if all(fields.get(name) for name in _FLAGS):
-        raise bad_request(FIELD, f"{FIELD} must not have both of {' and '.join(_FLAGS)}")
+        raise bad_request(FIELD, f"{FIELD} must not have both {' and '.join(_FLAGS)}")
     return fields or None

@@ -23,7 +23,7 @@ class ReceiptSource:
     """The data of a receipt that does not come from the outputs.
 
     Attributes:
-        request_id: The identifier under which the engine knows the request.
+        request_id: The request's identifier in the engine.
         prompt: The first prompt.
         nearest: The earlier prompt with the longest common prefix.
     """
@@ -118,7 +118,7 @@ def _place_of(text: str, position: int, messages: Sequence[Mapping[str, Any]]) -
         try:
             content = text_of_content(message.get("content"))
         except (APIError, ValueError):
-            content = ""  # It has parts that are no text.
+            content = ""  # It has parts that are not text.
         start = text.find(content, cursor) if content else -1
         if start < 0:
             continue

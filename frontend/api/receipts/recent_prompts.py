@@ -32,7 +32,7 @@ class RecentPrompts:
         self._num_tokens = 0
 
     def add(self, owner: bytes, token_ids: TokenIds) -> None:
-        """Add a prompt. The oldest prompts make room for it."""
+        """Add a prompt. The oldest prompts are dropped if there is no space."""
         if len(token_ids) > MAX_TOKENS:
             return
         self._prompts.append((owner, token_ids))

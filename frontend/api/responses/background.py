@@ -227,8 +227,8 @@ class BackgroundRuns:
         """
         if len(self._runs) >= MAX_RUNS:
             raise too_many_requests(
-                f"{len(self._runs)} background responses are running, at most {MAX_RUNS} "
-                "are allowed; retry later",
+                f"{len(self._runs)} background responses are running, but at most {MAX_RUNS} are allowed; "
+                "retry later",
                 RETRY_S,
             )
         task = asyncio.create_task(self._run(run, generate))
@@ -354,7 +354,7 @@ class BackgroundRuns:
             logger.warning("cannot store %s: %s", exchange.response_id, failure.message)
 
     async def _keep(self, run: BackgroundRun) -> None:
-        """From time to time, store the state and the events of a run, and cancel the run if its client wants that."""
+        """Periodically store the state and the events of a run, and cancel the run if its client requested that."""
         await run.is_recorded.wait()
         identifier, owner = run.exchange.response_id, run.exchange.owner
         check_at = time.monotonic() + CANCEL_POLL_S

@@ -251,7 +251,7 @@ def _join_texts(parts: Any, where: str) -> str:
 
 
 def _tool_name(item: Json, where: str) -> str:
-    """Return the name by which the model knows the tool of a call item."""
+    """Return the name that the model uses for the tool of a call item."""
     namespace = item.get("namespace")
     name = _string(item, "name", where)
     return full_name(namespace, name) if isinstance(namespace, str) else name
@@ -281,7 +281,8 @@ def _file(part: Json, where: str) -> Json:
         text = base64.b64decode(data, validate=True).decode()
     except (binascii.Error, ValueError):
         raise bad_request(
-            place, f"{place} must be a UTF-8 text or an image in base64, because no PDF is read"
+            place,
+            f"{place} must be UTF-8 text or a base64 image, because PDF files are not supported",
         ) from None
     filename = part.get("filename")
     return {"type": "text", "text": f"{filename}\n\n{text}" if filename else text}

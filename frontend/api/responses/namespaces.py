@@ -37,7 +37,7 @@ class PlacedTool(NamedTuple):
 
 
 def full_name(namespace: str, name: str) -> str:
-    """Return the name by which the model knows a tool of a namespace."""
+    """Return the name that the model uses for a tool in a namespace."""
     if not namespace:
         return name
     return f"{namespace}{'' if namespace.endswith(_SEPARATOR) else _SEPARATOR}{name}"
@@ -55,7 +55,8 @@ def place_tools(tools: Iterable[Json] | None) -> list[PlacedTool]:
         name = each.tool[each.tool["type"]].get("name")
         if each.namespace and names.setdefault(name, each) is not each:
             raise bad_request(
-                each.where, f"{each.where} has the full name {echo(name)}, which another tool has"
+                each.where,
+                f"{each.where} has the full name {echo(name)}, which is also the name of another tool",
             )
     return placed
 
@@ -118,7 +119,7 @@ def call_fields(tools: Iterable[Json] | None) -> Mapping[str, Json]:
 
 
 def choose_full_name(choice: Any) -> Any:
-    """Return a reference to a tool, with the full name that the model knows."""
+    """Return a reference to a tool, with the full name that the model uses."""
     if not isinstance(choice, dict):
         return choice
     namespace, name = choice.get("namespace"), choice.get("name")

@@ -50,7 +50,8 @@ class StoredResponses:
             events = repeat_events(record["response"], first)
         else:
             raise bad_request(
-                "stream", "stream needs a response that was created with stream=true, or has ended"
+                "stream",
+                "stream needs a response that was created with stream=true or has finished",
             )
         await send_events(events, scope, receive, send)
 

@@ -127,7 +127,7 @@ class ChatCompletions(Endpoint[ChatCompletionRequest]):
             if not serving.can_limit_reasoning:
                 raise bad_request(
                     name,
-                    f"{name} needs a model whose reasoning ends with a token that the server knows; leave it out",
+                    f"{name} needs a model whose end-of-reasoning token is known to the server; omit it",
                 )
             return limit
         effort = EFFORT_TOKENS.get(request.reasoning_effort or "")
@@ -221,7 +221,7 @@ class ChatCompletions(Endpoint[ChatCompletionRequest]):
             raise bad_request("top_logprobs", "top_logprobs needs logprobs=true")
         for modality in request.modalities or ():
             if modality != "text":
-                raise bad_request("modalities", f"modalities must be text, got {echo(modality)}")
+                raise bad_request("modalities", f'modalities must be "text", got {echo(modality)}')
         max_tokens = request.max_completion_tokens
         params = sampling_params(
             request,

@@ -120,7 +120,7 @@ class Completions(Endpoint[CompletionRequest]):
         for prompt in prompts:
             if prompt.text is None:
                 raise bad_request(
-                    prompt.param, f"{prompt.param} must be a text in a request with suffix"
+                    prompt.param, f"{prompt.param} must be a string in a request with suffix"
                 )
         for name in ("truncate_prompt_tokens", "echo"):
             if getattr(request, name):
@@ -139,7 +139,7 @@ class Completions(Endpoint[CompletionRequest]):
         await serving.executor.run(size, encode_all)
 
     async def _prompts(self, request: CompletionRequest, body_size: int) -> list[Prompt]:
-        """Return the prompts, those of `prompt_embeds` first."""
+        """Return the prompts, beginning with the ones in `prompt_embeds`."""
         executor, config = self._serving.executor, self._serving.config
         prompts: list[Prompt] = []
         if request.prompt_embeds is not None:

@@ -39,13 +39,14 @@ class Events:
         if not self._serving.config.store.keeps_requests:
             raise APIError(
                 404,
-                "This server records no requests; start it with --store PATH or --resume-grace SECONDS",
+                "This server does not record requests; start it with --store PATH or --resume-grace SECONDS",
             )
         request_id = self._recorded_id(Request(scope).path_params["id"])
         position = read_last_event_id(scope) or EventPosition(request_id)
         if position.request_id != request_id:
             raise bad_request(
-                HEADER, f"{HEADER} names another request than the path, {echo(position.request_id)}"
+                HEADER,
+                f"{HEADER} does not belong to the request in the path, but to {echo(position.request_id)}",
             )
         owner = scope["state"]["owner"]
         found = await find_resumption(self._serving, request_id, owner, position)

@@ -33,7 +33,7 @@ class Invocations(Endpoint[GenerationRequest]):
         self._chat_completions = chat_completions
 
     def id_prefix_of(self, request: GenerationRequest) -> str:
-        """Return what the ID of the answer begins with."""
+        """Return the prefix of the answer's ID."""
         if isinstance(request, ChatCompletionRequest):
             return self._chat_completions.id_prefix_of(request)
         assert isinstance(request, CompletionRequest)

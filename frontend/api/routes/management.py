@@ -150,5 +150,5 @@ class Management:
         try:
             files = await self._serving.engine.calls.dump_event_logs()
         except EngineError as error:
-            raise APIError(500, f"The event log could not be written: {error}") from error
+            raise APIError(500, f"Cannot write the event log: {error}") from error
         return json_response({"files": files})

@@ -124,7 +124,7 @@ class Scores:
         if kwargs and template is None:
             raise bad_request(
                 "chat_template_kwargs",
-                "chat_template_kwargs must be left out: this model compares texts without a template",
+                "chat_template_kwargs must be omitted: this model compares texts without a template",
             )
         if model.classifier is None:
             for prompts, name in ((left, QUERY), (right, DOCUMENT)):

@@ -69,7 +69,7 @@ class Timelines:
             try:
                 files = await serving.engine.calls.dump_event_logs()
             except EngineError as error:
-                raise APIError(500, f"The event log could not be written: {error}") from error
+                raise APIError(500, f"Cannot write the event log: {error}") from error
             found = []
             for file in files:
                 found.append(await _replay(file, identifier))
@@ -122,9 +122,7 @@ async def _replay(file: str, identifier: str) -> str:
         async with asyncio.timeout(REPLAY_S):
             output, _ = await process.communicate()
     except TimeoutError:
-        raise APIError(
-            500, f"The replay of the event log took more than {REPLAY_S:.0f} s"
-        ) from None
+        raise APIError(500, f"Replaying the event log took more than {REPLAY_S:.0f} s") from None
     finally:
         if process.returncode is None:
             process.kill()

@@ -50,8 +50,8 @@ class WebFile:
         self._media_type = media_type
         self._etag = hashlib.sha256(content).hexdigest()[:32]
         self._headers = {
-            # Browsers revalidate the file each time, and get 304 until it changes. So a new server has a new page at
-            # once.
+            # Browsers revalidate the file each time, and get 304 until it changes. So after an upgrade, browsers show
+            # the new page immediately.
             "Cache-Control": "no-cache",
             "Content-Security-Policy": CONTENT_SECURITY_POLICY,
             "Cross-Origin-Resource-Policy": "same-origin",

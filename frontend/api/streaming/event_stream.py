@@ -153,7 +153,7 @@ class EventStream:
         chunks: ChunkEncoder,
         before_end: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """Write until every sequence has finished or the client is gone.
+        """Write until every sequence has finished or the client has disconnected.
 
         While the client does not read, new output accumulates and later becomes one chunk. `before_end` is called
         before the client receives the end.

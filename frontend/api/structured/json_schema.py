@@ -33,7 +33,7 @@ def prepare_schema(schema: Schema, *, is_strict: bool) -> Schema:
     """Return a copy of a schema with closed objects, without unenforceable keywords that only narrow it.
 
     A strict schema loses unknown formats and `uniqueItems`, which client libraries add automatically. For any other
-    schema, `lenient` makes the compiler ignore what it cannot enforce.
+    schema, `lenient` makes the compiler ignore keywords that it cannot enforce.
 
     Raises:
         RecursionError: The schema is nested too deeply.

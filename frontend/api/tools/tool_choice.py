@@ -140,7 +140,7 @@ def _choice_of(
         )
     if request.tools and not is_legacy and choice != "none":
         raise bad_request(
-            "function_call", "function_call needs functions; with tools use tool_choice"
+            "function_call", "function_call needs functions; use tool_choice with tools"
         )
     return "function_call", choice
 

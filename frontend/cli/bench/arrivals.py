@@ -12,14 +12,16 @@ def arrival_times(count: int, rate: float, burstiness: float, seed: int) -> list
     """Return the times at which `count` requests are sent, in seconds after the start, in ascending order.
 
     The gaps are drawn from a gamma distribution with shape `burstiness` and mean 1 / `rate`. A burstiness of 1 is a
-    Poisson process; a lower one gives bursts, a higher one more regular gaps. With an infinite rate all requests are
-    sent at once.
+    Poisson process; a lower one gives bursts, a higher one more regular gaps. With an infinite rate, all requests are
+    sent immediately.
 
     Raises:
         ConfigError: The rate or the burstiness is not above 0.
     """
     if not rate > 0:
-        raise ConfigError(f"--request-rate {rate:g}: must be above 0; inf sends all at once")
+        raise ConfigError(
+            f"--request-rate {rate:g}: must be above 0; inf sends all requests at once"
+        )
     if not 0 < burstiness < math.inf:
         raise ConfigError(f"--burstiness {burstiness:g}: must be above 0")
     if math.isinf(rate):

@@ -191,9 +191,9 @@ async def run_sessions(
     Args:
         endpoint: The destination of the requests.
         sessions: The sessions. The requests of a session are sent one after another, each with all earlier answers.
-        starts: The time at which each session starts, in seconds from now, in ascending order; by default all start at
-            once.
-        max_concurrency: Maximum sessions at once. A session above the limit starts when another one ends.
+        starts: The time at which each session starts, in seconds from now, in ascending order; by default all start
+            immediately.
+        max_concurrency: Maximum concurrent sessions. A session above the limit starts when another one ends.
         on_answer: Called after each request.
 
     Returns:

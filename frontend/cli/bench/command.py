@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from .figures import Figures
 
 _STARTED: Final = (
-    " With --url, any server with OpenAI's API is measured. With a MODEL and no --url, a server is started, and the flags "
-    "of engine serve apply as well."
+    " With --url, any server with OpenAI's API is measured. With a MODEL and no --url, a server is "
+    "started, and the flags of engine serve apply as well."
 )
 _LATENCY_PERCENTILES: Final = (10, 25, 50, 75, 90, 99)
 
@@ -35,7 +35,7 @@ def make_parser() -> argparse.ArgumentParser:
         prog="engine bench",
         usage="engine bench serve|throughput|latency|compare ...",
         description=(
-            "Measure any server with OpenAI's API. engine bench COMMAND --help shows the "
+            "Benchmark any server that has an OpenAI-compatible API. engine bench COMMAND --help shows the "
             "flags of a command."
         ),
         allow_abbrev=False,
@@ -96,8 +96,7 @@ def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         default=[None],
         metavar="N",
         help=(
-            "Maximum requests at once; several values are measured one after another "
-            "(default: no limit)"
+            "Maximum concurrent requests; several values are measured one after another (default: no limit)"
         ),
     )
     _add_load_arguments(parser)
@@ -113,14 +112,17 @@ def _add_load_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=1.0,
         metavar="B",
-        help="Shape of the gamma distribution of the gaps; 1 is a Poisson process (default: 1)",
+        help=(
+            "Shape parameter of the gamma-distributed gaps between requests; 1 is a Poisson process "
+            "(default: 1)"
+        ),
     )
     parser.add_argument(
         "--num-warmups",
         type=int,
         default=1,
         metavar="N",
-        help="Requests before the first measurement (default: 1)",
+        help="Warm-up requests before the first measurement (default: 1)",
     )
 
 
@@ -194,7 +196,7 @@ def _add_throughput_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="Requests before the measurement (default: 1)",
+        help="Warm-up requests before the measurement (default: 1)",
     )
     add_dataset_arguments(parser)
     add_request_arguments(parser)
@@ -292,7 +294,9 @@ def _latency(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 
 def _add_compare_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("urls", metavar="URL", nargs="+", help="Servers; the first is the baseline")
+    parser.add_argument(
+        "urls", metavar="URL", nargs="+", help="Server URLs; the first is the baseline"
+    )
     parser.add_argument(
         "--api-key", metavar="KEY", help="API key; $OPENAI_API_KEY or $ENGINE_API_KEY if not given"
     )
@@ -311,7 +315,7 @@ def _add_compare_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=3,
         metavar="N",
-        help="Measurements of each server (default: 3)",
+        help="Measurements per server (default: 3)",
     )
     parser.add_argument(
         "--request-rate",
@@ -324,7 +328,7 @@ def _add_compare_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-concurrency",
         type=int,
         metavar="N",
-        help="Maximum requests at once (default: no limit)",
+        help="Maximum concurrent requests (default: no limit)",
     )
     _add_load_arguments(parser)
     add_dataset_arguments(parser)
@@ -345,7 +349,8 @@ def _compare(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
         raise ConfigError(f"--rounds {parsed.rounds}: must be at least 1")
     if len(parsed.model) not in (0, 1, len(parsed.urls)):
         raise ConfigError(
-            f"--model is given {len(parsed.model)} times for {len(parsed.urls)} URLs; give one, or one for each URL"
+            f"--model is given {len(parsed.model)} times for {len(parsed.urls)} URLs; give one, or one for "
+            "each URL"
         )
     result = compare_servers(
         parsed.urls,
@@ -383,8 +388,8 @@ _COMMANDS: Final[
     "serve": (
         "measure throughput and latencies under a load",
         "[MODEL] [--url URL] [flags]",
-        "Measure the throughput and the latencies of a server under a load, at a rate or with a number of clients."
-        + _STARTED,
+        "Measure the throughput and the latencies of a server under a load, at a rate or with a number of "
+        "clients." + _STARTED,
         _add_serve_arguments,
         _serve,
     ),

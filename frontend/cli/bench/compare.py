@@ -33,7 +33,7 @@ def compare_servers(
     max_concurrency: int | None,
     num_warmups: int,
 ) -> Figures:
-    """Measure the servers in turn, `rounds` times. The order is reversed in every second round.
+    """Measure the servers one after another, `rounds` times. The order is reversed in every second round.
 
     All servers get the same requests within a round. Each round has different requests.
 

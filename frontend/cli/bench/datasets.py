@@ -145,8 +145,8 @@ def _random(
 ) -> list[Session]:
     if options.random_vocab_size <= FIRST_ORDINARY_ID:
         raise ConfigError(
-            f"--random-vocab-size {options.random_vocab_size}: must be above "
-            f"{FIRST_ORDINARY_ID}, because ids up to it may be special tokens"
+            f"--random-vocab-size {options.random_vocab_size}: must be above {FIRST_ORDINARY_ID}, because "
+            "smaller ids may be special tokens"
         )
 
     def vary(length: int) -> int:

@@ -29,7 +29,7 @@ def endpoint_of(target: Target, workload: Workload) -> Endpoint:
 
 
 def warm_up(endpoint: Endpoint, workload: Workload, count: int) -> None:
-    """Send `count` sessions at once, without measuring them.
+    """Send `count` concurrent sessions, without measuring them.
 
     Raises:
         EngineError: A request failed, so that a measurement would be pointless.
@@ -61,7 +61,7 @@ def measure(
         label: The text of the progress bar.
         rate: Sessions that start per second.
         burstiness: See `arrival_times`.
-        max_concurrency: Maximum sessions at once.
+        max_concurrency: Maximum concurrent sessions.
         seed_offset: See `Workload.sessions`.
 
     Returns:

@@ -69,14 +69,13 @@ def add_request_arguments(parser: argparse.ArgumentParser) -> None:
         "--backend",
         type=Backend,
         choices=list(Backend),
-        help="Endpoint: completions or chat completions (default: openai; with agent, openai-chat)",
+        help="Endpoint: completions or chat completions (default: openai; openai-chat with agent)",
     )
     group.add_argument(
         "--ignore-eos",
         action=argparse.BooleanOptionalAction,
         help=(
-            "Continue after end tokens; only inference servers accept this (default: on "
-            "without --dataset-path)"
+            "Ignore end-of-sequence tokens; not all servers support this (default: on without --dataset-path)"
         ),
     )
     group.add_argument(
@@ -96,9 +95,7 @@ def add_result_arguments(parser: argparse.ArgumentParser, *, has_plot: bool = Tr
     )
     group.add_argument("--result-filename", metavar="FILE", help="Also write the JSON to this file")
     if has_plot:
-        group.add_argument(
-            "--plot", metavar="FILE", help="Draw the results as an SVG plot in this file"
-        )
+        group.add_argument("--plot", metavar="FILE", help="Plot the results in this SVG file")
 
 
 def add_figure_arguments(parser: argparse.ArgumentParser) -> None:
@@ -110,8 +107,8 @@ def add_figure_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="NAME:MS",
         help=(
-            "Count requests within all of these limits in milliseconds, such as ttft:200 "
-            "tpot:50 e2el:3000"
+            "Count the requests that meet all of these limits in milliseconds, such as ttft:200 tpot:50 "
+            "e2el:3000"
         ),
     )
     group.add_argument(
@@ -180,7 +177,8 @@ def parse_goodput(limits: Sequence[str]) -> dict[str, float]:
             milliseconds = math.nan
         if name not in ("ttft", "tpot", "e2el") or not milliseconds > 0:
             raise ConfigError(
-                f"--goodput {limit}: must be ttft, tpot or e2el, a colon and milliseconds, such as ttft:200"
+                f"--goodput {limit}: must be ttft, tpot or e2el, then a colon and a number of milliseconds, "
+                "such as ttft:200"
             )
         parsed[name] = milliseconds
     return parsed

@@ -13,9 +13,9 @@ def make_parser() -> argparse.ArgumentParser:
     """Return the parser of `engine completion`."""
     parser = argparse.ArgumentParser(
         prog="engine completion",
-        description="Print a script that completes the commands and flags of engine. Store it where the shell looks for "
-        "such scripts: for bash ~/.local/share/bash-completion/completions/engine, for zsh a file _engine in a "
-        "directory of $fpath, for fish ~/.config/fish/completions/engine.fish.",
+        description="Print a shell script that completes engine's commands and flags. Store it where the shell "
+        "looks for such scripts: for bash ~/.local/share/bash-completion/completions/engine, for zsh a "
+        "file _engine in a directory of $fpath, for fish ~/.config/fish/completions/engine.fish.",
     )
     parser.add_argument("shell", choices=SHELLS, help="The shell")
     return parser

@@ -124,4 +124,4 @@ def find_by_name(models: list[CachedModel], name: str) -> CachedModel:
     for model in sorted(models, key=order):
         if model.name == name:
             return model
-    raise ConfigError(f"{name} is not in any cache; engine models lists the models that are")
+    raise ConfigError(f"{name} is not in any cache; engine models lists the cached models")

@@ -32,7 +32,7 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     remove = commands.add_parser("rm", help="remove models", description="Remove models.")
     remove.add_argument(
-        "names", metavar="NAME", nargs="+", help="Names of models, as engine models prints them"
+        "names", metavar="NAME", nargs="+", help="Model names, as engine models prints them"
     )
     remove.add_argument(
         "-y", "--yes", action="store_true", help="Remove without asking for confirmation"
@@ -79,7 +79,7 @@ def _remove(models: list[CachedModel], names: Sequence[str], is_sure: bool) -> N
         print(format_models(chosen))
         if not sys.stdin.isatty():
             raise ConfigError(
-                "nothing was removed, because this is no terminal on which to ask; pass --yes"
+                "nothing was removed, because there is no terminal to ask for confirmation; pass --yes"
             )
         if input("Remove? [y/N] ").strip().lower() not in ("y", "yes"):
             return

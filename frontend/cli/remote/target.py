@@ -24,7 +24,7 @@ def add_target_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--url",
         "--base-url",
-        help=f"Server with OpenAI's API (default: {DEFAULT_URL}, unless a model is given)",
+        help=f"Server with an OpenAI-compatible API (default: {DEFAULT_URL}, unless a model is given)",
     )
     parser.add_argument(
         "--api-key", metavar="KEY", help="API key; $OPENAI_API_KEY or $ENGINE_API_KEY if not given"
@@ -40,7 +40,7 @@ def open_target(
     Args:
         parser: The parser of the command.
         parsed: The parsed arguments, including those of `add_target_arguments`.
-        arguments: The unparsed arguments: a model, and flags of `engine serve` if a server is to be started.
+        arguments: The unparsed arguments: a model, and flags of `engine serve` if a server should be started.
 
     Raises:
         EngineError: The server cannot be reached, or does not start.

@@ -26,9 +26,11 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="engine chat",
         usage="engine chat [MODEL] [--url URL] [flags]",
-        description="Chat with a model. With --url, any server with OpenAI's API answers. With a MODEL and no --url, a "
-        "server is started for the chat, and the flags of engine serve apply as well.",
-        epilog="Within the chat, /help lists the commands. Ctrl-C stops an answer, Ctrl-D ends the chat.",
+        description=(
+            "Chat with a model. --url can be any server with an OpenAI-compatible API. With MODEL and "
+            "without --url, a server is started for the chat, and all flags of engine serve are accepted."
+        ),
+        epilog="In the chat, /help lists the commands. Ctrl-C stops an answer, Ctrl-D ends the chat.",
         allow_abbrev=False,
     )
     add_target_arguments(parser)

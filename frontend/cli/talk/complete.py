@@ -20,9 +20,9 @@ def make_parser() -> argparse.ArgumentParser:
         prog="engine complete",
         usage="engine complete [PROMPT] [--url URL] [--model MODEL] [flags]",
         description=(
-            "Continue a text, from standard input if none is given. With --url, any server "
-            "with OpenAI's API continues it. With --model and no --url, a server is started, "
-            "and flags of engine serve may follow."
+            "Continue a text, by default from standard input. --url can be any server with an "
+            "OpenAI-compatible API. With --model and without --url, a server is started, and all flags of "
+            "engine serve are accepted."
         ),
         allow_abbrev=False,
     )
@@ -34,7 +34,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="Text to continue; - is standard input",
     )
     parser.add_argument(
-        "--model", metavar="MODEL", help="Model to serve, or the name of a model at --url"
+        "--model", metavar="MODEL", help="Model to serve, or model name on the server at --url"
     )
     add_target_arguments(parser)
     parser.add_argument(
@@ -43,7 +43,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--json",
         action="store_true",
-        help="Print the server's whole answer as JSON when it has ended",
+        help="Print the server's complete response as JSON at the end",
     )
     add_sampling_arguments(parser)
     return parser

@@ -107,7 +107,7 @@ def image_url(source: str) -> str:
     kind, _ = mimetypes.guess_type(path)
     if kind is None or not kind.startswith("image/"):
         raise EngineError(
-            f"{path} does not have the extension of an image; use a .png, .jpg, .gif or .webp file"
+            f"{path} does not have an image extension; use a .png, .jpg, .gif or .webp file"
         )
     try:
         content = path.read_bytes()

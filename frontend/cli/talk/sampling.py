@@ -25,11 +25,9 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-tokens",
         type=int,
         metavar="N",
-        help="Maximum tokens of an answer (default: no limit)",
+        help="Maximum tokens per answer (default: no limit)",
     )
-    group.add_argument(
-        "--seed", type=int, metavar="N", help="Seed, which makes sampling repeatable"
-    )
+    group.add_argument("--seed", type=int, metavar="N", help="Seed for repeatable sampling")
     group.add_argument(
         "--stop",
         action="append",

@@ -82,7 +82,7 @@ def read_sample(text: str, at: float | None = None) -> Sample:
                 sample.values[short] = sample.values.get(short, 0.0) + value
                 sample.num_series[short] = sample.num_series.get(short, 0) + 1
     if "num_requests_running" not in sample.values:
-        raise ValueError("/metrics has no series of an inference server; check the URL")
+        raise ValueError("/metrics has no metrics of an inference server; check the URL")
     return sample
 
 

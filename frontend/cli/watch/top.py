@@ -31,9 +31,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="engine top",
         description=(
-            "Show the load of a running server: tokens per second, requests, use of the KV "
-            "cache, share of cached prompt tokens and latencies. It also works with servers "
-            "that have vLLM's metrics."
+            "Show the load of a running server: tokens per second, requests, KV-cache usage, share of "
+            "cached prompt tokens, and latencies. Servers with vLLM's metrics are supported too."
         ),
     )
     parser.add_argument(
@@ -52,7 +51,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="Seconds between readings (default: 1)",
     )
     parser.add_argument(
-        "--once", action="store_true", help="Read for one interval, print the table and exit"
+        "--once", action="store_true", help="Measure one interval, print the table and exit"
     )
     parser.add_argument("--json", action="store_true", help="Print one JSON object per reading")
     return parser

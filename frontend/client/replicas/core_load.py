@@ -1,4 +1,4 @@
-"""The load of a core as a frontend knows it, the limits of the core's queue, and the estimate for `Retry-After`."""
+"""The load of a core as seen by a frontend, the limits of the core's queue, and the estimate for `Retry-After`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_RETRY_AFTER_S: Final = 3600
 
 
 class Overloaded(EngineError):
-    """Raised if the queue is full. At the current rate it has room after `retry_after_s` seconds."""
+    """Raised if the queue is full. At the current rate, a request fits after `retry_after_s` seconds."""
 
     def __init__(self, message: str, retry_after_s: int) -> None:
         super().__init__(f"{message}; retry in {retry_after_s} s")

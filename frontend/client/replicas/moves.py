@@ -29,8 +29,8 @@ class ReplicaMoves:
     """Moves sequences away from a replica that is down, drains, becomes a prefill replica, or has too high a load.
 
     Unless it is down, the core of the replica holds their blocks. The replica at which a sequence continues fetches the
-    blocks through the direct connector, and computes those that it does not get. Without that connector, sequences
-    finish at their replica.
+    blocks through the direct connector, and computes the missing ones. Without that connector, sequences finish at
+    their replica.
 
     Args:
         sequences: The unfinished sequences of this frontend.
@@ -137,8 +137,9 @@ class ReplicaMoves:
     def _may_move(self, sequence: Sequence) -> bool:
         """Return whether a sequence can continue at another replica with its blocks.
 
-        Sequences that finish where they are: those with images or sounds, embeddings, suspects, and prompts that are
-        computed for other servers. A sequence that a core has not accepted yet may still wait for a prefill replica.
+        These sequences finish where they are: sequences with images or audio, embeddings, suspects, and prompts that
+        are computed for other servers. A sequence that a core has not accepted yet may still wait for a prefill
+        replica.
         """
         request = sequence.request
         params = request.kv_transfer_params

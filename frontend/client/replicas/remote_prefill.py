@@ -42,7 +42,7 @@ class _Prefill:
 class RemotePrefill:
     """Sends long prompts to prefill replicas, and their sequences to decode replicas once the prompts are scheduled.
 
-    A decode replica fetches the blocks while they are computed, and computes those that it does not get.
+    A decode replica fetches the blocks while they are computed, and computes the missing ones.
 
     Args:
         config: The engine's configuration.
@@ -71,7 +71,7 @@ class RemotePrefill:
         self._latest: _Prefill | None = None
 
     def send(self, sequence: Sequence, core: CoreConnection) -> None:
-        """Send a new sequence to its replica: at once, or after a prefill replica has started to compute its prompt."""
+        """Send a new sequence to its replica: immediately, or after a prefill replica has started its prompt."""
         if not self._begin(sequence, core):
             self._send(sequence)
 

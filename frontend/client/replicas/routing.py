@@ -102,7 +102,8 @@ class Router:
         if rank is not None:
             if self._cores[rank] not in candidates:
                 raise ReplicaUnavailable(
-                    f"replica {rank} accepts no requests at the moment; use another X-data-parallel-rank or retry later"
+                    f"replica {rank} currently accepts no requests; use another X-data-parallel-rank or "
+                    "retry later"
                 )
             return self._cores[rank]
         if not candidates:

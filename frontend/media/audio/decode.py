@@ -193,7 +193,7 @@ def _open_wave(data: bytes, where: str) -> _Source:
     if data[:4] != b"RIFF":
         raise ParameterError(
             where,
-            "is not a WAV file, and this server reads only those: install the extra "
+            "is not a WAV file, and this server reads only WAV files: install the extra "
             "engine-serve[media] for other formats",
         )
     try:

@@ -1,4 +1,4 @@
-"""Compute log-mel features of sounds, equal to those of transformers' `WhisperFeatureExtractor`."""
+"""Compute log-mel features of audio, equal to the results of transformers' `WhisperFeatureExtractor`."""
 
 from __future__ import annotations
 

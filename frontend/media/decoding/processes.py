@@ -289,7 +289,7 @@ class MediaProcesses:
             return _Process(self._processes.spawn(), self._limits)
         except OSError as error:
             raise ParameterError(
-                where, f"cannot be decoded: no process can be started: {error.strerror or error}"
+                where, f"cannot be decoded: cannot start a process: {error.strerror or error}"
             ) from None
 
 

@@ -86,8 +86,8 @@ def _with_margins(image: Image.Image, config: AnyresProcessor) -> Image.Image:
     side = max(image.size)
     if side > _MAX_SIDE:
         raise ValueError(
-            f"beside other images, its longer side may have at most {_MAX_SIDE} pixels, "
-            f"got {side}; send a smaller one"
+            f"when there are other images, its longer side may have at most {_MAX_SIDE} pixels, got {side}; "
+            "send a smaller one"
         )
     red, green, blue = (int(255 * mean) for mean in config.mean)
     square = Image.new("RGB", (side, side), (red, green, blue))

@@ -36,10 +36,10 @@ def embedded(values: NDArray[np.float32], grid: Grid | None, config: AnyImagePro
         return _split(values, grid or (0, 0), config)
     if not isinstance(config, FitProcessor | ResizeProcessor):
         if grid is not None:
-            raise ValueError("its embeddings have no grid in this model; leave it out")
+            raise ValueError("this model does not use a grid for embeddings; omit it")
         return [config.start, _tile(values), config.end]
     if grid is None:
-        raise ValueError("its embeddings need a grid in this model, [rows, columns]")
+        raise ValueError("this model needs the grid of its embeddings, [rows, columns]")
     rows, columns = grid
     if rows * columns != len(values):
         raise ValueError(
@@ -59,7 +59,8 @@ def _split(values: NDArray[np.float32], grid: Grid, config: GridProcessor) -> Pa
     expected = (rows * columns + 1) * size
     if len(values) != expected:
         raise ValueError(
-            f"a grid of {rows} x {columns} tiles and the whole image have {expected} embeddings, not {len(values)}"
+            f"a grid of {rows} x {columns} tiles and the whole image have {expected} embeddings, not "
+            f"{len(values)}"
         )
     tiles = [_tile(values[start : start + size]) for start in range(0, expected, size)]
     each_row = [tiles[row * columns : (row + 1) * columns] for row in range(rows)]

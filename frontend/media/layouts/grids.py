@@ -106,8 +106,8 @@ def best_canvas(
 ) -> tuple[int, int]:
     """Return the columns and rows of the grid whose aspect ratio is closest to the image's.
 
-    Of grids with the same ratio this is the one with the most tiles, unless more than half of its pixels would come
-    from enlarging.
+    Among grids with the same ratio, the one with the most tiles is chosen, unless more than half of its pixels would
+    come from enlarging.
     """
     sides = range(1, max_tiles + 1)
     grids = [(columns, rows) for columns in sides for rows in sides]

@@ -1,4 +1,4 @@
-"""Images of which long ones are also read in crops (pan and scan, Gemma 3)."""
+"""Layout of images for models that also read crops of long images (pan and scan, Gemma 3)."""
 
 from __future__ import annotations
 

@@ -47,7 +47,8 @@ def _tile(
         columns, rows = (side // config.output_side for side in image.size)
         if not columns * rows:
             raise ValueError(
-                f"it is read with {image.width} x {image.height} pixels, and both sides need {config.output_side}"
+                f"it would have {image.width} x {image.height} pixels, but both sides need at least "
+                f"{config.output_side}"
             )
     tile = make_tile(image, config)._replace(num_outputs=columns * rows)
     if row_end:

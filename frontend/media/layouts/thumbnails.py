@@ -1,4 +1,4 @@
-"""Images of which only large ones are split into tiles (LFM2-VL)."""
+"""Layout of images for models that split only large images into tiles (LFM2-VL)."""
 
 from __future__ import annotations
 

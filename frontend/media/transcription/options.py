@@ -85,13 +85,11 @@ def verify_options(options: TranscriptionOptions, audio: AudioProcessorConfig) -
         ParameterError: The model does not support an option.
     """
     if options.task is Task.TRANSLATE and audio.translate_token_id < 0:
-        raise ParameterError(
-            "model", "writes only the language that is spoken; it cannot translate"
-        )
+        raise ParameterError("model", "writes only the spoken language; it cannot translate")
     if options.has_words and not audio.alignment_heads:
         raise ParameterError(
             "timestamp_granularities",
-            "must not have word, because the model has no alignment heads (generation_config.json)",
+            "must not contain word, because the model has no alignment heads (generation_config.json)",
         )
     if options.prompt and audio.previous_token_id < 0:
-        raise ParameterError("prompt", "is not supported by this model, which reads only the sound")
+        raise ParameterError("prompt", "is not supported by this model, which accepts only audio")

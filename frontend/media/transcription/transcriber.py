@@ -1,4 +1,4 @@
-"""Transcribe a sound: cut it into windows, decode several of them at once, and join their texts in order."""
+"""Transcribe a sound: cut it into windows, decode several windows at the same time, and join their texts in order."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class _Job:
 
 
 class _CountedSound:
-    """A sound that gives up its place among those that are read at its end, or when it is closed.
+    """A sound that counts as being read until it ends or is closed.
 
     It may be read in any thread, and is created on the event loop.
     """
@@ -120,7 +120,7 @@ class Transcriber:
         self._room_for_windows = asyncio.Semaphore(MAX_WINDOWS)
 
     def start(self) -> None:
-        """Start the decoder processes, so that the first file need not wait for them."""
+        """Start the decoder processes, so that the first file does not have to wait for them."""
         self._processes.start()
 
     def close(self) -> None:
@@ -129,7 +129,9 @@ class Transcriber:
         self._executor.close()
 
     async def open(self, data: bytes, where: str, max_seconds: float) -> Samples:
-        """Open an audio file in a separate process, as mono samples, once there is room for it. It must be closed.
+        """Open an audio file in a separate process, as mono samples, once the limits allow one more file.
+
+        It must be closed.
 
         Raises:
             ParameterError: The file cannot be read, or is too long; `where` names the field.

@@ -109,7 +109,7 @@ def _split_words(
 
 
 def _whole_characters(token_ids: Sequence[int], tokenizer: Tokenizer) -> list[tuple[str, int]]:
-    """Return texts with their number of tokens; each text has one token, or as many as a whole character needs."""
+    """Return texts with their numbers of tokens: one each, or more if a character consists of several."""
     found: list[tuple[str, int]] = []
     data, count = b"", 0
     for token in token_ids:

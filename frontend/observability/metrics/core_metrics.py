@@ -104,7 +104,8 @@ class SharedMetrics:
         except OSError as error:
             if not self._has_failed:
                 logger.warning(
-                    "cannot write metrics to %s: %s; other frontends report outdated counts until this succeeds",
+                    "cannot write metrics to %s: %s; other frontends will report outdated counts until "
+                    "this succeeds",
                     self._own.parent,
                     error.strerror,
                 )

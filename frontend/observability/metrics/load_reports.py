@@ -1,6 +1,6 @@
 """Report the load in response headers, for load balancers with ORCA (Open Request Cost Aggregation).
 
-The headers are those of Envoy and vLLM; https://github.com/cncf/xds/blob/main/xds/data/orca/v3/orca_load_report.proto
+Envoy and vLLM use the same headers; https://github.com/cncf/xds/blob/main/xds/data/orca/v3/orca_load_report.proto
 defines the fields.
 """
 

@@ -204,7 +204,7 @@ class Metrics(Collector):
         self._cores[core_index].num_rejected[reason] += 1
 
     def record_audio(self, core_index: int, seconds: float) -> None:
-        """Record a transcribed file of this length in seconds, of which a core decoded at least one window."""
+        """Record a transcribed file of this length in seconds, if a core decoded at least one of its windows."""
         self._cores[core_index].counters["audio_seconds"] += math.ceil(seconds)
 
     def record_stats(self, core_index: int, stats: SchedulerStats) -> None:

@@ -73,7 +73,7 @@ class OTLPExporter:
 
 
 class _PendingTrace(ReadableSpan):
-    """A trace in the SDK's queue, in place of a span."""
+    """A trace that is put into the SDK's queue instead of a span."""
 
     def __init__(self, trace: RequestTrace) -> None:
         context: SpanContext = span_context(trace.context, trace.context.span_id)

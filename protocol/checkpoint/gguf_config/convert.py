@@ -1,7 +1,7 @@
 """Translate a GGUF file's metadata into a Hugging Face ``config.json``.
 
-GGUF has its own names for hyper-parameters, and omits those that are constants of an architecture. Numbers are returned
-as the shortest decimal with the same float32 value, which is what the model's author wrote (1e-05, not
+GGUF has its own names for hyper-parameters, and omits parameters that are constants of an architecture. Numbers are
+returned as the shortest decimal with the same float32 value, which is what the model's author wrote (1e-05, not
 9.999999747378752e-06).
 """
 

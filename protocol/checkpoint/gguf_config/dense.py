@@ -86,7 +86,7 @@ def _deci(fields: ModelFields) -> dict[str, Any]:
         bool(n) != bool(kv)
         for n, kv in zip(fields.of_layers("attention.head_count"), kv_heads, strict=True)
     ):
-        raise fields.error("layers with a matrix in place of attention are not supported")
+        raise fields.error("layers that replace attention with a matrix are not supported")
     blocks = [
         {
             "attention": {"n_heads_in_group": fields.num_heads // heads if heads else None},

@@ -63,7 +63,8 @@ class _Vision(GGUFFields):
         if not isinstance(tokens, list) or text not in tokens:
             raise CheckpointError(
                 self._decoder.path,
-                f"there is no token {text!r}, which stands for images; use a model that belongs to {self.path}",
+                f"there is no token {text!r}, which represents images; use the model that belongs to "
+                f"{self.path}",
             )
         return tokens.index(text)
 

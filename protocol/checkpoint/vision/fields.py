@@ -10,7 +10,7 @@ def feature_layers(fields: ConfigFields, num_layers: int, default: int) -> tuple
     """Return the layers, counted from 1, whose outputs are the features."""
     chosen = fields.get("vision_feature_layer", default)
     layers = tuple(chosen) if isinstance(chosen, list) else (chosen,)
-    # The config indexes a list of hidden states, the first of which is the input of the first layer.
+    # The config indexes a list of hidden states that begins with the input of the first layer.
     if not layers or not all(
         type(i) is int and -num_layers <= i <= num_layers and i for i in layers
     ):

@@ -128,7 +128,7 @@ class VisionSpec:
 
     @property
     def side_factor(self) -> int:
-        """The number of pixels of which the sides of an image of any size must be multiples."""
+        """The number of pixels that must divide both sides of an image of any size."""
         return self.patch_size * self.merge_factor
 
     @property

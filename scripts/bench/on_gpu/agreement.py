@@ -1,8 +1,8 @@
 """Check that a model generates the same on a GPU as on a CPU, with every way of running a step.
 
 Some requests have prompts that are computed in chunks while others decode. Tokens are the most likely ones, or sampled.
-In float32, they must equal those of plain torch on a CPU. In bfloat16, a model with random weights occasionally takes
-another token, so the log-probabilities up to that token are compared.
+In float32, they must equal the tokens of plain torch on a CPU. In bfloat16, a model with random weights occasionally
+takes another token, so the log-probabilities up to that token are compared.
 """
 
 from __future__ import annotations

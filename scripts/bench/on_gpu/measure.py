@@ -1,4 +1,4 @@
-"""Run one part of `gpu.py`, in a process of its own, and print a JSON object for each figure as soon as it is known."""
+"""Run one part of `gpu.py`, in its own process, and print each figure as a JSON object as soon as it is measured."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ GIB = 1024**3
 
 @dataclass(frozen=True)
 class Load:
-    """How much is measured for each shape: the numbers of requests, tokens and steps."""
+    """The amount of work for each shape: the numbers of requests, tokens and steps."""
 
     decodes: tuple[tuple[int, int], ...] = ((1, 256), (64, 1024), (256, 2048))
     mixed: tuple[int, int] = (96, 64)
@@ -212,7 +212,9 @@ def measure_serving(
     def start() -> dict[str, float]:
         needed = 2 * (shape.num_layers * shape.layer_weights + 2 * shape.head_weights)
         if shutil.disk_usage(directory).free < 1.2 * needed:
-            raise Skipped(f"{directory} has no room for {needed / GIB:.0f} GiB of weights")
+            raise Skipped(
+                f"{directory} does not have enough space for {needed / GIB:.0f} GiB of weights"
+            )
         begin = time.perf_counter()
         num_bytes = write_weights(shape, directory)
         # The weights have just been written, so they are in the page cache.
@@ -245,10 +247,14 @@ def main() -> None:
     parser.add_argument("part", choices=PARTS)
     parser.add_argument("shape", nargs="?")
     parser.add_argument("--device", choices=("cuda", "cpu"), required=True)
-    parser.add_argument("--seconds", type=float, default=600, help="limit of this part")
-    parser.add_argument("--known", type=json.loads, default={}, help="figures of earlier parts")
+    parser.add_argument(
+        "--seconds", type=float, default=600, help="time limit of this part, in seconds"
+    )
+    parser.add_argument(
+        "--known", type=json.loads, default={}, help="results of earlier parts, as JSON"
+    )
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--ways", nargs="+", metavar="WAY", help="of agreement only these")
+    parser.add_argument("--ways", nargs="+", metavar="WAY", help="agreement cases to run")
     add_done(parser)
     arguments = parser.parse_args()
     part = arguments.part

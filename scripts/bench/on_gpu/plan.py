@@ -1,4 +1,4 @@
-"""The parts of the GPU benchmark, in three calls: A asks whether results are right, B how fast it is, and C why."""
+"""The parts of the GPU benchmark, in three calls: A checks the results, B measures the speed, and C explains it."""
 
 from __future__ import annotations
 

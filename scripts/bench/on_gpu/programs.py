@@ -69,7 +69,7 @@ SECTIONS = (
 
 
 def run_tests(reporter: Reporter, seconds: float, *, is_tiny: bool) -> None:
-    """Run the tests of kernels, which use a GPU where there is one."""
+    """Run the tests of kernels, which use a GPU if there is one."""
 
     def run() -> dict[str, Any]:
         command = [sys.executable, "-m", "pytest", "-q", "-rfE", "-p", "no:cacheprovider"]
@@ -146,7 +146,7 @@ def _program(name: str) -> str:
 
 
 def _output(command: list[str], seconds: float, **environment: str) -> str:
-    """Return what the program writes, which also goes to the log. Raises TimeoutExpired."""
+    """Return the program's output, which is also written to the log. Raises TimeoutExpired."""
     result = subprocess.run(
         command,
         cwd=ROOT,

@@ -54,7 +54,7 @@ class Reporter:
 
 
 def add_done(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--done", nargs="*", default=(), help="cases that are not to be measured")
+    parser.add_argument("--done", nargs="*", default=(), help="cases to skip")
 
 
 def _shortened(message: str) -> str:

@@ -117,7 +117,7 @@ class Stepping:
     def decode(
         self, batch: int, context: int, steps: int, *, is_sampled: bool = False
     ) -> tuple[float, float]:
-        """Seconds of a step in which `batch` requests with `context` tokens each decode, and those of the host."""
+        """Return the seconds of a step that decodes `batch` requests of `context` tokens, and the host's seconds."""
         self._begin_requests(batch, context, steps + 24, is_sampled=is_sampled)
         for _ in range(20):
             self.step()
@@ -130,7 +130,7 @@ class Stepping:
         return (time.perf_counter() - begin) / steps, self._host_seconds / steps
 
     def mixed(self, batch: int, context: int, num_prompt_tokens: int, steps: int) -> float:
-        """Seconds of a step in which `batch` requests decode beside the prompt of another one."""
+        """Return the seconds of a step in which `batch` requests decode while another request's prompt is computed."""
         num_more = steps + 24
         self._begin_requests(batch, context, num_more)
         first_block = 1 + batch * -(-(context + 1 + num_more) // BLOCK_SIZE)

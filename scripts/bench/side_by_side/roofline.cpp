@@ -1,8 +1,8 @@
-// What the cores can do at most: bytes read from memory and operations done in registers, a second.
+// Measures the peak rates of the cores: bytes read from memory, and operations in registers, per second.
 //
 //     g++ -O3 -march=native -std=c++17 -pthread roofline.cpp -o roofline && ./roofline THREADS
 //
-// Prints JSON. Peaks that the instruction set has no dot product for are 0.
+// Prints JSON. Peaks for which the instruction set has no dot product are 0.
 #include <chrono>
 #include <cstdint>
 #include <cstdio>
@@ -21,14 +21,14 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using Seconds = std::chrono::duration<double>;
 
-constexpr size_t kBufferBytes = size_t(256) << 20;  // of each thread, far more than the caches hold
+constexpr size_t kBufferBytes = size_t(256) << 20;  // size per thread, much larger than the caches
 constexpr int kPasses = 6;
 constexpr int64_t kRounds = 20'000'000;
-constexpr int kChains = 16;  // more than the units are deep and wide
+constexpr int kChains = 16;  // more than the depth times the width of the units
 
 double seconds_since(Clock::time_point start) { return Seconds(Clock::now() - start).count(); }
 
-// The sum over threads of what each reaches while all of them work.
+// The sum of the threads' rates while all of them work.
 double on_all(int threads, const std::function<double()>& rate) {
   std::vector<double> rates(threads);
   std::vector<std::thread> pool;

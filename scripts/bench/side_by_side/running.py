@@ -59,7 +59,7 @@ class Running(ABC):
         self._stop()
 
     def measure(self, point: Point, seed: int) -> dict[str, Any]:
-        """Return the figures of `load.measure`, and the CPU seconds of all other programs on the machine meanwhile."""
+        """Return the figures of `load.measure`, and the CPU seconds that all other programs used meanwhile."""
         before, busy = self._cpu_s(), _busy_cpu_s()
         figures = self._measure(point, seed)
         figures["server_cpu_s"] = self._cpu_s() - before
@@ -200,7 +200,7 @@ class RunningChild(Running):
             if line.startswith("{"):
                 answer: dict[str, Any] = json.loads(line)
                 return answer
-        raise SystemExit(f"{self.contender.name} ended; see the log")
+        raise SystemExit(f"{self.contender.name} exited; see the log")
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The scheduler's half of KV connectors. Tests are named for the lines of the scheduler's specification."""
+"""The scheduler side of KV connectors. Tests are named for the lines of the scheduler's specification."""
 
 from __future__ import annotations
 

@@ -255,7 +255,7 @@ def test_too_many_requests_for_a_snapshot_leave_a_gap_that_closes(monkeypatch):
         harness.step()
     dump = harness.dump()
     assert not dump.segments[-1].is_whole
-    with pytest.raises(event_dump.EngineError, match="no state to start from"):
+    with pytest.raises(event_dump.EngineError, match="no starting state"):
         Replayer(dump.setup, dump.segments[-1])
     harness.drain()
     for _ in range(20):
@@ -393,7 +393,7 @@ def test_a_snapshot_creates_only_objects_of_known_classes(name):
     dump = record(20, SMALL_SEGMENT).dump()
     snapshot = dump.segments[0].snapshot
     snapshot.layouts[-1] = msgspec.structs.replace(snapshot.layouts[-1], name=name)
-    with pytest.raises(event_dump.EngineError, match="there is no class"):
+    with pytest.raises(event_dump.EngineError, match="unknown class"):
         replay(dump)
 
 
@@ -414,7 +414,7 @@ def test_a_crash_of_the_scheduler_is_reproduced(monkeypatch, tmp_path, capsys):
     assert "ZeroDivisionError: released once too often" in capsys.readouterr().out
     monkeypatch.undo()
     assert main([str(path)]) == 1
-    assert "the recorded scheduler raised an error, this one did not" in capsys.readouterr().out
+    assert "the recorded scheduler raised an error, but this one did not" in capsys.readouterr().out
 
 
 def test_an_invalid_output_is_still_dumped():

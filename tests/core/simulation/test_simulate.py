@@ -328,7 +328,7 @@ def test_the_recorded_policy_and_drafts_are_simulated(tmp_path, capsys):
     perfect = run("--drafts", "1,1")
     assert perfect["accepted_tokens"] == perfect["draft_tokens"] > 0
     assert main([dump, "--drafts", "1,2"]) == 2
-    assert "--drafts takes two numbers from 0 to 1" in capsys.readouterr().err
+    assert "--drafts needs two numbers from 0 to 1" in capsys.readouterr().err
 
 
 def test_simulate_command_prints_a_report(tmp_path, capsys):

@@ -190,7 +190,7 @@ def test_reasoning_limit_is_refused_where_it_cannot_hold(
     frontend: FrontendProcess, special: FrontendProcess
 ) -> None:
     for server, limit, problem in (
-        (frontend, 5, "needs a model whose reasoning ends with a token"),
+        (frontend, 5, "needs a model whose end-of-reasoning token is known"),
         (special, -1, "must be at least 0"),
     ):
         response = server.post(

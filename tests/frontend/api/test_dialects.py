@@ -309,7 +309,7 @@ def test_ollama_lists_and_describes_models(llama: ollama.Client) -> None:
         (
             "generate",
             {"prompt": "Hi", "suffix": "x"},
-            "suffix needs a model that fills in the middle",
+            "suffix needs a model that can fill in the middle",
         ),
         ("generate", {"prompt": "Hi", "images": [PIXEL]}, 'images[0] must be "text", because'),
         (

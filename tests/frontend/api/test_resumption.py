@@ -234,7 +234,7 @@ def test_unknown_or_foreign_event_ids_are_rejected(frontend: FrontendProcess) ->
     assert error_of(event_id, authorization="Bearer two")[0] == 404
     assert error_of(event_id, COMPLETIONS) == (
         404,
-        f"Last-Event-ID names a request of {CHAT}; send it there",
+        f"Last-Event-ID belongs to a request to {CHAT}; send it there",
     )
     assert error_of(f"{chunk['id']}:99999")[0] == 400
     assert error_of(f"{chunk['id']}:1.1")[0] == 400

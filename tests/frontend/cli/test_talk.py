@@ -54,7 +54,7 @@ def test_image_of_a_file_becomes_a_data_url(tmp_path: Path) -> None:
     path.write_bytes(b"\x89PNG")
     assert image_url(str(path)) == "data:image/png;base64," + base64.b64encode(b"\x89PNG").decode()
     assert image_url("https://h/x.png") == "https://h/x.png"
-    with pytest.raises(EngineError, match="does not have the extension of an image"):
+    with pytest.raises(EngineError, match="does not have an image extension"):
         image_url(str(tmp_path / "notes.txt"))
     with pytest.raises(EngineError, match="No such file"):
         image_url(str(tmp_path / "absent.png"))

@@ -58,7 +58,7 @@ def test_counters_of_a_restarted_server_begin_again() -> None:
 def test_series_of_vllm_are_read_and_others_are_rejected() -> None:
     text = SERIES.format(tokens=1, hits=1, early=1, all=1).replace("engine:", "vllm:")
     assert read_sample(text).values["num_requests_running"] == 5
-    with pytest.raises(ValueError, match="no series"):
+    with pytest.raises(ValueError, match="no metrics"):
         read_sample("up 1\n")
 
 

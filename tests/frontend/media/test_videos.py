@@ -294,7 +294,7 @@ def test_video_parts_are_extracted_from_messages():
     assert media == [ChatVideo("data:x", "messages[0].content[0].video_url.url", Sampling(3))]
     with pytest.raises(ParameterError, match="have 2 videos, but at most 1 are allowed"):
         take_media(messages * 2, limits)
-    with pytest.raises(ParameterError, match="this model reads no videos"):
+    with pytest.raises(ParameterError, match="this model does not support videos"):
         take_media(messages, MediaLimits(1, None))
     for wrong in (
         {"fps": 0},

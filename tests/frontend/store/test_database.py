@@ -51,7 +51,7 @@ def test_a_file_in_use_is_refused_with_the_process_that_uses_it(
 ) -> None:
     monkeypatch.setattr(file_lock, "LOCK_S", 0.1)
     store = Database(path)
-    with pytest.raises(ConfigError, match=f"in use by process {os.getpid()} of another engine"):
+    with pytest.raises(ConfigError, match=f"in use by another engine \\(process {os.getpid()}\\)"):
         Database(path)
     store.close()
     Database(path).close()
@@ -75,7 +75,7 @@ def test_the_lock_ends_with_a_killed_process(path: str) -> None:
 def test_other_databases_and_newer_versions_are_refused(path: str) -> None:
     with closing(sqlite3.connect(path)) as other:
         other.execute("CREATE TABLE important (x)")
-    with pytest.raises(ConfigError, match="a database of another program"):
+    with pytest.raises(ConfigError, match="another program's database"):
         Database(path)
     os.unlink(path)
     Database(path).close()

@@ -19,7 +19,7 @@ SUPPORT = Path(__file__).parents[2] / "support"
 
 
 class SupervisorProcess:
-    """A supervisor over stand-ins in a process of its own, so that it can be signalled and killed."""
+    """A supervisor over stand-ins in its own process, so that it can be signalled and killed."""
 
     def __init__(
         self,

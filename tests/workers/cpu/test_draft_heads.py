@@ -354,12 +354,12 @@ def test_model_keeps_the_hidden_states_that_a_head_reads(head: Head, steps: Step
 def test_drafting_heads_for_another_model_are_rejected(head: Head, tmp_path: Path) -> None:
     other = SpeculativeConfig(3, ProposerMethod.MTP)
     if head.speculative.method is ProposerMethod.EAGLE:
-        with pytest.raises(CheckpointError, match="no layer for multi-token prediction"):
+        with pytest.raises(CheckpointError, match="no multi-token prediction layer"):
             Steps(head.path, 300, BLOCK_SIZE, speculative=other)
         return
     wide = write_model(tmp_path, "LlamaConfig", "LlamaForCausalLM", {"hidden_size": 128})
     other = SpeculativeConfig(3, ProposerMethod.EAGLE, model=str(tmp_path))
-    with pytest.raises(ConfigError, match="hidden size of 128, the model of 64"):
+    with pytest.raises(ConfigError, match="hidden size is 128, the model's is 64"):
         Steps(head.path, wide.config.vocab_size, head.block_size, speculative=other)
 
 
@@ -373,10 +373,10 @@ def test_eagle3_heads_that_cannot_be_served_are_refused(tmp_path: Path) -> None:
     for fields, changed, error, reason in (
         ({"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, {}, CheckpointError, "Deepseek"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 9]}, {}, CheckpointError, r"0 to 3.*\[1, 9\]"),
-        ({}, {"d2t": tensors["d2t"] + 1000}, ConfigError, "the model from 0 to"),
+        ({}, {"d2t": tensors["d2t"] + 1000}, ConfigError, "but the model's are 0 to"),
         ({}, {"fc.weight": torch.zeros(32, 7)}, ConfigError, r"\(32, 7\), not \(32, 128\)"),
         ({}, {"layers.0.extra.weight": torch.zeros(1)}, CheckpointError, "extra"),
-        ({}, None, ConfigError, "hidden size of 32, the model of 64"),
+        ({}, None, ConfigError, "hidden size is 32, the model's is 64"),
     ):
         (wrong / "config.json").write_text(json.dumps(config | fields))
         written = no_embedding if changed is None else tensors | changed

@@ -247,8 +247,8 @@ def test_suffix_drafts_come_from_answers_of_earlier_requests(checkpoints):
 def test_models_that_cannot_draft_are_refused(checkpoints, tmp_path):
     recurrent, _ = layers_directory(tmp_path, "delta net")
     for model, reason in (
-        (checkpoints.target[0], "layers of other kinds"),
-        (recurrent, "layers of other kinds"),
+        (checkpoints.target[0], "layers other than full"),
+        (recurrent, "layers other than full"),
     ):
         with pytest.raises(ConfigError, match=reason):
             make_steps(checkpoints.other, method("draft_model", model=str(model)))

@@ -215,5 +215,5 @@ def test_quantization_rejects_damaged_experts(tmp_path):
 
 def test_groups_with_too_few_experts_are_not_supported(tmp_path):
     spec = mixture(ExpertsSpec(8, 3, 64, num_groups=4, num_groups_per_token=1))
-    with pytest.raises(NotSupportedNatively, match="do not give every token 3 experts"):
+    with pytest.raises(NotSupportedNatively, match="are too few for 3 experts per token"):
         native_decoder(spec, tmp_path)

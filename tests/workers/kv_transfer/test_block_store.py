@@ -211,7 +211,9 @@ def test_a_reader_finds_what_the_writer_appends_and_takes_over_after_it(tmp_path
 
 
 def test_a_bound_without_room_for_a_block_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="300 bytes hold no segment of one block, 456 bytes"):
+    with pytest.raises(
+        ValueError, match="300 bytes are too few for a segment with one block, which has 456"
+    ):
         open_store(tmp_path, limit=300)
 
 

@@ -371,7 +371,7 @@ def test_two_tensors_with_one_name_are_rejected(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "shape", "message"),
     [
-        ("blk.0.ffn_gate_odd.weight", (4, 64), "not known for the architecture 'llama'"),
+        ("blk.0.ffn_gate_odd.weight", (4, 64), "unknown for the architecture 'llama'"),
         ("blk.0.ffn_up.weight", (2, 4, 64), "has 3 dimensions"),
         ("blk.0.ffn_up.weight", (0, 64), "is empty"),
         ("rope_factors_long.weight", (8,), "no F32 tensor 'rope_factors_short.weight'"),

@@ -177,11 +177,11 @@ def test_a_directory_without_weights_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     refused(tmp_path, "no safetensors files")
     (tmp_path / "model.Q4_0.gguf").touch()
-    refused(tmp_path, "give the file model.Q4_0.gguf")
+    refused(tmp_path, "pass the path of model.Q4_0.gguf")
 
 
 def test_a_path_to_one_file_of_a_directory_is_rejected(sharded: Path) -> None:
-    refused(next(sharded.glob("*.safetensors")), "give the directory")
+    refused(next(sharded.glob("*.safetensors")), "pass the directory")
 
 
 def test_a_missing_path_is_named(tmp_path: Path) -> None:

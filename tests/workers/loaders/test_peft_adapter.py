@@ -59,14 +59,14 @@ def test_adapter_scale_follows_rank_and_alpha_patterns_of_the_module(
         ),
         ({"init_lora_weights": "pissa_niter_4"}, "changes the base model"),
         ({"r": 8}, "has rank 4, but the config says 8"),
-        ({"down_rank": 3}, r"shapes \[3, 6\] and \[5, 4\], which do not fit"),
+        ({"down_rank": 3}, r"shapes \[3, 6\] and \[5, 4\], which do not match"),
         ({"alpha_pattern": {"(": 1}}, r"alpha_pattern '\('"),
         (
             {"suffix": "lora_embedding_A"},
-            "lora_B.weight, lora_embedding_A of .* do not fit each other",
+            "lora_B.weight, lora_embedding_A of .* do not match",
         ),
-        ({"suffix": "bias"}, "bias, lora_B.weight of .* do not fit each other"),
-        ({"suffix": "lora_B.bias"}, "lora_B.bias, lora_B.weight of .* do not fit each other"),
+        ({"suffix": "bias"}, "bias, lora_B.weight of .* do not match"),
+        ({"suffix": "lora_B.bias"}, "lora_B.bias, lora_B.weight of .* do not match"),
         ({"suffix": "lora_magnitude_vector"}, "lora_magnitude_vector' is not supported"),
     ],
 )

@@ -117,7 +117,7 @@ def test_gemma3_reads_the_same_after_a_round_trip_through_transformers_5():
             "model: the architecture RwkvForCausalLM is not supported; supported are ",
         ),
         ({"architectures": ["RwkvForSequenceClassification"]}, "RwkvForSequenceClassification"),
-        ({"architectures": ["BambaForCausalLM"]}, "model_type 'llama' is not that of the"),
+        ({"architectures": ["BambaForCausalLM"]}, "model_type 'llama' does not match the"),
         (
             {"architectures": None, "model_type": "rwkv"},
             "architecture of model_type 'rwkv' is not supported",

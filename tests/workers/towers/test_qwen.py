@@ -165,5 +165,5 @@ def test_images_that_do_not_fit_the_patches_are_refused(model):
     decoder = load_decoder(path, max_model_len=512)
     tower = make_tower(decoder.spec.encoder, open_checkpoint(path), CPU, torch.float32)
     ones = (1.0, 1.0, 1.0)
-    with pytest.raises(EngineError, match="has 1 frames of 8 x 4 pixels, the model reads"):
+    with pytest.raises(EngineError, match="has 1 frames of 8 x 4 pixels, but the model reads"):
         tower(ImagePayload(8, 4, bytes(96), 1 / 255, ones, ones))

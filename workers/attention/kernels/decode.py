@@ -48,8 +48,8 @@ def decode_kernel(
     """Compute an entry of the list of splits for one key/value head. Grid (G, N).
 
     If a request has one split, the result is written to `out` [T, H, K]; otherwise to `partial` float32 [N, H, K] and
-    `log_sums` float32 [N, H] (base 2). `list` is that of `list_splits_kernel`, the other arguments are those of
-    `prefill_kernel`.
+    `log_sums` float32 [N, H] (base 2). `list` is the output of `list_splits_kernel`. The other arguments are described
+    at `prefill_kernel`.
     """
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * HEADS_PER_KV_HEAD
     kv_head, entry = tl.program_id(0), tl.program_id(1)

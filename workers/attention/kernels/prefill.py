@@ -46,12 +46,11 @@ def prefill_kernel(
 ):
     """Compute one tile of queries for one key/value head. Grid (N * G).
 
-    `list` is that of `list_tiles_kernel`: each of its at most N entries has a request and the first of its queries in
-    the tile. q is [T, H, K] with a stride between
-    tokens; out [T, H, K] and kv [blocks, 2, G, BLOCK_SIZE, K] are contiguous. `kv_scales` is float32 [2, G], or None.
-    `alibi_slopes` and `sinks` are float32 [H], or None. `visible` int32 [T, 2] is the field of `AttentionBatch`, or
-    None. `WINDOW` is a number of tokens, or the size of a chunk. Unless `IS_CAUSAL`, every query attends to all keys,
-    and there is no window.
+    `list` is the output of `list_tiles_kernel`: each of its entries, at most N, has a request and the first of its
+    queries in the tile. q is [T, H, K] with a stride between tokens; out [T, H, K] and kv [blocks, 2, G, BLOCK_SIZE, K]
+    are contiguous. `kv_scales` is float32 [2, G], or None. `alibi_slopes` and `sinks` are float32 [H], or None.
+    `visible` int32 [T, 2] is the field of `AttentionBatch`, or None. `WINDOW` is a number of tokens, or the size of a
+    chunk. Unless `IS_CAUSAL`, every query attends to all keys, and there is no window.
 
     If `BLOCK_R` is not 0 (latent attention), all heads share one key/value head, and each of the G programs of a tile
     computes a group of heads. Values are the first `VALUE_DIM` elements of keys: kv is [blocks, 1, 1, BLOCK_SIZE, K],

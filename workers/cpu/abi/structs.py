@@ -215,7 +215,7 @@ class LowRankFactor(ctypes.Structure):
 
 
 class Adapter(ctypes.Structure):
-    """What a LoRA adapter adds to a product; see `csrc/model/model.h`."""
+    """The change that a LoRA adapter makes to a product; see `csrc/model/model.h`."""
 
     _fields_ = (
         ("down", c_void_p),

@@ -41,7 +41,7 @@ class Drafts:
             self._suffixes = SuffixStore(config, batch)
         self._num_forced: Int32Array = np.zeros(batch.num_slots, np.int32)
         self._forced_start: Int32Array = np.zeros(batch.num_slots, np.int32)
-        # There must be room for a step's drafts, the token sampled after them, and the next step's drafts.
+        # There must be space for a step's drafts, the token sampled after them, and the next step's drafts.
         width = 2 * config.num_speculative_tokens + 1
         self._forced: Int32Array = np.zeros((batch.num_slots, width), np.int32)
         self._slots: Int32Array = np.zeros(batch.num_slots, np.int32)

@@ -1,4 +1,4 @@
-"""Record alternating updates: a token has several streams, of which a layer computes one."""
+"""Record alternating updates: a token has several streams, and each layer computes one of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .blocks import BLOCK, QKV, BlockRecorder
 class NativeAltUp(structs.AltUp):
     """The weights of alternating updates in one layer, as a struct whose address is passed to native code.
 
-    It keeps alive the arrays to which it points.
+    It keeps the arrays that it points to alive.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class AltUpRecorder:
         return self._blocks.weights.packed(f"{prefix}laurel.linear_left.weight", rank, hidden)
 
     def add_laurel(self, prefix: str, input_norm: str, first_column: int) -> None:
-        """Record the addition of two things to the residual stream: its norm, and the low-rank product of that norm.
+        """Record the addition of its norm, and of the low-rank product of that norm, to the residual stream.
 
         Args:
             prefix: The prefix of the layer's tensors.

@@ -84,8 +84,8 @@ class AttentionRecorder:
             part.activation_kind.for_whole_rows != input_kind for part in qkv
         ):
             raise NotSupportedNatively(
-                "the native CPU backend does not support attention beside a recurrent part whose "
-                "weights have another format"
+                "the native CPU backend does not support layers whose attention and recurrent parts have "
+                "different weight formats"
             )
         parts = [*qkv]
         if self._altup is not None:

@@ -299,7 +299,7 @@ class BlockRecorder:
         return self.shard.tensor_parallel.part(count)
 
     def output_projection(self, name: str, inputs: int, shares: list[range]) -> PackedWeight:
-        """Return the last matrix of a block, of which each rank has the columns in `shares`."""
+        """Return the last matrix of a block. Each rank has its columns in `shares`."""
         rank = self.shard.tensor_parallel.rank
         return self.weights.packed_columns(name, self.spec.hidden_size, inputs, shares, rank)
 

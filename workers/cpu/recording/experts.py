@@ -72,7 +72,7 @@ def record_experts_beside(
 ) -> None:
     """Record an MLP and experts that are added to it. The mixture is number `index` of this shard.
 
-    Both read the residual stream, after norms of their own. The output of the block is the sum of their normed outputs.
+    Both read the residual stream, each after its own norm. The output of the block is the sum of their normed outputs.
     """
     spec, weights, program = blocks.spec, blocks.weights, blocks.program
     blocks.add_gated(mlp, blocks.quantize(prefix, norms.mlp_input, mlp.gate_up))
@@ -116,7 +116,7 @@ def _record_latent_experts(
     """Record experts that read a projection of the hidden states, which is computed after the experts are chosen.
 
     Every rank has the matrices before and after the experts. The result of the first one, and later the sum of the
-    experts' outputs, is stored in place of a layer's projection.
+    experts' outputs, is stored in the place of a layer's projection.
     """
     spec, program, native = blocks.spec, blocks.program, mixture["experts"]
     if norms.mlp_output is not None or experts.has_shared_gate:

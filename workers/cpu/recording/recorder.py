@@ -29,8 +29,8 @@ class Recorder:
     """Records the layers of this shard in a program, together with their weights.
 
     The operations that fill the caches of cross attention are recorded in the separate program `store`. The inputs of
-    `kept_layers` are written after the normed hidden states, one layer after the other. The number of layers stands for
-    the input of the final norm.
+    `kept_layers` are written after the normed hidden states, one layer after the other. The number of layers means the
+    input of the final norm.
     """
 
     def __init__(

@@ -71,7 +71,8 @@ class DraftHead:
         kinds = [group.kind for group in target_cache.groups]
         if AttentionKind.FULL not in kinds or target.spec.num_positions:
             raise ConfigError(
-                f"{self._name} needs a model with full attention and without a table of positions; use another method"
+                f"{self._name} needs a model with full attention and without learned position embeddings; "
+                "use another method"
             )
         self._group = kinds.index(AttentionKind.FULL)
         self._target, self._layout = target, layout
@@ -97,7 +98,7 @@ class DraftHead:
         groups = kv_cache_groups(spec, config.model.max_model_len)
         if [group.kind for group in groups] != [AttentionKind.FULL]:
             raise ConfigError(
-                f"{self._name}: the head has layers of other kinds than full attention; use another method"
+                f"{self._name}: the head has layers other than full attention; use another method"
             )
         shard = ModelShard.whole(spec)
         attention = AttentionSpec.from_model(

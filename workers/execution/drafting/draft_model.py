@@ -1,6 +1,6 @@
 """A small model that proposes drafts for the requests of a larger one.
 
-The draft model's keys and values are in tensors of its own, under the block numbers of the model's full-attention
+The draft model's keys and values are in separate tensors, under the block numbers of the model's full-attention
 group. Block tables, prefix cache, preemption and the handoff to another core therefore serve both models. If the draft
 model did not run when a block was filled, it computes the missing keys and values before it proposes.
 
@@ -77,19 +77,20 @@ class DraftModel:
         difference = abs(self._vocab_size - target.spec.num_token_ids)
         if difference > _PADDING_TOKENS:
             raise self._refusal(
-                f"its vocabulary has {self._vocab_size} tokens, that of the model {target.spec.num_token_ids}"
+                f"its vocabulary has {self._vocab_size} tokens, but the model's has "
+                f"{target.spec.num_token_ids}"
             )
         self._target_vocab_size = target.spec.num_token_ids
         self._model = model
         groups = kv_cache_groups(model.spec, config.model.max_model_len)
         if [group.kind for group in groups] != [AttentionKind.FULL]:
-            raise self._refusal("it has layers of other kinds than full attention")
+            raise self._refusal("it has layers other than full attention")
         self._cache = KVCache(model, config.model.max_model_len, device)
         self._target_cache = target_cache
         kinds = [group.kind for group in target_cache.groups]
         if AttentionKind.FULL not in kinds:
             raise ConfigError(
-                "--speculative-config with a draft model needs a model with full attention; remove it"
+                "--speculative-config with a draft model needs a model with full attention; remove the flag"
             )
         self._group = kinds.index(AttentionKind.FULL)
         self._block_size = config.cache.block_size

@@ -56,8 +56,8 @@ class Fusion:
 
         if head_layouts.EMBEDDING not in stored and self._size != self._target_size:
             raise ConfigError(
-                f"{name}: the head has a hidden size of {self._size}, the model of {self._target_size}, and the head has "
-                "no embedding of its own; use a head for this model"
+                f"{name}: the head's hidden size is {self._size}, the model's is {self._target_size}, and "
+                "the head has no embedding; use a head for this model"
             )
         if head_layouts.PROJECTION not in stored:
             raise checkpoint.missing("fc.weight")
@@ -66,7 +66,8 @@ class Fusion:
         shape = self._size, width if layout.projects_states else self._size + self._target_size
         if matrix.shape != shape:
             raise ConfigError(
-                f"{name}: the projection has the shape {tuple(matrix.shape)}, not {shape}; use a head for this model"
+                f"{name}: the projection has the shape {tuple(matrix.shape)}, not {shape}; use a head for "
+                "this model"
             )
         self._project = NativeProduct(matrix, num_threads)
         self._bias = read(head_layouts.PROJECTION_BIAS)
@@ -159,7 +160,7 @@ def read_token_ids(
         ids += offsets
     if count and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
         raise ConfigError(
-            f"{name}: the head has tokens from {ids.min()} to {ids.max()}, the model from 0 to {vocab_size - 1}; "
-            "use a head for this model"
+            f"{name}: the head has tokens from {ids.min()} to {ids.max()}, but the model's are 0 to "
+            f"{vocab_size - 1}; use a head for this model"
         )
     return ids

@@ -64,7 +64,7 @@ def read_layout(
     """Return the layout of the head in a checkpoint.
 
     Raises:
-        CheckpointError: There is no head, or its layout is not supported.
+        CheckpointError: The checkpoint has no head, or its layout is not supported.
     """
     if speculative.method is ProposerMethod.MTP:
         return _read_mtp(target, checkpoint)
@@ -124,8 +124,8 @@ def _read_eagle3(checkpoint: Checkpoint) -> HeadLayout:
     if not _EAGLE3_NAMES.fullmatch(str(names[0])):
         raise CheckpointError(
             checkpoint.path,
-            f"the architecture {names[0]!r} is not that of an EAGLE-3 head with a layer of Llama, such as "
-            "'LlamaForCausalLMEagle3'; use another head, or another method of --speculative-config",
+            f"the architecture {names[0]!r} is not an EAGLE-3 head with a Llama layer, such as "
+            "'LlamaForCausalLMEagle3'; use another head, or another method in --speculative-config",
         )
     of_layer = {**config, **section} if isinstance(section, dict) else config
     vocab_size = config.get("draft_vocab_size") or of_layer.get("vocab_size")
@@ -191,7 +191,7 @@ class _MTPNames:
 
 
 def _mtp_layouts(num_layers: int) -> tuple[_MTPNames, ...]:
-    """Return the known layouts: those of DeepSeek-V3 and GLM-4.5, of MiMo, and of Qwen3-Next and Qwen3.5."""
+    """Return the known layouts, which are used by DeepSeek-V3 and GLM-4.5, by MiMo, and by Qwen3-Next and Qwen3.5."""
     return (
         _MTPNames(
             start=rf"layers\.{num_layers}\.",
@@ -236,7 +236,8 @@ def _read_mtp(target: ModelSpec, checkpoint: Checkpoint) -> HeadLayout:
             return _mtp_layout(target, names)
     raise CheckpointError(
         checkpoint.path,
-        "there is no layer for multi-token prediction of a known layout; use another method of --speculative-config",
+        "no multi-token prediction layer with a known layout was found; use another method in "
+        "--speculative-config",
     )
 
 

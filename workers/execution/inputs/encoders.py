@@ -87,7 +87,8 @@ class Encoders:
             dtype = getattr(torch, item.embeddings)
         if dtype is None or len(item.data) != item.size * self._hidden_size * dtype.itemsize:
             raise EngineError(
-                f"an encoder input has {len(item.data)} bytes of {item.embeddings} for {item.size} embeddings"
+                f"an encoder input has {len(item.data)} bytes of {item.embeddings}, which do not match "
+                f"{item.size} embeddings"
             )
         flat = torch.frombuffer(bytearray(item.data), dtype=dtype)
         rows = flat.view(item.size, self._hidden_size).to(self._device)

@@ -41,7 +41,7 @@ class Sources:
         """Encode and store the sources of these requests.
 
         Raises:
-            EngineError: A request does not have exactly one source, or its size is not what the request states.
+            EngineError: A request does not have exactly one source, or its size differs from the request's.
         """
         for new in new_requests:
             if len(new.encoder_inputs) != 1:

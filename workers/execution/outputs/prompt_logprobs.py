@@ -33,7 +33,7 @@ class PromptLogprobs:
     """Collects the log-probabilities of prompts.
 
     `compute_logits` maps hidden states [n, D] and the slots of their requests [n] to float32 logits [n, V]. `score`, if
-    given, is used in place of `prompt_logprobs`.
+    given, is used instead of `prompt_logprobs`.
     """
 
     def __init__(

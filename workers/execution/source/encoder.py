@@ -81,10 +81,12 @@ class SourceEncoder:
 
     def _tokens(self, text: TextPayload) -> Tensor:
         if len(text.token_ids) % 4:
-            raise EngineError(f"a source has {len(text.token_ids)} bytes, not whole tokens")
+            raise EngineError(
+                f"a source has {len(text.token_ids)} bytes, which is not a whole number of tokens"
+            )
         token_ids = int32_view(text.token_ids)
         if not len(token_ids) or not 0 <= token_ids.min() <= token_ids.max() < self._vocab_size:
-            raise EngineError("a source has no tokens, or some outside of the vocabulary")
+            raise EngineError("a source has no tokens, or has tokens outside the vocabulary")
         return torch.from_numpy(token_ids.astype(np.int64)).to(self._device)
 
     @property
@@ -96,8 +98,8 @@ class SourceEncoder:
         expected = num_features * sound.num_frames * (2 if sound.is_float16 else 4)
         if num_features != self._spec.num_inputs or len(sound.features) != expected:
             raise EngineError(
-                f"a sound of {sound.num_frames} frames has {len(sound.features)} bytes for "
-                f"{num_features} features, the model reads {self._spec.num_inputs}"
+                f"a sound with {sound.num_frames} frames has {len(sound.features)} bytes for {num_features} "
+                f"features, but the model reads {self._spec.num_inputs}"
             )
         with torch_threads(self._device, self._num_threads):
             return stem(sound)
@@ -106,7 +108,7 @@ class SourceEncoder:
         num_outputs = len(inputs)
         if not 0 < num_outputs <= self._spec.max_positions:
             raise EngineError(
-                f"a source makes {num_outputs} outputs, and the model reads from 1 to "
+                f"a source produces {num_outputs} outputs, but the model reads from 1 to "
                 f"{self._spec.max_positions}"
             )
         attention = self._model.attention

@@ -45,7 +45,7 @@ class _Segment:
 
 
 class Changes(NamedTuple):
-    """The keys of blocks that became readable since some time, and of those that no longer are."""
+    """The keys of blocks that became readable since a given time, and of blocks that are no longer readable."""
 
     added: list[bytes]
     removed: list[bytes]
@@ -76,7 +76,8 @@ class BlockStore:
         self._segment_bytes = self._format.size_of(self._records_per_segment)
         if self._segment_bytes > directory.limit_bytes:
             raise ValueError(
-                f"{directory.limit_bytes} bytes hold no segment of one block, {self._segment_bytes} bytes"
+                f"{directory.limit_bytes} bytes are too few for a segment with one block, which has "
+                f"{self._segment_bytes} bytes"
             )
         self._mutex = threading.Lock()
         self._places: dict[bytes, _Place] = {}

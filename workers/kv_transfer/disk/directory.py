@@ -69,7 +69,9 @@ def try_lock(path: Path) -> int | None:
 
 
 class SharedDirectory:
-    """The directory of `--kv-disk`. All segments in it together have at most `limit_bytes`, whoever wrote them.
+    """The directory of `--kv-disk`.
+
+    All segments in it together have at most `limit_bytes`, regardless of which process wrote them.
 
     Raises:
         OSError: The directory cannot be created.
@@ -90,7 +92,7 @@ class SharedDirectory:
     def making_room(self, num_bytes: int) -> Iterator[bool]:
         """Delete the least recently used segments until there is room for `num_bytes`.
 
-        Inside the context, no other process can take the room.
+        Inside the context, no other process can use this space.
 
         Yields:
             True if there is enough room.

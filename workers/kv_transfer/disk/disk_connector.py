@@ -1,4 +1,4 @@
-"""The workers' half of the KV cache on disk, which copies blocks to a store and back, in threads, during steps."""
+"""The worker side of the KV cache on disk, which copies blocks to a store and back, in threads, during steps."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _Job: TypeAlias = Callable[[], None]
 
 
 class _Transfer:
-    """A load in progress: the blocks that are left, and those that could not be loaded."""
+    """A load in progress: the remaining blocks, and the blocks that could not be loaded."""
 
     def __init__(self, load: DiskLoad, generation: int, fence: Fence) -> None:
         self.transfer_id = load.transfer_id
@@ -114,7 +114,7 @@ class DiskConnector(KVConnector):
         return self._reports.fd
 
     def begin_step(self, metadata: bytes) -> None:
-        """Copy the blocks that are to be stored, and start to load others."""
+        """Copy the blocks to store, and start to load others."""
         if not metadata:
             return
         commands = self._decode(metadata)
@@ -161,7 +161,7 @@ class DiskConnector(KVConnector):
         self._jobs.put(None)
         self._writer.join(CLOSE_S)
         if self._writer.is_alive():
-            logger.warning("some blocks of the KV cache were not written to %s in time", self._path)
+            logger.warning("some KV-cache blocks were not written to %s in time", self._path)
 
     # Reports
 
@@ -262,7 +262,7 @@ class DiskConnector(KVConnector):
             was_off, self._is_off = self._is_off, True
         if not was_off:
             reason = error.strerror if isinstance(error, OSError) else repr(error)
-            logger.error("the KV cache on disk is turned off: %s: %s", self._path, reason)
+            logger.error("disabling the KV cache on disk: %s: %s", self._path, reason)
             self._report(DiskReport(num_errors=1))
 
     # The readers' threads

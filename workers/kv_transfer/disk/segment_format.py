@@ -2,8 +2,8 @@
 
 A segment begins with a header. Each record consists of a header of fixed size, which contains the block's key, and the
 block's bytes. When no more records fit, all record headers are written again after the last record, followed by a
-trailer, so that a reader need not read the whole file. Checksums cover everything, because a file may end, or change,
-anywhere. All integers are little-endian.
+trailer, so that a reader does not have to read the whole file. Checksums cover everything, because a file may be
+truncated or damaged anywhere. All integers are little-endian.
 """
 
 from __future__ import annotations

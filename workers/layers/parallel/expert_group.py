@@ -102,7 +102,7 @@ class ExpertGroup:
             self._messages.send(self._num_rounds, self._leaders)
 
     def join_rounds(self, join_round: Callable[[], None]) -> None:
-        """Join the rounds of other replicas as a guest, until there is no more invitation."""
+        """Join the rounds of other replicas as a guest, until there are no more invitations."""
         self._messages.clear()
         if self._place:
             while self._messages.take_guest_order():
@@ -128,7 +128,7 @@ class ExpertGroup:
         return self.exchange(x_MD, counts_N, received_N), received_N
 
     def exchange(self, x_MD: Tensor, counts_N: Tensor, expected_N: Tensor) -> Tensor:
-        """Send rows like `dispatch`, when each rank knows how many rows it will receive from each other rank."""
+        """Send rows like `dispatch`, if each rank knows how many rows it will receive from every other rank."""
         received, sent = expected_N.tolist(), counts_N.tolist()
         x_BD = x_MD.new_empty((sum(received), *x_MD.shape[1:]))
         dist.all_to_all_single(x_BD, x_MD.contiguous(), received, sent, group=self._data)

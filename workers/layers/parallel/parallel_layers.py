@@ -47,7 +47,7 @@ class RowParallelLinear:
 
 
 class VocabParallelEmbedding:
-    """The embedding, of which each rank has the rows for a part of the vocabulary.
+    """The embedding; each rank has the rows for a part of the vocabulary.
 
     `change` changes the outputs of this rank's part. The token ids that it gets count from the first token of the part.
     """
@@ -89,7 +89,7 @@ class VocabParallelEmbedding:
 
 
 class VocabParallelHead:
-    """The output projection, of which each rank has the rows for a part of the vocabulary."""
+    """The output projection; each rank has the rows for a part of the vocabulary."""
 
     def __init__(
         self,

@@ -72,8 +72,8 @@ class ModelShard:
             ]
             if len(set(starts)) < num_stages:
                 raise ConfigError(
-                    f"--pipeline-parallel-size {num_stages}: too few of the model's {num_layers} layers choose keys, with one "
-                    "of which every stage must begin; use fewer stages"
+                    f"--pipeline-parallel-size {num_stages}: every stage must begin with a layer that "
+                    f"selects keys, and too few of the model's {num_layers} layers do; use fewer stages"
                 )
         start, stop = [*starts, num_layers][stage : stage + 2]
         return cls(range(start, stop), num_layers, tensor_parallel, has_whole_experts, expert_group)

@@ -28,7 +28,7 @@ _CODES[E2M1_TWICE.long() + ZERO] = torch.where(E2M1_TWICE == 0, 0, torch.arange(
 def block_type(matrix: QuantizedMatrix) -> GGMLQuantizationType | None:
     """Return the type that can store the matrix: its integers exactly, and its scales and offsets in float16.
 
-    Return None if there is no such type.
+    Return None if no type can.
     """
     if matrix.minifloats is not None:
         return _minifloat_type(matrix)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class ActivationScheme(Enum):
-    """Which values of the activations share a scale, if they are rounded to float8 before a product."""
+    """The activations that share a scale, if they are rounded to float8 before a product."""
 
     NONE = "none"
     STATIC = "static"

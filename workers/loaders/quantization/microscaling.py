@@ -1,4 +1,4 @@
-"""MXFP4: four-bit floats (E2M1), 32 of which share a power of two; OCP Microscaling Formats, version 1.0.
+"""MXFP4: four-bit floats (E2M1) in groups of 32 that share a power of two; OCP Microscaling Formats, version 1.0.
 
 The layout is that of the gpt-oss checkpoints, with D input and O output features. `blocks` uint8 [O, D / 32, 16] has an
 even column in the low bits of a byte. `scales` uint8 [O, D / 32] are exponents with a bias of 127.

@@ -24,7 +24,7 @@ SUPPORTED = (
 
 
 class UnsupportedScheme(ValueError):
-    """Raised for a `quantization_config` that is not supported; the message says what is not."""
+    """Raised for a `quantization_config` that is not supported; the message names the unsupported part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +158,7 @@ def in_group_order(matrix: QuantizedMatrix, group_of_column_D: Tensor) -> Quanti
     """Return the matrix with its columns reordered so that each group's columns are neighbors.
 
     `matrix` has the scales and zeros of all groups. If its columns are only a part, with different numbers of columns
-    per group, each column becomes a group of its own.
+    per group, each column becomes its own group.
     """
     order_D = torch.argsort(group_of_column_D, stable=True)
     groups, counts = torch.unique_consecutive(group_of_column_D[order_D], return_counts=True)

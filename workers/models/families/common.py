@@ -1,4 +1,4 @@
-"""What the families' modules have in common: the type `Family`, and the spec of a Llama model as a base."""
+"""The code that the families' modules share: the type `Family`, and the spec of a Llama model as a base."""
 
 from __future__ import annotations
 

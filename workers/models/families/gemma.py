@@ -137,7 +137,7 @@ def _gemma_with_shared_layers(
 ) -> ModelSpec:
     """Return the spec of Gemma 3n or 4, whose last layers read the keys and values of an earlier layer of their kind.
 
-    That is the last layer of the kind with keys and values of its own. Checkpoints may contain unused keys and values
+    That is the last layer of the kind with its own keys and values. Checkpoints may contain unused keys and values
     for the later ones.
     """
     num_own = len(layers) - fields.integer("num_kv_shared_layers", 0, minimum=0)
@@ -193,7 +193,7 @@ def _gemma3n(fields: ConfigFields) -> ModelSpec:
     for sparsity in sparsities:
         if not isinstance(sparsity, int | float) or not 0 <= sparsity < 1:
             raise fields.error(
-                f"activation_sparsity_pattern has {sparsity!r}, which is not in 0..1"
+                f"activation_sparsity_pattern has {sparsity!r}, which is not between 0 and 1"
             )
     sizes = fields.get("intermediate_size")
     if isinstance(sizes, list | tuple):
@@ -223,7 +223,7 @@ def _gemma3n(fields: ConfigFields) -> ModelSpec:
     )
     per_layer_inputs = _per_layer_inputs(fields)
     if per_layer_inputs is None:
-        raise fields.error("hidden_size_per_layer_input must be a positive integer, it is 0")
+        raise fields.error("hidden_size_per_layer_input must be a positive integer, got 0")
     return _gemma_with_shared_layers(fields, layers, per_layer_inputs=per_layer_inputs, altup=altup)
 
 
@@ -313,7 +313,7 @@ def _global_layer_fields(
     for name in per_layer.config:
         section = per_layer.section(name)
         if not name.isdecimal() or int(name) >= len(slides) or section is None:
-            raise fields.error(f"per_layer_config has {name!r}, which is no layer with settings")
+            raise fields.error(f"per_layer_config has {name!r}, which is not a layer with settings")
         found[int(name)] = {**same, **section.config}
     global_values = [values for values, is_local in zip(found, slides, strict=True) if not is_local]
     local_values = [values for values, is_local in zip(found, slides, strict=True) if is_local]

@@ -202,7 +202,7 @@ def _mpt(fields: ConfigFields) -> ModelSpec:
 def _mpt_slopes(num_heads: int, largest: float) -> tuple[float, ...]:
     """Return MPT's slopes of ALiBi.
 
-    If the number of heads is no power of two, every other slope of the next one comes first.
+    If the number of heads is not a power of two, every other slope of the next power of two comes first.
     """
     power = 2 ** math.ceil(math.log2(num_heads))
     slopes = [2 ** (-largest * i / power) for i in range(1, power + 1)]
@@ -268,7 +268,7 @@ def _opt(fields: ConfigFields) -> ModelSpec:
         or fields.integer("word_embed_proj_dim", hidden_size) != hidden_size
     ):
         raise fields.error(
-            "OPT models with norms after the blocks are not supported, as in opt-350m"
+            "OPT models with norms after the blocks, such as opt-350m, are not supported"
         )
     return gpt_spec(
         fields,

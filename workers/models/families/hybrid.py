@@ -58,7 +58,7 @@ def recurrent_layer(fields: ConfigFields) -> RecurrentLayer:
     layer = read_recurrent_layer(fields)
     if layer is None:
         raise fields.error(
-            f"model_type {fields.get('model_type')!r} is not that of the architecture"
+            f"model_type {fields.get('model_type')!r} does not match the architecture"
         )
     return layer
 
@@ -80,7 +80,7 @@ def mixed_layers(
             raise fields.error(f"the layer type {kind!r} is not supported")
     layers = tuple(LayerSpec(rope) if kind in _ATTENDING else recurrent for kind in kinds)
     if not any(layer.attends for layer in layers):
-        raise fields.error("no layer attends; models without attention are not supported")
+        raise fields.error("no layer has attention; models without attention are not supported")
     return layers
 
 

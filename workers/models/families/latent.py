@@ -106,7 +106,7 @@ def _sparse_latent(fields: ConfigFields) -> ModelSpec:
     latent = spec.latent
     assert latent is not None, "these families have latent attention"
     if latent.query_rank is None:
-        raise fields.error("q_lora_rank is missing, from whose vector index queries are made")
+        raise fields.error("q_lora_rank is missing, but index queries are computed from its vector")
     indexer = IndexerSpec(
         fields.integer("index_n_heads", 32 if is_glm else 64),
         fields.integer("index_head_dim", 128),
@@ -141,7 +141,8 @@ def _with_indexers(fields: ConfigFields, layers: tuple[LayerSpec, ...]) -> tuple
         ]
     if len(kinds) != len(layers) or kinds[0] != "full" or not {"full", "shared"}.issuperset(kinds):
         raise fields.error(
-            f"indexer_types must be full or shared for each of {len(layers)} layers, the first full; not {kinds!r}"
+            f"indexer_types must be full or shared for each of {len(layers)} layers and full for the first, "
+            f"got {kinds!r}"
         )
     return tuple(
         replace(layer, chooses_keys=kind == "full")

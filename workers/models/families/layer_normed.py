@@ -91,7 +91,7 @@ def _cohere2_moe(fields: ConfigFields) -> ModelSpec:
     )
     if is_average and not all(map(has_experts, range(num_layers))):
         raise fields.error(
-            "shared experts whose outputs are averaged are not supported beside dense layers"
+            "averaging the outputs of shared experts is not supported for models that also have dense layers"
         )
     scoring = fields.text("expert_selection_fn", "softmax")
     if scoring not in ("softmax", "sigmoid"):

@@ -36,7 +36,7 @@ def mistral(fields: ConfigFields) -> ModelSpec:
 
 
 def ministral(fields: ConfigFields) -> ModelSpec:
-    """Return the spec of a Ministral model, some of whose layers may have windows."""
+    """Return the spec of a Ministral model. Some of its layers may have windows."""
     fields = fields.with_defaults(num_key_value_heads=8, sliding_window=4096)
     rope, window = read_rope(fields, head_dim(fields)), fields.optional_integer("sliding_window")
     sliding = sliding_layers(fields, lambda _: window is not None)
@@ -61,7 +61,7 @@ def llama4_scaling(fields: ConfigFields) -> QueryScaling | None:
 
 
 def qwen_layers(fields: ConfigFields) -> tuple[LayerSpec, ...]:
-    """Return the layers of a Qwen model, the last of which may have windows."""
+    """Return the layers of a Qwen model. The last ones may have windows."""
     rope = read_rope(fields, head_dim(fields))
     if not fields.boolean("use_sliding_window", False):
         return uniform_layers(fields, rope)

@@ -1,4 +1,4 @@
-"""Families with Llama's layers and norms, and one or more further mechanisms."""
+"""Families with Llama's layers and norms, and one or more additional mechanisms."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ def _internlm2(fields: ConfigFields) -> ModelSpec:
 
 
 def _minicpm(fields: ConfigFields) -> ModelSpec:
-    """Return the spec of MiniCPM 1, 2 and 4, whose multipliers Granite has under other names."""
+    """Return the spec of MiniCPM 1, 2 and 4, which have Granite's multipliers under other names."""
     if fields.integer("num_experts", 0, minimum=0):
         raise fields.error("num_experts is not supported for this family; use a model without it")
     width = fields.integer("hidden_size") / fields.positive("dim_model_base", 1.0)
@@ -244,7 +244,7 @@ def _deci(fields: ConfigFields) -> ModelSpec:
     sizes = [layer.intermediate_size for layer in layers if layer.intermediate_size]
     heads = [layer.num_kv_heads for layer in layers if layer.num_kv_heads]
     if not heads:
-        raise fields.error("no layer attends; models without attention are not supported")
+        raise fields.error("no layer has attention; models without attention are not supported")
     widest = {"num_key_value_heads": max(heads)}
     if sizes:
         widest["intermediate_size"] = max(sizes)

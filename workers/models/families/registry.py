@@ -146,7 +146,7 @@ def model_spec(config: Mapping[str, Any], path: str | PathLike[str]) -> ModelSpe
             )
         spec = replace(spec, is_causal=False)
     if not has_head(fields):
-        # The output projection is not used, and the checkpoint need not contain one.
+        # The output projection is not used, so the checkpoint may omit it.
         spec = replace(spec, tie_word_embeddings=True, head_bias=False)
     # The tokens of an image may attend to each other even if text is causal.
     name = "use_bidirectional_attention"

@@ -53,7 +53,7 @@ def _granite_windows(fields: ConfigFields) -> ModelSpec:
     thetas = fields.per_layer("layer_rope_theta", len(slides)) or [rope.theta] * len(slides)
     for theta in thetas:
         if theta is not None and (type(theta) not in (int, float) or theta < 0):
-            raise fields.error(f"layer_rope_theta has {theta!r}, which is no base of rotations")
+            raise fields.error(f"layer_rope_theta has {theta!r}, which is not a valid rotary base")
     layers = tuple(
         # A base of 0 means no rotation.
         LayerSpec(replace(rope, theta=float(theta)) if theta else None, window if sliding else None)

@@ -166,7 +166,7 @@ def read_expansions(
 ) -> tuple[Tensor, Tensor]:
     """Return the matrices that expand latent vectors to these heads' keys [H, P, C] and values [H, V, C].
 
-    They are stored as one tensor, or as two tensors per head, of which the one for keys is transposed.
+    They are stored as one tensor, or as two tensors per head; the tensor for keys is transposed.
     """
     plain, value, rank = latent.plain_dim, latent.value_dim, latent.kv_rank
     if not has_split_expansions(weights, prefix):

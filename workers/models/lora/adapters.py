@@ -59,7 +59,7 @@ class LoraAdapters:
     Args:
         capacity: The number of adapters that can be loaded at the same time.
         max_rank: The highest allowed rank of an adapter.
-        num_slots: The number of requests that may run at once.
+        num_slots: The number of requests that may run at the same time.
     """
 
     def __init__(self, capacity: int, max_rank: int, num_slots: int) -> None:
@@ -124,7 +124,7 @@ class LoraAdapters:
         return LoadedAdapter(adapter, packed)
 
     def install(self, number: int, loaded: LoadedAdapter) -> None:
-        """Put a loaded adapter in place of the one that had this number. No slot may be using that one."""
+        """Replace the adapter with this number by a loaded one. No slot may be using the old one."""
         for product, packed in zip(self._products, loaded.packed, strict=True):
             product.install(number, packed)
         self._loaded[number] = loaded
@@ -154,9 +154,9 @@ class LoraAdapters:
         for name, module in own.items():
             if name not in self._modules:
                 raise file.error(
-                    f"the module {module} of this model cannot be adapted; only projections of attention, of recurrent "
-                    "layers and of dense MLPs can; on a CPU the embedding, the output head, and experts without "
-                    "--enable-expert-parallel as well"
+                    f"the module {module} of this model cannot be adapted; only the projections of "
+                    "attention, recurrent layers and dense MLPs can be adapted, and on a CPU also the "
+                    "embedding, the output head, and experts without --enable-expert-parallel"
                 )
         return own
 
@@ -171,8 +171,8 @@ class LoraAdapters:
         layer = _LAYER.search(name)
         if layer is None or int(layer[1]) >= self._shard.num_layers:
             raise file.error(
-                f"the module {module} cannot be adapted; only those in the model's {self._shard.num_layers} layers, "
-                "the embedding and the heads can"
+                f"the module {module} cannot be adapted; only modules in the model's "
+                f"{self._shard.num_layers} layers, the embedding and the heads can be adapted"
             )
         return layer[0]
 
@@ -194,15 +194,16 @@ class LoraAdapters:
             for name, tensor in (("weight", change.weight), ("bias", change.bias)):
                 if tensor is not None and name not in part.replaceable:
                     raise file.error(
-                        f"the {name} of the module {module} cannot be replaced (modules_to_save); merge the adapter "
-                        "into the model"
+                        f"the {name} of the module {module} cannot be replaced (modules_to_save); merge the "
+                        "adapter into the model"
                     )
             if change.bias is not None and list(change.bias.shape) != [part.rows.total]:
                 found = list(change.bias.shape)
         else:
             if change.bias_O is not None and not self.kernels.finds_rows:
                 raise file.error(
-                    f"{module} has a bias (lora_bias), which is not supported on a GPU; merge the adapter into the model"
+                    f"{module} has a bias (lora_bias), which is not supported on a GPU; merge the adapter "
+                    "into the model"
                 )
             found, tensors = (
                 [len(change.up_OR), change.down_RI.shape[1]],
@@ -219,7 +220,7 @@ class LoraAdapters:
 
 
 def load_at_start(loras: LoraAdapters, adapters: Sequence[LoraAdapter]) -> None:
-    """Load all adapters in turn, which checks them. The last ones stay loaded, as many as fit.
+    """Load all adapters one after another, which checks them. As many of the last ones as fit stay loaded.
 
     Raises:
         CheckpointError: One of them cannot be used.

@@ -21,7 +21,7 @@ _Packed: TypeAlias = dict[int, tuple[Linear, Linear]]
 
 
 class ExpertChanges:
-    """What adapters add to grouped products.
+    """The changes that adapters make to grouped products.
 
     `matrices` lists each expert's matrices, whose outputs are concatenated.
     """
@@ -48,7 +48,7 @@ class ExpertChanges:
         return packed
 
     def install(self, number: int, packed: _Packed | None) -> None:
-        """Put an adapter in place of the one that had this number; None if it does not change these products."""
+        """Replace the adapter with this number; None if the new one does not change these products."""
         self._installed.pop(number, None)
         if packed is not None:
             self._installed[number] = packed

@@ -116,7 +116,7 @@ def projection_rows(
     """Return this rank's rows of the projections to queries, keys, values, strengths, time steps and gates."""
     if layer.has_tiled_heads and tensor_parallel.size > 1:
         raise ConfigError(
-            "GGUF files of this model have an order of heads that --tensor-parallel-size cannot divide; "
+            "this model's GGUF files order the heads in a way that --tensor-parallel-size cannot divide; "
             "use --pipeline-parallel-size or safetensors"
         )
     heads, key_heads = (

@@ -1,4 +1,4 @@
-"""What all recurrent mixers have in common.
+"""The code that all recurrent mixers share.
 
 Shapes: N segments, C tokens of a segment, W inputs before a segment that the convolution reads, F channels.
 """

@@ -42,8 +42,8 @@ class StateBatch:
 
     States are read from the blocks `sources` and written to the blocks `targets`. `is_new` marks requests whose state
     is zero. Inputs are indexed in the concatenation of a row of zeros, the inputs in the requests' states, and the
-    inputs of the step's tokens. `inputs_of_segments` are the inputs of each segment, and `kept_inputs` those of the new
-    states.
+    inputs of the step's tokens. `inputs_of_segments` are the inputs of each segment, and `kept_inputs` the inputs of
+    the new states.
     """
 
     sources: Tensor  # [S]
@@ -137,7 +137,7 @@ class StateCache:
         )
 
     def all_inputs(self, inputs_TF: Tensor, batch: StateBatch) -> Tensor:
-        """Return the inputs that `batch` indexes, and store those that the next step needs."""
+        """Return the inputs that `batch` indexes, and store the inputs that the next step needs."""
         inputs_TF = inputs_TF.to(self.inputs.dtype)
         kept_XF = self.inputs.index_select(0, batch.sources).flatten(0, 1)
         pool_XF = torch.cat((torch.zeros_like(inputs_TF[:1]), kept_XF, inputs_TF))

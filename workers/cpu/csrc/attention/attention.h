@@ -19,13 +19,13 @@ constexpr int kTaskRows = 64;
 struct AttentionLayer {
   float scale;
   float softcap;   // 0 for none
-  int32_t window;  // a token sees that many, itself included; 0 for all. If negative: those of chunks of -window tokens
+  int32_t window;  // the tokens that a token sees, including itself; 0 for all; negative: in chunks of -window tokens
 };
 
 // Numbers that are added to scores, depending on the distance from a token to a key.
 struct DistanceBiases {
   const float* values;  // [query heads][2 * zero + kMargin], or null; times log2(e)
-  int zero;             // column of a token's own key, and the most tokens of a sequence
+  int zero;             // the column of a token's own key, and the maximum number of tokens of a sequence
 
   // The margin after the last column: kernels read whole chunks, for up to kTaskRows tokens that attend to the chunk's
   // last key.
@@ -41,16 +41,16 @@ struct DistanceBiases {
 // The query heads that share one key/value head, for consecutive tokens of one sequence.
 struct AttentionTask {
   const uint32_t* queries;  // [num_tokens][num_heads][query_words]
-  int position;             // of the first token
+  int position;             // the position of the first token
   int num_tokens;
-  int num_keys;             // that every token sees, or 0 if each sees those up to its own
+  int num_keys;             // the number of keys that every token sees, or 0 if each sees the keys up to its own
   const int32_t* visible;   // [num_tokens][2], as in Step; or null
-  int num_heads;            // that share the key/value head
+  int num_heads;            // the number of heads that share the key/value head
   int kv_head;
   int first_partition, last_partition;  // inclusive
-  const int32_t* blocks;                // of the sequence
+  const int32_t* blocks;                // the blocks of the sequence
   const uint8_t* kv_cache;
-  const AttentionTask* next;            // what this thread computes next, or null
+  const AttentionTask* next;            // the task that this thread computes next, or null
   uint8_t* copied_values;               // the thread's memory for the values of a chunk; unused if the cache has values
   DistanceBiases biases;
   // [num_tokens][chosen_stride], a bit for each key, in words of a chunk; null if tokens attend to all keys
@@ -122,8 +122,8 @@ struct AttentionKernels {
   // Stores the key and value of one head of a token, [head_dim] each. The value is ignored if the cache has only keys.
   void (*store)(const KVLayout&, uint8_t* kv_cache, int block, int offset, int kv_head,
                 const float* key, const float* value);
-  // Writes the scores by which the task's one token chooses keys: of each key up to its own, and anything for the rest of
-  // the last chunk. `queries`, [num_heads][query_words], are converted for the layout `of_index`.
+  // Writes the scores by which the task's one token chooses keys, for each key up to its own. The scores of the rest of
+  // the last chunk are undefined. `queries`, [num_heads][query_words], are converted for the layout `of_index`.
   void (*score_keys)(const KVLayout&, const AttentionTask&, const uint32_t* queries, const float* weights,
                      int num_heads, float* out);
 };

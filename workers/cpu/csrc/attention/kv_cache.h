@@ -4,7 +4,7 @@
 // head_dim][pair]. `pair` is the number of elements that one instruction multiplies and adds: 2 in bf16, 4 in int8,
 // otherwise 1. head_dim is padded to whole vectors. So one vector contains an element of each of sixteen keys, or
 // sixteen elements of a value. Numbers in int8 are multiples of their token's scale. The scales of keys, [block_size]
-// in float32, follow the keys, and those of values follow the values.
+// in float32, follow the keys, and the scales of values follow the values.
 //
 // Stored numbers are finite. Numbers that are too large become the largest finite number of the format, and NaN and
 // infinity become zero. Otherwise a value that remains from the block's previous owner, and is masked now, would turn 0
@@ -28,7 +28,7 @@ struct KVLayout {
   KVFormat format;
   int32_t num_kv_heads, head_dim, block_size;
   int32_t value_dim;  // the size of a value
-  bool has_values;    // else values are the first elements of keys
+  bool has_values;    // if false, values are the first elements of keys
   size_t block_stride;  // bytes from a block to the next
   int32_t index_dim = 0;  // elements of a key that are behind the others, by which tokens choose keys
 

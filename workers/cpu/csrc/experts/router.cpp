@@ -8,7 +8,8 @@ namespace engine {
 
 namespace {
 
-// Added to a sum of scores before dividing by it, so that the result is finite, as in the DeepSeek models.
+// It is added to a sum of scores before the division by this sum, so that the result is finite, as in the DeepSeek
+// models.
 constexpr float kSmallestSum = 1e-20f;
 
 bool is_better(float score, float other) { return std::isnan(score) ? !std::isnan(other) : score > other; }
@@ -52,7 +53,8 @@ void keep_best_groups(const Router& router, float* scores) {
     if (!is_kept[g]) std::fill_n(scores + g * size, size, -INFINITY);
 }
 
-// Each expert is chosen by the remaining logits. Its weight comes from a softmax over those of them that are near it.
+// Each expert is chosen by the remaining logits. Its weight comes from a softmax over the remaining logits that are
+// close to its own.
 void mix_sparsely(const Router& router, const float* logits, int32_t* experts, float* weights) {
   std::vector<float> left(logits, logits + router.num_experts);
   for (int i = 0; i < router.num_chosen; i++) {

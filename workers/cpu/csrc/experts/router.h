@@ -13,11 +13,11 @@ struct Router {
   Scoring scoring;
   int32_t renormalizes;
   int32_t num_groups, num_chosen_groups;
-  int32_t num_best;  // how many of a group's experts its score is the sum of: 1 or 2
+  int32_t num_best;  // the number of best experts whose scores are summed to a group's score: 1 or 2
   float scale;
   float mixer_noise;
   const float* correction;  // [num_experts], or null
-  const float* scales;      // of each expert's weight, or null
+  const float* scales;      // factors on the weights of experts, or null
 };
 
 // Chooses a token's experts and computes their weights. The best expert comes first; of equal ones, the one with the

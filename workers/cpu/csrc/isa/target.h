@@ -1,5 +1,5 @@
-// Turns on the instructions of the set that a source is compiled for, ENGINE_TARGET, for the rest of the file. To be
-// included after every other header.
+// Turns on the instructions of the set that a source is compiled for, ENGINE_TARGET, for the rest of the file. Include
+// it after every other header.
 //
 // The set's own header defines which vectors its kernels are made of (a target pragma does not define the compiler's
 // own macros):

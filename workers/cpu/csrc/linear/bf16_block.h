@@ -9,7 +9,7 @@
 //
 // A matrix is a table of where its blocks are, then the blocks. A block is 64 columns of the output, which are rows of
 // the matrix:
-//   high bytes  the 16 that codes stand for
+//   high bytes  the 16 high bytes that codes index
 //   masks       a uint64 for every 64 steps, with a bit set for each step that is plain
 //   steps       one for each pair along k, without gaps, beginning at a multiple of 64 bytes. A coded step is
 //                 codes      64 bytes: those of the first two tiles in the low nibbles, those of the others in the high
@@ -45,7 +45,7 @@ constexpr size_t bf16_steps_at(int k) {
 constexpr size_t bf16_block_capacity(int k) { return bf16_steps_at(k) + size_t(bf16_steps(k)) * kPlainStepBytes; }
 constexpr size_t bf16_table_bytes(int n) { return (size_t(bf16_blocks(n)) * sizeof(uint64_t) + 63) / 64 * 64; }
 
-// Returns a mask of which of the steps from 64 * i on are plain, with the first step in the lowest bit.
+// Returns a mask of the plain steps among the 64 steps from 64 * i on, with the first step in the lowest bit.
 inline uint64_t plain_steps(const uint8_t* block, int i) {
   uint64_t mask;
   std::memcpy(&mask, block + kHighBytes + i * sizeof(mask), sizeof(mask));

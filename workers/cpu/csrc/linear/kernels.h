@@ -12,7 +12,7 @@
 namespace engine {
 
 struct LinearKernels {
-  size_t pair_bytes;  // of two activations in bf16: as bf16, or as floats
+  size_t pair_bytes;  // the bytes of two activations in bf16: as bf16, or as floats
   int rows_at_once[kNumWeightFormats];
   // `x` is one row of k floats.
   void (*quantize_int8)(const float* x, int k, void* out);

@@ -13,7 +13,7 @@
 
 namespace engine {
 
-// How the weights of a matrix are stored. A group of 32 elements along k (16 in u6 and nvfp4) shares its scale, in
+// The storage formats of a matrix's weights. A group of 32 elements along k (16 in u6 and nvfp4) shares its scale, in
 // fp16, and its offset, in bf16. Minifloats are stored as indices of 16 values (E2M1). Their scale is one byte: a power
 // of two (E8M0), or E4M3. In f8, whose elements are E4M3, any number of elements shares a scale in float32.
 enum class WeightFormat : int32_t {
@@ -31,13 +31,13 @@ enum class WeightFormat : int32_t {
 };
 constexpr int kNumWeightFormats = 11;
 
-// How a row of activations is stored for the product with weights of a format.
+// The storage formats of a row of activations, for products with weights of each format.
 enum class ActivationKind : int32_t {
-  int8 = 0,  // for the integer formats: int8 and a float32 scale per group of 32
-  bf16 = 1,  // for bf16 and f8
-  f32 = 2,   // for f16 and f32
-  // For the integer formats: int8, with a second int8 for outliers. Otherwise an outlier would enlarge its group's
-  // scale so much that the rest of the group has only few levels.
+  int8 = 0,  // used by the integer formats: int8 and a float32 scale per group of 32
+  bf16 = 1,  // used by bf16 and f8
+  f32 = 2,   // used by f16 and f32
+  // For the integer formats: int8, with a second int8 for outliers. Without the second int8, an outlier would enlarge
+  // its group's scale so much that the rest of the group would have few levels.
   int8_split = 3,
 };
 
@@ -46,7 +46,7 @@ struct PackedWeight {
   WeightFormat format;
   int32_t n, k;
   int32_t group;  // the elements along k that share a scale, in f8: an even number, or k; the last group may be shorter
-  float scale;    // of all elements, in nvfp4
+  float scale;    // the scale of all elements, in nvfp4
   uint8_t* data;
 };
 

@@ -18,10 +18,10 @@ enum class NormKind : int32_t { rms = 0, layer = 1 };
 // computed, then `rotary_dim` rotated ones. A head's query has `plain_dim` and `rotary_dim` elements, its value
 // `value_dim`.
 struct LatentShape {
-  int32_t query_rank;  // of the vector from which queries are made; 0 if they are made from hidden states
+  int32_t query_rank;  // the size of the vector from which queries are computed; 0 if they come from hidden states
   int32_t kv_rank;     // 0 without latent attention
   int32_t plain_dim, rotary_dim, value_dim;
-  int32_t index_heads, index_dim;  // of an indexer, which chooses keys by index keys; 0 without
+  int32_t index_heads, index_dim;  // the sizes of an indexer, which chooses keys by index keys; 0 without one
 
   int query_dim() const { return plain_dim + rotary_dim; }
 };
@@ -31,15 +31,15 @@ struct LatentShape {
 struct ModelShape {
   int32_t hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim, vocab_size;
   int32_t block_size;
-  int64_t block_bytes;  // of a block in a tensor of the KV cache
+  int64_t block_bytes;  // the size of a block in a tensor of the KV cache
   KVFormat kv_format;
   Activation activation;
-  NormKind norm;        // of all norms
+  NormKind norm;        // the kind of all norms
   int32_t is_bidirectional;  // a token sees its whole sequence, of which a step has all tokens or none
   int32_t keeps_block;       // the residual stream is normed between a block's last product and its addition
   int32_t router_size;  // the most logits of a layer's router, with that of the shared experts' gate; 0 without experts
   int32_t projection_size, mixed_size;  // the most numbers that a layer's first products have, and a product reads
-  int32_t num_streams;  // of a token, with alternating updates; else 0
+  int32_t num_streams;  // the streams of a token, with alternating updates; otherwise 0
   int32_t input_size;   // the inputs of this stage's layers and of those behind it; 0 without
   LatentShape latent;
   int32_t num_threads;
@@ -83,7 +83,7 @@ enum class OpKind : int32_t {
                      // elements
   // The four operations of a layer with experts, in this order:
   route = 10,           // chooses the experts of each row by the router's logits
-  gated_experts = 11,   // as gated_linear, for each row and each of its experts
+  gated_experts = 11,   // the same as gated_linear, for each row and each of its experts
   expert_outputs = 12,  // the outputs of each row's experts
   combine_experts = 13,  // target = the sum of these, each times its weight; and of `block`, if it has the output of
                          // shared experts, times the sigmoid of their gate's logit
@@ -147,8 +147,8 @@ enum class OpKind : int32_t {
   reduce_streams = 39,   // residual = the mean of the first stream and of products of the others in the projection
 };
 
-// Where the result of a product is written. For `residual` it is multiplied by the scale and added. Only `clamp` has
-// activations[source] as its target.
+// The place where the result of a product is written. For `residual` it is multiplied by the scale and added. Only
+// `clamp` has activations[source] as its target.
 enum class LinearTarget : int32_t { qkv = 0, residual = 1, block = 2, part = 3, router = 4, inputs = 5, activations = 6 };
 // Norms of queries and of keys: of each head, by vectors[0] for queries and vectors[1] for keys; of all heads together,
 // by the same; or of each head by a row of vectors[0], and of vectors[1] if there are biases, queries before keys.
@@ -156,28 +156,28 @@ enum class QKNorm : int32_t { none = 0, head = 1, full = 2, each_head = 3 };
 
 constexpr int kMaxParts = 3;
 
-// What a LoRA adapter adds to a product: up * (down * activations), separately for each part. All factors have the same
-// rank, which is a multiple of kColumnTile and at most `adapter_rank`.
+// The change that a LoRA adapter makes to a product: up * (down * activations), separately for each part. All factors
+// have the same rank, which is a multiple of kColumnTile and at most `adapter_rank`.
 //
 // An embedding is a product with vectors that have a single 1, which selects a row: the adapter adds up * (row of
 // down).
 struct Adapter {
-  const PackedWeight* down;     // of all parts, one after the other; null if the adapter adds nothing
-  const PackedWeight* whole;    // of an embedding or a head: in place of the matrix; or null
-  LowRankFactor up[kMaxParts];  // of rank 0 for parts that the adapter leaves alone
+  const PackedWeight* down;     // the factors of all parts, one after the other; null if the adapter adds nothing
+  const PackedWeight* whole;    // replaces the matrix of an embedding or a head; or null
+  LowRankFactor up[kMaxParts];  // have rank 0 for parts that the adapter does not change
 };
 
 // A layer's mixture of experts. This rank has experts [first, first + count), or its part of their elements; the arrays
 // contain only these.
 struct ExpertLayer {
   Router router;
-  int32_t size;  // of an expert's input and output
+  int32_t size;  // the size of an expert's input and output
   int32_t first, count;
   int32_t adds_block, has_shared_gate;
   int32_t scales_inputs;  // weights multiply the experts' inputs instead of their outputs; there are no biases then
-  const PackedWeight *gate, *up, *down;                // `up` is null if MLPs have no gate
+  const PackedWeight *gate, *up, *down;                // `up` is null if the MLPs have no gate
   const float *gate_biases, *up_biases, *down_biases;  // one after the other, or null
-  // For each expert, what adapters add to its first products and to its output, by their numbers; or null.
+  // For each expert, the adapters' changes to its first products and to its output, by adapter number; or null.
   const Adapter *const *gated_adapters, *const *output_adapters;
 };
 
@@ -195,25 +195,26 @@ enum class MixerKind : int32_t { short_convolution = 0, mamba2 = 1, gated_delta_
 //   mamba2             the gate [heads, value_dim]; x [heads, value_dim], B and C [groups, key_dim], steps [heads]
 //   gated_delta_net    queries and keys [groups, key_dim], values [heads, value_dim], strengths and steps [heads]; the
 //                      gate [heads, value_dim]
-//   kimi_delta_attention  the same, but steps [heads, key_dim]; then what steps and gates are made of
-// An input is all before the gate, or after it. A block holds the recurrent part [heads, key_dim, value_dim], then inputs.
+//   kimi_delta_attention  the same, but steps [heads, key_dim]; then the inputs from which steps and gates are computed
+// An input is everything before the gate, or everything after it. A block holds the recurrent part [heads, key_dim,
+// value_dim], then inputs.
 struct Mixer {
   MixerKind kind;
-  int32_t channels;      // of an input
-  int32_t num_convolved;  // of them, the first ones
+  int32_t channels;      // the elements of an input
+  int32_t num_convolved;  // the first ones of these, which are convolved
   int32_t kernel, segment;
   int32_t num_heads, num_groups, key_dim, value_dim;
-  int32_t norm_groups;        // of the output; 0 for no norm
-  int32_t gates_before_norm;  // else after it
-  int32_t has_tiled_heads;    // of a delta net: head i has group i modulo their number
+  int32_t norm_groups;        // the groups of the output's norm; 0 for no norm
+  int32_t gates_before_norm;  // whether the gate comes before the norm, or after it
+  int32_t has_tiled_heads;    // in a delta net, head i has group i modulo the number of groups
   float min_step, max_step;
   float strength;     // a factor on the sigmoid
   const float* taps;  // [kernel, num_convolved]
   const float* bias;  // [num_convolved], or null
-  const float* multipliers;  // of the projection, or null
+  const float* multipliers;  // factors on the projection, or null
   const float *decay, *skip;  // [heads]
-  const float* step_bias;     // as many as steps
-  const float* norm;                      // of the output, or of each head's
+  const float* step_bias;     // one bias per step
+  const float* norm;                      // the norm of the output, or of each head's output
 };
 
 // Only an MLP's gates above their mean plus `deviations` standard deviations are used, reduced by that threshold; the
@@ -234,21 +235,21 @@ struct AltUp {
 
 struct Op {
   OpKind kind;
-  ActivationKind input_kind;       // of the activations it reads
-  ActivationKind activation_kind;  // of the activations it writes
+  ActivationKind input_kind;       // the kind of the activations that it reads
+  ActivationKind activation_kind;  // the kind of the activations that it writes
   int32_t source;
   LinearTarget target;
-  int32_t layer, group;  // of this shard, and of the KV cache
+  int32_t layer, group;  // the layer of this shard, and the group of the KV cache
   int32_t rope;          // the number of a rotary embedding, or -1
   QKNorm qk_norm;
   int32_t rotates_before_norm;
-  int32_t reads_source;  // of attention: its keys are those of an encoder's outputs, which other steps store
-  int32_t num_kv_heads, head_dim;  // of attention
+  int32_t reads_source;  // attention: whether its keys come from an encoder's outputs, which other steps store
+  int32_t num_kv_heads, head_dim;  // the sizes of attention
   int32_t output_dim;              // the first elements of a value, which attention writes; or 0 for all
   int32_t num_stored;              // 2: keys and values, 1: keys, 0: nothing, the cache of another layer is read
   int32_t norms_values;            // without weights
   int32_t num_parts;
-  int32_t first_column;  // where a product begins in its target, or the gates of attention in the projection; or 0
+  int32_t first_column;  // the first column of a product in its target, or of attention's gates in the projection; or 0
   int32_t num_columns;
   int32_t adapter_rank;
   float scale, eps;
@@ -258,7 +259,7 @@ struct Op {
   const ExpertLayer* experts;
   const Mixer* mixer;
   const PackedWeight* heads;  // a matrix for each query head
-  const Adapter* adapters;    // by their numbers, or null
+  const Adapter* adapters;    // the adapters by number, or null
   const AltUp* altup;
 };
 
@@ -278,7 +279,7 @@ struct Model {
   void norm(const Op& op, const float* x, float* out) const;
 
   const ModelShape shape;
-  const KVLayout largest_kv;  // with the largest heads
+  const KVLayout largest_kv;  // the layout for the layer with the largest heads
   const AttentionKernels& attention;
   const RowKernels& rows;
   std::vector<Op> ops;

@@ -53,7 +53,7 @@ class RotaryTables {
  private:
   struct Rope {
     std::vector<float> inverse_frequencies;
-    std::vector<int32_t> axes;  // of each frequency, or empty
+    std::vector<int32_t> axes;  // the axis of each frequency, or empty
     float factor;
     std::vector<float> table;  // [rows][cosines, sines]
   };

@@ -19,13 +19,13 @@ struct StepGroup {
 
 struct Step {
   int32_t num_tokens, num_sequences, num_logit_rows;
-  int32_t wants_all_hidden;        // else only the rows of `logit_rows` are needed
+  int32_t wants_all_hidden;        // if false, only the rows of `logit_rows` are needed
   const int32_t* input_ids;        // [num_tokens]
   const int32_t* positions;        // [num_tokens]
   const int32_t* query_start_loc;  // [num_sequences + 1]
   const int64_t* table_rows;       // [num_sequences], rows of the block tables; null if they are in order
   const StepGroup* groups;
-  uint8_t* const* kv_caches;     // of each layer
+  uint8_t* const* kv_caches;     // the cache of each layer
   float* hidden;                 // [num_tokens], rows of hidden_size, or of what stages pass on if it is more
   int64_t hidden_stride;         // the floats from one row to the next
   const int32_t* logit_rows;     // [num_logit_rows], rows of hidden; null if `logits` are given
@@ -55,9 +55,9 @@ struct DecodeBatch {
   int32_t* token_ids;                  // [slots, max_model_len]
   int32_t* num_tokens;                 // [slots]
   int32_t* num_computed_tokens;        // [slots], one less
-  const int32_t* const* block_tables;  // of each KV-cache group, [slots, stride of the group]
-  const int64_t* block_table_strides;  // of each group
-  uint8_t* const* kv_caches;     // of each layer
+  const int32_t* const* block_tables;  // the table of each KV-cache group, [slots, stride of the group]
+  const int64_t* block_table_strides;  // the stride of each group
+  uint8_t* const* kv_caches;     // the cache of each layer
   const SamplingRows* sampling;  // without slots and positions; null to choose the most likely tokens
   const int32_t* num_drafts;     // [num_slots], how many may be verified; null for none
   DraftLookup* lookup;           // has the drafts of this step and receives those of the next; null for none
@@ -131,7 +131,7 @@ struct Slice {
   // Returns whether a token of the step attends to later tokens.
   bool sees_on(int token) const { return step.visible && step.visible[2 * token + 1] > step.positions[token] + 1; }
 
-  std::vector<int> bounds_;  // where the slices begin, and the end of the last one
+  std::vector<int> bounds_;  // the first tokens of the slices, and the end of the last one
 };
 
 }  // namespace engine

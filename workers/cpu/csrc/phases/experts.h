@@ -56,14 +56,14 @@ class Experts {
   struct ExpertTile {
     int expert, first, num_rows, begin, end;
   };
-  // How a layer's choices of experts are divided among tiles. It must not change until the layer begins again, because
+  // The division of a layer's choices of experts among tiles. It must not change until the layer begins again, because
   // a slow thread may still read it for a tile that another thread has already computed.
   struct Division {
-    int64_t serial;           // of its first choice; no choice of another division has the same
-    std::vector<int> starts;  // of each expert's choices, and the end of the last one's
-    std::vector<int> rows;    // of each choice, among those of the slice or the received ones
-    std::vector<int> outputs;  // of each choice of a received row: its place in the order of rows and their choices
-    std::vector<float> factors;  // on the input of each choice, if weights multiply inputs
+    int64_t serial;           // the number of its first choice, which differs between divisions
+    std::vector<int> starts;  // the first choice of each expert, and the end of the last one's
+    std::vector<int> rows;    // the row of each choice, in the slice or among the received rows
+    std::vector<int> outputs;  // for each choice of a received row, its place in the order of rows and their choices
+    std::vector<float> factors;  // factors on the input of each choice, if weights multiply inputs
     std::vector<ExpertTile> gated, output;
   };
 
@@ -77,7 +77,7 @@ class Experts {
   const uint8_t* input_of(const Op& op, int index, const Rows& rows) const;
   const uint8_t* gathered_rows(const Op& op, const ExpertTile& at, const Rows& rows, Scratch& scratch) const;
   size_t message_bytes(const Op& op) const;
-  // Returns what adapters add to a product of a tile, given the adapters of the layer's experts.
+  // Returns the adapters' changes to a product of a tile, given the adapters of the layer's experts.
   RowChanges changes(const Op& op, const ExpertTile& at, const Adapter* const* adapters) const {
     return {adapters ? adapters[at.expert] : nullptr, division_of(op).rows.data() + at.first};
   }
@@ -87,8 +87,8 @@ class Experts {
   const Ranks& ranks_;
   const Products& products_;
   const int num_threads_;
-  int most_chosen_ = 0, most_elements_ = 0, largest_output_ = 0;  // of all layers
-  std::vector<Division> divisions_;          // of each layer
+  int most_chosen_ = 0, most_elements_ = 0, largest_output_ = 0;  // maximums over all layers
+  std::vector<Division> divisions_;          // one per layer
   // For each row and choice: the expert, its weight, and the index of its output, or -1.
   std::vector<int32_t> chosen_;
   std::vector<float> weights_;
@@ -102,11 +102,11 @@ class Experts {
   bool have_failed_ = false;
   Buffer sent_;
   std::vector<int> owners_;    // the rank of each expert
-  std::vector<int> last_row_;  // for which there is a message to each rank
+  std::vector<int> last_row_;  // the last row with a message to each rank
   // For each rank: the messages to and from it, and the outputs for choices received from it and sent to it.
   std::vector<int64_t> sent_rows_, received_rows_, expected_, returned_;
-  const uint8_t* received_ = nullptr;    // of the current layer
-  const float* own_outputs_ = nullptr;  // of the choices of this rank's rows
+  const uint8_t* received_ = nullptr;    // the rows received in the current layer
+  const float* own_outputs_ = nullptr;  // the outputs of the choices of this rank's rows
 };
 
 }  // namespace engine

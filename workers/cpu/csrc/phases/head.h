@@ -59,12 +59,12 @@ class Head {
   Products& products_;
   Ranks& ranks_;
   Buffer activations_;
-  Buffer low_rank_;      // of each row, by which the second factors of adapters are multiplied
-  Buffer logits_;        // of all rows, where the step has no room for them
-  Buffer logit_maxima_;  // of the blocks of each row that is sampled
-  Buffer own_logits_;    // of this rank's share of the vocabulary
-  Buffer best_;          // of each row and tile, where the most likely tokens are chosen
-  std::vector<Best> winners_;  // of each row
+  Buffer low_rank_;  // the products of each row with first factors, by which adapters' second factors are multiplied
+  Buffer logits_;        // the logits of all rows, if the step has no memory for them
+  Buffer logit_maxima_;  // the maximums of the blocks of each sampled row
+  Buffer own_logits_;    // the logits of this rank's share of the vocabulary
+  Buffer best_;          // the best token of each row and tile, if the most likely tokens are chosen
+  std::vector<Best> winners_;  // the best token of each row
 };
 
 }  // namespace engine

@@ -19,7 +19,7 @@ float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
 
 int first_of_part(int part, int parts, int units) { return int(int64_t(units) * part / parts); }
 
-// Returns where the outputs of a scan are in a row of the projection.
+// Returns the place of a scan's outputs in a row of the projection.
 int outputs_offset(const Mixer& m) {
   return m.kind == MixerKind::mamba2 ? m.num_heads * m.value_dim : 2 * m.num_groups * m.key_dim;
 }
@@ -285,7 +285,7 @@ void Mixers::scan_mamba2(const Mixer& m, const Sequence& sequence, const State& 
   }
 }
 
-// With unit keys k and queries q, a token corrects what the state returns for its key by
+// With unit keys k and queries q, a token corrects the state's value for its key by
 //   u(c) = strength(c) * (v(c) - (k(c) * decay(c, start)) @ state - sum over s < c of (k(c) . key(c, s)) * u(s))
 // where key(c, s) = decay(c, s) * k(s), and its output is
 //   y(c) = (q(c) * decay(c, start)) @ state + sum over s <= c of (q(c) . key(c, s)) * u(s).

@@ -42,7 +42,7 @@ class Mixers {
   // The tokens of one sequence in the slice.
   struct Sequence {
     int index, first_row, num_rows;
-    int position;     // of the first one
+    int position;     // the position of the first token
     int num_earlier;  // tokens of its segment before it
     int first_convolved;  // the row in `convolved_` of the first token of its segment
   };
@@ -74,7 +74,7 @@ class Mixers {
   bool are_any_ = false;
   int segment_ = 1, channels_ = 0;
   std::vector<Sequence> sequences_;
-  int num_parts_ = 1;  // of each sequence, in the current operation
+  int num_parts_ = 1;  // the parts of each sequence, in the current operation
   // The convolved inputs of all segments, [tokens, channels].
   Buffer convolved_;
   Buffer own_memory_;

@@ -93,7 +93,7 @@ const uint8_t* Products::weights_after(const Op& op_of_tile, const Tile& tile) c
 
 const uint8_t* Products::weights_from(const Op* op, int index) const {
   for (; op <= &model_.ops.back(); op++) {
-    // Which experts come next is known only when they begin.
+    // The next experts are known only when their operation begins.
     if (op->kind == OpKind::route) return nullptr;
     const bool has_weights = op->kind == OpKind::linear || op->kind == OpKind::gated_linear || op == &model_.ops.back();
     const int num_parts = !has_weights ? 0 : op->kind == OpKind::linear ? op->num_parts : 1;

@@ -15,11 +15,11 @@ namespace engine {
 struct Columns {
   int first_row, num_rows;
   int part, begin, end;
-  int index;  // which of the part's tiles of columns this is
+  int index;  // the number of the tile of columns within the part
   int size() const { return end - begin; }
 };
 
-// Returns into how many tiles the columns of a matrix are divided, for products of `rows` rows.
+// Returns the number of tiles into which the columns of a matrix are divided, for products of `rows` rows.
 int column_tiles(const PackedWeight& w, int at_least, int rows);
 // Returns where the columns of a tile begin. Wider tiles come first, so that those computed last are small.
 int column_bound(const PackedWeight& w, int tile, int tiles);
@@ -37,7 +37,7 @@ struct GatedWeights {
   const float* row_factors = nullptr;
 };
 
-// What adapters add to a product: the adapters by number, or null, and the slice's row for each row of the product.
+// The adapters' changes to a product: the adapters by number, or null, and the slice's row for each row of the product.
 struct RowChanges {
   const Adapter* adapters = nullptr;
   const int* rows = nullptr;
@@ -126,7 +126,7 @@ class Products {
   const Ranks& ranks_;
   const int num_threads_;
   const int32_t* adapters_ = nullptr;
-  std::vector<Tiles> tiles_;  // of each operation
+  std::vector<Tiles> tiles_;  // one per operation
 };
 
 }  // namespace engine

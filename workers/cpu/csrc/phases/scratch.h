@@ -28,16 +28,16 @@ struct Scratch {
   AttentionScratch attention;
   std::unique_ptr<float[]> tile;
   TokenChooser chooser;
-  Buffer results;   // of the attention tasks of a tile
-  Buffer mixing;    // what a tile of a recurrent layer computes with
-  Buffer low_rank;  // by which second factors of adapters of an expert are multiplied
+  Buffer results;   // the results of a tile's attention tasks
+  Buffer mixing;    // the intermediate results of a recurrent layer's tile
+  Buffer low_rank;  // the products with an expert's first factors, by which adapters' second factors are multiplied
   Buffer gathered;  // the activations of rows that an expert has
-  int64_t gathered_serial = -1;  // which they are
-  Rows rows;       // of a piece
+  int64_t gathered_serial = -1;  // the number of these rows
+  Rows rows;       // the results of a piece's rows
   std::vector<AttentionTasks::Task> tasks;
   std::vector<AttentionTask> kernel_tasks;
   Readahead readahead;
-  std::vector<Run> factors;  // which the readahead of a product fetches
+  std::vector<Run> factors;  // the factors that the readahead of a product fetches
 };
 
 }  // namespace engine

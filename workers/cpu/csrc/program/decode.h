@@ -36,7 +36,7 @@ class DecodeLayout {
 
   const ModelShape& shape_;
   std::vector<int32_t> starts_;  // the first row of each request, and the end of the last
-  std::vector<int64_t> slots_;   // of each row
+  std::vector<int64_t> slots_;   // the slot of each row
   std::vector<int32_t> arrays_;
   std::vector<int32_t> rotary_;  // three positions of each row, or empty
   std::vector<StepGroup> groups_;

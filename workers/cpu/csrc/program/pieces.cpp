@@ -54,7 +54,7 @@ void Pieces::begin_slice(bool must_share) {
   if (count_) queue_.begin(count_, int(segments_.size()), num_threads_, reads_own_keys());
 }
 
-// Returns 0 if pieces do not pay, or if one piece takes so long that the other threads would wait for it.
+// Returns 0 if pieces would not be faster, or if one piece takes so long that the other threads would wait for it.
 int Pieces::best_count() const {
   const int num_tokens = slice_.num_tokens;
   // The gates are in the projection of the previous segment, which another thread may have computed.

@@ -20,7 +20,7 @@ struct Segment {
   int first_op, end_op;
   int64_t weights = 0;
   ptrdiff_t bytes = 0;
-  int rows_at_once = 64;  // the least of all weights' formats
+  int rows_at_once = 64;  // the minimum over the formats of all weights
 };
 
 class Pieces {
@@ -38,14 +38,14 @@ class Pieces {
   int first_op() const { return segments_[0].first_op; }
   const std::vector<Segment>& segments() const { return segments_; }
 
-  // Divides a slice into pieces, or into none if its operations should rather be shared out one by one. That is
+  // Divides a slice into pieces, or into none if its operations should be divided one by one instead. That is
   // required if ranks meet in operations, and if an expert's weights are read for the rows of all pieces.
   void begin_slice(bool must_share);
   int count() const { return count_; }
   int first_row(int piece) const { return int(int64_t(slice_.num_tokens) * piece / count_); }
 
-  // Returns whether a segment of a piece must be computed. A segment that stores nothing need not be if no results of
-  // the rows are requested.
+  // Returns whether a segment of a piece must be computed. A segment that stores nothing can be skipped if no results
+  // of the rows are requested.
   bool is_needed(const PieceSegment& at) const;
   PieceQueue& queue() { return queue_; }
   const PieceQueue& queue() const { return queue_; }
@@ -59,11 +59,11 @@ class Pieces {
   const Slice& slice_;
   const int num_threads_;
   std::vector<Segment> segments_;
-  int num_groups_ = 0;  // of the KV cache
+  int num_groups_ = 0;  // the number of groups in the KV cache
   int first_unneeded_ = 0;
   bool gates_attention_ = false;
   int count_ = 0;
-  std::vector<int32_t> filled_blocks_;  // of the slice and one group
+  std::vector<int32_t> filled_blocks_;  // the blocks that the slice fills in one group
   PieceQueue queue_;
 };
 

@@ -44,7 +44,7 @@ class Profile {
  private:
   int op_ = kNoOp;
   Clock::time_point start_;
-  std::vector<double> shared_ = {0};  // of each operation, and of the choice of tokens
+  std::vector<double> shared_ = {0};  // the seconds of each operation, and of the choice of tokens
   std::vector<std::vector<double>> of_threads_;
 };
 

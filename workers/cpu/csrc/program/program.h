@@ -95,12 +95,12 @@ class Program final : private Phases {
   Slice slice_;
   int num_slices_ = 0;
   ExpertExchange exchange_{};
-  bool is_guest_ = false;  // in a round of other ranks
-  Rows rows_;  // of the slice
-  std::vector<int> row_tiles_;  // of each operation, in how many tiles its rows are shared out
-  int first_unneeded_ = 1;      // from this operation on, only rows whose results are wanted are computed
-  bool shares_blocks_ = false;  // layers with other heads, or states, may have had a block before
-  std::vector<std::unique_ptr<Scratch>> scratch_;  // of each thread
+  bool is_guest_ = false;  // whether it takes part in a round of other ranks
+  Rows rows_;  // the results of the slice's rows
+  std::vector<int> row_tiles_;  // for each operation, the number of tiles that its rows are divided into
+  int first_unneeded_ = 1;      // the first operation that only rows with requested results need
+  bool shares_blocks_ = false;  // whether layers with other heads, or states, may have used a block before
+  std::vector<std::unique_ptr<Scratch>> scratch_;  // one per thread
 
   RotaryTables ropes_;
   Ranks ranks_;

@@ -8,9 +8,9 @@ namespace engine {
 
 namespace {
 
-// It pays on CPUs whose last-level cache receives everything that is evicted from the second-level cache. On Intel's
-// CPUs it need not receive data that was prefetched and not read yet, and pending prefetches delay products there, so
-// it cost more than it gained.
+// Prefetching is faster on CPUs whose last-level cache receives everything that is evicted from the second-level cache.
+// On Intel's CPUs it may not receive data that was prefetched but not read yet, and pending prefetches delay products,
+// so prefetching cost more than it gained.
 bool reads_ahead() {
 #if defined(__x86_64__)
   static const bool is_amd = __builtin_cpu_is("amd");

@@ -23,7 +23,7 @@ class ReadaheadPlan {
                 int num_threads)
       : model_(model), slice_(slice), attention_(attention), pieces_(pieces), num_threads_(num_threads) {}
 
-  // Determines what the pieces of a slice read and store.
+  // Finds the memory that the pieces of a slice read and store.
   void begin_slice();
   // Returns what a thread prefetches during a segment of a piece: what its next attention reads, then what the piece
   // stores at the end of the segment, at a rate that completes all of it by then.
@@ -34,8 +34,8 @@ class ReadaheadPlan {
     std::vector<Run> runs;
     ptrdiff_t bytes;
   };
-  // What is prefetched before a piece's keys and values are stored in a layer's cache, and before its attention. It is
-  // the same for all layers with the same blocks and window.
+  // The memory that is prefetched before a piece's keys and values are stored in a layer's cache, and before its
+  // attention. It is the same for all layers with the same blocks and window.
   struct PieceRuns {
     FoundRuns stored, attended;
   };

@@ -40,7 +40,7 @@ struct LowRankFactor {
   const void* data;
   int32_t rank;
   FactorFormat format;
-  const float* bias;  // of the columns, added to each row; or null
+  const float* bias;  // added to the columns of each row; or null
 };
 constexpr int kLowRankColumns = 32;
 

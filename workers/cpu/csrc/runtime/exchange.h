@@ -1,8 +1,8 @@
 // A barrier and buffers in shared memory, for the ranks that divide every layer.
 //
 // Each rank writes its part, all ranks meet, and each reads the parts of all. There are two sets of parts, which are
-// used in turn. Before a rank writes to a set again, there was another meeting, which the other ranks entered only
-// after they had read the set.
+// used alternately. Before a rank writes to a set again, there has been another meeting, which the other ranks entered
+// only after they had read the set.
 #pragma once
 
 #include <cstddef>

@@ -16,7 +16,7 @@
 
 namespace engine {
 
-// Tells the CPU that the thread is spinning.
+// Informs the CPU that the thread is spinning.
 inline void pause() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
@@ -55,8 +55,8 @@ class Phases {
  public:
   virtual ~Phases() = default;
   // Returns the number of tiles of a phase, at most kMaxTiles, or -1 after the last phase. One thread calls it, once
-  // per phase, after all tiles of the previous phases have been written. This function itself computes whatever is not
-  // worth sharing. Other threads may still compute tiles of earlier phases that were already written. So the memory
+  // per phase, after all tiles of the previous phases have been written. This function computes work that is too small
+  // to share itself. Other threads may still compute tiles of earlier phases that were already written. So the memory
   // that these read must stay allocated, whatever it contains, unless ThreadPool::wait_for_others() is called first.
   virtual int begin(int phase) = 0;
   virtual void run_tile(int phase, Tile& tile) = 0;
@@ -82,7 +82,7 @@ class ThreadPool {
   void wait_for_others();
 
  private:
-  // Each flag has a cache line of its own, so that threads do not contend for it.
+  // Each flag has its own cache line, so that threads do not contend for it.
   struct alignas(64) Flag {
     std::atomic<bool> is_set{false};
   };
@@ -99,7 +99,7 @@ class ThreadPool {
   alignas(64) std::atomic<bool> running_{false};
   std::atomic<int> num_sleeping_{0};
   Phases* phases_ = nullptr;
-  uint32_t first_serial_ = 1, next_serial_ = 1;  // of the step's first phase, and after its last
+  uint32_t first_serial_ = 1, next_serial_ = 1;  // the serial numbers of the step's first phase, and after its last
   int opener_ = 0;
   // For each tile, the phase's serial number if the tile is committed, and one less if it is not.
   std::unique_ptr<std::atomic<uint32_t>[]> committed_;

@@ -17,9 +17,9 @@ constexpr int32_t kMaxForcedOfStep = 32;
 // The drafts of every slot, and the drafts that were found last.
 struct DraftLookup {
   int32_t* num_drafts;           // [slots]; drafts follow each slot's tokens
-  const int32_t* limits;         // [slots], the most drafts of each slot, not counting forced ones
-  Suffixes* suffixes;            // null if the last longest match counts alone
-  int32_t most, shortest_match;  // the most drafts of a slot, and the fewest tokens that must match
+  const int32_t* limits;         // [slots], the maximum number of drafts of each slot, without forced drafts
+  Suffixes* suffixes;            // null to use only the last of the longest matches
+  int32_t most, shortest_match;  // the maximum drafts of a slot, and the minimum matching tokens
   int32_t is_searching;          // 0 if only forced tokens are drafted here
   int32_t num_found;
   int32_t forced_width;
@@ -29,10 +29,10 @@ struct DraftLookup {
   const int32_t* const* predicted_tokens;  // [slots], each client's prediction of the output
   const int32_t* num_predicted;            // [slots], 0 for requests without a prediction
   const int32_t* num_prompt_tokens;        // [slots]
-  int32_t* num_from_prediction;            // [slots], how many of the drafts are from the prediction
-  int32_t* found_slots;                    // [num_found], those with drafts
+  int32_t* num_from_prediction;            // [slots], the number of drafts from the prediction
+  int32_t* found_slots;                    // [num_found], the slots with drafts
   int32_t* found_counts;                   // [num_found]
-  int32_t* found_tokens;                   // of all found slots, one after the other
+  int32_t* found_tokens;                   // the tokens of all found slots, one after the other
 };
 
 // Looks up drafts for the slots that have a new token. A slot gets as many drafts as tokens matched, because a request

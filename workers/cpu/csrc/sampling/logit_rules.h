@@ -18,7 +18,7 @@ struct History {
 // The logit changes of one slot. A null pointer means that its request does not use the feature.
 struct LogitRules {
   const uint32_t* allowed;      // bit t % 32 of word t / 32 is set if token t is allowed
-  const int32_t* bad_words;     // for each word its length, then its tokens
+  const int32_t* bad_words;     // the length and the tokens of each word
   const int64_t* end_tokens;    // forbidden until the request has min_length tokens
   const int64_t* bias_tokens;
   const float* biases;
@@ -49,7 +49,7 @@ class LogitChanger {
   bool is_token(int64_t token) const { return token >= 0 && token < vocab_size_; }
 
   const int vocab_size_;
-  std::vector<int32_t> counts_;  // of each token in the output; all zero between calls
+  std::vector<int32_t> counts_;  // how often each token occurs in the output; all zero between calls
 };
 
 }  // namespace engine

@@ -13,14 +13,14 @@ namespace engine {
 struct Suffixes {
   int32_t context_length;  // tokens that must match
   int32_t longest_match;   // longer matches count as matches of this length
-  float drafts_per_match;  // the most drafts for each matched token
-  float least_share;       // a draft ends where fewer than this share of the passages agree
-  int32_t num_buckets;     // of a slot, a power of two
+  float drafts_per_match;  // the maximum number of drafts for each matched token
+  float least_share;       // drafts end at a token on which fewer than this share of the passages agree
+  int32_t num_buckets;     // the buckets of a slot, a power of two
   int32_t history_buckets;  // a power of two
   int32_t* heads;           // [slots, num_buckets], the last place of each chain; 0 if it is empty
   int32_t* previous;        // [slots, max_model_len], the place before in the same chain; 0 if there is none
   int32_t* num_indexed;     // [slots], the tokens that are in chains
-  int32_t* source_distance;  // [slots], how far back the last long passage was; 0 without any
+  int32_t* source_distance;  // [slots], the distance to the last long passage; 0 without one
   int32_t* source_length;    // [slots], the tokens of the request when its drafts came from there
   int64_t history_size;      // a power of two; 0 for no history
   int64_t history_begin;     // the first token that counts

@@ -22,12 +22,12 @@ constexpr int32_t kNothingAllowed = -2;  // no logit above -infinity
 
 // Log-probabilities from the model's unchanged logits: of the chosen token first, then of the most likely tokens.
 struct LogprobRows {
-  const bool* is_wanted;   // by slot
-  const int64_t* num_top;  // by slot
-  int64_t width;           // of a row, at least as many as any slot wants
+  const bool* is_wanted;   // indexed by slot
+  const int64_t* num_top;  // indexed by slot
+  int64_t width;           // the length of a row, at least the number that any slot wants
   int32_t* token_ids;      // [rows, width]
   float* logprobs;         // [rows, width]
-  int32_t* ranks;          // [rows], 1 + the number of tokens more likely than the chosen one
+  int32_t* ranks;          // [rows], the rank of the chosen token, counting from 1
 
   // Copies a later row to the place of an earlier one.
   void move(int from, int to) const;
@@ -40,16 +40,16 @@ struct SamplingRows {
   const int64_t* top_k;       // the vocabulary's size for none
   const double* top_p;        // 1 for none
   const double* typical_p;    // 1 for none
-  const float* min_p_margin;  // how far from the largest logit another may be, at most 0; -infinity for no min-p
+  const float* min_p_margin;  // the minimum logit minus the largest one, at most 0; -infinity for no min-p
   const int64_t* seed;
   const bool* changes_logits;
-  const LogitRules* rules;   // of slots that change logits
+  const LogitRules* rules;   // the rules of slots that change logits
   const int32_t* token_ids;  // [slots, max_model_len], followed by drafts
   int64_t max_model_len;
   const int32_t* num_prompt_tokens;
   const int32_t* num_tokens;
-  const uint32_t* const* grammar;  // masks of the next token and of those after drafts, as in LogitRules; or null
-  const int64_t* grammar_words;    // the words of each mask
+  const uint32_t* const* grammar;  // masks of the next token and of the tokens after drafts, as in LogitRules; or null
+  const int64_t* grammar_words;    // the number of words of each mask
   const LogprobRows* logprobs;     // null if no slot wants any
   const int64_t* slots;            // [rows]
   const int32_t* positions;        // [rows], of the token to be chosen

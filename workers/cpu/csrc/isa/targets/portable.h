@@ -1,1 +1,1 @@
-// Standard C++: correct everywhere, and what every other set is tested against.
+// Standard C++, which works everywhere. Every other set is tested against it.

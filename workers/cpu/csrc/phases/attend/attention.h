@@ -98,7 +98,7 @@ class Attention {
   // The data of an operation that tasks and rows need, if it is part of attention.
   struct RecordedOp {
     KVLayout kv;
-    int heads;  // that share a key/value head
+    int heads;  // the number of heads that share a key/value head
     size_t query_words;
     const Queries* queries;
     const AttentionTasks::List* list;
