@@ -6,15 +6,15 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-# So that any test can say `from support.… import …`.
+# This allows any test to use `from support.… import …`.
 sys.path.insert(0, str(Path(__file__).parent))
 
-# Compiling the package anew would be half the time of each server that a test starts.
+# Recompiling the package would take half of the start time of each server that a test starts.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 from support.triton_interpreter import interpret_without_gpu
 
-# Triton looks once, and much of torch loads it.
+# Triton reads this only once, and many parts of torch load Triton.
 interpret_without_gpu()
 
 # `--hypothesis-profile=fast`, as in `scripts/test --fast`, tries a tenth of the examples of

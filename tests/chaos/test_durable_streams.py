@@ -1,4 +1,4 @@
-"""With a store, no stream is lost, wrong or generated twice, whoever is killed."""
+"""With a store, no stream is lost, wrong or generated twice, whichever process is killed."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ LONG = bodies(6, max_tokens=800, seed=5)
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DurableEngine]:
-    # The path of a socket must be short. A directory of its own hides servers of other tests.
+    # The path of a socket must be short. A separate directory hides the servers of other tests.
     with tempfile.TemporaryDirectory(prefix="run-", dir="/tmp") as run:
         path = tmp_path_factory.mktemp("store") / "store.db"
         engine = DurableEngine(path, run, default_model(), *ARGS)
@@ -107,7 +107,7 @@ def test_streams_of_returning_clients_are_complete(
     num_returns = sum(stream.num_returns for stream in ended)
     # Without the store, streams only pause.
     assert (num_returns == 0) == (disturb is kill_store)
-    # Each client has read one request only, and all of it.
+    # Each client has read only one request, completely.
     assert all(len(stream.ids) == 1 for stream in ended)
     for stream in ended:
         assert read_again(engine.server, stream) == stream.texts
@@ -130,7 +130,7 @@ def test_no_stream_is_lost_while_servers_that_share_a_store_follow_each_other(
         engine.server.wait_for("ready at")
         later = ReturningStreams(engine.find_url, bodies(6), f"2 {time.time()}")
         later.wait_for_events(6)
-        # The new server knows what the old one generates, or has generated.
+        # The new server has the old server's running and finished requests.
         found = [read_again(engine.server, stream) for stream in streams.streams]
         undisturbed = streams.join()
         assert old.wait() == 0, old.log

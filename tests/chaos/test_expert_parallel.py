@@ -48,9 +48,10 @@ def server(checkpoint: Path, flags: tuple[str, ...]) -> Iterator[Server]:
 
 
 def comparable(answers: list[dict[str, Any]], flags: tuple[str, ...]) -> list[dict[str, Any]]:
-    """Return what must be equal: everything, if a token's sums have the same order as in one worker.
+    """Return the parts of the answers that must be equal.
 
-    Where ranks sum, or torch multiplies, the last digits of log-probabilities differ.
+    These are all parts if a token's sums have the same order as in one worker. If ranks sum, or torch multiplies, the
+    last digits of log-probabilities differ.
     """
     if not flags:
         return answers
@@ -141,9 +142,9 @@ def test_workers_survive_a_core_crash(
 
 
 def test_only_the_poison_request_fails(checkpoint: Path) -> None:
-    """Both replicas restart, but the requests of the other one are no suspects."""
+    """Both replicas restart, but requests of the other replica are not suspected."""
     poison = 301
-    # The workers would crash with the tokens of a stream, too.
+    # The workers would also crash on these tokens in a stream.
     requests = [{**body, "logit_bias": {str(poison): -100}} for body in REQUESTS[:6]]
     args = (*COMMON, "-dp", "2", "-ep", "--inject-crash", str(poison))
     with Server(str(checkpoint), *args) as server:

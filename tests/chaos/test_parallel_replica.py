@@ -1,4 +1,4 @@
-"""A replica of several workers keeps them when its core crashes, and restarts all when one of them crashes."""
+"""A replica with several workers keeps them if its core crashes, and restarts all of them if one crashes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ REQUESTS = [
 def replicas(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Callable[[str], tuple[Server, list[dict[str, Any]]]]]:
-    """Give the server of a replica divided by an option, and its undisturbed answers."""
+    """Yield a server whose replica is divided by an option, and its answers without faults."""
     with ExitStack() as servers:
 
         @functools.cache
@@ -47,7 +47,7 @@ def replicas(
 
 @pytest.fixture
 def server(request: pytest.FixtureRequest, replicas) -> Server:
-    """Return the replica divided by the option that a test names. Each crash is caused with one of the two."""
+    """Return the replica divided by the option that a test names. Each crash happens with one of the two options."""
     found: Server = replicas(request.param)[0]
     return found
 

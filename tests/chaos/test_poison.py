@@ -93,7 +93,7 @@ def test_a_poison_request_that_crashes_the_core_silently_fails_alone(
             assert answer["choices"] == undisturbed[number][1]["choices"]
         assert server.log.count(death) == 4, server.log
         assert_nothing_is_held(server)
-        # No other request can make progress meanwhile. One that raises differs only in the message.
+        # No other request can make progress meanwhile. A request that raises an error differs only in the message.
         asked = several_sequences(poison) if death == KILLED else []
         for fields in asked:
             status, answer = server.post("/v1/completions", {"max_tokens": 8, **fields})

@@ -79,7 +79,7 @@ def test_a_standby_core_continues_the_streams_of_its_predecessor(
     assert server.child("core 0").pid == spare.pid
 
     def is_little_computed_twice() -> bool:
-        # Each stream computes again the one or two tokens that no client received, not three hundred.
+        # Each stream recomputes only the one or two tokens that no client received, not three hundred.
         computed_now, asked_for_now = count_tokens()
         return computed_now - computed < asked_for_now - asked_for + 20 * len(prompts)
 
@@ -170,7 +170,7 @@ def test_a_frontend_crash_closes_only_its_own_connections(
     server.wait_until_whole()
     streams = Streams(server, REQUESTS)
     streams.wait_for_events(40)
-    # The frontend that wakes up first may have accepted most of them.
+    # The frontend that wakes up first may have accepted most of the connections.
     title = min(
         ("frontend 0", "frontend 1"), key=lambda title: num_connections(server.child(title))
     )
@@ -203,7 +203,7 @@ def test_an_exception_in_a_frontend_ends_at_most_one_stream(
     assert len(hurt) <= 1, [answers[index] for index in hurt]
     assert all(streams.streams[index].port in ports for index in hurt)
     assert_nothing_is_held(server)
-    # The exception may have ended a task whose absence shows only later.
+    # The exception may have ended a task that is needed only later.
     victim.kill()
     wait_until(lambda: not victim.is_running(), what="the frontend is gone")
 

@@ -25,7 +25,7 @@ OBSERVED_S = 1.0
 
 @pytest.fixture
 def config() -> Iterator[EngineConfig]:
-    # Addresses of sockets are short; a test's own directory may not be.
+    # Socket addresses have a length limit, which the path of a test's directory may exceed.
     run_dir = tempfile.mkdtemp(prefix="core-")
     model = ModelConfig("m", run_dir, run_dir, ("m",), "llama", 100, 64, (1,))
     yield EngineConfig(run_dir, 1, model)

@@ -1,1 +1,1 @@
-"""Tests with real servers. As a package, so that its fixtures end with its last test."""
+"""Tests with real servers. This is a package so that its fixtures end with its last test."""

@@ -1,4 +1,4 @@
-"""Background responses at a server with several frontends. Each connection reaches any of them."""
+"""Background responses on a server with several frontends. A connection may reach any of them."""
 
 from __future__ import annotations
 

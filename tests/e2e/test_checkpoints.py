@@ -111,8 +111,8 @@ def test_a_sliding_window_holds_few_blocks(tmp_path: Path) -> None:
     path, model = gemma3_gguf(tmp_path)
     rng = random.Random(7)
     prompt = [rng.randrange(4, 300) for _ in range(330)]
-    # Six of the seven layers have a window of 16 tokens, and hold those of steps in flight with drafts as well. 470
-    # tokens in blocks of 16 are 30 blocks a layer, 210 in all.
+    # Six of the seven layers have a window of 16 tokens, and also hold the tokens of steps in flight, including drafts.
+    # 470 tokens in blocks of 16 take 30 blocks per layer, 210 in all.
     flags = ("--max-num-batched-tokens", "32", "--max-num-seqs", "8")
     with Server(str(path), *EXACT, *flags, "--num-gpu-blocks-override", "90") as server:
         assert serve_greedy(server, prompt, 140) == greedy(model, prompt, 140)

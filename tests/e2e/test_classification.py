@@ -70,7 +70,7 @@ def test_a_cross_encoder_reads_both_texts(server: Server, cross_encoder: tuple[P
     assert max(expected) - min(expected) > 1e-2
     found = score(server, text_1=QUERY, text_2=DOCUMENTS)
     np.testing.assert_allclose(found, expected, atol=1e-5)
-    # A score does not depend on what is computed with it, and survives the death of a process.
+    # A score does not depend on other requests, and survives the crash of a process.
     for victim in ("worker 0", "core 0"):
         process: psutil.Process = server.child(victim)
         process.kill()

@@ -53,7 +53,7 @@ SAMPLING_FEATURES: dict[str, dict[str, Any]] = {
 def flags(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     """Return flags with a chat template that renders the last message unchanged, so tests choose the prompt's end.
 
-    With a parser of its own for tool calls, the server does not describe tools in the prompt.
+    With an explicit tool-call parser, the server does not describe tools in the prompt.
     """
     template = tmp_path_factory.mktemp("template") / "last.jinja"
     template.write_text("{{ messages[-1]['content'] }}")

@@ -19,7 +19,7 @@ SMALL = (
 
 
 def overload(server: Server) -> None:
-    """Run more requests at once than fit in the KV cache."""
+    """Run more concurrent requests than fit in the KV cache."""
     body = {"max_tokens": 100, "ignore_eos": True}
     with ThreadPoolExecutor(4) as pool:
         answers = [

@@ -87,7 +87,7 @@ HONEST = SABOTAGE.replace("count(pool) - 1", "count(pool)")
 
 
 def await_message(peer: Peer[Any], kind: type) -> Any:
-    """Receive messages until one of that type arrives."""
+    """Receive messages until one with this type arrives."""
     deadline = time.monotonic() + TIMEOUT_S
     while not isinstance(message := peer.receive(), kind):
         assert time.monotonic() < deadline, f"no {kind.__name__}"
@@ -165,7 +165,7 @@ class CoreProcess:
         return log
 
     def close(self) -> None:
-        """Stop whatever a failed test has left running."""
+        """Stop the processes that a failed test has left running."""
         self.process.kill()
         self.process.wait()
         self.context.destroy(linger=0)

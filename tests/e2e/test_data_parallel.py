@@ -45,7 +45,7 @@ def generated(server: Server, replica: int) -> float:
 
 
 def settled(read: Callable[[], T]) -> T:
-    """Return the status from any frontend, once it has been stable for so long that all frontends must have it."""
+    """Return the status once it has been stable long enough that all frontends must have it."""
     reported, since = read(), time.monotonic()
 
     def is_settled() -> bool:
@@ -164,7 +164,7 @@ def test_streams_continue_unchanged_on_another_replica(
     to_first = {"X-data-parallel-rank": "0"}
     wait_until(lambda: complete(server, "0")[0] == 200, what="replica 0 takes requests")
     whole = Streams(server, requests, headers=to_first).answers()
-    # Words that appear late in the text, if at all.
+    # The stop strings appear late in the text, if at all.
     requests[3] |= {"stop": [whole[3][0]["text"][-20:]], "include_stop_str_in_output": True}
     undisturbed = Streams(server, requests, headers=to_first).answers()
     assert undisturbed[:3] == whole[:3]

@@ -95,7 +95,7 @@ def test_no_client_waits_after_all_frontends_have_exited() -> None:
     with Server(default_model(), "--device", "null") as server:
         host, port = server.url.removeprefix("http://").split(":")
         worker, frontend = server.child("worker 0"), server.child("frontend 0")
-        # It delays the exit of the others by some seconds.
+        # It delays the exit of the other processes by some seconds.
         worker.suspend()
         server.process.send_signal(signal.SIGTERM)
         wait_until(lambda: has_ended(frontend), what="the frontend ends")

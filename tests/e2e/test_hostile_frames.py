@@ -182,7 +182,7 @@ class Core:
         return index
 
     def suspects_after(self, nonsense: dict[str, Any]) -> list[int]:
-        """Return the requests that the core suspects after such an answer to their first step; the core has exited."""
+        """Send this answer to the first step. Return the requests that the core suspects; the core has exited."""
         self._submit()
         step = self._await(self.worker, SchedulerOutput)
         answer = self._runner.execute(step, lambda _: None).output()

@@ -91,7 +91,7 @@ def test_images_whose_tokens_see_each_other_or_have_any_size(
 def test_tensor_parallel_models_read_images_under_memory_pressure_and_crashes(
     grid: Model, tmp_path: Path
 ) -> None:
-    # Two long prompts do not fit into the KV cache at once.
+    # Two long prompts do not fit into the KV cache together.
     blocks = (
         "--num-gpu-blocks-override",
         "48",
@@ -105,7 +105,7 @@ def test_tensor_parallel_models_read_images_under_memory_pressure_and_crashes(
         assert server.metric("engine:num_preemptions_total") > 0
         status, dumped = server.post("/debug/dump", {})
         assert status == 200
-        # The log has no pixels, and none of them decides anything.
+        # The log has no pixels, and no decision depends on pixels.
         assert replay(dumped["files"]) == 0
         for victim in ("worker 0", "core 0"):
             with concurrent.futures.ThreadPoolExecutor(1) as pool:

@@ -37,7 +37,7 @@ def test_prompts_are_found_on_disk_after_all_processes_were_killed(tmp_path: Pat
         kill_all(server)
     for _ in range(2):
         with Server(*args) as server:
-            # What is on disk is found from the first request on.
+            # From the first request on, blocks on disk are found.
             again = [ask(server, prompt) for prompt in PROMPTS]
             assert [text for text, _ in again] == [text for text, _ in answers]
             assert all(num_cached for _, num_cached in again)

@@ -49,7 +49,7 @@ def test_processes_have_titles_and_no_torch(server: Server) -> None:
     for title in ("core 0", "frontend 0", "store", "worker 0", "grammar fork server"):
         server.child(title)
     assert psutil.Process(server.process.pid).cmdline()[0] == "engine: supervisor"
-    # A native program computes the model, whatever was requested until now.
+    # A native program computes the model, regardless of earlier requests.
     for process in server.find_children():
         assert "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text(), process.cmdline()
     # It runs in every engine, whether or not anything is stored.
@@ -99,7 +99,7 @@ def test_second_signal_does_not_wait_for_streams(tmp_path: Path) -> None:
         server.process.send_signal(signal.SIGTERM)
         wait_until(lambda: server.get("/readyz")[0] != 200, what="draining")
         server.process.send_signal(signal.SIGTERM)
-        # This is less than the stream takes, and less than a drain waits for it.
+        # This is shorter than the stream, and shorter than a drain waits for it.
         assert server.process.wait(15) == 128 + signal.SIGTERM
         with pytest.raises((http.client.IncompleteRead, ConnectionError)):
             response.read()

@@ -117,7 +117,7 @@ def test_prompts_of_one_call_may_use_different_adapters(tmp_path: Path, backend:
             llm.generate([prompt, prompt], params, lora_request=["one"])
         with pytest.raises(ParameterError, match="'other' is not served; adapters: one"):
             llm.generate(prompt, params, lora_request="other")
-        # An adapter that comes with the request, and one that does not fit.
+        # One adapter is sent with the request, and another one does not fit the model.
         same = LoRARequest("two", 2, str(tmp_path / "adapter"))
         (output,) = llm.generate(prompt, params, lora_request=same)
         assert list(output.outputs[0].token_ids) == greedy(merged, prompt, 16)
@@ -190,7 +190,7 @@ def test_adapters_are_added_and_removed_while_processes_are_killed(tmp_path: Pat
                 answers = list(pool.map(lambda name: complete(server, name, prompt), wanted))
             assert answers == [expected[name] for name in wanted]
         assert all(served(server) == {"tiny", *names} for _ in range(8))
-        # A running request keeps its adapter, whatever becomes of the name.
+        # A running request keeps its adapter, even if the name is removed or replaced.
         with concurrent.futures.ThreadPoolExecutor(6) as pool:
             running = [pool.submit(complete, server, "first", prompt) for _ in range(6)]
             load = {"lora_name": "first", "lora_path": str(tmp_path / "second")}

@@ -15,7 +15,7 @@ SMALL = ("--random-input-len", "16", "--random-output-len", "6", "--random-vocab
 
 
 def run(*arguments: str, code: int | None = 0) -> list[dict[str, Any]]:
-    """Return the lines of JSON that a command prints. Its exit code must be `code`, or anything if that is None."""
+    """Return the lines of JSON that a command prints. Its exit code must be `code`, unless that is None."""
     done = subprocess.run(
         [*COMMAND, *arguments, "--json"], capture_output=True, text=True, timeout=240
     )
@@ -53,7 +53,7 @@ def test_bench_agents_find_their_conversation_cached(server: Server) -> None:
         *("--agent-output-len", "4", "--max-concurrency", "1", "--num-warmups", "0"),
     )
     assert result["completed"] == 6 and result["backend"] == "openai-chat"
-    # All requests but the first have the system prompt and what was said before in common with an earlier one.
+    # Every request except the first begins with the system prompt and the messages of an earlier request.
     assert result["cached_tokens"] > 5 * 48
 
 

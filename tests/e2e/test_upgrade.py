@@ -1,4 +1,4 @@
-"""`engine upgrade`: a server takes the place of another one, and no client notices."""
+"""`engine upgrade`: a server replaces another one, and no client is affected."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LONG = {
 
 
 class Requests:
-    """A thread that sends one short request after the other, on a kept connection and on new ones in turn."""
+    """A thread that sends one short request after the other, alternating between a kept connection and new ones."""
 
     def __init__(self, url: str) -> None:
         self.num_answers = 0
@@ -59,7 +59,7 @@ class Requests:
 
 @pytest.fixture
 def run_env() -> Iterator[dict[str, str]]:
-    """A directory of its own for sockets, without which servers of other tests could be found. Its path is short."""
+    """A separate directory for sockets, because servers of other tests could be found otherwise. Its path is short."""
     with tempfile.TemporaryDirectory(prefix="run-", dir="/tmp") as directory:
         yield {"XDG_RUNTIME_DIR": directory}
 
@@ -117,7 +117,10 @@ def test_a_successor_that_fails_leaves_the_old_server_alone(
 def test_connections_wait_while_servers_follow_each_other(
     tiny_model: str, run_env: dict[str, str], tmp_path: Path
 ) -> None:
-    """Without room for both, in the background, on a Unix socket, with a service manager, and twice."""
+    """The memory is too small for both servers.
+
+    The test covers the background, a Unix socket, a service manager, and two upgrades.
+    """
     manager = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     manager.bind(str(tmp_path / "notify"))
     manager.settimeout(60)

@@ -58,7 +58,7 @@ def browser(server: Server) -> Iterator[Browser]:
 
 
 def assert_is_clean(web: WebPage, server: Server) -> None:
-    """Check that nothing was logged but the refusals without a key, and that no other host was asked."""
+    """Check that only the refusals without a key were logged, and that no other host was contacted."""
     assert not [error for error in web.errors if "401" not in error]
     assert web.hosts - {"blob:", "data:"} == {server.url}
 
@@ -155,7 +155,7 @@ def test_every_view_is_accessible(
 ) -> None:
     axe = (packages / "node_modules/axe-core/axe.min.js").read_text()
     size = {"width": width, "height": 800}
-    # The policy would refuse the checker itself.
+    # The policy would also block the checker itself.
     options = {"viewport": size, "color_scheme": scheme, "bypass_csp": True}
     with WebPage(browser, server.url, **options) as web:
         page = web.page

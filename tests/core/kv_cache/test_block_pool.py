@@ -93,7 +93,7 @@ def test_3_3_a_copy_is_found_after_the_first_block_is_evicted_or_freed(pool):
         pool.cache_blocks(blocks, digests("a"))
     assert (pool.num_cached, pool.num_copies) == (1, 2)
     pool.release_blocks(first)
-    # No memory is wasted on a copy that nobody holds.
+    # No memory is wasted on a copy that no request holds.
     assert pool.find_cached_blocks(digests("a")) == second
     assert (pool.num_free, pool.num_copies) == (3, 1)
     pool.release_blocks(third)

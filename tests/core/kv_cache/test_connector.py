@@ -19,7 +19,7 @@ from support.scheduler_harness import Harness
 
 
 def load(num_tokens: int, *, is_async: bool = False) -> ModelConnector:
-    """Up to so many tokens beyond the computed ones can be loaded, for any request."""
+    """Let the connector load up to this many tokens beyond the computed ones, for any request."""
 
     def match(request: Request, num_computed_tokens: int) -> ExternalMatch:
         most = request.num_tokens - num_computed_tokens
@@ -54,7 +54,7 @@ def test_8_1_a_prompt_with_prompt_logprobs_is_not_loaded():
     harness.drain()
     first, resumed, *_ = [data for step in harness.steps for data in step.new_requests]
     assert first.num_computed_tokens == 0
-    # Of its 24 tokens some are found, the others loaded up to the last one.
+    # Some of its 24 tokens are found, and the others except the last one are loaded.
     assert resumed.num_computed_tokens == 23
 
 
@@ -79,7 +79,7 @@ def test_8_1_a_request_waiting_for_the_connectors_answer_keeps_its_place():
     assert harness.received[late].num_events(EventKind.SCHEDULED) == 0
     assert harness.received[passing].num_events(EventKind.SCHEDULED) == 1
     del answers[8]
-    # There is room for one more when `passing` ends.
+    # One more request fits after `passing` ends.
     third = harness.add(6, 2)
     while not harness.received[third].num_events(EventKind.SCHEDULED):
         harness.step()
@@ -204,13 +204,13 @@ def test_8_3_a_bad_block_that_is_shared_is_computed_once():
     harness.step()
     (blocks,) = harness.scheduler.kv_cache_manager.blocks
     assert blocks[0][:2] == blocks[1][:2]
-    # The workers find the damage late, when both requests have the block.
+    # The workers detect the damage late, after both requests got the block.
     harness.worker.transfers.invalid = [blocks[0][0]]
     for offset in range(4):
         harness.worker.kv_cache[blocks[0][0]][offset] = -1
     computed = harness.worker.num_prompt_tokens_computed
     harness.drain()
-    # One request computes its 9 prompt tokens again, the other what follows the two blocks.
+    # One request recomputes its 9 prompt tokens, and the other recomputes the tokens after the two blocks.
     assert harness.worker.num_prompt_tokens_computed - computed == 9 + 1
 
 

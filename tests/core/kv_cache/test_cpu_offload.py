@@ -48,7 +48,7 @@ def test_3_10_a_prefix_may_be_partly_on_the_device_and_partly_in_cpu_memory():
     harness = Harness(num_blocks=9, num_host_blocks=20)
     harness.add(24, 1)
     harness.drain()
-    # Takes the two blocks that were never used and four cached ones, tails first.
+    # This uses the two blocks that were never used and four cached ones, tails first.
     harness.add([9] * 23, 1, seed=9, salt="other")
     harness.drain()
     again = harness.add(24, 5)
@@ -76,7 +76,7 @@ def test_3_10_a_swapped_request_recomputes_at_most_its_last_partial_block(mode, 
     key = harness.add(21, 20, priority=1)
     for _ in range(8):
         harness.step()
-    # One of higher priority takes all the memory.
+    # A request with a higher priority uses all the memory.
     harness.add([9] * 43, 1, seed=9, salt="filler", priority=0)
     harness.drain()
     assert harness.received[key].num_events(EventKind.PREEMPTED) == 1

@@ -1,4 +1,4 @@
-"""Two replicas, one of which computes prompts for the other. Every token is checked against the request run alone."""
+"""One replica computes prompts for another. Every token is compared with that of the request run alone."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Pair:
         return harness, exchange
 
     def restart(self, replica: int) -> None:
-        """Replace a replica by one without any block, to which clients send their requests again."""
+        """Replace a replica with an empty one, to which clients resubmit their requests."""
         views = self.replicas[replica].received
         harness, exchange = self._start()
         self.replicas[replica] = harness
@@ -141,7 +141,7 @@ def test_blocks_are_held_until_they_are_fetched_or_the_time_is_over():
     pair.drain()
     assert not pair.exchanges[PREFILL].held
     assert sum(each.kv_connector.num_expired_transfers for each in harness.stats) == 1
-    # It comes too late for the held blocks, but they are cached.
+    # The request arrives too late for the held blocks, but they are cached.
     key = pair.decode([7] * 20, name)
     pair.drain()
     assert pair.replicas[DECODE].received[key].events[1].num_cached_tokens == 16
@@ -173,7 +173,7 @@ def is_movable(view: ClientView) -> bool:
 
 
 def start_request(pair: Pair, num_tokens: int) -> Key:
-    """Return a request of the first replica that has generated so many tokens."""
+    """Return a request of the first replica that has generated this many tokens."""
     harness = pair.replicas[PREFILL]
     key = harness.add(21, 40)
     while len(harness.received[key].token_ids) < num_tokens:
@@ -246,7 +246,7 @@ def test_random_transfers_survive_losses_aborts_and_preemptions(seed: int, group
             prompt = first + [rng.randrange(1, 500) for _ in range(rng.randrange(1, 24))]
             waiting.append((*pair.prefill(prompt), prompt))
         if rng.random() < 0.1:
-            # What else runs there evicts blocks that are offered.
+            # Other requests on that replica evict offered blocks.
             rng.choice(pair.replicas).add(rng.randrange(1, 50), 3)
         for entry in list(waiting):
             source, name, prompt = entry

@@ -1,4 +1,4 @@
-"""The scheduler side of the KV cache on disk: when it is ready, and what it finds."""
+"""The scheduler side of the KV cache on disk: its readiness, and the blocks that it finds."""
 
 from __future__ import annotations
 

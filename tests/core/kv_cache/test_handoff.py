@@ -163,7 +163,7 @@ def test_waiting_request_frees_its_blocks_for_earlier_requests():
     run(harness, 2)
     harness.received = {key: harness.received[key] for key in (*keys[1:], keys[0])}
     first = harness.received[keys[1]]
-    # The first to come again needs almost every block.
+    # The first resubmitted request needs almost every block.
     first.message = msgspec.structs.replace(first.message, arrival_time=0.5)
     harness.lose_core()
     harness.drain()
@@ -186,7 +186,7 @@ def test_the_state_of_a_request_that_is_aborted_before_it_continues_is_not_found
     harness.lose_core()
     [key] = harness.scheduler.requests
     harness.abort(key)
-    # Its blocks are the next to be allocated, the one that had the state too.
+    # Its blocks are allocated next, including the one that held the state.
     harness.add([8] * 12, 20)
     harness.step()
     harness.add([7] * 12, 20)

@@ -158,7 +158,7 @@ def test_3_7_the_next_turn_of_a_conversation_finds_its_window(groups):
 
 @pytest.mark.parametrize("drafts", [None, SpeculativeConfig(3)])
 def test_the_next_turn_continues_from_the_last_state_in_the_answer(drafts):
-    """A request keeps one state of its answer beside those of its prompt."""
+    """A request keeps one state of its answer in addition to the states of its prompt."""
     harness = Harness(
         block_size=4,
         groups=(FULL, KVCacheGroup(AttentionKind.STATE_SPACE, 4)),

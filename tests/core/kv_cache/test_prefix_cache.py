@@ -61,12 +61,12 @@ def test_3_3_blocks_after_a_duplicated_block_are_found_when_the_first_copy_is_ev
     prompt = list(range(1, 9))
     harness.add(prompt, 1)
     harness.drain()
-    # The last block of a prompt that is found whole is computed again.
+    # If all of a prompt is cached, its last block is computed again.
     second = harness.add(prompt, 13)
     while len(harness.received[second].token_ids) < 9:
         harness.step()
     history = prompt + harness.received[second].token_ids
-    # Takes every block that is not held, so that the first copy of that block is evicted.
+    # This uses every block that is not held, so that the first copy of that block is evicted.
     harness.add([9] * 24, 2)
     harness.drain()
     third = harness.add(history, 1)
@@ -103,7 +103,7 @@ def test_3_4_a_failed_admission_changes_nothing():
     harness.schedule()
     pool = harness.scheduler.kv_cache_manager.pool
     before = (pool.num_free, pool.num_cached, list(pool.ref_counts))
-    # Four of its seven blocks are found, but they are free ones. It needs three more, and only one is left.
+    # Four of its seven blocks are cached but free. It needs three more, and only one remains.
     key = harness.add([1] * 27, 1)
     assert harness.schedule() is None
     assert (pool.num_free, pool.num_cached, list(pool.ref_counts)) == before
@@ -149,7 +149,7 @@ def test_3_4_a_block_evicted_in_a_step_is_not_a_hit_in_that_step():
     for prompt in ([1] * 12, [2] * 8):
         harness.add(prompt, 1)
         harness.drain()
-    # The first takes the two blank blocks, and the three cached ones that the second would hit.
+    # The first request uses the two blank blocks, and the three cached blocks that the second one would hit.
     harness.add([3] * 20, 1)
     key = harness.add([1] * 13, 2)
     harness.schedule()

@@ -1,4 +1,4 @@
-"""Dumps of the event log: their files, and what they contain of users."""
+"""Dumps of the event log: their files, and the removal of user content."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def test_a_grammar_rejection_is_replayed():
     harness.compile_grammars()
     for _ in range(3):
         harness.step()
-    harness.grammar.num_accepted[key] += 1  # The next token will be of the wrong parity.
+    harness.grammar.num_accepted[key] += 1  # The next token will have the wrong parity.
     harness.step()
     harness.step()
     assert harness.received[key].finished is not None
@@ -329,7 +329,7 @@ class ImpatientScheduler(Scheduler):
 
 
 class StingyScheduler(Scheduler):
-    """Has one free block less from its 20th step on."""
+    """A scheduler that has one free block fewer from its 20th step on."""
 
     def schedule(self, now):
         if self._step == 19:

@@ -72,7 +72,7 @@ def test_frontends_receive_which_adapters_the_workers_have() -> None:
     a, b, c = adapters
     update.begin_loads([LoraLoad(0, a), LoraLoad(1, b)])
     assert held() == "ab"
-    # It takes the place of another, and a load fails.
+    # The adapter replaces another one, and a load fails.
     update.begin_loads([LoraLoad(0, c)])
     update.drop_adapter(1)
     assert held() == "c"

@@ -1,4 +1,4 @@
-"""A request gets its share, by tokens, of the time of each step that computed it."""
+"""Each step's time is divided among its requests in proportion to their tokens."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_step_time_is_divided_among_requests_by_tokens() -> None:
     times.record(step(1, [(3, 8), (1, 9)], slots=[3, 1], chunks=[0, 7]), 4.0)
     times.record(step(2), 1.0)
     assert taken(times, 8, 9, 10) == pytest.approx([7 + 1, 1 + 1, 0])
-    # The rows go on for a step, but their requests have been reported.
+    # The rows continue for one more step, but their requests have been reported.
     times.record(step(3), 1.0)
     assert taken(times, 8, 9) == [0, 0]
 

@@ -51,7 +51,7 @@ def test_steps_with_drafts_are_planned():
     CountingScheduler.num_planned = 0
     replay(harness.dump(), CountingScheduler)
     assert sum(len(step.drafts) > 0 for step in harness.steps) >= 3
-    # Those after the last drafts as well, which may have more.
+    # This includes the steps after the last drafts.
     assert 5 <= CountingScheduler.num_planned < 30
 
 

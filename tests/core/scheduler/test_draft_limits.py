@@ -1,4 +1,4 @@
-"""The number of drafts follows from measured acceptance and costs."""
+"""The number of drafts depends on measured acceptance and costs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def make(num_slots: int, method: ProposerMethod = ProposerMethod.NGRAM) -> Draft
 def run(
     limits: DraftLimits, num_slots: int, cost, share: float, num_steps: int = 400
 ) -> list[float]:
-    """Simulate steps whose drafts are right with probability `share`. Return the mean limit of each."""
+    """Simulate steps whose drafts are accepted with probability `share`. Return the mean limit of each."""
     slots, rng, means = np.arange(num_slots), np.random.default_rng(0), []
     for _ in range(num_steps):
         verified = limits.limits[slots].astype(np.int64)

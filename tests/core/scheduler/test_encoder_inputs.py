@@ -64,7 +64,7 @@ def test_7_1_tokens_stop_before_an_input_that_does_not_fit_in_the_cache():
     assert harness.batch == {0: 10}
     harness.update()
     step = harness.schedule()
-    # The first one has been passed, and makes room.
+    # The first input has been passed, so it can be evicted.
     assert step.encoders.freed_hashes == [b"a"]
     assert computed(step) == [[0, 1]]
     harness.update()
@@ -99,7 +99,7 @@ def test_7_2_equal_contents_are_computed_once():
     harness.add([2] * 8, 2, inputs=[place(0, 4, "a"), place(4, 4, "a")])
     assert computed(harness.schedule()) == [[0, 0]]
     harness.drain()
-    # Nobody refers to it any more, and yet it stays.
+    # No request references it anymore, but it stays cached.
     harness.add([3] * 8, 2, inputs=[place(1, 4, "a")])
     assert computed(harness.schedule()) == []
     harness.drain()
@@ -132,7 +132,8 @@ def test_7_2_an_output_keeps_its_first_size():
     harness.add([1] * 8, 1, inputs=[place(0, 4, "a", size=6)])
     harness.add([2] * 8, 1, inputs=[place(0, 4, "b", size=4)])
     harness.drain()
-    # "a" is there with six embeddings, whatever this request says; "c" and "d" must not count on more than that leaves.
+    # "a" is cached with six embeddings, whatever size this request states; "c" and "d" may use only the remaining
+    # space.
     harness.add([3] * 4, 1, inputs=[place(0, 4, "a", size=1)])
     harness.add([4] * 8, 1, inputs=[place(0, 4, "c"), place(4, 4, "d")])
     harness.drain()
@@ -144,7 +145,7 @@ def test_7_2_an_invalid_output_is_computed_again(max_in_flight):
     harness.add([1] * 8, 4, inputs=[place(0, 8, "a")])
     harness.worker.nan_next.add(0)
     harness.step()
-    # With two steps in flight the next one has been scheduled, and nobody refers to it any more.
+    # With two steps in flight, the next one has been scheduled, and no request references the input anymore.
     harness.step()
     harness.add([2] * 8, 2, inputs=[place(0, 4, "a")])
     step = harness.schedule()

@@ -21,7 +21,7 @@ def test_2_4_partial_prefills_share_the_token_budget_equally():
     )
     for n in (1, 2, 3):
         harness.add([n] * 40, 2)
-    # 16 each, then 8 are left of each and there is room for the third.
+    # Each computes 16 tokens. Then 8 remain for each, and the third prompt fits.
     assert batches(harness, 3) == [[16, 16], [16, 16], [8, 8, 16]]
     harness.drain()
 
@@ -105,7 +105,7 @@ def test_2_4_no_budget_is_reserved_for_prompts_that_cannot_be_admitted(lacking):
     while not harness.received[first].is_over:
         harness.step()
         sizes.append(harness.batch.get(0, 0))
-    # It may count until the scheduler has tried to admit it once.
+    # The request may count until the scheduler has tried to admit it once.
     assert sizes[1] == 32
     harness.drain()
 
@@ -125,7 +125,7 @@ def test_2_4_no_budget_is_reserved_for_a_prompt_without_blocks():
     while not harness.received[growing].is_over:
         harness.step()
         sizes.append(harness.batch.get(0, 0))
-    # It counts until the scheduler has tried to admit it once.
+    # The request counts until the scheduler has tried to admit it once.
     assert sizes == [8, 16, 16, 8]
     harness.drain()
 

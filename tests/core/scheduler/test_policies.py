@@ -81,7 +81,7 @@ def test_2_1_no_request_is_displaced_if_that_frees_too_few_blocks():
     high = harness.add([1] * 16, 9, priority=0)
     low = harness.add([2] * 4, 9, priority=5)
     harness.step()
-    # Even with the blocks of the low one, only six of the nine blocks that it needs would be free.
+    # Even with the blocks of the low-priority request, only six of the nine blocks that it needs would be free.
     harness.add([3] * 36, 2, priority=1)
     for _ in range(5):
         harness.step()
@@ -217,7 +217,7 @@ def test_2_2_an_idle_tenant_earns_no_credit(alone):
 
 @pytest.mark.parametrize("is_beside", [False, True])
 def test_2_2_tokens_used_while_no_other_tenant_waited_do_not_count(is_beside):
-    """Tenant `b` has no request meanwhile, or one that leaves room for the others."""
+    """During that time, tenant `b` has no request, or one that leaves enough capacity for the others."""
     harness = Harness(
         policy=SchedulingPolicy.FAIR,
         max_num_seqs=4,
@@ -250,7 +250,7 @@ def test_2_2_tokens_used_while_other_tenants_waited_count():
     harness.step()
     back = harness.add([1], 5, tenant="a")
     harness.drain()
-    # The other tenants get as many tokens first.
+    # First, the other tenants get the same number of tokens.
     assert admissions(harness).index(back) == pytest.approx(1 + 9, abs=1)
     assert others[0] == admissions(harness)[1]
 
@@ -303,7 +303,7 @@ def test_2_2_records_of_tenants_whose_deferred_requests_are_aborted_are_deleted(
         harness.drain()
         harness.add([3] * 120, 1, tenant="last")
         harness.drain()
-        # New tenants take the places of those that are gone.
+        # New tenants replace the tenants that are gone.
         assert len(tenants_kept(harness)) <= 20
 
 
@@ -317,7 +317,7 @@ def test_2_2_records_of_tenants_that_are_never_idle_do_not_grow():
         if len(harness.scheduler.requests) < 8:
             harness.add([1], 3, tenant="ab"[number % 2])
         sizes.append(len(reachable(harness.scheduler)))
-    # What a step adds is removed now and then.
+    # The entries that steps add are removed periodically.
     assert max(sizes[200:]) < max(sizes[:200]) + 20
     harness.drain()
 

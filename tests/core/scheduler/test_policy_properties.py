@@ -50,7 +50,7 @@ weights = st.sampled_from((0.5, 1.0, 2.0, 4.0))
 def test_2_2_for_any_traffic_tokens_used_without_competition_do_not_count(
     past, max_num_seqs, weight
 ):
-    """A tenant that was idle has no credit either."""
+    """An idle tenant earns no credit either."""
     harness = fair_harness(max_num_seqs, a=weight)
     for tenant, num_prompt, num_output in past:
         harness.add(num_prompt, num_output, tenant=tenant)
@@ -72,7 +72,7 @@ def test_2_2_for_any_traffic_tokens_used_without_competition_do_not_count(
 @examples(60)
 @given(used=st.integers(10, 80), weight=weights, num_before=st.integers(0, 10))
 def test_2_2_for_any_traffic_tokens_used_in_competition_count(used, weight, num_before):
-    """The others get as much, by their weights, before the tenant has its next turn."""
+    """The others get the same service, by their weights, before the tenant's next turn."""
     harness = fair_harness(1, a=weight)
     first = harness.add([1], num_before + used, tenant="a")
     while served(harness, [first]) < num_before:

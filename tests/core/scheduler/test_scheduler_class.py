@@ -61,7 +61,7 @@ def test_a_dump_cannot_choose_the_class_to_import(tmp_path, capsys):
         read_dump(path)
     assert replay_command([str(path)]) == 2
     assert simulate_command([str(path)]) == 2
-    assert "another scheduler class" in capsys.readouterr().err
+    assert "a custom scheduler class" in capsys.readouterr().err
     assert replay_command([str(path), "--scheduler-cls", OWN]) == 0
     assert simulate_command([str(path), "--scheduler-cls", OWN, "--json"]) == 0
     assert '"finished": 12' in capsys.readouterr().out

@@ -66,7 +66,7 @@ def test_1_2_a_request_with_nothing_to_compute_is_skipped_and_others_run():
     harness.add(5, 9)
     assert len(scheduled(harness)) == 2
     assert harness.schedule().slots is None
-    # Both tokens of the first request are under way; only the second goes on.
+    # Both tokens of the first request are in flight; only the second request continues.
     assert scheduled(harness) == {1: 1}
     harness.drain()
 
@@ -215,7 +215,7 @@ def test_an_unchanged_batch_is_not_sent_again():
 def test_steady_decode_costs_few_bytes_on_the_wire():
     harness = Harness(max_num_seqs=100, num_blocks=2000, max_num_batched_tokens=4000)
     for n in range(100):
-        # Spread, so that a quarter of the requests needs a block in any step.
+        # The lengths are spread, so that a quarter of the requests needs a block in each step.
         harness.add([n + 1] * (5 + n % 4), 60)
     for _ in range(10):
         harness.step()

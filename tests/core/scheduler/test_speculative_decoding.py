@@ -39,7 +39,7 @@ def foresee_constrained(row: Row, count: int) -> list[int]:
 
 
 def right(count: int, num_right: int | None = None):
-    """Propose `count` drafts, of which only the first `num_right` are right."""
+    """Propose `count` drafts. Only the first `num_right` are correct."""
 
     def propose(row: Row) -> list[int]:
         tokens = foresee(row, count)
@@ -142,7 +142,7 @@ def test_5_1_drafts_may_arrive_separately_from_the_output():
     scheduler.update_draft_token_ids(DraftTokenIds(1, int32_bytes([0]), two, drafts))
     step = harness.schedule()
     assert step.draft_token_ids == drafts
-    # Drafts of a step before the last one are of no use; nor are those of a request that has left.
+    # Drafts from a step before the last one are ignored, and so are drafts of a finished request.
     scheduler.update_draft_token_ids(DraftTokenIds(0, int32_bytes([0]), one, int32_bytes([7])))
     harness.update()
     scheduler.update_draft_token_ids(DraftTokenIds(1, int32_bytes([0]), one, int32_bytes([7])))

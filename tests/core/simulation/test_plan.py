@@ -14,7 +14,7 @@ SECOND_A_STEP = ["--step-time", "1,0,0,0", "--num-blocks", "1000", "--max-num-se
 
 @pytest.fixture
 def trace(tmp_path: Path) -> str:
-    """Return a file with 8 requests at once, each of which takes 4 steps."""
+    """Return a file with 8 simultaneous requests, each of which takes 4 steps."""
     path = tmp_path / "trace.jsonl"
     line = '{"arrival": 0, "prompt_tokens": 8, "output_tokens": 4}\n'
     path.write_text(line * 8)

@@ -72,9 +72,9 @@ def test_an_arrival_waits_for_the_steps_in_flight(num_stages, is_async, num_in_f
     trace = [TraceRequest(0.0, 4, 40), TraceRequest(0.0, 4, 40), TraceRequest(10.5, 4, 1)]
     replica = setup(num_micro_batches=num_stages, async_scheduling=is_async)
     result = simulate(replica, trace, ONE_SECOND, 1)
-    # Half a second until the next step ends and its own is sent, behind the others.
+    # It takes half a second until the next step ends and the request's own step is sent, after the others.
     assert result.latencies.first_token[2] == 0.5 + num_in_flight
-    # Alone or together, requests get a token every step; in turns, every second one.
+    # Alone or together, requests get a token in every step; alternating, in every second one.
     assert max(result.latencies.inter_token) == min(num_stages, 2)
 
 
@@ -142,7 +142,7 @@ def test_a_fleet_sends_requests_with_equal_prefixes_to_the_same_replica():
     trace = [
         TraceRequest(5.0 * n, 40, 1, prefix=f"system{n % 3}", prefix_tokens=32) for n in range(12)
     ]
-    # Each of the three prefixes is computed once, wherever it is.
+    # Each of the three prefixes is computed once, on whichever replica.
     assert simulate(setup(), trace, ONE_SECOND, 4).cached_tokens == 9 * 32
 
 
@@ -295,7 +295,7 @@ def test_a_log_with_drafts_is_simulated_with_the_same_number(is_async):
     dump = harness.dump()
     model = measure_drafts([dump])
     assert model is not None
-    # A draft is right with a chance of 0.7, and there are 0 to 3 of them with the same chance.
+    # A draft is correct with probability 0.7, and 0, 1, 2 or 3 drafts are equally likely.
     assert model.acceptance == pytest.approx([0.7] * 3, abs=0.2)
     assert model.after_some == pytest.approx([0.25] * 4, abs=0.1)
     result = simulate(dump.setup, trace_from_dump(dump), fit(measure_steps(dump)).model, 1, model)

@@ -97,7 +97,7 @@ def allowed(manager: StructuredOutputManager, key: object = 0) -> np.ndarray:
 
 
 def walk(manager: StructuredOutputManager, rng: random.Random, key: object = 0) -> str:
-    """Return the text of a random walk through a grammar, which ends where it may."""
+    """Return the text of a random walk through a grammar, which ends at a place where the grammar allows it."""
     tokens: list[int] = []
     while True:
         choices = allowed(manager, key)
@@ -424,7 +424,7 @@ def test_a_request_released_while_it_compiles_is_not_reported(
     for key in range(8):
         manager.compile(key, schema(PERSON))
     manager.release(3)
-    # The same key may come back, for another request.
+    # The same key may be used again, for another request.
     manager.release(5)
     manager.compile(5, regex("ab"))
     events = await_events(manager)
@@ -447,7 +447,7 @@ def test_a_grammar_released_before_its_turn_is_not_compiled() -> None:
     manager = StructuredOutputManager(find_tokenizer, V, (EOS,))
     for key in range(40):
         manager.compile(key, regex("ab"))
-    # Two threads are busy; of all that want the same grammar one is still there when its turn comes.
+    # Two threads are busy. Of all requests for the same grammar, only one still exists when its turn comes.
     for key in range(2, 39):
         manager.release(key)
     may_go_on.set()

@@ -56,7 +56,7 @@ def encode(text: str) -> list[int]:
 
 @dataclass
 class Thinker:
-    """The grammars of a model whose marks of reasoning are texts and, if `has_tokens`, tokens of their own."""
+    """The grammars of a model whose marks of reasoning are texts and, if `has_tokens`, also single tokens."""
 
     manager: StructuredOutputManager
     has_tokens: bool

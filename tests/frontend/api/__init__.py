@@ -1,1 +1,1 @@
-"""Tests of a frontend over HTTP. As a package, so that its fixtures end with its last test."""
+"""Tests of a frontend over HTTP. This is a package so that its fixtures end with its last test."""

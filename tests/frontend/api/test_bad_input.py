@@ -72,7 +72,7 @@ def test_invalid_chat_field_is_named(
 def test_json_in_strings_nested_too_deeply_is_rejected(
     frontend: FrontendProcess, depth: int
 ) -> None:
-    """At any depth that is too much, the error names the field and nothing is logged."""
+    """At any excessive depth, the error names the field and nothing is logged."""
     deep = '{"items":' * depth + "{}" + "}" * depth
     function = {"name": "f", "arguments": deep}
     calls = [{"role": "assistant", "tool_calls": [{"id": "1", "function": function}]}]

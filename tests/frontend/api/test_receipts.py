@@ -1,4 +1,7 @@
-"""Receipts: what a request cost, and where its prompt left what was cached. The core repeats the last message."""
+"""Receipts: the cost of a request, and the place where its prompt differs from a cached one.
+
+The core repeats the last message.
+"""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def test_background_response_survives_the_death_of_all_processes(tmp_path: Path)
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("loss", ["UPDATE records SET record = x'90'", "DELETE FROM requests"])
 def test_background_response_fails_if_its_record_is_unreadable(tmp_path: Path, loss: str) -> None:
-    """The record may be that of another version, and must not leave a response in progress for ever."""
+    """Another version may have written the record, which must not leave a response in progress forever."""
     path = tmp_path / "store.sqlite"
     with (
         FrontendProcess(step_s=0.05, store=StoreConfig(path=str(path))) as frontend,

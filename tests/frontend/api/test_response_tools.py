@@ -1,4 +1,4 @@
-"""Tools in the Responses API: forced calls, custom tools, and those of MCP servers."""
+"""Tools in the Responses API: forced calls, custom tools, and tools of MCP servers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_forced_calls_and_custom_tools(frontend: FrontendProcess, client: openai
         **options(frontend, '{"city": "Oslo"}'),
         tools=TOOLS,
         tool_choice={"type": "function", "name": "get_weather"},
-        # It is the format of text, and there is none.
+        # The format applies to text, and the answer has no text.
         text={"format": {"type": "json_object"}},
     )
     assert json.loads(named.output[0].arguments) == {"city": "Oslo"}
@@ -52,7 +52,7 @@ def test_forced_calls_and_custom_tools(frontend: FrontendProcess, client: openai
 def test_namespaced_tools_are_called_by_their_own_names(
     frontend: FrontendProcess, client: openai.OpenAI
 ) -> None:
-    """Coding agents send the tools of MCP servers like this, beside tools of OpenAI's servers."""
+    """Coding agents send the tools of MCP servers like this, together with tools that OpenAI's servers run."""
     tools: list[Any] = [{"type": "web_search"}, NAMESPACE, *TOOLS]
     text = f"<tool_call>\n{json.dumps({'name': 'files__read', 'arguments': {}})}\n</tool_call>"
     with client.responses.stream(**options(frontend, text), tools=tools) as stream:

@@ -51,7 +51,7 @@ def post(frontend: FrontendProcess, path: str, **body: Any) -> httpx.Response:
 
 
 def shown(items: Any) -> list[dict[str, Any]]:
-    """Return items without what differs between two equal responses."""
+    """Return items without the fields that differ between two equal responses."""
     return [item.model_dump(exclude={"id", "call_id"}, exclude_none=True) for item in items]
 
 
@@ -221,7 +221,7 @@ def test_conversation_is_compacted_to_a_summary(client: openai.OpenAI) -> None:
     assert "][user:One]" in text[len(head) + 60 :]
     with pytest.raises(openai.BadRequestError, match="not written by this server"):
         client.responses.create(model=MODEL, input=[summary | {"encrypted_content": "x"}])
-    # Of a conversation that does not fit, the end is read.
+    # If a conversation does not fit, only its end is used.
     long: list[Any] = [{"role": "user", "content": f"{i} " * 100} for i in range(30)]
     assert len(client.responses.compact(model=MODEL, input=long).output) == 1
 

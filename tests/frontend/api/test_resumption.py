@@ -1,4 +1,4 @@
-"""A client that returns gets what it missed and the rest, and a retry with the same key the same answer."""
+"""A returning client gets the events that it missed and the rest. A retry with the same key gets the same answer."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def events_of(text: str) -> list[tuple[str, Any]]:
 
 
 def merged(events: list[tuple[str, Any]]) -> list[dict[str, Any]]:
-    """Return what a client makes of the events of each choice."""
+    """Return the text that a client assembles from the events of each choice."""
     choices: dict[int, dict[str, Any]] = {}
     for _, chunk in events:
         for choice in [] if chunk == "[DONE]" else chunk["choices"]:
@@ -129,7 +129,7 @@ def test_a_stream_continues_while_it_is_generated(frontend: FrontendProcess) -> 
                 break
     events = events_of(part[: part.rindex("\n\n") + 2])
     event_id, chunk = events[-1]
-    # Another client and the first one read at once, one of them from the beginning.
+    # Another client and the first one read at the same time, one of them from the beginning.
     url = f"{COMPLETIONS}/{chunk['id']}/events"
     found: list[str] = []
     other = threading.Thread(target=lambda: found.append(frontend.http.get(url).text))
@@ -280,7 +280,7 @@ def test_the_next_server_finishes_what_its_model_began(tmp_path: Path, is_same_m
 
 
 def test_an_answer_of_one_adapter_is_never_continued_with_another(tmp_path: Path) -> None:
-    """The tokens of another version would be others. The fingerprint of the answer says which version it is of."""
+    """Another version would generate other tokens. The fingerprint of the answer identifies the version."""
     for version in ("first", "second"):
         (tmp_path / version).mkdir()
         (tmp_path / version / "adapter_config.json").write_text("{}")

@@ -1,4 +1,4 @@
-"""Tools are described to models whose chat template has no form for them, and their calls and results shown."""
+"""Tools, calls and results are described to models whose chat template does not support tools."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_calls_and_results_are_text(source: str) -> None:
     )
     assert result == "<tool_response>\nsnow\n</tool_response>"
     for text, cities, content in ((calls, ["Oslo", "Rome"], "Wait."), (call, ["Oslo"], "")):
-        # The model sees calls in the format that its own are read in.
+        # Calls are shown to the model in the same format in which its own calls are parsed.
         parser = CallParser(FORMATS["generic"])
         delta = parser.feed(text)
         arguments = [each.arguments for each in delta.tool_calls if each.arguments]

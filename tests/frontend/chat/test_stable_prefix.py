@@ -1,4 +1,4 @@
-"""Lines that change with every request move behind the conversation."""
+"""Lines that change with every request move to the end of the conversation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Routing of prompts to replicas: near a cached prefix, but never at the cost of balance."""
+"""Prompts are routed to replicas with a cached prefix, but never at the cost of balance."""
 
 from __future__ import annotations
 

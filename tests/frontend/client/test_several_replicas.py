@@ -104,7 +104,7 @@ async def test_sequences_leave_a_replica_whose_load_stays_too_high(
     # A token of each shows that the core has accepted it.
     begun = [(await drive(cores[0], read_next(group)))[0][1] for group in groups]
     await replicas.publish_until([replicas.info(0), replicas.info(1)])
-    # Then replica 0 has as many more as it may have for the sake of what it has cached.
+    # Then replica 0 has the maximum number of additional requests that its cached blocks justify.
     await until(lambda: [core.load.total for core in client.cores] == [8, 4], replicas.receive)
     await replicas.arrived(8, 4)
     rests = asyncio.ensure_future(asyncio.gather(*(group.result() for group in groups)))

@@ -35,7 +35,7 @@ def write_sound():
 
 
 def shown_numbers(video, count):
-    """Return which frames those of a video are, by their brightness."""
+    """Return the numbers of a video's frames, which their brightness encodes."""
     levels = np.array([brightness(number, count) for number in range(count)])
     means = [np.asarray(frame).mean() for frame in video.frames]
     return [int(np.abs(levels - mean).argmin()) for mean in means]
@@ -97,7 +97,10 @@ def _damaged():
         (lambda: b"\x1a\x45\xdf\xa3" + bytes(100), "is not a video that can be read"),
         (_damaged, "is (damaged|not a video that can be read)"),
         (write_sound, "has no video track"),
-        (lambda: write_video("matroska", "ffv1", 3), "of the codec ffv1; supported are H.264"),
+        (
+            lambda: write_video("matroska", "ffv1", 3),
+            "with the codec ffv1; supported codecs are H.264",
+        ),
         (lambda: write_video("mp4", "libx264", 3, (320, 240)), "of 320 x 240 pixels, and at most"),
         (lambda: write_video("mp4", "libx264", 130), "has more than 120 frames"),
         (lambda: write_video("mp4", "libx264", 110), "takes 11 s, and at most 10 s"),

@@ -103,7 +103,7 @@ def is_fork_server(process: psutil.Process) -> bool:
 
 
 def only_decoder() -> psutil.Process:
-    """Return the process that decodes when those that are ending have ended."""
+    """Return the only decoder process, once exiting processes have exited."""
     assert eventually(lambda: len(decoders()) == 1)
     return decoders()[0]
 
@@ -268,6 +268,6 @@ def test_a_file_over_a_limit_is_refused(limits: dict[str, Any], problem: str) ->
         with pytest.raises(ParameterError) as caught:
             pool.read_image(slow_file(), WHERE, 1)
         assert str(caught.value) == f"{WHERE} {problem}"
-        # On a busy machine a small file may take that long, too.
+        # On a busy machine, a small file may also take that long.
         small = file_of(picture(1, 30, 30))
         assert eventually(lambda: not isinstance(outcome(pool.read_image, small, WHERE, 1), str))

@@ -133,7 +133,7 @@ def _fit(config, width, height, num_frames):
 
 
 def _expected_text(kind, video, config):
-    """Return what takes the place of a video in a prompt of transformers' processor."""
+    """Return the text that replaces a video in a prompt of transformers' processor."""
     name = {"smolvlm": "SmolVLM", "llava_onevision": "LlavaOnevision", "internvl": "InternVL"}[kind]
     count = len(video.frames)
     state = SimpleNamespace(

@@ -97,7 +97,7 @@ def test_sampled_frames_equal_those_of_transformers_glm(kind):
 
 
 def _glm_text(kind, video, num_outputs):
-    """Return what takes the place of a video of three grids in a prompt of GLM."""
+    """Return the text that replaces a video of three grids in a prompt of GLM."""
     processor = Glm4vProcessor if kind == "glm4v" else Glm46VProcessor
     state = SimpleNamespace(video_processor=SimpleNamespace(merge_size=2), image_token=IMAGE)
     state.replace_frame_token_id = partial(processor.replace_frame_token_id, state)
@@ -141,7 +141,7 @@ def _qwen2(width, height, count, fps, config):
     rows, columns = smart_resize(height, width, factor=config.unit, **limits)
     most = min(config.max_frames, count) // 2 * 2
     num_frames = math.floor(min(max(count / fps * 2, 4), most, count) / 2) * 2
-    # Rounding may make one more number, that of no frame.
+    # Rounding may produce one additional number, which belongs to no frame.
     numbers = torch.arange(0, count, count / num_frames).int().clamp(max=count - 1)
     return (columns, rows), numbers.tolist()
 

@@ -1,4 +1,4 @@
-"""The file of the store: one owner, one format, and no durability rather than no service."""
+"""The file of the store has one owner and one format. If it fails, the service continues without durability."""
 
 from __future__ import annotations
 

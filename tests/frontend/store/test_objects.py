@@ -96,7 +96,8 @@ async def test_objects_expire_after_their_time(tmp_path: Path) -> None:
         await client.put("item", "old", b"", owner="a")
         store.__exit__()
         await asyncio.sleep(1.01)
-        # A store searches for old objects when it starts: those of a file are kept, those in memory are gone anyway.
+        # A store searches for old objects when it starts: objects in a file are kept, and objects in memory are lost
+        # anyway.
         store.__enter__()
         assert await ids_of(client) == ([], False)
 
@@ -130,7 +131,7 @@ async def test_store_answers_many_concurrent_calls(tmp_path: Path) -> None:
 
 
 def test_messages_of_the_store_are_small() -> None:
-    """A put is its data and little else, whatever the names of the fields."""
+    """A put message is little larger than its data, regardless of the field names."""
     from engine.protocol.store.messages import PutObject
 
     assert len(msgspec.msgpack.encode(PutObject(1, "item", "i", "", bytes(1000)))) < 1050

@@ -1,4 +1,4 @@
-"""Requests have one owner at a time, and their tokens survive the store wherever it stops."""
+"""Requests have one owner at a time, and their tokens survive a stop of the store at any point."""
 
 from __future__ import annotations
 
@@ -295,7 +295,7 @@ def test_requests_of_a_running_engine_cannot_be_claimed(store: Store, tmp_path: 
     store = store.reopen()
     assert store.open_session(b"own") == 0 and store.claim(b"own") == []
     assert not store.requests.take_duty(b"own", duty).has_it
-    # One of its frontends crashes, and another process takes the place of it.
+    # One of its frontends crashes, and another process replaces it.
     store.open_session(b"next", run=str(run))
     assert store.claim(b"own") == [] and store.claim(b"next") == [("x", 1), ("y", 1)]
     assert not store.requests.end_dead_engines()

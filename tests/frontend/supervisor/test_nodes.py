@@ -1,4 +1,4 @@
-"""Node 0's side of other machines, and a real one that dials it."""
+"""Node 0's connections to other machines, and a real node that connects to it."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ pytestmark = pytest.mark.slow
 
 def test_failed_construction_closes_everything(run_dir: str) -> None:
     before = open_contexts()
-    # Nothing can be bound where a directory is.
+    # A socket cannot be bound to the path of a directory.
     Path(make_config(run_dir).status_address().removeprefix("ipc://")).mkdir()
     with pytest.raises(zmq.ZMQError):
         supervisor_of(run_dir, ALL_READY)

@@ -44,7 +44,7 @@ REFUSED = {
         {"layer_types": ["conv", "full_attention", "conv"]},
         "layers call transformers' attention interface",
     ),
-    "a mask that depends on values": ("Doge", {}, "a mask of its own"),
+    "a mask that depends on values": ("Doge", {}, "a custom mask"),
     "own attention": ("Bloom", {"n_layer": 2, "n_head": 4}, "attention"),
 }
 

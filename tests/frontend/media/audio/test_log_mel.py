@@ -21,6 +21,6 @@ def test_features_equal_those_of_transformers(num_mel_bins: int, num_samples: in
     found = log_mel(samples, WINDOW, num_mel_bins)
     assert found.shape == expected.shape == (num_mel_bins, 3000)
     assert found.dtype == np.float32
-    # Both round differently, most where a frame is nearly silent.
+    # Both round differently, especially if a frame is nearly silent.
     np.testing.assert_allclose(found, expected, atol=2e-4)
     assert np.abs(found - expected).mean() < 1e-5
