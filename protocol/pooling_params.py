@@ -8,7 +8,7 @@ import msgspec
 
 
 class PoolingKind(StrEnum):
-    """How the hidden states of a prompt become one vector.
+    """The way in which the hidden states of a prompt are combined into one vector.
 
     CLS takes the first token's hidden state, LAST the last token's, and MEAN the average over all tokens. ALIGNMENT
     reads the decoder's cross attention instead. Its vector is a matrix [tokens of the prompt, `num_frames`], row by

@@ -70,7 +70,7 @@ def test_benchmark_measures_a_toy_model_and_its_server_on_a_cpu(tmp_path: Path) 
     failed = [name for part in report.values() for name in part if name == "failed"]
     failed += [name for part in report.values() for name in part if "failed" in part[name]]
     assert not failed
-    # A machine may keep the end of what is said only.
+    # A machine may keep only the end of the output.
     end = said[-4000:]
     assert "tiny, decode 1 x 8 " in end and "tiny, served, start " in end and "FAILED" not in end
 
@@ -90,7 +90,7 @@ def test_what_does_not_fit_is_skipped_and_the_rest_is_measured(gpu, capsys) -> N
 
 
 def test_first_call_runs_without_network_and_without_engine_installed(tmp_path: Path) -> None:
-    """Only the packages of this environment are there; a module that cannot be imported ends the call early."""
+    """Only the packages of this environment exist; a module that cannot be imported ends the call early."""
     (tmp_path / "llguidance.py").write_text("raise ImportError('built for another machine')")
     environment = os.environ | {
         "PYTHON": sys.executable,
@@ -215,5 +215,5 @@ def test_time_between_steps_excludes_replays(gpu) -> None:
     assert found["idle"] == (2 + 1 + 2 + 3) / 40
     assert found["idle between steps"] == (1 + 2) / 40
     assert found["replays"] == 1
-    # Before the step that counts was one that the profiler held up.
+    # Before the measured step, there was a step that the profiler delayed.
     assert summary([*first, *copied, *second], 1)["idle"] == 3 / 14

@@ -43,7 +43,7 @@ def validate(document: dict[str, Any]) -> None:
 def test_manifests_are_valid(name: str) -> None:
     for document in documents(name):
         if document["kind"] == "LeaderWorkerSet":
-            # Kubernetes has no schema of it, but of all that is long in it.
+            # Kubernetes has no schema for it, but for all its long parts.
             for template in templates(document):
                 metadata = template["metadata"] | {"name": "template"}
                 validate({"apiVersion": "v1", "kind": "Pod", **template, "metadata": metadata})

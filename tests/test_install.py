@@ -20,9 +20,9 @@ def executable(path: Path, text: str = "#!/bin/sh\n") -> None:
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """A tree with what the script reads, whose Python writes its arguments into `calls`.
+    """A tree with the files that the script reads, whose Python writes its arguments to `calls`.
 
-    Like the real one, it builds the native library where there is a compiler.
+    Like the real one, it builds the native library if there is a compiler.
     """
     tree = tmp_path / "tree"
     tools = tmp_path / "tools"

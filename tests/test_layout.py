@@ -201,7 +201,7 @@ def test_each_benchmark_is_listed_with_what_it_measures() -> None:
         assert not path.stat().st_mode & 0o111, f"{name} is run by scripts/bench/run"
 
 
-# The laws of the rooms. `docs/architecture.md` states each in one sentence.
+# The rules for the folders. `docs/architecture.md` states each in one sentence.
 
 PURE = ("core/state", "core/kv_cache", "core/scheduler")
 EFFECTS = {
@@ -301,7 +301,7 @@ def test_no_files_import_each_other_in_a_circle() -> None:
 
 @pytest.mark.parametrize("part", PARTS)
 def test_no_rooms_import_each_other_in_a_circle(part: str) -> None:
-    """A room is a folder right below a part, or a file there."""
+    """A unit is a folder directly below a top-level folder, or a file there."""
     graph: dict[str, set[str]] = {}
     for path in (p for p in MODULES if p.relative_to(ROOT).parts[0] == part):
         room = ".".join(module_name(path).split(".")[:3])

@@ -80,7 +80,7 @@ class OutputProcessor:
         self._is_wake_scheduled = False
         self._delivery_times: deque[float] = deque(maxlen=MAX_DELIVERY_TIMES)
         self._unsent_since = 0.0
-        """When the core sent the tokens that readers have not written yet; 0.0 if they have written all."""
+        """The time at which the core sent the tokens that readers have not written yet; 0.0 if there are none."""
         self._recovering: list[Sequence] = []
         """The sequences that received no token since their core was lost."""
         self._last_rows: dict[int, _Rows] = {}

@@ -28,7 +28,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class ReaderConfig(msgspec.Struct, frozen=True):
-    """How a model reads images and videos.
+    """The configuration with which a model reads images and videos.
 
     Attributes:
         images: The image processor.

@@ -1,1 +1,1 @@
-"""What operators see of a frontend: Prometheus metrics, load reports and OpenTelemetry traces."""
+"""The observability of a frontend: Prometheus metrics, load reports and OpenTelemetry traces."""

@@ -40,7 +40,7 @@ class KVEventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LoadFailurePolicy(enum.StrEnum):
-    """What happens to a request whose blocks a KV connector could not load.
+    """The treatment of a request whose blocks a KV connector could not load.
 
     `RECOMPUTE` computes the missing tokens; `FAIL` fails the request.
     """

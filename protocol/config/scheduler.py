@@ -20,7 +20,7 @@ class SchedulingPolicy(enum.StrEnum):
 
 
 class PreemptionMode(enum.StrEnum):
-    """What happens to the KV blocks of a preempted request if there is CPU KV offload.
+    """The treatment of a preempted request's KV blocks if there is CPU KV offload.
 
     They are dropped (`recompute`), copied to CPU memory immediately (`swap`), or copied when their memory is needed
     (`auto`).

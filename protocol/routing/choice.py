@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
 HEADROOM: Final = 4
-"""How many more sequences than the least loaded replica a replica with the prefix or adapter may have."""
+"""The number of sequences by which a replica with the prefix or adapter may exceed the least loaded one."""
 
 
 def highest_load(least: int, max_num_seqs: int) -> int:

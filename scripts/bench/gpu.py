@@ -204,7 +204,7 @@ def main() -> None:
     wanted = set(arguments.only or (name for call in arguments.call for name in calls[call]))
     if wanted & {"again", "tiny", *MODELS}:
         wanted.add(LIMITS)
-    # What is aborted must not write out its memory.
+    # An aborted process must not write a core dump.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with tempfile.TemporaryDirectory() as name:
         figures = arguments.json or Path(name, "figures.json")

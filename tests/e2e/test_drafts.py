@@ -90,7 +90,7 @@ def test_drafts_copy_repeated_text_in_fewer_steps(drafting: Server, plain: Serve
 
     (few, drafts, accepted), (many, *none) = count(drafting), count(plain)
     assert few < 0.9 * many
-    # How many drafts a step gets depends on which outputs had arrived when it was scheduled.
+    # The number of drafts in a step depends on which outputs had arrived when it was scheduled.
     assert 15 < accepted <= drafts
     assert none == [0, 0]
 

@@ -1,4 +1,4 @@
-"""What an operator's collector, log and Prometheus receive from a server whose worker was killed during a request."""
+"""The traces, log lines and metrics of a server whose worker was killed during a request."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def test_a_conversation_streams_stops_branches_and_outlives_a_reload(
         page.get_by_role("button", name="Ask again").click()
         expect(question).to_contain_text("2 / 2")
         web.wait_for_end()
-        # What looks like HTML stays text.
+        # Text that looks like HTML remains text.
         expect(question).to_contain_text("Say hello to <b>me</b>.")
         question.get_by_role("button", name="Earlier branch").click()
         expect(question).to_contain_text("about the sea")

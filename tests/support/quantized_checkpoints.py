@@ -1,7 +1,7 @@
 """Quantize checkpoints into the formats of other tools, each written from its definition, by plain rounding.
 
-O output features, D input features, G groups of a row. A format takes a matrix [O, D] to the tensors of its module and
-to the matrix that these stand for, float32 [O, D].
+O output features, D input features, G groups of a row. A format converts a matrix [O, D] to the tensors of its module,
+and to the matrix that these represent, float32 [O, D].
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Format:
 
 
 def quantize_directory(directory: Path, name: str) -> dict[str, Tensor]:
-    """Rewrite a checkpoint's linear modules in the format `name`; return what its weights are then, by tensor."""
+    """Rewrite a checkpoint's linear modules in the format `name`; return the resulting weights by tensor name."""
     files = sorted(directory.glob("*.safetensors"))
     tensors = {key: value for file in files for key, value in load_file(file).items()}
     for file in files:
@@ -57,7 +57,7 @@ def quantize_directory(directory: Path, name: str) -> dict[str, Tensor]:
 def _integers(
     w_OD: Tensor, bits: int, *, symmetric: bool = False, groups_D: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Round to `bits`: values int64 [O, D], zeros int64 [O, G], scales float16 [O, G], and the matrix that they are."""
+    """Round to `bits`: values int64 [O, D], zeros int64 [O, G], scales float16 [O, G], and the resulting matrix."""
     columns = w_OD.shape[1]
     groups_D = torch.arange(columns) // GROUP if groups_D is None else groups_D
     one_hot_DG = torch.nn.functional.one_hot(groups_D).bool()
@@ -77,7 +77,7 @@ def _integers(
 
 
 def _pack(fields: Tensor, bits: int) -> Tensor:
-    """Put neighbours of the last dimension into int32 words, the first lowest."""
+    """Pack neighbors in the last dimension into int32 words, with the first one in the lowest bits."""
     count = 32 // bits
     words = fields.unflatten(-1, (-1, count)) << torch.arange(0, 32, bits)
     return words.sum(-1).to(torch.uint32).view(torch.int32)
@@ -103,7 +103,7 @@ def _gptq(
         q_OD, zero_OG, scale_OG, meaning_OD = _integers(
             w_OD, bits, symmetric=symmetric, groups_D=groups_D
         )
-        # Without this the first version could not store it.
+        # Without this, the first version of the format could not store it.
         zero_OG = zero_OG if v2 else zero_OG.clamp(min=1)
         meaning_OD = (q_OD - zero_OG[:, groups_D]) * scale_OG.float()[:, groups_D]
         tensors = {

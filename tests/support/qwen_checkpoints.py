@@ -206,15 +206,15 @@ def qwen_image_processor(path: Path) -> Any:
 def rotary_positions(config: Any, tokens: list[int], grids: list[tuple[int, int, int]]) -> Any:
     """Return the positions int64 [3, 1, T] of a prompt, as the papers of Qwen-VL define them.
 
-    An image or a frame begins at the position behind all before it; what follows it begins behind its last one. The
-    frames of a video that follow one another begin at the same position, and are some steps of time apart.
+    An image or a frame begins at the position after all earlier positions; the next token follows its last position.
+    Consecutive frames of a video begin at the same position, and are some time steps apart.
 
     Args:
         config: The config of transformers' model.
         tokens: The prompt.
         grids: The rows and columns of outputs of each image and each run of frames, and the frames in it.
     """
-    # The frames of the tests are a second apart.
+    # The frames in these tests are a second apart.
     step = getattr(config.vision_config, "tokens_per_second", 0) * FRAMES or 1
     media = {config.image_token_id, config.video_token_id}
     positions: list[tuple[int, int, int]] = []

@@ -56,7 +56,7 @@ class RecordedHarness(Harness):
 
 
 def replay(dump: Dump, scheduler_class: Callable[..., Scheduler] | None = None) -> list[int]:
-    """Replay every segment. Returns how many decisions of each were the recorded ones."""
+    """Replay every segment. Return the number of decisions in each that equal the recorded ones."""
     numbers = []
     for segment in dump.segments:
         replayer = Replayer(dump.setup, segment, scheduler_class)

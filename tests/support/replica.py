@@ -99,7 +99,7 @@ def _run_ranks(
             result = pipe.recv()
             assert not isinstance(result, str), result
             results.append(result)
-        # A rank that leaves while another still connects to it closes that one's connection.
+        # If a rank exits while another one is still connecting to it, that connection is closed.
         for _, pipe in ranks:
             pipe.send("leave")
         for process, _ in ranks:
@@ -171,7 +171,7 @@ def _rank(
 
 
 def workload(vocab_size: int, num_groups: int) -> list[SchedulerOutput]:
-    """Run prompts whole and in chunks, decodes together and alternately, a reused slot, and an empty step."""
+    """Run whole and chunked prompts, concurrent and alternating decodes, a reused slot, and an empty step."""
     rng = np.random.default_rng(3)
 
     def new(slot: int, length: int, params: SamplingParams) -> NewRequestData:

@@ -45,7 +45,7 @@ class ReturningStream:
             if time.monotonic() > deadline:
                 self.problem = "it does not end"
                 return
-            # The server may be down, and its address not be known yet.
+            # The server may be down, or its address may not be known yet.
             with contextlib.suppress(OSError, http.client.HTTPException, TypeError):
                 self._read_once()
             if not self.is_done:
@@ -55,7 +55,7 @@ class ReturningStream:
     def _read_once(self) -> None:
         parts = urlsplit(self.find_url())
         connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=20)
-        # Until the first event there is no ID, and the key keeps the request from being computed twice.
+        # Before the first event there is no ID, so the key prevents the request from being computed twice.
         headers = {"content-type": "application/json", "idempotency-key": self.key}
         if self._last_id:
             headers["last-event-id"] = self._last_id
@@ -112,7 +112,7 @@ class ReturningStream:
 
     @property
     def answer(self) -> tuple[Any, ...]:
-        """What the client has read from the stream."""
+        """The text that the client has read from the stream."""
         return self.problem, self.is_done, self.texts, self.ends, self.usage, self.logprobs
 
 

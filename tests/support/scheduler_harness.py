@@ -279,7 +279,7 @@ class Harness:
         return self.scheduler.requests[key]
 
     def preempt(self, key: Key) -> None:
-        """Preempt a running request at once, as if blocks were short."""
+        """Preempt a running request immediately, as if too few blocks were free."""
         self.scheduler.lifecycle.preempt(self.request(key).slot, self.now)
 
     # what the core loop does

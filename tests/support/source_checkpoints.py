@@ -99,7 +99,7 @@ def write_generation(directory: Path, **fields: Any) -> None:
 
 
 def source(model: Any, seed: int, length: int = 0) -> tuple[torch.Tensor, EncoderInput]:
-    """Return a random source as transformers takes it and as Engine does. A sound of Whisper has one length."""
+    """Return a random source in transformers' form and in Engine's form. Audio for Whisper has a fixed length."""
     rng = np.random.default_rng(seed)
     config = model.config
     if config.model_type == "whisper":
@@ -156,8 +156,8 @@ def write_letters(directory: Path, marks: Sequence[str], end: str) -> dict[str, 
 def multilingual_whisper(directory: Path) -> tuple[Path, Any]:
     """Write a Whisper of several languages with a tokenizer. Return its directory and transformers' model.
 
-    It has the shape of large-v3-turbo: 128 features, and fewer layers in the decoder. Its texts do not repeat
-    themselves, and it is sure of them, so that none is decoded again.
+    It has the shape of large-v3-turbo: 128 features, and fewer layers in the decoder. Its texts have no repetitions and
+    high probabilities, so that none is decoded again.
     """
     marks = (
         *("<|endoftext|>", "<|startoftranscript|>"),
@@ -187,7 +187,8 @@ def multilingual_whisper(directory: Path) -> tuple[Path, Any]:
                 parameter.fill_(1)
             elif name.endswith(("q_proj.weight", "k_proj.weight")):
                 parameter.mul_(3)
-        # Rows of one length, because the longest would be the likeliest after all others. Marks are less likely.
+        # All rows have the same length, because the longest row would otherwise always be the likeliest. Marks are less
+        # likely.
         rows = torch.randn(changes["vocab_size"], 48).sign() * 0.1
         rows[len(_LETTERS) :] *= 0.4
         model.model.decoder.embed_tokens.weight.copy_(rows)

@@ -1,6 +1,6 @@
 """A small process that speaks the life-cycle protocol of frontends, cores and workers.
 
-Usage: stand_in_process.py CONFIG NAME BEHAVIOR [ARG]. What it does is appended to RUN_DIR.events.
+Usage: stand_in_process.py CONFIG NAME BEHAVIOR [ARG]. Its actions are appended to RUN_DIR.events.
 """
 
 import os
@@ -64,7 +64,7 @@ def main() -> int:
             time.sleep(0.005)
         return 0
     if name.startswith("frontend"):
-        # A frontend is ready when a token has come back, so when core and worker are.
+        # A frontend is ready when it has received a token, and therefore when core and worker are ready.
         while not stop.requested and not all(
             (run_dir / f"{other}.ready").exists() for other in ("core 0", "worker 0")
         ):

@@ -1,4 +1,4 @@
-"""Supervisors of stand-ins, and what the processes of tests do with them."""
+"""Supervisors of stand-ins, and the operations that tests perform on them."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -36,7 +36,7 @@ TWO_OF_ALL = TWO_REPLICAS | {"frontend 1": "ready"}
 
 
 class Operator:
-    """Gives commands and sees what is published, as a frontend does."""
+    """Sends commands and receives the published states, as a frontend does."""
 
     def __init__(self, supervisor: Supervisor, run_dir: str) -> None:
         self._supervisor = supervisor
@@ -98,7 +98,7 @@ class Operator:
         return eventually(lambda: self.look() or condition(self._status))
 
     def look(self) -> None:
-        """Let the supervisor work, and receive what it publishes."""
+        """Let the supervisor run, and receive the states that it publishes."""
         self._supervisor.poll()
         if (status := self._subscriber.receive()) is not None:
             self._status = status

@@ -1,4 +1,4 @@
-"""A program on a pseudo-terminal, for tests of what a person sees and types."""
+"""A program on a pseudo-terminal, for tests of interactive use."""
 
 from __future__ import annotations
 
@@ -78,6 +78,6 @@ class Terminal:
 
 
 def _take_terminal() -> None:
-    """Have Ctrl-C reach this process, also if a parent that runs in the background ignores it."""
+    """Make Ctrl-C reach this process, even if a parent that runs in the background ignores it."""
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
     signal.signal(signal.SIGINT, signal.SIG_DFL)

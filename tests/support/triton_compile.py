@@ -1,8 +1,8 @@
 """Compile Triton kernels for a Hopper GPU, without having one.
 
-A process of its own, where nothing is interpreted, calls the functions that launch kernels, with tensors on the CPU.
-Each kernel is compiled to machine code for exactly the arguments it is launched with, and then not launched: what is in
-the tensors afterwards means nothing. Triton itself refuses a kernel that needs too much shared memory.
+A separate process, in which nothing is interpreted, calls the functions that launch kernels, with tensors on the CPU.
+Each kernel is compiled to machine code for exactly the arguments of its launch, but is not launched, so the contents of
+the tensors are meaningless afterwards. Triton itself refuses a kernel that needs too much shared memory.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class KernelResources:
     """Resources that a kernel needs on a multiprocessor. `stack_bytes` of a thread are spilled registers.
 
     `global_loads` is the number of instructions that load from the device's memory into registers. `products` are the
-    instructions that multiply matrices, by the number of columns that each adds up, and their types; `overwritten`
-    those that read registers which another instruction writes meanwhile.
+    instructions that multiply matrices, with their numbers of summed columns and their types; `overwritten` are the
+    ones that read registers which another instruction may overwrite.
     """
 
     name: str
@@ -55,8 +55,8 @@ class KernelResources:
 def compile_for_hopper(file: str, function: str) -> list[KernelResources]:
     """Call `function` of the Python file, with no arguments; return the kernels that it would have launched.
 
-    Raises AssertionError with what the compiler said if one does not compile. The import of the file must not turn the
-    interpreter on.
+    Raises AssertionError with the compiler's message if a kernel does not compile. Importing the file must not enable
+    the interpreter.
     """
     tests = Path(__file__).parents[1]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -1,4 +1,4 @@
-"""Run Triton's kernels without a GPU, by its interpreter on CPU tensors."""
+"""Run Triton kernels without a GPU, in Triton's interpreter on CPU tensors."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ class TwoReplicas:
         await self.run(self.client.calls.reset_prefix_cache())
 
     async def arrived(self, *counts: int) -> None:
-        """Wait until the cores have so many requests."""
+        """Wait until the cores have this many requests."""
         await until(
             lambda: tuple(len(core.requests) for core in self.cores) == counts, self.receive
         )

@@ -19,7 +19,7 @@ def write_video(
     Args:
         file_format: FFmpeg's name of the container.
         codec: FFmpeg's name of the encoder.
-        count: The number of frames, of which a second has `FPS`.
+        count: The number of frames; there are `FPS` per second.
         size: The width and the height.
         group: The frames from one key frame to the next.
     """
@@ -29,7 +29,7 @@ def write_video(
         stream = container.add_stream(codec, rate=FPS)
         stream.width, stream.height = size
         stream.pix_fmt = "yuv420p"
-        # Enough for every frame to keep its brightness.
+        # This bit rate preserves the brightness of every frame.
         stream.bit_rate = 1 << 24
         stream.codec_context.gop_size = group
         for number in range(count):

@@ -79,7 +79,7 @@ def vision_directory(
 ) -> tuple[Path, Any]:
     """Write a model of one of `MODELS`. Return its directory and transformers' model.
 
-    `tower` and `decoder` are the sizes of its parts. `factor` squared patches become one row.
+    `tower` and `decoder` are the sizes of its parts. A square of `factor` x `factor` patches becomes one row.
     """
     tokenizer = sentencepiece_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": MARKS})
@@ -448,7 +448,7 @@ def image_processor(path: Path, kind: str, **overrides: Any) -> Any:
 
 
 def image_mark(kind: str) -> str:
-    """Return the token that stands for an image."""
+    """Return the token that represents an image."""
     marks = {"internvl": "<IMG_CONTEXT>", "gemma3": "<start_of_image>"}
     marks["cohere2_vision"] = COHERE_MARKS["image"]
     marks |= dict.fromkeys(SIZED_MODELS, "[IMG]") | {"llama4": LLAMA4_MARKS["image"]}

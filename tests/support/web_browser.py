@@ -34,7 +34,10 @@ def launch_chromium(playwright: Playwright) -> Browser:
 
 
 class WebPage:
-    """The page of a server in a new, empty profile. `errors` and `hosts` are what it logged and whom it asked."""
+    """The page of a server in a new, empty profile.
+
+    `errors` has the errors that it logged, and `hosts` the hosts that it contacted.
+    """
 
     def __init__(self, browser: Browser, url: str, **context: Any) -> None:
         self._context = browser.new_context(**context)
@@ -82,7 +85,7 @@ class WebPage:
         self.page.keyboard.press("Enter")
 
     def wait_for_end(self) -> None:
-        """Wait until an answer has been streamed and none is being streamed."""
+        """Wait until an answer has been streamed and no stream is active."""
         expect(self.last_answer.locator(".cost")).to_be_visible()
         expect(self.page.get_by_role("button", name="Send")).to_be_visible()
 

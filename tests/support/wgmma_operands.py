@@ -1,8 +1,8 @@
 """Find matrix products of a Hopper GPU whose left operand is overwritten while they read it.
 
-Such a product (wgmma, in machine code HGMMA) runs beside the instructions that follow it, until one waits for it. Of
-those with the left operand in registers, ptxas before CUDA 13.3 gives the registers to others too early if what waits
-leaves a later product running (triton-lang/triton#9433).
+Such a product (wgmma, in machine code HGMMA) runs concurrently with the instructions after it, until one waits for it.
+If the left operand is in registers, ptxas before CUDA 13.3 reuses these registers too early if the wait leaves a later
+product running (triton-lang/triton#9433).
 """
 
 from __future__ import annotations

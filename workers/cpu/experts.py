@@ -74,7 +74,7 @@ class NativeExperts(structs.ExpertLayer):
                     of_kind.append(weights.vector(f"{each.name}.bias", each.total, each.part))
                 biases[-1].append(weights.vector(f"{name}down_proj.bias", outer_size))
         weights.skip([f"{prefix}experts.{expert}." for expert in placement.elsewhere])
-        # Of the ranks that share an expert, only one adds its bias.
+        # Only one of the ranks that share an expert adds its bias.
         if not placement.adds_bias:
             biases[-1] = []
         self._vectors = [np.concatenate(of_kind) if of_kind else None for of_kind in biases]

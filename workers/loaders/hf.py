@@ -30,7 +30,7 @@ _DTYPES = frozenset({"F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8
 
 @dataclass(frozen=True, slots=True)
 class _Stacking:
-    """How a family stacks the matrices of its experts in one tensor.
+    """The layout in which a family stacks the matrices of its experts in one tensor.
 
     If `is_transposed`, matrices are stored as [inputs, outputs], unless they are quantized. If `is_interleaved`, the
     rows of gate and up projections alternate. Some families have files in both orders. For these, `hidden_size`

@@ -189,7 +189,7 @@ class Experts:
                 ExpertChanges(each, weights.loras) for each in (adapted_gate_up, adapted_down)
             )
         self._gate_up = kernels.grouped_linear(gate_up, gate_up_biases)
-        # Of the ranks that share an expert, only one adds its bias.
+        # Only one of the ranks that share an expert adds its bias.
         self._down = kernels.grouped_linear(down, down_biases if placement.adds_bias else [])
         self._activation = (
             gated_activation(kernels, spec.activation, experts.gate_limit)

@@ -83,7 +83,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     min_new_tokens: Int | None = None
     repeat_penalty: float | None = None
 
-    # Whether an answer is stored, and metadata that is stored with it. Only chat answers can be stored.
+    # `store` requests that the answer is stored with this metadata. Only chat answers can be stored.
     metadata: dict[str, Any] | None = None
     store: bool | None = None
 

@@ -90,7 +90,7 @@ class Windows:
         # Compare decibels, so that a single loud frame does not hide the quiet frames around it.
         power = 10 * np.log10(np.square(frames).mean(axis=1) + 1e-9)
         around = np.convolve(power, np.full(_QUIET_FRAMES, 1 / _QUIET_FRAMES), mode="valid")
-        # Of equally quiet places, take the middle one, because the next word may begin right after the last.
+        # If several places are equally quiet, use the middle one, because the next word may begin right after the last.
         quietest = np.flatnonzero(around <= around.min() + 1e-6)
         middle = int(quietest[len(quietest) // 2]) + _QUIET_FRAMES // 2
         return first + middle * self._frame + self._frame // 2

@@ -37,7 +37,7 @@ Deltas: TypeAlias = asyncio.Queue[Delta | None]
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """How the sequences of a transcription are submitted to the engine.
+    """The means by which the sequences of a transcription are submitted to the engine.
 
     Attributes:
         base: A request with the tenant, deadline and other fields that all sequences share.

@@ -172,7 +172,7 @@ def _llama4(fields: ModelFields) -> dict[str, Any]:
         intermediate_size_mlp=fields.integer("feed_forward_length"),
         interleave_moe_layer_step=step,
         attention_chunk_size=fields.integer("attention.chunk_size", 8192),
-        # Of the two published models, the one with 128 experts does not norm queries and keys.
+        # There are two published models, and the one with 128 experts does not norm queries and keys.
         use_qk_norm=fields.integer("expert_count") != 128,
     )
 

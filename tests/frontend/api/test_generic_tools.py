@@ -23,7 +23,7 @@ TEMPLATE = (
     "{{ messages[-1].content }}"
 )
 BEGINNING = "You "
-"""What the template shows of the description of tools."""
+"""The part of the tools' description that the template shows."""
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 FUNCTION = {"name": "get_weather", "description": "Looks out.", "parameters": SCHEMA}
 TOOL = {"type": "function", "function": FUNCTION}

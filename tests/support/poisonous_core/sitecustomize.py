@@ -1,7 +1,8 @@
 """Make some tokens crash the core. Python imports this module if the directory is on PYTHONPATH.
 
-One kills it, which says nothing, when the request is about to be computed. Another makes it raise an exception when the
-request arrives. One makes it raise an exception while it has not taken in anything of the request yet.
+One token kills the core without a message when the request is about to be computed. Another one makes it raise an
+exception when the request arrives. A third one makes it raise an exception before it has stored anything of the
+request.
 """
 
 import os

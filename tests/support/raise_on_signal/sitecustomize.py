@@ -1,6 +1,6 @@
 """Make one signal raise an exception and another damage memory. Imported if the directory is on PYTHONPATH.
 
-So a test can make any process of a server fail wherever it happens to be, with no help from the server.
+So a test can make any process of a server fail at any place, without any help from the server.
 """
 
 import os
@@ -13,7 +13,7 @@ RETRY_S = 0.001
 def fail(signum: int, frame) -> None:
     """Raise an exception, in a process with an event loop only while a task or callback of a stream runs.
 
-    One in the loop itself, or in the task that runs the server, would end the process.
+    An exception in the loop itself, or in the task that runs the server, would end the process.
     """
     running = []
     while frame is not None and not frame.f_code.co_filename.endswith("asyncio/runners.py"):

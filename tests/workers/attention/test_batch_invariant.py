@@ -20,8 +20,8 @@ def test_a_decoded_token_has_the_same_bits_as_in_a_prompt(window):
         "triton_batch_invariant", num_heads=4, num_kv_heads=2, window=window, device=DEVICE
     )
     prompt = sequence.attend(0, 150)
-    # The interpreter's matrix products are numpy's, whose sums depend on a row's place among the others: there only
-    # the first token of a tile is alike.
+    # The interpreter uses numpy's matrix products, whose sums depend on a row's place among the others. So only the
+    # first token of a tile is the same there.
     queries_per_tile = sequence.backend.prefill_tile.rows // 2
     tokens = range(0, 150, queries_per_tile if DEVICE.type == "cpu" else 1)
     for token in tokens:

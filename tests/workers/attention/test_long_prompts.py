@@ -1,4 +1,4 @@
-"""Long prompts that torch's kernels compute, beside requests of Triton's; without a GPU by plain torch."""
+"""Torch's kernels compute long prompts, and Triton's the other requests; without a GPU, plain torch computes all."""
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ def paged_case(layer: AttentionLayer) -> PagedCase:
 
 @pytest.mark.parametrize("softcap", [None, 8.0], ids=["plain", "special scores"])
 def test_long_prompts_beside_other_requests_agree_with_plain_attention(softcap) -> None:
-    """Torch computes two of the requests, unless the layer has other scores."""
+    """Torch computes two of the requests, unless the layer has special scores."""
     case = paged_case(AttentionLayer(scale=0.3, softcap=softcap))
     metadata = case.backend.build(case.batch(), {None})
     assert isinstance(metadata, LongPromptMetadata)

@@ -163,7 +163,7 @@ def test_cross_attention_agrees_with_plain_attention(name, dtype):
     ids=str,
 )
 def test_latent_attention_agrees_with_plain_attention(heads, rank, rotated, dtype):
-    """Values are the first elements of keys. The heads are those of one program, or of several."""
+    """Values are the first elements of keys. The heads are computed by one program or by several."""
     assert_agrees(
         [(70, 1), (30, 9), (600, 1), (0, 1)],
         num_kv_heads=1,
@@ -208,7 +208,7 @@ def test_few_heads_split_a_long_sequence_into_more_parts():
         dtype=torch.float16,
         **TRITON,
     )
-    # So that 64 of the shortest splits do not hold all keys, as those of 256 do not in a sequence of 17,000.
+    # With this length, 64 of the shortest splits do not hold all keys, like splits of 256 keys in a sequence of 17,000.
     case.backend.split_keys = 64
     torch.testing.assert_close(case.forward().double(), case.expected(), atol=4e-3, rtol=1e-5)
 
@@ -311,7 +311,7 @@ def test_a_captured_step_equals_any_other(name, window, backend_name):
 
 
 def test_splits_of_a_step_hold_all_its_keys_once():
-    """They are of about equal size, and no more than there are programs for."""
+    """The splits have about equal sizes, and are at most as many as the programs."""
     backend = attention_backend(
         AttentionSpec(
             num_heads=64,

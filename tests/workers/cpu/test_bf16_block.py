@@ -127,7 +127,7 @@ def test_products_are_bit_identical_to_those_of_uncompressed_weights(
 ) -> None:
     select_isa(isa)
     coded_NK = trained_bits(128, k)
-    # In each block 32 columns of noise leave no step that could be coded.
+    # With 32 columns of noise in each block, no step can be coded.
     plain_NK = np.random.default_rng(1).integers(0, 1 << 16, (192, k)).astype(np.uint16)
     kept = np.arange(192) % 64 < 43
     plain_NK[kept] = np.concatenate((coded_NK, coded_NK[:1]))

@@ -1,4 +1,4 @@
-"""Heads propose what a plain implementation of them predicts, and change no token.
+"""Heads propose the same drafts as a plain implementation, and change no token.
 
 The references are written with the layers of transformers.
 """
@@ -96,7 +96,7 @@ def write_model(path: Path, config: str, model: str, fields: dict[str, Any]) -> 
 
 
 def eagle(path: Path) -> Head:
-    """An EAGLE head as published for Llama 3: `fc`, and a layer without input norm, in a directory of its own."""
+    """An EAGLE head as published for Llama 3: `fc`, and a layer without input norm, in its own directory."""
     model = write_model(path, "LlamaConfig", "LlamaForCausalLM", {})
     config = model.config
     head = path / "head"
@@ -233,7 +233,7 @@ def eagle3(path: Path) -> Head:
 
 
 def eagle3_of_speculators(path: Path) -> Head:
-    """A head of another hidden size than the model, with an embedding of its own."""
+    """A head with a different hidden size than the model, and with its own embedding."""
     model = write_model(path, "Qwen3Config", "Qwen3ForCausalLM", {})
     directory, layers = path / "head", (0, 2)
     head, embedding_VD = write_speculators_head(directory, model.config, layers)
@@ -274,7 +274,7 @@ def read_states(head: Head, tokens: list[int]) -> Tensor:
 
 @torch.no_grad()
 def predict(head: Head, tokens: list[int]) -> tuple[list[int], list[Tensor]]:
-    """Return the drafts after all tokens, of which the model has computed all but the last, and their logits."""
+    """Return the drafts after all tokens, and their logits. The model has computed all tokens except the last."""
     embed = head.embed or head.model.get_input_embeddings()
     hidden_TD = head.project(read_states(head, tokens[:-1]))
     drafts: list[int] = []
@@ -307,7 +307,7 @@ def plain_tokens(head: Head, count: int) -> list[int]:
 def test_drafts_are_those_of_the_reference(
     head: Head, steps: Steps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It holds after a prompt in two parts, wrong drafts, and right ones, which the test writes in their place."""
+    """This also holds after a prompt in two parts, wrong drafts, and correct drafts that the test inserts."""
     expected = plain_tokens(head, 24)
     num_drafts = 0
     computed: list[Tensor] = []

@@ -32,7 +32,7 @@ def match_length(passage: list[int], end: int, tokens: list[int]) -> int:
 def expected(
     tokens: list[int], most: int, shortest: int, prediction: list[int], num_prompt: int
 ) -> tuple[list[int], bool]:
-    """Return the drafts by the words of `sampling/draft_lookup.h`, and whether they are from the prediction."""
+    """Return the drafts as `sampling/draft_lookup.h` defines them, and whether they are from the prediction."""
     most = max(min(most, MAX_MODEL_LEN - 1 - len(tokens)), 0)
     num_output = len(tokens) - num_prompt
 
@@ -117,7 +117,7 @@ def test_drafts_follow_the_longest_match(rows, most, shortest):
 def expected_of_suffixes(
     tokens: list[int], answers: list[list[int]], most: int, shortest: int, share: float
 ) -> list[int]:
-    """Return the drafts by the words of `sampling/suffixes.h`, for a request without a source."""
+    """Return the drafts according to the comments in `sampling/suffixes.h`, for a request without a source."""
     passages = []
     own = [(tokens, end) for end in range(len(tokens) - 1, shortest - 1, -1)]
     others = [

@@ -1,4 +1,4 @@
-"""Every method of drafting changes nothing but the number of steps."""
+"""Every drafting method changes only the number of steps."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def make_steps(
 
 
 def take(received: Received, result: ModelRunnerOutput, slots: list[int]) -> int:
-    """Add the tokens of a step. Return how many drafts were right."""
+    """Add the tokens of a step. Return how many drafts were correct."""
     counts = int32_view(result.num_sampled).tolist() or [1] * len(slots)
     tokens = iter(int32_view(result.sampled_token_ids).tolist())
     for slot, count in zip(slots, counts, strict=True):
@@ -95,9 +95,9 @@ def take(received: Received, result: ModelRunnerOutput, slots: list[int]) -> int
 def generate(
     steps: Steps, *, num_drafts: int = NUM_DRAFTS, resumes: bool = False
 ) -> tuple[Received, int, int]:
-    """Return the output of four requests, and how many drafts were verified and right.
+    """Return the output of four requests, and how many drafts were verified and how many were correct.
 
-    A prompt is computed in two steps. With `resumes`, a request is preempted and goes on in its blocks.
+    A prompt is computed in two steps. With `resumes`, a request is preempted and continues in its blocks.
     """
     received = Received([[] for _ in PROMPTS], [])
     slots = list(range(len(PROMPTS)))

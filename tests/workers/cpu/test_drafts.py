@@ -1,4 +1,4 @@
-"""Drafts by prompt lookup change nothing but the number of steps."""
+"""Drafts by prompt lookup change only the number of steps."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def test_right_and_wrong_drafts_do_not_change_tokens(checkpoint, params, outputs
 
 
 def test_drafts_found_by_the_worker_are_verified_within_limits(checkpoint, params, outputs):
-    """The core requests more drafts than there are, because only the worker finds the end of a match."""
+    """The core requests more drafts than exist, because only the worker finds the end of a match."""
     steps = make_steps(checkpoint)
     received = prefill(steps, params)
     num_verified = num_right = 0
@@ -213,7 +213,7 @@ def test_drafts_are_neither_used_nor_proposed_in_a_step_with_a_prompt(checkpoint
     assert rows == [[output[1]] for output in plain[:3]]
     assert int32_view(result.num_verified).tolist() == [0] * 3
     assert result.drafts is None
-    # Unused drafts are dropped, so the worker has none of its own to verify.
+    # Unused drafts are dropped, so the worker has no other drafts to verify.
     rest = [(3, len(PROMPTS[3]) - 8)]
     rows = [tokens_of(row) for row in rows_of(steps.run(chunks=rest), slots)]
     assert rows[:3] == [[output[2]] for output in plain[:3]]
@@ -341,7 +341,7 @@ def test_drafts_end_before_max_model_len(checkpoint):
 
 
 def predict(steps: Steps, prediction: list[int], num_rows: int = 1) -> list[ModelRunnerOutput]:
-    """Run the first request with a prediction, beside others, and return the output of each step."""
+    """Run the first request with a prediction, together with others, and return the output of each step."""
     slots = list(range(num_rows))
     new = [steps.new(slot, PROMPTS[slot], PARAMS["plain"][slot]) for slot in slots]
     new[0].predicted_token_ids = int32_bytes(prediction)

@@ -1,4 +1,4 @@
-"""Selection of the instruction set of the kernels."""
+"""Selection of the kernels' instruction set."""
 
 from __future__ import annotations
 

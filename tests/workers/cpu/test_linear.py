@@ -76,7 +76,7 @@ def test_product_error_is_bounded_by_the_rounding_of_activations_and_sums(
     else:
         rounding_RK = np.abs(x_RK) * (2.0**-8 if weight_format in (F.BF16, F.F8) else 0)
     bound_RN = rounding_RK @ np.abs(w_NK).T
-    # The terms of integer formats are rounded where codes and offsets have not cancelled yet.
+    # The terms of integer formats are rounded before codes and offsets cancel.
     sums_RN = np.abs(x_RK) @ (np.abs(w_NK).max(1, keepdims=True) * np.ones((1, k))).T
     bound_RN += sums_RN * k * 2.0**-24
     assert (np.abs(multiply(weight, x_RK) - x_RK @ w_NK.T) <= bound_RN).all()
@@ -146,7 +146,7 @@ def test_amx_sums_bf16_products_in_its_documented_order(n: int, k: int) -> None:
     select_isa(AMX)
     weight = random_weight(T.BF16, F.BF16, n, k)
     x_RK = activations(MANY_ROWS, k)
-    # The products of these are about where numbers become subnormal.
+    # The products of these numbers are near the border of the subnormal numbers.
     x_RK[3] *= np.float32(2.0**-118)
     expected_RN = product_as_amx_sums_it(weight, x_RK)
     for rows in (*range(1, 41), 48, 49, 64, 65, MANY_ROWS):
@@ -182,7 +182,7 @@ def test_only_blocks_of_four_with_outliers_have_second_terms(isa: int) -> None:
     weight = random_weight(T.Q8_0, F.U8, 16, 512)
     x_RK = np.random.default_rng(4).uniform(-1, 1, (2, 512)).astype(np.float32)
     x_RK[0, [70, 300]] = 100, -3000
-    # Values that are all large are not outliers.
+    # If all values are large, none is an outlier.
     x_RK[1, 96:128] *= 1000
     groups_RGB = quantized(weight, x_RK, ActivationKind.INT8_SPLIT)[:, : 16 * 64].reshape(2, 16, 64)
     fours = groups_RGB[:, :, 56:60].copy().view(np.uint32)[:, :, 0]

@@ -81,7 +81,7 @@ def launch_all() -> None:
             activations=activations,
         )
 
-    # Each number of tokens has another tile. The least and the largest need the most of something.
+    # Each number of tokens has a different tile. The smallest and the largest need the most of some resource.
     every, extremes = (1, 20, 50, 500), (1, 500)
     for kind, lengths in (
         (matrix(4, 128, zeros=True), extremes),
@@ -124,7 +124,7 @@ def test_products_use_the_same_instructions_for_any_number_of_tokens(
 
 
 def test_scales_and_zero_points_are_loaded_once(kernels: list[KernelResources]) -> None:
-    """Not again for every element that a thread multiplies with them, which makes 32 to 96 loads."""
+    """They are not loaded again for every element that a thread multiplies by them, which would take 32 to 96 loads."""
     products = [kernel for kernel in kernels if kernel.name == "_linear_kernel"]
     assert products and not [kernel for kernel in products if kernel.global_loads > 24]
 

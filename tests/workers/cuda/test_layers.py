@@ -1,4 +1,4 @@
-"""Models with Triton's kernels give the logits of torch's."""
+"""Models with Triton's kernels give the same logits as with torch's."""
 
 import random
 from pathlib import Path

@@ -59,7 +59,7 @@ def test_recurrent_layers_get_blocks_for_the_drafts_in_flight() -> None:
         count_kv_blocks(msgspec.structs.replace(CONFIG, scheduler=scheduler), 1, groups)
         for scheduler in (CONFIG.scheduler, drafting)
     ]
-    # 20 tokens of a request may be uncertain, which are in two blocks beside the one that is read.
+    # 20 tokens of a request may be uncertain. They are in two blocks, in addition to the block that is read.
     assert found == [4 * (4 + 2) + 1, 4 * (4 + 3) + 1]
 
 
@@ -148,7 +148,7 @@ def test_cpu_offload_memory_is_counted_for_all_workers_of_the_machine() -> None:
     assert blocks(0.3, memory.available, tensor_parallel_size=8, nnodes=4) == one
     with pytest.raises(ConfigError, match=r"for each of the 4 workers here .* the free memory of"):
         blocks(0.3, memory.available, tensor_parallel_size=2, pipeline_parallel_size=2)
-    # When a replica restarts, others may already use theirs, which is also the machine's memory.
+    # When a replica restarts, other replicas may already use their share of the machine's memory.
     assert blocks(0.3, memory.available, data_parallel_size=3) == one
     with pytest.raises(
         ConfigError, match=r"for each of the 20 workers here .* the machine's memory"

@@ -43,7 +43,7 @@ def test_each_part_is_measured_and_the_smaller_graphs_are_extrapolated() -> None
         accelerator.graphs.end()
 
     profile = profile_memory(accelerator, 0.9, run_largest_step, [[capture] * 5, [capture]])
-    # The first of a kind takes 30 with what all share; the other kind finds that there.
+    # The first graph of a kind takes 30, including the memory that all graphs share; the other kind reuses this memory.
     assert profile == MemoryProfile(1000, 0.9, 50, 400, 120, graphs=30 + 4 * 3 + 3)
 
 
@@ -52,7 +52,7 @@ def test_memory_for_cpu_offload_copies_is_reserved() -> None:
     profile = profile_memory(accelerator, 0.9, lambda: None, [], staging=30)
     assert profile.kv_cache == 870
     assert "CPU KV offload 0.00" in str(profile)
-    # A part of 128 MiB, or one block that is larger, is on its way out while another comes in and is put together.
+    # One part of 128 MiB, or one larger block, is being copied out while another is copied in and assembled.
     assert staging_bytes(1 << 20) == 384 << 20
     assert staging_bytes(1 << 30) == 3 << 30
 

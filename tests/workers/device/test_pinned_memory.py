@@ -26,7 +26,7 @@ class CudaError(IntEnum):
 
 
 class Runtime:
-    """A runtime that registers memory as CUDA does: at most `limit` bytes at once, and no page twice."""
+    """A runtime that registers memory as CUDA does: at most `limit` bytes at a time, and no page twice."""
 
     cudaError = CudaError
 
@@ -52,7 +52,7 @@ class Runtime:
 
     def cudaHostUnregister(self, address: int) -> CudaError:
         assert not self.pending
-        # Memory that is no longer mapped would end the process.
+        # Accessing memory that is no longer mapped would end the process.
         assert ctypes.c_uint8.from_address(address).value == 7
         del self.ranges[address]
         return CudaError.success

@@ -29,7 +29,7 @@ SIZES = {
     "max_position_embeddings": 256,
 }
 MODELS = {
-    # A head for each query head, a head for every two of them, and one that every rank needs a copy of.
+    # One key/value head for each query head, one for every two query heads, and one that every rank must copy.
     "llama": ("LlamaConfig", "LlamaForCausalLM", {"num_key_value_heads": 12}),
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {"num_key_value_heads": 1}),
     "gemma2": (
@@ -415,10 +415,10 @@ def test_asynchronous_devices_give_the_same_tokens(
 def test_native_tensor_parallel_ranks_give_the_tokens_of_one_worker(
     tmp_path: Path, checkpoints: dict[str, Path], tensor: int, stages: int
 ) -> None:
-    """Also where there are more ranks than processors, so that they sleep for one another.
+    """This also holds with more ranks than processors, which then sleep while they wait for each other.
 
-    Sums of the ranks are added in another order. That is too little to tell in float32; where activations are rounded
-    to integers, now and then one of them is rounded to its neighbour.
+    Sums of the ranks are added in another order. In float32 the difference is too small to matter; where activations
+    are rounded to integers, one of them is occasionally rounded to its neighbor.
     """
     alone = run_alone(checkpoints, tmp_path, CPUBackend.NATIVE)
     parallel = ParallelConfig(tensor, stages)
@@ -434,7 +434,7 @@ def test_native_tensor_parallel_ranks_give_the_tokens_of_one_worker(
         output, *others = ranks[parallel.output_rank :]
         assert sum(map(len, output.tokens)) == NUM_TOKENS
         assert all(rank.tokens == output.tokens for rank in others)
-        # Those of the prompt, which come first, do not depend on what was sampled.
+        # The log-probabilities of the prompt, which come first, do not depend on the sampled tokens.
         assert np.allclose(output.logprobs[:87], alone[name].logprobs[:87], atol=0.02)
 
 

@@ -1,4 +1,4 @@
-"""The store of blocks on disk: whatever happens to its files, it returns the right block or none."""
+"""The store of blocks on disk: whatever happens to its files, it returns the correct block or none."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ NUMBERS = st.integers(0, 299)
 
 
 class Crashes(RuleBasedStateMachine):
-    """A writer that crashes at any byte, a reader beside it, and files that change under both."""
+    """A writer that crashes at any byte, a concurrent reader, and files that change under both."""
 
     @initialize()
     def begin(self) -> None:
@@ -108,7 +108,7 @@ class Crashes(RuleBasedStateMachine):
 
     @rule(lost=st.integers(0, 600))
     def crash(self, lost: int) -> None:
-        """Go on with the files as they are now, except the last `lost` bytes that the writer has written."""
+        """Continue with the files as they are now, except the last `lost` bytes that the writer has written."""
         self.generation += 1
         path = Path(self.directory.name) / str(self.generation)
         shutil.copytree(self.path, path)
@@ -190,7 +190,7 @@ def test_fingerprints_share_the_bound_but_no_blocks(tmp_path: Path) -> None:
         assert append(other, number, b"g" * 32)
         assert size_of(tmp_path) <= LIMIT
     assert read(other, 299) == block_of(299, b"g" * 32)
-    # What another process is writing is not deleted to make room.
+    # Segments that another process is writing are not deleted to free space.
     assert read(first, 1) == block_of(1)
     first.close()
     other.close()

@@ -126,7 +126,7 @@ def test_blocks_that_never_come_are_missing_once_their_request_ends(
     source.command(DirectCommands(held=[("r", 3)]))
     assert target.missing()[0] == 2
     target.check(range(2))
-    # The fetch is over, so what was held for it need not be held any more.
+    # The fetch has ended, so its blocks do not have to be held anymore.
     assert source.wait().finished_sending == [3]
 
 

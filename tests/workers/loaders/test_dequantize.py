@@ -113,7 +113,7 @@ def test_the_source_is_not_modified() -> None:
 def test_unpacked_integers_and_scales_give_the_values(ggml_type: GGMLQuantizationType) -> None:
     raw = random_blocks(ggml_type, 60)
     for at in SCALES_AT.get(ggml_type.name, ()):
-        # Scales of an ordinary size, whose products with other scales float16 can hold.
+        # These scales have an ordinary size, so that float16 can represent their products with other scales.
         raw[:, at + 1] = raw[:, at + 1] & 0x83 | 0x24
     if ggml_type.name == "MXFP4":
         raw[:, 0] >>= 1

@@ -109,7 +109,7 @@ def make_model(family: str, options: dict[str, Any]) -> transformers.PreTrainedM
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
-            # Norms and biases that do something, weights large enough for attention to be uneven.
+            # Norms and biases have an effect, and weights are large enough for uneven attention.
             parameter.add_(torch.randn_like(parameter) * 0.1)
     return model
 
@@ -136,7 +136,7 @@ def test_gguf_model_is_read_with_its_original_tensors(key: str, tmp_path: Path) 
     for name, weight in expected.items():
         assert checkpoint.shape(name) == tuple(weight.shape)
         if "gemma" in key and name.endswith("norm.weight"):
-            # 1 was added and taken off again in float32.
+            # 1 was added and subtracted again in float32.
             torch.testing.assert_close(weights[name], weight, rtol=0, atol=1e-6)
         else:
             assert torch.equal(weights[name], weight)
@@ -236,7 +236,7 @@ def typed(request, tmp_path: Path) -> GGUFCheckpoint:
     """Write a file in which `down_proj` and the interleaved `q_proj` are random blocks of each type."""
     block_size, block_bytes = BLOCK_SIZES[request.param]
     rng = np.random.default_rng(0)
-    # Below 0x40, so that no scale is an infinity or NaN.
+    # The values are below 0x40, so that no scale is an infinity or NaN.
     raw = rng.integers(0, 0x40, (2, NUM_ROWS, NUM_COLUMNS // block_size * block_bytes), np.uint8)
     tensors = {"blk.0.ffn_down.weight": raw[0], "blk.0.attn_q.weight": raw[1]}
     path = write_file(

@@ -247,7 +247,7 @@ def test_native_logits_from_a_quantized_gguf_file_of_gemma_are_close(tmp_path):
 @pytest.mark.parametrize("name", ["gemma3n", "gemma4-moe", "gemma4-shared", "glm5"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
 def test_native_states_do_not_depend_on_the_batch(name, dtype, tmp_path):
-    """In a cache of layers with different heads, no bits that a block had before may matter.
+    """In a cache of layers with different heads, the previous contents of a block must have no effect.
 
     The keys that a token attends to may not depend on the batch, either.
     """

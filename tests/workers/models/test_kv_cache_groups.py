@@ -48,7 +48,7 @@ def sliding(size: int) -> KVCacheGroup:
             [1, 2, 3, 0] * 2,
             (KVCacheGroup(), *[sliding(8)] * 3),
         ),
-        # 5 and 6 layers: one group of each with one place empty, not 11 groups.
+        # 5 and 6 layers make one group each, one of them with an empty place, instead of 11 groups.
         ([None] * 6 + [8] * 5, [0] * 6 + [1] * 5, (KVCacheGroup(), sliding(8))),
     ],
 )

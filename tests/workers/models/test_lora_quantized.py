@@ -1,4 +1,4 @@
-"""LoRA adapters over quantized weights give what they give over the same weights in float32."""
+"""LoRA adapters give the same results with quantized weights as with the same weights in float32."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ GGUF = {"q4_k": GGMLQuantizationType.Q4_K, "q8_0": GGMLQuantizationType.Q8_0}
 
 
 def quantized(directory: Path, family: str, kind: str) -> tuple[Path, transformers.PreTrainedModel]:
-    """Write a quantized checkpoint, and return its path and the model with the weights that it stands for."""
+    """Write a quantized checkpoint, and return its path and the model with the weights that it represents."""
     torch.manual_seed(3)
     config = getattr(transformers, f"{FAMILIES[family]}Config")(**SIZES)
     model = getattr(transformers, f"{FAMILIES[family]}ForCausalLM")(config).float().eval()

@@ -410,7 +410,7 @@ def test_a_grammar_restricts_only_its_slots(new_rows: NewRows) -> None:
     best = 96 if logits[0, 96] > logits[0, 60] else 60
     output = batch.sample(logits, [5, 1, 9], grammar_of([9, 1], bitmask))
     assert output.token_ids.tolist() == [free, best, 50]
-    # A grammar for a slot that has left the batch constrains no row.
+    # The grammar of a slot that has left the batch does not constrain any row.
     output = batch.sample(logits[:1], [5], grammar_of([9, 1], bitmask))
     assert output.token_ids.tolist() == [free]
 

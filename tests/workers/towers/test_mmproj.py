@@ -1,4 +1,4 @@
-"""mmproj files beside GGUF models give the towers of their Hugging Face checkpoints."""
+"""mmproj files of GGUF models give the same towers as their Hugging Face checkpoints."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Native layers of towers compute what torch does, with the same bits whatever they computed before."""
+"""Native tower layers compute the same results as torch, with the same bits regardless of earlier inputs."""
 
 import pytest
 import torch

@@ -172,7 +172,7 @@ def _read_eagle3(checkpoint: Checkpoint) -> HeadLayout:
 
 @dataclass(frozen=True, slots=True)
 class _MTPNames:
-    """How one family stores layers for multi-token prediction: regular expressions of tensor names, and properties.
+    """The layout of one family's layers for multi-token prediction: patterns of tensor names, and properties.
 
     `start` matches the beginning of all names, and `layer` the names of the decoder layer's tensors. `others` match
     copies of tensors of the model.

@@ -1,1 +1,1 @@
-"""What a step returns besides tokens: pooled vectors, and the log-probabilities of prompts."""
+"""The results of a step other than tokens: pooled vectors, and the log-probabilities of prompts."""

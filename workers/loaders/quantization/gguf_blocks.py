@@ -120,7 +120,7 @@ def _as_minifloat_blocks(matrix: QuantizedMatrix) -> NDArray[np.uint8]:
 
 
 def _of_blocks(matrix: QuantizedMatrix, x_OG: Tensor) -> Tensor:
-    """Return the value of each block's group in float16, as bytes [O, B, 2]."""
+    """Return the value of each block's group, as float16 bytes [O, B, 2]."""
     num_blocks = matrix.shape[1] // _BLOCK
     if x_OG.shape[1] == 1:
         x_OB = x_OG.expand(-1, num_blocks)

@@ -7,7 +7,7 @@ namespace engine {
 
 enum class Scoring : int32_t { softmax = 0, sigmoid = 1, sparse_mixer = 2 };
 
-// How logits determine the choice; `ExpertsSpec` in workers/layers/experts_spec.py explains the fields.
+// The rules by which logits determine the choice; `ExpertsSpec` in workers/layers/experts_spec.py explains the fields.
 struct Router {
   int32_t num_experts, num_chosen;  // num_chosen is at most the number of experts in the chosen groups
   Scoring scoring;
