@@ -262,9 +262,7 @@ class LLM:
         verify_compares(model)
         firsts, seconds = _as_texts(text_1), _as_texts(text_2)
         if len(firsts) not in (1, len(seconds)):
-            raise ParameterError(
-                "text_1", f"has {len(firsts)} texts, but text_2 has {len(seconds)}"
-            )
+            raise ParameterError("text_1", f"has {len(firsts)} texts, text_2 has {len(seconds)}")
         if model.classifier is None:
             prompts = [
                 *((text, QUERY) for text in firsts),
