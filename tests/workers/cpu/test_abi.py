@@ -71,6 +71,11 @@ def test_function_that_the_library_lacks_is_named():
         check(engine_added=(None, []))
 
 
+def test_only_the_first_of_many_differences_are_named():
+    with pytest.raises(StaleNativeLibrary, match=r"enum OpKind, [^)]{,200} and \d\d more\)"):
+        check_abi(NATIVE, "", PATH)
+
+
 def test_library_without_a_description_is_stale():
     with pytest.raises(StaleNativeLibrary, match="does not export engine_abi"):
         library.load_library(_ctypes.__file__)

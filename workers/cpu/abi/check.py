@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from ....protocol.errors import EngineError
 
 _FUNCTION_POINTER = ctypes.CFUNCTYPE(None).__mro__[1]
+
+_MAX_SHOWN: Final = 5
+"""Number of differences that an error names."""
 
 Signature = tuple[Any, list[Any]]
 """The type of a function's result, or None, and the types of its arguments."""
@@ -67,7 +70,10 @@ def check_abi(library: ctypes.CDLL, expected: str, path: str) -> None:
         return
     built, needed = set(actual.splitlines()), set(expected.splitlines())
     differing = sorted({" ".join(line.split()[:2]) for line in built ^ needed})
-    raise _stale(path, f"these differ: {', '.join(differing)}" if differing else "another order")
+    shown = ", ".join(differing[:_MAX_SHOWN])
+    if len(differing) > _MAX_SHOWN:
+        shown += f" and {len(differing) - _MAX_SHOWN} more"
+    raise _stale(path, f"these differ: {shown}" if differing else "another order")
 
 
 def _stale(path: str, reason: str) -> StaleNativeLibrary:
