@@ -87,14 +87,14 @@ def find_cached_prefix(
             found[number] = []
         else:
             windowed.append((number, group))
-    settled = not windowed
-    while not settled:
-        settled = True
+    is_final = not windowed
+    while not is_final:
+        is_final = True
         for number, group in windowed:
             tail = _find_tail(group, number, block_size, digests[:num_blocks], lookup)
             found[number] = tail.blocks
             if tail.num_blocks < num_blocks:
-                num_blocks, settled = tail.num_blocks, False
+                num_blocks, is_final = tail.num_blocks, False
     blocks = tuple(
         found[number][:num_blocks] if group.kind is AttentionKind.FULL else found[number]
         for number, group in enumerate(groups)

@@ -245,10 +245,10 @@ def sampling_cases(vocab_size: int) -> Iterator[Case]:
     for num_rows in (1, 64, 256) if HAS_GPU else (2,):
         logits = torch.randn(num_rows, vocab_size, device=DEVICE) * 3
         positions = np.zeros(num_rows, np.int32)
-        for name, wishes in kinds.items():
+        for name, fields in kinds.items():
             sampler = TorchSampler(num_rows, vocab_size, DEVICE)
             for slot in range(num_rows):
-                params = SamplingParams(seed=slot, **wishes)
+                params = SamplingParams(seed=slot, **fields)
                 sampler.add_request(slot, params, np.zeros(1, np.int32), ())
             metadata = sampler.describe(np.arange(num_rows, dtype=np.int32))
 

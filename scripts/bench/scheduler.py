@@ -142,11 +142,11 @@ def decoding_loop(num_seqs: int, steps: int, prompt: int) -> Loop:
     return loop
 
 
-def steady_decode(num_seqs: int, steps: int, prompt: int) -> dict[str, Any]:
+def decode_repeatedly(num_seqs: int, steps: int, prompt: int) -> dict[str, Any]:
     loop = decoding_loop(num_seqs, steps, prompt)
     times = time_each(loop.run, steps)
     return {
-        "case": "steady decode",
+        "case": "decode",
         "running": num_seqs,
         **summary(times),
         "step_bytes": loop.step_bytes,
@@ -190,7 +190,7 @@ def beside_vllm(vllm: VLLMScheduler, num_seqs: int, steps: int, prompt: int) -> 
     # Use the minimum, because other work on the machine interrupts long steps more often.
     least = min(ours), min(theirs)
     return {
-        "case": f"steady decode beside vLLM {vllm.version}",
+        "case": f"decode, vLLM {vllm.version}",
         "running": num_seqs,
         "least_us": round(least[0], 1),
         "median_us": round(statistics.median(ours), 1),
@@ -308,7 +308,7 @@ def main() -> None:
             report(beside_vllm(vllm, num_seqs, args.steps, args.prompt), args.json)
         return
     for num_seqs in map(int, args.running.split(",")):
-        report(steady_decode(num_seqs, args.steps, args.prompt), args.json)
+        report(decode_repeatedly(num_seqs, args.steps, args.prompt), args.json)
     report(churn(1024, args.steps, 100), args.json)
     report(many_waiting(256, args.steps, 100_000), args.json)
     report(long_prompt(32_768, 50), args.json)

@@ -1,4 +1,4 @@
-"""A server of models that hear."""
+"""A server of models that read audio."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def generated(server: Server, replica: int) -> float:
     return server.metric("engine:generation_tokens_total", engine=str(replica))
 
 
-def settled(read: Callable[[], T]) -> T:
+def wait_until_stable(read: Callable[[], T]) -> T:
     """Return the status once it has been stable long enough that all frontends must have it."""
     reported, since = read(), time.monotonic()
 
@@ -97,10 +97,10 @@ def test_a_drained_replica_gets_no_requests_until_it_is_undrained(server: Server
     assert server.post("/replicas/0/drain", {})[1]["state"] == "draining"
     wait_until(lambda: states(server) == ["drained", "serving"], what="drained")
     assert server.get("/readyz")[0] == 200
-    before = settled(lambda: generated(server, 0))
+    before = wait_until_stable(lambda: generated(server, 0))
     for _ in range(6):
         assert complete(server)[0] == 200
-    assert settled(lambda: generated(server, 0)) == before
+    assert wait_until_stable(lambda: generated(server, 0)) == before
     assert complete(server, "0")[0] == 503
     status, body = server.post("/replicas/1/drain", {})
     assert status == 409 and "only serving replica" in body["error"]["message"]
@@ -113,7 +113,7 @@ def test_a_drained_replica_gets_no_requests_until_it_is_undrained(server: Server
 )
 def test_invalid_commands_are_rejected(server: Server, path: str, status: int) -> None:
     assert server.post(f"/replicas/{path}", {})[0] == status
-    assert settled(lambda: states(server)) == ["serving"] * 2
+    assert wait_until_stable(lambda: states(server)) == ["serving"] * 2
 
 
 def test_a_rolling_restart_under_load_loses_no_request(server: Server) -> None:
@@ -140,7 +140,7 @@ def test_a_rolling_restart_under_load_loses_no_request(server: Server) -> None:
             )
             # A frontend that has not received it yet would reject the restart of the other replica.
             wait_until(
-                lambda: settled(lambda: states(server)) == ["serving"] * 2,
+                lambda: wait_until_stable(lambda: states(server)) == ["serving"] * 2,
                 40,
                 what="it serves again",
             )
@@ -170,7 +170,7 @@ def test_streams_continue_unchanged_on_another_replica(
     assert undisturbed[:3] == whole[:3]
     assert undisturbed[3][0]["finish_reason"] == "stop"
     assert len(undisturbed[0][0]["text"]) and undisturbed[0][0] != undisturbed[0][1]
-    elsewhere = settled(lambda: generated(server, 1))
+    elsewhere = wait_until_stable(lambda: generated(server, 1))
     streams = Streams(server, requests, headers=to_first)
     wait_until(lambda: all(stream.num_events > 3 for stream in streams.streams), what="all stream")
     server.child("worker 0").kill()
@@ -306,7 +306,7 @@ def test_restart_commands_before_the_start_are_rejected() -> None:
 def test_counters_of_an_exited_frontend_are_kept(server: Server) -> None:
     Streams(server, REQUESTS).answers()
     for index in (0, 1):
-        before = settled(lambda: counts(server))
+        before = wait_until_stable(lambda: counts(server))
         victim = server.child(f"frontend {index}")
         victim.kill()
         victim.wait(10)
@@ -314,7 +314,7 @@ def test_counters_of_an_exited_frontend_are_kept(server: Server) -> None:
         after = before
         deadline = time.monotonic() + 40
         while after == before and time.monotonic() < deadline:
-            after = settled(lambda: counts(server))
+            after = wait_until_stable(lambda: counts(server))
         assert after == [count + 1 for count in before]
 
 

@@ -71,11 +71,11 @@ def test_batch_of_prompts_with_n_has_all_choices(client: openai.OpenAI) -> None:
 
 
 def test_prompt_may_be_token_ids(client: openai.OpenAI, server: Server) -> None:
-    _, tokenised = server.post("/tokenize", {"model": MODEL, "prompt": "The sky is"})
+    _, tokenized = server.post("/tokenize", {"model": MODEL, "prompt": "The sky is"})
     by_text = complete(client, "The sky is", max_tokens=8)
-    by_ids = complete(client, tokenised["tokens"], max_tokens=8)
+    by_ids = complete(client, tokenized["tokens"], max_tokens=8)
     assert by_text.choices[0].text == by_ids.choices[0].text
-    _, text = server.post("/detokenize", {"model": MODEL, "tokens": tokenised["tokens"]})
+    _, text = server.post("/detokenize", {"model": MODEL, "tokens": tokenized["tokens"]})
     assert text["prompt"] == "The sky is"
 
 

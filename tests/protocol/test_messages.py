@@ -1,4 +1,4 @@
-"""Encoding of messages: nothing is lost, and steady decoding takes four bytes a slot."""
+"""Encoding of messages: nothing is lost, and an unchanged decode step takes four bytes per slot."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_decoded_scheduler_output_equals_the_original() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 64, 1024])
-def test_a_steady_decode_step_takes_few_bytes(rows: int) -> None:
+def test_an_unchanged_decode_step_takes_few_bytes(rows: int) -> None:
     slots = int32_bytes(np.arange(rows))
     changed = msgspec.msgpack.encode(SchedulerOutput(1_000_000, slots=slots))
     assert len(changed) <= 100 + 4 * rows

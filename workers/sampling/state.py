@@ -118,8 +118,8 @@ class SamplingState:
             self.has_penalties[slot]
             or self.typical_p[slot] < 1
             or any(
-                slot in wishes
-                for wishes in (
+                slot in changes
+                for changes in (
                     self.end_token_ids,
                     self.logit_bias,
                     self.allowed_tokens,

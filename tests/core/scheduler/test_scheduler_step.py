@@ -212,7 +212,7 @@ def test_an_unchanged_batch_is_not_sent_again():
     assert not any(step.chunks for step in harness.steps[1:])
 
 
-def test_steady_decode_costs_few_bytes_on_the_wire():
+def test_an_unchanged_decode_step_takes_few_bytes_on_the_wire():
     harness = Harness(max_num_seqs=100, num_blocks=2000, max_num_batched_tokens=4000)
     for n in range(100):
         # The lengths are spread, so that a quarter of the requests needs a block in each step.

@@ -177,11 +177,11 @@ async def test_a_request_is_suspected_until_it_gets_a_token(tmp_path: Path) -> N
         group = await client.submit([request(40), request(40), request(40)], request_id="r")
         await until(lambda: len(first.requests) == 3, first.receive)
         cores = [first]
-        suspect, bystander, _ = (sequence.request_index for sequence in group.sequences)
+        suspect, unsuspected, _ = (sequence.request_index for sequence in group.sequences)
         expected = [[True, False, False], [False, True, False], [False, False, False]]
         for epoch, suspicions in enumerate(expected, 8):
             lost = cores.pop()
-            lost.hub.send(b"client0", ReplicaLost(int32_bytes(suspect), int32_bytes(bystander)))
+            lost.hub.send(b"client0", ReplicaLost(int32_bytes(suspect), int32_bytes(unsuspected)))
             await until(functools.partial(lost.received.__contains__, LossNoted()), lost.receive)
             assert not client.ready
             lost.close()
@@ -193,7 +193,7 @@ async def test_a_request_is_suspected_until_it_gets_a_token(tmp_path: Path) -> N
             assert [sent.is_suspect for sent in core.requests] == suspicions
             core.step()
             await drive(core, read_next(group))
-            suspect, bystander = -1, core.requests[1].request_index
+            suspect, unsuspected = -1, core.requests[1].request_index
 
 
 class CrashingCores:

@@ -71,11 +71,11 @@ class Replica(RuleBasedStateMachine):
         return list(self.unit.children.values())
 
     @rule(data=st.data())
-    def die(self, data: st.DataObject) -> None:
+    def crash(self, data: st.DataObject) -> None:
         self.processes[data.draw(st.sampled_from(sorted(self.names)))].end()
 
     @rule(data=st.data())
-    def obey(self, data: st.DataObject) -> None:
+    def exit_as_requested(self, data: st.DataObject) -> None:
         process = self.processes[data.draw(st.sampled_from(sorted(self.names)))]
         if process.is_to_end:
             process.end()
