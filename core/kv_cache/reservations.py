@@ -27,7 +27,7 @@ class Reservations:
             self._give_back(request)
 
     def reclaim_latest(self, but: Request | None = None) -> bool:
-        """Free the reserved blocks of the request that arrived last, `but` excepted. Return False if there is none."""
+        """Free the blocks reserved for the last request to arrive, except `but`. Return False if there is none."""
         request = max(
             (request for request in self._requests.values() if request is not but),
             key=lambda request: request.arrival,

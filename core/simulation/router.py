@@ -18,7 +18,7 @@ class Router:
 
     Args:
         num_replicas: The number of replicas.
-        max_num_seqs: Sequences that a replica runs at once.
+        max_num_seqs: Sequences that a replica runs at the same time.
     """
 
     def __init__(self, num_replicas: int, max_num_seqs: int) -> None:

@@ -174,7 +174,7 @@ class Connection(HttpToolsProtocol):
     def _count_head_bytes(self, num_bytes: int) -> None:
         """Count bytes of the head; raise _RequestRefused beyond the limit.
 
-        `_num_since_body` misses heads that arrive together with other data.
+        `_num_since_body` does not count heads that arrive together with other data.
         """
         self._num_head_bytes += num_bytes
         if self._num_head_bytes > MAX_HEAD_BYTES:

@@ -1,4 +1,4 @@
-"""The command `engine run-batch`: answer a file of requests, with an engine of its own or a running server."""
+"""The command `engine run-batch`: answer a file of requests, with its own engine or a running server."""
 
 from __future__ import annotations
 

@@ -450,7 +450,7 @@ class Supervisor:
                 child.kill()
 
     def _check_run_dir(self) -> None:
-        """Warn once if the run directory is gone: running processes continue, but new ones cannot connect to them."""
+        """Warn once if the run directory was deleted: running processes go on, but new ones cannot connect to them."""
         if self._has_run_dir and not self._run_dir.exists():
             self._has_run_dir = False
             self._report(

@@ -1,4 +1,4 @@
-"""Signals that a process watches, in a process of their own."""
+"""Signals that a process watches, tested in a separate process."""
 
 from __future__ import annotations
 

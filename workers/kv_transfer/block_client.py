@@ -290,7 +290,7 @@ class BlockClient:
             self._lose(connection)
 
     def reset(self) -> None:
-        """Discard all transfers, because nobody waits for them anymore."""
+        """Discard all transfers, because no request waits for them anymore."""
         for connection in self._connections.values():
             for transfer in list(connection.transfers.values()):
                 self._finish(connection, transfer)

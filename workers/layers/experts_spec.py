@@ -31,7 +31,7 @@ class ExpertsSpec:
 
     If `scales_inputs`, the weights multiply the inputs of the experts instead of their outputs. If `has_expert_scales`,
     each expert has a stored factor on its weight. If `has_own_norms`, the experts are added to the layer's MLP: they,
-    the router and the MLP's output have norms of their own.
+    the router and the MLP's output have their own norms.
 
     All tokens also pass through an MLP of `shared_intermediate_size` elements, unless that is 0. If `has_shared_gate`,
     its output is multiplied by the sigmoid of a logit. If `latent_size` is not 0, experts read a projection of the

@@ -14,7 +14,7 @@ from ...state.request import Request, RequestKey
 class GrammarBackend(Protocol):
     """The operations on grammars that the scheduler needs. `StructuredOutputManager` implements them.
 
-    `SchedulerInterface.grammar_ready` reports the end of a compilation. Grammars that run in a process of their own
+    `SchedulerInterface.grammar_ready` reports the end of a compilation. Grammars that run in a separate process
     also report each next mask that way. A grammar that has refused tokens, or could not undo them, accepts no more
     tokens.
     """

@@ -1,4 +1,4 @@
-"""Limit how many prompts are computed in chunks at once, and how they share a step."""
+"""Limit how many prompts are computed in chunks at the same time, and how they share a step."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class Continuable(Protocol):
 
 
 class NothingToContinue(Exception):
-    """Raised if nobody waits for the rest of a request."""
+    """Raised if no client waits for the rest of a request."""
 
 
 class Recovery:

@@ -45,7 +45,7 @@ def compare_servers(
         rounds: The number of times that each server is measured.
         rate: Sessions that start per second.
         burstiness: See `arrival_times`.
-        max_concurrency: Maximum sessions at once.
+        max_concurrency: Maximum number of concurrent sessions.
         num_warmups: The number of requests to each server before the measurements.
 
     Returns:

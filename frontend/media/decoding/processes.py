@@ -46,7 +46,7 @@ DEFAULT_LIMITS: Final = DecoderLimits()
 _GRACE_S: Final = 5.0
 
 _MAX_TRIES: Final = 3
-"""Maximum number of processes that get a file, if they end for reasons that need not be the file's fault."""
+"""Maximum number of processes that get a file, if they end for reasons that may not be the file's fault."""
 
 
 class _Lost(Exception):

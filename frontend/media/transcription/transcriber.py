@@ -84,7 +84,7 @@ class _CountedSound:
         self._loop = asyncio.get_running_loop()
 
     def read(self, num_samples: int) -> Float32Array:
-        """Return at least so many of the next samples; fewer only at the end."""
+        """Return at least this many of the next samples, or fewer at the end."""
         samples = self._sound.read(num_samples)
         if len(samples) < num_samples:
             self._loop.call_soon_threadsafe(self._leave)

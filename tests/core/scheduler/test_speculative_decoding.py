@@ -108,7 +108,7 @@ def test_5_1_drafts_are_trimmed_to_the_budget_and_the_length():
     short.add(5, 3)
     short.step()
     short.schedule()
-    # One token is known, one more may be drafted: the third is the last.
+    # One token is known, and only one more may be drafted, because the third token is the last.
     assert short.batch == {0: 2}
     short.drain()
 

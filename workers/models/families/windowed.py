@@ -301,7 +301,7 @@ def _step3(fields: ConfigFields) -> ModelSpec:
     fields = _first_layers(fields, num_layers)
     size = head_dim(fields)
     slides = sliding_layers(fields, lambda _: False)
-    # The sliding layers' heads are in a field of their own, or in a section that replaces fields of the config.
+    # The sliding layers' heads are in a separate field, or in a section that replaces fields of the config.
     own = fields.section("attention_other_setting") or fields
     num_heads = fields.integer("num_attention_heads")
     num_local = fields.integer(

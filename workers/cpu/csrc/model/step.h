@@ -61,7 +61,7 @@ struct DecodeBatch {
   const SamplingRows* sampling;  // without slots and positions; null to choose the most likely tokens
   const int32_t* num_drafts;     // [num_slots], how many may be verified; null for none
   DraftLookup* lookup;           // has the drafts of this step and receives those of the next; null for none
-  int32_t* tokens;               // [num_slots and drafts], as TokenChooser returns them; those that count come first
+  int32_t* tokens;               // [num_slots and drafts], as TokenChooser returns them; the accepted tokens come first
   int32_t* num_sampled;          // [num_slots], how many of these tokens a request has
   int32_t* num_verified;         // [num_slots], how many drafts were computed
   const int32_t* adapters;       // [slots], as those of a step; or null
