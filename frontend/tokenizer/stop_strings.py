@@ -69,7 +69,7 @@ _automaton = lru_cache(maxsize=_CACHED_AUTOMATA)(_Automaton)
 
 
 class StopStrings:
-    """The matching state of one text. The match that ends first wins; of several, the longest."""
+    """The matching state of one text. The match that ends first wins. If several end there, the longest wins."""
 
     __slots__ = ("_automaton", "_node")
 

@@ -4,18 +4,18 @@
     scripts/bench/run gpu --only kernels "small products" "prefill tiles"
     scripts/bench/run gpu --device cpu --tiny
 
-Call A asks whether results are right, B how fast it is, and C why; `on_gpu/plan.py` has their parts. On a machine
-without a network use `scripts/bench/on_gpu/first.sh` instead.
+Call A checks whether the results are right, call B measures the speed, and call C finds out what limits it;
+`on_gpu/plan.py` lists their parts. On a machine without a network, use `scripts/bench/on_gpu/first.sh` instead.
 
-Weights are made up, in the shapes of Llama-3.1-8B and Qwen3-0.6B. What the device can do is measured in the same run: a
-copy, and a bfloat16 product. The served part writes a checkpoint of 16 GB to the folder of temporary files (TMPDIR).
-With --tiny it only shows that the program works.
+The weights are random, with the shapes of Llama-3.1-8B and Qwen3-0.6B. The limits of the device are measured in the
+same run, with a copy and a bfloat16 product. The served part writes a checkpoint of 16 GB to the folder for temporary
+files (TMPDIR). With --tiny, the run only shows that the program works.
 
-A part is a process of its own with a time limit, and the first parts of a call matter most. A process whose kernel
-failed can no longer use the GPU, so another one goes on with what is left of its part; what failed in agreement is
-tried once more without graphs, waiting for each launch. What does not fit into the memory, and what needs a missing
-program, is skipped. The first part names the modules that are missing; if any is, no other part begins unless --only
-names it.
+Each part runs in its own process with a time limit, and the first parts of a call matter most. A process whose kernel
+failed can no longer use the GPU, so another process continues with the rest of its part. Comparisons with the CPU that
+failed are repeated once without graphs, waiting for each launch. Measurements that do not fit into the memory or need a
+missing program are skipped. The first part lists missing modules. If any is missing, only the parts that --only names
+are started.
 
 Each figure is written to FILE as soon as it is known. A file next to it, which ends in .log, has all error output of
 the parts. At the end come the figures that have targets, and the failures.

@@ -1,4 +1,4 @@
-"""The core as a process of its own."""
+"""The core in a separate process."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ class AdapterTable:
         return PackedChange(self._pack_matrix(self._format, downs.flatten(0, 1)), ups)
 
     def install(self, number: int, packed: PackedChange | None) -> None:
-        """Replace the adapter with this number; None if the new one does not change this product."""
+        """Replace the adapter with this number. Pass None if the new one does not change this product."""
         entry = Adapter()
         if packed is not None and packed.whole is not None:
             entry.whole = ctypes.addressof(packed.whole)

@@ -40,7 +40,7 @@ class LowRankChanges(Protocol):
         """Return an adapter's factors for each matrix in the form that `install` takes. May run in another thread."""
 
     def install(self, number: int, packed: Any) -> None:
-        """Replace the adapter with this number; None if the new one does not change this product."""
+        """Replace the adapter with this number. Pass None if the new one does not change this product."""
 
     def add(self, y_TO: Tensor, x_TI: Tensor, adapters: StepAdapters) -> None:
         """Add the change of each row's adapter to the outputs `y_TO` for the inputs `x_TI`."""
@@ -90,7 +90,7 @@ class TorchLowRank:
         )
 
     def install(self, number: int, packed: tuple[Linear, Linear] | None) -> None:
-        """Replace the adapter with this number; None if the new one does not change this product."""
+        """Replace the adapter with this number. Pass None if the new one does not change this product."""
         self._installed.pop(number, None)
         if packed is not None:
             self._installed[number] = packed

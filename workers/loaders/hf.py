@@ -228,7 +228,7 @@ class HFCheckpoint(Checkpoint):
 
 
 def _tensors_of(file: SafetensorsFile, name: str, stacking: _Stacking) -> dict[str, _StoredTensor]:
-    """Return the tensor by its name, or each expert's part if it stacks the tensors of all experts."""
+    """Return the tensor with this name, or each expert's part of a tensor that has all experts."""
     stacked = _STACKED.fullmatch(name)
     if stacked is None:
         return {name: _StoredTensor(file, name)}

@@ -101,7 +101,7 @@ class ScoreHead:
         return layers
 
     def install(self, number: int, packed: dict[str, _Layer] | None) -> None:
-        """Replace the adapter with this number; None if the new one does not change the head."""
+        """Replace the adapter with this number. Pass None if the new one does not change the head."""
         self._installed.pop(number, None)
         if packed is not None:
             self._installed[number] = packed

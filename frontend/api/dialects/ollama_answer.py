@@ -67,7 +67,7 @@ class _OllamaAnswer(ChatAnswer):
         return OllamaChunks(self)
 
     def head(self) -> Json:
-        """Return the fields of every line."""
+        """Return the fields that every line has."""
         return head_of(self.request.model or str(self.envelope["model"]))
 
     def logprobs(self, delta: Delta) -> Json:

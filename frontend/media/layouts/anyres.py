@@ -54,7 +54,7 @@ def _tile(
 
 
 def _best_grid(width: int, height: int, config: AnyresProcessor) -> tuple[int, int]:
-    """Return the grid in which the image keeps most of its pixels; of several, the smallest."""
+    """Return the grid in which the image keeps the most pixels. If several do, return the smallest."""
 
     def kept_and_unused(grid: tuple[int, int]) -> tuple[int, int]:
         columns, rows = (count * config.side for count in grid)

@@ -64,8 +64,8 @@ def canvas(image: Image.Image, config: CanvasProcessor) -> Parts:
 def _least_scale(width: int, height: int, side: int, max_tiles: int) -> tuple[int, int]:
     """Return the columns and rows of the grid that changes the image's scale least.
 
-    If no grid avoids shrinking, this is the smallest grid that shrinks the image least. Otherwise it is the grid that
-    enlarges the image least; of several, the smallest.
+    If every grid shrinks the image, this is the smallest grid that shrinks it least. Otherwise it is the smallest grid
+    that enlarges it least.
     """
     sides = range(1, max_tiles + 1)
     grids = [(columns, rows) for columns in sides for rows in sides if columns * rows <= max_tiles]

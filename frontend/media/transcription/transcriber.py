@@ -34,7 +34,7 @@ MAX_WINDOWS: Final = 32
 """Windows of all sounds that are decoded at the same time. One of 30 s takes 3 MB."""
 
 MAX_SOUNDS: Final = 8
-"""Files that are read at the same time, each by a process of its own. A short one is read at once."""
+"""Number of files that are read at the same time, each in its own process. A short file is read in one call."""
 
 TextReceiver: TypeAlias = Callable[[str, list[PositionLogprobs]], Awaitable[None]]
 """Function that receives a piece of text and the log-probabilities of its tokens."""

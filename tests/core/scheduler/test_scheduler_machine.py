@@ -1,4 +1,4 @@
-"""Random traffic: the invariants hold after every step, and every output is that of the request alone."""
+"""Random traffic: the invariants hold after every step, and every request has the same output as when it runs alone."""
 
 from __future__ import annotations
 

@@ -190,7 +190,7 @@ def _texts_of_images(kind, path, name, others, images):
     ]
 
 
-# The processor of SmolVLM needs a package for numbers as words; its prompts are those of Idefics3.
+# The processor of SmolVLM needs a package that spells out numbers. Its prompts are the same as those of Idefics3.
 @pytest.mark.parametrize(
     "kind",
     [

@@ -264,7 +264,7 @@ CAPTURED = {
     "prompts": ([(0, 40), (90, 70)], 128),
     "one token": ([(0, 1)], 4),
 }
-"""The requests of a step, and the most tokens that a request of its graph may have."""
+"""The requests of a step, and the maximum number of tokens of a request in its graph."""
 
 
 @pytest.mark.parametrize("backend_name", ["triton_paged", "triton_batch_invariant"])

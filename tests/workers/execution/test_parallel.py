@@ -121,9 +121,9 @@ OTHER_LAYERS = {
             "linear_head_dim": 8,
         },
     ),
-    # Steps of all channels are products of a sum over the ranks, and no layer attends.
+    # The time steps of all channels come from a product that is summed over the ranks. No layer has attention.
     "mamba": ("MambaConfig", "MambaForCausalLM", {"state_size": 8, "time_step_rank": 5}),
-    # Experts behind a projection, whose sum all ranks have.
+    # The experts follow a projection, whose sum all ranks have.
     "nemotron-h": (
         "NemotronHConfig",
         "NemotronHForCausalLM",

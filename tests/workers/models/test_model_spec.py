@@ -154,7 +154,7 @@ def test_unsupported_configs_are_rejected(differences, message):
 
 
 def test_a_published_kimi_linear_config_is_read():
-    """Its layers are numbered from 1, and several fields have names of their own."""
+    """Its layers are numbered from 1, and several fields have different names."""
     config = LLAMA | {
         "architectures": ["KimiLinearForCausalLM"],
         "model_type": "kimi_linear",

@@ -142,10 +142,10 @@ class DraftHead:
 
     @torch.inference_mode()
     def propose(self, computed: ComputedRows, drafts: Drafts, *, samples: bool) -> int:
-        """Run the head for the tokens of a step, and write drafts for the slots that may have some.
+        """Run the head for the tokens of a step, and write drafts for the slots that may have drafts.
 
-        Return the number of passes through the head, which equals the most drafts of one request. Unless `samples` is
-        true, nothing was sampled and no drafts are written.
+        Return the number of passes through the head, which is the largest number of drafts in a slot. If `samples` is
+        false, nothing was sampled and no drafts are written.
         """
         slots_S = computed.slots_S.astype(np.int64)
         lengths_S = self._num_tokens[slots_S].astype(np.int64)

@@ -153,7 +153,7 @@ class DraftModel:
 
     @torch.inference_mode()
     def propose(self, computed: ComputedRows, drafts: Drafts, *, samples: bool) -> int:
-        """Write drafts for the slots that may have some. Return the number of passes through the draft model.
+        """Write drafts for the slots that may have drafts. Return the number of passes through the draft model.
 
         Unless `samples` is true, only compute the tokens that the model has computed. A pass computes at most as many
         tokens as a step of the model. Requests with more missing tokens get no drafts yet.

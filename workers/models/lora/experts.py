@@ -48,7 +48,7 @@ class ExpertChanges:
         return packed
 
     def install(self, number: int, packed: _Packed | None) -> None:
-        """Replace the adapter with this number; None if the new one does not change these products."""
+        """Replace the adapter with this number. Pass None if the new one does not change these products."""
         self._installed.pop(number, None)
         if packed is not None:
             self._installed[number] = packed

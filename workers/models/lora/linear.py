@@ -48,7 +48,7 @@ class AdaptedLinear:
         return self._changes.pack(factors)
 
     def install(self, number: int, packed: Any) -> None:
-        """Replace the adapter with this number; None if the new one does not change this product."""
+        """Replace the adapter with this number. Pass None if the new one does not change this product."""
         self._changes.install(number, packed)
 
 

@@ -81,4 +81,4 @@ class AdaptedProduct(Protocol):
         """
 
     def install(self, number: int, packed: Any) -> None:
-        """Replace the adapter with this number; None if the new one does not change this product."""
+        """Replace the adapter with this number. Pass None if the new one does not change this product."""

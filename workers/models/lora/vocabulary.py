@@ -56,7 +56,7 @@ class VocabularyChanges:
         return self._make(change, self._loras.kernels, self._loras.dtype, self._bias_v)
 
     def install(self, number: int, packed: RowChange | None) -> None:
-        """Replace the adapter with this number; None if the new one does not change this matrix."""
+        """Replace the adapter with this number. Pass None if the new one does not change this matrix."""
         self._installed.pop(number, None)
         if packed is not None:
             self._installed[number] = packed

@@ -63,7 +63,7 @@ constexpr int kSumParts = 16;
 
 // The running softmax of each row over the keys processed so far.
 struct AttentionState {
-  float* maximum;  // [rows], of scores times log2(e)
+  float* maximum;  // [rows], the maximum of the scores times log2(e)
   float* sum;      // [rows][kSumParts]
   float* values;   // [rows][padded value_dim], the weighted sum of values
 };

@@ -37,8 +37,10 @@ struct ModelShape {
   NormKind norm;        // the kind of all norms
   int32_t is_bidirectional;  // a token sees its whole sequence, of which a step has all tokens or none
   int32_t keeps_block;       // the residual stream is normed between a block's last product and its addition
-  int32_t router_size;  // the most logits of a layer's router, with that of the shared experts' gate; 0 without experts
-  int32_t projection_size, mixed_size;  // the most numbers that a layer's first products have, and a product reads
+  // the maximum number of logits of a router, including the gate of the shared experts; 0 without experts
+  int32_t router_size;
+  // the maximum numbers of outputs of a layer's first products, and of inputs of a product
+  int32_t projection_size, mixed_size;
   int32_t num_streams;  // the streams of a token, with alternating updates; otherwise 0
   int32_t input_size;   // the inputs of this stage's layers and of those behind it; 0 without
   LatentShape latent;

@@ -36,9 +36,9 @@ struct Step {
   const int32_t* placed;         // [num_tokens], the row of `encoded` in place of each token or -1; null if none has one
   const float* encoded;          // [rows, encoded_stride], outputs of encoders, which begin with a hidden state
   int64_t encoded_stride;
-  const int32_t* rotary;  // [num_tokens, 3], positions of embeddings with axes; null if all are those of `positions`
-  const int32_t* visible;        // [num_tokens][2], the first position that each token sees even outside of its window,
-                                 // and the one after the last; null if each sees those up to its own
+  const int32_t* rotary;  // [num_tokens, 3], positions on three axes; null if they all equal `positions`
+  const int32_t* visible;        // [num_tokens][2], the first position that each token sees even outside its window,
+                                 // and the end of its range; null if each token sees positions up to its own
   int32_t spans_need_windows;    // only layers with a window follow `visible`
   const int32_t* source_lens;    // [num_sequences], or of the rows `table_rows`: the outputs of an encoder that each reads
   float* source_queries;         // receives the queries to sources, [layers that read them, num_tokens, query elements]; or

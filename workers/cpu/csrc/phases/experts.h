@@ -93,7 +93,7 @@ class Experts {
   std::vector<int32_t> chosen_;
   std::vector<float> weights_;
   std::vector<int> places_;
-  std::vector<int> next_;  // place of each expert
+  std::vector<int> next_;  // the next free place of each expert, or of each peer
   int64_t next_serial_ = 0;
   // For the choices, ordered by expert.
   Buffer activations_, outputs_;

@@ -52,7 +52,7 @@ struct SamplingRows {
   const int64_t* grammar_words;    // the number of words of each mask
   const LogprobRows* logprobs;     // null if no slot wants any
   const int64_t* slots;            // [rows]
-  const int32_t* positions;        // [rows], of the token to be chosen
+  const int32_t* positions;        // [rows], the position of the token to choose
 };
 
 // Chooses tokens, one row at a time. Each thread needs its own object, because calls reuse its buffers.
