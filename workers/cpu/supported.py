@@ -21,6 +21,9 @@ def unsupported_features(spec: ModelSpec) -> list[str]:
         "experts beside attention": spec.is_parallel
         and any(layer.experts is not None for layer in spec.layers),
         "Mamba-1 layers": any(isinstance(layer.recurrent, Mamba1) for layer in spec.layers),
+        "experts that return their input, or shortcuts": any(
+            each.num_identities or each.is_shortcut for each in experts
+        ),
         "norms within blocks": spec.has_inner_norms,
         "bounded decays": any(
             isinstance(layer.recurrent, KimiDeltaAttention) and layer.recurrent.lowest_log_decay

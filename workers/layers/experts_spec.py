@@ -36,7 +36,11 @@ class ExpertsSpec:
     All tokens also pass through an MLP of `shared_intermediate_size` elements, unless that is 0. If `has_shared_gate`,
     its output is multiplied by the sigmoid of a logit. If `latent_size` is not 0, experts read a projection of the
     hidden state to `latent_size` elements, and the sum of their outputs is projected back. `gate_limit` applies to the
-    experts, not to the shared MLP.
+    experts, not to the shared MLP. A token may also choose `num_identities` experts that return their input; they come
+    last.
+
+    If `is_shortcut`, the layer has an MLP, too. The output of the experts is added after the next layer instead of
+    after this one (arXiv 2404.05019).
     """
 
     num_experts: int
@@ -60,4 +64,6 @@ class ExpertsSpec:
     has_shared_gate: bool = False
     latent_size: int = 0
     gate_limit: GateLimit | None = None
+    num_identities: int = 0
+    is_shortcut: bool = False
     logit_softcap: float = 0.0

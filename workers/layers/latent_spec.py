@@ -30,7 +30,7 @@ class LatentSpec:
     vector, and one rotated key of `rotary_dim` elements for all heads. A head's query and key have another `plain_dim`
     elements without rotation, and its value has `value_dim`. Queries are products of a vector of `query_rank` elements,
     or of the hidden state if that is None. With an `indexer`, tokens attend only to some keys, and each index key is
-    stored after the token's key.
+    stored after the token's key. The normed latent vector is multiplied by `multiplier`.
     """
 
     query_rank: int | None
@@ -40,3 +40,4 @@ class LatentSpec:
     value_dim: int
     norm_eps: float = 1e-6
     indexer: IndexerSpec | None = None
+    multiplier: float = 1.0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from typing import Any, Final
 
 import torch
@@ -132,6 +132,9 @@ class Decoder(TorchDecoder):
             _layer(spec.for_layer(layer), layer, weights, f"layers.{i}.", attention, shard, kernels)
             for i, layer in zip(shard.layers, layers, strict=True)
         ]
+        for previous, current in pairwise(self._layers):
+            if isinstance(previous, DecoderLayer) and isinstance(current, DecoderLayer):
+                current.previous = previous if previous.shortcut is not None else None
         self._last_streams: Streams | None = None
         if shard.is_last:
             if spec.altup is not None:

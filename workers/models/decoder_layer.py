@@ -130,7 +130,14 @@ class DecoderLayer:
         self._mlp: MLP | Experts | None = None
         if not layer.has_mlp:
             return
+        self.shortcut: Experts | None = None
+        self.shortcut_TD: Tensor | None = None
+        self.previous: DecoderLayer | None = None
+        """The layer before this one, if the output of its experts is added after this one."""
         experts = layer.experts
+        if experts is not None and experts.is_shortcut:
+            self.shortcut = Experts(spec, experts, weights, f"{prefix}shortcut.", shard, kernels)
+            experts = None
         if experts is not None and experts.has_own_norms:
             self._beside = ExpertsBesideMLP(spec, experts, weights, prefix, shard, kernels)
             experts = None
@@ -148,7 +155,9 @@ class DecoderLayer:
             self._mlp = Experts(
                 spec, experts, weights, f"{prefix}mlp.", shard, kernels, layer.gate_limit
             )
-        self._mlp_input_norm = norm(norms.mlp_input, self._mlp.gate_up)
+        # Experts need the exact values of the norm.
+        consumer = None if self.shortcut is not None else self._mlp.gate_up
+        self._mlp_input_norm = norm(norms.mlp_input, consumer)
         self._mlp_output_norm = norm(norms.mlp_output)
 
     def forward(
@@ -184,7 +193,13 @@ class DecoderLayer:
             if self._mlp_input_norm is not None:
                 x = self._mlp_input_norm(x_TD)
             return block_TD.add_(self._mlp.forward(x))
-        block_TD = self._mlp.forward(added(x_TD, block_TD, self._spec, self._mlp_input_norm))
+        x = added(x_TD, block_TD, self._spec, self._mlp_input_norm)
+        if self.shortcut is not None:
+            self.shortcut_TD = self.shortcut.forward(x)
+        block_TD = self._mlp.forward(x)
+        if self.previous is not None and self.previous.shortcut_TD is not None:
+            block_TD = block_TD + self.previous.shortcut_TD
+            self.previous.shortcut_TD = None
         if self._beside is not None:
             block_TD = self._beside.forward(block_TD, x_TD)
         if self._mlp_output_norm is not None:
@@ -211,6 +226,8 @@ class DecoderLayer:
         """The mixture of experts of the layer, if it has one."""
         if self._beside is not None:
             return self._beside.experts
+        if self.shortcut is not None:
+            return self.shortcut
         return self._mlp if isinstance(self._mlp, Experts) else None
 
     def _add_and_norm(self, x_TD: Tensor, block_TD: Tensor | None, norm: RMSNorm | None) -> None:

@@ -41,7 +41,7 @@ class Router:
         kernels: LayerKernels,
     ) -> None:
         self._spec = spec
-        num_experts = spec.num_experts
+        num_experts = spec.num_experts + spec.num_identities
         self._multiply = kernels.router_linear(
             weights.read_float32(f"{prefix}weight", num_experts, hidden_size)
         )
@@ -182,7 +182,8 @@ class Experts:
             if experts.has_biases:
                 gate_up_biases.append(weights.read_biases(rows))
                 down_biases.append(weights.read(f"{name}down_proj.bias", size))
-        weights.skip([f"{prefix}experts.{expert}." for expert in placement.elsewhere])
+        identities = range(experts.num_experts, experts.num_experts + experts.num_identities)
+        weights.skip([f"{prefix}experts.{i}." for i in (*placement.elsewhere, *identities)])
         self._gate_up_changes = self._down_changes = None
         if weights.loras is not None and kernels.finds_rows and self._group is None:
             self._gate_up_changes, self._down_changes = (
@@ -219,6 +220,13 @@ class Experts:
         `router_x_TD` is the router's input, if it differs from the experts' input.
         """
         experts_TC, weights_TC = self._router(x_TD if router_x_TD is None else router_x_TD)
+        identity_T1: Tensor | None = None
+        if self._spec.num_identities:
+            is_identity_TC = experts_TC >= self._spec.num_experts
+            identity_T1 = weights_TC.masked_fill(~is_identity_TC, 0.0).sum(-1, keepdim=True)
+            weights_TC = weights_TC.masked_fill(is_identity_TC, 0.0)
+            if self._group is not None:
+                experts_TC = experts_TC.masked_fill(is_identity_TC, 0)
         x_TL = x_TD if self._to_latent is None else self._to_latent(x_TD)
         if self._group is None:
             y_TL = self._own_outputs(x_TL, experts_TC, weights_TC)
@@ -228,6 +236,8 @@ class Experts:
             y_TL[rows] = self._exchange(self._group, x_TL[rows], experts_TC[rows], weights_TC[rows])
         y_TL = self._tensor_parallel.sum(y_TL)
         y_TD = y_TL if self._from_latent is None else self._from_latent(y_TL)
+        if identity_T1 is not None:
+            y_TD = y_TD + (x_TD * identity_T1).to(y_TD.dtype)
         return y_TD if self._shared is None else y_TD.add_(self._shared_output(x_TD))
 
     def join_round(self, like: Tensor) -> None:
@@ -247,9 +257,9 @@ class Experts:
         """Return the weighted sums [T, L] of the outputs of this rank's experts."""
         num_own = len(self._placement.experts)
         expert_A = (experts_TC - self._placement.experts.start).flatten()
-        if self._placement.elsewhere:
+        if self._placement.elsewhere or self._spec.num_identities:
             is_elsewhere_A = (expert_A < 0) | (expert_A >= num_own)
-            # Sort choices of other ranks' experts to the end, where no expert computes them.
+            # Sort choices of other ranks' experts, and of identities, to the end, where no expert computes them.
             expert_A = expert_A.masked_fill(is_elsewhere_A, num_own)
             weights_TC = weights_TC.masked_fill(is_elsewhere_A.view_as(weights_TC), 0.0)
         sorted_A, order_A = expert_A.sort(stable=True)

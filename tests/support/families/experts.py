@@ -139,6 +139,19 @@ WITH_EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "minicpm3": ("MiniCPM3", LATENT),
     "phi-moe-one": ("Phimoe", {"num_local_experts": 5, "num_experts_per_tok": 1}),
+    "longcat": (
+        "LongcatFlash",
+        LATENT
+        | {
+            "num_layers": 2,
+            "n_routed_experts": 5,
+            "zero_expert_num": 3,
+            "head_dim": 8,
+            "moe_topk": 3,
+            "expert_ffn_hidden_size": 24,
+            "ffn_hidden_size": 40,
+        },
+    ),
     "youtu": ("Youtu", LATENT | {"tie_word_embeddings": True, "attention_bias": True}),
     "mistral4": (
         "Mistral4",

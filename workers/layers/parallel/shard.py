@@ -75,6 +75,14 @@ class ModelShard:
                     f"--pipeline-parallel-size {num_stages}: every stage must begin with a layer that "
                     f"selects keys, and too few of the model's {num_layers} layers do; use fewer stages"
                 )
+        # The experts of the layer before a stage's first one must not be added within the stage.
+        shortcuts = [x.experts is not None and x.experts.is_shortcut for x in spec.layers]
+        starts = [start - 1 if start and shortcuts[start - 1] else start for start in starts]
+        if len(set(starts)) < num_stages:
+            raise ConfigError(
+                f"--pipeline-parallel-size {num_stages}: too many for the model, which has {num_layers} layers; use fewer "
+                "stages"
+            )
         start, stop = [*starts, num_layers][stage : stage + 2]
         return cls(range(start, stop), num_layers, tensor_parallel, has_whole_experts, expert_group)
 

@@ -231,6 +231,65 @@ def _minicpm3(fields: ConfigFields) -> ModelSpec:
     )
 
 
+def _longcat(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of a LongCat-Flash. Each of its layers has two attentions and MLPs, and is two layers here."""
+    count = fields.layer_count("num_layers")
+    hidden_size = fields.integer("hidden_size")
+    size = fields.integer("expert_ffn_hidden_size", 2048)
+    fields = fields.with_values(
+        {
+            "num_hidden_layers": 2 * count,
+            "moe_intermediate_size": size,
+            "intermediate_size": fields.integer("ffn_hidden_size", 12_288),
+        }
+    ).with_defaults(rms_norm_eps=1e-5)
+    experts = read_experts(
+        fields,
+        512,
+        12,
+        renormalizes=False,
+        scale=fields.positive("routed_scaling_factor", 6.0),
+        has_correction_bias=True,
+        num_identities=fields.integer("zero_expert_num", 256, minimum=0),
+        is_shortcut=True,
+    )
+    modules = "self_attn|mlps|input_layernorm|post_attention_layernorm"
+    # The mark "@" keeps later rules from renaming what these have renamed.
+    experts_names = tuple(
+        (rf"\.layers\.{i}\.mlp\.", f".layers.@{2 * i}.shortcut.") for i in range(count)
+    )
+    names = tuple(
+        (rf"\.layers\.{i}\.({modules})\.{j}\.", rf".layers.@{2 * i + j}.\1.")
+        for i in range(count)
+        for j in range(2)
+    )
+    rope = read_rope(fields, fields.integer("qk_rope_head_dim", 64), theta=10_000_000.0)
+    spec = latent_spec(
+        fields,
+        layers=uniform_layers(fields, rope),
+        rope_order="interleaved",
+        tensor_names=(
+            *experts_names,
+            *names,
+            (r"\.layers\.@", ".layers."),
+            (r"\.mlps\.", ".mlp."),
+            (r"\.shortcut\.router\.classifier\.bias$", ""),
+            (r"\.shortcut\.router\.(classifier\.)?", ".shortcut.gate."),
+            (r"^(model\.)?mtp\..*", ""),
+        ),
+    )
+    latent = spec.latent
+    assert latent is not None and latent.query_rank is not None
+    return with_experts(
+        spec,
+        experts,
+        lambda i: i % 2 == 0,
+        latent=replace(latent, multiplier=(hidden_size / latent.kv_rank) ** 0.5),
+        # The same factor for queries.
+        attention_scale=spec.attention_scale * (hidden_size / latent.query_rank) ** 0.5,
+    )
+
+
 FAMILIES = (
     Family("AXK1ForCausalLM", "axk1", _axk1),
     Family("DeepseekV2ForCausalLM", "deepseek_v2", _deepseek_v2),
@@ -238,6 +297,7 @@ FAMILIES = (
     Family("DeepseekV32ForCausalLM", "deepseek_v32", _sparse_latent),
     Family("GlmMoeDsaForCausalLM", "glm_moe_dsa", _sparse_latent),
     Family("Glm4MoeLiteForCausalLM", "glm4_moe_lite", _glm4_moe_lite),
+    Family("LongcatFlashForCausalLM", "longcat_flash", _longcat),
     Family("MiniCPM3ForCausalLM", "minicpm3", _minicpm3),
     Family("Mistral4ForCausalLM", "mistral4", _mistral4),
     Family("SarvamMLAForCausalLM", "sarvam_mla", _sarvam_mla),

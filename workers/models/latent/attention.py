@@ -76,7 +76,9 @@ class LatentAttention:
         if self._is_gated:
             self._sizes.append(len(rows[-1].part))
         self._key_norm = RMSNorm(
-            weights.read_vector(f"{prefix}kv_a_layernorm.weight", latent.kv_rank), latent.norm_eps
+            weights.read_vector(f"{prefix}kv_a_layernorm.weight", latent.kv_rank)
+            * latent.multiplier,
+            latent.norm_eps,
         )
         keys_HPC, values_HVC = read_expansions(spec, latent, weights, prefix, heads)
         self._keys_HPC = keys_HPC.contiguous()
