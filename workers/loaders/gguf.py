@@ -181,6 +181,7 @@ _INTERLEAVED = (
     "smollm3",
     "xverse",
     "granite",
+    "granite_swa",
     "granitehybrid",
     "granitemoe",
     "mistral3",

@@ -265,6 +265,20 @@ def _olmo2(fields: ModelFields) -> dict[str, Any]:
     return {"model_type": "olmo2", "architectures": ["Olmo2ForCausalLM"]}
 
 
+def _granite_swa(fields: ModelFields) -> dict[str, Any]:
+    num_layers = fields.layer_count("block_count")
+    rotates = fields.per_layer("attention.rope_pattern", num_layers) or [True] * num_layers
+    theta = fields.positive("rope.freq_base", 10_000.0)
+    return granite(fields) | {
+        "model_type": "granite_swa",
+        "architectures": ["GraniteSWAForCausalLM"],
+        "sliding_window": fields.integer("attention.sliding_window", 128),
+        "layer_types": layer_types(fields, default_period=4),
+        # A base of 0 means no rotation.
+        "layer_rope_theta": [theta if rotated else 0 for rotated in rotates],
+    }
+
+
 def _apertus(fields: ModelFields) -> dict[str, Any]:
     return family(
         fields,
@@ -330,6 +344,7 @@ DENSE: dict[str, Translate] = {
     "gpt2": _gpt2,
     "gptneox": _gptneox,
     "granite": granite,
+    "granite_swa": _granite_swa,
     "hunyuan-dense": _hunyuan_dense,
     "internlm2": _plain_llama,
     "jais2": _jais2,

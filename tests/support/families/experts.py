@@ -143,7 +143,7 @@ WITH_EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
         "LongcatFlash",
         LATENT
         | {
-            "num_layers": 2,
+            "num_hidden_layers": 4,
             "n_routed_experts": 5,
             "zero_expert_num": 3,
             "head_dim": 8,
