@@ -462,7 +462,7 @@ class ReplicaLost(msgspec.Struct, tag="lost", array_like=True, gc=False, frozen=
 
     It lists the client's requests in the steps in flight: `suspects` int32 had no token since their admission, and
     `unsuspected` int32 had one. If `is_own`, the error occurred in the core, so any request may have caused it, and
-    none is listed.
+    no request is listed.
     """
 
     suspects: I32 = b""

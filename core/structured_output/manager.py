@@ -161,7 +161,7 @@ class StructuredOutputManager:
             if isinstance(state, GrammarState):
                 states[row] = state
             elif state.mask is not None:
-                # If the vocabulary fills the last word, llguidance's masks have one word more.
+                # If the vocabulary fills the last word, llguidance's masks have one more word.
                 bitmask[row] = np.frombuffer(state.mask, np.int32)[: self._num_words]
         if len(states) == 1:
             [(row, only)] = states.items()

@@ -50,14 +50,18 @@ class _Vocabulary:
     def strings(self, key: str) -> list[str]:
         values = self.get(key)
         if not isinstance(values, list):
-            raise CheckpointError(self.path, f"there is no tokenizer.ggml.{key}; convert it again")
+            raise CheckpointError(
+                self.path, f"there is no tokenizer.ggml.{key}; convert the model again"
+            )
         return values
 
     def numbers(self, key: str) -> list[Any]:
         """Return an array with one number per token."""
         values = self.get(key)
         if not isinstance(values, np.ndarray):
-            raise CheckpointError(self.path, f"there is no tokenizer.ggml.{key}; convert it again")
+            raise CheckpointError(
+                self.path, f"there is no tokenizer.ggml.{key}; convert the model again"
+            )
         if len(values) != len(self.tokens):
             raise CheckpointError(
                 self.path,
@@ -136,7 +140,7 @@ def _read(path: str | PathLike[str], metadata: Mapping[str, Any]) -> _Vocabulary
     tokens = [token or f"[EMPTY_{i}]" for i, token in enumerate(vocabulary.strings("tokens"))]
     if len(set(tokens)) != len(tokens):
         raise CheckpointError(
-            path, "tokenizer.ggml.tokens contains a token twice; convert it again"
+            path, "tokenizer.ggml.tokens contains a token twice; convert the model again"
         )
     typed = _Vocabulary(path, metadata, tokens, [int(TokenType.NORMAL)] * len(tokens))
     if typed.get("token_type") is None:

@@ -131,7 +131,7 @@ class DeviceExecution:
 
     @property
     def _max_step_tokens(self) -> int:
-        """Return the maximum number of tokens of a step. No request has more than fit into its slot."""
+        """Return the maximum number of tokens of a step. No request has more tokens than its slot can hold."""
         return min(self._max_tokens, self._batch.num_slots * self._batch.max_model_len)
 
     def _run(self, plan: StepPlan) -> None:

@@ -20,7 +20,7 @@ class Histogram(msgspec.Struct):
 
     @classmethod
     def with_bounds(cls, bounds: tuple[float, ...]) -> Histogram:
-        """Return an empty histogram."""
+        """Return an empty histogram with these bounds."""
         return cls(list(bounds), [0] * (len(bounds) + 1))
 
     def observe(self, value: float, times: int = 1) -> None:

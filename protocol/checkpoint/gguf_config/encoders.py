@@ -13,7 +13,9 @@ def _encoder(fields: ModelFields) -> dict[str, Any]:
     """Return the fields that all encoders with token types have in common."""
     types = fields.gguf.tensors.get("token_types.weight")
     if types is None or fields.boolean("attention.causal", False):
-        raise CheckpointError(fields.path, "not an encoder with token types; convert it again")
+        raise CheckpointError(
+            fields.path, "not an encoder with token types; convert the model again"
+        )
     return {
         "rms_norm_eps": fields.positive("attention.layer_norm_epsilon", 1e-12),
         "type_vocab_size": types.shape[0],

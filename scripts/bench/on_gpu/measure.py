@@ -98,7 +98,7 @@ def open_stepping(shape: Shape, load: Load, device: Device, directory: Path) -> 
 def measure_decode(
     stepping: Stepping, shape: Shape, load: Load, known: dict[str, Any], batch: int, context: int
 ) -> dict[str, float]:
-    """`known` are the limits, as far as they could be measured."""
+    """Measure decode steps. `known` are the limits of the device, as far as they could be measured."""
     bandwidth = known.get("copy", {}).get("bytes_per_s", float("nan"))
     seconds, host_seconds = stepping.decode(batch, context, load.steps)
     ideal = shape.decode_bytes(batch, context + load.steps // 2) / bandwidth

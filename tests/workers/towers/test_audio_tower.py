@@ -54,7 +54,7 @@ def chat_sounds(path: Path, executor: ThreadExecutor) -> tuple[ChatSounds, Token
 @pytest.mark.parametrize("load", [load_decoder, load_native_decoder])
 def test_logits_equal_those_of_transformers(model: Any, load: Any) -> None:
     kind, path, reference = model
-    # A sound shorter than a window, one with an odd number of frames, and one of several windows.
+    # One sound is shorter than a window, one has an odd number of frames, and one has several windows.
     lengths = (0.7, 1.515, 2.0) if kind == "qwen2_audio" else (0.7, 5.1)
     sounds = [tone(seed, seconds) for seed, seconds in enumerate(lengths)]
     executor = ThreadExecutor()

@@ -122,7 +122,7 @@ class VocabParallelHead:
         return logits_SV
 
     def _gather(self, product_Sv: Tensor) -> Tensor:
-        """Return the products of all ranks [S, V], moved in their own type."""
+        """Return the products of all ranks [S, V], which are sent without a change of dtype."""
         if self._tensor_parallel.size == 1:
             return product_Sv
         sizes = [len(part) for part in self._parts]
