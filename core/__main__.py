@@ -1,6 +1,7 @@
-"""The program of one engine core: `python -m engine.core CONFIG CORE_INDEX [EPOCH]`.
+"""The program of one engine core: `python -m engine.core CONFIG CORE_INDEX EPOCH`.
 
-Without an epoch the process is a spare: it imports everything, then waits until the supervisor sends it an epoch.
+With `fd=N` in place of the epoch the process is a spare: it imports everything, then waits until the supervisor writes
+an epoch to the pipe with descriptor N.
 """
 
 from __future__ import annotations
@@ -11,18 +12,24 @@ import sys
 import zmq
 
 from ..protocol.config import load_config
-from ..protocol.process import await_epoch, configure_logging, exit_with_parent, name_process
+from ..protocol.process import (
+    EPOCH_FD,
+    await_epoch,
+    configure_logging,
+    exit_with_parent,
+    name_process,
+)
 from ..protocol.transport import StatusReporter
 from .engine_core import EngineCore
 
 
-def main(config_path: str, core_index: int, epoch: int | None = None) -> int:
+def main(config_path: str, core_index: int, epoch: int | None, epoch_fd: int = -1) -> int:
     """Run the core until it stops. Return the process's exit code."""
     name = f"core {core_index}"
     if epoch is None:
         name_process(f"spare {name}")
         gc.freeze()
-        epoch = await_epoch()
+        epoch = await_epoch(epoch_fd)
     config = load_config(config_path, epoch)
     name_process(name)
     configure_logging(name, config.frontend.log_level, config.frontend.log_format, core_index)
@@ -41,4 +48,7 @@ def main(config_path: str, core_index: int, epoch: int | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], *map(int, sys.argv[2:4])))
+    path, index, last = sys.argv[1:4]
+    if last.startswith(EPOCH_FD):
+        sys.exit(main(path, int(index), None, int(last.removeprefix(EPOCH_FD))))
+    sys.exit(main(path, int(index), int(last)))

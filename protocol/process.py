@@ -1,7 +1,8 @@
 """Start-up, logging and shutdown that all engine processes have in common.
 
-The standard input of every child is a pipe from the supervisor. End of file means that the supervisor has exited, for
-whatever reason. Only a spare process reads anything else from it: its epoch.
+The standard input of every process is one pipe, to which nothing is written. End of file means that the process that
+holds the engine together has exited, for whatever reason: the guardian of `engine serve`, or the parent of an engine
+without a guardian.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ import setproctitle
 from .config.frontend import LogFormat
 
 ORPHANED_EXIT_CODE = 3
-"""Exit code of a process whose supervisor has exited."""
+"""Exit code of a process whose engine has lost its guardian."""
+
+EPOCH_FD = "fd="
+"""Begins the last argument of a spare process: the descriptor from which it reads its epoch."""
 
 
 def name_process(name: str) -> None:
@@ -33,21 +37,25 @@ def name_process(name: str) -> None:
     setproctitle.setproctitle(f"engine: {name}")
 
 
-def await_epoch() -> int:
-    """Wait for the epoch in which this process is to start, a line on standard input, and return it."""
+def await_epoch(fd: int) -> int:
+    """Wait for the epoch in which this process is to start, a line on a pipe from the supervisor, and return it.
+
+    If the supervisor exits first, this process exits.
+    """
     line = b""
     while not line.endswith(b"\n"):
-        piece = os.read(0, 64)
+        piece = os.read(fd, 64)
         if not piece:
             os._exit(ORPHANED_EXIT_CODE)
         line += piece
+    os.close(fd)
     return int(line)
 
 
 def exit_with_parent(run_dir: str, sockets: Iterable[str] = ()) -> None:
-    """Exit as soon as the supervisor has exited, after removing `run_dir` and `sockets`.
+    """Exit at the end of standard input, after removing `run_dir` and `sockets`.
 
-    The supervisor's exit closes the other end of standard input. The caller may change `sockets` until then.
+    The caller may change `sockets` until then.
     """
 
     def wait_for_end_of_file() -> None:

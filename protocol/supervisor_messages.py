@@ -50,7 +50,8 @@ class Heartbeat(msgspec.Struct, tag="beat", array_like=True, gc=False, frozen=Tr
 
     `busy_s` is how long its current step has taken so far, in seconds. `num_tokens` counts generated tokens.
     `num_dropped_frames` counts dropped frames that no other message reports: those of a worker, and those that a
-    frontend received from the supervisor. The other fields are gauges of a core.
+    frontend received from the supervisor. `is_ready` repeats the last stage, because a supervisor that crashes loses
+    the report of it. The other fields are gauges of a core.
     """
 
     process: str = ""
@@ -62,6 +63,7 @@ class Heartbeat(msgspec.Struct, tag="beat", array_like=True, gc=False, frozen=Tr
     num_waiting: int = 0
     kv_cache_usage: float = 0.0
     num_dropped_frames: int = 0
+    is_ready: bool = False
 
 
 class ReplicaAction(enum.StrEnum):

@@ -13,7 +13,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterable
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, ClassVar, Final, Generic, TypeVar
 
 import msgspec
 import zmq
@@ -240,7 +240,12 @@ class Hub(Generic[In]):
 
 
 class StatusReporter:
-    """Reports the progress of this process to the supervisor."""
+    """Reports the progress of this process to the supervisor.
+
+    `is_ready` is true once any reporter of this process has reported the stage READY.
+    """
+
+    is_ready: ClassVar[bool] = False
 
     def __init__(self, context: zmq.Context[Any], config: EngineConfig, process: str) -> None:
         self._process = process
@@ -249,8 +254,10 @@ class StatusReporter:
         self._socket.connect(config.supervisor_address())
 
     def beat(self, heartbeat: Heartbeat) -> None:
-        """Send a heartbeat, in which process and pid are filled in."""
-        heartbeat = msgspec.structs.replace(heartbeat, process=self._process, pid=os.getpid())
+        """Send a heartbeat, in which process, pid and is_ready are filled in."""
+        heartbeat = msgspec.structs.replace(
+            heartbeat, process=self._process, pid=os.getpid(), is_ready=StatusReporter.is_ready
+        )
         self._socket.send(encode(heartbeat))
 
     def send_command(self, command: ReplicaCommand) -> None:
@@ -263,6 +270,7 @@ class StatusReporter:
 
     def report(self, stage: Stage, detail: str = "", done: int = 0, total: int = 0) -> None:
         """Report the stage that this process has reached."""
+        StatusReporter.is_ready = stage is Stage.READY
         self._socket.send(
             encode(ProcessStatus(self._process, stage, detail, done, total, os.getpid()))
         )

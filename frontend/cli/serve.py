@@ -8,15 +8,19 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from ... import __version__
+from ...protocol.config import EngineConfig
 from ...protocol.errors import ConfigError, EngineError
 from ...protocol.process import name_process
+from ..guardian.guardian import CAN_GUARD, Guardian
+from ..guardian.link import GuardianLink, Notice
+from ..guardian.service_manager import notify_service_manager
 from ..model_source.options import ModelOptions, ResolvedModel
 from ..supervisor.console import Console, StartupProgress, format_bytes
 from ..supervisor.engine_processes import engine_processes
 from ..supervisor.handover import HandoverRequested, HandoverSocket, ServedEngine
 from ..supervisor.listener import Listener
+from ..supervisor.local_process import ProcessSpec
 from ..supervisor.run_dir import RunDirectory
-from ..supervisor.service_manager import notify_service_manager
 from ..supervisor.signals import StopRequested, StopSignals
 from ..supervisor.supervisor import Supervisor
 from .arguments import Settings, make_parser, parse_settings, unread_variables
@@ -58,15 +62,31 @@ def run_supervisor(run: Callable[[Console, StopSignals], None]) -> int:
     name_process("supervisor")
     raise_open_file_limit()
     with StopSignals() as signals:
-        try:
-            run(console, signals)
-        except StopRequested as stop:
-            console.line(f"stopped immediately by {stop}")
-            return 128 + stop.signum
-        except EngineError as error:
-            console.error(str(error))
-            return 1
-    console.line("stopped")
+        code = _run_to_exit_code(lambda: run(console, signals), console)
+    if not code:
+        console.line("stopped")
+    return code
+
+
+class _SupervisorExited(Exception):
+    """The supervisor of a guardian has exited with a code other than 0, after it has written the reason."""
+
+    def __init__(self, code: int) -> None:
+        self.code = code
+
+
+def _run_to_exit_code(run: Callable[[], None], console: Console) -> int:
+    """Call `run`, write the error that it raises, and return the exit code."""
+    try:
+        run()
+    except _SupervisorExited as exited:
+        return exited.code
+    except StopRequested as stop:
+        console.line(f"stopped immediately by {stop}")
+        return 128 + stop.signum
+    except EngineError as error:
+        console.error(str(error))
+        return 1
     return 0
 
 
@@ -116,41 +136,91 @@ def serve_model(
     with RunDirectory() as run_dir:
         config = make_engine_config(settings, model, run_dir.path)
         config = msgspec.structs.replace(config, takes_over=on_ready is not None)
-        listen_fd = listener.socket.fileno()
-        specs = engine_processes(config, config.save(), listen_fd, run_dir.lock_fd)
-        progress = StartupProgress(console)
-        with Supervisor(
-            config,
-            specs,
-            on_status=progress.update,
-            on_recovery=console.line,
-            signals=signals,
-        ) as supervisor:
-            name = config.model.served_names[0]
-            if num_nodes := config.parallel.num_remote_nodes:
-                address = config.parallel.node_address
-                console.line(f"waiting for {num_nodes} more nodes to join {address}")
-            announcement = f"ready at {listener.url}  serving {name}"
+        specs = engine_processes(config, config.save(), listener.socket.fileno(), run_dir.lock_fd)
+        engine = ServedEngine(__version__, os.getpid(), listener.url, arguments, os.getcwd())
 
-            def announce() -> None:
-                console.line(announcement)
-                if not config.parallel.is_distributed:
-                    engine = ServedEngine(
-                        __version__, os.getpid(), listener.url, arguments, os.getcwd()
-                    )
-                    supervisor.offer_handover(HandoverSocket(run_dir.path, engine, listener.socket))
-                if on_ready is not None:
-                    on_ready()
-                notify_service_manager(f"READY=1\nMAINPID={os.getpid()}")
+        def become_ready() -> None:
+            if on_ready is not None:
+                on_ready()
+            notify_service_manager(f"READY=1\nMAINPID={engine.pid}")
 
-            run_until_stopped(supervisor, console, announce, listener)
+        on_notice = {
+            Notice.READY: become_ready,
+            Notice.HANDED_OVER: listener.hand_over,
+            Notice.NOT_LISTENING: listener.close,
+        }
+        # Nodes on other machines could not continue with another supervisor.
+        if not CAN_GUARD or config.parallel.is_distributed:
+            _supervise(
+                config,
+                specs,
+                engine,
+                listener,
+                console,
+                signals,
+                lambda notice: on_notice[notice](),
+            )
+            return
+
+        def supervise(link: GuardianLink) -> int:
+            name_process("supervisor")
+            signals.separate()
+
+            def notify(notice: Notice) -> None:
+                if notice is not Notice.READY:
+                    listener.hand_over()
+                link.send(notice)
+
+            return _run_to_exit_code(
+                lambda: _supervise(config, specs, engine, listener, console, signals, notify, link),
+                console,
+            )
+
+        name_process("guardian")
+        code = Guardian(signals.fd, on_notice, console.line).run(supervise)
+    if code:
+        raise _SupervisorExited(code)
+
+
+def _supervise(
+    config: EngineConfig,
+    specs: list[ProcessSpec],
+    engine: ServedEngine,
+    listener: Listener,
+    console: Console,
+    signals: StopSignals,
+    notify: Callable[[Notice], None],
+    link: GuardianLink | None = None,
+) -> None:
+    """Run the supervisor of an engine until it has stopped. The guardian, if any, receives what `notify` reports."""
+    was_ready = link is not None and link.was_ready
+    with Supervisor(
+        config,
+        specs,
+        on_status=StartupProgress(console).update,
+        on_recovery=console.line,
+        signals=signals,
+        guardian=link,
+    ) as supervisor:
+        if (num_nodes := config.parallel.num_remote_nodes) and not was_ready:
+            address = config.parallel.node_address
+            console.line(f"waiting for {num_nodes} more nodes to join {address}")
+
+        def announce() -> None:
+            if not was_ready:
+                console.line(f"ready at {listener.url}  serving {config.model.served_names[0]}")
+            if not config.parallel.is_distributed:
+                supervisor.offer_handover(HandoverSocket(config.run_dir, engine, listener.socket))
+            notify(Notice.READY)
+
+        run_until_stopped(supervisor, console, announce, notify)
 
 
 def run_until_stopped(
     supervisor: Supervisor,
     console: Console,
     announce: Callable[[], None],
-    listener: Listener | None = None,
+    notify: Callable[[Notice], None],
 ) -> None:
     """Start the engine, announce it, and handle the first stop signal.
 
@@ -170,8 +240,7 @@ def run_until_stopped(
             supervisor.watch()
         except HandoverRequested:
             console.line("another engine accepts new connections; finishing the open ones")
-            if listener is not None:
-                listener.hand_over()
+            notify(Notice.HANDED_OVER)
             supervisor.retire()
             supervisor.drain()
     except StopRequested:
@@ -180,7 +249,7 @@ def run_until_stopped(
             console.line(
                 f"draining for at most {limit:g} s; a second signal stops the server immediately"
             )
-            supervisor.drain(listener.close if listener is not None else lambda: None)
+            supervisor.drain(lambda: notify(Notice.NOT_LISTENING))
 
 
 def resolve_model(settings: Settings, console: Console, signals: StopSignals) -> ResolvedModel:

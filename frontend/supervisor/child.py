@@ -11,6 +11,7 @@ from ...protocol.errors import PeerLostError
 from ...protocol.heartbeat import BEAT_INTERVAL_S
 from ...protocol.supervisor_messages import Heartbeat, ProcessInfo, Stage
 from .local_process import Process, ProcessSpec, Role
+from .saved_state import SavedProcess
 
 STARTING_PATIENCE: Final = 12
 """Factor on the heartbeat timeout until a process is ready, because a large import can block all of its threads."""
@@ -103,6 +104,13 @@ class Child:
         # Delayed heartbeats can arrive together, although they were sent at least one interval apart.
         self._steps_per_s = num_steps / max(now - self.last_beat, BEAT_INTERVAL_S)
         self.last_beat, self.progress = now, heartbeat
+        if heartbeat.is_ready and self.ready_since is None:
+            # The supervisor that received the report of this stage has crashed.
+            self.enter_stage(Stage.READY, "")
+
+    def save(self) -> SavedProcess:
+        """Return what another supervisor needs to adopt the process."""
+        return SavedProcess(self.spec.name, self.pid, self.epoch, self.stage, self.detail)
 
     def find_hang(self, now: float, heartbeat_timeout_s: float, step_timeout_s: float) -> str:
         """Return a description of how the process hangs; "" if it does not hang."""

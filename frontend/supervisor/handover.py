@@ -69,6 +69,8 @@ class HandoverSocket:
         self._listening_fd = listener.fileno()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._path = Path(run_dir, SOCKET_NAME)
+        # A supervisor that crashed has left its socket.
+        self._path.unlink(missing_ok=True)
         self._socket.bind(str(self._path))
         self._socket.listen()
         self._socket.setblocking(False)

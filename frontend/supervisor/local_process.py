@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import os
 import signal
@@ -11,11 +12,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Protocol
 
+from ...protocol.process import EPOCH_FD
+from ..guardian.lifeline import Lifeline
+from ..guardian.link import GuardianLink
+
 HAS_EXIT_FD = hasattr(os, "pidfd_open")
 VMSTAT = Path("/proc/vmstat")
 
 NOT_STARTED: Final = 127
 """The exit code of a process that could not be started, as shells report it."""
+
+
+WAIT_S: Final = 1.0
+"""Maximum seconds between two looks at a process that is exiting."""
 
 
 class Role(enum.Enum):
@@ -95,20 +104,24 @@ def _num_oom_kills() -> int | None:
 class LocalProcess:
     """A child process. If it cannot be started, it counts as exited immediately and `reason` says why."""
 
-    def __init__(self, spec: ProcessSpec, epoch: int | None) -> None:
+    def __init__(self, spec: ProcessSpec, epoch: int | None, lifeline: Lifeline) -> None:
         """Start the process. If `epoch` is None, the process waits for `begin`."""
-        argv = spec.argv if epoch is None else (*spec.argv, str(epoch))
         self.pid = 0
         self.exit_fd: int | None = None
         self.reason = ""
         self._oom_kills_before = _num_oom_kills()
         self._popen: subprocess.Popen[bytes] | None = None
+        self._epoch_writer: int | None = None
+        epoch_reader, inherited = None, spec.pass_fds
+        if epoch is None:
+            epoch_reader, self._epoch_writer = os.pipe()
+            inherited = (*inherited, epoch_reader)
+        last = f"{EPOCH_FD}{epoch_reader}" if epoch is None else str(epoch)
         try:
             self._popen = subprocess.Popen(
-                argv,
-                stdin=subprocess.PIPE,
-                bufsize=0,
-                pass_fds=spec.pass_fds,
+                (*spec.argv, last),
+                stdin=lifeline.fd,
+                pass_fds=inherited,
                 # The process gets its own process group, so that Ctrl-C at the terminal reaches only the supervisor.
                 process_group=0,
                 env={**os.environ, "PYTHONUNBUFFERED": "1", **spec.env},
@@ -118,6 +131,9 @@ class LocalProcess:
         except OSError as error:
             self.reason = f"cannot start {spec.argv[0]}: {error.strerror}"
             self.kill()
+        finally:
+            if epoch_reader is not None:
+                os.close(epoch_reader)
 
     @property
     def saw_oom_kills(self) -> bool | None:
@@ -128,14 +144,13 @@ class LocalProcess:
 
     def begin(self, epoch: int) -> bool:
         """Send the epoch to a waiting process. Return False if the process has exited."""
-        if self._popen is None:
+        if self._popen is None or self._epoch_writer is None:
             return False
-        assert self._popen.stdin is not None
         # A waiting process sends no heartbeats, so the supervisor cannot notice that it is stopped; continue it in any
         # case.
         self.send_signal(signal.SIGCONT)
         try:
-            self._popen.stdin.write(b"%d\n" % epoch)
+            os.write(self._epoch_writer, b"%d\n" % epoch)
         except BrokenPipeError:
             return False
         return True
@@ -159,8 +174,52 @@ class LocalProcess:
 
     def close(self) -> None:
         """Wait until the process has exited and release its resources."""
-        if self._popen is None:
-            return
-        self._popen.wait()
-        if self._popen.stdin is not None:
-            self._popen.stdin.close()
+        if self._popen is not None:
+            self._popen.wait()
+        if self._epoch_writer is not None:
+            os.close(self._epoch_writer)
+            self._epoch_writer = None
+
+
+class AdoptedProcess:
+    """A process that an earlier supervisor has started. The guardian reports its exit."""
+
+    def __init__(self, pid: int, link: GuardianLink, *, is_running: bool) -> None:
+        self.pid = pid
+        self.exit_fd: int | None = None
+        self.reason = ""
+        self._link = link
+        self._was_running = is_running
+        self._oom_kills_before = _num_oom_kills()
+
+    @property
+    def saw_oom_kills(self) -> bool | None:
+        """True if the kernel's out-of-memory killer was active since the adoption; None if unknown."""
+        if self._oom_kills_before is None:
+            return None
+        return _num_oom_kills() != self._oom_kills_before
+
+    def poll(self) -> int | None:
+        """Return the exit code, negative for a signal; None while the process runs."""
+        code = self._link.exit_code(self.pid)
+        if code is None and not self._was_running:
+            # The earlier supervisor has received its exit code.
+            return -signal.SIGKILL
+        return code
+
+    def send_signal(self, signum: signal.Signals) -> None:
+        """Send a signal to the process."""
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signum)
+
+    def kill(self) -> None:
+        """Send SIGKILL to the process and its process group."""
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Wait until the process has exited."""
+        while self.poll() is None:
+            self._link.wait_for_exit(WAIT_S)

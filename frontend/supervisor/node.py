@@ -41,7 +41,8 @@ from ...protocol.supervisor_messages import (
 from ...protocol.transport import Peer, StatusReceiver
 from .console import Console
 from .engine_processes import engine_processes
-from .local_process import LocalProcess, ProcessSpec
+from .launcher import Launcher
+from .local_process import Process, ProcessSpec
 from .run_dir import RunDirectory
 from .signals import StopRequested, StopSignals
 from .supervisor import DRAIN_GRACE_S
@@ -86,9 +87,10 @@ class Node:
         self._key = load_cluster_key(place.cluster_key)
         self._context: zmq.Context[Any] = zmq.Context()
         self._run_dir = RunDirectory()
+        self._launcher = Launcher()
         self._statuses: StatusReceiver | None = None
         self._specs: dict[str, ProcessSpec] = {}
-        self._processes: dict[str, LocalProcess] = {}
+        self._processes: dict[str, Process] = {}
         self._config: EngineConfig | None = None
         self._poller = zmq.Poller()
         self._poller.register(signals.fd, zmq.POLLIN)
@@ -240,7 +242,7 @@ class Node:
             # ones.
             "TORCHELASTIC_USE_AGENT_STORE": "False",
         }
-        process = LocalProcess(replace(spec, env=env), command.epoch)
+        process = self._launcher.launch(replace(spec, node=None, env=env), command.epoch)
         self._processes[command.name] = process
         if process.exit_fd is not None:
             self._poller.register(process.exit_fd, zmq.POLLIN)
@@ -287,6 +289,7 @@ class Node:
         if self._statuses is not None:
             self._statuses.close()
         self._context.term()
+        self._launcher.close()
         self._run_dir.remove()
 
 

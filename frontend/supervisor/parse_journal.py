@@ -98,6 +98,10 @@ class PoisonBodies:
             self._suspected_at[digest] = now
         self._remove_expired(now)
 
+    def restore(self, digests: list[bytes]) -> None:
+        """Reject bodies that an earlier supervisor has rejected."""
+        self._blamed_at = dict.fromkeys(digests, time.monotonic())
+
     def digests(self) -> list[bytes]:
         """Return the digests of the bodies to reject."""
         self._remove_expired(time.monotonic())

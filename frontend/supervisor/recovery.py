@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from ...protocol.supervisor_messages import Stage
 from .child import Child
-from .local_process import LocalProcess, Process, ProcessSpec, Role
+from .launcher import Launcher
+from .local_process import LocalProcess, ProcessSpec, Role
+from .saved_state import SavedUnit
 
 FINAL_ERROR_S: Final = 1.0
 """Maximum seconds for a core that lost a worker to report the requests that it was computing."""
@@ -30,11 +32,55 @@ Its imports slow down serving.
 RESUMING_S: Final = 1.0
 """Seconds that streams of a crashed core wait for its replacement before they move to another replica."""
 
+REPORT_INTERVAL_CRASHES: Final = 50
+"""Crashes between reports of a process that keeps crashing while others serve."""
+
 STABLE_S: Final = {Role.FRONTEND: 10.0, Role.STORE: 10.0, Role.CORE: 600.0}
 """A leader's crash resets the count of consecutive failures if the leader was ready for this many seconds.
 
 Otherwise only a generated token resets it.
 """
+
+
+def make_units(specs: Sequence[ProcessSpec], epoch: int, launcher: Launcher) -> list[RecoveryUnit]:
+    """Return the recovery units (replicas, frontends, the store) in the order of `specs`."""
+    units = []
+    for spec in specs:
+        workers: list[ProcessSpec] = []
+        if spec.role is Role.WORKER:
+            continue
+        if spec.role is Role.CORE:
+            workers = [s for s in specs if s.role is Role.WORKER and s.replica == spec.replica]
+        units.append(RecoveryUnit(spec, workers, epoch, launcher))
+    return units
+
+
+def why_nothing_serves(unit: RecoveryUnit, units: list[RecoveryUnit], max_restarts: int) -> str:
+    """Return why the server stops if `unit` is lost; "" if it is not, or if another one serves in its place."""
+    role = unit.leader.role
+    others = [other for other in units if other is not unit and other.leader.role is role]
+    if role is Role.STORE or not all(each.is_lost for each in (unit, *others)):
+        return ""
+    crashes = " and ".join(
+        f"{lost.leader.name} crashed {lost.num_consecutive_failures} times in a row without generating a token"
+        for lost in (unit, *others)
+    )
+    return f"Stopping the server: {crashes} (limit: --max-restarts {max_restarts})"
+
+
+def describe_crash(unit: RecoveryUnit, max_restarts: int) -> str:
+    """Return the text to report about the crash of a unit; "" to report nothing."""
+    num_more = unit.num_consecutive_failures - max_restarts - 1
+    if num_more < 0:
+        return "restarting it"
+    if num_more % REPORT_INTERVAL_CRASHES:
+        return ""
+    is_store = unit.leader.role is Role.STORE
+    others = "requests are not stored meanwhile" if is_store else "others serve"
+    return (
+        f"{unit.leader.name} crashed {unit.num_consecutive_failures} times in a row "
+        f"without generating a token; {others}, and it is restarted every {MAX_BACKOFF_S:.0f} s"
+    )
 
 
 def link_units(units: list[RecoveryUnit]) -> None:
@@ -60,13 +106,13 @@ class RecoveryUnit:
         leader: ProcessSpec,
         followers: list[ProcessSpec],
         epoch: int,
-        launch: Callable[[ProcessSpec, int], Process],
+        launcher: Launcher,
     ) -> None:
         self.leader = leader
         self._specs = [*followers, leader]
         self.children: dict[str, Child] = {}
         self.epoch = epoch
-        self._launch = launch
+        self._launcher = launcher
         self.num_restarts = dict.fromkeys((spec.name for spec in self._specs), 0)
         self.num_consecutive_failures = 0
         self._num_causes_found = 0
@@ -89,9 +135,31 @@ class RecoveryUnit:
         started = [spec for spec in self._specs if spec.name not in self.children]
         for spec in started:
             spare = self._take_spare() if spec is self.leader else None
-            process = spare or self._launch(spec, self.epoch)
+            process = spare or self._launcher.launch(spec, self.epoch)
             self.children[spec.name] = Child(spec, self.epoch, process)
         return [self.children[spec.name] for spec in started]
+
+    def save(self) -> SavedUnit:
+        """Return what another supervisor needs to adopt the processes of this unit."""
+        return SavedUnit(
+            self.epoch,
+            self.num_consecutive_failures - self.is_down,
+            self.num_restarts,
+            [child.save() for child in self.children.values()],
+        )
+
+    def adopt(self, saved: SavedUnit) -> None:
+        """Adopt the processes that an earlier supervisor has started. `start` starts those that are missing."""
+        names = {spec.name: spec for spec in self._specs}
+        for process in saved.processes:
+            spec = names[process.name]
+            child = Child(spec, process.epoch, self._launcher.adopt(process.pid))
+            child.enter_stage(process.stage, process.detail)
+            self.children[spec.name] = child
+        # A process may have been started that was not saved.
+        self.epoch = saved.epoch + 2 * (len(self.children) < len(self._specs))
+        self.num_consecutive_failures = max(saved.num_failures, 0)
+        self.num_restarts.update(saved.num_restarts)
 
     def keep_spare(self, now: float, engine_ready_since: float) -> None:
         """Start a spare leader if there is none and the current leader has been ready for a while."""
@@ -107,7 +175,7 @@ class RecoveryUnit:
             > SPARE_DELAY_S
         ):
             self._last_spare_at = now
-            self._spare = LocalProcess(self.leader, None)
+            self._spare = self._launcher.launch_spare(self.leader)
 
     def dismiss_spare(self) -> None:
         """Kill the spare leader, if there is one."""

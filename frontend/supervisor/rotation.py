@@ -16,6 +16,7 @@ from ...protocol.supervisor_messages import (
     ReplicaState,
 )
 from .recovery import RecoveryUnit
+from .saved_state import SavedReplica
 
 LOAD_UPDATE_INTERVAL_S: Final = 2 * BEAT_INTERVAL_S
 """Seconds after which all frontends have received a drain, and heartbeats count all requests sent before it."""
@@ -72,6 +73,21 @@ class Rotation:
             elif place.state is ReplicaState.RESTARTING and place.unit.is_up:
                 is_drained = place.will_stay_drained
                 place.enter(ReplicaState.DRAINING if is_drained else ReplicaState.SERVING, now)
+
+    def save(self) -> list[SavedReplica]:
+        """Return the states of all replicas for another supervisor."""
+        return [
+            SavedReplica(each.state, each.will_restart, each.will_stay_drained, each.role)
+            for each in self._places
+        ]
+
+    def restore(self, saved: list[SavedReplica], now: float) -> None:
+        """Continue with the states that an earlier supervisor has saved."""
+        for place, replica in zip(self._places, saved, strict=True):
+            place.enter(replica.state, now)
+            place.will_restart = replica.will_restart
+            place.will_stay_drained = replica.will_stay_drained
+            place.role = replica.role
 
     def replica_infos(self) -> list[ReplicaInfo]:
         """Return the states of all replicas, in their order."""

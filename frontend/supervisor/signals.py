@@ -50,6 +50,13 @@ class StopSignals:
             os.read(self.fd, 1024)
         raise StopRequested(received[0])
 
+    def separate(self) -> None:
+        """Receive signals of this process only, after a fork."""
+        os.close(self.fd)
+        os.close(self._write_fd)
+        self.fd, self._write_fd = os.pipe()
+        os.set_blocking(self.fd, False)
+
     def __enter__(self) -> StopSignals:
         self._previous = {
             s: signal.signal(s, self._on_signal)

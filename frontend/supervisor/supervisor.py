@@ -1,7 +1,7 @@
-"""The supervisor: the parent process that starts, watches, restarts, drains and stops every process of an engine.
+"""The supervisor: the process that starts, watches, restarts, drains and stops every process of an engine.
 
-The supervisor holds a pipe to the standard input of each child. However it exits, even by SIGKILL, the pipe closes and
-the children exit. So no process outlives the supervisor.
+With a guardian, another supervisor adopts the processes after a crash of this one (`saved_state.py`). Without one, they
+exit with the supervisor, because it holds the lifeline (`frontend/guardian/`).
 """
 
 from __future__ import annotations
@@ -30,14 +30,17 @@ from ...protocol.supervisor_messages import (
     Stage,
 )
 from ...protocol.transport import StatusPublisher, StatusReceiver
+from ..guardian.link import GuardianLink
 from . import recovery
 from .child import Child
-from .handover import HandoverSocket
-from .local_process import HAS_EXIT_FD, LocalProcess, Process, ProcessSpec, Role
+from .handover import HandoverRequested, HandoverSocket
+from .launcher import Launcher
+from .local_process import HAS_EXIT_FD, ProcessSpec, Role
 from .nodes import Nodes
 from .parse_journal import PoisonBodies, journal_path, read_journal
 from .recovery import RecoveryUnit
 from .rotation import Rotation
+from .saved_state import SavedState, StateFile
 from .signals import StopRequested, StopSignals
 
 __all__ = ["ProcessFailed", "ProcessSpec", "Role", "Supervisor"]
@@ -51,15 +54,11 @@ STATUS_INTERVAL_S = 0.5
 FINAL_ERROR_S = 0.3
 """Seconds to wait for the final error of a process that exited, because the report can arrive after the exit."""
 
-REPORT_INTERVAL_CRASHES = 50
-"""Crashes between reports of a process that keeps crashing while others serve."""
-
 FAREWELL_S = 3.0
 """Maximum seconds for frontends to end their streams with an error when the engine cannot continue."""
 
 DRAIN_GRACE_S = 5.0
 """Seconds for cores and for workers to exit, and for frontends beyond the shutdown timeout."""
-
 
 CAUSE_S = 1.0
 """Seconds for which the exit of a worker that lost a peer is left unhandled, until the exit of that peer is known."""
@@ -81,7 +80,8 @@ class Supervisor:
     takes the listening socket. `ProcessFailed`: the engine cannot continue, because a process failed before the engine
     was ready, or keeps failing and no other process can serve in its place. After the engine was ready, a process that
     crashes or hangs is restarted, and `on_recovery` receives a line about it. Leaving the `with` block kills all
-    remaining processes. The caller owns `run_dir`.
+    remaining processes, unless an unexpected error ends it while a guardian can start another supervisor. The caller
+    owns `run_dir`.
     """
 
     def __init__(
@@ -92,8 +92,10 @@ class Supervisor:
         on_status: Callable[[ProcessStatus], None] | None = None,
         on_recovery: Callable[[str], None] | None = None,
         signals: StopSignals | None = None,
+        guardian: GuardianLink | None = None,
     ) -> None:
-        self._units = _make_units(specs, config.epoch, self._launch)
+        self._launcher = Launcher(guardian)
+        self._units = recovery.make_units(specs, config.epoch, self._launcher)
         self._limits = config.recovery
         self.drain_timeout_s = config.frontend.shutdown_timeout_s
         replicas = [unit for unit in self._units if unit.leader.role is Role.CORE]
@@ -113,40 +115,70 @@ class Supervisor:
         self._awaits_cause = False
         self._run_dir = Path(config.run_dir)
         self._has_run_dir = True
+        self._state_file = StateFile(self._run_dir)
+        self._is_retiring = False
         self._poison_bodies = PoisonBodies()
         self._num_dropped_by: Counter[str] = Counter()
         """Name of a process -> the number of frames that it dropped."""
         self._poller = zmq.Poller()
-        self._nodes: Nodes | None = None
         self._context = zmq.Context()
         try:
             self._open_sockets(config)
         except BaseException:
             # If the constructor raises, the caller has no supervisor to close.
             self._context.destroy()
+            self._launcher.close()
             raise
         self._handover: HandoverSocket | None = None
         self._offers_handover = False
         if signals is not None:
             self._poller.register(signals.fd, zmq.POLLIN)
+        if guardian is not None:
+            self._poller.register(guardian.fd, zmq.POLLIN)
 
     def _open_sockets(self, config: EngineConfig) -> None:
         self._statuses = StatusReceiver(self._context, config)
         self._publisher = StatusPublisher(self._context, config)
         self._poller.register(self._statuses.socket, zmq.POLLIN)
         if config.parallel.is_distributed:
-            self._nodes = Nodes(self._context, config, self._report)
-            self._poller.register(self._nodes.socket, zmq.POLLIN)
-
-    def _launch(self, spec: ProcessSpec, epoch: int) -> Process:
-        if spec.node is None or self._nodes is None:
-            return LocalProcess(spec, epoch)
-        return self._nodes.launch(spec, epoch)
+            self._launcher.nodes = Nodes(self._context, config, self._report)
+            self._poller.register(self._launcher.nodes.socket, zmq.POLLIN)
 
     def start(self) -> None:
-        """Start every process at once. They connect to each other in any order."""
-        for unit in self._units:
-            self._watch_exits(unit.start())
+        """Start every process at once, except those that an earlier supervisor has started.
+
+        They connect to each other in any order.
+        """
+        saved = None if self._launcher.link is None else self._state_file.load()
+        if saved is not None:
+            self._adopt(saved)
+        self._launcher.kill_unknown(child.pid for child in self._children())
+        if not self._is_retiring:
+            for unit in self._units:
+                self._watch_exits(unit.start())
+        self._save()
+
+    def _adopt(self, saved: SavedState) -> None:
+        for unit, saved_unit in zip(self._units, saved.units, strict=True):
+            unit.adopt(saved_unit)
+        self._rotation.restore(saved.replicas, time.monotonic())
+        self._poison_bodies.restore(saved.poison_bodies)
+        self._is_retiring = saved.is_retiring
+        if saved.was_ready:
+            self._ready_since = time.monotonic()
+
+    def _save(self) -> None:
+        """Save what another supervisor needs if this one crashes."""
+        if self._launcher.link is not None:
+            self._state_file.save(
+                SavedState(
+                    self.was_ready,
+                    self._is_retiring,
+                    [unit.save() for unit in self._units],
+                    self._rotation.save(),
+                    self._poison_bodies.digests(),
+                )
+            )
 
     @property
     def pids(self) -> dict[str, int]:
@@ -165,8 +197,8 @@ class Supervisor:
         return self._ready_since is not None
 
     def wait_until_ready(self) -> None:
-        """Handle events until the engine is ready."""
-        while not self.ready:
+        """Handle events until the engine has been ready once."""
+        while not self.was_ready:
             self._wait(None)
 
     def offer_handover(self, handover: HandoverSocket) -> None:
@@ -182,6 +214,8 @@ class Supervisor:
 
     def watch(self) -> None:
         """Handle events until StopRequested, HandoverRequested or ProcessFailed is raised. This never returns."""
+        if self._is_retiring:
+            raise HandoverRequested
         while True:
             self._wait(None)
 
@@ -196,6 +230,8 @@ class Supervisor:
         """
         self._end_handovers()
         self._ending.add(Role.FRONTEND)
+        self._is_retiring = True
+        self._save()
         self._wait_for_exit(self._end(Role.FRONTEND, signal.SIGUSR1), math.inf)
 
     def drain(self, on_frontends_ended: Callable[[], None] = lambda: None) -> None:
@@ -225,11 +261,12 @@ class Supervisor:
         for unit in self._units:
             unit.children.clear()
             unit.dismiss_spare()
-        if self._nodes is not None:
-            self._nodes.close(reason)
+        if self._launcher.nodes is not None:
+            self._launcher.nodes.close(reason)
         self._statuses.close()
         self._publisher.close()
         self._context.term()
+        self._launcher.close()
         if self._handover is not None:
             self._handover.close()
 
@@ -250,6 +287,9 @@ class Supervisor:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        is_known = error is None or isinstance(error, EngineError | StopRequested)
+        if self._launcher.link is not None and self.was_ready and not is_known:
+            return
         self.close(str(error) if isinstance(error, EngineError) else "")
 
     def _children(self) -> Iterable[Child]:
@@ -307,6 +347,7 @@ class Supervisor:
                 unit.keep_spare(time.monotonic(), self._ready_since)
         if self._ready_since is None and self.ready:
             self._ready_since = time.monotonic()
+        self._save()
         if time.monotonic() - self._last_published > STATUS_INTERVAL_S / 2:
             self._publish()
 
@@ -316,8 +357,8 @@ class Supervisor:
                 self._poller.register(child.exit_fd, zmq.POLLIN)
 
     def _read_reports(self) -> None:
-        if self._nodes is not None:
-            for remote_report in self._nodes.read_reports():
+        if self._launcher.nodes is not None:
+            for remote_report in self._launcher.nodes.read_reports():
                 self._apply_report(remote_report)
         while (report := self._statuses.receive(0)) is not None:
             if isinstance(report, CauseFound):
@@ -393,39 +434,12 @@ class Supervisor:
             )
         is_first = not unit.is_down
         unit.record_exit(child, self._limits.max_restarts)
-        if unit.is_lost and child.spec.role is not Role.STORE:
-            self._give_up_if_alone(unit, child)
-        if is_first:
-            self._report_crash(unit, child)
+        max_restarts = self._limits.max_restarts
+        if reason := recovery.why_nothing_serves(unit, self._units, max_restarts):
+            raise ProcessFailed(f"{child.exit_summary()}. {reason}")
+        if is_first and (line := recovery.describe_crash(unit, max_restarts)):
+            self._report(f"{child.exit_summary()}; {line}")
         self._publish()
-
-    def _give_up_if_alone(self, unit: RecoveryUnit, child: Child) -> None:
-        """Raise ProcessFailed if `unit` is lost and no other unit can serve in its place."""
-        others = [
-            other
-            for other in self._units
-            if other is not unit and other.leader.role is unit.leader.role
-        ]
-        if all(other.is_lost for other in others):
-            crashes = " and ".join(
-                f"{lost.leader.name} crashed {lost.num_consecutive_failures} times in a row without generating a token"
-                for lost in (unit, *others)
-            )
-            raise ProcessFailed(
-                f"{child.exit_summary()}. Stopping the server: {crashes} (limit: --max-restarts {self._limits.max_restarts})"
-            )
-
-    def _report_crash(self, unit: RecoveryUnit, child: Child) -> None:
-        num_more = unit.num_consecutive_failures - self._limits.max_restarts - 1
-        if num_more < 0:
-            self._report(f"{child.exit_summary()}; restarting it")
-        elif num_more % REPORT_INTERVAL_CRASHES == 0:
-            is_store = unit.leader.role is Role.STORE
-            others = "requests are not stored meanwhile" if is_store else "others serve"
-            self._report(
-                f"{child.exit_summary()}; {unit.leader.name} crashed {unit.num_consecutive_failures} times in a row "
-                f"without generating a token; {others}, and it is restarted every {recovery.MAX_BACKOFF_S:.0f} s"
-            )
 
     def _close_exit_fd(self, child: Child) -> None:
         if child.exit_fd is not None:
@@ -475,23 +489,10 @@ class Supervisor:
     @property
     def _num_dropped_frames(self) -> int:
         num_dropped = self._statuses.num_dropped_frames + self._num_dropped_reports
-        return num_dropped + (0 if self._nodes is None else self._nodes.num_dropped_frames)
+        return num_dropped + (
+            0 if self._launcher.nodes is None else self._launcher.nodes.num_dropped_frames
+        )
 
     def _report(self, text: str) -> None:
         if self._on_recovery is not None:
             self._on_recovery(text)
-
-
-def _make_units(
-    specs: Sequence[ProcessSpec], epoch: int, launch: Callable[[ProcessSpec, int], Process]
-) -> list[RecoveryUnit]:
-    """Return the recovery units (replicas, frontends, the store) in the order of `specs`."""
-    units = []
-    for spec in specs:
-        workers: list[ProcessSpec] = []
-        if spec.role is Role.WORKER:
-            continue
-        if spec.role is Role.CORE:
-            workers = [s for s in specs if s.role is Role.WORKER and s.replica == spec.replica]
-        units.append(RecoveryUnit(spec, workers, epoch, launch))
-    return units

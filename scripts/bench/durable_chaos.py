@@ -1,4 +1,4 @@
-"""Kill frontends, cores, the store, the supervisor and whole servers while clients return with Last-Event-ID.
+"""Kill frontends, cores, the store, supervisors and whole servers while clients return with Last-Event-ID.
 
     scripts/bench/run durable_chaos --minutes 5 --streams 24
 
@@ -31,7 +31,8 @@ FAULTS: dict[str, Callable[[DurableEngine], None]] = {
     "core 0": lambda engine: engine.server.child("core 0").kill(),
     "worker 0": lambda engine: engine.server.child("worker 0").kill(),
     "store": lambda engine: engine.server.child("store").kill(),
-    "supervisor": DurableEngine.kill_supervisor,
+    "supervisor": lambda engine: engine.server.child("supervisor").kill(),
+    "guardian": DurableEngine.kill_guardian,
     "everything": DurableEngine.kill_all,
 }
 

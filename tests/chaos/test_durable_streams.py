@@ -90,6 +90,7 @@ def kill_core_and_frontend(engine: DurableEngine) -> None:
         kill_core_and_frontend,
         kill_both_frontends,
         DurableEngine.kill_all,
+        DurableEngine.kill_guardian,
         DurableEngine.kill_supervisor,
     ],
     ids=lambda disturb: disturb.__name__,
@@ -105,8 +106,8 @@ def test_streams_of_returning_clients_are_complete(
     ended = streams.join()
     assert [stream.problem for stream in ended] == [""] * len(ended), engine.server.log
     num_returns = sum(stream.num_returns for stream in ended)
-    # Without the store, streams only pause.
-    assert (num_returns == 0) == (disturb is kill_store)
+    # Without the store, streams only pause. Without a supervisor, they do not even pause.
+    assert (num_returns == 0) == (disturb in (kill_store, DurableEngine.kill_supervisor))
     # Each client has read only one request, completely.
     assert all(len(stream.ids) == 1 for stream in ended)
     for stream in ended:

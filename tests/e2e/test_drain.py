@@ -82,7 +82,7 @@ def test_a_second_signal_ends_everything_at_once(server: Server, tmp_path: Path)
     assert_nothing_is_left(server, tmp_path)
 
 
-def test_a_killed_supervisor_leaves_no_orphan(server: Server, tmp_path: Path) -> None:
+def test_a_killed_guardian_leaves_no_orphan(server: Server, tmp_path: Path) -> None:
     with server:
         streams = open_streams(server, 10)
         server.process.kill()

@@ -48,7 +48,7 @@ def test_processes_have_titles_and_no_torch(server: Server) -> None:
     # The fork server gets its title after the server is ready.
     for title in ("core 0", "frontend 0", "store", "worker 0", "grammar fork server"):
         server.child(title)
-    assert psutil.Process(server.process.pid).cmdline()[0] == "engine: supervisor"
+    assert psutil.Process(server.process.pid).cmdline()[0] == "engine: guardian"
     # A native program computes the model, regardless of earlier requests.
     for process in server.find_children():
         assert "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text(), process.cmdline()
@@ -177,7 +177,7 @@ def test_a_deleted_run_directory_is_named_when_a_process_cannot_be_replaced(tmp_
         assert "Traceback" not in server.log
 
 
-def test_killed_supervisor_leaves_no_process(tmp_path: Path) -> None:
+def test_killed_guardian_leaves_no_process(tmp_path: Path) -> None:
     with start(tmp_path) as server:
         spare = server.child("spare core 0")
         server.process.kill()

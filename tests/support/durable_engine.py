@@ -50,7 +50,11 @@ class DurableEngine:
         self._replace([*self.server.find_children(), psutil.Process(self.server.process.pid)])
 
     def kill_supervisor(self) -> None:
-        """Kill the supervisor alone, wait until its children have ended by themselves, and start another server."""
+        """Kill the supervisor alone. Another one takes its place, and streams do not notice."""
+        self.kill("supervisor")
+
+    def kill_guardian(self) -> None:
+        """Kill the guardian alone, wait until all processes have ended by themselves, and start another server."""
         self._replace([psutil.Process(self.server.process.pid)])
 
     def _replace(self, victims: list[psutil.Process]) -> None:

@@ -37,7 +37,9 @@ def main() -> int:
         try:
             with Supervisor(config, specs, signals=signals) as supervisor:
                 console.supervisor, console.run_dir = supervisor, run_dir.path
-                run_until_stopped(supervisor, console, lambda: console.line("ready"))
+                run_until_stopped(
+                    supervisor, console, lambda: console.line("ready"), lambda notice: None
+                )
         except StopRequested as stop:
             return 128 + stop.signum
         except EngineError as error:

@@ -7,23 +7,32 @@ import re
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from engine.frontend.supervisor import local_process
 from engine.frontend.supervisor.child import Child
-from engine.frontend.supervisor.local_process import LocalProcess, ProcessSpec, Role
+from engine.frontend.supervisor.launcher import Launcher
+from engine.frontend.supervisor.local_process import ProcessSpec, Role
 from engine.protocol.supervisor_messages import Heartbeat
+
+
+@pytest.fixture
+def launcher() -> Iterator[Launcher]:
+    launcher = Launcher()
+    yield launcher
+    launcher.close()
 
 
 @pytest.mark.parametrize(
     ("signum", "name"),
     [(signal.SIGSEGV, "SIGSEGV"), (signal.SIGRTMIN + 1, f"signal {signal.SIGRTMIN + 1}")],
 )
-def test_exit_summary_names_the_signal(signum: int, name: str) -> None:
+def test_exit_summary_names_the_signal(launcher: Launcher, signum: int, name: str) -> None:
     program = "import os, sys; os.kill(os.getpid(), int(sys.argv[1]))"
     spec = ProcessSpec("core 0", Role.CORE, (sys.executable, "-S", "-c", program, str(int(signum))))
-    process = LocalProcess(spec, 1)
+    process = launcher.launch(spec, 1)
     child = Child(spec, 1, process)
     process.close()
     assert child.exit_summary() == f"core 0 was killed by {name}; see its messages above"
@@ -43,13 +52,18 @@ def test_exit_summary_names_the_signal(signum: int, name: str) -> None:
     ],
 )
 def test_exit_summary_says_whether_the_oom_killer_was_active(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str, after: str, said: str
+    launcher: Launcher,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    before: str,
+    after: str,
+    said: str,
 ) -> None:
     vmstat = tmp_path / "vmstat"
     monkeypatch.setattr(local_process, "VMSTAT", vmstat)
     vmstat.write_text(before)
     spec = ProcessSpec("core 0", Role.CORE, (sys.executable, "-c", "input()"))
-    process = LocalProcess(spec, 1)
+    process = launcher.launch(spec, 1)
     child = Child(spec, 1, process)
     vmstat.write_text(after)
     child.kill()
@@ -58,9 +72,9 @@ def test_exit_summary_says_whether_the_oom_killer_was_active(
     child.close()
 
 
-def test_delayed_heartbeats_do_not_raise_the_step_rate() -> None:
+def test_delayed_heartbeats_do_not_raise_the_step_rate(launcher: Launcher) -> None:
     spec = ProcessSpec("core 0", Role.CORE, (sys.executable, "-c", "input()"))
-    process = LocalProcess(spec, 1)
+    process = launcher.launch(spec, 1)
     try:
         child = Child(spec, 1, process)
         for num_steps in (50, 100, 150):

@@ -4,6 +4,7 @@ import math
 import signal
 
 from engine.frontend.supervisor.child import Child
+from engine.frontend.supervisor.launcher import Launcher
 from engine.frontend.supervisor.local_process import ProcessSpec, Role
 from engine.frontend.supervisor.recovery import RecoveryUnit
 from engine.protocol.supervisor_messages import Heartbeat, Stage
@@ -46,18 +47,11 @@ class Simulated:
         self.is_closed = True
 
 
-class Replica(RuleBasedStateMachine):
-    @initialize(num_workers=st.integers(1, 2), node=st.sampled_from([None, 1]))
-    def start(self, num_workers: int, node: int | None) -> None:
+class SimulatedLauncher(Launcher):
+    """Starts simulated processes, each after its predecessor has ended and in a later epoch."""
+
+    def __init__(self) -> None:
         self.processes: dict[str, Simulated] = {}
-        core = ProcessSpec("core 0", Role.CORE, ())
-        workers = [
-            ProcessSpec(f"worker {rank}", Role.WORKER, (), node=node) for rank in range(num_workers)
-        ]
-        self.can_outlive = num_workers == 1 or node is None
-        self.names = {spec.name for spec in (core, *workers)}
-        self.unit = RecoveryUnit(core, workers, 1, self.launch)
-        self.unit.start()
 
     def launch(self, spec: ProcessSpec, epoch: int) -> Simulated:
         before = self.processes.get(spec.name)
@@ -65,6 +59,21 @@ class Replica(RuleBasedStateMachine):
             assert before.is_closed and before.epoch < epoch
         self.processes[spec.name] = Simulated(spec, epoch)
         return self.processes[spec.name]
+
+
+class Replica(RuleBasedStateMachine):
+    @initialize(num_workers=st.integers(1, 2), node=st.sampled_from([None, 1]))
+    def start(self, num_workers: int, node: int | None) -> None:
+        launcher = SimulatedLauncher()
+        self.processes = launcher.processes
+        core = ProcessSpec("core 0", Role.CORE, ())
+        workers = [
+            ProcessSpec(f"worker {rank}", Role.WORKER, (), node=node) for rank in range(num_workers)
+        ]
+        self.can_outlive = num_workers == 1 or node is None
+        self.names = {spec.name for spec in (core, *workers)}
+        self.unit = RecoveryUnit(core, workers, 1, launcher)
+        self.unit.start()
 
     @property
     def children(self) -> list[Child]:

@@ -15,7 +15,8 @@ from engine.frontend.supervisor import recovery
 from engine.frontend.supervisor import supervisor as supervisor_module
 from engine.frontend.supervisor.child import Child
 from engine.frontend.supervisor.engine_processes import engine_processes
-from engine.frontend.supervisor.local_process import LocalProcess, ProcessSpec, Role
+from engine.frontend.supervisor.launcher import Launcher
+from engine.frontend.supervisor.local_process import ProcessSpec, Role
 from engine.frontend.supervisor.recovery import RecoveryUnit
 from engine.frontend.supervisor.supervisor import ProcessFailed, Supervisor
 from engine.protocol.config import ParallelConfig, RecoveryConfig
@@ -336,12 +337,14 @@ def dead(child: Child) -> bool:
 @pytest.fixture
 def unit(run_dir: str) -> Iterator[RecoveryUnit]:
     worker, core = make_specs(make_config(run_dir), {"worker 0": "ready", "core 0": "deaf"})
-    unit = RecoveryUnit(core, [worker], 1, LocalProcess)
+    launcher = Launcher()
+    unit = RecoveryUnit(core, [worker], 1, launcher)
     unit.start()
     yield unit
     for child in unit.children.values():
         child.kill()
         child.close()
+    launcher.close()
 
 
 def test_process_is_not_replaced_before_its_exit_is_handled(unit: RecoveryUnit) -> None:

@@ -1,0 +1,1 @@
+"""The parent of the supervisor, which starts another supervisor if it crashes."""

@@ -1,0 +1,203 @@
+"""The guardian: the process that the user starts, and the parent of the supervisor.
+
+The guardian only waits, so hardly anything but SIGKILL can end it. If the supervisor crashes or is killed, the guardian
+forks another one, which adopts the processes of the engine. Requests do not notice. If the guardian itself exits, the
+lifeline closes, and every process exits, the supervisor included. So nothing is left behind.
+
+A process whose parent has exited becomes a child of the guardian. The guardian reaps it and reports its exit code to
+the supervisor, which can only wait for processes that it has started itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Final, NoReturn
+
+from ...protocol.errors import EngineError
+from .lifeline import Lifeline
+from .link import GuardianLink, Notice
+
+CAN_GUARD: Final = sys.platform == "linux" and hasattr(os, "pidfd_open")
+"""True if this system lets a process adopt the children of its children."""
+
+FAULT: Final = 70
+"""Exit code of a supervisor with an unexpected error, after which another supervisor continues."""
+
+STABLE_S: Final = 2.0
+"""A supervisor that ran for this many seconds does not count as a failed start."""
+
+MAX_FAILED_STARTS: Final = 5
+
+MAX_REMEMBERED_EXITS: Final = 1000
+"""Exits that the next supervisor learns about."""
+
+_PR_SET_PDEATHSIG: Final = 1
+_PR_SET_CHILD_SUBREAPER: Final = 36
+
+
+class GuardianFailed(EngineError):
+    """The engine cannot continue, because its supervisor cannot."""
+
+
+class Guardian:
+    """Runs a supervisor in a child process, and another one if it crashes.
+
+    Args:
+        signals_fd: A non-blocking descriptor from which the numbers of received stop signals are read, one byte each.
+            They are forwarded to the supervisor.
+        on_notice: What this process does when the supervisor reports something for the first time.
+        on_crash: Receives a line about each crash of the supervisor.
+    """
+
+    def __init__(
+        self,
+        signals_fd: int,
+        on_notice: Mapping[Notice, Callable[[], None]],
+        on_crash: Callable[[str], None],
+    ) -> None:
+        self._signals_fd = signals_fd
+        self._on_notice = dict(on_notice)
+        self._on_crash = on_crash
+        self._lifeline = Lifeline()
+        self._exits: deque[tuple[int, int]] = deque(maxlen=MAX_REMEMBERED_EXITS)
+        self._was_ready = False
+        self._is_stopping = False
+
+    def run(self, supervise: Callable[[GuardianLink], int]) -> int:
+        """Call `supervise` in a child process, again after each crash, and return its result.
+
+        Raises:
+            GuardianFailed: The supervisor crashed while the engine was stopping, or crashes again and again.
+        """
+        _set_process_option(_PR_SET_CHILD_SUBREAPER, 1)
+        woken_fd, wake_fd = os.pipe()
+        os.set_blocking(woken_fd, False)
+        os.set_blocking(wake_fd, False)
+        previous = signal.signal(signal.SIGCHLD, lambda signum, frame: None)
+        signal.set_wakeup_fd(wake_fd, warn_on_full_buffer=False)
+        num_failed_starts = 0
+        try:
+            while True:
+                started = time.monotonic()
+                code = self._run_once(supervise, woken_fd)
+                if code >= 0 and code != FAULT:
+                    return code
+                how = f"exited with code {code}" if code >= 0 else f"was killed by signal {-code}"
+                is_failed_start = time.monotonic() - started < STABLE_S
+                num_failed_starts = num_failed_starts + 1 if is_failed_start else 0
+                if self._is_stopping or num_failed_starts >= MAX_FAILED_STARTS:
+                    raise GuardianFailed(f"the supervisor {how}; stopping the server")
+                self._on_crash(f"the supervisor {how}; starting another one")
+        finally:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, previous)
+            self._lifeline.close()
+            os.close(woken_fd)
+            os.close(wake_fd)
+
+    def _run_once(self, supervise: Callable[[GuardianLink], int], woken_fd: int) -> int:
+        """Run one supervisor until it exits, and return its exit code, negative for a signal."""
+        channel, child_channel = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        guardian = os.getpid()
+        pid = os.fork()
+        if not pid:
+            channel.close()
+            self._lifeline.leave_to_parent()
+            _begin_child(guardian)
+            link = GuardianLink(child_channel, self._lifeline, was_ready=self._was_ready)
+            _run_child(supervise, link)
+        child_channel.close()
+        channel.setblocking(False)
+        with channel:
+            for exit_ in self._exits:
+                _report(channel, exit_)
+            while True:
+                select.select([self._signals_fd, woken_fd, channel], [], [])
+                with contextlib.suppress(BlockingIOError):
+                    os.read(woken_fd, 4096)
+                code = self._reap(pid, channel)
+                self._read_notices(channel)
+                if code is not None:
+                    return code
+                self._forward_signals(pid)
+
+    def _reap(self, supervisor: int, channel: socket.socket) -> int | None:
+        """Wait for all children that have exited. Return the exit code of the supervisor if it is one of them."""
+        supervisor_code = None
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if not pid:
+                return supervisor_code
+            code = os.waitstatus_to_exitcode(status)
+            if pid == supervisor:
+                # No other child can be found afterwards, if there is none: then waitpid would raise.
+                supervisor_code = code
+                if not _has_children():
+                    return code
+            else:
+                self._exits.append((pid, code))
+                _report(channel, (pid, code))
+
+    def _read_notices(self, channel: socket.socket) -> None:
+        with contextlib.suppress(BlockingIOError, ConnectionResetError):
+            while message := channel.recv(1):
+                notice = Notice(message)
+                self._was_ready |= notice is Notice.READY
+                self._on_notice.pop(notice, lambda: None)()
+
+    def _forward_signals(self, supervisor: int) -> None:
+        with contextlib.suppress(BlockingIOError):
+            for signum in os.read(self._signals_fd, 64):
+                self._is_stopping = True
+                os.kill(supervisor, signum)
+
+
+def _report(channel: socket.socket, exit_: tuple[int, int]) -> None:
+    with contextlib.suppress(OSError):
+        channel.send(b"%d %d" % exit_)
+
+
+def _has_children() -> bool:
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
+
+
+def _begin_child(guardian: int) -> None:
+    """Prepare this forked process to be the supervisor of `guardian`."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    # Ctrl-C at the terminal reaches only the guardian, which forwards it.
+    os.setpgid(0, 0)
+    _set_process_option(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != guardian:
+        os._exit(FAULT)
+
+
+def _run_child(supervise: Callable[[GuardianLink], int], link: GuardianLink) -> NoReturn:
+    code = FAULT
+    try:
+        code = supervise(link)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _set_process_option(option: int, value: int) -> None:
+    """Call prctl(2)."""
+    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)

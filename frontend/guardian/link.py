@@ -1,0 +1,85 @@
+"""The supervisor's connection to its guardian."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import os
+import select
+import socket
+
+from .lifeline import Lifeline
+
+
+class Notice(enum.Enum):
+    """What a supervisor reports to its guardian. The values are sent.
+
+    Attributes:
+        READY: The engine is ready.
+        HANDED_OVER: Another engine accepts the connections of the listening socket.
+        NOT_LISTENING: The engine accepts no more connections.
+    """
+
+    READY = b"r"
+    HANDED_OVER = b"h"
+    NOT_LISTENING = b"n"
+
+
+class GuardianLink:
+    """The connection of one supervisor to its guardian.
+
+    Args:
+        channel: Receives the exits of processes, and sends notices.
+        lifeline: The pipe whose writing end the guardian holds.
+        was_ready: Whether an earlier supervisor of this guardian has reported that the engine is ready.
+    """
+
+    def __init__(self, channel: socket.socket, lifeline: Lifeline, *, was_ready: bool) -> None:
+        self.lifeline = lifeline
+        self.was_ready = was_ready
+        self._channel = channel
+        self._channel.setblocking(False)
+        self._exit_codes: dict[int, int] = {}
+
+    @property
+    def fd(self) -> int:
+        """Readable if a process has exited that an earlier supervisor has started."""
+        return self._channel.fileno()
+
+    def send(self, notice: Notice) -> None:
+        """Report something to the guardian."""
+        self._channel.send(notice.value)
+
+    def exit_code(self, pid: int) -> int | None:
+        """Return the exit code of a process that an earlier supervisor has started; None while it runs."""
+        with contextlib.suppress(BlockingIOError):
+            while message := self._channel.recv(64):
+                exited, code = map(int, message.split())
+                self._exit_codes[exited] = code
+        return self._exit_codes.get(pid)
+
+    def wait_for_exit(self, timeout_s: float) -> None:
+        """Wait until another process has exited, at most `timeout_s` seconds."""
+        select.select([self._channel], [], [], timeout_s)
+
+    def find_orphans(self) -> set[int]:
+        """Return the processes of the engine that earlier supervisors have started.
+
+        They are those children of the guardian whose standard input is the lifeline. The guardian may have other
+        children, because it is the first process of many containers.
+        """
+        lifeline = os.fstat(self.lifeline.fd)
+        orphans = set()
+        for name in os.listdir("/proc"):
+            # A process may exit at any moment.
+            with contextlib.suppress(OSError, ValueError):
+                is_child = int(_fields_of(int(name))[1]) == os.getppid()
+                if is_child and os.path.samestat(os.stat(f"/proc/{name}/fd/0"), lifeline):
+                    orphans.add(int(name))
+        return orphans - {os.getpid()}
+
+
+def _fields_of(pid: int) -> list[str]:
+    """Return the fields of a process's status after its name: its state, its parent and so on."""
+    with open(f"/proc/{pid}/stat") as file:
+        return file.read().rpartition(")")[2].split()

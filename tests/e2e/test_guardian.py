@@ -1,0 +1,93 @@
+"""A supervisor that crashes is replaced, its processes are adopted, and clients do not notice."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+import urllib.request
+from pathlib import Path
+
+import psutil
+import pytest
+from support.program import has_ended, wait_until
+from support.server import Server, assert_nothing_is_held, default_model
+
+NULL = (default_model(), "--device", "null", "--null-step-ms", "10")
+
+
+class Reader(threading.Thread):
+    """A client that reads one stream and counts its tokens."""
+
+    def __init__(self, server: Server, num_tokens: int) -> None:
+        super().__init__()
+        body = {
+            "prompt": "Once upon a time",
+            "max_tokens": num_tokens,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        }
+        self._request = urllib.request.Request(
+            f"{server.url}/v1/completions",
+            json.dumps(body).encode(),
+            {"content-type": "application/json"},
+        )
+        self.num_tokens = 0
+        self.is_done = False
+        self.start()
+
+    def run(self) -> None:
+        with urllib.request.urlopen(self._request, timeout=60) as response:
+            for line in response:
+                if line.startswith(b"data: {"):
+                    self.num_tokens = json.loads(line[6:])["usage"]["completion_tokens"]
+                self.is_done |= line.startswith(b"data: [DONE]")
+
+
+def kill_supervisor(server: Server) -> None:
+    """Kill the supervisor and wait until another one has adopted the processes."""
+    supervisor = server.child("supervisor")
+    supervisor.kill()
+    wait_until(lambda: has_ended(supervisor), what="the supervisor is gone")
+    wait_until(lambda: server.child("supervisor").pid != supervisor.pid, what="there is another")
+
+
+@pytest.mark.timeout(120)
+def test_streams_are_not_cut_when_supervisors_are_killed(tmp_path: Path) -> None:
+    with Server(
+        *NULL, "--kv-cache-memory-bytes", "64M", env={"XDG_RUNTIME_DIR": str(tmp_path)}
+    ) as server:
+        readers = [Reader(server, 300) for _ in range(4)]
+        wait_until(lambda: all(reader.num_tokens > 20 for reader in readers), what="tokens")
+        before = {title: server.child(title).pid for title in ("core 0", "frontend 0", "store")}
+        kill_supervisor(server)
+        assert before == {title: server.child(title).pid for title in before}
+        # The new supervisor restarts an adopted process that crashes, and one that crashes together with it.
+        server.child("core 0").kill()
+        wait_until(lambda: server.child("core 0").pid != before["core 0"], what="another core")
+        worker = server.child("worker 0")
+        worker.kill()
+        kill_supervisor(server)
+        for reader in readers:
+            reader.join()
+        assert [(reader.is_done, reader.num_tokens) for reader in readers] == [(True, 300)] * 4
+        server.wait_until_whole()
+        assert_nothing_is_held(server)
+        processes = [psutil.Process(server.process.pid), *server.find_children()]
+        assert server.stop() == 0
+        assert all(map(has_ended, processes))
+        assert list(tmp_path.rglob("*")) == []
+
+
+@pytest.mark.timeout(120)
+def test_a_start_goes_on_when_the_supervisor_is_killed(tmp_path: Path) -> None:
+    with Server(*NULL, env={"XDG_RUNTIME_DIR": str(tmp_path)}, wait=False) as server:
+        core = server.child("core 0")
+        kill_supervisor(server)
+        server.wait_for("ready at")
+        assert server.log.count("ready at") == 1
+        assert server.child("core 0").pid == core.pid
+        # A signal reaches the supervisor of that moment.
+        server.process.send_signal(signal.SIGINT)
+        assert server.wait() == 0
