@@ -47,6 +47,7 @@ from ...protocol.store.requests import (
 )
 from ...protocol.transport import Peer
 from ..client.replicas.async_peer import AsyncPeer
+from .journal import Journal, journal_path
 from .token_log import TokenLog
 
 Order = Literal["asc", "desc"]
@@ -137,7 +138,13 @@ class StoreClient:
         self._attachments: dict[int, Attachment] = {}
         self.on_orphans: Callable[[], None] = lambda: None
         holds = config.store.path is not None
-        self.log = TokenLog(self._send, config.run_dir, client_index, holds=holds)
+        self.log = TokenLog(
+            self._send,
+            config.run_dir,
+            client_index,
+            lambda session: Journal(journal_path(config, session)),
+            holds=holds,
+        )
 
     def start(self) -> None:
         """Connect to the store."""

@@ -10,6 +10,8 @@ from __future__ import annotations
 import sqlite3
 import time
 from array import array
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Final
 
 import msgspec
@@ -32,9 +34,10 @@ from ...protocol.store.requests import (
     TakeDuty,
 )
 from .database import Database
+from .journal import read_journal
 from .live_requests import LiveRequest, LiveRequests
 from .other_engines import OtherEngines
-from .sessions import LoggedStreams, Session, Sessions, Statement, decode_duties
+from .sessions import LoggedStreams, ReservedKeys, Session, Sessions, Statement, decode_duties
 
 ROW_BYTES: Final = 512
 """Approximate bytes of a request without its record and its tokens."""
@@ -65,16 +68,23 @@ class Requests:
     Attributes:
         live: The requests that have not ended.
         sessions: The sessions of the frontends that use this store.
+        keys: The idempotency keys of requests that have not begun.
+
+    Args:
+        database: The database.
+        run: The run directory of this engine.
+        find_journal: Returns the path of the journal of a session.
     """
 
-    def __init__(self, database: Database, run: str) -> None:
+    def __init__(self, database: Database, run: str, find_journal: Callable[[bytes], Path]) -> None:
         self._database = database
         self._run = run
+        self._find_journal = find_journal
+        self._read_journals: list[Path] = []
         self._other_engines = OtherEngines()
         self.live = LiveRequests()
         self.sessions = Sessions()
-        self._reserved: dict[tuple[str, str], tuple[bytes, int]] = {}
-        """(owner, key) -> the session that reserved the key for a request that has not begun, and its call."""
+        self.keys = ReservedKeys()
         self._statements: list[Statement] = []
         self._logged_streams = LoggedStreams()
         self._begun: list[LiveRequest] = []
@@ -94,8 +104,7 @@ class Requests:
         self.count()
         rows = self._rows("SELECT id, run, client, last_number, duties FROM sessions")
         for session, run, client, last_number, duties in rows:
-            if run == self._run or self._other_engines.is_alive(run):
-                self.sessions[session] = Session(run, client, last_number, decode_duties(duties))
+            self.sessions[session] = Session(run, client, last_number, decode_duties(duties))
         for row in self._rows(
             "SELECT owner, id, key, session, numbers, num_starts, claimed_at, size, state FROM requests "
             "WHERE NOT is_finished"
@@ -117,6 +126,7 @@ class Requests:
             self._replay(session, decoded)
             if (opened := self.sessions.get(session)) is not None:
                 opened.last_number = max(opened.last_number, decoded.number)
+        self.end_dead_engines()
         for session in {request.session for request in self.live} - self.sessions.keys():
             self.live.end_session(session)
         # The requests of ended sessions are written as orphans.
@@ -191,10 +201,15 @@ class Requests:
         return opened.last_number
 
     def _end_session(self, session: bytes) -> None:
-        """End a session whose process has exited."""
+        """End a session whose process has exited, after applying what only its journal has."""
+        journal = self._find_journal(session)
+        for entry in read_journal(journal):
+            self.apply(session, entry)
+        self._read_journals.append(journal)
         del self.sessions[session]
-        self._forget_keys(session)
-        self._save_orphans(self.live.end_session(session))
+        self.keys.end_session(session)
+        for request in self.live.end_session(session):
+            self._save_owner(request)
         self._add("DELETE FROM sessions WHERE id = ?", session)
 
     def apply(self, session: bytes, entry: LogEntry) -> None:
@@ -248,13 +263,7 @@ class Requests:
         found = self._rows("SELECT id FROM requests WHERE owner = ? AND key = ?", *name)
         if found:
             return KeyReply(call.call_id, found[0][0])
-        # One call may arrive twice, on two connections.
-        caller = (session, call.call_id)
-        return KeyReply(call.call_id, is_busy=self._reserved.setdefault(name, caller) != caller)
-
-    def release_key(self, owner: str, key: str) -> None:
-        """Release a reserved key, so that another request can use it."""
-        self._reserved.pop((owner, key), None)
+        return KeyReply(call.call_id, is_busy=not self.keys.reserve(session, call))
 
     def take_duty(self, session: bytes, call: TakeDuty) -> DutyReply:
         """Give a duty to a session, unless another session has it."""
@@ -275,17 +284,14 @@ class Requests:
         claimed: list[ClaimedRequest] = []
         run = self.sessions[session].run
         orphans = [request for request in self.live.orphans if request.run in ("", run)]
+        # The records of those from a journal may not be committed yet.
+        orphans = [request for request in orphans if request not in self._begun]
         size = 0
         for request in orphans[: max(call.limit, 1)]:
             size += request.size + 4 * request.num_tokens + request.size_of_logprobs
             if claimed and size > CLAIM_BYTES:
                 break
-            rows = self._rows(
-                "SELECT record FROM records WHERE owner = ? AND id = ?",
-                request.owner,
-                request.request_id,
-            )
-            if not rows:
+            if not (record := self.find_record(*request.name)):
                 self._delete(request)
                 continue
             has_progressed = request.num_tokens > request.claimed_at
@@ -297,7 +303,7 @@ class Requests:
                 ClaimedRequest(
                     request.request_id,
                     request.owner,
-                    rows[0][0],
+                    record,
                     request.num_starts,
                     request.states,
                 )
@@ -340,6 +346,8 @@ class Requests:
         self._statements.clear()
         self._must_save_numbers = False
         self._begun.clear()
+        while self._read_journals:
+            self._read_journals.pop().unlink(missing_ok=True)
         if self._has_checkpoint:
             self._logged_streams.clear()
             self._log_bytes = 0
@@ -361,9 +369,8 @@ class Requests:
 
     def oldest_change(self) -> float | None:
         """Return when the oldest finished request ended; None if there is none."""
-        oldest: float | None = self._rows("SELECT min(changed) FROM requests WHERE is_finished")[0][
-            0
-        ]
+        [row] = self._rows("SELECT min(changed) FROM requests WHERE is_finished")
+        oldest: float | None = row[0]
         return oldest
 
     def evict_oldest(self, before: float) -> int:
@@ -406,7 +413,7 @@ class Requests:
 
     def _begin(self, session: bytes, entry: BeginRequest) -> None:
         request = self.live.begin(session, entry)
-        self._reserved.pop((entry.owner, entry.key), None)
+        self.keys.release(entry.owner, entry.key)
         if request is None:
             return
         request.run = self.sessions[session].run
@@ -458,10 +465,6 @@ class Requests:
         """Write the session of a request and its state, because earlier entries of the log no longer name it."""
         self._statements.append(_owner_statement(request, _encode(request.states)))
 
-    def _save_orphans(self, orphans: list[LiveRequest]) -> None:
-        for request in orphans:
-            self._save_owner(request)
-
     def _append_to_log(self, session: bytes, entry: LogEntry) -> None:
         """Add an entry to the log. A database in memory needs none, because its state is lost together with the log."""
         if self._database.is_file and not self._is_stale:
@@ -470,10 +473,6 @@ class Requests:
             encoded = _encode(entry)
             self._log_bytes += len(encoded)
             self._add("INSERT INTO log (session, entry) VALUES (?, ?)", session, encoded)
-
-    def _forget_keys(self, session: bytes) -> None:
-        for name in [name for name, holder in self._reserved.items() if holder[0] == session]:
-            del self._reserved[name]
 
     def _add(self, statement: str, *values: object) -> None:
         self._statements.append((statement, values))

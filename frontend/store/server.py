@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sqlite3
 import time
 from collections.abc import Callable
@@ -41,6 +42,7 @@ from ...protocol.store.requests import (
 )
 from ...protocol.transport import FrameTooLarge, Hub
 from .database import Database
+from .journal import journal_path
 from .live_requests import ORPHAN, LiveRequest
 from .objects import ROW_BYTES, Objects
 from .requests import Requests
@@ -91,7 +93,9 @@ class StoreServer:
         self._limits = config.store
         self._database = database
         self._objects = Objects(self._database)
-        self._requests = Requests(self._database, config.run_dir)
+        self._requests = Requests(
+            self._database, config.run_dir, functools.partial(journal_path, config)
+        )
         self._sessions: dict[bytes, bytes] = {}
         """Identity of a connected frontend -> its session."""
         self._attached: dict[tuple[bytes, int], LiveRequest] = {}
@@ -258,7 +262,7 @@ class StoreServer:
                     self._database.record_failure(error)
                     return [(identity, KeyReply(message.call_id, error=self._database.trouble))]
             case ReleaseKey():
-                self._requests.release_key(message.owner, message.key)
+                self._requests.keys.release(message.owner, message.key)
         return []
 
     def _attach(self, identity: bytes, call: AttachRequest) -> list[Sent]:

@@ -1,4 +1,4 @@
-"""The sessions of frontend processes, and the duties that at most one of them has at a time."""
+"""The sessions of frontend processes, and the duties and keys that at most one of them has at a time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Final
 
 import msgspec
 
-from ...protocol.store.requests import LogTokens
+from ...protocol.store.requests import LogTokens, ReserveKey
 
 Statement = tuple[str, tuple[object, ...]]
 
@@ -90,3 +90,28 @@ class LoggedStreams(dict[bytes, bytes]):
             return msgspec.structs.replace(entry, streams=self.get(session, b""))
         self[session] = entry.streams
         return entry
+
+
+class ReservedKeys:
+    """The keys that sessions have reserved for requests that have not begun."""
+
+    def __init__(self) -> None:
+        self._holders: dict[tuple[str, str], tuple[bytes, int]] = {}
+        """(owner, key) -> the session that reserved the key, and its call."""
+
+    def reserve(self, session: bytes, call: ReserveKey) -> bool:
+        """Reserve a key. Return False if another call has it.
+
+        One call may arrive twice, on two connections.
+        """
+        caller = (session, call.call_id)
+        return self._holders.setdefault((call.owner, call.key), caller) == caller
+
+    def release(self, owner: str, key: str) -> None:
+        """Release a key, so that another request can use it."""
+        self._holders.pop((owner, key), None)
+
+    def end_session(self, session: bytes) -> None:
+        """Release all keys of a session."""
+        for name in [name for name, holder in self._holders.items() if holder[0] == session]:
+            del self._holders[name]

@@ -1,4 +1,8 @@
-"""Record a frontend's unfinished requests in the store, and hold their tokens back until they are durable."""
+"""Record a frontend's unfinished requests, and deliver no token before it is durable.
+
+An entry is durable when it is in the journal, or when the store has committed it. The store receives entries in
+batches, because each batch costs both processes as much as hundreds of tokens.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ from typing import Final
 
 import msgspec
 
-from ...protocol.messages import EngineCoreOutputs, FinishedRequest, FinishReason
+from ...protocol.messages import EngineCoreOutputs, FinishReason
 from ...protocol.store.requests import (
     AdoptRequest,
     BeginRequest,
@@ -24,6 +28,8 @@ from ...protocol.store.requests import (
     StreamEnd,
 )
 from ..client.engine_client import RequestGroup, Sequence
+from .entries import end_of, finish_of, merge_entries, numbers_of
+from .journal import Journal
 from .logprobs import select_recordable, size_of_logprobs
 
 logger = logging.getLogger(__name__)
@@ -37,6 +43,9 @@ MAX_UNACKNOWLEDGED_BYTES: Final = 64 * 1024 * 1024
 ENTRY_BYTES: Final = 64
 """Approximate bytes of an entry without its arrays."""
 
+BATCH_S: Final = 0.25
+"""Maximum seconds that tokens in the journal wait for others before they are sent to the store."""
+
 Apply = Callable[[EngineCoreOutputs], None]
 
 
@@ -45,6 +54,7 @@ class RecordedRequest:
 
     Attributes:
         group: The sequences of the request.
+        num_readers: The number of clients that read the request through the store.
         record: The data that another frontend needs to continue the request.
         is_deleted_later: Whether the caller deletes the recording after the end, because the answer is stored in
             another form. Until then the request can be claimed.
@@ -70,7 +80,7 @@ class RecordedRequest:
         self.key = key
         self.is_deleted_later = is_deleted_later
         self._grace_s = grace_s
-        self._num_readers = 0
+        self.num_readers = 0
         self._has_client = True
         self._timer: asyncio.TimerHandle | None = None
 
@@ -105,7 +115,7 @@ class RecordedRequest:
         """
         if self.is_deleted_later:
             return
-        had_readers, self._num_readers = self._num_readers > 0, num_readers
+        had_readers, self.num_readers = self.num_readers > 0, num_readers
         if num_readers:
             self._cancel_timer()
         elif had_readers and not self._has_client:
@@ -119,7 +129,7 @@ class RecordedRequest:
         self._has_client = False
 
     def _consider_abort(self) -> None:
-        if self._num_readers or self._timer is not None or not self.group.num_unfinished:
+        if self.num_readers or self._timer is not None or not self.group.num_unfinished:
             return
         if not self._grace_s:
             self.group.abort()
@@ -128,7 +138,7 @@ class RecordedRequest:
 
     def _expire(self) -> None:
         self._timer = None
-        if not self._num_readers:
+        if not self.num_readers:
             self.group.abort()
 
     def _cancel_timer(self) -> None:
@@ -140,25 +150,46 @@ class RecordedRequest:
 class TokenLog:
     """The session of one frontend process.
 
-    With `holds`, outputs are applied only after the store has committed their tokens. If the store does not answer for
-    `HOLD_S` seconds, outputs are applied immediately until it answers again.
+    Outputs are applied as soon as their tokens are in the journal. If the journal has no room for them, they are
+    applied after the store has committed them, or after `HOLD_S` seconds without an answer.
+
+    Args:
+        send: Sends a message to the store.
+        run: The run directory of the engine.
+        client_index: The number of the frontend.
+        open_journal: Creates the journal of a session.
+        holds: Whether tokens outside the journal wait for the store.
     """
 
     def __init__(
-        self, send: Callable[[msgspec.Struct], None], run: str, client_index: int, *, holds: bool
+        self,
+        send: Callable[[msgspec.Struct], None],
+        run: str,
+        client_index: int,
+        open_journal: Callable[[bytes], Journal],
+        *,
+        holds: bool,
     ) -> None:
         self._send = send
         self._run = run
         self._client_index = client_index
         self._session = os.urandom(8)
         self._holds = holds
+        self._open_journal = open_journal
+        self._journal: Journal | None = None
+        self._can_have_journal = True
         self._is_open = False
         self._is_closed = False
         self._must_begin_again = False
         self._last_number = 0
         self._acknowledged = 0
+        self._last_unsafe = 0
+        """The number of the last entry that is not in the journal."""
         self._unacknowledged: deque[tuple[LogEntry, int]] = deque()
         self._num_bytes = 0
+        self._unsent: list[LogTokens] = []
+        self._send_timer: asyncio.TimerHandle | None = None
+        self._num_with_readers = 0
         self._held: deque[tuple[int, EngineCoreOutputs, Apply]] = deque()
         self._hold_timer: asyncio.TimerHandle | None = None
         self._is_late = False
@@ -193,7 +224,7 @@ class TokenLog:
             is_deleted_later=is_deleted_later,
         )
         self._requests[owner, request_id] = request
-        numbers = _numbers(group)
+        numbers = numbers_of(group)
         if is_claimed:
             request.continue_alone()
             self._add(AdoptRequest(self._next_number(), request_id, owner, numbers))
@@ -221,7 +252,7 @@ class TokenLog:
             )
             size = len(outputs.request_indices) + len(outputs.token_ids)
             self._add(entry, size + size_of_logprobs(logprobs) + size_of_logprobs(prompt_logprobs))
-        if not self._holds or self._is_late or not self._unacknowledged:
+        if not self._holds or self._is_late or self._last_unsafe <= self._acknowledged:
             self._release_all()
             apply(outputs)
             return
@@ -240,7 +271,7 @@ class TokenLog:
         name = request.owner, request.request_id
         if self._is_closed or name not in self._requests:
             return
-        self._add(EndStream(self._next_number(), sequence.request_index, _end_of(sequence)))
+        self._add(EndStream(self._next_number(), sequence.request_index, end_of(sequence)))
         if not request.group.num_unfinished:
             del self._requests[name]
 
@@ -280,6 +311,8 @@ class TokenLog:
         request = self._requests.get((owner, request_id))
         if request is not None:
             request.set_num_readers(num_readers)
+            self._num_with_readers = sum(r.num_readers > 0 for r in self._requests.values())
+            self._send_batch()
 
     def greet(self) -> None:
         """Open the session with a store that has sent its greeting."""
@@ -293,6 +326,7 @@ class TokenLog:
             self._begin_again()
             return
         self.acknowledge(last_number)
+        self._unsent.clear()
         for entry, _ in self._unacknowledged:
             self._send(entry)
 
@@ -304,6 +338,7 @@ class TokenLog:
         self._acknowledged = max(self._acknowledged, number)
         while self._unacknowledged and self._unacknowledged[0][0].number <= number:
             self._num_bytes -= self._unacknowledged.popleft()[1]
+        self._clean_journal()
         self._is_late = False
         while self._held and self._held[0][0] <= number:
             _, outputs, apply = self._held.popleft()
@@ -314,6 +349,7 @@ class TokenLog:
 
     async def flush(self, timeout_s: float) -> None:
         """Wait until the store has committed all entries, at most `timeout_s` seconds."""
+        self._send_batch()
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         while self._unacknowledged and loop.time() < deadline:
@@ -321,8 +357,12 @@ class TokenLog:
 
     def close(self) -> None:
         """Stop recording. Requests that end from now on stay unfinished in the store."""
+        self._send_batch()
         self._release_all()
         self._is_closed = True
+        if self._journal is not None:
+            self._journal.close(is_complete=not self._unacknowledged)
+            self._journal = None
         if self._hold_timer is not None:
             self._hold_timer.cancel()
 
@@ -336,8 +376,23 @@ class TokenLog:
         size += ENTRY_BYTES
         self._unacknowledged.append((entry, size))
         self._num_bytes += size
-        if self._is_open:
-            self._send(entry)
+        # An entry in the journal must not depend on an earlier one that only the store may have.
+        is_safe = (
+            self._journal is not None
+            and self._last_unsafe <= self._acknowledged
+            and self._journal.append(entry)
+        )
+        if not is_safe:
+            self._last_unsafe = entry.number
+        if not isinstance(entry, LogTokens) or not is_safe or self._num_with_readers:
+            self._send_batch()
+            if self._is_open:
+                self._send(entry)
+        elif self._is_open:
+            self._unsent.append(entry)
+            if self._send_timer is None:
+                loop = asyncio.get_running_loop()
+                self._send_timer = loop.call_later(BATCH_S, self._send_batch)
         if self._num_bytes > MAX_UNACKNOWLEDGED_BYTES:
             logger.warning(
                 "the store does not respond; its log of running requests will be rebuilt later"
@@ -345,9 +400,37 @@ class TokenLog:
             self._must_begin_again = True
             self._drop_unacknowledged()
 
+    def _send_batch(self) -> None:
+        """Send the tokens that waited for others."""
+        if self._send_timer is not None:
+            self._send_timer.cancel()
+            self._send_timer = None
+        unsent, self._unsent = self._unsent, []
+        for entry in merge_entries(unsent):
+            self._send(entry)
+
+    def _clean_journal(self) -> None:
+        """Delete the entries that the store has committed from the journal.
+
+        The first commit of a session also commits that the session exists. Before, nobody would look for its journal.
+        """
+        if self._journal is None:
+            is_known = self._acknowledged > 0 and not self._unacknowledged
+            if is_known and not self._is_closed and self._can_have_journal:
+                try:
+                    self._journal = self._open_journal(self._session)
+                except OSError as error:
+                    logger.warning("tokens wait for the store, without a journal: %s", error)
+                    self._can_have_journal = False
+        elif not self._unacknowledged or self._journal.is_filling:
+            self._journal.keep(entry for entry, _ in self._unacknowledged)
+
     def _drop_unacknowledged(self) -> None:
         self._unacknowledged.clear()
+        self._unsent.clear()
         self._num_bytes = 0
+        if self._journal is not None:
+            self._journal.keep(())
         self._release_all()
 
     def _begin_again(self) -> None:
@@ -372,7 +455,7 @@ class TokenLog:
                     number,
                     request.request_id,
                     request.owner,
-                    _numbers(request.group),
+                    numbers_of(request.group),
                     request.record,
                     request.key,
                     tokens,
@@ -381,7 +464,7 @@ class TokenLog:
             )
             for sequence in sequences:
                 if sequence.finished and request.is_deleted_later:
-                    ended = [_finish_of(sequence)]
+                    ended = [finish_of(sequence)]
                     self._add(LogTokens(self._next_number(), b"", b"", finished=ended))
                 elif sequence.finished:
                     self.add_end(request, sequence)
@@ -403,30 +486,3 @@ class TokenLog:
         while self._held:
             _, outputs, apply = self._held.popleft()
             apply(outputs)
-
-
-def _numbers(group: RequestGroup) -> bytes:
-    return array("i", (sequence.request_index for sequence in group.sequences)).tobytes()
-
-
-def _finish_of(sequence: Sequence) -> FinishedRequest:
-    """Return the end of a sequence as its core reported it."""
-    assert sequence.finish_reason is not None
-    stop = sequence.stop_reason if isinstance(sequence.stop_reason, int) else None
-    return FinishedRequest(
-        sequence.request_index, sequence.finish_reason, stop, sequence.error or ""
-    )
-
-
-def _end_of(sequence: Sequence) -> StreamEnd:
-    assert sequence.finish_reason is not None
-    return StreamEnd(
-        sequence.num_generated_tokens,
-        int(FinishReason(sequence.finish_reason)),
-        sequence.stop_reason,
-        sequence.error,
-        sequence.retry_after_s,
-        sequence.num_cached_tokens,
-        sequence.num_accepted_predictions,
-        sequence.num_rejected_predictions,
-    )

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 from engine.frontend.store import database, requests
 from engine.frontend.store.database import Database
+from engine.frontend.store.journal import Journal
 from engine.frontend.store.requests import Requests
 from engine.protocol.messages import FinishReason, TokenLogprobs
 from engine.protocol.store.requests import (
@@ -47,7 +48,7 @@ class Store:
         self._path = path
         self._run = run
         self.database = Database(str(path))
-        self.requests = Requests(self.database, run)
+        self.requests = Requests(self.database, run, lambda session: Path(run, session.hex()))
 
     def reopen(self, run: str | None = None) -> Store:
         self.database.close()
@@ -88,6 +89,26 @@ def store(tmp_path: Path) -> Store:
 
 def begin(number: int, name: str, *streams: int, key: str = "") -> BeginRequest:
     return BeginRequest(number, name, "a", ints(*streams), b"record of " + name.encode(), key)
+
+
+def test_entries_of_a_journal_are_applied_when_the_session_ends(tmp_path: Path) -> None:
+    store = Store(tmp_path / "store.db", str(tmp_path))
+    store.open_session(b"s")
+    sent = [begin(1, "x", 1), LogTokens(2, ints(1), ints(10))]
+    store.apply(b"s", *sent)
+    journal = Journal(tmp_path / b"s".hex())
+    end = StreamEnd(2, int(FinishReason.LENGTH))
+    for entry in (*sent, LogTokens(3, ints(1), ints(11)), begin(4, "y", 2), EndStream(5, 1, end)):
+        assert journal.append(entry)
+    # The store stops as well, and its next process gets a successor of the frontend.
+    store = store.reopen()
+    assert store.requests.find_finished("a", "x") is None
+    store.open_session(b"t")
+    assert store.claim(b"t") == []
+    assert store.claim(b"t") == [("y", 1)]
+    finished = store.requests.find_finished("a", "x")
+    assert finished is not None and tokens_of(finished) == [[10, 11]]
+    assert not (tmp_path / b"s".hex()).exists()
 
 
 def test_an_entry_that_is_sent_again_is_applied_once(store: Store) -> None:
@@ -163,7 +184,7 @@ def test_idempotency_key_is_reserved_for_one_caller_at_a_time(store: Store) -> N
     assert not store.requests.reserve_key(b"s", first).is_busy
     assert not store.requests.reserve_key(b"s", first).is_busy
     assert store.requests.reserve_key(b"s", second).is_busy
-    store.requests.release_key("a", "k")
+    store.requests.keys.release("a", "k")
     assert not store.requests.reserve_key(b"s", second).is_busy
 
 
