@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from starlette.types import Scope
@@ -72,32 +73,35 @@ class IdentifiedChunks:
 
     The ID encodes how much of each sequence the client has after that event. Earlier events of the same piece have no
     ID, so a client that is disconnected between them gets the whole piece again.
+
+    Attributes:
+        encode: Returns the chunks of a sequence; b"" if its output needs none.
     """
+
+    __slots__ = ("_chunks", "_counts", "_start", "encode")
 
     def __init__(self, chunks: ChunkEncoder, answer_id: str, group: RequestGroup) -> None:
         self._chunks = chunks
-        self._encode = chunks.encode
         self._start = b"id: %b:" % answer_id.encode()
-        is_single = len(group.sequences) == 1
-        self._are_plain_identified = (
-            is_single and isinstance(chunks, Chunks) and chunks.identify_plain(self._start)
-        )
         self._counts = [_count_of(sequence) for sequence in group.sequences]
+        is_single = len(group.sequences) == 1
+        self.encode: Callable[[Sequence], bytes] = self._encode
+        if (
+            is_single
+            and isinstance(chunks, Chunks)
+            and chunks.identify_plain(self._start, self._identify_events)
+        ):
+            self.encode = chunks.encode
 
     @property
     def format(self) -> StreamFormat:
         """The format of the stream around the chunks."""
         return self._chunks.format
 
-    def encode(self, sequence: Sequence) -> bytes:
-        """Return the chunks of a sequence; b"" if its output needs none.
+    def _encode(self, sequence: Sequence) -> bytes:
+        return self._identify_events(sequence, self._chunks.encode(sequence))
 
-        Raises:
-            APIError: The sequence failed.
-        """
-        body = self._encode(sequence)
-        if self._are_plain_identified and sequence.finish_reason is None:
-            return body
+    def _identify_events(self, sequence: Sequence, body: bytes) -> bytes:
         self._counts[sequence.position] = _count_of(sequence)
         return self._identify(body, b".".join(self._counts)) if body else body
 

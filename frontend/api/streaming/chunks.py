@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from functools import cache
 from typing import Any, Generic, TypeVar
 
@@ -12,6 +13,9 @@ from ..answer import Answer
 from ..generation import raise_if_failed
 from ..logprobs import Json
 from .event_stream import OPENAI_STREAM, event
+
+Identify = Callable[[Sequence, bytes], bytes]
+"""Adds an event ID to the events of a sequence."""
 
 AnswerT = TypeVar("AnswerT", bound=Answer[Any])
 
@@ -27,6 +31,7 @@ class Chunks(ABC, Generic[AnswerT]):
         "_answer",
         "_heads",
         "_id_start",
+        "_identify_last",
         "_include_usage",
         "_is_plain",
         "_tail",
@@ -63,17 +68,18 @@ class Chunks(ABC, Generic[AnswerT]):
         ]
         self._tail = _plain_tail(after, self._include_usage)
         self._id_start = b""
+        self._identify_last: Identify | None = None
 
-    def identify_plain(self, start: bytes) -> bool:
+    def identify_plain(self, start: bytes, identify_last: Identify) -> bool:
         """Begin plain chunks with an event ID: `start` and the number of tokens read.
 
-        Return False if no chunk is plain.
+        `identify_last` adds an ID to the events at the end of the sequence. Return False if no chunk is plain.
 
         Call this only for answers with one sequence.
         """
         if not self._is_plain:
             return False
-        self._id_start = start
+        self._id_start, self._identify_last = start, identify_last
         self._heads = [b"\n" + head for head in self._heads]
         return True
 
@@ -84,7 +90,8 @@ class Chunks(ABC, Generic[AnswerT]):
             APIError: The sequence failed.
         """
         if not self._is_plain or sequence.finish_reason is not None:
-            return self._render(sequence)
+            body = self._render(sequence)
+            return body if self._identify_last is None else self._identify_last(sequence, body)
         text = sequence.read_text()
         if not text:
             return b""
