@@ -11,7 +11,7 @@ from ... import __version__
 from ...protocol.config import EngineConfig
 from ...protocol.errors import ConfigError, EngineError
 from ...protocol.process import name_process
-from ..guardian.guardian import CAN_GUARD, Guardian
+from ..guardian.guardian import Guardian, become_subreaper
 from ..guardian.link import GuardianLink, Notice
 from ..guardian.service_manager import notify_service_manager
 from ..model_source.options import ModelOptions, ResolvedModel
@@ -150,7 +150,7 @@ def serve_model(
             Notice.NOT_LISTENING: listener.close,
         }
         # Nodes on other machines could not continue with another supervisor.
-        if not CAN_GUARD or config.parallel.is_distributed:
+        if config.parallel.is_distributed or not become_subreaper():
             _supervise(
                 config,
                 specs,

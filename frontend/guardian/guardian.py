@@ -27,9 +27,6 @@ from ...protocol.errors import EngineError
 from .lifeline import Lifeline
 from .link import GuardianLink, Notice
 
-CAN_GUARD: Final = sys.platform == "linux" and hasattr(os, "pidfd_open")
-"""True if this system lets a process adopt the children of its children."""
-
 FAULT: Final = 70
 """Exit code of a supervisor with an unexpected error, after which another supervisor continues."""
 
@@ -49,8 +46,14 @@ class GuardianFailed(EngineError):
     """The engine cannot continue, because its supervisor cannot."""
 
 
+def become_subreaper() -> bool:
+    """Make this process the next parent of processes whose parent exits. Return False if the system cannot do this."""
+    is_possible = sys.platform == "linux" and os.path.isdir("/proc/self/fd")
+    return is_possible and _set_process_option(_PR_SET_CHILD_SUBREAPER, 1)
+
+
 class Guardian:
-    """Runs a supervisor in a child process, and another one if it crashes.
+    """Runs a supervisor in a child process, and another one if it crashes. Call `become_subreaper` first.
 
     Args:
         signals_fd: A non-blocking descriptor from which the numbers of received stop signals are read, one byte each.
@@ -79,7 +82,6 @@ class Guardian:
         Raises:
             GuardianFailed: The supervisor crashed while the engine was stopping, or crashes again and again.
         """
-        _set_process_option(_PR_SET_CHILD_SUBREAPER, 1)
         woken_fd, wake_fd = os.pipe()
         os.set_blocking(woken_fd, False)
         os.set_blocking(wake_fd, False)
@@ -181,8 +183,8 @@ def _begin_child(guardian: int) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     # Ctrl-C at the terminal reaches only the guardian, which forwards it.
     os.setpgid(0, 0)
-    _set_process_option(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != guardian:
+    is_tied = _set_process_option(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if not is_tied or os.getppid() != guardian:
         os._exit(FAULT)
 
 
@@ -198,6 +200,6 @@ def _run_child(supervise: Callable[[GuardianLink], int], link: GuardianLink) -> 
         os._exit(code)
 
 
-def _set_process_option(option: int, value: int) -> None:
-    """Call prctl(2)."""
-    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+def _set_process_option(option: int, value: int) -> bool:
+    """Call prctl(2). Return whether it succeeded."""
+    return ctypes.CDLL(None).prctl(option, value, 0, 0, 0) == 0
