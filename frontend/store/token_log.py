@@ -317,6 +317,8 @@ class TokenLog:
     def greet(self) -> None:
         """Open the session with a store that has sent its greeting."""
         self._is_open = False
+        # `record_opened` sends all that is unacknowledged, in order.
+        self._unsent.clear()
         self._send(OpenSession(self._session, self._run, self._client_index))
 
     def record_opened(self, last_number: int) -> None:
@@ -326,7 +328,6 @@ class TokenLog:
             self._begin_again()
             return
         self.acknowledge(last_number)
-        self._unsent.clear()
         for entry, _ in self._unacknowledged:
             self._send(entry)
 

@@ -1,11 +1,13 @@
 """Measure the cost of a streamed token without the model: CPU time of the frontends, the store and the core.
 
     scripts/bench/run token_cost [-c 256] [--step-ms 20] [--api-server-count 1 2] [--clients 1] [-- serve arguments]
+    scripts/bench/run token_cost --paired -- --store /tmp/store.db
 
 The worker computes nothing (`--device null`). Every stream has its own connection. Times are CPU times of whole
 processes, in microseconds per token, over a window in which all streams run. Several tokens share one event if they
 share a character, or if the frontend falls behind. With a step time that overloads one frontend, `tokens_a_second`
-shows the gain from more frontends. `-- --device cpu` measures a real model.
+shows the gain from more frontends. `-- --device cpu` measures a real model. With `--paired`, rounds alternate between a
+server with the arguments after `--` and one without them, which is idle meanwhile.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ import time
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from itertools import product
 from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 from typing import Any
@@ -178,17 +181,24 @@ def main() -> int:
     )
     parser.add_argument("--seconds", type=float, default=4.0)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--paired", action="store_true", help="compare with a server without them")
     parser.add_argument("serve", nargs="*", help="additional arguments for `engine serve`")
     arguments = parser.parse_args()
     null = ["--device", "null", "--null-step-ms", str(arguments.step_ms)]
     slots = ["--max-num-seqs", str(arguments.streams)]
     for count in arguments.api_server_count:
         frontends = ["--api-server-count", str(count)]
-        with Server(*null, *slots, *frontends, *arguments.serve) as server:
-            for _ in range(arguments.rounds):
+        given = [[], arguments.serve] if arguments.paired else [arguments.serve]
+        with ExitStack() as stack:
+            servers = [
+                stack.enter_context(Server(*null, *slots, *frontends, *more)) for more in given
+            ]
+            for _, (more, server) in product(
+                range(arguments.rounds), zip(given, servers, strict=True)
+            ):
                 result = measure(server, arguments.streams, arguments.clients, arguments.seconds)
                 point = {"cores": os.cpu_count(), "frontends": count, "streams": arguments.streams}
-                print(json.dumps({**point, **result}), flush=True)
+                print(json.dumps({**point, "serve": " ".join(more), **result}), flush=True)
     return 0
 
 
