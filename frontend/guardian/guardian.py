@@ -202,4 +202,5 @@ def _run_child(supervise: Callable[[GuardianLink], int], link: GuardianLink) -> 
 
 def _set_process_option(option: int, value: int) -> bool:
     """Call prctl(2). Return whether it succeeded."""
-    return ctypes.CDLL(None).prctl(option, value, 0, 0, 0) == 0
+    result: int = ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+    return result == 0
