@@ -124,7 +124,7 @@ class Guardian:
             for exit_ in self._exits:
                 _report(channel, exit_)
             while True:
-                select.select([self._signals_fd, woken_fd, channel], [], [])
+                select.select([self._signals_fd, woken_fd, channel.fileno()], [], [])
                 with contextlib.suppress(BlockingIOError):
                     os.read(woken_fd, 4096)
                 code = self._reap(pid, channel)
