@@ -99,7 +99,7 @@ def test_a_successor_that_fails_leaves_the_old_server_alone(
             (["/nowhere/at/all"], "/nowhere/at/all"),
             (["--no-such-flag"], "--no-such-flag"),
             (["--kv-cache-memory-bytes", "1000"], "--kv-cache-memory-bytes"),
-            (["--pid", "1"], "no engine with process ID 1"),
+            (["--pid", "1"], "no running engine with process ID 1"),
             (["--port", "1"], "no running engine at :1"),
         ):
             with Upgrade(*arguments, env=run_env) as new:
