@@ -28,6 +28,7 @@ class ResponseFields(msgspec.Struct, kw_only=True):
     prompt: Any = None
 
     # Accepted because clients send them; they have no effect.
+    client_metadata: dict[str, Any] | None = None
     personality: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_options: dict[str, Any] | None = None
