@@ -86,6 +86,7 @@ def make_routes(serving: Serving) -> list[Route]:
     replicas = Replicas(serving)
     timelines = Timelines(serving)
     intake = Intake(serving)
+    loras = Loras(serving, intake)
     files = FileStorage(serving.store)
     tokenization = Tokenization(serving, intake)
     pooling = Pooling(serving)
@@ -148,6 +149,7 @@ def make_routes(serving: Serving) -> list[Route]:
         *ollama.routes(serving, intake, embeddings),
         Route("/v2/rerank", scores.rerank, methods=["POST"]),
         Route("/pooling", embeddings.pool, methods=["POST"]),
+        Route("/classify", embeddings.classify, methods=["POST"]),
         Route("/tokenizer_info", tokenization.tokenizer_info),
         Route("/tokenize", tokenization.tokenize, methods=["POST"]),
         Route("/detokenize", tokenization.detokenize, methods=["POST"]),
@@ -163,20 +165,13 @@ def make_routes(serving: Serving) -> list[Route]:
         Route("/replicas", replicas.list),
         Route("/replicas/{index}/{action}", replicas.command, methods=["POST"]),
         Route("/reset_prefix_cache", management.reset_prefix_cache, methods=["POST"]),
+        Route("/v1/load_lora_adapter", loras.load, methods=["POST"]),
+        Route("/v1/unload_lora_adapter", loras.unload, methods=["POST"]),
         Route("/debug/dump", management.dump_event_logs, methods=["POST"]),
         Route("/debug/kv-cache", replicas.kv_caches),
         Route("/debug/requests", timelines.list),
         Route("/debug/requests/{id:path}", timelines.explain),
     ]
-
-    if serving.config.frontend.allow_runtime_lora_updating:
-        loras = Loras(serving, intake)
-        routes += [
-            Route("/v1/load_lora_adapter", loras.load, methods=["POST"]),
-            Route("/v1/unload_lora_adapter", loras.unload, methods=["POST"]),
-        ]
-    if serving.config.model.classifier is not None:
-        routes.append(Route("/classify", embeddings.classify, methods=["POST"]))
 
     async def openapi(request: Request) -> Response:
         return json_response(document)

@@ -46,10 +46,7 @@ ROUTE_DESCRIPTIONS: Final[dict[str, tuple[str, str]]] = {
         CLIENTS,
         "Return the embedding, or the probabilities of the classes, of each input.",
     ),
-    "/classify": (
-        CLIENTS,
-        "Return the class of each input. Only models with a classification head have this route.",
-    ),
+    "/classify": (CLIENTS, "Return the class of each input; needs a classification head."),
     "/v1/messages": (CLIENTS, "Answer a conversation (Anthropic's Messages API)."),
     "/v1/messages/{id}/events": (
         CLIENTS,
@@ -90,11 +87,11 @@ ROUTE_DESCRIPTIONS: Final[dict[str, tuple[str, str]]] = {
     "/reset_prefix_cache": (OPERATORS, "Empty the prefix caches of all replicas."),
     "/v1/load_lora_adapter": (
         OPERATORS,
-        "Add a LoRA adapter. Only servers with --allow-runtime-lora-updating have this route.",
+        "Add a LoRA adapter; needs --allow-runtime-lora-updating.",
     ),
     "/v1/unload_lora_adapter": (
         OPERATORS,
-        "Remove a LoRA adapter. Only servers with --allow-runtime-lora-updating have this route.",
+        "Remove a LoRA adapter; needs --allow-runtime-lora-updating.",
     ),
     "/debug/dump": (OPERATORS, "Write the event log of every core; needs --dump-dir."),
     "/debug/kv-cache": (OPERATORS, "Return the states of the KV-cache blocks of each replica."),

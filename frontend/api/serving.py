@@ -261,6 +261,9 @@ class Serving:
                 "messages",
                 "this is a speech model, which cannot chat; use /v1/audio/transcriptions",
             )
+        if template is None and not self.config.model.generates:
+            uses = "classify" if self.config.model.classifier is not None else "v1/embeddings"
+            raise bad_request("messages", f"this model generates no text; use /{uses}")
         if template is None:
             raise bad_request(
                 "messages",

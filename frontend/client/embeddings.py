@@ -103,6 +103,21 @@ def verify_embeds(model: ModelConfig) -> None:
         )
 
 
+def verify_classifies(model: ModelConfig) -> ClassifierConfig:
+    """Return the classification head of a model.
+
+    Raises:
+        ParameterError: The model has none.
+    """
+    if model.classifier is None:
+        raise ParameterError(
+            "model",
+            f"{model.served_names[0]} has no classification head, so it cannot classify text"
+            + ("" if model.audio is not None else "; use /v1/embeddings"),
+        )
+    return model.classifier
+
+
 def verify_compares(model: ModelConfig) -> None:
     """Raise ParameterError if a model cannot compare texts: a classifier with several classes, or a speech model."""
     _verify_reads_text(model)

@@ -18,6 +18,7 @@ from ...protocol.config.images import (
     PadProcessor,
     PanScanProcessor,
     ResizeProcessor,
+    SlicesProcessor,
     SquareProcessor,
     ThumbnailProcessor,
     TilesProcessor,
@@ -29,6 +30,7 @@ from .layouts.resized import padded, resized
 from .layouts.scans import pan_and_scan
 from .layouts.single import crop, square
 from .layouts.sized import fit, fit_budget
+from .layouts.slices import slices
 from .layouts.thumbnails import thumbnail
 from .layouts.tiles import tiles
 
@@ -41,6 +43,7 @@ _LAYOUTS: Final[dict[type[Any], Callable[[Image.Image, Any], Parts]]] = {
     PadProcessor: padded,
     PanScanProcessor: pan_and_scan,
     ResizeProcessor: resized,
+    SlicesProcessor: slices,
     SquareProcessor: square,
     ThumbnailProcessor: thumbnail,
     TilesProcessor: tiles,

@@ -109,10 +109,16 @@ class PromptImages:
 
     def expand(self, text: str, images: Sequence[PreparedImage]) -> str:
         """Return the prompt with one token for each embedding. The images must be in the order of `in_order`."""
+        config = self._config
         texts = [image.text for image in images]
+        if config.number_start:
+            texts = [
+                f"{config.number_start}{number}{config.number_end}{each}"
+                for number, each in enumerate(texts)
+            ]
         if texts:
-            texts[-1] += self._config.after_images
-            text += self._config.prompt_end
+            texts[-1] += config.after_images
+            text += config.prompt_end
         each = iter(texts)
         return self._place.sub(lambda _: next(each), text)
 

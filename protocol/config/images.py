@@ -32,6 +32,9 @@ class ImageProcessorConfig(msgspec.Struct, frozen=True, kw_only=True):
         mark: The text that represents an image in prompts; if empty, the text of `token_id`.
         start: The text before an image, or before each tile if all tiles are alike.
         end: The text after an image or tile with `start`.
+        number_start: The text before the number of an image in its prompt, counted from 0, which precedes the image. If
+            it is empty, images are not numbered.
+        number_end: The text after the number.
         after_images: The text after the last image. Prompts with it have all of their images at the beginning.
         prompt_end: The text at the end of a prompt with images.
         scale: The factor that pixel values (0 to 255) are multiplied by.
@@ -46,6 +49,8 @@ class ImageProcessorConfig(msgspec.Struct, frozen=True, kw_only=True):
     mark: str = ""
     start: str = ""
     end: str = ""
+    number_start: str = ""
+    number_end: str = ""
     after_images: str = ""
     prompt_end: str = ""
     scale: float = 1 / 255
@@ -154,6 +159,21 @@ class ThumbnailProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="t
     before_whole: str = ""
 
 
+class SlicesProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="slices"):
+    """Resizes an image to about `side` x `side` pixels, and adds up to `max_slices` slices of a large one.
+
+    The grid of slices has an aspect ratio similar to the image's, and each slice about `side` x `side` pixels. Sides
+    are multiples of `unit` pixels, and each square of `unit` x `unit` pixels makes one embedding. In the prompt, a
+    slice is between `slice_start` and `slice_end`. If `max_slices` is 1, no slices are added.
+    """
+
+    side: int
+    unit: int
+    max_slices: int
+    slice_start: str = ""
+    slice_end: str = ""
+
+
 class PadProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="pad"):
     """Shrinks an image to at most `max_patches` patches, and pads it with black at the right and at the bottom.
 
@@ -224,5 +244,6 @@ AnyImageProcessor: TypeAlias = (
     | PadProcessor
     | ThumbnailProcessor
     | ResizeProcessor
+    | SlicesProcessor
     | TilesProcessor
 )

@@ -223,6 +223,11 @@ def test_an_encoder_refuses_to_generate(server: Server) -> None:
     status, answer = server.post("/v1/completions", {"prompt": "a"})
     assert status == 400
     assert "minilm is an encoder" in answer["error"]["message"]
+    chat = {"messages": [{"role": "user", "content": "a"}]}
+    for path, body in (("/v1/chat/completions", chat), ("/classify", {"input": "a"})):
+        status, answer = server.post(path, body)
+        assert status == 400
+        assert "use /v1/embeddings" in answer["error"]["message"]
 
 
 @pytest.mark.parametrize("title", ["worker 0", "core 0"])

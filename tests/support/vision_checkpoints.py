@@ -209,15 +209,17 @@ def _llava(
 ) -> _Parts:
     tile = tower["image_size"]
     image_token = tokenizer.convert_tokens_to_ids(image_mark(kind))
-    name = kind.removeprefix("llava-")
-    config = transformers.LlavaConfig(
+    is_vip = kind == "vipllava"
+    name = "clip" if is_vip else kind.removeprefix("llava-")
+    strategy = "default" if name == "clip" else "full"
+    config = (transformers.VipLlavaConfig if is_vip else transformers.LlavaConfig)(
         vision_config=dict(tower) | {"model_type": f"{name}_vision_model"},
         text_config=text,
         image_token_index=image_token,
         image_token_id=image_token,
-        vision_feature_select_strategy="default" if name == "clip" else "full",
-        vision_feature_layer=-2,
+        vision_feature_layer=[-1, 1, -2] if is_vip else -2,
         tie_word_embeddings=False,
+        **({} if is_vip else {"vision_feature_select_strategy": strategy}),
     )
     processor = {
         "crop_size": {"height": tile, "width": tile},
@@ -238,7 +240,7 @@ def _llava(
     others = {
         "processor_class": "LlavaProcessor",
         "patch_size": tower["patch_size"],
-        "vision_feature_select_strategy": config.vision_feature_select_strategy,
+        "vision_feature_select_strategy": strategy,
         "num_additional_image_tokens": int(name == "clip"),
         "image_token": "<image>",
     }
@@ -420,6 +422,7 @@ _PARTS_BY_FAMILY = {
     "smolvlm": _idefics3,
     "internvl": _internvl,
     "llava": _llava,
+    "vipllava": _llava,
     "gemma3": _gemma,
     "paligemma": _gemma,
     "paligemma2": _gemma,
@@ -471,7 +474,7 @@ def _family_marks(kind: str) -> list[str]:
 
 def _class(kind: str) -> str:
     names = {"idefics3": "Idefics3", "smolvlm": "SmolVLM", "internvl": "InternVL", "llava": "Llava"}
-    names |= {"lighton_ocr": "LightOnOcr", "aya_vision": "AyaVision"}
+    names |= {"vipllava": "VipLlava", "lighton_ocr": "LightOnOcr", "aya_vision": "AyaVision"}
     names |= {"cohere2_vision": "Cohere2Vision"}
     names |= {"gemma3": "Gemma3", "gemma4": "Gemma4", "pixtral": "Llava", "mistral3": "Mistral3"}
     names |= {"llama4": "Llama4", "llava_next": "LlavaNext", "llava_onevision": "LlavaOnevision"}

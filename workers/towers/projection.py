@@ -52,14 +52,14 @@ def _matrix(spec: VisionSpec, checkpoint: Checkpoint, read: _Reader) -> Projecti
 
 def _mlp(spec: VisionSpec, checkpoint: Checkpoint, read: _Reader) -> Projection:
     weights = read(f"{_MLP}linear_1.weight")
-    norm = _norm_of_squares(spec, weights)
+    norm = _norm_ofsquares(spec, weights)
     mlp = _two_products(spec, checkpoint, weights, _merged_size(spec))
     return lambda x_PD, num_columns: mlp(norm(_side_by_side(x_PD, num_columns, spec.merge_factor)))
 
 
 def _gated_mlp(spec: VisionSpec, checkpoint: Checkpoint, read: _Reader) -> Projection:
     weights, inner = read(f"{_MLP}linear_1.weight"), spec.adapter_size
-    norm = _norm_of_squares(spec, weights)
+    norm = _norm_ofsquares(spec, weights)
     first = weights.read_linear(f"{_MLP}linear_1", 2 * inner, _merged_size(spec))
     second = weights.read_linear(f"{_MLP}linear_2", spec.output_size, inner)
 
@@ -70,7 +70,7 @@ def _gated_mlp(spec: VisionSpec, checkpoint: Checkpoint, read: _Reader) -> Proje
     return project
 
 
-def _norm_of_squares(spec: VisionSpec, weights: VisionWeights) -> Callable[[Tensor], Tensor]:
+def _norm_ofsquares(spec: VisionSpec, weights: VisionWeights) -> Callable[[Tensor], Tensor]:
     """Return the norm of the merged rows, or the identity if there is none."""
     if not spec.has_projection_norm:
         return lambda x: x
@@ -135,8 +135,9 @@ def _two_products(
     spec: VisionSpec, checkpoint: Checkpoint, weights: VisionWeights, columns: int
 ) -> Callable[[Tensor], Tensor]:
     size, has_bias = spec.output_size, spec.projection_bias
-    first = weights.read_linear(f"{_MLP}linear_1", size, columns, has_bias=has_bias)
-    second = weights.read_linear(f"{_MLP}linear_2", size, size, has_bias=has_bias)
+    inner = spec.adapter_size or size
+    first = weights.read_linear(f"{_MLP}linear_1", inner, columns, has_bias=has_bias)
+    second = weights.read_linear(f"{_MLP}linear_2", size, inner, has_bias=has_bias)
     activation = find_activation(checkpoint, spec.projection_activation)
     return lambda x: second(activation(first(x)))
 
@@ -145,7 +146,7 @@ def _merged_size(spec: VisionSpec) -> int:
     return spec.hidden_size * len(spec.feature_layers) * spec.merge_factor**2
 
 
-def _squares(x_PD: Tensor, num_columns: int, factor: int) -> Tensor:
+def squares(x_PD: Tensor, num_columns: int, factor: int) -> Tensor:
     """Return the features of each square of patches, [M, factor ** 2, D]. Incomplete squares are omitted."""
     rows = x_PD.unflatten(0, (-1, num_columns))
     rows = rows[: len(rows) // factor * factor, : num_columns // factor * factor]
@@ -155,12 +156,12 @@ def _squares(x_PD: Tensor, num_columns: int, factor: int) -> Tensor:
 
 def _side_by_side(x_PD: Tensor, num_columns: int, factor: int) -> Tensor:
     """Return the concatenated features of each square of patches."""
-    return x_PD if factor == 1 else _squares(x_PD, num_columns, factor).flatten(1)
+    return x_PD if factor == 1 else squares(x_PD, num_columns, factor).flatten(1)
 
 
 def _means(x_PD: Tensor, num_columns: int, factor: int) -> Tensor:
     """Return the mean of the features of each square of patches."""
-    return x_PD if factor == 1 else _squares(x_PD, num_columns, factor).mean(1)
+    return x_PD if factor == 1 else squares(x_PD, num_columns, factor).mean(1)
 
 
 _KINDS: Final[dict[str, Callable[[VisionSpec, Checkpoint, _Reader], Projection]]] = {

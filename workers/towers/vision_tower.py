@@ -5,6 +5,8 @@ Shapes: P patches of an image and the class token, D hidden size of the tower, K
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from msgspec.structs import replace
 from torch import Tensor
@@ -18,11 +20,12 @@ from ..loaders import Checkpoint
 from .anyres import join_tiles, reduce_frame
 from .clip_layers import layers_spec, read_layer
 from .image_input import read_image_input
-from .layers import MakeLayers, Patches, TorchLayers
+from .layers import Layers, MakeLayers, Patches, TorchLayers
 from .pixels import normalized_pixels
 from .projection import read_projection
 from .rotary import grid_places
 from .weights import VisionWeights, check_activation
+from .window_merger import WindowMerger
 
 
 class VisionTower:
@@ -68,7 +71,7 @@ class VisionTower:
             self._class_D = tensors.read("embeddings.class_embedding", size)
         self._positions: Tensor | None = None
         name = "embeddings.position_embedding.weight"
-        if spec.positions == "patches":
+        if spec.positions in ("patches", "nearest"):
             num_positions = spec.num_patches + spec.has_class_token
             self._positions = tensors.read(name, num_positions, size)
             if spec.has_class_last:
@@ -87,13 +90,25 @@ class VisionTower:
             else None
         )
         layers = layers_spec(spec)
-        self._layers = make_layers(
-            layers,
-            (
-                read_layer(spec, tensors, f"encoder.layers.{index}.")
-                for index in range(layers.num_layers)
-            ),
-        )
+
+        def make(first: int, end: int) -> Layers:
+            kept = tuple(
+                number - first for number in layers.feature_layers if first < number <= end
+            )
+            return make_layers(
+                dataclasses.replace(layers, feature_layers=kept or (end - first,)),
+                (
+                    read_layer(spec, tensors, f"encoder.layers.{index}.")
+                    for index in range(first, end)
+                ),
+            )
+
+        self._first_layers: Layers | None = None
+        self._merge_windows: WindowMerger | None = None
+        if spec.window_layer:
+            self._first_layers = make(0, spec.window_layer)
+            self._merge_windows = WindowMerger(spec, tensors)
+        self._layers = make(spec.window_layer, layers.num_layers)
         self._project = read_projection(spec, checkpoint, device, dtype)
         self._newline_D: Tensor | None = None
         if spec.has_newlines:
@@ -176,6 +191,10 @@ class VisionTower:
         if self._positions is not None and spec.positions == "axes":
             columns, rows = self._positions[0, :num_columns], self._positions[1, :num_rows]
             x_PD = x_PD + (columns + rows[:, None]).flatten(0, 1)
+        elif self._positions is not None and spec.positions == "nearest":
+            side = spec.image_size // spec.patch_size
+            rows, columns = (_nearest(count, side) for count in (num_rows, num_columns))
+            x_PD = x_PD + self._positions[(rows[:, None] * side + columns).flatten()]
         elif self._positions is not None:
             x_PD = x_PD + self._positions
         if self._pre_norm is not None:
@@ -185,8 +204,13 @@ class VisionTower:
             places_P2 = grid_places(num_rows, num_columns, self._device)
             if self._class_D is not None:
                 places_P2 = F.pad(places_P2 + 1, (0, 0, 1, 0))
+        if self._first_layers is not None and self._merge_windows is not None:
+            (x_PD,) = self._first_layers(x_PD, Patches(places_P2)).values()
+            x_PD, num_columns = self._merge_windows(x_PD, num_columns), num_columns // 2
         features = self._layers(x_PD, Patches(places_P2))
-        x_PD = torch.cat([features[number] for number in spec.feature_layers], -1)
+        x_PD = torch.cat(
+            [features[number - spec.window_layer] for number in spec.feature_layers], -1
+        )
         if self._post_norm is not None:
             x_PD = self._post_norm(x_PD)
         if spec.has_class_token and not spec.keeps_class_token:
@@ -204,3 +228,10 @@ class VisionTower:
         whole = channels[:, : num_rows * patch_size, : num_columns * patch_size]
         patches = whole.reshape(3, num_rows, patch_size, num_columns, patch_size)
         return patches.permute(1, 3, 0, 2, 4).reshape(-1, 3 * patch_size**2)
+
+
+def _nearest(count: int, side: int) -> Tensor:
+    """Return the place among `side` learned ones that is nearest to each of `count` places, int64 [count]."""
+    # The bounds are rounded in the same way as in transformers.
+    bounds = torch.arange(1 / side, 1.0, 1 / side)
+    return torch.bucketize(torch.arange(count) / count, bounds, right=True)

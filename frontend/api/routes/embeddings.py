@@ -17,6 +17,7 @@ from ...client.embeddings import (
     class_scores,
     find_prompt,
     finish_vector,
+    verify_classifies,
     verify_dimensions,
     verify_embeds,
 )
@@ -122,8 +123,10 @@ class Embeddings:
             request, body_size = await self._intake.receive(
                 http.scope, http.receive, self._classification_decoder, lease
             )
-            classifier = self._serving.config.model.classifier
-            assert classifier is not None
+            try:
+                classifier = verify_classifies(self._serving.config.model)
+            except ParameterError as error:
+                raise rename_parameter(error, error.param) from None
             inputs = await self._inputs(request.input, body_size)
 
             def entries(group: RequestGroup) -> Iterator[dict[str, Any]]:

@@ -38,9 +38,14 @@ class Loras:
         self._load_decoder = BodyDecoder(LoadLoraRequest, strict)
         self._unload_decoder = BodyDecoder(UnloadLoraRequest, strict)
 
+    def _verify_allowed(self) -> None:
+        if not self._serving.config.frontend.allow_runtime_lora_updating:
+            raise APIError(404, "This server was started without --allow-runtime-lora-updating")
+
     @accepts(LoadLoraRequest)
     async def load(self, http: Request) -> Response:
         """Load an adapter on every replica that is up, then serve it."""
+        self._verify_allowed()
         with self._intake.lease() as lease:
             request, _ = await self._intake.receive(
                 http.scope, http.receive, self._load_decoder, lease
@@ -71,6 +76,7 @@ class Loras:
     @accepts(UnloadLoraRequest)
     async def unload(self, http: Request) -> Response:
         """Remove an adapter. Its running requests are not affected."""
+        self._verify_allowed()
         with self._intake.lease() as lease:
             request, _ = await self._intake.receive(
                 http.scope, http.receive, self._unload_decoder, lease

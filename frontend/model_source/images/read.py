@@ -18,6 +18,7 @@ from .idefics3 import grid
 from .internvl import canvas
 from .lfm2 import thumbnail
 from .llama4 import tiles
+from .minicpm import slices
 from .pixtral import lighton_ocr, pixtral
 from .qwen import pad, resize, resize_pairs, resize_rounded
 from .single import single
@@ -107,6 +108,7 @@ _READERS: Final[dict[str, _Reader]] = {
     "llava": single,
     "llava_next": anyres,
     "llava_onevision": anyres,
+    "minicpmv4_6": slices,
     "mistral3": pixtral,
     "paddleocr_vl": resize_rounded,
     "paligemma": paligemma,
@@ -117,4 +119,5 @@ _READERS: Final[dict[str, _Reader]] = {
     "qwen3_vl": resize,
     "qwen3_vl_moe": resize,
     "smolvlm": grid,
+    "vipllava": single,
 }

@@ -50,6 +50,22 @@ def llava(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Visio
     )
 
 
+def vipllava(fields: ConfigFields, vision: ConfigFields, output_size: int) -> VisionSpec:
+    """Return the tower of ViP-LLaVA, whose features are those of several layers, normed together."""
+    fields = fields.with_defaults(
+        vision_feature_layer=[-2, -5, -8, -11, 6], vision_feature_select_strategy="default"
+    )
+    return replace(
+        llava(fields, vision, output_size),
+        has_projection_norm=True,
+        projection_eps=fields.positive("projector_layernorm_eps", 1e-5),
+        projection_bias=True,
+        tensor_names=(
+            (r"multi_modal_projector\.projector_layernorm\.", "multi_modal_projector.layer_norm."),
+        ),
+    )
+
+
 def llava_next(fields: ConfigFields, vision: ConfigFields, output_size: int) -> VisionSpec:
     """Return the tower of LLaVA-NeXT, which reads an image as a grid of tiles."""
     return replace(llava(fields, vision, output_size), has_newlines=True)

@@ -12,8 +12,9 @@ from .grid import GridVisionSpec, exaone4_5, glm4v, glm_ocr, qwen2_5_vl, qwen2_v
 from .idefics3 import idefics3
 from .internvl import internvl
 from .llama4 import llama4
-from .llava import llava, llava_next, llava_onevision
+from .llava import llava, llava_next, llava_onevision, vipllava
 from .merged import kimi_k25, lfm2_vl, paddleocr_vl
+from .minicpm import minicpmv4_6
 from .pixtral import pixtral
 from .spec import VisionSpec
 
@@ -59,6 +60,7 @@ _READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionS
     "llava": llava,
     "llava_next": llava_next,
     "llava_onevision": llava_onevision,
+    "minicpmv4_6": minicpmv4_6,
     "mistral3": pixtral,
     "paddleocr_vl": paddleocr_vl,
     "paligemma": paligemma,
@@ -68,4 +70,5 @@ _READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionS
     "qwen3_5_moe": qwen3_5,
     "qwen3_vl": qwen3_vl,
     "qwen3_vl_moe": qwen3_vl,
+    "vipllava": vipllava,
 }

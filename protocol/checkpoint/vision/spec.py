@@ -26,7 +26,8 @@ class VisionSpec:
         merge_factor: Squares of this side, in patches, are first merged into one row, concatenated or as their mean.
         projection_activation: The activation of the projection "mlp".
         has_projection_norm: True if "mlp" and "gated mlp" norm the merged rows first.
-        adapter_size: The intermediate size of "gated mlp" and the output size of "adapter".
+        adapter_size: The intermediate size of "gated mlp" and of "mlp" (if 0, of "mlp" the output size), and the output
+            size of "adapter".
         normalizes_in_bfloat16: True if pixels are scaled and normalized in bfloat16.
         standardizes: True if the projection "standardized mean" subtracts a stored mean and multiplies by stored
             factors.
@@ -35,12 +36,14 @@ class VisionSpec:
         has_class_last: True if the position of the class token is stored last.
         has_flat_patches: True if the checkpoint stores the patch projection with two dimensions.
         has_channels_last: True if the pixels of a patch are stored pixel by pixel, else channel by channel.
-        positions: Positions are learned for each patch, or for each row and column ("axes"); None if they are not
-            learned.
+        positions: Positions are learned for each patch of a square image, or for each row and column ("axes"). Patches
+            of images of any size may read the position that is nearest to theirs in a square one ("nearest"). None if
+            they are not learned.
         rope_theta: If not 0, queries and keys are rotated by column and row.
         rotary: How heads are rotated. "mixed" alternates frequencies of both (Pixtral, arXiv 2410.07073). Otherwise
             half of a head is rotated by each. An element is rotated with the one a quarter of a head later ("halves",
             Gemma 4) or with its neighbor ("pairs", Llama 4).
+        window_layer: If not 0, squares of 2 x 2 patches become one patch after this layer (MiniCPM-V 4.6).
         has_pre_norm: True if there is a norm before the layers, as in CLIP.
         has_post_norm: True if there is a norm after the layers, as in SigLIP (arXiv 2303.15343).
         has_layer_scales: True if stored factors multiply the output of each block (InternVL, arXiv 2504.10479).
@@ -100,10 +103,11 @@ class VisionSpec:
     has_patch_bias: bool = True
     has_flat_patches: bool = False
     has_channels_last: bool = False
-    positions: Literal["patches", "axes"] | None = "patches"
+    positions: Literal["patches", "axes", "nearest"] | None = "patches"
     num_positions: int = 0
     rope_theta: float = 0.0
     rotary: Literal["mixed", "halves", "pairs"] = "mixed"
+    window_layer: int = 0
     has_pre_norm: bool = False
     has_post_norm: bool = False
     norm_kind: Literal["layer", "rms"] = "layer"
@@ -129,7 +133,7 @@ class VisionSpec:
     @property
     def side_factor(self) -> int:
         """The number of pixels that must divide both sides of an image of any size."""
-        return self.patch_size * self.merge_factor
+        return self.patch_size * self.merge_factor * (2 if self.window_layer else 1)
 
     @property
     def num_patches(self) -> int:

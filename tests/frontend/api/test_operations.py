@@ -454,6 +454,9 @@ def test_defaults_of_usage_and_token_names_and_the_tokenizers_configuration(
     refused = frontend.http.get("/tokenizer_info")
     assert refused.status_code == 404
     assert "--enable-tokenizer-info-endpoint" in refused.json()["error"]["message"]
+    refused = frontend.http.post("/v1/load_lora_adapter", json={"lora_name": "a"})
+    assert refused.status_code == 404
+    assert "--allow-runtime-lora-updating" in refused.json()["error"]["message"]
     flags = {"force_include_usage": True, "return_tokens_as_token_ids": True}
     with FrontendProcess(enable_tokenizer_info=True, **flags) as other:
         for options in (None, {"include_usage": False}):

@@ -1,4 +1,4 @@
-"""Images of LFM2-VL and Command A Vision are resized, split and put into prompts as by transformers."""
+"""Images of LFM2-VL, Command A Vision and MiniCPM-V are resized, split and put into prompts as by transformers."""
 
 import ast
 import math
@@ -6,18 +6,24 @@ import random
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import numpy as np
 import transformers
 from engine.frontend.media.layouts.grids import canvas
 from engine.frontend.media.layouts.pixels import Tile
+from engine.frontend.media.layouts.slices import slices
 from engine.frontend.media.layouts.thumbnails import thumbnail
 from engine.frontend.model_source.images.read import read_image_processor
 from engine.protocol.checkpoint.config_fields import ConfigFields
-from engine.protocol.config.images import ThumbnailProcessor
+from engine.protocol.config.images import SlicesProcessor, ThumbnailProcessor
 from PIL import Image
 from support.vision_checkpoints import COHERE_MARKS, vision_directory
 from transformers.models.cohere2_vision.processing_cohere2_vision import Cohere2VisionProcessor
 from transformers.models.lfm2_vl.processing_lfm2_vl import Lfm2VlProcessor
+from transformers.models.minicpmv4_6.image_processing_pil_minicpmv4_6 import (
+    MiniCPMV4_6ImageProcessorPil,
+)
+from transformers.models.minicpmv4_6.processing_minicpmv4_6 import MiniCPMV4_6Processor
 
 LIMITS = {
     "downsample_factor": 2,
@@ -126,3 +132,47 @@ def test_images_of_cohere_equal_those_of_transformers(tmp_path):
         assert text == Cohere2VisionProcessor.replace_image_token(marks, inputs, 0)
         tiles = [part for part in parts if isinstance(part, Tile)]
         assert {(tile.payload.width, tile.payload.height) for tile in tiles} == {(64, 64)}
+
+
+def test_images_of_minicpm_equal_those_of_transformers():
+    names = {"image_start": "<image>", "image_end": "</image>"}
+    names |= {"slice_start": "<slice>", "slice_end": "</slice>"}
+    config = SlicesProcessor(
+        token_id=1, output_size=8, num_outputs=64, resample=3, side=64, unit=16, max_slices=5
+    )
+    config = msgspec.structs.replace(
+        config,
+        start=names["image_start"],
+        end=names["image_end"],
+        slice_start=names["slice_start"],
+        slice_end=names["slice_end"],
+    )
+    marks = SimpleNamespace(
+        slice_mode=True, image_token="<pad>", **{f"{name}_token": names[name] for name in names}
+    )
+    reference = MiniCPMV4_6ImageProcessorPil(patch_size=4, scale_resolution=64, max_slice_nums=5)
+    rng = random.Random(1)
+    sizes = [(1, 1), (64, 64), (128, 64), (65, 63), (1000, 5), (5, 800), (640, 640)]
+    sizes += [(rng.randrange(1, 300), rng.randrange(1, 300)) for _ in range(60)]
+    for width, height in sizes:
+        pixels = np.random.default_rng(width).integers(0, 256, (height, width, 3), np.uint8)
+        image = Image.fromarray(pixels)
+        expected = reference(image, return_tensors="np")
+        text = vars(MiniCPMV4_6Processor)["replace_image_token"](
+            marks, expected, 0, image_token_divisor=16
+        )
+        parts = slices(image, config)
+        found = "".join(
+            "<pad>" * part.num_outputs if isinstance(part, Tile) else part for part in parts
+        )
+        assert found == text, (width, height)
+        tiles = [part.payload for part in parts if isinstance(part, Tile)]
+        sides = [[tile.height // 4, tile.width // 4] for tile in tiles]
+        assert sides == expected["target_sizes"].tolist()
+        patches = []
+        for tile in tiles:
+            cells = np.frombuffer(tile.pixels, np.uint8).reshape(tile.height, tile.width, 3)
+            cells = cells.transpose(2, 0, 1).reshape(3, tile.height // 4, 4, -1, 4)
+            patches.append(cells.transpose(0, 2, 1, 3, 4).reshape(3, 4, -1))
+        values = (np.concatenate(patches, -1) / 255 - 0.5) / 0.5
+        np.testing.assert_allclose(values, expected["pixel_values"][0], atol=1e-6)

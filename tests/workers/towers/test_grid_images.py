@@ -54,6 +54,14 @@ SIGLIP = {
     "patch_size": PATCH,
     "num_patches": 36,
 }
+MINICPM = {
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 4,
+    "patch_size": PATCH,
+    "image_size": 28,
+}
 MEAN_AND_STD = ([0.5] * 3, [0.5] * 3)
 
 
@@ -75,6 +83,13 @@ def _config(kind):
             image_token_id=IMAGE_TOKEN,
             tie_word_embeddings=True,
         )
+    if kind == "minicpmv4_6":
+        return transformers.MiniCPMV4_6Config(
+            vision_config=MINICPM,
+            text_config=text | {"model_type": "qwen3"},
+            insert_layer_id=1,
+            image_token_id=IMAGE_TOKEN,
+        )
     latent = LATENT | {"model_type": "deepseek_v3", "first_k_dense_replace": 3}
     return transformers.Kimi_K25Config(
         vision_config=KIMI,
@@ -85,7 +100,7 @@ def _config(kind):
     )
 
 
-@pytest.fixture(scope="module", params=["exaone4_5", "kimi_k25", "lfm2_vl"])
+@pytest.fixture(scope="module", params=["exaone4_5", "kimi_k25", "lfm2_vl", "minicpmv4_6"])
 def model(request, tmp_path_factory):
     path = tmp_path_factory.mktemp(request.param)
     torch.manual_seed(0)
@@ -99,6 +114,12 @@ def model(request, tmp_path_factory):
     if request.param == "exaone4_5":
         processor |= {"min_pixels": 256, "max_pixels": 4096, "temporal_patch_size": 2}
         processor |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    elif request.param == "minicpmv4_6":
+        processor = {"patch_size": PATCH, "scale_resolution": 28, "max_slice_nums": 4}
+        marks = ("image_start", "image_end", "slice_start", "slice_end")
+        marks += ("image_id_start", "image_id_end")
+        tokens = {f"{name}_token": f"<{name}>" for name in marks}
+        (path / "tokenizer_config.json").write_text(json.dumps(tokens))
     elif request.param == "lfm2_vl":
         processor = {"encoder_patch_size": PATCH, "tile_size": 16, "max_tiles": 4}
         processor |= {"min_image_tokens": 4, "max_image_tokens": 20}
@@ -123,6 +144,8 @@ def _patches(kind, payload):
         return video_patches([image], *MEAN_AND_STD)
     pixels = torch.from_numpy(np.array(image)).float().div(255).sub(0.5).div(0.5)
     cells = pixels.permute(2, 0, 1).unflatten(1, (-1, PATCH)).unflatten(3, (-1, PATCH))
+    if kind == "minicpmv4_6":
+        return cells.permute(0, 2, 1, 3, 4).flatten(2)
     if kind == "lfm2_vl":
         return cells.permute(1, 3, 2, 4, 0).flatten(0, 1).flatten(1)
     return cells.permute(1, 3, 0, 2, 4).flatten(0, 1)
@@ -131,6 +154,8 @@ def _patches(kind, payload):
 def _reference_inputs(kind, payloads):
     patches = [_patches(kind, payload) for payload in payloads]
     grids = torch.tensor([[1, each.height // PATCH, each.width // PATCH] for each in payloads])
+    if kind == "minicpmv4_6":
+        return {"pixel_values": torch.cat(patches, -1)[None], "target_sizes": grids[:, 1:]}
     if kind != "lfm2_vl":
         return {"pixel_values": torch.cat(patches), "image_grid_thw": grids}
     masks = [torch.ones(len(each), dtype=torch.int64) for each in patches]

@@ -42,6 +42,7 @@ KINDS = (
     "cohere2_vision",
     *MODELS,
     "internvl-rms",
+    "vipllava",
     *GEMMA_MODELS,
     *SIZED_MODELS,
     *ANYRES_MODELS,

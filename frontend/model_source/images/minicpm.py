@@ -1,0 +1,46 @@
+"""Read the image processor of MiniCPM-V."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ....protocol.checkpoint.vision.spec import MAX_SIDE, VisionSpec
+from ....protocol.config.images import SlicesProcessor
+from .fields import BICUBIC, values
+from .source import ProcessorSource
+
+_MAX_SLICES: Final = 64
+
+
+def slices(source: ProcessorSource, vision: VisionSpec, token_id: int) -> SlicesProcessor:
+    """Return the processor of MiniCPM-V."""
+    fields, unit = source.fields, vision.side_factor
+    if fields.integer("patch_size", vision.patch_size) != vision.patch_size:
+        raise fields.wrong(
+            "patch_size", f"{vision.patch_size}, as in config.json", fields.get("patch_size")
+        )
+    mode = "16x" if vision.window_layer else "4x"
+    if fields.text("downsample_mode", mode) != mode:
+        raise fields.wrong(
+            "downsample_mode", f"{mode!r}, as in config.json", fields.get("downsample_mode")
+        )
+    side = fields.integer("scale_resolution", 448, minimum=unit, maximum=MAX_SIDE)
+    splits = fields.boolean("slice_mode", True)
+    max_slices = fields.integer("max_slice_nums", 9, maximum=_MAX_SLICES) if splits else 1
+    is_numbered = fields.boolean("use_image_id", True)
+
+    def token(name: str) -> str:
+        return source.special_token(f"{name}_token")
+
+    return SlicesProcessor(
+        **values(fields, vision, token_id, BICUBIC),
+        side=side,
+        unit=unit,
+        max_slices=max_slices,
+        start=token("image_start"),
+        end=token("image_end"),
+        number_start=token("image_id_start") if is_numbered else "",
+        number_end=token("image_id_end") if is_numbered else "",
+        slice_start=token("slice_start") if splits else "",
+        slice_end=token("slice_end") if splits else "",
+    )

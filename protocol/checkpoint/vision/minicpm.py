@@ -1,0 +1,45 @@
+"""Read the vision tower of MiniCPM-V 4.6."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final
+
+from ..config_fields import ConfigFields
+from .gemma import siglip
+from .spec import VisionSpec
+
+
+def minicpmv4_6(fields: ConfigFields, vision: ConfigFields, output_size: int) -> VisionSpec:
+    """Return the tower, a SigLIP for images of any size that merges squares of patches after one of its layers."""
+    for section, name in ((fields, "merge_kernel_size"), (vision, "window_kernel_size")):
+        side = section.get(name, [2, 2])
+        if side not in ([2, 2], (2, 2)):
+            raise section.wrong(name, "[2, 2]", side)
+    if fields.integer("merger_times", 1) != 1:
+        raise fields.wrong("merger_times", "1", fields.get("merger_times"))
+    mode = fields.text("downsample_mode", "16x")
+    if mode not in ("4x", "16x"):
+        raise fields.wrong("downsample_mode", "'4x' or '16x'", mode)
+    spec = siglip(vision, output_size, projection="mlp")
+    layer = fields.integer("insert_layer_id", 6, minimum=-1) + 1 if mode == "16x" else 0
+    if layer >= spec.feature_layers[0]:
+        most = spec.feature_layers[0] - 2
+        raise fields.wrong("insert_layer_id", f"at most {most}", layer - 1)
+    return replace(
+        spec,
+        max_outputs=(spec.image_size // spec.patch_size // (4 if layer else 2)) ** 2,
+        positions="nearest",
+        window_layer=layer,
+        merge_factor=2,
+        adapter_size=4 * spec.hidden_size,
+        has_projection_norm=True,
+        projection_eps=1e-6,
+        tensor_names=_MINICPM_NAMES,
+    )
+
+
+_MINICPM_NAMES: Final = (
+    (r"(model\.)?merger\.mlp\.0\.pre_norm\.", "multi_modal_projector.layer_norm."),
+    (r"(model\.)?merger\.mlp\.0\.", "multi_modal_projector."),
+)
