@@ -129,6 +129,8 @@ def are_valid_drafts(drafts: DraftTokenIds, vocab_size: int, max_num_seqs: int) 
         are_below(max_num_seqs, drafts.slots)
         and are_below(vocab_size, drafts.token_ids)
         and len(drafts.num_tokens) == len(drafts.slots)
+        and are_below(_MAX_INT32, drafts.levels)
+        and len(drafts.levels) in (0, len(drafts.slots))
     ):
         return False
     num_tokens = int(np.frombuffer(drafts.num_tokens, _UINT32).sum(dtype=np.uint64))

@@ -93,8 +93,8 @@ class SchedulerOutput(msgspec.Struct, tag="step", array_like=True, omit_defaults
       slot's chunk, and are to be verified.
     * `draft_token_ids` int32 are these drafts. If it is empty, the worker takes the drafts that it proposed last; if
       there are fewer of them, the chunk is shorter.
-    * `draft_limits` int32[k, 2], rows (slot, limit), set how many drafts the worker proposes for a slot from this step
-      on. A new request starts with the configured maximum.
+    * `draft_limits` int32[k, 1 + levels], rows (slot, limit of each level of confidence), set how many drafts the
+      worker proposes for a slot from this step on. A new request starts with the configured maximum.
     * `host_copies_out` int32[k, 2] copies blocks to host blocks; then `host_copies_in` int32[k, 2] copies host blocks
       to blocks.
     * `num_common_blocks` is the number of first blocks that the whole batch shares in the full-attention groups.
@@ -228,12 +228,14 @@ class DraftTokenIds(
         slots: int32[N]
         num_tokens: int32[N]
         token_ids: int32[sum of num_tokens]
+        levels: int32[N], how confident the worker is, from 0 to `SpeculativeConfig.num_levels` - 1; empty if all are 0
     """
 
     step: int
     slots: I32 = b""
     num_tokens: I32 = b""
     token_ids: I32 = b""
+    levels: I32 = b""
 
 
 class KVConnectorOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):

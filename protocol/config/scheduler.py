@@ -102,6 +102,14 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
         """The number of positions after the computed ones at which the proposer writes KV entries."""
         return self.num_speculative_tokens if self.method.runs_model else 0
 
+    @property
+    def num_levels(self) -> int:
+        """The number of levels of confidence in drafts, each of which has a limit of its own.
+
+        A draft model or head proposes as many drafts as allowed, at one level.
+        """
+        return 1 if self.method.runs_model else 4
+
 
 _MIN_STEPS_FORESEEN: Final = 4
 """Minimum number of steps in flight whose drafts must fit into the KV cache."""

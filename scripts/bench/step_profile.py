@@ -22,7 +22,7 @@ from engine.frontend.model_source.config import resolve_model
 from engine.frontend.model_source.options import ModelOptions
 from engine.frontend.supervisor.console import Console
 from engine.protocol.arrays import int32_bytes
-from engine.protocol.config import CacheConfig, EngineConfig, SchedulerConfig
+from engine.protocol.config import CacheConfig, EngineConfig, SchedulerConfig, SpeculativeConfig
 from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.worker_messages import NewRequestData, SchedulerOutput
 from engine.workers.cpu.decoder import NativeDecoder
@@ -58,7 +58,14 @@ AFTER = {
 class Decoding:
     """A model runner whose `streams` requests decode, each with a context of `context` tokens."""
 
-    def __init__(self, model: str, streams: int, context: int, steps: int) -> None:
+    def __init__(
+        self,
+        model: str,
+        streams: int,
+        context: int,
+        steps: int,
+        speculative: SpeculativeConfig | None = None,
+    ) -> None:
         max_model_len = -(-(context + steps + 1) // BLOCK_SIZE) * BLOCK_SIZE
         resolved = resolve_model(ModelOptions(model=model, max_model_len=max_model_len), Console())
         config = EngineConfig(
@@ -66,7 +73,7 @@ class Decoding:
             1,
             resolved.config,
             CacheConfig(block_size=BLOCK_SIZE),
-            SchedulerConfig(max_num_seqs=streams),
+            SchedulerConfig(max_num_seqs=streams, speculative=speculative),
         )
         checkpoint = open_checkpoint(resolved.config.path)
         self.runner = ModelRunner(config, torch.device("cpu"), checkpoint, lambda done, total: None)

@@ -27,7 +27,10 @@ _NEW_WEIGHT: Final = 0.1
 _DECAY: Final = 0.9
 """Factor by which earlier drafts of a request lose weight at each verification."""
 
-_PRIOR_ACCEPTANCE: Final = 0.75
+_PRIOR_ACCEPTANCE: Final = (0.5, 0.7, 0.85, 0.95)
+"""Assumed acceptance rate of drafts at each level of confidence."""
+
+_PRIOR_ACCEPTANCE_OF_MODEL: Final = (0.75,)
 _PRIOR_TRIES: Final = 4.0
 """Weight of the prior acceptance rate, as a number of drafts, in the estimate for a request."""
 
@@ -103,11 +106,12 @@ def _prior(num_rows: FloatArray) -> FloatArray:
 
 
 class DraftLimits:
-    """The maximum number of drafts per slot.
+    """The maximum number of drafts per slot and level of confidence. The worker reports the level of the drafts it found.
 
     The value of a draft is the probability that it and all drafts before it are accepted. The most probable drafts of
-    all requests are chosen, as long as they raise the expected tokens per second. Requests that get none try one draft
-    from time to time, because only a verified draft shows whether its acceptance has improved.
+    all requests are chosen, as long as they raise the expected tokens per second. The limits of a level assume that all
+    requests have drafts of that level. Requests that get none try one draft from time to time, because only a verified
+    draft shows whether its acceptance has improved.
     """
 
     def __init__(self, config: SpeculativeConfig, slots: Slots) -> None:
@@ -115,22 +119,21 @@ class DraftLimits:
         self._slots = slots
         self._max_drafts = config.num_speculative_tokens
         self._is_adaptive = config.adaptive
-        # Looking up drafts in the text costs nothing if none are found, so new requests start near the optimistic prior
-        # acceptance. A draft model costs time for every request.
-        self._prior_share = 0.0 if config.method.runs_model else 0.5
-        """Weight of the prior acceptance for a new request; the rest is the average of all requests."""
+        num_levels = config.num_levels
         self._probe_steps = _PROBE_STEPS * (1 + config.method.runs_model)
         self._costs = StepCosts()
         self._draft_seconds = 0.0
         """Average seconds of one pass of the draft model, which drafts one token for every row."""
         self._next_decision = 0
         self._generation: Int64Array = np.full(max_num_seqs, -1, np.int64)
-        self._tried: FloatArray = np.zeros(max_num_seqs)
-        self._accepted: FloatArray = np.zeros(max_num_seqs)
-        self._tried_in_all = _PRIOR_TRIES
-        self._accepted_in_all = _PRIOR_ACCEPTANCE * _PRIOR_TRIES
-        self.limits: Int32Array = np.full(max_num_seqs, self._max_drafts, np.int32)
-        self._sent: Int32Array = np.full(max_num_seqs, self._max_drafts, np.int32)
+        self._levels: Int32Array = np.zeros(max_num_seqs, np.int32)
+        self._tried: FloatArray = np.zeros((max_num_seqs, num_levels))
+        self._accepted: FloatArray = np.zeros((max_num_seqs, num_levels))
+        prior = _PRIOR_ACCEPTANCE_OF_MODEL if config.method.runs_model else _PRIOR_ACCEPTANCE
+        self._tried_in_all: FloatArray = np.full(num_levels, _PRIOR_TRIES)
+        self._accepted_in_all: FloatArray = _PRIOR_TRIES * np.array(prior)
+        self.limits: Int32Array = np.full((max_num_seqs, num_levels), self._max_drafts, np.int32)
+        self._sent: Int32Array = self.limits.copy()
         self._num_steps = 0
         self._decided_for: Int64Array = np.zeros((2, 0), np.int64)
         self.has_unsent = False
@@ -148,18 +151,30 @@ class DraftLimits:
             weight = _NEW_WEIGHT if self._draft_seconds else 1.0
             self._draft_seconds += weight * (cost - self._draft_seconds)
 
+    def largest(self, slots: SlotArray) -> Int32Array:
+        """Return the largest limit of each slot."""
+        largest: Int32Array = self.limits[slots].max(1)
+        return largest
+
+    def set_levels(self, slots: SlotArray, levels: Int32Array) -> None:
+        """Set the level of the latest drafts of each slot."""
+        self._levels[slots] = np.minimum(levels, self.limits.shape[1] - 1)
+
     def record_drafts(self, slots: SlotArray, accepted: Int64Array, verified: Int64Array) -> None:
-        """Record how many of the verified drafts of each slot were accepted."""
+        """Record how many of the verified drafts of each slot, the latest ones, were accepted."""
         self._reset(slots)
         is_tried = verified > 0
         slots, accepted, verified = slots[is_tried], accepted[is_tried], verified[is_tried]
         # Drafts after the first wrong one were not tried: their acceptance was never tested.
         tried = accepted + (accepted < verified)
-        self._tried[slots] = _DECAY * self._tried[slots] + tried
-        self._accepted[slots] = _DECAY * self._accepted[slots] + accepted
-        decay = 0.995 ** len(slots)
-        self._tried_in_all = decay * self._tried_in_all + float(tried.sum())
-        self._accepted_in_all = decay * self._accepted_in_all + float(accepted.sum())
+        levels = self._levels[slots]
+        self._tried[slots, levels] = _DECAY * self._tried[slots, levels] + tried
+        self._accepted[slots, levels] = _DECAY * self._accepted[slots, levels] + accepted
+        num_levels = self.limits.shape[1]
+        decay = 0.995 ** np.bincount(levels, minlength=num_levels)
+        new_tried, new_accepted = (np.bincount(levels, x, num_levels) for x in (tried, accepted))
+        self._tried_in_all = decay * self._tried_in_all + new_tried
+        self._accepted_in_all = decay * self._accepted_in_all + new_accepted
 
     def _reset(self, slots: SlotArray) -> None:
         """Reset the slots that now belong to another request."""
@@ -180,44 +195,51 @@ class DraftLimits:
         self._reset(slots)
         self._next_decision = self._num_steps + _STEPS_PER_DECISION
         self._decided_for = requests
-        common = self._accepted_in_all / max(self._tried_in_all, 1e-9)
-        prior = common + self._prior_share * (_PRIOR_ACCEPTANCE - common)
-        accepted = self._accepted[slots] + _PRIOR_TRIES * prior
+        common = self._accepted_in_all / np.maximum(self._tried_in_all, 1e-9)
+        accepted = self._accepted[slots] + _PRIOR_TRIES * common
         acceptance = accepted / (self._tried[slots] + _PRIOR_TRIES)
+        limits: Int64Array = np.zeros(acceptance.shape, np.int64)
+        # If the cost of a step without drafts is not known, draft nothing for some steps, which measures it.
+        if self._costs.is_known(len(slots)):
+            limits = np.stack([self._most_worthwhile(each) for each in acceptance.T], 1)
+        if self._num_steps % self._probe_steps < _STEPS_PER_DECISION:
+            self._probe(limits)
+        self.limits[slots] = limits
+        self.has_unsent |= bool((limits != self._sent[slots]).any())
+
+    def _most_worthwhile(self, acceptance: FloatArray) -> Int64Array:
+        """Return how many drafts of each request maximize the tokens per second, given its acceptance rate."""
+        num_requests = len(acceptance)
         positions = np.arange(1, self._max_drafts + 1)
         chances = np.minimum(acceptance, 0.99)[:, None] ** positions
         order = np.argsort(-chances, axis=None, kind="stable")
-        num_rows = len(slots) + np.arange(len(order) + 1, dtype=np.float64)
-        num_tokens = len(slots) + np.concatenate(([0.0], np.cumsum(chances.ravel()[order])))
+        num_rows = num_requests + np.arange(len(order) + 1, dtype=np.float64)
+        num_tokens = num_requests + np.concatenate(([0.0], np.cumsum(chances.ravel()[order])))
         costs = self._costs.estimate(num_rows)
         if self._draft_seconds:
             passes = np.maximum.accumulate(order % self._max_drafts + 1)
             costs[1:] += self._draft_seconds * passes
         speeds = num_tokens / costs
         best = int(speeds.argmax())
-        limits: Int64Array = np.zeros(len(slots), np.int64)
-        # If the cost of a step without drafts is not known, draft nothing for some steps, which measures it.
-        if self._costs.is_known(len(slots)) and speeds[best] >= _LEAST_GAIN * speeds[0]:
-            limits = np.bincount(order[:best] // self._max_drafts, minlength=len(slots))
-        if self._num_steps % self._probe_steps < _STEPS_PER_DECISION:
-            self._probe(limits)
-        self.limits[slots] = limits
-        self.has_unsent |= bool((limits != self._sent[slots]).any())
+        if speeds[best] < _LEAST_GAIN * speeds[0]:
+            best = 0
+        return np.bincount(order[:best] // self._max_drafts, minlength=num_requests)
 
     def _probe(self, limits: Int64Array) -> None:
-        """Let some of the requests without drafts try one draft. Every such request gets its turn."""
-        without = (limits == 0).nonzero()[0]
+        """Let some of the requests without drafts of a level try one. Every such request gets its turn."""
+        without = (limits.min(1) == 0).nonzero()[0]
         if len(without):
             count = max(1, len(limits) // _ROWS_PER_PROBE)
             turn = self._num_steps // self._probe_steps * count
-            limits[without[(turn + np.arange(count)) % len(without)]] = 1
+            trying = without[(turn + np.arange(count)) % len(without)]
+            limits[trying] = np.maximum(limits[trying], 1)
 
     def take_changes(self, slots: SlotArray) -> bytes:
-        """Decide, and return int32 pairs (slot, limit) for the slots whose limit differs from the one last sent."""
+        """Decide, and return int32 rows (slot, limit of each level) of the slots whose limits have changed."""
         self.decide(slots)
         if not self.has_unsent:
             return b""
         self.has_unsent = False
-        changed = slots[self.limits[slots] != self._sent[slots]]
+        changed = slots[(self.limits[slots] != self._sent[slots]).any(1)]
         self._sent[changed] = self.limits[changed]
-        return int32_bytes(np.stack((changed, self.limits[changed]), 1))
+        return int32_bytes(np.column_stack((changed, self.limits[changed])))

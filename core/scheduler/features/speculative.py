@@ -88,7 +88,7 @@ class Drafts:
         counts = self._num_tokens[slots]
         if self._uses_placeholders:
             is_recent = self._newest_step - self._drafted_step[slots] < RECENT_STEPS
-            expected = np.where(is_recent, self.limits.limits[slots], 0)
+            expected = np.where(is_recent, self.limits.largest(slots), 0)
             counts = np.maximum(np.maximum(counts, expected), self._num_forced[slots])
         return np.clip(np.where(is_known, counts, 0), 0, room)
 
@@ -203,18 +203,20 @@ class Drafts:
                 f"step {drafts.step} returned {len(token_ids)} drafts, "
                 f"{counts.tolist()} for slots {slots.tolist()}"
             )
+        levels = int32_view(drafts.levels) if drafts.levels else np.zeros(len(slots), np.int32)
         first = np.cumsum(counts) - counts
         is_usable = np.isin(slots, batch.slots[batch.is_alive(state)])
-        slots, counts, first = slots[is_usable], counts[is_usable], first[is_usable]
         if not self._uses_placeholders:
-            is_usable = self._are_usable(slots)
-            slots, counts, first = slots[is_usable], counts[is_usable], first[is_usable]
+            is_usable &= self._are_usable(slots)
+        slots, counts, first = slots[is_usable], counts[is_usable], first[is_usable]
+        levels = levels[is_usable]
         columns = np.arange(self._max_drafts)
         is_filled = columns < counts[:, None]
         rows = np.zeros(is_filled.shape, np.int32)
         rows[is_filled] = token_ids[(first[:, None] + columns)[is_filled]]
         self._token_ids[slots] = rows
         self._num_tokens[slots] = np.minimum(counts, self._max_drafts)
+        self.limits.set_levels(slots, levels)
         self._generation[slots] = state.generation[slots]
         self._newest_step = max(self._newest_step, drafts.step)
         self._drafted_step[slots[counts > 0]] = drafts.step

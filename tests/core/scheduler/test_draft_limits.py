@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 MOST = 8
+NUM_LEVELS = SpeculativeConfig(MOST).num_levels
 
 
 def memory_bound(num_rows: int) -> float:
@@ -34,7 +35,7 @@ def run(
     """Simulate steps whose drafts are accepted with probability `share`. Return the mean limit of each."""
     slots, rng, means = np.arange(num_slots), np.random.default_rng(0), []
     for _ in range(num_steps):
-        verified = limits.limits[slots].astype(np.int64)
+        verified = limits.limits[slots, 0].astype(np.int64)
         tries = rng.random((num_slots, MOST)) < share
         accepted = np.minimum(np.cumprod(tries, axis=1).sum(axis=1), verified)
         limits.record_drafts(slots, accepted, verified)
@@ -72,9 +73,9 @@ def test_each_request_has_a_limit_of_its_own():
         limits.record_drafts(slots, np.array([4, 0]), np.array([4, 4]))
         limits.record_step(6, memory_bound(6), 0.0, 0)
         limits.record_step(2, memory_bound(2), 0.0, 0)
-    rows = int32_view(limits.take_changes(slots)).reshape(-1, 2).tolist()
-    assert rows[0] == [0, limits.limits[0]]
-    assert limits.limits[1] < 2 < limits.limits[0]
+    rows = int32_view(limits.take_changes(slots)).reshape(-1, 1 + NUM_LEVELS).tolist()
+    assert rows[0] == [0, *limits.limits[0]]
+    assert limits.limits[1, 0] < 2 < limits.limits[0, 0]
     # A limit is sent once.
     assert limits.take_changes(slots) == b""
 
@@ -86,7 +87,7 @@ def test_a_new_request_in_a_slot_does_not_try_the_maximum():
     run(limits, 1, memory_bound, 0.1, 40)
     slots.generation[0] += 1
     limits.take_changes(np.arange(1))
-    assert limits.limits[0] < MOST // 2
+    assert limits.limits[0, 0] < MOST // 2
 
 
 def test_cost_of_draft_model_passes_limits_drafts():
@@ -97,7 +98,20 @@ def test_cost_of_draft_model_passes_limits_drafts():
             limits.record_step(5, memory_bound(5), 4 * draft_seconds, 4)
             limits.record_step(1, memory_bound(1), 0.0, 0)
         limits.take_changes(np.zeros(1, np.intp))
-        assert (limits.limits[0] > 0) == is_worth
+        assert (limits.limits[0, 0] > 0) == is_worth
+
+
+def test_each_level_of_confidence_has_a_limit_of_its_own():
+    limits, slots = make(1), np.zeros(1, np.intp)
+    for _ in range(100):
+        for level, accepted in ((0, 0), (3, 4)):
+            limits.set_levels(slots, np.array([level], np.int32))
+            limits.record_drafts(slots, np.array([accepted]), np.array([4]))
+            limits.record_step(5, memory_bound(5), 0.0, 0)
+        limits.record_step(1, memory_bound(1), 0.0, 0)
+    limits.take_changes(slots)
+    assert limits.limits[0, 0] < 2
+    assert limits.limits[0, 3] == limits.largest(slots)[0] == MOST
 
 
 @given(
@@ -121,6 +135,6 @@ def test_limits_stay_in_range_for_any_outcome(outcomes):
         counts = np.full(8, verified)
         limits.record_drafts(slots, np.minimum(counts, accepted), counts)
         limits.record_step(8 + int(counts.sum()), 0.01 if reports else 0.0, 0.0, 0)
-        rows = int32_view(limits.take_changes(slots)).reshape(-1, 2)
-        assert (rows[:, 1] >= 0).all()
-        assert (rows[:, 1] <= MOST).all()
+        rows = int32_view(limits.take_changes(slots)).reshape(-1, 1 + NUM_LEVELS)
+        assert (rows[:, 1:] >= 0).all()
+        assert (rows[:, 1:] <= MOST).all()

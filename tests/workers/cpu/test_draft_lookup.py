@@ -225,3 +225,37 @@ def test_oldest_answers_make_room():
     assert look_up([30, 31]) == [32, 33]
     assert look_up([20, 21]) == [22, 23]
     assert look_up([10, 11]) == []
+
+
+def test_drafts_beyond_the_limit_of_their_level_are_dropped():
+    """A longer match has a higher level of confidence, and each level has a limit of its own."""
+    text = list(range(100, 124))
+    rows = [text + text[:14], text + text[:2], text + text[:4]]
+    batch = PersistentBatch(len(rows), 64, 4, 1, torch.device("cpu"))
+    drafts = Drafts(SpeculativeConfig(16, ProposerMethod.SUFFIX), batch)
+    drafts.add_requests([new_request(slot, []) for slot in range(len(rows))])
+    for slot, tokens in enumerate(rows):
+        batch.token_ids_NL[slot, : len(tokens)] = torch.tensor(tokens)
+        batch.num_tokens[slot] = len(tokens)
+
+    def propose(*limits: int) -> list[tuple[int, list[int], int]]:
+        drafts.set_limits(np.array([(slot, *limits) for slot in range(len(rows))], np.int32))
+        drafts.look_up(np.arange(len(rows), dtype=np.int32))
+        found = drafts.get_found(1)
+        if found is None:
+            return []
+        counts = int32_view(found.num_tokens)
+        tokens = np.split(int32_view(found.token_ids), np.cumsum(counts)[:-1])
+        levels = int32_view(found.levels)
+        assert drafts.num_drafts(int32_view(found.slots)).tolist() == counts.tolist()
+        return [
+            (slot, each.tolist(), level)
+            for slot, each, level in zip(int32_view(found.slots), tokens, levels, strict=True)
+        ]
+
+    full = [(0, text[14:24] + text[:4], 3), (1, text[2:4], 0), (2, text[4:8], 1)]
+    assert propose(16, 16, 16, 16) == full
+    assert propose(0, 3, 0, 10) == [(0, text[14:24], 3), (2, text[4:7], 1)]
+    assert drafts.num_drafts(np.arange(3)).tolist() == [10, 0, 3]
+    assert propose(0, 0, 8, 0) == []
+    assert propose(0, 0, 0, 0) == []

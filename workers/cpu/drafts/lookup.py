@@ -8,6 +8,7 @@ Inference from Transformers via Speculative Decoding" (2023), with target and dr
 from __future__ import annotations
 
 import ctypes
+from typing import Final
 
 import numpy as np
 
@@ -19,6 +20,12 @@ from ...device.dtypes import address, on_host
 from ..abi.structs import DraftLookup
 from ..library import native_library
 from .suffixes import SuffixStore
+
+_LEVEL_STARTS: Final = np.array((3, 6, 12))
+"""The fewest drafts found at each level of confidence but the first.
+
+As many drafts are found as tokens matched, so a longer match has a higher level.
+"""
 
 
 class Drafts:
@@ -34,8 +41,11 @@ class Drafts:
         self.max_drafts = batch.num_slots * config.num_speculative_tokens
         self._num_drafts: Int32Array = np.zeros(batch.num_slots, np.int32)
         self._most = config.num_speculative_tokens
-        self.limits: Int32Array = np.full(batch.num_slots, self._most, np.int32)
-        """The maximum number of drafts per slot, not counting forced ones."""
+        self.limits: Int32Array = np.full(
+            (batch.num_slots, config.num_levels), self._most, np.int32
+        )
+        """The maximum number of drafts per slot and level of confidence, not counting forced ones."""
+        self._search_limits: Int32Array = self.limits.max(1)
         self._suffixes: SuffixStore | None = None
         if config.method is ProposerMethod.SUFFIX:
             self._suffixes = SuffixStore(config, batch)
@@ -53,7 +63,7 @@ class Drafts:
         self._num_from_prediction: Int32Array = np.zeros(batch.num_slots, np.int32)
         self.lookup = DraftLookup(
             num_drafts=self._num_drafts.ctypes.data,
-            limits=self.limits.ctypes.data,
+            limits=self._search_limits.ctypes.data,
             suffixes=None if self._suffixes is None else ctypes.pointer(self._suffixes.suffixes),
             is_searching=not config.method.runs_model,
             most=config.num_speculative_tokens,
@@ -78,14 +88,18 @@ class Drafts:
                 self._suffixes.keep_answer(slot)
 
     def set_limits(self, rows: Int32Array) -> None:
-        """Set the maximum number of drafts of slots, from rows (slot, limit)."""
-        slots, limits = rows.reshape(-1, 2).T
-        self.limits[slots] = limits.clip(0, self._most)
+        """Set the maximum number of drafts of slots, from rows (slot, limit of each level)."""
+        rows = rows.reshape(-1, 1 + self.limits.shape[1])
+        slots = rows[:, 0]
+        self.limits[slots] = rows[:, 1:].clip(0, self._most)
+        # A search for fewer drafts would find too low a level, so `_limit_found` applies the limits.
+        self._search_limits[slots] = np.where(self.limits[slots].any(1), self._most, 0)
 
     def add_requests(self, requests: list[NewRequestData]) -> None:
         """Set the predictions of new requests, and clear the drafts of their slots."""
         for new in requests:
-            self.limits[new.slot] = self._most if new.pooling_params is None else 0
+            most = self._most if new.pooling_params is None else 0
+            self.limits[new.slot] = self._search_limits[new.slot] = most
             if self._suffixes is not None:
                 self._suffixes.add_request(new.slot)
             self._predictions[new.slot] = predicted = int32_view(new.predicted_token_ids)
@@ -152,6 +166,9 @@ class Drafts:
 
     def get_found(self, step: int) -> DraftTokenIds | None:
         """Return the drafts that were found last, as a message after `step`, or None if there are none."""
+        levels = b""
+        if self.lookup.num_found and self.limits.shape[1] > 1:
+            levels = self._limit_found().tobytes()
         num_found = self.lookup.num_found
         if not num_found:
             return None
@@ -161,7 +178,28 @@ class Drafts:
             self._slots[:num_found].tobytes(),
             counts.tobytes(),
             self._tokens[: counts.sum()].tobytes(),
+            levels,
         )
+
+    def _limit_found(self) -> Int32Array:
+        """Drop the drafts beyond the limits of their levels. Return the levels of the others, int32 [num_found]."""
+        num_found = self.lookup.num_found
+        slots, counts = self._slots[:num_found], self._counts[:num_found]
+        levels = np.searchsorted(_LEVEL_STARTS, counts, "right").astype(np.int32)
+        is_forced = self._num_forced[slots] > 0
+        levels[is_forced] = len(_LEVEL_STARTS)
+        kept = np.where(is_forced, counts, np.minimum(counts, self.limits[slots, levels]))
+        if np.array_equal(kept, counts):
+            return levels
+        self._num_drafts[slots] = kept
+        self._num_from_prediction[slots] = np.minimum(self._num_from_prediction[slots], kept)
+        offsets = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        tokens = self._tokens[: len(offsets)][offsets < np.repeat(kept, counts)]
+        self._tokens[: len(tokens)] = tokens
+        is_kept = kept > 0
+        self.lookup.num_found = num_kept = int(is_kept.sum())
+        self._slots[:num_kept], self._counts[:num_kept] = slots[is_kept], kept[is_kept]
+        return levels[is_kept]
 
     def num_from_prediction(self, slots: Int64Array) -> Int32Array:
         """Return how many of each slot's drafts come from the client's prediction. They are the first ones."""

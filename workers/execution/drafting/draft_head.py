@@ -169,7 +169,7 @@ class DraftHead:
         hidden_TD = self._fusion.read_target(hidden_TE)
         outputs_TE = self._run(slots_S, begins_S, counts_S, hidden_TD)
         room_S = self._batch.max_model_len - 1 - lengths_S
-        limits_S = np.minimum(drafts.limits[slots_S], room_S)
+        limits_S = np.minimum(drafts.limits[slots_S, 0], room_S)
         limits_S = self._target_cache.limit_proposals(limits_S, lengths_S, num_unwritten=2)
         limits_S[drafts.num_drafts(slots_S) > 0] = 0
         wants_S = limits_S > 0

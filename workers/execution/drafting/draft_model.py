@@ -162,7 +162,7 @@ class DraftModel:
         self._drop_rejected(slots_S)
         lengths_S = self._target.num_tokens[slots_S].astype(np.int64)
         room_S = self._target.max_model_len - 1 - lengths_S
-        limits_S = np.minimum(drafts.limits[slots_S], room_S)
+        limits_S = np.minimum(drafts.limits[slots_S, 0], room_S)
         limits_S = self._target_cache.limit_proposals(limits_S, lengths_S, num_unwritten=1)
         limits_S[drafts.num_drafts(slots_S) > 0] = 0
         wants_S = limits_S > 0
