@@ -106,7 +106,7 @@ def _prior(num_rows: FloatArray) -> FloatArray:
 
 
 class DraftLimits:
-    """The maximum number of drafts per slot and level of confidence. The worker reports the level of the drafts it found.
+    """The maximum number of drafts per slot and level of confidence. The worker reports the level of its drafts.
 
     The value of a draft is the probability that it and all drafts before it are accepted. The most probable drafts of
     all requests are chosen, as long as they raise the expected tokens per second. The limits of a level assume that all
