@@ -57,7 +57,7 @@ __all__ = [
     "load_config",
 ]
 
-PROTOCOL_VERSION: Final = 12
+PROTOCOL_VERSION: Final = 13
 """Raised whenever a message or this configuration changes its encoding."""
 
 FIRST_EPOCH: Final = 1
