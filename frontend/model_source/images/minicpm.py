@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 from ....protocol.checkpoint.vision.spec import MAX_SIDE, VisionSpec
@@ -29,11 +30,15 @@ def slices(source: ProcessorSource, vision: VisionSpec, token_id: int) -> Slices
     max_slices = fields.integer("max_slice_nums", 9, maximum=_MAX_SLICES) if splits else 1
     is_numbered = fields.boolean("use_image_id", True)
 
+    units = side / unit
+    # Sides are rounded to whole units. Together they are longest for the most oblong images, 200 to 1.
+    most = math.ceil(units**2 + 14.3 * units) + 2
+
     def token(name: str) -> str:
         return source.special_token(f"{name}_token")
 
     return SlicesProcessor(
-        **values(fields, vision, token_id, BICUBIC),
+        **values(fields, vision, token_id, BICUBIC) | {"num_outputs": most},
         side=side,
         unit=unit,
         max_slices=max_slices,
