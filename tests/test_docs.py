@@ -15,17 +15,15 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted([*DOCS.rglob("*.md"), *ROOT.glob("*.md")])
 FOLDERS = ("core", "frontend", "protocol", "workers", "tests", "scripts", "docs", "examples")
-# Flags of other programs, in examples.
+FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+[a-z0-9]")
+SCRIPTS = ("", ".py", ".sh")
 FOREIGN_FLAGS = {
-    "--outtype", "--task", "--weight-format", "--group-size", "--nproc-per-node", "--no-python",
-    "--shm-size", "--signal", "--extra-index-url", "--fast", "--help", "--from-literal",
-    "--from-file", "--why", "--plot", "--policy", "--replicas", "--rate", "--json", "--fit",
-    "--step-time", "--drafts", "--num-blocks", "--out", "--core", "--tune", "--peers",
-    "--model-file", "--contenders", "--points", "--rounds", "--table", "--steps",
-    "--vllm-python", "--url", "--key", "--max-num-seqs", "--memory", "--input", "--dimensions",
-    "--prompt-name", "--format", "--overlap", "--detach", "--seconds", "--tokens", "--dry",
-    "--clients", "--compute-types", "--dtypes", "--hypothesis-profile",
+    "--core", "--detach", "--dimensions", "--drafts", "--extra-index-url", "--fit", "--format",
+    "--from-file", "--group-size", "--input", "--key", "--no-python", "--nproc-per-node",
+    "--num-blocks", "--out", "--outtype", "--overlap", "--plot", "--policy", "--prompt-name",
+    "--shm-size", "--signal", "--step-time", "--task", "--weight-format", "--why",
 }  # fmt: skip
+"""Flags of other programs, in examples."""
 
 
 def page_id(page: Path) -> str:
@@ -67,12 +65,19 @@ def command_flags() -> frozenset[str]:
     return frozenset(name for flag in flags for name in flag.names)
 
 
+@cache
+def script_flags() -> frozenset[str]:
+    """Return every flag that a program in `scripts` defines or passes on."""
+    paths = (path for path in (ROOT / "scripts").rglob("*") if path.suffix in SCRIPTS)
+    sources = (path.read_text() for path in paths if path.is_file())
+    return frozenset(flag for source in sources for flag in FLAG.findall(source))
+
+
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_page_names_existing_flags(page: Path) -> None:
-    known = {*FLAGS, *PEER_FLAGS, *FOREIGN_FLAGS, *command_flags()}
+    known = {*FLAGS, *PEER_FLAGS, *FOREIGN_FLAGS, *command_flags(), *script_flags()}
     text = re.sub(r"https?://\S+", "", page.read_text())
-    named = re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+[a-z0-9]", text)
-    assert not sorted({flag for flag in named if flag not in known})
+    assert not sorted(set(FLAG.findall(text)) - known)
 
 
 def test_every_page_is_in_the_navigation() -> None:
