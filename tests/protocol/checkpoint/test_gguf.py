@@ -149,7 +149,7 @@ def test_missing_part_of_a_split_file_is_named(split: list[Path]) -> None:
 
 def test_a_renamed_part_is_not_read_as_a_whole_model(split: list[Path], tmp_path: Path) -> None:
     split[0].rename(tmp_path / "whole.gguf")
-    with pytest.raises(CheckpointError, match="split into 3 files, but 1 are here"):
+    with pytest.raises(CheckpointError, match="split into 3 files, but 1 were found"):
         GGUFFile(tmp_path / "whole.gguf")
 
 
