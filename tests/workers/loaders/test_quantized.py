@@ -61,7 +61,8 @@ def test_a_part_of_a_tensor_equals_that_part_of_the_whole(
     assert close(found, expected)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+# A byte of BitNet has rows from all four quarters of the matrix.
+@pytest.mark.parametrize("name", sorted(FORMATS.keys() - {"bitnet"}))
 def test_reading_half_a_tensor_reads_half_its_bytes(directory: Path, name: str) -> None:
     quantize_directory(directory, name)
     whole, half = open_checkpoint(directory), open_checkpoint(directory)
