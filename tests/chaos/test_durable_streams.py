@@ -44,8 +44,8 @@ def bodies(count: int, **changes: Any) -> list[dict[str, Any]]:
     ]
 
 
-LONG = bodies(6, max_tokens=800, seed=5)
-"""Streams that take 16 seconds, longer than the start of a server on most machines."""
+LONG = bodies(6, max_tokens=1600, seed=5)
+"""Streams that take 32 seconds, longer than the start of a server on a busy machine."""
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +126,7 @@ def test_no_stream_is_lost_while_servers_that_share_a_store_follow_each_other(
 ) -> None:
     with engine.upgrade() as old:
         streams = ReturningStreams(engine.find_url, LONG, f"1 {time.time()}")
-        response = Background(old, max_output_tokens=800)
+        response = Background(old, max_output_tokens=1600)
         streams.wait_for_events(6)
         engine.server.wait_for("ready at")
         later = ReturningStreams(engine.find_url, bodies(6), f"2 {time.time()}")
@@ -143,7 +143,7 @@ def test_no_stream_is_lost_while_servers_that_share_a_store_follow_each_other(
 
     with engine.upgrade() as old:
         streams = ReturningStreams(engine.find_url, LONG, f"3 {time.time()}")
-        response = Background(old, max_output_tokens=800)
+        response = Background(old, max_output_tokens=1600)
         streams.wait_for_events(6)
         engine.server.wait_for("ready at")
         for server in (old, engine.server):

@@ -148,7 +148,7 @@ def test_a_dump_contains_no_text_or_tokens_of_users():
         (messages.EngineCoreOutputs, 16),
         (messages.EncoderInput, 8),
         (worker_messages.EncoderWork, 4),
-        (worker_messages.DraftTokenIds, 4),
+        (worker_messages.DraftTokenIds, 5),
         (sampling_params.SamplingParams, 26),
     ],
 )
