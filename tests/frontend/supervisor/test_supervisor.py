@@ -261,7 +261,7 @@ def test_an_engine_does_not_start_without_its_store(run_dir: str) -> None:
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Restart without long delays, and report crashes more often."""
     monkeypatch.setattr(recovery, "MAX_BACKOFF_S", 0.01)
-    monkeypatch.setattr(supervisor_module, "REPORT_INTERVAL_CRASHES", 3)
+    monkeypatch.setattr(recovery, "REPORT_INTERVAL_CRASHES", 3)
 
 
 @pytest.mark.usefixtures("impatient")

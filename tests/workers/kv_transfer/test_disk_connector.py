@@ -54,7 +54,7 @@ def test_a_full_disk_turns_itself_off_with_one_line(
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert [record.message.split(": ")[0] for record in caplog.records] == [
-        "the KV cache on disk is turned off"
+        "disabling the KV cache on disk"
     ]
     assert reports()[-1].is_off
     assert not any(each.num_bytes_written for each in reports())
