@@ -146,18 +146,13 @@ TestReplica = Replica.TestCase
 
 
 def test_frontend_that_crashes_thousands_of_times_is_restarted_each_time() -> None:
-    processes: list[Simulated] = []
-
-    def launch(spec: ProcessSpec, epoch: int) -> Simulated:
-        processes.append(Simulated(spec, epoch))
-        return processes[-1]
-
-    unit = RecoveryUnit(ProcessSpec("frontend 0", Role.FRONTEND, ()), [], 1, launch)
+    launcher = SimulatedLauncher()
+    unit = RecoveryUnit(ProcessSpec("frontend 0", Role.FRONTEND, ()), [], 1, launcher)
     unit.start()
     for _ in range(2000):
         child = unit.children["frontend 0"]
         child.enter_stage(Stage.READY, "")
-        processes[-1].end()
+        launcher.processes["frontend 0"].end()
         child.is_known_dead = True
         unit.record_exit(child, MAX_RESTARTS)
         [restarted] = unit.recover(math.inf)
