@@ -12,7 +12,7 @@ from .lifeline import Lifeline
 
 
 class Notice(enum.Enum):
-    """What a supervisor reports to its guardian. The values are sent.
+    """The notices that a supervisor sends to its guardian. The values are sent.
 
     Attributes:
         READY: The engine is ready.

@@ -44,7 +44,7 @@ class SavedReplica(msgspec.Struct, array_like=True, frozen=True):
 
 
 class SavedState(msgspec.Struct, array_like=True, frozen=True):
-    """What a supervisor needs to continue the work of an earlier one.
+    """The state from which a supervisor continues the work of an earlier one.
 
     The units and replicas are in the order of the configuration. `poison_bodies` are the digests of bodies that crashed
     frontends.
