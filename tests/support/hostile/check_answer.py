@@ -21,8 +21,11 @@ _ERROR_FIELDS = {"message", "type", "param", "code"}
 _ERROR_FIELDS_OF_MESSAGES = {"message", "type"}
 """The fields of an error in the Messages API. The type of its body is `error`."""
 
-_TOO_LONG = "maximum context length"
-"""Causes that a refusal may name instead of a field: several fields together make the prompt."""
+_CAUSES = ("maximum context length", "has no classification head", "can fill in the middle")
+"""Causes that a refusal may name instead of a field.
+
+Several fields together make the prompt, and a model that lacks what a route needs refuses every request of the route.
+"""
 
 _FINE = range(200, 300)
 # 503 means full or starting; 501 means an unsupported transfer coding.
@@ -92,5 +95,5 @@ def _find_fault_of_error(answer: Answer, field: str, path: str) -> str:
 
 def _names(field: str, message: str, param: str | None) -> bool:
     """Return whether the error names the field, the body as a whole, or the whole prompt."""
-    names = {field, field.partition(".")[0].partition("[")[0], "body", _TOO_LONG}
+    names = {field, field.partition(".")[0].partition("[")[0], "body", *_CAUSES}
     return any(name in message or name in (param or "") for name in names)

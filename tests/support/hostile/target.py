@@ -60,6 +60,8 @@ BASES: Final[dict[str, bytes]] = {
     "max_tokens": b"1",
     "max_output_tokens": b"1",
     "input": b'"Hi"',
+    "input_prefix": b'"Hi"',
+    "input_suffix": b'"Hi"',
     "query": b'"Hi"',
     "documents": b'[{"text": "Hi"}]',
     "text_1": b'"Hi"',
