@@ -128,12 +128,12 @@ class DecoderLayer:
             self._scale_1 = weights.read(f"{prefix}layer_scalar", 1)
         self._beside: ExpertsBesideMLP | None = None
         self._mlp: MLP | Experts | None = None
-        if not layer.has_mlp:
-            return
         self.shortcut: Experts | None = None
         self.shortcut_TD: Tensor | None = None
         self.previous: DecoderLayer | None = None
         """The layer before this one, if the output of its experts is added after this one."""
+        if not layer.has_mlp:
+            return
         experts = layer.experts
         if experts is not None and experts.is_shortcut:
             self.shortcut = Experts(spec, experts, weights, f"{prefix}shortcut.", shard, kernels)
