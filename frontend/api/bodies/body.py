@@ -7,7 +7,9 @@ import logging
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from hashlib import blake2b
+from inspect import get_annotations
 from typing import Any, Final, Generic, TypeVar
 
 import msgspec
@@ -138,10 +140,14 @@ class BodyDecoder(Generic[T]):
         self._schema = known if strict else schema
         self._decode: Callable[[bytes], T] = msgspec.json.Decoder(self._schema).decode
         self._decode_known: Callable[[bytes], T] = msgspec.json.Decoder(known).decode
-        self._names = {field.encode_name for field in msgspec.structs.fields(schema)}
+        self._names = set(schema.__struct_encode_fields__)
         self._unknown: set[str] = set()
-        self._type = msgspec.inspect.type_info(self._schema)
-        self._refused = [name for name in REFUSED if _is_refused(schema, name)]
+        self._refused = _refused_fields(schema)
+
+    @cached_property
+    def _type(self) -> msgspec.inspect.Type:
+        """The types of the schema. Few bodies need them, and a server with all of them would start slowly."""
+        return msgspec.inspect.type_info(self._schema)
 
     def decode(self, body: bytes) -> T:
         """Return the decoded body.
@@ -255,9 +261,11 @@ def _has_integers(kind: msgspec.inspect.Type) -> bool:
     return any(isinstance(each, msgspec.inspect.IntType) for each in types)
 
 
-def _is_refused(schema: type[msgspec.Struct], name: str) -> bool:
-    """Return whether the schema rejects a field. Such a field has type Any; `echo` is valid in one schema only."""
-    return any(f.name == name and f.type is Any for f in msgspec.structs.fields(schema))
+def _refused_fields(schema: type[msgspec.Struct]) -> list[str]:
+    """Return the fields that the schema rejects. Such a field has type Any; `echo` is valid in one schema only."""
+    types = {k: v for each in reversed(schema.__mro__) for k, v in get_annotations(each).items()}
+    # Evaluating the annotations of a large schema takes milliseconds.
+    return [name for name in REFUSED if types.get(name) in ("Any", Any)]
 
 
 def _invalid(message: str, body: bytes) -> APIError:
