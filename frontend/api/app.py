@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+import asyncio
+from functools import cache
+from typing import Any, Final, NamedTuple
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -173,13 +175,20 @@ def make_routes(serving: Serving) -> list[Route]:
         Route("/debug/requests/{id:path}", timelines.explain),
     ]
 
+    # Describing all schemas takes too long for the start of a server and for its event loop.
+    @cache
+    def document() -> dict[str, Any]:
+        return describe_routes(routes)
+
+    @cache
+    def page() -> str:
+        return render_docs(document())
+
     async def openapi(request: Request) -> Response:
-        return json_response(document)
+        return json_response(await asyncio.to_thread(document))
 
     async def docs(request: Request) -> Response:
-        return Response(page, headers=HEADERS, media_type="text/html")
+        return Response(await asyncio.to_thread(page), headers=HEADERS, media_type="text/html")
 
     routes += [Route("/openapi.json", openapi), Route("/docs", docs)]
-    document = describe_routes(routes)
-    page = render_docs(document)
     return routes

@@ -48,7 +48,7 @@ def test_bad_words_of_many_sequences_do_not_crash_the_frontend(server: Server) -
 def test_many_logprobs_do_not_delay_other_requests(server: Server, fields: dict[str, int]) -> None:
     frontend = server.child("frontend 0")
     status, answer = assert_delays_nobody(
-        server.url, lambda: complete(server, prompt=[5] * 100, **fields)
+        server.url, [frontend.pid], lambda: complete(server, prompt=[5] * 100, **fields)
     )
     assert status == 200, answer
     assert max(map(len, logprobs_of(answer["choices"][0]))) >= 4000
@@ -67,7 +67,8 @@ def test_thousands_of_streamed_sequences_delay_nobody(
     server: Server, fields: dict[str, Any]
 ) -> None:
     fields = {"prompt": ["a"] * 32, "n": 128, "max_tokens": 8, "stream": True, **fields}
-    status, answer = assert_delays_nobody(server.url, lambda: complete(server, **fields))
+    pids = [server.child("frontend 0").pid]
+    status, answer = assert_delays_nobody(server.url, pids, lambda: complete(server, **fields))
     assert status == 200, answer
     events = sse_events(answer)
     assert {choice["index"] for event in events for choice in event["choices"]} == set(range(4096))

@@ -444,6 +444,8 @@ def test_long_prompts_do_not_delay_other_requests() -> None:
     with FrontendProcess(max_model_len=400_000) as frontend:
         text = "The quick brown fox jumps over the lazy dog. " * 20_000
         answer = assert_delays_nobody(
-            str(frontend.http.base_url), lambda: frontend.complete(text, max_tokens=1)
+            str(frontend.http.base_url),
+            [frontend.process.pid],
+            lambda: frontend.complete(text, max_tokens=1),
         )
         assert answer["usage"]["prompt_tokens"] > 180_000

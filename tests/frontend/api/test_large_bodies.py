@@ -58,7 +58,9 @@ def test_a_body_of_too_many_elements_is_rejected_without_delaying_others(
         body = body.replace(b'"prompt"', b'"tokens"')
     before = peak_memory(frontend)
     answer = assert_delays_nobody(
-        str(frontend.http.base_url), lambda: frontend.http.post(path, content=body)
+        str(frontend.http.base_url),
+        [frontend.process.pid],
+        lambda: frontend.http.post(path, content=body),
     )
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["message"]

@@ -1,10 +1,9 @@
 """A client in its own process that reads streams all the time and reports their longest pause.
 
-`python stream_monitor.py HOST PORT` reads commands from standard input, one a line, and answers each with a line of
+`python stream_monitor.py HOST PORT PID` reads commands from standard input, one a line, and answers each with a line of
 JSON: `begin` starts an interval; `end` waits for one more event of every stream and reports the interval.
 
-A timer in the same process measures how late the operating system runs it. Only the part of a pause that exceeds this
-delay counts as the server's.
+Time in which the children of the process PID, the server, could not run because the machine was busy does not count.
 """
 
 from __future__ import annotations
@@ -13,22 +12,35 @@ import asyncio
 import json
 import sys
 import time
+from pathlib import Path
 from typing import Final
+
+import psutil
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from support.lost_time import lost_time_s
 
 NUM_STREAMS: Final = 3
 MAX_TOKENS: Final = 100
 TIMER_S: Final = 0.02
+LONG_PAUSE_S: Final = 0.3
+"""Only pauses that last longer are corrected for lost time, because that takes about a millisecond."""
 NEXT_EVENT_S: Final = 30.0
 
 
 class StreamMonitor:
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, host: str, port: int, pid: int) -> None:
         self._address = host, port
+        self._server = psutil.Process(pid)
+        self._pids: list[int] = []
+        self._lost_s = 0.0
+        """The lost time at the last tick of the timer."""
+        self._lost_at_event_s = [0.0] * NUM_STREAMS
         self._last_event = [time.monotonic()] * NUM_STREAMS
         self._num_events = [0] * NUM_STREAMS
         self._texts: dict[int, str] = {}
         self._pause_s = 0.0
-        self._lateness_s = 0.0
         self._broken: list[str] = []
 
     async def run(self) -> None:
@@ -47,9 +59,12 @@ class StreamMonitor:
             task.cancel()
 
     def _begin(self) -> None:
+        self._pids = [child.pid for child in self._server.children(recursive=True)]
+        self._lost_s = lost_time_s(self._pids)
+        self._lost_at_event_s = [self._lost_s] * NUM_STREAMS
         self._last_event = [time.monotonic()] * NUM_STREAMS
         self._num_events = [0] * NUM_STREAMS
-        self._pause_s = self._lateness_s = 0.0
+        self._pause_s = 0.0
         self._broken = []
 
     async def _end(self) -> dict[str, object]:
@@ -59,20 +74,18 @@ class StreamMonitor:
             after <= before for after, before in zip(self._num_events, counts, strict=True)
         ):
             await asyncio.sleep(TIMER_S)
-        for last in self._last_event:
-            self._pause_s = max(self._pause_s, time.monotonic() - last)
+        for number in range(NUM_STREAMS):
+            self._end_pause(number)
         return {
             "pause_s": self._pause_s,
-            "lateness_s": self._lateness_s,
             "num_events": sum(self._num_events),
             "broken": self._broken,
         }
 
     async def _run_timer(self) -> None:
         while True:
-            began = time.monotonic()
             await asyncio.sleep(TIMER_S)
-            self._lateness_s = max(self._lateness_s, time.monotonic() - began - TIMER_S)
+            self._lost_s = lost_time_s(self._pids)
 
     async def _read_streams(self, number: int) -> None:
         while True:
@@ -121,11 +134,17 @@ class StreamMonitor:
         raise EOFError("the stream ended without [DONE]")
 
     def _count_event(self, number: int) -> None:
-        now = time.monotonic()
-        self._pause_s = max(self._pause_s, now - self._last_event[number])
-        self._last_event[number] = now
+        self._end_pause(number)
+        self._last_event[number] = time.monotonic()
+        self._lost_at_event_s[number] = self._lost_s
         self._num_events[number] += 1
+
+    def _end_pause(self, number: int) -> None:
+        pause_s = time.monotonic() - self._last_event[number]
+        if pause_s > LONG_PAUSE_S:
+            pause_s -= lost_time_s(self._pids) - self._lost_at_event_s[number]
+        self._pause_s = max(self._pause_s, pause_s)
 
 
 if __name__ == "__main__":
-    asyncio.run(StreamMonitor(sys.argv[1], int(sys.argv[2])).run())
+    asyncio.run(StreamMonitor(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])).run())
