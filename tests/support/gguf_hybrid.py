@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 ARCHITECTURES = {
+    "bailing_hybrid": "bailingmoe3",
     "bamba": "granitehybrid",
     "falcon_h1": "falcon-h1",
     "granitemoehybrid": "granitehybrid",
@@ -23,6 +24,8 @@ ARCHITECTURES = {
     "qwen3_5_text": "qwen35",
     "qwen3_next": "qwen3next",
 }
+KIMI = {"kimi_linear": -1, "bailing_hybrid": 1}
+"""The signs of stored decays by model types with Kimi delta attention."""
 MODULES = {
     r"model\.(embed_tokens|embeddings)": "token_embd",
     r"model\.(norm|norm_f|final_layernorm)": "output_norm",
@@ -30,6 +33,8 @@ MODULES = {
     r"lm_head": "output",
     r"self_attn\.([qkv])_conv1d": r"ssm_conv1d_\1",
     r"self_attn\.(forget_gate\.)?([fg]_[ab])_proj": r"ssm_\2",
+    r"self_attn\.forget_gate\.f_proj": "ssm_f_a",
+    r"self_attn\.g_proj": "ssm_g_a",
     r"self_attn\.b_proj": "ssm_beta",
     r"self_attn\.o_norm": "ssm_norm",
     r"self_attn\.forget_gate\.A_log": "ssm_a",
@@ -140,6 +145,9 @@ def gguf_name(name: str, config: Any) -> str:
             found = renamed.expand(new)
             if module == "post_attention_layernorm" and "qwen" in config.model_type:
                 found = "post_attention_norm"
+            if module == "self_attn.g_proj":
+                attends = config.layer_types[int(match[2])] == "full_attention"
+                found = "attn_gate" if attends else "ssm_g_a"
             if "shared_mlp" in module and config.num_local_experts:
                 found += "_shexp"
             layer = f"blk.{match[2]}." if match[1] else ""
@@ -150,10 +158,12 @@ def gguf_name(name: str, config: Any) -> str:
 def converted(name: str, weight: Tensor, config: Any) -> Tensor:
     if "qwen" in config.model_type:
         return of_delta_net(name, weight, config)
-    if config.model_type == "kimi_linear":
+    if config.model_type in KIMI:
         if "conv1d" in name:
             return weight.reshape(1, -1, 1, weight.shape[-1])
-        return -weight.exp() if name.endswith("A_log") else weight
+        if name.endswith("A_log"):
+            return KIMI[config.model_type] * weight.exp()
+        return weight
     if name.endswith("A_log"):
         return -weight.exp().unsqueeze(-1)
     if name.endswith(".D"):
@@ -234,18 +244,19 @@ def add_hyperparameters(writer: GGUFWriter, config: Any) -> None:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     kinds = getattr(config, "layers_block_type", None) or getattr(config, "layer_types", None)
     count = len(kinds or range(config.num_hidden_layers))
-    writer.add_context_length(config.max_position_embeddings)
+    length = getattr(config, "max_position_embeddings", None) or config.model_max_length
+    writer.add_context_length(length)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(count)
     writer.add_head_count(heads)
-    if config.model_type != "kimi_linear":
+    if config.model_type not in KIMI:
         writer.add_key_length(head_dim)
     is_nemotron = config.model_type == "nemotron_h"
     eps = "layer_norm_epsilon" if is_nemotron else "norm_eps"
     writer.add_layer_norm_rms_eps(getattr(config, eps, None) or config.rms_norm_eps)
     if config.model_type == "falcon_h1" or "qwen" in config.model_type:
         writer.add_head_count_kv(kv_heads)
-    elif config.model_type == "kimi_linear":
+    elif config.model_type in KIMI:
         writer.add_head_count_kv([int(kind == "full_attention") for kind in kinds])
     else:
         attending = ("attention", "full_attention")
@@ -263,7 +274,7 @@ def add_hyperparameters(writer: GGUFWriter, config: Any) -> None:
         writer.add_feed_forward_length(
             [config.intermediate_size if kind in ("mlp", "moe") else 0 for kind in kinds]
         )
-    elif config.model_type == "kimi_linear" or not hasattr(config, "num_experts"):
+    elif config.model_type in KIMI or not hasattr(config, "num_experts"):
         writer.add_feed_forward_length(config.intermediate_size)
     if config.model_type == "lfm2_moe":
         writer.add_expert_count(config.num_experts)
@@ -298,7 +309,7 @@ def add_hyperparameters(writer: GGUFWriter, config: Any) -> None:
             writer.add_moe_latent_size(config.moe_latent_size)
     if "qwen" in config.model_type:
         add_delta_net(writer, config)
-    elif config.model_type == "kimi_linear":
+    elif config.model_type in KIMI:
         add_kimi_linear(writer, config)
     elif not config.model_type.startswith("lfm2"):
         add_mamba2(writer, config)
@@ -333,6 +344,9 @@ def add_kimi_linear(writer: GGUFWriter, config: Any) -> None:
     writer.add_key_length(config.kv_lora_rank + rotary_dim)
     writer.add_key_length_mla(config.qk_nope_head_dim + rotary_dim)
     writer.add_value_length_mla(config.v_head_dim)
+    if config.model_type == "bailing_hybrid":
+        writer.add_bool(f"{writer.arch}.kda.safe_gate", config.kda_safe_gate)
+        writer.add_float32(f"{writer.arch}.kda.gate_lower_bound", config.kda_lower_bound)
     writer.add_expert_count(config.num_experts)
     writer.add_expert_used_count(config.num_experts_per_token)
     writer.add_expert_feed_forward_length(config.moe_intermediate_size)

@@ -15,7 +15,7 @@ from gguf import (
     get_tensor_name_map,
 )
 from gguf.constants import GGML_QUANT_SIZES, MODEL_ARCH_NAMES
-from support import gguf_gemma, gguf_hybrid
+from support import gguf_gated, gguf_gemma, gguf_hybrid
 from support.gguf_experts import LATENT, add_experts, add_latent
 from support.gguf_tokenizer import add_tokenizer
 from support.quantizers import quantize
@@ -183,6 +183,8 @@ def write_gguf(
         return gguf_hybrid.write_hybrid(path, model)
     if config.model_type in gguf_gemma.ARCHITECTURES:
         return gguf_gemma.write_gemma(path, model)
+    if config.model_type in gguf_gated.ARCHITECTURES:
+        return gguf_gated.write_gated(path, model, published_as)
     is_dense = config.model_type in DENSE
     architecture = DENSE[config.model_type] if is_dense else ARCHITECTURES[config.model_type]
     writer = GGUFWriter(path, published_as or architecture)

@@ -122,19 +122,32 @@ _KIMI_LINEAR_MODULES = _LAYER_MODULES | {
     **{f"ssm_{x}": f"mixer.{x}_proj" for x in ("f_a", "f_b", "g_a", "g_b")},
     "ssm_beta": "mixer.b_proj",
 }
+_GATED_MODULES = _LAYER_MODULES | {"attn_gate": "self_attn.gate_proj"}
+_BITNET_MODULES = _LAYER_MODULES | {
+    "attn_sub_norm": "self_attn.attn_sub_norm",
+    "ffn_sub_norm": "mlp.ffn_sub_norm",
+}
 _FUSED_MLP = _LAYER_MODULES | {"ffn_up": "mlp.gate_up_proj"}
 # The names by architecture. "bamba" is used for files whose architecture is "granitehybrid" but that are Bambas.
 _LAYER_MODULES_OF_ARCHITECTURE = {
-    "afmoe": _LAYER_MODULES
+    "afmoe": _GATED_MODULES
     | {
-        "attn_gate": "self_attn.gate_proj",
         "ffn_norm": "pre_mlp_layernorm",
         "post_ffw_norm": "post_mlp_layernorm",
     },
     "apertus": _LAYER_MODULES
     | {"attn_norm": "attention_layernorm", "ffn_norm": "feedforward_layernorm"},
     "bailingmoe2": _LAYER_MODULES | {"layer_output_norm": "final_layernorm"},
+    "bailingmoe3": _KIMI_LINEAR_MODULES
+    | {
+        "attn_gate": "self_attn.gate_proj",
+        "ssm_f_a": "mixer.f_proj",
+        "ssm_g_a": "mixer.g_proj",
+        "layer_output_norm": "final_layernorm",
+    },
     "bert": _BERT_MODULES,
+    "bitnet": _BITNET_MODULES,
+    "bitnet-b1.58": _BITNET_MODULES,
     "jina-bert-v3": _BERT_MODULES,
     "modern-bert": _LAYER_MODULES
     | {
@@ -151,7 +164,9 @@ _LAYER_MODULES_OF_ARCHITECTURE = {
     "gemma3": _GEMMA_MODULES,
     "gemma3n": _GEMMA3N_MODULES,
     "gemma4": _GEMMA4_MODULES,
+    "granite_swa": _LAYER_MODULES | {"ffn_up_shexp": "mlp.shared_experts.gate_up_proj"},
     "kimi-linear": _KIMI_LINEAR_MODULES,
+    "laguna": _GATED_MODULES,
     "lfm2": _LFM2_MODULES,
     "lfm2moe": _LFM2_MODULES,
     "mamba2": _NEMOTRON_H_MODULES,
@@ -161,6 +176,7 @@ _LAYER_MODULES_OF_ARCHITECTURE = {
     "qwen35": _DELTA_NET_MODULES,
     "qwen35moe": _DELTA_NET_MODULES,
     "qwen3next": _DELTA_NET_MODULES,
+    "step35": _GATED_MODULES,
     "falcon": _LAYER_MODULES | {"attn_norm_2": "ln_attn"},
     "glm4": _FUSED_MLP
     | {
@@ -197,6 +213,7 @@ _NORM_PLUS_ONE = (
     "qwen35",
     "qwen35moe",
     "qwen3next",
+    "step35",
 )
 # The final norm of these architectures has the name that others use for the norm of embeddings.
 _EMBEDDING_NORM_IS_LAST = ("lfm2", "lfm2moe")
@@ -384,8 +401,8 @@ class GGUFCheckpoint(Checkpoint):
         if is_shifted:
             values = values.sub_(1).to(dtype)
         if name.endswith("mixer.A_log"):
-            # The file contains -exp(A_log).
-            values = values.neg_().log_()
+            # The file contains exp(A_log), negative except for Ling 3.
+            values = values.abs_().log_()
         values = values[:, columns].contiguous()
         return values if len(tensor.shape) == 2 else values.reshape(-1, *tensor.shape[1:])
 

@@ -266,16 +266,30 @@ def _olmo2(fields: ModelFields) -> dict[str, Any]:
 
 
 def _granite_swa(fields: ModelFields) -> dict[str, Any]:
-    num_layers = fields.layer_count("block_count")
-    rotates = fields.per_layer("attention.rope_pattern", num_layers) or [True] * num_layers
+    rotates, pattern = [1] * fields.num_layers, "attention.rope_pattern"
+    if fields.get(pattern) is not None:
+        rotates = fields.of_layers(pattern)
     theta = fields.positive("rope.freq_base", 10_000.0)
+    names = {"model_type": "granite_swa", "architectures": ["GraniteSWAForCausalLM"]}
+    if fields.optional_integer("expert_count"):
+        size = expert_fields(fields)["moe_intermediate_size"]
+        names = mixture(fields, "GraniteMoeSWA", "granitemoe_swa", intermediate_size=size)
     return granite(fields) | {
-        "model_type": "granite_swa",
-        "architectures": ["GraniteSWAForCausalLM"],
+        **names,
         "sliding_window": fields.integer("attention.sliding_window", 128),
         "layer_types": layer_types(fields, default_period=4),
         # A base of 0 means no rotation.
         "layer_rope_theta": [theta if rotated else 0 for rotated in rotates],
+    }
+
+
+def _bitnet(fields: ModelFields) -> dict[str, Any]:
+    """Return the fields of a BitNet. The files of bitnet.cpp are of another architecture, with squared ReLUs."""
+    is_published = fields.prefix == "bitnet-b1.58."
+    return {
+        "model_type": "bitnet",
+        "architectures": ["BitNetForCausalLM"],
+        "hidden_act": "relu2" if is_published else "silu",
     }
 
 
@@ -331,6 +345,8 @@ DENSE: dict[str, Translate] = {
     "apertus": _apertus,
     "arcee": _arcee,
     "baichuan": _baichuan,
+    "bitnet": _bitnet,
+    "bitnet-b1.58": _bitnet,
     "bloom": _bloom,
     "chatglm": _chatglm,
     "cohere2": _cohere2,

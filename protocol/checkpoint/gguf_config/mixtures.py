@@ -5,6 +5,7 @@ from typing import Any
 from .fields import ModelFields, Translate
 from .parts import (
     expert_fields,
+    gate_limits,
     granite,
     latent_attention,
     layer_counts,
@@ -13,6 +14,7 @@ from .parts import (
     partial_rotary,
     rope_scaling,
     rotary_axes,
+    rotary_dim,
     yarn_weight,
 )
 
@@ -300,6 +302,91 @@ def _afmoe(fields: ModelFields) -> dict[str, Any]:
     )
 
 
+def _laguna(fields: ModelFields) -> dict[str, Any]:
+    experts, gate = expert_fields(fields), fields.gguf.tensors.get("blk.0.attn_gate.weight")
+    heads = fields.of_layers("attention.head_count")
+    window = fields.optional_integer("attention.sliding_window")
+    # Without a pattern, the first one of every four layers has no window.
+    kinds = [
+        "sliding_attention" if window and i % 4 else "full_attention" for i in range(len(heads))
+    ]
+    if fields.get("attention.sliding_window_pattern") is not None:
+        kinds = layer_types(fields, default_period=4)
+    return mixture(
+        fields,
+        "Laguna",
+        "laguna",
+        num_attention_heads_per_layer=heads,
+        gating="per-head" if gate is None or gate.shape[0] == heads[0] else "per-element",
+        layer_types=kinds,
+        sliding_window=window or 512,
+        mlp_layer_types=_mlp_types(fields),
+        moe_routed_scaling_factor=experts["routed_scaling_factor"],
+        rope_scaling=None,
+        rope_parameters=_ropes(fields, rotary_dim(fields), rope_scaling(fields)),
+    )
+
+
+def _step35(fields: ModelFields) -> dict[str, Any]:
+    experts, counts = expert_fields(fields), layer_counts(fields)
+    kinds, heads = layer_types(fields, default_period=4), fields.of_layers("attention.head_count")
+    of_kinds = {}
+    for kind in ("full_attention", "sliding_attention"):
+        found = {n for n, each in zip(heads, kinds, strict=True) if each == kind}
+        if len(found) > 1:
+            needed = "one number for layers with a window, and one for the others"
+            raise fields.wrong("attention.head_count", needed, heads)
+        of_kinds[kind] = min(found, default=max(heads))
+    # Layers without a window rotate half of the elements that the file says.
+    rotated, scaling = rotary_dim(fields) // 2, rope_scaling(fields)
+    if scaling is not None:
+        factors = {
+            name: scaling[name] for name in ("short_factor", "long_factor") if name in scaling
+        }
+        scaling |= {name: values[: rotated // 2] for name, values in factors.items()}
+    return mixture(
+        fields,
+        "Step3p5",
+        "step3p5",
+        **counts,
+        num_attention_heads=of_kinds["full_attention"],
+        num_sliding_attention_heads=of_kinds["sliding_attention"],
+        num_attention_groups=fields.largest("attention.head_count_kv"),
+        layer_types=kinds,
+        sliding_window=fields.integer("attention.sliding_window"),
+        mlp_layer_types=_mlp_types(fields),
+        moe_router_scaling_factor=experts["routed_scaling_factor"],
+        share_expert_dim=experts["shared_expert_intermediate_size"],
+        swiglu_limits=gate_limits(fields, "swiglu_clamp_exp"),
+        swiglu_limits_shared=gate_limits(fields, "swiglu_clamp_shexp"),
+        rope_scaling=None,
+        rope_parameters=_ropes(fields, rotated, scaling),
+    )
+
+
+def _ropes(
+    fields: ModelFields, rotated: int, scaling: dict[str, Any] | None
+) -> dict[str, dict[str, Any]]:
+    """Return `rope_parameters` of a model whose layers with a window have their own rotation.
+
+    Args:
+        fields: The model's metadata.
+        rotated: The number of elements that layers without a window rotate.
+        scaling: The scaling of their frequencies.
+    """
+    theta = fields.positive("rope.freq_base", 10_000.0)
+    local = fields.integer("rope.dimension_count_swa", rotary_dim(fields))
+    return {
+        "full_attention": (scaling or {"rope_type": "default"})
+        | {"rope_theta": theta, "partial_rotary_factor": rotated / fields.head_dim},
+        "sliding_attention": {
+            "rope_type": "default",
+            "rope_theta": fields.positive("rope.freq_base_swa", theta),
+            "partial_rotary_factor": local / fields.head_dim,
+        },
+    }
+
+
 MIXTURES: dict[str, Translate] = {
     "afmoe": _afmoe,
     "bailingmoe2": _bailingmoe2,
@@ -316,6 +403,7 @@ MIXTURES: dict[str, Translate] = {
     "granitemoe": _granite_moe,
     "hunyuan-moe": _hunyuan_moe,
     "hy_v3": _hunyuan3,
+    "laguna": _laguna,
     "llama4": _llama4,
     "mellum": _mellum,
     "minimax-m2": _minimax_m2,
@@ -325,4 +413,5 @@ MIXTURES: dict[str, Translate] = {
     "qwen2moe": _qwen2_moe,
     "qwen3moe": _qwen3_moe,
     "qwen3vlmoe": _qwen3_vl_moe,
+    "step35": _step35,
 }

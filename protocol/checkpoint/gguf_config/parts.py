@@ -145,10 +145,27 @@ def layer_counts(fields: ModelFields) -> dict[str, int]:
     }
 
 
+def rotary_dim(fields: ModelFields) -> int:
+    """Return the number of a head's elements that are rotated."""
+    return fields.integer("rope.dimension_count", fields.head_dim)
+
+
 def partial_rotary(fields: ModelFields) -> dict[str, float]:
     """Return the fraction of a head's elements that are rotated."""
-    rotary_dim = fields.integer("rope.dimension_count", fields.head_dim)
-    return {"partial_rotary_factor": rotary_dim / fields.head_dim}
+    return {"partial_rotary_factor": rotary_dim(fields) / fields.head_dim}
+
+
+def gate_limits(fields: ModelFields, name: str) -> list[float] | None:
+    """Return each layer's limit of activated gates, 0 for none; None if the file has no limits."""
+    values = fields.get(name)
+    if values is None:
+        return None
+    limits = np.atleast_1d(values)
+    if limits.size == 1:
+        limits = limits.repeat(fields.num_layers)
+    if limits.dtype.kind not in "fiu" or len(limits) != fields.num_layers:
+        raise fields.wrong(name, "a list with a number for each layer", limits.tolist())
+    return [float(str(np.float32(limit))) for limit in limits]
 
 
 def mixture(

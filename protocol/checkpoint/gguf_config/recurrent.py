@@ -5,6 +5,7 @@ from typing import Any
 from .fields import ModelFields, Translate
 from .parts import (
     expert_fields,
+    gate_limits,
     granite,
     latent_attention,
     layer_counts,
@@ -190,6 +191,30 @@ def _kimi_linear(fields: ModelFields) -> dict[str, Any]:
     )
 
 
+def _bailingmoe3(fields: ModelFields) -> dict[str, Any]:
+    counts, experts = layer_counts(fields), expert_fields(fields)
+    num_layers = counts["num_hidden_layers"]
+    attends = [count > 0 for count in fields.of_layers("attention.head_count_kv")][:num_layers]
+    first = experts["first_k_dense_replace"]
+    return mixture(
+        fields,
+        "BailingHybrid",
+        "bailing_hybrid",
+        **counts,
+        **latent_attention(fields),
+        layer_types=["full_attention" if x else "linear_attention" for x in attends],
+        mlp_layer_types=["sparse" if i >= first else "dense" for i in range(num_layers)],
+        norm_topk_prob=fields.boolean("expert_weights_norm", True),
+        linear_num_heads=fields.num_heads,
+        linear_head_dim=fields.integer("kda.head_dim"),
+        linear_conv_kernel_dim=fields.integer("ssm.conv_kernel"),
+        kda_safe_gate=fields.boolean("kda.safe_gate", True),
+        kda_lower_bound=fields.get("kda.gate_lower_bound", -5.0),
+        expert_swiglu_limit_list=gate_limits(fields, "swiglu_clamp_exp"),
+        share_expert_swiglu_limit_list=gate_limits(fields, "swiglu_clamp_shexp"),
+    )
+
+
 def _gated_delta_net(fields: ModelFields) -> dict[str, Any]:
     """Return the fields of Qwen's models with gated delta nets."""
     counts = layer_counts(fields)
@@ -233,6 +258,7 @@ def _qwen3_5_moe(fields: ModelFields) -> dict[str, Any]:
 
 
 RECURRENT: dict[str, Translate] = {
+    "bailingmoe3": _bailingmoe3,
     "falcon-h1": _falcon_h1,
     "granitehybrid": _granite_hybrid,
     "kimi-linear": _kimi_linear,

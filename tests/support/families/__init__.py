@@ -9,6 +9,7 @@ import torch
 import transformers
 from support.families.dense import DENSE
 from support.families.experts import WITH_EXPERTS
+from support.families.multimodal import MULTIMODAL, VISION_SIZES
 from support.families.recurrent import RECURRENT
 
 SMALL = {
@@ -58,6 +59,26 @@ def make_reference(name, **others):
             torch.nn.init.normal_(buffer, 0, 0.3)
         if name.endswith("layer_scalar"):
             torch.nn.init.uniform_(buffer, 0.5, 1.5)
+    return model.eval()
+
+
+def make_multimodal(family, **others):
+    """Make a random transformers model with a tower, by the name of its class."""
+    model_type, differences = MULTIMODAL[family]
+    config_class = getattr(transformers, f"{family}Config")
+    config = config_class(
+        text_config=SMALL | {"model_type": model_type} | differences | others,
+        vision_config=VISION_SIZES | {"model_type": config_class().vision_config.model_type},
+        tie_word_embeddings=True,
+    )
+    if hasattr(config, "vision_feature_layer"):
+        # The default ones are layers that the small tower lacks.
+        config.vision_feature_layer = -1
+    torch.manual_seed(0)
+    model_class = getattr(transformers, f"{family}ForConditionalGeneration")
+    model = model_class._from_config(config, attn_implementation="eager")
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, 0, 0.2)
     return model.eval()
 
 

@@ -15,13 +15,14 @@ from support.families import (
     SMALL,
     assert_same,
     expected_logits,
+    make_multimodal,
     make_reference,
     prompt,
     save_reference,
 )
 from support.families.dense import LLAMA3
 from support.families.experts import LONG
-from support.families.multimodal import MULTIMODAL, VISION_SIZES
+from support.families.multimodal import MULTIMODAL
 from support.families.published import PUBLISHED, save_published
 from support.gguf_writer import write_gguf
 from support.quantized_checkpoints import FORMATS, quantize_directory
@@ -101,7 +102,8 @@ class Reference:
     """A model of transformers, its checkpoint, and its logits."""
 
     def __init__(self, name, path, differences):
-        self.model, self.path = make_reference(name, **differences), path
+        make = make_reference if name in CONFIGS else make_multimodal
+        self.model, self.path = make(name, **differences), path
         save_reference(self.model, path)
         self._logits = cache(lambda tokens: expected_logits(self.model, tokens))
 
@@ -140,24 +142,9 @@ def test_logits_of_families_without_a_class_in_transformers(name, load, tmp_path
 @pytest.mark.parametrize("family", MULTIMODAL)
 def test_text_logits_of_multimodal_models_equal_those_of_transformers(family, tmp_path):
     """The tensors of the vision tower are not read."""
-    model_type, differences = MULTIMODAL[family]
-    config_class = getattr(transformers, f"{family}Config")
-    config = config_class(
-        text_config=SMALL | {"model_type": model_type} | differences,
-        vision_config=VISION_SIZES | {"model_type": config_class().vision_config.model_type},
-        tie_word_embeddings=True,
-    )
-    if hasattr(config, "vision_feature_layer"):
-        # The default ones are layers that the small tower lacks.
-        config.vision_feature_layer = -1
-    torch.manual_seed(0)
-    reference = getattr(transformers, f"{family}ForConditionalGeneration")._from_config(
-        config, attn_implementation="eager"
-    )
-    for parameter in reference.parameters():
-        torch.nn.init.normal_(parameter, 0, 0.2)
+    reference = make_multimodal(family)
     # Transformers renames layers of Kimi K2.5's decoder like those of its tower.
-    reference.eval().save_pretrained(tmp_path, save_original_format=family != "Kimi_K25")
+    reference.save_pretrained(tmp_path, save_original_format=family != "Kimi_K25")
     if family == "Kimi_K25":
         config = json.loads((tmp_path / "config.json").read_text())
         config["text_config"]["model_type"] = "kimi_k2"
@@ -341,6 +328,9 @@ IN_GGUF = [
     "mamba2",
     "mellum",
     "mimo-v2",
+    "granite-moe-windows",
+    "laguna-elements",
+    "ling3",
 ]
 YARN = LONG | {"mscale": 1.0}
 DIFFERENCES_IN_GGUF = {
@@ -357,6 +347,10 @@ DIFFERENCES_IN_GGUF = {
     "granite-hybrid-experts": {"position_embedding_type": "nope"},
     "falcon-h1": {"mamba_norm_before_gate": False},
     "kimi-linear": {"num_attention_heads": 3, "num_key_value_heads": 3},
+    "bitnet": {"attention_bias": False, "hidden_act": "silu"},
+    "granite-windows": {"layer_rope_theta": [1e4, 0, 1e4]},
+    "laguna": {"moe_router_logit_softcapping": 0.0},
+    "Step3p7": {"query_pre_attn_scalar": 16},
 }
 """Differences from `CONFIGS` where a GGUF file cannot express a setting."""
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 from ....protocol.checkpoint.classification import TOKEN_IDS, read_num_labels
 from ....protocol.checkpoint.config_fields import ConfigFields
+from ...layers.experts_spec import GateLimit
 from ...layers.rope import RopeSpec
 from ...layers.spec import Activation, LayerSpec, ModelSpec, QueryScaling, ScoreHeadSpec
 
@@ -141,3 +142,30 @@ def attention_biases(fields: ConfigFields) -> dict[str, bool]:
     """Return changes of a spec for configs whose `attention_bias` applies to all projections of the attention."""
     bias = fields.boolean("attention_bias", False)
     return {"qkv_bias": bias, "attention_output_bias": bias}
+
+
+def read_limits(fields: ConfigFields, name: str) -> list[GateLimit | None]:
+    """Return each layer's limit of activated gates; 0 and null mean that there is none."""
+    num_layers = fields.layer_count("num_hidden_layers")
+    values = fields.get(name)
+    if isinstance(values, list):
+        # The layers after the last are for multi-token prediction.
+        fields = fields.with_values({name: values[:num_layers]})
+    values = fields.per_layer(name, num_layers) or [None] * num_layers
+    for value in values:
+        if value is not None and (type(value) not in (int, float) or value < 0):
+            raise fields.error(f"{name} has {value!r}, which is no limit")
+    return [GateLimit(float(value), is_activated=True) if value else None for value in values]
+
+
+def with_limits(
+    spec: ModelSpec, limits: Sequence[GateLimit | None], shared_limits: Sequence[GateLimit | None]
+) -> ModelSpec:
+    """Return the spec with limits of gates: those of each layer's experts, and of its MLP or shared MLP."""
+    layers = [
+        replace(layer, gate_limit=x) for layer, x in zip(spec.layers, shared_limits, strict=True)
+    ]
+    for i, (layer, limit) in enumerate(zip(layers, limits, strict=True)):
+        if layer.experts is not None:
+            layers[i] = replace(layer, experts=replace(layer.experts, gate_limit=limit))
+    return replace(spec, layers=tuple(layers))

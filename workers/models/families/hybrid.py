@@ -15,17 +15,13 @@ from ...layers.spec import LayerSpec, ModelSpec, NormNames
 from .common import Family, attention_biases, base_spec, head_dim
 from .experts import (
     GRANITE_NAMES,
-    MIXTRAL_NAMES,
     SHARED_EXPERT_NAMES,
     deepseek_experts,
-    first_dense,
-    has_listed_experts,
     has_sparse_step,
     read_experts,
     unused_layers,
     with_experts,
 )
-from .latent import latent_spec
 from .llama import interleaved_axes
 
 _RECURRENT = ("conv", "linear_attention", "mamba")
@@ -84,7 +80,8 @@ def mixed_layers(
     return layers
 
 
-def _indices(fields: ConfigFields, name: str) -> list[int] | None:
+def layer_indices(fields: ConfigFields, name: str) -> list[int] | None:
+    """Return a field that lists layers, or None if it is absent."""
     indices = fields.get(name)
     if indices is not None and not isinstance(indices, list | tuple):
         raise fields.wrong(name, "a list of layers", indices)
@@ -102,7 +99,7 @@ def _lfm2(fields: ConfigFields) -> ModelSpec:
         factor = fields.optional_positive("block_ffn_dim_multiplier") or 1.0
         multiple = fields.integer("block_multiple_of", 256)
         intermediate_size = -(-int(factor * intermediate_size) // multiple) * multiple
-    attending = _indices(fields, "full_attn_idxs")
+    attending = layer_indices(fields, "full_attn_idxs")
     rope = read_rope(fields, head_dim(fields), theta=1_000_000.0)
     return base_spec(
         fields.with_values({"intermediate_size": intermediate_size}),
@@ -191,7 +188,7 @@ def _bamba(fields: ConfigFields) -> ModelSpec:
     fields = fields.with_defaults(
         rms_norm_eps=1e-5, num_key_value_heads=8, partial_rotary_factor=0.5
     )
-    attending = _indices(fields, "attn_layer_indices") or []
+    attending = layer_indices(fields, "attn_layer_indices") or []
     rope = read_rope(fields, head_dim(fields), partial=True)
     return base_spec(
         fields,
@@ -398,94 +395,10 @@ def _olmo_hybrid(fields: ConfigFields) -> ModelSpec:
     )
 
 
-def _kimi_linear(fields: ConfigFields) -> ModelSpec:
-    fields = fields.with_defaults(
-        max_position_embeddings=fields.integer("model_max_length", 1_048_576),
-        rms_norm_eps=1e-5,
-        n_group=fields.integer("num_expert_group", 1),
-        n_shared_experts=fields.integer("num_shared_experts", 1, minimum=0),
-        num_experts_per_tok=fields.integer("num_experts_per_token", 8),
-        norm_topk_prob=fields.boolean("moe_renormalize", True),
-        routed_scaling_factor=2.446,
-        moe_intermediate_size=1024,
-        num_experts=256,
-    )
-    if not fields.boolean("mla_use_nope", True):
-        raise fields.error("mla_use_nope: false is not supported")
-    own = fields.section("linear_attn_config")
-    attending = None if own is None else _indices(own, "full_attn_layers")
-    # This config numbers layers from 1.
-    layers = mixed_layers(
-        fields,
-        None,
-        lambda i: i + 1 in attending if attending is not None else i > 0 and i % 4 == 0,
-        ("layer_types",),
-    )
-    recurrent = "|".join(str(i) for i, layer in enumerate(layers) if not layer.attends)
-    spec = latent_spec(
-        fields,
-        layers=layers,
-        # The same as in Nemotron-H.
-        tie_word_embeddings=False,
-        tensor_names=(
-            (rf"\.layers\.({recurrent})\.self_attn\.", r".layers.\1.mixer."),
-            (r"\.mixer\.o_proj\.", ".mixer.out_proj."),
-            (r"\.mixer\.o_norm\.", ".mixer.norm."),
-            *MIXTRAL_NAMES,
-        ),
-    )
-    has_experts = has_listed_experts(fields, first_dense(fields, 1))
-    return with_experts(spec, deepseek_experts(fields), has_experts)
-
-
-def _ling3(fields: ConfigFields) -> ModelSpec:
-    """Return the spec of a Ling 3: groups of layers, of which the last one has gated latent attention."""
-    fields = fields.with_defaults(
-        max_position_embeddings=fields.integer("model_max_length", 262_144),
-        n_group=fields.integer("num_expert_group", 8),
-        topk_group=4,
-        n_shared_experts=fields.integer("num_shared_experts", 1, minimum=0),
-        num_experts_per_tok=fields.integer("num_experts_per_token", 8),
-        norm_topk_prob=fields.boolean("moe_renormalize", True),
-        routed_scaling_factor=2.5,
-        moe_intermediate_size=768,
-        num_experts=512,
-    )
-    period = fields.integer("layer_group_size", 6)
-    rope = read_rope(fields, fields.integer("qk_rope_head_dim", 64), theta=6_000_000.0)
-    layers = mixed_layers(fields, rope, lambda i: (i + 1) % period == 0)
-    recurrent = "|".join(str(i) for i, layer in enumerate(layers) if not layer.attends)
-    spec = latent_spec(
-        fields.with_defaults(
-            kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128
-        ),
-        layers=layers,
-        rope_order="interleaved",
-        gates_attention=True,
-        has_head_gates=True,
-        tensor_names=(
-            (r"(^|\.)word_embeddings\.", r"\1embed_tokens."),
-            (r"\.attention\.", ".self_attn."),
-            (r"\.self_attn\.dense\.", ".self_attn.o_proj."),
-            (r"\.self_attn\.forget_gate\.", ".self_attn."),
-            (rf"\.layers\.({recurrent})\.self_attn\.", r".layers.\1.mixer."),
-            (r"\.mixer\.o_proj\.", ".mixer.out_proj."),
-            (r"\.mixer\.o_norm\.", ".mixer.norm."),
-            (r"\.self_attn\.g_proj\.", ".self_attn.gate_proj."),
-            (r"\.mlp\.gate\.expert_bias$", ".mlp.gate.e_score_correction_bias"),
-            *unused_layers(fields),
-        ),
-    )
-    has_experts = has_listed_experts(fields, first_dense(fields, 2))
-    return with_experts(spec, deepseek_experts(fields), has_experts)
-
-
 FAMILIES = (
-    Family("BailingHybridForCausalLM", "bailing_hybrid", _ling3),
     Family("BambaForCausalLM", "bamba", _bamba),
     Family("FalconH1ForCausalLM", "falcon_h1", _falcon_h1),
     Family("GraniteMoeHybridForCausalLM", "granitemoehybrid", _granite_hybrid),
-    Family("KimiLinearForCausalLM", "kimi_linear", _kimi_linear),
     Family("Lfm2ForCausalLM", "lfm2", _lfm2),
     Family("Lfm3ForCausalLM", "lfm3", _lfm3),
     Family("NemotronHForCausalLM", "nemotron_h", _nemotron_h),

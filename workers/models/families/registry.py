@@ -23,6 +23,7 @@ from ....protocol.checkpoint.vision.read import has_vision, vision_spec
 from ....protocol.errors import CheckpointError
 from ...layers.spec import ModelSpec
 from . import (
+    delta_attention,
     encoder_decoders,
     encoders,
     experts,
@@ -41,6 +42,7 @@ from . import (
 from .common import Family, with_score_head
 
 FAMILIES = (
+    *delta_attention.FAMILIES,
     *encoder_decoders.FAMILIES,
     *encoders.FAMILIES,
     *experts.FAMILIES,

@@ -5,10 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ....protocol.checkpoint.config_fields import ConfigFields
-from ...layers.experts_spec import GateLimit
 from ...layers.read_rope import read_rope, read_rope_of_layer_type
 from ...layers.spec import LayerSpec, ModelSpec, NormNames
-from .common import Family, attention_biases, base_spec, head_dim, sliding_layers
+from .common import (
+    Family,
+    attention_biases,
+    base_spec,
+    head_dim,
+    read_limits,
+    sliding_layers,
+    with_limits,
+)
 from .experts import (
     GRANITE_NAMES,
     SHARED_EXPERT_NAMES,
@@ -308,9 +315,6 @@ def _step3(fields: ConfigFields) -> ModelSpec:
         "num_sliding_attention_heads", own.integer("num_attention_heads", num_heads)
     )
     window = fields.integer("sliding_window") if any(slides) else None
-    limits, shared_limits = (
-        _limits(fields, name, num_layers) for name in ("swiglu_limits", "swiglu_limits_shared")
-    )
     layers = []
     for i, sliding in enumerate(slides):
         kind = "sliding_attention" if sliding else "full_attention"
@@ -327,7 +331,6 @@ def _step3(fields: ConfigFields) -> ModelSpec:
                 rope,
                 window if sliding else None,
                 num_heads=num_local if sliding else None,
-                gate_limit=shared_limits[i],
             )
         )
     spec = base_spec(
@@ -356,20 +359,18 @@ def _step3(fields: ConfigFields) -> ModelSpec:
     numbers = listed.split(",") if isinstance(listed, str) else listed
     sparse = None if numbers is None else {int(number) for number in numbers}
     has_experts = has_listed_experts(fields, lambda i: i >= 3 if sparse is None else i in sparse)
-    return replace(
-        spec,
-        layers=tuple(
-            replace(layer, experts=replace(experts, gate_limit=limit)) if has_experts(i) else layer
-            for i, (layer, limit) in enumerate(zip(spec.layers, limits, strict=True))
-        ),
-        tensor_names=(
-            _GATE,
-            (r"\.moe\.gate\.", ".mlp.gate."),
-            (r"\.moe\.router_bias$", ".mlp.gate.e_score_correction_bias"),
-            (r"\.moe\.(\d+)\.", r".mlp.experts.\1."),
-            (r"\.share_expert\.", ".mlp.shared_experts."),
-            *unused_layers(fields),
-        ),
+    names = (
+        _GATE,
+        (r"\.moe\.gate\.", ".mlp.gate."),
+        (r"\.moe\.router_bias$", ".mlp.gate.e_score_correction_bias"),
+        (r"\.moe\.(\d+)\.", r".mlp.experts.\1."),
+        (r"\.share_expert\.", ".mlp.shared_experts."),
+        *unused_layers(fields),
+    )
+    return with_limits(
+        with_experts(spec, experts, has_experts, tensor_names=names),
+        read_limits(fields, "swiglu_limits"),
+        read_limits(fields, "swiglu_limits_shared"),
     )
 
 
@@ -400,15 +401,6 @@ def _of_layer(fields: ConfigFields, index: int) -> ConfigFields:
     if isinstance(factors, list):
         values["partial_rotary_factor"] = factors[index]
     return fields.with_values(values)
-
-
-def _limits(fields: ConfigFields, name: str, num_layers: int) -> list[GateLimit | None]:
-    """Return each layer's limit of activated gates; 0 and null mean that there is none."""
-    values = fields.per_layer(name, num_layers) or [None] * num_layers
-    for value in values:
-        if value is not None and (type(value) not in (int, float) or value < 0):
-            raise fields.error(f"{name} has {value!r}, which is no limit")
-    return [GateLimit(float(value), is_activated=True) if value else None for value in values]
 
 
 FAMILIES = (
