@@ -177,7 +177,8 @@ def serve_model(
             )
 
         name_process("guardian")
-        code = Guardian(signals.fd, on_notice, console.line).run(supervise)
+        timeout_s = config.recovery.heartbeat_timeout_s
+        code = Guardian(signals.fd, on_notice, console.line, timeout_s).run(supervise)
     if code:
         raise _SupervisorExited(code)
 

@@ -1,8 +1,8 @@
 """The guardian: the process that the user starts, and the parent of the supervisor.
 
-The guardian only waits, so hardly anything but SIGKILL can end it. If the supervisor crashes or is killed, the guardian
-forks another one, which adopts the processes of the engine. Requests do not notice. If the guardian itself exits, the
-lifeline closes, and every process exits, the supervisor included. So nothing is left behind.
+The guardian only waits, so hardly anything but SIGKILL can end it. If the supervisor crashes, is killed or hangs, the
+guardian forks another one, which adopts the processes of the engine. Requests do not notice. If the guardian itself
+exits, the lifeline closes, and every process exits, the supervisor included. So nothing is left behind.
 
 A process whose parent has exited becomes a child of the guardian. The guardian reaps it and reports its exit code to
 the supervisor, which can only wait for processes that it has started itself.
@@ -24,6 +24,7 @@ from collections.abc import Callable, Mapping
 from typing import Final, NoReturn
 
 from ...protocol.errors import EngineError
+from .heartbeat import SupervisorHeartbeat
 from .lifeline import Lifeline
 from .link import GuardianLink, Notice
 
@@ -34,6 +35,9 @@ STABLE_S: Final = 2.0
 """A supervisor that ran for this many seconds does not count as a failed start."""
 
 MAX_FAILED_STARTS: Final = 5
+
+LOOKS_PER_TIMEOUT: Final = 5
+"""How often the guardian looks for a heartbeat before it concludes that the supervisor hangs."""
 
 MAX_REMEMBERED_EXITS: Final = 1000
 """Exits that the next supervisor learns about."""
@@ -59,7 +63,9 @@ class Guardian:
         signals_fd: A non-blocking descriptor from which the numbers of received stop signals are read, one byte each.
             They are forwarded to the supervisor.
         on_notice: What this process does when the supervisor reports something for the first time.
-        on_crash: Receives a line about each crash of the supervisor.
+        on_crash: Receives a line about each crash or hang of the supervisor.
+        heartbeat_timeout_s: A supervisor without a heartbeat for this many seconds hangs, and is killed. Time in which
+            this process was suspended does not count.
     """
 
     def __init__(
@@ -67,10 +73,13 @@ class Guardian:
         signals_fd: int,
         on_notice: Mapping[Notice, Callable[[], None]],
         on_crash: Callable[[str], None],
+        heartbeat_timeout_s: float,
     ) -> None:
         self._signals_fd = signals_fd
         self._on_notice = dict(on_notice)
         self._on_crash = on_crash
+        self._heartbeat_timeout_s = heartbeat_timeout_s
+        self._heartbeat = SupervisorHeartbeat()
         self._lifeline = Lifeline()
         self._exits: deque[tuple[int, int]] = deque(maxlen=MAX_REMEMBERED_EXITS)
         self._was_ready = False
@@ -91,10 +100,12 @@ class Guardian:
         try:
             while True:
                 started = time.monotonic()
-                code = self._run_once(supervise, woken_fd)
+                code, is_hung = self._run_once(supervise, woken_fd)
                 if code >= 0 and code != FAULT:
                     return code
                 how = f"exited with code {code}" if code >= 0 else f"was killed by signal {-code}"
+                if is_hung:
+                    how = f"sent no heartbeat for {self._heartbeat_timeout_s:g} s, and was killed"
                 is_failed_start = time.monotonic() - started < STABLE_S
                 num_failed_starts = num_failed_starts + 1 if is_failed_start else 0
                 if self._is_stopping or num_failed_starts >= MAX_FAILED_STARTS:
@@ -107,8 +118,11 @@ class Guardian:
             os.close(woken_fd)
             os.close(wake_fd)
 
-    def _run_once(self, supervise: Callable[[GuardianLink], int], woken_fd: int) -> int:
-        """Run one supervisor until it exits, and return its exit code, negative for a signal."""
+    def _run_once(
+        self, supervise: Callable[[GuardianLink], int], woken_fd: int
+    ) -> tuple[int, bool]:
+        """Run one supervisor until it exits. Return its exit code, negative for a signal, and whether it hung."""
+        self._heartbeat.restart()
         channel, child_channel = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         guardian = os.getpid()
         pid = os.fork()
@@ -116,22 +130,35 @@ class Guardian:
             channel.close()
             self._lifeline.leave_to_parent()
             _begin_child(guardian)
-            link = GuardianLink(child_channel, self._lifeline, was_ready=self._was_ready)
+            link = GuardianLink(
+                child_channel, self._lifeline, self._heartbeat, was_ready=self._was_ready
+            )
             _run_child(supervise, link)
         child_channel.close()
         channel.setblocking(False)
         with channel:
             for exit_ in self._exits:
                 _report(channel, exit_)
+            look_s = self._heartbeat_timeout_s / LOOKS_PER_TIMEOUT
+            next_look = time.monotonic() + look_s
+            num_silent_looks = 0
             while True:
-                select.select([self._signals_fd, woken_fd, channel.fileno()], [], [])
+                remaining_s = max(next_look - time.monotonic(), 0.0)
+                select.select([self._signals_fd, woken_fd, channel.fileno()], [], [], remaining_s)
                 with contextlib.suppress(BlockingIOError):
                     os.read(woken_fd, 4096)
                 code = self._reap(pid, channel)
                 self._read_notices(channel)
                 if code is not None:
-                    return code
+                    return code, num_silent_looks >= LOOKS_PER_TIMEOUT
                 self._forward_signals(pid)
+                if time.monotonic() < next_look:
+                    continue
+                # Silence is counted in looks, so time in which this process was suspended does not count.
+                next_look = time.monotonic() + look_s
+                num_silent_looks = 0 if self._heartbeat.was_sent() else num_silent_looks + 1
+                if num_silent_looks >= LOOKS_PER_TIMEOUT:
+                    os.kill(pid, signal.SIGKILL)
 
     def _reap(self, supervisor: int, channel: socket.socket) -> int | None:
         """Wait for all children that have exited. Return the exit code of the supervisor if it is one of them."""

@@ -8,6 +8,7 @@ import os
 import select
 import socket
 
+from .heartbeat import SupervisorHeartbeat
 from .lifeline import Lifeline
 
 
@@ -31,11 +32,21 @@ class GuardianLink:
     Args:
         channel: Receives the exits of processes, and sends notices.
         lifeline: The pipe whose writing end the guardian holds.
+        heartbeat: The heartbeat that the guardian expects. Send it at least every second, except while waiting for
+            processes that were killed.
         was_ready: Whether an earlier supervisor of this guardian has reported that the engine is ready.
     """
 
-    def __init__(self, channel: socket.socket, lifeline: Lifeline, *, was_ready: bool) -> None:
+    def __init__(
+        self,
+        channel: socket.socket,
+        lifeline: Lifeline,
+        heartbeat: SupervisorHeartbeat,
+        *,
+        was_ready: bool,
+    ) -> None:
         self.lifeline = lifeline
+        self.heartbeat = heartbeat
         self.was_ready = was_ready
         self._channel = channel
         self._channel.setblocking(False)

@@ -27,8 +27,20 @@ class Launcher:
         self._lifeline = Lifeline() if link is None else link.lifeline
         self._orphans = set() if link is None else link.find_orphans()
 
+    def beat(self) -> None:
+        """Show the guardian, if any, that this process does not hang."""
+        if self.link is not None:
+            self.link.heartbeat.send()
+
+    def end_beats(self) -> None:
+        """Send no more heartbeats: this process only waits for processes that it has killed."""
+        if self.link is not None:
+            self.link.heartbeat.end()
+
     def launch(self, spec: ProcessSpec, epoch: int) -> Process:
         """Start a process in an epoch."""
+        # The start of many processes can take seconds on a slow file system.
+        self.beat()
         if spec.node is None or self.nodes is None:
             return LocalProcess(spec, epoch, self._lifeline)
         return self.nodes.launch(spec, epoch)

@@ -254,6 +254,7 @@ class Supervisor:
         """Kill all remaining processes. If `reason` names a failure, it is sent to clients and other machines."""
         if reason and self.was_ready:
             self._fail_streams(reason)
+        self._launcher.end_beats()
         for child in self._children():
             child.kill()
         for child in self._children():
@@ -357,6 +358,7 @@ class Supervisor:
                 self._poller.register(child.exit_fd, zmq.POLLIN)
 
     def _read_reports(self) -> None:
+        self._launcher.beat()
         if self._launcher.nodes is not None:
             for remote_report in self._launcher.nodes.read_reports():
                 self._apply_report(remote_report)

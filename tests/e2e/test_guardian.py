@@ -1,4 +1,4 @@
-"""A supervisor that crashes is replaced, its processes are adopted, and clients do not notice."""
+"""A supervisor that crashes or hangs is replaced, its processes are adopted, and clients do not notice."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ class Reader(threading.Thread):
                 self.is_done |= line.startswith(b"data: [DONE]")
 
 
-def kill_supervisor(server: Server) -> None:
-    """Kill the supervisor and wait until another one has adopted the processes."""
+def kill_supervisor(server: Server, signum: int = signal.SIGKILL) -> None:
+    """Send the signal to the supervisor, and wait until another one has adopted the processes."""
     supervisor = server.child("supervisor")
-    supervisor.kill()
+    supervisor.send_signal(signum)
     wait_until(lambda: has_ended(supervisor), what="the supervisor is gone")
     wait_until(lambda: server.child("supervisor").pid != supervisor.pid, what="there is another")
 
@@ -56,12 +56,20 @@ def kill_supervisor(server: Server) -> None:
 @pytest.mark.timeout(120)
 def test_streams_are_not_cut_when_supervisors_are_killed(tmp_path: Path) -> None:
     with Server(
-        *NULL, "--kv-cache-memory-bytes", "64M", env={"XDG_RUNTIME_DIR": str(tmp_path)}
+        *NULL,
+        *("--kv-cache-memory-bytes", "64M", "--heartbeat-timeout", "3"),
+        env={"XDG_RUNTIME_DIR": str(tmp_path)},
     ) as server:
-        readers = [Reader(server, 300) for _ in range(4)]
+        readers = [Reader(server, 600) for _ in range(4)]
         wait_until(lambda: all(reader.num_tokens > 20 for reader in readers), what="tokens")
         before = {title: server.child(title).pid for title in ("core 0", "frontend 0", "store")}
         kill_supervisor(server)
+        assert before == {title: server.child(title).pid for title in before}
+        # Streams go on while a supervisor hangs, until it is replaced.
+        num_tokens = readers[0].num_tokens
+        kill_supervisor(server, signal.SIGSTOP)
+        assert readers[0].num_tokens > num_tokens + 50
+        assert "the supervisor sent no heartbeat for 3 s, and was killed" in server.log
         assert before == {title: server.child(title).pid for title in before}
         # The new supervisor restarts an adopted process that crashes, and one that crashes together with it.
         server.child("core 0").kill()
@@ -71,7 +79,7 @@ def test_streams_are_not_cut_when_supervisors_are_killed(tmp_path: Path) -> None
         kill_supervisor(server)
         for reader in readers:
             reader.join()
-        assert [(reader.is_done, reader.num_tokens) for reader in readers] == [(True, 300)] * 4
+        assert [(reader.is_done, reader.num_tokens) for reader in readers] == [(True, 600)] * 4
         server.wait_until_whole()
         assert_nothing_is_held(server)
         processes = [psutil.Process(server.process.pid), *server.find_children()]
