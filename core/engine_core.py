@@ -201,6 +201,7 @@ class EngineCore:
             if self._updates is not None:
                 for client_index, update in self._updates.take_updates():
                     self._clients.send(self._client_ids[client_index], update)
+            self._scheduler.end_turn()
             if self._stop.fd in readable:
                 signals = self._stop.take_signals()
                 raise_if_worker_lost(signals)

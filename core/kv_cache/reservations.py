@@ -19,6 +19,7 @@ class Reservations:
         self._manager.trim_reserved(request, num_tokens)
         if num_tokens:
             request.num_reserved_tokens = num_tokens
+            request.is_untouched = False
             self._requests[request.transfer_id] = request
 
     def end_reservation(self, request: Request) -> None:

@@ -5,7 +5,7 @@ object by object, so a few calls do most of the work, and no garbage-collected o
 relies on two rules:
 
 * All items of a list, all keys or values of a dictionary, and all values of one field of a class have the same type, or
-  are None.
+  are None. So have the items at each position of their tuples.
 * Fields are assigned in `__init__`.
 """
 
@@ -24,7 +24,13 @@ from typing import Any, Final, TypeAlias
 import msgspec
 import numpy as np
 
-from ...protocol.messages import EncoderInput, FinishedRequest, RequestEvents, TokenLogprobs
+from ...protocol.messages import (
+    EncoderInput,
+    EngineCoreRequest,
+    FinishedRequest,
+    RequestEvents,
+    TokenLogprobs,
+)
 from ...protocol.sampling_params import SamplingParams
 from ..scheduler.features.speculative import Drafts
 from ..state.batch import ScheduledRow
@@ -70,6 +76,7 @@ CONSTANT: Final[dict[type, frozenset[str]]] = {
             "lora",
             "num_prompt_tokens",
             "params",
+            "pooling_params",
             "predicted_token_ids",
             "priority",
             "prompt_block_hashes",
@@ -85,6 +92,9 @@ CONSTANT: Final[dict[type, frozenset[str]]] = {
     )
 }
 """By class, the fields that are assigned only once, with an immutable value."""
+
+APPEND_ONLY: Final[dict[type, frozenset[str]]] = {Request: frozenset({"_block_hashes"})}
+"""By class, the fields whose list is only appended to, with immutable items, so that its length is captured."""
 
 _IMMUTABLE: Final = ATOMS | {
     str,
@@ -109,15 +119,17 @@ class Blank(msgspec.Struct, tag=2, array_like=True, gc=False, frozen=True):
 
 
 class FrozenState:
-    """The values of all objects reachable from `root`, captured at construction in about 1 µs per live request.
+    """The values of all objects reachable from `root`, captured at construction.
 
-    The objects themselves may change later, so read their values through this class.
+    The objects themselves may change later, so read their values through this class. Nothing is captured of requests
+    that wait as they arrived, because their fields follow from the constant ones.
     """
 
     def __init__(self, root: object) -> None:
         self.root = root
         self._seen: dict[int, Any] = {}
         self._copies: dict[int, Any] = {}
+        self._lengths: dict[int, int] = {}
         self._columns: dict[type, list[list[Any]]] = {}
         self._rows: dict[int, int] = {}
         columns: list[Sequence[Any]] = [[root]]
@@ -132,13 +144,20 @@ class FrozenState:
 
     def get_copy(self, container: Any) -> Any:
         """Return a list, dictionary or array as it was when captured; the object itself if it is immutable."""
+        length = self._lengths.get(id(container))
+        if length is not None:
+            return container[:length]
         return self._copies.get(id(container), container)
 
     def get_fields(self, instance: Any) -> dict[str, Any]:
         """Return the captured values of an instance's fields, with `Blank` for the fields in `CONTENT`."""
         kind: type = type(instance)
-        row, columns = self._rows[id(instance)], self._columns[kind]
-        held = {n: c[row] for n, c in zip(_changing_names(kind), columns, strict=True)}
+        names = changing_names(kind)
+        row = self._rows.get(id(instance))
+        if row is None:
+            held = untouched_fields(instance)
+        else:
+            held = {n: c[row] for n, c in zip(names, self._columns[kind], strict=True)}
         content = CONTENT.get(kind, frozenset())
         found = {}
         for name in field_names(kind):
@@ -180,19 +199,29 @@ class FrozenState:
         for name in field_names(kind):
             yield list(map(attrgetter(name), items))
 
+    def freeze_requests(self, items: Sequence[Request]) -> Iterator[Sequence[Any]]:
+        """Copy the fields of requests, except of those that are untouched."""
+        touched = [request for request in items if not request.is_untouched]
+        return self.freeze_rows(touched) if touched else iter(())
+
     def freeze_rows(self, items: Sequence[Any]) -> Iterator[Sequence[Any]]:
         """Copy the fields of objects that may change, field by field, and yield those that must be visited."""
         new = self._add_new(items)
+        if not new:
+            return
         kind: type = type(items[0])
         content = CONTENT.get(kind, frozenset())
-        names = _changing_names(kind)
+        append_only = APPEND_ONLY.get(kind, frozenset())
+        names = changing_names(kind)
         columns = self._columns.setdefault(kind, [[] for _ in names])
         first_row = len(columns[0]) if columns else 0
         self._rows.update(zip(new, range(first_row, first_row + len(new)), strict=True))
         for name, column in zip(names, columns, strict=True):
             added = list(map(attrgetter(name), new.values()))
             column += added
-            if name not in content and _may_refer(added):
+            if name in append_only:
+                self._lengths.update((id(held), len(held)) for held in added if held is not None)
+            elif name not in content and _may_refer(added):
                 yield added
 
 
@@ -243,9 +272,11 @@ def blank(value: object) -> Blank | None:
 
 def _may_refer(items: Iterable[Any]) -> bool:
     """Return whether these items, of one type or None, are mutable or may refer to mutable objects."""
-    first = next((item for item in items if item is not None), None)
-    kind: type = type(first)
-    return _find_freezer(kind) is not None
+    first: Any = next((item for item in items if item is not None), None)
+    kinds: list[type] = [type(first)]
+    if kinds[0] is tuple and None not in first:
+        kinds = list(map(type, first))
+    return any(_find_freezer(kind) is not None for kind in kinds)
 
 
 @cache
@@ -253,6 +284,8 @@ def _find_freezer(kind: type) -> Freezer | None:
     """Return the freezer of a class, or None if its instances and everything they refer to are immutable."""
     if kind in _IMMUTABLE or is_given(kind) or issubclass(kind, enum.Enum | np.generic):
         return None
+    if kind is Request:
+        return FrozenState.freeze_requests
     if kind in _EMPTY:
         return FrozenState.freeze_containers
     if kind is np.ndarray:
@@ -293,6 +326,16 @@ def _assigned_names(init: object) -> Iterator[str]:
 
 
 @cache
-def _changing_names(kind: type) -> tuple[str, ...]:
+def changing_names(kind: type) -> tuple[str, ...]:
+    """Return the fields of a class whose values may change."""
     constant = CONSTANT.get(kind, frozenset())
     return tuple(name for name in field_names(kind) if name not in constant)
+
+
+def untouched_fields(request: Request) -> dict[str, Any]:
+    """Return the values that the changing fields of a request had when it arrived, if it had no output then."""
+    fields = {name: getattr(_ARRIVED, name) for name in changing_names(Request)}
+    return fields | {"num_tokens": request.num_prompt_tokens}
+
+
+_ARRIVED: Final = Request(0, EngineCoreRequest(0, b"", SamplingParams(), 0.0), 0, 0.0)

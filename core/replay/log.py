@@ -66,6 +66,9 @@ FEW_STOPS: Final = 16
 FREED_PER_STEP: Final = 250
 """Number of events of a dropped segment that are freed per step, because freeing all at once would delay a step."""
 
+LATE_FACTOR: Final = 2
+"""Factor by which a segment may exceed `segment_bytes` before the next one begins even if a step waits for it."""
+
 MAX_SEGMENT_GROWTH: Final = 4
 """Factor by which a segment may exceed `segment_bytes` while the state cannot be captured.
 

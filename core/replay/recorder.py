@@ -49,7 +49,7 @@ from .events import (
     UpdateDrafts,
     without_tokens,
 )
-from .log import EventLog, RecordedGrammars
+from .log import LATE_FACTOR, EventLog, RecordedGrammars
 
 S = TypeVar("S", bound=SchedulerInterface)
 
@@ -277,9 +277,9 @@ class RecordedScheduler(SchedulerInterface):
     # Steps
 
     def schedule(self, now: float) -> SchedulerOutput | None:
-        """Record and forward the call. Begins a new segment of the log if the last one is full."""
+        """Record and forward the call. Begins a new segment of the log if `end_turn` has not done so for long."""
         log = self.log
-        if log.num_bytes > log.segment_bytes:
+        if log.num_bytes > LATE_FACTOR * log.segment_bytes:
             log.roll_over(self.scheduler)
         event = Schedule(now)
         log.events.append(event)
@@ -292,6 +292,12 @@ class RecordedScheduler(SchedulerInterface):
                 if len(data.token_ids) > 4 * data.num_prompt_tokens:
                     log.num_bytes += len(data.token_ids)
         return step
+
+    def end_turn(self) -> None:
+        """Begin a new segment of the log if the last one is full. The workers have a step to run meanwhile."""
+        if self.log.num_bytes > self.log.segment_bytes:
+            self.log.roll_over(self.scheduler)
+        self.scheduler.end_turn()
 
     def update_from_output(
         self,

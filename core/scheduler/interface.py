@@ -172,6 +172,9 @@ class SchedulerInterface(ABC):
     def make_stats(self) -> SchedulerStats:
         """Return the current gauges, and the counts since the last call."""
 
+    def end_turn(self) -> None:  # noqa: B027
+        """Do work that no step waits for. Called after the messages of a turn, steps included, have been sent."""
+
     @abstractmethod
     def shutdown(self) -> None:
         """Release external resources. The scheduler is not used afterwards."""

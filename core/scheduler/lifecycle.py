@@ -182,6 +182,7 @@ class RequestLifecycle:
             self.lora_requests.record_arrival(request.lora)
         if request.params.structured_output is not None and self.grammars.start(request):
             request.status = RequestStatus.WAITING_FOR_GRAMMAR
+            request.is_untouched = False
         else:
             self.queue.add_request(request)
         return request
@@ -248,6 +249,7 @@ class RequestLifecycle:
         """Take the first request out of the queue until a KV connector has loaded its blocks."""
         self.queue.pop_request()
         request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
+        request.is_untouched = False
 
     def requeue_loaded(self, request: Request) -> None:
         """Put a request back into the queue after its asynchronous load has ended."""
@@ -437,6 +439,7 @@ class RequestLifecycle:
             was = request.status
             request.status = FINISHED[reason]
             request.is_finished = True
+            request.is_untouched = False
             if was is RUNNING:
                 leaving.append(request)
             else:

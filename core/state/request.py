@@ -70,6 +70,9 @@ class Request:
     and must not be cached. Its tenant has already been charged for the first `num_charged_tokens` tokens. `has_grammar`
     is set once the grammar is compiled. `awaits_mask` is set while an isolated grammar computes the bitmask of the next
     token.
+
+    While `is_untouched`, the request waits as it arrived: every field still has the value that `__init__` gives it,
+    except that `block_hashes` may have been computed. Code that changes a field of a waiting request clears it.
     """
 
     __slots__ = (
@@ -88,6 +91,7 @@ class Request:
         "is_corrupted",
         "is_finished",
         "is_resubmitted",
+        "is_untouched",
         "key",
         "kv_transfer_params",
         "lora",
@@ -151,6 +155,8 @@ class Request:
         self.stop_token_ids = ends + self.params.stop_token_ids
         self.status = WAITING
         self.is_finished = False
+        # A request with output is never treated as untouched, because its output moves into `Slots` and back.
+        self.is_untouched = not message.output_token_ids
         self.is_resubmitted = message.is_resubmitted
         self.slot = -1
         self.num_admissions = 0

@@ -145,6 +145,7 @@ class Slots:
         self._num_until_limit = 0
         for request, slot in zip(requests, taken, strict=True):
             request.slot = slot
+            request.is_untouched = False
             request.num_admissions += 1
             self.requests[slot] = request
             if request.output_token_ids:

@@ -110,8 +110,13 @@ class Loop:
         self.take()
 
 
-def time_each(action: Callable[[], object], repeats: int) -> list[float]:
-    """Return the microseconds of each call. Garbage collection is off, because the core avoids it as well."""
+def time_each(
+    action: Callable[[], object], repeats: int, between: Callable[[], object] = lambda: None
+) -> list[float]:
+    """Return the microseconds of each call, without those of `between`, which is called after each.
+
+    Garbage collection is off, because the core avoids it as well.
+    """
     gc.collect()
     gc.freeze()
     times = []
@@ -119,6 +124,7 @@ def time_each(action: Callable[[], object], repeats: int) -> list[float]:
         start = time.perf_counter()
         action()
         times.append((time.perf_counter() - start) * 1e6)
+        between()
     gc.unfreeze()
     return times
 
@@ -218,7 +224,7 @@ def churn(num_seqs: int, steps: int, events: int) -> dict[str, Any]:
     for _ in range(40):
         wave()
     num_running = loop.scheduler.get_request_counts()[0]
-    times = time_each(wave, steps)
+    times = time_each(wave, steps, loop.scheduler.end_turn)
     return {"case": f"{events} arrivals and ends a step", "running": num_running, **summary(times)}
 
 
@@ -272,7 +278,7 @@ def long_prompt(length: int, repeats: int) -> dict[str, Any]:
 
 
 def snapshot(num_running: int, num_waiting: int) -> dict[str, Any]:
-    """Measure capturing the whole state, which the event log does once in some thousand steps."""
+    """Measure capturing the whole state, which the event log does once in some thousand steps, while a step runs."""
     loop = Loop(num_running, 2048)
     for _ in range(num_running):
         loop.add(512, 1024)

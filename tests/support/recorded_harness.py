@@ -21,6 +21,10 @@ class TransparentRecorder(RecordedScheduler):
     def __getattr__(self, name: str) -> Any:
         return getattr(self.scheduler, name)
 
+    def schedule(self, now: float) -> SchedulerOutput | None:
+        self.end_turn()
+        return super().schedule(now)
+
 
 class PlanningScheduler(Scheduler):
     """A scheduler that plans every step, even one that repeats the previous one."""

@@ -278,6 +278,7 @@ class RankedQueue(RequestQueue):
 
     def _insert(self, request: Request) -> None:
         request.rank = self.compute_rank(request)
+        request.is_untouched = request.is_untouched and not request.rank
         heapq.heappush(self._heap, (request.rank, request.arrival, request))
 
     def _reinsert(self, request: Request) -> None:

@@ -17,10 +17,17 @@ from engine.core.replay import log as event_log_module
 from engine.core.replay.__main__ import main
 from engine.core.replay.dump import write_dump
 from engine.core.replay.events import AddRequest, Update
-from engine.core.replay.frozen_state import field_names, is_engine_class, is_given
+from engine.core.replay.frozen_state import (
+    changing_names,
+    field_names,
+    is_engine_class,
+    is_given,
+    untouched_fields,
+)
 from engine.core.replay.replayer import Difference, Replayer
 from engine.core.scheduler.queues.request_queue import FCFSQueue
 from engine.core.scheduler.scheduler import Scheduler
+from engine.core.state.request import Request
 from engine.protocol.arrays import int32_bytes
 from engine.protocol.config import KVTransferConfig, SpeculativeConfig
 from engine.protocol.messages import FinishReason
@@ -59,6 +66,24 @@ def test_i6_recorded_traffic_replays_from_the_middle(seed):
     assert replayer.scheduler.check_invariants() == []
     pools = replayer.scheduler.kv_cache_manager.pool, harness.scheduler.kv_cache_manager.pool
     assert pools[0].ref_counts == pools[1].ref_counts
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_untouched_requests_have_the_values_that_they_arrived_with(seed):
+    rng = random.Random(seed)
+    harness = random_harness(rng, RecordedHarness)
+    traffic = Traffic(harness, rng)
+    num_untouched = 0
+    for _ in range(150):
+        traffic.act()
+        for request in filter(
+            lambda request: request.is_untouched, harness.scheduler.requests.values()
+        ):
+            num_untouched += 1
+            fields = {name: getattr(request, name) for name in changing_names(Request)}
+            fields["_block_hashes"] = None
+            assert fields == untouched_fields(request)
+    assert num_untouched
 
 
 def test_recording_changes_no_decision():
