@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final, Protocol
+from operator import itemgetter
+from typing import Any, Final, Protocol
 
 from ...protocol.messages import MAX_BLOCK_CELLS, BlockState
 from .block_lifetimes import BlockLifetimes
@@ -142,6 +143,12 @@ class BlockPool:
         """Return the blocks of the longest cached prefix of `hashes`."""
         if not hashes or hashes[0] not in self._block_of:
             return []
+        if hashes[-1] in self._block_of:
+            # Usually all others are cached too. This lookup is faster, and fails if one is not.
+            try:
+                return list(_get_items(self._block_of, hashes))
+            except KeyError:
+                pass
         found = list(map(self._block_of.get, hashes))
         if None in found:
             del found[found.index(None) :]
@@ -149,14 +156,18 @@ class BlockPool:
 
     def count_free(self, blocks: Sequence[int]) -> int:
         """Return how many of these cached blocks are free. Holding them lowers `num_free` by as much."""
-        return list(map(self.ref_counts.__getitem__, blocks)).count(0)
+        return _get_items(self.ref_counts, blocks).count(0) if blocks else 0
 
     def hold_blocks(self, blocks: Sequence[int], num_free: int) -> None:
         """Add a reference to each of these cached blocks, `num_free` of which are free."""
         self._num_evictable -= num_free
         ref_counts = self.ref_counts
-        for block in blocks:
-            ref_counts[block] += 1
+        if num_free == len(blocks):
+            for block in blocks:
+                ref_counts[block] = 1
+        else:
+            for block in blocks:
+                ref_counts[block] += 1
         if num_free:
             self.lifetimes.record_held()
 
@@ -314,3 +325,9 @@ class BlockPool:
         self.lifetimes.stop_following(block)
         if self.listener is not None:
             self.listener.copy_dropped(digest, block)
+
+
+def _get_items(container: Any, keys: Sequence[Any]) -> tuple[Any, ...]:
+    """Return `container[key]` for each of at least one key, without a Python operation per key."""
+    items = itemgetter(*keys)(container)
+    return items if len(keys) > 1 else (items,)

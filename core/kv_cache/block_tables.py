@@ -124,12 +124,17 @@ class BlockTables:
             start += count
         return tuple(tables)
 
+    def assign_simple_tables(self, slots: Sequence[int], tables: Sequence[list[int]]) -> None:
+        """Assign their tables to several slots if full attention is the only group."""
+        (blocks,) = self.blocks
+        for slot, table in zip(slots, tables, strict=True):
+            blocks[slot] = table
+        num_blocks = as_array(list(map(len, tables)))
+        self._capacity[as_array(list(slots))] = num_blocks * self._block_size
+
     def assign_tables(self, slot: int, tables: RequestBlocks, prefix: CachedPrefix) -> None:
         """Assign tables to the slot of a request."""
         self._capacity[slot] = len(tables[self._growing_group]) * self._block_size
-        if self.is_simple:
-            self.blocks[0][slot] = tables[0]
-            return
         for rows, table in zip(self.blocks, tables, strict=True):
             rows[slot] = table
         for window in self._windows:

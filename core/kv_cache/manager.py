@@ -191,7 +191,7 @@ class KVCacheManager:
 
         `num_tokens[i]` is the number of tokens of request i that will be computed after the step.
         """
-        num_cached_blocks = self.prefix_cache.num_cached_blocks
+        num_cached_blocks, tables = self.prefix_cache.num_cached_blocks, self.tables
         num_cached = self.prefix_cache.cache_new_requests(
             [claim.request for claim in claims],
             [claim.tables for claim in claims],
@@ -199,9 +199,14 @@ class KVCacheManager:
             num_tokens,
         )
         for claim, count in zip(claims, num_cached, strict=True):
-            slot = claim.request.slot
-            self.tables.assign_tables(slot, claim.tables, claim.prefix.blocks)
-            num_cached_blocks[slot] = count
+            num_cached_blocks[claim.request.slot] = count
+        if tables.is_simple:
+            tables.assign_simple_tables(
+                [claim.request.slot for claim in claims], [claim.tables[0] for claim in claims]
+            )
+            return
+        for claim in claims:
+            tables.assign_tables(claim.request.slot, claim.tables, claim.prefix.blocks)
             self.prefix_cache.start_output(claim.request)
 
     def free_unseen_blocks(self, slots: SlotArray, *, may_be_rejected: bool) -> None:

@@ -58,12 +58,15 @@ class PrefixCache:
     def find_prefix(self, request: Request) -> CachedPrefix:
         """Return the longest cached prefix of a request that leaves at least one token to compute."""
         limit = (request.num_tokens - 1) // self._block_size
-        if not limit or not self.may_read(request):
+        if not limit or not request.root_hash:
             return self.no_prefix
         digests = request.block_hashes
-        if self._is_simple and self._cpu_offload is None:
-            if not digests or not self._pool.is_cached(digests[0]):
-                return self.no_prefix
+        is_plain = self._is_simple and self._cpu_offload is None
+        if is_plain and not (digests and self._pool.is_cached(digests[0])):
+            return self.no_prefix
+        if not self.may_read(request):
+            return self.no_prefix
+        if is_plain:
             found = self._pool.find_cached_blocks(digests[:limit])
             return CachedPrefix(len(found), (found,))
         return find_cached_prefix(

@@ -272,7 +272,8 @@ class Admission:
             # An earlier request may have planned inputs and then not been admitted.
             room.encoders.undo(0)
         prefix = self._find_prefix(request)
-        first_hash = request.block_hash(prefix.num_cached_blocks)
+        hashes, num_cached_blocks = request.block_hashes, prefix.num_cached_blocks
+        first_hash = hashes[num_cached_blocks] if num_cached_blocks < len(hashes) else None
         if first_hash in room.first_hashes and not prefix.is_reserved:
             # A request admitted to this step computes this block, which becomes findable when it starts.
             self._start(room)
@@ -305,7 +306,8 @@ class Admission:
                 return None
         if not granted:
             return end_if_none
-        granted = self._checkpoints.cut(num_computed, granted, request.num_tokens)
+        if self._checkpoints.are_in_use:
+            granted = self._checkpoints.cut(num_computed, granted, request.num_tokens)
         is_partial = granted < wanted
         is_long = is_partial and limits.is_long(request.num_tokens)
         if is_partial and limits.are_at_limit(room.num_partial):

@@ -5,8 +5,8 @@ All slots and blocks are given up in one place, `RequestLifecycle._vacate`.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable, Sequence
+from struct import pack
 from typing import Final, Protocol, TypeAlias
 
 import msgspec
@@ -175,7 +175,8 @@ class RequestLifecycle:
         self.clients.record_event(request, _QUEUED, now)
         if message.is_suspect:
             self.poison_isolation.add_suspect(request)
-        self.deadlines.add_request(request)
+        if request.deadline:
+            self.deadlines.add_request(request)
         if request.encoder_inputs:
             self.encoders.are_in_use = True
         if request.lora is not None:
@@ -310,9 +311,7 @@ class RequestLifecycle:
                 token_ids=tokens,
                 num_prompt_tokens=request.num_prompt_tokens,
                 num_computed_tokens=cached,
-                block_ids=(array("i", claim.tables[0]).tobytes(),)
-                if len(claim.tables) == 1
-                else tuple([array("i", table).tobytes() for table in claim.tables]),
+                block_ids=tuple([pack(f"{len(table)}i", *table) for table in claim.tables]),
                 sampling_params=request.params,
                 eos_token_ids=request.eos_token_ids,
                 lora_number=-1 if request.lora is None else self.loras.use(request.lora),
@@ -446,7 +445,8 @@ class RequestLifecycle:
                 self._num_queued_tokens -= request.num_tokens
                 if was in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
                     self.queue.remove_request(request)
-            self.reservations.end_reservation(request)
+            if request.num_reserved_tokens:
+                self.reservations.end_reservation(request)
             if request.lora is not None:
                 self.lora_requests.record_end(request.lora)
             if request.params.structured_output is not None:

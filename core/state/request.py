@@ -187,6 +187,8 @@ class Request:
     @property
     def num_sent_tokens(self) -> int:
         """Number of tokens whose int32 ids take as many bytes as the request takes in a step message."""
+        if not self.encoder_inputs:
+            return self.num_tokens
         size = sum(item.size for item in self.encoder_inputs)
         return self.num_tokens + TOKENS_PER_EMBEDDING * size
 

@@ -22,9 +22,8 @@ class Deadlines:
         self._entries: list[tuple[float, int, Request]] = []
 
     def add_request(self, request: Request) -> None:
-        """Add a request if it has a deadline."""
-        if request.deadline:
-            heapq.heappush(self._entries, (request.deadline, request.arrival, request))
+        """Add a request that has a deadline."""
+        heapq.heappush(self._entries, (request.deadline, request.arrival, request))
 
     def is_any_past(self, now: float) -> bool:
         """Return whether the earliest deadline has passed."""
