@@ -135,15 +135,12 @@ class RequestLifecycle:
         if (client_index, message.request_index) in self.requests:
             return None
         # The first `max_num_seqs` requests do not count as queued, even before they get slots.
-        num_queued = len(self.requests) - self._max_num_seqs
-        if num_queued < 0:
-            num_queued = 0
-        num_queued_of_tenant = 0
-        if self.tenants is not None:
-            num_queued_of_tenant = self.tenants.count_queued(message.tenant, num_queued)
+        num_queued = max(len(self.requests) - self._max_num_seqs, 0)
+        tenants = self.tenants
+        num_of_tenant = 0 if tenants is None else tenants.count_queued(message.tenant, num_queued)
         try:
             refusal = self._requirements.find_refusal(
-                message, num_queued, self._num_queued_tokens, num_queued_of_tenant
+                message, num_queued, self._num_queued_tokens, num_of_tenant
             )
         except Exception as error:
             # No state has changed yet, so only this request fails.
@@ -154,7 +151,7 @@ class RequestLifecycle:
             if reason is FinishReason.REJECTED:
                 retry_after_s = self._rate.estimate_seconds(num_queued)
             elif reason is FinishReason.THROTTLED and self.tenants is not None:
-                retry_after_s = self.tenants.estimate_seconds(message.tenant, num_queued_of_tenant)
+                retry_after_s = self.tenants.estimate_seconds(message.tenant, num_of_tenant)
             finished = FinishedRequest(
                 message.request_index,
                 reason,
