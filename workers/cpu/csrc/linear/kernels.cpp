@@ -10,16 +10,16 @@
 
 namespace engine::ENGINE_TARGET {
 #if defined(ENGINE_TILES)
-#include "linear/amx.inc"
+#include "linear/sets/amx.inc"
 #else
 #if defined(ENGINE_AVX512)
-#include "linear/avx512.inc"
+#include "linear/sets/avx512.inc"
 #elif defined(ENGINE_AVX2)
-#include "linear/avx2.inc"
+#include "linear/sets/avx2.inc"
 #elif defined(ENGINE_NEON)
-#include "linear/neon.inc"
+#include "linear/sets/neon.inc"
 #else
-#include "linear/portable.inc"
+#include "linear/sets/portable.inc"
 #endif
 
 #include "linear/products.inc"
