@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..layers.experts_spec import ExpertsSpec
+from ..layers.experts_spec import ExpertsSpec, GateLimit
 from ..layers.parallel.expert_group import ExpertGroup
 from ..layers.parallel.shard import ModelShard
 from ..layers.parallel.tensor_parallel import TensorParallel
@@ -95,8 +95,10 @@ class NativeExperts(structs.ExpertLayer):
             experts.num_groups,
             experts.num_groups_per_token,
             _NUM_BEST[experts.group_score],
+            experts.corrects_logits,
             experts.scale,
             experts.mixer_noise,
+            experts.logit_softcap,
             _address(correction),
             _address(scales),
         )
@@ -108,6 +110,7 @@ class NativeExperts(structs.ExpertLayer):
             bool(experts.shared_intermediate_size) and not experts.latent_size,
             experts.has_shared_gate,
             experts.scales_inputs,
+            native_limit(experts.gate_limit),
             *map(_array, matrices),
             *map(_address, self._vectors),
         )
@@ -259,3 +262,10 @@ def _view(address: int, shape: tuple[int, ...], dtype: Any) -> Tensor:
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
     memory = (ctypes.c_uint8 * size).from_address(address)
     return torch.from_numpy(np.frombuffer(memory, dtype).reshape(shape))
+
+
+def native_limit(limit: GateLimit | None) -> structs.GateLimit:
+    """Return a limit of gates as native code expects it."""
+    if limit is None:
+        return structs.GateLimit()
+    return structs.GateLimit(limit.value, limit.is_activated)

@@ -216,6 +216,7 @@ class NativeMixer(structs.Mixer):
             "norm_groups": len(heads),
             "gates_before_norm": False,
             "strength": 1.0,
+            "lowest_log_decay": layer.lowest_log_decay,
             "norm": self._address(self._weights.vector(f"{prefix}norm.weight", dim)),
             "decay": self._address(-np.exp(a_H[heads.start : heads.stop])),
             "step_bias": self._address(self._weights.vector(f"{prefix}dt_bias", size, own)),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...protocol.checkpoint.recurrent_layers import KimiDeltaAttention, Mamba1
+from ...protocol.checkpoint.recurrent_layers import Mamba1
 from ..layers.spec import ModelSpec
 from .library import NotSupportedNatively
 
@@ -24,18 +24,6 @@ def unsupported_features(spec: ModelSpec) -> list[str]:
         "experts that return their input, or shortcuts": any(
             each.num_identities or each.is_shortcut for each in experts
         ),
-        "norms within blocks": spec.has_inner_norms,
-        "bounded decays": any(
-            isinstance(layer.recurrent, KimiDeltaAttention) and layer.recurrent.lowest_log_decay
-            for layer in spec.layers
-        ),
-        "gates of latent attention": spec.latent is not None and spec.gates_attention,
         "gated MLPs with xIELU": spec.has_gate and spec.activation == "xielu",
-        "layers with other numbers of heads": any(layer.num_heads for layer in spec.layers),
-        "softplus gates of attention": spec.output_gate == "softplus",
-        "limits of gated MLPs": any(layer.gate_limit for layer in spec.layers)
-        or any(each.gate_limit for each in experts),
-        "corrections of router logits": any(each.corrects_logits for each in experts),
-        "caps of router logits": any(each.logit_softcap for each in experts),
     }
     return [feature for feature, is_used in features.items() if is_used]

@@ -176,6 +176,7 @@ class _Recorder:
         attention: dict[str, Any] = {
             # With windows, the step says to which patches a patch attends.
             "attention": AttentionLayer(spec.scale, 0.0, int(sees_window)),
+            "num_heads": spec.num_heads,
             "num_kv_heads": spec.num_heads,
             "head_dim": spec.head_dim,
         }

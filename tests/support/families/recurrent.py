@@ -156,7 +156,7 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
         | GROUPS
         | {
             "q_lora_rank": None,
-            "head_dim": 16,
+            "head_dim": 14,
             "num_hidden_layers": 4,
             "layer_group_size": 2,
             "num_local_experts": 6,

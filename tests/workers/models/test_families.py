@@ -40,6 +40,7 @@ NATIVE = [
     "arcee",
     "bamba",
     "biogpt",
+    "bitnet",
     "bloom",
     "codegen",
     "cohere-norms",
@@ -64,10 +65,15 @@ NATIVE = [
     "granite-hybrid-experts",
     "hunyuan-moe",
     "kimi-linear",
+    "kolibri",
+    "laguna",
+    "laguna-elements",
     "lfm2",
     "lfm2-moe",
     "lfm3",
     "ling2",
+    "ling3",
+    "ling3-unbounded",
     "llama4",
     "mamba2",
     "mimo-v2",
@@ -94,6 +100,7 @@ NATIVE = [
     "qwen3.5-full",
     "qwen3.5-moe",
     "stablelm-parallel",
+    "Step3p7",
 ]
 """Families that are compared as native programs, too."""
 
@@ -234,7 +241,7 @@ def test_native_logits_from_a_quantized_gguf_file_of_gemma_are_close(tmp_path):
         assert torch.linalg.norm(logits - expected) < 0.05 * torch.linalg.norm(expected), name
 
 
-@pytest.mark.parametrize("name", ["gemma3n", "gemma4-moe", "gemma4-shared", "glm5"])
+@pytest.mark.parametrize("name", ["gemma3n", "gemma4-moe", "gemma4-shared", "glm5", "laguna"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
 def test_native_states_do_not_depend_on_the_batch(name, dtype, tmp_path):
     """In a cache of layers with different heads, the previous contents of a block must have no effect.

@@ -56,6 +56,7 @@ OP_KINDS = (
     "keep_hidden",
     "choose_keys",
     "quantize_inputs",
+    "norm_activations",
 )
 
 
@@ -83,6 +84,7 @@ class LatentShape(ctypes.Structure):
         ("value_dim", c_int32),
         ("index_heads", c_int32),
         ("index_dim", c_int32),
+        ("gate_dim", c_int32),
     )
 
 
@@ -100,6 +102,7 @@ class ModelShape(ctypes.Structure):
         ("block_bytes", c_int64),
         ("kv_format", c_int32),
         ("activation", c_int32),
+        ("output_gate", c_int32),
         ("norm", c_int32),
         ("is_bidirectional", c_int32),
         ("keeps_block", c_int32),
@@ -134,11 +137,19 @@ class Router(ctypes.Structure):
         ("num_groups", c_int32),
         ("num_chosen_groups", c_int32),
         ("num_best", c_int32),
+        ("corrects_logits", c_int32),
         ("scale", c_float),
         ("mixer_noise", c_float),
+        ("softcap", c_float),
         ("correction", c_void_p),
         ("scales", c_void_p),
     )
+
+
+class GateLimit(ctypes.Structure):
+    """A limit of the numbers in a gated product; see `csrc/model/model.h`."""
+
+    _fields_ = (("bound", c_float), ("is_activated", c_int32))
 
 
 class ExpertExchange(ctypes.Structure):
@@ -163,6 +174,7 @@ class ExpertLayer(ctypes.Structure):
         ("adds_block", c_int32),
         ("has_shared_gate", c_int32),
         ("scales_inputs", c_int32),
+        ("gate_limit", GateLimit),
         ("gate", POINTER(PackedWeight)),
         ("up", POINTER(PackedWeight)),
         ("down", POINTER(PackedWeight)),
@@ -193,6 +205,7 @@ class Mixer(ctypes.Structure):
         ("min_step", c_float),
         ("max_step", c_float),
         ("strength", c_float),
+        ("lowest_log_decay", c_float),
         ("taps", c_void_p),
         ("bias", c_void_p),
         ("multipliers", c_void_p),
@@ -252,6 +265,7 @@ class Op(ctypes.Structure):
         ("qk_norm", c_int32),
         ("rotates_before_norm", c_int32),
         ("reads_source", c_int32),
+        ("num_heads", c_int32),
         ("num_kv_heads", c_int32),
         ("head_dim", c_int32),
         ("output_dim", c_int32),
@@ -263,6 +277,7 @@ class Op(ctypes.Structure):
         ("adapter_rank", c_int32),
         ("scale", c_float),
         ("eps", c_float),
+        ("gate_limit", GateLimit),
         ("attention", AttentionLayer),
         ("parts", c_void_p * MAX_PARTS),
         ("vectors", c_void_p * MAX_PARTS),
@@ -465,6 +480,7 @@ STRUCTS = (
     ModelShape,
     AttentionLayer,
     Router,
+    GateLimit,
     ExpertExchange,
     ExpertLayer,
     Mixer,

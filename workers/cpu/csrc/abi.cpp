@@ -88,25 +88,26 @@ void add_function(std::string& text, const char* name, const std::string& signat
 std::string describe() {
   std::string text;
   STRUCT(PackedWeight, format, n, k, group, scale, data)
-  STRUCT(LatentShape, query_rank, kv_rank, plain_dim, rotary_dim, value_dim, index_heads, index_dim)
+  STRUCT(LatentShape, query_rank, kv_rank, plain_dim, rotary_dim, value_dim, index_heads, index_dim, gate_dim)
   STRUCT(ModelShape, hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim, vocab_size,
-         block_size, block_bytes, kv_format, activation, norm, is_bidirectional, keeps_block, router_size,
+         block_size, block_bytes, kv_format, activation, output_gate, norm, is_bidirectional, keeps_block, router_size,
          projection_size, mixed_size, num_streams, input_size, latent, num_threads)
   STRUCT(AttentionLayer, scale, softcap, window)
   STRUCT(Router, num_experts, num_chosen, scoring, renormalizes, num_groups, num_chosen_groups, num_best,
-         scale, mixer_noise, correction, scales)
+         corrects_logits, scale, mixer_noise, softcap, correction, scales)
+  STRUCT(GateLimit, bound, is_activated)
   STRUCT(ExpertExchange, num_ranks, begin_round, dispatch, collect)
-  STRUCT(ExpertLayer, router, size, first, count, adds_block, has_shared_gate, scales_inputs, gate, up, down,
+  STRUCT(ExpertLayer, router, size, first, count, adds_block, has_shared_gate, scales_inputs, gate_limit, gate, up, down,
          gate_biases, up_biases, down_biases, gated_adapters, output_adapters)
   STRUCT(Mixer, kind, channels, num_convolved, kernel, segment, num_heads, num_groups, key_dim, value_dim,
-         norm_groups, gates_before_norm, has_tiled_heads, min_step, max_step, strength, taps, bias, multipliers, decay, skip,
+         norm_groups, gates_before_norm, has_tiled_heads, min_step, max_step, strength, lowest_log_decay, taps, bias, multipliers, decay, skip,
          step_bias, norm)
   STRUCT(LowRankFactor, data, rank, format, bias)
   STRUCT(Adapter, down, whole, up)
   STRUCT(AltUp, active, router_norm, router, predict, correct, output_scale)
   STRUCT(Op, kind, input_kind, activation_kind, source, target, layer, group, rope, qk_norm,
-         rotates_before_norm, reads_source, num_kv_heads, head_dim, output_dim, num_stored, norms_values,
-         num_parts, first_column, num_columns, adapter_rank, scale, eps, attention, parts, vectors, experts,
+         rotates_before_norm, reads_source, num_heads, num_kv_heads, head_dim, output_dim, num_stored, norms_values,
+         num_parts, first_column, num_columns, adapter_rank, scale, eps, gate_limit, attention, parts, vectors, experts,
          mixer, heads, adapters, altup)
   STRUCT(StepGroup, block_table, block_table_stride, slot_mapping)
   STRUCT(LogitRules, allowed, bad_words, end_tokens, bias_tokens, biases, bad_words_size,
@@ -136,7 +137,7 @@ std::string describe() {
        convolve, scan, gate_mixed, quantize_columns, latent_queries, latent_values, norm,
        share_squares, adapt, place, add_placed, scale, add_normed, add_blocks, share_gates, sparse_gates, embed_inputs,
        add_inputs, gate_by_inputs, expand_streams, predict_streams, correct_streams, add_to_streams, load_stream,
-       reduce_streams, share_head_squares, clamp, keep_hidden, choose_keys, quantize_inputs)
+       reduce_streams, share_head_squares, clamp, keep_hidden, choose_keys, quantize_inputs, norm_activations)
   FOR_EACH(FUNCTION, engine_isa, engine_isa_name, engine_select_isa, engine_can_pack, engine_packed_bytes,
            engine_pack_rows, engine_finish_packing, engine_activation_row_bytes,
            engine_quantize_rows, engine_linear_rows, engine_unpack_weight_row, engine_program_new,

@@ -14,7 +14,7 @@ from ...layers.rope import RopeSpec
 from ...layers.spec import Chunk, LayerSpec, ModelSpec, NormNames, QueryScaling, Window
 from ...models.attention import distance_buckets, head_norm, qkv_rows, read_distance_biases
 from ...models.cross_attention import cross_rows
-from ...models.latent.attention import first_rows, query_rows
+from ...models.latent.attention import first_rows, gate_rows, query_rows
 from ...models.latent.indexer import INDEX_NORM_EPS, index_order, index_query_rows, index_rows
 from ..abi.structs import AttentionLayer
 from ..head_matrices import read_head_matrices
@@ -73,7 +73,7 @@ class AttentionRecorder:
         spec, shard = self._spec.for_layer(layer), self._shard
         rows = qkv_rows(spec, layer, self._weights, f"{prefix}self_attn.", shard)
         qkv, biases = self._blocks.packed_rows(rows, spec.qkv_bias, layer.input_size)
-        output = self._attention_output(prefix, spec.output_dim)
+        output = self._attention_output(spec, prefix, spec.output_dim)
         columns = len(shard.heads(spec)) // len(shard.kv_heads(spec)) * spec.output_dim
         if output.activation_kind == ActivationKind.INT8 and columns % GROUP_SIZE:
             raise NotSupportedNatively(
@@ -110,6 +110,7 @@ class AttentionRecorder:
             "attention": AttentionLayer(
                 spec.attention_scale, spec.attention_softcap or 0.0, _window_size(layer.window)
             ),
+            "num_heads": len(shard.heads(spec)),
             "num_kv_heads": len(shard.kv_heads(spec)),
             "head_dim": spec.head_dim,
         }
@@ -135,13 +136,16 @@ class AttentionRecorder:
         gates = sum(len(heads) for heads in (shard.heads(spec), *[shard.kv_heads(spec)] * 2))
         self._program.add_op(
             "attention",
-            activation_kind=output.activation_kind,
+            activation_kind=ActivationKind.F32 if spec.has_inner_norms else output.activation_kind,
             vectors=[sinks, self._distance_biases],
             num_columns=self._max_distance,
             first_column=gates * spec.head_dim if spec.gates_attention else 0,
             output_dim=spec.output_dim,
             **attention,
         )
+        if spec.has_inner_norms:
+            size = spec.num_heads * spec.output_dim
+            self._blocks.add_inner_norm(f"{prefix}self_attn.attn_sub_norm", size, output)
         bias = None
         if spec.attention_output_bias:
             bias = self._weights.vector(f"{prefix}self_attn.o_proj.bias", spec.hidden_size)
@@ -153,6 +157,7 @@ class AttentionRecorder:
             bias,
             norms.attention_output,
             spec.attention_multiplier,
+            source=0 if spec.has_inner_norms else 1,
             target=target,
         )
 
@@ -161,13 +166,14 @@ class AttentionRecorder:
         spec = self._spec
         query_rows, _ = cross_rows(spec, f"{prefix}cross_attn.", self._shard)
         queries, biases = self._blocks.packed_rows([query_rows], spec.qkv_bias)
-        output = self._attention_output(prefix, spec.head_dim, "cross_attn")
+        output = self._attention_output(spec, prefix, spec.head_dim, "cross_attn")
         self._blocks.add_projection(prefix, norms.cross_input, queries, biases)
         attention: dict[str, Any] = {
             "layer": index,
             "group": layer.cross_group,
             "reads_source": True,
             "attention": AttentionLayer(spec.attention_scale, 0.0, 0),
+            "num_heads": len(self._shard.heads(spec)),
             "num_kv_heads": len(self._shard.kv_heads(spec)),
             "head_dim": spec.head_dim,
         }
@@ -207,6 +213,7 @@ class AttentionRecorder:
             layer=index,
             group=0,
             attention=AttentionLayer(spec.attention_scale, 0.0, 0),
+            num_heads=len(self._shard.heads(spec)),
             num_kv_heads=len(self._shard.kv_heads(spec)),
             head_dim=spec.head_dim,
             num_stored=2,
@@ -221,9 +228,10 @@ class AttentionRecorder:
         first, keys = first_rows(spec, latent, name, heads)
         indexer = latent.indexer if layer.chooses_keys else None
         of_index = [] if indexer is None else index_rows(latent, indexer, name)
-        inputs, biases = self._blocks.packed_rows([keys, *of_index, first], spec.qkv_bias)
+        gates = [gate_rows(spec, latent, name, heads)] if spec.gates_attention else []
+        inputs, biases = self._blocks.packed_rows([keys, *of_index, first, *gates], spec.qkv_bias)
         key_matrices, value_matrices = read_head_matrices(spec, latent, self._weights, name, heads)
-        output = self._attention_output(prefix, latent.value_dim)
+        output = self._attention_output(spec, prefix, latent.value_dim)
         unit = {ActivationKind.INT8: GROUP_SIZE, ActivationKind.BF16: 2}
         if latent.value_dim % unit.get(output.activation_kind, 1):
             raise NotSupportedNatively(
@@ -231,13 +239,15 @@ class AttentionRecorder:
                 f"{unit[output.activation_kind]}"
             )
         key_dim = attended_dim(spec)
-        if latent.indexer is None:
+        if latent.indexer is None and not gates:
             self._blocks.add_projection(prefix, norms.attention_input, inputs, biases)
         else:
             # The elements of the index key follow those of the key, even in layers without an indexer.
             places = [0, key_dim, self._index_offset(latent), spec.head_dim]
             if indexer is None:
                 places = [places[0], places[-1]]
+            if gates:
+                places.append(self._gate_offset(latent))
             kind = None
             for part, bias, place in zip(inputs, biases, places, strict=True):
                 kind = self._blocks.add_projection(
@@ -270,6 +280,7 @@ class AttentionRecorder:
             "attention": AttentionLayer(
                 spec.attention_scale, spec.attention_softcap or 0.0, _window_size(layer.window)
             ),
+            "num_heads": len(heads),
             "num_kv_heads": 1,
             "head_dim": key_dim,
         }
@@ -315,6 +326,12 @@ class AttentionRecorder:
         products = self._spec.head_dim + max(latent.query_rank or 0, queries)
         return products + num_heads * attended_dim(self._spec)
 
+    def _gate_offset(self, latent: LatentSpec) -> int:
+        """Return the column of the gates in the projection of latent attention."""
+        index = latent.indexer
+        size = 0 if index is None else index.num_heads * (1 + index.head_dim)
+        return self._index_offset(latent) + size
+
     def _read_distance_biases(self) -> Floats | None:
         """Return the array for `DistanceBiases` in csrc/attention/attention.h, or None without such biases."""
         spec, heads = self._spec, self._shard.heads(self._spec)
@@ -331,10 +348,10 @@ class AttentionRecorder:
         return np.ascontiguousarray(biases_HE.numpy() * _LOG2_E)
 
     def _attention_output(
-        self, prefix: str, head_size: int, module: str = "self_attn"
+        self, spec: ModelSpec, prefix: str, head_size: int, module: str = "self_attn"
     ) -> PackedWeight:
         """Return this rank's part of the output projection, which reads `head_size` elements per head."""
-        num_heads = self._spec.num_heads
+        num_heads = spec.num_heads
         shares = [
             range(heads.start * head_size, heads.stop * head_size)
             for heads in self._shard.tensor_parallel.parts(num_heads)

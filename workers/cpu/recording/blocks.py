@@ -8,10 +8,13 @@ from statistics import NormalDist
 
 import numpy as np
 
+from ...layers.experts_spec import GateLimit
 from ...layers.parallel.shard import ModelShard
 from ...layers.spec import ModelSpec
 from ...models.weights import Rows
 from ..abi.structs import MAX_PARTS
+from ..experts import native_limit
+from ..library import NotSupportedNatively
 from ..packing import ActivationKind, PackedWeight
 from ..program import Floats, NativeProgram
 from ..weights import NativeWeightReader, intermediate_shares
@@ -142,18 +145,40 @@ class BlockRecorder:
             bias = self.weights.vector(f"{prefix}down_proj.bias", spec.hidden_size)
         return MLP(gate_up, biases, down, bias)
 
-    def add_gated(self, mlp: MLP, input_kind: ActivationKind, xielu: Floats | None = None) -> None:
+    def add_gated(
+        self,
+        mlp: MLP,
+        input_kind: ActivationKind,
+        xielu: Floats | None = None,
+        limit: GateLimit | None = None,
+    ) -> None:
         """Record the computation of an MLP's intermediate elements.
 
-        `xielu` has the parameters of that activation, if used.
+        `xielu` has the parameters of that activation, if used, and `limit` a limit of the gates.
         """
         self.program.add_op(
             "gated_linear",
             input_kind=input_kind,
-            activation_kind=mlp.down.activation_kind,
+            activation_kind=ActivationKind.F32
+            if self.spec.has_inner_norms
+            else mlp.down.activation_kind,
             parts=mlp.gate_up,
             vectors=[*mlp.biases, *[None] * (2 - len(mlp.biases)), xielu],
             scale=self.spec.gate_multiplier,
+            gate_limit=native_limit(limit),
+        )
+
+    def add_inner_norm(self, name: str, size: int, output: PackedWeight) -> None:
+        """Record the norm of the `size` activations that a block's last product `output` reads."""
+        if not self.is_alone:
+            raise NotSupportedNatively(
+                "the native CPU backend does not support norms within blocks with --tensor-parallel-size"
+            )
+        self.program.add_op(
+            "norm_activations",
+            activation_kind=output.activation_kind,
+            num_columns=size,
+            vectors=[self.norm(name, size)],
         )
 
     def add_sparse_gated(

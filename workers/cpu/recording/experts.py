@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ...layers.experts_spec import ExpertsSpec
+from ...layers.experts_spec import ExpertsSpec, GateLimit
 from ...layers.spec import NormNames
 from ..experts import NativeExperts
 from ..library import NotSupportedNatively
@@ -15,9 +15,17 @@ from .blocks import BLOCK, MLP, PART, QKV, RESIDUAL, ROUTER, BlockRecorder
 
 
 def record_experts(
-    blocks: BlockRecorder, index: int, prefix: str, experts: ExpertsSpec, norms: NormNames
+    blocks: BlockRecorder,
+    index: int,
+    prefix: str,
+    experts: ExpertsSpec,
+    norms: NormNames,
+    shared_limit: GateLimit | None,
 ) -> None:
-    """Record the mixture of experts of a layer, which is number `index` of this shard."""
+    """Record the mixture of experts of a layer, which is number `index` of this shard.
+
+    `shared_limit` is the limit of the gates in the shared experts.
+    """
     spec, weights, program = blocks.spec, blocks.weights, blocks.program
     norm = norms.mlp_input
     vectors: list[Floats | None] = [None]
@@ -37,7 +45,7 @@ def record_experts(
     program.add_op("route", experts=native)
     mixture: dict[str, Any] = {"experts": native, "layer": index}
     if experts.latent_size:
-        return _record_latent_experts(blocks, prefix, experts, norms, mixture)
+        return _record_latent_experts(blocks, prefix, experts, norms, mixture, shared_limit)
     if native.input_kind != kind:
         kind = blocks.quantize(prefix, norm, native.input_kind)
     program.add_op("gated_experts", input_kind=kind, activation_kind=native.output_kind, **mixture)
@@ -46,7 +54,7 @@ def record_experts(
         mlp = blocks.read_mlp(f"{prefix}mlp.shared_experts.", experts.shared_intermediate_size)
         if mlp.gate_up[0].activation_kind.for_whole_rows != kind:
             kind = blocks.quantize(prefix, norm, mlp.gate_up)
-        blocks.add_gated(mlp, kind)
+        blocks.add_gated(mlp, kind, limit=shared_limit)
         # The ranks' parts of the whole mixture are summed, so only one of them adds this bias.
         is_first = blocks.shard.tensor_parallel.rank == 0
         blocks.program.add_op(
@@ -112,6 +120,7 @@ def _record_latent_experts(
     experts: ExpertsSpec,
     norms: NormNames,
     mixture: dict[str, Any],
+    shared_limit: GateLimit | None,
 ) -> None:
     """Record experts that read a projection of the hidden states, which is computed after the experts are chosen.
 
@@ -152,7 +161,8 @@ def _record_latent_experts(
         blocks.add_sum(QKV, size=size)
     if experts.shared_intermediate_size:
         mlp = blocks.read_mlp(f"{prefix}mlp.shared_experts.", experts.shared_intermediate_size)
-        blocks.add_gated(mlp, blocks.quantize(prefix, norms.mlp_input, mlp.gate_up))
+        input_kind = blocks.quantize(prefix, norms.mlp_input, mlp.gate_up)
+        blocks.add_gated(mlp, input_kind, limit=shared_limit)
         blocks.add_block(prefix, mlp.down, mlp.down_bias, None, 1.0, target=BLOCK)
     kind = from_latent.activation_kind.for_whole_rows
     program.add_op("quantize_columns", activation_kind=kind, **columns)

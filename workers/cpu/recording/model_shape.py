@@ -8,6 +8,7 @@ from ...device.dtypes import dtype_name
 from ...layers.parallel.shard import ModelShard
 from ...layers.parallel.tensor_parallel import TensorParallel
 from ...layers.spec import LayerSpec, ModelSpec
+from ...models.latent.attention import gates_of_head
 from ..abi.structs import LatentShape, ModelShape
 from ..attention import KV_FORMATS, NativeAttention
 from ..mixers import mixer_sizes
@@ -18,8 +19,10 @@ ACTIVATIONS = {
     "gelu_tanh": 1,
     "clamped_swiglu": 2,
     "relu2": 3,
+    "sigmoid": 4,
     "gelu": 5,
     "relu": 6,
+    "softplus": 7,
     # The parameters of xIELU are stored with the operation.
     "xielu": 0,
 }
@@ -38,7 +41,7 @@ def model_shape(
     return ModelShape(
         spec.hidden_size,
         _intermediate_size(spec, shard.tensor_parallel),
-        len(shard.heads(spec)),
+        max(len(shard.heads(of_layer)) for _, of_layer in layers),
         kv_heads,
         max(attended_dim(of_layer) for _, of_layer in layers),
         spec.num_token_ids,
@@ -46,6 +49,7 @@ def model_shape(
         math.prod(attention.kv_cache_shape(1)) * attention.dtype.itemsize,
         KV_FORMATS[dtype_name(attention.dtype)],
         ACTIVATIONS[spec.activation],
+        ACTIVATIONS[spec.output_gate],
         spec.norm_kind == "layer",
         not spec.is_causal,
         spec.is_parallel or any(x.experts and x.experts.has_own_norms for x in spec.layers),
@@ -128,6 +132,7 @@ def _latent_shape(spec: ModelSpec) -> LatentShape:
         latent.value_dim,
         0 if latent.indexer is None else latent.indexer.num_heads,
         0 if latent.indexer is None else latent.indexer.head_dim,
+        gates_of_head(spec, latent) if spec.gates_attention else 0,
     )
 
 

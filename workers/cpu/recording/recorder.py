@@ -214,7 +214,7 @@ class Recorder:
         `place` is the layer's index.
         """
         if not experts.has_own_norms:
-            return record_experts(self._blocks, place, prefix, experts, norms)
+            return record_experts(self._blocks, place, prefix, experts, norms, layer.gate_limit)
         size = self._spec.for_layer(layer).intermediate_size
         mlp = self._blocks.read_mlp(f"{prefix}mlp.", size)
         return record_experts_beside(self._blocks, place, prefix, experts, mlp, norms)
@@ -232,9 +232,16 @@ class Recorder:
             self._blocks.add_sparse_gated(mlp, input_kind, sparsity, size)
         else:
             xielu = self._xielu(f"{prefix}mlp.act_fn.") if spec.activation == "xielu" else None
-            self._blocks.add_gated(mlp, input_kind, xielu)
+            self._blocks.add_gated(mlp, input_kind, xielu, layer.gate_limit)
+        if spec.has_inner_norms:
+            self._blocks.add_inner_norm(f"{prefix}mlp.ffn_sub_norm", size, mlp.down)
         self._blocks.add_block(
-            prefix, mlp.down, mlp.down_bias, norms.mlp_output, spec.mlp_multiplier
+            prefix,
+            mlp.down,
+            mlp.down_bias,
+            norms.mlp_output,
+            spec.mlp_multiplier,
+            source=0 if spec.has_inner_norms else 1,
         )
         if spec.is_parallel:
             scale = spec.residual_multiplier * spec.attention_multiplier

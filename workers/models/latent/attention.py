@@ -58,7 +58,7 @@ class LatentAttention:
             rows += self._indexer.first_rows
             queries.append(self._indexer.query_rows)
         if spec.gates_attention:
-            rows.append(_gate_rows(spec, latent, prefix, heads))
+            rows.append(gate_rows(spec, latent, prefix, heads))
         if latent.query_rank is not None:
             self._queries = kernels.linear(weights.read_matrix_rows(queries, latent.query_rank))
             self._query_norm = RMSNorm(
@@ -156,9 +156,14 @@ class LatentAttention:
         return self._output(out_THV.flatten(1))
 
 
-def _gate_rows(spec: ModelSpec, latent: LatentSpec, prefix: str, heads: range) -> Rows:
-    """Return the rows of the projection to the gates of these heads: one for each head, or for each value element."""
-    size = 1 if spec.has_head_gates else latent.value_dim
+def gates_of_head(spec: ModelSpec, latent: LatentSpec) -> int:
+    """Return the number of a head's gates: one, or one for each element of its value."""
+    return 1 if spec.has_head_gates else latent.value_dim
+
+
+def gate_rows(spec: ModelSpec, latent: LatentSpec, prefix: str, heads: range) -> Rows:
+    """Return the rows of the projection to the gates of these heads."""
+    size = gates_of_head(spec, latent)
     part = range(heads.start * size, heads.stop * size)
     return Rows(f"{prefix}gate_proj", spec.num_heads * size, part, has_bias=False)
 

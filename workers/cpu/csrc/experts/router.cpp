@@ -73,14 +73,18 @@ void mix_sparsely(const Router& router, const float* logits, int32_t* experts, f
 }  // namespace
 
 void choose_experts(const Router& router, float* logits, int32_t* experts, float* weights) {
-  if (router.scoring == Scoring::sparse_mixer) return mix_sparsely(router, logits, experts, weights);
   const int n = router.num_experts;
+  if (router.softcap)
+    for (int i = 0; i < n; i++) logits[i] = std::tanh(logits[i] / router.softcap) * router.softcap;
+  if (router.scoring == Scoring::sparse_mixer) return mix_sparsely(router, logits, experts, weights);
+  std::vector<float> choice;
+  if (router.corrects_logits) choice.assign(logits, logits + n);
   float* scores = logits;
   if (router.scoring == Scoring::softmax)
     softmax(scores, n);
   else
     for (int i = 0; i < n; i++) scores[i] = 1.0f / (1.0f + std::exp(-scores[i]));
-  std::vector<float> choice(scores, scores + n);
+  if (!router.corrects_logits) choice.assign(scores, scores + n);
   if (router.correction)
     for (int i = 0; i < n; i++) {
       choice[i] += router.correction[i];

@@ -22,18 +22,20 @@ struct LatentShape {
   int32_t kv_rank;     // 0 without latent attention
   int32_t plain_dim, rotary_dim, value_dim;
   int32_t index_heads, index_dim;  // the sizes of an indexer, which chooses keys by index keys; 0 without one
+  int32_t gate_dim;  // the number of gates of a head: one for all of its value, one for each element, or 0
 
   int query_dim() const { return plain_dim + rotary_dim; }
 };
 
 // The sizes of one rank's part of a model: heads and intermediate size are those of the part. If layers differ,
-// `num_kv_heads` is the smallest number and `head_dim` the largest size of any layer.
+// `num_kv_heads` is the smallest number, and `num_heads` and `head_dim` are the largest ones of any layer.
 struct ModelShape {
   int32_t hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim, vocab_size;
   int32_t block_size;
   int64_t block_bytes;  // the size of a block in a tensor of the KV cache
   KVFormat kv_format;
   Activation activation;
+  Activation output_gate;  // the activation of attention's gates
   NormKind norm;        // the kind of all norms
   int32_t is_bidirectional;  // a token sees its whole sequence, of which a step has all tokens or none
   int32_t keeps_block;       // the residual stream is normed between a block's last product and its addition
@@ -48,10 +50,8 @@ struct ModelShape {
 
   // The number of elements of a token's projection in latent attention. It consists of: the key and its index key; the
   // vector from which queries are computed, then the queries; then their products with the matrices that expand keys;
-  // and the weights and queries of the indexer's heads.
-  int latent_size() const {
-    return latent.kv_rank ? index_offset() + latent.index_heads * (1 + latent.index_dim) : 0;
-  }
+  // the weights and queries of the indexer's heads; and the gates.
+  int latent_size() const { return latent.kv_rank ? gate_offset() + num_heads * latent.gate_dim : 0; }
   // The number of elements of a value that attention sums, of `head_dim` ones.
   int attended_dim(int head_dim) const { return latent.kv_rank ? latent.kv_rank : head_dim; }
   int streams_size() const { return num_streams * hidden_size; }
@@ -59,6 +59,7 @@ struct ModelShape {
   int query_offset() const { return head_dim + latent.index_dim; }
   int product_offset() const { return query_offset() + std::max(latent.query_rank, num_heads * latent.query_dim()); }
   int index_offset() const { return product_offset() + num_heads * head_dim; }
+  int gate_offset() const { return index_offset() + latent.index_heads * (1 + latent.index_dim); }
 };
 
 // The operations, which act on each row of the slice. If an operation has a norm, vectors[0] is its weight and
@@ -76,7 +77,7 @@ enum class OpKind : int32_t {
                      // vectors[2] is a QueryScaling, or null. The projection has queries and `num_stored` of keys and
                      // values: if it has only keys, values are those before their norm. If the attention `reads_source`,
                      // only stores queries
-  attention = 5,     // activations[1] = attention, times the sigmoid of gates in the projection if `first_column` is set.
+  attention = 5,     // activations[1] = attention, times activated gates in the projection if `first_column` is set.
                      // vectors[0] are sinks, or null; vectors[1] are DistanceBiases with `num_columns` as zero, or null
   norm_add = 6,      // residual += scale * block, normed if there is a norm
   final_norm = 7,    // hidden = residual, normed if there is a norm
@@ -100,7 +101,8 @@ enum class OpKind : int32_t {
                           // if there is a norm
   // In latent attention:
   latent_queries = 19,  // each head's plain query times its matrix in `heads`
-  latent_values = 20,   // activations[0] = each head's part of activations[1] times its matrix in `heads`
+  latent_values = 20,   // activations[0] = each head's part of activations[1] times its matrix in `heads`, times gates if
+                        // there are any
 
   norm = 21,  // residual = residual, normed
   // Where ranks share a norm of a mixer, between `scan` and `gate_mixed`, whose target is `part` then:
@@ -132,6 +134,8 @@ enum class OpKind : int32_t {
   // In latent attention with an indexer, after `rotate_store`. In that, vectors[1] are the weights of the norm of index
   // keys, then its biases; null if the layer has none:
   choose_keys = 43,  // the `num_columns` keys that each token attends to, here and in the next layers without an indexer
+
+  norm_activations = 45,  // activations[0] = `num_columns` of activations[1], which must be float32, normed by vectors[0]
 
   // Inputs of layers (phases/layer_inputs.h), of `num_columns` elements each:
   embed_inputs = 31,  // inputs = scale * the token's row of parts[0], or row 0 if it is not of the table's `num_columns`
@@ -169,6 +173,13 @@ struct Adapter {
   LowRankFactor up[kMaxParts];  // have rank 0 for parts that the adapter does not change
 };
 
+// A limit of the numbers in a gated product: the gate is at most `bound`, and the other factor is in +-`bound`. The
+// gate is limited before its activation, or after it. Without a limit, `bound` is 0.
+struct GateLimit {
+  float bound;
+  int32_t is_activated;
+};
+
 // A layer's mixture of experts. This rank has experts [first, first + count), or its part of their elements; the arrays
 // contain only these.
 struct ExpertLayer {
@@ -177,6 +188,7 @@ struct ExpertLayer {
   int32_t first, count;
   int32_t adds_block, has_shared_gate;
   int32_t scales_inputs;  // weights multiply the experts' inputs instead of their outputs; there are no biases then
+  GateLimit gate_limit;
   const PackedWeight *gate, *up, *down;                // `up` is null if the MLPs have no gate
   const float *gate_biases, *up_biases, *down_biases;  // one after the other, or null
   // For each expert, the adapters' changes to its first products and to its output, by adapter number; or null.
@@ -211,6 +223,7 @@ struct Mixer {
   int32_t has_tiled_heads;    // in a delta net, head i has group i modulo the number of groups
   float min_step, max_step;
   float strength;     // a factor on the sigmoid
+  float lowest_log_decay;  // limits the logarithms of decays in Kimi delta attention; 0 for no limit
   const float* taps;  // [kernel, num_convolved]
   const float* bias;  // [num_convolved], or null
   const float* multipliers;  // factors on the projection, or null
@@ -246,7 +259,7 @@ struct Op {
   QKNorm qk_norm;
   int32_t rotates_before_norm;
   int32_t reads_source;  // attention: whether its keys come from an encoder's outputs, which other steps store
-  int32_t num_kv_heads, head_dim;  // the sizes of attention
+  int32_t num_heads, num_kv_heads, head_dim;  // the sizes of attention
   int32_t output_dim;              // the first elements of a value, which attention writes; or 0 for all
   int32_t num_stored;              // 2: keys and values, 1: keys, 0: nothing, the cache of another layer is read
   int32_t norms_values;            // without weights
@@ -255,6 +268,7 @@ struct Op {
   int32_t num_columns;
   int32_t adapter_rank;
   float scale, eps;
+  GateLimit gate_limit;  // in gated_linear
   AttentionLayer attention;
   const PackedWeight* parts[kMaxParts];  // side by side
   const float* vectors[kMaxParts];       // one for each part, or null
@@ -269,7 +283,7 @@ struct Model {
   explicit Model(const ModelShape& shape);
 
   // The number of heads that share a key/value head, in a layer and at most.
-  int heads_per_kv_head(const Op& op) const { return shape.num_heads / op.num_kv_heads; }
+  int heads_per_kv_head(const Op& op) const { return op.num_heads / op.num_kv_heads; }
   int most_heads_per_kv_head() const { return shape.num_heads / shape.num_kv_heads; }
   KVLayout kv(const Op& op) const { return kv_layout(op.num_kv_heads, op.head_dim); }
   KVLayout kv_layout(int num_kv_heads, int head_dim) const {

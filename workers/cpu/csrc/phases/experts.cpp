@@ -277,7 +277,8 @@ void Experts::run_gated(const Op& op, Tile& tile, const Rows& rows, Scratch& scr
   const size_t biases = size_t(at.expert) * gate.n;
   const GatedWeights weights = {&gate, layer.up ? &layer.up[at.expert] : nullptr, layer.gate_biases ? layer.gate_biases + biases : nullptr,
                                 layer.up_biases ? layer.up_biases + biases : nullptr, 1.0f, nullptr,
-                                layer.scales_inputs ? division_of(op).factors.data() + at.first : nullptr};
+                                layer.scales_inputs ? division_of(op).factors.data() + at.first : nullptr,
+                                layer.gate_limit};
   scratch.readahead.next_weights = weights_after(op, tile);
   const uint8_t* x = gathered_rows(op, at, rows, scratch);
   float* elements = products_.gated_sums(weights, op.input_kind, x, at.num_rows, at.begin, at.end, scratch,

@@ -311,7 +311,11 @@ void Mixers::scan_delta_net(const Mixer& m, const Sequence& sequence, const Stat
   const auto decay = [&](const float* steps, int head, float* out) {
     const int count = decays_elements ? keys : 1;
     const float* const bias = m.step_bias + head * count;
-    for (int k = 0; k < count; k++) out[k] = std::exp(softplus(steps[head * count + k] + bias[k]) * m.decay[head]);
+    for (int k = 0; k < count; k++) {
+      const float step = steps[head * count + k] + bias[k];
+      out[k] = std::exp(m.lowest_log_decay ? m.lowest_log_decay * sigmoid(-step * m.decay[head])
+                                           : softplus(step) * m.decay[head]);
+    }
     if (!decays_elements) std::fill_n(out, keys, out[0]);
   };
   const float query_scale = 1.0f / std::sqrt(float(keys));

@@ -277,7 +277,16 @@ float* Products::activate(const GatedWeights& weights, int num_rows, int begin, 
       if (weights.up) model_.rows.scale(row_up, weights.row_factors[r], size);
     }
     if (weights.factor != 1.0f) model_.rows.scale(row_gate, weights.factor, size);
-    if (weights.xielu)
+    const float limit = weights.limit.bound;
+    if (limit) {
+      model_.rows.clamp(row_up, -limit, limit, size);
+      if (!weights.limit.is_activated) model_.rows.clamp(row_gate, -INFINITY, limit, size);
+    }
+    if (limit && weights.limit.is_activated) {
+      model_.rows.gate(model_.shape.activation, row_gate, nullptr, size, row_gate);
+      model_.rows.clamp(row_gate, -INFINITY, limit, size);
+      model_.rows.multiply(row_gate, row_up, size, row_gate);
+    } else if (weights.xielu)
       model_.rows.xielu(*weights.xielu, row_gate, size);
     else
       model_.rows.gate(model_.shape.activation, row_gate, weights.up ? row_up : nullptr, size, row_gate);
@@ -287,7 +296,7 @@ float* Products::activate(const GatedWeights& weights, int num_rows, int begin, 
 
 float* Products::gated_product(const Op& op, const Rows& rows, const Columns& columns, Scratch& scratch) const {
   const GatedWeights weights = {op.parts[0], op.parts[1], op.vectors[0], op.vectors[1], op.scale,
-                                reinterpret_cast<const Xielu*>(op.vectors[2])};
+                                reinterpret_cast<const Xielu*>(op.vectors[2]), nullptr, op.gate_limit};
   const uint8_t* x = rows.activations(0, columns.first_row, activation_row_bytes(op.input_kind, weights.gate->k));
   multiply_gated(weights, op.input_kind, x, columns.num_rows, columns.begin, columns.end, scratch);
   for (int part = 0; part < op.num_parts; part++)

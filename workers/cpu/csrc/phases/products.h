@@ -35,6 +35,7 @@ struct GatedWeights {
   float factor = 1.0f;
   const Xielu* xielu = nullptr;
   const float* row_factors = nullptr;
+  GateLimit limit{};
 };
 
 // The adapters' changes to a product: the adapters by number, or null, and the slice's row for each row of the product.

@@ -234,6 +234,7 @@ int Program::begin_op(const Op& op) {
       if (op.target == LinearTarget::part) ranks_.meet();
       return share_rows(op, 2 * op.num_columns);
     case OpKind::share_gates:
+    case OpKind::norm_activations:
     case OpKind::quantize_inputs:
     case OpKind::gate_by_inputs:
     case OpKind::clamp:
@@ -268,7 +269,7 @@ int Program::begin_op(const Op& op) {
     case OpKind::share_head_squares:
     case OpKind::rotate_store:
       if (op.target == LinearTarget::part) ranks_.meet();
-      return share_rows(op, (model_.shape.num_heads + op.num_stored * op.num_kv_heads) * op.head_dim);
+      return share_rows(op, (op.num_heads + op.num_stored * op.num_kv_heads) * op.head_dim);
     case OpKind::sum:
       ranks_.meet();
       return share_rows(op, model_.shape.hidden_size);

@@ -54,6 +54,13 @@ void Program::run_row(const Op& op, const Rows& rows, int row) {
       const size_t row_bytes = activation_row_bytes(op.activation_kind, size);
       return quantize_rows(op.activation_kind, x, size, 1, size, rows.activations(0, row, row_bytes));
     }
+    case OpKind::norm_activations: {
+      const int size = op.num_columns;
+      float* x = reinterpret_cast<float*>(rows.activations(1, row, activation_row_bytes(ActivationKind::f32, size)));
+      kernels.rms_norm(x, op.vectors[0], op.eps, size, x);
+      const size_t row_bytes = activation_row_bytes(op.activation_kind, size);
+      return quantize_rows(op.activation_kind, x, size, 1, size, rows.activations(0, row, row_bytes));
+    }
     case OpKind::adapt:
       return products_.adapt(op, rows, row, row + 1);
     case OpKind::share_head_squares:

@@ -86,6 +86,15 @@ ENGINE_VECTOR Floats gelu(Floats x) {
   return broadcast(0.5f) * x * (broadcast(1.0f) + select(y < Floats{}, -erf, erf));
 }
 
+// log(1 + e^x) is the positive part plus log(1 + y) with y = e^-|x|. With s = y / (2 + y), that is 2 * atanh(s), whose
+// series ends when s^15, at most 3^-15, no longer matters.
+ENGINE_VECTOR Floats softplus(Floats x) {
+  const Floats y = exp2(min(-x, x) * broadcast(kLog2E)), s = y / (broadcast(2.0f) + y), square = s * s;
+  Floats series = broadcast(1.0f / 13.0f);
+  for (const int odd : {11, 9, 7, 5, 3, 1}) series = fma(series, square, broadcast(1.0f / float(odd)));
+  return fma(series, s + s, relu(x));
+}
+
 // The gated activation of gpt-oss. A NaN is the second operand of min and max, which return that operand.
 ENGINE_VECTOR Floats clamped_swiglu(Floats gate, Floats up) {
   const Floats limit = broadcast(7.0f);
@@ -115,12 +124,21 @@ void gate(Activation activation, const float* gate, const float* up, int n, floa
     apply([](Floats x) { return broadcast(1.0f) / one_plus_exp(x); }, gate, up, n, out);
   else if (activation == Activation::silu)
     apply([](Floats x) { return silu(x); }, gate, up, n, out);
+  else if (activation == Activation::softplus)
+    apply([](Floats x) { return softplus(x); }, gate, up, n, out);
   else if (activation == Activation::clamped_swiglu)
     for_vectors(n, [&](int i, int count) {
       put(out + i, clamped_swiglu(get(gate + i, count), get(up + i, count)), count);
     });
   else
     apply([](Floats x) { return gelu_tanh(x); }, gate, up, n, out);
+}
+
+// A NaN is the second operand of min and max, which return that operand.
+void clamp(float* x, float low, float high, int n) {
+  for_vectors(n, [&](int i, int count) {
+    put(x + i, max(broadcast(low), min(broadcast(high), get(x + i, count))), count);
+  });
 }
 
 void xielu(const Xielu& numbers, float* x, int n) {
@@ -334,7 +352,7 @@ void add_low_rank(const LowRankFactor& factor, const float* x, int x_stride, int
 }  // namespace
 
 const RowKernels& row_kernels() {
-  static constexpr RowKernels kKernels = {rms_norm, layer_norm, add_scaled, scale,    gate, xielu,    rotate,
+  static constexpr RowKernels kKernels = {rms_norm, layer_norm, add_scaled, scale,    gate, clamp, xielu, rotate,
                                            soft_cap, all_finite, argmax,     multiply, dot,  sum,      exceed,
                                            convolve, multiply_add, add_low_rank};
   return kKernels;

@@ -6,7 +6,7 @@
 
 namespace engine {
 
-// relu2 is the square of the positive part. sigmoid is used by gated attention.
+// relu2 is the square of the positive part. sigmoid and softplus are used by gated attention.
 enum class Activation : int32_t {
   silu = 0,
   gelu_tanh = 1,
@@ -15,6 +15,7 @@ enum class Activation : int32_t {
   sigmoid = 4,
   gelu = 5,
   relu = 6,
+  softplus = 7,
 };
 
 // The trained parameters of an xIELU activation (arXiv 2411.13010).
@@ -62,6 +63,8 @@ struct RowKernels {
   void (*scale)(float* x, float factor, int n);
   // out = activation(gate) * up, or activation(gate) if `up` is null
   void (*gate)(Activation activation, const float* gate, const float* up, int n, float* out);
+  // x, limited to low..high; a NaN stays one
+  void (*clamp)(float* x, float low, float high, int n);
   // x = positive * x^2 + linear * x for positive x, else negative * (e^min(x, most) - 1 - x) + linear * x
   void (*xielu)(const Xielu& numbers, float* x, int n);
   // Rotates elements i and i + half of each head by the angle given by cos[i] and sin[i].

@@ -10,11 +10,12 @@ void Attention::add_op(const Op& op) {
   recorded_ops_.emplace_back();
   if (op.kind != OpKind::rotate_store && op.kind != OpKind::choose_keys && op.kind != OpKind::attention) return;
   auto queries = std::find_if(queries_.begin(), queries_.end(), [&](const Queries& each) {
-    return each.num_kv_heads == op.num_kv_heads && each.head_dim == op.head_dim;
+    return each.num_heads == op.num_heads && each.num_kv_heads == op.num_kv_heads && each.head_dim == op.head_dim;
   });
   if (queries == queries_.end()) {
     queries_.emplace_back();
     queries = queries_.end() - 1;
+    queries->num_heads = op.num_heads;
     queries->num_kv_heads = op.num_kv_heads;
     queries->head_dim = op.head_dim;
   }
@@ -24,7 +25,7 @@ void Attention::add_op(const Op& op) {
 
 void Attention::reserve(int rows) {
   for (Queries& each : queries_)
-    each.buffer.reserve(sizeof(uint32_t) * rows * model_.shape.num_heads *
+    each.buffer.reserve(sizeof(uint32_t) * rows * each.num_heads *
                         model_.attention.query_words(model_.kv_layout(each.num_kv_heads, each.head_dim)));
 }
 
@@ -36,7 +37,7 @@ void Attention::norm_heads(const Op& op, float* heads, int num_heads, const floa
 }
 
 void Attention::share_squares(const Op& op, const float* qkv, int row) const {
-  const int queries = model_.shape.num_heads * op.head_dim, keys = op.num_kv_heads * op.head_dim;
+  const int queries = op.num_heads * op.head_dim, keys = op.num_kv_heads * op.head_dim;
   float* const part = ranks_.own_part(row);
   part[0] = model_.rows.dot(qkv, qkv, queries);
   part[1] = model_.rows.dot(qkv + queries, qkv + queries, keys);
@@ -52,7 +53,7 @@ void Attention::norm_shared(const Op& op, float* heads, int num_heads, int index
 }
 
 void Attention::norm_queries_and_keys(const Op& op, float* qk, int row) const {
-  const int num_heads = model_.shape.num_heads, head_dim = op.head_dim;
+  const int num_heads = op.num_heads, head_dim = op.head_dim;
   const int num_kv_heads = op.num_stored ? op.num_kv_heads : 0;
   if (op.qk_norm == QKNorm::each_head) {
     const float *weight = op.vectors[0], *bias = op.vectors[1];
@@ -72,7 +73,7 @@ void Attention::norm_queries_and_keys(const Op& op, float* qk, int row) const {
 
 void Attention::rotate_store(const Op& op, const RotaryTables& ropes, float* qkv, int row) {
   if (model_.shape.latent.kv_rank) return rotate_store_latent(op, ropes, qkv, row);
-  const int num_heads = model_.shape.num_heads, head_dim = op.head_dim;
+  const int num_heads = op.num_heads, head_dim = op.head_dim;
   const int num_kv_heads = op.num_stored ? op.num_kv_heads : 0;
   if (op.reads_source) {
     // num_columns is the layer's index among those that read a source.
@@ -109,7 +110,7 @@ void Attention::scale_queries(const Op& op, float* queries, int size, int row) c
 const float* Attention::place_values(const Op& op, float* qkv) const {
   const int head_dim = op.head_dim, size = op.num_kv_heads * head_dim;
   if (!op.num_stored) return nullptr;
-  float* const values = qkv + model_.shape.num_heads * head_dim + size;
+  float* const values = qkv + op.num_heads * head_dim + size;
   if (op.num_stored == 1) std::copy_n(values - size, size, values);
   for (int i = 0; op.norms_values && i < size; i += head_dim)
     model_.rows.rms_norm(values + i, nullptr, op.eps, head_dim, values + i);
@@ -289,7 +290,7 @@ void Attention::finish(const Op& op, const Task& task, const AttentionState& tot
   for (int t = 0; t < task.num_tokens; t++, out += columns, activations += row_bytes) {
     if (op.first_column) {
       const float* gates = rows.qkv(task.token + t) + op.first_column + task.kv_head * columns;
-      model_.rows.gate(Activation::sigmoid, gates, out, columns, out);
+      model_.rows.gate(model_.shape.output_gate, gates, out, columns, out);
     }
     quantize_rows(op.activation_kind, out, columns, 1, columns, activations);
   }
@@ -315,7 +316,7 @@ void Attention::write(const Op& op, const Task& task, const Rows& rows, uint8_t*
 
 void Attention::copy(const Op& op, const Rows& rows, const Task& task, const uint8_t* result) const {
   const int dim = output_dim(op), columns = recorded(op).heads * dim;
-  const size_t stride = activation_row_bytes(op.activation_kind, model_.shape.num_heads * dim);
+  const size_t stride = activation_row_bytes(op.activation_kind, op.num_heads * dim);
   const size_t row_bytes = activation_row_bytes(op.activation_kind, columns);
   uint8_t* out = rows.activations(1, task.token, stride) +
                  activation_offset(op.activation_kind, task.kv_head * columns);

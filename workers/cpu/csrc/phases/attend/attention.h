@@ -91,7 +91,7 @@ class Attention {
   // The queries of a slice, by key/value head, for layers with equal heads. At the same time, other pieces may be in
   // layers with other heads.
   struct Queries {
-    int num_kv_heads, head_dim;
+    int num_heads, num_kv_heads, head_dim;
     Buffer buffer;
   };
   std::deque<Queries> queries_;

@@ -1,6 +1,7 @@
 #include "phases/attend/latent.h"
 
 #include <algorithm>
+#include <cmath>
 
 namespace engine {
 
@@ -22,7 +23,7 @@ int LatentProducts::row_blocks(const Op& op, int rows) const {
 void LatentProducts::run(const Op& op, Tile& tile, int num_rows, const Rows& rows, Scratch& scratch) const {
   const int blocks = row_blocks(op, num_rows), most = rows_of_block(op), first = tile.index % blocks * most;
   const Block block = {tile.index / blocks, first, std::min(num_rows - first, most)};
-  const float* sums = product(op, rows, block, scratch);
+  float* sums = product(op, rows, block, scratch);
   if (tile.commit()) write(op, rows, block, sums);
 }
 
@@ -56,16 +57,23 @@ float* LatentProducts::product(const Op& op, const Rows& rows, const Block& bloc
   return sums;
 }
 
-void LatentProducts::write(const Op& op, const Rows& rows, const Block& block, const float* sums) const {
+void LatentProducts::write(const Op& op, const Rows& rows, const Block& block, float* sums) const {
   const ModelShape& shape = model_.shape;
   const int size = op.heads[block.head].n;
   const size_t row_bytes = activation_row_bytes(op.activation_kind, shape.num_heads * size);
   for (int row = block.first_row; row < block.first_row + block.num_rows; row++, sums += size) {
     if (op.kind == OpKind::latent_queries)
       std::copy_n(sums, size, rows.qkv(row) + shape.product_offset() + block.head * shape.head_dim);
-    else
+    else {
+      const int num_gates = shape.latent.gate_dim;
+      const float* gates = rows.qkv(row) + shape.gate_offset() + block.head * num_gates;
+      if (num_gates == 1)
+        model_.rows.scale(sums, 1.0f / (1.0f + std::exp(-gates[0])), size);
+      else if (num_gates)
+        model_.rows.gate(shape.output_gate, gates, sums, size, sums);
       quantize_rows(op.activation_kind, sums, size, 1, size,
                     rows.activations(0, row, row_bytes) + activation_offset(op.activation_kind, block.head * size));
+    }
   }
 }
 

@@ -28,7 +28,7 @@ class LatentProducts {
   int row_blocks(const Op& op, int rows) const;
   // Returns the sums of a block, without gaps, in the thread's memory.
   float* product(const Op& op, const Rows& rows, const Block& block, Scratch& scratch) const;
-  void write(const Op& op, const Rows& rows, const Block& block, const float* sums) const;
+  void write(const Op& op, const Rows& rows, const Block& block, float* sums) const;
 
   const Model& model_;
 };
