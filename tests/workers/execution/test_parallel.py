@@ -212,6 +212,36 @@ SMALL_VALUES = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 64,
 }
+GATED = {
+    # Layers have different numbers of query heads, whose gates are softplus.
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "sliding_window": 16,
+    "layer_types": ["full_attention", "sliding_attention"] * 2 + ["full_attention"],
+    "num_attention_heads_per_layer": [12, 8, 4, 8, 12],
+    "mlp_layer_types": ["dense", *["sparse"] * 4],
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+    "moe_router_logit_softcapping": 2.0,
+}
+GATED_LATENT = {
+    # Latent attention with gates, between layers whose decays are bounded.
+    "num_key_value_heads": 12,
+    "q_lora_rank": None,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "head_dim": 8,
+    "layer_group_size": 2,
+    "num_experts": 4,
+    "num_expert_group": 1,
+    "topk_group": 1,
+    "num_experts_per_token": 2,
+    "moe_intermediate_size": 64,
+}
 EXPERTS = {
     "num_key_value_heads": 12,
     "num_experts_per_tok": 3,
@@ -347,6 +377,8 @@ def test_layers_that_share_keys_or_differ_in_their_heads_can_be_split(
     models = {name: (f"{family}Text", family, sizes) for name, (family, sizes) in SHARING.items()}
     models["glm5"] = ("GlmMoeDsa", "GlmMoeDsa", INDEXED)
     models["mimo-v2"] = ("MiMoV2Flash", "MiMoV2Flash", SMALL_VALUES)
+    models["laguna"] = ("Laguna", "Laguna", GATED)
+    models["ling3"] = ("BailingHybrid", "BailingHybrid", GATED_LATENT)
     for name, (config, family, differences) in models.items():
         checkpoints[name] = tmp_path / name
         sizes, tokenizer = SIZES | differences, sentencepiece_tokenizer()
