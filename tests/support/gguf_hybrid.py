@@ -14,10 +14,13 @@ ARCHITECTURES = {
     "bailing_hybrid": "bailingmoe3",
     "bamba": "granitehybrid",
     "falcon_h1": "falcon-h1",
+    "falcon_mamba": "mamba",
     "granitemoehybrid": "granitehybrid",
+    "jamba": "jamba",
     "kimi_linear": "kimi-linear",
     "lfm2": "lfm2",
     "lfm2_moe": "lfm2moe",
+    "mamba": "mamba",
     "mamba2": "mamba2",
     "nemotron_h": "nemotron_h",
     "qwen3_5_moe_text": "qwen35moe",
@@ -54,6 +57,9 @@ MODULES = {
     r"linear_attn\.in_proj_ba": "ssm_ba",
     r"conv\.conv": "shortconv.conv",
     r"conv\.(in_proj|out_proj)": r"shortconv.\1",
+    r"(mamba|mixer)\.x_proj": "ssm_x",
+    r"(mamba|mixer)\.dt_proj": "ssm_dt",
+    r"mamba\.(dt|b|c)_layernorm": r"ssm_\1_norm",
     r"(mamba|mixer|linear_attn)\.A_log": "ssm_a",
     r"(mamba|mixer|linear_attn)\.D": "ssm_d",
     r"(mamba|mixer|linear_attn)\.dt": "ssm_dt",
@@ -64,7 +70,7 @@ MODULES = {
     r"(feed_forward|mlp)\.(w1|gate_proj)": "ffn_gate",
     r"(feed_forward|mixer|mlp)\.(w3|up_proj)": "ffn_up",
     r"(feed_forward|mixer|mlp)\.(w2|down_proj)": "ffn_down",
-    r"(feed_forward\.gate|block_sparse_moe\.router|mixer\.gate|mlp\.gate)": "ffn_gate_inp",
+    r"(feed_forward\.gate|feed_forward\.router|block_sparse_moe\.router|mixer\.gate|mlp\.gate)": "ffn_gate_inp",
     r"mlp\.shared_expert\.(\w+)_proj": r"ffn_\1_shexp",
     r"mlp\.shared_expert_gate": "ffn_gate_inp_shexp",
     r"(feed_forward|block_sparse_moe|mixer|mlp)\.experts\.(\w+)_proj": r"ffn_\2_exps",
@@ -165,7 +171,7 @@ def converted(name: str, weight: Tensor, config: Any) -> Tensor:
             return KIMI[config.model_type] * weight.exp()
         return weight
     if name.endswith("A_log"):
-        return -weight.exp().unsqueeze(-1)
+        return -weight.exp() if weight.ndim > 1 else -weight.exp().unsqueeze(-1)
     if name.endswith(".D"):
         return weight.unsqueeze(-1)
     if weight.ndim == 3 and "conv" in name:
@@ -232,14 +238,14 @@ def falcon_factor(name: str, config: Any) -> Tensor | float:
 
 
 def add_hyperparameters(writer: GGUFWriter, config: Any) -> None:
-    if config.model_type == "mamba2":
+    if config.model_type in ("mamba", "falcon_mamba", "mamba2"):
         writer.add_context_length(2**20)
         writer.add_embedding_length(config.hidden_size)
         writer.add_block_count(config.num_hidden_layers)
         writer.add_feed_forward_length(0)
         writer.add_head_count(0)
         writer.add_layer_norm_rms_eps(config.layer_norm_epsilon)
-        return add_mamba2(writer, config)
+        return (add_mamba2 if config.model_type == "mamba2" else add_mamba1)(writer, config)
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     kinds = getattr(config, "layers_block_type", None) or getattr(config, "layer_types", None)
@@ -311,6 +317,8 @@ def add_hyperparameters(writer: GGUFWriter, config: Any) -> None:
         add_delta_net(writer, config)
     elif config.model_type in KIMI:
         add_kimi_linear(writer, config)
+    elif config.model_type == "jamba":
+        add_mamba1(writer, config)
     elif not config.model_type.startswith("lfm2"):
         add_mamba2(writer, config)
 
@@ -356,6 +364,24 @@ def add_kimi_linear(writer: GGUFWriter, config: Any) -> None:
     writer.add_expert_weights_scale(config.routed_scaling_factor)
     writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
     writer.add_leading_dense_block_count(config.first_k_dense_replace)
+
+
+def add_mamba1(writer: GGUFWriter, config: Any) -> None:
+    """Add the keys of Mamba layers, and of Jamba's experts."""
+    if config.model_type == "jamba":
+        writer.add_feed_forward_length(config.intermediate_size)
+        writer.add_ssm_inner_size(config.mamba_expand * config.hidden_size)
+        writer.add_ssm_conv_kernel(config.mamba_d_conv)
+        writer.add_ssm_state_size(config.mamba_d_state)
+        writer.add_ssm_time_step_rank(config.mamba_dt_rank)
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        return
+    writer.add_ssm_inner_size(config.intermediate_size)
+    writer.add_ssm_conv_kernel(config.conv_kernel)
+    writer.add_ssm_state_size(config.state_size)
+    writer.add_ssm_time_step_rank(int(config.time_step_rank))
+    writer.add_ssm_dt_b_c_rms(config.model_type == "falcon_mamba")
 
 
 def add_mamba2(writer: GGUFWriter, config: Any) -> None:

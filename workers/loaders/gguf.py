@@ -110,6 +110,11 @@ _BERT_MODULES = _LAYER_MODULES | {
 }
 _LFM2_MODULES = _LAYER_MODULES | {"attn_norm": "operator_norm", "ffn_norm": "ffn_norm"}
 _NEMOTRON_H_MODULES = _LAYER_MODULES | {"attn_norm": "norm"}
+_MAMBA1_MODULES = _LAYER_MODULES | {
+    "ssm_x": "mixer.x_proj",
+    "ssm_dt": "mixer.dt_proj",
+    **{f"ssm_{x}_norm": f"mixer.{x}_layernorm" for x in ("dt", "b", "c")},
+}
 _DELTA_NET_MODULES = _LAYER_MODULES | {
     "attn_qkv": "mixer.in_proj_qkv",
     "attn_gate": "mixer.in_proj_z",
@@ -165,10 +170,12 @@ _LAYER_MODULES_OF_ARCHITECTURE = {
     "gemma3n": _GEMMA3N_MODULES,
     "gemma4": _GEMMA4_MODULES,
     "granite_swa": _LAYER_MODULES | {"ffn_up_shexp": "mlp.shared_experts.gate_up_proj"},
+    "jamba": _MAMBA1_MODULES | {"ffn_norm": "pre_ff_layernorm"},
     "kimi-linear": _KIMI_LINEAR_MODULES,
     "laguna": _GATED_MODULES,
     "lfm2": _LFM2_MODULES,
     "lfm2moe": _LFM2_MODULES,
+    "mamba": _MAMBA1_MODULES | {"attn_norm": "norm"},
     "mamba2": _NEMOTRON_H_MODULES,
     "nemotron_h": _NEMOTRON_H_MODULES,
     "nemotron_h_moe": _NEMOTRON_H_MODULES,
@@ -334,10 +341,10 @@ class GGUFCheckpoint(Checkpoint):
         raise CheckpointError(self.path, f"tensor {tensor.name!r} {problem}")
 
     def _hf_name(self, name: str, layer_modules: Mapping[str, str]) -> str:
-        if match := _PLAIN_TENSOR.fullmatch(name):
-            return f"model.layers.{match[1]}.{_PLAIN_NAMES[match[2]]}"
         if (match := _LAYER_TENSOR.fullmatch(name)) and match[2] in layer_modules:
             return f"model.layers.{match[1]}.{layer_modules[match[2]]}.{match[3]}"
+        if match := _PLAIN_TENSOR.fullmatch(name):
+            return f"model.layers.{match[1]}.{_PLAIN_NAMES[match[2]]}"
         if (match := _TENSOR.fullmatch(name)) and match[1] in _MODULES:
             is_last = (
                 match[1] == "token_embd_norm" and self._architecture in _EMBEDDING_NORM_IS_LAST

@@ -83,7 +83,7 @@ class ModelFields(GGUFFields):
 
     @property
     def num_heads(self) -> int:
-        """The number of query heads. For Mamba-2 models without attention, the number of Mamba heads.
+        """The number of query heads. For models without attention, the number of Mamba-2 heads, or the rank of steps.
 
         All layers that attend have the same number.
         """
@@ -93,7 +93,7 @@ class ModelFields(GGUFFields):
     @property
     def is_purely_recurrent(self) -> bool:
         """True if no layer has attention or an MLP, so that their sizes are 0 in the file."""
-        return self.prefix == "mamba2."
+        return self.prefix in ("mamba.", "mamba2.")
 
     @property
     def head_dim(self) -> int:

@@ -79,6 +79,51 @@ def _pure_mamba2(fields: ModelFields) -> dict[str, Any]:
     }
 
 
+def _mamba(fields: ModelFields) -> dict[str, Any]:
+    # A Falcon-Mamba has norms without weights.
+    is_falcon = fields.boolean("ssm.dt_b_c_rms", False)
+    return {
+        "model_type": "falcon_mamba" if is_falcon else "mamba",
+        "architectures": ["FalconMambaForCausalLM" if is_falcon else "MambaForCausalLM"],
+        "state_size": fields.integer("ssm.state_size"),
+        "conv_kernel": fields.integer("ssm.conv_kernel"),
+        "time_step_rank": fields.integer("ssm.time_step_rank"),
+        "use_conv_bias": fields.has_tensor("blk.0.ssm_conv1d.bias"),
+        "use_bias": fields.has_tensor("blk.0.ssm_in.bias"),
+        # The file says a million because the model has no limit.
+        "max_position_embeddings": None,
+    }
+
+
+def _jamba(fields: ModelFields) -> dict[str, Any]:
+    attends = [count > 0 for count in fields.of_layers("attention.head_count_kv")]
+    num_layers, size = fields.num_layers, fields.integer("embedding_length")
+    routers = [i for i in range(num_layers) if fields.has_tensor(f"blk.{i}.ffn_gate_inp.weight")]
+    first, second = (*routers, num_layers, num_layers)[:2]
+    inner = fields.integer("ssm.inner_size")
+    if inner % size:
+        raise fields.wrong("ssm.inner_size", f"a multiple of the hidden size {size}", inner)
+
+    def has_bias(module: str) -> bool:
+        return any(fields.has_tensor(f"blk.{i}.{module}.bias") for i in range(num_layers))
+
+    return {
+        "model_type": "jamba",
+        "architectures": ["JambaForCausalLM"],
+        "layer_types": ["attention" if x else "mamba" for x in attends],
+        "num_experts": fields.integer("expert_count", 1) if routers else 1,
+        "num_experts_per_tok": fields.integer("expert_used_count", 1),
+        "expert_layer_offset": first,
+        "expert_layer_period": second - first if len(routers) > 1 else num_layers,
+        "mamba_expand": inner // size,
+        "mamba_d_state": fields.integer("ssm.state_size"),
+        "mamba_d_conv": fields.integer("ssm.conv_kernel"),
+        "mamba_dt_rank": fields.integer("ssm.time_step_rank"),
+        "mamba_conv_bias": has_bias("ssm_conv1d"),
+        "mamba_proj_bias": has_bias("ssm_in"),
+    }
+
+
 def _bamba(fields: ModelFields, attends: list[bool]) -> dict[str, Any]:
     rotary_dim = fields.integer("rope.dimension_count", fields.head_dim)
     return _mamba2(fields) | {
@@ -261,9 +306,11 @@ RECURRENT: dict[str, Translate] = {
     "bailingmoe3": _bailingmoe3,
     "falcon-h1": _falcon_h1,
     "granitehybrid": _granite_hybrid,
+    "jamba": _jamba,
     "kimi-linear": _kimi_linear,
     "lfm2": _lfm2,
     "lfm2moe": _lfm2_moe,
+    "mamba": _mamba,
     "mamba2": _pure_mamba2,
     "nemotron_h": _nemotron_h,
     "nemotron_h_moe": _nemotron_h,

@@ -338,6 +338,9 @@ IN_GGUF = [
     "granite-moe-windows",
     "laguna-elements",
     "ling3",
+    "mamba",
+    "falcon-mamba",
+    "jamba",
 ]
 YARN = LONG | {"mscale": 1.0}
 DIFFERENCES_IN_GGUF = {
