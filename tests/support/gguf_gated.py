@@ -111,6 +111,7 @@ def add_hyperparameters(writer: GGUFWriter, config: Any) -> None:
     writer.add_head_count(head_counts(config))
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     kinds = getattr(config, "layer_types", None)
     if kinds is not None:

@@ -168,7 +168,7 @@ def converted(name: str, weight: Tensor, config: Any) -> Tensor:
         if "conv1d" in name:
             return weight.reshape(1, -1, 1, weight.shape[-1])
         if name.endswith("A_log"):
-            return KIMI[config.model_type] * weight.exp()
+            return KIMI[config.model_type] * (weight if weight.ndim > 1 else weight[:, None]).exp()
         return weight
     if name.endswith("A_log"):
         return -weight.exp() if weight.ndim > 1 else -weight.exp().unsqueeze(-1)
@@ -354,6 +354,7 @@ def add_kimi_linear(writer: GGUFWriter, config: Any) -> None:
     writer.add_value_length_mla(config.v_head_dim)
     if config.model_type == "bailing_hybrid":
         writer.add_bool(f"{writer.arch}.kda.safe_gate", config.kda_safe_gate)
+        writer.add_expert_weights_norm(config.moe_renormalize)
         writer.add_float32(f"{writer.arch}.kda.gate_lower_bound", config.kda_lower_bound)
     writer.add_expert_count(config.num_experts)
     writer.add_expert_used_count(config.num_experts_per_token)

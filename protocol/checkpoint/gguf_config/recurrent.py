@@ -249,7 +249,6 @@ def _bailingmoe3(fields: ModelFields) -> dict[str, Any]:
         **latent_attention(fields),
         layer_types=["full_attention" if x else "linear_attention" for x in attends],
         mlp_layer_types=["sparse" if i >= first else "dense" for i in range(num_layers)],
-        norm_topk_prob=fields.boolean("expert_weights_norm", True),
         linear_num_heads=fields.num_heads,
         linear_head_dim=fields.integer("kda.head_dim"),
         linear_conv_kernel_dim=fields.integer("ssm.conv_kernel"),
