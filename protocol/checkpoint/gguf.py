@@ -62,6 +62,8 @@ class GGMLQuantizationType(IntEnum):
     BF16 = 30
     TQ1_0 = 34
     TQ2_0 = 35
+    I2_S = 36
+    """The ternary type of bitnet.cpp, which is not part of ggml."""
     MXFP4 = 39
     NVFP4 = 40
     Q1_0 = 41
@@ -101,11 +103,20 @@ BLOCK_SIZES: Mapping[GGMLQuantizationType, tuple[int, int]] = {
     _T.BF16: (1, 2),
     _T.TQ1_0: (256, 54),
     _T.TQ2_0: (256, 66),
+    _T.I2_S: (128, 36),
     _T.MXFP4: (32, 17),
     _T.NVFP4: (64, 36),
     _T.Q1_0: (128, 18),
 }
-"""For each type, (elements per block, bytes per block). Blocks run along a tensor's last dimension."""
+"""For each type, (elements per block, bytes per block). Blocks run along a tensor's last dimension.
+
+A block of I2_S is 32 bytes in a file, where the scale of the whole tensor follows its blocks, with padding to 32 bytes.
+`GGUFFile.rows` appends it to each block.
+"""
+
+
+_SCALE_BYTES = 32
+"""The bytes of the scale after the blocks of an I2_S tensor, with padding."""
 
 
 class _ValueType(IntEnum):
@@ -319,6 +330,8 @@ class _HeaderParser:
             if offset % alignment:
                 raise self.fail(f"{what} starts at {offset}, not a multiple of {alignment}")
             n_bytes = math.prod(shape) // block_size * block_bytes
+            if ggml_type is GGMLQuantizationType.I2_S:
+                n_bytes = math.prod(shape) // 4 + _SCALE_BYTES
             found.append(GGUFTensor(name, shape, ggml_type, offset, n_bytes, file_index))
         data_start = -(-self.position // alignment) * alignment
         return [self.placed(tensor, data_start) for tensor in found]
@@ -396,6 +409,15 @@ class GGUFFile:
         """Return the tensor's bytes, uint8 ``[n_bytes]``, as a read-only view of the memory map."""
         buffer = self._buffers[tensor.file_index]
         return np.frombuffer(buffer, np.uint8, tensor.n_bytes, tensor.offset)
+
+    def rows(self, tensor: GGUFTensor, part: range) -> npt.NDArray[np.uint8]:
+        """Return rows of a tensor, uint8 ``[rows, row bytes]``, of whole blocks; usually a view of the memory map."""
+        data = self.data(tensor)
+        if tensor.ggml_type is not GGMLQuantizationType.I2_S:
+            return data.reshape(tensor.shape[0], -1)[part.start : part.stop]
+        codes = data[:-_SCALE_BYTES].reshape(tensor.shape[0], -1, 32)[part.start : part.stop]
+        scale = np.broadcast_to(data[len(data) - _SCALE_BYTES :][:4], (*codes.shape[:2], 4))
+        return np.concatenate((codes, scale), 2).reshape(len(part), -1)
 
 
 def _map(path: Path) -> mmap.mmap:

@@ -5,7 +5,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from engine.protocol.checkpoint.gguf import GGMLQuantizationType
 from gguf import ExpertGatingFuncType, GGUFWriter
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -37,6 +40,10 @@ MODULES = {
 }
 
 
+I2_S: Any = GGMLQuantizationType.I2_S
+"""A type that the gguf package lacks."""
+
+
 def write_gated(path: Path, model: PreTrainedModel, published_as: str | None) -> Path:
     """Write `model` to `path` as F32 and return it."""
     config = model.config.get_text_config()
@@ -57,12 +64,27 @@ def write_gated(path: Path, model: PreTrainedModel, published_as: str | None) ->
         if "granite" in config.model_type and re.search(r"\.[qk]_proj\.", name):
             heads = config.num_attention_heads if ".q_" in name else config.num_key_value_heads
             values = values.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
-        writer.add_tensor(gguf_name(name), values.contiguous().numpy())
+        if published_as == "bitnet-b1.58" and "_proj." in name:
+            add_ternary(writer, gguf_name(name), values.numpy())
+        else:
+            writer.add_tensor(gguf_name(name), values.contiguous().numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def add_ternary(writer: GGUFWriter, name: str, values: NDArray[np.float32]) -> None:
+    """Add a matrix as bitnet.cpp's type I2_S: each byte has elements 32 apart, and the scale comes last."""
+    scale = np.abs(values).max()
+    codes = (np.rint(values / scale) + 1).astype(np.uint8).reshape(-1, 4, 32)
+    packed = codes[:, 0] << 6 | codes[:, 1] << 4 | codes[:, 2] << 2 | codes[:, 3]
+    tail = np.zeros(8, np.float32)
+    tail[0] = scale
+    data = np.concatenate((packed.reshape(-1), tail.view(np.uint8)))
+    writer.add_tensor_info(name, values.shape, values.dtype, data.nbytes, I2_S)
+    writer.tensors[-1][name].tensor = data
 
 
 def is_tied(config: Any) -> bool:

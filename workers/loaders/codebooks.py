@@ -1,4 +1,4 @@
-"""Unpack GGUF blocks whose elements are indices into codebooks: the IQ and TQ types, MXFP4 and NVFP4.
+"""Unpack GGUF blocks whose elements are indices into codebooks: the IQ and TQ types, I2_S, MXFP4 and NVFP4.
 
 Each function unpacks blocks ``[B, b]`` in the form that `dequantize` uses: q int8 ``[B, G, N]``, and scale and offset
 float32 ``[B, G, 1]``.
@@ -197,3 +197,11 @@ def tq2_0(blocks_Bb: Tensor) -> Unpacked:
     groups = _view(blocks_Bb, 0, 64).unflatten(1, (2, 1, 32))
     q = (groups >> torch.tensor([[0], [2], [4], [6]]) & 3) - 1
     return q.flatten(1).to(torch.int8).unsqueeze(1), _half(blocks_Bb, 64).unsqueeze(2), None
+
+
+def i2_s(blocks_Bb: Tensor) -> Unpacked:
+    """Unpack I2_S: ternary elements of two bits each, and the float32 scale of the whole tensor."""
+    groups = _view(blocks_Bb, 0, 32).unsqueeze(1)
+    q = (groups >> torch.tensor([[6], [4], [2], [0]]) & 3) - 1
+    scale = blocks_Bb[:, 32:36].contiguous().view(torch.float32)
+    return q.flatten(1).to(torch.int8).unsqueeze(1), scale.unsqueeze(2), None

@@ -274,6 +274,8 @@ BLOCK_TYPES = {
     T.IQ1_M: BlockType(8, 128, _codes("iq1_m")),
     T.TQ1_0: BlockType(4, 8, _codes("tq1_0")),
     T.TQ2_0: BlockType(4, 8, _codes("tq2_0")),
+    # In formats of 4 bits, zero would not be exact.
+    T.I2_S: BlockType(8, 128, _codes("i2_s"), "float32"),
     T.MXFP4: BlockType(5, 16, _codes("mxfp4"), "bfloat16", "mxfp4"),
     T.NVFP4: BlockType(5, 16, _codes("nvfp4"), minifloats="nvfp4"),
 }

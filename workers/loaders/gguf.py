@@ -330,7 +330,7 @@ class GGUFCheckpoint(Checkpoint):
         is_convolution = len(tensor.shape) == 3 and tensor.shape[1] == 1
         if len(tensor.shape) not in (1, 2) and not is_convolution:
             problem = f"has {len(tensor.shape)} dimensions, not 1 or 2"
-        elif tensor.n_bytes == 0:
+        elif 0 in tensor.shape:
             problem = f"is empty, of shape {tensor.shape}"
         elif len(tensor.shape) == 1 and BLOCK_SIZES[tensor.ggml_type][0] > 1:
             problem = f"is a vector and {tensor.ggml_type.name}; vectors must not be quantized"
@@ -376,10 +376,10 @@ class GGUFCheckpoint(Checkpoint):
         """
         tensor = self._tensor(name)
         part = part_of(tensor.shape, part, 0)
-        rows = self._gguf.data(tensor).reshape(tensor.shape[0], -1)
         num_heads = self._num_interleaved_heads(tensor.name)
         if not num_heads:
-            return rows[part.start : part.stop]
+            return self._gguf.rows(tensor, part)
+        rows = self._gguf.rows(tensor, range(tensor.shape[0]))
         head_dim = tensor.shape[0] // num_heads
         first_head, last_head = part.start // head_dim, -(-part.stop // head_dim)
         heads = rows.reshape(num_heads, head_dim // 2, 2, -1)[first_head:last_head]

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from ...protocol.checkpoint.config_fields import ConfigFields
-from ...protocol.checkpoint.gguf import GGUFFile, GGUFTensor
+from ...protocol.checkpoint.gguf import GGMLQuantizationType, GGUFFile, GGUFTensor
 from ...protocol.errors import CheckpointError
 from .checkpoint import Checkpoint, part_of
 from .dequantize import DEQUANTIZABLE, dequantize
@@ -96,7 +96,8 @@ class MmprojCheckpoint(Checkpoint):
             # The converter interleaves the rows of q and k, as for decoders.
             self._num_interleaved_heads = int(metadata["clip.vision.attention.head_count"])
         for tensor in self._gguf.tensors.values():
-            if tensor.ggml_type not in DEQUANTIZABLE or not tensor.n_bytes:
+            is_read = tensor.ggml_type in DEQUANTIZABLE.keys() - {GGMLQuantizationType.I2_S}
+            if not is_read or 0 in tensor.shape:
                 raise CheckpointError(
                     path,
                     f"tensor {tensor.name!r} of shape {tensor.shape} and type {tensor.ggml_type.name} is not supported",

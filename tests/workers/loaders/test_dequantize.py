@@ -15,7 +15,9 @@ from gguf.quants import dequantize as reference_dequantize
 
 torch.set_num_threads(1)
 
-TYPES = pytest.mark.parametrize("ggml_type", list(DEQUANTIZABLE), ids=lambda t: t.name)
+# The gguf package does not have I2_S.
+ALL_TYPES = [each for each in DEQUANTIZABLE if each is not GGMLQuantizationType.I2_S]
+TYPES = pytest.mark.parametrize("ggml_type", ALL_TYPES, ids=lambda t: t.name)
 # Where a block has its float16 scales.
 SCALES_AT = {
     "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q2_K": (80, 82),
@@ -109,7 +111,9 @@ def test_the_source_is_not_modified() -> None:
     assert np.array_equal(raw, before)
 
 
-@pytest.mark.parametrize("ggml_type", list(BLOCK_TYPES), ids=lambda t: t.name)
+@pytest.mark.parametrize(
+    "ggml_type", [each for each in BLOCK_TYPES if each in ALL_TYPES], ids=lambda t: t.name
+)
 def test_unpacked_integers_and_scales_give_the_values(ggml_type: GGMLQuantizationType) -> None:
     raw = random_blocks(ggml_type, 60)
     for at in SCALES_AT.get(ggml_type.name, ()):

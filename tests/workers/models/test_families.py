@@ -411,6 +411,26 @@ def test_logits_from_a_gguf_file_equal_those_of_transformers(name, references, t
     assert_same(Runner(decoder).step({0: tokens})[0], reference.logits(tokens))
 
 
+@pytest.mark.parametrize("load", [load_decoder, load_native_decoder])
+def test_ternary_gguf_files_of_bitnet_cpp_give_the_logits_of_transformers(load, tmp_path):
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4}
+    reference = make_reference("bitnet", **sizes, attention_bias=False)
+    for name, parameter in reference.named_parameters():
+        if "_proj." in name:
+            scale = parameter.data.abs().mean()
+            parameter.data = (parameter.data / scale).round().clamp(-1, 1) * scale
+    path = write_gguf(tmp_path / "m.gguf", reference, published_as="bitnet-b1.58")
+    tokens = prompt(NUM_TOKENS)
+    logits, expected = (
+        Runner(load(path)).step({0: tokens})[0],
+        expected_logits(reference, tokens),
+    )
+    if load is load_decoder:
+        return assert_same(logits, expected)
+    # The activations are rounded to eight bits.
+    assert torch.linalg.norm(logits - expected) < 0.05 * torch.linalg.norm(expected)
+
+
 def test_native_logits_from_a_quantized_gguf_file_with_latent_attention_are_close(tmp_path):
     """The matrices of each head stay quantized. No layer has experts, whose choice would amplify rounding."""
     ranks = {"q_lora_rank": 64, "kv_lora_rank": 64, "first_k_dense_replace": 3}
