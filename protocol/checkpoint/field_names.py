@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 from .config_fields import ConfigFields
 
@@ -19,8 +19,15 @@ _OTHER_NAMES: Final = {
 
 
 def with_common_names(fields: ConfigFields) -> ConfigFields:
-    """Return the fields, adding Llama's name for each field that has another name in this family."""
-    found = {}
+    """Return the fields, adding Llama's name for each field that has another name in this family.
+
+    If the output projection has fewer rows than the embedding, `vocab_size` becomes their number.
+    """
+    found: dict[str, Any] = {}
+    outputs = fields.optional_integer("output_vocab_size")
+    if outputs is not None and fields.get("num_unused_embeddings") is None:
+        size = fields.integer("vocab_size", minimum=outputs)
+        found |= {"vocab_size": outputs, "num_unused_embeddings": size - outputs}
     for name, others in _OTHER_NAMES.items():
         # A Cohere 2 MoE config without an epsilon for RMS norms describes a model with layer norms.
         is_absent = name == "rms_norm_eps" and fields.get("model_type") == "cohere2_moe"

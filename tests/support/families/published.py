@@ -174,6 +174,13 @@ PUBLISHED = {
         ("llm_config",),
         "Model",
     ),
+    "Apertus1p5": Published(
+        "apertus-1.5",
+        {},
+        {},
+        ((r"^model\.", "model.language_model."),),
+        section=("text_config",),
+    ),
     "KimiVL": Published("deepseek-v3", {}, {}, _IN_LANGUAGE_MODEL, _with_tower, ("text_config",)),
     "Qwen3OmniMoe": Published(
         "qwen3-moe-all",

@@ -35,6 +35,12 @@ GLM_AXES = 8, 12, 12
 """The number of frequencies per rotary axis of GLM-4.1V."""
 
 
+def _apertus_1_5(fields: ConfigFields) -> ModelSpec:
+    # The codes of images and sounds are only inputs.
+    num_unused = fields.integer("num_unused_embeddings", 0, minimum=0)
+    return replace(_apertus(fields), num_unused_embeddings=num_unused)
+
+
 def _apertus(fields: ConfigFields) -> ModelSpec:
     llama3 = {
         "rope_type": "llama3",
@@ -347,6 +353,8 @@ def _bitnet(fields: ConfigFields) -> ModelSpec:
 FAMILIES = (
     Family("BitNetForCausalLM", "bitnet", _bitnet),
     Family("ApertusForCausalLM", "apertus", _apertus),
+    Family("Apertus1p5ForConditionalGeneration", "apertus1p5", _apertus_1_5),
+    Family("Apertus1p5TextForCausalLM", "apertus1p5_text", _apertus_1_5),
     Family("ArceeForCausalLM", "arcee", _arcee),
     Family("Ernie4_5ForCausalLM", "ernie4_5", ernie4_5),
     Family("ExaoneForCausalLM", "exaone", _exaone),
