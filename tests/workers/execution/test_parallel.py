@@ -13,6 +13,7 @@ from engine.protocol.config import CPUBackend, ParallelConfig
 from engine.protocol.errors import RunDirectoryError
 from engine.workers.execution.parallel_state import join_replica
 from engine.workers.loaders import open_checkpoint
+from support.families.experts import GATED, GATED_LATENT
 from support.gguf_writer import write_gguf
 from support.quantized_checkpoints import quantize_directory
 from support.replica import NUM_TOKENS, RankResult, Served, run_replica, timeouts
@@ -210,36 +211,6 @@ SMALL_VALUES = {
     "layer_types": ["full_attention", "sliding_attention"] * 2 + ["full_attention"],
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
-    "moe_intermediate_size": 64,
-}
-GATED = {
-    # Layers have different numbers of query heads, whose gates are softplus.
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "sliding_window": 16,
-    "layer_types": ["full_attention", "sliding_attention"] * 2 + ["full_attention"],
-    "num_attention_heads_per_layer": [12, 8, 4, 8, 12],
-    "mlp_layer_types": ["dense", *["sparse"] * 4],
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 64,
-    "shared_expert_intermediate_size": 64,
-    "moe_router_logit_softcapping": 2.0,
-}
-GATED_LATENT = {
-    # Latent attention with gates, between layers whose decays are bounded.
-    "num_key_value_heads": 12,
-    "q_lora_rank": None,
-    "kv_lora_rank": 24,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 8,
-    "head_dim": 8,
-    "layer_group_size": 2,
-    "num_experts": 4,
-    "num_expert_group": 1,
-    "topk_group": 1,
-    "num_experts_per_token": 2,
     "moe_intermediate_size": 64,
 }
 EXPERTS = {
