@@ -38,6 +38,7 @@ from ..client.engine_client import EngineClient
 from ..client.grammar_checks import GrammarChecks
 from ..http.errors import APIError, bad_request, echo, unavailable
 from ..media.chat_media import find_chat_media
+from ..media.documents.reader import DocumentReader
 from ..media.transcription.transcriber import Transcriber
 from ..model_source.lora_registry import LoraRegistry
 from ..observability.tracing.tracer import Tracer
@@ -103,6 +104,7 @@ class Serving:
         self.recent_prompts = RecentPrompts()
         self.loras = LoraRegistry(config)
         self.media = find_chat_media(config, tokenizer, engine.executor)
+        self.documents = DocumentReader(engine.executor)
         self.transcriber: Transcriber | None = None
         if config.model.audio is not None and config.model.has_tokenizer:
             self.transcriber = Transcriber(
@@ -128,6 +130,7 @@ class Serving:
     def close(self) -> None:
         """Stop the processes and threads for grammars and media."""
         self.grammar_checks.close()
+        self.documents.close()
         for part in (self.media, self.transcriber):
             if part is not None:
                 part.close()

@@ -12,8 +12,10 @@ from ...chat import MessageDelta
 from ...client.engine_client import Delta, Sequence
 from ...http.errors import APIError, bad_request, json_response
 from ...http.json_pieces import encode_whole
+from ...media.documents.pdf import MAX_CHARACTERS
 from ..bodies.body import BodyDecoder
 from ..bodies.intake import Intake
+from ..bodies.request_memory import MemoryLease
 from ..chat_prompt import render_chat
 from ..logprobs import Json
 from ..openapi import accepts
@@ -23,7 +25,7 @@ from ..schema.anthropic import MessagesRequest
 from ..serving import Serving
 from ..streaming.event_stream import StreamFormat
 from ..tools.tool_choice import parse_tool_choice
-from .anthropic_request import translate_messages
+from .anthropic_request import find_pdfs, translate_messages
 from .dialect import DialectChunks, DialectEndpoint, expect
 
 PATH: Final = "/v1/messages"
@@ -60,11 +62,34 @@ def error_body(error: APIError, request_id: str) -> Json:
     return body | {"request_id": request_id} if request_id else body
 
 
+async def replace_pdfs(
+    serving: Serving, body: MessagesRequest, size: int, lease: MemoryLease
+) -> int:
+    """Replace the PDF documents of a body by their texts. Return the number of characters of these.
+
+    Raises:
+        APIError: A document cannot be read (400), or there is no room for its text (503).
+    """
+    num_characters = 0
+    for source, where in await serving.executor.run(size, find_pdfs, body):
+        content = source.pop("data")
+        room = MAX_CHARACTERS - num_characters
+        source["data"] = text = await serving.documents.read(content, f"{where}.data", room)
+        source["type"] = "text"
+        num_characters += len(text)
+        lease.count_media(len(text))
+    return num_characters
+
+
 class Messages(DialectEndpoint[MessagesRequest]):
     """The Messages endpoint."""
 
     def __init__(self, serving: Serving, intake: Intake) -> None:
         super().__init__(serving, intake, MessagesRequest)
+
+    async def complete(self, body: MessagesRequest, size: int, lease: MemoryLease) -> int:
+        """Replace PDF documents by their texts, and return the new size of the body."""
+        return size + await replace_pdfs(self._serving, body, size, lease)
 
     @property
     def answer_type(self) -> type[ChatAnswer]:
@@ -104,6 +129,7 @@ class TokenCounter:
         serving = self._serving
         with self._intake.lease() as lease:
             body, size = await self._intake.receive(http.scope, http.receive, self._decoder, lease)
+            size += await replace_pdfs(serving, body, size, lease)
             request = await serving.executor.run(size, lambda: translate_messages(body))
             serving.verify_model(request.model)
             serving.verify_tokenizer("messages")

@@ -16,6 +16,8 @@ from .dialect import expect, refuse
 
 MAX_USER_CHARACTERS: Final = 256
 
+_PDF: Final = "application/pdf"
+
 _LEFT_OUT: Final = ("redacted_thinking", "server_tool_use", "mcp_tool_use", "container_upload")
 """Blocks of an answer that only Anthropic's servers can use. A conversation may have begun there."""
 
@@ -53,6 +55,35 @@ def translate_messages(body: MessagesRequest) -> ChatCompletionRequest:
         continue_final_message=is_prefilled or None,
         **_thinking(body),
     )
+
+
+def find_pdfs(body: MessagesRequest) -> list[tuple[Json, str]]:
+    """Return the sources of all PDF documents in a body, and their places.
+
+    Raises:
+        APIError: A source in base64 is not a PDF document (400).
+    """
+    found: list[tuple[Json, str]] = []
+    for i, message in enumerate(body.messages or ()):
+        _find_pdfs(message.get("content"), f"messages[{i}].content", found)
+    return found
+
+
+def _find_pdfs(blocks: Any, where: str, found: list[tuple[Json, str]]) -> None:
+    for i, block in enumerate(blocks if isinstance(blocks, list) else ()):
+        if not isinstance(block, dict):
+            continue
+        place = f"{where}[{i}]"
+        if block.get("type") == "tool_result":
+            _find_pdfs(block.get("content"), f"{place}.content", found)
+        source = block.get("source")
+        if block.get("type") != "document" or not isinstance(source, dict):
+            continue
+        if source.get("type") == "base64":
+            if source.get("media_type") != _PDF:
+                refuse(f"{place}.source.media_type", f'"{_PDF}"', source.get("media_type"))
+            _string(source, "data", f"{place}.source")
+            found.append((source, f"{place}.source"))
 
 
 def _system(system: str | list[dict[str, Any]] | None) -> list[Json]:
@@ -185,7 +216,7 @@ def _document(block: Json, where: str) -> str:
                     _text_block(part, f"{place}[{i}]")["text"] for i, part in enumerate(blocks)
                 )
         case kind:
-            refuse(f"{where}.source.type", '"text" or "content", because no PDF is read', kind)
+            refuse(f"{where}.source.type", '"text", "content" or "base64"', kind)
     title = block.get("title")
     return f"{title}\n\n{text}" if isinstance(title, str) and title else text
 

@@ -36,7 +36,12 @@ class DialectEndpoint(ChatCompletions, Generic[Body]):
         self, scope: Scope, receive: Receive, lease: MemoryLease
     ) -> tuple[ChatCompletionRequest, int]:
         body, size = await self._intake.receive(scope, receive, self._body_decoder, lease)
+        size = await self.complete(body, size, lease)
         return await self._serving.executor.run(size, lambda: self.translate(body)), size
+
+    async def complete(self, body: Body, size: int, lease: MemoryLease) -> int:
+        """Prepare a body for `translate`, where that takes time. Return its new size in bytes."""
+        return size
 
     @abstractmethod
     def translate(self, body: Body) -> ChatCompletionRequest:

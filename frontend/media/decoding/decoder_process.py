@@ -1,4 +1,4 @@
-"""`python -m engine.frontend.media.decoding.decoder_process FD SETUP`: forks processes that decode media.
+"""`python -m engine.frontend.media.decoding.decoder_process FD SETUP`: forks processes that decode media and documents.
 
 A file may crash a decoder, or make it loop or take unlimited memory. The loss of a process fails only one request.
 `SETUP` is a `Setup` as JSON.
@@ -21,12 +21,15 @@ from ....protocol.isolation.channel import SharedContent, receive, send
 from ....protocol.isolation.fork_server import Serve, run_fork_server
 from ....protocol.isolation.limits import limit_time
 from ..audio.decode import AudioReader
+from ..documents.pdf import read_pdf
 from ..media_reader import MediaReader, PreparedImage
 from .limits import DecoderLimits
 from .messages import (
+    DocumentText,
     Opened,
     OpenSound,
     Prepared,
+    ReadDocument,
     ReadImage,
     ReadSamples,
     ReadVideo,
@@ -37,7 +40,7 @@ from .messages import (
     decode_request,
 )
 
-_LIBRARIES: Final = ("av", "soundfile")
+_LIBRARIES: Final = ("av", "pypdf", "soundfile")
 """Optional packages that are imported before the fork."""
 
 
@@ -63,7 +66,7 @@ class _Child:
 
     def _answer(
         self, request: Request, content: SharedContent
-    ) -> tuple[Prepared | Opened | Refused, Iterable[bytes | memoryview]]:
+    ) -> tuple[Prepared | Opened | DocumentText | Refused, Iterable[bytes | memoryview]]:
         try:
             match request:
                 case ReadImage(where, source, num_images):
@@ -86,6 +89,9 @@ class _Child:
                     if len(samples) < num_samples:
                         self._sound = None
                     return Opened(samples.nbytes), (samples.data,)
+                case ReadDocument(where, size, max_characters):
+                    text = read_pdf(content.read(size), where, max_characters).encode()
+                    return DocumentText(len(text)), (text,)
         except ParameterError as error:
             return Refused(error.param, str(error).removeprefix(f"{error.param} ")), ()
         except MemoryError:

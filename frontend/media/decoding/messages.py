@@ -92,8 +92,25 @@ class Refused(msgspec.Struct, tag=7, array_like=True):
     problem: str
 
 
-Request: TypeAlias = ReadImage | ReadVideo | OpenSound | ReadSamples
-Reply: TypeAlias = Prepared | Opened | Refused | Exited
+class ReadDocument(msgspec.Struct, tag=8, array_like=True):
+    """A request to read a PDF document, which is the content. The reply is DocumentText or Refused.
+
+    `size` is the size of the content in bytes.
+    """
+
+    where: str
+    size: int
+    max_characters: int
+
+
+class DocumentText(msgspec.Struct, tag=9, array_like=True):
+    """The reply with the text of a document. The content is the text in UTF-8, with this size in bytes."""
+
+    size: int
+
+
+Request: TypeAlias = ReadImage | ReadVideo | OpenSound | ReadSamples | ReadDocument
+Reply: TypeAlias = Prepared | Opened | Refused | DocumentText | Exited
 
 decode_request: Final = msgspec.msgpack.Decoder(Request).decode
 decode_reply: Final = msgspec.msgpack.Decoder(Reply).decode

@@ -21,9 +21,11 @@ from ..frame_sampling import Sampling
 from ..media_reader import PreparedImage, ReaderConfig
 from .limits import DecoderLimits
 from .messages import (
+    DocumentText,
     Opened,
     OpenSound,
     Prepared,
+    ReadDocument,
     ReadImage,
     ReadSamples,
     ReadVideo,
@@ -211,6 +213,23 @@ class MediaProcesses:
         request = ReadVideo(where, _describe(source, parts), sampling)
         return self._prepare(request, parts)
 
+    def read_document(self, data: bytes, where: str, max_characters: int) -> str:
+        """Return the text of a PDF document.
+
+        Raises:
+            ParameterError: The document cannot be read, or has more than `max_characters` characters.
+        """
+        request = ReadDocument(where, len(data), max_characters)
+        process, reply, content = self._exchange(request, [data])
+        try:
+            with content:
+                return content.read(_expect(reply, DocumentText).size).decode()
+        except EOFError as error:
+            process.close()
+            raise ParameterError(where, f"cannot be decoded: {error}") from None
+        finally:
+            self.put_back(process)
+
     def open_sound(self, data: bytes, opening: OpenSound) -> IsolatedSound:
         """Return a sound, which occupies a process until it is closed.
 
@@ -253,7 +272,9 @@ class MediaProcesses:
         return PreparedImage(prepared.text, inputs, prepared.is_video)
 
     def _exchange(
-        self, request: ReadImage | ReadVideo | OpenSound, parts: Sequence[bytes | memoryview]
+        self,
+        request: ReadImage | ReadVideo | OpenSound | ReadDocument,
+        parts: Sequence[bytes | memoryview],
     ) -> tuple[_Process, Reply, SharedContent]:
         """Return a process, its reply and the content of the reply.
 

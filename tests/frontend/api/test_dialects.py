@@ -5,12 +5,17 @@ The core repeats the last message, so a test says in it what the model writes.
 
 from __future__ import annotations
 
+import base64
+import sys
 from collections.abc import Iterator
 
 import anthropic
 import ollama
 import pytest
+from engine.frontend.media.documents.pdf import read_pdf
+from engine.protocol.errors import ParameterError
 from support.frontend_process import MODEL, FrontendProcess, sound_frontend
+from support.pdf import write_pdf
 from support.shown_prompts import ANSWER, PIXEL, SCHEMA, TEMPLATE
 
 pytestmark = pytest.mark.slow
@@ -172,6 +177,65 @@ def test_claude_conversation_reaches_the_template(
         tool_choice={"type": "tool", "name": "get_weather"},
     )
     assert forced.content[0].input == {"city": "Oslo"}
+
+
+def document(content: bytes, **fields: str) -> dict:
+    data = base64.b64encode(content).decode()
+    source = {"type": "base64", "media_type": "application/pdf", "data": data} | fields
+    return {"type": "document", "title": "Report", "source": source}
+
+
+def test_claude_reads_pdf_documents(frontend: FrontendProcess, claude: anthropic.Anthropic) -> None:
+    pytest.importorskip("pypdf")
+    result = {
+        "type": "tool_result",
+        "tool_use_id": "t",
+        "content": [document(write_pdf(["Wet"]))],
+    }
+    parts = [result, document(write_pdf(["It rains.", "It stops."]))]
+    messages = [{"role": "user", "content": parts}]
+    counted = claude.messages.count_tokens(model=MODEL, messages=messages)
+    shown = "[tool:Report\n\nWet|t][user:Report\n\nIt rains.\n\nIt stops.]"
+    assert counted.input_tokens == num_tokens(frontend, shown)
+    answer = claude.messages.create(model=MODEL, max_tokens=3, messages=messages)
+    assert answer.usage.input_tokens + answer.usage.cache_read_input_tokens == len(
+        frontend.tokenizer.encode(shown)
+    )
+
+
+@pytest.mark.parametrize(
+    ("block", "field", "problem"),
+    [
+        (document(b"no document"), "data", "cannot be decoded: "),
+        (document(b"", data="?"), "data", "is not valid base64"),
+        (document(write_pdf([""])), "data", "contains no text"),
+        (document(write_pdf(["a"], num_copies=601)), "data", "has 601 pages, but at most 600"),
+        (document(b"", media_type="text/html"), "media_type", 'must be "application/pdf"'),
+    ],
+)
+def test_unreadable_pdf_is_refused_by_name(
+    frontend: FrontendProcess, block: dict, field: str, problem: str
+) -> None:
+    pytest.importorskip("pypdf")
+    messages = [{"role": "user", "content": [block]}]
+    body = {"model": MODEL, "max_tokens": 4, "messages": messages}
+    response = frontend.http.post("/v1/messages", json=body, headers={"x-api-key": KEY})
+    assert response.status_code == 400
+    message = response.json()["error"]["message"]
+    assert message.startswith(f"messages[0].content[0].source.{field} {problem}"), message
+
+
+def test_pdf_without_pypdf_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pypdf", None)
+    with pytest.raises(ParameterError, match=r"engine-serve\[media\]"):
+        read_pdf(write_pdf(["a"]), "data", 100)
+
+
+def test_text_of_pdf_is_bounded() -> None:
+    pytest.importorskip("pypdf")
+    assert read_pdf(write_pdf(["abc", "de"]), "data", 5) == "abc\n\nde"
+    with pytest.raises(ParameterError, match="has too much text"):
+        read_pdf(write_pdf(["abc", "de"]), "data", 4)
 
 
 @pytest.mark.parametrize(
