@@ -21,6 +21,7 @@ from ..stored.pages import list_body, parse_page
 from ..stored.records import not_found
 from .ids import new_id
 from .items import MessageBuilder, normalize_input
+from .request import verify_include
 from .states import ResponseStates
 
 MAX_ITEMS_AT_ONCE: Final = 20
@@ -84,6 +85,7 @@ class Conversations:
     @accepts(ConversationItemsRequest)
     async def add_items(self, request: Request) -> Response:
         """Add items to the end of a conversation."""
+        verify_include(request.query_params)
         body = await self._receive(request, self._items_decoder)
         if not body.items:
             raise bad_request("items", "items is required and must not be empty")
@@ -96,6 +98,7 @@ class Conversations:
 
     async def list_items(self, request: Request) -> Response:
         """List the items of a conversation."""
+        verify_include(request.query_params)
         page = parse_page(request.query_params)
         record = await self._get(request)
         identifier = record["conversation"]["id"]
@@ -106,6 +109,7 @@ class Conversations:
 
     async def retrieve_item(self, request: Request) -> Response:
         """Return an item of a conversation."""
+        verify_include(request.query_params)
         item = await self._states.items.find(_item_key(request), _owner(request))
         if item is None:
             raise not_found("The item", request.path_params["item_id"])

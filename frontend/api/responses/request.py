@@ -6,6 +6,8 @@ import contextlib
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from starlette.datastructures import QueryParams
+
 from ...http.errors import APIError, bad_request, echo
 from ..dialects.dialect import expect, refuse
 from ..generation import MAX_USER_CHARACTERS
@@ -146,6 +148,18 @@ def _prompt_fields(
     }
 
 
+def verify_include(query: QueryParams) -> None:
+    """Raise APIError (400) if a query asks for a part of the output that does not exist."""
+    for name in ("include", "include[]"):
+        for value in query.getlist(name):
+            _verify_includable(name, value)
+
+
+def _verify_includable(where: str, name: str) -> None:
+    if name not in _INCLUDABLE:
+        refuse(where, f"one of {', '.join(_INCLUDABLE)}", name)
+
+
 def _verify(body: ResponsesRequest) -> None:
     identifier = body.safety_identifier or ""
     if len(identifier) > MAX_USER_CHARACTERS:
@@ -154,8 +168,7 @@ def _verify(body: ResponsesRequest) -> None:
             f"safety_identifier must have at most {MAX_USER_CHARACTERS} characters, got {len(identifier)}",
         )
     for i, name in enumerate(body.include or ()):
-        if name not in _INCLUDABLE:
-            refuse(f"include[{i}]", f"one of {', '.join(_INCLUDABLE)}", name)
+        _verify_includable(f"include[{i}]", name)
     if body.top_logprobs is not None and not 0 <= body.top_logprobs <= MAX_TOP_LOGPROBS:
         refuse("top_logprobs", f"between 0 and {MAX_TOP_LOGPROBS}", body.top_logprobs)
     for name, low in (("max_output_tokens", 1), ("max_tool_calls", 1)):

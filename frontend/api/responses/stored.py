@@ -15,6 +15,7 @@ from ..stored.pages import cut_page, list_body, parse_page
 from ..stored.records import not_found
 from .background import BackgroundRuns
 from .events import read_run, read_stored, repeat_events, send_events
+from .request import verify_include
 from .states import ENDED, ResponseStates
 
 CANCEL_S: Final = 10.0
@@ -37,8 +38,11 @@ class StoredResponses:
         if scope["method"] == "DELETE":
             await (await self._delete(identifier, owner))(scope, receive, send)
             return
+        verify_include(request.query_params)
         record = await self._find(identifier, owner)
         if not _is_true(request, "stream"):
+            if "starting_after" in request.query_params:
+                raise bad_request("starting_after", "starting_after needs stream=true")
             await json_response(record["response"])(scope, receive, send)
             return
         first = _first_event(request)
@@ -75,6 +79,7 @@ class StoredResponses:
 
     async def input_items(self, request: Request) -> Response:
         """List the items that a response was given."""
+        verify_include(request.query_params)
         identifier, owner = _key(request)
         page = parse_page(request.query_params)
         record = await self._states.responses.get(identifier, owner)

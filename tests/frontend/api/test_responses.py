@@ -465,6 +465,15 @@ def test_events_of_an_ended_response_can_be_repeated(
     assert shown(events[-1].response.output) == shown(response.output)
     done = [event.item for event in events if event.type == "response.output_item.done"]
     assert [item.id for item in done] == [item.id for item in response.output]
+    for query, named in (
+        ("include[]=nope", "include[] must be one of message.output_text.logprobs"),
+        ("starting_after=1", "starting_after needs stream=true"),
+    ):
+        refused = frontend.http.get(f"/v1/responses/{response.id}?{query}")
+        assert refused.status_code == 400
+        assert refused.json()["error"]["message"].startswith(named)
+    including = {"include": ["message.output_text.logprobs"]}
+    assert client.responses.input_items.list(response.id, **including).data
 
 
 @pytest.mark.timeout(60)
