@@ -14,12 +14,17 @@ class MicroBatches:
 
     A request in the pipeline cannot enter it again before its token is known. With a single batch, one stage would work
     while the others wait; with several alternating batches, every stage is busy.
+
+    If it `awaits_tokens`, no request enters the pipeline before its last token and its drafts are known here.
     """
 
-    def __init__(self, num_batches: int, num_slots: int, results: StepResults) -> None:
+    def __init__(
+        self, num_batches: int, num_slots: int, results: StepResults, *, awaits_tokens: bool = False
+    ) -> None:
         self._num_batches = num_batches
         self._num_slots = num_slots
         self._results = results
+        self._awaits_tokens = awaits_tokens
 
     def limit_decodes(
         self, slots: SlotArray, wanted: Int64Array, is_prefill: BoolArray
@@ -27,14 +32,15 @@ class MicroBatches:
         """Return `wanted` with 0 for the decoding requests whose batch is not next."""
         may_decode = (wanted > 0) & ~is_prefill
         num_batches = min(self._num_batches, int(may_decode.sum()))
-        if num_batches <= 1:
+        if num_batches < 1 or (num_batches == 1 and not self._awaits_tokens):
             return wanted
-        under_way = self._results.get_last_steps(num_batches - 1)
+        others = self._num_batches if self._awaits_tokens else num_batches - 1
+        under_way = self._results.get_last_steps(others)
         is_under_way = np.zeros(self._num_slots, np.bool_)
         for step in under_way:
             is_under_way[step.sampling.slots] = True
         may_decode &= ~is_under_way[slots]
-        share = -(-int(may_decode.sum()) // (num_batches - len(under_way)))
+        share = -(-int(may_decode.sum()) // max(num_batches - len(under_way), 1))
         turn = may_decode.nonzero()[0][:share]
         limited = np.where(is_prefill, wanted, 0)
         limited[turn] = wanted[turn]

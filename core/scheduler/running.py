@@ -87,7 +87,7 @@ class RunningScheduler:
         most = state.max_computed_tokens[slots]
         needed = wanted = np.minimum(state.num_expected_tokens[slots], most)
         needed -= computed
-        if self._drafts is not None:
+        if self._drafts is not None and self._may_verify():
             is_decoding = (needed == 1) & ~self._is_prefilling(slots)
             room = self._manager.tables.limit_growth(slots, computed + needed, most) - computed
             drafts = self._drafts.count_drafts(slots, is_decoding, room - needed)
@@ -119,6 +119,13 @@ class RunningScheduler:
         return RunningPlan(
             slots, needed, wanted, granted, computed, growth, int(granted.sum()), share, encoders
         )
+
+    def _may_verify(self) -> bool:
+        """Return whether the step may have drafts.
+
+        The stages of a pipeline plan a step each on their own. So they get drafts only if all requests decode.
+        """
+        return self._micro_batches is None or not (self._running.prefilling or self._queue)
 
     def _limit(self, slots: SlotArray, wanted: Int64Array) -> tuple[Int64Array, int]:
         """Reduce the wanted tokens to the limits of the step, in order of admission.

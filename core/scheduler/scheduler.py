@@ -149,7 +149,10 @@ class Scheduler(SchedulerInterface):
         micro_batches: MicroBatches | None = None
         if config.num_micro_batches > 1:
             micro_batches = MicroBatches(
-                config.num_micro_batches, config.max_num_seqs, self._results
+                config.num_micro_batches,
+                config.max_num_seqs,
+                self._results,
+                awaits_tokens=self._drafts is not None and not config.async_scheduling,
             )
         partial_prefills = PartialPrefills(config, cache_config, max_model_len)
         self._queue.long_prompt_tokens = partial_prefills.long_prompt_tokens

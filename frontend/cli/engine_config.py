@@ -252,6 +252,8 @@ def _make_scheduler_config(
         # Transcripts and translations are short, and repetitions in them do not predict what follows.
         given.setdefault("speculative", None)
     given["speculative"] = _speculation(given, device, num_stages, model.download_dir)
+    if num_stages > 1 and given["speculative"] is not None:
+        given["async_scheduling"] = False
     chunked = given.get("enable_chunked_prefill", True)
     limits = _default_limits(device, max_model_len)
     given.setdefault("max_num_seqs", limits.max_num_seqs)
@@ -359,18 +361,23 @@ def _speculation(
 ) -> SpeculativeConfig | None:
     """Return the settings of speculative decoding: the given ones, or the default for this device.
 
-    By default, speculation is enabled wherever it is supported, because it costs nothing on text without repetitions.
+    By default, speculation is enabled where it costs nothing on text without repetitions. With pipeline stages, no step
+    can be queued before the tokens of the previous one are known, so it is not.
     """
-    is_possible = num_stages == 1 and not has_gpu(device)
     if "speculative" not in given:
-        return DEFAULT_SPECULATION if is_possible else None
+        return DEFAULT_SPECULATION if num_stages == 1 and not has_gpu(device) else None
     speculative: SpeculativeConfig | None = given["speculative"]
-    if speculative is not None and not is_possible:
+    if speculative is None:
+        return None
+    if has_gpu(device):
+        raise ConfigError("--speculative-config needs --device cpu; remove it or change the device")
+    if num_stages > 1 and speculative.method.reads_hidden_states:
         raise ConfigError(
-            "--speculative-config needs --device cpu and --pipeline-parallel-size 1 "
-            f"(given: {num_stages}); remove it or change those flags"
+            f"--speculative-config with the method {speculative.method.value} needs "
+            f"--pipeline-parallel-size 1 (given: {num_stages}), because the head reads the embeddings and "
+            "hidden states of all stages; use another method or flag"
         )
-    if speculative is None or speculative.model is None:
+    if speculative.model is None:
         return speculative
     # These imports are slow, and other commands do not need them.
     from ..model_source.source import find_checkpoint

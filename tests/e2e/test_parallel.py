@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import json
 import random
 import subprocess
 import sys
@@ -36,7 +37,7 @@ def generate(server: Server, prompt: list[int], **sampling: object) -> list[int]
     return answer["choices"][0]["token_ids"]
 
 
-def serve(path: Path, *flags: str) -> list[list[int]]:
+def serve(path: Path, *flags: str, has_drafts: bool = False) -> list[list[int]]:
     """Return the tokens of greedy and seeded requests of all sizes, sent together and preempted at random."""
     rng = random.Random(5)
     prompts = [[rng.randrange(4, 300) for _ in range(rng.randrange(1, 90))] for _ in range(8)]
@@ -49,6 +50,8 @@ def serve(path: Path, *flags: str) -> list[list[int]]:
             )
             tokens = list(served)
         wait_until(lambda: server.metric("engine:kv_cache_usage_perc") == 0)
+        if has_drafts:
+            assert server.metric("engine:spec_decode_num_accepted_tokens_total") > 50
         assert server.stop() == 0, server.log
     return tokens
 
@@ -73,6 +76,26 @@ def test_a_server_with_several_workers_gives_the_tokens_of_one(
     if make not in tokens_of_one:
         tokens_of_one[make] = serve(path)
     assert serve(path, *flags) == tokens_of_one[make]
+
+
+@pytest.mark.parametrize(
+    ("make", "method", "flags"),
+    [
+        (gemma3_gguf, "suffix", ["-pp", "3"]),
+        (qwen3_directory, "draft_model", ["-pp", "2"]),
+    ],
+)
+def test_pipeline_stages_verify_drafts(
+    tmp_path: Path, tokens_of_one: dict[Any, list[list[int]]], make, method: str, flags: list[str]
+) -> None:
+    path, _ = make(tmp_path)
+    if make not in tokens_of_one:
+        tokens_of_one[make] = serve(path)
+    drafts = {"method": method, "num_speculative_tokens": 4, "adaptive": False}
+    if method == "draft_model":
+        drafts["model"] = str(path)
+    flags = [*flags, "--speculative-config", json.dumps(drafts)]
+    assert serve(path, *flags, has_drafts=True) == tokens_of_one[make]
 
 
 @pytest.mark.parametrize(

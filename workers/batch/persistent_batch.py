@@ -270,13 +270,13 @@ class PersistentBatch:
 
     def decoding_slots(self, output: SchedulerOutput) -> Int32Array | None:
         """Return the slots of a step in which every slot computes only its last token, else None."""
-        slots_S = self._slots_of(output)
+        slots_S = self.slots_of(output)
         is_last_S = self.num_computed_tokens[slots_S] + 1 == self.num_tokens[slots_S]
         return slots_S if len(slots_S) and is_last_S.all() else None
 
     def plan(self, output: SchedulerOutput) -> StepPlan:
         """Return the layout of a step, and advance `num_computed_tokens` past the step's tokens."""
-        slots_S = self._slots_of(output)
+        slots_S = self.slots_of(output)
         num_computed_S = self.num_computed_tokens[slots_S]
         num_scheduled_S = np.ones(len(slots_S), np.int32)
         query_start_loc = np.arange(len(slots_S) + 1, dtype=np.int32)
@@ -320,7 +320,8 @@ class PersistentBatch:
         num_drafts_N[self._slots_S[rows]] = counts
         return num_drafts_N
 
-    def _slots_of(self, output: SchedulerOutput) -> Int32Array:
+    def slots_of(self, output: SchedulerOutput) -> Int32Array:
+        """Return the slots of a step."""
         if output.slots is not None:
             self._slots_S = int32_view(output.slots)
         return self._slots_S
@@ -360,6 +361,20 @@ class PersistentBatch:
     def append_tokens(self, slots: Int32Array, token_ids: AnyArray) -> None:
         """Append one sampled token to each of `slots`; `token_ids` are int [len(slots)] on the device."""
         self.store_tokens(slots, self.reserve_columns(slots), token_ids)
+
+    def write_drafts(self, slots: SlotArray, counts: Int32Array, token_ids: Int32Array) -> None:
+        """Write drafts after the tokens of slots: slot i gets `counts[i]` of the concatenated `token_ids`."""
+        offsets = np.arange(len(token_ids)) - np.repeat(np.cumsum(counts) - counts, counts)
+        columns = np.repeat(self.num_tokens[slots], counts) + offsets
+        on_host(self.token_ids_NL)[np.repeat(slots, counts), columns] = token_ids
+
+    def store_verified(self, slots: Int32Array, tokens_RK: Int32Array) -> None:
+        """Append the tokens that a step with drafts sampled for each of `slots`, followed by -1."""
+        is_sampled_RK = tokens_RK >= 0
+        counts = is_sampled_RK.sum(1).astype(np.int32)
+        self.write_drafts(slots, counts, tokens_RK[is_sampled_RK])
+        self.num_tokens[slots] += counts
+        self.num_computed_tokens[slots] = self.num_tokens[slots] - 1
 
     def reserve_columns(self, slots: Int32Array) -> Int32Array:
         """Reserve a column for the token that each of `slots` samples. Return the columns, for `store_tokens`."""

@@ -173,7 +173,7 @@ class DeviceExecution:
         if not len(plan.slots_S):
             return ModelRunnerOutput(output.step)
         slots_R = plan.slots_S[plan.sampling_rows]
-        self._requests.await_tokens(plan)
+        self._requests.await_tokens(plan.slots_S)
         encoders = self._requests.encoders
         forwarded = self._forward(plan, None if encoders is None else encoders.place(plan))
         hidden_TD = forwarded.hidden_TD

@@ -16,7 +16,7 @@ import torch
 from ...protocol.arrays import Int32Array, Int64Array, int32_view
 from ...protocol.config import SpeculativeConfig
 from ...protocol.worker_messages import GrammarOutput, ModelRunnerOutput, SchedulerOutput
-from ..batch import PersistentBatch, StepPlan, even_requests
+from ..batch import PersistentBatch, SlotArray, StepPlan, even_requests
 from ..cpu.decoder import NativeDecoder
 from ..cpu.decoding import NativeDecoding
 from ..cpu.drafts import Drafts, count_predictions
@@ -85,8 +85,12 @@ class HostExecution:
         self._drafts = None
         if self._decoding is not None:
             self._drafts = self._decoding.drafts
-        elif self._speculative is not None and self._shard.is_first and self._shard.is_last:
-            self._drafts = _find_drafts(self._speculative, self._batch)
+        elif self._speculative is not None and self._shard.is_last:
+            if self._shard.is_first:
+                self._drafts = _find_drafts(self._speculative, self._batch)
+            else:
+                # The other stages compute drafts too, so they cannot be disabled here.
+                self._drafts = Drafts(self._speculative, self._batch)
         if self._draft_model is not None:
             self._draft_model.use_batch(self._batch, self._kv_cache.num_blocks)
 
@@ -114,6 +118,11 @@ class HostExecution:
 
     def execute(self, output: SchedulerOutput, await_grammar: GrammarSource) -> ModelRunnerOutput:
         """Compute a step and return its output."""
+        if self._speculative is not None and not self._shard.is_last:
+            # How many tokens a slot has depends on how many drafts the last stage accepted.
+            self._requests.await_tokens(self._batch.slots_of(output))
+            if output.drafts:
+                return self._compute_drafts(output)
         if self._drafts is None:
             return self._run(output, await_grammar)
         if output.new_requests:
@@ -132,6 +141,9 @@ class HostExecution:
 
     def _run(self, output: SchedulerOutput, await_grammar: GrammarSource) -> ModelRunnerOutput:
         await_grammar = partial(self._await_grammar, await_grammar)
+        if output.drafts and not self._shard.is_first:
+            # All stages agree to verify the drafts, because the core adds none to steps with prompts.
+            return self._verify(self._batch.slots_of(output), output, await_grammar)
         self._decoded_rows = rows = self._rows_to_decode(output)
         if rows is None or (self._decoding is None and not output.drafts):
             return self._execute(output, await_grammar)
@@ -186,8 +198,20 @@ class HostExecution:
         return result
 
     @torch.inference_mode()
+    def _compute_drafts(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        """Compute each request's last token and its drafts, which the last stage verifies."""
+        slots_S = self._batch.slots_of(output)
+        rows, counts = int32_view(output.drafts).reshape(-1, 2).T
+        self._batch.write_drafts(slots_S[rows], counts, int32_view(output.draft_token_ids))
+        num_drafts_S = self._count_drafts(output, slots_S)
+        plan = plan_verification(self._requests, slots_S, num_drafts_S)
+        self._pipeline.send_hidden(as_tensor(self._forward(plan)))
+        self._requests.expect_verified(slots_S, num_drafts_S)
+        return ModelRunnerOutput(output.step)
+
+    @torch.inference_mode()
     def _verify(
-        self, slots_S: Int64Array, output: SchedulerOutput, await_grammar: GrammarSource
+        self, slots_S: SlotArray, output: SchedulerOutput, await_grammar: GrammarSource
     ) -> ModelRunnerOutput:
         """Compute each request's last token and its drafts with torch. Return the accepted and sampled tokens."""
         drafts, num_drafts_S = self._drafts, self._drafts_to_verify(output, slots_S)
@@ -200,8 +224,11 @@ class HostExecution:
         result = choose_verified(
             self._requests, plan, logits_TV, grammar, output.step, num_predicted_S
         )
-        drafts.look_up(plan.slots_S)
         counts_S = int32_view(result.num_sampled)
+        if not self._shard.is_first:
+            tokens_RK = _padded(int32_view(result.sampled_token_ids), counts_S, num_drafts_S)
+            self._pipeline.send_tokens(as_tensor(tokens_RK), has_drafts=True)
+        drafts.look_up(plan.slots_S)
         starts_S = plan.query_start_loc[:-1]
         hidden_TE = self._model.kept_hidden_TE
         computed = ComputedRows(plan.slots_S, plan.num_computed_S, counts_S, starts_S, hidden_TE)
@@ -209,13 +236,16 @@ class HostExecution:
         result.drafts = drafts.get_found(output.step)
         return result
 
-    def _drafts_to_verify(self, output: SchedulerOutput, slots_S: Int64Array) -> Int32Array | None:
+    def _drafts_to_verify(self, output: SchedulerOutput, slots_S: SlotArray) -> Int32Array | None:
         """Return how many drafts of each row to verify, or None if there are none."""
         if not output.drafts or self._drafts is None:
             return None
         rows, counts = int32_view(output.drafts).reshape(-1, 2).T
         if output.draft_token_ids:
             self._drafts.set_drafts(slots_S[rows], counts, int32_view(output.draft_token_ids))
+        return self._count_drafts(output, slots_S)
+
+    def _count_drafts(self, output: SchedulerOutput, slots_S: SlotArray) -> Int32Array:
         return self._kv_cache.limit_drafts(
             self._batch.num_drafts(output)[slots_S], self._batch.num_tokens[slots_S]
         )
@@ -273,7 +303,8 @@ class HostExecution:
         prompt_logprobs = self._requests.prompt_logprobs
         self._batch.append_tokens(slots_R, sampled.token_ids)
         if not self._shard.is_first:
-            self._pipeline.send_tokens(as_tensor(sampled.token_ids))
+            has_drafts = self._drafts is not None
+            self._pipeline.send_tokens(as_tensor(sampled.token_ids), has_drafts=has_drafts)
         result = sampled.message(output.step, prompt_logprobs.finish(slots_R.tolist()))
         if output.drafts:
             result.num_verified = bytes(len(result.sampled_token_ids))
@@ -323,7 +354,7 @@ class HostExecution:
 
     def _inputs(self, plan: StepPlan) -> _Inputs:
         """Return the arguments of the model's `forward`."""
-        self._requests.await_tokens(plan)
+        self._requests.await_tokens(plan.slots_S)
         if self._requests.loras is not None:
             self._requests.loras.begin_step(plan.slots_T)
         if self._requests.encoders is not None:
@@ -362,6 +393,13 @@ def _decoded_rows(
     hidden_KE = decoding.hidden_KE
     hidden_TE = None if hidden_KE is None else torch.from_numpy(hidden_KE)
     return ComputedRows(slots_S, begins_S, counts_S, rows_S, hidden_TE)
+
+
+def _padded(tokens_K: Int32Array, counts_R: Int32Array, num_drafts_R: Int32Array) -> Int32Array:
+    """Return the tokens of each row, one more than its largest number of drafts, with -1 for those not sampled."""
+    tokens_RK = np.full((len(counts_R), 1 + int(num_drafts_R.max())), -1, np.int32)
+    tokens_RK[np.arange(tokens_RK.shape[1]) < counts_R[:, None]] = tokens_K
+    return tokens_RK
 
 
 def _find_drafts(speculative: SpeculativeConfig, batch: PersistentBatch) -> Drafts | None:

@@ -112,11 +112,13 @@ class ModelRunner:
         self._execution: Execution
         self._draft_model: DraftModel | DraftHead | None = None
         speculative = config.scheduler.speculative
-        if speculative is not None and speculative.method is ProposerMethod.DRAFT_MODEL:
+        if speculative is None or not model.shard.is_last:
+            pass
+        elif speculative.method is ProposerMethod.DRAFT_MODEL:
             from .drafting.draft_model import DraftModel
 
             self._draft_model = DraftModel(config, model, kv_cache, device, on_progress)
-        elif speculative is not None and speculative.method.reads_hidden_states:
+        elif speculative.method.reads_hidden_states:
             from .drafting.draft_head import DraftHead
 
             dtype = torch_dtype(configured_dtype(config.model.dtype))

@@ -1,9 +1,10 @@
 """Pipeline parallelism: each stage has contiguous layers, and as many batches are in flight as there are stages.
 
 Each rank of a stage communicates with the ranks at the same position in other stages. Hidden states go to the next
-stage. Sampled tokens go directly from the last stage to the first, which needs them for the next step.
+stage. Sampled tokens go directly from the last stage to the first, which needs them for the next step. With drafts,
+they go to every other stage, because only the last one knows how many drafts were accepted.
 
-Shapes: T tokens of a step, D hidden size, R rows that sample.
+Shapes: T tokens of a step, D hidden size, R rows that sample, K tokens per row in a step with drafts.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from ..batch import PersistentBatch
 from ..device.transfers import to_device
 
 SPARE_SENDS: Final = 4
-"""Number of sends that may be pending in addition to one per stage.
+"""Number of steps whose sends may be pending in addition to one per stage.
 
 The core keeps fewer steps in flight, so waiting for the oldest send does not block.
 """
@@ -46,14 +47,16 @@ class Pipeline:
     ):
         self.stage = stage
         self.num_stages = num_stages
-        self._first = rank - stage * ranks_per_stage
-        self._last = self._first + (num_stages - 1) * ranks_per_stage
+        first = rank - stage * ranks_per_stage
+        self._last = first + (num_stages - 1) * ranks_per_stage
+        self._others = range(first, self._last, ranks_per_stage)
         self._previous = rank - ranks_per_stage
         self._next = rank + ranks_per_stage
         self._link_from_previous = links[(stage - 1) % len(links)]
         self._link_to_next = links[stage % len(links)]
         self._token_group = token_group
-        self._max_pending_sends = num_stages + SPARE_SENDS
+        sends_per_step = max(num_stages - 1, 1) if rank == self._last else 1
+        self._max_pending_sends = sends_per_step * (num_stages + SPARE_SENDS)
         self._pending_sends: deque[tuple[dist.Work, Tensor]] = deque()
 
     def send_hidden(self, hidden_TD: Tensor) -> None:
@@ -65,13 +68,15 @@ class Pipeline:
         dist.recv(hidden_TD, self._previous, group=self._link_from_previous)
         return hidden_TD
 
-    def send_tokens(self, token_ids_R: Tensor) -> None:
-        """Start to send sampled tokens to the first stage."""
-        self._send(token_ids_R.to(torch.int32, copy=True), self._first, self._token_group)
+    def send_tokens(self, token_ids: Tensor, *, has_drafts: bool = False) -> None:
+        """Start to send sampled tokens to the first stage, or to all others if the model `has_drafts`."""
+        sent = token_ids.to(torch.int32, copy=True)
+        for rank in self._others if has_drafts else self._others[:1]:
+            self._send(sent, rank, self._token_group)
 
-    def begin_receiving_tokens(self, token_ids_R: Tensor) -> dist.Work:
-        """Start to receive the last stage's tokens into `token_ids_R`, int32."""
-        work = dist.irecv(token_ids_R, self._last, group=self._token_group)
+    def begin_receiving_tokens(self, token_ids: Tensor) -> dist.Work:
+        """Start to receive the last stage's tokens into `token_ids`, int32."""
+        work = dist.irecv(token_ids, self._last, group=self._token_group)
         assert work is not None
         return work
 
@@ -90,12 +95,12 @@ class Pipeline:
 
 
 class TokenFeed:
-    """Writes the tokens that the last stage samples into the batch of the first stage, once a step needs them."""
+    """Writes the tokens that the last stage samples into the batch of another stage, once a step needs them."""
 
     def __init__(self, pipeline: Pipeline, batch: PersistentBatch, num_slots: int) -> None:
         self._pipeline = pipeline
         self._batch = batch
-        self._arriving: deque[tuple[dist.Work, Tensor, Int32Array, Int32Array]] = deque()
+        self._arriving: deque[tuple[dist.Work, Tensor, Int32Array, Int32Array | None]] = deque()
         self._num_expected = 0
         self._num_received = 0
         self._last_expected: Int64Array = np.zeros(num_slots, np.int64)
@@ -104,11 +109,20 @@ class TokenFeed:
     def expect_tokens(self, slots_R: Int32Array) -> None:
         """Start to receive a token for each of these slots, which the last stage samples in the current step."""
         columns_R = self._batch.reserve_columns(slots_R)
-        tokens_R = torch.empty(len(slots_R), dtype=torch.int32, device=self._batch.device)
-        work = self._pipeline.begin_receiving_tokens(tokens_R)
+        self._expect((len(slots_R),), slots_R, columns_R)
+
+    def expect_verified(self, slots_R: Int32Array, most: int) -> None:
+        """Start to receive up to `most` tokens for each of these slots, whose drafts the current step verifies."""
+        self._expect((len(slots_R), most), slots_R, None)
+
+    def _expect(
+        self, shape: tuple[int, ...], slots_R: Int32Array, columns_R: Int32Array | None
+    ) -> None:
+        tokens = torch.empty(shape, dtype=torch.int32, device=self._batch.device)
+        work = self._pipeline.begin_receiving_tokens(tokens)
         self._num_expected += 1
         self._last_expected[slots_R] = self._num_expected
-        self._arriving.append((work, tokens_R, slots_R, columns_R))
+        self._arriving.append((work, tokens, slots_R, columns_R))
 
     def drop_tokens(self, slot: int) -> None:
         """Discard tokens that arrive later for the previous request of the slot."""
@@ -117,7 +131,7 @@ class TokenFeed:
 
     def await_tokens(self, slots_S: Int32Array) -> None:
         """Wait until all tokens of these slots are in the batch."""
-        needed = int(self._last_expected[slots_S].max())
+        needed = int(self._last_expected[slots_S].max(initial=0))
         while self._num_received < needed:
             self._receive()
 
@@ -127,9 +141,12 @@ class TokenFeed:
             self._receive()
 
     def _receive(self) -> None:
-        work, tokens_R, slots_R, columns_R = self._arriving.popleft()
+        work, tokens, slots_R, columns_R = self._arriving.popleft()
         work.wait()
         self._num_received += 1
         is_valid_R = self._first_valid[slots_R] <= self._num_received
-        rows = to_device(is_valid_R.nonzero()[0], tokens_R.device)
-        self._batch.store_tokens(slots_R[is_valid_R], columns_R[is_valid_R], tokens_R[rows])
+        if columns_R is None:
+            self._batch.store_verified(slots_R[is_valid_R], tokens.numpy()[is_valid_R])
+            return
+        rows = to_device(is_valid_R.nonzero()[0], tokens.device)
+        self._batch.store_tokens(slots_R[is_valid_R], columns_R[is_valid_R], tokens[rows])

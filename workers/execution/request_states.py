@@ -14,7 +14,7 @@ from ...protocol.arrays import Int32Array, int32_view
 from ...protocol.config import EngineConfig
 from ...protocol.errors import EngineError
 from ...protocol.worker_messages import HeldRequest, NewRequestData, SchedulerOutput
-from ..batch import PersistentBatch, StepPlan
+from ..batch import PersistentBatch
 from ..cpu.decoder import NativeDecoder
 from ..device.dtypes import AnyArray, HostDevice
 from ..models.dense_layers import DenseLayers
@@ -30,7 +30,7 @@ from .runner import GrammarSource
 class RequestStates:
     """The tokens and blocks of each request and, on the last stage, the states for sampling and scoring.
 
-    The first of several stages receives sampled tokens from the last one.
+    The first of several stages receives sampled tokens from the last one. With drafts, all stages do.
     """
 
     def __init__(
@@ -69,7 +69,8 @@ class RequestStates:
         if model.encoder is not None or accepts_embeddings:
             self.encoders = Encoders(model.encoder, model.spec, device)
         self._token_feed: TokenFeed | None = None
-        if self._shard.is_first and not self._shard.is_last:
+        has_drafts = config.scheduler.speculative is not None
+        if (self._shard.is_first or has_drafts) and not self._shard.is_last:
             self._token_feed = TokenFeed(pipeline, self.batch, num_slots)
 
     def apply_output(self, output: SchedulerOutput) -> None:
@@ -128,10 +129,15 @@ class RequestStates:
         if self.encoders is not None:
             self.encoders.remove_request(slot)
 
-    def await_tokens(self, plan: StepPlan) -> None:
-        """Wait until the tokens that this step needs have arrived from the last stage."""
+    def await_tokens(self, slots_S: Int32Array) -> None:
+        """Wait until the tokens of these slots have arrived from the last stage."""
         if self._token_feed is not None:
-            self._token_feed.await_tokens(plan.slots_S)
+            self._token_feed.await_tokens(slots_S)
+
+    def expect_verified(self, slots_S: Int32Array, num_drafts_S: Int32Array) -> None:
+        """Start to receive the tokens that the last stage samples in a step with drafts."""
+        assert self._token_feed is not None
+        self._token_feed.expect_verified(slots_S, 1 + int(num_drafts_S.max()))
 
     def expect_tokens(self, slots_R: Int32Array) -> None:
         """Record that the last stage samples for these slots, except those that are pooled.

@@ -109,10 +109,7 @@ class Drafts:
 
     def set_drafts(self, slots: Int64Array, counts: Int32Array, token_ids: Int32Array) -> None:
         """Replace the drafts of slots: slot i gets `counts[i]` of the concatenated `token_ids`."""
-        starts = self._batch.num_tokens[slots]
-        offsets = np.arange(len(token_ids)) - np.repeat(np.cumsum(counts) - counts, counts)
-        columns = np.repeat(starts, counts) + offsets
-        on_host(self._batch.token_ids_NL)[np.repeat(slots, counts), columns] = token_ids
+        self._batch.write_drafts(slots, counts, token_ids)
         self._num_drafts[slots] = counts
         # The core keeps a prefix of the drafts that were found, so the first drafts still come from the prediction.
         self._num_from_prediction[slots] = np.minimum(self._num_from_prediction[slots], counts)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from ....protocol.arrays import BoolArray, Int32Array, Int64Array
 from ....protocol.worker_messages import ModelRunnerOutput
-from ...batch import StepPlan, plan_chunks
+from ...batch import SlotArray, StepPlan, plan_chunks
 from ...cpu.drafts import count_predictions
 from ...device.dtypes import AnyArray, on_host
 from ...sampling import Grammar, Logprobs, SamplerOutput
@@ -21,7 +21,7 @@ from ..request_states import RequestStates
 
 
 def plan_verification(
-    requests: RequestStates, slots_S: Int64Array, num_drafts_S: Int32Array
+    requests: RequestStates, slots_S: SlotArray, num_drafts_S: Int32Array
 ) -> StepPlan:
     """Return the plan of a step that computes the last token of each request and the drafts after it."""
     batch = requests.batch
