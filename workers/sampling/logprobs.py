@@ -20,8 +20,13 @@ from .distribution import (
     block_weights,
     largest_keys,
     num_above,
+    rank_keys,
+    share,
+    sort_keys,
     split_keys,
+    weights,
 )
+from .metadata import RowParameters
 
 
 @dataclass(slots=True)
@@ -39,6 +44,14 @@ class Logprobs:
         """Start a download. Return the arrays in host memory, which are valid once the download has arrived."""
         tensors = (self.token_ids, self.logprobs, self.ranks)
         return Logprobs(*(download.copy(tensor) for tensor in tensors))
+
+    def replace(self, is_other_R: torch.Tensor, other: Logprobs) -> Logprobs:
+        """Return these rows, with those of `other` where `is_other_R` is true. All are tensors."""
+        return Logprobs(
+            torch.where(is_other_R[:, None], other.token_ids, self.token_ids),
+            torch.where(is_other_R[:, None], other.logprobs, self.logprobs),
+            torch.where(is_other_R, other.ranks, self.ranks),
+        )
 
     def rows(
         self, slots: list[int], counts: list[int], lengths: list[int] | None = None
@@ -81,6 +94,39 @@ def compute_logprobs(
     logprobs = (logits - x.peak_R[:, None]) - log_total_R[:, None]
     logprobs = logprobs.to(torch.float32).nan_to_num_(nan=float("-inf"), neginf=float("-inf"))
     return Logprobs(ids.to(torch.int32), logprobs, ranks_R.to(torch.int32))
+
+
+def compute_processed(
+    logits_RV: torch.Tensor,
+    chosen_R: torch.Tensor,
+    num_alternatives: int,
+    parameters: RowParameters,
+) -> Logprobs:
+    """Return log-probabilities after temperature and all filters, from changed float32 logits.
+
+    Tokens that cannot be drawn get -inf, and so does all of a row of NaNs.
+    """
+    x = BlockedLogits.from_logits(logits_RV)
+    places_V = torch.arange(x.row_length, device=logits_RV.device)
+    keys_RV = sort_keys(rank_keys(x.logits_RNW.flatten(1), places_V))
+    logits_RV, ids_RV = split_keys(keys_RV)
+    weight_RV = weights(logits_RV, x.peak_R, parameters.inverse_temperature_S)
+    floor_R1 = (x.peak_R + parameters.min_p_margin_S)[:, None]
+    is_kept_RV = (logits_RV >= floor_R1) & (places_V < parameters.top_k_S[:, None])
+    weight_RV *= is_kept_RV
+    cumulative_RV = weight_RV.cumsum(1)
+    needed_R = share(cumulative_RV[:, -1], parameters.top_p_S)
+    weight_RV *= cumulative_RV - weight_RV < needed_R[:, None]
+    weight_RV = torch.where(
+        parameters.is_greedy_S[:, None], (places_V == 0).to(torch.int64), weight_RV
+    )
+    logprobs_RV = (weight_RV.to(torch.float64) / weight_RV.sum(1, keepdim=True)).log()
+    logprobs_RV = torch.where(x.peak_R.isfinite()[:, None], logprobs_RV, float("-inf"))
+    ranks_R1 = (ids_RV == chosen_R[:, None]).to(torch.int8).argmax(1, keepdim=True)
+    ids = torch.cat([chosen_R[:, None], ids_RV[:, :num_alternatives]], dim=1)
+    logprobs = torch.cat([logprobs_RV.gather(1, ranks_R1), logprobs_RV[:, :num_alternatives]], 1)
+    ranks_R = ranks_R1.squeeze(1) + 1
+    return Logprobs(ids.to(torch.int32), logprobs.to(torch.float32), ranks_R.to(torch.int32))
 
 
 def prompt_logprobs(

@@ -56,6 +56,19 @@ class RowParameters:
     min_p_margin_S: torch.Tensor
     seed_S: torch.Tensor
 
+    @classmethod
+    def from_state(cls, state: SamplingState, slots_S: Int64Array) -> RowParameters:
+        """Gather the parameters of a batch of slots."""
+        columns = (
+            state.is_greedy,
+            state.inverse_temperature,
+            state.top_k,
+            state.top_p,
+            state.min_p_margin,
+            state.seed,
+        )
+        return cls(*(_to_device(column[slots_S], state) for column in columns))
+
 
 @dataclass
 class LogprobRows:
@@ -73,6 +86,15 @@ class LogprobRows:
     def rows(self) -> torch.Tensor | None:
         """The rows on the device of the logits."""
         return None if self.host_rows is None else _to_device(self.host_rows, self.state)
+
+    @cached_property
+    def processed(self) -> tuple[torch.Tensor, RowParameters] | None:
+        """Which rows report the probabilities after all filters, bool [R], and the filters; None if no row does."""
+        slots = np.array(self.slots, np.int64)
+        is_processed = self.state.wants_processed[slots]
+        if not is_processed.any():
+            return None
+        return _to_device(is_processed, self.state), RowParameters.from_state(self.state, slots)
 
     def raw_logits(self, logits_SV: torch.Tensor, will_change: bool) -> torch.Tensor:
         """Return the rows' logits as the model computed them, copied if `logits_SV` will be changed in place."""
@@ -112,16 +134,7 @@ class SamplingMetadata:
     @cached_property
     def parameters(self) -> RowParameters:
         """The parameters of each row, on the device."""
-        state, slots_S = self.state, self.slots_S
-        columns = (
-            state.is_greedy,
-            state.inverse_temperature,
-            state.top_k,
-            state.top_p,
-            state.min_p_margin,
-            state.seed,
-        )
-        return RowParameters(*(_to_device(column[slots_S], state) for column in columns))
+        return RowParameters.from_state(self.state, self.slots_S)
 
     @property
     def takes_most_likely(self) -> bool:

@@ -52,6 +52,8 @@ class SamplingState:
         self.frequency_penalty = np.zeros(num_slots, np.float32)
         self.wants_logprobs = np.zeros(num_slots, np.bool_)
         self.num_logprobs = np.zeros(num_slots, np.int64)
+        self.wants_processed = np.zeros(num_slots, np.bool_)
+        """Whether log-probabilities are those after all changes and filters."""
         self.min_length = np.zeros(num_slots, np.int64)
         self.end_token_ids: dict[int, Int64Array] = {}
         self.logit_bias: dict[int, tuple[Int64Array, Float32Array]] = {}
@@ -97,6 +99,7 @@ class SamplingState:
         )
         if params.logprobs is not None:
             self.wants_logprobs[slot] = True
+            self.wants_processed[slot] = params.processed_logprobs
             self.num_logprobs[slot] = params.logprobs if params.logprobs >= 0 else self.vocab_size
         if params.min_tokens > len(output_token_ids):
             self.min_length[slot] = len(prompt_token_ids) + params.min_tokens
@@ -134,7 +137,7 @@ class SamplingState:
         self.version += 1
         self.changes_logits[slot] = False
         self.has_penalties[slot] = False
-        self.wants_logprobs[slot] = False
+        self.wants_logprobs[slot] = self.wants_processed[slot] = False
         self.end_token_ids.pop(slot, None)
         self.logit_bias.pop(slot, None)
         self.allowed_tokens.pop(slot, None)

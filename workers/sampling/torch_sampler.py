@@ -16,7 +16,7 @@ from ..device.transfers import to_device
 from .bad_words import BadWords
 from .choice import choose_tokens, mark_not_numbers
 from .logit_changes import LogitChanges
-from .logprobs import compute_logprobs
+from .logprobs import compute_logprobs, compute_processed
 from .masks import limit, token_limits
 from .metadata import SamplingMetadata
 from .penalties import SeenTokens
@@ -96,6 +96,11 @@ class TorchSampler(Sampler):
             return sampled
         token_ids_R = sampled.token_ids if wanted.rows is None else sampled.token_ids[wanted.rows]
         logprobs = compute_logprobs(raw_logits_RV, token_ids_R, max(wanted.counts))
+        if wanted.processed is not None:
+            is_processed_R, parameters = wanted.processed
+            logits_RV = logits_SV if wanted.rows is None else logits_SV[wanted.rows]
+            processed = compute_processed(logits_RV, token_ids_R, max(wanted.counts), parameters)
+            logprobs = logprobs.replace(is_processed_R, processed)
         return SamplerOutput(chosen_S, metadata, logprobs)
 
     def predict(

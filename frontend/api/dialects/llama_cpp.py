@@ -139,6 +139,7 @@ class LlamaCompletions(Completions):
         params = super()._params(request, constraint)
         infill = self._serving.infill_format
         assert isinstance(request, LlamaPrompt)
+        params.processed_logprobs = request.post_sampling_probs
         if request.infill is not None and infill is not None:
             params.stop_token_ids = tuple({*params.stop_token_ids, *infill.end_ids})
         return params

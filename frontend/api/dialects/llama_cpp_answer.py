@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any, Final
 
@@ -144,7 +145,8 @@ class Result:
             return {}
         if self._request.only_computes_prompt:
             return {}
-        return {"completion_probabilities": _probabilities(delta, self._answer.renderer)}
+        renderer, is_final = self._answer.renderer, self._request.post_sampling_probs
+        return {"completion_probabilities": _probabilities(delta, renderer, is_final=is_final)}
 
     def _select(self, body: Json) -> Json:
         """Return the fields of the result that the request asks for."""
@@ -210,6 +212,7 @@ def generation_settings(params: SamplingParams, request: LlamaPrompt) -> Json:
         "stop": list(params.stop),
         "ignore_eos": params.ignore_eos,
         "n_probs": params.logprobs or 0,
+        "post_sampling_probs": params.processed_logprobs,
         "stream": bool(request.stream),
         "grammar": request.grammar or "",
         "samplers": list(SAMPLERS),
@@ -239,17 +242,25 @@ def _timings(sequence: Sequence, num_generated: int) -> Json:
     }
 
 
-def _probabilities(delta: Delta, renderer: LogprobsRenderer) -> EncodedJSON:
-    """Return the log-probabilities of each token and of the most probable ones."""
+def _probabilities(delta: Delta, renderer: LogprobsRenderer, *, is_final: bool) -> EncodedJSON:
+    """Return the log-probabilities of each token and of the most probable ones.
+
+    If `is_final`, these are probabilities, and tokens that cannot be drawn are left out.
+    """
+
+    def token(token_id: int, logprob: float) -> Json:
+        shown: Json = {"id": token_id} | renderer.chat_token(token_id, logprob)
+        if is_final:
+            del shown["logprob"]
+            shown["prob"] = math.exp(logprob)
+        return shown
+
+    tops = "top_probs" if is_final else "top_logprobs"
     return encode_list(
         (
-            _token(position.token_id, position.logprob, renderer)
-            | {"top_logprobs": [_token(*each, renderer) for each in position.top]}
+            token(position.token_id, position.logprob)
+            | {tops: [token(*each) for each in position.top if not is_final or each[1] > -math.inf]}
             for position in delta.logprobs or ()
         ),
         at_once=1,
     )
-
-
-def _token(token_id: int, logprob: float, renderer: LogprobsRenderer) -> Json:
-    return {"id": token_id} | renderer.chat_token(token_id, logprob)

@@ -101,6 +101,7 @@ class LlamaPrompt(CompletionRequest, kw_only=True):
     return_tokens: bool = False
     response_fields: list[str] | None = None
     timings_per_token: bool = False
+    post_sampling_probs: bool = False
 
     def sent_name(self, name: str) -> str:
         """Return the name of a field in llama.cpp's API."""
@@ -142,6 +143,7 @@ def translate(body: LlamaFields, tokenizer: Tokenizer) -> LlamaPrompt:
         return_tokens=bool(body.return_tokens),
         response_fields=body.response_fields,
         timings_per_token=bool(body.timings_per_token),
+        post_sampling_probs=bool(body.post_sampling_probs),
     )
 
 

@@ -37,6 +37,8 @@ class LlamaFields(msgspec.Struct, kw_only=True):
     grammar: str | None = None
     json_schema: str | dict[str, Any] | None = None
     n_probs: Int | None = None
+    # Whether these are the probabilities after all samplers.
+    post_sampling_probs: bool | None = None
     # The samplers to use. The order in which they apply is fixed.
     samplers: str | list[str] | None = None
     return_tokens: bool | None = None
@@ -71,7 +73,6 @@ class LlamaFields(msgspec.Struct, kw_only=True):
     dry_sequence_breakers: list[str] | None = None
 
     # Rejected, because an answer that ignores them would be wrong.
-    post_sampling_probs: Any = None
     dry_multiplier: Any = None
     mirostat: Any = None
     xtc_probability: Any = None

@@ -98,6 +98,16 @@ def test_probabilities_have_ids_and_bytes(frontend: FrontendProcess) -> None:
     assert all(top.keys() == token.keys() - {"top_logprobs"} for top in token["top_logprobs"])
 
 
+def test_probabilities_after_sampling(frontend: FrontendProcess) -> None:
+    answer = complete(frontend, "Hello", n_predict=1, n_probs=3, post_sampling_probs=True)
+    assert answer["generation_settings"]["post_sampling_probs"]
+    [token] = answer["completion_probabilities"]
+    assert token.keys() == {"id", "token", "bytes", "prob", "top_probs"}
+    for each in (token, *token["top_probs"]):
+        assert 0 < each["prob"] <= 1
+    assert sent_params(frontend, n_probs=3, post_sampling_probs=True).processed_logprobs
+
+
 def sent_params(frontend: FrontendProcess, **fields: Any) -> Any:
     complete(frontend, "Hello", n_predict=1, **fields)
     added = [m for m in frontend.core.received if hasattr(m, "requests")][-1]
@@ -134,7 +144,7 @@ def test_options_become_sampling_parameters(frontend: FrontendProcess) -> None:
         ({"logit_bias": [["a"]]}, "logit_bias[0]"),
         ({"logit_bias": [["a", "b"]]}, "logit_bias[0][1]"),
         ({"mirostat": 2}, "mirostat"),
-        ({"post_sampling_probs": True}, "post_sampling_probs"),
+        ({"post_sampling_probs": "a"}, "post_sampling_probs"),
         ({"lora": [{"id": 0, "scale": 1}]}, "lora"),
         ({"grammar": 'root ::= "a"', "json_schema": {"type": "object"}}, "json_schema"),
         ({"grammar": 'root ::= "a'}, "grammar"),

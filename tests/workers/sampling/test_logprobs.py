@@ -37,6 +37,59 @@ def test_logprobs_are_those_of_the_raw_logits(new_rows: NewRows, count: int) -> 
     np.testing.assert_allclose(float32_view(last.logprobs)[0], expected[2, 77], atol=2e-6)
 
 
+def processed(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """Return the probabilities of a row after temperature and filters, computed from sorted probabilities."""
+    order = logits.double().argsort(descending=True, stable=True)
+    probs = (logits.double()[order] / params.temperature).softmax(0)
+    if params.min_p:
+        probs[probs < params.min_p * probs[0]] = 0
+    if params.top_k:
+        probs[params.top_k :] = 0
+    probs /= probs.sum()
+    probs[probs.cumsum(0) - probs >= params.top_p] = 0
+    return torch.zeros_like(probs).index_put((order,), probs / probs.sum())
+
+
+@pytest.mark.parametrize(
+    "filters",
+    [
+        {"temperature": 0.7},
+        {"temperature": 1.5, "top_k": 5},
+        {"temperature": 1.2, "top_p": 0.7},
+        {"temperature": 1.0, "min_p": 0.1, "top_k": 8, "top_p": 0.9},
+    ],
+)
+def test_processed_logprobs_are_those_after_the_filters(
+    new_rows: NewRows, filters: dict[str, float]
+) -> None:
+    logits = random_logits(3)
+    batch = new_rows(V)
+    shown = SamplingParams(logprobs=12, processed_logprobs=True, logit_bias={7: 6.0}, **filters)
+    batch.add(0, shown)
+    batch.add(1, SamplingParams(logprobs=3, seed=1))
+    batch.add(2, SamplingParams(logprobs=2, processed_logprobs=True, temperature=0))
+    biased = logits[0].clone()
+    biased[7] += 6
+    output = batch.sample(logits.clone(), [0, 1, 2])
+    first, raw, greedy = output.logprobs
+    expected = processed(biased, shown)
+    ids, values = int32_view(first.token_ids), float32_view(first.logprobs)
+    num_kept = min(int((expected > 0).sum()), 12)
+    assert ids[0] == int(output.token_ids[0]) and values[0] > -np.inf
+    assert ids[1 : 1 + num_kept].tolist() == expected.argsort(descending=True)[:num_kept].tolist()
+    np.testing.assert_allclose(
+        values[: 1 + num_kept], expected[ids[: 1 + num_kept].tolist()].log(), atol=1e-5
+    )
+    assert (values[1 + num_kept :] == -np.inf).all()
+    assert int32_view(first.ranks).tolist() == [1 + int((expected > expected[ids[0]]).sum())]
+    np.testing.assert_allclose(
+        float32_view(raw.logprobs),
+        logits[1].log_softmax(0)[int32_view(raw.token_ids).tolist()],
+        atol=2e-6,
+    )
+    assert float32_view(greedy.logprobs).tolist() == [0, 0, -np.inf]
+
+
 def test_equal_alternatives_are_ordered_by_token_id(new_rows: NewRows) -> None:
     logits = torch.zeros(1, V)
     logits[0, 250] = 1

@@ -15,7 +15,7 @@ import numpy as np
 from ....protocol.arrays import Int32Array, Int64Array, int32_bytes, int32_view
 from ....protocol.config import ProposerMethod, SpeculativeConfig
 from ....protocol.worker_messages import DraftTokenIds, NewRequestData
-from ...batch import PersistentBatch
+from ...batch import PersistentBatch, SlotArray
 from ...device.dtypes import address, on_host
 from ..abi.structs import DraftLookup
 from ..library import native_library
@@ -107,7 +107,7 @@ class Drafts:
             self._num_predicted[new.slot] = len(predicted)
         self.drop_drafts([new.slot for new in requests])
 
-    def set_drafts(self, slots: Int64Array, counts: Int32Array, token_ids: Int32Array) -> None:
+    def set_drafts(self, slots: SlotArray, counts: Int32Array, token_ids: Int32Array) -> None:
         """Replace the drafts of slots: slot i gets `counts[i]` of the concatenated `token_ids`."""
         self._batch.write_drafts(slots, counts, token_ids)
         self._num_drafts[slots] = counts
@@ -157,7 +157,7 @@ class Drafts:
         tokens = on_host(self._batch.token_ids_NL)[np.repeat(slots, counts), columns]
         self._tokens[first : first + len(tokens)] = tokens
 
-    def num_drafts(self, slots: Int64Array) -> Int32Array:
+    def num_drafts(self, slots: SlotArray) -> Int32Array:
         """Return how many drafts each of these slots has."""
         return self._num_drafts[slots]
 
@@ -198,7 +198,7 @@ class Drafts:
         self._slots[:num_kept], self._counts[:num_kept] = slots[is_kept], kept[is_kept]
         return levels[is_kept]
 
-    def num_from_prediction(self, slots: Int64Array) -> Int32Array:
+    def num_from_prediction(self, slots: SlotArray) -> Int32Array:
         """Return how many of each slot's drafts come from the client's prediction. They are the first ones."""
         return self._num_from_prediction[slots]
 

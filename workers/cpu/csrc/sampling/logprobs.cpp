@@ -42,6 +42,46 @@ void TokenChooser::write_chosen(const LogprobRows& logprobs, int row, const floa
   logprobs.ranks[row] = 1 + kernels().sampling->count_reaching(logits, vocab_size_, std::nextafter(logit, INFINITY));
 }
 
+// Writes the probabilities with which `token` was just drawn. Tokens that cannot be drawn have a probability of 0.
+void TokenChooser::write_processed(const SamplingRows& rows, int row, int32_t token) {
+  const LogprobRows& logprobs = *rows.logprobs;
+  const int64_t slot = rows.slots[row], count = ~logprobs.num_top[slot];
+  int32_t* token_ids = logprobs.token_ids + row * logprobs.width;
+  float* values = logprobs.logprobs + row * logprobs.width;
+  std::fill_n(token_ids, count + 1, 0);
+  std::fill_n(values, count + 1, -INFINITY);
+  logprobs.ranks[row] = 1;
+  if (token < 0) return;
+  token_ids[0] = token;
+  reserve_candidates();
+  Candidate* candidates = candidates_.data();
+  int num_kept = 1;
+  int64_t total = 1;
+  if (rows.is_greedy[slot]) {
+    candidates[0] = candidate(token, 1);
+  } else {
+    gather(peak_ + rows.min_p_margin[slot]);
+    std::sort(candidates, candidates + num_candidates_, larger);
+    const int most = int(std::min(int64_t(num_candidates_), rows.top_k[slot]));
+    int64_t weight = 0;
+    for (int i = 0; i < most; i++) weight += candidates[i].weight;
+    const int64_t needed = share(weight, rows.top_p[slot]);
+    for (num_kept = 0, total = 0; total < needed; num_kept++) total += candidates[num_kept].weight;
+  }
+  for (int i = 0; i < num_kept; i++) {
+    const int32_t kept = int32_t(~uint32_t(candidates[i].key));
+    const float value = float(std::log(double(candidates[i].weight) / double(total)));
+    if (i < count) {
+      token_ids[1 + i] = kept;
+      values[1 + i] = value;
+    }
+    if (kept == token) {
+      values[0] = value;
+      logprobs.ranks[row] = i + 1;
+    }
+  }
+}
+
 float TokenChooser::logprob(float logit) const {
   return std::isfinite(raw_peak_) ? float(double(logit - raw_peak_) - log_total_) : -INFINITY;
 }

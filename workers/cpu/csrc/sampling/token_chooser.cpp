@@ -37,11 +37,6 @@ int64_t random_target(double uniform, int64_t total) {
   return std::min(int64_t(uniform * double(total)), total - 1);
 }
 
-// Returns the minimum weight that a nucleus must have.
-int64_t share(int64_t total, double top_p) {
-  return std::min(int64_t(std::ceil(double(total) * top_p)), total);
-}
-
 // Maps floats to unsigned integers in the same order. Both zeros map to the same integer.
 uint32_t ordered(float x) {
   x += 0.0f;
@@ -79,10 +74,11 @@ int32_t TokenChooser::choose(const SamplingRows& rows, int row, float* logits, f
   const LogprobRows* logprobs = rows.logprobs && rows.logprobs->is_wanted[slot] ? rows.logprobs : nullptr;
   const float* raw_logits = logits;
   look_at(logits, maxima);
-  if (logprobs) write_most_likely(*logprobs, row, logprobs->num_top[slot]);
+  const bool is_processed = logprobs && logprobs->num_top[slot] < 0;
+  if (logprobs && !is_processed) write_most_likely(*logprobs, row, logprobs->num_top[slot]);
   // Do not change rows with a NaN or an infinity, because the changes could hide it.
   if (peak_ < INFINITY && (rows.changes_logits[slot] || rows.grammar[slot])) {
-    if (logprobs) {
+    if (logprobs && !is_processed) {
       raw_logits_.assign(logits, logits + vocab_size_);
       raw_logits = raw_logits_.data();
     }
@@ -97,7 +93,10 @@ int32_t TokenChooser::choose(const SamplingRows& rows, int row, float* logits, f
     }
   }
   const int32_t token = pick(rows, row);
-  if (logprobs) write_chosen(*logprobs, row, raw_logits, std::max(token, 0));
+  if (is_processed)
+    write_processed(rows, row, token);
+  else if (logprobs)
+    write_chosen(*logprobs, row, raw_logits, std::max(token, 0));
   return token;
 }
 

@@ -6,6 +6,8 @@
 // the largest logits, and selection finds a share of them.
 #pragma once
 
+#include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <vector>
 
@@ -16,14 +18,20 @@ namespace engine {
 
 inline int logit_blocks(int vocab_size) { return (vocab_size + kLogitBlock - 1) / kLogitBlock; }
 
+// Returns the minimum weight that a nucleus must have.
+inline int64_t share(int64_t total, double top_p) {
+  return std::min(int64_t(std::ceil(double(total) * top_p)), total);
+}
+
 // Returned instead of a token.
 constexpr int32_t kNotANumber = -1;      // a NaN or an infinity among the logits
 constexpr int32_t kNothingAllowed = -2;  // no logit above -infinity
 
-// Log-probabilities from the model's unchanged logits: of the chosen token first, then of the most likely tokens.
+// Log-probabilities: of the chosen token first, then of the most likely tokens. They are those of the model's unchanged
+// logits, or those with which the token was drawn, after all changes and filters.
 struct LogprobRows {
   const bool* is_wanted;   // indexed by slot
-  const int64_t* num_top;  // indexed by slot
+  const int64_t* num_top;  // indexed by slot: the number of most likely tokens, or ~number for those after all filters
   int64_t width;           // the length of a row, at least the number that any slot wants
   int32_t* token_ids;      // [rows, width]
   float* logprobs;         // [rows, width]
@@ -81,6 +89,7 @@ class TokenChooser {
   int32_t pick(const SamplingRows& rows, int row);
   void write_most_likely(const LogprobRows& logprobs, int row, int64_t count);
   void write_chosen(const LogprobRows& logprobs, int row, const float* logits, int32_t token) const;
+  void write_processed(const SamplingRows& rows, int row, int32_t token);
   float logprob(float logit) const;
   Candidate candidate(int32_t token, int64_t weight) const;
   int32_t first_of(float logit) const;
