@@ -5,9 +5,17 @@ Tests are named for the lines of the scheduler's specification.
 
 from __future__ import annotations
 
+import itertools
+import random
+from typing import Any
+
 import pytest
 from engine.protocol.arrays import int32_view
+from engine.protocol.config import SpeculativeConfig
+from support.model_worker import propose_by_chance
 from support.scheduler_harness import Harness
+
+VOCAB_SIZE = 64
 
 
 def decode_batches(num_requests: int, num_stages: int, num_tokens: int = 30) -> list[set[int]]:
@@ -51,3 +59,25 @@ def test_6_3_micro_batches_do_not_change_outputs() -> None:
         return [harness.received[key].token_ids for key in keys]
 
     assert outputs(num_micro_batches=3, max_in_flight=4) == outputs()
+
+
+def test_6_3_drafts_wait_for_tokens_and_change_no_outputs() -> None:
+    def run(**settings: Any) -> tuple[list[list[int]], Harness]:
+        harness = Harness(num_blocks=64, vocab_size=VOCAB_SIZE, **settings)
+        keys = [harness.add([n + 1] * (3 + 2 * n), 24) for n in range(5)]
+        harness.drain()
+        return [harness.received[key].token_ids for key in keys], harness
+
+    drafts = SpeculativeConfig(3, adaptive=False)
+    shared = {"num_micro_batches": 3, "max_in_flight": 3, "async_scheduling": False}
+    propose = propose_by_chance(random.Random(1), VOCAB_SIZE, 3)
+    tokens, harness = run(**shared, speculative=drafts, propose=propose)
+    assert tokens == run()[0]
+    drafted = [step for step in harness.steps if step.drafts]
+    assert drafted and all(step.draft_token_ids for step in drafted)
+    slots, batches = set[int](), []
+    for step in harness.steps:
+        slots = slots if step.slots is None else set(int32_view(step.slots).tolist())
+        batches.append(slots)
+    # With five requests and three stages, neighboring steps compute different requests.
+    assert not any(a & b for a, b in itertools.pairwise(batches[6:-6]))
