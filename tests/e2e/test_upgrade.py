@@ -70,8 +70,14 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     yield str(path)
 
 
-def test_streams_and_connections_outlive_an_upgrade(run_env: dict[str, str]) -> None:
-    with Server(default_model(), "--max-num-seqs", "8", env=run_env) as old:
+def test_streams_and_connections_outlive_an_upgrade(
+    run_env: dict[str, str], tmp_path: Path
+) -> None:
+    kept = {"prompt": list(range(1000, 1300)), "max_tokens": 8, "temperature": 0}
+    disk = ("--kv-disk", str(tmp_path), "--kv-disk-gib", "1")
+    with Server(default_model(), "--max-num-seqs", "8", *disk, env=run_env) as old:
+        status, before = old.post("/v1/completions", kept)
+        assert status == 200
         streams = Streams(old, [LONG])
         streams.wait_for_events(1)
         with Upgrade("--served-model-name", "newer", env=run_env) as new:
@@ -88,6 +94,10 @@ def test_streams_and_connections_outlive_an_upgrade(run_env: dict[str, str]) -> 
             again = Streams(old, [LONG])
             assert streams.answers() == again.answers()
             assert streams.streams[0].answer["done"]
+            # The new server reads the blocks that the old one has computed.
+            status, after = new.post("/v1/completions", kept)
+            assert status == 200 and after["choices"][0]["text"] == before["choices"][0]["text"]
+            assert new.metric("engine:kv_disk_hits_total") > 0
             assert new.stop() == 0
 
 
