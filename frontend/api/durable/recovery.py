@@ -32,8 +32,12 @@ logger = logging.getLogger(__name__)
 CLAIMED_AT_ONCE: Final = 8
 """Number of requests that one call claims. Other frontends can claim the rest."""
 
-MAX_STARTS: Final = 3
-"""Maximum number of times that a request is continued without a new token in between."""
+MAX_STARTS: Final = 8
+"""Maximum number of times that a request is continued without a new token in between.
+
+A server that is killed while it starts counts too, although the request did not cause this. Requests that crash workers
+are found after two crashes by other means.
+"""
 
 RETRY_S: Final = 0.5
 """Seconds before another attempt, if the engine had no room for a request or the store did not answer."""
