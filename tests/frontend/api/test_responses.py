@@ -469,7 +469,9 @@ def test_events_of_an_ended_response_can_be_repeated(
         ("include[]=nope", "include[] must be one of message.output_text.logprobs"),
         ("starting_after=1", "starting_after needs stream=true"),
     ):
-        refused = frontend.http.get(f"/v1/responses/{response.id}?{query}")
+        refused = frontend.http.get(
+            f"/v1/responses/{response.id}?{query}", headers={"Authorization": f"Bearer {KEYS[0]}"}
+        )
         assert refused.status_code == 400
         assert refused.json()["error"]["message"].startswith(named)
     including = {"include": ["message.output_text.logprobs"]}
