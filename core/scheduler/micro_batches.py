@@ -19,7 +19,7 @@ class MicroBatches:
     """
 
     def __init__(
-        self, num_batches: int, num_slots: int, results: StepResults, *, awaits_tokens: bool = False
+        self, num_batches: int, num_slots: int, results: StepResults, awaits_tokens: bool
     ) -> None:
         self._num_batches = num_batches
         self._num_slots = num_slots

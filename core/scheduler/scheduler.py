@@ -148,11 +148,9 @@ class Scheduler(SchedulerInterface):
         self._results = StepResults(lifecycle, self._drafts, self._transfers)
         micro_batches: MicroBatches | None = None
         if config.num_micro_batches > 1:
+            awaits_tokens = self._drafts is not None and not config.async_scheduling
             micro_batches = MicroBatches(
-                config.num_micro_batches,
-                config.max_num_seqs,
-                self._results,
-                awaits_tokens=self._drafts is not None and not config.async_scheduling,
+                config.num_micro_batches, config.max_num_seqs, self._results, awaits_tokens
             )
         partial_prefills = PartialPrefills(config, cache_config, max_model_len)
         self._queue.long_prompt_tokens = partial_prefills.long_prompt_tokens
