@@ -377,20 +377,4 @@ GATED = {
     "shared_expert_intermediate_size": 64,
     "moe_router_logit_softcapping": 2.0,
 }
-GATED_LATENT = {
-    # Latent attention with gates, between layers whose decays are bounded.
-    "num_key_value_heads": 12,
-    "q_lora_rank": None,
-    "kv_lora_rank": 24,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 8,
-    "head_dim": 8,
-    "layer_group_size": 2,
-    "num_experts": 4,
-    "num_expert_group": 1,
-    "topk_group": 1,
-    "num_experts_per_token": 2,
-    "moe_intermediate_size": 64,
-}
-"""Sizes of models with gates that two workers can share."""
+"""Sizes of a Laguna that two workers can share."""

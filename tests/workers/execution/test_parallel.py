@@ -13,7 +13,7 @@ from engine.protocol.config import CPUBackend, ParallelConfig
 from engine.protocol.errors import RunDirectoryError
 from engine.workers.execution.parallel_state import join_replica
 from engine.workers.loaders import open_checkpoint
-from support.families.experts import GATED, GATED_LATENT
+from support.families.experts import GATED
 from support.gguf_writer import write_gguf
 from support.quantized_checkpoints import quantize_directory
 from support.replica import NUM_TOKENS, RankResult, Served, run_replica, timeouts
@@ -349,7 +349,6 @@ def test_layers_that_share_keys_or_differ_in_their_heads_can_be_split(
     models["glm5"] = ("GlmMoeDsa", "GlmMoeDsa", INDEXED)
     models["mimo-v2"] = ("MiMoV2Flash", "MiMoV2Flash", SMALL_VALUES)
     models["laguna"] = ("Laguna", "Laguna", GATED)
-    models["ling3"] = ("BailingHybrid", "BailingHybrid", GATED_LATENT)
     for name, (config, family, differences) in models.items():
         checkpoints[name] = tmp_path / name
         sizes, tokenizer = SIZES | differences, sentencepiece_tokenizer()
