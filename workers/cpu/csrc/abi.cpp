@@ -14,17 +14,25 @@ namespace {
 template <class T>
 std::string type_name() {
   const std::string bits = [] {
-    if constexpr (std::is_void_v<T>) return std::string();
-    else return std::to_string(8 * sizeof(T));
+    if constexpr (std::is_void_v<T>)
+      return std::string();
+    else
+      return std::to_string(8 * sizeof(T));
   }();
-  if constexpr (std::is_void_v<T>) return "void";
+  if constexpr (std::is_void_v<T>)
+    return "void";
   else if constexpr (std::is_array_v<T>)
     return type_name<std::remove_extent_t<T>>() + "[" + std::to_string(std::extent_v<T>) + "]";
-  else if constexpr (std::is_pointer_v<T>) return "pointer";
-  else if constexpr (std::is_enum_v<T>) return type_name<std::underlying_type_t<T>>();
-  else if constexpr (std::is_floating_point_v<T>) return "float" + bits;
-  else if constexpr (std::is_integral_v<T>) return (std::is_signed_v<T> ? "int" : "uint") + bits;
-  else return "struct" + bits;
+  else if constexpr (std::is_pointer_v<T>)
+    return "pointer";
+  else if constexpr (std::is_enum_v<T>)
+    return type_name<std::underlying_type_t<T>>();
+  else if constexpr (std::is_floating_point_v<T>)
+    return "float" + bits;
+  else if constexpr (std::is_integral_v<T>)
+    return (std::is_signed_v<T> ? "int" : "uint") + bits;
+  else
+    return "struct" + bits;
 }
 
 template <class Result, class... Arguments>
@@ -41,8 +49,7 @@ std::string signature(Result (*)(Arguments...)) {
 #define EXPAND_4(...) EXPAND_1(EXPAND_1(EXPAND_1(EXPAND_1(__VA_ARGS__))))
 #define EXPAND_1(...) __VA_ARGS__
 #define FOR_EACH(macro, ...) EXPAND(FOR_EACH_STEP(macro, __VA_ARGS__))
-#define FOR_EACH_STEP(macro, name, ...) \
-  macro(name) __VA_OPT__(FOR_EACH_AGAIN PARENTHESES(macro, __VA_ARGS__))
+#define FOR_EACH_STEP(macro, name, ...) macro(name) __VA_OPT__(FOR_EACH_AGAIN PARENTHESES(macro, __VA_ARGS__))
 #define FOR_EACH_AGAIN() FOR_EACH_STEP
 
 // One function and not an expression at each of some hundred fields, which took longer to compile than any kernels.
@@ -68,13 +75,13 @@ void add_function(std::string& text, const char* name, const std::string& signat
 #define ENUMERATOR(name) add_value(text, #name, int(Mirrored::name));
 
 // The structured binding compiles only if the number of names equals the number of fields.
-#define STRUCT(Name, ...)                                                                  \
-  {                                                                                        \
-    using Mirrored = Name;                                                                 \
+#define STRUCT(Name, ...)                                                                    \
+  {                                                                                          \
+    using Mirrored = Name;                                                                   \
     (void)[](const Mirrored& value) { [[maybe_unused]] const auto& [__VA_ARGS__] = value; }; \
-    text += "struct " #Name " size=" + std::to_string(sizeof(Mirrored));                   \
-    FOR_EACH(FIELD, __VA_ARGS__)                                                           \
-    text += "\n";                                                                          \
+    text += "struct " #Name " size=" + std::to_string(sizeof(Mirrored));                     \
+    FOR_EACH(FIELD, __VA_ARGS__)                                                             \
+    text += "\n";                                                                            \
   }
 #define ENUM(Name, ...)               \
   {                                   \
@@ -89,63 +96,58 @@ std::string describe() {
   std::string text;
   STRUCT(PackedWeight, format, n, k, group, scale, data)
   STRUCT(LatentShape, query_rank, kv_rank, plain_dim, rotary_dim, value_dim, index_heads, index_dim, gate_dim)
-  STRUCT(ModelShape, hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim, vocab_size,
-         block_size, block_bytes, kv_format, activation, output_gate, norm, is_bidirectional, keeps_block, router_size,
+  STRUCT(ModelShape, hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim, vocab_size, block_size,
+         block_bytes, kv_format, activation, output_gate, norm, is_bidirectional, keeps_block, router_size,
          projection_size, mixed_size, num_streams, input_size, latent, num_threads)
   STRUCT(AttentionLayer, scale, softcap, window)
   STRUCT(Router, num_experts, num_chosen, scoring, renormalizes, num_groups, num_chosen_groups, num_best,
          corrects_logits, scale, mixer_noise, softcap, correction, scales)
   STRUCT(GateLimit, bound, is_activated)
   STRUCT(ExpertExchange, num_ranks, begin_round, dispatch, collect)
-  STRUCT(ExpertLayer, router, size, first, count, adds_block, has_shared_gate, scales_inputs, gate_limit, gate, up, down,
-         gate_biases, up_biases, down_biases, gated_adapters, output_adapters)
-  STRUCT(Mixer, kind, channels, num_convolved, kernel, segment, num_heads, num_groups, key_dim, value_dim,
-         norm_groups, gates_before_norm, has_tiled_heads, min_step, max_step, strength, lowest_log_decay, taps, bias, multipliers, decay, skip,
-         step_bias, norm)
+  STRUCT(ExpertLayer, router, size, first, count, adds_block, has_shared_gate, scales_inputs, gate_limit, gate, up,
+         down, gate_biases, up_biases, down_biases, gated_adapters, output_adapters)
+  STRUCT(Mixer, kind, channels, num_convolved, kernel, segment, num_heads, num_groups, key_dim, value_dim, norm_groups,
+         gates_before_norm, has_tiled_heads, min_step, max_step, strength, lowest_log_decay, taps, bias, multipliers,
+         decay, skip, step_bias, norm)
   STRUCT(LowRankFactor, data, rank, format, bias)
   STRUCT(Adapter, down, whole, up)
   STRUCT(AltUp, active, router_norm, router, predict, correct, output_scale)
-  STRUCT(Op, kind, input_kind, activation_kind, source, target, layer, group, rope, qk_norm,
-         rotates_before_norm, reads_source, num_heads, num_kv_heads, head_dim, output_dim, num_stored, norms_values,
-         num_parts, first_column, num_columns, adapter_rank, scale, eps, gate_limit, attention, parts, vectors, experts,
-         mixer, heads, adapters, altup)
+  STRUCT(Op, kind, input_kind, activation_kind, source, target, layer, group, rope, qk_norm, rotates_before_norm,
+         reads_source, num_heads, num_kv_heads, head_dim, output_dim, num_stored, norms_values, num_parts, first_column,
+         num_columns, adapter_rank, scale, eps, gate_limit, attention, parts, vectors, experts, mixer, heads, adapters,
+         altup)
   STRUCT(StepGroup, block_table, block_table_stride, slot_mapping)
-  STRUCT(LogitRules, allowed, bad_words, end_tokens, bias_tokens, biases, bad_words_size,
-         num_end_tokens, min_length, num_biases, has_penalties, repetition_penalty,
-         presence_penalty, frequency_penalty, suppressed, begin_suppressed, num_suppressed, num_begin_suppressed,
-         first_timestamp, end_token, max_initial_timestamp)
+  STRUCT(LogitRules, allowed, bad_words, end_tokens, bias_tokens, biases, bad_words_size, num_end_tokens, min_length,
+         num_biases, has_penalties, repetition_penalty, presence_penalty, frequency_penalty, suppressed,
+         begin_suppressed, num_suppressed, num_begin_suppressed, first_timestamp, end_token, max_initial_timestamp)
   STRUCT(LogprobRows, is_wanted, num_top, width, token_ids, logprobs, ranks)
-  STRUCT(SamplingRows, is_greedy, inverse_temperature, top_k, top_p, typical_p, min_p_margin, seed,
-         changes_logits, rules, token_ids, max_model_len, num_prompt_tokens, num_tokens, grammar,
-         grammar_words, logprobs, slots, positions)
-  STRUCT(Step, num_tokens, num_sequences, num_logit_rows, wants_all_hidden, input_ids, positions,
-         query_start_loc, table_rows, groups, kv_caches, hidden, hidden_stride, logit_rows, logits, tokens,
-         sampling, adapters, placed, encoded, encoded_stride, rotary, visible, spans_need_windows, source_lens,
-         source_queries)
+  STRUCT(SamplingRows, is_greedy, inverse_temperature, top_k, top_p, typical_p, min_p_margin, seed, changes_logits,
+         rules, token_ids, max_model_len, num_prompt_tokens, num_tokens, grammar, grammar_words, logprobs, slots,
+         positions)
+  STRUCT(Step, num_tokens, num_sequences, num_logit_rows, wants_all_hidden, input_ids, positions, query_start_loc,
+         table_rows, groups, kv_caches, hidden, hidden_stride, logit_rows, logits, tokens, sampling, adapters, placed,
+         encoded, encoded_stride, rotary, visible, spans_need_windows, source_lens, source_queries)
   STRUCT(Suffixes, context_length, longest_match, drafts_per_match, least_share, num_buckets, history_buckets, heads,
          previous, num_indexed, source_distance, source_length, history_size, history_begin, history_end,
          history_tokens, history_previous, history_heads)
-  STRUCT(DraftLookup, num_drafts, limits, suffixes, most, shortest_match, is_searching, num_found, forced_width, num_forced,
-         forced_start, forced_tokens, predicted_tokens, num_predicted, num_prompt_tokens,
+  STRUCT(DraftLookup, num_drafts, limits, suffixes, most, shortest_match, is_searching, num_found, forced_width,
+         num_forced, forced_start, forced_tokens, predicted_tokens, num_predicted, num_prompt_tokens,
          num_from_prediction, found_slots, found_counts, found_tokens)
-  STRUCT(DecodeBatch, num_slots, num_groups, chooses_later, slots, max_model_len, token_ids,
-         num_tokens, num_computed_tokens, block_tables, block_table_strides, kv_caches, sampling,
-         num_drafts, lookup, tokens, num_sampled, num_verified, adapters, rotary_offsets, source_lens,
-         hidden, hidden_stride)
-  ENUM(OpKind, embed, quantize, linear, gated_linear, rotate_store, attention, norm_add, final_norm,
-       head, sum, route, gated_experts, expert_outputs, combine_experts, short_convolution,
-       convolve, scan, gate_mixed, quantize_columns, latent_queries, latent_values, norm,
-       share_squares, adapt, place, add_placed, scale, add_normed, add_blocks, share_gates, sparse_gates, embed_inputs,
-       add_inputs, gate_by_inputs, expand_streams, predict_streams, correct_streams, add_to_streams, load_stream,
-       reduce_streams, share_head_squares, clamp, keep_hidden, choose_keys, quantize_inputs, norm_activations)
+  STRUCT(DecodeBatch, num_slots, num_groups, chooses_later, slots, max_model_len, token_ids, num_tokens,
+         num_computed_tokens, block_tables, block_table_strides, kv_caches, sampling, num_drafts, lookup, tokens,
+         num_sampled, num_verified, adapters, rotary_offsets, source_lens, hidden, hidden_stride)
+  ENUM(OpKind, embed, quantize, linear, gated_linear, rotate_store, attention, norm_add, final_norm, head, sum, route,
+       gated_experts, expert_outputs, combine_experts, short_convolution, convolve, scan, gate_mixed, quantize_columns,
+       latent_queries, latent_values, norm, share_squares, adapt, place, add_placed, scale, add_normed, add_blocks,
+       share_gates, sparse_gates, embed_inputs, add_inputs, gate_by_inputs, expand_streams, predict_streams,
+       correct_streams, add_to_streams, load_stream, reduce_streams, share_head_squares, clamp, keep_hidden,
+       choose_keys, quantize_inputs, norm_activations)
   FOR_EACH(FUNCTION, engine_isa, engine_isa_name, engine_select_isa, engine_can_pack, engine_packed_bytes,
-           engine_pack_rows, engine_finish_packing, engine_activation_row_bytes,
-           engine_quantize_rows, engine_linear_rows, engine_unpack_weight_row, engine_program_new,
-           engine_program_free, engine_program_add, engine_program_add_rope,
-           engine_program_exchange_bytes, engine_program_join, engine_program_join_experts,
-           engine_program_join_round, engine_program_run,
-           engine_program_decode, engine_program_choose, engine_program_profile,
-           engine_look_up_drafts, engine_remember_answer)
+           engine_pack_rows, engine_finish_packing, engine_activation_row_bytes, engine_quantize_rows,
+           engine_linear_rows, engine_unpack_weight_row, engine_program_new, engine_program_free, engine_program_add,
+           engine_program_add_rope, engine_program_exchange_bytes, engine_program_join, engine_program_join_experts,
+           engine_program_join_round, engine_program_run, engine_program_decode, engine_program_choose,
+           engine_program_profile, engine_look_up_drafts, engine_remember_answer)
   return text;
 }
 

@@ -43,15 +43,15 @@ struct AttentionTask {
   const uint32_t* queries;  // [num_tokens][num_heads][query_words]
   int position;             // the position of the first token
   int num_tokens;
-  int num_keys;             // the number of keys that every token sees, or 0 if each sees the keys up to its own
-  const int32_t* visible;   // [num_tokens][2], as in Step; or null
-  int num_heads;            // the number of heads that share the key/value head
+  int num_keys;            // the number of keys that every token sees, or 0 if each sees the keys up to its own
+  const int32_t* visible;  // [num_tokens][2], as in Step; or null
+  int num_heads;           // the number of heads that share the key/value head
   int kv_head;
   int first_partition, last_partition;  // inclusive
   const int32_t* blocks;                // the blocks of the sequence
   const uint8_t* kv_cache;
-  const AttentionTask* next;            // the task that this thread computes next, or null
-  uint8_t* copied_values;               // the thread's memory for the values of a chunk; unused if the cache has values
+  const AttentionTask* next;  // the task that this thread computes next, or null
+  uint8_t* copied_values;     // the thread's memory for the values of a chunk; unused if the cache has values
   DistanceBiases biases;
   // [num_tokens][chosen_stride], a bit for each key, in words of a chunk; null if tokens attend to all keys
   const uint64_t* chosen;
@@ -117,11 +117,10 @@ struct AttentionKernels {
   // Divides the sums of values by the sums of weights, and writes out[row][value_dim].
   void (*finish)(const AttentionState& total, int rows, int value_dim, float* out);
   // Converts queries, [num_heads][head_dim], to [num_heads][query_words].
-  void (*convert_queries)(const KVLayout&, const AttentionLayer&, const float* queries, int num_heads,
-                          uint32_t* out);
+  void (*convert_queries)(const KVLayout&, const AttentionLayer&, const float* queries, int num_heads, uint32_t* out);
   // Stores the key and value of one head of a token, [head_dim] each. The value is ignored if the cache has only keys.
-  void (*store)(const KVLayout&, uint8_t* kv_cache, int block, int offset, int kv_head,
-                const float* key, const float* value);
+  void (*store)(const KVLayout&, uint8_t* kv_cache, int block, int offset, int kv_head, const float* key,
+                const float* value);
   // Writes the scores by which the task's one token chooses keys, for each key up to its own. The scores of the rest of
   // the last chunk are undefined. `queries`, [num_heads][query_words], are converted for the layout `of_index`.
   void (*score_keys)(const KVLayout&, const AttentionTask&, const uint32_t* queries, const float* weights,
@@ -129,8 +128,8 @@ struct AttentionKernels {
 };
 
 #define ENGINE_ISA(set, linear, attention, ...) \
-  namespace attention { \
-  const AttentionKernels& attention_kernels(); \
+  namespace attention {                         \
+  const AttentionKernels& attention_kernels();  \
   }
 #include "isa/instruction_sets.inc"
 

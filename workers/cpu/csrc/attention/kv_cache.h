@@ -27,9 +27,9 @@ enum class KVFormat : int32_t { bf16 = 0, f16 = 1, f32 = 2, int8 = 3 };
 struct KVLayout {
   KVFormat format;
   int32_t num_kv_heads, head_dim, block_size;
-  int32_t value_dim;  // the size of a value
-  bool has_values;    // if false, values are the first elements of keys
-  size_t block_stride;  // bytes from a block to the next
+  int32_t value_dim;      // the size of a value
+  bool has_values;        // if false, values are the first elements of keys
+  size_t block_stride;    // bytes from a block to the next
   int32_t index_dim = 0;  // elements of a key that are behind the others, by which tokens choose keys
 
   // Returns the layout in which the index keys are the keys.
@@ -40,17 +40,13 @@ struct KVLayout {
   }
   int stored_dim() const { return head_dim + index_dim; }
 
-  size_t element_bytes() const {
-    return format == KVFormat::f32 ? 4 : format == KVFormat::int8 ? 1 : 2;
-  }
+  size_t element_bytes() const { return format == KVFormat::f32 ? 4 : format == KVFormat::int8 ? 1 : 2; }
   int padded_head_dim() const { return (stored_dim() + 15) / 16 * 16; }
   int padded_value_dim() const { return (value_dim + 15) / 16 * 16; }
   // Returns where the scales of a head's keys, or of its values, begin.
   size_t scale_offset() const { return size_t(block_size) * padded_head_dim() * element_bytes(); }
   // Returns the bytes of one head's keys, or of its values, in a block. Both have the same size if there are values.
-  size_t head_bytes() const {
-    return scale_offset() + (format == KVFormat::int8 ? block_size * sizeof(float) : 0);
-  }
+  size_t head_bytes() const { return scale_offset() + (format == KVFormat::int8 ? block_size * sizeof(float) : 0); }
   // Returns the bytes that a block has for one head.
   size_t kv_head_bytes() const { return (has_values ? 2 : 1) * head_bytes(); }
   // Returns the bytes that a block has for the layer.
@@ -58,9 +54,7 @@ struct KVLayout {
   size_t key_offset(int block, int kv_head) const {
     return size_t(block) * block_stride + size_t(kv_head) * kv_head_bytes();
   }
-  size_t value_offset(int block, int kv_head) const {
-    return key_offset(block, kv_head) + head_bytes();
-  }
+  size_t value_offset(int block, int kv_head) const { return key_offset(block, kv_head) + head_bytes(); }
 };
 
 }  // namespace engine

@@ -41,8 +41,7 @@ float group_score(const float* scores, int n, int num_best) {
 void keep_best_groups(const Router& router, float* scores) {
   const int size = router.num_experts / router.num_groups;
   std::vector<float> group_scores(router.num_groups);
-  for (int g = 0; g < router.num_groups; g++)
-    group_scores[g] = group_score(scores + g * size, size, router.num_best);
+  for (int g = 0; g < router.num_groups; g++) group_scores[g] = group_score(scores + g * size, size, router.num_best);
   std::vector<bool> is_kept(router.num_groups);
   for (int i = 0; i < router.num_chosen_groups; i++) {
     const int group = best_of(group_scores.data(), router.num_groups);

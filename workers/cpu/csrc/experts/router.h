@@ -13,11 +13,11 @@ struct Router {
   Scoring scoring;
   int32_t renormalizes;
   int32_t num_groups, num_chosen_groups;
-  int32_t num_best;  // the number of best experts whose scores are summed to a group's score: 1 or 2
+  int32_t num_best;         // the number of best experts whose scores are summed to a group's score: 1 or 2
   int32_t corrects_logits;  // the correction is added to the logits instead of the scores
   float scale;
   float mixer_noise;
-  float softcap;  // the logits are capped to +-softcap; 0 for no cap
+  float softcap;            // the logits are capped to +-softcap; 0 for no cap
   const float* correction;  // [num_experts], or null
   const float* scales;      // factors on the weights of experts, or null
 };

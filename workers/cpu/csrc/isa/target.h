@@ -8,5 +8,5 @@
 //   ENGINE_BF16                              AVX-512 has dot products of bf16 as well
 //   ENGINE_TILES                             there are tile registers
 #define ENGINE_TARGET_PATH(path) #path
-#define ENGINE_TARGET_HEADER(set) ENGINE_TARGET_PATH(isa/targets/set.h)
+#define ENGINE_TARGET_HEADER(set) ENGINE_TARGET_PATH(isa / targets / set.h)
 #include ENGINE_TARGET_HEADER(ENGINE_TARGET)

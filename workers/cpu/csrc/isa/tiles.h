@@ -25,9 +25,7 @@ struct alignas(64) TileConfig {
 #define ENGINE_TILE inline __attribute__((always_inline))
 
 // Sets the sizes of all registers and clears them.
-ENGINE_TILE void configure_tiles(const TileConfig& config) {
-  asm volatile("ldtilecfg %0" ::"m"(config));
-}
+ENGINE_TILE void configure_tiles(const TileConfig& config) { asm volatile("ldtilecfg %0" ::"m"(config)); }
 // Releases all registers. Interrupting a thread costs less if no tile register is in use.
 ENGINE_TILE void release_tiles() { asm volatile("tilerelease"); }
 

@@ -12,8 +12,8 @@ ENGINE_API size_t engine_packed_bytes(int32_t format, int32_t n, int32_t k, int3
   return packed_bytes(WeightFormat(format), n, k, group);
 }
 
-ENGINE_API int engine_pack_rows(const PackedWeight* w, int32_t type, const uint8_t* source,
-                                ptrdiff_t source_row_bytes, int32_t first_row, int32_t rows) {
+ENGINE_API int engine_pack_rows(const PackedWeight* w, int32_t type, const uint8_t* source, ptrdiff_t source_row_bytes,
+                                int32_t first_row, int32_t rows) {
   return pack_rows(*w, SourceType(type), source, source_row_bytes, first_row, rows);
 }
 
@@ -23,14 +23,13 @@ ENGINE_API size_t engine_activation_row_bytes(int32_t kind, int32_t k) {
   return activation_row_bytes(ActivationKind(kind), k);
 }
 
-ENGINE_API void engine_quantize_rows(int32_t kind, const float* x, ptrdiff_t x_stride, int32_t rows,
-                                     int32_t k, void* out) {
+ENGINE_API void engine_quantize_rows(int32_t kind, const float* x, ptrdiff_t x_stride, int32_t rows, int32_t k,
+                                     void* out) {
   quantize_rows(ActivationKind(kind), x, x_stride, rows, k, out);
 }
 
-ENGINE_API void engine_linear_rows(const PackedWeight* w, int32_t kind, const void* x, int32_t rows,
-                                   int32_t n_begin, int32_t n_end, float* out,
-                                   ptrdiff_t out_stride) {
+ENGINE_API void engine_linear_rows(const PackedWeight* w, int32_t kind, const void* x, int32_t rows, int32_t n_begin,
+                                   int32_t n_end, float* out, ptrdiff_t out_stride) {
   Readahead nothing;
   linear_rows(*w, ActivationKind(kind), x, rows, n_begin, n_end, out, out_stride, nothing);
 }

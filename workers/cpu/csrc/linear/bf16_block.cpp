@@ -134,8 +134,7 @@ void unpack_bf16_row(const PackedWeight& w, int row, float* out) {
       step += kPlainStepBytes;
     } else {
       for (int i = 0; i < 2; i++)
-        pair[i] = uint16_t(step[(1 + half) * kTileStepBytes + byte + i] |
-                           block[step[byte + i] >> 4 * half & 15] << 8);
+        pair[i] = uint16_t(step[(1 + half) * kTileStepBytes + byte + i] | block[step[byte + i] >> 4 * half & 15] << 8);
       step += kCodedStepBytes;
     }
     for (int i = 0; i < 2 && 2 * s + i < w.k; i++) out[2 * s + i] = from_bf16(pair[i]);

@@ -19,13 +19,12 @@ struct LinearKernels {
   void (*quantize_int8_split)(const float* x, int k, void* out);
   void (*quantize_bf16)(const float* x, int k, void* out);
   // The same as linear_rows, as a table by weight format.
-  void (*linear[kNumWeightFormats])(const PackedWeight& w, ActivationKind kind, const uint8_t* x,
-                                    int rows, int n_begin, int n_end, float* out,
-                                    ptrdiff_t out_stride, Readahead& readahead);
+  void (*linear[kNumWeightFormats])(const PackedWeight& w, ActivationKind kind, const uint8_t* x, int rows, int n_begin,
+                                    int n_end, float* out, ptrdiff_t out_stride, Readahead& readahead);
 };
 
-#define ENGINE_ISA(set, linear, ...) \
-  namespace linear { \
+#define ENGINE_ISA(set, linear, ...)     \
+  namespace linear {                     \
   const LinearKernels& linear_kernels(); \
   }
 #include "isa/instruction_sets.inc"

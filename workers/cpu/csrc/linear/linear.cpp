@@ -14,9 +14,7 @@ namespace {
 const LinearKernels& linear_kernels() { return *kernels().linear; }
 
 // E4M3 numbers without their signs, read as fp16, are 2^-8 of their values.
-float from_float8(uint8_t code) {
-  return from_fp16(uint16_t((code & 128) << 8 | (code & 127) << 7)) * kFloat8Unit;
-}
+float from_float8(uint8_t code) { return from_fp16(uint16_t((code & 128) << 8 | (code & 127) << 7)) * kFloat8Unit; }
 
 // Returns the factor of a column: the value of one unit of its codes, in matrices of integers.
 float scale_of(const PackedWeight& w, const uint8_t* scales, int column) {
@@ -53,8 +51,8 @@ size_t activation_offset(ActivationKind kind, int column) {
 }
 
 size_t activation_row_bytes(ActivationKind kind, int k) {
-  const size_t bytes = kind == ActivationKind::int8_split ? high_terms_at(k / kGroup) + size_t(k)
-                                                          : activation_offset(kind, k + k % 2);
+  const size_t bytes =
+      kind == ActivationKind::int8_split ? high_terms_at(k / kGroup) + size_t(k) : activation_offset(kind, k + k % 2);
   return (bytes + 15) / 16 * 16;
 }
 
@@ -73,10 +71,10 @@ void quantize_rows(ActivationKind kind, const float* x, ptrdiff_t x_stride, int 
   }
 }
 
-void linear_rows(const PackedWeight& w, ActivationKind kind, const void* x, int rows, int n_begin,
-                 int n_end, float* out, ptrdiff_t out_stride, Readahead& readahead) {
-  linear_kernels().linear[int(w.format)](w, kind, static_cast<const uint8_t*>(x), rows, n_begin, n_end, out,
-                                  out_stride, readahead);
+void linear_rows(const PackedWeight& w, ActivationKind kind, const void* x, int rows, int n_begin, int n_end,
+                 float* out, ptrdiff_t out_stride, Readahead& readahead) {
+  linear_kernels().linear[int(w.format)](w, kind, static_cast<const uint8_t*>(x), rows, n_begin, n_end, out, out_stride,
+                                         readahead);
 }
 
 int rows_at_once(WeightFormat format) { return linear_kernels().rows_at_once[int(format)]; }
@@ -99,8 +97,7 @@ void unpack_weight_row(const PackedWeight& w, int row, float* out) {
       } else {
         code = tile[64 * (vector / 2) + byte] >> (vector % 2 * 4) & 15;
         if (w.format == WeightFormat::u5_offset) code |= (tile[256 + byte] >> vector & 1) << 4;
-        if (w.format == WeightFormat::u6)
-          code |= (tile[256 + 64 * (vector / 4) + byte] >> (vector % 4 * 2) & 3) << 4;
+        if (w.format == WeightFormat::u6) code |= (tile[256 + 64 * (vector / 4) + byte] >> (vector % 4 * 2) & 3) << 4;
         if (is_minifloat(w.format)) code = kMinifloats[code];
       }
       const uint8_t* of_half = scales + k * scales_of_group(w.format) / kGroup * bytes_of_scales(w.format);

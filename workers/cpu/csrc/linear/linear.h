@@ -27,7 +27,7 @@ enum class WeightFormat : int32_t {
   bf16 = 7,
   f16 = 8,
   f32 = 9,
-  f8 = 10,        // value(code) * scale
+  f8 = 10,  // value(code) * scale
 };
 constexpr int kNumWeightFormats = 11;
 
@@ -70,8 +70,8 @@ void quantize_rows(ActivationKind kind, const float* x, ptrdiff_t x_stride, int 
 // quantize_rows, with the kind that belongs to the weights' format. Weights are read from memory once per 64 rows or
 // more, whatever the number of rows. `readahead` advances by at least one step for every kReadaheadWeights weights
 // times kReadaheadRows rows.
-void linear_rows(const PackedWeight& w, ActivationKind kind, const void* x, int rows, int n_begin,
-                 int n_end, float* out, ptrdiff_t out_stride, Readahead& readahead);
+void linear_rows(const PackedWeight& w, ActivationKind kind, const void* x, int rows, int n_begin, int n_end,
+                 float* out, ptrdiff_t out_stride, Readahead& readahead);
 
 // Returns the number of rows for which weights are unpacked once. Products of more rows unpack them again.
 int rows_at_once(WeightFormat format);

@@ -107,8 +107,7 @@ bool unpack_q6_k_group(const uint8_t* block, int g, WeightGroup& group) {
   for (int i = 0; i < kGroup; i++)
     group.codes[i] = uint8_t((low[i] >> (g % 4 / 2 * 4) & 15) | (high[i] >> (g % 4 * 2) & 3) << 4);
   const float scale = load_fp16(block + 208);
-  for (int half = 0; half < 2; half++)
-    group.scales[half] = to_fp16(scale * float(int8_t(block[192 + 2 * g + half])));
+  for (int half = 0; half < 2; half++) group.scales[half] = to_fp16(scale * float(int8_t(block[192 + 2 * g + half])));
   return is_finite_fp16(block + 208);
 }
 
@@ -332,8 +331,8 @@ size_t packed_bytes(WeightFormat format, int n, int k, int group) {
   return tile_at(format, k, group, (tiles + unit - 1) / unit * unit);
 }
 
-bool pack_rows(const PackedWeight& w, SourceType type, const uint8_t* source, ptrdiff_t source_row_bytes,
-               int first_row, int rows) {
+bool pack_rows(const PackedWeight& w, SourceType type, const uint8_t* source, ptrdiff_t source_row_bytes, int first_row,
+               int rows) {
   if (w.format == WeightFormat::bf16) {
     pack_bf16_rows(w, type, source, source_row_bytes, first_row, rows);
     return true;

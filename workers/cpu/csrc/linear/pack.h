@@ -41,8 +41,8 @@ constexpr int kRowsTogether = 64;
 // k % 32 == 0, and K types k % 256 == 0. For bf16, the range must begin at a multiple of kRowsTogether, and end at one
 // or at the last row. Threads may pack disjoint rows at the same time. Returns false, after packing only part of the
 // rows, if there is a NaN or an infinity that the format cannot represent.
-bool pack_rows(const PackedWeight& w, SourceType type, const uint8_t* source, ptrdiff_t source_row_bytes,
-               int first_row, int rows);
+bool pack_rows(const PackedWeight& w, SourceType type, const uint8_t* source, ptrdiff_t source_row_bytes, int first_row,
+               int rows);
 
 // Completes a matrix after all its rows were packed. Returns how many of the packed_bytes it needs; the rest can be
 // freed.

@@ -12,9 +12,9 @@
 //   scales   16 fp16, or bytes in mxfp4 (u6 and nvfp4: 16 for the first half of the group, 16 for the second)
 // then, where the format has them, for each pair of groups
 //   offsets  16 pairs of bf16: the format's offset plus zero point * scale, because products are of code - zero_point
-// Float weights are in blocks of four tiles, f32 [k][64], f16 [k][64] or f8 [k / 2][64][2]. Behind a block of f8 are the
-// scales of its groups, float32 [groups][64]. A kernel needs four sums at a time to keep the multipliers busy, and so it
-// still reads a single stream. bf16 has its own layout: bf16_block.h.
+// Float weights are in blocks of four tiles, f32 [k][64], f16 [k][64] or f8 [k / 2][64][2]. Behind a block of f8 are
+// the scales of its groups, float32 [groups][64]. A kernel needs four sums at a time to keep the multipliers busy, and
+// so it still reads a single stream. bf16 has its own layout: bf16_block.h.
 #pragma once
 
 #include <cstddef>
@@ -30,8 +30,8 @@ constexpr int kGroup = 32;
 // are computed once here, so that kernels apply scales, zero points and offsets with few operations.
 struct ActivationGroup {
   int8_t q[kGroup];
-  float scale;    // 1 where all q are 0
-  float inverse;  // 1 / scale
+  float scale;          // 1 where all q are 0
+  float inverse;        // 1 / scale
   uint32_t scaled_sum;  // scale * sum, in bf16
   int32_t minus_eight_sums;
   int32_t minus_eight_sums_of_halves[2];
@@ -62,8 +62,8 @@ constexpr bool has_offset(WeightFormat format) {
 
 // The code that means zero. Products use code - zero_point.
 constexpr int zero_point(WeightFormat format) {
-  return format == WeightFormat::u8          ? 128
-         : format == WeightFormat::u6        ? 32
+  return format == WeightFormat::u8                                  ? 128
+         : format == WeightFormat::u6                                ? 32
          : format == WeightFormat::u5_offset || is_minifloat(format) ? 16
                                                                      : 8;
 }
@@ -98,9 +98,7 @@ constexpr int kFloatBlockTiles = 4;
 constexpr int element_bytes(WeightFormat format) { return format == WeightFormat::f16 ? 2 : 4; }
 
 // The bytes from an element of a tile of f16 or f32 to the next one along k.
-constexpr int float_stride(WeightFormat format) {
-  return element_bytes(format) * kColumnTile * kFloatBlockTiles;
-}
+constexpr int float_stride(WeightFormat format) { return element_bytes(format) * kColumnTile * kFloatBlockTiles; }
 
 // The factor by which E4M3 numbers, read as fp16, must be multiplied to get their values.
 constexpr float kFloat8Unit = 256;
@@ -108,7 +106,7 @@ constexpr float kFloat8Unit = 256;
 // for which this does not work are in tables: as words, and as their low bytes followed by their high bytes.
 constexpr int16_t kFloat8Bias = 120 << 7;
 constexpr uint16_t kSmallestFloat8[8] = {0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};
-constexpr uint8_t kSmallestFloat8Bytes[16] = {0, 0, 0x80, 0xc0, 0, 0x20, 0x40, 0x60,
+constexpr uint8_t kSmallestFloat8Bytes[16] = {0, 0,    0x80, 0xc0, 0,    0x20, 0x40, 0x60,
                                               0, 0x3b, 0x3b, 0x3b, 0x3c, 0x3c, 0x3c, 0x3c};
 // The bytes from a pair of f8 along k to the next one, and the size of the pairs of a tile.
 constexpr int kFloat8PairStride = 2 * kColumnTile * kFloatBlockTiles, kFloat8PairBytes = 2 * kColumnTile;

@@ -35,8 +35,8 @@ struct ModelShape {
   int64_t block_bytes;  // the size of a block in a tensor of the KV cache
   KVFormat kv_format;
   Activation activation;
-  Activation output_gate;  // the activation of attention's gates
-  NormKind norm;        // the kind of all norms
+  Activation output_gate;    // the activation of attention's gates
+  NormKind norm;             // the kind of all norms
   int32_t is_bidirectional;  // a token sees its whole sequence, of which a step has all tokens or none
   int32_t keeps_block;       // the residual stream is normed between a block's last product and its addition
   // the maximum number of logits of a router, including the gate of the shared experts; 0 without experts
@@ -75,34 +75,34 @@ enum class OpKind : int32_t {
                      // only of the gate. With vectors[2], a Xielu, that is the activation
   rotate_store = 4,  // norms and rotates queries and keys; stores queries for the next attention, keys and values.
                      // vectors[2] is a QueryScaling, or null. The projection has queries and `num_stored` of keys and
-                     // values: if it has only keys, values are those before their norm. If the attention `reads_source`,
-                     // only stores queries
+                     // values: if it has only keys, values are those before their norm. If the attention
+                     // `reads_source`, only stores queries
   attention = 5,     // activations[1] = attention, times activated gates in the projection if `first_column` is set.
                      // vectors[0] are sinks, or null; vectors[1] are DistanceBiases with `num_columns` as zero, or null
   norm_add = 6,      // residual += scale * block, normed if there is a norm
   final_norm = 7,    // hidden = residual, normed if there is a norm
   head = 8,          // logits of the rows asked for, with the bias vectors[0] or null; always the last operation
-  sum = 9,           // target = the parts of all ranks, added in their order, + vectors[0] if there is one; of `num_columns`
-                     // elements
+  sum = 9,  // target = the parts of all ranks, added in their order, + vectors[0] if there is one; of `num_columns`
+            // elements
   // The four operations of a layer with experts, in this order:
-  route = 10,           // chooses the experts of each row by the router's logits
-  gated_experts = 11,   // the same as gated_linear, for each row and each of its experts
-  expert_outputs = 12,  // the outputs of each row's experts
+  route = 10,            // chooses the experts of each row by the router's logits
+  gated_experts = 11,    // the same as gated_linear, for each row and each of its experts
+  expert_outputs = 12,   // the outputs of each row's experts
   combine_experts = 13,  // target = the sum of these, each times its weight; and of `block`, if it has the output of
                          // shared experts, times the sigmoid of their gate's logit
   // Recurrent layers. A short convolution reads the projection and writes activations[1]. Other mixers have three
   // operations, in this order:
   short_convolution = 14,
-  convolve = 15,  // convolves the inputs in the projection, and stores those that later tokens read
-  scan = 16,      // the outputs, which replace inputs in the projection, and the recurrent part of the state
+  convolve = 15,    // convolves the inputs in the projection, and stores those that later tokens read
+  scan = 16,        // the outputs, which replace inputs in the projection, and the recurrent part of the state
   gate_mixed = 17,  // activations[1] = these, normed and times the activated gate
   // For products in the projection:
-  quantize_columns = 18,  // activations[0] = `num_columns` of the projection from `first_column` on, normed by vectors[0]
-                          // if there is a norm
+  quantize_columns = 18,  // activations[0] = `num_columns` of the projection from `first_column` on, normed by
+                          // vectors[0] if there is a norm
   // In latent attention:
   latent_queries = 19,  // each head's plain query times its matrix in `heads`
-  latent_values = 20,   // activations[0] = each head's part of activations[1] times its matrix in `heads`, times gates if
-                        // there are any
+  latent_values = 20,   // activations[0] = each head's part of activations[1] times its matrix in `heads`, times gates
+                        // if there are any
 
   norm = 21,  // residual = residual, normed
   // Where ranks share a norm of a mixer, between `scan` and `gate_mixed`, whose target is `part` then:
@@ -111,7 +111,7 @@ enum class OpKind : int32_t {
   // Before a product with adapters, of which it has `source`, `parts` and `adapters`:
   adapt = 23,  // each row's activations times the first factors of its adapter
 
-  place = 24,      // residual = the row of `encoded` that replaces the token, if there is one
+  place = 24,       // residual = the row of `encoded` that replaces the token, if there is one
   add_placed = 25,  // residual += the same row's elements from `first_column` on
 
   scale = 26,       // residual *= scale
@@ -120,8 +120,8 @@ enum class OpKind : int32_t {
   // An MLP whose gates and other elements are in the projection, `num_columns` of each of a rank; see SparseGates. With
   // several ranks there are two operations, of which the first writes `part` and the second has it as its target:
   share_gates = 29,
-  sparse_gates = 30,  // activations[1] = activation(gates above the threshold, less that) * up; without vectors[0] there
-                      // is no threshold
+  sparse_gates = 30,  // activations[1] = activation(gates above the threshold, less that) * up; without vectors[0]
+                      // there is no threshold
 
   // Where ranks share norms of all heads, before `rotate_store`, whose target is `part` then:
   share_head_squares = 40,  // part = the sum of squares of the row's queries, then that of its keys
@@ -133,16 +133,19 @@ enum class OpKind : int32_t {
 
   // In latent attention with an indexer, after `rotate_store`. In that, vectors[1] are the weights of the norm of index
   // keys, then its biases; null if the layer has none:
-  choose_keys = 43,  // the `num_columns` keys that each token attends to, here and in the next layers without an indexer
+  choose_keys =
+      43,  // the `num_columns` keys that each token attends to, here and in the next layers without an indexer
 
-  norm_activations = 45,  // activations[0] = `num_columns` of activations[1], which must be float32, normed by vectors[0]
+  norm_activations =
+      45,  // activations[0] = `num_columns` of activations[1], which must be float32, normed by vectors[0]
 
   // Inputs of layers (phases/layer_inputs.h), of `num_columns` elements each:
-  embed_inputs = 31,  // inputs = scale * the token's row of parts[0], or row 0 if it is not of the table's `num_columns`
-                      // rows. With several ranks: part = the row if this rank, whose rows begin at `first_column`, has it
-  add_inputs = 32,    // inputs = (scale * the projection, each layer's columns normed by vectors[0], + inputs) / sqrt(2)
+  embed_inputs =
+      31,           // inputs = scale * the token's row of parts[0], or row 0 if it is not of the table's `num_columns`
+                    // rows. With several ranks: part = the row if this rank, whose rows begin at `first_column`, has it
+  add_inputs = 32,  // inputs = (scale * the projection, each layer's columns normed by vectors[0], + inputs) / sqrt(2)
   quantize_inputs = 44,  // activations[0] = the inputs from `first_column` on
-  gate_by_inputs = 33,  // activations[1] = activation(projection) * the layer's inputs, which begin at `first_column`
+  gate_by_inputs = 33,   // activations[1] = activation(projection) * the layer's inputs, which begin at `first_column`
 
   // Streams with alternating updates (phases/streams.h):
   expand_streams = 34,   // streams = residual, and products of it in the projection
@@ -155,7 +158,15 @@ enum class OpKind : int32_t {
 
 // The place where the result of a product is written. For `residual` it is multiplied by the scale and added. Only
 // `clamp` has activations[source] as its target.
-enum class LinearTarget : int32_t { qkv = 0, residual = 1, block = 2, part = 3, router = 4, inputs = 5, activations = 6 };
+enum class LinearTarget : int32_t {
+  qkv = 0,
+  residual = 1,
+  block = 2,
+  part = 3,
+  router = 4,
+  inputs = 5,
+  activations = 6
+};
 // Norms of queries and of keys: of each head, by vectors[0] for queries and vectors[1] for keys; of all heads together,
 // by the same; or of each head by a row of vectors[0], and of vectors[1] if there are biases, queries before keys.
 enum class QKNorm : int32_t { none = 0, head = 1, full = 2, each_head = 3 };
@@ -214,7 +225,7 @@ enum class MixerKind : int32_t { short_convolution = 0, mamba2 = 1, gated_delta_
 // value_dim], then inputs.
 struct Mixer {
   MixerKind kind;
-  int32_t channels;      // the elements of an input
+  int32_t channels;       // the elements of an input
   int32_t num_convolved;  // the first ones of these, which are convolved
   int32_t kernel, segment;
   int32_t num_heads, num_groups, key_dim, value_dim;
@@ -222,14 +233,14 @@ struct Mixer {
   int32_t gates_before_norm;  // whether the gate comes before the norm, or after it
   int32_t has_tiled_heads;    // in a delta net, head i has group i modulo the number of groups
   float min_step, max_step;
-  float strength;     // a factor on the sigmoid
-  float lowest_log_decay;  // limits the logarithms of decays in Kimi delta attention; 0 for no limit
-  const float* taps;  // [kernel, num_convolved]
-  const float* bias;  // [num_convolved], or null
-  const float* multipliers;  // factors on the projection, or null
+  float strength;             // a factor on the sigmoid
+  float lowest_log_decay;     // limits the logarithms of decays in Kimi delta attention; 0 for no limit
+  const float* taps;          // [kernel, num_convolved]
+  const float* bias;          // [num_convolved], or null
+  const float* multipliers;   // factors on the projection, or null
   const float *decay, *skip;  // [heads]
   const float* step_bias;     // one bias per step
-  const float* norm;                      // the norm of the output, or of each head's output
+  const float* norm;          // the norm of the output, or of each head's output
 };
 
 // Only an MLP's gates above their mean plus `deviations` standard deviations are used, reduced by that threshold; the
@@ -260,9 +271,9 @@ struct Op {
   int32_t rotates_before_norm;
   int32_t reads_source;  // attention: whether its keys come from an encoder's outputs, which other steps store
   int32_t num_heads, num_kv_heads, head_dim;  // the sizes of attention
-  int32_t output_dim;              // the first elements of a value, which attention writes; or 0 for all
-  int32_t num_stored;              // 2: keys and values, 1: keys, 0: nothing, the cache of another layer is read
-  int32_t norms_values;            // without weights
+  int32_t output_dim;                         // the first elements of a value, which attention writes; or 0 for all
+  int32_t num_stored;    // 2: keys and values, 1: keys, 0: nothing, the cache of another layer is read
+  int32_t norms_values;  // without weights
   int32_t num_parts;
   int32_t first_column;  // the first column of a product in its target, or of attention's gates in the projection; or 0
   int32_t num_columns;
@@ -287,8 +298,14 @@ struct Model {
   int most_heads_per_kv_head() const { return shape.num_heads / shape.num_kv_heads; }
   KVLayout kv(const Op& op) const { return kv_layout(op.num_kv_heads, op.head_dim); }
   KVLayout kv_layout(int num_kv_heads, int head_dim) const {
-    return {shape.kv_format, num_kv_heads, head_dim, shape.block_size, shape.attended_dim(head_dim),
-            shape.latent.kv_rank == 0, size_t(shape.block_bytes), shape.latent.index_dim};
+    return {shape.kv_format,
+            num_kv_heads,
+            head_dim,
+            shape.block_size,
+            shape.attended_dim(head_dim),
+            shape.latent.kv_rank == 0,
+            size_t(shape.block_bytes),
+            shape.latent.index_dim};
   }
   size_t index_of(const Op& op) const { return size_t(&op - ops.data()); }
   // out = x after the operation's norm, [hidden_size]; `out` may be `x`.

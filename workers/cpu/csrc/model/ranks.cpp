@@ -6,8 +6,7 @@ namespace engine {
 
 // A part has room for the rows of a slice, and for at least one row of logits.
 size_t Ranks::part_bytes(int num_ranks) const {
-  const size_t floats =
-      std::max<size_t>(kSliceTokens * row_size(), most_tokens(num_ranks));
+  const size_t floats = std::max<size_t>(kSliceTokens * row_size(), most_tokens(num_ranks));
   return (sizeof(float) * floats + 63) / 64 * 64;
 }
 

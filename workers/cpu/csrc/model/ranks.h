@@ -28,9 +28,7 @@ class Ranks {
   void meet() { exchange_->meet(); }
 
   // The part of a row's sum that this rank writes before a meeting, and the parts that each rank has written.
-  float* own_part(int row) const {
-    return reinterpret_cast<float*>(exchange_->own_part()) + size_t(row) * row_size();
-  }
+  float* own_part(int row) const { return reinterpret_cast<float*>(exchange_->own_part()) + size_t(row) * row_size(); }
   const float* part_of(int rank, int row) const {
     return reinterpret_cast<const float*>(exchange_->part_of(rank)) + size_t(row) * row_size();
   }
@@ -53,8 +51,7 @@ class Ranks {
       for (int row = first; row < end; row++) write(row, exchange_->own_part() + (row - first) * row_bytes);
       exchange_->meet();
       for (int rank = 0; rank < exchange_->num_ranks(); rank++)
-        for (int row = first; row < end; row++)
-          read(row, rank, exchange_->part_of(rank) + (row - first) * row_bytes);
+        for (int row = first; row < end; row++) read(row, rank, exchange_->part_of(rank) + (row - first) * row_bytes);
     }
   }
 

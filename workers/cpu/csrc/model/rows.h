@@ -33,8 +33,8 @@ class Rows {
   }
 
   void release() {
-    for (Buffer* buffer : {&residual_, &block_, &streams_, &normed_, &qkv_, &router_, &low_rank_, &activations_[0],
-                           &activations_[1]})
+    for (Buffer* buffer :
+         {&residual_, &block_, &streams_, &normed_, &qkv_, &router_, &low_rank_, &activations_[0], &activations_[1]})
       buffer->release();
   }
 
@@ -43,9 +43,7 @@ class Rows {
   float* streams(int row) const { return streams_.floats() + (row - first) * streams_size_; }
   float* block(int row) const { return block_.floats() + (row - first) * hidden_size_; }
   // The residual stream after a norm. It uses the memory of the block, unless that must be kept.
-  float* normed(int row) const {
-    return keeps_block_ ? normed_.floats() + (row - first) * hidden_size_ : block(row);
-  }
+  float* normed(int row) const { return keeps_block_ ? normed_.floats() + (row - first) * hidden_size_ : block(row); }
   float* qkv(int row) const { return qkv_.floats() + (row - first) * qkv_size_; }
   // The number of floats from one row of `qkv` to the next.
   size_t qkv_stride() const { return qkv_size_; }

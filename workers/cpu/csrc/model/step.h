@@ -33,41 +33,42 @@ struct Step {
   int32_t* tokens;               // [num_logit_rows], as TokenChooser returns them, or null
   const SamplingRows* sampling;  // null to choose the most likely tokens
   const int32_t* adapters;       // [num_tokens], the number of each token's LoRA adapter or -1; null if none has one
-  const int32_t* placed;         // [num_tokens], the row of `encoded` in place of each token or -1; null if none has one
-  const float* encoded;          // [rows, encoded_stride], outputs of encoders, which begin with a hidden state
+  const int32_t* placed;  // [num_tokens], the row of `encoded` in place of each token or -1; null if none has one
+  const float* encoded;   // [rows, encoded_stride], outputs of encoders, which begin with a hidden state
   int64_t encoded_stride;
-  const int32_t* rotary;  // [num_tokens, 3], positions on three axes; null if they all equal `positions`
-  const int32_t* visible;        // [num_tokens][2], the first position that each token sees even outside its window,
-                                 // and the end of its range; null if each token sees positions up to its own
-  int32_t spans_need_windows;    // only layers with a window follow `visible`
-  const int32_t* source_lens;    // [num_sequences], or of the rows `table_rows`: the outputs of an encoder that each reads
-  float* source_queries;         // receives the queries to sources, [layers that read them, num_tokens, query elements]; or
-                                 // null
+  const int32_t* rotary;       // [num_tokens, 3], positions on three axes; null if they all equal `positions`
+  const int32_t* visible;      // [num_tokens][2], the first position that each token sees even outside its window,
+                               // and the end of its range; null if each token sees positions up to its own
+  int32_t spans_need_windows;  // only layers with a window follow `visible`
+  const int32_t*
+      source_lens;        // [num_sequences], or of the rows `table_rows`: the outputs of an encoder that each reads
+  float* source_queries;  // receives the queries to sources, [layers that read them, num_tokens, query elements]; or
+                          // null
 };
 
 // A batch in which every request decodes: the step computes each request's last token and its drafts, and samples one
 // token after each verified draft. It reads and updates the worker's state of every slot.
 struct DecodeBatch {
   int32_t num_slots, num_groups;
-  int32_t chooses_later;               // `choose` chooses the tokens, once the grammar's masks are there
-  const int64_t* slots;                // [num_slots]
+  int32_t chooses_later;  // `choose` chooses the tokens, once the grammar's masks are there
+  const int64_t* slots;   // [num_slots]
   int64_t max_model_len;
   int32_t* token_ids;                  // [slots, max_model_len]
   int32_t* num_tokens;                 // [slots]
   int32_t* num_computed_tokens;        // [slots], one less
   const int32_t* const* block_tables;  // the table of each KV-cache group, [slots, stride of the group]
   const int64_t* block_table_strides;  // the stride of each group
-  uint8_t* const* kv_caches;     // the cache of each layer
-  const SamplingRows* sampling;  // without slots and positions; null to choose the most likely tokens
-  const int32_t* num_drafts;     // [num_slots], how many may be verified; null for none
-  DraftLookup* lookup;           // has the drafts of this step and receives those of the next; null for none
-  int32_t* tokens;               // [num_slots and drafts], as TokenChooser returns them; the accepted tokens come first
-  int32_t* num_sampled;          // [num_slots], how many of these tokens a request has
-  int32_t* num_verified;         // [num_slots], how many drafts were computed
-  const int32_t* adapters;       // [slots], as those of a step; or null
-  const int32_t* rotary_offsets;       // [slots], added to positions for embeddings with axes; null for 0
-  const int32_t* source_lens;    // [slots]
-  float* hidden;                 // [num_slots and drafts, hidden_stride], receives the hidden states; or null
+  uint8_t* const* kv_caches;           // the cache of each layer
+  const SamplingRows* sampling;        // without slots and positions; null to choose the most likely tokens
+  const int32_t* num_drafts;           // [num_slots], how many may be verified; null for none
+  DraftLookup* lookup;                 // has the drafts of this step and receives those of the next; null for none
+  int32_t* tokens;          // [num_slots and drafts], as TokenChooser returns them; the accepted tokens come first
+  int32_t* num_sampled;     // [num_slots], how many of these tokens a request has
+  int32_t* num_verified;    // [num_slots], how many drafts were computed
+  const int32_t* adapters;  // [slots], as those of a step; or null
+  const int32_t* rotary_offsets;  // [slots], added to positions for embeddings with axes; null for 0
+  const int32_t* source_lens;     // [slots]
+  float* hidden;                  // [num_slots and drafts, hidden_stride], receives the hidden states; or null
   int64_t hidden_stride;
 };
 

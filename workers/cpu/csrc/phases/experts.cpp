@@ -165,7 +165,8 @@ void Experts::order_received(const Op& op, Division& division) {
         for (int j = 0; j < num_chosen; j++) {
           int32_t expert;
           std::memcpy(&expert, choices + j * sizeof(expert), sizeof(expert));
-          if (expert >= 0 && expert < layer.count) use(peer, message, expert, choices + (num_chosen + j) * sizeof(float));
+          if (expert >= 0 && expert < layer.count)
+            use(peer, message, expert, choices + (num_chosen + j) * sizeof(float));
         }
       }
   };
@@ -195,9 +196,8 @@ void Experts::order_received(const Op& op, Division& division) {
 
 void Experts::begin_combine(const Op& op) {
   if (!exchange_) return;
-  own_outputs_ =
-      reinterpret_cast<const float*>(exchange_->collect(outputs_.bytes(), sizeof(float) * largest_output_,
-                                                        returned_.data(), expected_.data()));
+  own_outputs_ = reinterpret_cast<const float*>(
+      exchange_->collect(outputs_.bytes(), sizeof(float) * largest_output_, returned_.data(), expected_.data()));
   if (own_outputs_) return;
   have_failed_ = true;
   std::fill(places_.begin(), places_.end(), -1);
@@ -275,8 +275,12 @@ void Experts::run_gated(const Op& op, Tile& tile, const Rows& rows, Scratch& scr
   const ExpertTile& at = division_of(op).gated[tile.index];
   const PackedWeight& gate = layer.gate[at.expert];
   const size_t biases = size_t(at.expert) * gate.n;
-  const GatedWeights weights = {&gate, layer.up ? &layer.up[at.expert] : nullptr, layer.gate_biases ? layer.gate_biases + biases : nullptr,
-                                layer.up_biases ? layer.up_biases + biases : nullptr, 1.0f, nullptr,
+  const GatedWeights weights = {&gate,
+                                layer.up ? &layer.up[at.expert] : nullptr,
+                                layer.gate_biases ? layer.gate_biases + biases : nullptr,
+                                layer.up_biases ? layer.up_biases + biases : nullptr,
+                                1.0f,
+                                nullptr,
                                 layer.scales_inputs ? division_of(op).factors.data() + at.first : nullptr,
                                 layer.gate_limit};
   scratch.readahead.next_weights = weights_after(op, tile);
@@ -313,15 +317,14 @@ void Experts::combine(const Op& op, const Rows& rows, int row) const {
   const ExpertLayer& layer = *op.experts;
   const int size = layer.size, num_chosen = layer.router.num_chosen;
   const bool is_own_part = op.target == LinearTarget::part && !layer.adds_block;
-  float* sum = is_own_part                       ? ranks_.own_part(row)
-               : op.target == LinearTarget::qkv ? rows.qkv(row)
-                                                : rows.block(row);
+  float* sum = is_own_part ? ranks_.own_part(row) : op.target == LinearTarget::qkv ? rows.qkv(row) : rows.block(row);
   if (!layer.adds_block)
     std::fill_n(sum, size, 0.0f);
   else if (layer.has_shared_gate)
     model_.rows.scale(sum, shared_factor(layer.router, rows.router_logits(row)), size);
   for (size_t i = size_t(row) * num_chosen; i < size_t(row + 1) * num_chosen; i++)
-    if (places_[i] >= 0) model_.rows.add_scaled(sum, own_outputs_ + size_t(places_[i]) * largest_output_, weights_[i], size);
+    if (places_[i] >= 0)
+      model_.rows.add_scaled(sum, own_outputs_ + size_t(places_[i]) * largest_output_, weights_[i], size);
   if (op.target == LinearTarget::residual)
     model_.rows.add_scaled(rows.residual(row), sum, op.scale, size);
   else if (op.target == LinearTarget::part && !is_own_part)

@@ -59,10 +59,10 @@ class Experts {
   // The division of a layer's choices of experts among tiles. It must not change until the layer begins again, because
   // a slow thread may still read it for a tile that another thread has already computed.
   struct Division {
-    int64_t serial;           // the number of its first choice, which differs between divisions
-    std::vector<int> starts;  // the first choice of each expert, and the end of the last one's
-    std::vector<int> rows;    // the row of each choice, in the slice or among the received rows
-    std::vector<int> outputs;  // for each choice of a received row, its place in the order of rows and their choices
+    int64_t serial;              // the number of its first choice, which differs between divisions
+    std::vector<int> starts;     // the first choice of each expert, and the end of the last one's
+    std::vector<int> rows;       // the row of each choice, in the slice or among the received rows
+    std::vector<int> outputs;    // for each choice of a received row, its place in the order of rows and their choices
     std::vector<float> factors;  // factors on the input of each choice, if weights multiply inputs
     std::vector<ExpertTile> gated, output;
   };
@@ -88,7 +88,7 @@ class Experts {
   const Products& products_;
   const int num_threads_;
   int most_chosen_ = 0, most_elements_ = 0, largest_output_ = 0;  // maximums over all layers
-  std::vector<Division> divisions_;          // one per layer
+  std::vector<Division> divisions_;                               // one per layer
   // For each row and choice: the expert, its weight, and the index of its output, or -1.
   std::vector<int32_t> chosen_;
   std::vector<float> weights_;
@@ -105,7 +105,7 @@ class Experts {
   std::vector<int> last_row_;  // the last row with a message to each rank
   // For each rank: the messages to and from it, and the outputs for choices received from it and sent to it.
   std::vector<int64_t> sent_rows_, received_rows_, expected_, returned_;
-  const uint8_t* received_ = nullptr;    // the rows received in the current layer
+  const uint8_t* received_ = nullptr;   // the rows received in the current layer
   const float* own_outputs_ = nullptr;  // the outputs of the choices of this rank's rows
 };
 

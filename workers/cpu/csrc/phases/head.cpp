@@ -12,8 +12,7 @@ void Head::begin_step(Step& step) {
   activations_.reserve(step.num_logit_rows * (sizeof(float) * model_.shape.hidden_size + 64));
   if (ranks_.are_several() && (step.sampling || step.logits))
     own_logits_.reserve(sizeof(float) * step.num_logit_rows * ranks_.most_tokens());
-  if (step.sampling)
-    logit_maxima_.reserve(sizeof(float) * step.num_logit_rows * logit_blocks(model_.shape.vocab_size));
+  if (step.sampling) logit_maxima_.reserve(sizeof(float) * step.num_logit_rows * logit_blocks(model_.shape.vocab_size));
   if (step.sampling && !step.logits) {
     logits_.reserve(sizeof(float) * step.num_logit_rows * model_.shape.vocab_size);
     step.logits = logits_.floats();
@@ -67,17 +66,16 @@ void Head::run_product(const Step& step, Tile& tile, Scratch& scratch) {
     linear_rows(weight, op.input_kind, activations_.bytes() + columns.first_row * row_bytes, columns.num_rows, begin,
                 columns.end, out, size, scratch.readahead);
   scratch.readahead.next_weights = nullptr;
-  for_adapters(step, columns.first_row, columns.first_row + columns.num_rows,
-               [&](const Adapter& adapter, int row, int count) {
-                 float* const sums = out + size_t(row - columns.first_row) * size;
-                 Readahead none;
-                 if (adapter.whole && size)
-                   linear_rows(*adapter.whole, op.input_kind, activations_.bytes() + row * row_bytes, count, begin,
-                               columns.end, sums, size, none);
-                 if (adapter.down)
-                   model_.rows.add_low_rank(adapter.up[0], low_rank(row), op.adapter_rank, count, begin, columns.end,
-                                            sums);
-               });
+  for_adapters(
+      step, columns.first_row, columns.first_row + columns.num_rows, [&](const Adapter& adapter, int row, int count) {
+        float* const sums = out + size_t(row - columns.first_row) * size;
+        Readahead none;
+        if (adapter.whole && size)
+          linear_rows(*adapter.whole, op.input_kind, activations_.bytes() + row * row_bytes, count, begin, columns.end,
+                      sums, size, none);
+        if (adapter.down)
+          model_.rows.add_low_rank(adapter.up[0], low_rank(row), op.adapter_rank, count, begin, columns.end, sums);
+      });
   if (!tile.commit()) return;
   const int column_tiles = products_.column_tiles(op);
   for (int row = columns.first_row; row < columns.first_row + columns.num_rows; row++, out += size) {
@@ -113,9 +111,7 @@ void Head::gather_logits(const Step& step) {
   const int own = ranks_.num_tokens_of(ranks_.rank());
   ranks_.exchange_rows(
       step.num_logit_rows, sizeof(float) * ranks_.most_tokens(),
-      [&](int row, uint8_t* part) {
-        std::memcpy(part, own_logits_.floats() + size_t(row) * own, sizeof(float) * own);
-      },
+      [&](int row, uint8_t* part) { std::memcpy(part, own_logits_.floats() + size_t(row) * own, sizeof(float) * own); },
       [&](int row, int rank, const uint8_t* part) {
         std::memcpy(step.logits + size_t(row) * model_.shape.vocab_size + ranks_.first_token_of(rank), part,
                     sizeof(float) * ranks_.num_tokens_of(rank));

@@ -60,10 +60,10 @@ class Head {
   Ranks& ranks_;
   Buffer activations_;
   Buffer low_rank_;  // the products of each row with first factors, by which adapters' second factors are multiplied
-  Buffer logits_;        // the logits of all rows, if the step has no memory for them
-  Buffer logit_maxima_;  // the maximums of the blocks of each sampled row
-  Buffer own_logits_;    // the logits of this rank's share of the vocabulary
-  Buffer best_;          // the best token of each row and tile, if the most likely tokens are chosen
+  Buffer logits_;    // the logits of all rows, if the step has no memory for them
+  Buffer logit_maxima_;        // the maximums of the blocks of each sampled row
+  Buffer own_logits_;          // the logits of this rank's share of the vocabulary
+  Buffer best_;                // the best token of each row and tile, if the most likely tokens are chosen
   std::vector<Best> winners_;  // the best token of each row
 };
 

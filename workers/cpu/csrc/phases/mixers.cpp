@@ -113,8 +113,7 @@ void Mixers::begin_slice() {
   for (int s = slice_.first_sequence; s < step.num_sequences && starts[s] < end_token; s++) {
     const int first = std::max(starts[s], slice_.first_token), end = std::min(starts[s + 1], end_token);
     const int position = step.positions[first];
-    sequences_.push_back(
-        {s, first - slice_.first_token, end - first, position, position % segment_, num_convolved});
+    sequences_.push_back({s, first - slice_.first_token, end - first, position, position % segment_, num_convolved});
     num_convolved += position % segment_ + end - first;
   }
   convolved_.reserve(sizeof(float) * num_convolved * channels_);
@@ -222,7 +221,8 @@ void Mixers::scan(const Op& op, const Sequence& sequence, int begin, int end, co
 }
 
 // With the decay from token s to token c of a segment, `decay(c, s)`, the outputs of a head are
-//   y(c) = decay(c, start) * C(c) @ state + sum over s <= c of decay(c, s) * step(s) * (C(c) . B(s)) * x(s) + skip * x(c)
+//   y(c) = decay(c, start) * C(c) @ state + sum over s <= c of decay(c, s) * step(s) * (C(c) . B(s)) * x(s) + skip *
+//   x(c)
 // and the state at the end is that at the start, decayed, + sum over s of decay(end, s) * step(s) * B(s) x(s).
 void Mixers::scan_mamba2(const Mixer& m, const Sequence& sequence, const State& state, int begin, int end,
                          const Rows& rows, Buffer& buffer) const {
@@ -257,7 +257,8 @@ void Mixers::scan_mamba2(const Mixer& m, const Sequence& sequence, const State& 
         steps[i] = std::clamp(softplus(raw + m.step_bias[head]), m.min_step, m.max_step);
         decays[i] = total += steps[i] * m.decay[head];
       }
-      float* const out = rows.qkv(sequence.first_row + first + first_new - sequence.num_earlier) + inner + head * values;
+      float* const out =
+          rows.qkv(sequence.first_row + first + first_new - sequence.num_earlier) + inner + head * values;
       for (int i = 0; i < num_new; i++) {
         const int t = first_new + i;
         const float decay = std::exp(decays[t]);
@@ -289,8 +290,9 @@ void Mixers::scan_mamba2(const Mixer& m, const Sequence& sequence, const State& 
 //   u(c) = strength(c) * (v(c) - (k(c) * decay(c, start)) @ state - sum over s < c of (k(c) . key(c, s)) * u(s))
 // where key(c, s) = decay(c, s) * k(s), and its output is
 //   y(c) = (q(c) * decay(c, start)) @ state + sum over s <= c of (q(c) . key(c, s)) * u(s).
-// The state at the end is that at the start, decayed, + sum over s of key(end, s) u(s). Each element of a key has its own
-// decay; in a gated delta net they are equal. Keys decay token by token, because the inverse of a decay would overflow.
+// The state at the end is that at the start, decayed, + sum over s of key(end, s) u(s). Each element of a key has its
+// own decay; in a gated delta net they are equal. Keys decay token by token, because the inverse of a decay would
+// overflow.
 void Mixers::scan_delta_net(const Mixer& m, const Sequence& sequence, const State& state, int begin, int end,
                             const Rows& rows, Buffer& buffer) const {
   const RowKernels& kernels = model_.rows;
@@ -342,8 +344,8 @@ void Mixers::scan_delta_net(const Mixer& m, const Sequence& sequence, const Stat
       std::fill_n(corrections, count * values, 0.0f);
       kernels.multiply(unit_keys, since_start, count * keys, factors);
       kernels.multiply_add({factors, keys, 1, keys}, matrix, values, count, values, corrections, values);
-      float* const out = rows.qkv(sequence.first_row + first + first_new - sequence.num_earlier) + outputs_offset(m) +
-                         head * values;
+      float* const out =
+          rows.qkv(sequence.first_row + first + first_new - sequence.num_earlier) + outputs_offset(m) + head * values;
       for (int i = 0; i < num_new; i++) std::fill_n(out + i * out_stride, values, 0.0f);
       kernels.multiply(queries + first_new * keys, since_start + first_new * keys, num_new * keys, factors);
       kernels.multiply_add({factors, keys, 1, keys}, matrix, values, num_new, values, out, out_stride);

@@ -42,8 +42,8 @@ class Mixers {
   // The tokens of one sequence in the slice.
   struct Sequence {
     int index, first_row, num_rows;
-    int position;     // the position of the first token
-    int num_earlier;  // tokens of its segment before it
+    int position;         // the position of the first token
+    int num_earlier;      // tokens of its segment before it
     int first_convolved;  // the row in `convolved_` of the first token of its segment
   };
   // The state of a sequence before the slice, or null, and its state after the slice. They may be the same memory.

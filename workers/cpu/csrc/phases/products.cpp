@@ -120,10 +120,9 @@ float* Products::sums(const PackedWeight& weight, const float* bias, ActivationK
 
 float* Products::product(const Op& op, const Rows& rows, const Columns& columns, Scratch& scratch) const {
   const PackedWeight& weight = *op.parts[columns.part];
-  const uint8_t* x =
-      rows.activations(op.source, columns.first_row, activation_row_bytes(op.input_kind, weight.k));
-  float* out = sums(weight, op.vectors[columns.part], op.input_kind, x, columns.num_rows, columns.begin, columns.end,
-                    scratch);
+  const uint8_t* x = rows.activations(op.source, columns.first_row, activation_row_bytes(op.input_kind, weight.k));
+  float* out =
+      sums(weight, op.vectors[columns.part], op.input_kind, x, columns.num_rows, columns.begin, columns.end, scratch);
   add_changes(op, columns.part, rows, columns, out);
   return out;
 }
@@ -243,8 +242,8 @@ void Products::add(const RowChanges& changes, ActivationKind kind, const uint8_t
   }
 }
 
-float* Products::gated_sums(const GatedWeights& weights, ActivationKind kind, const uint8_t* x, int num_rows,
-                            int begin, int end, Scratch& scratch, const RowChanges& changes) const {
+float* Products::gated_sums(const GatedWeights& weights, ActivationKind kind, const uint8_t* x, int num_rows, int begin,
+                            int end, Scratch& scratch, const RowChanges& changes) const {
   multiply_gated(weights, kind, x, num_rows, begin, end, scratch);
   add(changes, kind, x, num_rows, weights.up ? 2 : 1, begin, end, scratch);
   return activate(weights, num_rows, begin, end, scratch);
@@ -295,8 +294,9 @@ float* Products::activate(const GatedWeights& weights, int num_rows, int begin, 
 }
 
 float* Products::gated_product(const Op& op, const Rows& rows, const Columns& columns, Scratch& scratch) const {
-  const GatedWeights weights = {op.parts[0], op.parts[1], op.vectors[0], op.vectors[1], op.scale,
-                                reinterpret_cast<const Xielu*>(op.vectors[2]), nullptr, op.gate_limit};
+  const GatedWeights weights = {op.parts[0],   op.parts[1],  op.vectors[0],
+                                op.vectors[1], op.scale,     reinterpret_cast<const Xielu*>(op.vectors[2]),
+                                nullptr,       op.gate_limit};
   const uint8_t* x = rows.activations(0, columns.first_row, activation_row_bytes(op.input_kind, weights.gate->k));
   multiply_gated(weights, op.input_kind, x, columns.num_rows, columns.begin, columns.end, scratch);
   for (int part = 0; part < op.num_parts; part++)
@@ -306,8 +306,8 @@ float* Products::gated_product(const Op& op, const Rows& rows, const Columns& co
 
 void Products::write_gated(const Op& op, const Rows& rows, const Columns& columns, float* gate) const {
   const size_t row_bytes = activation_row_bytes(op.activation_kind, op.parts[0]->n);
-  uint8_t* out = rows.activations(1, columns.first_row, row_bytes) +
-                 activation_offset(op.activation_kind, columns.begin);
+  uint8_t* out =
+      rows.activations(1, columns.first_row, row_bytes) + activation_offset(op.activation_kind, columns.begin);
   for (int r = 0; r < columns.num_rows; r++, gate += columns.size(), out += row_bytes)
     quantize_rows(op.activation_kind, gate, columns.size(), 1, columns.size(), out);
 }
@@ -378,9 +378,8 @@ void Products::run_gated(const Op& op, Tile& tile, int num_rows, const Rows& row
 
 void Products::compute_linear(const Op& op, const Rows& rows, int end_row, Scratch& scratch) const {
   for (int part = 0; part < op.num_parts; part++)
-    for_columns(op, part, rows, end_row, [&](const Columns& columns) {
-      write_product(op, rows, columns, product(op, rows, columns, scratch));
-    });
+    for_columns(op, part, rows, end_row,
+                [&](const Columns& columns) { write_product(op, rows, columns, product(op, rows, columns, scratch)); });
 }
 
 void Products::compute_gated(const Op& op, const Rows& rows, int end_row, Scratch& scratch) const {

@@ -33,7 +33,7 @@ struct Scratch {
   Buffer low_rank;  // the products with an expert's first factors, by which adapters' second factors are multiplied
   Buffer gathered;  // the activations of rows that an expert has
   int64_t gathered_serial = -1;  // the number of these rows
-  Rows rows;       // the results of a piece's rows
+  Rows rows;                     // the results of a piece's rows
   std::vector<AttentionTasks::Task> tasks;
   std::vector<AttentionTask> kernel_tasks;
   Readahead readahead;

@@ -57,8 +57,7 @@ void Streams::predict(const Op& op, const Rows& rows, int row) const {
   float* const factors = old + size_t(count) * size;
   float* const modality = factors + count * count;
   modalities(op, streams + size_t(op.altup->active) * size, rows, row, modality);
-  for (int i = 0; i < count * count; i++)
-    factors[i] = model_.rows.dot(op.altup->predict + i * count, modality, count);
+  for (int i = 0; i < count * count; i++) factors[i] = model_.rows.dot(op.altup->predict + i * count, modality, count);
   std::copy_n(streams, size_t(count) * size, old);
   for (int i = 0; i < count; i++)
     for (int j = 0; j < count; j++)

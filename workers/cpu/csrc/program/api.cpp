@@ -11,8 +11,8 @@ ENGINE_API void engine_program_free(Program* program) { delete program; }
 
 ENGINE_API void engine_program_add(Program* program, const Op* op) { program->add(*op); }
 
-ENGINE_API void engine_program_add_rope(Program* program, const float* inverse_frequencies,
-                                        int32_t half, float factor, const int32_t* axes) {
+ENGINE_API void engine_program_add_rope(Program* program, const float* inverse_frequencies, int32_t half, float factor,
+                                        const int32_t* axes) {
   program->add_rope(inverse_frequencies, half, factor, axes);
 }
 
@@ -32,13 +32,9 @@ ENGINE_API void engine_program_join_round(Program* program) { program->join_roun
 
 ENGINE_API int engine_program_run(Program* program, const Step* step) { return program->run(*step); }
 
-ENGINE_API int engine_program_decode(Program* program, const DecodeBatch* batch) {
-  return program->decode(*batch);
-}
+ENGINE_API int engine_program_decode(Program* program, const DecodeBatch* batch) { return program->decode(*batch); }
 
-ENGINE_API int engine_program_choose(Program* program, const DecodeBatch* batch) {
-  return program->choose(*batch);
-}
+ENGINE_API int engine_program_choose(Program* program, const DecodeBatch* batch) { return program->choose(*batch); }
 
 ENGINE_API void engine_program_profile(const Program* program, double* seconds) {
   const std::vector<double> profile = program->profile();

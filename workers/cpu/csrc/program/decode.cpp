@@ -10,8 +10,7 @@ bool DecodeLayout::lay_out(const DecodeBatch& batch) {
   for (int i = 0; i < batch.num_slots; i++) {
     const int64_t slot = batch.slots[i];
     const int32_t length = batch.num_tokens[slot];
-    const int32_t num_drafts =
-        batch.num_drafts ? std::min(batch.num_drafts[i], batch.lookup->num_drafts[slot]) : 0;
+    const int32_t num_drafts = batch.num_drafts ? std::min(batch.num_drafts[i], batch.lookup->num_drafts[slot]) : 0;
     if (length < 1 || length + num_drafts >= batch.max_model_len) return false;
     starts_.push_back(starts_.back() + 1 + num_drafts);
   }
@@ -120,8 +119,7 @@ int DecodeLayout::advance(const DecodeBatch& batch) const {
     batch.num_computed_tokens[slot] = batch.num_tokens[slot] - 1;
   }
   if (batch.lookup)
-    look_up_drafts(*batch.lookup, batch.slots, batch.num_slots, batch.max_model_len, batch.token_ids,
-                   batch.num_tokens);
+    look_up_drafts(*batch.lookup, batch.slots, batch.num_slots, batch.max_model_len, batch.token_ids, batch.num_tokens);
   return num_failed;
 }
 

@@ -106,7 +106,8 @@ bool Pieces::reads_own_keys() {
 
 bool Pieces::is_needed(const PieceSegment& at) const {
   const bool is_past_end = at.segment >= int(segments_.size());
-  return (!is_past_end && segments_[at.segment].first_op < first_unneeded_) || slice_.is_wanted(first_row(at.piece), first_row(at.piece + 1));
+  return (!is_past_end && segments_[at.segment].first_op < first_unneeded_) ||
+         slice_.is_wanted(first_row(at.piece), first_row(at.piece + 1));
 }
 
 }  // namespace engine

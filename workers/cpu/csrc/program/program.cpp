@@ -259,7 +259,9 @@ int Program::begin_op(const Op& op) {
       return experts_.begin_output(op);
     case OpKind::adapt:
       // A product of one row takes about as long as other operations with a sixteenth of its multiplications.
-      return products_.have_changes(op, slice_.num_tokens) ? share_rows(op, op.num_parts * op.adapter_rank * op.parts[0]->k / 16) : 0;
+      return products_.have_changes(op, slice_.num_tokens)
+                 ? share_rows(op, op.num_parts * op.adapter_rank * op.parts[0]->k / 16)
+                 : 0;
     case OpKind::place:
     case OpKind::add_placed:
       return slice_.step.placed ? share_rows(op, model_.shape.hidden_size) : 0;

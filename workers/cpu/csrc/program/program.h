@@ -95,8 +95,8 @@ class Program final : private Phases {
   Slice slice_;
   int num_slices_ = 0;
   ExpertExchange exchange_{};
-  bool is_guest_ = false;  // whether it takes part in a round of other ranks
-  Rows rows_;  // the results of the slice's rows
+  bool is_guest_ = false;       // whether it takes part in a round of other ranks
+  Rows rows_;                   // the results of the slice's rows
   std::vector<int> row_tiles_;  // for each operation, the number of tiles that its rows are divided into
   int first_unneeded_ = 1;      // the first operation that only rows with requested results need
   bool shares_blocks_ = false;  // whether layers with other heads, or states, may have used a block before

@@ -91,7 +91,7 @@ Readahead ReadaheadPlan::of(const PieceSegment& at) const {
   if (!reads_ahead()) return {};
   const std::vector<Segment>& segments = pieces_.segments();
   ptrdiff_t bytes = 0;
-  const auto runs_before = [&](int segment, int piece, FoundRuns PieceRuns::*which) -> Runs {
+  const auto runs_before = [&](int segment, int piece, FoundRuns PieceRuns::* which) -> Runs {
     if (segment == 0 || segment >= int(segments.size())) return {};
     const Op& op = model_.ops[segments[segment].first_op];
     const FoundRuns& found = list_of(lists_, op)->pieces[piece].*which;
@@ -99,8 +99,7 @@ Readahead ReadaheadPlan::of(const PieceSegment& at) const {
     return {slice_.step.kv_caches[op.layer], found.runs.data(), found.runs.data() + found.runs.size()};
   };
   const PieceSegment next = pieces_.queue().after(at);
-  const Runs attended =
-      pieces_.is_needed(next) ? runs_before(next.segment, next.piece, &PieceRuns::attended) : Runs{};
+  const Runs attended = pieces_.is_needed(next) ? runs_before(next.segment, next.piece, &PieceRuns::attended) : Runs{};
   const Runs stored = runs_before(at.segment + 1, at.piece, &PieceRuns::stored);
   const int rows = pieces_.first_row(at.piece + 1) - pieces_.first_row(at.piece);
   const int row_blocks = (rows + kReadaheadRows - 1) / kReadaheadRows;

@@ -145,8 +145,7 @@ void Program::write_hidden(const Op& op, const Rows& rows, int row) {
 void Program::clamp(const Op& op, const Rows& rows, int row) {
   const size_t row_bytes = activation_row_bytes(ActivationKind::f32, op.num_columns);
   float* x = op.target == LinearTarget::qkv ? rows.qkv(row) : rows.block(row);
-  if (op.target == LinearTarget::activations)
-    x = reinterpret_cast<float*>(rows.activations(op.source, row, row_bytes));
+  if (op.target == LinearTarget::activations) x = reinterpret_cast<float*>(rows.activations(op.source, row, row_bytes));
   x += op.first_column;
   const float least = op.vectors[0][0], most = op.vectors[0][1];
   for (int i = 0; i < op.num_columns; i++) x[i] = std::min(std::max(x[i], least), most);

@@ -20,9 +20,7 @@ void rms_norm(const float* x, const float* weight, float eps, int n, float* out)
   });
   const Floats factor = broadcast(1.0f / std::sqrt(sum(squares) / float(n) + eps));
   if (weight)
-    for_vectors(n, [&](int i, int count) {
-      put(out + i, get(x + i, count) * factor * get(weight + i, count), count);
-    });
+    for_vectors(n, [&](int i, int count) { put(out + i, get(x + i, count) * factor * get(weight + i, count), count); });
   else
     for_vectors(n, [&](int i, int count) { put(out + i, get(x + i, count) * factor, count); });
 }
@@ -46,15 +44,12 @@ void layer_norm(const float* x, const float* weight, const float* bias, float ep
 }
 
 void add_scaled(float* x, const float* y, float factor, int n) {
-  for_vectors(n, [&](int i, int count) {
-    put(x + i, fma(get(y + i, count), broadcast(factor), get(x + i, count)), count);
-  });
+  for_vectors(
+      n, [&](int i, int count) { put(x + i, fma(get(y + i, count), broadcast(factor), get(x + i, count)), count); });
 }
 
 void scale(float* x, float factor, int n) {
-  for_vectors(n, [&](int i, int count) {
-    put(x + i, get(x + i, count) * broadcast(factor), count);
-  });
+  for_vectors(n, [&](int i, int count) { put(x + i, get(x + i, count) * broadcast(factor), count); });
 }
 
 // Returns 1 + e^-x.
@@ -106,9 +101,7 @@ ENGINE_VECTOR Floats clamped_swiglu(Floats gate, Floats up) {
 template <class Activate>
 ENGINE_VECTOR void apply(Activate activate, const float* gate, const float* up, int n, float* out) {
   if (up)
-    for_vectors(n, [&](int i, int count) {
-      put(out + i, activate(get(gate + i, count)) * get(up + i, count), count);
-    });
+    for_vectors(n, [&](int i, int count) { put(out + i, activate(get(gate + i, count)) * get(up + i, count), count); });
   else
     for_vectors(n, [&](int i, int count) { put(out + i, activate(get(gate + i, count)), count); });
 }
@@ -127,26 +120,24 @@ void gate(Activation activation, const float* gate, const float* up, int n, floa
   else if (activation == Activation::softplus)
     apply([](Floats x) { return softplus(x); }, gate, up, n, out);
   else if (activation == Activation::clamped_swiglu)
-    for_vectors(n, [&](int i, int count) {
-      put(out + i, clamped_swiglu(get(gate + i, count), get(up + i, count)), count);
-    });
+    for_vectors(
+        n, [&](int i, int count) { put(out + i, clamped_swiglu(get(gate + i, count), get(up + i, count)), count); });
   else
     apply([](Floats x) { return gelu_tanh(x); }, gate, up, n, out);
 }
 
 // A NaN is the second operand of min and max, which return that operand.
 void clamp(float* x, float low, float high, int n) {
-  for_vectors(n, [&](int i, int count) {
-    put(x + i, max(broadcast(low), min(broadcast(high), get(x + i, count))), count);
-  });
+  for_vectors(
+      n, [&](int i, int count) { put(x + i, max(broadcast(low), min(broadcast(high), get(x + i, count))), count); });
 }
 
 void xielu(const Xielu& numbers, float* x, int n) {
   for_vectors(n, [&](int i, int count) {
     const Floats v = get(x + i, count);
     const Floats power = exp2(min(broadcast(numbers.most), v) * broadcast(kLog2E)) - broadcast(1.0f);
-    const Floats curve = select(v > Floats{}, v * v * broadcast(numbers.positive),
-                                (power - v) * broadcast(numbers.negative));
+    const Floats curve =
+        select(v > Floats{}, v * v * broadcast(numbers.positive), (power - v) * broadcast(numbers.negative));
     put(x + i, fma(v, broadcast(numbers.linear), curve), count);
   });
 }
@@ -221,8 +212,8 @@ void exceed(float* x, float threshold, int n) {
   for_vectors(n, [&](int i, int count) { put(x + i, relu(get(x + i, count) - broadcast(threshold)), count); });
 }
 
-void convolve(const float* const* inputs, const float* taps, int stride, int kernel, const float* bias,
-              bool activates, int n, float* out) {
+void convolve(const float* const* inputs, const float* taps, int stride, int kernel, const float* bias, bool activates,
+              int n, float* out) {
   for_vectors(n, [&](int i, int count) {
     Floats y = get(inputs[0] + i, count) * get(taps + i, count);
     for (int k = 1; k < kernel; k++) y = fma(get(inputs[k] + i, count), get(taps + k * stride + i, count), y);
@@ -250,8 +241,7 @@ ENGINE_VECTOR void multiply_add_rows(const Factors& factors, const float* matrix
 void multiply_add(const Factors& factors, const float* matrix, ptrdiff_t matrix_stride, int rows, int columns,
                   float* out, ptrdiff_t out_stride) {
   int row = 0;
-  for (; row + 4 <= rows; row += 4)
-    multiply_add_rows<4>(factors, matrix, matrix_stride, row, columns, out, out_stride);
+  for (; row + 4 <= rows; row += 4) multiply_add_rows<4>(factors, matrix, matrix_stride, row, columns, out, out_stride);
   for (; row < rows; row++) multiply_add_rows<1>(factors, matrix, matrix_stride, row, columns, out, out_stride);
 }
 
@@ -278,7 +268,8 @@ ENGINE_VECTOR void sum_low_rank_block(const uint8_t* block, int rank, const floa
     for (int k = 0; k < rank; k += 4, block += 2 * kLanes * sizeof(int32_t)) {
       const Ints a = load_as<Ints>(block), b = load_as<Ints>(block + kLanes * sizeof(int32_t));
 #pragma GCC unroll 4
-      for (int j = 0; j < 4; j++) add(k + j, to_floats((a << (24 - 8 * j)) >> 24), to_floats((b << (24 - 8 * j)) >> 24));
+      for (int j = 0; j < 4; j++)
+        add(k + j, to_floats((a << (24 - 8 * j)) >> 24), to_floats((b << (24 - 8 * j)) >> 24));
     }
   } else {
     for (int k = 0; k < rank; k++) {
@@ -352,9 +343,9 @@ void add_low_rank(const LowRankFactor& factor, const float* x, int x_stride, int
 }  // namespace
 
 const RowKernels& row_kernels() {
-  static constexpr RowKernels kKernels = {rms_norm, layer_norm, add_scaled, scale,    gate, clamp, xielu, rotate,
-                                           soft_cap, all_finite, argmax,     multiply, dot,  sum,      exceed,
-                                           convolve, multiply_add, add_low_rank};
+  static constexpr RowKernels kKernels = {rms_norm, layer_norm, add_scaled, scale,      gate,         clamp,
+                                          xielu,    rotate,     soft_cap,   all_finite, argmax,       multiply,
+                                          dot,      sum,        exceed,     convolve,   multiply_add, add_low_rank};
   return kKernels;
 }
 

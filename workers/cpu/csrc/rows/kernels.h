@@ -95,8 +95,8 @@ struct RowKernels {
 };
 
 #define ENGINE_ISA(set, linear, attention, rows, ...) \
-  namespace rows { \
-  const RowKernels& row_kernels(); \
+  namespace rows {                                    \
+  const RowKernels& row_kernels();                    \
   }
 #include "isa/instruction_sets.inc"
 

@@ -37,9 +37,8 @@ bool PieceQueue::furthest_behind(int thread, bool is_taken, PieceSegment& found)
   for (int piece = 0; piece < num_pieces_; piece++) {
     const uint32_t now = state(piece);
     const int segment = int(now / 3);
-    const bool is_better =
-        segment < found.segment || (segment == found.segment && found.piece >= 0 && !is_owned(thread, found.piece) &&
-                                    is_owned(thread, piece));
+    const bool is_better = segment < found.segment || (segment == found.segment && found.piece >= 0 &&
+                                                       !is_owned(thread, found.piece) && is_owned(thread, piece));
     if (segment < num_segments_ && is_better && now == (is_taken ? taken(segment) : open(segment)) &&
         is_possible(piece, segment))
       found = {piece, segment};

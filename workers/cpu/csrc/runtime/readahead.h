@@ -53,14 +53,29 @@ class Readahead {
       runs_.next++;
     }
     switch (lines_) {
-      case 8: fetch(line + 7 * kLineBytes); [[fallthrough]];
-      case 7: fetch(line + 6 * kLineBytes); [[fallthrough]];
-      case 6: fetch(line + 5 * kLineBytes); [[fallthrough]];
-      case 5: fetch(line + 4 * kLineBytes); [[fallthrough]];
-      case 4: fetch(line + 3 * kLineBytes); [[fallthrough]];
-      case 3: fetch(line + 2 * kLineBytes); [[fallthrough]];
-      case 2: fetch(line + kLineBytes); [[fallthrough]];
-      case 1: fetch(line);
+      case 8:
+        fetch(line + 7 * kLineBytes);
+        [[fallthrough]];
+      case 7:
+        fetch(line + 6 * kLineBytes);
+        [[fallthrough]];
+      case 6:
+        fetch(line + 5 * kLineBytes);
+        [[fallthrough]];
+      case 5:
+        fetch(line + 4 * kLineBytes);
+        [[fallthrough]];
+      case 4:
+        fetch(line + 3 * kLineBytes);
+        [[fallthrough]];
+      case 3:
+        fetch(line + 2 * kLineBytes);
+        [[fallthrough]];
+      case 2:
+        fetch(line + kLineBytes);
+        [[fallthrough]];
+      case 1:
+        fetch(line);
     }
     line_ = line + lines_ * kLineBytes;
   }

@@ -56,8 +56,7 @@ inline uint16_t to_fp16(float x) {
   if (magnitude > 0x7f800000) return uint16_t(sign | 0x7e00);
   if (magnitude >= 0x477ff000) return uint16_t(sign | 0x7bff);
   // Adding 0.5 rounds at the last bit of a subnormal fp16 number, which has the value 2^-24.
-  if (magnitude < 0x38800000)
-    return uint16_t(sign | (float_bits(from_bits(magnitude) + 0.5f) - float_bits(0.5f)));
+  if (magnitude < 0x38800000) return uint16_t(sign | (float_bits(from_bits(magnitude) + 0.5f) - float_bits(0.5f)));
   return uint16_t(sign | (magnitude - 0x38000000 + 0xfff + (magnitude >> 13 & 1)) >> 13);
 }
 

@@ -106,8 +106,7 @@ bool ThreadPool::repeat_a_tile(int thread) {
 
 void ThreadPool::wait_for_others() {
   for (int i = 0; i < num_threads(); i++)
-    for (int spins = 0; i != opener_ && is_computing_[i].is_set.load(); spins++)
-      wait_a_moment(spins);
+    for (int spins = 0; i != opener_ && is_computing_[i].is_set.load(); spins++) wait_a_moment(spins);
 }
 
 void ThreadPool::run(Phases& phases) {
@@ -116,7 +115,9 @@ void ThreadPool::run(Phases& phases) {
   running_.store(true);
   open(0, 0);
   if (num_sleeping_.load() > 0) {
-    { std::lock_guard<std::mutex> lock(mutex_); }
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+    }
     wake_.notify_all();
   }
   int spins = 0;

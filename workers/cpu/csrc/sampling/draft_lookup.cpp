@@ -34,8 +34,8 @@ Match find_in_tokens(const int32_t* tokens, int32_t length, int32_t longest) {
 // Returns the longest match in the prediction that is longer than `longest` tokens. As long as the whole output equals
 // the prediction, the match counts as the longest possible one, because the output follows the prompt as the prediction
 // does.
-Match find_in_prediction(const int32_t* predicted, int32_t num_predicted, const int32_t* tokens,
-                         int32_t length, int32_t num_output, int32_t longest) {
+Match find_in_prediction(const int32_t* predicted, int32_t num_predicted, const int32_t* tokens, int32_t length,
+                         int32_t num_output, int32_t longest) {
   Match found{longest, 0};
   for (int32_t end = 1; end < num_predicted; end++) {
     if (predicted[end - 1] != tokens[length - 1]) continue;
@@ -48,21 +48,19 @@ Match find_in_prediction(const int32_t* predicted, int32_t num_predicted, const 
 }
 
 // Writes drafts after the tokens, of which there must be at least one. Returns their number.
-int32_t draft(DraftLookup& lookup, int64_t slot, int64_t max_model_len, int32_t* tokens, int32_t length,
-              int32_t most) {
+int32_t draft(DraftLookup& lookup, int64_t slot, int64_t max_model_len, int32_t* tokens, int32_t length, int32_t most) {
   const int32_t* predicted = lookup.predicted_tokens[slot];
   const int32_t num_predicted = lookup.num_predicted[slot];
   const int32_t num_output = length - lookup.num_prompt_tokens[slot];
-  const Match in_prediction = find_in_prediction(predicted, num_predicted, tokens, length, num_output,
-                                                 lookup.shortest_match - 1);
+  const Match in_prediction =
+      find_in_prediction(predicted, num_predicted, tokens, length, num_output, lookup.shortest_match - 1);
   if (lookup.suffixes) {
     const int32_t count =
         draft_from_suffixes(*lookup.suffixes, slot, max_model_len, tokens, length, most, in_prediction.length);
     if (count) return count;
     if (!in_prediction.end) return draft_after_edit(*lookup.suffixes, slot, tokens, length, most);
   }
-  const Match in_tokens =
-      lookup.suffixes ? Match{} : find_in_tokens(tokens, length, in_prediction.length);
+  const Match in_tokens = lookup.suffixes ? Match{} : find_in_tokens(tokens, length, in_prediction.length);
   if (in_tokens.end) {
     const int32_t count = std::min(most, in_tokens.length);
     // Copy one by one, because the tokens to copy may include those that were just written.
@@ -93,8 +91,8 @@ int32_t draft_forced(DraftLookup& lookup, int64_t slot, int32_t* tokens, int32_t
 
 }  // namespace
 
-void look_up_drafts(DraftLookup& lookup, const int64_t* slots, int32_t num_slots,
-                    int64_t max_model_len, int32_t* token_ids, const int32_t* num_tokens) {
+void look_up_drafts(DraftLookup& lookup, const int64_t* slots, int32_t num_slots, int64_t max_model_len,
+                    int32_t* token_ids, const int32_t* num_tokens) {
   int32_t* found_tokens = lookup.found_tokens;
   lookup.num_found = 0;
   for (int32_t i = 0; i < num_slots; i++) {
@@ -107,10 +105,8 @@ void look_up_drafts(DraftLookup& lookup, const int64_t* slots, int32_t num_slots
     const int32_t forced_limit = std::min({lookup.most, kMaxForcedOfStep / num_slots, room});
     int32_t count = 0;
     lookup.num_from_prediction[slot] = 0;
-    if (lookup.num_forced[slot] && forced_limit > 0)
-      count = draft_forced(lookup, slot, tokens, length, forced_limit);
-    if (!count && length && limit > 0)
-      count = draft(lookup, slot, max_model_len, tokens, length, limit);
+    if (lookup.num_forced[slot] && forced_limit > 0) count = draft_forced(lookup, slot, tokens, length, forced_limit);
+    if (!count && length && limit > 0) count = draft(lookup, slot, max_model_len, tokens, length, limit);
     lookup.num_drafts[slot] = count;
     if (!count) continue;
     lookup.found_slots[lookup.num_found] = int32_t(slot);

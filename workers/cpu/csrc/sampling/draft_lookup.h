@@ -39,7 +39,7 @@ struct DraftLookup {
 // that has copied for longer is more likely to continue. Of matches with the same length, one in the prediction comes
 // first, and there the one nearest to the place that the output has reached. Otherwise the last match is used or, with
 // `suffixes`, the majority.
-void look_up_drafts(DraftLookup& lookup, const int64_t* slots, int32_t num_slots,
-                    int64_t max_model_len, int32_t* token_ids, const int32_t* num_tokens);
+void look_up_drafts(DraftLookup& lookup, const int64_t* slots, int32_t num_slots, int64_t max_model_len,
+                    int32_t* token_ids, const int32_t* num_tokens);
 
 }  // namespace engine

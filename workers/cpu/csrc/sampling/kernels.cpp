@@ -32,8 +32,7 @@ ENGINE_VECTOR float maximum_or_nan(Floats x) {
 
 void block_maxima(const float* x, int n, float* maxima) {
   for (int i = 0; i < n; i += kLogitBlock)
-    *maxima++ = maximum_or_nan(
-        max_or_nan(load_or(x, i, n, -INFINITY), load_or(x, i + kLanes, n, -INFINITY)));
+    *maxima++ = maximum_or_nan(max_or_nan(load_or(x, i, n, -INFINITY), load_or(x, i + kLanes, n, -INFINITY)));
 }
 
 int count_reaching(const float* x, int n, float floor) {
@@ -71,11 +70,9 @@ ENGINE_VECTOR WeightPair weights_of(Floats x, float floor, float peak, float inv
   return {__builtin_convertvector(halves[0], Longs), __builtin_convertvector(halves[1], Longs)};
 }
 
-void weigh(const float* x, int n, float floor, float peak, float inverse_temperature,
-           int64_t* weights) {
+void weigh(const float* x, int n, float floor, float peak, float inverse_temperature, int64_t* weights) {
   for (int i = 0; i < n; i += kLanes) {
-    const WeightPair pair =
-        weights_of(load_or(x, i, n, -INFINITY), floor, peak, inverse_temperature);
+    const WeightPair pair = weights_of(load_or(x, i, n, -INFINITY), floor, peak, inverse_temperature);
     __builtin_memcpy(weights + i, &pair, sizeof(int64_t) * size_t(n - i < kLanes ? n - i : kLanes));
   }
 }
@@ -86,14 +83,13 @@ ENGINE_VECTOR int64_t sum(Longs x) {
   return total;
 }
 
-void block_weights(const float* x, int n, const float* maxima, float floor, float peak,
-                   float inverse_temperature, int64_t* sums) {
+void block_weights(const float* x, int n, const float* maxima, float floor, float peak, float inverse_temperature,
+                   int64_t* sums) {
   for (int i = 0; i < n; i += kLogitBlock, maxima++, sums++) {
     *sums = 0;
     if (*maxima < floor || (*maxima - peak) * inverse_temperature < -kDeepest) continue;
     const WeightPair a = weights_of(load_or(x, i, n, -INFINITY), floor, peak, inverse_temperature);
-    const WeightPair b =
-        weights_of(load_or(x, i + kLanes, n, -INFINITY), floor, peak, inverse_temperature);
+    const WeightPair b = weights_of(load_or(x, i + kLanes, n, -INFINITY), floor, peak, inverse_temperature);
     *sums = sum((a.low + a.high) + (b.low + b.high));
   }
 }

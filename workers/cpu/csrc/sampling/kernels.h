@@ -24,16 +24,15 @@ struct SamplingKernels {
   int (*count_reaching)(const float* x, int n, float floor);
   // Writes how far each element is below the peak, in units of 1 / scale, at most kNumLevels - 1.
   void (*levels)(const float* x, int n, float peak, float scale, uint16_t* levels);
-  void (*weigh)(const float* x, int n, float floor, float peak, float inverse_temperature,
-                int64_t* weights);
+  void (*weigh)(const float* x, int n, float floor, float peak, float inverse_temperature, int64_t* weights);
   // Writes the sum of the weights of each block. `maxima` are the blocks' maxima.
-  void (*block_weights)(const float* x, int n, const float* maxima, float floor, float peak,
-                        float inverse_temperature, int64_t* sums);
+  void (*block_weights)(const float* x, int n, const float* maxima, float floor, float peak, float inverse_temperature,
+                        int64_t* sums);
 };
 
 #define ENGINE_ISA(set, linear, attention, rows, sampling, ...) \
-  namespace sampling { \
-  const SamplingKernels& sampling_kernels(); \
+  namespace sampling {                                          \
+  const SamplingKernels& sampling_kernels();                    \
   }
 #include "isa/instruction_sets.inc"
 

@@ -17,9 +17,9 @@ struct History {
 
 // The logit changes of one slot. A null pointer means that its request does not use the feature.
 struct LogitRules {
-  const uint32_t* allowed;      // bit t % 32 of word t / 32 is set if token t is allowed
-  const int32_t* bad_words;     // the length and the tokens of each word
-  const int64_t* end_tokens;    // forbidden until the request has min_length tokens
+  const uint32_t* allowed;    // bit t % 32 of word t / 32 is set if token t is allowed
+  const int32_t* bad_words;   // the length and the tokens of each word
+  const int64_t* end_tokens;  // forbidden until the request has min_length tokens
   const int64_t* bias_tokens;
   const float* biases;
   int32_t bad_words_size, num_end_tokens, min_length, num_biases;

@@ -41,9 +41,9 @@ struct Passages {
   void add(const Passage& passage) { found[count++] = passage; }
   template <class Keeps>
   void keep(Keeps keeps) {
-    count = int(std::remove_if(found.begin(), found.begin() + count,
-                               [&](const Passage& passage) { return !keeps(passage); }) -
-                found.begin());
+    count = int(
+        std::remove_if(found.begin(), found.begin() + count, [&](const Passage& passage) { return !keeps(passage); }) -
+        found.begin());
   }
 };
 
@@ -67,17 +67,16 @@ int32_t match_length(const int32_t* passage, int64_t mask, int64_t place, int64_
   return matched;
 }
 
-void find_in_own(const Suffixes& suffixes, int64_t slot, int64_t max_model_len, const int32_t* tokens,
-                 int32_t length, Passages& passages) {
+void find_in_own(const Suffixes& suffixes, int64_t slot, int64_t max_model_len, const int32_t* tokens, int32_t length,
+                 Passages& passages) {
   const int32_t context = suffixes.context_length;
   const int32_t* previous = suffixes.previous + slot * max_model_len;
-  int32_t place = suffixes.heads[slot * suffixes.num_buckets +
-                                 bucket_of(tokens + length - context, context, suffixes.num_buckets)];
+  int32_t place =
+      suffixes.heads[slot * suffixes.num_buckets + bucket_of(tokens + length - context, context, suffixes.num_buckets)];
   for (int visited = 0; place && visited < kMaxVisited && !passages.is_full(); visited++, place = previous[place]) {
     const int32_t matched = match_length(tokens, -1, place, 0, tokens, length, suffixes.longest_match);
     // The source may include the drafts themselves, which are written one by one.
-    if (matched >= context)
-      passages.add({tokens, -1, place, std::numeric_limits<int64_t>::max(), matched});
+    if (matched >= context) passages.add({tokens, -1, place, std::numeric_limits<int64_t>::max(), matched});
   }
 }
 
@@ -90,16 +89,15 @@ void find_in_history(const Suffixes& suffixes, const int32_t* tokens, int32_t le
   for (int visited = 0; place >= begin + context && visited < kMaxVisited && !passages.is_full(); visited++) {
     const int32_t matched =
         match_length(suffixes.history_tokens, mask, place, begin, tokens, length, suffixes.longest_match);
-    if (matched >= context)
-      passages.add({suffixes.history_tokens, mask, place, suffixes.history_end, matched});
+    if (matched >= context) passages.add({suffixes.history_tokens, mask, place, suffixes.history_end, matched});
     place = suffixes.history_previous[place & mask];
   }
 }
 
 }  // namespace
 
-int32_t draft_from_suffixes(Suffixes& suffixes, int64_t slot, int64_t max_model_len, int32_t* tokens,
-                            int32_t length, int32_t most, int32_t longest) {
+int32_t draft_from_suffixes(Suffixes& suffixes, int64_t slot, int64_t max_model_len, int32_t* tokens, int32_t length,
+                            int32_t most, int32_t longest) {
   if (length < suffixes.context_length) return 0;
   index_tokens(suffixes, slot, max_model_len, tokens, length);
   Passages passages;

@@ -33,9 +33,7 @@ double uniform(uint64_t seed, uint64_t position) {
 }
 
 // Returns a uniform integer in [0, total). The minimum is taken because the product may round up to the total.
-int64_t random_target(double uniform, int64_t total) {
-  return std::min(int64_t(uniform * double(total)), total - 1);
-}
+int64_t random_target(double uniform, int64_t total) { return std::min(int64_t(uniform * double(total)), total - 1); }
 
 // Maps floats to unsigned integers in the same order. Both zeros map to the same integer.
 uint32_t ordered(float x) {
@@ -195,7 +193,7 @@ int32_t TokenChooser::draw_in_order(float floor, double uniform) {
 // Returns the weight of all tokens whose logit is at least the floor, and sets block_weights_.
 int64_t TokenChooser::weigh_blocks(float floor) {
   kernels().sampling->block_weights(logits_, vocab_size_, maxima_, floor, peak_, inverse_temperature_,
-                                   block_weights_.data());
+                                    block_weights_.data());
   return std::accumulate(block_weights_.begin(), block_weights_.end(), int64_t(0));
 }
 
@@ -240,8 +238,7 @@ int64_t TokenChooser::gather(float floor) {
     }
   }
   num_candidates_ = n;
-  kernels().sampling->weigh(values_.data(), n, -INFINITY, peak_, inverse_temperature_,
-                           weights_.data());
+  kernels().sampling->weigh(values_.data(), n, -INFINITY, peak_, inverse_temperature_, weights_.data());
   int64_t total = 0;
   for (int i = 0; i < n; i++) {
     candidates_[i] = candidate(tokens_[i], weights_[i]);
@@ -254,8 +251,7 @@ int64_t TokenChooser::gather(float floor) {
 int64_t TokenChooser::keep_top_k(int64_t top_k) {
   Candidate* candidates = candidates_.data();
   if (num_candidates_ > top_k) {
-    std::nth_element(candidates, candidates + top_k, candidates + num_candidates_,
-                     larger);
+    std::nth_element(candidates, candidates + top_k, candidates + num_candidates_, larger);
     num_candidates_ = int(top_k);
   }
   int64_t total = 0;
@@ -269,8 +265,7 @@ void TokenChooser::weigh_levels(float floor) {
   levels_.resize(vocab_size_);
   level_weights_.assign(kNumLevels, 0);
   kernels.weigh(logits_, vocab_size_, floor, peak_, inverse_temperature_, weights_.data());
-  kernels.levels(logits_, vocab_size_, peak_, inverse_temperature_ * (kNumLevels / kDeepest),
-                 levels_.data());
+  kernels.levels(logits_, vocab_size_, peak_, inverse_temperature_ * (kNumLevels / kDeepest), levels_.data());
   for (int i = 0; i < vocab_size_; i++) level_weights_[levels_[i]] += weights_[i];
 }
 

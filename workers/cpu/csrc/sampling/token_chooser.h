@@ -19,9 +19,7 @@ namespace engine {
 inline int logit_blocks(int vocab_size) { return (vocab_size + kLogitBlock - 1) / kLogitBlock; }
 
 // Returns the minimum weight that a nucleus must have.
-inline int64_t share(int64_t total, double top_p) {
-  return std::min(int64_t(std::ceil(double(total) * top_p)), total);
-}
+inline int64_t share(int64_t total, double top_p) { return std::min(int64_t(std::ceil(double(total) * top_p)), total); }
 
 // Returned instead of a token.
 constexpr int32_t kNotANumber = -1;      // a NaN or an infinity among the logits

@@ -20,7 +20,8 @@ void Attention::add_op(const Op& op) {
     queries->head_dim = op.head_dim;
   }
   const KVLayout kv = model_.kv(op);
-  recorded_ops_.back() = {kv, model_.heads_per_kv_head(op), size_t(model_.attention.query_words(kv)), &*queries, nullptr};
+  recorded_ops_.back() = {kv, model_.heads_per_kv_head(op), size_t(model_.attention.query_words(kv)), &*queries,
+                          nullptr};
 }
 
 void Attention::reserve(int rows) {
@@ -31,8 +32,7 @@ void Attention::reserve(int rows) {
 
 void Attention::norm_heads(const Op& op, float* heads, int num_heads, const float* weight) const {
   const int head_dim = op.head_dim;
-  if (op.qk_norm == QKNorm::full)
-    return model_.rows.rms_norm(heads, weight, op.eps, num_heads * head_dim, heads);
+  if (op.qk_norm == QKNorm::full) return model_.rows.rms_norm(heads, weight, op.eps, num_heads * head_dim, heads);
   for (int h = 0; h < num_heads; h++, heads += head_dim) model_.rows.rms_norm(heads, weight, op.eps, head_dim, heads);
 }
 
@@ -125,7 +125,7 @@ void Attention::rotate_store_latent(const Op& op, const RotaryTables& ropes, flo
   const int num_heads = shape.num_heads, head_dim = shape.head_dim, rank = latent.kv_rank;
   float* const products = qkv + shape.product_offset();
   model_.rows.rms_norm(qkv, op.vectors[0], op.eps, rank, qkv);
-  float* const index_key = qkv + head_dim, *const index_queries = qkv + shape.index_offset() + latent.index_heads;
+  float *const index_key = qkv + head_dim, *const index_queries = qkv + shape.index_offset() + latent.index_heads;
   if (const float* norm = op.vectors[1])
     model_.rows.layer_norm(index_key, norm, norm + latent.index_dim, op.eps, latent.index_dim, index_key);
   else
@@ -139,7 +139,8 @@ void Attention::rotate_store_latent(const Op& op, const RotaryTables& ropes, flo
     model_.rows.rotate(products + rank, num_heads, head_dim, angles.cosines, angles.sines, angles.half);
     if (op.vectors[1]) {
       model_.rows.rotate(index_key, 1, latent.index_dim, angles.cosines, angles.sines, angles.half);
-      model_.rows.rotate(index_queries, latent.index_heads, latent.index_dim, angles.cosines, angles.sines, angles.half);
+      model_.rows.rotate(index_queries, latent.index_heads, latent.index_dim, angles.cosines, angles.sines,
+                         angles.half);
     }
   }
   scale_queries(op, products, num_heads * head_dim, row);
@@ -272,8 +273,8 @@ void Attention::attend(const Op& op, const Task& task, const AttentionTask& kern
 }
 
 // Writes the activations of a task's tokens, given the state over all their keys.
-void Attention::finish(const Op& op, const Task& task, const AttentionState& total, const Rows& rows,
-                       Scratch& scratch, uint8_t* activations) const {
+void Attention::finish(const Op& op, const Task& task, const AttentionState& total, const Rows& rows, Scratch& scratch,
+                       uint8_t* activations) const {
   const int value_dim = recorded(op).kv.value_dim, dim = output_dim(op);
   const int heads = recorded(op).heads, columns = heads * dim;
   float* out = scratch.tile.get();
@@ -318,8 +319,8 @@ void Attention::copy(const Op& op, const Rows& rows, const Task& task, const uin
   const int dim = output_dim(op), columns = recorded(op).heads * dim;
   const size_t stride = activation_row_bytes(op.activation_kind, op.num_heads * dim);
   const size_t row_bytes = activation_row_bytes(op.activation_kind, columns);
-  uint8_t* out = rows.activations(1, task.token, stride) +
-                 activation_offset(op.activation_kind, task.kv_head * columns);
+  uint8_t* out =
+      rows.activations(1, task.token, stride) + activation_offset(op.activation_kind, task.kv_head * columns);
   for (int t = 0; t < task.num_tokens; t++, out += stride, result += row_bytes)
     std::memcpy(out, result, activation_offset(op.activation_kind, columns));
 }

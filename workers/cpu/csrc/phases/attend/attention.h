@@ -106,7 +106,7 @@ class Attention {
   const RecordedOp& recorded(const Op& op) const { return recorded_ops_[model_.index_of(op)]; }
 
   std::vector<RecordedOp> recorded_ops_;
-  Buffer partial_;                                  // the partial states of an operation, by slot
+  Buffer partial_;  // the partial states of an operation, by slot
   // The number of a token's partitions that are complete, stored in the token's first slot.
   std::unique_ptr<std::atomic<int>[]> finished_slots_;
   size_t num_finished_slots_ = 0;

@@ -39,8 +39,8 @@ void AttentionTasks::find(const Keys& keys, int first_row, int end_row, std::vec
       // The cost of fetching a key, about the same as of computing with it for one more token.
       const int64_t cost = int64_t(num_tokens + 1) * (last + 1 - first);
       for (int g = 0; g < keys.num_kv_heads; g++)
-        tasks.push_back({s, token - slice_.first_token, num_tokens, g, first / kPartition, last / kPartition, 0, 0, 1,
-                         cost});
+        tasks.push_back(
+            {s, token - slice_.first_token, num_tokens, g, first / kPartition, last / kPartition, 0, 0, 1, cost});
       token += num_tokens;
     }
   }

@@ -54,7 +54,7 @@ void KeyChoice::run(const Op& op, Tile& tile, const AttentionTask& kv_task, cons
     std::fill_n(chosen, stride_, ~uint64_t(0));
   } else {
     auto* const scores = reinterpret_cast<float*>(chosen + stride_);
-    auto* const sorted = reinterpret_cast<uint32_t*>(scores + padded), *const queries = sorted + padded;
+    auto *const sorted = reinterpret_cast<uint32_t*>(scores + padded), *const queries = sorted + padded;
     const float* weights = rows.qkv(tile.index) + model_.shape.index_offset();
     // Do not scale the scores, because that would not change their order.
     model_.attention.convert_queries(index, AttentionLayer{1.0f, 1.0f, 0}, weights + latent.index_heads,
