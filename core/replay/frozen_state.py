@@ -104,6 +104,7 @@ _IMMUTABLE: Final = ATOMS | {
     RequestEvents,
     TokenLogprobs,
 }
+_NUMBERS: Final = frozenset({bool, int, float})
 _EMPTY: Final[dict[type, Any]] = {list: [], deque: [], set: [], dict: {}, OrderedDict: {}}
 """Container types, each with the object that represents every empty container of that type."""
 
@@ -210,18 +211,22 @@ class FrozenState:
         if not new:
             return
         kind: type = type(items[0])
-        content = CONTENT.get(kind, frozenset())
+        skipped = CONTENT.get(kind, frozenset())
         append_only = APPEND_ONLY.get(kind, frozenset())
         names = changing_names(kind)
         columns = self._columns.setdefault(kind, [[] for _ in names])
         first_row = len(columns[0]) if columns else 0
         self._rows.update(zip(new, range(first_row, first_row + len(new)), strict=True))
-        for name, column in zip(names, columns, strict=True):
-            added = list(map(attrgetter(name), new.values()))
+        if not names:
+            return
+        rows = map(_get_changing(kind), new.values())
+        for name, column, added in zip(names, columns, zip(*rows, strict=True), strict=True):
             column += added
+            if type(added[0]) in _NUMBERS or name in skipped:
+                continue
             if name in append_only:
                 self._lengths.update((id(held), len(held)) for held in added if held is not None)
-            elif name not in content and _may_refer(added):
+            elif _may_refer(added):
                 yield added
 
 
@@ -323,6 +328,15 @@ def _assigned_names(init: object) -> Iterator[str]:
         for load, store in pairwise(dis.get_instructions(init)):
             if store.opname == "STORE_ATTR" and load.argval == "self":
                 yield store.argval
+
+
+@cache
+def _get_changing(kind: type) -> Callable[[Any], tuple[Any, ...]]:
+    """Return a function that returns the values of an instance's changing fields."""
+    names = changing_names(kind)
+    # With a single name, `attrgetter` returns no tuple.
+    get = attrgetter(*names)
+    return get if len(names) > 1 else lambda instance: (get(instance),)
 
 
 @cache
