@@ -336,7 +336,9 @@ def _get_changing(kind: type) -> Callable[[Any], tuple[Any, ...]]:
     names = changing_names(kind)
     # With a single name, `attrgetter` returns no tuple.
     get = attrgetter(*names)
-    return get if len(names) > 1 else lambda instance: (get(instance),)
+    if len(names) > 1:
+        return get
+    return lambda instance: (get(instance),)
 
 
 @cache
