@@ -8,5 +8,8 @@
 //   ENGINE_BF16                              AVX-512 has dot products of bf16 as well
 //   ENGINE_TILES                             there are tile registers
 #define ENGINE_TARGET_PATH(path) #path
-#define ENGINE_TARGET_HEADER(set) ENGINE_TARGET_PATH(isa / targets / set.h)
+// The path has no spaces.
+// clang-format off
+#define ENGINE_TARGET_HEADER(set) ENGINE_TARGET_PATH(isa/targets/set.h)
+// clang-format on
 #include ENGINE_TARGET_HEADER(ENGINE_TARGET)
