@@ -251,8 +251,9 @@ def send(url: str, path: str, body: bytes) -> tuple[int, bytes]:
 
 
 def measure(server: Server, gauge: Gauge, heavy: Heavy, body: bytes) -> tuple[Round, int, bytes]:
+    pids = [server.child("frontend 0").pid]
     began = time.monotonic()
-    with longest_wait(server.url) as first, longest_wait(server.url) as second:
+    with longest_wait(server.url, pids) as first, longest_wait(server.url, pids) as second:
         status, answer = send(server.url, heavy.path, body)
         time.sleep(AFTER_S)
     pauses = list(gauge.pauses(began))
