@@ -29,8 +29,11 @@ SPARE_DELAY_S: Final = 2.0
 Its imports slow down serving.
 """
 
-RESUMING_S: Final = 1.0
-"""Seconds that streams of a crashed core wait for its replacement before they move to another replica."""
+RESUMING_S: Final = 3.0
+"""Seconds that streams of a crashed core wait for its replacement before they are computed again elsewhere.
+
+On a busy machine, it may need more than a second to take over.
+"""
 
 REPORT_INTERVAL_CRASHES: Final = 50
 """Crashes between reports of a process that keeps crashing while others serve."""
