@@ -331,6 +331,8 @@ class _HeaderParser:
                 raise self.fail(f"{what} starts at {offset}, not a multiple of {alignment}")
             n_bytes = math.prod(shape) // block_size * block_bytes
             if ggml_type is GGMLQuantizationType.I2_S:
+                if len(shape) != 2:
+                    raise self.fail(f"{what} of type I2_S must be a matrix, got the shape {shape}")
                 n_bytes = math.prod(shape) // 4 + _SCALE_BYTES
             found.append(GGUFTensor(name, shape, ggml_type, offset, n_bytes, file_index))
         data_start = -(-self.position // alignment) * alignment

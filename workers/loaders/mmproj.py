@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from ...protocol.checkpoint.config_fields import ConfigFields
-from ...protocol.checkpoint.gguf import GGMLQuantizationType, GGUFFile, GGUFTensor
+from ...protocol.checkpoint.gguf import GGUFFile, GGUFTensor
 from ...protocol.errors import CheckpointError
 from .checkpoint import Checkpoint, part_of
 from .dequantize import DEQUANTIZABLE, dequantize
@@ -96,8 +96,7 @@ class MmprojCheckpoint(Checkpoint):
             # The converter interleaves the rows of q and k, as for decoders.
             self._num_interleaved_heads = int(metadata["clip.vision.attention.head_count"])
         for tensor in self._gguf.tensors.values():
-            is_read = tensor.ggml_type in DEQUANTIZABLE.keys() - {GGMLQuantizationType.I2_S}
-            if not is_read or 0 in tensor.shape:
+            if tensor.ggml_type not in DEQUANTIZABLE or 0 in tensor.shape:
                 raise CheckpointError(
                     path,
                     f"tensor {tensor.name!r} of shape {tensor.shape} and type {tensor.ggml_type.name} is not supported",
@@ -145,7 +144,8 @@ class MmprojCheckpoint(Checkpoint):
         return values.to(dtype or torch.float32).contiguous()
 
     def _dequantized(self, tensor: GGUFTensor) -> torch.Tensor:
-        raw = self._gguf.data(tensor).reshape(math.prod(tensor.shape[:-1]), -1)
+        rows = self._gguf.rows(tensor, range(tensor.shape[0]))
+        raw = rows.reshape(math.prod(tensor.shape[:-1]), -1)
         self.bytes_read += raw.size
         return dequantize(raw, tensor.ggml_type, torch.float32).reshape(tensor.shape)
 

@@ -53,7 +53,7 @@ class SamplingState:
         self.wants_logprobs = np.zeros(num_slots, np.bool_)
         self.num_logprobs = np.zeros(num_slots, np.int64)
         self.wants_processed = np.zeros(num_slots, np.bool_)
-        """Whether log-probabilities are those after all changes and filters."""
+        """The slots whose log-probabilities are those after all changes and filters."""
         self.min_length = np.zeros(num_slots, np.int64)
         self.end_token_ids: dict[int, Int64Array] = {}
         self.logit_bias: dict[int, tuple[Int64Array, Float32Array]] = {}

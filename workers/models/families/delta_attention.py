@@ -31,7 +31,7 @@ def _kimi_linear(fields: ConfigFields) -> ModelSpec:
         num_experts=256,
     )
     if not fields.boolean("mla_use_nope", True):
-        raise fields.error("mla_use_nope: false is not supported")
+        raise fields.wrong("mla_use_nope", "true: latent attention has no rotation", False)
     own = fields.section("linear_attn_config")
     attending = None if own is None else layer_indices(own, "full_attn_layers")
     # This config numbers layers from 1.
