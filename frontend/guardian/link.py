@@ -54,7 +54,10 @@ class GuardianLink:
 
     @property
     def fd(self) -> int:
-        """Readable if a process has exited that an earlier supervisor has started."""
+        """Readable until `read_exits` if a process has exited that this supervisor has not started.
+
+        An earlier supervisor has started it, or a process that has exited since.
+        """
         return self._channel.fileno()
 
     def send(self, notice: Notice) -> None:
@@ -63,11 +66,15 @@ class GuardianLink:
 
     def exit_code(self, pid: int) -> int | None:
         """Return the exit code of a process that an earlier supervisor has started; None while it runs."""
+        self.read_exits()
+        return self._exit_codes.get(pid)
+
+    def read_exits(self) -> None:
+        """Read the exits that the guardian has reported."""
         with contextlib.suppress(BlockingIOError):
             while message := self._channel.recv(64):
                 exited, code = map(int, message.split())
                 self._exit_codes[exited] = code
-        return self._exit_codes.get(pid)
 
     def wait_for_exit(self, timeout_s: float) -> None:
         """Wait until another process has exited, at most `timeout_s` seconds."""

@@ -32,6 +32,11 @@ class Launcher:
         if self.link is not None:
             self.link.heartbeat.send()
 
+    def read_exits(self) -> None:
+        """Read what the guardian, if any, has reported. Else its connection would end every wait immediately."""
+        if self.link is not None:
+            self.link.read_exits()
+
     def end_beats(self) -> None:
         """Send no more heartbeats: this process only waits for processes that it has killed."""
         if self.link is not None:

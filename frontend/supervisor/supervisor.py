@@ -313,8 +313,8 @@ class Supervisor:
     def _wait(self, timeout_s: float | None) -> None:
         """Wait for an event, the next periodic check or `timeout_s` seconds, then handle what happened."""
         recovering = [unit for unit in self._units if unit.leader.role not in self._ending]
-        actions = [unit.next_action for unit in recovering]
-        wake_at = min((at for at in actions if at is not None), default=math.inf)
+        actions = (unit.next_action for unit in recovering)
+        wake_at = min(filter(None, actions), default=math.inf)
         has_events = HAS_EXIT_FD and not self._awaits_cause
         interval_s = STATUS_INTERVAL_S if has_events else WATCH_INTERVAL_S
         interval_s = min(interval_s, max(wake_at - time.monotonic(), 0.0))
@@ -324,6 +324,7 @@ class Supervisor:
             self._signals.raise_if_received()
         if self._offers_handover and self._handover is not None:
             self._handover.raise_if_requested()
+        self._launcher.read_exits()
         self._read_reports()
         self._kill_hung_processes()
         self._rotation.advance(time.monotonic())

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import signal
+import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -185,6 +187,14 @@ def test_a_frontend_crash_closes_only_its_own_connections(
             assert answer == undisturbed[index]
     wait_until(lambda: not victim.is_running(), what="the frontend is gone")
     wait_until(lambda: server.child(title).is_running(), what="there is another one")
+    server.wait_until_whole()
+    # The children of the frontend ended, too, and an exit that nobody reads would end each wait of the supervisor.
+    supervisor = server.child("supervisor")
+    states = []
+    for _ in range(100):
+        states.append(supervisor.status())
+        time.sleep(0.01)
+    assert statistics.mode(states) == psutil.STATUS_SLEEPING
     assert_nothing_is_held(server)
     assert Streams(server, REQUESTS).answers() == undisturbed
 
