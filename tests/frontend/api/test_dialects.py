@@ -8,8 +8,8 @@ from __future__ import annotations
 import base64
 import sys
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-import anthropic
 import ollama
 import pytest
 from engine.frontend.media.documents.pdf import read_pdf
@@ -17,6 +17,9 @@ from engine.protocol.errors import ParameterError
 from support.frontend_process import MODEL, FrontendProcess, sound_frontend
 from support.pdf import write_pdf
 from support.shown_prompts import ANSWER, PIXEL, SCHEMA, TEMPLATE
+
+if TYPE_CHECKING:
+    import anthropic
 
 pytestmark = pytest.mark.slow
 
@@ -38,6 +41,9 @@ def frontend() -> Iterator[FrontendProcess]:
 
 @pytest.fixture
 def claude(frontend: FrontendProcess) -> Iterator[anthropic.Anthropic]:
+    # This import takes three seconds, which other test processes need not wait for.
+    import anthropic
+
     with anthropic.Anthropic(
         base_url=f"http://127.0.0.1:{frontend.port}", api_key=KEY, max_retries=0
     ) as client:
@@ -281,6 +287,8 @@ def test_claude_errors_name_the_field(frontend: FrontendProcess, fields: dict, n
 def test_claude_client_sees_its_own_kinds_of_errors(
     frontend: FrontendProcess, claude: anthropic.Anthropic
 ) -> None:
+    import anthropic
+
     with pytest.raises(anthropic.NotFoundError, match="does not exist"):
         claude.messages.create(model="other", max_tokens=4, messages=user("Hi"))
     stranger = anthropic.Anthropic(base_url=claude.base_url, api_key="wrong", max_retries=0)

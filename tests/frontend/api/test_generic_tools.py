@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 
-import anthropic
 import ollama
 import pytest
 from engine.protocol.grammars.grammar import grammar_text
@@ -103,6 +102,8 @@ def test_every_dialect_reads_calls(frontend: FrontendProcess, url: str) -> None:
         text, call = response.output
         assert text.content[0].text == "You look."
         assert (call.type, json.loads(call.arguments)) == ("function_call", {"city": "Oslo"})
+    import anthropic
+
     with anthropic.Anthropic(base_url=url, api_key="none") as claude:
         tools = [{"name": "get_weather", "input_schema": SCHEMA}]
         with claude.messages.stream(**fields(frontend), tools=tools) as stream:
