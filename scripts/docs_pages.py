@@ -236,6 +236,10 @@ _USUAL: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 16},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 16},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
+    **{
+        name: {"layer_types": ["full_attention"] * 3 + ["minimax_m3_sparse"] * 57}
+        for name in ("minimax_m3", "minimax_m3_vl", "minimax_m3_vl_text")
+    },
     "nemotron-nas": {"num_key_value_heads_per_layer": [8] * 32},
 }
 """Fields of published models for which transformers' defaults describe another kind of model."""
@@ -246,6 +250,7 @@ _SAME_CONFIG = {
     "internlm2": "llama",
     "mimo": "qwen2",
     "minicpm": "llama",
+    "minimax_m3": "minimax_m3_vl_text",
     "nemotron-nas": "llama",
     "new": "gte",
     "phi4mm": "phi4_multimodal",

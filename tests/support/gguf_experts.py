@@ -56,6 +56,14 @@ def add_experts(writer: GGUFWriter, config: Any, num_experts: int) -> None:
         is_softmax = config.model_type in ("deepseek_v2", "mistral4")
         kinds = ExpertGatingFuncType
         writer.add_expert_gating_func(kinds.SOFTMAX if is_softmax else kinds.SIGMOID)
+    if hasattr(config, "index_block_size"):
+        prefix = f"{writer.arch}.attention.indexer"
+        writer.add_uint32(f"{prefix}.head_count", config.index_n_heads)
+        writer.add_uint32(f"{prefix}.key_length", config.index_head_dim)
+        writer.add_uint32(f"{prefix}.top_k", config.index_topk_blocks)
+        writer.add_uint32(f"{prefix}.block_size", config.index_block_size)
+        writer.add_uint32(f"{prefix}.local_blocks", config.index_local_blocks)
+        writer.add_expert_weights_scale(config.routed_scaling_factor)
     if config.model_type == "hy_v3":
         size *= config.num_shared_experts
         writer.add_expert_shared_feed_forward_length(size)

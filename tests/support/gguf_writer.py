@@ -40,6 +40,7 @@ ARCHITECTURES = {
     "granitemoeshared": "granitemoe",
     "glm4_moe": "glm4moe",
     "minimax_m2": "minimax-m2",
+    "minimax_m3_vl_text": "minimax-m3",
     "dots1": "dots1",
     "ernie4_5_moe": "ernie4_5-moe",
     "hunyuan_v1_moe": "hunyuan-moe",
@@ -111,7 +112,7 @@ MODULES = {
     "self_attn.v_b_proj": "attn_v_b",
     "self_attn.qkv_proj": "attn_qkv",
     "self_attn.gate_proj": "attn_gate",
-    "self_attn.indexer.k_norm": "indexer.k_norm",
+    **{f"self_attn.indexer.{x}": f"indexer.{x}" for x in ("q_proj", "k_proj", "q_norm", "k_norm")},
     "self_attn.indexer.weights_proj": "indexer.proj",
     "self_attn.indexer.wk": "indexer.attn_k",
     "self_attn.indexer.wq_b": "indexer.attn_q_b",
@@ -251,7 +252,9 @@ def tensors_of(model: PreTrainedModel, splits_heads: bool) -> Iterator[tuple[str
             name = f"{name}.weight"
             if model.config.model_type in ("gpt_oss", "llama4_text"):
                 weight = weight.transpose(1, 2)
-        if "gate_up_proj" in name and ("experts." in name):
+        if "gate_up_proj" in name and (
+            "experts." in name or hasattr(model.config, "index_block_size")
+        ):
             rows = weight.ndim - 1 if name.endswith(".bias") else weight.ndim - 2
             gate, up = weight.chunk(2, rows)
             if model.config.model_type == "gpt_oss":
@@ -369,7 +372,7 @@ def gguf_name(name: str, architecture: str) -> str:
 
 
 def converted(name: str, weight: torch.Tensor, config: Any, architecture: str) -> torch.Tensor:
-    if architecture in GEMMA and name.endswith("norm.weight"):
+    if architecture in (*GEMMA, "minimax-m3") and name.endswith("norm.weight"):
         return weight + 1
     if architecture in INTERLEAVED and ".q_proj." in name:
         return interleaved(weight, config.num_attention_heads)
@@ -389,8 +392,8 @@ def add_hyperparameters(writer: GGUFWriter, config: Any, architecture: str) -> N
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
-    dense_size = getattr(config, "intermediate_size_mlp", config.intermediate_size)
-    writer.add_feed_forward_length(dense_size)
+    names = ("intermediate_size_mlp", "dense_intermediate_size", "intermediate_size")
+    writer.add_feed_forward_length(next(getattr(config, x) for x in names if hasattr(config, x)))
     writer.add_head_count(config.num_attention_heads)
     if architecture == "mimo2":
         add_windows_of_mimo(writer, config)
@@ -420,7 +423,7 @@ def add_hyperparameters(writer: GGUFWriter, config: Any, architecture: str) -> N
     names = ("num_local_experts", "num_experts", "n_routed_experts")
     if experts := next((x for name in names if (x := getattr(config, name, None))), None):
         add_experts(writer, config, experts)
-    if architecture in ("bailingmoe2", "glm4moe", "mimo2", "minimax-m2"):
+    if architecture in ("bailingmoe2", "glm4moe", "mimo2", "minimax-m2", "minimax-m3"):
         rope = config.rope_parameters
         rope = rope.get("full_attention", rope)
         writer.add_rope_dimension_count(int(config.head_dim * rope["partial_rotary_factor"]))

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..batch import AttentionBatch
 from ..device.dtypes import HostDevice, HostDtype
+from ..layers.block_indexer_spec import BlockIndexerSpec
 from ..layers.layers import HeadNorm
 from ..layers.parallel.shard import ModelShard
 from ..layers.rope import RotaryTables, apply_rotary
@@ -31,10 +32,11 @@ class AttentionSpec:
     `dtype` is the dtype of the KV cache; queries, keys and values may have another. `reads_distances` says whether
     layers have `alibi_slopes_H` or `distance_biases_HE`, and `has_distance_biases` whether they have the latter. If
     `latent_rank` is not 0, the cache has only keys, and their first `latent_rank` elements are the values. The last
-    `index_dim` elements of a key are its index key. Unless `is_causal`, every token attends to its whole sequence, and
-    a step contains all of the sequence's tokens or none. A token has `tensor_elements` elements in a cache tensor, or 0
-    if the tensor belongs to one layer. Layers that share a tensor have the heads `heads_of_layers`, pairs of number of
-    key/value heads and head dimension.
+    `index_dim` elements of a key are its index key; if `latent_rank` is 0, the index key follows the keys and values of
+    all heads instead. Unless `is_causal`, every token attends to its whole sequence, and a step contains all of the
+    sequence's tokens or none. A token has `tensor_elements` elements in a cache tensor, or 0 if the tensor has the keys
+    and values of one layer and nothing else. Layers that share a tensor have the heads `heads_of_layers`, pairs of
+    number of key/value heads and head dimension.
     """
 
     num_heads: int
@@ -78,11 +80,11 @@ class AttentionSpec:
             reads_distances=bool(model.alibi_slopes or model.num_distance_buckets),
             has_distance_biases=bool(model.num_distance_buckets),
             latent_rank=0 if model.latent is None else model.latent.kv_rank,
-            index_dim=0
-            if model.latent is None or model.latent.indexer is None
-            else model.latent.indexer.head_dim,
+            index_dim=model.index_dim,
             is_causal=model.is_causal,
-            tensor_elements=model.tensor_elements(ranks) if is_shared else 0,
+            tensor_elements=model.tensor_elements(ranks)
+            if is_shared or model.block_indexer is not None
+            else 0,
             heads_of_layers=heads if is_shared else frozenset(),
         )
 
@@ -115,6 +117,15 @@ class IndexQueries:
     queries_TJI: Tensor
     weights_TJ: Tensor
     num_chosen: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlockQueries:
+    """The index keys of a step's tokens, and the index queries by which key/value heads choose blocks of keys."""
+
+    queries_TGI: Tensor
+    keys_T1I: Tensor
+    indexer: BlockIndexerSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +250,19 @@ class AttentionBackend(PagedAttention):
         The choice is among all keys in the cache. If `index` is None, the keys that were last chosen in this step are
         used.
         """
+        raise NotImplementedError
+
+    def forward_in_blocks(
+        self,
+        q_THK: Tensor,
+        k_TGK: Tensor,
+        v_TGK: Tensor,
+        index: BlockQueries,
+        kv_cache: Tensor,
+        metadata: Any,
+        layer: AttentionLayer,
+    ) -> Tensor:
+        """Store keys and values, choose blocks for each token, and return the attention output [T, H, V]."""
         raise NotImplementedError
 
     def forward_projected(

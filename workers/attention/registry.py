@@ -24,7 +24,7 @@ def attention_backend(spec: AttentionSpec, name: BackendName | None = None) -> A
     if spec.index_dim and name != "torch_paged":
         raise ConfigError(
             f"the attention backend {name} does not support sparse attention; remove --batch-invariant, or set "
-            "--max-model-len to the model's index_topk"
+            "--max-model-len to the number of tokens that the model's indexer chooses"
         )
     return _backend_class(name)(spec)
 

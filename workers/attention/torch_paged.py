@@ -1,9 +1,10 @@
 """Paged attention in plain torch operations, for any device; the reference for other backends.
 
 The cache of a layer is [num_blocks, P, G, block_size, K] with P = 2 parts, keys and values, or P = 1 if one part is
-both. If layers have different heads, a block may have additional pages after the layer's. A page is a head's part
-of a block and is contiguous, so one `index_select` of pages gives keys and values of many requests in the shape of a
-batched matrix product.
+both. If layers have different heads, a block may have additional pages after the layer's. If an indexer chooses blocks
+of keys, the page after the layer's has the index keys, padded with zeros. A page is a head's part of a block and is
+contiguous, so one `index_select` of pages gives keys and values of many requests in the shape of a batched matrix
+product.
 
 Indices and masks depend only on the step. `build` computes them once, and all layers with the same window share them.
 Decoding requests are padded to the longest of their bucket and computed together. Prompts are computed one by one, in
@@ -20,52 +21,28 @@ of a bucket), B pages of a head, L = B * block_size keys, N = R * G, M = queries
 
 import math
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional as F
 
 from ..batch import AttentionBatch
 from ..layers.spec import Window, first_visible
-from .chosen_keys import ChosenKeys, choose_keys
-from .interface import AttentionBackend, AttentionLayer, AttentionSpec, IndexQueries
-from .torch_tiles import LONGEST_SINGLE_SUM, QueryTiles, Tile
+from .chosen_keys import choose_blocks, choose_keys
+from .interface import (
+    AttentionBackend,
+    AttentionLayer,
+    AttentionSpec,
+    BlockQueries,
+    IndexQueries,
+)
+from .torch_metadata import ChosenKeys, DecodeBucket, Prefill, TorchPagedMetadata
+from .torch_tiles import LONGEST_SINGLE_SUM, QueryTiles
 
 # Maximum size of the gathered keys and values of a bucket, so that they fit into the CPU cache.
 _MAX_BUCKET_BYTES = 4 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class _DecodeBucket:
-    """Requests with one query each. `tokens` is None if they are the whole step, in order."""
-
-    tokens: Tensor | None  # [R]
-    pages: Tensor  # [P * R * G * B]
-    mask_N1L: Tensor
-    distance_N1L: Tensor | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Prefill:
-    """One request with several queries."""
-
-    pages: Tensor  # [P * G * B]
-    tiles: list[Tile]
-
-
-@dataclass(slots=True)
-class TorchPagedMetadata:
-    """The metadata of one step: the cache rows to write, and the pages to read for each window.
-
-    `chosen` are the keys that an indexer has chosen last, if the model has indexers.
-    """
-
-    cache_rows: Tensor  # [T * P * G] rows of the cache, viewed as [..., K]
-    decodes: dict[Window | None, list[_DecodeBucket]]
-    prefills: dict[Window | None, list[_Prefill]]
-    chosen: ChosenKeys | None = None
 
 
 class TorchPagedAttention(AttentionBackend):
@@ -77,6 +54,9 @@ class TorchPagedAttention(AttentionBackend):
         self._num_parts = 1 if spec.latent_rank else 2
         own_pages = self._num_parts * self.num_kv_heads
         self._pages_per_block = spec.tensor_elements // self.head_dim or own_pages
+        has_index_page = bool(spec.index_dim) and not spec.latent_rank
+        self._own_pages = range(own_pages)
+        self._index_pages = range(own_pages, own_pages + has_index_page)
 
     def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
         """Return [num_blocks, P, G, block_size, K], or [num_blocks, pages, block_size, K] if layers share a tensor."""
@@ -92,30 +72,29 @@ class TorchPagedAttention(AttentionBackend):
         decoding = np.flatnonzero(query_lens_S == 1)
         prefilling = np.flatnonzero(query_lens_S > 1)
         return TorchPagedMetadata(
-            cache_rows=self._cache_rows(batch.slot_mapping),
+            cache_rows=self._cache_rows(batch.slot_mapping, self._own_pages),
+            index_rows=self._cache_rows(batch.slot_mapping, self._index_pages),
             decodes={w: list(self._decode_buckets(batch, decoding, w)) for w in windows},
             prefills={
                 w: [self._prefill(batch, i, w) for i in prefilling.tolist()] for w in windows
             },
         )
 
-    def _cache_rows(self, slot_mapping_T: NDArray[np.int32]) -> Tensor:
+    def _cache_rows(self, slot_mapping_T: NDArray[np.int32], pages: range) -> Tensor:
         block_T, offset_T = np.divmod(slot_mapping_T.astype(np.int64), self.block_size)
-        page_TG = self._pages_of(block_T[:, None], np.arange(self._num_parts * self.num_kv_heads))
+        page_TG = self._pages_of(block_T[:, None], np.array(pages, np.int64))
         return self._to_device((page_TG * self.block_size + offset_T[:, None]).ravel())
 
-    def _pages_of(
-        self, blocks: NDArray[np.int64], kv_heads: NDArray[np.int64]
-    ) -> NDArray[np.int64]:
+    def _pages_of(self, blocks: NDArray[np.int64], pages: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return page numbers.
 
         In a block, the pages of keys come before the pages of values, both in the order of the heads.
         """
-        return blocks * self._pages_per_block + kv_heads
+        return blocks * self._pages_per_block + pages
 
     def _decode_buckets(
         self, batch: AttentionBatch, requests: NDArray[np.int64], window: Window | None
-    ) -> Iterator[_DecodeBucket]:
+    ) -> Iterator[DecodeBucket]:
         if not len(requests):
             return
         seq_lens = batch.seq_lens[requests].astype(np.int64)
@@ -129,9 +108,8 @@ class TorchPagedAttention(AttentionBackend):
             # Columns past a row's own blocks are masked, so they may contain any existing block.
             columns_RB = np.minimum(columns_RB, (len_R1 - 1) // self.block_size)
             blocks_RB = batch.block_table[rows[:, None], columns_RB].astype(np.int64)
-            kv_heads = np.arange(self._num_parts * self.num_kv_heads).reshape(
-                self._num_parts, 1, -1, 1
-            )
+            own_pages = np.array(self._own_pages).reshape(self._num_parts, 1, -1, 1)
+            index_pages = np.array(self._index_pages, np.int64)
             keys_RL = first_R1 * self.block_size + np.arange(columns_RB.shape[1] * self.block_size)
             hidden_RL = keys_RL >= len_R1
             hidden_RL |= keys_RL < first_keys[bucket, None]
@@ -139,9 +117,12 @@ class TorchPagedAttention(AttentionBackend):
             mask_RL.masked_fill_(torch.from_numpy(hidden_RL), -math.inf)
             tokens = batch.query_start_loc[rows]
             is_whole_step = len(rows) == batch.query_start_loc[-1]
-            yield _DecodeBucket(
+            yield DecodeBucket(
                 tokens=None if is_whole_step else self._to_device(tokens.astype(np.int64)),
-                pages=self._to_device(self._pages_of(blocks_RB[:, None], kv_heads).ravel()),
+                pages=self._to_device(self._pages_of(blocks_RB[:, None], own_pages).ravel()),
+                index_pages=self._to_device(
+                    self._pages_of(blocks_RB[..., None], index_pages).ravel()
+                ),
                 mask_N1L=self._of_kv_heads(mask_RL),
                 distance_N1L=self._of_kv_heads(torch.from_numpy(len_R1 - 1 - keys_RL).float())
                 if self.spec.reads_distances
@@ -152,7 +133,7 @@ class TorchPagedAttention(AttentionBackend):
         """Repeat each row for each key/value head: [R * G, 1, L] on the device."""
         return x_RL.repeat_interleave(self.num_kv_heads, 0).unsqueeze(1).to(self.device)
 
-    def _prefill(self, batch: AttentionBatch, request: int, window: Window | None) -> _Prefill:
+    def _prefill(self, batch: AttentionBatch, request: int, window: Window | None) -> Prefill:
         start, stop = (int(x) for x in batch.query_start_loc[request : request + 2])
         visible_T2 = batch.visible_in(window)
         seq_len = int(batch.seq_lens[request])
@@ -163,7 +144,9 @@ class TorchPagedAttention(AttentionBackend):
         first_key = first_block * self.block_size
         last_block = (seq_len - 1) // self.block_size
         blocks_B = batch.block_table[request, first_block : last_block + 1].astype(np.int64)
-        kv_heads = np.arange(self._num_parts * self.num_kv_heads).reshape(-1, 1)
+        own_pages, index_pages = (
+            np.array(each, np.int64).reshape(-1, 1) for each in (self._own_pages, self._index_pages)
+        )
         if visible_T2 is not None:
             tiles = self._tiles.in_spans(
                 slice(start, stop), position, first_key, window, visible_T2[start:stop]
@@ -172,8 +155,10 @@ class TorchPagedAttention(AttentionBackend):
             tiles = self._tiles.causal(slice(start, stop), position, first_key, window)
         else:
             tiles = self._tiles.bidirectional(slice(start, stop), seq_len, window)
-        return _Prefill(
-            pages=self._to_device(self._pages_of(blocks_B, kv_heads).ravel()), tiles=list(tiles)
+        return Prefill(
+            pages=self._to_device(self._pages_of(blocks_B, own_pages).ravel()),
+            index_pages=self._to_device(self._pages_of(blocks_B, index_pages).ravel()),
+            tiles=list(tiles),
         )
 
     def _buckets(self, num_blocks: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
@@ -225,14 +210,15 @@ class TorchPagedAttention(AttentionBackend):
         self, k_TGK: Tensor, v_TGK: Tensor, kv_cache: Tensor, metadata: TorchPagedMetadata
     ) -> Tensor:
         """Store keys and values. Return which tokens have keys or values that are not finite, bool [T]."""
+        kv_TGK = k_TGK if self.spec.latent_rank else torch.cat((k_TGK, v_TGK), 1)
+        return self._store_rows(kv_TGK, kv_cache, metadata.cache_rows)
+
+    def _store_rows(self, x_TGK: Tensor, kv_cache: Tensor, rows: Tensor) -> Tensor:
         # Masked keys still contribute 0 * value, and 0 * NaN is NaN. A value that is not finite must therefore not be
         # stored in a block, where it would affect the next request that uses the block.
-        kv_TGK = k_TGK if self.spec.latent_rank else torch.cat((k_TGK, v_TGK), 1)
-        is_finite_TGK = kv_TGK.isfinite()
-        kv_TGK = kv_TGK.to(self.dtype).nan_to_num_().masked_fill_(~is_finite_TGK, 0.0)
-        kv_cache.view(-1, self.head_dim).index_copy_(
-            0, metadata.cache_rows, kv_TGK.view(-1, self.head_dim)
-        )
+        is_finite_TGK = x_TGK.isfinite()
+        x_TGK = x_TGK.to(self.dtype).nan_to_num_().masked_fill_(~is_finite_TGK, 0.0)
+        kv_cache.view(-1, self.head_dim).index_copy_(0, rows, x_TGK.view(-1, self.head_dim))
         return ~is_finite_TGK.flatten(1).all(1)
 
     def forward_sparse(
@@ -248,46 +234,28 @@ class TorchPagedAttention(AttentionBackend):
         is_damaged_T = self._store(k_TGK, k_TGK, kv_cache, metadata)
         if index is not None:
             pages = kv_cache.view(-1, self.block_size * self.head_dim)
-            metadata.chosen = self._choose(index, pages, metadata, layer.window)
+            metadata.chosen = choose_keys(index, pages, metadata, layer.window, self.spec)
         q_THK = q_THK.masked_fill(is_damaged_T[:, None, None], torch.nan)
         return self.attend(q_THK, kv_cache, metadata, layer)
 
-    def _choose(
+    def forward_in_blocks(
         self,
-        index: IndexQueries,
-        pages: Tensor,
+        q_THK: Tensor,
+        k_TGK: Tensor,
+        v_TGK: Tensor,
+        index: BlockQueries,
+        kv_cache: Tensor,
         metadata: TorchPagedMetadata,
-        window: Window | None,
-    ) -> ChosenKeys:
-        decodes, tiles = [], []
-        for bucket in metadata.decodes[window]:
-            tokens = slice(None) if bucket.tokens is None else bucket.tokens
-            keys = pages.index_select(0, bucket.pages).view(len(bucket.mask_N1L), -1, self.head_dim)
-            decodes.append(
-                choose_keys(
-                    index.queries_TJI[tokens].unsqueeze(1),
-                    index.weights_TJ[tokens].unsqueeze(1),
-                    keys[..., -self.spec.index_dim :],
-                    bucket.mask_N1L,
-                    index.num_chosen,
-                )
-            )
-        for prefill in metadata.prefills[window]:
-            keys = pages.index_select(0, prefill.pages).view(1, -1, self.head_dim)
-            tiles.append(
-                [
-                    choose_keys(
-                        index.queries_TJI[tile.tokens].unsqueeze(0),
-                        index.weights_TJ[tile.tokens].unsqueeze(0),
-                        keys[:, tile.keys, -self.spec.index_dim :],
-                        # All heads of a token share one mask.
-                        tile.mask_ML[:: self.num_heads].unsqueeze(0),
-                        index.num_chosen,
-                    )[0].repeat_interleave(self.num_heads, 0)
-                    for tile in prefill.tiles
-                ]
-            )
-        return ChosenKeys(decodes, tiles)
+        layer: AttentionLayer,
+    ) -> Tensor:
+        """Store keys and values, choose blocks for each token, and return the attention output [T, H, V]."""
+        is_damaged_T = self._store(k_TGK, v_TGK, kv_cache, metadata)
+        padded_T1K = F.pad(index.keys_T1I, (0, self.head_dim - self.spec.index_dim))
+        is_damaged_T |= self._store_rows(padded_T1K, kv_cache, metadata.index_rows)
+        q_THK = q_THK.masked_fill(is_damaged_T[:, None, None], torch.nan)
+        pages = kv_cache.view(-1, self.block_size * self.head_dim)
+        chosen = choose_blocks(index, pages, metadata, layer.window, self.spec)
+        return self._attend_chosen(q_THK, kv_cache, metadata, layer, chosen)
 
     def attend(
         self,
@@ -297,18 +265,36 @@ class TorchPagedAttention(AttentionBackend):
         layer: AttentionLayer,
     ) -> Tensor:
         """Return the attention output [T, H, K] with stored keys and values."""
+        masks = metadata.chosen or ChosenKeys(
+            [bucket.mask_N1L for bucket in metadata.decodes[layer.window]],
+            [
+                [tile.mask_ML for tile in prefill.tiles]
+                for prefill in metadata.prefills[layer.window]
+            ],
+        )
+        return self._attend_chosen(q_THK, kv_cache, metadata, layer, masks)
+
+    def _attend_chosen(
+        self,
+        q_THK: Tensor,
+        kv_cache: Tensor,
+        metadata: TorchPagedMetadata,
+        layer: AttentionLayer,
+        masks: ChosenKeys,
+    ) -> Tensor:
         pages = kv_cache.view(-1, self.block_size * self.head_dim)
-        attended_THK = self._attend_pages(q_THK.to(self.dtype), pages, metadata, layer)
+        attended_THK = self._attend_pages(q_THK.to(self.dtype), pages, metadata, layer, masks)
         return attended_THK[..., : self.value_dim].to(q_THK.dtype)
 
     def _attend_pages(
-        self, q_THK: Tensor, pages: Tensor, metadata: TorchPagedMetadata, layer: AttentionLayer
+        self,
+        q_THK: Tensor,
+        pages: Tensor,
+        metadata: TorchPagedMetadata,
+        layer: AttentionLayer,
+        masks: ChosenKeys,
     ) -> Tensor:
         decodes, prefills = metadata.decodes[layer.window], metadata.prefills[layer.window]
-        masks = metadata.chosen or ChosenKeys(
-            [bucket.mask_N1L for bucket in decodes],
-            [[tile.mask_ML for tile in prefill.tiles] for prefill in prefills],
-        )
         if len(decodes) == 1 and decodes[0].tokens is None:
             return self._decode(q_THK, pages, decodes[0], masks.decodes[0], layer)
         out_THK = torch.empty_like(q_THK, memory_format=torch.contiguous_format)
@@ -345,7 +331,7 @@ class TorchPagedAttention(AttentionBackend):
         self,
         q_RHK: Tensor,
         pages: Tensor,
-        bucket: _DecodeBucket,
+        bucket: DecodeBucket,
         mask_N1L: Tensor,
         layer: AttentionLayer,
     ) -> Tensor:

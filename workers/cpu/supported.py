@@ -24,6 +24,7 @@ def unsupported_features(spec: ModelSpec) -> list[str]:
         "experts that return their input, or shortcuts": any(
             each.num_identities or each.is_shortcut for each in experts
         ),
+        "sparse attention by blocks of keys": spec.block_indexer is not None,
         "gated MLPs with xIELU": spec.has_gate and spec.activation == "xielu",
     }
     return [feature for feature, is_used in features.items() if is_used]

@@ -14,6 +14,7 @@ from ...protocol.checkpoint.vision.read import AnyVisionSpec
 from ...protocol.config.images import SpanKind
 from ...protocol.errors import ConfigError
 from ..device.dtypes import HostDtype, rounded
+from .block_indexer_spec import BlockIndexerSpec
 from .experts_spec import ExpertsSpec, GateLimit
 from .latent_spec import LatentSpec, RopeOrder
 from .rope import RopeSpec
@@ -113,8 +114,8 @@ class LayerSpec:
     If `input_size` is not 0, the attention reads a separate input of that size instead of the normed hidden state. Only
     a first layer may have it.
 
-    If the model has an indexer, a layer that `chooses_keys` has its own indexer. The other layers attend to the keys
-    that the last such layer before them chose.
+    If the model has an indexer, a layer that `chooses_keys` has its own indexer. In latent attention, the other layers
+    attend to the keys that the last such layer before them chose; otherwise, they attend to all keys.
     """
 
     rope: RopeSpec | None
@@ -244,8 +245,9 @@ class ModelSpec:
     score for each bucket of distances up to `max_distance` (T5, arXiv 1910.10683). If `has_sinks`, each query head has
     one more score in every softmax, without a value.
 
-    With `latent`, there is one key/value head, and `head_dim` is the size of its keys in the cache. The embedding
-    has `num_unused_embeddings` rows that no token has.
+    With `latent`, there is one key/value head, and `head_dim` is the size of its keys in the cache. With
+    `block_indexer`, each index key is stored in the cache as one more head's key. The embedding has
+    `num_unused_embeddings` rows that no token has.
 
     Hidden states are multiplied by `embedding_scale` after the embedding, and every block's output by
     `residual_multiplier` before it is added. The outputs of attention, recurrent parts and MLPs, and the gates of MLPs,
@@ -298,6 +300,7 @@ class ModelSpec:
     max_distance: int = 128
     has_sinks: bool = False
     latent: LatentSpec | None = None
+    block_indexer: BlockIndexerSpec | None = None
     qkv_bias: bool = False
     key_bias: bool = True
     attention_output_bias: bool = False
@@ -354,6 +357,14 @@ class ModelSpec:
         return any(layer.rope is not None and layer.rope.axes for layer in self.layers)
 
     @property
+    def index_dim(self) -> int:
+        """The number of elements of a token's index key; 0 without an indexer."""
+        if self.block_indexer is not None:
+            return self.block_indexer.head_dim
+        indexer = None if self.latent is None else self.latent.indexer
+        return 0 if indexer is None else indexer.head_dim
+
+    @property
     def output_dim(self) -> int:
         """The number of output elements of attention per head. Not for latent attention."""
         return self.value_dim or self.head_dim
@@ -378,10 +389,16 @@ class ModelSpec:
         )
 
     def token_elements(self, layer: LayerSpec, ranks: int = 1) -> int:
-        """Return the number of elements of a token's keys and values in one layer's cache on one of `ranks` ranks."""
+        """Return the number of elements of a token's keys and values in one layer's cache on one of `ranks` ranks.
+
+        A rank has all index keys.
+        """
         parts = 1 if self.latent is not None else 2
         num_kv_heads = layer.num_kv_heads or self.num_kv_heads
-        return parts * max(1, num_kv_heads // ranks) * (layer.head_dim or self.head_dim)
+        num_parts = parts * max(1, num_kv_heads // ranks)
+        if self.block_indexer is not None and layer.chooses_keys:
+            num_parts += 1
+        return num_parts * (layer.head_dim or self.head_dim)
 
     def check_num_positions(self, max_model_len: int) -> None:
         """Raise ConfigError if a sequence may be longer than the table of position embeddings."""

@@ -21,6 +21,7 @@ from ..layers.parallel.parallel_layers import RowParallelLinear
 from ..layers.parallel.shard import ModelShard
 from ..layers.rope import RotaryTables, apply_rotary
 from ..layers.spec import LayerSpec, ModelSpec, QueryScaling
+from .indexers.blocks import BlockIndexer
 from .mlp import DividedNorm
 from .weights import Rows, WeightReader
 
@@ -65,6 +66,10 @@ class Attention:
         self._num_heads = len(heads)
         self._num_kv_heads = len(kv_heads) if self._stores else 0
         rows = qkv_rows(spec, layer, weights, prefix, shard)
+        self._indexer: BlockIndexer | None = None
+        if spec.block_indexer is not None and layer.chooses_keys:
+            self._indexer = BlockIndexer(spec, spec.block_indexer, weights, prefix, kv_heads)
+            rows += self._indexer.rows
         qkv = kernels.linear(
             weights.read_matrix_rows(rows, spec.hidden_size),
             weights.read_biases(rows) if spec.qkv_bias else None,
@@ -116,7 +121,10 @@ class Attention:
     ) -> Tensor:
         """Return the attention output [T, D] of a layer."""
         num_heads, num_kv_heads = self._num_heads, self._num_kv_heads
-        qkv_THK = self.qkv(x).unflatten(-1, (-1, self._head_dim))
+        qkv_TF = self.qkv(x)
+        if self._indexer is not None:
+            qkv_TF, index_TF = qkv_TF.tensor_split((qkv_TF.shape[1] - self._indexer.size,), 1)
+        qkv_THK = qkv_TF.unflatten(-1, (-1, self._head_dim))
         num_values = num_kv_heads if self._has_value_projection else 0
         sizes = [num_heads + num_kv_heads, num_values, *[num_heads] * self._is_gated]
         qk_THK, v_TGK, *gate_THK = qkv_THK.split(sizes, 1)
@@ -133,7 +141,20 @@ class Attention:
             qk_THK, head_norm = head_norm(qk_THK), None
         if self._query_scaling is not None:
             qk_THK = self._scaled(qk_THK, positions_T, self._query_scaling)
-        if self._stores:
+        if self._indexer is not None:
+            qk_THK = qk_THK if head_norm is None else head_norm(qk_THK)
+            qk_THK = qk_THK if tables is None else apply_rotary(qk_THK, tables)
+            q_THK, k_TGK = qk_THK.split((num_heads, num_kv_heads), 1)
+            attended_THK = self._backend.forward_in_blocks(
+                q_THK,
+                k_TGK,
+                v_TGK,
+                self._indexer.queries(index_TF, tables),
+                kv_cache,
+                attn_metadata,
+                self._layer,
+            )
+        elif self._stores:
             attended_THK = self._backend.forward_projected(
                 qk_THK, v_TGK, head_norm, tables, kv_cache, attn_metadata, self._layer
             )

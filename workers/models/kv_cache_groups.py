@@ -72,13 +72,16 @@ def group_layers(spec: ModelSpec, max_model_len: int, ranks: int = 1) -> ModelSp
 
 
 def _without_needless_indexers(spec: ModelSpec, max_model_len: int) -> ModelSpec:
-    latent = spec.latent
-    if latent is None or latent.indexer is None or max_model_len > latent.indexer.num_chosen:
+    blocks, latent = spec.block_indexer, spec.latent
+    if blocks is not None and max_model_len <= blocks.num_tokens:
+        spec = replace(spec, block_indexer=None)
+    elif latent is not None and latent.indexer and max_model_len <= latent.indexer.num_chosen:
+        head_dim = spec.head_dim - latent.indexer.head_dim
+        spec = replace(spec, latent=replace(latent, indexer=None), head_dim=head_dim)
+    else:
         return spec
     return replace(
         spec,
-        latent=replace(latent, indexer=None),
-        head_dim=spec.head_dim - latent.indexer.head_dim,
         layers=tuple(replace(layer, chooses_keys=False) for layer in spec.layers),
         tensor_names=(*spec.tensor_names, (r".*\.self_attn\.indexer\..*", "")),
     )

@@ -109,6 +109,31 @@ def _minimax_m2(fields: ModelFields) -> dict[str, Any]:
     return mixture(fields, "MiniMaxM2", "minimax_m2", rotary_dim=rotary_dim, intermediate_size=size)
 
 
+def _minimax_m3(fields: ModelFields) -> dict[str, Any]:
+    kinds, layers = _mlp_types(fields), range(fields.num_layers)
+    indexed = [fields.has_tensor(f"blk.{i}.indexer.q_proj.weight") for i in layers]
+    prefix = "attention.indexer"
+    dense_size = fields.integer("feed_forward_length")
+    if "dense" in kinds:
+        # Earlier converters wrote the size of the experts.
+        dense_size = fields.gguf.tensors[f"blk.{kinds.index('dense')}.ffn_down.weight"].shape[1]
+    return mixture(
+        fields,
+        "MiniMaxM3Sparse",
+        "minimax_m3",
+        rotary_dim=rotary_dim(fields),
+        intermediate_size=expert_fields(fields)["moe_intermediate_size"],
+        dense_intermediate_size=dense_size,
+        mlp_layer_types=kinds,
+        layer_types=["minimax_m3_sparse" if each else "full_attention" for each in indexed],
+        index_n_heads=fields.integer(f"{prefix}.head_count", 4),
+        index_head_dim=fields.integer(f"{prefix}.key_length", 128),
+        index_topk_blocks=fields.integer(f"{prefix}.top_k", 16),
+        index_block_size=fields.integer(f"{prefix}.block_size", 128),
+        index_local_blocks=fields.integer(f"{prefix}.local_blocks", 1, minimum=0),
+    )
+
+
 def _dots1(fields: ModelFields) -> dict[str, Any]:
     return mixture(fields, "Dots1", "dots1")
 
@@ -407,6 +432,7 @@ MIXTURES: dict[str, Translate] = {
     "llama4": _llama4,
     "mellum": _mellum,
     "minimax-m2": _minimax_m2,
+    "minimax-m3": _minimax_m3,
     "mistral4": _mistral4,
     "olmoe": _olmoe,
     "phimoe": _phimoe,

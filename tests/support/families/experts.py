@@ -27,6 +27,24 @@ LONG = {
     "mscale": 0.7,
     "mscale_all_dim": 1.0,
 }
+BLOCKS_OF_KEYS = {
+    "num_key_value_heads": 2,
+    "dense_intermediate_size": 40,
+    "intermediate_size": 24,
+    "shared_intermediate_size": 24,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 3,
+    "head_dim": 16,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 0.5,
+    },
+    "index_n_heads": 2,
+    "index_head_dim": 12,
+    "index_block_size": 6,
+    "index_topk_blocks": 3,
+}
 WITH_EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", {"num_local_experts": 4, "sliding_window": 11}),
     "mixtral-one": ("Mixtral", {"num_local_experts": 3, "num_experts_per_tok": 1}),
@@ -56,6 +74,15 @@ WITH_EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
     "minimax-m2": (
         "MiniMaxM2",
         {"num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 16, "rotary_dim": 8},
+    ),
+    # Only the first layer attends to all keys; the others choose three of at most 15 blocks.
+    "minimax-m3": (
+        "MiniMaxM3VLText",
+        BLOCKS_OF_KEYS
+        | {
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
+        },
     ),
     "gpt-oss": (
         "GptOss",

@@ -106,6 +106,24 @@ def _with_tower(tensors: Tensors) -> Tensors:
     return tensors | {"vision_model.embeddings.weight": torch.zeros(3, 4)}
 
 
+def _with_next_token_layer(tensors: Tensors) -> Tensors:
+    """Store each expert by itself, and add a layer for multi-token prediction."""
+    stored = {"model.mtp.layers.0.eh_proj.weight": torch.zeros(3, 4)}
+    for name, weight in tensors.items():
+        if not re.search(r"experts\.(gate_up|down)_proj$", name):
+            stored[name] = weight
+            continue
+        for i, each in enumerate(weight):
+            parts = (
+                dict(zip(("w1", "w3"), each.chunk(2), strict=True))
+                if "up" in name
+                else {"w2": each}
+            )
+            prefix = name.rpartition(".")[0]
+            stored |= {f"{prefix}.{i}.{part}.weight": x for part, x in parts.items()}
+    return stored
+
+
 _IN_LANGUAGE_MODEL = ((r"^(model\.|lm_head)", r"language_model.\1"),)
 _THINKER = ("thinker_config", "text_config")
 PUBLISHED = {
@@ -182,6 +200,46 @@ PUBLISHED = {
         section=("text_config",),
     ),
     "KimiVL": Published("deepseek-v3", {}, {}, _IN_LANGUAGE_MODEL, _with_tower, ("text_config",)),
+    "MiniMaxM3Sparse": Published(
+        "minimax-m3",
+        # All blocks are chosen, so there is no need for the indexers.
+        {"index_topk_blocks": 43},
+        {
+            "model_type": "minimax_m3",
+            "hidden_act": "swigluoai",
+            "rope_parameters": None,
+            "rope_theta": 1e4,
+            "rotary_dim": 8,
+            "mlp_layer_types": None,
+            "moe_layer_freq": [0, 1, 1],
+            "layer_types": None,
+            "sparse_attention_config": {
+                "sparse_num_index_heads": 2,
+                "sparse_index_dim": 12,
+                "sparse_block_size": 6,
+                "sparse_topk_blocks": 43,
+                "sparse_local_block": 1,
+                "sparse_attention_freq": [0, 1, 1],
+            },
+            **dict.fromkeys(
+                (
+                    "index_head_dim",
+                    "index_block_size",
+                    "index_topk_blocks",
+                    "index_local_blocks",
+                    "index_n_heads",
+                )
+            ),
+        },
+        (
+            *_IN_LANGUAGE_MODEL,
+            (r"self_attn\.indexer\.", "self_attn.index_"),
+            (r"mlp\.gate\.e_score", "mlp.e_score"),
+            (r"mlp\.(experts|gate\.|shared_experts|e_score)", r"block_sparse_moe.\1"),
+        ),
+        _with_next_token_layer,
+        ("text_config",),
+    ),
     "Qwen3OmniMoe": Published(
         "qwen3-moe-all",
         {},

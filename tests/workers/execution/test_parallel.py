@@ -13,7 +13,7 @@ from engine.protocol.config import CPUBackend, ParallelConfig
 from engine.protocol.errors import RunDirectoryError
 from engine.workers.execution.parallel_state import join_replica
 from engine.workers.loaders import open_checkpoint
-from support.families.experts import GATED
+from support.families.experts import BLOCKS_OF_KEYS, GATED
 from support.gguf_writer import write_gguf
 from support.quantized_checkpoints import quantize_directory
 from support.replica import NUM_TOKENS, RankResult, Served, run_replica, timeouts
@@ -71,6 +71,12 @@ OTHER_LAYERS = {
             "qk_rope_head_dim": 8,
             "v_head_dim": 8,
         },
+    ),
+    # Every rank stores the index key of a token, and chooses blocks for its own key/value heads.
+    "minimax-m3": (
+        "MiniMaxM3VLTextConfig",
+        "MiniMaxM3VLForCausalLM",
+        BLOCKS_OF_KEYS | {"layer_types": ["full_attention", *["minimax_m3_sparse"] * 4]},
     ),
     "phi": ("PhiConfig", "PhiForCausalLM", {"head_dim": 8, "num_key_value_heads": 12}),
     # Recurrent layers: channels, heads that share B and C and a norm, and heads of queries and keys.

@@ -280,6 +280,7 @@ IN_GGUF = [
     "granite-moe-shared",
     "glm4-moe",
     "minimax-m2",
+    "minimax-m3",
     "dots1",
     "ernie-moe",
     "hunyuan-moe",

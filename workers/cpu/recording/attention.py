@@ -14,8 +14,8 @@ from ...layers.rope import RopeSpec
 from ...layers.spec import Chunk, LayerSpec, ModelSpec, NormNames, QueryScaling, Window
 from ...models.attention import distance_buckets, head_norm, qkv_rows, read_distance_biases
 from ...models.cross_attention import cross_rows
+from ...models.indexers.keys import INDEX_NORM_EPS, index_order, index_query_rows, index_rows
 from ...models.latent.attention import first_rows, gate_rows, query_rows
-from ...models.latent.indexer import INDEX_NORM_EPS, index_order, index_query_rows, index_rows
 from ..abi.structs import AttentionLayer
 from ..head_matrices import read_head_matrices
 from ..library import NotSupportedNatively

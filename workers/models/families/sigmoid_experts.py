@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ....protocol.checkpoint.config_fields import ConfigFields
+from ...layers.block_indexer_spec import BlockIndexerSpec
 from ...layers.read_rope import read_rope
 from ...layers.spec import LayerSpec, ModelSpec, NormNames
 from .common import Family, base_spec, head_dim, sliding_layers, uniform_layers
 from .experts import (
+    MIXTRAL_NAMES,
     deepseek_experts,
     first_dense,
     has_listed_experts,
@@ -169,12 +173,106 @@ def _kolibri(fields: ConfigFields) -> ModelSpec:
     )
 
 
+def _minimax_m3(fields: ConfigFields) -> ModelSpec:
+    fields = _with_flat_indexer(fields.with_defaults(head_dim=128, num_key_value_heads=4))
+    size = head_dim(fields)
+    rotary_dim = fields.integer("rotary_dim", size)
+    fields = fields.with_defaults(partial_rotary_factor=rotary_dim / size)
+    for name, value in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)):
+        if fields.number(name, value) != value:
+            raise fields.error(f"{name} {fields.get(name)} is not supported, only {value}")
+    if fields.integer("index_n_heads", 4) != fields.integer("num_key_value_heads"):
+        raise fields.error(
+            f"index_n_heads {fields.get('index_n_heads')} must equal num_key_value_heads "
+            f"{fields.get('num_key_value_heads')}"
+        )
+    rope = read_rope(fields, size, theta=5_000_000.0, partial=True)
+    num_chosen = fields.integer("index_topk_blocks", 16)
+    kinds = fields.per_layer("layer_types", fields.layer_count("num_hidden_layers")) or []
+    indexer = BlockIndexerSpec(
+        fields.integer("index_head_dim", 128, minimum=rope.rotary_dim, maximum=size),
+        fields.integer("index_block_size", 128),
+        num_chosen,
+        fields.integer("index_local_blocks", 1, minimum=0, maximum=num_chosen),
+    )
+    layers = uniform_layers(fields, rope)
+    spec = base_spec(
+        fields.with_values(
+            {
+                "hidden_act": "silu",
+                "intermediate_size": fields.integer("dense_intermediate_size", 12288),
+            }
+        ),
+        tuple(
+            replace(layer, chooses_keys=kind == _SPARSE)
+            for layer, kind in zip(layers, kinds or [None] * len(layers), strict=True)
+        ),
+        activation="clamped_swiglu",
+        qk_norm="head",
+        norm_weight_offset=1.0,
+        block_indexer=indexer if _SPARSE in kinds else None,
+    )
+    experts = read_experts(
+        fields,
+        128,
+        4,
+        intermediate_size="intermediate_size",
+        scoring="sigmoid",
+        has_correction_bias=True,
+        scale=fields.positive("routed_scaling_factor", 2.0),
+        shared_intermediate_size=fields.integer("shared_intermediate_size", 3072),
+    )
+    names = (
+        (r".*\.mtp\..*", ""),
+        (r"\.self_attn\.index_([qk]_(proj|norm))\.", r".self_attn.indexer.\1."),
+        *MIXTRAL_NAMES,
+    )
+    return with_experts(
+        spec, experts, has_listed_experts(fields, lambda _: True), tensor_names=names
+    )
+
+
+def _with_flat_indexer(fields: ConfigFields) -> ConfigFields:
+    """Return the fields of a MiniMax M3 with the names of transformers, which the published config lacks."""
+    values: dict[str, object] = {}
+    sparse = fields.section("sparse_attention_config")
+    num_layers = fields.layer_count("num_hidden_layers")
+    if sparse is not None:
+        values = {
+            name: sparse.get(published)
+            for name, published in _PUBLISHED_INDEXER
+            if sparse.get(published) is not None
+        }
+        frequency = sparse.per_layer("sparse_attention_freq", num_layers)
+        if frequency is not None and fields.get("layer_types") is None:
+            values["layer_types"] = [_SPARSE if each else "full_attention" for each in frequency]
+    frequency = fields.per_layer("moe_layer_freq", num_layers)
+    if frequency is not None and fields.get("mlp_layer_types") is None:
+        values["mlp_layer_types"] = ["sparse" if each else "dense" for each in frequency]
+    return fields.with_values(values)
+
+
+_SPARSE = "minimax_m3_sparse"
+"""The type of layers in which an indexer chooses blocks of keys."""
+
+_PUBLISHED_INDEXER = (
+    ("index_n_heads", "sparse_num_index_heads"),
+    ("index_head_dim", "sparse_index_dim"),
+    ("index_block_size", "sparse_block_size"),
+    ("index_topk_blocks", "sparse_topk_blocks"),
+    ("index_local_blocks", "sparse_local_block"),
+)
+
+
 FAMILIES = (
     Family("BailingMoeV2ForCausalLM", "bailing_moe_v2", _ling2),
     Family("ExaoneMoEForCausalLM", "exaone_moe", _exaone_moe),
     Family("ExaoneMoeForCausalLM", "exaone_moe", _exaone_moe),
     Family("HYV3ForCausalLM", "hy_v3", _hunyuan3),
     Family("Kolibri1ForCausalLM", "kolibri1", _kolibri),
+    Family("MiniMaxM3SparseForCausalLM", "minimax_m3", _minimax_m3),
+    Family("MiniMaxM3SparseForConditionalGeneration", "minimax_m3_vl", _minimax_m3),
+    Family("MiniMaxM3VLForCausalLM", "minimax_m3_vl_text", _minimax_m3),
     Family("SarvamMoEForCausalLM", "sarvam_moe", _sarvam_moe),
     Family("SolarOpenForCausalLM", "solar_open", _solar_open),
 )

@@ -1,1 +1,1 @@
-"""Multi-head latent attention, and the indexer of its sparse variant."""
+"""Multi-head latent attention."""

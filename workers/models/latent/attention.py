@@ -24,8 +24,8 @@ from ...layers.parallel.shard import ModelShard
 from ...layers.rope import RotaryTables, apply_rotary
 from ...layers.spec import LayerSpec, ModelSpec
 from ..attention import rotary_order, scale_queries
+from ..indexers.keys import Indexer
 from ..weights import Rows, WeightReader
-from .indexer import Indexer
 
 
 class LatentAttention:

@@ -1,0 +1,54 @@
+"""What torch attention computes once for a step, and uses in every layer.
+
+Shapes: T tokens, G key/value heads, K head dimension, R rows (requests of a bucket), B pages of a head, P parts of the
+cache, L keys, N = R * G.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ..layers.spec import Window
+from .torch_tiles import Tile
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeBucket:
+    """Requests with one query each. `tokens` is None if they are the whole step, in order."""
+
+    tokens: Tensor | None  # [R]
+    pages: Tensor  # [P * R * G * B]
+    index_pages: Tensor  # [R * B], or empty without an indexer of blocks
+    mask_N1L: Tensor
+    distance_N1L: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """One request with several queries."""
+
+    pages: Tensor  # [P * G * B]
+    index_pages: Tensor  # [B], or empty
+    tiles: list[Tile]
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenKeys:
+    """Masks that replace the metadata's: one per bucket of decoding requests, and one per tile of each prompt."""
+
+    decodes: list[Tensor]
+    tiles: list[list[Tensor]]
+
+
+@dataclass(slots=True)
+class TorchPagedMetadata:
+    """The metadata of one step: the cache rows to write, and the pages to read for each window.
+
+    `chosen` are the keys that an indexer has chosen last, if the model has indexers.
+    """
+
+    cache_rows: Tensor  # [T * P * G] rows of the cache, viewed as [..., K]
+    index_rows: Tensor  # [T], or empty without an indexer of blocks
+    decodes: dict[Window | None, list[DecodeBucket]]
+    prefills: dict[Window | None, list[Prefill]]
+    chosen: ChosenKeys | None = None

@@ -1,0 +1,57 @@
+"""The indexer of sparse attention by blocks of keys; see `BlockIndexerSpec`.
+
+Shapes: T tokens of a step, G key/value heads of this shard, I elements of an index key.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...attention import BlockQueries
+from ...layers.block_indexer_spec import BlockIndexerSpec
+from ...layers.layers import HeadNorm
+from ...layers.rope import RotaryTables, apply_rotary
+from ...layers.spec import ModelSpec
+from ..weights import Rows, WeightReader
+
+
+class BlockIndexer:
+    """Computes the index keys of a layer, and the index queries by which its key/value heads choose blocks of keys.
+
+    The layer's projection of hidden states ends with `rows`, which are `size` elements.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        indexer: BlockIndexerSpec,
+        weights: WeightReader,
+        prefix: str,
+        kv_heads: range,
+    ) -> None:
+        self._indexer, self._num_heads, size = indexer, len(kv_heads), indexer.head_dim
+        self.rows = [
+            Rows(
+                f"{prefix}indexer.q_proj",
+                spec.num_kv_heads * size,
+                range(kv_heads.start * size, kv_heads.stop * size),
+                has_bias=False,
+            ),
+            Rows(f"{prefix}indexer.k_proj", size, range(size), has_bias=False),
+        ]
+        self.size = (self._num_heads + 1) * size
+        query_I, key_I = (
+            weights.read_vector(f"{prefix}indexer.{name}.weight", size) + spec.norm_weight_offset
+            for name in ("q_norm", "k_norm")
+        )
+        weight_HI = torch.stack([*[query_I] * self._num_heads, key_I])
+        self._norm = HeadNorm(weight_HI, spec.norm_eps)
+
+    def queries(self, x_TF: Tensor, tables: RotaryTables | None) -> BlockQueries:
+        """Return the index queries and keys, given their part of the projection."""
+        x_THI = self._norm(x_TF.unflatten(-1, (-1, self._indexer.head_dim)))
+        if tables is not None:
+            x_THI = apply_rotary(x_THI, tables)
+        queries_TGI, keys_T1I = x_THI.split((self._num_heads, 1), 1)
+        return BlockQueries(queries_TGI, keys_T1I, self._indexer)
