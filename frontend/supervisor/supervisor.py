@@ -65,10 +65,7 @@ CAUSE_S = 1.0
 
 
 class ProcessFailed(EngineError):
-    """The engine cannot continue because a process failed.
-
-    The message is complete enough to be the last line of output.
-    """
+    """The engine cannot continue because a process failed. The message may be the last line of output."""
 
 
 class Supervisor:
