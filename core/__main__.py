@@ -20,11 +20,15 @@ from ..protocol.process import (
     name_process,
 )
 from ..protocol.transport import StatusReporter
-from .engine_core import EngineCore
 
 
 def main(config_path: str, core_index: int, epoch: int | None, epoch_fd: int = -1) -> int:
     """Run the core until it stops. Return the process's exit code."""
+    # Garbage collections would take a tenth of the import time and free nothing. The core enables them when it has its
+    # KV cache.
+    gc.disable()
+    from .engine_core import EngineCore
+
     name = f"core {core_index}"
     if epoch is None:
         name_process(f"spare {name}")

@@ -246,6 +246,7 @@ class EngineCore:
         # Objects that exist now live as long as the process, so exclude them from garbage collection.
         gc.collect()
         gc.freeze()
+        gc.enable()
         num_tokens = num_blocks // len(memory.groups) * config.cache.block_size
         windows = ", more with windows" if len(memory.groups) > 1 else ""
         self._status.report(

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import sys
 from array import array
+from collections.abc import Collection
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -61,3 +63,16 @@ def float32_bytes(values: npt.ArrayLike) -> bytes:
 def float32_view(data: bytes | memoryview) -> Float32Array:
     """View float32 bytes as a flat array. Raise ValueError if the length is not a multiple of 4."""
     return np.frombuffer(data, dtype=_FLOAT32)
+
+
+def contains(members: Collection[int], values: npt.NDArray[np.integer[Any]]) -> BoolArray:
+    """Return which `values` are among `members`.
+
+    `numpy.isin` imports `numpy.ma` at its first call, which would delay the step of that call by 30 ms.
+    """
+    if not len(members) or not len(values):
+        return np.zeros(len(values), np.bool_)
+    sorted_members = np.sort(np.fromiter(members, np.int64, len(members)))
+    positions = np.searchsorted(sorted_members, values)
+    found: BoolArray = sorted_members[np.minimum(positions, len(members) - 1)] == values
+    return found

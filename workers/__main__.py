@@ -14,11 +14,15 @@ from ..protocol.heartbeat import Pulse
 from ..protocol.process import configure_logging, exit_with_parent, name_process
 from ..protocol.supervisor_messages import Stage
 from ..protocol.transport import StatusReporter
-from .worker import Worker
 
 
 def main(config_path: str, core_index: int, rank: int, epoch: int) -> int:
     """Run the worker until its core shuts it down. Return the process's exit code."""
+    # Garbage collections would take a fifth of the import time and free nothing. The worker enables them when it is
+    # ready.
+    gc.disable()
+    from .worker import Worker
+
     config = load_config(config_path, epoch)
     name = f"worker {core_index * config.parallel.workers_per_core + rank}"
     name_process(name)
@@ -33,9 +37,6 @@ def main(config_path: str, core_index: int, rank: int, epoch: int) -> int:
     # By default, waiting OpenMP threads spin on cores that other workers could use.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-    # Garbage collection would take a fifth of the second in which torch is imported, and free nothing. The worker
-    # enables it when it is ready.
-    gc.disable()
     return status.run(Worker(config, core_index, rank, context, status, pulse).run)
 
 

@@ -14,7 +14,7 @@ from typing import Final
 
 import numpy as np
 
-from ...protocol.arrays import Int32Array, Int64Array, int32_bytes, int32_view
+from ...protocol.arrays import Int32Array, Int64Array, contains, int32_bytes, int32_view
 from ...protocol.block_hash import HashBlocks, PlacedInput
 from ...protocol.messages import EngineCoreOutputs
 from ...protocol.worker_messages import SchedulerOutput
@@ -190,7 +190,7 @@ class EventLog:
         if not len(hits):
             return
         owners = np.searchsorted(ends, hits, "right")
-        for index in np.unique(owners).tolist():
+        for index in sorted(set(owners.tolist())):
             event = recent[index]
             positions = hits[owners == index]
             starts = ends[index] - event.num_tokens
@@ -200,7 +200,7 @@ class EventLog:
         """Return the positions of tokens at which some request of this segment stops."""
         stops = set(chain.from_iterable(self._ends))
         if len(stops) > FEW_STOPS:
-            return np.isin(token_ids, list(stops)).nonzero()[0]
+            return contains(stops, token_ids).nonzero()[0]
         is_stop = np.zeros(len(token_ids), np.bool_)
         for token_id in stops:
             is_stop |= token_ids == token_id

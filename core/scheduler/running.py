@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...protocol.arrays import BoolArray, Int64Array
+from ...protocol.arrays import BoolArray, Int64Array, contains
 from ...protocol.config import SchedulerConfig
 from ..kv_cache.block_tables import Growth
 from ..state.slots import SlotArray
@@ -82,7 +82,7 @@ class RunningScheduler:
         if self._running.awaiting_masks:
             without = [*without, *self._running.awaiting_masks]
         if without:
-            slots = slots[np.isin(slots, without, invert=True)]
+            slots = slots[~contains(without, slots)]
         computed = state.num_computed_tokens[slots]
         most = state.max_computed_tokens[slots]
         needed = wanted = np.minimum(state.num_expected_tokens[slots], most)
@@ -195,7 +195,7 @@ class RunningScheduler:
         return cut
 
     def _is_prefilling(self, slots: SlotArray) -> BoolArray:
-        return np.isin(slots, list(self._running.prefilling))
+        return contains(self._running.prefilling, slots)
 
     def apply_plan(self, plan: RunningPlan) -> BoolArray:
         """Apply a plan: advance counters and allocate blocks. Return which rows sample a token."""

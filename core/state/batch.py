@@ -6,7 +6,6 @@ from functools import cached_property
 from typing import NamedTuple
 
 import msgspec
-import numpy as np
 
 from ...protocol.arrays import BoolArray, Int32Array, Int64Array, int32_bytes
 from .request import Request, RequestStatus
@@ -77,7 +76,7 @@ class Batch:
         if (clients == clients[0]).all():
             return [ClientRows(int(clients[0]), slice(None), self._request_index.tobytes())]
         rows = []
-        for client_index in np.unique(clients).tolist():
+        for client_index in sorted(set(clients.tolist())):
             positions = (clients == client_index).nonzero()[0]
             indices = self._request_index[positions].tobytes()
             rows.append(ClientRows(client_index, positions, indices))

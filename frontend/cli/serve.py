@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Sequence
 
@@ -262,8 +263,10 @@ def resolve_model(settings: Settings, console: Console, signals: StopSignals) ->
     """
 
     def resolve() -> ResolvedModel:
+        gc.disable()
         from ..model_source.config import resolve_model
 
+        gc.enable()
         return resolve_model(ModelOptions(**settings["model"]), console)
 
     # A child process releases the memory of these imports (numpy, huggingface-hub) when it exits.

@@ -226,7 +226,7 @@ def _read_gguf(path: Path, tokenizer_path: Path) -> tuple[ConfigFields, ConfigFi
     return (
         ConfigFields(gguf_to_hf_config(gguf), path),
         ConfigFields(generation, path),
-        _tokenizer_eos(tokenizer_path),
+        _gguf_eos(gguf) if tokenizer_path == path else _tokenizer_eos(tokenizer_path),
     )
 
 
@@ -319,13 +319,15 @@ def _length_limit(config: ConfigFields) -> int | None:
 def _tokenizer_eos(path: Path) -> list[int]:
     """Return the id of the tokenizer's end token in a list; [] if its files are missing or do not name one."""
     if path.suffix == ".gguf":
-        return GGUFFields(GGUFFile(path).metadata, path, "tokenizer.ggml.").token_ids(
-            "eos_token_id"
-        )
+        return _gguf_eos(GGUFFile(path))
     directory = path if path.is_dir() else path.parent
     config = TokenizerConfig(directory)
     text = config.named_tokens.get("eos_token")
     return [id_ for id_, content in _added_tokens(directory, config) if content == text][:1]
+
+
+def _gguf_eos(gguf: GGUFFile) -> list[int]:
+    return GGUFFields(gguf.metadata, gguf.path, "tokenizer.ggml.").token_ids("eos_token_id")
 
 
 class _AddedToken(msgspec.Struct):

@@ -8,7 +8,7 @@ import math
 import mmap
 import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from os import PathLike
@@ -181,6 +181,18 @@ class _UndecodedStrings:
             strings.append(buffer[position - length : position].decode(errors="replace"))
         return strings
 
+    def select(self, indices: Sequence[int]) -> list[str]:
+        """Return the strings at ascending indices. Strings behind the last index are not read."""
+        buffer, position, index, strings = self.buffer, self.position, 0, []
+        for wanted in indices:
+            for _ in range(wanted - index):
+                position += 8 + _u64(buffer, position)[0]
+            (length,) = _u64(buffer, position)
+            position += 8 + length
+            strings.append(buffer[position - length : position].decode(errors="replace"))
+            index = wanted + 1
+        return strings
+
 
 class GGUFMetadata(Mapping[str, Any]):
     """The key-value pairs of a file. Values are Python scalars and strings, ``list[str]``, or numpy arrays."""
@@ -193,6 +205,20 @@ class GGUFMetadata(Mapping[str, Any]):
         if isinstance(value, _UndecodedStrings):
             value = self._values[key] = value.decode()
         return value
+
+    def count_strings(self, key: str) -> int:
+        """Return the length of an array of strings; 0 if the value of the key is none."""
+        value = self._values.get(key)
+        if isinstance(value, _UndecodedStrings):
+            return value.count
+        return len(value) if isinstance(value, list) else 0
+
+    def select_strings(self, key: str, indices: Sequence[int]) -> list[str]:
+        """Return elements of an array of strings, by ascending indices, without decoding the others."""
+        value = self._values[key]
+        if isinstance(value, _UndecodedStrings):
+            return value.select(indices)
+        return [value[i] for i in indices]
 
     def __contains__(self, key: object) -> bool:
         return key in self._values

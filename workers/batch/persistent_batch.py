@@ -79,7 +79,8 @@ class StepPlan:
 
     def split(self) -> Iterator[StepPlan]:
         """Yield a separate plan for each request."""
-        samples_S = np.isin(np.arange(len(self.slots_S)), self.sampling_rows)
+        samples_S = np.zeros(len(self.slots_S), np.bool_)
+        samples_S[self.sampling_rows] = True
         for row, samples in enumerate(samples_S):
             one, tokens = slice(row, row + 1), slice(*self.query_start_loc[row : row + 2])
             yield StepPlan(

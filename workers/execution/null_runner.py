@@ -15,6 +15,7 @@ from ...protocol.arrays import (
     Float32Array,
     Int32Array,
     Int64Array,
+    contains,
     float32_bytes,
     int32_bytes,
     int32_view,
@@ -221,7 +222,8 @@ def count_null_blocks(config: EngineConfig) -> int:
 
 def ordinary_token_ids(vocab_size: int, eos_token_ids: tuple[int, ...]) -> Int32Array:
     """Return every token that does not end a sequence, int32 [V - len(eos)]."""
-    return np.setdiff1d(np.arange(vocab_size, dtype=np.int32), np.array(eos_token_ids, np.int32))
+    token_ids = np.arange(vocab_size, dtype=np.int32)
+    return token_ids[~contains(eos_token_ids, token_ids)]
 
 
 def made_up_tokens(seeds: Int64Array, positions: Int32Array, candidates: Int32Array) -> Int32Array:

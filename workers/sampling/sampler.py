@@ -113,8 +113,7 @@ class SamplerOutput:
         slots_S = self._metadata.slots_S
         if self._num_sampled_S is not None:
             slots_S = np.repeat(slots_S, self._num_sampled_S)
-        slots: Int64Array = np.unique(slots_S[self._on_host == mark])
-        return slots
+        return np.array(sorted(set(slots_S[self._on_host == mark].tolist())), np.int64)
 
     @cached_property
     def logprobs(self) -> list[RowLogprobs]:

@@ -12,6 +12,7 @@ from ....protocol.arrays import (
     BoolArray,
     Int32Array,
     Int64Array,
+    contains,
     int32_bytes,
     int32_list,
     int32_view,
@@ -205,7 +206,7 @@ class Drafts:
             )
         levels = int32_view(drafts.levels) if drafts.levels else np.zeros(len(slots), np.int32)
         first = np.cumsum(counts) - counts
-        is_usable = np.isin(slots, batch.slots[batch.is_alive(state)])
+        is_usable = contains(batch.slots[batch.is_alive(state)].tolist(), slots)
         if not self._uses_placeholders:
             is_usable &= self._are_usable(slots)
         slots, counts, first = slots[is_usable], counts[is_usable], first[is_usable]

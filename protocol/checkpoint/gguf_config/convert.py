@@ -104,10 +104,15 @@ def _special_token_ids(fields: ModelFields) -> dict[str, Any]:
     metadata = fields.gguf.metadata
     tokenizer = GGUFFields(metadata, fields.path, "tokenizer.ggml.")
     eos = [i for key in ("eos", "eot", "eom") for i in tokenizer.token_ids(f"{key}_token_id")]
-    tokens, types = (metadata.get(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type"))
-    if isinstance(tokens, list) and isinstance(types, np.ndarray):
-        special = np.flatnonzero(np.isin(types[: len(tokens)], (_CONTROL, _USER_DEFINED))).tolist()
-        eos += [i for i in special if tokens[i] in _END_OF_GENERATION_TEXTS]
+    tokens, types = "tokenizer.ggml.tokens", metadata.get("tokenizer.ggml.token_type")
+    num_tokens = metadata.count_strings(tokens)
+    if num_tokens and isinstance(types, np.ndarray):
+        types = types[:num_tokens]
+        special = np.flatnonzero((types == _CONTROL) | (types == _USER_DEFINED)).tolist()
+        texts = metadata.select_strings(tokens, special)
+        eos += [
+            i for i, text in zip(special, texts, strict=True) if text in _END_OF_GENERATION_TEXTS
+        ]
     eos = list(dict.fromkeys(eos))
     return {
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),

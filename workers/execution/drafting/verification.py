@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ....protocol.arrays import BoolArray, Int32Array, Int64Array
+from ....protocol.arrays import BoolArray, Int32Array, Int64Array, contains
 from ....protocol.worker_messages import ModelRunnerOutput
 from ...batch import SlotArray, StepPlan, plan_chunks
 from ...cpu.drafts import count_predictions
@@ -86,7 +86,7 @@ def choose_verified(
 
 def _grammar_at(grammar: Grammar, slots: Int32Array, place: int) -> Grammar | None:
     """Return the bitmasks of these slots after `place` drafts."""
-    is_in_G = np.isin(grammar.slots_G, slots)
+    is_in_G = contains(slots.tolist(), grammar.slots_G)
     if not is_in_G.any():
         return None
     return Grammar(

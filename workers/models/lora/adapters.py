@@ -46,8 +46,8 @@ class RowAdapters:
         """Yield each adapter number that occurs, with the indices of its rows."""
         if self._rows is None:
             self._rows = [
-                (int(number), torch.from_numpy(np.flatnonzero(self.number_T == number)))
-                for number in np.unique(self.number_T)
+                (number, torch.from_numpy(np.flatnonzero(self.number_T == number)))
+                for number in sorted(set(self.number_T.tolist()))
                 if number != _BASE
             ]
         return self._rows
