@@ -7,7 +7,7 @@ import hashlib
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 from starlette.types import ASGIApp, Receive
@@ -39,7 +39,6 @@ from ..client.grammar_checks import GrammarChecks
 from ..http.errors import APIError, bad_request, echo, unavailable
 from ..media.chat_media import find_chat_media
 from ..media.documents.reader import DocumentReader
-from ..media.transcription.transcriber import Transcriber
 from ..model_source.lora_registry import LoraRegistry
 from ..observability.tracing.tracer import Tracer
 from ..store.client import StoreClient
@@ -49,6 +48,9 @@ from .bodies.request_memory import RequestMemory
 from .infill import InfillFormat, find_infill_format
 from .receipts.recent_prompts import RecentPrompts
 from .structured.constraint import Constraint
+
+if TYPE_CHECKING:
+    from ..media.transcription.transcriber import Transcriber
 
 MAX_NAMED: Final = 32
 """Maximum number of model names in an error message."""
@@ -107,6 +109,9 @@ class Serving:
         self.documents = DocumentReader(engine.executor)
         self.transcriber: Transcriber | None = None
         if config.model.audio is not None and config.model.has_tokenizer:
+            # A late import, because few models transcribe.
+            from ..media.transcription.transcriber import Transcriber
+
             self.transcriber = Transcriber(
                 config.model, config.model.audio, tokenizer, engine.executor
             )

@@ -19,7 +19,8 @@ from ..client.executor import ThreadExecutor
 from ..http.shown_values import echo
 from ..tokenizer import Tokenizer
 from .data_urls import is_data_url
-from .decoding.processes import MAX_PROCESSES, MediaProcesses
+from .decoding.limits import MAX_PROCESSES
+from .decoding.processes import MediaProcesses
 from .downloads import Downloader
 from .embeddings import check_embeddings, read_embeddings, read_grid
 from .frame_sampling import Sampling

@@ -27,8 +27,9 @@ from ..tokenizer import Tokenizer
 from .audio.arrays import mono_samples
 from .audio.log_mel import HOP, RATE, log_mel
 from .data_urls import is_data_url, read_data_url
+from .decoding.limits import MAX_PROCESSES
 from .decoding.messages import OpenSound
-from .decoding.processes import MAX_PROCESSES, MediaProcesses
+from .decoding.processes import MediaProcesses
 from .downloads import Downloader
 from .message_parts import replace_parts, verify_count
 

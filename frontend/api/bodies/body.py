@@ -132,17 +132,35 @@ class BodyDecoder(Generic[T]):
     """
 
     def __init__(self, schema: type[T], strict: bool) -> None:
-        known: Any = msgspec.defstruct(
-            schema.__name__, [], bases=(schema,), forbid_unknown_fields=True
-        )
         self.schema = schema
         self._strict = strict
-        self._schema = known if strict else schema
-        self._decode: Callable[[bytes], T] = msgspec.json.Decoder(self._schema).decode
-        self._decode_known: Callable[[bytes], T] = msgspec.json.Decoder(known).decode
         self._names = set(schema.__struct_encode_fields__)
         self._unknown: set[str] = set()
-        self._refused = _refused_fields(schema)
+
+    # The decoders of all schemas would take a tenth of the time in which a frontend starts. So each is made for the
+    # first body of its schema, within a millisecond or two.
+
+    @cached_property
+    def _known(self) -> Any:
+        return msgspec.defstruct(
+            self.schema.__name__, [], bases=(self.schema,), forbid_unknown_fields=True
+        )
+
+    @cached_property
+    def _schema(self) -> Any:
+        return self._known if self._strict else self.schema
+
+    @cached_property
+    def _decode(self) -> Callable[[bytes], T]:
+        return msgspec.json.Decoder(self._schema).decode
+
+    @cached_property
+    def _decode_known(self) -> Callable[[bytes], T]:
+        return msgspec.json.Decoder(self._known).decode
+
+    @cached_property
+    def _refused(self) -> list[str]:
+        return _refused_fields(self.schema)
 
     @cached_property
     def _type(self) -> msgspec.inspect.Type:

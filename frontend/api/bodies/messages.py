@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from array import array
+from functools import cache
 from typing import Any, Final, TypeAlias
 
 import msgspec
@@ -137,7 +138,11 @@ Reply: TypeAlias = Decoded | Refused
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_reply = msgspec.msgpack.Decoder(Decoded | Refused).decode
-_decoders: Final = tuple(msgspec.msgpack.Decoder(schema).decode for schema in SCHEMAS)
+
+
+@cache
+def _decoder(schema: int) -> msgspec.msgpack.Decoder[Any]:
+    return msgspec.msgpack.Decoder(SCHEMAS[schema])
 
 
 def encode_reply(reply: Reply) -> bytes:
@@ -242,7 +247,7 @@ def unpack(reply: bytes | bytearray) -> Any:
         if decoded.is_prompt:
             [request.prompt] = texts
     else:
-        request = _decoders[decoded.schema](decoded.fields)
+        request = _decoder(decoded.schema).decode(decoded.fields)
     if decoded.token_ids is not None:
         request.prompt = np.frombuffer(decoded.token_ids, np.int64)
     elif decoded.token_lists is not None:

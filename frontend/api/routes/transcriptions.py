@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 from starlette.responses import PlainTextResponse, Response
@@ -17,7 +17,6 @@ from ...http.deadline import read_deadline
 from ...http.errors import bad_request, json_response
 from ...http.json_pieces import encode_list
 from ...http.trace_headers import read_trace_headers
-from ...media.transcription.decoding import Submission
 from ...media.transcription.languages import LANGUAGE_NAMES
 from ...media.transcription.options import (
     Task,
@@ -27,7 +26,6 @@ from ...media.transcription.options import (
     verify_transcribes,
 )
 from ...media.transcription.subtitles import write_srt, write_vtt
-from ...media.transcription.transcriber import TextReceiver, Transcriber, Transcript
 from ..bodies.disconnection import while_connected
 from ..bodies.form import FormDecoder
 from ..bodies.intake import Intake
@@ -44,6 +42,10 @@ from ..schema import TranscriptionRequest, TranslationRequest
 from ..serving import Serving
 from ..streaming.text_events import TextEvents
 
+# Few models transcribe, so only their frontends import these modules at run time.
+if TYPE_CHECKING:
+    from ...media.transcription.transcriber import TextReceiver, Transcriber, Transcript
+
 FORMATS: Final = ("json", "text", "srt", "vtt", "verbose_json")
 _STREAMED_FORMATS: Final = ("json", "text")
 _GRANULARITIES: Final = ("segment", "word")
@@ -53,7 +55,7 @@ MAX_PROMPT_CHARACTERS: Final = 1 << 14
 
 FILE: Final = "file"
 
-Work: TypeAlias = Callable[[TextReceiver | None], Coroutine[Any, Any, Transcript]]
+Work: TypeAlias = "Callable[[TextReceiver | None], Coroutine[Any, Any, Transcript]]"
 """Function that transcribes a file, and passes each piece of text to its argument."""
 
 
@@ -131,6 +133,8 @@ class Transcriptions:
         async def work(on_text: TextReceiver | None) -> Transcript:
             limit = self._serving.config.frontend.max_audio_s
             sound = await transcriber.open(bytes(file), FILE, limit)
+            from ...media.transcription.decoding import Submission
+
             submission = Submission(base, start, raise_if_failed)
             transcript = await transcriber.transcribe(sound, plan.options, submission, on_text)
             engine.metrics.record_audio(core_index, transcript.duration)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import signal
+from typing import Final
 
 import msgspec
+
+MAX_PROCESSES: Final = 4
+"""Maximum number of files that are decoded at the same time (except long sounds), and of idle processes."""
 
 
 class DecoderLimits(msgspec.Struct, frozen=True):

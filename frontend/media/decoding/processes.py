@@ -19,7 +19,7 @@ from ....protocol.isolation.messages import Exited
 from ....protocol.isolation.processes import IsolatedProcesses, is_idle
 from ..frame_sampling import Sampling
 from ..media_reader import PreparedImage, ReaderConfig
-from .limits import DecoderLimits
+from .limits import MAX_PROCESSES, DecoderLimits
 from .messages import (
     DocumentText,
     Opened,
@@ -36,9 +36,6 @@ from .messages import (
     Source,
     decode_reply,
 )
-
-MAX_PROCESSES: Final = 4
-"""Maximum number of files that are decoded at the same time (except long sounds), and of idle processes."""
 
 MAX_FILES: Final = 100
 """Number of files after which a process is replaced, which bounds the memory that it keeps."""

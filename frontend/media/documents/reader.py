@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import base64
 import binascii
+import threading
+from typing import TYPE_CHECKING
 
 from ....protocol.errors import ParameterError
 from ...client.executor import ThreadExecutor
-from ..decoding.processes import MAX_PROCESSES, MediaProcesses
+from ..decoding.limits import MAX_PROCESSES
+
+if TYPE_CHECKING:
+    from ..decoding.processes import MediaProcesses
 
 
 class DocumentReader:
     """Extracts the text of PDF documents in decoder processes, which start with the first document."""
 
     def __init__(self, executor: ThreadExecutor) -> None:
-        self._processes = MediaProcesses()
+        self._processes: MediaProcesses | None = None
+        self._lock = threading.Lock()
         self._executor = executor.create_separate(MAX_PROCESSES)
 
     def close(self) -> None:
         """Stop the processes and threads."""
-        self._processes.close()
+        if self._processes is not None:
+            self._processes.close()
         self._executor.close()
 
     async def read(self, content: str, where: str, max_characters: int) -> str:
@@ -35,4 +42,13 @@ class DocumentReader:
             data = base64.b64decode("".join(content.split()), validate=True)
         except (binascii.Error, ValueError) as error:
             raise ParameterError(where, f"is not valid base64: {error}") from None
-        return self._processes.read_document(data, where, max_characters)
+        return self._start_processes().read_document(data, where, max_characters)
+
+    def _start_processes(self) -> MediaProcesses:
+        with self._lock:
+            if self._processes is None:
+                # Most servers read no documents, and the modules that decode media take long to import.
+                from ..decoding.processes import MediaProcesses
+
+                self._processes = MediaProcesses()
+            return self._processes
