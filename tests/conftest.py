@@ -1,3 +1,4 @@
+import ast
 import os
 import sys
 from pathlib import Path
@@ -26,6 +27,23 @@ settings.load_profile("full")
 
 MARKER_OF_FOLDER = {"e2e": "e2e", "chaos": "chaos", "hostile": "chaos"}
 """All other folders hold unit tests."""
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With `-m "not slow"`, do not even import files that are marked as slow, which takes as long as all fast tests."""
+    if collection_path.suffix != ".py" or "not slow" not in config.option.markexpr:
+        return None
+    text = collection_path.read_text()
+    if "mark.slow" not in text:
+        return None
+    return (
+        any(
+            "slow" in ast.unparse(line.value)
+            for line in ast.parse(text).body
+            if isinstance(line, ast.Assign) and ast.unparse(line.targets[0]) == "pytestmark"
+        )
+        or None
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

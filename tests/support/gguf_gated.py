@@ -1,16 +1,18 @@
 """Write models with gates of attention, windows or inner norms as the GGUF files of llama.cpp's converter."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import transformers
 from engine.protocol.checkpoint.gguf import GGMLQuantizationType
 from gguf import ExpertGatingFuncType, GGUFWriter
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import PreTrainedModel
 
 ARCHITECTURES = {
     "bitnet": "bitnet",
@@ -44,7 +46,7 @@ I2_S: Any = GGMLQuantizationType.I2_S
 """A type that the gguf package lacks."""
 
 
-def write_gated(path: Path, model: PreTrainedModel, published_as: str | None) -> Path:
+def write_gated(path: Path, model: transformers.PreTrainedModel, published_as: str | None) -> Path:
     """Write `model` to `path` as F32 and return it."""
     config = model.config.get_text_config()
     config.allow_global_per_layer_attribute_access = True
@@ -91,7 +93,7 @@ def is_tied(config: Any) -> bool:
     return bool(config.tie_word_embeddings)
 
 
-def tensors_of(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+def tensors_of(model: transformers.PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """The model's tensors, with gate and up projections of experts apart where the converter splits them."""
     for name, weight in model.state_dict().items():
         name = name.replace("model.language_model.", "model.")

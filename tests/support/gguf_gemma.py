@@ -1,13 +1,15 @@
 """Write a transformers Gemma 3n or 4 as the GGUF file that llama.cpp's converter would make of it."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from gguf import GGUFWriter
-from transformers import PreTrainedModel
 
 ARCHITECTURES = {"gemma3n_text": "gemma3n", "gemma4_text": "gemma4"}
 MODULES = {
@@ -55,7 +57,7 @@ PARAMETERS = {
 }
 
 
-def write_gemma(path: Path, model: PreTrainedModel) -> Path:
+def write_gemma(path: Path, model: transformers.PreTrainedModel) -> Path:
     """Write `model` to `path` as F32 and return it."""
     config = model.config
     writer = GGUFWriter(path, ARCHITECTURES[config.model_type])
@@ -123,7 +125,7 @@ def add_gemma4(writer: GGUFWriter, config: Any, slides: list[bool]) -> None:
     writer.add_tensor("rope_freqs.weight", divisors.numpy())
 
 
-def tensors_of(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+def tensors_of(model: transformers.PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
     """The model's tensors by GGUF's names, with the projections of all streams as one."""
     weights = model.state_dict()
     stacks = {"altup_projections": "altup_proj", "altup_unembed_projections": "altup_unembd_proj"}

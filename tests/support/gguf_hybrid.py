@@ -1,14 +1,16 @@
 """Write a transformers model with recurrent layers as the GGUF file that llama.cpp's converter would make of it."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from gguf import ExpertGatingFuncType, GGUFWriter
 from torch import Tensor
-from transformers import PreTrainedModel
 
 ARCHITECTURES = {
     "bailing_hybrid": "bailingmoe3",
@@ -82,7 +84,7 @@ MODULES = {
 }
 
 
-def write_hybrid(path: Path, model: PreTrainedModel) -> Path:
+def write_hybrid(path: Path, model: transformers.PreTrainedModel) -> Path:
     """Write `model` to `path` as F32 and return it."""
     config = model.config
     architecture = ARCHITECTURES[config.model_type]
@@ -104,7 +106,7 @@ def write_hybrid(path: Path, model: PreTrainedModel) -> Path:
     return path
 
 
-def tensors_of(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+def tensors_of(model: transformers.PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """The model's tensors, named as modules and parameters, with gate and up projections apart."""
     for name, weight in model.state_dict().items():
         name = name.replace("shared_mlp.output_linear", "shared_mlp.down_proj")

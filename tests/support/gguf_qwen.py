@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from gguf import GGUFWriter, get_tensor_name_map
 from gguf.constants import MODEL_ARCH_NAMES
 from support.gguf_tokenizer import add_tokenizer
-from transformers import PreTrainedTokenizerFast
 
 ARCHITECTURES = {"qwen2_vl": "qwen2vl", "qwen2_5_vl": "qwen2vl", "qwen3_vl": "qwen3vl"}
 PROJECTORS = {
@@ -35,7 +35,9 @@ _NAMES = (
 )
 
 
-def write_decoder(path: Path, model: Any, tokenizer: PreTrainedTokenizerFast | None = None) -> Path:
+def write_decoder(
+    path: Path, model: Any, tokenizer: transformers.PreTrainedTokenizerFast | None = None
+) -> Path:
     """Write the decoder of `model` to `path` and return it."""
     config = model.config.text_config
     architecture = ARCHITECTURES[model.config.model_type]

@@ -1,15 +1,20 @@
 """The tokenizer of a GGUF file."""
 
+from __future__ import annotations
+
 import json
 import re
 from typing import Any
 
+import transformers
 from gguf import GGUFWriter, TokenType
-from transformers import PreTrainedTokenizerFast
 
 
 def add_tokenizer(
-    writer: GGUFWriter, tokenizer: PreTrainedTokenizerFast, vocab_size: int, pre_tokenizer: str
+    writer: GGUFWriter,
+    tokenizer: transformers.PreTrainedTokenizerFast,
+    vocab_size: int,
+    pre_tokenizer: str,
 ) -> None:
     content = json.loads(tokenizer.backend_tokenizer.to_str())
     model = content["model"]

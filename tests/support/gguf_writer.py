@@ -1,5 +1,7 @@
 """Write a transformers model as the GGUF file that llama.cpp's converter would make of it."""
 
+from __future__ import annotations
+
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -8,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from gguf import (
     GGMLQuantizationType,
     GGUFWriter,
@@ -19,7 +22,6 @@ from support import gguf_gated, gguf_gemma, gguf_hybrid
 from support.gguf_experts import LATENT, add_experts, add_latent
 from support.gguf_tokenizer import add_tokenizer
 from support.quantizers import quantize
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 ARCHITECTURES = {
     "llama": "llama",
@@ -162,8 +164,8 @@ POST_NORMED = {**MODULES, "post_attention_layernorm": "post_attention_norm"}
 
 def write_gguf(
     path: Path,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerFast | None = None,
+    model: transformers.PreTrainedModel,
+    tokenizer: transformers.PreTrainedTokenizerFast | None = None,
     *,
     ggml_type: GGMLQuantizationType = GGMLQuantizationType.F32,
     ggml_types: Mapping[str, GGMLQuantizationType] | None = None,
@@ -229,7 +231,9 @@ def write_gguf(
     return path
 
 
-def tensors_of(model: PreTrainedModel, splits_heads: bool) -> Iterator[tuple[str, torch.Tensor]]:
+def tensors_of(
+    model: transformers.PreTrainedModel, splits_heads: bool
+) -> Iterator[tuple[str, torch.Tensor]]:
     """The model's tensors, with gate and up projections of experts apart."""
     for name, weight in model.state_dict().items():
         if splits_heads and "kv_b_proj" in name:

@@ -13,6 +13,8 @@ from support.client_view import ClientView, Key
 from support.direct_exchange import Exchange
 from support.recorded_harness import RecordedHarness, replay
 
+pytestmark = pytest.mark.slow
+
 PREFILL, DECODE = 0, 1
 WINDOWED = (KVCacheGroup(), KVCacheGroup(AttentionKind.SLIDING_WINDOW, 8))
 

@@ -11,6 +11,8 @@ from engine.protocol.config import ProposerMethod, SpeculativeConfig
 from hypothesis import given
 from hypothesis import strategies as st
 
+pytestmark = pytest.mark.slow
+
 MOST = 8
 NUM_LEVELS = SpeculativeConfig(MOST).num_levels
 

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from engine.core.simulation.plan import main
 
+pytestmark = pytest.mark.slow
+
 SECOND_A_STEP = ["--step-time", "1,0,0,0", "--num-blocks", "1000", "--max-num-seqs", "1"]
 
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import pytest
 import tokenizers
 from engine.frontend.tokenizer import tokenizer_json_path
 from support.frontend_process import FrontendProcess
 from support.server import default_model
+
+pytestmark = pytest.mark.slow
 
 
 def test_suffix_puts_the_texts_between_the_tokens_of_the_model(tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ from engine.protocol.config import StoreConfig
 from support.frontend_process import MODEL, FrontendProcess, sound_frontend
 from support.program import wait_until
 
+pytestmark = pytest.mark.slow
+
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 

@@ -10,6 +10,8 @@ import pytest
 from engine.frontend.api.routes.web_page import BUNDLE, prefers_html
 from support.frontend_process import FrontendProcess
 
+pytestmark = pytest.mark.slow
+
 BROWSER = {"accept": "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"}
 FILES = ("/web/app.js", "/web/app.css", "/web/icon.svg")
 

@@ -31,6 +31,8 @@ from support.image_requests import data_url, picture
 from support.processes import eventually, is_running
 from support.video_files import write_video
 
+pytestmark = pytest.mark.slow
+
 WHERE = "messages[0].content[1].image_url.url"
 CONFIG = ReaderConfig(
     ResizeProcessor(

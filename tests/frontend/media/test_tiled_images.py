@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import msgspec
 import numpy as np
+import pytest
 import transformers
 from engine.frontend.media.layouts.grids import canvas
 from engine.frontend.media.layouts.pixels import Tile
@@ -24,6 +25,8 @@ from transformers.models.minicpmv4_6.image_processing_pil_minicpmv4_6 import (
     MiniCPMV4_6ImageProcessorPil,
 )
 from transformers.models.minicpmv4_6.processing_minicpmv4_6 import MiniCPMV4_6Processor
+
+pytestmark = pytest.mark.slow
 
 LIMITS = {
     "downsample_factor": 2,

@@ -1,5 +1,7 @@
 """Families that transformers has no class for, as models of another family in the form that they are published in."""
 
+from __future__ import annotations
+
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -8,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from support.families import make_reference
 from support.families.dense import LLAMA3
-from transformers import PreTrainedModel
 
 Tensors = dict[str, torch.Tensor]
 
@@ -73,7 +75,7 @@ def _without_unused_blocks(tensors: Tensors) -> Tensors:
     return changed
 
 
-def _disable_blocks(reference: PreTrainedModel) -> None:
+def _disable_blocks(reference: transformers.PreTrainedModel) -> None:
     """Make a Llama compute what the smaller layers of `_BLOCKS` do."""
     layers = reference.model.layers
     with torch.no_grad():
@@ -250,7 +252,7 @@ PUBLISHED = {
 }
 
 
-def save_published(name: str, path: Path) -> PreTrainedModel:
+def save_published(name: str, path: Path) -> transformers.PreTrainedModel:
     """Save a random model of a family in the form that it is published in, and return one that is equal to it."""
     family = PUBLISHED[name]
     reference = make_reference(family.base, **family.differences)

@@ -1,3 +1,5 @@
+from __future__ import annotations
+
 import importlib.util
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,6 @@ from hypothesis import strategies as st
 from support.examples import examples
 from support.gguf_writer import write_gguf
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 pytestmark = pytest.mark.slow
 
@@ -334,7 +335,7 @@ def test_end_of_turn_tokens_of_the_tokenizer_end_a_generation(tmp_path: Path) ->
     backend = Tokenizer(models.BPE(vocab={"a": 0, "b": 1, "ab": 2}, merges=[("a", "b")]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
     path = write_gguf(tmp_path / "m.gguf", make_model("Llama", {}), tokenizer)
     metadata = GGUFFile(path).metadata

@@ -20,6 +20,8 @@ from support.lora_adapters import greedy, write_adapter
 from support.quantized_checkpoints import quantize_directory
 from support.quantizers import quantize
 
+pytestmark = pytest.mark.slow
+
 torch.set_num_threads(1)
 
 SIZES = {

@@ -9,6 +9,8 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 from support.frontend_process import MODEL, FrontendProcess, sound_frontend
 from support.otlp_collector import Collector, attributes_of
 
+pytestmark = pytest.mark.slow
+
 TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
 PARENT_ID = "00f067aa0ba902b7"
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "one two three"}], "max_tokens": 3}
