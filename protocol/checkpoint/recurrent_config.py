@@ -43,6 +43,8 @@ def read_recurrent_layer(fields: ConfigFields) -> RecurrentLayer | None:
         case "granitemoehybrid" | "bamba":
             _require_silu(fields)
             return _read_mamba2(fields)
+        case "zamba2":
+            return _read_zamba2(fields)
         case "falcon_h1":
             _require_silu(fields)
             return _read_falcon_h1(fields)
@@ -164,6 +166,22 @@ def _read_mamba2(fields: ConfigFields) -> Mamba2:
         output_bias=fields.boolean("mamba_proj_bias", False),
         norm_groups=num_groups,
     )
+
+
+def _read_zamba2(fields: ConfigFields) -> Mamba2:
+    has_bias = fields.boolean("add_bias_linear", False)
+    layer = _read_mamba2(
+        fields.with_values(
+            {
+                "mamba_n_heads": fields.integer("n_mamba_heads", 8),
+                "mamba_n_groups": fields.integer("mamba_ngroups", 1),
+                "mamba_d_state": fields.integer("mamba_d_state", 64),
+                "mamba_conv_bias": True,
+                "mamba_proj_bias": has_bias,
+            }
+        )
+    )
+    return msgspec.structs.replace(layer, min_step=fields.number("time_step_min", 0.001))
 
 
 def read_factors(fields: ConfigFields, name: str, count: int) -> list[float]:

@@ -18,6 +18,7 @@ from .block_indexer_spec import BlockIndexerSpec
 from .experts_spec import ExpertsSpec, GateLimit
 from .latent_spec import LatentSpec, RopeOrder
 from .rope import RopeSpec
+from .shared_block import SharedBlock
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2", "xielu", "clamped_swiglu"]
 
@@ -116,6 +117,8 @@ class LayerSpec:
 
     If the model has an indexer, a layer that `chooses_keys` has its own indexer. In latent attention, the other layers
     attend to the keys that the last such layer before them chose; otherwise, they attend to all keys.
+
+    If `shared_block` is not None, the attention is a part of that block, and the layer is recurrent, too.
     """
 
     rope: RopeSpec | None
@@ -141,6 +144,7 @@ class LayerSpec:
     has_sinks: bool = True
     input_size: int = 0
     gate_limit: GateLimit | None = None
+    shared_block: SharedBlock | None = None
 
     @property
     def cache_groups(self) -> tuple[int, ...]:
@@ -423,7 +427,14 @@ class ModelSpec:
         streams = 1 if self.altup is None else self.altup.num_streams
         per_layer = 0 if self.per_layer_inputs is None else self.per_layer_inputs.size
         inputs = sum(per_layer + layer.input_size for layer in self.layers[first_layer:])
+        if first_layer <= self.last_shared_block:
+            inputs += self.hidden_size
         return streams * self.hidden_size + inputs
+
+    @property
+    def last_shared_block(self) -> int:
+        """The index of the last layer that uses a shared block, or -1. Layers up to it get the tokens' embeddings."""
+        return max((i for i, layer in enumerate(self.layers) if layer.shared_block), default=-1)
 
     @property
     def first_source(self) -> int | None:

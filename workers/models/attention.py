@@ -70,11 +70,12 @@ class Attention:
         if spec.block_indexer is not None and layer.chooses_keys:
             self._indexer = BlockIndexer(spec, spec.block_indexer, weights, prefix, kv_heads)
             rows += self._indexer.rows
+        columns = layer.input_size or spec.hidden_size
         qkv = kernels.linear(
-            weights.read_matrix_rows(rows, spec.hidden_size),
+            weights.read_matrix_rows(rows, columns),
             weights.read_biases(rows) if spec.qkv_bias else None,
         )
-        self.qkv = weights.adapt_rows(qkv, rows, spec.hidden_size)
+        self.qkv = weights.adapt_rows(qkv, rows, columns)
         output_size = spec.num_heads * spec.output_dim
         outputs = range(heads.start * spec.output_dim, heads.stop * spec.output_dim)
         self._output = RowParallelLinear(

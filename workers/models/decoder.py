@@ -31,6 +31,8 @@ from .lora.adapters import LoraAdapters
 from .lora.vocabulary import embedding_changes, head_changes
 from .per_layer_inputs import PerLayerInputs
 from .score_head import ScoreHead
+from .shared_blocks.block import Block
+from .shared_blocks.layer import SharedBlockLayer
 from .torch_decoder import TorchDecoder
 from .weights import ProgressCallback, WeightReader, weight_reader
 
@@ -128,8 +130,18 @@ class Decoder(TorchDecoder):
                 self._positions_PD = _read_positions(spec, weights, max_model_len)
         self._embedding_scale = spec.rounded_embedding_scale(dtype)
         layers = spec.layers[shard.layers.start : shard.layers.stop]
+        blocks: dict[int, Block] = {}
         self._layers = [
-            _layer(spec.for_layer(layer), layer, weights, f"layers.{i}.", attention, shard, kernels)
+            _layer(
+                spec.for_layer(layer),
+                layer,
+                blocks,
+                weights,
+                f"layers.{i}.",
+                attention,
+                shard,
+                kernels,
+            )
             for i, layer in zip(shard.layers, layers, strict=True)
         ]
         for previous, current in pairwise(self._layers):
@@ -197,6 +209,8 @@ class Decoder(TorchDecoder):
                 per_layer = self._per_layer_parts(self._per_layer_inputs(inputs, x_TD))
             if self._streams is not None:
                 x_TD = self._streams.expand(x_TD)
+            if self.spec.last_shared_block >= 0:
+                per_layer = self._repeated(x_TD.clone())
         rotary = positions_T if self.rotary_T3 is None else self.rotary_T3
         tables = {
             rope: self.kernels.rotary_tables(embedding, rotary if rope.axes else positions_T)
@@ -223,7 +237,9 @@ class Decoder(TorchDecoder):
                 assert self.placed is not None
                 self.placed.add_to(x_TD, index)
         if rest:
-            return torch.cat((added(x_TD, block_TD, self.spec, None), *rest), -1)
+            # The next stages need the embeddings only once.
+            sent = rest if self.spec.last_shared_block < 0 else rest[:1]
+            return torch.cat((added(x_TD, block_TD, self.spec, None), *sent), -1)
         if self._last_streams is not None:
             assert self._norm is not None
             return self._norm(self._last_streams.reduce(x_TD))
@@ -317,10 +333,17 @@ class Decoder(TorchDecoder):
 
     def _split(self, inputs: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
         """Split what the previous stage sent into the hidden states and the inputs of the layers."""
-        if self._embeds or self.spec.per_layer_inputs is None:
-            return inputs, ()
         width = self.spec.stage_width(len(self.spec.layers))
-        return inputs[:, :width], self._per_layer_parts(inputs[:, width:])
+        if self._embeds or inputs.shape[-1] == width:
+            return inputs, ()
+        x_TD, inputs_TE = inputs[:, :width], inputs[:, width:]
+        if self.spec.last_shared_block >= 0:
+            return x_TD, self._repeated(inputs_TE)
+        return x_TD, self._per_layer_parts(inputs_TE)
+
+    def _repeated(self, embedding_TD: Tensor) -> Sequence[Tensor]:
+        """Return the tokens' embeddings for each layer up to the last one that needs them."""
+        return (embedding_TD,) * (self.spec.last_shared_block + 1 - self.shard.layers.start)
 
     def _per_layer_parts(self, inputs_TE: Tensor) -> Sequence[Tensor]:
         """Return a separate tensor with the inputs of each layer."""
@@ -350,13 +373,26 @@ def _read_positions(spec: ModelSpec, weights: WeightReader, max_model_len: int) 
 def _layer(
     spec: ModelSpec,
     layer: LayerSpec,
+    blocks: dict[int, Block],
     weights: WeightReader,
     prefix: str,
     attention: AttentionBackend,
     shard: ModelShard,
     kernels: LayerKernels,
-) -> AltUpLayer | DecoderLayer:
-    """Create one layer. `spec` must come from `for_layer`."""
+) -> AltUpLayer | DecoderLayer | SharedBlockLayer:
+    """Create one layer. `spec` must come from `for_layer`. `blocks` are the shared blocks."""
+    if layer.shared_block is not None:
+        return SharedBlockLayer(
+            spec,
+            layer,
+            layer.shared_block,
+            blocks,
+            weights,
+            prefix,
+            attention,
+            shard,
+            kernels,
+        )
     if spec.altup is not None:
         return AltUpLayer(spec, spec.altup, layer, weights, prefix, attention, shard, kernels)
     return DecoderLayer(spec, layer, weights, prefix, attention, shard, kernels)

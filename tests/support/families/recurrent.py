@@ -22,6 +22,20 @@ DELTA_NET = {
     "linear_value_head_dim": 8,
 }
 MAMBA = {"state_size": 12, "time_step_rank": 5, "tie_word_embeddings": True}
+SHARED_BLOCKS = {
+    "num_hidden_layers": 5,
+    "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid", "hybrid"],
+    "num_key_value_heads": None,
+    "head_dim": 16,
+    "mamba_d_state": 8,
+    "mamba_expand": 1,
+    "n_mamba_heads": 8,
+    "mamba_ngroups": 2,
+    "num_mem_blocks": 2,
+    "adapter_rank": 5,
+    "use_shared_attention_adapter": True,
+    "use_mem_rope": True,
+}
 RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     "mamba": ("Mamba", MAMBA | {"use_bias": True}),
     "falcon-mamba": ("FalconMamba", MAMBA | {"use_conv_bias": False, "expand": 3}),
@@ -40,6 +54,8 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
             "mamba_dt_rank": 5,
         },
     ),
+    # Three layers use two blocks in turn.
+    "zamba2": ("Zamba2", SHARED_BLOCKS),
     "lfm3": (
         "Lfm3",
         {

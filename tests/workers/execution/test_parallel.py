@@ -14,6 +14,7 @@ from engine.protocol.errors import RunDirectoryError
 from engine.workers.execution.parallel_state import join_replica
 from engine.workers.loaders import open_checkpoint
 from support.families.experts import BLOCKS_OF_KEYS, GATED
+from support.families.recurrent import SHARED_BLOCKS
 from support.gguf_writer import write_gguf
 from support.quantized_checkpoints import quantize_directory
 from support.replica import NUM_TOKENS, RankResult, Served, run_replica, timeouts
@@ -355,6 +356,9 @@ def test_layers_that_share_keys_or_differ_in_their_heads_can_be_split(
     models["glm5"] = ("GlmMoeDsa", "GlmMoeDsa", INDEXED)
     models["mimo-v2"] = ("MiMoV2Flash", "MiMoV2Flash", SMALL_VALUES)
     models["laguna"] = ("Laguna", "Laguna", GATED)
+    if backend is CPUBackend.TORCH:
+        # Stages pass the embeddings on, and the second stage reads a block that the first one stores.
+        models["zamba2"] = ("Zamba2", "Zamba2", SHARED_BLOCKS)
     for name, (config, family, differences) in models.items():
         checkpoints[name] = tmp_path / name
         sizes, tokenizer = SIZES | differences, sentencepiece_tokenizer()

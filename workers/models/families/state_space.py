@@ -1,11 +1,14 @@
-"""Families with Mamba layers, or with only Mamba-2 layers."""
+"""Families with Mamba layers, with only Mamba-2 layers, or with Mamba-2 layers that share blocks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from ....protocol.checkpoint.config_fields import ConfigFields
 from ....protocol.checkpoint.recurrent_config import DEFAULT_LENGTH, nominal_heads
+from ...layers.read_rope import read_rope
+from ...layers.shared_block import SharedBlock
 from ...layers.spec import LayerSpec, ModelSpec, NormNames
 from .common import Family, base_spec
 from .experts import read_experts, with_experts
@@ -56,6 +59,65 @@ def _jamba(fields: ConfigFields) -> ModelSpec:
     )
 
 
+def _zamba2(fields: ConfigFields) -> ModelSpec:
+    hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    fields = fields.with_values({"head_dim": 2 * hidden_size // num_heads}).with_defaults(
+        tie_word_embeddings=True, rms_norm_eps=1e-5, hidden_act="gelu"
+    )
+    if fields.boolean("use_long_context", False):
+        raise fields.error("use_long_context is not supported; use a model without it")
+    if fields.number("rms_norm_eps") != 1e-5:
+        raise fields.error(
+            f"rms_norm_eps {fields.get('rms_norm_eps')} is not supported; the recurrent layers have 1e-05"
+        )
+    layers = _shared_layers(fields)
+    sources = "|".join({str(layer.shared_block.source) for layer in layers if layer.shared_block})
+    has_biases = fields.boolean("add_bias_linear", False)
+    return base_spec(
+        fields,
+        layers,
+        attention_scale=(fields.integer("head_dim") / 2) ** -0.5,
+        mlp_bias=has_biases,
+        tensor_names=(
+            (r"\.shared_transformer\.", ".shared_block."),
+            # Some files repeat the shared weights.
+            (rf".*\.layers\.(?!({sources})\.)\d+\.shared_block\..*", ""),
+            (r"\.linear_([qkv])_adapter_list\.", r".\1_proj_adapters."),
+            (r"\.gate_up_proj_adapter_list\.", ".gate_up_proj_adapters."),
+            (r"\.mamba_decoder\.", "."),
+            *BAMBA_NAMES,
+        ),
+    )
+
+
+def _shared_layers(fields: ConfigFields) -> tuple[LayerSpec, ...]:
+    """Return layers with a recurrent mixer, some of which use one of the shared blocks in turn."""
+    count = fields.layer_count("num_hidden_layers")
+    names = ("layers_block_type", "layer_types")
+    kinds = next((kinds for name in names if (kinds := fields.per_layer(name, count))), None)
+    if kinds is None or not set(kinds) <= {"mamba", "linear_attention", "hybrid"}:
+        needed = f"a list of {count} layer types, each mamba or hybrid"
+        raise fields.wrong("layers_block_type", needed, kinds)
+    rope = None
+    if fields.boolean("use_mem_rope", False):
+        rope = read_rope(fields, fields.integer("head_dim"))
+    uses = [i for i, kind in enumerate(kinds) if kind == "hybrid"]
+    if not uses:
+        raise fields.error("no layer has attention; models without attention are not supported")
+    num_blocks = fields.integer("num_mem_blocks", 1, maximum=len(uses))
+    plain = LayerSpec(None, recurrent=recurrent_layer(fields), attends=False, has_mlp=False)
+    layers = [plain] * count
+    for number, i in enumerate(uses):
+        block = SharedBlock(
+            uses[number % num_blocks],
+            number,
+            fields.integer("adapter_rank", 128),
+            fields.boolean("use_shared_attention_adapter", False),
+        )
+        layers[i] = replace(plain, rope=rope, attends=True, shared_block=block)
+    return tuple(layers)
+
+
 def _periodic(fields: ConfigFields, prefix: str, period: int, offset: int) -> Callable[[int], bool]:
     """Return a function that says whether a layer is one of those given by a period and an offset in the config."""
     period = fields.integer(f"{prefix}_period", period)
@@ -68,4 +130,5 @@ FAMILIES = (
     Family("JambaForCausalLM", "jamba", _jamba),
     Family("MambaForCausalLM", "mamba", _purely_recurrent),
     Family("Mamba2ForCausalLM", "mamba2", _purely_recurrent),
+    Family("Zamba2ForCausalLM", "zamba2", _zamba2),
 )

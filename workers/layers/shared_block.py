@@ -1,0 +1,21 @@
+"""The description of transformer blocks whose weights several layers share as data."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class SharedBlock:
+    """A layer's use of a transformer block whose weights several layers share (Zamba2, arXiv 2411.15242).
+
+    The block's attention reads the norm of the hidden state and the token's embedding, one after the other. Its MLP
+    reads the norm of the attention's output. The layer's own projection of the MLP's output is added to the input of
+    the layer's recurrent part, but not to the residual stream.
+
+    The layer `source` stores the weights. The layer's own products of rank `rank`, stored there by `number`, are added
+    to the MLP's first product, and to queries, keys and values if `adapts_attention`.
+    """
+
+    source: int
+    number: int
+    rank: int
+    adapts_attention: bool

@@ -1,0 +1,1 @@
+"""Transformer blocks whose weights several layers share, and the layers that use them."""

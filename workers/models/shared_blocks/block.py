@@ -1,0 +1,104 @@
+"""A transformer block whose weights several layers share; see `SharedBlock`.
+
+Shapes: T tokens of a step, D hidden size, R rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...attention import AttentionBackend
+from ...layers.layers import LayerKernels, Linear
+from ...layers.parallel.shard import ModelShard
+from ...layers.rope import RotaryTables
+from ...layers.shared_block import SharedBlock
+from ...layers.spec import LayerSpec, ModelSpec
+from ..attention import Attention, qkv_rows
+from ..mlp import MLP
+from ..weights import Rows, WeightReader
+
+
+class Block:
+    """Attention, then an MLP, each after a norm. There is no residual stream between them."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        layer: LayerSpec,
+        weights: WeightReader,
+        prefix: str,
+        backend: AttentionBackend,
+        shard: ModelShard,
+        kernels: LayerKernels,
+    ) -> None:
+        # The attention reads hidden states and embeddings.
+        layer = replace(layer, input_size=2 * spec.hidden_size)
+        self._attention_norm, self._mlp_norm = (
+            kernels.norm(weights.read_vector(f"{prefix}{name}.weight", size), spec.norm_eps)
+            for name, size in (
+                ("input_layernorm", layer.input_size),
+                ("pre_ff_layernorm", spec.hidden_size),
+            )
+        )
+        self.attention = Attention(
+            spec, layer, weights, f"{prefix}self_attn.", backend, shard, kernels
+        )
+        self.mlp = MLP(spec, weights, f"{prefix}mlp.", shard, kernels, spec.intermediate_size)
+
+    def forward(
+        self,
+        x_TE: Tensor,
+        positions_T: Tensor,
+        tables: RotaryTables | None,
+        kv_cache: Tensor,
+        attn_metadata: Any,
+    ) -> Tensor:
+        """Return the MLP's output [T, D], given hidden states and embeddings [T, 2 * D]."""
+        normed_TE = self._attention_norm(x_TE)
+        attended_TD = self.attention.forward(
+            normed_TE, positions_T, tables, kv_cache, attn_metadata
+        )
+        return self.mlp.forward(self._mlp_norm(attended_TD))
+
+    def adapted(
+        self,
+        spec: ModelSpec,
+        layer: LayerSpec,
+        use: SharedBlock,
+        weights: WeightReader,
+        prefix: str,
+        shard: ModelShard,
+        kernels: LayerKernels,
+    ) -> Block:
+        """Return a block with the same weights and one layer's low-rank products."""
+
+        def adapt(linear: Linear, rows: Sequence[Rows], columns: int) -> Linear:
+            downs, ups = [], []
+            for name in dict.fromkeys(row.name for row in rows):
+                parts = [row for row in rows if row.name == name]
+                factors = f"{name}_adapters.{use.number}"
+                downs.append(weights.read(f"{factors}.0.weight", use.rank, columns))
+                up_OR = weights.read(f"{factors}.1.weight", parts[0].total, use.rank)
+                ups.append(torch.cat([row.select_from_all(up_OR) for row in parts]))
+            down, up = kernels.linear(torch.cat(downs)), kernels.linear(torch.block_diag(*ups))
+            return lambda x: linear(x).add_(up(down(x)))
+
+        block, mlp = copy(self), copy(self.mlp)
+        size = spec.intermediate_size
+        part = shard.tensor_parallel.part(size)
+        names = ["gate_proj", "up_proj"]
+        rows = weights.rows(f"{prefix}mlp.", names, [size] * 2, [part] * 2)
+        mlp.gate_up = adapt(mlp.gate_up, rows, spec.hidden_size)
+        block.mlp = mlp
+        if use.adapts_attention:
+            attention = copy(self.attention)
+            rows = qkv_rows(spec, layer, weights, f"{prefix}self_attn.", shard)
+            attention.qkv = adapt(attention.qkv, rows, 2 * spec.hidden_size)
+            block.attention = attention
+        return block
