@@ -228,6 +228,7 @@ def _models() -> str:
 
 
 _USUAL: dict[str, dict[str, Any]] = {
+    "bailing_moe": {"num_experts": 64, "num_experts_per_tok": 6},
     "bamba": {"attn_layer_indices": [9, 18, 27]},
     "deepseek": {"n_routed_experts": 64, "num_experts_per_tok": 6},
     "deepseek_v2": {"num_experts_per_tok": 6},
@@ -245,6 +246,7 @@ _USUAL: dict[str, dict[str, Any]] = {
 """Fields of published models for which transformers' defaults describe another kind of model."""
 
 _SAME_CONFIG = {
+    "bailing_moe": "llama",
     "bailing_moe_v2": "sarvam_moe",
     "deepseek": "llama",
     "internlm2": "llama",

@@ -48,6 +48,8 @@ def add_experts(writer: GGUFWriter, config: Any, num_experts: int) -> None:
         writer.add_expert_shared_count(config.moe_num_shared_experts)
         writer.add_leading_dense_block_count(config.moe_layer_start_index)
         writer.add_interleave_moe_layer_step(config.moe_layer_interval)
+    if config.model_type == "granitemoeshared":
+        writer.add_expert_weights_norm(True)
     if config.model_type == "hunyuan_v1_moe":
         writer.add_expert_shared_feed_forward_length(config.intermediate_size)
     if config.model_type == "llama4_text":

@@ -200,6 +200,7 @@ _INTERLEAVED = (
     "llama",
     "arcee",
     "baichuan",
+    "bailingmoe",
     "deci",
     "deepseek",
     "internlm2",

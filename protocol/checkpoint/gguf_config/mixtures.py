@@ -265,6 +265,11 @@ def _exaone_moe(fields: ModelFields) -> dict[str, Any]:
     )
 
 
+def _bailingmoe(fields: ModelFields) -> dict[str, Any]:
+    num_shared = expert_fields(fields)["n_shared_experts"]
+    return mixture(fields, "BailingMoe", "bailing_moe", num_shared_experts=num_shared)
+
+
 def _bailingmoe2(fields: ModelFields) -> dict[str, Any]:
     return mixture(
         fields,
@@ -414,6 +419,7 @@ def _ropes(
 
 MIXTURES: dict[str, Translate] = {
     "afmoe": _afmoe,
+    "bailingmoe": _bailingmoe,
     "bailingmoe2": _bailingmoe2,
     "mimo2": _mimo2,
     "deepseek": _deepseek,

@@ -108,6 +108,28 @@ def _with_tower(tensors: Tensors) -> Tensors:
     return tensors | {"vision_model.embeddings.weight": torch.zeros(3, 4)}
 
 
+def _with_ling_matrices(tensors: Tensors) -> Tensors:
+    """Store queries, keys and values in one matrix, and all other matrices apart."""
+    stored = {}
+    for name, weight in tensors.items():
+        module = name.removesuffix(".weight")
+        fused = ("gate_proj", "up_proj") if "input_linear" in name else ("down_proj",)
+        prefix = module.rpartition(".")[0]
+        if ".q_proj." in name:
+            parts = [tensors[name.replace(".q_", f".{x}_")] for x in "qkv"]
+            stored[name.replace(".q_proj.", ".qkv_proj.")] = torch.cat(parts)
+        elif weight.ndim == 3:
+            for i, each in enumerate(weight):
+                for part, rows in zip(fused, each.chunk(len(fused)), strict=True):
+                    stored[f"{prefix}.experts.{i}.{part}.weight"] = rows
+        elif "_linear" in name:
+            for part, rows in zip(fused, weight.chunk(len(fused)), strict=True):
+                stored[f"{prefix}.{part}.weight"] = rows
+        elif not re.search(r"\.[kv]_proj\.", name):
+            stored[name] = weight
+    return stored
+
+
 def _with_next_token_layer(tensors: Tensors) -> Tensors:
     """Store each expert by itself, and add a layer for multi-token prediction."""
     stored = {"model.mtp.layers.0.eh_proj.weight": torch.zeros(3, 4)}
@@ -128,6 +150,15 @@ def _with_next_token_layer(tensors: Tensors) -> Tensors:
 
 _IN_LANGUAGE_MODEL = ((r"^(model\.|lm_head)", r"language_model.\1"),)
 _THINKER = ("thinker_config", "text_config")
+LING = {
+    "intermediate_size": 80,
+    "shared_intermediate_size": 80,
+    "attention_multiplier": 8**-0.5,
+    "embedding_multiplier": 1.0,
+    "residual_multiplier": 1.0,
+    "logits_scaling": 1.0,
+    "tie_word_embeddings": False,
+}
 PUBLISHED = {
     "MiniCPM": Published(
         "granite",
@@ -200,6 +231,29 @@ PUBLISHED = {
         {},
         ((r"^model\.", "model.language_model."),),
         section=("text_config",),
+    ),
+    # A Granite without multipliers has the layers of the first Ling.
+    "BailingMoe": Published(
+        "granite-moe-shared",
+        LING,
+        {
+            "model_type": "bailing_moe",
+            "num_local_experts": None,
+            "shared_intermediate_size": None,
+            "num_experts": 4,
+            "moe_intermediate_size": 80,
+            "num_shared_experts": 1,
+            "norm_topk_prob": True,
+        },
+        (
+            (r"embed_tokens", "word_embeddings"),
+            (r"self_attn\.o_proj", "attention.dense"),
+            (r"self_attn\.qkv_proj", "attention.query_key_value"),
+            (r"block_sparse_moe\.router\.layer", "mlp.gate"),
+            (r"block_sparse_moe\.", "mlp."),
+            (r"shared_mlp\.", "mlp.shared_experts."),
+        ),
+        _with_ling_matrices,
     ),
     "KimiVL": Published("deepseek-v3", {}, {}, _IN_LANGUAGE_MODEL, _with_tower, ("text_config",)),
     "MiniMaxM3Sparse": Published(

@@ -23,7 +23,7 @@ from support.families import (
 from support.families.dense import LLAMA3
 from support.families.experts import LONG
 from support.families.multimodal import MULTIMODAL
-from support.families.published import PUBLISHED, save_published
+from support.families.published import LING, PUBLISHED, save_published
 from support.gguf_writer import write_gguf
 from support.quantized_checkpoints import FORMATS, quantize_directory
 from transformers.models.mllama import MllamaTextConfig
@@ -373,6 +373,14 @@ def test_gguf_files_of_earlier_converters_give_the_same_logits(name, load, tmp_p
     decoder = load(write_gguf(tmp_path / "m.gguf", reference, splits_heads=False))
     tokens = prompt(NUM_TOKENS)
     assert_same(Runner(decoder).step({0: tokens})[0], expected_logits(reference, tokens))
+
+
+def test_a_gguf_file_of_the_first_ling_gives_the_logits_of_equal_layers(tmp_path):
+    reference = make_reference("granite-moe-shared", **LING)
+    path = write_gguf(tmp_path / "m.gguf", reference, published_as="bailingmoe")
+    tokens = prompt(NUM_TOKENS)
+    logits = Runner(load_decoder(path)).step({0: tokens})[0]
+    assert_same(logits, expected_logits(reference, tokens))
 
 
 def test_a_gguf_file_without_rope_scaling_has_none(tmp_path):

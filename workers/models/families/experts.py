@@ -177,7 +177,7 @@ def _qwen3_omni(fields: ConfigFields) -> ModelSpec:
     return replace(spec, tensor_names=WITHOUT_TALKER)
 
 
-def _deepseek(fields: ConfigFields) -> ModelSpec:
+def deepseek(fields: ConfigFields) -> ModelSpec:
     """Return the spec of DeepSeek-MoE, or of a dense DeepSeek LLM with the same configuration class."""
     spec = llama(fields)
     if fields.get(_first_of(fields, EXPERT_COUNTS)) is None:
@@ -459,7 +459,7 @@ FAMILIES = (
     Family("PhiMoEForCausalLM", "phimoe", _phimoe),
     Family("PhimoeForCausalLM", "phimoe", _phimoe),
     Family("FlexOlmoForCausalLM", "flex_olmo", _flex_olmo),
-    Family("DeepseekForCausalLM", "deepseek", _deepseek),
+    Family("DeepseekForCausalLM", "deepseek", deepseek),
     Family("Dots1ForCausalLM", "dots1", _dots1),
     Family("Glm4MoeForCausalLM", "glm4_moe", _glm4_moe),
     Family("Glm4vMoeForConditionalGeneration", "glm4v_moe", _glm4_moe_images),

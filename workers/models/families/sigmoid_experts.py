@@ -1,4 +1,4 @@
-"""Families with sigmoid scores of experts and a correction bias, as in DeepSeek-V3, and layers like Llama's."""
+"""Families with experts as in DeepSeek, most with sigmoid scores and a correction bias, and layers like Llama's."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from ...layers.spec import LayerSpec, ModelSpec, NormNames
 from .common import Family, base_spec, head_dim, sliding_layers, uniform_layers
 from .experts import (
     MIXTRAL_NAMES,
+    deepseek,
     deepseek_experts,
     first_dense,
     has_listed_experts,
@@ -113,6 +114,21 @@ def _sarvam_moe(fields: ConfigFields) -> ModelSpec:
 def _ling2(fields: ConfigFields) -> ModelSpec:
     return _fused(
         fields.with_defaults(moe_intermediate_size=512, n_group=8, topk_group=4), theta=600_000.0
+    )
+
+
+def _ling(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of the first Ling, with experts like those of DeepSeek-MoE and softmax scores."""
+    if fields.boolean("norm_head", False):
+        raise fields.error("norm_head is not supported; use a GGUF file, whose head is normed")
+    num_shared = fields.integer("num_shared_experts", 1, minimum=0)
+    fields = fields.with_values({"n_shared_experts": num_shared}).with_defaults(
+        attention_bias=fields.boolean("use_qkv_bias", False), rope_theta=600_000.0
+    )
+    return replace(
+        deepseek(fields),
+        attention_output_bias=fields.boolean("use_bias", False),
+        tensor_names=_FUSED_NAMES,
     )
 
 
@@ -265,6 +281,7 @@ _PUBLISHED_INDEXER = (
 
 
 FAMILIES = (
+    Family("BailingMoeForCausalLM", "bailing_moe", _ling),
     Family("BailingMoeV2ForCausalLM", "bailing_moe_v2", _ling2),
     Family("ExaoneMoEForCausalLM", "exaone_moe", _exaone_moe),
     Family("ExaoneMoeForCausalLM", "exaone_moe", _exaone_moe),
