@@ -53,6 +53,7 @@ REASONING_MARKERS: Final[Sequence[tuple[str, ReasoningParserName]]] = (
     ("[THINK]", "mistral"),
     ("◁think▷", "kimi_vl"),
     ("<seed:think>", "seed_oss"),
+    ("<mm:think>", "minimax_m3"),
     ("Here is my thought process:", "granite"),
     ("<think>", "qwen3"),
 )

@@ -246,6 +246,7 @@ REASONING_FORMATS: Final[dict[ReasoningParserName, ReasoningFormat | None]] = {
     "glm45": _THINK,
     "kimi_k2": _THINK,
     "minimax_m2": _THINK,
+    "minimax_m3": ReasoningFormat(("<mm:think>",), ("</mm:think>",)),
     "granite": ReasoningFormat(
         starts=("Here is my thought process:", "Here's my thought process:"),
         ends=("Here is my response:", "Here's my response:"),

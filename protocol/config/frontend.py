@@ -52,6 +52,7 @@ ReasoningParserName = Literal[
     "glm45",
     "kimi_k2",
     "minimax_m2",
+    "minimax_m3",
     "granite",
     "mistral",
     "kimi_vl",

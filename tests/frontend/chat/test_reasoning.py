@@ -41,6 +41,7 @@ CASES = [
     ("granite", "", "Here's it.", "", "Here's it."),
     ("mistral", "", "[THINK]Hmm[/THINK]A", "Hmm", "A"),
     ("seed_oss", "", "<seed:think>Hmm</seed:think>A", "Hmm", "A"),
+    ("minimax_m3", "<mm:think>", "Hmm</mm:think>A", "Hmm", "A"),
     ("kimi_vl", "◁think▷", "Hmm◁/think▷A", "Hmm", "A"),
     ("gemma4", "", "<|channel>thought\nHmm\n<channel|>A", "Hmm", "A"),
     ("gemma4", "<|turn>model\n<|channel>thought\n<channel|>", "A", "", "A"),
