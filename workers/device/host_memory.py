@@ -16,6 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 HUGE_PAGE_BYTES = 2 * 1024 * 1024
+AHEAD_BYTES = 128 * 1024 * 1024
+"""Bytes of all buffers together that are populated quickly beyond those in use."""
+
 _MADV_POPULATE_WRITE = 23
 """MADV_POPULATE_WRITE of madvise(2), in Linux 5.14 and later."""
 
@@ -29,31 +32,50 @@ def allocate(num_bytes: int) -> NDArray[np.uint8]:
     return np.frombuffer(memory, np.uint8)[:num_bytes]
 
 
-def populate(buffers: Sequence[NDArray[np.uint8]]) -> threading.Thread:
-    """Allocate the pages of buffers in a thread, the beginnings of all buffers first.
+class Population:
+    """Allocates the pages of buffers in a thread, the beginnings of all buffers first.
 
     Otherwise the first write to each page waits for its allocation. In a virtual machine whose host had to find the
     memory, 2 MiB took 9 ms. For all layers together, that would stop a server for a third of a second.
 
-    The thread uses a quarter of a CPU core. It has normal priority, because the last thread of an exiting process frees
-    its memory: on a busy machine, a thread with idle priority delayed the end of a killed worker by half a minute.
+    The thread uses a quarter of a CPU core until it is `AHEAD_BYTES` ahead of the pages in use, and then a hundredth.
+    It has normal priority, because the last thread of an exiting process frees its memory: on a busy machine, a
+    thread with idle priority delayed the end of a killed worker by half a minute.
     """
-    thread = threading.Thread(target=_populate, args=(buffers,), name="populate", daemon=True)
-    thread.start()
-    return thread
 
+    def __init__(self, buffers: Sequence[NDArray[np.uint8]]) -> None:
+        self._buffers = buffers
+        self._ahead = max(AHEAD_BYTES // len(buffers), HUGE_PAGE_BYTES)
+        self._wanted = self._ahead
+        self._is_behind = threading.Event()
+        self.thread = threading.Thread(target=self._run, name="populate", daemon=True)
+        self.thread.start()
 
-def _populate(buffers: Sequence[NDArray[np.uint8]]) -> None:
-    # Unlike `mmap.madvise`, this releases the interpreter lock.
-    madvise = ctypes.CDLL(None).madvise
-    for offset in range(0, max(len(buffer) for buffer in buffers), HUGE_PAGE_BYTES):
-        for buffer in buffers:
-            size = min(len(buffer) - offset, HUGE_PAGE_BYTES)
-            if size <= 0:
-                continue
-            begin = time.perf_counter()
-            address = ctypes.c_void_p(buffer.ctypes.data + offset)
-            if madvise(address, ctypes.c_size_t(size), _MADV_POPULATE_WRITE):
-                # The kernel is older, or memory is short. The first write to each page will allocate it, or fail.
+    def use(self, num_bytes: int) -> None:
+        """Announce that the first `num_bytes` of each buffer are about to be written."""
+        if num_bytes + self._ahead // 2 > self._wanted:
+            self._wanted = num_bytes + self._ahead
+            self._is_behind.set()
+
+    def _run(self) -> None:
+        # Unlike `mmap.madvise`, this releases the interpreter lock.
+        madvise = ctypes.CDLL(None).madvise
+        for offset in range(0, max(len(buffer) for buffer in self._buffers), HUGE_PAGE_BYTES):
+            for buffer in self._buffers:
+                size = min(len(buffer) - offset, HUGE_PAGE_BYTES)
+                if size <= 0:
+                    continue
+                begin = time.perf_counter()
+                address = ctypes.c_void_p(buffer.ctypes.data + offset)
+                if madvise(address, ctypes.c_size_t(size), _MADV_POPULATE_WRITE):
+                    # The kernel is older, or memory is short. The first write to each page will allocate it, or fail.
+                    return
+                self._rest(offset, time.perf_counter() - begin)
+
+    def _rest(self, offset: int, worked_s: float) -> None:
+        if offset >= self._wanted:
+            self._is_behind.clear()
+            # `use` may have been called before the event was cleared.
+            if offset >= self._wanted and not self._is_behind.wait(99 * worked_s):
                 return
-            time.sleep(3 * (time.perf_counter() - begin))
+        time.sleep(3 * worked_s)

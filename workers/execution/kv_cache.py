@@ -27,6 +27,9 @@ from ..models.kv_cache_groups import kv_cache_groups
 from ..models.mixers import StateBatch
 from .model_loader import Model
 
+_BLOCK_ID_BYTES = 4
+_BLOCK_UPDATE_BYTES = 16
+
 
 class KVCache:
     """The KV cache. It has no memory before `allocate`.
@@ -59,6 +62,9 @@ class KVCache:
         self._cpu_offload: CPUOffloadCache | None = None
         self.num_blocks = 0
         self._followers: list[KVCache] = []
+        self._population: host_memory.Population | None = None
+        self._num_assigned = 0
+        """Number of blocks that were assigned to requests so far. Blocks are first assigned in ascending order."""
 
     def add_follower(self, other: KVCache) -> None:
         """Allocate the cache `other` (of a draft model or head) together with this one, under the same block numbers.
@@ -123,9 +129,25 @@ class KVCache:
             else:
                 self.layers.append(tensors[place.tensor].reshape(shape))
         if self._device.type == "cpu":
-            host_memory.populate([on_host(memory) for memory in memories])
+            self._population = host_memory.Population([on_host(memory) for memory in memories])
         if num_host_blocks:
             self._cpu_offload = CPUOffloadCache(num_host_blocks, pages)
+
+    def announce_blocks(self, output: SchedulerOutput) -> None:
+        """Let the memory be populated in time for the blocks that a step assigns to requests."""
+        num_new = len(output.block_updates) // _BLOCK_UPDATE_BYTES
+        for new in output.new_requests:
+            num_new += sum(map(len, new.block_ids)) // _BLOCK_ID_BYTES
+        if num_new:
+            self._num_assigned += num_new
+            self.use_blocks(self._num_assigned)
+
+    def use_blocks(self, num_blocks: int) -> None:
+        """Let the memory of the first `num_blocks` blocks be populated quickly."""
+        if self._population is not None:
+            self._population.use(num_blocks * self._page_bytes)
+        for other in self._followers:
+            other.use_blocks(num_blocks)
 
     @property
     def _element_type(self) -> Any:

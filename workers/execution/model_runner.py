@@ -191,6 +191,7 @@ class ModelRunner:
             for load in output.lora_loads:
                 assert self.loras is not None
                 self.loras.begin(load)
+            self.kv_cache.announce_blocks(output)
             self.kv_cache.copy_out(output)
             if self.connector is not None:
                 self.connector.begin_step(output.kv_connector_metadata)

@@ -13,7 +13,7 @@ def test_populating_buffers_keeps_concurrent_writes() -> None:
     before = psutil.Process().memory_info().rss
     buffers = [host_memory.allocate(BYTES), host_memory.allocate(BYTES // 3 + 1)]
     assert psutil.Process().memory_info().rss < before + BYTES
-    populating = host_memory.populate(buffers)
+    populating = host_memory.Population(buffers).thread
     for buffer in buffers:
         buffer[:: mmap.PAGESIZE] = 7
     populating.join()
@@ -25,6 +25,6 @@ def test_populating_buffers_keeps_concurrent_writes() -> None:
 def test_populating_allocates_pages_without_writes() -> None:
     buffer = host_memory.allocate(BYTES)
     before = psutil.Process().memory_info().rss
-    host_memory.populate([buffer]).join()
+    host_memory.Population([buffer]).thread.join()
     assert psutil.Process().memory_info().rss > before + BYTES * 0.9
     assert not buffer.any()
