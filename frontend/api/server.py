@@ -176,7 +176,7 @@ class Frontend:
             self._app.recovery.close()
             await self._store.log.flush(LAST_ENTRIES_S)
             self._engine.fail("the server has stopped")
-            http.should_exit = True
+            http.exit()
             await http_task
             self._serving.close()
             self._engine.close()
