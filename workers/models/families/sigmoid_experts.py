@@ -205,6 +205,9 @@ def _minimax_m3(fields: ConfigFields) -> ModelSpec:
     rope = read_rope(fields, size, theta=5_000_000.0, partial=True)
     num_chosen = fields.integer("index_topk_blocks", 16)
     kinds = fields.per_layer("layer_types", fields.layer_count("num_hidden_layers")) or []
+    for kind in kinds:
+        if kind not in (_SPARSE, "full_attention"):
+            raise fields.error(f"the layer type {kind!r} is not supported")
     indexer = BlockIndexerSpec(
         fields.integer("index_head_dim", 128, minimum=rope.rotary_dim, maximum=size),
         fields.integer("index_block_size", 128),

@@ -95,7 +95,8 @@ def _shared_layers(fields: ConfigFields) -> tuple[LayerSpec, ...]:
     count = fields.layer_count("num_hidden_layers")
     names = ("layers_block_type", "layer_types")
     kinds = next((kinds for name in names if (kinds := fields.per_layer(name, count))), None)
-    if kinds is None or not set(kinds) <= {"mamba", "linear_attention", "hybrid"}:
+    known = ("mamba", "linear_attention", "hybrid")
+    if kinds is None or not all(kind in known for kind in kinds):
         needed = f"a list of {count} layer types, each mamba or hybrid"
         raise fields.wrong("layers_block_type", needed, kinds)
     rope = None
