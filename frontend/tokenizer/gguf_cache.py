@@ -4,6 +4,7 @@ import hashlib
 import os
 import shutil
 import tempfile
+from os import PathLike
 from pathlib import Path
 
 import msgspec
@@ -11,7 +12,6 @@ import msgspec
 from ...protocol.cache_directory import cache_directory
 from ...protocol.checkpoint.gguf import GGUFFile
 from ...protocol.errors import CheckpointError
-from .gguf_convert import convert
 
 FORMAT_VERSION = 3
 """Increase this when the output of `convert` changes, so that older conversions are ignored."""
@@ -21,11 +21,32 @@ _DIGEST = "sha256"
 _HASHED_BYTES = 64 * 1024
 
 
+def tokenizer_json_path(path: str | PathLike[str]) -> Path:
+    """Return the path of the checkpoint's tokenizer.json, which for a GGUF file is converted and cached.
+
+    Raises:
+        CheckpointError: There is no tokenizer.json, or the GGUF file cannot be converted.
+    """
+    path = Path(path)
+    directory = path if path.is_dir() else converted_directory(path)
+    json_path = directory / "tokenizer.json"
+    if not json_path.is_file():
+        raise CheckpointError(
+            directory,
+            "there is no tokenizer.json; save one with transformers' "
+            "AutoTokenizer.from_pretrained(...).save_pretrained(...)",
+        )
+    return json_path
+
+
 def converted_directory(path: Path) -> Path:
     """Return a directory with tokenizer.json and tokenizer_config.json for the GGUF file `path`."""
     directory = cache_directory("tokenizers") / _key(path)
     if _is_whole(directory):
         return directory
+    # A late import, because each file is converted once.
+    from .gguf_convert import convert
+
     tokenizer, config = convert(path, GGUFFile(path).metadata)
     try:
         _publish(

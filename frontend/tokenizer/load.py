@@ -1,7 +1,6 @@
 """Load tokenizers from a Hugging Face directory, or from a GGUF file through a cached conversion."""
 
 from os import PathLike
-from pathlib import Path
 
 import tokenizers
 from tokenizers import AddedToken, processors
@@ -9,7 +8,7 @@ from tokenizers import AddedToken, processors
 from ...protocol.errors import CheckpointError
 from .absent import AbsentTokenizer
 from .config import TokenizerConfig
-from .gguf_cache import converted_directory
+from .gguf_cache import tokenizer_json_path
 from .tokenizer import Tokenizer
 
 
@@ -45,24 +44,6 @@ def load_tokenizer(path: str | PathLike[str]) -> Tokenizer:
         )
     except ValueError as error:
         raise CheckpointError(path, str(error)) from error
-
-
-def tokenizer_json_path(path: str | PathLike[str]) -> Path:
-    """Return the path of the checkpoint's tokenizer.json, which for a GGUF file is converted and cached.
-
-    Raises:
-        CheckpointError: There is no tokenizer.json, or the GGUF file cannot be converted.
-    """
-    path = Path(path)
-    directory = path if path.is_dir() else converted_directory(path)
-    json_path = directory / "tokenizer.json"
-    if not json_path.is_file():
-        raise CheckpointError(
-            directory,
-            "there is no tokenizer.json; save one with transformers' "
-            "AutoTokenizer.from_pretrained(...).save_pretrained(...)",
-        )
-    return json_path
 
 
 def _add_tokens(backend: tokenizers.Tokenizer, config: TokenizerConfig) -> None:
