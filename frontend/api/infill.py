@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ..http.errors import bad_request
-from ..tokenizer import Tokenizer
+from ..tokenizer.tokenizer import Tokenizer
 
 PREFIX: Final = "prefix"
 SUFFIX: Final = "suffix"

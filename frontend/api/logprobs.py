@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 from ..client.logprobs import PositionLogprobs
 from ..http.json_pieces import EncodedJSON, encode_list, encode_object
-from ..tokenizer import Tokenizer
+from ..tokenizer.tokenizer import Tokenizer
 
 Json: TypeAlias = dict[str, Any]
 

@@ -32,7 +32,8 @@ from ..observability.tracing.tracer import make_tracer
 from ..store.client import StoreClient
 from ..supervisor.listener import is_loopback
 from ..supervisor.parse_journal import ParseJournal, journal_path
-from ..tokenizer import Tokenizer, load_tokenizer
+from ..tokenizer.load import load_tokenizer
+from ..tokenizer.tokenizer import Tokenizer
 from .app import create_app
 from .serving import Serving
 

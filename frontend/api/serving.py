@@ -42,7 +42,8 @@ from ..media.documents.reader import DocumentReader
 from ..model_source.lora_registry import LoraRegistry
 from ..observability.tracing.tracer import Tracer
 from ..store.client import StoreClient
-from ..tokenizer import NO_TOKENIZER, Tokenizer
+from ..tokenizer.absent import NO_TOKENIZER
+from ..tokenizer.tokenizer import Tokenizer
 from .bodies.disconnection import while_connected
 from .bodies.request_memory import RequestMemory
 from .infill import InfillFormat, find_infill_format

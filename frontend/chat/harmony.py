@@ -14,7 +14,7 @@ from typing import Final
 import msgspec
 
 from ...protocol.sampling_params import FreeReasoning, GrammarKind, StructuredOutput
-from ..tokenizer import Tokenizer
+from ..tokenizer.tokenizer import Tokenizer
 from .held_text import find_first, may_begin, start_of_marker
 from .reasoning import ReasoningDelta, has_special_tokens, num_tokens_before
 

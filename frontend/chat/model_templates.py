@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...protocol.config.frontend import ContentFormat
-from ..tokenizer import Tokenizer
+from ..tokenizer.tokenizer import Tokenizer
 from .template import ChatTemplate, load_chat_template
 
 _USED = ("default", "tool_use")

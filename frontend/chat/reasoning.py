@@ -13,7 +13,7 @@ import msgspec
 
 from ...protocol.config.frontend import ReasoningParserName
 from ...protocol.sampling_params import FreeReasoning, StructuredOutput
-from ..tokenizer import Tokenizer
+from ..tokenizer.tokenizer import Tokenizer
 from .held_text import find_first, may_begin, start_of_held
 
 

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from ...protocol.config.frontend import SpecialTokenPolicy
 from ...protocol.errors import ParameterError
-from ..tokenizer import Tokenizer
+from ..tokenizer.tokenizer import Tokenizer
 
 _MARK: Final = "\ufdd0"
 """A Unicode noncharacter.

@@ -26,7 +26,7 @@ from ...protocol.supervisor_messages import EngineStatus
 from ..observability.metrics.metrics import Metrics
 from ..observability.tracing.request_trace import begin_group
 from ..supervisor.parse_journal import ParseJournal
-from ..tokenizer import Tokenizer
+from ..tokenizer.tokenizer import Tokenizer
 from .engine_watch import EngineWatch
 from .executor import ThreadExecutor
 from .groups.factory import GroupFactory, count_outputs

@@ -19,8 +19,9 @@ from ...protocol.grammars.grammar import PARAM as STRUCTURED_OUTPUTS
 from ...protocol.messages import EngineCoreRequest
 from ...protocol.sampling_params import MAX_SEED, SamplingParams
 from ..http.shown_values import echo
-from ..tokenizer import NO_TOKENIZER, Tokenizer
+from ..tokenizer.absent import NO_TOKENIZER
 from ..tokenizer.token_ids import token_id_array
+from ..tokenizer.tokenizer import Tokenizer
 from .executor import ThreadExecutor
 from .sequence_io import SEQUENCES_AT_ONCE, SequenceRequest, TokenIds
 

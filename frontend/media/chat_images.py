@@ -17,7 +17,7 @@ from ...protocol.messages import EncoderInput
 from ..chat.messages import IMAGE_PART, VIDEO_PART
 from ..client.executor import ThreadExecutor
 from ..http.shown_values import echo
-from ..tokenizer import Tokenizer
+from ..tokenizer.tokenizer import Tokenizer
 from .data_urls import is_data_url
 from .decoding.limits import MAX_PROCESSES
 from .decoding.processes import MediaProcesses

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from ...protocol.config import EngineConfig
 from ...protocol.messages import EncoderInput
 from ..client.executor import ThreadExecutor
-from ..tokenizer import Tokenizer
+from ..tokenizer.tokenizer import Tokenizer
 
 
 class ChatMedia(Protocol):

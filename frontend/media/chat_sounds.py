@@ -23,7 +23,7 @@ from ...protocol.messages import AudioPayload, EncoderInput
 from ..chat.messages import AUDIO_PART, MEDIA_MARK
 from ..client.executor import ThreadExecutor
 from ..http.shown_values import echo
-from ..tokenizer import Tokenizer
+from ..tokenizer.tokenizer import Tokenizer
 from .audio.arrays import mono_samples
 from .audio.log_mel import HOP, RATE, log_mel
 from .data_urls import is_data_url, read_data_url

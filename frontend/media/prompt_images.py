@@ -14,7 +14,7 @@ from ...protocol.config.videos import AnyVideoProcessor, VideoProcessor
 from ...protocol.errors import ConfigError, ParameterError
 from ...protocol.messages import EncoderInput
 from ..chat.messages import MEDIA_MARK
-from ..tokenizer import Tokenizer
+from ..tokenizer.tokenizer import Tokenizer
 from .media_reader import PreparedImage, ReaderConfig
 
 

@@ -46,7 +46,7 @@ from ...protocol.errors import CheckpointError, ConfigError, ParameterError
 from ...protocol.file_identity import identify_files
 from ...protocol.sampling_params import SamplingParams
 from ..supervisor.console import Console
-from ..tokenizer import TokenizerConfig
+from ..tokenizer.config import TokenizerConfig
 from .images.read import read_image_processor
 from .images.videos import read_video_processor
 from .lora import find_loras
@@ -195,7 +195,7 @@ def _with_token_ids(
     if not tokens:
         return options.hf_overrides
     # A late import, because few models are made a classifier.
-    from ..tokenizer import load_tokenizer
+    from ..tokenizer.load import load_tokenizer
 
     tokenizer = load_tokenizer(tokenizer_directory or "")
     ids: list[int] = []

@@ -22,7 +22,8 @@ from ..supervisor.console import Console, StartupProgress
 from ..supervisor.engine_processes import engine_processes
 from ..supervisor.run_dir import RunDirectory
 from ..supervisor.supervisor import ProcessFailed, Supervisor
-from ..tokenizer import Tokenizer, load_tokenizer
+from ..tokenizer.load import load_tokenizer
+from ..tokenizer.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

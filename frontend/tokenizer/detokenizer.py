@@ -8,8 +8,8 @@ last character is never returned.
 from codecs import utf_8_decode
 from collections.abc import Sequence
 
-from . import Tokenizer
 from .stop_strings import StopStrings
+from .tokenizer import Tokenizer
 
 _LONGEST_CUT_CHARACTER = 3  # Maximum bytes of an incomplete UTF-8 character.
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from engine.frontend.tokenizer import load_tokenizer
+from engine.frontend.tokenizer.load import load_tokenizer
 from engine.protocol.checkpoint.gguf import GGMLQuantizationType as GGMLType
 from engine.workers.attention import AttentionSpec, attention_backend
 from engine.workers.batch import AttentionBatch

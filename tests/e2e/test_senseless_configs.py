@@ -14,7 +14,7 @@ from engine.frontend.chat import ModelTemplates
 from engine.frontend.model_source.config import resolve_model
 from engine.frontend.model_source.options import ModelOptions, ResolvedModel
 from engine.frontend.supervisor.console import Console
-from engine.frontend.tokenizer import load_tokenizer
+from engine.frontend.tokenizer.load import load_tokenizer
 from engine.protocol.errors import CheckpointError
 from engine.workers.loaders import open_checkpoint
 from engine.workers.models.families import model_spec

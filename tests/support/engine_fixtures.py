@@ -13,7 +13,8 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 
 import msgspec
 from engine.frontend.client.engine_client import Delta, EngineClient, RequestGroup
-from engine.frontend.tokenizer import Tokenizer, load_tokenizer
+from engine.frontend.tokenizer.load import load_tokenizer
+from engine.frontend.tokenizer.tokenizer import Tokenizer
 from engine.protocol.config import CacheConfig, EngineConfig, ModelConfig
 from support.echo_core import EchoCore
 

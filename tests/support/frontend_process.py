@@ -18,7 +18,7 @@ import httpx
 import msgspec
 import openai
 import zmq
-from engine.frontend.tokenizer import load_tokenizer
+from engine.frontend.tokenizer.load import load_tokenizer
 from engine.protocol.config import (
     FIRST_EPOCH,
     EngineConfig,

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from ...http.errors import bad_request
-from ...tokenizer import Tokenizer
+from ...tokenizer.tokenizer import Tokenizer
 from ..logprobs import Json
 from ..prompts import Prompt, parse_token_ids, verify_num_sequences
 from ..schema import UNLIMITED, CompletionRequest

@@ -9,7 +9,7 @@ from typing import Any, Final
 from ...chat.messages import text_of_content
 from ...client.engine_client import Sequence as GeneratedSequence
 from ...http.errors import APIError
-from ...tokenizer import Tokenizer
+from ...tokenizer.tokenizer import Tokenizer
 from ..generation import PreparedPrompt
 from ..logprobs import Json
 from .recent_prompts import NearestPrompt, TokenIds

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from ....protocol.grammars.grammar import json_expression
-from ...tokenizer import Tokenizer
+from ...tokenizer.tokenizer import Tokenizer
 from .formats import (
     CallFormat,
     GemmaNotation,

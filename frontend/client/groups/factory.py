@@ -10,8 +10,8 @@ from itertools import groupby
 
 from ....protocol.config import EngineConfig
 from ....protocol.messages import EngineCoreRequest, FinishReason
-from ...tokenizer import Tokenizer
 from ...tokenizer.detokenizer import IncrementalDetokenizer
+from ...tokenizer.tokenizer import Tokenizer
 from ..input_processor import InputProcessor
 from ..request_group import RequestGroup, Sequence
 from ..sequence_io import SEQUENCES_AT_ONCE, SequenceRequest

@@ -8,7 +8,7 @@ from typing import Final
 from ....protocol.config import ModelConfig
 from ....protocol.config.model import AudioProcessorConfig
 from ....protocol.sampling_params import SamplingParams, TranscriptRules
-from ...tokenizer import Tokenizer
+from ...tokenizer.tokenizer import Tokenizer
 from .options import Task, TranscriptionOptions
 
 _MAX_START_TOKENS: Final = 4

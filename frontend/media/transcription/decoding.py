@@ -17,7 +17,7 @@ from ....protocol.pooling_params import PoolingKind, PoolingParams
 from ....protocol.sampling_params import SamplingParams
 from ...client.engine_client import Delta, PositionLogprobs, RequestGroup, SequenceRequest
 from ...client.sequence_io import params_for_output
-from ...tokenizer import Tokenizer
+from ...tokenizer.tokenizer import Tokenizer
 from ..audio.log_mel import HOP
 from ..audio.windows import Window
 from .decoder_prompt import DecoderPrompts

@@ -9,7 +9,7 @@ from typing import Final
 import msgspec
 
 from ...client.engine_client import PositionLogprobs
-from ...tokenizer import Tokenizer
+from ...tokenizer.tokenizer import Tokenizer
 
 MAX_COMPRESSION_RATIO: Final = 2.4
 MIN_MEAN_LOGPROB: Final = -1.0

@@ -17,7 +17,7 @@ from ....protocol.config.model import AudioProcessorConfig
 from ....protocol.messages import AudioPayload, EncoderInput
 from ...client.engine_client import PositionLogprobs
 from ...client.executor import ThreadExecutor
-from ...tokenizer import Tokenizer
+from ...tokenizer.tokenizer import Tokenizer
 from ..audio.log_mel import log_mel
 from ..audio.windows import Samples, Window, Windows
 from ..decoding.messages import OpenSound

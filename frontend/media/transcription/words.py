@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 
 from ....protocol.arrays import Float32Array, Int64Array
-from ...tokenizer import Tokenizer
+from ...tokenizer.tokenizer import Tokenizer
 from .segments import Word
 
 _WITHOUT_SPACES: Final = ("zh", "ja", "th", "lo", "my", "yue")

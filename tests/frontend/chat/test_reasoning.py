@@ -5,7 +5,8 @@ import json
 import pytest
 import tokenizers
 from engine.frontend.chat import FORMATS, CallParser, ChatOutputParser, reasoning_parser
-from engine.frontend.tokenizer import Tokenizer, load_tokenizer
+from engine.frontend.tokenizer.load import load_tokenizer
+from engine.frontend.tokenizer.tokenizer import Tokenizer
 from engine.protocol.sampling_params import GrammarKind, StructuredOutput
 from hypothesis import given
 from hypothesis import strategies as st

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import tokenizers
 from engine.frontend.chat import ChatTemplate, SpecialTokenGuard
-from engine.frontend.tokenizer import Tokenizer
+from engine.frontend.tokenizer.tokenizer import Tokenizer
 from engine.protocol.errors import ParameterError
 from hypothesis import given
 from hypothesis import strategies as st

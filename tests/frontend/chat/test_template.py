@@ -7,7 +7,7 @@ import pytest
 import tokenizers
 from engine.frontend.chat import ModelTemplates
 from engine.frontend.chat.template import ChatTemplate, ChatTemplateError, load_chat_template
-from engine.frontend.tokenizer import Tokenizer
+from engine.frontend.tokenizer.tokenizer import Tokenizer
 from engine.protocol.errors import ParameterError
 from tokenizers import decoders, models
 from transformers.utils.chat_template_utils import render_jinja_template

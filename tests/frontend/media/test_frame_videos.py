@@ -20,7 +20,7 @@ from engine.frontend.media.prompt_images import PromptImages
 from engine.frontend.media.video_files import open_video
 from engine.frontend.model_source.images.read import read_image_processor
 from engine.frontend.model_source.images.videos import read_video_processor
-from engine.frontend.tokenizer import load_tokenizer
+from engine.frontend.tokenizer.load import load_tokenizer
 from engine.protocol.checkpoint.config_fields import ConfigFields
 from PIL import Image
 from support.vision_checkpoints import INTERNVL_MARKS, image_mark, image_processor, vision_directory

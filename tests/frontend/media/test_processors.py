@@ -17,7 +17,7 @@ from engine.frontend.media.media_reader import MediaReader
 from engine.frontend.media.processor import process_image
 from engine.frontend.media.prompt_images import PromptImages
 from engine.frontend.model_source.images.read import read_image_processor
-from engine.frontend.tokenizer import load_tokenizer
+from engine.frontend.tokenizer.load import load_tokenizer
 from engine.protocol.checkpoint.config_fields import ConfigFields
 from engine.protocol.errors import CheckpointError, ParameterError
 from PIL import Image

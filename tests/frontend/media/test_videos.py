@@ -24,7 +24,7 @@ from engine.frontend.media.prompt_images import PromptImages
 from engine.frontend.media.video_files import open_video
 from engine.frontend.model_source.images.read import read_image_processor
 from engine.frontend.model_source.images.videos import read_video_processor
-from engine.frontend.tokenizer import load_tokenizer
+from engine.frontend.tokenizer.load import load_tokenizer
 from engine.protocol.checkpoint.config_fields import ConfigFields
 from engine.protocol.config.videos import VideoProcessor
 from engine.protocol.errors import ParameterError

@@ -2,7 +2,8 @@ import importlib.util
 from pathlib import Path
 
 import pytest
-from engine.frontend.tokenizer import Tokenizer, load_tokenizer
+from engine.frontend.tokenizer.load import load_tokenizer
+from engine.frontend.tokenizer.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="session", autouse=True)

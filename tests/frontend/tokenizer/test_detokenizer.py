@@ -7,8 +7,9 @@ from codecs import utf_8_decode
 from pathlib import Path
 
 import pytest
-from engine.frontend.tokenizer import Tokenizer, load_tokenizer
 from engine.frontend.tokenizer.detokenizer import IncrementalDetokenizer
+from engine.frontend.tokenizer.load import load_tokenizer
+from engine.frontend.tokenizer.tokenizer import Tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples

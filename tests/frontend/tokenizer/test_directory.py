@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-from engine.frontend.tokenizer import load_tokenizer
+from engine.frontend.tokenizer.load import load_tokenizer
 from engine.frontend.tokenizer.token_bytes import parse_decoding
 from engine.protocol.errors import CheckpointError
 from tokenizers import decoders, models, pre_tokenizers, processors

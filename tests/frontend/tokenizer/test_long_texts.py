@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import psutil
 import pytest
-from engine.frontend.tokenizer import load_tokenizer
+from engine.frontend.tokenizer.load import load_tokenizer
 from engine.frontend.tokenizer.long_texts import LONG_TEXT
 from support.server import default_model
 

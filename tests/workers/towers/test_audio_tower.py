@@ -15,7 +15,8 @@ import torch
 from engine.frontend.client.executor import ThreadExecutor
 from engine.frontend.media.chat_sounds import ChatSounds
 from engine.frontend.model_source.sounds import read_sound_processor
-from engine.frontend.tokenizer import Tokenizer, load_tokenizer
+from engine.frontend.tokenizer.load import load_tokenizer
+from engine.frontend.tokenizer.tokenizer import Tokenizer
 from engine.protocol.checkpoint.config_fields import ConfigFields
 from engine.protocol.errors import EngineError
 from engine.protocol.messages import AudioPayload
