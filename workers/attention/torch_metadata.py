@@ -1,4 +1,4 @@
-"""What torch attention computes once for a step, and uses in every layer.
+"""The metadata of torch attention, which is computed once for a step and used in every layer.
 
 Shapes: T tokens, G key/value heads, K head dimension, R rows (requests of a bucket), B pages of a head, P parts of the
 cache, L keys, N = R * G.

@@ -1,4 +1,4 @@
-"""The description of sparse attention by blocks of keys as data."""
+"""The specification of sparse attention by blocks of keys."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""The description of transformer blocks whose weights several layers share as data."""
+"""The specification of transformer blocks whose weights several layers share."""
 
 from dataclasses import dataclass
 

@@ -130,6 +130,8 @@ class Decoder(TorchDecoder):
                 self._positions_PD = _read_positions(spec, weights, max_model_len)
         self._embedding_scale = spec.rounded_embedding_scale(dtype)
         layers = spec.layers[shard.layers.start : shard.layers.stop]
+        self._last_shared_block = spec.last_shared_block
+        self._width = spec.stage_width(len(spec.layers))
         blocks: dict[int, Block] = {}
         self._layers = [
             _layer(
@@ -209,7 +211,7 @@ class Decoder(TorchDecoder):
                 per_layer = self._per_layer_parts(self._per_layer_inputs(inputs, x_TD))
             if self._streams is not None:
                 x_TD = self._streams.expand(x_TD)
-            if self.spec.last_shared_block >= 0:
+            if self._last_shared_block >= 0:
                 per_layer = self._repeated(x_TD.clone())
         rotary = positions_T if self.rotary_T3 is None else self.rotary_T3
         tables = {
@@ -238,7 +240,7 @@ class Decoder(TorchDecoder):
                 self.placed.add_to(x_TD, index)
         if rest:
             # The next stages need the embeddings only once.
-            sent = rest if self.spec.last_shared_block < 0 else rest[:1]
+            sent = rest if self._last_shared_block < 0 else rest[:1]
             return torch.cat((added(x_TD, block_TD, self.spec, None), *sent), -1)
         if self._last_streams is not None:
             assert self._norm is not None
@@ -333,17 +335,16 @@ class Decoder(TorchDecoder):
 
     def _split(self, inputs: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
         """Split what the previous stage sent into the hidden states and the inputs of the layers."""
-        width = self.spec.stage_width(len(self.spec.layers))
-        if self._embeds or inputs.shape[-1] == width:
+        if self._embeds or inputs.shape[-1] == self._width:
             return inputs, ()
-        x_TD, inputs_TE = inputs[:, :width], inputs[:, width:]
-        if self.spec.last_shared_block >= 0:
+        x_TD, inputs_TE = inputs[:, : self._width], inputs[:, self._width :]
+        if self._last_shared_block >= 0:
             return x_TD, self._repeated(inputs_TE)
         return x_TD, self._per_layer_parts(inputs_TE)
 
     def _repeated(self, embedding_TD: Tensor) -> Sequence[Tensor]:
         """Return the tokens' embeddings for each layer up to the last one that needs them."""
-        return (embedding_TD,) * (self.spec.last_shared_block + 1 - self.shard.layers.start)
+        return (embedding_TD,) * (self._last_shared_block + 1 - self.shard.layers.start)
 
     def _per_layer_parts(self, inputs_TE: Tensor) -> Sequence[Tensor]:
         """Return a separate tensor with the inputs of each layer."""

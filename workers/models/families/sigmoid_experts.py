@@ -120,7 +120,7 @@ def _ling2(fields: ConfigFields) -> ModelSpec:
 def _ling(fields: ConfigFields) -> ModelSpec:
     """Return the spec of the first Ling, with experts like those of DeepSeek-MoE and softmax scores."""
     if fields.boolean("norm_head", False):
-        raise fields.error("norm_head is not supported; use a GGUF file, whose head is normed")
+        raise fields.wrong("norm_head", "false (a GGUF file has a normed head)", True)
     num_shared = fields.integer("num_shared_experts", 1, minimum=0)
     fields = fields.with_values({"n_shared_experts": num_shared}).with_defaults(
         attention_bias=fields.boolean("use_qkv_bias", False), rope_theta=600_000.0
@@ -196,7 +196,7 @@ def _minimax_m3(fields: ConfigFields) -> ModelSpec:
     fields = fields.with_defaults(partial_rotary_factor=rotary_dim / size)
     for name, value in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)):
         if fields.number(name, value) != value:
-            raise fields.error(f"{name} {fields.get(name)} is not supported, only {value}")
+            raise fields.wrong(name, str(value), fields.get(name))
     if fields.integer("index_n_heads", 4) != fields.integer("num_key_value_heads"):
         raise fields.error(
             f"index_n_heads {fields.get('index_n_heads')} must equal num_key_value_heads "
@@ -207,7 +207,7 @@ def _minimax_m3(fields: ConfigFields) -> ModelSpec:
     kinds = fields.per_layer("layer_types", fields.layer_count("num_hidden_layers")) or []
     for kind in kinds:
         if kind not in (_SPARSE, "full_attention"):
-            raise fields.error(f"the layer type {kind!r} is not supported")
+            raise fields.wrong("layer_types", f"{_SPARSE} or full_attention for each layer", kind)
     indexer = BlockIndexerSpec(
         fields.integer("index_head_dim", 128, minimum=rope.rotary_dim, maximum=size),
         fields.integer("index_block_size", 128),

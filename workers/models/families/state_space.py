@@ -65,11 +65,10 @@ def _zamba2(fields: ConfigFields) -> ModelSpec:
         tie_word_embeddings=True, rms_norm_eps=1e-5, hidden_act="gelu"
     )
     if fields.boolean("use_long_context", False):
-        raise fields.error("use_long_context is not supported; use a model without it")
+        raise fields.wrong("use_long_context", "false", True)
     if fields.number("rms_norm_eps") != 1e-5:
-        raise fields.error(
-            f"rms_norm_eps {fields.get('rms_norm_eps')} is not supported; the recurrent layers have 1e-05"
-        )
+        needed = "1e-05, which the recurrent layers have"
+        raise fields.wrong("rms_norm_eps", needed, fields.get("rms_norm_eps"))
     layers = _shared_layers(fields)
     sources = "|".join({str(layer.shared_block.source) for layer in layers if layer.shared_block})
     has_biases = fields.boolean("add_bias_linear", False)
@@ -104,7 +103,7 @@ def _shared_layers(fields: ConfigFields) -> tuple[LayerSpec, ...]:
         rope = read_rope(fields, fields.integer("head_dim"))
     uses = [i for i, kind in enumerate(kinds) if kind == "hybrid"]
     if not uses:
-        raise fields.error("no layer has attention; models without attention are not supported")
+        raise fields.wrong("layers_block_type", "at least one hybrid layer", kinds)
     num_blocks = fields.integer("num_mem_blocks", 1, maximum=len(uses))
     plain = LayerSpec(None, recurrent=recurrent_layer(fields), attends=False, has_mlp=False)
     layers = [plain] * count
