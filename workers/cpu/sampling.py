@@ -205,11 +205,11 @@ class RowsToSample:
         logprobs = np.empty((num_rows, width), np.float32)
         ranks = np.empty(num_rows, np.int32)
         self._written = token_ids, logprobs, ranks
-        self._num_top = np.where(state.wants_processed, ~state.num_logprobs, state.num_logprobs)
         return ctypes.pointer(
             LogprobRows(
                 state.wants_logprobs.ctypes.data,
-                self._num_top.ctypes.data,
+                state.num_logprobs.ctypes.data,
+                state.wants_processed.ctypes.data,
                 width,
                 *(array.ctypes.data for array in self._written),
             )

@@ -332,6 +332,7 @@ class LogprobRows(ctypes.Structure):
     _fields_ = (
         ("is_wanted", c_void_p),
         ("num_top", c_void_p),
+        ("is_processed", c_void_p),
         ("width", c_int64),
         ("token_ids", c_void_p),
         ("logprobs", c_void_p),

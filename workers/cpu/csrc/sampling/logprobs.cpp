@@ -45,7 +45,7 @@ void TokenChooser::write_chosen(const LogprobRows& logprobs, int row, const floa
 // Writes the probabilities with which `token` was just drawn. Tokens that cannot be drawn have a probability of 0.
 void TokenChooser::write_processed(const SamplingRows& rows, int row, int32_t token) {
   const LogprobRows& logprobs = *rows.logprobs;
-  const int64_t slot = rows.slots[row], count = ~logprobs.num_top[slot];
+  const int64_t slot = rows.slots[row], count = logprobs.num_top[slot];
   int32_t* token_ids = logprobs.token_ids + row * logprobs.width;
   float* values = logprobs.logprobs + row * logprobs.width;
   std::fill_n(token_ids, count + 1, 0);

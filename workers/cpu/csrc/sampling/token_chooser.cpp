@@ -72,7 +72,7 @@ int32_t TokenChooser::choose(const SamplingRows& rows, int row, float* logits, f
   const LogprobRows* logprobs = rows.logprobs && rows.logprobs->is_wanted[slot] ? rows.logprobs : nullptr;
   const float* raw_logits = logits;
   look_at(logits, maxima);
-  const bool is_processed = logprobs && logprobs->num_top[slot] < 0;
+  const bool is_processed = logprobs && logprobs->is_processed[slot];
   if (logprobs && !is_processed) write_most_likely(*logprobs, row, logprobs->num_top[slot]);
   // Do not change rows with a NaN or an infinity, because the changes could hide it.
   if (peak_ < INFINITY && (rows.changes_logits[slot] || rows.grammar[slot])) {

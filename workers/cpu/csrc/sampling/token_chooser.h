@@ -28,12 +28,13 @@ constexpr int32_t kNothingAllowed = -2;  // no logit above -infinity
 // Log-probabilities: of the chosen token first, then of the most likely tokens. They are those of the model's unchanged
 // logits, or those with which the token was drawn, after all changes and filters.
 struct LogprobRows {
-  const bool* is_wanted;   // indexed by slot
-  const int64_t* num_top;  // indexed by slot: the number of most likely tokens, or ~number for those after all filters
-  int64_t width;           // the length of a row, at least the number that any slot wants
-  int32_t* token_ids;      // [rows, width]
-  float* logprobs;         // [rows, width]
-  int32_t* ranks;          // [rows], the rank of the chosen token, counting from 1
+  const bool* is_wanted;     // indexed by slot, like the next two
+  const int64_t* num_top;    // the number of most likely tokens
+  const bool* is_processed;  // whether the log-probabilities are those after all changes and filters
+  int64_t width;             // the length of a row, at least the number that any slot wants
+  int32_t* token_ids;        // [rows, width]
+  float* logprobs;           // [rows, width]
+  int32_t* ranks;            // [rows], the rank of the chosen token, counting from 1
 
   // Copies a later row to the place of an earlier one.
   void move(int from, int to) const;
