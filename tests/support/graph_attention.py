@@ -11,7 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from engine.workers.attention import AttentionLayer, CapturableAttention, DeviceBatch
+from engine.workers.attention import (
+    AttentionLayer,
+    CapturableAttention,
+    DeviceBatch,
+    IndexQueries,
+)
 from engine.workers.attention.torch_paged import TorchPagedAttention
 from torch import Tensor
 
@@ -35,9 +40,10 @@ class GraphTorchPaged(TorchPagedAttention, CapturableAttention):
         kv_cache: Tensor,
         metadata: Any,
         layer: AttentionLayer,
+        index: IndexQueries | None = None,
     ) -> Tensor:
         if not isinstance(metadata, CapturedMetadata):
-            return super().forward(q_THK, k_TGK, v_TGK, kv_cache, metadata, layer)
+            return super().forward(q_THK, k_TGK, v_TGK, kv_cache, metadata, layer, index)
         batch = metadata.batch
         slots_T = batch.slot_mapping.long()
         blocks_T, offsets_T = slots_T // self.block_size, slots_T % self.block_size

@@ -2,7 +2,7 @@
 
 Shapes: S scheduled requests, T their tokens in this step, B blocks in a row of the block table, H query heads, G
 key/value heads, K head dimension, V elements of a value (K, or fewer with latent attention), J heads of an indexer, I
-elements of an index key.
+elements of an index key. With latent attention, the K elements do not include an index key.
 """
 
 from abc import ABC, abstractmethod
@@ -15,7 +15,6 @@ from torch import Tensor
 
 from ..batch import AttentionBatch
 from ..device.dtypes import HostDevice, HostDtype
-from ..layers.block_indexer_spec import BlockIndexerSpec
 from ..layers.layers import HeadNorm
 from ..layers.parallel.shard import ModelShard
 from ..layers.rope import RotaryTables, apply_rotary
@@ -98,7 +97,8 @@ class AttentionLayer:
     scores of keys at position p + e - E, and the first and the last column also to the scores of keys further away. A
     token at position p attends to positions p - window + 1 .. p, to those of its chunk, or to 0 .. p without a window.
     `sinks_H` are additional scores in each head's softmax, without values. In an FP8 cache, keys and values are divided
-    by each head's `kv_scales_2G`. All tensors are float32 on the device.
+    by each head's `kv_scales_2G`. If `is_sparse`, tokens attend only to the keys that an indexer last chose in the
+    step. All tensors are float32 on the device.
     """
 
     scale: float
@@ -108,24 +108,25 @@ class AttentionLayer:
     alibi_slopes_H: Tensor | None = None
     sinks_H: Tensor | None = None
     distance_biases_HE: Tensor | None = None
+    is_sparse: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class IndexQueries:
-    """The index queries and head weights by which a step's tokens choose `num_chosen` keys; see `IndexerSpec`."""
+    """The index keys of a step's tokens, and the index queries by which these choose keys for each key/value head.
 
-    queries_TJI: Tensor
-    weights_TJ: Tensor
-    num_chosen: int
+    The score of a key is the product of an index query and its index key. With weights, it is a sum over the heads of
+    the indexer: the head's weight times the positive part of its product. The keys are divided into blocks of
+    `block_size`, and the score of a block is the largest one of its keys. A token attends to `num_chosen` blocks: to
+    its own and those just before it, `num_local` in all, and to the blocks with the highest scores.
+    """
 
-
-@dataclass(frozen=True, slots=True)
-class BlockQueries:
-    """The index keys of a step's tokens, and the index queries by which key/value heads choose blocks of keys."""
-
-    queries_TGI: Tensor
     keys_T1I: Tensor
-    indexer: BlockIndexerSpec
+    queries_TGJI: Tensor
+    weights_TGJ: Tensor | None
+    num_chosen: int
+    block_size: int = 1
+    num_local: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,8 +217,13 @@ class AttentionBackend(PagedAttention):
         kv_cache: Tensor,
         metadata: Any,
         layer: AttentionLayer,
+        index: IndexQueries | None = None,
     ) -> Tensor:
-        """Store the keys and values of the step's tokens, and return the attention output [T, H, V]."""
+        """Store the keys and values of the step's tokens, and return the attention output [T, H, V].
+
+        With `index`, first store the index keys, and choose keys among all in the cache, for this layer and the next
+        ones without an `index`.
+        """
 
     @abstractmethod
     def store(
@@ -236,35 +242,6 @@ class AttentionBackend(PagedAttention):
     ) -> Tensor:
         """Return the attention output [T, H, K] with the keys and values that an earlier layer stored."""
 
-    def forward_sparse(
-        self,
-        q_THK: Tensor,
-        k_TGK: Tensor,
-        index: IndexQueries | None,
-        kv_cache: Tensor,
-        metadata: Any,
-        layer: AttentionLayer,
-    ) -> Tensor:
-        """Store keys, choose keys for each token, and return the attention output [T, H, V].
-
-        The choice is among all keys in the cache. If `index` is None, the keys that were last chosen in this step are
-        used.
-        """
-        raise NotImplementedError
-
-    def forward_in_blocks(
-        self,
-        q_THK: Tensor,
-        k_TGK: Tensor,
-        v_TGK: Tensor,
-        index: BlockQueries,
-        kv_cache: Tensor,
-        metadata: Any,
-        layer: AttentionLayer,
-    ) -> Tensor:
-        """Store keys and values, choose blocks for each token, and return the attention output [T, H, V]."""
-        raise NotImplementedError
-
     def forward_projected(
         self,
         qk_THK: Tensor,
@@ -274,6 +251,7 @@ class AttentionBackend(PagedAttention):
         kv_cache: Tensor,
         metadata: Any,
         layer: AttentionLayer,
+        index: IndexQueries | None = None,
     ) -> Tensor:
         """Norm and rotate queries and keys, which are in one tensor [T, H + G, K], then compute `forward`."""
         if head_norm is not None:
@@ -281,7 +259,7 @@ class AttentionBackend(PagedAttention):
         if tables is not None:
             qk_THK = apply_rotary(qk_THK, tables)
         q_THK, k_TGK = qk_THK.split((self.num_heads, self.num_kv_heads), 1)
-        return self.forward(q_THK, k_TGK, v_TGK, kv_cache, metadata, layer)
+        return self.forward(q_THK, k_TGK, v_TGK, kv_cache, metadata, layer, index)
 
 
 class CapturableAttention(AttentionBackend):

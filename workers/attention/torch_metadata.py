@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..layers.spec import Window
+from .interface import AttentionLayer
 from .torch_tiles import Tile
 
 
@@ -18,7 +19,7 @@ class DecodeBucket:
 
     tokens: Tensor | None  # [R]
     pages: Tensor  # [P * R * G * B]
-    index_pages: Tensor  # [R * B], or empty without an indexer of blocks
+    index_pages: Tensor  # [R * B], or empty without index keys
     mask_N1L: Tensor
     distance_N1L: Tensor | None
 
@@ -33,8 +34,8 @@ class Prefill:
 
 
 @dataclass(frozen=True, slots=True)
-class ChosenKeys:
-    """Masks that replace the metadata's: one per bucket of decoding requests, and one per tile of each prompt."""
+class Masks:
+    """The masks of all queries: one per bucket of decoding requests, and one per tile of each prompt."""
 
     decodes: list[Tensor]
     tiles: list[list[Tensor]]
@@ -44,11 +45,21 @@ class ChosenKeys:
 class TorchPagedMetadata:
     """The metadata of one step: the cache rows to write, and the pages to read for each window.
 
-    `chosen` are the keys that an indexer has chosen last, if the model has indexers.
+    `chosen` leaves only the keys that an indexer has chosen last.
     """
 
     cache_rows: Tensor  # [T * P * G] rows of the cache, viewed as [..., K]
-    index_rows: Tensor  # [T], or empty without an indexer of blocks
+    index_rows: Tensor  # [T], or empty unless index keys have their own pages
     decodes: dict[Window | None, list[DecodeBucket]]
     prefills: dict[Window | None, list[Prefill]]
-    chosen: ChosenKeys | None = None
+    chosen: Masks | None = None
+
+    def masks(self, layer: AttentionLayer) -> Masks:
+        """Return the masks for a layer's attention."""
+        if layer.is_sparse:
+            assert self.chosen is not None, "an earlier layer has an indexer"
+            return self.chosen
+        return Masks(
+            [bucket.mask_N1L for bucket in self.decodes[layer.window]],
+            [[tile.mask_ML for tile in prefill.tiles] for prefill in self.prefills[layer.window]],
+        )

@@ -1,8 +1,8 @@
 """Paged attention in plain torch operations, for any device; the reference for other backends.
 
 The cache of a layer is [num_blocks, P, G, block_size, K] with P = 2 parts, keys and values, or P = 1 if one part is
-both. If layers have different heads, a block may have additional pages after the layer's. If an indexer chooses blocks
-of keys, the page after the layer's has the index keys, padded with zeros. A page is a head's part of a block and is
+both. If layers have different heads, a block may have additional pages after the layer's. An index key is the end of a
+key with latent attention, otherwise of a row of the page after the layer's. A page is a head's part of a block and is
 contiguous, so one `index_select` of pages gives keys and values of many requests in the shape of a batched matrix
 product.
 
@@ -30,15 +30,9 @@ from torch.nn import functional as F
 
 from ..batch import AttentionBatch
 from ..layers.spec import Window, first_visible
-from .chosen_keys import choose_blocks, choose_keys
-from .interface import (
-    AttentionBackend,
-    AttentionLayer,
-    AttentionSpec,
-    BlockQueries,
-    IndexQueries,
-)
-from .torch_metadata import ChosenKeys, DecodeBucket, Prefill, TorchPagedMetadata
+from .chosen_keys import choose_keys
+from .interface import AttentionBackend, AttentionLayer, AttentionSpec, IndexQueries
+from .torch_metadata import DecodeBucket, Prefill, TorchPagedMetadata
 from .torch_tiles import LONGEST_SINGLE_SUM, QueryTiles
 
 # Maximum size of the gathered keys and values of a bucket, so that they fit into the CPU cache.
@@ -92,6 +86,10 @@ class TorchPagedAttention(AttentionBackend):
         """
         return blocks * self._pages_per_block + pages
 
+    def _index_pages_of(self, blocks: NDArray[np.int64]) -> Tensor:
+        index_pages = np.array(self._index_pages, np.int64)
+        return self._to_device(self._pages_of(blocks[..., None], index_pages).ravel())
+
     def _decode_buckets(
         self, batch: AttentionBatch, requests: NDArray[np.int64], window: Window | None
     ) -> Iterator[DecodeBucket]:
@@ -109,7 +107,7 @@ class TorchPagedAttention(AttentionBackend):
             columns_RB = np.minimum(columns_RB, (len_R1 - 1) // self.block_size)
             blocks_RB = batch.block_table[rows[:, None], columns_RB].astype(np.int64)
             own_pages = np.array(self._own_pages).reshape(self._num_parts, 1, -1, 1)
-            index_pages = np.array(self._index_pages, np.int64)
+            pages = self._to_device(self._pages_of(blocks_RB[:, None], own_pages).ravel())
             keys_RL = first_R1 * self.block_size + np.arange(columns_RB.shape[1] * self.block_size)
             hidden_RL = keys_RL >= len_R1
             hidden_RL |= keys_RL < first_keys[bucket, None]
@@ -119,10 +117,8 @@ class TorchPagedAttention(AttentionBackend):
             is_whole_step = len(rows) == batch.query_start_loc[-1]
             yield DecodeBucket(
                 tokens=None if is_whole_step else self._to_device(tokens.astype(np.int64)),
-                pages=self._to_device(self._pages_of(blocks_RB[:, None], own_pages).ravel()),
-                index_pages=self._to_device(
-                    self._pages_of(blocks_RB[..., None], index_pages).ravel()
-                ),
+                pages=pages,
+                index_pages=pages if self.spec.latent_rank else self._index_pages_of(blocks_RB),
                 mask_N1L=self._of_kv_heads(mask_RL),
                 distance_N1L=self._of_kv_heads(torch.from_numpy(len_R1 - 1 - keys_RL).float())
                 if self.spec.reads_distances
@@ -144,9 +140,8 @@ class TorchPagedAttention(AttentionBackend):
         first_key = first_block * self.block_size
         last_block = (seq_len - 1) // self.block_size
         blocks_B = batch.block_table[request, first_block : last_block + 1].astype(np.int64)
-        own_pages, index_pages = (
-            np.array(each, np.int64).reshape(-1, 1) for each in (self._own_pages, self._index_pages)
-        )
+        own_pages = np.array(self._own_pages).reshape(-1, 1)
+        pages = self._to_device(self._pages_of(blocks_B, own_pages).ravel())
         if visible_T2 is not None:
             tiles = self._tiles.in_spans(
                 slice(start, stop), position, first_key, window, visible_T2[start:stop]
@@ -156,8 +151,8 @@ class TorchPagedAttention(AttentionBackend):
         else:
             tiles = self._tiles.bidirectional(slice(start, stop), seq_len, window)
         return Prefill(
-            pages=self._to_device(self._pages_of(blocks_B, own_pages).ravel()),
-            index_pages=self._to_device(self._pages_of(blocks_B, index_pages).ravel()),
+            pages=pages,
+            index_pages=pages if self.spec.latent_rank else self._index_pages_of(blocks_B),
             tiles=list(tiles),
         )
 
@@ -188,11 +183,15 @@ class TorchPagedAttention(AttentionBackend):
         kv_cache: Tensor,
         metadata: TorchPagedMetadata,
         layer: AttentionLayer,
+        index: IndexQueries | None = None,
     ) -> Tensor:
-        """Store keys and values, and return the attention output [T, H, V]."""
-        is_damaged_T = self._store(k_TGK, v_TGK, kv_cache, metadata)
+        """Store keys and values, choose keys if there is an `index`, and return the attention output [T, H, V]."""
+        is_damaged_T = self._store(k_TGK, v_TGK, kv_cache, metadata, index)
         # The token's own output must remain NaN, so that the request fails.
         q_THK = q_THK.masked_fill(is_damaged_T[:, None, None], torch.nan)
+        if index is not None:
+            pages = kv_cache.view(-1, self.block_size * self.head_dim)
+            metadata.chosen = choose_keys(index, pages, metadata, layer.window, self.spec)
         return self.attend(q_THK, kv_cache, metadata, layer)
 
     def store(
@@ -207,11 +206,28 @@ class TorchPagedAttention(AttentionBackend):
         self._store(k_TGK, v_TGK, kv_cache, metadata)
 
     def _store(
-        self, k_TGK: Tensor, v_TGK: Tensor, kv_cache: Tensor, metadata: TorchPagedMetadata
+        self,
+        k_TGK: Tensor,
+        v_TGK: Tensor,
+        kv_cache: Tensor,
+        metadata: TorchPagedMetadata,
+        index: IndexQueries | None = None,
     ) -> Tensor:
-        """Store keys and values. Return which tokens have keys or values that are not finite, bool [T]."""
-        kv_TGK = k_TGK if self.spec.latent_rank else torch.cat((k_TGK, v_TGK), 1)
-        return self._store_rows(kv_TGK, kv_cache, metadata.cache_rows)
+        """Store keys, values and index keys. Return which tokens have numbers that are not finite, bool [T]."""
+        if self.spec.latent_rank:
+            kv_TGK = k_TGK if index is None else torch.cat((k_TGK, index.keys_T1I), -1)
+        else:
+            kv_TGK = torch.cat((k_TGK, v_TGK), 1)
+        is_damaged_T = self._store_rows(self._filled(kv_TGK), kv_cache, metadata.cache_rows)
+        if index is None or self.spec.latent_rank:
+            return is_damaged_T
+        index_T1K = F.pad(index.keys_T1I, (self.head_dim - self.spec.index_dim, 0))
+        return is_damaged_T | self._store_rows(index_T1K, kv_cache, metadata.index_rows)
+
+    def _filled(self, x_THK: Tensor) -> Tensor:
+        """Return queries or keys with zeros in the place of index keys that they do not have."""
+        missing = self.head_dim - x_THK.shape[-1]
+        return F.pad(x_THK, (0, missing)) if missing else x_THK
 
     def _store_rows(self, x_TGK: Tensor, kv_cache: Tensor, rows: Tensor) -> Tensor:
         # Masked keys still contribute 0 * value, and 0 * NaN is NaN. A value that is not finite must therefore not be
@@ -221,42 +237,6 @@ class TorchPagedAttention(AttentionBackend):
         kv_cache.view(-1, self.head_dim).index_copy_(0, rows, x_TGK.view(-1, self.head_dim))
         return ~is_finite_TGK.flatten(1).all(1)
 
-    def forward_sparse(
-        self,
-        q_THK: Tensor,
-        k_TGK: Tensor,
-        index: IndexQueries | None,
-        kv_cache: Tensor,
-        metadata: TorchPagedMetadata,
-        layer: AttentionLayer,
-    ) -> Tensor:
-        """Store keys, choose keys for each token, and return the attention output [T, H, V]."""
-        is_damaged_T = self._store(k_TGK, k_TGK, kv_cache, metadata)
-        if index is not None:
-            pages = kv_cache.view(-1, self.block_size * self.head_dim)
-            metadata.chosen = choose_keys(index, pages, metadata, layer.window, self.spec)
-        q_THK = q_THK.masked_fill(is_damaged_T[:, None, None], torch.nan)
-        return self.attend(q_THK, kv_cache, metadata, layer)
-
-    def forward_in_blocks(
-        self,
-        q_THK: Tensor,
-        k_TGK: Tensor,
-        v_TGK: Tensor,
-        index: BlockQueries,
-        kv_cache: Tensor,
-        metadata: TorchPagedMetadata,
-        layer: AttentionLayer,
-    ) -> Tensor:
-        """Store keys and values, choose blocks for each token, and return the attention output [T, H, V]."""
-        is_damaged_T = self._store(k_TGK, v_TGK, kv_cache, metadata)
-        padded_T1K = F.pad(index.keys_T1I, (0, self.head_dim - self.spec.index_dim))
-        is_damaged_T |= self._store_rows(padded_T1K, kv_cache, metadata.index_rows)
-        q_THK = q_THK.masked_fill(is_damaged_T[:, None, None], torch.nan)
-        pages = kv_cache.view(-1, self.block_size * self.head_dim)
-        chosen = choose_blocks(index, pages, metadata, layer.window, self.spec)
-        return self._attend_chosen(q_THK, kv_cache, metadata, layer, chosen)
-
     def attend(
         self,
         q_THK: Tensor,
@@ -265,25 +245,9 @@ class TorchPagedAttention(AttentionBackend):
         layer: AttentionLayer,
     ) -> Tensor:
         """Return the attention output [T, H, K] with stored keys and values."""
-        masks = metadata.chosen or ChosenKeys(
-            [bucket.mask_N1L for bucket in metadata.decodes[layer.window]],
-            [
-                [tile.mask_ML for tile in prefill.tiles]
-                for prefill in metadata.prefills[layer.window]
-            ],
-        )
-        return self._attend_chosen(q_THK, kv_cache, metadata, layer, masks)
-
-    def _attend_chosen(
-        self,
-        q_THK: Tensor,
-        kv_cache: Tensor,
-        metadata: TorchPagedMetadata,
-        layer: AttentionLayer,
-        masks: ChosenKeys,
-    ) -> Tensor:
         pages = kv_cache.view(-1, self.block_size * self.head_dim)
-        attended_THK = self._attend_pages(q_THK.to(self.dtype), pages, metadata, layer, masks)
+        filled_THK = self._filled(q_THK).to(self.dtype)
+        attended_THK = self._attend_pages(filled_THK, pages, metadata, layer)
         return attended_THK[..., : self.value_dim].to(q_THK.dtype)
 
     def _attend_pages(
@@ -292,8 +256,8 @@ class TorchPagedAttention(AttentionBackend):
         pages: Tensor,
         metadata: TorchPagedMetadata,
         layer: AttentionLayer,
-        masks: ChosenKeys,
     ) -> Tensor:
+        masks = metadata.masks(layer)
         decodes, prefills = metadata.decodes[layer.window], metadata.prefills[layer.window]
         if len(decodes) == 1 and decodes[0].tokens is None:
             return self._decode(q_THK, pages, decodes[0], masks.decodes[0], layer)

@@ -31,7 +31,13 @@ from ..batch import AttentionBatch
 from ..layers.layers import HeadNorm
 from ..layers.rope import RotaryTables
 from ..layers.spec import Chunk, Window
-from .interface import AttentionLayer, AttentionSpec, CapturableAttention, DeviceBatch
+from .interface import (
+    AttentionLayer,
+    AttentionSpec,
+    CapturableAttention,
+    DeviceBatch,
+    IndexQueries,
+)
 from .kernels.decode import combine_kernel, decode_kernel
 from .kernels.prefill import prefill_kernel
 from .kernels.rotary_store import rotary_store_kernel
@@ -233,8 +239,10 @@ class TritonPagedAttention(CapturableAttention):
         kv_cache: Tensor,
         metadata: TritonPagedMetadata,
         layer: AttentionLayer,
+        index: IndexQueries | None = None,
     ) -> Tensor:
         """Store keys and values, and return the attention output [T, H, V]."""
+        assert index is None, "the kernels do not support indexers"
         self._store(q_THK, k_TGK, v_TGK, kv_cache, metadata, layer)
         return self.attend(q_THK, kv_cache, metadata, layer)
 
@@ -259,8 +267,10 @@ class TritonPagedAttention(CapturableAttention):
         kv_cache: Tensor,
         metadata: TritonPagedMetadata,
         layer: AttentionLayer,
+        index: IndexQueries | None = None,
     ) -> Tensor:
         """Norm, rotate, store and attend. One kernel does everything before the attention."""
+        assert index is None, "the kernels do not support indexers"
         q_THK = self.rotate_and_store(qk_THK, v_TGK, head_norm, tables, kv_cache, metadata, layer)
         return self.attend(q_THK, kv_cache, metadata, layer)
 

@@ -60,6 +60,7 @@ class Attention:
             if spec.has_sinks and layer.has_sinks
             else None,
             _distance_biases(spec, weights, heads),
+            is_sparse=spec.block_indexer is not None and layer.chooses_keys,
         )
         self._stores = layer.kv_source is None
         self._has_value_projection = layer.has_value_projection
@@ -123,8 +124,10 @@ class Attention:
         """Return the attention output [T, D] of a layer."""
         num_heads, num_kv_heads = self._num_heads, self._num_kv_heads
         qkv_TF = self.qkv(x)
+        index = None
         if self._indexer is not None:
             qkv_TF, index_TF = qkv_TF.tensor_split((qkv_TF.shape[1] - self._indexer.size,), 1)
+            index = self._indexer.queries(index_TF, tables)
         qkv_THK = qkv_TF.unflatten(-1, (-1, self._head_dim))
         num_values = num_kv_heads if self._has_value_projection else 0
         sizes = [num_heads + num_kv_heads, num_values, *[num_heads] * self._is_gated]
@@ -142,22 +145,9 @@ class Attention:
             qk_THK, head_norm = head_norm(qk_THK), None
         if self._query_scaling is not None:
             qk_THK = self._scaled(qk_THK, positions_T, self._query_scaling)
-        if self._indexer is not None:
-            qk_THK = qk_THK if head_norm is None else head_norm(qk_THK)
-            qk_THK = qk_THK if tables is None else apply_rotary(qk_THK, tables)
-            q_THK, k_TGK = qk_THK.split((num_heads, num_kv_heads), 1)
-            attended_THK = self._backend.forward_in_blocks(
-                q_THK,
-                k_TGK,
-                v_TGK,
-                self._indexer.queries(index_TF, tables),
-                kv_cache,
-                attn_metadata,
-                self._layer,
-            )
-        elif self._stores:
+        if self._stores:
             attended_THK = self._backend.forward_projected(
-                qk_THK, v_TGK, head_norm, tables, kv_cache, attn_metadata, self._layer
+                qk_THK, v_TGK, head_norm, tables, kv_cache, attn_metadata, self._layer, index
             )
         else:
             q_THK = qk_THK if head_norm is None else head_norm(qk_THK)

@@ -65,7 +65,7 @@ class NoAttention(CapturableAttention):
             assert tensor.device == META and tensor.dtype is torch.int32
         return batch
 
-    def forward(self, q_THK, k_TGK, v_TGK, kv_cache, metadata: Any, layer) -> torch.Tensor:
+    def forward(self, q_THK, k_TGK, v_TGK, kv_cache, metadata: Any, layer, index=None) -> Any:
         tensors = (q_THK, k_TGK, v_TGK, kv_cache)
         assert all(tensor.device == META for tensor in tensors)
         return torch.empty_like(q_THK)

@@ -52,7 +52,7 @@ class CountedTensors(torch.utils._python_dispatch.TorchDispatchMode):
 class ShapesOfAttention(TorchPagedAttention):
     """Attention that checks the shapes for 7 tokens."""
 
-    def forward(self, q_THK, k_TGK, v_TGK, kv_cache, metadata, layer):
+    def forward(self, q_THK, k_TGK, v_TGK, kv_cache, metadata, layer, index=None):
         assert q_THK.shape == (7, 32, 128) and k_TGK.shape == v_TGK.shape == (7, 8, 128)
         assert q_THK.dtype is k_TGK.dtype is v_TGK.dtype is torch.bfloat16
         return torch.empty_like(q_THK)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...attention import BlockQueries
+from ...attention import IndexQueries
 from ...layers.block_indexer_spec import BlockIndexerSpec
 from ...layers.layers import HeadNorm
 from ...layers.rope import RotaryTables, apply_rotary
@@ -48,10 +48,18 @@ class BlockIndexer:
         weight_HI = torch.stack([*[query_I] * self._num_heads, key_I])
         self._norm = HeadNorm(weight_HI, spec.norm_eps)
 
-    def queries(self, x_TF: Tensor, tables: RotaryTables | None) -> BlockQueries:
+    def queries(self, x_TF: Tensor, tables: RotaryTables | None) -> IndexQueries:
         """Return the index queries and keys, given their part of the projection."""
         x_THI = self._norm(x_TF.unflatten(-1, (-1, self._indexer.head_dim)))
         if tables is not None:
             x_THI = apply_rotary(x_THI, tables)
         queries_TGI, keys_T1I = x_THI.split((self._num_heads, 1), 1)
-        return BlockQueries(queries_TGI, keys_T1I, self._indexer)
+        indexer = self._indexer
+        return IndexQueries(
+            keys_T1I,
+            queries_TGI.unsqueeze(2),
+            None,
+            indexer.num_chosen,
+            indexer.block_size,
+            indexer.num_local,
+        )

@@ -35,21 +35,17 @@ class Indexer:
         )
         self._norm = LayerNorm(weight_I, INDEX_NORM_EPS, bias_I)
 
-    def keys(self, x_TI: Tensor, tables: RotaryTables | None) -> Tensor:
-        """Return the index keys [T, 1, I]."""
-        k_T1I: Tensor = self._norm(x_TI).unsqueeze(1)
-        return k_T1I if tables is None else apply_rotary(k_T1I, tables)
-
     def queries(
-        self, q_TF: Tensor, weights_TJ: Tensor, tables: RotaryTables | None
+        self, k_TI: Tensor, q_TF: Tensor, weights_TJ: Tensor, tables: RotaryTables | None
     ) -> IndexQueries:
-        """Return the index queries with their head weights, given the unrotated queries of all heads."""
+        """Return the index keys and queries, given them before norm and rotation, and the weights of heads."""
         indexer = self._indexer
+        k_T1I = self._norm(k_TI).unsqueeze(1)
         q_TJI = q_TF.unflatten(-1, (indexer.num_heads, indexer.head_dim))
         if tables is not None:
-            q_TJI = apply_rotary(q_TJI, tables)
-        scale = (indexer.head_dim * indexer.num_heads) ** -0.5
-        return IndexQueries(q_TJI, weights_TJ * scale, indexer.num_chosen)
+            k_T1I, q_TJI = apply_rotary(k_T1I, tables), apply_rotary(q_TJI, tables)
+        weights_TJ = weights_TJ * (indexer.head_dim * indexer.num_heads) ** -0.5
+        return IndexQueries(k_T1I, q_TJI.unsqueeze(1), weights_TJ.unsqueeze(1), indexer.num_chosen)
 
 
 def index_rows(latent: LatentSpec, indexer: IndexerSpec, prefix: str) -> list[Rows]:

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from ...attention import AttentionBackend, AttentionLayer
 from ...layers.latent_spec import LatentSpec
@@ -44,7 +43,9 @@ class LatentAttention:
     ) -> None:
         self._latent = latent
         self._backend = backend
-        self._layer = AttentionLayer(spec.attention_scale, layer.window)
+        self._layer = AttentionLayer(
+            spec.attention_scale, layer.window, is_sparse=latent.indexer is not None
+        )
         self._query_scaling = layer.query_scaling
         heads = shard.heads(spec)
         self._num_heads = len(heads)
@@ -126,30 +127,19 @@ class LatentAttention:
             q_THK = scale_queries(q_THK, positions_T, self._query_scaling)
         c_T1C = self._key_norm(c_TC).unsqueeze(1)
         k_T1K = torch.cat((c_T1C, rotated_TSR[:, self._num_heads :]), -1)
-        if latent.indexer is None:
-            attended_THC = self._backend.forward_projected(
-                torch.cat((q_THK, k_T1K), 1),
-                k_T1K,
-                None,
-                None,
-                kv_cache,
-                attn_metadata,
-                self._layer,
-            )
-        else:
-            size, index = latent.indexer.head_dim, None
-            index_keys_T1I = k_T1K.new_zeros(len(k_T1K), 1, size)
-            if self._indexer is not None:
-                index_keys_T1I = self._indexer.keys(others[0], tables)
-                index = self._indexer.queries(index_queries_TF, others[1], tables)
-            attended_THC = self._backend.forward_sparse(
-                F.pad(q_THK, (0, size)),
-                torch.cat((k_T1K, index_keys_T1I), -1),
-                index,
-                kv_cache,
-                attn_metadata,
-                self._layer,
-            )
+        index = None
+        if self._indexer is not None:
+            index = self._indexer.queries(others[0], index_queries_TF, others[1], tables)
+        attended_THC = self._backend.forward_projected(
+            torch.cat((q_THK, k_T1K), 1),
+            k_T1K,
+            None,
+            None,
+            kv_cache,
+            attn_metadata,
+            self._layer,
+            index,
+        )
         out_THV = _multiply_heads(attended_THC, self._values_HCV)
         if gate_TG is not None:
             out_THV = out_THV * torch.sigmoid(gate_TG.unflatten(-1, (self._num_heads, -1)))
