@@ -22,7 +22,7 @@ from ..layers.layers import LayerKernels, RMSNorm
 from ..layers.parallel.parallel_layers import VocabParallelEmbedding, VocabParallelHead
 from ..layers.parallel.shard import ModelShard
 from ..layers.rope import RotaryEmbedding
-from ..layers.spec import LayerSpec, ModelSpec
+from ..layers.spec import ModelSpec
 from ..loaders.checkpoint import Checkpoint
 from .altup import AltUpLayer, Streams
 from .cross_attention import QueryRecorder
@@ -132,20 +132,7 @@ class Decoder(TorchDecoder):
         layers = spec.layers[shard.layers.start : shard.layers.stop]
         self._last_shared_block = spec.last_shared_block
         self._width = spec.stage_width(len(spec.layers))
-        blocks: dict[int, Block] = {}
-        self._layers = [
-            _layer(
-                spec.for_layer(layer),
-                layer,
-                blocks,
-                weights,
-                f"layers.{i}.",
-                attention,
-                shard,
-                kernels,
-            )
-            for i, layer in zip(shard.layers, layers, strict=True)
-        ]
+        self._layers = _make_layers(spec, weights, attention, shard, kernels)
         for previous, current in pairwise(self._layers):
             if isinstance(previous, DecoderLayer) and isinstance(current, DecoderLayer):
                 current.previous = previous if previous.shortcut is not None else None
@@ -371,29 +358,31 @@ def _read_positions(spec: ModelSpec, weights: WeightReader, max_model_len: int) 
     return weights.read("embed_positions.weight", num_rows, spec.hidden_size)
 
 
-def _layer(
+def _make_layers(
     spec: ModelSpec,
-    layer: LayerSpec,
-    blocks: dict[int, Block],
     weights: WeightReader,
-    prefix: str,
     attention: AttentionBackend,
     shard: ModelShard,
     kernels: LayerKernels,
-) -> AltUpLayer | DecoderLayer | SharedBlockLayer:
-    """Create one layer. `spec` must come from `for_layer`. `blocks` are the shared blocks."""
-    if layer.shared_block is not None:
-        return SharedBlockLayer(
-            spec,
-            layer,
-            layer.shared_block,
-            blocks,
-            weights,
-            prefix,
-            attention,
-            shard,
-            kernels,
-        )
-    if spec.altup is not None:
-        return AltUpLayer(spec, spec.altup, layer, weights, prefix, attention, shard, kernels)
-    return DecoderLayer(spec, layer, weights, prefix, attention, shard, kernels)
+) -> list[AltUpLayer | DecoderLayer | SharedBlockLayer]:
+    """Create the layers of the shard."""
+    layers: list[AltUpLayer | DecoderLayer | SharedBlockLayer] = []
+    blocks: dict[int, Block] = {}
+    for i in shard.layers:
+        layer = spec.layers[i]
+        own = spec.for_layer(layer)
+        prefix = f"layers.{i}."
+        if layer.shared_block is not None:
+            source = layer.shared_block.source
+            if source not in blocks:
+                blocks[source] = Block(own, source, weights, attention, shard, kernels)
+            layers.append(
+                SharedBlockLayer(own, layer, blocks[source], weights, prefix, shard, kernels)
+            )
+        elif spec.altup is not None:
+            layers.append(
+                AltUpLayer(own, spec.altup, layer, weights, prefix, attention, shard, kernels)
+            )
+        else:
+            layers.append(DecoderLayer(own, layer, weights, prefix, attention, shard, kernels))
+    return layers

@@ -17,28 +17,32 @@ from ...attention import AttentionBackend
 from ...layers.layers import LayerKernels, Linear
 from ...layers.parallel.shard import ModelShard
 from ...layers.rope import RotaryTables
-from ...layers.shared_block import SharedBlock
 from ...layers.spec import LayerSpec, ModelSpec
 from ..attention import Attention, qkv_rows
 from ..mlp import MLP
 from ..weights import Rows, WeightReader
 
+_ADAPTED = ("mlp.gate_up_proj", *(f"self_attn.{name}_proj" for name in "qkv"))
+
 
 class Block:
-    """Attention, then an MLP, each after a norm. There is no residual stream between them."""
+    """Attention, then an MLP, each after a norm. There is no residual stream between them.
+
+    The layer `source` stores the weights, and the low-rank products of all layers.
+    """
 
     def __init__(
         self,
         spec: ModelSpec,
-        layer: LayerSpec,
+        source: int,
         weights: WeightReader,
-        prefix: str,
         backend: AttentionBackend,
         shard: ModelShard,
         kernels: LayerKernels,
     ) -> None:
+        self._prefix = prefix = f"layers.{source}.shared_block."
         # The attention reads hidden states and embeddings.
-        layer = replace(layer, input_size=2 * spec.hidden_size)
+        layer = replace(spec.layers[source], input_size=2 * spec.hidden_size)
         self._attention_norm, self._mlp_norm = (
             kernels.norm(weights.read_vector(f"{prefix}{name}.weight", size), spec.norm_eps)
             for name, size in (
@@ -50,6 +54,14 @@ class Block:
             spec, layer, weights, f"{prefix}self_attn.", backend, shard, kernels
         )
         self.mlp = MLP(spec, weights, f"{prefix}mlp.", shard, kernels, spec.intermediate_size)
+        of_other_stages = [
+            other.shared_block.number
+            for i, other in enumerate(spec.layers)
+            if other.shared_block is not None and i not in shard.layers
+        ]
+        weights.skip(
+            [f"{prefix}{name}_adapters.{i}." for name in _ADAPTED for i in of_other_stages]
+        )
 
     def forward(
         self,
@@ -70,13 +82,13 @@ class Block:
         self,
         spec: ModelSpec,
         layer: LayerSpec,
-        use: SharedBlock,
         weights: WeightReader,
-        prefix: str,
         shard: ModelShard,
         kernels: LayerKernels,
     ) -> Block:
-        """Return a block with the same weights and one layer's low-rank products."""
+        """Return a block with the same weights and the low-rank products of a layer that uses it."""
+        use, prefix = layer.shared_block, self._prefix
+        assert use is not None
 
         def adapt(linear: Linear, rows: Sequence[Rows], columns: int) -> Linear:
             downs, ups = [], []

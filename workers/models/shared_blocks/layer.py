@@ -11,11 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...attention import AttentionBackend
 from ...layers.layers import LayerKernels
 from ...layers.parallel.shard import ModelShard
 from ...layers.rope import RotaryTables
-from ...layers.shared_block import SharedBlock
 from ...layers.spec import LayerSpec, ModelSpec
 from ..cross_attention import CrossAttention
 from ..decoder_layer import added, read_norm
@@ -23,51 +21,29 @@ from ..mixers import make_mixer
 from ..weights import WeightReader
 from .block import Block
 
-_ADAPTED = ("mlp.gate_up_proj", *(f"self_attn.{name}_proj" for name in "qkv"))
-
-
-def _skip_other_stages(
-    spec: ModelSpec, weights: WeightReader, prefix: str, shard: ModelShard
-) -> None:
-    """Mark the low-rank products of other stages' layers, which are stored with the block, as not needed."""
-    others = [
-        layer.shared_block.number
-        for i, layer in enumerate(spec.layers)
-        if layer.shared_block is not None and i not in shard.layers
-    ]
-    weights.skip([f"{prefix}{name}_adapters.{number}." for name in _ADAPTED for number in others])
-
 
 class SharedBlockLayer:
     """A recurrent mixer, whose input is the residual stream plus a projection of a shared block's output.
 
-    `blocks` are the blocks of all layers by their `source`. The first layer that uses a block creates it.
+    `block` has only the shared weights.
     """
 
     def __init__(
         self,
         spec: ModelSpec,
         layer: LayerSpec,
-        use: SharedBlock,
-        blocks: dict[int, Block],
+        block: Block,
         weights: WeightReader,
         prefix: str,
-        attention: AttentionBackend,
         shard: ModelShard,
         kernels: LayerKernels,
     ) -> None:
-        assert layer.recurrent is not None
+        assert layer.recurrent is not None and layer.shared_block is not None
         self.rope = layer.rope
         self.cache_groups = layer.cache_groups
         self.cross: CrossAttention | None = None
         self._spec = spec
-        of_block = f"layers.{use.source}.shared_block."
-        if use.source not in blocks:
-            blocks[use.source] = Block(spec, layer, weights, of_block, attention, shard, kernels)
-            _skip_other_stages(spec, weights, of_block, shard)
-        self._block = blocks[use.source].adapted(
-            spec, layer, use, weights, of_block, shard, kernels
-        )
+        self._block = block.adapted(spec, layer, weights, shard, kernels)
         size = spec.hidden_size
         self._linear = kernels.linear(weights.read_matrix(f"{prefix}linear.weight", size, size))
         self._norm = read_norm(spec, weights, f"{prefix}input_layernorm", kernels)
