@@ -28,6 +28,7 @@ TOOL_MARKERS: Final[Sequence[tuple[str, ToolCallParserName]]] = (
     ("<|channel|>", "openai"),
     ("<|tool_calls_section_begin|>", "kimi_k2"),
     ("<minimax:tool_call>", "minimax_m2"),
+    ("]<]minimax[>[", "minimax_m3"),
     ("<seed:tool_call>", "seed_oss"),
     ("<arg_key>", "glm45"),
     ("<parameter=", "qwen3_coder"),

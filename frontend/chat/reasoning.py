@@ -186,7 +186,12 @@ class MarkedReasoningParser:
             self._buffer = text.removeprefix(start)
             self._opened = True
             self._state = _State.REASONING_START
-        elif not may_begin(text, self._format.starts):
+        elif not self._opened and text.startswith(self._format.ends):
+            # Without reasoning, MiniMax M3 begins its answer with the end marker.
+            end = next(end for end in self._format.ends if text.startswith(end))
+            self._buffer = text.removeprefix(end)
+            self._state = self._after_end
+        elif not may_begin(text, self._format.starts + self._format.ends * (not self._opened)):
             self._state = _State.REASONING_START if self._opened else _State.CONTENT
 
     def _skip_whitespace(self, then: _State) -> None:

@@ -30,6 +30,7 @@ ToolCallParserName = Literal[
     "qwen3_xml",
     "seed_oss",
     "minimax_m2",
+    "minimax_m3",
     "glm45",
     "glm47",
     "kimi_k2",

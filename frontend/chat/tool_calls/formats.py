@@ -10,6 +10,7 @@ from random import Random
 from typing import Final, Protocol
 
 from ....protocol.config.frontend import ToolCallParserName
+from .element_arguments import ElementArguments
 from .gemma_arguments import GemmaArguments
 from .json_calls import JsonArguments, JsonCall
 from .python_calls import PythonCall
@@ -106,6 +107,25 @@ class TaggedNotation:
 
 
 @dataclass(frozen=True)
+class ElementNotation:
+    """Arguments as nested elements. Their tags, and the tag `end`, have `mark` before them."""
+
+    mark: str
+    start: str
+    end: str
+
+    @property
+    def first(self) -> tuple[str, ...]:
+        """The text with which the arguments begin."""
+        return (self.start,)
+
+    def reader(self, markers: tuple[str, ...], parameters: Parameters) -> ArgumentsReader:
+        """Return a reader for the arguments of one call."""
+        end = self.mark + self.end
+        return ElementArguments(self.mark, self.start, end, markers, parameters)
+
+
+@dataclass(frozen=True)
 class NamedCall:
     """The syntax `before prefix NAME suffix after ARGUMENTS end`.
 
@@ -118,7 +138,7 @@ class NamedCall:
         has_id: True if prefix, name and suffix together are the call's ID.
     """
 
-    arguments: JsonNotation | GemmaNotation | TaggedNotation = JsonNotation()
+    arguments: JsonNotation | GemmaNotation | TaggedNotation | ElementNotation = JsonNotation()
     before: str = ""
     prefix: str = ""
     suffix: str = ""
@@ -274,6 +294,8 @@ _GLM: Final = CallFormat(
     "</tool_call>",
 )
 
+_MINIMAX_MARK: Final = "]<]minimax[>["
+
 FORMATS: Final[dict[ToolCallParserName, CallFormat]] = {
     "hermes": _HERMES,
     "qwen3": _HERMES,
@@ -308,6 +330,14 @@ FORMATS: Final[dict[ToolCallParserName, CallFormat]] = {
         "</minimax:tool_call>",
         '<invoke name="',
         Tags('<parameter name="', '">', "</parameter>", start='">', end="</invoke>"),
+    ),
+    "minimax_m3": _sections(
+        f"{_MINIMAX_MARK}<tool_call>",
+        f"{_MINIMAX_MARK}</tool_call>",
+        NamedCall(
+            ElementNotation(_MINIMAX_MARK, '">', "</invoke>"),
+            before=f'{_MINIMAX_MARK}<invoke name="',
+        ),
     ),
     "glm45": _GLM,
     "glm47": _GLM,

@@ -13,6 +13,7 @@ from ....protocol.grammars.grammar import json_expression
 from ...tokenizer.tokenizer import Tokenizer
 from .formats import (
     CallFormat,
+    ElementNotation,
     GemmaNotation,
     JsonNotation,
     JsonObject,
@@ -22,7 +23,7 @@ from .formats import (
 )
 from .tagged_arguments import Tags
 
-_MARK: Final = re.compile(r"(<[^<>\n]+>|\[[A-Z_]+\])")
+_MARK: Final = re.compile(r"(\]<\]\w+\[>\[|<[^<>\n]+>|\[[A-Z_]+\])")
 """A part of a marker that may be a single token."""
 
 _PYTHON_VALUES: Final = r"""
@@ -193,6 +194,8 @@ class _Rules:
                 self._gemma_arguments(quote)
             case TaggedNotation(tags):
                 self._tagged_arguments(tags)
+            case ElementNotation() as notation:
+                self._elements(notation)
         if not call.before:
             return ["rest_of_call"]
         self._rules.append(f"named: {self._mark(call.before)} rest_of_call")
@@ -219,4 +222,15 @@ class _Rules:
             f"argument: {self._mark(tags.key_before)} KEY {attributes}{self._mark(tags.key_after)} "
             f"{value_before}({self.text_to([tags.value_end])})",
             r'KEY: /[^<>"\n]{1,128}/',
+        ]
+
+    def _elements(self, notation: ElementNotation) -> None:
+        mark, text = self._mark(notation.mark), self.text_to([notation.mark])
+        self._rules += [
+            f"arguments: {json.dumps(notation.start)} (SPACE? element)* SPACE? {mark} {json.dumps(notation.end)}",
+            f"element: {mark} rest_of_element",
+            # A lexer cannot tell empty text before a mark from no text, so all marks end a text.
+            f'rest_of_element: "<" NAME ">" ({text}) ("</" NAME ">" | elements)',
+            f'elements: rest_of_element (SPACE? element)* SPACE? {mark} "</" NAME ">"',
+            r'NAME: /[^<>"\/\n][^<>"\n]{0,127}/',
         ]

@@ -2,6 +2,7 @@
 
 import ast
 import json
+from collections.abc import Mapping
 from typing import Any, Final
 
 import msgspec
@@ -35,9 +36,40 @@ def json_value(text: str, types: frozenset[str]) -> str:
 
 def types_of(parameters: Parameters, name: str) -> frozenset[str]:
     """Return the JSON types that a parameter's schema allows; none if that is unknown."""
-    properties = parameters.get("properties")
-    schema = properties.get(name) if isinstance(properties, dict) else None
-    return _types(schema, parameters, 0) or frozenset()
+    return types_of_schema(schema_of(parameters, name, parameters), parameters)
+
+
+def types_of_schema(schema: Any, root: Parameters) -> frozenset[str]:
+    """Return the JSON types that a schema within `root` allows; none if that is unknown."""
+    return _types(schema, root, 0) or frozenset()
+
+
+def schema_of(schema: Any, name: str | None, root: Parameters) -> Any:
+    """Return the schema of an object's property `name`, or of an array's items if that is None.
+
+    Return None if it is unknown. `schema` is within `root`. Of alternatives, the first one with such a schema counts.
+    """
+    return _schema_of(schema, name, root, 0)
+
+
+def _schema_of(schema: Any, name: str | None, root: Parameters, depth: int) -> Any:
+    if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
+        return None
+    if name is None and "items" in schema:
+        return schema["items"]
+    properties = schema.get("properties")
+    if name is not None and isinstance(properties, dict) and name in properties:
+        return properties[name]
+    branches = [
+        branch
+        for word in ("anyOf", "oneOf")
+        if isinstance(schema.get(word), list)
+        for branch in schema[word]
+    ]
+    if "$ref" in schema:
+        branches.append(_referenced(schema["$ref"], root))
+    found = (_schema_of(branch, name, root, depth + 1) for branch in branches)
+    return next((each for each in found if each is not None), None)
 
 
 def _types(schema: Any, root: Parameters, depth: int) -> frozenset[str] | None:
@@ -56,13 +88,17 @@ def _types(schema: Any, root: Parameters, depth: int) -> frozenset[str] | None:
             found = [_types(branch, root, depth + 1) for branch in branches]
             known = [types for types in found if types is not None]
             return frozenset().union(*known) if len(known) == len(found) else None
-    reference = schema.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#/"):
-        target: Any = root
-        for part in reference[2:].split("/"):
-            target = target.get(part) if isinstance(target, dict) else None
-        return _types(target, root, depth + 1)
-    return None
+    return _types(_referenced(schema.get("$ref"), root), root, depth + 1)
+
+
+def _referenced(reference: Any, root: Parameters) -> Any:
+    """Return the schema within `root` to which `$ref` refers; None if there is none."""
+    if not isinstance(reference, str) or not reference.startswith("#/"):
+        return None
+    target: Any = root
+    for part in reference[2:].split("/"):
+        target = target.get(part) if isinstance(target, dict) else None
+    return target
 
 
 def _as_json(source: str) -> str | None:

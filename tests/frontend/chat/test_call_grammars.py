@@ -23,6 +23,8 @@ CALLS = {
     "seed_oss": "<seed:tool_call><function=%s></function></seed:tool_call>",
     "minimax_m2": '<minimax:tool_call>\n<invoke name="%s">\n<parameter name="a">b</parameter>\n</invoke>\n'
     "</minimax:tool_call>",
+    "minimax_m3": ']<]minimax[>[<tool_call>\n]<]minimax[>[<invoke name="%s">]<]minimax[>[<a>]<]minimax[>[<item>b '
+    "</c>]<]minimax[>[</item>]<]minimax[>[</a>]<]minimax[>[</invoke>\n]<]minimax[>[</tool_call>",
     "glm45": "<tool_call>%s\n<arg_key>a</arg_key>\n<arg_value>b</arg_value>\n</tool_call>",
     "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.%s:0<|tool_call_argument_begin|>"
     "{}<|tool_call_end|><|tool_calls_section_end|>",

@@ -29,6 +29,10 @@ CALLS = {
     "minimax_m2": '<minimax:tool_call>\n<invoke name="{{ f.name }}">\n'
     + TAGS
     + '<parameter name="{{ k }}">{{ v }}</parameter>\n{% endfor %}</invoke>\n</minimax:tool_call>',
+    "minimax_m3": ']<]minimax[>[<tool_call>\n]<]minimax[>[<invoke name="{{ f.name }}">'
+    + TAGS
+    + "]<]minimax[>[<{{ k }}>{{ v }}]<]minimax[>[</{{ k }}>{% endfor %}]<]minimax[>[</invoke>\n"
+    + "]<]minimax[>[</tool_call>",
     "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>{{ call.id }}<|tool_call_argument_begin|>"
     "{{ f.arguments | tojson }}<|tool_call_end|><|tool_calls_section_end|>",
     "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{{ call.type }}<｜tool▁sep｜>{{ f.name }}\n```json\n"

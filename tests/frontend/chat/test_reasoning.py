@@ -43,6 +43,8 @@ CASES = [
     ("mistral", "", "[THINK]Hmm[/THINK]A", "Hmm", "A"),
     ("seed_oss", "", "<seed:think>Hmm</seed:think>A", "Hmm", "A"),
     ("minimax_m3", "<mm:think>", "Hmm</mm:think>A", "Hmm", "A"),
+    ("minimax_m3", "", "</mm:think>\nA </mm:think>", "", "A </mm:think>"),
+    ("minimax_m3", "", "</mm:th", "", "</mm:th"),
     ("kimi_vl", "◁think▷", "Hmm◁/think▷A", "Hmm", "A"),
     ("gemma4", "", "<|channel>thought\nHmm\n<channel|>A", "Hmm", "A"),
     ("gemma4", "<|turn>model\n<|channel>thought\n<channel|>", "A", "", "A"),

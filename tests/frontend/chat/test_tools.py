@@ -23,10 +23,13 @@ FUNCTIONS = {
             "limit": {"anyOf": [{"type": "number"}, {"type": "null"}]},
             "either": {"type": ["string", "integer"]},
             "shared": {"$ref": "#/$defs/shared"},
+            "deep": {"type": "object"},
         },
         "$defs": {"shared": {"type": "string"}},
     }
 }
+
+M3 = "]<]minimax[>["
 
 CASES = [
     ("hermes", "Just text, 1 < 2.\n", "Just text, 1 < 2.\n", []),
@@ -244,6 +247,27 @@ CASES = [
         [("write", '{"path": "a\\nb", "tags": ["x"]}'), ("now", "{}")],
     ),
     ("minimax_m2", '<minimax:tool_call><invoke name="f', '<minimax:tool_call><invoke name="f', []),
+    (
+        "minimax_m3",
+        f'Ok.\n{M3}<tool_call>\n{M3}<invoke name="write">{M3}<path>a </path>\n<b>{M3}x{M3}</path>{M3}<tags>'
+        f"{M3}<item>1{M3}</item> {M3}<item>b{M3}</item>{M3}</tags>{M3}<lines>3{M3}</lines>{M3}<deep>{M3}<-k>"
+        f"{M3}<item>true{M3}</item>{M3}</-k>{M3}<e>{M3}</e>{M3}</deep>{M3}</invoke>\n"
+        f'{M3}<invoke name="now">{M3}</invoke>\n{M3}</tool_call>',
+        "Ok.",
+        [("write", '{"path": "a </path>\\n<b>]<]minimax[>[x", "tags": ["1", "b"], "lines": 3, '
+          '"deep": {"-k": [true], "e": ""}}'), ("now", "{}")],
+    ),
+    # Start tags and marks of end tags that the model omits, and elements that it leaves open.
+    (
+        "minimax_m3",
+        f'{M3}<tool_call>{M3}<invoke name="write">{M3}a.txt{M3}</path>{M3}<mode>w</mode>{M3}<tags>{M3}</tags>'
+        f"{M3}</stray>{M3}<deep>{M3}<a>{M3}<b>1{M3}</b>{M3}</deep>{M3}<lines>2{M3}</tool_call>",
+        None,
+        [("write", '{"path": "a.txt", "mode": "w", "tags": [], "deep": {"a": {"b": 1}}, "lines": 2}')],
+    ),
+    ("minimax_m3", f'{M3}<tool_call>{M3}<invoke name="write">{M3}<path>a{M3[:-1]}', None,
+     [("write", f'{{"path": "a{M3[:-1]}')]),
+    ("minimax_m3", f'{M3}<tool_call>{M3}<invoke name="f', f'{M3}<tool_call>{M3}<invoke name="f', []),
     (
         "glm45",
         "\n<tool_call>write\n<arg_key>path</arg_key>\n<arg_value>a b</arg_value>\n<arg_key>lines</arg_key>\n"
