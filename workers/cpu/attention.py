@@ -59,10 +59,11 @@ class NativeAttention(PagedAttention):
         """Return the shape of one layer's cache, in the block layout of `csrc/attention/kv_cache.h`.
 
         Head dimensions are padded to whole vectors. In int8, each token has a scale. If layers share a tensor, a block
-        has space for as many layers as fit into `tensor_elements` elements.
+        has space for as many layers as fit into `tensor_elements` elements. Otherwise, with `tensor_elements`, it has
+        space for index keys behind the keys and values of all heads.
         """
         spec = self.spec
-        if spec.tensor_elements:
+        if spec.heads_of_layers:
             return (
                 num_blocks,
                 max(
@@ -72,6 +73,9 @@ class NativeAttention(PagedAttention):
                     for num_kv_heads, head_dim in spec.heads_of_layers
                 ),
             )
+        if spec.tensor_elements:
+            index_elements = self.block_size * self._padded(spec.index_dim)
+            return (num_blocks, self.elements_of_layer + index_elements)
         num_parts = 1 if spec.latent_rank else 2
         padded = self._padded(self.head_dim)
         return (num_blocks, num_parts, self.num_kv_heads, self.block_size, padded)

@@ -24,7 +24,6 @@ def unsupported_features(spec: ModelSpec) -> list[str]:
         "experts that return their input, or shortcuts": any(
             each.num_identities or each.is_shortcut for each in experts
         ),
-        "sparse attention by blocks of keys": spec.block_indexer is not None,
         "blocks that several layers share": any(layer.shared_block for layer in spec.layers),
         "gated MLPs with xIELU": spec.has_gate and spec.activation == "xielu",
     }

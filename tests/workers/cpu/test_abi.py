@@ -39,7 +39,7 @@ FIELDS = list(structs.LogprobRows._fields_)
         [*FIELDS, ("added", ctypes.c_int32)],
         FIELDS[:-1],
         [FIELDS[1], FIELDS[0], *FIELDS[2:]],
-        [*FIELDS[:2], ("width", ctypes.c_double), *FIELDS[3:]],
+        [*FIELDS[:3], ("width", ctypes.c_double), *FIELDS[4:]],
         [("renamed", ctypes.c_void_p), *FIELDS[1:]],
     ],
     ids=["added", "removed", "reordered", "retyped", "renamed"],

@@ -151,9 +151,7 @@ OTHER_LAYERS = {
         },
     ),
 }
-NATIVE_LAYERS = [
-    name for name in OTHER_LAYERS if name not in ("phi3", "qwen2", "mamba", "minimax-m3")
-]
+NATIVE_LAYERS = [name for name in OTHER_LAYERS if name not in ("phi3", "qwen2", "mamba")]
 PER_LAYER = {
     "num_hidden_layers": 8,
     "num_key_value_heads": 2,

@@ -78,6 +78,7 @@ NATIVE = [
     "mamba2",
     "mimo-v2",
     "minicpm3",
+    "minimax-m3",
     "ministral",
     "nanochat",
     "nemotron",
@@ -241,7 +242,9 @@ def test_native_logits_from_a_quantized_gguf_file_of_gemma_are_close(tmp_path):
         assert torch.linalg.norm(logits - expected) < 0.05 * torch.linalg.norm(expected), name
 
 
-@pytest.mark.parametrize("name", ["gemma3n", "gemma4-moe", "gemma4-shared", "glm5", "laguna"])
+@pytest.mark.parametrize(
+    "name", ["gemma3n", "gemma4-moe", "gemma4-shared", "glm5", "laguna", "minimax-m3"]
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
 def test_native_states_do_not_depend_on_the_batch(name, dtype, tmp_path):
     """In a cache of layers with different heads, the previous contents of a block must have no effect.

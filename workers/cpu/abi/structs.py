@@ -9,6 +9,8 @@ from __future__ import annotations
 import ctypes
 from ctypes import CFUNCTYPE, POINTER, c_float, c_int32, c_int64, c_void_p
 
+from .sampling_structs import LogitRules, LogprobRows, SamplingRows
+
 MAX_PARTS = 3
 OP_KINDS = (
     "embed",
@@ -57,6 +59,7 @@ OP_KINDS = (
     "choose_keys",
     "quantize_inputs",
     "norm_activations",
+    "store_index",
 )
 
 
@@ -83,7 +86,6 @@ class LatentShape(ctypes.Structure):
         ("rotary_dim", c_int32),
         ("value_dim", c_int32),
         ("index_heads", c_int32),
-        ("index_dim", c_int32),
         ("gate_dim", c_int32),
     )
 
@@ -112,6 +114,7 @@ class ModelShape(ctypes.Structure):
         ("num_streams", c_int32),
         ("input_size", c_int32),
         ("latent", LatentShape),
+        ("index_dim", c_int32),
         ("num_threads", c_int32),
     )
 
@@ -250,6 +253,12 @@ class AltUp(ctypes.Structure):
     )
 
 
+class ChoiceRule(ctypes.Structure):
+    """The keys that an indexer chooses; see `csrc/model/model.h`."""
+
+    _fields_ = (("num_chosen", c_int32), ("block_size", c_int32), ("num_local", c_int32))
+
+
 class Op(ctypes.Structure):
     """One operation of a program; see `csrc/model/model.h`."""
 
@@ -265,6 +274,7 @@ class Op(ctypes.Structure):
         ("qk_norm", c_int32),
         ("rotates_before_norm", c_int32),
         ("reads_source", c_int32),
+        ("is_sparse", c_int32),
         ("num_heads", c_int32),
         ("num_kv_heads", c_int32),
         ("head_dim", c_int32),
@@ -278,6 +288,7 @@ class Op(ctypes.Structure):
         ("scale", c_float),
         ("eps", c_float),
         ("gate_limit", GateLimit),
+        ("choice", ChoiceRule),
         ("attention", AttentionLayer),
         ("parts", c_void_p * MAX_PARTS),
         ("vectors", c_void_p * MAX_PARTS),
@@ -296,72 +307,6 @@ class StepGroup(ctypes.Structure):
         ("block_table", c_void_p),
         ("block_table_stride", c_int64),
         ("slot_mapping", c_void_p),
-    )
-
-
-class LogitRules(ctypes.Structure):
-    """The changes to the logits of a slot's request; see `csrc/sampling/logit_rules.h`."""
-
-    _fields_ = (
-        ("allowed", c_void_p),
-        ("bad_words", c_void_p),
-        ("end_tokens", c_void_p),
-        ("bias_tokens", c_void_p),
-        ("biases", c_void_p),
-        ("bad_words_size", c_int32),
-        ("num_end_tokens", c_int32),
-        ("min_length", c_int32),
-        ("num_biases", c_int32),
-        ("has_penalties", c_int32),
-        ("repetition_penalty", c_float),
-        ("presence_penalty", c_float),
-        ("frequency_penalty", c_float),
-        ("suppressed", c_void_p),
-        ("begin_suppressed", c_void_p),
-        ("num_suppressed", c_int32),
-        ("num_begin_suppressed", c_int32),
-        ("first_timestamp", c_int32),
-        ("end_token", c_int32),
-        ("max_initial_timestamp", c_int32),
-    )
-
-
-class LogprobRows(ctypes.Structure):
-    """The arrays that log-probabilities are written to; see `csrc/sampling/token_chooser.h`."""
-
-    _fields_ = (
-        ("is_wanted", c_void_p),
-        ("num_top", c_void_p),
-        ("is_processed", c_void_p),
-        ("width", c_int64),
-        ("token_ids", c_void_p),
-        ("logprobs", c_void_p),
-        ("ranks", c_void_p),
-    )
-
-
-class SamplingRows(ctypes.Structure):
-    """Sampling parameters by slot, and the rows to sample; see `csrc/sampling/token_chooser.h`."""
-
-    _fields_ = (
-        ("is_greedy", c_void_p),
-        ("inverse_temperature", c_void_p),
-        ("top_k", c_void_p),
-        ("top_p", c_void_p),
-        ("typical_p", c_void_p),
-        ("min_p_margin", c_void_p),
-        ("seed", c_void_p),
-        ("changes_logits", c_void_p),
-        ("rules", POINTER(LogitRules)),
-        ("token_ids", c_void_p),
-        ("max_model_len", c_int64),
-        ("num_prompt_tokens", c_void_p),
-        ("num_tokens", c_void_p),
-        ("grammar", c_void_p),
-        ("grammar_words", c_void_p),
-        ("logprobs", POINTER(LogprobRows)),
-        ("slots", c_void_p),
-        ("positions", c_void_p),
     )
 
 
@@ -488,6 +433,7 @@ STRUCTS = (
     LowRankFactor,
     Adapter,
     AltUp,
+    ChoiceRule,
     Op,
     StepGroup,
     LogitRules,

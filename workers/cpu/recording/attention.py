@@ -14,9 +14,10 @@ from ...layers.rope import RopeSpec
 from ...layers.spec import Chunk, LayerSpec, ModelSpec, NormNames, QueryScaling, Window
 from ...models.attention import distance_buckets, head_norm, qkv_rows, read_distance_biases
 from ...models.cross_attention import cross_rows
+from ...models.indexers.blocks import block_index_rows
 from ...models.indexers.keys import INDEX_NORM_EPS, index_order, index_query_rows, index_rows
 from ...models.latent.attention import first_rows, gate_rows, query_rows
-from ..abi.structs import AttentionLayer
+from ..abi.structs import AttentionLayer, ChoiceRule
 from ..head_matrices import read_head_matrices
 from ..library import NotSupportedNatively
 from ..packing import GROUP_SIZE, ActivationKind, PackedWeight
@@ -72,7 +73,12 @@ class AttentionRecorder:
         """
         spec, shard = self._spec.for_layer(layer), self._shard
         rows = qkv_rows(spec, layer, self._weights, f"{prefix}self_attn.", shard)
-        qkv, biases = self._blocks.packed_rows(rows, spec.qkv_bias, layer.input_size)
+        indexer = spec.block_indexer if layer.chooses_keys else None
+        of_index = []
+        if indexer is not None:
+            name = f"{prefix}self_attn."
+            of_index = block_index_rows(spec, indexer, name, shard.kv_heads(spec))
+        qkv, biases = self._blocks.packed_rows([*rows, *of_index], spec.qkv_bias, layer.input_size)
         output = self._attention_output(spec, prefix, spec.output_dim)
         columns = len(shard.heads(spec)) // len(shard.kv_heads(spec)) * spec.output_dim
         if output.activation_kind == ActivationKind.INT8 and columns % GROUP_SIZE:
@@ -114,6 +120,17 @@ class AttentionRecorder:
             "num_kv_heads": len(shard.kv_heads(spec)),
             "head_dim": spec.head_dim,
         }
+        indexing = attention | {"first_column": sum(part.n for part in qkv[: len(rows)])}
+        if indexer is not None:
+            self._program.add_op(
+                "store_index",
+                rope=-1 if layer.rope is None else self._ropes[layer.rope],
+                vectors=[
+                    self._blocks.norm(f"{prefix}self_attn.indexer.{name}", indexer.head_dim)
+                    for name in ("q_norm", "k_norm")
+                ],
+                **indexing,
+            )
         norm_target = QKV
         if qk_norm == _FULL_NORM and not self._blocks.is_alone:
             norm_target = PART
@@ -129,6 +146,9 @@ class AttentionRecorder:
             vectors=[*head_norms, _scaling(layer.query_scaling)],
             **attention,
         )
+        if indexer is not None:
+            rule = ChoiceRule(indexer.num_chosen, indexer.block_size, indexer.num_local)
+            self._program.add_op("choose_keys", choice=rule, **indexing)
         sinks = None
         if spec.has_sinks and layer.has_sinks:
             name = f"{prefix}self_attn.sinks"
@@ -136,6 +156,7 @@ class AttentionRecorder:
         gates = sum(len(heads) for heads in (shard.heads(spec), *[shard.kv_heads(spec)] * 2))
         self._program.add_op(
             "attention",
+            is_sparse=indexer is not None,
             activation_kind=ActivationKind.F32 if spec.has_inner_norms else output.activation_kind,
             vectors=[sinks, self._distance_biases],
             num_columns=self._max_distance,
@@ -304,8 +325,14 @@ class AttentionRecorder:
             **attention,
         )
         if indexer is not None:
-            program.add_op("choose_keys", num_columns=indexer.num_chosen, **attention)
-        program.add_op("attention", activation_kind=ActivationKind.F32, vectors=[None], **attention)
+            program.add_op("choose_keys", choice=ChoiceRule(indexer.num_chosen, 1, 0), **attention)
+        program.add_op(
+            "attention",
+            activation_kind=ActivationKind.F32,
+            vectors=[None],
+            is_sparse=latent.indexer is not None,
+            **attention,
+        )
         program.add_op(
             "latent_values",
             input_kind=value_matrices.activation_kind.for_whole_rows,

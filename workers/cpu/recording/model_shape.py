@@ -59,6 +59,7 @@ def model_shape(
         0 if spec.altup is None else spec.altup.num_streams,
         inputs,
         _latent_shape(spec),
+        spec.index_dim,
         num_threads,
     )
 
@@ -78,6 +79,8 @@ def _projection_and_mixed_size(
         heads, kv_heads = len(shard.heads(spec)), len(shard.kv_heads(spec))
         columns = heads * (1 + spec.gates_attention) + 2 * kv_heads
         projection, mixed = columns * spec.head_dim, heads * spec.head_dim
+        if layer.chooses_keys:
+            projection += (kv_heads + 1) * spec.index_dim
     if spec.altup is not None:
         projection += spec.altup.laurel_rank
     others = [0]
@@ -131,7 +134,6 @@ def _latent_shape(spec: ModelSpec) -> LatentShape:
         latent.rotary_dim,
         latent.value_dim,
         0 if latent.indexer is None else latent.indexer.num_heads,
-        0 if latent.indexer is None else latent.indexer.head_dim,
         gates_of_head(spec, latent) if spec.gates_attention else 0,
     )
 

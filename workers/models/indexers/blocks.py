@@ -31,15 +31,7 @@ class BlockIndexer:
         kv_heads: range,
     ) -> None:
         self._indexer, self._num_heads, size = indexer, len(kv_heads), indexer.head_dim
-        self.rows = [
-            Rows(
-                f"{prefix}indexer.q_proj",
-                spec.num_kv_heads * size,
-                range(kv_heads.start * size, kv_heads.stop * size),
-                has_bias=False,
-            ),
-            Rows(f"{prefix}indexer.k_proj", size, range(size), has_bias=False),
-        ]
+        self.rows = block_index_rows(spec, indexer, prefix, kv_heads)
         self.size = (self._num_heads + 1) * size
         query_I, key_I = (
             weights.read_vector(f"{prefix}indexer.{name}.weight", size) + spec.norm_weight_offset
@@ -63,3 +55,15 @@ class BlockIndexer:
             indexer.block_size,
             indexer.num_local,
         )
+
+
+def block_index_rows(
+    spec: ModelSpec, indexer: BlockIndexerSpec, prefix: str, kv_heads: range
+) -> list[Rows]:
+    """Return the rows of the projections to the index queries of these heads, and to the index key."""
+    size = indexer.head_dim
+    part = range(kv_heads.start * size, kv_heads.stop * size)
+    return [
+        Rows(f"{prefix}indexer.q_proj", spec.num_kv_heads * size, part, has_bias=False),
+        Rows(f"{prefix}indexer.k_proj", size, range(size), has_bias=False),
+    ]

@@ -125,6 +125,10 @@ struct AttentionKernels {
   // the last chunk are undefined. `queries`, [num_heads][query_words], are converted for the layout `of_index`.
   void (*score_keys)(const KVLayout&, const AttentionTask&, const uint32_t* queries, const float* weights,
                      int num_heads, float* out);
+  // Raises out[head][block] to the largest product of the head's query and a key of the block, of all keys up to the
+  // task's one token. Blocks have `block_size` keys, and heads are `stride` numbers apart.
+  void (*score_blocks)(const KVLayout&, const AttentionTask&, const uint32_t* queries, int num_heads, int block_size,
+                       int stride, float* out);
 };
 
 #define ENGINE_ISA(set, linear, attention, ...) \

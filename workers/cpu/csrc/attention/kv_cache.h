@@ -10,8 +10,10 @@
 // infinity become zero. Otherwise a value that remains from the block's previous owner, and is masked now, would turn 0
 // * value into NaN.
 //
-// A block may also contain keys and values of other layers, before or after those of this layer. The elements of a key
-// may be followed by those of its index key.
+// A block may also contain keys and values of other layers, before or after those of this layer.
+//
+// The keys and values of all heads may be followed by index keys, which are stored like the keys of one more head. With
+// latent attention, the elements of a key are followed by those of its index key instead.
 //
 // With latent attention, a block has only keys. Their first elements are the values: attention copies those of a chunk
 // to the layout of values before it uses them for all of its rows.
@@ -30,15 +32,16 @@ struct KVLayout {
   int32_t value_dim;      // the size of a value
   bool has_values;        // if false, values are the first elements of keys
   size_t block_stride;    // bytes from a block to the next
-  int32_t index_dim = 0;  // elements of a key that are behind the others, by which tokens choose keys
+  int32_t index_dim = 0;  // the elements of an index key, by which tokens choose keys; 0 without one
 
-  // Returns the layout in which the index keys are the keys.
+  // Returns the layout in which the index keys are the keys. If there are values, its blocks begin behind those.
   KVLayout of_index() const {
     KVLayout index = *this;
     index.head_dim = index_dim;
+    if (has_values) index = {format, 1, index_dim, block_size, 0, false, block_stride};
     return index;
   }
-  int stored_dim() const { return head_dim + index_dim; }
+  int stored_dim() const { return has_values ? head_dim : head_dim + index_dim; }
 
   size_t element_bytes() const { return format == KVFormat::f32 ? 4 : format == KVFormat::int8 ? 1 : 2; }
   int padded_head_dim() const { return (stored_dim() + 15) / 16 * 16; }
@@ -49,8 +52,10 @@ struct KVLayout {
   size_t head_bytes() const { return scale_offset() + (format == KVFormat::int8 ? block_size * sizeof(float) : 0); }
   // Returns the bytes that a block has for one head.
   size_t kv_head_bytes() const { return (has_values ? 2 : 1) * head_bytes(); }
+  // Returns the bytes that a block has for all heads.
+  size_t heads_bytes() const { return num_kv_heads * kv_head_bytes(); }
   // Returns the bytes that a block has for the layer.
-  size_t layer_bytes() const { return num_kv_heads * kv_head_bytes(); }
+  size_t layer_bytes() const { return heads_bytes() + (has_values && index_dim ? of_index().heads_bytes() : 0); }
   size_t key_offset(int block, int kv_head) const {
     return size_t(block) * block_stride + size_t(kv_head) * kv_head_bytes();
   }

@@ -21,8 +21,8 @@ struct LatentShape {
   int32_t query_rank;  // the size of the vector from which queries are computed; 0 if they come from hidden states
   int32_t kv_rank;     // 0 without latent attention
   int32_t plain_dim, rotary_dim, value_dim;
-  int32_t index_heads, index_dim;  // the sizes of an indexer, which chooses keys by index keys; 0 without one
-  int32_t gate_dim;  // the number of gates of a head: one for all of its value, one for each element, or 0
+  int32_t index_heads;  // the heads of an indexer, which chooses keys by index keys; 0 without one
+  int32_t gate_dim;     // the number of gates of a head: one for all of its value, one for each element, or 0
 
   int query_dim() const { return plain_dim + rotary_dim; }
 };
@@ -46,6 +46,7 @@ struct ModelShape {
   int32_t num_streams;  // the streams of a token, with alternating updates; otherwise 0
   int32_t input_size;   // the inputs of this stage's layers and of those behind it; 0 without
   LatentShape latent;
+  int32_t index_dim;  // the elements of an index key; 0 without an indexer
   int32_t num_threads;
 
   // The number of elements of a token's projection in latent attention. It consists of: the key and its index key; the
@@ -56,10 +57,10 @@ struct ModelShape {
   int attended_dim(int head_dim) const { return latent.kv_rank ? latent.kv_rank : head_dim; }
   int streams_size() const { return num_streams * hidden_size; }
   // The offset of a token's queries, and of their products, within its projection in latent attention.
-  int query_offset() const { return head_dim + latent.index_dim; }
+  int query_offset() const { return head_dim + index_dim; }
   int product_offset() const { return query_offset() + std::max(latent.query_rank, num_heads * latent.query_dim()); }
   int index_offset() const { return product_offset() + num_heads * head_dim; }
-  int gate_offset() const { return index_offset() + latent.index_heads * (1 + latent.index_dim); }
+  int gate_offset() const { return index_offset() + latent.index_heads * (1 + index_dim); }
 };
 
 // The operations, which act on each row of the slice. If an operation has a norm, vectors[0] is its weight and
@@ -131,10 +132,13 @@ enum class OpKind : int32_t {
                      // Activations must be float32
   keep_hidden = 42,  // elements of hidden from `first_column` on = residual
 
-  // In latent attention with an indexer, after `rotate_store`. In that, vectors[1] are the weights of the norm of index
-  // keys, then its biases; null if the layer has none:
-  choose_keys =
-      43,  // the `num_columns` keys that each token attends to, here and in the next layers without an indexer
+  // With an indexer:
+  choose_keys = 43,  // after `rotate_store`, chooses the keys of the next operations of attention that are `is_sparse`.
+                     // In latent attention, vectors[1] of that operation are the weights of the norm of index keys,
+                     // then its biases; null if the layer has no indexer
+  store_index = 46,  // before `rotate_store` without latent attention: norms and rotates the index queries of all
+                     // key/value heads, which begin at `first_column`, and the index key behind them, and stores that.
+                     // vectors[0] and vectors[1] are the norms of queries and key
 
   norm_activations =
       45,  // activations[0] = `num_columns` of activations[1], which must be float32, normed by vectors[0]
@@ -211,6 +215,14 @@ struct QueryScaling {
   float beta, length, offset;
 };
 
+// The choice of an indexer: of the blocks of `block_size` keys, a token attends to the `num_chosen` with the highest
+// scores, including its own and those just before it, `num_local` in all. A block has the score of its best key.
+struct ChoiceRule {
+  int32_t num_chosen, block_size, num_local;
+
+  int num_keys() const { return num_chosen * block_size; }
+};
+
 enum class MixerKind : int32_t { short_convolution = 0, mamba2 = 1, gated_delta_net = 2, kimi_delta_attention = 3 };
 
 // This rank's share of a recurrent layer; see protocol/checkpoint/recurrent_layers.py.
@@ -270,6 +282,7 @@ struct Op {
   QKNorm qk_norm;
   int32_t rotates_before_norm;
   int32_t reads_source;  // attention: whether its keys come from an encoder's outputs, which other steps store
+  int32_t is_sparse;     // attention: whether tokens attend only to the keys that they last chose
   int32_t num_heads, num_kv_heads, head_dim;  // the sizes of attention
   int32_t output_dim;                         // the first elements of a value, which attention writes; or 0 for all
   int32_t num_stored;    // 2: keys and values, 1: keys, 0: nothing, the cache of another layer is read
@@ -280,6 +293,7 @@ struct Op {
   int32_t adapter_rank;
   float scale, eps;
   GateLimit gate_limit;  // in gated_linear
+  ChoiceRule choice;     // in choose_keys
   AttentionLayer attention;
   const PackedWeight* parts[kMaxParts];  // side by side
   const float* vectors[kMaxParts];       // one for each part, or null
@@ -305,7 +319,7 @@ struct Model {
             shape.attended_dim(head_dim),
             shape.latent.kv_rank == 0,
             size_t(shape.block_bytes),
-            shape.latent.index_dim};
+            shape.index_dim};
   }
   size_t index_of(const Op& op) const { return size_t(&op - ops.data()); }
   // out = x after the operation's norm, [hidden_size]; `out` may be `x`.

@@ -193,7 +193,7 @@ void Program::begin_slice(int index) {
   mixers_.begin_slice();
   if (shares_blocks_) clear_new_blocks();
   pieces_.begin_slice(ranks_.are_several() || experts_.are_any() || mixers_.are_any() ||
-                      model_.shape.is_bidirectional || model_.shape.latent.index_dim || slice_.step.visible);
+                      model_.shape.is_bidirectional || model_.shape.index_dim || slice_.step.visible);
   if (pieces_.count()) readahead_.begin_slice();
 }
 
@@ -268,6 +268,8 @@ int Program::begin_op(const Op& op) {
     case OpKind::combine_experts:
       experts_.begin_combine(op);
       return share_rows(op, op.experts->router.num_chosen * model_.shape.hidden_size);
+    case OpKind::store_index:
+      return share_rows(op, (op.num_kv_heads + 1) * model_.shape.index_dim);
     case OpKind::share_head_squares:
     case OpKind::rotate_store:
       if (op.target == LinearTarget::part) ranks_.meet();

@@ -8,7 +8,9 @@ namespace engine {
 
 void Attention::add_op(const Op& op) {
   recorded_ops_.emplace_back();
-  if (op.kind != OpKind::rotate_store && op.kind != OpKind::choose_keys && op.kind != OpKind::attention) return;
+  if (op.kind != OpKind::store_index && op.kind != OpKind::rotate_store && op.kind != OpKind::choose_keys &&
+      op.kind != OpKind::attention)
+    return;
   auto queries = std::find_if(queries_.begin(), queries_.end(), [&](const Queries& each) {
     return each.num_heads == op.num_heads && each.num_kv_heads == op.num_kv_heads && each.head_dim == op.head_dim;
   });
@@ -71,6 +73,24 @@ void Attention::norm_queries_and_keys(const Op& op, float* qk, int row) const {
   }
 }
 
+void Attention::store_index(const Op& op, const RotaryTables& ropes, float* qkv, int row) {
+  const KVLayout &kv = recorded(op).kv, index = kv.of_index();
+  const int dim = index.head_dim, num_queries = op.num_kv_heads;
+  float *const queries = qkv + op.first_column, *const key = queries + num_queries * dim;
+  for (int h = 0; h < num_queries; h++)
+    model_.rows.rms_norm(queries + h * dim, op.vectors[0], op.eps, dim, queries + h * dim);
+  model_.rows.rms_norm(key, op.vectors[1], op.eps, dim, key);
+  if (op.rope >= 0) {
+    const RotaryTables::Angles angles = ropes.angles(op.rope, row);
+    model_.rows.rotate(queries, num_queries + 1, dim, angles.cosines, angles.sines, angles.half);
+  }
+  // The operation that stores the token's key sees these.
+  if (!model_.rows.all_finite(key, dim)) std::fill_n(qkv, op.num_heads * op.head_dim, std::nanf(""));
+  const int slot = slice_.step.groups[op.group].slot_mapping[slice_.first_token + row];
+  model_.attention.store(index, slice_.step.kv_caches[op.layer] + kv.heads_bytes(), slot / kv.block_size,
+                         slot % kv.block_size, 0, key, nullptr);
+}
+
 void Attention::rotate_store(const Op& op, const RotaryTables& ropes, float* qkv, int row) {
   if (model_.shape.latent.kv_rank) return rotate_store_latent(op, ropes, qkv, row);
   const int num_heads = op.num_heads, head_dim = op.head_dim;
@@ -127,9 +147,9 @@ void Attention::rotate_store_latent(const Op& op, const RotaryTables& ropes, flo
   model_.rows.rms_norm(qkv, op.vectors[0], op.eps, rank, qkv);
   float *const index_key = qkv + head_dim, *const index_queries = qkv + shape.index_offset() + latent.index_heads;
   if (const float* norm = op.vectors[1])
-    model_.rows.layer_norm(index_key, norm, norm + latent.index_dim, op.eps, latent.index_dim, index_key);
+    model_.rows.layer_norm(index_key, norm, norm + shape.index_dim, op.eps, shape.index_dim, index_key);
   else
-    std::fill_n(index_key, latent.index_dim, 0.0f);
+    std::fill_n(index_key, shape.index_dim, 0.0f);
   const float* rotated = qkv + shape.query_offset() + latent.plain_dim;
   for (int h = 0; h < num_heads; h++, rotated += latent.query_dim())
     std::copy_n(rotated, latent.rotary_dim, products + h * head_dim + rank);
@@ -138,9 +158,8 @@ void Attention::rotate_store_latent(const Op& op, const RotaryTables& ropes, flo
     model_.rows.rotate(qkv + rank, 1, head_dim, angles.cosines, angles.sines, angles.half);
     model_.rows.rotate(products + rank, num_heads, head_dim, angles.cosines, angles.sines, angles.half);
     if (op.vectors[1]) {
-      model_.rows.rotate(index_key, 1, latent.index_dim, angles.cosines, angles.sines, angles.half);
-      model_.rows.rotate(index_queries, latent.index_heads, latent.index_dim, angles.cosines, angles.sines,
-                         angles.half);
+      model_.rows.rotate(index_key, 1, shape.index_dim, angles.cosines, angles.sines, angles.half);
+      model_.rows.rotate(index_queries, latent.index_heads, shape.index_dim, angles.cosines, angles.sines, angles.half);
     }
   }
   scale_queries(op, products, num_heads * head_dim, row);
@@ -215,7 +234,7 @@ AttentionTask Attention::kernel_task(const Op& op, const Task& task) const {
       nullptr,
       nullptr,
       {op.vectors[1], op.num_columns},
-      choice_.of(task.token),
+      op.is_sparse ? choice_.of(task.kv_head, task.token) : nullptr,
       choice_.stride(),
   };
 }

@@ -36,6 +36,8 @@ class Attention {
 
   // Sends the sums of squares of a row's queries and keys to the other ranks.
   void share_squares(const Op& op, const float* qkv, int row) const;
+  // Norms and rotates a row's index queries and index key, and stores the key in the cache.
+  void store_index(const Op& op, const RotaryTables& ropes, float* qkv, int row);
   // Norms and rotates a row's queries and keys. Stores the queries for the next attention, and keys and values in the
   // cache.
   void rotate_store(const Op& op, const RotaryTables& ropes, float* qkv, int row);

@@ -1,6 +1,7 @@
 #include "phases/attend/key_choice.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 
 namespace engine {
@@ -15,57 +16,85 @@ uint32_t rank_of(float score) {
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
-// Sets the bits of the `count` highest ranks. Of equal ones, the first win.
-void choose(const uint32_t* ranks, uint32_t* sorted, int num_keys, int count, uint64_t* words) {
-  std::copy_n(ranks, num_keys, sorted);
-  std::nth_element(sorted, sorted + count - 1, sorted + num_keys, [](uint32_t a, uint32_t b) { return a > b; });
+// Sets the bits [first, end).
+void set_bits(uint64_t* words, int first, int end) {
+  while (first < end) {
+    const int bit = first % kChunk, count = std::min(kChunk - bit, end - first);
+    words[first / kChunk] |= ~uint64_t(0) >> (kChunk - count) << bit;
+    first += count;
+  }
+}
+
+// Calls add(candidate) for the `count` highest ranks. Of equal ones, the first win.
+template <class Add>
+void choose(const uint32_t* ranks, uint32_t* sorted, int num_candidates, int count, Add add) {
+  std::copy_n(ranks, num_candidates, sorted);
+  std::nth_element(sorted, sorted + count - 1, sorted + num_candidates, [](uint32_t a, uint32_t b) { return a > b; });
   const uint32_t lowest = sorted[count - 1];
   int room = count - int(std::count_if(sorted, sorted + count, [&](uint32_t rank) { return rank > lowest; }));
-  for (int key = 0; key < num_keys; key++) {
-    const bool is_chosen = ranks[key] > lowest || (ranks[key] == lowest && room-- > 0);
-    words[key / kChunk] |= uint64_t(is_chosen) << key % kChunk;
-  }
+  for (int i = 0; i < num_candidates; i++)
+    if (ranks[i] > lowest || (ranks[i] == lowest && room-- > 0)) add(i);
 }
 
 }  // namespace
 
 void KeyChoice::begin_slice() {
-  if (!model_.shape.latent.index_dim) return;
+  if (!model_.shape.index_dim) return;
   const int32_t* positions = slice_.step.positions + slice_.first_token;
   num_keys_ = 1 + *std::max_element(positions, positions + slice_.num_tokens);
   stride_ = (num_keys_ + kChunk - 1) / kChunk;
   is_limited_ = false;
-  words_.reserve(size_t(slice_.num_tokens) * stride_ * sizeof(uint64_t));
+  words_.reserve(size_t(model_.shape.num_kv_heads) * slice_.num_tokens * stride_ * sizeof(uint64_t));
 }
 
 int KeyChoice::begin(const Op& op) {
-  is_limited_ = num_keys_ > op.num_columns;
+  is_limited_ = num_keys_ > op.choice.num_keys();
   return is_limited_ ? slice_.num_tokens : 0;
 }
 
 void KeyChoice::run(const Op& op, Tile& tile, const AttentionTask& kv_task, const Rows& rows, Scratch& scratch) {
-  const LatentShape& latent = model_.shape.latent;
-  const int num_keys = kv_task.position + 1, padded = stride_ * kChunk;
-  const KVLayout kv = model_.kv(op), index = kv.of_index();
-  const size_t num_words = size_t(latent.index_heads) * model_.attention.query_words(index);
-  scratch.results.reserve(sizeof(uint64_t) * stride_ + sizeof(uint32_t) * (2 * size_t(padded) + num_words));
+  const int num_heads = op.num_kv_heads, num_words = num_heads * stride_;
+  const int size = op.choice.block_size, own = kv_task.position / size, most = (stride_ * kChunk + size - 1) / size;
+  const int num_queries = model_.shape.latent.kv_rank ? model_.shape.latent.index_heads : num_heads;
+  const size_t query_words = num_queries * size_t(model_.attention.query_words(model_.kv(op).of_index()));
+  scratch.results.reserve(sizeof(uint64_t) * num_words +
+                          sizeof(uint32_t) * (size_t(num_heads + 1) * most + query_words));
   auto* const chosen = reinterpret_cast<uint64_t*>(scratch.results.bytes());
-  if (num_keys <= op.num_columns) {
-    std::fill_n(chosen, stride_, ~uint64_t(0));
+  if (kv_task.position < op.choice.num_keys()) {
+    std::fill_n(chosen, num_words, ~uint64_t(0));
   } else {
-    auto* const scores = reinterpret_cast<float*>(chosen + stride_);
-    auto *const sorted = reinterpret_cast<uint32_t*>(scores + padded), *const queries = sorted + padded;
-    const float* weights = rows.qkv(tile.index) + model_.shape.index_offset();
-    // Do not scale the scores, because that would not change their order.
-    model_.attention.convert_queries(index, AttentionLayer{1.0f, 1.0f, 0}, weights + latent.index_heads,
-                                     latent.index_heads, queries);
-    model_.attention.score_keys(kv, kv_task, queries, weights, latent.index_heads, scores);
-    auto* const ranks = reinterpret_cast<uint32_t*>(scores);
-    for (int key = 0; key < num_keys; key++) ranks[key] = rank_of(scores[key]);
-    std::fill_n(chosen, stride_, uint64_t(0));
-    choose(ranks, sorted, num_keys, op.num_columns, chosen);
+    auto* const scores = reinterpret_cast<float*>(chosen + num_words);
+    auto *const sorted = reinterpret_cast<uint32_t*>(scores + num_heads * most), *const queries = sorted + most;
+    score(op, kv_task, rows.qkv(tile.index), queries, most, scores);
+    std::fill_n(chosen, num_words, uint64_t(0));
+    for (int g = 0; g < num_heads; g++) {
+      float* const own_scores = scores + g * most;
+      auto* const ranks = reinterpret_cast<uint32_t*>(own_scores);
+      for (int i = 0; i <= own; i++) ranks[i] = rank_of(own_scores[i]);
+      std::fill_n(ranks + own + 1 - op.choice.num_local, op.choice.num_local, ~uint32_t(0));
+      choose(ranks, sorted, own + 1, op.choice.num_chosen,
+             [&](int i) { set_bits(chosen + g * stride_, i * size, std::min((i + 1) * size, stride_ * kChunk)); });
+    }
   }
-  if (tile.commit()) std::copy_n(chosen, stride_, words(tile.index));
+  if (!tile.commit()) return;
+  for (int g = 0; g < num_heads; g++) std::copy_n(chosen + g * stride_, stride_, words(g, tile.index));
+}
+
+// Scores are not scaled, because that would not change their order.
+void KeyChoice::score(const Op& op, const AttentionTask& kv_task, const float* projection, uint32_t* queries,
+                      int stride, float* scores) const {
+  const AttentionLayer unscaled{1.0f, 1.0f, 0};
+  const KVLayout kv = model_.kv(op), index = kv.of_index();
+  if (const int num_heads = model_.shape.latent.index_heads) {
+    const float* const weights = projection + model_.shape.index_offset();
+    model_.attention.convert_queries(index, unscaled, weights + num_heads, num_heads, queries);
+    return model_.attention.score_keys(kv, kv_task, queries, weights, num_heads, scores);
+  }
+  std::fill_n(scores, op.num_kv_heads * stride, -INFINITY);
+  AttentionTask index_task = kv_task;
+  index_task.kv_cache += kv.heads_bytes();
+  model_.attention.convert_queries(index, unscaled, projection + op.first_column, op.num_kv_heads, queries);
+  model_.attention.score_blocks(index, index_task, queries, op.num_kv_heads, op.choice.block_size, stride, scores);
 }
 
 }  // namespace engine

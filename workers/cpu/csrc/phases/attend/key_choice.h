@@ -1,7 +1,7 @@
 // The keys to which the tokens of a slice attend, if an indexer chooses them.
 //
-// The choice of a token is a bit for each key of its sequence. Layers without an indexer use the choice of an earlier
-// layer.
+// The choice of a token for a key/value head is a bit for each key of its sequence. In latent attention, layers without
+// an indexer use the choice of an earlier layer.
 #pragma once
 
 #include <cstdint>
@@ -28,13 +28,18 @@ class KeyChoice {
   // `kv_task` describes the sequence of the tile's row.
   void run(const Op& op, Tile& tile, const AttentionTask& kv_task, const Rows& rows, Scratch& scratch);
 
-  // Returns the choices of rows of the slice from `row` on, `stride` words each. Returns null if there are no indexers,
-  // or tokens attend to all keys.
-  const uint64_t* of(int row) const { return is_limited_ ? words(row) : nullptr; }
+  // Returns the last choices for a head by rows of the slice from `row` on, `stride` words each. Returns null if tokens
+  // attend to all keys.
+  const uint64_t* of(int kv_head, int row) const { return is_limited_ ? words(kv_head, row) : nullptr; }
   int stride() const { return stride_; }
 
  private:
-  uint64_t* words(int row) const { return reinterpret_cast<uint64_t*>(words_.bytes()) + size_t(row) * stride_; }
+  uint64_t* words(int kv_head, int row) const {
+    return reinterpret_cast<uint64_t*>(words_.bytes()) + (size_t(kv_head) * slice_.num_tokens + row) * stride_;
+  }
+  // Writes the scores of candidates (keys or blocks), `stride` apart for each key/value head.
+  void score(const Op& op, const AttentionTask& kv_task, const float* projection, uint32_t* queries, int stride,
+             float* scores) const;
 
   const Model& model_;
   const Slice& slice_;
