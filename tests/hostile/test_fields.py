@@ -35,7 +35,7 @@ NUM_LARGE: Final = 1
 ATTACKS_AT_ONCE: Final = 200
 """Number of attacks after which streams, processes and memory are looked at."""
 
-FIELDS_PER_LARGEST: Final = 28
+FIELDS_PER_LARGEST: Final = 40
 """One in so many fields gets one of the largest values."""
 
 _SCHEMA: Final[dict[str, Any]] = {
@@ -214,7 +214,7 @@ def test_large_values_in_every_field_get_a_clear_answer(target: Target) -> None:
         for number, (route, field) in enumerate(fields_of(target, once=True))
         for name, value in in_turn(LARGE, number, NUM_LARGE)
     )
-    assert_no_faults(find_all_faults(target, attacks, at_once=10))
+    assert_no_faults(find_all_faults(target, attacks, at_once=30))
 
 
 def test_the_largest_values_in_every_field_get_a_clear_answer(target: Target) -> None:

@@ -23,9 +23,11 @@ from support.lost_time import lost_time_s
 
 NUM_STREAMS: Final = 3
 MAX_TOKENS: Final = 100
-TIMER_S: Final = 0.02
+POLL_S: Final = 0.02
+LOST_TIME_S: Final = 0.1
+"""Time between two looks at the lost time. Each costs about a millisecond."""
 LONG_PAUSE_S: Final = 0.3
-"""Only pauses that last longer are corrected for lost time, because that takes about a millisecond."""
+"""Only pauses that last longer are corrected for lost time."""
 NEXT_EVENT_S: Final = 30.0
 
 
@@ -73,7 +75,7 @@ class StreamMonitor:
         while time.monotonic() < deadline and any(
             after <= before for after, before in zip(self._num_events, counts, strict=True)
         ):
-            await asyncio.sleep(TIMER_S)
+            await asyncio.sleep(POLL_S)
         for number in range(NUM_STREAMS):
             self._end_pause(number)
         return {
@@ -84,7 +86,7 @@ class StreamMonitor:
 
     async def _run_timer(self) -> None:
         while True:
-            await asyncio.sleep(TIMER_S)
+            await asyncio.sleep(LOST_TIME_S)
             self._lost_s = lost_time_s(self._pids)
 
     async def _read_streams(self, number: int) -> None:

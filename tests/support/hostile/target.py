@@ -59,6 +59,7 @@ BASES: Final[dict[str, bytes]] = {
     "tokens": b"[1, 2]",
     "max_tokens": b"1",
     "max_output_tokens": b"1",
+    "options": b'{"num_predict": 1}',
     "input": b'"Hi"',
     "input_prefix": b'"Hi"',
     "input_suffix": b'"Hi"',
