@@ -10,11 +10,12 @@ import pytest
 from support.faults import environment_with
 from support.mixed_streams import Streams
 from support.program import wait_until
-from support.server import Server, assert_nothing_is_held, default_model
+from support.server import Server, assert_nothing_is_held
+from support.shallow_model import shallow_model
 
 POISON = 49_000
 OTHERS = 99
-NO_MODEL = (default_model(), "--device", "null", "--null-step-ms", "5", "--max-model-len", "256")
+NO_MODEL = (shallow_model(), "--device", "null", "--null-step-ms", "5", "--max-model-len", "256")
 
 
 def body(number: int, poison: int = POISON) -> dict[str, Any]:
@@ -43,7 +44,7 @@ def ask_all(server: Server, numbers: list[int], poison: int = POISON) -> dict[in
 
 
 def test_a_poison_request_among_100_is_found_within_two_crashes() -> None:
-    args = (default_model(), "--max-model-len", "256", "--inject-crash", str(POISON))
+    args = (shallow_model(), "--max-model-len", "256", "--inject-crash", str(POISON))
     with Server(*args) as server:
         everyone = list(range(OTHERS + 1))
         poison = OTHERS // 2

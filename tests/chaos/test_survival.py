@@ -15,7 +15,8 @@ import pytest
 from support.faults import ENVIRONMENT, exhaust_memory, fail
 from support.mixed_streams import Streams, bodies, undisturbed_answers
 from support.program import wait_until
-from support.server import Server, assert_nothing_is_held, default_model
+from support.server import Server, assert_nothing_is_held
+from support.shallow_model import shallow_model
 
 REQUESTS = bodies(10)
 
@@ -23,7 +24,7 @@ REQUESTS = bodies(10)
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     args = ("--max-model-len", "512", "--heartbeat-timeout", "3", "--api-server-count", "2")
-    with Server(default_model(), *args, env=ENVIRONMENT) as server:
+    with Server(shallow_model(), *args, env=ENVIRONMENT) as server:
         yield server
         assert server.stop() == 0, server.log
 

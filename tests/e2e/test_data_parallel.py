@@ -17,7 +17,8 @@ from engine.frontend.api.server import PUBLISH_METRICS_S
 from support.faults import environment_with
 from support.mixed_streams import Streams, bodies, undisturbed_answers
 from support.program import wait_until
-from support.server import Server, default_model
+from support.server import Server
+from support.shallow_model import shallow_model
 
 REQUESTS = bodies(10)
 COUNTS = ("generation_tokens_total", "request_success_total", "e2e_request_latency_seconds_count")
@@ -27,7 +28,7 @@ T = TypeVar("T")
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     args = ("--data-parallel-size", "2", "--api-server-count", "2", "--metrics-compat", "vllm")
-    with Server(default_model(), "--max-model-len", "512", *args) as server:
+    with Server(shallow_model(), "--max-model-len", "512", *args) as server:
         yield server
         assert server.stop() == 0, server.log
 
@@ -187,7 +188,7 @@ def test_a_rolling_restart_with_a_full_queue_loses_no_request() -> None:
         | {"stream": True, "stream_options": {"include_usage": True}}
         for seed in range(24)
     ]
-    with Server(default_model(), *args, "--shutdown-timeout", "1") as server:
+    with Server(shallow_model(), *args, "--shutdown-timeout", "1") as server:
         undisturbed = undisturbed_answers(server, requests)
         for replica in ("0", "1"):
             wait_until(lambda: states(server) == ["serving"] * 2, what="both serve")
@@ -202,7 +203,7 @@ def test_a_rolling_restart_with_a_full_queue_loses_no_request() -> None:
 
 def test_a_frontend_restarted_while_a_replica_is_down_uses_the_other() -> None:
     args = ("--device", "null", "--data-parallel-size", "2", "--heartbeat-timeout", "60")
-    with Server(default_model(), *args) as server:
+    with Server(shallow_model(), *args) as server:
         server.child("worker 1").suspend()
         for title in ("core 1", "frontend 0"):
             victim = server.child(title)
@@ -222,7 +223,7 @@ def test_a_frontend_restarted_while_a_replica_is_down_uses_the_other() -> None:
 
 def test_repeated_crashes_of_a_replica_do_not_affect_the_other() -> None:
     args = ("--device", "null", "--data-parallel-size", "2", "--max-restarts", "1")
-    with Server(default_model(), *args) as server:
+    with Server(shallow_model(), *args) as server:
         other = server.child("worker 0")
         for _ in range(2):
             server.wait_until_whole()
@@ -255,7 +256,7 @@ def test_streams_do_not_wait_for_a_replica_in_restart_backoff() -> None:
     env = environment_with("successor_crash")
     story = {"max_tokens": 400, "ignore_eos": True, "stream": True}
     requests = [{"prompt": f"Part {number}.", "seed": number, **story} for number in range(8)]
-    with Server(default_model(), *args, env=env) as server:
+    with Server(shallow_model(), *args, env=env) as server:
         undisturbed = undisturbed_answers(server, requests)
         streams = Streams(server, requests)
         streams.wait_for_events(50)
@@ -277,7 +278,7 @@ def test_streams_do_not_wait_for_a_replica_in_restart_backoff() -> None:
 
 def test_restart_commands_before_the_start_are_rejected() -> None:
     args = ("--device", "null", "--data-parallel-size", "2", "--heartbeat-timeout", "60")
-    with Server(default_model(), *args, wait=False) as server:
+    with Server(shallow_model(), *args, wait=False) as server:
         worker = server.child("worker 1")
         worker.suspend()
         listening = psutil.CONN_LISTEN

@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from support.server import Server, assert_nothing_is_held, default_model
+from support.server import Server, assert_nothing_is_held
+from support.shallow_model import shallow_model
 
 FLAGS = ("--max-model-len", "512", "--max-num-seqs", "8", "--served-model-name", "m")
 TEXT = "The fox met a hen, a goose and a duck. The hen ran, the goose swam and the duck flew away."
@@ -40,14 +41,14 @@ SAMPLING_FEATURES: list[dict[str, Any]] = [
 def drafting() -> Iterator[Server]:
     # Otherwise the number of drafts would depend on measured times.
     always = {"method": "suffix", "num_speculative_tokens": 8, "adaptive": False}
-    with Server(default_model(), *FLAGS, "--speculative-config", json.dumps(always)) as server:
+    with Server(shallow_model(), *FLAGS, "--speculative-config", json.dumps(always)) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
 def plain() -> Iterator[Server]:
     off = ("--speculative-config", '{"num_speculative_tokens": 0}')
-    with Server(default_model(), *FLAGS, *off) as server:
+    with Server(shallow_model(), *FLAGS, *off) as server:
         yield server
 
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from engine.core.replay.dump import SUFFIX, read_dump
 from support.program import wait_until
-from support.server import Server, default_model
+from support.server import Server
+from support.shallow_model import shallow_model
 
 BODY = {"prompt": "The quick brown fox jumps over the lazy dog, and", "max_tokens": 24, "seed": 1}
 
@@ -30,7 +31,7 @@ def dumps(directory: Path, reason: str) -> list[Path]:
 def served(tmp_path_factory) -> tuple[Server, Path]:
     """A server that dumps into a directory and has answered requests."""
     directory = tmp_path_factory.mktemp("run") / "dumps"
-    with Server(default_model(), "--max-model-len", "1024", "--dump-dir", str(directory)) as server:
+    with Server(shallow_model(), "--max-model-len", "1024", "--dump-dir", str(directory)) as server:
         for number in range(3):
             assert server.post("/v1/completions", {**BODY, "n": number + 1})[0] == 200
         yield server, directory
@@ -91,7 +92,7 @@ def test_sigusr1_writes_a_dump_and_the_engine_continues(served):
 
 def test_a_core_that_loses_its_worker_writes_a_dump(tmp_path):
     directory = tmp_path / "dumps"
-    args = (default_model(), "--max-model-len", "512", "--dump-dir", str(directory))
+    args = (shallow_model(), "--max-model-len", "512", "--dump-dir", str(directory))
     with Server(*args) as server:
         assert server.post("/v1/completions", BODY)[0] == 200
         server.child("worker 0").kill()

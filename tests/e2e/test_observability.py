@@ -16,7 +16,8 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from prometheus_client.parser import text_string_to_metric_families
 from support.otlp_collector import Collector, attributes_of
 from support.program import wait_until
-from support.server import Server, default_model
+from support.server import Server
+from support.shallow_model import shallow_model
 
 DEPLOY = Path(__file__).parents[2] / "docs" / "deploy"
 TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
@@ -40,7 +41,7 @@ def observed() -> Iterator[Observed]:
     environment = {"OTEL_BSP_SCHEDULE_DELAY": "100"}
     with Collector(by_grpc=True) as collector:
         options += ["--otlp-traces-endpoint", collector.endpoint]
-        with Server(default_model(), *options, env=environment) as server:
+        with Server(shallow_model(), *options, env=environment) as server:
             request_id = stream_with_crash(server)
             yield Observed(server, collector.find_trace(TRACE_ID, 5), request_id)
             assert server.stop() == 0, server.log

@@ -15,12 +15,13 @@ import psutil
 import pytest
 from support.mixed_streams import Streams
 from support.program import has_ended, wait_until
-from support.server import Server, Upgrade, default_model
+from support.server import Server, Upgrade
+from support.shallow_model import shallow_model
 from support.tiny_checkpoints import qwen3_directory
 
 LONG = {
     "prompt": [5, 6, 7],
-    "max_tokens": 2000,
+    "max_tokens": 3000,
     "ignore_eos": True,
     "temperature": 0,
     "stream": True,
@@ -75,7 +76,7 @@ def test_streams_and_connections_outlive_an_upgrade(
 ) -> None:
     kept = {"prompt": list(range(1000, 1300)), "max_tokens": 8, "temperature": 0}
     disk = ("--kv-disk", str(tmp_path), "--kv-disk-gib", "1")
-    with Server(default_model(), "--max-num-seqs", "8", *disk, env=run_env) as old:
+    with Server(shallow_model(), "--max-num-seqs", "8", *disk, env=run_env) as old:
         status, before = old.post("/v1/completions", kept)
         assert status == 200
         streams = Streams(old, [LONG])
