@@ -24,7 +24,6 @@ def unsupported_features(spec: ModelSpec) -> list[str]:
         "experts that return their input, or shortcuts": any(
             each.num_identities or each.is_shortcut for each in experts
         ),
-        "blocks that several layers share": any(layer.shared_block for layer in spec.layers),
         "gated MLPs with xIELU": spec.has_gate and spec.activation == "xielu",
     }
     return [feature for feature, is_used in features.items() if is_used]

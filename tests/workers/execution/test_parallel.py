@@ -356,9 +356,8 @@ def test_layers_that_share_keys_or_differ_in_their_heads_can_be_split(
     models["glm5"] = ("GlmMoeDsa", "GlmMoeDsa", INDEXED)
     models["mimo-v2"] = ("MiMoV2Flash", "MiMoV2Flash", SMALL_VALUES)
     models["laguna"] = ("Laguna", "Laguna", GATED)
-    if backend is CPUBackend.TORCH:
-        # Stages pass the embeddings on, and the second stage reads a block that the first one stores.
-        models["zamba2"] = ("Zamba2", "Zamba2", SHARED_BLOCKS)
+    # Stages pass the embeddings on, and the second stage reads a block that the first one stores.
+    models["zamba2"] = ("Zamba2", "Zamba2", SHARED_BLOCKS)
     for name, (config, family, differences) in models.items():
         checkpoints[name] = tmp_path / name
         sizes, tokenizer = SIZES | differences, sentencepiece_tokenizer()

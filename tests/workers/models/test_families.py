@@ -102,6 +102,7 @@ NATIVE = [
     "qwen3.5-moe",
     "stablelm-parallel",
     "Step3p7",
+    "zamba2",
 ]
 """Families that are compared as native programs, too."""
 

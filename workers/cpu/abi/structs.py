@@ -60,6 +60,9 @@ OP_KINDS = (
     "quantize_inputs",
     "norm_activations",
     "store_index",
+    "keep_inputs",
+    "join_inputs",
+    "quantize_sum",
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,19 @@ _BIAS_MARGIN = 128
 """The value of `DistanceBiases::kMargin` in csrc/attention/attention.h."""
 
 _NO_NORM, _HEAD_NORM, _FULL_NORM, _EACH_HEAD_NORM = range(4)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionMatrices:
+    """The matrices of a layer's attention.
+
+    Of `inputs`, the first `num_qkv` give queries, keys, values and gates, and the others an indexer's queries and key.
+    """
+
+    inputs: list[PackedWeight]
+    biases: list[Floats | None]
+    num_qkv: int
+    output: PackedWeight
 
 
 class AttentionRecorder:
@@ -71,31 +85,17 @@ class AttentionRecorder:
             norms: The names of the layer's norms.
             input_kind: The format in which the input has already been quantized, or None.
         """
-        spec, shard = self._spec.for_layer(layer), self._shard
-        rows = qkv_rows(spec, layer, self._weights, f"{prefix}self_attn.", shard)
-        indexer = spec.block_indexer if layer.chooses_keys else None
-        of_index = []
-        if indexer is not None:
-            name = f"{prefix}self_attn."
-            of_index = block_index_rows(spec, indexer, name, shard.kv_heads(spec))
-        qkv, biases = self._blocks.packed_rows([*rows, *of_index], spec.qkv_bias, layer.input_size)
-        output = self._attention_output(spec, prefix, spec.output_dim)
-        columns = len(shard.heads(spec)) // len(shard.kv_heads(spec)) * spec.output_dim
-        if output.activation_kind == ActivationKind.INT8 and columns % GROUP_SIZE:
-            raise NotSupportedNatively(
-                f"{columns} query elements per key/value head are not a multiple of the group size "
-                f"{GROUP_SIZE}"
-            )
+        matrices = self.read(prefix, layer)
+        parts, biases = matrices.inputs, matrices.biases
         if input_kind is not None and any(
-            part.activation_kind.for_whole_rows != input_kind for part in qkv
+            part.activation_kind.for_whole_rows != input_kind for part in parts
         ):
             raise NotSupportedNatively(
                 "the native CPU backend does not support layers whose attention and recurrent parts have "
                 "different weight formats"
             )
-        parts = [*qkv]
         if self._altup is not None:
-            parts.append(self._altup.laurel_projection(prefix))
+            parts = [*parts, self._altup.laurel_projection(prefix)]
             biases = [*biases, None]
         self._blocks.add_projection(
             prefix,
@@ -107,8 +107,43 @@ class AttentionRecorder:
         )
         if self._altup is not None:
             assert norms.attention_input is not None
-            first_column = sum(part.n for part in qkv)
+            first_column = sum(part.n for part in matrices.inputs)
             self._altup.add_laurel(prefix, norms.attention_input, first_column)
+        # In a parallel layer, the MLP reads the stream as it was before attention.
+        target = BLOCK if self._spec.is_parallel else None
+        self.attend(index, prefix, layer, matrices, norms.attention_output, target)
+
+    def read(self, prefix: str, layer: LayerSpec) -> AttentionMatrices:
+        """Return the matrices of a layer's attention."""
+        spec, shard, name = self._spec.for_layer(layer), self._shard, f"{prefix}self_attn."
+        rows = qkv_rows(spec, layer, self._weights, name, shard)
+        of_index = []
+        if spec.block_indexer is not None and layer.chooses_keys:
+            of_index = block_index_rows(spec, spec.block_indexer, name, shard.kv_heads(spec))
+        inputs, biases = self._blocks.packed_rows(
+            [*rows, *of_index], spec.qkv_bias, layer.input_size
+        )
+        output = self._attention_output(spec, prefix, spec.output_dim)
+        columns = len(shard.heads(spec)) // len(shard.kv_heads(spec)) * spec.output_dim
+        if output.activation_kind == ActivationKind.INT8 and columns % GROUP_SIZE:
+            raise NotSupportedNatively(
+                f"{columns} query elements per key/value head are not a multiple of the group size "
+                f"{GROUP_SIZE}"
+            )
+        return AttentionMatrices(inputs, biases, len(rows), output)
+
+    def attend(
+        self,
+        index: int,
+        prefix: str,
+        layer: LayerSpec,
+        matrices: AttentionMatrices,
+        output_norm: str | None,
+        target: int | None,
+    ) -> None:
+        """Record what follows the first products of `record`. `target` is the place of the output, if given."""
+        spec, shard, output = self._spec.for_layer(layer), self._shard, matrices.output
+        indexer = spec.block_indexer if layer.chooses_keys else None
         qk_norm, head_norms = self._head_norms(spec, prefix, layer)
         attention: dict[str, Any] = {
             "layer": index,
@@ -120,7 +155,8 @@ class AttentionRecorder:
             "num_kv_heads": len(shard.kv_heads(spec)),
             "head_dim": spec.head_dim,
         }
-        indexing = attention | {"first_column": sum(part.n for part in qkv[: len(rows)])}
+        of_qkv = matrices.inputs[: matrices.num_qkv]
+        indexing = attention | {"first_column": sum(part.n for part in of_qkv)}
         if indexer is not None:
             self._program.add_op(
                 "store_index",
@@ -170,13 +206,11 @@ class AttentionRecorder:
         bias = None
         if spec.attention_output_bias:
             bias = self._weights.vector(f"{prefix}self_attn.o_proj.bias", spec.hidden_size)
-        # In a parallel layer, the MLP reads the stream as it was before attention.
-        target = BLOCK if spec.is_parallel else None
         self._blocks.add_block(
             prefix,
             output,
             bias,
-            norms.attention_output,
+            output_norm,
             spec.attention_multiplier,
             source=0 if spec.has_inner_norms else 1,
             target=target,

@@ -19,7 +19,7 @@ from ..packing import ActivationKind, PackedWeight
 from ..program import Floats, NativeProgram
 from ..weights import NativeWeightReader, intermediate_shares
 
-QKV, RESIDUAL, BLOCK, PART, ROUTER, INPUTS, ACTIVATIONS = range(7)
+QKV, RESIDUAL, BLOCK, PART, ROUTER, INPUTS, ACTIVATIONS, ADDED = range(8)
 """The values of a product's target; see `Op` in csrc/model/model.h."""
 
 
@@ -58,6 +58,7 @@ class BlockRecorder:
         kind: ActivationKind | None = None,
         first_column: int = 0,
         input_size: int = 0,
+        input_op: str = "quantize",
     ) -> ActivationKind:
         """Record products of the normed residual stream, with concatenated results. Return the last input format.
 
@@ -69,6 +70,7 @@ class BlockRecorder:
             kind: The format in which the stream is already quantized, and must stay; None if it is not quantized.
             first_column: The column of the projection at which the results begin.
             input_size: If not 0, the products read a separate input of this size instead of the residual stream.
+            input_op: The operation that quantizes the stream; it may add something to it.
         """
         start = 0
         while start < len(parts):
@@ -80,7 +82,7 @@ class BlockRecorder:
             ):
                 stop += 1
             if kind != needed:
-                kind = self.quantize(prefix, norm, needed, input_size)
+                kind = self.quantize(prefix, norm, needed, input_size, input_op)
             self.program.add_op(
                 "linear",
                 input_kind=kind,
@@ -217,6 +219,7 @@ class BlockRecorder:
         norm: str | None,
         inputs: list[PackedWeight] | ActivationKind,
         input_size: int = 0,
+        input_op: str = "quantize",
     ) -> ActivationKind:
         """Record the quantization of the residual stream, after an optional norm, for `inputs`. Return its format.
 
@@ -231,7 +234,7 @@ class BlockRecorder:
             self.program.add_op("quantize_inputs", activation_kind=kind, num_columns=input_size)
             return kind
         vectors = [None] if norm is None else self.hidden_norm(f"{prefix}{norm}")
-        self.program.add_op("quantize", activation_kind=kind, vectors=vectors)
+        self.program.add_op(input_op, activation_kind=kind, vectors=vectors)
         return kind
 
     def add_block(

@@ -18,8 +18,12 @@ def record_mixer(
     layer: LayerSpec,
     recurrent: RecurrentLayer,
     norms: NormNames,
+    input_op: str = "quantize",
 ) -> ActivationKind:
-    """Record a recurrent part. `index` is the index of its states' cache. Return the format of its quantized input."""
+    """Record a recurrent part. `index` is the index of its states' cache. Return the format of its quantized input.
+
+    `input_op` is the operation that quantizes its input.
+    """
     spec, program = blocks.spec, blocks.program
     own_prefix = f"{prefix}mixer."
     mixer = NativeMixer(spec, recurrent, blocks.weights, own_prefix, blocks.shard)
@@ -37,6 +41,7 @@ def record_mixer(
         norms.attention_input,
         [weight for weights, _ in projection for weight in weights],
         [bias for _, biases in projection for bias in biases],
+        input_op=input_op,
     )
     for columns, weight, first_column in mixer.second_products:
         blocks.add_second_product(columns, weight, first_column)

@@ -7,11 +7,13 @@ import math
 from ...device.dtypes import dtype_name
 from ...layers.parallel.shard import ModelShard
 from ...layers.parallel.tensor_parallel import TensorParallel
+from ...layers.shared_block import SharedBlock
 from ...layers.spec import LayerSpec, ModelSpec
 from ...models.latent.attention import gates_of_head
 from ..abi.structs import LatentShape, ModelShape
 from ..attention import KV_FORMATS, NativeAttention
 from ..mixers import mixer_sizes
+from ..packing import GROUP_SIZE
 from ..weights import intermediate_shares
 
 ACTIVATIONS = {
@@ -52,7 +54,8 @@ def model_shape(
         ACTIVATIONS[spec.output_gate],
         spec.norm_kind == "layer",
         not spec.is_causal,
-        spec.is_parallel or any(x.experts and x.experts.has_own_norms for x in spec.layers),
+        spec.is_parallel
+        or any(x.shared_block or (x.experts and x.experts.has_own_norms) for x in spec.layers),
         max(map(_router_size, spec.layers)),
         max(projections),
         max(mixed for _, mixed in sizes),
@@ -90,6 +93,9 @@ def _projection_and_mixed_size(
         )
         others.append(recurrent_projection)
         mixed = max(mixed, recurrent_mixed)
+    if layer.shared_block is not None:
+        others.append(shared_projection_size(spec, layer.shared_block, shard))
+        mixed = max(mixed, 2 * spec.hidden_size)
     if layer.experts is not None:
         others.append(
             spec.hidden_size if layer.experts.has_own_norms else layer.experts.latent_size
@@ -100,6 +106,20 @@ def _projection_and_mixed_size(
     if spec.per_layer_inputs is not None:
         others.append(spec.per_layer_inputs.size)
     return max(projection, *others), max(mixed, layer.input_size)
+
+
+def padded_rank(rank: int) -> int:
+    """Return the number of rows of a first factor of low-rank products, padded to whole groups of activations."""
+    return -(-rank // GROUP_SIZE) * GROUP_SIZE
+
+
+def shared_projection_size(spec: ModelSpec, use: SharedBlock, shard: ModelShard) -> int:
+    """Return how many numbers a rank computes, and keeps in the projection, for the use of a shared block."""
+    heads, kv_heads = len(shard.heads(spec)), len(shard.kv_heads(spec))
+    qkv = (heads + 2 * kv_heads) * spec.head_dim + padded_rank(3 * use.rank)
+    ranks = shard.tensor_parallel
+    gates = len(intermediate_shares(spec.intermediate_size, ranks)[ranks.rank])
+    return max(2 * spec.hidden_size, qkv, 2 * gates + padded_rank(2 * use.rank))
 
 
 def _streams_size(spec: ModelSpec) -> int:

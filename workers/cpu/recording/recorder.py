@@ -23,6 +23,7 @@ from .blocks import RESIDUAL, BlockRecorder
 from .experts import record_experts, record_experts_beside
 from .layer_inputs import LayerInputsRecorder
 from .mixers import record_mixer
+from .shared_blocks import SharedBlockRecorder
 
 
 class Recorder:
@@ -71,6 +72,7 @@ class Recorder:
         if spec.per_layer_inputs is not None:
             self._layer_inputs = LayerInputsRecorder(self._blocks, spec.per_layer_inputs)
         self._attention = AttentionRecorder(self._blocks, self._ropes, max_model_len, self._altup)
+        self._shared = SharedBlockRecorder(self._blocks, self._attention)
 
     def record(self) -> None:
         """Record all operations.
@@ -104,6 +106,8 @@ class Recorder:
             program.add_op("norm", vectors=self._blocks.hidden_norm("embed_norm"))
         if shard.is_first and self._layer_inputs is not None:
             self._layer_inputs.record()
+        if shard.is_first and spec.last_shared_block >= 0:
+            program.add_op("keep_inputs")
         if shard.is_first and self._altup is not None:
             self._altup.expand()
         for place, index in enumerate(shard.layers):
@@ -140,11 +144,12 @@ class Recorder:
             )
         else:
             size = 0 if spec.per_layer_inputs is None else spec.per_layer_inputs.size
+            own_width = spec.stage_width(shard.num_layers)
             program.add_op(
                 "final_norm",
                 vectors=[None],
                 first_column=len(shard.layers) * size,
-                num_columns=(shard.num_layers - shard.layers.stop) * size,
+                num_columns=spec.stage_width(shard.layers.stop) - own_width,
             )
             program.add_op("head")
         if self._store is not None:
@@ -197,6 +202,12 @@ class Recorder:
         index = self._num_caches
         self._num_caches += len(layer.cache_groups)
         kind = None
+        if layer.shared_block is not None and layer.recurrent is not None:
+            self._shared.record(index, prefix, layer, layer.shared_block)
+            record_mixer(
+                self._blocks, index + 1, prefix, layer, layer.recurrent, norms, "quantize_sum"
+            )
+            return
         if layer.recurrent is not None:
             kind = record_mixer(
                 self._blocks, index + layer.attends, prefix, layer, layer.recurrent, norms

@@ -17,6 +17,7 @@ from ...attention import AttentionBackend
 from ...layers.layers import LayerKernels, Linear
 from ...layers.parallel.shard import ModelShard
 from ...layers.rope import RotaryTables
+from ...layers.shared_block import SharedBlock
 from ...layers.spec import LayerSpec, ModelSpec
 from ..attention import Attention, qkv_rows
 from ..mlp import MLP
@@ -54,14 +55,7 @@ class Block:
             spec, layer, weights, f"{prefix}self_attn.", backend, shard, kernels
         )
         self.mlp = MLP(spec, weights, f"{prefix}mlp.", shard, kernels, spec.intermediate_size)
-        of_other_stages = [
-            other.shared_block.number
-            for i, other in enumerate(spec.layers)
-            if other.shared_block is not None and i not in shard.layers
-        ]
-        weights.skip(
-            [f"{prefix}{name}_adapters.{i}." for name in _ADAPTED for i in of_other_stages]
-        )
+        skip_other_stages(spec, weights, prefix, shard)
 
     def forward(
         self,
@@ -91,14 +85,7 @@ class Block:
         assert use is not None
 
         def adapt(linear: Linear, rows: Sequence[Rows], columns: int) -> Linear:
-            downs, ups = [], []
-            for name in dict.fromkeys(row.name for row in rows):
-                parts = [row for row in rows if row.name == name]
-                factors = f"{name}_adapters.{use.number}"
-                downs.append(weights.read(f"{factors}.0.weight", use.rank, columns))
-                up_OR = weights.read(f"{factors}.1.weight", parts[0].total, use.rank)
-                ups.append(torch.cat([row.select_from_all(up_OR) for row in parts]))
-            down, up = kernels.linear(torch.cat(downs)), kernels.linear(torch.block_diag(*ups))
+            down, up = map(kernels.linear, read_low_rank(weights, use, rows, columns))
             return lambda x: linear(x).add_(up(down(x)))
 
         block, mlp = copy(self), copy(self.mlp)
@@ -114,3 +101,29 @@ class Block:
             attention.qkv = adapt(attention.qkv, rows, 2 * spec.hidden_size)
             block.attention = attention
         return block
+
+
+def read_low_rank(
+    weights: WeightReader, use: SharedBlock, rows: Sequence[Rows], columns: int
+) -> tuple[Tensor, Tensor]:
+    """Return both factors of a layer's own addition to a product with these rows and columns."""
+    downs, ups = [], []
+    for name in dict.fromkeys(row.name for row in rows):
+        parts = [row for row in rows if row.name == name]
+        factors = f"{name}_adapters.{use.number}"
+        downs.append(weights.read(f"{factors}.0.weight", use.rank, columns))
+        up_OR = weights.read(f"{factors}.1.weight", parts[0].total, use.rank)
+        ups.append(torch.cat([row.select_from_all(up_OR) for row in parts]))
+    return torch.cat(downs), torch.block_diag(*ups)
+
+
+def skip_other_stages(
+    spec: ModelSpec, weights: WeightReader, prefix: str, shard: ModelShard
+) -> None:
+    """Mark the low-rank products of other stages' layers, which are stored with a block, as not needed."""
+    numbers = [
+        layer.shared_block.number
+        for i, layer in enumerate(spec.layers)
+        if layer.shared_block is not None and i not in shard.layers
+    ]
+    weights.skip([f"{prefix}{name}_adapters.{number}." for name in _ADAPTED for number in numbers])

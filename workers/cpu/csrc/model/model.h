@@ -158,10 +158,15 @@ enum class OpKind : int32_t {
   add_to_streams = 37,   // streams but the first += block, normed
   load_stream = 38,      // residual = the stream that begins at `first_column`
   reduce_streams = 39,   // residual = the mean of the first stream and of products of the others in the projection
+
+  // In blocks that layers share, which also read the tokens' embeddings:
+  keep_inputs = 47,   // inputs = residual
+  join_inputs = 48,   // activations[0] = residual and inputs, side by side, normed by vectors[0]
+  quantize_sum = 49,  // activations[0] = residual + block, normed by vectors[0]
 };
 
-// The place where the result of a product is written. For `residual` it is multiplied by the scale and added. Only
-// `clamp` has activations[source] as its target.
+// The place where the result of a product is written. For `residual` it is multiplied by the scale and added, for
+// `added` it is added to the projection. Only `clamp` has activations[source] as its target.
 enum class LinearTarget : int32_t {
   qkv = 0,
   residual = 1,
@@ -169,7 +174,8 @@ enum class LinearTarget : int32_t {
   part = 3,
   router = 4,
   inputs = 5,
-  activations = 6
+  activations = 6,
+  added = 7
 };
 // Norms of queries and of keys: of each head, by vectors[0] for queries and vectors[1] for keys; of all heads together,
 // by the same; or of each head by a row of vectors[0], and of vectors[1] if there are biases, queries before keys.

@@ -31,6 +31,16 @@ void LayerInputs::quantize(const Op& op, const Rows& rows, int r) const {
   quantize_rows(op.activation_kind, row(r) + op.first_column, size, 1, size, rows.activations(0, r, row_bytes));
 }
 
+void LayerInputs::join(const Op& op, const Rows& rows, int r) const {
+  const int hidden_size = model_.shape.hidden_size, size = hidden_size + model_.shape.input_size;
+  float* const both = rows.qkv(r);
+  std::copy_n(rows.residual(r), hidden_size, both);
+  std::copy_n(row(r), model_.shape.input_size, both + hidden_size);
+  model_.rows.rms_norm(both, op.vectors[0], op.eps, size, both);
+  quantize_rows(op.activation_kind, both, size, 1, size,
+                rows.activations(0, r, activation_row_bytes(op.activation_kind, size)));
+}
+
 void LayerInputs::gate(const Op& op, const Rows& rows, int r) const {
   const int size = op.num_columns;
   float* const gates = rows.qkv(r);

@@ -1,5 +1,5 @@
-// Inputs of layers in addition to the hidden states: a vector for each token and layer (PLE of Gemma 3n and 4), or the
-// input of a drafting head's first attention.
+// Inputs of layers in addition to the hidden states: a vector for each token and layer (PLE of Gemma 3n and 4), the
+// tokens' embeddings (Zamba2), or the input of a drafting head's first attention.
 //
 // A row has the inputs of this stage's layers and of all later layers, which are passed on with the hidden states.
 #pragma once
@@ -26,6 +26,8 @@ class LayerInputs {
   void add(const Op& op, const Rows& rows, int row) const;
   // Writes activations from the inputs that a product reads.
   void quantize(const Op& op, const Rows& rows, int row) const;
+  // Writes activations from the residual stream and the inputs, which are normed together.
+  void join(const Op& op, const Rows& rows, int row) const;
   // Writes activations from the gates in the projection, multiplied by the inputs of a layer.
   void gate(const Op& op, const Rows& rows, int row) const;
 

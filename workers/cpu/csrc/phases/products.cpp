@@ -134,6 +134,8 @@ void Products::write_product(const Op& op, const Rows& rows, const Columns& colu
     const int row = columns.first_row + i;
     if (op.target == LinearTarget::residual)
       model_.rows.add_scaled(rows.residual(row) + first, sums, op.scale, columns.size());
+    else if (op.target == LinearTarget::added)
+      model_.rows.add_scaled(rows.qkv(row) + first, sums, 1.0f, columns.size());
     else
       std::copy_n(sums, columns.size(),
                   first + (op.target == LinearTarget::qkv     ? rows.qkv(row)

@@ -110,6 +110,18 @@ void Program::run_row(const Op& op, const Rows& rows, int row) {
       return inputs_.add(op, rows, row);
     case OpKind::quantize_inputs:
       return inputs_.quantize(op, rows, row);
+    case OpKind::keep_inputs:
+      return void(std::copy_n(rows.residual(row), hidden_size, inputs_.row(row)));
+    case OpKind::join_inputs:
+      return inputs_.join(op, rows, row);
+    case OpKind::quantize_sum: {
+      float* const x = rows.normed(row);
+      std::copy_n(rows.block(row), hidden_size, x);
+      kernels.add_scaled(x, rows.residual(row), 1.0f, hidden_size);
+      model_.norm(op, x, x);
+      const size_t row_bytes = activation_row_bytes(op.activation_kind, hidden_size);
+      return quantize_rows(op.activation_kind, x, hidden_size, 1, hidden_size, rows.activations(0, row, row_bytes));
+    }
     case OpKind::gate_by_inputs:
       return inputs_.gate(op, rows, row);
     case OpKind::expand_streams:
