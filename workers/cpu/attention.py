@@ -51,7 +51,8 @@ class NativeAttention(PagedAttention):
             raise NotSupportedNatively(
                 f"blocks of {spec.block_size} tokens are not supported natively; use a multiple of {_LANES}"
             )
-        for head_dim in {spec.head_dim, *(dim for _, dim in spec.heads_of_layers)}:
+        of_layers = (dim for _, dim in spec.heads_of_layers)
+        for head_dim in {spec.head_dim, spec.index_dim, *of_layers}:
             if head_dim % (4 if dtype_name(spec.dtype) == "int8" else 2):
                 raise NotSupportedNatively(f"a head_dim of {head_dim} is not supported natively")
 
