@@ -121,12 +121,13 @@ struct AttentionKernels {
   // Stores the key and value of one head of a token, [head_dim] each. The value is ignored if the cache has only keys.
   void (*store)(const KVLayout&, uint8_t* kv_cache, int block, int offset, int kv_head, const float* key,
                 const float* value);
-  // Writes the scores by which the task's one token chooses keys, for each key up to its own. The scores of the rest of
-  // the last chunk are undefined. `queries`, [num_heads][query_words], are converted for the layout `of_index`.
+  // Writes the scores by which the task's one token chooses keys, for each key up to its own in the task's partitions.
+  // The scores of the rest of the last chunk are undefined. `queries`, [num_heads][query_words], are converted for the
+  // layout `of_index`.
   void (*score_keys)(const KVLayout&, const AttentionTask&, const uint32_t* queries, const float* weights,
                      int num_heads, float* out);
-  // Raises out[head][block] to the largest product of the head's query and a key of the block, of all keys up to the
-  // task's one token. Blocks have `block_size` keys, and heads are `stride` numbers apart.
+  // Raises out[head][block] to the largest product of the head's query and a key of the block, of the same keys. Blocks
+  // have `block_size` keys, and heads are `stride` numbers apart.
   void (*score_blocks)(const KVLayout&, const AttentionTask&, const uint32_t* queries, int num_heads, int block_size,
                        int stride, float* out);
 };

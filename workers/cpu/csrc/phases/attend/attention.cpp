@@ -240,12 +240,13 @@ AttentionTask Attention::kernel_task(const Op& op, const Task& task) const {
 }
 
 void Attention::choose(const Op& op, Tile& tile, const Rows& rows, Scratch& scratch) {
+  const int row = choice_.row_of(tile);
   const int32_t* starts = slice_.step.query_start_loc;
   const int32_t* after = std::upper_bound(starts + slice_.first_sequence, starts + slice_.step.num_sequences + 1,
-                                          slice_.first_token + tile.index);
+                                          slice_.first_token + row);
   Task task{};
   task.sequence = int(after - starts) - 1;
-  task.token = tile.index;
+  task.token = row;
   task.num_tokens = 1;
   choice_.run(op, tile, kernel_task(op, task), rows, scratch);
 }

@@ -49,35 +49,60 @@ void KeyChoice::begin_slice() {
 
 int KeyChoice::begin(const Op& op) {
   is_limited_ = num_keys_ > op.choice.num_keys();
-  return is_limited_ ? slice_.num_tokens : 0;
+  if (!is_limited_) return 0;
+  const int num_rows = slice_.num_tokens, partitions = (num_keys_ + kPartition - 1) / kPartition;
+  const int wanted = (kTilesPerThread * model_.shape.num_threads + num_rows - 1) / num_rows;
+  // The score of a block must come from a single part.
+  num_parts_ = kPartition % op.choice.block_size ? 1 : std::min(partitions, wanted);
+  if (num_parts_ > 1) {
+    scores_.reserve(sizeof(float) * num_rows * op.num_kv_heads * most_candidates(op));
+    if (num_rows > num_finished_) {
+      num_finished_ = num_rows;
+      finished_.reset(new std::atomic<int>[num_rows]);
+    }
+    for (int row = 0; row < num_rows; row++) finished_[row].store(0);
+  }
+  return num_rows * num_parts_;
 }
 
-void KeyChoice::run(const Op& op, Tile& tile, const AttentionTask& kv_task, const Rows& rows, Scratch& scratch) {
-  const int num_heads = op.num_kv_heads, num_words = num_heads * stride_;
-  const int size = op.choice.block_size, own = kv_task.position / size, most = (stride_ * kChunk + size - 1) / size;
+void KeyChoice::run(const Op& op, Tile& tile, AttentionTask kv_task, const Rows& rows, Scratch& scratch) {
+  const int row = row_of(tile), part = tile.index % num_parts_, num_heads = op.num_kv_heads;
+  const int size = op.choice.block_size, own = kv_task.position / size, most = most_candidates(op);
+  if (kv_task.position < op.choice.num_keys()) {
+    if (!tile.commit() || part) return;
+    for (int g = 0; g < num_heads; g++) std::fill_n(words(g, row), stride_, ~uint64_t(0));
+    return;
+  }
   const int num_queries = model_.shape.latent.kv_rank ? model_.shape.latent.index_heads : num_heads;
   const size_t query_words = num_queries * size_t(model_.attention.query_words(model_.kv(op).of_index()));
-  scratch.results.reserve(sizeof(uint64_t) * num_words +
-                          sizeof(uint32_t) * (size_t(num_heads + 1) * most + query_words));
-  auto* const chosen = reinterpret_cast<uint64_t*>(scratch.results.bytes());
-  if (kv_task.position < op.choice.num_keys()) {
-    std::fill_n(chosen, num_words, ~uint64_t(0));
-  } else {
-    auto* const scores = reinterpret_cast<float*>(chosen + num_words);
-    auto *const sorted = reinterpret_cast<uint32_t*>(scores + num_heads * most), *const queries = sorted + most;
-    score(op, kv_task, rows.qkv(tile.index), queries, most, scores);
-    std::fill_n(chosen, num_words, uint64_t(0));
-    for (int g = 0; g < num_heads; g++) {
-      float* const own_scores = scores + g * most;
-      auto* const ranks = reinterpret_cast<uint32_t*>(own_scores);
-      for (int i = 0; i <= own; i++) ranks[i] = rank_of(own_scores[i]);
-      std::fill_n(ranks + own + 1 - op.choice.num_local, op.choice.num_local, ~uint32_t(0));
-      choose(ranks, sorted, own + 1, op.choice.num_chosen,
-             [&](int i) { set_bits(chosen + g * stride_, i * size, std::min((i + 1) * size, stride_ * kChunk)); });
-    }
-  }
+  scratch.results.reserve(sizeof(uint32_t) * (size_t(num_heads + 1) * most + query_words));
+  float* scores = scratch.results.floats();
+  auto *const sorted = reinterpret_cast<uint32_t*>(scores + num_heads * most), *const queries = sorted + most;
+  const int partitions = kv_task.position / kPartition + 1;
+  const int first = partitions * part / num_parts_, end = partitions * (part + 1) / num_parts_;
+  kv_task.first_partition = first;
+  kv_task.last_partition = end - 1;
+  if (first < end) score(op, kv_task, rows.qkv(row), queries, most, scores);
   if (!tile.commit()) return;
-  for (int g = 0; g < num_heads; g++) std::copy_n(chosen + g * stride_, stride_, words(g, tile.index));
+  if (num_parts_ > 1) {
+    float* const all = scores_.floats() + size_t(row) * num_heads * most;
+    const int from = first * kPartition / size, to = std::min(end * kPartition / size, own + 1);
+    for (int g = 0; g < num_heads; g++)
+      std::copy(scores + g * most + from, scores + g * most + std::max(from, to), all + g * most + from);
+    // The thread that finishes last chooses.
+    if (finished_[row].fetch_add(1, std::memory_order_acq_rel) + 1 < num_parts_) return;
+    scores = all;
+  }
+  for (int g = 0; g < num_heads; g++) {
+    float* const own_scores = scores + g * most;
+    auto* const ranks = reinterpret_cast<uint32_t*>(own_scores);
+    for (int i = 0; i <= own; i++) ranks[i] = rank_of(own_scores[i]);
+    std::fill_n(ranks + own + 1 - op.choice.num_local, op.choice.num_local, ~uint32_t(0));
+    uint64_t* const chosen = words(g, row);
+    std::fill_n(chosen, stride_, uint64_t(0));
+    choose(ranks, sorted, own + 1, op.choice.num_chosen,
+           [&](int i) { set_bits(chosen, i * size, std::min((i + 1) * size, stride_ * kChunk)); });
+  }
 }
 
 // Scores are not scaled, because that would not change their order.

@@ -4,7 +4,9 @@
 // an indexer use the choice of an earlier layer.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
+#include <memory>
 
 #include "model/model.h"
 #include "model/rows.h"
@@ -21,12 +23,17 @@ class KeyChoice {
 
   // Makes room for the choices of a slice. No thread may be reading the previous ones.
   void begin_slice();
-  void release() { words_.release(); }
+  void release() {
+    words_.release();
+    scores_.release();
+  }
 
-  // Divides an operation into tiles of one row each. Returns their number; 0 if every token attends to all keys.
+  // Divides an operation into tiles: rows or, if these are few, some partitions of a row's keys. Returns their number;
+  // 0 if every token attends to all keys.
   int begin(const Op& op);
+  int row_of(const Tile& tile) const { return tile.index / num_parts_; }
   // `kv_task` describes the sequence of the tile's row.
-  void run(const Op& op, Tile& tile, const AttentionTask& kv_task, const Rows& rows, Scratch& scratch);
+  void run(const Op& op, Tile& tile, AttentionTask kv_task, const Rows& rows, Scratch& scratch);
 
   // Returns the last choices for a head by rows of the slice from `row` on, `stride` words each. Returns null if tokens
   // attend to all keys.
@@ -37,14 +44,22 @@ class KeyChoice {
   uint64_t* words(int kv_head, int row) const {
     return reinterpret_cast<uint64_t*>(words_.bytes()) + (size_t(kv_head) * slice_.num_tokens + row) * stride_;
   }
-  // Writes the scores of candidates (keys or blocks), `stride` apart for each key/value head.
+  // Returns the maximum number of candidates (keys or blocks) of a row.
+  int most_candidates(const Op& op) const {
+    return (stride_ * kChunk + op.choice.block_size - 1) / op.choice.block_size;
+  }
+  // Writes the scores of the candidates in the task's partitions, `stride` apart for each key/value head.
   void score(const Op& op, const AttentionTask& kv_task, const float* projection, uint32_t* queries, int stride,
              float* scores) const;
 
   const Model& model_;
   const Slice& slice_;
   Buffer words_;
-  int num_keys_ = 0, stride_ = 0;
+  Buffer scores_;  // of all parts of a row, if it is divided
+  // The number of parts that are complete, for each row.
+  std::unique_ptr<std::atomic<int>[]> finished_;
+  int num_finished_ = 0;
+  int num_keys_ = 0, stride_ = 0, num_parts_ = 1;
   bool is_limited_ = false;
 };
 

@@ -1,0 +1,59 @@
+"""Native programs give a token the same states, bit for bit, whatever shares its step and its blocks."""
+
+import random
+
+import pytest
+import torch
+from support.decoders import Runner, load_native_decoder
+from support.families import make_reference, prompt
+
+pytestmark = pytest.mark.slow
+
+torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize(
+    "name", ["gemma3n", "gemma4-moe", "gemma4-shared", "glm5", "laguna", "minimax-m3"]
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
+def test_native_states_do_not_depend_on_the_batch(name, dtype, tmp_path):
+    """In a cache of layers with different heads, the previous contents of a block must have no effect.
+
+    The keys that a token attends to may not depend on the batch, either.
+    """
+    make_reference(name).save_pretrained(tmp_path)
+    decoders = [
+        load_native_decoder(
+            tmp_path, dtype=torch.bfloat16, cache_dtype=dtype, block_size=16, num_threads=n
+        )
+        for n in (1, 2)
+    ]
+    prompts = [prompt(length, length) for length in (60, 33, 47)]
+    expected = [Runner(decoders[0]).hidden({0: tokens}) for tokens in prompts]
+    rng, runner = random.Random(2), Runner(decoders[1], len(prompts))
+    for kv_cache in runner.kv_caches if name.startswith("gemma4") else []:
+        kv_cache.view(torch.uint8).fill_(255)
+    while unfinished := [i for i, p in enumerate(prompts) if runner.computed[i] < len(p)]:
+        chosen = rng.sample(unfinished, rng.randint(1, len(unfinished)))
+        starts = {i: runner.computed[i] for i in chosen}
+        chunks = {
+            i: prompts[i][start : start + rng.choice([1, 2, 25])] for i, start in starts.items()
+        }
+        states = runner.hidden(chunks).split([len(chunk) for chunk in chunks.values()])
+        for (i, chunk), state in zip(chunks.items(), states, strict=True):
+            assert torch.equal(state, expected[i][starts[i] : starts[i] + len(chunk)])
+
+
+@pytest.mark.parametrize(
+    ("name", "differences"), [("minimax-m3", {"index_block_size": 8}), ("deepseek-v3.2", {})]
+)
+def test_chosen_keys_do_not_depend_on_how_the_choice_is_divided(name, differences, tmp_path):
+    """Threads share the keys of a token in decoding, but not those of a prompt."""
+    make_reference(name, **differences).save_pretrained(tmp_path)
+    decoder = load_native_decoder(tmp_path, block_size=16, num_threads=2, max_model_len=4096)
+    tokens = prompt(2100)
+    expected = Runner(decoder, max_tokens=2112).hidden({0: tokens})[2090:]
+    runner = Runner(decoder, max_tokens=2112)
+    runner.hidden({0: tokens[:2090]})
+    states = [runner.hidden({0: [token]}) for token in tokens[2090:]]
+    assert torch.equal(torch.cat(states), expected)
