@@ -235,7 +235,7 @@ def attend_to_sources(backend_name, *, dtype, device=CPU, num_kv_heads=2, repeat
     Requests have one query or several, more or fewer than their source has outputs.
     """
     torch.manual_seed(0)
-    sources, queries, block_size, head_dim = [70, 5, 300, 129], [1, 9, 40, 1], 16, 16
+    sources, queries, block_size, head_dim = [70, 5, 150, 33], [1, 9, 40, 1], 16, 16
     causal = AttentionSpec(
         num_heads=num_kv_heads * repeats,
         num_kv_heads=num_kv_heads,

@@ -108,7 +108,7 @@ def test_prompts_longer_than_a_tile_agree_with_plain_attention():
 @pytest.mark.parametrize("window", [None, 700])
 def test_long_contexts_are_split(window):
     assert_agrees(
-        [(5000, 1), (511, 1), (512, 1), (10, 1)],
+        [(2600, 1), (511, 1), (512, 1), (10, 1)],
         num_kv_heads=1,
         repeats=2,
         head_dim=16,
@@ -165,7 +165,7 @@ def test_cross_attention_agrees_with_plain_attention(name, dtype):
 def test_latent_attention_agrees_with_plain_attention(heads, rank, rotated, dtype):
     """Values are the first elements of keys. The heads are computed by one program or by several."""
     assert_agrees(
-        [(70, 1), (30, 9), (600, 1), (0, 1)],
+        [(70, 1), (30, 9), (600 if heads < 80 else 100, 1), (0, 1)],
         num_kv_heads=1,
         repeats=heads,
         head_dim=rank + rotated,

@@ -107,8 +107,7 @@ EXPERTS = {
 }
 
 
-@pytest.mark.parametrize("is_batch_invariant", [False, True])
-@pytest.mark.parametrize("ggml_type", ["F32", "Q8_0"])
+@pytest.mark.parametrize(("ggml_type", "is_batch_invariant"), [("F32", True), ("Q8_0", False)])
 def test_experts_give_the_logits_of_torch(
     tmp_path: Path, ggml_type: str, is_batch_invariant: bool
 ) -> None:

@@ -63,8 +63,8 @@ def test_low_rank_kernels_apply_the_adapter_of_each_token(
     torch.testing.assert_close(found.float(), expected, rtol=tolerance, atol=tolerance)
     base = numbers.device_number_T < 0
     assert torch.equal(found[base], before[base])
-    # The bits of a row do not depend on the other rows, nor on the tiles.
-    for row in range(num_tokens):
+    # The bits of a row do not depend on the other rows, nor on the tiles. Each adapter has some of these rows.
+    for row in range(0, num_tokens, 5):
         alone = before[row : row + 1].clone()
         changes.add(
             alone, x[row : row + 1], Numbers(numbers.device_number_T[row : row + 1].tolist())
