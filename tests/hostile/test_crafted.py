@@ -151,7 +151,7 @@ SCHEMAS: Final[dict[str, MakeBody]] = {
         }
     ),
     "an enum of 100,000": lambda: schema_chat({"enum": list(range(100_000))}),
-    "an enum of one text of 1 MB": lambda: schema_chat({"enum": ["a" * 1_000_000]}),
+    "an enum of one text of 300 KB": lambda: schema_chat({"enum": ["a" * 300_000]}),
     "a long range of numbers": lambda: schema_chat(
         {"type": "number", "minimum": 1.23456789e-300, "maximum": 1.9876543e300}
     ),
@@ -250,7 +250,7 @@ SAMPLING: Final[dict[str, MakeBody]] = {
     "log-probabilities of the whole prompt": lambda: completion(
         prompt=[5] * 400, prompt_logprobs=-1
     ),
-    "all log-probabilities of 20 tokens": lambda: completion(logprobs=49_152, max_tokens=20),
+    "all log-probabilities of 5 tokens": lambda: completion(logprobs=49_152, max_tokens=5),
     "all log-probabilities of a chat": lambda: chat(
         logprobs=True, top_logprobs=49_152, max_tokens=20
     ),
