@@ -12,6 +12,7 @@ from ... import __version__
 from ...protocol.config import EngineConfig
 from ...protocol.errors import ConfigError, EngineError
 from ...protocol.process import name_process
+from ..guardian.fork_server import ForkServer
 from ..guardian.guardian import Guardian, become_subreaper
 from ..guardian.link import GuardianLink, Notice
 from ..guardian.service_manager import notify_service_manager
@@ -102,19 +103,20 @@ def _serve(argv: Sequence[str], settings: Settings, console: Console, signals: S
         )
     frontend = make_frontend_config(settings)
     console.line(f"engine {__version__}")
-    with Listener(frontend) as listener:
+    with ForkServer() as fork_server, Listener(frontend) as listener:
         settings["frontend"]["port"] = listener.port
         try:
             model = resolve_model(settings, console, signals)
         except StopRequested:
             return
-        serve_model([list(argv)], settings, model, listener, console, signals)
+        serve_model([list(argv)], settings, model, fork_server, listener, console, signals)
 
 
 def serve_model(
     arguments: list[list[str]],
     settings: Settings,
     model: ResolvedModel,
+    fork_server: ForkServer,
     listener: Listener,
     console: Console,
     signals: StopSignals,
@@ -126,6 +128,7 @@ def serve_model(
         arguments: The arguments of `engine serve`, then the arguments of each `engine upgrade` since then.
         settings: The settings that these arguments resulted in.
         model: The resolved model.
+        fork_server: Forks the processes, if the engine has a guardian.
         listener: The listening socket.
         console: The output for progress lines.
         signals: The source of stop signals.
@@ -152,6 +155,7 @@ def serve_model(
         }
         # Nodes on other machines could not continue with another supervisor.
         if config.parallel.is_distributed or not become_subreaper():
+            fork_server.close()
             _supervise(
                 config,
                 specs,
@@ -179,7 +183,8 @@ def serve_model(
 
         name_process("guardian")
         timeout_s = config.recovery.heartbeat_timeout_s
-        code = Guardian(signals.fd, on_notice, console.line, timeout_s).run(supervise)
+        guardian = Guardian(signals.fd, on_notice, console.line, timeout_s, fork_server)
+        code = guardian.run(supervise)
     if code:
         raise _SupervisorExited(code)
 

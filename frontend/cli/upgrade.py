@@ -20,6 +20,7 @@ from ...protocol.config import DeviceConfig
 from ...protocol.errors import ConfigError
 from ...protocol.machine.memory import available_bytes
 from ...protocol.store.digest import message_digest
+from ..guardian.fork_server import ForkServer
 from ..model_source.options import ResolvedModel
 from ..store.file_lock import FileLock
 from ..supervisor.console import Console
@@ -121,6 +122,7 @@ def _take_over(
     if not predecessor.engine.url.startswith("unix:"):
         settings["frontend"]["port"] = predecessor.listener.getsockname()[1]
     frontend = make_frontend_config(settings)
+    fork_server = ForkServer()
     try:
         model = resolve_model(settings, console, signals)
     except StopRequested:
@@ -149,8 +151,8 @@ def _take_over(
             listener.own_path()
         on_ready()
 
-    with listener:
-        serve_model(arguments, settings, model, listener, console, signals, finish)
+    with fork_server, listener:
+        serve_model(arguments, settings, model, fork_server, listener, console, signals, finish)
 
 
 def _can_share_store(settings: Settings) -> bool:

@@ -4,8 +4,8 @@ The guardian only waits, so hardly anything but SIGKILL can end it. If the super
 guardian forks another one, which adopts the processes of the engine. Requests do not notice. If the guardian itself
 exits, the lifeline closes, and every process exits, the supervisor included. So nothing is left behind.
 
-A process whose parent has exited becomes a child of the guardian. The guardian reaps it and reports its exit code to
-the supervisor, which can only wait for processes that it has started itself.
+A process whose parent has exited becomes a child of the guardian. The fork server makes all processes of the engine
+such children, so that every supervisor can watch them: the guardian reaps them and reports their exit codes.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from collections.abc import Callable, Mapping
 from typing import Final, NoReturn
 
 from ...protocol.errors import EngineError
+from .fork_server import ForkServer
 from .heartbeat import SupervisorHeartbeat
 from .lifeline import Lifeline
 from .link import GuardianLink, Notice
@@ -66,6 +67,7 @@ class Guardian:
         on_crash: Receives a line about each crash or hang of the supervisor.
         heartbeat_timeout_s: A supervisor without a heartbeat for this many seconds hangs, and is killed. Time in which
             this process was suspended does not count.
+        fork_server: Forks the processes of the engine; None if they are to be started without one.
     """
 
     def __init__(
@@ -74,11 +76,13 @@ class Guardian:
         on_notice: Mapping[Notice, Callable[[], None]],
         on_crash: Callable[[str], None],
         heartbeat_timeout_s: float,
+        fork_server: ForkServer | None = None,
     ) -> None:
         self._signals_fd = signals_fd
         self._on_notice = dict(on_notice)
         self._on_crash = on_crash
         self._heartbeat_timeout_s = heartbeat_timeout_s
+        self._fork_server = fork_server
         self._heartbeat = SupervisorHeartbeat()
         self._lifeline = Lifeline()
         self._exits: deque[tuple[int, int]] = deque(maxlen=MAX_REMEMBERED_EXITS)
@@ -131,7 +135,11 @@ class Guardian:
             self._lifeline.leave_to_parent()
             _begin_child(guardian)
             link = GuardianLink(
-                child_channel, self._lifeline, self._heartbeat, was_ready=self._was_ready
+                child_channel,
+                self._lifeline,
+                self._heartbeat,
+                was_ready=self._was_ready,
+                fork_server=self._fork_server,
             )
             _run_child(supervise, link)
         child_channel.close()

@@ -8,6 +8,7 @@ import os
 import select
 import socket
 
+from .fork_server import ForkServer
 from .heartbeat import SupervisorHeartbeat
 from .lifeline import Lifeline
 
@@ -35,6 +36,7 @@ class GuardianLink:
         heartbeat: The heartbeat that the guardian expects. Send it at least every second, except while waiting for
             processes that were killed.
         was_ready: Whether an earlier supervisor of this guardian has reported that the engine is ready.
+        fork_server: Forks children of the guardian; None if there is none.
     """
 
     def __init__(
@@ -44,20 +46,19 @@ class GuardianLink:
         heartbeat: SupervisorHeartbeat,
         *,
         was_ready: bool,
+        fork_server: ForkServer | None = None,
     ) -> None:
         self.lifeline = lifeline
         self.heartbeat = heartbeat
         self.was_ready = was_ready
+        self.fork_server = fork_server
         self._channel = channel
         self._channel.setblocking(False)
         self._exit_codes: dict[int, int] = {}
 
     @property
     def fd(self) -> int:
-        """Readable until `read_exits` if a process has exited that this supervisor has not started.
-
-        An earlier supervisor has started it, or a process that has exited since.
-        """
+        """Readable until `read_exits` if a child of the guardian has exited."""
         return self._channel.fileno()
 
     def send(self, notice: Notice) -> None:
@@ -65,8 +66,7 @@ class GuardianLink:
         self._channel.send(notice.value)
 
     def exit_code(self, pid: int) -> int | None:
-        """Return the exit code of a process that an earlier supervisor has started; None while it runs."""
-        self.read_exits()
+        """Return the exit code of a child of the guardian; None if no exit of it has been read."""
         return self._exit_codes.get(pid)
 
     def read_exits(self) -> None:
@@ -76,9 +76,18 @@ class GuardianLink:
                 exited, code = map(int, message.split())
                 self._exit_codes[exited] = code
 
+    def record_exit(self, pid: int, code: int) -> None:
+        """Record an exit that the guardian has not reported to this supervisor."""
+        self._exit_codes.setdefault(pid, code)
+
+    def forget_exit(self, pid: int) -> None:
+        """Forget the exit of an earlier process with the ID of a new one."""
+        self._exit_codes.pop(pid, None)
+
     def wait_for_exit(self, timeout_s: float) -> None:
-        """Wait until another process has exited, at most `timeout_s` seconds."""
+        """Wait until another process has exited, at most `timeout_s` seconds, and read its exit."""
         select.select([self._channel], [], [], timeout_s)
+        self.read_exits()
 
     def find_orphans(self) -> set[int]:
         """Return the processes of the engine that earlier supervisors have started.

@@ -5,20 +5,26 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Iterable
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
+from ...protocol.process import EPOCH_FD
 from ..guardian.lifeline import Lifeline
 from ..guardian.link import GuardianLink
-from .local_process import AdoptedProcess, LocalProcess, Process, ProcessSpec
+from .local_process import GuardedProcess, LocalProcess, Process, ProcessHandle, ProcessSpec
 from .nodes import Nodes
 
 
 class Launcher:
     """Starts processes, and ties their life to that of one process with a `Lifeline`.
 
+    Args:
+        link: The connection to the guardian; None if this process has none. Then this process holds the lifeline.
+
     Attributes:
         nodes: The other machines, if any.
-        link: The connection to the guardian; None if this process has none. Then this process holds the lifeline.
+        link: The connection to the guardian, if any.
     """
 
     def __init__(self, link: GuardianLink | None = None) -> None:
@@ -47,17 +53,64 @@ class Launcher:
         # The start of many processes can take seconds on a slow file system.
         self.beat()
         if spec.node is None or self.nodes is None:
-            return LocalProcess(spec, epoch, self._lifeline)
+            return self._start(spec, str(epoch))
         return self.nodes.launch(spec, epoch)
 
     def launch_spare(self, spec: ProcessSpec) -> LocalProcess:
         """Start a process that waits for its epoch."""
-        return LocalProcess(spec, None, self._lifeline)
+        reader, writer = os.pipe()
+        try:
+            spec = replace(spec, pass_fds=(*spec.pass_fds, reader))
+            return self._start(spec, f"{EPOCH_FD}{reader}", epoch_fd=writer)
+        finally:
+            os.close(reader)
+
+    def _start(
+        self, spec: ProcessSpec, last_argument: str, epoch_fd: int | None = None
+    ) -> LocalProcess:
+        argv = (*spec.argv, last_argument)
+        env = {**os.environ, "PYTHONUNBUFFERED": "1", **spec.env}
+        process: ProcessHandle | None = self._fork(spec, argv, env)
+        reason = ""
+        if process is None:
+            try:
+                process = subprocess.Popen(
+                    argv,
+                    stdin=self._lifeline.fd,
+                    pass_fds=spec.pass_fds,
+                    # The process gets its own process group, so that Ctrl-C at the terminal reaches only the
+                    # supervisor.
+                    process_group=0,
+                    env=env,
+                )
+            except OSError as error:
+                reason = f"cannot start {argv[0]}: {error.strerror}"
+        return LocalProcess(process, reason, epoch_fd)
+
+    def _fork(
+        self, spec: ProcessSpec, argv: Sequence[str], env: Mapping[str, str]
+    ) -> GuardedProcess | None:
+        """Return a process that the fork server has forked; None without a fork server, or if it has exited."""
+        if self.link is None or self.link.fork_server is None:
+            return None
+        fds = {fd: fd for fd in spec.pass_fds} | {0: self._lifeline.fd}
+        # An exit that is known before the fork was of an earlier process, which may have had the same process ID.
+        self.link.read_exits()
+        try:
+            pid = self.link.fork_server.fork(argv[argv.index("-m") + 1 :], env, fds, self.beat)
+        except OSError:
+            self.link.fork_server = None
+            return None
+        self.link.forget_exit(pid)
+        return GuardedProcess(pid, self.link)
 
     def adopt(self, pid: int) -> Process:
         """Return a process that an earlier supervisor has started."""
         assert self.link is not None
-        return AdoptedProcess(pid, self.link, is_running=pid in self._orphans)
+        if pid not in self._orphans:
+            # The earlier supervisor has received its exit code.
+            self.link.record_exit(pid, -signal.SIGKILL)
+        return LocalProcess(GuardedProcess(pid, self.link))
 
     def kill_unknown(self, known: Iterable[int]) -> None:
         """Kill the processes that an earlier supervisor has started but not saved."""

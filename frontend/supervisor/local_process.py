@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Protocol
 
-from ...protocol.process import EPOCH_FD
-from ..guardian.lifeline import Lifeline
 from ..guardian.link import GuardianLink
 
 HAS_EXIT_FD = hasattr(os, "pidfd_open")
@@ -101,39 +99,59 @@ def _num_oom_kills() -> int | None:
         return None
 
 
-class LocalProcess:
-    """A child process. If it cannot be started, it counts as exited immediately and `reason` says why."""
+class ProcessHandle(Protocol):
+    """What `LocalProcess` needs of a process; `subprocess.Popen` has it."""
 
-    def __init__(self, spec: ProcessSpec, epoch: int | None, lifeline: Lifeline) -> None:
-        """Start the process. If `epoch` is None, the process waits for `begin`."""
-        self.pid = 0
+    @property
+    def pid(self) -> int:
+        """The process ID."""
+
+    def poll(self) -> int | None:
+        """Return the exit code, negative for a signal; None while the process runs."""
+
+    def wait(self) -> int:
+        """Wait until the process has exited, and return the exit code."""
+
+
+class GuardedProcess:
+    """A child of the guardian, which reports its exit."""
+
+    def __init__(self, pid: int, link: GuardianLink) -> None:
+        self.pid = pid
+        self._link = link
+
+    def poll(self) -> int | None:
+        """Return the exit code, negative for a signal; None while the process runs."""
+        return self._link.exit_code(self.pid)
+
+    def wait(self) -> int:
+        """Wait until the process has exited, and return the exit code."""
+        while (code := self.poll()) is None:
+            self._link.wait_for_exit(WAIT_S)
+        return code
+
+
+class LocalProcess:
+    """A process on this machine. If it could not be started, it counts as exited and `reason` says why.
+
+    Args:
+        process: The process; None if it could not be started.
+        reason: Why it could not be started.
+        epoch_fd: The pipe from which a waiting process reads its epoch.
+    """
+
+    def __init__(
+        self, process: ProcessHandle | None, reason: str = "", epoch_fd: int | None = None
+    ) -> None:
+        self.reason = reason
+        self.pid = 0 if process is None else process.pid
+        # The guardian reports the exits of its children, so their descriptors are not needed.
         self.exit_fd: int | None = None
-        self.reason = ""
+        if isinstance(process, subprocess.Popen) and HAS_EXIT_FD:
+            self.exit_fd = os.pidfd_open(self.pid)
         self._oom_kills_before = _num_oom_kills()
-        self._popen: subprocess.Popen[bytes] | None = None
-        self._epoch_writer: int | None = None
-        epoch_reader, inherited = None, spec.pass_fds
-        if epoch is None:
-            epoch_reader, self._epoch_writer = os.pipe()
-            inherited = (*inherited, epoch_reader)
-        last = f"{EPOCH_FD}{epoch_reader}" if epoch is None else str(epoch)
-        try:
-            self._popen = subprocess.Popen(
-                (*spec.argv, last),
-                stdin=lifeline.fd,
-                pass_fds=inherited,
-                # The process gets its own process group, so that Ctrl-C at the terminal reaches only the supervisor.
-                process_group=0,
-                env={**os.environ, "PYTHONUNBUFFERED": "1", **spec.env},
-            )
-            self.pid = self._popen.pid
-            self.exit_fd = os.pidfd_open(self.pid) if HAS_EXIT_FD else None
-        except OSError as error:
-            self.reason = f"cannot start {spec.argv[0]}: {error.strerror}"
-            self.kill()
-        finally:
-            if epoch_reader is not None:
-                os.close(epoch_reader)
+        self._process = process
+        self._epoch_fd = epoch_fd
 
     @property
     def saw_oom_kills(self) -> bool | None:
@@ -144,68 +162,20 @@ class LocalProcess:
 
     def begin(self, epoch: int) -> bool:
         """Send the epoch to a waiting process. Return False if the process has exited."""
-        if self._popen is None or self._epoch_writer is None:
+        if self._process is None or self._epoch_fd is None:
             return False
         # A waiting process sends no heartbeats, so the supervisor cannot notice that it is stopped; continue it in any
         # case.
         self.send_signal(signal.SIGCONT)
         try:
-            os.write(self._epoch_writer, b"%d\n" % epoch)
+            os.write(self._epoch_fd, b"%d\n" % epoch)
         except BrokenPipeError:
             return False
         return True
 
     def poll(self) -> int | None:
         """Return the exit code, negative for a signal; None while the process runs."""
-        return NOT_STARTED if self._popen is None else self._popen.poll()
-
-    def send_signal(self, signum: signal.Signals) -> None:
-        """Send a signal to the process."""
-        if self._popen is not None:
-            self._popen.send_signal(signum)
-
-    def kill(self) -> None:
-        """Send SIGKILL to the process and its process group."""
-        if self._popen is not None and self._popen.poll() is None:
-            try:
-                os.killpg(self.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                self._popen.kill()
-
-    def close(self) -> None:
-        """Wait until the process has exited and release its resources."""
-        if self._popen is not None:
-            self._popen.wait()
-        if self._epoch_writer is not None:
-            os.close(self._epoch_writer)
-            self._epoch_writer = None
-
-
-class AdoptedProcess:
-    """A process that an earlier supervisor has started. The guardian reports its exit."""
-
-    def __init__(self, pid: int, link: GuardianLink, *, is_running: bool) -> None:
-        self.pid = pid
-        self.exit_fd: int | None = None
-        self.reason = ""
-        self._link = link
-        self._was_running = is_running
-        self._oom_kills_before = _num_oom_kills()
-
-    @property
-    def saw_oom_kills(self) -> bool | None:
-        """True if the kernel's out-of-memory killer was active since the adoption; None if unknown."""
-        if self._oom_kills_before is None:
-            return None
-        return _num_oom_kills() != self._oom_kills_before
-
-    def poll(self) -> int | None:
-        """Return the exit code, negative for a signal; None while the process runs."""
-        code = self._link.exit_code(self.pid)
-        if code is None and not self._was_running:
-            # The earlier supervisor has received its exit code.
-            return -signal.SIGKILL
-        return code
+        return NOT_STARTED if self._process is None else self._process.poll()
 
     def send_signal(self, signum: signal.Signals) -> None:
         """Send a signal to the process."""
@@ -216,10 +186,15 @@ class AdoptedProcess:
     def kill(self) -> None:
         """Send SIGKILL to the process and its process group."""
         if self.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
+            try:
                 os.killpg(self.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                self.send_signal(signal.SIGKILL)
 
     def close(self) -> None:
-        """Wait until the process has exited."""
-        while self.poll() is None:
-            self._link.wait_for_exit(WAIT_S)
+        """Wait until the process has exited and release its resources."""
+        if self._process is not None:
+            self._process.wait()
+        if self._epoch_fd is not None:
+            os.close(self._epoch_fd)
+            self._epoch_fd = None

@@ -6,6 +6,7 @@ import json
 import signal
 import threading
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -45,12 +46,12 @@ class Reader(threading.Thread):
                 self.is_done |= line.startswith(b"data: [DONE]")
 
 
-def kill_supervisor(server: Server, signum: int = signal.SIGKILL) -> None:
-    """Send the signal to the supervisor, and wait until another one has adopted the processes."""
-    supervisor = server.child("supervisor")
-    supervisor.send_signal(signum)
-    wait_until(lambda: has_ended(supervisor), what="the supervisor is gone")
-    wait_until(lambda: server.child("supervisor").pid != supervisor.pid, what="there is another")
+def kill(server: Server, title: str, signum: int = signal.SIGKILL) -> None:
+    """Send the signal to the process, and wait until there is another one in its place."""
+    process = server.child(title)
+    process.send_signal(signum)
+    wait_until(lambda: has_ended(process), what=f"{title} is gone")
+    wait_until(lambda: server.child(title).pid != process.pid, what=f"there is another {title}")
 
 
 @pytest.mark.timeout(120)
@@ -63,11 +64,11 @@ def test_streams_are_not_cut_when_supervisors_are_killed(tmp_path: Path) -> None
         readers = [Reader(server, 600) for _ in range(4)]
         wait_until(lambda: all(reader.num_tokens > 20 for reader in readers), what="tokens")
         before = {title: server.child(title).pid for title in ("core 0", "frontend 0", "store")}
-        kill_supervisor(server)
+        kill(server, "supervisor")
         assert before == {title: server.child(title).pid for title in before}
         # Streams go on while a supervisor hangs, until it is replaced.
         num_tokens = readers[0].num_tokens
-        kill_supervisor(server, signal.SIGSTOP)
+        kill(server, "supervisor", signal.SIGSTOP)
         assert readers[0].num_tokens > num_tokens + 50
         assert "the supervisor sent no heartbeat for 3 s, and was killed" in server.log
         assert before == {title: server.child(title).pid for title in before}
@@ -76,7 +77,7 @@ def test_streams_are_not_cut_when_supervisors_are_killed(tmp_path: Path) -> None
         wait_until(lambda: server.child("core 0").pid != before["core 0"], what="another core")
         worker = server.child("worker 0")
         worker.kill()
-        kill_supervisor(server)
+        kill(server, "supervisor")
         for reader in readers:
             reader.join()
         assert [(reader.is_done, reader.num_tokens) for reader in readers] == [(True, 600)] * 4
@@ -92,10 +93,28 @@ def test_streams_are_not_cut_when_supervisors_are_killed(tmp_path: Path) -> None
 def test_a_start_goes_on_when_the_supervisor_is_killed(tmp_path: Path) -> None:
     with Server(*NULL, env={"XDG_RUNTIME_DIR": str(tmp_path)}, wait=False) as server:
         core = server.child("core 0")
-        kill_supervisor(server)
+        kill(server, "supervisor")
         server.wait_for("ready at")
         assert server.log.count("ready at") == 1
         assert server.child("core 0").pid == core.pid
         # A signal reaches the supervisor of that moment.
         server.process.send_signal(signal.SIGINT)
         assert server.wait() == 0
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("disturb", [psutil.Process.kill, psutil.Process.suspend])
+def test_processes_are_restarted_without_a_fork_server(
+    disturb: Callable[[psutil.Process], None],
+) -> None:
+    with Server(*NULL, "--heartbeat-timeout", "3") as server:
+        disturb(server.child("fork server"))
+        for title in ("core 0", "frontend 0", "store"):
+            kill(server, title)
+        server.wait_until_whole()
+        reader = Reader(server, 20)
+        reader.join()
+        assert reader.num_tokens == 20
+        processes = [psutil.Process(server.process.pid), *server.find_children()]
+        assert server.stop() == 0
+        assert all(map(has_ended, processes))

@@ -1,0 +1,235 @@
+"""A process that has loaded the common libraries of all processes of an engine, and forks those processes.
+
+A fork takes a few milliseconds. A new Python process that loads these libraries takes 0.4 s of processor time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import gc
+import importlib
+import os
+import runpy
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Final, NoReturn, Self
+
+import msgspec
+
+from ...protocol.process import ORPHANED_EXIT_CODE, name_process
+
+COMMON_LIBRARIES: Final = ("numpy", "engine.protocol.step_log", "engine.protocol.worker_messages")
+"""Libraries that at least two kinds of processes need and the command line does not."""
+
+LOOK_S: Final = 0.2
+"""Seconds between two calls of `while_waiting`."""
+
+MAX_MESSAGE_BYTES: Final = 1 << 20
+MAX_FDS: Final = 16
+
+
+class _ForkRequest(msgspec.Struct, array_like=True):
+    """A process to fork.
+
+    Attributes:
+        arguments: The name of the program's module, then its arguments.
+        environment: The environment variables of the process.
+        fds: The numbers that the sent file descriptors get in the process.
+    """
+
+    arguments: list[bytes]
+    environment: dict[bytes, bytes]
+    fds: list[int]
+
+
+class ForkServer:
+    """The connection to a fork server, which the constructor forks from this process.
+
+    Call the constructor before this process starts a thread. The fork server exits when this process, and every process
+    that was forked from it, has closed the connection.
+
+    Args:
+        libraries: The modules that the fork server imports.
+    """
+
+    reply_s = 10.0
+    """Maximum seconds to wait for a fork; the libraries may still be loading from a slow disk."""
+
+    def __init__(self, libraries: Sequence[str] = COMMON_LIBRARIES) -> None:
+        self._socket, requests = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._pid = os.fork()
+        if not self._pid:
+            run_fork_server(requests, libraries)
+        requests.close()
+
+    def fork(
+        self,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        fds: Mapping[int, int],
+        while_waiting: Callable[[], None] = lambda: None,
+    ) -> int:
+        """Run a Python module as a program in a new process, and return the process ID.
+
+        The process is the leader of a new process group. It becomes a child of the nearest ancestor that is a
+        subreaper, for example of the guardian.
+
+        Args:
+            arguments: The name of the module, then the arguments of the program.
+            environment: All environment variables of the process.
+            fds: The numbers of file descriptors in the process, and the descriptors of this process that they refer
+                to. Only standard output and error are inherited otherwise.
+            while_waiting: Called several times a second while the fork server does not answer.
+
+        Raises:
+            OSError: The fork server has exited, cannot fork, or did not answer and was killed.
+        """
+        request = _ForkRequest(
+            [os.fsencode(each) for each in arguments],
+            {os.fsencode(name): os.fsencode(value) for name, value in environment.items()},
+            list(fds),
+        )
+        reply, child = socket.socketpair()
+        with reply, child:
+            data = msgspec.msgpack.encode(request)
+            socket.send_fds(self._socket, [data], [child.fileno(), *fds.values()])
+            child.close()
+            deadline = time.monotonic() + self.reply_s
+            while not select.select([reply], [], [], LOOK_S)[0]:
+                while_waiting()
+                if time.monotonic() > deadline:
+                    os.kill(self._pid, signal.SIGKILL)
+                    raise TimeoutError(f"no answer within {self.reply_s:g} s")
+            answer = reply.recv(16)
+            if not answer:
+                raise OSError(errno.ECHILD, "the fork server did not fork")
+            # The process exits unless it receives this, so none is left that nobody knows.
+            reply.send(b"+")
+            return int(answer)
+
+    def close(self) -> None:
+        """Close the connection in this process."""
+        self._socket.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def run_fork_server(requests: socket.socket, libraries: Sequence[str]) -> NoReturn:
+    """Import `libraries`, then fork processes until the other ends of `requests` are closed, and exit."""
+    code = 1
+    try:
+        _prepare(requests, libraries)
+        pids = os.pipe()
+        while True:
+            data, fds, _, _ = socket.recv_fds(requests, MAX_MESSAGE_BYTES, MAX_FDS)
+            if not data:
+                break
+            with contextlib.suppress(OSError):
+                _fork(data, fds, pids)
+            for fd in fds:
+                os.close(fd)
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def _prepare(requests: socket.socket, libraries: Sequence[str]) -> None:
+    name_process("fork server")
+    os.setpgid(0, 0)
+    os.closerange(3, requests.fileno())
+    os.closerange(requests.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
+    # The caller may handle these.
+    for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
+        if callable(signal.getsignal(signum)):
+            signal.signal(signum, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if not sys.flags.safe_path:
+        # A file in the current directory must not shadow a module.
+        del sys.path[0]
+    # Threads would not exist in a forked process.
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"
+    gc.disable()
+    for name in libraries:
+        importlib.import_module(name)
+    # Garbage collections in the forked processes shall not copy the memory of these libraries.
+    gc.freeze()
+
+
+def _fork(data: bytes, fds: list[int], pids: tuple[int, int]) -> None:
+    """Fork a process, and send its ID once its parent has exited. `pids` is a pipe for the ID."""
+    parent = os.fork()
+    if not parent:
+        _fork_again(data, fds, pids[1])
+    _, failure = os.waitpid(parent, 0)
+    if not failure:
+        os.write(fds[0], os.read(pids[0], 16))
+
+
+def _fork_again(data: bytes, fds: list[int], pids_fd: int) -> NoReturn:
+    """Fork the process that runs the program, write its ID, and exit."""
+    code = 1
+    try:
+        if pid := os.fork():
+            os.write(pids_fd, b"%d" % pid)
+            code = 0
+        else:
+            _run_program(msgspec.msgpack.decode(data, type=_ForkRequest), fds)
+    finally:
+        os._exit(code)
+
+
+def _run_program(request: _ForkRequest, fds: list[int]) -> NoReturn:
+    code: int | str = 1
+    try:
+        if not os.read(fds[0], 1):
+            os._exit(ORPHANED_EXIT_CODE)
+        os.setpgid(0, 0)
+        _place_fds(fds[1:], request.fds)
+        os.environb.clear()
+        os.environb.update(request.environment)
+        for stream in (sys.stdout, sys.stderr):
+            stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+        gc.enable()
+        sys.argv = [os.fsdecode(argument) for argument in request.arguments]
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        code = 0
+    except SystemExit as exit_:
+        code = exit_.code or 0
+        if not isinstance(code, int):
+            print(code, file=sys.stderr)
+            code = 1
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    # End the interpreter like that of any program, which sends what sockets still hold, but not the calls of this one.
+    ctypes.pythonapi.Py_Exit(code)
+    os._exit(1)
+
+
+def _place_fds(fds: Sequence[int], numbers: Sequence[int]) -> None:
+    """Give each descriptor its number, and close all others except standard output and error."""
+    first_free = max(numbers, default=2) + 1
+    moved = [fcntl.fcntl(fd, fcntl.F_DUPFD, first_free) for fd in fds]
+    for fd, number in zip(moved, numbers, strict=True):
+        os.dup2(fd, number)
+    closed_from = 3
+    for number in sorted(number for number in numbers if number >= closed_from):
+        os.closerange(closed_from, number)
+        closed_from = number + 1
+    os.closerange(closed_from, os.sysconf("SC_OPEN_MAX"))

@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+from support.forked import ForkedProcess
+
+PROGRAM = """
+import json, os, signal, sys
+open_fds = [int(fd) for fd in os.listdir("/proc/self/fd")]
+print(json.dumps({
+    "arguments": sys.argv[1:],
+    "environment": dict(os.environ),
+    "leads its group": os.getpgid(0) == os.getpid(),
+    "files": {fd: os.readlink(f"/proc/self/fd/{fd}") for fd in open_fds if os.path.exists(f"/proc/self/fd/{fd}")},
+    "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
+}))
+"""
+
+
+def test_a_program_gets_its_arguments_environment_and_files_only(tmp_path: Path) -> None:
+    file = (tmp_path / "file").open("w")
+    env = {"NAME": "a\udcff value", "HOME": "/"}
+    process = ForkedProcess(["code", "-q"], env, pass_fds=[file.fileno()])
+    with process.stdin:
+        process.stdin.write(f"exec({PROGRAM!r})\nraise SystemExit(7)\n")
+    lines = process.stdout.read().splitlines()
+    assert process.wait() == 7
+    seen = json.loads(next(line[line.index("{") :] for line in lines if "{" in line))
+    assert seen["arguments"] == ["-q"]
+    assert seen["environment"] == env
+    assert seen["leads its group"]
+    assert seen["files"].pop(str(file.fileno())) == file.name
+    assert sorted(seen["files"]) == ["0", "1", "2"]
+    assert seen["blocked"] == []
+    file.close()
+
+
+@pytest.mark.parametrize(
+    ("program", "code"),
+    [
+        ("", 0),
+        ("raise SystemExit", 0),
+        ("raise SystemExit(3)", 3),
+        ("raise SystemExit('a message')", 1),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL),
+    ],
+)
+def test_the_exit_code_is_that_of_the_program(program: str, code: int) -> None:
+    process = ForkedProcess(["code", "-q"])
+    with process.stdin:
+        process.stdin.write(program + "\n")
+    assert process.wait(20) == code
