@@ -12,7 +12,9 @@ MODEL_NAME = "smollm2"
 @pytest.fixture(scope="package")
 def server() -> Iterator[Server]:
     """A server of the default model, which tests of this folder share and leave unchanged."""
-    with Server(default_model(), "--served-model-name", MODEL_NAME, "--max-model-len", "2048") as s:
+    flags = ("--served-model-name", MODEL_NAME, "--max-model-len", "2048")
+    # A PYTHONPATH makes it a new Python process, like the servers of users, instead of a fork.
+    with Server(default_model(), *flags, env={"PYTHONPATH": ""}) as s:
         yield s
         assert s.stop() == 0, s.log
 

@@ -23,8 +23,8 @@ from support.tiny_checkpoints import qwen3_directory
 SLOW = {"prompt": "Once upon a time", "max_tokens": 1500, "ignore_eos": True, "stream": True}
 
 
-def start(tmp_path: Path, *args: str) -> Server:
-    return Server(default_model(), *args, env={"XDG_RUNTIME_DIR": str(tmp_path)})
+def start(tmp_path: Path, *args: str, **env: str) -> Server:
+    return Server(default_model(), *args, env={"XDG_RUNTIME_DIR": str(tmp_path), **env})
 
 
 def open_stream(

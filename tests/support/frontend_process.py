@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import shutil
 import socket
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -17,6 +15,7 @@ from typing import Any
 import httpx
 import msgspec
 import openai
+import psutil
 import zmq
 from engine.frontend.tokenizer.load import load_tokenizer
 from engine.protocol.config import (
@@ -30,6 +29,7 @@ from engine.protocol.config import (
 from engine.protocol.supervisor_messages import ProcessStatus, Stage, SupervisorMessage
 from engine.protocol.transport import StatusReceiver
 from support.echo_core import EchoCoreThread
+from support.forked import ForkedProcess
 from support.server import default_model
 from support.store_thread import StoreThread
 
@@ -105,15 +105,13 @@ class FrontendProcess:
         self._listener.listen(512)
         self.port = self._listener.getsockname()[1]
         fd = self._listener.fileno()
-        command = [sys.executable, "-m", "engine.frontend"]
+        program = ["engine.frontend", str(self.config.save()), "0", str(fd), str(self.config.epoch)]
+        with self._log.open("w") as log:
+            self.process = ForkedProcess(program, pass_fds=[fd], stdout=log.fileno())
         if self._max_open_files:
-            command = ["prlimit", f"--nofile={self._max_open_files}", *command]
-        self.process = subprocess.Popen(
-            [*command, str(self.config.save()), "0", str(fd), str(self.config.epoch)],
-            stdin=subprocess.PIPE,
-            stderr=self._log.open("w"),
-            pass_fds=(fd,),
-        )
+            psutil.Process(self.process.pid).rlimit(
+                psutil.RLIMIT_NOFILE, (self._max_open_files,) * 2
+            )
         self.http = httpx.Client(
             base_url=f"http://127.0.0.1:{self.port}",
             headers={"content-type": "application/json"},
@@ -176,7 +174,6 @@ class FrontendProcess:
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
-        assert self.process.stdin is not None
         self.process.stdin.close()
         if self._core_thread is not None:
             self._core_thread.__exit__(kind, error, traceback)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Mapping
 from typing import Any, Self
 
 import psutil
+from support.forked import ForkedProcess
 
 START_TIMEOUT_S = 240.0
 """Long enough for a large model on a slow machine, but within the limit of a test."""
@@ -39,14 +41,20 @@ class Program:
     """A program that the constructor starts; use it as a context manager, which terminates it."""
 
     def __init__(self, command: list[str], env: Mapping[str, str]) -> None:
-        self.process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env={**os.environ, **env},
-        )
+        environment = {**os.environ, **env}
+        self.process: subprocess.Popen[str] | ForkedProcess
+        if command[:2] == [sys.executable, "-m"] and "PYTHONPATH" not in env:
+            self.process = ForkedProcess(command[2:], environment)
+        else:
+            # Only a new Python process imports the `sitecustomize` of its PYTHONPATH.
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                env=environment,
+            )
         self.output: list[str] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
