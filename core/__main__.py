@@ -39,7 +39,7 @@ def main(config_path: str, core_index: int, epoch: int | None, epoch_fd: int = -
     configure_logging(name, config.frontend.log_level, config.frontend.log_format, core_index)
     exit_with_parent(config.run_dir)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    status = StatusReporter(context, config, name)
+    status = StatusReporter(zmq.Context(), config, name)
 
     def work() -> None:
         core = EngineCore(config, core_index, context, status)

@@ -27,7 +27,7 @@ def main() -> int:
     exit_with_parent(config.run_dir, sockets)
     configure_logging(name, config.frontend.log_level, config.frontend.log_format)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    reporter = StatusReporter(context, config, name)
+    reporter = StatusReporter(zmq.Context(), config, name)
     reporter.report(Stage.STARTING)
 
     # Garbage collections would take a tenth of the import time and free nothing. The server enables them when it is

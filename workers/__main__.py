@@ -30,7 +30,7 @@ def main(config_path: str, core_index: int, rank: int, epoch: int) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     exit_with_parent(config.run_dir)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    status = StatusReporter(context, config, name)
+    status = StatusReporter(zmq.Context(), config, name)
     status.report(Stage.STARTING)
     pulse = Pulse(context, config, name)
 

@@ -23,7 +23,7 @@ def main() -> int:
     configure_logging("store", config.frontend.log_level, config.frontend.log_format)
     stop = StopSignal()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    reporter = StatusReporter(context, config, "store")
+    reporter = StatusReporter(zmq.Context(), config, "store")
     reporter.report(Stage.STARTING)
     pulse = Pulse(context, config, "store")
 
