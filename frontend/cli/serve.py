@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import msgspec
 
@@ -103,7 +105,7 @@ def _serve(argv: Sequence[str], settings: Settings, console: Console, signals: S
         )
     frontend = make_frontend_config(settings)
     console.line(f"engine {__version__}")
-    with ForkServer() as fork_server, Listener(frontend) as listener:
+    with start_fork_server() as fork_server, Listener(frontend) as listener:
         settings["frontend"]["port"] = listener.port
         try:
             model = resolve_model(settings, console, signals)
@@ -112,11 +114,16 @@ def _serve(argv: Sequence[str], settings: Settings, console: Console, signals: S
         serve_model([list(argv)], settings, model, fork_server, listener, console, signals)
 
 
+def start_fork_server() -> AbstractContextManager[ForkServer | None]:
+    """Start the fork server of an engine on Linux. Elsewhere an engine has no guardian, which the fork server needs."""
+    return ForkServer() if sys.platform == "linux" else nullcontext()
+
+
 def serve_model(
     arguments: list[list[str]],
     settings: Settings,
     model: ResolvedModel,
-    fork_server: ForkServer,
+    fork_server: ForkServer | None,
     listener: Listener,
     console: Console,
     signals: StopSignals,
@@ -128,7 +135,7 @@ def serve_model(
         arguments: The arguments of `engine serve`, then the arguments of each `engine upgrade` since then.
         settings: The settings that these arguments resulted in.
         model: The resolved model.
-        fork_server: Forks the processes, if the engine has a guardian.
+        fork_server: Forks the processes, if there is one and the engine has a guardian.
         listener: The listening socket.
         console: The output for progress lines.
         signals: The source of stop signals.
@@ -155,7 +162,8 @@ def serve_model(
         }
         # Nodes on other machines could not continue with another supervisor.
         if config.parallel.is_distributed or not become_subreaper():
-            fork_server.close()
+            if fork_server is not None:
+                fork_server.close()
             _supervise(
                 config,
                 specs,

@@ -29,7 +29,13 @@ from ..supervisor.listener import Listener
 from ..supervisor.signals import StopRequested, StopSignals
 from .arguments import Settings, parse_settings
 from .engine_config import has_gpu, make_frontend_config
-from .serve import resolve_model, run_supervisor, serve_model, warn_of_unread_variables
+from .serve import (
+    resolve_model,
+    run_supervisor,
+    serve_model,
+    start_fork_server,
+    warn_of_unread_variables,
+)
 
 MEMORY_FACTOR: Final = 1.5
 """Free memory that a second engine needs (packed weights, KV cache, processes), as a multiple of its weights' size."""
@@ -93,9 +99,17 @@ def upgrade(argv: Sequence[str]) -> int:
         warn_of_unread_variables(console)
         console.line(f"engine {__version__}, in place of engine {old.version} at {old.url}")
         argument_lists = [*old.arguments, arguments]
-        _take_over(
-            predecessor, settings, argument_lists, parsed.overlap, on_ready, console, signals
-        )
+        with start_fork_server() as fork_server:
+            _take_over(
+                predecessor,
+                settings,
+                argument_lists,
+                parsed.overlap,
+                fork_server,
+                on_ready,
+                console,
+                signals,
+            )
 
     return run_supervisor(run)
 
@@ -115,6 +129,7 @@ def _take_over(
     settings: Settings,
     arguments: list[list[str]],
     overlap: Overlap,
+    fork_server: ForkServer | None,
     on_ready: Callable[[], None],
     console: Console,
     signals: StopSignals,
@@ -122,7 +137,6 @@ def _take_over(
     if not predecessor.engine.url.startswith("unix:"):
         settings["frontend"]["port"] = predecessor.listener.getsockname()[1]
     frontend = make_frontend_config(settings)
-    fork_server = ForkServer()
     try:
         model = resolve_model(settings, console, signals)
     except StopRequested:
@@ -151,7 +165,7 @@ def _take_over(
             listener.own_path()
         on_ready()
 
-    with fork_server, listener:
+    with listener:
         serve_model(arguments, settings, model, fork_server, listener, console, signals, finish)
 
 
