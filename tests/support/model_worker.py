@@ -50,7 +50,7 @@ class Row:
         for block_ids in data.block_ids:
             blocks = int32_view(block_ids).tolist()
             self.block_tables.append(blocks + [0] * (table_width - len(blocks)))
-        self.lora_name = lora_name
+        self.lora_number, self.lora_name = data.lora_number, lora_name
         self.prediction = int32_view(data.predicted_token_ids).tolist()
         self.drafts: list[int] = []
         self.forced: list[int] = []
@@ -290,8 +290,9 @@ class ModelWorker:
 
     def _load_loras(self, step: SchedulerOutput) -> None:
         for number, lora in ((load.number, load.adapter) for load in step.lora_loads):
-            used = {row.lora_name for slot, row in self.rows.items() if slot in self._kept(step)}
-            assert self.loras.get(number) not in used, "an adapter in use was replaced"
+            # An earlier core may have loaded the same adapter under another number.
+            used = {row.lora_number for slot, row in self.rows.items() if slot in self._kept(step)}
+            assert number not in used, "an adapter in use was replaced"
             is_bad = lora.name.startswith("bad")
             self.loras[number] = lora.name
             self._lora_answers.append((number, f"{lora.name} is damaged" if is_bad else None))
