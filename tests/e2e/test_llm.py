@@ -7,7 +7,6 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 from engine.frontend.cli.keygen import keygen
 from engine.frontend.client.engine_client import EngineDead
@@ -16,7 +15,7 @@ from engine.frontend.supervisor.supervisor import Supervisor
 from engine.protocol.errors import ConfigError, EngineError, ParameterError
 from engine.protocol.sampling_params import SamplingParams
 from support.open_contexts import open_contexts
-from support.processes import eventually
+from support.processes import eventually, running_children
 from support.server import default_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
@@ -159,10 +158,10 @@ def test_a_failed_start_closes_everything(tmp_path: Path) -> None:
 
 def test_a_worker_crash_ends_generation_with_the_reason() -> None:
     # Processes of the server that other tests share do not count, because it may start some at any time.
-    before = set(psutil.Process().children())
+    before = running_children()
     llm = LLM(default_model(), max_model_len=512, max_restarts=0)
     try:
-        children = set(psutil.Process().children()) - before
+        children = running_children() - before
         [worker] = [child for child in children if child.cmdline()[0] == "engine: worker 0"]
         worker.kill()
         with pytest.raises(EngineDead, match="worker 0"):
@@ -171,7 +170,7 @@ def test_a_worker_crash_ends_generation_with_the_reason() -> None:
                 assert output.outputs[0].finish_reason in ("error", "length", "stop")
     finally:
         llm.close()
-    assert set(psutil.Process().children()) <= before
+    assert running_children() <= before
     llm.close()
 
 
@@ -181,10 +180,10 @@ def test_loss_of_the_supervisor_ends_generation_with_the_reason(
     def fail(supervisor: Supervisor) -> None:
         raise RuntimeError("a test asked for this failure")
 
-    before = set(psutil.Process().children())
+    before = running_children()
     with LLM(default_model(), device="null", max_model_len=512) as llm:
         monkeypatch.setattr(Supervisor, "poll", fail)
         with pytest.raises(EngineDead, match="the supervisor failed unexpectedly"):
             while True:
                 llm.generate("Once upon a time", SamplingParams(max_tokens=400))
-    assert set(psutil.Process().children()) <= before
+    assert running_children() <= before

@@ -4,6 +4,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
+
 
 def eventually(condition: Callable[[], bool], timeout_s: float = 30.0) -> bool:
     """Return whether `condition` becomes true within `timeout_s`."""
@@ -13,6 +15,11 @@ def eventually(condition: Callable[[], bool], timeout_s: float = 30.0) -> bool:
             return False
         time.sleep(0.005)
     return True
+
+
+def running_children() -> set[psutil.Process]:
+    """Return the children of this process that run. Zombies may be its children because their parents have exited."""
+    return {child for child in psutil.Process().children() if is_running(child.pid)}
 
 
 def is_running(pid: int) -> bool:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import psutil
 import pytest
 from engine.frontend.tokenizer.load import load_tokenizer
 from engine.frontend.tokenizer.long_texts import LONG_TEXT
+from support.processes import running_children
 from support.server import default_model
 
 pytestmark = pytest.mark.slow
@@ -20,6 +20,6 @@ def test_long_texts_have_the_tokens_of_the_library(unit: str) -> None:
     for _ in range(2):
         assert list(moved.encode(text)) == here.encode(text)
         assert list(moved.literal_encoder().encode(text, False)) == literal
-        for child in psutil.Process().children():
+        for child in running_children():
             if "long texts" in " ".join(child.cmdline()):
                 child.kill()
