@@ -6,7 +6,7 @@ import gc
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 
 import msgspec
 
@@ -116,7 +116,7 @@ def _serve(argv: Sequence[str], settings: Settings, console: Console, signals: S
 
 def start_fork_server() -> AbstractContextManager[ForkServer | None]:
     """Start the fork server of an engine on Linux. Elsewhere an engine has no guardian, which the fork server needs."""
-    return ForkServer() if sys.platform == "linux" else nullcontext()
+    return closing(ForkServer()) if sys.platform == "linux" else nullcontext()
 
 
 def serve_model(

@@ -19,8 +19,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
-from typing import Final, NoReturn, Self
+from typing import Final, NoReturn
 
 import msgspec
 
@@ -118,17 +117,6 @@ class ForkServer:
     def close(self) -> None:
         """Close the connection in this process."""
         self._socket.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def run_fork_server(requests: socket.socket, libraries: Sequence[str]) -> NoReturn:
