@@ -5,6 +5,7 @@ from enum import Enum, auto
 from typing import Any
 
 from ..held_text import find_first, may_begin, start_of_marker
+from .stepwise_arguments import StepwiseArguments
 from .tools import Parameters
 from .values import json_string, json_value, schema_of, types_of_schema
 
@@ -25,16 +26,16 @@ class _Element:
 class _State(Enum):
     START = auto()
     BETWEEN = auto()
-    """In an element with elements, between these."""
+    """The current element has elements, and the next one may follow."""
     VALUE = auto()
-    """In an element without elements so far."""
+    """The current element has no elements so far."""
     STRING = auto()
-    """In the value of an element that must be a string."""
+    """The value of the current element must be a string."""
     UNNAMED = auto()
-    """In a value whose name follows in the end tag."""
+    """The name of the current value follows in its end tag."""
 
 
-class ElementArguments:
+class ElementArguments(StepwiseArguments):
     """Reads `start (mark<NAME> VALUE mark</NAME>)* end`, with whitespace between elements.
 
     A value is text, or the members of an object as elements, or the items of an array as elements. The schema, or else
@@ -48,42 +49,27 @@ class ElementArguments:
     def __init__(
         self, mark: str, start: str, end: str, markers: tuple[str, ...], parameters: Parameters
     ) -> None:
-        self.rest: str | None = None
-        self.failed = False
+        super().__init__()
         self._mark, self._start, self._end_tag = mark, start, end
         self._stops = (end, *markers)
         self._root = parameters
         self._open = [_Element("", parameters, frozenset(("object",)), "{")]
-        self._buffer = ""
         self._position = 0  # how far an open value has been searched
         self._state = _State.START
-        self._json: list[str] = []
-
-    def feed(self, text: str) -> str:
-        """Return the JSON that the next piece of text adds."""
-        self._buffer += text
-        steps = {
+        self._steps = {
             _State.START: self._read_start,
             _State.BETWEEN: self._read_between,
             _State.VALUE: self._read_value,
             _State.STRING: self._read_value,
             _State.UNNAMED: self._read_unnamed,
         }
-        while self.rest is None and steps[self._state]():
-            pass
-        return self._take_json()
 
-    def finish(self) -> str:
-        """Return the part of a string that was held back."""
+    def _step(self) -> bool:
+        return self._steps[self._state]()
+
+    def _append_held_back(self) -> None:
         if self._state is _State.STRING:
             self._json.append(json_string(self._buffer))
-        return self._take_json()
-
-    def _take_json(self) -> str:
-        json, self._json = "".join(self._json), []
-        return json
-
-    # Each `_read_...` step consumes text or changes the state. It returns False if it needs more text to do so.
 
     def _read_start(self) -> bool:
         self._buffer = self._buffer.lstrip()

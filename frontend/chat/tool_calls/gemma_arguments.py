@@ -6,6 +6,7 @@ from typing import Final
 
 from ..held_text import find_first, may_begin, start_of_marker
 from .json_scanner import decode_string
+from .stepwise_arguments import StepwiseArguments
 from .values import json_string, json_value
 
 _ENDS: Final = (",", "]", "}")
@@ -23,40 +24,22 @@ class _State(Enum):
     AFTER = auto()
 
 
-class GemmaArguments:
+class GemmaArguments(StepwiseArguments):
     """Reads one object in which keys are not quoted and strings stand between two `quote` markers.
 
     Strings are emitted as they arrive. Any other marker ends an object that is still open.
     """
 
     def __init__(self, quote: str, markers: tuple[str, ...]) -> None:
-        self.rest: str | None = None
-        self.failed = False
+        super().__init__()
         self._quote = quote
         self._ends = (*_ENDS, *markers)
-        self._buffer = ""
         self._state = _State.VALUE
         self._brackets = ""
-        self._json: list[str] = []
 
-    def feed(self, text: str) -> str:
-        """Return the JSON that the next piece of text adds."""
-        self._buffer += text
-        while self.rest is None and self._step():
-            pass
-        return self._take_json()
-
-    def finish(self) -> str:
-        """Return the held-back end of a string."""
+    def _append_held_back(self) -> None:
         if self._state is _State.STRING:
             self._json.append(json_string(self._buffer))
-        return self._take_json()
-
-    def _take_json(self) -> str:
-        json, self._json = "".join(self._json), []
-        return json
-
-    # Each step consumes text or changes the state. It returns False if it needs more text to do so.
 
     def _step(self) -> bool:
         if self._state is _State.STRING:

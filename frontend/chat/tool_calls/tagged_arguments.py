@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from ..held_text import may_begin, start_of_marker
+from .stepwise_arguments import StepwiseArguments
 from .tools import Parameters
 from .values import json_string, json_value, types_of
 
@@ -42,7 +43,7 @@ class _State(Enum):
     VALUE = auto()
 
 
-class TaggedArguments:
+class TaggedArguments(StepwiseArguments):
     """Reads arguments between `tags`. Strings are emitted as they arrive, other values once they are complete.
 
     `markers` end arguments that are still open. The end tag of a value counts only if another tag follows, so that
@@ -50,24 +51,17 @@ class TaggedArguments:
     """
 
     def __init__(self, tags: Tags, markers: tuple[str, ...], parameters: Parameters) -> None:
-        self.rest: str | None = None
-        self.failed = False
+        super().__init__()
         self._tags = tags
         self._markers = markers
         self._after_value = (tags.key_before, *filter(None, (tags.end,)), *markers)
         self._parameters = parameters
-        self._buffer = ""
         self._position = 0  # how far an open value has been searched for its end
         self._state = _State.START
         self._types: frozenset[str] = frozenset()
         self._is_string = False
         self._is_empty = True
-        self._json: list[str] = []
-
-    def feed(self, text: str) -> str:
-        """Return the JSON that the next piece of text adds."""
-        self._buffer += text
-        steps = {
+        self._steps = {
             _State.START: self._read_start,
             _State.BETWEEN: self._read_between,
             _State.KEY: self._read_key,
@@ -75,25 +69,18 @@ class TaggedArguments:
             _State.VALUE_START: self._read_value_start,
             _State.VALUE: self._read_value,
         }
-        while self.rest is None and steps[self._state]():
-            pass
-        return self._take_json()
 
-    def finish(self) -> str:
-        """Return the part of a value that was held back. It ends the value only if the end tag was read."""
+    def _step(self) -> bool:
+        return self._steps[self._state]()
+
+    def _append_held_back(self) -> None:
+        # The value ends only if its end tag was read.
         if self._state in (_State.VALUE_START, _State.VALUE):
             before, end, after = self._buffer.rpartition(self._tags.value_end)
             if end and may_begin(after.lstrip(), self._after_value):
                 self._close_value(before)
             elif self._is_string:
                 self._json.append(json_string(self._buffer))
-        return self._take_json()
-
-    def _take_json(self) -> str:
-        json, self._json = "".join(self._json), []
-        return json
-
-    # Each `_read_...` step consumes text or changes the state. It returns False if it needs more text to do so.
 
     def _end(self, num_consumed: int, *, failed: bool = False) -> bool:
         self._json.append("{}" if self._is_empty else "}")
