@@ -100,7 +100,7 @@ def _num_oom_kills() -> int | None:
 
 
 class ProcessHandle(Protocol):
-    """What `LocalProcess` needs of a process; `subprocess.Popen` has it."""
+    """The process that a `LocalProcess` controls, for example a `subprocess.Popen`."""
 
     @property
     def pid(self) -> int:
@@ -147,11 +147,15 @@ class LocalProcess:
         self.pid = 0 if process is None else process.pid
         # The guardian reports the exits of its children, so their descriptors are not needed.
         self.exit_fd: int | None = None
-        if isinstance(process, subprocess.Popen) and HAS_EXIT_FD:
-            self.exit_fd = os.pidfd_open(self.pid)
         self._oom_kills_before = _num_oom_kills()
         self._process = process
         self._epoch_fd = epoch_fd
+        if isinstance(process, subprocess.Popen) and HAS_EXIT_FD:
+            try:
+                self.exit_fd = os.pidfd_open(self.pid)
+            except OSError as error:
+                self.reason = f"cannot watch the process: {error.strerror}"
+                self.kill()
 
     @property
     def saw_oom_kills(self) -> bool | None:

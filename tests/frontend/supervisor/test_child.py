@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
@@ -85,3 +86,17 @@ def test_delayed_heartbeats_do_not_raise_the_step_rate(launcher: Launcher) -> No
         process.close()
         if process.exit_fd is not None:
             os.close(process.exit_fd)
+
+
+def test_a_process_whose_exit_cannot_be_watched_is_killed(
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(pid: int) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(os, "pidfd_open", fail)
+    spec = ProcessSpec("core 0", Role.CORE, (sys.executable, "-c", "input()"))
+    process = launcher.launch(spec, 1)
+    process.close()
+    assert process.poll() == -signal.SIGKILL
+    assert process.reason == "cannot watch the process: Too many open files"
