@@ -161,9 +161,10 @@ def serve_model(
             Notice.NOT_LISTENING: listener.close,
         }
         # Nodes on other machines could not continue with another supervisor.
-        if config.parallel.is_distributed or not become_subreaper():
-            if fork_server is not None:
-                fork_server.close()
+        if fork_server is not None and config.parallel.is_distributed:
+            fork_server.close()
+            fork_server = None
+        if fork_server is None or not become_subreaper():
             _supervise(
                 config,
                 specs,

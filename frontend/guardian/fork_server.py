@@ -54,19 +54,16 @@ class ForkServer:
 
     Call the constructor before this process starts a thread. The fork server exits when this process, and every process
     that was forked from it, has closed the connection.
-
-    Args:
-        libraries: The modules that the fork server imports.
     """
 
     reply_s = 10.0
     """Maximum seconds to wait for a fork; the libraries may still be loading from a slow disk."""
 
-    def __init__(self, libraries: Sequence[str] = COMMON_LIBRARIES) -> None:
+    def __init__(self) -> None:
         self._socket, requests = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._pid = os.fork()
         if not self._pid:
-            run_fork_server(requests, libraries)
+            run_fork_server(requests, COMMON_LIBRARIES)
         requests.close()
 
     def fork(

@@ -67,7 +67,7 @@ class Guardian:
         on_crash: Receives a line about each crash or hang of the supervisor.
         heartbeat_timeout_s: A supervisor without a heartbeat for this many seconds hangs, and is killed. Time in which
             this process was suspended does not count.
-        fork_server: Forks the processes of the engine; None if they are to be started without one.
+        fork_server: Forks the processes of the engine.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Guardian:
         on_notice: Mapping[Notice, Callable[[], None]],
         on_crash: Callable[[str], None],
         heartbeat_timeout_s: float,
-        fork_server: ForkServer | None = None,
+        fork_server: ForkServer,
     ) -> None:
         self._signals_fd = signals_fd
         self._on_notice = dict(on_notice)
