@@ -20,7 +20,7 @@ from ..layers.spec import ModelSpec
 from .abi import structs
 from .adapters import AdapterTable, NativeAdapters
 from .library import NotSupportedNatively
-from .packing import ActivationKind, PackedWeight
+from .packing import PackedWeight, common_kind
 from .weights import NativeWeightReader, intermediate_shares
 
 _SCORING = {"softmax": 0, "sigmoid": 1, "sparse mixer": 2}
@@ -120,8 +120,9 @@ class NativeExperts(structs.ExpertLayer):
         self._is_exchanged = shard.expert_group is not None
         self._tables: list[AdapterTable | None] = []
         self._pointers: list[Any] = []
-        self.input_kind = _common_kind(prefix, matrices[0]).for_whole_rows
-        self.output_kind = _common_kind(prefix, matrices[2])
+        owner = prefix.rstrip(".")
+        self.input_kind = common_kind(owner, matrices[0]).for_whole_rows
+        self.output_kind = common_kind(owner, matrices[2])
 
     def adapt(self, adapters: NativeAdapters) -> None:
         """Let LoRA adapters change the experts, unless replicas divide the experts."""
@@ -151,16 +152,6 @@ def _check(experts: ExpertsSpec) -> None:
             f"{experts.num_experts} experts in {experts.num_groups} groups, {experts.num_groups_per_token} "
             f"of them chosen per token, are too few for {experts.num_experts_per_token} experts per token"
         )
-
-
-def _common_kind(prefix: str, matrices: Sequence[PackedWeight]) -> ActivationKind:
-    kinds = {matrix.activation_kind for matrix in matrices}
-    if len(kinds) > 1:
-        raise NotSupportedNatively(
-            f"the experts of {prefix.rstrip('.')} are stored in formats that need different activations: "
-            f"{', '.join(sorted(kind.name for kind in kinds))}"
-        )
-    return kinds.pop()
 
 
 def _array(matrices: Sequence[PackedWeight]) -> Any:

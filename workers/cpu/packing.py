@@ -14,7 +14,7 @@ from ...protocol.checkpoint.gguf import GGMLQuantizationType as SourceType
 from ..device.dtypes import dtype_name
 from ..device.host_memory import HUGE_PAGE_BYTES, allocate
 from .abi import structs
-from .library import native_library
+from .library import NotSupportedNatively, native_library
 
 
 class ActivationKind(IntEnum):
@@ -109,6 +109,21 @@ class PackedWeight(structs.PackedWeight):
         for index, row in zip(indices, out, strict=True):
             unpack(ctypes.byref(self), index, row.ctypes.data)
         return out
+
+
+def common_kind(owner: str, matrices: Sequence[PackedWeight]) -> ActivationKind:
+    """Return the format of the activations that all matrices of `owner` multiply.
+
+    Raises:
+        NotSupportedNatively: They need different formats.
+    """
+    kinds = {matrix.activation_kind for matrix in matrices}
+    if len(kinds) > 1:
+        raise NotSupportedNatively(
+            f"the matrices of {owner} are stored in formats that need different activations: "
+            f"{', '.join(sorted(kind.name for kind in kinds))}"
+        )
+    return kinds.pop()
 
 
 class WeightMemory:

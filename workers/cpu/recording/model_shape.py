@@ -94,7 +94,7 @@ def _projection_and_mixed_size(
         others.append(recurrent_projection)
         mixed = max(mixed, recurrent_mixed)
     if layer.shared_block is not None:
-        others.append(shared_projection_size(spec, layer.shared_block, shard))
+        others.append(_shared_projection_size(spec, layer.shared_block, shard))
         mixed = max(mixed, 2 * spec.hidden_size)
     if layer.experts is not None:
         others.append(
@@ -113,7 +113,7 @@ def padded_rank(rank: int) -> int:
     return -(-rank // GROUP_SIZE) * GROUP_SIZE
 
 
-def shared_projection_size(spec: ModelSpec, use: SharedBlock, shard: ModelShard) -> int:
+def _shared_projection_size(spec: ModelSpec, use: SharedBlock, shard: ModelShard) -> int:
     """Return how many numbers a rank computes, and keeps in the projection, for the use of a shared block."""
     heads, kv_heads = len(shard.heads(spec)), len(shard.kv_heads(spec))
     qkv = (heads + 2 * kv_heads) * spec.head_dim + padded_rank(3 * use.rank)

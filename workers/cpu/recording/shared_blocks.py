@@ -14,7 +14,7 @@ from ...models.attention import qkv_rows
 from ...models.shared_blocks.block import read_low_rank, skip_other_stages
 from ...models.weights import Rows
 from ..library import NotSupportedNatively
-from ..packing import ActivationKind, PackedWeight
+from ..packing import ActivationKind, PackedWeight, common_kind
 from ..program import Floats
 from ..weights import intermediate_shares
 from .attention import AttentionMatrices, AttentionRecorder
@@ -55,7 +55,7 @@ class SharedBlockRecorder:
             skip_other_stages(spec, self._weights, of_block, self._shard)
         block = self._read[use.source]
         matrices, mlp = block.attention, block.mlp
-        kind = _common_kind(matrices.inputs)
+        kind = common_kind(of_block.rstrip("."), matrices.inputs).for_whole_rows
         norm = blocks.norm(f"{of_block}input_layernorm", 2 * size)
         program.add_op("join_inputs", activation_kind=kind, vectors=[norm])
         rows = None
@@ -63,7 +63,7 @@ class SharedBlockRecorder:
             rows = qkv_rows(spec, layer, self._weights, f"{of_block}self_attn.", self._shard)
         self._add_product(matrices.inputs, matrices.biases, kind, use, rows, 2 * size)
         self._attention.attend(index, of_block, layer, matrices, None, QKV)
-        kind = _common_kind(mlp.gate_up)
+        kind = common_kind(of_block.rstrip("."), mlp.gate_up).for_whole_rows
         norm = blocks.norm(f"{of_block}pre_ff_layernorm", size)
         self._quantize_output(kind, norm)
         ranks = self._shard.tensor_parallel
@@ -127,13 +127,3 @@ class SharedBlockRecorder:
         )
         columns = range(first, first + packed_down.n)
         self._blocks.add_second_product(columns, packed_up, 0, target=ADDED)
-
-
-def _common_kind(parts: Sequence[PackedWeight]) -> ActivationKind:
-    """Return the format in which all of these matrices read activations."""
-    kinds = {part.activation_kind.for_whole_rows for part in parts}
-    if len(kinds) > 1:
-        raise NotSupportedNatively(
-            "the native CPU backend does not support shared blocks with different weight formats"
-        )
-    return kinds.pop()
