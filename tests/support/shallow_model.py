@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import functools
 import os
-import struct
 import tempfile
 from pathlib import Path
 from typing import Final
 
+import numpy as np
 from engine.protocol.checkpoint.gguf import GGUFFile
+from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter
 from support.server import default_model
 
 NUM_LAYERS: Final = 4
-ALIGNMENT: Final = 32
-COUNT_KEY: Final = b"llama.block_count"
 
 
 @functools.cache
@@ -30,27 +29,27 @@ def shallow_model() -> str:
     if not path.exists():
         path.parent.mkdir(mode=0o700, exist_ok=True)
         part = path.with_suffix(f".{os.getpid()}")
-        part.write_bytes(_first_layers(source))
+        _write_first_layers(source, part)
         part.rename(path)
     return str(path)
 
 
-def _first_layers(source: Path) -> bytes:
-    file, data = GGUFFile(source), source.read_bytes()
-    names = list(file.tensors)
-    end_of_values = data.index(struct.pack("<Q", len(names[0])) + names[0].encode())
-    values = bytearray(data[16:end_of_values])
-    # The number of values and the type of this one precede them.
-    struct.pack_into("<I", values, values.index(COUNT_KEY) + len(COUNT_KEY) + 4, NUM_LAYERS)
-
-    kept = [name for name in names if name[:4] != "blk." or int(name.split(".")[1]) < NUM_LAYERS]
-    head = bytearray(b"GGUF" + struct.pack("<IQ", 3, len(kept)) + values)
-    body = bytearray()
-    for name in kept:
-        tensor = file.tensors[name]
-        shape = tensor.shape[::-1]
-        head += struct.pack("<Q", len(name)) + name.encode()
-        head += struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, tensor.ggml_type, len(body))
-        body += file.data(tensor).tobytes()
-        body += bytes(-len(body) % ALIGNMENT)
-    return bytes(head + bytes(-len(head) % ALIGNMENT) + body)
+def _write_first_layers(source: Path, path: Path) -> None:
+    file = GGUFFile(source)
+    writer = GGUFWriter(path, "llama")
+    for key, value in file.metadata.items():
+        if key == "general.architecture":
+            continue
+        value = NUM_LAYERS if key == "llama.block_count" else value
+        value = value.tolist() if isinstance(value, np.ndarray) else value
+        writer.add_key_value(key, value, GGUFValueType.get_type(value))
+    for name, tensor in file.tensors.items():
+        if name.startswith("blk.") and int(name.split(".")[1]) >= NUM_LAYERS:
+            continue
+        rows = file.data(tensor).reshape(*tensor.shape[:-1], -1)
+        kind = GGMLQuantizationType(tensor.ggml_type)
+        writer.add_tensor(name, rows, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()

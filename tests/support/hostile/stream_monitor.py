@@ -27,7 +27,7 @@ POLL_S: Final = 0.02
 LOST_TIME_S: Final = 0.1
 """Time between two looks at the lost time. Each costs about a millisecond."""
 LONG_PAUSE_S: Final = 0.3
-"""Only pauses that last longer are corrected for lost time."""
+"""Pauses that last longer are corrected for lost time."""
 NEXT_EVENT_S: Final = 30.0
 
 
