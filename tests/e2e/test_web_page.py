@@ -112,7 +112,7 @@ def test_an_answer_follows_a_schema_and_a_wrong_one_is_reported(
     schema = {"type": "object", "properties": {"n": {"enum": [7]}}, "required": ["n"]}
     with WebPage(browser, server.url) as web:
         web.enter_key(KEY)
-        web.change_settings(JSON_schema_of_the_answer=json.dumps(schema))
+        web.change_settings(Temperature="0", JSON_schema_of_the_answer=json.dumps(schema))
         web.ask("Name a number.")
         web.wait_for_end()
         assert json.loads(web.last_answer.locator(".markdown").inner_text()) == {"n": 7}
