@@ -5,8 +5,8 @@ A fork takes a few milliseconds. A new Python process that loads these libraries
 
 from __future__ import annotations
 
+import atexit
 import contextlib
-import ctypes
 import errno
 import fcntl
 import gc
@@ -17,6 +17,7 @@ import select
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NoReturn
@@ -202,9 +203,23 @@ def _run_program(request: _ForkRequest, fds: list[int]) -> NoReturn:
             code = 1
     except BaseException:
         sys.excepthook(*sys.exc_info())
-    # End the interpreter like that of any program, which sends what sockets still hold, but not the calls of this one.
-    ctypes.pythonapi.Py_Exit(code)
-    os._exit(1)
+    _exit(code)
+
+
+def _exit(code: int) -> NoReturn:
+    """Exit like any program, but let the system free the memory.
+
+    Freeing each object would copy the memory that this process shares with the fork server. Python has no public calls
+    for this; its `multiprocessing` uses the same.
+    """
+    with contextlib.suppress(BaseException):
+        threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001
+        atexit._run_exitfuncs()  # noqa: SLF001
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.flush()
+    os._exit(code)
 
 
 def _place_fds(fds: Sequence[int], numbers: Sequence[int]) -> None:
