@@ -1,6 +1,7 @@
-"""A process that has loaded the common libraries of all processes of an engine, and forks those processes.
+"""A process that has loaded the modules of all processes of an engine, and forks those processes.
 
-A fork takes a few milliseconds. A new Python process that loads these libraries takes 0.4 s of processor time.
+A fork takes a few milliseconds. A new Python process that loads its modules takes half a second of processor time. The
+fork server loads them while the engine's model is looked up, and each restarted process finds them loaded.
 """
 
 from __future__ import annotations
@@ -26,8 +27,16 @@ import msgspec
 
 from ...protocol.process import ORPHANED_EXIT_CODE, name_process
 
-COMMON_LIBRARIES: Final = ("numpy", "engine.protocol.step_log", "engine.protocol.worker_messages")
-"""Libraries that at least two kinds of processes need and the command line does not."""
+MODULES: Final = (
+    "numpy",
+    "engine.protocol.step_log",
+    "engine.protocol.worker_messages",
+    "engine.workers.worker",
+    "engine.frontend.api.server",
+    "engine.core.engine_core",
+    "engine.frontend.store.engine_store",
+)
+"""Modules that the processes need, in the order in which they are loaded: first the common ones, then the largest."""
 
 LOOK_S: Final = 0.2
 """Seconds between two calls of `while_waiting`."""
@@ -58,13 +67,13 @@ class ForkServer:
     """
 
     reply_s = 10.0
-    """Maximum seconds to wait for a fork; the libraries may still be loading from a slow disk."""
+    """Maximum seconds to wait for a fork; a module may still be loading from a slow disk."""
 
     def __init__(self) -> None:
         self._socket, requests = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._pid = os.fork()
         if not self._pid:
-            run_fork_server(requests, COMMON_LIBRARIES)
+            run_fork_server(requests, MODULES)
         requests.close()
 
     def fork(
@@ -117,13 +126,22 @@ class ForkServer:
         self._socket.close()
 
 
-def run_fork_server(requests: socket.socket, libraries: Sequence[str]) -> NoReturn:
-    """Import `libraries`, then fork processes until the other ends of `requests` are closed, and exit."""
+def run_fork_server(requests: socket.socket, modules: Sequence[str]) -> NoReturn:
+    """Import `modules` and fork processes until the other ends of `requests` are closed, then exit.
+
+    Processes that are requested meanwhile do not wait for the remaining modules.
+    """
     code = 1
     try:
-        _prepare(requests, libraries)
+        _prepare(requests)
         pids = os.pipe()
+        remaining = list(reversed(modules))
         while True:
+            if remaining and not select.select([requests], [], [], 0)[0]:
+                importlib.import_module(remaining.pop())
+                # Garbage collections in the forked processes shall not copy the memory of the module.
+                gc.freeze()
+                continue
             data, fds, _, _ = socket.recv_fds(requests, MAX_MESSAGE_BYTES, MAX_FDS)
             if not data:
                 break
@@ -136,7 +154,7 @@ def run_fork_server(requests: socket.socket, libraries: Sequence[str]) -> NoRetu
         os._exit(code)
 
 
-def _prepare(requests: socket.socket, libraries: Sequence[str]) -> None:
+def _prepare(requests: socket.socket) -> None:
     name_process("fork server")
     os.setpgid(0, 0)
     os.closerange(3, requests.fileno())
@@ -152,10 +170,6 @@ def _prepare(requests: socket.socket, libraries: Sequence[str]) -> None:
     # Threads would not exist in a forked process.
     os.environ["OPENBLAS_NUM_THREADS"] = "1"
     gc.disable()
-    for name in libraries:
-        importlib.import_module(name)
-    # Garbage collections in the forked processes shall not copy the memory of these libraries.
-    gc.freeze()
 
 
 def _fork(data: bytes, fds: list[int], pids: tuple[int, int]) -> None:

@@ -13,18 +13,10 @@ from functools import cache
 from pathlib import Path
 from typing import Final
 
-from engine.frontend.guardian.fork_server import COMMON_LIBRARIES, ForkServer
+from engine.frontend.guardian.fork_server import MODULES, ForkServer
 from engine.frontend.guardian.guardian import become_subreaper
 
-LIBRARIES: Final = (
-    *COMMON_LIBRARIES,
-    "engine.frontend.cli.serve",
-    "engine.frontend.model_source.config",
-    "engine.frontend.api.server",
-    "engine.frontend.store.engine_store",
-    "engine.core.engine_core",
-    "engine.workers.worker",
-)
+LIBRARIES: Final = ("engine.frontend.cli.serve", "engine.frontend.model_source.config", *MODULES)
 
 TESTS: Final = str(Path(__file__).parents[1])
 PROGRAM: Final = """
