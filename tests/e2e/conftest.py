@@ -13,7 +13,7 @@ MODEL_NAME = "smollm2"
 def server() -> Iterator[Server]:
     """A server of the default model, which tests of this folder share and leave unchanged."""
     flags = ("--served-model-name", MODEL_NAME, "--max-model-len", "2048")
-    # A PYTHONPATH makes it a new Python process, like the servers of users, instead of a fork.
+    # An empty PYTHONPATH makes it a new Python process, like the servers of users, instead of a fork.
     with Server(default_model(), *flags, env={"PYTHONPATH": ""}) as s:
         yield s
         assert s.stop() == 0, s.log

@@ -38,15 +38,18 @@ def has_ended(process: psutil.Process) -> bool:
 
 
 class Program:
-    """A program that the constructor starts; use it as a context manager, which terminates it."""
+    """A program that the constructor starts; use it as a context manager, which terminates it.
+
+    A module of Python is forked from a process that has its libraries, unless `env` has an empty PYTHONPATH.
+    """
 
     def __init__(self, command: list[str], env: Mapping[str, str]) -> None:
         environment = {**os.environ, **env}
         self.process: subprocess.Popen[str] | ForkedProcess
-        if command[:2] == [sys.executable, "-m"] and "PYTHONPATH" not in env:
-            self.process = ForkedProcess(command[2:], environment)
+        if command[:2] == [sys.executable, "-m"] and env.get("PYTHONPATH") != "":
+            customized = ["support.customized"] if "PYTHONPATH" in env else []
+            self.process = ForkedProcess([*customized, *command[2:]], environment)
         else:
-            # Only a new Python process imports the `sitecustomize` of its PYTHONPATH.
             self.process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
