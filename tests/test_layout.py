@@ -143,7 +143,7 @@ def test_every_package_is_listed() -> None:
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     """Return a copy of the sources to build in."""
-    names = ("__pycache__", "build", "dist", "node_modules", "*.egg-info", "*.so")
+    names = ("__pycache__", "build", "dist", "node_modules", "site", "*.egg-info", "*.so")
     ignored = shutil.ignore_patterns(".*", *names)
     return shutil.copytree(ROOT, tmp_path / "source", ignore=ignored)
 
