@@ -34,7 +34,7 @@ SERVER_ARGS: Final = [
     "--device",
     "null",
     "--null-step-ms",
-    "20",
+    "40",
     "--max-model-len",
     "512",
     "-np",
