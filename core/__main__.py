@@ -1,8 +1,4 @@
-"""The program of one engine core: `python -m engine.core CONFIG CORE_INDEX EPOCH`.
-
-With `fd=N` in place of the epoch the process is a spare: it imports everything, then waits until the supervisor writes
-an epoch to the pipe with descriptor N.
-"""
+"""The program of one engine core: `python -m engine.core CONFIG CORE_INDEX EPOCH`."""
 
 from __future__ import annotations
 
@@ -12,29 +8,19 @@ import sys
 import zmq
 
 from ..protocol.config import load_config
-from ..protocol.process import (
-    EPOCH_FD,
-    await_epoch,
-    configure_logging,
-    exit_with_parent,
-    name_process,
-)
+from ..protocol.process import configure_logging, exit_with_parent, name_process
 from ..protocol.transport import StatusReporter
 
 
-def main(config_path: str, core_index: int, epoch: int | None, epoch_fd: int = -1) -> int:
+def main(config_path: str, core_index: int, epoch: int) -> int:
     """Run the core until it stops. Return the process's exit code."""
     # Garbage collections would take a tenth of the import time and free nothing. The core enables them when it has its
     # KV cache.
     gc.disable()
     from .engine_core import EngineCore
 
-    name = f"core {core_index}"
-    if epoch is None:
-        name_process(f"spare {name}")
-        gc.freeze()
-        epoch = await_epoch(epoch_fd)
     config = load_config(config_path, epoch)
+    name = f"core {core_index}"
     name_process(name)
     configure_logging(name, config.frontend.log_level, config.frontend.log_format, core_index)
     exit_with_parent(config.run_dir)
@@ -52,7 +38,4 @@ def main(config_path: str, core_index: int, epoch: int | None, epoch_fd: int = -
 
 
 if __name__ == "__main__":
-    path, index, last = sys.argv[1:4]
-    if last.startswith(EPOCH_FD):
-        sys.exit(main(path, int(index), None, int(last.removeprefix(EPOCH_FD))))
-    sys.exit(main(path, int(index), int(last)))
+    sys.exit(main(sys.argv[1], *map(int, sys.argv[2:4])))

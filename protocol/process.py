@@ -28,28 +28,10 @@ from .config.frontend import LogFormat
 ORPHANED_EXIT_CODE = 3
 """Exit code of a process whose engine has lost its guardian."""
 
-EPOCH_FD = "fd="
-"""Begins the last argument of a spare process: the descriptor from which it reads its epoch."""
-
 
 def name_process(name: str) -> None:
     """Set the process title that `ps` shows."""
     setproctitle.setproctitle(f"engine: {name}")
-
-
-def await_epoch(fd: int) -> int:
-    """Wait for the epoch in which this process is to start, a line on a pipe from the supervisor, and return it.
-
-    If the supervisor exits first, this process exits.
-    """
-    line = b""
-    while not line.endswith(b"\n"):
-        piece = os.read(fd, 64)
-        if not piece:
-            os._exit(ORPHANED_EXIT_CODE)
-        line += piece
-    os.close(fd)
-    return int(line)
 
 
 def exit_with_parent(run_dir: str, sockets: Iterable[str] = ()) -> None:

@@ -37,9 +37,7 @@ def engine_processes(
     parallel = config.parallel
     cores = range(parallel.data_parallel_size)
     specs = [worker(core, rank) for core in cores for rank in range(parallel.workers_per_core)]
-    specs += [
-        replace(spec(f"core {core}", Role.CORE, "core", core), can_wait=True) for core in cores
-    ]
+    specs += [spec(f"core {core}", Role.CORE, "core", core) for core in cores]
     if listen_fd is not None:
         inherited = tuple(fd for fd in (listen_fd, lock_fd) if fd is not None)
         specs.append(spec("store", Role.STORE, "frontend.store", 0))

@@ -7,9 +7,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 
-from ...protocol.process import EPOCH_FD
 from ..guardian.lifeline import Lifeline
 from ..guardian.link import GuardianLink
 from .local_process import GuardedProcess, LocalProcess, Process, ProcessHandle, ProcessSpec
@@ -53,22 +51,11 @@ class Launcher:
         # The start of many processes can take seconds on a slow file system.
         self.beat()
         if spec.node is None or self.nodes is None:
-            return self._start(spec, str(epoch))
+            return self._start(spec, epoch)
         return self.nodes.launch(spec, epoch)
 
-    def launch_spare(self, spec: ProcessSpec) -> LocalProcess:
-        """Start a process that waits for its epoch."""
-        reader, writer = os.pipe()
-        try:
-            spec = replace(spec, pass_fds=(*spec.pass_fds, reader))
-            return self._start(spec, f"{EPOCH_FD}{reader}", epoch_fd=writer)
-        finally:
-            os.close(reader)
-
-    def _start(
-        self, spec: ProcessSpec, last_argument: str, epoch_fd: int | None = None
-    ) -> LocalProcess:
-        argv = (*spec.argv, last_argument)
+    def _start(self, spec: ProcessSpec, epoch: int) -> LocalProcess:
+        argv = (*spec.argv, str(epoch))
         env = {**os.environ, "PYTHONUNBUFFERED": "1", **spec.env}
         process: ProcessHandle | None = self._fork(spec, argv, env)
         reason = ""
@@ -85,7 +72,7 @@ class Launcher:
                 )
             except OSError as error:
                 reason = f"cannot start {argv[0]}: {error.strerror}"
-        return LocalProcess(process, reason, epoch_fd)
+        return LocalProcess(process, reason)
 
     def _fork(
         self, spec: ProcessSpec, argv: Sequence[str], env: Mapping[str, str]

@@ -46,7 +46,6 @@ class ProcessSpec:
         replica: The replica of a core or worker.
         node: The rank of another machine to run on; None for this one.
         env: Variables that are added to the environment.
-        can_wait: Whether the process may be started before it is needed, and receive its epoch later.
     """
 
     name: str
@@ -56,7 +55,6 @@ class ProcessSpec:
     replica: int = 0
     node: int | None = None
     env: Mapping[str, str] = field(default_factory=dict)
-    can_wait: bool = False
 
 
 class Process(Protocol):
@@ -137,19 +135,15 @@ class LocalProcess:
     Args:
         process: The process; None if it could not be started.
         reason: Why it could not be started.
-        epoch_fd: The pipe from which a waiting process reads its epoch.
     """
 
-    def __init__(
-        self, process: ProcessHandle | None, reason: str = "", epoch_fd: int | None = None
-    ) -> None:
+    def __init__(self, process: ProcessHandle | None, reason: str = "") -> None:
         self.reason = reason
         self.pid = 0 if process is None else process.pid
         # The guardian reports the exits of its children, so their descriptors are not needed.
         self.exit_fd: int | None = None
         self._oom_kills_before = _num_oom_kills()
         self._process = process
-        self._epoch_fd = epoch_fd
         if isinstance(process, subprocess.Popen) and HAS_EXIT_FD:
             try:
                 self.exit_fd = os.pidfd_open(self.pid)
@@ -163,19 +157,6 @@ class LocalProcess:
         if self._oom_kills_before is None:
             return None
         return _num_oom_kills() != self._oom_kills_before
-
-    def begin(self, epoch: int) -> bool:
-        """Send the epoch to a waiting process. Return False if the process has exited."""
-        if self._process is None or self._epoch_fd is None:
-            return False
-        # A waiting process sends no heartbeats, so the supervisor cannot notice that it is stopped; continue it in any
-        # case.
-        self.send_signal(signal.SIGCONT)
-        try:
-            os.write(self._epoch_fd, b"%d\n" % epoch)
-        except BrokenPipeError:
-            return False
-        return True
 
     def poll(self) -> int | None:
         """Return the exit code, negative for a signal; None while the process runs."""
@@ -199,6 +180,3 @@ class LocalProcess:
         """Wait until the process has exited and release its resources."""
         if self._process is not None:
             self._process.wait()
-        if self._epoch_fd is not None:
-            os.close(self._epoch_fd)
-            self._epoch_fd = None

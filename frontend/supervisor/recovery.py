@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -11,7 +10,7 @@ from typing import Final
 from ...protocol.supervisor_messages import Stage
 from .child import Child
 from .launcher import Launcher
-from .local_process import LocalProcess, ProcessSpec, Role
+from .local_process import ProcessSpec, Role
 from .saved_state import SavedUnit
 
 FINAL_ERROR_S: Final = 1.0
@@ -22,12 +21,6 @@ MAX_BACKOFF_S: Final = 8.0
 
 SERVED_BACKOFF_S: Final = 1.0
 """Maximum seconds before a frontend or store that had been ready is restarted."""
-
-SPARE_DELAY_S: Final = 2.0
-"""Seconds from the readiness of the leader and the engine to the start of a spare leader.
-
-Its imports slow down serving.
-"""
 
 RESUMING_S: Final = 3.0
 """Seconds that streams of a crashed core wait for its replacement before they are computed again elsewhere.
@@ -100,8 +93,7 @@ class RecoveryUnit:
 
     When a leader crashes it is restarted alone, so that the workers keep their model loaded. If it crashes again
     without progress, or a follower crashes, all of them are stopped: the leader receives SIGUSR2 and `FINAL_ERROR_S`
-    seconds for its last message. Units that are linked are then stopped too; their leaders receive SIGALRM. If the
-    leader's program can wait, a spare leader is kept ready, because its start takes longest.
+    seconds for its last message. Units that are linked are then stopped too; their leaders receive SIGALRM.
     """
 
     def __init__(
@@ -130,16 +122,14 @@ class RecoveryUnit:
         self._outlives_leader = len(followers) == 1 or all(spec.node is None for spec in followers)
         self._start_at = 0.0
         self._resumed_at = -RESUMING_S
-        self._spare: LocalProcess | None = None
-        self._last_spare_at = 0.0
 
     def start(self) -> list[Child]:
         """Start all processes that are not running and return them."""
         started = [spec for spec in self._specs if spec.name not in self.children]
         for spec in started:
-            spare = self._take_spare() if spec is self.leader else None
-            process = spare or self._launcher.launch(spec, self.epoch)
-            self.children[spec.name] = Child(spec, self.epoch, process)
+            self.children[spec.name] = Child(
+                spec, self.epoch, self._launcher.launch(spec, self.epoch)
+            )
         return [self.children[spec.name] for spec in started]
 
     def save(self) -> SavedUnit:
@@ -163,38 +153,6 @@ class RecoveryUnit:
         self.epoch = saved.epoch + 2 * (len(self.children) < len(self._specs))
         self.num_consecutive_failures = max(saved.num_failures, 0)
         self.num_restarts.update(saved.num_restarts)
-
-    def keep_spare(self, now: float, engine_ready_since: float) -> None:
-        """Start a spare leader if there is none and the current leader has been ready for a while."""
-        leader = self.children.get(self.leader.name)
-        if self._spare is not None and self._spare.poll() is not None:
-            self.dismiss_spare()
-        if (
-            self.leader.can_wait
-            and self._spare is None
-            and leader is not None
-            and leader.ready_since is not None
-            and now - max(engine_ready_since, leader.ready_since, self._last_spare_at)
-            > SPARE_DELAY_S
-        ):
-            self._last_spare_at = now
-            self._spare = self._launcher.launch_spare(self.leader)
-
-    def dismiss_spare(self) -> None:
-        """Kill the spare leader, if there is one."""
-        spare, self._spare = self._spare, None
-        if spare is not None:
-            spare.kill()
-            spare.close()
-            if spare.exit_fd is not None:
-                os.close(spare.exit_fd)
-
-    def _take_spare(self) -> LocalProcess | None:
-        if self._spare is None or not self._spare.begin(self.epoch):
-            self.dismiss_spare()
-            return None
-        spare, self._spare = self._spare, None
-        return spare
 
     def restart(self, now: float) -> None:
         """Kill and restart every process. This does not count as a crash and resets the count of earlier crashes."""

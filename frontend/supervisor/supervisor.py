@@ -78,7 +78,7 @@ class Supervisor:
     was ready, or keeps failing and no other process can serve in its place. After the engine was ready, a process that
     crashes or hangs is restarted, and `on_recovery` receives a line about it. Leaving the `with` block kills all
     remaining processes, unless an unexpected error ends it while a guardian can start another supervisor. The caller
-    owns `run_dir`.
+    owns `run_dir`. `was_ready` is true once the engine has been ready.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Supervisor:
         self._on_recovery = on_recovery
         self._signals = signals
         self._ending: set[Role] = set()
-        self._ready_since: float | None = None
+        self.was_ready = False
         self._last_look = time.monotonic()
         self._last_published = 0.0
         self._num_dropped_reports = 0
@@ -161,8 +161,7 @@ class Supervisor:
         self._rotation.restore(saved.replicas, time.monotonic())
         self._poison_bodies.restore(saved.poison_bodies)
         self._is_retiring = saved.is_retiring
-        if saved.was_ready:
-            self._ready_since = time.monotonic()
+        self.was_ready = saved.was_ready
 
     def _save(self) -> None:
         """Save what another supervisor needs if this one crashes."""
@@ -187,11 +186,6 @@ class Supervisor:
         """True if all frontends are ready; without frontends, if all cores are."""
         facing = [unit for unit in self._units if unit.leader.role is Role.FRONTEND] or self._units
         return all(unit.is_ready for unit in facing)
-
-    @property
-    def was_ready(self) -> bool:
-        """True if the engine has been ready."""
-        return self._ready_since is not None
 
     def wait_until_ready(self) -> None:
         """Handle events until the engine has been ready once."""
@@ -235,8 +229,6 @@ class Supervisor:
         """Let the frontends finish their streams, then stop the store, cores and workers."""
         self._end_handovers()
         self._ending.add(Role.FRONTEND)
-        for unit in self._units:
-            unit.dismiss_spare()
         frontends = self._end(Role.FRONTEND)
         self._wait_for_exit(frontends, self.drain_timeout_s + DRAIN_GRACE_S)
         on_frontends_ended()
@@ -258,7 +250,6 @@ class Supervisor:
             child.close()
         for unit in self._units:
             unit.children.clear()
-            unit.dismiss_spare()
         if self._launcher.nodes is not None:
             self._launcher.nodes.close(reason)
         self._statuses.close()
@@ -342,10 +333,7 @@ class Supervisor:
         for unit in self._units:
             if unit in recovering:
                 self._watch_exits(unit.recover(time.monotonic()))
-            if self._ready_since is not None and not self._ending:
-                unit.keep_spare(time.monotonic(), self._ready_since)
-        if self._ready_since is None and self.ready:
-            self._ready_since = time.monotonic()
+        self.was_ready |= self.ready
         self._save()
         if time.monotonic() - self._last_published > STATUS_INTERVAL_S / 2:
             self._publish()

@@ -24,10 +24,7 @@ IN_TRANSIT_S = 0.05
 START_S = 60.0
 
 SETTLE_S = 4.0
-"""Seconds between two kills.
-
-After some time of serving, a server has a spare core again, and real crashes are rarer.
-"""
+"""Seconds between two kills. Real crashes are rarer."""
 
 
 def measure(server: Server, title: str, num_streams: int) -> tuple[float, float]:

@@ -131,7 +131,7 @@ def test_failed_restart_is_retried(run_dir: str, tmp_path: Path, name: str) -> N
     program.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
     program.chmod(0o755)
     specs = [
-        dataclasses.replace(spec, argv=(str(program), *spec.argv[1:]), can_wait=False)
+        dataclasses.replace(spec, argv=(str(program), *spec.argv[1:]))
         for spec in make_specs(config, ALL_READY)
     ]
     messages: list[str] = []
