@@ -196,7 +196,7 @@ def _fork_again(data: bytes, fds: list[int], pids_fd: int) -> NoReturn:
 
 
 def _run_program(request: _ForkRequest, fds: list[int]) -> NoReturn:
-    code: int | str = 1
+    code = 1
     try:
         if not os.read(fds[0], 1):
             os._exit(ORPHANED_EXIT_CODE)
@@ -211,10 +211,10 @@ def _run_program(request: _ForkRequest, fds: list[int]) -> NoReturn:
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
         code = 0
     except SystemExit as exit_:
-        code = exit_.code or 0
-        if not isinstance(code, int):
-            print(code, file=sys.stderr)
-            code = 1
+        if isinstance(exit_.code, str):
+            print(exit_.code, file=sys.stderr)
+        else:
+            code = exit_.code or 0
     except BaseException:
         sys.excepthook(*sys.exc_info())
     _exit(code)
