@@ -293,11 +293,15 @@ class WeightReader:
         return torch.stack(scales).to(self.device)
 
     def finish(self) -> None:
-        """Raise CheckpointError if tensors are left that the decoder does not use, as of another model."""
-        if self._unread:
+        """Raise CheckpointError if tensors are left that the decoder does not use, as of another model.
+
+        Empty tensors do not count: transformers saves those of MLPs without elements.
+        """
+        unread = [name for name in self._unread if 0 not in self._shape(name)]
+        if unread:
             raise self._error(
-                f"{len(self._unread)} tensors do not belong to a model with this configuration, beginning "
-                f"with {min(self._unread)!r}"
+                f"{len(unread)} tensors do not belong to a model with this configuration, beginning "
+                f"with {min(unread)!r}"
             )
 
     def _read(
