@@ -18,11 +18,23 @@ _OTHER_NAMES: Final = {
 }
 
 
+_NOT_READ: Final = {
+    "intermediate_size": {"bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gptj", "opt"},
+    "num_key_value_heads": {"falcon"},
+}
+"""Fields that these model types name differently. Transformers keeps them in the configs it saves, but ignores them."""
+
+
 def with_common_names(fields: ConfigFields) -> ConfigFields:
     """Return the fields, adding Llama's name for each field that has another name in this family.
 
     If the output projection has fewer rows than the embedding, `vocab_size` becomes their number.
     """
+    if fields.get("transformers_version") is not None:
+        kind = fields.get("model_type")
+        fields = fields.with_values(
+            {name: None for name, kinds in _NOT_READ.items() if kind in kinds}
+        )
     found: dict[str, Any] = {}
     outputs = fields.optional_integer("output_vocab_size")
     if outputs is not None and fields.get("num_unused_embeddings") is None:
