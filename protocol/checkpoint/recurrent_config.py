@@ -62,6 +62,7 @@ def read_recurrent_layer(fields: ConfigFields) -> RecurrentLayer | None:
             _require_silu(fields)
             return _read_gated_delta_net(fields)
         case "bailing_hybrid":
+            _require_silu(fields)
             return _read_ling3(fields)
         case "kimi_linear":
             _require_silu(fields)

@@ -83,6 +83,8 @@ def _ling3(fields: ConfigFields) -> ModelSpec:
         ),
         layers=layers,
         rope_order="interleaved",
+        # The same as in Nemotron-H.
+        tie_word_embeddings=False,
         gates_attention=True,
         has_head_gates=True,
         tensor_names=(
