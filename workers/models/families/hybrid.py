@@ -369,9 +369,8 @@ def _nemotron_experts(fields: ConfigFields) -> ExpertsSpec:
 
 
 def _olmo_hybrid(fields: ConfigFields) -> ModelSpec:
-    rope = None
-    parameters = fields.section("rope_parameters")
-    if parameters is not None and parameters.get("rope_theta") is not None:
+    rope, parameters = None, fields.first_section("rope_parameters")
+    if fields.get("rope_theta") is not None or parameters.get("rope_theta") is not None:
         rope = read_rope(fields, head_dim(fields))
     norms = NormNames(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
     layers = tuple(
