@@ -25,9 +25,12 @@ _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
     "gelu": "gelu",
+    "gelu_python": "gelu",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
     "gelu_fast": "gelu_tanh",
+    "gelu_accurate": "gelu_tanh",
+    "gelu_python_tanh": "gelu_tanh",
     "relu": "relu",
     "relu2": "relu2",
     "xielu": "xielu",
@@ -142,6 +145,13 @@ def attention_biases(fields: ConfigFields) -> dict[str, bool]:
     """Return changes of a spec for configs whose `attention_bias` applies to all projections of the attention."""
     bias = fields.boolean("attention_bias", False)
     return {"qkv_bias": bias, "attention_output_bias": bias}
+
+
+def require_usual_swiglu(fields: ConfigFields) -> None:
+    """Raise CheckpointError if the constants of the clamped SwiGLU are not the usual ones."""
+    for name, value in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)):
+        if fields.number(name, value) != value:
+            raise fields.wrong(name, str(value), fields.get(name))
 
 
 def read_limits(fields: ConfigFields, name: str) -> list[GateLimit | None]:

@@ -17,6 +17,7 @@ from .common import (
     attention_biases,
     base_spec,
     head_dim,
+    require_usual_swiglu,
     sliding_layers,
     uniform_layers,
 )
@@ -76,15 +77,33 @@ def read_experts(
     """Return the description of the experts, by the field names of most families; the numbers are defaults.
 
     Raises:
-        CheckpointError: A number is missing, or a token would choose more experts than there are.
+        CheckpointError: A number is missing, a token would choose more experts than there are, or groups are not equal.
     """
     count = fields.integer(_first_of(fields, EXPERT_COUNTS), num_experts)
-    return ExpertsSpec(
+    experts = ExpertsSpec(
         count,
         fields.integer(_first_of(fields, _CHOSEN), num_chosen, maximum=count),
         fields.integer(intermediate_size),
         **differences,
     )
+    _check_groups(fields, experts)
+    return experts
+
+
+def _check_groups(fields: ConfigFields, experts: ExpertsSpec) -> None:
+    num_groups, num_chosen = experts.num_groups, experts.num_groups_per_token
+    if num_groups == 1:
+        return
+    if experts.num_experts % num_groups:
+        raise fields.error(f"n_group {num_groups} must divide {experts.num_experts} experts")
+    if num_chosen > num_groups:
+        raise fields.error(f"topk_group must be at most n_group {num_groups}, got {num_chosen}")
+    available = experts.num_experts // num_groups * num_chosen
+    if experts.num_experts_per_token > available:
+        raise fields.error(
+            f"num_experts_per_tok must be at most {available}, the experts in topk_group {num_chosen} groups, "
+            f"got {experts.num_experts_per_token}"
+        )
 
 
 def _first_of(fields: ConfigFields, names: Sequence[str]) -> str:
@@ -154,14 +173,17 @@ def _qwen2_moe(fields: ConfigFields) -> ModelSpec:
         shared_intermediate_size=fields.integer("shared_expert_intermediate_size", minimum=0),
         has_shared_gate=True,
     )
-    spec = base_spec(fields, qwen_layers(fields), qkv_bias=fields.boolean("qkv_bias", True))
+    last = fields.integer("max_window_layers", 28, minimum=0)
+    layers = qwen_layers(fields, lambda i: i % 2 == 0 and i < last)
+    spec = base_spec(fields, layers, qkv_bias=fields.boolean("qkv_bias", True))
     return with_experts(spec, experts, has_sparse_step(fields), tensor_names=SHARED_EXPERT_NAMES)
 
 
 def _qwen3_moe(fields: ConfigFields) -> ModelSpec:
     fields = fields.with_defaults(moe_intermediate_size=768, num_key_value_heads=4)
     experts = read_experts(fields, 128, 8, renormalizes=fields.boolean("norm_topk_prob", False))
-    spec = base_spec(fields, qwen_layers(fields), qk_norm="head", **attention_biases(fields))
+    layers = qwen_layers(fields, lambda _: True)
+    spec = base_spec(fields, layers, qk_norm="head", **attention_biases(fields))
     return with_experts(spec, experts, has_sparse_step(fields))
 
 
@@ -314,6 +336,7 @@ def _gpt_oss(fields: ConfigFields) -> ModelSpec:
     }
     if fields.get("rope_scaling") is None:
         fields = fields.with_defaults(rope_parameters=yarn)
+    require_usual_swiglu(fields)
     fields = fields.with_defaults(head_dim=64, rms_norm_eps=1e-5, attention_bias=True)
     rope, window = read_rope(fields, head_dim(fields), theta=150_000.0), 128
     window = fields.integer("sliding_window", window)
@@ -351,6 +374,7 @@ def _ernie4_5_moe(fields: ConfigFields) -> ModelSpec:
         return is_within and (layer + 1) % interval == 0
 
     names = ((r"\.moe_statics\.e_score", ".gate.e_score"),)
+    fields = fields.with_defaults(head_dim=head_dim(fields))
     has_biases = fields.boolean("use_bias", False)
     return with_experts(
         ernie4_5(fields), experts, has_experts, tensor_names=names, head_bias=has_biases

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -60,14 +61,19 @@ def llama4_scaling(fields: ConfigFields) -> QueryScaling | None:
     return QueryScaling(beta, parameters.integer("original_max_position_embeddings"))
 
 
-def qwen_layers(fields: ConfigFields) -> tuple[LayerSpec, ...]:
-    """Return the layers of a Qwen model. The last ones may have windows."""
+def qwen_layers(
+    fields: ConfigFields, default: Callable[[int], bool] | None = None
+) -> tuple[LayerSpec, ...]:
+    """Return the layers of a Qwen model.
+
+    If the config does not say which layers have windows, `default` does; without it, the last ones have.
+    """
     rope = read_rope(fields, head_dim(fields))
     if not fields.boolean("use_sliding_window", False):
         return uniform_layers(fields, rope)
     window = fields.integer("sliding_window", 4096)
     first_sliding = fields.integer("max_window_layers", 28, minimum=0)
-    slides = sliding_layers(fields, lambda i: i >= first_sliding)
+    slides = sliding_layers(fields, default or (lambda i: i >= first_sliding))
     return tuple(LayerSpec(rope, window if sliding else None) for sliding in slides)
 
 
@@ -147,10 +153,10 @@ def smollm3(fields: ConfigFields) -> ModelSpec:
     if has_rope is None:
         has_rope = [(i + 1) % interval != 0 for i in range(num_layers)]
     rope = read_rope(fields, head_dim(fields), theta=2_000_000.0)
-    window = None
-    if fields.boolean("use_sliding_window", False):
-        window = fields.optional_integer("sliding_window")
-    sliding = sliding_layers(fields, lambda i: not has_rope[i])
+    window = fields.optional_integer("sliding_window")
+    # Layer types say which layers have a window, even if the config does not use one by default.
+    uses_window = fields.boolean("use_sliding_window", False)
+    sliding = sliding_layers(fields, lambda i: uses_window and not has_rope[i])
     layers = tuple(
         LayerSpec(rope if rotates else None, window if slides else None)
         for rotates, slides in zip(has_rope, sliding, strict=True)

@@ -8,7 +8,14 @@ from ....protocol.checkpoint.config_fields import ConfigFields
 from ...layers.block_indexer_spec import BlockIndexerSpec
 from ...layers.read_rope import read_rope
 from ...layers.spec import LayerSpec, ModelSpec, NormNames
-from .common import Family, base_spec, head_dim, sliding_layers, uniform_layers
+from .common import (
+    Family,
+    base_spec,
+    head_dim,
+    require_usual_swiglu,
+    sliding_layers,
+    uniform_layers,
+)
 from .experts import (
     MIXTRAL_NAMES,
     deepseek,
@@ -194,9 +201,7 @@ def _minimax_m3(fields: ConfigFields) -> ModelSpec:
     size = head_dim(fields)
     rotary_dim = fields.integer("rotary_dim", size)
     fields = fields.with_defaults(partial_rotary_factor=rotary_dim / size)
-    for name, value in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)):
-        if fields.number(name, value) != value:
-            raise fields.wrong(name, str(value), fields.get(name))
+    require_usual_swiglu(fields)
     if fields.integer("index_n_heads", 4) != fields.integer("num_key_value_heads"):
         raise fields.error(
             f"index_n_heads {fields.get('index_n_heads')} must equal num_key_value_heads "
