@@ -50,11 +50,24 @@ WITH_EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral-one": ("Mixtral", {"num_local_experts": 3, "num_experts_per_tok": 1}),
     "qwen2-moe": (
         "Qwen2Moe",
-        EXPERTS | {"shared_expert_intermediate_size": 40, "mlp_only_layers": [1]},
+        EXPERTS
+        | {
+            "shared_expert_intermediate_size": 40,
+            "mlp_only_layers": [1],
+            "use_sliding_window": True,
+            "sliding_window": 9,
+        },
     ),
     "qwen3-moe": (
         "Qwen3Moe",
-        EXPERTS | {"head_dim": 16, "norm_topk_prob": True, "decoder_sparse_step": 2},
+        EXPERTS
+        | {
+            "head_dim": 16,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 2,
+            "use_sliding_window": True,
+            "sliding_window": 9,
+        },
     ),
     "qwen2-moe-all": ("Qwen2Moe", EXPERTS | {"shared_expert_intermediate_size": 40}),
     "qwen3-moe-all": ("Qwen3Moe", EXPERTS | {"head_dim": 16, "norm_topk_prob": True}),
@@ -123,7 +136,6 @@ WITH_EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "moe_num_experts": 4,
             "moe_k": 1,
-            "head_dim": 16,
             "moe_intermediate_size": 24,
             "use_bias": True,
         },
@@ -249,6 +261,7 @@ WITH_EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
     "solar-open": (
         "SolarOpen",
         {
+            "n_shared_experts": 0,
             "n_routed_experts": 6,
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 24,

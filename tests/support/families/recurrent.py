@@ -185,6 +185,8 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
         LATENT
         | {
             "head_dim": 12,
+            # It has a head of its own nevertheless.
+            "tie_word_embeddings": True,
             "kda_safe_gate": False,
             "layer_group_size": 2,
             "num_local_experts": 5,

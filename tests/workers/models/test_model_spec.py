@@ -26,6 +26,11 @@ LLAMA3_SCALING = {
     "original_max_position_embeddings": 8192,
     "rope_type": "llama3",
 }
+MIXTURE = {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
 # As published: everything else is the default of transformers' class.
 GEMMA3_4B = {
     "architectures": ["Gemma3ForConditionalGeneration"],
@@ -66,6 +71,14 @@ def test_rope_of_transformers_4_and_5_read_alike():
         | {k: v for k, v in LLAMA3_SCALING.items() if k != "rope_type"},
     }
     assert model_spec(old, "model") == model_spec(new, "model") == model_spec(older, "model")
+
+
+def test_an_olmo_hybrid_rotates_if_its_config_has_a_base_in_either_spelling():
+    hybrid = {"architectures": ["OlmoHybridForCausalLM"], "model_type": "olmo_hybrid"}
+    hybrid |= {"linear_num_key_heads": 2, "linear_num_value_heads": 2}
+    bases = ({"rope_theta": 5e5}, {"rope_parameters": {"rope_theta": 5e5}}, {})
+    ropes = [model_spec(LLAMA | hybrid | base, "model").layers[3].rope for base in bases]
+    assert ropes[0] == ropes[1] and ropes[0].theta == 5e5 and ropes[2] is None
 
 
 @pytest.mark.parametrize("kind", ["type", "rope_type"])
@@ -144,6 +157,19 @@ def test_gemma3_reads_the_same_after_a_round_trip_through_transformers_5():
         (
             {"architectures": ["BambaForCausalLM"], "model_type": "bamba", "hidden_act": "gelu"},
             "hidden_act 'gelu' is not supported in recurrent layers",
+        ),
+        (
+            {"architectures": ["GptOssForCausalLM"], "swiglu_limit": 9.5},
+            "swiglu_limit must be 7.0, got 9.5",
+        ),
+        (MIXTURE | {"num_experts": 8, "n_group": 3}, "n_group 3 must divide 8 experts"),
+        (
+            MIXTURE | {"num_experts": 8, "n_group": 4, "topk_group": 5},
+            "topk_group must be at most n_group 4, got 5",
+        ),
+        (
+            MIXTURE | {"num_experts": 8, "n_group": 4, "num_experts_per_tok": 3},
+            "num_experts_per_tok must be at most 2, the experts in topk_group 1 groups, got 3",
         ),
     ],
 )
