@@ -32,11 +32,19 @@ MODULES: Final = (
     "engine.protocol.step_log",
     "engine.protocol.worker_messages",
     "engine.workers.worker",
-    "engine.frontend.api.server",
     "engine.core.engine_core",
     "engine.frontend.store.engine_store",
+    "engine.frontend.client.engine_client",
+    "engine.frontend.chat",
+    "engine.frontend.api.server",
 )
-"""Modules that the processes need, in the order in which they are loaded: first the common ones, then the largest."""
+"""Modules that the processes need, in the order in which they are loaded."""
+
+QUIET_S: Final = 1.0
+"""Seconds without a request after which modules are loaded, once there has been a request.
+
+Meanwhile the processes that were forked use the processors.
+"""
 
 LOOK_S: Final = 0.2
 """Seconds between two calls of `while_waiting`."""
@@ -135,13 +143,14 @@ def run_fork_server(requests: socket.socket, modules: Sequence[str]) -> NoReturn
     try:
         _prepare(requests)
         pids = os.pipe()
-        remaining = list(reversed(modules))
+        remaining, quiet_s = list(reversed(modules)), 0.0
         while True:
-            if remaining and not select.select([requests], [], [], 0)[0]:
+            if remaining and not select.select([requests], [], [], quiet_s)[0]:
                 importlib.import_module(remaining.pop())
-                # Garbage collections in the forked processes shall not copy the memory of the module.
-                gc.freeze()
                 continue
+            quiet_s = QUIET_S
+            # Garbage collections in the forked processes shall not copy the memory of the modules.
+            gc.freeze()
             data, fds, _, _ = socket.recv_fds(requests, MAX_MESSAGE_BYTES, MAX_FDS)
             if not data:
                 break

@@ -18,14 +18,22 @@ from engine.frontend.guardian.guardian import become_subreaper
 
 LIBRARIES: Final = ("engine.frontend.cli.serve", "engine.frontend.model_source.config", *MODULES)
 
+THREADS: Final = {
+    "OMP_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "passive",
+    # Threads of OpenBLAS would not exist in a forked process.
+    "OPENBLAS_NUM_THREADS": "1",
+}
 TESTS: Final = str(Path(__file__).parents[1])
 PROGRAM: Final = """
-import socket, sys
+import importlib, socket, sys
 sys.path.insert(0, sys.argv[2])
 import support.hidden_torch
 del sys.path[0]
+for name in sys.argv[3:]:
+    importlib.import_module(name)
 from engine.frontend.guardian.fork_server import run_fork_server
-run_fork_server(socket.socket(fileno=int(sys.argv[1])), sys.argv[3:])
+run_fork_server(socket.socket(fileno=int(sys.argv[1])), ())
 """
 
 
@@ -106,5 +114,5 @@ class _PreloadedForkServer(ForkServer):
             self._pid = subprocess.Popen(
                 [sys.executable, "-P", "-c", PROGRAM, str(requests.fileno()), TESTS, *LIBRARIES],
                 pass_fds=[requests.fileno()],
-                env={**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"},
+                env={**os.environ, **THREADS},
             ).pid
