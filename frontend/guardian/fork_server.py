@@ -31,7 +31,7 @@ MODULES: Final = (
     "numpy",
     "engine.protocol.step_log",
     "engine.protocol.worker_messages",
-    "engine.workers.worker",
+    "engine.workers.preloaded",
     "engine.core.engine_core",
     "engine.frontend.store.engine_store",
     "engine.frontend.client.engine_client",

@@ -11,8 +11,8 @@ from __future__ import annotations
 import importlib
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from types import ModuleType
 from typing import Any, Final, ParamSpec, TypeVar
@@ -26,7 +26,11 @@ _SUBMODULES: Final = ("nn", "nn.functional", "distributed")
 _CLASSES: Final = ("Tensor", "dtype", "device")
 """The torch classes that modules of this package refer to while they are imported."""
 
+_PACKAGE: Final = __name__.removesuffix("device.lazy_torch")
+"""Begins the names of this package's modules."""
+
 _lock = threading.RLock()
+_preloaded: list[str] = []
 
 
 def install() -> None:
@@ -34,6 +38,32 @@ def install() -> None:
     if "torch" not in sys.modules:
         for name in ("torch", *(f"torch.{name}" for name in _SUBMODULES)):
             sys.modules[name] = _LazyModule(name)
+
+
+@contextmanager
+def preloading() -> Iterator[None]:
+    """Let modules of this package be imported without torch, for processes that are forked from this one.
+
+    A forked process calls `install`, or `discard_preloaded` if it needs torch.
+    """
+    before = set(sys.modules)
+    install()
+    yield
+    for name in set(sys.modules) - before:
+        if isinstance(sys.modules[name], _LazyModule):
+            del sys.modules[name]
+        elif name.startswith(_PACKAGE):
+            _preloaded.append(name)
+
+
+def discard_preloaded() -> None:
+    """Forget the modules that were preloaded, so that they are imported again, with torch itself."""
+    for name in _preloaded:
+        parent, _, attribute = name.rpartition(".")
+        if parent in sys.modules:
+            vars(sys.modules[parent]).pop(attribute, None)
+        del sys.modules[name]
+    _preloaded.clear()
 
 
 def is_torch_loaded() -> bool:

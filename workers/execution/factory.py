@@ -48,6 +48,8 @@ def open_runner(
     is_without_torch = _starts_without_torch(config)
     if is_without_torch:
         lazy_torch.install()
+    else:
+        lazy_torch.discard_preloaded()
     # Importing torch takes a second and should not delay the first report. The null device does not need it.
     from ..device.device import count_threads, open_device
     from ..device.dtypes import HostDevice
