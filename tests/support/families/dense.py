@@ -82,9 +82,10 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
             "head_dim": 16,
             "sliding_window": 10,
             "vocab_size_per_layer_input": 90,
-            "hidden_size_per_layer_input": 8,
+            "hidden_size_per_layer_input": 120,
             "num_kv_shared_layers": 3,
-            "laurel_rank": 6,
+            # More than the hidden size, like a row of the inputs below.
+            "laurel_rank": 150,
             "activation_sparsity_pattern": [0.8, 0.9, *[0.0] * 5, 0.5],
             "intermediate_size": [80, 64] * 4,
             "final_logit_softcapping": 5.0,

@@ -32,7 +32,8 @@ SHARED_BLOCKS = {
     "n_mamba_heads": 8,
     "mamba_ngroups": 2,
     "num_mem_blocks": 2,
-    "adapter_rank": 5,
+    # The three low-rank results together are wider than the inputs of the block.
+    "adapter_rank": 40,
     "use_shared_attention_adapter": True,
     "use_mem_rope": True,
 }

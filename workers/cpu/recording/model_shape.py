@@ -86,6 +86,7 @@ def _projection_and_mixed_size(
             projection += (kv_heads + 1) * spec.index_dim
     if spec.altup is not None:
         projection += spec.altup.laurel_rank
+        mixed = max(mixed, spec.altup.laurel_rank)
     others = [0]
     if layer.recurrent is not None:
         recurrent_projection, recurrent_mixed = mixer_sizes(
@@ -95,7 +96,8 @@ def _projection_and_mixed_size(
         mixed = max(mixed, recurrent_mixed)
     if layer.shared_block is not None:
         others.append(_shared_projection_size(spec, layer.shared_block, shard))
-        mixed = max(mixed, 2 * spec.hidden_size)
+        # The second factor of the low-rank products reads the results of the first.
+        mixed = max(mixed, 2 * spec.hidden_size, padded_rank(3 * layer.shared_block.rank))
     if layer.experts is not None:
         others.append(
             spec.hidden_size if layer.experts.has_own_norms else layer.experts.latent_size
@@ -105,6 +107,7 @@ def _projection_and_mixed_size(
         others.append(2 * len(shares[shard.tensor_parallel.rank]))
     if spec.per_layer_inputs is not None:
         others.append(spec.per_layer_inputs.size)
+        mixed = max(mixed, spec.per_layer_inputs.size)
     return max(projection, *others), max(mixed, layer.input_size)
 
 
