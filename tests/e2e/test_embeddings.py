@@ -367,27 +367,29 @@ def test_a_decoder_without_a_head_only_embeds(tmp_path: Path) -> None:
 
 
 def test_the_command_embeds_the_lines_of_a_file(
-    server: Server, minilm: Path, tmp_path: Path
+    server: Server, vectors: list[list[float]], minilm: Path, tmp_path: Path
 ) -> None:
+    text = f"{TEXTS[0]}\n\n{TEXTS[1]}\n"
     file = tmp_path / "texts"
-    file.write_text("\n".join(TEXTS[:3]) + "\n", encoding="utf-8")
-    program = [sys.executable, "-m", "engine.frontend.cli.main", "embed"]
-    command = [*program, str(minilm), "--max-num-seqs", "4"]
-    by_file = subprocess.run([*command, "--input", str(file)], capture_output=True, text=True)
-    assert by_file.returncode == 0, by_file.stderr
-    by_pipe = subprocess.run(
-        [*command, "--dimensions", "8"], capture_output=True, text=True, input="a\n\nb"
+    file.write_text(text, encoding="utf-8")
+    here = (str(minilm), "--max-num-seqs", "4")
+    there = ("--url", server.url, "--input", str(file))
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "engine.frontend.cli.main", "embed", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, input=text)
+
+    whole, by_url, by_pipe = (
+        run(*there),
+        run(*there, "--dimensions=8"),
+        run(*here, "--dimensions=8"),
     )
-    by_server = subprocess.run(
-        [*program, "--url", server.url, "--input", str(file)], capture_output=True, text=True
-    )
-    with LLM(str(minilm)) as llm:
-        wanted = [output.outputs.embedding for output in llm.embed(TEXTS[:3])]
-    assert by_server.stdout == by_file.stdout, by_server.stderr
-    found = [json.loads(line) for line in by_file.stdout.splitlines()]
-    assert [entry["index"] for entry in found] == [0, 1, 2]
-    assert [entry["embedding"] for entry in found] == wanted
+    assert by_pipe.returncode == 0, by_pipe.stderr
+    assert by_url.stdout == by_pipe.stdout, by_url.stderr
     assert [len(json.loads(line)["embedding"]) for line in by_pipe.stdout.splitlines()] == [8] * 3
+    found = [json.loads(line) for line in whole.stdout.splitlines()]
+    assert [entry["index"] for entry in found] == [0, 1, 2]
+    assert [found[0]["embedding"], found[2]["embedding"]] == vectors[:2]
     for flag, message in (("--prompt-name=x", "prompt_name"), ("--input=absent", "absent")):
-        failed = subprocess.run([*command, flag], capture_output=True, text=True, input="a")
+        failed = run(*here, flag)
         assert failed.returncode == 1 and message in failed.stderr, failed.stderr
