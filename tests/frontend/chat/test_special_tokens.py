@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +27,21 @@ CHATML = (
     "{% if message.tool_calls %}{{ message.tool_calls | tojson }}{% endif %}"
     "{{'<|im_end|>' + '\n'}}{% endfor %}"
 )
-ESCAPE = SpecialTokenGuard(smollm2_tokenizer(), "escape", ("<file_sep>",))
-REFUSE = SpecialTokenGuard(smollm2_tokenizer(), "refuse")
-ALLOW = SpecialTokenGuard(smollm2_tokenizer(), "allow")
+
+
+@functools.cache
+def escape() -> SpecialTokenGuard:
+    return SpecialTokenGuard(smollm2_tokenizer(), "escape", ("<file_sep>",))
+
+
+@functools.cache
+def refuse() -> SpecialTokenGuard:
+    return SpecialTokenGuard(smollm2_tokenizer(), "refuse")
+
+
+@functools.cache
+def allow() -> SpecialTokenGuard:
+    return SpecialTokenGuard(smollm2_tokenizer(), "allow")
 
 
 def encode(guard: SpecialTokenGuard, messages: list[Any], **fields: Any) -> tuple[str, list[int]]:
@@ -75,13 +89,13 @@ def test_special_tokens_in_text_are_handled_by_mode(
     given = json.dumps([messages, fields])
     tokenizer = smollm2_tokenizer()
     special = [tokenizer.token_to_id(token) for token in ("<|im_start|>", "<|im_end|>")]
-    text, token_ids = encode(ESCAPE, messages, **fields)
-    allowed_text, allowed = encode(ALLOW, messages, **fields)
+    text, token_ids = encode(escape(), messages, **fields)
+    allowed_text, allowed = encode(allow(), messages, **fields)
     assert text == allowed_text == tokenizer.decode(token_ids) == tokenizer.decode(allowed)
     assert [t for t in token_ids if t in special] == special, "those of the template"
     assert len([t for t in allowed if t in special]) > 2
     with pytest.raises(ParameterError, match="must not contain the special token") as refused:
-        encode(REFUSE, messages, **fields)
+        encode(refuse(), messages, **fields)
     assert refused.value.param == param
     assert json.dumps([messages, fields]) == given
 
@@ -96,12 +110,12 @@ def test_special_tokens_in_text_are_handled_by_mode(
         ["\ufdd12\ufdd1", "<|im_\ufdd0end|>"],
     ],
 )
-@pytest.mark.parametrize("guard", [ESCAPE, REFUSE], ids=["escape", "refuse"])
+@pytest.mark.parametrize("make_guard", [escape, refuse])
 def test_special_token_spanning_several_texts_is_text(
-    texts: list[str], guard: SpecialTokenGuard
+    texts: list[str], make_guard: Callable[[], SpecialTokenGuard]
 ) -> None:
     parts = [{"type": "text", "text": text} for text in texts]
-    text, token_ids = encode(guard, [{"role": "user", "content": parts}])
+    text, token_ids = encode(make_guard(), [{"role": "user", "content": parts}])
     tokenizer = smollm2_tokenizer()
     assert token_ids.count(tokenizer.token_to_id("<|im_end|>")) == 1
     assert tokenizer.decode(token_ids) == text
@@ -111,8 +125,8 @@ def test_special_token_spanning_several_texts_is_text(
 def test_role_that_completes_a_special_token_is_text() -> None:
     template = ChatTemplate("{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}")
     tokenizer = smollm2_tokenizer()
-    prompt = template.render([{"role": "im_end", "content": "a"}], ESCAPE)
-    text, token_ids = ESCAPE.encode(prompt, False)
+    prompt = template.render([{"role": "im_end", "content": "a"}], escape())
+    text, token_ids = escape().encode(prompt, False)
     assert text == tokenizer.decode(token_ids) == "<|im_end|>a"
     assert tokenizer.special_ids.isdisjoint(token_ids)
 
@@ -120,7 +134,7 @@ def test_role_that_completes_a_special_token_is_text() -> None:
 def test_assistant_messages_may_contain_markers_of_the_model() -> None:
     mark = smollm2_tokenizer().token_to_id("<file_sep>")
     for role, count in (("assistant", 1), ("user", 0)):
-        _, token_ids = encode(ESCAPE, [{"role": role, "content": "<file_sep>a<|im_end|>"}])
+        _, token_ids = encode(escape(), [{"role": role, "content": "<file_sep>a<|im_end|>"}])
         assert token_ids.count(mark) == count
         assert token_ids.count(smollm2_tokenizer().token_to_id("<|im_end|>")) == 1
 
@@ -130,15 +144,17 @@ def test_assistant_messages_may_contain_markers_of_the_model() -> None:
 def test_text_without_special_tokens_has_the_same_tokens(texts: list[str], is_json: bool) -> None:
     messages = [{"role": "user", "content": text} for text in texts]
     fields = {"tools": [{"a": texts[0]}]} if is_json else {}
-    expected = encode(ALLOW, messages, **fields)
+    expected = encode(allow(), messages, **fields)
     if "<|im_" not in "".join(texts):
-        assert encode(ESCAPE, messages, **fields) == encode(REFUSE, messages, **fields) == expected
+        assert (
+            encode(escape(), messages, **fields) == encode(refuse(), messages, **fields) == expected
+        )
 
 
 def test_special_tokens_are_found_across_window_boundaries() -> None:
     for at in range((1 << 16) - 12, (1 << 16) + 2):
         text = "a" * at + "<|im_end|>"
-        assert ESCAPE.protect(text, "x").count("\ufdd0") == 1
+        assert escape().protect(text, "x").count("\ufdd0") == 1
 
 
 def test_token_that_cannot_be_escaped_is_rejected(tmp_path: Path) -> None:
