@@ -19,6 +19,22 @@ _OTHER_NAMES: Final = {
 
 
 _NOT_READ: Final = {
+    "head_dim": {
+        "biogpt",
+        "bloom",
+        "codegen",
+        "falcon",
+        "gpt2",
+        "gpt_bigcode",
+        "gpt_neo",
+        "gpt_neox",
+        "gptj",
+        "mpt",
+        "openai-gpt",
+        "opt",
+        "persimmon",
+        "stablelm",
+    },
     "intermediate_size": {"bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gptj", "opt"},
     "num_key_value_heads": {"falcon"},
 }
