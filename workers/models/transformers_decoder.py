@@ -98,6 +98,11 @@ class TransformersModel:
                 output = run_module(module, torch.zeros(4).long(), torch.arange(4))
         except (ValueError, KeyError, TypeError, NotImplementedError, RuntimeError) as error:
             reason = str(error).partition("\n")[0]
+            if reason.startswith("Unrecognized configuration class"):
+                reason = f"it has no decoder for model_type {self.config.model_type!r} without images or sounds"
+            elif not isinstance(error, (ValueError, NotImplementedError)):
+                # The messages of these errors of the model's own code mean little alone.
+                reason = f"{type(error).__name__}: {reason}"
             raise CheckpointError(
                 path, f"transformers cannot run the model with Engine's attention: {reason}"
             ) from error
@@ -188,10 +193,14 @@ class TransformersModel:
         return module.to(device).eval()
 
 
-def run_module(module: Any, input_ids_T: Tensor, positions_T: Tensor) -> Any:
-    """Return the output of the layers; its `last_hidden_state` is [1, T, D], after the last norm."""
+def run_module(module: Any, input_ids_T: Tensor, positions_T: Tensor | None) -> Any:
+    """Return the output of the layers; its `last_hidden_state` is [1, T, D], after the last norm.
+
+    Without positions, the module chooses those of a sequence that starts with the first token.
+    """
+    positions_1T = None if positions_T is None else positions_T.long()[None]
     return module.base_model(
-        input_ids=input_ids_T[None], position_ids=positions_T.long()[None], use_cache=False
+        input_ids=input_ids_T[None], position_ids=positions_1T, use_cache=False
     )
 
 
@@ -264,6 +273,15 @@ class TransformersDecoder(TorchDecoder):
         attn_metadata: Sequence[Any],
     ) -> Tensor:
         """Fill the KV caches and return the normed hidden states [T, D] of token ids [T]."""
+        return self._run(inputs, positions_T, kv_caches, attn_metadata)
+
+    def _run(
+        self,
+        inputs: Tensor,
+        positions_T: Tensor | None,
+        kv_caches: Sequence[Tensor],
+        attn_metadata: Sequence[Any],
+    ) -> Tensor:
         self._kv_caches, self._metadata = kv_caches, attn_metadata
         output = run_module(self._module, inputs.long(), positions_T)
         self._given.output_class = type(output)
@@ -283,7 +301,8 @@ class TransformersDecoder(TorchDecoder):
         """Compute a sequence in one step, and again in two steps together with other sequences.
 
         Raises:
-            CheckpointError: The results differ, so layers depend on other tokens by other means than attention.
+            CheckpointError: The results differ, so layers depend on other tokens by other means than attention, or
+                the module itself would choose other positions.
         """
         block_size, vocab_size = self.attention.block_size, self.spec.vocab_size
         num_blocks = -(-_SELF_CHECK_TOKENS // block_size)
@@ -294,30 +313,40 @@ class TransformersDecoder(TorchDecoder):
         ]
         tokens = np.random.default_rng(0).integers(0, vocab_size, (3, _SELF_CHECK_TOKENS))
 
-        def hidden_states(*chunks: tuple[int, int, int]) -> Tensor:
+        def hidden_states(*chunks: tuple[int, int, int], has_positions: bool = True) -> Tensor:
             """Return the hidden states of chunks (sequence, start, stop), computed in one step."""
             step = _Chunks(np.array(chunks, np.int32), num_blocks, block_size)
             metadata = [self.attention.build(step.batch(), w) for w in self.spec.windows_by_group]
             ids_T = torch.from_numpy(np.concatenate([tokens[i, a:b] for i, a, b in chunks]))
-            return self.forward(
+            positions_T = torch.from_numpy(step.positions_T()).to(self.attention.device)
+            return self._run(
                 ids_T.to(self.attention.device),
-                torch.from_numpy(step.positions_T()).to(self.attention.device),
+                positions_T if has_positions else None,
                 caches,
                 metadata,
             ).float()
 
         middle, end = _SELF_CHECK_TOKENS // 2 + 1, _SELF_CHECK_TOKENS
         whole_TD = hidden_states((0, 0, end))
+        own_TD = hidden_states((0, 0, end), has_positions=False)
+        if not self._is_close(own_TD, whole_TD):
+            raise CheckpointError(
+                self._path,
+                "transformers' model does not number the tokens of a sequence from 0, so Engine cannot serve it",
+            )
         first_TD = hidden_states((1, 0, end), (0, 0, middle))[end:]
         second_TD = hidden_states((2, 0, end), (0, middle, end), (1, end - 1, end))
         parts_TD = torch.cat((first_TD, second_TD[end:-1]))
-        difference = float((parts_TD - whole_TD).abs().max() / whole_TD.abs().max())
-        if not difference <= _SELF_CHECK_TOLERANCE[self.hidden_dtype]:
+        if not self._is_close(parts_TD, whole_TD):
             raise CheckpointError(
                 self._path,
-                f"transformers' model computes different values (by {difference:.1%}) if its tokens are "
-                "split over several steps, so Engine cannot serve it",
+                "transformers' model computes different values if its tokens are split over several steps, so "
+                "Engine cannot serve it",
             )
+
+    def _is_close(self, x_TD: Tensor, y_TD: Tensor) -> bool:
+        difference = float((x_TD - y_TD).abs().max() / y_TD.abs().max())
+        return difference <= _SELF_CHECK_TOLERANCE[self.hidden_dtype]
 
 
 @dataclass(frozen=True, slots=True)

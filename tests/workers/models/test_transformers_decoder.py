@@ -45,6 +45,7 @@ REFUSED = {
         "layers call transformers' attention interface",
     ),
     "a mask that depends on values": ("Doge", {}, "a custom mask"),
+    "positions from 2 on": ("Roberta", {"is_decoder": True, "pad_token_id": 1}, "from 0"),
     "own attention": ("Bloom", {"n_layer": 2, "n_head": 4}, "attention"),
 }
 
