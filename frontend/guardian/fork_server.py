@@ -27,24 +27,16 @@ import msgspec
 
 from ...protocol.process import ORPHANED_EXIT_CODE, name_process
 
-MODULES: Final = (
-    "numpy",
-    "engine.protocol.step_log",
-    "engine.protocol.worker_messages",
-    "engine.workers.preloaded",
-    "engine.core.engine_core",
-    "engine.frontend.store.engine_store",
-    "engine.frontend.client.engine_client",
-    "engine.frontend.chat",
-    "engine.frontend.api.server",
-)
-"""Modules that the processes need, in the order in which they are loaded."""
+MODULES: Final = {
+    "engine.workers": "engine.workers.preloaded",
+    "engine.core": "engine.core.engine_core",
+    "engine.frontend.store": "engine.frontend.store.engine_store",
+    "engine.frontend": "engine.frontend.api.server",
+}
+"""The module that each program needs, in the order in which the programs start."""
 
-QUIET_S: Final = 1.0
-"""Seconds without a request after which modules are loaded, once there has been a request.
-
-Meanwhile the processes that were forked use the processors.
-"""
+QUIET_S: Final = 0.1
+"""Seconds without a request after which another module is loaded, once there has been a request."""
 
 LOOK_S: Final = 0.2
 """Seconds between two calls of `while_waiting`."""
@@ -134,28 +126,32 @@ class ForkServer:
         self._socket.close()
 
 
-def run_fork_server(requests: socket.socket, modules: Sequence[str]) -> NoReturn:
-    """Import `modules` and fork processes until the other ends of `requests` are closed, then exit.
+def run_fork_server(requests: socket.socket, modules: Mapping[str, str]) -> NoReturn:
+    """Fork processes until the other ends of `requests` are closed, then exit.
 
-    Processes that are requested meanwhile do not wait for the remaining modules.
+    A program of `modules` is forked after its module has been imported. While there is no request, the other modules
+    are imported, so that a process which is restarted later finds its module.
     """
     code = 1
     try:
         _prepare(requests)
         pids = os.pipe()
-        remaining, quiet_s = list(reversed(modules)), 0.0
+        remaining, quiet_s = dict(modules), 0.0
         while True:
             if remaining and not select.select([requests], [], [], quiet_s)[0]:
-                importlib.import_module(remaining.pop())
+                importlib.import_module(remaining.pop(next(iter(remaining))))
                 continue
-            quiet_s = QUIET_S
-            # Garbage collections in the forked processes shall not copy the memory of the modules.
-            gc.freeze()
             data, fds, _, _ = socket.recv_fds(requests, MAX_MESSAGE_BYTES, MAX_FDS)
             if not data:
                 break
+            request = msgspec.msgpack.decode(data, type=_ForkRequest)
+            if module := remaining.pop(request.arguments[0].decode(), None):
+                importlib.import_module(module)
+            quiet_s = QUIET_S
+            # Garbage collections in the forked processes shall not copy the memory of the modules.
+            gc.freeze()
             with contextlib.suppress(OSError):
-                _fork(data, fds, pids)
+                _fork(request, fds, pids)
             for fd in fds:
                 os.close(fd)
         code = 0
@@ -181,17 +177,17 @@ def _prepare(requests: socket.socket) -> None:
     gc.disable()
 
 
-def _fork(data: bytes, fds: list[int], pids: tuple[int, int]) -> None:
+def _fork(request: _ForkRequest, fds: list[int], pids: tuple[int, int]) -> None:
     """Fork a process, and send its ID once its parent has exited. `pids` is a pipe for the ID."""
     parent = os.fork()
     if not parent:
-        _fork_again(data, fds, pids[1])
+        _fork_again(request, fds, pids[1])
     _, failure = os.waitpid(parent, 0)
     if not failure:
         os.write(fds[0], os.read(pids[0], 16))
 
 
-def _fork_again(data: bytes, fds: list[int], pids_fd: int) -> NoReturn:
+def _fork_again(request: _ForkRequest, fds: list[int], pids_fd: int) -> NoReturn:
     """Fork the process that runs the program, write its ID, and exit."""
     code = 1
     try:
@@ -199,7 +195,7 @@ def _fork_again(data: bytes, fds: list[int], pids_fd: int) -> NoReturn:
             os.write(pids_fd, b"%d" % pid)
             code = 0
         else:
-            _run_program(msgspec.msgpack.decode(data, type=_ForkRequest), fds)
+            _run_program(request, fds)
     finally:
         os._exit(code)
 

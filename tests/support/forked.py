@@ -16,7 +16,11 @@ from typing import Final
 from engine.frontend.guardian.fork_server import MODULES, ForkServer
 from engine.frontend.guardian.guardian import become_subreaper
 
-LIBRARIES: Final = ("engine.frontend.cli.serve", "engine.frontend.model_source.config", *MODULES)
+LIBRARIES: Final = (
+    "engine.frontend.cli.serve",
+    "engine.frontend.model_source.config",
+    *MODULES.values(),
+)
 
 THREADS: Final = {
     "OMP_NUM_THREADS": "1",
@@ -33,7 +37,7 @@ del sys.path[0]
 for name in sys.argv[3:]:
     importlib.import_module(name)
 from engine.frontend.guardian.fork_server import run_fork_server
-run_fork_server(socket.socket(fileno=int(sys.argv[1])), ())
+run_fork_server(socket.socket(fileno=int(sys.argv[1])), {})
 """
 
 
