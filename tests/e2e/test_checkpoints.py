@@ -16,6 +16,7 @@ import transformers
 from engine.frontend.offline.llm import LLM
 from engine.protocol.errors import ParameterError
 from engine.protocol.sampling_params import SamplingParams
+from support.likely_tokens import likely_tokens
 from support.quantized_checkpoints import quantize_directory
 from support.server import Server, default_model
 from support.tiny_checkpoints import TEXT, gemma3_gguf, mixture_directory, qwen3_directory
@@ -58,6 +59,7 @@ def serve_greedy(server: Server, prompt: list[int], count: int) -> list[int]:
         },
     )
     assert status == 200, answer
+    assert answer["usage"]["completion_tokens"] == count
     return answer["choices"][0]["token_ids"]
 
 
@@ -69,13 +71,13 @@ def test_tokens_equal_those_of_transformers(tmp_path: Path, make, backend: str) 
     path, model = make(tmp_path)
     rng = random.Random(5)
     prompts = [[rng.randrange(4, 300) for _ in range(rng.randrange(1, 90))] for _ in range(12)]
-    expected = [greedy(model, prompt, 40) for prompt in prompts]
     # A budget of 32 tokens cuts the prompts into chunks that share steps with other requests' decodes.
     flags = ("--cpu-backend", backend, "--max-num-batched-tokens", "32", "--max-num-seqs", "8")
     with Server(str(path), *EXACT, *flags) as server:
         with concurrent.futures.ThreadPoolExecutor(len(prompts)) as pool:
             served = list(pool.map(lambda p: serve_greedy(server, p, 40), prompts))
-        assert served == expected
+        for prompt, tokens in zip(prompts, served, strict=True):
+            assert tokens == likely_tokens(model, prompt, tokens)
         _, tokens = server.post("/tokenize", {"prompt": TEXT})
         _, text = server.post("/detokenize", {"tokens": tokens["tokens"]})
         assert text["prompt"].removeprefix("<bos>") == TEXT
@@ -95,7 +97,8 @@ def test_a_quantized_checkpoint_gives_the_tokens_of_its_values(
     model.load_state_dict(quantize_directory(path, name), strict=False)
     prompt = [random.Random(9).randrange(4, 300) for _ in range(40)]
     with Server(str(path), *EXACT, *flags) as server:
-        assert serve_greedy(server, prompt, 40) == greedy(model, prompt, 40)
+        tokens = serve_greedy(server, prompt, 40)
+        assert tokens == likely_tokens(model, prompt, tokens)
 
 
 def test_int8_activations_change_only_near_ties(tmp_path: Path) -> None:
@@ -115,9 +118,10 @@ def test_a_sliding_window_holds_few_blocks(tmp_path: Path) -> None:
     # 470 tokens in blocks of 16 take 30 blocks per layer, 210 in all.
     flags = ("--max-num-batched-tokens", "32", "--max-num-seqs", "8")
     with Server(str(path), *EXACT, *flags, "--num-gpu-blocks-override", "90") as server:
-        assert serve_greedy(server, prompt, 140) == greedy(model, prompt, 140)
+        tokens = serve_greedy(server, prompt, 140)
+        assert tokens == likely_tokens(model, prompt, tokens)
         again = serve_greedy(server, [*prompt, 5], 8)
-        assert again == greedy(model, [*prompt, 5], 8)
+        assert again == likely_tokens(model, [*prompt, 5], again)
         assert server.metric("engine:prefix_cache_hits_total") > 0
         assert server.metric("engine:num_preemptions_total") == 0
 
@@ -126,13 +130,13 @@ def test_preempted_requests_resume_with_the_same_tokens(tmp_path: Path) -> None:
     path, model = qwen3_directory(tmp_path)
     rng = random.Random(6)
     prompts = [[rng.randrange(4, 300) for _ in range(20)] for _ in range(6)]
-    expected = [greedy(model, prompt, 60) for prompt in prompts]
     # Six requests of 80 tokens each on 15 blocks of 16 tokens: they cannot all stay.
     flags = ("--max-model-len", "128", "--num-gpu-blocks-override", "16")
     with Server(str(path), *EXACT, *flags) as server:
         with concurrent.futures.ThreadPoolExecutor(len(prompts)) as pool:
             served = list(pool.map(lambda p: serve_greedy(server, p, 60), prompts))
-        assert served == expected
+        for prompt, tokens in zip(prompts, served, strict=True):
+            assert tokens == likely_tokens(model, prompt, tokens)
         assert server.metric("engine:num_preemptions_total") > 0
         assert server.metric("engine:kv_cache_usage_perc") == 0
         status, answer = server.post("/v1/completions", {"prompt": [5] * 129, "max_tokens": 1})
@@ -144,13 +148,13 @@ def test_swapped_requests_resume_with_the_same_tokens(tmp_path: Path) -> None:
     path, model = qwen3_directory(tmp_path)
     rng = random.Random(6)
     prompts = [[rng.randrange(4, 300) for _ in range(20)] for _ in range(6)]
-    expected = [greedy(model, prompt, 60) for prompt in prompts]
     flags = ("--max-model-len", "128", "--num-gpu-blocks-override", "16")
     swap = ("--kv-host-gib", "0.01", "--preemption-mode", "swap", "--inject-preemption", "0.05")
     with Server(str(path), *EXACT, *flags, *swap) as server:
         with concurrent.futures.ThreadPoolExecutor(len(prompts)) as pool:
             served = list(pool.map(lambda p: serve_greedy(server, p, 60), prompts))
-        assert served == expected
+        for prompt, tokens in zip(prompts, served, strict=True):
+            assert tokens == likely_tokens(model, prompt, tokens)
         assert server.metric("engine:kv_blocks_copied_out_total") > 0
         assert server.metric("engine:kv_blocks_copied_in_total") > 0
 
