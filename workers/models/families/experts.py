@@ -77,33 +77,15 @@ def read_experts(
     """Return the description of the experts, by the field names of most families; the numbers are defaults.
 
     Raises:
-        CheckpointError: A number is missing, a token would choose more experts than there are, or groups are not equal.
+        CheckpointError: A number is missing, or a token would choose more experts than there are.
     """
     count = fields.integer(_first_of(fields, EXPERT_COUNTS), num_experts)
-    experts = ExpertsSpec(
+    return ExpertsSpec(
         count,
         fields.integer(_first_of(fields, _CHOSEN), num_chosen, maximum=count),
         fields.integer(intermediate_size),
         **differences,
     )
-    _check_groups(fields, experts)
-    return experts
-
-
-def _check_groups(fields: ConfigFields, experts: ExpertsSpec) -> None:
-    num_groups, num_chosen = experts.num_groups, experts.num_groups_per_token
-    if num_groups == 1:
-        return
-    if experts.num_experts % num_groups:
-        raise fields.error(f"n_group {num_groups} must divide {experts.num_experts} experts")
-    if num_chosen > num_groups:
-        raise fields.error(f"topk_group must be at most n_group {num_groups}, got {num_chosen}")
-    available = experts.num_experts // num_groups * num_chosen
-    if experts.num_experts_per_token > available:
-        raise fields.error(
-            f"num_experts_per_tok must be at most {available}, the experts in topk_group {num_chosen} groups, "
-            f"got {experts.num_experts_per_token}"
-        )
 
 
 def _first_of(fields: ConfigFields, names: Sequence[str]) -> str:

@@ -21,6 +21,7 @@ from ....protocol.checkpoint.speech import with_decoder_fields
 from ....protocol.checkpoint.vision.grid import GridVisionSpec
 from ....protocol.checkpoint.vision.read import has_vision, vision_spec
 from ....protocol.errors import CheckpointError
+from ...layers.experts_spec import ExpertsSpec
 from ...layers.spec import ModelSpec
 from . import (
     delta_attention,
@@ -60,7 +61,11 @@ FAMILIES = (
 )
 _BY_ARCHITECTURE = {family.architecture: family for family in FAMILIES}
 _BY_MODEL_TYPE = {family.model_type: family for family in FAMILIES}
-_SAME_FAMILY = {"kimi_k2": "deepseek_v3"}
+_SAME_FAMILY = {
+    "granite4_vision_text": "granite",
+    "granite_docling_text": "granite",
+    "kimi_k2": "deepseek_v3",
+}
 """Model types of checkpoints that have the same spec as another model type."""
 
 _WITH_ANY_DECODER = {
@@ -72,6 +77,8 @@ _WITH_ANY_DECODER = {
     "Exaone4_5_ForConditionalGeneration",
     "FastVlmForConditionalGeneration",
     "GotOcr2ForConditionalGeneration",
+    "Granite4VisionForConditionalGeneration",
+    "GraniteDoclingForConditionalGeneration",
     "HyperCLOVAXVisionV2ForConditionalGeneration",
     "Idefics2ForConditionalGeneration",
     "Idefics3ForConditionalGeneration",
@@ -88,12 +95,14 @@ _WITH_ANY_DECODER = {
     "LlavaNextForConditionalGeneration",
     "LlavaNextVideoForConditionalGeneration",
     "LlavaOnevisionForConditionalGeneration",
+    "MiniCPMOcrForConditionalGeneration",
     "MiniCPMV4_6ForConditionalGeneration",
     "MiniCPMV4_7ForConditionalGeneration",
     "Mistral3ForConditionalGeneration",
     "Ovis2ForConditionalGeneration",
     "PerceptionLMForConditionalGeneration",
     "PaliGemmaForConditionalGeneration",
+    "QianfanOCRForConditionalGeneration",
     "Qwen2AudioForConditionalGeneration",
     "SmolVLMForConditionalGeneration",
     "VideoLlavaForConditionalGeneration",
@@ -163,6 +172,8 @@ def model_spec(config: Mapping[str, Any], path: str | PathLike[str]) -> ModelSpe
                 f"num_attention_heads {num_heads} must be a multiple of "
                 f"num_key_value_heads {num_kv_heads}"
             )
+    for mixture in {layer.experts for layer in spec.layers if layer.experts is not None}:
+        _check_groups(fields, mixture)
     if has_vision(whole):
         encoder = vision_spec(whole, spec.hidden_size)
         spec = replace(spec, encoder=encoder)
@@ -178,6 +189,22 @@ def model_spec(config: Mapping[str, Any], path: str | PathLike[str]) -> ModelSpe
     if has_audio_tower(whole):
         spec = replace(spec, encoder=audio_tower_spec(whole, spec.hidden_size))
     return spec
+
+
+def _check_groups(fields: ConfigFields, mixture: ExpertsSpec) -> None:
+    num_groups, num_chosen = mixture.num_groups, mixture.num_groups_per_token
+    if num_groups == 1:
+        return
+    if mixture.num_experts % num_groups:
+        raise fields.error(f"n_group {num_groups} must divide {mixture.num_experts} experts")
+    if num_chosen > num_groups:
+        raise fields.error(f"topk_group must be at most n_group {num_groups}, got {num_chosen}")
+    available = mixture.num_experts // num_groups * num_chosen
+    if mixture.num_experts_per_token > available:
+        raise fields.error(
+            f"num_experts_per_tok must be at most {available}, the experts in topk_group {num_chosen} groups, "
+            f"got {mixture.num_experts_per_token}"
+        )
 
 
 def _family(fields: ConfigFields) -> Family:
