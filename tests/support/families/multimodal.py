@@ -34,16 +34,19 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_intermediate_size": 24,
         },
     ),
+    "GraniteDocling": ("granite_docling_text", {"logits_scaling": 0.5}),
     "HyperCLOVAXVisionV2": ("hyperclovax", {}),
     "Kimi_K25": (
         "deepseek_v3",
         LATENT | {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
     ),
     "Lfm3Vl": ("lfm3", {"layer_types": ["conv", "full_attention", "conv"]}),
+    "MiniCPMOcr": ("qwen3_5_text", {"head_dim": 16, "layer_types": ["full_attention"] * 3}),
     "MiniCPMV4_7": ("qwen3_5_text", {"head_dim": 16, "layer_types": ["full_attention"] * 3}),
     "Lfm2Vl": ("lfm2", {"layer_types": ["conv", "full_attention", "conv"]}),
     "LlavaNextVideo": ("llama", {}),
     "Ovis2": ("qwen2", {}),
+    "QianfanOCR": ("qwen3", {"head_dim": 16}),
     "Step3p7": (
         "step3p5",
         {
