@@ -10,11 +10,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import msgspec
-import openai
 import psutil
 import zmq
 from engine.frontend.tokenizer.load import load_tokenizer
@@ -32,6 +31,9 @@ from support.echo_core import EchoCoreThread
 from support.forked import ForkedProcess
 from support.server import default_model
 from support.store_thread import StoreThread
+
+if TYPE_CHECKING:
+    import openai
 
 MODEL = "echo"
 ECHO_TEMPLATE = "{{ messages[-1]['content'] }}"
@@ -141,6 +143,9 @@ class FrontendProcess:
         return self._status.receive(timeout_ms=100)
 
     def client(self, api_key: str = "unused") -> openai.OpenAI:
+        # It takes a second to import, and most tests do not need it.
+        import openai
+
         return openai.OpenAI(
             base_url=f"http://127.0.0.1:{self.port}/v1", api_key=api_key, max_retries=0
         )

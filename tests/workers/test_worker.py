@@ -34,6 +34,8 @@ from engine.protocol.worker_messages import (
     WorkerReady,
 )
 
+pytestmark = pytest.mark.slow
+
 WORKER = b"worker0"
 TIMEOUT_MS = 20_000
 

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-import openai
 import pytest
 from support.frontend_process import FrontendProcess, sound_frontend
+
+if TYPE_CHECKING:
+    import openai
 
 
 @pytest.fixture(scope="package")

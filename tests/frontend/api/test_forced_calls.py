@@ -5,10 +5,13 @@ from __future__ import annotations
 import itertools
 import json
 
+import pytest
 from engine.frontend.api.tools.forced_calls import NamedCall, RequiredCalls
 from engine.frontend.chat import CallIds, ToolCallDelta
 from hypothesis import given
 from hypothesis import strategies as st
+
+pytestmark = pytest.mark.slow
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(),

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from support.frontend_process import FrontendProcess
 
+pytestmark = pytest.mark.slow
+
 TEXT = "The sky is\nblue"
 
 

@@ -323,9 +323,15 @@ def test_errors_raised_by_the_template_are_reported() -> None:
         "{{ raise_exception.__globals__['json'] }}",
         "{% include 'x' %}",
         "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(90) }}",
-        "{% for i in [1, 2] recursive %}{% if loop.depth < 90 %}{{ loop([1, 2]) }}{% endif %}"
-        "{% endfor %}",
+        pytest.param(
+            "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(90) }}",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "{% for i in [1, 2] recursive %}{% if loop.depth < 90 %}{{ loop([1, 2]) }}{% endif %}"
+            "{% endfor %}",
+            marks=pytest.mark.slow,
+        ),
         "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
         "{{ range(10 ** 10) }}",
         "{{ 'x' * 10000000000 }}",

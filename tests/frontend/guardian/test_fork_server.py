@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from support.forked import ForkedProcess
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = """
 import json, os, signal, sys
 open_fds = [int(fd) for fd in os.listdir("/proc/self/fd")]

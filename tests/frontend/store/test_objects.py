@@ -88,6 +88,7 @@ async def test_the_oldest_objects_make_room(tmp_path: Path) -> None:
         assert kept[-1] == "i39" and kept == [f"i{n}" for n in range(40 - len(kept), 40)]
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_objects_expire_after_their_time(tmp_path: Path) -> None:
     config = config_of(tmp_path, max_age_s=1)

@@ -130,6 +130,7 @@ def test_blocks_that_never_come_are_missing_once_their_request_ends(
     assert source.wait().finished_sending == [3]
 
 
+@pytest.mark.slow
 def test_a_source_that_dies_ends_the_fetch(sides: tuple[Side, Side]) -> None:
     source, target = sides
     source.offer(range(3))
@@ -163,6 +164,7 @@ def test_blocks_of_another_fingerprint_are_not_sent(tmp_path: Path) -> None:
     target.connector.close()
 
 
+@pytest.mark.slow
 def test_other_engines_need_the_cluster_key(tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

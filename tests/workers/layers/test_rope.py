@@ -11,6 +11,8 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+pytestmark = pytest.mark.slow
+
 HEAD_DIM = 32
 factors = st.floats(1.0, 40.0)
 originals = st.integers(64, 8192)

@@ -18,6 +18,8 @@ from safetensors.torch import save_file
 from support.decoders import Runner, load_decoder, load_native_decoder
 from support.tiny_checkpoints import mixture_directory
 
+pytestmark = pytest.mark.slow
+
 torch.set_num_threads(1)
 
 RANK, ALPHA = 4, 8

@@ -115,6 +115,7 @@ def test_long_files_are_refused_before_they_are_decoded() -> None:
         AudioReader(file.getvalue(), "file", RATE, 300)
 
 
+@pytest.mark.slow
 def test_wav_is_read_without_soundfile() -> None:
     program = (
         "import sys; sys.modules['soundfile'] = None\n"
