@@ -14,7 +14,16 @@ from ..device.dtypes import AnyArray, float32_array
 from ..layers.parallel.expert_group import ExpertGroup
 from ..layers.parallel.tensor_parallel import TensorParallel
 from ..layers.rope import RopeSpec
-from .abi.structs import MAX_PARTS, OP_KINDS, AltUp, DecodeBatch, ModelShape, Op, Step
+from .abi.structs import (
+    MAX_PARTS,
+    OP_KINDS,
+    AltUp,
+    DecodeBatch,
+    HyperConnection,
+    ModelShape,
+    Op,
+    Step,
+)
 from .adapters import AdapterTable, NativeAdapters
 from .exchange import share_memory
 from .experts import NativeExpertExchange, NativeExperts
@@ -79,6 +88,7 @@ class NativeProgram:
         mixer: NativeMixer | None = None,
         heads: HeadMatrices | None = None,
         altup: AltUp | None = None,
+        hyper: HyperConnection | None = None,
         **fields: Any,
     ) -> None:
         """Append an operation. The program keeps the arrays that it refers to alive.
@@ -93,6 +103,7 @@ class NativeProgram:
             mixer: The recurrent layer that the operation belongs to.
             heads: A matrix for each query head.
             altup: The alternating updates of the layer.
+            hyper: The connection of a block to the streams.
             fields: Values of `Op`'s other fields. By default, `scale` is 1 and `eps` the model's.
         """
         if kind == "gated_experts" and experts is not None and self._adapters is not None:
@@ -103,7 +114,7 @@ class NativeProgram:
             fields |= {"adapter_rank": table.rank, "adapters": ctypes.addressof(table.entries)}
             if kind in _PRODUCTS:
                 self._add("adapt", parts, **fields)
-        self._add(kind, parts, vectors, experts, mixer, heads, altup, **fields)
+        self._add(kind, parts, vectors, experts, mixer, heads, altup, hyper, **fields)
 
     def _table(
         self, adapters: NativeAdapters, kind: str, parts: Sequence[PackedWeight]
@@ -124,9 +135,10 @@ class NativeProgram:
         mixer: NativeMixer | None = None,
         heads: HeadMatrices | None = None,
         altup: AltUp | None = None,
+        hyper: HyperConnection | None = None,
         **fields: Any,
     ) -> None:
-        self._kept += [*parts, *vectors, experts, mixer, heads, altup]
+        self._kept += [*parts, *vectors, experts, mixer, heads, altup, hyper]
         self._kinds.append(kind)
         fields = {"scale": 1.0, "eps": self._eps} | fields
         op = Op(kind=_KIND[kind], num_parts=len(parts), **fields)
@@ -142,6 +154,8 @@ class NativeProgram:
             op.heads = heads.address
         if altup is not None:
             op.altup = ctypes.addressof(altup)
+        if hyper is not None:
+            op.hyper = ctypes.addressof(hyper)
         self._library.engine_program_add(self._handle, ctypes.byref(op))
 
     def join_ranks(self, tensor_parallel: TensorParallel) -> None:

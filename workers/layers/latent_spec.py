@@ -11,7 +11,8 @@ RopeOrder = Literal["half", "interleaved", "swapped"]
 class IndexerSpec:
     """The indexer that chooses the keys to which a token attends (DeepSeek-V3.2, arXiv 2512.02556).
 
-    A token has an index key of `head_dim` elements; the first ones are rotated in the order `rope_order`. The score
+    A token has an index key of `head_dim` elements; the first ones, or the last ones if `rotates_last`, are rotated in
+    the order `rope_order`. The norm of index keys has the epsilon `norm_eps`. The score
     of a key for a token is a sum over `num_heads` heads: the head's weight, times the positive part of the product of
     its index query and the index key. A token attends to the `num_chosen` keys with the highest scores.
     """
@@ -20,6 +21,8 @@ class IndexerSpec:
     head_dim: int
     num_chosen: int
     rope_order: RopeOrder = "half"
+    rotates_last: bool = False
+    norm_eps: float = 1e-6
 
 
 @dataclass(frozen=True, slots=True)

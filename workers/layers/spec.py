@@ -16,6 +16,7 @@ from ...protocol.errors import ConfigError
 from ..device.dtypes import HostDtype, rounded
 from .block_indexer_spec import BlockIndexerSpec
 from .experts_spec import ExpertsSpec, GateLimit
+from .hyper_spec import HyperConnectionsSpec
 from .latent_spec import LatentSpec, RopeOrder
 from .rope import RopeSpec
 from .shared_block import SharedBlock
@@ -327,6 +328,7 @@ class ModelSpec:
     has_layer_scales: bool = False
     per_layer_inputs: PerLayerInputsSpec | None = None
     altup: AltUpSpec | None = None
+    hyper_connections: HyperConnectionsSpec | None = None
     logits_divisor: float = 1.0
     tensor_names: tuple[tuple[str, str], ...] = ()
     has_grouped_qkv: bool = False
@@ -424,12 +426,17 @@ class ModelSpec:
 
     def stage_width(self, first_layer: int) -> int:
         """Return the number of elements that a pipeline stage with layers from `first_layer` on receives per token."""
-        streams = 1 if self.altup is None else self.altup.num_streams
         per_layer = 0 if self.per_layer_inputs is None else self.per_layer_inputs.size
         inputs = sum(per_layer + layer.input_size for layer in self.layers[first_layer:])
         if first_layer <= self.last_shared_block:
             inputs += self.hidden_size
-        return streams * self.hidden_size + inputs
+        return self.num_streams * self.hidden_size + inputs
+
+    @property
+    def num_streams(self) -> int:
+        """The number of hidden states of a token."""
+        several = self.altup or self.hyper_connections
+        return 1 if several is None else several.num_streams
 
     @property
     def last_shared_block(self) -> int:

@@ -27,6 +27,7 @@ from ..loaders.checkpoint import Checkpoint
 from .altup import AltUpLayer, Streams
 from .cross_attention import QueryRecorder
 from .decoder_layer import DecoderLayer, added, read_norm
+from .hyper_connections import HyperLayer, StreamReducer
 from .lora.adapters import LoraAdapters
 from .lora.vocabulary import embedding_changes, head_changes
 from .per_layer_inputs import PerLayerInputs
@@ -136,8 +137,10 @@ class Decoder(TorchDecoder):
         for previous, current in pairwise(self._layers):
             if isinstance(previous, DecoderLayer) and isinstance(current, DecoderLayer):
                 current.previous = previous if previous.shortcut is not None else None
-        self._last_streams: Streams | None = None
+        self._last_streams: Streams | StreamReducer | None = None
         if shard.is_last:
+            if spec.hyper_connections is not None:
+                self._last_streams = StreamReducer(spec, spec.hyper_connections, weights, kernels)
             if spec.altup is not None:
                 self._last_streams = Streams(
                     spec, spec.altup, weights, "altup_unembed_projections", kernels
@@ -198,6 +201,8 @@ class Decoder(TorchDecoder):
                 per_layer = self._per_layer_parts(self._per_layer_inputs(inputs, x_TD))
             if self._streams is not None:
                 x_TD = self._streams.expand(x_TD)
+            elif self.spec.hyper_connections is not None:
+                x_TD = x_TD.repeat(1, self.spec.num_streams)
             if self._last_shared_block >= 0:
                 per_layer = self._repeated(x_TD.clone())
         rotary = positions_T if self.rotary_T3 is None else self.rotary_T3
@@ -383,6 +388,8 @@ def _make_layers(
             layers.append(
                 AltUpLayer(own, spec.altup, layer, weights, prefix, attention, shard, kernels)
             )
+        elif (hyper := spec.hyper_connections) is not None:
+            layers.append(HyperLayer(own, hyper, layer, weights, prefix, attention, shard, kernels))
         else:
             layers.append(DecoderLayer(own, layer, weights, prefix, attention, shard, kernels))
     return layers

@@ -39,7 +39,7 @@ _FIRST_STAGE = (
     "per_layer_",
     "altup_projections.",
 )
-_LAST_STAGE = ("norm.", "altup_unembed_projections.", "score_head.")
+_LAST_STAGE = ("norm.", "altup_unembed_projections.", "head_hc.", "score_head.")
 _KV_SCALES = ("k_scale", "v_scale")
 _OPTIONAL = ("rotary_emb.inv_freq", *_KV_SCALES)
 _LAYER = re.compile(r"layers\.(\d+)\.")

@@ -402,6 +402,21 @@ WITH_EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
             "mlp_layer_types": ["dense", "sparse", "sparse"],
         },
     ),
+    "hy4": (
+        "HYV4",
+        LATENT
+        | EXPERTS
+        | {
+            "n_routed_experts": 6,
+            "index_topk": 20,
+            "index_head_dim": 16,
+            "index_n_heads": 16,
+            "indexer_types": ["full", "shared", "full"],
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "hc_mult": 3,
+            "swiglu_limit": 0.5,
+        },
+    ),
 }
 GATED = {
     # Layers have different numbers of query heads, whose gates are softplus.

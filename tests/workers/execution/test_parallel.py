@@ -354,6 +354,8 @@ def test_layers_that_share_keys_or_differ_in_their_heads_can_be_split(
     checkpoints = {}
     models = {name: (f"{family}Text", family, sizes) for name, (family, sizes) in SHARING.items()}
     models["glm5"] = ("GlmMoeDsa", "GlmMoeDsa", INDEXED)
+    # Stages pass several hidden states of each token on.
+    models["hy4"] = ("HYV4", "HYV4", INDEXED | {"hc_mult": 3})
     models["mimo-v2"] = ("MiMoV2Flash", "MiMoV2Flash", SMALL_VALUES)
     models["laguna"] = ("Laguna", "Laguna", GATED)
     # Stages pass the embeddings on, and the second stage reads a block that the first one stores.

@@ -64,6 +64,7 @@ NATIVE = [
     "granite-hybrid",
     "granite-hybrid-experts",
     "hunyuan-moe",
+    "hy4",
     "kimi-linear",
     "kolibri",
     "laguna",

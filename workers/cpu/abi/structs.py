@@ -63,6 +63,9 @@ OP_KINDS = (
     "keep_inputs",
     "join_inputs",
     "quantize_sum",
+    "repeat_streams",
+    "mix_streams",
+    "update_streams",
 )
 
 
@@ -90,6 +93,7 @@ class LatentShape(ctypes.Structure):
         ("value_dim", c_int32),
         ("index_heads", c_int32),
         ("gate_dim", c_int32),
+        ("index_eps", c_float),
     )
 
 
@@ -256,6 +260,20 @@ class AltUp(ctypes.Structure):
     )
 
 
+class HyperConnection(ctypes.Structure):
+    """The connection of a block to the streams of a token; see `csrc/model/model.h`."""
+
+    _fields_ = (
+        ("num_factors", c_int32),
+        ("eps", c_float),
+        ("output_scale", c_float),
+        ("norm_eps", c_float),
+        ("weight", c_void_p),
+        ("bias", c_void_p),
+        ("scale", c_void_p),
+    )
+
+
 class ChoiceRule(ctypes.Structure):
     """The keys that an indexer chooses; see `csrc/model/model.h`."""
 
@@ -300,6 +318,7 @@ class Op(ctypes.Structure):
         ("heads", c_void_p),
         ("adapters", c_void_p),
         ("altup", c_void_p),
+        ("hyper", c_void_p),
     )
 
 
@@ -436,6 +455,7 @@ STRUCTS = (
     LowRankFactor,
     Adapter,
     AltUp,
+    HyperConnection,
     ChoiceRule,
     Op,
     StepGroup,

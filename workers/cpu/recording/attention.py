@@ -16,7 +16,7 @@ from ...layers.spec import Chunk, LayerSpec, ModelSpec, NormNames, QueryScaling,
 from ...models.attention import distance_buckets, head_norm, qkv_rows, read_distance_biases
 from ...models.cross_attention import cross_rows
 from ...models.indexers.blocks import block_index_rows
-from ...models.indexers.keys import INDEX_NORM_EPS, index_order, index_query_rows, index_rows
+from ...models.indexers.keys import index_order, index_query_rows, index_rows
 from ...models.latent.attention import first_rows, gate_rows, query_rows
 from ..abi.structs import AttentionLayer, ChoiceRule
 from ..head_matrices import read_head_matrices
@@ -185,16 +185,12 @@ class AttentionRecorder:
         if indexer is not None:
             rule = ChoiceRule(indexer.num_chosen, indexer.block_size, indexer.num_local)
             self._program.add_op("choose_keys", choice=rule, **indexing)
-        sinks = None
-        if spec.has_sinks and layer.has_sinks:
-            name = f"{prefix}self_attn.sinks"
-            sinks = self._weights.vector(name, spec.num_heads, shard.heads(spec)) * _LOG2_E
         gates = sum(len(heads) for heads in (shard.heads(spec), *[shard.kv_heads(spec)] * 2))
         self._program.add_op(
             "attention",
             is_sparse=indexer is not None,
             activation_kind=ActivationKind.F32 if spec.has_inner_norms else output.activation_kind,
-            vectors=[sinks, self._distance_biases],
+            vectors=[self._sinks(prefix, layer), self._distance_biases],
             num_columns=self._max_distance,
             first_column=gates * spec.head_dim if spec.gates_attention else 0,
             output_dim=spec.output_dim,
@@ -342,7 +338,6 @@ class AttentionRecorder:
         norm = self._weights.vector(f"{name}kv_a_layernorm.weight", latent.kv_rank)
         index_norm = None
         if indexer is not None:
-            assert latent.norm_eps == INDEX_NORM_EPS, "one operation computes both norms"
             order = index_order(latent, indexer).numpy()
             index_norm = np.concatenate(
                 [
@@ -363,7 +358,7 @@ class AttentionRecorder:
         program.add_op(
             "attention",
             activation_kind=ActivationKind.F32,
-            vectors=[None],
+            vectors=[self._sinks(prefix, layer)],
             is_sparse=latent.indexer is not None,
             **attention,
         )
@@ -379,6 +374,14 @@ class AttentionRecorder:
         self._blocks.add_block(
             prefix, output, bias, norms.attention_output, spec.attention_multiplier, source=0
         )
+
+    def _sinks(self, prefix: str, layer: LayerSpec) -> Floats | None:
+        """Return the additional score of each of this rank's heads, or None if the layer has none."""
+        if not (self._spec.has_sinks and layer.has_sinks):
+            return None
+        heads = self._shard.heads(self._spec)
+        name = f"{prefix}self_attn.sinks"
+        return self._weights.vector(name, self._spec.num_heads, heads) * _LOG2_E
 
     def _index_offset(self, latent: LatentSpec) -> int:
         """Return the column of the indexer's head weights in the projection; see `ModelShape` in csrc/model/model.h."""

@@ -59,7 +59,7 @@ def model_shape(
         max(map(_router_size, spec.layers)),
         max(projections),
         max(mixed for _, mixed in sizes),
-        0 if spec.altup is None else spec.altup.num_streams,
+        spec.num_streams if spec.num_streams > 1 else 0,
         inputs,
         _latent_shape(spec),
         spec.index_dim,
@@ -126,7 +126,9 @@ def _shared_projection_size(spec: ModelSpec, use: SharedBlock, shard: ModelShard
 
 
 def _streams_size(spec: ModelSpec) -> int:
-    """Return how many numbers the prediction of streams needs as scratch space: all streams, and their factors."""
+    """Return how many numbers streams need as scratch space: their factors, and all streams if they are predicted."""
+    if spec.hyper_connections is not None:
+        return 2 * spec.num_streams
     if spec.altup is None:
         return 0
     count = spec.altup.num_streams
@@ -150,14 +152,16 @@ def _latent_shape(spec: ModelSpec) -> LatentShape:
     latent = spec.latent
     if latent is None:
         return LatentShape()
+    indexer = latent.indexer
     return LatentShape(
         latent.query_rank or 0,
         latent.kv_rank,
         latent.plain_dim,
         latent.rotary_dim,
         latent.value_dim,
-        0 if latent.indexer is None else latent.indexer.num_heads,
+        0 if indexer is None else indexer.num_heads,
         gates_of_head(spec, latent) if spec.gates_attention else 0,
+        0.0 if indexer is None else indexer.norm_eps,
     )
 
 

@@ -21,6 +21,7 @@ from .altup import AltUpRecorder
 from .attention import AttentionRecorder
 from .blocks import RESIDUAL, BlockRecorder
 from .experts import record_experts, record_experts_beside
+from .hyper_connections import HyperRecorder
 from .layer_inputs import LayerInputsRecorder
 from .mixers import record_mixer
 from .shared_blocks import SharedBlockRecorder
@@ -68,6 +69,9 @@ class Recorder:
         self._altup: AltUpRecorder | None = None
         if spec.altup is not None:
             self._altup = AltUpRecorder(self._blocks, spec.altup)
+        self._hyper: HyperRecorder | None = None
+        if spec.hyper_connections is not None:
+            self._hyper = HyperRecorder(self._blocks, spec.hyper_connections)
         self._layer_inputs: LayerInputsRecorder | None = None
         if spec.per_layer_inputs is not None:
             self._layer_inputs = LayerInputsRecorder(self._blocks, spec.per_layer_inputs)
@@ -108,16 +112,17 @@ class Recorder:
             self._layer_inputs.record()
         if shard.is_first and spec.last_shared_block >= 0:
             program.add_op("keep_inputs")
-        if shard.is_first and self._altup is not None:
-            self._altup.expand()
+        streams = self._altup or self._hyper
+        if shard.is_first and streams is not None:
+            streams.expand()
         for place, index in enumerate(shard.layers):
             self._keep_hidden(index)
             self._record_layer(place, f"layers.{index}.", spec.layers[index])
             if index < spec.num_deepstack_layers:
                 program.add_op("add_placed", first_column=(index + 1) * spec.hidden_size)
         if shard.is_last:
-            if self._altup is not None:
-                self._altup.reduce()
+            if streams is not None:
+                streams.reduce()
             self._keep_hidden(len(spec.layers))
             norm = self._blocks.hidden_norm("norm") if spec.has_final_norm else [None]
             program.add_op("final_norm", vectors=norm)
@@ -168,7 +173,11 @@ class Recorder:
         spec, program = self._spec, self._program
         norms = layer.norms or spec.norms
         altup = None if self._altup is None else self._altup.predict(prefix)
+        connection = None if self._hyper is None else self._hyper.mix(f"{prefix}attn_hc")
         self._record_mixing(prefix, layer, norms)
+        if self._hyper is not None and connection is not None:
+            self._hyper.update(connection)
+            connection = self._hyper.mix(f"{prefix}mlp_hc")
         if layer.reads_source:
             cache = self._num_caches - 1
             self._attention.record_cross(cache, prefix, layer, norms)
@@ -183,6 +192,8 @@ class Recorder:
             self._record_experts(place, prefix, layer, layer.experts, norms)
         if self._altup is not None and altup is not None:
             self._altup.correct(altup)
+        if self._hyper is not None and connection is not None:
+            self._hyper.update(connection)
         if self._layer_inputs is not None:
             self._layer_inputs.record_block(place, prefix)
             norm = self._blocks.hidden_norm(f"{prefix}post_per_layer_input_norm")

@@ -8,10 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 from ....protocol.checkpoint.config_fields import ConfigFields
+from ...layers.experts_spec import GateLimit
+from ...layers.hyper_spec import HyperConnectionsSpec
 from ...layers.latent_spec import IndexerSpec, LatentSpec
 from ...layers.read_rope import read_rope
 from ...layers.spec import LayerSpec, ModelSpec
-from .common import Family, attention_biases, base_spec, uniform_layers
+from .common import Family, attention_biases, base_spec, uniform_layers, with_limits
 from .experts import (
     deepseek_experts,
     first_dense,
@@ -122,6 +124,46 @@ def _sparse_latent(fields: ConfigFields) -> ModelSpec:
         latent=replace(latent, indexer=indexer),
         head_dim=spec.head_dim + indexer.head_dim,
         layers=_with_indexers(fields, spec.layers),
+    )
+
+
+def _hy4(fields: ConfigFields) -> ModelSpec:
+    count = fields.layer_count("num_hidden_layers")
+    kinds = ["full" if i % 4 == 1 or not i else "shared" for i in range(count)]
+    fields = fields.with_defaults(
+        rms_norm_eps=1e-5,
+        first_k_dense_replace=1,
+        n_routed_experts=256,
+        index_n_heads=16,
+        routed_scaling_factor=2.827,
+        rope_interleave=False,
+        indexer_types=kinds,
+    )
+    spec = _sparse_latent(fields)
+    latent, limit = spec.latent, fields.number("swiglu_limit", 10.0)
+    assert latent is not None and latent.indexer is not None
+    indexer = replace(latent.indexer, rotates_last=True, norm_eps=spec.norm_eps)
+    gate_limit = GateLimit(limit) if limit > 0 else None
+    return replace(
+        with_limits(spec, [gate_limit] * count, [None] * count),
+        latent=replace(latent, indexer=indexer),
+        has_sinks=True,
+        gates_attention=True,
+        has_gate_projection=True,
+        hyper_connections=HyperConnectionsSpec(
+            fields.integer("hc_mult", 4),
+            fields.number("hc_magnitude", 2.0),
+            fields.number("hc_eps", 1e-6),
+        ),
+        tensor_names=(
+            *spec.tensor_names,
+            (r"\.hc_pre\.hc_(head|attn|mlp)(_layer)?\.hc_(head_)?", r".\1_hc."),
+            (r"\.hc_head\.hc_", ".head_hc."),
+            (r"\.ffn_hc\.", ".mlp_hc."),
+            (r"\.learnable_sink_param$", ".sinks"),
+            (r"\.linear_gate\.", ".gate_proj."),
+            (r"^(model\.)?mtp_layers\..*", ""),
+        ),
     )
 
 
@@ -297,6 +339,7 @@ FAMILIES = (
     Family("DeepseekV32ForCausalLM", "deepseek_v32", _sparse_latent),
     Family("GlmMoeDsaForCausalLM", "glm_moe_dsa", _sparse_latent),
     Family("Glm4MoeLiteForCausalLM", "glm4_moe_lite", _glm4_moe_lite),
+    Family("HYV4ForCausalLM", "hy_v4", _hy4),
     Family("LongcatFlashForCausalLM", "longcat_flash", _longcat),
     Family("MiniCPM3ForCausalLM", "minicpm3", _minicpm3),
     Family("Mistral4ForCausalLM", "mistral4", _mistral4),

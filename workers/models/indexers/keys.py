@@ -15,8 +15,6 @@ from ...layers.rope import RotaryTables, apply_rotary
 from ..attention import rotary_order
 from ..weights import Rows, WeightReader
 
-INDEX_NORM_EPS = 1e-6
-
 
 class Indexer:
     """Computes the index keys of a layer, and the index queries with which its tokens choose keys."""
@@ -33,7 +31,7 @@ class Indexer:
             weights.read_vector(f"{prefix}indexer.k_norm.{each}", indexer.head_dim)[order]
             for each in ("weight", "bias")
         )
-        self._norm = LayerNorm(weight_I, INDEX_NORM_EPS, bias_I)
+        self._norm = LayerNorm(weight_I, indexer.norm_eps, bias_I)
 
     def queries(
         self, k_TI: Tensor, q_TF: Tensor, weights_TJ: Tensor, tables: RotaryTables | None
@@ -69,4 +67,7 @@ def index_query_rows(latent: LatentSpec, indexer: IndexerSpec, prefix: str) -> R
 def index_order(latent: LatentSpec, indexer: IndexerSpec) -> Tensor:
     """For each element of an index key, in the order that rotation needs, return its index in the checkpoint."""
     order_R = rotary_order(indexer.rope_order, latent.rotary_dim)
-    return torch.cat((order_R, torch.arange(latent.rotary_dim, indexer.head_dim)))
+    num_plain = indexer.head_dim - latent.rotary_dim
+    if indexer.rotates_last:
+        return torch.cat((num_plain + order_R, torch.arange(num_plain)))
+    return torch.cat((order_R, latent.rotary_dim + torch.arange(num_plain)))

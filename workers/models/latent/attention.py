@@ -43,11 +43,17 @@ class LatentAttention:
     ) -> None:
         self._latent = latent
         self._backend = backend
+        heads = shard.heads(spec)
+        sinks_H = None
+        if spec.has_sinks:
+            sinks_H = weights.read_vector(f"{prefix}sinks", spec.num_heads, heads)
         self._layer = AttentionLayer(
-            spec.attention_scale, layer.window, is_sparse=latent.indexer is not None
+            spec.attention_scale,
+            layer.window,
+            sinks_H=sinks_H,
+            is_sparse=latent.indexer is not None,
         )
         self._query_scaling = layer.query_scaling
-        heads = shard.heads(spec)
         self._num_heads = len(heads)
         self._query_norm: RMSNorm | None = None
         self._queries: Linear | None = None

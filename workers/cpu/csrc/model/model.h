@@ -23,6 +23,7 @@ struct LatentShape {
   int32_t plain_dim, rotary_dim, value_dim;
   int32_t index_heads;  // the heads of an indexer, which chooses keys by index keys; 0 without one
   int32_t gate_dim;     // the number of gates of a head: one for all of its value, one for each element, or 0
+  float index_eps;      // the epsilon of the norm of index keys
 
   int query_dim() const { return plain_dim + rotary_dim; }
 };
@@ -43,7 +44,7 @@ struct ModelShape {
   int32_t router_size;
   // the maximum numbers of outputs of a layer's first products, and of inputs of a product
   int32_t projection_size, mixed_size;
-  int32_t num_streams;  // the streams of a token, with alternating updates; otherwise 0
+  int32_t num_streams;  // the streams of a token, with alternating updates or hyper-connections; otherwise 0
   int32_t input_size;   // the inputs of this stage's layers and of those behind it; 0 without
   LatentShape latent;
   int32_t index_dim;  // the elements of an index key; 0 without an indexer
@@ -163,6 +164,11 @@ enum class OpKind : int32_t {
   keep_inputs = 47,   // inputs = residual
   join_inputs = 48,   // activations[0] = residual and inputs, side by side, normed by vectors[0]
   quantize_sum = 49,  // activations[0] = residual + block, normed by vectors[0]
+
+  // Streams with hyper-connections (phases/streams.h):
+  repeat_streams = 50,  // streams = residual
+  mix_streams = 51,     // residual = the sum of the streams times their factors
+  update_streams = 52,  // streams += what was added to that sum since then, times their other factors
 };
 
 // The place where the result of a product is written. For `residual` it is multiplied by the scale and added, for
@@ -277,6 +283,16 @@ struct AltUp {
   const float* output_scale;  // [D], or null
 };
 
+// The connection of a block to N streams of D elements (hyper-connections, arXiv 2409.19606), or the sum of the streams
+// after the last layer, which has only the first of the two factors for each stream.
+struct HyperConnection {
+  int32_t num_factors;
+  float eps, output_scale, norm_eps;
+  const float* weight;  // [num_factors * N, N * D]
+  const float* bias;    // [num_factors * N]
+  const float* scale;   // [num_factors]
+};
+
 struct Op {
   OpKind kind;
   ActivationKind input_kind;       // the kind of the activations that it reads
@@ -308,6 +324,7 @@ struct Op {
   const PackedWeight* heads;  // a matrix for each query head
   const Adapter* adapters;    // the adapters by number, or null
   const AltUp* altup;
+  const HyperConnection* hyper;
 };
 
 struct Model {

@@ -88,4 +88,41 @@ void Streams::add_block(const Op& op, const Rows& rows, int row) const {
     model_.rows.add_scaled(rows.streams(row) + size_t(i) * size, block, 1.0f, size);
 }
 
+void Streams::repeat(const Rows& rows, int row) const {
+  const int size = model_.shape.hidden_size;
+  for (int i = 0; i < model_.shape.num_streams; i++)
+    std::copy_n(rows.residual(row), size, rows.streams(row) + size_t(i) * size);
+}
+
+const float* Streams::sum(const HyperConnection& hyper, const Rows& rows, int row, float* out) const {
+  const int size = model_.shape.hidden_size, count = model_.shape.num_streams, all = model_.shape.streams_size();
+  const float* const streams = rows.streams(row);
+  const float square = model_.rows.dot(streams, streams, all) / float(all);
+  const float inverse = 1.0f / std::sqrt(square + hyper.norm_eps);
+  float* const factors = rows.qkv(row);
+  for (int i = 0; i < hyper.num_factors * count; i++) {
+    const float product = model_.rows.dot(streams, hyper.weight + size_t(i) * all, all);
+    const float logit = product * inverse * hyper.scale[i / count] + hyper.bias[i];
+    factors[i] = 1.0f / (1.0f + std::exp(-logit));
+  }
+  std::fill_n(out, size, 0.0f);
+  for (int i = 0; i < count; i++) model_.rows.add_scaled(out, streams + size_t(i) * size, factors[i] + hyper.eps, size);
+  return factors;
+}
+
+void Streams::mix(const Op& op, const Rows& rows, int row) const { sum(*op.hyper, rows, row, rows.residual(row)); }
+
+// Computing the sum again takes less time than keeping it and the factors.
+void Streams::update(const Op& op, const Rows& rows, int row) const {
+  const HyperConnection& hyper = *op.hyper;
+  const int size = model_.shape.hidden_size, count = model_.shape.num_streams;
+  float *const block = rows.residual(row), *const input = rows.normed(row);
+  const float* const factors = sum(hyper, rows, row, input) + count;
+  model_.rows.add_scaled(block, input, -1.0f, size);
+  for (int i = 0; i < count; i++) {
+    const float factor = factors[i] * hyper.output_scale + hyper.eps;
+    model_.rows.add_scaled(rows.streams(row) + size_t(i) * size, block, factor, size);
+  }
+}
+
 }  // namespace engine

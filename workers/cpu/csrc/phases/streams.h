@@ -1,7 +1,11 @@
-// Alternating updates (arXiv 2301.13310): a token has several hidden states, called streams.
+// Several hidden states of a token, called streams. All functions work on one row.
 //
-// A layer predicts all of them, computes only the active one, and corrects all by the prediction error. All functions
-// work on one row. A product of streams, which is in the projection, is scaled to the magnitude of the first stream.
+// With alternating updates (arXiv 2301.13310), a layer predicts all of them, computes only the active one, and corrects
+// all by the prediction error. A product of streams, which is in the projection, is scaled to the magnitude of the
+// first stream.
+//
+// With hyper-connections (arXiv 2409.19606), a block reads a sum of the streams times one factor each, and its output
+// times another factor is added to each stream. Factors are sigmoids of products of all streams.
 #pragma once
 
 #include "model/model.h"
@@ -27,7 +31,17 @@ class Streams {
   // Replaces the residual stream by the mean of the first stream and the products of the others.
   void reduce(const Rows& rows, int row) const;
 
+  // Sets all streams to the residual stream.
+  void repeat(const Rows& rows, int row) const;
+  // Replaces the residual stream by the sum of the streams times their first factors.
+  void mix(const Op& op, const Rows& rows, int row) const;
+  // Adds what a block has added to that sum, times the second factors, to the streams.
+  void update(const Op& op, const Rows& rows, int row) const;
+
  private:
+  // Writes the sum of the streams times their first factors. Returns the factors, which are in the projection.
+  const float* sum(const HyperConnection& hyper, const Rows& rows, int row, float* out) const;
+
   // Scales product number `index` in the projection to the magnitude of the first stream, and returns it.
   float* scaled_product(const Rows& rows, int row, int index) const;
   // Writes the inputs, one per stream, of the products that compute the streams' factors.

@@ -247,7 +247,11 @@ int Program::begin_op(const Op& op) {
     case OpKind::correct_streams:
     case OpKind::add_to_streams:
     case OpKind::reduce_streams:
+    case OpKind::repeat_streams:
       return share_rows(op, model_.shape.streams_size());
+    case OpKind::mix_streams:
+    case OpKind::update_streams:
+      return share_rows(op, op.hyper->num_factors * model_.shape.num_streams * model_.shape.streams_size() / 4);
     case OpKind::latent_queries:
     case OpKind::latent_values:
       return latent_.begin(op, slice_.num_tokens);

@@ -136,6 +136,12 @@ void Program::run_row(const Op& op, const Rows& rows, int row) {
       return streams_.load(op, rows, row);
     case OpKind::reduce_streams:
       return streams_.reduce(rows, row);
+    case OpKind::repeat_streams:
+      return streams_.repeat(rows, row);
+    case OpKind::mix_streams:
+      return streams_.mix(op, rows, row);
+    case OpKind::update_streams:
+      return streams_.update(op, rows, row);
     case OpKind::norm_add:
       if (op.vectors[0]) model_.norm(op, rows.block(row), rows.block(row));
       return kernels.add_scaled(rows.residual(row), rows.block(row), op.scale, hidden_size);
@@ -149,7 +155,6 @@ void Program::write_hidden(const Op& op, const Rows& rows, int row) {
   const ModelShape& shape = model_.shape;
   float* hidden = slice_.step.hidden + (slice_.first_token + row) * slice_.step.hidden_stride;
   if (op.vectors[0]) return model_.norm(op, rows.residual(row), hidden);
-  if (!op.num_columns) return void(std::copy_n(rows.residual(row), shape.hidden_size, hidden));
   const int size = shape.num_streams ? shape.streams_size() : shape.hidden_size;
   std::copy_n(shape.num_streams ? rows.streams(row) : rows.residual(row), size, hidden);
   std::copy_n(inputs_.row(row) + op.first_column, op.num_columns, hidden + size);

@@ -147,7 +147,7 @@ void Attention::rotate_store_latent(const Op& op, const RotaryTables& ropes, flo
   model_.rows.rms_norm(qkv, op.vectors[0], op.eps, rank, qkv);
   float *const index_key = qkv + head_dim, *const index_queries = qkv + shape.index_offset() + latent.index_heads;
   if (const float* norm = op.vectors[1])
-    model_.rows.layer_norm(index_key, norm, norm + shape.index_dim, op.eps, shape.index_dim, index_key);
+    model_.rows.layer_norm(index_key, norm, norm + shape.index_dim, shape.latent.index_eps, shape.index_dim, index_key);
   else
     std::fill_n(index_key, shape.index_dim, 0.0f);
   const float* rotated = qkv + shape.query_offset() + latent.plain_dim;

@@ -1,0 +1,17 @@
+"""The description of hyper-connections as data."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class HyperConnectionsSpec:
+    """Hyper-connections (arXiv 2409.19606): a token has `num_streams` hidden states, at first its embedding.
+
+    A block reads the sum of the streams times one factor each, and its output times another factor is added to each
+    stream. Factors are sigmoids, computed from all streams of the token, plus `eps`; those of outputs are multiplied by
+    `output_scale` before that. The final norm reads one more such sum.
+    """
+
+    num_streams: int
+    output_scale: float = 2.0
+    eps: float = 1e-6
