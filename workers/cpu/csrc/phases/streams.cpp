@@ -112,7 +112,7 @@ const float* Streams::sum(const HyperConnection& hyper, const Rows& rows, int ro
 
 void Streams::mix(const Op& op, const Rows& rows, int row) const { sum(*op.hyper, rows, row, rows.residual(row)); }
 
-// Computing the sum again takes less time than keeping it and the factors.
+// Computes the sum and the factors again, so that nothing has to be kept for them.
 void Streams::update(const Op& op, const Rows& rows, int row) const {
   const HyperConnection& hyper = *op.hyper;
   const int size = model_.shape.hidden_size, count = model_.shape.num_streams;
