@@ -14,25 +14,16 @@ from ..device.dtypes import AnyArray, float32_array
 from ..layers.parallel.expert_group import ExpertGroup
 from ..layers.parallel.tensor_parallel import TensorParallel
 from ..layers.rope import RopeSpec
-from .abi.structs import (
-    MAX_PARTS,
-    OP_KINDS,
-    AltUp,
-    DecodeBatch,
-    HyperConnection,
-    ModelShape,
-    Op,
-    Step,
-)
+from .abi.structs import MAX_PARTS, OP_KINDS, DecodeBatch, ModelShape, Op, Step
 from .adapters import AdapterTable, NativeAdapters
 from .exchange import share_memory
 from .experts import NativeExpertExchange, NativeExperts
 from .head_matrices import HeadMatrices
 from .library import native_library
-from .mixers import NativeMixer
 from .packing import PackedWeight
 
 _PRODUCTS = ("linear", "gated_linear")
+_POINTERS = {name for name, kind in Op._fields_ if kind is ctypes.c_void_p}
 _KIND = {name: number for number, name in enumerate(OP_KINDS)}
 Floats = NDArray[np.float32]
 
@@ -85,10 +76,7 @@ class NativeProgram:
         parts: Sequence[PackedWeight] = (),
         vectors: Sequence[Floats | None] = (),
         experts: NativeExperts | None = None,
-        mixer: NativeMixer | None = None,
         heads: HeadMatrices | None = None,
-        altup: AltUp | None = None,
-        hyper: HyperConnection | None = None,
         **fields: Any,
     ) -> None:
         """Append an operation. The program keeps the arrays that it refers to alive.
@@ -100,11 +88,9 @@ class NativeProgram:
             parts: The operation's matrices.
             vectors: The operation's vectors, such as biases; None for absent ones.
             experts: The mixture of experts that the operation belongs to.
-            mixer: The recurrent layer that the operation belongs to.
             heads: A matrix for each query head.
-            altup: The alternating updates of the layer.
-            hyper: The connection of a block to the streams.
-            fields: Values of `Op`'s other fields. By default, `scale` is 1 and `eps` the model's.
+            fields: Values of `Op`'s other fields; for pointers, the structs that they point to. By default, `scale` is
+                1 and `eps` the model's.
         """
         if kind == "gated_experts" and experts is not None and self._adapters is not None:
             experts.adapt(self._adapters)
@@ -114,7 +100,7 @@ class NativeProgram:
             fields |= {"adapter_rank": table.rank, "adapters": ctypes.addressof(table.entries)}
             if kind in _PRODUCTS:
                 self._add("adapt", parts, **fields)
-        self._add(kind, parts, vectors, experts, mixer, heads, altup, hyper, **fields)
+        self._add(kind, parts, vectors, heads, experts=experts, **fields)
 
     def _table(
         self, adapters: NativeAdapters, kind: str, parts: Sequence[PackedWeight]
@@ -131,31 +117,23 @@ class NativeProgram:
         kind: str,
         parts: Sequence[PackedWeight],
         vectors: Sequence[Floats | None] = (),
-        experts: NativeExperts | None = None,
-        mixer: NativeMixer | None = None,
         heads: HeadMatrices | None = None,
-        altup: AltUp | None = None,
-        hyper: HyperConnection | None = None,
         **fields: Any,
     ) -> None:
-        self._kept += [*parts, *vectors, experts, mixer, heads, altup, hyper]
+        self._kept += [*parts, *vectors, heads]
         self._kinds.append(kind)
+        for name in _POINTERS & fields.keys():
+            if isinstance(pointed := fields[name], ctypes.Structure):
+                self._kept.append(pointed)
+                fields[name] = ctypes.addressof(pointed)
         fields = {"scale": 1.0, "eps": self._eps} | fields
         op = Op(kind=_KIND[kind], num_parts=len(parts), **fields)
         op.parts = (ctypes.c_void_p * MAX_PARTS)(*(ctypes.addressof(part) for part in parts))
         op.vectors = (ctypes.c_void_p * MAX_PARTS)(
             *(None if vector is None else vector.ctypes.data for vector in vectors)
         )
-        if experts is not None:
-            op.experts = ctypes.addressof(experts)
-        if mixer is not None:
-            op.mixer = ctypes.addressof(mixer)
         if heads is not None:
             op.heads = heads.address
-        if altup is not None:
-            op.altup = ctypes.addressof(altup)
-        if hyper is not None:
-            op.hyper = ctypes.addressof(hyper)
         self._library.engine_program_add(self._handle, ctypes.byref(op))
 
     def join_ranks(self, tensor_parallel: TensorParallel) -> None:
