@@ -96,17 +96,19 @@ class TransformersModel:
                     trust_remote_code=trusts_remote_code,
                 )
                 output = run_module(module, torch.zeros(4).long(), torch.arange(4))
+        except CheckpointError:
+            raise
         except (ValueError, KeyError, TypeError, NotImplementedError, RuntimeError) as error:
-            reason = str(error).partition("\n")[0]
-            if reason.startswith("Unrecognized configuration class"):
+            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+            if "Unrecognized configuration class" in reason:
                 reason = f"it has no decoder for model_type {self.config.model_type!r} without images or sounds"
-            elif not isinstance(error, (ValueError, NotImplementedError)):
-                # The messages of these errors of the model's own code mean little alone.
-                reason = f"{type(error).__name__}: {reason}"
-            raise CheckpointError(
-                path, f"transformers cannot run the model with Engine's attention: {reason}"
-            ) from error
+            raise self._refusal(reason) from error
         self.spec = self._spec(output.last_hidden_state.shape[-1])
+
+    def _refusal(self, reason: str) -> CheckpointError:
+        return CheckpointError(
+            self.path, f"transformers cannot run the model with Engine's attention: {reason}"
+        )
 
     def _note(
         self,
@@ -123,15 +125,15 @@ class TransformersModel:
         transformers creates no mask for an unknown attention, so a mask is one that the layer itself computes.
         """
         if attention_mask is not None:
-            raise NotImplementedError("its attention has a custom mask")
+            raise self._refusal("its attention has a custom mask")
         for name in ("s_aux", "alibi", "position_bias"):
             if options.get(name) is not None:
-                raise NotImplementedError(f"its attention has {name}")
+                raise self._refusal(f"its attention has {name}")
         if not getattr(module, "is_causal", True) or options.get("is_causal") is False:
-            raise NotImplementedError("its attention is bidirectional")
+            raise self._refusal("its attention is bidirectional")
         num_heads, num_tokens, head_dim = query.shape[1:]
         if value.shape != key.shape or key.shape[-1] != head_dim:
-            raise NotImplementedError("its keys and values differ in size")
+            raise self._refusal("its keys and values differ in size")
         index: Any = module.layer_idx
         self._seen[int(index)] = _SeenLayer(
             num_heads,
