@@ -216,10 +216,10 @@ def _run_program(request: _ForkRequest, fds: list[int]) -> NoReturn:
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
         code = 0
     except SystemExit as exit_:
-        if isinstance(exit_.code, str):
-            print(exit_.code, file=sys.stderr)
-        else:
+        if exit_.code is None or isinstance(exit_.code, int):
             code = exit_.code or 0
+        else:
+            print(exit_.code, file=sys.stderr)
     except BaseException:
         sys.excepthook(*sys.exc_info())
     _exit(code)

@@ -40,6 +40,20 @@ def test_a_program_gets_its_arguments_environment_and_files_only(tmp_path: Path)
     file.close()
 
 
+def test_a_program_ends_after_its_threads_and_exit_handlers() -> None:
+    process = ForkedProcess(["code", "-q"])
+    with process.stdin:
+        process.stdin.write(
+            "import atexit, threading\n"
+            "atexit.register(print, 'a handler')\n"
+            "wait = threading.main_thread().join\n"
+            "threading.Thread(target=lambda: (wait(), print('a thread'))).start()\n"
+        )
+    output = process.stdout.read()
+    assert output.index("a thread") < output.index("a handler")
+    assert process.wait(20) == 0
+
+
 @pytest.mark.parametrize(
     ("program", "code"),
     [
