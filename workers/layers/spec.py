@@ -430,13 +430,13 @@ class ModelSpec:
         inputs = sum(per_layer + layer.input_size for layer in self.layers[first_layer:])
         if first_layer <= self.last_shared_block:
             inputs += self.hidden_size
-        return self.num_streams * self.hidden_size + inputs
+        return (self.num_streams or 1) * self.hidden_size + inputs
 
     @property
     def num_streams(self) -> int:
-        """The number of hidden states of a token."""
-        several = self.altup or self.hyper_connections
-        return 1 if several is None else several.num_streams
+        """The number of hidden states of a token; 0 for one that is a residual stream."""
+        streams = self.altup or self.hyper_connections
+        return 0 if streams is None else streams.num_streams
 
     @property
     def last_shared_block(self) -> int:

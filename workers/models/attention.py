@@ -56,9 +56,7 @@ class Attention:
             spec.attention_softcap,
             kv_scales,
             _alibi_slopes(spec, heads, weights.device),
-            weights.read_vector(f"{prefix}sinks", spec.num_heads, heads)
-            if spec.has_sinks and layer.has_sinks
-            else None,
+            read_sinks(spec, layer, weights, prefix, heads),
             _distance_biases(spec, weights, heads),
             is_sparse=spec.block_indexer is not None and layer.chooses_keys,
         )
@@ -276,6 +274,15 @@ def rotary_order(order: RopeOrder, rotary_dim: int) -> Tensor:
 
 def _elements(spec: ModelSpec, heads: range) -> range:
     return range(heads.start * spec.head_dim, heads.stop * spec.head_dim)
+
+
+def read_sinks(
+    spec: ModelSpec, layer: LayerSpec, weights: WeightReader, prefix: str, heads: range
+) -> Tensor | None:
+    """Return the additional score of each of these heads, or None if the layer has none."""
+    if not (spec.has_sinks and layer.has_sinks):
+        return None
+    return weights.read_vector(f"{prefix}sinks", spec.num_heads, heads)
 
 
 def _alibi_slopes(spec: ModelSpec, heads: range, device: torch.device) -> Tensor | None:

@@ -5,7 +5,7 @@ Shapes: T tokens of a step, D hidden size, N streams (the hidden states of a tok
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,38 +21,47 @@ from .decoder_layer import DecoderLayer
 from .weights import WeightReader
 
 
-class StreamFactors:
-    """Computes factors of a token's streams: sigmoids of products of all streams, divided by their root mean square.
+class StreamSum:
+    """A sum of a token's streams, each times a factor.
 
-    The product called `name` has N outputs for each of `count` factors.
+    Factors are sigmoids of products of all streams, divided by their root mean square. The product called `name` has N
+    outputs for each of `count` factors of a stream, of which the first is for the sum.
     """
 
     def __init__(
         self,
         spec: ModelSpec,
         hyper: HyperConnectionsSpec,
-        count: int,
         weights: WeightReader,
         name: str,
         kernels: LayerKernels,
+        count: int = 1,
     ) -> None:
         streams = hyper.num_streams
-        self._streams = streams
+        self._hyper = hyper
         self._norm_eps = spec.norm_eps
         weight = weights.read_float32(f"{name}.fn", count * streams, streams * spec.hidden_size)
         self._project = kernels.router_linear(weight)
         self._bias = weights.read_vector(f"{name}.base", count * streams)
         self._scale = weights.read_vector(f"{name}.scale", count).repeat_interleave(streams)
 
-    def __call__(self, x_TE: Tensor) -> tuple[Tensor, ...]:
-        """Return the factors, each float32 [T, N]."""
-        x_TE = x_TE.float()
-        inverse_T1 = torch.rsqrt(x_TE.square().mean(-1, keepdim=True) + self._norm_eps)
-        logits = self._project(x_TE) * inverse_T1 * self._scale + self._bias
-        return torch.sigmoid(logits).split(self._streams, -1)
+    def reduce(self, x_TE: Tensor) -> Tensor:
+        """Return the sum [T, D] in the dtype of the streams."""
+        return self._sum(x_TE)[0]
+
+    def _sum(self, x_TE: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return the sum [T, D], and the sigmoids of the other factors, each float32 [T, N]."""
+        streams = self._hyper.num_streams
+        x_float_TE = x_TE.float()
+        inverse_T1 = torch.rsqrt(x_float_TE.square().mean(-1, keepdim=True) + self._norm_eps)
+        logits = self._project(x_float_TE) * inverse_T1 * self._scale + self._bias
+        first_TN, *others = torch.sigmoid(logits).split(streams, -1)
+        factors_TN1 = (first_TN + self._hyper.eps).unsqueeze(2)
+        x_TD = (x_float_TE.unflatten(-1, (streams, -1)) * factors_TN1).sum(1)
+        return x_TD.to(x_TE.dtype), tuple(others)
 
 
-class HyperConnection:
+class HyperConnection(StreamSum):
     """The connection of one block to the streams: it reads a sum of them, and its output is added to each."""
 
     def __init__(
@@ -63,45 +72,14 @@ class HyperConnection:
         name: str,
         kernels: LayerKernels,
     ) -> None:
-        self._hyper = hyper
-        self._factors = StreamFactors(spec, hyper, 2, weights, name, kernels)
+        super().__init__(spec, hyper, weights, name, kernels, count=2)
 
-    def read(self, x_TE: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the block's input [T, D], and the factors of its output for each stream, float32 [T, N]."""
-        inputs_TN, outputs_TN = self._factors(x_TE)
-        x_TD = sum_streams(x_TE, inputs_TN + self._hyper.eps)
-        return x_TD, outputs_TN * self._hyper.output_scale + self._hyper.eps
-
-    @staticmethod
-    def add(x_TE: Tensor, block_TD: Tensor, factors_TN: Tensor) -> None:
-        """Add the block's output to the streams in place."""
-        added_TND = block_TD.float().unsqueeze(1) * factors_TN.unsqueeze(2)
+    def update(self, x_TE: Tensor, block: Callable[[Tensor], Tensor]) -> None:
+        """Add the output of the block, a function of the sum, to the streams in place."""
+        x_TD, (outputs_TN,) = self._sum(x_TE)
+        factors_TN1 = (outputs_TN * self._hyper.output_scale + self._hyper.eps).unsqueeze(2)
+        added_TND = block(x_TD).float().unsqueeze(1) * factors_TN1
         x_TE.copy_(x_TE.float() + added_TND.flatten(1))
-
-
-class StreamReducer:
-    """Reduces the streams to the hidden state [T, D] that the final norm reads."""
-
-    def __init__(
-        self,
-        spec: ModelSpec,
-        hyper: HyperConnectionsSpec,
-        weights: WeightReader,
-        kernels: LayerKernels,
-    ) -> None:
-        self._eps = hyper.eps
-        self._factors = StreamFactors(spec, hyper, 1, weights, "head_hc", kernels)
-
-    def reduce(self, x_TE: Tensor) -> Tensor:
-        """Return a sum of the streams."""
-        (factors_TN,) = self._factors(x_TE)
-        return sum_streams(x_TE, factors_TN + self._eps)
-
-
-def sum_streams(x_TE: Tensor, factors_TN: Tensor) -> Tensor:
-    """Return the sum [T, D] of the streams, multiplied by their factors, in the dtype of the streams."""
-    x_TND = x_TE.unflatten(-1, (factors_TN.shape[1], -1))
-    return (x_TND.float() * factors_TN.unsqueeze(2)).sum(1).to(x_TE.dtype)
 
 
 class HyperLayer(DecoderLayer):
@@ -137,10 +115,9 @@ class HyperLayer(DecoderLayer):
 
         Nothing is left to be added, so the result is None.
         """
-        assert self._attention_input_norm is not None
-        assert self._mlp is not None and self._mlp_input_norm is not None
-        x_TD, factors_TN = self._around_attention.read(x_TE)
-        attended_TD = self._mixed(self._attention_input_norm(x_TD), positions_T, tables, caches)
-        HyperConnection.add(x_TE, attended_TD, factors_TN)
-        x_TD, factors_TN = self._around_mlp.read(x_TE)
-        HyperConnection.add(x_TE, self._mlp.forward(self._mlp_input_norm(x_TD)), factors_TN)
+        attention_norm, mlp, mlp_norm = self._attention_input_norm, self._mlp, self._mlp_input_norm
+        assert attention_norm is not None and mlp is not None and mlp_norm is not None
+        self._around_attention.update(
+            x_TE, lambda x_TD: self._mixed(attention_norm(x_TD), positions_T, tables, caches)
+        )
+        self._around_mlp.update(x_TE, lambda x_TD: mlp.forward(mlp_norm(x_TD)))

@@ -417,6 +417,19 @@ WITH_EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
             "swiglu_limit": 0.5,
         },
     ),
+    "hy4-one-stream": (
+        "HYV4",
+        LATENT
+        | EXPERTS
+        | {
+            "n_routed_experts": 6,
+            "index_topk": 20,
+            "index_head_dim": 16,
+            "index_n_heads": 16,
+            "mlp_layer_types": ["sparse"] * 3,
+            "hc_mult": 1,
+        },
+    ),
 }
 GATED = {
     # Layers have different numbers of query heads, whose gates are softplus.

@@ -65,6 +65,7 @@ NATIVE = [
     "granite-hybrid-experts",
     "hunyuan-moe",
     "hy4",
+    "hy4-one-stream",
     "kimi-linear",
     "kolibri",
     "laguna",

@@ -59,7 +59,7 @@ def model_shape(
         max(map(_router_size, spec.layers)),
         max(projections),
         max(mixed for _, mixed in sizes),
-        spec.num_streams if spec.num_streams > 1 else 0,
+        spec.num_streams,
         inputs,
         _latent_shape(spec),
         spec.index_dim,

@@ -55,7 +55,7 @@ def head_target(model: Model, method: str) -> HeadTarget:
     Raises:
         ConfigError: The model's layers are those of transformers, or have several hidden states for a token.
     """
-    if not isinstance(model, NativeDecoder | Decoder) or model.spec.num_streams > 1:
+    if not isinstance(model, NativeDecoder | Decoder) or model.spec.num_streams:
         raise ConfigError(
             f"{method} needs a model with Engine's own layers and one hidden state per token; use another method"
         )

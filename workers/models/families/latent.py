@@ -129,7 +129,6 @@ def _sparse_latent(fields: ConfigFields) -> ModelSpec:
 
 def _hy4(fields: ConfigFields) -> ModelSpec:
     count = fields.layer_count("num_hidden_layers")
-    kinds = ["full" if i % 4 == 1 or not i else "shared" for i in range(count)]
     fields = fields.with_defaults(
         rms_norm_eps=1e-5,
         first_k_dense_replace=1,
@@ -137,7 +136,7 @@ def _hy4(fields: ConfigFields) -> ModelSpec:
         index_n_heads=16,
         routed_scaling_factor=2.827,
         rope_interleave=False,
-        indexer_types=kinds,
+        index_topk_freq=4,
     )
     spec = _sparse_latent(fields)
     latent, limit = spec.latent, fields.number("swiglu_limit", 10.0)

@@ -22,7 +22,7 @@ from ...layers.parallel.parallel_layers import RowParallelLinear
 from ...layers.parallel.shard import ModelShard
 from ...layers.rope import RotaryTables, apply_rotary
 from ...layers.spec import LayerSpec, ModelSpec
-from ..attention import rotary_order, scale_queries
+from ..attention import read_sinks, rotary_order, scale_queries
 from ..indexers.keys import Indexer
 from ..weights import Rows, WeightReader
 
@@ -44,13 +44,10 @@ class LatentAttention:
         self._latent = latent
         self._backend = backend
         heads = shard.heads(spec)
-        sinks_H = None
-        if spec.has_sinks:
-            sinks_H = weights.read_vector(f"{prefix}sinks", spec.num_heads, heads)
         self._layer = AttentionLayer(
             spec.attention_scale,
             layer.window,
-            sinks_H=sinks_H,
+            sinks_H=read_sinks(spec, layer, weights, prefix, heads),
             is_sparse=latent.indexer is not None,
         )
         self._query_scaling = layer.query_scaling
