@@ -44,6 +44,8 @@ _NOT_READ: Final = {
 def with_common_names(fields: ConfigFields) -> ConfigFields:
     """Return the fields, adding Llama's name for each field that has another name in this family.
 
+    Fields of Llama that transformers ignores in this family are dropped.
+
     If the output projection has fewer rows than the embedding, `vocab_size` becomes their number.
     """
     if fields.get("transformers_version") is not None:
