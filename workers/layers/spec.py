@@ -14,11 +14,13 @@ from ...protocol.checkpoint.vision.read import AnyVisionSpec
 from ...protocol.config.images import SpanKind
 from ...protocol.errors import ConfigError
 from ..device.dtypes import HostDtype, rounded
+from .altup_spec import AltUpSpec, PerLayerInputsSpec
 from .block_indexer_spec import BlockIndexerSpec
 from .experts_spec import ExpertsSpec, GateLimit
 from .hyper_spec import HyperConnectionsSpec
 from .latent_spec import LatentSpec, RopeOrder
 from .rope import RopeSpec
+from .score_head_spec import ScoreHeadSpec
 from .shared_block import SharedBlock
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2", "xielu", "clamped_swiglu"]
@@ -63,33 +65,6 @@ class NormNames:
     mlp_output: str | None = None
     cross_input: str | None = None
     cross_output: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class PerLayerInputsSpec:
-    """A vector of `size` elements for each token and layer. Every layer adds a gated part of it to its output.
-
-    It is the sum of a row of a table with `vocab_size` rows and a product of the token's embedding. Tokens beyond the
-    table use its first row.
-    """
-
-    size: int
-    vocab_size: int
-
-
-@dataclass(frozen=True, slots=True)
-class AltUpSpec:
-    """Alternating updates (arXiv 2301.13310): a token has `num_streams` hidden states.
-
-    A layer predicts all of them, computes only the `active` one, and corrects all by its prediction error. If
-    `scales_output`, the input of the per-layer block is multiplied by a stored vector. In addition to its attention, a
-    layer has a product of rank `laurel_rank` (LAuReL, arXiv 2411.07501).
-    """
-
-    num_streams: int
-    active: int
-    scales_output: bool
-    laurel_rank: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,25 +132,6 @@ class LayerSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class ScoreHeadSpec:
-    """A classification head on the pooled hidden state: output(norm(activation(dense(x)))), or output(x).
-
-    The checkpoint's tensors are called `score_head.dense`, `score_head.norm` and `score_head.output`. With `token_ids`,
-    the output's rows are the rows of these tokens in the model's output projection, or in the embedding if
-    `reads_embedding`. Two tokens make one row, the second row minus the first.
-    """
-
-    num_labels: int
-    has_dense: bool = False
-    dense_bias: bool = True
-    activation: Literal["tanh", "relu", "gelu"] = "tanh"
-    has_norm: bool = False
-    output_bias: bool = False
-    token_ids: tuple[int, ...] = ()
-    reads_embedding: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class ConvolutionSpec:
     """A convolution over the time of a sound, with `padding` zeros on both sides, and its activation.
 
@@ -216,7 +172,9 @@ class ModelSpec:
     and unless `has_head`, it ends with them.
 
     Norms are root-mean-square norms ("rms") or layer norms ("layer"), which may have biases. Unless `has_norm_weights`,
-    they have no parameters. `norm_weight_offset` is added to every norm weight (Gemma stores weight - 1). If
+    they have no parameters. `norm_weight_offset` is added to every norm weight (Gemma stores weight - 1); if
+    `final_norm_offset` is not None, it replaces this for the final norm. The norms called `unit_norms` have no
+    parameters. If `output_norm_eps` is not None, it is the epsilon of the norms of blocks' outputs. If
     `has_embedding_norm`, the embeddings are normed.
 
     If `has_gate`, the MLP computes down(activation(gate(x)) * up(x)), otherwise down(activation(up(x))). If
@@ -289,6 +247,9 @@ class ModelSpec:
     norm_bias: bool = False
     has_norm_weights: bool = True
     norm_weight_offset: float = 0.0
+    final_norm_offset: float | None = None
+    unit_norms: tuple[str, ...] = ()
+    output_norm_eps: float | None = None
     has_embedding_norm: bool = False
     is_parallel: bool = False
     qk_norm: Literal["head", "each head", "unit", "full"] | None = None
@@ -361,6 +322,14 @@ class ModelSpec:
     def has_rotary_axes(self) -> bool:
         """True if the rotary position of an image's token has three coordinates."""
         return any(layer.rope is not None and layer.rope.axes for layer in self.layers)
+
+    def norm_offset(self, name: str) -> float | None:
+        """Return what is added to the weight of the norm called `name`; None if it has no weight."""
+        if not self.has_norm_weights or name.rpartition(".")[2] in self.unit_norms:
+            return None
+        if name == "norm" and self.final_norm_offset is not None:
+            return self.final_norm_offset
+        return self.norm_weight_offset
 
     @property
     def index_dim(self) -> int:

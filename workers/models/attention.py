@@ -330,13 +330,15 @@ def head_norm(
     """Return a norm over each query head and each key head."""
     order_K = _rope_order(spec, layer).to(weights.device)
 
+    offset = None if spec.qk_norm == "unit" else spec.norm_offset("q_norm")
+
     def read(kind: str) -> Tensor:
         parts = []
         norms = [("q_norm", spec.num_heads, shard.heads(spec))]
         if layer.kv_source is None:
             norms.append(("k_norm", spec.num_kv_heads, shard.kv_heads(spec)))
         for name, count, heads in norms:
-            if not spec.has_norm_weights or spec.qk_norm == "unit":
+            if offset is None:
                 part_HK = torch.ones(len(heads), spec.head_dim, device=weights.device)
             elif spec.qk_norm == "each head":
                 part_HK = _read_each_head(weights, f"{prefix}{name}.", kind, count, heads, spec)
@@ -346,7 +348,7 @@ def head_norm(
             parts.append(part_HK[:, order_K])
         return torch.cat(parts)
 
-    weight_HK = read("weight") + spec.norm_weight_offset
+    weight_HK = read("weight") + (offset or 0.0)
     if spec.norm_kind == "rms":
         return HeadNorm(weight_HK, spec.norm_eps)
     return HeadLayerNorm(weight_HK, spec.norm_eps, read("bias") if spec.qk_norm_bias else None)

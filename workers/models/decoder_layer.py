@@ -41,17 +41,19 @@ def read_norm(
     name: str,
     kernels: LayerKernels,
     consumer: Linear | None = None,
+    eps: float | None = None,
 ) -> RMSNorm:
-    """Return the norm called `name` over the hidden size."""
-    size = spec.hidden_size
-    if spec.has_norm_weights:
-        weight_D = weights.read_vector(f"{name}.weight", size) + spec.norm_weight_offset
-    else:
+    """Return the norm called `name` over the hidden size. By default, its epsilon is the model's."""
+    size, offset = spec.hidden_size, spec.norm_offset(name)
+    eps = spec.norm_eps if eps is None else eps
+    if offset is None:
         weight_D = torch.ones(size, device=weights.device)
+    else:
+        weight_D = weights.read_vector(f"{name}.weight", size) + offset
     if spec.norm_kind == "rms":
-        return kernels.norm(weight_D, spec.norm_eps, consumer)
+        return kernels.norm(weight_D, eps, consumer)
     bias_D = weights.read_vector(f"{name}.bias", size) if spec.norm_bias else None
-    return LayerNorm(weight_D, spec.norm_eps, bias_D)
+    return LayerNorm(weight_D, eps, bias_D)
 
 
 def _attention(
@@ -84,10 +86,12 @@ class DecoderLayer:
         shard: ModelShard,
         kernels: LayerKernels,
     ) -> None:
-        def norm(name: str | None, consumer: Linear | None = None) -> RMSNorm | None:
+        def norm(
+            name: str | None, consumer: Linear | None = None, eps: float | None = None
+        ) -> RMSNorm | None:
             if name is None:
                 return None
-            return read_norm(spec, weights, f"{prefix}{name}", kernels, consumer)
+            return read_norm(spec, weights, f"{prefix}{name}", kernels, consumer, eps)
 
         norms = layer.norms or spec.norms
         self.rope = layer.rope
@@ -119,7 +123,7 @@ class DecoderLayer:
                 norms.attention_input,
                 None if is_shared or self._mixer is not None else consumer,
             )
-            self._attention_output_norm = norm(norms.attention_output)
+            self._attention_output_norm = norm(norms.attention_output, eps=spec.output_norm_eps)
         self._per_layer: PerLayerBlock | None = None
         if spec.per_layer_inputs is not None:
             self._per_layer = PerLayerBlock(spec, spec.per_layer_inputs, weights, prefix, kernels)
@@ -158,7 +162,7 @@ class DecoderLayer:
         # Experts need the exact values of the norm.
         consumer = None if self.shortcut is not None else self._mlp.gate_up
         self._mlp_input_norm = norm(norms.mlp_input, consumer)
-        self._mlp_output_norm = norm(norms.mlp_output)
+        self._mlp_output_norm = norm(norms.mlp_output, eps=spec.output_norm_eps)
 
     def forward(
         self,

@@ -69,6 +69,16 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
             "partial_rotary_factors": [0.5, 1.0, 1.0, 1.0, 0.5],
         },
     ),
+    "MuseGlimmer": (
+        "muse_glimmer_text",
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+            "sliding_window": 9,
+            "post_norm_eps": 0.01,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    ),
     "VideoLlama3": ("qwen2", {}),
     "VipLlava": ("llama", {}),
     "Mistral3": ("ministral3", {"head_dim": 16}),

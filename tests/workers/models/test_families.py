@@ -103,6 +103,7 @@ NATIVE = [
     "qwen3.5-full",
     "qwen3.5-moe",
     "stablelm-parallel",
+    "MuseGlimmer",
     "Step3p7",
     "zamba2",
 ]

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ...layers.spec import AltUpSpec, ModelSpec
+from ...layers.altup_spec import AltUpSpec
+from ...layers.spec import ModelSpec
 from ..abi import structs
 from ..abi.structs import MAX_PARTS
 from ..packing import PackedWeight

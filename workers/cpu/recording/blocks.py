@@ -304,7 +304,10 @@ class BlockRecorder:
             if self.spec.norms_stream:
                 self.program.add_op("norm", vectors=vectors)
             else:
-                self.program.add_op("norm_add", vectors=vectors, scale=scale)
+                eps = self.spec.norm_eps
+                if self.spec.output_norm_eps is not None:
+                    eps = self.spec.output_norm_eps
+                self.program.add_op("norm_add", vectors=vectors, scale=scale, eps=eps)
 
     def hidden_norm(self, name: str) -> list[Floats | None]:
         """Return the weight and the bias of a norm over the hidden size."""
@@ -316,11 +319,10 @@ class BlockRecorder:
 
     def norm(self, name: str, size: int) -> Floats:
         """Return the weight of a norm over `size` elements, with the model's offset added."""
-        if not self.spec.has_norm_weights:
+        offset = self.spec.norm_offset(name)
+        if offset is None:
             return np.ones(size, np.float32)
-        return self.weights.vector(f"{name}.weight", size) + np.float32(
-            self.spec.norm_weight_offset
-        )
+        return self.weights.vector(f"{name}.weight", size) + np.float32(offset)
 
     def part(self, count: int) -> range:
         """Return this rank's part of `count` rows."""

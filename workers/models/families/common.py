@@ -10,7 +10,8 @@ from ....protocol.checkpoint.classification import TOKEN_IDS, read_num_labels
 from ....protocol.checkpoint.config_fields import ConfigFields
 from ...layers.experts_spec import GateLimit
 from ...layers.rope import RopeSpec
-from ...layers.spec import Activation, LayerSpec, ModelSpec, QueryScaling, ScoreHeadSpec
+from ...layers.score_head_spec import ScoreHeadSpec
+from ...layers.spec import Activation, LayerSpec, ModelSpec, QueryScaling
 
 
 class Family(NamedTuple):

@@ -25,8 +25,6 @@ from ...layers.experts_spec import ExpertsSpec
 from ...layers.spec import ModelSpec
 from . import (
     delta_attention,
-    encoder_decoders,
-    encoders,
     experts,
     gemma,
     gpt,
@@ -35,17 +33,16 @@ from . import (
     layer_normed,
     llama,
     llama_variants,
-    rotary_encoders,
+    muse,
     sigmoid_experts,
     state_space,
     windowed,
 )
 from .common import Family, with_score_head
+from .with_encoders import absolute, encoder_decoders, rotary
 
 FAMILIES = (
     *delta_attention.FAMILIES,
-    *encoder_decoders.FAMILIES,
-    *encoders.FAMILIES,
     *experts.FAMILIES,
     *gemma.FAMILIES,
     *gpt.FAMILIES,
@@ -54,10 +51,13 @@ FAMILIES = (
     *layer_normed.FAMILIES,
     *llama.FAMILIES,
     *llama_variants.FAMILIES,
-    *rotary_encoders.FAMILIES,
+    *muse.FAMILIES,
     *sigmoid_experts.FAMILIES,
     *state_space.FAMILIES,
     *windowed.FAMILIES,
+    *absolute.FAMILIES,
+    *encoder_decoders.FAMILIES,
+    *rotary.FAMILIES,
 )
 _BY_ARCHITECTURE = {family.architecture: family for family in FAMILIES}
 _BY_MODEL_TYPE = {family.model_type: family for family in FAMILIES}

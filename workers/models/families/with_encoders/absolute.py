@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from ....protocol.checkpoint.config_fields import ConfigFields
-from ...layers.spec import ModelSpec, NormNames
-from .common import Family, base_spec, uniform_layers, with_score_head
+from .....protocol.checkpoint.config_fields import ConfigFields
+from ....layers.spec import ModelSpec, NormNames
+from ..common import Family, base_spec, uniform_layers, with_score_head
 
 _BERT_NAMES = (
     (r"^(.*\.)?(pooler|cls|lm_head|classifier|qa_outputs)\..*", ""),

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ....protocol.checkpoint.config_fields import ConfigFields
-from ...layers.read_rope import read_rope, read_rope_of_layer_type
-from ...layers.spec import LayerSpec, ModelSpec, NormNames
-from .common import (
+from .....protocol.checkpoint.config_fields import ConfigFields
+from ....layers.read_rope import read_rope, read_rope_of_layer_type
+from ....layers.spec import LayerSpec, ModelSpec, NormNames
+from ..common import (
     Family,
     attention_biases,
     base_spec,
@@ -16,8 +16,8 @@ from .common import (
     uniform_layers,
     with_score_head,
 )
-from .encoders import POST_NORMED
-from .llama import llama
+from ..llama import llama
+from .absolute import POST_NORMED
 
 _MODERNBERT_NORMS = NormNames("attention_norm", None, "mlp_norm", None)
 _MODERNBERT_NAMES = (

@@ -6,11 +6,11 @@ import math
 from dataclasses import replace
 from typing import Any, Final
 
-from ....protocol.checkpoint.config_fields import ConfigFields
-from ....protocol.checkpoint.speech import max_source_positions
-from ...layers.read_rope import read_rope
-from ...layers.spec import ConvolutionSpec, LayerSpec, ModelSpec, NormNames, SourceSpec
-from .common import Family, base_spec, uniform_layers
+from .....protocol.checkpoint.config_fields import ConfigFields
+from .....protocol.checkpoint.speech import max_source_positions
+from ....layers.read_rope import read_rope
+from ....layers.spec import ConvolutionSpec, LayerSpec, ModelSpec, NormNames, SourceSpec
+from ..common import Family, base_spec, uniform_layers
 
 _BART_LAYER_NAMES: Final = (
     (r"\.encoder_attn_layer_norm\.", ".cross_norm."),
