@@ -17,6 +17,7 @@ from ...protocol.config.images import (
     GridProcessor,
     PadProcessor,
     PanScanProcessor,
+    RatioProcessor,
     ResizeProcessor,
     SlicesProcessor,
     SquareProcessor,
@@ -29,7 +30,7 @@ from .layouts.pixels import Parts
 from .layouts.resized import padded, resized
 from .layouts.scans import pan_and_scan
 from .layouts.single import crop, square
-from .layouts.sized import fit, fit_budget
+from .layouts.sized import fit, fit_budget, fit_ratio
 from .layouts.slices import slices
 from .layouts.thumbnails import thumbnail
 from .layouts.tiles import tiles
@@ -42,6 +43,7 @@ _LAYOUTS: Final[dict[type[Any], Callable[[Image.Image, Any], Parts]]] = {
     GridProcessor: grid,
     PadProcessor: padded,
     PanScanProcessor: pan_and_scan,
+    RatioProcessor: fit_ratio,
     ResizeProcessor: resized,
     SlicesProcessor: slices,
     SquareProcessor: square,

@@ -137,6 +137,15 @@ class BudgetProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="budg
     side_factor: int
 
 
+class RatioProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="ratio"):
+    """Rounds an image to whole squares of `side_factor` x `side_factor` pixels, keeping its aspect ratio best.
+
+    It is shrunk first if it has more than `num_outputs` squares. Each square makes one embedding.
+    """
+
+    side_factor: int
+
+
 class ThumbnailProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="thumbnail"):
     """Resizes a small image, or splits a large one into tiles and adds a copy of the whole.
 
@@ -240,6 +249,7 @@ AnyImageProcessor: TypeAlias = (
     | PanScanProcessor
     | FitProcessor
     | BudgetProcessor
+    | RatioProcessor
     | AnyresProcessor
     | PadProcessor
     | ThumbnailProcessor

@@ -63,6 +63,10 @@ class GridTower:
         if spec.has_flat_patches:
             patches = tensors.read(name, size, 3 * patch_size**2)
             self._patches = patches.unflatten(1, (-1, 3)).transpose(1, 2).flatten(1).contiguous()
+        elif spec.has_flat_frames:
+            patches = tensors.read(name, size, 3 * spec.frames_per_patch * patch_size**2)
+            frames = patches.unflatten(1, (spec.frames_per_patch, 3, -1))
+            self._patches = frames.transpose(1, 2).flatten(1).contiguous()
         else:
             shape = size, 3, spec.frames_per_patch, patch_size, patch_size
             self._patches = tensors.read(name, *shape).flatten(1)
@@ -70,8 +74,9 @@ class GridTower:
         if spec.has_patch_bias:
             self._patches_bias = tensors.read("patch_embed.proj.bias", size)
         self._patch_norm: Norm | None = None
-        if spec.has_patch_norm:
-            self._patch_norm = tensors.read_norm("patch_norm", size, spec.norm_kind, spec.norm_eps)
+        outer_eps = spec.outer_eps or spec.norm_eps
+        if spec.has_patch_norm or spec.norms_positions:
+            self._patch_norm = tensors.read_norm("patch_norm", size, spec.norm_kind, outer_eps)
         self._positions: Tensor | None = None
         if spec.position_side:
             side = spec.position_side
@@ -84,7 +89,7 @@ class GridTower:
         )
         self._final_norm: Norm | None = None
         if spec.has_final_norm:
-            self._final_norm = tensors.read_norm("final_norm", size, spec.norm_kind, spec.norm_eps)
+            self._final_norm = tensors.read_norm("final_norm", size, spec.norm_kind, outer_eps)
         self._merge = read_merger(spec, tensors, checkpoint)
         self._deepstack = {
             layer: Merger(spec, tensors, f"deepstack_merger_list.{i}.", norm="squares")
@@ -127,11 +132,13 @@ class GridTower:
         rows, columns = image.height // spec.unit, image.width // spec.unit
         row_P, column_P = self._places(rows, columns)
         x_PD = F.linear(self._split_patches(image), self._patches, self._patches_bias)
-        if self._patch_norm is not None:
+        if self._patch_norm is not None and not spec.norms_positions:
             x_PD = self._patch_norm(x_PD)
         if self._positions is not None:
             height, width = rows * spec.merge_size, columns * spec.merge_size
             x_PD = x_PD + self._interpolated(row_P, column_P, height, width)
+        if self._patch_norm is not None and spec.norms_positions:
+            x_PD = self._patch_norm(x_PD)
         places_P2 = None if spec.rotary is None else torch.stack((row_P, column_P), 1)
         order: _WindowOrder | None = None
         if spec.window_size:
@@ -176,6 +183,11 @@ class GridTower:
             table = self._positions.float().view(1, side, side, -1).permute(0, 3, 1, 2)
             resized = F.interpolate(table, (height, width), mode="bilinear", antialias=True)
             return resized[0, :, row_P, column_P].T.to(self._dtype)
+        swaps = self.spec.interpolation == "swapped sides"
+        if swaps:
+            number_P = row_P * width + column_P
+            height, width = width, height
+            row_P, column_P = number_P // width, number_P % width
         if self.spec.interpolation != "corners":
             # Coordinates are from -1 to 1.
             places = [
@@ -187,7 +199,7 @@ class GridTower:
                 table,
                 grid,
                 mode="bicubic" if self.spec.interpolation == "centers" else "bilinear",
-                padding_mode="border",
+                padding_mode="zeros" if swaps else "border",
                 align_corners=False,
             )
             return found[0, :, :, 0].T.to(self._dtype)

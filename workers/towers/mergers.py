@@ -29,6 +29,8 @@ def read_merger(
     """
     if spec.merger_size:
         return _GatedMerger(spec, tensors, checkpoint)
+    if spec.has_third_matrix:
+        return _ElementMerger(spec, tensors)
     return Merger(spec, tensors, "merger.", norm=spec.merger_norm)
 
 
@@ -97,3 +99,20 @@ class _GatedMerger:
         x = self._square(self._norm(x_PD).reshape(-1, self._square.weight.shape[1]))
         x = F.gelu(self._second_norm(self._second(x)))
         return self._down(self._activation(self._gate(x)) * self._up(x))
+
+
+class _ElementMerger:
+    """Projects the patches of each cell by three matrices, of which the first reads one element after another."""
+
+    def __init__(self, spec: GridVisionSpec, tensors: VisionWeights) -> None:
+        num_patches, inner = spec.merge_size**2, spec.merger_inner
+        self._size = spec.hidden_size * num_patches
+        first = tensors.read("merger.fc1.weight", inner, self._size)
+        by_patch = first.unflatten(1, (spec.hidden_size, num_patches)).transpose(1, 2)
+        self._first = Linear(by_patch.flatten(1).contiguous(), None)
+        self._second = tensors.read_linear("merger.fc2", inner, inner, has_bias=False)
+        self._third = tensors.read_linear("merger.fc3", spec.output_size, inner, has_bias=False)
+
+    def __call__(self, x_PD: Tensor) -> Tensor:
+        x = F.gelu(self._second(F.gelu(self._first(x_PD.reshape(-1, self._size)))))
+        return self._third(x)

@@ -23,6 +23,7 @@ class PatchRotary:
 
     * "joined" (Qwen2-VL, arXiv 2409.12191): one part. The first half of the pairs follows the row and the second the
       column, with equal frequencies.
+    * "columns first" (Muse): as "joined", but the first half of the pairs follows the column.
     * "mixed" (Pixtral, arXiv 2410.07073): as "joined", but the row has every other frequency and the column the rest.
     * "halves" (Gemma 4): two parts, the first for the column and the second for the row.
     * "pairs" (Llama 4): each pair is a part. The first half of the pairs follows the column.
@@ -30,7 +31,7 @@ class PatchRotary:
       same frequency.
     """
 
-    order: Literal["mixed", "halves", "pairs", "joined", "alternating"]
+    order: Literal["mixed", "halves", "pairs", "joined", "columns first", "alternating"]
     theta: float
     head_dim: int
     in_float32: bool = False
@@ -49,7 +50,8 @@ class PatchRotary:
         if self.order == "alternating":
             return (COLUMN, ROW) * (half // 2)
         first = -(-half // 2)
-        axes = (COLUMN, ROW) if self.num_parts > 1 else (ROW, COLUMN)
+        has_columns_first = self.num_parts > 1 or self.order == "columns first"
+        axes = (COLUMN, ROW) if has_columns_first else (ROW, COLUMN)
         return (axes[0],) * first + (axes[1],) * (half - first)
 
     def frequencies(self) -> Tensor:

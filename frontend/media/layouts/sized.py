@@ -1,12 +1,13 @@
-"""Images that are read in about their own size (Pixtral, Gemma 4)."""
+"""Images that are read in about their own size (Pixtral, Gemma 4, Muse)."""
 
 from __future__ import annotations
 
+import itertools
 import math
 
 from PIL import Image
 
-from ....protocol.config.images import BudgetProcessor, FitProcessor
+from ....protocol.config.images import BudgetProcessor, FitProcessor, RatioProcessor
 from .pixels import Parts, make_tile, resize
 
 
@@ -33,11 +34,36 @@ def fit_budget(image: Image.Image, config: BudgetProcessor) -> Parts:
     return _tile(image, columns, rows, config, "")
 
 
+def fit_ratio(image: Image.Image, config: RatioProcessor) -> Parts:
+    """Return the image as a tile with the number of rows and columns whose ratio is closest to the image's.
+
+    Raises:
+        ValueError: The image is so long that even one row or column has too many embeddings.
+    """
+    most, ratio = config.num_outputs, image.height / image.width
+    rows, columns = image.height / config.side_factor, image.width / config.side_factor
+    if rows * columns > most:
+        shrunk = columns / rows
+        rows = (most / shrunk) ** 0.5
+        columns = rows * shrunk
+    # Equally good grids are tried in the same order as by transformers' processor.
+    both = {*itertools.product(*((math.floor(x), math.ceil(x)) for x in (rows, columns)))}
+    grids = [grid for grid in both if min(grid) >= 1 and math.prod(grid) <= most]
+    grids = grids or [(max(1, round(rows)), max(1, round(columns)))]
+    best = min(grids, key=lambda grid: abs(grid[0] / grid[1] - ratio))
+    if math.prod(best) > most:
+        raise ValueError(
+            f"it has {image.width} x {image.height} pixels, which take {math.prod(best)} tokens, and at most {most} are "
+            "allowed"
+        )
+    return _tile(image, best[1], best[0], config, "")
+
+
 def _tile(
     image: Image.Image,
     columns: int,
     rows: int,
-    config: FitProcessor | BudgetProcessor,
+    config: FitProcessor | BudgetProcessor | RatioProcessor,
     row_end: str,
 ) -> Parts:
     factor = config.side_factor

@@ -19,6 +19,7 @@ from .internvl import canvas
 from .lfm2 import thumbnail
 from .llama4 import tiles
 from .minicpm import slices
+from .muse import muse
 from .pixtral import lighton_ocr, pixtral
 from .qwen import pad, resize, resize_pairs, resize_rounded
 from .single import single
@@ -110,6 +111,7 @@ _READERS: Final[dict[str, _Reader]] = {
     "llava_onevision": anyres,
     "minicpmv4_6": slices,
     "mistral3": pixtral,
+    "muse_glimmer": muse,
     "paddleocr_vl": resize_rounded,
     "paligemma": paligemma,
     "qwen2_vl": resize,

@@ -23,6 +23,7 @@ class GridVisionSpec:
         norm_kind: The kind of every norm.
         has_gate: True if MLPs are gated.
         has_patch_norm: True if patch embeddings are normed before learned positions are added.
+        norms_positions: True if the norm of patch embeddings follows the addition of learned positions.
         has_biases: True if the matrices of the layers have biases.
         has_head_norms: True if the queries and keys of each head are normed (GLM-OCR).
         merger_size: If not 0 (GLM-4.1V, arXiv 2507.01006), one matrix projects a square, and its output passes through
@@ -32,19 +33,26 @@ class GridVisionSpec:
         has_square_positions: True if the checkpoint stores that table with three dimensions.
         interpolation: How the table is interpolated. "corners" is bilinear and aligns the corners of the image and the
             table. The others align the centers of patches: "centers" is bicubic, "bilinear centers" bilinear, and
-            "antialiased" averages over all positions in between where the image has fewer patches.
+            "antialiased" averages over all positions in between where the image has fewer patches. "swapped sides" is
+            bilinear with zeros outside of the table, and assigns positions row by row as if the image had as many rows
+            as it has columns, and the other way around (Muse).
         has_final_norm: True if all patches are normed before they are merged, in addition to the projection's norm.
+        outer_eps: The epsilon of the norms of patch embeddings and of all patches before they are merged, if not 0 and
+            different from `norm_eps`.
         merger_eps: The epsilon of the projection's norm, if not 0 and different from `norm_eps`.
         has_joined_qkv: True if queries, keys and values have one matrix together.
         num_kv_heads: If not 0, several query heads share keys and values, of which there are this many heads.
-        rotary: The order of a head's angles: those of the row before those of the column ("joined"), or alternating,
-            beginning with the column, where neighboring elements are rotated together ("alternating"). None if there is
-            no rotation.
+        rotary: The order of a head's angles: those of the row before those of the column ("joined"), the other way
+            around ("columns first"), or alternating, beginning with the column, where neighboring elements are rotated
+            together ("alternating"). None if there is no rotation.
         has_axes: True if the decoder's positions have three coordinates, else one.
         has_flat_patches: True if the checkpoint stores the patch projection with two dimensions, pixel by pixel.
+        has_flat_frames: True if the checkpoint stores it with two dimensions, frame by frame and channel by channel.
         merger_norm: Whether the projection norms each patch or each square of patches; None if neither.
         merger_inner: If not 0, the number of elements between the two matrices of the projection.
         has_merger_biases: True if the matrices of the projection have biases.
+        has_third_matrix: True if the projection has three matrices, of which the first reads an element of all patches
+            of a square before the next element.
         window_size: If not 0, patches attend within squares with this side in pixels (Qwen2.5-VL, arXiv 2502.13923),
             except in `full_layers`.
         deepstack_layers: Layers, counted from 1, whose outputs have their own projections. The decoder adds these to
@@ -68,22 +76,28 @@ class GridVisionSpec:
     has_gate: bool = False
     has_patch_bias: bool = False
     has_patch_norm: bool = False
+    norms_positions: bool = False
     has_biases: bool = True
     has_head_norms: bool = False
     merger_size: int = 0
     position_side: int = 0
     has_square_positions: bool = False
-    interpolation: Literal["corners", "centers", "bilinear centers", "antialiased"] = "corners"
+    interpolation: Literal[
+        "corners", "centers", "bilinear centers", "antialiased", "swapped sides"
+    ] = "corners"
     has_final_norm: bool = False
+    outer_eps: float = 0.0
     merger_eps: float = 0.0
     has_joined_qkv: bool = True
     num_kv_heads: int = 0
-    rotary: Literal["joined", "alternating"] | None = "joined"
+    rotary: Literal["joined", "columns first", "alternating"] | None = "joined"
     has_axes: bool = True
     has_flat_patches: bool = False
+    has_flat_frames: bool = False
     merger_norm: Literal["patches", "squares"] | None = "patches"
     merger_inner: int = 0
     has_merger_biases: bool = True
+    has_third_matrix: bool = False
     window_size: int = 0
     full_layers: tuple[int, ...] = ()
     deepstack_layers: tuple[int, ...] = ()

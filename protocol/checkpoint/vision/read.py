@@ -15,6 +15,7 @@ from .llama4 import llama4
 from .llava import llava, llava_next, llava_onevision, vipllava
 from .merged import kimi_k25, lfm2_vl, paddleocr_vl
 from .minicpm import minicpmv4_6
+from .muse import muse
 from .pixtral import pixtral
 from .spec import VisionSpec
 
@@ -62,6 +63,7 @@ _READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionS
     "llava_onevision": llava_onevision,
     "minicpmv4_6": minicpmv4_6,
     "mistral3": pixtral,
+    "muse_glimmer": muse,
     "paddleocr_vl": paddleocr_vl,
     "paligemma": paligemma,
     "qwen2_vl": qwen2_vl,

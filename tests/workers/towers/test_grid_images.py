@@ -62,6 +62,16 @@ MINICPM = {
     "patch_size": PATCH,
     "image_size": 28,
 }
+MUSE = {
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 3,
+    "patch_size": PATCH,
+    "pos_emb_height": 4,
+    "pos_emb_width": 4,
+    "layer_types": ["window_attention", "full_attention", "window_attention"],
+}
 MEAN_AND_STD = ([0.5] * 3, [0.5] * 3)
 
 
@@ -83,6 +93,14 @@ def _config(kind):
             image_token_id=IMAGE_TOKEN,
             tie_word_embeddings=True,
         )
+    if kind == "muse_glimmer":
+        return transformers.MuseGlimmerConfig(
+            vision_config=MUSE,
+            text_config=text | {"sliding_window": 9},
+            out_hidden_size=4 * 48,
+            projector_hidden_size=56,
+            image_token_id=IMAGE_TOKEN,
+        )
     if kind == "minicpmv4_6":
         return transformers.MiniCPMV4_6Config(
             vision_config=MINICPM,
@@ -100,7 +118,9 @@ def _config(kind):
     )
 
 
-@pytest.fixture(scope="module", params=["exaone4_5", "kimi_k25", "lfm2_vl", "minicpmv4_6"])
+@pytest.fixture(
+    scope="module", params=["exaone4_5", "kimi_k25", "lfm2_vl", "minicpmv4_6", "muse_glimmer"]
+)
 def model(request, tmp_path_factory):
     path = tmp_path_factory.mktemp(request.param)
     torch.manual_seed(0)
@@ -120,6 +140,8 @@ def model(request, tmp_path_factory):
         marks += ("image_id_start", "image_id_end")
         tokens = {f"{name}_token": f"<{name}>" for name in marks}
         (path / "tokenizer_config.json").write_text(json.dumps(tokens))
+    elif request.param == "muse_glimmer":
+        processor |= {"max_image_tokens": 30}
     elif request.param == "lfm2_vl":
         processor = {"encoder_patch_size": PATCH, "tile_size": 16, "max_tiles": 4}
         processor |= {"min_image_tokens": 4, "max_image_tokens": 20}
@@ -146,6 +168,10 @@ def _patches(kind, payload):
     cells = pixels.permute(2, 0, 1).unflatten(1, (-1, PATCH)).unflatten(3, (-1, PATCH))
     if kind == "minicpmv4_6":
         return cells.permute(0, 2, 1, 3, 4).flatten(2)
+    if kind == "muse_glimmer":
+        # Patches row by row, each with two equal frames.
+        patches = cells.permute(1, 3, 0, 2, 4).flatten(0, 1).flatten(1)
+        return torch.cat((patches, patches), 1)
     if kind == "lfm2_vl":
         return cells.permute(1, 3, 2, 4, 0).flatten(0, 1).flatten(1)
     return cells.permute(1, 3, 0, 2, 4).flatten(0, 1)

@@ -1,0 +1,29 @@
+"""Read the image processor of Muse Glimmer."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ....protocol.checkpoint.vision.grid import GridVisionSpec
+from ....protocol.config.images import RatioProcessor
+from .fields import LANCZOS, pixel_values
+from .qwen import check_patches
+from .source import ProcessorSource
+
+_START: Final = "<|image_start|>"
+_END: Final = "<|image_end|>"
+"""Tokens that transformers' processor names itself, so that no file has their names."""
+
+
+def muse(source: ProcessorSource, vision: GridVisionSpec, token_id: int) -> RatioProcessor:
+    """Return the processor of Muse Glimmer."""
+    fields = source.fields
+    check_patches(fields, vision)
+    return RatioProcessor(
+        **pixel_values(fields, token_id, LANCZOS),
+        output_size=vision.output_size,
+        num_outputs=fields.integer("max_image_tokens", 4096, maximum=1 << 20),
+        side_factor=vision.unit,
+        start=_START,
+        end=_END,
+    )
