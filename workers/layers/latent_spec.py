@@ -34,6 +34,9 @@ class LatentSpec:
     elements without rotation, and its value has `value_dim`. Queries are products of a vector of `query_rank` elements,
     or of the hidden state if that is None. With an `indexer`, tokens attend only to some keys, and each index key is
     stored after the token's key. The normed latent vector is multiplied by `multiplier`.
+
+    If `joins_query_vectors`, queries are products of the vector after its norm and before it, side by side, and so are
+    the gates of attention: in one matrix, each head's rows of its query are followed by those of its gates.
     """
 
     query_rank: int | None
@@ -44,3 +47,9 @@ class LatentSpec:
     norm_eps: float = 1e-6
     indexer: IndexerSpec | None = None
     multiplier: float = 1.0
+    joins_query_vectors: bool = False
+
+    @property
+    def query_inputs(self) -> int:
+        """The number of elements from which queries are computed; 0 if that is the hidden state."""
+        return (self.query_rank or 0) * (1 + self.joins_query_vectors)

@@ -61,6 +61,21 @@ class LayerNorm(RMSNorm):
         return F.layer_norm(x.float(), self.shape, self.weight, self.bias, self.eps).to(x.dtype)
 
 
+class GatedNorm(RMSNorm):
+    """Root-mean-square norm whose result x is multiplied by sigmoid(up(silu(down(x))))."""
+
+    __slots__ = ("down", "up")
+
+    def __init__(self, weight: Tensor, eps: float, down: Linear, up: Linear) -> None:
+        super().__init__(weight, eps)
+        self.down, self.up = down, up
+
+    def __call__(self, x: Tensor) -> Any:
+        """Return the gated norm of `x`."""
+        y = super().__call__(x)
+        return (y * torch.sigmoid(self.up(F.silu(self.down(y))).float())).to(y.dtype)
+
+
 class HeadNorm:
     """A norm applied to each head; `weight_HK` is float32 with one row for every head."""
 

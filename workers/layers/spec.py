@@ -19,6 +19,7 @@ from .block_indexer_spec import BlockIndexerSpec
 from .experts_spec import ExpertsSpec, GateLimit
 from .hyper_spec import HyperConnectionsSpec
 from .latent_spec import LatentSpec, RopeOrder
+from .norm_gate_spec import NormGateSpec
 from .rope import RopeSpec
 from .score_head_spec import ScoreHeadSpec
 from .shared_block import SharedBlock
@@ -175,7 +176,7 @@ class ModelSpec:
     they have no parameters. `norm_weight_offset` is added to every norm weight (Gemma stores weight - 1); if
     `final_norm_offset` is not None, it replaces this for the final norm. The norms called `unit_norms` have no
     parameters. If `output_norm_eps` is not None, it is the epsilon of the norms of blocks' outputs. If
-    `has_embedding_norm`, the embeddings are normed.
+    `has_embedding_norm`, the embeddings are normed. With `norm_gate`, some norms have gates.
 
     If `has_gate`, the MLP computes down(activation(gate(x)) * up(x)), otherwise down(activation(up(x))). If
     `is_parallel`, attention and MLP of a layer read the same hidden states; the MLP shares the attention's norm if
@@ -251,6 +252,7 @@ class ModelSpec:
     unit_norms: tuple[str, ...] = ()
     output_norm_eps: float | None = None
     has_embedding_norm: bool = False
+    norm_gate: NormGateSpec | None = None
     is_parallel: bool = False
     qk_norm: Literal["head", "each head", "unit", "full"] | None = None
     qk_norm_bias: bool = False

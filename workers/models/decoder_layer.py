@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..attention import AttentionBackend
-from ..layers.layers import LayerKernels, LayerNorm, Linear, RMSNorm
+from ..layers.layers import GatedNorm, LayerKernels, LayerNorm, Linear, RMSNorm
 from ..layers.parallel.shard import ModelShard
 from ..layers.rope import RotaryTables
 from ..layers.spec import LayerSpec, ModelSpec
@@ -46,6 +46,15 @@ def read_norm(
     """Return the norm called `name` over the hidden size. By default, its epsilon is the model's."""
     size, offset = spec.hidden_size, spec.norm_offset(name)
     eps = spec.norm_eps if eps is None else eps
+    if spec.norm_gate is not None and spec.norm_gate.applies(name):
+        down, up = (
+            kernels.linear(weights.read_matrix(f"{name}.gate.{part}.weight", *shape))
+            for part, shape in (
+                ("down", (spec.norm_gate.rank, size)),
+                ("up", (size, spec.norm_gate.rank)),
+            )
+        )
+        return GatedNorm(weights.read_vector(f"{name}.weight", size), spec.norm_eps, down, up)
     if offset is None:
         weight_D = torch.ones(size, device=weights.device)
     else:

@@ -388,6 +388,25 @@ WITH_EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
         | GROUPS
         | {"index_topk": 20, "index_head_dim": 16, "index_n_heads": 8, "rope_parameters": LONG},
     ),
+    "axk2": (
+        "AXK2",
+        LATENT
+        | {
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "index_topk": 20,
+            "index_head_dim": 16,
+            "index_n_heads": 16,
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "gated_norm_rank": 5,
+            "rope_parameters": LONG,
+        },
+    ),
+    "axk2-groups": (
+        "AXK2",
+        LATENT | EXPERTS | GROUPS | {"index_topk": 20, "index_head_dim": 16, "index_n_heads": 16},
+    ),
     "glm5": (
         "GlmMoeDsa",
         LATENT

@@ -354,6 +354,7 @@ def test_layers_that_share_keys_or_differ_in_their_heads_can_be_split(
     checkpoints = {}
     models = {name: (f"{family}Text", family, sizes) for name, (family, sizes) in SHARING.items()}
     models["glm5"] = ("GlmMoeDsa", "GlmMoeDsa", INDEXED)
+    models["axk2"] = ("AXK2", "AXK2", INDEXED | {"mlp_layer_types": ["dense", *["sparse"] * 4]})
     # Stages pass several hidden states of each token on.
     models["hy4"] = ("HYV4", "HYV4", INDEXED | {"hc_mult": 3})
     models["mimo-v2"] = ("MiMoV2Flash", "MiMoV2Flash", SMALL_VALUES)

@@ -38,6 +38,8 @@ NUM_TOKENS = 60
 NATIVE = [
     "apertus",
     "arcee",
+    "axk2",
+    "axk2-groups",
     "bamba",
     "biogpt",
     "bitnet",

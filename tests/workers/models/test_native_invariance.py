@@ -13,7 +13,8 @@ torch.set_num_threads(1)
 
 
 @pytest.mark.parametrize(
-    "name", ["gemma3n", "gemma4-moe", "gemma4-shared", "glm5", "hy4", "laguna", "minimax-m3"]
+    "name",
+    ["axk2", "gemma3n", "gemma4-moe", "gemma4-shared", "glm5", "hy4", "laguna", "minimax-m3"],
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
 def test_native_states_do_not_depend_on_the_batch(name, dtype, tmp_path):

@@ -66,6 +66,7 @@ OP_KINDS = (
     "repeat_streams",
     "mix_streams",
     "update_streams",
+    "norm_beside",
 )
 
 
@@ -86,7 +87,7 @@ class LatentShape(ctypes.Structure):
     """The sizes of latent attention; see `csrc/model/model.h`."""
 
     _fields_ = (
-        ("query_rank", c_int32),
+        ("query_inputs", c_int32),
         ("kv_rank", c_int32),
         ("plain_dim", c_int32),
         ("rotary_dim", c_int32),
@@ -274,6 +275,12 @@ class HyperConnection(ctypes.Structure):
     )
 
 
+class NormGate(ctypes.Structure):
+    """The gate of a norm; see `csrc/model/model.h`."""
+
+    _fields_ = (("rank", c_int32), ("down", c_void_p), ("up", c_void_p))
+
+
 class ChoiceRule(ctypes.Structure):
     """The keys that an indexer chooses; see `csrc/model/model.h`."""
 
@@ -319,6 +326,7 @@ class Op(ctypes.Structure):
         ("adapters", c_void_p),
         ("altup", c_void_p),
         ("hyper", c_void_p),
+        ("norm_gate", c_void_p),
     )
 
 
@@ -456,6 +464,7 @@ STRUCTS = (
     Adapter,
     AltUp,
     HyperConnection,
+    NormGate,
     ChoiceRule,
     Op,
     StepGroup,

@@ -9,23 +9,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...layers.latent_spec import LatentSpec
 from ...layers.layers import HeadLayerNorm
 from ...layers.rope import RopeSpec
 from ...layers.spec import Chunk, LayerSpec, ModelSpec, NormNames, QueryScaling, Window
 from ...models.attention import distance_buckets, head_norm, qkv_rows, read_distance_biases
 from ...models.cross_attention import cross_rows
 from ...models.indexers.blocks import block_index_rows
-from ...models.indexers.keys import index_order, index_query_rows, index_rows
-from ...models.latent.attention import first_rows, gate_rows, query_rows
 from ..abi.structs import AttentionLayer, ChoiceRule
-from ..head_matrices import read_head_matrices
 from ..library import NotSupportedNatively
 from ..packing import GROUP_SIZE, ActivationKind, PackedWeight
 from ..program import Floats
 from .altup import AltUpRecorder
 from .blocks import BLOCK, PART, QKV, BlockRecorder
-from .model_shape import attended_dim
 
 _LOG2_E = np.float32(np.log2(np.e))
 """log2(e): native softmaxes use base 2."""
@@ -123,7 +118,7 @@ class AttentionRecorder:
         inputs, biases = self._blocks.packed_rows(
             [*rows, *of_index], spec.qkv_bias, layer.input_size
         )
-        output = self._attention_output(spec, prefix, spec.output_dim)
+        output = attention_output(self._blocks, spec, prefix, spec.output_dim)
         columns = len(shard.heads(spec)) // len(shard.kv_heads(spec)) * spec.output_dim
         if output.activation_kind == ActivationKind.INT8 and columns % GROUP_SIZE:
             raise NotSupportedNatively(
@@ -149,7 +144,7 @@ class AttentionRecorder:
             "layer": index,
             "group": layer.kv_cache_group,
             "attention": AttentionLayer(
-                spec.attention_scale, spec.attention_softcap or 0.0, _window_size(layer.window)
+                spec.attention_scale, spec.attention_softcap or 0.0, window_size(layer.window)
             ),
             "num_heads": len(shard.heads(spec)),
             "num_kv_heads": len(shard.kv_heads(spec)),
@@ -179,7 +174,7 @@ class AttentionRecorder:
             norms_values=spec.has_value_norm,
             qk_norm=qk_norm,
             rotates_before_norm=spec.rotates_before_norm,
-            vectors=[*head_norms, _scaling(layer.query_scaling)],
+            vectors=[*head_norms, scaling_array(layer.query_scaling)],
             **attention,
         )
         if indexer is not None:
@@ -190,7 +185,7 @@ class AttentionRecorder:
             "attention",
             is_sparse=indexer is not None,
             activation_kind=ActivationKind.F32 if spec.has_inner_norms else output.activation_kind,
-            vectors=[self._sinks(prefix, layer), self._distance_biases],
+            vectors=[read_sinks(self._blocks, prefix, layer), self._distance_biases],
             num_columns=self._max_distance,
             first_column=gates * spec.head_dim if spec.gates_attention else 0,
             output_dim=spec.output_dim,
@@ -217,7 +212,7 @@ class AttentionRecorder:
         spec = self._spec
         query_rows, _ = cross_rows(spec, f"{prefix}cross_attn.", self._shard)
         queries, biases = self._blocks.packed_rows([query_rows], spec.qkv_bias)
-        output = self._attention_output(spec, prefix, spec.head_dim, "cross_attn")
+        output = attention_output(self._blocks, spec, prefix, spec.head_dim, "cross_attn")
         self._blocks.add_projection(prefix, norms.cross_input, queries, biases)
         attention: dict[str, Any] = {
             "layer": index,
@@ -270,132 +265,6 @@ class AttentionRecorder:
             num_stored=2,
         )
 
-    def record_latent(
-        self, index: int, prefix: str, layer: LayerSpec, norms: NormNames, latent: LatentSpec
-    ) -> None:
-        """Record the latent attention of a layer. `index` is the index of its KV cache."""
-        spec, program, heads = self._spec, self._program, self._shard.heads(self._spec)
-        name = f"{prefix}self_attn."
-        first, keys = first_rows(spec, latent, name, heads)
-        indexer = latent.indexer if layer.chooses_keys else None
-        of_index = [] if indexer is None else index_rows(latent, indexer, name)
-        gates = [gate_rows(spec, latent, name, heads)] if spec.gates_attention else []
-        inputs, biases = self._blocks.packed_rows([keys, *of_index, first, *gates], spec.qkv_bias)
-        key_matrices, value_matrices = read_head_matrices(spec, latent, self._weights, name, heads)
-        output = self._attention_output(spec, prefix, latent.value_dim)
-        unit = {ActivationKind.INT8: GROUP_SIZE, ActivationKind.BF16: 2}
-        if latent.value_dim % unit.get(output.activation_kind, 1):
-            raise NotSupportedNatively(
-                f"{latent.value_dim} value elements per head are not a multiple of "
-                f"{unit[output.activation_kind]}"
-            )
-        key_dim = attended_dim(spec)
-        if latent.indexer is None and not gates:
-            self._blocks.add_projection(prefix, norms.attention_input, inputs, biases)
-        else:
-            # The elements of the index key follow those of the key, even in layers without an indexer.
-            places = [0, key_dim, self._index_offset(latent), spec.head_dim]
-            if indexer is None:
-                places = [places[0], places[-1]]
-            if gates:
-                places.append(self._gate_offset(latent))
-            kind = None
-            for part, bias, place in zip(inputs, biases, places, strict=True):
-                kind = self._blocks.add_projection(
-                    prefix, norms.attention_input, [part], [bias], kind, place
-                )
-        if latent.query_rank is not None:
-            columns = range(spec.head_dim, spec.head_dim + latent.query_rank)
-            norm: Floats | None = self._weights.vector(
-                f"{name}q_a_layernorm.weight", latent.query_rank
-            )
-            products = [(query_rows(spec, latent, name, heads), spec.head_dim)]
-            if indexer is not None:
-                # The queries overwrite the inputs of both products, so compute them last.
-                column = self._index_offset(latent) + indexer.num_heads
-                products.insert(0, (index_query_rows(latent, indexer, name), column))
-            packed = self._weights.packed_together(
-                [rows for rows, _ in products], latent.query_rank
-            )
-            for weight, (_, column) in zip(packed, products, strict=True):
-                self._blocks.add_second_product(columns, weight, column, norm, latent.norm_eps)
-                norm = None
-        program.add_op(
-            "latent_queries",
-            input_kind=key_matrices.activation_kind.for_whole_rows,
-            heads=key_matrices,
-        )
-        attention: dict[str, Any] = {
-            "layer": index,
-            "group": layer.kv_cache_group,
-            "attention": AttentionLayer(
-                spec.attention_scale, spec.attention_softcap or 0.0, _window_size(layer.window)
-            ),
-            "num_heads": len(heads),
-            "num_kv_heads": 1,
-            "head_dim": key_dim,
-        }
-        norm = self._weights.vector(f"{name}kv_a_layernorm.weight", latent.kv_rank)
-        index_norm = None
-        if indexer is not None:
-            order = index_order(latent, indexer).numpy()
-            index_norm = np.concatenate(
-                [
-                    self._weights.vector(f"{name}indexer.k_norm.{each}", indexer.head_dim)[order]
-                    for each in ("weight", "bias")
-                ]
-            )
-        program.add_op(
-            "rotate_store",
-            rope=-1 if layer.rope is None else self._ropes[layer.rope],
-            num_stored=1,
-            vectors=[norm, index_norm, _scaling(layer.query_scaling)],
-            eps=latent.norm_eps,
-            **attention,
-        )
-        if indexer is not None:
-            program.add_op("choose_keys", choice=ChoiceRule(indexer.num_chosen, 1, 0), **attention)
-        program.add_op(
-            "attention",
-            activation_kind=ActivationKind.F32,
-            vectors=[self._sinks(prefix, layer)],
-            is_sparse=latent.indexer is not None,
-            **attention,
-        )
-        program.add_op(
-            "latent_values",
-            input_kind=value_matrices.activation_kind.for_whole_rows,
-            activation_kind=output.activation_kind,
-            heads=value_matrices,
-        )
-        bias = None
-        if spec.attention_output_bias:
-            bias = self._weights.vector(f"{name}o_proj.bias", spec.hidden_size)
-        self._blocks.add_block(
-            prefix, output, bias, norms.attention_output, spec.attention_multiplier, source=0
-        )
-
-    def _sinks(self, prefix: str, layer: LayerSpec) -> Floats | None:
-        """Return the additional score of each of this rank's heads, or None if the layer has none."""
-        if not (self._spec.has_sinks and layer.has_sinks):
-            return None
-        heads = self._shard.heads(self._spec)
-        name = f"{prefix}self_attn.sinks"
-        return self._weights.vector(name, self._spec.num_heads, heads) * _LOG2_E
-
-    def _index_offset(self, latent: LatentSpec) -> int:
-        """Return the column of the indexer's head weights in the projection; see `ModelShape` in csrc/model/model.h."""
-        num_heads = len(self._shard.heads(self._spec))
-        queries = num_heads * (latent.plain_dim + latent.rotary_dim)
-        products = self._spec.head_dim + max(latent.query_rank or 0, queries)
-        return products + num_heads * attended_dim(self._spec)
-
-    def _gate_offset(self, latent: LatentSpec) -> int:
-        """Return the column of the gates in the projection of latent attention."""
-        index = latent.indexer
-        size = 0 if index is None else index.num_heads * (1 + index.head_dim)
-        return self._index_offset(latent) + size
-
     def _read_distance_biases(self) -> Floats | None:
         """Return the array for `DistanceBiases` in csrc/attention/attention.h, or None without such biases."""
         spec, heads = self._spec, self._shard.heads(self._spec)
@@ -410,19 +279,6 @@ class AttentionRecorder:
             biases_BH = read_distance_biases(spec, self._weights)[:, heads.start : heads.stop]
             biases_HE = biases_BH.T[:, distance_buckets(distances_E, spec)]
         return np.ascontiguousarray(biases_HE.numpy() * _LOG2_E)
-
-    def _attention_output(
-        self, spec: ModelSpec, prefix: str, head_size: int, module: str = "self_attn"
-    ) -> PackedWeight:
-        """Return this rank's part of the output projection, which reads `head_size` elements per head."""
-        num_heads = spec.num_heads
-        shares = [
-            range(heads.start * head_size, heads.stop * head_size)
-            for heads in self._shard.tensor_parallel.parts(num_heads)
-        ]
-        return self._blocks.output_projection(
-            f"{prefix}{module}.o_proj.weight", num_heads * head_size, shares
-        )
 
     def _head_norms(
         self, spec: ModelSpec, prefix: str, layer: LayerSpec
@@ -460,14 +316,37 @@ class AttentionRecorder:
         ]
 
 
-def _window_size(window: Window | None) -> int:
+def attention_output(
+    blocks: BlockRecorder, spec: ModelSpec, prefix: str, head_size: int, module: str = "self_attn"
+) -> PackedWeight:
+    """Return this rank's part of the output projection, which reads `head_size` elements per head."""
+    num_heads = spec.num_heads
+    shares = [
+        range(heads.start * head_size, heads.stop * head_size)
+        for heads in blocks.shard.tensor_parallel.parts(num_heads)
+    ]
+    return blocks.output_projection(
+        f"{prefix}{module}.o_proj.weight", num_heads * head_size, shares
+    )
+
+
+def read_sinks(blocks: BlockRecorder, prefix: str, layer: LayerSpec) -> Floats | None:
+    """Return the additional score of each of this rank's heads, or None if the layer has none."""
+    spec = blocks.spec
+    if not (spec.has_sinks and layer.has_sinks):
+        return None
+    heads = blocks.shard.heads(spec)
+    return blocks.weights.vector(f"{prefix}self_attn.sinks", spec.num_heads, heads) * _LOG2_E
+
+
+def window_size(window: Window | None) -> int:
     """Return the window as native attention expects it: a negative number for chunks."""
     if isinstance(window, Chunk):
         return -window.size
     return window or 0
 
 
-def _scaling(scaling: QueryScaling | None) -> Floats | None:
+def scaling_array(scaling: QueryScaling | None) -> Floats | None:
     """Return the array for `QueryScaling` in csrc/model/model.h."""
     if scaling is None:
         return None

@@ -12,6 +12,7 @@ from ...layers.experts_spec import GateLimit
 from ...layers.parallel.shard import ModelShard
 from ...layers.spec import ModelSpec
 from ...models.weights import Rows
+from ..abi import structs
 from ..abi.structs import MAX_PARTS
 from ..experts import native_limit
 from ..library import NotSupportedNatively
@@ -33,6 +34,17 @@ class MLP:
     down_bias: Floats | None
 
 
+class NativeNormGate(structs.NormGate):
+    """The gate of a norm, as a struct whose address is passed to native code.
+
+    It keeps the arrays that it points to alive.
+    """
+
+    def __init__(self, down_RD: Floats, up_DR: Floats) -> None:
+        self._arrays = [np.ascontiguousarray(each) for each in (down_RD, up_DR.T)]
+        super().__init__(len(down_RD), *(array.ctypes.data for array in self._arrays))
+
+
 class BlockRecorder:
     """Records products that read the residual stream, and the end of a block, together with their weights."""
 
@@ -48,6 +60,7 @@ class BlockRecorder:
         self.shard = shard
         self.weights = weights
         self.is_alone = shard.tensor_parallel.size == 1
+        self._norm_gates: dict[str, NativeNormGate] = {}
 
     def add_projection(
         self,
@@ -234,7 +247,8 @@ class BlockRecorder:
             self.program.add_op("quantize_inputs", activation_kind=kind, num_columns=input_size)
             return kind
         vectors = [None] if norm is None else self.hidden_norm(f"{prefix}{norm}")
-        self.program.add_op(input_op, activation_kind=kind, vectors=vectors)
+        gate = None if norm is None else self._norm_gate(f"{prefix}{norm}")
+        self.program.add_op(input_op, activation_kind=kind, vectors=vectors, norm_gate=gate)
         return kind
 
     def add_block(
@@ -316,6 +330,18 @@ class BlockRecorder:
         if spec.norm_kind == "layer" and spec.norm_bias:
             bias_D = self.weights.vector(f"{name}.bias", spec.hidden_size)
         return [self.norm(name, spec.hidden_size), bias_D]
+
+    def _norm_gate(self, name: str) -> NativeNormGate | None:
+        """Return the gate of a norm of the hidden size, or None if it has none."""
+        gate = self.spec.norm_gate
+        if gate is None or not gate.applies(name):
+            return None
+        if name not in self._norm_gates:
+            size = self.spec.hidden_size
+            down = self.weights.read_float32(f"{name}.gate.down.weight", gate.rank, size)
+            up = self.weights.read_float32(f"{name}.gate.up.weight", size, gate.rank)
+            self._norm_gates[name] = NativeNormGate(down.numpy(), up.numpy())
+        return self._norm_gates[name]
 
     def norm(self, name: str, size: int) -> Floats:
         """Return the weight of a norm over `size` elements, with the model's offset added."""

@@ -154,7 +154,7 @@ def _latent_shape(spec: ModelSpec) -> LatentShape:
         return LatentShape()
     indexer = latent.indexer
     return LatentShape(
-        latent.query_rank or 0,
+        latent.query_inputs,
         latent.kv_rank,
         latent.plain_dim,
         latent.rotary_dim,

@@ -22,6 +22,7 @@ from .attention import AttentionRecorder
 from .blocks import RESIDUAL, BlockRecorder
 from .experts import record_experts, record_experts_beside
 from .hyper_connections import HyperRecorder
+from .latent import LatentRecorder
 from .layer_inputs import LayerInputsRecorder
 from .mixers import record_mixer
 from .shared_blocks import SharedBlockRecorder
@@ -76,6 +77,7 @@ class Recorder:
         if spec.per_layer_inputs is not None:
             self._layer_inputs = LayerInputsRecorder(self._blocks, spec.per_layer_inputs)
         self._attention = AttentionRecorder(self._blocks, self._ropes, max_model_len, self._altup)
+        self._latent = LatentRecorder(self._blocks, self._ropes)
         self._shared = SharedBlockRecorder(self._blocks, self._attention)
 
     def record(self) -> None:
@@ -224,7 +226,7 @@ class Recorder:
                 self._blocks, index + layer.attends, prefix, layer, layer.recurrent, norms
             )
         if layer.attends and self._spec.latent is not None:
-            self._attention.record_latent(index, prefix, layer, norms, self._spec.latent)
+            self._latent.record(index, prefix, layer, norms, self._spec.latent)
         elif layer.attends:
             self._attention.record(index, prefix, layer, norms, kind)
 

@@ -11,6 +11,7 @@ from ....protocol.checkpoint.config_fields import ConfigFields
 from ...layers.experts_spec import GateLimit
 from ...layers.hyper_spec import HyperConnectionsSpec
 from ...layers.latent_spec import IndexerSpec, LatentSpec
+from ...layers.norm_gate_spec import NormGateSpec
 from ...layers.read_rope import read_rope
 from ...layers.spec import LayerSpec, ModelSpec
 from .common import Family, attention_biases, base_spec, uniform_layers, with_limits
@@ -162,6 +163,40 @@ def _hy4(fields: ConfigFields) -> ModelSpec:
             (r"\.learnable_sink_param$", ".sinks"),
             (r"\.linear_gate\.", ".gate_proj."),
             (r"^(model\.)?mtp_layers\..*", ""),
+        ),
+    )
+
+
+def _axk2(fields: ConfigFields) -> ModelSpec:
+    interval, first = fields.integer("moe_layer_freq", 1), first_dense(fields, 1)
+    count = fields.layer_count("num_hidden_layers")
+    fields = fields.with_values({"indexer_types": ["full"] * count, "rope_interleave": True})
+    if fields.get("mlp_layer_types") is None:
+        kinds = ["sparse" if first(i) and i % interval == 0 else "dense" for i in range(count)]
+        fields = fields.with_values({"mlp_layer_types": kinds})
+    spec = _sparse_latent(fields.with_defaults(index_n_heads=16))
+    assert spec.latent is not None
+    # Only norms before experts have gates, and they have another name here.
+    gated = replace(spec.norms, mlp_input="post_attention_gatednorm")
+    layers = tuple(
+        replace(layer, norms=gated) if layer.experts is not None else layer for layer in spec.layers
+    )
+    module = r"\.(input_layer|post_attention_gated)norm\."
+    return replace(
+        spec,
+        layers=layers,
+        latent=replace(spec.latent, joins_query_vectors=True),
+        gates_attention=True,
+        norm_gate=NormGateSpec(
+            ("input_layernorm", "post_attention_gatednorm"), fields.integer("gated_norm_rank", 16)
+        ),
+        tensor_names=(
+            *spec.tensor_names,
+            (r"\.post_attention_layernorm\.(\w+\.\w)", r".post_attention_gatednorm.\1"),
+            (rf"{module}norm\.", r".\1norm."),
+            (rf"{module}(W_down|mlp\.fc1)\.", r".\1norm.gate.down."),
+            (rf"{module}(W_up|mlp\.fc2)\.", r".\1norm.gate.up."),
+            (r"\.q_gate_proj\.", ".q_b_proj."),
         ),
     )
 
@@ -333,6 +368,7 @@ def _longcat(fields: ConfigFields) -> ModelSpec:
 
 FAMILIES = (
     Family("AXK1ForCausalLM", "axk1", _axk1),
+    Family("AXK2ForCausalLM", "axk2", _axk2),
     Family("DeepseekV2ForCausalLM", "deepseek_v2", _deepseek_v2),
     Family("DeepseekV3ForCausalLM", "deepseek_v3", _deepseek_v3),
     Family("DeepseekV32ForCausalLM", "deepseek_v32", _sparse_latent),

@@ -55,16 +55,25 @@ class LatentAttention:
         self._query_norm: RMSNorm | None = None
         self._queries: Linear | None = None
         rows = first_rows(spec, latent, prefix, heads)
+        gates = [gate_rows(spec, latent, prefix, heads)] if spec.gates_attention else []
         queries = [query_rows(spec, latent, prefix, heads)]
         self._indexer: Indexer | None = None
+        self._index_queries: Linear | None = None
         if latent.indexer is not None and layer.chooses_keys:
             self._indexer = Indexer(latent, latent.indexer, weights, prefix)
             rows += self._indexer.first_rows
-            queries.append(self._indexer.query_rows)
-        if spec.gates_attention:
-            rows.append(gate_rows(spec, latent, prefix, heads))
+            if not latent.joins_query_vectors:
+                queries.append(self._indexer.query_rows)
+            elif latent.query_rank is not None:
+                self._index_queries = kernels.linear(
+                    weights.read_matrix_rows([self._indexer.query_rows], latent.query_rank)
+                )
+        if latent.joins_query_vectors:
+            queries += gates
+        else:
+            rows += gates
         if latent.query_rank is not None:
-            self._queries = kernels.linear(weights.read_matrix_rows(queries, latent.query_rank))
+            self._queries = kernels.linear(weights.read_matrix_rows(queries, latent.query_inputs))
             self._query_norm = RMSNorm(
                 weights.read_vector(f"{prefix}q_a_layernorm.weight", latent.query_rank),
                 latent.norm_eps,
@@ -76,8 +85,8 @@ class LatentAttention:
         self._sizes = [len(rows[0].part), latent.kv_rank, latent.rotary_dim]
         if self._indexer is not None:
             self._sizes += self._indexer.sizes
-        self._is_gated = spec.gates_attention
-        if self._is_gated:
+        self._has_first_gates = bool(gates) and not latent.joins_query_vectors
+        if self._has_first_gates:
             self._sizes.append(len(rows[-1].part))
         self._key_norm = RMSNorm(
             weights.read_vector(f"{prefix}kv_a_layernorm.weight", latent.kv_rank)
@@ -113,11 +122,18 @@ class LatentAttention:
         """Return the attention output [T, D] of a layer."""
         latent = self._latent
         q, c_TC, k_TR, *others = self.qkv(x).split(self._sizes, -1)
-        gate_TG = others.pop() if self._is_gated else None
-        if self._queries is not None and self._query_norm is not None:
-            q = self._queries(self._query_norm(q))
+        gate_TG = others.pop() if self._has_first_gates else None
+        normed = q if self._query_norm is None else self._query_norm(q)
+        if latent.joins_query_vectors:
+            normed_and_raw = torch.cat((normed, q), -1)
+        if self._queries is not None:
+            q = self._queries(normed_and_raw if latent.joins_query_vectors else normed)
         num_elements = self._num_heads * (latent.plain_dim + latent.rotary_dim)
         q, index_queries_TF = q[:, :num_elements], q[:, num_elements:]
+        if latent.joins_query_vectors:
+            gate_TG = index_queries_TF
+        if self._index_queries is not None:
+            index_queries_TF = self._index_queries(normed)
         q_THP, q_THR = q.unflatten(-1, (self._num_heads, -1)).split(
             (latent.plain_dim, latent.rotary_dim), -1
         )
@@ -157,6 +173,9 @@ def gates_of_head(spec: ModelSpec, latent: LatentSpec) -> int:
 def gate_rows(spec: ModelSpec, latent: LatentSpec, prefix: str, heads: range) -> Rows:
     """Return the rows of the projection to the gates of these heads."""
     size = gates_of_head(spec, latent)
+    if latent.joins_query_vectors:
+        query_size = latent.plain_dim + latent.rotary_dim
+        return _joined_rows(spec, latent, prefix, heads, query_size + torch.arange(size))
     part = range(heads.start * size, heads.stop * size)
     return Rows(f"{prefix}gate_proj", spec.num_heads * size, part, has_bias=False)
 
@@ -217,10 +236,22 @@ def query_rows(spec: ModelSpec, latent: LatentSpec, prefix: str, heads: range) -
     order_R = rotary_order(spec.rope_order, latent.rotary_dim)
     size = latent.plain_dim + latent.rotary_dim
     order_Q = torch.cat((torch.arange(latent.plain_dim), latent.plain_dim + order_R))
+    if latent.joins_query_vectors:
+        return _joined_rows(spec, latent, prefix, heads, order_Q)
     rows_HQ = torch.arange(len(heads) * size).view(len(heads), size)[:, order_Q]
     name = "q_proj" if latent.query_rank is None else "q_b_proj"
     part = range(heads.start * size, heads.stop * size)
     return Rows(f"{prefix}{name}", spec.num_heads * size, part, rows_HQ.flatten(), has_bias=False)
+
+
+def _joined_rows(
+    spec: ModelSpec, latent: LatentSpec, prefix: str, heads: range, order_X: Tensor
+) -> Rows:
+    """Return the rows `order_X` of each of these heads in the matrix of queries and gates."""
+    size = latent.plain_dim + latent.rotary_dim + gates_of_head(spec, latent)
+    rows_HX = torch.arange(len(heads) * size).view(len(heads), size)[:, order_X]
+    part = range(heads.start * size, heads.stop * size)
+    return Rows(f"{prefix}q_b_proj", spec.num_heads * size, part, rows_HX.flatten(), has_bias=False)
 
 
 def _multiply_heads(x_THI: Tensor, weight_HIO: Tensor) -> Tensor:

@@ -18,8 +18,8 @@ enum class NormKind : int32_t { rms = 0, layer = 1 };
 // computed, then `rotary_dim` rotated ones. A head's query has `plain_dim` and `rotary_dim` elements, its value
 // `value_dim`.
 struct LatentShape {
-  int32_t query_rank;  // the size of the vector from which queries are computed; 0 if they come from hidden states
-  int32_t kv_rank;     // 0 without latent attention
+  int32_t query_inputs;  // the number of elements from which queries are computed; 0 if they come from hidden states
+  int32_t kv_rank;       // 0 without latent attention
   int32_t plain_dim, rotary_dim, value_dim;
   int32_t index_heads;  // the heads of an indexer, which chooses keys by index keys; 0 without one
   int32_t gate_dim;     // the number of gates of a head: one for all of its value, one for each element, or 0
@@ -59,7 +59,7 @@ struct ModelShape {
   int streams_size() const { return num_streams * hidden_size; }
   // The offset of a token's queries, and of their products, within its projection in latent attention.
   int query_offset() const { return head_dim + index_dim; }
-  int product_offset() const { return query_offset() + std::max(latent.query_rank, num_heads * latent.query_dim()); }
+  int product_offset() const { return query_offset() + std::max(latent.query_inputs, num_heads * latent.query_dim()); }
   int index_offset() const { return product_offset() + num_heads * head_dim; }
   int gate_offset() const { return index_offset() + latent.index_heads * (1 + index_dim); }
 };
@@ -71,7 +71,7 @@ enum class OpKind : int32_t {
                      // parts[1] at its position if there is one, + row 0 of parts[2] if there is one; fills the rotary
                      // tables. With several ranks: part = the token's row if this rank has it, else 0; residual = the
                      // rest
-  quantize = 1,      // activations[0] = residual, normed if there is a norm
+  quantize = 1,      // activations[0] = residual, normed if there is a norm, times the norm's gate if it has one
   linear = 2,        // target = activations[source] * parts + vectors
   gated_linear = 3,  // activations[1] = activation(scale * gate) * up; parts and vectors are those of gate and up, or
                      // only of the gate. With vectors[2], a Xielu, that is the activation
@@ -101,6 +101,8 @@ enum class OpKind : int32_t {
   // For products in the projection:
   quantize_columns = 18,  // activations[0] = `num_columns` of the projection from `first_column` on, normed by
                           // vectors[0] if there is a norm
+  norm_beside = 53,       // copies `num_columns` of the projection from `first_column` on to the columns behind them,
+                          // then norms the first ones by vectors[0]
   // In latent attention:
   latent_queries = 19,  // each head's plain query times its matrix in `heads`
   latent_values = 20,   // activations[0] = each head's part of activations[1] times its matrix in `heads`, times gates
@@ -293,6 +295,13 @@ struct HyperConnection {
   const float* scale;   // [num_factors]
 };
 
+// The gate of a norm: the normed row x of D elements is multiplied by the sigmoid of up * silu(down * x).
+struct NormGate {
+  int32_t rank;
+  const float* down;  // [rank, D]
+  const float* up;    // [rank, D], transposed
+};
+
 struct Op {
   OpKind kind;
   ActivationKind input_kind;       // the kind of the activations that it reads
@@ -325,6 +334,7 @@ struct Op {
   const Adapter* adapters;    // the adapters by number, or null
   const AltUp* altup;
   const HyperConnection* hyper;
+  const NormGate* norm_gate;
 };
 
 struct Model {

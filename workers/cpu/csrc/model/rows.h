@@ -15,7 +15,7 @@ class Rows {
       : hidden_size_(shape.hidden_size),
         qkv_size_(std::max(shape.latent_size(), shape.projection_size)),
         router_size_(shape.router_size),
-        widest_(std::max({shape.hidden_size, shape.intermediate_size, shape.mixed_size, shape.latent.query_rank,
+        widest_(std::max({shape.hidden_size, shape.intermediate_size, shape.mixed_size, shape.latent.query_inputs,
                           shape.num_heads * std::max(shape.attended_dim(shape.head_dim), shape.latent.value_dim)})),
         streams_size_(shape.streams_size()),
         keeps_block_(shape.keeps_block) {}

@@ -52,7 +52,8 @@ Program::Program(const ModelShape& shape)
 void Program::add(const Op& op) {
   model_.ops.push_back(op);
   row_tiles_.push_back(0);
-  const size_t low_rank_size = size_t(op.num_parts) * op.adapter_rank;
+  const size_t gate_rank = op.norm_gate ? op.norm_gate->rank : 0;
+  const size_t low_rank_size = std::max(size_t(op.num_parts) * op.adapter_rank, gate_rank);
   rows_.widen_low_rank(low_rank_size);
   for (std::unique_ptr<Scratch>& scratch : scratch_) scratch->rows.widen_low_rank(low_rank_size);
   products_.add_op();
@@ -225,6 +226,8 @@ int Program::begin_op(const Op& op) {
     case OpKind::convolve:
     case OpKind::scan:
       return mixers_.begin(op, rows_);
+    case OpKind::quantize:
+      return share_rows(op, model_.shape.hidden_size * (1 + (op.norm_gate ? op.norm_gate->rank : 0)));
     case OpKind::share_squares:
       return share_rows(op, model_.shape.mixed_size);
     case OpKind::gate_mixed:

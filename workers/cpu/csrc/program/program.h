@@ -82,6 +82,8 @@ class Program final : private Phases {
   void embed(const Op& op, int row);
   void unpack_token(const Op& op, int row, int index, float* out);
   void place(const Op& op, const Rows& rows, int row);
+  // Multiplies a normed row by its gate.
+  void gate_norm(const NormGate& gate, const Rows& rows, int row) const;
   void clamp(const Op& op, const Rows& rows, int row);
   void write_hidden(const Op& op, const Rows& rows, int row);
 

@@ -10,6 +10,8 @@ namespace {
 // With fewer elements in all rows than this, sharing them takes longer than computing them.
 constexpr int kNotWorthSharing = 6144;
 
+constexpr int kGatedColumns = 256;
+
 }  // namespace
 
 // Returns the number of tiles, or 0 after computing all rows in this thread.
@@ -43,6 +45,7 @@ void Program::run_row(const Op& op, const Rows& rows, int row) {
       if (op.vectors[0]) {
         model_.norm(op, x, rows.normed(row));
         x = rows.normed(row);
+        if (op.norm_gate) gate_norm(*op.norm_gate, rows, row);
       }
       const size_t row_bytes = activation_row_bytes(op.activation_kind, hidden_size);
       return quantize_rows(op.activation_kind, x, hidden_size, 1, hidden_size, rows.activations(0, row, row_bytes));
@@ -53,6 +56,11 @@ void Program::run_row(const Op& op, const Rows& rows, int row) {
       if (op.vectors[0]) kernels.rms_norm(x, op.vectors[0], op.eps, size, x);
       const size_t row_bytes = activation_row_bytes(op.activation_kind, size);
       return quantize_rows(op.activation_kind, x, size, 1, size, rows.activations(0, row, row_bytes));
+    }
+    case OpKind::norm_beside: {
+      float* x = rows.qkv(row) + op.first_column;
+      std::copy_n(x, op.num_columns, x + op.num_columns);
+      return kernels.rms_norm(x, op.vectors[0], op.eps, op.num_columns, x);
     }
     case OpKind::norm_activations: {
       const int size = op.num_columns;
@@ -147,6 +155,23 @@ void Program::run_row(const Op& op, const Rows& rows, int row) {
       return kernels.add_scaled(rows.residual(row), rows.block(row), op.scale, hidden_size);
     default:
       return write_hidden(op, rows, row);
+  }
+}
+
+// Gates are computed for a few columns at a time, so that they need no memory of the row.
+void Program::gate_norm(const NormGate& gate, const Rows& rows, int row) const {
+  const RowKernels& kernels = model_.rows;
+  const int hidden_size = model_.shape.hidden_size;
+  float *const x = rows.normed(row), *const low = rows.low_rank(0, row, gate.rank);
+  for (int i = 0; i < gate.rank; i++) low[i] = kernels.dot(x, gate.down + size_t(i) * hidden_size, hidden_size);
+  kernels.gate(Activation::silu, low, nullptr, gate.rank, low);
+  float logits[kGatedColumns];
+  for (int first = 0; first < hidden_size; first += kGatedColumns) {
+    const int count = std::min(hidden_size - first, kGatedColumns);
+    std::fill_n(logits, count, 0.0f);
+    for (int i = 0; i < gate.rank; i++)
+      kernels.add_scaled(logits, gate.up + size_t(i) * hidden_size + first, low[i], count);
+    kernels.gate(Activation::sigmoid, logits, x + first, count, x + first);
   }
 }
 

@@ -1,0 +1,172 @@
+"""Record latent attention in a native program."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ...layers.latent_spec import IndexerSpec, LatentSpec
+from ...layers.rope import RopeSpec
+from ...layers.spec import LayerSpec, NormNames
+from ...models.indexers.keys import index_order, index_query_rows, index_rows
+from ...models.latent.attention import first_rows, gate_rows, query_rows
+from ..abi.structs import AttentionLayer, ChoiceRule
+from ..head_matrices import read_head_matrices
+from ..library import NotSupportedNatively
+from ..packing import GROUP_SIZE, ActivationKind
+from ..program import Floats
+from .attention import attention_output, read_sinks, scaling_array, window_size
+from .blocks import BlockRecorder
+from .model_shape import attended_dim
+
+
+class LatentRecorder:
+    """Records the latent attention of layers. `ropes` maps rotary embeddings to their indices in the program."""
+
+    def __init__(self, blocks: BlockRecorder, ropes: Mapping[RopeSpec, int]) -> None:
+        self._blocks = blocks
+        self._ropes = ropes
+        self._program, self._spec = blocks.program, blocks.spec
+        self._shard, self._weights = blocks.shard, blocks.weights
+
+    def record(
+        self, index: int, prefix: str, layer: LayerSpec, norms: NormNames, latent: LatentSpec
+    ) -> None:
+        """Record the latent attention of a layer. `index` is the index of its KV cache."""
+        spec, program, heads = self._spec, self._program, self._shard.heads(self._spec)
+        name = f"{prefix}self_attn."
+        first, keys = first_rows(spec, latent, name, heads)
+        indexer = latent.indexer if layer.chooses_keys else None
+        of_index = [] if indexer is None else index_rows(latent, indexer, name)
+        gates = []
+        if spec.gates_attention and not latent.joins_query_vectors:
+            gates.append(gate_rows(spec, latent, name, heads))
+        inputs, biases = self._blocks.packed_rows([keys, *of_index, first, *gates], spec.qkv_bias)
+        key_matrices, value_matrices = read_head_matrices(spec, latent, self._weights, name, heads)
+        output = attention_output(self._blocks, spec, prefix, latent.value_dim)
+        unit = {ActivationKind.INT8: GROUP_SIZE, ActivationKind.BF16: 2}
+        if latent.value_dim % unit.get(output.activation_kind, 1):
+            raise NotSupportedNatively(
+                f"{latent.value_dim} value elements per head are not a multiple of "
+                f"{unit[output.activation_kind]}"
+            )
+        key_dim = attended_dim(spec)
+        if latent.indexer is None and not gates:
+            self._blocks.add_projection(prefix, norms.attention_input, inputs, biases)
+        else:
+            # The elements of the index key follow those of the key, even in layers without an indexer.
+            places = [0, key_dim, self._index_offset(latent), spec.head_dim]
+            if indexer is None:
+                places = [places[0], places[-1]]
+            if gates:
+                places.append(self._gate_offset(latent))
+            kind = None
+            for part, bias, place in zip(inputs, biases, places, strict=True):
+                kind = self._blocks.add_projection(
+                    prefix, norms.attention_input, [part], [bias], kind, place
+                )
+        if latent.query_rank is not None:
+            self._record_queries(name, latent, latent.query_rank, indexer)
+        program.add_op(
+            "latent_queries",
+            input_kind=key_matrices.activation_kind.for_whole_rows,
+            heads=key_matrices,
+        )
+        attention: dict[str, Any] = {
+            "layer": index,
+            "group": layer.kv_cache_group,
+            "attention": AttentionLayer(
+                spec.attention_scale, spec.attention_softcap or 0.0, window_size(layer.window)
+            ),
+            "num_heads": len(heads),
+            "num_kv_heads": 1,
+            "head_dim": key_dim,
+        }
+        norm = self._weights.vector(f"{name}kv_a_layernorm.weight", latent.kv_rank)
+        index_norm = None
+        if indexer is not None:
+            order = index_order(latent, indexer).numpy()
+            index_norm = np.concatenate(
+                [
+                    self._weights.vector(f"{name}indexer.k_norm.{each}", indexer.head_dim)[order]
+                    for each in ("weight", "bias")
+                ]
+            )
+        program.add_op(
+            "rotate_store",
+            rope=-1 if layer.rope is None else self._ropes[layer.rope],
+            num_stored=1,
+            vectors=[norm, index_norm, scaling_array(layer.query_scaling)],
+            eps=latent.norm_eps,
+            **attention,
+        )
+        if indexer is not None:
+            program.add_op("choose_keys", choice=ChoiceRule(indexer.num_chosen, 1, 0), **attention)
+        program.add_op(
+            "attention",
+            activation_kind=ActivationKind.F32,
+            vectors=[read_sinks(self._blocks, prefix, layer)],
+            is_sparse=latent.indexer is not None,
+            **attention,
+        )
+        program.add_op(
+            "latent_values",
+            input_kind=value_matrices.activation_kind.for_whole_rows,
+            activation_kind=output.activation_kind,
+            heads=value_matrices,
+        )
+        bias = None
+        if spec.attention_output_bias:
+            bias = self._weights.vector(f"{name}o_proj.bias", spec.hidden_size)
+        self._blocks.add_block(
+            prefix, output, bias, norms.attention_output, spec.attention_multiplier, source=0
+        )
+
+    def _record_queries(
+        self, name: str, latent: LatentSpec, rank: int, indexer: IndexerSpec | None
+    ) -> None:
+        """Record the second products of queries, of an indexer's queries and of joined gates.
+
+        Queries overwrite the inputs of these products, so they come last.
+        """
+        spec, heads, first = self._spec, self._shard.heads(self._spec), self._spec.head_dim
+        vector, inputs = range(first, first + rank), range(first, first + latent.query_inputs)
+        products = [(query_rows(spec, latent, name, heads), first)]
+        of_index = []
+        if indexer is not None:
+            column = self._index_offset(latent) + indexer.num_heads
+            of_index.append((index_query_rows(latent, indexer, name), column))
+        norm: Floats | None = self._weights.vector(f"{name}q_a_layernorm.weight", rank)
+        if latent.joins_query_vectors:
+            self._program.add_op(
+                "norm_beside",
+                first_column=first,
+                num_columns=rank,
+                vectors=[norm],
+                eps=latent.norm_eps,
+            )
+            norm = None
+            products.insert(0, (gate_rows(spec, latent, name, heads), self._gate_offset(latent)))
+            groups = [(vector, of_index), (inputs, products)]
+        else:
+            groups = [(vector, of_index + products)]
+        for columns, group in groups:
+            packed = self._weights.packed_together([rows for rows, _ in group], len(columns))
+            for weight, (_, column) in zip(packed, group, strict=True):
+                self._blocks.add_second_product(columns, weight, column, norm, latent.norm_eps)
+                norm = None
+
+    def _index_offset(self, latent: LatentSpec) -> int:
+        """Return the column of the indexer's head weights in the projection; see `ModelShape` in csrc/model/model.h."""
+        num_heads = len(self._shard.heads(self._spec))
+        queries = num_heads * (latent.plain_dim + latent.rotary_dim)
+        products = self._spec.head_dim + max(latent.query_inputs, queries)
+        return products + num_heads * attended_dim(self._spec)
+
+    def _gate_offset(self, latent: LatentSpec) -> int:
+        """Return the column of the gates in the projection of latent attention."""
+        index = latent.indexer
+        size = 0 if index is None else index.num_heads * (1 + index.head_dim)
+        return self._index_offset(latent) + size
