@@ -36,9 +36,6 @@ def muse(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVi
     merge_size = vision.integer("merge_size", 2, maximum=16)
     if side % merge_size:
         raise vision.wrong("pos_emb_height", f"a multiple of merge_size {merge_size}", side)
-    merged = size * merge_size**2
-    if fields.integer("out_hidden_size", 6144) != merged:
-        raise fields.wrong("out_hidden_size", str(merged), fields.get("out_hidden_size"))
     activation = fields.text("projector_hidden_act", "gelu")
     if activation != "gelu":
         raise fields.wrong("projector_hidden_act", "gelu", activation)
