@@ -58,6 +58,7 @@ def read_recurrent_layer(fields: ConfigFields) -> RecurrentLayer | None:
             | "qwen3_5_moe_text"
             | "qwen3_next"
             | "olmo_hybrid"
+            | "lara_mini"
         ):
             _require_silu(fields)
             return _read_gated_delta_net(fields)
@@ -237,6 +238,8 @@ def _read_nemotron_h(fields: ConfigFields) -> Mamba2:
 def _read_gated_delta_net(fields: ConfigFields) -> GatedDeltaNet:
     if fields.text("model_type") == "olmo_hybrid":
         fields = _olmo_hybrid_with_defaults(fields)
+    if fields.text("model_type") == "lara_mini":
+        fields = fields.with_defaults(linear_num_key_heads=8, linear_num_value_heads=16)
     num_key_heads = fields.integer("linear_num_key_heads", 16)
     num_heads = fields.integer("linear_num_value_heads", 32)
     if num_heads % num_key_heads:

@@ -57,6 +57,22 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     # Three layers use two blocks in turn.
     "zamba2": ("Zamba2", SHARED_BLOCKS),
+    "lara-mini": (
+        "LaraMini",
+        DELTA_NET
+        | EXPERTS
+        | {
+            "num_hidden_layers": 4,
+            "layer_types": [
+                "linear_attention",
+                "sliding_attention",
+                "linear_attention",
+                "full_attention",
+            ],
+            "sliding_window": 9,
+            "shared_expert_intermediate_size": 40,
+        },
+    ),
     "lfm3": (
         "Lfm3",
         {

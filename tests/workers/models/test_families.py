@@ -72,6 +72,7 @@ NATIVE = [
     "kolibri",
     "laguna",
     "laguna-elements",
+    "lara-mini",
     "lfm2",
     "lfm2-moe",
     "lfm3",

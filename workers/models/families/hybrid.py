@@ -80,6 +80,28 @@ def mixed_layers(
     return layers
 
 
+def layers_with_windows(
+    fields: ConfigFields, local: RopeSpec, full: RopeSpec | None
+) -> tuple[LayerSpec, ...]:
+    """Return layers as `layer_types` lists them, which must be in the config: some attend within a window.
+
+    `local` is the rotary embedding of these layers, and `full` that of other layers with attention.
+    """
+    count = fields.layer_count("num_hidden_layers")
+    kinds = fields.per_layer("layer_types", count) or []
+    slides = [kind == "sliding_attention" for kind in kinds]
+    names = [
+        "full_attention" if has_window else kind
+        for has_window, kind in zip(slides, kinds, strict=True)
+    ]
+    window = fields.integer("sliding_window")
+    layers = mixed_layers(fields.with_values({"layer_types": names}), full, lambda _: True)
+    return tuple(
+        LayerSpec(local, window) if has_window else layer
+        for has_window, layer in zip(slides, layers, strict=True)
+    )
+
+
 def layer_indices(fields: ConfigFields, name: str) -> list[int] | None:
     """Return a field that lists layers, or None if it is absent."""
     indices = fields.get(name)
@@ -88,7 +110,8 @@ def layer_indices(fields: ConfigFields, name: str) -> list[int] | None:
     return None if indices is None else list(indices)
 
 
-def _lfm2(fields: ConfigFields) -> ModelSpec:
+def _lfm2(fields: ConfigFields, layers: tuple[LayerSpec, ...] | None = None) -> ModelSpec:
+    """Return the spec of an LFM2, with other layers if they are given."""
     fields = fields.with_defaults(
         tie_word_embeddings=fields.boolean("tie_embedding", True),
         rms_norm_eps=fields.number("norm_eps", 1e-5),
@@ -99,11 +122,13 @@ def _lfm2(fields: ConfigFields) -> ModelSpec:
         factor = fields.optional_positive("block_ffn_dim_multiplier") or 1.0
         multiple = fields.integer("block_multiple_of", 256)
         intermediate_size = -(-int(factor * intermediate_size) // multiple) * multiple
-    attending = layer_indices(fields, "full_attn_idxs")
-    rope = read_rope(fields, head_dim(fields), theta=1_000_000.0)
+    if layers is None:
+        attending = layer_indices(fields, "full_attn_idxs")
+        rope = read_rope(fields, head_dim(fields), theta=1_000_000.0)
+        layers = mixed_layers(fields, rope, lambda i: attending is None or i in attending)
     return base_spec(
         fields.with_values({"intermediate_size": intermediate_size}),
-        mixed_layers(fields, rope, lambda i: attending is None or i in attending),
+        layers,
         norms=NormNames(attention_input="operator_norm", mlp_input="ffn_norm"),
         qk_norm="head",
         tensor_names=_LFM2_NAMES,
@@ -122,26 +147,12 @@ def _lfm3(fields: ConfigFields) -> ModelSpec:
             for i in range(fields.layer_count("num_hidden_layers"))
         ],
     )
-    kinds, size = fields.get("layer_types"), head_dim(fields)
-    slides = [kind == "sliding_attention" for kind in kinds]
-    spec = _lfm2(
-        fields.with_values(
-            {
-                "layer_types": [
-                    "full_attention" if x else kind for x, kind in zip(slides, kinds, strict=True)
-                ]
-            }
-        )
-    )
+    size = head_dim(fields)
     full, local = (
         read_rope_of_layer_type(fields, kind, size, theta_field="rope_theta", theta=theta)
         for kind, theta in (("full_attention", 1_000_000.0), ("sliding_attention", 10_000.0))
     )
-    window = fields.integer("sliding_window")
-    layers = (
-        LayerSpec(local, window) if slides else replace(layer, rope=full if layer.attends else None)
-        for slides, layer in zip(slides, spec.layers, strict=True)
-    )
+    spec = _lfm2(fields, layers_with_windows(fields, local, full))
     norms = spec.norms
     if fields.boolean("use_sandwich_norm", True):
         norms = replace(norms, attention_output="post_operator_norm", mlp_output="post_ffn_norm")
@@ -151,7 +162,6 @@ def _lfm3(fields: ConfigFields) -> ModelSpec:
     )
     return replace(
         spec,
-        layers=tuple(layers),
         norms=norms,
         gates_attention=is_gated,
         has_gate_projection=is_gated,
@@ -271,6 +281,36 @@ def _qwen3_5_moe(fields: ConfigFields) -> ModelSpec:
 
 def _qwen3_5_vl_moe(fields: ConfigFields) -> ModelSpec:
     return _qwen3_5_moe(interleaved_axes(fields, _QWEN3_5_AXES))
+
+
+def _lara_mini(fields: ConfigFields) -> ModelSpec:
+    count = fields.layer_count("num_hidden_layers")
+    pattern = ("linear", "sliding", "linear", "full", "sliding")
+    fields = fields.with_defaults(
+        head_dim=128,
+        num_key_value_heads=4,
+        sliding_window=512,
+        moe_intermediate_size=512,
+        shared_expert_intermediate_size=512,
+        tie_word_embeddings=True,
+        layer_types=[f"{pattern[i % len(pattern)]}_attention" for i in range(count)],
+    )
+    shared_size = fields.integer("shared_expert_intermediate_size", minimum=0)
+    experts = read_experts(
+        fields,
+        128,
+        4,
+        renormalizes=fields.boolean("norm_topk_prob", True),
+        shared_intermediate_size=shared_size,
+    )
+    spec = base_spec(
+        fields.with_values({"intermediate_size": shared_size}),
+        layers_with_windows(fields, read_rope(fields, head_dim(fields)), None),
+        qk_norm="head",
+        **attention_biases(fields),
+    )
+    names = (r"\.out_norm\.", ".norm."), (r"\.in_proj_qkv\.", ".qkv_proj."), *SHARED_EXPERT_NAMES
+    return with_experts(spec, experts, tensor_names=(_MIXER, *names))
 
 
 def _falcon_h1(fields: ConfigFields) -> ModelSpec:
@@ -398,6 +438,7 @@ FAMILIES = (
     Family("BambaForCausalLM", "bamba", _bamba),
     Family("FalconH1ForCausalLM", "falcon_h1", _falcon_h1),
     Family("GraniteMoeHybridForCausalLM", "granitemoehybrid", _granite_hybrid),
+    Family("LaraMiniForCausalLM", "lara_mini", _lara_mini),
     Family("Lfm2ForCausalLM", "lfm2", _lfm2),
     Family("Lfm3ForCausalLM", "lfm3", _lfm3),
     Family("NemotronHForCausalLM", "nemotron_h", _nemotron_h),

@@ -125,6 +125,11 @@ def projection_rows(
     keys, values = elements(key_heads, layer.key_dim), elements(heads, layer.value_dim)
     key_size, value_size = layer.num_key_heads * layer.key_dim, layer.num_heads * layer.value_dim
     repeats = layer.num_heads // layer.num_key_heads
+    if weights.has(f"{prefix}in_proj.weight"):
+        sizes = [key_size, key_size, value_size, value_size, layer.num_heads, layer.num_heads]
+        parts = [keys, keys, values, values, heads, heads]
+        query, key, value, gate, *steps = segments(f"{prefix}in_proj", sizes, parts)
+        return [query, key, value, *steps, gate]
     if layer.is_interleaved:
         sizes = [layer.key_dim] * 2 + [repeats * layer.value_dim] * 2
         *qkv, gate = _interleaved_rows(f"{prefix}in_proj_qkvz", layer, sizes, key_heads)
