@@ -52,6 +52,7 @@ class Steps:
         max_model_len: int = 128,
         speculative: SpeculativeConfig | None = None,
         audio: AudioProcessorConfig | None = None,
+        num_slots: int = 4,
     ) -> None:
         name = str(path)
         model = ModelConfig(
@@ -63,7 +64,9 @@ class Steps:
             1,
             model,
             CacheConfig(block_size=block_size),
-            SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64, speculative=speculative),
+            SchedulerConfig(
+                max_num_seqs=num_slots, max_num_batched_tokens=64, speculative=speculative
+            ),
             device=device or DeviceConfig(),
         )
         self.runner = ModelRunner(

@@ -139,9 +139,9 @@ def plan_chunks(slots_S: SlotArray, begins_S: SlotArray, counts_S: SlotArray) ->
 class PersistentBatch:
     """The state of all requests, indexed by slot.
 
-    Token ids are on the device, so that sampled tokens never have to leave it. `rotary` has the rotary positions, for
-    models with `has_rotary_axes`. `source_sizes` has the maximum number of encoder outputs for each cross-attention
-    group.
+    Token ids are on the device, so that sampled tokens never have to leave it, or with `keeps_tokens_on_host` on the
+    host, where drafts are looked up. `rotary` has the rotary positions, for models with `has_rotary_axes`.
+    `source_sizes` has the maximum number of encoder outputs for each cross-attention group.
     """
 
     def __init__(
@@ -155,6 +155,7 @@ class PersistentBatch:
         has_rotary_axes: bool = False,
         span_kind: SpanKind | None = None,
         source_sizes: Mapping[int, int] = MappingProxyType({}),
+        keeps_tokens_on_host: bool = False,
     ) -> None:
         blocks_per_row = -(-max_model_len // block_size) + 1
         self.source_sizes = source_sizes
@@ -164,9 +165,10 @@ class PersistentBatch:
         self.max_model_len = max_model_len
         # Padding reads and writes the row after the last slot.
         shape = (num_slots + 1, max_model_len)
+        self.keeps_tokens_on_host = keeps_tokens_on_host
         self._host_token_ids_NL: Int32Array | None = None
         self.token_ids_NL: AnyArray
-        if device.type == "cpu":
+        if keeps_tokens_on_host or device.type == "cpu":
             # numpy's zeros take no memory until they are written, and numpy indexes a few rows ten times as fast as
             # torch.
             self._host_token_ids_NL = np.zeros(shape, np.int32)
@@ -198,6 +200,12 @@ class PersistentBatch:
     def device(self) -> torch.device:
         """The device on which the token ids are."""
         return torch_device(self._device)
+
+    @property
+    def host_token_ids_NL(self) -> Int32Array:
+        """The tokens of every slot, on a CPU or with `keeps_tokens_on_host`."""
+        assert self._host_token_ids_NL is not None
+        return self._host_token_ids_NL
 
     def with_own_lengths(self, group: int) -> PersistentBatch:
         """Return a batch that shares the tokens and the blocks of one group, but counts computed tokens separately."""
@@ -354,10 +362,15 @@ class PersistentBatch:
         return batches
 
     def input_ids(self, plan: StepPlan) -> AnyArray:
-        """Return the step's tokens, int32 [T]: a tensor on the device, or a numpy array on the host."""
+        """Return the step's tokens, int32 [T]: a tensor on the device, or a numpy array if they are on the host."""
         if self._host_token_ids_NL is not None:
             return self._host_token_ids_NL[plan.slots_T, plan.positions_T]
         return self.token_ids_NL[self._index(plan.slots_T, plan.positions_T)]
+
+    def tokens_at(self, slot: int, begin: int, end: int) -> AnyArray:
+        """Return the tokens of a slot at these positions, int32 [end - begin]: a tensor on the device, or an array."""
+        token_ids = self.token_ids_NL[slot, begin:end]
+        return token_ids.to(self.device) if self.keeps_tokens_on_host else token_ids
 
     def append_tokens(self, slots: Int32Array, token_ids: AnyArray) -> None:
         """Append one sampled token to each of `slots`; `token_ids` are int [len(slots)] on the device."""
@@ -367,7 +380,7 @@ class PersistentBatch:
         """Write drafts after the tokens of slots: slot i gets `counts[i]` of the concatenated `token_ids`."""
         offsets = np.arange(len(token_ids)) - np.repeat(np.cumsum(counts) - counts, counts)
         columns = np.repeat(self.num_tokens[slots], counts) + offsets
-        on_host(self.token_ids_NL)[np.repeat(slots, counts), columns] = token_ids
+        self.host_token_ids_NL[np.repeat(slots, counts), columns] = token_ids
 
     def store_verified(self, slots: Int32Array, tokens_RK: Int32Array) -> None:
         """Append the tokens that a step with drafts sampled for each of `slots`, followed by -1."""

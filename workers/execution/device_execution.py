@@ -1,5 +1,7 @@
 """Execute steps on a GPU, which queues a step before the tokens of the previous one have arrived on the host.
 
+With drafts, it waits for the tokens of each step, because they are needed to find and to verify drafts.
+
 Shapes: R sampled rows, D hidden size, V vocabulary.
 """
 
@@ -13,10 +15,12 @@ from functools import partial
 import numpy as np
 import torch
 
-from ...protocol.config import EngineConfig
+from ...protocol.arrays import int32_view
+from ...protocol.config import EngineConfig, SpeculativeConfig
 from ...protocol.sampling_params import SamplingParams
 from ...protocol.worker_messages import ModelRunnerOutput, SchedulerOutput
 from ..batch import StepPlan, even_requests, mixed_requests
+from ..cpu.drafts import Drafts
 from ..device.accelerator import Accelerator
 from ..device.cpu_offload import staging_bytes
 from ..device.memory_profile import MemoryProfile, profile_memory
@@ -25,9 +29,10 @@ from ..models.torch_decoder import TorchDecoder
 from ..sampling import Grammar, SamplerOutput
 from ..sampling.masks import pack_bitmask
 from .device_forward import DeviceForward
+from .drafting.drafting import Drafting
 from .kv_cache import KVCache
 from .pipeline import Pipeline
-from .request_states import RequestStates
+from .request_states import RequestStates, has_chunks
 from .runner import GrammarSource, StepResult
 
 logger = logging.getLogger(__name__)
@@ -44,6 +49,7 @@ class DeviceExecution:
         kv_cache: KVCache,
         pipeline: Pipeline,
         accelerator: Accelerator,
+        speculative: SpeculativeConfig | None = None,
     ) -> None:
         self._model = model
         self._shard = model.shard
@@ -55,6 +61,8 @@ class DeviceExecution:
         self._max_tokens = config.scheduler.max_num_batched_tokens
         self._max_logprobs = config.frontend.max_logprobs
         self._has_cpu_offload = bool(config.cache.host_gib)
+        self._speculative = speculative
+        self._drafting: Drafting | None = None
         self._forward = DeviceForward(
             model,
             self._batch,
@@ -88,9 +96,15 @@ class DeviceExecution:
     def use_kv_cache(self) -> None:
         """Drop the graphs, because they refer to the previous KV cache."""
         self._forward.drop_graphs()
+        self._drafting = None
+        if self._speculative is not None:
+            drafts = Drafts(self._speculative, self._batch)
+            self._drafting = Drafting(drafts, self._model, self._requests, self._kv_cache)
 
     def release_slots(self, output: SchedulerOutput) -> None:
-        """Do nothing, because nothing is kept for requests that leave their slots."""
+        """Save what drafting needs from requests that leave their slots. Called before a step's changes are applied."""
+        if self._drafting is not None:
+            self._drafting.release_slots(output)
 
     def release_requests(self) -> None:
         """Do nothing, because requests have no state in this class."""
@@ -169,7 +183,40 @@ class DeviceExecution:
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput, await_grammar: GrammarSource) -> StepResult:
         """Queue a step on the device. Return its output, which may be pending."""
+        if self._drafting is None:
+            return self._queue(output, self._batch.plan(output), await_grammar)
+        await_grammar = partial(self._drafting.await_grammar, await_grammar)
+        run = partial(self._run_with_drafts, self._drafting, output, await_grammar)
+        return self._drafting.execute(output, run)
+
+    def _run_with_drafts(
+        self, drafting: Drafting, output: SchedulerOutput, await_grammar: GrammarSource
+    ) -> ModelRunnerOutput:
+        """Run a step, wait for its tokens, and propose the next drafts."""
+        if output.drafts and not has_chunks(output):
+            slots_S = self._requests.decoding_slots(output)
+            if slots_S is not None:
+                plan = drafting.plan(output, slots_S)
+                hidden_TD = self._forward(plan).hidden_TD
+                return drafting.verify(output, plan, hidden_TD, await_grammar)
         plan = self._batch.plan(output)
+        pending = self._queue(output, plan, await_grammar)
+        if isinstance(pending, ModelRunnerOutput):
+            return pending
+        result = pending.output()
+        slots_R = plan.slots_S[plan.sampling_rows]
+        slots_R = slots_R[~self._requests.pooling.find(slots_R)]
+        columns_R = self._batch.num_tokens[slots_R] - 1
+        self._batch.store_tokens(slots_R, columns_R, int32_view(result.sampled_token_ids))
+        if output.drafts:
+            result.num_verified = bytes(len(result.sampled_token_ids))
+        result.drafts = drafting.follow(output, plan, slots_R)
+        return result
+
+    def _queue(
+        self, output: SchedulerOutput, plan: StepPlan, await_grammar: GrammarSource
+    ) -> StepResult:
+        """Queue a step without drafts on the device. Return its output, which may be pending."""
         if not len(plan.slots_S):
             return ModelRunnerOutput(output.step)
         slots_R = plan.slots_S[plan.sampling_rows]

@@ -29,8 +29,9 @@ logger = logging.getLogger(__name__)
 class Forwarded:
     """The result of a step, valid until the next one. `step` is the plan on the device.
 
-    If every token of a step is sampled from, its graph also computes the `logits_RV` and appends the most likely
-    tokens, `greedy_R`, to the requests. A later `append_tokens` replaces these tokens.
+    If every token of a step is sampled from, its graph also computes the `logits_RV` and the most likely tokens,
+    `greedy_R`. If the tokens of requests are on the device, it appends these to them. A later `append_tokens` replaces
+    them.
     """
 
     hidden_TD: torch.Tensor
@@ -128,11 +129,12 @@ class DeviceForward:
         return Forwarded(self._forward(step, metadata), step)
 
     def append_tokens(self, step: DeviceStep, token_ids_R: torch.Tensor) -> None:
-        """Append the next token, int [R], to the request of each sampled row."""
+        """Append the next token, int [R], to the request of each sampled row, unless tokens are kept on the host."""
         self._append(step.token_index_T.index_select(0, step.logit_rows_R), token_ids_R)
 
     def _append(self, index_R: torch.Tensor, token_ids_R: torch.Tensor) -> None:
-        self._model.kernels.append_tokens(self._batch.token_ids_NL, index_R, token_ids_R)
+        if not self._batch.keeps_tokens_on_host:
+            self._model.kernels.append_tokens(self._batch.token_ids_NL, index_R, token_ids_R)
 
     def _fill(self, plan: StepPlan, num_tokens: int, num_requests: int) -> DeviceStep:
         step = self._buffers.fill(plan, num_tokens, num_requests)
@@ -179,10 +181,12 @@ class DeviceForward:
         ]
 
     def _forward(self, step: DeviceStep, metadata: Sequence[Any]) -> torch.Tensor:
-        if self._model.shard.is_first:
-            inputs = self._batch.token_ids_NL.view(-1).index_select(0, step.token_index_T)
-        else:
+        if not self._model.shard.is_first:
             inputs = self._received_TD[: step.num_tokens]
+        elif self._batch.keeps_tokens_on_host:
+            inputs = step.input_ids_T
+        else:
+            inputs = self._batch.token_ids_NL.view(-1).index_select(0, step.token_index_T)
         self._model.rotary_T3 = step.rotary_T3
         if self._model.loras is not None:
             self._model.loras.device_number_T = step.adapters_T

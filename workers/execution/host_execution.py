@@ -7,27 +7,26 @@ from __future__ import annotations
 
 import logging
 from functools import partial
-from time import perf_counter
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from ...protocol.arrays import Int32Array, Int64Array, int32_view
 from ...protocol.config import SpeculativeConfig
-from ...protocol.worker_messages import GrammarOutput, ModelRunnerOutput, SchedulerOutput
-from ..batch import PersistentBatch, SlotArray, StepPlan, even_requests
+from ...protocol.worker_messages import ModelRunnerOutput, SchedulerOutput
+from ..batch import SlotArray, StepPlan, even_requests
 from ..cpu.decoder import NativeDecoder
 from ..cpu.decoding import NativeDecoding
 from ..cpu.drafts import Drafts, count_predictions
-from ..cpu.library import NotSupportedNatively
 from ..device.dtypes import AnyArray, as_tensor, torch_dtype
 from ..sampling import SamplerOutput, SamplingMetadata
 from .drafting.computed import ComputedRows
-from .drafting.verification import choose_verified, plan_verification
+from .drafting.drafting import Drafting, find_drafts, tokens_by_row
+from .drafting.verification import plan_verification
 from .kv_cache import KVCache
 from .outputs.pooling import Pooled
-from .request_states import RequestStates
+from .request_states import RequestStates, has_chunks
 from .runner import GrammarSource
 
 if TYPE_CHECKING:
@@ -39,8 +38,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _Inputs = tuple[AnyArray, AnyArray, list[AnyArray], list[Any]]
-
-_LAST_TOKEN: Final = np.array((0, 1), np.int32)
 
 
 class HostExecution:
@@ -67,9 +64,8 @@ class HostExecution:
         self._pipeline = pipeline
         self._speculative = speculative
         self._decoding: NativeDecoding | None = None
-        self._drafts: Drafts | None = None
+        self._drafting: Drafting | None = None
         self._draft_model = draft_model
-        self._draft_seconds, self._draft_passes = 0.0, 0
         # The rows of the last step, if `_decoding` ran it, else None.
         self._decoded_rows: SamplingMetadata | None = None
 
@@ -82,17 +78,24 @@ class HostExecution:
             self._decoding = self._model.decoding(
                 self._batch, self._kv_cache.layers, self._speculative
             )
-        self._drafts = None
-        if self._decoding is not None:
-            self._drafts = self._decoding.drafts
-        elif self._speculative is not None and self._shard.is_last:
-            if self._shard.is_first:
-                self._drafts = _find_drafts(self._speculative, self._batch)
-            else:
-                # The other stages compute drafts too, so they cannot be disabled here.
-                self._drafts = Drafts(self._speculative, self._batch)
         if self._draft_model is not None:
             self._draft_model.use_batch(self._batch, self._kv_cache.num_blocks)
+        drafts = self._make_drafts()
+        self._drafting = None
+        if drafts is not None:
+            self._drafting = Drafting(
+                drafts, self._model, self._requests, self._kv_cache, self._draft_model
+            )
+
+    def _make_drafts(self) -> Drafts | None:
+        if self._decoding is not None:
+            return self._decoding.drafts
+        if self._speculative is None or not self._shard.is_last:
+            return None
+        if self._shard.is_first:
+            return find_drafts(self._speculative, self._batch)
+        # The other stages compute drafts too, so they cannot be disabled here.
+        return Drafts(self._speculative, self._batch)
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -108,8 +111,8 @@ class HostExecution:
 
     def release_slots(self, output: SchedulerOutput) -> None:
         """Save what drafting needs from requests that leave their slots. Called before a step's changes are applied."""
-        if self._drafts is not None and output.removed_slots:
-            self._drafts.remove_requests(int32_view(output.removed_slots))
+        if self._drafting is not None:
+            self._drafting.release_slots(output)
 
     def release_requests(self) -> None:
         """Free every slot."""
@@ -123,24 +126,12 @@ class HostExecution:
             self._requests.await_tokens(self._batch.slots_of(output))
             if output.drafts:
                 return self._compute_drafts(output)
-        if self._drafts is None:
+        if self._drafting is None:
             return self._run(output, await_grammar)
-        if output.new_requests:
-            self._drafts.add_requests(output.new_requests)
-        if output.draft_limits:
-            self._drafts.set_limits(int32_view(output.draft_limits))
-        if self._draft_model is not None:
-            self._draft_model.apply_output(output)
-        began, self._draft_seconds, self._draft_passes = perf_counter(), 0.0, 0
-        result = self._run(output, await_grammar)
-        result.draft_seconds, result.draft_passes = self._draft_seconds, self._draft_passes
-        if not output.grammar_slots:
-            # With a grammar, the measured time would include waiting for the bitmasks.
-            result.seconds = perf_counter() - began - self._draft_seconds
-        return result
+        await_grammar = partial(self._drafting.await_grammar, await_grammar)
+        return self._drafting.execute(output, partial(self._run, output, await_grammar))
 
     def _run(self, output: SchedulerOutput, await_grammar: GrammarSource) -> ModelRunnerOutput:
-        await_grammar = partial(self._await_grammar, await_grammar)
         if output.drafts and not self._shard.is_first:
             # All stages agree to verify the drafts, because the core adds none to steps with prompts.
             return self._verify(self._batch.slots_of(output), output, await_grammar)
@@ -151,20 +142,12 @@ class HostExecution:
             return self._verify(rows.slots_S, output, await_grammar)
         begins_S = self._batch.num_tokens[rows.slots_S] - 1
         result = self._decode(self._decoding, rows, output, await_grammar)
-        if self._drafts is not None:
+        if self._drafting is not None:
             if self._draft_model is not None:
                 computed = _decoded_rows(self._decoding, rows.slots_S, begins_S, result)
-                self._propose(computed, self._drafts, samples=True)
-            result.drafts = self._drafts.get_found(output.step)
+                self._drafting.run_draft_model(computed, samples=True)
+            result.drafts = self._drafting.drafts.get_found(output.step)
         return result
-
-    def _propose(self, computed: ComputedRows, drafts: Drafts, *, samples: bool) -> None:
-        if self._draft_model is None:
-            return
-        began = perf_counter()
-        self._draft_passes = self._draft_model.propose(computed, drafts, samples=samples)
-        if self._draft_passes:
-            self._draft_seconds = perf_counter() - began
 
     def _decode(
         self,
@@ -176,11 +159,11 @@ class HostExecution:
         bitmasks = None
         if output.grammar_slots:
             bitmasks = partial(self._requests.await_bitmasks, output, await_grammar)
-        num_drafts_S = self._drafts_to_verify(output, rows.slots_S)
-        num_predicted_S = None
-        if num_drafts_S is not None and self._drafts is not None:
+        num_drafts_S = num_predicted_S = None
+        if self._drafting is not None:
+            num_drafts_S = self._drafting.count(output, rows.slots_S)
             # Read the rows now, because looking up the next drafts is part of the step.
-            num_predicted_S = self._drafts.num_from_prediction(rows.slots_S)
+            num_predicted_S = self._drafting.drafts.num_from_prediction(rows.slots_S)
         tokens_K, num_failed, logprobs, num_sampled_S, num_verified_S = decoding.step(
             rows, num_drafts_S, bitmasks
         )
@@ -203,7 +186,9 @@ class HostExecution:
         slots_S = self._batch.slots_of(output)
         rows, counts = int32_view(output.drafts).reshape(-1, 2).T
         self._batch.write_drafts(slots_S[rows], counts, int32_view(output.draft_token_ids))
-        num_drafts_S = self._count_drafts(output, slots_S)
+        num_drafts_S = self._kv_cache.limit_drafts(
+            self._batch.num_drafts(output)[slots_S], self._batch.num_tokens[slots_S]
+        )
         plan = plan_verification(self._requests, slots_S, num_drafts_S)
         self._pipeline.send_hidden(as_tensor(self._forward(plan)))
         self._requests.expect_verified(slots_S, num_drafts_S)
@@ -214,48 +199,12 @@ class HostExecution:
         self, slots_S: SlotArray, output: SchedulerOutput, await_grammar: GrammarSource
     ) -> ModelRunnerOutput:
         """Compute each request's last token and its drafts with torch. Return the accepted and sampled tokens."""
-        drafts, num_drafts_S = self._drafts, self._drafts_to_verify(output, slots_S)
-        assert drafts is not None and num_drafts_S is not None
-        num_drafts_S = np.minimum(num_drafts_S, drafts.num_drafts(slots_S))
-        num_predicted_S = drafts.num_from_prediction(slots_S)
-        plan = plan_verification(self._requests, slots_S, num_drafts_S)
-        logits_TV = self._model.compute_logits(self._forward(plan), plan.slots_T)
-        grammar = self._requests.await_bitmasks(output, await_grammar)
-        result = choose_verified(
-            self._requests, plan, logits_TV, grammar, output.step, num_predicted_S
-        )
-        counts_S = int32_view(result.num_sampled)
+        assert self._drafting is not None
+        plan = self._drafting.plan(output, slots_S)
+        result = self._drafting.verify(output, plan, self._forward(plan), await_grammar)
         if not self._shard.is_first:
-            tokens_RK = _padded(int32_view(result.sampled_token_ids), counts_S, num_drafts_S)
-            self._pipeline.send_tokens(as_tensor(tokens_RK), has_drafts=True)
-        drafts.look_up(plan.slots_S)
-        starts_S = plan.query_start_loc[:-1]
-        hidden_TE = self._model.kept_hidden_TE
-        computed = ComputedRows(plan.slots_S, plan.num_computed_S, counts_S, starts_S, hidden_TE)
-        self._propose(computed, drafts, samples=True)
-        result.drafts = drafts.get_found(output.step)
+            self._pipeline.send_tokens(as_tensor(tokens_by_row(result, plan)), has_drafts=True)
         return result
-
-    def _drafts_to_verify(self, output: SchedulerOutput, slots_S: SlotArray) -> Int32Array | None:
-        """Return how many drafts of each row to verify, or None if there are none."""
-        if not output.drafts or self._drafts is None:
-            return None
-        rows, counts = int32_view(output.drafts).reshape(-1, 2).T
-        if output.draft_token_ids:
-            self._drafts.set_drafts(slots_S[rows], counts, int32_view(output.draft_token_ids))
-        return self._count_drafts(output, slots_S)
-
-    def _count_drafts(self, output: SchedulerOutput, slots_S: SlotArray) -> Int32Array:
-        return self._kv_cache.limit_drafts(
-            self._batch.num_drafts(output)[slots_S], self._batch.num_tokens[slots_S]
-        )
-
-    def _await_grammar(self, await_grammar: GrammarSource, step: int) -> GrammarOutput | None:
-        """Wait for the step's grammar message and return it. The tokens that grammars force are stored as drafts."""
-        message = await_grammar(step)
-        if message is not None and message.forced is not None and self._drafts is not None:
-            self._drafts.set_forced_tokens(message.forced)
-        return message
 
     def close(self) -> None:
         """Do nothing, because nothing is open."""
@@ -287,60 +236,34 @@ class HostExecution:
             sampled = self._model.forward_and_sample(*inputs, plan.logit_rows, slots_R)
         result = ModelRunnerOutput(output.step)
         if len(slots_R):
-            result = self._take_sampled(output, plan, slots_R, sampled)
-        elif self._drafts is not None:
-            self._propose(self._computed_rows(plan), self._drafts, samples=False)
+            result = self._take_sampled(output, slots_R, sampled)
+        if self._drafting is not None:
+            result.drafts = self._drafting.follow(output, plan, slots_R)
         return result if pooled is None else pooled.add_to(result)
 
     def _take_sampled(
-        self,
-        output: SchedulerOutput,
-        plan: StepPlan,
-        slots_R: Int32Array,
-        sampled: SamplerOutput,
+        self, output: SchedulerOutput, slots_R: Int32Array, sampled: SamplerOutput
     ) -> ModelRunnerOutput:
-        """Append sampled tokens, and look up drafts. Return the output of the step."""
+        """Append sampled tokens. Return the output of the step."""
         prompt_logprobs = self._requests.prompt_logprobs
         self._batch.append_tokens(slots_R, sampled.token_ids)
         if not self._shard.is_first:
-            has_drafts = self._drafts is not None
+            has_drafts = self._drafting is not None
             self._pipeline.send_tokens(as_tensor(sampled.token_ids), has_drafts=has_drafts)
         result = sampled.message(output.step, prompt_logprobs.finish(slots_R.tolist()))
         if output.drafts:
             result.num_verified = bytes(len(result.sampled_token_ids))
-        if self._drafts is not None:
-            # The next step continues a partial prompt, so not all requests decode and no drafts are verified.
-            if len(slots_R) < len(plan.slots_S):
-                self._drafts.drop_drafts(slots_R)
-                self._propose(self._computed_rows(plan), self._drafts, samples=False)
-            else:
-                self._drafts.look_up(slots_R)
-                self._propose(self._computed_rows(plan), self._drafts, samples=True)
-                result.drafts = self._drafts.get_found(output.step)
         return result
-
-    def _computed_rows(self, plan: StepPlan) -> ComputedRows:
-        starts_S = plan.query_start_loc[:-1]
-        counts_S = np.diff(plan.query_start_loc)
-        begins_S = plan.seq_lens_S - counts_S
-        return ComputedRows(plan.slots_S, begins_S, counts_S, starts_S, self._model.kept_hidden_TE)
 
     def _rows_to_decode(self, output: SchedulerOutput) -> SamplingMetadata | None:
         """Return the batch rows if every slot of the step computes only its last token and drafts, else None."""
-        if (self._decoding is None and self._drafts is None) or _has_chunks(output):
+        if (self._decoding is None and self._drafting is None) or has_chunks(output):
             return None
         rows = self._decoded_rows
         if output.slots is None and rows is not None and rows.is_current:
             return rows
-        slots_S = self._batch.decoding_slots(output)
-        if slots_S is None or self._requests.prompt_logprobs.is_pending:
-            return None
-        encoders = self._requests.encoders
-        if encoders is not None and encoders.are_read(slots_S, self._batch.num_computed_tokens):
-            return None
-        if self._requests.pooling.is_pending:
-            return None
-        return self._requests.sampler.describe(slots_S)
+        slots_S = self._requests.decoding_slots(output)
+        return None if slots_S is None else self._requests.sampler.describe(slots_S)
 
     def _forward(self, plan: StepPlan) -> AnyArray:
         """Compute a step, and return its hidden states.
@@ -393,27 +316,3 @@ def _decoded_rows(
     hidden_KE = decoding.hidden_KE
     hidden_TE = None if hidden_KE is None else torch.from_numpy(hidden_KE)
     return ComputedRows(slots_S, begins_S, counts_S, rows_S, hidden_TE)
-
-
-def _padded(tokens_K: Int32Array, counts_R: Int32Array, num_drafts_R: Int32Array) -> Int32Array:
-    """Return the tokens of each row, one more than its largest number of drafts, with -1 for those not sampled."""
-    tokens_RK = np.full((len(counts_R), 1 + int(num_drafts_R.max())), -1, np.int32)
-    tokens_RK[np.arange(tokens_RK.shape[1]) < counts_R[:, None]] = tokens_K
-    return tokens_RK
-
-
-def _find_drafts(speculative: SpeculativeConfig, batch: PersistentBatch) -> Drafts | None:
-    """Return the drafts for a model in torch; None if the native library, which looks them up, is missing."""
-    try:
-        return Drafts(speculative, batch)
-    except NotSupportedNatively as reason:
-        logger.warning("%s; drafts are disabled", reason)
-        return None
-
-
-def _has_chunks(output: SchedulerOutput) -> bool:
-    """Return whether a slot computes more than its last token and drafts."""
-    if not output.chunks:
-        return False
-    drafts = int32_view(output.drafts).reshape(-1, 2)
-    return not np.array_equal(int32_view(output.chunks), (drafts + _LAST_TOKEN).ravel())

@@ -96,7 +96,15 @@ class ModelRunner:
         if not isinstance(model, NativeDecoder):
             device = torch_device(device)
         kv_cache = KVCache(model, config.model.max_model_len, device)
-        requests = RequestStates(config, model, pipeline, len(kv_cache.groups), device)
+        speculative = config.scheduler.speculative
+        requests = RequestStates(
+            config,
+            model,
+            pipeline,
+            len(kv_cache.groups),
+            device,
+            keeps_tokens_on_host=accelerator is not None and speculative is not None,
+        )
         self._model, self.kv_cache, self._requests = model, kv_cache, requests
         self._sources: Sources | None = None
         if model.spec.source is not None and requests.encoders is not None:
@@ -111,7 +119,6 @@ class ModelRunner:
             self.loras = LoraLoader(model.loras.load, model.loras.install)
         self._execution: Execution
         self._draft_model: DraftModel | DraftHead | None = None
-        speculative = config.scheduler.speculative
         if speculative is None or not model.shard.is_last:
             pass
         elif speculative.method is ProposerMethod.DRAFT_MODEL:
@@ -133,7 +140,7 @@ class ModelRunner:
 
             assert isinstance(model, TorchDecoder), "a native program runs on the host"
             self._execution = DeviceExecution(
-                config, model, requests, kv_cache, pipeline, accelerator
+                config, model, requests, kv_cache, pipeline, accelerator, speculative
             )
 
     @property

@@ -6,6 +6,7 @@ Shapes: R rows that sample, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Final
 
 import numpy as np
 import torch
@@ -26,6 +27,8 @@ from .outputs.prompt_logprobs import POSITIONS_AT_ONCE, PromptLogprobs
 from .pipeline import Pipeline, TokenFeed
 from .runner import GrammarSource
 
+_LAST_TOKEN: Final = np.array((0, 1), np.int32)
+
 
 class RequestStates:
     """The tokens and blocks of each request and, on the last stage, the states for sampling and scoring.
@@ -40,6 +43,8 @@ class RequestStates:
         pipeline: Pipeline,
         num_groups: int,
         device: torch.device | HostDevice,
+        *,
+        keeps_tokens_on_host: bool = False,
     ) -> None:
         num_slots = config.scheduler.max_num_seqs
         self._shard = model.shard
@@ -55,6 +60,7 @@ class RequestStates:
             source_sizes={}
             if source is None
             else dict.fromkeys(model.spec.cross_groups, source.max_positions),
+            keeps_tokens_on_host=keeps_tokens_on_host,
         )
         self.sampler = model.make_sampler(self.batch)
         scorer = None
@@ -129,6 +135,19 @@ class RequestStates:
         if self.encoders is not None:
             self.encoders.remove_request(slot)
 
+    def decoding_slots(self, output: SchedulerOutput) -> Int32Array | None:
+        """Return the slots of a step without chunks if each of them computes only its last token and drafts, else None.
+
+        The result is None as well if the step reads encoder outputs, or returns more than sampled tokens.
+        """
+        if self.prompt_logprobs.is_pending or self.pooling.is_pending:
+            return None
+        slots_S = self.batch.decoding_slots(output)
+        if slots_S is None or self.encoders is None:
+            return slots_S
+        is_reading = self.encoders.are_read(slots_S, self.batch.num_computed_tokens)
+        return None if is_reading else slots_S
+
     def await_tokens(self, slots_S: Int32Array) -> None:
         """Wait until the tokens of these slots have arrived from the last stage."""
         if self._token_feed is not None:
@@ -188,6 +207,14 @@ class RequestStates:
         """Receive all tokens that the last stage has sent."""
         if self._token_feed is not None:
             self._token_feed.close()
+
+
+def has_chunks(output: SchedulerOutput) -> bool:
+    """Return whether a slot computes more than its last token and drafts."""
+    if not output.chunks:
+        return False
+    drafts = int32_view(output.drafts).reshape(-1, 2)
+    return not np.array_equal(int32_view(output.chunks), (drafts + _LAST_TOKEN).ravel())
 
 
 def _pooling_head(

@@ -37,12 +37,13 @@ _ALIGNMENT: Final = 4
 class DeviceStep:
     """One step, int32 on the device. Padding tokens use the slot after the last; padding requests have no tokens.
 
-    `token_index_T` is the index of each token in the flattened `PersistentBatch.token_ids_NL`. `rotary_T3` are the
-    rotary positions, for models in which these have three dimensions. `adapters_T` is the number of each token's LoRA
-    adapter, or -1.
+    `token_index_T` is the index of each token in the flattened `PersistentBatch.token_ids_NL`. If that is on the host,
+    `input_ids_T` are the tokens, else it is empty. `rotary_T3` are the rotary positions, for models in which these have
+    three dimensions. `adapters_T` is the number of each token's LoRA adapter, or -1.
     """
 
     token_index_T: torch.Tensor
+    input_ids_T: torch.Tensor
     positions_T: torch.Tensor
     rotary_T3: torch.Tensor | None
     adapters_T: torch.Tensor
@@ -95,15 +96,22 @@ class StepBuffers:
         """
         sizes = self._sizes(num_tokens, num_requests, num_rows)
         sections = [self._integers[section] for section in _layout(sizes)]
-        token_index_T, positions_T, rotary, adapters_T, slots_S, seq_lens_S, *others = sections
-        query_start_loc, *mappings, rows_R = others
+        token_index_T, input_ids_T, positions_T, rotary, adapters_T, *requests = sections
+        slots_S, seq_lens_S, query_start_loc, *mappings, rows_R = requests
         rotary_T3 = None if self._batch.rotary is None else rotary.view(-1, 3)
         groups = [
             DeviceBatch(query_start_loc, seq_lens_S, block_table[:num_requests], slot_mapping_T)
             for block_table, slot_mapping_T in zip(self._block_tables, mappings, strict=True)
         ]
         return DeviceStep(
-            token_index_T, positions_T, rotary_T3, adapters_T, slots_S, rows_R, groups
+            token_index_T,
+            input_ids_T,
+            positions_T,
+            rotary_T3,
+            adapters_T,
+            slots_S,
+            rows_R,
+            groups,
         )
 
     def gather_block_tables(self, step: DeviceStep) -> None:
@@ -116,15 +124,18 @@ class StepBuffers:
         requests = [num_requests, num_requests, num_requests + 1]
         num_rotary = 0 if self._batch.rotary is None else 3 * num_tokens
         num_adapters = 0 if self._adapter_by_slot is None else num_tokens
-        tokens = [num_tokens, num_tokens, num_rotary, num_adapters]
+        num_inputs = num_tokens if self._batch.keeps_tokens_on_host else 0
+        tokens = [num_tokens, num_inputs, num_tokens, num_rotary, num_adapters]
         return [*tokens, *requests, *mappings, num_rows]
 
     def _pack(self, plan: StepPlan, sections: Sequence[Int32Array]) -> None:
-        token_index_T, positions_T, rotary, adapters_T, slots_S, seq_lens_S, *others = sections
-        query_start_loc, *mappings, rows_R = others
+        token_index_T, input_ids_T, positions_T, rotary, adapters_T, *requests = sections
+        slots_S, seq_lens_S, query_start_loc, *mappings, rows_R = requests
         max_model_len, num_slots = self._batch.max_model_len, self._batch.num_slots
         index_T = plan.slots_T * max_model_len + plan.positions_T
         _pad(token_index_T, index_T, num_slots * max_model_len)
+        if self._batch.keeps_tokens_on_host:
+            _pad(input_ids_T, self._batch.input_ids(plan), 0)
         _pad(positions_T, plan.positions_T, 0)
         if self._batch.rotary is not None:
             rotary_T3 = plan.rotary_T3

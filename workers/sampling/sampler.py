@@ -184,7 +184,7 @@ class Sampler(ABC):
 
         Args:
             logits_SV: float32 on the device; overwritten.
-            slots_S: Distinct slots.
+            slots_S: Slots. They are distinct, unless there is no grammar and no slot changes its logits.
             positions_S: The number of tokens that each row has so far, which is the index of the token to be sampled.
             grammar: The allowed tokens of some of the slots.
         """

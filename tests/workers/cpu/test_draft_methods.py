@@ -16,7 +16,11 @@ from engine.protocol.config import (
 from engine.protocol.errors import ConfigError
 from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.worker_messages import ModelRunnerOutput
+from engine.workers.attention.torch_paged import TorchPagedAttention
+from engine.workers.execution import torch_loader
 from support.draft_heads import write_eagle3_head, write_eagle_head
+from support.graph_attention import GraphTorchPaged
+from support.host_accelerator import HostAccelerator
 from support.native_decoders import BLOCK_SIZE
 from support.tiny_checkpoints import QWEN3, gemma3_gguf, layers_directory, qwen3_directory
 from support.worker_steps import GREEDY, Steps
@@ -35,12 +39,13 @@ PARAMS = {
         frequency_penalty=0.2,
         seed=1,
         bad_words_token_ids=((5, 6), (7,)),
+        min_tokens=20,
+        stop_token_ids=tuple(range(60)),
     ),
-    "logprobs": SamplingParams(
-        temperature=0.6, seed=3, logprobs=2, min_tokens=20, stop_token_ids=tuple(range(60))
-    ),
+    "logprobs": SamplingParams(temperature=0.6, seed=3, logprobs=2),
 }
 PROMPTS = [[20, 21, 22], list(range(20, 35)), [30, 31, 32, 33] * 4, list(range(40, 69))]
+TORCH = {"device": DeviceConfig(cpu_backend=CPUBackend.TORCH)}
 NUM_OUTPUT = 40
 NUM_DRAFTS = 5
 
@@ -161,16 +166,34 @@ def test_drafts_change_no_token(checkpoints, plain, name, resumes):
     assert num_verified > 0
 
 
-@pytest.mark.parametrize("name", ["suffix", "draft_model"])
-def test_drafts_of_models_in_torch_change_no_token(checkpoints, name):
-    torch_only = {"device": DeviceConfig(cpu_backend=CPUBackend.TORCH)}
-    expected, _, _ = generate(make_steps(checkpoints.target, None, **torch_only), num_drafts=0)
-    fields = {"model": str(checkpoints.other[0])} if name == "draft_model" else {}
-    steps = make_steps(checkpoints.target, method(name, **fields), **torch_only)
+@pytest.fixture(scope="module")
+def in_torch(checkpoints) -> Received:
+    return generate(make_steps(checkpoints.target, None, **TORCH), num_drafts=0)[0]
+
+
+def check_drafts_in_torch(steps: Steps, expected: Received) -> None:
     received, num_verified, num_right = generate(steps, resumes=True)
     assert received.tokens == expected.tokens
     assert len(received.logprobs) == len(expected.logprobs)
     assert 0 < num_right <= num_verified
+
+
+@pytest.mark.parametrize("name", ["suffix", "draft_model"])
+def test_drafts_of_models_in_torch_change_no_token(checkpoints, in_torch, name):
+    fields = {"model": str(checkpoints.other[0])} if name == "draft_model" else {}
+    check_drafts_in_torch(make_steps(checkpoints.target, method(name, **fields), **TORCH), in_torch)
+
+
+@pytest.mark.parametrize("attention", [TorchPagedAttention, GraphTorchPaged])
+def test_drafts_on_a_device_change_no_token(checkpoints, in_torch, monkeypatch, attention):
+    """Both with and without graphs. Some requests of a step sample from all of its rows at once, others do not."""
+    monkeypatch.setattr(torch_loader, "attention_backend", attention)
+    accelerator = HostAccelerator()
+    steps = make_steps(
+        checkpoints.target, method("suffix"), accelerator=accelerator, num_slots=24, **TORCH
+    )
+    check_drafts_in_torch(steps, in_torch)
+    assert (accelerator.graphs.num_replayed > 0) == (attention is GraphTorchPaged)
 
 
 @pytest.mark.parametrize("backend", [CPUBackend.NATIVE, CPUBackend.TORCH])

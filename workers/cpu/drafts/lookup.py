@@ -16,7 +16,6 @@ from ....protocol.arrays import Int32Array, Int64Array, int32_bytes, int32_view
 from ....protocol.config import ProposerMethod, SpeculativeConfig
 from ....protocol.worker_messages import DraftTokenIds, NewRequestData
 from ...batch import PersistentBatch, SlotArray
-from ...device.dtypes import address, on_host
 from ..abi.structs import DraftLookup
 from ..library import native_library
 from .suffixes import SuffixStore
@@ -138,7 +137,7 @@ class Drafts:
             slots_of_64_bits.ctypes.data,
             len(slots),
             self._batch.max_model_len,
-            address(self._batch.token_ids_NL),
+            self._batch.host_token_ids_NL.ctypes.data,
             self._batch.num_tokens.ctypes.data,
         )
 
@@ -154,7 +153,7 @@ class Drafts:
         self.lookup.num_found = end
         columns = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
         columns += np.repeat(self._batch.num_tokens[slots], counts)
-        tokens = on_host(self._batch.token_ids_NL)[np.repeat(slots, counts), columns]
+        tokens = self._batch.host_token_ids_NL[np.repeat(slots, counts), columns]
         self._tokens[first : first + len(tokens)] = tokens
 
     def num_drafts(self, slots: SlotArray) -> Int32Array:

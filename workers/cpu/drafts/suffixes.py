@@ -11,7 +11,6 @@ import numpy as np
 from ....protocol.arrays import Int32Array, Int64Array
 from ....protocol.config import SpeculativeConfig
 from ...batch import PersistentBatch
-from ...device.dtypes import on_host
 from ..abi.structs import Suffixes
 from ..library import native_library
 
@@ -72,7 +71,7 @@ class SuffixStore:
         if count <= self.suffixes.context_length or not self._max_answers:
             return
         self._starts.append(int(self.suffixes.history_end))
-        row = on_host(self._batch.token_ids_NL)[slot, first:end]
+        row = self._batch.host_token_ids_NL[slot, first:end]
         self._remember(ctypes.byref(self.suffixes), row.ctypes.data, count)
         while (
             len(self._starts) > self._max_answers

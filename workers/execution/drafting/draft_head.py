@@ -32,7 +32,7 @@ from ...cpu.decoder import NativeDecoder
 from ...cpu.drafts import Drafts
 from ...cpu.library import NotSupportedNatively
 from ...device.device import count_threads
-from ...device.dtypes import as_tensor, on_host
+from ...device.dtypes import as_tensor
 from ...layers.parallel.shard import ModelShard
 from ...loaders import Checkpoint, open_checkpoint
 from ...models.kv_cache_groups import group_layers, kv_cache_groups
@@ -188,7 +188,7 @@ class DraftHead:
 
         The first draft follows from the hidden states `outputs_SE`.
         """
-        tokens = on_host(self._batch.token_ids_NL)
+        tokens = self._batch.host_token_ids_NL
         for index in range(int(limits_S.max())):
             if index:
                 goes_on_S = limits_S > index
@@ -214,7 +214,7 @@ class DraftHead:
     ) -> Tensor:
         """Run the head at `counts_S` positions per slot, from `begins_S` on. Return its hidden states [T, E]."""
         plan = plan_chunks(slots_S, begins_S, counts_S)
-        tokens = on_host(self._batch.token_ids_NL)
+        tokens = self._batch.host_token_ids_NL
         embedded_TD = self._fusion.embed(
             torch.from_numpy(tokens[plan.slots_T, plan.positions_T + 1])
         )

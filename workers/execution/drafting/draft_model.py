@@ -29,7 +29,7 @@ from ...cpu.decoder import NativeDecoder
 from ...cpu.decoding import NativeDecoding
 from ...cpu.drafts import Drafts
 from ...device.device import count_threads
-from ...device.dtypes import HostDevice, on_host
+from ...device.dtypes import HostDevice
 from ...loaders import open_checkpoint
 from ...models.kv_cache_groups import kv_cache_groups
 from ..kv_cache import KVCache
@@ -235,7 +235,7 @@ class DraftModel:
     def _are_known(self, slots_S: Int64Array) -> bool:
         """Return whether the draft model's vocabulary contains the last token of every slot."""
         columns = self._batch.num_tokens[slots_S] - 1
-        last = on_host(self._batch.token_ids_NL)[slots_S, columns]
+        last = self._batch.host_token_ids_NL[slots_S, columns]
         return bool((last < self._vocab_size).all())
 
     def _cut_unknown(
@@ -244,7 +244,7 @@ class DraftModel:
         """Return the number of drafts of each slot before the first one that is not in the model's vocabulary."""
         if self._vocab_size <= self._target_vocab_size:
             return counts_S
-        tokens = on_host(self._batch.token_ids_NL)
+        tokens = self._batch.host_token_ids_NL
         kept = counts_S.copy()
         for row, (slot, start, count) in enumerate(zip(slots_S, starts_S, counts_S, strict=True)):
             unknown = (tokens[slot, start : start + count] >= self._target_vocab_size).nonzero()[0]

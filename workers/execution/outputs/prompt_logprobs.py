@@ -78,7 +78,7 @@ class PromptLogprobs:
                     hidden_TD[offset + start : offset + stop],
                     np.full(stop - start, slot, np.int32),
                 )
-                following_T = batch.token_ids_NL[slot, start + 1 : stop + 1]
+                following_T = batch.tokens_at(slot, start + 1, stop + 1)
                 self._parts[slot].append(
                     self._score(slot, logits_TV, following_T, self._counts[slot])
                 )
