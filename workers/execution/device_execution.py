@@ -11,6 +11,7 @@ import logging
 import time
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -35,6 +36,10 @@ from .pipeline import Pipeline
 from .request_states import RequestStates, has_chunks
 from .runner import GrammarSource, StepResult
 
+if TYPE_CHECKING:
+    from .drafting.draft_head import DraftHead
+    from .drafting.draft_model import DraftModel
+
 logger = logging.getLogger(__name__)
 
 
@@ -50,6 +55,7 @@ class DeviceExecution:
         pipeline: Pipeline,
         accelerator: Accelerator,
         speculative: SpeculativeConfig | None = None,
+        draft_model: DraftModel | DraftHead | None = None,
     ) -> None:
         self._model = model
         self._shard = model.shard
@@ -62,6 +68,7 @@ class DeviceExecution:
         self._max_logprobs = config.frontend.max_logprobs
         self._has_cpu_offload = bool(config.cache.host_gib)
         self._speculative = speculative
+        self._draft_model = draft_model
         self._drafting: Drafting | None = None
         self._forward = DeviceForward(
             model,
@@ -98,8 +105,15 @@ class DeviceExecution:
         self._forward.drop_graphs()
         self._drafting = None
         if self._speculative is not None:
-            drafts = Drafts(self._speculative, self._batch)
-            self._drafting = Drafting(drafts, self._model, self._requests, self._kv_cache)
+            if self._draft_model is not None:
+                self._draft_model.use_batch(self._batch, self._kv_cache.num_blocks)
+            self._drafting = Drafting(
+                Drafts(self._speculative, self._batch),
+                self._model,
+                self._requests,
+                self._kv_cache,
+                self._draft_model,
+            )
 
     def release_slots(self, output: SchedulerOutput) -> None:
         """Save what drafting needs from requests that leave their slots. Called before a step's changes are applied."""
@@ -107,7 +121,9 @@ class DeviceExecution:
             self._drafting.release_slots(output)
 
     def release_requests(self) -> None:
-        """Do nothing, because requests have no state in this class."""
+        """Free every slot."""
+        if self._draft_model is not None:
+            self._draft_model.release_requests()
 
     def close(self) -> None:
         """Drop the graphs."""
@@ -127,6 +143,8 @@ class DeviceExecution:
             self._run(even_requests(count, min(count, self._batch.num_slots)))
         self._run(even_requests(1, 1, num_computed=max(0, self._batch.max_model_len - 2)))
         self._run_largest_steps()
+        if self._draft_model is not None:
+            self._draft_model.warm_up()
         self._accelerator.release_memory()
         if captures:
             logger.info("captured %d graphs in %.1f s", len(captures), time.monotonic() - began)

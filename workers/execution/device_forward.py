@@ -116,14 +116,15 @@ class DeviceForward:
             size = self._decodes.size_for(num_tokens)
             if size is not None:
                 step = self._fill(plan, size, size)
-                hidden_TD, *chosen = (x[:num_tokens] for x in self._decodes.replay(size))
+                results = self._decodes.replay(size)
+                hidden_TD, *chosen = self._without_kept(results, num_tokens)
                 return Forwarded(hidden_TD, step, *chosen)
         if self._chunks is not None:
             size = self._chunks.size_for(num_tokens)
             if size is not None:
                 step = self._fill(plan, size, self._max_requests(size))
-                (hidden_TD,) = self._chunks.replay(size)
-                return Forwarded(hidden_TD[:num_tokens], step)
+                (hidden_TD,) = self._without_kept(self._chunks.replay(size), num_tokens)
+                return Forwarded(hidden_TD, step)
         step = self._fill(plan, num_tokens, num_requests)
         metadata = self._kv_cache.attention_metadata(self._batch, plan)
         return Forwarded(self._forward(step, metadata), step)
@@ -161,15 +162,29 @@ class DeviceForward:
         hidden_SD = self._forward(step, metadata)
         if not self._model.shard.is_last:
             return [hidden_SD]
+        kept = self._kept_hidden()
         logits_SV = self._model.compute_logits(hidden_SD)
         greedy_S = self._model.kernels.choose_greedy(logits_SV)
         self._append(step.token_index_T, greedy_S)
-        return [hidden_SD, logits_SV, greedy_S]
+        return [*kept, hidden_SD, logits_SV, greedy_S]
 
     def _run_chunks(self, attention: CapturableAttention, size: int) -> list[torch.Tensor]:
-        """Run a step of any kind."""
+        """Run a step of any kind. Return its hidden states, after those that the model keeps, if any."""
         step = self._buffers.view(size, self._max_requests(size))
-        return [self._forward(step, self._build_captured(attention, step, max_queries=size))]
+        hidden_TD = self._forward(step, self._build_captured(attention, step, max_queries=size))
+        return [*self._kept_hidden(), hidden_TD]
+
+    def _kept_hidden(self) -> list[torch.Tensor]:
+        """Return the hidden states that the model has kept, if it keeps any."""
+        kept_TE = self._model.kept_hidden_TE
+        return [] if kept_TE is None else [kept_TE]
+
+    def _without_kept(self, results: list[torch.Tensor], num_tokens: int) -> list[torch.Tensor]:
+        """Return the first rows of a graph's results, after giving the hidden states that it kept to the model."""
+        results = [x[:num_tokens] for x in results]
+        if self._model.kept_width:
+            self._model.kept_hidden_TE = results.pop(0)
+        return results
 
     def _build_captured(
         self, attention: CapturableAttention, step: DeviceStep, max_queries: int

@@ -129,7 +129,15 @@ class ModelRunner:
             from .drafting.draft_head import DraftHead
 
             dtype = torch_dtype(configured_dtype(config.model.dtype))
-            self._draft_model = DraftHead(config, model, kv_cache, checkpoint, dtype, on_progress)
+            self._draft_model = DraftHead(
+                config,
+                model,
+                kv_cache,
+                checkpoint,
+                dtype,
+                on_progress,
+                in_torch=accelerator is not None,
+            )
         if accelerator is None:
             self._execution = HostExecution(
                 model, requests, kv_cache, pipeline, speculative, self._draft_model
@@ -140,7 +148,14 @@ class ModelRunner:
 
             assert isinstance(model, TorchDecoder), "a native program runs on the host"
             self._execution = DeviceExecution(
-                config, model, requests, kv_cache, pipeline, accelerator, speculative
+                config,
+                model,
+                requests,
+                kv_cache,
+                pipeline,
+                accelerator,
+                speculative,
+                self._draft_model,
             )
 
     @property

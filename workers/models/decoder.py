@@ -281,7 +281,8 @@ class Decoder(TorchDecoder):
         self, ids_C: Tensor, logits_SC: Tensor, slots_S: Int32Array, positions_S: Int32Array
     ) -> Tensor:
         """Return the tokens, int64 [S], that the requests would sample if only the tokens `ids_C` had logits."""
-        logits_SV = torch.full((len(slots_S), self.spec.vocab_size), -torch.inf)
+        shape = len(slots_S), self.spec.vocab_size
+        logits_SV = torch.full(shape, -torch.inf, device=logits_SC.device)
         logits_SV[:, ids_C] = logits_SC.float()
         return self._sampler.predict(logits_SV, slots_S, positions_S)
 
@@ -342,8 +343,10 @@ class Decoder(TorchDecoder):
 
     def _per_layer_parts(self, inputs_TE: Tensor) -> Sequence[Tensor]:
         """Return a separate tensor with the inputs of each layer."""
-        assert self.spec.per_layer_inputs is not None
-        return inputs_TE.split(self.spec.per_layer_inputs.size, -1)
+        if self.spec.per_layer_inputs is not None:
+            return inputs_TE.split(self.spec.per_layer_inputs.size, -1)
+        sizes = [layer.input_size for layer in self.spec.layers]
+        return [part.contiguous() for part in inputs_TE.split(sizes, -1)]
 
     @torch.inference_mode()
     def compute_logits(self, hidden_SD: Tensor, slots_S: Int32Array | None = None) -> Tensor:

@@ -105,6 +105,7 @@ class DecoderLayer:
         norms = layer.norms or spec.norms
         self.rope = layer.rope
         self.cache_groups = layer.cache_groups
+        self._reads_input = layer.input_size > 0
         self._spec = spec
         self._attention: Attention | LatentAttention | None = None
         self._mixer: Mixer | None = None
@@ -188,6 +189,8 @@ class DecoderLayer:
         """
         if self.cache_groups:
             x = added(x_TD, block_TD, self._spec, self._attention_input_norm)
+            if self._reads_input:
+                x = inputs_TP
             block_TD = self._mixed(x, positions_T, tables, caches)
             if self._attention_output_norm is not None and not self._spec.norms_stream:
                 block_TD = self._attention_output_norm(block_TD)

@@ -16,6 +16,7 @@ import transformers
 from engine.protocol.arrays import int32_bytes, int32_view
 from engine.protocol.config import CPUBackend, DeviceConfig, ProposerMethod, SpeculativeConfig
 from engine.protocol.errors import CheckpointError, ConfigError
+from engine.workers.execution import torch_loader
 from safetensors.torch import load_file, save_file
 from support.draft_heads import (
     Fusion,
@@ -26,6 +27,8 @@ from support.draft_heads import (
     write_eagle_head,
     write_speculators_head,
 )
+from support.graph_attention import GraphTorchPaged
+from support.host_accelerator import HostAccelerator
 from support.native_decoders import BLOCK_SIZE
 from support.tiny_checkpoints import QWEN3, RECURRENT, random_model, sentencepiece_tokenizer
 from support.worker_steps import Steps
@@ -289,11 +292,21 @@ def predict(head: Head, tokens: list[int]) -> tuple[list[int], list[Tensor]]:
     return drafts, logits
 
 
-@pytest.fixture(params=[CPUBackend.NATIVE, CPUBackend.TORCH], ids=lambda backend: backend.value)
-def steps(request: pytest.FixtureRequest, head: Head) -> Steps:
-    device = DeviceConfig(cpu_backend=request.param)
+@pytest.fixture(params=["native", "torch", "device"])
+def steps(request: pytest.FixtureRequest, head: Head, monkeypatch: pytest.MonkeyPatch) -> Steps:
+    """A runner of the model natively, in torch, and on a device, where the head also runs in torch."""
+    accelerator = None
+    if request.param == "device":
+        accelerator = HostAccelerator()
+        if not hasattr(head.model.config, "n_routed_experts"):
+            # Experts in torch cannot be captured on a CPU.
+            monkeypatch.setattr(torch_loader, "attention_backend", GraphTorchPaged)
+    backend = CPUBackend.NATIVE if request.param == "native" else CPUBackend.TORCH
+    device = DeviceConfig(cpu_backend=backend)
     vocab_size = head.model.config.vocab_size
-    return Steps(head.path, vocab_size, head.block_size, device, speculative=head.speculative)
+    return Steps(
+        head.path, vocab_size, head.block_size, device, accelerator, speculative=head.speculative
+    )
 
 
 def plain_tokens(head: Head, count: int) -> list[int]:

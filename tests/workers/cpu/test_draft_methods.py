@@ -185,12 +185,18 @@ def test_drafts_of_models_in_torch_change_no_token(checkpoints, in_torch, name):
 
 
 @pytest.mark.parametrize("attention", [TorchPagedAttention, GraphTorchPaged])
-def test_drafts_on_a_device_change_no_token(checkpoints, in_torch, monkeypatch, attention):
+@pytest.mark.parametrize("name", ["suffix", "eagle3"])
+def test_drafts_on_a_device_change_no_token(checkpoints, in_torch, monkeypatch, name, attention):
     """Both with and without graphs. Some requests of a step sample from all of its rows at once, others do not."""
+    fields = {"model": str(checkpoints.eagle3)} if name == "eagle3" else {}
     monkeypatch.setattr(torch_loader, "attention_backend", attention)
     accelerator = HostAccelerator()
     steps = make_steps(
-        checkpoints.target, method("suffix"), accelerator=accelerator, num_slots=24, **TORCH
+        checkpoints.target,
+        method(name, **fields),
+        accelerator=accelerator,
+        num_slots=24,
+        **TORCH,
     )
     check_drafts_in_torch(steps, in_torch)
     assert (accelerator.graphs.num_replayed > 0) == (attention is GraphTorchPaged)

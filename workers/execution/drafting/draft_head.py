@@ -25,19 +25,22 @@ from ....protocol.config import EngineConfig
 from ....protocol.errors import ConfigError
 from ....protocol.kv_cache_groups import AttentionKind
 from ....protocol.worker_messages import SchedulerOutput
-from ...attention import AttentionSpec
+from ...attention import AttentionSpec, attention_backend
 from ...batch import PersistentBatch, SlotArray, plan_chunks
 from ...cpu.attention import NativeAttention
 from ...cpu.decoder import NativeDecoder
 from ...cpu.drafts import Drafts
 from ...cpu.library import NotSupportedNatively
 from ...device.device import count_threads
-from ...device.dtypes import as_tensor
+from ...device.dtypes import as_tensor, on_host, torch_device
+from ...device.transfers import to_device
 from ...layers.parallel.shard import ModelShard
 from ...loaders import Checkpoint, open_checkpoint
+from ...models.decoder import Decoder
 from ...models.kv_cache_groups import group_layers, kv_cache_groups
 from ..kv_cache import KVCache
 from ..model_loader import Model
+from ..torch_loader import layer_kernels
 from .computed import ComputedRows
 from .fusion import Fusion, read_token_ids
 from .head_layouts import HeadLayout, read_layout
@@ -46,6 +49,8 @@ from .head_target import HeadTarget, head_target
 
 class DraftHead:
     """The drafting head of a worker. With tensor parallelism, each rank has the whole head.
+
+    With `in_torch`, it runs in torch on the device of the model, else natively.
 
     Raises:
         CheckpointError: The head is not supported, or its files are damaged.
@@ -60,6 +65,8 @@ class DraftHead:
         checkpoint: Checkpoint,
         dtype: torch.dtype,
         on_progress: Callable[[int, int], None],
+        *,
+        in_torch: bool = False,
     ) -> None:
         speculative = config.scheduler.speculative
         assert speculative is not None
@@ -75,12 +82,18 @@ class DraftHead:
                 "use another method"
             )
         self._group = kinds.index(AttentionKind.FULL)
-        self._target, self._layout = target, layout
-        self._num_threads = count_threads(config)
-        self._fusion = Fusion(layout, checkpoint, target, dtype, self._num_threads, self._name)
+        self._target, self._layout, self._dtype = target, layout, dtype
+        self._in_torch = in_torch
+        self._device = torch_device(model.attention.device) if in_torch else torch.device("cpu")
+        self._num_threads = 0 if in_torch else count_threads(config)
+        self._fusion = Fusion(
+            layout, checkpoint, target, dtype, self._device, self._num_threads, self._name
+        )
         self._model = self._load(config, target, layout, checkpoint, dtype, on_progress)
         self._token_ids = read_token_ids(layout, checkpoint, target.spec.num_token_ids, self._name)
-        self._cache = KVCache(self._model, config.model.max_model_len, torch.device("cpu"))
+        if self._token_ids is not None:
+            self._token_ids = self._token_ids.to(self._device)
+        self._cache = KVCache(self._model, config.model.max_model_len, self._device)
         target_cache.add_follower(self._cache)
         self._target_cache = target_cache
         self._batch: PersistentBatch
@@ -93,7 +106,7 @@ class DraftHead:
         checkpoint: Checkpoint,
         dtype: torch.dtype,
         on_progress: Callable[[int, int], None],
-    ) -> NativeDecoder:
+    ) -> NativeDecoder | Decoder:
         spec = group_layers(layout.spec, config.model.max_model_len)
         groups = kv_cache_groups(spec, config.model.max_model_len)
         if [group.kind for group in groups] != [AttentionKind.FULL]:
@@ -106,8 +119,21 @@ class DraftHead:
             shard,
             block_size=config.cache.block_size,
             dtype=target.attention.dtype,
-            device=torch.device("cpu"),
+            device=self._device,
         )
+        if self._in_torch:
+            return Decoder(
+                spec,
+                checkpoint,
+                attention_backend(attention),
+                dtype=dtype,
+                device=self._device,
+                max_model_len=config.model.max_model_len,
+                shard=shard,
+                kernels=layer_kernels(dtype, self._device, config.device.batch_invariant),
+                on_progress=on_progress,
+                kept_layers=(len(spec.layers),),
+            )
         try:
             return NativeDecoder(
                 spec,
@@ -164,7 +190,7 @@ class DraftHead:
         counts_S, rows_S = counts_S[has_rows_S], rows_S[has_rows_S]
         assert computed.hidden_TE is not None
         offsets_T = np.arange(counts_S.sum()) - np.repeat(np.cumsum(counts_S) - counts_S, counts_S)
-        rows_T = torch.from_numpy(np.repeat(rows_S, counts_S) + offsets_T)
+        rows_T = to_device(np.repeat(rows_S, counts_S) + offsets_T, self._device)
         hidden_TE = computed.hidden_TE[rows_T]
         hidden_TD = self._fusion.read_target(hidden_TE)
         outputs_TE = self._run(slots_S, begins_S, counts_S, hidden_TD)
@@ -175,7 +201,7 @@ class DraftHead:
         wants_S = limits_S > 0
         if not samples or not wants_S.any():
             return 0
-        last_S = torch.from_numpy((np.cumsum(counts_S) - 1)[wants_S])
+        last_S = to_device((np.cumsum(counts_S) - 1)[wants_S], self._device)
         slots_S, lengths_S, limits_S = slots_S[wants_S], lengths_S[wants_S], limits_S[wants_S]
         self._draft(slots_S, lengths_S, limits_S, outputs_TE[last_S])
         drafts.add_found(slots_S, limits_S.astype(np.int32))
@@ -193,13 +219,16 @@ class DraftHead:
             if index:
                 goes_on_S = limits_S > index
                 slots_S, lengths_S = slots_S[goes_on_S], lengths_S[goes_on_S]
-                limits_S, outputs_SE = limits_S[goes_on_S], outputs_SE[torch.from_numpy(goes_on_S)]
+                limits_S, outputs_SE = (
+                    limits_S[goes_on_S],
+                    outputs_SE[to_device(goes_on_S, self._device)],
+                )
                 hidden_SD = self._fusion.read_own(outputs_SE)
                 begins_S = lengths_S + index - 2
                 outputs_SE = self._run(slots_S, begins_S, np.ones_like(slots_S), hidden_SD)
             positions_S = (lengths_S + index).astype(np.int32)
             chosen_S = self._choose(outputs_SE, slots_S.astype(np.int32), positions_S)
-            tokens[slots_S, positions_S] = chosen_S.numpy()
+            tokens[slots_S, positions_S] = on_host(chosen_S)
 
     def _choose(self, outputs_SE: Tensor, slots_S: Int32Array, positions_S: Int32Array) -> Tensor:
         """Return the draft tokens [S] at these positions, chosen from the head's hidden states `outputs_SE`."""
@@ -215,12 +244,12 @@ class DraftHead:
         """Run the head at `counts_S` positions per slot, from `begins_S` on. Return its hidden states [T, E]."""
         plan = plan_chunks(slots_S, begins_S, counts_S)
         tokens = self._batch.host_token_ids_NL
-        embedded_TD = self._fusion.embed(
-            torch.from_numpy(tokens[plan.slots_T, plan.positions_T + 1])
-        )
+        following_T = tokens[plan.slots_T, plan.positions_T + 1]
+        embedded_TD = self._fusion.embed(to_device(following_T, self._device))
+        inputs = self._fusion.fuse(embedded_TD, hidden_TD)
         self._model.forward(
-            self._fusion.fuse(embedded_TD, hidden_TD),
-            torch.from_numpy(plan.positions_T),
+            inputs.to(self._dtype) if self._in_torch else inputs,
+            to_device(plan.positions_T, self._device),
             self._cache.layers,
             self._cache.attention_metadata(self._batch, plan),
         )
@@ -231,5 +260,6 @@ class DraftHead:
         """Run the head with the null block once, because kernels are prepared on first use."""
         num_tokens = min(self._batch.block_size, self._batch.max_model_len) - 1
         for count in (num_tokens, 1):
-            hidden_TD = torch.zeros((count, self._layout.spec.hidden_size), dtype=torch.float32)
+            shape = count, self._layout.spec.hidden_size
+            hidden_TD = torch.zeros(shape, dtype=torch.float32, device=self._device)
             self._run(np.zeros(1, np.int64), np.zeros(1, np.int64), np.array([count]), hidden_TD)

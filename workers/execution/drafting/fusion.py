@@ -5,7 +5,11 @@ Shapes: T tokens, D hidden size of the head, E elements of the hidden states tha
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ....protocol.errors import ConfigError
@@ -25,7 +29,8 @@ class Fusion:
         checkpoint: The head's checkpoint.
         target: The model, which keeps the hidden states that the head reads.
         dtype: The dtype of the matrices.
-        num_threads: The number of threads that compute the projection.
+        device: The device of the head.
+        num_threads: The number of threads that compute the projection; 0 to compute it in torch.
         name: The name of the head in error messages.
 
     Raises:
@@ -39,6 +44,7 @@ class Fusion:
         checkpoint: Checkpoint,
         target: HeadTarget,
         dtype: torch.dtype,
+        device: torch.device,
         num_threads: int,
         name: str,
     ) -> None:
@@ -48,7 +54,9 @@ class Fusion:
         stored = translate_names(checkpoint.names(), layout.tensor_names)
 
         def read(name: str) -> Tensor | None:
-            return checkpoint.tensor(stored[name], torch.float32) if name in stored else None
+            if name not in stored:
+                return None
+            return checkpoint.tensor(stored[name], torch.float32).to(device)
 
         def norm(name: str) -> Tensor | None:
             weight = read(name)
@@ -69,13 +77,17 @@ class Fusion:
                 f"{name}: the projection has the shape {tuple(matrix.shape)}, not {shape}; use a head for "
                 "this model"
             )
-        self._project = NativeProduct(matrix, num_threads)
+        self._project: Callable[[Tensor], Tensor]
+        if num_threads:
+            self._project = NativeProduct(matrix, num_threads)
+        else:
+            self._project = partial(_project, matrix.to(device))
         self._bias = read(head_layouts.PROJECTION_BIAS)
         self._embedding_norm = norm(head_layouts.EMBEDDING_NORM)
         self._hidden_norm = norm(head_layouts.HIDDEN_NORM)
         self._embedding_VD: Tensor | None = None
         if head_layouts.EMBEDDING in stored:
-            embedding_VD = checkpoint.tensor(stored[head_layouts.EMBEDDING], dtype)
+            embedding_VD = checkpoint.tensor(stored[head_layouts.EMBEDDING], dtype).to(device)
             if not self._equals_target(embedding_VD):
                 self._embedding_VD = embedding_VD
 
@@ -87,7 +99,7 @@ class Fusion:
         if embedding_VD.shape[1] != self._target_size:
             return False
         count = min(len(embedding_VD), self._target.spec.vocab_size)
-        ids = torch.linspace(0, count - 1, min(count, 256)).int()
+        ids = torch.linspace(0, count - 1, min(count, 256)).int().to(embedding_VD.device)
         return torch.equal(embedding_VD[ids].float(), self._target.embed(ids))
 
     def embed(self, ids_T: Tensor) -> Tensor:
@@ -125,10 +137,15 @@ class Fusion:
         return projected_TD if self._bias is None else projected_TD + self._bias
 
 
+def _project(matrix: Tensor, x_TK: Tensor) -> Tensor:
+    """Return the product in float32. Sums are rounded to the dtype of the matrix."""
+    return F.linear(x_TK.to(matrix.dtype), matrix).float()
+
+
 def _norm(x_TD: Tensor, weight_D: Tensor | None, eps: float) -> Tensor:
     if weight_D is None:
         return x_TD
-    return torch.nn.functional.rms_norm(x_TD, weight_D.shape, weight_D, eps)
+    return F.rms_norm(x_TD, weight_D.shape, weight_D, eps)
 
 
 def read_token_ids(
