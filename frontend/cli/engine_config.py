@@ -361,16 +361,19 @@ def _speculation(
 ) -> SpeculativeConfig | None:
     """Return the settings of speculative decoding: the given ones, or the default for this device.
 
-    By default, speculation is enabled where it costs nothing on text without repetitions. With pipeline stages, no step
-    can be queued before the tokens of the previous one are known, so it is not.
+    By default, speculation is enabled where it costs nothing on text without repetitions. On a GPU and with pipeline
+    stages, it prevents that a step is queued before the tokens of the previous one are known.
     """
     if "speculative" not in given:
         return DEFAULT_SPECULATION if num_stages == 1 and not has_gpu(device) else None
     speculative: SpeculativeConfig | None = given["speculative"]
     if speculative is None:
         return None
-    if has_gpu(device):
-        raise ConfigError("--speculative-config needs --device cpu; remove it or change the device")
+    if num_stages > 1 and has_gpu(device):
+        raise ConfigError(
+            f"--speculative-config on GPUs needs --pipeline-parallel-size 1 (given: {num_stages}); remove "
+            "one of the two flags"
+        )
     if num_stages > 1 and speculative.method.reads_hidden_states:
         raise ConfigError(
             f"--speculative-config with the method {speculative.method.value} needs "

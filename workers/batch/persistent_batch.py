@@ -213,13 +213,15 @@ class PersistentBatch:
         other.num_tokens = np.zeros(self.num_slots, np.int32)
         other.num_computed_tokens = np.zeros(self.num_slots, np.int32)
         other.block_tables = [self.block_tables[group]]
-        other.device_block_tables = []
+        other.device_block_tables = self.device_block_tables[group : group + 1]
         other.rotary = None
         other.source_sizes = MappingProxyType({})
         return other
 
     def mirror_block_tables(self) -> None:
         """Keep a copy of `block_tables` on the device from now on, with one more row for padding."""
+        if self.device_block_tables:
+            return
         self.device_block_tables = [
             torch.zeros((len(table) + 1, table.shape[1]), dtype=torch.int32, device=self.device)
             for table in self.block_tables

@@ -88,6 +88,8 @@ class DeviceExecution:
     def profile_memory(self, utilization: float) -> MemoryProfile:
         """Return the peak memory of the largest steps and of a few graphs, measured with a KV cache of one block."""
         self._kv_cache.allocate(1)
+        if self._draft_model is not None:
+            self._draft_model.use_batch(self._batch, 1)
         profile = profile_memory(
             self._accelerator,
             utilization,
@@ -143,8 +145,6 @@ class DeviceExecution:
             self._run(even_requests(count, min(count, self._batch.num_slots)))
         self._run(even_requests(1, 1, num_computed=max(0, self._batch.max_model_len - 2)))
         self._run_largest_steps()
-        if self._draft_model is not None:
-            self._draft_model.warm_up()
         self._accelerator.release_memory()
         if captures:
             logger.info("captured %d graphs in %.1f s", len(captures), time.monotonic() - began)
@@ -160,6 +160,9 @@ class DeviceExecution:
         num_requests = min(self._batch.num_slots, self._max_step_tokens)
         self._run(even_requests(self._max_step_tokens, num_requests))
         self._run(mixed_requests(self._max_step_tokens, num_requests, self._batch.max_model_len))
+        if self._draft_model is not None:
+            most = self._batch.num_slots * (self._batch.max_model_len - 1)
+            self._draft_model.warm_up(min(self._max_tokens, most))
 
     @property
     def _max_step_tokens(self) -> int:

@@ -64,7 +64,10 @@ class DeviceForward:
         batch.mirror_block_tables()
         loras = model.loras
         self._buffers = StepBuffers(
-            batch, max_tokens, None if loras is None else loras.number_by_slot
+            batch,
+            max_tokens,
+            model.spec.num_token_ids,
+            None if loras is None else loras.number_by_slot,
         )
         if not model.shard.is_first:
             shape = (max_tokens, model.spec.stage_width(model.shard.layers.start))

@@ -107,7 +107,7 @@ class HostExecution:
             else:
                 self._pipeline.send_hidden(as_tensor(hidden_TD))
         if self._draft_model is not None:
-            self._draft_model.warm_up()
+            self._draft_model.warm_up(min(self._batch.block_size, self._batch.max_model_len - 1))
 
     def release_slots(self, output: SchedulerOutput) -> None:
         """Save what drafting needs from requests that leave their slots. Called before a step's changes are applied."""

@@ -124,7 +124,9 @@ class ModelRunner:
         elif speculative.method is ProposerMethod.DRAFT_MODEL:
             from .drafting.draft_model import DraftModel
 
-            self._draft_model = DraftModel(config, model, kv_cache, device, on_progress)
+            self._draft_model = DraftModel(
+                config, model, kv_cache, device, on_progress, accelerator
+            )
         elif speculative.method.reads_hidden_states:
             from .drafting.draft_head import DraftHead
 

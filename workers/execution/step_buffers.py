@@ -60,13 +60,19 @@ class DeviceStep:
 class StepBuffers:
     """Buffers for steps of up to `max_tokens` tokens and as many requests as the batch has slots.
 
-    `adapter_by_slot` has the number of each slot's LoRA adapter; None if LoRA is disabled.
+    `num_token_ids` is the number of tokens that the model knows. `adapter_by_slot` has the number of each slot's LoRA
+    adapter; None if LoRA is disabled.
     """
 
     def __init__(
-        self, batch: PersistentBatch, max_tokens: int, adapter_by_slot: Int32Array | None = None
+        self,
+        batch: PersistentBatch,
+        max_tokens: int,
+        num_token_ids: int,
+        adapter_by_slot: Int32Array | None = None,
     ) -> None:
         self._batch = batch
+        self._num_token_ids = num_token_ids
         self._adapter_by_slot = adapter_by_slot
         self._num_groups = len(batch.block_tables)
         num_slots, device = batch.num_slots, batch.device
@@ -135,7 +141,9 @@ class StepBuffers:
         index_T = plan.slots_T * max_model_len + plan.positions_T
         _pad(token_index_T, index_T, num_slots * max_model_len)
         if self._batch.keeps_tokens_on_host:
-            _pad(input_ids_T, self._batch.input_ids(plan), 0)
+            # A draft model may know fewer tokens than the model.
+            ids_T = np.minimum(self._batch.input_ids(plan), np.int32(self._num_token_ids - 1))
+            _pad(input_ids_T, ids_T, 0)
         _pad(positions_T, plan.positions_T, 0)
         if self._batch.rotary is not None:
             rotary_T3 = plan.rotary_T3

@@ -27,6 +27,7 @@ from engine.protocol.config import (
     EngineConfig,
     ModelConfig,
     SchedulerConfig,
+    SpeculativeConfig,
 )
 from engine.protocol.config.cache import KVCacheDtype
 from engine.protocol.sampling_params import SamplingParams
@@ -51,6 +52,7 @@ NUM_BLOCKS = 1 + len(PROMPTS) * BLOCKS_EACH
 CHUNK = 250
 """Largest number of tokens of a prompt in one step."""
 
+NUM_DRAFTS = 3
 GROUP_SIZE = 32
 """Columns per scale in 4 bits, as in GGUF: so few that each group is scaled before the product."""
 
@@ -153,6 +155,7 @@ def config(
     dtype: str,
     *,
     kv_cache_dtype: KVCacheDtype = "auto",
+    has_drafts: bool = False,
     **how: Any,
 ) -> EngineConfig:
     model = ModelConfig(
@@ -171,7 +174,11 @@ def config(
         1,
         model,
         CacheConfig(block_size=BLOCK_SIZE, kv_cache_dtype=kv_cache_dtype),
-        SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=512),
+        SchedulerConfig(
+            max_num_seqs=8,
+            max_num_batched_tokens=512,
+            speculative=SpeculativeConfig(NUM_DRAFTS) if has_drafts else None,
+        ),
         device=DeviceConfig(device, cpu_backend=CPUBackend.TORCH, **how),
     )
 
@@ -202,11 +209,13 @@ def say(
     scored: bool = True,
     sampled: bool = False,
     moved: bool = False,
+    drafted: Said | None = None,
 ) -> Said:
     """Generate `num_tokens` for every request, each starting one step after the previous one.
 
-    Unless `scored`, greedy tokens are chosen inside the captured graph. If `moved`, the first blocks of the longest
-    prompt are copied to the CPU offload during its computation, and come back to other blocks.
+    If `drafted` is given, steps in which all requests decode verify its tokens as drafts, of which every third is
+    changed. Unless `scored`, greedy tokens are chosen inside the captured graph. If `moved`, the first blocks of the
+    longest prompt are copied to the CPU offload during its computation, and come back to other blocks.
     """
     said = Said([[] for _ in PROMPTS], [[] for _ in PROMPTS])
     left = list(PROMPTS)
@@ -222,6 +231,13 @@ def say(
             fields["new_requests"] = [request]
             running.append(step)
         counts = [min(left[slot], chunk) for slot in running]
+        if drafted is not None and step >= len(PROMPTS) and max(counts) == 1:
+            drafts = [_drafts(drafted, said, slot, num_tokens) for slot in running]
+            counts = [1 + len(tokens) for tokens in drafts]
+            fields["drafts"] = int32_bytes(
+                [(row, len(tokens)) for row, tokens in enumerate(drafts) if tokens]
+            )
+            fields["draft_token_ids"] = int32_bytes([x for tokens in drafts for x in tokens])
         fields["chunks"] = int32_bytes(
             [[row, count] for row, count in enumerate(counts) if count > 1]
         )
@@ -234,16 +250,26 @@ def say(
         for slot, count in zip(running, counts, strict=True):
             left[slot] = max(0, left[slot] - count)
         speaking = [slot for slot in running if not left[slot]]
-        tokens = int32_view(output.sampled_token_ids).tolist()
-        for slot, token in zip(speaking, tokens, strict=True):
-            said.tokens[slot].append(token)
+        tokens = iter(int32_view(output.sampled_token_ids).tolist())
+        num_sampled = int32_view(output.num_sampled).tolist() or [1] * len(speaking)
+        for slot, count in zip(speaking, num_sampled, strict=True):
+            said.tokens[slot] += [next(tokens) for _ in range(count)]
             left[slot] = 1
         for row in output.logprobs:
-            said.logprobs[row.slot].append(float(float32_view(row.logprobs)[0]))
+            logprobs = float32_view(row.logprobs).reshape(row.num_positions, -1)
+            said.logprobs[row.slot] += logprobs[:, 0].tolist()
         running = [slot for slot in running if len(said.tokens[slot]) < num_tokens]
     removed = int32_bytes(range(len(PROMPTS)))
     runner.execute(SchedulerOutput(step + 1, removed_slots=removed), lambda step: None)
     return said
+
+
+def _drafts(drafted: Said, said: Said, slot: int, num_tokens: int) -> list[int]:
+    """Return the next tokens of a request in `drafted`, some of them changed."""
+    begin = len(said.tokens[slot])
+    end = min(begin + NUM_DRAFTS, num_tokens - 1)
+    tokens = enumerate(drafted.tokens[slot][begin:end], begin)
+    return [token ^ 1 if place % 3 == 2 else token for place, token in tokens]
 
 
 def repeats(directory: Path, device: Device, *, is_tiny: bool, is_eager: bool) -> dict[str, Any]:
@@ -317,6 +343,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "bfloat16, eager": {"dtype": "bfloat16", "enforce_eager": True},
     "bfloat16": {"dtype": "bfloat16"},
     "bfloat16, sampled": {"dtype": "bfloat16", "sampled": True},
+    "bfloat16, drafts": {"dtype": "bfloat16", "has_drafts": True},
     "bfloat16, 4 bits": {"dtype": "bfloat16", "quantization": "4 bits"},
     "bfloat16, float8": {"dtype": "bfloat16", "quantization": "float8"},
     "bfloat16, FP8 cache": {"dtype": "bfloat16", "kv_cache_dtype": "fp8"},
@@ -327,6 +354,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
     "float32, tokens only": {"dtype": "float32", "scored": False},
     "float32, sampled": {"dtype": "float32", "sampled": True},
+    "float32, drafts": {"dtype": "float32", "sampled": True, "has_drafts": True},
     "float32, by way of the host": {"dtype": "float32", "moved": True},
 }
 COURSE = ("scored", "sampled", "moved")
@@ -365,9 +393,12 @@ class Agreement:
         quantization = how.pop("quantization", None)
         path = self._path(quantization)
         configured = config(path, self._shape, self._device, **how)
+        expected = self._expected(quantization, course.get("sampled", False))
+        if configured.scheduler.speculative is not None:
+            course["drafted"] = expected
         with opened(configured, has_host=course.get("moved", False)) as runner:
             said = say(runner, self._shape.vocab_size, self._num_tokens, CHUNK, **course)
-        return compared(self._expected(quantization, course.get("sampled", False)), said)
+        return compared(expected, said)
 
     def _write(self, quantization: str | None) -> Path:
         return write(self._shape, self._directory / f"{quantization}", quantization)

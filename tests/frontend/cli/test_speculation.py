@@ -35,8 +35,9 @@ def test_speculation_is_on_by_default_where_supported(tmp_path: Path) -> None:
     )
     for argv in (["--device=cuda"], ["--device=cpu", "-pp=2"]):
         assert drafts(*argv) is drafts(*argv, "--speculative-config", off) is None
-    with pytest.raises(ConfigError, match="--speculative-config needs --device cpu"):
-        drafts("--device=cuda", "--speculative-config", on)
+    assert drafts("--device=cuda", "--speculative-config", on) == SpeculativeConfig(5)
+    with pytest.raises(ConfigError, match="on GPUs needs --pipeline-parallel-size 1"):
+        drafts("--device=cuda", "-pp=2", "--speculative-config", on)
     assert drafts("--device=cpu", "-pp=2", "--speculative-config", on) == SpeculativeConfig(5)
     heads = '{"method": "mtp", "num_speculative_tokens": 1}'
     with pytest.raises(ConfigError, match="the method mtp needs --pipeline-parallel-size 1"):

@@ -185,10 +185,11 @@ def test_drafts_of_models_in_torch_change_no_token(checkpoints, in_torch, name):
 
 
 @pytest.mark.parametrize("attention", [TorchPagedAttention, GraphTorchPaged])
-@pytest.mark.parametrize("name", ["suffix", "eagle3"])
+@pytest.mark.parametrize("name", ["suffix", "draft_model", "eagle3"])
 def test_drafts_on_a_device_change_no_token(checkpoints, in_torch, monkeypatch, name, attention):
     """Both with and without graphs. Some requests of a step sample from all of its rows at once, others do not."""
-    fields = {"model": str(checkpoints.eagle3)} if name == "eagle3" else {}
+    models = {"draft_model": checkpoints.other[0], "eagle3": checkpoints.eagle3}
+    fields = {"model": str(models[name])} if name in models else {}
     monkeypatch.setattr(torch_loader, "attention_backend", attention)
     accelerator = HostAccelerator()
     steps = make_steps(

@@ -26,7 +26,7 @@ from ....protocol.errors import ConfigError
 from ....protocol.kv_cache_groups import AttentionKind
 from ....protocol.worker_messages import SchedulerOutput
 from ...attention import AttentionSpec, attention_backend
-from ...batch import PersistentBatch, SlotArray, plan_chunks
+from ...batch import PersistentBatch, SlotArray, even_requests, plan_chunks
 from ...cpu.attention import NativeAttention
 from ...cpu.decoder import NativeDecoder
 from ...cpu.drafts import Drafts
@@ -256,10 +256,12 @@ class DraftHead:
         assert self._model.kept_hidden_TE is not None
         return self._model.kept_hidden_TE
 
-    def warm_up(self) -> None:
-        """Run the head with the null block once, because kernels are prepared on first use."""
-        num_tokens = min(self._batch.block_size, self._batch.max_model_len) - 1
+    @torch.inference_mode()
+    def warm_up(self, num_tokens: int) -> None:
+        """Run the head with the null block, for so many tokens and for one, because this prepares kernels."""
         for count in (num_tokens, 1):
+            plan = even_requests(count, -(-count // (self._batch.max_model_len - 1)))
+            counts_S = np.diff(plan.query_start_loc)
             shape = count, self._layout.spec.hidden_size
             hidden_TD = torch.zeros(shape, dtype=torch.float32, device=self._device)
-            self._run(np.zeros(1, np.int64), np.zeros(1, np.int64), np.array([count]), hidden_TD)
+            self._run(plan.slots_S, plan.num_computed_S, counts_S, hidden_TD)

@@ -24,25 +24,35 @@ from ....protocol.config import CPUBackend, EngineConfig, ModelImpl, ParallelCon
 from ....protocol.errors import ConfigError
 from ....protocol.kv_cache_groups import AttentionKind
 from ....protocol.worker_messages import NewRequestData, SchedulerOutput
-from ...batch import PersistentBatch, plan_chunks
+from ...batch import PersistentBatch, StepPlan, even_requests, plan_chunks
 from ...cpu.decoder import NativeDecoder
 from ...cpu.decoding import NativeDecoding
 from ...cpu.drafts import Drafts
+from ...device.accelerator import Accelerator
 from ...device.device import count_threads
 from ...device.dtypes import HostDevice
+from ...device.transfers import to_device
 from ...loaders import open_checkpoint
 from ...models.kv_cache_groups import kv_cache_groups
+from ...models.torch_decoder import TorchDecoder
+from ..device_forward import DeviceForward
 from ..kv_cache import KVCache
 from ..model_loader import Model, load_model
 from ..parallel_state import ParallelState
+from ..pipeline import Pipeline
 from .computed import ComputedRows
 
 _PADDING_TOKENS: Final = 1024
 """Maximum difference between the vocabulary sizes of model and draft model, which comes from padding the matrices."""
 
+_MAX_GRAPH_SIZE: Final = 64
+"""Maximum number of tokens of a step on a device that runs from a graph. With more requests, drafts seldom pay."""
+
 
 class DraftModel:
     """The draft model of a worker. With tensor parallelism, each rank has the whole draft model.
+
+    With an accelerator, it runs in torch on the device of the model, else natively.
 
     Raises:
         CheckpointError: The draft model is not supported, or its files are damaged.
@@ -56,19 +66,22 @@ class DraftModel:
         target_cache: KVCache,
         device: torch.device | HostDevice,
         on_progress: Callable[[int, int], None],
+        accelerator: Accelerator | None = None,
     ) -> None:
         speculative = config.scheduler.speculative
         assert speculative is not None and speculative.model is not None
         self._name = speculative.model
         num_threads = torch.get_num_threads()
+        backend = CPUBackend.AUTO if accelerator is None else CPUBackend.TORCH
+        self._config = _draft_config(config, speculative.model, backend)
         model = load_model(
-            _draft_config(config, speculative.model),
+            self._config,
             device,
             open_checkpoint(speculative.model),
             on_progress,
             ParallelState(),
         )
-        if not isinstance(model, NativeDecoder):
+        if accelerator is None and not isinstance(model, NativeDecoder):
             raise self._refusal("the native CPU program does not support it")
         if not isinstance(target, NativeDecoder):
             # Loading a native program limits torch to one thread. If the model itself ran in torch, it would be slow.
@@ -81,7 +94,8 @@ class DraftModel:
                 f"{target.spec.num_token_ids}"
             )
         self._target_vocab_size = target.spec.num_token_ids
-        self._model = model
+        self._model: Model = model
+        self._accelerator = accelerator
         groups = kv_cache_groups(model.spec, config.model.max_model_len)
         if [group.kind for group in groups] != [AttentionKind.FULL]:
             raise self._refusal("it has layers other than full attention")
@@ -113,13 +127,29 @@ class DraftModel:
         self._target = batch
         self._batch = batch.with_own_lengths(self._group)
         self._sampler = self._model.make_sampler(self._batch)
-        decoding = self._model.decoding(self._batch, self._cache.layers)
-        assert decoding is not None
-        self._decoding: NativeDecoding = decoding
+        self._decoding: NativeDecoding | None = None
+        self._forward: DeviceForward | None = None
+        if isinstance(self._model, NativeDecoder):
+            self._decoding = self._model.decoding(self._batch, self._cache.layers)
+        else:
+            self._forward = self._make_forward(self._model)
         # True for blocks in which the draft model has computed every token. The null block never counts.
         self._is_full = np.zeros(num_blocks, np.bool_)
         self._num_computed: Int64Array = np.zeros(batch.num_slots, np.int64)
         self._num_full: Int64Array = np.zeros(batch.num_slots, np.int64)
+
+    def _make_forward(self, model: Model) -> DeviceForward:
+        assert isinstance(model, TorchDecoder) and self._accelerator is not None
+        device = self._config.device
+        return DeviceForward(
+            model,
+            self._batch,
+            self._cache,
+            Pipeline(),
+            self._budget,
+            None if device.enforce_eager else self._accelerator.graph_recorder(),
+            min(_MAX_GRAPH_SIZE, device.max_cudagraph_capture_size),
+        )
 
     def apply_output(self, output: SchedulerOutput) -> None:
         """Apply the changes of slots and blocks in a step, after the batch has applied them."""
@@ -183,10 +213,9 @@ class DraftModel:
             slots_S, limits_S = slots_S[is_ready_S], limits_S[is_ready_S]
             starts_S = starts_S[is_ready_S]
         while len(slots_S) and (going := limits_S > num_passes).any():
-            decoded = self._sampler.describe(slots_S[going].astype(np.int32))
             if not self._are_known(slots_S[going]):
                 break
-            self._decoding.step(decoded)
+            self._decode(slots_S[going].astype(np.int32))
             num_passes += 1
         if not samples or not len(slots_S):
             return num_passes
@@ -217,20 +246,39 @@ class DraftModel:
         is_ready_S: BoolArray = (granted_S == missing_S) & samples
         is_run_S = granted_S > 0
         plan = plan_chunks(slots_S[is_run_S], begins_S[is_run_S], granted_S[is_run_S])
-        inputs = self._batch.input_ids(plan)
-        inputs = np.minimum(inputs, np.int32(self._vocab_size - 1))
-        rows = (plan.query_start_loc[1:] - 1)[is_ready_S[is_run_S]]
-        ready_slots = slots_S[is_ready_S].astype(np.int32)
-        metadata = self._cache.attention_metadata(self._batch, plan)
-        if len(rows):
-            sampled = self._model.forward_and_sample(
-                inputs, plan.positions_T, self._cache.layers, metadata, rows, ready_slots
-            )
-            self._batch.append_tokens(ready_slots, sampled.token_ids)
-        else:
-            self._model.forward(inputs, plan.positions_T, self._cache.layers, metadata)
+        plan.sampling_rows = np.flatnonzero(is_ready_S[is_run_S]).astype(np.int32)
+        self._run(plan)
         self._num_computed[slots_S] = begins_S + granted_S
         return is_ready_S
+
+    def _decode(self, slots: Int32Array) -> None:
+        """Compute the last token of each slot, and append a draft."""
+        if self._decoding is not None:
+            self._decoding.step(self._sampler.describe(slots))
+        else:
+            self._run(plan_chunks(slots, self._batch.num_tokens[slots] - 1, np.ones_like(slots)))
+
+    def _run(self, plan: StepPlan) -> None:
+        """Compute the tokens of a plan, and append a draft to each of its sampling rows."""
+        rows, slots = plan.logit_rows, plan.slots_S[plan.sampling_rows]
+        if self._forward is not None:
+            hidden_TD = self._forward(plan).hidden_TD
+            if len(rows):
+                logits_RV = self._model.compute_logits(
+                    hidden_TD[to_device(rows, self._batch.device)]
+                )
+                sampled = self._sampler.sample(logits_RV, slots, self._batch.num_tokens[slots])
+                self._batch.append_tokens(slots, sampled.token_ids)
+            return
+        assert isinstance(self._model, NativeDecoder)
+        inputs = np.minimum(self._batch.input_ids(plan), np.int32(self._vocab_size - 1))
+        metadata = self._cache.attention_metadata(self._batch, plan)
+        step = inputs, plan.positions_T, self._cache.layers, metadata
+        if len(rows):
+            sampled = self._model.forward_and_sample(*step, rows, slots)
+            self._batch.append_tokens(slots, sampled.token_ids)
+        else:
+            self._model.forward(*step)
 
     def _are_known(self, slots_S: Int64Array) -> bool:
         """Return whether the draft model's vocabulary contains the last token of every slot."""
@@ -251,19 +299,19 @@ class DraftModel:
             kept[row] = unknown[0] if len(unknown) else count
         return kept
 
-    def warm_up(self) -> None:
-        """Run the draft model with the null block once, because kernels are prepared on first use."""
-        for num_tokens in (min(self._block_size, self._batch.max_model_len), 1):
-            plan = plan_chunks(np.zeros(1, np.int64), np.zeros(1, np.int64), np.array([num_tokens]))
-            self._model.forward(
-                np.zeros(num_tokens, np.int32),
-                plan.positions_T,
-                self._cache.layers,
-                self._cache.attention_metadata(self._batch, plan),
-            )
+    @torch.inference_mode()
+    def warm_up(self, num_tokens: int) -> None:
+        """Run the draft model with the null block, for so many tokens and for one, because this prepares kernels."""
+        if self._forward is not None:
+            for capture in (each for kind in self._forward.captures() for each in kind):
+                capture()
+        for count in (num_tokens, 1):
+            plan = even_requests(count, -(-count // self._batch.max_model_len))
+            plan.sampling_rows = plan.sampling_rows[:0]
+            self._run(plan)
 
 
-def _draft_config(config: EngineConfig, path: str) -> EngineConfig:
+def _draft_config(config: EngineConfig, path: str, backend: CPUBackend) -> EngineConfig:
     """Return the model configuration with which a worker loads the draft model."""
     model = msgspec.structs.replace(
         config.model,
@@ -283,6 +331,6 @@ def _draft_config(config: EngineConfig, path: str) -> EngineConfig:
         model=model,
         parallel=ParallelConfig(),
         device=msgspec.structs.replace(
-            config.device, cpu_backend=CPUBackend.AUTO, threads=count_threads(config)
+            config.device, cpu_backend=backend, threads=count_threads(config)
         ),
     )
