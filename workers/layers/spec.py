@@ -1,6 +1,7 @@
 """The description of a decoder or an encoder as data: which parts its layers have, and their sizes."""
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -49,11 +50,15 @@ def first_visible(position: int, window: Window | None) -> int:
 
 @dataclass(frozen=True, slots=True)
 class QueryScaling:
-    """A factor on the query at position p: 1 + `beta` * log(1 + floor((p + `offset`) / `length`))."""
+    """A factor on the query at position p: 1 + `beta` * log(1 + floor(x)) with x = (p + `offset`) / `length`.
+
+    If `is_power`, the factor is (1 + x) to the power of `beta`.
+    """
 
     beta: float
     length: float
     offset: int = 0
+    is_power: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +201,8 @@ class ModelSpec:
 
     If `gates_attention`, each head's output is multiplied by the sigmoid or the softplus of a gate,
     as `output_gate` says. The gate's projection is stored after that of the head's query, or separately if
-    `has_gate_projection`. If `has_head_gates`, a head has one gate for all of its elements.
+    `has_gate_projection`. If `has_head_gates`, a head has one gate for all of its elements. If `has_gate_biases`, all
+    gates of a head have the same bias.
 
     If `has_inner_norms`, the heads' outputs together have a norm before the output projection, and the intermediate
     elements of an MLP before its last product (SubLN, arXiv 2210.06423).
@@ -214,7 +220,9 @@ class ModelSpec:
     `num_unused_embeddings` rows that no token has.
 
     Hidden states are multiplied by `embedding_scale` after the embedding, and every block's output by
-    `residual_multiplier` before it is added. The outputs of attention, recurrent parts and MLPs, and the gates of MLPs,
+    `residual_multiplier` before it is added. If `averages_blocks`, a hidden state is the sum of the embedding and the
+    outputs of n blocks, divided by the square root of n + 1. This changes nothing but the epsilons of norms, so the
+    stream holds the sum. The outputs of attention, recurrent parts and MLPs, and the gates of MLPs,
     have their own multipliers. If `has_layer_scales`, each layer's output is multiplied by a stored number. Logits
     are divided by `logits_divisor`, then capped to +-`final_softcap`.
 
@@ -275,6 +283,7 @@ class ModelSpec:
     gates_attention: bool = False
     has_gate_projection: bool = False
     has_head_gates: bool = False
+    has_gate_biases: bool = False
     output_gate: Literal["sigmoid", "softplus"] = "sigmoid"
     has_inner_norms: bool = False
     mlp_bias: bool = False
@@ -284,6 +293,7 @@ class ModelSpec:
     final_softcap: float | None = None
     embedding_scale: float = 1.0
     residual_multiplier: float = 1.0
+    averages_blocks: bool = False
     attention_multiplier: float = 1.0
     recurrent_multiplier: float = 1.0
     gate_multiplier: float = 1.0
@@ -332,6 +342,16 @@ class ModelSpec:
         if name == "norm" and self.final_norm_offset is not None:
             return self.final_norm_offset
         return self.norm_weight_offset
+
+    def hidden_norm_eps(self, name: str) -> float:
+        """Return the epsilon of the norm called `name` of hidden states or of a block's output."""
+        count = 2 * len(self.layers) + 1
+        if match := re.fullmatch(r"layers\.(\d+)\.(\w+)", name):
+            norms = self.layers[int(match[1])].norms or self.norms
+            if match[2] in (norms.attention_output, norms.mlp_output):
+                return self.norm_eps if self.output_norm_eps is None else self.output_norm_eps
+            count = 2 * int(match[1]) + 1 + (match[2] == norms.mlp_input)
+        return self.norm_eps * count if self.averages_blocks else self.norm_eps
 
     @property
     def index_dim(self) -> int:

@@ -72,7 +72,7 @@ class Attention:
         columns = layer.input_size or spec.hidden_size
         qkv = kernels.linear(
             weights.read_matrix_rows(rows, columns),
-            weights.read_biases(rows) if spec.qkv_bias else None,
+            weights.read_biases(rows) if spec.qkv_bias or spec.has_gate_biases else None,
         )
         self.qkv = weights.adapt_rows(qkv, rows, columns)
         output_size = spec.num_heads * spec.output_dim
@@ -106,9 +106,11 @@ class Attention:
         if spec.has_value_norm:
             ones_GK = torch.ones(len(kv_heads), spec.head_dim, device=weights.device)
             self._value_norm = HeadNorm(ones_GK, spec.norm_eps)
-        # The backend's kernels can fuse only an RMS norm with the rotation.
+        # The backend's kernels can fuse only an RMS norm with the rotation. Queries are scaled after their norm.
         self._has_separate_norm = self._head_norm is not None and (
-            spec.rotates_before_norm or isinstance(self._head_norm, HeadLayerNorm)
+            spec.rotates_before_norm
+            or isinstance(self._head_norm, HeadLayerNorm)
+            or layer.query_scaling is not None
         )
 
     def forward(
@@ -166,8 +168,11 @@ class Attention:
 
 def scale_queries(q_THK: Tensor, positions_T: Tensor, scaling: QueryScaling) -> Tensor:
     """Return queries multiplied by a factor that depends on their positions."""
-    steps_T = ((positions_T + scaling.offset) / scaling.length).floor()
-    factor_T11 = (1 + scaling.beta * steps_T.log1p()).view(-1, 1, 1)
+    steps_T = (positions_T + scaling.offset) / scaling.length
+    if scaling.is_power:
+        factor_T11 = (scaling.beta * steps_T.log1p()).exp().view(-1, 1, 1)
+    else:
+        factor_T11 = (1 + scaling.beta * steps_T.floor().log1p()).view(-1, 1, 1)
     return (q_THK * factor_T11).to(q_THK.dtype)
 
 
@@ -222,7 +227,8 @@ def qkv_rows(
         filled = values[:, torch.arange(spec.head_dim) % spec.value_dim]
         rows[2] = replace(rows[2], order=filled.flatten())
     if spec.has_gate_projection:
-        return [*rows, _gate_rows(spec, prefix, heads)]
+        queries_to_values = [replace(each, has_bias=spec.qkv_bias) for each in rows]
+        return [*queries_to_values, _gate_rows(spec, prefix, heads)]
     if not spec.key_bias:
         rows[1] = replace(rows[1], has_bias=False)
     if layer.kv_source is not None:
@@ -249,7 +255,13 @@ def _gate_rows(spec: ModelSpec, prefix: str, heads: range) -> Rows:
     """Return the rows of the gate projection. A gate for a whole head is repeated for each of its elements."""
     name = f"{prefix}gate_proj"
     if not spec.has_head_gates:
-        return Rows(name, spec.num_heads * spec.head_dim, _elements(spec, heads), has_bias=False)
+        return Rows(
+            name,
+            spec.num_heads * spec.head_dim,
+            _elements(spec, heads),
+            has_bias=spec.has_gate_biases,
+            rows_per_bias=spec.head_dim,
+        )
     order = torch.arange(len(heads)).repeat_interleave(spec.head_dim)
     return Rows(name, spec.num_heads, heads, order, has_bias=False)
 

@@ -41,11 +41,10 @@ def read_norm(
     name: str,
     kernels: LayerKernels,
     consumer: Linear | None = None,
-    eps: float | None = None,
 ) -> RMSNorm:
-    """Return the norm called `name` over the hidden size. By default, its epsilon is the model's."""
+    """Return the norm called `name` over the hidden size."""
     size, offset = spec.hidden_size, spec.norm_offset(name)
-    eps = spec.norm_eps if eps is None else eps
+    eps = spec.hidden_norm_eps(name)
     if spec.norm_gate is not None and spec.norm_gate.applies(name):
         down, up = (
             kernels.linear(weights.read_matrix(f"{name}.gate.{part}.weight", *shape))
@@ -54,7 +53,7 @@ def read_norm(
                 ("up", (size, spec.norm_gate.rank)),
             )
         )
-        return GatedNorm(weights.read_vector(f"{name}.weight", size), spec.norm_eps, down, up)
+        return GatedNorm(weights.read_vector(f"{name}.weight", size), eps, down, up)
     if offset is None:
         weight_D = torch.ones(size, device=weights.device)
     else:
@@ -95,12 +94,10 @@ class DecoderLayer:
         shard: ModelShard,
         kernels: LayerKernels,
     ) -> None:
-        def norm(
-            name: str | None, consumer: Linear | None = None, eps: float | None = None
-        ) -> RMSNorm | None:
+        def norm(name: str | None, consumer: Linear | None = None) -> RMSNorm | None:
             if name is None:
                 return None
-            return read_norm(spec, weights, f"{prefix}{name}", kernels, consumer, eps)
+            return read_norm(spec, weights, f"{prefix}{name}", kernels, consumer)
 
         norms = layer.norms or spec.norms
         self.rope = layer.rope
@@ -133,7 +130,7 @@ class DecoderLayer:
                 norms.attention_input,
                 None if is_shared or self._mixer is not None else consumer,
             )
-            self._attention_output_norm = norm(norms.attention_output, eps=spec.output_norm_eps)
+            self._attention_output_norm = norm(norms.attention_output)
         self._per_layer: PerLayerBlock | None = None
         if spec.per_layer_inputs is not None:
             self._per_layer = PerLayerBlock(spec, spec.per_layer_inputs, weights, prefix, kernels)
@@ -172,7 +169,7 @@ class DecoderLayer:
         # Experts need the exact values of the norm.
         consumer = None if self.shortcut is not None else self._mlp.gate_up
         self._mlp_input_norm = norm(norms.mlp_input, consumer)
-        self._mlp_output_norm = norm(norms.mlp_output, eps=spec.output_norm_eps)
+        self._mlp_output_norm = norm(norms.mlp_output)
 
     def forward(
         self,

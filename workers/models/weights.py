@@ -50,7 +50,7 @@ class Rows:
     """Rows `part` of the module `name`, which has `total` rows.
 
     If `order` is given, it lists the rows to take, as indices within the part. Unless `has_bias`, the bias of these
-    rows is 0 and not stored, even if other rows of a product have one.
+    rows is 0 and not stored, even if other rows of a product have one. A stored bias applies to `rows_per_bias` rows.
     """
 
     name: str
@@ -58,6 +58,13 @@ class Rows:
     part: range
     order: Tensor | None = None
     has_bias: bool = True
+    rows_per_bias: int = 1
+
+    @property
+    def biases(self) -> tuple[int, range]:
+        """The number of stored biases, and the range of those that the part has."""
+        size = self.rows_per_bias
+        return self.total // size, range(self.part.start // size, self.part.stop // size)
 
     @property
     def count(self) -> int:
@@ -213,12 +220,17 @@ class WeightReader:
     def read_biases(self, rows: Sequence[Rows]) -> Tensor:
         """Return the concatenated biases of rows of several modules."""
         parts = [
-            r.select(self.read(f"{r.name}.bias", r.total, part=r.part))
+            self._read_bias(r)
             if r.has_bias
             else torch.zeros(r.count, dtype=self.dtype, device=self.device)
             for r in rows
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _read_bias(self, rows: Rows) -> Tensor:
+        count, part = rows.biases
+        stored = self.read(f"{rows.name}.bias", count, part=part)
+        return rows.select(stored.repeat_interleave(rows.rows_per_bias))
 
     def read_matrix(
         self, name: str, rows: int, columns: int, part: range | None = None, dim: int = 0

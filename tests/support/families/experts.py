@@ -368,6 +368,22 @@ WITH_EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
         "Laguna",
         EXPERTS | {"head_dim": 12, "gating": "per-element", "shared_expert_intermediate_size": 40},
     ),
+    "beam": (
+        "Beam",
+        EXPERTS
+        | {
+            "num_hidden_layers": 4,
+            "num_experts_per_tok": 3,
+            "n_group": 3,
+            "topk_group": 2,
+            "head_dim": 12,
+            "sliding_window": 9,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "mlp_layer_types": ["dense", *["sparse"] * 3],
+            # Large enough that its growth from layer to layer matters.
+            "rms_norm_eps": 0.01,
+        },
+    ),
     "kolibri": (
         "Kolibri1",
         EXPERTS

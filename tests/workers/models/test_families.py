@@ -41,6 +41,7 @@ NATIVE = [
     "axk2",
     "axk2-groups",
     "bamba",
+    "beam",
     "biogpt",
     "bitnet",
     "bloom",

@@ -116,7 +116,7 @@ class AttentionRecorder:
         if spec.block_indexer is not None and layer.chooses_keys:
             of_index = block_index_rows(spec, spec.block_indexer, name, shard.kv_heads(spec))
         inputs, biases = self._blocks.packed_rows(
-            [*rows, *of_index], spec.qkv_bias, layer.input_size
+            [*rows, *of_index], spec.qkv_bias or spec.has_gate_biases, layer.input_size
         )
         output = attention_output(self._blocks, spec, prefix, spec.output_dim)
         columns = len(shard.heads(spec)) // len(shard.kv_heads(spec)) * spec.output_dim
@@ -350,4 +350,4 @@ def scaling_array(scaling: QueryScaling | None) -> Floats | None:
     """Return the array for `QueryScaling` in csrc/model/model.h."""
     if scaling is None:
         return None
-    return np.array([scaling.beta, scaling.length, scaling.offset], np.float32)
+    return np.array([scaling.beta, scaling.length, scaling.offset, scaling.is_power], np.float32)

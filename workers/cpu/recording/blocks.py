@@ -246,9 +246,17 @@ class BlockRecorder:
         if input_size:
             self.program.add_op("quantize_inputs", activation_kind=kind, num_columns=input_size)
             return kind
-        vectors = [None] if norm is None else self.hidden_norm(f"{prefix}{norm}")
-        gate = None if norm is None else self._norm_gate(f"{prefix}{norm}")
-        self.program.add_op(input_op, activation_kind=kind, vectors=vectors, norm_gate=gate)
+        if norm is None:
+            self.program.add_op(input_op, activation_kind=kind, vectors=[None])
+            return kind
+        name = f"{prefix}{norm}"
+        self.program.add_op(
+            input_op,
+            activation_kind=kind,
+            vectors=self.hidden_norm(name),
+            norm_gate=self._norm_gate(name),
+            eps=self.spec.hidden_norm_eps(name),
+        )
         return kind
 
     def add_block(
@@ -318,9 +326,7 @@ class BlockRecorder:
             if self.spec.norms_stream:
                 self.program.add_op("norm", vectors=vectors)
             else:
-                eps = self.spec.norm_eps
-                if self.spec.output_norm_eps is not None:
-                    eps = self.spec.output_norm_eps
+                eps = self.spec.hidden_norm_eps(f"{prefix}{norm}")
                 self.program.add_op("norm_add", vectors=vectors, scale=scale, eps=eps)
 
     def hidden_norm(self, name: str) -> list[Floats | None]:
@@ -374,7 +380,9 @@ class BlockRecorder:
         biases: list[Floats | None] = [None] * len(rows)
         if has_bias:
             biases = [
-                each.select_array(reader.vector(f"{each.name}.bias", each.total, each.part))
+                each.select_array(
+                    reader.vector(f"{each.name}.bias", *each.biases).repeat(each.rows_per_bias)
+                )
                 if each.has_bias
                 else None
                 for each in rows

@@ -127,7 +127,7 @@ class Recorder:
                 streams.reduce()
             self._keep_hidden(len(spec.layers))
             norm = self._blocks.hidden_norm("norm") if spec.has_final_norm else [None]
-            program.add_op("final_norm", vectors=norm)
+            program.add_op("final_norm", vectors=norm, eps=spec.hidden_norm_eps("norm"))
         if shard.is_last and not spec.has_head:
             program.add_op("head")
         elif shard.is_last:

@@ -6,10 +6,11 @@ from dataclasses import replace
 
 from ....protocol.checkpoint.config_fields import ConfigFields
 from ...layers.block_indexer_spec import BlockIndexerSpec
-from ...layers.read_rope import read_rope
-from ...layers.spec import LayerSpec, ModelSpec, NormNames
+from ...layers.read_rope import read_rope, read_rope_of_layer_type
+from ...layers.spec import LayerSpec, ModelSpec, NormNames, QueryScaling
 from .common import (
     Family,
+    attention_biases,
     base_spec,
     head_dim,
     require_usual_swiglu,
@@ -63,6 +64,59 @@ def _exaone_moe(fields: ConfigFields) -> ModelSpec:
             (r"\.mlp\.e_score_correction_bias$", ".mlp.gate.e_score_correction_bias"),
             *unused_layers(fields),
         ),
+    )
+
+
+def _beam(fields: ConfigFields) -> ModelSpec:
+    count = fields.layer_count("num_hidden_layers")
+    fields = fields.with_defaults(
+        num_key_value_heads=8,
+        head_dim=128,
+        sliding_window=512,
+        moe_intermediate_size=2560,
+        num_experts=256,
+        n_group=8,
+        topk_group=4,
+        routed_scaling_factor=2.5,
+        final_logit_softcapping=30.0,
+    )
+    fields = fields.with_values({"n_shared_experts": 0})
+    window = fields.integer("sliding_window")
+    ropes = fields.section("rope_parameters")
+    # Layers without a rotary embedding scale their queries.
+    scaled = LayerSpec(None, query_scaling=QueryScaling(0.1, 2048, 1, is_power=True))
+
+    def layer(kind: str) -> LayerSpec:
+        if (kind == "full_attention") if ropes is None else (ropes.section(kind) is None):
+            return scaled
+        rope = read_rope_of_layer_type(
+            fields, kind, head_dim(fields), theta_field="rope_theta", theta=10_000.0
+        )
+        return LayerSpec(rope)
+
+    local, full = replace(layer("sliding_attention"), window=window), layer("full_attention")
+    slides = sliding_layers(fields, lambda i: (i + 1) % 6 != 0 and i != count - 1)
+    spec = base_spec(
+        fields,
+        tuple(local if has_window else full for has_window in slides),
+        norms=NormNames(
+            attention_output="post_attention_layernorm",
+            mlp_input="pre_feedforward_layernorm",
+            mlp_output="post_feedforward_layernorm",
+        ),
+        qk_norm="head",
+        averages_blocks=True,
+        gates_attention=True,
+        has_gate_projection=True,
+        has_gate_biases=True,
+        final_softcap=fields.optional_positive("final_logit_softcapping"),
+        **attention_biases(fields),
+    )
+    return with_experts(
+        spec,
+        deepseek_experts(fields),
+        has_listed_experts(fields, lambda i: i >= 3),
+        tensor_names=((r"\.self_attn\.gate_bias$", ".self_attn.gate_proj.bias"),),
     )
 
 
@@ -291,6 +345,7 @@ _PUBLISHED_INDEXER = (
 FAMILIES = (
     Family("BailingMoeForCausalLM", "bailing_moe", _ling),
     Family("BailingMoeV2ForCausalLM", "bailing_moe_v2", _ling2),
+    Family("BeamForCausalLM", "beam", _beam),
     Family("ExaoneMoEForCausalLM", "exaone_moe", _exaone_moe),
     Family("ExaoneMoeForCausalLM", "exaone_moe", _exaone_moe),
     Family("HYV3ForCausalLM", "hy_v3", _hunyuan3),

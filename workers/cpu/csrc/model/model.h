@@ -224,9 +224,10 @@ struct ExpertLayer {
   const Adapter *const *gated_adapters, *const *output_adapters;
 };
 
-// A factor on the queries at position p: 1 + beta * log(1 + floor((p + offset) / length)).
+// A factor on the queries at position p, with x = (p + offset) / length: 1 + beta * log(1 + floor(x)), or (1 + x) to
+// the power of beta if `is_power` is not 0.
 struct QueryScaling {
-  float beta, length, offset;
+  float beta, length, offset, is_power;
 };
 
 // The choice of an indexer: of the blocks of `block_size` keys, a token attends to the `num_chosen` with the highest

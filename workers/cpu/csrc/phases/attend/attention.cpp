@@ -122,8 +122,10 @@ void Attention::scale_queries(const Op& op, float* queries, int size, int row) c
   const auto* scaling = reinterpret_cast<const QueryScaling*>(op.vectors[2]);
   if (!scaling) return;
   const int position = slice_.step.positions[slice_.first_token + row];
-  const float steps = std::floor((float(position) + scaling->offset) / scaling->length);
-  model_.rows.scale(queries, 1.0f + scaling->beta * std::log1p(steps), size);
+  const float steps = (float(position) + scaling->offset) / scaling->length;
+  const float factor = scaling->is_power != 0.0f ? std::exp(scaling->beta * std::log1p(steps))
+                                                 : 1.0f + scaling->beta * std::log1p(std::floor(steps));
+  model_.rows.scale(queries, factor, size);
 }
 
 // If values have no projection, they are the projected keys. The keys are rotated in place afterwards.
