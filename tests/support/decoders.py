@@ -36,7 +36,7 @@ def load_decoder(
     **options,
 ):
     checkpoint = open_checkpoint(path)
-    spec = group_layers(model_spec(checkpoint.config, path), max_model_len)
+    spec = group_layers(model_spec(checkpoint.config, path), max_model_len, block_size=block_size)
     shard = ModelShard.whole(spec)
     attention = AttentionSpec.from_model(
         spec, shard, block_size=block_size, dtype=dtype, device=device
@@ -108,7 +108,8 @@ class Runner:
                 attention = decoder.attention.for_layer(decoder.spec.for_layer(layer), shard)
                 self.attention_by_group[layer.kv_cache_group] = attention
                 shape = attention.kv_cache_shape(num_blocks)
-                self.kv_caches.append(torch.zeros(shape, dtype=dtype, device=device))
+                for _ in range(1 + (layer.compression is not None)):
+                    self.kv_caches.append(torch.zeros(shape, dtype=dtype, device=device))
             if layer.recurrent is not None:
                 num_bytes = layer.recurrent.state_size(1).num_bytes(decoder.hidden_dtype.itemsize)
                 if self._is_native:

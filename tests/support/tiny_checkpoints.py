@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -75,13 +76,17 @@ def random_model(
     special_ids = {
         f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")
     }
+    # A config keeps its values and changes some of them.
     model_config = getattr(transformers, config_class)(
-        **config, **special_ids, vocab_size=len(tokenizer)
+        **copy.deepcopy(config), **special_ids, vocab_size=len(tokenizer)
     )
     model = getattr(transformers, model_class)(model_config).float().eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(0, 0.15)
+        for name, buffer in model.named_buffers():
+            if name.endswith("tid2eid"):
+                buffer.random_(model_config.n_routed_experts)
     return model
 
 
@@ -182,12 +187,48 @@ SHARED_KEYS = {
 """Models whose last layers read the keys of others, and whose layers have inputs of their own."""
 
 
+COMPRESSED = {
+    "compressed": (
+        "DeepseekV4Config",
+        "DeepseekV4ForCausalLM",
+        {
+            "num_hidden_layers": 4,
+            "num_key_value_heads": 1,
+            "q_lora_rank": 20,
+            "partial_rotary_factor": 0.25,
+            "o_groups": 2,
+            "o_lora_rank": 12,
+            "sliding_window": 10,
+            "layer_types": [
+                "sliding_attention",
+                *["heavily_compressed_attention", "compressed_sparse_attention"],
+                "compressed_sparse_attention",
+            ],
+            "compress_rates": {
+                "compressed_sparse_attention": 4,
+                "heavily_compressed_attention": 24,
+            },
+            "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"],
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "hc_mult": 2,
+            "index_topk": 8,
+            "index_head_dim": 8,
+            "index_n_heads": 16,
+            "tie_word_embeddings": False,
+        },
+    ),
+}
+"""A model whose layers attend to entries that summarize several tokens."""
+
+
 def layers_directory(
     directory: Path, kind: str = "delta net"
 ) -> tuple[Path, transformers.PreTrainedModel]:
-    """Write a model whose layers are not all alike: one of `RECURRENT` or `SHARED_KEYS`."""
+    """Write a model whose layers are not all alike: one of `RECURRENT`, `SHARED_KEYS` or `COMPRESSED`."""
     tokenizer = sentencepiece_tokenizer()
-    config_class, model_class, differences = (RECURRENT | SHARED_KEYS)[kind]
+    config_class, model_class, differences = (RECURRENT | SHARED_KEYS | COMPRESSED)[kind]
     model = random_model(config_class, model_class, QWEN3 | differences, tokenizer)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)

@@ -6,9 +6,11 @@ from .interface import (
     AttentionLayer,
     AttentionSpec,
     CapturableAttention,
+    DeviceAttention,
     DeviceBatch,
     IndexQueries,
     PagedAttention,
+    as_backend,
 )
 from .registry import attention_backend
 
@@ -18,8 +20,10 @@ __all__ = [
     "AttentionLayer",
     "AttentionSpec",
     "CapturableAttention",
+    "DeviceAttention",
     "DeviceBatch",
     "IndexQueries",
     "PagedAttention",
+    "as_backend",
     "attention_backend",
 ]

@@ -83,7 +83,7 @@ def _choose(
     distance_NMB = own_NM1 - torch.arange(scores_NMB.shape[-1], device=scores_NMB.device)
     is_local_NMB = (distance_NMB >= 0) & (distance_NMB < index.num_local)
     scores_NMB = scores_NMB.masked_fill(is_local_NMB, math.inf)
-    is_chosen_NMB = _highest(scores_NMB, index.num_chosen)
+    is_chosen_NMB = highest(scores_NMB, index.num_chosen)
     is_chosen_NML = is_chosen_NMB.repeat_interleave(size, -1)[..., :num_keys]
     return mask_NML.masked_fill(~is_chosen_NML, -math.inf)
 
@@ -113,7 +113,7 @@ def _products(queries_NMI: Tensor, keys_NLI: Tensor) -> Tensor:
     return torch.bmm(queries_NMI.float(), keys_NLI.float().transpose(1, 2))[:, :num_tokens]
 
 
-def _highest(scores_NMB: Tensor, count: int) -> Tensor:
+def highest(scores_NMB: Tensor, count: int) -> Tensor:
     """Return which scores are the `count` highest of a row, the first ones of equal scores, bool [N, M, B]."""
     lowest_NM1 = scores_NMB.topk(count, -1).values[..., -1:]
     is_higher_NMB = scores_NMB > lowest_NM1

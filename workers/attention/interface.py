@@ -33,9 +33,9 @@ class AttentionSpec:
     `latent_rank` is not 0, the cache has only keys, and their first `latent_rank` elements are the values. The last
     `index_dim` elements of a key are its index key; if `latent_rank` is 0, the index key follows the keys and values of
     all heads instead. Unless `is_causal`, every token attends to its whole sequence, and a step contains all of the
-    sequence's tokens or none. A token has `tensor_elements` elements in a cache tensor, or 0 if the tensor has the keys
-    and values of one layer and nothing else. Layers that share a tensor have the heads `heads_of_layers`, pairs of
-    number of key/value heads and head dimension.
+    sequence's tokens or none. If `is_compressed`, layers have compressed attention. A token has `tensor_elements`
+    elements in a cache tensor, or 0 if the tensor has the keys and values of one layer and nothing else. Layers that
+    share a tensor have the heads `heads_of_layers`, pairs of number of key/value heads and head dimension.
     """
 
     num_heads: int
@@ -49,6 +49,7 @@ class AttentionSpec:
     latent_rank: int = 0
     is_causal: bool = True
     index_dim: int = 0
+    is_compressed: bool = False
     tensor_elements: int = 0
     heads_of_layers: frozenset[tuple[int, int]] = frozenset()
 
@@ -81,8 +82,9 @@ class AttentionSpec:
             latent_rank=0 if model.latent is None else model.latent.kv_rank,
             index_dim=model.index_dim,
             is_causal=model.is_causal,
+            is_compressed=model.compressed is not None,
             tensor_elements=model.tensor_elements(ranks)
-            if is_shared or model.block_indexer is not None
+            if is_shared or model.block_indexer is not None or model.compressed is not None
             else 0,
             heads_of_layers=heads if is_shared else frozenset(),
         )
@@ -202,11 +204,15 @@ class PagedAttention(ABC):
         """Return the metadata of one step, for a KV-cache group whose layers have these windows."""
 
 
-class AttentionBackend(PagedAttention):
-    """Attention that a model calls layer by layer. Native programs have their own attention."""
+class DeviceAttention(PagedAttention):
+    """The cache of a model in torch."""
 
     dtype: torch.dtype
     device: torch.device
+
+
+class AttentionBackend(DeviceAttention):
+    """Attention that a model calls layer by layer. Native programs have their own attention."""
 
     @abstractmethod
     def forward(
@@ -260,6 +266,12 @@ class AttentionBackend(PagedAttention):
             qk_THK = apply_rotary(qk_THK, tables)
         q_THK, k_TGK = qk_THK.split((self.num_heads, self.num_kv_heads), 1)
         return self.forward(q_THK, k_TGK, v_TGK, kv_cache, metadata, layer, index)
+
+
+def as_backend(attention: DeviceAttention) -> AttentionBackend:
+    """Return the attention of a model whose layers call it."""
+    assert isinstance(attention, AttentionBackend)
+    return attention
 
 
 class CapturableAttention(AttentionBackend):

@@ -3,17 +3,20 @@
 from typing import Literal, TypeAlias
 
 from ...protocol.errors import ConfigError
-from .interface import AttentionBackend, AttentionSpec
+from ..device.dtypes import dtype_name
+from .interface import AttentionBackend, AttentionSpec, DeviceAttention
 
 BackendName: TypeAlias = Literal["torch_paged", "triton_paged", "triton_batch_invariant"]
 
 
-def attention_backend(spec: AttentionSpec, name: BackendName | None = None) -> AttentionBackend:
+def attention_backend(spec: AttentionSpec, name: BackendName | None = None) -> DeviceAttention:
     """Return the backend `name`, or the best one for the device.
 
     Raises:
-        ConfigError: Triton is required but not installed.
+        ConfigError: Triton is required but not installed, or the model's attention does not support the configuration.
     """
+    if spec.is_compressed:
+        return _compressed_cache(spec, name)
     if name is None:
         # The kernels do not support encoders, strides between blocks, distance biases or indexers.
         is_supported = spec.is_causal and not (spec.tensor_elements or spec.has_distance_biases)
@@ -27,6 +30,19 @@ def attention_backend(spec: AttentionSpec, name: BackendName | None = None) -> A
             "--max-model-len to the number of tokens that the model's indexer chooses"
         )
     return _backend_class(name)(spec)
+
+
+def _compressed_cache(spec: AttentionSpec, name: BackendName | None) -> DeviceAttention:
+    if name is not None:
+        raise ConfigError("--batch-invariant does not support compressed attention; remove it")
+    if spec.dtype.itemsize < 2:
+        raise ConfigError(
+            f"--kv-cache-dtype {dtype_name(spec.dtype)}: compressed attention needs auto, bfloat16, float16 or float32"
+        )
+    # Imported here, because a worker without torch needs only the interface.
+    from .compressed import CompressedCache
+
+    return CompressedCache(spec)
 
 
 def _with_library(spec: AttentionSpec) -> AttentionBackend | None:

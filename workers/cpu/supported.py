@@ -20,6 +20,7 @@ def unsupported_features(spec: ModelSpec) -> list[str]:
         "clamped MLPs without a gate": not spec.has_gate and spec.activation == "clamped_swiglu",
         "experts beside attention": spec.is_parallel
         and any(layer.experts is not None for layer in spec.layers),
+        "compressed attention": spec.compressed is not None,
         "Mamba-1 layers": any(isinstance(layer.recurrent, Mamba1) for layer in spec.layers),
         "experts that return their input, or shortcuts": any(
             each.num_identities or each.is_shortcut for each in experts

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -255,15 +256,18 @@ def _places(layers: Sequence[LayerSpec], model: Model) -> list[_Place]:
         if layer.kv_source is not None:
             places.append(place_of_layer[layer.kv_source])
             continue
-        for group in layer.cache_groups:
+        sizes = model.spec.token_elements(layer, ranks)
+        for group, size in zip_longest(layer.cache_groups, sizes, fillvalue=sizes[0]):
             cache = num_caches[group]
             num_caches[group] += 1
             place = _Place(cache)
             if model.attention.spec.tensor_elements:
-                size = model.spec.token_elements(layer, ranks)
                 tensor, position = divmod(cache, model.attention.spec.tensor_elements // size)
                 own = model.attention.for_layer(model.spec.for_layer(layer), model.shard)
-                place = _Place(tensor, position * own.elements_of_layer)
+                elements = own.elements_of_layer
+                if model.spec.compressed is not None:
+                    elements = size * model.attention.block_size
+                place = _Place(tensor, position * elements)
             place_of_layer.setdefault(index, place)
             places.append(place)
     return places

@@ -182,6 +182,7 @@ def _load_decoder(
         found if isinstance(found, ModelSpec) else found.spec,
         config.model.max_model_len,
         config.parallel.tensor_parallel_size,
+        config.cache.block_size,
     )
     for layer in spec.layers:
         check_parallel(spec.for_layer(layer).dimensions, config.parallel)

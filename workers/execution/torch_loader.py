@@ -10,7 +10,7 @@ import torch
 
 from ...protocol.config import EngineConfig
 from ...protocol.errors import ConfigError
-from ..attention import AttentionSpec, attention_backend
+from ..attention import AttentionSpec, as_backend, attention_backend
 from ..device.device import has_float8, usable_cores
 from ..device.dtypes import configured_dtype, torch_device, torch_dtype
 from ..layers.layers import LayerKernels
@@ -50,7 +50,9 @@ def load_in_torch(
     attention = replace(attention, dtype=torch_dtype(attention.dtype), device=device)
     _check(config, attention)
     if foreign is not None:
-        decoder = TransformersDecoder(foreign, spec, attention_backend(attention), dtype=dtype)
+        decoder = TransformersDecoder(
+            foreign, spec, as_backend(attention_backend(attention)), dtype=dtype
+        )
         decoder.check()
         logger.info("using transformers' layers: %s", spec.model_type)
         return decoder

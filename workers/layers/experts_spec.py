@@ -20,11 +20,12 @@ class ExpertsSpec:
     """A mixture of experts, which replaces the MLP of a layer.
 
     The router's logits, capped to +-`logit_softcap` if that is not 0, become scores by `scoring`: a softmax over all
-    experts, or a sigmoid of each. A token chooses the `num_experts_per_token` experts with the highest scores. If
-    `has_correction_bias`, a stored bias is added to the scores for this choice only, or to the logits if
-    `corrects_logits`. If `num_groups` is above 1 (DeepSeek-V3, arXiv 2412.19437), the choice is limited to the
-    `num_groups_per_token` groups with the highest score, which is the score of their best expert or the sum of their
-    best two. The weights are the scores of the chosen experts, divided by their sum if `renormalizes`, times `scale`.
+    experts, or of each a sigmoid or the square root of its softplus. A token chooses the `num_experts_per_token`
+    experts with the highest scores. If `has_correction_bias`, a stored bias is added to the scores for this choice
+    only, or to the logits if `corrects_logits`. If `num_groups` is above 1 (DeepSeek-V3, arXiv 2412.19437), the choice
+    is limited to the `num_groups_per_token` groups with the highest score, which is the score of their best expert or
+    the sum of their best two. The weights are the scores of the chosen experts, divided by their sum if `renormalizes`,
+    times `scale`.
 
     With the scoring "sparse mixer" (arXiv 2409.12136), experts are chosen one after the other. The weight of each comes
     from a softmax over those remaining experts whose logits differ from it by at most 2 * `mixer_noise`, relatively.
@@ -39,6 +40,8 @@ class ExpertsSpec:
     experts, not to the shared MLP. A token may also choose `num_identities` experts that return their input; they come
     last.
 
+    If `is_hashed`, the experts of a token are instead those of its id in a stored table.
+
     If `is_shortcut`, the layer has an MLP, too. The output of the experts is added after the next layer instead of
     after this one (arXiv 2404.05019).
     """
@@ -46,7 +49,7 @@ class ExpertsSpec:
     num_experts: int
     num_experts_per_token: int
     intermediate_size: int
-    scoring: Literal["softmax", "sigmoid", "sparse mixer"] = "softmax"
+    scoring: Literal["softmax", "sigmoid", "sqrt softplus", "sparse mixer"] = "softmax"
     mixer_noise: float = 0.0
     renormalizes: bool = True
     scale: float = 1.0
@@ -66,4 +69,5 @@ class ExpertsSpec:
     gate_limit: GateLimit | None = None
     num_identities: int = 0
     is_shortcut: bool = False
+    is_hashed: bool = False
     logit_softcap: float = 0.0

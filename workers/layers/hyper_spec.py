@@ -10,8 +10,14 @@ class HyperConnectionsSpec:
     A block reads the sum of the streams times one factor each, and its output times another factor is added to each
     stream. Factors are sigmoids, computed from all streams of the token, plus `eps`; those of outputs are multiplied by
     `output_scale` before that. The final norm reads one more such sum.
+
+    If `num_iterations` is not 0, factors of outputs have no `eps`, and each stream is first replaced by a sum of all
+    streams (arXiv 2512.24880). The factors of these sums are a softmax of the streams' logits, plus `eps`. They are
+    then divided by the sums of their columns and of their rows, in turn, `num_iterations` times. Each divisor is
+    increased by `eps`, and the last ones are sums of columns.
     """
 
     num_streams: int
     output_scale: float = 2.0
     eps: float = 1e-6
+    num_iterations: int = 0

@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Final, Literal
 
 import torch
 
@@ -17,6 +17,8 @@ from ...protocol.errors import ConfigError
 from ..device.dtypes import HostDtype, rounded
 from .altup_spec import AltUpSpec, PerLayerInputsSpec
 from .block_indexer_spec import BlockIndexerSpec
+from .compressed_spec import CompressedSpec, Compression
+from .convolution_spec import ConvolutionSpec
 from .experts_spec import ExpertsSpec, GateLimit
 from .hyper_spec import HyperConnectionsSpec
 from .latent_spec import LatentSpec, RopeOrder
@@ -24,6 +26,9 @@ from .norm_gate_spec import NormGateSpec
 from .rope import RopeSpec
 from .score_head_spec import ScoreHeadSpec
 from .shared_block import SharedBlock
+
+NUM_TOKEN_DIGITS: Final = 3
+"""The number of elements in which pipeline stages send a token id, one for each digit of base 256."""
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2", "xielu", "clamped_swiglu"]
 
@@ -100,7 +105,8 @@ class LayerSpec:
     If the model has an indexer, a layer that `chooses_keys` has its own indexer. In latent attention, the other layers
     attend to the keys that the last such layer before them chose; otherwise, they attend to all keys.
 
-    If `shared_block` is not None, the attention is a part of that block, and the layer is recurrent, too.
+    If `shared_block` is not None, the attention is a part of that block, and the layer is recurrent, too. With
+    `compression`, a layer of compressed attention has entries, which are in the group `entries_group`.
     """
 
     rope: RopeSpec | None
@@ -127,31 +133,18 @@ class LayerSpec:
     input_size: int = 0
     gate_limit: GateLimit | None = None
     shared_block: SharedBlock | None = None
+    compression: Compression | None = None
+    entries_group: int = 0
 
     @property
     def cache_groups(self) -> tuple[int, ...]:
-        """The KV-cache groups of the layer's attention, and of its recurrent part or cross attention."""
+        """The KV-cache groups of the layer's attention, and of its entries, its recurrent part or cross attention."""
         groups = (self.kv_cache_group,) if self.attends else ()
+        if self.compression is not None:
+            return (*groups, self.entries_group)
         if self.reads_source:
             return (*groups, self.cross_group)
         return groups if self.recurrent is None else (*groups, self.state_group)
-
-
-@dataclass(frozen=True, slots=True)
-class ConvolutionSpec:
-    """A convolution over the time of a sound, with `padding` zeros on both sides, and its activation.
-
-    If `has_group_norm`, the result is normed over all channels and times.
-    """
-
-    name: str
-    channels: int
-    kernel: int
-    stride: int
-    padding: int = 0
-    has_bias: bool = True
-    activation: Literal["gelu", "tanh"] = "gelu"
-    has_group_norm: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +208,8 @@ class ModelSpec:
     score for each bucket of distances up to `max_distance` (T5, arXiv 1910.10683). If `has_sinks`, each query head has
     one more score in every softmax, without a value.
 
-    With `latent`, there is one key/value head, and `head_dim` is the size of its keys in the cache. With
+    With `latent`, there is one key/value head, and `head_dim` is the size of its keys in the cache. With `compressed`,
+    there is one, too, and its keys are also the values. With
     `block_indexer`, each index key is stored in the cache as one more head's key. The embedding has
     `num_unused_embeddings` rows that no token has.
 
@@ -276,6 +270,7 @@ class ModelSpec:
     max_distance: int = 128
     has_sinks: bool = False
     latent: LatentSpec | None = None
+    compressed: CompressedSpec | None = None
     block_indexer: BlockIndexerSpec | None = None
     qkv_bias: bool = False
     key_bias: bool = True
@@ -385,17 +380,19 @@ class ModelSpec:
             intermediate_size=layer.intermediate_size or self.intermediate_size,
         )
 
-    def token_elements(self, layer: LayerSpec, ranks: int = 1) -> int:
-        """Return the number of elements of a token's keys and values in one layer's cache on one of `ranks` ranks.
+    def token_elements(self, layer: LayerSpec, ranks: int = 1) -> tuple[int, ...]:
+        """Return the number of elements of a token in each attention cache of one layer on one of `ranks` ranks.
 
-        A rank has all index keys.
+        The first cache has keys and values. A rank has all index keys.
         """
+        if self.compressed is not None:
+            return self.compressed.token_elements(self.head_dim, layer.compression)
         parts = 1 if self.latent is not None else 2
         num_kv_heads = layer.num_kv_heads or self.num_kv_heads
         num_parts = parts * max(1, num_kv_heads // ranks)
         if self.block_indexer is not None and layer.chooses_keys:
             num_parts += 1
-        return num_parts * (layer.head_dim or self.head_dim)
+        return (num_parts * (layer.head_dim or self.head_dim),)
 
     def check_num_positions(self, max_model_len: int) -> None:
         """Raise ConfigError if a sequence may be longer than the table of position embeddings."""
@@ -411,7 +408,11 @@ class ModelSpec:
         A tensor has space for the layer with the most elements, or for several layers with fewer.
         """
         attending = [layer for layer in self.layers if layer.attends]
-        largest = max((self.token_elements(layer, ranks) for layer in attending), default=0)
+        largest = max(
+            (n for layer in attending for n in self.token_elements(layer, ranks)), default=0
+        )
+        if self.compressed is not None:
+            return largest
         unit = math.lcm(*(layer.head_dim or self.head_dim for layer in attending))
         return -(-largest // unit) * unit
 
@@ -421,6 +422,8 @@ class ModelSpec:
         inputs = sum(per_layer + layer.input_size for layer in self.layers[first_layer:])
         if first_layer <= self.last_shared_block:
             inputs += self.hidden_size
+        if first_layer <= self.last_hashed_layer:
+            inputs += NUM_TOKEN_DIGITS
         return (self.num_streams or 1) * self.hidden_size + inputs
 
     @property
@@ -433,6 +436,12 @@ class ModelSpec:
     def last_shared_block(self) -> int:
         """The index of the last layer that uses a shared block, or -1. Layers up to it get the tokens' embeddings."""
         return max((i for i, layer in enumerate(self.layers) if layer.shared_block), default=-1)
+
+    @property
+    def last_hashed_layer(self) -> int:
+        """The index of the last layer whose experts are chosen by the token, or -1. Layers up to it get the tokens."""
+        hashed = (i for i, x in enumerate(self.layers) if x.experts and x.experts.is_hashed)
+        return max(hashed, default=-1)
 
     @property
     def first_source(self) -> int | None:
@@ -484,4 +493,6 @@ def windows_by_group(
             found[layer.kv_cache_group].add(layer.window)
         if layer.reads_source:
             found[layer.cross_group].add(None)
+        if layer.compression is not None:
+            found[layer.entries_group].add(None)
     return tuple(frozenset(windows) for windows in found)

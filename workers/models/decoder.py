@@ -17,12 +17,12 @@ from torch.nn import functional as F
 
 from ...protocol.arrays import Int32Array
 from ...protocol.checkpoint.vision.spec import VisionSpec
-from ..attention import AttentionBackend
+from ..attention import DeviceAttention, as_backend
 from ..layers.layers import LayerKernels, RMSNorm
 from ..layers.parallel.parallel_layers import VocabParallelEmbedding, VocabParallelHead
 from ..layers.parallel.shard import ModelShard
 from ..layers.rope import RotaryEmbedding
-from ..layers.spec import ModelSpec
+from ..layers.spec import NUM_TOKEN_DIGITS, ModelSpec
 from ..loaders.checkpoint import Checkpoint
 from .altup import AltUpLayer, Streams
 from .cross_attention import QueryRecorder
@@ -58,7 +58,7 @@ class Decoder(TorchDecoder):
         self,
         spec: ModelSpec,
         checkpoint: Checkpoint,
-        attention: AttentionBackend,
+        attention: DeviceAttention,
         *,
         dtype: torch.dtype,
         device: torch.device,
@@ -132,6 +132,7 @@ class Decoder(TorchDecoder):
         self._embedding_scale = spec.rounded_embedding_scale(dtype)
         layers = spec.layers[shard.layers.start : shard.layers.stop]
         self._last_shared_block = spec.last_shared_block
+        self._last_hashed_layer = spec.last_hashed_layer
         self._width = spec.stage_width(len(spec.layers))
         self._layers = _make_layers(spec, weights, attention, shard, kernels)
         for previous, current in pairwise(self._layers):
@@ -207,6 +208,8 @@ class Decoder(TorchDecoder):
                 x_TD = x_TD.repeat(1, self.spec.num_streams)
             if self._last_shared_block >= 0:
                 per_layer = self._repeated(x_TD.clone())
+            elif self._last_hashed_layer >= 0:
+                per_layer = self._tokens_of_layers(inputs)
         rotary = positions_T if self.rotary_T3 is None else self.rotary_T3
         tables = {
             rope: self.kernels.rotary_tables(embedding, rotary if rope.axes else positions_T)
@@ -233,8 +236,10 @@ class Decoder(TorchDecoder):
                 assert self.placed is not None
                 self.placed.add_to(x_TD, index)
         if rest:
-            # The next stages need the embeddings only once.
+            # The next stages need the embeddings, or the tokens, only once.
             sent = rest if self._last_shared_block < 0 else rest[:1]
+            if self._last_hashed_layer >= 0:
+                sent = (_digits(rest[0], x_TD.dtype),)
             return torch.cat((added(x_TD, block_TD, self.spec, None), *sent), -1)
         if self._last_streams is not None:
             assert self._norm is not None
@@ -335,11 +340,17 @@ class Decoder(TorchDecoder):
         x_TD, inputs_TE = inputs[:, : self._width], inputs[:, self._width :]
         if self._last_shared_block >= 0:
             return x_TD, self._repeated(inputs_TE)
+        if self._last_hashed_layer >= 0:
+            return x_TD, self._tokens_of_layers(_from_digits(inputs_TE))
         return x_TD, self._per_layer_parts(inputs_TE)
 
     def _repeated(self, embedding_TD: Tensor) -> Sequence[Tensor]:
         """Return the tokens' embeddings for each layer up to the last one that needs them."""
         return (embedding_TD,) * (self._last_shared_block + 1 - self.shard.layers.start)
+
+    def _tokens_of_layers(self, ids_T: Tensor) -> Sequence[Tensor]:
+        """Return the tokens for each layer up to the last one that needs them."""
+        return (ids_T,) * (self._last_hashed_layer + 1 - self.shard.layers.start)
 
     def _per_layer_parts(self, inputs_TE: Tensor) -> Sequence[Tensor]:
         """Return a separate tensor with the inputs of each layer."""
@@ -357,6 +368,18 @@ class Decoder(TorchDecoder):
         return self._head.logits(hidden_SD, change)
 
 
+def _digits(ids_T: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return token ids as digits of base 256, which every dtype of hidden states has exactly."""
+    shifts_X = torch.arange(NUM_TOKEN_DIGITS, device=ids_T.device) * 8
+    return (ids_T.unsqueeze(1) >> shifts_X & 255).to(dtype)
+
+
+def _from_digits(digits_TX: Tensor) -> Tensor:
+    """Return the token ids with these digits."""
+    shifts_X = torch.arange(NUM_TOKEN_DIGITS, device=digits_TX.device) * 8
+    return (digits_TX.long() << shifts_X).sum(1)
+
+
 def _read_positions(spec: ModelSpec, weights: WeightReader, max_model_len: int) -> Tensor:
     """Return the table of position embeddings [P, D].
 
@@ -371,7 +394,7 @@ def _read_positions(spec: ModelSpec, weights: WeightReader, max_model_len: int) 
 def _make_layers(
     spec: ModelSpec,
     weights: WeightReader,
-    attention: AttentionBackend,
+    attention: DeviceAttention,
     shard: ModelShard,
     kernels: LayerKernels,
 ) -> list[AltUpLayer | DecoderLayer | SharedBlockLayer]:
@@ -385,13 +408,15 @@ def _make_layers(
         if layer.shared_block is not None:
             source = layer.shared_block.source
             if source not in blocks:
-                blocks[source] = Block(own, source, weights, attention, shard, kernels)
+                blocks[source] = Block(own, source, weights, as_backend(attention), shard, kernels)
             layers.append(
                 SharedBlockLayer(own, layer, blocks[source], weights, prefix, shard, kernels)
             )
         elif spec.altup is not None:
             layers.append(
-                AltUpLayer(own, spec.altup, layer, weights, prefix, attention, shard, kernels)
+                AltUpLayer(
+                    own, spec.altup, layer, weights, prefix, as_backend(attention), shard, kernels
+                )
             )
         elif (hyper := spec.hyper_connections) is not None:
             layers.append(HyperLayer(own, hyper, layer, weights, prefix, attention, shard, kernels))

@@ -11,12 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..attention import AttentionBackend
+from ..attention import DeviceAttention, as_backend
+from ..attention.compressed import CompressedCache
 from ..layers.layers import GatedNorm, LayerKernels, LayerNorm, Linear, RMSNorm
 from ..layers.parallel.shard import ModelShard
 from ..layers.rope import RotaryTables
 from ..layers.spec import LayerSpec, ModelSpec
 from .attention import Attention
+from .compressed.attention import CompressedAttention
 from .cross_attention import CrossAttention
 from .experts import Experts, ExpertsBesideMLP
 from .latent.attention import LatentAttention
@@ -69,13 +71,19 @@ def _attention(
     layer: LayerSpec,
     weights: WeightReader,
     prefix: str,
-    backend: AttentionBackend,
+    backend: DeviceAttention,
     shard: ModelShard,
     kernels: LayerKernels,
-) -> Attention | LatentAttention:
+) -> Attention | CompressedAttention | LatentAttention:
+    if spec.compressed is not None:
+        assert isinstance(backend, CompressedCache)
+        return CompressedAttention(
+            spec, spec.compressed, layer, weights, prefix, backend, shard, kernels
+        )
+    calls = as_backend(backend)
     if spec.latent is None:
-        return Attention(spec, layer, weights, prefix, backend, shard, kernels)
-    return LatentAttention(spec, spec.latent, layer, weights, prefix, backend, shard, kernels)
+        return Attention(spec, layer, weights, prefix, calls, shard, kernels)
+    return LatentAttention(spec, spec.latent, layer, weights, prefix, calls, shard, kernels)
 
 
 class DecoderLayer:
@@ -90,7 +98,7 @@ class DecoderLayer:
         layer: LayerSpec,
         weights: WeightReader,
         prefix: str,
-        attention: AttentionBackend,
+        attention: DeviceAttention,
         shard: ModelShard,
         kernels: LayerKernels,
     ) -> None:
@@ -104,7 +112,7 @@ class DecoderLayer:
         self.cache_groups = layer.cache_groups
         self._reads_input = layer.input_size > 0
         self._spec = spec
-        self._attention: Attention | LatentAttention | None = None
+        self._attention: Attention | CompressedAttention | LatentAttention | None = None
         self._mixer: Mixer | None = None
         self.cross: CrossAttention | None = None
         consumer = None
@@ -119,7 +127,7 @@ class DecoderLayer:
             )
         if layer.reads_source:
             self.cross = CrossAttention(
-                spec, weights, f"{prefix}cross_attn.", attention, shard, kernels
+                spec, weights, f"{prefix}cross_attn.", as_backend(attention), shard, kernels
             )
             self._cross_input_norm = norm(norms.cross_input, self.cross.queries)
             self._cross_output_norm = norm(norms.cross_output)
@@ -257,6 +265,8 @@ class DecoderLayer:
     ) -> Tensor:
         """Return the sum of the outputs of attention and recurrent mixer."""
         outputs = []
+        if isinstance(self._attention, CompressedAttention):
+            return self._attention.forward(x, tables, caches)
         if self._attention is not None:
             attended_TD = self._attention.forward(x, positions_T, tables, *caches[0])
             outputs.append((attended_TD, self._spec.attention_multiplier))

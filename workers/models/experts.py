@@ -8,6 +8,7 @@ those of the messages.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,6 +30,14 @@ _SMALLEST_SUM = 1e-20
 """Added to a sum of scores before dividing by it, so that the result is finite, as in the DeepSeek models."""
 
 
+_SCORES: dict[str, Callable[[Tensor], Tensor]] = {
+    "softmax": lambda logits_TE: logits_TE.softmax(-1),
+    "sigmoid": torch.sigmoid,
+    "sqrt softplus": lambda logits_TE: F.softplus(logits_TE).sqrt(),
+}
+"""The scores of experts, by the name of the scoring."""
+
+
 class Router:
     """Chooses the experts of each token, in float32."""
 
@@ -36,6 +45,7 @@ class Router:
         self,
         spec: ExpertsSpec,
         hidden_size: int,
+        vocab_size: int,
         weights: WeightReader,
         prefix: str,
         kernels: LayerKernels,
@@ -53,13 +63,18 @@ class Router:
             if spec.has_expert_scales
             else None
         )
+        self._experts_VC: Tensor | None = None
+        if spec.is_hashed:
+            # Float32 has the exact number of every expert.
+            table = weights.read_float32(f"{prefix}tid2eid", vocab_size, spec.num_experts_per_token)
+            self._experts_VC = table.long()
         self._correction_E = None
         if spec.has_correction_bias:
             self._correction_E = weights.read_elements(
                 f"{prefix}e_score_correction_bias", num_experts
             )
 
-    def __call__(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(self, x_TD: Tensor, token_ids_T: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the experts, int64 [T, C], and their weights, float32 [T, C]."""
         spec = self._spec
         logits_TE = self._multiply(x_TD)
@@ -69,13 +84,17 @@ class Router:
             logits_TE = torch.tanh(logits_TE / spec.logit_softcap) * spec.logit_softcap
         if spec.scoring == "sparse mixer":
             return self._mixed(logits_TE)
-        scores_TE = logits_TE.softmax(-1) if spec.scoring == "softmax" else logits_TE.sigmoid()
+        scores_TE = _SCORES[spec.scoring](logits_TE)
         choice_TE = logits_TE if spec.corrects_logits else scores_TE
         if self._correction_E is not None:
             choice_TE = choice_TE + self._correction_E
         if spec.num_groups > 1:
             choice_TE = self._within_best_groups(choice_TE)
-        experts_TC = choice_TE.topk(spec.num_experts_per_token, -1).indices
+        if self._experts_VC is None:
+            experts_TC = choice_TE.topk(spec.num_experts_per_token, -1).indices
+        else:
+            assert token_ids_T is not None
+            experts_TC = self._experts_VC[token_ids_T]
         weights_TC = scores_TE.gather(-1, experts_TC)
         if spec.renormalizes:
             weights_TC = weights_TC / (weights_TC.sum(-1, keepdim=True) + _SMALLEST_SUM)
@@ -131,7 +150,9 @@ class Experts:
         self._tensor_parallel = shard.tensor_parallel
         self._group = shard.expert_group
         self._num_chosen = experts.num_experts_per_token
-        self._router = Router(experts, spec.hidden_size, weights, f"{prefix}gate.", kernels)
+        self._router = Router(
+            experts, spec.hidden_size, spec.vocab_size, weights, f"{prefix}gate.", kernels
+        )
         self._placement = placement = shard.placement(experts)
         self._to_latent: Linear | None = None
         self._from_latent: Linear | None = None
@@ -214,12 +235,16 @@ class Experts:
                     f"{prefix}shared_expert_gate.weight", 1, spec.hidden_size
                 )
 
-    def forward(self, x_TD: Any, router_x_TD: Any = None) -> Tensor:
+    def forward(
+        self, x_TD: Any, router_x_TD: Any = None, token_ids_T: Tensor | None = None
+    ) -> Tensor:
         """Return the output [T, D] of the chosen and the shared experts.
 
-        `router_x_TD` is the router's input, if it differs from the experts' input.
+        `router_x_TD` is the router's input, if it differs from the experts' input. `token_ids_T` are the tokens, which
+        experts need that are chosen by them.
         """
-        experts_TC, weights_TC = self._router(x_TD if router_x_TD is None else router_x_TD)
+        router_x_TD = x_TD if router_x_TD is None else router_x_TD
+        experts_TC, weights_TC = self._router(router_x_TD, token_ids_T)
         identity_T1: Tensor | None = None
         if self._spec.num_identities:
             is_identity_TC = experts_TC >= self._spec.num_experts

@@ -1,31 +1,33 @@
 """Layers with hyper-connections (arXiv 2409.19606): a token has several hidden states, which every block mixes.
 
-Shapes: T tokens of a step, D hidden size, N streams (the hidden states of a token), E = N * D.
+Shapes: T tokens of a step, D hidden size, N streams (the hidden states of a token), E = N * D, F logits of factors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..attention import AttentionBackend
+from ..attention import DeviceAttention
 from ..layers.hyper_spec import HyperConnectionsSpec
 from ..layers.layers import LayerKernels
 from ..layers.parallel.shard import ModelShard
 from ..layers.rope import RotaryTables
 from ..layers.spec import LayerSpec, ModelSpec
 from .decoder_layer import DecoderLayer
+from .experts import Experts
 from .weights import WeightReader
 
 
 class StreamSum:
     """A sum of a token's streams, each times a factor.
 
-    Factors are sigmoids of products of all streams, divided by their root mean square. The product called `name` has N
-    outputs for each of `count` factors of a stream, of which the first is for the sum.
+    Factors are computed from products of all streams, divided by their root mean square. The product called `name` has
+    several kinds of outputs, whose numbers are `sizes`, each with a scale. The first N are for the sum.
     """
 
     def __init__(
@@ -35,30 +37,31 @@ class StreamSum:
         weights: WeightReader,
         name: str,
         kernels: LayerKernels,
-        count: int = 1,
+        sizes: Sequence[int] = (),
     ) -> None:
         streams = hyper.num_streams
+        sizes = sizes or (streams,)
         self._hyper = hyper
         self._norm_eps = spec.norm_eps
-        weight = weights.read_float32(f"{name}.fn", count * streams, streams * spec.hidden_size)
+        weight = weights.read_float32(f"{name}.fn", sum(sizes), streams * spec.hidden_size)
         self._project = kernels.router_linear(weight)
-        self._bias = weights.read_vector(f"{name}.base", count * streams)
-        self._scale = weights.read_vector(f"{name}.scale", count).repeat_interleave(streams)
+        self._bias = weights.read_vector(f"{name}.base", sum(sizes))
+        scales = weights.read_vector(f"{name}.scale", len(sizes))
+        self._scale = scales.repeat_interleave(torch.tensor(sizes, device=scales.device))
 
     def reduce(self, x_TE: Tensor) -> Tensor:
         """Return the sum [T, D] in the dtype of the streams."""
         return self._sum(x_TE)[0]
 
-    def _sum(self, x_TE: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the sum [T, D], and the sigmoids of the other factors, each float32 [T, N]."""
+    def _sum(self, x_TE: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the sum [T, D], and the logits of the other factors, float32 [T, F]."""
         streams = self._hyper.num_streams
         x_float_TE = x_TE.float()
         inverse_T1 = torch.rsqrt(x_float_TE.square().mean(-1, keepdim=True) + self._norm_eps)
         logits = self._project(x_float_TE) * inverse_T1 * self._scale + self._bias
-        first_TN, *others = torch.sigmoid(logits).split(streams, -1)
-        factors_TN1 = (first_TN + self._hyper.eps).unsqueeze(2)
+        factors_TN1 = (torch.sigmoid(logits[:, :streams]) + self._hyper.eps).unsqueeze(2)
         x_TD = (x_float_TE.unflatten(-1, (streams, -1)) * factors_TN1).sum(1)
-        return x_TD.to(x_TE.dtype), tuple(others)
+        return x_TD.to(x_TE.dtype), logits[:, streams:]
 
 
 class HyperConnection(StreamSum):
@@ -72,14 +75,36 @@ class HyperConnection(StreamSum):
         name: str,
         kernels: LayerKernels,
     ) -> None:
-        super().__init__(spec, hyper, weights, name, kernels, count=2)
+        streams = hyper.num_streams
+        sizes = [streams, streams, *[streams**2] * bool(hyper.num_iterations)]
+        super().__init__(spec, hyper, weights, name, kernels, sizes)
 
     def update(self, x_TE: Tensor, block: Callable[[Tensor], Tensor]) -> None:
         """Add the output of the block, a function of the sum, to the streams in place."""
-        x_TD, (outputs_TN,) = self._sum(x_TE)
-        factors_TN1 = (outputs_TN * self._hyper.output_scale + self._hyper.eps).unsqueeze(2)
-        added_TND = block(x_TD).float().unsqueeze(1) * factors_TN1
-        x_TE.copy_(x_TE.float() + added_TND.flatten(1))
+        hyper, streams = self._hyper, self._hyper.num_streams
+        x_TD, logits_TF = self._sum(x_TE)
+        factors_TN = torch.sigmoid(logits_TF[:, :streams]) * hyper.output_scale
+        if not hyper.num_iterations:
+            factors_TN = factors_TN + hyper.eps
+        added_TND = block(x_TD).float().unsqueeze(1) * factors_TN.unsqueeze(2)
+        kept_TE = x_TE.float()
+        if hyper.num_iterations:
+            mixing_TNN = self._mixing(logits_TF[:, streams:].unflatten(-1, (streams, streams)))
+            kept_TND = kept_TE.unflatten(-1, (streams, -1))
+            # Add stream by stream, so that the order of a sum does not depend on the number of tokens.
+            mixed = [mixing_TNN[:, i, :, None] * kept_TND[:, i, None] for i in range(streams)]
+            kept_TE = sum(mixed[1:], mixed[0]).flatten(1)
+        x_TE.copy_(kept_TE + added_TND.flatten(1))
+
+    def _mixing(self, logits_TNN: Tensor) -> Tensor:
+        """Return the factors of each stream (row) in each new stream (column), whose sums are close to 1."""
+        eps = self._hyper.eps
+        factors_TNN = logits_TNN.softmax(-1) + eps
+        factors_TNN = factors_TNN / (factors_TNN.sum(-2, keepdim=True) + eps)
+        for _ in range(self._hyper.num_iterations - 1):
+            factors_TNN = factors_TNN / (factors_TNN.sum(-1, keepdim=True) + eps)
+            factors_TNN = factors_TNN / (factors_TNN.sum(-2, keepdim=True) + eps)
+        return factors_TNN
 
 
 class HyperLayer(DecoderLayer):
@@ -92,7 +117,7 @@ class HyperLayer(DecoderLayer):
         layer: LayerSpec,
         weights: WeightReader,
         prefix: str,
-        attention: AttentionBackend,
+        attention: DeviceAttention,
         shard: ModelShard,
         kernels: LayerKernels,
     ) -> None:
@@ -120,4 +145,9 @@ class HyperLayer(DecoderLayer):
         self._around_attention.update(
             x_TE, lambda x_TD: self._mixed(attention_norm(x_TD), positions_T, tables, caches)
         )
-        self._around_mlp.update(x_TE, lambda x_TD: mlp.forward(mlp_norm(x_TD)))
+        if isinstance(mlp, Experts):
+            # The layer's inputs, if there are any, are the tokens.
+            feed: Callable[[Tensor], Tensor] = partial(mlp.forward, token_ids_T=inputs_TP)
+        else:
+            feed = mlp.forward
+        self._around_mlp.update(x_TE, lambda x_TD: feed(mlp_norm(x_TD)))

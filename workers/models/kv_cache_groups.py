@@ -13,11 +13,15 @@ from typing import NamedTuple, TypeAlias
 
 from ...protocol.checkpoint.recurrent_layers import RecurrentLayer
 from ...protocol.kv_cache_groups import AttentionKind, KVCacheGroup
+from ..layers.compressed_spec import CompressedSpec
 from ..layers.spec import Chunk, LayerSpec, ModelSpec, Window
 
 
 class _Attention(NamedTuple):
-    """Full or windowed attention: its window and heads, and how many such layers share a cache tensor."""
+    """Full or windowed attention: its window and heads, and how many such layers share a cache tensor.
+
+    In compressed attention, the head dimension is the number of a token's elements in the cache.
+    """
 
     window: Window | None
     layers_per_tensor: int
@@ -35,17 +39,20 @@ class _CrossAttention(NamedTuple):
 _Kind: TypeAlias = _Attention | RecurrentLayer | _CrossAttention
 
 
-def group_layers(spec: ModelSpec, max_model_len: int, ranks: int = 1) -> ModelSpec:
+def group_layers(
+    spec: ModelSpec, max_model_len: int, ranks: int = 1, block_size: int = 16
+) -> ModelSpec:
     """Return the spec with every layer assigned to groups, ordered: full attention, windows, states, cross attention.
 
-    Layers with a window have their own groups, unless no sequence exceeds the window. So do layers with other
-    heads. Layers with attention and a state are in two groups. A layer that reads the cache of another layer
+    Layers with a window have their own groups, unless no sequence exceeds the window. So do layers with other heads.
+    Layers with attention and a state, or with entries, are in two groups. A layer that reads the cache of another layer
     is in the same group. The group size is chosen so that few groups are incomplete. `ranks` is the tensor-parallel
-    size.
+    size, `block_size` the number of tokens of a block.
 
     Indexers are dropped if no sequence exceeds the number of keys that they choose.
     """
     spec = _without_needless_indexers(spec, max_model_len)
+    spec = replace(spec, layers=tuple(_with_block_size(each, block_size) for each in spec.layers))
     kinds = [_kinds(spec, layer, max_model_len, ranks) for layer in spec.layers]
     num_layers = Counter(kind for of_layer in kinds for kind in of_layer)
     num_tensors = {
@@ -72,7 +79,9 @@ def group_layers(spec: ModelSpec, max_model_len: int, ranks: int = 1) -> ModelSp
 
 
 def _without_needless_indexers(spec: ModelSpec, max_model_len: int) -> ModelSpec:
-    blocks, latent = spec.block_indexer, spec.latent
+    blocks, latent, compressed = spec.block_indexer, spec.latent, spec.compressed
+    if compressed is not None:
+        return _without_needless_index_keys(spec, compressed, max_model_len)
     if blocks is not None and max_model_len <= blocks.num_tokens:
         spec = replace(spec, block_indexer=None)
     elif latent is not None and latent.indexer and max_model_len <= latent.indexer.num_chosen:
@@ -85,6 +94,39 @@ def _without_needless_indexers(spec: ModelSpec, max_model_len: int) -> ModelSpec
         layers=tuple(replace(layer, chooses_keys=False) for layer in spec.layers),
         tensor_names=(*spec.tensor_names, (r".*\.self_attn\.indexer\..*", "")),
     )
+
+
+def _without_needless_index_keys(
+    spec: ModelSpec, compressed: CompressedSpec, max_model_len: int
+) -> ModelSpec:
+    indexed = [
+        i
+        for i, each in enumerate(spec.layers)
+        if _needs_no_indexer(each, compressed, max_model_len)
+    ]
+    layers = list(spec.layers)
+    for i in indexed:
+        compression = layers[i].compression
+        assert compression is not None
+        layers[i] = replace(layers[i], compression=replace(compression, has_indexer=False))
+    names = tuple(
+        (rf"(^|.*\.)layers\.{i}\.self_attn\.compressor\.indexer\..*", "") for i in indexed
+    )
+    return replace(spec, layers=tuple(layers), tensor_names=(*spec.tensor_names, *names))
+
+
+def _needs_no_indexer(layer: LayerSpec, compressed: CompressedSpec, max_model_len: int) -> bool:
+    """Return whether the layer has an indexer, but always chooses all entries."""
+    compression = layer.compression
+    if compression is None or not compression.has_indexer:
+        return False
+    return max_model_len // compression.rate <= compressed.indexer.num_chosen
+
+
+def _with_block_size(layer: LayerSpec, block_size: int) -> LayerSpec:
+    if layer.compression is None:
+        return layer
+    return replace(layer, compression=replace(layer.compression, block_size=block_size))
 
 
 def kv_cache_groups(spec: ModelSpec, max_model_len: int) -> tuple[KVCacheGroup, ...]:
@@ -103,11 +145,18 @@ def kv_cache_groups(spec: ModelSpec, max_model_len: int) -> tuple[KVCacheGroup, 
 def _kinds(spec: ModelSpec, layer: LayerSpec, max_model_len: int, ranks: int) -> list[_Kind]:
     """Return the kinds of cache that the layer needs, in the order of its `cache_groups`."""
     kinds: list[_Kind] = []
+    if spec.compressed is not None:
+        elements = spec.token_elements(layer, ranks)
+        windows = (_limiting_window(layer, max_model_len), None)
+        return [
+            _Attention(window, spec.tensor_elements(ranks) // size, 1, size, spec.num_heads)
+            for window, size in zip(windows, elements, strict=False)
+        ]
     if layer.attends and layer.kv_source is None:
         kinds.append(
             _Attention(
                 _limiting_window(layer, max_model_len),
-                spec.tensor_elements(ranks) // spec.token_elements(layer, ranks),
+                spec.tensor_elements(ranks) // spec.token_elements(layer, ranks)[0],
                 layer.num_kv_heads or spec.num_kv_heads,
                 layer.head_dim or spec.head_dim,
                 layer.num_heads or spec.num_heads,
@@ -128,6 +177,8 @@ def _with_groups(layer: LayerSpec, groups: list[int]) -> LayerSpec:
         layer = replace(layer, kv_cache_group=groups[0])
     if layer.reads_source:
         return replace(layer, cross_group=groups[-1])
+    if layer.compression is not None:
+        return replace(layer, entries_group=groups[-1])
     return layer if layer.recurrent is None else replace(layer, state_group=groups[-1])
 
 

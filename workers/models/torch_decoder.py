@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...protocol.arrays import Int32Array
-from ..attention import AttentionBackend
+from ..attention import DeviceAttention
 from ..batch import PersistentBatch
 from ..layers.layers import LayerKernels
 from ..layers.parallel.shard import ModelShard
@@ -59,7 +59,7 @@ class TorchDecoder(ABC):
     def __init__(
         self,
         spec: ModelSpec,
-        attention: AttentionBackend,
+        attention: DeviceAttention,
         shard: ModelShard,
         hidden_dtype: torch.dtype,
         kernels: LayerKernels,

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ...protocol.arrays import Int32Array
 from ...protocol.errors import CheckpointError, ConfigError
-from ..attention import AttentionBackend, AttentionLayer
+from ..attention import AttentionBackend, AttentionLayer, as_backend
 from ..batch import AttentionBatch
 from ..layers.layers import LayerKernels
 from ..layers.parallel.shard import ModelShard
@@ -256,7 +256,7 @@ class TransformersDecoder(TorchDecoder):
         """Compute the attention of one layer: queries [1, H, T, K], keys and values [1, G, T, K]."""
         index: Any = module.layer_idx
         q_THK, k_TGK, v_TGK = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
-        attended_THK = self.attention.forward(
+        attended_THK = as_backend(self.attention).forward(
             q_THK,
             k_TGK,
             v_TGK,

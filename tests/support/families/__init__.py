@@ -7,6 +7,7 @@ import re
 
 import torch
 import transformers
+from support.families.compressed import WITH_ENTRIES
 from support.families.dense import DENSE
 from support.families.experts import WITH_EXPERTS
 from support.families.multimodal import MULTIMODAL, VISION_SIZES
@@ -24,7 +25,7 @@ SMALL = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
-CONFIGS = DENSE | WITH_EXPERTS | RECURRENT
+CONFIGS = DENSE | WITH_EXPERTS | WITH_ENTRIES | RECURRENT
 """The class of transformers and the differences from `SMALL`, by the name of a family."""
 
 _WITHOUT_CLASS = ("exaone", "internlm3", "iquestcoder", "sarvam_mla", "sarvam_moe")
@@ -57,6 +58,9 @@ def make_reference(name, **others):
     for name, buffer in model.named_buffers():
         if name.endswith(("e_score_correction_bias", "expert_bias")):
             torch.nn.init.normal_(buffer, 0, 0.3)
+        if name.endswith("tid2eid"):
+            for row in buffer:
+                row.copy_(torch.randperm(model.config.n_routed_experts)[: len(row)])
         if name.endswith("layer_scalar"):
             torch.nn.init.uniform_(buffer, 0.5, 1.5)
     return model.eval()

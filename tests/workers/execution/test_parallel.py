@@ -13,6 +13,7 @@ from engine.protocol.config import CPUBackend, ParallelConfig
 from engine.protocol.errors import RunDirectoryError
 from engine.workers.execution.parallel_state import join_replica
 from engine.workers.loaders import open_checkpoint
+from support.families.compressed import HASHED
 from support.families.experts import BLOCKS_OF_KEYS, GATED
 from support.families.recurrent import SHARED_BLOCKS
 from support.gguf_writer import write_gguf
@@ -351,18 +352,17 @@ def test_fused_projections_biases_and_head_norms_can_be_split(tmp_path: Path) ->
 def test_layers_that_share_keys_or_differ_in_their_heads_can_be_split(
     tmp_path: Path, backend: CPUBackend
 ) -> None:
-    checkpoints = {}
     models = {name: (f"{family}Text", family, sizes) for name, (family, sizes) in SHARING.items()}
     models["glm5"] = ("GlmMoeDsa", "GlmMoeDsa", INDEXED)
     models["axk2"] = ("AXK2", "AXK2", INDEXED | {"mlp_layer_types": ["dense", *["sparse"] * 4]})
-    # Stages pass several hidden states of each token on.
     models["hy4"] = ("HYV4", "HYV4", INDEXED | {"hc_mult": 3})
     models["mimo-v2"] = ("MiMoV2Flash", "MiMoV2Flash", SMALL_VALUES)
     models["laguna"] = ("Laguna", "Laguna", GATED)
-    # Stages pass the embeddings on, and the second stage reads a block that the first one stores.
     models["zamba2"] = ("Zamba2", "Zamba2", SHARED_BLOCKS)
+    if backend is CPUBackend.TORCH:
+        models["deepseek-v4"] = ("DeepseekV4", "DeepseekV4", HASHED)
+    checkpoints = {name: tmp_path / name for name in models}
     for name, (config, family, differences) in models.items():
-        checkpoints[name] = tmp_path / name
         sizes, tokenizer = SIZES | differences, sentencepiece_tokenizer()
         model = random_model(f"{config}Config", f"{family}ForCausalLM", sizes, tokenizer)
         model.save_pretrained(checkpoints[name])

@@ -24,6 +24,7 @@ from ....protocol.errors import CheckpointError
 from ...layers.experts_spec import ExpertsSpec
 from ...layers.spec import ModelSpec
 from . import (
+    deepseek_v4,
     delta_attention,
     experts,
     gemma,
@@ -42,6 +43,7 @@ from .common import Family, with_score_head
 from .with_encoders import absolute, encoder_decoders, rotary
 
 FAMILIES = (
+    *deepseek_v4.FAMILIES,
     *delta_attention.FAMILIES,
     *experts.FAMILIES,
     *gemma.FAMILIES,

@@ -1,0 +1,1 @@
+"""Compressed attention: a window of tokens, and entries that summarize earlier ones."""

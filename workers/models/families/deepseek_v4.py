@@ -1,0 +1,210 @@
+"""DeepSeek-V4: compressed attention, hyper-connections, and first layers whose experts are chosen by the token."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from ....protocol.checkpoint.config_fields import ConfigFields
+from ...layers.compressed_spec import CompressedSpec, Compression
+from ...layers.experts_spec import GateLimit
+from ...layers.hyper_spec import HyperConnectionsSpec
+from ...layers.latent_spec import IndexerSpec
+from ...layers.read_rope import read_rope
+from ...layers.rope import RopeSpec, YarnScaling
+from ...layers.spec import LayerSpec, ModelSpec
+from .common import Family, base_spec, head_dim
+from .experts import read_experts, unused_layers
+
+_SCORINGS = {"sqrtsoftplus": "sqrt softplus", "sigmoid": "sigmoid", "softmax": "softmax"}
+_NAMES = (
+    (r"^embed\.", "embed_tokens."),
+    (r"^head\.", "lm_head."),
+    (r"^hc_head_", "head_hc."),
+    (r"(^|\.)hc_head\.hc_", r"\1head_hc."),
+    (r"(^|\.)mtp\..*", ""),
+    (r"\.attn\.", ".self_attn."),
+    (r"\.ffn\.", ".mlp."),
+    (r"\.attn_norm\.", ".input_layernorm."),
+    (r"\.ffn_norm\.", ".post_attention_layernorm."),
+    (r"\.hc_attn_", ".attn_hc."),
+    (r"\.hc_ffn_", ".mlp_hc."),
+    (r"\.ffn_hc\.", ".mlp_hc."),
+    (r"\.self_attn\.indexer\.(compressor\.)?", ".self_attn.compressor.indexer."),
+    (r"\.indexer\.scorer\.", ".indexer."),
+    (r"\.(self_attn|compressor|indexer)\.norm\.", r".\1.kv_norm."),
+    (r"\.attn_sink$", ".sinks"),
+    (r"\.ape$", ".position_bias"),
+    (r"\.w(q|o)_(a|b)\.", r".\1_\2_proj."),
+    (r"\.wkv\.", ".kv_proj."),
+    (r"\.wgate\.", ".gate_proj."),
+    (r"\.q_norm\.", ".q_a_norm."),
+    (r"\.gate\.bias$", ".gate.e_score_correction_bias"),
+    (r"\.w1\.", ".gate_proj."),
+    (r"\.w2\.", ".down_proj."),
+    (r"\.w3\.", ".up_proj."),
+)
+
+
+def _deepseek_v4(fields: ConfigFields) -> ModelSpec:
+    size = fields.integer("moe_intermediate_size", 2048)
+    fields = fields.with_defaults(
+        intermediate_size=size,
+        num_key_value_heads=1,
+        head_dim=512,
+        max_position_embeddings=1 << 20,
+        moe_intermediate_size=size,
+    )
+    scoring = fields.text("scoring_func", "sqrtsoftplus")
+    if scoring not in _SCORINGS:
+        raise fields.wrong("scoring_func", " or ".join(_SCORINGS), scoring)
+    if fields.integer("num_key_value_heads") != 1:
+        raise fields.wrong("num_key_value_heads", "1", fields.get("num_key_value_heads"))
+    limit = fields.number("swiglu_limit", 10.0)
+    gate_limit = GateLimit(limit) if limit > 0 else None
+    experts = read_experts(
+        fields,
+        256,
+        6,
+        scoring=_SCORINGS[scoring],
+        scale=fields.positive("routed_scaling_factor", 1.5),
+        has_correction_bias=True,
+        shared_intermediate_size=size * fields.integer("n_shared_experts", 1, minimum=0),
+        gate_limit=gate_limit,
+    )
+    hashed = replace(experts, has_correction_bias=False, is_hashed=True)
+    compressed = _attention(fields)
+    layers = tuple(
+        replace(layer, gate_limit=gate_limit, experts=hashed if is_hashed else experts)
+        for layer, is_hashed in zip(
+            _layers(fields, compressed), _hashed_layers(fields), strict=True
+        )
+    )
+    return base_spec(
+        fields,
+        layers,
+        compressed=compressed,
+        hyper_connections=HyperConnectionsSpec(
+            fields.integer("hc_mult", 4),
+            eps=fields.number("hc_eps", 1e-6),
+            num_iterations=fields.integer("hc_sinkhorn_iters", 20),
+        ),
+        tensor_names=(*_NAMES, *unused_layers(fields.with_defaults(num_nextn_predict_layers=1))),
+    )
+
+
+def _attention(fields: ConfigFields) -> CompressedSpec:
+    size, heads = head_dim(fields), fields.integer("num_attention_heads")
+    default = fields.integer("qk_rope_head_dim", size // 8)
+    rotary_dim = int(size * fields.positive("partial_rotary_factor", default / size))
+    indexer = IndexerSpec(
+        fields.integer("index_n_heads", 64),
+        fields.integer("index_head_dim", 128),
+        fields.integer("index_topk", 512),
+    )
+    if rotary_dim < 2 or rotary_dim % 2 or rotary_dim > min(size, indexer.head_dim):
+        raise fields.error(
+            f"partial_rotary_factor gives {rotary_dim} rotated elements; they must be even, at least 2, and at most "
+            f"head_dim {size} and index_head_dim {indexer.head_dim}"
+        )
+    groups = fields.integer("o_groups", 8)
+    if heads % groups:
+        raise fields.error(f"num_attention_heads {heads} must be a multiple of o_groups {groups}")
+    return CompressedSpec(
+        fields.integer("q_lora_rank", 1024),
+        rotary_dim,
+        groups,
+        fields.integer("o_lora_rank", 1024),
+        fields.integer("sliding_window", 128),
+        indexer,
+    )
+
+
+def _layers(fields: ConfigFields, compressed: CompressedSpec) -> list[LayerSpec]:
+    """Return the layers without experts. Keys stay in the cache for as long as they, or their inputs, are read."""
+    count = fields.layer_count("num_hidden_layers")
+    rates = fields.section("compress_rates") or ConfigFields({}, fields.path)
+    kinds: dict[str, Compression | None] = {
+        "sliding_attention": None,
+        "compressed_sparse_attention": Compression(
+            rates.integer("compressed_sparse_attention", fields.integer("compress_rate_csa", 4)),
+            overlaps=True,
+            has_indexer=True,
+        ),
+        "heavily_compressed_attention": Compression(
+            rates.integer("heavily_compressed_attention", fields.integer("compress_rate_hca", 128)),
+            overlaps=False,
+            has_indexer=False,
+        ),
+    }
+    main, compressing = _ropes(fields, compressed.rotary_dim)
+    layers = []
+    for kind in _layer_types(fields, count):
+        if kind not in kinds:
+            raise fields.error(f"layer_types has {kind!r}; supported are {', '.join(kinds)}")
+        compression, window = kinds[kind], compressed.window
+        if compression is None:
+            layers.append(LayerSpec(main, window))
+        else:
+            window = max(window, compression.span)
+            layers.append(LayerSpec(compressing, window, compression=compression))
+    return layers
+
+
+def _layer_types(fields: ConfigFields, count: int) -> list[Any]:
+    ratios = fields.get("compress_ratios")
+    kinds = {0: "sliding", 4: "compressed_sparse", 128: "heavily_compressed"}
+    if fields.get("layer_types") is None and isinstance(ratios, list) and len(ratios) >= count:
+        # The layers after the last are for multi-token prediction.
+        return [f"{kinds.get(x, x)}_attention" for x in ratios[:count]]
+    found = fields.per_layer("layer_types", count)
+    if found is not None:
+        return found
+    return [
+        "compressed_sparse_attention" if i >= 2 and i % 2 else "heavily_compressed_attention"
+        for i in range(count)
+    ]
+
+
+def _hashed_layers(fields: ConfigFields) -> list[bool]:
+    count = fields.layer_count("num_hidden_layers")
+    kinds = fields.per_layer("mlp_layer_types", count)
+    if kinds is None:
+        first = fields.integer("num_hash_layers", 3, minimum=0)
+        return [i < first for i in range(count)]
+    if not {"hash_moe", "moe"}.issuperset(kinds):
+        raise fields.error(f"mlp_layer_types must be hash_moe or moe for each layer, got {kinds!r}")
+    return [kind == "hash_moe" for kind in kinds]
+
+
+def _ropes(fields: ConfigFields, rotary_dim: int) -> tuple[RopeSpec, RopeSpec]:
+    """Return the rotary embeddings of layers without entries, and of layers with entries.
+
+    Only the latter are extended to longer contexts, and YaRN does not change their scores.
+    """
+    nested = fields.section("rope_parameters")
+    scaling = fields.first_section("rope_scaling", "rope_parameters").config
+    main: dict[str, Any] = {}
+    if nested is not None and nested.section("main") is not None:
+        main = dict(nested.required_section("main").config)
+        scaling = nested.required_section("compress").config
+    else:
+        scaling = {k: v for k, v in scaling.items() if k != "rope_theta"}
+    theta = fields.positive("rope_theta", 10_000.0, above=1)
+    base = fields.with_values({"rope_scaling": None, "rope_theta": None})
+    of_entries = read_rope(
+        base.with_values({"rope_parameters": scaling or None}),
+        rotary_dim,
+        theta=fields.positive("compress_rope_theta", 160_000.0, above=1),
+    )
+    if not isinstance(of_entries.scaling, YarnScaling | None):
+        raise fields.error("only the rope types default and yarn are supported for DeepSeek-V4")
+    if isinstance(of_entries.scaling, YarnScaling) and "attention_factor" not in scaling:
+        unscaled = replace(of_entries.scaling, attention_factor=1.0)
+        of_entries = replace(of_entries, scaling=unscaled)
+    return read_rope(
+        base.with_values({"rope_parameters": main or None}), rotary_dim, theta=theta
+    ), (of_entries)
+
+
+FAMILIES = (Family("DeepseekV4ForCausalLM", "deepseek_v4", _deepseek_v4),)
