@@ -147,6 +147,26 @@ def _float8(scale_of: Callable[[Tensor], Tensor], **others: Tensor) -> Callable[
     return store
 
 
+def _float8_powers(w_OD: Tensor) -> Stored:
+    """Store float8 blocks whose scales are powers of two, as DeepSeek-V4 does."""
+    tensors, _ = _float8_blocks(w_OD)
+    scale = 2 ** tensors["weight_scale_inv"].log2().ceil()
+    rows, columns = (torch.arange(size) // BLOCK for size in w_OD.shape)
+    scale_OD = scale[rows][:, columns]
+    q_OD = (w_OD / scale_OD).to(torch.float8_e4m3fn)
+    return {"weight": q_OD, "scale": scale.to(torch.float8_e8m0fnu)}, q_OD.float() * scale_OD
+
+
+def _four_bits_beside_float8(w_OD: Tensor) -> Stored:
+    """Store an expert of DeepSeek-V4."""
+    tensors, meaning_OD = _mxfp4(w_OD)
+    codes, scales = tensors["blocks"].flatten(1), tensors["scales"]
+    return {
+        "weight": codes.view(torch.int8),
+        "scale": scales.view(torch.float8_e8m0fnu),
+    }, meaning_OD
+
+
 def _float8_blocks(w_OD: Tensor) -> Stored:
     rows, columns = w_OD.shape
     row_block, column_block = torch.arange(rows) // BLOCK, torch.arange(columns) // BLOCK
@@ -174,6 +194,14 @@ def _compressed(
 def _gptq_config(bits: int, **others: Any) -> dict[str, Any]:
     return {"quant_method": "gptq", "bits": bits, "group_size": GROUP, **others}
 
+
+_FLOAT8_POWERS = {
+    "quant_method": "fp8",
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "scale_fmt": "ue8m0",
+    "weight_block_size": [BLOCK, BLOCK],
+}
 
 _E4M3 = {"num_bits": 8, "type": "float"}
 
@@ -279,6 +307,8 @@ FORMATS = {
         {"quant_method": "fp8", "activation_scheme": "static"},
         _float8(lambda w_OD: w_OD.abs().max().reshape(1) / 448, input_scale=torch.tensor([0.02])),
     ),
+    "fp8-powers": Format(_FLOAT8_POWERS, _float8_powers),
+    "fp8-four-bits": Format(_FLOAT8_POWERS, _four_bits_beside_float8),
     "fp8-blocks": Format(
         {
             "quant_method": "fp8",

@@ -111,10 +111,16 @@ def _stored_module(checkpoint: StoredTensors, stored: frozenset[str], module: st
         name = f"{module}.{tensor}"
         return checkpoint.stored_shape(name) if name in stored else None
 
+    def dtype(tensor: str) -> str | None:
+        name = f"{module}.{tensor}"
+        return checkpoint.stored_dtype(name) if name in stored else None
+
     def load(tensor: str, *parts: range | None) -> Any:
         return checkpoint.load(f"{module}.{tensor}", *parts)
 
-    return StoredModule(module, shape, load, functools.partial(CheckpointError, checkpoint.path))
+    return StoredModule(
+        module, shape, dtype, load, functools.partial(CheckpointError, checkpoint.path)
+    )
 
 
 def _is_empty_bias(checkpoint: StoredTensors, name: str) -> bool:

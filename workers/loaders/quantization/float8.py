@@ -2,7 +2,10 @@
 
 A module has `weight` [O, D] in float8, with O output and D input features, and scales in any float type. `weight_scale`
 has one number, or one per output. With blocks, there is one scale per block, in `weight_scale_inv` (which is a factor
-despite its name) or `weight_scale`. With static activations, there is also one number `input_scale`.
+despite its name), `weight_scale` or `scale`. With static activations, there is also one number `input_scale`.
+
+DeepSeek-V4 has experts of four bits among such modules: `weight` int8 [O, D / 2] has two elements in a byte, and
+`scale` one power of two for each 32 columns of a row.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .matrix import ActivationScheme, QuantizedMatrix
+from .packed_minifloats import PackedMinifloatScheme
 from .scheme import ColumnGroups, QuantizationScheme, StoredModule, covering, shape_of
 
 
@@ -23,18 +27,25 @@ class Float8Scheme(QuantizationScheme):
 
     marker = "weight"
     marker_dtypes = frozenset({"F8_E4M3"})
-    companions = frozenset({"weight_scale", "weight_scale_inv", "input_scale"})
+    companions = frozenset({"weight_scale", "weight_scale_inv", "scale", "input_scale"})
 
     def __init__(self, activations: ActivationScheme, block_size: tuple[int, int] | None) -> None:
         self._activations = activations
         self._block_size = block_size
+        self._four_bits = PackedMinifloatScheme("mxfp4", "weight", scale="scale")
+        if block_size is not None:
+            self.marker_dtypes = frozenset({"F8_E4M3", "I8"})
 
     def matrix_shape(self, module: StoredModule) -> tuple[int, int]:
         """Return (O, D)."""
+        if module.dtype("weight") == "I8":
+            return self._four_bits.matrix_shape(module)
         return shape_of(module, "weight")
 
     def matrix(self, module: StoredModule, rows: range, columns: range) -> QuantizedMatrix:
         """Read these rows and columns of a module's matrix."""
+        if module.dtype("weight") == "I8":
+            return self._four_bits.matrix(module, rows, columns)
         shape = self.matrix_shape(module)
         weight_OD = module.read("weight", shape, rows, columns)
         if self._block_size is None:
@@ -67,7 +78,8 @@ class Float8Scheme(QuantizationScheme):
     ) -> tuple[Tensor, int]:
         assert self._block_size is not None
         block_rows, block_columns = self._block_size
-        name = "weight_scale_inv" if module.has("weight_scale_inv") else "weight_scale"
+        names = ("weight_scale_inv", "scale")
+        name = next((name for name in names if module.has(name)), "weight_scale")
         groups = ColumnGroups.from_part(columns, block_columns, shape[1])
         num_blocks = (-(-shape[0] // block_rows), -(-shape[1] // block_columns))
         blocks = module.read(name, num_blocks, covering(rows, block_rows), groups.stored)

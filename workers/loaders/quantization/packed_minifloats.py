@@ -22,7 +22,7 @@ _GROUP_SIZES = {"nvfp4": 16, "mxfp4": 32}
 class PackedMinifloatScheme(QuantizationScheme):
     """The scheme of packed weights of this `kind`.
 
-    `factor` names the tensor with the scale of a whole matrix, if any.
+    `factor` names the tensor with the scale of a whole matrix, if any, and `scale` that with the scales of groups.
     """
 
     marker_dtypes = frozenset({"U8"})
@@ -42,11 +42,13 @@ class PackedMinifloatScheme(QuantizationScheme):
         kind: Literal["mxfp4", "nvfp4"],
         marker: Literal["weight", "weight_packed"],
         factor: Literal["weight_scale_2", "weight_global_scale"] | None = None,
+        scale: Literal["weight_scale", "scale"] = "weight_scale",
     ) -> None:
         self.marker = marker
         self._kind = kind
         self._group_size = _GROUP_SIZES[kind]
         self._factor = factor
+        self._scale = scale
 
     def matrix_shape(self, module: StoredModule) -> tuple[int, int]:
         """Return (O, D)."""
@@ -58,11 +60,12 @@ class PackedMinifloatScheme(QuantizationScheme):
         num_rows, num_columns = self.matrix_shape(module)
         groups = ColumnGroups.from_part(columns, self._group_size, num_columns)
         codes = module.read(self.marker, (num_rows, num_columns // 2), rows, covering(columns, 2))
+        codes = codes.view(torch.uint8)
         stored = (num_rows, -(-num_columns // self._group_size))
-        scale_OG = module.read("weight_scale", stored, rows, groups.stored)
+        scale_OG = module.read(self._scale, stored, rows, groups.stored)
         factor = self._read_factor(module)
         if self._kind == "mxfp4":
-            half_OG = halves_of_powers(scale_OG).bfloat16()
+            half_OG = halves_of_powers(scale_OG.view(torch.uint8)).bfloat16()
         else:
             half_OG = scale_OG.float() * (factor / 2)
         nibbles_OD = torch.stack((codes & 15, codes >> 4), -1).flatten(1)[:, within(columns, 2)]

@@ -31,12 +31,14 @@ class UnsupportedScheme(ValueError):
 class StoredModule:
     """The tensors of one linear module, by the last component of their names.
 
-    `shape` returns None for a tensor that does not exist. `load` reads ranges of a tensor's dimensions; None means the
-    whole dimension. `problem` returns the error to raise for an inconsistent module.
+    `shape` and `dtype`, in safetensors' spelling, return None for a tensor that does not exist. `load` reads ranges of
+    a tensor's dimensions; None means the whole dimension. `problem` returns the error to raise for an inconsistent
+    module.
     """
 
     name: str
     shape: Callable[[str], tuple[int, ...] | None]
+    dtype: Callable[[str], str | None]
     load: Callable[..., Tensor]
     problem: Callable[[str], Exception]
 
