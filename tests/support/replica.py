@@ -128,7 +128,8 @@ def _rank(
         results = []
         for each in served:
             checkpoint = open_checkpoint(each.path)
-            vocab_size = checkpoint.config["vocab_size"]
+            of_text = checkpoint.config.get("text_config", checkpoint.config)
+            vocab_size = of_text["vocab_size"]
             config = EngineConfig(
                 "/run",
                 1,

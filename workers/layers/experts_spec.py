@@ -19,13 +19,13 @@ class GateLimit:
 class ExpertsSpec:
     """A mixture of experts, which replaces the MLP of a layer.
 
-    The router's logits, capped to +-`logit_softcap` if that is not 0, become scores by `scoring`: a softmax over all
-    experts, or of each a sigmoid or the square root of its softplus. A token chooses the `num_experts_per_token`
-    experts with the highest scores. If `has_correction_bias`, a stored bias is added to the scores for this choice
-    only, or to the logits if `corrects_logits`. If `num_groups` is above 1 (DeepSeek-V3, arXiv 2412.19437), the choice
-    is limited to the `num_groups_per_token` groups with the highest score, which is the score of their best expert or
-    the sum of their best two. The weights are the scores of the chosen experts, divided by their sum if `renormalizes`,
-    times `scale`.
+    The router's logits, times `logit_multiplier` and capped to +-`logit_softcap` if that is not 0, become scores by
+    `scoring`: a softmax over all experts, or of each a sigmoid or the square root of its softplus. A token chooses the
+    `num_experts_per_token` experts with the highest scores. If `has_correction_bias`, a stored bias is added to the
+    scores for this choice only, or to the logits if `corrects_logits`. If `num_groups` is above 1 (DeepSeek-V3, arXiv
+    2412.19437), the choice is limited to the `num_groups_per_token` groups with the highest score, which is the score
+    of their best expert or the sum of their best two. The weights are the scores of the chosen experts, divided by
+    their sum if `renormalizes`, times `scale`.
 
     With the scoring "sparse mixer" (arXiv 2409.12136), experts are chosen one after the other. The weight of each comes
     from a softmax over those remaining experts whose logits differ from it by at most 2 * `mixer_noise`, relatively.
@@ -36,9 +36,10 @@ class ExpertsSpec:
 
     All tokens also pass through an MLP of `shared_intermediate_size` elements, unless that is 0. If `has_shared_gate`,
     its output is multiplied by the sigmoid of a logit. If `latent_size` is not 0, experts read a projection of the
-    hidden state to `latent_size` elements, and the sum of their outputs is projected back. `gate_limit` applies to the
-    experts, not to the shared MLP. A token may also choose `num_identities` experts that return their input; they come
-    last.
+    hidden state to `latent_size` elements, and the sum of their outputs is projected back. If `has_latent_norms`, this
+    projection is normed, and so is each expert's output before it is multiplied by its weight. `gate_limit` applies to
+    the experts, not to the shared MLP. A token may also choose `num_identities` experts that return their input; they
+    come last.
 
     If `is_hashed`, the experts of a token are instead those of its id in a stored table.
 
@@ -66,8 +67,10 @@ class ExpertsSpec:
     shared_intermediate_size: int = 0
     has_shared_gate: bool = False
     latent_size: int = 0
+    has_latent_norms: bool = False
     gate_limit: GateLimit | None = None
     num_identities: int = 0
     is_shortcut: bool = False
     is_hashed: bool = False
     logit_softcap: float = 0.0
+    logit_multiplier: float = 1.0

@@ -47,6 +47,15 @@ class RMSNorm:
         return self(x.add_(block, alpha=multiplier))
 
 
+class InputScaledNorm(RMSNorm):
+    """Root-mean-square norm of the input times the weight."""
+
+    def __call__(self, x: Tensor) -> Any:
+        """Return the norm of `x`."""
+        scaled = (x.float() * self.weight).to(x.dtype)
+        return torch.rms_norm(scaled.float(), self.shape, None, self.eps).to(x.dtype)
+
+
 class LayerNorm(RMSNorm):
     """Layer norm over the last dimension, computed in float32 and rounded once."""
 

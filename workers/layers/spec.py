@@ -173,8 +173,9 @@ class ModelSpec:
     Norms are root-mean-square norms ("rms") or layer norms ("layer"), which may have biases. Unless `has_norm_weights`,
     they have no parameters. `norm_weight_offset` is added to every norm weight (Gemma stores weight - 1); if
     `final_norm_offset` is not None, it replaces this for the final norm. The norms called `unit_norms` have no
-    parameters. If `output_norm_eps` is not None, it is the epsilon of the norms of blocks' outputs. If
-    `has_embedding_norm`, the embeddings are normed. With `norm_gate`, some norms have gates.
+    parameters; those called `input_scaled_norms` multiply by their weights before the division by the root mean square.
+    If `output_norm_eps` is not None, it is the epsilon of the norms of blocks' outputs. If `has_embedding_norm`, the
+    embeddings are normed. With `norm_gate`, some norms have gates.
 
     If `has_gate`, the MLP computes down(activation(gate(x)) * up(x)), otherwise down(activation(up(x))). If
     `is_parallel`, attention and MLP of a layer read the same hidden states; the MLP shares the attention's norm if
@@ -197,7 +198,8 @@ class ModelSpec:
     `has_gate_projection`. If `has_head_gates`, a head has one gate for all of its elements. If `has_gate_biases`, all
     gates of a head have the same bias.
 
-    If `has_inner_norms`, the heads' outputs together have a norm before the output projection, and the intermediate
+    If `norms_heads`, each head's output is divided by its root mean square before it is multiplied by gates. If
+    `has_inner_norms`, the heads' outputs together have a norm before the output projection, and the intermediate
     elements of an MLP before its last product (SubLN, arXiv 2210.06423).
 
     If `num_positions` is not 0, the first layer's input is the sum of the embeddings of a token and of its position,
@@ -216,9 +218,11 @@ class ModelSpec:
     Hidden states are multiplied by `embedding_scale` after the embedding, and every block's output by
     `residual_multiplier` before it is added. If `averages_blocks`, a hidden state is the sum of the embedding and the
     outputs of n blocks, divided by the square root of n + 1. This changes nothing but the epsilons of norms, so the
-    stream holds the sum. The outputs of attention, recurrent parts and MLPs, and the gates of MLPs,
-    have their own multipliers. If `has_layer_scales`, each layer's output is multiplied by a stored number. Logits
-    are divided by `logits_divisor`, then capped to +-`final_softcap`.
+    stream holds the sum. If `residual_temperature` is not 0, each element of a stream and of a block's normed output
+    has its own factor: those of the output are the sigmoids of stored gates, divided by this temperature, and those of
+    the stream keep the variance of the sum. The outputs of attention, recurrent parts and MLPs, and the gates of MLPs,
+    have their own multipliers. If `has_layer_scales`, each layer's output is multiplied by a stored number. Logits are
+    divided by `logits_divisor`, then capped to +-`final_softcap`.
 
     With `encoder`, the outputs of a vision or audio tower replace the embeddings of some tokens. If they have
     `num_deepstack_layers` additional parts, each part is added to the hidden states of these tokens after one of the
@@ -252,6 +256,7 @@ class ModelSpec:
     norm_weight_offset: float = 0.0
     final_norm_offset: float | None = None
     unit_norms: tuple[str, ...] = ()
+    input_scaled_norms: tuple[str, ...] = ()
     output_norm_eps: float | None = None
     has_embedding_norm: bool = False
     norm_gate: NormGateSpec | None = None
@@ -280,6 +285,7 @@ class ModelSpec:
     has_head_gates: bool = False
     has_gate_biases: bool = False
     output_gate: Literal["sigmoid", "softplus"] = "sigmoid"
+    norms_heads: bool = False
     has_inner_norms: bool = False
     mlp_bias: bool = False
     mlp_output_bias: bool = False
@@ -289,6 +295,7 @@ class ModelSpec:
     embedding_scale: float = 1.0
     residual_multiplier: float = 1.0
     averages_blocks: bool = False
+    residual_temperature: float = 0.0
     attention_multiplier: float = 1.0
     recurrent_multiplier: float = 1.0
     gate_multiplier: float = 1.0
@@ -347,6 +354,10 @@ class ModelSpec:
                 return self.norm_eps if self.output_norm_eps is None else self.output_norm_eps
             count = 2 * int(match[1]) + 1 + (match[2] == norms.mlp_input)
         return self.norm_eps * count if self.averages_blocks else self.norm_eps
+
+    def scales_input(self, name: str) -> bool:
+        """Return whether the norm called `name` multiplies by its weight first."""
+        return name.rpartition(".")[2] in self.input_scaled_norms
 
     @property
     def index_dim(self) -> int:

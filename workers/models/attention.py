@@ -44,6 +44,7 @@ class Attention:
         self._query_scaling = layer.query_scaling
         self._rotates_before_norm = spec.rotates_before_norm
         self._is_gated = spec.gates_attention
+        self._norms_heads, self._norm_eps = spec.norms_heads, spec.norm_eps
         self._gate = torch.sigmoid if spec.output_gate == "sigmoid" else F.softplus
         heads, kv_heads = shard.heads(spec), shard.kv_heads(spec)
         kv_scales = None
@@ -153,6 +154,10 @@ class Attention:
             q_THK = qk_THK if head_norm is None else head_norm(qk_THK)
             q_THK = q_THK if tables is None else apply_rotary(q_THK, tables)
             attended_THK = self._backend.attend(q_THK, kv_cache, attn_metadata, self._layer)
+        if self._norms_heads:
+            shape = (self._output_dim,)
+            normed_THK = torch.rms_norm(attended_THK.float(), shape, None, self._norm_eps)
+            attended_THK = normed_THK.to(attended_THK.dtype)
         if gate_THK:
             attended_THK = attended_THK * self._gate(gate_THK[0])
         attended_TD = attended_THK[..., : self._output_dim].flatten(1)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..attention import DeviceAttention, as_backend
 from ..attention.compressed import CompressedCache
-from ..layers.layers import GatedNorm, LayerKernels, LayerNorm, Linear, RMSNorm
+from ..layers.layers import GatedNorm, InputScaledNorm, LayerKernels, LayerNorm, Linear, RMSNorm
 from ..layers.parallel.shard import ModelShard
 from ..layers.rope import RotaryTables
 from ..layers.spec import LayerSpec, ModelSpec
@@ -25,6 +25,7 @@ from .latent.attention import LatentAttention
 from .mixers import Mixer, make_mixer
 from .mlp import MLP
 from .per_layer_inputs import PerLayerBlock
+from .residual_gate import ResidualGate
 from .weights import WeightReader
 
 
@@ -60,6 +61,8 @@ def read_norm(
         weight_D = torch.ones(size, device=weights.device)
     else:
         weight_D = weights.read_vector(f"{name}.weight", size) + offset
+    if spec.scales_input(name):
+        return InputScaledNorm(weight_D, eps)
     if spec.norm_kind == "rms":
         return kernels.norm(weight_D, eps, consumer)
     bias_D = weights.read_vector(f"{name}.bias", size) if spec.norm_bias else None
@@ -139,6 +142,12 @@ class DecoderLayer:
                 None if is_shared or self._mixer is not None else consumer,
             )
             self._attention_output_norm = norm(norms.attention_output)
+        self._attention_gate = self._mlp_gate = None
+        if spec.residual_temperature:
+            self._attention_gate, self._mlp_gate = (
+                ResidualGate(spec, weights, f"{prefix}{name}")
+                for name in (norms.attention_output, norms.mlp_output)
+            )
         self._per_layer: PerLayerBlock | None = None
         if spec.per_layer_inputs is not None:
             self._per_layer = PerLayerBlock(spec, spec.per_layer_inputs, weights, prefix, kernels)
@@ -199,6 +208,8 @@ class DecoderLayer:
             block_TD = self._mixed(x, positions_T, tables, caches)
             if self._attention_output_norm is not None and not self._spec.norms_stream:
                 block_TD = self._attention_output_norm(block_TD)
+            if self._attention_gate is not None:
+                block_TD = self._attention_gate.scale(x_TD, block_TD)
             if self.cross is not None:
                 block_TD = self._read_source(self.cross, x_TD, block_TD, caches[-1])
         if self._mlp is None:
@@ -225,6 +236,8 @@ class DecoderLayer:
             block_TD = self._beside.forward(block_TD, x_TD)
         if self._mlp_output_norm is not None:
             block_TD = self._mlp_output_norm(block_TD)
+        if self._mlp_gate is not None:
+            block_TD = self._mlp_gate.scale(x_TD, block_TD)
         if self._per_layer is not None and inputs_TP is not None:
             added(x_TD, block_TD, self._spec, None)
             block_TD = self._per_layer.forward(x_TD, inputs_TP)

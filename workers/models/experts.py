@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..layers.experts_spec import ExpertsSpec, GateLimit
-from ..layers.layers import LayerKernels, Linear, RMSNorm
+from ..layers.layers import InputScaledNorm, LayerKernels, Linear, RMSNorm
 from ..layers.parallel.expert_group import ExpertGroup
 from ..layers.parallel.shard import ModelShard
 from ..layers.spec import ModelSpec
@@ -52,9 +52,8 @@ class Router:
     ) -> None:
         self._spec = spec
         num_experts = spec.num_experts + spec.num_identities
-        self._multiply = kernels.router_linear(
-            weights.read_float32(f"{prefix}weight", num_experts, hidden_size)
-        )
+        weight_ED = weights.read_float32(f"{prefix}weight", num_experts, hidden_size)
+        self._multiply = kernels.router_linear(weight_ED * spec.logit_multiplier)
         self._bias_E = (
             weights.read_vector(f"{prefix}bias", num_experts) if spec.has_router_bias else None
         )
@@ -149,6 +148,8 @@ class Experts:
         self._kernels = kernels
         self._tensor_parallel = shard.tensor_parallel
         self._group = shard.expert_group
+        # The norm of an expert's output needs the sum of all ranks that have a part of the expert.
+        self._sums_choices = experts.has_latent_norms and not shard.has_whole_experts
         self._num_chosen = experts.num_experts_per_token
         self._router = Router(
             experts, spec.hidden_size, spec.vocab_size, weights, f"{prefix}gate.", kernels
@@ -168,6 +169,16 @@ class Experts:
                     ("from_latent", spec.hidden_size, size),
                 )
             )
+        self._latent_norm: RMSNorm | None = None
+        self._expert_norm: RMSNorm | None = None
+        if experts.has_latent_norms:
+            weight_L, expert_weight_L = (
+                weights.read_vector(f"{prefix}{name}.weight", size) + spec.norm_weight_offset
+                for name in ("latent_norm", "expert_norm")
+            )
+            self._latent_norm = kernels.norm(weight_L, spec.norm_eps)
+            eps = spec.norm_eps if spec.output_norm_eps is None else spec.output_norm_eps
+            self._expert_norm = InputScaledNorm(expert_weight_L, eps)
         names = ["gate_proj", "up_proj"] if spec.has_gate else ["up_proj"]
         adapted_gate_up: list[list[AdaptedMatrix]] = []
         adapted_down: list[list[AdaptedMatrix]] = []
@@ -253,13 +264,16 @@ class Experts:
             if self._group is not None:
                 experts_TC = experts_TC.masked_fill(is_identity_TC, 0)
         x_TL = x_TD if self._to_latent is None else self._to_latent(x_TD)
+        if self._latent_norm is not None:
+            x_TL = self._latent_norm(x_TL)
         if self._group is None:
             y_TL = self._own_outputs(x_TL, experts_TC, weights_TC)
         else:
             y_TL = torch.zeros_like(x_TL)
             rows = self._group.own_rows(len(x_TL))
             y_TL[rows] = self._exchange(self._group, x_TL[rows], experts_TC[rows], weights_TC[rows])
-        y_TL = self._tensor_parallel.sum(y_TL)
+        if not self._sums_choices:
+            y_TL = self._tensor_parallel.sum(y_TL)
         y_TD = y_TL if self._from_latent is None else self._from_latent(y_TL)
         if identity_T1 is not None:
             y_TD = y_TD + (x_TD * identity_T1).to(y_TD.dtype)
@@ -357,7 +371,9 @@ class Experts:
         outputs_AL: Tensor = self._down(activated, ends_e)
         if self._down_changes is not None and token_A is not None:
             self._down_changes.add(outputs_AL, activated, expert_A, token_A)
-        return outputs_AL
+        if self._sums_choices:
+            outputs_AL = self._tensor_parallel.sum(outputs_AL)
+        return outputs_AL if self._expert_norm is None else self._expert_norm(outputs_AL)
 
     def _shared_output(self, x_TD: Tensor) -> Tensor:
         assert self._shared is not None

@@ -10,7 +10,7 @@ import transformers
 from support.families.compressed import WITH_ENTRIES
 from support.families.dense import DENSE
 from support.families.experts import WITH_EXPERTS
-from support.families.multimodal import MULTIMODAL, VISION_SIZES
+from support.families.multimodal import AUDIO_SIZES, MULTIMODAL, VISION_SIZES
 from support.families.recurrent import RECURRENT
 
 SMALL = {
@@ -70,10 +70,17 @@ def make_multimodal(family, **others):
     """Make a random transformers model with a tower, by the name of its class."""
     model_type, differences = MULTIMODAL[family]
     config_class = getattr(transformers, f"{family}Config")
+    text = SMALL | {"model_type": model_type} | differences | others
+    parts = {}
+    if family.startswith("Muse"):
+        parts = {"out_hidden_size": 4 * VISION_SIZES["hidden_size"], "projector_hidden_size": 16}
+    if family == "MuseSpark":
+        parts["audio_config"] = AUDIO_SIZES | {"out_hidden_size": text["hidden_size"]}
     config = config_class(
-        text_config=SMALL | {"model_type": model_type} | differences | others,
+        text_config=text,
         vision_config=VISION_SIZES | {"model_type": config_class().vision_config.model_type},
         tie_word_embeddings=True,
+        **parts,
     )
     if hasattr(config, "vision_feature_layer"):
         # The default ones are layers that the small tower lacks.
@@ -83,6 +90,9 @@ def make_multimodal(family, **others):
     model = model_class._from_config(config, attn_implementation="eager")
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, 0, 0.2)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            torch.nn.init.normal_(buffer, 0, 0.3)
     return model.eval()
 
 

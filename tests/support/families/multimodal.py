@@ -18,6 +18,7 @@ VISION_SIZES = {
     "deepstack_visual_indexes": [],
     "fullatt_block_indexes": [],
 }
+AUDIO_SIZES = {"hidden_sizes": [8] * 4, "depths": [1] * 4}
 GLM_AXES = MROPE | {"partial_rotary_factor": 0.5, "mrope_section": [1, 1, 0]}
 MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
     "DeepseekVL": ("llama", {}),
@@ -77,6 +78,21 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": 9,
             "post_norm_eps": 0.01,
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    ),
+    "MuseSpark": (
+        "muse_spark_text",
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+            "sliding_window": 9,
+            "post_norm_eps": 0.01,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "moe_hidden_size": 32,
+            "routed_scaling_factor": 1.7,
+            "mlp_layer_types": ["dense", "sparse", "sparse", "dense"],
         },
     ),
     "VideoLlama3": ("qwen2", {}),

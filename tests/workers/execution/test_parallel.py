@@ -13,6 +13,7 @@ from engine.protocol.config import CPUBackend, ParallelConfig
 from engine.protocol.errors import RunDirectoryError
 from engine.workers.execution.parallel_state import join_replica
 from engine.workers.loaders import open_checkpoint
+from support.families import make_multimodal
 from support.families.compressed import HASHED
 from support.families.experts import BLOCKS_OF_KEYS, GATED
 from support.families.recurrent import SHARED_BLOCKS
@@ -366,6 +367,15 @@ def test_layers_that_share_keys_or_differ_in_their_heads_can_be_split(
         sizes, tokenizer = SIZES | differences, sentencepiece_tokenizer()
         model = random_model(f"{config}Config", f"{family}ForCausalLM", sizes, tokenizer)
         model.save_pretrained(checkpoints[name])
+    # Norms without weights, gates of the residual stream, and norms of experts' outputs, which native ranks that share
+    # experts do not support.
+    layers = ["dense", "dense" if backend is CPUBackend.NATIVE else "sparse"] * 2 + ["dense"]
+    vocabulary = {"vocab_size": len(sentencepiece_tokenizer())}
+    for family in ("MuseGlimmer", "MuseSpark"):
+        own = {"mlp_layer_types": layers} if family == "MuseSpark" else {}
+        checkpoints[family] = tmp_path / family
+        model = make_multimodal(family, **SIZES | vocabulary | own)
+        model.save_pretrained(checkpoints[family])
     alone = run_alone(checkpoints, tmp_path, backend)
     parallel = ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2)
     served = [Served(path, backend) for path in checkpoints.values()]

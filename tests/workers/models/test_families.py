@@ -109,6 +109,7 @@ NATIVE = [
     "qwen3.5-moe",
     "stablelm-parallel",
     "MuseGlimmer",
+    "MuseSpark",
     "Step3p7",
     "zamba2",
 ]

@@ -67,6 +67,7 @@ OP_KINDS = (
     "mix_streams",
     "update_streams",
     "norm_beside",
+    "gated_norm_add",
 )
 
 

@@ -184,6 +184,7 @@ class AttentionRecorder:
         self._program.add_op(
             "attention",
             is_sparse=indexer is not None,
+            norms_values=spec.norms_heads,
             activation_kind=ActivationKind.F32 if spec.has_inner_norms else output.activation_kind,
             vectors=[read_sinks(self._blocks, prefix, layer), self._distance_biases],
             num_columns=self._max_distance,

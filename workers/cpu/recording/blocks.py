@@ -11,6 +11,7 @@ import numpy as np
 from ...layers.experts_spec import GateLimit
 from ...layers.parallel.shard import ModelShard
 from ...layers.spec import ModelSpec
+from ...models.residual_gate import ResidualGate
 from ...models.weights import Rows
 from ..abi import structs
 from ..abi.structs import MAX_PARTS
@@ -322,12 +323,23 @@ class BlockRecorder:
             target = self._sum_target(norm, target)
             self.add_sum(target, bias, scale)
         if norm is not None:
-            vectors = self.hidden_norm(f"{prefix}{norm}")
-            if self.spec.norms_stream:
-                self.program.add_op("norm", vectors=vectors)
-            else:
-                eps = self.spec.hidden_norm_eps(f"{prefix}{norm}")
-                self.program.add_op("norm_add", vectors=vectors, scale=scale, eps=eps)
+            self.add_normed(f"{prefix}{norm}", scale)
+
+    def add_normed(self, name: str, scale: float) -> None:
+        """Record the norm of a block's output, called `name`, and its addition to the residual stream."""
+        spec, vectors = self.spec, self.hidden_norm(name)
+        if spec.norms_stream:
+            return self.program.add_op("norm", vectors=vectors)
+        eps = spec.hidden_norm_eps(name)
+        if not spec.residual_temperature:
+            return self.program.add_op("norm_add", vectors=vectors, scale=scale, eps=eps)
+        gate = ResidualGate(spec, self.weights, name)
+        factor, weight = gate.block_D.numpy(), vectors[0]
+        assert weight is not None
+        scaled = [factor, weight] if spec.scales_input(name) else [factor * weight, None]
+        return self.program.add_op(
+            "gated_norm_add", vectors=[*scaled, gate.stream_D.numpy()], eps=eps
+        )
 
     def hidden_norm(self, name: str) -> list[Floats | None]:
         """Return the weight and the bias of a norm over the hidden size."""

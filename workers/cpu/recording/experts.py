@@ -32,7 +32,12 @@ def record_experts(
     if experts.has_router_bias:
         vectors = [weights.vector(f"{prefix}mlp.gate.bias", experts.num_experts)]
     name = f"{prefix}mlp.gate.weight"
-    router = [weights.packed_float32(name, experts.num_experts, spec.hidden_size)]
+    router_size = experts.num_experts, spec.hidden_size
+    if experts.logit_multiplier == 1.0:
+        router = [weights.packed_float32(name, *router_size)]
+    else:
+        scaled = weights.read_float32(name, *router_size) * experts.logit_multiplier
+        router = [weights.pack_float_tensor(name, scaled)]
     if experts.has_shared_gate:
         name = f"{prefix}mlp.shared_expert_gate.weight"
         router.append(weights.packed_float32(name, 1, spec.hidden_size))
@@ -128,9 +133,16 @@ def _record_latent_experts(
     experts' outputs, is stored in the place of a layer's projection.
     """
     spec, program, native = blocks.spec, blocks.program, mixture["experts"]
-    if norms.mlp_output is not None or experts.has_shared_gate:
+    output_norm = norms.mlp_output
+    if experts.has_shared_gate or (output_norm and experts.shared_intermediate_size):
         raise NotSupportedNatively(
-            "the native CPU backend does not support norms or gates after projected experts"
+            "the native CPU backend does not support gates of shared experts beside projected experts, nor norms after "
+            "both"
+        )
+    if experts.has_latent_norms and not (blocks.is_alone or blocks.shard.has_whole_experts):
+        raise NotSupportedNatively(
+            "the native CPU backend does not support norms of experts' outputs with --tensor-parallel-size, unless "
+            "--enable-expert-parallel is set"
         )
     size, scale = experts.latent_size, spec.residual_multiplier
     to_latent, from_latent = (
@@ -147,8 +159,17 @@ def _record_latent_experts(
             for name, matrix in (("to_latent", to_latent), ("from_latent", from_latent))
         ]
     blocks.add_projection(prefix, norms.mlp_input, [to_latent], biases[:1])
-    columns: dict[str, Any] = {"first_column": 0, "num_columns": size, "vectors": [None]}
-    program.add_op("quantize_columns", activation_kind=native.input_kind, **columns)
+    columns: dict[str, Any] = {"first_column": 0, "num_columns": size}
+    eps = spec.norm_eps if spec.output_norm_eps is None else spec.output_norm_eps
+    latent_norm: Floats | None = None
+    expert_norm: Floats | None = None
+    if experts.has_latent_norms:
+        latent_norm, expert_norm = (
+            blocks.norm(f"{prefix}mlp.{name}", size) for name in ("latent_norm", "expert_norm")
+        )
+    program.add_op(
+        "quantize_columns", activation_kind=native.input_kind, vectors=[latent_norm], **columns
+    )
     program.add_op(
         "gated_experts",
         input_kind=native.input_kind,
@@ -156,7 +177,13 @@ def _record_latent_experts(
         **mixture,
     )
     program.add_op("expert_outputs", input_kind=native.output_kind, **mixture)
-    program.add_op("combine_experts", target=QKV if blocks.is_alone else PART, **mixture)
+    program.add_op(
+        "combine_experts",
+        target=QKV if blocks.is_alone else PART,
+        vectors=[expert_norm],
+        eps=eps,
+        **mixture,
+    )
     if not blocks.is_alone:
         blocks.add_sum(QKV, size=size)
     if experts.shared_intermediate_size:
@@ -165,15 +192,17 @@ def _record_latent_experts(
         blocks.add_gated(mlp, input_kind, limit=shared_limit)
         blocks.add_block(prefix, mlp.down, mlp.down_bias, None, 1.0, target=BLOCK)
     kind = from_latent.activation_kind.for_whole_rows
-    program.add_op("quantize_columns", activation_kind=kind, **columns)
+    program.add_op("quantize_columns", activation_kind=kind, vectors=[None], **columns)
     program.add_op(
         "linear",
         input_kind=kind,
         source=0,
-        target=RESIDUAL,
+        target=RESIDUAL if output_norm is None else BLOCK,
         parts=[from_latent],
         vectors=biases[1:],
         scale=scale,
     )
     if experts.shared_intermediate_size:
         program.add_op("norm_add", vectors=[None], scale=scale)
+    if output_norm is not None:
+        blocks.add_normed(f"{prefix}{output_norm}", scale)

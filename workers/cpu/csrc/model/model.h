@@ -80,8 +80,11 @@ enum class OpKind : int32_t {
                      // values: if it has only keys, values are those before their norm. If the attention
                      // `reads_source`, only stores queries
   attention = 5,     // activations[1] = attention, times activated gates in the projection if `first_column` is set.
-                     // vectors[0] are sinks, or null; vectors[1] are DistanceBiases with `num_columns` as zero, or null
+                     // vectors[0] are sinks, or null; vectors[1] are DistanceBiases with `num_columns` as zero, or
+                     // null. If it `norms_values`, each head's output is normed before that
   norm_add = 6,      // residual += scale * block, normed if there is a norm
+  gated_norm_add = 54,  // residual = residual * vectors[2] + block * vectors[1], normed by vectors[0]; vectors[1] may be
+                        // null
   final_norm = 7,    // hidden = residual, normed if there is a norm
   head = 8,          // logits of the rows asked for, with the bias vectors[0] or null; always the last operation
   sum = 9,  // target = the parts of all ranks, added in their order, + vectors[0] if there is one; of `num_columns`
@@ -91,7 +94,8 @@ enum class OpKind : int32_t {
   gated_experts = 11,    // the same as gated_linear, for each row and each of its experts
   expert_outputs = 12,   // the outputs of each row's experts
   combine_experts = 13,  // target = the sum of these, each times its weight; and of `block`, if it has the output of
-                         // shared experts, times the sigmoid of their gate's logit
+                         // shared experts, times the sigmoid of their gate's logit. With vectors[0], each expert's
+                         // output is first multiplied by that, then normed
   // Recurrent layers. A short convolution reads the projection and writes activations[1]. Other mixers have three
   // operations, in this order:
   short_convolution = 14,
@@ -318,7 +322,7 @@ struct Op {
   int32_t num_heads, num_kv_heads, head_dim;  // the sizes of attention
   int32_t output_dim;                         // the first elements of a value, which attention writes; or 0 for all
   int32_t num_stored;    // 2: keys and values, 1: keys, 0: nothing, the cache of another layer is read
-  int32_t norms_values;  // without weights
+  int32_t norms_values;  // of keys and values, or of attention's outputs; without weights
   int32_t num_parts;
   int32_t first_column;  // the first column of a product in its target, or of attention's gates in the projection; or 0
   int32_t num_columns;

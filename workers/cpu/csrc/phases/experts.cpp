@@ -323,8 +323,16 @@ void Experts::combine(const Op& op, const Rows& rows, int row) const {
   else if (layer.has_shared_gate)
     model_.rows.scale(sum, shared_factor(layer.router, rows.router_logits(row)), size);
   for (size_t i = size_t(row) * num_chosen; i < size_t(row + 1) * num_chosen; i++)
-    if (places_[i] >= 0)
-      model_.rows.add_scaled(sum, own_outputs_ + size_t(places_[i]) * largest_output_, weights_[i], size);
+    if (places_[i] >= 0) {
+      const float* output = own_outputs_ + size_t(places_[i]) * largest_output_;
+      if (op.vectors[0]) {
+        float* const normed = rows.normed(row);
+        model_.rows.multiply(output, op.vectors[0], size, normed);
+        model_.rows.rms_norm(normed, nullptr, op.eps, size, normed);
+        output = normed;
+      }
+      model_.rows.add_scaled(sum, output, weights_[i], size);
+    }
   if (op.target == LinearTarget::residual)
     model_.rows.add_scaled(rows.residual(row), sum, op.scale, size);
   else if (op.target == LinearTarget::part && !is_own_part)

@@ -150,6 +150,11 @@ void Program::run_row(const Op& op, const Rows& rows, int row) {
       return streams_.mix(op, rows, row);
     case OpKind::update_streams:
       return streams_.update(op, rows, row);
+    case OpKind::gated_norm_add:
+      if (op.vectors[1]) kernels.multiply(rows.block(row), op.vectors[1], hidden_size, rows.block(row));
+      kernels.rms_norm(rows.block(row), op.vectors[0], op.eps, hidden_size, rows.block(row));
+      kernels.multiply(rows.residual(row), op.vectors[2], hidden_size, rows.residual(row));
+      return kernels.add_scaled(rows.residual(row), rows.block(row), 1.0f, hidden_size);
     case OpKind::norm_add:
       if (op.vectors[0]) model_.norm(op, rows.block(row), rows.block(row));
       return kernels.add_scaled(rows.residual(row), rows.block(row), op.scale, hidden_size);

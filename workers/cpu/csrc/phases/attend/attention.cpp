@@ -311,6 +311,8 @@ void Attention::finish(const Op& op, const Task& task, const AttentionState& tot
     std::memmove(out + r * dim, out + r * value_dim, dim * sizeof(float));
   const size_t row_bytes = activation_row_bytes(op.activation_kind, columns);
   for (int t = 0; t < task.num_tokens; t++, out += columns, activations += row_bytes) {
+    for (int h = 0; op.norms_values && h < heads; h++)
+      model_.rows.rms_norm(out + h * dim, nullptr, op.eps, dim, out + h * dim);
     if (op.first_column) {
       const float* gates = rows.qkv(task.token + t) + op.first_column + task.kv_head * columns;
       model_.rows.gate(model_.shape.output_gate, gates, out, columns, out);

@@ -1,0 +1,36 @@
+"""Gates of the residual stream: each element of the stream and of a block's output has a trained factor (Muse Spark).
+
+Shapes: T tokens of a step, D hidden size.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..layers.spec import ModelSpec
+from .weights import WeightReader
+
+_LEAST_SQUARE = 1e-3
+"""The minimum of the square of a stream's factor."""
+
+
+class ResidualGate:
+    """The factors of the stream, and of a block's output that is added to it, both float32 [D].
+
+    The square of the one is 1 minus the square of the other, so that the sum of independent elements keeps its
+    variance.
+    """
+
+    def __init__(self, spec: ModelSpec, weights: WeightReader, norm: str) -> None:
+        """Read the gate of a block, given the name of the norm of its output."""
+        gate_D = weights.read_float32(f"{norm}.residual_gate", spec.hidden_size)
+        logits_D = gate_D / spec.residual_temperature
+        self.block_D = torch.sigmoid(logits_D)
+        square_D = torch.sigmoid(-logits_D) * (1 + self.block_D)
+        self.stream_D = square_D.clamp(min=_LEAST_SQUARE).sqrt()
+
+    def scale(self, x_TD: Tensor, block_TD: Tensor) -> Tensor:
+        """Scale the stream in place, and return the scaled output of the block."""
+        x_TD.copy_(x_TD * self.stream_D)
+        return (block_TD * self.block_D).to(block_TD.dtype)
