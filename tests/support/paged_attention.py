@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from engine.workers.attention import AttentionLayer, AttentionSpec, attention_backend
 from engine.workers.batch import AttentionBatch
-from engine.workers.layers.spec import Chunk
+from engine.workers.layers.window import Chunk
 from support.batches import Scheduled, attention_batch
 
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..layers.spec import Window
+from ..layers.window import Window
 from .interface import AttentionSpec, IndexQueries
 from .torch_metadata import Masks, TorchPagedMetadata
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..batch import AttentionBatch
-from ..layers.spec import Window
+from ..layers.window import Window
 from .interface import DeviceAttention
 
 _Plan = TypeVar("_Plan")

@@ -18,7 +18,8 @@ from ..device.dtypes import HostDevice, HostDtype
 from ..layers.layers import HeadNorm
 from ..layers.parallel.shard import ModelShard
 from ..layers.rope import RotaryTables, apply_rotary
-from ..layers.spec import ModelSpec, Window
+from ..layers.spec import ModelSpec
+from ..layers.window import Window
 
 NULL_BLOCK = 0
 """Id of the block that pads rows of the block table. It belongs to no request."""

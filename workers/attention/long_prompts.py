@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..batch import AttentionBatch
 from ..device.transfers import to_device
-from ..layers.spec import Window
+from ..layers.window import Window
 from .interface import AttentionLayer, AttentionSpec
 from .library_prompts import FEWEST_TOKENS, LibraryPrompts
 from .triton_paged import TritonPagedAttention, TritonPagedMetadata

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..layers.spec import Window
+from ..layers.window import Window
 from .interface import AttentionLayer
 from .torch_tiles import Tile
 

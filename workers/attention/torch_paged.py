@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..batch import AttentionBatch
-from ..layers.spec import Window, first_visible
+from ..layers.window import Window, first_visible
 from .chosen_keys import choose_keys
 from .interface import AttentionBackend, AttentionLayer, AttentionSpec, IndexQueries
 from .torch_metadata import DecodeBucket, Prefill, TorchPagedMetadata

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..device.dtypes import torch_device, torch_dtype
-from ..layers.spec import Chunk, Window, first_visible
+from ..layers.window import Chunk, Window, first_visible
 from .interface import AttentionSpec
 
 _MAX_TILE_QUERIES = 128

@@ -30,7 +30,7 @@ from ...protocol.errors import ConfigError
 from ..batch import AttentionBatch
 from ..layers.layers import HeadNorm
 from ..layers.rope import RotaryTables
-from ..layers.spec import Chunk, Window
+from ..layers.window import Chunk, Window
 from .interface import (
     AttentionLayer,
     AttentionSpec,

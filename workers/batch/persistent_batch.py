@@ -22,7 +22,7 @@ from ...protocol.config.images import SpanKind
 from ...protocol.worker_messages import HeldRequest, SchedulerOutput
 from ..device.dtypes import AnyArray, HostDevice, on_host, torch_device
 from ..device.transfers import to_device
-from ..layers.spec import Window
+from ..layers.window import Window
 from .rotary_positions import RotaryPositions
 from .spans import Spans
 

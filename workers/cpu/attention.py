@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from ..attention.interface import AttentionSpec, PagedAttention
 from ..batch import AttentionBatch
 from ..device.dtypes import dtype_name
-from ..layers.spec import Window
+from ..layers.window import Window
 from .library import NotSupportedNatively
 
 KV_FORMATS = {"bfloat16": 0, "float16": 1, "float32": 2, "int8": 3}

@@ -26,31 +26,12 @@ from .norm_gate_spec import NormGateSpec
 from .rope import RopeSpec
 from .score_head_spec import ScoreHeadSpec
 from .shared_block import SharedBlock
+from .window import Window
 
 NUM_TOKEN_DIGITS: Final = 3
 """The number of elements in which pipeline stages send a token id, one for each digit of base 256."""
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2", "xielu", "clamped_swiglu"]
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Attention within chunks of `size` tokens: a token attends to the tokens of its chunk up to itself."""
-
-    size: int
-
-
-Window = int | Chunk
-"""The number of tokens to which a token attends, itself included, or the chunk within which it attends."""
-
-
-def first_visible(position: int, window: Window | None) -> int:
-    """Return the first position to which a token at this position attends."""
-    if window is None:
-        return 0
-    if isinstance(window, Chunk):
-        return position - position % window.size
-    return max(position + 1 - window, 0)
 
 
 @dataclass(frozen=True, slots=True)

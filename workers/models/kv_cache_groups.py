@@ -14,7 +14,8 @@ from typing import NamedTuple, TypeAlias
 from ...protocol.checkpoint.recurrent_layers import RecurrentLayer
 from ...protocol.kv_cache_groups import AttentionKind, KVCacheGroup
 from ..layers.compressed_spec import CompressedSpec
-from ..layers.spec import Chunk, LayerSpec, ModelSpec, Window
+from ..layers.spec import LayerSpec, ModelSpec
+from ..layers.window import Chunk, Window
 
 
 class _Attention(NamedTuple):

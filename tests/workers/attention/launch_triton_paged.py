@@ -8,7 +8,7 @@ from engine.workers.attention.batch_invariant import BatchInvariantAttention
 from engine.workers.attention.triton_paged import TritonPagedAttention
 from engine.workers.layers.layers import HeadNorm
 from engine.workers.layers.rope import RotaryTables
-from engine.workers.layers.spec import Chunk, Window
+from engine.workers.layers.window import Chunk, Window
 from support.batches import Scheduled, attention_batch
 
 

@@ -17,6 +17,7 @@ from support.families import make_multimodal
 from support.families.compressed import HASHED
 from support.families.experts import BLOCKS_OF_KEYS, GATED
 from support.families.recurrent import SHARED_BLOCKS
+from support.families.split import INDEXED, SHARING, SMALL_VALUES
 from support.gguf_writer import write_gguf
 from support.quantized_checkpoints import quantize_directory
 from support.replica import NUM_TOKENS, RankResult, Served, run_replica, timeouts
@@ -154,74 +155,6 @@ OTHER_LAYERS = {
     ),
 }
 NATIVE_LAYERS = [name for name in OTHER_LAYERS if name not in ("phi3", "qwen2", "mamba")]
-PER_LAYER = {
-    "num_hidden_layers": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "sliding_window": 10,
-    "num_kv_shared_layers": 3,
-    "hidden_size_per_layer_input": 8,
-    "vocab_size_per_layer_input": 90,
-}
-SHARING = {
-    "gemma3n": (
-        "Gemma3n",
-        PER_LAYER | {"laurel_rank": 6, "activation_sparsity_pattern": [0.8, 0.9, *[0.0] * 6]},
-    ),
-    # Layers with full attention have larger heads.
-    "gemma4": (
-        "Gemma4",
-        PER_LAYER
-        | {
-            "layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 2,
-            "global_head_dim": 16,
-            "use_double_wide_mlp": True,
-        },
-    ),
-    # Experts beside an MLP, and values that are the projected keys, of one head that every rank has.
-    "gemma4-moe": (
-        "Gemma4",
-        {
-            "num_key_value_heads": 2,
-            "layer_types": ["sliding_attention", "full_attention"] * 2 + ["full_attention"],
-            "head_dim": 8,
-            "sliding_window": 10,
-            "hidden_size_per_layer_input": 0,
-            "global_head_dim": 24,
-            "attention_k_eq_v": True,
-            "num_global_key_value_heads": 1,
-            "enable_moe_block": True,
-            "num_experts": 5,
-            "top_k_experts": 2,
-            "moe_intermediate_size": 64,
-        },
-    ),
-}
-INDEXED = {
-    "num_key_value_heads": 12,
-    "q_lora_rank": 40,
-    "kv_lora_rank": 24,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 8,
-    "index_topk": 16,
-    "index_head_dim": 16,
-    "index_n_heads": 8,
-    "indexer_types": ["full", "shared", "full", "shared", "shared"],
-    "mlp_layer_types": ["dense"] * 5,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-}
-SMALL_VALUES = {
-    # Layers with a window have twice as many keys and values, which each rank has some of.
-    "num_key_value_heads": 2,
-    "v_head_dim": 16,
-    "sliding_window": 16,
-    "layer_types": ["full_attention", "sliding_attention"] * 2 + ["full_attention"],
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 64,
-}
 EXPERTS = {
     "num_key_value_heads": 12,
     "num_experts_per_tok": 3,

@@ -11,7 +11,8 @@ import torch
 
 from ...layers.layers import HeadLayerNorm
 from ...layers.rope import RopeSpec
-from ...layers.spec import Chunk, LayerSpec, ModelSpec, NormNames, QueryScaling, Window
+from ...layers.spec import LayerSpec, ModelSpec, NormNames, QueryScaling
+from ...layers.window import Chunk, Window
 from ...models.attention import distance_buckets, head_norm, qkv_rows, read_distance_biases
 from ...models.cross_attention import cross_rows
 from ...models.indexers.blocks import block_index_rows
