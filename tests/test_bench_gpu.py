@@ -44,6 +44,7 @@ def test_benchmark_measures_a_toy_model_and_its_server_on_a_cpu(tmp_path: Path) 
     assert report["limits"]["copy"]["bytes_per_s"] > 0
     assert report["agreement"]["float32"]["same_tokens"] == 1
     assert report["agreement"]["float32, sampled"]["same_tokens"] == 1
+    assert report["agreement"]["float32, drafts"]["same_tokens"] == 1
     assert report["agreement"]["bfloat16"]["logprobs_apart"] > 0
     for quantization in ("4 bits", "float8", "static float8"):
         quantized = report["agreement"][f"bfloat16, {quantization}"]
