@@ -25,6 +25,7 @@ from ...protocol.config import (
     ParallelConfig,
     PreemptionMode,
     PrefixHash,
+    ProposerMethod,
     RecoveryConfig,
     SchedulerConfig,
     SpeculativeConfig,
@@ -374,11 +375,10 @@ def _speculation(
             f"--speculative-config on GPUs needs --pipeline-parallel-size 1 (given: {num_stages}); remove "
             "one of the two flags"
         )
-    if num_stages > 1 and speculative.method.reads_hidden_states:
+    if num_stages > 1 and speculative.method is ProposerMethod.EAGLE3:
         raise ConfigError(
-            f"--speculative-config with the method {speculative.method.value} needs "
-            f"--pipeline-parallel-size 1 (given: {num_stages}), because the head reads the embeddings and "
-            "hidden states of all stages; use another method or flag"
+            f"--speculative-config with the method eagle3 needs --pipeline-parallel-size 1 (given: "
+            f"{num_stages}), because the head reads hidden states of all stages; use another method or flag"
         )
     if speculative.model is None:
         return speculative

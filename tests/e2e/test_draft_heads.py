@@ -36,14 +36,14 @@ def eagle3_on_two_ranks(path: Path) -> tuple[Path, list[str], dict[str, Any]]:
     return path / "model", ["-tp", "2"], fields
 
 
-def mtp_of_recurrent_model(path: Path) -> tuple[Path, list[str], dict[str, Any]]:
+def mtp_of_recurrent_model_in_two_stages(path: Path) -> tuple[Path, list[str], dict[str, Any]]:
     """Return a model, flags, and the fields that choose its layer for multi-token prediction."""
     _, model = layers_directory(path, "delta net")
     add_qwen3_5_layer(path, model.config)
-    return path, [], {"method": "mtp"}
+    return path, ["-pp", "2"], {"method": "mtp"}
 
 
-@pytest.mark.parametrize("make", [eagle3_on_two_ranks, mtp_of_recurrent_model])
+@pytest.mark.parametrize("make", [eagle3_on_two_ranks, mtp_of_recurrent_model_in_two_stages])
 def test_drafting_heads_do_not_change_answers(tmp_path: Path, make: Any) -> None:
     path, flags, fields = make(tmp_path)
     rng = random.Random(5)

@@ -39,6 +39,6 @@ def test_speculation_is_on_by_default_where_supported(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="on GPUs needs --pipeline-parallel-size 1"):
         drafts("--device=cuda", "-pp=2", "--speculative-config", on)
     assert drafts("--device=cpu", "-pp=2", "--speculative-config", on) == SpeculativeConfig(5)
-    heads = '{"method": "mtp", "num_speculative_tokens": 1}'
-    with pytest.raises(ConfigError, match="the method mtp needs --pipeline-parallel-size 1"):
+    heads = '{"method": "eagle3", "model": "head", "num_speculative_tokens": 1}'
+    with pytest.raises(ConfigError, match="the method eagle3 needs --pipeline-parallel-size 1"):
         drafts("--device=cpu", "-pp=2", "--speculative-config", heads)

@@ -35,9 +35,11 @@ from ...device.device import count_threads
 from ...device.dtypes import as_tensor, on_host, torch_device
 from ...device.transfers import to_device
 from ...layers.parallel.shard import ModelShard
+from ...layers.spec import ModelSpec
 from ...loaders import Checkpoint, open_checkpoint
 from ...models.decoder import Decoder
 from ...models.kv_cache_groups import group_layers, kv_cache_groups
+from ...models.weights import weight_reader
 from ..kv_cache import KVCache
 from ..model_loader import Model
 from ..torch_loader import layer_kernels
@@ -72,6 +74,9 @@ class DraftHead:
         assert speculative is not None
         self._name = f"--speculative-config with method {speculative.method.value!r}"
         target = head_target(model, self._name)
+        embed = target.embed
+        if not model.shard.is_first:
+            embed = _read_embedding(target.spec, checkpoint, dtype)
         if speculative.model is not None:
             checkpoint = open_checkpoint(speculative.model)
         layout = read_layout(speculative, target.spec, checkpoint)
@@ -87,7 +92,7 @@ class DraftHead:
         self._device = torch_device(model.attention.device) if in_torch else torch.device("cpu")
         self._num_threads = 0 if in_torch else count_threads(config)
         self._fusion = Fusion(
-            layout, checkpoint, target, dtype, self._device, self._num_threads, self._name
+            layout, checkpoint, target, embed, dtype, self._device, self._num_threads, self._name
         )
         self._model = self._load(config, target, layout, checkpoint, dtype, on_progress)
         self._token_ids = read_token_ids(layout, checkpoint, target.spec.num_token_ids, self._name)
@@ -265,3 +270,21 @@ class DraftHead:
             shape = count, self._layout.spec.hidden_size
             hidden_TD = torch.zeros(shape, dtype=torch.float32, device=self._device)
             self._run(plan.slots_S, plan.num_computed_S, counts_S, hidden_TD)
+
+
+def _read_embedding(
+    spec: ModelSpec, checkpoint: Checkpoint, dtype: torch.dtype
+) -> Callable[[Tensor], Tensor]:
+    """Return a function from tokens to their embeddings, for a stage that does not embed tokens."""
+    weights = weight_reader(
+        checkpoint,
+        dtype,
+        torch.device("cpu"),
+        has_head=False,
+        tensor_names=spec.tensor_names,
+        is_transposed=spec.has_transposed_matrices,
+    )
+    rows = spec.vocab_size + spec.num_unused_embeddings
+    embedding_VD = weights.read("embed_tokens.weight", rows, spec.hidden_size)
+    scale = spec.rounded_embedding_scale(dtype)
+    return lambda ids_T: embedding_VD[ids_T].float() * scale

@@ -28,6 +28,7 @@ class Fusion:
         layout: The layout of the head.
         checkpoint: The head's checkpoint.
         target: The model, which keeps the hidden states that the head reads.
+        embed: Returns the model's embeddings of tokens, float32.
         dtype: The dtype of the matrices.
         device: The device of the head.
         num_threads: The number of threads that compute the projection; 0 to compute it in torch.
@@ -43,12 +44,13 @@ class Fusion:
         layout: HeadLayout,
         checkpoint: Checkpoint,
         target: HeadTarget,
+        embed: Callable[[Tensor], Tensor],
         dtype: torch.dtype,
         device: torch.device,
         num_threads: int,
         name: str,
     ) -> None:
-        self._layout, self._target = layout, target
+        self._layout, self._target, self._embed = layout, target, embed
         self._size, self._eps = layout.spec.hidden_size, layout.spec.norm_eps
         self._target_size = target.spec.hidden_size
         stored = translate_names(checkpoint.names(), layout.tensor_names)
@@ -100,12 +102,12 @@ class Fusion:
             return False
         count = min(len(embedding_VD), self._target.spec.vocab_size)
         ids = torch.linspace(0, count - 1, min(count, 256)).int().to(embedding_VD.device)
-        return torch.equal(embedding_VD[ids].float(), self._target.embed(ids))
+        return torch.equal(embedding_VD[ids].float(), self._embed(ids))
 
     def embed(self, ids_T: Tensor) -> Tensor:
         """Return the embeddings of tokens, float32 [T, D]."""
         if self._embedding_VD is None:
-            return self._target.embed(ids_T)
+            return self._embed(ids_T)
         return self._embedding_VD[ids_T.clamp(max=len(self._embedding_VD) - 1)].float()
 
     def read_target(self, hidden_TE: Tensor) -> Tensor:
