@@ -6,7 +6,6 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -257,7 +256,8 @@ def _places(layers: Sequence[LayerSpec], model: Model) -> list[_Place]:
             places.append(place_of_layer[layer.kv_source])
             continue
         sizes = model.spec.token_elements(layer, ranks)
-        for group, size in zip_longest(layer.cache_groups, sizes, fillvalue=sizes[0]):
+        for number, group in enumerate(layer.cache_groups):
+            size = sizes[number if number < len(sizes) else 0]
             cache = num_caches[group]
             num_caches[group] += 1
             place = _Place(cache)
