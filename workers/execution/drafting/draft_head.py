@@ -74,7 +74,7 @@ class DraftHead:
         assert speculative is not None
         self._name = f"--speculative-config with method {speculative.method.value!r}"
         target = head_target(model, self._name)
-        embed = target.embed
+        embed: Callable[[Tensor], Tensor] = target.embed
         if not model.shard.is_first:
             embed = _read_embedding(target.spec, checkpoint, dtype)
         if speculative.model is not None:
