@@ -11,6 +11,7 @@ from .config_fields import ConfigFields
 from .recurrent_layers import (
     GatedDeltaNet,
     KimiDeltaAttention,
+    LightningAttention,
     Mamba1,
     Mamba2,
     RecurrentLayer,
@@ -65,6 +66,11 @@ def read_recurrent_layer(fields: ConfigFields) -> RecurrentLayer | None:
         case "bailing_hybrid":
             _require_silu(fields)
             return _read_ling3(fields)
+        case "minimax":
+            _require_silu(fields)
+            num_heads = fields.integer("num_attention_heads")
+            default = fields.integer("hidden_size") // num_heads
+            return LightningAttention(num_heads, fields.integer("head_dim", default))
         case "kimi_linear":
             _require_silu(fields)
             return _read_kimi_delta_attention(fields)

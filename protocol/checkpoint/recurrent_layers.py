@@ -217,4 +217,37 @@ class KimiDeltaAttention(msgspec.Struct, frozen=True, tag=True):
         )
 
 
-RecurrentLayer: TypeAlias = ShortConvolution | Mamba1 | Mamba2 | GatedDeltaNet | KimiDeltaAttention
+class LightningAttention(msgspec.Struct, frozen=True, tag=True):
+    """Lightning attention (MiniMax-01, 2025, arXiv 2501.08313): linear attention with a fixed decay for each head.
+
+    Queries, keys and values of a head have `head_dim` elements, to which SiLU is applied. The decays depend on the
+    layer's index.
+    """
+
+    num_heads: int
+    head_dim: int
+
+    @property
+    def kernel(self) -> int:
+        """Number of tokens in a convolution, of which there is none."""
+        return 1
+
+    @property
+    def segment(self) -> int:
+        """Number of tokens in a segment."""
+        return SEGMENT
+
+    @property
+    def num_units(self) -> int:
+        """Number of parts that can be divided equally among ranks."""
+        return self.num_heads
+
+    def state_size(self, ranks: int) -> StateSize:
+        """Return the size of the state in one of `ranks` workers."""
+        heads = self.num_heads // ranks
+        return StateSize(heads * self.head_dim**2, SEGMENT - 1, 3 * heads * self.head_dim)
+
+
+RecurrentLayer: TypeAlias = (
+    ShortConvolution | Mamba1 | Mamba2 | GatedDeltaNet | KimiDeltaAttention | LightningAttention
+)

@@ -17,6 +17,7 @@ from torch import Tensor
 from ...protocol.checkpoint.recurrent_layers import (
     GatedDeltaNet,
     KimiDeltaAttention,
+    LightningAttention,
     Mamba1,
     Mamba2,
     RecurrentLayer,
@@ -25,7 +26,13 @@ from ...protocol.checkpoint.recurrent_layers import (
 from ..layers.parallel.shard import ModelShard
 from ..layers.parallel.tensor_parallel import TensorParallel
 from ..layers.spec import ModelSpec
-from ..models.mixers import gated_delta_net, kimi_delta_attention, mamba2, short_convolution
+from ..models.mixers import (
+    gated_delta_net,
+    kimi_delta_attention,
+    lightning_attention,
+    mamba2,
+    short_convolution,
+)
 from ..models.mixers.mixer import elements, segments
 from ..models.weights import Rows
 from .abi import structs
@@ -35,7 +42,14 @@ from .weights import NativeWeightReader
 
 Floats = NDArray[np.float32]
 
-_KINDS = {ShortConvolution: 0, Mamba2: 1, GatedDeltaNet: 2, KimiDeltaAttention: 3}
+_KINDS = {
+    ShortConvolution: 0,
+    Mamba2: 1,
+    GatedDeltaNet: 2,
+    KimiDeltaAttention: 3,
+    # Lightning attention is a state space with fixed steps.
+    LightningAttention: 1,
+}
 _MOST_TAPS = 16
 _WITHOUT_MAMBA1 = "the native CPU backend does not support Mamba-1 layers"
 
@@ -79,6 +93,8 @@ class NativeMixer(structs.Mixer):
                 fields = self._gated_delta_net(layer, tensor_parallel)
             case KimiDeltaAttention():
                 fields = self._kimi_delta_attention(layer, tensor_parallel)
+            case LightningAttention():
+                fields = self._lightning_attention(spec, layer, tensor_parallel)
         super().__init__(
             kind=_KINDS[type(layer)],
             channels=layer.state_size(tensor_parallel.size).channels,
@@ -214,6 +230,7 @@ class NativeMixer(structs.Mixer):
             "key_dim": dim,
             "value_dim": dim,
             "norm_groups": len(heads),
+            "has_sigmoid_gate": True,
             "gates_before_norm": False,
             "strength": 1.0,
             "lowest_log_decay": layer.lowest_log_decay,
@@ -221,6 +238,33 @@ class NativeMixer(structs.Mixer):
             "decay": self._address(-np.exp(a_H[heads.start : heads.stop])),
             "step_bias": self._address(self._weights.vector(f"{prefix}dt_bias", size, own)),
             **self._convolution(channels, layer.kernel, False),
+        }
+
+    def _lightning_attention(
+        self, spec: ModelSpec, layer: LightningAttention, tensor_parallel: TensorParallel
+    ) -> dict[str, Any]:
+        prefix, dim = self._prefix, layer.head_dim
+        heads = tensor_parallel.part(layer.num_heads)
+        size, own = layer.num_heads * dim, elements(heads, dim)
+        self.projection = _merged(
+            lightning_attention.projection_rows(layer, prefix, tensor_parallel)
+        )
+        self.has_projection_bias = self.has_output_bias = False
+        self.shares_norm = tensor_parallel.size > 1
+        self.norm_eps = lightning_attention.NORM_EPS
+        self._share_heads(layer.num_heads, dim, tensor_parallel)
+        slopes_H = lightning_attention.decay_slopes(spec, layer, prefix).numpy()
+        return {
+            "num_convolved": 3 * len(own),
+            "num_heads": len(heads),
+            "num_groups": len(heads),
+            "key_dim": dim,
+            "value_dim": dim,
+            "norm_groups": 1,
+            "has_sigmoid_gate": True,
+            "taps": self._address(np.ones(3 * len(own), np.float32)),
+            "decay": self._address(-slopes_H[heads.start : heads.stop]),
+            "norm": self._address(self._weights.vector(f"{prefix}norm.weight", size, own)),
         }
 
     def _share_heads(self, count: int, size: int, tensor_parallel: TensorParallel) -> None:
@@ -295,6 +339,6 @@ def mixer_sizes(layer: RecurrentLayer, ranks: int) -> tuple[int, int]:
             inner = layer.num_heads // ranks * layer.head_dim
         case GatedDeltaNet():
             inner = layer.num_heads // ranks * layer.value_dim
-        case KimiDeltaAttention():
+        case KimiDeltaAttention() | LightningAttention():
             inner = layer.num_heads // ranks * layer.head_dim
     return channels + inner, inner

@@ -87,7 +87,8 @@ class LayerSpec:
     attend to the keys that the last such layer before them chose; otherwise, they attend to all keys.
 
     If `shared_block` is not None, the attention is a part of that block, and the layer is recurrent, too. With
-    `compression`, a layer of compressed attention has entries, which are in the group `entries_group`.
+    `compression`, a layer of compressed attention has entries, which are in the group `entries_group`. If
+    `output_norm_eps` is not None, it has the epsilons of the norms of `attention_output` and `mlp_output`.
     """
 
     rope: RopeSpec | None
@@ -116,6 +117,7 @@ class LayerSpec:
     shared_block: SharedBlock | None = None
     compression: Compression | None = None
     entries_group: int = 0
+    output_norm_eps: tuple[float, float] | None = None
 
     @property
     def cache_groups(self) -> tuple[int, ...]:
@@ -331,7 +333,11 @@ class ModelSpec:
         count = 2 * len(self.layers) + 1
         if match := re.fullmatch(r"layers\.(\d+)\.(\w+)", name):
             norms = self.layers[int(match[1])].norms or self.norms
-            if match[2] in (norms.attention_output, norms.mlp_output):
+            outputs = (norms.attention_output, norms.mlp_output)
+            if match[2] in outputs:
+                own = self.layers[int(match[1])].output_norm_eps
+                if own is not None:
+                    return own[outputs.index(match[2])]
                 return self.norm_eps if self.output_norm_eps is None else self.output_norm_eps
             count = 2 * int(match[1]) + 1 + (match[2] == norms.mlp_input)
         return self.norm_eps * count if self.averages_blocks else self.norm_eps

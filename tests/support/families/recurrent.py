@@ -57,6 +57,20 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     # Three layers use two blocks in turn.
     "zamba2": ("Zamba2", SHARED_BLOCKS),
+    "minimax": (
+        "MiniMax",
+        {
+            "num_local_experts": 4,
+            "head_dim": 16,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "full_attn_alpha_factor": 3.5,
+            "full_attn_beta_factor": 0.7,
+            "linear_attn_alpha_factor": 0.6,
+            "linear_attn_beta_factor": 1.3,
+            "mlp_alpha_factor": 2.0,
+            "mlp_beta_factor": 0.9,
+        },
+    ),
     "lara-mini": (
         "LaraMini",
         DELTA_NET

@@ -85,6 +85,7 @@ NATIVE = [
     "mamba2",
     "mimo-v2",
     "minicpm3",
+    "minimax",
     "minimax-m3",
     "ministral",
     "nanochat",

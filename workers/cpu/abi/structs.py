@@ -214,6 +214,7 @@ class Mixer(ctypes.Structure):
         ("norm_groups", c_int32),
         ("gates_before_norm", c_int32),
         ("has_tiled_heads", c_int32),
+        ("has_sigmoid_gate", c_int32),
         ("min_step", c_float),
         ("max_step", c_float),
         ("strength", c_float),

@@ -107,8 +107,8 @@ std::string describe() {
   STRUCT(ExpertLayer, router, size, first, count, adds_block, has_shared_gate, scales_inputs, gate_limit, gate, up,
          down, gate_biases, up_biases, down_biases, gated_adapters, output_adapters)
   STRUCT(Mixer, kind, channels, num_convolved, kernel, segment, num_heads, num_groups, key_dim, value_dim, norm_groups,
-         gates_before_norm, has_tiled_heads, min_step, max_step, strength, lowest_log_decay, taps, bias, multipliers,
-         decay, skip, step_bias, norm)
+         gates_before_norm, has_tiled_heads, has_sigmoid_gate, min_step, max_step, strength, lowest_log_decay, taps,
+         bias, multipliers, decay, skip, step_bias, norm)
   STRUCT(LowRankFactor, data, rank, format, bias)
   STRUCT(Adapter, down, whole, up)
   STRUCT(AltUp, active, router_norm, router, predict, correct, output_scale)

@@ -275,8 +275,8 @@ class BlockRecorder:
         `source` has the activations that the projection reads. If `target` is given, the output is written there
         instead.
         """
-        # A norm cancels the multiplier, except for the epsilon. No family has both.
-        assert norm is None or multiplier == 1.0
+        # A norm of the output cancels the multiplier, except for the epsilon. No family has both.
+        assert norm is None or self.spec.norms_stream or multiplier == 1.0
         scale = self.spec.residual_multiplier * multiplier
         self.program.add_op(
             "linear",
@@ -328,9 +328,9 @@ class BlockRecorder:
     def add_normed(self, name: str, scale: float) -> None:
         """Record the norm of a block's output, called `name`, and its addition to the residual stream."""
         spec, vectors = self.spec, self.hidden_norm(name)
-        if spec.norms_stream:
-            return self.program.add_op("norm", vectors=vectors)
         eps = spec.hidden_norm_eps(name)
+        if spec.norms_stream:
+            return self.program.add_op("norm", vectors=vectors, eps=eps)
         if not spec.residual_temperature:
             return self.program.add_op("norm_add", vectors=vectors, scale=scale, eps=eps)
         gate = ResidualGate(spec, self.weights, name)

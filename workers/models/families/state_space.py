@@ -1,4 +1,4 @@
-"""Families with Mamba layers, with only Mamba-2 layers, or with Mamba-2 layers that share blocks."""
+"""Families with Mamba or Mamba-2 layers, some of which share blocks, or with lightning attention."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from ....protocol.checkpoint.recurrent_config import DEFAULT_LENGTH, nominal_hea
 from ...layers.read_rope import read_rope
 from ...layers.shared_block import SharedBlock
 from ...layers.spec import LayerSpec, ModelSpec, NormNames
-from .common import Family, base_spec
-from .experts import read_experts, with_experts
+from .common import Family, base_spec, head_dim
+from .experts import MIXTRAL_NAMES, read_experts, with_experts
 from .hybrid import BAMBA_NAMES, mixed_layers, recurrent_layer
 
 
@@ -125,10 +125,66 @@ def _periodic(fields: ConfigFields, prefix: str, period: int, offset: int) -> Ca
     return lambda i: i % period == offset
 
 
+def _minimax(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of a MiniMax-01. The input of a block, its norm included, is what the block's output is added to.
+
+    A norm does not depend on the factor of its input, except by its epsilon. So a block's input has no factor here,
+    and its output is multiplied by the ratio of both factors.
+    """
+    fields = fields.with_defaults(num_key_value_heads=8, rms_norm_eps=1e-5)
+    count, eps = fields.layer_count("num_hidden_layers"), fields.number("rms_norm_eps")
+    rope, window = (
+        read_rope(fields, head_dim(fields), theta=1_000_000.0),
+        fields.optional_integer("sliding_window"),
+    )
+    inputs, outputs = (
+        {
+            kind: fields.positive(f"{kind}_{name}_factor", 1.0)
+            for kind in ("full_attn", "linear_attn", "mlp")
+        }
+        for name in ("alpha", "beta")
+    )
+    ratios = {kind: outputs[kind] / inputs[kind] for kind in inputs}
+    layers = tuple(
+        replace(
+            layer,
+            window=window if layer.attends else None,
+            output_norm_eps=(
+                eps / inputs["full_attn" if layer.attends else "linear_attn"] ** 2,
+                eps / inputs["mlp"] ** 2,
+            ),
+        )
+        for layer in mixed_layers(fields, rope, lambda i: i % 2 == 0)
+    )
+    experts = read_experts(fields, 8, 2, intermediate_size="intermediate_size", scale=ratios["mlp"])
+    spec = base_spec(
+        fields,
+        layers,
+        norms=NormNames(None, "post_attention_layernorm", None, "output_layernorm"),
+        norms_stream=True,
+        has_embedding_norm=True,
+        has_final_norm=False,
+        attention_multiplier=ratios["full_attn"],
+        recurrent_multiplier=ratios["linear_attn"],
+    )
+    names = [
+        (r".*\.self_attn\.(slope_rate|(query|key|diagonal)_decay)$", ""),
+        (r"\.self_attn\.(qkv_proj|output_gate|out_proj|norm)\.", r".mixer.\1."),
+        (r"\blayers\.0\.input_layernorm\.", "embed_norm."),
+        (r"^(model\.)?norm\.", rf"\1layers.{count - 1}.output_layernorm."),
+        *(
+            (rf"\blayers\.{i}\.input_layernorm\.", f"layers.{i - 1}.output_layernorm.")
+            for i in range(1, count)
+        ),
+    ]
+    return with_experts(spec, experts, tensor_names=(*names, *MIXTRAL_NAMES))
+
+
 FAMILIES = (
     Family("FalconMambaForCausalLM", "falcon_mamba", _purely_recurrent),
     Family("JambaForCausalLM", "jamba", _jamba),
     Family("MambaForCausalLM", "mamba", _purely_recurrent),
     Family("Mamba2ForCausalLM", "mamba2", _purely_recurrent),
+    Family("MiniMaxForCausalLM", "minimax", _minimax),
     Family("Zamba2ForCausalLM", "zamba2", _zamba2),
 )

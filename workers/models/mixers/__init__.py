@@ -5,6 +5,7 @@ from __future__ import annotations
 from ....protocol.checkpoint.recurrent_layers import (
     GatedDeltaNet,
     KimiDeltaAttention,
+    LightningAttention,
     Mamba1,
     Mamba2,
     RecurrentLayer,
@@ -16,6 +17,7 @@ from ...layers.spec import ModelSpec
 from ..weights import WeightReader
 from .gated_delta_net import GatedDeltaNetMixer
 from .kimi_delta_attention import KimiDeltaAttentionMixer
+from .lightning_attention import LightningAttentionMixer
 from .mamba1 import Mamba1Mixer
 from .mamba2 import Mamba2Mixer
 from .mixer import Mixer
@@ -43,6 +45,8 @@ def make_mixer(
             return GatedDeltaNetMixer(spec, layer, weights, prefix, shard, kernels)
         case KimiDeltaAttention():
             return KimiDeltaAttentionMixer(spec, layer, weights, prefix, shard, kernels)
+        case LightningAttention():
+            return LightningAttentionMixer(spec, layer, weights, prefix, shard, kernels)
 
 
 __all__ = ["Mixer", "StateBatch", "make_mixer"]

@@ -263,14 +263,15 @@ struct Mixer {
   int32_t norm_groups;        // the groups of the output's norm; 0 for no norm
   int32_t gates_before_norm;  // whether the gate comes before the norm, or after it
   int32_t has_tiled_heads;    // in a delta net, head i has group i modulo the number of groups
+  int32_t has_sigmoid_gate;   // whether the gate's activation is a sigmoid instead of SiLU
   float min_step, max_step;
   float strength;             // a factor on the sigmoid
   float lowest_log_decay;     // limits the logarithms of decays in Kimi delta attention; 0 for no limit
   const float* taps;          // [kernel, num_convolved]
   const float* bias;          // [num_convolved], or null
   const float* multipliers;   // factors on the projection, or null
-  const float *decay, *skip;  // [heads]
-  const float* step_bias;     // one bias per step
+  const float *decay, *skip;  // [heads]; `skip` may be null
+  const float* step_bias;     // one bias per step; null for steps of 1, which have no place in the projection
   const float* norm;          // the norm of the output, or of each head's output
 };
 

@@ -253,8 +253,8 @@ void Mixers::scan_mamba2(const Mixer& m, const Sequence& sequence, const State& 
       const float* const x = tokens + first * stride + head * values;
       float total = 0.0f;
       for (int i = 0; i < count; i++) {
-        const float raw = tokens[(first + i) * stride + m.num_convolved + head];
-        steps[i] = std::clamp(softplus(raw + m.step_bias[head]), m.min_step, m.max_step);
+        const float* const raw = tokens + (first + i) * stride + m.num_convolved + head;
+        steps[i] = m.step_bias ? std::clamp(softplus(*raw + m.step_bias[head]), m.min_step, m.max_step) : 1.0f;
         decays[i] = total += steps[i] * m.decay[head];
       }
       float* const out =
@@ -272,7 +272,7 @@ void Mixers::scan_mamba2(const Mixer& m, const Sequence& sequence, const State& 
         for (int s = 0; s <= t; s++)
           own[s] = std::exp(decays[t] - decays[s]) * steps[s] * scores[size_t(first + t) * segment + s];
         kernels.multiply_add({own, 0, 1, t + 1}, x, stride, 1, values, out + i * out_stride, out_stride);
-        kernels.add_scaled(out + i * out_stride, x + t * stride, m.skip[head], values);
+        if (m.skip) kernels.add_scaled(out + i * out_stride, x + t * stride, m.skip[head], values);
       }
       if (count < segment) break;
       for (int s = 0; s < segment; s++) {
@@ -411,7 +411,7 @@ void Mixers::gate(const Op& op, const Rows& rows, int row) const {
   float* const out = rows.qkv(row) + outputs_offset(m);
   if (op.target != LinearTarget::part) gate_before_norm(m, rows, row);
   norm(op, out, row);
-  const Activation activation = m.kind == MixerKind::kimi_delta_attention ? Activation::sigmoid : Activation::silu;
+  const Activation activation = m.has_sigmoid_gate ? Activation::sigmoid : Activation::silu;
   if (!m.gates_before_norm) model_.rows.gate(activation, rows.qkv(row) + gate_offset(m), out, inner, out);
   quantize_rows(op.activation_kind, out, inner, 1, inner,
                 rows.activations(1, row, activation_row_bytes(op.activation_kind, inner)));

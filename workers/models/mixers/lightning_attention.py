@@ -1,0 +1,130 @@
+"""Lightning attention (MiniMax-01, 2025, arXiv 2501.08313): linear attention with a fixed decay for each head.
+
+Shapes: T tokens of a step, D hidden size, N segments, C tokens of a segment, H heads of this shard, K head dimension,
+F channels of an input, R requests of a round, S requests.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ....protocol.checkpoint.recurrent_layers import LightningAttention
+from ...layers.layers import LayerKernels
+from ...layers.parallel.parallel_layers import RowParallelLinear
+from ...layers.parallel.shard import ModelShard
+from ...layers.parallel.tensor_parallel import TensorParallel
+from ...layers.spec import ModelSpec
+from ..mlp import DividedNorm
+from ..weights import Rows, WeightReader
+from .mamba2 import causal_decay
+from .mixer import Mixer, elements
+from .states import StateBatch, StateCache
+
+NORM_EPS = 1e-6
+"""The epsilon of the norm of all heads, whatever the model's is."""
+
+
+class LightningAttentionMixer(Mixer):
+    """Linear attention whose state decays at a rate that depends on the layer and the head."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        layer: LightningAttention,
+        weights: WeightReader,
+        prefix: str,
+        shard: ModelShard,
+        kernels: LayerKernels,
+    ) -> None:
+        tensor_parallel = shard.tensor_parallel
+        heads = tensor_parallel.part(layer.num_heads)
+        own, size = elements(heads, layer.head_dim), layer.num_heads * layer.head_dim
+        self._num_heads = len(heads)
+        rows = projection_rows(layer, prefix, tensor_parallel)
+        self.projection = kernels.linear(weights.read_matrix_rows(rows, spec.hidden_size))
+        slopes_H = decay_slopes(spec, layer, prefix)[heads.start : heads.stop]
+        self._slopes_H = slopes_H.to(weights.device)
+        self._norm = DividedNorm(
+            weights.read_vector(f"{prefix}norm.weight", size, own), NORM_EPS, size, shard
+        )
+        self._output = RowParallelLinear(
+            weights.read_matrix(
+                f"{prefix}out_proj.weight", spec.hidden_size, size, part=own, dim=1
+            ),
+            None,
+            tensor_parallel,
+            kernels,
+        )
+        self._size = layer.state_size(tensor_parallel.size)
+
+    def forward(self, x: Any, memory: Tensor, batch: StateBatch) -> Tensor:
+        """See `Mixer.forward`."""
+        channels = self._size.channels
+        gate_TI, inputs_TF = self.projection(x).split((channels // 3, channels), -1)
+        cache = StateCache(memory, self._size, inputs_TF.dtype)
+        inputs_NCF = cache.all_inputs(F.silu(inputs_TF), batch)[batch.inputs_of_segments].float()
+        v_NHCK, k_NHCK, q_NHCK = (
+            part.unflatten(-1, (self._num_heads, -1)).transpose(1, 2)
+            for part in inputs_NCF.chunk(3, -1)
+        )
+        y_NHCK = self._scan(v_NHCK, k_NHCK, q_NHCK, cache, batch)
+        y_TI = y_NHCK.transpose(1, 2).flatten(2).flatten(0, 1)[batch.tokens]
+        return self._output((self._norm(y_TI) * gate_TI.float().sigmoid()).to(inputs_TF.dtype))
+
+    def _scan(
+        self, v_NHCK: Tensor, k_NHCK: Tensor, q_NHCK: Tensor, cache: StateCache, batch: StateBatch
+    ) -> Tensor:
+        """Update the states, and return the outputs of all tokens of all segments."""
+        steps_C = torch.arange(1, v_NHCK.shape[-2] + 1, device=v_NHCK.device)
+        log_decay_HC = -self._slopes_H[:, None] * steps_C
+        y_NHCK = (q_NHCK @ k_NHCK.transpose(-1, -2)) * causal_decay(log_decay_HC[None]) @ v_NHCK
+        q_NHCK = q_NHCK * log_decay_HC.exp().unsqueeze(-1)
+        last_H1 = log_decay_HC[:, -1:]
+        k_NHCK = k_NHCK * (last_H1 - log_decay_HC).exp().unsqueeze(-1)
+        decay_H11 = last_H1.exp().unsqueeze(-1)
+        states_SHKK = cache.load(batch).unflatten(1, (self._num_heads, -1, v_NHCK.shape[-1]))
+        for part in batch.rounds:
+            states_RHKK = states_SHKK[part.requests]
+            y_NHCK.index_add_(0, part.segments, q_NHCK[part.segments] @ states_RHKK)
+            if part.num_full:
+                full, requests = part.segments[: part.num_full], part.requests[: part.num_full]
+                added_RHKK = k_NHCK[full].transpose(-1, -2) @ v_NHCK[full]
+                states_SHKK[requests] = states_RHKK[: part.num_full] * decay_H11 + added_RHKK
+        cache.store(states_SHKK.flatten(1), batch)
+        return y_NHCK
+
+
+def projection_rows(
+    layer: LightningAttention, prefix: str, tensor_parallel: TensorParallel
+) -> list[Rows]:
+    """Return this rank's rows of the projections to gates, values, keys and queries."""
+    heads, dim = tensor_parallel.part(layer.num_heads), layer.head_dim
+    # Each head's query is followed by its key and its value.
+    query, key, value = torch.arange(len(heads) * 3 * dim).view(-1, 3, dim).unbind(1)
+    return [
+        Rows(f"{prefix}output_gate", layer.num_heads * dim, elements(heads, dim)),
+        *(
+            Rows(
+                f"{prefix}qkv_proj",
+                3 * layer.num_heads * dim,
+                elements(heads, 3 * dim),
+                order.flatten(),
+            )
+            for order in (value, key, query)
+        ),
+    ]
+
+
+def decay_slopes(spec: ModelSpec, layer: LightningAttention, prefix: str) -> Tensor:
+    """Return the negative logarithm of each head's decay per token, in the layer with this prefix."""
+    match = re.search(r"layers\.(\d+)\.", prefix)
+    assert match is not None, "the prefix names the layer"
+    depth = int(match[1]) / (len(spec.layers) - 1 + 1e-5)
+    exponents_H = torch.arange(1, layer.num_heads + 1)
+    slopes_H: Tensor = (2.0 ** (-8 / layer.num_heads)) ** exponents_H
+    return slopes_H * (1 - depth + 1e-5)
