@@ -86,7 +86,9 @@ def _model_templates(config: EngineConfig, tokenizer: Tokenizer) -> ModelTemplat
     """
     content_format = config.frontend.chat_template_content_format
     try:
-        return ModelTemplates(tokenizer, config.frontend.chat_template, content_format)
+        return ModelTemplates(
+            tokenizer, config.frontend.chat_template, content_format, config.model.architecture
+        )
     except ChatTemplateError as error:
         raise ConfigError(f"{error}; use another template with --chat-template") from error
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ...protocol.config.frontend import ContentFormat
 from ..tokenizer.tokenizer import Tokenizer
+from .built_in_templates import BUILT_IN_TEMPLATES
 from .template import ChatTemplate, load_chat_template
 
 _USED = ("default", "tool_use")
@@ -11,6 +12,8 @@ _USED = ("default", "tool_use")
 
 class ModelTemplates:
     """The model's chat templates, or the one template `instead`, given as its text or its path.
+
+    Some models of an `architecture` are published without a template, and get one from Engine.
 
     Raises:
         ChatTemplateError: The template cannot be used.
@@ -21,8 +24,11 @@ class ModelTemplates:
         tokenizer: Tokenizer,
         instead: str | None = None,
         content_format: ContentFormat = "auto",
+        architecture: str = "",
     ) -> None:
         sources = tokenizer.chat_templates
+        if not sources and architecture in BUILT_IN_TEMPLATES:
+            sources = {"default": BUILT_IN_TEMPLATES[architecture]}
         if instead is not None:
             sources = {"default": load_chat_template(instead)}
         tokens = {

@@ -248,6 +248,7 @@ REASONING_FORMATS: Final[dict[ReasoningParserName, ReasoningFormat | None]] = {
     "deepseek_r1": ReasoningFormat(implied=True),
     "qwen3": _THINK,
     "deepseek_v3": _THINK,
+    "deepseek_v4": _THINK,
     "glm45": _THINK,
     "kimi_k2": _THINK,
     "minimax_m2": _THINK,

@@ -435,13 +435,13 @@ class LLM:
 
     def _template(self, instead: str | None, with_tools: bool) -> ChatTemplate:
         if instead not in self._templates:
-            templates = self._templates[instead] = ModelTemplates(self._engine.tokenizer, instead)
-            prepare_formats(self._engine.config.frontend, templates)
+            config, tokenizer = self._engine.config, self._engine.tokenizer
+            templates = ModelTemplates(tokenizer, instead, architecture=config.model.architecture)
+            prepare_formats(config.frontend, templates)
+            self._templates[instead] = templates
         template = self._templates[instead].choose(with_tools)
         if template is None:
-            raise ParameterError(
-                "chat_template", "is required because this model has no chat template"
-            )
+            raise ParameterError("chat_template", "is required: this model has no chat template")
         return template
 
     def _generate(

@@ -50,6 +50,7 @@ ReasoningParserName = Literal[
     "deepseek_r1",
     "qwen3",
     "deepseek_v3",
+    "deepseek_v4",
     "glm45",
     "kimi_k2",
     "minimax_m2",
