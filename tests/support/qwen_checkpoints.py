@@ -15,7 +15,15 @@ from PIL import Image
 from support.tiny_checkpoints import sentencepiece_tokenizer
 
 MERGED_MODELS = ("paddleocr_vl",)
-QWEN_MODELS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+QWEN_MODELS = (
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "cohere_compass",
+)
 GLM_MODELS = ("glm4v", "glm46v", "glm4v_moe", "glm_ocr")
 IMAGE, VIDEO = "<|image_pad|>", "<|video_pad|>"
 START, END = "<|vision_start|>", "<|vision_end|>"
@@ -83,6 +91,7 @@ _VISION_BY_FAMILY: dict[str, dict[str, Any]] = {
         "num_position_embeddings": 36,
     },
 }
+_VISION_BY_FAMILY["cohere_compass"] = _VISION_BY_FAMILY["qwen3_vl"]
 _VISION_BY_FAMILY["glm4v"] = {
     "hidden_size": 48,
     "intermediate_size": 80,
@@ -104,6 +113,7 @@ _VISION_BY_FAMILY["paddleocr_vl"] = {
     "image_size": 9 * PATCH,
 }
 _NAMES = {
+    "cohere_compass": "CohereCompass",
     "paddleocr_vl": "PaddleOCRVL",
     "glm_ocr": "GlmOcr",
     "qwen2_vl": "Qwen2VL",
@@ -136,6 +146,10 @@ def qwen_directory(
     rope = {"rope_type": "default", "mrope_section": [2, 3, 3] if is_sectioned else [4, 2, 2]}
     rope["rope_theta"] = _TEXT["rope_theta"]
     text = _TEXT | ids | {"vocab_size": len(tokenizer), "rope_parameters": rope}
+    if kind == "cohere_compass":
+        kinds = ["sliding_attention", "full_attention"]
+        text |= {"layer_types": kinds * 2, "sliding_window": 9, "logit_scale": 0.5}
+        text["rope_parameters"] = {"sliding_attention": rope, "full_attention": None}
     if kind.endswith("_moe"):
         text |= _MIXTURE
     if kind.startswith("qwen3_5"):

@@ -93,6 +93,7 @@ Each reader expects the tower class of its models.
 _READERS: Final[dict[str, _Reader]] = {
     "aya_vision": aya_vision,
     "cohere2_vision": cohere2_vision,
+    "cohere_compass": resize,
     "exaone4_5": resize,
     "gemma3": gemma3,
     "gemma4": gemma4,

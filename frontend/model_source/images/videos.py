@@ -32,12 +32,14 @@ _QWEN: Final = _Family()
 _QWEN3: Final = _Family(
     {"limits_whole": True, "sampling": "ends", "times": "mean"}, "vision", (151652, 151653)
 )
+_COMPASS: Final = _QWEN3._replace(around_ids=(255028, 255029))
 _GLM41: Final = _Family(
     {"limits_whole": True, "sampling": "seconds", "times": "whole"}, "image", (151339, 151340)
 )
 _GLM46: Final = _Family({**_GLM41.values, "sampling": "dynamic", "times": "first"}, *_GLM41[1:])
 
 _FAMILIES: Final = {
+    "cohere_compass": _COMPASS,
     "glm4v": _GLM41,
     "glm4v_moe": _GLM41,
     "glm46v": _GLM46,

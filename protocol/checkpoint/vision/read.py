@@ -44,6 +44,7 @@ def vision_spec(fields: ConfigFields, output_size: int) -> AnyVisionSpec:
 _READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionSpec]]] = {
     "aya_vision": aya_vision,
     "cohere2_vision": cohere2_vision,
+    "cohere_compass": qwen3_vl,
     "exaone4_5": exaone4_5,
     "gemma3": gemma3,
     "gemma4": gemma4,

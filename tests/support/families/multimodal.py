@@ -21,8 +21,32 @@ VISION_SIZES = {
 AUDIO_SIZES = {"hidden_sizes": [8] * 4, "depths": [1] * 4}
 GLM_AXES = MROPE | {"partial_rotary_factor": 0.5, "mrope_section": [1, 1, 0]}
 MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
+    "CohereCompass": (
+        "cohere_compass_text",
+        {
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "sliding_window": 9,
+            "rope_parameters": {
+                "sliding_attention": MROPE | {"rope_theta": 100.0},
+                "full_attention": None,
+            },
+        },
+    ),
     "DeepseekVL": ("llama", {}),
     "Exaone4_5_": ("exaone4", {"sliding_window": 9}),
+    "HunYuanVL": (
+        "hunyuan_vl_text",
+        {
+            "head_dim": 16,
+            "rope_parameters": MROPE
+            | {
+                "rope_type": "dynamic",
+                "factor": 2.0,
+                "alpha": 1000.0,
+                "mrope_section": [2, 2, 2, 2],
+            },
+        },
+    ),
     "Glm4v": ("glm4v_text", {"rope_parameters": GLM_AXES}),
     "Glm46V": ("glm4v_text", {"rope_parameters": GLM_AXES}),
     "Glm4vMoe": (

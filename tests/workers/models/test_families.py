@@ -109,6 +109,8 @@ NATIVE = [
     "qwen3.5-full",
     "qwen3.5-moe",
     "stablelm-parallel",
+    "CohereCompass",
+    "HunYuanVL",
     "MuseGlimmer",
     "MuseSpark",
     "Step3p7",

@@ -7,6 +7,7 @@ from typing import Any
 
 from ....protocol.checkpoint.config_fields import ConfigFields
 from ...layers.read_rope import read_rope
+from ...layers.rope import RopeSpec
 from ...layers.spec import LayerSpec, ModelSpec, NormNames
 from .common import (
     Family,
@@ -25,16 +26,15 @@ _QK_NORM_NAMES = ((r"\.([qk])_layernorm\.(norms\.)?", r".\1_norm."),)
 def _cohere_spec(
     fields: ConfigFields, layers: tuple[LayerSpec, ...], **differences: Any
 ) -> ModelSpec:
+    values = {"rope_order": "interleaved", **attention_biases(fields), **differences}
     return base_spec(
         fields,
         layers,
         norm_kind="layer",
         is_parallel=True,
         norms=NormNames(mlp_input=None),
-        rope_order="interleaved",
         logits_divisor=1 / fields.positive("logit_scale", 0.0625),
-        **attention_biases(fields),
-        **differences,
+        **values,
     )
 
 
@@ -55,6 +55,47 @@ def _cohere2(fields: ConfigFields) -> ModelSpec:
     sliding = sliding_layers(fields, lambda i: bool((i + 1) % period))
     layers = tuple(LayerSpec(rope, window) if slides else LayerSpec(None) for slides in sliding)
     return _cohere_spec(fields, layers)
+
+
+_COMPASS_AXES = [24, 20, 20]
+
+
+def _compass(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of North Micro Vision. Each type of its layers has its own rotary embedding, or none."""
+    fields = fields.with_defaults(
+        tie_word_embeddings=True,
+        vocab_size=256_000,
+        hidden_size=8192,
+        intermediate_size=22_528,
+        num_hidden_layers=40,
+        num_attention_heads=64,
+        max_position_embeddings=8192,
+        sliding_window=4096,
+    )
+    # Here, null means that logits are not scaled.
+    scale = fields.optional_positive("logit_scale") or 1.0
+    eps = fields.positive("layer_norm_eps", 1e-5)
+    fields = fields.with_values({"logit_scale": scale, "rms_norm_eps": eps})
+    size = head_dim(fields)
+    all_parameters = fields.first_section("rope_parameters").config
+    ropes: dict[bool, RopeSpec | None] = {}
+    slides = sliding_layers(fields, lambda i: False)
+    for sliding in set(slides):
+        kind = "sliding_attention" if sliding else "full_attention"
+        is_nested = {"sliding_attention", "full_attention"} & all_parameters.keys()
+        parameters = all_parameters.get(kind) if is_nested else all_parameters
+        if is_nested and parameters is None:
+            ropes[sliding] = None
+            continue
+        of_kind = {"mrope_section": _COMPASS_AXES, **(parameters or {}), "mrope_interleaved": True}
+        ropes[sliding] = read_rope(fields.with_values({"rope_parameters": of_kind}), size)
+    window = fields.integer("sliding_window")
+    layers = tuple(LayerSpec(ropes[slid], window if slid else None) for slid in slides)
+    return _cohere_spec(fields, layers, rope_order="half")
+
+
+def _compass_images(fields: ConfigFields) -> ModelSpec:
+    return _compass(fields.with_defaults(tie_word_embeddings=False))
 
 
 def _cohere2_moe(fields: ConfigFields) -> ModelSpec:
@@ -211,6 +252,8 @@ def _starcoder2(fields: ConfigFields) -> ModelSpec:
 
 
 FAMILIES = (
+    Family("CohereCompassForCausalLM", "cohere_compass_text", _compass),
+    Family("CohereCompassForConditionalGeneration", "cohere_compass", _compass_images),
     Family("Cohere2ForCausalLM", "cohere2", _cohere2),
     Family("CohereForCausalLM", "cohere", _cohere),
     Family("Cohere2MoeForCausalLM", "cohere2_moe", _cohere2_moe),

@@ -185,6 +185,18 @@ def hunyuan(fields: ConfigFields) -> ModelSpec:
     )
 
 
+def _hunyuan_vl(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of the text of Hunyuan-OCR, where all axes of a token's rotary position are equal."""
+    values = {}
+    for name in ("rope_parameters", "rope_scaling"):
+        if (section := fields.section(name)) is not None:
+            axes = ("mrope_section", "xdrope_section")
+            found = {key: x for key, x in section.config.items() if key not in axes}
+            kinds = {key: "dynamic" for key in ("rope_type", "type") if found.get(key) == "xdrope"}
+            values[name] = found | kinds
+    return hunyuan(fields.with_values(values).with_defaults(tie_word_embeddings=True))
+
+
 def _hyperclovax(fields: ConfigFields) -> ModelSpec:
     fields = fields.with_defaults(attention_multiplier=head_dim(fields) ** -0.5)
     spec = granite(fields)
@@ -366,6 +378,7 @@ FAMILIES = (
     Family("GlmOcrForConditionalGeneration", "glm_ocr", _glm_ocr),
     Family("HeliumForCausalLM", "helium", _helium),
     Family("HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense", hunyuan),
+    Family("HunYuanVLForConditionalGeneration", "hunyuan_vl", _hunyuan_vl),
     Family("HyperCLOVAXForCausalLM", "hyperclovax", _hyperclovax),
     Family("DeciLMForCausalLM", "nemotron-nas", _deci),
     Family("InternLM2ForCausalLM", "internlm2", _internlm2),
