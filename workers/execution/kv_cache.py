@@ -255,9 +255,12 @@ def _places(layers: Sequence[LayerSpec], model: Model) -> list[_Place]:
         if layer.kv_source is not None:
             places.append(place_of_layer[layer.kv_source])
             continue
-        sizes = model.spec.token_elements(layer, ranks)
-        for number, group in enumerate(layer.cache_groups):
-            size = sizes[number if number < len(sizes) else 0]
+        size, *_ = model.spec.token_elements(layer, ranks)
+        for group in layer.cache_groups:
+            if layer.compression is not None and group == layer.entries_group:
+                first_element = layer.compression.first_element * model.attention.block_size
+                places.append(_Place(0, first_element))
+                continue
             cache = num_caches[group]
             num_caches[group] += 1
             place = _Place(cache)

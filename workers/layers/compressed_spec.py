@@ -1,6 +1,7 @@
 """The description of compressed attention as data."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from .latent_spec import IndexerSpec
 
@@ -13,12 +14,17 @@ class Compression:
     `has_indexer`, an entry is followed by that of the indexer, its index key, which is computed in the same way. An
     entry is stored in the block of its last token. In a cache with blocks of `block_size` tokens, a block therefore has
     room for as many entries as may end in it.
+
+    The entries of all layers are divided into parts, each with its own blocks. Those of this layer are in the part with
+    the number `part`, and begin at the element `first_element` * `block_size` of each block.
     """
 
     rate: int
     overlaps: bool
     has_indexer: bool
     block_size: int = 1
+    part: int = 0
+    first_element: int = 0
 
     @property
     def span(self) -> int:
@@ -58,6 +64,37 @@ class CompressedSpec:
     output_rank: int
     window: int
     indexer: IndexerSpec
+
+    def place_entries(
+        self, head_dim: int, compressions: Sequence[Compression | None], block_size: int
+    ) -> list[Compression | None]:
+        """Return the layers' compressions with the places of their entries in blocks of `block_size` tokens.
+
+        A block has the same size in all caches. There are as many parts as the entries of all layers can fill, so that
+        no part is much larger than a layer's keys, or half empty.
+        """
+        sized = [each and replace(each, block_size=block_size) for each in compressions]
+        elements = [self.token_elements(head_dim, each) for each in sized]
+        largest = max(keys for keys, *_ in elements)
+        total = sum(sum(entries) for _, *entries in elements)
+        num_parts = max(1, total // largest)
+        placed, before, ends = [], 0, [0] * num_parts
+        for each, (_, *entries) in zip(sized, elements, strict=True):
+            part = min(before * num_parts // max(total, 1), num_parts - 1)
+            placed.append(each and replace(each, part=part, first_element=ends[part]))
+            ends[part] += sum(entries)
+            before += sum(entries)
+        return placed
+
+    def block_elements(self, head_dim: int, compressions: Sequence[Compression | None]) -> int:
+        """Return the number of elements per token of a block: of a layer's keys, or of a part with entries."""
+        elements = [self.token_elements(head_dim, each) for each in compressions]
+        ends = [
+            each.first_element + entries[0]
+            for each, (_, *entries) in zip(compressions, elements, strict=True)
+            if each is not None
+        ]
+        return max([keys for keys, *_ in elements] + ends)
 
     def token_elements(self, head_dim: int, compression: Compression | None) -> tuple[int, ...]:
         """Return the number of elements of a token in the cache of keys, and in that of entries if there is one."""

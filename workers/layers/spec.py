@@ -405,12 +405,11 @@ class ModelSpec:
 
         A tensor has space for the layer with the most elements, or for several layers with fewer.
         """
-        attending = [layer for layer in self.layers if layer.attends]
-        largest = max(
-            (n for layer in attending for n in self.token_elements(layer, ranks)), default=0
-        )
         if self.compressed is not None:
-            return largest
+            compressions = [layer.compression for layer in self.layers]
+            return self.compressed.block_elements(self.head_dim, compressions)
+        attending = [layer for layer in self.layers if layer.attends]
+        largest = max((self.token_elements(layer, ranks)[0] for layer in attending), default=0)
         unit = math.lcm(*(layer.head_dim or self.head_dim for layer in attending))
         return -(-largest // unit) * unit
 

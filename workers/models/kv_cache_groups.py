@@ -31,13 +31,19 @@ class _Attention(NamedTuple):
     num_heads: int
 
 
+class _Entries(NamedTuple):
+    """A part of the entries of compressed attention, which fits into one cache tensor."""
+
+    part: int
+
+
 class _CrossAttention(NamedTuple):
     """Attention to the outputs of an encoder, at most `max_positions` of them."""
 
     max_positions: int
 
 
-_Kind: TypeAlias = _Attention | RecurrentLayer | _CrossAttention
+_Kind: TypeAlias = _Attention | _Entries | RecurrentLayer | _CrossAttention
 
 
 def group_layers(
@@ -53,12 +59,11 @@ def group_layers(
     Indexers are dropped if no sequence exceeds the number of keys that they choose.
     """
     spec = _without_needless_indexers(spec, max_model_len)
-    spec = replace(spec, layers=tuple(_with_block_size(each, block_size) for each in spec.layers))
+    if spec.compressed is not None:
+        spec = _with_places_of_entries(spec, spec.compressed, block_size)
     kinds = [_kinds(spec, layer, max_model_len, ranks) for layer in spec.layers]
     num_layers = Counter(kind for of_layer in kinds for kind in of_layer)
-    num_tensors = {
-        kind: -(-count // _layers_per_tensor(kind)) for kind, count in num_layers.items()
-    }
+    num_tensors = {kind: _num_tensors(kind, count) for kind, count in num_layers.items()}
     size = _group_size(num_tensors.values())
     groups_of_kind: dict[_Kind, range] = {}
     num_groups = 0
@@ -124,10 +129,17 @@ def _needs_no_indexer(layer: LayerSpec, compressed: CompressedSpec, max_model_le
     return max_model_len // compression.rate <= compressed.indexer.num_chosen
 
 
-def _with_block_size(layer: LayerSpec, block_size: int) -> LayerSpec:
-    if layer.compression is None:
-        return layer
-    return replace(layer, compression=replace(layer.compression, block_size=block_size))
+def _with_places_of_entries(
+    spec: ModelSpec, compressed: CompressedSpec, block_size: int
+) -> ModelSpec:
+    compressions = compressed.place_entries(
+        spec.head_dim, [layer.compression for layer in spec.layers], block_size
+    )
+    layers = (
+        replace(layer, compression=compression)
+        for layer, compression in zip(spec.layers, compressions, strict=True)
+    )
+    return replace(spec, layers=tuple(layers))
 
 
 def kv_cache_groups(spec: ModelSpec, max_model_len: int) -> tuple[KVCacheGroup, ...]:
@@ -147,12 +159,11 @@ def _kinds(spec: ModelSpec, layer: LayerSpec, max_model_len: int, ranks: int) ->
     """Return the kinds of cache that the layer needs, in the order of its `cache_groups`."""
     kinds: list[_Kind] = []
     if spec.compressed is not None:
-        elements = spec.token_elements(layer, ranks)
-        windows = (_limiting_window(layer, max_model_len), None)
-        return [
-            _Attention(window, spec.tensor_elements(ranks) // size, 1, size, spec.num_heads)
-            for window, size in zip(windows, elements, strict=False)
-        ]
+        size, *_ = spec.token_elements(layer, ranks)
+        layers_per_tensor = spec.tensor_elements(ranks) // size
+        window = _limiting_window(layer, max_model_len)
+        kinds.append(_Attention(window, layers_per_tensor, 1, size, spec.num_heads))
+        return kinds if layer.compression is None else [*kinds, _Entries(layer.compression.part)]
     if layer.attends and layer.kv_source is None:
         kinds.append(
             _Attention(
@@ -168,8 +179,10 @@ def _kinds(spec: ModelSpec, layer: LayerSpec, max_model_len: int, ranks: int) ->
     return kinds if layer.recurrent is None else [*kinds, layer.recurrent]
 
 
-def _layers_per_tensor(kind: _Kind) -> int:
-    return kind.layers_per_tensor if isinstance(kind, _Attention) else 1
+def _num_tensors(kind: _Kind, num_layers: int) -> int:
+    if isinstance(kind, _Entries):
+        return 1
+    return -(-num_layers // (kind.layers_per_tensor if isinstance(kind, _Attention) else 1))
 
 
 def _with_groups(layer: LayerSpec, groups: list[int]) -> LayerSpec:
@@ -186,6 +199,8 @@ def _with_groups(layer: LayerSpec, groups: list[int]) -> LayerSpec:
 def _kv_cache_group(kind: _Kind) -> KVCacheGroup:
     if isinstance(kind, _CrossAttention):
         return KVCacheGroup(AttentionKind.CROSS, kind.max_positions)
+    if isinstance(kind, _Entries):
+        return KVCacheGroup()
     if not isinstance(kind, _Attention):
         return KVCacheGroup(AttentionKind.STATE_SPACE, kind.segment)
     window = kind.window
@@ -197,6 +212,8 @@ def _kv_cache_group(kind: _Kind) -> KVCacheGroup:
 
 
 def _group_order(kind: _Kind) -> tuple[int, ...]:
+    if isinstance(kind, _Entries):
+        return 0, 0, kind.part
     if not isinstance(kind, _Attention):
         return (2,) if isinstance(kind, RecurrentLayer) else (3,)
     window, *sizes = kind

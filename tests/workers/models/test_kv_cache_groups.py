@@ -59,3 +59,37 @@ def test_3_7_groups_have_equal_numbers_of_layers(windows, layers, groups) -> Non
 def test_a_window_as_long_as_the_context_is_ignored() -> None:
     assert grouped([512, None], max_model_len=512) == ([0, 0], (KVCacheGroup(),))
     assert grouped([512, None], max_model_len=513) == ([1, 0], (KVCacheGroup(), sliding(512)))
+
+
+@pytest.mark.parametrize(("block_size", "num_bytes"), [(16, 8000), (128, 6880)])
+def test_entries_share_blocks_without_overlap(block_size: int, num_bytes: int) -> None:
+    """The layers of DeepSeek-V4-Flash: two without entries, then alternately with one for 4 and for 128 tokens."""
+    sizes = {"hidden_size": 4096, "num_attention_heads": 64, "moe_intermediate_size": 2048}
+    ratios = {"num_hidden_layers": 43, "compress_ratios": [0, 0, *[4, 128] * 20, 4, 0]}
+    config = {"architectures": ["DeepseekV4ForCausalLM"], "vocab_size": 100, **sizes, **ratios}
+    spec = group_layers(model_spec(config, "model"), 1 << 20, block_size=block_size)
+    groups = kv_cache_groups(spec, 1 << 20)
+    assert groups.count(KVCacheGroup()) == 1
+    assert set(groups) == {KVCacheGroup(), sliding(128)}
+    assert 2 * spec.tensor_elements() == num_bytes
+    end = 0
+    for layer in spec.layers:
+        if layer.compression is not None:
+            assert groups[layer.entries_group] == KVCacheGroup()
+            assert layer.compression.first_element == end
+            end += spec.token_elements(layer)[1]
+    assert end <= spec.tensor_elements()
+
+
+def test_entries_of_many_layers_are_divided_into_parts() -> None:
+    config = {"architectures": ["DeepseekV4ForCausalLM"], "vocab_size": 100, "hidden_size": 64}
+    config |= {"num_attention_heads": 8, "moe_intermediate_size": 32, "num_hidden_layers": 100}
+    config |= {"layer_types": ["heavily_compressed_attention"] * 100, "head_dim": 64}
+    config["compress_rates"] = {"heavily_compressed_attention": 2}
+    spec = group_layers(model_spec(config, "model"), 1 << 20)
+    groups = kv_cache_groups(spec, 1 << 20)
+    # A layer has 192 elements with keys, and 32 with entries.
+    assert groups.count(KVCacheGroup()) == 100 * 32 // 192
+    places = [(x.entries_group, x.compression.first_element) for x in spec.layers if x.compression]
+    assert len(set(places)) == 100
+    assert max(first for _, first in places) + 32 <= spec.tensor_elements() <= 224
