@@ -23,6 +23,7 @@ from .library import native_library
 from .packing import PackedWeight
 
 _PRODUCTS = ("linear", "gated_linear")
+_CACHE_OPS = ("rotate_store", "attention")
 _POINTERS = {name for name, kind in Op._fields_ if kind is ctypes.c_void_p}
 _KIND = {name: number for number, name in enumerate(OP_KINDS)}
 Floats = NDArray[np.float32]
@@ -39,6 +40,7 @@ class NativeProgram:
         self._library = native_library()
         self._kept: list[Any] = []
         self._kinds: list[str] = []
+        self._ops: list[Op] = []
         self._eps = norm_eps
         self._handle = self._library.engine_program_new(ctypes.byref(shape))
 
@@ -102,6 +104,27 @@ class NativeProgram:
                 self._add("adapt", parts, **fields)
         self._add(kind, parts, vectors, heads, experts=experts, **fields)
 
+    @property
+    def num_ops(self) -> int:
+        """The number of operations so far."""
+        return len(self._ops)
+
+    def repeat(self, ops: range, first_layer: int, groups: Sequence[int]) -> None:
+        """Append operations again, with other tensors of the KV cache.
+
+        Args:
+            ops: The range of the operations.
+            first_layer: The difference between the numbers of the tensors.
+            groups: The group of the KV cache for each of the tensors that the operations use, in order.
+        """
+        numbers = sorted({self._ops[i].layer for i in ops if self._kinds[i] in _CACHE_OPS})
+        for i in ops:
+            op = Op.from_buffer_copy(self._ops[i])
+            if self._kinds[i] in _CACHE_OPS:
+                op.group = groups[numbers.index(op.layer)]
+                op.layer += first_layer
+            self._append(self._kinds[i], op)
+
     def _table(
         self, adapters: NativeAdapters, kind: str, parts: Sequence[PackedWeight]
     ) -> AdapterTable | None:
@@ -121,7 +144,6 @@ class NativeProgram:
         **fields: Any,
     ) -> None:
         self._kept += [*parts, *vectors, heads]
-        self._kinds.append(kind)
         for name in _POINTERS & fields.keys():
             if isinstance(pointed := fields[name], ctypes.Structure):
                 self._kept.append(pointed)
@@ -134,6 +156,11 @@ class NativeProgram:
         )
         if heads is not None:
             op.heads = heads.address
+        self._append(kind, op)
+
+    def _append(self, kind: str, op: Op) -> None:
+        self._kinds.append(kind)
+        self._ops.append(op)
         self._library.engine_program_add(self._handle, ctypes.byref(op))
 
     def join_ranks(self, tensor_parallel: TensorParallel) -> None:

@@ -1,4 +1,4 @@
-"""Rotary position embeddings and their context extensions.
+"""Rotary position embeddings and their context extensions, and factors on queries that depend on positions.
 
 Frequencies that depend on sequence length are computed once, for the longest sequence that will be served. A request's
 results therefore never depend on other requests.
@@ -170,6 +170,19 @@ class LongRopeScaling:
         is_long = max_model_len > self.original_max_position_embeddings
         divisors = np.array(self.long_factor if is_long else self.short_factor, np.float32)
         return inv_freq / divisors, self.attention_factor
+
+
+@dataclass(frozen=True, slots=True)
+class QueryScaling:
+    """A factor on the query at position p: 1 + `beta` * log(1 + floor(x)) with x = (p + `offset`) / `length`.
+
+    If `is_power`, the factor is (1 + x) to the power of `beta`.
+    """
+
+    beta: float
+    length: float
+    offset: int = 0
+    is_power: bool = False
 
 
 class RotaryTables(NamedTuple):

@@ -1,4 +1,4 @@
-"""The specification of transformer blocks whose weights several layers share."""
+"""The specification of layers and transformer blocks whose weights several layers share."""
 
 from dataclasses import dataclass
 
@@ -19,3 +19,17 @@ class SharedBlock:
     number: int
     rank: int
     adapts_attention: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """A change of the hidden state before a layer, with which a pass through some layers begins.
+
+    If `norms`, the hidden state is divided by its root mean square. Then it is kept as state number `keeps`. Last, the
+    kept state number `adds`, or the stored vector if `adds_initial`, is added to it.
+    """
+
+    norms: bool = True
+    keeps: int | None = None
+    adds: int | None = None
+    adds_initial: bool = False

@@ -23,28 +23,15 @@ from .experts_spec import ExpertsSpec, GateLimit
 from .hyper_spec import HyperConnectionsSpec
 from .latent_spec import LatentSpec, RopeOrder
 from .norm_gate_spec import NormGateSpec
-from .rope import RopeSpec
+from .rope import QueryScaling, RopeSpec
 from .score_head_spec import ScoreHeadSpec
-from .shared_block import SharedBlock
+from .shared_block import Restart, SharedBlock
 from .window import Window
 
 NUM_TOKEN_DIGITS: Final = 3
 """The number of elements in which pipeline stages send a token id, one for each digit of base 256."""
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2", "xielu", "clamped_swiglu"]
-
-
-@dataclass(frozen=True, slots=True)
-class QueryScaling:
-    """A factor on the query at position p: 1 + `beta` * log(1 + floor(x)) with x = (p + `offset`) / `length`.
-
-    If `is_power`, the factor is (1 + x) to the power of `beta`.
-    """
-
-    beta: float
-    length: float
-    offset: int = 0
-    is_power: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +76,9 @@ class LayerSpec:
     If `shared_block` is not None, the attention is a part of that block, and the layer is recurrent, too. With
     `compression`, a layer of compressed attention has entries, which are in the group `entries_group`. If
     `output_norm_eps` is not None, it has the epsilons of the norms of `attention_output` and `mlp_output`.
+
+    The layer begins with `restart`. If `weights` is not None, it has the weights of the earlier layer with this index,
+    from which it differs only in its `restart`.
     """
 
     rope: RopeSpec | None
@@ -118,6 +108,8 @@ class LayerSpec:
     compression: Compression | None = None
     entries_group: int = 0
     output_norm_eps: tuple[float, float] | None = None
+    restart: Restart | None = None
+    weights: int | None = None
 
     @property
     def cache_groups(self) -> tuple[int, ...]:
@@ -421,7 +413,15 @@ class ModelSpec:
             inputs += self.hidden_size
         if first_layer <= self.last_hashed_layer:
             inputs += NUM_TOKEN_DIGITS
+        if any(layer.restart for layer in self.layers[first_layer:]):
+            inputs += self.num_kept_states * self.hidden_size
         return (self.num_streams or 1) * self.hidden_size + inputs
+
+    @property
+    def num_kept_states(self) -> int:
+        """The number of hidden states of a token that layers keep for others."""
+        restarts = [layer.restart for layer in self.layers if layer.restart is not None]
+        return max((1 + each.keeps for each in restarts if each.keeps is not None), default=0)
 
     @property
     def num_streams(self) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -19,8 +20,8 @@ from ..layers.latent_spec import RopeOrder
 from ..layers.layers import HeadLayerNorm, HeadNorm, LayerKernels, RMSNorm
 from ..layers.parallel.parallel_layers import RowParallelLinear
 from ..layers.parallel.shard import ModelShard
-from ..layers.rope import RotaryTables, apply_rotary
-from ..layers.spec import LayerSpec, ModelSpec, QueryScaling
+from ..layers.rope import QueryScaling, RotaryTables, apply_rotary
+from ..layers.spec import LayerSpec, ModelSpec
 from .indexers.blocks import BlockIndexer
 from .mlp import DividedNorm
 from .weights import Rows, WeightReader
@@ -219,6 +220,15 @@ def qkv_rows(
             *(Rows(f"{prefix}{name}", kv_size, keys_part) for name in ("k_proj", "v_proj")),
             Rows(f"{prefix}q_proj", 2 * query_size, part, gates.flatten()),
         ]
+    if spec.has_gate_projection and weights.has(f"{prefix}gqkv_proj.weight"):
+        sizes = [query_size, query_size, kv_size, kv_size]
+        parts_of_rank = [queries_part, queries_part, keys_part, keys_part]
+        starts = accumulate(sizes, initial=0)
+        gate_rows, *others = (
+            Rows(f"{prefix}gqkv_proj", sum(sizes), range(start + each.start, start + each.stop))
+            for start, each in zip(starts, parts_of_rank, strict=False)
+        )
+        return [*others, gate_rows]
     values_part = range(kv_heads.start * spec.output_dim, kv_heads.stop * spec.output_dim)
     rows = weights.rows(
         prefix,

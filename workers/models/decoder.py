@@ -34,6 +34,7 @@ from .per_layer_inputs import PerLayerInputs
 from .score_head import ScoreHead
 from .shared_blocks.block import Block
 from .shared_blocks.layer import SharedBlockLayer
+from .shared_blocks.restarts import Restarts
 from .torch_decoder import TorchDecoder
 from .weights import ProgressCallback, WeightReader, weight_reader
 
@@ -134,6 +135,8 @@ class Decoder(TorchDecoder):
         self._last_shared_block = spec.last_shared_block
         self._last_hashed_layer = spec.last_hashed_layer
         self._width = spec.stage_width(len(spec.layers))
+        self._next_width = spec.stage_width(shard.layers.stop)
+        self._restarts = Restarts(spec, weights) if spec.num_kept_states else None
         self._layers = _make_layers(spec, weights, attention, shard, kernels)
         for previous, current in pairwise(self._layers):
             if isinstance(previous, DecoderLayer) and isinstance(current, DecoderLayer):
@@ -188,6 +191,8 @@ class Decoder(TorchDecoder):
         if self.shard.expert_group is not None:
             self.shard.expert_group.begin_round(self.join_round)
         x_TD, per_layer = self._split(inputs)
+        kept_TE = None if self._restarts is None or self._embeds else per_layer[0]
+        per_layer = per_layer if self._restarts is None else ()
         if self._embeds:
             x_TD = self._embed_tokens(inputs)
             if self._embedding_scale != 1.0:
@@ -215,6 +220,8 @@ class Decoder(TorchDecoder):
             rope: self.kernels.rotary_tables(embedding, rotary if rope.axes else positions_T)
             for rope, embedding in self._ropes.items()
         }
+        if self._restarts is not None:
+            self._restarts.begin(kept_TE, x_TD)
         block_TD, caches = None, iter(kv_caches)
         kept: dict[int, Tensor] = {}
         own, rest = per_layer[: len(self._layers)], per_layer[len(self._layers) :]
@@ -222,6 +229,10 @@ class Decoder(TorchDecoder):
         for index, (layer, inputs_TP) in enumerate(
             zip_longest(self._layers, own), self.shard.layers.start
         ):
+            described = self.spec.layers[index]
+            if self._restarts is not None and described.restart is not None:
+                x_TD = added(x_TD, block_TD, self.spec, None)
+                x_TD, block_TD = self._restarts.apply(x_TD, described.restart), None
             if index in self._kept_layers:
                 kept[index] = self._layer_input(x_TD, block_TD)
             block_TD = layer.forward(
@@ -229,7 +240,7 @@ class Decoder(TorchDecoder):
                 block_TD,
                 positions_T,
                 None if layer.rope is None else tables[layer.rope],
-                [(next(caches), attn_metadata[group]) for group in layer.cache_groups],
+                [(next(caches), attn_metadata[group]) for group in described.cache_groups],
                 inputs_TP,
             )
             if index < num_deepstack:
@@ -241,6 +252,8 @@ class Decoder(TorchDecoder):
             if self._last_hashed_layer >= 0:
                 sent = (_digits(rest[0], x_TD.dtype),)
             return torch.cat((added(x_TD, block_TD, self.spec, None), *sent), -1)
+        if self._restarts is not None and self._next_width > self._width:
+            return self._restarts.joined(added(x_TD, block_TD, self.spec, None))
         if self._last_streams is not None:
             assert self._norm is not None
             return self._norm(self._last_streams.reduce(x_TD))
@@ -338,6 +351,8 @@ class Decoder(TorchDecoder):
         if self._embeds or inputs.shape[-1] == self._width:
             return inputs, ()
         x_TD, inputs_TE = inputs[:, : self._width], inputs[:, self._width :]
+        if self._restarts is not None:
+            return x_TD, (inputs_TE,)
         if self._last_shared_block >= 0:
             return x_TD, self._repeated(inputs_TE)
         if self._last_hashed_layer >= 0:
@@ -401,16 +416,21 @@ def _make_layers(
     """Create the layers of the shard."""
     layers: list[AltUpLayer | DecoderLayer | SharedBlockLayer] = []
     blocks: dict[int, Block] = {}
+    of_weights: dict[int, DecoderLayer] = {}
     for i in shard.layers:
         layer = spec.layers[i]
         own = spec.for_layer(layer)
-        prefix = f"layers.{i}."
+        source = i if layer.weights is None else layer.weights
+        if source in of_weights:
+            layers.append(of_weights[source])
+            continue
+        prefix = f"layers.{source}."
         if layer.shared_block is not None:
-            source = layer.shared_block.source
-            if source not in blocks:
-                blocks[source] = Block(own, source, weights, as_backend(attention), shard, kernels)
+            block = layer.shared_block.source
+            if block not in blocks:
+                blocks[block] = Block(own, block, weights, as_backend(attention), shard, kernels)
             layers.append(
-                SharedBlockLayer(own, layer, blocks[source], weights, prefix, shard, kernels)
+                SharedBlockLayer(own, layer, blocks[block], weights, prefix, shard, kernels)
             )
         elif spec.altup is not None:
             layers.append(
@@ -421,5 +441,7 @@ def _make_layers(
         elif (hyper := spec.hyper_connections) is not None:
             layers.append(HyperLayer(own, hyper, layer, weights, prefix, attention, shard, kernels))
         else:
-            layers.append(DecoderLayer(own, layer, weights, prefix, attention, shard, kernels))
+            decoder = DecoderLayer(own, layer, weights, prefix, attention, shard, kernels)
+            of_weights[source] = decoder
+            layers.append(decoder)
     return layers

@@ -38,6 +38,7 @@ _FIRST_STAGE = (
     "embed_tokens_per_layer.",
     "per_layer_",
     "altup_projections.",
+    "initial_state",
 )
 _LAST_STAGE = ("norm.", "altup_unembed_projections.", "head_hc.", "score_head.")
 _KV_SCALES = ("k_scale", "v_scale")

@@ -57,6 +57,17 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     # Three layers use two blocks in turn.
     "zamba2": ("Zamba2", SHARED_BLOCKS),
+    "hrm-text": (
+        "HrmText",
+        {
+            "num_hidden_layers": 2,
+            "num_key_value_heads": None,
+            "head_dim": 12,
+            "H_cycles": 2,
+            "L_cycles": 2,
+            "embedding_scale": 1.7,
+        },
+    ),
     "minimax": (
         "MiniMax",
         {

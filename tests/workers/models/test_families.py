@@ -67,6 +67,7 @@ NATIVE = [
     "gptj",
     "granite-hybrid",
     "granite-hybrid-experts",
+    "hrm-text",
     "hunyuan-moe",
     "hy4",
     "hy4-one-stream",

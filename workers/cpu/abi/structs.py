@@ -68,6 +68,7 @@ OP_KINDS = (
     "update_streams",
     "norm_beside",
     "gated_norm_add",
+    "add_kept",
 )
 
 

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from ...layers.layers import HeadLayerNorm
-from ...layers.rope import RopeSpec
-from ...layers.spec import LayerSpec, ModelSpec, NormNames, QueryScaling
+from ...layers.rope import QueryScaling, RopeSpec
+from ...layers.spec import LayerSpec, ModelSpec, NormNames
 from ...layers.window import Chunk, Window
 from ...models.attention import distance_buckets, head_norm, qkv_rows, read_distance_biases
 from ...models.cross_attention import cross_rows

@@ -10,6 +10,7 @@ import torch
 from ...layers.experts_spec import ExpertsSpec
 from ...layers.parallel.shard import ModelShard
 from ...layers.rope import RopeSpec
+from ...layers.shared_block import Restart
 from ...layers.spec import LayerSpec, ModelSpec, NormNames
 from ...models.mlp import read_xielu
 from ..abi.structs import AttentionLayer
@@ -62,6 +63,7 @@ class Recorder:
         self._max_model_len = max_model_len
         self._ropes: dict[RopeSpec, int] = {}
         self._num_caches = 0
+        self._recorded: dict[int, tuple[range, int]] = {}
         for layer in spec.layers:
             if layer.rope is not None and layer.rope not in self._ropes:
                 program.add_rope(layer.rope, max_model_len)
@@ -118,8 +120,10 @@ class Recorder:
         if shard.is_first and streams is not None:
             streams.expand()
         for place, index in enumerate(shard.layers):
+            if (restart := spec.layers[index].restart) is not None:
+                self._record_restart(restart)
             self._keep_hidden(index)
-            self._record_layer(place, f"layers.{index}.", spec.layers[index])
+            self._record_or_repeat(place, index)
             if index < spec.num_deepstack_layers:
                 program.add_op("add_placed", first_column=(index + 1) * spec.hidden_size)
         if shard.is_last:
@@ -169,6 +173,32 @@ class Recorder:
         for place, kept in enumerate(self._kept_layers, 1):
             if kept == index:
                 self._program.add_op("keep_hidden", first_column=place * self._spec.hidden_size)
+
+    def _record_restart(self, restart: Restart) -> None:
+        """Record the begin of a pass through layers that are computed several times."""
+        program, size = self._program, self._spec.hidden_size
+        if restart.norms:
+            program.add_op("norm", vectors=[np.ones(size, np.float32)])
+        if restart.keeps is not None:
+            program.add_op("keep_inputs", first_column=restart.keeps * size)
+        if restart.adds is not None:
+            program.add_op("add_kept", first_column=restart.adds * size, vectors=[None])
+        elif restart.adds_initial and self._weights.has("initial_state"):
+            initial = self._weights.vector("initial_state", size)
+            program.add_op("add_kept", vectors=[initial])
+
+    def _record_or_repeat(self, place: int, index: int) -> None:
+        """Record a layer, or repeat the operations of one with the same weights. `place` is its index in this shard."""
+        layer = self._spec.layers[index]
+        source = index if layer.weights is None else layer.weights
+        first_op, first_cache = self._program.num_ops, self._num_caches
+        if source not in self._recorded:
+            self._record_layer(place, f"layers.{source}.", layer)
+            self._recorded[source] = range(first_op, self._program.num_ops), first_cache
+            return
+        ops, cache = self._recorded[source]
+        self._program.repeat(ops, first_cache - cache, layer.cache_groups)
+        self._num_caches += len(layer.cache_groups)
 
     def _record_layer(self, place: int, prefix: str, layer: LayerSpec) -> None:
         """Record a layer. `place` is its index in this shard."""

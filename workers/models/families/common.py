@@ -9,9 +9,9 @@ from typing import Any, Literal, NamedTuple
 from ....protocol.checkpoint.classification import TOKEN_IDS, read_num_labels
 from ....protocol.checkpoint.config_fields import ConfigFields
 from ...layers.experts_spec import GateLimit
-from ...layers.rope import RopeSpec
+from ...layers.rope import QueryScaling, RopeSpec
 from ...layers.score_head_spec import ScoreHeadSpec
-from ...layers.spec import Activation, LayerSpec, ModelSpec, QueryScaling
+from ...layers.spec import Activation, LayerSpec, ModelSpec
 
 
 class Family(NamedTuple):

@@ -7,7 +7,8 @@ from dataclasses import replace
 from ....protocol.checkpoint.config_fields import ConfigFields
 from ...layers.block_indexer_spec import BlockIndexerSpec
 from ...layers.read_rope import read_rope, read_rope_of_layer_type
-from ...layers.spec import LayerSpec, ModelSpec, NormNames, QueryScaling
+from ...layers.rope import QueryScaling
+from ...layers.spec import LayerSpec, ModelSpec, NormNames
 from .common import (
     Family,
     attention_biases,

@@ -1,1 +1,1 @@
-"""Transformer blocks whose weights several layers share, and the layers that use them."""
+"""Layers and transformer blocks whose weights several layers share, and the layers that use them."""

@@ -83,10 +83,10 @@ enum class OpKind : int32_t {
                      // vectors[0] are sinks, or null; vectors[1] are DistanceBiases with `num_columns` as zero, or
                      // null. If it `norms_values`, each head's output is normed before that
   norm_add = 6,      // residual += scale * block, normed if there is a norm
-  gated_norm_add = 54,  // residual = residual * vectors[2] + block * vectors[1], normed by vectors[0]; vectors[1] may be
-                        // null
-  final_norm = 7,    // hidden = residual, normed if there is a norm
-  head = 8,          // logits of the rows asked for, with the bias vectors[0] or null; always the last operation
+  gated_norm_add = 54,  // residual = residual * vectors[2] + block * vectors[1], normed by vectors[0]; vectors[1] may
+                        // be null
+  final_norm = 7,  // hidden = residual, normed if there is a norm
+  head = 8,        // logits of the rows asked for, with the bias vectors[0] or null; always the last operation
   sum = 9,  // target = the parts of all ranks, added in their order, + vectors[0] if there is one; of `num_columns`
             // elements
   // The four operations of a layer with experts, in this order:
@@ -167,9 +167,12 @@ enum class OpKind : int32_t {
   reduce_streams = 39,   // residual = the mean of the first stream and of products of the others in the projection
 
   // In blocks that layers share, which also read the tokens' embeddings:
-  keep_inputs = 47,   // inputs = residual
+  keep_inputs = 47,   // inputs from `first_column` on = residual
   join_inputs = 48,   // activations[0] = residual and inputs, side by side, normed by vectors[0]
   quantize_sum = 49,  // activations[0] = residual + block, normed by vectors[0]
+
+  // Where a pass through layers begins that are computed several times, whose kept states are inputs:
+  add_kept = 55,  // residual += vectors[0], or the inputs from `first_column` on if that is null
 
   // Streams with hyper-connections (phases/streams.h):
   repeat_streams = 50,  // streams = residual

@@ -68,6 +68,7 @@ void Program::add(const Op& op) {
   if (op.kind == OpKind::rotate_store && model_.kv(op).layer_bytes() != size_t(model_.shape.block_bytes))
     shares_blocks_ = true;
   shares_blocks_ |= op.mixer != nullptr;
+  keeps_states_ |= op.kind == OpKind::add_kept;
 }
 
 void Program::join_experts(const ExpertExchange& exchange) {
@@ -194,7 +195,9 @@ void Program::begin_slice(int index) {
   mixers_.begin_slice();
   if (shares_blocks_) clear_new_blocks();
   pieces_.begin_slice(ranks_.are_several() || experts_.are_any() || mixers_.are_any() ||
-                      model_.shape.is_bidirectional || model_.shape.index_dim || slice_.step.visible);
+                      model_.shape.is_bidirectional || model_.shape.index_dim || slice_.step.visible ||
+                      // A piece may be computed twice, but states must be replaced once.
+                      keeps_states_);
   if (pieces_.count()) readahead_.begin_slice();
 }
 

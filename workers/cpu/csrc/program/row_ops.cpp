@@ -119,7 +119,11 @@ void Program::run_row(const Op& op, const Rows& rows, int row) {
     case OpKind::quantize_inputs:
       return inputs_.quantize(op, rows, row);
     case OpKind::keep_inputs:
-      return void(std::copy_n(rows.residual(row), hidden_size, inputs_.row(row)));
+      return void(std::copy_n(rows.residual(row), hidden_size, inputs_.row(row) + op.first_column));
+    case OpKind::add_kept: {
+      const float* kept = op.vectors[0] ? op.vectors[0] : inputs_.row(row) + op.first_column;
+      return kernels.add_scaled(rows.residual(row), kept, 1.0f, hidden_size);
+    }
     case OpKind::join_inputs:
       return inputs_.join(op, rows, row);
     case OpKind::quantize_sum: {

@@ -1,0 +1,51 @@
+"""Passes through layers that are computed several times; see `Restart`.
+
+Shapes: T tokens of a step, D hidden size, K kept states, E = K * D.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...layers.layers import RMSNorm
+from ...layers.shared_block import Restart
+from ...layers.spec import ModelSpec
+from ..weights import WeightReader
+
+
+class Restarts:
+    """Changes hidden states where a pass begins, and holds the kept states of a step."""
+
+    def __init__(self, spec: ModelSpec, weights: WeightReader) -> None:
+        self._size, self._count = spec.hidden_size, spec.num_kept_states
+        ones_D = torch.ones(spec.hidden_size, device=weights.device)
+        self._norm = RMSNorm(ones_D, spec.norm_eps)
+        self._initial_D: Tensor | None = None
+        self._kept: list[Tensor] = []
+        first = spec.layers[0].restart
+        if first is not None and first.adds_initial and weights.has("initial_state"):
+            self._initial_D = weights.read("initial_state", spec.hidden_size)
+
+    def begin(self, kept_TE: Tensor | None, x_TD: Tensor) -> None:
+        """Take the states that the previous stage kept; None on the first stage, whose hidden states are `x_TD`."""
+        if kept_TE is None:
+            self._kept = [torch.zeros_like(x_TD)] * self._count
+        else:
+            self._kept = list(kept_TE.split(self._size, -1))
+
+    def apply(self, x_TD: Tensor, restart: Restart) -> Tensor:
+        """Return the hidden states with which a pass begins. `x_TD` may be changed."""
+        if restart.norms:
+            x_TD = self._norm(x_TD)
+        if restart.keeps is not None:
+            self._kept[restart.keeps] = x_TD
+        if restart.adds is not None:
+            return x_TD + self._kept[restart.adds]
+        if restart.adds_initial and self._initial_D is not None:
+            return x_TD + self._initial_D
+        return x_TD.clone()
+
+    def joined(self, x_TD: Tensor) -> Tensor:
+        """Return hidden states and kept states side by side, for the next stage."""
+        return torch.cat((x_TD, *self._kept), -1)
