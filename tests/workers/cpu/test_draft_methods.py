@@ -16,7 +16,6 @@ from engine.protocol.config import (
 from engine.protocol.errors import ConfigError
 from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.worker_messages import ModelRunnerOutput
-from engine.workers.attention.torch_paged import TorchPagedAttention
 from engine.workers.execution import torch_loader
 from support.draft_heads import write_eagle3_head, write_eagle_head
 from support.graph_attention import GraphTorchPaged
@@ -184,13 +183,12 @@ def test_drafts_of_models_in_torch_change_no_token(checkpoints, in_torch, name):
     check_drafts_in_torch(make_steps(checkpoints.target, method(name, **fields), **TORCH), in_torch)
 
 
-@pytest.mark.parametrize("attention", [TorchPagedAttention, GraphTorchPaged])
 @pytest.mark.parametrize("name", ["suffix", "draft_model", "eagle3"])
-def test_drafts_on_a_device_change_no_token(checkpoints, in_torch, monkeypatch, name, attention):
-    """Both with and without graphs. Some requests of a step sample from all of its rows at once, others do not."""
+def test_drafts_on_a_device_change_no_token(checkpoints, in_torch, monkeypatch, name):
+    """Some requests of a step sample from all of its rows at once, others do not. Draft models use graphs as well."""
     models = {"draft_model": checkpoints.other[0], "eagle3": checkpoints.eagle3}
     fields = {"model": str(models[name])} if name in models else {}
-    monkeypatch.setattr(torch_loader, "attention_backend", attention)
+    monkeypatch.setattr(torch_loader, "attention_backend", GraphTorchPaged)
     accelerator = HostAccelerator()
     steps = make_steps(
         checkpoints.target,
@@ -200,7 +198,7 @@ def test_drafts_on_a_device_change_no_token(checkpoints, in_torch, monkeypatch, 
         **TORCH,
     )
     check_drafts_in_torch(steps, in_torch)
-    assert (accelerator.graphs.num_replayed > 0) == (attention is GraphTorchPaged)
+    assert accelerator.graphs.num_replayed > 0
 
 
 @pytest.mark.parametrize("backend", [CPUBackend.NATIVE, CPUBackend.TORCH])
