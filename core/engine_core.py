@@ -20,7 +20,7 @@ from ..protocol import transport
 from ..protocol.arrays import int32_bytes, int32_view
 from ..protocol.config import PROTOCOL_VERSION, EngineConfig
 from ..protocol.errors import POISON_REQUEST, EngineError, PeerLostError
-from ..protocol.heartbeat import BEAT_INTERVAL_S
+from ..protocol.heartbeat import seconds_to_beat
 from ..protocol.messages import (
     AbortRequests,
     AddRequests,
@@ -71,7 +71,6 @@ from .worker_group import WorkerGroup, raise_if_worker_lost
 
 logger = logging.getLogger(__name__)
 
-BEAT_INTERVAL_MS = int(BEAT_INTERVAL_S * 1000)
 GRAMMAR_POLL_MS = 1
 """Poll interval in milliseconds while grammars are being compiled."""
 
@@ -182,7 +181,7 @@ class EngineCore:
         while not self._stop.requested:
             # One poll of all sockets is cheaper than trying to receive from a single empty one.
             is_compiling = self._grammars.is_compiling
-            timeout_ms = GRAMMAR_POLL_MS if is_compiling else BEAT_INTERVAL_MS
+            timeout_ms = GRAMMAR_POLL_MS if is_compiling else 1 + int(seconds_to_beat() * 1000)
             readable = dict(self._poller.poll(timeout_ms))
             now = time.monotonic()
             if now >= self._next_beat:
@@ -475,7 +474,7 @@ class EngineCore:
         self._workers.send(GrammarOutput(step.step, bitmask, forced))
 
     def _beat(self, now: float) -> None:
-        self._next_beat = now + BEAT_INTERVAL_S
+        self._next_beat = now + seconds_to_beat()
         waited_s = now - self._waiting_since
         if self._in_flight and waited_s > self._step_timeout_s:
             step = self._in_flight[0].step

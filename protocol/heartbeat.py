@@ -17,6 +17,15 @@ BEAT_INTERVAL_S: Final = 0.5
 """Seconds between two heartbeats."""
 
 
+def seconds_to_beat() -> float:
+    """Return the seconds until the next heartbeat.
+
+    All processes of a machine send theirs at the same times. Fewer wake-ups of an idle processor are then needed, and
+    the supervisor's memory is still in its caches when it reads the second one.
+    """
+    return BEAT_INTERVAL_S - time.monotonic() % BEAT_INTERVAL_S
+
+
 class Pulse:
     """Sends heartbeats to the supervisor until the process exits.
 
@@ -49,4 +58,4 @@ class Pulse:
             reporter.beat(
                 Heartbeat(num_steps=self._num_steps, busy_s=busy_s, num_dropped_frames=num_dropped)
             )
-            time.sleep(BEAT_INTERVAL_S)
+            time.sleep(seconds_to_beat())

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from ...protocol.heartbeat import BEAT_INTERVAL_S
+from ...protocol.heartbeat import BEAT_INTERVAL_S, seconds_to_beat
 from ...protocol.supervisor_messages import Heartbeat
 from ...protocol.transport import StatusReporter
 
@@ -56,7 +56,7 @@ class LoopWatch:
                     self._loop.call_soon_threadsafe(self._answered.set)
                 except RuntimeError:
                     break
-            self._is_closed.wait(BEAT_INTERVAL_S)
+            self._is_closed.wait(seconds_to_beat())
         self._reporter.close()
 
     def _cpu_s(self) -> float:
