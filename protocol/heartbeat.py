@@ -17,13 +17,13 @@ BEAT_INTERVAL_S: Final = 0.5
 """Seconds between two heartbeats."""
 
 
-def seconds_to_beat() -> float:
-    """Return the seconds until the next heartbeat.
+def seconds_to_beat(interval_s: float = BEAT_INTERVAL_S) -> float:
+    """Return the seconds until the next heartbeat, or until the next multiple of another interval.
 
-    All processes of a machine send theirs at the same times. Fewer wake-ups of an idle processor are then needed, and
-    the supervisor's memory is still in its caches when it reads the second one.
+    Processes of a machine send their heartbeats and do other periodic work at the same times. An idle processor then
+    wakes up less often, and what several need is still in its caches.
     """
-    return BEAT_INTERVAL_S - time.monotonic() % BEAT_INTERVAL_S
+    return interval_s - time.monotonic() % interval_s
 
 
 class Pulse:

@@ -19,6 +19,7 @@ import uvloop
 
 from ...protocol.config import FIRST_EPOCH, EngineConfig
 from ...protocol.errors import ConfigError, EngineError
+from ...protocol.heartbeat import seconds_to_beat
 from ...protocol.messages import FinishReason
 from ...protocol.supervisor_messages import Stage
 from ...protocol.transport import StatusReporter
@@ -265,7 +266,7 @@ class Frontend:
 
     async def _publish_metrics(self) -> None:
         while True:
-            await asyncio.sleep(PUBLISH_METRICS_S)
+            await asyncio.sleep(seconds_to_beat(PUBLISH_METRICS_S))
             self._engine.metrics.publish()
 
     async def _collect_garbage(self) -> None:
@@ -277,7 +278,11 @@ class Frontend:
         gc.set_threshold(young, middle, NEVER)
         collected_at = time.monotonic()
         while True:
-            await asyncio.sleep(COLLECT_S)
+            await asyncio.sleep(seconds_to_beat(COLLECT_S))
+            _, num_young, num_middle = gc.get_count()
+            if not num_young and not num_middle:
+                # Few objects were allocated since the last collection.
+                continue
             now = time.monotonic()
             is_cheap = (
                 self._engine.num_inflight <= FEW_SEQUENCES

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import uvicorn
 
+from ...protocol.heartbeat import seconds_to_beat
 from .connection import Connection
 from .descriptors import DescriptorReserve
 
@@ -47,7 +48,8 @@ class HTTPServer(uvicorn.Server):
         """Update the header `Date` each second until `exit`. uvicorn's own loop wakes up ten times as often."""
         while not await self.on_tick(0):
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._exit_requested.wait(), DATE_INTERVAL_S)
+                wait_s = seconds_to_beat(DATE_INTERVAL_S)
+                await asyncio.wait_for(self._exit_requested.wait(), wait_s)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import msgspec
 
+from ....protocol.heartbeat import seconds_to_beat
 from ....protocol.supervisor_messages import Stage
 from ...http.errors import APIError
 from ...store.client import StoreError
@@ -96,7 +97,7 @@ class BatchExecutor:
                         self._tasks[work.owner] = asyncio.create_task(self._execute(work))
             except (APIError, StoreError) as error:
                 logger.warning("cannot execute batches at the moment: %s", error)
-            await self._wait(POLL_S)
+            await self._wait(seconds_to_beat(POLL_S))
         if self._tasks:
             await asyncio.wait(self._tasks.values())
         self._serving.store.leave_duty(DUTY)

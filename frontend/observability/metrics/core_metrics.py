@@ -89,6 +89,7 @@ class SharedMetrics:
         count = config.parallel.api_server_count
         self._own = path(client_index)
         self._others = [path(index) for index in range(count) if index != client_index]
+        self._published = b""
         self._has_failed = False
 
     def load_previous(self) -> list[CoreMetrics] | None:
@@ -97,9 +98,12 @@ class SharedMetrics:
 
     def publish(self, cores: list[CoreMetrics]) -> None:
         """Write these counts for other frontends. If that fails, they read the previous counts."""
+        counts = _encode(cores)
+        if counts == self._published:
+            return
         scratch = self._own.with_suffix(".new")
         try:
-            scratch.write_bytes(_encode(cores))
+            scratch.write_bytes(counts)
             os.replace(scratch, self._own)
         except OSError as error:
             if not self._has_failed:
@@ -111,7 +115,7 @@ class SharedMetrics:
                 )
             self._has_failed = True
         else:
-            self._has_failed = False
+            self._published, self._has_failed = counts, False
 
     def total(self, cores: list[CoreMetrics]) -> list[CoreMetrics]:
         """Return `cores` plus the published counts of the other frontends."""
