@@ -17,6 +17,7 @@ from ..layers.parallel.expert_group import ExpertGroup
 from ..layers.parallel.shard import ModelShard
 from ..layers.parallel.tensor_parallel import TensorParallel
 from ..layers.spec import ModelSpec
+from ..models.experts import read_corrections, unused_experts
 from .abi import structs
 from .adapters import AdapterTable, NativeAdapters
 from .library import NotSupportedNatively
@@ -73,15 +74,14 @@ class NativeExperts(structs.ExpertLayer):
                 for each, of_kind in zip(rows, biases, strict=False):
                     of_kind.append(weights.vector(f"{each.name}.bias", each.total, each.part))
                 biases[-1].append(weights.vector(f"{name}down_proj.bias", outer_size))
-        weights.skip([f"{prefix}experts.{expert}." for expert in placement.elsewhere])
+        weights.skip(unused_experts(experts, prefix, placement.elsewhere))
         # Only one of the ranks that share an expert adds its bias.
         if not placement.adds_bias:
             biases[-1] = []
         self._vectors = [np.concatenate(of_kind) if of_kind else None for of_kind in biases]
         correction = None
         if experts.has_correction_bias:
-            name = f"{prefix}gate.e_score_correction_bias"
-            correction = weights.read_elements(name, experts.num_experts).numpy()
+            correction = read_corrections(experts, weights, f"{prefix}gate.").numpy()
         scales = None
         if experts.has_expert_scales:
             name = f"{prefix}gate.per_expert_scale"

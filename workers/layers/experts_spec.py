@@ -41,6 +41,10 @@ class ExpertsSpec:
     the experts, not to the shared MLP. A token may also choose `num_identities` experts that return their input; they
     come last.
 
+    If `has_second_mixture`, the checkpoint has a second mixture of as many experts, which only tokens of images choose,
+    and which is not used. Its experts follow the others, and its correction biases are a second row. Routers are stored
+    as [inputs, experts].
+
     If `is_hashed`, the experts of a token are instead those of its id in a stored table.
 
     If `is_shortcut`, the layer has an MLP, too. The output of the experts is added after the next layer instead of
@@ -72,5 +76,6 @@ class ExpertsSpec:
     num_identities: int = 0
     is_shortcut: bool = False
     is_hashed: bool = False
+    has_second_mixture: bool = False
     logit_softcap: float = 0.0
     logit_multiplier: float = 1.0

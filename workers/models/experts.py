@@ -8,7 +8,7 @@ those of the messages.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -38,6 +38,30 @@ _SCORES: dict[str, Callable[[Tensor], Tensor]] = {
 """The scores of experts, by the name of the scoring."""
 
 
+def read_router(spec: ExpertsSpec, weights: WeightReader, prefix: str, hidden_size: int) -> Tensor:
+    """Return the router's matrix [E, D], float32, times the multiplier of the logits."""
+    num_experts, name = spec.num_experts + spec.num_identities, f"{prefix}weight"
+    if spec.has_second_mixture:
+        weights.skip([f"{name}_1"])
+        return weights.read_float32(name, hidden_size, num_experts).T.contiguous()
+    return weights.read_float32(name, num_experts, hidden_size) * spec.logit_multiplier
+
+
+def read_corrections(spec: ExpertsSpec, weights: WeightReader, prefix: str) -> Tensor:
+    """Return the biases [E] of the scores, float32."""
+    num_experts, name = spec.num_experts + spec.num_identities, f"{prefix}e_score_correction_bias"
+    if spec.has_second_mixture:
+        return weights.read_elements(name, 2 * num_experts)[:num_experts].clone()
+    return weights.read_elements(name, num_experts)
+
+
+def unused_experts(spec: ExpertsSpec, prefix: str, elsewhere: Sequence[int]) -> list[str]:
+    """Return the prefixes of the tensors of experts that are `elsewhere`, or that no rank computes."""
+    count = spec.num_experts if spec.has_second_mixture else spec.num_identities
+    others = range(spec.num_experts, spec.num_experts + count)
+    return [f"{prefix}experts.{i}." for i in (*elsewhere, *others)]
+
+
 class Router:
     """Chooses the experts of each token, in float32."""
 
@@ -52,8 +76,7 @@ class Router:
     ) -> None:
         self._spec = spec
         num_experts = spec.num_experts + spec.num_identities
-        weight_ED = weights.read_float32(f"{prefix}weight", num_experts, hidden_size)
-        self._multiply = kernels.router_linear(weight_ED * spec.logit_multiplier)
+        self._multiply = kernels.router_linear(read_router(spec, weights, prefix, hidden_size))
         self._bias_E = (
             weights.read_vector(f"{prefix}bias", num_experts) if spec.has_router_bias else None
         )
@@ -69,9 +92,7 @@ class Router:
             self._experts_VC = table.long()
         self._correction_E = None
         if spec.has_correction_bias:
-            self._correction_E = weights.read_elements(
-                f"{prefix}e_score_correction_bias", num_experts
-            )
+            self._correction_E = read_corrections(spec, weights, prefix)
 
     def __call__(self, x_TD: Tensor, token_ids_T: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the experts, int64 [T, C], and their weights, float32 [T, C]."""
@@ -214,8 +235,7 @@ class Experts:
             if experts.has_biases:
                 gate_up_biases.append(weights.read_biases(rows))
                 down_biases.append(weights.read(f"{name}down_proj.bias", size))
-        identities = range(experts.num_experts, experts.num_experts + experts.num_identities)
-        weights.skip([f"{prefix}experts.{i}." for i in (*placement.elsewhere, *identities)])
+        weights.skip(unused_experts(experts, prefix, placement.elsewhere))
         self._gate_up_changes = self._down_changes = None
         if weights.loras is not None and kernels.finds_rows and self._group is None:
             self._gate_up_changes, self._down_changes = (

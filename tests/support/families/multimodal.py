@@ -33,6 +33,20 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "DeepseekVL": ("llama", {}),
+    "Ernie4_5_VLMoe": (
+        "ernie4_5_vl_moe_text",
+        {
+            "head_dim": 8,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "mrope_section": [1, 1, 2],
+            },
+            "moe_num_experts": 5,
+            "moe_k": 2,
+            "moe_intermediate_size": [24, 16],
+        },
+    ),
     "Exaone4_5_": ("exaone4", {"sliding_window": 9}),
     "HunYuanVL": (
         "hunyuan_vl_text",

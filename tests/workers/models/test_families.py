@@ -111,6 +111,7 @@ NATIVE = [
     "qwen3.5-moe",
     "stablelm-parallel",
     "CohereCompass",
+    "Ernie4_5_VLMoe",
     "HunYuanVL",
     "MuseGlimmer",
     "MuseSpark",

@@ -8,6 +8,7 @@ import numpy as np
 
 from ...layers.experts_spec import ExpertsSpec, GateLimit
 from ...layers.spec import NormNames
+from ...models.experts import read_router
 from ..experts import NativeExperts
 from ..library import NotSupportedNatively
 from ..program import Floats
@@ -32,12 +33,11 @@ def record_experts(
     if experts.has_router_bias:
         vectors = [weights.vector(f"{prefix}mlp.gate.bias", experts.num_experts)]
     name = f"{prefix}mlp.gate.weight"
-    router_size = experts.num_experts, spec.hidden_size
-    if experts.logit_multiplier == 1.0:
-        router = [weights.packed_float32(name, *router_size)]
+    if experts.logit_multiplier == 1.0 and not experts.has_second_mixture:
+        router = [weights.packed_float32(name, experts.num_experts, spec.hidden_size)]
     else:
-        scaled = weights.read_float32(name, *router_size) * experts.logit_multiplier
-        router = [weights.pack_float_tensor(name, scaled)]
+        matrix = read_router(experts, weights, f"{prefix}mlp.gate.", spec.hidden_size)
+        router = [weights.pack_float_tensor(name, matrix)]
     if experts.has_shared_gate:
         name = f"{prefix}mlp.shared_expert_gate.weight"
         router.append(weights.packed_float32(name, 1, spec.hidden_size))

@@ -339,7 +339,8 @@ def _gpt_oss(fields: ConfigFields) -> ModelSpec:
     return with_experts(spec, experts, tensor_names=((r"\.mlp\.router\.", ".mlp.gate."),))
 
 
-def _ernie4_5_moe(fields: ConfigFields) -> ModelSpec:
+def ernie4_5_moe(fields: ConfigFields, **differences: Any) -> ModelSpec:
+    """Return the spec of ERNIE 4.5 with experts; `differences` are those of the experts."""
     size = fields.integer("moe_intermediate_size", 1536)
     num_shared = fields.integer("moe_num_shared_experts", 2, minimum=0)
     experts = read_experts(
@@ -348,6 +349,7 @@ def _ernie4_5_moe(fields: ConfigFields) -> ModelSpec:
         6,
         has_correction_bias=True,
         shared_intermediate_size=size * num_shared,
+        **differences,
     )
     first = fields.integer("moe_layer_start_index", 1, minimum=0)
     last = fields.get("moe_layer_end_index", -1)
@@ -361,7 +363,11 @@ def _ernie4_5_moe(fields: ConfigFields) -> ModelSpec:
     fields = fields.with_defaults(head_dim=head_dim(fields))
     has_biases = fields.boolean("use_bias", False)
     return with_experts(
-        ernie4_5(fields), experts, has_experts, tensor_names=names, head_bias=has_biases
+        ernie4_5(fields),
+        experts,
+        has_listed_experts(fields, has_experts),
+        tensor_names=names,
+        head_bias=has_biases,
     )
 
 
@@ -459,9 +465,9 @@ def _llama4(fields: ConfigFields) -> ModelSpec:
 
 
 FAMILIES = (
+    Family("Ernie4_5_MoeForCausalLM", "ernie4_5_moe", ernie4_5_moe),
     Family("Llama4ForCausalLM", "llama4_text", _llama4),
     Family("Llama4ForConditionalGeneration", "llama4", _llama4),
-    Family("Ernie4_5_MoeForCausalLM", "ernie4_5_moe", _ernie4_5_moe),
     Family("GptOssForCausalLM", "gpt_oss", _gpt_oss),
     Family("HunYuanMoEV1ForCausalLM", "hunyuan_v1_moe", _hunyuan_moe),
     Family("PhiMoEForCausalLM", "phimoe", _phimoe),

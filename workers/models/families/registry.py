@@ -35,13 +35,13 @@ from . import (
     llama,
     llama_variants,
     looped,
-    muse,
     sigmoid_experts,
     state_space,
     windowed,
 )
 from .common import Family, with_score_head
 from .with_encoders import absolute, encoder_decoders, rotary
+from .with_images import ernie, muse
 
 FAMILIES = (
     *deepseek_v4.FAMILIES,
@@ -55,13 +55,14 @@ FAMILIES = (
     *llama.FAMILIES,
     *llama_variants.FAMILIES,
     *looped.FAMILIES,
-    *muse.FAMILIES,
     *sigmoid_experts.FAMILIES,
     *state_space.FAMILIES,
     *windowed.FAMILIES,
     *absolute.FAMILIES,
     *encoder_decoders.FAMILIES,
     *rotary.FAMILIES,
+    *ernie.FAMILIES,
+    *muse.FAMILIES,
 )
 _BY_ARCHITECTURE = {family.architecture: family for family in FAMILIES}
 _BY_MODEL_TYPE = {family.model_type: family for family in FAMILIES}

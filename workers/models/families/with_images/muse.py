@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from ....protocol.checkpoint.config_fields import ConfigFields
-from ...layers.read_rope import read_rope
-from ...layers.spec import LayerSpec, ModelSpec, NormNames
-from .common import Family, attention_biases, base_spec, head_dim, sliding_layers
-from .experts import has_listed_experts, read_experts, with_experts
+from .....protocol.checkpoint.config_fields import ConfigFields
+from ....layers.read_rope import read_rope
+from ....layers.spec import LayerSpec, ModelSpec, NormNames
+from ..common import Family, attention_biases, base_spec, head_dim, sliding_layers
+from ..experts import has_listed_experts, read_experts, with_experts
 
 _NORMS = NormNames(
     attention_output="post_attention_layernorm",

@@ -1,0 +1,1 @@
+"""Families that read images, whose decoders no other family has."""
