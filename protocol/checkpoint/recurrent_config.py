@@ -66,6 +66,9 @@ def read_recurrent_layer(fields: ConfigFields) -> RecurrentLayer | None:
         case "bailing_hybrid":
             _require_silu(fields)
             return _read_ling3(fields)
+        case "glm5_next" | "glm5_next_text":
+            _require_silu(fields)
+            return _read_glm5_next(fields)
         case "minimax":
             _require_silu(fields)
             num_heads = fields.integer("num_attention_heads")
@@ -282,6 +285,22 @@ def _read_kimi_delta_attention(fields: ConfigFields) -> KimiDeltaAttention:
     )
 
 
+def _read_glm5_next(fields: ConfigFields) -> KimiDeltaAttention:
+    own = fields.section("linear_attn_config") or ConfigFields({}, fields.path)
+    # A null means that decays have no bound, as in transformers.
+    bound = own.config.get("gate_lower_bound", fields.config.get("linear_lower_bound", -5.0))
+    if bound is None and own.config and own.boolean("safe_gate", True):
+        bound = -5.0
+    if bound is not None and (type(bound) not in (int, float) or bound >= 0):
+        raise fields.wrong("linear_lower_bound", "a negative number or null", bound)
+    return KimiDeltaAttention(
+        own.integer("num_heads", fields.integer("linear_num_heads", 64)),
+        own.integer("head_dim", fields.integer("linear_head_dim", 128)),
+        own.integer("short_conv_kernel_size", fields.integer("linear_conv_kernel_dim", 4)),
+        lowest_log_decay=float(bound or 0.0),
+    )
+
+
 def _read_ling3(fields: ConfigFields) -> KimiDeltaAttention:
     bound = fields.get("kda_lower_bound", -5.0)
     if type(bound) not in (int, float) or bound >= 0:
@@ -351,7 +370,7 @@ class RecurrentModel(msgspec.Struct, frozen=True):
         if is_purely_recurrent(fields):
             return cls(layer, *nominal_heads(layer))
         if isinstance(layer, KimiDeltaAttention):
-            size = fields.integer("kv_lora_rank") + fields.integer("qk_rope_head_dim")
+            size = fields.integer("kv_lora_rank") + fields.integer("qk_rope_head_dim", minimum=0)
             return cls(layer, 1, size, values_are_keys=True)
         num_heads = fields.integer("num_attention_heads")
         head_dim = fields.integer("head_dim", fields.integer("hidden_size") // num_heads)

@@ -1,7 +1,7 @@
 """The choice of the keys that the tokens of a step attend to, by an indexer.
 
 Shapes: T tokens of a step, G key/value heads, R decoding requests, M tokens of a sequence, N = R * G or G, L keys of a
-sequence, J heads of an indexer, I elements of an index key, B blocks.
+sequence, J heads of an indexer, I elements of an index key, B blocks, P keys of a block.
 """
 
 import math
@@ -73,6 +73,8 @@ def _choose(
 
     The mask is causal, and the first key is that of position 0. Of equal scores, the first ones win.
     """
+    if index.biases_PI is not None:
+        return _choose_whole(index, index.biases_PI, queries_NMJI, weights_NMJ, keys_NLI, mask_NML)
     size, num_keys = index.block_size, keys_NLI.shape[1]
     if num_keys <= index.num_chosen * size:
         return mask_NML
@@ -85,6 +87,33 @@ def _choose(
     scores_NMB = scores_NMB.masked_fill(is_local_NMB, math.inf)
     is_chosen_NMB = highest(scores_NMB, index.num_chosen)
     is_chosen_NML = is_chosen_NMB.repeat_interleave(size, -1)[..., :num_keys]
+    return mask_NML.masked_fill(~is_chosen_NML, -math.inf)
+
+
+def _choose_whole(
+    index: IndexQueries,
+    biases_PI: Tensor,
+    queries_NMJI: Tensor,
+    weights_NMJ: Tensor | None,
+    keys_NLI: Tensor,
+    mask_NML: Tensor,
+) -> Tensor:
+    """Return `mask_NML` with -inf for the keys of whole blocks that are not chosen; see `IndexQueries.biases_PI`.
+
+    Each of `keys_NLI` is followed by its logits.
+    """
+    size, num_keys = index.block_size, keys_NLI.shape[1]
+    num_blocks = num_keys // size
+    if num_blocks <= index.num_chosen:
+        return mask_NML
+    end = num_blocks * size
+    keys_NBPI, logits_NBPI = keys_NLI[:, :end].float().unflatten(1, (-1, size)).chunk(2, -1)
+    keys_NBI = (keys_NBPI * (logits_NBPI + biases_PI).softmax(2)).sum(2)
+    scores_NMB = _scores(queries_NMJI, weights_NMJ, keys_NBI, mask_NML[..., size - 1 : end : size])
+    is_chosen_NML = highest(scores_NMB, index.num_chosen).repeat_interleave(size, -1)
+    num_whole_NM1 = (mask_NML == 0).sum(-1, keepdim=True) // size
+    is_later_NML = torch.arange(num_keys, device=mask_NML.device) >= num_whole_NM1 * size
+    is_chosen_NML = is_later_NML | F.pad(is_chosen_NML, (0, num_keys - end))
     return mask_NML.masked_fill(~is_chosen_NML, -math.inf)
 
 

@@ -122,6 +122,10 @@ class IndexQueries:
     the indexer: the head's weight times the positive part of its product. The keys are divided into blocks of
     `block_size`, and the score of a block is the largest one of its keys. A token attends to `num_chosen` blocks: to
     its own and those just before it, `num_local` in all, and to the blocks with the highest scores.
+
+    With `biases_PI`, which has a row for each key of a block, an index key is followed by as many logits. A block then
+    has one index key: the sum of its index keys times a softmax of their logits plus the biases, element by element. A
+    token attends to `num_chosen` of the blocks that end at or before it, and to all keys after the last of these.
     """
 
     keys_T1I: Tensor
@@ -130,6 +134,7 @@ class IndexQueries:
     num_chosen: int
     block_size: int = 1
     num_local: int = 0
+    biases_PI: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

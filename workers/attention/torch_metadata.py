@@ -41,11 +41,11 @@ class Masks:
     tiles: list[list[Tensor]]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True)
 class TorchPagedMetadata:
-    """The metadata of one step: the cache rows to write, and the pages to read for each window.
+    """The metadata of one step in a KV-cache group: the cache rows to write, and the pages to read for each window.
 
-    `chosen` leaves only the keys that an indexer has chosen last.
+    `chosen` leaves only the keys that an indexer of the group has chosen last.
     """
 
     cache_rows: Tensor  # [T * P * G] rows of the cache, viewed as [..., K]
@@ -55,10 +55,7 @@ class TorchPagedMetadata:
     chosen: Masks | None = None
 
     def masks(self, layer: AttentionLayer) -> Masks:
-        """Return the masks for a layer's attention."""
-        if layer.is_sparse:
-            assert self.chosen is not None, "an earlier layer has an indexer"
-            return self.chosen
+        """Return the masks for a layer's attention, if it attends to all keys."""
         return Masks(
             [bucket.mask_N1L for bucket in self.decodes[layer.window]],
             [[tile.mask_ML for tile in prefill.tiles] for prefill in self.prefills[layer.window]],

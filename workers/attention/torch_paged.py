@@ -20,6 +20,7 @@ of a bucket), B pages of a head, L = B * block_size keys, N = R * G, M = queries
 """
 
 import math
+import weakref
 from collections.abc import Collection, Iterator
 
 import numpy as np
@@ -32,7 +33,7 @@ from ..batch import AttentionBatch
 from ..layers.window import Window, first_visible
 from .chosen_keys import choose_keys
 from .interface import AttentionBackend, AttentionLayer, AttentionSpec, IndexQueries
-from .torch_metadata import DecodeBucket, Prefill, TorchPagedMetadata
+from .torch_metadata import DecodeBucket, Masks, Prefill, TorchPagedMetadata
 from .torch_tiles import LONGEST_SINGLE_SUM, QueryTiles
 
 # Maximum size of the gathered keys and values of a bucket, so that they fit into the CPU cache.
@@ -51,6 +52,8 @@ class TorchPagedAttention(AttentionBackend):
         has_index_page = bool(spec.index_dim) and not spec.latent_rank
         self._own_pages = range(own_pages)
         self._index_pages = range(own_pages, own_pages + has_index_page)
+        # The metadata of the last indexer's KV-cache group. Layers of other groups use its choice, too.
+        self._chooser: weakref.ref[TorchPagedMetadata] | None = None
 
     def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
         """Return [num_blocks, P, G, block_size, K], or [num_blocks, pages, block_size, K] if layers share a tensor."""
@@ -192,6 +195,7 @@ class TorchPagedAttention(AttentionBackend):
         if index is not None:
             pages = kv_cache.view(-1, self.block_size * self.head_dim)
             metadata.chosen = choose_keys(index, pages, metadata, layer.window, self.spec)
+            self._chooser = weakref.ref(metadata)
         return self.attend(q_THK, kv_cache, metadata, layer)
 
     def store(
@@ -250,6 +254,15 @@ class TorchPagedAttention(AttentionBackend):
         attended_THK = self._attend_pages(filled_THK, pages, metadata, layer)
         return attended_THK[..., : self.value_dim].to(q_THK.dtype)
 
+    def _last_choice(self) -> Masks:
+        """Return the masks that leave only the keys that an indexer has chosen last in this step.
+
+        Masks depend only on the positions of tokens, which are the same in all groups.
+        """
+        chooser = None if self._chooser is None else self._chooser()
+        assert chooser is not None and chooser.chosen is not None, "an earlier layer has an indexer"
+        return chooser.chosen
+
     def _attend_pages(
         self,
         q_THK: Tensor,
@@ -257,7 +270,7 @@ class TorchPagedAttention(AttentionBackend):
         metadata: TorchPagedMetadata,
         layer: AttentionLayer,
     ) -> Tensor:
-        masks = metadata.masks(layer)
+        masks = self._last_choice() if layer.is_sparse else metadata.masks(layer)
         decodes, prefills = metadata.decodes[layer.window], metadata.prefills[layer.window]
         if len(decodes) == 1 and decodes[0].tokens is None:
             return self._decode(q_THK, pages, decodes[0], masks.decodes[0], layer)

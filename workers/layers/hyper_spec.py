@@ -15,9 +15,12 @@ class HyperConnectionsSpec:
     streams (arXiv 2512.24880). The factors of these sums are a softmax of the streams' logits, plus `eps`. They are
     then divided by the sums of their columns and of their rows, in turn, `num_iterations` times. Each divisor is
     increased by `eps`, and the last ones are sums of columns.
+
+    If `averages_last`, the final norm reads the mean of the streams instead.
     """
 
     num_streams: int
     output_scale: float = 2.0
     eps: float = 1e-6
     num_iterations: int = 0
+    averages_last: bool = False

@@ -15,6 +15,11 @@ class IndexerSpec:
     the order `rope_order`. The norm of index keys has the epsilon `norm_eps`. The score
     of a key for a token is a sum over `num_heads` heads: the head's weight, times the positive part of the product of
     its index query and the index key. A token attends to the `num_chosen` keys with the highest scores.
+
+    With a `group_size` above 1, a token chooses groups of that many keys (GLM-5.3-Flash). Besides its index key, a
+    token has a logit for each element of it. The index key of a group is a sum of its tokens' index keys, whose factors
+    are a softmax of the logits plus a bias for each place in the group. A token attends to `num_chosen` of the groups
+    that are complete, and to the keys after the last of these.
     """
 
     num_heads: int
@@ -23,6 +28,22 @@ class IndexerSpec:
     rope_order: RopeOrder = "half"
     rotates_last: bool = False
     norm_eps: float = 1e-6
+    group_size: int = 1
+
+    @property
+    def num_tokens(self) -> int:
+        """The length of the longest sequence in which all keys are chosen."""
+        return (self.num_chosen + 1) * self.group_size - 1
+
+    @property
+    def has_groups(self) -> bool:
+        """True if tokens choose groups of several keys."""
+        return self.group_size > 1
+
+    @property
+    def key_elements(self) -> int:
+        """The number of elements that the cache has for a token's index key and its logits."""
+        return self.head_dim * (1 + self.has_groups)
 
 
 @dataclass(frozen=True, slots=True)

@@ -340,11 +340,11 @@ class ModelSpec:
 
     @property
     def index_dim(self) -> int:
-        """The number of elements of a token's index key; 0 without an indexer."""
+        """The number of elements in the cache for a token's index key; 0 without an indexer."""
         if self.block_indexer is not None:
             return self.block_indexer.head_dim
         indexer = None if self.latent is None else self.latent.indexer
-        return 0 if indexer is None else indexer.head_dim
+        return 0 if indexer is None else indexer.key_elements
 
     @property
     def output_dim(self) -> int:

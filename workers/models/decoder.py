@@ -27,7 +27,7 @@ from ..loaders.checkpoint import Checkpoint
 from .altup import AltUpLayer, Streams
 from .cross_attention import QueryRecorder
 from .decoder_layer import DecoderLayer, added, read_norm
-from .hyper_connections import HyperLayer, StreamSum
+from .hyper_connections import HyperLayer, StreamMean, StreamSum
 from .lora.adapters import LoraAdapters
 from .lora.vocabulary import embedding_changes, head_changes
 from .per_layer_inputs import PerLayerInputs
@@ -141,11 +141,13 @@ class Decoder(TorchDecoder):
         for previous, current in pairwise(self._layers):
             if isinstance(previous, DecoderLayer) and isinstance(current, DecoderLayer):
                 current.previous = previous if previous.shortcut is not None else None
-        self._last_streams: Streams | StreamSum | None = None
+        self._last_streams: Streams | StreamMean | StreamSum | None = None
         if shard.is_last:
-            if spec.hyper_connections is not None:
-                self._last_streams = StreamSum(
-                    spec, spec.hyper_connections, weights, "head_hc", kernels
+            if (hyper := spec.hyper_connections) is not None:
+                self._last_streams = (
+                    StreamMean(hyper)
+                    if hyper.averages_last
+                    else StreamSum(spec, hyper, weights, "head_hc", kernels)
                 )
             if spec.altup is not None:
                 self._last_streams = Streams(

@@ -64,6 +64,17 @@ class StreamSum:
         return x_TD.to(x_TE.dtype), logits[:, streams:]
 
 
+class StreamMean:
+    """The mean of a token's streams."""
+
+    def __init__(self, hyper: HyperConnectionsSpec) -> None:
+        self._num_streams = hyper.num_streams
+
+    def reduce(self, x_TE: Tensor) -> Tensor:
+        """Return the mean [T, D] in the dtype of the streams."""
+        return x_TE.unflatten(-1, (self._num_streams, -1)).mean(1)
+
+
 class HyperConnection(StreamSum):
     """The connection of one block to the streams: it reads a sum of them, and its output is added to each."""
 

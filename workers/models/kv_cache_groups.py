@@ -90,8 +90,8 @@ def _without_needless_indexers(spec: ModelSpec, max_model_len: int) -> ModelSpec
         return _without_needless_index_keys(spec, compressed, max_model_len)
     if blocks is not None and max_model_len <= blocks.num_tokens:
         spec = replace(spec, block_indexer=None)
-    elif latent is not None and latent.indexer and max_model_len <= latent.indexer.num_chosen:
-        head_dim = spec.head_dim - latent.indexer.head_dim
+    elif latent is not None and latent.indexer and max_model_len <= latent.indexer.num_tokens:
+        head_dim = spec.head_dim - latent.indexer.key_elements
         spec = replace(spec, latent=replace(latent, indexer=None), head_dim=head_dim)
     else:
         return spec

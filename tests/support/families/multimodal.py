@@ -3,6 +3,7 @@
 from typing import Any
 
 from support.families.experts import LATENT
+from support.families.recurrent import GROUPED_KEYS
 
 MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
 VISION_SIZES = {
@@ -73,6 +74,7 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_intermediate_size": 24,
         },
     ),
+    "Glm5Next": ("glm5_next_text", GROUPED_KEYS),
     "GraniteDocling": ("granite_docling_text", {"logits_scaling": 0.5}),
     "HyperCLOVAXVisionV2": ("hyperclovax", {}),
     "Kimi_K25": (

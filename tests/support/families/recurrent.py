@@ -37,6 +37,29 @@ SHARED_BLOCKS = {
     "use_shared_attention_adapter": True,
     "use_mem_rope": True,
 }
+GROUPED_KEYS = {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", *["indexed_attention"] * 3],
+    "indexer_types": ["full", "full", "shared", "full"],
+    "mlp_layer_types": ["dense", *["sparse"] * 3],
+    "num_key_value_heads": 6,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 10,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "index_topk": 15,
+    "index_kpool": 3,
+    "index_head_dim": 16,
+    "index_n_heads": 16,
+    "linear_num_heads": 3,
+    "linear_head_dim": 16,
+    "hc_mult": 3,
+    "swiglu_limit": 0.5,
+}
+"""Groups of keys that do not divide a block. A layer uses the choice of a layer whose cache is in another group."""
 RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     "mamba": ("Mamba", MAMBA | {"use_bias": True}),
     "falcon-mamba": ("FalconMamba", MAMBA | {"use_conv_bias": False, "expand": 3}),

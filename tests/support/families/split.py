@@ -58,6 +58,18 @@ INDEXED = {
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
 }
+SPLIT_GROUPS = {
+    # Both stages begin with a layer without keys. The second one has an indexer of its own.
+    "num_hidden_layers": 6,
+    "layer_types": ["linear_attention", *["indexed_attention"] * 2] * 2,
+    "indexer_types": ["full", "full", "shared"] * 2,
+    "mlp_layer_types": ["dense", *["sparse"] * 5],
+    "num_key_value_heads": 12,
+    # A block has room for a recurrent state.
+    "kv_lora_rank": 160,
+    "linear_num_heads": 4,
+    "linear_head_dim": 8,
+}
 SMALL_VALUES = {
     # Layers with a window have twice as many keys and values, which each rank has some of.
     "num_key_value_heads": 2,

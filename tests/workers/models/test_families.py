@@ -145,7 +145,7 @@ def references(tmp_path_factory):
     return cache(make)
 
 
-@pytest.fixture(scope="module", params=[*CONFIGS, *(f"{name} native" for name in NATIVE)])
+@pytest.fixture(scope="module", params=[*CONFIGS, "Glm5Next", *(f"{x} native" for x in NATIVE)])
 def models(request, references):
     """Engine's decoder and the model of transformers."""
     name, *native = request.param.split()

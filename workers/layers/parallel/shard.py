@@ -59,7 +59,7 @@ class ModelShard:
 
         Stages differ by at most one layer, and the last one, which also has the head, has the fewest. A layer that
         reads the keys and values of another layer must be in the same stage. If that makes the last stage longer, the
-        others divide the rest. In a model with indexers, every stage begins with a layer that has one.
+        others divide the rest. In a model with indexers, the first layer of every stage that attends has one.
         """
         num_layers = len(spec.layers)
         starts = [-(-num_layers * i // num_stages) for i in range(num_stages)]
@@ -67,13 +67,11 @@ class ModelShard:
         if limit is not None and starts[-1] > limit:
             starts = [-(-limit * i // (num_stages - 1)) for i in range(num_stages)]
         if spec.latent is not None and spec.latent.indexer is not None:
-            starts = [
-                max(i for i in range(start + 1) if spec.layers[i].chooses_keys) for start in starts
-            ]
+            starts = [max(i for i in range(x + 1) if _may_begin(spec, i)) for x in starts]
             if len(set(starts)) < num_stages:
                 raise ConfigError(
-                    f"--pipeline-parallel-size {num_stages}: every stage must begin with a layer that "
-                    f"selects keys, and too few of the model's {num_layers} layers do; use fewer stages"
+                    f"--pipeline-parallel-size {num_stages}: the first attention layer of every stage must select "
+                    f"keys, and too few of the model's {num_layers} layers do; use fewer stages"
                 )
         # The experts of the layer before a stage's first one must not be added within the stage.
         shortcuts = [x.experts is not None and x.experts.is_shortcut for x in spec.layers]
@@ -114,3 +112,9 @@ class ModelShard:
         own = (self.expert_group or parallel).part(experts.num_experts)
         elsewhere = tuple(expert for expert in every if expert not in own)
         return ExpertPlacement(own, elsewhere, range(experts.intermediate_size), adds_bias=True)
+
+
+def _may_begin(spec: ModelSpec, index: int) -> bool:
+    """Return whether a stage may begin with this layer: its first attention layer must not use an earlier choice."""
+    following = (layer.chooses_keys for layer in spec.layers[index:] if layer.attends)
+    return next(following, True)

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ....protocol.checkpoint.config_fields import ConfigFields
+from ...layers.experts_spec import GateLimit
+from ...layers.hyper_spec import HyperConnectionsSpec
+from ...layers.latent_spec import IndexerSpec
 from ...layers.read_rope import read_rope
 from ...layers.spec import ModelSpec
 from .common import Family, read_limits, with_limits
@@ -15,7 +20,7 @@ from .experts import (
     with_experts,
 )
 from .hybrid import layer_indices, mixed_layers
-from .latent import latent_spec
+from .latent import latent_spec, with_indexers
 
 
 def _kimi_linear(fields: ConfigFields) -> ModelSpec:
@@ -109,7 +114,86 @@ def _ling3(fields: ConfigFields) -> ModelSpec:
     )
 
 
+def _glm5_next(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of a GLM-5.3-Flash: hyper-connections, and attention to groups of keys that indexers choose."""
+    fields = fields.with_defaults(
+        max_position_embeddings=1_048_576,
+        rms_norm_eps=1e-5,
+        q_lora_rank=1536,
+        kv_lora_rank=512,
+        qk_nope_head_dim=256,
+        qk_rope_head_dim=0,
+        v_head_dim=256,
+        n_routed_experts=288,
+        n_shared_experts=1,
+        moe_intermediate_size=2048,
+        routed_scaling_factor=2.5,
+        num_nextn_predict_layers=1,
+    )
+    if fields.integer("qk_rope_head_dim", minimum=0):
+        raise fields.wrong("qk_rope_head_dim", "0", fields.get("qk_rope_head_dim"))
+    count = fields.layer_count("num_hidden_layers")
+    kinds = fields.per_layer("layer_types", count)
+    if kinds is not None:
+        kinds = ["full_attention" if kind == "indexed_attention" else kind for kind in kinds]
+    # The config's head size is that of rotated elements.
+    fields = fields.with_values(
+        {"layer_types": kinds, "head_dim": fields.integer("qk_nope_head_dim")}
+    )
+    layers = mixed_layers(fields, None, lambda i: i % 4 == 3, ("layer_types",))
+    recurrent = "|".join(str(i) for i, layer in enumerate(layers) if not layer.attends)
+    spec = latent_spec(fields, layers=with_indexers(fields, layers))
+    latent, indexer = spec.latent, _grouped_indexer(fields)
+    assert latent is not None, "the family has latent attention"
+    if latent.query_rank is None:
+        raise fields.error("q_lora_rank is missing, but index queries are computed from its vector")
+    pooling = r"\.indexer\.index_kpool_compress_"
+    spec = replace(
+        spec,
+        latent=replace(latent, norm_eps=spec.norm_eps, indexer=indexer),
+        head_dim=spec.head_dim + indexer.key_elements,
+        hyper_connections=HyperConnectionsSpec(
+            fields.integer("hc_mult", 4),
+            eps=fields.number("hc_eps", 1e-6),
+            num_iterations=fields.integer("hc_sinkhorn_iters", 20),
+            averages_last=True,
+        ),
+        tensor_names=(
+            *unused_layers(fields),
+            (r"\.self_attn\.forget_gate\.", ".self_attn."),
+            (rf"\.layers\.({recurrent})\.self_attn\.", r".layers.\1.mixer."),
+            (r"\.mixer\.o_proj\.", ".mixer.out_proj."),
+            (r"\.mixer\.o_norm\.", ".mixer.norm."),
+            (r"\.hc_attn_", ".attn_hc."),
+            (r"\.(hc_ffn_|ffn_hc\.)", ".mlp_hc."),
+            (f".*{pooling}.*", "")
+            if not indexer.has_groups
+            else (f"{pooling}gate$", ".indexer.gate_proj.weight"),
+            (f"{pooling}ape$", ".indexer.position_bias"),
+        ),
+    )
+    limits = [GateLimit(fields.positive("swiglu_limit", 10.0))] * count
+    has_experts = has_listed_experts(fields, first_dense(fields, 3))
+    return with_limits(with_experts(spec, deepseek_experts(fields), has_experts), limits, limits)
+
+
+def _grouped_indexer(fields: ConfigFields) -> IndexerSpec:
+    size, num_keys = fields.integer("index_kpool", 16), fields.integer("index_topk", 2048)
+    if num_keys % size:
+        raise fields.error(f"index_topk {num_keys} must be a multiple of index_kpool {size}")
+    if not fields.boolean("index_kpool_always_select_tail", True):
+        # The first tokens would attend to nothing.
+        raise fields.wrong("index_kpool_always_select_tail", "true", False)
+    return IndexerSpec(
+        fields.integer("index_n_heads", 32),
+        fields.integer("index_head_dim", 128),
+        num_keys // size,
+        group_size=size,
+    )
+
+
 FAMILIES = (
     Family("BailingHybridForCausalLM", "bailing_hybrid", _ling3),
+    Family("Glm5NextForConditionalGeneration", "glm5_next_text", _glm5_next),
     Family("KimiLinearForCausalLM", "kimi_linear", _kimi_linear),
 )

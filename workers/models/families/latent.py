@@ -28,14 +28,15 @@ from .llama import llama4_scaling
 
 def latent_spec(fields: ConfigFields, **differences: Any) -> ModelSpec:
     """Return the spec of a model with latent attention, changed by `differences`; by default all layers are equal."""
+    layers = differences.pop("layers", None)
+    rotates = layers is None or any(layer.rope for layer in layers)
     latent = LatentSpec(
         fields.optional_integer("q_lora_rank"),
         fields.integer("kv_lora_rank"),
         fields.integer("qk_nope_head_dim"),
-        fields.integer("qk_rope_head_dim"),
+        fields.integer("qk_rope_head_dim", minimum=int(rotates)),
         fields.integer("v_head_dim"),
     )
-    layers = differences.pop("layers", None)
     if layers is None:
         layers = uniform_layers(fields, read_rope(fields, latent.rotary_dim))
     return base_spec(
@@ -124,7 +125,7 @@ def _sparse_latent(fields: ConfigFields) -> ModelSpec:
         spec,
         latent=replace(latent, indexer=indexer),
         head_dim=spec.head_dim + indexer.head_dim,
-        layers=_with_indexers(fields, spec.layers),
+        layers=with_indexers(fields, spec.layers),
     )
 
 
@@ -201,8 +202,11 @@ def _axk2(fields: ConfigFields) -> ModelSpec:
     )
 
 
-def _with_indexers(fields: ConfigFields, layers: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
-    """Return the layers with indexers. Layers whose type is "full" choose keys; the others reuse that choice."""
+def with_indexers(fields: ConfigFields, layers: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
+    """Return the layers with indexers. Layers whose type is "full" choose keys; the others reuse that choice.
+
+    Only layers with attention have a type that matters.
+    """
     kinds = fields.per_layer("indexer_types", len(layers))
     if kinds is None and (pattern := fields.get("index_topk_pattern")) is not None:
         letters = {"F": "full", "S": "shared"}
@@ -215,13 +219,15 @@ def _with_indexers(fields: ConfigFields, layers: tuple[LayerSpec, ...]) -> tuple
         kinds = [
             "shared" if max(i - offset + 1, 0) % period else "full" for i in range(len(layers))
         ]
-    if len(kinds) != len(layers) or kinds[0] != "full" or not {"full", "shared"}.issuperset(kinds):
+    first = next(i for i, layer in enumerate(layers) if layer.attends)
+    is_known = len(kinds) == len(layers) and {"full", "shared"}.issuperset(kinds)
+    if not is_known or kinds[first] != "full":
         raise fields.error(
-            f"indexer_types must be full or shared for each of {len(layers)} layers and full for the first, "
-            f"got {kinds!r}"
+            f"indexer_types must be full or shared for each of {len(layers)} layers and full for layer {first}, the "
+            f"first with attention, got {kinds!r}"
         )
     return tuple(
-        replace(layer, chooses_keys=kind == "full")
+        replace(layer, chooses_keys=layer.attends and kind == "full")
         for layer, kind in zip(layers, kinds, strict=True)
     )
 

@@ -1,9 +1,11 @@
 """The indexer of sparse latent attention; see `IndexerSpec`. Every rank has the whole indexer.
 
-Shapes: T tokens of a step, J heads of the indexer, I elements of an index key, R rotated ones.
+Shapes: T tokens of a step, J heads of the indexer, I elements of an index key, R rotated ones, P keys of a group.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -23,8 +25,8 @@ class Indexer:
         self, latent: LatentSpec, indexer: IndexerSpec, weights: WeightReader, prefix: str
     ) -> None:
         self._indexer = indexer
-        self.sizes = [indexer.head_dim, indexer.num_heads]
         self.first_rows = index_rows(latent, indexer, prefix)
+        self.sizes = [len(rows.part) for rows in self.first_rows]
         self.query_rows = index_query_rows(latent, indexer, prefix)
         order = index_order(latent, indexer).to(weights.device)
         weight_I, bias_I = (
@@ -32,29 +34,51 @@ class Indexer:
             for each in ("weight", "bias")
         )
         self._norm = LayerNorm(weight_I, indexer.norm_eps, bias_I)
+        self._biases_PI: Tensor | None = None
+        if indexer.has_groups:
+            self._biases_PI = weights.read_float32(
+                f"{prefix}indexer.position_bias", indexer.group_size, indexer.head_dim
+            )[:, order]
 
     def queries(
-        self, k_TI: Tensor, q_TF: Tensor, weights_TJ: Tensor, tables: RotaryTables | None
+        self, projected: Sequence[Tensor], q_TF: Tensor, tables: RotaryTables | None
     ) -> IndexQueries:
-        """Return the index keys and queries, given them before norm and rotation, and the weights of heads."""
+        """Return the index keys and queries.
+
+        Args:
+            projected: The products of hidden states with `first_rows`.
+            q_TF: The index queries before rotation.
+            tables: The rotary tables of the step.
+        """
         indexer = self._indexer
+        k_TI, weights_TJ, *logits = projected
         k_T1I = self._norm(k_TI).unsqueeze(1)
         q_TJI = q_TF.unflatten(-1, (indexer.num_heads, indexer.head_dim))
         if tables is not None:
             k_T1I, q_TJI = apply_rotary(k_T1I, tables), apply_rotary(q_TJI, tables)
+        k_T1I = torch.cat((k_T1I, *(each.unsqueeze(1) for each in logits)), -1)
         weights_TJ = weights_TJ * (indexer.head_dim * indexer.num_heads) ** -0.5
-        return IndexQueries(k_T1I, q_TJI.unsqueeze(1), weights_TJ.unsqueeze(1), indexer.num_chosen)
+        return IndexQueries(
+            k_T1I,
+            q_TJI.unsqueeze(1),
+            weights_TJ.unsqueeze(1),
+            indexer.num_chosen,
+            indexer.group_size,
+            biases_PI=self._biases_PI,
+        )
 
 
 def index_rows(latent: LatentSpec, indexer: IndexerSpec, prefix: str) -> list[Rows]:
-    """Return the rows of two projections of hidden states: to index keys, and to the weights of heads."""
+    """Return the rows of the projections of hidden states: to index keys, weights of heads, and logits of groups."""
     size, count = indexer.head_dim, indexer.num_heads
-    return [
-        Rows(
-            f"{prefix}indexer.wk", size, range(size), index_order(latent, indexer), has_bias=False
-        ),
+    order = index_order(latent, indexer)
+    rows = [
+        Rows(f"{prefix}indexer.wk", size, range(size), order, has_bias=False),
         Rows(f"{prefix}indexer.weights_proj", count, range(count), has_bias=False),
     ]
+    if indexer.has_groups:
+        rows.append(Rows(f"{prefix}indexer.gate_proj", size, range(size), order, has_bias=False))
+    return rows
 
 
 def index_query_rows(latent: LatentSpec, indexer: IndexerSpec, prefix: str) -> Rows:

@@ -148,7 +148,7 @@ class LatentAttention:
         k_T1K = torch.cat((c_T1C, rotated_TSR[:, self._num_heads :]), -1)
         index = None
         if self._indexer is not None:
-            index = self._indexer.queries(others[0], index_queries_TF, others[1], tables)
+            index = self._indexer.queries(others, index_queries_TF, tables)
         attended_THC = self._backend.forward_projected(
             torch.cat((q_THK, k_T1K), 1),
             k_T1K,
