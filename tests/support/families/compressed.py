@@ -39,4 +39,20 @@ HASHED = COMPRESSED | {
 }
 """Sizes that two workers can share; the experts of later layers are chosen by the token, too."""
 
-WITH_ENTRIES = {"deepseek-v4": ("DeepseekV4", COMPRESSED)}
+WITH_ENTRIES = {
+    "deepseek-v4": ("DeepseekV4", COMPRESSED),
+    # No layer needs its indexer. Entries summarize more tokens than the window has, and there is one stream.
+    "deepseek-v4-unlimited": (
+        "DeepseekV4",
+        COMPRESSED
+        | {
+            "index_topk": 100,
+            "hc_mult": 1,
+            "o_groups": 1,
+            "sliding_window": 3,
+            "scoring_func": "sigmoid",
+            "swiglu_limit": 10.0,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    ),
+}

@@ -6,16 +6,20 @@ import pytest
 import torch
 import transformers
 from support.decoders import Runner, load_decoder
+from support.families import make_reference
 
 pytestmark = pytest.mark.slow
 
 NUM_TOKENS = 40
 
 
-@pytest.fixture(scope="module")
-def decoder(tmp_path_factory):
-    """Load a decoder whose MLP rows are so long that oneDNN would sum a single one differently."""
+@pytest.fixture(scope="module", params=["long rows", "entries"])
+def decoder(request, tmp_path_factory):
+    """Load a decoder whose MLP rows are so long that oneDNN would sum a single one differently, or with entries."""
     path = tmp_path_factory.mktemp("model")
+    if request.param == "entries":
+        make_reference("deepseek-v4", vocab_size=128).save_pretrained(path)
+        return load_decoder(path, dtype=torch.bfloat16, max_model_len=2048, block_size=16)
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=128,

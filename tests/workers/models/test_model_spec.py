@@ -31,6 +31,13 @@ MIXTURE = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 16,
 }
+V4 = {
+    "architectures": ["DeepseekV4ForCausalLM"],
+    "model_type": "deepseek_v4",
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "moe_intermediate_size": 16,
+}
 # As published: everything else is the default of transformers' class.
 GEMMA3_4B = {
     "architectures": ["Gemma3ForConditionalGeneration"],
@@ -162,6 +169,12 @@ def test_gemma3_reads_the_same_after_a_round_trip_through_transformers_5():
             {"architectures": ["GptOssForCausalLM"], "swiglu_limit": 9.5},
             "swiglu_limit must be 7.0, got 9.5",
         ),
+        (V4 | {"o_groups": 7}, "num_attention_heads 8 must be a multiple of o_groups 7"),
+        (V4 | {"compress_ratios": [0, 8, 4, 4]}, "compress_ratios must be 0, 4 or 128 for each"),
+        (V4 | {"compress_ratios": [4]}, "compress_ratios must be 0, 4 or 128 for each"),
+        (V4 | {"layer_types": ["full_attention"] * 4}, "layer_types has 'full_attention'"),
+        (V4 | {"partial_rotary_factor": 0.01}, "partial_rotary_factor gives 0 rotated elements"),
+        (V4 | {"rope_scaling": {"type": "dynamic", "factor": 2}}, "only the rope types default"),
         (MIXTURE | {"num_experts": 8, "n_group": 3}, "n_group 3 must divide 8 experts"),
         (
             MIXTURE | {"num_experts": 8, "n_group": 4, "topk_group": 5},

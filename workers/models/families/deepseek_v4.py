@@ -16,6 +16,12 @@ from ...layers.spec import LayerSpec, ModelSpec
 from .common import Family, base_spec, head_dim
 from .experts import read_experts, unused_layers
 
+_KINDS = {
+    0: "sliding_attention",
+    4: "compressed_sparse_attention",
+    128: "heavily_compressed_attention",
+}
+"""The types of layers by the number of tokens that an entry summarizes."""
 _SCORINGS = {"sqrtsoftplus": "sqrt softplus", "sigmoid": "sigmoid", "softmax": "softmax"}
 _NAMES = (
     (r"^embed\.", "embed_tokens."),
@@ -152,18 +158,20 @@ def _layers(fields: ConfigFields, compressed: CompressedSpec) -> list[LayerSpec]
 
 
 def _layer_types(fields: ConfigFields, count: int) -> list[Any]:
-    ratios = fields.get("compress_ratios")
-    kinds = {0: "sliding", 4: "compressed_sparse", 128: "heavily_compressed"}
-    if fields.get("layer_types") is None and isinstance(ratios, list) and len(ratios) >= count:
-        # The layers after the last are for multi-token prediction.
-        return [f"{kinds.get(x, x)}_attention" for x in ratios[:count]]
     found = fields.per_layer("layer_types", count)
     if found is not None:
         return found
-    return [
-        "compressed_sparse_attention" if i >= 2 and i % 2 else "heavily_compressed_attention"
-        for i in range(count)
-    ]
+    ratios = fields.get("compress_ratios")
+    if ratios is None:
+        return [
+            "compressed_sparse_attention" if i >= 2 and i % 2 else "heavily_compressed_attention"
+            for i in range(count)
+        ]
+    # The layers after the last are for multi-token prediction.
+    used = ratios[:count] if isinstance(ratios, list) else []
+    if len(used) < count or not all(type(x) is int and x in _KINDS for x in used):
+        raise fields.wrong("compress_ratios", f"0, 4 or 128 for each of {count} layers", ratios)
+    return [_KINDS[x] for x in used]
 
 
 def _hashed_layers(fields: ConfigFields) -> list[bool]:
