@@ -20,7 +20,7 @@ _SINGLE = "model.safetensors"
 # Matches a tensor that contains the matrices, biases or scales of all experts of a layer.
 _STACKED = re.compile(
     r"(?P<block>.*\.(?:experts|moe(?=\.(?:gate|up|down)_proj)|block_sparse_moe(?=\.(?:in|out)put_linear)))\."
-    r"(?P<module>gate_up_proj|gate_proj|up_proj|down_proj|input_linear|output_linear)"
+    r"(?P<module>gate_up_proj|gate_proj|up_proj|down_proj|input_linear|output_linear|fc[12])"
     r"(?:[._](?P<tensor>[a-z_]+))?"
 )
 # Files that may be next to a model but are not its weights: Mistral's own format of them, and LoRA adapters.
@@ -51,6 +51,8 @@ class _Stacking:
 
 
 _STACKINGS = {
+    "aria": _Stacking(is_transposed=True),
+    "aria_text": _Stacking(is_transposed=True),
     "gpt_oss": _Stacking(is_transposed=True, is_interleaved=True),
     "llama4": _Stacking(is_transposed=True),
     "llama4_text": _Stacking(is_transposed=True),

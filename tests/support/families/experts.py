@@ -127,6 +127,7 @@ WITH_EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
             "floor_scale": 8,
         },
     ),
+    "aria": ("AriaText", {"moe_num_experts": 5, "moe_topk": 2, "head_dim": 16}),
     "ernie-moe": (
         "Ernie4_5_Moe",
         {"moe_num_experts": 5, "moe_k": 2, "moe_intermediate_size": 24, "head_dim": 16},

@@ -22,6 +22,7 @@ VISION_SIZES = {
 AUDIO_SIZES = {"hidden_sizes": [8] * 4, "depths": [1] * 4}
 GLM_AXES = MROPE | {"partial_rotary_factor": 0.5, "mrope_section": [1, 1, 0]}
 MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
+    "Aria": ("aria_text", {"moe_num_experts": 5, "moe_topk": 2, "mlp_bias": True}),
     "CohereCompass": (
         "cohere_compass_text",
         {

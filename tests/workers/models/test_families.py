@@ -38,6 +38,7 @@ NUM_TOKENS = 60
 NATIVE = [
     "apertus",
     "arcee",
+    "aria",
     "axk2",
     "axk2-groups",
     "bamba",

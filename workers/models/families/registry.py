@@ -41,7 +41,7 @@ from . import (
 )
 from .common import Family, with_score_head
 from .with_encoders import absolute, encoder_decoders, rotary
-from .with_images import ernie, muse
+from .with_images import aria, ernie, muse
 
 FAMILIES = (
     *deepseek_v4.FAMILIES,
@@ -61,6 +61,7 @@ FAMILIES = (
     *absolute.FAMILIES,
     *encoder_decoders.FAMILIES,
     *rotary.FAMILIES,
+    *aria.FAMILIES,
     *ernie.FAMILIES,
     *muse.FAMILIES,
 )
