@@ -127,6 +127,7 @@ class NativeDecoder:
             has_head=spec.has_head and not spec.tie_word_embeddings,
             has_embedding=spec.has_embedding,
             tensor_names=spec.tensor_names,
+            row_factors=spec.row_factors,
             is_transposed=spec.has_transposed_matrices,
             quantization=quantization,
             keeps_float16=keeps_float16,

@@ -19,6 +19,7 @@ from ..loaders.checkpoint import Checkpoint, Floats
 from ..loaders.gguf import GGUFCheckpoint
 from ..loaders.quantization.matrix import QuantizedMatrix
 from ..loaders.quantization.scheme import ColumnGroups
+from ..loaders.row_factors import RowFactors
 from ..loaders.tensor_names import TensorNames
 from ..models.weights import ProgressCallback, Rows, WeightReader
 from .library import NotSupportedNatively
@@ -100,6 +101,7 @@ class NativeWeightReader(WeightReader):
         has_head: bool,
         has_embedding: bool = True,
         tensor_names: TensorNames = (),
+        row_factors: Sequence[RowFactors] = (),
         is_transposed: bool = False,
         quantization: str | None = None,
         keeps_float16: bool = False,
@@ -115,6 +117,7 @@ class NativeWeightReader(WeightReader):
             has_head=has_head,
             has_embedding=has_embedding,
             tensor_names=tensor_names,
+            row_factors=row_factors,
             is_transposed=is_transposed,
             shard=shard,
             on_progress=on_progress,

@@ -15,6 +15,7 @@ from ...protocol.checkpoint.vision.read import AnyVisionSpec
 from ...protocol.config.images import SpanKind
 from ...protocol.errors import ConfigError
 from ..device.dtypes import HostDtype, rounded
+from ..loaders.row_factors import RowFactors
 from .altup_spec import AltUpSpec, PerLayerInputsSpec
 from .block_indexer_spec import BlockIndexerSpec
 from .compressed_spec import CompressedSpec, Compression
@@ -195,16 +196,18 @@ class ModelSpec:
     outputs of n blocks, divided by the square root of n + 1. This changes nothing but the epsilons of norms, so the
     stream holds the sum. If `residual_temperature` is not 0, each element of a stream and of a block's normed output
     has its own factor: those of the output are the sigmoids of stored gates, divided by this temperature, and those of
-    the stream keep the variance of the sum. The outputs of attention, recurrent parts and MLPs, and the gates of MLPs,
-    have their own multipliers. If `has_layer_scales`, each layer's output is multiplied by a stored number. Logits are
-    divided by `logits_divisor`, then capped to +-`final_softcap`.
+    the stream keep the variance of the sum. If `interpolates_blocks`, the stream is replaced by its norm before a
+    block, and the factors of output and stream are gates and 1 minus them (arXiv 2410.01131). The outputs of attention,
+    recurrent parts and MLPs, and the gates of MLPs, have their own multipliers. If `has_layer_scales`, a layer's output
+    is multiplied by a stored number. Logits are divided by `logits_divisor`, then capped to +-`final_softcap`.
 
     With `encoder`, the outputs of a vision or audio tower replace the embeddings of some tokens. If they have
     `num_deepstack_layers` additional parts, each part is added to the hidden states of these tokens after one of the
     first layers (DeepStack, arXiv 2406.04334).
 
     `tensor_names` translates the checkpoint's tensor names to those of Llama: each pair is a regular expression and its
-    replacement, which are applied in order. Tensors whose names become empty are not used. If `has_grouped_qkv`, one
+    replacement, which are applied in order. Tensors whose names become empty are not used. Tensors are multiplied by
+    `row_factors` when they are read. If `has_grouped_qkv`, one
     matrix has the rows of each key/value head together: its query heads, its key and its value. If `num_qkv_blocks` is
     not 0, the matrix consists of that many blocks of heads, each with queries, values and keys in this order (CodeGen,
     arXiv 2203.13474). If `has_transposed_matrices`, the layers' matrices are stored as [inputs, outputs].
@@ -271,6 +274,7 @@ class ModelSpec:
     residual_multiplier: float = 1.0
     averages_blocks: bool = False
     residual_temperature: float = 0.0
+    interpolates_blocks: bool = False
     attention_multiplier: float = 1.0
     recurrent_multiplier: float = 1.0
     gate_multiplier: float = 1.0
@@ -281,6 +285,7 @@ class ModelSpec:
     hyper_connections: HyperConnectionsSpec | None = None
     logits_divisor: float = 1.0
     tensor_names: tuple[tuple[str, str], ...] = ()
+    row_factors: tuple[RowFactors, ...] = ()
     has_grouped_qkv: bool = False
     num_qkv_blocks: int = 0
     has_transposed_matrices: bool = False

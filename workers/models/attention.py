@@ -357,7 +357,8 @@ def head_norm(
     """Return a norm over each query head and each key head."""
     order_K = _rope_order(spec, layer).to(weights.device)
 
-    offset = None if spec.qk_norm == "unit" else spec.norm_offset("q_norm")
+    def offset(name: str) -> float | None:
+        return None if spec.qk_norm == "unit" else spec.norm_offset(name)
 
     def read(kind: str) -> Tensor:
         parts = []
@@ -365,7 +366,7 @@ def head_norm(
         if layer.kv_source is None:
             norms.append(("k_norm", spec.num_kv_heads, shard.kv_heads(spec)))
         for name, count, heads in norms:
-            if offset is None:
+            if offset(name) is None:
                 part_HK = torch.ones(len(heads), spec.head_dim, device=weights.device)
             elif spec.qk_norm == "each head":
                 part_HK = _read_each_head(weights, f"{prefix}{name}.", kind, count, heads, spec)
@@ -375,10 +376,15 @@ def head_norm(
             parts.append(part_HK[:, order_K])
         return torch.cat(parts)
 
-    weight_HK = read("weight") + (offset or 0.0)
+    weight_HK = read("weight") + (offset("q_norm") or 0.0)
     if spec.norm_kind == "rms":
-        return HeadNorm(weight_HK, spec.norm_eps)
+        return HeadNorm(weight_HK, head_norm_eps(spec))
     return HeadLayerNorm(weight_HK, spec.norm_eps, read("bias") if spec.qk_norm_bias else None)
+
+
+def head_norm_eps(spec: ModelSpec) -> float:
+    """Return the epsilon of norms of heads. An nGPT adds the same to sums of squares instead of means."""
+    return spec.norm_eps * (spec.hidden_size / spec.head_dim if spec.interpolates_blocks else 1)
 
 
 def _read_each_head(
@@ -386,8 +392,8 @@ def _read_each_head(
 ) -> Tensor:
     """Return the weights of these heads' norms [H, K], which are stored as one tensor or as one per head."""
     if not weights.has(f"{prefix}0.{kind}"):
-        all_HK = weights.read_float32(f"{prefix}{kind}", count, spec.head_dim)
-        return all_HK[heads.start : heads.stop]
+        stored = weights.read_elements(f"{prefix}{kind}", count * spec.head_dim)
+        return stored.view(count, -1)[heads.start : heads.stop]
     all_HK = torch.stack(
         [weights.read_vector(f"{prefix}{i}.{kind}", spec.head_dim) for i in range(count)]
     )

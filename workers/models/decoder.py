@@ -83,6 +83,7 @@ class Decoder(TorchDecoder):
             has_head=spec.has_head and not spec.tie_word_embeddings,
             has_embedding=spec.has_embedding,
             tensor_names=spec.tensor_names,
+            row_factors=spec.row_factors,
             is_transposed=spec.has_transposed_matrices,
             can_keep=kernels.can_keep if kernels.keeps_quantized else None,
             shard=shard,
@@ -193,8 +194,9 @@ class Decoder(TorchDecoder):
         if self.shard.expert_group is not None:
             self.shard.expert_group.begin_round(self.join_round)
         x_TD, per_layer = self._split(inputs)
-        kept_TE = None if self._restarts is None or self._embeds else per_layer[0]
-        per_layer = per_layer if self._restarts is None else ()
+        kept_TE = None
+        if self._restarts is not None:
+            kept_TE, per_layer = (per_layer[0] if per_layer else None), ()
         if self._embeds:
             x_TD = self._embed_tokens(inputs)
             if self._embedding_scale != 1.0:

@@ -31,6 +31,10 @@ from .weights import WeightReader
 
 def added(x_TD: Tensor, block_TD: Tensor | None, spec: ModelSpec, norm: RMSNorm | None) -> Any:
     """Add a block's output to the residual stream in place. Return the stream, normed if there is a norm."""
+    if norm is not None and spec.interpolates_blocks:
+        if block_TD is not None:
+            x_TD.add_(block_TD)
+        return x_TD.copy_(norm(x_TD))
     if block_TD is None:
         return x_TD if norm is None else norm(x_TD)
     if norm is None:
@@ -108,6 +112,9 @@ class DecoderLayer:
         def norm(name: str | None, consumer: Linear | None = None) -> RMSNorm | None:
             if name is None:
                 return None
+            if spec.interpolates_blocks:
+                # The stream needs the exact values of the norm.
+                consumer = None
             return read_norm(spec, weights, f"{prefix}{name}", kernels, consumer)
 
         norms = layer.norms or spec.norms

@@ -26,6 +26,10 @@ class ResidualGate:
         """Read the gate of a block, given the name of the norm of its output."""
         gate_D = weights.read_float32(f"{norm}.residual_gate", spec.hidden_size)
         logits_D = gate_D / spec.residual_temperature
+        if spec.interpolates_blocks:
+            self.block_D = logits_D.abs()
+            self.stream_D = 1 - self.block_D
+            return
         self.block_D = torch.sigmoid(logits_D)
         square_D = torch.sigmoid(-logits_D) * (1 + self.block_D)
         self.stream_D = square_D.clamp(min=_LEAST_SQUARE).sqrt()

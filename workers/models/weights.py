@@ -19,6 +19,7 @@ from ..layers.parallel.shard import ModelShard
 from ..loaders.checkpoint import Checkpoint
 from ..loaders.dummy import DummyCheckpoint, made_up
 from ..loaders.quantization.matrix import QuantizedMatrix, Weight, merge_rows
+from ..loaders.row_factors import FactoredCheckpoint, RowFactors
 from ..loaders.tensor_names import TensorNames, translate_names
 from ..loaders.upload import PinnedUpload
 from .lora.adapters import LoraAdapters
@@ -91,8 +92,9 @@ class WeightReader:
     `finish` checks that every tensor was read that belongs to `shard`, by default the whole model. `has_head` says
     whether the output projection is a separate tensor, and `has_embedding` whether the model starts from tokens.
     Quantized matrices stay quantized if `can_keep` accepts them. `tensor_names` are the ones in `ModelSpec`; all tensor
-    names here are the translated ones. If `is_transposed`, the matrices of the layers are stored as [inputs, outputs],
-    and returned as [outputs, inputs]. If `loras` is given, products add its adapters.
+    names here are the translated ones. Tensors are multiplied by `row_factors` when they are read. If `is_transposed`,
+    the matrices of the layers are stored as [inputs, outputs], and returned as [outputs, inputs]. If `loras` is given,
+    products add its adapters.
     """
 
     loras: LoraAdapters | None = None
@@ -106,6 +108,7 @@ class WeightReader:
         has_head: bool,
         has_embedding: bool = True,
         tensor_names: TensorNames = (),
+        row_factors: Sequence[RowFactors] = (),
         is_transposed: bool = False,
         can_keep: Callable[[QuantizedMatrix], bool] | None = None,
         shard: ModelShard | None = None,
@@ -118,6 +121,10 @@ class WeightReader:
         self._is_transposed = is_transposed
         self._is_tied = not has_head
         self._stored = translate_names(checkpoint.names(), tensor_names)
+        factored: set[str] = set()
+        if row_factors:
+            self.checkpoint = FactoredCheckpoint(checkpoint, row_factors, self._stored)
+            factored = self.checkpoint.vectors
         marker = _EMBEDDING if has_embedding else _FIRST_OUTPUT
         found = next((name for name in sorted(self._stored) if name.endswith(marker)), None)
         if found is None:
@@ -127,7 +134,7 @@ class WeightReader:
             name
             for name in self._stored
             if name.startswith(self._prefix) and not name.endswith(_OPTIONAL)
-        }
+        } - factored
         self._head = next((name for name in sorted(self._stored) if name.endswith(_HEAD)), _HEAD)
         self._unread.discard(self._head)
         if has_head and self._head in self._stored:

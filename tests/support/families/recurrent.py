@@ -80,6 +80,21 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     # Three layers use two blocks in turn.
     "zamba2": ("Zamba2", SHARED_BLOCKS),
+    "dory": (
+        "Dory",
+        {
+            "num_hidden_layers": 5,
+            "head_dim": 12,
+            "n_input_layers": 1,
+            "n_output_layers": 1,
+            "n_recurrent_loops": 2,
+            "sliding_window": 9,
+            "layer_types": ["sliding_attention", "full_attention"] * 2 + ["full_attention"],
+            # Trained factors are relative to this number.
+            "initializer_range": 0.15,
+            "ngpt_alpha_init": 0.4,
+        },
+    ),
     "hrm-text": (
         "HrmText",
         {

@@ -51,6 +51,7 @@ NATIVE = [
     "deepseek-v2",
     "deepseek-v3",
     "deepseek-v3.2",
+    "dory",
     "falcon-alibi",
     "falcon-groups",
     "falcon-h1",

@@ -13,7 +13,13 @@ from ...layers.layers import HeadLayerNorm
 from ...layers.rope import QueryScaling, RopeSpec
 from ...layers.spec import LayerSpec, ModelSpec, NormNames
 from ...layers.window import Chunk, Window
-from ...models.attention import distance_buckets, head_norm, qkv_rows, read_distance_biases
+from ...models.attention import (
+    distance_buckets,
+    head_norm,
+    head_norm_eps,
+    qkv_rows,
+    read_distance_biases,
+)
 from ...models.cross_attention import cross_rows
 from ...models.indexers.blocks import block_index_rows
 from ..abi.structs import AttentionLayer, ChoiceRule
@@ -174,6 +180,7 @@ class AttentionRecorder:
             num_stored=0 if layer.kv_source is not None else 1 + layer.has_value_projection,
             norms_values=spec.has_value_norm,
             qk_norm=qk_norm,
+            eps=head_norm_eps(spec),
             rotates_before_norm=spec.rotates_before_norm,
             vectors=[*head_norms, scaling_array(layer.query_scaling)],
             **attention,

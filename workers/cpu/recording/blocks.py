@@ -251,6 +251,11 @@ class BlockRecorder:
             self.program.add_op(input_op, activation_kind=kind, vectors=[None])
             return kind
         name = f"{prefix}{norm}"
+        if self.spec.interpolates_blocks:
+            eps = self.spec.hidden_norm_eps(name)
+            self.program.add_op("norm", vectors=self.hidden_norm(name), eps=eps)
+            self.program.add_op(input_op, activation_kind=kind, vectors=[None])
+            return kind
         self.program.add_op(
             input_op,
             activation_kind=kind,

@@ -6,14 +6,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ....protocol.checkpoint.config_fields import ConfigFields
-from ...layers.read_rope import read_rope
+from ...layers.read_rope import read_rope, read_rope_of_layer_type
 from ...layers.shared_block import Restart
-from ...layers.spec import LayerSpec, ModelSpec
-from .common import Family, base_spec, head_dim
+from ...layers.spec import LayerSpec, ModelSpec, NormNames
+from ...loaders.row_factors import RowFactors
+from .common import Family, base_spec, head_dim, sliding_layers
 
 
 def looped_layers(
-    layers: Sequence[LayerSpec], passes: Sequence[tuple[range, Restart]]
+    layers: Sequence[LayerSpec], passes: Sequence[tuple[range, Restart | None]]
 ) -> tuple[LayerSpec, ...]:
     """Return the layers of all passes in order. A pass computes a range of `layers`.
 
@@ -34,6 +35,13 @@ def looped_layers(
     return tuple(result)
 
 
+def _refuse(fields: ConfigFields, *names: str) -> None:
+    """Raise CheckpointError if one of these fields is true."""
+    for name in names:
+        if fields.boolean(name, False):
+            raise fields.wrong(name, "false", True)
+
+
 def _hrm_text(fields: ConfigFields) -> ModelSpec:
     """Return the spec of an HRM-Text: a slow state and a fast one, each the output of a stack of layers.
 
@@ -42,11 +50,9 @@ def _hrm_text(fields: ConfigFields) -> ModelSpec:
     fields = fields.with_defaults(head_dim=128)
     count = fields.integer("num_layers_per_stack", fields.layer_count("num_hidden_layers"))
     slow_cycles, fast_cycles = fields.integer("H_cycles", 2), fields.integer("L_cycles", 3)
-    for name in ("attention_bias", "mlp_bias"):
-        if fields.boolean(name, False):
-            raise fields.wrong(name, "false", True)
+    _refuse(fields, "attention_bias", "mlp_bias")
     fast, slow = range(count), range(count, 2 * count)
-    passes: list[tuple[range, Restart]] = []
+    passes: list[tuple[range, Restart | None]] = []
     for cycle in range(slow_cycles):
         for i in range(fast_cycles):
             # The output of the stack before this one is kept, and the other state is added.
@@ -78,4 +84,105 @@ def _hrm_text(fields: ConfigFields) -> ModelSpec:
     )
 
 
-FAMILIES = (Family("HrmTextForCausalLM", "hrm_text", _hrm_text),)
+def _dory(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of a Nemotron Dory, an nGPT (arXiv 2410.01131) some of whose layers are computed several times.
+
+    Its hidden states have length 1, but here they have a root mean square of 1. Factors on what projections compute are
+    factors on their rows. Norms of what another norm follows are left out.
+    """
+    _refuse(fields, "attention_bias", "mlp_bias", "tie_word_embeddings")
+    fields = fields.with_defaults(num_key_value_heads=4, head_dim=256, sliding_window=1024)
+    kinds = fields.get("layer_types")
+    # A layer may be described as two: attention and MLP.
+    divisor = 2 if isinstance(kinds, list) and "mlp" in kinds else 1
+    count = fields.layer_count("num_hidden_layers") // divisor
+    values: dict[str, object] = {"num_hidden_layers": count}
+    if divisor == 2:
+        values["layer_types"] = kinds[::2]
+    loops = fields.integer("n_recurrent_loops", 2)
+    first, last = (
+        fields.integer(f"n_{each}_layers", 8, minimum=0) // divisor for each in ("input", "output")
+    )
+    if loops > 1 and fields.text("recurrent_kv_cache_mode", "per_loop") != "per_loop":
+        raise fields.wrong("recurrent_kv_cache_mode", "per_loop", "last_loop")
+    fields = fields.with_values(values)
+    size, hidden_size = head_dim(fields), fields.integer("hidden_size")
+    ropes = {
+        kind: read_rope_of_layer_type(
+            fields, f"{kind}_attention", size, theta_field="rope_theta", theta=theta
+        )
+        for kind, theta in (("sliding", 1e4), ("full", 1e7))
+    }
+    window = fields.integer("sliding_window")
+    layers = [
+        LayerSpec(ropes["sliding"], window) if has_window else LayerSpec(ropes["full"])
+        for has_window in sliding_layers(fields, lambda i: (i + 1) % 4 != 0)
+    ]
+    end = count - last
+    passes: list[tuple[range, Restart | None]] = [(range(first), None)]
+    passes += [(range(first, end), Restart(keeps=None if i else 0, adds=0)) for i in range(loops)]
+    passes.append((range(end, count), None))
+    skipped = (loops - 1) * (end - first)
+    unit = fields.positive("initializer_range", 0.0177)
+    norms = NormNames(
+        attention_output="post_attention_layernorm",
+        mlp_input="pre_feedforward_layernorm",
+        mlp_output="post_feedforward_layernorm",
+    )
+    return base_spec(
+        fields.with_values({"rms_norm_eps": 1e-6}),
+        looped_layers(layers, passes),
+        norms=norms,
+        unit_norms=(
+            "input_layernorm",
+            "post_attention_layernorm",
+            "pre_feedforward_layernorm",
+            "post_feedforward_layernorm",
+            "norm",
+            "k_norm",
+        ),
+        qk_norm="each head",
+        rotates_before_norm=True,
+        gates_attention=True,
+        has_gate_projection=True,
+        interpolates_blocks=True,
+        # The norm that is left out would have made outputs large.
+        output_norm_eps=1e-24,
+        residual_temperature=unit / fields.positive("ngpt_alpha_init", 0.05),
+        embedding_scale=hidden_size**0.5,
+        logits_divisor=hidden_size**0.5,
+        row_factors=(
+            RowFactors(r"\.self_attn\.q_norm\.weight$", "", 1 / unit, 2),
+            RowFactors(r"self_attn\.gate_proj\.weight$", "self_attn.s_gate", 1 / unit, 2),
+            RowFactors(r"mlp\.gate_proj\.weight$", "mlp.suv_gate"),
+            RowFactors(r"mlp\.up_proj\.weight$", "mlp.suv_up"),
+            RowFactors(r"lm_head\.weight$", "lm_head.logit_scale", 1 / unit),
+        ),
+        tensor_names=(
+            (r"^backbone\.", "model."),
+            (r"\.embeddings\.", ".embed_tokens."),
+            *(
+                (rf"\blayers\.{2 * i + (name == 'mlp')}\.{stored}", f"layers.@{i}.{own}")
+                for i in range(count)
+                for name, stored, own in (
+                    ("attn", r"mixer\.", "self_attn."),
+                    ("attn", "attn_alpha$", "lambda_1"),
+                    ("mlp", r"mixer\.", "mlp."),
+                    ("mlp", "mlp_alpha$", "lambda_2"),
+                )
+            ),
+            (r"\blayers\.@", "layers."),
+            *((rf"\blayers\.{i}\.", f"layers.@{i + skipped}.") for i in range(end, count)),
+            (r"\blayers\.@", "layers."),
+            (r"\.self_attn\.g_proj\.", ".self_attn.gate_proj."),
+            (r"\.sqk$", ".q_norm.weight"),
+            (r"\.lambda_1$", ".post_attention_layernorm.residual_gate"),
+            (r"\.lambda_2$", ".post_feedforward_layernorm.residual_gate"),
+        ),
+    )
+
+
+FAMILIES = (
+    Family("DoryForCausalLM", "dory", _dory),
+    Family("HrmTextForCausalLM", "hrm_text", _hrm_text),
+)

@@ -28,7 +28,10 @@ class Restarts:
             self._initial_D = weights.read("initial_state", spec.hidden_size)
 
     def begin(self, kept_TE: Tensor | None, x_TD: Tensor) -> None:
-        """Take the states that the previous stage kept; None on the first stage, whose hidden states are `x_TD`."""
+        """Take the states that the previous stage kept, or None if there are none yet, or none are needed.
+
+        `x_TD` are the hidden states.
+        """
         if kept_TE is None:
             self._kept = [torch.zeros_like(x_TD)] * self._count
         else:
