@@ -37,7 +37,7 @@ def _compressed_cache(spec: AttentionSpec, name: BackendName | None) -> DeviceAt
         raise ConfigError("--batch-invariant does not support compressed attention; remove it")
     if spec.dtype.itemsize < 2:
         raise ConfigError(
-            f"--kv-cache-dtype {dtype_name(spec.dtype)}: compressed attention needs auto, bfloat16, float16 or float32"
+            f"compressed attention does not support a KV cache of {dtype_name(spec.dtype)}; set --kv-cache-dtype auto"
         )
     # Imported here, because a worker without torch needs only the interface.
     from .compressed import CompressedCache

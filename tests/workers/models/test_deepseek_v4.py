@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from engine.protocol.errors import ConfigError
 from safetensors.torch import load_file, save_file
 from support.decoders import Runner, load_decoder
 from support.families import assert_same, expected_logits, make_reference, prompt
@@ -44,3 +45,9 @@ def test_published_float8_and_four_bit_matrices_have_their_values(tmp_path):
     config |= {"quantization_config": FORMATS["fp8-powers"].config, "expert_dtype": "fp4"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert_same(Runner(load_decoder(tmp_path)).step({0: prompt(NUM_TOKENS)})[0], expected)
+
+
+def test_a_cache_of_eight_bits_is_refused(tmp_path):
+    make_reference("deepseek-v4").save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="set --kv-cache-dtype auto"):
+        load_decoder(tmp_path, dtype=torch.float8_e4m3fn)
