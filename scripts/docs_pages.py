@@ -249,6 +249,7 @@ _SAME_CONFIG = {
     "bailing_moe": "llama",
     "bailing_moe_v2": "sarvam_moe",
     "deepseek": "llama",
+    "ernie4_5_moe_vl": "ernie4_5_vl_moe",
     "internlm2": "llama",
     "mimo": "qwen2",
     "minicpm": "llama",
