@@ -12,6 +12,7 @@ from ...protocol.config.images import (
     AnyresProcessor,
     BudgetProcessor,
     CanvasProcessor,
+    CornerProcessor,
     CropProcessor,
     FitProcessor,
     GridProcessor,
@@ -27,7 +28,7 @@ from ...protocol.config.images import (
 from .layouts.anyres import anyres
 from .layouts.grids import canvas, grid
 from .layouts.pixels import Parts
-from .layouts.resized import padded, resized
+from .layouts.resized import cornered, padded, resized
 from .layouts.scans import pan_and_scan
 from .layouts.single import crop, square
 from .layouts.sized import fit, fit_budget, fit_ratio
@@ -38,6 +39,7 @@ from .layouts.tiles import tiles
 _LAYOUTS: Final[dict[type[Any], Callable[[Image.Image, Any], Parts]]] = {
     BudgetProcessor: fit_budget,
     CanvasProcessor: canvas,
+    CornerProcessor: cornered,
     CropProcessor: crop,
     FitProcessor: fit,
     GridProcessor: grid,

@@ -241,8 +241,20 @@ class ResizeProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="resi
     grows: Literal["floor", "round"] | None = None
 
 
+class CornerProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="corner"):
+    """Places an image at the top left of a black canvas, whose sides are the smallest sufficient multiples of `unit`.
+
+    Each square of `unit` x `unit` pixels makes one embedding. An image with more than `num_outputs` of them is shrunk,
+    and one with fewer than `min_outputs` is enlarged.
+    """
+
+    unit: int
+    min_outputs: int
+
+
 AnyImageProcessor: TypeAlias = (
     SquareProcessor
+    | CornerProcessor
     | CropProcessor
     | GridProcessor
     | CanvasProcessor

@@ -12,9 +12,11 @@ import numpy as np
 import torch
 import transformers
 from PIL import Image
+from support.families.recurrent import GROUPED_KEYS
 from support.tiny_checkpoints import sentencepiece_tokenizer
 
-MERGED_MODELS = ("paddleocr_vl",)
+IMAGE_MODELS = ("paddleocr_vl", "glm5_next")
+"""Models that read no videos."""
 QWEN_MODELS = (
     "qwen2_vl",
     "qwen2_5_vl",
@@ -112,7 +114,12 @@ _VISION_BY_FAMILY["paddleocr_vl"] = {
     "num_attention_heads": 4,
     "image_size": 9 * PATCH,
 }
+_VISION_BY_FAMILY["glm5_next"] = _VISION_BY_FAMILY["glm_ocr"] | {
+    "projection_intermediate_size": 40,
+    "swiglu_limit": 0.5,
+}
 _NAMES = {
+    "glm5_next": "Glm5Next",
     "cohere_compass": "CohereCompass",
     "paddleocr_vl": "PaddleOCRVL",
     "glm_ocr": "GlmOcr",
@@ -160,6 +167,9 @@ def qwen_directory(
         text |= {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1}
         if kind == "glm46v":
             text["model_type"] = "glm4v_text"
+    if kind == "glm5_next":
+        text |= GROUPED_KEYS | {"num_key_value_heads": 4}
+        del text["rope_parameters"], text["head_dim"]
     vision = _VISION | _VISION_BY_FAMILY[kind.removesuffix("_moe")] | dict(tower or {})
     tokens = {
         f"{name}_token_id": tokenizer.convert_tokens_to_ids(token)
@@ -198,7 +208,11 @@ def qwen_directory(
         "resample": 3,
         "rescale_factor": 1 / 255,
     }
-    if kind in MERGED_MODELS:
+    if kind == "glm5_next":
+        processor |= {"image_processor_type": "Glm5NextImageProcessor"}
+        processor |= {"min_image_tokens": 8, "max_image_tokens": 100}
+        del processor["min_pixels"], processor["max_pixels"]
+    if kind == "paddleocr_vl":
         processor |= {"image_processor_type": "PaddleOCRVLImageProcessor", "temporal_patch_size": 1}
     if kind in GLM_MODELS:
         del processor["min_pixels"], processor["max_pixels"]
@@ -211,7 +225,11 @@ def qwen_image_processor(path: Path) -> Any:
     """Return transformers' image processor with Pillow for a directory that `qwen_directory` wrote."""
     fields = json.loads((path / "preprocessor_config.json").read_text())
     name = fields.pop("image_processor_type")
-    families = {"Glm4vImageProcessor": "glm4v", "PaddleOCRVLImageProcessor": "paddleocr_vl"}
+    families = {
+        "Glm4vImageProcessor": "glm4v",
+        "Glm5NextImageProcessor": "glm5_next",
+        "PaddleOCRVLImageProcessor": "paddleocr_vl",
+    }
     family = families.get(name, "qwen2_vl")
     module = import_module(f"transformers.models.{family}.image_processing_pil_{family}")
     return getattr(module, f"{name}Pil")(**fields)

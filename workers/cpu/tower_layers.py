@@ -57,6 +57,8 @@ class NativeLayers:
     ) -> None:
         self._spec = spec
         size = spec.num_heads * spec.head_dim
+        if spec.gate_limit:
+            raise NotSupportedNatively("native tower programs do not support limits of gates")
         if spec.clips_products and not spec.has_gate:
             raise NotSupportedNatively(
                 "native tower programs do not support clamped MLPs without a gate"

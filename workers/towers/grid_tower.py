@@ -259,6 +259,7 @@ def _layers_spec(spec: GridVisionSpec) -> LayersSpec:
         full_layers=spec.full_layers,
         qk_norm="head" if spec.has_head_norms else None,
         has_gate=spec.has_gate,
+        gate_limit=spec.gate_limit,
     )
 
 

@@ -35,7 +35,8 @@ class LayersSpec:
     The features are the hidden states after each of `feature_layers`, counted from 1; the largest is the last layer. If
     there are windows, patches attend within them, except in `full_layers`. Norms of queries and keys are over all heads
     together ("full") or per head ("head"). If `has_value_norm`, values are divided by their root mean square. If
-    `has_gate`, MLPs compute down(activation(gate(x)) * up(x)). If `clips_products`, the inputs and outputs of all
+    `has_gate`, MLPs compute down(activation(gate(x)) * up(x)). With a `gate_limit`, gate(x) is at most that, and up(x)
+    is within plus or minus that. If `clips_products`, the inputs and outputs of all
     products are clipped to stored bounds.
     """
 
@@ -54,6 +55,7 @@ class LayersSpec:
     has_value_norm: bool = False
     has_gate: bool = False
     clips_products: bool = False
+    gate_limit: float = 0.0
 
     @property
     def num_layers(self) -> int:
@@ -168,4 +170,12 @@ class _TorchLayer:
         up_PF = weights.up(x_PD)
         if weights.gate is None:
             return weights.down(self._activation(up_PF))
-        return weights.down(self._activation(weights.gate(x_PD)) * up_PF)
+        gate_PF = weights.gate(x_PD)
+        if limit := self._spec.gate_limit:
+            gate_PF, up_PF = limited(gate_PF, up_PF, limit)
+        return weights.down(self._activation(gate_PF) * up_PF)
+
+
+def limited(gate_PF: Tensor, up_PF: Tensor, limit: float) -> tuple[Tensor, Tensor]:
+    """Return the gates of an MLP and their other factors, limited by `limit`."""
+    return gate_PF.clamp(max=limit), up_PF.clamp(-limit, limit)

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from ...protocol.checkpoint.vision.grid import GridVisionSpec
 from ..loaders import Checkpoint
+from .layers import limited
 from .weights import Linear, VisionWeights, find_activation
 
 _GLM_NORM_EPS = 1e-5
@@ -75,6 +76,7 @@ class _GatedMerger:
     ) -> None:
         size, side, output = spec.hidden_size, spec.merge_size, spec.output_size
         self._activation = find_activation(checkpoint, spec.activation)
+        self._limit = spec.gate_limit
         self._norm = tensors.read_norm("merger.norm", size, spec.norm_kind, spec.norm_eps)
         # A convolution's weights are stored by element first, then by patch.
         square = tensors.read("merger.square.weight", output, size, side, side)
@@ -98,7 +100,10 @@ class _GatedMerger:
     def __call__(self, x_PD: Tensor) -> Tensor:
         x = self._square(self._norm(x_PD).reshape(-1, self._square.weight.shape[1]))
         x = F.gelu(self._second_norm(self._second(x)))
-        return self._down(self._activation(self._gate(x)) * self._up(x))
+        gate_PF, up_PF = self._gate(x), self._up(x)
+        if self._limit:
+            gate_PF, up_PF = limited(gate_PF, up_PF, self._limit)
+        return self._down(self._activation(gate_PF) * up_PF)
 
 
 class _ElementMerger:

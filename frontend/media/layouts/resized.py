@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from typing import Final
 
 from PIL import Image
 
-from ....protocol.config.images import PadProcessor, ResizeProcessor
+from ....protocol.config.images import CornerProcessor, PadProcessor, ResizeProcessor
 from ....protocol.messages import EncoderGrid, ImagePayload
 from .pixels import Parts, Tile, make_tile, resize
 
@@ -58,6 +59,41 @@ def padded(image: Image.Image, config: PadProcessor) -> Parts:
     canvas = Image.new("RGB", (columns * config.unit, rows * config.unit))
     canvas.paste(resize(image, width, height, config))
     return [make_tile(canvas, config)._replace(num_outputs=rows * columns)]
+
+
+def cornered(image: Image.Image, config: CornerProcessor) -> Parts:
+    """Return the image at the top left of a black canvas, which determines its size."""
+    columns, rows = _canvas_of(*image.size, config)
+    target = columns * config.unit, rows * config.unit
+    scale = min(x / y for x, y in zip(target, image.size, strict=True))
+    if image.width * image.height >= config.min_outputs * config.unit**2:
+        scale = min(1.0, scale)
+    width, height = (
+        max(1, min(x, math.floor(y * scale))) for x, y in zip(target, image.size, strict=True)
+    )
+    canvas = Image.new("RGB", target)
+    canvas.paste(resize(image, width, height, config))
+    return [make_tile(canvas, config)._replace(num_outputs=rows * columns)]
+
+
+def _canvas_of(width: int, height: int, config: CornerProcessor) -> tuple[int, int]:
+    """Return the columns and rows of embeddings that an image fills."""
+    unit, least, most = config.unit, config.min_outputs, config.num_outputs
+    columns, rows = -(-width // unit), -(-height // unit)
+    if columns * rows < least:
+        scale = math.sqrt(least * unit**2 / (width * height))
+        columns, rows = (-(-max(1, math.ceil(side * scale)) // unit) for side in (width, height))
+    if columns * rows <= most:
+        return columns, rows
+
+    def canvas(content_height: int) -> tuple[int, int]:
+        content_width = max(1, math.floor(width * content_height / height))
+        return -(-content_width // unit), -(-content_height // unit)
+
+    # The largest height whose canvas has few enough embeddings. More height never needs fewer.
+    heights = range(1, height + 1)
+    count = bisect_right(heights, most, key=lambda x: math.prod(canvas(x)))
+    return canvas(heights[count - 1]) if count else (1, 1)
 
 
 def fit_size(

@@ -9,7 +9,7 @@ import msgspec
 
 from ....protocol.checkpoint.config_fields import ConfigFields
 from ....protocol.checkpoint.vision.grid import GridVisionSpec
-from ....protocol.config.images import PadProcessor, ResizeProcessor
+from ....protocol.config.images import CornerProcessor, PadProcessor, ResizeProcessor
 from .fields import BICUBIC, CLIP_VALUES, pixel_values
 from .source import ProcessorSource
 
@@ -81,6 +81,20 @@ def pad(source: ProcessorSource, vision: GridVisionSpec, token_id: int) -> PadPr
         patch_size=vision.patch_size,
         max_patches=max_patches,
         max_side=most,
+    )
+
+
+def corner(source: ProcessorSource, vision: GridVisionSpec, token_id: int) -> CornerProcessor:
+    """Return the processor of GLM-5.3-Flash, whose limits count embeddings."""
+    fields = source.fields
+    check_patches(fields, vision)
+    most = fields.integer("max_image_tokens", 8000, maximum=_MAX_PIXELS // vision.unit**2)
+    return CornerProcessor(
+        **CLIP_VALUES | pixel_values(fields, token_id, BICUBIC),
+        output_size=vision.output_size,
+        num_outputs=most,
+        unit=vision.unit,
+        min_outputs=fields.integer("min_image_tokens", 16, maximum=most),
     )
 
 

@@ -21,7 +21,7 @@ from .llama4 import tiles
 from .minicpm import slices
 from .muse import muse
 from .pixtral import lighton_ocr, pixtral
-from .qwen import pad, resize, resize_pairs, resize_rounded
+from .qwen import corner, pad, resize, resize_pairs, resize_rounded
 from .single import single
 from .source import ProcessorSource
 
@@ -100,6 +100,7 @@ _READERS: Final[dict[str, _Reader]] = {
     "glm4v": resize_pairs,
     "glm4v_moe": resize_pairs,
     "glm46v": resize_pairs,
+    "glm5_next": corner,
     "glm_ocr": resize_pairs,
     "idefics3": grid,
     "internvl": canvas,

@@ -26,6 +26,8 @@ class GridVisionSpec:
         norms_positions: True if the norm of patch embeddings follows the addition of learned positions.
         has_biases: True if the matrices of the layers have biases.
         has_head_norms: True if the queries and keys of each head are normed (GLM-OCR).
+        gate_limit: If not 0, the limit of gated MLPs: a gate is at most this, and the other factor within plus or minus
+            this.
         merger_size: If not 0 (GLM-4.1V, arXiv 2507.01006), one matrix projects a square, and its output passes through
             another matrix, a norm and a gated MLP with this many intermediate elements.
         position_side: If not 0, patches also have learned positions: a square table with this side, interpolated to the
@@ -74,6 +76,7 @@ class GridVisionSpec:
     norm_kind: Literal["layer", "rms"] = "layer"
     norm_eps: float = 1e-6
     has_gate: bool = False
+    gate_limit: float = 0.0
     has_patch_bias: bool = False
     has_patch_norm: bool = False
     norms_positions: bool = False
@@ -225,6 +228,16 @@ def glm_ocr(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Gri
         has_head_norms=True,
         merger_size=3 * output_size,
         tensor_names=_GLM_NAMES,
+    )
+
+
+def glm5_next(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVisionSpec:
+    """Return the tower of GLM-5.3-Flash: that of GLM-OCR with limited gates."""
+    return replace(
+        glm_ocr(fields, vision, output_size),
+        merger_size=vision.integer("projection_intermediate_size", 10240),
+        gate_limit=vision.positive("swiglu_limit", 10.0),
+        has_axes=False,
     )
 
 

@@ -8,7 +8,17 @@ from typing import Final, TypeAlias
 from ..config_fields import ConfigFields
 from .cohere import aya_vision, cohere2_vision
 from .gemma import gemma3, gemma4, paligemma
-from .grid import GridVisionSpec, exaone4_5, glm4v, glm_ocr, qwen2_5_vl, qwen2_vl, qwen3_5, qwen3_vl
+from .grid import (
+    GridVisionSpec,
+    exaone4_5,
+    glm4v,
+    glm5_next,
+    glm_ocr,
+    qwen2_5_vl,
+    qwen2_vl,
+    qwen3_5,
+    qwen3_vl,
+)
 from .idefics3 import idefics3
 from .internvl import internvl
 from .llama4 import llama4
@@ -51,6 +61,7 @@ _READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionS
     "glm4v": glm4v,
     "glm4v_moe": glm4v,
     "glm46v": glm4v,
+    "glm5_next": glm5_next,
     "glm_ocr": glm_ocr,
     "idefics3": idefics3,
     "smolvlm": idefics3,
