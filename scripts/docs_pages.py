@@ -242,6 +242,17 @@ _USUAL: dict[str, dict[str, Any]] = {
         for name in ("minimax_m3", "minimax_m3_vl", "minimax_m3_vl_text")
     },
     "nemotron-nas": {"num_key_value_heads_per_layer": [8] * 32},
+    **{
+        name: {
+            "indexer_n_heads": 4,
+            "indexer_kv_heads": 1,
+            "indexer_head_dim": 128,
+            "indexer_budget": 2048,
+            "indexer_compress_ratio": 16,
+            "partial_rotary_factor": 0.25,
+        }
+        for name in ("qwen4_exp", "qwen4_exp_text")
+    },
 }
 """Fields of published models for which transformers' defaults describe another kind of model."""
 

@@ -14,6 +14,7 @@ from .recurrent_layers import (
     LightningAttention,
     Mamba1,
     Mamba2,
+    NgramConvolution,
     RecurrentLayer,
     ShortConvolution,
 )
@@ -58,6 +59,8 @@ def read_recurrent_layer(fields: ConfigFields) -> RecurrentLayer | None:
             | "qwen3_5_moe"
             | "qwen3_5_moe_text"
             | "qwen3_next"
+            | "qwen4_exp"
+            | "qwen4_exp_text"
             | "olmo_hybrid"
             | "lara_mini"
         ):
@@ -267,6 +270,25 @@ def _read_gated_delta_net(fields: ConfigFields) -> GatedDeltaNet:
         has_interleaved_steps=is_interleaved,
         has_tiled_heads=fields.boolean("linear_has_tiled_heads", False),
         norm_eps=fields.optional_positive("linear_norm_eps"),
+        has_sigmoid_gate=_has_sigmoid_gate(fields),
+        ngrams=_read_ngrams(fields),
+    )
+
+
+def _has_sigmoid_gate(fields: ConfigFields) -> bool:
+    gate = fields.text("output_gate_type", "silu")
+    if gate not in ("sigmoid", "silu"):
+        raise fields.wrong("output_gate_type", "sigmoid or silu", gate)
+    return gate == "sigmoid"
+
+
+def _read_ngrams(fields: ConfigFields) -> NgramConvolution | None:
+    if not fields.get("ple_layer_ids"):
+        return None
+    return NgramConvolution(
+        fields.integer("hc_count", 4) * fields.integer("hidden_size"),
+        fields.integer("ple_conv_kernel_size", 4),
+        fields.integer("ngram_size", 3, minimum=2),
     )
 
 

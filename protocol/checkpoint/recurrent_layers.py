@@ -23,20 +23,30 @@ import msgspec
 SEGMENT: Final = 16
 """Number of tokens in a segment."""
 
+NUM_TOKEN_DIGITS: Final = 3
+"""Number of elements that hold a token id, one for each digit of base 256, which every dtype has exactly."""
+
 
 class StateSize(msgspec.Struct, frozen=True):
     """The state of one layer in one worker.
 
-    It has `num_recurrent` float32 numbers, and `num_inputs` stored inputs of `channels` elements each.
+    It has `num_recurrent` float32 numbers, and `num_inputs` stored inputs of `channels` elements each. `beside` is the
+    state that follows it, of another part of the layer.
     """
 
     num_recurrent: int
     num_inputs: int
     channels: int
+    beside: StateSize | None = None
+
+    def num_own_bytes(self, input_bytes: int) -> int:
+        """Return the size in bytes without the state beside, if one element of an input takes `input_bytes`."""
+        return 4 * self.num_recurrent + self.num_inputs * self.channels * input_bytes
 
     def num_bytes(self, input_bytes: int) -> int:
         """Return the size of the state in bytes, if one element of an input takes `input_bytes`."""
-        return 4 * self.num_recurrent + self.num_inputs * self.channels * input_bytes
+        beside = 0 if self.beside is None else self.beside.num_bytes(input_bytes)
+        return self.num_own_bytes(input_bytes) + beside
 
 
 class ShortConvolution(msgspec.Struct, frozen=True, tag=True):
@@ -144,13 +154,40 @@ class Mamba2(msgspec.Struct, frozen=True, tag=True):
         )
 
 
+class NgramConvolution(msgspec.Struct, frozen=True, tag=True):
+    """The convolution over embeddings of n-grams (Qwen4), beside a layer's recurrent part.
+
+    It reads `taps` tokens at distances of `ngram_size`. A stored input has `channels` elements, which all ranks have,
+    and the digits of the token.
+    """
+
+    channels: int
+    taps: int
+    ngram_size: int
+
+    @property
+    def kernel(self) -> int:
+        """Number of tokens from the first to the last one that a token reads."""
+        return (max(self.taps, 2) - 1) * self.ngram_size + 1
+
+    @property
+    def segment(self) -> int:
+        """Number of tokens in a segment, the same as in the recurrent part."""
+        return SEGMENT
+
+    def state_size(self, ranks: int) -> StateSize:
+        """Return the size of the state in one of `ranks` workers."""
+        return StateSize(0, SEGMENT - 1 + self.kernel - 1, self.channels + NUM_TOKEN_DIGITS)
+
+
 class GatedDeltaNet(msgspec.Struct, frozen=True, tag=True):
     """A gated delta net (Yang et al., 2024, arXiv 2412.06464).
 
     Several value heads share one key head. Keys have `key_dim` elements and values `value_dim`. If `is_interleaved`,
     the projections to queries, keys, values and gates are stored key head by key head. `has_interleaved_steps` says the
     same about the projections to strengths and time steps. If `has_tiled_heads`, value head i uses key head i modulo
-    their number; otherwise consecutive value heads share one.
+    their number; otherwise consecutive value heads share one. The gate is a sigmoid if `has_sigmoid_gate`, else SiLU.
+    With `ngrams`, every layer has a state for a convolution over embeddings of n-grams, which some layers have.
     """
 
     num_key_heads: int
@@ -163,6 +200,8 @@ class GatedDeltaNet(msgspec.Struct, frozen=True, tag=True):
     has_interleaved_steps: bool = False
     has_tiled_heads: bool = False
     norm_eps: float | None = None
+    has_sigmoid_gate: bool = False
+    ngrams: NgramConvolution | None = None
 
     @property
     def segment(self) -> int:
@@ -181,6 +220,7 @@ class GatedDeltaNet(msgspec.Struct, frozen=True, tag=True):
             heads * self.key_dim * self.value_dim,
             SEGMENT - 1 + self.kernel - 1,
             2 * key_heads * self.key_dim + heads * self.value_dim + 2 * heads,
+            None if self.ngrams is None else self.ngrams.state_size(ranks),
         )
 
 

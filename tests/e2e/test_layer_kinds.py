@@ -1,4 +1,4 @@
-"""Models with recurrent layers, shared keys or compressed attention are served like others.
+"""Models with recurrent layers, shared keys, compressed attention or embeddings of n-grams are served like others.
 
 Prefixes are reused, and nothing changes a request's text.
 """
@@ -28,12 +28,12 @@ FLAGS = (
 )
 
 
-@pytest.fixture(scope="module", params=["delta net", "mamba", "gemma 3n", "compressed"])
+@pytest.fixture(scope="module", params=["delta net", "mamba", "gemma 3n", "compressed", "n-grams"])
 def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Server, transformers.PreTrainedModel]]:
     path, model = layers_directory(tmp_path_factory.mktemp("tiny"), request.param)
-    backend = "torch" if request.param == "compressed" else "native"
+    backend = "torch" if request.param in ("compressed", "n-grams") else "native"
     with Server(str(path), *FLAGS, "--cpu-backend", backend) as server:
         yield server, model
 

@@ -222,13 +222,40 @@ COMPRESSED = {
 }
 """A model whose layers attend to entries that summarize several tokens."""
 
+NGRAMS = {
+    "n-grams": (
+        "Qwen4ExpTextConfig",
+        "Qwen4ExpForCausalLM",
+        RECURRENT["delta net"][2]
+        | {
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 32,
+            "hc_count": 2,
+            "hc_lowrank": 16,
+            "ple_layer_ids": [2],
+            "heads_per_ngram": 2,
+            "ngram_vocab_size_base": 50,
+            "split_ngram_parts": 2,
+            "indexer_n_heads": 16,
+            "indexer_kv_heads": 1,
+            "indexer_head_dim": 16,
+            "indexer_budget": 24,
+            "indexer_compress_ratio": 4,
+        },
+    ),
+}
+"""A model with embeddings of n-grams, and with sparse attention."""
+
 
 def layers_directory(
     directory: Path, kind: str = "delta net"
 ) -> tuple[Path, transformers.PreTrainedModel]:
-    """Write a model whose layers are not all alike: one of `RECURRENT`, `SHARED_KEYS` or `COMPRESSED`."""
+    """Write a model whose layers are not all alike: one of the tables above."""
     tokenizer = sentencepiece_tokenizer()
-    config_class, model_class, differences = (RECURRENT | SHARED_KEYS | COMPRESSED)[kind]
+    config_class, model_class, differences = (RECURRENT | SHARED_KEYS | COMPRESSED | NGRAMS)[kind]
     model = random_model(config_class, model_class, QWEN3 | differences, tokenizer)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)

@@ -5,6 +5,7 @@ sequence, J heads of an indexer, I elements of an index key, B blocks, P keys of
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -73,8 +74,8 @@ def _choose(
 
     The mask is causal, and the first key is that of position 0. Of equal scores, the first ones win.
     """
-    if index.biases_PI is not None:
-        return _choose_whole(index, index.biases_PI, queries_NMJI, weights_NMJ, keys_NLI, mask_NML)
+    if index.summarize is not None:
+        return _choose_whole(index, index.summarize, queries_NMJI, weights_NMJ, keys_NLI, mask_NML)
     size, num_keys = index.block_size, keys_NLI.shape[1]
     if num_keys <= index.num_chosen * size:
         return mask_NML
@@ -92,23 +93,19 @@ def _choose(
 
 def _choose_whole(
     index: IndexQueries,
-    biases_PI: Tensor,
+    summarize: Callable[[Tensor], Tensor],
     queries_NMJI: Tensor,
     weights_NMJ: Tensor | None,
     keys_NLI: Tensor,
     mask_NML: Tensor,
 ) -> Tensor:
-    """Return `mask_NML` with -inf for the keys of whole blocks that are not chosen; see `IndexQueries.biases_PI`.
-
-    Each of `keys_NLI` is followed by its logits.
-    """
+    """Return `mask_NML` with -inf for the keys of whole blocks that are not chosen; see `IndexQueries.summarize`."""
     size, num_keys = index.block_size, keys_NLI.shape[1]
     num_blocks = num_keys // size
     if num_blocks <= index.num_chosen:
         return mask_NML
     end = num_blocks * size
-    keys_NBPI, logits_NBPI = keys_NLI[:, :end].float().unflatten(1, (-1, size)).chunk(2, -1)
-    keys_NBI = (keys_NBPI * (logits_NBPI + biases_PI).softmax(2)).sum(2)
+    keys_NBI = summarize(keys_NLI[:, :end].unflatten(1, (-1, size)))
     scores_NMB = _scores(queries_NMJI, weights_NMJ, keys_NBI, mask_NML[..., size - 1 : end : size])
     is_chosen_NML = highest(scores_NMB, index.num_chosen).repeat_interleave(size, -1)
     num_whole_NM1 = (mask_NML == 0).sum(-1, keepdim=True) // size

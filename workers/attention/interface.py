@@ -6,7 +6,7 @@ elements of an index key. With latent attention, the K elements do not include a
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -123,9 +123,9 @@ class IndexQueries:
     `block_size`, and the score of a block is the largest one of its keys. A token attends to `num_chosen` blocks: to
     its own and those just before it, `num_local` in all, and to the blocks with the highest scores.
 
-    With `biases_PI`, which has a row for each key of a block, an index key is followed by as many logits. A block then
-    has one index key: the sum of its index keys times a softmax of their logits plus the biases, element by element. A
-    token attends to `num_chosen` of the blocks that end at or before it, and to all keys after the last of these.
+    With `summarize`, a block has one index key instead, which this function computes from those of the P tokens of each
+    block [N, B, P, I]. A token attends to `num_chosen` of the blocks that end at or before it, and to all keys after
+    the last of these.
     """
 
     keys_T1I: Tensor
@@ -134,7 +134,7 @@ class IndexQueries:
     num_chosen: int
     block_size: int = 1
     num_local: int = 0
-    biases_PI: Tensor | None = None
+    summarize: Callable[[Tensor], Tensor] | None = None
 
 
 @dataclass(frozen=True, slots=True)

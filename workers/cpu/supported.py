@@ -30,6 +30,8 @@ def unsupported_features(spec: ModelSpec) -> list[str]:
         "experts that return their input, or shortcuts": any(
             each.num_identities or each.is_shortcut for each in experts
         ),
+        "hyper-connections of low rank": spec.hyper_connections is not None
+        and spec.hyper_connections.rank > 0,
         "gated MLPs with xIELU": spec.has_gate and spec.activation == "xielu",
     }
     return [feature for feature, is_used in features.items() if is_used]

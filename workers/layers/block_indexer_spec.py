@@ -11,12 +11,20 @@ class BlockIndexerSpec:
     rotated like the layer's keys. The score of a block of `block_size` keys is the largest product of the index query
     and one of its index keys. The query heads that share a key/value head attend to `num_chosen` blocks: to the
     token's own and those just before it, `num_local` in all, and to the blocks with the highest scores.
+
+    If `num_heads` is not 0 (QSA of Qwen4), all key/value heads attend to the same blocks. A block that ends at or
+    before the token has one key: the mean of its tokens' index keys, which is then normed, and rotated like the first
+    of them. A token has `num_heads` index queries, and the score of a block is the sum of the positive ones of their
+    products with its key. A token attends to `num_chosen` such blocks, and to the tokens after the last of them. Their
+    rotation depends on `max_model_len`, the length of the longest sequence that is served.
     """
 
     head_dim: int
     block_size: int
     num_chosen: int
     num_local: int
+    num_heads: int = 0
+    max_model_len: int = 0
 
     @property
     def num_tokens(self) -> int:

@@ -17,6 +17,9 @@ class HyperConnectionsSpec:
     increased by `eps`, and the last ones are sums of columns.
 
     If `averages_last`, the final norm reads the mean of the streams instead.
+
+    If `rank` is not 0 (Qwen4), a block instead reads the mean of the normed streams, each element times a factor. The
+    factors are sigmoids of two products, of which the first one has `rank` outputs. Factors of outputs have no `eps`.
     """
 
     num_streams: int
@@ -24,3 +27,4 @@ class HyperConnectionsSpec:
     eps: float = 1e-6
     num_iterations: int = 0
     averages_last: bool = False
+    rank: int = 0

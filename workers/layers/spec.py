@@ -4,13 +4,13 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Final, Literal
+from typing import Literal
 
 import torch
 
 from ...protocol.checkpoint.audio_tower import AudioTowerSpec
 from ...protocol.checkpoint.model_dimensions import ModelDimensions
-from ...protocol.checkpoint.recurrent_layers import RecurrentLayer
+from ...protocol.checkpoint.recurrent_layers import NUM_TOKEN_DIGITS, RecurrentLayer
 from ...protocol.checkpoint.vision.read import AnyVisionSpec
 from ...protocol.config.images import SpanKind
 from ...protocol.errors import ConfigError
@@ -23,14 +23,12 @@ from .convolution_spec import ConvolutionSpec
 from .experts_spec import ExpertsSpec, GateLimit
 from .hyper_spec import HyperConnectionsSpec
 from .latent_spec import LatentSpec, RopeOrder
+from .ngram_spec import NgramSpec
 from .norm_gate_spec import NormGateSpec
 from .rope import QueryScaling, RopeSpec
 from .score_head_spec import ScoreHeadSpec
 from .shared_block import Restart, SharedBlock
 from .window import Window
-
-NUM_TOKEN_DIGITS: Final = 3
-"""The number of elements in which pipeline stages send a token id, one for each digit of base 256."""
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2", "xielu", "clamped_swiglu"]
 
@@ -66,20 +64,17 @@ class LayerSpec:
     distribution. The threshold is subtracted from them, and negative results become 0.
 
     If `reads_source`, the attention is followed by cross attention, whose keys and values come from the encoder's
-    outputs and are in the group `cross_group`. Such a layer has no recurrent part.
-
-    If `input_size` is not 0, the attention reads a separate input of that size instead of the normed hidden state. Only
-    a first layer may have it.
-
-    If the model has an indexer, a layer that `chooses_keys` has its own indexer. In latent attention, the other layers
+    outputs and are in the group `cross_group`. Such a layer has no recurrent part. If `input_size` is not 0, the
+    attention reads a separate input of that size instead of the normed hidden state. Only a first layer may have it. If
+    the model has an indexer, a layer that `chooses_keys` has its own indexer. In latent attention, the other layers
     attend to the keys that the last such layer before them chose; otherwise, they attend to all keys.
 
     If `shared_block` is not None, the attention is a part of that block, and the layer is recurrent, too. With
     `compression`, a layer of compressed attention has entries, which are in the group `entries_group`. If
-    `output_norm_eps` is not None, it has the epsilons of the norms of `attention_output` and `mlp_output`.
-
-    The layer begins with `restart`. If `weights` is not None, it has the weights of the earlier layer with this index,
-    from which it differs only in its `restart`.
+    `output_norm_eps` is not None, it has the epsilons of the norms of `attention_output` and `mlp_output`. If
+    `ngram_table` is not None, the layer begins with embeddings of n-grams, from the table with this index. The layer
+    begins with `restart`. If `weights` is not None, it has the weights of the earlier layer with this index, from which
+    it differs only in its `restart`.
     """
 
     rope: RopeSpec | None
@@ -111,6 +106,12 @@ class LayerSpec:
     output_norm_eps: tuple[float, float] | None = None
     restart: Restart | None = None
     weights: int | None = None
+    ngram_table: int | None = None
+
+    @property
+    def is_hashed(self) -> bool:
+        """True if the token chooses the layer's experts or embeddings."""
+        return self.ngram_table is not None or bool(self.experts and self.experts.is_hashed)
 
     @property
     def cache_groups(self) -> tuple[int, ...]:
@@ -187,9 +188,8 @@ class ModelSpec:
     one more score in every softmax, without a value.
 
     With `latent`, there is one key/value head, and `head_dim` is the size of its keys in the cache. With `compressed`,
-    there is one, too, and its keys are also the values. With
-    `block_indexer`, each index key is stored in the cache as one more head's key. The embedding has
-    `num_unused_embeddings` rows that no token has.
+    there is one, too, and its keys are also the values. With `block_indexer`, each index key is stored in the cache as
+    one more head's key. The embedding has `num_unused_embeddings` rows that no token has.
 
     Hidden states are multiplied by `embedding_scale` after the embedding, and every block's output by
     `residual_multiplier` before it is added. If `averages_blocks`, a hidden state is the sum of the embedding and the
@@ -283,6 +283,7 @@ class ModelSpec:
     per_layer_inputs: PerLayerInputsSpec | None = None
     altup: AltUpSpec | None = None
     hyper_connections: HyperConnectionsSpec | None = None
+    ngrams: NgramSpec | None = None
     logits_divisor: float = 1.0
     tensor_names: tuple[tuple[str, str], ...] = ()
     row_factors: tuple[RowFactors, ...] = ()
@@ -441,9 +442,8 @@ class ModelSpec:
 
     @property
     def last_hashed_layer(self) -> int:
-        """The index of the last layer whose experts are chosen by the token, or -1. Layers up to it get the tokens."""
-        hashed = (i for i, x in enumerate(self.layers) if x.experts and x.experts.is_hashed)
-        return max(hashed, default=-1)
+        """The index of the last layer for which `is_hashed` is true, or -1. Layers up to it get the tokens."""
+        return max((i for i, layer in enumerate(self.layers) if layer.is_hashed), default=-1)
 
     @property
     def first_source(self) -> int | None:

@@ -22,7 +22,7 @@ from ..layers.parallel.parallel_layers import RowParallelLinear
 from ..layers.parallel.shard import ModelShard
 from ..layers.rope import QueryScaling, RotaryTables, apply_rotary
 from ..layers.spec import LayerSpec, ModelSpec
-from .indexers.blocks import BlockIndexer
+from .indexers.blocks import BlockIndexer, MeanIndexer
 from .mlp import DividedNorm
 from .weights import Rows, WeightReader
 
@@ -67,9 +67,13 @@ class Attention:
         self._num_heads = len(heads)
         self._num_kv_heads = len(kv_heads) if self._stores else 0
         rows = qkv_rows(spec, layer, weights, prefix, shard)
-        self._indexer: BlockIndexer | None = None
-        if spec.block_indexer is not None and layer.chooses_keys:
-            self._indexer = BlockIndexer(spec, spec.block_indexer, weights, prefix, kv_heads)
+        self._indexer: BlockIndexer | MeanIndexer | None = None
+        if (indexer := spec.block_indexer) is not None and layer.chooses_keys:
+            if indexer.num_heads:
+                assert layer.rope is not None
+                self._indexer = MeanIndexer(spec, indexer, layer.rope, weights, prefix, kv_heads)
+            else:
+                self._indexer = BlockIndexer(spec, indexer, weights, prefix, kv_heads)
             rows += self._indexer.rows
         columns = layer.input_size or spec.hidden_size
         qkv = kernels.linear(

@@ -22,14 +22,15 @@ from ..layers.layers import LayerKernels, RMSNorm
 from ..layers.parallel.parallel_layers import VocabParallelEmbedding, VocabParallelHead
 from ..layers.parallel.shard import ModelShard
 from ..layers.rope import RotaryEmbedding
-from ..layers.spec import NUM_TOKEN_DIGITS, ModelSpec
+from ..layers.spec import ModelSpec
 from ..loaders.checkpoint import Checkpoint
 from .altup import AltUpLayer, Streams
 from .cross_attention import QueryRecorder
 from .decoder_layer import DecoderLayer, added, read_norm
-from .hyper_connections import HyperLayer, StreamMean, StreamSum
+from .hyper_connections import HyperLayer, Reducer, read_reducer
 from .lora.adapters import LoraAdapters
 from .lora.vocabulary import embedding_changes, head_changes
+from .ngrams.digits import from_digits, to_digits
 from .per_layer_inputs import PerLayerInputs
 from .score_head import ScoreHead
 from .shared_blocks.block import Block
@@ -142,13 +143,11 @@ class Decoder(TorchDecoder):
         for previous, current in pairwise(self._layers):
             if isinstance(previous, DecoderLayer) and isinstance(current, DecoderLayer):
                 current.previous = previous if previous.shortcut is not None else None
-        self._last_streams: Streams | StreamMean | StreamSum | None = None
+        self._last_streams: Streams | Reducer | None = None
         if shard.is_last:
-            if (hyper := spec.hyper_connections) is not None:
-                self._last_streams = (
-                    StreamMean(hyper)
-                    if hyper.averages_last
-                    else StreamSum(spec, hyper, weights, "head_hc", kernels)
+            if spec.hyper_connections is not None:
+                self._last_streams = read_reducer(
+                    spec, spec.hyper_connections, weights, "head_hc", kernels
                 )
             if spec.altup is not None:
                 self._last_streams = Streams(
@@ -254,13 +253,13 @@ class Decoder(TorchDecoder):
             # The next stages need the embeddings, or the tokens, only once.
             sent = rest if self._last_shared_block < 0 else rest[:1]
             if self._last_hashed_layer >= 0:
-                sent = (_digits(rest[0], x_TD.dtype),)
+                sent = (to_digits(rest[0], x_TD.dtype),)
             return torch.cat((added(x_TD, block_TD, self.spec, None), *sent), -1)
         if self._restarts is not None and self._next_width > self._width:
             return self._restarts.joined(added(x_TD, block_TD, self.spec, None))
         if self._last_streams is not None:
-            assert self._norm is not None
-            return self._norm(self._last_streams.reduce(x_TD))
+            x_TD = self._last_streams.reduce(x_TD)
+            return x_TD if self._norm is None else self._norm(x_TD)
         count = len(self.spec.layers)
         if count in self._kept_layers:
             kept[count] = self._layer_input(x_TD, block_TD)
@@ -360,7 +359,7 @@ class Decoder(TorchDecoder):
         if self._last_shared_block >= 0:
             return x_TD, self._repeated(inputs_TE)
         if self._last_hashed_layer >= 0:
-            return x_TD, self._tokens_of_layers(_from_digits(inputs_TE))
+            return x_TD, self._tokens_of_layers(from_digits(inputs_TE))
         return x_TD, self._per_layer_parts(inputs_TE)
 
     def _repeated(self, embedding_TD: Tensor) -> Sequence[Tensor]:
@@ -385,18 +384,6 @@ class Decoder(TorchDecoder):
         if self.loras is not None and self._head_changes is not None and slots_S is not None:
             change = partial(self._head_changes.apply, adapters=self.loras.of_slots(slots_S))
         return self._head.logits(hidden_SD, change)
-
-
-def _digits(ids_T: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return token ids as digits of base 256, which every dtype of hidden states has exactly."""
-    shifts_X = torch.arange(NUM_TOKEN_DIGITS, device=ids_T.device) * 8
-    return (ids_T.unsqueeze(1) >> shifts_X & 255).to(dtype)
-
-
-def _from_digits(digits_TX: Tensor) -> Tensor:
-    """Return the token ids with these digits."""
-    shifts_X = torch.arange(NUM_TOKEN_DIGITS, device=digits_TX.device) * 8
-    return (digits_TX.long() << shifts_X).sum(1)
 
 
 def _read_positions(spec: ModelSpec, weights: WeightReader, max_model_len: int) -> Tensor:

@@ -13,7 +13,15 @@ from torch import Tensor
 
 from ..attention import DeviceAttention, as_backend
 from ..attention.compressed import CompressedCache
-from ..layers.layers import GatedNorm, InputScaledNorm, LayerKernels, LayerNorm, Linear, RMSNorm
+from ..layers.layers import (
+    GatedNorm,
+    HeadNorm,
+    InputScaledNorm,
+    LayerKernels,
+    LayerNorm,
+    Linear,
+    RMSNorm,
+)
 from ..layers.parallel.shard import ModelShard
 from ..layers.rope import RotaryTables
 from ..layers.spec import LayerSpec, ModelSpec
@@ -71,6 +79,13 @@ def read_norm(
         return kernels.norm(weight_D, eps, consumer)
     bias_D = weights.read_vector(f"{name}.bias", size) if spec.norm_bias else None
     return LayerNorm(weight_D, eps, bias_D)
+
+
+def read_stream_norm(spec: ModelSpec, weights: WeightReader, name: str) -> HeadNorm:
+    """Return the norm called `name` of each stream [T, N, D]. All streams have weights of their own."""
+    shape = spec.num_streams, spec.hidden_size
+    weight_E = weights.read_vector(f"{name}.weight", shape[0] * shape[1])
+    return HeadNorm(weight_E.view(shape) + spec.norm_weight_offset, spec.norm_eps)
 
 
 def _attention(

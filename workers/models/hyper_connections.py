@@ -7,19 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ..attention import DeviceAttention
 from ..layers.hyper_spec import HyperConnectionsSpec
-from ..layers.layers import LayerKernels
+from ..layers.layers import LayerKernels, RMSNorm
 from ..layers.parallel.shard import ModelShard
 from ..layers.rope import RotaryTables
 from ..layers.spec import LayerSpec, ModelSpec
-from .decoder_layer import DecoderLayer
+from .decoder_layer import DecoderLayer, read_stream_norm
 from .experts import Experts
+from .ngrams.block import NgramBlock
 from .weights import WeightReader
 
 
@@ -118,6 +120,82 @@ class HyperConnection(StreamSum):
         return factors_TNN
 
 
+class LowRankSum:
+    """A mean of a token's normed streams, each element times a factor, which a product of low rank computes."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        hyper: HyperConnectionsSpec,
+        weights: WeightReader,
+        name: str,
+        kernels: LayerKernels,
+    ) -> None:
+        self._num_streams = hyper.num_streams
+        size = hyper.num_streams * spec.hidden_size
+        self._norm = read_stream_norm(spec, weights, f"{name}.hc_norm")
+        self._down, self._up = (
+            kernels.linear(weights.read_matrix(f"{name}.input_mix_weight_{part}.weight", *shape))
+            for part, shape in (("down", (hyper.rank, size)), ("up", (size, hyper.rank)))
+        )
+
+    def reduce(self, x_TE: Tensor) -> Tensor:
+        """Return the mean [T, D]."""
+        return self._mean(x_TE)[0]
+
+    def _mean(self, x_TE: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the mean [T, D], and the normed streams [T, E]."""
+        normed_TND = self._norm(x_TE.unflatten(-1, (self._num_streams, -1)))
+        normed_TE = normed_TND.flatten(1)
+        reduced = F.silu(self._down(normed_TE) / self._num_streams)
+        factors_TND = torch.sigmoid(self._up(reduced)).view_as(normed_TND)
+        return (factors_TND * normed_TND).mean(1), normed_TE
+
+
+class LowRankConnection(LowRankSum):
+    """The connection of one block to the streams: it reads a mean of them, and its output is added to each."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        hyper: HyperConnectionsSpec,
+        weights: WeightReader,
+        name: str,
+        kernels: LayerKernels,
+    ) -> None:
+        super().__init__(spec, hyper, weights, name, kernels)
+        self._output_scale = hyper.output_scale
+        shape = hyper.num_streams, hyper.num_streams * spec.hidden_size
+        self._inject = kernels.router_linear(
+            weights.read_float32(f"{name}.block_inject_weight.weight", *shape)
+        )
+
+    def update(self, x_TE: Tensor, block: Callable[[Tensor], Tensor]) -> None:
+        """Add the output of the block, a function of the mean, to the streams in place."""
+        x_TD, normed_TE = self._mean(x_TE)
+        logits_TN = self._inject(normed_TE) / self._num_streams
+        factors_TN1 = (torch.sigmoid(logits_TN) * self._output_scale).unsqueeze(2).to(x_TE.dtype)
+        x_TE += (block(x_TD).unsqueeze(1) * factors_TN1).flatten(1)
+
+
+Reducer: TypeAlias = LowRankSum | StreamMean | StreamSum
+"""What the final norm, or the head, reads."""
+
+
+def read_reducer(
+    spec: ModelSpec,
+    hyper: HyperConnectionsSpec,
+    weights: WeightReader,
+    name: str,
+    kernels: LayerKernels,
+) -> Reducer:
+    """Return the sum or the mean of the streams after the last layer."""
+    if hyper.averages_last:
+        return StreamMean(hyper)
+    kind = LowRankSum if hyper.rank else StreamSum
+    return kind(spec, hyper, weights, name, kernels)
+
+
 class HyperLayer(DecoderLayer):
     """A decoder layer whose attention and MLP have hyper-connections instead of a residual stream."""
 
@@ -133,10 +211,15 @@ class HyperLayer(DecoderLayer):
         kernels: LayerKernels,
     ) -> None:
         super().__init__(spec, layer, weights, prefix, attention, shard, kernels)
+        kind = LowRankConnection if hyper.rank else HyperConnection
         self._around_attention, self._around_mlp = (
-            HyperConnection(spec, hyper, weights, f"{prefix}{name}", kernels)
-            for name in ("attn_hc", "mlp_hc")
+            kind(spec, hyper, weights, f"{prefix}{name}", kernels) for name in ("attn_hc", "mlp_hc")
         )
+        self._ngrams: NgramBlock | None = None
+        if spec.ngrams is not None and layer.ngram_table is not None:
+            self._ngrams = NgramBlock(
+                spec, spec.ngrams, layer, weights, f"{prefix}ple.", shard, kernels
+            )
 
     def forward(
         self,
@@ -151,14 +234,24 @@ class HyperLayer(DecoderLayer):
 
         Nothing is left to be added, so the result is None.
         """
-        attention_norm, mlp, mlp_norm = self._attention_input_norm, self._mlp, self._mlp_input_norm
-        assert attention_norm is not None and mlp is not None and mlp_norm is not None
+        mlp = self._mlp
+        assert mlp is not None
+        if self._ngrams is not None:
+            assert inputs_TP is not None
+            self._ngrams.add_to(x_TE, inputs_TP, *caches[-1])
         self._around_attention.update(
-            x_TE, lambda x_TD: self._mixed(attention_norm(x_TD), positions_T, tables, caches)
+            x_TE,
+            lambda x_TD: self._mixed(
+                _normed(x_TD, self._attention_input_norm), positions_T, tables, caches
+            ),
         )
         if isinstance(mlp, Experts):
             # The layer's inputs, if there are any, are the tokens.
             feed: Callable[[Tensor], Tensor] = partial(mlp.forward, token_ids_T=inputs_TP)
         else:
             feed = mlp.forward
-        self._around_mlp.update(x_TE, lambda x_TD: feed(mlp_norm(x_TD)))
+        self._around_mlp.update(x_TE, lambda x_TD: feed(_normed(x_TD, self._mlp_input_norm)))
+
+
+def _normed(x_TD: Tensor, norm: RMSNorm | None) -> Any:
+    return x_TD if norm is None else norm(x_TD)

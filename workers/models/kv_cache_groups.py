@@ -88,7 +88,9 @@ def _without_needless_indexers(spec: ModelSpec, max_model_len: int) -> ModelSpec
     blocks, latent, compressed = spec.block_indexer, spec.latent, spec.compressed
     if compressed is not None:
         return _without_needless_index_keys(spec, compressed, max_model_len)
-    if blocks is not None and max_model_len <= blocks.num_tokens:
+    if blocks is not None and max_model_len > blocks.num_tokens:
+        return replace(spec, block_indexer=replace(blocks, max_model_len=max_model_len))
+    if blocks is not None:
         spec = replace(spec, block_indexer=None)
     elif latent is not None and latent.indexer and max_model_len <= latent.indexer.num_tokens:
         head_dim = spec.head_dim - latent.indexer.key_elements

@@ -235,6 +235,25 @@ class WeightReader:
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
+    def read_shards(
+        self, name: str, rows: int, columns: int, part: range, num_shards: int
+    ) -> Tensor:
+        """Return the rows `part` of a matrix that is stored whole, or as shards of equal heights but the last."""
+        if not self.has(f"{name}.shard_0.weight"):
+            return self.read(f"{name}.weight", rows, columns, part=part)
+        height = -(-rows // num_shards)
+        matrix = torch.empty(len(part), columns, dtype=self.dtype, device=self.device)
+        for i, start in enumerate(range(0, rows, height)):
+            count = min(height, rows - start)
+            own = range(max(part.start - start, 0), max(min(part.stop - start, count), 0))
+            shard = f"{name}.shard_{i}.weight"
+            if len(own):
+                first = start + own.start - part.start
+                matrix[first : first + len(own)] = self.read(shard, count, columns, part=own)
+            else:
+                self.skip([shard])
+        return matrix
+
     def _read_bias(self, rows: Rows) -> Tensor:
         count, part = rows.biases
         stored = self.read(f"{rows.name}.bias", count, part=part)

@@ -3,7 +3,7 @@
 from typing import Any
 
 from support.families.experts import LATENT
-from support.families.recurrent import GROUPED_KEYS
+from support.families.recurrent import GROUPED_KEYS, NGRAMS, QWEN4
 
 MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
 VISION_SIZES = {
@@ -88,6 +88,15 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
     "Lfm2Vl": ("lfm2", {"layer_types": ["conv", "full_attention", "conv"]}),
     "LlavaNextVideo": ("llama", {}),
     "Ovis2": ("qwen2", {}),
+    "Qwen4Exp": (
+        "qwen4_exp_text",
+        QWEN4
+        | NGRAMS
+        | {
+            "eos_token_id": 7,
+            "rope_parameters": MROPE | {"partial_rotary_factor": 0.5, "mrope_interleaved": True},
+        },
+    ),
     "QianfanOCR": ("qwen3", {"head_dim": 16}),
     "Step3p7": (
         "step3p5",

@@ -21,6 +21,51 @@ DELTA_NET = {
     "linear_key_head_dim": 64,
     "linear_value_head_dim": 8,
 }
+QWEN4 = DELTA_NET | {
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 0.5,
+    },
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "head_dim": 16,
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+    "hc_count": 3,
+    "hc_lowrank": 20,
+    "indexer_n_heads": 8,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 12,
+    "indexer_budget": 12,
+    "indexer_compress_ratio": 3,
+}
+NGRAMS = {
+    "ple_layer_ids": [1, 3],
+    "ple_embed_dim": 24,
+    "ple_conv_kernel_size": 3,
+    "heads_per_ngram": 2,
+    "ngram_vocab_size_base": 30,
+    "split_ngram_parts": 3,
+    "output_gate_type": "sigmoid",
+}
+HASHED_NGRAMS = (
+    QWEN4
+    | NGRAMS
+    | {
+        "num_key_value_heads": 12,
+        "head_dim": 32,
+        "linear_key_head_dim": 16,
+        "layer_types": ["linear_attention", "full_attention"] * 2 + ["linear_attention"],
+        "hc_count": 2,
+        "ple_layer_ids": [1, 5],
+        "ple_conv_kernel_size": 2,
+        "indexer_n_heads": 16,
+        "indexer_head_dim": 16,
+    }
+)
+"""Layers of which those of later pipeline stages read the tokens, too."""
 MAMBA = {"state_size": 12, "time_step_rank": 5, "tie_word_embeddings": True}
 SHARED_BLOCKS = {
     "num_hidden_layers": 5,
@@ -61,6 +106,9 @@ GROUPED_KEYS = {
 }
 """Groups of keys that do not divide a block. A layer uses the choice of a layer whose cache is in another group."""
 RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen4": ("Qwen4ExpText", QWEN4),
+    # A token of the prompts ends n-grams.
+    "qwen4-ngrams": ("Qwen4ExpText", QWEN4 | NGRAMS | {"eos_token_id": 7}),
     "mamba": ("Mamba", MAMBA | {"use_bias": True}),
     "falcon-mamba": ("FalconMamba", MAMBA | {"use_conv_bias": False, "expand": 3}),
     "mamba2": (

@@ -16,7 +16,7 @@ from engine.workers.loaders import open_checkpoint
 from support.families import make_multimodal
 from support.families.compressed import HASHED
 from support.families.experts import BLOCKS_OF_KEYS, GATED
-from support.families.recurrent import SHARED_BLOCKS
+from support.families.recurrent import HASHED_NGRAMS, SHARED_BLOCKS
 from support.families.split import INDEXED, SHARING, SMALL_VALUES, SPLIT_GROUPS
 from support.gguf_writer import write_gguf
 from support.quantized_checkpoints import quantize_directory
@@ -295,6 +295,7 @@ def test_layers_that_share_keys_or_differ_in_their_heads_can_be_split(
     models["zamba2"] = ("Zamba2", "Zamba2", SHARED_BLOCKS)
     if backend is CPUBackend.TORCH:
         models["deepseek-v4"] = ("DeepseekV4", "DeepseekV4", HASHED)
+        models["qwen4"] = ("Qwen4ExpText", "Qwen4Exp", HASHED_NGRAMS)
     checkpoints = {name: tmp_path / name for name in models}
     for name, (config, family, differences) in models.items():
         sizes, tokenizer = SIZES | differences, sentencepiece_tokenizer()

@@ -1,15 +1,17 @@
-"""Families with Kimi delta attention in most layers, and latent attention in the others."""
+"""Families with a delta rule in most layers, and latent or sparse attention in the others."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from ....protocol.checkpoint.config_fields import ConfigFields
+from ...layers.block_indexer_spec import BlockIndexerSpec
 from ...layers.experts_spec import GateLimit
 from ...layers.hyper_spec import HyperConnectionsSpec
 from ...layers.latent_spec import IndexerSpec
+from ...layers.ngram_spec import NgramSpec
 from ...layers.read_rope import read_rope
-from ...layers.spec import ModelSpec
+from ...layers.spec import ModelSpec, NormNames
 from .common import Family, read_limits, with_limits
 from .experts import (
     MIXTRAL_NAMES,
@@ -19,7 +21,7 @@ from .experts import (
     unused_layers,
     with_experts,
 )
-from .hybrid import layer_indices, mixed_layers
+from .hybrid import layer_indices, mixed_layers, qwen3_next
 from .latent import latent_spec, with_indexers
 
 
@@ -192,8 +194,101 @@ def _grouped_indexer(fields: ConfigFields) -> IndexerSpec:
     )
 
 
+def _qwen4(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of a Qwen4: a Qwen3-Next with hyper-connections, an indexer and embeddings of n-grams."""
+    count = fields.layer_count("num_hidden_layers")
+    fields = fields.with_defaults(intermediate_size=512, partial_rotary_factor=1.0, head_dim=256)
+    kinds = fields.per_layer("layer_types", count)
+    if kinds is not None:
+        # The published config calls these layers full_attention.
+        kinds = ["full_attention" if each == "indexed_attention" else each for each in kinds]
+    fields = fields.with_values(
+        {"layer_types": kinds, "mlp_only_layers": None, "decoder_sparse_step": 1}
+    )
+    spec = qwen3_next(fields)
+    rotary_dim = max(layer.rope.rotary_dim for layer in spec.layers if layer.rope is not None)
+    fields.integer("indexer_kv_heads", maximum=1)
+    budget, block_size = fields.integer("indexer_budget"), fields.integer("indexer_compress_ratio")
+    if budget % block_size:
+        raise fields.error(
+            f"indexer_budget {budget} must be a multiple of indexer_compress_ratio {block_size}"
+        )
+    indexer = BlockIndexerSpec(
+        fields.integer("indexer_head_dim", minimum=rotary_dim, maximum=spec.head_dim),
+        block_size,
+        budget // block_size,
+        num_local=0,
+        num_heads=fields.integer("indexer_n_heads"),
+    )
+    tables = _layers_with_ngrams(fields, spec)
+    layers = (
+        replace(
+            layer,
+            chooses_keys=layer.attends,
+            ngram_table=tables.index(i) if i in tables else None,
+        )
+        for i, layer in enumerate(spec.layers)
+    )
+    return replace(
+        spec,
+        layers=tuple(layers),
+        norms=NormNames(attention_input=None, mlp_input=None),
+        has_final_norm=False,
+        block_indexer=indexer,
+        hyper_connections=HyperConnectionsSpec(
+            fields.integer("hc_count", 4, minimum=2), rank=fields.integer("hc_lowrank", 320)
+        ),
+        ngrams=_ngrams(fields) if tables else None,
+        tensor_names=(
+            *spec.tensor_names,
+            (r"\.(attn|mlp)_hyper_connection\.", r".\1_hc."),
+            (r"(^|\.)hyper_connection_mixer\.", r"\1head_hc."),
+            # These can be computed from the config.
+            (r".*\.ple_embedding\.(layer_multipliers|ngram_heads_\w+)$", ""),
+            (r"^(model\.)?mtp\..*", ""),
+        ),
+    )
+
+
+def _layers_with_ngrams(fields: ConfigFields, spec: ModelSpec) -> list[int]:
+    """Return the indices of the layers with embeddings of n-grams. The config numbers layers from 1."""
+    numbers = layer_indices(fields, "ple_layer_ids") or []
+    for number in numbers:
+        is_layer = type(number) is int and 1 <= number <= len(spec.layers)
+        if not is_layer or spec.layers[number - 1].attends:
+            raise fields.wrong("ple_layer_ids", "numbers of layers with linear attention", numbers)
+    return [number - 1 for number in sorted(set(numbers))]
+
+
+def _ngrams(fields: ConfigFields) -> NgramSpec:
+    end_ids = fields.token_ids("eos_token_id")
+    if not end_ids:
+        raise fields.error(
+            "eos_token_id is missing, before which no n-gram of ple_layer_ids begins"
+        )
+    ngrams = NgramSpec(
+        longest=fields.integer("ngram_size", 3, minimum=2),
+        num_heads=fields.integer("heads_per_ngram", 8),
+        size=fields.integer("ple_embed_dim", fields.integer("hidden_size")),
+        taps=fields.integer("ple_conv_kernel_size", 4),
+        end_id=end_ids[0],
+        seed=fields.integer("seed", 1234, minimum=0),
+        smallest_head=fields.integer("ngram_vocab_size_base", 20_000_000),
+        divisor=fields.integer("make_ngram_vocab_size_divisible_by", 128),
+        num_shards=fields.integer("split_ngram_parts", 512),
+    )
+    if ngrams.size % ngrams.num_all_heads:
+        raise fields.error(
+            f"ple_embed_dim {ngrams.size} must be a multiple of ngram_size - 1 times heads_per_ngram, "
+            f"{ngrams.num_all_heads}"
+        )
+    return ngrams
+
+
 FAMILIES = (
     Family("BailingHybridForCausalLM", "bailing_hybrid", _ling3),
     Family("Glm5NextForConditionalGeneration", "glm5_next_text", _glm5_next),
     Family("KimiLinearForCausalLM", "kimi_linear", _kimi_linear),
+    Family("Qwen4ExpForCausalLM", "qwen4_exp_text", _qwen4),
+    Family("Qwen4ExpForConditionalGeneration", "qwen4_exp", _qwen4),
 )

@@ -254,7 +254,8 @@ def _lfm2_moe(fields: ConfigFields) -> ModelSpec:
     )
 
 
-def _qwen3_next(fields: ConfigFields, num_experts: int = 512, num_chosen: int = 10) -> ModelSpec:
+def qwen3_next(fields: ConfigFields, num_experts: int = 512, num_chosen: int = 10) -> ModelSpec:
+    """Return the spec of a Qwen3-Next, with other default numbers of experts if they are given."""
     fields = fields.with_defaults(
         moe_intermediate_size=512, shared_expert_intermediate_size=512, num_key_value_heads=2
     )
@@ -276,7 +277,7 @@ def _qwen3_next(fields: ConfigFields, num_experts: int = 512, num_chosen: int = 
 
 
 def _qwen3_5_moe(fields: ConfigFields) -> ModelSpec:
-    return _qwen3_next(fields.with_defaults(intermediate_size=512), 256, 8)
+    return qwen3_next(fields.with_defaults(intermediate_size=512), 256, 8)
 
 
 def _qwen3_5_vl_moe(fields: ConfigFields) -> ModelSpec:
@@ -448,5 +449,5 @@ FAMILIES = (
     Family("Lfm2MoeForCausalLM", "lfm2_moe", _lfm2_moe),
     Family("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", _qwen3_5_moe),
     Family("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe", _qwen3_5_vl_moe),
-    Family("Qwen3NextForCausalLM", "qwen3_next", _qwen3_next),
+    Family("Qwen3NextForCausalLM", "qwen3_next", qwen3_next),
 )

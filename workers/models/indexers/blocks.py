@@ -1,6 +1,7 @@
 """The indexer of sparse attention by blocks of keys; see `BlockIndexerSpec`.
 
-Shapes: T tokens of a step, G key/value heads of this shard, I elements of an index key.
+Shapes: T tokens of a step, G key/value heads of this shard, I elements of an index key, J index queries of a token, N
+sequences for each key/value head, B blocks, P tokens of a block.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from torch import Tensor
 from ...attention import IndexQueries
 from ...layers.block_indexer_spec import BlockIndexerSpec
 from ...layers.layers import HeadNorm
-from ...layers.rope import RotaryTables, apply_rotary
+from ...layers.rope import RopeSpec, RotaryEmbedding, RotaryTables, apply_rotary
 from ...layers.spec import ModelSpec
 from ..weights import Rows, WeightReader
 
@@ -55,6 +56,66 @@ class BlockIndexer:
             indexer.block_size,
             indexer.num_local,
         )
+
+
+class MeanIndexer:
+    """Computes index keys, whose means represent blocks of keys, and the index queries that choose blocks.
+
+    Every rank has the whole indexer. The layer's projection of hidden states ends with `rows`, which are `size`
+    elements.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        indexer: BlockIndexerSpec,
+        rope: RopeSpec,
+        weights: WeightReader,
+        prefix: str,
+        kv_heads: range,
+    ) -> None:
+        self._indexer, self._num_kv_heads, size = indexer, len(kv_heads), indexer.head_dim
+        self.size = (indexer.num_heads + 1) * size
+        name = f"{prefix}indexer.index_qk_proj"
+        self.rows = [Rows(name, self.size, range(self.size), has_bias=False)]
+        self._query_norm, self._key_norm = (
+            HeadNorm(
+                weights.read_vector(f"{prefix}indexer.{each}_layernorm.weight", size).unsqueeze(0)
+                + spec.norm_weight_offset,
+                spec.norm_eps,
+            )
+            for each in "qk"
+        )
+        self._rope = RotaryEmbedding(
+            rope,
+            max_model_len=indexer.max_model_len,
+            dtype=weights.dtype,
+            device=weights.device,
+        )
+
+    def queries(self, x_TF: Tensor, tables: RotaryTables | None) -> IndexQueries:
+        """Return the index queries and keys, given their part of the projection."""
+        assert tables is not None
+        indexer = self._indexer
+        x_THI = x_TF.unflatten(-1, (-1, indexer.head_dim))
+        queries_TJI, keys_T1I = x_THI.split((indexer.num_heads, 1), 1)
+        queries_TJI = apply_rotary(self._query_norm(queries_TJI), tables)
+        queries_TGJI = queries_TJI.unsqueeze(1).expand(-1, self._num_kv_heads, -1, -1)
+        return IndexQueries(
+            keys_T1I,
+            queries_TGJI,
+            torch.ones(1, device=x_TF.device).expand(queries_TGJI.shape[:-1]),
+            indexer.num_chosen,
+            indexer.block_size,
+            summarize=self._keys_of_blocks,
+        )
+
+    def _keys_of_blocks(self, keys_NBPI: Tensor) -> Tensor:
+        """Return the key of each block [N, B, I], given the index keys of its tokens."""
+        starts_B = torch.arange(keys_NBPI.shape[1], device=keys_NBPI.device)
+        tables = self._rope.tables(starts_B * self._indexer.block_size)
+        means_NB1I = keys_NBPI.float().mean(2, keepdim=True).to(self._rope.dtype)
+        return apply_rotary(self._key_norm(means_NB1I), tables).squeeze(2)
 
 
 def block_index_rows(

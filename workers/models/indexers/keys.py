@@ -1,6 +1,7 @@
 """The indexer of sparse latent attention; see `IndexerSpec`. Every rank has the whole indexer.
 
-Shapes: T tokens of a step, J heads of the indexer, I elements of an index key, R rotated ones, P keys of a group.
+Shapes: T tokens of a step, J heads of the indexer, I elements of an index key, R rotated ones, P keys of a group, N
+sequences, B groups.
 """
 
 from __future__ import annotations
@@ -64,8 +65,14 @@ class Indexer:
             weights_TJ.unsqueeze(1),
             indexer.num_chosen,
             indexer.group_size,
-            biases_PI=self._biases_PI,
+            summarize=self._keys_of_groups if indexer.has_groups else None,
         )
+
+    def _keys_of_groups(self, keys_NBPI: Tensor) -> Tensor:
+        """Return the index key of each group [N, B, I], given the index keys and logits of its tokens."""
+        assert self._biases_PI is not None
+        keys_NBPI, logits_NBPI = keys_NBPI.float().chunk(2, -1)
+        return (keys_NBPI * (logits_NBPI + self._biases_PI).softmax(2)).sum(2)
 
 
 def index_rows(latent: LatentSpec, indexer: IndexerSpec, prefix: str) -> list[Rows]:

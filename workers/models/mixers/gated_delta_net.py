@@ -69,6 +69,7 @@ class GatedDeltaNetMixer(Mixer):
             kernels,
         )
         self._size = layer.state_size(tensor_parallel.size)
+        self._gate = torch.sigmoid if layer.has_sigmoid_gate else F.silu
 
     def forward(self, x: Any, memory: Tensor, batch: StateBatch) -> Tensor:
         """See `Mixer.forward`."""
@@ -99,7 +100,7 @@ class GatedDeltaNetMixer(Mixer):
         )
         y_THV = y_NHCV.transpose(1, 2).flatten(0, 1)[batch.tokens].to(dtype).float()
         y_THV = torch.rms_norm(y_THV, (layer.value_dim,), self._norm_V, self._norm_eps)
-        gate_THV = F.silu(gate_TX.float()).unflatten(-1, (num_heads, -1))
+        gate_THV = self._gate(gate_TX.float()).unflatten(-1, (num_heads, -1))
         return self._output((y_THV * gate_THV).to(dtype).flatten(1))
 
     def _heads(self, x_NCGK: Tensor) -> Tensor:

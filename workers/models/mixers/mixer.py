@@ -34,19 +34,21 @@ class Mixer(ABC):
 
 
 class CausalConvolution:
-    """A convolution of each channel over the last tokens, in float32."""
+    """A convolution of each channel over the last tokens, or over those at multiples of `distance`, in float32."""
 
-    def __init__(self, weight_F1K: Tensor, bias_F: Tensor | None) -> None:
+    def __init__(self, weight_F1K: Tensor, bias_F: Tensor | None, distance: int = 1) -> None:
         self._taps = weight_F1K.float().squeeze(1).T.contiguous().unbind()
         self._bias_F = None if bias_F is None else bias_F.float()
+        self._distance = distance
 
     def __call__(self, x_NXF: Tensor) -> Tensor:
         """Return float32 [N, C, F], the outputs for the last C of the W + C inputs."""
         x_NXF = x_NXF.float()
-        length = x_NXF.shape[1] - len(self._taps) + 1
+        length = x_NXF.shape[1] - (len(self._taps) - 1) * self._distance
         y_NCF = x_NXF[:, :length] * self._taps[0]
         for i, tap_F in enumerate(self._taps[1:], 1):
-            y_NCF.addcmul_(x_NXF[:, i : i + length], tap_F)
+            start = i * self._distance
+            y_NCF.addcmul_(x_NXF[:, start : start + length], tap_F)
         return y_NCF if self._bias_F is None else y_NCF.add_(self._bias_F)
 
 

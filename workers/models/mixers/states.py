@@ -12,6 +12,7 @@ that the convolution reads, F channels of an input.
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +20,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ....protocol.checkpoint.recurrent_layers import RecurrentLayer, StateSize
+from ....protocol.checkpoint.recurrent_layers import (
+    GatedDeltaNet,
+    NgramConvolution,
+    RecurrentLayer,
+    StateSize,
+)
 from ...batch import AttentionBatch
 
 
@@ -43,7 +49,7 @@ class StateBatch:
     States are read from the blocks `sources` and written to the blocks `targets`. `is_new` marks requests whose state
     is zero. Inputs are indexed in the concatenation of a row of zeros, the inputs in the requests' states, and the
     inputs of the step's tokens. `inputs_of_segments` are the inputs of each segment, and `kept_inputs` the inputs of
-    the new states.
+    the new states. `ngrams` is the plan for the convolutions over embeddings of n-grams, if the layers have any.
     """
 
     sources: Tensor  # [S]
@@ -53,10 +59,15 @@ class StateBatch:
     kept_inputs: Tensor  # [S, W + C - 1]
     tokens: Tensor  # [T], of the tokens of all segments
     rounds: tuple[Round, ...]
+    ngrams: StateBatch | None = None
 
     @classmethod
     def build(
-        cls, batch: AttentionBatch, block_size: int, layer: RecurrentLayer, device: torch.device
+        cls,
+        batch: AttentionBatch,
+        block_size: int,
+        layer: RecurrentLayer | NgramConvolution,
+        device: torch.device,
     ) -> StateBatch:
         """Return the plan of a step."""
         segment, window = layer.segment, layer.kernel - 1
@@ -104,6 +115,9 @@ class StateBatch:
                     int(is_full_N[segments].sum()),
                 )
             )
+        ngrams = None
+        if isinstance(layer, GatedDeltaNet) and layer.ngrams is not None:
+            ngrams = cls.build(batch, block_size, layer.ngrams, device)
         return cls(
             sources=_to_device(sources_S.astype(np.int64), device),
             targets=_to_device(targets_S.astype(np.int64), device),
@@ -116,6 +130,7 @@ class StateBatch:
             ),
             tokens=_to_device(tokens_T, device),
             rounds=tuple(rounds),
+            ngrams=ngrams,
         )
 
 
@@ -128,13 +143,19 @@ class StateCache:
 
     def __init__(self, memory: Tensor, size: StateSize, dtype: torch.dtype) -> None:
         num_recurrent = size.num_recurrent * 4
-        num_bytes = size.num_bytes(dtype.itemsize)
+        num_bytes = size.num_own_bytes(dtype.itemsize)
         self.recurrent = memory[:, :num_recurrent].view(torch.float32)
         self.inputs = (
             memory[:, num_recurrent:num_bytes]
             .view(dtype)
             .unflatten(1, (size.num_inputs, size.channels))
         )
+
+    def split(self, channel: int) -> tuple[StateCache, StateCache]:
+        """Return views whose inputs are those before the channel and those from it on."""
+        first, second = copy(self), copy(self)
+        first.inputs, second.inputs = self.inputs[..., :channel], self.inputs[..., channel:]
+        return first, second
 
     def all_inputs(self, inputs_TF: Tensor, batch: StateBatch) -> Tensor:
         """Return the inputs that `batch` indexes, and store the inputs that the next step needs."""

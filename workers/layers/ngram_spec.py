@@ -1,0 +1,74 @@
+"""The specification of embeddings of n-grams of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+_LARGEST_ID = (1 << 63) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class NgramSpec:
+    """The embeddings of n-grams (PLE of Qwen4), which some layers add to all streams of a token.
+
+    For each length from 2 to `longest`, the last tokens have `num_heads` embeddings, all in one table of the layer.
+    Hashes of the tokens choose them: a head has a prime number of rows, the next one from `smallest_head` on that no
+    earlier head of any layer has. The table ends with rows that nothing uses, so that its length is a multiple of
+    `divisor`. It may be stored in `num_shards` parts. Together the embeddings of a token have `size` elements.
+
+    An n-gram does not extend across `end_id`: that token stands for all tokens up to it, and for those before a text.
+
+    A convolution with `taps` taps at distances of `longest` tokens follows.
+    """
+
+    longest: int
+    num_heads: int
+    size: int
+    taps: int
+    end_id: int
+    seed: int
+    smallest_head: int
+    divisor: int
+    num_shards: int
+
+    @property
+    def num_all_heads(self) -> int:
+        """The number of embeddings of a token in one layer."""
+        return (self.longest - 1) * self.num_heads
+
+    def head_sizes(self, table: int) -> list[int]:
+        """Return the number of rows of each head in the table with this index."""
+        first = table * self.num_all_heads
+        return _primes_from(self.smallest_head, first + self.num_all_heads)[first:]
+
+    def num_rows(self, head_sizes: Sequence[int]) -> int:
+        """Return the number of rows of a table with these heads."""
+        return -(-sum(head_sizes) // self.divisor) * self.divisor
+
+    def multipliers(self, vocab_size: int, table: int) -> list[int]:
+        """Return the factors on a token and on those before it, whose products do not overflow int64."""
+        half = max(1, _LARGEST_ID // vocab_size // 2)
+        base = self.seed + 10007 * table
+        return [2 * (_mixed(base + _GOLDEN * (i + 1)) % half) + 1 for i in range(self.longest)]
+
+
+def _mixed(state: int) -> int:
+    """Return the number that the generator SplitMix64 computes in this state."""
+    bits = (state + _GOLDEN) & _MASK
+    bits = (bits ^ bits >> 30) * 0xBF58476D1CE4E5B9 & _MASK
+    bits = (bits ^ bits >> 27) * 0x94D049BB133111EB & _MASK
+    return bits ^ bits >> 31
+
+
+def _primes_from(smallest: int, count: int) -> list[int]:
+    """Return the first `count` primes that are not less than `smallest`."""
+    primes: list[int] = []
+    candidate = max(2, smallest)
+    while len(primes) < count:
+        if all(candidate % divisor for divisor in range(2, int(candidate**0.5) + 1)):
+            primes.append(candidate)
+        candidate += 1
+    return primes
