@@ -78,7 +78,11 @@ def make_multimodal(family, **others):
         parts["audio_config"] = AUDIO_SIZES | {"out_hidden_size": text["hidden_size"]}
     config = config_class(
         text_config=text,
-        vision_config=VISION_SIZES | {"model_type": config_class().vision_config.model_type},
+        vision_config=VISION_SIZES
+        | {
+            "model_type": config_class().vision_config.model_type,
+            "out_hidden_size": text["hidden_size"],
+        },
         tie_word_embeddings=True,
         **parts,
     )
