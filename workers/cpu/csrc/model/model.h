@@ -85,8 +85,8 @@ enum class OpKind : int32_t {
   norm_add = 6,      // residual += scale * block, normed if there is a norm
   gated_norm_add = 54,  // residual = residual * vectors[2] + block * vectors[1], normed by vectors[0]; vectors[1] may
                         // be null
-  final_norm = 7,  // hidden = residual, normed if there is a norm
-  head = 8,        // logits of the rows asked for, with the bias vectors[0] or null; always the last operation
+  final_norm = 7,       // hidden = residual, normed if there is a norm
+  head = 8,             // logits of the rows asked for, with the bias vectors[0] or null; always the last operation
   sum = 9,  // target = the parts of all ranks, added in their order, + vectors[0] if there is one; of `num_columns`
             // elements
   // The four operations of a layer with experts, in this order:

@@ -102,7 +102,7 @@ class Program final : private Phases {
   std::vector<int> row_tiles_;  // for each operation, the number of tiles that its rows are divided into
   int first_unneeded_ = 1;      // the first operation that only rows with requested results need
   bool shares_blocks_ = false;  // whether layers with other heads, or states, may have used a block before
-  bool keeps_states_ = false;  // whether operations replace inputs of layers
+  bool keeps_states_ = false;   // whether operations replace inputs of layers
   std::vector<std::unique_ptr<Scratch>> scratch_;  // one per thread
 
   RotaryTables ropes_;
