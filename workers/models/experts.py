@@ -32,7 +32,7 @@ _SMALLEST_SUM = 1e-20
 
 _SCORES: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax": lambda logits_TE: logits_TE.softmax(-1),
-    "sigmoid": torch.sigmoid,
+    "sigmoid": lambda logits_TE: logits_TE.sigmoid(),
     "sqrt softplus": lambda logits_TE: F.softplus(logits_TE).sqrt(),
 }
 """The scores of experts, by the name of the scoring."""
