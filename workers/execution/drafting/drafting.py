@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -117,10 +116,13 @@ class Drafting:
         hidden_TD: AnyArray,
         await_grammar: GrammarSource,
     ) -> ModelRunnerOutput:
-        """Return the accepted and sampled tokens of a step that `plan` describes, and propose the next drafts."""
+        """Return the accepted and sampled tokens of a step that `plan` describes, and propose the next drafts.
+
+        `await_grammar` must call the method of that name.
+        """
         num_predicted_S = self.drafts.num_from_prediction(plan.slots_S)
         logits_of = self._logits_of(plan, hidden_TD)
-        grammar = self._requests.await_bitmasks(output, partial(self.await_grammar, await_grammar))
+        grammar = self._requests.await_bitmasks(output, await_grammar)
         result = choose_verified(
             self._requests, plan, logits_of, grammar, output.step, num_predicted_S
         )
