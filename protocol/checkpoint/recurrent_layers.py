@@ -224,18 +224,11 @@ class GatedDeltaNet(msgspec.Struct, frozen=True, tag=True):
         )
 
 
-class KimiDeltaAttention(msgspec.Struct, frozen=True, tag=True):
-    """Kimi delta attention (Kimi Linear, 2025, arXiv 2510.26692), a delta rule with one decay per element of the keys.
-
-    Keys and values of a head have `head_dim` elements. If `is_low_rank`, decays and gates are computed from projections
-    to `head_dim` elements. If `lowest_log_decay` is not 0, a decay is at least exp(`lowest_log_decay`).
-    """
+class _EqualHeads(msgspec.Struct, frozen=True):
+    """A layer in which keys and values of a head have `head_dim` elements."""
 
     num_heads: int
     head_dim: int
-    kernel: int
-    is_low_rank: bool = True
-    lowest_log_decay: float = 0.0
 
     @property
     def segment(self) -> int:
@@ -246,6 +239,18 @@ class KimiDeltaAttention(msgspec.Struct, frozen=True, tag=True):
     def num_units(self) -> int:
         """Number of parts that can be divided equally among ranks."""
         return self.num_heads
+
+
+class KimiDeltaAttention(_EqualHeads, frozen=True, tag=True):
+    """Kimi delta attention (Kimi Linear, 2025, arXiv 2510.26692), a delta rule with one decay per element of the keys.
+
+    If `is_low_rank`, decays and gates are computed from projections to `head_dim` elements. If `lowest_log_decay` is
+    not 0, a decay is at least exp(`lowest_log_decay`).
+    """
+
+    kernel: int
+    is_low_rank: bool = True
+    lowest_log_decay: float = 0.0
 
     def state_size(self, ranks: int) -> StateSize:
         """Return the size of the state in one of `ranks` workers."""
@@ -257,30 +262,16 @@ class KimiDeltaAttention(msgspec.Struct, frozen=True, tag=True):
         )
 
 
-class LightningAttention(msgspec.Struct, frozen=True, tag=True):
+class LightningAttention(_EqualHeads, frozen=True, tag=True):
     """Lightning attention (MiniMax-01, 2025, arXiv 2501.08313): linear attention with a fixed decay for each head.
 
-    Queries, keys and values of a head have `head_dim` elements, to which SiLU is applied. The decays depend on the
-    layer's index.
+    SiLU is applied to queries, keys and values. The decays depend on the layer's index.
     """
-
-    num_heads: int
-    head_dim: int
 
     @property
     def kernel(self) -> int:
         """Number of tokens in a convolution, of which there is none."""
         return 1
-
-    @property
-    def segment(self) -> int:
-        """Number of tokens in a segment."""
-        return SEGMENT
-
-    @property
-    def num_units(self) -> int:
-        """Number of parts that can be divided equally among ranks."""
-        return self.num_heads
 
     def state_size(self, ranks: int) -> StateSize:
         """Return the size of the state in one of `ranks` workers."""
