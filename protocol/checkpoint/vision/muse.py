@@ -18,15 +18,14 @@ def muse(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVi
     if types is None:
         is_full = [i % 4 == 3 or i == num_layers - 1 for i in range(num_layers)]
     else:
-        for kind in types:
-            if kind not in ("full_attention", "window_attention"):
-                raise vision.error(f"the layer type {kind!r} of the vision tower is not supported")
+        if not set(types) <= {"full_attention", "window_attention"}:
+            raise vision.wrong("layer_types", "'full_attention' or 'window_attention' each", types)
         is_full = [kind == "full_attention" for kind in types]
     size, num_heads = vision.integer("hidden_size", 1536), head_count(vision, 1536, 16)
     # Half of a head is rotated by the column and half by the row, and elements are rotated in pairs.
     if size % (4 * num_heads):
-        raise vision.error(
-            f"the hidden size {size} of the vision tower must be a multiple of 4 times num_attention_heads {num_heads}"
+        raise vision.wrong(
+            "hidden_size", f"a multiple of 4 times num_attention_heads {num_heads}", size
         )
     side = vision.integer("pos_emb_height", 32, maximum=1024)
     if vision.integer("pos_emb_width", 32) != side:
