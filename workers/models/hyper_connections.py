@@ -179,7 +179,7 @@ class LowRankConnection(LowRankSum):
 
 
 Reducer: TypeAlias = LowRankSum | StreamMean | StreamSum
-"""What the final norm, or the head, reads."""
+"""The reduction of a token's streams to one hidden state, which the final norm or the head reads."""
 
 
 def read_reducer(
