@@ -22,7 +22,7 @@ from ..cpu.drafts import Drafts, count_predictions
 from ..device.dtypes import AnyArray, as_tensor, torch_dtype
 from ..sampling import SamplerOutput, SamplingMetadata
 from .drafting.computed import ComputedRows
-from .drafting.drafting import Drafting, find_drafts, tokens_by_row
+from .drafting.drafting import Drafting, count_drafts, find_drafts, tokens_by_row
 from .drafting.verification import plan_verification
 from .kv_cache import KVCache
 from .outputs.pooling import Pooled
@@ -162,8 +162,9 @@ class HostExecution:
         num_drafts_S = num_predicted_S = None
         if self._drafting is not None:
             num_drafts_S = self._drafting.count(output, rows.slots_S)
-            # Read the rows now, because looking up the next drafts is part of the step.
-            num_predicted_S = self._drafting.drafts.num_from_prediction(rows.slots_S)
+            if num_drafts_S is not None:
+                # Read the rows now, because looking up the next drafts is part of the step.
+                num_predicted_S = self._drafting.drafts.num_from_prediction(rows.slots_S)
         tokens_K, num_failed, logprobs, num_sampled_S, num_verified_S = decoding.step(
             rows, num_drafts_S, bitmasks
         )
@@ -186,9 +187,7 @@ class HostExecution:
         slots_S = self._batch.slots_of(output)
         rows, counts = int32_view(output.drafts).reshape(-1, 2).T
         self._batch.write_drafts(slots_S[rows], counts, int32_view(output.draft_token_ids))
-        num_drafts_S = self._kv_cache.limit_drafts(
-            self._batch.num_drafts(output)[slots_S], self._batch.num_tokens[slots_S]
-        )
+        num_drafts_S = count_drafts(output, slots_S, self._batch, self._kv_cache)
         plan = plan_verification(self._requests, slots_S, num_drafts_S)
         self._pipeline.send_hidden(as_tensor(self._forward(plan)))
         self._requests.expect_verified(slots_S, num_drafts_S)

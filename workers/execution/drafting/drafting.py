@@ -98,9 +98,7 @@ class Drafting:
         rows, counts = int32_view(output.drafts).reshape(-1, 2).T
         if output.draft_token_ids:
             self.drafts.set_drafts(slots_S[rows], counts, int32_view(output.draft_token_ids))
-        return self._kv_cache.limit_drafts(
-            self._batch.num_drafts(output)[slots_S], self._batch.num_tokens[slots_S]
-        )
+        return count_drafts(output, slots_S, self._batch, self._kv_cache)
 
     def plan(self, output: SchedulerOutput, slots_S: SlotArray) -> StepPlan:
         """Return the plan of a step that computes each request's last token and its drafts."""
@@ -173,6 +171,13 @@ class Drafting:
         self._passes = self._draft_model.propose(computed, self.drafts, samples=samples)
         if self._passes:
             self._seconds = perf_counter() - began
+
+
+def count_drafts(
+    output: SchedulerOutput, slots_S: SlotArray, batch: PersistentBatch, kv_cache: KVCache
+) -> Int32Array:
+    """Return how many drafts of each row a step with drafts verifies, if the worker has as many."""
+    return kv_cache.limit_drafts(batch.num_drafts(output)[slots_S], batch.num_tokens[slots_S])
 
 
 def tokens_by_row(result: ModelRunnerOutput, plan: StepPlan) -> NDArray[Any]:
