@@ -38,19 +38,11 @@ from engine.workers.loaders import open_checkpoint
 from on_gpu.shapes import Shape
 from safetensors.torch import save_file
 
-BLOCK_SIZE = 16
-MAX_MODEL_LEN = 1024
 MODEL = Shape("qwen3", 4096, 512, 1024, 4, 8, 2, 128, True)
 TINY_MODEL = Shape("qwen3", 512, 64, 128, 2, 4, 2, 16, True)
-PROMPTS = (3, 1, 700, 40, 16, 290)
 LONGEST = 2
 NUM_MOVED = 20
 """Number of blocks of the longest prompt, which are filled by its first two chunks."""
-
-BLOCKS_EACH = MAX_MODEL_LEN // BLOCK_SIZE
-NUM_BLOCKS = 1 + len(PROMPTS) * BLOCKS_EACH
-CHUNK = 250
-"""Largest number of tokens of a prompt in one step."""
 
 NUM_DRAFTS = 3
 GROUP_SIZE = 32
@@ -78,6 +70,43 @@ _PACKED_INTEGERS = {
 }
 
 
+@dataclass(frozen=True)
+class Prompts:
+    """Random prompts of several lengths, each with its own blocks of every KV-cache group.
+
+    At most `chunk` tokens of a prompt are computed in one step.
+    """
+
+    lengths: tuple[int, ...] = (3, 1, 700, 40, 16, 290)
+    max_model_len: int = 1024
+    chunk: int = 250
+    block_size: int = 16
+
+    @property
+    def blocks_each(self) -> int:
+        return self.max_model_len // self.block_size
+
+    def num_blocks(self, num_groups: int) -> int:
+        return 1 + len(self.lengths) * num_groups * self.blocks_each
+
+    def request(self, slot: int, vocab_size: int, num_groups: int) -> NewRequestData:
+        tokens = np.random.default_rng(slot).integers(2, vocab_size, self.lengths[slot])
+        first = 1 + slot * num_groups * self.blocks_each
+        firsts = range(first, first + num_groups * self.blocks_each, self.blocks_each)
+        return NewRequestData(
+            slot=slot,
+            request_id=(0, slot),
+            token_ids=int32_bytes(tokens),
+            num_prompt_tokens=len(tokens),
+            num_computed_tokens=0,
+            block_ids=tuple(int32_bytes(range(i, i + self.blocks_each)) for i in firsts),
+            sampling_params=SamplingParams(temperature=0, ignore_eos=True),
+        )
+
+
+PROMPTS = Prompts()
+
+
 @dataclass
 class Said:
     """The generated tokens of each request, with their log-probabilities."""
@@ -91,7 +120,7 @@ def write(shape: Shape, directory: Path, quantization: str | None = None) -> Pat
 
     Its layers are stored in the format `quantization`. In that case attention also has biases.
     """
-    shape.write(directory, MAX_MODEL_LEN)
+    shape.write(directory, PROMPTS.max_model_len)
     random = torch.Generator().manual_seed(0)
     named: dict[str, torch.Tensor] = {}
     for name, size in shape.tensors():
@@ -150,10 +179,12 @@ QUANTIZATIONS = {
 
 def config(
     path: Path,
-    shape: Shape,
+    vocab_size: int,
     device: Device,
     dtype: str,
     *,
+    prompts: Prompts = PROMPTS,
+    max_num_batched_tokens: int = 512,
     kv_cache_dtype: KVCacheDtype = "auto",
     has_drafts: bool = False,
     **how: Any,
@@ -163,9 +194,9 @@ def config(
         str(path),
         str(path),
         ("m",),
-        shape.model_type,
-        shape.vocab_size,
-        MAX_MODEL_LEN,
+        "qwen3",
+        vocab_size,
+        prompts.max_model_len,
         (1,),
         dtype,
     )
@@ -173,10 +204,10 @@ def config(
         "",
         1,
         model,
-        CacheConfig(block_size=BLOCK_SIZE, kv_cache_dtype=kv_cache_dtype),
+        CacheConfig(block_size=prompts.block_size, kv_cache_dtype=kv_cache_dtype),
         SchedulerConfig(
             max_num_seqs=8,
-            max_num_batched_tokens=512,
+            max_num_batched_tokens=max_num_batched_tokens,
             speculative=SpeculativeConfig(NUM_DRAFTS) if has_drafts else None,
         ),
         device=DeviceConfig(device, cpu_backend=CPUBackend.TORCH, **how),
@@ -184,7 +215,9 @@ def config(
 
 
 @contextmanager
-def opened(config: EngineConfig, *, has_host: bool = False) -> Iterator[ModelRunner]:
+def opened(
+    config: EngineConfig, *, has_host: bool = False, prompts: Prompts = PROMPTS
+) -> Iterator[ModelRunner]:
     """A runner with blocks for every prompt."""
     # The graphs and the memory of another one that was measured, or failed, before.
     gc.collect()
@@ -192,7 +225,8 @@ def opened(config: EngineConfig, *, has_host: bool = False) -> Iterator[ModelRun
     checkpoint = open_checkpoint(config.model.path)
     runner = ModelRunner(config, device, checkpoint, lambda *_: None)
     runner.profile_memory(0.5)
-    runner.allocate_kv_cache(NUM_BLOCKS + NUM_MOVED, NUM_MOVED if has_host else 0)
+    num_blocks = prompts.num_blocks(len(runner.kv_cache_groups))
+    runner.allocate_kv_cache(num_blocks + NUM_MOVED, NUM_MOVED if has_host else 0)
     runner.warm_up()
     try:
         yield runner
@@ -204,8 +238,8 @@ def say(
     runner: ModelRunner,
     vocab_size: int,
     num_tokens: int,
-    chunk: int,
     *,
+    prompts: Prompts = PROMPTS,
     scored: bool = True,
     sampled: bool = False,
     moved: bool = False,
@@ -217,21 +251,22 @@ def say(
     changed. Unless `scored`, greedy tokens are chosen inside the captured graph. If `moved`, the first blocks of the
     longest prompt are copied to the CPU offload during its computation, and come back to other blocks.
     """
-    said = Said([[] for _ in PROMPTS], [[] for _ in PROMPTS])
-    left = list(PROMPTS)
+    num_prompts = len(prompts.lengths)
+    said = Said([[] for _ in prompts.lengths], [[] for _ in prompts.lengths])
+    left = list(prompts.lengths)
     running: list[int] = []
     step = 0
     while running or not step:
         fields: dict[str, Any] = {}
-        if step < len(PROMPTS):
-            request = _request(step, vocab_size)
+        if step < num_prompts:
+            request = prompts.request(step, vocab_size, len(runner.kv_cache_groups))
             if sampled:
                 request.sampling_params = _SAMPLED[step % len(_SAMPLED)]
             request.sampling_params.logprobs = 1 if scored else None
             fields["new_requests"] = [request]
             running.append(step)
-        counts = [min(left[slot], chunk) for slot in running]
-        if drafted is not None and step >= len(PROMPTS) and max(counts) == 1:
+        counts = [min(left[slot], prompts.chunk) for slot in running]
+        if drafted is not None and step >= num_prompts and max(counts) == 1:
             drafts = [_drafts(drafted, said, slot, num_tokens) for slot in running]
             counts = [1 + len(tokens) for tokens in drafts]
             fields["drafts"] = int32_bytes(
@@ -259,7 +294,7 @@ def say(
             logprobs = float32_view(row.logprobs).reshape(row.num_positions, -1)
             said.logprobs[row.slot] += logprobs[:, 0].tolist()
         running = [slot for slot in running if len(said.tokens[slot]) < num_tokens]
-    removed = int32_bytes(range(len(PROMPTS)))
+    removed = int32_bytes(range(num_prompts))
     runner.execute(SchedulerOutput(step + 1, removed_slots=removed), lambda step: None)
     return said
 
@@ -276,9 +311,9 @@ def repeats(directory: Path, device: Device, *, is_tiny: bool, is_eager: bool) -
     """Generate the same five times, and count the times whose bits differ from the first."""
     shape = TINY_MODEL if is_tiny else MODEL
     path = write(shape, directory)
-    configured = config(path, shape, device, "bfloat16", enforce_eager=is_eager)
+    configured = config(path, shape.vocab_size, device, "bfloat16", enforce_eager=is_eager)
     with opened(configured) as runner:
-        results = [say(runner, shape.vocab_size, 3 if is_tiny else 32, CHUNK) for _ in range(5)]
+        results = [say(runner, shape.vocab_size, 3 if is_tiny else 32) for _ in range(5)]
     return {
         "num_different": sum(said != results[0] for said in results[1:]),
         "worst": max(compared(results[0], said)["logprobs_apart"] for said in results[1:]),
@@ -288,11 +323,13 @@ def repeats(directory: Path, device: Device, *, is_tiny: bool, is_eager: bool) -
 def _moves(step: int) -> dict[str, bytes]:
     """Out while the blocks hold two chunks, in again a step later."""
     begun = LONGEST + 2
-    blocks = range(1 + LONGEST * BLOCKS_EACH, 1 + LONGEST * BLOCKS_EACH + NUM_MOVED)
+    first = 1 + LONGEST * PROMPTS.blocks_each
+    blocks = range(first, first + NUM_MOVED)
     if step == begun:
         return {"host_copies_out": int32_bytes([(b, i) for i, b in enumerate(blocks)])}
     if step == begun + 1:
-        spare = range(NUM_BLOCKS, NUM_BLOCKS + NUM_MOVED)
+        num_blocks = PROMPTS.num_blocks(1)
+        spare = range(num_blocks, num_blocks + NUM_MOVED)
         return {
             "host_copies_in": int32_bytes(list(enumerate(spare))),
             "block_updates": int32_bytes([(0, LONGEST, i, b) for i, b in enumerate(spare)]),
@@ -305,20 +342,6 @@ _SAMPLED = [
     SamplingParams(temperature=1, seed=2, top_p=0.9, ignore_eos=True),
     SamplingParams(temperature=1.2, seed=3, top_k=40, min_p=0.01, ignore_eos=True),
 ]
-
-
-def _request(slot: int, vocab_size: int) -> NewRequestData:
-    tokens = np.random.default_rng(slot).integers(2, vocab_size, PROMPTS[slot])
-    first = 1 + slot * BLOCKS_EACH
-    return NewRequestData(
-        slot=slot,
-        request_id=(0, slot),
-        token_ids=int32_bytes(tokens),
-        num_prompt_tokens=len(tokens),
-        num_computed_tokens=0,
-        block_ids=(int32_bytes(range(first, first + BLOCKS_EACH)),),
-        sampling_params=SamplingParams(temperature=0, ignore_eos=True),
-    )
 
 
 def compared(expected: Said, said: Said) -> dict[str, float]:
@@ -392,18 +415,18 @@ class Agreement:
         course = {key: how.pop(key) for key in COURSE if key in how}
         quantization = how.pop("quantization", None)
         path = self._path(quantization)
-        configured = config(path, self._shape, self._device, **how)
+        configured = config(path, self._shape.vocab_size, self._device, **how)
         expected = self._expected(quantization, course.get("sampled", False))
         if configured.scheduler.speculative is not None:
             course["drafted"] = expected
         with opened(configured, has_host=course.get("moved", False)) as runner:
-            said = say(runner, self._shape.vocab_size, self._num_tokens, CHUNK, **course)
+            said = say(runner, self._shape.vocab_size, self._num_tokens, **course)
         return compared(expected, said)
 
     def _write(self, quantization: str | None) -> Path:
         return write(self._shape, self._directory / f"{quantization}", quantization)
 
     def _say_on_cpu(self, quantization: str | None, is_sampled: bool) -> Said:
-        on_cpu = config(self._path(quantization), self._shape, Device.CPU, "float32")
+        on_cpu = config(self._path(quantization), self._shape.vocab_size, Device.CPU, "float32")
         with opened(on_cpu) as runner:
-            return say(runner, self._shape.vocab_size, self._num_tokens, CHUNK, sampled=is_sampled)
+            return say(runner, self._shape.vocab_size, self._num_tokens, sampled=is_sampled)

@@ -111,6 +111,20 @@ def save_reference(reference, path):
         (path / "config.json").write_text(json.dumps(config))
 
 
+def save_multimodal(family, path):
+    """Save such a model in the form that it is published in, and return it."""
+    reference = make_multimodal(family)
+    # Transformers renames layers of these decoders like those of the tower.
+    is_original = family not in ("Kimi_K25", "QianfanOCR")
+    reference.save_pretrained(path, save_original_format=is_original)
+    if family == "Kimi_K25":
+        config = json.loads((path / "config.json").read_text())
+        config["text_config"]["model_type"] = "kimi_k2"
+        config["architectures"] = ["KimiK25ForConditionalGeneration"]
+        (path / "config.json").write_text(json.dumps(config))
+    return reference
+
+
 def prompt(length, seed=0):
     return random.Random(seed).choices(range(SMALL["vocab_size"]), k=length)
 

@@ -18,6 +18,7 @@ from support.families import (
     make_multimodal,
     make_reference,
     prompt,
+    save_multimodal,
     save_reference,
 )
 from support.families.dense import LLAMA3
@@ -166,15 +167,7 @@ def test_logits_of_families_without_a_class_in_transformers(name, load, tmp_path
 @pytest.mark.parametrize("family", MULTIMODAL)
 def test_text_logits_of_multimodal_models_equal_those_of_transformers(family, tmp_path):
     """The tensors of the vision tower are not read."""
-    reference = make_multimodal(family)
-    # Transformers renames layers of these decoders like those of the tower.
-    is_original = family not in ("Kimi_K25", "QianfanOCR")
-    reference.save_pretrained(tmp_path, save_original_format=is_original)
-    if family == "Kimi_K25":
-        config = json.loads((tmp_path / "config.json").read_text())
-        config["text_config"]["model_type"] = "kimi_k2"
-        config["architectures"] = ["KimiK25ForConditionalGeneration"]
-        (tmp_path / "config.json").write_text(json.dumps(config))
+    reference = save_multimodal(family, tmp_path)
     tokens = prompt(NUM_TOKENS)
     logits = Runner(load_decoder(tmp_path)).step({0: tokens})[0]
     assert_same(logits, expected_logits(reference, tokens))

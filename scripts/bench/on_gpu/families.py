@@ -1,0 +1,110 @@
+"""Check that small random models of every family say the same on a GPU as on a CPU.
+
+Needs transformers and the test folder, which make the models. Each family has its own process, so that one whose
+kernel fails does not spoil others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+# Python adds this file's folder to its path; the code that the benchmarks share is one folder above.
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[3] / "tests"))
+
+import torch
+from engine.protocol.config import Device
+from engine.workers.loaders import open_checkpoint
+from engine.workers.models.families import model_spec
+from on_gpu.agreement import Prompts, Said, compared, config, opened, say
+from on_gpu.reporting import Reporter, add_done
+from support.families import CONFIGS, SMALL, make_reference, save_multimodal, save_reference
+from support.families.multimodal import MULTIMODAL
+from support.families.published import PUBLISHED, save_published
+
+PROMPTS = Prompts((3, 1, 150, 20), 256, 40)
+RECURRENT = replace(PROMPTS, block_size=128)
+"""With blocks as large as a recurrent layer's state."""
+
+NUM_TOKENS = 12
+LONGEST_S = 150
+"""Seconds after which the process of a family is killed."""
+
+NAMES = [*CONFIGS, *MULTIMODAL, *PUBLISHED]
+
+
+def save(name: str, path: Path) -> None:
+    """Write the checkpoint of a family."""
+    if name in PUBLISHED:
+        save_published(name, path)
+    elif name in CONFIGS:
+        save_reference(make_reference(name), path)
+    else:
+        save_multimodal(name, path)
+
+
+def measure(name: str, device: Device) -> dict[str, Any]:
+    """Compare the tokens and log-probabilities of a family with those of plain torch in float32 on a CPU."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory)
+        save(name, path)
+        exact = _said(path, Device.CPU, "float32")
+        found: dict[str, Any] = compared(exact, _said(path, device, "float32"))
+        rounded = compared(exact, _said(path, device, "bfloat16"))["logprobs_apart"]
+    return found | {"bfloat16_apart": rounded}
+
+
+def _said(path: Path, device: Device, dtype: str) -> Said:
+    layers = model_spec(open_checkpoint(path).config, path).layers
+    prompts = PROMPTS if all(layer.recurrent is None for layer in layers) else RECURRENT
+    configured = config(
+        path, SMALL["vocab_size"], device, dtype, prompts=prompts, max_num_batched_tokens=64
+    )
+    with opened(configured, prompts=prompts) as runner:
+        return say(runner, SMALL["vocab_size"], NUM_TOKENS, prompts=prompts)
+
+
+def _run(name: str, device: Device) -> None:
+    torch.set_num_threads(1)
+    Reporter().say(name, lambda: measure(name, device))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--processes", type=int, default=os.cpu_count())
+    parser.add_argument("--only", nargs="+", metavar="FAMILY", default=NAMES)
+    add_done(parser)
+    arguments = parser.parse_args()
+    device = Device(arguments.device)
+    # Until a fork, nothing may touch the GPU.
+    context = multiprocessing.get_context("fork")
+    left = [name for name in reversed(arguments.only) if name not in arguments.done]
+    running: dict[int, tuple[BaseProcess, float]] = {}
+    while left or running:
+        while left and len(running) < arguments.processes:
+            process = context.Process(target=_run, args=(left[-1], device), name=left.pop())
+            process.start()
+            running[process.sentinel] = process, time.monotonic() + LONGEST_S
+        ended = wait(list(running), timeout=1)
+        for sentinel, (process, end) in list(running.items()):
+            if sentinel in ended:
+                process.join()
+                del running[sentinel]
+            elif time.monotonic() > end:
+                os.kill(process.pid, signal.SIGABRT)
+
+
+if __name__ == "__main__":
+    main()
