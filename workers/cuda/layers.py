@@ -146,8 +146,10 @@ class _Norm(RMSNorm):
         super().__init__(weight_D, eps)
         self._rounding = rounding
 
-    def __call__(self, x_TD: Tensor) -> Rows:
-        return rms_norm(x_TD, self.weight, self.eps, rounding=self._rounding)
+    def __call__(self, x: Tensor) -> Rows:
+        """Return the norm of the last dimension, [..., D]; a rounded one is [T, D]."""
+        rows = rms_norm(x.flatten(0, -2), self.weight, self.eps, rounding=self._rounding)
+        return rows.view(x.shape) if isinstance(rows, Tensor) else rows
 
     def add_and_norm(self, x_TD: Tensor, block_TD: Tensor, multiplier: float) -> Rows:
         return rms_norm(

@@ -214,6 +214,8 @@ class Stepping:
         places = [
             f"{warning.filename}:{warning.lineno}: {str(warning.message).splitlines()[0]}"
             for warning in caught
+            # The mode announces itself.
+            if "prototype feature" not in str(warning.message)
         ]
         return {"count": len(places), "places": places}
 

@@ -41,7 +41,7 @@ def test_low_rank_kernels_apply_the_adapter_of_each_token(
     changes = low_rank.TritonLowRank(*arguments)
 
     def linear(weight_OI: torch.Tensor, bias_O: None):
-        return lambda x_TI: x_TI.float() @ weight_OI.float().T
+        return lambda x_TI: x_TI.float() @ weight_OI.to(DEVICE).float().T
 
     exact = TorchLowRank(HEIGHTS, dtype, linear)
     for number, rank in enumerate(RANKS):
