@@ -72,17 +72,18 @@ class Timing:
 def seconds(run: Callable[[], object]) -> float:
     """Return the median duration of `REPEATS` calls.
 
-    Before each call the L2 cache is overwritten. It starts only when all its kernels are queued.
+    Before each call other data is read into the L2 cache, because lines that were written would first have to leave it.
+    The call starts only when all its kernels are queued.
     """
     if not HAS_GPU:
         start = time.perf_counter()
         run()
         return time.perf_counter() - start
     run()
-    flush = torch.empty(256 << 20, dtype=torch.uint8, device=DEVICE)
+    other = torch.zeros(32 << 20, dtype=torch.int64, device=DEVICE)
     times = []
     for _ in range(REPEATS):
-        flush.zero_()
+        other.sum()
         torch.cuda._sleep(HEAD_START)
         before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         before.record()

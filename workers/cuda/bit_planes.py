@@ -61,3 +61,42 @@ def load_integers(low_ptr, high_ptr, columns, mask, BITS: tl.constexpr, HIGH_BIT
 def integers_to_floats(values):
     """Convert integers in [0, 2 ** 23) to float32 by manipulating bits, because the conversion instruction is slow."""
     return (values | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
+
+
+@triton.jit
+def halves_to_floats(bytes, zeros, dtype: tl.constexpr):
+    """Return the low and the high four bits of each byte, minus `zeros`, in `dtype`.
+
+    With bfloat16, instructions for two numbers convert four bytes at once: 128 plus an integer below 128 has the
+    integer as its lowest bits, so a byte of 0x43 before those bits is enough.
+    """
+    if dtype == tl.bfloat16:
+        low, high = tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 low, high, one, exponents;
+            and.b32 low, $4, 0x0f0f0f0f;
+            shr.u32 high, $4, 4;
+            and.b32 high, high, 0x0f0f0f0f;
+            mov.b32 one, 0x3f803f80;
+            mov.b32 exponents, 0x43434343;
+            prmt.b32 $0, low, exponents, 0x4140;
+            prmt.b32 $1, low, exponents, 0x4342;
+            prmt.b32 $2, high, exponents, 0x4140;
+            prmt.b32 $3, high, exponents, 0x4342;
+            fma.rn.bf16x2 $0, $0, one, $5;
+            fma.rn.bf16x2 $1, $1, one, $6;
+            fma.rn.bf16x2 $2, $2, one, $5;
+            fma.rn.bf16x2 $3, $3, one, $6;
+            }
+            """,
+            "=&r,=&r,=&r,=&r,r,r,r",
+            [bytes, (-128 - zeros).to(tl.bfloat16)],
+            dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        low = integers_to_floats((bytes & 15).to(tl.int32)) - zeros
+        high = integers_to_floats((bytes >> 4).to(tl.int32)) - zeros
+    return low.to(dtype), high.to(dtype)

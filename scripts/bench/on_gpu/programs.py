@@ -33,13 +33,13 @@ PROFILES = {
     "prompt attention": ("gpu_attention.py", "prefill_kernel", "--case", "prefill 8k"),
     "4-bit product, 1 token": (
         "gpu_kernels.py",
-        "_linear_kernel",
+        "linear_kernel",
         "--case",
         "AWQ, GPTQ 4 bits x 1",
     ),
     "4-bit product, 64 tokens": (
         "gpu_kernels.py",
-        "_linear_kernel",
+        "linear_kernel",
         "--case",
         "AWQ, GPTQ 4 bits x 64",
     ),

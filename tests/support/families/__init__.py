@@ -4,6 +4,8 @@ import copy
 import json
 import random
 import re
+from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -13,7 +15,7 @@ from support.families.experts import WITH_EXPERTS
 from support.families.multimodal import AUDIO_SIZES, MULTIMODAL, VISION_SIZES
 from support.families.recurrent import RECURRENT
 
-SMALL = {
+SMALL: dict[str, Any] = {
     "vocab_size": 97,
     "hidden_size": 48,
     "intermediate_size": 80,
@@ -34,7 +36,7 @@ _WITHOUT_CLASS = ("exaone", "internlm3", "iquestcoder", "sarvam_mla", "sarvam_mo
 WITH_TEXT_CONFIG = ("Gemma3n", "Gemma4", "Gemma4Unified")
 
 
-def make_reference(name, **others):
+def make_reference(name: str, **others: Any) -> Any:
     """Make a random transformers model in which every norm, bias and multiplier has an effect."""
     family, differences = CONFIGS[name]
     config_name = f"{family}Config" if family not in WITH_TEXT_CONFIG else f"{family}TextConfig"
@@ -66,7 +68,7 @@ def make_reference(name, **others):
     return model.eval()
 
 
-def make_multimodal(family, **others):
+def make_multimodal(family: str, **others: Any) -> Any:
     """Make a random transformers model with a tower, by the name of its class."""
     model_type, differences = MULTIMODAL[family]
     config_class = getattr(transformers, f"{family}Config")
@@ -100,7 +102,7 @@ def make_multimodal(family, **others):
     return model.eval()
 
 
-def save_reference(reference, path):
+def save_reference(reference: Any, path: Path) -> None:
     """Save a model with the architecture that published checkpoints have."""
     reference.save_pretrained(path)
     if reference.config.model_type in _WITHOUT_CLASS:
@@ -111,7 +113,7 @@ def save_reference(reference, path):
         (path / "config.json").write_text(json.dumps(config))
 
 
-def save_multimodal(family, path):
+def save_multimodal(family: str, path: Path) -> Any:
     """Save such a model in the form that it is published in, and return it."""
     reference = make_multimodal(family)
     # Transformers renames layers of these decoders like those of the tower.

@@ -119,13 +119,13 @@ def test_every_kernel_fits_on_a_multiprocessor(kernels: list[KernelResources]) -
 def test_products_use_the_same_instructions_for_any_number_of_tokens(
     kernels: list[KernelResources],
 ) -> None:
-    products = {tuple(kernel.products) for kernel in kernels if kernel.name == "_linear_kernel"}
+    products = {tuple(kernel.products) for kernel in kernels if kernel.name == "linear_kernel"}
     assert products == {("wgmma k16.f32.bf16.bf16",), ("wgmma k32.f32.e4m3.e4m3",)}
 
 
 def test_scales_and_zero_points_are_loaded_once(kernels: list[KernelResources]) -> None:
     """They are not loaded again for every element that a thread multiplies by them, which would take 32 to 96 loads."""
-    products = [kernel for kernel in kernels if kernel.name == "_linear_kernel"]
+    products = [kernel for kernel in kernels if kernel.name == "linear_kernel"]
     assert products and not [kernel for kernel in products if kernel.global_loads > 24]
 
 

@@ -228,12 +228,12 @@ def test_float8_products_of_many_tokens_equal_dequantized_ones(
     ("num_tokens", "rows", "scheme", "is_batch_invariant", "launched"),
     [
         (129, 48, ActivationScheme.TOKEN, False, []),
-        (128, 48, ActivationScheme.TOKEN, False, ["_linear_kernel"]),
+        (128, 48, ActivationScheme.TOKEN, False, ["linear_kernel"]),
         # Torch sums in another order.
-        (129, 48, ActivationScheme.TOKEN, True, ["_linear_kernel"]),
+        (129, 48, ActivationScheme.TOKEN, True, ["linear_kernel"]),
         # Torch cannot multiply these.
-        (129, 40, ActivationScheme.TOKEN, False, ["_linear_kernel"]),
-        (129, 48, ActivationScheme.NONE, False, ["_linear_kernel"]),
+        (129, 40, ActivationScheme.TOKEN, False, ["linear_kernel"]),
+        (129, 48, ActivationScheme.NONE, False, ["linear_kernel"]),
     ],
 )
 def test_float8_products_of_many_tokens_use_torch_where_supported(
