@@ -34,7 +34,10 @@ def test_each_call_of_the_plan_ends_within_its_time(gpu) -> None:
 def test_benchmark_measures_a_toy_model_and_its_server_on_a_cpu(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     said = subprocess.run(
-        [sys.executable, DIRECTORY / "gpu.py", "--device", "cpu", "--tiny", "--json", figures],
+        [
+            *(sys.executable, DIRECTORY / "gpu.py", "--device", "cpu", "--tiny"),
+            *("--call", *"ABCD", "--json", figures),
+        ],
         check=True,
         timeout=6000,
         stdout=subprocess.PIPE,
@@ -51,6 +54,7 @@ def test_benchmark_measures_a_toy_model_and_its_server_on_a_cpu(tmp_path: Path) 
         assert quantized["same_tokens"] > 0.3 and 0 < quantized["logprobs_apart"] < 0.5
     assert report["repeats"]["graphs"]["num_different"] == 0
     assert report["tests"]["kernels"]["passed"] > 0
+    assert all(family["logprobs_apart"] < 1e-4 for family in report["families"].values())
     # A machine may lack these programs.
     assert report["sanitizer"]["memcheck"] and report["profiles"]["norm"]
     toy = report["tiny"]

@@ -1,11 +1,12 @@
 """Measure one GPU: agreement with a CPU, decode and prefill compared with the device's limits, kernels, start-up.
 
-    scripts/bench/run gpu [--call A B C] [--json FILE] [--only PART ...]
+    scripts/bench/run gpu [--call A B C D] [--json FILE] [--only PART ...]
     scripts/bench/run gpu --only kernels "small products" "prefill tiles"
     scripts/bench/run gpu --device cpu --tiny
 
-Call A checks whether the results are right, call B measures the speed, and call C finds out what limits it;
-`on_gpu/plan.py` lists their parts. On a machine without a network, use `scripts/bench/on_gpu/first.sh` instead.
+Call A checks whether the results are right, call B measures the speed, call C finds out what limits it, and call D
+checks every family of models; `on_gpu/plan.py` lists their parts. On a machine without a network, use
+`scripts/bench/on_gpu/first.sh` instead.
 
 The weights are random, with the shapes of Llama-3.1-8B and Qwen3-0.6B. The limits of the device are measured in the
 same run, with a copy and a bfloat16 product. The served part writes a checkpoint of 16 GB to the folder for temporary
@@ -192,7 +193,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="run only a few steps of a tiny model")
-    parser.add_argument("--call", nargs="+", choices=("A", "B", "C"), default=("A", "B", "C"))
+    parser.add_argument("--call", nargs="+", choices=("A", "B", "C", "D"), default=("A", "B", "C"))
     parser.add_argument("--minutes", type=float, default=27, help="total minutes for all parts")
     parser.add_argument("--only", nargs="+", metavar="PART", help="parts to run")
     parser.add_argument("--json", type=Path, help="also write the results to this file")

@@ -6,7 +6,6 @@ kernel fails does not spoil others.
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import os
 import sys
@@ -18,8 +17,6 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-# Python adds this file's folder to its path; the code that the benchmarks share is one folder above.
-sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[3] / "tests"))
 
 import torch
@@ -27,7 +24,7 @@ from engine.protocol.config import Device
 from engine.workers.loaders import open_checkpoint
 from engine.workers.models.families import model_spec
 from on_gpu.agreement import Prompts, Said, compared, config, opened, say
-from on_gpu.reporting import Reporter, add_done
+from on_gpu.reporting import Reporter
 from support.families import CONFIGS, SMALL, make_reference, save_multimodal, save_reference
 from support.families.multimodal import MULTIMODAL
 from support.families.published import PUBLISHED, save_published
@@ -40,7 +37,6 @@ NUM_TOKENS = 12
 LONGEST_S = 150
 """Seconds after which the process of a family is killed."""
 
-DTYPES = ("float32", "bfloat16")
 NAMES = [*CONFIGS, *(name for name in MULTIMODAL if name != "Kimi_K25"), *PUBLISHED]
 """All families of the test table, except one whose random tower is not stored in the published form."""
 
@@ -78,29 +74,22 @@ def _said(path: Path, device: Device, dtype: str) -> Said:
         return say(runner, SMALL["vocab_size"], NUM_TOKENS, prompts=prompts)
 
 
-def _run(name: str, device: Device, dtypes: Sequence[str]) -> None:
-    torch.set_num_threads(1)
-    Reporter().say(name, lambda: measure(name, device, dtypes))
+def compare(
+    names: Sequence[str],
+    device: Device,
+    dtypes: Sequence[str] = ("float32", "bfloat16"),
+    num_processes: int = os.cpu_count() or 1,
+) -> None:
+    """Print the figures of each family, in its own process, so many at once.
 
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--processes", type=int, default=os.cpu_count())
-    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
-    parser.add_argument("--only", nargs="+", metavar="FAMILY", default=NAMES)
-    add_done(parser)
-    arguments = parser.parse_args()
-    device = Device(arguments.device)
-    # Until a fork, nothing may touch the GPU.
+    The first fork must come before this process uses the GPU.
+    """
     context = multiprocessing.get_context("fork")
-    left = [name for name in reversed(arguments.only) if name not in arguments.done]
+    left = list(reversed(names))
     running: dict[int, tuple[BaseProcess, float]] = {}
     while left or running:
-        while left and len(running) < arguments.processes:
-            process: BaseProcess = context.Process(
-                target=_run, args=(left.pop(), device, arguments.dtypes)
-            )
+        while left and len(running) < num_processes:
+            process: BaseProcess = context.Process(target=_run, args=(left.pop(), device, dtypes))
             process.start()
             running[process.sentinel] = process, time.monotonic() + LONGEST_S
         ended = wait(list(running), timeout=1)
@@ -112,5 +101,6 @@ def main() -> None:
                 process.kill()
 
 
-if __name__ == "__main__":
-    main()
+def _run(name: str, device: Device, dtypes: Sequence[str]) -> None:
+    torch.set_num_threads(1)
+    Reporter().say(name, lambda: measure(name, device, dtypes))

@@ -5,16 +5,17 @@
 #     first.sh A [--dry]     is it right?    9.5 minutes
 #     first.sh B [--dry]     how fast?       9.5 minutes
 #     first.sh C [--dry]     why?            8 minutes
+#     first.sh D [--dry]     is each family right? 9.5 minutes with 16 processor cores
 #
-# $PYTHON (python3) must have torch for CUDA, Triton and pytest. $WHEELS (.wheels in the repository) may hold further
-# packages. Each call writes three files to $OUT (the current directory): A.json, A.log and A.txt. --dry runs a toy
-# model on the CPU.
+# $PYTHON (python3) must have torch for CUDA, Triton, pytest and transformers. $WHEELS (.wheels in the repository) may
+# hold further packages. Each call writes three files to $OUT (the current directory): A.json, A.log and A.txt. --dry
+# runs a toy model on the CPU. Further options go to gpu.py.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../../.." && pwd)
 wheels=${WHEELS:-$root/.wheels}
 out=${OUT:-$PWD}
 python=${PYTHON:-python3}
-packages=(gguf httptools llguidance msgspec pyzmq setproctitle starlette uvicorn)
+packages=(gguf httptools llguidance msgspec pyzmq setproctitle starlette transformers==5.24.0 uvicorn)
 minutes=9.3 options=()
 case ${1:-} in
     wheels)
@@ -26,15 +27,19 @@ case ${1:-} in
             --python-version "${PYTHON_VERSION:-3.12}" --implementation cp \
             "${platforms[@]}" --platform manylinux2014_x86_64 "${packages[@]}"
         ;;
-    A | B) ;;
+    A | B | D) ;;
     C) minutes=7.8 ;;
     *)
-        sed -n '2,12s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2
+        sed -n '2,13s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2
         exit 2
         ;;
 esac
 call=$1
-[[ ${2:-} != --dry ]] || options=(--device cpu --tiny)
+shift
+if [[ ${1:-} == --dry ]]; then
+    options=(--device cpu --tiny)
+    shift
+fi
 mkdir -p "$out"
 site=$(mktemp -d)
 trap 'rm -rf "$site"' EXIT
@@ -46,4 +51,4 @@ fi
 ln -s "$root" "$site/engine"
 export PYTHONPATH=$site${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 "$python" "$root/scripts/bench/gpu.py" --call "$call" --minutes "$minutes" --json "$out/$call.json" \
-    "${options[@]}" | tee "$out/$call.txt"
+    "${options[@]}" "$@" | tee "$out/$call.txt"

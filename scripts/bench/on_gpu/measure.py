@@ -74,6 +74,16 @@ def measure_agreement(reporter: Reporter, arguments: argparse.Namespace, directo
         raise
 
 
+def measure_families(arguments: argparse.Namespace) -> None:
+    # It needs transformers and the test folder, which the other parts do not.
+    from on_gpu import families
+
+    names = arguments.ways or (families.NAMES[:2] if arguments.tiny else families.NAMES)
+    families.compare(
+        [name for name in names if name not in arguments.done], Device(arguments.device)
+    )
+
+
 def measure_repeats(reporter: Reporter, arguments: argparse.Namespace, directory: Path) -> None:
     for is_eager in (True, False):
         name = "eager" if is_eager else "graphs"
@@ -235,6 +245,7 @@ PARTS = (
     "repeats",
     "tests",
     "sanitizer",
+    "families",
     "model",
     "again",
     "served",
@@ -254,7 +265,9 @@ def main() -> None:
         "--known", type=json.loads, default={}, help="results of earlier parts, as JSON"
     )
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--ways", nargs="+", metavar="WAY", help="agreement cases to run")
+    parser.add_argument(
+        "--ways", nargs="+", metavar="WAY", help="agreement cases, or families, to run"
+    )
     add_done(parser)
     arguments = parser.parse_args()
     part = arguments.part
@@ -272,6 +285,8 @@ def main() -> None:
             measure_repeats(reporter, arguments, directory)
         elif part == "tests":
             programs.run_tests(reporter, arguments.seconds, is_tiny=arguments.tiny)
+        elif part == "families":
+            measure_families(arguments)
         elif part == "sanitizer":
             programs.run_sanitizer(reporter, arguments.device)
         elif part == "profiles":

@@ -26,7 +26,7 @@ class Shape:
     tie_word_embeddings: bool
 
     def write(self, directory: Path, max_model_len: int) -> Path:
-        """Write a directory for `engine serve --load-format dummy`, with a tokenizer of single bytes."""
+        """Write a directory for `engine serve --load-format dummy`, with a tokenizer."""
         architecture = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}[self.model_type]
         config: dict[str, Any] = {
             "architectures": [architecture],
@@ -47,8 +47,10 @@ class Shape:
         }
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "config.json").write_text(json.dumps(config))
-        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-        tokenizer = Tokenizer(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
+        # Text is tokenized into single bytes. The other tokens are words, so every generated token has text.
+        tokens = sorted(pre_tokenizers.ByteLevel.alphabet())
+        tokens += (f"<{i}>" for i in range(len(tokens), self.vocab_size))
+        tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, []))
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = decoders.ByteLevel()
         tokenizer.save(str(directory / "tokenizer.json"))
