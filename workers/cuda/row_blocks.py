@@ -1,6 +1,8 @@
-"""The largest logit and the weight of each block of neighboring tokens, computed by many programs per row.
+"""The largest logit and the weight of each block of neighboring tokens, and the weights of buckets.
 
-Shapes: S rows of the batch, V vocabulary, N blocks of 32 neighboring tokens.
+Many programs per row compute them. A bucket contains the tokens whose logits are about equal; see `row_search`.
+
+Shapes: S rows of the batch, V vocabulary, N blocks of 32 neighboring tokens, B buckets.
 """
 
 from __future__ import annotations
@@ -11,10 +13,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ..sampling.metadata import RowParameters
-from .row_search import weight_of
+from .row_search import NUM_BUCKETS, bucket_of, weight_of
 
 BLOCK_WIDTH = tl.constexpr(32)
 _BLOCKS_AT_ONCE = 64
+_TILES_WEIGHED = 4
 
 
 @triton.jit
@@ -45,7 +48,7 @@ def load_block_max(block_max_ptr, num_blocks, NUM_BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def _block_weight_kernel(
+def _weigh_kernel(
     logits_ptr,
     stride,
     block_max_ptr,
@@ -53,24 +56,45 @@ def _block_weight_kernel(
     is_greedy_ptr,
     inverse_temperature_ptr,
     top_k_ptr,
+    top_p_ptr,
     min_p_margin_ptr,
     block_weight_ptr,
+    bucket_weight_ptr,
+    bucket_count_ptr,
     vocab_size,
     NUM_BLOCKS: tl.constexpr,
     BLOCKS: tl.constexpr,
+    TILES: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    # Only the most likely token is needed, or the total of the `top_k` best ones.
-    if tl.load(is_greedy_ptr + row) | (tl.load(top_k_ptr + row) < vocab_size):
+    if tl.load(is_greedy_ptr + row):
         return
     peak = tl.max(load_block_max(block_max_ptr, num_blocks, NUM_BLOCKS), 0)
+    if tl.abs(peak) == float("inf"):
+        return
     floor = peak + tl.load(min_p_margin_ptr + row)
     inverse_temperature = tl.load(inverse_temperature_ptr + row)
-    blocks_N = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
-    ids = blocks_N[:, None] * BLOCK_WIDTH + tl.arange(0, BLOCK_WIDTH)[None, :]
-    logits = tl.load(logits_ptr + row * stride + ids, mask=ids < vocab_size, other=float("-inf"))
-    weights_N = tl.sum(weight_of(logits, peak, inverse_temperature, floor), 1)
-    tl.store(block_weight_ptr + row * num_blocks + blocks_N, weights_N, mask=blocks_N < num_blocks)
+    has_top_k, has_top_p = tl.load(top_k_ptr + row) < vocab_size, tl.load(top_p_ptr + row) < 1
+    start = tl.program_id(1) * TILES * BLOCKS
+    for first_block in range(start, tl.minimum(start + TILES * BLOCKS, num_blocks), BLOCKS):
+        ids = first_block * BLOCK_WIDTH + tl.arange(0, BLOCKS * BLOCK_WIDTH)
+        logits = tl.load(
+            logits_ptr + row * stride + ids, mask=ids < vocab_size, other=float("-inf")
+        )
+        weights = weight_of(logits, peak, inverse_temperature, floor)
+        if has_top_k | has_top_p:
+            offsets = row * NUM_BUCKETS + bucket_of(logits, peak, inverse_temperature)
+            tl.atomic_add(bucket_weight_ptr + offsets, weights, weights > 0, sem="relaxed")
+            if has_top_k:
+                one = tl.full((BLOCKS * BLOCK_WIDTH,), 1, tl.int64)
+                tl.atomic_add(bucket_count_ptr + offsets, one, ids < vocab_size, sem="relaxed")
+        else:
+            blocks_N = first_block + tl.arange(0, BLOCKS)
+            tl.store(
+                block_weight_ptr + row * num_blocks + blocks_N,
+                tl.sum(weights.reshape(BLOCKS, BLOCK_WIDTH), 1),
+                mask=blocks_N < num_blocks,
+            )
 
 
 @triton.jit
@@ -99,15 +123,22 @@ def block_max(logits_SV: Tensor) -> Tensor:
     return block_max_SN
 
 
-def block_weight(logits_SV: Tensor, block_max_SN: Tensor, rows: RowParameters) -> Tensor:
-    """Return the total weight of each block, int64 [S, N], of rows that sample without a top-k.
+def weigh(
+    logits_SV: Tensor,
+    block_max_SN: Tensor,
+    rows: RowParameters,
+    bucket_weight_SB: Tensor,
+    bucket_count_SB: Tensor,
+) -> Tensor:
+    """Return the weight of each block, int64 [S, N], of rows with neither top-k nor top-p.
 
-    Other rows have undefined values.
+    For rows with one of them, add the weight of each bucket to `bucket_weight_SB`. For rows with a top-k, also add the
+    number of tokens to `bucket_count_SB`. Both are int64. Other weights of blocks are undefined.
     """
     num_rows, vocab_size = logits_SV.shape
     num_blocks = block_max_SN.shape[1]
     block_weight_SN = torch.empty_like(block_max_SN, dtype=torch.int64)
-    _block_weight_kernel[(num_rows, triton.cdiv(num_blocks, _BLOCKS_AT_ONCE))](
+    _weigh_kernel[(num_rows, triton.cdiv(num_blocks, _TILES_WEIGHED * _BLOCKS_AT_ONCE))](
         logits_SV,
         logits_SV.stride(0),
         block_max_SN,
@@ -115,10 +146,15 @@ def block_weight(logits_SV: Tensor, block_max_SN: Tensor, rows: RowParameters) -
         rows.is_greedy_S,
         rows.inverse_temperature_S,
         rows.top_k_S,
+        rows.top_p_S,
         rows.min_p_margin_S,
         block_weight_SN,
+        bucket_weight_SB,
+        bucket_count_SB,
         vocab_size,
         NUM_BLOCKS=triton.next_power_of_2(num_blocks),
         BLOCKS=_BLOCKS_AT_ONCE,
+        TILES=_TILES_WEIGHED,
+        num_warps=8,
     )
     return block_weight_SN

@@ -1,11 +1,12 @@
 """Choose the next token of each row of logits, like `workers.sampling.choose_tokens`.
 
-Many programs per row find the largest logit and the weight of each block of tokens. Then one program per row chooses.
+Many programs per row find the largest logit and add up weights of tokens. For rows with a top-k or top-p, they list
+the tokens that may be the last one kept or the chosen one. Then one program per row chooses.
 
 Noise and weights equal those of the torch code, and so do the choices. Only the exponential may differ between devices:
 in the last bit for a likely token, and by a millionth for an unlikely one. That changes one choice in millions.
 
-Shapes: S rows of the batch, V vocabulary, N blocks of 32 neighboring tokens, D tokens that are ranked, L tokens
+Shapes: S rows of the batch, V vocabulary, N blocks of 32 neighboring tokens, B buckets of about equal logits, L tokens
 of a list.
 """
 
@@ -22,27 +23,28 @@ from ..device.transfers import to_device
 from ..sampling.choice import NOT_A_NUMBER, NOTHING_ALLOWED
 from ..sampling.metadata import SamplingMetadata
 from ..sampling.random import Stream
-from .row_blocks import BLOCK_WIDTH, block_max, block_weight, load_block_max, load_block_weights
+from .row_blocks import BLOCK_WIDTH, block_max, load_block_max, load_block_weights, weigh
 from .row_search import (
-    LOWEST_LEVEL,
-    level_of,
-    level_that_exceeds,
-    logit_of,
-    nth_of_level,
-    positions_of_largest,
+    NUM_BUCKETS,
+    bucket_of,
+    find_token,
+    first_bucket,
+    load_cumulative,
     random_target,
+    rank_keys,
     share_of,
-    weigh_row,
+    sum_before,
+    sum_up_to,
+    token_of,
     weight_of,
 )
 
-_DEPTH = 256
-"""Number of a row's best tokens that are ranked. For filters that keep more, the whole row is read several times."""
+_LIST_LENGTH = 8192
+"""Number of a row's tokens that can be listed. If there are more, one program reads the whole row several times."""
 
-_LIST_LENGTH = 4096
-"""Number of a row's tokens that one program searches without reading the row again."""
-
-_TILE = 4096
+_NUM_BOUNDS = tl.constexpr(6)
+_LISTED_FROM = 4096
+_SEARCHED = 1024
 _APPENDED = 128
 _NOT_A_NUMBER = tl.constexpr(NOT_A_NUMBER)
 _NOTHING_ALLOWED = tl.constexpr(NOTHING_ALLOWED)
@@ -60,136 +62,161 @@ def token_noise(seed, position):
 
 
 @triton.jit
-def _best_tokens(row_ptr, vocab_size, max_N, blocks_N, list_ptr, DEPTH: tl.constexpr):
-    """Write the ids of the `DEPTH` best tokens to a list, in order of ids.
-
-    They are in the blocks with the largest maxima.
-    """
-    place_N = positions_of_largest(level_of(max_N), DEPTH)
-    tl.store(list_ptr + place_N, blocks_N, mask=place_N >= 0)
-    tl.debug_barrier()
-    chosen_D = tl.load(list_ptr + tl.arange(0, DEPTH))
-    tl.debug_barrier()
-    ids = (chosen_D[:, None] * BLOCK_WIDTH + tl.arange(0, BLOCK_WIDTH)[None, :]).reshape(
-        DEPTH * BLOCK_WIDTH
-    )
-    logits = tl.load(row_ptr + ids, mask=ids < vocab_size, other=float("-inf"))
-    place = positions_of_largest(level_of(logits), DEPTH)
-    tl.store(list_ptr + place, ids, mask=place >= 0)
-    tl.debug_barrier()
-
-
-@triton.jit
-def _rank_keys(row_ptr, vocab_size, ids):
-    """Return logits, and keys that order tokens by logit and then by lower id."""
-    logits = tl.load(row_ptr + ids, mask=ids < vocab_size, other=float("-inf"))
-    return logits, (level_of(logits).to(tl.int64) << 32) + (0x7FFFFFFF - ids)
-
-
-@triton.jit
-def _sample_best(
-    row_ptr,
+def _bounds_kernel(
+    block_max_ptr,
+    bucket_weight_ptr,
+    bucket_count_ptr,
+    num_blocks,
+    is_greedy_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    seed_ptr,
+    positions_ptr,
+    bounds_ptr,
+    peaks_ptr,
     vocab_size,
-    list_ptr,
-    top_k,
-    top_p,
-    total,
-    uniform,
-    peak,
-    inverse_temperature,
-    floor,
-    DEPTH: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr,
 ):
-    """Return one of the listed tokens, and whether the list suffices. With a top-k, the list defines the total."""
-    ids_D = tl.load(list_ptr + tl.arange(0, DEPTH))
-    logits_D, keys_D = _rank_keys(row_ptr, vocab_size, ids_D)
-    weights_D = weight_of(logits_D, peak, inverse_temperature, floor)
-    rank_D = tl.zeros((DEPTH,), tl.int32)
-    before_D = tl.zeros((DEPTH,), tl.int64)
-    for start in range(0, DEPTH, 16):
-        others = tl.load(list_ptr + start + tl.arange(0, 16))
-        logits, keys = _rank_keys(row_ptr, vocab_size, others)
-        weights = weight_of(logits, peak, inverse_temperature, floor)
-        is_before = keys[None, :] > keys_D[:, None]
-        rank_D += tl.sum(is_before.to(tl.int32), 1)
-        before_D += tl.sum(tl.where(is_before, weights[None, :], 0), 1)
-    if top_k < vocab_size:
-        total = tl.sum(tl.where(rank_D < top_k, weights_D, 0), 0)
-    needed = share_of(total, top_p)
-    is_enough = (top_k <= DEPTH) | (tl.sum(weights_D, 0) >= needed)
-    is_kept = (rank_D < top_k) & (before_D < needed)
-    target = random_target(uniform, tl.sum(tl.where(is_kept, weights_D, 0), 0))
-    is_it = (before_D <= target) & (target < before_D + weights_D)
-    return tl.sum(tl.where(is_it, ids_D, 0).to(tl.int64), 0), is_enough
+    """Find the buckets that `_sample_filtered` searches: the first and last one of each of its three searches.
+
+    They follow from the sums of buckets, which bound the total weight, that of the nucleus, and the random target. A
+    bound is -1 if there is nothing to search.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    peak = tl.max(load_block_max(block_max_ptr, num_blocks, NUM_BLOCKS), 0)
+    tl.store(peaks_ptr + row, peak)
+    top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
+    last = tl.full((), -1, tl.int32)
+    first_end, last_end = last, last
+    first, final = last, last
+    is_filtered = (top_k < vocab_size) | (top_p < 1)
+    is_sampled = (not tl.load(is_greedy_ptr + row)) & (tl.abs(peak) < float("inf"))
+    if is_filtered & is_sampled:
+        upto_B = load_cumulative(bucket_weight_ptr)
+        most = tl.max(upto_B, 0)
+        least = most
+        if top_k < vocab_size:
+            bucket = first_bucket(load_cumulative(bucket_count_ptr), top_k - 1)
+            least, most = sum_before(upto_B, bucket), sum_up_to(upto_B, bucket)
+            last = tl.where(least < most, bucket, -1)
+        needed = share_of(least, top_p)
+        first_end = first_bucket(upto_B, needed - 1)
+        last_end = first_bucket(upto_B, share_of(most, top_p) - 1)
+        uniform = token_noise(tl.load(seed_ptr + row), tl.load(positions_ptr + row))
+        first = first_bucket(upto_B, random_target(uniform, tl.maximum(needed, 1)))
+        final = first_bucket(upto_B, random_target(uniform, sum_up_to(upto_B, last_end)))
+    bounds_ptr += row * _NUM_BOUNDS
+    tl.store(bounds_ptr, last)
+    tl.store(bounds_ptr + 1, last)
+    tl.store(bounds_ptr + 2, first_end)
+    tl.store(bounds_ptr + 3, last_end)
+    tl.store(bounds_ptr + 4, first)
+    tl.store(bounds_ptr + 5, final)
 
 
 @triton.jit
-def _sample_any(
-    row_ptr,
+def _list_kernel(
+    logits_ptr,
+    stride,
+    peaks_ptr,
+    bounds_ptr,
+    inverse_temperature_ptr,
+    lists_ptr,
+    num_listed_ptr,
     vocab_size,
-    top_k,
-    top_p,
-    total,
-    uniform,
-    peak,
-    inverse_temperature,
-    floor,
-    list_ptr,
     LENGTH: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Return one of the tokens that top-k and top-p keep, however many there are."""
-    last = tl.full((), LOWEST_LEVEL, tl.int64)
+    """List the keys of the tokens between the bounds, in any order.
+
+    If the list is too short, only the number of the tokens is correct.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    bounds_ptr += row * _NUM_BOUNDS
+    if tl.load(bounds_ptr + 5) < 0:
+        return
+    ids = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    logits = tl.load(logits_ptr + row * stride + ids, mask=ids < vocab_size, other=float("-inf"))
+    inverse_temperature = tl.load(inverse_temperature_ptr + row)
+    buckets = bucket_of(logits, tl.load(peaks_ptr + row), inverse_temperature)
+    is_listed = ids < 0
+    for search in tl.static_range(0, _NUM_BOUNDS, 2):
+        first, last = tl.load(bounds_ptr + search), tl.load(bounds_ptr + search + 1)
+        is_listed |= (buckets >= first) & (buckets <= last)
+    num_listed = tl.sum(is_listed.to(tl.int32), 0)
+    if num_listed > 0:
+        start = tl.atomic_add(num_listed_ptr + row, num_listed.to(tl.int64), sem="relaxed")
+        place = start + tl.cumsum(is_listed.to(tl.int32), 0) - 1
+        tl.store(
+            lists_ptr + row * LENGTH + place,
+            rank_keys(logits, ids),
+            mask=is_listed & (place < LENGTH),
+        )
+
+
+@triton.jit
+def _sample_filtered(
+    row_ptr,
+    vocab_size,
+    bucket_weight_ptr,
+    bucket_count_ptr,
+    list_ptr,
+    num_listed,
+    top_k,
+    top_p,
+    uniform,
+    peak,
+    inverse_temperature,
+    floor,
+    LENGTH: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Return one of the tokens that top-k and top-p keep."""
+    upto_B = load_cumulative(bucket_weight_ptr)
+    total = tl.max(upto_B, 0)
     if top_k < vocab_size:
-        last, num_above = level_that_exceeds(
+        count_upto_B = load_cumulative(bucket_count_ptr)
+        bucket = first_bucket(count_upto_B, top_k - 1)
+        before = sum_before(upto_B, bucket)
+        total = sum_up_to(upto_B, bucket)
+        if before < total:
+            _, weight = find_token(
+                row_ptr,
+                vocab_size,
+                list_ptr,
+                num_listed,
+                bucket,
+                top_k - 1 - sum_before(count_upto_B, bucket),
+                peak,
+                inverse_temperature,
+                floor,
+                True,
+                LENGTH,
+                TILE,
+            )
+            total = before + weight
+    target = share_of(total, top_p) - 1
+    key = tl.zeros((), tl.int64)
+    # First find the last token of the nucleus, and then, with its weight, the token.
+    for _ in range(2):
+        bucket = first_bucket(upto_B, target)
+        before = sum_before(upto_B, bucket)
+        key, weight = find_token(
             row_ptr,
             vocab_size,
-            top_k - 1,
-            last,
+            list_ptr,
+            num_listed,
+            bucket,
+            target - before,
             peak,
             inverse_temperature,
             floor,
-            list_ptr,
-            True,
+            False,
             LENGTH,
             TILE,
         )
-        above, _ = weigh_row(row_ptr, vocab_size, last + 1, peak, inverse_temperature, floor, TILE)
-        weight = weight_of(logit_of(last.to(tl.int32)), peak, inverse_temperature, floor)
-        total = above + (top_k - num_above) * weight
-    needed = share_of(total, top_p)
-    last, above = level_that_exceeds(
-        row_ptr,
-        vocab_size,
-        needed - 1,
-        last,
-        peak,
-        inverse_temperature,
-        floor,
-        list_ptr,
-        False,
-        LENGTH,
-        TILE,
-    )
-    weight = tl.maximum(weight_of(logit_of(last.to(tl.int32)), peak, inverse_temperature, floor), 1)
-    target = random_target(uniform, above + tl.cdiv(needed - above, weight) * weight)
-    level, above = level_that_exceeds(
-        row_ptr,
-        vocab_size,
-        target,
-        last,
-        peak,
-        inverse_temperature,
-        floor,
-        list_ptr,
-        False,
-        LENGTH,
-        TILE,
-    )
-    weight = tl.maximum(
-        weight_of(logit_of(level.to(tl.int32)), peak, inverse_temperature, floor), 1
-    )
-    return nth_of_level(row_ptr, vocab_size, level, (target - above) // weight, TILE)
+        target = random_target(uniform, before + weight)
+    return token_of(key)
 
 
 @triton.jit
@@ -256,8 +283,11 @@ def _choose_kernel(
     stride,
     block_max_ptr,
     block_weight_ptr,
+    bucket_weight_ptr,
+    bucket_count_ptr,
     num_blocks,
     lists_ptr,
+    num_listed_ptr,
     is_greedy_ptr,
     inverse_temperature_ptr,
     top_k_ptr,
@@ -268,13 +298,11 @@ def _choose_kernel(
     tokens_ptr,
     vocab_size,
     NUM_BLOCKS: tl.constexpr,
-    DEPTH: tl.constexpr,
     LENGTH: tl.constexpr,
     TILE: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * stride
-    blocks_N = tl.arange(0, NUM_BLOCKS)
     max_N = load_block_max(block_max_ptr, num_blocks, NUM_BLOCKS)
     peak = tl.max(max_N, 0)
     token = tl.zeros((), tl.int64)
@@ -289,50 +317,30 @@ def _choose_kernel(
         top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
         floor = peak + tl.load(min_p_margin_ptr + row)
         uniform = token_noise(tl.load(seed_ptr + row), tl.load(positions_ptr + row))
-        has_top_k, has_top_p = top_k < vocab_size, top_p < 1
-        list_ptr = lists_ptr + row * LENGTH
-        total = tl.zeros((), tl.int64)
-        if not has_top_k:
-            total += tl.sum(load_block_weights(block_weight_ptr, num_blocks, NUM_BLOCKS), 0)
-        if has_top_k | has_top_p:
-            is_enough = top_k <= DEPTH
-            if is_enough | (not has_top_k):
-                _best_tokens(row_ptr, vocab_size, max_N, blocks_N, list_ptr, DEPTH)
-                found, is_enough = _sample_best(
-                    row_ptr,
-                    vocab_size,
-                    list_ptr,
-                    top_k,
-                    top_p,
-                    total,
-                    uniform,
-                    peak,
-                    inverse_temperature,
-                    floor,
-                    DEPTH,
-                )
-                token = found
-            if not is_enough:
-                token = _sample_any(
-                    row_ptr,
-                    vocab_size,
-                    top_k,
-                    top_p,
-                    total,
-                    uniform,
-                    peak,
-                    inverse_temperature,
-                    floor,
-                    list_ptr,
-                    LENGTH,
-                    TILE,
-                )
+        if (top_k < vocab_size) | (top_p < 1):
+            token = _sample_filtered(
+                row_ptr,
+                vocab_size,
+                bucket_weight_ptr,
+                bucket_count_ptr,
+                lists_ptr + row * LENGTH,
+                tl.load(num_listed_ptr + row),
+                top_k,
+                top_p,
+                uniform,
+                peak,
+                inverse_temperature,
+                floor,
+                LENGTH,
+                TILE,
+            )
         else:
+            weights_N = load_block_weights(block_weight_ptr, num_blocks, NUM_BLOCKS)
             token = _token_at_weight(
                 row_ptr,
                 vocab_size,
-                load_block_weights(block_weight_ptr, num_blocks, NUM_BLOCKS),
-                random_target(uniform, total),
+                weights_N,
+                random_target(uniform, tl.sum(weights_N, 0)),
                 peak,
                 inverse_temperature,
                 floor,
@@ -354,28 +362,66 @@ def choose_tokens(logits_SV: Tensor, metadata: SamplingMetadata, positions_S: In
     rows = metadata.parameters
     block_max_SN = block_max(logits_SV)
     num_blocks = block_max_SN.shape[1]
-    block_weight_SN = block_weight(logits_SV, block_max_SN, rows)
-    lists_SL = torch.empty(num_rows, _LIST_LENGTH, dtype=torch.int32, device=device)
+    num_sums = num_rows * NUM_BUCKETS.value
+    zeros = torch.zeros(2 * num_sums + num_rows, dtype=torch.int64, device=device)
+    bucket_weight_SB, bucket_count_SB, num_listed_S = zeros.split([num_sums, num_sums, num_rows])
+    block_weight_SN = weigh(logits_SV, block_max_SN, rows, bucket_weight_SB, bucket_count_SB)
+    lists_SL = torch.empty(num_rows, _LIST_LENGTH, dtype=torch.int64, device=device)
+    positions = to_device(positions_S.astype(np.int64), device)
+    padded_blocks = triton.next_power_of_2(num_blocks)
+    bounds_S6 = torch.empty(num_rows, _NUM_BOUNDS.value, dtype=torch.int32, device=device)
+    peaks_S = torch.empty(num_rows, dtype=torch.float32, device=device)
+    _bounds_kernel[(num_rows,)](
+        block_max_SN,
+        bucket_weight_SB,
+        bucket_count_SB,
+        num_blocks,
+        rows.is_greedy_S,
+        rows.top_k_S,
+        rows.top_p_S,
+        rows.seed_S,
+        positions,
+        bounds_S6,
+        peaks_S,
+        vocab_size,
+        NUM_BLOCKS=padded_blocks,
+        num_warps=8,
+    )
+    _list_kernel[(num_rows, triton.cdiv(vocab_size, _LISTED_FROM))](
+        logits_SV,
+        logits_SV.stride(0),
+        peaks_S,
+        bounds_S6,
+        rows.inverse_temperature_S,
+        lists_SL,
+        num_listed_S,
+        vocab_size,
+        LENGTH=_LIST_LENGTH,
+        TILE=_LISTED_FROM,
+        num_warps=8,
+    )
     _choose_kernel[(num_rows,)](
         logits_SV,
         logits_SV.stride(0),
         block_max_SN,
         block_weight_SN,
+        bucket_weight_SB,
+        bucket_count_SB,
         num_blocks,
         lists_SL,
+        num_listed_S,
         rows.is_greedy_S,
         rows.inverse_temperature_S,
         rows.top_k_S,
         rows.top_p_S,
         rows.min_p_margin_S,
         rows.seed_S,
-        to_device(positions_S.astype(np.int64), device),
+        positions,
         tokens_S,
         vocab_size,
-        NUM_BLOCKS=max(_DEPTH, triton.next_power_of_2(num_blocks)),
-        DEPTH=_DEPTH,
+        NUM_BLOCKS=padded_blocks,
         LENGTH=_LIST_LENGTH,
-        TILE=min(_TILE, max(128, triton.next_power_of_2(vocab_size))),
+        TILE=_SEARCHED,
         num_warps=8,
     )
     return tokens_S

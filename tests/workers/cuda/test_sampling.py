@@ -72,10 +72,24 @@ def test_tokens_equal_those_of_the_torch_sampler(kwargs: dict[str, Any], vocab_s
     assert found == expected
 
 
-@pytest.mark.parametrize("kwargs", [{}, {"top_k": 300}, {"top_p": 0.7}, {"min_p": 0.1}], ids=str)
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {},
+        {"top_k": 300},
+        {"top_p": 0.7},
+        {"min_p": 0.1},
+        {"top_k": 8000, "top_p": 0.9, "temperature": 50.0},
+    ],
+    ids=str,
+)
 def test_a_vocabulary_of_several_tiles_gives_the_same_tokens(kwargs: dict[str, Any]) -> None:
-    params = [SamplingParams(seed=seed, **kwargs) for seed in range(2)]
-    found, expected = both_choose(random_logits(9000, num_rows=2), params)
+    params = [SamplingParams(seed=seed, **kwargs) for seed in range(3)]
+    logits = random_logits(9000, num_rows=3)
+    logits[1] = logits[1].bfloat16().float()
+    # All tokens are in one bucket, and do not fit into the list.
+    logits[2] = 1.5
+    found, expected = both_choose(logits, params)
     assert found == expected
 
 
