@@ -102,8 +102,8 @@ class Runner:
         shard = ModelShard.whole(decoder.spec)
         for layer in decoder.spec.layers:
             device = decoder.attention.device
-            if layer.kv_source is not None:
-                self.kv_caches.append(self.kv_caches[layer.kv_source])
+            if layer.cache_source is not None:
+                self.kv_caches.append(self.kv_caches[layer.cache_source])
             elif layer.attends:
                 attention = decoder.attention.for_layer(decoder.spec.for_layer(layer), shard)
                 self.attention_by_group[layer.kv_cache_group] = attention

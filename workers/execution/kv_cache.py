@@ -252,8 +252,8 @@ def _places(layers: Sequence[LayerSpec], model: Model) -> list[_Place]:
     place_of_layer: dict[int, _Place] = {}
     places = []
     for index, layer in zip(model.shard.layers, layers, strict=True):
-        if layer.kv_source is not None:
-            places.append(place_of_layer[layer.kv_source])
+        if layer.cache_source is not None:
+            places.append(place_of_layer[layer.cache_source])
             continue
         size, *_ = model.spec.token_elements(layer, ranks)
         for group in layer.cache_groups:

@@ -1,7 +1,9 @@
 """The description of multi-head latent attention as data."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
+
+from .rope import RopeSpec
 
 RopeOrder = Literal["half", "interleaved", "swapped"]
 """The order of a head's stored rows; see `ModelSpec`."""
@@ -20,6 +22,10 @@ class IndexerSpec:
     token has a logit for each element of it. The index key of a group is a sum of its tokens' index keys, whose factors
     are a softmax of the logits plus a bias for each place in the group. A token attends to `num_chosen` of the groups
     that are complete, and to the keys after the last of these.
+
+    If `norms_inputs`, index queries are products of a layer norm of the hidden state, instead of the vector from which
+    queries are computed. If `has_log_scales`, each head's index query has a stored factor like that of queries; see
+    `LatentSpec`.
     """
 
     num_heads: int
@@ -29,6 +35,8 @@ class IndexerSpec:
     rotates_last: bool = False
     norm_eps: float = 1e-6
     group_size: int = 1
+    norms_inputs: bool = False
+    has_log_scales: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -58,6 +66,10 @@ class LatentSpec:
 
     If `joins_query_vectors`, queries are products of the vector after its norm and before it, side by side, and so are
     the gates of attention: in one matrix, each head's rows of its query are followed by those of its gates.
+
+    If `has_log_scales`, each head's query at position p is multiplied by a stored scale times log(p + 1) plus a stored
+    bias. If `has_plain_layers`, layers without a rotary embedding have no rotated key: all elements of their queries
+    are plain, and the cache has zeros instead of that key.
     """
 
     query_rank: int | None
@@ -69,8 +81,16 @@ class LatentSpec:
     indexer: IndexerSpec | None = None
     multiplier: float = 1.0
     joins_query_vectors: bool = False
+    has_log_scales: bool = False
+    has_plain_layers: bool = False
 
     @property
     def query_inputs(self) -> int:
         """The number of elements from which queries are computed; 0 if that is the hidden state."""
         return (self.query_rank or 0) * (1 + self.joins_query_vectors)
+
+    def for_rope(self, rope: RopeSpec | None) -> "LatentSpec":
+        """Return the sizes of a layer with this rotary embedding."""
+        if rope is not None or not self.has_plain_layers:
+            return self
+        return replace(self, plain_dim=self.plain_dim + self.rotary_dim, rotary_dim=0)

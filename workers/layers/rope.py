@@ -36,12 +36,15 @@ class RopeSpec:
 
     If `axes` is given, a token has three positions: in time, and in the height and width of an image (M-RoPE, arXiv
     2409.12191). `axes` says which of them each frequency uses. The three are equal for text.
+
+    If `has_factors`, each frequency is multiplied by the exponential of a stored number (LeRoPE).
     """
 
     theta: float
     rotary_dim: int
     scaling: RopeScaling | None = None
     axes: tuple[int, ...] = ()
+    has_factors: bool = False
 
     def inverse_frequencies(self, max_model_len: int) -> tuple[Frequencies, float]:
         """Return float32 inverse frequencies [R/2] and the factor on cos and sin."""
@@ -196,13 +199,24 @@ class RotaryTables(NamedTuple):
 
 
 class RotaryEmbedding:
-    """Computes the rotary tables of each step for one `RopeSpec`."""
+    """Computes the rotary tables of each step for one `RopeSpec`.
+
+    `log_factors` are the stored numbers of a rope that `has_factors`, float32 [R/2].
+    """
 
     def __init__(
-        self, rope: RopeSpec, *, max_model_len: int, dtype: torch.dtype, device: torch.device
+        self,
+        rope: RopeSpec,
+        *,
+        max_model_len: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        log_factors: Tensor | None = None,
     ) -> None:
         inv_freq, self.attention_factor = rope.inverse_frequencies(max_model_len)
         self.inv_freq = torch.from_numpy(inv_freq).to(device)
+        if log_factors is not None:
+            self.inv_freq = self.inv_freq * log_factors.exp()
         self.axes: Tensor | None = None
         if rope.axes:
             self.axes = torch.tensor(rope.axes, dtype=torch.int32, device=device)

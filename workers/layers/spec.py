@@ -59,7 +59,8 @@ class LayerSpec:
 
     If not None, `num_heads`, `head_dim`, `num_kv_heads` and `intermediate_size` replace the model's. `gate_limit`
     applies to the MLP, or to the shared MLP of a layer with experts. A layer with a `kv_source` has no keys and values,
-    and reads those of the layer with this index. Unless `has_value_projection`, the values are the projected keys.
+    and reads those of the layer with this index. If it chooses keys, it stores copies of them beside its index keys.
+    Unless `has_value_projection`, the values are the projected keys.
     `activation_sparsity` is the fraction of the MLP's gates that would be below a threshold if they had a normal
     distribution. The threshold is subtracted from them, and negative results become 0.
 
@@ -107,6 +108,11 @@ class LayerSpec:
     restart: Restart | None = None
     weights: int | None = None
     ngram_table: int | None = None
+
+    @property
+    def cache_source(self) -> int | None:
+        """The index of the layer whose cache this layer reads instead of its own, or None."""
+        return None if self.chooses_keys else self.kv_source
 
     @property
     def is_hashed(self) -> bool:
@@ -444,12 +450,6 @@ class ModelSpec:
     def last_hashed_layer(self) -> int:
         """The index of the last layer for which `is_hashed` is true, or -1. Layers up to it get the tokens."""
         return max((i for i, layer in enumerate(self.layers) if layer.is_hashed), default=-1)
-
-    @property
-    def first_source(self) -> int | None:
-        """The first layer whose keys and values other layers read, or None."""
-        sources = [layer.kv_source for layer in self.layers if layer.kv_source is not None]
-        return min(sources, default=None)
 
     @property
     def windows_by_group(self) -> tuple[frozenset[Window | None], ...]:

@@ -299,7 +299,7 @@ def rotary_order(order: RopeOrder, rotary_dim: int) -> Tensor:
     """For each rotated row of a head, in the order that rotation needs, return its index in the checkpoint."""
     rows_R = torch.arange(rotary_dim)
     if order == "interleaved":
-        return rows_R.view(-1, 2).T.flatten()
+        return rows_R.view(rotary_dim // 2, 2).T.flatten()
     return rows_R.roll(rotary_dim // 2) if order == "swapped" else rows_R
 
 

@@ -165,11 +165,19 @@ class Decoder(TorchDecoder):
                 tensor_parallel,
                 kernels,
             )
-        weights.finish()
         self._ropes = {
-            rope: RotaryEmbedding(rope, max_model_len=max_model_len, dtype=dtype, device=device)
+            rope: RotaryEmbedding(
+                rope,
+                max_model_len=max_model_len,
+                dtype=dtype,
+                device=device,
+                log_factors=weights.read_vector("rotary_emb.alpha", rope.rotary_dim // 2)
+                if rope.has_factors
+                else None,
+            )
             for rope in {layer.rope for layer in layers if layer.rope is not None}
         }
+        weights.finish()
 
     @torch.inference_mode()
     def forward(
@@ -433,6 +441,8 @@ def _make_layers(
             layers.append(HyperLayer(own, hyper, layer, weights, prefix, attention, shard, kernels))
         else:
             decoder = DecoderLayer(own, layer, weights, prefix, attention, shard, kernels)
+            if spec.latent is not None and layer.kv_source is not None and layer.chooses_keys:
+                decoder.copy_keys(of_weights[layer.kv_source])
             of_weights[source] = decoder
             layers.append(decoder)
     return layers

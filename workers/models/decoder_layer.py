@@ -145,7 +145,8 @@ class DecoderLayer:
             self._attention = _attention(
                 spec, layer, weights, f"{prefix}self_attn.", attention, shard, kernels
             )
-            consumer = self._attention.qkv
+            if not (spec.latent and spec.latent.indexer and spec.latent.indexer.norms_inputs):
+                consumer = self._attention.qkv
         if layer.recurrent is not None:
             self._mixer = make_mixer(
                 spec, layer.recurrent, weights, f"{prefix}mixer.", shard, kernels
@@ -209,6 +210,12 @@ class DecoderLayer:
         consumer = None if self.shortcut is not None else self._mlp.gate_up
         self._mlp_input_norm = norm(norms.mlp_input, consumer)
         self._mlp_output_norm = norm(norms.mlp_output)
+
+    def copy_keys(self, source: DecoderLayer) -> None:
+        """Store copies of the keys of another layer, which must run first in every step."""
+        assert isinstance(self._attention, LatentAttention)
+        assert isinstance(source._attention, LatentAttention)
+        self._attention.copy_keys(source._attention)
 
     def forward(
         self,

@@ -74,8 +74,8 @@ def group_layers(
     seen: Counter[_Kind] = Counter()
     layers: list[LayerSpec] = []
     for layer, of_layer in zip(spec.layers, kinds, strict=True):
-        if layer.kv_source is not None:
-            group = layers[layer.kv_source].kv_cache_group
+        if layer.cache_source is not None:
+            group = layers[layer.cache_source].kv_cache_group
             layers.append(replace(layer, kv_cache_group=group))
             continue
         groups = [groups_of_kind[kind][seen[kind] % len(groups_of_kind[kind])] for kind in of_layer]
@@ -149,7 +149,7 @@ def kv_cache_groups(spec: ModelSpec, max_model_len: int) -> tuple[KVCacheGroup, 
     groups = {
         group: _kv_cache_group(kind)
         for layer in spec.layers
-        if layer.kv_source is None
+        if layer.cache_source is None
         for group, kind in zip(
             layer.cache_groups, _kinds(spec, layer, max_model_len, 1), strict=True
         )
@@ -166,7 +166,7 @@ def _kinds(spec: ModelSpec, layer: LayerSpec, max_model_len: int, ranks: int) ->
         window = _limiting_window(layer, max_model_len)
         kinds.append(_Attention(window, layers_per_tensor, 1, size, spec.num_heads))
         return kinds if layer.compression is None else [*kinds, _Entries(layer.compression.part)]
-    if layer.attends and layer.kv_source is None:
+    if layer.attends and layer.cache_source is None:
         kinds.append(
             _Attention(
                 _limiting_window(layer, max_model_len),

@@ -43,7 +43,7 @@ _FIRST_STAGE = (
 )
 _LAST_STAGE = ("norm.", "altup_unembed_projections.", "head_hc.", "score_head.")
 _KV_SCALES = ("k_scale", "v_scale")
-_OPTIONAL = ("rotary_emb.inv_freq", *_KV_SCALES)
+_OPTIONAL = ("rotary_emb.inv_freq", "rotary_emb.alpha", *_KV_SCALES)
 _LAYER = re.compile(r"layers\.(\d+)\.")
 
 

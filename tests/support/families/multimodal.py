@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from support.families.experts import LATENT
+from support.families.experts import LATENT, LONG
 from support.families.recurrent import GROUPED_KEYS, NGRAMS, QWEN4
 
 MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
@@ -87,6 +87,25 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
     "MiniCPMV4_7": ("qwen3_5_text", {"head_dim": 16, "layer_types": ["full_attention"] * 3}),
     "Lfm2Vl": ("lfm2", {"layer_types": ["conv", "full_attention", "conv"]}),
     "LlavaNextVideo": ("llama", {}),
+    "MistralLarge4": (
+        "mistral_large4_text",
+        LATENT
+        | {
+            "num_hidden_layers": 6,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "index_topk": 9,
+            "index_head_dim": 16,
+            # With fewer heads, several keys would have a score of 0.
+            "index_n_heads": 16,
+            "rope_parameters": LONG | {"attention_factor": 1.0},
+            # A layer without its own keys reads those of the source, or stores copies beside its index keys.
+            "kv_source_layers": [0, 1, 1, 3, 1, 3],
+            "no_rope_layers": [1, 1, 1, 0, 1, 0],
+            "indexer_types": ["full", "full", "full", "full", "shared", "shared"],
+        },
+    ),
     "Ovis2": ("qwen2", {}),
     "Qwen4Exp": (
         "qwen4_exp_text",

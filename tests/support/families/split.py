@@ -58,6 +58,12 @@ INDEXED = {
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
 }
+SHARED_LATENT = {
+    "kv_source_layers": [0, 0, 0, 3, 3],
+    "no_rope_layers": [1] * 5,
+    "indexer_types": ["full", "full", "shared", "full", "shared"],
+}
+"""Latent attention in which a layer has copies of an earlier layer's keys, and others read them in its cache."""
 SPLIT_GROUPS = {
     # Both stages begin with a layer without keys. The second one has an indexer of its own.
     "num_hidden_layers": 6,

@@ -17,7 +17,7 @@ from support.families import make_multimodal
 from support.families.compressed import HASHED
 from support.families.experts import BLOCKS_OF_KEYS, GATED
 from support.families.recurrent import HASHED_NGRAMS, SHARED_BLOCKS
-from support.families.split import INDEXED, SHARING, SMALL_VALUES, SPLIT_GROUPS
+from support.families.split import INDEXED, SHARED_LATENT, SHARING, SMALL_VALUES, SPLIT_GROUPS
 from support.gguf_writer import write_gguf
 from support.quantized_checkpoints import quantize_directory
 from support.replica import NUM_TOKENS, RankResult, Served, run_replica, timeouts
@@ -314,6 +314,9 @@ def test_layers_that_share_keys_or_differ_in_their_heads_can_be_split(
         checkpoints["glm5-next"] = tmp_path / "glm5-next"
         model = make_multimodal("Glm5Next", **SIZES | vocabulary | SPLIT_GROUPS)
         model.save_pretrained(checkpoints["glm5-next"])
+        checkpoints["mistral-large4"] = tmp_path / "mistral-large4"
+        model = make_multimodal("MistralLarge4", **SIZES | vocabulary | INDEXED | SHARED_LATENT)
+        model.save_pretrained(checkpoints["mistral-large4"])
     alone = run_alone(checkpoints, tmp_path, backend)
     parallel = ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2)
     served = [Served(path, backend) for path in checkpoints.values()]

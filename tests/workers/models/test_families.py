@@ -147,7 +147,9 @@ def references(tmp_path_factory):
     return cache(make)
 
 
-@pytest.fixture(scope="module", params=[*CONFIGS, "Glm5Next", *(f"{x} native" for x in NATIVE)])
+@pytest.fixture(
+    scope="module", params=[*CONFIGS, "Glm5Next", "MistralLarge4", *(f"{x} native" for x in NATIVE)]
+)
 def models(request, references):
     """Engine's decoder and the model of transformers."""
     name, *native = request.param.split()

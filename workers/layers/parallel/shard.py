@@ -63,15 +63,17 @@ class ModelShard:
         """
         num_layers = len(spec.layers)
         starts = [-(-num_layers * i // num_stages) for i in range(num_stages)]
-        limit = spec.first_source
+        sources = [layer.kv_source for layer in spec.layers if layer.kv_source is not None]
+        limit = min(sources, default=None) if spec.latent is None else None
         if limit is not None and starts[-1] > limit:
             starts = [-(-limit * i // (num_stages - 1)) for i in range(num_stages)]
-        if spec.latent is not None and spec.latent.indexer is not None:
+        if spec.latent is not None:
             starts = [max(i for i in range(x + 1) if _may_begin(spec, i)) for x in starts]
             if len(set(starts)) < num_stages:
                 raise ConfigError(
-                    f"--pipeline-parallel-size {num_stages}: the first attention layer of every stage must select "
-                    f"keys, and too few of the model's {num_layers} layers do; use fewer stages"
+                    f"--pipeline-parallel-size {num_stages}: every stage must begin with a layer that needs neither "
+                    f"the keys nor the choice of an earlier one, and too few of the model's {num_layers} layers "
+                    "are such; use fewer stages"
                 )
         # The experts of the layer before a stage's first one must not be added within the stage.
         shortcuts = [x.experts is not None and x.experts.is_shortcut for x in spec.layers]
@@ -115,6 +117,9 @@ class ModelShard:
 
 
 def _may_begin(spec: ModelSpec, index: int) -> bool:
-    """Return whether a stage may begin with this layer: its first attention layer must not use an earlier choice."""
-    following = (layer.chooses_keys for layer in spec.layers[index:] if layer.attends)
-    return next(following, True)
+    """Return whether a stage may begin with this layer: it and later layers must not use earlier keys or choices."""
+    following = [layer for layer in spec.layers[index:] if layer.attends]
+    if any(each.kv_source is not None and each.kv_source < index for each in following):
+        return False
+    has_indexer = spec.latent is not None and spec.latent.indexer is not None
+    return not has_indexer or not following or following[0].chooses_keys

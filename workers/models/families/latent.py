@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from ....protocol.checkpoint.config_fields import ConfigFields
-from ...layers.experts_spec import GateLimit
+from ...layers.experts_spec import ExpertsSpec, GateLimit
 from ...layers.hyper_spec import HyperConnectionsSpec
 from ...layers.latent_spec import IndexerSpec, LatentSpec
 from ...layers.norm_gate_spec import NormGateSpec
@@ -259,18 +259,8 @@ def _mistral4(fields: ConfigFields) -> ModelSpec:
         if fields.get("rope_scaling") is None
         else None,
     )
-    size = fields.integer("moe_intermediate_size", 2048)
-    experts = read_experts(
-        fields.with_defaults(moe_intermediate_size=size),
-        128,
-        4,
-        renormalizes=fields.boolean("norm_topk_prob", True),
-        scale=fields.positive("routed_scaling_factor", 1.0),
-        num_groups=fields.integer("n_group", 1),
-        num_groups_per_token=fields.integer("topk_group", 1),
-        group_score="best two",
-        shared_intermediate_size=size * fields.integer("n_shared_experts", minimum=0),
-    )
+    fields = fields.with_defaults(moe_intermediate_size=2048)
+    experts = mistral_experts(fields, renormalizes=fields.boolean("norm_topk_prob", True))
     is_interleaved = fields.boolean("rope_interleave", True)
     rope = read_rope(fields, fields.integer("qk_rope_head_dim"))
     spec = latent_spec(
@@ -279,6 +269,22 @@ def _mistral4(fields: ConfigFields) -> ModelSpec:
         rope_order="interleaved" if is_interleaved else "half",
     )
     return with_experts(spec, experts, first_dense(fields, 0), tensor_names=unused_layers(fields))
+
+
+def mistral_experts(fields: ConfigFields, *, renormalizes: bool) -> ExpertsSpec:
+    """Return the experts of Mistral's models with latent attention."""
+    size = fields.integer("moe_intermediate_size")
+    return read_experts(
+        fields,
+        128,
+        4,
+        renormalizes=renormalizes,
+        scale=fields.positive("routed_scaling_factor", 1.0),
+        num_groups=fields.integer("n_group", 1),
+        num_groups_per_token=fields.integer("topk_group", 1),
+        group_score="best two",
+        shared_intermediate_size=size * fields.integer("n_shared_experts", minimum=0),
+    )
 
 
 def _sarvam_mla(fields: ConfigFields) -> ModelSpec:

@@ -41,7 +41,7 @@ from . import (
 )
 from .common import Family, with_score_head
 from .with_encoders import absolute, encoder_decoders, rotary
-from .with_images import aria, ernie, muse
+from .with_images import aria, ernie, mistral, muse
 
 FAMILIES = (
     *deepseek_v4.FAMILIES,
@@ -63,6 +63,7 @@ FAMILIES = (
     *rotary.FAMILIES,
     *aria.FAMILIES,
     *ernie.FAMILIES,
+    *mistral.FAMILIES,
     *muse.FAMILIES,
 )
 _BY_ARCHITECTURE = {family.architecture: family for family in FAMILIES}

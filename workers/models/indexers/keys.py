@@ -16,6 +16,7 @@ from ...layers.latent_spec import IndexerSpec, LatentSpec
 from ...layers.layers import LayerNorm
 from ...layers.rope import RotaryTables, apply_rotary
 from ..attention import rotary_order
+from ..latent.log_scales import LogScales
 from ..weights import Rows, WeightReader
 
 
@@ -23,7 +24,12 @@ class Indexer:
     """Computes the index keys of a layer, and the index queries with which its tokens choose keys."""
 
     def __init__(
-        self, latent: LatentSpec, indexer: IndexerSpec, weights: WeightReader, prefix: str
+        self,
+        latent: LatentSpec,
+        indexer: IndexerSpec,
+        hidden_size: int,
+        weights: WeightReader,
+        prefix: str,
     ) -> None:
         self._indexer = indexer
         self.first_rows = index_rows(latent, indexer, prefix)
@@ -35,6 +41,17 @@ class Indexer:
             for each in ("weight", "bias")
         )
         self._norm = LayerNorm(weight_I, indexer.norm_eps, bias_I)
+        self.input_norm: LayerNorm | None = None
+        if indexer.norms_inputs:
+            weight_D, bias_D = (
+                weights.read_vector(f"{prefix}indexer.q_input_norm.{each}", hidden_size)
+                for each in ("weight", "bias")
+            )
+            self.input_norm = LayerNorm(weight_D, indexer.norm_eps, bias_D)
+        self._scales: LogScales | None = None
+        if indexer.has_log_scales:
+            heads = range(indexer.num_heads)
+            self._scales = LogScales(weights, f"{prefix}indexer.", indexer.num_heads, heads)
         self._biases_PI: Tensor | None = None
         if indexer.has_groups:
             self._biases_PI = weights.read_float32(
@@ -42,19 +59,26 @@ class Indexer:
             )[:, order]
 
     def queries(
-        self, projected: Sequence[Tensor], q_TF: Tensor, tables: RotaryTables | None
+        self,
+        projected: Sequence[Tensor],
+        q_TF: Tensor,
+        positions_T: Tensor,
+        tables: RotaryTables | None,
     ) -> IndexQueries:
         """Return the index keys and queries.
 
         Args:
             projected: The products of hidden states with `first_rows`.
             q_TF: The index queries before rotation.
+            positions_T: The positions of the step's tokens.
             tables: The rotary tables of the step.
         """
         indexer = self._indexer
         k_TI, weights_TJ, *logits = projected
         k_T1I = self._norm(k_TI).unsqueeze(1)
         q_TJI = q_TF.unflatten(-1, (indexer.num_heads, indexer.head_dim))
+        if self._scales is not None:
+            q_TJI = self._scales.scale(q_TJI, positions_T)
         if tables is not None:
             k_T1I, q_TJI = apply_rotary(k_T1I, tables), apply_rotary(q_TJI, tables)
         k_T1I = torch.cat((k_T1I, *(each.unsqueeze(1) for each in logits)), -1)

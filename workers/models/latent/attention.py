@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ...attention import AttentionBackend, AttentionLayer
 from ...layers.latent_spec import LatentSpec
@@ -25,6 +26,7 @@ from ...layers.spec import LayerSpec, ModelSpec
 from ..attention import read_sinks, rotary_order, scale_queries
 from ..indexers.keys import Indexer
 from ..weights import Rows, WeightReader
+from .log_scales import LogScales
 
 
 class LatentAttention:
@@ -41,8 +43,10 @@ class LatentAttention:
         shard: ModelShard,
         kernels: LayerKernels,
     ) -> None:
+        whole, latent = latent, latent.for_rope(layer.rope)
         self._latent = latent
         self._backend = backend
+        self._num_missing = whole.rotary_dim - latent.rotary_dim
         heads = shard.heads(spec)
         self._layer = AttentionLayer(
             spec.attention_scale,
@@ -55,14 +59,21 @@ class LatentAttention:
         self._query_norm: RMSNorm | None = None
         self._queries: Linear | None = None
         rows = first_rows(spec, latent, prefix, heads)
+        self._has_keys = layer.kv_source is None
+        if not self._has_keys:
+            rows = rows[:1]
         gates = [gate_rows(spec, latent, prefix, heads)] if spec.gates_attention else []
         queries = [query_rows(spec, latent, prefix, heads)]
         self._indexer: Indexer | None = None
         self._index_queries: Linear | None = None
         if latent.indexer is not None and layer.chooses_keys:
-            self._indexer = Indexer(latent, latent.indexer, weights, prefix)
+            self._indexer = Indexer(whole, latent.indexer, spec.hidden_size, weights, prefix)
             rows += self._indexer.first_rows
-            if not latent.joins_query_vectors:
+            if latent.indexer.norms_inputs:
+                self._index_queries = kernels.linear(
+                    weights.read_matrix_rows([self._indexer.query_rows], spec.hidden_size)
+                )
+            elif not latent.joins_query_vectors:
                 queries.append(self._indexer.query_rows)
             elif latent.query_rank is not None:
                 self._index_queries = kernels.linear(
@@ -82,17 +93,28 @@ class LatentAttention:
             weights.read_matrix_rows(rows, spec.hidden_size),
             weights.read_biases(rows) if spec.qkv_bias else None,
         )
-        self._sizes = [len(rows[0].part), latent.kv_rank, latent.rotary_dim]
+        self._sizes = [len(rows[0].part)]
+        if self._has_keys:
+            self._sizes += [latent.kv_rank, latent.rotary_dim]
         if self._indexer is not None:
             self._sizes += self._indexer.sizes
         self._has_first_gates = bool(gates) and not latent.joins_query_vectors
         if self._has_first_gates:
             self._sizes.append(len(rows[-1].part))
-        self._key_norm = RMSNorm(
-            weights.read_vector(f"{prefix}kv_a_layernorm.weight", latent.kv_rank)
-            * latent.multiplier,
-            latent.norm_eps,
-        )
+        self._key_norm: RMSNorm | None = None
+        if self._has_keys:
+            self._key_norm = RMSNorm(
+                weights.read_vector(f"{prefix}kv_a_layernorm.weight", latent.kv_rank)
+                * latent.multiplier,
+                latent.norm_eps,
+            )
+        self._scales: LogScales | None = None
+        if latent.has_log_scales:
+            self._scales = LogScales(weights, prefix, spec.num_heads, heads)
+        self._source: LatentAttention | None = None
+        self._keeps_keys = False
+        self.kept_T1K: Tensor | None = None
+        """The keys of the last step, if another layer copies them."""
         keys_HPC, values_HVC = read_expansions(spec, latent, weights, prefix, heads)
         self._keys_HPC = keys_HPC.contiguous()
         self._values_HCV = values_HVC.transpose(1, 2).contiguous()
@@ -121,7 +143,8 @@ class LatentAttention:
     ) -> Tensor:
         """Return the attention output [T, D] of a layer."""
         latent = self._latent
-        q, c_TC, k_TR, *others = self.qkv(x).split(self._sizes, -1)
+        q, *others = self.qkv(x).split(self._sizes, -1)
+        stored, others = others[: 2 * self._has_keys], others[2 * self._has_keys :]
         gate_TG = others.pop() if self._has_first_gates else None
         normed = q if self._query_norm is None else self._query_norm(q)
         if latent.joins_query_vectors:
@@ -133,36 +156,60 @@ class LatentAttention:
         if latent.joins_query_vectors:
             gate_TG = index_queries_TF
         if self._index_queries is not None:
-            index_queries_TF = self._index_queries(normed)
+            input_norm = None if self._indexer is None else self._indexer.input_norm
+            index_queries_TF = self._index_queries(normed if input_norm is None else input_norm(x))
         q_THP, q_THR = q.unflatten(-1, (self._num_heads, -1)).split(
             (latent.plain_dim, latent.rotary_dim), -1
         )
-        rotated_TSR = torch.cat((q_THR, k_TR.unsqueeze(1)), 1)
+        rotated_TSR = q_THR
+        if stored:
+            c_TC, k_TR = stored
+            rotated_TSR = torch.cat((q_THR, k_TR.unsqueeze(1)), 1)
         if tables is not None:
             rotated_TSR = apply_rotary(rotated_TSR, tables)
         q_THC = _multiply_heads(q_THP, self._keys_HPC)
-        q_THK = torch.cat((q_THC, rotated_TSR[:, : self._num_heads]), -1)
+        q_THK = self._filled(torch.cat((q_THC, rotated_TSR[:, : self._num_heads]), -1))
         if self._query_scaling is not None:
             q_THK = scale_queries(q_THK, positions_T, self._query_scaling)
-        c_T1C = self._key_norm(c_TC).unsqueeze(1)
-        k_T1K = torch.cat((c_T1C, rotated_TSR[:, self._num_heads :]), -1)
+        if self._scales is not None:
+            q_THK = self._scales.scale(q_THK, positions_T)
+        k_T1K = None
+        if self._source is not None:
+            k_T1K = self._source.kept_T1K
+        elif self._key_norm is not None:
+            c_T1C = self._key_norm(c_TC).unsqueeze(1)
+            k_T1K = self._filled(torch.cat((c_T1C, rotated_TSR[:, self._num_heads :]), -1))
+        if self._keeps_keys:
+            self.kept_T1K = k_T1K
         index = None
         if self._indexer is not None:
-            index = self._indexer.queries(others, index_queries_TF, tables)
-        attended_THC = self._backend.forward_projected(
-            torch.cat((q_THK, k_T1K), 1),
-            k_T1K,
-            None,
-            None,
-            kv_cache,
-            attn_metadata,
-            self._layer,
-            index,
-        )
+            index = self._indexer.queries(others, index_queries_TF, positions_T, tables)
+        if k_T1K is None:
+            attended_THC = self._backend.attend(q_THK, kv_cache, attn_metadata, self._layer)
+        else:
+            attended_THC = self._backend.forward_projected(
+                torch.cat((q_THK, k_T1K), 1),
+                k_T1K,
+                None,
+                None,
+                kv_cache,
+                attn_metadata,
+                self._layer,
+                index,
+            )
         out_THV = _multiply_heads(attended_THC, self._values_HCV)
         if gate_TG is not None:
             out_THV = out_THV * torch.sigmoid(gate_TG.unflatten(-1, (self._num_heads, -1)))
         return self._output(out_THV.flatten(1))
+
+    def copy_keys(self, source: LatentAttention) -> None:
+        """Store copies of the keys of another layer, which must run first in every step."""
+        self._source = source
+        source._keeps_keys = True
+
+    def _filled(self, x_THK: Tensor) -> Tensor:
+        """Return queries or keys with zeros in the place of the rotated elements that the layer lacks."""
+        return F.pad(x_THK, (0, self._num_missing)) if self._num_missing else x_THK
 
 
 def gates_of_head(spec: ModelSpec, latent: LatentSpec) -> int:

@@ -1,0 +1,127 @@
+"""Mistral Large 4, whose latent attention is sparse and whose layers may share keys and values."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from .....protocol.checkpoint.config_fields import ConfigFields
+from ....layers.latent_spec import IndexerSpec
+from ....layers.read_rope import read_rope
+from ....layers.spec import LayerSpec, ModelSpec
+from ..common import Family
+from ..experts import first_dense, has_listed_experts, with_experts
+from ..latent import latent_spec, mistral_experts, with_indexers
+
+_LAYER = r"^(model\.layers\.\d+\.)"
+_NAMES = (
+    (r".*mtp_dspark\..*", ""),
+    (r"^tok_embeddings\.", "model.embed_tokens."),
+    (r"^lerope\.", "model.rotary_emb."),
+    (r"^(layers|norm)\.", r"model.\1."),
+    (r"^output\.", "lm_head."),
+    (_LAYER + r"attention_norm\.", r"\1input_layernorm."),
+    (_LAYER + r"ffn_norm\.", r"\1post_attention_layernorm."),
+    (_LAYER + r"attention\.", r"\1self_attn."),
+    (_LAYER + r"feed_forward\.", r"\1mlp."),
+    (_LAYER + r"(gate|experts|shared_experts)\.", r"\1mlp.\2."),
+    (_LAYER + r"(mlp\..*)\.w1\.", r"\1\2.gate_proj."),
+    (_LAYER + r"(mlp\..*)\.w2\.", r"\1\2.down_proj."),
+    (_LAYER + r"(mlp\..*)\.w3\.", r"\1\2.up_proj."),
+    (_LAYER + r"mlp\.w1\.", r"\1mlp.gate_proj."),
+    (_LAYER + r"mlp\.w2\.", r"\1mlp.down_proj."),
+    (_LAYER + r"mlp\.w3\.", r"\1mlp.up_proj."),
+    (_LAYER + r"self_attn\.w([qo])\.", r"\1self_attn.\2_proj."),
+    (_LAYER + r"self_attn\.wkv_a_with_mqa\.", r"\1self_attn.kv_a_proj_with_mqa."),
+    (_LAYER + r"self_attn\.wkv_b\.", r"\1self_attn.kv_b_proj."),
+    (_LAYER + r"self_attn\.kv_a_norm\.", r"\1self_attn.kv_a_layernorm."),
+    (r"\.ssmax_scaling\.s$", ".softmax_scaling.scale"),
+    (r"\.ssmax_scaling\.b$", ".softmax_scaling.bias"),
+)
+"""The names of Mistral's own format, which begin with those of layers. Those of transformers stay as they are."""
+
+
+def _mistral_large4(fields: ConfigFields) -> ModelSpec:
+    fields = fields.with_defaults(
+        rms_norm_eps=1e-5,
+        n_shared_experts=1,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 2048.0,
+            "original_max_position_embeddings": 512,
+            "attention_factor": 1.0,
+        },
+    ).with_values({"q_lora_rank": None})
+    rope = replace(read_rope(fields, fields.integer("qk_rope_head_dim")), has_factors=True)
+    layers = tuple(LayerSpec(rope if rotates else None) for rotates in _rotating_layers(fields))
+    spec = latent_spec(
+        fields,
+        layers=with_indexers(fields, _with_sources(fields, layers)),
+        rope_order="interleaved",
+        final_softcap=fields.positive("final_logit_softcapping", 30.0),
+    )
+    indexer = IndexerSpec(
+        fields.integer("index_n_heads", 32),
+        fields.integer("index_head_dim", 128, minimum=rope.rotary_dim),
+        fields.integer("index_topk", 2048),
+        rope_order="interleaved",
+        norms_inputs=True,
+        has_log_scales=True,
+    )
+    assert spec.latent is not None
+    latent = replace(
+        spec.latent,
+        norm_eps=spec.norm_eps,
+        indexer=indexer,
+        has_log_scales=True,
+        has_plain_layers=True,
+    )
+    return with_experts(
+        spec,
+        mistral_experts(fields, renormalizes=True),
+        has_listed_experts(fields, first_dense(fields, 1)),
+        latent=latent,
+        head_dim=spec.head_dim + indexer.head_dim,
+        tensor_names=_NAMES,
+    )
+
+
+def _rotating_layers(fields: ConfigFields) -> list[bool]:
+    """Return for each layer whether it has a rotary embedding."""
+    count = fields.layer_count("num_hidden_layers")
+    rotates = fields.get("no_rope_layers")
+    if rotates is None:
+        interval = fields.integer("no_rope_layer_interval", 4)
+        return [(i + 1) % interval != 0 for i in range(count)]
+    if not isinstance(rotates, list) or len(rotates) < count or not {0, 1}.issuperset(rotates):
+        raise fields.wrong("no_rope_layers", f"0 or 1 for each of {count} layers", rotates)
+    return [bool(each) for each in rotates[:count]]
+
+
+def _with_sources(fields: ConfigFields, layers: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
+    """Return the layers with their `kv_source`.
+
+    Transformers keeps the keys of one source with a rotary embedding and of one without, those that it computed last.
+    """
+    sources = fields.per_layer("kv_source_layers", len(layers))
+    if sources is None:
+        return layers
+    latest: dict[bool, int] = {}
+    shared = list(layers)
+    for i, (layer, source) in enumerate(zip(layers, sources, strict=True)):
+        if source != i:
+            expected = latest.get(layer.rope is not None)
+            if source != expected:
+                raise fields.wrong(
+                    f"kv_source_layers[{i}]",
+                    f"{i}, or the last layer before it whose keys others share and that has a rotary embedding if "
+                    f"layer {i} has one, which is {expected}",
+                    source,
+                )
+            shared[i] = replace(layer, kv_source=source)
+        elif i in sources[i + 1 :]:
+            latest[layer.rope is not None] = i
+    return tuple(shared)
+
+
+FAMILIES = (Family("MistralLarge4ForConditionalGeneration", "mistral_large4", _mistral_large4),)
