@@ -13,7 +13,13 @@ import triton.language as tl
 from torch import Tensor
 
 from ..sampling.metadata import RowParameters
-from .row_search import NUM_BUCKETS, bucket_of, weight_of
+from .row_search import (
+    NUM_BUCKETS,
+    bucket_of,
+    last_bucket_of_top_k,
+    last_bucket_of_top_p,
+    weight_of,
+)
 
 BLOCK_WIDTH = tl.constexpr(32)
 _BLOCKS_AT_ONCE = 64
@@ -69,12 +75,22 @@ def _weigh_kernel(
     row = tl.program_id(0).to(tl.int64)
     if tl.load(is_greedy_ptr + row):
         return
-    peak = tl.max(load_block_max(block_max_ptr, num_blocks, NUM_BLOCKS), 0)
+    max_N = load_block_max(block_max_ptr, num_blocks, NUM_BLOCKS)
+    peak = tl.max(max_N, 0)
     if tl.abs(peak) == float("inf"):
         return
     floor = peak + tl.load(min_p_margin_ptr + row)
     inverse_temperature = tl.load(inverse_temperature_ptr + row)
-    has_top_k, has_top_p = tl.load(top_k_ptr + row) < vocab_size, tl.load(top_p_ptr + row) < 1
+    top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
+    has_top_k, has_top_p = top_k < vocab_size, top_p < 1
+    last = tl.zeros((), tl.int32)
+    if has_top_k:
+        last = last_bucket_of_top_k(max_N, peak, inverse_temperature, top_k)
+    elif has_top_p:
+        last = last_bucket_of_top_p(vocab_size, top_p)
+    beyond = tl.zeros((BLOCKS * BLOCK_WIDTH,), tl.int64)
+    bucket_weight_ptr += row * NUM_BUCKETS
+    bucket_count_ptr += row * NUM_BUCKETS
     start = tl.program_id(1) * TILES * BLOCKS
     for first_block in range(start, tl.minimum(start + TILES * BLOCKS, num_blocks), BLOCKS):
         ids = first_block * BLOCK_WIDTH + tl.arange(0, BLOCKS * BLOCK_WIDTH)
@@ -83,11 +99,14 @@ def _weigh_kernel(
         )
         weights = weight_of(logits, peak, inverse_temperature, floor)
         if has_top_k | has_top_p:
-            offsets = row * NUM_BUCKETS + bucket_of(logits, peak, inverse_temperature)
-            tl.atomic_add(bucket_weight_ptr + offsets, weights, weights > 0, sem="relaxed")
+            buckets = bucket_of(logits, peak, inverse_temperature)
+            is_within = buckets <= last
+            is_weighed = is_within & (weights > 0)
+            tl.atomic_add(bucket_weight_ptr + buckets, weights, is_weighed, sem="relaxed")
             if has_top_k:
                 one = tl.full((BLOCKS * BLOCK_WIDTH,), 1, tl.int64)
-                tl.atomic_add(bucket_count_ptr + offsets, one, ids < vocab_size, sem="relaxed")
+                tl.atomic_add(bucket_count_ptr + buckets, one, is_within, sem="relaxed")
+            beyond += tl.where(is_within, 0, weights)
         else:
             blocks_N = first_block + tl.arange(0, BLOCKS)
             tl.store(
@@ -95,6 +114,9 @@ def _weigh_kernel(
                 tl.sum(weights.reshape(BLOCKS, BLOCK_WIDTH), 1),
                 mask=blocks_N < num_blocks,
             )
+    weight_beyond = tl.sum(beyond, 0)
+    if weight_beyond > 0:
+        tl.atomic_add(bucket_weight_ptr + NUM_BUCKETS - 1, weight_beyond, sem="relaxed")
 
 
 @triton.jit
@@ -133,7 +155,8 @@ def weigh(
     """Return the weight of each block, int64 [S, N], of rows with neither top-k nor top-p.
 
     For rows with one of them, add the weight of each bucket to `bucket_weight_SB`. For rows with a top-k, also add the
-    number of tokens to `bucket_count_SB`. Both are int64. Other weights of blocks are undefined.
+    number of tokens to `bucket_count_SB`. Both are int64. Buckets that no search can reach are added up in the last
+    one, without their numbers of tokens. Other weights of blocks are undefined.
     """
     num_rows, vocab_size = logits_SV.shape
     num_blocks = block_max_SN.shape[1]

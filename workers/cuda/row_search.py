@@ -70,6 +70,35 @@ def bucket_of(logits, peak, inverse_temperature):
 
 
 @triton.jit
+def last_bucket_of_top_k(max_N, peak, inverse_temperature, top_k):
+    """Return a bucket, int32, up to which there are at least `top_k` tokens, or the last one.
+
+    So many blocks have their largest logit there.
+    """
+    buckets_N = bucket_of(max_N, peak, inverse_temperature)
+    low, high = tl.zeros((), tl.int32), tl.full((), NUM_BUCKETS - 1, tl.int32)
+    while low < high:
+        middle = (low + high) >> 1
+        if tl.sum((buckets_N <= middle).to(tl.int32), 0) >= top_k:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+@triton.jit
+def last_bucket_of_top_p(vocab_size, top_p):
+    """Return a bucket, int32, up to which the weight is at least `top_p` of the total, whatever the logits are.
+
+    The total is at least 1, the largest weight. Tokens with a smaller weight than (1 - top_p) / V do not add up to the
+    rest.
+    """
+    distance = tl.log(vocab_size / (1 - top_p).to(tl.float32))
+    # The next bucket is a hundredth farther, which is more than the errors of the exponential and the logarithm.
+    return tl.minimum(distance * _BUCKETS_PER_UNIT + 1.0, NUM_BUCKETS - 1.0).to(tl.int32)
+
+
+@triton.jit
 def random_target(uniform, total):
     """Map a float64 in [0, 1) to an integer in [0, total), uniformly."""
     # For a number just below one, the product may round up to the total.

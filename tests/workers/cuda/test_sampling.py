@@ -76,7 +76,7 @@ def test_tokens_equal_those_of_the_torch_sampler(kwargs: dict[str, Any], vocab_s
     "kwargs",
     [
         {},
-        {"top_k": 300},
+        {"top_k": 200, "top_p": 0.9},
         {"top_p": 0.7},
         {"min_p": 0.1},
         {"top_k": 8000, "top_p": 0.9, "temperature": 50.0},
