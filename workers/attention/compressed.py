@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..batch import AttentionBatch
+from ..device.transfers import to_device
 from ..layers.window import Window
 from .interface import DeviceAttention
 
@@ -60,9 +61,9 @@ class SequenceBatch:
             block_size,
             batch.query_start_loc,
             positions_T,
-            torch.from_numpy(positions_T).to(device),
-            torch.from_numpy(requests_T).to(device),
-            torch.from_numpy(blocks_SB).to(device),
+            to_device(positions_T, device),
+            to_device(requests_T, device),
+            to_device(blocks_SB, device),
         )
 
     def places(self, tokens_N: Tensor, positions: Tensor, rate: int = 1) -> tuple[Tensor, Tensor]:

@@ -76,10 +76,9 @@ class DeviceExecution:
             kv_cache,
             pipeline,
             self._max_tokens,
-            # Recurrent layers and cross attention read numbers of the step on the host, which a captured graph would
-            # repeat.
+            # Cross attention reads numbers of the step on the host, which a captured graph would repeat.
             None
-            if config.device.enforce_eager or kv_cache.has_states or model.spec.source is not None
+            if config.device.enforce_eager or model.spec.source is not None
             else accelerator.graph_recorder(),
             config.device.max_cudagraph_capture_size,
         )

@@ -86,8 +86,10 @@ class DeviceForward:
     def _add_graphs(
         self, attention: CapturableAttention, recorder: GraphRecorder, max_size: int
     ) -> None:
-        run_chunks = partial(self._run_chunks, attention)
-        self._chunks = SizedGraphs(run_chunks, chunk_sizes(max_size), recorder)
+        if not self._kv_cache.has_states:
+            # The number of segments of recurrent layers is known only on the host, unless each request has one token.
+            run_chunks = partial(self._run_chunks, attention)
+            self._chunks = SizedGraphs(run_chunks, chunk_sizes(max_size), recorder)
         largest = min(max_size, self._batch.num_slots)
         run_decode = partial(self._run_decode, attention)
         self._decodes = SizedGraphs(run_decode, decode_sizes(largest), recorder)
@@ -193,10 +195,7 @@ class DeviceForward:
         self, attention: CapturableAttention, step: DeviceStep, max_queries: int
     ) -> list[Any]:
         self._buffers.gather_block_tables(step)
-        return [
-            attention.build_captured(batch, windows, max_queries)
-            for batch, windows in zip(step.groups, self._kv_cache.windows_by_group, strict=True)
-        ]
+        return self._kv_cache.captured_metadata(attention, step.groups, max_queries)
 
     def _forward(self, step: DeviceStep, metadata: Sequence[Any]) -> torch.Tensor:
         if not self._model.shard.is_first:

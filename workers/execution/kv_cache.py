@@ -15,7 +15,7 @@ from ...protocol.arrays import Int32Array, Int64Array
 from ...protocol.errors import ConfigError
 from ...protocol.kv_cache_groups import AttentionKind
 from ...protocol.worker_messages import SchedulerOutput
-from ..attention import PagedAttention
+from ..attention import CapturableAttention, DeviceBatch, PagedAttention
 from ..batch import AttentionBatch, PersistentBatch, StepPlan
 from ..cpu.attention import NativeAttention
 from ..device import host_memory
@@ -216,6 +216,22 @@ class KVCache:
                 self._recurrent_by_group,
                 self._attention_by_group,
                 strict=True,
+            )
+        ]
+
+    def captured_metadata(
+        self, attention: CapturableAttention, groups: Sequence[DeviceBatch], max_queries: int
+    ) -> list[Any]:
+        """Return the metadata of each group for a graph in which a request has up to `max_queries` tokens.
+
+        With recurrent layers it has one.
+        """
+        return [
+            attention.build_captured(batch, windows, max_queries)
+            if layer is None
+            else StateBatch.build_captured(batch, attention.block_size, layer)
+            for batch, windows, layer in zip(
+                groups, self.windows_by_group, self._recurrent_by_group, strict=True
             )
         ]
 

@@ -13,6 +13,7 @@ from engine.protocol.errors import EngineError
 from engine.protocol.sampling_params import SamplingParams
 from engine.workers.attention.torch_paged import TorchPagedAttention
 from engine.workers.execution import torch_loader
+from support.families import SMALL, make_reference, save_reference
 from support.graph_attention import GraphTorchPaged
 from support.host_accelerator import HostAccelerator
 from support.taped_graphs import TapedGraphs
@@ -75,6 +76,29 @@ def test_padding_and_previous_content_do_not_change_outputs(
     assert accelerator.graphs.num_recorded == num_captured
     assert accelerator.graphs.num_replayed > 60
     assert sum(map(len, expected[0])) > 20
+
+
+# On a CPU, the tokens of several experts cannot be recorded.
+RECURRENT = {"mamba": {}, "mamba2": {}, "lfm2": {}, "qwen3.5": {}} | {
+    "minimax": {"num_local_experts": 1, "num_experts_per_tok": 1}
+}
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_graphs_of_recurrent_models_give_the_results_of_steps_without_graphs(
+    name, tmp_path, monkeypatch
+) -> None:
+    """Requests pass the ends of segments and of blocks, and blocks are used again."""
+    torch.set_num_threads(1)
+    save_reference(make_reference(name, **RECURRENT[name]), tmp_path)
+    vocab_size, blocks = SMALL["vocab_size"], {"block_size": 256, "max_model_len": 512}
+    plain = Steps(tmp_path, vocab_size, device=EAGER, **blocks)
+    expected = [random_steps(plain, vocab_size, seed) for seed in range(3)]
+    monkeypatch.setattr(torch_loader, "attention_backend", GraphTorchPaged)
+    accelerator = HostAccelerator()
+    graphs = Steps(tmp_path, vocab_size, device=SOME_STEPS, accelerator=accelerator, **blocks)
+    assert [random_steps(graphs, vocab_size, seed) for seed in range(3)] == expected
+    assert accelerator.graphs.num_replayed > 30
 
 
 def test_graphs_larger_than_all_slots_are_not_captured(checkpoint, monkeypatch) -> None:

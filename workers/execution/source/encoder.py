@@ -20,6 +20,7 @@ from ...batch import AttentionBatch
 from ...cpu.decoder import NativeDecoder
 from ...device.dtypes import torch_device, torch_dtype
 from ...device.torch_threads import torch_threads
+from ...device.transfers import to_device
 from ...layers.spec import SourceSpec
 from ...models.decoder import Decoder
 from .stem import SoundStem
@@ -87,7 +88,7 @@ class SourceEncoder:
         token_ids = int32_view(text.token_ids)
         if not len(token_ids) or not 0 <= token_ids.min() <= token_ids.max() < self._vocab_size:
             raise EngineError("a source has no tokens, or has tokens outside the vocabulary")
-        return torch.from_numpy(token_ids.astype(np.int64)).to(self._device)
+        return to_device(token_ids.astype(np.int64), self._device)
 
     @property
     def _vocab_size(self) -> int:
@@ -119,7 +120,7 @@ class SourceEncoder:
         )
         metadata = attention.build(batch, self._model.spec.windows_by_group[0])
         return self._model.forward(
-            inputs, torch.from_numpy(positions).to(self._device), self._kv_caches, [metadata]
+            inputs, to_device(positions, self._device), self._kv_caches, [metadata]
         )
 
 

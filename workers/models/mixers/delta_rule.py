@@ -51,9 +51,8 @@ def delta_rule(
         y_NHCV[own] = q_NHCK[own] @ states_RHKV + scores_NHCC[own] @ corrections_RHCV
         if num_full:
             added_RHKV = keys_NHKC[full] @ corrections_RHCV[:num_full]
-            states_SHKV[part.requests[:num_full]] = (
-                states_RHKV[:num_full] * last_NHX1[full] + added_RHKV
-            )
+            decayed_RHKV = states_RHKV[:num_full] * last_NHX1[full]
+            part.replace_states(states_SHKV, decayed_RHKV + added_RHKV)
     cache.store(states_SHKV.flatten(1), batch)
     return y_NHCV
 

@@ -92,9 +92,10 @@ class LightningAttentionMixer(Mixer):
             states_RHKK = states_SHKK[part.requests]
             y_NHCK.index_add_(0, part.segments, q_NHCK[part.segments] @ states_RHKK)
             if part.num_full:
-                full, requests = part.segments[: part.num_full], part.requests[: part.num_full]
+                full = part.segments[: part.num_full]
                 added_RHKK = k_NHCK[full].transpose(-1, -2) @ v_NHCK[full]
-                states_SHKK[requests] = states_RHKK[: part.num_full] * decay_H11 + added_RHKK
+                decayed_RHKK = states_RHKK[: part.num_full] * decay_H11
+                part.replace_states(states_SHKK, decayed_RHKK + added_RHKK)
         cache.store(states_SHKK.flatten(1), batch)
         return y_NHCK
 

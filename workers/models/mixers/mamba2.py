@@ -137,9 +137,10 @@ class Mamba2Mixer(Mixer):
             states_RHKP = states_SHKP[part.requests]
             y_NHCP.index_add_(0, part.segments, c_NHCK[part.segments] @ states_RHKP)
             if part.num_full:
-                full, requests = part.segments[: part.num_full], part.requests[: part.num_full]
+                full = part.segments[: part.num_full]
                 added_RHKP = b_NHCK[full].transpose(-1, -2) @ x_NHCP[full]
-                states_SHKP[requests] = states_RHKP[: part.num_full] * decay_NH11[full] + added_RHKP
+                decayed_RHKP = states_RHKP[: part.num_full] * decay_NH11[full]
+                part.replace_states(states_SHKP, decayed_RHKP + added_RHKP)
         cache.store(states_SHKP.flatten(1), batch)
         return y_NHCP
 

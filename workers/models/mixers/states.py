@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from copy import copy
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,20 +27,31 @@ from ....protocol.checkpoint.recurrent_layers import (
     RecurrentLayer,
     StateSize,
 )
+from ...attention.interface import DeviceBatch
 from ...batch import AttentionBatch
+from ...device.transfers import to_device
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
     """The n-th segments of all requests that have at least n segments.
 
-    `segments` and `requests` are indices. The first `num_full` segments are complete, so the state at their end
-    replaces the request's state.
+    `segments` and `requests` are indices. The first `num_full` segments may be complete, so that the state at their end
+    replaces the request's state; in a captured graph, `is_full_R` tells whether they are.
     """
 
     segments: Tensor
     requests: Tensor
     num_full: int
+    is_full_R: Tensor | None = None
+
+    def replace_states(self, states_S: Tensor, new_R: Tensor) -> None:
+        """Replace the states of requests [S, ...] whose segments are complete by the first `num_full` states."""
+        requests = self.requests[: self.num_full]
+        if self.is_full_R is not None:
+            is_full = self.is_full_R.view(-1, *[1] * (new_R.dim() - 1))
+            new_R = torch.where(is_full, new_R, states_S[requests])
+        states_S[requests] = new_R
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +98,18 @@ class StateBatch:
         num_segments_S = -(-(ends_S - bases_S) // segment)
 
         def inputs_at(requests: NDArray[np.int64], positions: NDArray[np.int64]) -> Tensor:
-            """Return the index of the inputs at these positions, or the index of the zeros if there is no token."""
-            base, first = bases_S[requests], firsts_S[requests]
-            in_state = 1 + requests * num_inputs + positions - base + window
-            in_step = 1 + len(ends_S) * num_inputs + starts_S[requests] + positions - first
-            index = np.where(positions < first, in_state, in_step)
-            exists = (positions >= 0) & (positions < ends_S[requests])
-            return _to_device(np.where(exists, index, 0), device)
+            index = _input_index(
+                positions,
+                requests,
+                starts_S[requests],
+                firsts_S[requests],
+                ends_S[requests],
+                bases_S[requests],
+                num_requests=len(ends_S),
+                window=window,
+                num_inputs=num_inputs,
+            )
+            return to_device(index, device)
 
         first_segments_S = np.cumsum(num_segments_S) - num_segments_S
         requests_N = np.repeat(rows_S, num_segments_S)
@@ -110,8 +127,8 @@ class StateBatch:
             segments = segments[np.argsort(~is_full_N[segments], kind="stable")]
             rounds.append(
                 Round(
-                    _to_device(segments, device),
-                    _to_device(requests_N[segments], device),
+                    to_device(segments, device),
+                    to_device(requests_N[segments], device),
                     int(is_full_N[segments].sum()),
                 )
             )
@@ -119,23 +136,89 @@ class StateBatch:
         if isinstance(layer, GatedDeltaNet) and layer.ngrams is not None:
             ngrams = cls.build(batch, block_size, layer.ngrams, device)
         return cls(
-            sources=_to_device(sources_S.astype(np.int64), device),
-            targets=_to_device(targets_S.astype(np.int64), device),
-            is_new=_to_device(is_new_S, device),
+            sources=to_device(sources_S.astype(np.int64), device),
+            targets=to_device(targets_S.astype(np.int64), device),
+            is_new=to_device(is_new_S, device),
             inputs_of_segments=inputs_at(
                 requests_N[:, None], positions_N[:, None] + np.arange(-window, segment)
             ),
             kept_inputs=inputs_at(
                 rows_S[:, None], next_bases_S[:, None] + np.arange(-window, segment - 1)
             ),
-            tokens=_to_device(tokens_T, device),
+            tokens=to_device(tokens_T, device),
             rounds=tuple(rounds),
             ngrams=ngrams,
         )
 
+    @classmethod
+    def build_captured(
+        cls, batch: DeviceBatch, block_size: int, layer: RecurrentLayer | NgramConvolution
+    ) -> StateBatch:
+        """Return the plan of a step in which every request has one token, computed by operations of a captured graph.
 
-def _to_device(array: NDArray[np.generic], device: torch.device) -> Tensor:
-    return torch.from_numpy(array).to(device)
+        Padding requests store a state in block 0, which no request owns.
+        """
+        segment, window = layer.segment, layer.kernel - 1
+        device, num_requests = batch.seq_lens.device, len(batch.seq_lens)
+        rows_S = torch.arange(num_requests, device=device)
+        ends_S = batch.seq_lens.long().clamp(min=1)
+        firsts_S = ends_S - 1
+        is_new_S = firsts_S == 0
+        bases_S = firsts_S // segment * segment
+
+        def blocks_of(positions_S: Tensor) -> Tensor:
+            return batch.block_table.gather(1, (positions_S // block_size)[:, None])[:, 0].long()
+
+        def inputs_at(positions_SX: Tensor) -> Tensor:
+            columns = (x[:, None] for x in (rows_S, rows_S, firsts_S, ends_S, bases_S))
+            index: Tensor = _input_index(
+                positions_SX,
+                *columns,
+                num_requests=num_requests,
+                window=window,
+                num_inputs=window + segment - 1,
+            )
+            return index
+
+        places_X = torch.arange(-window, segment, device=device)
+        next_bases_S = ends_S // segment * segment
+        rounds = [Round(rows_S, rows_S, num_requests, next_bases_S == ends_S)]
+        ngrams = None
+        if isinstance(layer, GatedDeltaNet) and layer.ngrams is not None:
+            ngrams = cls.build_captured(batch, block_size, layer.ngrams)
+        return cls(
+            sources=blocks_of((firsts_S - 1).clamp(min=0)).masked_fill(is_new_S, 0),
+            targets=blocks_of(firsts_S),
+            is_new=is_new_S,
+            inputs_of_segments=inputs_at(bases_S[:, None] + places_X),
+            kept_inputs=inputs_at(next_bases_S[:, None] + places_X[:-1]),
+            tokens=rows_S * segment + firsts_S - bases_S,
+            rounds=tuple(rounds if layer.state_size(1).num_recurrent else ()),
+            ngrams=ngrams,
+        )
+
+
+def _input_index(
+    positions: Any,
+    requests: Any,
+    starts: Any,
+    firsts: Any,
+    ends: Any,
+    bases: Any,
+    *,
+    num_requests: int,
+    window: int,
+    num_inputs: int,
+) -> Any:
+    """Return the index of the inputs at these positions of requests, or of the zeros if there is no token.
+
+    The arrays are of numpy or of torch. A request's tokens in the step begin at the index `starts` and the position
+    `firsts`; the inputs in its state begin `window` before the position `bases`.
+    """
+    in_state = 1 + requests * num_inputs + positions - bases + window
+    in_step = 1 + num_requests * num_inputs + starts + positions - firsts
+    exists = (positions >= 0) & (positions < ends)
+    return (in_step + (positions < firsts) * (in_state - in_step)) * exists
 
 
 class StateCache:
