@@ -21,13 +21,8 @@ def unsupported_features(spec: ModelSpec) -> list[str]:
         "experts beside attention": spec.is_parallel
         and any(layer.experts is not None for layer in spec.layers),
         "compressed attention": spec.compressed is not None,
-        "indexers that choose groups of keys": spec.latent is not None
-        and spec.latent.indexer is not None
-        and spec.latent.indexer.has_groups,
         "latent attention whose queries have stored scales": spec.latent is not None
         and spec.latent.has_log_scales,
-        "streams of which each is replaced by a sum": spec.hyper_connections is not None
-        and spec.hyper_connections.num_iterations > 0,
         "Mamba-1 layers": any(isinstance(layer.recurrent, Mamba1) for layer in spec.layers),
         "experts that return their input, or shortcuts": any(
             each.num_identities or each.is_shortcut for each in experts

@@ -20,7 +20,7 @@ from ..device.device import usable_cores
 from ..towers.layers import LayersSpec, LayerWeights, Patches
 from ..towers.rotary import PatchRotary
 from ..towers.weights import Linear, Norm
-from .abi.structs import AttentionLayer, LatentShape, ModelShape, Step, StepGroup
+from .abi.structs import AttentionLayer, GateLimit, LatentShape, ModelShape, Step, StepGroup
 from .attention import KV_FORMATS, NativeAttention
 from .library import NotSupportedNatively
 from .packing import ActivationKind, PackedWeight, WeightFormat, WeightMemory, pack_tensor
@@ -57,8 +57,11 @@ class NativeLayers:
     ) -> None:
         self._spec = spec
         size = spec.num_heads * spec.head_dim
-        if spec.gate_limit:
-            raise NotSupportedNatively("native tower programs do not support limits of gates")
+        if spec.gate_limit and (spec.clips_products or spec.activation == "quick_gelu"):
+            raise NotSupportedNatively(
+                f"native tower programs do not support limits of gates with {spec.activation} or "
+                "clipped products"
+            )
         if spec.clips_products and not spec.has_gate:
             raise NotSupportedNatively(
                 "native tower programs do not support clamped MLPs without a gate"
@@ -226,6 +229,7 @@ class _Recorder:
                 activation_kind=_F32,
                 parts=[self._packed(linear.weight) for linear in inputs],
                 vectors=[*biases, *[None] * (3 - len(biases))],
+                gate_limit=GateLimit(spec.gate_limit),
             )
         self._record_output(down, weights.mlp_output_norm, spec.intermediate_size)
 

@@ -114,6 +114,7 @@ NATIVE = [
     "stablelm-parallel",
     "CohereCompass",
     "Ernie4_5_VLMoe",
+    "Glm5Next",
     "HunYuanVL",
     "MuseGlimmer",
     "MuseSpark",

@@ -5,16 +5,33 @@ import random
 import pytest
 import torch
 from support.decoders import Runner, load_native_decoder
-from support.families import make_reference, prompt
+from support.families import CONFIGS, make_multimodal, make_reference, prompt
 
 pytestmark = pytest.mark.slow
 
 torch.set_num_threads(1)
 
 
+def make(name, **differences):
+    """Return a random model of transformers whose recurrent states fit into small blocks."""
+    if name in CONFIGS:
+        return make_reference(name, **differences)
+    return make_multimodal(name, linear_head_dim=4, kv_lora_rank=256, **differences)
+
+
 @pytest.mark.parametrize(
     "name",
-    ["axk2", "gemma3n", "gemma4-moe", "gemma4-shared", "glm5", "hy4", "laguna", "minimax-m3"],
+    [
+        "axk2",
+        "gemma3n",
+        "gemma4-moe",
+        "gemma4-shared",
+        "glm5",
+        "Glm5Next",
+        "hy4",
+        "laguna",
+        "minimax-m3",
+    ],
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
 def test_native_states_do_not_depend_on_the_batch(name, dtype, tmp_path):
@@ -22,7 +39,7 @@ def test_native_states_do_not_depend_on_the_batch(name, dtype, tmp_path):
 
     The keys that a token attends to may not depend on the batch, either.
     """
-    make_reference(name).save_pretrained(tmp_path)
+    make(name).save_pretrained(tmp_path)
     decoders = [
         load_native_decoder(
             tmp_path, dtype=torch.bfloat16, cache_dtype=dtype, block_size=16, num_threads=n
@@ -46,11 +63,16 @@ def test_native_states_do_not_depend_on_the_batch(name, dtype, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "differences"), [("minimax-m3", {"index_block_size": 8}), ("deepseek-v3.2", {})]
+    ("name", "differences"),
+    [
+        ("minimax-m3", {"index_block_size": 8}),
+        ("deepseek-v3.2", {}),
+        ("Glm5Next", {"index_topk": 32, "index_kpool": 8}),
+    ],
 )
 def test_chosen_keys_do_not_depend_on_how_the_choice_is_divided(name, differences, tmp_path):
     """Threads share the keys of a token in decoding, but not those of a prompt."""
-    make_reference(name, **differences).save_pretrained(tmp_path)
+    make(name, **differences).save_pretrained(tmp_path)
     decoder = load_native_decoder(tmp_path, block_size=16, num_threads=2, max_model_len=4096)
     tokens = prompt(2100)
     expected = Runner(decoder, max_tokens=2112).hidden({0: tokens})[2090:]

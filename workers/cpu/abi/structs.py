@@ -69,6 +69,7 @@ OP_KINDS = (
     "norm_beside",
     "gated_norm_add",
     "add_kept",
+    "summarize_group",
 )
 
 
@@ -125,6 +126,7 @@ class ModelShape(ctypes.Structure):
         ("input_size", c_int32),
         ("latent", LatentShape),
         ("index_dim", c_int32),
+        ("index_logits", c_int32),
         ("num_threads", c_int32),
     )
 
@@ -269,6 +271,7 @@ class HyperConnection(ctypes.Structure):
 
     _fields_ = (
         ("num_factors", c_int32),
+        ("num_iterations", c_int32),
         ("eps", c_float),
         ("output_scale", c_float),
         ("norm_eps", c_float),
@@ -287,7 +290,12 @@ class NormGate(ctypes.Structure):
 class ChoiceRule(ctypes.Structure):
     """The keys that an indexer chooses; see `csrc/model/model.h`."""
 
-    _fields_ = (("num_chosen", c_int32), ("block_size", c_int32), ("num_local", c_int32))
+    _fields_ = (
+        ("num_chosen", c_int32),
+        ("block_size", c_int32),
+        ("num_local", c_int32),
+        ("has_groups", c_int32),
+    )
 
 
 class Op(ctypes.Structure):

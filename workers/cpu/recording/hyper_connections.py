@@ -26,16 +26,18 @@ class NativeHyperConnection(structs.HyperConnection):
         num_factors: int,
     ) -> None:
         count = hyper.num_streams
-        weight = weights.read_float32(
-            f"{name}.fn", num_factors * count, count * spec.hidden_size
-        ).numpy()
+        # After the last layer, streams are not replaced by sums.
+        num_iterations = hyper.num_iterations if num_factors > 1 else 0
+        num_logits = num_factors * count + bool(num_iterations) * count**2
+        weight = weights.read_float32(f"{name}.fn", num_logits, count * spec.hidden_size).numpy()
         self._arrays = (
             np.ascontiguousarray(weight),
-            weights.vector(f"{name}.base", num_factors * count),
-            weights.vector(f"{name}.scale", num_factors),
+            weights.vector(f"{name}.base", num_logits),
+            weights.vector(f"{name}.scale", num_factors + bool(num_iterations)),
         )
         super().__init__(
             num_factors,
+            num_iterations,
             hyper.eps,
             hyper.output_scale,
             spec.norm_eps,
@@ -70,4 +72,7 @@ class HyperRecorder:
 
     def reduce(self) -> None:
         """Record that the residual stream becomes the input of the final norm."""
-        self.mix("head_hc", 1)
+        if self._hyper.averages_last:
+            self._program.add_op("mix_streams", hyper=structs.HyperConnection())
+        else:
+            self.mix("head_hc", 1)

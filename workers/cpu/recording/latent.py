@@ -56,10 +56,12 @@ class LatentRecorder:
         if latent.indexer is None and not gates:
             self._blocks.add_projection(prefix, norms.attention_input, inputs, biases)
         else:
-            # The elements of the index key follow those of the key, even in layers without an indexer.
-            places = [0, key_dim, self._index_offset(latent), spec.head_dim]
-            if indexer is None:
-                places = [places[0], places[-1]]
+            # The elements of the index key and its logits follow those of the key, even in layers without an indexer.
+            places = [0]
+            if indexer is not None:
+                places += [key_dim, self._index_offset(latent)]
+                places += [key_dim + indexer.head_dim] * indexer.has_groups
+            places.append(spec.head_dim)
             if gates:
                 places.append(self._gate_offset(latent))
             kind = None
@@ -103,7 +105,7 @@ class LatentRecorder:
             **attention,
         )
         if indexer is not None:
-            program.add_op("choose_keys", choice=ChoiceRule(indexer.num_chosen, 1, 0), **attention)
+            self._record_choice(name, latent, indexer, attention)
         program.add_op(
             "attention",
             activation_kind=ActivationKind.F32,
@@ -123,6 +125,20 @@ class LatentRecorder:
         self._blocks.add_block(
             prefix, output, bias, norms.attention_output, spec.attention_multiplier, source=0
         )
+
+    def _record_choice(
+        self, name: str, latent: LatentSpec, indexer: IndexerSpec, attention: Mapping[str, Any]
+    ) -> None:
+        """Record the choice of keys, and before it the index keys of groups that are now complete, if there are any."""
+        size = indexer.group_size
+        choice = ChoiceRule(indexer.num_chosen, size, 0, indexer.has_groups)
+        if indexer.has_groups:
+            biases_PI = self._weights.read_float32(
+                f"{name}indexer.position_bias", size, indexer.head_dim
+            )[:, index_order(latent, indexer)]
+            vector = biases_PI.flatten().numpy()
+            self._program.add_op("summarize_group", vectors=[vector], choice=choice, **attention)
+        self._program.add_op("choose_keys", choice=choice, **attention)
 
     def _record_queries(
         self, name: str, latent: LatentSpec, rank: int, indexer: IndexerSpec | None

@@ -40,6 +40,8 @@ def model_shape(
     sizes = [_projection_and_mixed_size(layer, of_layer, shard) for layer, of_layer in layers]
     inputs = spec.stage_width(shard.layers.start) - spec.stage_width(len(spec.layers))
     projections = [*(projection for projection, _ in sizes), inputs, _streams_size(spec)]
+    indexer = None if spec.latent is None else spec.latent.indexer
+    index_dim = spec.index_dim if indexer is None else indexer.head_dim
     return ModelShape(
         spec.hidden_size,
         _intermediate_size(spec, shard.tensor_parallel),
@@ -62,15 +64,16 @@ def model_shape(
         spec.num_streams,
         inputs,
         _latent_shape(spec),
-        spec.index_dim,
+        index_dim,
+        spec.index_dim - index_dim,
         num_threads,
     )
 
 
 def attended_dim(spec: ModelSpec) -> int:
-    """Return the number of elements of a key, not counting its index key."""
+    """Return the number of elements of a key, not counting its index key and logits."""
     indexer = None if spec.latent is None else spec.latent.indexer
-    return spec.head_dim - (0 if indexer is None else indexer.head_dim)
+    return spec.head_dim - (0 if indexer is None else indexer.key_elements)
 
 
 def _projection_and_mixed_size(
@@ -126,9 +129,13 @@ def _shared_projection_size(spec: ModelSpec, use: SharedBlock, shard: ModelShard
 
 
 def _streams_size(spec: ModelSpec) -> int:
-    """Return how many numbers streams need as scratch space: their factors, and all streams if they are predicted."""
+    """Return how many numbers streams need as scratch space.
+
+    These are their factors, and all streams if they are predicted or replaced by sums.
+    """
     if spec.hyper_connections is not None:
-        return 2 * spec.num_streams
+        sums = spec.num_streams + spec.hidden_size if spec.hyper_connections.num_iterations else 0
+        return spec.num_streams * (2 + sums)
     if spec.altup is None:
         return 0
     count = spec.altup.num_streams

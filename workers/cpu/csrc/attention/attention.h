@@ -126,6 +126,13 @@ struct AttentionKernels {
   // layout `of_index`.
   void (*score_keys)(const KVLayout&, const AttentionTask&, const uint32_t* queries, const float* weights,
                      int num_heads, float* out);
+  // The same for groups of `group_size` keys, of which each has the index key that is stored with its last token.
+  // Writes out[group] for all groups that end at or before the task's token and whose last token is in its partitions,
+  // and up to kChunk undefined scores behind them.
+  void (*score_groups)(const KVLayout&, const AttentionTask&, const uint32_t* queries, const float* weights,
+                       int num_heads, int group_size, float* out);
+  // Reads `count` elements of a token's stored key, from element `first` on, index key and logits included.
+  void (*load)(const KVLayout&, const uint8_t* kv_cache, int block, int offset, int first, int count, float* out);
   // Raises out[head][block] to the largest product of the head's query and a key of the block, of the same keys. Blocks
   // have `block_size` keys, and heads are `stride` numbers apart.
   void (*score_blocks)(const KVLayout&, const AttentionTask&, const uint32_t* queries, int num_heads, int block_size,

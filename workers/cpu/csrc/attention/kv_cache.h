@@ -13,7 +13,7 @@
 // A block may also contain keys and values of other layers, before or after those of this layer.
 //
 // The keys and values of all heads may be followed by index keys, which are stored like the keys of one more head. With
-// latent attention, the elements of a key are followed by those of its index key instead.
+// latent attention, the elements of a key are followed by those of its index key instead, and by its index logits.
 //
 // With latent attention, a block has only keys. Their first elements are the values: attention copies those of a chunk
 // to the layout of values before it uses them for all of its rows.
@@ -29,19 +29,20 @@ enum class KVFormat : int32_t { bf16 = 0, f16 = 1, f32 = 2, int8 = 3 };
 struct KVLayout {
   KVFormat format;
   int32_t num_kv_heads, head_dim, block_size;
-  int32_t value_dim;      // the size of a value
-  bool has_values;        // if false, values are the first elements of keys
-  size_t block_stride;    // bytes from a block to the next
-  int32_t index_dim = 0;  // the elements of an index key, by which tokens choose keys; 0 without one
+  int32_t value_dim;         // the size of a value
+  bool has_values;           // if false, values are the first elements of keys
+  size_t block_stride;       // bytes from a block to the next
+  int32_t index_dim = 0;     // the elements of an index key, by which tokens choose keys; 0 without one
+  int32_t index_logits = 0;  // the logits behind an index key, if keys are chosen in groups; or 0
 
   // Returns the layout in which the index keys are the keys. If there are values, its blocks begin behind those.
   KVLayout of_index() const {
+    if (has_values) return {format, 1, index_dim, block_size, 0, false, block_stride};
     KVLayout index = *this;
     index.head_dim = index_dim;
-    if (has_values) index = {format, 1, index_dim, block_size, 0, false, block_stride};
     return index;
   }
-  int stored_dim() const { return has_values ? head_dim : head_dim + index_dim; }
+  int stored_dim() const { return has_values ? head_dim : head_dim + index_dim + index_logits; }
 
   size_t element_bytes() const { return format == KVFormat::f32 ? 4 : format == KVFormat::int8 ? 1 : 2; }
   int padded_head_dim() const { return (stored_dim() + 15) / 16 * 16; }

@@ -47,18 +47,19 @@ struct ModelShape {
   int32_t num_streams;  // the streams of a token, with alternating updates or hyper-connections; otherwise 0
   int32_t input_size;   // the inputs of this stage's layers and of those behind it; 0 without
   LatentShape latent;
-  int32_t index_dim;  // the elements of an index key; 0 without an indexer
+  int32_t index_dim;     // the elements of an index key; 0 without an indexer
+  int32_t index_logits;  // the logits that are stored behind an index key, if keys are chosen in groups; or 0
   int32_t num_threads;
 
-  // The number of elements of a token's projection in latent attention. It consists of: the key and its index key; the
-  // vector from which queries are computed, then the queries; then their products with the matrices that expand keys;
-  // the weights and queries of the indexer's heads; and the gates.
+  // The number of elements of a token's projection in latent attention. It consists of: the key, its index key and
+  // logits; the vector from which queries are computed, then the queries; then their products with the matrices that
+  // expand keys; the weights and queries of the indexer's heads; and the gates.
   int latent_size() const { return latent.kv_rank ? gate_offset() + num_heads * latent.gate_dim : 0; }
   // The number of elements of a value that attention sums, of `head_dim` ones.
   int attended_dim(int head_dim) const { return latent.kv_rank ? latent.kv_rank : head_dim; }
   int streams_size() const { return num_streams * hidden_size; }
   // The offset of a token's queries, and of their products, within its projection in latent attention.
-  int query_offset() const { return head_dim + index_dim; }
+  int query_offset() const { return head_dim + index_dim + index_logits; }
   int product_offset() const { return query_offset() + std::max(latent.query_inputs, num_heads * latent.query_dim()); }
   int index_offset() const { return product_offset() + num_heads * head_dim; }
   int gate_offset() const { return index_offset() + latent.index_heads * (1 + index_dim); }
@@ -143,7 +144,11 @@ enum class OpKind : int32_t {
   choose_keys = 43,  // after `rotate_store`, chooses the keys of the next operations of attention that are `is_sparse`.
                      // In latent attention, vectors[1] of that operation are the weights of the norm of index keys,
                      // then its biases; null if the layer has no indexer
-  store_index = 46,  // before `rotate_store` without latent attention: norms and rotates the index queries of all
+  summarize_group = 56,  // before `choose_keys` in latent attention, if keys are chosen in groups: if the row is the
+                         // last one of its group, replaces its stored index key by that of the group. It is the sum of
+                         // the tokens' index keys, each element times a softmax over the tokens of their logits plus
+                         // vectors[0], which has a row for each place in the group
+  store_index = 46,      // before `rotate_store` without latent attention: norms and rotates the index queries of all
                      // key/value heads, which begin at `first_column`, and the index key behind them, and stores that.
                      // vectors[0] and vectors[1] are the norms of queries and key
 
@@ -176,8 +181,8 @@ enum class OpKind : int32_t {
 
   // Streams with hyper-connections (phases/streams.h):
   repeat_streams = 50,  // streams = residual
-  mix_streams = 51,     // residual = the sum of the streams times their factors
-  update_streams = 52,  // streams += what was added to that sum since then, times their other factors
+  mix_streams = 51,     // residual = the sum of the streams times their factors, or their mean
+  update_streams = 52,  // streams, or sums of them, += what was added to that sum since then, times their other factors
 };
 
 // The place where the result of a product is written. For `residual` it is multiplied by the scale and added, for
@@ -239,10 +244,18 @@ struct QueryScaling {
 
 // The choice of an indexer: of the blocks of `block_size` keys, a token attends to the `num_chosen` with the highest
 // scores, including its own and those just before it, `num_local` in all. A block has the score of its best key.
+//
+// With `has_groups`, it chooses among the blocks that end at or before its own key, and attends to the keys behind
+// them, too. Such a block is a group, and has one index key, which is stored with its last token.
 struct ChoiceRule {
-  int32_t num_chosen, block_size, num_local;
+  int32_t num_chosen, block_size, num_local, has_groups;
 
-  int num_keys() const { return num_chosen * block_size; }
+  // Returns the length of the longest sequence in which all keys are chosen.
+  int num_keys() const { return num_chosen * block_size + (has_groups ? block_size - 1 : 0); }
+  // Returns the number of blocks among which the token at a position chooses.
+  int num_candidates(int position) const {
+    return has_groups ? (position + 1) / block_size : position / block_size + 1;
+  }
 };
 
 enum class MixerKind : int32_t { short_convolution = 0, mamba2 = 1, gated_delta_net = 2, kimi_delta_attention = 3 };
@@ -295,13 +308,19 @@ struct AltUp {
 };
 
 // The connection of a block to N streams of D elements (hyper-connections, arXiv 2409.19606), or the sum of the streams
-// after the last layer, which has only the first of the two factors for each stream.
+// after the last layer, which has only the first of the two factors for each stream. Without factors, that sum is the
+// mean. With `num_iterations`, each stream is replaced by a sum of all streams (arXiv 2512.24880); see
+// workers/layers/hyper_spec.py. The logits of these sums' factors, [N, N], follow those of the other factors.
 struct HyperConnection {
-  int32_t num_factors;
+  int32_t num_factors, num_iterations;
   float eps, output_scale, norm_eps;
-  const float* weight;  // [num_factors * N, N * D]
-  const float* bias;    // [num_factors * N]
-  const float* scale;   // [num_factors]
+  const float* weight;  // [num_logits, N * D]
+  const float* bias;    // [num_logits]
+  const float* scale;   // [num_factors + 1]; the last one is for the factors of sums
+
+  int num_logits(int num_streams) const {
+    return num_factors * num_streams + (num_iterations ? num_streams * num_streams : 0);
+  }
 };
 
 // The gate of a norm: the normed row x of D elements is multiplied by the sigmoid of up * silu(down * x).
@@ -361,7 +380,8 @@ struct Model {
             shape.attended_dim(head_dim),
             shape.latent.kv_rank == 0,
             size_t(shape.block_bytes),
-            shape.index_dim};
+            shape.index_dim,
+            shape.index_logits};
   }
   size_t index_of(const Op& op) const { return size_t(&op - ops.data()); }
   // out = x after the operation's norm, [hidden_size]; `out` may be `x`.

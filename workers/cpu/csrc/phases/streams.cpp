@@ -94,33 +94,68 @@ void Streams::repeat(const Rows& rows, int row) const {
     std::copy_n(rows.residual(row), size, rows.streams(row) + size_t(i) * size);
 }
 
-const float* Streams::sum(const HyperConnection& hyper, const Rows& rows, int row, float* out) const {
+float* Streams::sum(const HyperConnection& hyper, const Rows& rows, int row, float* out) const {
   const int size = model_.shape.hidden_size, count = model_.shape.num_streams, all = model_.shape.streams_size();
   const float* const streams = rows.streams(row);
+  float* const logits = rows.qkv(row);
+  std::fill_n(out, size, 0.0f);
+  if (!hyper.num_factors) {
+    for (int i = 0; i < count; i++) model_.rows.add_scaled(out, streams + size_t(i) * size, 1.0f / float(count), size);
+    return logits;
+  }
   const float square = model_.rows.dot(streams, streams, all) / float(all);
   const float inverse = 1.0f / std::sqrt(square + hyper.norm_eps);
-  float* const factors = rows.qkv(row);
-  for (int i = 0; i < hyper.num_factors * count; i++) {
+  for (int i = 0; i < hyper.num_logits(count); i++) {
     const float product = model_.rows.dot(streams, hyper.weight + size_t(i) * all, all);
-    const float logit = product * inverse * hyper.scale[i / count] + hyper.bias[i];
-    factors[i] = 1.0f / (1.0f + std::exp(-logit));
+    const float scale = hyper.scale[std::min(i / count, int(hyper.num_factors))];
+    logits[i] = product * inverse * scale + hyper.bias[i];
   }
-  std::fill_n(out, size, 0.0f);
-  for (int i = 0; i < count; i++) model_.rows.add_scaled(out, streams + size_t(i) * size, factors[i] + hyper.eps, size);
-  return factors;
+  for (int i = 0; i < hyper.num_factors * count; i++) logits[i] = 1.0f / (1.0f + std::exp(-logits[i]));
+  for (int i = 0; i < count; i++) model_.rows.add_scaled(out, streams + size_t(i) * size, logits[i] + hyper.eps, size);
+  return logits;
 }
 
 void Streams::mix(const Op& op, const Rows& rows, int row) const { sum(*op.hyper, rows, row, rows.residual(row)); }
+
+// The projection holds the old streams, behind the factors, while they are replaced.
+void Streams::mix_all(const HyperConnection& hyper, const Rows& rows, int row, float* factors) const {
+  const int size = model_.shape.hidden_size, count = model_.shape.num_streams;
+  for (int i = 0; i < count; i++) {
+    float* const of_stream = factors + i * count;
+    const float most = *std::max_element(of_stream, of_stream + count);
+    float sum = 0.0f;
+    for (int j = 0; j < count; j++) sum += of_stream[j] = std::exp(of_stream[j] - most);
+    for (int j = 0; j < count; j++) of_stream[j] = of_stream[j] / sum + hyper.eps;
+  }
+  // Divides `count` factors that are `stride` apart by their sum.
+  const auto divide = [&](float* first, int stride) {
+    float sum = hyper.eps;
+    for (int i = 0; i < count; i++) sum += first[i * stride];
+    for (int i = 0; i < count; i++) first[i * stride] /= sum;
+  };
+  for (int iteration = 0; iteration < hyper.num_iterations; iteration++) {
+    for (int i = 0; iteration && i < count; i++) divide(factors + i * count, 1);
+    for (int j = 0; j < count; j++) divide(factors + j, count);
+  }
+  float *const streams = rows.streams(row), *const old = factors + count * count;
+  std::copy_n(streams, size_t(count) * size, old);
+  std::fill_n(streams, size_t(count) * size, 0.0f);
+  for (int i = 0; i < count; i++)
+    for (int j = 0; j < count; j++)
+      model_.rows.add_scaled(streams + size_t(j) * size, old + size_t(i) * size, factors[i * count + j], size);
+}
 
 // Computes the sum and the factors again, so that nothing has to be kept for them.
 void Streams::update(const Op& op, const Rows& rows, int row) const {
   const HyperConnection& hyper = *op.hyper;
   const int size = model_.shape.hidden_size, count = model_.shape.num_streams;
   float *const block = rows.residual(row), *const input = rows.normed(row);
-  const float* const factors = sum(hyper, rows, row, input) + count;
+  float* const factors = sum(hyper, rows, row, input) + count;
   model_.rows.add_scaled(block, input, -1.0f, size);
+  if (hyper.num_iterations) mix_all(hyper, rows, row, factors + count);
+  const float eps = hyper.num_iterations ? 0.0f : hyper.eps;
   for (int i = 0; i < count; i++) {
-    const float factor = factors[i] * hyper.output_scale + hyper.eps;
+    const float factor = factors[i] * hyper.output_scale + eps;
     model_.rows.add_scaled(rows.streams(row) + size_t(i) * size, block, factor, size);
   }
 }

@@ -5,7 +5,8 @@
 // first stream.
 //
 // With hyper-connections (arXiv 2409.19606), a block reads a sum of the streams times one factor each, and its output
-// times another factor is added to each stream. Factors are sigmoids of products of all streams.
+// times another factor is added to each stream. Factors are sigmoids of products of all streams. Each stream may first
+// be replaced by a sum of all streams (arXiv 2512.24880).
 #pragma once
 
 #include "model/model.h"
@@ -39,8 +40,12 @@ class Streams {
   void update(const Op& op, const Rows& rows, int row) const;
 
  private:
-  // Writes the sum of the streams times their first factors. Returns the factors, which are in the projection.
-  const float* sum(const HyperConnection& hyper, const Rows& rows, int row, float* out) const;
+  // Writes the sum of the streams times their first factors, or their mean. Returns the factors, and behind them the
+  // logits of the factors of sums. They are in the projection.
+  float* sum(const HyperConnection& hyper, const Rows& rows, int row, float* out) const;
+
+  // Replaces each stream by the sum of all streams, given the logits of their factors, which are replaced by these.
+  void mix_all(const HyperConnection& hyper, const Rows& rows, int row, float* logits) const;
 
   // Scales product number `index` in the projection to the magnitude of the first stream, and returns it.
   float* scaled_product(const Rows& rows, int row, int index) const;

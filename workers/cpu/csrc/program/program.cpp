@@ -257,7 +257,7 @@ int Program::begin_op(const Op& op) {
       return share_rows(op, model_.shape.streams_size());
     case OpKind::mix_streams:
     case OpKind::update_streams:
-      return share_rows(op, op.hyper->num_factors * model_.shape.num_streams * model_.shape.streams_size() / 4);
+      return share_rows(op, (op.hyper->num_logits(model_.shape.num_streams) / 4 + 1) * model_.shape.streams_size());
     case OpKind::latent_queries:
     case OpKind::latent_values:
       return latent_.begin(op, slice_.num_tokens);
@@ -278,6 +278,8 @@ int Program::begin_op(const Op& op) {
     case OpKind::combine_experts:
       experts_.begin_combine(op);
       return share_rows(op, op.experts->router.num_chosen * model_.shape.hidden_size);
+    case OpKind::summarize_group:
+      return share_rows(op, 8 * (model_.shape.index_dim + model_.shape.index_logits));
     case OpKind::store_index:
       return share_rows(op, (op.num_kv_heads + 1) * model_.shape.index_dim);
     case OpKind::share_head_squares:

@@ -75,6 +75,8 @@ void Program::run_row(const Op& op, const Rows& rows, int row) {
       return attention_.share_squares(op, rows.qkv(row), row);
     case OpKind::store_index:
       return attention_.store_index(op, ropes_, rows.qkv(row), row);
+    case OpKind::summarize_group:
+      return attention_.summarize_group(op, rows.qkv(row), row);
     case OpKind::rotate_store:
       return attention_.rotate_store(op, ropes_, rows.qkv(row), row);
     case OpKind::sum:

@@ -8,8 +8,8 @@ namespace engine {
 
 void Attention::add_op(const Op& op) {
   recorded_ops_.emplace_back();
-  if (op.kind != OpKind::store_index && op.kind != OpKind::rotate_store && op.kind != OpKind::choose_keys &&
-      op.kind != OpKind::attention)
+  if (op.kind != OpKind::store_index && op.kind != OpKind::rotate_store && op.kind != OpKind::summarize_group &&
+      op.kind != OpKind::choose_keys && op.kind != OpKind::attention)
     return;
   auto queries = std::find_if(queries_.begin(), queries_.end(), [&](const Queries& each) {
     return each.num_heads == op.num_heads && each.num_kv_heads == op.num_kv_heads && each.head_dim == op.head_dim;
@@ -151,7 +151,7 @@ void Attention::rotate_store_latent(const Op& op, const RotaryTables& ropes, flo
   if (const float* norm = op.vectors[1])
     model_.rows.layer_norm(index_key, norm, norm + shape.index_dim, shape.latent.index_eps, shape.index_dim, index_key);
   else
-    std::fill_n(index_key, shape.index_dim, 0.0f);
+    std::fill_n(index_key, shape.index_dim + shape.index_logits, 0.0f);
   const float* rotated = qkv + shape.query_offset() + latent.plain_dim;
   for (int h = 0; h < num_heads; h++, rotated += latent.query_dim())
     std::copy_n(rotated, latent.rotary_dim, products + h * head_dim + rank);
@@ -180,12 +180,47 @@ void Attention::store_queries(const Op& op, int row, const float* query_heads) {
 void Attention::store(const Op& op, int row, const float* query_heads, const float* keys, const float* values) {
   const KVLayout& kv = recorded(op).kv;
   const int head_dim = kv.head_dim;
-  const int slot = slice_.step.groups[op.group].slot_mapping[slice_.first_token + row];
   store_queries(op, row, query_heads);
-  for (int g = 0; op.num_stored && g < kv.num_kv_heads; g++) {
-    model_.attention.store(kv, slice_.step.kv_caches[op.layer], slot / kv.block_size, slot % kv.block_size, g,
-                           keys + g * head_dim, kv.has_values ? values + g * head_dim : nullptr);
+  for (int g = 0; op.num_stored && g < kv.num_kv_heads; g++)
+    store_head(op, row, g, keys + g * head_dim, kv.has_values ? values + g * head_dim : nullptr);
+}
+
+void Attention::store_head(const Op& op, int row, int kv_head, const float* key, const float* value) const {
+  const KVLayout& kv = recorded(op).kv;
+  const int slot = slice_.step.groups[op.group].slot_mapping[slice_.first_token + row];
+  model_.attention.store(kv, slice_.step.kv_caches[op.layer], slot / kv.block_size, slot % kv.block_size, kv_head, key,
+                         value);
+}
+
+// All index keys and logits are read from the cache, so the result does not depend on which of them are from this step.
+// The key of the last token is still in the projection, and is stored again with the index key of the group. If the
+// token is replaced later, as after a rejected draft, its group gets a new one.
+void Attention::summarize_group(const Op& op, float* qkv, int row) {
+  const int position = slice_.step.positions[slice_.first_token + row], size = op.choice.block_size;
+  if ((position + 1) % size) return;
+  const KVLayout& kv = recorded(op).kv;
+  const StepGroup& group = slice_.step.groups[op.group];
+  const int32_t* blocks = group.block_table + slice_.table_row(sequence_of(row)) * group.block_table_stride;
+  const int dim = kv.index_dim, stored = dim + kv.index_logits;
+  std::vector<float> tokens(size_t(size) * stored);
+  for (int i = 0; i < size; i++) {
+    const int key = position + 1 - size + i;
+    model_.attention.load(kv, slice_.step.kv_caches[op.layer], blocks[key / kv.block_size], key % kv.block_size,
+                          kv.head_dim, stored, &tokens[size_t(i) * stored]);
   }
+  float* const index_key = qkv + kv.head_dim;
+  for (int d = 0; d < dim; d++) {
+    const auto logit = [&](int i) { return tokens[i * stored + dim + d] + op.vectors[0][i * dim + d]; };
+    float most = logit(0), weights = 0.0f, sum = 0.0f;
+    for (int i = 1; i < size; i++) most = std::max(most, logit(i));
+    for (int i = 0; i < size; i++) {
+      const float weight = std::exp(logit(i) - most);
+      weights += weight;
+      sum += weight * tokens[i * stored + d];
+    }
+    index_key[d] = sum / weights;
+  }
+  store_head(op, row, 0, qkv, nullptr);
 }
 
 uint32_t* Attention::queries(const Op& op, int kv_head, int row) const {
@@ -241,13 +276,17 @@ AttentionTask Attention::kernel_task(const Op& op, const Task& task) const {
   };
 }
 
-void Attention::choose(const Op& op, Tile& tile, const Rows& rows, Scratch& scratch) {
-  const int row = choice_.row_of(tile);
+int Attention::sequence_of(int row) const {
   const int32_t* starts = slice_.step.query_start_loc;
   const int32_t* after = std::upper_bound(starts + slice_.first_sequence, starts + slice_.step.num_sequences + 1,
                                           slice_.first_token + row);
+  return int(after - starts) - 1;
+}
+
+void Attention::choose(const Op& op, Tile& tile, const Rows& rows, Scratch& scratch) {
+  const int row = choice_.row_of(tile);
   Task task{};
-  task.sequence = int(after - starts) - 1;
+  task.sequence = sequence_of(row);
   task.token = row;
   task.num_tokens = 1;
   choice_.run(op, tile, kernel_task(op, task), rows, scratch);

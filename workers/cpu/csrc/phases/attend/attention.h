@@ -38,6 +38,8 @@ class Attention {
   void share_squares(const Op& op, const float* qkv, int row) const;
   // Norms and rotates a row's index queries and index key, and stores the key in the cache.
   void store_index(const Op& op, const RotaryTables& ropes, float* qkv, int row);
+  // Replaces the index key of a row, if it is the last one of its group of keys, by that of the group.
+  void summarize_group(const Op& op, float* qkv, int row);
   // Norms and rotates a row's queries and keys. Stores the queries for the next attention, and keys and values in the
   // cache.
   void rotate_store(const Op& op, const RotaryTables& ropes, float* qkv, int row);
@@ -60,6 +62,10 @@ class Attention {
  private:
   using Task = AttentionTasks::Task;
 
+  // Returns the sequence of a row.
+  int sequence_of(int row) const;
+  // Stores the key of a row for a key/value head.
+  void store_head(const Op& op, int row, int kv_head, const float* key, const float* value) const;
   void norm_queries_and_keys(const Op& op, float* qk, int row) const;
   // Norms heads by the sums of squares over all ranks, which are at `index` in the ranks' parts.
   void norm_shared(const Op& op, float* heads, int num_heads, int index, int row) const;

@@ -67,7 +67,8 @@ int KeyChoice::begin(const Op& op) {
 
 void KeyChoice::run(const Op& op, Tile& tile, AttentionTask kv_task, const Rows& rows, Scratch& scratch) {
   const int row = row_of(tile), part = tile.index % num_parts_, num_heads = op.num_kv_heads;
-  const int size = op.choice.block_size, own = kv_task.position / size, most = most_candidates(op);
+  const int size = op.choice.block_size, most = most_candidates(op);
+  const int count = op.choice.num_candidates(kv_task.position);
   if (kv_task.position < op.choice.num_keys()) {
     if (!tile.commit() || part) return;
     for (int g = 0; g < num_heads; g++) std::fill_n(words(g, row), stride_, ~uint64_t(0));
@@ -86,7 +87,7 @@ void KeyChoice::run(const Op& op, Tile& tile, AttentionTask kv_task, const Rows&
   if (!tile.commit()) return;
   if (num_parts_ > 1) {
     float* const all = scores_.floats() + size_t(row) * num_heads * most;
-    const int from = first * kPartition / size, to = std::min(end * kPartition / size, own + 1);
+    const int from = first * kPartition / size, to = std::min(end * kPartition / size, count);
     for (int g = 0; g < num_heads; g++)
       std::copy(scores + g * most + from, scores + g * most + std::max(from, to), all + g * most + from);
     // The thread that finishes last chooses.
@@ -96,12 +97,13 @@ void KeyChoice::run(const Op& op, Tile& tile, AttentionTask kv_task, const Rows&
   for (int g = 0; g < num_heads; g++) {
     float* const own_scores = scores + g * most;
     auto* const ranks = reinterpret_cast<uint32_t*>(own_scores);
-    for (int i = 0; i <= own; i++) ranks[i] = rank_of(own_scores[i]);
-    std::fill_n(ranks + own + 1 - op.choice.num_local, op.choice.num_local, ~uint32_t(0));
+    for (int i = 0; i < count; i++) ranks[i] = rank_of(own_scores[i]);
+    std::fill_n(ranks + count - op.choice.num_local, op.choice.num_local, ~uint32_t(0));
     uint64_t* const chosen = words(g, row);
     std::fill_n(chosen, stride_, uint64_t(0));
-    choose(ranks, sorted, own + 1, op.choice.num_chosen,
+    choose(ranks, sorted, count, op.choice.num_chosen,
            [&](int i) { set_bits(chosen, i * size, std::min((i + 1) * size, stride_ * kChunk)); });
+    if (op.choice.has_groups) set_bits(chosen, count * size, kv_task.position + 1);
   }
 }
 
@@ -113,6 +115,8 @@ void KeyChoice::score(const Op& op, const AttentionTask& kv_task, const float* p
   if (const int num_heads = model_.shape.latent.index_heads) {
     const float* const weights = projection + model_.shape.index_offset();
     model_.attention.convert_queries(index, unscaled, weights + num_heads, num_heads, queries);
+    if (op.choice.has_groups)
+      return model_.attention.score_groups(kv, kv_task, queries, weights, num_heads, op.choice.block_size, scores);
     return model_.attention.score_keys(kv, kv_task, queries, weights, num_heads, scores);
   }
   std::fill_n(scores, op.num_kv_heads * stride, -INFINITY);

@@ -44,9 +44,10 @@ class KeyChoice {
   uint64_t* words(int kv_head, int row) const {
     return reinterpret_cast<uint64_t*>(words_.bytes()) + (size_t(kv_head) * slice_.num_tokens + row) * stride_;
   }
-  // Returns the maximum number of candidates (keys or blocks) of a row.
+  // Returns the maximum number of candidates (keys or blocks) of a row, with room for what kernels write behind them.
   int most_candidates(const Op& op) const {
-    return (stride_ * kChunk + op.choice.block_size - 1) / op.choice.block_size;
+    const ChoiceRule& choice = op.choice;
+    return (stride_ * kChunk + choice.block_size - 1) / choice.block_size + (choice.has_groups ? kChunk : 0);
   }
   // Writes the scores of the candidates in the task's partitions, `stride` apart for each key/value head.
   void score(const Op& op, const AttentionTask& kv_task, const float* projection, uint32_t* queries, int stride,
