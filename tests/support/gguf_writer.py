@@ -328,6 +328,8 @@ def add_dense_hyperparameters(writer: GGUFWriter, config: Any) -> None:
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     if config.model_type == "olmo":
         writer.add_layer_norm_eps(1e-5)
+    if clip := getattr(getattr(config, "attn_config", config), "clip_qkv", None):
+        writer.add_clamp_kqv(clip)
     if rope := getattr(config, "rope_parameters", None):
         rope = rope.get("full_attention", rope)
         writer.add_rope_freq_base(rope["rope_theta"])

@@ -194,6 +194,7 @@ class _Recorder:
             rope=-1 if spec.rotary is None else 0,
             num_stored=2,
             norms_values=spec.has_value_norm,
+            scale=0.0,
             qk_norm=_QK_NORMS[spec.qk_norm],
             vectors=[*head_norms, None],
             eps=spec.norm_eps if weights.query_norm is None else weights.query_norm.eps,

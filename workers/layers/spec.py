@@ -60,9 +60,9 @@ class LayerSpec:
     If not None, `num_heads`, `head_dim`, `num_kv_heads` and `intermediate_size` replace the model's. `gate_limit`
     applies to the MLP, or to the shared MLP of a layer with experts. A layer with a `kv_source` has no keys and values,
     and reads those of the layer with this index. If it chooses keys, it stores copies of them beside its index keys.
-    Unless `has_value_projection`, the values are the projected keys.
-    `activation_sparsity` is the fraction of the MLP's gates that would be below a threshold if they had a normal
-    distribution. The threshold is subtracted from them, and negative results become 0.
+    Unless `has_value_projection`, the values are the projected keys. `activation_sparsity` is the fraction of the MLP's
+    gates that would be below a threshold if they had a normal distribution. The threshold is subtracted from them, and
+    negative results become 0.
 
     If `reads_source`, the attention is followed by cross attention, whose keys and values come from the encoder's
     outputs and are in the group `cross_group`. Such a layer has no recurrent part. If `input_size` is not 0, the
@@ -162,8 +162,9 @@ class ModelSpec:
 
     If `has_gate`, the MLP computes down(activation(gate(x)) * up(x)), otherwise down(activation(up(x))). If
     `is_parallel`, attention and MLP of a layer read the same hidden states; the MLP shares the attention's norm if
-    `norms` has none for it. If `qkv_bias`, queries and values have biases, and keys if `key_bias`. If `mlp_bias`, all
-    projections of MLPs have biases; if `mlp_output_bias`, only the last one.
+    `norms` has none for it. If `qkv_bias`, queries and values have biases, and keys if `key_bias`. All three are
+    limited to +-`qkv_clip`, after their norms. If `mlp_bias`, all projections of MLPs have biases; if
+    `mlp_output_bias`, only the last one.
 
     `qk_norm` is "head" (one norm per head, with shared weights), "each head" (with separate weights), "unit" (without
     weights, in layers with a rotary embedding), or "full" (one norm over all heads). If `rotates_before_norm`, it
@@ -173,13 +174,12 @@ class ModelSpec:
     have that many elements. In the cache they are padded to the size of keys.
 
     If `norms_stream`, the norms of `attention_output` and `mlp_output` are not applied to a block's output but to the
-    residual stream after its addition (BERT, arXiv 1810.04805). Unless `has_final_norm`, the last layer's output is not
-    normed.
+    residual stream after its addition (BERT, arXiv 1810.04805). The last layer's output is normed if `has_final_norm`.
 
-    If `gates_attention`, each head's output is multiplied by the sigmoid or the softplus of a gate,
-    as `output_gate` says. The gate's projection is stored after that of the head's query, or separately if
-    `has_gate_projection`. If `has_head_gates`, a head has one gate for all of its elements. If `has_gate_biases`, all
-    gates of a head have the same bias.
+    If `gates_attention`, each head's output is multiplied by the sigmoid or the softplus of a gate, as `output_gate`
+    says. The gate's projection is stored after that of the head's query, or separately if `has_gate_projection`. If
+    `has_head_gates`, a head has one gate for all of its elements. If `has_gate_biases`, all gates of a head have the
+    same bias.
 
     If `norms_heads`, each head's output is divided by its root mean square before it is multiplied by gates. If
     `has_inner_norms`, the heads' outputs together have a norm before the output projection, and the intermediate
@@ -213,10 +213,10 @@ class ModelSpec:
 
     `tensor_names` translates the checkpoint's tensor names to those of Llama: each pair is a regular expression and its
     replacement, which are applied in order. Tensors whose names become empty are not used. Tensors are multiplied by
-    `row_factors` when they are read. If `has_grouped_qkv`, one
-    matrix has the rows of each key/value head together: its query heads, its key and its value. If `num_qkv_blocks` is
-    not 0, the matrix consists of that many blocks of heads, each with queries, values and keys in this order (CodeGen,
-    arXiv 2203.13474). If `has_transposed_matrices`, the layers' matrices are stored as [inputs, outputs].
+    `row_factors` when they are read. If `has_grouped_qkv`, one matrix has the rows of each key/value head together: its
+    query heads, its key and its value. If `num_qkv_blocks` is not 0, the matrix consists of that many blocks of heads,
+    each with queries, values and keys in this order (CodeGen, arXiv 2203.13474). If `has_transposed_matrices`, the
+    layers' matrices are stored as [inputs, outputs].
     """
 
     model_type: str
@@ -263,6 +263,7 @@ class ModelSpec:
     block_indexer: BlockIndexerSpec | None = None
     qkv_bias: bool = False
     key_bias: bool = True
+    qkv_clip: float | None = None
     attention_output_bias: bool = False
     gates_attention: bool = False
     has_gate_projection: bool = False
@@ -355,8 +356,8 @@ class ModelSpec:
         """The number of elements in the cache for a token's index key; 0 without an indexer."""
         if self.block_indexer is not None:
             return self.block_indexer.head_dim
-        indexer = None if self.latent is None else self.latent.indexer
-        return 0 if indexer is None else indexer.key_elements
+        indexer = self.latent and self.latent.indexer
+        return indexer.key_elements if indexer else 0
 
     @property
     def output_dim(self) -> int:
@@ -400,8 +401,7 @@ class ModelSpec:
         """Raise ConfigError if a sequence may be longer than the table of position embeddings."""
         if max_model_len > self.num_positions:
             raise ConfigError(
-                f"--max-model-len {max_model_len}: the model has embeddings for only {self.num_positions} "
-                "positions"
+                f"--max-model-len {max_model_len}: the model has only {self.num_positions} positions"
             )
 
     def tensor_elements(self, ranks: int = 1) -> int:

@@ -23,6 +23,9 @@ _STACKED = re.compile(
     r"(?P<module>gate_up_proj|gate_proj|up_proj|down_proj|input_linear|output_linear|fc[12])"
     r"(?:[._](?P<tensor>[a-z_]+))?"
 )
+# Matches a tensor that has the matrices of all experts of a DBRX layer one below the other.
+_STACKED_ROWS = re.compile(r"(?P<block>.*\.experts)\.mlp\.(?P<module>w1|v1|w2)")
+_MODULES_OF_ROWS = {"w1": "gate_proj", "v1": "up_proj", "w2": "down_proj"}
 # Files that may be next to a model but are not its weights: Mistral's own format of them, and LoRA adapters.
 _NOT_THE_MODEL = ("consolidated", "adapter_")
 _DTYPES = frozenset({"F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL"})
@@ -34,12 +37,14 @@ class _Stacking:
 
     If `is_transposed`, matrices are stored as [inputs, outputs], unless they are quantized. If `is_interleaved`, the
     rows of gate and up projections alternate. Some families have files in both orders. For these, `hidden_size`
-    decides: a matrix with that size where [outputs, inputs] would have it is not transposed.
+    decides: a matrix with that size where [outputs, inputs] would have it is not transposed. If `num_experts` is not 0,
+    a tensor has the matrices of that many experts one below the other, those of the last product transposed.
     """
 
     is_transposed: bool = False
     is_interleaved: bool = False
     hidden_size: int | None = None
+    num_experts: int = 0
 
     def transposes(self, module: str, shape: Sequence[int]) -> bool:
         """Return whether the matrices of a module, stacked with this shape, are stored as [inputs, outputs]."""
@@ -65,7 +70,8 @@ _STACKINGS = {
 class _StoredTensor:
     """The tensor `name` of a file, or one expert's part of it.
 
-    The part consists of every `step`-th row, starting with row `first`.
+    The part consists of every `step`-th row, starting with row `first`. If `num_rows` is not 0, the experts' parts have
+    that many rows and follow each other in one matrix.
     """
 
     file: SafetensorsFile
@@ -74,6 +80,7 @@ class _StoredTensor:
     is_transposed: bool = False
     first: int = 0
     step: int = 1
+    num_rows: int = 0
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -81,6 +88,8 @@ class _StoredTensor:
         shape = self.file.shape(self.name)
         if self.expert is None:
             return shape
+        if self.num_rows:
+            shape = (0, self.num_rows, *shape[1:])
         num_rows, *rest = reversed(shape[1:]) if self.is_transposed else shape[1:]
         return num_rows // self.step, *rest
 
@@ -108,6 +117,12 @@ class _StoredTensor:
         dims = [slice(None) if p is None else slice(p.start, p.stop) for p in (rows, *rest)]
         if self.expert is None:
             return stored[tuple(dims)]
+        if self.num_rows:
+            dims = [*dims, slice(None)][:2]
+            own, columns = reversed(dims) if self.is_transposed else dims
+            first, (start, stop, _) = self.expert * self.num_rows, own.indices(self.num_rows)
+            found = stored[first + start : first + stop, columns]
+            return found.T if self.is_transposed else found
         one = slice(self.expert, self.expert + 1)
         if self.is_transposed:
             columns = dims[1] if len(dims) > 1 else slice(None)
@@ -136,6 +151,9 @@ class HFCheckpoint(Checkpoint):
         if model_type.startswith("qwen3_vl_moe"):
             text = config.section("text_config") or config
             stacking = replace(stacking, hidden_size=text.integer("hidden_size"))
+        if model_type == "dbrx":
+            experts = config.required_section("ffn_config")
+            stacking = replace(stacking, num_experts=experts.integer("moe_num_experts", 4))
         for file in dict.fromkeys(expected.values()) if expected else _weight_files(path):
             shard = SafetensorsFile(file)
             for name in shard.names:
@@ -231,6 +249,16 @@ class HFCheckpoint(Checkpoint):
 
 def _tensors_of(file: SafetensorsFile, name: str, stacking: _Stacking) -> dict[str, _StoredTensor]:
     """Return the tensor with this name, or each expert's part of a tensor that has all experts."""
+    rows_of = _STACKED_ROWS.fullmatch(name) if stacking.num_experts else None
+    if rows_of is not None:
+        part, count = _MODULES_OF_ROWS[rows_of["module"]], file.shape(name)[0]
+        is_last = part == "down_proj"
+        return {
+            f"{rows_of['block']}.{i}.{part}.weight": _StoredTensor(
+                file, name, i, is_last, num_rows=count // stacking.num_experts
+            )
+            for i in range(stacking.num_experts)
+        }
     stacked = _STACKED.fullmatch(name)
     if stacked is None:
         return {name: _StoredTensor(file, name)}

@@ -45,6 +45,7 @@ class Attention:
         self._query_scaling = layer.query_scaling
         self._rotates_before_norm = spec.rotates_before_norm
         self._is_gated = spec.gates_attention
+        self._clip = spec.qkv_clip
         self._norms_heads, self._norm_eps = spec.norms_heads, spec.norm_eps
         self._gate = torch.sigmoid if spec.output_gate == "sigmoid" else F.softplus
         heads, kv_heads = shard.heads(spec), shard.kv_heads(spec)
@@ -144,6 +145,9 @@ class Attention:
             v_TGK = self._value_norm(v_TGK)
         if self._full_norm is not None:
             qk_THK = self._full_norm(qk_THK)
+        if self._clip is not None:
+            qk_THK = qk_THK.clamp(-self._clip, self._clip)
+            v_TGK = v_TGK.clamp(-self._clip, self._clip)
         head_norm = self._head_norm
         if head_norm is not None and self._has_separate_norm:
             if self._rotates_before_norm and tables is not None:

@@ -236,7 +236,7 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere-norms": ("Cohere", {"use_qk_norm": True, "layer_norm_eps": 1e-3}),
     "cohere2": ("Cohere2", {"num_hidden_layers": 5, "sliding_window": 9}),
     "nemotron": ("Nemotron", {"hidden_size": 96, "mlp_bias": True, "attention_bias": True}),
-    "olmo": ("Olmo", {}),
+    "olmo": ("Olmo", {"clip_qkv": 0.5}),
     "phi": ("Phi", {"num_key_value_heads": 6}),
     "phi-norms": ("Phi", {"qk_layernorm": True}),
     "stablelm": ("StableLm", {"use_qkv_bias": True, "partial_rotary_factor": 0.5}),
@@ -322,5 +322,5 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
             "intermediate_size": None,
         },
     ),
-    "mpt": ("Mpt", {"expansion_ratio": 4}),
+    "mpt": ("Mpt", {"expansion_ratio": 4, "attn_config": {"clip_qkv": 0.5}}),
 }

@@ -71,7 +71,16 @@ WITH_EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen2-moe-all": ("Qwen2Moe", EXPERTS | {"shared_expert_intermediate_size": 40}),
     "qwen3-moe-all": ("Qwen3Moe", EXPERTS | {"head_dim": 16, "norm_topk_prob": True}),
-    "olmoe": ("Olmoe", {"num_experts": 6, "num_experts_per_tok": 2}),
+    "dbrx": (
+        "Dbrx",
+        {
+            "d_model": 48,
+            "attn_config": {"kv_n_heads": 2, "clip_qkv": 0.5, "rope_theta": 5e5},
+            "ffn_config": {"ffn_hidden_size": 24, "moe_num_experts": 5, "moe_top_k": 3},
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+        },
+    ),
+    "olmoe": ("Olmoe", {"num_experts": 6, "num_experts_per_tok": 2, "clip_qkv": 0.5}),
     "granite-moe": (
         "GraniteMoe",
         {"num_local_experts": 5, "num_experts_per_tok": 3, "logits_scaling": 4.0},

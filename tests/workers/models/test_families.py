@@ -49,6 +49,7 @@ NATIVE = [
     "bloom",
     "codegen",
     "cohere-norms",
+    "dbrx",
     "deepseek-v2",
     "deepseek-v3",
     "deepseek-v3.2",
@@ -107,6 +108,8 @@ NATIVE = [
     "hyperclovax",
     "mistral4",
     "mpt",
+    "olmo",
+    "olmoe",
     "qwen3-next",
     "qwen3.5",
     "qwen3.5-full",
@@ -329,6 +332,7 @@ IN_GGUF = [
 ]
 YARN = LONG | {"mscale": 1.0}
 DIFFERENCES_IN_GGUF = {
+    "olmoe": {"clip_qkv": None},
     "mistral3": {
         "rope_parameters": YARN
         | {"llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 16}

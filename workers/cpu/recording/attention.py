@@ -179,6 +179,7 @@ class AttentionRecorder:
             rope=-1 if layer.rope is None else self._ropes[layer.rope],
             num_stored=0 if layer.kv_source is not None else 1 + layer.has_value_projection,
             norms_values=spec.has_value_norm,
+            scale=spec.qkv_clip or 0.0,
             qk_norm=qk_norm,
             eps=head_norm_eps(spec),
             rotates_before_norm=spec.rotates_before_norm,
@@ -272,6 +273,7 @@ class AttentionRecorder:
             num_kv_heads=len(self._shard.kv_heads(spec)),
             head_dim=spec.head_dim,
             num_stored=2,
+            scale=0.0,
         )
 
     def _read_distance_biases(self) -> Floats | None:

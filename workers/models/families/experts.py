@@ -202,8 +202,6 @@ def deepseek(fields: ConfigFields) -> ModelSpec:
 
 def _olmoe(fields: ConfigFields) -> ModelSpec:
     fields = fields.with_defaults(rms_norm_eps=1e-5)
-    if fields.get("clip_qkv") is not None:
-        raise fields.error("clip_qkv is not supported; use a model without it")
     experts = read_experts(
         fields,
         64,
@@ -211,7 +209,8 @@ def _olmoe(fields: ConfigFields) -> ModelSpec:
         intermediate_size="intermediate_size",
         renormalizes=fields.boolean("norm_topk_prob", False),
     )
-    return with_experts(llama(fields, qk_norm="full"), experts)
+    clip = fields.optional_positive("clip_qkv")
+    return with_experts(llama(fields, qk_norm="full", qkv_clip=clip), experts)
 
 
 def _flex_olmo(fields: ConfigFields) -> ModelSpec:

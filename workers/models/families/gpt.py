@@ -181,7 +181,7 @@ def _gpt_neo_windows(fields: ConfigFields) -> list[int | None]:
 
 def _mpt(fields: ConfigFields) -> ModelSpec:
     attention = fields.section("attn_config") or ConfigFields({}, fields.path)
-    for name in ("clip_qkv", "qk_ln", "prefix_lm"):
+    for name in ("qk_ln", "prefix_lm"):
         if attention.get(name):
             raise fields.error(f"attn_config.{name} is not supported; use a model without it")
     num_heads = fields.integer("num_attention_heads")
@@ -192,6 +192,7 @@ def _mpt(fields: ConfigFields) -> ModelSpec:
         fields,
         has_biases=False,
         norm_bias=False,
+        qkv_clip=attention.optional_positive("clip_qkv") if attention.get("clip_qkv") else None,
         intermediate_size=4 * fields.integer("hidden_size"),
         attention_scale=attention.positive("softmax_scale", head_dim(fields) ** -0.5),
         alibi_slopes=_mpt_slopes(num_heads, attention.positive("alibi_bias_max", 8.0)),

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from ....protocol.checkpoint.config_fields import ConfigFields
+from ...layers.experts_spec import ExpertsSpec
 from ...layers.read_rope import read_rope
 from ...layers.rope import RopeSpec
 from ...layers.spec import LayerSpec, ModelSpec, NormNames
@@ -20,6 +21,17 @@ from .common import (
 from .experts import first_dense, has_listed_experts, read_experts, with_experts
 from .gpt import gpt_spec
 
+_DBRX_NAMES = (
+    (r"(^|\.)wte\.", r"\1embed_tokens."),
+    (r"(^|\.)blocks\.(\d+)\.", r"\1layers.\2."),
+    (r"(^|\.)norm_f\.", r"\1norm."),
+    (r"\.norm_attn_norm\.norm_1\.", ".input_layernorm."),
+    (r"\.norm_attn_norm\.norm_2\.", ".post_attention_layernorm."),
+    (r"\.norm_attn_norm\.attn\.Wqkv\.", ".self_attn.qkv_proj."),
+    (r"\.norm_attn_norm\.attn\.out_proj\.", ".self_attn.o_proj."),
+    (r"\.ffn\.router\.layer\.", ".mlp.gate."),
+    (r"\.ffn\.experts\.", ".mlp.experts."),
+)
 _QK_NORM_NAMES = ((r"\.([qk])_layernorm\.(norms\.)?", r".\1_norm."),)
 
 
@@ -189,14 +201,13 @@ def _nemotron(fields: ConfigFields) -> ModelSpec:
 
 
 def _olmo(fields: ConfigFields) -> ModelSpec:
-    if fields.get("clip_qkv") is not None:
-        raise fields.error("clip_qkv is not supported; use a model without it")
     fields = fields.with_values({"rms_norm_eps": 1e-5})
     return base_spec(
         fields,
         uniform_layers(fields, read_rope(fields, head_dim(fields))),
         norm_kind="layer",
         has_norm_weights=False,
+        qkv_clip=fields.optional_positive("clip_qkv"),
         **attention_biases(fields),
     )
 
@@ -239,6 +250,35 @@ def _stablelm(fields: ConfigFields) -> ModelSpec:
     )
 
 
+def _dbrx(fields: ConfigFields) -> ModelSpec:
+    attention, mlp = fields.first_section("attn_config"), fields.first_section("ffn_config")
+    power = mlp.get("moe_normalize_expert_weights", 1.0)
+    if power != 1.0:
+        raise mlp.wrong("moe_normalize_expert_weights", "1", power)
+    values = {
+        "num_key_value_heads": attention.integer("kv_n_heads", 1),
+        "intermediate_size": mlp.integer("ffn_hidden_size", 3584),
+        "hidden_act": mlp.first_section("ffn_act_fn").text("name", "silu"),
+        "head_dim": None,
+        "rms_norm_eps": 1e-5,
+    }
+    fields = fields.with_values(values)
+    theta = attention.positive("rope_theta", 10_000.0, above=1)
+    experts = ExpertsSpec(
+        mlp.integer("moe_num_experts", 4),
+        mlp.integer("moe_top_k", 1, maximum=mlp.integer("moe_num_experts", 4)),
+        fields.integer("intermediate_size"),
+    )
+    spec = base_spec(
+        fields,
+        uniform_layers(fields, read_rope(fields, head_dim(fields), theta=theta)),
+        norm_kind="layer",
+        qkv_clip=attention.optional_positive("clip_qkv"),
+        tensor_names=_DBRX_NAMES,
+    )
+    return with_experts(spec, experts)
+
+
 def _starcoder2(fields: ConfigFields) -> ModelSpec:
     fields = fields.with_defaults(hidden_act="gelu_pytorch_tanh", tie_word_embeddings=True)
     rope, window = read_rope(fields, head_dim(fields)), fields.optional_integer("sliding_window")
@@ -257,6 +297,7 @@ FAMILIES = (
     Family("Cohere2ForCausalLM", "cohere2", _cohere2),
     Family("CohereForCausalLM", "cohere", _cohere),
     Family("Cohere2MoeForCausalLM", "cohere2_moe", _cohere2_moe),
+    Family("DbrxForCausalLM", "dbrx", _dbrx),
     Family("Jais2ForCausalLM", "jais2", _jais2),
     Family("NemotronForCausalLM", "nemotron", _nemotron),
     Family("OlmoForCausalLM", "olmo", _olmo),

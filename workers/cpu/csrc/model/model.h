@@ -79,7 +79,7 @@ enum class OpKind : int32_t {
   rotate_store = 4,  // norms and rotates queries and keys; stores queries for the next attention, keys and values.
                      // vectors[2] is a QueryScaling, or null. The projection has queries and `num_stored` of keys and
                      // values: if it has only keys, values are those before their norm. If the attention
-                     // `reads_source`, only stores queries
+                     // `reads_source`, only stores queries. Unless `scale` is 0, limits all three to +-scale
   attention = 5,     // activations[1] = attention, times activated gates in the projection if `first_column` is set.
                      // vectors[0] are sinks, or null; vectors[1] are DistanceBiases with `num_columns` as zero, or
                      // null. If it `norms_values`, each head's output is normed before that

@@ -105,6 +105,9 @@ void Attention::rotate_store(const Op& op, const RotaryTables& ropes, float* qkv
   const float* keys = qkv + num_heads * head_dim;
   const float* values = place_values(op, qkv);
   if (!op.rotates_before_norm) norm_queries_and_keys(op, qkv, row);
+  if (op.scale != 0.0f)
+    for (int i = 0; i < (num_heads + 2 * num_kv_heads) * head_dim; i++)
+      qkv[i] = std::clamp(qkv[i], -op.scale, op.scale);
   if (op.rope >= 0) {
     const RotaryTables::Angles angles = ropes.angles(op.rope, row);
     model_.rows.rotate(qkv, num_heads + num_kv_heads, head_dim, angles.cosines, angles.sines, angles.half);
