@@ -442,35 +442,29 @@ def test_native_logits_from_a_quantized_gguf_file_with_latent_attention_are_clos
     assert torch.linalg.norm(logits - expected) < 0.05 * torch.linalg.norm(expected)
 
 
-def test_logits_of_mixed_batches_equal_those_of_transformers(models):
-    """Requests join, leave, prefill and decode in the same steps, in varying order."""
+def test_tokens_and_logits_of_mixed_batches_equal_those_of_transformers(models):
+    """Requests join, leave, prefill and decode in the same steps, in varying order.
+
+    The last request continues with its likeliest tokens, which have to be the likeliest in transformers, too.
+    """
     decoder, reference = models
-    lengths = [60, 43, 57, 60, 35]
-    prompts = [prompt(length, seed) for seed, length in enumerate(lengths)]
-    rng, runner = random.Random(1), Runner(decoder, len(prompts))
-    logits = [[] for _ in prompts]
-    while any(runner.computed[i] < lengths[i] for i in range(len(prompts))):
-        unfinished = [i for i in range(len(prompts)) if runner.computed[i] < lengths[i]]
+    # In transformers, the frequencies of LongRoPE depend on the length of a text, but not above 32 tokens.
+    texts = [prompt(length, seed) for seed, length in enumerate([60, 43, 57, 35])]
+    # With this seed, few steps cover much: prompts of 34 and 37 tokens start whole, the second one beside requests that
+    # prefill and decode; all four requests decode in one step; one prefills alone; one decodes alone.
+    rng, runner, generated = random.Random(1212), Runner(decoder, len(texts)), []
+    logits = [[] for _ in texts]
+    while unfinished := [i for i, text in enumerate(texts) if runner.computed[i] < len(text)]:
         chunks = {}
         for i in rng.sample(unfinished, rng.randint(1, len(unfinished))):
-            size = rng.choice([1, 1, rng.randint(2, 25)])
-            chunks[i] = prompts[i][runner.computed[i] : runner.computed[i] + size]
+            size = rng.choice([1, 1, rng.randint(2, 40)])
+            chunks[i] = texts[i][runner.computed[i] : runner.computed[i] + size]
         for i, part in runner.step(chunks).items():
             logits[i].append(part)
-    # The frequencies of LongRoPE depend on the length in transformers: only the longest compare.
-    for i, length in enumerate(lengths):
-        if length > 32:
-            assert_same(torch.cat(logits[i]), reference.logits(prompts[i]))
-
-
-def test_greedy_text_and_its_logits_equal_those_of_transformers(models):
-    """Each token is the likeliest for transformers after the tokens before it, so the whole text is its own."""
-    decoder, reference = models
-    tokens, runner = prompt(40), Runner(decoder)
-    logits = [runner.step({0: tokens})[0]]
-    for _ in range(40):
-        tokens.append(int(logits[-1][-1].argmax()))
-        logits.append(runner.step({0: tokens[-1:]})[0])
-    expected = reference.logits(tokens)
-    assert_same(torch.cat(logits), expected)
-    assert tokens[40:] == expected[39:-1].argmax(-1).tolist()
+        if runner.computed[-1] == len(texts[-1]) and len(generated) < 12:
+            generated.append(int(logits[-1][-1][-1].argmax()))
+            texts[-1].append(generated[-1])
+    for parts, text in zip(logits, texts, strict=True):
+        assert_same(torch.cat(parts), reference.logits(text))
+    likeliest = reference.logits(texts[-1]).argmax(-1).tolist()
+    assert generated == likeliest[-len(generated) - 1 : -1]
