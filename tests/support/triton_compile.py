@@ -83,6 +83,7 @@ class _HopperWithoutADevice:
         self._num_warps = 0
         self._global_loads = 0
         self._products: list[str] = []
+        self._reads_registers = False
 
     def get_current_target(self) -> Any:
         from triton.backends.compiler import GPUTarget
@@ -102,6 +103,8 @@ class _HopperWithoutADevice:
         self._global_loads = len(re.findall(r"\bld\.global\b", text))
         instructions = re.findall(r"\b(wgmma|mma)\.\S*?m\d+n\d+(k\d+\S*)", text)
         self._products = sorted({" ".join(parts) for parts in instructions})
+        # The left operand is a list of registers, `{...}`, not a descriptor of shared memory.
+        self._reads_registers = re.search(r"\bwgmma\.mma\S* \{[^}]*\}, *\{", text) is not None
 
     def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:
         self._num_warps = metadata.num_warps
@@ -119,7 +122,8 @@ class _HopperWithoutADevice:
             stack_bytes,
             self._global_loads,
             self._products,
-            overwritten_operands(_disassembled(cubin)) if self._products else [],
+            # Only operands in registers can be overwritten, and the disassembler takes a second for each kernel.
+            overwritten_operands(_disassembled(cubin)) if self._reads_registers else [],
         )
         return 1, 1, registers, stack_bytes, 1024
 
