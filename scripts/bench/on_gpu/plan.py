@@ -50,8 +50,8 @@ def plan(models: tuple[str, ...] = MODELS) -> dict[str, dict[str, Part]]:
             IMPORTS: Part([str(on_gpu / "imports.py")], 45),
             "agreement": measure(220, "agreement"),
             "repeats": measure(60, "repeats"),
-            "tests": measure(150, "tests"),
-            "sanitizer": measure(60, "sanitizer"),
+            "tests": measure(130, "tests"),
+            "sanitizer": measure(85, "sanitizer"),
         },
         "B": {
             LIMITS: measure(40, "limits"),

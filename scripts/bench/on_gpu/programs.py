@@ -75,7 +75,7 @@ def run_tests(reporter: Reporter, seconds: float, *, is_tiny: bool) -> None:
         command = [sys.executable, "-m", "pytest", "-q", "-rfE", "-p", "no:cacheprovider"]
         command += [
             "-n",
-            "0" if is_tiny else "8",
+            "0" if is_tiny else str(os.cpu_count()),
             "--timeout",
             str(int(seconds) - 10),
             "-k",
