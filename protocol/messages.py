@@ -83,7 +83,7 @@ class EncoderGrid(msgspec.Struct, array_like=True, omit_defaults=True, gc=False,
 
 
 class EncoderInput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, frozen=True):
-    """An image, a sound or similar input that replaces the prompt's tokens [position, position + num_tokens).
+    """An image, an audio clip or similar input that replaces the prompt's tokens [position, position + num_tokens).
 
     `num_tokens` is 0 for the input of an encoder-decoder model, which already the first token needs. `size` is the
     number of embeddings that the encoder computes from `data`, which only the workers can decode. Equal `content_hash`
@@ -127,7 +127,7 @@ class ImagePayload(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=T
 
 
 class AudioPayload(msgspec.Struct, array_like=True, gc=False, frozen=True):
-    """The data of a sound for an encoder: log-mel features, or samples.
+    """The data of an audio clip for an encoder: log-mel features, or samples.
 
     `features` are [num_mel_bins, num_frames] in row-major order, float16 if `is_float16`, else float32. If
     `num_mel_bins` is 0, they are `num_frames` samples in [-1, 1], for models that read samples.

@@ -30,7 +30,7 @@ _FIELD = re.compile(
 
 @dataclass(slots=True)
 class RenderedChat:
-    """A prompt as text and as token ids, with the images or sounds that replace some of the tokens."""
+    """A prompt as text and as token ids, with the images or audio that replace some of the tokens."""
 
     text: str
     token_ids: Sequence[int]

@@ -86,7 +86,7 @@ class PreparedPrompt:
     """A prompt with verified parameters; `text` is None if the request gave token ids.
 
     `predicted_token_ids` is the client's prediction of the output; None without one. With `pooling`, no tokens are
-    generated. `encoder_inputs` are images, sounds or embeddings that replace some tokens.
+    generated. `encoder_inputs` are images, audio clips or embeddings that replace some tokens.
     """
 
     token_ids: npt.NDArray[np.int32]

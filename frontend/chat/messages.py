@@ -15,13 +15,13 @@ _REASONING = ("reasoning_content", "reasoning", "thinking")
 
 IMAGE_PART: Final = {"type": "image"}
 AUDIO_PART: Final = {"type": "audio"}
-"""The content parts that replace an image and a sound. They are recognized by object identity."""
+"""The content parts that replace an image and an audio clip. They are recognized by object identity."""
 
 VIDEO_PART: Final = {"type": "video"}
 """The content part that replaces a video. It is recognized by object identity."""
 
 MEDIA_MARK: Final = "\ufdd2"
-"""A Unicode noncharacter that stands for an image, a video or a sound in templates that read only text."""
+"""A Unicode noncharacter that stands for an image, a video or an audio clip in templates that read only text."""
 
 CUSTOM_INPUT: Final = "input"
 """The parameter name of the function that represents a custom tool."""

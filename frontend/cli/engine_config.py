@@ -45,11 +45,11 @@ from .options import cpu_defaults
 DEVICE_FILES = Path("/dev")
 MAX_PORT = 65535
 _SOURCES_AT_ONCE = 4
-"""Default number of sounds or texts that a GPU encodes in one step."""
+"""Default number of audio clips or texts that a GPU encodes in one step."""
 _KEPT_SOURCES = 16
-"""Default minimum number of cached encoder outputs of sounds or texts. Several requests read one window of a sound."""
+"""Default minimum number of cached encoder outputs of clips or texts. Several requests read one window of a clip."""
 _KEPT_EMBEDDINGS = 4096
-"""Default minimum number of cached embeddings of images or sounds."""
+"""Default minimum number of cached embeddings of images or audio."""
 _LOADED_LORAS = 8
 """Default minimum number of LoRA adapters that stay loaded."""
 _LARGE_GPU_BYTES = 70 << 30
@@ -203,8 +203,8 @@ def _resolve(host: str) -> str:
 
 def _encoder_outputs(model: ModelConfig) -> int:
     """Return the maximum number of outputs of one encoder call: for one tile, one audio clip or one text."""
-    if model.sounds is not None:
-        return model.sounds.outputs_per_window
+    if model.chat_audio is not None:
+        return model.chat_audio.outputs_per_window
     if model.audio is not None:
         return model.audio.max_source_positions
     if model.source_text is not None:

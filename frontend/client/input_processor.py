@@ -83,7 +83,7 @@ class InputProcessor:
                 token_ids = self._prompt(
                     prompt,
                     generates=sequence.pooling is None,
-                    has_sound=bool(sequence.encoder_inputs),
+                    has_audio=bool(sequence.encoder_inputs),
                 )
                 prompts[id(prompt)] = len(token_ids), int32_bytes(token_ids)
             lists = _lists_of(params)
@@ -152,7 +152,7 @@ class InputProcessor:
             kv_transfer_params=request.kv_transfer_params,
         )
 
-    def _prompt(self, token_ids: TokenIds, *, generates: bool, has_sound: bool) -> Int32Array:
+    def _prompt(self, token_ids: TokenIds, *, generates: bool, has_audio: bool) -> Int32Array:
         if generates and not self._model.generates:
             name = self._model.served_names[0]
             if self._model.classifier is not None:
@@ -162,7 +162,7 @@ class InputProcessor:
             else:
                 problem = f"{name} is an encoder, which only embeds text; use /v1/embeddings"
             raise ParameterError("prompt", f"cannot be continued: {problem}")
-        if self._model.audio is not None and not has_sound:
+        if self._model.audio is not None and not has_audio:
             name = self._model.served_names[0]
             raise ParameterError(
                 "prompt",

@@ -46,7 +46,7 @@ class SequenceRequest:
         predicted_token_ids: Tokens that the output is expected to repeat, shape [T]; None without a prediction.
         pooling: How to pool the hidden states of the prompt instead of generating; None to generate.
         lora: The LoRA adapter to use; None for the base model.
-        encoder_inputs: Images, sounds or embeddings that replace some tokens of the prompt.
+        encoder_inputs: Images, audio clips or embeddings that replace some tokens of the prompt.
         kv_transfer_params: Parameters for the KV connector, which say what another engine computes for the request.
     """
 

@@ -1,1 +1,1 @@
-"""Images, videos and sounds in requests: load and decode them, preprocess them, and place them in the prompt."""
+"""Images, videos and audio in requests: load and decode them, preprocess them, and place them in the prompt."""

@@ -1,4 +1,4 @@
-"""The interface for images or sounds in conversations, and its implementation for a model."""
+"""The interface for images or audio in conversations, and its implementation for a model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..tokenizer.tokenizer import Tokenizer
 
 
 class ChatMedia(Protocol):
-    """Takes images or sounds out of conversations, preprocesses them, and places them in prompts."""
+    """Takes images or audio out of conversations, preprocesses them, and places them in prompts."""
 
     def start(self) -> None:
         """Start the decoder processes, so that the first file does not have to wait for them."""
@@ -21,17 +21,17 @@ class ChatMedia(Protocol):
         """Stop the decoder processes and threads."""
 
     async def take(self, messages: Sequence[Any], body_size: int) -> tuple[list[Any], list[Any]]:
-        """Return the messages with images or sounds replaced by marks, and the preprocessed images or sounds.
+        """Return the messages with images or audio replaced by marks, and the preprocessed images or audio.
 
         Raises:
             ParameterError: One of them cannot be read, or they do not fit into the context.
         """
 
     def wrap(self, given: Any, where: str) -> Any:
-        """Return an image or a sound that a caller in this process passed, in the form that `prepare` takes."""
+        """Return an image or an audio clip that a caller in this process passed, in the form that `prepare` takes."""
 
     async def prepare(self, found: Sequence[Any]) -> list[Any]:
-        """Return preprocessed images or sounds.
+        """Return preprocessed images or audio.
 
         Raises:
             ParameterError: One of them cannot be read, or they do not fit into the context.
@@ -44,25 +44,25 @@ class ChatMedia(Protocol):
         encode: Callable[[str], tuple[str, Sequence[int]]],
         /,
     ) -> tuple[str, Sequence[int], list[EncoderInput]]:
-        """Return a prompt with the tokens of the images or sounds inserted, its token ids, and the encoder inputs.
+        """Return a prompt with the tokens of the images or audio inserted, its token ids, and the encoder inputs.
 
         Raises:
-            ParameterError: The prompt has more or fewer places than there are images or sounds.
+            ParameterError: The prompt has more or fewer places than there are images or audio.
         """
 
 
 def find_chat_media(
     config: EngineConfig, tokenizer: Tokenizer, executor: ThreadExecutor
 ) -> ChatMedia | None:
-    """Return the object for images or sounds in conversations; None if the model or the limits allow none."""
+    """Return the object for images or audio in conversations; None if the model or the limits allow none."""
     model, limits = config.model, config.frontend
-    # A late import, because few models read images or sounds.
+    # A late import, because few models read images or audio.
     if model.images is not None and model.has_tokenizer and limits.max_images:
         from .chat_images import ChatImages
 
         return ChatImages(config, tokenizer, executor)
-    if model.sounds is not None and model.has_tokenizer and limits.max_sounds:
-        from .chat_sounds import ChatSounds
+    if model.chat_audio is not None and model.has_tokenizer and limits.max_audio_clips:
+        from .chat_audio import ChatAudio
 
-        return ChatSounds(config, tokenizer, executor)
+        return ChatAudio(config, tokenizer, executor)
     return None

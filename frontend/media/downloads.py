@@ -1,4 +1,4 @@
-"""Download images and sounds from hosts that the operator allows."""
+"""Download images and audio from hosts that the operator allows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replace the parts of messages that are images, videos or sounds."""
+"""Replace the parts of messages that are images, videos or audio."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def replace_parts(messages: Sequence[Any], take: Callable[[Any, str], Any]) -> l
 
 
 def verify_count(name: str, count: int, most: int) -> None:
-    """Raise ParameterError if messages have more than `most` images, videos or sounds."""
+    """Raise ParameterError if messages have more than `most` images, videos or audio clips."""
     if count > most:
         raise ParameterError(
             "messages",

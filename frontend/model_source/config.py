@@ -47,11 +47,11 @@ from ...protocol.file_identity import identify_files
 from ...protocol.sampling_params import SamplingParams
 from ..supervisor.console import Console
 from ..tokenizer.config import TokenizerConfig
+from .chat_audio import read_chat_audio
 from .images.read import read_image_processor
 from .images.videos import read_video_processor
 from .lora import find_loras
 from .options import CHECKPOINT_QUANTIZATIONS, ModelOptions, ResolvedModel
-from .sounds import read_sound_processor
 from .source import find_checkpoint, find_mmproj, find_tokenizer, find_tokenizer_directory
 
 LENGTH_FIELDS = (
@@ -162,9 +162,9 @@ def resolve_model(options: ModelOptions, console: Console) -> ResolvedModel:
             span_kind=_span_kind(options, config, text),
             mmproj=str(mmproj or ""),
             audio=read_audio_processor(path, config, generation),
-            sounds=None
+            chat_audio=None
             if options.model_impl is ModelImpl.TRANSFORMERS
-            else read_sound_processor(path, config, text),
+            else read_chat_audio(path, config, text),
             source_text=read_source_text(config, generation),
         ),
         default_sampling=_default_sampling(options, generation),

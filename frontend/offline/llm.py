@@ -34,7 +34,7 @@ from ..media.transcription.options import Task, TranscriptionOptions, parse_lang
 from ..media.transcription.transcriber import Transcript
 from ..tokenizer.text_pairs import TextPair
 from .local_engine import LocalEngine
-from .local_transcriber import LocalTranscriber, Sound
+from .local_transcriber import AudioClip, LocalTranscriber
 from .loras import LoraChoice, LoRARequest, OfflineLoras
 from .outputs import (
     BeamSearchOutput,
@@ -304,7 +304,7 @@ class LLM:
 
     def transcribe(
         self,
-        audio: Sound | Sequence[Sound],
+        audio: AudioClip | Sequence[AudioClip],
         *,
         language: str | None = None,
         task: str = "transcribe",
@@ -312,10 +312,10 @@ class LLM:
         temperature: float = 0.0,
         timestamps: Sequence[str] = ("segment",),
     ) -> list[Transcript]:
-        """Transcribe every sound, and return the transcripts in the order of the sounds.
+        """Transcribe every clip, and return the transcripts in the order of the audio clips.
 
         Args:
-            audio: One sound or a list of them: the path or the content of a file, or a pair of samples and their rate.
+            audio: One clip or a list of them: the path or the content of a file, or a pair of samples and their rate.
             language: The spoken language by its code or name. The default is to detect it.
             task: "transcribe", or "translate" to write English.
             prompt: Text that the model continues, as an example of style and spelling.
@@ -323,8 +323,8 @@ class LLM:
             timestamps: The kinds of times to return: "segment", "word" or both.
 
         Raises:
-            ParameterError: The model does not support the task, or a sound cannot be read.
-            EngineError: A sound failed.
+            ParameterError: The model does not support the task, or an audio clip cannot be read.
+            EngineError: An audio clip failed.
         """
         if self._transcriber is None:
             self._transcriber = LocalTranscriber(self._engine)
@@ -337,8 +337,8 @@ class LLM:
             has_words="word" in timestamps,
         )
         is_one = isinstance(audio, str | bytes | Path | tuple)
-        sounds: Any = [audio] if is_one else audio
-        return self._transcriber.transcribe(sounds, options, self._numbers)
+        clips: Any = [audio] if is_one else audio
+        return self._transcriber.transcribe(clips, options, self._numbers)
 
     def _pool(self, prompts: list[TextPair], lora_request: LoraChoice) -> tuple[str, list[bytes]]:
         """Return the ID of a request and the pooled vector of each of its prompts."""

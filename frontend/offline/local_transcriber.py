@@ -1,4 +1,4 @@
-"""Transcribe sounds without a server."""
+"""Transcribe audio without a server."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ import numpy.typing as npt
 from ...protocol.errors import EngineError
 from ...protocol.sampling_params import SamplingParams
 from ..client.engine_client import Delta, RequestGroup, SequenceRequest
-from ..media.audio.arrays import ArraySound, mono_samples
+from ..media.audio.arrays import AudioArray, mono_samples
 from ..media.audio.windows import Samples
 from ..media.transcription.decoding import Submission
 from ..media.transcription.options import TranscriptionOptions, verify_options, verify_transcribes
 from ..media.transcription.transcriber import Transcriber, Transcript
 from .local_engine import LocalEngine
 
-Sound: TypeAlias = str | Path | bytes | tuple[npt.ArrayLike, int]
+AudioClip: TypeAlias = str | Path | bytes | tuple[npt.ArrayLike, int]
 """The path or the content of an audio file, or samples of shape [N] or [N, channels] and their rate in Hz."""
 
-SOUNDS_AT_ONCE: Final = 4
-"""Number of sounds that are transcribed at the same time. Several windows of each are decoded at once."""
+CLIPS_AT_ONCE: Final = 4
+"""Number of audio clips that are transcribed at the same time. Several windows of each are decoded at once."""
 
 
 class LocalTranscriber:
-    """Transcribes sounds with the model of an engine in this process.
+    """Transcribes audio clips with the model of an engine in this process.
 
     Raises:
         ParameterError: The model does not transcribe.
@@ -42,23 +42,23 @@ class LocalTranscriber:
         engine.close_together(self._transcriber.close)
 
     def transcribe(
-        self, sounds: Sequence[Sound], options: TranscriptionOptions, numbers: Iterable[int]
+        self, clips: Sequence[AudioClip], options: TranscriptionOptions, numbers: Iterable[int]
     ) -> list[Transcript]:
-        """Return the transcripts of sounds, in their order. `numbers` yields the IDs of the requests.
+        """Return the transcripts of audio clips, in their order. `numbers` yields the IDs of the requests.
 
         Raises:
-            ParameterError: A sound cannot be read.
+            ParameterError: An audio clip cannot be read.
             EngineError: A window failed.
         """
         verify_options(options, self.audio)
-        return self._engine.run(self._transcribe_all(sounds, options, iter(numbers)))
+        return self._engine.run(self._transcribe_all(clips, options, iter(numbers)))
 
     async def _transcribe_all(
-        self, sounds: Sequence[Sound], options: TranscriptionOptions, numbers: Any
+        self, clips: Sequence[AudioClip], options: TranscriptionOptions, numbers: Any
     ) -> list[Transcript]:
-        room = asyncio.Semaphore(SOUNDS_AT_ONCE)
+        room = asyncio.Semaphore(CLIPS_AT_ONCE)
 
-        async def transcribe(index: int, sound: Sound) -> Transcript:
+        async def transcribe(index: int, clip: AudioClip) -> Transcript:
             request_id = str(next(numbers))
 
             async def start(sequences: list[SequenceRequest]) -> RequestGroup:
@@ -66,22 +66,22 @@ class LocalTranscriber:
 
             async with room:
                 base = SequenceRequest(np.zeros(0, np.int32), SamplingParams())
-                opened = await self._open(sound, f"audio[{index}]")
+                opened = await self._open(clip, f"audio[{index}]")
                 submission = Submission(base, start, _verify)
                 return await self._transcriber.transcribe(opened, options, submission)
 
-        tasks = [asyncio.create_task(transcribe(*each)) for each in enumerate(sounds)]
+        tasks = [asyncio.create_task(transcribe(*each)) for each in enumerate(clips)]
         try:
             return await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
 
-    async def _open(self, sound: Sound, where: str) -> Samples:
+    async def _open(self, clip: AudioClip, where: str) -> Samples:
         limit = self._engine.config.frontend.max_audio_s
-        if isinstance(sound, tuple):
-            samples, rate = sound
-            return ArraySound(
+        if isinstance(clip, tuple):
+            samples, rate = clip
+            return AudioArray(
                 await asyncio.to_thread(
                     mono_samples,
                     samples,
@@ -92,7 +92,7 @@ class LocalTranscriber:
                     "max_audio_seconds",
                 )
             )
-        data = sound if isinstance(sound, bytes) else await asyncio.to_thread(_read, sound)
+        data = clip if isinstance(clip, bytes) else await asyncio.to_thread(_read, clip)
         return await self._transcriber.open(data, where, limit)
 
 

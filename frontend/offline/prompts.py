@@ -25,7 +25,7 @@ The prompt's text marks their places with the model's tokens.
 
 
 class EncodedPrompt(NamedTuple):
-    """A prompt as text (None if it was given as token IDs) and as token IDs, with its images or sounds."""
+    """A prompt as text (None if it was given as token IDs) and as token IDs, with its images or audio."""
 
     text: str | None
     token_ids: list[int]
@@ -42,16 +42,16 @@ class PromptEncoder:
             engine.close_together(self._media.close)
 
     def take_media(self, conversation: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
-        """Return a conversation with images or sounds replaced by marks, and a list of the images or sounds."""
+        """Return a conversation with images or audio replaced by marks, and a list of the images or audio."""
         if self._media is None:
             return conversation, ()
         return self._engine.run(self._media.take(conversation, 0))
 
     def encode_tokens(self, prompt: Prompt, instruction: str = "") -> list[int]:
-        """Return the token IDs of a prompt without images and sounds. `instruction` is put before a text.
+        """Return the token IDs of a prompt without images and audio. `instruction` is put before a text.
 
         Raises:
-            ParameterError: The prompt has images or sounds.
+            ParameterError: The prompt has images or audio.
         """
         encoded = self.encode(prompt, instruction)
         if encoded.encoder_inputs:
@@ -104,17 +104,17 @@ class PromptEncoder:
         return EncodedPrompt(None, [0] * len(array), encoder_inputs_of(embeddings, config))
 
     def _prepare_media(self, data: Mapping[str, Any], prompt: Any) -> list[Any]:
-        """Return the preprocessed images, videos or sounds of a prompt."""
+        """Return the preprocessed images, videos or audio of a prompt."""
         if not data:
             return []
         model = self._engine.config.model
-        known = {"audio"} if model.sounds is not None else {"image"}
+        known = {"audio"} if model.chat_audio is not None else {"image"}
         if model.videos is not None:
             known.add("video")
         if not data.keys() <= known or self._media is None or not isinstance(prompt, str):
             raise ParameterError(
                 "multi_modal_data",
-                f"must be images or sounds for a text prompt and a model that reads them, got {sorted(data)}",
+                f"must be images or audio for a text prompt and a model that reads them, got {sorted(data)}",
             )
         wanted: list[Any] = []
         for kind, given in data.items():
@@ -132,7 +132,7 @@ class PromptEncoder:
         media: Sequence[Any],
         encode: Callable[[str], tuple[str, Sequence[int]]],
     ) -> EncodedPrompt:
-        """Return an encoded prompt whose text has a place for each image or sound."""
+        """Return an encoded prompt whose text has a place for each image or audio clip."""
         if self._media is None:
             text, token_ids = encode(text)
             return EncodedPrompt(text, list(token_ids))

@@ -1,4 +1,4 @@
-"""Read the config of a checkpoint's audio tower, which turns sounds into embeddings for the decoder."""
+"""Read the config of a checkpoint's audio tower, which turns audio clips into embeddings for the decoder."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .config_fields import ConfigFields
 MAX_POSITIONS: Final = 1 << 16
 
 FRAMES_AFTER: Final = 2
-"""Frames after the last computed row of a sound that the convolutions still read."""
+"""Frames after the last computed row of an audio clip that the convolutions still read."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class AudioTowerSpec:
     their mean is normed and projected by a matrix with a bias. If it is "stack" (Voxtral, arXiv 2507.13264), they are
     normed, concatenated and projected by two matrices, with `projection_activation` in between.
 
-    If `is_filled`, a window always has `num_frames` frames, padded with silence. Otherwise it ends with the sound and
+    If `is_filled`, a window always has `num_frames` frames, padded with silence. Otherwise it ends with the clip and
     `FRAMES_AFTER` more frames, which only the convolutions read, so no rows are computed for silence.
     """
 

@@ -100,7 +100,7 @@ _NESTED_DEFAULTS: Final[dict[str, dict[str, int]]] = {
 }
 """Defaults by model type, as in transformers.
 
-Configs of models that read images or sounds omit decoder fields that have these values.
+Configs of models that read images or audio omit decoder fields that have these values.
 """
 
 

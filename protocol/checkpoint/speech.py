@@ -1,4 +1,4 @@
-"""Read how an encoder-decoder model processes sounds or a source text, from the files of transformers."""
+"""Read how an encoder-decoder model processes audio clips or a source text, from the files of transformers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ T5 has no limit, but was trained with this one.
 
 _MOONSHINE_SECONDS: Final = 30.0
 _MOONSHINE_TOKENS_PER_SECOND: Final = 6.5
-"""Maximum output tokens per second of sound. Moonshine's authors set it to stop repetitions after short sounds."""
+"""Maximum output tokens per second of audio. Moonshine's authors set it to stop repetitions after short audio clips."""
 
 _MAX_ALIGNMENT_HEADS: Final = 1024
 
@@ -93,7 +93,7 @@ def max_source_positions(fields: ConfigFields) -> int:
 def read_audio_processor(
     path: Path, config: ConfigFields, generation: ConfigFields
 ) -> AudioProcessorConfig | None:
-    """Return how the model processes sounds, or None if it reads none.
+    """Return how the model processes audio clips, or None if it reads none.
 
     Args:
         path: The checkpoint.
@@ -115,7 +115,7 @@ def read_audio_processor(
 def read_audio(
     processor: ConfigFields, config: ConfigFields, generation: ConfigFields | None = None
 ) -> AudioProcessorConfig:
-    """Return how a speech model processes sounds, from the fields of its files."""
+    """Return how a speech model processes audio clips, from the fields of its files."""
     kind = SpeechKind(config.text("model_type"))
     read = _whisper if kind is SpeechKind.WHISPER else _moonshine
     return read(processor, config, generation or ConfigFields({}, config.path))
@@ -156,7 +156,7 @@ def _whisper(
     if (found := processor.integer("feature_size", num_mel_bins)) != num_mel_bins:
         raise processor.wrong("feature_size", f"num_mel_bins {num_mel_bins} of the config", found)
     positions = config.integer("max_source_positions", 1500, maximum=1 << 16)
-    # Frontends compute the features of no other sounds and frames.
+    # Frontends compute the features of no other audio clips and frames.
     rate, hop, frame = 16_000, 160, 400
     for name, needed in (("sampling_rate", rate), ("hop_length", hop), ("n_fft", frame)):
         if (found := processor.integer(name, needed)) != needed:

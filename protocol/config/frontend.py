@@ -201,7 +201,7 @@ class FrontendConfig(msgspec.Struct, frozen=True):
     allowed_media_domains: Annotated[
         tuple[str, ...],
         option(
-            "Hosts from which images and sounds may be downloaded by HTTPS",
+            "Hosts from which images and audio may be downloaded by HTTPS",
             metavar="HOST",
             default_text="none: only data URLs",
         ),
@@ -209,7 +209,7 @@ class FrontendConfig(msgspec.Struct, frozen=True):
     limit_mm_per_prompt: Annotated[
         dict[str, int],
         option(
-            'Maximum images, videos or sounds of a prompt: {"image": 4}',
+            'Maximum images, videos or audio clips of a prompt: {"image": 4}',
             default_text='{"image": 32, "video": 4, "audio": 32}',
         ),
     ] = {}
@@ -272,8 +272,8 @@ class FrontendConfig(msgspec.Struct, frozen=True):
         return self.limit_mm_per_prompt.get("image", 32)
 
     @property
-    def max_sounds(self) -> int:
-        """The maximum number of sounds in one prompt."""
+    def max_audio_clips(self) -> int:
+        """The maximum number of audio clips in one prompt."""
         return self.limit_mm_per_prompt.get("audio", 32)
 
     @property

@@ -8,8 +8,8 @@ import msgspec
 
 from ..file_identity import FileIdentity, LoraAdapter, verify_files
 from ..pooling_params import PoolingKind, PoolingParams
+from .chat_audio import ChatAudioConfig
 from .images import AnyImageProcessor, SpanKind
-from .sounds import SoundProcessorConfig
 from .videos import AnyVideoProcessor
 
 
@@ -130,7 +130,7 @@ class AudioProcessorConfig(msgspec.Struct, frozen=True):
         suppressed_token_ids: Tokens that are never sampled.
         begin_suppressed_token_ids: Tokens that are never sampled as the first token.
         alignment_heads: The cross-attention heads, as (layer, head), whose weights show when each word is spoken.
-        max_tokens_per_second: The maximum number of text tokens per second of sound; 0 for no limit.
+        max_tokens_per_second: The maximum number of text tokens per second of audio; 0 for no limit.
     """
 
     kind: SpeechKind
@@ -205,8 +205,8 @@ class ModelConfig(msgspec.Struct, frozen=True):
         videos: How the model reads videos; None if it reads none.
         span_kind: The spans of a prompt in which tokens attend to later tokens; None for causal attention only.
         mmproj: The file with the vision tower of a GGUF model; empty if it has none.
-        audio: How a speech model (transcription) reads sounds; None for other models.
-        sounds: How a chat model reads sounds; None if it reads none.
+        audio: How a speech model (transcription) reads audio clips; None for other models.
+        chat_audio: How a chat model reads audio clips; None if it reads none.
         source_text: How a text-to-text encoder-decoder model reads its input; None for other models.
     """
 
@@ -242,12 +242,12 @@ class ModelConfig(msgspec.Struct, frozen=True):
     span_kind: SpanKind | None = None
     mmproj: str = ""
     audio: AudioProcessorConfig | None = None
-    sounds: SoundProcessorConfig | None = None
+    chat_audio: ChatAudioConfig | None = None
     source_text: SourceTextConfig | None = None
 
     @property
     def reads_source(self) -> bool:
-        """True if the model's decoder reads a sound or a source text by cross-attention."""
+        """True if the model's decoder reads an audio clip or a source text by cross-attention."""
         return self.audio is not None or self.source_text is not None
 
     @property

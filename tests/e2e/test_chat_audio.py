@@ -25,7 +25,7 @@ FLAGS = ("--dtype", "float32", "--device", "cpu", "--served-model-name", "tiny")
 NUM_TOKENS = 8
 
 
-def sound(seed: int, seconds: float) -> np.ndarray:
+def clip(seed: int, seconds: float) -> np.ndarray:
     random = np.random.default_rng(seed)
     samples = 0.3 * random.standard_normal(int(16_000 * seconds))
     return (samples.clip(-1, 1) * 32767).astype(np.int16)
@@ -38,7 +38,7 @@ def encoded(samples: np.ndarray, file_format: str = "WAV") -> str:
 
 
 def chat(*parts: str | np.ndarray, kind: str = "input_audio") -> dict[str, Any]:
-    """Return a request for the greedy answer to texts and sounds."""
+    """Return a request for the greedy answer to texts and audio clips."""
     content: list[dict[str, Any]] = []
     for part in parts:
         if isinstance(part, str):
@@ -59,9 +59,9 @@ def chat(*parts: str | np.ndarray, kind: str = "input_audio") -> dict[str, Any]:
 
 
 CHATS = [
-    ("the quick", sound(1, 0.7), "brown fox", sound(2, 1.99), "jumps"),
-    (sound(3, 1.0), "over the lazy dog"),
-    ("seven wizards", sound(3, 1.0), sound(3, 1.0)),
+    ("the quick", clip(1, 0.7), "brown fox", clip(2, 1.99), "jumps"),
+    (clip(3, 1.0), "over the lazy dog"),
+    ("seven wizards", clip(3, 1.0), clip(3, 1.0)),
     ("brew tea",),
 ]
 
@@ -81,8 +81,8 @@ class Model:
 
     @torch.inference_mode()
     def generate(self, parts: Any, prompt: list[int]) -> list[int]:
-        sounds = [part / np.float32(32768) for part in parts if isinstance(part, np.ndarray)]
-        inputs = reference_inputs(self.kind, sounds) if sounds else {}
+        clips = [part / np.float32(32768) for part in parts if isinstance(part, np.ndarray)]
+        inputs = reference_inputs(self.kind, clips) if clips else {}
         tokens = list(prompt)
         for _ in range(NUM_TOKENS):
             logits = self.model(input_ids=torch.tensor([tokens]), **inputs).logits[0, -1]
@@ -136,20 +136,20 @@ def test_tensor_parallel_models_hear_under_memory_pressure_and_crashes(tmp_path:
         assert_nothing_is_held(server)
 
 
-def test_a_prefix_with_the_same_sound_is_cached(server: Server) -> None:
+def test_a_prefix_with_the_same_audio_is_cached(server: Server) -> None:
     def num_cached(*parts: str | np.ndarray) -> int:
         status, answer = server.post("/v1/chat/completions", chat(*parts))
         assert status == 200, answer
         return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
 
     text = "the old tower " * 20
-    first, second = sound(21, 1.5), sound(22, 1.5)
+    first, second = clip(21, 1.5), clip(22, 1.5)
     assert num_cached(text, first, "fox") == 0
     assert num_cached(text, first, "dog") > num_cached(text, second, "dog") > 0
 
 
 def test_offline_callers_pass_arrays(model: Model) -> None:
-    samples = sound(7, 1.2)
+    samples = clip(7, 1.2)
     params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
     with LLM(str(model.path), dtype="float32") as llm:
         content = [{"type": "audio", "audio": (samples, 16_000)}, {"type": "text", "text": "fox"}]
@@ -176,9 +176,9 @@ def test_offline_callers_pass_arrays(model: Model) -> None:
 @pytest.mark.parametrize(
     ("part", "field", "message"),
     [
-        ({"data": encoded(sound(1, 2.1))}, ".data", "is 2.1 s long, but at most 2 s are allowed"),
-        ({"data": encoded(sound(1, 0.01))}, ".data", "is too short: it has 160 samples"),
-        ({"data": encoded(sound(1, 1.0))[:2000]}, ".data", "is truncated"),
+        ({"data": encoded(clip(1, 2.1))}, ".data", "is 2.1 s long, but at most 2 s are allowed"),
+        ({"data": encoded(clip(1, 0.01))}, ".data", "is too short: it has 160 samples"),
+        ({"data": encoded(clip(1, 1.0))[:2000]}, ".data", "is truncated"),
         ({"data": "aGVsbG8="}, ".data", "is not an audio file that can be read"),
         ({"data": "!!"}, ".data", "is not valid base64"),
         ({"data": ""}, ".data", "must be audio in base64"),
@@ -187,9 +187,7 @@ def test_offline_callers_pass_arrays(model: Model) -> None:
     ],
     ids=lambda value: str(value)[:30],
 )
-def test_bad_sounds_are_refused_by_name(
-    server: Server, part: Any, field: str, message: str
-) -> None:
+def test_bad_audio_is_refused_by_name(server: Server, part: Any, field: str, message: str) -> None:
     content = [{"type": "text", "text": "a"}, {"type": "input_audio", "input_audio": part}]
     body = {"messages": [{"role": "user", "content": content}]}
     status, answer = server.post("/v1/chat/completions", body)
@@ -200,10 +198,10 @@ def test_bad_sounds_are_refused_by_name(
     assert message in answer["error"]["message"]
 
 
-def test_too_many_sounds_and_remote_urls_are_rejected(server: Server) -> None:
-    status, answer = server.post("/v1/chat/completions", chat(*[sound(1, 0.5)] * 3))
+def test_too_many_audio_clips_and_remote_urls_are_rejected(server: Server) -> None:
+    status, answer = server.post("/v1/chat/completions", chat(*[clip(1, 0.5)] * 3))
     assert status == 400
-    assert "messages have 3 sounds, but at most 2 are allowed" in answer["error"]["message"]
+    assert "messages have 3 audio clips, but at most 2 are allowed" in answer["error"]["message"]
     url = {"type": "audio_url", "audio_url": {"url": "https://127.0.0.1/a.wav"}}
     status, answer = server.post(
         "/v1/chat/completions", {"messages": [{"role": "user", "content": [url]}]}

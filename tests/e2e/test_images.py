@@ -197,7 +197,7 @@ def test_offline_callers_pass_images(grid: Model) -> None:
         beams = BeamSearchParams(beam_width=2, max_tokens=2)
         with pytest.raises(ParameterError, match="is supported only by generate and chat"):
             llm.beam_search(prompt, beams)
-        with pytest.raises(ParameterError, match="must be images or sounds for a text prompt"):
+        with pytest.raises(ParameterError, match="must be images or audio for a text prompt"):
             llm.generate({"prompt": "a", "multi_modal_data": {"video": image}}, params)
 
 

@@ -128,11 +128,11 @@ def test_long_files_lose_and_double_no_words_even_if_the_worker_is_killed(
 ) -> None:
     pause = np.zeros(8000, np.float32)
     names = list(HEARD) * 4
-    sound = np.concatenate([part for name in names for part in (read(name), pause)])
-    assert len(sound) > 60 * 16_000
+    clip = np.concatenate([part for name in names for part in (read(name), pause)])
+    assert len(clip) > 60 * 16_000
     expected = " ".join(HEARD[name] for name in names)
     with client.audio.transcriptions.with_streaming_response.create(
-        model="tiny", file=file_of(sound), stream=True
+        model="tiny", file=file_of(clip), stream=True
     ) as response:
         lines = response.iter_lines()
         first = next(lines)
@@ -143,7 +143,7 @@ def test_long_files_lose_and_double_no_words_even_if_the_worker_is_killed(
     assert error_rate(text, expected) < 0.15
     server.wait_until_whole()
     verbose = client.audio.transcriptions.create(
-        model="tiny", file=file_of(sound), response_format="verbose_json"
+        model="tiny", file=file_of(clip), response_format="verbose_json"
     )
     assert error_rate(verbose.text, expected) < 0.15
     starts = [segment.start for segment in verbose.segments or ()]

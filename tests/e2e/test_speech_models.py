@@ -90,7 +90,7 @@ def client(server: Server) -> Any:
     return openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60).audio
 
 
-def sound(seed: int, seconds: float = 1.8) -> tuple[np.ndarray, tuple[str, bytes]]:
+def clip(seed: int, seconds: float = 1.8) -> tuple[np.ndarray, tuple[str, bytes]]:
     """Return samples of random tones, and the file of them."""
     random = np.random.default_rng(seed)
     times = np.arange(int(16_000 * seconds / 9)) / 16_000
@@ -104,7 +104,7 @@ def sound(seed: int, seconds: float = 1.8) -> tuple[np.ndarray, tuple[str, bytes
 def test_languages_are_detected_and_reported(audio: Any, reference: Reference) -> None:
     found = set()
     for seed in (0, 1, 3, 4):
-        samples, file = sound(seed)
+        samples, file = clip(seed)
         language = reference.language(samples)
         answer = audio.transcriptions.create(
             model="tiny", file=file, response_format="verbose_json"
@@ -118,14 +118,14 @@ def test_languages_are_detected_and_reported(audio: Any, reference: Reference) -
 
 @pytest.mark.parametrize("language", [*LANGUAGES, "French"])
 def test_a_given_language_is_not_detected(audio: Any, reference: Reference, language: str) -> None:
-    samples, file = sound(7)
+    samples, file = clip(7)
     answer = audio.transcriptions.create(model="tiny", file=file, language=language)
     code = language[:2].lower()
     assert answer.text == reference.text(samples, code, "transcribe")
 
 
 def test_translations_use_the_translate_task(audio: Any, reference: Reference) -> None:
-    samples, file = sound(8)
+    samples, file = clip(8)
     language = reference.language(samples)
     texts = [reference.text(samples, language, task) for task in ("translate", "transcribe")]
     assert texts[0] != texts[1]
@@ -133,8 +133,8 @@ def test_translations_use_the_translate_task(audio: Any, reference: Reference) -
     assert audio.transcriptions.create(model="tiny", file=file).text == texts[1]
 
 
-def test_transcription_prompt_precedes_the_sound(audio: Any, reference: Reference) -> None:
-    samples, file = sound(9)
+def test_transcription_prompt_precedes_the_audio(audio: Any, reference: Reference) -> None:
+    samples, file = clip(9)
     create = audio.transcriptions.create
     text = create(model="tiny", file=file, language="de", prompt="names of men").text
     assert text == reference.text(samples, "de", "transcribe", "names of men")
@@ -142,7 +142,7 @@ def test_transcription_prompt_precedes_the_sound(audio: Any, reference: Referenc
 
 
 def test_word_times_and_streams_contain_the_whole_text(audio: Any, server: Server) -> None:
-    _, file = sound(10, 3 * WINDOW_S)
+    _, file = clip(10, 3 * WINDOW_S)
     create = audio.transcriptions.create
     text = create(model="tiny", file=file).text
     events = list(create(model="tiny", file=file, stream=True))
@@ -161,13 +161,13 @@ def test_word_times_and_streams_contain_the_whole_text(audio: Any, server: Serve
 
 def test_unknown_languages_are_refused(audio: Any) -> None:
     with pytest.raises(openai.BadRequestError, match=re.escape('(de, en, fr), got "it"')):
-        audio.transcriptions.create(model="tiny", file=sound(1)[1], language="it")
+        audio.transcriptions.create(model="tiny", file=clip(1)[1], language="it")
 
 
-def test_moonshine_output_is_limited_by_the_length_of_the_sound(tmp_path: Path) -> None:
+def test_moonshine_output_is_limited_by_the_length_of_the_audio(tmp_path: Path) -> None:
     path, model = moonshine_directory(tmp_path)
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-    samples, file = sound(3, 2.5)
+    samples, file = clip(3, 2.5)
     start = model.config.decoder_start_token_id
     tokens = greedy(model, torch.from_numpy(samples)[None], [start], int(6.5 * 2.5))
     with Server(str(path), *FLAGS) as server:

@@ -1,4 +1,4 @@
-"""Tiny random models that read sounds, as files on disk, with a real tokenizer and transformers' features."""
+"""Tiny random models that read audio clips, as files on disk, with a real tokenizer and transformers' features."""
 
 from __future__ import annotations
 
@@ -93,11 +93,11 @@ def extractor(kind: str) -> Any:
     )
 
 
-def reference_inputs(kind: str, sounds: list[np.ndarray]) -> dict[str, torch.Tensor]:
-    """Return the inputs of transformers' model for sounds of 16 kHz, as its processor makes them."""
+def reference_inputs(kind: str, clips: list[np.ndarray]) -> dict[str, torch.Tensor]:
+    """Return the inputs of transformers' model for audio clips of 16 kHz, as its processor makes them."""
     if kind == "qwen2_audio":
         found = extractor(kind)(
-            sounds,
+            clips,
             sampling_rate=16_000,
             return_attention_mask=True,
             padding="max_length",
@@ -109,9 +109,9 @@ def reference_inputs(kind: str, sounds: list[np.ndarray]) -> dict[str, torch.Ten
         }
     window = 100 * WINDOW_S
     parts = []
-    for sound in sounds:
+    for clip in clips:
         found = extractor(kind)(
-            sound,
+            clip,
             sampling_rate=16_000,
             padding=True,
             truncation=False,

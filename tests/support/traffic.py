@@ -153,8 +153,8 @@ class Traffic:
         rng = self.rng
         groups = self.harness.scheduler.kv_cache_manager.groups
         if any(group.kind is AttentionKind.CROSS for group in groups) or rng.random() < 0.04:
-            sound = rng.choice((b"word", b"song"))
-            return [EncoderInput(0, 0, sha256(sound).digest(), rng.choice((1, 4)))]
+            clip = rng.choice((b"word", b"song"))
+            return [EncoderInput(0, 0, sha256(clip).digest(), rng.choice((1, 4)))]
         return self.encoder_inputs(length) if rng.random() < 0.2 else []
 
     def encoder_inputs(self, length: int) -> list[EncoderInput]:

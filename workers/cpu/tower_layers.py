@@ -1,6 +1,6 @@
 """The layers of a vision or audio tower as a native program.
 
-Shapes: P patches of an image (with the class token), or rows of a sound; D hidden size of the tower; F features.
+Shapes: P patches of an image (with the class token), or rows of an audio clip; D hidden size of the tower; F features.
 """
 
 from __future__ import annotations

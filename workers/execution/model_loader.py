@@ -72,7 +72,7 @@ class Model(Protocol):
         """The LoRA adapters that requests may use."""
 
     encoder: Encoder | None
-    """The encoder of images, sounds or sources; None if there is none, or this stage does not read its outputs."""
+    """The encoder of images, audio clips or sources; None if there is none, or this stage does not read its outputs."""
 
     placed: Placed | None
     """The encoder outputs that the tokens of the current step read, if any."""

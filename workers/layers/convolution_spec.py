@@ -6,7 +6,7 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class ConvolutionSpec:
-    """A convolution over the time of a sound, with `padding` zeros on both sides, and its activation.
+    """A convolution over the time of an audio clip, with `padding` zeros on both sides, and its activation.
 
     If `has_group_norm`, the result is normed over all channels and times.
     """

@@ -134,8 +134,8 @@ class LayerSpec:
 class SourceSpec:
     """The encoder of an encoder-decoder model, which computes at most `max_positions` outputs.
 
-    With `convolutions`, it starts from a sound with `num_inputs` features per frame instead of token ids. If
-    `has_positions`, a stored table of positions is added to their results, and a sound has as many outputs as the table
+    With `convolutions`, it starts from an audio clip with `num_inputs` features per frame instead of token ids. If
+    `has_positions`, a stored table of positions is added to their results, and a clip has as many outputs as the table
     has rows.
     """
 

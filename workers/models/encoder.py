@@ -1,4 +1,4 @@
-"""The interface of encoders, which turn images, sounds and source texts into outputs that a decoder reads."""
+"""The interface of encoders, which turn images, audio clips and source texts into outputs that a decoder reads."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class TorchDecoder(ABC):
     """The model's classification head, if it has one."""
 
     encoder: Encoder | None = None
-    """The encoder of the model's images, sounds or sources, if it has one."""
+    """The encoder of the model's images, audio clips or sources, if it has one."""
 
     is_foreign = False
     """True if the layers are computed by transformers' code instead of Engine's."""

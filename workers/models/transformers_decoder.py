@@ -101,7 +101,7 @@ class TransformersModel:
         except (ValueError, KeyError, TypeError, NotImplementedError, RuntimeError) as error:
             reason = f"{type(error).__name__}: {error}".partition("\n")[0]
             if "Unrecognized configuration class" in reason:
-                reason = f"it has no decoder for model_type {self.config.model_type!r} without images or sounds"
+                reason = f"it has no decoder for model_type {self.config.model_type!r} without images or audio"
             raise self._refusal(reason) from error
         self.spec = self._spec(output.last_hidden_state.shape[-1])
 

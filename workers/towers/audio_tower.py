@@ -1,4 +1,4 @@
-"""An audio tower, which turns the log-mel features of a sound into embeddings for the decoder.
+"""An audio tower, which turns the log-mel features of an audio clip into embeddings for the decoder.
 
 Shapes: C features of a frame, N frames, P rows (two frames each), D hidden size of the tower, F intermediate size, K
 outputs.
@@ -28,7 +28,7 @@ _decoder = msgspec.msgpack.Decoder(AudioPayload)
 class AudioTower:
     """The tower described by `spec` and its projection, in torch, with the layers that `make_layers` returns.
 
-    It computes one window at a time, so that results do not depend on other sounds.
+    It computes one window at a time, so that results do not depend on other audio clips.
 
     Raises:
         CheckpointError: A tensor is missing or has another shape.
@@ -78,23 +78,23 @@ class AudioTower:
             EngineError: The data are invalid, which a correct frontend never sends.
         """
         try:
-            sound = _decoder.decode(data)
+            clip = _decoder.decode(data)
         except msgspec.MsgspecError as error:
-            raise EngineError(f"an encoder input is not a sound: {error}") from error
-        dtype = torch.float16 if sound.is_float16 else torch.float32
-        expected = sound.num_mel_bins * sound.num_frames * dtype.itemsize
+            raise EngineError(f"an encoder input is not an audio clip: {error}") from error
+        dtype = torch.float16 if clip.is_float16 else torch.float32
+        expected = clip.num_mel_bins * clip.num_frames * dtype.itemsize
         after, most = self.spec.frames_after, self.spec.num_frames + self.spec.frames_after
-        has_shape = sound.num_mel_bins == self.spec.num_mel_bins
-        if not has_shape or not after < sound.num_frames <= most:
+        has_shape = clip.num_mel_bins == self.spec.num_mel_bins
+        if not has_shape or not after < clip.num_frames <= most:
             raise EngineError(
-                f"a sound has {sound.num_mel_bins} mel bins and {sound.num_frames} frames, but the model "
+                f"an audio clip has {clip.num_mel_bins} mel bins and {clip.num_frames} frames, but the model "
                 f"needs {self.spec.num_mel_bins} bins and at most {most} frames"
             )
-        if len(sound.features) != expected:
-            raise EngineError(f"a sound has {len(sound.features)} bytes, expected {expected}")
+        if len(clip.features) != expected:
+            raise EngineError(f"an audio clip has {len(clip.features)} bytes, expected {expected}")
         # Copy the features, because torch requires a writable array, and the bytes of the message are read-only.
-        features = torch.frombuffer(bytearray(sound.features), dtype=dtype)
-        features_CN = features.view(sound.num_mel_bins, -1).to(self._device, self._dtype)
+        features = torch.frombuffer(bytearray(clip.features), dtype=dtype)
+        features_CN = features.view(clip.num_mel_bins, -1).to(self._device, self._dtype)
         with torch_threads(self._device, self._num_threads):
             return self._encode(features_CN)
 

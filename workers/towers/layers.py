@@ -1,6 +1,6 @@
 """The layers of a vision or audio tower, and their implementation in torch.
 
-Shapes: P patches of an image (with the class token), or rows of a sound; D hidden size of the tower, F intermediate
+Shapes: P patches of an image (with the class token), or rows of a clip; D hidden size of the tower, F intermediate
 size, H heads, K head dimension.
 """
 

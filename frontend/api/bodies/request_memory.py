@@ -97,7 +97,7 @@ class MemoryLease:
             self._memory.mark_complete(self._num_counted)
 
     def count_media(self, num_bytes: int) -> None:
-        """Count the bytes of a request's images or sounds, after its body is complete.
+        """Count the bytes of a request's images or audio, after its body is complete.
 
         Raises:
             APIError: There is not enough memory (503).

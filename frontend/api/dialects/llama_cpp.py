@@ -259,7 +259,7 @@ class LlamaDescription:
                 "model_path": model.model,
                 "modalities": {
                     "vision": model.images is not None and serving.media is not None,
-                    "audio": model.sounds is not None,
+                    "audio": model.chat_audio is not None,
                 },
                 "chat_template": source,
                 "bos_token": tokenizer.bos_token or "",

@@ -167,7 +167,7 @@ class ChatCompletions(Endpoint[ChatCompletionRequest]):
         if chat.encoder_inputs and len(token_ids) < len(chat.token_ids):
             raise bad_request(
                 "truncate_prompt_tokens",
-                "truncate_prompt_tokens cannot cut a prompt with images or sounds; send fewer messages",
+                "truncate_prompt_tokens cannot cut a prompt with images or audio; send fewer messages",
             )
         prompt = PreparedPrompt(
             token_ids,

@@ -132,11 +132,11 @@ class Transcriptions:
 
         async def work(on_text: TextReceiver | None) -> Transcript:
             limit = self._serving.config.frontend.max_audio_s
-            sound = await transcriber.open(bytes(file), FILE, limit)
+            clip = await transcriber.open(bytes(file), FILE, limit)
             from ...media.transcription.decoding import Submission
 
             submission = Submission(base, start, raise_if_failed)
-            transcript = await transcriber.transcribe(sound, plan.options, submission, on_text)
+            transcript = await transcriber.transcribe(clip, plan.options, submission, on_text)
             engine.metrics.record_audio(core_index, transcript.duration)
             return transcript
 

@@ -269,7 +269,7 @@ class TranslationRequest(msgspec.Struct, kw_only=True):
     prompt: str | None = None
     response_format: str | None = None
     temperature: float | None = None
-    # The language of the sound; detected if absent.
+    # The language of the clip; detected if absent.
     language: str | None = None
     seed: Int | None = None
     priority: Int | None = None
@@ -283,7 +283,7 @@ class TranscriptionRequest(TranslationRequest, kw_only=True):
     timestamp_granularities: list[str] | None = None
     stream: bool | None = None
     include: list[str] | None = None
-    # Long sounds are always split at quiet places.
+    # Long audio clips are always split at quiet places.
     chunking_strategy: str | None = None
 
 

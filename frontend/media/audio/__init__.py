@@ -1,1 +1,1 @@
-"""Sounds in requests: decode and resample them, cut them into windows, and compute the features that a model reads."""
+"""Audio in requests: decode and resample it, cut it into windows, and compute the features that a model reads."""

@@ -1,4 +1,4 @@
-"""Sounds that callers in this process pass as arrays."""
+"""Audio clips that callers in this process pass as arrays."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from .resample import MAX_RATE, MIN_RATE, Resampler
 def mono_samples(
     samples: npt.ArrayLike, rate: int, to_rate: int, where: str, max_seconds: float, limit: str
 ) -> Float32Array:
-    """Return a sound as mono samples of another rate, float32 [M].
+    """Return an audio clip as mono samples of another rate, float32 [M].
 
     Args:
-        samples: The sound, shape [N] or [N, channels]: floats in [-1, 1] or signed integers.
+        samples: The clip, shape [N] or [N, channels]: floats in [-1, 1] or signed integers.
         rate: Its rate in Hz.
         to_rate: The rate of the result.
         where: The name of the field in errors.
@@ -26,11 +26,11 @@ def mono_samples(
         limit: A description of the limit that determines `max_seconds`.
 
     Raises:
-        ParameterError: The shape or the rate is invalid, or the sound is too long.
+        ParameterError: The shape or the rate is invalid, or the clip is too long.
     """
     found: npt.NDArray[Any] = np.asarray(samples)
-    is_sound = found.ndim in (1, 2) and found.size > 0 and found.dtype.kind in "fi"
-    if not is_sound or not MIN_RATE <= rate <= MAX_RATE:
+    is_audio = found.ndim in (1, 2) and found.size > 0 and found.dtype.kind in "fi"
+    if not is_audio or not MIN_RATE <= rate <= MAX_RATE:
         raise ParameterError(
             where,
             f"must be samples of shape [N] or [N, channels] and a rate from {MIN_RATE} to {MAX_RATE} Hz, "
@@ -47,8 +47,8 @@ def mono_samples(
     return Resampler(rate, to_rate).feed(mono, is_end=True)
 
 
-class ArraySound:
-    """A sound of mono samples in memory. It is read once, from its start."""
+class AudioArray:
+    """An audio clip of mono samples in memory. It is read once, from its start."""
 
     def __init__(self, samples: Float32Array) -> None:
         self._left = samples

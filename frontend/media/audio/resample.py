@@ -1,4 +1,4 @@
-"""Change the sample rate of a sound."""
+"""Change the sample rate of an audio clip."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ _ROLLOFF: Final = 0.94
 
 
 class Resampler:
-    """Resamples a sound that arrives in blocks, with a windowed sinc filter.
+    """Resamples an audio clip that arrives in blocks, with a windowed sinc filter.
 
     Each output is a weighted sum of the inputs around it. The outputs are computed as rows of one matrix product. A row
     of `columns` outputs reads `rows_step` inputs, and those within the filter's reach on both sides.
 
     Args:
-        from_rate: The rate of the sound in Hz, from `MIN_RATE` to `MAX_RATE`.
+        from_rate: The rate of the clip in Hz, from `MIN_RATE` to `MAX_RATE`.
         to_rate: The rate of the result in Hz.
     """
 
@@ -48,7 +48,7 @@ class Resampler:
         if self._is_same:
             return
         self._filter, self._step, self._reach = _filter(ratio.numerator, ratio.denominator)
-        # The sound is treated as silent before its first sample and after its last.
+        # The clip is treated as silent before its first sample and after its last.
         self._kept = np.zeros(self._reach, np.float32)
         self._num_inputs = self._num_outputs = 0
 
@@ -75,7 +75,7 @@ class Resampler:
         return outputs
 
     def _num_wanted(self) -> int:
-        """Return the number of outputs for the whole sound, rounded up."""
+        """Return the number of outputs for the whole clip, rounded up."""
         return -(-self._num_inputs * self._ratio.numerator // self._ratio.denominator)
 
 

@@ -1,4 +1,4 @@
-"""Cut a sound at quiet places into windows of the length that a model reads."""
+"""Cut an audio clip at quiet places into windows of the length that a model reads."""
 
 from __future__ import annotations
 
@@ -22,35 +22,35 @@ A pause between sentences is longer, one within a word shorter.
 
 
 class Samples(Protocol):
-    """A sound that is read once, from its start."""
+    """An audio clip that is read once, from its start."""
 
     def read(self, num_samples: int) -> Float32Array:
         """Return at least `num_samples` of the next samples; fewer only at the end."""
 
     def close(self) -> None:
-        """Release the resources that are held for the rest of the sound."""
+        """Release the resources that are held for the rest of the clip."""
 
 
 class Window(NamedTuple):
-    """A part of a sound: its samples, and the position of its first sample in the sound."""
+    """A part of an audio clip: its samples, and the position of its first sample in the clip."""
 
     start: int
     samples: Float32Array
 
 
 class Windows:
-    """Cuts a sound into successive windows, so that no word is cut.
+    """Cuts an audio clip into successive windows, so that no word is cut.
 
     A cut is at the middle of the longest quiet place in the last third of the longest possible window.
 
     Args:
-        sound: The sound.
-        rate: The rate of the sound in Hz.
+        clip: The clip.
+        rate: The rate of the clip in Hz.
         max_seconds: The maximum length of a window in seconds.
     """
 
-    def __init__(self, sound: Samples, rate: int, max_seconds: float) -> None:
-        self._sound = sound
+    def __init__(self, clip: Samples, rate: int, max_seconds: float) -> None:
+        self._clip = clip
         self._frame = round(_FRAME_S * rate)
         self._max_samples = int(max_seconds * rate)
         self._kept = np.zeros(0, np.float32)
@@ -61,12 +61,12 @@ class Windows:
         """Return the next window; None after the last.
 
         Raises:
-            ParameterError: The sound is damaged or too long.
+            ParameterError: The clip is damaged or too long.
         """
         # One more sample shows whether this is the last window.
         missing = self._max_samples + 1 - len(self._kept)
         if missing > 0 and not self._is_ended:
-            read = self._sound.read(missing)
+            read = self._clip.read(missing)
             self._is_ended = len(read) < missing
             self._kept = np.concatenate((self._kept, read))
         if not len(self._kept):

@@ -1,1 +1,1 @@
-"""Decode images, videos and sounds in disposable processes, because files from clients may crash a decoder."""
+"""Decode images, videos and audio in disposable processes, because files from clients may crash a decoder."""

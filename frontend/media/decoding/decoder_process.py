@@ -26,8 +26,8 @@ from ..media_reader import MediaReader, PreparedImage
 from .limits import DecoderLimits
 from .messages import (
     DocumentText,
+    OpenAudio,
     Opened,
-    OpenSound,
     Prepared,
     ReadDocument,
     ReadImage,
@@ -45,14 +45,14 @@ _LIBRARIES: Final = ("av", "pypdf", "soundfile")
 
 
 class _Child:
-    """Serves one client: images and videos one after another, and one sound at a time."""
+    """Serves one client: images and videos one after another, and one clip at a time."""
 
     def __init__(
         self, client: socket.socket, reader: MediaReader | None, limits: DecoderLimits
     ) -> None:
         self._client = client
         self._reader, self._limits = reader, limits
-        self._sound: AudioReader | None = None
+        self._clip: AudioReader | None = None
 
     def run(self) -> NoReturn:
         """Serve requests until the client closes the socket, then exit."""
@@ -79,15 +79,15 @@ class _Child:
                     if not source.is_list:
                         [given] = given
                     return _reply(self._reader.read_video(given, sampling, where))
-                case OpenSound(where, rate, max_seconds, limit, size):
+                case OpenAudio(where, rate, max_seconds, limit, size):
                     data = content.read(size)
-                    self._sound = AudioReader(data, where, rate, max_seconds, limit)
+                    self._clip = AudioReader(data, where, rate, max_seconds, limit)
                     return Opened(), ()
                 case ReadSamples(_, num_samples):
-                    assert self._sound is not None
-                    samples = self._sound.read(num_samples)
+                    assert self._clip is not None
+                    samples = self._clip.read(num_samples)
                     if len(samples) < num_samples:
-                        self._sound = None
+                        self._clip = None
                     return Opened(samples.nbytes), (samples.data,)
                 case ReadDocument(where, size, max_characters):
                     text = read_pdf(content.read(size), where, max_characters).encode()

@@ -8,11 +8,11 @@ from typing import Final
 import msgspec
 
 MAX_PROCESSES: Final = 4
-"""Maximum number of files that are decoded at the same time (except long sounds), and of idle processes."""
+"""Maximum number of files that are decoded at the same time (except long audio clips), and of idle processes."""
 
 
 class DecoderLimits(msgspec.Struct, frozen=True):
-    """Limits on an image, a video or a part of a sound.
+    """Limits on an image, a video or a part of an audio clip.
 
     Attributes:
         cpu_s: The maximum processor time in seconds.

@@ -14,7 +14,7 @@ from .limits import DecoderLimits
 
 
 class Setup(msgspec.Struct):
-    """The settings with which the processes are started. `reader` is None for a model that reads only sounds."""
+    """The settings with which the processes are started. `reader` is None for a model that reads only audio clips."""
 
     reader: ReaderConfig | None
     limits: DecoderLimits
@@ -47,8 +47,8 @@ class ReadVideo(msgspec.Struct, tag=2, array_like=True):
     sampling: Sampling
 
 
-class OpenSound(msgspec.Struct, tag=3, array_like=True):
-    """A request to open a sound, which is the content, and resample it to `rate`. The reply is Opened or Refused.
+class OpenAudio(msgspec.Struct, tag=3, array_like=True):
+    """A request to open an audio clip, which is the content, and resample it to `rate`. The reply is Opened or Refused.
 
     `limit` describes the limit that determines `max_seconds`. `size` is the size of the content in bytes.
     """
@@ -61,7 +61,7 @@ class OpenSound(msgspec.Struct, tag=3, array_like=True):
 
 
 class ReadSamples(msgspec.Struct, tag=4, array_like=True):
-    """A request to read at least `num_samples` samples of the open sound. The reply is Opened or Refused."""
+    """A request to read at least `num_samples` samples of the open clip. The reply is Opened or Refused."""
 
     where: str
     num_samples: int
@@ -80,7 +80,7 @@ class Prepared(msgspec.Struct, tag=5, array_like=True):
 
 
 class Opened(msgspec.Struct, tag=6, array_like=True):
-    """The reply with the next samples of a sound. The content is the samples as float32, with this size in bytes."""
+    """The reply with the next samples of a clip. The content is the samples as float32, with this size in bytes."""
 
     size: int = 0
 
@@ -109,7 +109,7 @@ class DocumentText(msgspec.Struct, tag=9, array_like=True):
     size: int
 
 
-Request: TypeAlias = ReadImage | ReadVideo | OpenSound | ReadSamples | ReadDocument
+Request: TypeAlias = ReadImage | ReadVideo | OpenAudio | ReadSamples | ReadDocument
 Reply: TypeAlias = Prepared | Opened | Refused | DocumentText | Exited
 
 decode_request: Final = msgspec.msgpack.Decoder(Request).decode

@@ -22,8 +22,8 @@ from ..media_reader import PreparedImage, ReaderConfig
 from .limits import MAX_PROCESSES, DecoderLimits
 from .messages import (
     DocumentText,
+    OpenAudio,
     Opened,
-    OpenSound,
     Prepared,
     ReadDocument,
     ReadImage,
@@ -109,8 +109,8 @@ class _Process:
         raise _Lost(self._limits.describe_exit(signum), is_early=is_early)
 
 
-class IsolatedSound:
-    """A sound that is decoded by its own process, until its end or until it is closed."""
+class IsolatedAudio:
+    """An audio clip that is decoded by its own process, until its end or until it is closed."""
 
     def __init__(self, pool: MediaProcesses, process: _Process, where: str) -> None:
         self._pool, self._where = pool, where
@@ -140,7 +140,7 @@ class IsolatedSound:
                 self._process = None
 
     def close(self) -> None:
-        """End the process, unless it has reached the end of the sound."""
+        """End the process, unless it has reached the end of the clip."""
         if self._process is not None:
             self._process.close()
             self._process = None
@@ -154,7 +154,7 @@ class MediaProcesses:
     ends for an unknown reason, or the forking process ends, the file is sent to a new process.
 
     Args:
-        reader: How the model reads images; None if it reads only sounds.
+        reader: How the model reads images; None if it reads only audio clips.
         limits: Limits on the time and memory of decoding a file.
     """
 
@@ -227,11 +227,11 @@ class MediaProcesses:
         finally:
             self.put_back(process)
 
-    def open_sound(self, data: bytes, opening: OpenSound) -> IsolatedSound:
-        """Return a sound, which occupies a process until it is closed.
+    def open_audio(self, data: bytes, opening: OpenAudio) -> IsolatedAudio:
+        """Return an audio clip, which occupies a process until it is closed.
 
         Raises:
-            ParameterError: The sound cannot be read, or is too long.
+            ParameterError: The clip cannot be read, or is too long.
         """
         opening = msgspec.structs.replace(opening, size=len(data))
         process, reply, content = self._exchange(opening, [data])
@@ -241,7 +241,7 @@ class MediaProcesses:
         except BaseException:
             self.put_back(process)
             raise
-        return IsolatedSound(self, process, opening.where)
+        return IsolatedAudio(self, process, opening.where)
 
     def put_back(self, process: _Process) -> None:
         """Keep an idle process for the next file, or end it if there are enough."""
@@ -270,7 +270,7 @@ class MediaProcesses:
 
     def _exchange(
         self,
-        request: ReadImage | ReadVideo | OpenSound | ReadDocument,
+        request: ReadImage | ReadVideo | OpenAudio | ReadDocument,
         parts: Sequence[bytes | memoryview],
     ) -> tuple[_Process, Reply, SharedContent]:
         """Return a process, its reply and the content of the reply.

@@ -1,1 +1,1 @@
-"""Transcription: turn sounds into text with a speech model, with segments, word times and subtitles."""
+"""Transcription: turn audio clips into text with a speech model, with segments, word times and subtitles."""

@@ -66,7 +66,7 @@ class DecoderPrompts:
         return prompt
 
     def align(self, language: str, token_ids: Sequence[int]) -> tuple[list[int], int]:
-        """Return the prompt for the alignment of a text with its sound, and the row of the text's first token.
+        """Return the prompt for the alignment of a text with its clip, and the row of the text's first token.
 
         The cross-attention of this prompt shows the time of each token.
         """
@@ -76,7 +76,7 @@ class DecoderPrompts:
     def max_tokens(
         self, options: TranscriptionOptions, prompt: Sequence[int], seconds: float
     ) -> int:
-        """Return the maximum number of text tokens for a sound of `seconds` seconds after a prompt."""
+        """Return the maximum number of text tokens for an audio clip of `seconds` seconds after a prompt."""
         most = self._max_model_len - len(prompt)
         if options.has_words:
             # For the alignment, the text is read again after the longest prompt without earlier text, and an end token

@@ -1,4 +1,4 @@
-"""Decode the windows of one sound with a speech model: language, text, silence and word times."""
+"""Decode the windows of one clip with a speech model: language, text, silence and word times."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Submission:
 
 
 class WindowDecoder:
-    """Decodes the windows of one sound. Several may be decoded at the same time.
+    """Decodes the windows of one clip. Several may be decoded at the same time.
 
     Attributes:
         language: The code of the spoken language; "" until `detect_language` or the caller sets it.

@@ -58,7 +58,7 @@ class Segment(msgspec.Struct):
 
 
 class DecodedWindow(msgspec.Struct):
-    """The text that a model wrote for one window of a sound.
+    """The text that a model wrote for one window of an audio clip.
 
     Attributes:
         start: The start of the window in seconds.
@@ -69,7 +69,7 @@ class DecodedWindow(msgspec.Struct):
         mean_logprob: The mean log-probability of the tokens and the end.
         no_speech_prob: The probability that nobody speaks; 0 if it was not computed.
         logprobs: The log-probability of each token.
-        words: The words with their times in the sound, if they were requested.
+        words: The words with their times in the clip, if they were requested.
     """
 
     start: float

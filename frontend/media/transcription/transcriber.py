@@ -1,4 +1,4 @@
-"""Transcribe a sound: cut it into windows, decode several windows at the same time, and join their texts in order."""
+"""Transcribe audio: cut it into windows, decode several windows at the same time, and join their texts in order."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ...client.executor import ThreadExecutor
 from ...tokenizer.tokenizer import Tokenizer
 from ..audio.log_mel import log_mel
 from ..audio.windows import Samples, Window, Windows
-from ..decoding.messages import OpenSound
+from ..decoding.messages import OpenAudio
 from ..decoding.processes import MediaProcesses
 from .decoder_prompt import DecoderPrompts
 from .decoding import Deltas, Submission, WindowDecoder
@@ -28,12 +28,12 @@ from .options import TranscriptionOptions
 from .segments import DecodedWindow, Segment, Word, split_segments
 
 WINDOWS_AT_ONCE: Final = 8
-"""Maximum windows of one sound that are decoded at the same time. The limit bounds the memory of long sounds."""
+"""Maximum windows of one clip that are decoded at the same time. The limit bounds the memory of long audio clips."""
 
 MAX_WINDOWS: Final = 32
-"""Windows of all sounds that are decoded at the same time. One of 30 s takes 3 MB."""
+"""Windows of all audio clips that are decoded at the same time. One of 30 s takes 3 MB."""
 
-MAX_SOUNDS: Final = 8
+MAX_CLIPS: Final = 8
 """Number of files that are read at the same time, each in its own process. A short file is read in one call."""
 
 TextReceiver: TypeAlias = Callable[[str, list[PositionLogprobs]], Awaitable[None]]
@@ -44,11 +44,11 @@ _encoder = msgspec.msgpack.Encoder()
 
 @dataclass(slots=True)
 class Transcript:
-    """The transcript of one sound.
+    """The transcript of one clip.
 
     Attributes:
         language: The code of the spoken language.
-        duration: The length of the sound in seconds.
+        duration: The length of the clip in seconds.
         text: The text.
         segments: The segments, if they were requested.
         words: The words, if they were requested.
@@ -72,27 +72,27 @@ class _Job:
     deltas: Deltas
 
 
-class _CountedSound:
-    """A sound that counts as being read until it ends or is closed.
+class _CountedAudio:
+    """An audio clip that counts as being read until it ends or is closed.
 
     It may be read in any thread, and is created on the event loop.
     """
 
-    def __init__(self, sound: Samples, room: asyncio.Semaphore) -> None:
-        self._sound = sound
+    def __init__(self, clip: Samples, room: asyncio.Semaphore) -> None:
+        self._clip = clip
         self._room: asyncio.Semaphore | None = room
         self._loop = asyncio.get_running_loop()
 
     def read(self, num_samples: int) -> Float32Array:
         """Return at least this many of the next samples, or fewer at the end."""
-        samples = self._sound.read(num_samples)
+        samples = self._clip.read(num_samples)
         if len(samples) < num_samples:
             self._loop.call_soon_threadsafe(self._leave)
         return samples
 
     def close(self) -> None:
-        """Release what is held for the rest of the sound. It must be called on the event loop."""
-        self._sound.close()
+        """Release what is held for the rest of the clip. It must be called on the event loop."""
+        self._clip.close()
         self._leave()
 
     def _leave(self) -> None:
@@ -102,7 +102,7 @@ class _CountedSound:
 
 
 class Transcriber:
-    """Transcribes sounds with one model. Files are decoded in separate processes."""
+    """Transcribes audio clips with one model. Files are decoded in separate processes."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class Transcriber:
         self._prompts = DecoderPrompts(model, audio, tokenizer)
         self._processes = MediaProcesses()
         self._executor = executor.create_separate()
-        self._room_for_sounds = asyncio.Semaphore(MAX_SOUNDS)
+        self._room_for_clips = asyncio.Semaphore(MAX_CLIPS)
         self._room_for_windows = asyncio.Semaphore(MAX_WINDOWS)
 
     def start(self) -> None:
@@ -136,37 +136,37 @@ class Transcriber:
         Raises:
             ParameterError: The file cannot be read, or is too long; `where` names the field.
         """
-        opening = OpenSound(where, self._audio.sampling_rate, max_seconds)
-        await self._room_for_sounds.acquire()
+        opening = OpenAudio(where, self._audio.sampling_rate, max_seconds)
+        await self._room_for_clips.acquire()
         try:
-            sound = await self._executor.in_thread(self._processes.open_sound, data, opening)
+            clip = await self._executor.in_thread(self._processes.open_audio, data, opening)
         except BaseException:
-            self._room_for_sounds.release()
+            self._room_for_clips.release()
             raise
-        return _CountedSound(sound, self._room_for_sounds)
+        return _CountedAudio(clip, self._room_for_clips)
 
     async def transcribe(
         self,
-        sound: Samples,
+        clip: Samples,
         options: TranscriptionOptions,
         submission: Submission,
         on_text: TextReceiver | None = None,
     ) -> Transcript:
-        """Return the transcript of a sound.
+        """Return the transcript of an audio clip.
 
         Args:
-            sound: The sound, which is closed afterwards.
+            clip: The clip, which is closed afterwards.
             options: The options of the transcription.
             submission: How sequences are submitted to the engine.
             on_text: Receives the text as it is generated.
 
         Raises:
-            ParameterError: The sound is damaged or too long.
+            ParameterError: The clip is damaged or too long.
         """
         decoder = WindowDecoder(self._audio, self._prompts, self._tokenizer, options, submission)
         transcript = Transcript()
         try:
-            async with aclosing(self._jobs(sound, decoder)) as jobs:
+            async with aclosing(self._jobs(clip, decoder)) as jobs:
                 async for job in jobs:
                     while (delta := await job.deltas.get()) is not None:
                         if on_text is not None:
@@ -177,14 +177,14 @@ class Transcriber:
                     if decoded is not None:
                         self._append(transcript, decoded, options)
         finally:
-            sound.close()
+            clip.close()
         transcript.language = decoder.language
         transcript.text = transcript.text.strip()
         return transcript
 
-    async def _jobs(self, sound: Samples, decoder: WindowDecoder) -> AsyncGenerator[_Job]:
-        """Yield the windows of a sound in order, while later windows are already being decoded."""
-        windows = Windows(sound, self._audio.sampling_rate, self._audio.chunk_seconds)
+    async def _jobs(self, clip: Samples, decoder: WindowDecoder) -> AsyncGenerator[_Job]:
+        """Yield the windows of an audio clip in order, while later windows are already being decoded."""
+        windows = Windows(clip, self._audio.sampling_rate, self._audio.chunk_seconds)
         queue: asyncio.Queue[_Job | None] = asyncio.Queue()
         room = asyncio.Semaphore(WINDOWS_AT_ONCE)
         num_held = 0

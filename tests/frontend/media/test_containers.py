@@ -23,7 +23,7 @@ QWEN3 = VideoProcessor(
 FILES = (("mp4", "libx264"), ("webm", "libvpx-vp9"), ("matroska", "mpeg4"))
 
 
-def write_sound():
+def write_clip():
     file = io.BytesIO()
     with av.open(file, "w", format="matroska") as container:
         stream = container.add_stream("pcm_s16le", rate=8000, layout="mono")
@@ -96,7 +96,7 @@ def _damaged():
         (lambda: b"\0\0\0\x1cftypisom", "is not a video that can be read"),
         (lambda: b"\x1a\x45\xdf\xa3" + bytes(100), "is not a video that can be read"),
         (_damaged, "is (damaged|not a video that can be read)"),
-        (write_sound, "has no video track"),
+        (write_clip, "has no video track"),
         (
             lambda: write_video("matroska", "ffv1", 3),
             "with the codec ffv1; supported codecs are H.264",

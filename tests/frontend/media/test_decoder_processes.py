@@ -18,7 +18,7 @@ import pytest
 import soundfile
 from engine.frontend.media.audio.decode import AudioReader
 from engine.frontend.media.decoding.limits import DecoderLimits
-from engine.frontend.media.decoding.messages import OpenSound
+from engine.frontend.media.decoding.messages import OpenAudio
 from engine.frontend.media.decoding.processes import MediaProcesses
 from engine.frontend.media.frame_sampling import Sampling
 from engine.frontend.media.media_reader import MediaReader, ReaderConfig
@@ -154,25 +154,25 @@ def test_videos_are_read_or_refused_as_in_the_same_process(pool: MediaProcesses)
             assert outcome(pool.read_video, source, sampling, WHERE) == expected
 
 
-def test_sounds_are_read_in_pieces_or_refused(pool: MediaProcesses) -> None:
+def test_audio_is_read_in_pieces_or_refused(pool: MediaProcesses) -> None:
     file = io.BytesIO()
     soundfile.write(file, np.sin(np.arange(30_000) / 9), 22_050, format="FLAC")
     data = file.getvalue()
 
-    def read(open_sound: Any) -> Any:
-        sound = open_sound()
-        pieces = [sound.read(9000)]
+    def read(open_audio: Any) -> Any:
+        clip = open_audio()
+        pieces = [clip.read(9000)]
         while len(pieces[-1]) >= 9000:
-            pieces.append(sound.read(9000))
+            pieces.append(clip.read(9000))
         return [piece.tobytes() for piece in pieces]
 
     for given, seconds in ((data, 60.0), (data[:3000], 60.0), (data, 1.0), (b"RIFF", 60.0)):
         expected = outcome(read, lambda g=given, s=seconds: AudioReader(g, "file", 16_000, s))
-        opening = OpenSound("file", 16_000, seconds)
-        assert outcome(read, lambda g=given, o=opening: pool.open_sound(g, o)) == expected
+        opening = OpenAudio("file", 16_000, seconds)
+        assert outcome(read, lambda g=given, o=opening: pool.open_audio(g, o)) == expected
     process = only_decoder()
-    with closing(pool.open_sound(data, OpenSound("file", 16_000, 60.0))) as sound:
-        sound.read(10)
+    with closing(pool.open_audio(data, OpenAudio("file", 16_000, 60.0))) as clip:
+        clip.read(10)
     assert eventually(lambda: not is_running(process.pid))
 
 

@@ -1,4 +1,4 @@
-"""Models that read sounds give the logits of transformers."""
+"""Models that read audio clips give the logits of transformers."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 from engine.frontend.client.executor import ThreadExecutor
-from engine.frontend.media.chat_sounds import ChatSounds
-from engine.frontend.model_source.sounds import read_sound_processor
+from engine.frontend.media.chat_audio import ChatAudio
+from engine.frontend.model_source.chat_audio import read_chat_audio
 from engine.frontend.tokenizer.load import load_tokenizer
 from engine.frontend.tokenizer.tokenizer import Tokenizer
 from engine.protocol.checkpoint.config_fields import ConfigFields
@@ -40,35 +40,35 @@ def tone(seed: int, seconds: float) -> np.ndarray:
     return (0.3 * random.standard_normal(int(16_000 * seconds))).astype(np.float32)
 
 
-def chat_sounds(path: Path, executor: ThreadExecutor) -> tuple[ChatSounds, Tokenizer]:
-    """Return what a frontend uses to put sounds into prompts of this model."""
+def chat_audio(path: Path, executor: ThreadExecutor) -> tuple[ChatAudio, Tokenizer]:
+    """Return what a frontend uses to put audio clips into prompts of this model."""
     tokenizer = load_tokenizer(str(path))
     config = ConfigFields.read(path / "config.json")
-    sounds = read_sound_processor(path, config, config.required_section("text_config"))
+    clips = read_chat_audio(path, config, config.required_section("text_config"))
     settings: Any = SimpleNamespace(
-        model=SimpleNamespace(sounds=sounds, max_model_len=1024),
-        frontend=SimpleNamespace(max_sounds=4, max_audio_s=60.0, allowed_media_domains=()),
+        model=SimpleNamespace(chat_audio=clips, max_model_len=1024),
+        frontend=SimpleNamespace(max_audio_clips=4, max_audio_s=60.0, allowed_media_domains=()),
     )
-    return ChatSounds(settings, tokenizer, executor), tokenizer
+    return ChatAudio(settings, tokenizer, executor), tokenizer
 
 
 @pytest.mark.parametrize("load", [load_decoder, load_native_decoder])
 def test_logits_equal_those_of_transformers(model: Any, load: Any) -> None:
     kind, path, reference = model
-    # One sound is shorter than a window, one has an odd number of frames, and one has several windows.
+    # One clip is shorter than a window, one has an odd number of frames, and one has several windows.
     lengths = (0.7, 1.515, 2.0) if kind == "qwen2_audio" else (0.7, 5.1)
-    sounds = [tone(seed, seconds) for seed, seconds in enumerate(lengths)]
+    clips = [tone(seed, seconds) for seed, seconds in enumerate(lengths)]
     executor = ThreadExecutor()
-    places, tokenizer = chat_sounds(path, executor)
-    found = [places.wrap((sound, 16_000), "audio") for sound in sounds]
+    places, tokenizer = chat_audio(path, executor)
+    found = [places.wrap((clip, 16_000), "audio") for clip in clips]
     prepared = asyncio.run(places.prepare(found))
-    text = "the quick" + f"{MARKS[kind]} brown fox".join([""] + [""] * len(sounds)) + " jumps"
+    text = "the quick" + f"{MARKS[kind]} brown fox".join([""] + [""] * len(clips)) + " jumps"
     _, token_ids, inputs = places.encode(text, prepared, lambda t: (t, tokenizer.encode(t)))
     executor.close()
     prompt = list(token_ids)
     with torch.inference_mode():
         expected = reference(
-            input_ids=torch.tensor([prompt]), **reference_inputs(kind, sounds)
+            input_ids=torch.tensor([prompt]), **reference_inputs(kind, clips)
         ).logits[0]
     decoder = load(path, max_model_len=512)
     tower = AudioTower(
@@ -87,7 +87,7 @@ def test_logits_equal_those_of_transformers(model: Any, load: Any) -> None:
         row += item.size
     runner = Runner(decoder, 1, max_tokens=512)
     outputs = []
-    # The first chunk ends within the first sound.
+    # The first chunk ends within the first clip.
     cuts = [0, inputs[0].position + 3, inputs[-1].position + 2, len(prompt)]
     for start, end in pairwise(cuts):
         decoder.placed = Placed(rows[start:end].copy(), torch.cat(encoded))
@@ -95,17 +95,17 @@ def test_logits_equal_those_of_transformers(model: Any, load: Any) -> None:
     torch.testing.assert_close(torch.cat(outputs), expected, atol=1e-4, rtol=1e-4)
 
 
-def test_damaged_sounds_are_errors(model: Any) -> None:
+def test_damaged_audio_is_an_error(model: Any) -> None:
     _, path, _ = model
     spec = model_spec(open_checkpoint(path).config, path).encoder
     tower = AudioTower(spec, open_checkpoint(path), CPU, torch.float32)
     features = bytes(4 * spec.num_mel_bins * 10)
-    for sound in (
+    for clip in (
         AudioPayload(spec.num_mel_bins, 11, features),
         AudioPayload(spec.num_mel_bins + 1, 10, features),
         AudioPayload(spec.num_mel_bins, 1000, features * 100),
     ):
-        with pytest.raises(EngineError, match="a sound has"):
-            tower.encode(msgspec.msgpack.encode(sound))
-    with pytest.raises(EngineError, match="is not a sound"):
+        with pytest.raises(EngineError, match="an audio clip has"):
+            tower.encode(msgspec.msgpack.encode(clip))
+    with pytest.raises(EngineError, match="is not an audio clip"):
         tower.encode(b"nothing")

@@ -1,4 +1,4 @@
-"""Load the encoders of images, sounds and source texts."""
+"""Load the encoders of images, audio clips and source texts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from ...towers.layers import Layers, LayersSpec, LayerWeights, TorchLayers
 from ...towers.make_tower import make_tower
 from ..source.encoder import SourceEncoder
 from ..source.products import NativeProduct
-from ..source.stem import SoundStem
+from ..source.stem import AudioStem
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ def load_tower(
     device: torch.device,
     dtype: torch.dtype,
 ) -> Encoder:
-    """Load the encoder for a model's images or sounds.
+    """Load the encoder for a model's images or audio.
 
     Raises:
         CheckpointError: The encoder is not supported, or its files are damaged.
@@ -125,7 +125,7 @@ def load_source_encoder(
     if source.convolutions:
         if isinstance(decoder, NativeDecoder):
             num_threads = count_threads(config)
-            stem = SoundStem(
+            stem = AudioStem(
                 source,
                 checkpoint,
                 device,
@@ -133,5 +133,5 @@ def load_source_encoder(
                 lambda matrix: NativeProduct(matrix.to(dtype), num_threads),
             )
         else:
-            stem = SoundStem(source, checkpoint, device, dtype)
+            stem = AudioStem(source, checkpoint, device, dtype)
     return SourceEncoder(source, model, stem, count_threads(config))

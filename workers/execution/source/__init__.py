@@ -1,1 +1,1 @@
-"""Encoders of encoder-decoder models: sounds and source texts."""
+"""Encoders of encoder-decoder models: audio clips and source texts."""

@@ -23,7 +23,7 @@ from ...device.torch_threads import torch_threads
 from ...device.transfers import to_device
 from ...layers.spec import SourceSpec
 from ...models.decoder import Decoder
-from .stem import SoundStem
+from .stem import AudioStem
 
 P = TypeVar("P", AudioPayload, TextPayload)
 
@@ -42,7 +42,7 @@ class SourceEncoder:
         self,
         spec: SourceSpec,
         model: Decoder | NativeDecoder,
-        stem: SoundStem | None,
+        stem: AudioStem | None,
         num_threads: int = 1,
     ) -> None:
         self._spec = spec
@@ -94,16 +94,16 @@ class SourceEncoder:
     def _vocab_size(self) -> int:
         return self._spec.encoder.vocab_size
 
-    def _convolve(self, stem: SoundStem, sound: AudioPayload) -> Tensor:
-        num_features = max(sound.num_mel_bins, 1)
-        expected = num_features * sound.num_frames * (2 if sound.is_float16 else 4)
-        if num_features != self._spec.num_inputs or len(sound.features) != expected:
+    def _convolve(self, stem: AudioStem, clip: AudioPayload) -> Tensor:
+        num_features = max(clip.num_mel_bins, 1)
+        expected = num_features * clip.num_frames * (2 if clip.is_float16 else 4)
+        if num_features != self._spec.num_inputs or len(clip.features) != expected:
             raise EngineError(
-                f"a sound with {sound.num_frames} frames has {len(sound.features)} bytes for {num_features} "
+                f"an audio clip with {clip.num_frames} frames has {len(clip.features)} bytes for {num_features} "
                 f"features, but the model reads {self._spec.num_inputs}"
             )
         with torch_threads(self._device, self._num_threads):
-            return stem(sound)
+            return stem(clip)
 
     def _run(self, inputs: Tensor) -> Tensor:
         num_outputs = len(inputs)

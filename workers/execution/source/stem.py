@@ -1,6 +1,6 @@
 """The convolutions with which the encoder of a speech model starts.
 
-Shapes: C features of a frame, N frames or samples of a sound, E outputs, D hidden size, R rows, K columns of a matrix.
+Shapes: C features of a frame, N frames or samples of a clip, E outputs, D hidden size, R rows, K columns of a matrix.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ Product: TypeAlias = Callable[[Tensor], Tensor]
 _GROUP_NORM_EPS: Final = 1e-5
 
 
-class SoundStem:
-    """Convolutions over the features or samples of a sound, and the embeddings of positions.
+class AudioStem:
+    """Convolutions over the features or samples of an audio clip, and the embeddings of positions.
 
     `make_product` makes the products of the convolutions, by default in torch.
 
@@ -66,12 +66,12 @@ class SoundStem:
             name = f"{self._prefix}embed_positions.weight"
             self._positions_ED = weights.read(name, spec.max_positions, channels)
 
-    def __call__(self, sound: AudioPayload) -> Tensor:
-        """Return the hidden states [E, D] of a sound."""
-        kind = torch.float16 if sound.is_float16 else torch.float32
+    def __call__(self, clip: AudioPayload) -> Tensor:
+        """Return the hidden states [E, D] of an audio clip."""
+        kind = torch.float16 if clip.is_float16 else torch.float32
         # Copied, because torch requires a writable array, and the message's bytes are read-only.
-        features = torch.frombuffer(bytearray(sound.features), dtype=kind)
-        x_CN = features.to(self._device, self._dtype).view(max(sound.num_mel_bins, 1), -1)
+        features = torch.frombuffer(bytearray(clip.features), dtype=kind)
+        x_CN = features.to(self._device, self._dtype).view(max(clip.num_mel_bins, 1), -1)
         x_ED = x_CN.T.contiguous()
         for apply in self._convolutions:
             x_ED = apply(x_ED)

@@ -137,7 +137,7 @@ def phi3(fields: ConfigFields) -> ModelSpec:
 
 
 def _phi4_multimodal(fields: ConfigFields) -> ModelSpec:
-    """Return the spec of the text part of Phi-4-multimodal, without its adapters for images and sounds."""
+    """Return the spec of the text part of Phi-4-multimodal, without its adapters for images and audio."""
     unused = r".*(embed_tokens_extend|\.lora_[AB])\..*"
     return replace(
         phi3(fields.with_defaults(num_key_value_heads=8)),

@@ -36,7 +36,7 @@ GLM_AXES = 8, 12, 12
 
 
 def _apertus_1_5(fields: ConfigFields) -> ModelSpec:
-    # The codes of images and sounds are only inputs.
+    # The codes of images and audio are only inputs.
     num_unused = fields.integer("num_unused_embeddings", 0, minimum=0)
     return replace(_apertus(fields), num_unused_embeddings=num_unused)
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import soundfile
-from engine.frontend.media.audio.arrays import ArraySound
+from engine.frontend.media.audio.arrays import AudioArray
 from engine.frontend.media.audio.decode import AudioReader
 from engine.frontend.media.audio.resample import Resampler
 from engine.frontend.media.audio.windows import Windows
@@ -141,7 +141,7 @@ def test_windows_follow_each_other_and_are_cut_in_pauses() -> None:
     pauses = [(22.0, 22.2), (26.0, 26.6), (50.0, 50.5)]
     for start, end in pauses:
         loud[int(start * RATE) : int(end * RATE)] *= 0.01
-    windows = Windows(ArraySound(loud), RATE, 30.0)
+    windows = Windows(AudioArray(loud), RATE, 30.0)
     found = list(iter(windows.next_window, None))
     assert [window.start for window in found] == [
         sum(len(before.samples) for before in found[:i]) for i in range(len(found))

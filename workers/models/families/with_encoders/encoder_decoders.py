@@ -46,7 +46,7 @@ _WHISPER_DECODER_NAMES: Final = (
     (r"^(model\.)?decoder\.", ""),
     *_BART_LAYER_NAMES,
 )
-_SOUND_ENCODER_NAMES: Final = (
+_AUDIO_ENCODER_NAMES: Final = (
     (r"^(model\.)?decoder\..*", ""),
     (r"^proj_out\..*", ""),
     # These tensors are loaded together with the convolutions.
@@ -128,7 +128,7 @@ def _whisper(fields: ConfigFields) -> ModelSpec:
             key_bias=False,
             has_embedding=False,
             embedding_scale=1.0,
-            tensor_names=(*_SOUND_ENCODER_NAMES, *_BART_LAYER_NAMES),
+            tensor_names=(*_AUDIO_ENCODER_NAMES, *_BART_LAYER_NAMES),
         ),
         positions,
         convolutions=(
@@ -239,7 +239,7 @@ def _moonshine(fields: ConfigFields) -> ModelSpec:
             has_embedding=False,
             has_gate=False,
             tensor_names=(
-                *_SOUND_ENCODER_NAMES,
+                *_AUDIO_ENCODER_NAMES,
                 (r"\.mlp\.fc1\.", ".mlp.up_proj."),
                 *_MOONSHINE_MLP_NAMES,
                 (r"^layer_norm\.", "norm."),

@@ -1,4 +1,4 @@
-"""Read how a chat model reads sounds, from its checkpoint."""
+"""Read how a chat model reads audio clips, from its checkpoint."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ from pathlib import Path
 
 from ...protocol.checkpoint.audio_tower import audio_tower_spec, has_audio_tower
 from ...protocol.checkpoint.config_fields import ConfigFields
-from ...protocol.config.sounds import SoundProcessorConfig
+from ...protocol.config.chat_audio import ChatAudioConfig
 
 
-def read_sound_processor(
-    path: Path, config: ConfigFields, text: ConfigFields
-) -> SoundProcessorConfig | None:
-    """Return how the model reads sounds; None if it reads none.
+def read_chat_audio(path: Path, config: ConfigFields, text: ConfigFields) -> ChatAudioConfig | None:
+    """Return how the model reads audio clips; None if it reads none.
 
     Args:
         path: The directory of the checkpoint.
@@ -25,7 +23,7 @@ def read_sound_processor(
     if not has_audio_tower(config) or not path.is_dir():
         return None
     tower = audio_tower_spec(config, text.integer("hidden_size"))
-    return SoundProcessorConfig(
+    return ChatAudioConfig(
         token_id=config.integer(
             "audio_token_id" if config.get("audio_token_id") is not None else "audio_token_index",
             minimum=0,
@@ -33,7 +31,7 @@ def read_sound_processor(
         ),
         num_mel_bins=tower.num_mel_bins,
         window_frames=tower.num_frames,
-        # Qwen2-Audio reads a single window, and its processor drops the rest of a sound.
+        # Qwen2-Audio reads a single window, and its processor drops the rest of an audio clip.
         max_windows=0 if tower.is_filled else 1,
         frames_per_output=2 * tower.rows_per_output,
         is_filled=tower.is_filled,

@@ -1,18 +1,18 @@
-"""The audio preprocessing settings of a chat model that reads sounds."""
+"""The audio preprocessing settings of a chat model that reads audio clips."""
 
 from __future__ import annotations
 
 import msgspec
 
 
-class SoundProcessorConfig(msgspec.Struct, frozen=True):
-    """The division of a sound into windows of log-mel features, which an encoder turns into embeddings.
+class ChatAudioConfig(msgspec.Struct, frozen=True):
+    """The division of an audio clip into windows of log-mel features, which an encoder turns into embeddings.
 
     Attributes:
-        token_id: The placeholder token. The embeddings of a sound replace the embeddings of this token.
+        token_id: The placeholder token. The embeddings of an audio clip replace the embeddings of this token.
         num_mel_bins: The number of log-mel features per frame.
         window_frames: The number of frames per window.
-        max_windows: The maximum number of windows per sound; 0 for no limit.
+        max_windows: The maximum number of windows per clip; 0 for no limit.
         frames_per_output: The number of frames per embedding.
         is_filled: Whether the last window is padded with silence, which is also encoded.
     """
