@@ -4,7 +4,6 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -19,6 +18,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 from support.triton_interpreter import interpret_without_gpu  # noqa: E402
+
+pytest_plugins = ["support.forked_processes", "pytester"]
 
 # Triton reads this only once, and many parts of torch load Triton.
 interpret_without_gpu()
@@ -61,20 +62,9 @@ def pytest_collection() -> Iterator[None]:
         gc.enable()
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark each test as `unit`, `e2e` or `chaos` by its folder, and sort them for several processes."""
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark each test as `unit`, `e2e` or `chaos` by its folder."""
     tests = Path(__file__).parent
     for item in items:
         folder = item.path.relative_to(tests).parts[0]
         item.add_marker(MARKER_OF_FOLDER.get(folder, "unit"))
-    if hasattr(config, "workerinput"):
-        from support.process_shares import sort_by_cost
-
-        sort_by_cost(items)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    from support.process_shares import ProcessShares
-
-    return ProcessShares(config, log)
