@@ -10,6 +10,7 @@ import msgspec
 from .config_fields import ConfigFields
 from .recurrent_layers import (
     GatedDeltaNet,
+    InnerConvolutions,
     KimiDeltaAttention,
     LightningAttention,
     Mamba1,
@@ -77,10 +78,25 @@ def read_recurrent_layer(fields: ConfigFields) -> RecurrentLayer | None:
             num_heads = fields.integer("num_attention_heads")
             default = fields.integer("hidden_size") // num_heads
             return LightningAttention(num_heads, fields.integer("head_dim", default))
+        case "inkling_text" | "inkling_mm_model":
+            # The state of each layer fits into a block in which this one fits.
+            both = [read_inner_convolutions(fields, is_local=each) for each in (False, True)]
+            return max(both, key=lambda each: each.num_kv_heads * each.head_dim)
         case "kimi_linear":
             _require_silu(fields)
             return _read_kimi_delta_attention(fields)
     return None
+
+
+def read_inner_convolutions(fields: ConfigFields, *, is_local: bool) -> InnerConvolutions:
+    """Return the convolutions in an Inkling layer, with or without a window. Those of layers with one are larger."""
+    prefix = "swa_" if is_local else ""
+    return InnerConvolutions(
+        fields.integer(f"{prefix}num_key_value_heads", 16 if is_local else 8),
+        fields.integer(f"{prefix}head_dim", 128),
+        fields.integer("hidden_size"),
+        fields.integer("conv_kernel_size", fields.integer("sconv_kernel_size", 4)),
+    )
 
 
 def _require_silu(fields: ConfigFields, name: str = "hidden_act") -> None:
@@ -394,6 +410,8 @@ class RecurrentModel(msgspec.Struct, frozen=True):
         if isinstance(layer, KimiDeltaAttention):
             size = fields.integer("kv_lora_rank") + fields.integer("qk_rope_head_dim", minimum=0)
             return cls(layer, 1, size, values_are_keys=True)
+        if isinstance(layer, InnerConvolutions):
+            return cls(layer, layer.num_kv_heads, layer.head_dim)
         num_heads = fields.integer("num_attention_heads")
         head_dim = fields.integer("head_dim", fields.integer("hidden_size") // num_heads)
         return cls(layer, fields.integer("num_key_value_heads", num_heads), head_dim)

@@ -279,6 +279,36 @@ class LightningAttention(_EqualHeads, frozen=True, tag=True):
         return StateSize(heads * self.head_dim**2, SEGMENT - 1, 3 * heads * self.head_dim)
 
 
-RecurrentLayer: TypeAlias = (
+class InnerConvolutions(msgspec.Struct, frozen=True, tag=True):
+    """Short convolutions in a layer with attention (Inkling): of its keys, values and output, and the MLP's output.
+
+    Each convolution's result is added to its input. Every rank has all elements of the outputs.
+    """
+
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int
+    kernel: int
+
+    @property
+    def segment(self) -> int:
+        """Number of tokens in a segment, as in `ShortConvolution`."""
+        return 8
+
+    @property
+    def num_units(self) -> int:
+        """Number of parts that can be divided equally among ranks."""
+        return self.num_kv_heads
+
+    def state_size(self, ranks: int) -> StateSize:
+        """Return the size of the state in one of `ranks` workers."""
+        channels = 2 * max(1, self.num_kv_heads // ranks) * self.head_dim + 2 * self.hidden_size
+        return StateSize(0, self.segment - 1 + self.kernel - 1, channels)
+
+
+MixerLayer: TypeAlias = (
     ShortConvolution | Mamba1 | Mamba2 | GatedDeltaNet | KimiDeltaAttention | LightningAttention
 )
+"""The layers that are a block of their own, beside attention or instead of it."""
+
+RecurrentLayer: TypeAlias = MixerLayer | InnerConvolutions

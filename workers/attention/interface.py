@@ -30,7 +30,7 @@ class AttentionSpec:
     """The heads and the KV cache of one worker's attention, for layers with equal heads.
 
     `dtype` is the dtype of the KV cache; queries, keys and values may have another. `reads_distances` says whether
-    layers have `alibi_slopes_H` or `distance_biases_HE`, and `has_distance_biases` whether they have the latter. If
+    layers have `alibi_slopes_H` or other biases by distance, and `has_distance_biases` whether they have the latter. If
     `latent_rank` is not 0, the cache has only keys, and their first `latent_rank` elements are the values. The last
     `index_dim` elements of a key are its index key; if `latent_rank` is 0, the index key follows the keys and values of
     all heads instead. Unless `is_causal`, every token attends to its whole sequence, and a step contains all of the
@@ -71,6 +71,7 @@ class AttentionSpec:
         is_shared = len({(each.num_kv_heads, each.head_dim) for each in of_layers}) > 1
         # All layers may differ from the model's defaults, as in a Gemma 4 with only full attention.
         common = of_layers[0] if of_layers and not is_shared else model
+        has_biases = bool(model.num_distance_buckets or model.relative_biases)
         return cls(
             num_heads=len(shard.heads(common)),
             num_kv_heads=len(shard.kv_heads(common)),
@@ -78,8 +79,8 @@ class AttentionSpec:
             block_size=block_size,
             dtype=dtype,
             device=device,
-            reads_distances=bool(model.alibi_slopes or model.num_distance_buckets),
-            has_distance_biases=bool(model.num_distance_buckets),
+            reads_distances=bool(model.alibi_slopes) or has_biases,
+            has_distance_biases=has_biases,
             latent_rank=0 if model.latent is None else model.latent.kv_rank,
             index_dim=model.index_dim,
             is_causal=model.is_causal,
@@ -99,8 +100,9 @@ class AttentionLayer:
     distance to the key is subtracted from them. `distance_biases_HE` has 2E + 1 columns: column e is added to the
     scores of keys at position p + e - E, and the first and the last column also to the scores of keys further away. A
     token at position p attends to positions p - window + 1 .. p, to those of its chunk, or to 0 .. p without a window.
-    `sinks_H` are additional scores in each head's softmax, without values. In an FP8 cache, keys and values are divided
-    by each head's `kv_scales_2G`. If `is_sparse`, tokens attend only to the keys that an indexer last chose in the
+    `query_biases_THE` of the step's tokens have E columns, for keys at the distances 0 to E - 1. `sinks_H`
+    are additional scores in each head's softmax, without values. In an FP8 cache, keys and values are divided by each
+    head's `kv_scales_2G`. If `is_sparse`, tokens attend only to the keys that an indexer last chose in the
     step. All tensors are float32 on the device.
     """
 
@@ -110,6 +112,7 @@ class AttentionLayer:
     kv_scales_2G: Tensor | None = None
     alibi_slopes_H: Tensor | None = None
     sinks_H: Tensor | None = None
+    query_biases_THE: Tensor | None = None
     distance_biases_HE: Tensor | None = None
     is_sparse: bool = False
 

@@ -293,7 +293,7 @@ class TorchPagedAttention(AttentionBackend):
                     q_GMK,
                     k_GLK[:, tile.keys],
                     v_GLK[:, tile.keys],
-                    self._bias(mask_ML, tile.distance_ML, layer),
+                    self._bias(mask_ML, tile.distance_ML, layer, tile.tokens),
                     layer,
                     self._of_rows(layer.sinks_H, q_GMK),
                 )
@@ -317,16 +317,29 @@ class TorchPagedAttention(AttentionBackend):
         kv = kv.view(self._num_parts, mask_N1L.shape[0], mask_N1L.shape[2], self.head_dim)
         keys, values = kv[0], kv[-1]
         q_NQK = q_RHK.reshape(mask_N1L.shape[0], -1, self.head_dim)
-        mask = self._bias(mask_N1L, bucket.distance_N1L, layer)
+        mask = self._bias(mask_N1L, bucket.distance_N1L, layer, bucket.tokens)
         sinks = self._of_rows(layer.sinks_H, q_NQK)
         return _attend(q_NQK, keys, values, mask, layer, sinks).reshape(
             num_rows, self.num_heads, self.head_dim
         )
 
-    def _bias(self, mask: Tensor, distance: Tensor | None, layer: AttentionLayer) -> Tensor:
-        """Return the terms that are added to the scores: the mask, and the biases by the distance to the key."""
+    def _bias(
+        self,
+        mask: Tensor,
+        distance: Tensor | None,
+        layer: AttentionLayer,
+        tokens: slice | Tensor | None,
+    ) -> Tensor:
+        """Return the terms that are added to the scores: the mask, and the biases by the distance to the key.
+
+        `tokens` are those of the rows; None for all of the step.
+        """
         if distance is None:
             return mask
+        if layer.query_biases_THE is not None:
+            biases_THE = layer.query_biases_THE
+            own_RHE = biases_THE if tokens is None else biases_THE[tokens]
+            return (mask + self._query_biases(distance, own_RHE)).to(mask.dtype)
         if layer.distance_biases_HE is not None:
             return (mask + self._distance_biases(distance, layer.distance_biases_HE)).to(mask.dtype)
         if layer.alibi_slopes_H is None:
@@ -338,6 +351,19 @@ class TorchPagedAttention(AttentionBackend):
             return (mask - slopes_GM1 * distance).to(mask.dtype)
         slopes_NQ1 = slopes_GQ.repeat(mask.shape[0] // self.num_kv_heads, 1).unsqueeze(2)
         return (mask - slopes_NQ1 * distance).to(mask.dtype)
+
+    def _query_biases(self, distance: Tensor, biases_RHE: Tensor) -> Tensor:
+        """Return each row's bias for each key [N, M, L], given the distances [M, L] or [N, 1, L]."""
+        biases_RGQE = biases_RHE.unflatten(1, (self.num_kv_heads, -1))
+        if distance.dim() == 2:
+            # Rows are queries times the heads that share a key.
+            biases_NME = biases_RGQE.transpose(0, 1).flatten(1, 2)
+        else:
+            biases_NME = biases_RGQE.flatten(0, 1)
+        columns, count = distance.long(), biases_RHE.shape[-1]
+        is_outside = (columns < 0) | (columns >= count)
+        columns = columns.clamp(0, count - 1).expand(*biases_NME.shape[:2], -1)
+        return biases_NME.gather(2, columns).masked_fill(is_outside, 0.0)
 
     def _distance_biases(self, distance: Tensor, biases_HE: Tensor) -> Tensor:
         """Return each row's bias for each key [N, M, L], given the distances [M, L] or [N, 1, L]."""

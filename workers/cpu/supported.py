@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...protocol.checkpoint.recurrent_layers import Mamba1
+from ...protocol.checkpoint.recurrent_layers import InnerConvolutions, Mamba1
 from ..layers.spec import ModelSpec
 from .library import NotSupportedNatively
 
@@ -26,6 +26,9 @@ def unsupported_features(spec: ModelSpec) -> list[str]:
         "Mamba-1 layers": any(isinstance(layer.recurrent, Mamba1) for layer in spec.layers),
         "experts that return their input, or shortcuts": any(
             each.num_identities or each.is_shortcut for each in experts
+        ),
+        "convolutions within layers": any(
+            isinstance(layer.recurrent, InnerConvolutions) for layer in spec.layers
         ),
         "hyper-connections of low rank": spec.hyper_connections is not None
         and spec.hyper_connections.rank > 0,

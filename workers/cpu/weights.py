@@ -236,10 +236,11 @@ class NativeWeightReader(WeightReader):
         return weights
 
     def packed_head(
-        self, vocab_size: int, hidden_size: int, part: range | None = None
+        self, vocab_size: int, hidden_size: int, part: range, num_unused: int = 0
     ) -> PackedWeight:
-        """Return the output projection, or some rows of it. Not for models in which it is the embedding."""
-        return self._packed(self._head, vocab_size, hidden_size, self._format(self._head), part)
+        """Return some rows of the output projection. Not for models in which it is the embedding."""
+        rows = self.head_rows(vocab_size, num_unused)
+        return self._packed(self._head, rows, hidden_size, self._format(self._head), part)
 
     def pack_tensor(self, name: str, matrix: torch.Tensor) -> PackedWeight:
         """Return a matrix that is part of the tensor `name`, packed like the checkpoint's float matrices."""

@@ -41,6 +41,9 @@ class ExpertsSpec:
     the experts, not to the shared MLP. A token may also choose `num_identities` experts that return their input; they
     come last.
 
+    The last `num_always` experts are chosen by every token, without competing with the others: their scores only
+    determine the weights (Inkling). If `has_stored_scale`, the weights are also multiplied by a stored number.
+
     If `has_second_mixture`, the checkpoint has a second mixture of as many experts, which only tokens of images choose,
     and which is not used. Its experts follow the others, and its correction biases are a second row. Routers are stored
     as [inputs, experts].
@@ -74,6 +77,8 @@ class ExpertsSpec:
     has_latent_norms: bool = False
     gate_limit: GateLimit | None = None
     num_identities: int = 0
+    num_always: int = 0
+    has_stored_scale: bool = False
     is_shortcut: bool = False
     is_hashed: bool = False
     has_second_mixture: bool = False

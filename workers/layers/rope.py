@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -177,15 +177,16 @@ class LongRopeScaling:
 
 @dataclass(frozen=True, slots=True)
 class QueryScaling:
-    """A factor on the query at position p: 1 + `beta` * log(1 + floor(x)) with x = (p + `offset`) / `length`.
+    """A factor on the query at position p, which depends on x = (p + `offset`) / `length`.
 
-    If `is_power`, the factor is (1 + x) to the power of `beta`.
+    It is 1 + `beta` * log(1 + floor(x)) if `kind` is "steps", (1 + x) to the power of `beta` if it is "power", and
+    1 + `beta` * log(max(x, 1)) if it is "log".
     """
 
     beta: float
     length: float
     offset: int = 0
-    is_power: bool = False
+    kind: Literal["steps", "power", "log"] = "steps"
 
 
 class RotaryTables(NamedTuple):

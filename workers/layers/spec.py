@@ -13,13 +13,12 @@ from ...protocol.checkpoint.model_dimensions import ModelDimensions
 from ...protocol.checkpoint.recurrent_layers import NUM_TOKEN_DIGITS, RecurrentLayer
 from ...protocol.checkpoint.vision.read import AnyVisionSpec
 from ...protocol.config.images import SpanKind
-from ...protocol.errors import ConfigError
 from ..device.dtypes import HostDtype, rounded
 from ..loaders.row_factors import RowFactors
 from .altup_spec import AltUpSpec, PerLayerInputsSpec
 from .block_indexer_spec import BlockIndexerSpec
 from .compressed_spec import CompressedSpec, Compression
-from .convolution_spec import ConvolutionSpec
+from .convolution_spec import ConvolutionSpec, RelativeBiasSpec
 from .experts_spec import ExpertsSpec, GateLimit
 from .hyper_spec import HyperConnectionsSpec
 from .latent_spec import LatentSpec, RopeOrder
@@ -54,15 +53,16 @@ class LayerSpec:
     `kv_cache_group` is the index of the block table that the layer reads. `experts` is None for layers with an MLP.
 
     `recurrent` is None for layers that only attend; its state is in the group `state_group`. A recurrent layer attends
-    as well if `attends`: both parts read the same input, and their outputs are added. Unless `has_mlp`, a layer has
-    neither MLP nor experts. `norms` replaces the model's. `has_sinks` applies only to models with sinks.
+    as well if `attends`: both parts read the same input, and their outputs are added, unless the recurrent part is
+    convolutions within the layer. Unless `has_mlp`, a layer has neither MLP nor experts. `norms` replaces the model's.
+    `has_sinks` applies only to models with sinks.
 
-    If not None, `num_heads`, `head_dim`, `num_kv_heads` and `intermediate_size` replace the model's. `gate_limit`
-    applies to the MLP, or to the shared MLP of a layer with experts. A layer with a `kv_source` has no keys and values,
-    and reads those of the layer with this index. If it chooses keys, it stores copies of them beside its index keys.
-    Unless `has_value_projection`, the values are the projected keys. `activation_sparsity` is the fraction of the MLP's
-    gates that would be below a threshold if they had a normal distribution. The threshold is subtracted from them, and
-    negative results become 0.
+    If not None, `num_heads`, `head_dim`, `num_kv_heads`, `attention_scale` and `intermediate_size` replace the model's.
+    `gate_limit` applies to the MLP, or to the shared MLP of a layer with experts. A layer with a `kv_source` has no
+    keys and values, and reads those of the layer with this index. If it chooses keys, it stores copies of them beside
+    its index keys. Unless `has_value_projection`, the values are the projected keys. `activation_sparsity` is the
+    fraction of the MLP's gates that would be below a threshold if they had a normal distribution. The threshold is
+    subtracted from them, and negative results become 0.
 
     If `reads_source`, the attention is followed by cross attention, whose keys and values come from the encoder's
     outputs and are in the group `cross_group`. Such a layer has no recurrent part. If `input_size` is not 0, the
@@ -91,6 +91,7 @@ class LayerSpec:
     num_heads: int | None = None
     head_dim: int | None = None
     num_kv_heads: int | None = None
+    attention_scale: float | None = None
     intermediate_size: int | None = None
     kv_source: int | None = None
     has_value_projection: bool = True
@@ -186,12 +187,13 @@ class ModelSpec:
     elements of an MLP before its last product (SubLN, arXiv 2210.06423).
 
     If `num_positions` is not 0, the first layer's input is the sum of the embeddings of a token and of its position,
-    which is row position + `position_offset` of a table. If `num_token_types` is not 0, the embedding of the token's
-    type is added as well: the first type, or the second for token ids from `vocab_size` on, if the model distinguishes
-    segments of a prompt. `alibi_slopes` has the factor of each query head on the distance to a key, which is subtracted
+    which is row position + `position_offset` of a table. If `has_sinusoids`, the table is not stored, but consists of
+    sines and cosines (arXiv 1706.03762). If `num_token_types` is not 0, the embedding of the token's type is added as
+    well: the first type, or the second for token ids from `vocab_size` on, if the model distinguishes segments of a
+    prompt. `alibi_slopes` has the factor of each query head on the distance to a key, which is subtracted
     from the score (ALiBi, arXiv 2108.12409). If `num_distance_buckets` is not 0, each query head adds a number to the
-    score for each bucket of distances up to `max_distance` (T5, arXiv 1910.10683). If `has_sinks`, each query head has
-    one more score in every softmax, without a value.
+    score for each bucket of distances up to `max_distance` (T5, arXiv 1910.10683). With `relative_biases`, the number
+    depends on the query, too. If `has_sinks`, each query head has one more score in every softmax, without a value.
 
     With `latent`, there is one key/value head, and `head_dim` is the size of its keys in the cache. With `compressed`,
     there is one, too, and its keys are also the values. With `block_indexer`, each index key is stored in the cache as
@@ -253,10 +255,12 @@ class ModelSpec:
     rope_order: RopeOrder = "half"
     num_positions: int = 0
     position_offset: int = 0
+    has_sinusoids: bool = False
     num_unused_embeddings: int = 0
     alibi_slopes: tuple[float, ...] = ()
     num_distance_buckets: int = 0
     max_distance: int = 128
+    relative_biases: RelativeBiasSpec | None = None
     has_sinks: bool = False
     latent: LatentSpec | None = None
     compressed: CompressedSpec | None = None
@@ -380,6 +384,7 @@ class ModelSpec:
             num_heads=layer.num_heads or self.num_heads,
             head_dim=layer.head_dim or self.head_dim,
             num_kv_heads=layer.num_kv_heads or self.num_kv_heads,
+            attention_scale=layer.attention_scale or self.attention_scale,
             intermediate_size=layer.intermediate_size or self.intermediate_size,
         )
 
@@ -396,13 +401,6 @@ class ModelSpec:
         if self.block_indexer is not None and layer.chooses_keys:
             num_parts += 1
         return (num_parts * (layer.head_dim or self.head_dim),)
-
-    def check_num_positions(self, max_model_len: int) -> None:
-        """Raise ConfigError if a sequence may be longer than the table of position embeddings."""
-        if max_model_len > self.num_positions:
-            raise ConfigError(
-                f"--max-model-len {max_model_len}: the model has only {self.num_positions} positions"
-            )
 
     def tensor_elements(self, ranks: int = 1) -> int:
         """Return the number of elements per token in a cache tensor, a multiple of every layer's head size.

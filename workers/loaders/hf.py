@@ -14,12 +14,13 @@ from .checkpoint import Checkpoint, Floats, part_of
 from .quantization.matrix import QuantizedMatrix
 from .quantized_modules import QuantizedModules
 from .safetensors_file import SafetensorsFile
+from .tensor_names import TensorNames, translate_names
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 # Matches a tensor that contains the matrices, biases or scales of all experts of a layer.
 _STACKED = re.compile(
-    r"(?P<block>.*\.(?:experts|moe(?=\.(?:gate|up|down)_proj)|block_sparse_moe(?=\.(?:in|out)put_linear)))\."
+    r"(?P<block>.*\.(?:experts|shared_experts(?=\.\w+_proj$)|moe(?=\.(?:gate|up|down)_proj)|block_sparse_moe(?=\.(?:in|out)put_linear)))\."
     r"(?P<module>gate_up_proj|gate_proj|up_proj|down_proj|input_linear|output_linear|fc[12])"
     r"(?:[._](?P<tensor>[a-z_]+))?"
 )
@@ -38,13 +39,15 @@ class _Stacking:
     If `is_transposed`, matrices are stored as [inputs, outputs], unless they are quantized. If `is_interleaved`, the
     rows of gate and up projections alternate. Some families have files in both orders. For these, `hidden_size`
     decides: a matrix with that size where [outputs, inputs] would have it is not transposed. If `num_experts` is not 0,
-    a tensor has the matrices of that many experts one below the other, those of the last product transposed.
+    a tensor has the matrices of that many experts one below the other, those of the last product transposed. The rules
+    are for names that `names` have translated.
     """
 
     is_transposed: bool = False
     is_interleaved: bool = False
     hidden_size: int | None = None
     num_experts: int = 0
+    names: TensorNames = ()
 
     def transposes(self, module: str, shape: Sequence[int]) -> bool:
         """Return whether the matrices of a module, stacked with this shape, are stored as [inputs, outputs]."""
@@ -58,6 +61,14 @@ class _Stacking:
 _STACKINGS = {
     "aria": _Stacking(is_transposed=True),
     "aria_text": _Stacking(is_transposed=True),
+    "inkling_mm_model": _Stacking(
+        is_interleaved=True,
+        names=(
+            (r"\.(shared_)?w13_weight$", ".gate_up_proj"),
+            (r"\.(shared_)?w2_weight$", ".down_proj"),
+            (r"\.w13_dn\.weight$", ".gate_up_proj.weight"),
+        ),
+    ),
     "gpt_oss": _Stacking(is_transposed=True, is_interleaved=True),
     "llama4": _Stacking(is_transposed=True),
     "llama4_text": _Stacking(is_transposed=True),
@@ -87,7 +98,7 @@ class _StoredTensor:
         """The shape of the tensor, or of the expert's part."""
         shape = self.file.shape(self.name)
         if self.expert is None:
-            return shape
+            return shape if self.step == 1 else (shape[0] // self.step, *shape[1:])
         if self.num_rows:
             shape = (0, self.num_rows, *shape[1:])
         num_rows, *rest = reversed(shape[1:]) if self.is_transposed else shape[1:]
@@ -116,7 +127,8 @@ class _StoredTensor:
             rows = range(rows.start * self.step, rows.stop * self.step)
         dims = [slice(None) if p is None else slice(p.start, p.stop) for p in (rows, *rest)]
         if self.expert is None:
-            return stored[tuple(dims)]
+            found = stored[tuple(dims)]
+            return found if self.step == 1 else found[self.first :: self.step]
         if self.num_rows:
             dims = [*dims, slice(None)][:2]
             own, columns = reversed(dims) if self.is_transposed else dims
@@ -247,30 +259,38 @@ class HFCheckpoint(Checkpoint):
         return tensor
 
 
-def _tensors_of(file: SafetensorsFile, name: str, stacking: _Stacking) -> dict[str, _StoredTensor]:
+def _tensors_of(
+    file: SafetensorsFile, stored: str, stacking: _Stacking
+) -> dict[str, _StoredTensor]:
     """Return the tensor with this name, or each expert's part of a tensor that has all experts."""
+    (name,) = translate_names([stored], stacking.names)
     rows_of = _STACKED_ROWS.fullmatch(name) if stacking.num_experts else None
     if rows_of is not None:
-        part, count = _MODULES_OF_ROWS[rows_of["module"]], file.shape(name)[0]
+        part, count = _MODULES_OF_ROWS[rows_of["module"]], file.shape(stored)[0]
         is_last = part == "down_proj"
         return {
             f"{rows_of['block']}.{i}.{part}.weight": _StoredTensor(
-                file, name, i, is_last, num_rows=count // stacking.num_experts
+                file, stored, i, is_last, num_rows=count // stacking.num_experts
             )
             for i in range(stacking.num_experts)
         }
     stacked = _STACKED.fullmatch(name)
+    if stacked is None and stacking.is_interleaved and name.endswith(".mlp.gate_up_proj.weight"):
+        return {
+            name.replace("gate_up_proj", part): _StoredTensor(file, stored, first=first, step=2)
+            for first, part in enumerate(("gate_proj", "up_proj"))
+        }
     if stacked is None:
-        return {name: _StoredTensor(file, name)}
+        return {name: _StoredTensor(file, stored)}
     module, tensor = stacked["module"], stacked["tensor"] or "weight"
     modules = {module: (0, 1)}
     if stacking.is_interleaved and module == "gate_up_proj":
         modules = {"gate_proj": (0, 2), "up_proj": (1, 2)}
-    shape = file.shape(name)
+    shape = file.shape(stored)
     is_transposed = tensor == "weight" and stacking.transposes(module, shape)
     return {
         f"{stacked['block']}.{i}.{part}.{tensor}": _StoredTensor(
-            file, name, i, is_transposed, *rows
+            file, stored, i, is_transposed, *rows
         )
         for i in range(shape[0])
         for part, rows in modules.items()

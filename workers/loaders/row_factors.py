@@ -18,7 +18,8 @@ class RowFactors:
     """Factors on the rows of the tensors whose names match `tensor`.
 
     The vector whose name results from replacing the match by `vector`, times `scale`, to the power of `power`, has a
-    factor for each row. If `vector` is empty, the tensor itself is that vector, and is replaced by these factors.
+    factor for each row, or one for all rows. If `vector` is empty, the tensor itself is that vector, and is replaced by
+    these factors.
     """
 
     tensor: str
@@ -71,7 +72,8 @@ class FactoredCheckpoint(Checkpoint):
             self.bytes_read = self._checkpoint.bytes_read
             return result
         vector, rule = self._rules[name]
-        rows = part if dim == 0 else None
+        is_number = self._checkpoint.shape(vector) == (1,)
+        rows = None if dim or is_number else part
         read = self._checkpoint.tensor(vector, torch.float32, part=rows)
         factors = (read * rule.scale) ** rule.power
         if vector != name:

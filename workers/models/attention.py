@@ -7,6 +7,7 @@ of heads in a group (its queries, key and value), R rotated dimensions.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -24,6 +25,7 @@ from ..layers.rope import QueryScaling, RotaryTables, apply_rotary
 from ..layers.spec import LayerSpec, ModelSpec
 from .indexers.blocks import BlockIndexer, MeanIndexer
 from .mlp import DividedNorm
+from .positions.relative_biases import RelativeBiases
 from .weights import Rows, WeightReader
 
 
@@ -68,6 +70,10 @@ class Attention:
         self._num_heads = len(heads)
         self._num_kv_heads = len(kv_heads) if self._stores else 0
         rows = qkv_rows(spec, layer, weights, prefix, shard)
+        self._biases: RelativeBiases | None = None
+        if spec.relative_biases is not None:
+            self._biases = RelativeBiases(spec, spec.relative_biases, layer, weights, prefix, heads)
+            rows.append(self._biases.rows)
         self._indexer: BlockIndexer | MeanIndexer | None = None
         if (indexer := spec.block_indexer) is not None and layer.chooses_keys:
             if indexer.num_heads:
@@ -127,11 +133,25 @@ class Attention:
         tables: RotaryTables | None,
         kv_cache: Tensor,
         attn_metadata: Any,
+        convolve_keys: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
-        """Return the attention output [T, D] of a layer."""
+        """Return the attention output [T, D] of a layer.
+
+        `convolve_keys` is applied to the keys and values [T, 2GK] of the step's tokens.
+        """
         num_heads, num_kv_heads = self._num_heads, self._num_kv_heads
         qkv_TF = self.qkv(x)
-        index = None
+        index, layer = None, self._layer
+        if self._biases is not None:
+            qkv_TF, projected_TX = qkv_TF.tensor_split((qkv_TF.shape[1] - self._biases.size,), 1)
+            biases_THE = self._biases.of_queries(projected_TX)
+            if self._query_scaling is not None:
+                biases_THE = scale_queries(biases_THE, positions_T, self._query_scaling)
+            layer = replace(layer, query_biases_THE=biases_THE)
+        if convolve_keys is not None:
+            first = num_heads * self._head_dim
+            keys = slice(first, first + 2 * num_kv_heads * self._head_dim)
+            qkv_TF[:, keys] = convolve_keys(qkv_TF[:, keys])
         if self._indexer is not None:
             qkv_TF, index_TF = qkv_TF.tensor_split((qkv_TF.shape[1] - self._indexer.size,), 1)
             index = self._indexer.queries(index_TF, tables)
@@ -157,12 +177,12 @@ class Attention:
             qk_THK = self._scaled(qk_THK, positions_T, self._query_scaling)
         if self._stores:
             attended_THK = self._backend.forward_projected(
-                qk_THK, v_TGK, head_norm, tables, kv_cache, attn_metadata, self._layer, index
+                qk_THK, v_TGK, head_norm, tables, kv_cache, attn_metadata, layer, index
             )
         else:
             q_THK = qk_THK if head_norm is None else head_norm(qk_THK)
             q_THK = q_THK if tables is None else apply_rotary(q_THK, tables)
-            attended_THK = self._backend.attend(q_THK, kv_cache, attn_metadata, self._layer)
+            attended_THK = self._backend.attend(q_THK, kv_cache, attn_metadata, layer)
         if self._norms_heads:
             shape = (self._output_dim,)
             normed_THK = torch.rms_norm(attended_THK.float(), shape, None, self._norm_eps)
@@ -183,11 +203,14 @@ class Attention:
 def scale_queries(q_THK: Tensor, positions_T: Tensor, scaling: QueryScaling) -> Tensor:
     """Return queries multiplied by a factor that depends on their positions."""
     steps_T = (positions_T + scaling.offset) / scaling.length
-    if scaling.is_power:
-        factor_T11 = (scaling.beta * steps_T.log1p()).exp().view(-1, 1, 1)
-    else:
-        factor_T11 = (1 + scaling.beta * steps_T.floor().log1p()).view(-1, 1, 1)
-    return (q_THK * factor_T11).to(q_THK.dtype)
+    match scaling.kind:
+        case "power":
+            factor_T = (scaling.beta * steps_T.log1p()).exp()
+        case "log":
+            factor_T = 1 + scaling.beta * steps_T.clamp(min=1).log()
+        case "steps":
+            factor_T = 1 + scaling.beta * steps_T.floor().log1p()
+    return (q_THK * factor_T.view(-1, 1, 1)).to(q_THK.dtype)
 
 
 def qkv_rows(

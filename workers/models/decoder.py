@@ -32,6 +32,7 @@ from .lora.adapters import LoraAdapters
 from .lora.vocabulary import embedding_changes, head_changes
 from .ngrams.digits import from_digits, to_digits
 from .per_layer_inputs import PerLayerInputs
+from .positions.table import read_positions
 from .score_head import ScoreHead
 from .shared_blocks.block import Block
 from .shared_blocks.layer import SharedBlockLayer
@@ -131,7 +132,7 @@ class Decoder(TorchDecoder):
                     self._second_type_D = types[1] - types[0]
             self._positions_PD: Tensor | None = None
             if spec.num_positions:
-                self._positions_PD = _read_positions(spec, weights, max_model_len)
+                self._positions_PD = read_positions(spec, weights, max_model_len)
         self._embedding_scale = spec.rounded_embedding_scale(dtype)
         layers = spec.layers[shard.layers.start : shard.layers.stop]
         self._last_shared_block = spec.last_shared_block
@@ -159,7 +160,9 @@ class Decoder(TorchDecoder):
             bias_v = weights.read_head_bias(spec.vocab_size, part) if spec.head_bias else None
             self._head_changes = head_changes(vocabulary, part, loras, bias_v)
             self._head = VocabParallelHead(
-                embedding_vD if spec.tie_word_embeddings else weights.read_head(*vocabulary, part),
+                embedding_vD
+                if spec.tie_word_embeddings
+                else weights.read_head(*vocabulary, part, spec.num_unused_embeddings),
                 bias_v,
                 spec,
                 tensor_parallel,
@@ -392,17 +395,6 @@ class Decoder(TorchDecoder):
         if self.loras is not None and self._head_changes is not None and slots_S is not None:
             change = partial(self._head_changes.apply, adapters=self.loras.of_slots(slots_S))
         return self._head.logits(hidden_SD, change)
-
-
-def _read_positions(spec: ModelSpec, weights: WeightReader, max_model_len: int) -> Tensor:
-    """Return the table of position embeddings [P, D].
-
-    Raises:
-        ConfigError: A sequence may be longer than the table.
-    """
-    spec.check_num_positions(max_model_len)
-    num_rows = spec.num_positions + spec.position_offset
-    return weights.read("embed_positions.weight", num_rows, spec.hidden_size)
 
 
 def _make_layers(

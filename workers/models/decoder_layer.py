@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...protocol.checkpoint.recurrent_layers import InnerConvolutions
 from ..attention import DeviceAttention, as_backend
 from ..attention.compressed import CompressedCache
 from ..layers.layers import (
@@ -31,6 +32,7 @@ from .cross_attention import CrossAttention
 from .experts import Experts, ExpertsBesideMLP
 from .latent.attention import LatentAttention
 from .mixers import Mixer, make_mixer
+from .mixers.inner_convolutions import LayerConvolutions, StepConvolutions
 from .mlp import MLP
 from .per_layer_inputs import PerLayerBlock
 from .residual_gate import ResidualGate
@@ -147,7 +149,10 @@ class DecoderLayer:
             )
             if not (spec.latent and spec.latent.indexer and spec.latent.indexer.norms_inputs):
                 consumer = self._attention.qkv
-        if layer.recurrent is not None:
+        self._convolutions: LayerConvolutions | None = None
+        if isinstance(layer.recurrent, InnerConvolutions):
+            self._convolutions = LayerConvolutions(spec, layer.recurrent, weights, prefix, shard)
+        elif layer.recurrent is not None:
             self._mixer = make_mixer(
                 spec, layer.recurrent, weights, f"{prefix}mixer.", shard, kernels
             )
@@ -230,11 +235,14 @@ class DecoderLayer:
 
         `caches` are the tensors and the metadata of the layer's `cache_groups`. `inputs_TP` is the layer's own input.
         """
+        convolutions: StepConvolutions | None = None
+        if self._convolutions is not None:
+            convolutions = self._convolutions.in_step(*caches[-1], x_TD.dtype)
         if self.cache_groups:
             x = added(x_TD, block_TD, self._spec, self._attention_input_norm)
             if self._reads_input:
                 x = inputs_TP
-            block_TD = self._mixed(x, positions_T, tables, caches)
+            block_TD = self._mixed(x, positions_T, tables, caches, convolutions)
             if self._attention_output_norm is not None and not self._spec.norms_stream:
                 block_TD = self._attention_output_norm(block_TD)
             if self._attention_gate is not None:
@@ -258,6 +266,8 @@ class DecoderLayer:
         if self.shortcut is not None:
             self.shortcut_TD = self.shortcut.forward(x)
         block_TD = self._mlp.forward(x)
+        if convolutions is not None:
+            block_TD = convolutions.of_mlp(block_TD)
         if self.previous is not None and self.previous.shortcut_TD is not None:
             block_TD = block_TD + self.previous.shortcut_TD
             self.previous.shortcut_TD = None
@@ -304,9 +314,16 @@ class DecoderLayer:
         positions_T: Tensor,
         tables: RotaryTables | None,
         caches: Sequence[tuple[Tensor, Any]],
+        convolutions: StepConvolutions | None = None,
     ) -> Tensor:
-        """Return the sum of the outputs of attention and recurrent mixer."""
+        """Return the sum of the outputs of attention and recurrent mixer, or the convolved output of attention."""
         outputs = []
+        if convolutions is not None:
+            assert isinstance(self._attention, Attention)
+            attended_TD = self._attention.forward(
+                x, positions_T, tables, *caches[0], convolutions.of_keys
+            )
+            return convolutions.of_attention(attended_TD)
         if isinstance(self._attention, CompressedAttention):
             return self._attention.forward(x, tables, caches)
         if self._attention is not None:

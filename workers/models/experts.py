@@ -48,8 +48,9 @@ def read_router(spec: ExpertsSpec, weights: WeightReader, prefix: str, hidden_si
 
 
 def read_corrections(spec: ExpertsSpec, weights: WeightReader, prefix: str) -> Tensor:
-    """Return the biases [E] of the scores, float32."""
-    num_experts, name = spec.num_experts + spec.num_identities, f"{prefix}e_score_correction_bias"
+    """Return the biases [E] of the scores, float32, without those experts that every token chooses."""
+    num_experts = spec.num_experts + spec.num_identities - spec.num_always
+    name = f"{prefix}e_score_correction_bias"
     if spec.has_second_mixture:
         return weights.read_elements(name, 2 * num_experts)[:num_experts].clone()
     return weights.read_elements(name, num_experts)
@@ -85,6 +86,9 @@ class Router:
             if spec.has_expert_scales
             else None
         )
+        self._scale_1 = None
+        if spec.has_stored_scale:
+            self._scale_1 = weights.read_vector(f"{prefix}global_scale", 1)
         self._experts_VC: Tensor | None = None
         if spec.is_hashed:
             # Float32 has the exact number of every expert.
@@ -106,12 +110,18 @@ class Router:
             return self._mixed(logits_TE)
         scores_TE = _SCORES[spec.scoring](logits_TE)
         choice_TE = logits_TE if spec.corrects_logits else scores_TE
+        choice_TE = choice_TE[:, : choice_TE.shape[1] - spec.num_always]
         if self._correction_E is not None:
             choice_TE = choice_TE + self._correction_E
         if spec.num_groups > 1:
             choice_TE = self._within_best_groups(choice_TE)
         if self._experts_VC is None:
-            experts_TC = choice_TE.topk(spec.num_experts_per_token, -1).indices
+            num_free = spec.num_experts_per_token - spec.num_always
+            experts_TC = choice_TE.topk(num_free, -1).indices
+            if spec.num_always:
+                first, count = choice_TE.shape[1], scores_TE.shape[1]
+                always = torch.arange(first, count, device=experts_TC.device)
+                experts_TC = torch.cat((experts_TC, always.expand(len(experts_TC), -1)), 1)
         else:
             assert token_ids_T is not None
             experts_TC = self._experts_VC[token_ids_T]
@@ -120,6 +130,8 @@ class Router:
             weights_TC = weights_TC / (weights_TC.sum(-1, keepdim=True) + _SMALLEST_SUM)
         if self._scale_E is not None:
             weights_TC = weights_TC * self._scale_E[experts_TC]
+        if self._scale_1 is not None:
+            weights_TC = weights_TC * self._scale_1
         return experts_TC, weights_TC * spec.scale
 
     def _mixed(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:

@@ -296,9 +296,17 @@ class WeightReader:
             return self._read(name, (1, vocab_size), part, 1).flatten()
         return self._read(name, (vocab_size,), part)
 
-    def read_head(self, vocab_size: int, hidden_size: int, part: range | None = None) -> Weight:
-        """Return the output projection, or some rows of it. Not for models in which it is the embedding."""
-        return self._stacked([self._read_matrix(self._head, (vocab_size, hidden_size), part)])
+    def head_rows(self, vocab_size: int, num_unused: int) -> int:
+        """Return the number of rows of the output projection, which may also have rows that no token has."""
+        stored, *_ = self._stored_shape(self._head, (vocab_size,))
+        return stored if stored == vocab_size + num_unused else vocab_size
+
+    def read_head(
+        self, vocab_size: int, hidden_size: int, part: range, num_unused: int = 0
+    ) -> Weight:
+        """Return some rows of the output projection. Not for models in which it is the embedding."""
+        shape = self.head_rows(vocab_size, num_unused), hidden_size
+        return self._stacked([self._read_matrix(self._head, shape, part)])
 
     def read_score_head(self, name: str, *shape: int) -> Tensor:
         """Return a tensor of the classification head in float32. Its name has no prefix."""

@@ -106,6 +106,28 @@ GROUPED_KEYS = {
 }
 """Groups of keys that do not divide a block. A layer uses the choice of a layer whose cache is in another group."""
 RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
+    "inkling": (
+        "InklingText",
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+            "swa_num_attention_heads": 8,
+            "swa_num_key_value_heads": 4,
+            "swa_head_dim": 8,
+            "sliding_window_size": 9,
+            "rel_extent": 20,
+            "d_rel": 4,
+            "log_scaling_n_floor": 7,
+            "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding", "hybrid"],
+            "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+            "moe_intermediate_size": 24,
+            "n_routed_experts": 5,
+            "num_experts_per_tok": 2,
+            "logits_mup_width_multiplier": 2.0,
+            "vocab_size": 99,
+            "unpadded_vocab_size": 97,
+        },
+    ),
     "qwen4": ("Qwen4ExpText", QWEN4),
     # A token of the prompts ends n-grams.
     "qwen4-ngrams": ("Qwen4ExpText", QWEN4 | NGRAMS | {"eos_token_id": 7}),

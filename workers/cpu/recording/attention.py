@@ -361,4 +361,5 @@ def scaling_array(scaling: QueryScaling | None) -> Floats | None:
     """Return the array for `QueryScaling` in csrc/model/model.h."""
     if scaling is None:
         return None
-    return np.array([scaling.beta, scaling.length, scaling.offset, scaling.is_power], np.float32)
+    is_power = scaling.kind == "power"
+    return np.array([scaling.beta, scaling.length, scaling.offset, is_power], np.float32)

@@ -13,6 +13,7 @@ from ...layers.rope import RopeSpec
 from ...layers.shared_block import Restart
 from ...layers.spec import LayerSpec, ModelSpec, NormNames
 from ...models.mlp import read_xielu
+from ...models.positions.table import check_num_positions, sinusoids
 from ..abi.structs import AttentionLayer
 from ..library import NotSupportedNatively
 from ..packing import PackedWeight
@@ -136,7 +137,7 @@ class Recorder:
             program.add_op("head")
         elif shard.is_last:
             if not spec.tie_word_embeddings:
-                head = weights.packed_head(*vocabulary)
+                head = weights.packed_head(*vocabulary, spec.num_unused_embeddings)
             elif embeds:
                 head = embedding
             else:
@@ -326,12 +327,15 @@ class Recorder:
         spec = self._spec
         if not spec.num_positions:
             return []
-        spec.check_num_positions(self._max_model_len)
+        check_num_positions(spec, self._max_model_len)
         rows = spec.num_positions + spec.position_offset
         part = range(spec.position_offset, rows)
-        tables = [
-            self._weights.packed_float("embed_positions.weight", rows, spec.hidden_size, part)
-        ]
+        name = "embed_positions.weight"
+        if spec.has_sinusoids:
+            table = sinusoids(rows, spec.hidden_size)[part.start :]
+            tables = [self._weights.pack_float_tensor(name, table)]
+        else:
+            tables = [self._weights.packed_float(name, rows, spec.hidden_size, part)]
         if spec.num_token_types:
             types = range(spec.num_token_types)
             tables.append(

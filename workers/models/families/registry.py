@@ -40,6 +40,7 @@ from . import (
     windowed,
 )
 from .common import Family, with_score_head
+from .with_convolutions import inkling
 from .with_encoders import absolute, encoder_decoders, rotary
 from .with_images import aria, ernie, mistral, muse
 
@@ -58,6 +59,7 @@ FAMILIES = (
     *sigmoid_experts.FAMILIES,
     *state_space.FAMILIES,
     *windowed.FAMILIES,
+    *inkling.FAMILIES,
     *absolute.FAMILIES,
     *encoder_decoders.FAMILIES,
     *rotary.FAMILIES,

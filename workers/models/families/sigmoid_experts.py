@@ -85,7 +85,7 @@ def _beam(fields: ConfigFields) -> ModelSpec:
     window = fields.integer("sliding_window")
     ropes = fields.section("rope_parameters")
     # Layers without a rotary embedding scale their queries.
-    scaled = LayerSpec(None, query_scaling=QueryScaling(0.1, 2048, 1, is_power=True))
+    scaled = LayerSpec(None, query_scaling=QueryScaling(0.1, 2048, 1, kind="power"))
 
     def layer(kind: str) -> LayerSpec:
         if (kind == "full_attention") if ropes is None else (ropes.section(kind) is None):

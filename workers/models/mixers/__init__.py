@@ -8,7 +8,7 @@ from ....protocol.checkpoint.recurrent_layers import (
     LightningAttention,
     Mamba1,
     Mamba2,
-    RecurrentLayer,
+    MixerLayer,
     ShortConvolution,
 )
 from ...layers.layers import LayerKernels
@@ -27,7 +27,7 @@ from .states import StateBatch
 
 def make_mixer(
     spec: ModelSpec,
-    layer: RecurrentLayer,
+    layer: MixerLayer,
     weights: WeightReader,
     prefix: str,
     shard: ModelShard,

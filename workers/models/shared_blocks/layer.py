@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ....protocol.checkpoint.recurrent_layers import InnerConvolutions
 from ...layers.layers import LayerKernels
 from ...layers.parallel.shard import ModelShard
 from ...layers.rope import RotaryTables
@@ -39,6 +40,7 @@ class SharedBlockLayer:
         kernels: LayerKernels,
     ) -> None:
         assert layer.recurrent is not None and layer.shared_block is not None
+        assert not isinstance(layer.recurrent, InnerConvolutions)
         self.rope = layer.rope
         self.cache_groups = layer.cache_groups
         self.cross: CrossAttention | None = None

@@ -1,0 +1,1 @@
+"""Families with short convolutions in layers with attention."""

@@ -1,0 +1,1 @@
+"""Positions of tokens: tables of embeddings, and biases of attention scores by distance."""

@@ -1,0 +1,36 @@
+"""Biases of attention scores that depend on the query and on the distance to the key; see `RelativeBiasSpec`.
+
+Shapes: T tokens of a step, H query heads of this shard, R elements of a head's projection, E distances.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ...layers.convolution_spec import RelativeBiasSpec
+from ...layers.spec import LayerSpec, ModelSpec
+from ..weights import Rows, WeightReader
+
+
+class RelativeBiases:
+    """The biases of one layer's attention. `rows` are those of the projection to `size` elements, H * R."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        biases: RelativeBiasSpec,
+        layer: LayerSpec,
+        weights: WeightReader,
+        prefix: str,
+        heads: range,
+    ) -> None:
+        self._rank = rank = biases.rank
+        count = layer.window if isinstance(layer.window, int) else biases.max_distance
+        part = range(heads.start * rank, heads.stop * rank)
+        self.size = len(part)
+        self.rows = Rows(f"{prefix}bias_proj", spec.num_heads * rank, part, has_bias=False)
+        self._matrix_RE = weights.read(f"{prefix}distance_profiles", rank, count)
+
+    def of_queries(self, projected_TX: Tensor) -> Tensor:
+        """Return the bias of each query head for each distance, [T, H, E]. The input is [T, H * R]."""
+        return projected_TX.unflatten(-1, (-1, self._rank)) @ self._matrix_RE
