@@ -177,7 +177,8 @@ def _is_valid_grid(grid: EncoderGrid, num_tokens: int) -> bool:
     return (
         grid.rows > 0
         and grid.columns > 0
-        and grid.rows * grid.columns == num_tokens
+        and 0 <= grid.margin <= num_tokens
+        and grid.num_tokens == num_tokens
         and 0 <= grid.time < _MAX_TIME
     )
 

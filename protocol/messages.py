@@ -73,13 +73,20 @@ class EncoderGrid(msgspec.Struct, array_like=True, omit_defaults=True, gc=False,
     """The grid of an encoder input's embeddings, row by row, for models with three-dimensional rotary positions.
 
     All embeddings have the same position in time. If `continues`, they are the next frame of the previous input's
-    video, and that position is `time` after the position of the video's first frame.
+    video, and that position is `time` after the position of the video's first frame. There are `margin` embeddings
+    before and after the grid, which have positions like text.
     """
 
     rows: int
     columns: int
     time: int = 0
     continues: bool = False
+    margin: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of embeddings."""
+        return self.rows * self.columns + 2 * self.margin
 
 
 class EncoderInput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, frozen=True):
@@ -87,9 +94,9 @@ class EncoderInput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
 
     `num_tokens` is 0 for the input of an encoder-decoder model, which already the first token needs. `size` is the
     number of embeddings that the encoder computes from `data`, which only the workers can decode. Equal `content_hash`
-    (32 bytes) means equal embeddings and an equal `grid`, which has `num_tokens` cells if there is one. If `row_length`
-    is not 0, the token after every `row_length` embeddings keeps its own embedding. If `embeddings` names a dtype,
-    `data` contains the embeddings themselves: [size, hidden size] numbers in row-major order.
+    (32 bytes) means equal embeddings and an equal `grid`, which has `num_tokens` embeddings if there is one. If
+    `row_length` is not 0, the token after every `row_length` embeddings keeps its own embedding. If `embeddings` names
+    a dtype, `data` contains the embeddings themselves: [size, hidden size] numbers in row-major order.
     """
 
     position: int

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import enum
-from typing import Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 import msgspec
+
+MAX_RATIO: Final = 200
+"""Maximum aspect ratio of images of any size: the longer side divided by the shorter one."""
 
 
 class SpanKind(enum.Enum):
@@ -232,13 +235,15 @@ class ResizeProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="resi
 
     Each square of `unit` x `unit` pixels makes one embedding. If `grows` is not None, an image with a side below `unit`
     pixels is first enlarged until that side has `unit` pixels; the other side is then rounded down ("floor", GLM) or to
-    the nearest integer ("round", PaddleOCR-VL).
+    the nearest integer ("round", PaddleOCR-VL). If `has_newlines` is true, there is one more embedding after each row,
+    before the image and after it (Hunyuan-OCR).
     """
 
     unit: int
     min_pixels: int
     max_pixels: int
     grows: Literal["floor", "round"] | None = None
+    has_newlines: bool = False
 
 
 class CornerProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="corner"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from PIL import Image
 from support.families.recurrent import GROUPED_KEYS
 from support.tiny_checkpoints import sentencepiece_tokenizer
 
-IMAGE_MODELS = ("paddleocr_vl", "glm5_next")
+IMAGE_MODELS = ("paddleocr_vl", "hunyuan_vl", "glm5_next")
 """Models that read no videos."""
 QWEN_MODELS = (
     "qwen2_vl",
@@ -114,12 +115,14 @@ _VISION_BY_FAMILY["paddleocr_vl"] = {
     "num_attention_heads": 4,
     "image_size": 9 * PATCH,
 }
+_VISION_BY_FAMILY["hunyuan_vl"] = _VISION_BY_FAMILY["paddleocr_vl"] | {"max_image_size": 36}
 _VISION_BY_FAMILY["glm5_next"] = _VISION_BY_FAMILY["glm_ocr"] | {
     "projection_intermediate_size": 40,
     "swiglu_limit": 0.5,
 }
 _NAMES = {
     "glm5_next": "Glm5Next",
+    "hunyuan_vl": "HunYuanVL",
     "cohere_compass": "CohereCompass",
     "paddleocr_vl": "PaddleOCRVL",
     "glm_ocr": "GlmOcr",
@@ -167,6 +170,10 @@ def qwen_directory(
         text |= {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1}
         if kind == "glm46v":
             text["model_type"] = "glm4v_text"
+    if kind == "hunyuan_vl":
+        rope |= {"rope_type": "dynamic", "factor": 1.0, "alpha": 10.0} | {
+            "mrope_section": [2, 1, 2, 3]
+        }
     if kind == "glm5_next":
         text |= GROUPED_KEYS | {"num_key_value_heads": 4}
         del text["rope_parameters"], text["head_dim"]
@@ -188,6 +195,9 @@ def qwen_directory(
     )
     model = getattr(transformers, f"{_NAMES[kind]}ForConditionalGeneration")(config)
     model = model.float().eval()
+    if kind == "hunyuan_vl":
+        rotary = model.model.language_model.rotary_emb
+        rotary.recomposition_frequencies = partial(_by_section, rotary.mrope_section)
     torch.manual_seed(5)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -212,6 +222,10 @@ def qwen_directory(
         processor |= {"image_processor_type": "Glm5NextImageProcessor"}
         processor |= {"min_image_tokens": 8, "max_image_tokens": 100}
         del processor["min_pixels"], processor["max_pixels"]
+    if kind == "hunyuan_vl":
+        processor |= {"image_processor_type": "HunYuanVLImageProcessor", "temporal_patch_size": 1}
+        # The filter of the file is ignored.
+        processor["resample"] = 1
     if kind == "paddleocr_vl":
         processor |= {"image_processor_type": "PaddleOCRVLImageProcessor", "temporal_patch_size": 1}
     if kind in GLM_MODELS:
@@ -221,6 +235,16 @@ def qwen_directory(
     return directory, model
 
 
+def _by_section(sections: list[int], freq: torch.Tensor) -> torch.Tensor:
+    """Return the cosines or sines [T, K] of frequencies for each of four axes, [4, T, K / 2].
+
+    Transformers 5.24 splits both halves of a head together. Then the halves of a rotated pair have different angles,
+    unlike in the code that was published with Hunyuan-OCR.
+    """
+    parts = freq.split(sections, dim=-1)
+    return torch.cat([part[axis] for axis, part in enumerate(parts)], dim=-1).repeat(1, 1, 2)
+
+
 def qwen_image_processor(path: Path) -> Any:
     """Return transformers' image processor with Pillow for a directory that `qwen_directory` wrote."""
     fields = json.loads((path / "preprocessor_config.json").read_text())
@@ -228,6 +252,7 @@ def qwen_image_processor(path: Path) -> Any:
     families = {
         "Glm4vImageProcessor": "glm4v",
         "Glm5NextImageProcessor": "glm5_next",
+        "HunYuanVLImageProcessor": "hunyuan_vl",
         "PaddleOCRVLImageProcessor": "paddleocr_vl",
     }
     family = families.get(name, "qwen2_vl")

@@ -140,7 +140,8 @@ class PersistentBatch:
     """The state of all requests, indexed by slot.
 
     Token ids are on the device, so that sampled tokens never have to leave it, or with `keeps_tokens_on_host` on the
-    host, where drafts are looked up. `rotary` has the rotary positions, for models with `has_rotary_axes`.
+    host, where drafts are looked up. `rotary` has the rotary positions, if a model has several per token,
+    which may count the images (`numbers_images`).
     `source_sizes` has the maximum number of encoder outputs for each cross-attention group.
     """
 
@@ -153,6 +154,7 @@ class PersistentBatch:
         device: torch.device | HostDevice,
         *,
         has_rotary_axes: bool = False,
+        numbers_images: bool = False,
         span_kind: SpanKind | None = None,
         source_sizes: Mapping[int, int] = MappingProxyType({}),
         keeps_tokens_on_host: bool = False,
@@ -190,7 +192,9 @@ class PersistentBatch:
             for group in range(num_groups)
         ]
         self.device_block_tables: list[torch.Tensor] = []
-        self.rotary = RotaryPositions(num_slots) if has_rotary_axes else None
+        self.rotary: RotaryPositions | None = None
+        if has_rotary_axes:
+            self.rotary = RotaryPositions(num_slots, numbers_images=numbers_images)
         self._spans = None if span_kind is None else Spans(span_kind)
         self._spans_need_windows = span_kind is SpanKind.IMAGE_IN_WINDOWS
         self._slots_S: Int32Array = np.zeros(0, np.int32)

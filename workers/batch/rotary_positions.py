@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ...protocol.arrays import Int32Array
 from ...protocol.errors import EngineError
-from ...protocol.messages import EncoderInput
+from ...protocol.messages import EncoderGrid, EncoderInput
 
 
 class RotaryPositions:
@@ -24,9 +24,13 @@ class RotaryPositions:
 
     `offsets_N` int32 is the difference between rotary position and index for the tokens after all encoder inputs, the
     same in all dimensions. It is 0 for text.
+
+    If `numbers_images`, images do not shift the positions of text, the rows and columns of an image are counted from 0,
+    and its position in time is the number of images before it (Hunyuan-OCR, arXiv 2511.19575).
     """
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, *, numbers_images: bool = False) -> None:
+        self._place = _numbered_positions if numbers_images else _positions
         self.offsets_N: Int32Array = np.zeros(num_slots, np.int32)
         self._lengths_N: Int32Array = np.zeros(num_slots, np.int32)
         self._prompts: dict[int, Int32Array] = {}
@@ -39,7 +43,7 @@ class RotaryPositions:
         """
         self.offsets_N[slot] = self._lengths_N[slot] = 0
         if inputs:
-            prompt_P3, following = _positions(inputs)
+            prompt_P3, following = self._place(inputs)
             self._prompts[slot] = prompt_P3
             self._lengths_N[slot] = len(prompt_P3)
             self.offsets_N[slot] = following - len(prompt_P3)
@@ -75,19 +79,46 @@ def _positions(inputs: Sequence[EncoderInput]) -> tuple[Int32Array, int]:
     parts: list[NDArray[np.int64]] = []
     token, base, following = 0, 0, 0
     for item in inputs:
-        grid = item.grid
-        if grid is None:
-            raise EngineError(
-                "an encoder input has no grid, which this model's rotary positions need"
-            )
+        grid = _grid(item)
         num_text = item.position - token
-        parts.append(np.repeat(np.arange(following, following + num_text)[:, None], 3, axis=1))
+        parts.append(_equal(following, following + num_text))
         following += num_text
         if not grid.continues:
             base = following
-        cells = np.indices((1, grid.rows, grid.columns)).reshape(3, -1).T + base
+        cells = _cells(grid) + base
         cells[:, 0] += grid.time
         parts.append(cells)
         following = max(following, int(cells.max()) + 1)
         token = item.position + item.num_tokens
     return np.concatenate(parts).astype(np.int32), following
+
+
+def _numbered_positions(inputs: Sequence[EncoderInput]) -> tuple[Int32Array, int]:
+    """Return the same as `_positions` for models that number images."""
+    parts: list[NDArray[np.int64]] = []
+    token = 0
+    for number, item in enumerate(inputs):
+        grid = _grid(item)
+        cells = _cells(grid)
+        cells[:, 0] = number
+        start = item.position + grid.margin
+        end = start + len(cells)
+        parts += [_equal(token, start), cells, _equal(end, end + grid.margin)]
+        token = end + grid.margin
+    return np.concatenate(parts).astype(np.int32), token
+
+
+def _grid(item: EncoderInput) -> EncoderGrid:
+    if item.grid is None:
+        raise EngineError("an encoder input has no grid, which this model's rotary positions need")
+    return item.grid
+
+
+def _equal(start: int, end: int) -> NDArray[np.int64]:
+    """Return positions from `start` to `end` that are equal in all dimensions."""
+    return np.repeat(np.arange(start, end)[:, None], 3, axis=1)
+
+
+def _cells(grid: EncoderGrid) -> NDArray[np.int64]:
+    """Return the time (0), row and column of each embedding of a grid."""
+    return np.indices((1, grid.rows, grid.columns)).reshape(3, -1).T.copy()

@@ -23,18 +23,19 @@ def _rotary_tables_kernel(
     sin_ptr,
     HALF: tl.constexpr,
     BLOCK: tl.constexpr,
-    HAS_AXES: tl.constexpr,
+    NUM_AXES: tl.constexpr,
 ):
     """Compute cos and sin [T, R] for one token. Grid (T,).
 
-    positions is [T], or [T, 3] if HAS_AXES. inv_freq is float32 [HALF], with HALF = R / 2. axes is int32 [HALF].
+    positions is [T], or [T, NUM_AXES] if that is not 0. inv_freq is float32 [HALF], with HALF = R / 2. axes is int32
+    [HALF].
     """
     token = tl.program_id(0).to(tl.int64)
     dims = tl.arange(0, BLOCK)
     mask = dims < HALF
-    if HAS_AXES:
+    if NUM_AXES:
         axes = tl.load(axes_ptr + dims, mask=mask, other=0)
-        position = tl.load(positions_ptr + token * 3 + axes).to(tl.float32)
+        position = tl.load(positions_ptr + token * NUM_AXES + axes).to(tl.float32)
     else:
         position = tl.load(positions_ptr + token).to(tl.float32)
     angles = position * tl.load(inv_freq_ptr + dims, mask=mask, other=0.0)
@@ -55,17 +56,17 @@ def rotary_tables(rope: RotaryEmbedding, positions: Tensor) -> RotaryTables:
         torch.empty(shape, dtype=rope.dtype, device=positions.device) for _ in range(2)
     )
     if len(positions):
-        has_axes = positions.ndim == 2
+        num_axes = positions.shape[1] if positions.ndim == 2 else 0
         _rotary_tables_kernel[(len(positions),)](
             positions,
             rope.inv_freq,
-            rope.axes if has_axes else None,
+            rope.axes if num_axes else None,
             rope.attention_factor,
             cos_T1R,
             sin_T1R,
             HALF=half,
             BLOCK=triton.next_power_of_2(half),
-            HAS_AXES=has_axes,
+            NUM_AXES=num_axes,
             num_warps=1,
         )
     return RotaryTables(cos_T1R, sin_T1R)

@@ -18,6 +18,7 @@ from ...protocol.worker_messages import HeldRequest, NewRequestData, SchedulerOu
 from ..batch import PersistentBatch
 from ..cpu.decoder import NativeDecoder
 from ..device.dtypes import AnyArray, HostDevice
+from ..layers.rope import INDEX_AXIS
 from ..models.dense_layers import DenseLayers
 from ..sampling import Grammar, SamplerOutput
 from .inputs.encoders import Encoders
@@ -55,7 +56,8 @@ class RequestStates:
             config.cache.block_size,
             num_groups,
             device,
-            has_rotary_axes=model.spec.has_rotary_axes,
+            has_rotary_axes=bool(model.spec.rotary_axes),
+            numbers_images=INDEX_AXIS in model.spec.rotary_axes,
             span_kind=model.spec.span_kind,
             source_sizes={}
             if source is None

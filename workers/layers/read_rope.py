@@ -4,6 +4,10 @@ import math
 
 from ...protocol.checkpoint.config_fields import ConfigFields
 from .rope import (
+    COLUMN_AXIS,
+    INDEX_AXIS,
+    ROW_AXIS,
+    TIME_AXIS,
     DynamicScaling,
     LinearScaling,
     Llama3Scaling,
@@ -97,23 +101,29 @@ def _read_axes(parameters: ConfigFields, num_frequencies: int) -> tuple[int, ...
     """Return the axis of each frequency; empty if positions have one dimension.
 
     The frequencies of an axis are consecutive. If they are interleaved, the axes alternate until one has all of its
-    frequencies, and the remaining frequencies belong to time.
+    frequencies, and the remaining frequencies belong to time. Four axes (Hunyuan-OCR) are the token's index, the
+    column, the row, and the number of the image.
     """
     counts = parameters.get("mrope_section")
     if counts is None:
         return ()
     if not (
         isinstance(counts, list)
-        and len(counts) == 3
+        and len(counts) in (3, 4)
         and all(type(count) is int and count >= 0 for count in counts)
     ):
-        raise parameters.wrong("mrope_section", "three numbers", counts)
+        raise parameters.wrong("mrope_section", "three or four numbers", counts)
     if not parameters.boolean("mrope_interleaved", False):
         if sum(counts) != num_frequencies:
             raise parameters.wrong(
                 "mrope_section", f"numbers whose sum is {num_frequencies}", counts
             )
-        return tuple(axis for axis, count in enumerate(counts) for _ in range(count))
+        axes: tuple[int, ...] = (TIME_AXIS, ROW_AXIS, COLUMN_AXIS)
+        if len(counts) == 4:
+            axes = (INDEX_AXIS, COLUMN_AXIS, ROW_AXIS, TIME_AXIS)
+        return tuple(axis for axis, count in zip(axes, counts, strict=True) for _ in range(count))
+    if len(counts) == 4:
+        raise parameters.wrong("mrope_section", "three numbers if they are interleaved", counts)
     return tuple(i % 3 if i // 3 < counts[i % 3] else 0 for i in range(num_frequencies))
 
 

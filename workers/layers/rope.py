@@ -30,12 +30,16 @@ class RopeScaling(Protocol):
         ...
 
 
+TIME_AXIS, ROW_AXIS, COLUMN_AXIS, INDEX_AXIS = range(4)
+
+
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
     """A rotation of the first `rotary_dim` dimensions of each head with base `theta`.
 
     If `axes` is given, a token has three positions: in time, and in the height and width of an image (M-RoPE, arXiv
-    2409.12191). `axes` says which of them each frequency uses. The three are equal for text.
+    2409.12191). `axes` says which of them each frequency uses, or `INDEX_AXIS` for the token's index in its sequence.
+    All are equal for text.
 
     If `has_factors`, each frequency is multiplied by the exponential of a stored number (LeRoPE).
     """
@@ -224,7 +228,10 @@ class RotaryEmbedding:
         self.dtype = dtype
 
     def tables(self, positions: Tensor) -> RotaryTables:
-        """Return the tables for positions of any integer dtype: [T], or [T, 3] if the rotation has axes."""
+        """Return the tables for positions of any integer dtype: [T], or [T, 3] if the rotation has axes.
+
+        With `INDEX_AXIS`, they are [T, 4].
+        """
         if positions.ndim == 1:
             angles = torch.outer(positions.float(), self.inv_freq).unsqueeze(1)
         else:

@@ -325,9 +325,9 @@ class ModelSpec:
         return self.score_head is not None and self.num_token_types > 1
 
     @property
-    def has_rotary_axes(self) -> bool:
-        """True if the rotary position of an image's token has three coordinates."""
-        return any(layer.rope is not None and layer.rope.axes for layer in self.layers)
+    def rotary_axes(self) -> set[int]:
+        """The axes that rotations use (see `RopeSpec`); empty if rotary positions have one coordinate."""
+        return {axis for layer in self.layers if layer.rope is not None for axis in layer.rope.axes}
 
     def norm_offset(self, name: str) -> float | None:
         """Return what is added to the weight of the norm called `name`; None if it has no weight."""

@@ -21,7 +21,7 @@ from ..attention import DeviceAttention, as_backend
 from ..layers.layers import LayerKernels, RMSNorm
 from ..layers.parallel.parallel_layers import VocabParallelEmbedding, VocabParallelHead
 from ..layers.parallel.shard import ModelShard
-from ..layers.rope import RotaryEmbedding
+from ..layers.rope import INDEX_AXIS, RotaryEmbedding
 from ..layers.spec import ModelSpec
 from ..loaders.checkpoint import Checkpoint
 from .altup import AltUpLayer, Streams
@@ -230,6 +230,8 @@ class Decoder(TorchDecoder):
             elif self._last_hashed_layer >= 0:
                 per_layer = self._tokens_of_layers(inputs)
         rotary = positions_T if self.rotary_T3 is None else self.rotary_T3
+        if self.rotary_T3 is not None and INDEX_AXIS in self.spec.rotary_axes:
+            rotary = torch.cat((rotary, positions_T[:, None].to(rotary.dtype)), 1)
         tables = {
             rope: self.kernels.rotary_tables(embedding, rotary if rope.axes else positions_T)
             for rope, embedding in self._ropes.items()

@@ -80,8 +80,10 @@ class GridTower:
         self._positions: Tensor | None = None
         if spec.position_side:
             side = spec.position_side
-            shape_of_table = (side, side) if spec.has_square_positions else (side**2,)
-            self._positions = tensors.read("pos_embed.weight", *shape_of_table, size).view(-1, size)
+            num_unused = int(spec.has_class_position)
+            shape_of_table = (side, side) if spec.has_square_positions else (side**2 + num_unused,)
+            table = tensors.read("pos_embed.weight", *shape_of_table, size).view(-1, size)
+            self._positions = table[num_unused:]
         check_activation(checkpoint, spec.activation)
         self._layers = make_layers(
             _layers_spec(spec),
@@ -151,8 +153,10 @@ class GridTower:
         last_PD = features[spec.num_layers]
         if self._final_norm is not None:
             last_PD = self._final_norm(last_PD)
-        merged = [self._merge(last_PD)]
-        merged += [merge(features[layer]) for layer, merge in sorted(self._deepstack.items())]
+        merged = [self._merge(last_PD, columns)]
+        merged += [
+            merge(features[layer], columns) for layer, merge in sorted(self._deepstack.items())
+        ]
         outputs = torch.cat(merged, -1)
         return outputs if order is None else outputs[order.order_C.argsort()]
 

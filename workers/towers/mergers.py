@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -22,14 +23,18 @@ _GLM_NORM_EPS = 1e-5
 
 def read_merger(
     spec: GridVisionSpec, tensors: VisionWeights, checkpoint: Checkpoint
-) -> Callable[[Tensor], Tensor]:
+) -> Callable[[Tensor, int], Tensor]:
     """Return the function that projects the last layer's patches [P, D] to cells [C, output size].
+
+    Its second argument is the number of cells per row.
 
     Raises:
         CheckpointError: A tensor is missing or has another shape.
     """
     if spec.merger_size:
         return _GatedMerger(spec, tensors, checkpoint)
+    if spec.has_newlines:
+        return _NewlineMerger(spec, tensors, checkpoint)
     if spec.has_third_matrix:
         return _ElementMerger(spec, tensors)
     return Merger(spec, tensors, "merger.", norm=spec.merger_norm)
@@ -59,7 +64,7 @@ class Merger:
             f"{prefix}fc2", spec.output_size, inner, has_bias=has_bias
         )
 
-    def __call__(self, x_PD: Tensor) -> Tensor:
+    def __call__(self, x_PD: Tensor, num_columns: int) -> Tensor:
         """Return the projected cells [C, output size]."""
         if self._norms_squares:
             x = self._norm(x_PD.reshape(-1, self._size))
@@ -78,12 +83,7 @@ class _GatedMerger:
         self._activation = find_activation(checkpoint, spec.activation)
         self._limit = spec.gate_limit
         self._norm = tensors.read_norm("merger.norm", size, spec.norm_kind, spec.norm_eps)
-        # A convolution's weights are stored by element first, then by patch.
-        square = tensors.read("merger.square.weight", output, size, side, side)
-        self._square = Linear(
-            square.permute(0, 2, 3, 1).flatten(1).contiguous(),
-            tensors.read("merger.square.bias", output),
-        )
+        self._square = _read_square(tensors, output, size, side)
 
         def read(name: str, rows: int, columns: int) -> Linear:
             return tensors.read_linear(f"merger.{name}", rows, columns, has_bias=False)
@@ -97,7 +97,7 @@ class _GatedMerger:
         )
         self._down = read("down_proj", output, spec.merger_size)
 
-    def __call__(self, x_PD: Tensor) -> Tensor:
+    def __call__(self, x_PD: Tensor, num_columns: int) -> Tensor:
         x = self._square(self._norm(x_PD).reshape(-1, self._square.weight.shape[1]))
         x = F.gelu(self._second_norm(self._second(x)))
         gate_PF, up_PF = self._gate(x), self._up(x)
@@ -118,6 +118,43 @@ class _ElementMerger:
         self._second = tensors.read_linear("merger.fc2", inner, inner, has_bias=False)
         self._third = tensors.read_linear("merger.fc3", spec.output_size, inner, has_bias=False)
 
-    def __call__(self, x_PD: Tensor) -> Tensor:
+    def __call__(self, x_PD: Tensor, num_columns: int) -> Tensor:
         x = F.gelu(self._second(F.gelu(self._first(x_PD.reshape(-1, self._size)))))
         return self._third(x)
+
+
+class _NewlineMerger:
+    """Projects each cell by three matrices, and adds learned embeddings before and after the image and after each row.
+
+    The embedding after a row passes through the third matrix. All outputs are normed.
+    """
+
+    def __init__(
+        self, spec: GridVisionSpec, tensors: VisionWeights, checkpoint: Checkpoint
+    ) -> None:
+        size, output = spec.hidden_size, spec.output_size
+        self._activation = find_activation(checkpoint, spec.activation)
+        self._norm = tensors.read_rms_norm("merger.before_rms", size, spec.norm_eps)
+        self._square = _read_square(tensors, 2 * size, size, spec.merge_size)
+        self._second = tensors.read_linear("merger.proj", 4 * size, 2 * size)
+        self._third = tensors.read_linear("merger.mlp", output, 4 * size)
+        self._newline_D = tensors.read("merger.image_newline", 4 * size)
+        self._begin_D, self._end_D = (
+            tensors.read(f"merger.image_{name}", output) for name in ("begin", "end")
+        )
+        self._output_norm = tensors.read_rms_norm("merger.after_rms", output, spec.norm_eps)
+
+    def __call__(self, x_PD: Tensor, num_columns: int) -> Tensor:
+        x = self._square(self._norm(x_PD).reshape(-1, self._square.weight.shape[1]))
+        rows = self._second(self._activation(x)).unflatten(0, (-1, num_columns))
+        ends = self._newline_D.expand(len(rows), 1, -1)
+        x = self._third(torch.cat((rows, ends), 1).flatten(0, 1))
+        return self._output_norm(torch.cat((self._begin_D[None], x, self._end_D[None])))
+
+
+def _read_square(tensors: VisionWeights, rows: int, size: int, side: int) -> Linear:
+    """Return the product with a cell, whose weights are stored by element first, then by patch, as a convolution."""
+    square = tensors.read("merger.square.weight", rows, size, side, side)
+    return Linear(
+        square.permute(0, 2, 3, 1).flatten(1).contiguous(), tensors.read("merger.square.bias", rows)
+    )

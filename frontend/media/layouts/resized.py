@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from typing import Final
 
 from PIL import Image
 
-from ....protocol.config.images import CornerProcessor, PadProcessor, ResizeProcessor
+from ....protocol.config.images import MAX_RATIO, CornerProcessor, PadProcessor, ResizeProcessor
 from ....protocol.messages import EncoderGrid, ImagePayload
 from .pixels import Parts, Tile, make_tile, resize
-
-_MAX_RATIO: Final = 200
-"""Maximum aspect ratio: the longer side divided by the shorter one."""
 
 
 def resized(image: Image.Image, config: ResizeProcessor) -> Parts:
@@ -28,8 +24,10 @@ def resized(image: Image.Image, config: ResizeProcessor) -> Parts:
     payload = ImagePayload(
         image.width, image.height, image.tobytes(), config.scale, config.mean, config.std
     )
-    grid = EncoderGrid(image.height // config.unit, image.width // config.unit)
-    return [Tile(payload, grid.rows * grid.columns, grid=grid)]
+    margin = int(config.has_newlines)
+    columns = image.width // config.unit + margin
+    grid = EncoderGrid(image.height // config.unit, columns, margin=margin)
+    return [Tile(payload, grid.num_tokens, grid=grid)]
 
 
 def grown_size(width: int, height: int, unit: int) -> tuple[int, int]:
@@ -120,9 +118,9 @@ def fit_size(
         ValueError: The aspect ratio of the image is above the maximum.
     """
     ratio = max(width, height) / min(width, height)
-    if ratio > _MAX_RATIO:
+    if ratio > MAX_RATIO:
         raise ValueError(
-            f"it has {width} x {height} pixels, and one side may be at most {_MAX_RATIO} times as long as the other"
+            f"it has {width} x {height} pixels, and one side may be at most {MAX_RATIO} times as long as the other"
         )
     sides = [round(side / unit) * unit for side in (width, height)]
     num_pixels = num_frames * width * height

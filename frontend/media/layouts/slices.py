@@ -6,10 +6,8 @@ import math
 
 from PIL import Image
 
-from ....protocol.config.images import SlicesProcessor
+from ....protocol.config.images import MAX_RATIO, SlicesProcessor
 from .pixels import Parts, Tile, make_tile, resize
-
-_MAX_RATIO = 200
 
 
 def slices(image: Image.Image, config: SlicesProcessor) -> Parts:
@@ -19,9 +17,9 @@ def slices(image: Image.Image, config: SlicesProcessor) -> Parts:
         ValueError: The longer side is too long compared to the shorter one.
     """
     longer, shorter = max(image.size), min(image.size)
-    if longer > _MAX_RATIO * shorter:
+    if longer > MAX_RATIO * shorter:
         raise ValueError(
-            f"it has {image.width} x {image.height} pixels, and the longer side may be at most {_MAX_RATIO} times "
+            f"it has {image.width} x {image.height} pixels, and the longer side may be at most {MAX_RATIO} times "
             "the shorter one"
         )
     columns, rows = _grid(image.width, image.height, config)

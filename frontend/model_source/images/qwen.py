@@ -1,7 +1,8 @@
-"""Read the processors of Qwen-VL, GLM, PaddleOCR-VL and Kimi K2.5, which keep the aspect ratio of images."""
+"""Read the processors of Qwen-VL, GLM, OCR models and Kimi K2.5, which keep the aspect ratio of images."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Final
 
@@ -9,7 +10,7 @@ import msgspec
 
 from ....protocol.checkpoint.config_fields import ConfigFields
 from ....protocol.checkpoint.vision.grid import GridVisionSpec
-from ....protocol.config.images import CornerProcessor, PadProcessor, ResizeProcessor
+from ....protocol.config.images import MAX_RATIO, CornerProcessor, PadProcessor, ResizeProcessor
 from .fields import BICUBIC, CLIP_VALUES, pixel_values
 from .source import ProcessorSource
 
@@ -58,6 +59,16 @@ def resize_rounded(
     fields = source.fields.with_defaults(size={"shortest_edge": 384**2, "longest_edge": 1536**2})
     own = replace(source, fields=fields)
     return msgspec.structs.replace(resize(own, vision, token_id), grows="round")
+
+
+def resize_lines(source: ProcessorSource, vision: GridVisionSpec, token_id: int) -> ResizeProcessor:
+    """Return the processor of Hunyuan-OCR, which ignores the resampling filter of its file."""
+    size = {"shortest_edge": 512**2, "longest_edge": 2048**2}
+    fields = source.fields.with_defaults(size=size).with_values({"resample": BICUBIC})
+    config = resize(replace(source, fields=fields), vision, token_id)
+    # The number of rows is largest for the most oblong images.
+    most = config.num_outputs + math.isqrt(MAX_RATIO * config.num_outputs) + 3
+    return msgspec.structs.replace(config, num_outputs=most, has_newlines=True)
 
 
 def pad(source: ProcessorSource, vision: GridVisionSpec, token_id: int) -> PadProcessor:

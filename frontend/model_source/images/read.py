@@ -21,7 +21,7 @@ from .llama4 import tiles
 from .minicpm import slices
 from .muse import muse
 from .pixtral import lighton_ocr, pixtral
-from .qwen import corner, pad, resize, resize_pairs, resize_rounded
+from .qwen import corner, pad, resize, resize_lines, resize_pairs, resize_rounded
 from .single import single
 from .source import ProcessorSource
 
@@ -102,6 +102,7 @@ _READERS: Final[dict[str, _Reader]] = {
     "glm46v": resize_pairs,
     "glm5_next": corner,
     "glm_ocr": resize_pairs,
+    "hunyuan_vl": resize_lines,
     "idefics3": grid,
     "internvl": canvas,
     "kimi_k25": pad,

@@ -33,6 +33,7 @@ class GridVisionSpec:
         position_side: If not 0, patches also have learned positions: a square table with this side, interpolated to the
             patches of the image.
         has_square_positions: True if the checkpoint stores that table with three dimensions.
+        has_class_position: True if the table has another row before the others, which is not used.
         interpolation: How the table is interpolated. "corners" is bilinear and aligns the corners of the image and the
             table. The others align the centers of patches: "centers" is bicubic, "bilinear centers" bilinear, and
             "antialiased" averages over all positions in between where the image has fewer patches. "swapped sides" is
@@ -55,6 +56,8 @@ class GridVisionSpec:
         has_merger_biases: True if the matrices of the projection have biases.
         has_third_matrix: True if the projection has three matrices, of which the first reads an element of all patches
             of a square before the next element.
+        has_newlines: True if the projection has three matrices, between two norms, and adds learned embeddings after
+            each row of an image, before the image and after it (Hunyuan-OCR, arXiv 2511.19575).
         window_size: If not 0, patches attend within squares with this side in pixels (Qwen2.5-VL, arXiv 2502.13923),
             except in `full_layers`.
         deepstack_layers: Layers, counted from 1, whose outputs have their own projections. The decoder adds these to
@@ -85,6 +88,7 @@ class GridVisionSpec:
     merger_size: int = 0
     position_side: int = 0
     has_square_positions: bool = False
+    has_class_position: bool = False
     interpolation: Literal[
         "corners", "centers", "bilinear centers", "antialiased", "swapped sides"
     ] = "corners"
@@ -101,6 +105,7 @@ class GridVisionSpec:
     merger_inner: int = 0
     has_merger_biases: bool = True
     has_third_matrix: bool = False
+    has_newlines: bool = False
     window_size: int = 0
     full_layers: tuple[int, ...] = ()
     deepstack_layers: tuple[int, ...] = ()

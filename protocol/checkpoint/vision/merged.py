@@ -1,7 +1,8 @@
-"""Read the vision towers of PaddleOCR-VL, Kimi K2.5 and LFM2-VL, which norm all patches before merging them."""
+"""Read the vision towers of PaddleOCR-VL, Hunyuan-OCR, Kimi K2.5 and LFM2-VL."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Final
 
 from ..config_fields import ConfigFields
@@ -24,6 +25,30 @@ def paddleocr_vl(fields: ConfigFields, vision: ConfigFields, output_size: int) -
         interpolation="bilinear centers",
         tensor_names=_PADDLE_NAMES,
     )
+
+
+def hunyuan_vl(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVisionSpec:
+    """Return the tower of Hunyuan-OCR."""
+    image_size = vision.integer("max_image_size", 2048, maximum=1 << 16)
+    patch_size = vision.integer("patch_size", 16, maximum=256)
+    mode = vision.text("interpolate_mode", "bilinear")
+    if mode not in ("bilinear", "bicubic"):
+        raise vision.wrong("interpolate_mode", "'bilinear' or 'bicubic'", mode)
+    spec = GridVisionSpec(
+        **_sizes(vision, patch_size),
+        merge_size=vision.integer("spatial_merge_size", 2, maximum=16),
+        activation=vision.text("hidden_act", "gelu"),
+        output_size=output_size,
+        norm_eps=vision.positive("rms_norm_eps", 1e-5),
+        has_joined_qkv=False,
+        rotary=None,
+        position_side=image_size // patch_size,
+        has_class_position=True,
+        interpolation="centers" if mode == "bicubic" else "bilinear centers",
+        has_newlines=True,
+        tensor_names=_HUNYUAN_NAMES,
+    )
+    return replace(spec, has_final_norm=False)
 
 
 def kimi_k25(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVisionSpec:
@@ -122,6 +147,20 @@ _KIMI_FIELDS: Final = {
 }
 """The names of fields in published configs, by their names in transformers."""
 
+_HUNYUAN_NAMES: Final = (
+    (r"(model\.)?(vit|vision_tower)\.embeddings\.patch_embedding\.", "visual.patch_embed.proj."),
+    (r"(model\.)?(vit|vision_tower)\.embeddings\.position_embedding\.", "visual.pos_embed."),
+    (r"(model\.)?(vit|vision_tower)\.layers\.", "visual.blocks."),
+    (r"(model\.)?(vit|vision_tower)\.(perceive|patch_merger)\.", "visual.merger."),
+    (r"(visual\.blocks\..*)\.(input_layernorm|layer_norm1)\.", r"\1.norm1."),
+    (r"(visual\.blocks\..*)\.(post_attention_layernorm|layer_norm2)\.", r"\1.norm2."),
+    (r"(visual\.blocks\..*)\.self_attn\.o_proj\.", r"\1.attn.proj."),
+    (r"(visual\.blocks\..*)\.self_attn\.", r"\1.attn."),
+    (r"(visual\.blocks\..*)\.dense_h_to_4h\.", r"\1.fc1."),
+    (r"(visual\.blocks\..*)\.dense_4h_to_h\.", r"\1.fc2."),
+    (r"visual\.merger\.(proj\.0|proj_conv)\.", "visual.merger.square."),
+    (r"visual\.merger\.(proj\.2|proj_out)\.", "visual.merger.proj."),
+)
 _KIMI_NAMES: Final = (
     (r"vision_tower\.encoder\.", "vision_tower."),
     (r"vision_tower\.patch_embed\.pos_emb\.", "vision_tower.pos_embed."),

@@ -23,7 +23,7 @@ from .idefics3 import idefics3
 from .internvl import internvl
 from .llama4 import llama4
 from .llava import llava, llava_next, llava_onevision, vipllava
-from .merged import kimi_k25, lfm2_vl, paddleocr_vl
+from .merged import hunyuan_vl, kimi_k25, lfm2_vl, paddleocr_vl
 from .minicpm import minicpmv4_6
 from .muse import muse
 from .pixtral import pixtral
@@ -63,6 +63,7 @@ _READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionS
     "glm46v": glm4v,
     "glm5_next": glm5_next,
     "glm_ocr": glm_ocr,
+    "hunyuan_vl": hunyuan_vl,
     "idefics3": idefics3,
     "smolvlm": idefics3,
     "internvl": internvl,

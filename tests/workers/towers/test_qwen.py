@@ -69,6 +69,7 @@ def test_logits_equal_those_of_transformers(model, load):
 
 def _check_logits(model, load, sizes, has_video):
     path, reference = model
+    decoder = load(path, max_model_len=512)
     config = ConfigFields.read(path / "config.json")
     text = config.section("text_config")
     images = [_image(seed, *size) for seed, size in enumerate(sizes)]
@@ -117,16 +118,17 @@ def _check_logits(model, load, sizes, has_video):
         grid_of_video = [-(-NUM_FRAMES // FRAMES), grid.rows * 2, grid.columns * 2]
         arguments["pixel_values_videos"] = video_patches(video.frames, videos.mean, videos.std)
         arguments["video_grid_thw"] = torch.tensor([grid_of_video])
+    kind = reference.config.model_type
+    if kind == "hunyuan_vl":
+        is_image = torch.tensor([prompt]) == processor.token_id
+        arguments["mm_token_type_ids"] = is_image.int()
+    else:
+        arguments["position_ids"] = rotary_positions(reference.config, prompt, grids)
     if images:
         arguments |= qwen_image_processor(path)(images, return_tensors="pt")
     with torch.inference_mode():
-        expected = reference(
-            input_ids=torch.tensor([prompt]),
-            position_ids=rotary_positions(reference.config, prompt, grids),
-            **arguments,
-        ).logits[0]
+        expected = reference(input_ids=torch.tensor([prompt]), **arguments).logits[0]
 
-    decoder = load(path, max_model_len=512)
     tower = make_tower(
         decoder.spec.encoder,
         open_checkpoint(path),
@@ -135,7 +137,7 @@ def _check_logits(model, load, sizes, has_video):
         make_layers=TOWER_LAYERS[load],
     )
     encoded = torch.cat([tower(tile.payload) for tile in tiles])
-    rotary = RotaryPositions(1)
+    rotary = RotaryPositions(1, numbers_images=kind == "hunyuan_vl")
     rotary.add_request(0, inputs)
     media = [reference.config.image_token_id, reference.config.video_token_id]
     is_media = np.isin(prompt, media)
@@ -165,7 +167,7 @@ def test_grids_equal_those_of_transformers(model):
         [tile] = [part for part in process_image(image, processor) if isinstance(part, Tile)]
         patches = qwen_image_processor(path)(image, return_tensors="pt")["image_grid_thw"]
         grid = _grid(tile)
-        assert tile.num_outputs == grid.rows * grid.columns
+        assert tile.num_outputs == (tile.grid or grid).num_tokens
         expected = [1, 2 * grid.rows, 2 * grid.columns]
         assert patches.tolist() == [expected], (width, height)
 

@@ -175,7 +175,8 @@ def hunyuan(fields: ConfigFields) -> ModelSpec:
             raise fields.error(f"head_dim must be above 2, got {size}")
         theta = scaling.positive("rope_theta", fields.positive("rope_theta", 10_000.0))
         theta *= alpha ** (size / (size - 2))
-        parameters = {"rope_type": "default", "rope_theta": theta}
+        axes = scaling.get("mrope_section")
+        parameters = {"rope_type": "default", "rope_theta": theta, "mrope_section": axes}
         fields = fields.with_values({"rope_parameters": parameters, "rope_scaling": None})
     return llama(
         fields.with_defaults(rms_norm_eps=1e-5),
@@ -186,14 +187,14 @@ def hunyuan(fields: ConfigFields) -> ModelSpec:
 
 
 def _hunyuan_vl(fields: ConfigFields) -> ModelSpec:
-    """Return the spec of the text of Hunyuan-OCR, where all axes of a token's rotary position are equal."""
+    """Return the spec of Hunyuan-OCR's decoder, whose rotary positions have four axes (XD-RoPE)."""
     values = {}
     for name in ("rope_parameters", "rope_scaling"):
         if (section := fields.section(name)) is not None:
-            axes = ("mrope_section", "xdrope_section")
-            found = {key: x for key, x in section.config.items() if key not in axes}
+            found = dict(section.config)
+            axes = found.pop("xdrope_section", None)
             kinds = {key: "dynamic" for key in ("rope_type", "type") if found.get(key) == "xdrope"}
-            values[name] = found | kinds
+            values[name] = {"mrope_section": axes} | found | kinds
     return hunyuan(fields.with_values(values).with_defaults(tie_word_embeddings=True))
 
 

@@ -187,7 +187,7 @@ def model_spec(config: Mapping[str, Any], path: str | PathLike[str]) -> ModelSpe
         encoder = vision_spec(whole, spec.hidden_size)
         spec = replace(spec, encoder=encoder)
         if isinstance(encoder, GridVisionSpec):
-            if encoder.has_axes and not spec.has_rotary_axes:
+            if encoder.has_axes and not spec.rotary_axes:
                 raise whole.error("mrope_section is missing, which images need")
             num_added = len(encoder.deepstack_layers)
             if num_added > len(spec.layers):

@@ -17,7 +17,7 @@ class RotaryTables {
   };
 
   // Adds an embedding whose angles are position * inverse_frequencies[half]. `factor` multiplies sines and cosines.
-  // With `axes`, each frequency has the index of its position among three.
+  // With `axes`, each frequency has the index of its position among three, or `kIndexAxis` for the token's index.
   void add(const float* inverse_frequencies, int half, float factor, const int32_t* axes) {
     ropes_.push_back({{inverse_frequencies, inverse_frequencies + half}, {}, factor, {}});
     if (axes) ropes_.back().axes.assign(axes, axes + half);
@@ -35,7 +35,8 @@ class RotaryTables {
       const int half = int(rope.inverse_frequencies.size());
       float* cosines = rope.table.data() + size_t(row) * 2 * half;
       for (int i = 0; i < half; i++) {
-        const int at = rotary && !rope.axes.empty() ? rotary[rope.axes[i]] : position;
+        const bool uses_axis = rotary && !rope.axes.empty() && rope.axes[i] < kIndexAxis;
+        const int at = uses_axis ? rotary[rope.axes[i]] : position;
         const float angle = float(at) * rope.inverse_frequencies[i];
         cosines[i] = std::cos(angle) * rope.factor;
         cosines[half + i] = std::sin(angle) * rope.factor;
@@ -51,6 +52,8 @@ class RotaryTables {
   }
 
  private:
+  static constexpr int kIndexAxis = 3;
+
   struct Rope {
     std::vector<float> inverse_frequencies;
     std::vector<int32_t> axes;  // the axis of each frequency, or empty
