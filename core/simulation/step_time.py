@@ -93,11 +93,14 @@ class StepTimeModel(NamedTuple):
 
 
 class StepClock:
-    """Returns the times of one worker's steps: fitted times, multiplied by the log's ratios in their order.
+    """Returns the times of one worker's steps: the model's time, multiplied by the next recorded ratio.
+
+    A ratio is the measured time of a step in the log divided by its fitted time. Ratios are used in the order of the
+    log and repeat at its end, so that simulated times vary like measured ones.
 
     Args:
-        model: The model of step times.
-        worker: The number of the worker. Each one begins at another place of the log.
+        model: The fitted model of step times, with the ratios.
+        worker: The index of the worker. Each worker starts at another ratio.
     """
 
     def __init__(self, model: StepTimeModel, worker: int = 0) -> None:

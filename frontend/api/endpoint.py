@@ -305,7 +305,7 @@ class Endpoint(ABC, Generic[Request]):
 
     @abstractmethod
     def object_name(self, request: Request) -> str:
-        """Return the `object` of the answer."""
+        """Return the value of the response's field `object`."""
 
     @abstractmethod
     async def prepare(

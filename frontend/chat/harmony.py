@@ -83,7 +83,7 @@ class HarmonyParser:
         return has_special_tokens(self.marks, tokenizer)
 
     def can_limit(self, tokenizer: Tokenizer) -> bool:
-        """Return False, because the head of another message follows the end of the reasoning."""
+        """Return False: reasoning cannot be cut at a token limit, because a message header must follow its end."""
         return False
 
     def allow_reasoning_before(

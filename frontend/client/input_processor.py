@@ -27,19 +27,19 @@ from .sequence_io import SEQUENCES_AT_ONCE, SequenceRequest, TokenIds
 
 TokenSequences: TypeAlias = tuple[tuple[int, ...], ...]
 
-MAX_ENTRIES_IN_ALL: Final = 1 << 22
+MAX_TOTAL_ENTRIES: Final = 1 << 22
 """Maximum total entries of a request's lists (such as logit_bias), counted once per sequence."""
 
-MAX_SPEC_CHARACTERS_IN_ALL: Final = 1 << 26
+MAX_TOTAL_SPEC_CHARACTERS: Final = 1 << 26
 """Maximum total characters of a request's schema or grammar, counted once per sequence."""
 
-MAX_PROMPT_LOGPROBS_IN_ALL: Final = 1 << 21
+MAX_TOTAL_PROMPT_LOGPROBS: Final = 1 << 21
 """Maximum total entries of a request's prompt logprobs.
 
 They arrive in one message, and decoding that message blocks all other requests.
 """
 
-MAX_ENCODER_BYTES_IN_ALL: Final = 1 << 27
+MAX_TOTAL_ENCODER_BYTES: Final = 1 << 27
 """Maximum total bytes of a request's preprocessed images, counted once per sequence.
 
 A sequence and its images are sent in one message.
@@ -272,14 +272,14 @@ def _verify_volume(params: SamplingParams, bad_words: TokenSequences, num_sequen
     """Raise ParameterError if the lists are too large in total when every sequence has its own copy."""
     constraint = params.structured_output
     sizes = (
-        ("stop_token_ids", len(params.stop_token_ids), MAX_ENTRIES_IN_ALL, "entries"),
-        ("allowed_token_ids", len(params.allowed_token_ids or ()), MAX_ENTRIES_IN_ALL, "entries"),
-        ("logit_bias", len(params.logit_bias or ()), MAX_ENTRIES_IN_ALL, "entries"),
-        ("bad_words", sum(map(len, bad_words)), MAX_ENTRIES_IN_ALL, "tokens"),
+        ("stop_token_ids", len(params.stop_token_ids), MAX_TOTAL_ENTRIES, "entries"),
+        ("allowed_token_ids", len(params.allowed_token_ids or ()), MAX_TOTAL_ENTRIES, "entries"),
+        ("logit_bias", len(params.logit_bias or ()), MAX_TOTAL_ENTRIES, "entries"),
+        ("bad_words", sum(map(len, bad_words)), MAX_TOTAL_ENTRIES, "tokens"),
         (
             STRUCTURED_OUTPUTS,
             0 if constraint is None else len(constraint.spec),
-            MAX_SPEC_CHARACTERS_IN_ALL,
+            MAX_TOTAL_SPEC_CHARACTERS,
             "characters",
         ),
     )
@@ -296,7 +296,7 @@ def _encode_predictions(sequences: list[SequenceRequest]) -> dict[int, bytes]:
     """Return the encoded tokens of each prediction, by the identity of its array; no tokens for None.
 
     Raises:
-        ParameterError: The predictions are too large in total when every sequence has its own copy.
+        ParameterError: The predictions of all sequences have more than `MAX_TOTAL_ENTRIES` tokens.
     """
     encoded: dict[int, bytes] = {id(None): b""}
     total = 0
@@ -306,23 +306,23 @@ def _encode_predictions(sequences: list[SequenceRequest]) -> dict[int, bytes]:
             total += len(predicted)
             if id(predicted) not in encoded:
                 encoded[id(predicted)] = int32_bytes(predicted)
-    if total > MAX_ENTRIES_IN_ALL:
+    if total > MAX_TOTAL_ENTRIES:
         raise ParameterError(
             "prediction",
             f"has {total} tokens for {len(sequences)} sequences in total, but at most "
-            f"{MAX_ENTRIES_IN_ALL} are allowed",
+            f"{MAX_TOTAL_ENTRIES} are allowed",
         )
     return encoded
 
 
 def _verify_images(sequences: list[SequenceRequest]) -> None:
-    """Raise ParameterError if the images are too large in total when every sequence has its own copy."""
+    """Raise ParameterError if the encoder inputs of all sequences exceed `MAX_TOTAL_ENCODER_BYTES`."""
     size = sum(len(item.data) for sequence in sequences for item in sequence.encoder_inputs)
-    if size > MAX_ENCODER_BYTES_IN_ALL:
+    if size > MAX_TOTAL_ENCODER_BYTES:
         raise ParameterError(
             "n" if len(sequences) > 1 else "messages",
             f"makes {size} bytes of images for {len(sequences)} sequences, but at most "
-            f"{MAX_ENCODER_BYTES_IN_ALL} are allowed; send fewer or smaller images",
+            f"{MAX_TOTAL_ENCODER_BYTES} are allowed; send fewer or smaller images",
         )
 
 
@@ -332,10 +332,10 @@ def _verify_num_logprobs(sequences: list[tuple[int, SamplingParams]], vocab_size
     for num_tokens, params in sequences:
         if (wanted := params.prompt_logprobs) is not None:
             total += num_tokens * (1 + (vocab_size if wanted == -1 else wanted))
-    if total > MAX_PROMPT_LOGPROBS_IN_ALL:
+    if total > MAX_TOTAL_PROMPT_LOGPROBS:
         raise ParameterError(
             "prompt_logprobs",
-            f"needs {total} entries for all prompt tokens, but at most {MAX_PROMPT_LOGPROBS_IN_ALL} are allowed; "
+            f"needs {total} entries for all prompt tokens, but at most {MAX_TOTAL_PROMPT_LOGPROBS} are allowed; "
             "request fewer alternatives or send fewer tokens",
         )
 

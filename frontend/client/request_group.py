@@ -206,7 +206,7 @@ class Sequence:
 
     @property
     def is_silent_suspect(self) -> bool:
-        """True if the sequence is computed alone, because cores crashed silently after receiving it."""
+        """True if the sequence must be computed alone, because too many cores crashed unexplained while they had it."""
         return self.num_silent_crashes >= SUSPICIOUS_SILENT_CRASHES
 
     @property

@@ -38,11 +38,11 @@ from ...protocol.store.requests import (
     Logged,
     ReadersChanged,
     ReleaseKey,
-    RequestNews,
     RequestState,
+    RequestUpdate,
     ReserveKey,
     SessionOpened,
-    StreamNews,
+    StreamUpdate,
     TakeDuty,
 )
 from ...protocol.transport import Peer
@@ -92,16 +92,16 @@ class _Pending(NamedTuple):
 class Attachment:
     """A client's view of a request that it reads through the store.
 
-    `on_news` receives all of the request's tokens from the first one on. After a crash of the store it receives them
+    `on_update` receives all of the request's tokens from the first one on. After a crash of the store it receives them
     again. `record` is the recorded description of the request.
     """
 
     def __init__(
-        self, client: StoreClient, call: AttachRequest, on_news: Callable[[RequestNews], None]
+        self, client: StoreClient, call: AttachRequest, on_update: Callable[[RequestUpdate], None]
     ) -> None:
         self._client = client
         self.call = call
-        self.on_news = on_news
+        self.on_update = on_update
         self.record = b""
 
     def close(self) -> None:
@@ -242,9 +242,9 @@ class StoreClient:
         return Page(reply.objects, reply.has_more)
 
     async def attach(
-        self, request_id: str, owner: str, on_news: Callable[[RequestNews], None]
+        self, request_id: str, owner: str, on_update: Callable[[RequestUpdate], None]
     ) -> Attachment | None:
-        """Start to read a recorded request. `on_news` receives its tokens until it ends.
+        """Start to read a recorded request. `on_update` receives its tokens until it ends.
 
         Return None if it does not exist.
 
@@ -255,7 +255,7 @@ class StoreClient:
 
         def make_call(call_id: int) -> AttachRequest:
             call = AttachRequest(call_id, request_id, owner)
-            attached.append(Attachment(self, call, on_news))
+            attached.append(Attachment(self, call, on_update))
             self._attachments[call_id] = attached[0]
             return call
 
@@ -280,8 +280,8 @@ class StoreClient:
         """
         has_ended: list[bool] = []
 
-        def look(news: RequestNews) -> None:
-            has_ended[:] = [stream.end is not None for stream in news.streams]
+        def look(update: RequestUpdate) -> None:
+            has_ended[:] = [stream.end is not None for stream in update.streams]
 
         attachment = await self.attach(request_id, owner, look)
         if attachment is None:
@@ -393,9 +393,9 @@ class StoreClient:
                 self.log.acknowledge(message.number)
             case StateChanged():
                 self._set_state(message.state)
-            case RequestNews():
+            case RequestUpdate():
                 if (attachment := self._attachments.get(message.call_id)) is not None:
-                    attachment.on_news(message)
+                    attachment.on_update(message)
             case ReadersChanged():
                 self.log.set_num_readers(message.request_id, message.owner, message.num_readers)
             case ObjectReply() | RequestState() | KeyReply() | ClaimReply() | DutyReply():
@@ -408,15 +408,19 @@ class StoreClient:
         if pending is not None and not pending.reply.done():
             pending.reply.set_result(reply)
         if isinstance(reply, RequestState) and reply.call_id in self._attachments:
-            # The reply has all tokens so far, and must be applied before later news. After a restart of the store, this
+            # The reply has all tokens so far, and must be applied before later updates. If the store restarted, this
             # is a second reply to the same call.
             states = enumerate(reply.streams)
-            news = [
-                StreamNews(position, 0, each.tokens, each.end, each.logprobs, each.prompt_logprobs)
+            updates = [
+                StreamUpdate(
+                    position, 0, each.tokens, each.end, each.logprobs, each.prompt_logprobs
+                )
                 for position, each in states
             ]
             is_gone = not reply.record
-            self._attachments[reply.call_id].on_news(RequestNews(reply.call_id, news, is_gone))
+            self._attachments[reply.call_id].on_update(
+                RequestUpdate(reply.call_id, updates, is_gone)
+            )
 
     def _send_again(self) -> None:
         """Send again everything that the store may not have received, or has lost in a restart."""

@@ -16,10 +16,10 @@ from ...protocol.store.requests import (
     EndStream,
     LogTokens,
     MoveStream,
-    RequestNews,
+    RequestUpdate,
     StreamEnd,
-    StreamNews,
     StreamState,
+    StreamUpdate,
 )
 from .logprobs import cut_logprobs, last_logprobs, size_of_logprobs
 
@@ -57,13 +57,13 @@ class Stream:
         del self.tokens[num_tokens:]
         cut_logprobs(self.logprobs, num_tokens)
 
-    def news(self, position: int, start: int) -> StreamNews:
+    def update_from(self, position: int, start: int) -> StreamUpdate:
         """Return the tokens from index `start` on as a message.
 
         `position` is the position of the stream in its request.
         """
         tokens = self.tokens[start:]
-        return StreamNews(
+        return StreamUpdate(
             position,
             start,
             tokens.tobytes(),
@@ -150,17 +150,17 @@ class LiveRequest:
         """The streams as messages."""
         return [stream.state for stream in self.streams]
 
-    def take_news(self, reader: ReaderId) -> RequestNews | None:
+    def take_update(self, reader: ReaderId) -> RequestUpdate | None:
         """Return the tokens that a reader has not received; None if there are none."""
-        news: list[StreamNews] = []
+        updates: list[StreamUpdate] = []
         sent = self.readers[reader]
         for position, stream in enumerate(self.streams):
             start = sent[position]
             if start < 0 or (len(stream.tokens) <= start and stream.end is None):
                 continue
-            news.append(stream.news(position, start))
+            updates.append(stream.update_from(position, start))
             sent[position] = -1 if stream.end is not None else len(stream.tokens)
-        return RequestNews(reader[1], news) if news else None
+        return RequestUpdate(reader[1], updates) if updates else None
 
 
 Append = Callable[[int], object]

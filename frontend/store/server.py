@@ -34,8 +34,8 @@ from ...protocol.store.requests import (
     OpenSession,
     ReadersChanged,
     ReleaseKey,
-    RequestNews,
     RequestState,
+    RequestUpdate,
     ReserveKey,
     SessionOpened,
     TakeDuty,
@@ -148,7 +148,7 @@ class StoreServer:
                 replies.append((identity, Logged(opened.last_number)))
         for identity, message in others:
             replies += self._try(self._answer, identity, message)
-        replies += self._news()
+        replies += self._reader_updates()
         for identity, reply in replies:
             self._send(identity, reply)
         self._evict_old()
@@ -297,21 +297,21 @@ class StoreServer:
         num_readers = len(request.readers)
         return [(owner.identity, ReadersChanged(request.request_id, request.owner, num_readers))]
 
-    def _news(self) -> list[Sent]:
+    def _reader_updates(self) -> list[Sent]:
         """Return the tokens that readers have not received, as messages."""
         live = self._requests.live
-        news: list[Sent] = []
+        updates: list[Sent] = []
         for request in dict.fromkeys(chain(live.changed, self._attached.values())):
             is_over = live.by_name.get(request.name) is not request
             for reader in list(request.readers):
-                if (new := request.take_news(reader)) is not None:
-                    news.append((reader[0], new))
+                if (new := request.take_update(reader)) is not None:
+                    updates.append((reader[0], new))
                 if is_over:
                     if not request.has_ended:
-                        news.append((reader[0], RequestNews(reader[1], [], is_gone=True)))
+                        updates.append((reader[0], RequestUpdate(reader[1], [], is_gone=True)))
                     self._attached.pop(reader, None)
         live.changed.clear()
-        return news
+        return updates
 
     def _try(
         self, answer: Callable[[bytes, Message], list[Sent]], identity: bytes, message: Message

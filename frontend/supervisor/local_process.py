@@ -26,7 +26,7 @@ WAIT_S: Final = 1.0
 
 
 class Role(enum.Enum):
-    """The kind of a process. The other processes can serve without the store for a while."""
+    """The kind of a process. Only the store is optional: the others serve without it until it has restarted."""
 
     FRONTEND = enum.auto()
     CORE = enum.auto()

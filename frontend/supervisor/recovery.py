@@ -248,7 +248,7 @@ class RecoveryUnit:
         return was_stable or leader.progress.num_tokens > 0
 
     def recover(self, now: float) -> list[Child]:
-        """Take the next step of a restart, if it is due. Return the processes that were started."""
+        """Continue a restart if its next step is due. Return the processes that were started."""
         dead = [child for child in self.children.values() if not child.alive]
         if not self.is_down or not all(child.is_known_dead for child in dead):
             # The supervisor has yet to handle an exit; the final report of that process may explain it.

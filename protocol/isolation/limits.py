@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 
 def limit_memory(max_bytes: int) -> None:
-    """Let this process allocate `max_bytes` more bytes of memory, and write no core file.
+    """Limit the data memory of this process to `max_bytes` bytes more than it has now, and disable core dumps.
 
-    A lower limit on the address space, which it may have inherited, is raised to the hard one.
+    The soft limit on the address space is raised to the hard limit, so that only the limit on data applies.
     """
     _, most = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (most, most))

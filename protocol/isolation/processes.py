@@ -78,7 +78,7 @@ class IsolatedProcesses:
 
 
 def is_idle(process: socket.socket) -> bool:
-    """Return whether a process has sent nothing since its last reply. If it has, the message reports its exit."""
+    """Return whether a process has sent nothing since its last reply. Otherwise it has exited, or is about to."""
     process.setblocking(False)
     try:
         process.recv(1, socket.MSG_PEEK)

@@ -23,8 +23,8 @@ from .requests import (
     OpenSession,
     ReadersChanged,
     ReleaseKey,
-    RequestNews,
     RequestState,
+    RequestUpdate,
     ReserveKey,
     SessionOpened,
     TakeDuty,
@@ -160,7 +160,7 @@ FromStore: TypeAlias = (
     | SessionOpened
     | Logged
     | RequestState
-    | RequestNews
+    | RequestUpdate
     | KeyReply
     | ClaimReply
     | DutyReply

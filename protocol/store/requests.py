@@ -107,7 +107,7 @@ LogEntry: TypeAlias = BeginRequest | AdoptRequest | LogTokens | MoveStream | End
 
 
 class AttachRequest(msgspec.Struct, tag="attach", array_like=True, gc=False, frozen=True):
-    """Return a request of an owner, and send `RequestNews` until it ends or `DetachRequest` is received."""
+    """Return a request of an owner, and send `RequestUpdate` until it ends or `DetachRequest` is received."""
 
     call_id: int
     request_id: str
@@ -115,7 +115,7 @@ class AttachRequest(msgspec.Struct, tag="attach", array_like=True, gc=False, fro
 
 
 class DetachRequest(msgspec.Struct, tag="detach", array_like=True, gc=False, frozen=True):
-    """Stop the `RequestNews` that the call `call_id`, an `AttachRequest`, has started."""
+    """Stop the `RequestUpdate` that the call `call_id`, an `AttachRequest`, has started."""
 
     call_id: int
 
@@ -196,7 +196,7 @@ class RequestState(msgspec.Struct, tag="request", array_like=True, gc=False, fro
     error: str = ""
 
 
-class StreamNews(msgspec.Struct, array_like=True, gc=False, frozen=True):
+class StreamUpdate(msgspec.Struct, array_like=True, gc=False, frozen=True):
     """New tokens of one stream of a request, from position `start` on, and the end of the stream if it has ended.
 
     `logprobs` belong to the new tokens. `prompt_logprobs` come with the first tokens.
@@ -210,11 +210,11 @@ class StreamNews(msgspec.Struct, array_like=True, gc=False, frozen=True):
     prompt_logprobs: list[TokenLogprobs] = []
 
 
-class RequestNews(msgspec.Struct, tag="news", array_like=True, gc=False, frozen=True):
+class RequestUpdate(msgspec.Struct, tag="update", array_like=True, gc=False, frozen=True):
     """Changes of the request that `call_id` has attached. If `is_gone`, it was deleted and nothing follows."""
 
     call_id: int
-    streams: list[StreamNews]
+    streams: list[StreamUpdate]
     is_gone: bool = False
 
 

@@ -38,7 +38,7 @@ SETTLE_S = 0.5
 
 
 class Counts:
-    """The counts of one client process, in memory that another process can read."""
+    """The numbers of streams begun and ended and of events received by a client process, in shared memory."""
 
     def __init__(self) -> None:
         self.begun: Synchronized[int] = multiprocessing.Value("q", 0, lock=False)
@@ -129,14 +129,20 @@ def total(counts: list[Counts], name: str) -> int:
 
 
 def cpu_ns(pid: int) -> int:
-    """Return the CPU nanoseconds of a process's threads, which are finer than the kernel's figure for the process."""
+    """Return the CPU time of a process in nanoseconds, summed over its threads.
+
+    `/proc/PID/task/*/schedstat` counts nanoseconds; `/proc/PID/stat` counts ticks of 10 ms.
+    """
     return sum(
         int(path.read_text().split()[0]) for path in Path(f"/proc/{pid}/task").glob("*/schedstat")
     )
 
 
 def count_tokens(url: str) -> int:
-    """Return the frontends' counts. Those of frontends other than the one that answers are up to a second old."""
+    """Return the number of tokens that the frontends have generated.
+
+    One frontend answers for all. Its figures of the others are up to a second old.
+    """
     with urllib.request.urlopen(f"{url}/metrics") as response:
         text = response.read().decode()
     found = re.findall(r"^engine:generation_tokens_total\{.*\} (\S+)$", text, re.MULTILINE)

@@ -70,7 +70,7 @@ def _backend_class(name: BackendName) -> type[AttentionBackend]:
         from .triton_paged import TritonPagedAttention
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"the attention backend {name} needs {error.name}: pip install 'engine[cuda]'"
+            f"the attention backend {name} needs {error.name}: pip install 'engine-serve[cuda]'"
         ) from error
     triton = {
         "triton_paged": TritonPagedAttention,

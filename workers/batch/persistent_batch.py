@@ -212,7 +212,10 @@ class PersistentBatch:
         return self._host_token_ids_NL
 
     def with_own_lengths(self, group: int) -> PersistentBatch:
-        """Return a batch that shares the tokens and the blocks of one group, but counts computed tokens separately."""
+        """Return a batch that shares this one's tokens and the block table of one KV-cache group.
+
+        It counts known and computed tokens itself, from 0.
+        """
         other = copy(self)
         other.num_tokens = np.zeros(self.num_slots, np.int32)
         other.num_computed_tokens = np.zeros(self.num_slots, np.int32)

@@ -34,7 +34,7 @@ class FingerprintedModel(Protocol):
 
     @property
     def spec(self) -> ModelSpec:
-        """The whole model."""
+        """The spec of the whole model, not only of this worker's layers."""
 
     @property
     def attention(self) -> PagedAttention:

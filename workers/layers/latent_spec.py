@@ -40,7 +40,7 @@ class IndexerSpec:
 
     @property
     def num_tokens(self) -> int:
-        """The length of the longest sequence in which all keys are chosen."""
+        """The maximum length in tokens of a sequence whose tokens attend to all keys, because all are chosen."""
         return (self.num_chosen + 1) * self.group_size - 1
 
     @property

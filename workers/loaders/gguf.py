@@ -399,7 +399,7 @@ class GGUFCheckpoint(Checkpoint):
         part: range | None = None,
         dim: int = 0,
     ) -> torch.Tensor:
-        """Read a tensor, or part of a dimension, dequantized."""
+        """Return a tensor, or the range `part` of its dimension `dim`, dequantized to `dtype`."""
         if name in self._scalars:
             return self._scalars[name].to(dtype or torch.float32)
         tensor = self._tensor(name)

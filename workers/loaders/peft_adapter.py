@@ -107,7 +107,10 @@ class PEFTAdapter:
             parts = parts - {_FACTOR_BIAS}
         if not parts <= {*_FACTORS} and not parts <= {*_EMBEDDING_FACTORS}:
             if not parts <= {*_WHOLE} or "weight" not in parts:
-                raise self.error(f"the tensors {', '.join(sorted(parts))} of {module} do not match")
+                raise self.error(
+                    f"the module {module} has the tensors {', '.join(sorted(parts))}; it needs a pair of "
+                    "lora_A and lora_B, or a weight"
+                )
             bias = self._tensor(module, "bias") if "bias" in parts else None
             return Replacement(self._tensor(module, "weight"), bias)
         if len(parts) != 2:

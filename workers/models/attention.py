@@ -414,7 +414,10 @@ def head_norm(
 
 
 def head_norm_eps(spec: ModelSpec) -> float:
-    """Return the epsilon of norms of heads. An nGPT adds the same to sums of squares instead of means."""
+    """Return the epsilon that is added to a head's mean square.
+
+    In an nGPT, a head's sum of squares gets the same addition as the hidden state's, so its mean gets a larger one.
+    """
     return spec.norm_eps * (spec.hidden_size / spec.head_dim if spec.interpolates_blocks else 1)
 
 

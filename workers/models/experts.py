@@ -48,7 +48,10 @@ def read_router(spec: ExpertsSpec, weights: WeightReader, prefix: str, hidden_si
 
 
 def read_corrections(spec: ExpertsSpec, weights: WeightReader, prefix: str) -> Tensor:
-    """Return the biases [E] of the scores, float32, without those experts that every token chooses."""
+    """Return the router's correction biases [E], float32, which are added to scores only to choose experts.
+
+    Experts that every token chooses have none.
+    """
     num_experts = spec.num_experts + spec.num_identities - spec.num_always
     name = f"{prefix}e_score_correction_bias"
     if spec.has_second_mixture:

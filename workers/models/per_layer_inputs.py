@@ -17,7 +17,7 @@ from .weights import WeightReader
 
 
 class PerLayerInputs:
-    """Computes the inputs of all layers. Runs in the first stage."""
+    """Computes the per-layer embeddings of all layers at once, in the first pipeline stage."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class PerLayerInputs:
         self._norm = kernels.norm(weight_P + spec.norm_weight_offset, spec.norm_eps)
 
     def __call__(self, input_ids_T: Tensor, x_TD: Tensor) -> Tensor:
-        """Return the inputs [T, L * P] for tokens with the scaled embeddings `x_TD`."""
+        """Return the per-layer embeddings [T, L * P] of tokens whose scaled embeddings are `x_TD`."""
         known_T = input_ids_T.masked_fill(input_ids_T >= self._spec.vocab_size, 0)
         stored_TLP = (
             self._embed(known_T).mul_(self._table_scale).unflatten(-1, (-1, self._spec.size))
@@ -58,7 +58,7 @@ class PerLayerInputs:
 
 
 class PerLayerBlock:
-    """The last block of a layer: a product whose result gates the layer's input, another product, and a norm."""
+    """The last block of a layer: norm(project(activation(gate(x)) * per-layer embedding))."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class PerLayerBlock:
         self._norm = kernels.norm(weight_D + spec.norm_weight_offset, spec.norm_eps)
 
     def forward(self, x_TD: Tensor, inputs_TP: Tensor) -> Tensor:
-        """Return the block's output, which is added to the hidden states `x_TD`."""
+        """Return the block's output [T, D], which the caller adds to `x_TD`."""
         gated_TP = self._activation(self._gate(x_TD)) * inputs_TP
         block_TD: Tensor = self._norm(self._project(gated_TP))
         return block_TD

@@ -57,7 +57,7 @@ def has_transformers() -> bool:
 
 
 class TransformersModel:
-    """A module of transformers without weights, and a `ModelSpec` derived from its calls of the attention.
+    """A transformers model on the meta device, and a `ModelSpec` derived from how it calls its attention function.
 
     Args:
         path: A directory with a config.json.

@@ -74,11 +74,11 @@ class Rows:
         return len(self.part) if self.order is None else len(self.order)
 
     def select(self, x: Tensor) -> Tensor:
-        """Return the selected rows of the part `x`."""
+        """Return the selected rows of `x`, which has the rows in `part`."""
         return x if self.order is None else x[self.order.to(x.device)]
 
     def select_array(self, x: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Return the selected rows of the part `x`, like `select`."""
+        """Return the selected rows of the numpy array `x`; see `select`."""
         return x if self.order is None else x[self.order.numpy()]
 
     def select_from_all(self, x: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from array import array
 from typing import Final
 
 from ....protocol.messages import FinishReason, TokenLogprobs
-from ....protocol.store.requests import RequestNews, StreamEnd, StreamNews
+from ....protocol.store.requests import RequestUpdate, StreamEnd, StreamUpdate
 from ...client.engine_client import RequestGroup, Sequence
 from ...http.errors import APIError, bad_request, unavailable
 from ...store.logprobs import last_logprobs, take_logprobs
@@ -35,15 +35,15 @@ class _Stream:
         self.end: StreamEnd | None = None
         self.num_fed = 0
 
-    def add(self, news: StreamNews) -> None:
-        num_known = len(self.tokens) - news.start
-        new = news.tokens[4 * max(num_known, 0) :]
+    def add(self, update: StreamUpdate) -> None:
+        num_known = len(self.tokens) - update.start
+        new = update.tokens[4 * max(num_known, 0) :]
         self.tokens.frombytes(new)
-        self.logprobs += last_logprobs(news.logprobs, len(new) // 4)
-        self.prompt_logprobs = self.prompt_logprobs or news.prompt_logprobs
-        if self.end is None and news.end is not None:
-            self.end = news.end
-            del self.tokens[news.end.num_tokens :]
+        self.logprobs += last_logprobs(update.logprobs, len(new) // 4)
+        self.prompt_logprobs = self.prompt_logprobs or update.prompt_logprobs
+        if self.end is None and update.end is not None:
+            self.end = update.end
+            del self.tokens[update.end.num_tokens :]
 
     def has(self, num_tokens: int, has_end: bool) -> bool:
         return self.end is not None or (len(self.tokens) >= num_tokens and not has_end)
@@ -58,10 +58,10 @@ class Mirror:
         self._is_gone = False
         self._changed = asyncio.Event()
 
-    def on_news(self, news: RequestNews) -> None:
+    def on_update(self, update: RequestUpdate) -> None:
         """Add new tokens and ends of sequences."""
-        self._is_gone |= news.is_gone
-        for stream in news.streams:
+        self._is_gone |= update.is_gone
+        for stream in update.streams:
             self._streams.setdefault(stream.position, _Stream()).add(stream)
         self._changed.set()
         if self._group is not None:

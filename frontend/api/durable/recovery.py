@@ -72,7 +72,7 @@ class NothingToContinue(Exception):
 
 
 class Recovery:
-    """Claims recorded requests from the store, and continues them after the tokens that they have.
+    """Claims recorded requests from the store, and continues each after its last recorded token.
 
     `endpoints` maps the paths in the records to their endpoints.
     """

@@ -82,7 +82,7 @@ async def find_resumption(
         StoreError: The store does not answer (503).
     """
     mirror = Mirror()
-    attachment = await serving.store.attach(request_id, owner, mirror.on_news)
+    attachment = await serving.store.attach(request_id, owner, mirror.on_update)
     if attachment is None:
         raise APIError(
             404,

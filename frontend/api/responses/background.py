@@ -66,7 +66,7 @@ class BackgroundRun:
     Attributes:
         exchange: The request.
         response: The current state of the response.
-        caller: The fields of the request's state that identify the client.
+        caller: The entries of the ASGI scope's `state` that identify the client.
         events: All events so far.
         num_stored_events: The number of events in the store.
         is_done: Whether the response has ended and is stored.

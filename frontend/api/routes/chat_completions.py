@@ -75,7 +75,7 @@ class ChatCompletions(Endpoint[ChatCompletionRequest]):
         super().__init__(serving, intake, request_type, "chatcmpl")
 
     def object_name(self, request: ChatCompletionRequest) -> str:
-        """Return the `object` of the answer."""
+        """Return the value of the response's field `object`."""
         return "chat.completion.chunk" if request.stream else "chat.completion"
 
     async def prepare(

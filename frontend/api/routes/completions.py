@@ -63,7 +63,7 @@ class Completions(Endpoint[CompletionRequest]):
         return _Answer
 
     def object_name(self, request: CompletionRequest) -> str:
-        """Return the `object` of the answer."""
+        """Return the value of the response's field `object`."""
         return "text_completion"
 
     async def prepare(

@@ -40,7 +40,7 @@ class Invocations(Endpoint[GenerationRequest]):
         return self._completions.id_prefix_of(request)
 
     def object_name(self, request: GenerationRequest) -> str:
-        """Return the `object` of the answer."""
+        """Return the value of the response's field `object`."""
         if isinstance(request, ChatCompletionRequest):
             return self._chat_completions.object_name(request)
         assert isinstance(request, CompletionRequest)

@@ -22,7 +22,7 @@ _WARM_UP_SEED: Final = 1 << 20
 
 
 def endpoint_of(target: Target, workload: Workload) -> Endpoint:
-    """Return the endpoint of a server that a workload uses, and raise this process's limit on connections."""
+    """Return the endpoint that a workload measures. Also raise this process's limit on open files, for connections."""
     raise_open_file_limit()
     server = target.server
     return Endpoint(server.url, target.model, workload.is_chat, server.api_key, workload.fields)

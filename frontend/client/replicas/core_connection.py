@@ -299,7 +299,9 @@ class CoreConnection:
         self._last_sequence = outputs.sequence
         try:
             if last is not None and outputs.sequence != last + 1:
-                raise ValueError(f"message {outputs.sequence} follows message {last}")
+                raise ValueError(
+                    f"message {outputs.sequence} follows message {last}; those between were lost"
+                )
             if outputs.core_index != self.core_index:
                 raise ValueError(
                     f"core {self.core_index} sent a message as core {outputs.core_index}"

@@ -1,4 +1,7 @@
-"""Videos of models that turn groups of frames into grids of embeddings (Qwen-VL, GLM); dispatch to single frames."""
+"""Resize and encode videos for models that turn groups of frames into grids of embeddings (Qwen-VL, GLM).
+
+Videos of other models are passed to `single_frames`.
+"""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def grown_size(width: int, height: int, unit: int) -> tuple[int, int]:
 
 
 def _grown_rounded(width: int, height: int, unit: int) -> tuple[int, int]:
-    """Return a size whose sides have at least `unit` pixels, enlarging first by height and then by width."""
+    """Return a size whose sides have at least `unit` pixels: scale until the height has, then until the width has."""
     if height < unit:
         width, height = round(width * unit / height), unit
     if width < unit:

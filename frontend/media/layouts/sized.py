@@ -12,7 +12,7 @@ from .pixels import Parts, make_tile, resize
 
 
 def fit(image: Image.Image, config: FitProcessor) -> Parts:
-    """Return the image as a tile that is at most as large as the maximum size."""
+    """Return the image as one tile, shrunk if it exceeds the maximum width or height."""
     width, height = image.size
     ratio = max(width / config.max_width, height / config.max_height)
     if ratio > 1:
@@ -22,7 +22,7 @@ def fit(image: Image.Image, config: FitProcessor) -> Parts:
 
 
 def fit_budget(image: Image.Image, config: BudgetProcessor) -> Parts:
-    """Return the image as a tile with as many embeddings as the budget allows."""
+    """Return the image as one tile, resized to as many embeddings as `config.num_outputs` allows."""
     width, height = image.size
     scale = math.sqrt(config.num_outputs * config.side_factor**2 / (width * height))
     columns = math.floor(scale * width / config.side_factor)
@@ -35,10 +35,10 @@ def fit_budget(image: Image.Image, config: BudgetProcessor) -> Parts:
 
 
 def fit_ratio(image: Image.Image, config: RatioProcessor) -> Parts:
-    """Return the image as a tile with the number of rows and columns whose ratio is closest to the image's.
+    """Return the image as one tile of the allowed size whose aspect ratio is closest to the image's.
 
     Raises:
-        ValueError: The image is so long that even one row or column has too many embeddings.
+        ValueError: The image is so long that even one row or column has more than `config.num_outputs` embeddings.
     """
     most, ratio = config.num_outputs, image.height / image.width
     rows, columns = image.height / config.side_factor, image.width / config.side_factor

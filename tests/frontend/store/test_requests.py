@@ -353,9 +353,9 @@ def test_logprobs_are_those_of_the_tokens(store: Store) -> None:
     assert recorded() == [[10, 11, 12]] * 3
     request = store.requests.live.by_name["a", "x"]
     request.readers[b"f", 1] = [1]
-    news = request.take_news((b"f", 1))
-    assert news is not None
-    [stream] = news.streams
+    update = request.take_update((b"f", 1))
+    assert update is not None
+    [stream] = update.streams
     assert [m.token_ids for m in stream.logprobs] == [ints(11), ints(12)]
     assert stream.tokens == ints(11, 12) and stream.prompt_logprobs == []
     store.apply(b"s", MoveStream(6, 2, 3, 0))

@@ -458,7 +458,7 @@ _MAX_PARTS: Final = 1024
 
 
 def _write_all(fd: int, parts: Sequence[bytes | memoryview], offset: int) -> None:
-    """Write all parts, one after the other.
+    """Write all parts at `offset`, one after the other.
 
     Raises:
         OSError: The disk is full or failing.

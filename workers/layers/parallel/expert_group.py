@@ -136,10 +136,10 @@ class ExpertGroup:
 
 
 class _Messages:
-    """Small numbers that the ranks of a group send to each other, and a thread that receives them.
+    """Sends integers to other ranks of a group, and receives theirs in a thread.
 
-    The thread sleeps until something arrives, and wakes a poll on `fd`. It exits if a rank is lost; the next exchange
-    with that rank then fails.
+    `fd` becomes readable when an integer arrives. The thread exits if a rank is lost; the next exchange with that rank
+    then fails.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:

@@ -162,7 +162,7 @@ class CompressedAttention:
         )
 
     def _entries(self, cache: Tensor, block_size: int) -> Tensor:
-        """Return the rows of entries: the entry, then the index key."""
+        """Return a view of the cache with one row per entry: the entry, then its index key if there is an indexer."""
         assert self._compression is not None
         row = self._spec.head_dim + (self._indexer.head_dim if self._indexer is not None else 0)
         rows_of_block = -(-block_size // self._compression.rate)

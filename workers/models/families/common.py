@@ -156,7 +156,11 @@ def require_usual_swiglu(fields: ConfigFields) -> None:
 
 
 def read_limits(fields: ConfigFields, name: str) -> list[GateLimit | None]:
-    """Return each layer's limit of activated gates; 0 and null mean that there is none."""
+    """Return the clamp of each layer's activated gates, from a list or a number; 0 and null mean no clamp.
+
+    Raises:
+        CheckpointError: A value is negative or no number.
+    """
     num_layers = fields.layer_count("num_hidden_layers")
     values = fields.get(name)
     if isinstance(values, list):
@@ -165,14 +169,14 @@ def read_limits(fields: ConfigFields, name: str) -> list[GateLimit | None]:
     values = fields.per_layer(name, num_layers) or [None] * num_layers
     for value in values:
         if value is not None and (type(value) not in (int, float) or value < 0):
-            raise fields.error(f"{name} has {value!r}, which is no limit")
+            raise fields.error(f"{name} must have numbers of at least 0 or null, got {value!r}")
     return [GateLimit(float(value), is_activated=True) if value else None for value in values]
 
 
 def with_limits(
     spec: ModelSpec, limits: Sequence[GateLimit | None], shared_limits: Sequence[GateLimit | None]
 ) -> ModelSpec:
-    """Return the spec with limits of gates: those of each layer's experts, and of its MLP or shared MLP."""
+    """Return the spec with clamped gates: `limits` of the layers' experts, `shared_limits` of their (shared) MLPs."""
     layers = [
         replace(layer, gate_limit=x) for layer, x in zip(spec.layers, shared_limits, strict=True)
     ]

@@ -83,9 +83,10 @@ def mixed_layers(
 def layers_with_windows(
     fields: ConfigFields, local: RopeSpec, full: RopeSpec | None
 ) -> tuple[LayerSpec, ...]:
-    """Return layers as `layer_types` lists them, which must be in the config: some attend within a window.
+    """Return the layers of a hybrid model in which some attention layers have a sliding window.
 
-    `local` is the rotary embedding of these layers, and `full` that of other layers with attention.
+    The config must have `layer_types`. `local` is the rotary embedding of the layers with a window, and `full` that of
+    the other attention layers.
     """
     count = fields.layer_count("num_hidden_layers")
     kinds = fields.per_layer("layer_types", count) or []

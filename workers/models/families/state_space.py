@@ -103,7 +103,7 @@ def _shared_layers(fields: ConfigFields) -> tuple[LayerSpec, ...]:
         rope = read_rope(fields, fields.integer("head_dim"))
     uses = [i for i, kind in enumerate(kinds) if kind == "hybrid"]
     if not uses:
-        raise fields.wrong("layers_block_type", "at least one hybrid layer", kinds)
+        raise fields.wrong("layers_block_type", "a list with at least one 'hybrid'", kinds)
     num_blocks = fields.integer("num_mem_blocks", 1, maximum=len(uses))
     plain = LayerSpec(None, recurrent=recurrent_layer(fields), attends=False, has_mlp=False)
     layers = [plain] * count

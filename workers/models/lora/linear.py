@@ -58,7 +58,7 @@ def adapt(
     loras: LoraAdapters | None,
     device: torch.device,
 ) -> Linear:
-    """Return a product that adds the adapters, or `linear` itself if LoRA is disabled."""
+    """Return a linear layer that adds each row's adapter to `linear`, or `linear` itself if LoRA is disabled."""
     if loras is None:
         return linear
     heights = [len(part.rows.select(torch.empty(part.rows.total, 0))) for part in parts]

@@ -28,9 +28,11 @@ class Restarts:
             self._initial_D = weights.read("initial_state", spec.hidden_size)
 
     def begin(self, kept_TE: Tensor | None, x_TD: Tensor) -> None:
-        """Take the states that the previous stage kept, or None if there are none yet, or none are needed.
+        """Start a step with the states that the previous pipeline stage kept, or with zeros if it kept none.
 
-        `x_TD` are the hidden states.
+        Args:
+            kept_TE: The kept states; None in the first stage.
+            x_TD: The hidden states, which determine the shape and dtype of the zeros.
         """
         if kept_TE is None:
             self._kept = [torch.zeros_like(x_TD)] * self._count
