@@ -143,7 +143,7 @@ class WorkerGroup:
                 self.drop_frame()
 
     def _is_valid_hello(self, identity: bytes, hello: WorkerHello) -> bool:
-        """Return whether a worker answers once, under its own identity, with the greeting's version and epoch."""
+        """Return whether this is a worker's first hello, sent under its own identity, with this version and epoch."""
         return (
             (hello.version, hello.epoch) == (PROTOCOL_VERSION, self._config.epoch)
             and 0 <= hello.rank < self._num_workers

@@ -63,7 +63,7 @@ class SchedulerInterface(ABC):
         """Return the fraction of KV-cache blocks in use, from 0 to 1."""
 
     def describe_blocks(self) -> str:
-        """Return a `BlockState` for each of at most `MAX_BLOCK_CELLS` KV-cache blocks; empty if unknown."""
+        """Return one `BlockState` character for each of at most `MAX_BLOCK_CELLS` KV-cache blocks; "" if unknown."""
         return ""
 
     @abstractmethod

@@ -31,7 +31,7 @@ class StateSize(msgspec.Struct, frozen=True):
     """The state of one layer in one worker.
 
     It has `num_recurrent` float32 numbers, and `num_inputs` stored inputs of `channels` elements each. `beside` is the
-    state that follows it, of another part of the layer.
+    state of another part of the layer, stored directly after it.
     """
 
     num_recurrent: int
@@ -40,7 +40,7 @@ class StateSize(msgspec.Struct, frozen=True):
     beside: StateSize | None = None
 
     def num_own_bytes(self, input_bytes: int) -> int:
-        """Return the size in bytes without the state beside, if one element of an input takes `input_bytes`."""
+        """Return the size in bytes without `beside`, if one element of an input takes `input_bytes`."""
         return 4 * self.num_recurrent + self.num_inputs * self.channels * input_bytes
 
     def num_bytes(self, input_bytes: int) -> int:

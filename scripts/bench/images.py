@@ -48,7 +48,7 @@ def random_image(seed: int, width: int, height: int) -> Image.Image:
 
 
 def seconds_of_engine(llm: LLM, image: Image.Image) -> tuple[float, list[int]]:
-    """Return the seconds from an image to the first token, and the prompt."""
+    """Return the seconds from sending an image to the first token, and the prompt's token ids."""
     content = [{"type": "image_pil", "image_pil": image}, {"type": "text", "text": "the fox"}]
     start = time.perf_counter()
     [output] = llm.chat([{"role": "user", "content": content}], PARAMS)
@@ -59,7 +59,7 @@ def seconds_of_engine(llm: LLM, image: Image.Image) -> tuple[float, list[int]]:
 def seconds_of_transformers(
     model: Any, processor: Any, image: Image.Image, prompt: list[int]
 ) -> float:
-    """Return the seconds that transformers takes for the same prompt, which it gets as tokens."""
+    """Return the seconds that transformers takes to process the image and compute the prompt's logits."""
     start = time.perf_counter()
     pixels = processor([[image]], return_tensors="pt")["pixel_values"]
     model(input_ids=torch.tensor([prompt]), pixel_values=pixels, logits_to_keep=1)

@@ -180,7 +180,7 @@ class RelabelledCheckpoint(GGUFCheckpoint):
 
 
 class LoadedCheckpoint(RelabelledCheckpoint):
-    """Presents a model whose matrices have the values after quantization by the loader."""
+    """Presents a model whose matrices are quantized as the loader would quantize them, and dequantized again."""
 
     def tensor(
         self,

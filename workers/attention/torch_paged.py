@@ -295,7 +295,7 @@ class TorchPagedAttention(AttentionBackend):
                     v_GLK[:, tile.keys],
                     self._bias(mask_ML, tile.distance_ML, layer, tile.tokens),
                     layer,
-                    self._of_rows(layer.sinks_H, q_GMK),
+                    self._repeat_for_rows(layer.sinks_H, q_GMK),
                 )
                 out_THK[tile.tokens].unflatten(1, (self.num_kv_heads, -1)).copy_(
                     attended_GMK.unflatten(1, (-1, self.num_heads // self.num_kv_heads)).transpose(
@@ -318,7 +318,7 @@ class TorchPagedAttention(AttentionBackend):
         keys, values = kv[0], kv[-1]
         q_NQK = q_RHK.reshape(mask_N1L.shape[0], -1, self.head_dim)
         mask = self._bias(mask_N1L, bucket.distance_N1L, layer, bucket.tokens)
-        sinks = self._of_rows(layer.sinks_H, q_NQK)
+        sinks = self._repeat_for_rows(layer.sinks_H, q_NQK)
         return _attend(q_NQK, keys, values, mask, layer, sinks).reshape(
             num_rows, self.num_heads, self.head_dim
         )
@@ -378,8 +378,8 @@ class TorchPagedAttention(AttentionBackend):
         kv_head_N = torch.arange(len(columns), device=columns.device) % self.num_kv_heads
         return biases_GQE[kv_head_N].gather(2, columns.expand(-1, repeats, -1))
 
-    def _of_rows(self, values_H: Tensor | None, q_NMK: Tensor) -> Tensor | None:
-        """Return each query head's value for each row of its queries, [N, M, 1] in the dtype of the queries."""
+    def _repeat_for_rows(self, values_H: Tensor | None, q_NMK: Tensor) -> Tensor | None:
+        """Repeat one value per query head for all rows of its queries, [N, M, 1] in the dtype of the queries."""
         if values_H is None:
             return None
         values_GQ = values_H.to(q_NMK.dtype).view(self.num_kv_heads, -1)

@@ -62,7 +62,7 @@ _ALIGNMENT = 4
 
 
 _LARGE_BATCH = 32
-"""From so many requests on, programs that sum splits have several heads each."""
+"""Minimum number of requests in a batch for which one program sums the splits of several heads."""
 
 
 @dataclass(frozen=True, slots=True)

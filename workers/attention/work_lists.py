@@ -16,7 +16,7 @@ from .kernels.tiles import power_of_2
 from .kernels.work_list import HEADER, list_splits_kernel, list_tiles_kernel
 
 _FEWEST_REQUESTS = 128
-"""The kernels are compiled for so many requests, or for larger powers of two."""
+"""Minimum number of requests for which the kernels are compiled; larger numbers are rounded up to powers of two."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -242,7 +242,7 @@ class NativeDecoder:
         self._store.run(step)
 
     def record_queries(self, recorder: QueryRecorder | None) -> None:
-        """From now on, pass the queries of cross attention to `recorder`, or to nothing if it is None."""
+        """Pass the queries of cross attention in later steps to `recorder`; None stops that."""
         self._recorder = recorder
 
     def make_sampler(self, batch: PersistentBatch) -> NativeSampler:
@@ -346,7 +346,7 @@ class NativeDecoder:
     def choose_among(
         self, ids_C: Tensor, logits_SC: Tensor, slots_S: Int32Array, positions_S: Int32Array
     ) -> Tensor:
-        """Return the tokens, int64 [S], that the requests would sample if only the tokens `ids_C` had logits."""
+        """Return the tokens, int64 [S], that the requests sample from `ids_C`; all other logits are -inf."""
         if self._sampler.describe(slots_S).takes_most_likely:
             return ids_C[logits_SC.argmax(1)]
         logits_SV = np.full((len(slots_S), self.spec.num_token_ids), -np.inf, np.float32)

@@ -375,7 +375,7 @@ class NativeWeightReader(WeightReader):
         )
 
     def _stored_dtype(self, name: str) -> str:
-        """Return the name of the dtype of a matrix that is not stored quantized."""
+        """Return the name of a stored matrix's dtype, such as "bfloat16". The matrix must not be quantized."""
         floats = self.checkpoint.floats(self._stored_name(name), part=range(1))
         if floats is not None:
             return floats.dtype

@@ -89,7 +89,7 @@ class CUDAGraphRecorder:
         return unowned(tensor)
 
     def drop_graphs(self) -> None:
-        """Use a new pool. The old one is freed with its last graph."""
+        """Capture later graphs in a new memory pool. The old pool is freed with its last graph."""
         self._pool = torch.cuda.graph_pool_handle()
 
 

@@ -113,7 +113,7 @@ class Model(Protocol):
         """
 
     def record_queries(self, recorder: QueryRecorder | None) -> None:
-        """From now on, pass the queries of cross attention to `recorder`, or to nothing if it is None."""
+        """Pass the queries of cross attention in later steps to `recorder`; None stops that."""
 
     def join_round(self) -> None:
         """Compute rows of other replicas, if replicas divide the experts."""

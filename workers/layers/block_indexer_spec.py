@@ -9,8 +9,8 @@ class BlockIndexerSpec:
 
     A token has one index key of `head_dim` elements, and an index query for each key/value head. They are normed, and
     rotated like the layer's keys. The score of a block of `block_size` keys is the largest product of the index query
-    and one of its index keys. The query heads that share a key/value head attend to `num_chosen` blocks: to the
-    token's own and those just before it, `num_local` in all, and to the blocks with the highest scores.
+    and one of its index keys. The query heads that share a key/value head attend to `num_chosen` blocks. `num_local` of
+    them are the token's own block and those just before it; the others have the highest scores.
 
     If `num_heads` is not 0 (QSA of Qwen4), all key/value heads attend to the same blocks. A block that ends at or
     before the token has one key: the mean of its tokens' index keys, which is then normed, and rotated like the first
@@ -28,5 +28,5 @@ class BlockIndexerSpec:
 
     @property
     def num_tokens(self) -> int:
-        """The length of the longest sequence in which all blocks are chosen."""
+        """The maximum length in tokens of a sequence whose tokens attend to all blocks, because all are chosen."""
         return self.block_size * self.num_chosen

@@ -1,4 +1,4 @@
-"""Remember which waiting request did not fit, so that the same attempt is not repeated in every step."""
+"""Record which waiting request did not fit into the free blocks, so that not every step tries it again."""
 
 from __future__ import annotations
 

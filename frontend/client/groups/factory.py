@@ -86,7 +86,7 @@ class GroupFactory:
         token_ids: array[int],
         reason: FinishReason,
     ) -> Sequence:
-        """Return a sequence that has ended with these tokens. `first` is the computed sequence of the same prompt."""
+        """Return a finished sequence with these tokens and the times of `first`, which the core has computed."""
         sequence = self._new_sequence(wanted, first.request)
         sequence.token_ids, sequence.finish_reason = token_ids, reason
         for name in ("num_cached_tokens", "queued_time", "scheduled_time", "first_token_time"):

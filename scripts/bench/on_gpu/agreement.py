@@ -218,8 +218,8 @@ def config(
 def opened(
     config: EngineConfig, *, has_host: bool = False, prompts: Prompts = PROMPTS
 ) -> Iterator[ModelRunner]:
-    """A runner with blocks for every prompt."""
-    # The graphs and the memory of another one that was measured, or failed, before.
+    """Open a model runner whose KV cache has blocks for every prompt, and close it at the end."""
+    # Free the graphs and the memory of a runner that was measured, or failed, before.
     gc.collect()
     device = open_device(config.device)
     checkpoint = open_checkpoint(config.model.path)

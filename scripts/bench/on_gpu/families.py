@@ -73,7 +73,7 @@ def _said(path: Path, device: Device, dtype: str) -> Said:
 
 
 def compare(names: Sequence[str], device: Device) -> None:
-    """Print the figures of each family, in its own process, so many at once.
+    """Print the figures of each family. Each has its own process, and as many run at once as there are CPUs.
 
     The first fork must come before this process uses the GPU.
     """

@@ -45,9 +45,9 @@ FILLED_BLOCKS = 1024
 
 
 class Stepping:
-    """One loaded model.
+    """A loaded model whose steps are timed. Each measurement uses its own requests.
 
-    Each measurement uses its own requests. `seconds` has the duration of each part of the start.
+    `seconds` maps each part of the start, such as loading, to its duration.
     """
 
     def __init__(

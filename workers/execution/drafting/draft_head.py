@@ -263,7 +263,7 @@ class DraftHead:
 
     @torch.inference_mode()
     def warm_up(self, num_tokens: int) -> None:
-        """Run the head with the null block, for so many tokens and for one, because this prepares kernels."""
+        """Run the head on the null block, for `num_tokens` tokens and for one, to compile kernels."""
         for count in (num_tokens, 1):
             plan = even_requests(count, -(-count // (self._batch.max_model_len - 1)))
             counts_S = np.diff(plan.query_start_loc)

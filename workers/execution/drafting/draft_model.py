@@ -301,7 +301,7 @@ class DraftModel:
 
     @torch.inference_mode()
     def warm_up(self, num_tokens: int) -> None:
-        """Run the draft model with the null block, for so many tokens and for one, because this prepares kernels."""
+        """Run the draft model on the null block, for `num_tokens` tokens and for one, to compile kernels and graphs."""
         if self._forward is not None:
             for capture in (each for kind in self._forward.captures() for each in kind):
                 capture()

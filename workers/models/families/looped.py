@@ -87,8 +87,8 @@ def _hrm_text(fields: ConfigFields) -> ModelSpec:
 def _dory(fields: ConfigFields) -> ModelSpec:
     """Return the spec of a Nemotron Dory, an nGPT (arXiv 2410.01131) some of whose layers are computed several times.
 
-    Its hidden states have length 1, but here they have a root mean square of 1. Factors on what projections compute are
-    factors on their rows. Norms of what another norm follows are left out.
+    Its hidden states have an L2 norm of 1; here they have a root mean square of 1. Factors of a projection's outputs
+    are applied to the rows of its matrix. A norm is dropped if another norm follows directly.
     """
     _refuse(fields, "attention_bias", "mlp_bias", "tie_word_embeddings")
     fields = fields.with_defaults(num_key_value_heads=4, head_dim=256, sliding_window=1024)
