@@ -20,16 +20,16 @@ def make_parser() -> argparse.ArgumentParser:
         prog="engine replay",
         description="Run the scheduler again on its recorded events and compare every decision.",
     )
-    parser.add_argument("file", metavar="FILE", help="event log dump")
+    parser.add_argument("file", metavar="FILE", help="Event log dump (*.engine-events)")
     parser.add_argument(
         "--why",
         metavar="REQUEST_ID",
-        help="request to explain: its x-request-id, a prefix of that, or CLIENT/INDEX",
+        help="Request to explain: its x-request-id, a prefix of that, or CLIENT/INDEX",
     )
     parser.add_argument(
         "--scheduler-cls",
         metavar="MODULE.CLASS",
-        help="scheduler class that the server used, if not the built-in one",
+        help="Scheduler class that the server used, if not the built-in one",
     )
     return parser
 

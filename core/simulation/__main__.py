@@ -78,13 +78,25 @@ def make_parser() -> argparse.ArgumentParser:
     add_input_arguments(parser)
     parser.add_argument(
         "--policy",
+        metavar="P,P",
         type=list_of(SchedulingPolicy),
-        help="policies to compare (default: the recorded one, or fcfs)",
+        help="Scheduling policies to compare (default: the recorded one, or fcfs)",
     )
-    parser.add_argument("--replicas", type=list_of(positive), default=[1])
-    parser.add_argument("--max-num-seqs", type=positive)
-    parser.add_argument("--max-num-batched-tokens", type=positive)
-    parser.add_argument("--plot", metavar="FILE", help="plot the latencies in this SVG file")
+    parser.add_argument(
+        "--replicas",
+        metavar="N,N",
+        type=list_of(positive),
+        default=[1],
+        help="Numbers of replicas to compare (default: 1)",
+    )
+    for name, summary in (
+        ("--max-num-seqs", "Maximum requests that run at once in each replica"),
+        ("--max-num-batched-tokens", "Maximum tokens per step"),
+    ):
+        parser.add_argument(
+            name, metavar="N", type=positive, help=f"{summary} (default: as recorded)"
+        )
+    parser.add_argument("--plot", metavar="FILE", help="Plot the latencies in this SVG file")
     return parser
 
 

@@ -48,35 +48,48 @@ class Inputs(NamedTuple):
 def add_input_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that `read_inputs` reads."""
     parser.add_argument(
-        "--fit", metavar="DUMP", action="append", default=[], help="fit the step time to this log"
+        "--fit",
+        metavar="DUMP",
+        action="append",
+        default=[],
+        help="Event log dump to fit the step times to; may be repeated",
     )
     parser.add_argument(
         "--step-time",
         metavar="BASE,TOKEN,SEQUENCE,KV_TOKEN",
         type=list_of(float),
-        help="seconds per step, token, sequence and cached token (instead of --fit)",
+        help="Seconds per step, token, sequence and cached token (instead of --fit)",
     )
     parser.add_argument(
         "--drafts",
         metavar="FOUND,RIGHT",
         type=list_of(float),
         help=(
-            "share of tokens followed by drafts, and probability that a draft is accepted; 0,0 disables "
+            "Share of tokens followed by drafts, and probability that a draft is accepted; 0,0 disables "
             "drafts (default: as recorded)"
         ),
     )
     parser.add_argument(
-        "--rate", type=float, default=1.0, help="multiply the arrival rate by this (default: 1)"
+        "--rate",
+        metavar="R",
+        type=float,
+        default=1.0,
+        help="Factor that multiplies the arrival rate (default: 1)",
     )
-    parser.add_argument("--max-model-len", type=positive)
-    parser.add_argument("--num-blocks", type=positive, help="KV-cache blocks per replica")
-    parser.add_argument("--block-size", type=positive)
+    for name, summary, default in (
+        ("--max-model-len", "Maximum prompt plus output tokens", "as recorded, or 32768"),
+        ("--num-blocks", "KV-cache blocks per replica", "as recorded"),
+        ("--block-size", "Tokens per KV-cache block", "as recorded, or 16"),
+    ):
+        parser.add_argument(
+            name, metavar="N", type=positive, help=f"{summary} (default: {default})"
+        )
     parser.add_argument(
         "--scheduler-cls",
         metavar="MODULE.CLASS",
-        help="scheduler class that the server used, if not the built-in one",
+        help="Scheduler class that the server used, if not the built-in one",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object per line")
+    parser.add_argument("--json", action="store_true", help="Print one JSON object per line")
 
 
 def read_inputs(args: argparse.Namespace) -> Inputs:

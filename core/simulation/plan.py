@@ -79,42 +79,48 @@ def make_parser() -> argparse.ArgumentParser:
         "--slo",
         metavar="NAME=TIME,...",
         required=True,
-        help="objectives: percentiles of ttft, itl and e2e, such as ttft_p95=500ms,itl_p95=40ms",
+        help="Objectives: percentiles of ttft, itl and e2e, such as ttft_p95=500ms,itl_p95=40ms",
     )
     add_input_arguments(parser)
     parser.add_argument(
         "--max-replicas",
+        metavar="N",
         type=positive,
         default=64,
-        help="maximum number of replicas to try (default: 64)",
+        help="Maximum number of replicas to try (default: 64)",
     )
     parser.add_argument(
         "--policy",
+        metavar="P,P",
         type=list_of(SchedulingPolicy),
-        help="policies to try (default: the recorded one, or fcfs)",
+        help="Scheduling policies to try (default: the recorded one, or fcfs)",
     )
     for name in ("--max-num-seqs", "--max-num-batched-tokens"):
         parser.add_argument(
             name,
+            metavar="N,N",
             type=list_of(positive),
-            help="values to try (default: the recorded one, and 2, 1/2 and 1/4 times that)",
+            help="Values to try (default: the recorded one, and 2, 1/2 and 1/4 times that)",
         )
     parser.add_argument(
         "--long-prefill-token-threshold",
+        metavar="N,N",
         type=list_of(int),
-        help="values to try (default: the recorded one)",
+        help="Values to try (default: the recorded one)",
     )
     parser.add_argument(
         "--prefill-share",
+        metavar="X,X",
         type=list_of(_share),
         default=[0.0],
-        help="fractions of replicas to dedicate to prefill (default: 0)",
+        help="Fractions of replicas to dedicate to prefill (default: 0)",
     )
     parser.add_argument(
         "--remote-prefill-tokens",
+        metavar="N",
         type=positive,
         default=ParallelConfig().remote_prefill_tokens,
-        help="minimum uncached prompt tokens for prefill on a prefill replica (default: %(default)s)",
+        help="Minimum uncached prompt tokens for prefill on a prefill replica (default: %(default)s)",
     )
     parser.add_argument(
         "--transfer-rate",
@@ -122,11 +128,13 @@ def make_parser() -> argparse.ArgumentParser:
         default=math.inf,
         metavar="TOKENS_PER_S",
         help=(
-            "prompt tokens per second whose keys and values can be sent to a decode replica (default: "
+            "Prompt tokens per second whose keys and values can be sent to a decode replica (default: "
             "unlimited)"
         ),
     )
-    parser.add_argument("--plot", metavar="FILE", help="plot the frontier in this SVG file")
+    parser.add_argument(
+        "--plot", metavar="FILE", help="Plot replicas and latency of each fleet in this SVG file"
+    )
     return parser
 
 

@@ -122,7 +122,7 @@ COMMANDS: Final = {
         "keygen",
     ),
     "worker": Command(
-        "--core HOST:PORT --key FILE",
+        "--core HOST:PORT --cluster-key FILE",
         "run one worker on this machine (torchrun starts it)",
         ".join",
         "work",

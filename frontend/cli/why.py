@@ -33,7 +33,9 @@ def make_parser() -> argparse.ArgumentParser:
         "--url", default=DEFAULT_URL, help="URL of the server (default: %(default)s)"
     )
     parser.add_argument(
-        "--api-key", help="API key; $ENGINE_ADMIN_API_KEY or $ENGINE_API_KEY if not given"
+        "--api-key",
+        metavar="KEY",
+        help="API key; $ENGINE_ADMIN_API_KEY or $ENGINE_API_KEY if not given",
     )
     parser.add_argument("--json", action="store_true", help="Print the answer as JSON")
     return parser

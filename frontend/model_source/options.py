@@ -98,7 +98,7 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
         dict[str, object], option("Fields that replace those of the model's config.json")
     ] = {}
     generation_config: Annotated[
-        str, option("Sampling defaults: auto (the model's), vllm (none) or a path")
+        str, option("Sampling defaults: auto (the model's), vllm (none) or a path", metavar="PATH")
     ] = "auto"
     override_generation_config: Annotated[
         dict[str, float | int],
@@ -117,6 +117,7 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
         str,
         option(
             "File with the vision tower of a GGUF model, or none",
+            metavar="FILE",
             default_text="the file next to the model",
         ),
     ] = ""

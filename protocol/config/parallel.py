@@ -49,7 +49,7 @@ class ParallelConfig(msgspec.Struct, frozen=True):
     enable_expert_parallel: Annotated[
         bool,
         option(
-            "Divide experts among the workers of all replicas, not each expert",
+            "Place whole experts on the workers of all replicas, instead of splitting each",
             "--enable-ep -ep",
         ),
     ] = False

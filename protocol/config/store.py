@@ -40,7 +40,12 @@ class StoreConfig(msgspec.Struct, frozen=True):
     ) = None
     max_age_s: Annotated[
         float,
-        option("Seconds that stored objects and answers are kept", name="--store-max-age", ge=1),
+        option(
+            "Seconds that stored objects and answers are kept",
+            name="--store-max-age",
+            ge=1,
+            default_text="2592000, 30 days",
+        ),
     ] = 30 * 86400.0
 
     resume_grace_s: Annotated[

@@ -72,7 +72,7 @@ Ratio: TypeAlias = Annotated[float, msgspec.Meta(ge=0, lt=1)]
 class DatasetOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The options of all datasets. Lengths are in tokens. The strings in the annotations are the help lines."""
 
-    dataset_name: Annotated[DatasetName, "Number of requests"] = DatasetName.RANDOM
+    dataset_name: Annotated[DatasetName, "Source of the prompts"] = DatasetName.RANDOM
     dataset_path: Annotated[
         str | None, "File for sharegpt or agent: ShareGPT's JSON, or JSON lines with messages"
     ] = None
