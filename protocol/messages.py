@@ -116,7 +116,7 @@ class ImagePayload(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=T
     pixels - mean) / std for each channel. If `grid_columns` is set, the pixels are tiles, one below the other: the
     whole image, then the rows of a grid with that many columns. For the grid, an image of `original_width` x
     `original_height` pixels was enlarged, and has equal margins on both sides. A tower may compute fewer embeddings for
-    a frame of a video (`is_frame`), and one more after the last frame (`ends_video`).
+    a frame of a video (`is_frame`), and one more after the last frame or tile (`is_last`).
     """
 
     width: int
@@ -130,7 +130,7 @@ class ImagePayload(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=T
     original_height: int = 0
     num_frames: int = 1
     is_frame: bool = False
-    ends_video: bool = False
+    is_last: bool = False
 
 
 class AudioPayload(msgspec.Struct, array_like=True, gc=False, frozen=True):

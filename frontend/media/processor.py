@@ -24,9 +24,10 @@ from ...protocol.config.images import (
     SquareProcessor,
     ThumbnailProcessor,
     TilesProcessor,
+    ViewsProcessor,
 )
 from .layouts.anyres import anyres
-from .layouts.grids import canvas, grid
+from .layouts.grids import canvas, grid, views
 from .layouts.pixels import Parts
 from .layouts.resized import cornered, padded, resized
 from .layouts.scans import pan_and_scan
@@ -51,6 +52,7 @@ _LAYOUTS: Final[dict[type[Any], Callable[[Image.Image, Any], Parts]]] = {
     SquareProcessor: square,
     ThumbnailProcessor: thumbnail,
     TilesProcessor: tiles,
+    ViewsProcessor: views,
 }
 
 

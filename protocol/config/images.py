@@ -257,6 +257,23 @@ class CornerProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="corn
     min_outputs: int
 
 
+class ViewsProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="views"):
+    """Splits a large image into a grid of tiles with a similar aspect ratio, and adds the whole image.
+
+    Only images with a side above `side` pixels are split, if `splits` is true. The grid has `min_tiles` to `max_tiles`
+    tiles of `side` x `side` pixels. The whole image follows in the middle of a square of `whole_side` pixels with the
+    color `margin`. Each square of `unit` x `unit` pixels makes one embedding, and there is one more after the whole.
+    """
+
+    side: int
+    whole_side: int
+    unit: int
+    splits: bool = True
+    min_tiles: int = 1
+    max_tiles: int = 1
+    margin: tuple[int, int, int] = (0, 0, 0)
+
+
 AnyImageProcessor: TypeAlias = (
     SquareProcessor
     | CornerProcessor
@@ -273,4 +290,5 @@ AnyImageProcessor: TypeAlias = (
     | ResizeProcessor
     | SlicesProcessor
     | TilesProcessor
+    | ViewsProcessor
 )

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from support.tiny_checkpoints import sentencepiece_tokenizer
 
 TEXT_SIZES = {
@@ -111,6 +112,12 @@ def vision_directory(
             elif name.endswith(("std_bias", "std_scale")):
                 buffer.normal_(0.5, 0.15)
     model.save_pretrained(directory)
+    if kind == "qianfan_ocr":
+        # Transformers renames layers of the decoder like those of the tower.
+        file, wrong = directory / "model.safetensors", "language_model.model.encoder."
+        tensors = load_file(file)
+        assert any(name.startswith(wrong) for name in tensors)
+        save_file({k.replace(wrong, "language_model.model."): x for k, x in tensors.items()}, file)
     tokenizer.save_pretrained(directory)
     (directory / "preprocessor_config.json").write_text(json.dumps(processor))
     (directory / "processor_config.json").write_text(json.dumps(others))
@@ -158,11 +165,15 @@ def _internvl(
     tile = tower["image_size"]
     image_token = tokenizer.convert_tokens_to_ids(image_mark(kind))
     is_rms = kind == "internvl-rms"
-    config = transformers.InternVLConfig(
+    own, decoder = ("internvl_vision", "qwen2")
+    if kind == "qianfan_ocr":
+        own, decoder = ("qianfan_ocr_vision", "qwen3")
+        text = text | {"head_dim": 16}
+    config = getattr(transformers, _class(kind).replace("ForConditionalGeneration", "Config"))(
         vision_config=dict(tower)
-        | {"model_type": "internvl_vision", "use_qk_norm": is_rms, "attention_bias": not is_rms}
+        | {"model_type": own, "use_qk_norm": is_rms, "attention_bias": not is_rms}
         | {"norm_type": "rms_norm" if is_rms else "layer_norm", "use_mean_pooling": is_rms},
-        text_config=text | {"model_type": "qwen2"},
+        text_config=text | {"model_type": decoder},
         image_token_id=image_token,
         image_seq_length=16,
         tie_word_embeddings=False,
@@ -421,6 +432,7 @@ _PARTS_BY_FAMILY = {
     "idefics3": _idefics3,
     "smolvlm": _idefics3,
     "internvl": _internvl,
+    "qianfan_ocr": _internvl,
     "llava": _llava,
     "vipllava": _llava,
     "gemma3": _gemma,
@@ -452,14 +464,18 @@ def image_processor(path: Path, kind: str, **overrides: Any) -> Any:
 
 def image_mark(kind: str) -> str:
     """Return the token that represents an image."""
-    marks = {"internvl": "<IMG_CONTEXT>", "gemma3": "<start_of_image>"}
+    marks = {
+        "internvl": "<IMG_CONTEXT>",
+        "qianfan_ocr": "<IMG_CONTEXT>",
+        "gemma3": "<start_of_image>",
+    }
     marks["cohere2_vision"] = COHERE_MARKS["image"]
     marks |= dict.fromkeys(SIZED_MODELS, "[IMG]") | {"llama4": LLAMA4_MARKS["image"]}
     return marks.get(kind.split("-")[0], "<image>")
 
 
 def _family_marks(kind: str) -> list[str]:
-    if kind.startswith("internvl"):
+    if kind.startswith(("internvl", "qianfan")):
         return [*MARKS, *INTERNVL_MARKS.values()]
     if kind == "llama4":
         return [*MARKS, *LLAMA4_MARKS.values()]
@@ -475,7 +491,7 @@ def _family_marks(kind: str) -> list[str]:
 def _class(kind: str) -> str:
     names = {"idefics3": "Idefics3", "smolvlm": "SmolVLM", "internvl": "InternVL", "llava": "Llava"}
     names |= {"vipllava": "VipLlava", "lighton_ocr": "LightOnOcr", "aya_vision": "AyaVision"}
-    names |= {"cohere2_vision": "Cohere2Vision"}
+    names |= {"cohere2_vision": "Cohere2Vision", "qianfan_ocr": "QianfanOCR"}
     names |= {"gemma3": "Gemma3", "gemma4": "Gemma4", "pixtral": "Llava", "mistral3": "Mistral3"}
     names |= {"llama4": "Llama4", "llava_next": "LlavaNext", "llava_onevision": "LlavaOnevision"}
     names |= dict.fromkeys(("paligemma", "paligemma2"), "PaliGemma")

@@ -127,15 +127,18 @@ class NativeLayers:
             kv_caches=(ctypes.c_void_p * 1)(cache.data_ptr()),
             hidden=features_PF.data_ptr(),
             hidden_stride=features_PF.shape[1],
-            spans_need_windows=True,
+            spans_need_windows=patches.visible_P2 is None,
         )
         rotary_P3 = visible_P2 = None
         if patches.places_P2 is not None:
             rotary_P3 = np.zeros((num_patches, 3), np.int32)
             rotary_P3[:, :2] = patches.places_P2.numpy()
             step.rotary = rotary_P3.ctypes.data
-        if patches.windows is not None:
+        if patches.visible_P2 is not None:
+            visible_P2 = patches.visible_P2.numpy().astype(np.int32)
+        elif patches.windows is not None:
             visible_P2 = _visible(patches)
+        if visible_P2 is not None:
             step.visible = visible_P2.ctypes.data
         self._program.run(step)
         parts = features_PF.unflatten(1, (-1, size)).unbind(1)

@@ -58,7 +58,10 @@ def read_layer(spec: VisionSpec, tensors: VisionWeights, prefix: str) -> LayerWe
         norm_size = attended_size if spec.qk_norm == "full" else spec.size_of_heads
         return tensors.read_rms_norm(f"{prefix}self_attn.{name}_norm", norm_size, _QK_NORM_EPS)
 
-    qkv = [read(f"self_attn.{n}_proj", attended_size, size, spec.qkv_bias) for n in "qkv"]
+    if f"{prefix}self_attn.qkv.weight" in tensors:
+        qkv = [read("self_attn.qkv", 3 * attended_size, size, spec.qkv_bias)]
+    else:
+        qkv = [read(f"self_attn.{n}_proj", attended_size, size, spec.qkv_bias) for n in "qkv"]
     weights = LayerWeights(
         attention_norm=norm("layer_norm1"),
         qkv=qkv if spec.clips_products else [Linear.join(qkv)],

@@ -22,10 +22,14 @@ Windows: TypeAlias = Sequence[tuple[int, int]]
 
 
 class Patches(NamedTuple):
-    """The rows and columns of patches, int64 [P, 2], and the windows within which they attend, or None."""
+    """The rows and columns of patches, int64 [P, 2], and the windows within which they attend, or None.
+
+    If `visible_P2` int64 is given, patches attend to those from its first to before its second number instead.
+    """
 
     places_P2: Tensor | None = None
     windows: Windows | None = None
+    visible_P2: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,11 +113,15 @@ class TorchLayers:
         if spec.rotary is not None and patches.places_P2 is not None:
             rotation = spec.rotary.rotation(patches.places_P2, x_PD.dtype)
         whole: Windows = [(1, len(x_PD))]
+        mask_PP: Tensor | None = None
+        if patches.visible_P2 is not None:
+            at, (first_P, end_P) = torch.arange(len(x_PD), device=x_PD.device), patches.visible_P2.T
+            mask_PP = (at >= first_P[:, None]) & (at < end_P[:, None])
         features = {}
         for number, layer in enumerate(self._layers, 1):
             attends_all = patches.windows is None or number in spec.full_layers
             windows = whole if patches.windows is None or attends_all else patches.windows
-            x_PD = layer(x_PD, rotation, windows)
+            x_PD = layer(x_PD, rotation, windows, mask_PP)
             if number in spec.feature_layers:
                 features[number] = x_PD
         return features
@@ -124,9 +132,15 @@ class _TorchLayer:
         self._spec, self._weights = spec, weights
         self._activation = ACTIVATIONS[spec.activation]
 
-    def __call__(self, x_PD: Tensor, rotation: PatchRotation | None, windows: Windows) -> Tensor:
+    def __call__(
+        self,
+        x_PD: Tensor,
+        rotation: PatchRotation | None,
+        windows: Windows,
+        mask_PP: Tensor | None,
+    ) -> Tensor:
         weights = self._weights
-        output = self._attend(weights.attention_norm(x_PD), rotation, windows)
+        output = self._attend(weights.attention_norm(x_PD), rotation, windows, mask_PP)
         if weights.attention_output_norm is not None:
             output = weights.attention_output_norm(output)
         x_PD = x_PD + output
@@ -135,7 +149,13 @@ class _TorchLayer:
             output = weights.mlp_output_norm(output)
         return x_PD + output
 
-    def _attend(self, x_PD: Tensor, rotation: PatchRotation | None, windows: Windows) -> Tensor:
+    def _attend(
+        self,
+        x_PD: Tensor,
+        rotation: PatchRotation | None,
+        windows: Windows,
+        mask_PP: Tensor | None,
+    ) -> Tensor:
         spec, weights = self._spec, self._weights
         parts = [linear(x_PD) for linear in weights.qkv]
         q, k, v = parts if len(parts) == 3 else parts[0].chunk(3, -1)
@@ -156,7 +176,9 @@ class _TorchLayer:
             q_HPK, k_HPK, v_HPK = (
                 part[window].unflatten(0, (count, length)).transpose(1, 2) for part in (q, k, v)
             )
-            out = F.scaled_dot_product_attention(q_HPK, k_HPK, v_HPK, scale=spec.scale)
+            out = F.scaled_dot_product_attention(
+                q_HPK, k_HPK, v_HPK, attn_mask=mask_PP, scale=spec.scale
+            )
             attended.append(out.transpose(1, 2).reshape(count * length, -1))
         return weights.output(attended[0] if len(attended) == 1 else torch.cat(attended))
 

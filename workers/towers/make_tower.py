@@ -6,14 +6,16 @@ from typing import TypeAlias
 
 import torch
 
+from ...protocol.checkpoint.vision.deepseek import QueryVisionSpec
 from ...protocol.checkpoint.vision.grid import GridVisionSpec
 from ...protocol.checkpoint.vision.read import AnyVisionSpec
 from ..loaders import Checkpoint
 from .grid_tower import GridTower
 from .layers import MakeLayers, TorchLayers
+from .query_tower import QueryTower
 from .vision_tower import VisionTower
 
-ImageTower: TypeAlias = VisionTower | GridTower
+ImageTower: TypeAlias = VisionTower | GridTower | QueryTower
 
 
 def make_tower(
@@ -31,4 +33,6 @@ def make_tower(
     """
     if isinstance(spec, GridVisionSpec):
         return GridTower(spec, checkpoint, device, dtype, num_threads, make_layers)
+    if isinstance(spec, QueryVisionSpec):
+        return QueryTower(spec, checkpoint, device, dtype, num_threads, make_layers)
     return VisionTower(spec, checkpoint, device, dtype, num_threads, make_layers)

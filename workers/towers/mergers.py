@@ -60,9 +60,11 @@ class Merger:
             self._norm = tensors.read_norm(f"{prefix}norm", size, spec.norm_kind, eps)
         inner, has_bias = spec.merger_inner or self._size, spec.has_merger_biases
         self._first = tensors.read_linear(f"{prefix}fc1", inner, self._size, has_bias=has_bias)
-        self._second = tensors.read_linear(
-            f"{prefix}fc2", spec.output_size, inner, has_bias=has_bias
-        )
+        last = spec.middle_size or spec.output_size
+        self._second = tensors.read_linear(f"{prefix}fc2", last, inner, has_bias=has_bias)
+        self._third: Callable[[Tensor], Tensor] = lambda x: x
+        if spec.middle_size:
+            self._third = tensors.read_linear(f"{prefix}fc3", spec.output_size, last)
 
     def __call__(self, x_PD: Tensor, num_columns: int) -> Tensor:
         """Return the projected cells [C, output size]."""
@@ -70,7 +72,7 @@ class Merger:
             x = self._norm(x_PD.reshape(-1, self._size))
         else:
             x = self._norm(x_PD).reshape(-1, self._size)
-        return self._second(F.gelu(self._first(x)))
+        return self._third(self._second(F.gelu(self._first(x))))
 
 
 class _GatedMerger:

@@ -29,9 +29,10 @@ class PatchRotary:
     * "pairs" (Llama 4): each pair is a part. The first half of the pairs follows the column.
     * "alternating" (Kimi K2.5): each pair is a part. Columns and rows alternate, and two consecutive pairs have the
       same frequency.
+    * "sequence" (DeepSeek-OCR 2): one part, in which all pairs follow the row, with the frequencies of decoders.
     """
 
-    order: Literal["mixed", "halves", "pairs", "joined", "columns first", "alternating"]
+    order: Literal["mixed", "halves", "pairs", "joined", "columns first", "alternating", "sequence"]
     theta: float
     head_dim: int
     in_float32: bool = False
@@ -49,6 +50,8 @@ class PatchRotary:
         half = self.head_dim // 2
         if self.order == "alternating":
             return (COLUMN, ROW) * (half // 2)
+        if self.order == "sequence":
+            return (ROW,) * half
         first = -(-half // 2)
         has_columns_first = self.num_parts > 1 or self.order == "columns first"
         axes = (COLUMN, ROW) if has_columns_first else (ROW, COLUMN)
@@ -57,8 +60,10 @@ class PatchRotary:
     def frequencies(self) -> Tensor:
         """Return each pair's angle per row or column, in radians, float32 [K / 2]."""
         size = self.head_dim
-        if self.order == "mixed":
+        if self.order in ("mixed", "sequence"):
             frequencies = 1.0 / self.theta ** (torch.arange(0, size, 2).float() / size)
+            if self.order == "sequence":
+                return frequencies
             return torch.cat((frequencies[::2], frequencies[1::2]))
         frequencies = 1.0 / self.theta ** (torch.arange(0, size // 2, 2).float() / (size // 2))
         if self.order == "alternating":

@@ -175,7 +175,7 @@ class VisionTower:
         if image.is_frame:
             x_PD = reduce_frame(self._encode(image))
             newline_1D = self._newline_D[None].to(x_PD.dtype)
-            return torch.cat((x_PD, newline_1D)) if image.ends_video else x_PD
+            return torch.cat((x_PD, newline_1D)) if image.is_last else x_PD
         size = 3 * image.width**2
         pixels = [image.pixels[i : i + size] for i in range(0, len(image.pixels), size)]
         tiles = [replace(image, height=image.width, pixels=each) for each in pixels]

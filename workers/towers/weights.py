@@ -49,6 +49,12 @@ class Linear:
         weight = torch.cat([each.weight for each in linears])
         return cls(weight, torch.cat(biases) if biases else None)
 
+    def repeat_heads(self, head_dim: int, count: int) -> Linear:
+        """Return a product in which each group of `head_dim` outputs occurs `count` times in a row."""
+        rows = torch.arange(len(self.weight), device=self.weight.device).view(-1, 1, head_dim)
+        order = rows.expand(-1, count, -1).flatten()
+        return Linear(self.weight[order], None if self.bias is None else self.bias[order])
+
     def scale_outputs(self, factors: Tensor) -> None:
         """Multiply each output by a factor, by scaling the rows of the matrix."""
         self.weight.mul_(factors[:, None])
@@ -116,6 +122,10 @@ class VisionWeights:
         self._prefix = (found or "").removesuffix(marker)
         self._checkpoint = checkpoint
         self._device, self._dtype = device, dtype
+
+    def __contains__(self, name: str) -> bool:
+        """Return whether the checkpoint has a tensor."""
+        return self._prefix + name in self._stored
 
     def read(self, name: str, *shape: int) -> Tensor:
         """Return a tensor that has this shape, apart from dimensions of size 1.

@@ -1,4 +1,4 @@
-"""Images that are split into a grid of tiles (Idefics3, InternVL, Aya Vision, …)."""
+"""Images that are split into a grid of tiles (Idefics3, InternVL, DeepSeek-OCR 2, …)."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import math
 from collections.abc import Sequence
 from typing import Final
 
+import msgspec
 from PIL import Image
 
-from ....protocol.config.images import CanvasProcessor, GridProcessor
+from ....protocol.config.images import CanvasProcessor, GridProcessor, ViewsProcessor
 from .pixels import Parts, Tile, make_tile, resize
 
 _MAX_SIDE: Final = 4096
@@ -59,6 +60,30 @@ def canvas(image: Image.Image, config: CanvasProcessor) -> Parts:
         parts += [label, make_tile(tile, config), config.tile_end]
     whole = resize(image, side, side, config) if len(tiles) > 1 else canvas
     return [*parts, config.whole_label, make_tile(whole, config), config.tile_end, config.end]
+
+
+def views(image: Image.Image, config: ViewsProcessor) -> Parts:
+    """Return the tiles of a large image row by row, then the whole image in a square."""
+    side, longest = config.side, max(image.size)
+    tiles: list[Image.Image] = []
+    if config.splits and longest > side:
+        columns, rows = best_canvas(*image.size, side, config.min_tiles, config.max_tiles)
+        canvas = resize(image, columns * side, rows * side, config)
+        tiles = [tile for row in split(canvas, side) for tile in row]
+    scale = config.whole_side / longest
+    width, height = (max(1, round(length * scale)) for length in image.size)
+    square = Image.new("RGB", (config.whole_side,) * 2, config.margin)
+    left, top = (config.whole_side - width) // 2, (config.whole_side - height) // 2
+    square.paste(resize(image, width, height, config), (left, top))
+    parts: Parts = [_counted(tile, config) for tile in tiles]
+    whole = _counted(square, config)
+    payload = msgspec.structs.replace(whole.payload, is_last=True)
+    return [*parts, Tile(payload, whole.num_outputs + 1)]
+
+
+def _counted(image: Image.Image, config: ViewsProcessor) -> Tile:
+    num_outputs = (image.width // config.unit) ** 2
+    return make_tile(image, config)._replace(num_outputs=num_outputs)
 
 
 def _least_scale(width: int, height: int, side: int, max_tiles: int) -> tuple[int, int]:

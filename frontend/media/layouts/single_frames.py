@@ -75,7 +75,7 @@ def single_frames(video: Video, config: FrameProcessor) -> Parts:
             config.mean,
             config.std,
             is_frame=config.is_pooled,
-            ends_video=ends,
+            is_last=ends,
         )
         label = _label(index, number / video.fps, config)
         parts += [label + config.start, Tile(payload, config.num_outputs + ends), config.end]

@@ -1,29 +1,65 @@
-"""Read the image processor of InternVL."""
+"""Read the image processors of InternVL and DeepSeek-OCR 2."""
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
+from ....protocol.checkpoint.vision.deepseek import NUM_QUERIES, QueryVisionSpec
 from ....protocol.checkpoint.vision.spec import VisionSpec
-from ....protocol.config.images import CanvasProcessor
-from .fields import BICUBIC, CLIP_VALUES, side_of_tile, sides, values
+from ....protocol.config.images import CanvasProcessor, ViewsProcessor
+from .fields import BICUBIC, CLIP_VALUES, pixel_values, side_of_tile, sides, values
 from .source import ProcessorSource
 
 _MAX_TILES: Final = 64
 
 
 def canvas(source: ProcessorSource, vision: VisionSpec, token_id: int) -> CanvasProcessor:
-    """Return the processor of InternVL."""
+    """Return the processor of InternVL or Qianfan-OCR."""
     fields = source.fields
     common = values(fields, vision, token_id, BICUBIC)
     common = CLIP_VALUES | common
     min_tiles = fields.integer("min_patches", 1, maximum=_MAX_TILES)
+    has_own_mark = source.config.text("model_type") == "qianfan_ocr"
     return CanvasProcessor(
         **common,
         side=side_of_tile(sides(fields, "size"), "height", vision),
         splits=fields.boolean("crop_to_patches", True),
         min_tiles=min_tiles,
         max_tiles=fields.integer("max_patches", 12, minimum=min_tiles, maximum=_MAX_TILES),
+        mark="<image>" if has_own_mark else "",
         start="<img>",
         end="</img>",
+    )
+
+
+def views(source: ProcessorSource, vision: QueryVisionSpec, token_id: int) -> ViewsProcessor:
+    """Return the processor of DeepSeek-OCR 2."""
+    fields = source.fields
+    size = sides(fields, "size")
+    splits = fields.boolean("crop_to_patches", True)
+    found = (
+        (fields, "tile_size", fields.integer("tile_size", 768)),
+        (size, "height", size.integer("height", 1024)),
+    )
+    for (section, name, side), count in zip(found, NUM_QUERIES, strict=True):
+        expected = math.isqrt(count) * vision.unit
+        if side != expected:
+            raise section.wrong(name, f"{expected}, which has {count} queries", side)
+    side, whole = (side for _, _, side in found)
+    min_tiles = fields.integer("min_patches", 2, maximum=_MAX_TILES)
+    margin = fields.get("background_color", [127] * 3)
+    if not isinstance(margin, list) or len(margin) != 3 or not all(type(x) is int for x in margin):
+        raise fields.wrong("background_color", "three integers", margin)
+    return ViewsProcessor(
+        **pixel_values(fields, token_id, BICUBIC),
+        output_size=vision.output_size,
+        num_outputs=NUM_QUERIES[1] + 1,
+        side=side,
+        whole_side=whole if splits else side,
+        unit=vision.unit,
+        splits=splits,
+        min_tiles=min_tiles,
+        max_tiles=fields.integer("max_patches", 6, minimum=min_tiles, maximum=_MAX_TILES),
+        margin=(margin[0], margin[1], margin[2]),
     )

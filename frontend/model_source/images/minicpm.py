@@ -1,4 +1,4 @@
-"""Read the image processor of MiniCPM-V."""
+"""Read the image processors of MiniCPM-V and MiniCPM-OCR."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ def slices(source: ProcessorSource, vision: VisionSpec, token_id: int) -> Slices
             "patch_size", f"{vision.patch_size}, as in config.json", fields.get("patch_size")
         )
     mode = "16x" if vision.window_layer else "4x"
+    if (upsize := fields.text("small_image_upsize", "always")) != "always":
+        raise fields.wrong("small_image_upsize", "'always'", upsize)
     if fields.text("downsample_mode", mode) != mode:
         raise fields.wrong(
             "downsample_mode", f"{mode!r}, as in config.json", fields.get("downsample_mode")

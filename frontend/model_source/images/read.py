@@ -15,7 +15,7 @@ from .anyres import anyres
 from .cohere import aya_vision, cohere2_vision
 from .gemma import gemma3, gemma4, paligemma
 from .idefics3 import grid
-from .internvl import canvas
+from .internvl import canvas, views
 from .lfm2 import thumbnail
 from .llama4 import tiles
 from .minicpm import slices
@@ -67,7 +67,7 @@ def read_image_processor(
         maximum=text.integer("vocab_size") - 1,
     )
     read = _READERS[config.text("model_type")]
-    # InternVL's processor ignores this field of the file.
+    # The processors of InternVL and DeepSeek-OCR 2 ignore this field of the file.
     processor = processor.with_values({"crop_to_patches": None})
     source = ProcessorSource(path, processor.with_values(dict(overrides)), config, tokens)
     return read(source, vision, token_id)
@@ -94,7 +94,9 @@ _READERS: Final[dict[str, _Reader]] = {
     "aya_vision": aya_vision,
     "cohere2_vision": cohere2_vision,
     "cohere_compass": resize,
+    "deepseek_ocr2": views,
     "exaone4_5": resize,
+    "hyperclovax_vision_v2": resize,
     "gemma3": gemma3,
     "gemma4": gemma4,
     "glm4v": resize_pairs,
@@ -112,15 +114,18 @@ _READERS: Final[dict[str, _Reader]] = {
     "llava": single,
     "llava_next": anyres,
     "llava_onevision": anyres,
+    "minicpm_ocr": slices,
     "minicpmv4_6": slices,
     "mistral3": pixtral,
     "muse_glimmer": muse,
     "paddleocr_vl": resize_rounded,
     "paligemma": paligemma,
+    "qianfan_ocr": canvas,
     "qwen2_vl": resize,
     "qwen2_5_vl": resize,
     "qwen3_5": resize,
     "qwen3_5_moe": resize,
+    "qwen4_exp": resize,
     "qwen3_vl": resize,
     "qwen3_vl_moe": resize,
     "smolvlm": grid,

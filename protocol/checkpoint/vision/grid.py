@@ -54,6 +54,7 @@ class GridVisionSpec:
         merger_norm: Whether the projection norms each patch or each square of patches; None if neither.
         merger_inner: If not 0, the number of elements between the two matrices of the projection.
         has_merger_biases: True if the matrices of the projection have biases.
+        middle_size: If not 0, the number of outputs of the projection's second matrix, which is followed by a third.
         has_third_matrix: True if the projection has three matrices, of which the first reads an element of all patches
             of a square before the next element.
         has_newlines: True if the projection has three matrices, between two norms, and adds learned embeddings after
@@ -104,6 +105,7 @@ class GridVisionSpec:
     merger_norm: Literal["patches", "squares"] | None = "patches"
     merger_inner: int = 0
     has_merger_biases: bool = True
+    middle_size: int = 0
     has_third_matrix: bool = False
     has_newlines: bool = False
     window_size: int = 0
@@ -159,6 +161,22 @@ def exaone4_5(fields: ConfigFields, vision: ConfigFields, output_size: int) -> G
     if spec.num_heads % num_kv_heads:
         raise vision.wrong("num_key_value_heads", f"a divisor of {spec.num_heads}", num_kv_heads)
     return replace(spec, num_kv_heads=num_kv_heads, has_axes=False)
+
+
+def hyperclovax(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVisionSpec:
+    """Return the tower of HyperCLOVA X SEED Vision: that of Qwen2.5-VL, followed by another matrix."""
+    middle_size = vision.integer("out_hidden_size", 3584)
+    return replace(
+        qwen2_5_vl(fields, vision, middle_size),
+        output_size=output_size,
+        middle_size=middle_size,
+        has_axes=False,
+        tensor_names=(
+            *_NAMES,
+            (r"(model\.)?(vision_model|visual)\.", "visual."),
+            (r"(model\.)?(projector|vision_projector)\.", "visual.merger.fc3."),
+        ),
+    )
 
 
 def qwen3_vl(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVisionSpec:

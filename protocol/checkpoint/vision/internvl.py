@@ -1,7 +1,8 @@
-"""Read the vision tower of InternVL."""
+"""Read the vision towers of InternVL and Qianfan-OCR."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final
 
 from ..config_fields import ConfigFields
@@ -47,6 +48,24 @@ def internvl(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Vi
     )
 
 
+def qianfan_ocr(fields: ConfigFields, vision: ConfigFields, output_size: int) -> VisionSpec:
+    """Return the tower of Qianfan-OCR, which is InternVL's. Its published files have other names."""
+    spec = internvl(fields, vision.with_defaults(attention_bias=True), output_size)
+    return replace(spec, tensor_names=(*_QIANFAN_NAMES, *_INTERNVL_NAMES))
+
+
+_QIANFAN_NAMES: Final = (
+    (r"vision_model\.", "vision_tower."),
+    (r"(vision_tower\.(encoder\.)?)layers\.", "vision_tower.encoder.layers."),
+    (r"\.ls([12])$", r".lambda_\1"),
+    (r"\.attn\.proj\.", ".self_attn.out_proj."),
+    (r"\.attn\.", ".self_attn."),
+    (r"(vision_tower\..*)\.norm([12])\.", r"\1.layer_norm\2."),
+    (r"embeddings\.position_embedding$", "embeddings.position_embedding.weight"),
+    (r"mlp1\.0\.", "model.multi_modal_projector.layer_norm."),
+    (r"mlp1\.1\.", "model.multi_modal_projector.linear_1."),
+    (r"mlp1\.3\.", "model.multi_modal_projector.linear_2."),
+)
 _INTERNVL_NAMES: Final = (
     (r"embeddings\.cls_token$", "embeddings.class_embedding"),
     (r"embeddings\.patch_embeddings\.projection\.", "embeddings.patch_embedding."),

@@ -1,4 +1,4 @@
-"""Read the vision tower of MiniCPM-V 4.6."""
+"""Read the vision towers of MiniCPM-V 4.6 and MiniCPM-OCR."""
 
 from __future__ import annotations
 
@@ -37,6 +37,11 @@ def minicpmv4_6(fields: ConfigFields, vision: ConfigFields, output_size: int) ->
         projection_eps=1e-6,
         tensor_names=_MINICPM_NAMES,
     )
+
+
+def minicpm_ocr(fields: ConfigFields, vision: ConfigFields, output_size: int) -> VisionSpec:
+    """Return the tower of MiniCPM-OCR, which merges patches only at its end."""
+    return minicpmv4_6(fields.with_defaults(downsample_mode="4x"), vision, output_size)
 
 
 _MINICPM_NAMES: Final = (

@@ -7,6 +7,7 @@ from typing import Final, TypeAlias
 
 from ..config_fields import ConfigFields
 from .cohere import aya_vision, cohere2_vision
+from .deepseek import QueryVisionSpec, deepseek_ocr2
 from .gemma import gemma3, gemma4, paligemma
 from .grid import (
     GridVisionSpec,
@@ -14,22 +15,23 @@ from .grid import (
     glm4v,
     glm5_next,
     glm_ocr,
+    hyperclovax,
     qwen2_5_vl,
     qwen2_vl,
     qwen3_5,
     qwen3_vl,
 )
 from .idefics3 import idefics3
-from .internvl import internvl
+from .internvl import internvl, qianfan_ocr
 from .llama4 import llama4
 from .llava import llava, llava_next, llava_onevision, vipllava
 from .merged import hunyuan_vl, kimi_k25, lfm2_vl, paddleocr_vl
-from .minicpm import minicpmv4_6
+from .minicpm import minicpm_ocr, minicpmv4_6
 from .muse import muse
 from .pixtral import pixtral
 from .spec import VisionSpec
 
-AnyVisionSpec: TypeAlias = VisionSpec | GridVisionSpec
+AnyVisionSpec: TypeAlias = VisionSpec | GridVisionSpec | QueryVisionSpec
 
 
 def has_vision(fields: ConfigFields) -> bool:
@@ -55,7 +57,9 @@ _READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionS
     "aya_vision": aya_vision,
     "cohere2_vision": cohere2_vision,
     "cohere_compass": qwen3_vl,
+    "deepseek_ocr2": deepseek_ocr2,
     "exaone4_5": exaone4_5,
+    "hyperclovax_vision_v2": hyperclovax,
     "gemma3": gemma3,
     "gemma4": gemma4,
     "glm4v": glm4v,
@@ -74,15 +78,18 @@ _READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionS
     "llava": llava,
     "llava_next": llava_next,
     "llava_onevision": llava_onevision,
+    "minicpm_ocr": minicpm_ocr,
     "minicpmv4_6": minicpmv4_6,
     "mistral3": pixtral,
     "muse_glimmer": muse,
     "paddleocr_vl": paddleocr_vl,
     "paligemma": paligemma,
+    "qianfan_ocr": qianfan_ocr,
     "qwen2_vl": qwen2_vl,
     "qwen2_5_vl": qwen2_5_vl,
     "qwen3_5": qwen3_5,
     "qwen3_5_moe": qwen3_5,
+    "qwen4_exp": qwen3_5,
     "qwen3_vl": qwen3_vl,
     "qwen3_vl_moe": qwen3_vl,
     "vipllava": vipllava,

@@ -1,4 +1,4 @@
-"""Images of LFM2-VL, Command A Vision and MiniCPM-V are resized, split and put into prompts as by transformers."""
+"""Images of models that split them are resized, split and put into prompts as by transformers."""
 
 import ast
 import math
@@ -10,16 +10,19 @@ import msgspec
 import numpy as np
 import pytest
 import transformers
-from engine.frontend.media.layouts.grids import canvas
+from engine.frontend.media.layouts.grids import canvas, views
 from engine.frontend.media.layouts.pixels import Tile
 from engine.frontend.media.layouts.slices import slices
 from engine.frontend.media.layouts.thumbnails import thumbnail
 from engine.frontend.model_source.images.read import read_image_processor
 from engine.protocol.checkpoint.config_fields import ConfigFields
-from engine.protocol.config.images import SlicesProcessor, ThumbnailProcessor
+from engine.protocol.config.images import SlicesProcessor, ThumbnailProcessor, ViewsProcessor
 from PIL import Image
 from support.vision_checkpoints import COHERE_MARKS, vision_directory
 from transformers.models.cohere2_vision.processing_cohere2_vision import Cohere2VisionProcessor
+from transformers.models.deepseek_ocr2.image_processing_pil_deepseek_ocr2 import (
+    DeepseekOcr2ImageProcessorPil,
+)
 from transformers.models.lfm2_vl.processing_lfm2_vl import Lfm2VlProcessor
 from transformers.models.minicpmv4_6.image_processing_pil_minicpmv4_6 import (
     MiniCPMV4_6ImageProcessorPil,
@@ -135,6 +138,50 @@ def test_images_of_cohere_equal_those_of_transformers(tmp_path):
         assert text == Cohere2VisionProcessor.replace_image_token(marks, inputs, 0)
         tiles = [part for part in parts if isinstance(part, Tile)]
         assert {(tile.payload.width, tile.payload.height) for tile in tiles} == {(64, 64)}
+
+
+@pytest.mark.parametrize("splits", [True, False])
+def test_images_of_deepseek_equal_those_of_transformers(splits):
+    config = ViewsProcessor(
+        token_id=1,
+        output_size=8,
+        num_outputs=65,
+        resample=3,
+        side=48,
+        whole_side=64 if splits else 48,
+        unit=8,
+        splits=splits,
+        min_tiles=2,
+        max_tiles=6,
+        margin=(127, 100, 90),
+    )
+    reference = DeepseekOcr2ImageProcessorPil(
+        size={"height": 64, "width": 64},
+        tile_size=48,
+        crop_to_patches=splits,
+        background_color=[127, 100, 90],
+    )
+    rng = random.Random(1)
+    sizes = [(1, 1), (48, 48), (49, 20), (64, 64), (96, 48), (48, 97), (300, 2)]
+    sizes += [(rng.randrange(1, 300), rng.randrange(1, 300)) for _ in range(40)]
+    for width, height in sizes:
+        # Transformers cannot resize to a side without pixels.
+        if round(min(width, height) * config.whole_side / max(width, height)) == 0:
+            continue
+        pixels = np.random.default_rng(width).integers(0, 256, (height, width, 3), np.uint8)
+        image = Image.fromarray(pixels)
+        expected = reference(image, return_tensors="np")
+        *tiles, whole = views(image, config)
+        assert [len(tiles)] == expected["num_local_patches"].tolist()
+        assert [tile.num_outputs for tile in tiles] == [36] * len(tiles)
+        assert whole.num_outputs == (config.whole_side // 8) ** 2 + 1
+        assert [tile.payload.is_last for tile in (*tiles, whole)] == [False] * len(tiles) + [True]
+        values = [*expected.get("pixel_values_local", ()), *expected["pixel_values"]]
+        for tile, value in zip((*tiles, whole), values, strict=True):
+            payload = tile.payload
+            found = np.frombuffer(payload.pixels, np.uint8)
+            found = found.reshape(payload.height, payload.width, 3).transpose(2, 0, 1)
+            np.testing.assert_allclose((found / 255 - 0.5) / 0.5, value, atol=1e-6)
 
 
 def test_images_of_minicpm_equal_those_of_transformers():

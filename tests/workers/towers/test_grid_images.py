@@ -72,6 +72,31 @@ MUSE = {
     "pos_emb_width": 4,
     "layer_types": ["window_attention", "full_attention", "window_attention"],
 }
+DEEPSEEK = {
+    "sam_config": {
+        "hidden_size": 24,
+        "output_channels": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": 256,
+        "patch_size": PATCH,
+        "window_size": 10,
+        "global_attn_indexes": [1],
+        "mlp_dim": 40,
+        "downsample_channels": [20, 48],
+    },
+    "encoder_config": {
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    },
+}
+PAIRED = ("exaone4_5", "hyperclovax_vision_v2")
+"""Models whose patches have two frames."""
+MINICPM_MODELS = ("minicpmv4_6", "minicpm_ocr")
+SIZES = {"deepseek_ocr2": ((30, 21), (250, 150))}
 MEAN_AND_STD = ([0.5] * 3, [0.5] * 3)
 
 
@@ -83,6 +108,12 @@ def _config(kind):
             text_config=text | {"model_type": "exaone4", "sliding_window": 9},
             image_token_id=IMAGE_TOKEN,
             tie_word_embeddings=False,
+        )
+    if kind == "deepseek_ocr2":
+        experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+        experts |= {"n_shared_experts": 1, "mlp_layer_types": ["dense", "sparse", "sparse"]}
+        return transformers.DeepseekOcr2Config(
+            vision_config=DEEPSEEK, text_config=SMALL | experts, image_token_id=IMAGE_TOKEN
         )
     if kind == "lfm2_vl":
         layers = {"layer_types": ["conv", "full_attention", "conv"]}
@@ -100,6 +131,21 @@ def _config(kind):
             out_hidden_size=4 * 48,
             projector_hidden_size=56,
             image_token_id=IMAGE_TOKEN,
+        )
+    if kind == "hyperclovax_vision_v2":
+        return transformers.HyperCLOVAXVisionV2Config(
+            vision_config=EXAONE | {"model_type": "qwen2_5_vl_vision", "out_hidden_size": 40},
+            text_config=SMALL | {"model_type": "hyperclovax", "logits_scaling": 0.5},
+            image_token_id=IMAGE_TOKEN,
+            tie_word_embeddings=False,
+        )
+    if kind == "minicpm_ocr":
+        # All positions of a token are equal, although the decoder's config has three axes.
+        rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}
+        decoder = {"model_type": "qwen3_5_text", "layer_types": ["full_attention"] * 3}
+        decoder["rope_parameters"] = rope | {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
+        return transformers.MiniCPMOcrConfig(
+            vision_config=MINICPM, text_config=text | decoder, image_token_id=IMAGE_TOKEN
         )
     if kind == "minicpmv4_6":
         return transformers.MiniCPMV4_6Config(
@@ -119,7 +165,16 @@ def _config(kind):
 
 
 @pytest.fixture(
-    scope="module", params=["exaone4_5", "kimi_k25", "lfm2_vl", "minicpmv4_6", "muse_glimmer"]
+    scope="module",
+    params=[
+        "exaone4_5",
+        "hyperclovax_vision_v2",
+        "kimi_k25",
+        "lfm2_vl",
+        *MINICPM_MODELS,
+        "muse_glimmer",
+        "deepseek_ocr2",
+    ],
 )
 def model(request, tmp_path_factory):
     path = tmp_path_factory.mktemp(request.param)
@@ -131,21 +186,23 @@ def model(request, tmp_path_factory):
         torch.nn.init.normal_(parameter, 0, 0.2)
     reference.eval().save_pretrained(path)
     processor = {"patch_size": PATCH, "merge_size": 2, "max_patches": 60}
-    if request.param == "exaone4_5":
+    if request.param in PAIRED:
         processor |= {"min_pixels": 256, "max_pixels": 4096, "temporal_patch_size": 2}
         processor |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
-    elif request.param == "minicpmv4_6":
+    elif request.param in MINICPM_MODELS:
         processor = {"patch_size": PATCH, "scale_resolution": 28, "max_slice_nums": 4}
         marks = ("image_start", "image_end", "slice_start", "slice_end")
         marks += ("image_id_start", "image_id_end")
         tokens = {f"{name}_token": f"<{name}>" for name in marks}
         (path / "tokenizer_config.json").write_text(json.dumps(tokens))
+    elif request.param == "deepseek_ocr2":
+        processor = {"size": {"height": 256, "width": 256}, "tile_size": 192, "max_patches": 2}
     elif request.param == "muse_glimmer":
         processor |= {"max_image_tokens": 30}
     elif request.param == "lfm2_vl":
         processor = {"encoder_patch_size": PATCH, "tile_size": 16, "max_tiles": 4}
         processor |= {"min_image_tokens": 4, "max_image_tokens": 20}
-    else:
+    elif request.param == "kimi_k25":
         _restore_decoder_names(path / "model.safetensors")
     (path / "preprocessor_config.json").write_text(json.dumps(processor))
     return path, reference
@@ -162,11 +219,11 @@ def _restore_decoder_names(file):
 def _patches(kind, payload):
     """Return the patches of an image as transformers' processor makes them."""
     image = Image.frombytes("RGB", (payload.width, payload.height), payload.pixels)
-    if kind == "exaone4_5":
+    if kind in PAIRED:
         return video_patches([image], *MEAN_AND_STD)
     pixels = torch.from_numpy(np.array(image)).float().div(255).sub(0.5).div(0.5)
     cells = pixels.permute(2, 0, 1).unflatten(1, (-1, PATCH)).unflatten(3, (-1, PATCH))
-    if kind == "minicpmv4_6":
+    if kind in MINICPM_MODELS:
         return cells.permute(0, 2, 1, 3, 4).flatten(2)
     if kind == "muse_glimmer":
         # Patches row by row, each with two equal frames.
@@ -177,10 +234,31 @@ def _patches(kind, payload):
     return cells.permute(1, 3, 0, 2, 4).flatten(0, 1)
 
 
+def _deepseek_inputs(payloads):
+    sides = [payload.width // PATCH for payload in payloads]
+    images = [
+        _patches("deepseek_ocr2", payload)
+        .unflatten(0, (side, side))
+        .permute(2, 0, 3, 1, 4)
+        .reshape(3, payload.height, payload.width)
+        for payload, side in zip(payloads, sides, strict=True)
+    ]
+    is_whole = [payload.is_last for payload in payloads]
+    ends = np.flatnonzero(is_whole)
+    whole, tiles = (
+        torch.stack([image for image, each in zip(images, is_whole, strict=True) if each is kind])
+        for kind in (True, False)
+    )
+    counts = (np.diff(ends, prepend=-1) - 1).tolist()
+    return {"pixel_values": whole, "pixel_values_local": tiles, "num_local_patches": counts}
+
+
 def _reference_inputs(kind, payloads):
+    if kind == "deepseek_ocr2":
+        return _deepseek_inputs(payloads)
     patches = [_patches(kind, payload) for payload in payloads]
     grids = torch.tensor([[1, each.height // PATCH, each.width // PATCH] for each in payloads])
-    if kind == "minicpmv4_6":
+    if kind in MINICPM_MODELS:
         return {"pixel_values": torch.cat(patches, -1)[None], "target_sizes": grids[:, 1:]}
     if kind != "lfm2_vl":
         return {"pixel_values": torch.cat(patches), "image_grid_thw": grids}
@@ -199,7 +277,8 @@ def test_logits_equal_those_of_transformers(model, load):
     processor = read_image_processor(path, config, config.section("text_config"), {})
     rng = random.Random(3)
     prompt, payloads = [], []
-    for seed, (width, height) in enumerate(((30, 21), (7, 70), (90, 40))):
+    sizes = SIZES.get(reference.config.model_type, ((30, 21), (7, 70), (90, 40)))
+    for seed, (width, height) in enumerate(sizes):
         pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
         parts = process_image(Image.fromarray(pixels), processor)
         for tile in (part for part in parts if isinstance(part, Tile)):
@@ -210,7 +289,7 @@ def test_logits_equal_those_of_transformers(model, load):
     inputs = _reference_inputs(reference.config.model_type, payloads)
     with torch.inference_mode():
         expected = reference(input_ids=torch.tensor([prompt]), **inputs).logits[0]
-    decoder = load(path, max_model_len=256)
+    decoder = load(path, max_model_len=1024)
     tower = make_tower(
         decoder.spec.encoder,
         open_checkpoint(path),
@@ -221,7 +300,7 @@ def test_logits_equal_those_of_transformers(model, load):
     encoded = torch.cat([tower(payload) for payload in payloads])
     is_image = np.array(prompt) == IMAGE_TOKEN
     rows = np.where(is_image, np.cumsum(is_image) - 1, -1).astype(np.int32)
-    runner = Runner(decoder, 1, max_tokens=256)
+    runner = Runner(decoder, 1, max_tokens=1024)
     found = []
     for start, end in ((0, 9), (9, len(prompt))):
         decoder.placed = Placed(rows[start:end].copy(), encoded)

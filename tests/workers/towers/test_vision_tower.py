@@ -42,6 +42,7 @@ KINDS = (
     "cohere2_vision",
     *MODELS,
     "internvl-rms",
+    "qianfan_ocr",
     "vipllava",
     *GEMMA_MODELS,
     *SIZED_MODELS,
@@ -209,7 +210,7 @@ def test_frames_of_a_video_are_reduced_as_by_transformers(tmp_path):
     with torch.inference_mode():
         [expected] = reference.model.get_video_features(pixels).pooler_output
     outputs = [
-        tower(msgspec.structs.replace(payload, is_frame=True, ends_video=index == 2))
+        tower(msgspec.structs.replace(payload, is_frame=True, is_last=index == 2))
         for index, (payload, _) in enumerate(images)
     ]
     assert [len(output) for output in outputs] == [25, 25, 26]

@@ -43,6 +43,7 @@ from .common import Family, with_score_head
 from .with_convolutions import inkling
 from .with_encoders import absolute, encoder_decoders, rotary
 from .with_images import aria, ernie, mistral, muse
+from .with_images import deepseek as deepseek_ocr
 
 FAMILIES = (
     *deepseek_v4.FAMILIES,
@@ -64,6 +65,7 @@ FAMILIES = (
     *encoder_decoders.FAMILIES,
     *rotary.FAMILIES,
     *aria.FAMILIES,
+    *deepseek_ocr.FAMILIES,
     *ernie.FAMILIES,
     *mistral.FAMILIES,
     *muse.FAMILIES,
@@ -195,9 +197,22 @@ def model_spec(config: Mapping[str, Any], path: str | PathLike[str]) -> ModelSpe
                     f"deepstack_visual_indexes has more than {len(spec.layers)} layers"
                 )
             spec = replace(spec, num_deepstack_layers=num_added)
+        if not (isinstance(encoder, GridVisionSpec) and encoder.has_axes):
+            spec = _without_axes(spec)
     if has_audio_tower(whole):
         spec = replace(spec, encoder=audio_tower_spec(whole, spec.hidden_size))
     return spec
+
+
+def _without_axes(spec: ModelSpec) -> ModelSpec:
+    """Return the spec of a decoder whose rotary positions have one coordinate, also for images (MiniCPM-V)."""
+    layers = tuple(
+        replace(layer, rope=replace(layer.rope, axes=()))
+        if layer.rope is not None and layer.rope.axes
+        else layer
+        for layer in spec.layers
+    )
+    return replace(spec, layers=layers)
 
 
 def _check_groups(fields: ConfigFields, mixture: ExpertsSpec) -> None:

@@ -1,0 +1,122 @@
+"""Read the vision tower of DeepSeek-OCR 2, in which learned queries read the features of an image encoder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from ...config.images import SpanKind
+from ..config_fields import ConfigFields
+from .fields import head_count, image_and_patch_size
+
+NUM_QUERIES: Final = (144, 256)
+"""The number of queries for a tile and for a whole image."""
+
+
+@dataclass(frozen=True)
+class QueryVisionSpec:
+    """The tower of DeepSeek-OCR 2: an image encoder, and a reader that is like a decoder.
+
+    The image encoder is SAM's (arXiv 2304.02643). Its patches attend within windows of `window_size` x `window_size`,
+    which are padded, except in `full_layers`, counted from 1. The positions of patches relative to each other change
+    attention scores. Convolutions reduce each square of 4 x 4 patches to one feature.
+
+    The features and the learned queries after them are the sequence of the reader. Features attend to each other, and a
+    query attends to all features and to the queries before it. The outputs of the queries are projected.
+
+    Attributes:
+        neck_size: The number of channels after the layers of the image encoder.
+        middle_size: The number of channels between the two convolutions with a stride.
+        reader_size: The hidden size of the reader, and the number of elements of a feature.
+        span_kind: Always None, because the decoder is causal.
+    """
+
+    image_size: int
+    patch_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_layers: int
+    activation: str
+    norm_eps: float
+    window_size: int
+    full_layers: tuple[int, ...]
+    neck_size: int
+    middle_size: int
+    reader_size: int
+    reader_intermediate_size: int
+    reader_heads: int
+    reader_kv_heads: int
+    reader_layers: int
+    reader_activation: str
+    reader_eps: float
+    reader_theta: float
+    output_size: int
+    span_kind: SpanKind | None = None
+
+    @property
+    def side(self) -> int:
+        """The number of patches of a whole image in each direction."""
+        return self.image_size // self.patch_size
+
+    @property
+    def unit(self) -> int:
+        """The side, in pixels, of the square of an image that becomes one feature."""
+        return 4 * self.patch_size
+
+
+def deepseek_ocr2(fields: ConfigFields, vision: ConfigFields, output_size: int) -> QueryVisionSpec:
+    """Return the tower of DeepSeek-OCR 2."""
+    sam, reader = vision.first_section("sam_config"), vision.first_section("encoder_config")
+    for name in ("use_abs_pos", "use_rel_pos", "qkv_bias"):
+        if not sam.boolean(name, True):
+            raise sam.wrong(name, "true", False)
+    image_size, patch_size = image_and_patch_size(sam, 1024, 16)
+    num_layers = sam.with_defaults(num_hidden_layers=12).layer_count("num_hidden_layers")
+    full = sam.get("global_attn_indexes", [2, 5, 8, 11])
+    if not isinstance(full, list) or not all(type(i) is int and i >= 0 for i in full):
+        raise sam.wrong("global_attn_indexes", "a list of indices", full)
+    size = sam.integer("hidden_size", 768)
+    channels = sam.get("downsample_channels", [512, 896])
+    if not isinstance(channels, list) or len(channels) != 2:
+        raise sam.wrong("downsample_channels", "two numbers", channels)
+    middle, last = (
+        sam.with_values({"downsample_channels": each}).integer("downsample_channels")
+        for each in channels
+    )
+    reader_size = reader.integer("hidden_size", 4096)
+    if reader_size != last:
+        raise reader.wrong(
+            "hidden_size", f"{last}, as in sam_config.downsample_channels", reader_size
+        )
+    num_heads = head_count(reader, reader_size, 32)
+    num_kv_heads = reader.integer("num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise reader.wrong("num_key_value_heads", f"a divisor of {num_heads}", num_kv_heads)
+    if reader.boolean("use_sliding_window", False):
+        raise reader.wrong("use_sliding_window", "false", True)
+    return QueryVisionSpec(
+        image_size=image_size,
+        patch_size=patch_size,
+        hidden_size=size,
+        intermediate_size=sam.integer("mlp_dim", int(size * sam.positive("mlp_ratio", 4.0))),
+        num_heads=head_count(sam, 768, 12),
+        num_layers=num_layers,
+        activation=sam.text("hidden_act", "gelu"),
+        norm_eps=sam.positive("layer_norm_eps", 1e-6),
+        window_size=sam.integer("window_size", 14, maximum=1024),
+        full_layers=tuple(i + 1 for i in full if i < num_layers),
+        neck_size=sam.integer("output_channels", 256),
+        middle_size=middle,
+        reader_size=reader_size,
+        reader_intermediate_size=reader.integer("intermediate_size", 22016),
+        reader_heads=num_heads,
+        reader_kv_heads=num_kv_heads,
+        reader_layers=reader.with_defaults(num_hidden_layers=32).layer_count("num_hidden_layers"),
+        reader_activation=reader.text("hidden_act", "silu"),
+        reader_eps=reader.positive("rms_norm_eps", 1e-6),
+        reader_theta=reader.first_section("rope_parameters").positive(
+            "rope_theta", reader.positive("rope_theta", 10_000.0, above=1), above=1
+        ),
+        output_size=output_size,
+    )

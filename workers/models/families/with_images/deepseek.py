@@ -1,0 +1,32 @@
+"""DeepSeek-OCR 2, whose decoder is like DeepSeek-MoE."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from .....protocol.checkpoint.config_fields import ConfigFields
+from ....layers.spec import ModelSpec
+from ..common import Family
+from ..experts import deepseek, has_listed_experts
+
+_TOWER = (
+    r"(.*\.)?((sam_model|qwen2_model|vision_tower|(multi_modal_)?projector)\..*|view_sep[ae]rator)$"
+)
+
+
+def _deepseek_ocr2(fields: ConfigFields) -> ModelSpec:
+    num_layers = fields.layer_count("num_hidden_layers")
+    is_sparse = has_listed_experts(fields, lambda i: i > 0)
+    dense = [i for i in range(num_layers) if not is_sparse(i)]
+    if dense != list(range(len(dense))):
+        raise fields.error("mlp_layer_types must have the dense layers first")
+    if fields.text("topk_method", "greedy") != "greedy":
+        raise fields.wrong("topk_method", "'greedy'", fields.get("topk_method"))
+    if fields.number("routed_scaling_factor", 1.0) != 1:
+        raise fields.wrong("routed_scaling_factor", "1", fields.get("routed_scaling_factor"))
+    values = {"first_k_dense_replace": len(dense), "norm_topk_prob": False, "head_dim": None}
+    spec = deepseek(fields.with_defaults(n_shared_experts=2).with_values(values))
+    return replace(spec, tensor_names=((_TOWER, ""), *spec.tensor_names))
+
+
+FAMILIES = (Family("DeepseekOcr2ForConditionalGeneration", "deepseek_ocr2", _deepseek_ocr2),)
