@@ -274,8 +274,9 @@ class ModelRunnerOutput(
     `failed_slots` are pairs (slot, reason) for rows in which no token can be chosen; their computed KV entries are
     valid. `prediction_counts` int32[k, 3] are rows (slot, accepted drafts, rejected drafts) of drafts from a client's
     prediction. Rows with `pooling_params` sample token 0, and their vectors are in `pooled`. If drafts are used,
-    `seconds` is the duration of the step without `draft_seconds`, the time of a draft model, each of whose
-    `draft_passes` proposed one token for some of the rows. All three are 0 if they were not measured.
+    `seconds` is the duration of the step without the draft model, `draft_seconds` that of the draft model, and
+    `draft_passes` the number of its forward passes, each of which proposed one token for some of the rows. All three
+    are 0 if they were not measured.
     """
 
     step: int

@@ -35,11 +35,11 @@ class ClientUpdates:
         self._new_clients.discard(client_index)
 
     def add_requests(self, client_index: int, num_requests: int) -> None:
-        """Count requests that a client has sent."""
+        """Add new requests to the number of a client's unfinished requests."""
         self._num_inflight[client_index] += num_requests
 
     def remove_requests(self, client_index: int, num_requests: int) -> None:
-        """Count requests of a client that have ended."""
+        """Subtract requests that ended from the number of a client's unfinished requests."""
         self._num_inflight[client_index] -= num_requests
 
     def apply_events(self, events: Iterable[KVCacheEvent]) -> None:

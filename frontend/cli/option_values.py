@@ -102,8 +102,8 @@ def _kv_events(text: str) -> KVEventsConfig | None:
     vLLM's fields `publisher` and `enable_kv_cache_events` are accepted as well.
     """
     fields = parse_object(text)
-    if fields.pop("publisher", "zmq") != "zmq":
-        raise ValueError('publisher must be "zmq"; no other publisher is supported')
+    if (publisher := fields.pop("publisher", "zmq")) != "zmq":
+        raise ValueError(f'publisher must be "zmq", got {publisher!r}')
     if not fields.pop("enable_kv_cache_events", True):
         return None
     config: KVEventsConfig = _convert(fields, KVEventsConfig)

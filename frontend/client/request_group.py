@@ -363,8 +363,8 @@ class Sequence:
 class RequestGroup:
     """The sequences of one request, with `num_outputs` of them per prompt.
 
-    The single reader of a group is a task that calls `wait_for_updates` or `result`, or the callback `on_update`. The
-    callback calls `take_updates`, and returns True if it needs another turn for updates that it gave back.
+    A group has one reader: a task that calls `wait_for_updates` or `result`, or the callback `on_update`. The callback
+    calls `take_updates`, and returns True to be called again, because it could not process all updates.
     """
 
     __slots__ = (

@@ -262,7 +262,10 @@ class ModelConfig(msgspec.Struct, frozen=True):
 
     @property
     def pooling_params(self) -> PoolingParams:
-        """The parameters of a request for a vector. Only the last token of a decoder needs no others."""
+        """The pooling parameters of a request for embeddings or classes.
+
+        The whole prompt is computed, without cached prefix, unless only a decoder's last token is pooled.
+        """
         kind = self.pooler.kind
         return PoolingParams(kind, self.is_encoder or kind is not PoolingKind.LAST)
 

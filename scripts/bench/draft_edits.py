@@ -3,9 +3,9 @@
     scripts/bench/run draft_edits [--model PATH] [--costs '{"1": 7.3, "2": 8.1, "8": 12.6, "17": 22.6}']
 
 A small model cannot edit code, so its speed with drafts says little about edits. Here, the answers are known: parts of
-the standard library with an edit, after a prompt that has the part before the edit. `rename` writes the part once more
-with a name changed, `local` with three lines changed, added or removed, and `block` writes 14 lines as they are and as
-they are to be. The lookup and the limits of drafts are those of the server, for one stream.
+the standard library with an edit, after a prompt that has the part before the edit. `rename` repeats the part with a
+name changed, `local` repeats it with three lines changed, added or removed, and `block` writes 14 lines before and
+after their change. The lookup and the limits of drafts are those of the server, for one stream.
 
 The costs are milliseconds of a step by its number of rows. Without `--costs`, they are measured on the model.
 """

@@ -6,9 +6,9 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class GateLimit:
-    """A limit of the numbers in a gated MLP: the gate is at most `value`, and the other factor is in +-`value`.
+    """Clamps a gated MLP: the gate to at most `value`, and the up projection to +-`value`.
 
-    If `is_activated`, the activated gate is limited, otherwise the gate before its activation.
+    If `is_activated`, the gate is clamped after its activation, otherwise before it.
     """
 
     value: float

@@ -13,10 +13,10 @@ RopeOrder = Literal["half", "interleaved", "swapped"]
 class IndexerSpec:
     """The indexer that chooses the keys to which a token attends (DeepSeek-V3.2, arXiv 2512.02556).
 
-    A token has an index key of `head_dim` elements; the first ones, or the last ones if `rotates_last`, are rotated in
-    the order `rope_order`. The norm of index keys has the epsilon `norm_eps`. The score
-    of a key for a token is a sum over `num_heads` heads: the head's weight, times the positive part of the product of
-    its index query and the index key. A token attends to the `num_chosen` keys with the highest scores.
+    A token has an index key of `head_dim` elements. The first of them, or the last if `rotates_last`, are rotated in
+    the order `rope_order`. The norm of index keys has the epsilon `norm_eps`. The score of a key for a token is a sum
+    over `num_heads` heads: the head's weight, times relu(index query . index key). A token attends to the `num_chosen`
+    keys with the highest scores.
 
     With a `group_size` above 1, a token chooses groups of that many keys (GLM-5.3-Flash). Besides its index key, a
     token has a logit for each element of it. The index key of a group is a sum of its tokens' index keys, whose factors

@@ -73,9 +73,9 @@ class LayerSpec:
     If `shared_block` is not None, the attention is a part of that block, and the layer is recurrent, too. With
     `compression`, a layer of compressed attention has entries, which are in the group `entries_group`. If
     `output_norm_eps` is not None, it has the epsilons of the norms of `attention_output` and `mlp_output`. If
-    `ngram_table` is not None, the layer begins with embeddings of n-grams, from the table with this index. The layer
-    begins with `restart`. If `weights` is not None, it has the weights of the earlier layer with this index, from which
-    it differs only in its `restart`.
+    `ngram_table` is not None, the layer begins with embeddings of n-grams, from the table with this index. If `restart`
+    is not None, it changes the hidden states before the layer. If `weights` is not None, the layer has the weights of
+    the earlier layer with this index, from which it differs only in its `restart`.
     """
 
     rope: RopeSpec | None
@@ -204,10 +204,11 @@ class ModelSpec:
     outputs of n blocks, divided by the square root of n + 1. This changes nothing but the epsilons of norms, so the
     stream holds the sum. If `residual_temperature` is not 0, each element of a stream and of a block's normed output
     has its own factor: those of the output are the sigmoids of stored gates, divided by this temperature, and those of
-    the stream keep the variance of the sum. If `interpolates_blocks`, the stream is replaced by its norm before a
-    block, and the factors of output and stream are gates and 1 minus them (arXiv 2410.01131). The outputs of attention,
-    recurrent parts and MLPs, and the gates of MLPs, have their own multipliers. If `has_layer_scales`, a layer's output
-    is multiplied by a stored number. Logits are divided by `logits_divisor`, then capped to +-`final_softcap`.
+    the stream keep the variance of the sum. If `interpolates_blocks`, the stream is normed to x before a block, and
+    then becomes (1 - a) * x + a * output, where a is the absolute value of a stored gate divided by the temperature
+    (nGPT, arXiv 2410.01131). The outputs of attention, recurrent parts and MLPs, and the gates of MLPs, have their own
+    multipliers. If `has_layer_scales`, a layer's output is multiplied by a stored number. Logits are divided by
+    `logits_divisor`, then capped to +-`final_softcap`.
 
     With `encoder`, the outputs of a vision or audio tower replace the embeddings of some tokens. If they have
     `num_deepstack_layers` additional parts, each part is added to the hidden states of these tokens after one of the

@@ -117,7 +117,8 @@ def _expiry(body: BatchRequest) -> int | None:
     seconds = policy.get("seconds")
     if not isinstance(seconds, int):
         raise bad_request(
-            "output_expires_after.seconds", "output_expires_after.seconds must be an integer"
+            "output_expires_after.seconds",
+            f"output_expires_after.seconds must be an integer, got {echo(seconds)}",
         )
     return verify_expiry(policy.get("anchor"), seconds, "output_expires_after")
 

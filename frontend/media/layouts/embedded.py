@@ -36,7 +36,7 @@ def embedded(values: NDArray[np.float32], grid: Grid | None, config: AnyImagePro
         return _split(values, grid or (0, 0), config)
     if not isinstance(config, FitProcessor | ResizeProcessor):
         if grid is not None:
-            raise ValueError("this model does not use a grid for embeddings; omit it")
+            raise ValueError(f"this model needs no grid for embeddings, got {list(grid)}; omit it")
         return [config.start, _tile(values), config.end]
     if grid is None:
         raise ValueError("this model needs the grid of its embeddings, [rows, columns]")

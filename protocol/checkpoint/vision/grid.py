@@ -26,8 +26,7 @@ class GridVisionSpec:
         norms_positions: True if the norm of patch embeddings follows the addition of learned positions.
         has_biases: True if the matrices of the layers have biases.
         has_head_norms: True if the queries and keys of each head are normed (GLM-OCR).
-        gate_limit: If not 0, the limit of gated MLPs: a gate is at most this, and the other factor within plus or minus
-            this.
+        gate_limit: If not 0, gated MLPs are clamped: the gate to at most this, the up projection to plus or minus this.
         merger_size: If not 0 (GLM-4.1V, arXiv 2507.01006), one matrix projects a square, and its output passes through
             another matrix, a norm and a gated MLP with this many intermediate elements.
         position_side: If not 0, patches also have learned positions: a square table with this side, interpolated to the

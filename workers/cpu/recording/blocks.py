@@ -295,7 +295,10 @@ class BlockRecorder:
         self.finish_block(prefix, bias, norm, scale, target)
 
     def target_of(self, norm: str | None, target: int | None = None) -> int:
-        """Return the target of a block's last product, given the norm that follows it, if any."""
+        """Return the buffer to which a block's last product is written, given the name of the norm that follows it.
+
+        It is the residual stream, the block's output if that is normed, or this rank's part of a sum.
+        """
         return self._sum_target(norm, target) if self.is_alone else PART
 
     def _sum_target(self, norm: str | None, target: int | None) -> int:

@@ -136,8 +136,8 @@ def _record_latent_experts(
     output_norm = norms.mlp_output
     if experts.has_shared_gate or (output_norm and experts.shared_intermediate_size):
         raise NotSupportedNatively(
-            "the native CPU backend does not support gates of shared experts beside projected experts, nor norms after "
-            "both"
+            "the native CPU backend does not support experts with a projected input (latent_size) together with a "
+            "shared-expert gate, or with a norm of the MLP's output and shared experts"
         )
     if experts.has_latent_norms and not (blocks.is_alone or blocks.shard.has_whole_experts):
         raise NotSupportedNatively(

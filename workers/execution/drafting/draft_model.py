@@ -4,8 +4,8 @@ The draft model's keys and values are in separate tensors, under the block numbe
 group. Block tables, prefix cache, preemption and the handoff to another core therefore serve both models. If the draft
 model did not run when a block was filled, it computes the missing keys and values before it proposes.
 
-A draft is sampled from the draft model's logits with the sampling parameters and the random number of its position,
-because the model will sample the token that it must equal in the same way.
+A draft is sampled from the draft model's logits with the request's sampling parameters and the random number of its
+position. The model later samples its own token with the same parameters and number, so the two are often equal.
 
 Shapes: S slots of a step.
 """

@@ -189,8 +189,8 @@ def deepseek(fields: ConfigFields) -> ModelSpec:
     if fields.get(_first_of(fields, EXPERT_COUNTS)) is None:
         return spec
     size = fields.integer("moe_intermediate_size", 1407)
-    if fields.text("scoring_func", "softmax") != "softmax":
-        raise fields.error("scoring_func is not supported for this family, except softmax")
+    if (scoring := fields.text("scoring_func", "softmax")) != "softmax":
+        raise fields.wrong("scoring_func", "'softmax' for this family", scoring)
     experts = read_experts(
         fields.with_defaults(moe_intermediate_size=size),
         renormalizes=fields.boolean("norm_topk_prob", False),

@@ -352,7 +352,11 @@ def _nemotron_h(fields: ConfigFields) -> ModelSpec:
     if kinds is None and isinstance(pattern, str):
         kinds = [_NEMOTRON_LAYERS.get(letter, letter) for letter in pattern]
     if not kinds or not isinstance(kinds, list):
-        raise fields.error("layers_block_type or hybrid_override_pattern must list the layers")
+        raise fields.wrong(
+            "layers_block_type",
+            "a list of layer types, or absent with a hybrid_override_pattern",
+            kinds,
+        )
     recurrent = LayerSpec(None, recurrent=recurrent_layer(fields), attends=False, has_mlp=False)
     layers = []
     for kind in kinds:
