@@ -1,8 +1,10 @@
 import ast
 import gc
 import os
+import ssl
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -19,15 +21,18 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 from support.triton_interpreter import interpret_without_gpu  # noqa: E402
 
+# Else each client of httpx or openai would load all certificates of the system, which takes 40 ms.
+ssl.create_default_context = cache(ssl.create_default_context)
+
 pytest_plugins = ["support.forked_processes", "pytester"]
 
 # Triton reads this only once, and many parts of torch load Triton.
 interpret_without_gpu()
 
 # `--hypothesis-profile=fast`, as in `scripts/test --fast`, tries a tenth of the examples of
-# `--hypothesis-profile=nightly`, and the default half of them.
+# `--hypothesis-profile=nightly`, and the default three tenths.
 settings.register_profile("nightly", deadline=None)
-settings.register_profile("full", deadline=None, max_examples=50)
+settings.register_profile("full", deadline=None, max_examples=30)
 settings.register_profile("fast", deadline=None, max_examples=10)
 settings.load_profile("full")
 

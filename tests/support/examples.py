@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from hypothesis import settings
 
-SHARES: Final = {"nightly": 1.0, "full": 0.5, "fast": 0.1}
+SHARES: Final = {"nightly": 1.0, "full": 0.3, "fast": 0.1}
 
 
 def share(number: int) -> int:

@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -43,6 +44,9 @@ START_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 20.0
 
 
+_load_tokenizer = cache(load_tokenizer)
+
+
 class FrontendProcess:
     """A frontend that starts on entry. With `with_core=False`, `core` is None and it never becomes ready."""
 
@@ -66,7 +70,7 @@ class FrontendProcess:
         self.run_dir = Path(tempfile.mkdtemp(prefix="frontend-"))
         path = default_model()
         tokenizer_path = tokenizer_path or path
-        tokenizer = load_tokenizer(tokenizer_path)
+        tokenizer = _load_tokenizer(tokenizer_path)
         assert tokenizer.eos_token_id is not None
         self.tokenizer = tokenizer
         frontend.setdefault("chat_template", ECHO_TEMPLATE)
