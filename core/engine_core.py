@@ -48,7 +48,7 @@ from ..protocol.worker_messages import (
     WorkerMemory,
 )
 from .kv_cache.connector import KVConnector
-from .kv_cache.transfer_ends import TransferEnds
+from .kv_cache.connectors.transfer_ends import TransferEnds
 from .message_checks import (
     are_valid_drafts,
     is_valid_connector_output,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from enum import Enum, auto
 from typing import Final, NamedTuple, TypeAlias
 
 import msgspec
@@ -18,6 +19,16 @@ ON_CPU: Final = -1
 
 EXTERNAL: Final = -2
 """In place of a block number: a KV connector can load the content."""
+
+
+FindExternal: TypeAlias = Callable[[Sequence[bytes]], bytes | None]
+"""Returns for each key a byte, 1 if a KV connector can load the block; b"" if none; None if the answer is deferred."""
+
+
+class Deferred(Enum):
+    """The answer about a prefix while a KV connector has none yet."""
+
+    DEFERRED = auto()
 
 
 class Load(NamedTuple):

@@ -142,8 +142,11 @@ class BlockConnector(KVConnector):
         """Do nothing, because `load_blocks` is called instead."""
 
     @abstractmethod
-    def find_blocks(self, request: Request, keys: Sequence[bytes]) -> bytes:
-        """Return a byte for each key: 1 if the block can be loaded, else 0. Return b"" if none can."""
+    def find_blocks(self, request: Request, keys: Sequence[bytes]) -> bytes | None:
+        """Return a byte for each key: 1 if the block can be loaded, else 0. Return b"" if none can.
+
+        None defers the answer: the request waits, and the method is called again later.
+        """
 
     @abstractmethod
     def load_blocks(
@@ -184,9 +187,10 @@ ConnectorFactory: TypeAlias = Callable[[KVTransferConfig], KVConnector]
 _FACTORIES: Final[dict[str, ConnectorFactory]] = {}
 
 _BUILT_IN: Final = {
-    "MultiConnector": ".multi_connector",
-    "direct": ".direct_transfer",
-    "disk": ".disk_tier",
+    "LMCacheConnector": ".connectors.lmcache_tier",
+    "MultiConnector": ".connectors.multi_connector",
+    "direct": ".connectors.direct_transfer",
+    "disk": ".connectors.disk_tier",
 }
 """For each connector name, the module that registers the connector when it is imported."""
 

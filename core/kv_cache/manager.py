@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 
 import msgspec
@@ -20,7 +20,7 @@ from ..state.request import Request
 from ..state.slots import SlotArray, Slots
 from .block_pool import NULL_BLOCK, BlockPool
 from .block_tables import BlockTables, RequestBlocks
-from .cached_prefix import CachedPrefix
+from .cached_prefix import CachedPrefix, Deferred, FindExternal
 from .cpu_offload import CPUOffload
 from .event_log import KVEventLog
 from .prefix_cache import PrefixCache
@@ -118,13 +118,13 @@ class KVCacheManager:
         return Prefix(found, num_tokens, found.num_present)
 
     def find_longer_prefix(
-        self, request: Request, prefix: Prefix, find_external: Callable[[Sequence[bytes]], bytes]
-    ) -> Prefix | None:
+        self, request: Request, prefix: Prefix, find_external: FindExternal
+    ) -> Prefix | Deferred | None:
         """Return a longer prefix than `prefix` if a KV connector can load its missing blocks, else None."""
         num_blocks = prefix.blocks.num_blocks
         found = self.prefix_cache.find_longer_prefix(request, num_blocks, find_external)
-        if found is None:
-            return None
+        if found is None or found is Deferred.DEFERRED:
+            return found
         return Prefix(found, found.num_blocks * self.block_size, found.num_present)
 
     def claim_blocks(self, request: Request, prefix: Prefix, num_tokens: int) -> Claim | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import compress, groupby
 
 from ...protocol.arrays import int32_view
@@ -16,6 +16,8 @@ from .cached_prefix import (
     EXTERNAL,
     ON_CPU,
     CachedPrefix,
+    Deferred,
+    FindExternal,
     find_cached_prefix,
     group_key,
     group_keys,
@@ -78,11 +80,12 @@ class PrefixCache:
         )
 
     def find_longer_prefix(
-        self, request: Request, num_blocks: int, find_external: Callable[[Sequence[bytes]], bytes]
-    ) -> CachedPrefix | None:
+        self, request: Request, num_blocks: int, find_external: FindExternal
+    ) -> CachedPrefix | Deferred | None:
         """Return a prefix of more than `num_blocks` blocks if a KV connector can load its missing blocks, else None.
 
-        `find_external` returns a byte for each key, 1 if the connector can load the block; b"" if it can load none.
+        `find_external` returns a byte for each key, 1 if the connector can load the block; b"" if it can load none; and
+        None if it defers its answer, which defers the answer of this method.
         """
         limit = (request.num_tokens - 1) // self._block_size
         digests = request.block_hashes[:limit]
@@ -95,7 +98,10 @@ class PrefixCache:
             for key in group_keys(digests, number)
             if self._lookup(key) is None
         ]
-        external = set(compress(keys, find_external(keys)))
+        mask = find_external(keys)
+        if mask is None:
+            return Deferred.DEFERRED
+        external = set(compress(keys, mask))
         if not external:
             return None
 

@@ -136,13 +136,13 @@ class RecordedBlockConnector(RecordedKVConnector, BlockConnector):
         super().__init__(connector, log)
         self._blocks = connector
 
-    def find_blocks(self, request: Request, keys: Sequence[bytes]) -> bytes:
+    def find_blocks(self, request: Request, keys: Sequence[bytes]) -> bytes | None:
         """Return a byte per block, 1 if the connector can load it, and record the answer."""
         with _recording_errors(self._log, "find_blocks", request.transfer_id):
             mask = self._blocks.find_blocks(request, keys)
-        if mask:
+        if mask != b"":
             self._log.add_answer(BlocksFound(request.transfer_id, mask))
-            self._log.num_bytes += len(mask)
+            self._log.num_bytes += len(mask or b"")
         return mask
 
     def load_blocks(
@@ -270,7 +270,7 @@ class ReplayedBlockConnector(ReplayedKVConnector, BlockConnector):
     Where no answer was recorded, it has no blocks.
     """
 
-    def find_blocks(self, request: Request, keys: Sequence[bytes]) -> bytes:
+    def find_blocks(self, request: Request, keys: Sequence[bytes]) -> bytes | None:
         """Return the recorded answer, or b"" if none was recorded."""
         _raise_recorded_error(self._answers, "find_blocks", request.transfer_id)
         match self._answers:

@@ -178,10 +178,10 @@ class ConnectorRaised(msgspec.Struct, tag=17, array_like=True, gc=False):
 
 
 class BlocksFound(msgspec.Struct, tag=25, array_like=True, gc=False):
-    """The answer of a `BlockConnector`: a byte for each key, 1 if it can load the block, else 0."""
+    """The answer of a `BlockConnector`: a byte for each key, 1 if it can load the block, else 0; None if deferred."""
 
     transfer_id: int
-    mask: bytes
+    mask: bytes | None
 
 
 class NeedsStep(msgspec.Struct, tag=26, array_like=True, gc=False):

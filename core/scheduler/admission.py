@@ -8,6 +8,7 @@ from typing import Final, NamedTuple
 from ...protocol.config import SchedulerConfig
 from ...protocol.file_identity import LoraAdapter
 from ...protocol.worker_messages import NewRequestData
+from ..kv_cache.cached_prefix import Deferred
 from ..kv_cache.manager import Prefix
 from ..state.batch import ScheduledRow
 from ..state.request import Request
@@ -290,6 +291,9 @@ class Admission:
                 return self._load(transfers, request, prefix, match.num_tokens)
             num_external = match.num_tokens
             longer = transfers.find_longer_prefix(request, prefix)
+            if longer is Deferred.DEFERRED:
+                self._queue.set_aside(WaitReason.CONNECTOR)
+                return None
             if longer is not None:
                 return self._load_blocks(transfers, request, prefix, longer)
             if request.is_finished:

@@ -13,6 +13,7 @@ from ...protocol.errors import ConfigError, EngineError
 from ...protocol.messages import FinishReason, KVConnectorStats
 from ...protocol.worker_messages import KVConnectorOutput, SchedulerOutput
 from ..kv_cache.block_tables import RequestBlocks
+from ..kv_cache.cached_prefix import Deferred
 from ..kv_cache.connector import BlockConnector, ExternalMatch, KVConnector, RequestEnd
 from ..kv_cache.manager import Prefix
 from ..state.batch import StepInFlight
@@ -168,20 +169,26 @@ class KVTransfers:
             num_tokens = min(num_tokens, request.num_tokens - prefix.num_tokens - 1)
         return ExternalMatch(num_tokens, is_async and num_tokens > 0)
 
-    def find_longer_prefix(self, request: Request, prefix: Prefix) -> Prefix | None:
-        """Return a longer prefix than `prefix` if a `BlockConnector` can load its missing blocks, else None."""
+    def find_longer_prefix(self, request: Request, prefix: Prefix) -> Prefix | Deferred | None:
+        """Return a longer prefix than `prefix` if a `BlockConnector` can load its missing blocks, else None.
+
+        Return `DEFERRED` if the connector has no answer yet.
+        """
         connector = self.blocks
         if connector is None or prefix.is_reserved or request.computes_locally:
             return None
         if request.output_token_ids:
             self._manager.prefix_cache.hash_waiting_output(request)
         try:
-            return self._manager.find_longer_prefix(
+            found = self._manager.find_longer_prefix(
                 request, prefix, lambda keys: connector.find_blocks(request, keys)
             )
         except Exception as error:
             self._fail(request, error)
             return None
+        if found is Deferred.DEFERRED:
+            self._has_unanswered = True
+        return found
 
     def update_after_alloc(self, request: Request, blocks: list[int], num_tokens: int) -> bool:
         """Report the blocks allocated for a load to the connector.

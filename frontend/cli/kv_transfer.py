@@ -12,8 +12,8 @@ import msgspec
 from ...protocol.config import CacheConfig, Device, KVTransferConfig, ParallelConfig, ReplicaRole
 from ...protocol.errors import ConfigError
 from ...protocol.kv_transfer.direct import DIRECT_CONNECTOR
-from ...protocol.kv_transfer.disk import DISK_CONNECTOR
 from ...protocol.kv_transfer.multi import MULTI_CONNECTOR, child_configs
+from ...protocol.kv_transfer.store import DISK_CONNECTOR
 
 HELD_S: Final = 60.0
 """Seconds for which a prefill replica keeps the blocks of a request that no other replica fetches."""

@@ -25,6 +25,7 @@ from ...protocol.config import (
     SpeculativeConfig,
 )
 from ...protocol.kv_transfer.direct import DIRECT_CONNECTOR, NIXL
+from ...protocol.kv_transfer.store import DISK_CONNECTOR, LMCACHE_CONNECTOR
 
 _INTEGER = re.compile(
     r"(?P<number>[+-]?\d+(?:\.\d+)?)\s*(?:(?P<unit>[kKmMgGtT])(?P<binary>i?)(?P<byte>B?))?"
@@ -130,7 +131,12 @@ def _with_own_names(fields: dict[str, Any]) -> dict[str, Any]:
             raise ValueError(f"kv_connector {name!r} is not supported: {_OTHER_CONNECTORS[name]}")
         if name == "NixlConnector":
             fields = _with_nixl(fields)
-        fields["kv_connector"] = _CONNECTORS.get(name, name)
+        fields["kv_connector"] = own = _CONNECTORS.get(name, name)
+        if own == LMCACHE_CONNECTOR and find_spec("lmcache") is None:
+            raise ValueError(
+                f"kv_connector {name!r} needs LMCache; install the extra engine-serve[lmcache], or use "
+                "'disk' (--kv-disk DIRECTORY), which keeps blocks across restarts"
+            )
     extra = fields.get("kv_connector_extra_config")
     if isinstance(extra, dict) and isinstance(extra.get("connectors"), list):
         children = [_with_own_names(child) for child in extra["connectors"] if child]
@@ -158,9 +164,10 @@ def _with_nixl(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 _CONNECTORS: Final = {
-    "ExampleConnector": "disk",
+    "ExampleConnector": DISK_CONNECTOR,
+    "LMCacheConnectorV1": LMCACHE_CONNECTOR,
     "NixlConnector": DIRECT_CONNECTOR,
-    "SharedStorageConnector": "disk",
+    "SharedStorageConnector": DISK_CONNECTOR,
 }
 """vLLM's name of a connector -> Engine's connector that does the same."""
 
@@ -168,10 +175,9 @@ _USE_DIRECT: Final = (
     "use 'direct' with a kv_port and --cluster-key; routers address it by the same "
     "kv_transfer_params"
 )
-_USE_DISK: Final = "the package lmcache needs vLLM and CUDA; use 'disk' (--kv-disk DIRECTORY), which keeps blocks across restarts"
 _OTHER_CONNECTORS: Final = {
-    "LMCacheConnectorV1": _USE_DISK,
-    "LMCacheMPConnector": _USE_DISK,
+    "LMCacheMPConnector": f"Engine does not speak to LMCache's multi-process server; use {LMCACHE_CONNECTOR!r}, "
+    "which runs LMCache in the workers",
     "MooncakeConnector": f"Engine does not use Mooncake; {_USE_DIRECT}",
     "P2pNcclConnector": f"its proxies write addresses into request IDs, which Engine does not read; {_USE_DIRECT}",
 }

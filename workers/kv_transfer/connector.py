@@ -92,6 +92,7 @@ ConnectorFactory: TypeAlias = Callable[[ConnectorContext], KVConnector]
 _FACTORIES: Final[dict[str, ConnectorFactory]] = {}
 
 _BUILT_IN: Final = {
+    "LMCacheConnector": ".lmcache.lmcache_connector",
     "MultiConnector": ".multi_connector",
     "direct": ".direct_connector",
     "disk": ".disk.disk_connector",

@@ -20,6 +20,8 @@ from prometheus_client.registry import Collector
 
 from ....protocol.arrays import float32_view, int32_list
 from ....protocol.config import EngineConfig
+from ....protocol.kv_transfer.multi import find_connector
+from ....protocol.kv_transfer.store import DISK_CONNECTOR, LMCACHE_CONNECTOR
 from ....protocol.messages import CoreReady, FinishReason, SchedulerStats
 from ....protocol.store.messages import StoreState
 from ....protocol.supervisor_messages import EngineStatus
@@ -98,6 +100,9 @@ class Metrics(Collector):
         self._get_status: Callable[[], EngineStatus] = lambda: EngineStatus([])
         self._get_store_state: Callable[[], StoreState] = StoreState
         self._config = config
+        self._has_store = any(
+            find_connector(config.kv_transfer, name) for name in (DISK_CONNECTOR, LMCACHE_CONNECTOR)
+        )
         self._model_name = config.model.served_names[0]
         self._registry = CollectorRegistry()
         self._registry.register(self)
@@ -277,7 +282,7 @@ class Metrics(Collector):
         """Yield all metric families, summed over the frontends."""
         cores = self._shared.total(self._recorded())
         own_counters = {**COUNTERS, **OWN_COUNTERS}
-        if self._config.cache.disk_path is not None:
+        if self._has_store:
             own_counters |= DISK_COUNTERS
         if self._config.kv_transfer is not None:
             own_counters |= TRANSFER_COUNTERS
@@ -297,7 +302,7 @@ class Metrics(Collector):
         yield from store_families(self._model_name, self._get_store_state())
         if "vllm" in self._config.frontend.metrics_compat:
             counters = _counted(COUNTERS) | VLLM_COUNTERS
-            if self._config.cache.host_gib or self._config.cache.disk_path is not None:
+            if self._config.cache.host_gib or self._has_store:
                 counters |= VLLM_HOST_COUNTERS
             yield from self._families("vllm", cores, GAUGES | OLD_GAUGES, counters)
             yield from self._histograms("vllm", cores, OLD_HISTOGRAMS)

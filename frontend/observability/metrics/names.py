@@ -64,15 +64,15 @@ VLLM_COUNTERS: Final[dict[str, tuple[str, CounterValue]]] = {
 
 VLLM_HOST_COUNTERS: Final[dict[str, tuple[str, CounterValue]]] = {
     "external_prefix_cache_queries": (
-        "Prompt tokens looked up in CPU offload or on disk, because they were not on the device.",
+        "Prompt tokens looked up in CPU offload, on disk or in LMCache, because they were not on the device.",
         lambda counters: counters["prefix_cache_queries"] - _found_on_device(counters),
     ),
     "external_prefix_cache_hits": (
-        "Prompt tokens found in CPU offload or on disk.",
+        "Prompt tokens found in CPU offload, on disk or in LMCache.",
         lambda counters: counters["cpu_offload_hits"] + counters["kv_disk_hits"],
     ),
 }
-"""Counters of CPU offload and the disk, which vLLM's metrics call an external cache."""
+"""Counters of CPU offload, the disk and LMCache, which vLLM's metrics call an external cache."""
 
 REJECTIONS: Final = {
     FinishReason.REJECTED: "queue_full",
@@ -92,10 +92,10 @@ OWN_COUNTERS: Final = {
 }
 
 DISK_COUNTERS: Final = {
-    "kv_disk_hits": "Prompt tokens found on disk, beyond those in the prefix cache.",
-    "kv_disk_read_bytes": "Bytes of KV-cache blocks read from disk.",
-    "kv_disk_written_bytes": "Bytes of KV-cache blocks written to disk.",
-    "kv_disk_errors": "KV-cache blocks that could not be read from disk, and errors of the disk.",
+    "kv_disk_hits": "Prompt tokens found on disk or in LMCache, beyond those in the prefix cache.",
+    "kv_disk_read_bytes": "Bytes of KV-cache blocks read from disk or LMCache.",
+    "kv_disk_written_bytes": "Bytes of KV-cache blocks written to disk or LMCache.",
+    "kv_disk_errors": "KV-cache blocks that could not be read from disk or LMCache, and failures of these.",
 }
 """Counters of a server with --kv-disk."""
 

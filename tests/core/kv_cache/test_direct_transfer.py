@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from engine.core.kv_cache.direct_transfer import DirectTransfer
+from engine.core.kv_cache.connectors.direct_transfer import DirectTransfer
 from engine.protocol.config import LoadFailurePolicy
 from engine.protocol.kv_cache_groups import FULL_ATTENTION, AttentionKind, KVCacheGroup
 from engine.protocol.messages import EventKind, FinishReason

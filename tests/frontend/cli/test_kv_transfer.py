@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import msgspec
@@ -75,6 +76,16 @@ def test_vllms_nixl_connector_is_direct_with_another_transport(
     assert config.kv_connector_extra_config["transport"] == "nixl"
 
 
+@pytest.mark.skipif(find_spec("lmcache") is not None, reason="LMCache is installed")
+def test_the_connector_to_lmcache_names_the_extra_that_it_needs() -> None:
+    for config in (
+        {"kv_connector": "LMCacheConnector"},
+        multi({"kv_connector": "LMCacheConnectorV1"}),
+    ):
+        with pytest.raises(ValueError, match=r"install the extra engine-serve\[lmcache\]"):
+            make(config)
+
+
 @pytest.mark.parametrize(
     ("problem", "message"),
     [
@@ -84,7 +95,7 @@ def test_vllms_nixl_connector_is_direct_with_another_transport(
         (lambda: make(multi({"kv_connector": "direct"}, {"kv_connector": "direct"})), "twice"),
         (lambda: make({"kv_connector": "direct", "kv_role": "x"}), "kv_role"),
         (lambda: make({"kv_connector": "P2pNcclConnector"}), "use 'direct' with a kv_port"),
-        (lambda: make(multi({"kv_connector": "LMCacheConnectorV1"})), "use 'disk' "),
+        (lambda: make({"kv_connector": "LMCacheMPConnector"}), "use 'LMCacheConnector'"),
         (lambda: make({}), "needs a field"),
         (lambda: make(None, roles="decode=2"), "at least one prefill"),
         (lambda: make(None, roles="chef=2"), "no role 'chef'"),

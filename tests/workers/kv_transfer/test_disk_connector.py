@@ -11,7 +11,7 @@ import pytest
 import torch
 from engine.protocol.arrays import int32_bytes, int32_view
 from engine.protocol.config import CacheConfig, EngineConfig, KVTransferConfig, ModelConfig
-from engine.protocol.kv_transfer.disk import DiskCommands, DiskLoad, DiskReport
+from engine.protocol.kv_transfer.store import BlockLoad, StoreCommands, StoreReport
 from engine.protocol.worker_messages import KVConnectorOutput
 from engine.workers.kv_transfer.block_memory import BlockMemory
 from engine.workers.kv_transfer.connector import ConnectorContext
@@ -36,12 +36,14 @@ def test_a_full_disk_turns_itself_off_with_one_line(
     connector = DiskConnector(context)
     outputs: list[KVConnectorOutput] = []
 
-    def reports() -> list[DiskReport]:
+    def reports() -> list[StoreReport]:
         outputs.extend(connector.take_reports())
-        return [msgspec.msgpack.decode(each.data, type=DiskReport) for each in outputs if each.data]
+        return [
+            msgspec.msgpack.decode(each.data, type=StoreReport) for each in outputs if each.data
+        ]
 
     def store(number: int) -> None:
-        commands = DiskCommands(stores=[KEYS[number]], store_blocks=int32_bytes([number]))
+        commands = StoreCommands(stores=[KEYS[number]], store_blocks=int32_bytes([number]))
         connector.begin_step(msgspec.msgpack.encode(commands))
         wait_until(lambda: any(KEYS[number] in each.ended for each in reports()), 8)
 
@@ -58,8 +60,8 @@ def test_a_full_disk_turns_itself_off_with_one_line(
     ]
     assert reports()[-1].is_off
     assert not any(each.num_bytes_written for each in reports())
-    load = DiskLoad(5, [KEYS[0], KEYS[1]], int32_bytes([8, 9]))
-    connector.begin_step(msgspec.msgpack.encode(DiskCommands(loads=[load])))
+    load = BlockLoad(5, [KEYS[0], KEYS[1]], int32_bytes([8, 9]))
+    connector.begin_step(msgspec.msgpack.encode(StoreCommands(loads=[load])))
     wait_until(lambda: reports() is not None and any(each.finished_recving for each in outputs), 8)
     (loaded,) = (each for each in outputs if each.finished_recving)
     assert sorted(int32_view(loaded.invalid_block_ids).tolist()) == [8, 9]

@@ -7,19 +7,19 @@ from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
-from ...protocol.config import KVTransferConfig
-from ...protocol.errors import ConfigError
-from ...protocol.kv_events import KVCacheEvent
-from ...protocol.kv_transfer.multi import (
+from ....protocol.config import KVTransferConfig
+from ....protocol.errors import ConfigError
+from ....protocol.kv_events import KVCacheEvent
+from ....protocol.kv_transfer.multi import (
     MULTI_CONNECTOR,
     MultiCommands,
     MultiReport,
     child_configs,
 )
-from ...protocol.messages import FinishReason
-from ...protocol.worker_messages import SchedulerOutput
-from ..state.request import Request
-from .connector import BlockConnector, RequestEnd, create_connector, register_connector
+from ....protocol.messages import FinishReason
+from ....protocol.worker_messages import SchedulerOutput
+from ...state.request import Request
+from ..connector import BlockConnector, RequestEnd, create_connector, register_connector
 
 _decode_report = msgspec.msgpack.Decoder(MultiReport).decode
 _encode = msgspec.msgpack.Encoder().encode
@@ -38,12 +38,14 @@ class MultiConnector(BlockConnector):
         """The connector that found each block, by request and key, until the load of the block starts."""
         self._loads: list[tuple[int, int]] = []
 
-    def find_blocks(self, request: Request, keys: Sequence[bytes]) -> bytes:
-        """Return a byte for each key: 1 if any connector can load the block."""
+    def find_blocks(self, request: Request, keys: Sequence[bytes]) -> bytes | None:
+        """Return a byte for each key: 1 if any connector can load the block. None if one of them defers its answer."""
         owners: dict[bytes, int] = {}
         left = list(keys)
         for number, connector in enumerate(self.connectors):
             mask = connector.find_blocks(request, left) if left else b""
+            if mask is None:
+                return None
             if mask:
                 found = [key for key, is_found in zip(left, mask, strict=True) if is_found]
                 owners.update(dict.fromkeys(found, number))

@@ -1,30 +1,30 @@
-"""The scheduler side of the KV cache on disk, which decides which blocks are stored and which are loaded."""
+"""The scheduler side of KV connectors to a store: which blocks are stored and deleted, and when."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 import msgspec
 
-from ...protocol.arrays import int32_bytes
-from ...protocol.config import KVTransferConfig
-from ...protocol.kv_transfer.disk import DISK_CONNECTOR, DiskCommands, DiskLoad, DiskReport
-from ...protocol.worker_messages import SchedulerOutput
-from ..state.request import Request
-from .connector import BlockConnector, register_connector
+from ....protocol.arrays import int32_bytes
+from ....protocol.kv_transfer.store import BlockLoad, StoreCommands, StoreReport
+from ....protocol.worker_messages import SchedulerOutput
+from ...state.request import Request
+from ..connector import BlockConnector
 
-_decode_report = msgspec.msgpack.Decoder(DiskReport).decode
+_decode_report = msgspec.msgpack.Decoder(StoreReport).decode
 _encode = msgspec.msgpack.Encoder().encode
 
 
-class DiskTier(BlockConnector):
-    """Stores every block soon after it is full, and finds the blocks that all workers have on their disks.
+class StoreTier(BlockConnector):
+    """Stores every block soon after it is full. Subclasses decide which blocks are found.
 
     A block waits in `_pending` until a step is scheduled after the one that fills it. The metadata of that step reaches
-    the workers when the block is complete. They copy the block then, and write the copy to disk in the background. At
-    most `_capacity` blocks are being written at a time.
+    the workers when the block is complete. They copy the block then, and store the copy in the background. At most
+    `_capacity` blocks are being stored at a time.
     """
 
     def __init__(self, num_workers: int = 1) -> None:
@@ -32,11 +32,6 @@ class DiskTier(BlockConnector):
         self._step = 1
         """The number of the next step."""
         self._find_block: Callable[[bytes], int | None] = lambda key: None
-        self._everyone = (1 << num_workers) - 1
-        self._having: dict[bytes, int] = {}
-        """For each block key, the workers that have it on disk, as a bit mask of ranks."""
-        self._stored: set[bytes] = set()
-        """The keys of the blocks that all workers have on disk."""
         self._capacity = 0
         self._capacities: dict[int, int] = {}
         self._pending: dict[bytes, int] = {}
@@ -45,9 +40,7 @@ class DiskTier(BlockConnector):
         """The blocks (key, number) that the next step both stores and overwrites."""
         self._storing: Counter[bytes] = Counter()
         """For each block key, how many workers have not yet confirmed the command to store it."""
-        self._unwanted: Counter[bytes] = Counter()
-        """For each block key, how many workers have not yet confirmed the command to delete it."""
-        self._commands = DiskCommands()
+        self._commands = StoreCommands()
         self._counts: Counter[str] = Counter()
         self._is_off = False
 
@@ -55,15 +48,27 @@ class DiskTier(BlockConnector):
         """Receive the function that returns the block with a given content key."""
         self._find_block = find_block
 
+    @abstractmethod
+    def _is_stored(self, key: bytes) -> bool:
+        """Return whether the store is known to have a block."""
+
+    @abstractmethod
+    def _remove(self, keys: list[bytes]) -> None:
+        """Delete blocks from the store."""
+
+    @abstractmethod
+    def _apply(self, rank: int, report: StoreReport) -> None:
+        """Apply what a report of worker `rank` says about the blocks of the store."""
+
     # Changes of the prefix cache
 
     def blocks_cached(self, keys: Sequence[bytes], block_ids: Sequence[int]) -> None:
-        """Store these blocks once they are complete, unless they are on disk already."""
+        """Store these blocks once they are complete, unless they are stored already."""
         if self._is_off:
             return
-        stored, storing = self._stored, self._storing
+        storing, is_stored = self._storing, self._is_stored
         for key in keys:
-            if key not in stored and key not in storing:
+            if key not in storing and not is_stored(key):
                 # Several blocks may have this content. The one that is found may be the last to be filled.
                 self._pending[key] = self._step
 
@@ -74,60 +79,47 @@ class DiskTier(BlockConnector):
             self._evicted.append((key, block_id))
 
     def blocks_removed(self, keys: Iterable[bytes]) -> None:
-        """Cancel the storing of these blocks, and delete them from the disk."""
+        """Cancel the storing of these blocks, and delete them from the store."""
         keys = list(keys)
         for key in keys:
             self._pending.pop(key, None)
-            self._stored.discard(key)
-            if self._having.pop(key, 0) or key in self._storing:
-                self._commands.removed.append(key)
-                self._unwanted[key] += self._num_workers
+        self._remove(keys)
         if self._evicted:
             gone = set(keys)
             self._evicted = deque(entry for entry in self._evicted if entry[0] not in gone)
 
     def cache_cleared(self) -> None:
-        """Delete everything from the disk."""
+        """Delete everything from the store."""
         self._pending.clear()
         self._evicted.clear()
-        self._having.clear()
-        self._stored.clear()
         self._commands.clears = True
         self._commands.removed.clear()
 
     # Calls about requests
-
-    def find_blocks(self, request: Request, keys: Sequence[bytes]) -> bytes:
-        """Return 1 for each key that all workers have on disk, else 0; b"" if they have none of them."""
-        stored = self._stored
-        if not (stored and self._capacity):
-            return b""
-        mask = bytes(map(stored.__contains__, keys))
-        return mask if 1 in mask else b""
 
     def load_blocks(
         self, request: Request, keys: Sequence[bytes], block_ids: Sequence[int]
     ) -> None:
         """Load blocks with the next step's metadata."""
         self._commands.loads.append(
-            DiskLoad(request.transfer_id, list(keys), int32_bytes(list(block_ids)))
+            BlockLoad(request.transfer_id, list(keys), int32_bytes(list(block_ids)))
         )
 
     # Messages to and from the workers
 
     def needs_step(self) -> bool:
-        """Return whether there is something to store, delete or load, and enough space for it."""
+        """Return whether there is something to store, delete, load or look up, and enough space for it."""
         commands = self._commands
-        if commands.loads or commands.removed or commands.clears:
+        if commands.loads or commands.lookups or commands.removed or commands.clears:
             return bool(self._capacity)
         return bool(self._pending) and len(self._storing) < self._capacity
 
     def is_ready(self) -> bool:
-        """Return whether all workers have reported what is on their disks."""
+        """Return whether all workers have reported what they store."""
         return len(self._capacities) == self._num_workers
 
     def is_flushed(self) -> bool:
-        """Return whether no block is waiting to be stored or being written."""
+        """Return whether no block is waiting to be stored or being stored."""
         return not (self._capacity and (self._pending or self._storing))
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> bytes:
@@ -140,7 +132,7 @@ class DiskTier(BlockConnector):
         commands = self._commands
         if commands == _NO_COMMANDS:
             return b""
-        self._commands = DiskCommands()
+        self._commands = StoreCommands()
         return _encode(commands)
 
     def _choose_stores(self, step: int) -> None:
@@ -172,46 +164,27 @@ class DiskTier(BlockConnector):
             self._commands.store_blocks = int32_bytes(blocks)
 
     def receive(self, rank: int, data: bytes) -> None:
-        """Apply a worker's report of stored, deleted and lost blocks."""
+        """Apply a worker's report."""
         report = _decode_report(data)
         if report.capacity:
             self._capacities[rank] = report.capacity
             if len(self._capacities) == self._num_workers:
                 self._capacity = min(self._capacities.values())
-        for key in report.deleted:
-            _count_down(self._unwanted, key)
-        self._add_stored(1 << rank, report.stored)
-        for key in report.removed:
-            self._stored.discard(key)
-            self._having[key] = self._having.get(key, 0) & ~(1 << rank)
-            if not self._having[key]:
-                del self._having[key]
+        self._apply(rank, report)
         for key in report.ended:
-            _count_down(self._storing, key)
+            count_down(self._storing, key)
         self._counts["read_bytes"] += report.num_bytes_read
         self._counts["written_bytes"] += report.num_bytes_written
         self._counts["errors"] += report.num_errors
         if report.is_off:
             self._turn_off()
 
-    def _add_stored(self, worker: int, keys: list[bytes]) -> None:
-        if self._is_off:
-            return
-        having, unwanted = self._having, self._unwanted
-        for key in keys:
-            workers = having[key] = having.get(key, 0) | worker
-            if workers == self._everyone and key not in unwanted:
-                self._stored.add(key)
-
     def _turn_off(self) -> None:
-        """Stop storing and finding blocks, after a worker's disk failed. Loads in progress are ended by the workers."""
+        """Stop storing and finding blocks, after a worker's store failed. The workers end loads in progress."""
         self._is_off = True
-        self._stored.clear()
-        self._having.clear()
         self._pending.clear()
         self._evicted.clear()
         self._storing.clear()
-        self._unwanted.clear()
         self._commands.removed.clear()
         self._commands.clears = False
 
@@ -221,19 +194,11 @@ class DiskTier(BlockConnector):
         return {name: float(count) for name, count in counts.items() if count}
 
 
-_NO_COMMANDS: Final = DiskCommands()
+_NO_COMMANDS: Final = StoreCommands()
 
 
-def _count_down(counts: Counter[bytes], key: bytes) -> None:
+def count_down(counts: Counter[bytes], key: bytes) -> None:
+    """Subtract one from a count, and delete it when it is zero."""
     counts[key] -= 1
     if counts[key] <= 0:
         del counts[key]
-
-
-def _create(config: KVTransferConfig) -> DiskTier:
-    num_workers = config.kv_connector_extra_config.get("num_workers", 1)
-    assert isinstance(num_workers, int)
-    return DiskTier(num_workers)
-
-
-register_connector(DISK_CONNECTOR, _create)

@@ -8,9 +8,9 @@ from typing import Final
 
 import msgspec
 
-from ...protocol.arrays import int32_bytes
-from ...protocol.config import KVTransferConfig
-from ...protocol.kv_transfer.direct import (
+from ....protocol.arrays import int32_bytes
+from ....protocol.config import KVTransferConfig
+from ....protocol.kv_transfer.direct import (
     DIRECT_CONNECTOR,
     MAX_NAME_CHARS,
     DirectCommands,
@@ -19,10 +19,10 @@ from ...protocol.kv_transfer.direct import (
     DirectSource,
     request_name,
 )
-from ...protocol.messages import FinishReason
-from ...protocol.worker_messages import SchedulerOutput
-from ..state.request import RUNNING, Request
-from .connector import BlockConnector, RequestEnd, register_connector
+from ....protocol.messages import FinishReason
+from ....protocol.worker_messages import SchedulerOutput
+from ...state.request import RUNNING, Request
+from ..connector import BlockConnector, RequestEnd, register_connector
 
 _MAX_PORT: Final = 65535
 

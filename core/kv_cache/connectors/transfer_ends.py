@@ -6,7 +6,7 @@ from collections import Counter
 
 import msgspec
 
-from ...protocol.worker_messages import KVConnectorOutput, KVConnectorReport
+from ....protocol.worker_messages import KVConnectorOutput, KVConnectorReport
 
 
 class TransferEnds:

@@ -1,0 +1,1 @@
+"""The scheduler sides of the built-in KV connectors."""

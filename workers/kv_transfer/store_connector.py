@@ -1,0 +1,316 @@
+"""The worker side of KV connectors to a store, which copies blocks to the store and back, in threads, during steps."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import threading
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
+
+import msgspec
+import numpy as np
+
+from ...protocol.arrays import int32_bytes, int32_view
+from ...protocol.kv_transfer.store import (
+    BlockLoad,
+    BlockLookup,
+    BlocksStored,
+    StoreCommands,
+    StoreReport,
+)
+from ...protocol.worker_messages import KVConnectorOutput
+from .connector import KVConnector
+from .waking_queue import WakingQueue
+
+if TYPE_CHECKING:
+    from .block_memory import BlockMemory, Fence
+
+logger = logging.getLogger(__name__)
+
+STAGED_BYTES: Final = 64 * 1024 * 1024
+"""Bytes of memory for copies of blocks that wait to be stored. While it is full, no more blocks are copied."""
+
+MAX_STAGED_BLOCKS: Final = 1024
+
+NUM_READERS: Final = 4
+
+CLOSE_S: Final = 5.0
+"""Seconds that the worker, when it exits, waits for blocks to be written."""
+
+_NICENESS: Final = 10
+
+Job: TypeAlias = Callable[[], None]
+_Read: TypeAlias = Callable[["np.ndarray | None"], None]
+"""A job of a reader's thread, which passes its buffer for one block."""
+
+
+class _Transfer:
+    """A load in progress: the remaining blocks, and the blocks that could not be loaded."""
+
+    def __init__(self, load: BlockLoad, generation: int, fence: Fence) -> None:
+        self.transfer_id = load.transfer_id
+        self.generation = generation
+        self.fence = fence
+        self.num_blocks = self.num_left = len(load.keys)
+        self.invalid: list[int] = []
+
+
+class Store(Protocol):
+    """A store of blocks by their keys. An OSError means that it failed."""
+
+    def append(self, key: bytes, data: memoryview) -> bool:
+        """Store a block. Return False if the store takes no more blocks."""
+
+    def read(self, key: bytes, parts: Sequence[memoryview]) -> bool:
+        """Fill the parts of a block. Return False if the block is missing or damaged. May be called from any thread."""
+
+    def remove(self, keys: Sequence[bytes]) -> None:
+        """Delete blocks."""
+
+    def clear(self) -> None:
+        """Delete all blocks."""
+
+    def close(self) -> None:
+        """Complete what has been stored."""
+
+
+class StoreConnector(KVConnector):
+    """Writes in one thread and reads in several threads.
+
+    If the store fails, the connector turns itself off: blocks are not stored, and loads fail.
+
+    Args:
+        name: Names the store in log messages.
+    """
+
+    def __init__(self, name: str, memory: BlockMemory, store: Store) -> None:
+        self._name = name
+        self._memory = memory
+        self._blocks = store
+        capacity = min(max(STAGED_BYTES // memory.block_bytes, 4), MAX_STAGED_BLOCKS)
+        self._staging_kB = memory.host_buffer(capacity)
+        self._free_rows: deque[int] = deque(range(capacity))
+        self._capacity = capacity
+        self._is_off = False
+        self._decode = msgspec.msgpack.Decoder(StoreCommands).decode
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._reports: WakingQueue[KVConnectorOutput] = WakingQueue()
+        self._report_mutex = threading.Lock()
+        self._generation = 0
+        self._loads = threading.Condition()
+        """Lock for `_generation` and `_num_reading`."""
+        self._num_reading = 0
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._reads: queue.SimpleQueue[_Read] = queue.SimpleQueue()
+        self._writer = threading.Thread(target=self._write, name="KV store writer", daemon=True)
+
+    def _start(self) -> None:
+        """Start the threads. Subclasses call this method when they are complete."""
+        self._writer.start()
+        for _ in range(NUM_READERS):
+            threading.Thread(target=self._read, name="KV store reader", daemon=True).start()
+
+    @abstractmethod
+    def _report_state(self) -> None:
+        """Report the capacity, and the blocks of the store if they can be listed, to the next core."""
+
+    def _open(self) -> None:
+        """Prepare the store. Called by the writer's thread before all jobs."""
+
+    def _add_changes(self, report: StoreReport) -> None:
+        """Add the blocks that the store has gained or lost to a report."""
+
+    def _write_jobs(self) -> None:
+        """Run the jobs of the writer until the last one."""
+        while (job := self._jobs.get()) is not None:
+            self._try(job)
+
+    def _look_up(self, keys: Sequence[bytes]) -> bytes:
+        """Return a byte for each key: 1 if the block can be read, else 0."""
+        raise NotImplementedError
+
+    # Called by the worker's main thread
+
+    @property
+    def fd(self) -> int:
+        """A file descriptor that is readable while there are reports."""
+        return self._reports.fd
+
+    def begin_step(self, metadata: bytes) -> None:
+        """Copy the blocks to store, and start to load others."""
+        if not metadata:
+            return
+        commands = self._decode(metadata)
+        if commands.clears:
+            self._jobs.put(self._blocks.clear)
+        if commands.removed:
+            self._jobs.put(lambda: self._remove(commands.removed))
+        if commands.stores:
+            self._stage(commands.stores, int32_view(commands.store_blocks).tolist())
+        if commands.loads:
+            fence = self._memory.fence()
+            for load in commands.loads:
+                transfer = _Transfer(load, self._generation, fence)
+                for key, block in zip(load.keys, int32_view(load.block_ids).tolist(), strict=True):
+                    self._reads.put(partial(self._read_block, transfer, key, block))
+        for lookup in commands.lookups:
+            self._reads.put(partial(self._answer, lookup, self._generation))
+
+    def _stage(self, keys: list[bytes], blocks: list[int]) -> None:
+        """Copy blocks, so that later steps may overwrite them, and queue the copies for writing."""
+        count = min(len(keys), len(self._free_rows))
+        rows = [self._free_rows.popleft() for _ in range(count)]
+        self._memory.read(blocks[:count], self._staging_kB, rows)
+        self._jobs.put(lambda: self._append(keys[:count], rows))
+        if count < len(keys):
+            self._report(StoreReport(ended=keys[count:]))
+
+    def take_reports(self) -> list[KVConnectorOutput]:
+        """Return the reports since the last call."""
+        return list(self._reports.take())
+
+    def reset(self) -> None:
+        """Wait for reads in progress, discard the others, and report the whole index to the next core."""
+        with self._loads:
+            self._generation += 1
+            self._loads.wait_for(lambda: not self._num_reading)
+        with self._report_mutex:
+            self._reports.clear()
+        self._report_state()
+
+    def close(self) -> None:
+        """Store waiting blocks for at most a few seconds, and close the store."""
+        self._jobs.put(None)
+        self._writer.join(CLOSE_S)
+        if self._writer.is_alive():
+            logger.warning("%s: some blocks were not stored in time", self._name)
+
+    # Reports
+
+    def _report(
+        self, report: StoreReport, *, received: Sequence[int] = (), invalid: Sequence[int] = ()
+    ) -> None:
+        """Report `report` together with the changes of the store."""
+        with self._report_mutex:
+            self._add_changes(report)
+            report.is_off = self._is_off
+            data = self._encode(report)
+            self._reports.put(
+                KVConnectorOutput(
+                    finished_recving=list(received),
+                    invalid_block_ids=int32_bytes(list(invalid)),
+                    data=b"" if data == _NOTHING else data,
+                )
+            )
+
+    # The writer's thread
+
+    def _write(self) -> None:
+        self._try(self._open)
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        self._write_jobs()
+        self._try(self._blocks.close)
+
+    def _try(self, job: Job) -> None:
+        try:
+            job()
+        except Exception as error:
+            self._turn_off(error)
+
+    def _append(self, keys: list[bytes], rows: list[int]) -> None:
+        num_bytes = 0
+        try:
+            self._memory.synchronize()
+            for key, row in zip(keys, rows, strict=True):
+                if self._is_off or not self._blocks.append(key, memoryview(self._staging_kB[row])):
+                    break
+                num_bytes += self._memory.block_bytes
+        except OSError as error:
+            self._turn_off(error)
+        self._free_rows.extend(rows)
+        self._report(StoreReport(ended=keys, num_bytes_written=num_bytes))
+
+    def _remove(self, keys: list[bytes]) -> None:
+        self._blocks.remove(keys)
+        self._report(StoreReport(deleted=keys))
+
+    def _turn_off(self, error: Exception) -> None:
+        """Stop using the store, and log the reason once."""
+        with self._report_mutex:
+            was_off, self._is_off = self._is_off, True
+        if not was_off:
+            reason = isinstance(error, OSError) and (error.strerror or str(error))
+            logger.error("disabling %s: %s", self._name, reason or repr(error))
+            self._report(StoreReport(num_errors=1))
+
+    # The readers' threads
+
+    def _read(self) -> None:
+        buffer_1B: np.ndarray | None = None
+        if not self._memory.is_on_host:
+            buffer_1B = self._memory.host_buffer(1)
+        while True:
+            self._reads.get()(buffer_1B)
+
+    def _read_block(
+        self, transfer: _Transfer, key: bytes, block: int, buffer_1B: np.ndarray | None
+    ) -> None:
+        with self._loads:
+            if transfer.generation != self._generation:
+                return
+            self._num_reading += 1
+        is_loaded = not self._is_off and self._load(transfer, key, block, buffer_1B)
+        with self._loads:
+            transfer.num_left -= 1
+            if not is_loaded:
+                transfer.invalid.append(block)
+            if not transfer.num_left and transfer.generation == self._generation:
+                self._end(transfer)
+            self._num_reading -= 1
+            self._loads.notify_all()
+
+    def _answer(self, lookup: BlockLookup, generation: int, _: np.ndarray | None) -> None:
+        mask = bytes(len(lookup.keys))
+        try:
+            if not self._is_off:
+                mask = self._look_up(lookup.keys)
+        except OSError as error:
+            self._turn_off(error)
+        with self._loads:
+            if generation == self._generation:
+                self._report(StoreReport(answers=[BlocksStored(lookup.transfer_id, mask)]))
+
+    def _load(
+        self, transfer: _Transfer, key: bytes, block: int, buffer_1B: np.ndarray | None
+    ) -> bool:
+        try:
+            if buffer_1B is None:
+                return self._blocks.read(key, self._memory.views(block))
+            if not self._blocks.read(key, [memoryview(buffer_1B[0])]):
+                return False
+            self._memory.write([block], buffer_1B, transfer.fence)
+        except OSError as error:
+            self._turn_off(error)
+            return False
+        return True
+
+    def _end(self, transfer: _Transfer) -> None:
+        num_invalid = len(transfer.invalid)
+        self._report(
+            StoreReport(
+                num_errors=num_invalid,
+                num_bytes_read=(transfer.num_blocks - num_invalid) * self._memory.block_bytes,
+            ),
+            received=[transfer.transfer_id],
+            invalid=transfer.invalid,
+        )
+
+
+_NOTHING: Final = msgspec.msgpack.encode(StoreReport())
