@@ -33,7 +33,7 @@ def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Server, transformers.PreTrainedModel]]:
     path, model = layers_directory(tmp_path_factory.mktemp("tiny"), request.param)
-    backend = "torch" if request.param in ("compressed", "n-grams") else "native"
+    backend = "torch" if request.param == "n-grams" else "native"
     with Server(str(path), *FLAGS, "--cpu-backend", backend) as server:
         yield server, model
 

@@ -59,7 +59,7 @@ def load_native_decoder(
 ):
     """Load a native program, with blocks that are large enough for states."""
     checkpoint = open_checkpoint(path)
-    spec = group_layers(model_spec(checkpoint.config, path), max_model_len)
+    spec = group_layers(model_spec(checkpoint.config, path), max_model_len, block_size=block_size)
     attention = AttentionSpec.from_model(
         spec,
         ModelShard.whole(spec),

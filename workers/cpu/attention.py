@@ -47,6 +47,8 @@ class NativeAttention(PagedAttention):
             raise NotSupportedNatively(f"the native backend runs on the CPU, not on {spec.device}")
         if dtype_name(spec.dtype) not in KV_FORMATS:
             raise NotSupportedNatively(f"a KV cache of {spec.dtype} is not supported natively")
+        if spec.is_compressed and dtype_name(spec.dtype) == "int8":
+            raise NotSupportedNatively("compressed attention does not support an int8 KV cache")
         if spec.block_size % _LANES:
             raise NotSupportedNatively(
                 f"blocks of {spec.block_size} tokens are not supported natively; use a multiple of {_LANES}"
@@ -61,9 +63,12 @@ class NativeAttention(PagedAttention):
 
         Head dimensions are padded to whole vectors. In int8, each token has a scale. If layers share a tensor, a block
         has space for as many layers as fit into `tensor_elements` elements. Otherwise, with `tensor_elements`, it has
-        space for index keys behind the keys and values of all heads.
+        space for index keys behind the keys and values of all heads. In compressed attention, layers address a block
+        themselves.
         """
         spec = self.spec
+        if spec.is_compressed:
+            return (num_blocks, spec.tensor_elements * self.block_size)
         if spec.heads_of_layers:
             return (
                 num_blocks,

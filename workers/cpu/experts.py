@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ...protocol.errors import CheckpointError
 from ..layers.experts_spec import ExpertsSpec, GateLimit
 from ..layers.parallel.expert_group import ExpertGroup
 from ..layers.parallel.shard import ModelShard
@@ -24,7 +25,7 @@ from .library import NotSupportedNatively
 from .packing import PackedWeight, common_kind
 from .weights import NativeWeightReader, intermediate_shares
 
-_SCORING = {"softmax": 0, "sigmoid": 1, "sparse mixer": 2}
+_SCORING = {"softmax": 0, "sigmoid": 1, "sparse mixer": 2, "sqrt softplus": 3}
 _NUM_BEST = {"best": 1, "best two": 2}
 
 Floats = NDArray[np.float32]
@@ -86,7 +87,17 @@ class NativeExperts(structs.ExpertLayer):
         if experts.has_expert_scales:
             name = f"{prefix}gate.per_expert_scale"
             scales = weights.vector(name, experts.num_experts)
-        self._of_experts = correction, scales
+        by_token: NDArray[np.int32] | None = None
+        if experts.is_hashed:
+            shape = spec.vocab_size, experts.num_experts_per_token
+            by_token = weights.floats(f"{prefix}gate.tid2eid", *shape).astype(np.int32)
+            if by_token.min() < 0 or by_token.max() >= experts.num_experts:
+                raise CheckpointError(
+                    weights.checkpoint.path,
+                    f"{prefix}gate.tid2eid has experts {by_token.min()} to {by_token.max()}, but they are numbered from "
+                    f"0 to {experts.num_experts - 1}; download the checkpoint again",
+                )
+        self._of_experts = correction, scales, by_token
         router = structs.Router(
             experts.num_experts,
             experts.num_experts_per_token,
@@ -101,6 +112,7 @@ class NativeExperts(structs.ExpertLayer):
             experts.logit_softcap,
             _address(correction),
             _address(scales),
+            _address(by_token),
         )
         super().__init__(
             router,
@@ -160,7 +172,7 @@ def _array(matrices: Sequence[PackedWeight]) -> Any:
     return (structs.PackedWeight * len(matrices))(*matrices)
 
 
-def _address(vector: Floats | None) -> int | None:
+def _address(vector: NDArray[Any] | None) -> int | None:
     return None if vector is None else vector.ctypes.data
 
 

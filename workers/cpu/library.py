@@ -9,16 +9,15 @@ from pathlib import Path
 
 from ...protocol.errors import EngineError
 from .abi.check import Signature, check_abi, describe_abi
+from .abi.sampling_structs import DraftLookup, Suffixes
 from .abi.structs import (
     OP_KINDS,
     STRUCTS,
     DecodeBatch,
-    DraftLookup,
     ExpertExchange,
     ModelShape,
     Op,
     Step,
-    Suffixes,
 )
 
 LIBRARY_PATH = Path(__file__).with_name("_native.so")

@@ -20,7 +20,10 @@ def unsupported_features(spec: ModelSpec) -> list[str]:
         "clamped MLPs without a gate": not spec.has_gate and spec.activation == "clamped_swiglu",
         "experts beside attention": spec.is_parallel
         and any(layer.experts is not None for layer in spec.layers),
-        "compressed attention": spec.compressed is not None,
+        "compressed attention whose head_dim is not a multiple of 16, or whose index_head_dim is odd": (
+            spec.compressed is not None
+            and (spec.head_dim % 16 != 0 or spec.compressed.indexer.head_dim % 2 != 0)
+        ),
         "latent attention whose queries have stored scales": spec.latent is not None
         and spec.latent.has_log_scales,
         "Mamba-1 layers": any(isinstance(layer.recurrent, Mamba1) for layer in spec.layers),

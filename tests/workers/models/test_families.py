@@ -53,6 +53,8 @@ NATIVE = [
     "deepseek-v2",
     "deepseek-v3",
     "deepseek-v3.2",
+    "deepseek-v4",
+    "deepseek-v4-unlimited",
     "dory",
     "falcon-alibi",
     "falcon-groups",

@@ -1,6 +1,7 @@
 """Native programs give a token the same states, bit for bit, whatever shares its step and its blocks."""
 
 import random
+from itertools import product
 
 import pytest
 import torch
@@ -11,6 +12,9 @@ pytestmark = pytest.mark.slow
 
 torch.set_num_threads(1)
 
+RATES = {"compressed_sparse_attention": 4, "heavily_compressed_attention": 11}
+"""Tokens of an entry, of which those of a layer with a choice fill parts of a sequence."""
+
 
 def make(name, **differences):
     """Return a random model of transformers whose recurrent states fit into small blocks."""
@@ -19,21 +23,24 @@ def make(name, **differences):
     return make_multimodal(name, linear_head_dim=4, kv_lora_rank=256, **differences)
 
 
+NAMES = [
+    "axk2",
+    "gemma3n",
+    "gemma4-moe",
+    "gemma4-shared",
+    "glm5",
+    "Glm5Next",
+    "hy4",
+    "laguna",
+    "minimax-m3",
+]
+
+
+# Compressed attention has no cache of eight bits.
 @pytest.mark.parametrize(
-    "name",
-    [
-        "axk2",
-        "gemma3n",
-        "gemma4-moe",
-        "gemma4-shared",
-        "glm5",
-        "Glm5Next",
-        "hy4",
-        "laguna",
-        "minimax-m3",
-    ],
+    ("name", "dtype"),
+    [*product(NAMES, [torch.bfloat16, torch.int8]), ("deepseek-v4", torch.bfloat16)],
 )
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
 def test_native_states_do_not_depend_on_the_batch(name, dtype, tmp_path):
     """In a cache of layers with different heads, the previous contents of a block must have no effect.
 
@@ -49,7 +56,7 @@ def test_native_states_do_not_depend_on_the_batch(name, dtype, tmp_path):
     prompts = [prompt(length, length) for length in (60, 33, 47)]
     expected = [Runner(decoders[0]).hidden({0: tokens}) for tokens in prompts]
     rng, runner = random.Random(2), Runner(decoders[1], len(prompts))
-    for kv_cache in runner.kv_caches if name.startswith("gemma4") else []:
+    for kv_cache in runner.kv_caches if name.startswith(("gemma4", "deepseek-v4")) else []:
         kv_cache.view(torch.uint8).fill_(255)
     while unfinished := [i for i, p in enumerate(prompts) if runner.computed[i] < len(p)]:
         chosen = rng.sample(unfinished, rng.randint(1, len(unfinished)))
@@ -68,6 +75,7 @@ def test_native_states_do_not_depend_on_the_batch(name, dtype, tmp_path):
         ("minimax-m3", {"index_block_size": 8}),
         ("deepseek-v3.2", {}),
         ("Glm5Next", {"index_topk": 32, "index_kpool": 8}),
+        ("deepseek-v4", {"index_topk": 32, "compress_rates": RATES}),
     ],
 )
 def test_chosen_keys_do_not_depend_on_how_the_choice_is_divided(name, differences, tmp_path):

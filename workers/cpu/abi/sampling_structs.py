@@ -70,3 +70,52 @@ class SamplingRows(ctypes.Structure):
         ("slots", c_void_p),
         ("positions", c_void_p),
     )
+
+
+class Suffixes(ctypes.Structure):
+    """The earlier passages from which drafts are copied; see `csrc/sampling/suffixes.h`."""
+
+    _fields_ = (
+        ("context_length", c_int32),
+        ("longest_match", c_int32),
+        ("drafts_per_match", c_float),
+        ("least_share", c_float),
+        ("num_buckets", c_int32),
+        ("history_buckets", c_int32),
+        ("heads", c_void_p),
+        ("previous", c_void_p),
+        ("num_indexed", c_void_p),
+        ("source_distance", c_void_p),
+        ("source_length", c_void_p),
+        ("history_size", c_int64),
+        ("history_begin", c_int64),
+        ("history_end", c_int64),
+        ("history_tokens", c_void_p),
+        ("history_previous", c_void_p),
+        ("history_heads", c_void_p),
+    )
+
+
+class DraftLookup(ctypes.Structure):
+    """The drafts of every slot, and the drafts found last; see `csrc/sampling/draft_lookup.h`."""
+
+    _fields_ = (
+        ("num_drafts", c_void_p),
+        ("limits", c_void_p),
+        ("suffixes", POINTER(Suffixes)),
+        ("most", c_int32),
+        ("shortest_match", c_int32),
+        ("is_searching", c_int32),
+        ("num_found", c_int32),
+        ("forced_width", c_int32),
+        ("num_forced", c_void_p),
+        ("forced_start", c_void_p),
+        ("forced_tokens", c_void_p),
+        ("predicted_tokens", c_void_p),
+        ("num_predicted", c_void_p),
+        ("num_prompt_tokens", c_void_p),
+        ("num_from_prediction", c_void_p),
+        ("found_slots", c_void_p),
+        ("found_counts", c_void_p),
+        ("found_tokens", c_void_p),
+    )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from ctypes import CFUNCTYPE, POINTER, c_float, c_int32, c_int64, c_void_p
 
-from .sampling_structs import LogitRules, LogprobRows, SamplingRows
+from .sampling_structs import DraftLookup, LogitRules, LogprobRows, SamplingRows, Suffixes
 
 MAX_PARTS = 3
 OP_KINDS = (
@@ -70,6 +70,8 @@ OP_KINDS = (
     "gated_norm_add",
     "add_kept",
     "summarize_group",
+    "store_entries",
+    "keep_token",
 )
 
 
@@ -127,6 +129,7 @@ class ModelShape(ctypes.Structure):
         ("latent", LatentShape),
         ("index_dim", c_int32),
         ("index_logits", c_int32),
+        ("is_compressed", c_int32),
         ("num_threads", c_int32),
     )
 
@@ -158,6 +161,7 @@ class Router(ctypes.Structure):
         ("softcap", c_float),
         ("correction", c_void_p),
         ("scales", c_void_p),
+        ("experts_by_token", c_void_p),
     )
 
 
@@ -298,6 +302,23 @@ class ChoiceRule(ctypes.Structure):
     )
 
 
+class Compression(ctypes.Structure):
+    """The entries of compressed attention in a layer; see `csrc/model/model.h`."""
+
+    _fields_ = (
+        ("rate", c_int32),
+        ("overlaps", c_int32),
+        ("layer", c_int32),
+        ("group", c_int32),
+        ("index_dim", c_int32),
+        ("index_heads", c_int32),
+        ("biases", c_void_p),
+        ("norm", c_void_p),
+        ("index_biases", c_void_p),
+        ("index_norm", c_void_p),
+    )
+
+
 class Op(ctypes.Structure):
     """One operation of a program; see `csrc/model/model.h`."""
 
@@ -338,6 +359,7 @@ class Op(ctypes.Structure):
         ("altup", c_void_p),
         ("hyper", c_void_p),
         ("norm_gate", c_void_p),
+        ("compression", c_void_p),
     )
 
 
@@ -380,55 +402,6 @@ class Step(ctypes.Structure):
         ("spans_need_windows", c_int32),
         ("source_lens", c_void_p),
         ("source_queries", c_void_p),
-    )
-
-
-class Suffixes(ctypes.Structure):
-    """The earlier passages from which drafts are copied; see `csrc/sampling/suffixes.h`."""
-
-    _fields_ = (
-        ("context_length", c_int32),
-        ("longest_match", c_int32),
-        ("drafts_per_match", c_float),
-        ("least_share", c_float),
-        ("num_buckets", c_int32),
-        ("history_buckets", c_int32),
-        ("heads", c_void_p),
-        ("previous", c_void_p),
-        ("num_indexed", c_void_p),
-        ("source_distance", c_void_p),
-        ("source_length", c_void_p),
-        ("history_size", c_int64),
-        ("history_begin", c_int64),
-        ("history_end", c_int64),
-        ("history_tokens", c_void_p),
-        ("history_previous", c_void_p),
-        ("history_heads", c_void_p),
-    )
-
-
-class DraftLookup(ctypes.Structure):
-    """The drafts of every slot, and the drafts found last; see `csrc/sampling/draft_lookup.h`."""
-
-    _fields_ = (
-        ("num_drafts", c_void_p),
-        ("limits", c_void_p),
-        ("suffixes", POINTER(Suffixes)),
-        ("most", c_int32),
-        ("shortest_match", c_int32),
-        ("is_searching", c_int32),
-        ("num_found", c_int32),
-        ("forced_width", c_int32),
-        ("num_forced", c_void_p),
-        ("forced_start", c_void_p),
-        ("forced_tokens", c_void_p),
-        ("predicted_tokens", c_void_p),
-        ("num_predicted", c_void_p),
-        ("num_prompt_tokens", c_void_p),
-        ("num_from_prediction", c_void_p),
-        ("found_slots", c_void_p),
-        ("found_counts", c_void_p),
-        ("found_tokens", c_void_p),
     )
 
 
@@ -477,6 +450,7 @@ STRUCTS = (
     HyperConnection,
     NormGate,
     ChoiceRule,
+    Compression,
     Op,
     StepGroup,
     LogitRules,

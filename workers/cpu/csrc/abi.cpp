@@ -98,10 +98,11 @@ std::string describe() {
   STRUCT(LatentShape, query_inputs, kv_rank, plain_dim, rotary_dim, value_dim, index_heads, gate_dim, index_eps)
   STRUCT(ModelShape, hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim, vocab_size, block_size,
          block_bytes, kv_format, activation, output_gate, norm, is_bidirectional, keeps_block, router_size,
-         projection_size, mixed_size, num_streams, input_size, latent, index_dim, index_logits, num_threads)
+         projection_size, mixed_size, num_streams, input_size, latent, index_dim, index_logits, is_compressed,
+         num_threads)
   STRUCT(AttentionLayer, scale, softcap, window)
   STRUCT(Router, num_experts, num_chosen, scoring, renormalizes, num_groups, num_chosen_groups, num_best,
-         corrects_logits, scale, mixer_noise, softcap, correction, scales)
+         corrects_logits, scale, mixer_noise, softcap, correction, scales, experts_by_token)
   STRUCT(GateLimit, bound, is_activated)
   STRUCT(ExpertExchange, num_ranks, begin_round, dispatch, collect)
   STRUCT(ExpertLayer, router, size, first, count, adds_block, has_shared_gate, scales_inputs, gate_limit, gate, up,
@@ -115,10 +116,11 @@ std::string describe() {
   STRUCT(HyperConnection, num_factors, num_iterations, eps, output_scale, norm_eps, weight, bias, scale)
   STRUCT(NormGate, rank, down, up)
   STRUCT(ChoiceRule, num_chosen, block_size, num_local, has_groups)
+  STRUCT(Compression, rate, overlaps, layer, group, index_dim, index_heads, biases, norm, index_biases, index_norm)
   STRUCT(Op, kind, input_kind, activation_kind, source, target, layer, group, rope, qk_norm, rotates_before_norm,
          reads_source, is_sparse, num_heads, num_kv_heads, head_dim, output_dim, num_stored, norms_values, num_parts,
          first_column, num_columns, adapter_rank, scale, eps, gate_limit, choice, attention, parts, vectors, experts,
-         mixer, heads, adapters, altup, hyper, norm_gate)
+         mixer, heads, adapters, altup, hyper, norm_gate, compression)
   STRUCT(StepGroup, block_table, block_table_stride, slot_mapping)
   STRUCT(LogitRules, allowed, bad_words, end_tokens, bias_tokens, biases, bad_words_size, num_end_tokens, min_length,
          num_biases, has_penalties, repetition_penalty, presence_penalty, frequency_penalty, suppressed,
@@ -145,7 +147,8 @@ std::string describe() {
        share_gates, sparse_gates, embed_inputs, add_inputs, gate_by_inputs, expand_streams, predict_streams,
        correct_streams, add_to_streams, load_stream, reduce_streams, share_head_squares, clamp, keep_hidden,
        choose_keys, quantize_inputs, norm_activations, store_index, keep_inputs, join_inputs, quantize_sum,
-       repeat_streams, mix_streams, update_streams, norm_beside, gated_norm_add, add_kept, summarize_group)
+       repeat_streams, mix_streams, update_streams, norm_beside, gated_norm_add, add_kept, summarize_group,
+       store_entries, keep_token)
   FOR_EACH(FUNCTION, engine_isa, engine_isa_name, engine_select_isa, engine_can_pack, engine_packed_bytes,
            engine_pack_rows, engine_finish_packing, engine_activation_row_bytes, engine_quantize_rows,
            engine_linear_rows, engine_unpack_weight_row, engine_program_new, engine_program_free, engine_program_add,

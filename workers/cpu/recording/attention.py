@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any
 
 import numpy as np
@@ -29,13 +30,20 @@ from ..program import Floats
 from .altup import AltUpRecorder
 from .blocks import BLOCK, PART, QKV, BlockRecorder
 
-_LOG2_E = np.float32(np.log2(np.e))
+LOG2_E = np.float32(np.log2(np.e))
 """log2(e): native softmaxes use base 2."""
 
 _BIAS_MARGIN = 128
 """The value of `DistanceBiases::kMargin` in csrc/attention/attention.h."""
 
-_NO_NORM, _HEAD_NORM, _FULL_NORM, _EACH_HEAD_NORM = range(4)
+
+class QKNorm(IntEnum):
+    """The values of the native enum of norms of queries and keys; see `csrc/model/model.h`."""
+
+    NONE = 0
+    HEAD = 1
+    FULL = 2
+    EACH_HEAD = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +178,7 @@ class AttentionRecorder:
                 **indexing,
             )
         norm_target = QKV
-        if qk_norm == _FULL_NORM and not self._blocks.is_alone:
+        if qk_norm == QKNorm.FULL and not self._blocks.is_alone:
             norm_target = PART
             self._program.add_op("share_head_squares", **attention)
         self._program.add_op(
@@ -289,18 +297,18 @@ class AttentionRecorder:
         else:
             biases_BH = read_distance_biases(spec, self._weights)[:, heads.start : heads.stop]
             biases_HE = biases_BH.T[:, distance_buckets(distances_E, spec)]
-        return np.ascontiguousarray(biases_HE.numpy() * _LOG2_E)
+        return np.ascontiguousarray(biases_HE.numpy() * LOG2_E)
 
     def _head_norms(
         self, spec: ModelSpec, prefix: str, layer: LayerSpec
-    ) -> tuple[int, list[Floats | None]]:
+    ) -> tuple[QKNorm, list[Floats | None]]:
         """Return the kind of the norms of queries and keys, and their weight vectors.
 
         `spec` has the sizes of the layer. A layer that reads the keys of another one has no norm of keys.
         """
         prefix = f"{prefix}self_attn."
         if spec.qk_norm is None or (spec.qk_norm == "unit" and layer.rope is None):
-            return _NO_NORM, [None, None]
+            return QKNorm.NONE, [None, None]
         if spec.qk_norm == "full":
             heads = (
                 (spec.num_heads, self._shard.heads(spec)),
@@ -313,15 +321,15 @@ class AttentionRecorder:
             for name, (count, own) in zip(("q_norm", "k_norm"), heads, strict=True):
                 weight = self._blocks.norm(f"{prefix}{name}", count * spec.head_dim)
                 norms.append(weight[own.start * spec.head_dim : own.stop * spec.head_dim].copy())
-            return _FULL_NORM, [*norms]
+            return QKNorm.FULL, [*norms]
         if spec.qk_norm == "head" and spec.norm_kind == "rms" and spec.rope_order == "half":
             query_norm = self._blocks.norm(f"{prefix}q_norm", spec.head_dim)
             if layer.kv_source is not None:
-                return _HEAD_NORM, [query_norm, None]
-            return _HEAD_NORM, [query_norm, self._blocks.norm(f"{prefix}k_norm", spec.head_dim)]
+                return QKNorm.HEAD, [query_norm, None]
+            return QKNorm.HEAD, [query_norm, self._blocks.norm(f"{prefix}k_norm", spec.head_dim)]
         norm = head_norm(spec, layer, self._weights, prefix, self._shard)
         bias_HK = norm.bias_HK if isinstance(norm, HeadLayerNorm) else None
-        return _EACH_HEAD_NORM, [
+        return QKNorm.EACH_HEAD, [
             None if x_HK is None else np.ascontiguousarray(x_HK.float().numpy())
             for x_HK in (norm.weight_HK, bias_HK)
         ]
@@ -347,7 +355,7 @@ def read_sinks(blocks: BlockRecorder, prefix: str, layer: LayerSpec) -> Floats |
     if not (spec.has_sinks and layer.has_sinks):
         return None
     heads = blocks.shard.heads(spec)
-    return blocks.weights.vector(f"{prefix}self_attn.sinks", spec.num_heads, heads) * _LOG2_E
+    return blocks.weights.vector(f"{prefix}self_attn.sinks", spec.num_heads, heads) * LOG2_E
 
 
 def window_size(window: Window | None) -> int:

@@ -73,6 +73,7 @@ class LatentRecorder:
             self._record_queries(name, latent, latent.query_rank, indexer)
         program.add_op(
             "latent_queries",
+            num_heads=len(heads),
             input_kind=key_matrices.activation_kind.for_whole_rows,
             heads=key_matrices,
         )
@@ -115,6 +116,7 @@ class LatentRecorder:
         )
         program.add_op(
             "latent_values",
+            num_heads=len(heads),
             input_kind=value_matrices.activation_kind.for_whole_rows,
             activation_kind=output.activation_kind,
             heads=value_matrices,

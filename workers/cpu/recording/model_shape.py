@@ -15,6 +15,7 @@ from ..attention import KV_FORMATS, NativeAttention
 from ..mixers import mixer_sizes
 from ..packing import GROUP_SIZE
 from ..weights import intermediate_shares
+from .compressed import extra_columns
 
 ACTIVATIONS = {
     "silu": 0,
@@ -42,6 +43,9 @@ def model_shape(
     projections = [*(projection for projection, _ in sizes), inputs, _streams_size(spec)]
     indexer = None if spec.latent is None else spec.latent.indexer
     index_dim = spec.index_dim if indexer is None else indexer.head_dim
+    if spec.compressed is not None:
+        has_indexer = any(x.compression and x.compression.has_indexer for x in spec.layers)
+        index_dim = spec.compressed.indexer.head_dim if has_indexer else 0
     return ModelShape(
         spec.hidden_size,
         _intermediate_size(spec, shard.tensor_parallel),
@@ -65,7 +69,8 @@ def model_shape(
         inputs,
         _latent_shape(spec),
         index_dim,
-        spec.index_dim - index_dim,
+        0 if spec.compressed is not None else spec.index_dim - index_dim,
+        spec.compressed is not None,
         num_threads,
     )
 
@@ -81,7 +86,13 @@ def _projection_and_mixed_size(
 ) -> tuple[int, int]:
     """Return how many numbers a layer's first products compute, and the most that a product reads, on this rank."""
     projection = mixed = 0
-    if layer.attends and spec.latent is None:
+    if layer.attends and spec.compressed is not None:
+        compressed, size, num_heads = spec.compressed, spec.head_dim, len(shard.heads(spec))
+        extra = sum(extra_columns(layer, compressed, size))
+        projection = (num_heads + 1) * size + extra + compressed.query_rank
+        outputs = compressed.num_groups * compressed.output_rank // shard.tensor_parallel.size
+        mixed = max(num_heads * size, compressed.query_rank, outputs)
+    elif layer.attends and spec.latent is None:
         heads, kv_heads = len(shard.heads(spec)), len(shard.kv_heads(spec))
         columns = heads * (1 + spec.gates_attention) + 2 * kv_heads
         projection, mixed = columns * spec.head_dim, heads * spec.head_dim

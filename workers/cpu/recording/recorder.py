@@ -22,6 +22,7 @@ from ..weights import NativeWeightReader
 from .altup import AltUpRecorder
 from .attention import AttentionRecorder
 from .blocks import RESIDUAL, BlockRecorder
+from .compressed import CompressedRecorder
 from .experts import record_experts, record_experts_beside
 from .hyper_connections import HyperRecorder
 from .latent import LatentRecorder
@@ -81,6 +82,7 @@ class Recorder:
             self._layer_inputs = LayerInputsRecorder(self._blocks, spec.per_layer_inputs)
         self._attention = AttentionRecorder(self._blocks, self._ropes, max_model_len, self._altup)
         self._latent = LatentRecorder(self._blocks, self._ropes)
+        self._compressed = CompressedRecorder(self._blocks, self._ropes)
         self._shared = SharedBlockRecorder(self._blocks, self._attention)
 
     def record(self) -> None:
@@ -117,6 +119,8 @@ class Recorder:
             self._layer_inputs.record()
         if shard.is_first and spec.last_shared_block >= 0:
             program.add_op("keep_inputs")
+        if shard.is_first and spec.last_hashed_layer >= 0:
+            program.add_op("keep_token")
         streams = self._altup or self._hyper
         if shard.is_first and streams is not None:
             streams.expand()
@@ -258,6 +262,8 @@ class Recorder:
             )
         if layer.attends and self._spec.latent is not None:
             self._latent.record(index, prefix, layer, norms, self._spec.latent)
+        elif layer.attends and self._spec.compressed is not None:
+            self._compressed.record(index, prefix, layer, norms, self._spec.compressed)
         elif layer.attends:
             self._attention.record(index, prefix, layer, norms, kind)
 

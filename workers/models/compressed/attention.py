@@ -271,7 +271,21 @@ def _read_groups(
     shard: ModelShard,
     kernels: LayerKernels,
 ) -> list[Linear]:
-    """Return the products of the outputs of this rank's groups of heads.
+    """Return the products of the outputs of this rank's groups of heads."""
+    shape = compressed.num_groups * compressed.output_rank, group_columns(spec, compressed)
+    return [
+        kernels.linear(weights.read_matrix(f"{prefix}o_a_proj.weight", *shape, part=rows))
+        for rows in group_rows(compressed, shard)
+    ]
+
+
+def group_columns(spec: ModelSpec, compressed: CompressedSpec) -> int:
+    """Return the number of elements of the outputs of a group's heads."""
+    return spec.num_heads * spec.head_dim // compressed.num_groups
+
+
+def group_rows(compressed: CompressedSpec, shard: ModelShard) -> list[range]:
+    """Return the rows of the matrix of each of this rank's groups of heads in that of all groups.
 
     Raises:
         ConfigError: Ranks cannot divide the groups equally.
@@ -282,15 +296,4 @@ def _read_groups(
             f"--tensor-parallel-size {ranks}: the model's {count} groups of attention heads (o_groups) cannot be "
             f"divided equally; use a divisor of {count}"
         )
-    columns = spec.num_heads * spec.head_dim // count
-    return [
-        kernels.linear(
-            weights.read_matrix(
-                f"{prefix}o_a_proj.weight",
-                count * rank,
-                columns,
-                part=range(group * rank, (group + 1) * rank),
-            )
-        )
-        for group in shard.tensor_parallel.part(count)
-    ]
+    return [range(i * rank, (i + 1) * rank) for i in shard.tensor_parallel.part(count)]

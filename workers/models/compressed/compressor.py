@@ -16,6 +16,21 @@ from ..weights import Rows, WeightReader
 from .rotation import rotate_last
 
 
+def input_rows(compression: Compression, entry_dim: int, prefix: str) -> list[Rows]:
+    """Return the matrices whose products with a hidden state are a token's inputs: its values, then its logits."""
+    half = compression.num_inputs(entry_dim) // 2
+    return [Rows(f"{prefix}{name}", half, range(half)) for name in ("kv_proj", "gate_proj")]
+
+
+def read_biases(
+    compression: Compression, entry_dim: int, weights: WeightReader, prefix: str
+) -> Tensor:
+    """Return what is added to the logits of each of an entry's tokens, float32 [W, E]."""
+    half = compression.num_inputs(entry_dim) // 2
+    biases_rF = weights.read_float32(f"{prefix}position_bias", compression.rate, half)
+    return torch.cat(biases_rF.split(entry_dim, -1))
+
+
 class Compressor:
     """Computes entries of `entry_dim` elements.
 
@@ -34,18 +49,10 @@ class Compressor:
         self._compression = compression
         self._entry_dim = entry_dim
         self.size = compression.num_inputs(entry_dim)
-        self._half = half = self.size // 2
-        self.rows = [
-            Rows(f"{prefix}{name}", half, range(half)) for name in ("kv_proj", "gate_proj")
-        ]
-        self._biases_WE = self._by_token(
-            weights.read_float32(f"{prefix}position_bias", compression.rate, half)
-        )
+        self._half = self.size // 2
+        self.rows = input_rows(compression, entry_dim, prefix)
+        self._biases_WE = read_biases(compression, entry_dim, weights, prefix)
         self._norm = RMSNorm(weights.read_vector(f"{prefix}kv_norm.weight", entry_dim), norm_eps)
-
-    def _by_token(self, x_rF: Tensor) -> Tensor:
-        """Return the row of each of an entry's tokens [W, E], given rows for `rate` tokens."""
-        return torch.cat(x_rF.split(self._entry_dim, -1))
 
     def entries(self, inputs_NWF: Tensor, is_first_N: Tensor, tables: RotaryTables) -> Tensor:
         """Return entries [N, E].

@@ -71,7 +71,7 @@ void mix_sparsely(const Router& router, const float* logits, int32_t* experts, f
 
 }  // namespace
 
-void choose_experts(const Router& router, float* logits, int32_t* experts, float* weights) {
+void choose_experts(const Router& router, float* logits, int32_t token, int32_t* experts, float* weights) {
   const int n = router.num_experts;
   if (router.softcap)
     for (int i = 0; i < n; i++) logits[i] = std::tanh(logits[i] / router.softcap) * router.softcap;
@@ -81,6 +81,9 @@ void choose_experts(const Router& router, float* logits, int32_t* experts, float
   float* scores = logits;
   if (router.scoring == Scoring::softmax)
     softmax(scores, n);
+  else if (router.scoring == Scoring::sqrt_softplus)
+    for (int i = 0; i < n; i++)
+      scores[i] = std::sqrt(std::max(scores[i], 0.0f) + std::log1p(std::exp(-std::abs(scores[i]))));
   else
     for (int i = 0; i < n; i++) scores[i] = 1.0f / (1.0f + std::exp(-scores[i]));
   if (!router.corrects_logits) choice.assign(scores, scores + n);
@@ -92,7 +95,8 @@ void choose_experts(const Router& router, float* logits, int32_t* experts, float
   if (router.num_groups > 1) keep_best_groups(router, choice.data());
   float sum = 0;
   for (int i = 0; i < router.num_chosen; i++) {
-    experts[i] = best_of(choice.data(), n);
+    experts[i] = router.experts_by_token ? router.experts_by_token[size_t(token) * router.num_chosen + i]
+                                         : best_of(choice.data(), n);
     choice[experts[i]] = -INFINITY;
     sum += weights[i] = scores[experts[i]];
   }

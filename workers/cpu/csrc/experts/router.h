@@ -5,7 +5,7 @@
 
 namespace engine {
 
-enum class Scoring : int32_t { softmax = 0, sigmoid = 1, sparse_mixer = 2 };
+enum class Scoring : int32_t { softmax = 0, sigmoid = 1, sparse_mixer = 2, sqrt_softplus = 3 };
 
 // The rules by which logits determine the choice; `ExpertsSpec` in workers/layers/experts_spec.py explains the fields.
 struct Router {
@@ -17,14 +17,15 @@ struct Router {
   int32_t corrects_logits;  // the correction is added to the logits instead of the scores
   float scale;
   float mixer_noise;
-  float softcap;            // the logits are capped to +-softcap; 0 for no cap
-  const float* correction;  // [num_experts], or null
-  const float* scales;      // factors on the weights of experts, or null
+  float softcap;                    // the logits are capped to +-softcap; 0 for no cap
+  const float* correction;          // [num_experts], or null
+  const float* scales;              // factors on the weights of experts, or null
+  const int32_t* experts_by_token;  // [vocabulary, num_chosen], the experts of each token whatever its logits; or null
 };
 
 // Chooses a token's experts and computes their weights. The best expert comes first; of equal ones, the one with the
 // lower index. Replaces the logits by scores. A NaN counts as better than any number, so that it reaches the token's
 // result.
-void choose_experts(const Router& router, float* logits, int32_t* experts, float* weights);
+void choose_experts(const Router& router, float* logits, int32_t token, int32_t* experts, float* weights);
 
 }  // namespace engine

@@ -49,6 +49,9 @@ struct ModelShape {
   LatentShape latent;
   int32_t index_dim;     // the elements of an index key; 0 without an indexer
   int32_t index_logits;  // the logits that are stored behind an index key, if keys are chosen in groups; or 0
+  // Whether attention is compressed: keys are values, too, the last elements of heads are rotated in pairs of
+  // neighbors, and index keys are stored with entries.
+  int32_t is_compressed;
   int32_t num_threads;
 
   // The number of elements of a token's projection in latent attention. It consists of: the key, its index key and
@@ -81,6 +84,7 @@ enum class OpKind : int32_t {
                      // values: if it has only keys, values are those before their norm. If the attention
                      // `reads_source`, only stores queries. Unless `scale` is 0, limits all three to +-scale
   attention = 5,     // activations[1] = attention, times activated gates in the projection if `first_column` is set.
+                     // Compressed attention rotates it back.
                      // vectors[0] are sinks, or null; vectors[1] are DistanceBiases with `num_columns` as zero, or
                      // null. If it `norms_values`, each head's output is normed before that
   norm_add = 6,      // residual += scale * block, normed if there is a norm
@@ -109,9 +113,9 @@ enum class OpKind : int32_t {
   norm_beside = 53,       // copies `num_columns` of the projection from `first_column` on to the columns behind them,
                           // then norms the first ones by vectors[0]
   // In latent attention:
-  latent_queries = 19,  // each head's plain query times its matrix in `heads`
+  latent_queries = 19,  // each head's plain query times its matrix in `heads`, of which there are `num_heads`
   latent_values = 20,   // activations[0] = each head's part of activations[1] times its matrix in `heads`, times gates
-                        // if there are any
+                        // if there are any; in compressed attention, for groups of heads
 
   norm = 21,  // residual = residual, normed
   // Where ranks share a norm of a mixer, between `scan` and `gate_mixed`, whose target is `part` then:
@@ -148,7 +152,12 @@ enum class OpKind : int32_t {
                          // last one of its group, replaces its stored index key by that of the group. It is the sum of
                          // the tokens' index keys, each element times a softmax over the tokens of their logits plus
                          // vectors[0], which has a row for each place in the group
-  store_index = 46,      // before `rotate_store` without latent attention: norms and rotates the index queries of all
+  store_entries = 57,  // after `rotate_store` in compressed attention: if the row is the last one of an entry, computes
+                       // and stores the entry and its index key. In such layers, `rotate_store` also stores the
+                       // row's inputs to entries, `num_columns` of the projection from `first_column` on, and
+                       // rotates the index queries. These follow the weights of the indexer's heads, which follow
+                       // the inputs
+  store_index = 46,    // before `rotate_store` without latent attention: norms and rotates the index queries of all
                      // key/value heads, which begin at `first_column`, and the index key behind them, and stores that.
                      // vectors[0] and vectors[1] are the norms of queries and key
 
@@ -170,6 +179,8 @@ enum class OpKind : int32_t {
   add_to_streams = 37,   // streams but the first += block, normed
   load_stream = 38,      // residual = the stream that begins at `first_column`
   reduce_streams = 39,   // residual = the mean of the first stream and of products of the others in the projection
+
+  keep_token = 58,  // inputs = the digits of the token
 
   // In blocks that layers share, which also read the tokens' embeddings:
   keep_inputs = 47,   // inputs from `first_column` on = residual
@@ -246,7 +257,8 @@ struct QueryScaling {
 // scores, including its own and those just before it, `num_local` in all. A block has the score of its best key.
 //
 // With `has_groups`, it chooses among the blocks that end at or before its own key, and attends to the keys behind
-// them, too. Such a block is a group, and has one index key, which is stored with its last token.
+// them, too. Such a block is a group, and has one index key, which is stored with its last token. In compressed
+// attention, a group is an entry, and there are no keys behind the last one.
 struct ChoiceRule {
   int32_t num_chosen, block_size, num_local, has_groups;
 
@@ -256,6 +268,23 @@ struct ChoiceRule {
   int num_candidates(int position) const {
     return has_groups ? (position + 1) / block_size : position / block_size + 1;
   }
+};
+
+// The entries of a layer with compressed attention: keys that summarize the last `span` tokens, one for every `rate`
+// tokens, to which later tokens attend. See workers/layers/compressed_spec.py.
+//
+// The inputs of a token follow the keys of its block: those to the entry, then those to its index key. Each of both are
+// values, then as many logits. If entries overlap, the first half of these is for the next entry.
+struct Compression {
+  int32_t rate, overlaps;
+  int32_t layer, group;                    // the cache of the entries
+  int32_t index_dim, index_heads;          // the sizes of the indexer, or 0 without one
+  const float *biases, *norm;              // the biases of logits [span, head_dim], and the norm of the entry
+  const float *index_biases, *index_norm;  // the same for its index key, or null
+
+  int span() const { return rate * (1 + overlaps); }
+  // Returns the number of a token's inputs to `size` elements.
+  int num_inputs(int size) const { return 2 * size * (1 + overlaps); }
 };
 
 enum class MixerKind : int32_t { short_convolution = 0, mamba2 = 1, gated_delta_net = 2, kimi_delta_attention = 3 };
@@ -363,6 +392,7 @@ struct Op {
   const AltUp* altup;
   const HyperConnection* hyper;
   const NormGate* norm_gate;
+  const Compression* compression;  // of a layer with entries; or null
 };
 
 struct Model {
@@ -378,9 +408,9 @@ struct Model {
             head_dim,
             shape.block_size,
             shape.attended_dim(head_dim),
-            shape.latent.kv_rank == 0,
+            shape.latent.kv_rank == 0 && !shape.is_compressed,
             size_t(shape.block_bytes),
-            shape.index_dim,
+            shape.is_compressed ? 0 : shape.index_dim,
             shape.index_logits};
   }
   size_t index_of(const Op& op) const { return size_t(&op - ops.data()); }

@@ -34,14 +34,16 @@ class RotaryTables {
     for (Rope& rope : ropes_) {
       const int half = int(rope.inverse_frequencies.size());
       float* cosines = rope.table.data() + size_t(row) * 2 * half;
-      for (int i = 0; i < half; i++) {
-        const bool uses_axis = rotary && !rope.axes.empty() && rope.axes[i] < kIndexAxis;
-        const int at = uses_axis ? rotary[rope.axes[i]] : position;
-        const float angle = float(at) * rope.inverse_frequencies[i];
-        cosines[i] = std::cos(angle) * rope.factor;
-        cosines[half + i] = std::sin(angle) * rope.factor;
-      }
+      compute(rope, position, rotary, cosines);
     }
+  }
+
+  // Computes the sines and cosines of an embedding without axes for any position, in `memory`.
+  Angles angles_at(int number, int position, std::vector<float>& memory) const {
+    const int half = int(ropes_[number].inverse_frequencies.size());
+    memory.resize(2 * half);
+    compute(ropes_[number], position, nullptr, memory.data());
+    return {memory.data(), memory.data() + half, half};
   }
 
   Angles angles(int number, int row) const {
@@ -61,7 +63,29 @@ class RotaryTables {
     std::vector<float> table;  // [rows][cosines, sines]
   };
 
+  static void compute(const Rope& rope, int position, const int32_t* rotary, float* cosines) {
+    const int half = int(rope.inverse_frequencies.size());
+    for (int i = 0; i < half; i++) {
+      const bool uses_axis = rotary && !rope.axes.empty() && rope.axes[i] < kIndexAxis;
+      const float angle = float(uses_axis ? rotary[rope.axes[i]] : position) * rope.inverse_frequencies[i];
+      cosines[i] = std::cos(angle) * rope.factor;
+      cosines[half + i] = std::sin(angle) * rope.factor;
+    }
+  }
+
   std::vector<Rope> ropes_;
 };
+
+// Rotates the last elements of each head, in pairs of neighbors, by the angles or, with a `direction` of -1, by the
+// negative angles.
+inline void rotate_neighbors(const RotaryTables::Angles& angles, float* heads, int num_heads, int head_dim,
+                             float direction) {
+  for (float* x = heads + head_dim - 2 * angles.half; num_heads--; x += head_dim)
+    for (int i = 0; i < angles.half; i++) {
+      const float a = x[2 * i], b = x[2 * i + 1], cosine = angles.cosines[i], sine = direction * angles.sines[i];
+      x[2 * i] = a * cosine - b * sine;
+      x[2 * i + 1] = b * cosine + a * sine;
+    }
+}
 
 }  // namespace engine

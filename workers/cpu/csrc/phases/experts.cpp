@@ -1,5 +1,7 @@
 #include "phases/experts.h"
 
+#include "model/token_digits.h"
+
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -38,10 +40,11 @@ void Experts::reserve(int rows) {
   own_outputs_ = outputs_.floats();
 }
 
-void Experts::route(const Op& op, const Rows& rows, int row) {
+void Experts::route(const Op& op, const Rows& rows, int row, const float* inputs) {
   const Router& router = op.experts->router;
   const size_t first = size_t(row) * router.num_chosen;
-  choose_experts(router, rows.router_logits(row), &chosen_[first], &weights_[first]);
+  const int token = router.experts_by_token ? token_of_digits(inputs) : 0;
+  choose_experts(router, rows.router_logits(row), token, &chosen_[first], &weights_[first]);
 }
 
 int Experts::begin_gated(const Op& op, const Rows& rows, int num_rows) {
@@ -256,10 +259,11 @@ const uint8_t* Experts::input_of(const Op& op, int index, const Rows& rows) cons
 const uint8_t* Experts::gathered_rows(const Op& op, const ExpertTile& at, const Rows& rows, Scratch& scratch) const {
   const int* of_choices = division_of(op).rows.data() + at.first;
   const size_t row_bytes = activation_row_bytes(op.input_kind, op.experts->size);
-  // An expert has each row at most once and in ascending order, so if the first and last row fit, all rows between are
-  // consecutive.
-  if (!exchange_ && of_choices[at.num_rows - 1] - of_choices[0] == at.num_rows - 1)
-    return input_of(op, of_choices[0], rows);
+  // Rows are in ascending order. An expert has a row twice if the token's experts are given and not all different.
+  int num_consecutive = 1;
+  while (num_consecutive < at.num_rows && of_choices[num_consecutive] == of_choices[0] + num_consecutive)
+    num_consecutive++;
+  if (!exchange_ && num_consecutive == at.num_rows) return input_of(op, of_choices[0], rows);
   // A thread usually computes several tiles of the same rows one after the other.
   const int64_t serial = division_of(op).serial + at.first;
   if (scratch.gathered_serial == serial) return scratch.gathered.bytes();

@@ -38,8 +38,8 @@ class Experts {
   // process to exit.
   bool have_failed() const { return have_failed_; }
 
-  // Chooses the experts of a row.
-  void route(const Op& op, const Rows& rows, int row);
+  // Chooses the experts of a row, perhaps by the token, whose digits are `inputs`.
+  void route(const Op& op, const Rows& rows, int row, const float* inputs);
   // Orders the choices of `rows` rows by expert, and divides the layer's products into tiles. Returns the number of
   // tiles of the first products, which may be 0 if all chosen experts are on other ranks.
   int begin_gated(const Op& op, const Rows& rows, int num_rows);

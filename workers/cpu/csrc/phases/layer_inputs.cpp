@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "model/token_digits.h"
+
 namespace engine {
 
 void LayerInputs::embed(const Op& op, int row) const {
@@ -14,6 +16,8 @@ void LayerInputs::embed(const Op& op, int row) const {
   unpack_weight_row(table, index, out);
   model_.rows.scale(out, op.scale, table.k);
 }
+
+void LayerInputs::keep_token(int r) const { write_digits(slice_.step.input_ids[slice_.first_token + r], row(r)); }
 
 void LayerInputs::add(const Op& op, const Rows& rows, int r) const {
   const int size = model_.shape.input_size;

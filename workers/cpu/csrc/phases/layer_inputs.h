@@ -1,5 +1,5 @@
 // Inputs of layers in addition to the hidden states: a vector for each token and layer (PLE of Gemma 3n and 4), the
-// tokens' embeddings (Zamba2), or the input of a drafting head's first attention.
+// tokens' embeddings (Zamba2), the tokens (DeepSeek-V4), or the input of a drafting head's first attention.
 //
 // A row has the inputs of this stage's layers and of all later layers, which are passed on with the hidden states.
 #pragma once
@@ -20,6 +20,8 @@ class LayerInputs {
   void reserve(int rows) { inputs_.reserve(sizeof(float) * rows * model_.shape.input_size); }
   float* row(int row) const { return inputs_.floats() + size_t(row) * model_.shape.input_size; }
 
+  // Writes the digits of the token.
+  void keep_token(int row) const;
   // Writes the token's row of the table, or this rank's part of it.
   void embed(const Op& op, int row) const;
   // Adds the projection, after norming each layer's part of it.

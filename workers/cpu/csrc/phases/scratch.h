@@ -7,6 +7,7 @@
 
 #include "attention/attention.h"
 #include "phases/attend/attention_tasks.h"
+#include "phases/attend/entries.h"
 #include "model/rows.h"
 #include "runtime/buffer.h"
 #include "runtime/readahead.h"
@@ -28,10 +29,11 @@ struct Scratch {
   AttentionScratch attention;
   std::unique_ptr<float[]> tile;
   TokenChooser chooser;
-  Buffer results;   // the results of a tile's attention tasks
-  Buffer mixing;    // the intermediate results of a recurrent layer's tile
-  Buffer low_rank;  // the products with an expert's first factors, by which adapters' second factors are multiplied
-  Buffer gathered;  // the activations of rows that an expert has
+  Buffer results;     // the results of a tile's attention tasks
+  Buffer mixing;      // the intermediate results of a recurrent layer's tile
+  Buffer low_rank;    // the products with an expert's first factors, by which adapters' second factors are multiplied
+  CopiedKeys copied;  // the entries to which tokens attend, or their index keys
+  Buffer gathered;    // the activations of rows that an expert has
   int64_t gathered_serial = -1;  // the number of these rows
   Rows rows;                     // the results of a piece's rows
   std::vector<AttentionTasks::Task> tasks;

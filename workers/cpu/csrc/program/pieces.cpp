@@ -45,7 +45,7 @@ void Pieces::find_segments() {
     };
     if (op.kind == OpKind::linear || op.kind == OpKind::gated_linear)
       for (int part = 0; part < op.num_parts; part++) add(*op.parts[part]);
-    if (op.heads) std::for_each(op.heads, op.heads + model_.shape.num_heads, add);
+    if (op.heads) std::for_each(op.heads, op.heads + op.num_heads, add);
   }
 }
 

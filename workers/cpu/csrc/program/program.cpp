@@ -38,7 +38,7 @@ Program::Program(const ModelShape& shape)
       latent_(model_),
       inputs_(model_, ranks_, slice_),
       streams_(model_),
-      attention_(model_, ranks_, slice_, pool_.num_threads()),
+      attention_(model_, ranks_, ropes_, slice_, pool_.num_threads()),
       mixers_(model_, ranks_, slice_, pool_.num_threads()),
       pieces_(model_, slice_, pool_.num_threads()),
       readahead_(model_, slice_, attention_, pieces_, pool_.num_threads()),
@@ -64,6 +64,7 @@ void Program::add(const Op& op) {
   profile_.add_op();
   // Rows store data for later tokens before attention, and in mixers.
   if (op.kind == OpKind::rotate_store && op.num_stored && !op.reads_source) first_unneeded_ = int(model_.ops.size());
+  if (op.kind == OpKind::summarize_group || op.kind == OpKind::store_entries) first_unneeded_ = int(model_.ops.size());
   if (op.kind == OpKind::short_convolution || op.kind == OpKind::scan) first_unneeded_ = int(model_.ops.size());
   if (op.kind == OpKind::rotate_store && model_.kv(op).layer_bytes() != size_t(model_.shape.block_bytes))
     shares_blocks_ = true;
@@ -195,7 +196,8 @@ void Program::begin_slice(int index) {
   mixers_.begin_slice();
   if (shares_blocks_) clear_new_blocks();
   pieces_.begin_slice(ranks_.are_several() || experts_.are_any() || mixers_.are_any() ||
-                      model_.shape.is_bidirectional || model_.shape.index_dim || slice_.step.visible ||
+                      model_.shape.is_bidirectional || model_.shape.is_compressed || model_.shape.index_dim ||
+                      slice_.step.visible ||
                       // A piece may be computed twice, but states must be replaced once.
                       keeps_states_);
   if (pieces_.count()) readahead_.begin_slice();
@@ -280,6 +282,8 @@ int Program::begin_op(const Op& op) {
       return share_rows(op, op.experts->router.num_chosen * model_.shape.hidden_size);
     case OpKind::summarize_group:
       return share_rows(op, 8 * (model_.shape.index_dim + model_.shape.index_logits));
+    case OpKind::store_entries:
+      return share_rows(op, 8 * op.head_dim);
     case OpKind::store_index:
       return share_rows(op, (op.num_kv_heads + 1) * model_.shape.index_dim);
     case OpKind::share_head_squares:

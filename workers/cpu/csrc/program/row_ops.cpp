@@ -74,15 +74,17 @@ void Program::run_row(const Op& op, const Rows& rows, int row) {
     case OpKind::share_head_squares:
       return attention_.share_squares(op, rows.qkv(row), row);
     case OpKind::store_index:
-      return attention_.store_index(op, ropes_, rows.qkv(row), row);
+      return attention_.store_index(op, rows.qkv(row), row);
     case OpKind::summarize_group:
       return attention_.summarize_group(op, rows.qkv(row), row);
+    case OpKind::store_entries:
+      return attention_.store_entries(op, row);
     case OpKind::rotate_store:
-      return attention_.rotate_store(op, ropes_, rows.qkv(row), row);
+      return attention_.rotate_store(op, rows.qkv(row), row);
     case OpKind::sum:
       return ranks_.sum_parts(op, rows, inputs_.row(row), row);
     case OpKind::route:
-      return experts_.route(op, rows, row);
+      return experts_.route(op, rows, row, inputs_.row(row));
     case OpKind::combine_experts:
       return experts_.combine(op, rows, row);
     case OpKind::share_squares:
@@ -120,6 +122,8 @@ void Program::run_row(const Op& op, const Rows& rows, int row) {
       return inputs_.add(op, rows, row);
     case OpKind::quantize_inputs:
       return inputs_.quantize(op, rows, row);
+    case OpKind::keep_token:
+      return inputs_.keep_token(row);
     case OpKind::keep_inputs:
       return void(std::copy_n(rows.residual(row), hidden_size, inputs_.row(row) + op.first_column));
     case OpKind::add_kept: {

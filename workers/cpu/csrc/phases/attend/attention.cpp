@@ -9,7 +9,7 @@ namespace engine {
 void Attention::add_op(const Op& op) {
   recorded_ops_.emplace_back();
   if (op.kind != OpKind::store_index && op.kind != OpKind::rotate_store && op.kind != OpKind::summarize_group &&
-      op.kind != OpKind::choose_keys && op.kind != OpKind::attention)
+      op.kind != OpKind::store_entries && op.kind != OpKind::choose_keys && op.kind != OpKind::attention)
     return;
   auto queries = std::find_if(queries_.begin(), queries_.end(), [&](const Queries& each) {
     return each.num_heads == op.num_heads && each.num_kv_heads == op.num_kv_heads && each.head_dim == op.head_dim;
@@ -73,7 +73,7 @@ void Attention::norm_queries_and_keys(const Op& op, float* qk, int row) const {
   }
 }
 
-void Attention::store_index(const Op& op, const RotaryTables& ropes, float* qkv, int row) {
+void Attention::store_index(const Op& op, float* qkv, int row) {
   const KVLayout &kv = recorded(op).kv, index = kv.of_index();
   const int dim = index.head_dim, num_queries = op.num_kv_heads;
   float *const queries = qkv + op.first_column, *const key = queries + num_queries * dim;
@@ -81,7 +81,7 @@ void Attention::store_index(const Op& op, const RotaryTables& ropes, float* qkv,
     model_.rows.rms_norm(queries + h * dim, op.vectors[0], op.eps, dim, queries + h * dim);
   model_.rows.rms_norm(key, op.vectors[1], op.eps, dim, key);
   if (op.rope >= 0) {
-    const RotaryTables::Angles angles = ropes.angles(op.rope, row);
+    const RotaryTables::Angles angles = ropes_.angles(op.rope, row);
     model_.rows.rotate(queries, num_queries + 1, dim, angles.cosines, angles.sines, angles.half);
   }
   // The operation that stores the token's key sees these.
@@ -91,8 +91,9 @@ void Attention::store_index(const Op& op, const RotaryTables& ropes, float* qkv,
                          slot % kv.block_size, 0, key, nullptr);
 }
 
-void Attention::rotate_store(const Op& op, const RotaryTables& ropes, float* qkv, int row) {
-  if (model_.shape.latent.kv_rank) return rotate_store_latent(op, ropes, qkv, row);
+void Attention::rotate_store(const Op& op, float* qkv, int row) {
+  if (model_.shape.latent.kv_rank) return rotate_store_latent(op, qkv, row);
+  if (model_.shape.is_compressed) return rotate_store_compressed(op, qkv, row);
   const int num_heads = op.num_heads, head_dim = op.head_dim;
   const int num_kv_heads = op.num_stored ? op.num_kv_heads : 0;
   if (op.reads_source) {
@@ -109,7 +110,7 @@ void Attention::rotate_store(const Op& op, const RotaryTables& ropes, float* qkv
     for (int i = 0; i < (num_heads + 2 * num_kv_heads) * head_dim; i++)
       qkv[i] = std::clamp(qkv[i], -op.scale, op.scale);
   if (op.rope >= 0) {
-    const RotaryTables::Angles angles = ropes.angles(op.rope, row);
+    const RotaryTables::Angles angles = ropes_.angles(op.rope, row);
     model_.rows.rotate(qkv, num_heads + num_kv_heads, head_dim, angles.cosines, angles.sines, angles.half);
   }
   if (op.rotates_before_norm) norm_queries_and_keys(op, qkv, row);
@@ -144,7 +145,7 @@ const float* Attention::place_values(const Op& op, float* qkv) const {
 
 // The key's latent vector has a norm. The rotated parts of queries are stored next to the plain ones, so move them
 // after the products of the plain ones.
-void Attention::rotate_store_latent(const Op& op, const RotaryTables& ropes, float* qkv, int row) {
+void Attention::rotate_store_latent(const Op& op, float* qkv, int row) {
   const ModelShape& shape = model_.shape;
   const LatentShape& latent = shape.latent;
   const int num_heads = shape.num_heads, head_dim = shape.head_dim, rank = latent.kv_rank;
@@ -159,7 +160,7 @@ void Attention::rotate_store_latent(const Op& op, const RotaryTables& ropes, flo
   for (int h = 0; h < num_heads; h++, rotated += latent.query_dim())
     std::copy_n(rotated, latent.rotary_dim, products + h * head_dim + rank);
   if (op.rope >= 0) {
-    const RotaryTables::Angles angles = ropes.angles(op.rope, row);
+    const RotaryTables::Angles angles = ropes_.angles(op.rope, row);
     model_.rows.rotate(qkv + rank, 1, head_dim, angles.cosines, angles.sines, angles.half);
     model_.rows.rotate(products + rank, num_heads, head_dim, angles.cosines, angles.sines, angles.half);
     if (op.vectors[1]) {
@@ -170,6 +171,24 @@ void Attention::rotate_store_latent(const Op& op, const RotaryTables& ropes, flo
   scale_queries(op, products, num_heads * head_dim, row);
   if (!model_.rows.all_finite(qkv, shape.query_offset())) std::fill_n(products, num_heads * head_dim, std::nanf(""));
   store(op, row, products, qkv, nullptr);
+}
+
+// The norm of queries has no weights.
+void Attention::rotate_store_compressed(const Op& op, float* qkv, int row) {
+  const int num_heads = op.num_heads, head_dim = op.head_dim;
+  float* const key = qkv + num_heads * head_dim;
+  norm_queries_and_keys(op, qkv, row);
+  const RotaryTables::Angles angles = ropes_.angles(op.rope, row);
+  rotate_neighbors(angles, qkv, num_heads + 1, head_dim, 1.0f);
+  float* const inputs = qkv + op.first_column;
+  if (const Compression* const entries = op.compression) {
+    float* const index_queries = inputs + op.num_columns + entries->index_heads;
+    rotate_neighbors(angles, index_queries, entries->index_heads, entries->index_dim, 1.0f);
+  }
+  if (!model_.rows.all_finite(key, head_dim) || !model_.rows.all_finite(inputs, op.num_columns))
+    std::fill_n(qkv, num_heads * head_dim, std::nanf(""));
+  store(op, row, qkv, key, nullptr);
+  if (op.num_columns) entries_.store_inputs(op, row, inputs);
 }
 
 void Attention::store_queries(const Op& op, int row, const float* query_heads) {
@@ -274,7 +293,7 @@ AttentionTask Attention::kernel_task(const Op& op, const Task& task) const {
       nullptr,
       nullptr,
       {op.vectors[1], op.num_columns},
-      op.is_sparse ? choice_.of(task.kv_head, task.token) : nullptr,
+      op.is_sparse && !op.compression ? choice_.of(task.kv_head, task.token) : nullptr,
       choice_.stride(),
   };
 }
@@ -292,7 +311,7 @@ void Attention::choose(const Op& op, Tile& tile, const Rows& rows, Scratch& scra
   task.sequence = sequence_of(row);
   task.token = row;
   task.num_tokens = 1;
-  choice_.run(op, tile, kernel_task(op, task), rows, scratch);
+  choice_.run(op, tile, kernel_task(op, task), task.sequence, rows, scratch);
 }
 
 // Results (activations, or the state of a partition) stay in the thread's memory until the tile is committed.
@@ -336,12 +355,61 @@ void Attention::attend(const Op& op, const Task& task, const AttentionTask& kern
   finish(op, task, scratch.attention.total, rows, scratch, result);
 }
 
-// Writes the activations of a task's tokens, given the state over all their keys.
+// Tokens for which all entries are chosen share the copies.
+void Attention::add_entries(const Op& op, const Task& task, const AttentionState& total, Scratch& scratch) const {
+  CopiedKeys& copied = scratch.copied;
+  const int position = slice_.step.positions[slice_.first_token + task.token];
+  const auto count_of = [&](int token) { return (position + token + 1) / op.compression->rate; };
+  const auto chooses = [&](int token) { return op.is_sparse && count_of(token) > op.choice.num_chosen; };
+  for (int token = 0, end; token < task.num_tokens; token = end) {
+    copied.numbers.clear();
+    copied.visible.clear();
+    end = token + 1;
+    if (chooses(token)) {
+      const uint64_t* const chosen = choice_.of(0, task.token + token);
+      for (int number = 0; number < count_of(token); number++)
+        if (chosen[number / kChunk] >> number % kChunk & 1) copied.numbers.push_back(number);
+      copied.visible = {0, int32_t(copied.numbers.size())};
+    } else {
+      while (end < task.num_tokens && !chooses(end)) end++;
+      for (int number = 0; number < count_of(end - 1); number++) copied.numbers.push_back(number);
+      for (int each = token; each < end; each++) copied.visible.insert(copied.visible.end(), {0, count_of(each)});
+    }
+    if (copied.numbers.empty()) continue;
+    entries_.copy(op, task.sequence, false, copied);
+    attend_copied(op, task, token, end, total, scratch);
+  }
+}
+
+void Attention::attend_copied(const Op& op, const Task& task, int first, int end, const AttentionState& total,
+                              Scratch& scratch) const {
+  const KVLayout layout = entries_.copied_layout(op, false);
+  const CopiedKeys& copied = scratch.copied;
+  const int heads = recorded(op).heads, row = first * heads, padded = layout.padded_value_dim();
+  AttentionTask copies{};
+  copies.queries = queries(op, task.kv_head, task.token + first);
+  copies.num_tokens = end - first;
+  copies.visible = copied.visible.data();
+  copies.num_heads = heads;
+  copies.blocks = copied.blocks.data();
+  copies.kv_cache = copied.keys.bytes();
+  copies.copied_values = scratch.attention.copied_values;
+  const AttentionState of_tokens = {total.maximum + row, total.sum + row * kSumParts, total.values + row * padded};
+  for (int partition = 0; partition * kPartition < int(copied.numbers.size()); partition++) {
+    copies.first_partition = copies.last_partition = partition;
+    model_.attention.attend(layout, {op.attention.scale, op.attention.softcap, 0}, copies, scratch.attention,
+                            scratch.attention.part);
+    model_.attention.combine(of_tokens, scratch.attention.part, copies.num_tokens * heads, padded);
+  }
+}
+
+// Writes the activations of a task's tokens, given the state over all their keys but entries.
 void Attention::finish(const Op& op, const Task& task, const AttentionState& total, const Rows& rows, Scratch& scratch,
                        uint8_t* activations) const {
   const int value_dim = recorded(op).kv.value_dim, dim = output_dim(op);
   const int heads = recorded(op).heads, columns = heads * dim;
   float* out = scratch.tile.get();
+  if (op.compression) add_entries(op, task, total, scratch);
   if (const float* sinks = op.vectors[0]) {
     // A sink is a score without a value. Here it is in base 2, like the maximums.
     const float* own = sinks + task.kv_head * heads;
@@ -353,6 +421,7 @@ void Attention::finish(const Op& op, const Task& task, const AttentionState& tot
     std::memmove(out + r * dim, out + r * value_dim, dim * sizeof(float));
   const size_t row_bytes = activation_row_bytes(op.activation_kind, columns);
   for (int t = 0; t < task.num_tokens; t++, out += columns, activations += row_bytes) {
+    if (model_.shape.is_compressed) rotate_neighbors(ropes_.angles(op.rope, task.token + t), out, heads, dim, -1.0f);
     for (int h = 0; op.norms_values && h < heads; h++)
       model_.rows.rms_norm(out + h * dim, nullptr, op.eps, dim, out + h * dim);
     if (op.first_column) {

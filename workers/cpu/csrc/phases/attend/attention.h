@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "phases/attend/attention_tasks.h"
+#include "phases/attend/entries.h"
 #include "phases/attend/key_choice.h"
 #include "model/ranks.h"
 #include "model/rope.h"
@@ -19,8 +20,14 @@ namespace engine {
 
 class Attention {
  public:
-  Attention(const Model& model, const Ranks& ranks, const Slice& slice, int num_threads)
-      : model_(model), ranks_(ranks), slice_(slice), tasks_(model, slice, num_threads), choice_(model, slice) {}
+  Attention(const Model& model, const Ranks& ranks, const RotaryTables& ropes, const Slice& slice, int num_threads)
+      : model_(model),
+        ranks_(ranks),
+        ropes_(ropes),
+        slice_(slice),
+        tasks_(model, slice, num_threads),
+        entries_(model, ropes, slice),
+        choice_(model, entries_, slice) {}
 
   void add_op(const Op& op);
   // Makes room for the queries of a slice.
@@ -37,12 +44,14 @@ class Attention {
   // Sends the sums of squares of a row's queries and keys to the other ranks.
   void share_squares(const Op& op, const float* qkv, int row) const;
   // Norms and rotates a row's index queries and index key, and stores the key in the cache.
-  void store_index(const Op& op, const RotaryTables& ropes, float* qkv, int row);
+  void store_index(const Op& op, float* qkv, int row);
   // Replaces the index key of a row, if it is the last one of its group of keys, by that of the group.
   void summarize_group(const Op& op, float* qkv, int row);
+  // Computes and stores the entry whose last token is the row's, if there is one (compressed attention).
+  void store_entries(const Op& op, int row) const { entries_.store(op, row, sequence_of(row)); }
   // Norms and rotates a row's queries and keys. Stores the queries for the next attention, and keys and values in the
   // cache.
-  void rotate_store(const Op& op, const RotaryTables& ropes, float* qkv, int row);
+  void rotate_store(const Op& op, float* qkv, int row);
 
   // Divides an operation into tiles, and returns their number.
   int begin(const Op& op);
@@ -70,7 +79,8 @@ class Attention {
   // Norms heads by the sums of squares over all ranks, which are at `index` in the ranks' parts.
   void norm_shared(const Op& op, float* heads, int num_heads, int index, int row) const;
   void scale_queries(const Op& op, float* queries, int size, int row) const;
-  void rotate_store_latent(const Op& op, const RotaryTables& ropes, float* qkv, int row);
+  void rotate_store_latent(const Op& op, float* qkv, int row);
+  void rotate_store_compressed(const Op& op, float* qkv, int row);
   // Converts and stores a row's queries, [num_heads][head_dim], and stores its keys and values.
   void store_queries(const Op& op, int row, const float* query_heads);
   void store(const Op& op, int row, const float* query_heads, const float* keys, const float* values);
@@ -82,6 +92,11 @@ class Attention {
   size_t result_bytes(const Op& op, const Task& task) const;
   void attend(const Op& op, const Task& task, const AttentionTask& kernel_task, const Rows& rows, Scratch& scratch,
               uint8_t* result) const;
+  // Continues the softmax of a task's tokens with their entries.
+  void add_entries(const Op& op, const Task& task, const AttentionState& total, Scratch& scratch) const;
+  // Continues it for tokens [first, end) of the task with the copied entries, given the range of each token.
+  void attend_copied(const Op& op, const Task& task, int first, int end, const AttentionState& total,
+                     Scratch& scratch) const;
   void finish(const Op& op, const Task& task, const AttentionState& total, const Rows& rows, Scratch& scratch,
               uint8_t* activations) const;
   void write(const Op& op, const Task& task, const Rows& rows, uint8_t* result, Scratch& scratch);
@@ -93,8 +108,10 @@ class Attention {
 
   const Model& model_;
   const Ranks& ranks_;
+  const RotaryTables& ropes_;
   const Slice& slice_;
   AttentionTasks tasks_;
+  Entries entries_;
   KeyChoice choice_;
   // The queries of a slice, by key/value head, for layers with equal heads. At the same time, other pieces may be in
   // layers with other heads.

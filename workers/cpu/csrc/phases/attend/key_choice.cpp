@@ -65,7 +65,7 @@ int KeyChoice::begin(const Op& op) {
   return num_rows * num_parts_;
 }
 
-void KeyChoice::run(const Op& op, Tile& tile, AttentionTask kv_task, const Rows& rows, Scratch& scratch) {
+void KeyChoice::run(const Op& op, Tile& tile, AttentionTask kv_task, int sequence, const Rows& rows, Scratch& scratch) {
   const int row = row_of(tile), part = tile.index % num_parts_, num_heads = op.num_kv_heads;
   const int size = op.choice.block_size, most = most_candidates(op);
   const int count = op.choice.num_candidates(kv_task.position);
@@ -74,8 +74,12 @@ void KeyChoice::run(const Op& op, Tile& tile, AttentionTask kv_task, const Rows&
     for (int g = 0; g < num_heads; g++) std::fill_n(words(g, row), stride_, ~uint64_t(0));
     return;
   }
-  const int num_queries = model_.shape.latent.kv_rank ? model_.shape.latent.index_heads : num_heads;
-  const size_t query_words = num_queries * size_t(model_.attention.query_words(model_.kv(op).of_index()));
+  const Compression* const compression = op.compression;
+  const KVLayout index = (compression ? entries_.copied_layout(op, true) : model_.kv(op)).of_index();
+  const int num_queries = compression                   ? compression->index_heads
+                          : model_.shape.latent.kv_rank ? model_.shape.latent.index_heads
+                                                        : num_heads;
+  const size_t query_words = num_queries * size_t(model_.attention.query_words(index));
   scratch.results.reserve(sizeof(uint32_t) * (size_t(num_heads + 1) * most + query_words));
   float* scores = scratch.results.floats();
   auto *const sorted = reinterpret_cast<uint32_t*>(scores + num_heads * most), *const queries = sorted + most;
@@ -83,7 +87,10 @@ void KeyChoice::run(const Op& op, Tile& tile, AttentionTask kv_task, const Rows&
   const int first = partitions * part / num_parts_, end = partitions * (part + 1) / num_parts_;
   kv_task.first_partition = first;
   kv_task.last_partition = end - 1;
-  if (first < end) score(op, kv_task, rows.qkv(row), queries, most, scores);
+  if (first < end && compression)
+    score_entries(op, kv_task, sequence, rows.qkv(row), queries, scratch.copied, scores);
+  else if (first < end)
+    score(op, kv_task, rows.qkv(row), queries, most, scores);
   if (!tile.commit()) return;
   if (num_parts_ > 1) {
     float* const all = scores_.floats() + size_t(row) * num_heads * most;
@@ -101,9 +108,11 @@ void KeyChoice::run(const Op& op, Tile& tile, AttentionTask kv_task, const Rows&
     std::fill_n(ranks + count - op.choice.num_local, op.choice.num_local, ~uint32_t(0));
     uint64_t* const chosen = words(g, row);
     std::fill_n(chosen, stride_, uint64_t(0));
+    // The choice of entries has a bit for each entry.
+    const int bits = compression ? 1 : size;
     choose(ranks, sorted, count, op.choice.num_chosen,
-           [&](int i) { set_bits(chosen, i * size, std::min((i + 1) * size, stride_ * kChunk)); });
-    if (op.choice.has_groups) set_bits(chosen, count * size, kv_task.position + 1);
+           [&](int i) { set_bits(chosen, i * bits, std::min((i + 1) * bits, stride_ * kChunk)); });
+    if (op.choice.has_groups && !compression) set_bits(chosen, count * size, kv_task.position + 1);
   }
 }
 
@@ -124,6 +133,28 @@ void KeyChoice::score(const Op& op, const AttentionTask& kv_task, const float* p
   index_task.kv_cache += kv.heads_bytes();
   model_.attention.convert_queries(index, unscaled, projection + op.first_column, op.num_kv_heads, queries);
   model_.attention.score_blocks(index, index_task, queries, op.num_kv_heads, op.choice.block_size, stride, scores);
+}
+
+void KeyChoice::score_entries(const Op& op, const AttentionTask& kv_task, int sequence, const float* projection,
+                              uint32_t* queries, CopiedKeys& copied, float* scores) const {
+  const int rate = op.compression->rate, num_heads = op.compression->index_heads;
+  const int first = kv_task.first_partition * kPartition / rate;
+  const int end =
+      std::min((kv_task.last_partition + 1) * kPartition / rate, op.choice.num_candidates(kv_task.position));
+  copied.numbers.clear();
+  for (int number = first; number < end; number++) copied.numbers.push_back(number);
+  if (copied.numbers.empty()) return;
+  entries_.copy(op, sequence, true, copied);
+  const KVLayout layout = entries_.copied_layout(op, true);
+  AttentionTask copies{};
+  copies.position = end - first - 1;
+  copies.num_tokens = 1;
+  copies.last_partition = copies.position / kPartition;
+  copies.blocks = copied.blocks.data();
+  copies.kv_cache = copied.keys.bytes();
+  const float* const weights = projection + op.first_column;
+  model_.attention.convert_queries(layout.of_index(), {1.0f, 1.0f, 0}, weights + num_heads, num_heads, queries);
+  model_.attention.score_keys(layout, copies, queries, weights, num_heads, scores + first);
 }
 
 }  // namespace engine

@@ -11,6 +11,7 @@
 #include "model/model.h"
 #include "model/rows.h"
 #include "model/step.h"
+#include "phases/attend/entries.h"
 #include "phases/scratch.h"
 #include "runtime/buffer.h"
 #include "runtime/threads.h"
@@ -19,7 +20,8 @@ namespace engine {
 
 class KeyChoice {
  public:
-  KeyChoice(const Model& model, const Slice& slice) : model_(model), slice_(slice) {}
+  KeyChoice(const Model& model, const Entries& entries, const Slice& slice)
+      : model_(model), entries_(entries), slice_(slice) {}
 
   // Makes room for the choices of a slice. No thread may be reading the previous ones.
   void begin_slice();
@@ -32,8 +34,8 @@ class KeyChoice {
   // 0 if every token attends to all keys.
   int begin(const Op& op);
   int row_of(const Tile& tile) const { return tile.index / num_parts_; }
-  // `kv_task` describes the sequence of the tile's row.
-  void run(const Op& op, Tile& tile, AttentionTask kv_task, const Rows& rows, Scratch& scratch);
+  // `kv_task` describes the `sequence` of the tile's row.
+  void run(const Op& op, Tile& tile, AttentionTask kv_task, int sequence, const Rows& rows, Scratch& scratch);
 
   // Returns the last choices for a head by rows of the slice from `row` on, `stride` words each. Returns null if tokens
   // attend to all keys.
@@ -52,8 +54,12 @@ class KeyChoice {
   // Writes the scores of the candidates in the task's partitions, `stride` apart for each key/value head.
   void score(const Op& op, const AttentionTask& kv_task, const float* projection, uint32_t* queries, int stride,
              float* scores) const;
+  // Writes those of entries in the task's partitions.
+  void score_entries(const Op& op, const AttentionTask& kv_task, int sequence, const float* projection,
+                     uint32_t* queries, CopiedKeys& copied, float* scores) const;
 
   const Model& model_;
+  const Entries& entries_;
   const Slice& slice_;
   Buffer words_;
   Buffer scores_;  // of all parts of a row, if it is divided

@@ -29,7 +29,7 @@ void LatentProducts::run(const Op& op, Tile& tile, int num_rows, const Rows& row
 
 void LatentProducts::compute(const Op& op, const Rows& rows, int end_row, Scratch& scratch) const {
   const int most = rows_of_block(op);
-  for (int head = 0; head < model_.shape.num_heads; head++)
+  for (int head = 0; head < op.num_heads; head++)
     for (int first = rows.first; first < end_row; first += most) {
       const Block block = {head, first, std::min(end_row - first, most)};
       write(op, rows, block, product(op, rows, block, scratch));
@@ -45,7 +45,7 @@ float* LatentProducts::product(const Op& op, const Rows& rows, const Block& bloc
     x = rows.qkv(block.first_row) + shape.query_offset() + block.head * shape.latent.query_dim();
     stride = rows.qkv_stride();
   } else {
-    const size_t row_bytes = activation_row_bytes(ActivationKind::f32, shape.num_heads * weight.k);
+    const size_t row_bytes = activation_row_bytes(ActivationKind::f32, op.num_heads * weight.k);
     x = reinterpret_cast<const float*>(rows.activations(1, block.first_row, row_bytes)) + block.head * weight.k;
     stride = row_bytes / sizeof(float);
   }
@@ -60,7 +60,7 @@ float* LatentProducts::product(const Op& op, const Rows& rows, const Block& bloc
 void LatentProducts::write(const Op& op, const Rows& rows, const Block& block, float* sums) const {
   const ModelShape& shape = model_.shape;
   const int size = op.heads[block.head].n;
-  const size_t row_bytes = activation_row_bytes(op.activation_kind, shape.num_heads * size);
+  const size_t row_bytes = activation_row_bytes(op.activation_kind, op.num_heads * size);
   for (int row = block.first_row; row < block.first_row + block.num_rows; row++, sums += size) {
     if (op.kind == OpKind::latent_queries)
       std::copy_n(sums, size, rows.qkv(row) + shape.product_offset() + block.head * shape.head_dim);

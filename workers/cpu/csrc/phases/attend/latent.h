@@ -14,7 +14,7 @@ class LatentProducts {
   explicit LatentProducts(const Model& model) : model_(model) {}
 
   // Divides an operation into tiles of one head and some rows each, and returns their number.
-  int begin(const Op& op, int rows) const { return model_.shape.num_heads * row_blocks(op, rows); }
+  int begin(const Op& op, int rows) const { return op.num_heads * row_blocks(op, rows); }
   void run(const Op& op, Tile& tile, int num_rows, const Rows& rows, Scratch& scratch) const;
   // Computes rows [rows.first, end_row) of the slice in this thread alone.
   void compute(const Op& op, const Rows& rows, int end_row, Scratch& scratch) const;
