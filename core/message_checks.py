@@ -14,6 +14,7 @@ from typing import Final
 
 import numpy as np
 
+from ..protocol.arrays import int32_view
 from ..protocol.block_hash import HASH_BYTES
 from ..protocol.config import PROTOCOL_VERSION, EngineConfig
 from ..protocol.errors import ParameterError
@@ -23,6 +24,7 @@ from ..protocol.messages import (
     ClientHello,
     ClientMessage,
     EncoderGrid,
+    EncoderInput,
     EngineCoreRequest,
 )
 from ..protocol.worker_messages import (
@@ -84,6 +86,7 @@ def is_valid_request(request: EngineCoreRequest, vocab_size: int) -> bool:
             and 0 <= item.num_tokens <= _MAX_INT32
             and 0 <= item.size <= _MAX_INT32
             and (item.grid is None or _is_valid_grid(item.grid, item.num_tokens))
+            and _are_valid_places(item, len(request.prompt_token_ids) // 4)
             for item in request.encoder_inputs
         )
     ):
@@ -180,6 +183,20 @@ def _is_valid_grid(grid: EncoderGrid, num_tokens: int) -> bool:
         and 0 <= grid.margin <= num_tokens
         and grid.num_tokens == num_tokens
         and 0 <= grid.time < _MAX_TIME
+    )
+
+
+def _are_valid_places(item: EncoderInput, num_tokens: int) -> bool:
+    if not item.places:
+        return True
+    if len(item.places) % 12:
+        return False
+    end, values = item.position - 1 + len(item.places) // 12, int32_view(item.places)
+    return (
+        item.position > 0
+        and item.position + item.num_tokens <= end <= num_tokens
+        and int(values.min()) > -_MAX_TIME
+        and int(values.max()) < _MAX_TIME
     )
 
 

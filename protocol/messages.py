@@ -73,8 +73,7 @@ class EncoderGrid(msgspec.Struct, array_like=True, omit_defaults=True, gc=False,
     """The grid of an encoder input's embeddings, row by row, for models with three-dimensional rotary positions.
 
     All embeddings have the same position in time. If `continues`, they are the next frame of the previous input's
-    video, and that position is `time` after the position of the video's first frame. There are `margin` embeddings
-    before and after the grid, which have positions like text.
+    video, `time` positions after its first frame. `margin` embeddings before and after the grid are placed like text.
     """
 
     rows: int
@@ -96,7 +95,9 @@ class EncoderInput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
     number of embeddings that the encoder computes from `data`, which only the workers can decode. Equal `content_hash`
     (32 bytes) means equal embeddings and an equal `grid`, which has `num_tokens` embeddings if there is one. If
     `row_length` is not 0, the token after every `row_length` embeddings keeps its own embedding. If `embeddings` names
-    a dtype, `data` contains the embeddings themselves: [size, hidden size] numbers in row-major order.
+    a dtype, `data` contains the embeddings themselves: [size, hidden size] numbers in row-major order. Instead of a
+    grid, `places` int32 [tokens, 3] may have the rotary positions of an image from the mark before it on, relative to
+    the mark's as text. Below 0 means 0. Text follows the highest, and later inputs among the tokens have neither.
     """
 
     position: int
@@ -107,6 +108,7 @@ class EncoderInput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
     row_length: int = 0
     grid: EncoderGrid | None = None
     embeddings: str = ""
+    places: bytes = b""
 
 
 class ImagePayload(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=True):

@@ -9,12 +9,13 @@ from itertools import accumulate
 import msgspec
 import numpy as np
 
-from ...protocol.config.images import AnyImageProcessor
+from ...protocol.config.images import AnyImageProcessor, SlicesProcessor
 from ...protocol.config.videos import AnyVideoProcessor, VideoProcessor
 from ...protocol.errors import ConfigError, ParameterError
 from ...protocol.messages import EncoderInput
 from ..chat.messages import MEDIA_MARK
 from ..tokenizer.tokenizer import Tokenizer
+from .canvas import with_places
 from .media_reader import PreparedImage, ReaderConfig
 
 
@@ -76,6 +77,11 @@ class PromptImages:
                     # Each grid of a video has these tokens before and after it.
                     patterns.insert(0, re.escape(self._video_token.join(around)))
         self._place = re.compile("|".join(patterns))
+        self._canvas_marks: set[int] = set()
+        if isinstance(config, SlicesProcessor) and config.newline_id is not None:
+            texts = (config.start, config.end, config.slice_start, config.slice_end)
+            ids = (tokenizer.token_to_id(text) for text in texts if text)
+            self._canvas_marks = {config.newline_id, *(id_ for id_ in ids if id_ is not None)}
         self.reader_config = ReaderConfig(
             config, videos, token, token_of_video, around, max_outputs
         )
@@ -145,8 +151,13 @@ class PromptImages:
                 start + item.num_tokens - 1 for start, item in zip(starts, inputs, strict=True)
             ]
             if (lasts == expected).all():
-                return [
+                placed = iter(
                     msgspec.structs.replace(item, position=int(start))
                     for item, start in zip(inputs, starts, strict=True)
-                ]
+                )
+                if not self._canvas_marks:
+                    return list(placed)
+                groups = [[next(placed) for _ in image.inputs] for image in images]
+                each = (with_places(token_ids, group, self._canvas_marks) for group in groups)
+                return [item for group in each for item in group]
         raise ParameterError("messages", "have text that the tokenizer joins with an image's token")

@@ -55,7 +55,8 @@ def read_recurrent_layer(fields: ConfigFields) -> RecurrentLayer | None:
             _require_silu(fields, "mamba_hidden_act")
             return _read_nemotron_h(fields)
         case (
-            "qwen3_5"
+            "minicpmv4_7"
+            | "qwen3_5"
             | "qwen3_5_text"
             | "qwen3_5_moe"
             | "qwen3_5_moe_text"

@@ -176,7 +176,8 @@ class SlicesProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="slic
 
     The grid of slices has an aspect ratio similar to the image's, and each slice about `side` x `side` pixels. Sides
     are multiples of `unit` pixels, and each square of `unit` x `unit` pixels makes one embedding. In the prompt, a
-    slice is between `slice_start` and `slice_end`. If `max_slices` is 1, no slices are added.
+    slice is between `slice_start` and `slice_end`. If `max_slices` is 1, no slices are added. If `newline_id`, the
+    token between rows of slices, is given, tokens have rotary positions on one canvas (MiniCPM-V 4.7).
     """
 
     side: int
@@ -184,6 +185,7 @@ class SlicesProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="slic
     max_slices: int
     slice_start: str = ""
     slice_end: str = ""
+    newline_id: int | None = None
 
 
 class PadProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="pad"):

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ...protocol.arrays import Int32Array
+from ...protocol.arrays import Int32Array, int32_view
 from ...protocol.errors import EngineError
 from ...protocol.messages import EncoderGrid, EncoderInput
 
@@ -79,6 +79,15 @@ def _positions(inputs: Sequence[EncoderInput]) -> tuple[Int32Array, int]:
     parts: list[NDArray[np.int64]] = []
     token, base, following = 0, 0, 0
     for item in inputs:
+        if item.places:
+            mark, places = item.position - 1, int32_view(item.places).reshape(-1, 3)
+            parts.append(_equal(following, following + mark - token))
+            following += mark - token
+            parts.append(np.maximum(places.astype(np.int64) + following, 0))
+            following, token = int(parts[-1].max()) + 1, mark + len(places)
+        if item.position < token:
+            # The input is among the places of an earlier one.
+            continue
         grid = _grid(item)
         num_text = item.position - token
         parts.append(_equal(following, following + num_text))

@@ -245,26 +245,29 @@ def _reordered(x: Tensor, order_C: Tensor) -> Tensor:
 
 
 def _layers_spec(spec: GridVisionSpec) -> LayersSpec:
-    head_dim = spec.hidden_size // spec.num_heads
-    rotary: PatchRotary | None = None
-    if spec.rotary is not None:
-        # Compute in float32, as transformers does.
-        rotary = PatchRotary(spec.rotary, spec.rope_theta, head_dim, in_float32=True)
     return LayersSpec(
         hidden_size=spec.hidden_size,
         intermediate_size=spec.intermediate_size,
         num_heads=spec.num_heads,
-        head_dim=head_dim,
+        head_dim=spec.hidden_size // spec.num_heads,
         feature_layers=tuple(sorted({*spec.deepstack_layers, spec.num_layers})),
         activation=spec.activation,
         norm_kind=spec.norm_kind,
         norm_eps=spec.norm_eps,
-        rotary=rotary,
+        rotary=_rotary(spec),
         full_layers=spec.full_layers,
         qk_norm="head" if spec.has_head_norms else None,
         has_gate=spec.has_gate,
         gate_limit=spec.gate_limit,
     )
+
+
+def _rotary(spec: GridVisionSpec) -> PatchRotary | None:
+    if spec.rotary is None:
+        return None
+    # Compute in float32, as transformers does.
+    head_dim = spec.hidden_size // spec.num_heads
+    return PatchRotary(spec.rotary, spec.rope_theta, head_dim, in_float32=True)
 
 
 def _read_layer(spec: GridVisionSpec, tensors: VisionWeights, prefix: str) -> LayerWeights:
@@ -290,7 +293,11 @@ def _read_layer(spec: GridVisionSpec, tensors: VisionWeights, prefix: str) -> La
     elif spec.has_joined_qkv:
         qkv = [read("attn.qkv", 3 * size, size)]
     else:
-        qkv = [Linear.join([read(f"attn.{name}_proj", size, size) for name in "qkv"])]
+        q, k, v = (read(f"attn.{name}_proj", size, size) for name in "qkv")
+        rotary = _rotary(spec)
+        if rotary is not None and (order_K := rotary.stored_order) is not None:
+            q, k = q.reorder_heads(order_K), k.reorder_heads(order_K)
+        qkv = [Linear.join([q, k, v])]
     return LayerWeights(
         attention_norm=norms[0],
         qkv=qkv,

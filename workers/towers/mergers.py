@@ -33,6 +33,8 @@ def read_merger(
     """
     if spec.merger_size:
         return _GatedMerger(spec, tensors, checkpoint)
+    if spec.projects_patches:
+        return _PatchMerger(spec, tensors)
     if spec.has_newlines:
         return _NewlineMerger(spec, tensors, checkpoint)
     if spec.has_third_matrix:
@@ -106,6 +108,23 @@ class _GatedMerger:
         if self._limit:
             gate_PF, up_PF = limited(gate_PF, up_PF, self._limit)
         return self._down(self._activation(gate_PF) * up_PF)
+
+
+class _PatchMerger:
+    """Projects each patch by two matrices, and then the patches of each cell by two more."""
+
+    def __init__(self, spec: GridVisionSpec, tensors: VisionWeights) -> None:
+        inner, output = spec.merger_inner, spec.output_size
+        self._joined = output * spec.merge_size**2
+        sizes = ((inner, spec.hidden_size), (output, inner), (inner, self._joined), (output, inner))
+        self._linears = [
+            tensors.read_linear(f"merger.fc{i}", *shape) for i, shape in enumerate(sizes, 1)
+        ]
+
+    def __call__(self, x_PD: Tensor, num_columns: int) -> Tensor:
+        first, second, third, fourth = self._linears
+        x = second(F.gelu(first(x_PD))).reshape(-1, self._joined)
+        return fourth(F.gelu(third(x)))
 
 
 class _ElementMerger:

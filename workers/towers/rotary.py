@@ -29,10 +29,15 @@ class PatchRotary:
     * "pairs" (Llama 4): each pair is a part. The first half of the pairs follows the column.
     * "alternating" (Kimi K2.5): each pair is a part. Columns and rows alternate, and two consecutive pairs have the
       same frequency.
+    * "thirds" (MiniMax M3): one part. Equally many pairs follow the frame, the row and the column, with equal
+      frequencies. All patches have frame 0, and the remaining pairs are not rotated. Checkpoints store the elements of
+      heads in `stored_order`.
     * "sequence" (DeepSeek-OCR 2): one part, in which all pairs follow the row, with the frequencies of decoders.
     """
 
-    order: Literal["mixed", "halves", "pairs", "joined", "columns first", "alternating", "sequence"]
+    order: Literal[
+        "mixed", "halves", "pairs", "joined", "columns first", "alternating", "thirds", "sequence"
+    ]
     theta: float
     head_dim: int
     in_float32: bool = False
@@ -52,6 +57,9 @@ class PatchRotary:
             return (COLUMN, ROW) * (half // 2)
         if self.order == "sequence":
             return (ROW,) * half
+        if self.order == "thirds":
+            third = self.head_dim // 6
+            return (ROW,) * 2 * third + (COLUMN,) * third + (ROW,) * (half - 3 * third)
         first = -(-half // 2)
         has_columns_first = self.num_parts > 1 or self.order == "columns first"
         axes = (COLUMN, ROW) if has_columns_first else (ROW, COLUMN)
@@ -65,10 +73,26 @@ class PatchRotary:
             if self.order == "sequence":
                 return frequencies
             return torch.cat((frequencies[::2], frequencies[1::2]))
+        if self.order == "thirds":
+            third, zeros = size // 6, torch.zeros(size // 2)
+            own = 1.0 / self.theta ** (torch.arange(0, 2 * third, 2).float() / (2 * third))
+            return torch.cat((zeros[:third], own, own, zeros[3 * third :]))
         frequencies = 1.0 / self.theta ** (torch.arange(0, size // 2, 2).float() / (size // 2))
         if self.order == "alternating":
             return frequencies.repeat_interleave(2)
         return frequencies.repeat(2)
+
+    @property
+    def stored_order(self) -> Tensor | None:
+        """The elements of a head as a checkpoint stores them, int64 [K], so that pairs are half a head apart.
+
+        None if they are already.
+        """
+        if self.order != "thirds":
+            return None
+        num_rotated = 6 * (self.head_dim // 6)
+        rotated, others = torch.arange(self.head_dim).split((num_rotated, self.head_dim % 6))
+        return torch.cat((rotated.view(2, -1), others.view(2, -1)), 1).flatten()
 
     def rotation(self, places_P2: Tensor, dtype: torch.dtype) -> PatchRotation:
         """Return the rotation for patches at these rows and columns."""

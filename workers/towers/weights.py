@@ -55,6 +55,12 @@ class Linear:
         order = rows.expand(-1, count, -1).flatten()
         return Linear(self.weight[order], None if self.bias is None else self.bias[order])
 
+    def reorder_heads(self, order_K: Tensor) -> Linear:
+        """Return a product whose outputs have another order in each head."""
+        index = torch.arange(len(self.weight), device=self.weight.device).view(-1, len(order_K))
+        order = index[:, order_K.to(index.device)].flatten()
+        return Linear(self.weight[order], None if self.bias is None else self.bias[order])
+
     def scale_outputs(self, factors: Tensor) -> None:
         """Multiply each output by a factor, by scaling the rows of the matrix."""
         self.weight.mul_(factors[:, None])

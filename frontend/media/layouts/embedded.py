@@ -12,6 +12,7 @@ from ....protocol.config.images import (
     FitProcessor,
     GridProcessor,
     ResizeProcessor,
+    SlicesProcessor,
 )
 from ....protocol.messages import EmbeddingPayload, EncoderGrid
 from .grids import tiles_and_whole
@@ -32,6 +33,8 @@ def embedded(values: NDArray[np.float32], grid: Grid | None, config: AnyImagePro
     Raises:
         ValueError: The model needs a grid, or the grid does not match the embeddings.
     """
+    if isinstance(config, SlicesProcessor) and config.newline_id is not None:
+        raise ValueError("this model does not support embeddings of images; send the images")
     if isinstance(config, GridProcessor):
         return _split(values, grid or (0, 0), config)
     if not isinstance(config, FitProcessor | ResizeProcessor):

@@ -27,7 +27,7 @@ def resized(image: Image.Image, config: ResizeProcessor) -> Parts:
     margin = int(config.has_newlines)
     columns = image.width // config.unit + margin
     grid = EncoderGrid(image.height // config.unit, columns, margin=margin)
-    return [Tile(payload, grid.num_tokens, grid=grid)]
+    return [config.start, Tile(payload, grid.num_tokens, grid=grid), config.end]
 
 
 def grown_size(width: int, height: int, unit: int) -> tuple[int, int]:

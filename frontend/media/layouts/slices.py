@@ -7,6 +7,7 @@ import math
 from PIL import Image
 
 from ....protocol.config.images import MAX_RATIO, SlicesProcessor
+from ....protocol.messages import EncoderGrid
 from .pixels import Parts, Tile, make_tile, resize
 
 
@@ -41,8 +42,9 @@ def slices(image: Image.Image, config: SlicesProcessor) -> Parts:
 
 
 def _tile(image: Image.Image, config: SlicesProcessor) -> Tile:
-    num_outputs = image.width // config.unit * (image.height // config.unit)
-    return make_tile(image, config)._replace(num_outputs=num_outputs)
+    rows, columns = image.height // config.unit, image.width // config.unit
+    grid = None if config.newline_id is None else EncoderGrid(rows, columns)
+    return make_tile(image, config)._replace(num_outputs=rows * columns, grid=grid)
 
 
 def _grid(width: int, height: int, config: SlicesProcessor) -> tuple[int, int]:

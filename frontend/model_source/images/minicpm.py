@@ -32,6 +32,11 @@ def slices(source: ProcessorSource, vision: VisionSpec, token_id: int) -> Slices
     max_slices = fields.integer("max_slice_nums", 9, maximum=_MAX_SLICES) if splits else 1
     is_numbered = fields.boolean("use_image_id", True)
 
+    newline_id: int | None = None
+    if vision.has_axes:
+        if not is_numbered:
+            raise fields.wrong("use_image_id", "true", False)
+        newline_id = source.config.integer("newline_id", minimum=0)
     units = side / unit
     # Sides are rounded to whole units. Together they are longest for the most oblong images, 200 to 1.
     most = math.ceil(units**2 + 14.3 * units) + 2
@@ -50,4 +55,5 @@ def slices(source: ProcessorSource, vision: VisionSpec, token_id: int) -> Slices
         number_end=token("image_id_end") if is_numbered else "",
         slice_start=token("slice_start") if splits else "",
         slice_end=token("slice_end") if splits else "",
+        newline_id=newline_id,
     )

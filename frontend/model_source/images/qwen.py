@@ -71,6 +71,18 @@ def resize_lines(source: ProcessorSource, vision: GridVisionSpec, token_id: int)
     return msgspec.structs.replace(config, num_outputs=most, has_newlines=True)
 
 
+def resize_between_marks(
+    source: ProcessorSource, vision: GridVisionSpec, token_id: int
+) -> ResizeProcessor:
+    """Return the processor of MiniMax M3, which names the marks around an image itself."""
+    fields = source.fields
+    if fields.get("size") in (None, [672, 672]):
+        # Published files have a size that is not used.
+        fields = fields.with_values({"size": {"shortest_edge": 56**2, "longest_edge": 672**2}})
+    config = resize(replace(source, fields=fields), vision, token_id)
+    return msgspec.structs.replace(config, start="]<]start of image[>[", end="]<]end of image[>[")
+
+
 def pad(source: ProcessorSource, vision: GridVisionSpec, token_id: int) -> PadProcessor:
     """Return the processor of Kimi K2.5, whose file uses its own field names."""
     own = source.fields.first_section("media_proc_cfg")

@@ -21,7 +21,15 @@ from .llama4 import tiles
 from .minicpm import slices
 from .muse import muse
 from .pixtral import lighton_ocr, pixtral
-from .qwen import corner, pad, resize, resize_lines, resize_pairs, resize_rounded
+from .qwen import (
+    corner,
+    pad,
+    resize,
+    resize_between_marks,
+    resize_lines,
+    resize_pairs,
+    resize_rounded,
+)
 from .single import single
 from .source import ProcessorSource
 
@@ -114,8 +122,10 @@ _READERS: Final[dict[str, _Reader]] = {
     "llava": single,
     "llava_next": anyres,
     "llava_onevision": anyres,
+    "minimax_m3_vl": resize_between_marks,
     "minicpm_ocr": slices,
     "minicpmv4_6": slices,
+    "minicpmv4_7": slices,
     "mistral3": pixtral,
     "muse_glimmer": muse,
     "paddleocr_vl": resize_rounded,

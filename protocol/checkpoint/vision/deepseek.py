@@ -28,6 +28,7 @@ class QueryVisionSpec:
         neck_size: The number of channels after the layers of the image encoder.
         middle_size: The number of channels between the two convolutions with a stride.
         reader_size: The hidden size of the reader, and the number of elements of a feature.
+        has_axes: Always False, because the decoder's positions have one coordinate.
         span_kind: Always None, because the decoder is causal.
     """
 
@@ -52,6 +53,7 @@ class QueryVisionSpec:
     reader_eps: float
     reader_theta: float
     output_size: int
+    has_axes: bool = False
     span_kind: SpanKind | None = None
 
     @property

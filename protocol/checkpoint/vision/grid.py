@@ -46,13 +46,15 @@ class GridVisionSpec:
         num_kv_heads: If not 0, several query heads share keys and values, of which there are this many heads.
         rotary: The order of a head's angles: those of the row before those of the column ("joined"), the other way
             around ("columns first"), or alternating, beginning with the column, where neighboring elements are rotated
-            together ("alternating"). None if there is no rotation.
+            together ("alternating"). With "thirds" (MiniMax M3), a third of a head each is rotated by the frame, the
+            row and the column. None if there is no rotation.
         has_axes: True if the decoder's positions have three coordinates, else one.
         has_flat_patches: True if the checkpoint stores the patch projection with two dimensions, pixel by pixel.
         has_flat_frames: True if the checkpoint stores it with two dimensions, frame by frame and channel by channel.
         merger_norm: Whether the projection norms each patch or each square of patches; None if neither.
         merger_inner: If not 0, the number of elements between the two matrices of the projection.
         has_merger_biases: True if the matrices of the projection have biases.
+        projects_patches: True if the projection has two matrices for each patch, and two for each square (MiniMax M3).
         middle_size: If not 0, the number of outputs of the projection's second matrix, which is followed by a third.
         has_third_matrix: True if the projection has three matrices, of which the first reads an element of all patches
             of a square before the next element.
@@ -97,13 +99,14 @@ class GridVisionSpec:
     merger_eps: float = 0.0
     has_joined_qkv: bool = True
     num_kv_heads: int = 0
-    rotary: Literal["joined", "columns first", "alternating"] | None = "joined"
+    rotary: Literal["joined", "columns first", "alternating", "thirds"] | None = "joined"
     has_axes: bool = True
     has_flat_patches: bool = False
     has_flat_frames: bool = False
     merger_norm: Literal["patches", "squares"] | None = "patches"
     merger_inner: int = 0
     has_merger_biases: bool = True
+    projects_patches: bool = False
     middle_size: int = 0
     has_third_matrix: bool = False
     has_newlines: bool = False

@@ -1,4 +1,4 @@
-"""Read the vision towers of PaddleOCR-VL, Hunyuan-OCR, Kimi K2.5 and LFM2-VL."""
+"""Read the vision towers of PaddleOCR-VL, Hunyuan-OCR, MiniMax M3, Kimi K2.5 and LFM2-VL."""
 
 from __future__ import annotations
 
@@ -49,6 +49,30 @@ def hunyuan_vl(fields: ConfigFields, vision: ConfigFields, output_size: int) -> 
         tensor_names=_HUNYUAN_NAMES,
     )
     return replace(spec, has_final_norm=False)
+
+
+def minimax_m3(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVisionSpec:
+    """Return the tower of MiniMax M3."""
+    vision = vision.with_defaults(
+        hidden_size=1280, intermediate_size=5120, num_hidden_layers=32, num_attention_heads=16
+    )
+    sizes = _sizes(vision, vision.integer("patch_size", 14, maximum=256))
+    sizes |= {"has_patch_bias": False, "has_final_norm": False}
+    sizes["frames_per_patch"] = vision.integer("temporal_patch_size", 2, maximum=16)
+    return GridVisionSpec(
+        **sizes,
+        merge_size=vision.integer("spatial_merge_size", 2, maximum=16),
+        activation=vision.text("hidden_act", "gelu"),
+        output_size=output_size,
+        norm_eps=vision.positive("layer_norm_eps", 1e-5),
+        has_patch_norm=True,
+        has_joined_qkv=False,
+        rotary="thirds",
+        has_axes=False,
+        merger_inner=fields.integer("projector_hidden_size", 6144),
+        projects_patches=True,
+        tensor_names=_MINIMAX_NAMES,
+    )
 
 
 def kimi_k25(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVisionSpec:
@@ -160,6 +184,26 @@ _HUNYUAN_NAMES: Final = (
     (r"(visual\.blocks\..*)\.dense_4h_to_h\.", r"\1.fc2."),
     (r"visual\.merger\.(proj\.0|proj_conv)\.", "visual.merger.square."),
     (r"visual\.merger\.(proj\.2|proj_out)\.", "visual.merger.proj."),
+)
+_MINIMAX_NAMES: Final = (
+    (
+        r"(model\.)?vision_tower\.(vision_model\.)?embeddings\.(patch_embedding|proj)\.",
+        "visual.patch_embed.proj.",
+    ),
+    (r"(model\.)?vision_tower\.(vision_model\.encoder\.)?layers\.", "visual.blocks."),
+    (r"(model\.)?vision_tower\.(vision_model\.)?pre_layrnorm\.", "visual.patch_norm."),
+    (r"(visual\.blocks\..*)\.layer_norm", r"\1.norm"),
+    (r"(visual\.blocks\..*)\.self_attn\.out_proj\.", r"\1.attn.proj."),
+    (r"(visual\.blocks\..*)\.self_attn\.", r"\1.attn."),
+    (
+        r"(model\.)?(patch_merge_mlp\.linear|multi_modal_projector\.merge_linear)_1\.",
+        "visual.merger.fc3.",
+    ),
+    (
+        r"(model\.)?(patch_merge_mlp\.linear|multi_modal_projector\.merge_linear)_2\.",
+        "visual.merger.fc4.",
+    ),
+    (r"(model\.)?multi_modal_projector\.linear_", "visual.merger.fc"),
 )
 _KIMI_NAMES: Final = (
     (r"vision_tower\.encoder\.", "vision_tower."),

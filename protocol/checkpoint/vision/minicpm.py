@@ -1,4 +1,4 @@
-"""Read the vision towers of MiniCPM-V 4.6 and MiniCPM-OCR."""
+"""Read the vision towers of MiniCPM-V 4.6 and 4.7 and MiniCPM-OCR."""
 
 from __future__ import annotations
 
@@ -37,6 +37,11 @@ def minicpmv4_6(fields: ConfigFields, vision: ConfigFields, output_size: int) ->
         projection_eps=1e-6,
         tensor_names=_MINICPM_NAMES,
     )
+
+
+def minicpmv4_7(fields: ConfigFields, vision: ConfigFields, output_size: int) -> VisionSpec:
+    """Return the tower of MiniCPM-V 4.7, which is that of MiniCPM-V 4.6."""
+    return replace(minicpmv4_6(fields, vision, output_size), has_axes=True)
 
 
 def minicpm_ocr(fields: ConfigFields, vision: ConfigFields, output_size: int) -> VisionSpec:

@@ -25,8 +25,8 @@ from .idefics3 import idefics3
 from .internvl import internvl, qianfan_ocr
 from .llama4 import llama4
 from .llava import llava, llava_next, llava_onevision, vipllava
-from .merged import hunyuan_vl, kimi_k25, lfm2_vl, paddleocr_vl
-from .minicpm import minicpm_ocr, minicpmv4_6
+from .merged import hunyuan_vl, kimi_k25, lfm2_vl, minimax_m3, paddleocr_vl
+from .minicpm import minicpm_ocr, minicpmv4_6, minicpmv4_7
 from .muse import muse
 from .pixtral import pixtral
 from .spec import VisionSpec
@@ -78,8 +78,10 @@ _READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionS
     "llava": llava,
     "llava_next": llava_next,
     "llava_onevision": llava_onevision,
+    "minimax_m3_vl": minimax_m3,
     "minicpm_ocr": minicpm_ocr,
     "minicpmv4_6": minicpmv4_6,
+    "minicpmv4_7": minicpmv4_7,
     "mistral3": pixtral,
     "muse_glimmer": muse,
     "paddleocr_vl": paddleocr_vl,

@@ -57,6 +57,7 @@ class VisionSpec:
         max_tiles: The maximum number of tiles to whose patches such a grid is reduced (LLaVA-OneVision, arXiv
             2408.03326).
         span_kind: Which of the decoder's tokens attend to later tokens.
+        has_axes: True if the decoder's positions have three coordinates (MiniCPM-V 4.7), else one.
         layer_token_id: The token whose per-layer inputs are used for images, in models with inputs for every layer.
         tensor_names: Translates the checkpoint's tensor names to CLIP's, as in `ModelSpec`.
 
@@ -122,6 +123,7 @@ class VisionSpec:
     has_newlines: bool = False
     max_tiles: int = 0
     span_kind: SpanKind | None = None
+    has_axes: bool = False
     layer_token_id: int = 0
     tensor_names: tuple[tuple[str, str], ...] = ()
 

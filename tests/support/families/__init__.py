@@ -116,8 +116,8 @@ def save_reference(reference: Any, path: Path) -> None:
 def save_multimodal(family: str, path: Path) -> Any:
     """Save such a model in the form that it is published in, and return it."""
     reference = make_multimodal(family)
-    # Transformers renames layers of these decoders like those of the tower.
-    is_original = family not in ("Kimi_K25", "QianfanOCR")
+    # Transformers renames layers of this decoder like those of the tower.
+    is_original = family != "Kimi_K25"
     reference.save_pretrained(path, save_original_format=is_original)
     if family == "Kimi_K25":
         config = json.loads((path / "config.json").read_text())

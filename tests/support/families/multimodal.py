@@ -83,8 +83,6 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
         LATENT | {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
     ),
     "Lfm3Vl": ("lfm3", {"layer_types": ["conv", "full_attention", "conv"]}),
-    "MiniCPMOcr": ("qwen3_5_text", {"head_dim": 16, "layer_types": ["full_attention"] * 3}),
-    "MiniCPMV4_7": ("qwen3_5_text", {"head_dim": 16, "layer_types": ["full_attention"] * 3}),
     "Lfm2Vl": ("lfm2", {"layer_types": ["conv", "full_attention", "conv"]}),
     "LlavaNextVideo": ("llama", {}),
     "MistralLarge4": (
@@ -116,7 +114,6 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": MROPE | {"partial_rotary_factor": 0.5, "mrope_interleaved": True},
         },
     ),
-    "QianfanOCR": ("qwen3", {"head_dim": 16}),
     "Step3p7": (
         "step3p5",
         {

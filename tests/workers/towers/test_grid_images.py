@@ -7,10 +7,13 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from engine.frontend.media.canvas import with_places
 from engine.frontend.media.layouts.pixels import Tile
 from engine.frontend.media.processor import process_image
 from engine.frontend.model_source.images.read import read_image_processor
 from engine.protocol.checkpoint.config_fields import ConfigFields
+from engine.protocol.messages import EncoderInput
+from engine.workers.batch.rotary_positions import RotaryPositions
 from engine.workers.loaders.open_checkpoint import open_checkpoint
 from engine.workers.towers.make_tower import make_tower
 from engine.workers.towers.placed import Placed
@@ -18,7 +21,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from support.decoders import CPU, TOWER_LAYERS, Runner, load_decoder, load_native_decoder
 from support.families import SMALL
-from support.families.experts import LATENT
+from support.families.experts import BLOCKS_OF_KEYS, LATENT
 from support.qwen_checkpoints import video_patches
 
 pytestmark = pytest.mark.slow
@@ -93,10 +96,11 @@ DEEPSEEK = {
         "num_key_value_heads": 2,
     },
 }
-PAIRED = ("exaone4_5", "hyperclovax_vision_v2")
+PAIRED = ("exaone4_5", "hyperclovax_vision_v2", "minimax_m3_vl")
 """Models whose patches have two frames."""
-MINICPM_MODELS = ("minicpmv4_6", "minicpm_ocr")
-SIZES = {"deepseek_ocr2": ((30, 21), (250, 150))}
+MINICPM_MODELS = ("minicpmv4_6", "minicpm_ocr", "minicpmv4_7")
+MARKS = {"<image_start>": 90, "<image_end>": 91, "<slice_start>": 92, "<slice_end>": 93, "\n": 94}
+SIZES = {"deepseek_ocr2": ((30, 21), (250, 150)), "minicpmv4_7": ((30, 21), (60, 55), (90, 40))}
 MEAN_AND_STD = ([0.5] * 3, [0.5] * 3)
 
 
@@ -132,12 +136,36 @@ def _config(kind):
             projector_hidden_size=56,
             image_token_id=IMAGE_TOKEN,
         )
+    if kind == "minimax_m3_vl":
+        layers = {"mlp_layer_types": ["dense", "sparse", "sparse"]}
+        layers["layer_types"] = ["full_attention"] * 3
+        # Two of 20 elements of a head are not rotated.
+        vision = KIMI | {"model_type": "minimax_m3_vl_vision", "hidden_size": 80}
+        return transformers.MiniMaxM3VLConfig(
+            vision_config=vision,
+            text_config=SMALL | BLOCKS_OF_KEYS | layers,
+            projector_hidden_size=56,
+            image_token_index=IMAGE_TOKEN,
+            tie_word_embeddings=False,
+        )
     if kind == "hyperclovax_vision_v2":
         return transformers.HyperCLOVAXVisionV2Config(
             vision_config=EXAONE | {"model_type": "qwen2_5_vl_vision", "out_hidden_size": 40},
             text_config=SMALL | {"model_type": "hyperclovax", "logits_scaling": 0.5},
             image_token_id=IMAGE_TOKEN,
             tie_word_embeddings=False,
+        )
+    if kind == "minicpmv4_7":
+        rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}
+        decoder = {"model_type": "qwen3_5_text", "layer_types": ["full_attention"] * 3}
+        decoder["rope_parameters"] = rope | {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
+        names = ("image_start_id", "image_end_id", "slice_start_id", "slice_end_id", "newline_id")
+        return transformers.MiniCPMV4_7Config(
+            vision_config=MINICPM,
+            text_config=text | decoder,
+            insert_layer_id=1,
+            image_token_id=IMAGE_TOKEN,
+            **dict(zip(names, MARKS.values(), strict=True)),
         )
     if kind == "minicpm_ocr":
         # All positions of a token are equal, although the decoder's config has three axes.
@@ -170,6 +198,7 @@ def _config(kind):
         "exaone4_5",
         "hyperclovax_vision_v2",
         "kimi_k25",
+        "minimax_m3_vl",
         "lfm2_vl",
         *MINICPM_MODELS,
         "muse_glimmer",
@@ -276,17 +305,35 @@ def test_logits_equal_those_of_transformers(model, load):
     config = ConfigFields.read(path / "config.json")
     processor = read_image_processor(path, config, config.section("text_config"), {})
     rng = random.Random(3)
-    prompt, payloads = [], []
+    prompt, payloads, groups = [], [], []
+    has_canvas = reference.config.model_type == "minicpmv4_7"
     sizes = SIZES.get(reference.config.model_type, ((30, 21), (7, 70), (90, 40)))
     for seed, (width, height) in enumerate(sizes):
         pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
         parts = process_image(Image.fromarray(pixels), processor)
-        for tile in (part for part in parts if isinstance(part, Tile)):
-            prompt += [rng.randrange(IMAGE_TOKEN) for _ in range(4)]
-            prompt += [IMAGE_TOKEN] * tile.num_outputs
-            payloads.append(tile.payload)
-    prompt += [rng.randrange(IMAGE_TOKEN) for _ in range(5)]
+        group = []
+        for part in parts:
+            if not isinstance(part, Tile):
+                if has_canvas:
+                    prompt.append(MARKS[part])
+                continue
+            if not has_canvas:
+                prompt += [rng.randrange(90) for _ in range(4)]
+            size = part.num_outputs
+            group.append(EncoderInput(len(prompt), size, b"", size, grid=part.grid))
+            prompt += [IMAGE_TOKEN] * size
+            payloads.append(part.payload)
+        # The line break belongs to the image if there is a canvas.
+        prompt += [MARKS["\n"], *(rng.randrange(90) for _ in range(4))]
+        groups.append(group)
     inputs = _reference_inputs(reference.config.model_type, payloads)
+    is_image = np.array(prompt) == IMAGE_TOKEN
+    rotary: RotaryPositions | None = None
+    if has_canvas:
+        inputs["mm_token_type_ids"] = torch.from_numpy(is_image[None].astype(np.int64))
+        rotary = RotaryPositions(1)
+        placed = [with_places(prompt, group, MARKS.values()) for group in groups]
+        rotary.add_request(0, [item for group in placed for item in group])
     with torch.inference_mode():
         expected = reference(input_ids=torch.tensor([prompt]), **inputs).logits[0]
     decoder = load(path, max_model_len=1024)
@@ -298,11 +345,13 @@ def test_logits_equal_those_of_transformers(model, load):
         make_layers=TOWER_LAYERS[load],
     )
     encoded = torch.cat([tower(payload) for payload in payloads])
-    is_image = np.array(prompt) == IMAGE_TOKEN
     rows = np.where(is_image, np.cumsum(is_image) - 1, -1).astype(np.int32)
     runner = Runner(decoder, 1, max_tokens=1024)
     found = []
     for start, end in ((0, 9), (9, len(prompt))):
         decoder.placed = Placed(rows[start:end].copy(), encoded)
+        if rotary is not None:
+            loc, at = np.array([0, end - start], np.int32), np.arange(start, end, dtype=np.int32)
+            decoder.rotary_T3 = torch.from_numpy(rotary.of_step(np.zeros(1, np.int32), loc, at))
         found.append(runner.step({0: prompt[start:end]})[0])
     torch.testing.assert_close(torch.cat(found), expected, atol=1e-4, rtol=1e-4)

@@ -451,6 +451,7 @@ FAMILIES = (
     Family("OlmoHybridForCausalLM", "olmo_hybrid", _olmo_hybrid),
     Family("Qwen3_5ForCausalLM", "qwen3_5_text", _qwen3_5),
     Family("Qwen3_5ForConditionalGeneration", "qwen3_5", _qwen3_5_vl),
+    Family("MiniCPMV4_7ForConditionalGeneration", "minicpmv4_7", _qwen3_5_vl),
     Family("Lfm2MoeForCausalLM", "lfm2_moe", _lfm2_moe),
     Family("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", _qwen3_5_moe),
     Family("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe", _qwen3_5_vl_moe),

@@ -108,7 +108,6 @@ _WITH_ANY_DECODER = {
     "LlavaOnevisionForConditionalGeneration",
     "MiniCPMOcrForConditionalGeneration",
     "MiniCPMV4_6ForConditionalGeneration",
-    "MiniCPMV4_7ForConditionalGeneration",
     "Mistral3ForConditionalGeneration",
     "Ovis2ForConditionalGeneration",
     "PerceptionLMForConditionalGeneration",
@@ -188,16 +187,16 @@ def model_spec(config: Mapping[str, Any], path: str | PathLike[str]) -> ModelSpe
     if has_vision(whole):
         encoder = vision_spec(whole, spec.hidden_size)
         spec = replace(spec, encoder=encoder)
+        if encoder.has_axes and not spec.rotary_axes:
+            raise whole.error("mrope_section is missing, which images need")
         if isinstance(encoder, GridVisionSpec):
-            if encoder.has_axes and not spec.rotary_axes:
-                raise whole.error("mrope_section is missing, which images need")
             num_added = len(encoder.deepstack_layers)
             if num_added > len(spec.layers):
                 raise whole.error(
                     f"deepstack_visual_indexes has more than {len(spec.layers)} layers"
                 )
             spec = replace(spec, num_deepstack_layers=num_added)
-        if not (isinstance(encoder, GridVisionSpec) and encoder.has_axes):
+        if not encoder.has_axes:
             spec = _without_axes(spec)
     if has_audio_tower(whole):
         spec = replace(spec, encoder=audio_tower_spec(whole, spec.hidden_size))
