@@ -135,7 +135,6 @@ _READERS: Final[dict[str, _Reader]] = {
     "qwen2_5_vl": resize,
     "qwen3_5": resize,
     "qwen3_5_moe": resize,
-    "qwen4_exp": resize,
     "qwen3_vl": resize,
     "qwen3_vl_moe": resize,
     "smolvlm": grid,

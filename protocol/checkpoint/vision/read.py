@@ -91,7 +91,6 @@ _READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionS
     "qwen2_5_vl": qwen2_5_vl,
     "qwen3_5": qwen3_5,
     "qwen3_5_moe": qwen3_5,
-    "qwen4_exp": qwen3_5,
     "qwen3_vl": qwen3_vl,
     "qwen3_vl_moe": qwen3_vl,
     "vipllava": vipllava,
