@@ -132,7 +132,7 @@ class FitProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="fit"):
 
 
 class BudgetProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="budget"):
-    """Resizes an image so that it has almost `num_outputs` squares of `side_factor` x `side_factor` pixels.
+    """Resizes an image so that it has at most `num_outputs` squares of `side_factor` x `side_factor` pixels.
 
     Each square makes one embedding.
     """

@@ -49,7 +49,7 @@ class ParallelConfig(msgspec.Struct, frozen=True):
     enable_expert_parallel: Annotated[
         bool,
         option(
-            "Place whole experts on the workers of all replicas, instead of splitting each",
+            "Place whole experts on workers of all replicas, instead of splitting each",
             "--enable-ep -ep",
         ),
     ] = False
