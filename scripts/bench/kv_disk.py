@@ -116,7 +116,7 @@ def measure(args: argparse.Namespace, directory: Path, seed: int) -> dict[str, A
         ask(server, earlier)
         # One turn less than before, which stored `num_bytes`.
         wanted = args.stored * num_bytes * (TURNS - 1) / TURNS
-        wait_until(lambda: server.metric("engine:kv_disk_written_bytes_total") >= wanted, 60)
+        wait_until(lambda: server.metric("engine:kv_disk_written_bytes_total") >= wanted, 600)
         children = server.find_children()
         server.process.kill()
         for child in children:
