@@ -183,18 +183,15 @@ class PagedAttention(ABC):
 
     def for_layer(self, layer: ModelSpec, shard: ModelShard) -> Self:
         """Return this attention with the heads of a layer, given the spec that `ModelSpec.for_layer` returned."""
-        num_heads, num_kv_heads = len(shard.heads(layer)), len(shard.kv_heads(layer))
-        if (num_heads, num_kv_heads, layer.head_dim) == (
-            self.num_heads,
-            self.num_kv_heads,
-            self.head_dim,
-        ):
-            return self
-        return self.with_spec(
-            replace(
-                self.spec, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=layer.head_dim
-            )
+        own = replace(
+            self.spec,
+            num_heads=len(shard.heads(layer)),
+            num_kv_heads=len(shard.kv_heads(layer)),
+            head_dim=layer.head_dim,
+            latent_rank=0 if layer.latent is None else layer.latent.kv_rank,
+            index_dim=layer.index_dim,
         )
+        return self if own == self.spec else self.with_spec(own)
 
     def as_bidirectional(self) -> Self:
         """Return attention in which every token attends to all keys of its sequence, or to all encoder outputs."""

@@ -26,6 +26,10 @@ def unsupported_features(spec: ModelSpec) -> list[str]:
         ),
         "latent attention whose queries have stored scales": spec.latent is not None
         and spec.latent.has_log_scales,
+        "latent attention of several sizes, or with normed rotated keys": any(
+            layer.latent is not None for layer in spec.layers
+        )
+        or (spec.latent is not None and spec.latent.norms_rotated_key),
         "Mamba-1 layers": any(isinstance(layer.recurrent, Mamba1) for layer in spec.layers),
         "experts that return their input, or shortcuts": any(
             each.num_identities or each.is_shortcut for each in experts

@@ -62,7 +62,8 @@ class LatentSpec:
     vector, and one rotated key of `rotary_dim` elements for all heads. A head's query and key have another `plain_dim`
     elements without rotation, and its value has `value_dim`. Queries are products of a vector of `query_rank` elements,
     or of the hidden state if that is None. With an `indexer`, tokens attend only to some keys, and each index key is
-    stored after the token's key. The normed latent vector is multiplied by `multiplier`.
+    stored after the token's key. The normed latent vector is multiplied by `multiplier`. If `norms_rotated_key`, the
+    rotated key is normed before its rotation.
 
     If `joins_query_vectors`, queries are products of the vector after its norm and before it, side by side, and so are
     the gates of attention: in one matrix, each head's rows of its query are followed by those of its gates.
@@ -80,6 +81,7 @@ class LatentSpec:
     norm_eps: float = 1e-6
     indexer: IndexerSpec | None = None
     multiplier: float = 1.0
+    norms_rotated_key: bool = False
     joins_query_vectors: bool = False
     has_log_scales: bool = False
     has_plain_layers: bool = False

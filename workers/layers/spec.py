@@ -57,12 +57,12 @@ class LayerSpec:
     convolutions within the layer. Unless `has_mlp`, a layer has neither MLP nor experts. `norms` replaces the model's.
     `has_sinks` applies only to models with sinks.
 
-    If not None, `num_heads`, `head_dim`, `num_kv_heads`, `attention_scale` and `intermediate_size` replace the model's.
-    `gate_limit` applies to the MLP, or to the shared MLP of a layer with experts. A layer with a `kv_source` has no
-    keys and values, and reads those of the layer with this index. If it chooses keys, it stores copies of them beside
-    its index keys. Unless `has_value_projection`, the values are the projected keys. `activation_sparsity` is the
-    fraction of the MLP's gates that would be below a threshold if they had a normal distribution. The threshold is
-    subtracted from them, and negative results become 0.
+    If not None, `num_heads`, `head_dim`, `num_kv_heads`, `attention_scale`, `latent` and `intermediate_size` override
+    those of the model. `gate_limit` applies to the MLP, or to the shared MLP of a layer with experts. A layer with a
+    `kv_source` has no keys and values, and reads those of the layer with this index. If it chooses keys, it stores
+    copies of them beside its index keys. Unless `has_value_projection`, the values are the projected keys.
+    `activation_sparsity` is the fraction of the MLP's gates that would be below a threshold if they had a normal
+    distribution. The threshold is subtracted from them, and negative results become 0.
 
     If `reads_source`, the attention is followed by cross attention, whose keys and values come from the encoder's
     outputs and are in the group `cross_group`. Such a layer has no recurrent part. If `input_size` is not 0, the
@@ -92,6 +92,7 @@ class LayerSpec:
     head_dim: int | None = None
     num_kv_heads: int | None = None
     attention_scale: float | None = None
+    latent: LatentSpec | None = None
     intermediate_size: int | None = None
     kv_source: int | None = None
     has_value_projection: bool = True
@@ -386,6 +387,7 @@ class ModelSpec:
             head_dim=layer.head_dim or self.head_dim,
             num_kv_heads=layer.num_kv_heads or self.num_kv_heads,
             attention_scale=layer.attention_scale or self.attention_scale,
+            latent=layer.latent or self.latent,
             intermediate_size=layer.intermediate_size or self.intermediate_size,
         )
 

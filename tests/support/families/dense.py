@@ -322,5 +322,6 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
             "intermediate_size": None,
         },
     ),
+    "xglm": ("XGLM", {"ffn_dim": 80}),
     "mpt": ("Mpt", {"expansion_ratio": 4, "attn_config": {"clip_qkv": 0.5}}),
 }

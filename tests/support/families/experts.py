@@ -168,6 +168,30 @@ WITH_EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": LONG,
         },
     ),
+    "dots3-note": (
+        "Dots3NoteText",
+        LATENT
+        | GROUPS
+        | {
+            "num_hidden_layers": 5,
+            "head_dim": 20,
+            "layer_types": ["full_attention", "sliding_attention"] * 2 + ["full_attention"],
+            "sliding_window": 9,
+            **{f"swa_num_{name}": 4 for name in ("attention_heads", "key_value_heads")},
+            "swa_q_lora_rank": 18,
+            "swa_kv_lora_rank": 30,
+            "swa_head_dim": 22,
+            "swa_qk_nope_head_dim": 16,
+            "swa_v_head_dim": 14,
+            "index_topk": 12,
+            "index_head_dim": 16,
+            # With fewer heads, several keys would have a score of 0.
+            "index_n_heads": 16,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "shared_experts_intermediate_size": 20,
+        },
+    ),
     "deepseek-v3": (
         "DeepseekV3",
         LATENT

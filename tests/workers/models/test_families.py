@@ -124,6 +124,7 @@ NATIVE = [
     "MuseGlimmer",
     "MuseSpark",
     "Step3p7",
+    "xglm",
     "zamba2",
 ]
 """Families that are compared as native programs, too."""

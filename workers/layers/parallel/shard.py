@@ -121,5 +121,8 @@ def _may_begin(spec: ModelSpec, index: int) -> bool:
     following = [layer for layer in spec.layers[index:] if layer.attends]
     if any(each.kv_source is not None and each.kv_source < index for each in following):
         return False
-    has_indexer = spec.latent is not None and spec.latent.indexer is not None
-    return not has_indexer or not following or following[0].chooses_keys
+    latents = (layer.latent or spec.latent for layer in following)
+    sparse = [
+        each for each, latent in zip(following, latents, strict=True) if latent and latent.indexer
+    ]
+    return not sparse or sparse[0].chooses_keys

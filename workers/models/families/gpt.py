@@ -260,6 +260,23 @@ def _gpt_neox(fields: ConfigFields) -> ModelSpec:
     )
 
 
+def _xglm(fields: ConfigFields) -> ModelSpec:
+    if fields.boolean("add_cross_attention", False):
+        raise fields.error("add_cross_attention is not supported; use a model without it")
+    is_scaled = fields.boolean("scale_embedding", True)
+    fields = fields.with_values(
+        {"num_attention_heads": fields.integer("attention_heads", 16)}
+    ).with_defaults(hidden_act="gelu", tie_word_embeddings=True, max_position_embeddings=2048)
+    return gpt_spec(
+        fields,
+        embedding_scale=math.sqrt(fields.integer("hidden_size")) if is_scaled else 1.0,
+        num_positions=fields.integer("max_position_embeddings"),
+        position_offset=2,
+        has_sinusoids=True,
+        tensor_names=((r"(^|\.)layer_norm\.", r"\1norm."), *_OPT_NAMES),
+    )
+
+
 def _opt(fields: ConfigFields) -> ModelSpec:
     fields = fields.with_defaults(hidden_act="relu", tie_word_embeddings=True)
     hidden_size = fields.integer("hidden_size")
@@ -408,6 +425,7 @@ FAMILIES = (
     Family("MPTForCausalLM", "mpt", _mpt),
     Family("MptForCausalLM", "mpt", _mpt),
     Family("OpenAIGPTLMHeadModel", "openai-gpt", _openai_gpt),
+    Family("XGLMForCausalLM", "xglm", _xglm),
     Family("OPTForCausalLM", "opt", _opt),
     Family("PersimmonForCausalLM", "persimmon", _persimmon),
 )

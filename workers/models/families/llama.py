@@ -17,6 +17,17 @@ WITHOUT_TALKER: TensorNames = ((r"^(talker|token2wav|code2wav)\..*", ""),)
 """Drops the tensors of the parts of Qwen's Omni models that speak."""
 
 
+_COSMOS3_NAMES: TensorNames = (
+    (r".*\.(add_[qkv]_proj|to_add_out|norm_added_[qk])\..*", ""),
+    (r".*moe_gen.*", ""),
+    (r"^(blocks|merger|patch_embed|pos_embed|deepstack_merger_list|time_embedder)\..*", ""),
+    (r"^(audio_|action_)?(proj_in|proj_out|modality_embed)(\..*)?$", ""),
+    (r"\.self_attn\.to_([qkv])\.", r".self_attn.\1_proj."),
+    (r"\.self_attn\.to_out\.", ".self_attn.o_proj."),
+    (r"\.self_attn\.norm_([qk])\.", r".self_attn.\1_norm."),
+)
+
+
 def llama(fields: ConfigFields, **differences: Any) -> ModelSpec:
     """Return the spec of a Llama model, changed by `differences`."""
     same: dict[str, Any] = {
@@ -128,6 +139,11 @@ def _qwen3_vl(fields: ConfigFields) -> ModelSpec:
     return qwen3(interleaved_axes(fields))
 
 
+def _cosmos3_omni(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of the part of a Cosmos 3 Omni that reads and writes text."""
+    return replace(_qwen3_vl(fields), tensor_names=_COSMOS3_NAMES)
+
+
 def phi3(fields: ConfigFields) -> ModelSpec:
     """Return the spec of a Phi-3 model."""
     fields = fields.with_defaults(rms_norm_eps=1e-5)
@@ -194,6 +210,8 @@ def granite(fields: ConfigFields) -> ModelSpec:
 
 
 FAMILIES = (
+    Family("Cosmos3OmniForConditionalGeneration", "cosmos3_omni", _cosmos3_omni),
+    Family("Emu3ForCausalLM", "emu3_text_model", llama),
     Family("GraniteForCausalLM", "granite", granite),
     Family("LlamaForCausalLM", "llama", llama),
     Family("MiMoForCausalLM", "mimo", _mimo),

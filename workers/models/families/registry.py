@@ -42,7 +42,7 @@ from . import (
 from .common import Family, with_score_head
 from .with_convolutions import inkling
 from .with_encoders import absolute, encoder_decoders, rotary
-from .with_images import aria, ernie, mistral, muse
+from .with_images import aria, dots3, ernie, mistral, muse
 from .with_images import deepseek as deepseek_ocr
 
 FAMILIES = (
@@ -66,6 +66,7 @@ FAMILIES = (
     *rotary.FAMILIES,
     *aria.FAMILIES,
     *deepseek_ocr.FAMILIES,
+    *dots3.FAMILIES,
     *ernie.FAMILIES,
     *mistral.FAMILIES,
     *muse.FAMILIES,
@@ -85,8 +86,10 @@ _WITH_ANY_DECODER = {
     "DeepseekVLForConditionalGeneration",
     "DeepseekVLHybridForConditionalGeneration",
     "DeepseekVLV2ForCausalLM",
+    "Emu3ForConditionalGeneration",
     "Exaone4_5_ForConditionalGeneration",
     "FastVlmForConditionalGeneration",
+    "FuyuForCausalLM",
     "GotOcr2ForConditionalGeneration",
     "Granite4VisionForConditionalGeneration",
     "GraniteDoclingForConditionalGeneration",
@@ -106,6 +109,7 @@ _WITH_ANY_DECODER = {
     "LlavaNextForConditionalGeneration",
     "LlavaNextVideoForConditionalGeneration",
     "LlavaOnevisionForConditionalGeneration",
+    "NemotronH_Omni_Reasoning_V3",
     "MiniCPMOcrForConditionalGeneration",
     "MiniCPMV4_6ForConditionalGeneration",
     "Mistral3ForConditionalGeneration",

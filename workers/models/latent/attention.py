@@ -45,7 +45,7 @@ class LatentAttention:
     ) -> None:
         whole, latent = latent, latent.for_rope(layer.rope)
         self._latent = latent
-        self._backend = backend
+        self._backend = backend.for_layer(spec, shard)
         self._num_missing = whole.rotary_dim - latent.rotary_dim
         heads = shard.heads(spec)
         self._layer = AttentionLayer(
@@ -108,6 +108,11 @@ class LatentAttention:
                 * latent.multiplier,
                 latent.norm_eps,
             )
+        self._rotated_norm: RMSNorm | None = None
+        if self._has_keys and latent.norms_rotated_key:
+            weight_R = weights.read_vector(f"{prefix}k_rotated_norm.weight", latent.rotary_dim)
+            order_R = rotary_order(spec.rope_order, latent.rotary_dim).to(weights.device)
+            self._rotated_norm = RMSNorm(weight_R[order_R], latent.norm_eps)
         self._scales: LogScales | None = None
         if latent.has_log_scales:
             self._scales = LogScales(weights, prefix, spec.num_heads, heads)
@@ -164,6 +169,8 @@ class LatentAttention:
         rotated_TSR = q_THR
         if stored:
             c_TC, k_TR = stored
+            if self._rotated_norm is not None:
+                k_TR = self._rotated_norm(k_TR)
             rotated_TSR = torch.cat((q_THR, k_TR.unsqueeze(1)), 1)
         if tables is not None:
             rotated_TSR = apply_rotary(rotated_TSR, tables)
