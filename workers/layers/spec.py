@@ -60,9 +60,9 @@ class LayerSpec:
     If not None, `num_heads`, `head_dim`, `num_kv_heads`, `attention_scale`, `latent` and `intermediate_size` override
     those of the model. `gate_limit` applies to the MLP, or to the shared MLP of a layer with experts. A layer with a
     `kv_source` has no keys and values, and reads those of the layer with this index. If it chooses keys, it stores
-    copies of them beside its index keys. Unless `has_value_projection`, the values are the projected keys.
-    `activation_sparsity` is the fraction of the MLP's gates that would be below a threshold if they had a normal
-    distribution. The threshold is subtracted from them, and negative results become 0.
+    copies of them beside its index keys. Unless `has_value_projection`, the values are the projected keys. Of the MLP's
+    gates, a fraction `activation_sparsity` would be below a threshold if they had a normal distribution. It is
+    subtracted from them, and negative results become 0.
 
     If `reads_source`, the attention is followed by cross attention, whose keys and values come from the encoder's
     outputs and are in the group `cross_group`. Such a layer has no recurrent part. If `input_size` is not 0, the
@@ -439,8 +439,7 @@ class ModelSpec:
     @property
     def num_streams(self) -> int:
         """The number of hidden states of a token; 0 for one that is a residual stream."""
-        streams = self.altup or self.hyper_connections
-        return 0 if streams is None else streams.num_streams
+        return streams.num_streams if (streams := self.altup or self.hyper_connections) else 0
 
     @property
     def last_shared_block(self) -> int:
