@@ -205,7 +205,7 @@ class Pooling:
         keep = limit if keep == -1 else keep
         if len(token_ids) <= keep:
             return token_ids
-        bare: Sequence[int] = token_ids.tolist()
+        bare: Sequence[int] | npt.NDArray[np.int32] = token_ids
         if each.text is not None and has_special:
             [bare] = await self._serving.encode([each.text], False)
         return truncate(token_ids, np.array(bare, np.int32), keep, request.truncation_side)

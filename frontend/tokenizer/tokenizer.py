@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import tokenizers
 from ...protocol.checkpoint.config_fields import ConfigFields
 from .long_texts import LONG_TEXT, LongTexts
 from .text_pairs import PairJoiner
+from .text_pieces import encode_text
 from .token_bytes import TokenBytes, TokenTexts, parse_decoding
 
 
@@ -80,9 +83,7 @@ class Tokenizer:
         """
         if self._long_texts is not None and len(text) > LONG_TEXT:
             return self._long_texts.encode(text, add_special_tokens=add_special_tokens)
-        [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        ids: list[int] = encoding.ids
-        return ids
+        return encode_text(self._backend, text, add_special_tokens=add_special_tokens).token_ids
 
     @property
     def pair_joiner(self) -> PairJoiner:
@@ -189,13 +190,14 @@ class LiteralEncoder:
             return self._long_texts.encode(
                 text, add_special_tokens=add_special_tokens, special_is_text=True
             )
-        [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        token_ids: list[int] = encoding.ids
-        for token_id, is_added in zip(token_ids, encoding.special_tokens_mask, strict=True):
-            if token_id in self._special_ids and not is_added:
+        token_ids, before, after = encode_text(
+            self._backend, text, add_special_tokens=add_special_tokens
+        )
+        for token_id in islice(token_ids, before, len(token_ids) - after):
+            if token_id in self._special_ids:
                 token = self._backend.id_to_token(token_id)
                 raise ValueError(
                     f'must not contain the special token "{token}": '
                     "the tokenizer of this model cannot encode it as text"
                 )
-        return [self._ids.get(token_id, token_id) for token_id in token_ids]
+        return array("i", (self._ids.get(token_id, token_id) for token_id in token_ids))
