@@ -67,14 +67,14 @@ def test_padding_and_previous_content_do_not_change_outputs(
 ) -> None:
     path, vocab_size = checkpoint[0], checkpoint[1].config.vocab_size
     plain = Steps(path, vocab_size, device=EAGER)
-    expected = [random_steps(plain, vocab_size, seed) for seed in range(3)]
+    expected = [random_steps(plain, vocab_size, seed) for seed in range(2)]
     monkeypatch.setattr(torch_loader, "attention_backend", GraphTorchPaged)
     accelerator = HostAccelerator()
     graphs = Steps(path, vocab_size, device=device, accelerator=accelerator)
     num_captured = accelerator.graphs.num_recorded
-    assert [random_steps(graphs, vocab_size, seed) for seed in range(3)] == expected
+    assert [random_steps(graphs, vocab_size, seed) for seed in range(2)] == expected
     assert accelerator.graphs.num_recorded == num_captured
-    assert accelerator.graphs.num_replayed > 60
+    assert accelerator.graphs.num_replayed > 40
     assert sum(map(len, expected[0])) > 20
 
 
@@ -93,12 +93,12 @@ def test_graphs_of_recurrent_models_give_the_results_of_steps_without_graphs(
     save_reference(make_reference(name, **RECURRENT[name]), tmp_path)
     vocab_size, blocks = SMALL["vocab_size"], {"block_size": 256, "max_model_len": 512}
     plain = Steps(tmp_path, vocab_size, device=EAGER, **blocks)
-    expected = [random_steps(plain, vocab_size, seed) for seed in range(3)]
+    expected = [random_steps(plain, vocab_size, seed) for seed in range(2)]
     monkeypatch.setattr(torch_loader, "attention_backend", GraphTorchPaged)
     accelerator = HostAccelerator()
     graphs = Steps(tmp_path, vocab_size, device=SOME_STEPS, accelerator=accelerator, **blocks)
-    assert [random_steps(graphs, vocab_size, seed) for seed in range(3)] == expected
-    assert accelerator.graphs.num_replayed > 30
+    assert [random_steps(graphs, vocab_size, seed) for seed in range(2)] == expected
+    assert accelerator.graphs.num_replayed > 20
 
 
 def test_graphs_larger_than_all_slots_are_not_captured(checkpoint, monkeypatch) -> None:
