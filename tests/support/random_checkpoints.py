@@ -5,8 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from engine.workers.layers.experts_spec import ExpertsSpec
 from engine.workers.layers.spec import ModelSpec
+from engine.workers.layers.specs.experts import ExpertsSpec
 from engine.workers.loaders.checkpoint import Checkpoint
 from engine.workers.loaders.open_checkpoint import open_checkpoint
 from safetensors.torch import save_file

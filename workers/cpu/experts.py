@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...protocol.errors import CheckpointError
-from ..layers.experts_spec import ExpertsSpec, GateLimit
 from ..layers.parallel.expert_group import ExpertGroup
 from ..layers.parallel.shard import ModelShard
 from ..layers.parallel.tensor_parallel import TensorParallel
 from ..layers.spec import ModelSpec
+from ..layers.specs.experts import ExpertsSpec, GateLimit
 from ..models.experts import read_corrections, unused_experts
 from .abi import structs
 from .adapters import AdapterTable, NativeAdapters

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 
-from ..layers.latent_spec import LatentSpec
 from ..layers.spec import ModelSpec
+from ..layers.specs.latent import LatentSpec
 from ..models.latent.attention import has_split_expansions, read_expansions, skip_other_heads
 from .abi import structs
 from .library import NotSupportedNatively

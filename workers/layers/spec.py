@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -15,33 +15,23 @@ from ...protocol.checkpoint.vision.read import AnyVisionSpec
 from ...protocol.config.images import SpanKind
 from ..device.dtypes import HostDtype, rounded
 from ..loaders.row_factors import RowFactors
-from .altup_spec import AltUpSpec, PerLayerInputsSpec
-from .block_indexer_spec import BlockIndexerSpec
-from .compressed_spec import CompressedSpec, Compression
-from .convolution_spec import ConvolutionSpec, RelativeBiasSpec
-from .experts_spec import ExpertsSpec, GateLimit
-from .hyper_spec import HyperConnectionsSpec
-from .latent_spec import LatentSpec, RopeOrder
-from .ngram_spec import NgramSpec
-from .norm_gate_spec import NormGateSpec
 from .rope import QueryScaling, RopeSpec
-from .score_head_spec import ScoreHeadSpec
 from .shared_block import Restart, SharedBlock
+from .specs.altup import AltUpSpec, PerLayerInputsSpec
+from .specs.block_indexer import BlockIndexerSpec
+from .specs.compressed import CompressedSpec, Compression
+from .specs.convolution import ConvolutionSpec
+from .specs.experts import ExpertsSpec, GateLimit
+from .specs.hyper import HyperConnectionsSpec
+from .specs.latent import LatentSpec, RopeOrder
+from .specs.ngram import NgramSpec
+from .specs.norm_gate import NormGateSpec
+from .specs.norm_names import NormNames
+from .specs.relative_biases import RelativeBiasSpec
+from .specs.score_head import ScoreHeadSpec
 from .window import Window
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2", "xielu", "clamped_swiglu"]
-
-
-@dataclass(frozen=True, slots=True)
-class NormNames:
-    """The checkpoint's name of each norm of a layer; None if the family has no such norm."""
-
-    attention_input: str | None = "input_layernorm"
-    attention_output: str | None = None
-    mlp_input: str | None = "post_attention_layernorm"
-    mlp_output: str | None = None
-    cross_input: str | None = None
-    cross_output: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +227,7 @@ class ModelSpec:
     tie_word_embeddings: bool
     activation: Activation = "silu"
     has_gate: bool = True
-    norms: NormNames = NormNames()
+    norms: NormNames = field(default_factory=NormNames)
     norm_kind: Literal["rms", "layer"] = "rms"
     norm_bias: bool = False
     has_norm_weights: bool = True

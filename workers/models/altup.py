@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from ..attention import AttentionBackend
-from ..layers.altup_spec import AltUpSpec
 from ..layers.layers import LayerKernels, RMSNorm
 from ..layers.parallel.shard import ModelShard
 from ..layers.rope import RotaryTables
 from ..layers.spec import LayerSpec, ModelSpec
+from ..layers.specs.altup import AltUpSpec
 from .attention import Attention
 from .cross_attention import CrossAttention
 from .mlp import MLP

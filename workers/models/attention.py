@@ -17,12 +17,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..attention import AttentionBackend, AttentionLayer
-from ..layers.latent_spec import RopeOrder
 from ..layers.layers import HeadLayerNorm, HeadNorm, LayerKernels, RMSNorm
 from ..layers.parallel.parallel_layers import RowParallelLinear
 from ..layers.parallel.shard import ModelShard
 from ..layers.rope import QueryScaling, RotaryTables, apply_rotary
 from ..layers.spec import LayerSpec, ModelSpec
+from ..layers.specs.latent import RopeOrder
 from .indexers.blocks import BlockIndexer, MeanIndexer
 from .mlp import DividedNorm
 from .positions.relative_biases import RelativeBiases

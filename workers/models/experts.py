@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..layers.experts_spec import ExpertsSpec, GateLimit
 from ..layers.layers import InputScaledNorm, LayerKernels, Linear, RMSNorm
 from ..layers.parallel.expert_group import ExpertGroup
 from ..layers.parallel.shard import ModelShard
 from ..layers.spec import ModelSpec
+from ..layers.specs.experts import ExpertsSpec, GateLimit
 from ..loaders.quantization.matrix import Weight
 from .lora.experts import ExpertChanges
 from .lora.matrices import AdaptedMatrix, AdaptedRows

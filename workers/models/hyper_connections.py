@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..attention import DeviceAttention
-from ..layers.hyper_spec import HyperConnectionsSpec
 from ..layers.layers import LayerKernels, RMSNorm
 from ..layers.parallel.shard import ModelShard
 from ..layers.rope import RotaryTables
 from ..layers.spec import LayerSpec, ModelSpec
+from ..layers.specs.hyper import HyperConnectionsSpec
 from .decoder_layer import DecoderLayer, read_stream_norm
 from .experts import Experts
 from .ngrams.block import NgramBlock

@@ -13,8 +13,8 @@ from typing import NamedTuple, TypeAlias
 
 from ...protocol.checkpoint.recurrent_layers import RecurrentLayer
 from ...protocol.kv_cache_groups import AttentionKind, KVCacheGroup
-from ..layers.compressed_spec import CompressedSpec
 from ..layers.spec import LayerSpec, ModelSpec
+from ..layers.specs.compressed import CompressedSpec
 from ..layers.window import Chunk, Window
 
 

@@ -12,11 +12,11 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..layers.experts_spec import GateLimit
 from ..layers.layers import ACTIVATIONS, XIELU, GatedActivation, LayerKernels, Linear
 from ..layers.parallel.parallel_layers import RowParallelLinear
 from ..layers.parallel.shard import ModelShard
 from ..layers.spec import ModelSpec
+from ..layers.specs.experts import GateLimit
 from .weights import WeightReader
 
 

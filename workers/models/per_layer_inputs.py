@@ -8,11 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..layers.altup_spec import PerLayerInputsSpec
 from ..layers.layers import LayerKernels
 from ..layers.parallel.parallel_layers import VocabParallelEmbedding
 from ..layers.parallel.shard import ModelShard
 from ..layers.spec import ModelSpec
+from ..layers.specs.altup import PerLayerInputsSpec
 from .weights import WeightReader
 
 

@@ -13,10 +13,11 @@ from engine.workers.attention.torch_paged import TorchPagedAttention
 from engine.workers.cpu.library import NotSupportedNatively
 from engine.workers.execution.model_loader import load_model
 from engine.workers.execution.parallel_state import ParallelState
-from engine.workers.layers.experts_spec import ExpertsSpec
-from engine.workers.layers.latent_spec import LatentSpec
 from engine.workers.layers.rope import LinearScaling, RopeSpec
-from engine.workers.layers.spec import LayerSpec, NormNames
+from engine.workers.layers.spec import LayerSpec
+from engine.workers.layers.specs.experts import ExpertsSpec
+from engine.workers.layers.specs.latent import LatentSpec
+from engine.workers.layers.specs.norm_names import NormNames
 from engine.workers.loaders.open_checkpoint import open_checkpoint
 from engine.workers.models.families import model_spec
 from support.decoders import Runner

@@ -7,8 +7,9 @@ import torch
 from engine.protocol.checkpoint.gguf import GGMLQuantizationType
 from engine.protocol.errors import CheckpointError
 from engine.workers.cpu.library import NotSupportedNatively
-from engine.workers.layers.experts_spec import ExpertsSpec
-from engine.workers.layers.spec import LayerSpec, ModelSpec, NormNames
+from engine.workers.layers.spec import LayerSpec, ModelSpec
+from engine.workers.layers.specs.experts import ExpertsSpec
+from engine.workers.layers.specs.norm_names import NormNames
 from engine.workers.loaders.open_checkpoint import open_checkpoint
 from engine.workers.models.families import model_spec
 from support.decoders import Runner

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ...layers.altup_spec import AltUpSpec
 from ...layers.spec import ModelSpec
+from ...layers.specs.altup import AltUpSpec
 from ..abi import structs
 from ..abi.structs import MAX_PARTS
 from ..packing import PackedWeight

@@ -12,7 +12,8 @@ import torch
 
 from ...layers.layers import HeadLayerNorm
 from ...layers.rope import QueryScaling, RopeSpec
-from ...layers.spec import LayerSpec, ModelSpec, NormNames
+from ...layers.spec import LayerSpec, ModelSpec
+from ...layers.specs.norm_names import NormNames
 from ...layers.window import Chunk, Window
 from ...models.attention import (
     distance_buckets,

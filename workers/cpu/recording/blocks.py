@@ -8,9 +8,9 @@ from statistics import NormalDist
 
 import numpy as np
 
-from ...layers.experts_spec import GateLimit
 from ...layers.parallel.shard import ModelShard
 from ...layers.spec import ModelSpec
+from ...layers.specs.experts import GateLimit
 from ...models.residual_gate import ResidualGate
 from ...models.weights import Rows
 from ..abi import structs

@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from ...layers.compressed_spec import CompressedSpec, Compression
-from ...layers.latent_spec import IndexerSpec
 from ...layers.rope import RopeSpec
-from ...layers.spec import LayerSpec, NormNames
+from ...layers.spec import LayerSpec
+from ...layers.specs.compressed import CompressedSpec, Compression
+from ...layers.specs.latent import IndexerSpec
+from ...layers.specs.norm_names import NormNames
 from ...models.compressed.attention import group_columns, group_rows
 from ...models.compressed.compressor import input_rows, read_biases
 from ...models.weights import Rows

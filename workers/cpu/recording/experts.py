@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from ...layers.experts_spec import ExpertsSpec, GateLimit
-from ...layers.spec import NormNames
+from ...layers.specs.experts import ExpertsSpec, GateLimit
+from ...layers.specs.norm_names import NormNames
 from ...models.experts import read_router
 from ..experts import NativeExperts
 from ..library import NotSupportedNatively

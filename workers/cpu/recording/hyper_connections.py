@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ...layers.hyper_spec import HyperConnectionsSpec
 from ...layers.spec import ModelSpec
+from ...layers.specs.hyper import HyperConnectionsSpec
 from ..abi import structs
 from ..weights import NativeWeightReader
 from .blocks import BlockRecorder

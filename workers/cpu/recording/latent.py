@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from ...layers.latent_spec import IndexerSpec, LatentSpec
 from ...layers.rope import RopeSpec
-from ...layers.spec import LayerSpec, NormNames
+from ...layers.spec import LayerSpec
+from ...layers.specs.latent import IndexerSpec, LatentSpec
+from ...layers.specs.norm_names import NormNames
 from ...models.indexers.keys import index_order, index_query_rows, index_rows
 from ...models.latent.attention import first_rows, gate_rows, query_rows
 from ..abi.structs import AttentionLayer, ChoiceRule

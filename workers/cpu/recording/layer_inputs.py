@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...device.dtypes import rounded
-from ...layers.altup_spec import PerLayerInputsSpec
+from ...layers.specs.altup import PerLayerInputsSpec
 from ..library import NotSupportedNatively
 from ..packing import GROUP_SIZE, ActivationKind
 from .blocks import BLOCK, INPUTS, PART, QKV, BlockRecorder

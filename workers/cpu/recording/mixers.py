@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ....protocol.checkpoint.recurrent_layers import RecurrentLayer, ShortConvolution
-from ...layers.spec import LayerSpec, NormNames
+from ...layers.spec import LayerSpec
+from ...layers.specs.norm_names import NormNames
 from ..mixers import NativeMixer
 from ..packing import ActivationKind
 from .blocks import PART, QKV, BlockRecorder

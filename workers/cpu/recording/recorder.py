@@ -7,11 +7,12 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from ...layers.experts_spec import ExpertsSpec
 from ...layers.parallel.shard import ModelShard
 from ...layers.rope import RopeSpec
 from ...layers.shared_block import Restart
-from ...layers.spec import LayerSpec, ModelSpec, NormNames
+from ...layers.spec import LayerSpec, ModelSpec
+from ...layers.specs.experts import ExpertsSpec
+from ...layers.specs.norm_names import NormNames
 from ...models.mlp import read_xielu
 from ...models.positions.table import check_num_positions, sinusoids
 from ..abi.structs import AttentionLayer

@@ -15,7 +15,8 @@ from typing import Any, Final
 from ....protocol.checkpoint.config_fields import ConfigFields
 from ....protocol.config import ProposerMethod, SpeculativeConfig
 from ....protocol.errors import CheckpointError
-from ...layers.spec import LayerSpec, ModelSpec, NormNames
+from ...layers.spec import LayerSpec, ModelSpec
+from ...layers.specs.norm_names import NormNames
 from ...loaders import Checkpoint, open_checkpoint
 from ...loaders.tensor_names import TensorNames
 from ...models.families import model_spec

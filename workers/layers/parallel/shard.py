@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ....protocol.errors import ConfigError
-from ..experts_spec import ExpertsSpec
 from ..spec import ModelSpec
+from ..specs.experts import ExpertsSpec
 from .expert_group import ExpertGroup
 from .tensor_parallel import TensorParallel
 

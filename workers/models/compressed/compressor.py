@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...layers.compressed_spec import Compression
 from ...layers.layers import RMSNorm
 from ...layers.rope import RotaryTables
+from ...layers.specs.compressed import Compression
 from ..weights import Rows, WeightReader
 from .rotation import rotate_last
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from ...attention.chosen_keys import highest
 from ...attention.compressed import SequenceBatch
-from ...layers.latent_spec import IndexerSpec
+from ...layers.specs.latent import IndexerSpec
 
 _MAX_SCORES = 1 << 23
 """The maximum number of scores of all heads that are computed at once."""

@@ -8,10 +8,10 @@ from typing import Any, Literal, NamedTuple
 
 from ....protocol.checkpoint.classification import TOKEN_IDS, read_num_labels
 from ....protocol.checkpoint.config_fields import ConfigFields
-from ...layers.experts_spec import GateLimit
 from ...layers.rope import QueryScaling, RopeSpec
-from ...layers.score_head_spec import ScoreHeadSpec
 from ...layers.spec import Activation, LayerSpec, ModelSpec
+from ...layers.specs.experts import GateLimit
+from ...layers.specs.score_head import ScoreHeadSpec
 
 
 class Family(NamedTuple):

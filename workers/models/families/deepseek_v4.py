@@ -6,13 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 from ....protocol.checkpoint.config_fields import ConfigFields
-from ...layers.compressed_spec import CompressedSpec, Compression
-from ...layers.experts_spec import GateLimit
-from ...layers.hyper_spec import HyperConnectionsSpec
-from ...layers.latent_spec import IndexerSpec
 from ...layers.read_rope import read_rope
 from ...layers.rope import RopeSpec, YarnScaling
 from ...layers.spec import LayerSpec, ModelSpec
+from ...layers.specs.compressed import CompressedSpec, Compression
+from ...layers.specs.experts import GateLimit
+from ...layers.specs.hyper import HyperConnectionsSpec
+from ...layers.specs.latent import IndexerSpec
 from .common import Family, base_spec, head_dim
 from .experts import read_experts, unused_layers
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ....protocol.checkpoint.config_fields import ConfigFields
-from ...layers.block_indexer_spec import BlockIndexerSpec
-from ...layers.experts_spec import GateLimit
-from ...layers.hyper_spec import HyperConnectionsSpec
-from ...layers.latent_spec import IndexerSpec
-from ...layers.ngram_spec import NgramSpec
 from ...layers.read_rope import read_rope
-from ...layers.spec import ModelSpec, NormNames
+from ...layers.spec import ModelSpec
+from ...layers.specs.block_indexer import BlockIndexerSpec
+from ...layers.specs.experts import GateLimit
+from ...layers.specs.hyper import HyperConnectionsSpec
+from ...layers.specs.latent import IndexerSpec
+from ...layers.specs.ngram import NgramSpec
+from ...layers.specs.norm_names import NormNames
 from .common import Family, read_limits, with_limits
 from .experts import (
     MIXTRAL_NAMES,

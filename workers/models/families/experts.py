@@ -8,10 +8,10 @@ from typing import Any
 
 from ....protocol.checkpoint.config_fields import ConfigFields
 from ....protocol.checkpoint.model_dimensions import EXPERT_COUNTS
-from ...layers.experts_spec import ExpertsSpec
 from ...layers.read_rope import read_rope
 from ...layers.rope import QueryScaling
 from ...layers.spec import LayerSpec, ModelSpec
+from ...layers.specs.experts import ExpertsSpec
 from ...layers.window import Chunk
 from ...loaders.tensor_names import TensorNames
 from .common import (

@@ -7,10 +7,11 @@ from typing import Any
 
 from ....protocol.checkpoint.config_fields import ConfigFields
 from ....protocol.checkpoint.model_dimensions import DEFAULTS_OF_GEMMA3
-from ...layers.altup_spec import AltUpSpec, PerLayerInputsSpec
-from ...layers.experts_spec import ExpertsSpec
 from ...layers.read_rope import read_rope, read_rope_of_layer_type
-from ...layers.spec import LayerSpec, ModelSpec, NormNames
+from ...layers.spec import LayerSpec, ModelSpec
+from ...layers.specs.altup import AltUpSpec, PerLayerInputsSpec
+from ...layers.specs.experts import ExpertsSpec
+from ...layers.specs.norm_names import NormNames
 from .common import Family, attention_biases, base_spec, head_dim, sliding_layers
 from .llama import llama
 

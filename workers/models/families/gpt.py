@@ -8,7 +8,8 @@ from typing import Any
 
 from ....protocol.checkpoint.config_fields import ConfigFields
 from ...layers.read_rope import read_rope
-from ...layers.spec import LayerSpec, ModelSpec, NormNames
+from ...layers.spec import LayerSpec, ModelSpec
+from ...layers.specs.norm_names import NormNames
 from .common import Family, base_spec, head_dim, uniform_layers
 
 _HEAD_NAMES = ((r"(^|\.)embed_out\.", r"\1lm_head."),)

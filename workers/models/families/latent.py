@@ -8,12 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 from ....protocol.checkpoint.config_fields import ConfigFields
-from ...layers.experts_spec import ExpertsSpec, GateLimit
-from ...layers.hyper_spec import HyperConnectionsSpec
-from ...layers.latent_spec import IndexerSpec, LatentSpec
-from ...layers.norm_gate_spec import NormGateSpec
 from ...layers.read_rope import read_rope
 from ...layers.spec import LayerSpec, ModelSpec
+from ...layers.specs.experts import ExpertsSpec, GateLimit
+from ...layers.specs.hyper import HyperConnectionsSpec
+from ...layers.specs.latent import IndexerSpec, LatentSpec
+from ...layers.specs.norm_gate import NormGateSpec
 from .common import Family, attention_biases, base_spec, uniform_layers, with_limits
 from .experts import (
     deepseek_experts,

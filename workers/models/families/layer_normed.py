@@ -6,10 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 from ....protocol.checkpoint.config_fields import ConfigFields
-from ...layers.experts_spec import ExpertsSpec
 from ...layers.read_rope import read_rope
 from ...layers.rope import RopeSpec
-from ...layers.spec import LayerSpec, ModelSpec, NormNames
+from ...layers.spec import LayerSpec, ModelSpec
+from ...layers.specs.experts import ExpertsSpec
+from ...layers.specs.norm_names import NormNames
 from .common import (
     Family,
     attention_biases,

@@ -9,7 +9,8 @@ from typing import Any
 from ....protocol.checkpoint.config_fields import ConfigFields
 from ...layers.read_rope import read_rope
 from ...layers.rope import QueryScaling
-from ...layers.spec import LayerSpec, ModelSpec, NormNames
+from ...layers.spec import LayerSpec, ModelSpec
+from ...layers.specs.norm_names import NormNames
 from ...loaders.tensor_names import TensorNames
 from .common import Family, attention_biases, base_spec, head_dim, sliding_layers, uniform_layers
 

@@ -8,7 +8,8 @@ from typing import Any
 from ....protocol.checkpoint.config_fields import ConfigFields
 from ...layers.read_rope import read_rope, read_rope_of_layer_type
 from ...layers.rope import RopeSpec
-from ...layers.spec import LayerSpec, ModelSpec, NormNames
+from ...layers.spec import LayerSpec, ModelSpec
+from ...layers.specs.norm_names import NormNames
 from .common import Family, base_spec, head_dim, sliding_layers, uniform_layers
 from .llama import granite, llama, olmo2, with_axes
 

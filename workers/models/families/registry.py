@@ -21,8 +21,8 @@ from ....protocol.checkpoint.speech import with_decoder_fields
 from ....protocol.checkpoint.vision.grid import GridVisionSpec
 from ....protocol.checkpoint.vision.read import has_vision, vision_spec
 from ....protocol.errors import CheckpointError
-from ...layers.experts_spec import ExpertsSpec
 from ...layers.spec import ModelSpec
+from ...layers.specs.experts import ExpertsSpec
 from . import (
     deepseek_v4,
     delta_attention,

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ....protocol.checkpoint.config_fields import ConfigFields
-from ...layers.block_indexer_spec import BlockIndexerSpec
 from ...layers.read_rope import read_rope, read_rope_of_layer_type
 from ...layers.rope import QueryScaling
-from ...layers.spec import LayerSpec, ModelSpec, NormNames
+from ...layers.spec import LayerSpec, ModelSpec
+from ...layers.specs.block_indexer import BlockIndexerSpec
+from ...layers.specs.norm_names import NormNames
 from .common import (
     Family,
     attention_biases,

@@ -9,7 +9,8 @@ from ....protocol.checkpoint.config_fields import ConfigFields
 from ....protocol.checkpoint.recurrent_config import DEFAULT_LENGTH, nominal_heads
 from ...layers.read_rope import read_rope
 from ...layers.shared_block import SharedBlock
-from ...layers.spec import LayerSpec, ModelSpec, NormNames
+from ...layers.spec import LayerSpec, ModelSpec
+from ...layers.specs.norm_names import NormNames
 from .common import Family, base_spec, head_dim
 from .experts import MIXTRAL_NAMES, read_experts, with_experts
 from .hybrid import BAMBA_NAMES, mixed_layers, recurrent_layer

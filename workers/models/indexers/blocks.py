@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from ...attention import IndexQueries
-from ...layers.block_indexer_spec import BlockIndexerSpec
 from ...layers.layers import HeadNorm
 from ...layers.rope import RopeSpec, RotaryEmbedding, RotaryTables, apply_rotary
 from ...layers.spec import ModelSpec
+from ...layers.specs.block_indexer import BlockIndexerSpec
 from ..weights import Rows, WeightReader
 
 

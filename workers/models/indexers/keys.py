@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ...attention import IndexQueries
-from ...layers.latent_spec import IndexerSpec, LatentSpec
 from ...layers.layers import LayerNorm
 from ...layers.rope import RotaryTables, apply_rotary
+from ...layers.specs.latent import IndexerSpec, LatentSpec
 from ..attention import rotary_order
 from ..latent.log_scales import LogScales
 from ..weights import Rows, WeightReader

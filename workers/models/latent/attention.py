@@ -17,12 +17,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...attention import AttentionBackend, AttentionLayer
-from ...layers.latent_spec import LatentSpec
 from ...layers.layers import LayerKernels, Linear, RMSNorm
 from ...layers.parallel.parallel_layers import RowParallelLinear
 from ...layers.parallel.shard import ModelShard
 from ...layers.rope import RotaryTables, apply_rotary
 from ...layers.spec import LayerSpec, ModelSpec
+from ...layers.specs.latent import LatentSpec
 from ..attention import read_sinks, rotary_order, scale_queries
 from ..indexers.keys import Indexer
 from ..weights import Rows, WeightReader

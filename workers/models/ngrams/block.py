@@ -14,9 +14,9 @@ from torch.nn import functional as F
 
 from ....protocol.checkpoint.recurrent_layers import GatedDeltaNet
 from ...layers.layers import LayerKernels
-from ...layers.ngram_spec import NgramSpec
 from ...layers.parallel.shard import ModelShard
 from ...layers.spec import LayerSpec, ModelSpec
+from ...layers.specs.ngram import NgramSpec
 from ..decoder_layer import read_stream_norm
 from ..mixers.mixer import CausalConvolution
 from ..mixers.states import StateBatch, StateCache

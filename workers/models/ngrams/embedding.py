@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...layers.ngram_spec import NgramSpec
 from ...layers.parallel.parallel_layers import VocabParallelEmbedding
 from ...layers.parallel.shard import ModelShard
 from ...layers.spec import ModelSpec
+from ...layers.specs.ngram import NgramSpec
 from ..weights import WeightReader
 
 

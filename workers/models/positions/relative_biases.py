@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ...layers.convolution_spec import RelativeBiasSpec
 from ...layers.spec import LayerSpec, ModelSpec
+from ...layers.specs.relative_biases import RelativeBiasSpec
 from ..weights import Rows, WeightReader
 
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from .....protocol.checkpoint.config_fields import ConfigFields
 from .....protocol.checkpoint.recurrent_config import read_inner_convolutions
-from ....layers.convolution_spec import RelativeBiasSpec
 from ....layers.rope import QueryScaling
 from ....layers.spec import LayerSpec, ModelSpec
+from ....layers.specs.relative_biases import RelativeBiasSpec
 from ....loaders.row_factors import RowFactors
 from ..common import Family, base_spec
 from ..experts import has_listed_experts, read_experts, with_experts

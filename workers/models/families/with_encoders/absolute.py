@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any, Final
 
 from .....protocol.checkpoint.config_fields import ConfigFields
-from ....layers.spec import ModelSpec, NormNames
+from ....layers.spec import ModelSpec
+from ....layers.specs.norm_names import NormNames
 from ..common import Family, base_spec, uniform_layers, with_score_head
 
 _BERT_NAMES = (

@@ -8,9 +8,10 @@ from typing import Any, Final
 
 from .....protocol.checkpoint.config_fields import ConfigFields
 from .....protocol.checkpoint.speech import max_source_positions
-from ....layers.convolution_spec import ConvolutionSpec
 from ....layers.read_rope import read_rope
-from ....layers.spec import LayerSpec, ModelSpec, NormNames, SourceSpec
+from ....layers.spec import LayerSpec, ModelSpec, SourceSpec
+from ....layers.specs.convolution import ConvolutionSpec
+from ....layers.specs.norm_names import NormNames
 from ..common import Family, base_spec, uniform_layers
 
 _BART_LAYER_NAMES: Final = (

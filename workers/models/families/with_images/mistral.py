@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from .....protocol.checkpoint.config_fields import ConfigFields
-from ....layers.latent_spec import IndexerSpec
 from ....layers.read_rope import read_rope
 from ....layers.spec import LayerSpec, ModelSpec
+from ....layers.specs.latent import IndexerSpec
 from ..common import Family
 from ..experts import first_dense, has_listed_experts, with_experts
 from ..latent import latent_spec, mistral_experts, with_indexers

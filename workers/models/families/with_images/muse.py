@@ -6,7 +6,8 @@ from typing import Any
 
 from .....protocol.checkpoint.config_fields import ConfigFields
 from ....layers.read_rope import read_rope
-from ....layers.spec import LayerSpec, ModelSpec, NormNames
+from ....layers.spec import LayerSpec, ModelSpec
+from ....layers.specs.norm_names import NormNames
 from ..common import Family, attention_biases, base_spec, head_dim, sliding_layers
 from ..experts import has_listed_experts, read_experts, with_experts
 

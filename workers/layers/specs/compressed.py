@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from .latent_spec import IndexerSpec
+from .latent import IndexerSpec
 
 
 @dataclass(frozen=True, slots=True)

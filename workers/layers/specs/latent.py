@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from .rope import RopeSpec
+from ..rope import RopeSpec
 
 RopeOrder = Literal["half", "interleaved", "swapped"]
 """The order of a head's stored rows; see `ModelSpec`."""

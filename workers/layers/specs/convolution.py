@@ -1,0 +1,21 @@
+"""The description of a convolution as data."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class ConvolutionSpec:
+    """A convolution over the time of an audio clip, with `padding` zeros on both sides, and its activation.
+
+    If `has_group_norm`, the result is normed over all channels and times.
+    """
+
+    name: str
+    channels: int
+    kernel: int
+    stride: int
+    padding: int = 0
+    has_bias: bool = True
+    activation: Literal["gelu", "tanh"] = "gelu"
+    has_group_norm: bool = False

@@ -1,0 +1,15 @@
+"""The names of norms as data."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class NormNames:
+    """The checkpoint's name of each norm of a layer; None if the family has no such norm."""
+
+    attention_input: str | None = "input_layernorm"
+    attention_output: str | None = None
+    mlp_input: str | None = "post_attention_layernorm"
+    mlp_output: str | None = None
+    cross_input: str | None = None
+    cross_output: str | None = None

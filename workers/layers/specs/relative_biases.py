@@ -1,0 +1,16 @@
+"""The description of biases by distance as data."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class RelativeBiasSpec:
+    """Biases of attention scores that depend on the query and on the distance to the key (Inkling).
+
+    Each query head projects the hidden state to `rank` elements. Their products with a stored matrix are the biases of
+    the keys at the distances 0 to `max_distance` - 1; in a layer with a window, to the last key in it. They are scaled
+    like queries.
+    """
+
+    rank: int
+    max_distance: int
