@@ -12,6 +12,7 @@ import transformers
 from support.families.compressed import WITH_ENTRIES
 from support.families.dense import DENSE
 from support.families.experts import WITH_EXPERTS
+from support.families.indexers import WITH_INDEXERS
 from support.families.multimodal import AUDIO_SIZES, MULTIMODAL, VISION_SIZES
 from support.families.recurrent import RECURRENT
 
@@ -27,7 +28,7 @@ SMALL: dict[str, Any] = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
-CONFIGS = DENSE | WITH_EXPERTS | WITH_ENTRIES | RECURRENT
+CONFIGS = DENSE | WITH_EXPERTS | WITH_INDEXERS | WITH_ENTRIES | RECURRENT
 """The class of transformers and the differences from `SMALL`, by the name of a family."""
 
 _WITHOUT_CLASS = ("exaone", "internlm3", "iquestcoder", "sarvam_mla", "sarvam_moe")
