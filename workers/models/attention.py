@@ -60,9 +60,9 @@ class Attention:
             layer.window,
             spec.attention_softcap,
             kv_scales,
-            _alibi_slopes(spec, heads, weights.device),
-            read_sinks(spec, layer, weights, prefix, heads),
-            _distance_biases(spec, weights, heads),
+            alibi_slopes_H=_alibi_slopes(spec, heads, weights.device),
+            sinks_H=read_sinks(spec, layer, weights, prefix, heads),
+            distance_biases_HE=_distance_biases(spec, weights, heads),
             is_sparse=spec.block_indexer is not None and layer.chooses_keys,
         )
         self._stores = layer.kv_source is None

@@ -74,8 +74,8 @@ def run_tests(reporter: Reporter, seconds: float, *, is_tiny: bool) -> None:
     def run() -> dict[str, Any]:
         command = [sys.executable, "-m", "pytest", "-q", "-rfE", "-p", "no:cacheprovider"]
         command += [
-            "-n",
-            "0" if is_tiny else str(os.cpu_count()),
+            "--processes",
+            "1" if is_tiny else str(os.cpu_count()),
             "--timeout",
             str(int(seconds) - 10),
             "-k",

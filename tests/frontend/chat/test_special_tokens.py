@@ -46,7 +46,8 @@ def allow() -> SpecialTokenGuard:
 
 def encode(guard: SpecialTokenGuard, messages: list[Any], **fields: Any) -> tuple[str, list[int]]:
     prompt = ChatTemplate(CHATML).render(messages, guard, add_generation_prompt=False, **fields)
-    return guard.encode(prompt, add_special_tokens=False)
+    text, token_ids = guard.encode(prompt, add_special_tokens=False)
+    return text, list(token_ids)
 
 
 def call(arguments: str, name: str = "f") -> dict[str, Any]:
