@@ -80,7 +80,7 @@ def test_answers_through_the_proxy_equal_those_of_one_server(servers: Servers) -
     decode = [servers.recomputing.url, servers.failing.url]
     command = [sys.executable, str(PROXY), "--port", str(port), "--prefill", servers.prefill.url]
     with Program([*command, "--decode", *decode], {}) as proxy:
-        proxy.wait_for("startup complete")
+        proxy.wait_for("Uvicorn running on")
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120) as client:
             for first in (11, 12):
                 answer = client.post("/v1/completions", json=body_for(first)).json()
