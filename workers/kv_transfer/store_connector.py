@@ -64,6 +64,9 @@ class _Transfer:
 class Store(Protocol):
     """A store of blocks by their keys. An OSError means that it failed."""
 
+    def look_up(self, keys: Sequence[bytes]) -> bytes:
+        """Return a byte for each key: 1 if the block is stored, else 0. May be called from any thread."""
+
     def append(self, key: bytes, data: memoryview) -> bool:
         """Store a block. Return False if the store takes no more blocks."""
 
@@ -130,10 +133,6 @@ class StoreConnector(KVConnector):
         """Run the jobs of the writer until the last one."""
         while (job := self._jobs.get()) is not None:
             self._try(job)
-
-    def _look_up(self, keys: Sequence[bytes]) -> bytes:
-        """Return a byte for each key: 1 if the block can be read, else 0."""
-        raise NotImplementedError
 
     # Called by the worker's main thread
 
@@ -280,7 +279,7 @@ class StoreConnector(KVConnector):
         mask = bytes(len(lookup.keys))
         try:
             if not self._is_off:
-                mask = self._look_up(lookup.keys)
+                mask = self._blocks.look_up(lookup.keys)
         except OSError as error:
             self._turn_off(error)
         with self._loads:

@@ -101,6 +101,10 @@ class BlockStore:
     def __contains__(self, key: bytes) -> bool:
         return key in self._places
 
+    def look_up(self, keys: Sequence[bytes]) -> bytes:
+        """Return a byte for each key: 1 if the block is stored, else 0."""
+        return bytes(key in self for key in keys)
+
     def __len__(self) -> int:
         return len(self._places)
 

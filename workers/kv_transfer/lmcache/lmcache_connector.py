@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Final
 
 from ....protocol.errors import ConfigError
@@ -39,7 +38,7 @@ class LMCacheConnector(StoreConnector):
         }
         parallel = context.config.parallel
         try:
-            self._store = LMCacheStore(
+            store = LMCacheStore(
                 context.fingerprint,
                 context.rank,
                 parallel.workers_per_core,
@@ -57,14 +56,11 @@ class LMCacheConnector(StoreConnector):
                 f"kv_connector {LMCACHE_CONNECTOR!r}: LMCache cannot start: {type(error).__name__}: {error}; correct "
                 "the file that LMCACHE_CONFIG_FILE names, or its other settings"
             ) from error
-        super().__init__("LMCache", context.memory, self._store)
+        super().__init__("LMCache", context.memory, store)
         self._start()
 
     def _report_state(self) -> None:
         self._report(StoreReport(capacity=self._capacity))
-
-    def _look_up(self, keys: Sequence[bytes]) -> bytes:
-        return self._store.look_up(keys)
 
 
 register_connector(LMCACHE_CONNECTOR, LMCacheConnector)

@@ -263,7 +263,7 @@ def _gpt_neox(fields: ConfigFields) -> ModelSpec:
 
 def _xglm(fields: ConfigFields) -> ModelSpec:
     if fields.boolean("add_cross_attention", False):
-        raise fields.error("add_cross_attention is not supported; use a model without it")
+        raise fields.wrong("add_cross_attention", "false", True)
     is_scaled = fields.boolean("scale_embedding", True)
     fields = fields.with_values(
         {"num_attention_heads": fields.integer("attention_heads", 16)}

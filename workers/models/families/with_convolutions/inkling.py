@@ -121,7 +121,7 @@ def _are_local(fields: ConfigFields, count: int) -> list[bool]:
         return [i in ids for i in range(count)]
     for kind in kinds:
         if kind not in ("hybrid", "hybrid_sliding"):
-            raise fields.error(f"the layer type {kind!r} is not supported")
+            raise fields.wrong("layer_types", "hybrid or hybrid_sliding for each layer", kind)
     return [kind == "hybrid_sliding" for kind in kinds]
 
 

@@ -116,7 +116,8 @@ def _layer_types(fields: ConfigFields, count: int) -> list[str]:
         ]
     for kind in kinds:
         if kind not in ("full_attention", "indexed_attention", "sliding_attention"):
-            raise fields.error(f"the layer type {kind!r} is not supported")
+            needed = "full_attention, indexed_attention or sliding_attention for each layer"
+            raise fields.wrong("layer_types", needed, kind)
     if uses_indexers is None:
         return list(kinds)
     return [kind if kind == "sliding_attention" else full for kind in kinds]
