@@ -104,17 +104,17 @@ def measure(args: argparse.Namespace, directory: Path, seed: int) -> dict[str, A
         ask(server, earlier)
         time_turn("warm", server)
     drop_pages(directory)
-    num_bytes = sum(path.stat().st_size for path in segments(directory))
-    speed = read_speed(directory, num_bytes)
-    drop_pages(directory)
     with Server(*serve) as server:
         time_turn("restart", server)
+        # Files are larger, because the space for new blocks is reserved.
+        num_bytes = int(server.metric("engine:kv_disk_read_bytes_total"))
         # Its prompt is in memory now, as far as it was on disk.
         time_turn("again", server)
+    speed = read_speed(directory, num_bytes)
     shutil.rmtree(directory)
     with Server(*serve) as server:
         ask(server, earlier)
-        # One turn less than before, which stored `num_bytes`.
+        # One turn less than before, of which `num_bytes` were read.
         wanted = args.stored * num_bytes * (TURNS - 1) / TURNS
         wait_until(lambda: server.metric("engine:kv_disk_written_bytes_total") >= wanted, 600)
         children = server.find_children()
