@@ -118,7 +118,8 @@ class ImagePayload(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=T
     pixels - mean) / std for each channel. If `grid_columns` is set, the pixels are tiles, one below the other: the
     whole image, then the rows of a grid with that many columns. For the grid, an image of `original_width` x
     `original_height` pixels was enlarged, and has equal margins on both sides. A tower may compute fewer embeddings for
-    a frame of a video (`is_frame`), and one more after the last frame or tile (`is_last`).
+    a frame of a video (`is_frame`), and one more after the last frame or tile (`is_last`). `marks` are the numbers of
+    the stored embeddings before and after those of the image (Ovis 2).
     """
 
     width: int
@@ -133,6 +134,7 @@ class ImagePayload(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=T
     num_frames: int = 1
     is_frame: bool = False
     is_last: bool = False
+    marks: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
 
 
 class AudioPayload(msgspec.Struct, array_like=True, gc=False, frozen=True):

@@ -147,7 +147,8 @@ def _prepared(parts: Parts, token: str, *, is_video: bool = False) -> PreparedIm
 
 def _text(tile: Tile, token: str) -> str:
     if not tile.row_length:
-        return token * tile.num_outputs
+        num_tokens = tile.num_outputs - len(tile.before) - len(tile.after)
+        return "".join((*tile.before, token * num_tokens, *tile.after))
     return tile.separator.join([token * tile.row_length] * (tile.num_outputs // tile.row_length))
 
 

@@ -13,9 +13,11 @@ from ...protocol.config.images import (
     BudgetProcessor,
     CanvasProcessor,
     CornerProcessor,
+    CoverProcessor,
     CropProcessor,
     FitProcessor,
     GridProcessor,
+    MarginProcessor,
     PadProcessor,
     PanScanProcessor,
     RatioProcessor,
@@ -27,11 +29,12 @@ from ...protocol.config.images import (
     ViewsProcessor,
 )
 from .layouts.anyres import anyres
+from .layouts.covers import cover
 from .layouts.grids import canvas, grid, views
 from .layouts.pixels import Parts
 from .layouts.resized import cornered, padded, resized
 from .layouts.scans import pan_and_scan
-from .layouts.single import crop, square
+from .layouts.single import crop, in_square, square
 from .layouts.sized import fit, fit_budget, fit_ratio
 from .layouts.slices import slices
 from .layouts.thumbnails import thumbnail
@@ -41,9 +44,11 @@ _LAYOUTS: Final[dict[type[Any], Callable[[Image.Image, Any], Parts]]] = {
     BudgetProcessor: fit_budget,
     CanvasProcessor: canvas,
     CornerProcessor: cornered,
+    CoverProcessor: cover,
     CropProcessor: crop,
     FitProcessor: fit,
     GridProcessor: grid,
+    MarginProcessor: in_square,
     PadProcessor: padded,
     PanScanProcessor: pan_and_scan,
     RatioProcessor: fit_ratio,

@@ -74,6 +74,17 @@ class CropProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="crop")
     shortest_edge: int
 
 
+class MarginProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="margin"):
+    """Resizes the longer side of an image to `side` pixels, and puts it in the middle of a square with a `margin`.
+
+    The shorter side has at least `min_side` pixels. The margin is a color in RGB.
+    """
+
+    side: int
+    min_side: int
+    margin: tuple[int, int, int]
+
+
 class GridProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="grid"):
     """Resizes both sides of an image to multiples of a tile's side, splits it, and adds a small copy of it.
 
@@ -201,6 +212,24 @@ class PadProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="pad"):
     max_side: int
 
 
+class CoverProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="cover"):
+    """Splits an image into the smallest grid of tiles that keeps most of its pixels, after the whole image.
+
+    Tiles have `side` x `side` pixels, and there are at most `max_tiles`. If `covers` is false, the grid is the one with
+    `min_tiles` to `max_tiles` tiles whose aspect ratio is closest to the image's. If `splits` is false, there is only
+    the whole image. An image has marks: before the whole image, after it, between the tiles of a row, between rows, and
+    at the end. Their tokens are `mark_ids`, and their texts `mark_texts`. The encoder computes their embeddings, too.
+    """
+
+    side: int
+    splits: bool = True
+    covers: bool = True
+    min_tiles: int = 1
+    max_tiles: int = 1
+    mark_ids: tuple[int, ...] = ()
+    mark_texts: tuple[str, ...] = ()
+
+
 class AnyresProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="anyres"):
     """Enlarges an image to the best of `grids`, pads it with black, splits it into tiles, and adds the whole image.
 
@@ -279,8 +308,10 @@ class ViewsProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="views
 AnyImageProcessor: TypeAlias = (
     SquareProcessor
     | CornerProcessor
+    | CoverProcessor
     | CropProcessor
     | GridProcessor
+    | MarginProcessor
     | CanvasProcessor
     | PanScanProcessor
     | FitProcessor

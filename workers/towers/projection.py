@@ -21,6 +21,8 @@ Projection: TypeAlias = Callable[[Tensor, int], Tensor]
 
 _MATRIX: Final = "connector.modality_projection.proj"
 _MLP: Final = "multi_modal_projector."
+WORDS: Final = "visual_embeddings_table.weight"
+"""The name of the table of visual words."""
 
 
 def read_projection(
@@ -131,6 +133,22 @@ def _standardized_mean(spec: VisionSpec, checkpoint: Checkpoint, read: _Reader) 
     return project
 
 
+def _words(spec: VisionSpec, checkpoint: Checkpoint, read: _Reader) -> Projection:
+    num_words = spec.num_words - spec.num_marks
+    weights = read("head_linear.weight")
+    product = weights.read_linear("head_linear", num_words, _merged_size(spec), has_bias=False)
+    norm = weights.read_layer_norm("head_norm", num_words, spec.projection_eps)
+    table_WD = read(WORDS).read(WORDS, spec.num_words, spec.output_size)[:num_words]
+
+    def project(x_PD: Tensor, num_columns: int) -> Tensor:
+        logits_MW = norm(product(_side_by_side(x_PD, num_columns, spec.merge_factor)))
+        if spec.chooses_words:
+            return table_WD[logits_MW.argmax(-1)]
+        return logits_MW.softmax(-1) @ table_WD
+
+    return project
+
+
 def _two_products(
     spec: VisionSpec, checkpoint: Checkpoint, weights: VisionWeights, columns: int
 ) -> Callable[[Tensor], Tensor]:
@@ -172,4 +190,5 @@ _KINDS: Final[dict[str, Callable[[VisionSpec, Checkpoint, _Reader], Projection]]
     "merged mlp": _merged_mlp,
     "mean": _mean,
     "standardized mean": _standardized_mean,
+    "words": _words,
 }

@@ -22,7 +22,7 @@ from .clip_layers import layers_spec, read_layer
 from .image_input import read_image_input
 from .layers import Layers, MakeLayers, Patches, TorchLayers
 from .pixels import normalized_pixels
-from .projection import read_projection
+from .projection import WORDS, read_projection
 from .rotary import grid_places
 from .weights import VisionWeights, check_activation
 from .window_merger import WindowMerger
@@ -78,6 +78,11 @@ class VisionTower:
                 self._positions = self._positions.roll(1, 0)
         elif spec.positions == "axes":
             self._positions = tensors.read(name, 2, spec.num_positions, size)
+        self._patch_norm = (
+            tensors.read_norm("embeddings.rms_norm", size, "rms", spec.norm_eps)
+            if spec.has_patch_norm
+            else None
+        )
         # The name is misspelled in all checkpoints.
         self._pre_norm = (
             tensors.read_norm("pre_layrnorm", size, spec.norm_kind, spec.norm_eps)
@@ -85,7 +90,7 @@ class VisionTower:
             else None
         )
         self._post_norm = (
-            tensors.read_layer_norm("post_layernorm", size, spec.norm_eps)
+            tensors.read_norm("post_layernorm", size, spec.post_norm_kind, spec.norm_eps)
             if spec.has_post_norm
             else None
         )
@@ -110,6 +115,10 @@ class VisionTower:
             self._merge_windows = WindowMerger(spec, tensors)
         self._layers = make(spec.window_layer, layers.num_layers)
         self._project = read_projection(spec, checkpoint, device, dtype)
+        self._marks_MD: Tensor | None = None
+        if spec.num_marks:
+            words = VisionWeights(checkpoint, WORDS, device, dtype)
+            self._marks_MD = words.read(WORDS, spec.num_words, spec.output_size)[-spec.num_marks :]
         self._newline_D: Tensor | None = None
         if spec.has_newlines:
             weights = VisionWeights(checkpoint, "image_newline", device, dtype)
@@ -170,6 +179,9 @@ class VisionTower:
 
     def _encode_tiles(self, image: ImagePayload) -> Tensor:
         """Return the embeddings of an image, which may consist of a grid of tiles."""
+        if self._marks_MD is not None:
+            before, after = (self._marks_MD[list(numbers)] for numbers in image.marks)
+            return torch.cat((before, self._encode(image), after))
         if self._newline_D is None:
             return self._encode(image)
         if image.is_frame:
@@ -186,6 +198,8 @@ class VisionTower:
         spec = self.spec
         num_rows, num_columns = image.height // spec.patch_size, image.width // spec.patch_size
         x_PD = F.linear(self._split_patches(image), self._patches, self._patches_bias)
+        if self._patch_norm is not None:
+            x_PD = self._patch_norm(x_PD)
         if self._class_D is not None:
             x_PD = torch.cat((self._class_D[None], x_PD))
         if self._positions is not None and spec.positions == "axes":

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from ....protocol.config.images import (
     AnyImageProcessor,
+    CoverProcessor,
     FitProcessor,
     GridProcessor,
     ResizeProcessor,
@@ -33,7 +34,8 @@ def embedded(values: NDArray[np.float32], grid: Grid | None, config: AnyImagePro
     Raises:
         ValueError: The model needs a grid, or the grid does not match the embeddings.
     """
-    if isinstance(config, SlicesProcessor) and config.newline_id is not None:
+    has_places = isinstance(config, SlicesProcessor) and config.newline_id is not None
+    if has_places or isinstance(config, CoverProcessor):
         raise ValueError("this model does not support embeddings of images; send the images")
     if isinstance(config, GridProcessor):
         return _split(values, grid or (0, 0), config)

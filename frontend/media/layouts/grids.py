@@ -10,7 +10,7 @@ import msgspec
 from PIL import Image
 
 from ....protocol.config.images import CanvasProcessor, GridProcessor, ViewsProcessor
-from .pixels import Parts, Tile, make_tile, resize
+from .pixels import Parts, Tile, make_tile, resize, with_margin
 
 _MAX_SIDE: Final = 4096
 """Maximum side in pixels to which an image is resized before it is split."""
@@ -64,19 +64,14 @@ def canvas(image: Image.Image, config: CanvasProcessor) -> Parts:
 
 def views(image: Image.Image, config: ViewsProcessor) -> Parts:
     """Return the tiles of a large image row by row, then the whole image in a square."""
-    side, longest = config.side, max(image.size)
+    side = config.side
     tiles: list[Image.Image] = []
-    if config.splits and longest > side:
+    if config.splits and max(image.size) > side:
         columns, rows = best_canvas(*image.size, side, config.min_tiles, config.max_tiles)
         canvas = resize(image, columns * side, rows * side, config)
         tiles = [tile for row in split(canvas, side) for tile in row]
-    scale = config.whole_side / longest
-    width, height = (max(1, round(length * scale)) for length in image.size)
-    square = Image.new("RGB", (config.whole_side,) * 2, config.margin)
-    left, top = (config.whole_side - width) // 2, (config.whole_side - height) // 2
-    square.paste(resize(image, width, height, config), (left, top))
     parts: Parts = [_counted(tile, config) for tile in tiles]
-    whole = _counted(square, config)
+    whole = _counted(with_margin(image, config.whole_side, config.margin, config), config)
     payload = msgspec.structs.replace(whole.payload, is_last=True)
     return [*parts, Tile(payload, whole.num_outputs + 1)]
 

@@ -14,7 +14,8 @@ class Tile(NamedTuple):
     """The pixels that the encoder reads at a time, and the number of embeddings that it makes of them.
 
     If `row_length` is not 0, the prompt has `separator` between each `row_length` embeddings. `grid` is the grid of the
-    encoder input.
+    encoder input. `before` and `after` are the texts of embeddings with other tokens, before and after those of the
+    image. `num_outputs` counts them, too.
     """
 
     payload: ImagePayload | EmbeddingPayload
@@ -22,6 +23,8 @@ class Tile(NamedTuple):
     row_length: int = 0
     separator: str = ""
     grid: EncoderGrid | None = None
+    before: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
 
 
 class Video(NamedTuple):
@@ -59,3 +62,21 @@ def resize(
 ) -> Image.Image:
     """Return the image in another size."""
     return image.resize((width, height), Image.Resampling(config.resample))
+
+
+def with_margin(
+    image: Image.Image,
+    side: int,
+    margin: tuple[int, int, int],
+    config: ImageProcessorConfig,
+    min_side: int = 1,
+) -> Image.Image:
+    """Return a square of a color with the image in its middle, resized so that its longer side has `side` pixels.
+
+    The shorter side has at least `min_side` pixels.
+    """
+    scale = side / max(image.size)
+    width, height = (max(min_side, round(length * scale)) for length in image.size)
+    square = Image.new("RGB", (side, side), margin)
+    square.paste(resize(image, width, height, config), ((side - width) // 2, (side - height) // 2))
+    return square

@@ -1,16 +1,22 @@
-"""Images that are read as a single tile (CLIP, SigLIP)."""
+"""Images that are read as a single tile (CLIP, SigLIP, DeepSeek-VL)."""
 
 from __future__ import annotations
 
 from PIL import Image
 
-from ....protocol.config.images import CropProcessor, SquareProcessor
-from .pixels import Parts, make_tile, resize
+from ....protocol.config.images import CropProcessor, MarginProcessor, SquareProcessor
+from .pixels import Parts, make_tile, resize, with_margin
 
 
 def square(image: Image.Image, config: SquareProcessor) -> Parts:
     """Return the whole image as a tile."""
     return [make_tile(resize(image, config.side, config.side, config), config)]
+
+
+def in_square(image: Image.Image, config: MarginProcessor) -> Parts:
+    """Return the whole image with margins as a tile."""
+    square = with_margin(image, config.side, config.margin, config, config.min_side)
+    return [config.start, make_tile(square, config), config.end]
 
 
 def crop(image: Image.Image, config: CropProcessor) -> Parts:

@@ -18,8 +18,10 @@ from .idefics3 import grid
 from .internvl import canvas, views
 from .lfm2 import thumbnail
 from .llama4 import tiles
+from .margins import margins, margins_between_marks
 from .minicpm import slices
 from .muse import muse
+from .ovis import cover
 from .pixtral import lighton_ocr, pixtral
 from .qwen import (
     corner,
@@ -75,8 +77,9 @@ def read_image_processor(
         maximum=text.integer("vocab_size") - 1,
     )
     read = _READERS[config.text("model_type")]
-    # The processors of InternVL and DeepSeek-OCR 2 ignore this field of the file.
-    processor = processor.with_values({"crop_to_patches": None})
+    if read is not cover:
+        # The processors of InternVL and DeepSeek-OCR 2 ignore this field of the file.
+        processor = processor.with_values({"crop_to_patches": None})
     source = ProcessorSource(path, processor.with_values(dict(overrides)), config, tokens)
     return read(source, vision, token_id)
 
@@ -103,6 +106,7 @@ _READERS: Final[dict[str, _Reader]] = {
     "cohere2_vision": cohere2_vision,
     "cohere_compass": resize,
     "deepseek_ocr2": views,
+    "deepseek_vl": margins,
     "exaone4_5": resize,
     "hyperclovax_vision_v2": resize,
     "gemma3": gemma3,
@@ -115,6 +119,7 @@ _READERS: Final[dict[str, _Reader]] = {
     "hunyuan_vl": resize_lines,
     "idefics3": grid,
     "internvl": canvas,
+    "janus": margins_between_marks,
     "kimi_k25": pad,
     "lfm2_vl": thumbnail,
     "lighton_ocr": lighton_ocr,
@@ -128,6 +133,7 @@ _READERS: Final[dict[str, _Reader]] = {
     "minicpmv4_7": slices,
     "mistral3": pixtral,
     "muse_glimmer": muse,
+    "ovis2": cover,
     "paddleocr_vl": resize_rounded,
     "paligemma": paligemma,
     "qianfan_ocr": canvas,

@@ -23,11 +23,13 @@ from .grid import (
 )
 from .idefics3 import idefics3
 from .internvl import internvl, qianfan_ocr
+from .janus import deepseek_vl, janus
 from .llama4 import llama4
 from .llava import llava, llava_next, llava_onevision, vipllava
 from .merged import hunyuan_vl, kimi_k25, lfm2_vl, minimax_m3, paddleocr_vl
 from .minicpm import minicpm_ocr, minicpmv4_6, minicpmv4_7
 from .muse import muse
+from .ovis import ovis2
 from .pixtral import pixtral
 from .spec import VisionSpec
 
@@ -58,6 +60,7 @@ _READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionS
     "cohere2_vision": cohere2_vision,
     "cohere_compass": qwen3_vl,
     "deepseek_ocr2": deepseek_ocr2,
+    "deepseek_vl": deepseek_vl,
     "exaone4_5": exaone4_5,
     "hyperclovax_vision_v2": hyperclovax,
     "gemma3": gemma3,
@@ -71,6 +74,7 @@ _READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionS
     "idefics3": idefics3,
     "smolvlm": idefics3,
     "internvl": internvl,
+    "janus": janus,
     "kimi_k25": kimi_k25,
     "lfm2_vl": lfm2_vl,
     "lighton_ocr": pixtral,
@@ -84,6 +88,7 @@ _READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionS
     "minicpmv4_7": minicpmv4_7,
     "mistral3": pixtral,
     "muse_glimmer": muse,
+    "ovis2": ovis2,
     "paddleocr_vl": paddleocr_vl,
     "paligemma": paligemma,
     "qianfan_ocr": qianfan_ocr,

@@ -45,13 +45,18 @@ class VisionSpec:
             Gemma 4) or with its neighbor ("pairs", Llama 4).
         window_layer: If not 0, squares of 2 x 2 patches become one patch after this layer (MiniCPM-V 4.6).
         has_pre_norm: True if there is a norm before the layers, as in CLIP.
+        has_patch_norm: True if the embeddings of patches are normed before positions are added.
         has_post_norm: True if there is a norm after the layers, as in SigLIP (arXiv 2303.15343).
+        post_norm_kind: The kind of that norm.
         has_layer_scales: True if stored factors multiply the output of each block (InternVL, arXiv 2504.10479).
         qk_norm: Queries and keys are normed over all heads together ("full") or per head ("head"); None if not at all.
         has_value_norm: True if values are divided by their root mean square.
         has_output_norms: True if the outputs of blocks are normed.
         has_gate: True if MLPs compute down(activation(gate(x)) * up(x)).
         clips_products: True if the inputs and outputs of products are clipped to stored bounds.
+        num_words: The number of rows of the table of the projection "words".
+        num_marks: The number of its last rows, which are the embeddings of the marks in an image's text.
+        chooses_words: True if each patch has only its most likely word.
         has_newlines: True if an image may be a grid of tiles (`AnyresGrid`), each row of which ends with a stored
             embedding.
         max_tiles: The maximum number of tiles to whose patches such a grid is reduced (LLaVA-OneVision, arXiv
@@ -71,6 +76,8 @@ class VisionSpec:
     * "mean": a norm of the means, then one product (Gemma 3, arXiv 2503.19786)
     * "standardized mean": as "mean", but the means are first scaled by the square root of the hidden size and possibly
       standardized, and the norm has no weights (Gemma 4)
+    * "words": a product and a norm, whose softmax is the distribution of a patch over the visual words of a table
+      (Ovis, arXiv 2405.20797)
     * "adapter": two products with `adapter_size` outputs and no biases, each followed by an activation, then a matrix
       (Llama 4)
     """
@@ -85,7 +92,7 @@ class VisionSpec:
     norm_eps: float
     output_size: int
     projection: Literal[
-        "matrix", "mlp", "gated mlp", "merged mlp", "mean", "standardized mean", "adapter"
+        "matrix", "mlp", "gated mlp", "merged mlp", "mean", "standardized mean", "words", "adapter"
     ]
     max_outputs: int = 0
     head_dim: int = 0
@@ -110,7 +117,9 @@ class VisionSpec:
     rotary: Literal["mixed", "halves", "pairs"] = "mixed"
     window_layer: int = 0
     has_pre_norm: bool = False
+    has_patch_norm: bool = False
     has_post_norm: bool = False
+    post_norm_kind: Literal["layer", "rms"] = "layer"
     norm_kind: Literal["layer", "rms"] = "layer"
     has_layer_scales: bool = False
     qk_norm: Literal["full", "head"] | None = None
@@ -120,6 +129,9 @@ class VisionSpec:
     qkv_bias: bool = True
     product_bias: bool = True
     clips_products: bool = False
+    num_words: int = 0
+    num_marks: int = 0
+    chooses_words: bool = False
     has_newlines: bool = False
     max_tiles: int = 0
     span_kind: SpanKind | None = None

@@ -1,4 +1,4 @@
-"""Images of Kimi K2.5 are shrunk and get margins as by transformers."""
+"""Images of Kimi K2.5, DeepSeek-VL and Janus are resized and get margins as by transformers."""
 
 import ast
 import math
@@ -9,8 +9,10 @@ import numpy as np
 import transformers
 from engine.frontend.media.layouts.pixels import Tile
 from engine.frontend.media.layouts.resized import padded
-from engine.protocol.config.images import PadProcessor
+from engine.frontend.media.layouts.single import in_square
+from engine.protocol.config.images import MarginProcessor, PadProcessor
 from PIL import Image
+from transformers.models.janus.image_processing_pil_janus import JanusImageProcessorPil
 
 CONFIG = PadProcessor(
     token_id=1,
@@ -22,6 +24,36 @@ CONFIG = PadProcessor(
     max_patches=300,
     max_side=40,
 )
+
+
+MARGINS = MarginProcessor(
+    token_id=1,
+    output_size=8,
+    num_outputs=16,
+    resample=3,
+    side=48,
+    min_side=6,
+    margin=(122, 116, 104),
+)
+SIZES = [(1, 1), (3, 700), (500, 2), (48, 48), (49, 20), (7, 48)]
+_rng = random.Random(1)
+SIZES += [(_rng.randrange(1, 300), _rng.randrange(1, 300)) for _ in range(60)]
+
+
+def _picture(width, height):
+    pixels = np.random.default_rng(width).integers(0, 256, (height, width, 3), np.uint8)
+    return Image.fromarray(pixels)
+
+
+def test_images_of_deepseek_vl_and_janus_equal_those_of_transformers():
+    reference = JanusImageProcessorPil(
+        size={"height": 48, "width": 48}, min_size=6, do_rescale=False, do_normalize=False
+    )
+    for size in SIZES:
+        [expected] = reference(_picture(*size), return_tensors="np")["pixel_values"]
+        [tile] = [part for part in in_square(_picture(*size), MARGINS) if isinstance(part, Tile)]
+        found = np.frombuffer(tile.payload.pixels, np.uint8).reshape(48, 48, 3)
+        np.testing.assert_array_equal(found.transpose(2, 0, 1), expected)
 
 
 def _navit_resize():
@@ -38,18 +70,10 @@ def _navit_resize():
     return names["navit_resize"]
 
 
-def test_images_equal_those_of_transformers():
+def test_images_of_kimi_equal_those_of_transformers():
     resize = _navit_resize()
-    rng = random.Random(1)
-    sizes = [
-        (1, 1),
-        (3, 700),
-        (500, 2),
-        *((rng.randrange(1, 300), rng.randrange(1, 300)) for _ in range(60)),
-    ]
-    for width, height in sizes:
-        pixels = np.random.default_rng(width).integers(0, 256, (height, width, 3), np.uint8)
-        image = Image.fromarray(pixels)
+    for width, height in SIZES:
+        image = _picture(width, height)
         (rows, columns), (num_rows, num_columns) = resize(height, width, 4, 2, 300, 40)
         expected = np.zeros((num_rows, num_columns, 3), np.uint8)
         expected[:rows, :columns] = image.resize((columns, rows), Image.Resampling.BICUBIC)

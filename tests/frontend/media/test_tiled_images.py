@@ -10,13 +10,20 @@ import msgspec
 import numpy as np
 import pytest
 import transformers
+from engine.frontend.media.layouts.covers import cover
 from engine.frontend.media.layouts.grids import canvas, views
 from engine.frontend.media.layouts.pixels import Tile
 from engine.frontend.media.layouts.slices import slices
 from engine.frontend.media.layouts.thumbnails import thumbnail
+from engine.frontend.media.media_reader import MediaReader, ReaderConfig
 from engine.frontend.model_source.images.read import read_image_processor
 from engine.protocol.checkpoint.config_fields import ConfigFields
-from engine.protocol.config.images import SlicesProcessor, ThumbnailProcessor, ViewsProcessor
+from engine.protocol.config.images import (
+    CoverProcessor,
+    SlicesProcessor,
+    ThumbnailProcessor,
+    ViewsProcessor,
+)
 from PIL import Image
 from support.vision_checkpoints import COHERE_MARKS, vision_directory
 from transformers.models.cohere2_vision.processing_cohere2_vision import Cohere2VisionProcessor
@@ -28,6 +35,8 @@ from transformers.models.minicpmv4_6.image_processing_pil_minicpmv4_6 import (
     MiniCPMV4_6ImageProcessorPil,
 )
 from transformers.models.minicpmv4_6.processing_minicpmv4_6 import MiniCPMV4_6Processor
+from transformers.models.ovis2.image_processing_pil_ovis2 import Ovis2ImageProcessorPil
+from transformers.models.ovis2.processing_ovis2 import Ovis2Processor
 
 pytestmark = pytest.mark.slow
 
@@ -226,3 +235,43 @@ def test_images_of_minicpm_equal_those_of_transformers():
             patches.append(cells.transpose(0, 2, 1, 3, 4).reshape(3, 4, -1))
         values = (np.concatenate(patches, -1) / 255 - 0.5) / 0.5
         np.testing.assert_allclose(values, expected["pixel_values"][0], atol=1e-6)
+
+
+@pytest.mark.parametrize("covers", [True, False])
+def test_images_of_ovis_equal_those_of_transformers(covers):
+    config = CoverProcessor(
+        token_id=1,
+        output_size=8,
+        num_outputs=9,
+        resample=3,
+        side=48,
+        covers=covers,
+        max_tiles=6,
+        mark_ids=(2, 3, 4, 5, 6),
+        mark_texts=("<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>"),
+    )
+    reference = Ovis2ImageProcessorPil(
+        size={"height": 48, "width": 48},
+        crop_to_patches=True,
+        max_patches=6,
+        use_covering_area_grid=covers,
+        do_rescale=False,
+        do_normalize=False,
+    )
+    reader = MediaReader(ReaderConfig(config, None, "<IMG_ATOM>", "", ("", ""), 100))
+    rng = random.Random(1)
+    sizes = [(1, 1), (48, 48), (49, 20), (96, 48), (48, 97), (300, 2), (3, 500), (640, 640)]
+    sizes += [(rng.randrange(1, 300), rng.randrange(1, 300)) for _ in range(60)]
+    for width, height in sizes:
+        pixels = np.random.default_rng(width).integers(0, 256, (height, width, 3), np.uint8)
+        image = Image.fromarray(pixels)
+        expected = reference(image, return_tensors="np")
+        marks = SimpleNamespace(image_seq_length=9)
+        text = Ovis2Processor.replace_image_token(marks, expected, 0)
+        prepared = reader.prepare_image(image)
+        assert prepared.text == text, (width, height)
+        assert sum(item.num_tokens for item in prepared.inputs) == text.count("<")
+        tiles = [part.payload for part in cover(image, config)]
+        for tile, value in zip(tiles, expected["pixel_values"], strict=True):
+            found = np.frombuffer(tile.pixels, np.uint8).reshape(48, 48, 3)
+            np.testing.assert_array_equal(found.transpose(2, 0, 1), value)

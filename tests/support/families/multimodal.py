@@ -34,7 +34,6 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
-    "DeepseekVL": ("llama", {}),
     "Ernie4_5_VLMoe": (
         "ernie4_5_vl_moe_text",
         {
@@ -104,7 +103,6 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
             "indexer_types": ["full", "full", "full", "full", "shared", "shared"],
         },
     ),
-    "Ovis2": ("qwen2", {}),
     "Qwen4Exp": (
         "qwen4_exp_text",
         QWEN4

@@ -96,9 +96,29 @@ DEEPSEEK = {
         "num_key_value_heads": 2,
     },
 }
+SQUARE = {
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 3,
+    "patch_size": PATCH,
+    "image_size": 24,
+}
+JANUS_IMAGES = {
+    "base_channels": 32,
+    "channel_multiplier": [1, 1],
+    "num_res_blocks": 1,
+    "latent_channels": 32,
+    "num_embeddings": 16,
+    "projection_dim": 48,
+    "image_token_embed_dim": 48,
+}
+SQUARE_MODELS = ("janus", "deepseek_vl", "ovis2")
 PAIRED = ("exaone4_5", "hyperclovax_vision_v2", "minimax_m3_vl")
 """Models whose patches have two frames."""
 MINICPM_MODELS = ("minicpmv4_6", "minicpm_ocr", "minicpmv4_7")
+OVIS_MARKS = ("<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>")
+OVIS_MARK_IDS = [90, 91, 92, 93, 95]
 MARKS = {"<image_start>": 90, "<image_end>": 91, "<slice_start>": 92, "<slice_end>": 93, "\n": 94}
 SIZES = {"deepseek_ocr2": ((30, 21), (250, 150)), "minicpmv4_7": ((30, 21), (60, 55), (90, 40))}
 MEAN_AND_STD = ([0.5] * 3, [0.5] * 3)
@@ -106,6 +126,28 @@ MEAN_AND_STD = ([0.5] * 3, [0.5] * 3)
 
 def _config(kind):
     text = SMALL | {"head_dim": 8}
+    if kind == "janus":
+        return transformers.JanusConfig(
+            vision_config=SQUARE | {"mlp_ratio": 1.5, "projection_dim": 48},
+            vq_config=JANUS_IMAGES,
+            text_config=text | {"model_type": "llama"},
+            image_token_id=IMAGE_TOKEN,
+        )
+    if kind == "deepseek_vl":
+        return transformers.DeepseekVLConfig(
+            vision_config=SQUARE | {"model_type": "siglip_vision_model", "vision_use_head": False},
+            text_config=text | {"model_type": "llama"},
+            image_token_id=IMAGE_TOKEN,
+        )
+    if kind == "ovis2":
+        return transformers.Ovis2Config(
+            vision_config=SQUARE | {"hidden_stride": 2, "vocab_size": 40},
+            text_config=SMALL | {"model_type": "qwen2"},
+            image_token_id=IMAGE_TOKEN,
+            visual_indicator_token_ids=OVIS_MARK_IDS,
+            hidden_size=SMALL["hidden_size"],
+            vocab_size=SMALL["vocab_size"],
+        )
     if kind == "exaone4_5":
         return transformers.Exaone4_5_Config(
             vision_config=EXAONE,
@@ -203,6 +245,7 @@ def _config(kind):
         *MINICPM_MODELS,
         "muse_glimmer",
         "deepseek_ocr2",
+        *SQUARE_MODELS,
     ],
 )
 def model(request, tmp_path_factory):
@@ -223,6 +266,11 @@ def model(request, tmp_path_factory):
         marks = ("image_start", "image_end", "slice_start", "slice_end")
         marks += ("image_id_start", "image_id_end")
         tokens = {f"{name}_token": f"<{name}>" for name in marks}
+        (path / "tokenizer_config.json").write_text(json.dumps(tokens))
+    elif request.param in SQUARE_MODELS:
+        processor = {"size": {"height": 24, "width": 24}, "min_size": 5}
+        processor |= {"crop_to_patches": True, "max_patches": 4}
+        tokens = {"boi_token": "<begin_of_image>", "eoi_token": "<end_of_image>"}
         (path / "tokenizer_config.json").write_text(json.dumps(tokens))
     elif request.param == "deepseek_ocr2":
         processor = {"size": {"height": 256, "width": 256}, "tile_size": 192, "max_patches": 2}
@@ -263,6 +311,12 @@ def _patches(kind, payload):
     return cells.permute(1, 3, 0, 2, 4).flatten(0, 1)
 
 
+def _normalized(payload):
+    pixels = np.frombuffer(payload.pixels, np.uint8).reshape(payload.height, payload.width, 3)
+    values = (pixels / 255 - np.array(payload.mean)) / np.array(payload.std)
+    return torch.from_numpy(values.transpose(2, 0, 1)).float()
+
+
 def _deepseek_inputs(payloads):
     sides = [payload.width // PATCH for payload in payloads]
     images = [
@@ -285,6 +339,8 @@ def _deepseek_inputs(payloads):
 def _reference_inputs(kind, payloads):
     if kind == "deepseek_ocr2":
         return _deepseek_inputs(payloads)
+    if kind in SQUARE_MODELS:
+        return {"pixel_values": torch.stack([_normalized(payload) for payload in payloads])}
     patches = [_patches(kind, payload) for payload in payloads]
     grids = torch.tensor([[1, each.height // PATCH, each.width // PATCH] for each in payloads])
     if kind in MINICPM_MODELS:
@@ -321,7 +377,12 @@ def test_logits_equal_those_of_transformers(model, load):
                 prompt += [rng.randrange(90) for _ in range(4)]
             size = part.num_outputs
             group.append(EncoderInput(len(prompt), size, b"", size, grid=part.grid))
-            prompt += [IMAGE_TOKEN] * size
+            before, after = (
+                [OVIS_MARK_IDS[OVIS_MARKS.index(text)] for text in texts]
+                for texts in (part.before, part.after)
+            )
+            num_tokens = size - len(before) - len(after)
+            prompt += [*before, *[IMAGE_TOKEN] * num_tokens, *after]
             payloads.append(part.payload)
         # The line break belongs to the image if there is a canvas.
         prompt += [MARKS["\n"], *(rng.randrange(90) for _ in range(4))]
@@ -345,7 +406,10 @@ def test_logits_equal_those_of_transformers(model, load):
         make_layers=TOWER_LAYERS[load],
     )
     encoded = torch.cat([tower(payload) for payload in payloads])
-    rows = np.where(is_image, np.cumsum(is_image) - 1, -1).astype(np.int32)
+    is_placed = is_image
+    if reference.config.model_type == "ovis2":
+        is_placed = np.isin(prompt, [IMAGE_TOKEN, *OVIS_MARK_IDS])
+    rows = np.where(is_placed, np.cumsum(is_placed) - 1, -1).astype(np.int32)
     runner = Runner(decoder, 1, max_tokens=1024)
     found = []
     for start, end in ((0, 9), (9, len(prompt))):

@@ -1,0 +1,35 @@
+"""Read the image processors of Janus and DeepSeek-VL, which give images margins."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from ....protocol.checkpoint.vision.spec import VisionSpec
+from ....protocol.config.images import MarginProcessor
+from .fields import BICUBIC, CLIP_VALUES, side_of_tile, sides, values
+from .source import ProcessorSource
+
+
+def margins(source: ProcessorSource, vision: VisionSpec, token_id: int) -> MarginProcessor:
+    """Return the processor of DeepSeek-VL."""
+    fields = source.fields
+    for name in ("do_resize", "do_pad"):
+        if not fields.boolean(name, True):
+            raise fields.wrong(name, "true", False)
+    common = CLIP_VALUES | values(fields, vision, token_id, BICUBIC)
+    side = side_of_tile(sides(fields, "size"), "height", vision)
+    red, green, blue = (int(255 * mean) for mean in common["mean"])
+    return MarginProcessor(
+        **common,
+        side=side,
+        min_side=fields.integer("min_size", 14, maximum=side),
+        margin=(red, green, blue),
+    )
+
+
+def margins_between_marks(
+    source: ProcessorSource, vision: VisionSpec, token_id: int
+) -> MarginProcessor:
+    """Return the processor of Janus, whose images are between two tokens."""
+    start, end = (source.special_token(f"{name}_token") for name in ("boi", "eoi"))
+    return replace(margins(source, vision, token_id), start=start, end=end)

@@ -1,0 +1,53 @@
+"""Read the vision towers of Janus and DeepSeek-VL."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..config_fields import ConfigFields
+from .fields import head_count, image_and_patch_size
+from .gemma import siglip
+from .spec import VisionSpec
+
+
+def janus(fields: ConfigFields, vision: ConfigFields, output_size: int) -> VisionSpec:
+    """Return the tower of Janus (arXiv 2410.13848), which is like SigLIP."""
+    if vision.boolean("use_qk_norm", False):
+        raise vision.wrong("use_qk_norm", "false", True)
+    if vision.integer("depth", 2) != 2:
+        raise vision.wrong("depth", "2", vision.get("depth"))
+    if vision.integer("projection_dim", 2048) != output_size:
+        needed = f"{output_size}, which is the decoder's hidden_size"
+        raise vision.wrong("projection_dim", needed, vision.get("projection_dim"))
+    image_size, patch_size = image_and_patch_size(vision, 384, 16)
+    size = vision.integer("hidden_size", 1024)
+    activation = vision.text("hidden_act", "gelu")
+    num_layers = vision.with_defaults(num_hidden_layers=24).layer_count("num_hidden_layers")
+    return VisionSpec(
+        image_size=image_size,
+        patch_size=patch_size,
+        hidden_size=size,
+        intermediate_size=int(size * vision.positive("mlp_ratio", 4.0)),
+        num_heads=head_count(vision, 1024, 16),
+        feature_layers=(num_layers,),
+        activation=activation,
+        norm_eps=vision.positive("layer_norm_eps", 1e-6),
+        output_size=output_size,
+        projection="mlp",
+        projection_activation=activation,
+        has_post_norm=True,
+        qkv_bias=vision.boolean("attention_bias", True),
+        tensor_names=(
+            (r"\.projection_layer\.", ".out_proj."),
+            (r"^(model\.)?aligner\.fc1\.", "multi_modal_projector.linear_1."),
+            (r"^(model\.)?aligner\.hidden_layers\.0\.", "multi_modal_projector.linear_2."),
+        ),
+    )
+
+
+def deepseek_vl(fields: ConfigFields, vision: ConfigFields, output_size: int) -> VisionSpec:
+    """Return the tower of DeepSeek-VL (arXiv 2403.05525), a SigLIP."""
+    return replace(
+        siglip(vision, output_size, projection="mlp"),
+        tensor_names=((r"^(model\.)?aligner\.linear(\d)\.", r"multi_modal_projector.linear_\2."),),
+    )

@@ -1,0 +1,63 @@
+"""Read the vision tower of Ovis 2."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ..config_fields import ConfigFields
+from .fields import check_factor, head_count, image_and_patch_size
+from .spec import VisionSpec
+
+NUM_MARKS: Final = 5
+"""The number of marks in an image's text."""
+
+
+def ovis2(fields: ConfigFields, vision: ConfigFields, output_size: int) -> VisionSpec:
+    """Return the tower of Ovis 2, an AIMv2 (arXiv 2411.14402) whose patches become distributions over visual words."""
+    image_size, patch_size = image_and_patch_size(vision, 224, 14)
+    factor = vision.integer("hidden_stride", 1, maximum=64)
+    check_factor(vision, "hidden_stride", factor, image_size // patch_size)
+    has_biases = vision.boolean("qkv_bias", False)
+    if vision.boolean("mlp_bias", False) != has_biases:
+        raise vision.wrong("mlp_bias", f"{has_biases}, as qkv_bias", not has_biases)
+    function = vision.text("tokenize_function", "softmax")
+    if function not in ("softmax", "st_argmax"):
+        raise vision.wrong("tokenize_function", "'softmax' or 'st_argmax'", function)
+    num_marks = vision.integer("num_visual_indicator_tokens", NUM_MARKS)
+    if num_marks != NUM_MARKS:
+        raise vision.wrong("num_visual_indicator_tokens", f"{NUM_MARKS}", num_marks)
+    num_layers = vision.with_defaults(num_hidden_layers=24).layer_count("num_hidden_layers")
+    return VisionSpec(
+        image_size=image_size,
+        patch_size=patch_size,
+        hidden_size=vision.integer("hidden_size", 1024),
+        intermediate_size=vision.integer("intermediate_size", 2816),
+        num_heads=head_count(vision, 1024, 8),
+        feature_layers=(num_layers,),
+        activation=vision.text("hidden_act", "silu"),
+        norm_eps=vision.positive("rms_norm_eps", 1e-5),
+        output_size=output_size,
+        projection="words",
+        merge_factor=factor,
+        has_patch_norm=True,
+        has_post_norm=True,
+        post_norm_kind="rms",
+        norm_kind="rms",
+        has_gate=True,
+        qkv_bias=has_biases,
+        product_bias=has_biases,
+        num_words=vision.integer("vocab_size", 16384, minimum=NUM_MARKS + 1),
+        num_marks=num_marks,
+        chooses_words=function == "st_argmax",
+        tensor_names=_NAMES,
+    )
+
+
+_NAMES: Final = (
+    (r"vision_tower\.transformer\.rms_norm\.", "vision_tower.transformer.post_layernorm."),
+    (r"(vision_tower\..*)\.rms_norm(\d)\.", r"\1.layer_norm\2."),
+    (r"(vision_tower\..*)\.attention\.", r"\1.self_attn."),
+    (r"(vision_tower\..*)\.ffn\.gate_proj\.", r"\1.mlp.gate_proj."),
+    (r"(vision_tower\..*)\.ffn\.up_proj\.", r"\1.mlp.fc1."),
+    (r"(vision_tower\..*)\.ffn\.down_proj\.", r"\1.mlp.fc2."),
+)
