@@ -13,7 +13,7 @@ from support.batches import Scheduled, attention_batch
 CPU = torch.device("cpu")
 
 
-def reference(q_TGQK, k_LGK, v_LGK, layer, span=None):
+def reference(q_TGQK, k_LGK, v_LGK, layer, span=None, *, rounds_alibi=False):
     """Return plain attention of the last T of L tokens. Those of `span` see each other, whatever the window."""
     num_queries, num_keys = len(q_TGQK), len(k_LGK)
     scores = torch.einsum("tgqk,lgk->gqtl", q_TGQK.double(), k_LGK.double()) * layer.scale
@@ -22,8 +22,11 @@ def reference(q_TGQK, k_LGK, v_LGK, layer, span=None):
     query = torch.arange(num_keys - num_queries, num_keys, device=scores.device)[:, None]
     key = torch.arange(num_keys, device=scores.device)
     if layer.alibi_slopes_H is not None:
-        slopes = layer.alibi_slopes_H.double().view(*scores.shape[:2], 1, 1)
-        scores = scores - slopes * (query - key)
+        slopes = layer.alibi_slopes_H.view(*scores.shape[:2], 1, 1)
+        if rounds_alibi:
+            scores = scores + (slopes.bfloat16() * key.bfloat16()).double() * layer.scale
+        else:
+            scores = scores - slopes.double() * (query - key)
     hidden = key > query
     if isinstance(layer.window, Chunk):
         hidden |= key < query - query % layer.window.size
@@ -46,6 +49,7 @@ def special_layers(num_heads, device=CPU):
     return {
         "alibi": AttentionLayer(0.25, alibi_slopes_H=values / 8),
         "alibi, soft cap": AttentionLayer(0.25, softcap=4.0, alibi_slopes_H=values / 8),
+        "rounded alibi": AttentionLayer(0.25, alibi_slopes_H=values / 8),
         "sinks": AttentionLayer(0.25, sinks_H=4 * values),
         "sinks, window": AttentionLayer(0.25, window=40, softcap=4.0, sinks_H=4 * values),
         "chunks": AttentionLayer(0.25, window=Chunk(24)),
@@ -60,6 +64,12 @@ SPAN_CASES = {
 """Requests with a span of tokens that see each other: in the middle, after a cached part of it, and as a whole."""
 
 SPECIAL_LAYERS = tuple(special_layers(1))
+
+
+def special_case(name, num_heads, device=CPU):
+    """Return the arguments of `PagedCase` for one of the special layers."""
+    layer = special_layers(num_heads, device)[name]
+    return {"layer": layer, "rounds_alibi": name.startswith("rounded")}
 
 
 class OneSequence:
@@ -112,6 +122,7 @@ class PagedCase:
         backend_name="torch_paged",
         device=CPU,
         spans=None,
+        rounds_alibi=False,
     ):
         torch.manual_seed(seed)
         self.spans = spans or [None] * len(requests)
@@ -125,6 +136,7 @@ class PagedCase:
             dtype=cache_dtype or dtype,
             device=device,
             reads_distances=layer.alibi_slopes_H is not None,
+            rounds_alibi=rounds_alibi,
             latent_rank=latent_rank,
         )
         self.backend = attention_backend(spec, backend_name)
@@ -206,6 +218,7 @@ class PagedCase:
                     torch.cat((v_before, v)),
                     self.layer,
                     span,
+                    rounds_alibi=self.backend.spec.rounds_alibi,
                 ).flatten(1, 2)[..., : self.backend.value_dim]
                 for q, k, v, (k_before, v_before), span in zip(
                     *parts, self._earlier, self.spans, strict=True

@@ -31,6 +31,7 @@ class AttentionSpec:
 
     `dtype` is the dtype of the KV cache; queries, keys and values may have another. `reads_distances` says whether
     layers have `alibi_slopes_H` or other biases by distance, and `has_distance_biases` whether they have the latter. If
+    `rounds_alibi`, the slopes are for the positions of keys; see `ModelSpec`. If
     `latent_rank` is not 0, the cache has only keys, and their first `latent_rank` elements are the values. The last
     `index_dim` elements of a key are its index key; if `latent_rank` is 0, the index key follows the keys and values of
     all heads instead. Unless `is_causal`, every token attends to its whole sequence, and a step contains all of the
@@ -46,6 +47,7 @@ class AttentionSpec:
     dtype: torch.dtype | HostDtype
     device: torch.device | HostDevice
     reads_distances: bool = False
+    rounds_alibi: bool = False
     has_distance_biases: bool = False
     latent_rank: int = 0
     is_causal: bool = True
@@ -80,6 +82,7 @@ class AttentionSpec:
             dtype=dtype,
             device=device,
             reads_distances=bool(model.alibi_slopes) or has_biases,
+            rounds_alibi=model.rounds_alibi,
             has_distance_biases=has_biases,
             latent_rank=0 if model.latent is None else model.latent.kv_rank,
             index_dim=model.index_dim,

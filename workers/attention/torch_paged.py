@@ -118,12 +118,13 @@ class TorchPagedAttention(AttentionBackend):
             mask_RL.masked_fill_(torch.from_numpy(hidden_RL), -math.inf)
             tokens = batch.query_start_loc[rows]
             is_whole_step = len(rows) == batch.query_start_loc[-1]
+            origin_R1 = np.zeros_like(len_R1) if self.spec.rounds_alibi else len_R1 - 1
             yield DecodeBucket(
                 tokens=None if is_whole_step else self._to_device(tokens.astype(np.int64)),
                 pages=pages,
                 index_pages=pages if self.spec.latent_rank else self._index_pages_of(blocks_RB),
                 mask_N1L=self._of_kv_heads(mask_RL),
-                distance_N1L=self._of_kv_heads(torch.from_numpy(len_R1 - 1 - keys_RL).float())
+                distance_N1L=self._of_kv_heads(torch.from_numpy(origin_R1 - keys_RL).float())
                 if self.spec.reads_distances
                 else None,
             )
@@ -347,10 +348,13 @@ class TorchPagedAttention(AttentionBackend):
         slopes_GQ = layer.alibi_slopes_H.view(self.num_kv_heads, -1)
         if mask.dim() == 2:
             # Rows are queries times the heads that share a key.
-            slopes_GM1 = slopes_GQ.repeat(1, mask.shape[0] // slopes_GQ.shape[1]).unsqueeze(2)
-            return (mask - slopes_GM1 * distance).to(mask.dtype)
-        slopes_NQ1 = slopes_GQ.repeat(mask.shape[0] // self.num_kv_heads, 1).unsqueeze(2)
-        return (mask - slopes_NQ1 * distance).to(mask.dtype)
+            slopes = slopes_GQ.repeat(1, mask.shape[0] // slopes_GQ.shape[1]).unsqueeze(2)
+        else:
+            slopes = slopes_GQ.repeat(mask.shape[0] // self.num_kv_heads, 1).unsqueeze(2)
+        if self.spec.rounds_alibi:
+            rounded = slopes.bfloat16() * distance.bfloat16()
+            return (mask - rounded.float() * layer.scale).to(mask.dtype)
+        return (mask - slopes * distance).to(mask.dtype)
 
     def _query_biases(self, distance: Tensor, biases_RHE: Tensor) -> Tensor:
         """Return each row's bias for each key [N, M, L], given the distances [M, L] or [N, 1, L]."""

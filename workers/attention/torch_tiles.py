@@ -155,7 +155,8 @@ class QueryTiles:
         mask_ML = mask.repeat_interleave(self._repeats, 0).to(self._device)
         if not self._spec.reads_distances:
             return mask_ML, None
-        return mask_ML, (query - key).float().repeat_interleave(self._repeats, 0).to(self._device)
+        origin = torch.zeros_like(query) if self._spec.rounds_alibi else query
+        return mask_ML, (origin - key).float().repeat_interleave(self._repeats, 0).to(self._device)
 
     def _first_key(self, position: int, window: Window | None) -> int:
         """Return the start of the block that contains the first key to which a query at this position attends."""

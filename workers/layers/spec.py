@@ -182,9 +182,11 @@ class ModelSpec:
     sines and cosines (arXiv 1706.03762). If `num_token_types` is not 0, the embedding of the token's type is added as
     well: the first type, or the second for token ids from `vocab_size` on, if the model distinguishes segments of a
     prompt. `alibi_slopes` has the factor of each query head on the distance to a key, which is subtracted
-    from the score (ALiBi, arXiv 2108.12409). If `num_distance_buckets` is not 0, each query head adds a number to the
-    score for each bucket of distances up to `max_distance` (T5, arXiv 1910.10683). With `relative_biases`, the number
-    depends on the query, too. If `has_sinks`, each query head has one more score in every softmax, without a value.
+    from the score (ALiBi, arXiv 2108.12409). If `rounds_alibi`, the factor times the key's position, a product of
+    bfloat16 numbers, is added to the score before it is scaled instead (Falcon). If `num_distance_buckets` is not 0,
+    each query head adds a number to the score for each bucket of distances up to `max_distance` (T5, arXiv
+    1910.10683). With `relative_biases`, the number depends on the query, too. If `has_sinks`, each query head has one
+    more score in every softmax, without a value.
 
     With `latent`, there is one key/value head, and `head_dim` is the size of its keys in the cache. With `compressed`,
     there is one, too, and its keys are also the values. With `block_indexer`, each index key is stored in the cache as
@@ -250,6 +252,7 @@ class ModelSpec:
     has_sinusoids: bool = False
     num_unused_embeddings: int = 0
     alibi_slopes: tuple[float, ...] = ()
+    rounds_alibi: bool = False
     num_distance_buckets: int = 0
     max_distance: int = 128
     relative_biases: RelativeBiasSpec | None = None

@@ -276,11 +276,11 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
             "bias": True,
         },
     ),
+    # The number of heads is not a power of two, so the slopes of some have to be rounded.
     "falcon-alibi": (
         "Falcon",
         {
             "ffn_hidden_size": 80,
-            "num_attention_heads": 8,
             "alibi": True,
             "multi_query": False,
             "parallel_attn": False,

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.batches import Scheduled, attention_batch
 from support.examples import examples
-from support.paged_attention import SPAN_CASES, SPECIAL_LAYERS, run, special_layers
+from support.paged_attention import SPAN_CASES, SPECIAL_LAYERS, run, special_case
 
 torch.set_num_threads(1)
 
@@ -69,7 +69,7 @@ def test_layers_with_special_parameters_agree_with_plain_attention(name):
         repeats=3,
         head_dim=16,
         block_size=16,
-        layer=special_layers(6)[name],
+        **special_case(name, 6),
         dtype=torch.float32,
     )
     torch.testing.assert_close(out.double(), expected, atol=2e-5, rtol=1e-5)

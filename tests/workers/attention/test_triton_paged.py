@@ -30,7 +30,7 @@ from support.paged_attention import (
     PagedCase,
     attend_to_sources,
     run,
-    special_layers,
+    special_case,
 )
 from support.random_checkpoints import random_checkpoint
 from support.triton_compile import compile_for_hopper
@@ -137,7 +137,7 @@ def test_layers_with_special_parameters_agree_with_plain_attention(name):
         repeats=3,
         head_dim=16,
         block_size=16,
-        layer=special_layers(3, DEVICE)[name],
+        **special_case(name, 3, DEVICE),
     )
 
 

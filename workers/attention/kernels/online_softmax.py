@@ -17,6 +17,14 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
+def _rounded(x):
+    """Round float32 numbers to bfloat16, ties to even, as float32. Triton's interpreter truncates them instead."""
+    bits = x.to(tl.uint32, bitcast=True)
+    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def attend_keys(
     acc_MK,
     max_M,
@@ -33,6 +41,7 @@ def attend_keys(
     keys_ptr,
     scale,
     alibi_M,
+    alibi_scale,
     SOFTCAP: tl.constexpr,
     WINDOW: tl.constexpr,
     IS_CHUNKED: tl.constexpr,
@@ -49,7 +58,8 @@ def attend_keys(
     points to the head in block 0, `blocks_ptr` to the request's row of the block table. Unless `IS_MASKED`, all rows
     must attend to all of these keys, and `stop` must be a multiple of `TILE_KEYS`. If `IS_CHUNKED`, a row attends to
     keys from the last multiple of `WINDOW` on. `alibi_M` times the distance to a key is subtracted from scores, unless
-    it is None.
+    it is None. If `alibi_scale` is not None, the product of `alibi_M` and a key's position, rounded to bfloat16, times
+    this factor is added instead.
 
     If `ends_M` is given, rows attend to the keys before it instead of those up to their own position. If `firsts_M` is
     given, they attend to keys from there on, whatever their window is.
@@ -110,7 +120,11 @@ def attend_keys(
         distance_MN = positions_M[:, None] - keys_N[None, :]
         if alibi_M is not None:
             # Without a soft cap, the scale is applied to the scores later.
-            bias_MN = alibi_M[:, None] * distance_MN
+            if alibi_scale is None:
+                bias_MN = alibi_M[:, None] * distance_MN
+            else:
+                keys_1N = _rounded(keys_N.to(tl.float32))[None, :]
+                bias_MN = -alibi_scale * _rounded(_rounded(alibi_M)[:, None] * keys_1N)
             scores_MN -= bias_MN / scale if SOFTCAP is None else bias_MN
         if IS_MASKED:
             if WINDOW is None:

@@ -28,6 +28,7 @@ def prefill_kernel(
     sinks_ptr,
     visible_ptr,
     scale,
+    alibi_scale,
     q_stride,
     block_table_stride,
     SOFTCAP: tl.constexpr,
@@ -49,6 +50,7 @@ def prefill_kernel(
     `list` is the output of `list_tiles_kernel`: each of its entries, at most N, has a request and the first of its
     queries in the tile. q is [T, H, K] with a stride between tokens; out [T, H, K] and kv [blocks, 2, G, BLOCK_SIZE, K]
     are contiguous. `kv_scales` is float32 [2, G], or None. `alibi_slopes` and `sinks` are float32 [H], or None.
+    `alibi_scale` is described at `attend_keys`.
     `visible` int32 [T, 2] is the field of `AttentionBatch`, or None. `WINDOW` is a number of tokens, or the size of a
     chunk. Unless `IS_CAUSAL`, every query attends to all keys, and there is no window.
 
@@ -140,6 +142,7 @@ def prefill_kernel(
             keys_ptr,
             scale,
             alibi_M,
+            alibi_scale,
             SOFTCAP,
             WINDOW,
             IS_CHUNKED,
@@ -166,6 +169,7 @@ def prefill_kernel(
         keys_ptr,
         scale,
         alibi_M,
+        alibi_scale,
         SOFTCAP,
         WINDOW,
         IS_CHUNKED,

@@ -141,6 +141,7 @@ class AttentionLayer(ctypes.Structure):
         ("scale", c_float),
         ("softcap", c_float),
         ("window", c_int32),
+        ("rounds_alibi", c_int32),
     )
 
 

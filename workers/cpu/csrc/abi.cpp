@@ -100,7 +100,7 @@ std::string describe() {
          block_bytes, kv_format, activation, output_gate, norm, is_bidirectional, keeps_block, router_size,
          projection_size, mixed_size, num_streams, input_size, latent, index_dim, index_logits, is_compressed,
          num_threads)
-  STRUCT(AttentionLayer, scale, softcap, window)
+  STRUCT(AttentionLayer, scale, softcap, window, rounds_alibi)
   STRUCT(Router, num_experts, num_chosen, scoring, renormalizes, num_groups, num_chosen_groups, num_best,
          corrects_logits, scale, mixer_noise, softcap, correction, scales, experts_by_token)
   STRUCT(GateLimit, bound, is_activated)

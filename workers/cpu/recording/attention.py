@@ -160,7 +160,10 @@ class AttentionRecorder:
             "layer": index,
             "group": layer.kv_cache_group,
             "attention": AttentionLayer(
-                spec.attention_scale, spec.attention_softcap or 0.0, window_size(layer.window)
+                spec.attention_scale,
+                spec.attention_softcap or 0.0,
+                window_size(layer.window),
+                spec.rounds_alibi,
             ),
             "num_heads": len(shard.heads(spec)),
             "num_kv_heads": len(shard.kv_heads(spec)),
@@ -294,7 +297,11 @@ class AttentionRecorder:
         distances_E = torch.arange(num_columns) - self._max_distance
         if spec.alibi_slopes:
             slopes_H1 = torch.tensor(spec.alibi_slopes[heads.start : heads.stop])[:, None]
-            biases_HE = slopes_H1 * distances_E
+            if spec.rounds_alibi:
+                rounded_HE = slopes_H1.bfloat16() * distances_E.bfloat16()
+                biases_HE = rounded_HE.float() * spec.attention_scale
+            else:
+                biases_HE = slopes_H1 * distances_E
         else:
             biases_BH = read_distance_biases(spec, self._weights)[:, heads.start : heads.stop]
             biases_HE = biases_BH.T[:, distance_buckets(distances_E, spec)]

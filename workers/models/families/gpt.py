@@ -330,14 +330,13 @@ def _falcon(fields: ConfigFields) -> ModelSpec:
     if is_new and fields.integer("num_ln_in_parallel_attn", 2) == 2:
         norms = NormNames(attention_input="ln_attn", mlp_input="ln_mlp")
     has_alibi = fields.boolean("alibi", False)
-    slopes = alibi_slopes(fields) if has_alibi else ()
     return gpt_spec(
         fields,
         layers=uniform_layers(fields, None if has_alibi else read_rope(fields, size)),
         has_biases=fields.boolean("bias", False),
         num_kv_heads=num_kv_heads,
-        # The models scale ALiBi's biases by the same factor as the products of queries and keys.
-        alibi_slopes=tuple(slope * size**-0.5 for slope in slopes),
+        alibi_slopes=alibi_slopes(fields) if has_alibi else (),
+        rounds_alibi=has_alibi,
         is_parallel=is_parallel,
         norms=norms,
         has_grouped_qkv=_has_grouped_qkv(fields),

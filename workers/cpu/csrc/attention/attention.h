@@ -20,6 +20,7 @@ struct AttentionLayer {
   float scale;
   float softcap;   // 0 for none
   int32_t window;  // the tokens that a token sees, including itself; 0 for all; negative: in chunks of -window tokens
+  int32_t rounds_alibi;  // DistanceBiases depend on the distance from position 0 to a key instead
 };
 
 // Numbers that are added to scores, depending on the distance from a token to a key.

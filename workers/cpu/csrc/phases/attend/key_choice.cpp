@@ -119,7 +119,7 @@ void KeyChoice::run(const Op& op, Tile& tile, AttentionTask kv_task, int sequenc
 // Scores are not scaled, because that would not change their order.
 void KeyChoice::score(const Op& op, const AttentionTask& kv_task, const float* projection, uint32_t* queries,
                       int stride, float* scores) const {
-  const AttentionLayer unscaled{1.0f, 1.0f, 0};
+  const AttentionLayer unscaled{1.0f, 1.0f, 0, 0};
   const KVLayout kv = model_.kv(op), index = kv.of_index();
   if (const int num_heads = model_.shape.latent.index_heads) {
     const float* const weights = projection + model_.shape.index_offset();
