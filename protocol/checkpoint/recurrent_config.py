@@ -207,7 +207,7 @@ def _read_zamba2(fields: ConfigFields) -> Mamba2:
                 "mamba_n_heads": fields.integer("n_mamba_heads", 8),
                 "mamba_n_groups": fields.integer("mamba_ngroups", 1),
                 "mamba_d_state": fields.integer("mamba_d_state", 64),
-                "mamba_conv_bias": True,
+                "mamba_conv_bias": fields.boolean("use_conv_bias", True),
                 "mamba_proj_bias": has_bias,
             }
         )

@@ -150,6 +150,8 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     # Three layers use two blocks in turn.
     "zamba2": ("Zamba2", SHARED_BLOCKS),
+    # Each of these layers has a block of its own.
+    "zamba2-untied": ("Zamba2", SHARED_BLOCKS | {"tie_word_embeddings": False}),
     "dory": (
         "Dory",
         {

@@ -126,6 +126,7 @@ NATIVE = [
     "Step3p7",
     "xglm",
     "zamba2",
+    "zamba2-untied",
 ]
 """Families that are compared as native programs, too."""
 

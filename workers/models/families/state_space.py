@@ -11,6 +11,7 @@ from ...layers.read_rope import read_rope
 from ...layers.shared_block import SharedBlock
 from ...layers.spec import LayerSpec, ModelSpec
 from ...layers.specs.norm_names import NormNames
+from ...loaders.tensor_names import TensorNames
 from .common import Family, base_spec, head_dim
 from .experts import MIXTRAL_NAMES, read_experts, with_experts
 from .hybrid import BAMBA_NAMES, mixed_layers, recurrent_layer
@@ -71,7 +72,6 @@ def _zamba2(fields: ConfigFields) -> ModelSpec:
         needed = "1e-05, which the recurrent layers have"
         raise fields.wrong("rms_norm_eps", needed, fields.get("rms_norm_eps"))
     layers = _shared_layers(fields)
-    sources = "|".join({str(layer.shared_block.source) for layer in layers if layer.shared_block})
     has_biases = fields.boolean("add_bias_linear", False)
     return base_spec(
         fields,
@@ -80,8 +80,7 @@ def _zamba2(fields: ConfigFields) -> ModelSpec:
         mlp_bias=has_biases,
         tensor_names=(
             (r"\.shared_transformer\.", ".shared_block."),
-            # Some files repeat the shared weights.
-            (rf".*\.layers\.(?!({sources})\.)\d+\.shared_block\..*", ""),
+            *_unused_blocks(layers),
             (r"\.linear_([qkv])_adapter_list\.", r".\1_proj_adapters."),
             (r"\.gate_up_proj_adapter_list\.", ".gate_up_proj_adapters."),
             (r"\.mamba_decoder\.", "."),
@@ -90,8 +89,28 @@ def _zamba2(fields: ConfigFields) -> ModelSpec:
     )
 
 
+def _unused_blocks(layers: tuple[LayerSpec, ...]) -> TensorNames:
+    """Return rules that drop what no layer uses: repeated shared weights, and low-rank products of other layers.
+
+    A block of its own has low-rank products of other layers as well.
+    """
+    uses = {i: layer.shared_block for i, layer in enumerate(layers) if layer.shared_block}
+    sources = [use.source for use in uses.values()]
+    stored = "|".join(sorted({str(source) for source in sources}))
+    own = (
+        (rf".*\.layers\.{i}\.shared_block\..*adapter_list\.(?!{use.number}\.)\d+\..*", "")
+        for i, use in uses.items()
+        if sources.count(i) == 1
+    )
+    return (rf".*\.layers\.(?!({stored})\.)\d+\.shared_block\..*", ""), *own
+
+
 def _shared_layers(fields: ConfigFields) -> tuple[LayerSpec, ...]:
-    """Return layers with a recurrent mixer, some of which use one of the shared blocks in turn."""
+    """Return layers with a recurrent mixer, some of which use a block.
+
+    Like the embeddings, the blocks are shared unless `tie_word_embeddings` is false: then each of these layers has its
+    own one, as in transformers. Otherwise, the layers use the shared blocks in turn.
+    """
     count = fields.layer_count("num_hidden_layers")
     names = ("layers_block_type", "layer_types")
     kinds = next((kinds for name in names if (kinds := fields.per_layer(name, count))), None)
@@ -106,11 +125,12 @@ def _shared_layers(fields: ConfigFields) -> tuple[LayerSpec, ...]:
     if not uses:
         raise fields.wrong("layers_block_type", "a list with at least one 'hybrid'", kinds)
     num_blocks = fields.integer("num_mem_blocks", 1, maximum=len(uses))
+    is_shared = fields.boolean("tie_word_embeddings", True)
     plain = LayerSpec(None, recurrent=recurrent_layer(fields), attends=False, has_mlp=False)
     layers = [plain] * count
     for number, i in enumerate(uses):
         block = SharedBlock(
-            uses[number % num_blocks],
+            uses[number % num_blocks] if is_shared else i,
             number,
             fields.integer("adapter_rank", 128),
             fields.boolean("use_shared_attention_adapter", False),
