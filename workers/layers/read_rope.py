@@ -83,17 +83,24 @@ def _read(
     fraction = fields.positive("partial_rotary_factor", 1.0) if partial else 1.0
     if partial:
         fraction = parameters.positive("partial_rotary_factor", fraction)
-    rotary_dim = int(head_dim * fraction)
-    if rotary_dim < 2 or rotary_dim > head_dim or rotary_dim % 2:
+    divisor = int(head_dim * fraction)
+    rotary_dim = divisor + divisor % 2
+    if divisor < 1 or rotary_dim > head_dim:
         raise fields.error(
             f"rotary embeddings need an even number of dimensions, at most {head_dim}, but "
-            f"partial_rotary_factor {fraction} gives {rotary_dim}"
+            f"partial_rotary_factor {fraction} gives {divisor}"
+        )
+    scaling = _read_scaling(fields, parameters, rotary_dim)
+    if divisor % 2 and isinstance(scaling, YarnScaling):
+        raise fields.error(
+            f"YaRN needs an even number of dimensions, but partial_rotary_factor {fraction} gives {divisor}"
         )
     return RopeSpec(
         theta=parameters.positive("rope_theta", theta, above=1),
         rotary_dim=rotary_dim,
-        scaling=_read_scaling(fields, parameters, rotary_dim),
+        scaling=scaling,
         axes=_read_axes(parameters, rotary_dim // 2),
+        divisor=None if divisor == rotary_dim else divisor,
     )
 
 

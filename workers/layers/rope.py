@@ -42,6 +42,9 @@ class RopeSpec:
     All are equal for text.
 
     If `has_factors`, each frequency is multiplied by the exponential of a stored number (LeRoPE).
+
+    Frequency i is `theta` to the power of -2i / `divisor`, or -2i / `rotary_dim` if it is None. If a config asks for an
+    odd number of dimensions, transformers rotates one more with the frequencies of the odd number.
     """
 
     theta: float
@@ -49,17 +52,18 @@ class RopeSpec:
     scaling: RopeScaling | None = None
     axes: tuple[int, ...] = ()
     has_factors: bool = False
+    divisor: int | None = None
 
     def inverse_frequencies(self, max_model_len: int) -> tuple[Frequencies, float]:
         """Return float32 inverse frequencies [R/2] and the factor on cos and sin."""
-        inv_freq = _default_inverse_frequencies(self.theta, self.rotary_dim)
+        inv_freq = _default_inverse_frequencies(self.theta, self.divisor or self.rotary_dim)
         if self.scaling is None:
             return inv_freq, 1.0
         return self.scaling.scale(inv_freq, self, max_model_len)
 
 
-def _default_inverse_frequencies(theta: float, rotary_dim: int) -> Frequencies:
-    exponents = np.arange(0, rotary_dim, 2, dtype=np.float32) / np.float32(rotary_dim)
+def _default_inverse_frequencies(theta: float, divisor: int) -> Frequencies:
+    exponents = np.arange(0, divisor, 2, dtype=np.float32) / np.float32(divisor)
     return np.float32(1) / np.float32(theta) ** exponents
 
 
@@ -104,8 +108,9 @@ class DynamicScaling:
         """Return the frequencies of the larger base."""
         length = max(max_model_len, self.max_position_embeddings)
         growth = self.factor * length / self.max_position_embeddings - (self.factor - 1)
-        theta = rope.theta * growth ** (rope.rotary_dim / (rope.rotary_dim - 2))
-        return _default_inverse_frequencies(theta, rope.rotary_dim), 1.0
+        divisor = rope.divisor or rope.rotary_dim
+        theta = rope.theta * growth ** (divisor / (divisor - 2))
+        return _default_inverse_frequencies(theta, divisor), 1.0
 
 
 @dataclass(frozen=True, slots=True)
