@@ -35,7 +35,16 @@ _NOT_READ: Final = {
         "persimmon",
         "stablelm",
     },
-    "intermediate_size": {"bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gptj", "opt"},
+    "intermediate_size": {
+        "bloom",
+        "codegen",
+        "falcon",
+        "gpt2",
+        "gpt_bigcode",
+        "gptj",
+        "opt",
+        "xglm",
+    },
     "num_key_value_heads": {"falcon"},
 }
 """Fields that these model types name differently. Transformers keeps them in the configs it saves, but ignores them."""

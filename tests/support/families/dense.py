@@ -140,13 +140,14 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
         "Phi3",
         {"rope_parameters": PHI3_LONG, "original_max_position_embeddings": 32},
     ),
+    # Three of eight dimensions are rotated, so in fact four.
     "phi3-partial": (
         "Phi3",
         {
             "rope_parameters": {
                 "rope_type": "default",
                 "rope_theta": 10_000.0,
-                "partial_rotary_factor": 0.75,
+                "partial_rotary_factor": 0.4,
             }
         },
     ),

@@ -340,6 +340,9 @@ def _gpt_oss(fields: ConfigFields) -> ModelSpec:
 
 def ernie4_5_moe(fields: ConfigFields, **differences: Any) -> ModelSpec:
     """Return the spec of ERNIE 4.5 with experts; `differences` are those of the experts."""
+    if fields.number("moe_norm_min", 1e-12) > 1e-6:
+        # The sum of the chosen scores is never smaller.
+        raise fields.wrong("moe_norm_min", "at most 1e-06", fields.get("moe_norm_min"))
     size = fields.integer("moe_intermediate_size", 1536)
     num_shared = fields.integer("moe_num_shared_experts", 2, minimum=0)
     experts = read_experts(
@@ -388,7 +391,7 @@ def _hunyuan_moe(fields: ConfigFields) -> ModelSpec:
 
 def _phimoe(fields: ConfigFields) -> ModelSpec:
     fields = fields.with_defaults(num_key_value_heads=8, rms_norm_eps=1e-5)
-    rope = read_rope(fields, head_dim(fields))
+    rope = read_rope(fields, head_dim(fields), theta=1_000_000.0)
     spec = base_spec(
         fields,
         uniform_layers(fields, rope, fields.optional_integer("sliding_window")),
@@ -410,7 +413,9 @@ def _phimoe(fields: ConfigFields) -> ModelSpec:
 
 
 def _llama4(fields: ConfigFields) -> ModelSpec:
-    fields = fields.with_defaults(num_key_value_heads=8, head_dim=128, rms_norm_eps=1e-5)
+    fields = fields.with_defaults(
+        num_key_value_heads=8, head_dim=128, rms_norm_eps=1e-5, attention_chunk_size=8192
+    )
     size = fields.integer("intermediate_size", 8192)
     rope = read_rope(fields, head_dim(fields), theta=500_000.0)
     count = fields.layer_count("num_hidden_layers")

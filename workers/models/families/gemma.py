@@ -46,10 +46,11 @@ def _gemma(fields: ConfigFields, layers: tuple[LayerSpec, ...], **differences: A
 
 
 def _gemma1(fields: ConfigFields) -> ModelSpec:
-    fields = fields.with_defaults(tie_word_embeddings=True)
-    activation = fields.text("hidden_act", "gelu")
-    # Some configs on the hub name the exact GELU, but the models were trained with the tanh approximation.
-    if activation == "gelu":
+    fields = fields.with_defaults(tie_word_embeddings=True, head_dim=256)
+    activation = fields.text("hidden_act", "gelu_pytorch_tanh")
+    # Published configs name the exact GELU, but the models were trained with the tanh approximation. Transformers 4
+    # used that for them; version 5 computes what the config says.
+    if activation == "gelu" and not fields.text("transformers_version", "4").startswith("5"):
         activation = "gelu_pytorch_tanh"
     fields = fields.with_values({"hidden_act": activation, "hidden_activation": None})
     return llama(

@@ -245,6 +245,7 @@ def _codegen(fields: ConfigFields) -> ModelSpec:
 def _gpt_neox(fields: ConfigFields) -> ModelSpec:
     fields = fields.with_defaults(
         hidden_act="gelu",
+        intermediate_size=24_576,
         partial_rotary_factor=fields.positive("rotary_pct", 0.25),
         rope_theta=fields.positive("rotary_emb_base", 10_000.0),
     )
@@ -279,16 +280,20 @@ def _xglm(fields: ConfigFields) -> ModelSpec:
 
 
 def _opt(fields: ConfigFields) -> ModelSpec:
-    fields = fields.with_defaults(hidden_act="relu", tie_word_embeddings=True)
+    size = fields.integer("intermediate_size", 3072)
+    fields = fields.with_values({"intermediate_size": size}).with_defaults(
+        hidden_act="relu", tie_word_embeddings=True
+    )
     hidden_size = fields.integer("hidden_size")
-    if (
-        not fields.boolean("do_layer_norm_before", True)
-        or fields.boolean("_remove_final_layer_norm", False)
-        or fields.integer("word_embed_proj_dim", hidden_size) != hidden_size
+    # Norms follow the blocks in opt-350m, whose embeddings have another size.
+    for name, needed in (
+        ("do_layer_norm_before", True),
+        ("_remove_final_layer_norm", False),
+        ("layer_norm_elementwise_affine", True),
+        ("word_embed_proj_dim", hidden_size),
     ):
-        raise fields.error(
-            "OPT models with norms after the blocks, such as opt-350m, are not supported"
-        )
+        if fields.get(name, needed) != needed:
+            raise fields.wrong(name, str(needed).lower(), fields.get(name))
     return gpt_spec(
         fields,
         has_biases=fields.boolean("enable_bias", True),
@@ -349,7 +354,7 @@ def _falcon(fields: ConfigFields) -> ModelSpec:
 
 def _persimmon(fields: ConfigFields) -> ModelSpec:
     fields = fields.with_defaults(
-        hidden_act="relu2", partial_rotary_factor=0.5, rope_theta=25_000.0
+        hidden_act="relu2", intermediate_size=16_384, partial_rotary_factor=0.5
     )
     return gpt_spec(
         fields,
@@ -371,7 +376,10 @@ def _biogpt(fields: ConfigFields) -> ModelSpec:
     is_scaled = fields.boolean("scale_embedding", True)
     # The field of the config with this name is not the epsilon that the norms use.
     fields = fields.with_values({"layer_norm_eps": None, "rms_norm_eps": 1e-5}).with_defaults(
-        hidden_act="gelu", tie_word_embeddings=True, max_position_embeddings=1024
+        hidden_act="gelu",
+        intermediate_size=4096,
+        tie_word_embeddings=True,
+        max_position_embeddings=1024,
     )
     return gpt_spec(
         fields,

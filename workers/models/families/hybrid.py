@@ -142,8 +142,17 @@ def _lfm3(fields: ConfigFields) -> ModelSpec:
     fields = fields.with_defaults(
         block_auto_adjust_ff_dim=False,
         head_dim=128,
+        intermediate_size=7680,
         sliding_window=256,
         conv_L_cache=7,
+        rope_parameters={
+            "sliding_attention": {"rope_theta": 1e4},
+            "full_attention": {
+                "rope_type": "proportional",
+                "rope_theta": 1e6,
+                "partial_rotary_factor": 0.5,
+            },
+        },
         layer_types=[
             "full_attention" if i % 4 == 2 else "conv" if i % 4 or i == 0 else "sliding_attention"
             for i in range(fields.layer_count("num_hidden_layers"))

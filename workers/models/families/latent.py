@@ -63,12 +63,15 @@ def _scale_for_length(fields: ConfigFields) -> float:
 
 
 def _deepseek_v2(fields: ConfigFields) -> ModelSpec:
+    fields = fields.with_defaults(q_lora_rank=1536)
     is_grouped = fields.text("topk_method", "greedy") == "group_limited_greedy"
     size = fields.integer("moe_intermediate_size", 1407)
     experts = read_experts(
         fields.with_defaults(moe_intermediate_size=size),
         64,
-        renormalizes=fields.boolean("norm_topk_prob", False),
+        # Transformers ignores the field in this family.
+        renormalizes=fields.get("transformers_version") is None
+        and fields.boolean("norm_topk_prob", False),
         scale=fields.positive("routed_scaling_factor", 1.0),
         num_groups=fields.integer("n_group", 1) if is_grouped else 1,
         num_groups_per_token=fields.integer("topk_group", 1) if is_grouped else 1,
@@ -79,6 +82,14 @@ def _deepseek_v2(fields: ConfigFields) -> ModelSpec:
 
 
 def _deepseek_v3(fields: ConfigFields) -> ModelSpec:
+    fields = fields.with_defaults(
+        q_lora_rank=1536,
+        n_routed_experts=256,
+        n_shared_experts=1,
+        n_group=8,
+        topk_group=4,
+        routed_scaling_factor=2.5,
+    )
     return _with_sigmoid_experts(fields, first_dense(fields, 3))
 
 
@@ -93,7 +104,13 @@ def _with_sigmoid_experts(fields: ConfigFields, has_experts: Callable[[int], boo
 
 def _glm4_moe_lite(fields: ConfigFields) -> ModelSpec:
     fields = fields.with_defaults(
-        rms_norm_eps=1e-5, routed_scaling_factor=1.8, n_shared_experts=1, moe_intermediate_size=1536
+        rms_norm_eps=1e-5,
+        q_lora_rank=768,
+        n_routed_experts=64,
+        n_shared_experts=1,
+        num_experts_per_tok=4,
+        routed_scaling_factor=1.8,
+        moe_intermediate_size=1536,
     )
     return _with_sigmoid_experts(fields, has_listed_experts(fields, first_dense(fields, 1)))
 
@@ -103,8 +120,15 @@ def _sparse_latent(fields: ConfigFields) -> ModelSpec:
 
     GLM-5's indexers rotate pairs of neighboring elements, and some of its layers have no indexer.
     """
-    is_glm = fields.text("model_type") == "glm_moe_dsa"
-    fields = fields.with_defaults(n_shared_experts=1, routed_scaling_factor=2.5)
+    kind = fields.text("model_type")
+    is_glm = kind == "glm_moe_dsa"
+    fields = fields.with_defaults(
+        rms_norm_eps=1e-5 if is_glm else 1e-6,
+        n_group=8 if kind == "deepseek_v32" else 1,
+        topk_group=4 if kind == "deepseek_v32" else 1,
+        n_shared_experts=1,
+        routed_scaling_factor=2.5,
+    )
     has_experts = has_listed_experts(fields, first_dense(fields, 3))
     spec = _with_sigmoid_experts(fields, has_experts)
     latent = spec.latent
@@ -233,7 +257,14 @@ def with_indexers(fields: ConfigFields, layers: tuple[LayerSpec, ...]) -> tuple[
 
 
 def _axk1(fields: ConfigFields) -> ModelSpec:
-    fields = fields.with_defaults(n_shared_experts=1, routed_scaling_factor=2.5)
+    fields = fields.with_defaults(
+        q_lora_rank=1536,
+        n_routed_experts=192,
+        n_shared_experts=1,
+        n_group=8,
+        topk_group=4,
+        routed_scaling_factor=2.5,
+    )
     interval, first = fields.integer("moe_layer_freq", 1), first_dense(fields, 1)
     has_experts = has_listed_experts(fields, lambda i: first(i) and i % interval == 0)
     spec = _with_sigmoid_experts(fields, has_experts)
@@ -246,6 +277,7 @@ def _axk1(fields: ConfigFields) -> ModelSpec:
 
 def _mistral4(fields: ConfigFields) -> ModelSpec:
     fields = fields.with_defaults(
+        q_lora_rank=1024,
         n_shared_experts=1,
         rope_parameters={
             "rope_type": "yarn",
@@ -295,7 +327,7 @@ def _sarvam_mla(fields: ConfigFields) -> ModelSpec:
 def _youtu(fields: ConfigFields) -> ModelSpec:
     is_interleaved = fields.boolean("rope_interleave", True)
     return latent_spec(
-        fields.with_defaults(tie_word_embeddings=True),
+        fields.with_defaults(tie_word_embeddings=True, q_lora_rank=1536),
         mlp_bias=fields.boolean("mlp_bias", False),
         rope_order="interleaved" if is_interleaved else "half",
     )
@@ -306,8 +338,12 @@ def _minicpm3(fields: ConfigFields) -> ModelSpec:
     fields = fields.with_defaults(
         tie_word_embeddings=True,
         rms_norm_eps=1e-5,
-        v_head_dim=hidden_size // fields.integer("num_attention_heads"),
+        q_lora_rank=768,
+        scale_depth=1.4,
+        dim_model_base=256,
     )
+    size = fields.integer("v_head_dim", hidden_size // fields.integer("num_attention_heads"))
+    fields = fields.with_values({"v_head_dim": size})
     num_layers = fields.layer_count("num_hidden_layers")
     depth = fields.positive("scale_depth", num_layers**0.5)
     return latent_spec(
@@ -330,7 +366,7 @@ def _longcat(fields: ConfigFields) -> ModelSpec:
             "moe_intermediate_size": size,
             "intermediate_size": fields.integer("ffn_hidden_size", 12_288),
         }
-    ).with_defaults(rms_norm_eps=1e-5)
+    ).with_defaults(rms_norm_eps=1e-5, q_lora_rank=1536)
     experts = read_experts(
         fields,
         512,

@@ -179,7 +179,7 @@ def _cohere2_moe(fields: ConfigFields) -> ModelSpec:
 
 
 def _jais2(fields: ConfigFields) -> ModelSpec:
-    fields = fields.with_defaults(hidden_act="relu2", attention_bias=True)
+    fields = fields.with_defaults(hidden_act="relu2", intermediate_size=26_624, attention_bias=True)
     return gpt_spec(
         fields,
         has_groups=True,
@@ -190,7 +190,9 @@ def _jais2(fields: ConfigFields) -> ModelSpec:
 
 
 def _nemotron(fields: ConfigFields) -> ModelSpec:
-    fields = fields.with_defaults(hidden_act="relu2", partial_rotary_factor=0.5)
+    fields = fields.with_defaults(
+        hidden_act="relu2", intermediate_size=24_576, partial_rotary_factor=0.5
+    )
     return gpt_spec(
         fields,
         has_groups=True,
@@ -214,7 +216,9 @@ def _olmo(fields: ConfigFields) -> ModelSpec:
 
 
 def _phi(fields: ConfigFields) -> ModelSpec:
-    fields = fields.with_defaults(hidden_act="gelu_new", partial_rotary_factor=0.5)
+    fields = fields.with_defaults(
+        hidden_act="gelu_new", intermediate_size=8192, partial_rotary_factor=0.5
+    )
     has_qk_norm = fields.boolean("qk_layernorm", False)
     return gpt_spec(
         fields,
@@ -281,7 +285,12 @@ def _dbrx(fields: ConfigFields) -> ModelSpec:
 
 
 def _starcoder2(fields: ConfigFields) -> ModelSpec:
-    fields = fields.with_defaults(hidden_act="gelu_pytorch_tanh", tie_word_embeddings=True)
+    fields = fields.with_defaults(
+        num_key_value_heads=2,
+        intermediate_size=12_288,
+        hidden_act="gelu_pytorch_tanh",
+        tie_word_embeddings=True,
+    )
     rope, window = read_rope(fields, head_dim(fields)), fields.optional_integer("sliding_window")
     return gpt_spec(
         fields,

@@ -60,6 +60,18 @@ def ministral(fields: ConfigFields) -> ModelSpec:
 def ministral3(fields: ConfigFields) -> ModelSpec:
     """Return the spec of a Ministral 3 model, or of the text part of a Mistral 3 model."""
     fields = fields.with_defaults(num_key_value_heads=8, head_dim=128, rms_norm_eps=1e-5)
+    if fields.get("model_type") == "ministral3" and fields.get("rope_scaling") is None:
+        fields = fields.with_defaults(
+            rope_parameters={
+                "rope_type": "yarn",
+                "rope_theta": 1e6,
+                "factor": 16.0,
+                "original_max_position_embeddings": 16_384,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            }
+        )
     rope = read_rope(fields, head_dim(fields))
     window = fields.optional_integer("sliding_window")
     return base_spec(fields, uniform_layers(fields, rope, window, llama4_scaling(fields)))

@@ -68,7 +68,11 @@ def _arcee(fields: ConfigFields) -> ModelSpec:
 def ernie4_5(fields: ConfigFields) -> ModelSpec:
     """Return the spec of a dense ERNIE 4.5 model."""
     fields = fields.with_defaults(
-        head_dim=128, tie_word_embeddings=True, rms_norm_eps=1e-5, rope_theta=500_000.0
+        num_key_value_heads=2,
+        head_dim=128,
+        tie_word_embeddings=True,
+        rms_norm_eps=1e-5,
+        rope_theta=500_000.0,
     )
     has_biases = fields.boolean("use_bias", False)
     return base_spec(

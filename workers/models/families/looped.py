@@ -104,6 +104,9 @@ def _dory(fields: ConfigFields) -> ModelSpec:
     first, last = (
         fields.integer(f"n_{each}_layers", 8, minimum=0) // divisor for each in ("input", "output")
     )
+    if first + last > count:
+        needed = f"numbers whose sum is at most the {count} layers"
+        raise fields.wrong("n_input_layers and n_output_layers", needed, (first, last))
     if loops > 1 and fields.text("recurrent_kv_cache_mode", "per_loop") != "per_loop":
         raise fields.wrong("recurrent_kv_cache_mode", "per_loop", "last_loop")
     fields = fields.with_values(values)

@@ -54,7 +54,7 @@ def _cwm(fields: ConfigFields) -> ModelSpec:
 
 
 def _granite_windows(fields: ConfigFields) -> ModelSpec:
-    fields = fields.with_defaults(sliding_window=128, rms_norm_eps=1e-5)
+    fields = fields.with_defaults(sliding_window=128)
     window = fields.integer("sliding_window")
     slides = sliding_layers(fields, lambda i: i % 4 != 0)
     rope = read_rope(fields, head_dim(fields))
@@ -68,6 +68,12 @@ def _granite_windows(fields: ConfigFields) -> ModelSpec:
         for theta, sliding in zip(thetas, slides, strict=True)
     )
     return replace(granite(fields), layers=layers, has_sinks=True)
+
+
+def _granite_dense_windows(fields: ConfigFields) -> ModelSpec:
+    return _granite_windows(
+        fields.with_defaults(num_key_value_heads=4, rms_norm_eps=1e-5, tie_word_embeddings=True)
+    )
 
 
 def _granite_moe_windows(fields: ConfigFields) -> ModelSpec:
@@ -176,7 +182,12 @@ def _mimo_v2(fields: ConfigFields) -> ModelSpec:
     """Return the spec of a MiMo-V2. Its layers with a window have more key/value heads, and attention sinks."""
     num_layers = fields.layer_count("num_hidden_layers")
     fields = fields.with_defaults(
-        head_dim=192, num_key_value_heads=4, rms_norm_eps=1e-5, partial_rotary_factor=0.334
+        head_dim=192,
+        num_key_value_heads=4,
+        rms_norm_eps=1e-5,
+        partial_rotary_factor=0.334,
+        attention_value_scale=0.707,
+        n_routed_experts=256,
     )
     size, num_kv_heads = head_dim(fields), fields.integer("num_key_value_heads")
     value_dim = fields.integer("v_head_dim", 128, maximum=size)
@@ -409,7 +420,7 @@ FAMILIES = (
     Family("CwmForCausalLM", "cwm", _cwm),
     Family("FlintForCausalLM", "flint", _flint),
     Family("GraniteMoeSWAForCausalLM", "granitemoe_swa", _granite_moe_windows),
-    Family("GraniteSWAForCausalLM", "granite_swa", _granite_windows),
+    Family("GraniteSWAForCausalLM", "granite_swa", _granite_dense_windows),
     Family("LagunaForCausalLM", "laguna", _laguna),
     Family("MellumForCausalLM", "mellum", _mellum),
     Family("MiMoV2FlashForCausalLM", "mimo_v2_flash", _mimo_v2),
