@@ -34,6 +34,7 @@ EXACT = [
     (T.Q5_0, F.U5_OFFSET),
     (T.Q8_0, F.U8),
     (T.BF16, F.BF16),
+    (T.BF16, F.BF16_TILES),
     (T.BF16, F.F32),
     (T.F16, F.F16),
     (T.F32, F.F32),

@@ -8,7 +8,9 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ..layers.spec import ModelSpec
@@ -36,7 +38,7 @@ class FactorFormat(IntEnum):
 class PackedFactor:
     """The second factor of an adapter for one matrix, in the layout of `LowRankFactor` in csrc/rows/kernels.h."""
 
-    data: Tensor
+    data: NDArray[np.uint8]
     rank: int
     format: FactorFormat
     bias: Tensor | None = None
@@ -73,7 +75,7 @@ class AdapterTable:
         self._adapters = adapters
         formats = {
             ActivationKind.INT8: WeightFormat.U8,
-            ActivationKind.BF16: WeightFormat.BF16,
+            ActivationKind.BF16: WeightFormat.BF16_TILES,
             ActivationKind.F32: WeightFormat.F32 if adapters.is_float32 else WeightFormat.F16,
         }
         self._format = formats[weight.activation_kind]
@@ -113,7 +115,7 @@ class AdapterTable:
             for part, up in enumerate(packed.ups):
                 if up is not None:
                     bias = None if up.bias is None else up.bias.data_ptr()
-                    entry.up[part] = LowRankFactor(up.data.data_ptr(), up.rank, up.format, bias)
+                    entry.up[part] = LowRankFactor(up.data.ctypes.data, up.rank, up.format, bias)
         self.entries[number] = entry
         # The memory of the previous adapter with this number can be freed now.
         self._installed[number] = packed
@@ -131,19 +133,27 @@ class AdapterTable:
         up[: len(up_OR), : up_OR.shape[1]] = up_OR
         if self._factor_format is FactorFormat.F32:
             blocks = up.view(num_blocks, _BLOCK_COLUMNS, rank).transpose(1, 2)
-            return PackedFactor(blocks.contiguous(), rank, FactorFormat.F32)
+            return PackedFactor(self._store(blocks), rank, FactorFormat.F32)
         if self._factor_format is FactorFormat.BF16:
             words = _pairs(up.view(num_blocks, _BLOCK_COLUMNS, rank).transpose(1, 2))
-            return PackedFactor(words, rank, FactorFormat.BF16)
+            return PackedFactor(self._store(words), rank, FactorFormat.BF16)
         scale_O = (up.abs().amax(1) / 127).bfloat16()
         codes = (up / scale_O.float().clamp(min=torch.finfo().tiny)[:, None]).round()
         quads = codes.clamp(-127, 127).to(torch.int8).view(num_blocks, 2, -1, rank // 4, 4)
+        quads = quads[..., [0, 2, 1, 3]]
         parts = (
             _pairs(scale_O.float().view(num_blocks, 1, _BLOCK_COLUMNS)).view(torch.uint8),
             quads.permute(0, 3, 1, 2, 4).contiguous().view(torch.uint8),
         )
         data = torch.cat([part.flatten(1) for part in parts], 1)
-        return PackedFactor(data, rank, FactorFormat.INT8)
+        return PackedFactor(self._store(data), rank, FactorFormat.INT8)
+
+    def _store(self, data: Tensor) -> NDArray[np.uint8]:
+        """Return the bytes of a tensor in the memory of the adapter that is being loaded."""
+        source = data.contiguous().view(torch.uint8).flatten().numpy()
+        stored = self._adapters.memory.allocate(len(source))
+        stored[:] = source
+        return stored
 
 
 def _pairs(rows: Tensor) -> Tensor:
@@ -165,7 +175,9 @@ class HeadTable(AdapterTable):
         """Return the factors of an adapter, or the matrix that replaces the output projection."""
         (change,) = changes
         if isinstance(change, Replacement):
-            return PackedChange(whole=self._pack_matrix(self._format, change.weight.contiguous()))
+            is_bf16 = self._format is WeightFormat.BF16_TILES
+            weight_format = WeightFormat.BF16 if is_bf16 else self._format
+            return PackedChange(whole=self._pack_matrix(weight_format, change.weight.contiguous()))
         return super().pack(changes)
 
 

@@ -49,13 +49,14 @@ class WeightFormat(IntEnum):
     F16 = 8
     F32 = 9
     F8 = 10
+    BF16_TILES = 11
 
     @property
     def activation_kind(self) -> ActivationKind:
         """The format of the activations that matrices with this format multiply."""
         if self <= WeightFormat.U8:
             return ActivationKind.INT8
-        if self in (WeightFormat.BF16, WeightFormat.F8):
+        if self in (WeightFormat.BF16, WeightFormat.BF16_TILES, WeightFormat.F8):
             return ActivationKind.BF16
         return ActivationKind.F32
 

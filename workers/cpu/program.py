@@ -83,8 +83,6 @@ class NativeProgram:
     ) -> None:
         """Append an operation. The program keeps the arrays that it refers to alive.
 
-        For a product that LoRA adapters change, the operation that multiplies by their first factors is appended first.
-
         Args:
             kind: The kind of operation, one of `OP_KINDS`.
             parts: The operation's matrices.
@@ -100,8 +98,6 @@ class NativeProgram:
         if table is not None:
             self._kept.append(table)
             fields |= {"adapter_rank": table.rank, "adapters": ctypes.addressof(table.entries)}
-            if kind in _PRODUCTS:
-                self._add("adapt", parts, **fields)
         self._add(kind, parts, vectors, heads, experts=experts, **fields)
 
     @property

@@ -74,7 +74,8 @@ def test_product_error_is_bounded_by_the_rounding_of_activations_and_sums(
         step = np.abs(groups).max(2, keepdims=True) / 127
         rounding_RK = np.broadcast_to(step * 0.5001, groups.shape).reshape(5, k)
     else:
-        rounding_RK = np.abs(x_RK) * (2.0**-8 if weight_format in (F.BF16, F.F8) else 0)
+        is_rounded = weight.activation_kind is ActivationKind.BF16
+        rounding_RK = np.abs(x_RK) * (2.0**-8 if is_rounded else 0)
     bound_RN = rounding_RK @ np.abs(w_NK).T
     # The terms of integer formats are rounded before codes and offsets cancel.
     sums_RN = np.abs(x_RK) @ (np.abs(w_NK).max(1, keepdims=True) * np.ones((1, k))).T
@@ -115,7 +116,7 @@ def test_every_instruction_set_is_bit_identical_to_the_portable_code(
         expected, expected_RN = quantized(weight, x_RK), multiply(weight, x_RK)
         select_isa(isa)
         # Sets without products of bf16 have floats in their place.
-        if weight_format not in (F.BF16, F.F8):
+        if weight.activation_kind is not ActivationKind.BF16:
             np.testing.assert_array_equal(quantized(weight, x_RK), expected)
         np.testing.assert_array_equal(multiply(weight, x_RK), expected_RN)
 
@@ -332,7 +333,8 @@ def test_constant_and_zero_groups_quantize_to_themselves() -> None:
 
 def test_each_type_is_packed_in_its_format() -> None:
     allowed = {(t, f) for t in T for f in F if can_pack(t, f)}
-    floats = {(t, f) for t in FLOAT_TYPES for f in (F.BF16, F.F16, F.F32, F.U8, F.U4_OFFSET)}
+    of_floats = (F.BF16, F.BF16_TILES, F.F16, F.F32, F.U8, F.U4_OFFSET)
+    floats = {(t, f) for t in FLOAT_TYPES for f in of_floats}
     assert allowed == {(t, f) for t, f in PACKINGS if t != FLOAT8} | floats
     assert [f for f in F if can_pack(FLOAT8, f)] == [F.F8]
 

@@ -15,6 +15,7 @@ from engine.workers.models.decoder import Decoder
 from engine.workers.models.lora.adapters import LoraAdapters, load_at_start
 from safetensors.torch import save_file
 from support.batches import Scheduled, attention_batch, positions
+from support.isas import ISAS, select_isa
 from support.native_decoders import BLOCK_SIZE, native_decoder, small_spec, torch_decoder
 from support.random_checkpoints import random_checkpoint
 
@@ -127,6 +128,7 @@ def test_adapters_give_the_logits_of_torch(tmp_path: Path, name: str) -> None:
         assert torch.equal(found[rows], plain[rows]) != has_adapter
 
 
+@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize(
     ("quantization", "dtype"),
     [
@@ -137,8 +139,9 @@ def test_adapters_give_the_logits_of_torch(tmp_path: Path, name: str) -> None:
     ],
 )
 def test_the_bits_of_a_row_do_not_depend_on_the_adapters_of_others(
-    tmp_path: Path, quantization: str | None, dtype: torch.dtype
+    tmp_path: Path, quantization: str | None, dtype: torch.dtype, isa: int
 ) -> None:
+    select_isa(isa)
     spec: ModelSpec = SPECS["biases"]
     checkpoint = random_checkpoint(tmp_path, spec)
     paths = write_adapters(tmp_path, checkpoint)

@@ -36,7 +36,7 @@ OP_KINDS = (
     "latent_values",
     "norm",
     "share_squares",
-    "adapt",
+    "keep_token",
     "place",
     "add_placed",
     "scale",
@@ -71,7 +71,6 @@ OP_KINDS = (
     "add_kept",
     "summarize_group",
     "store_entries",
-    "keep_token",
 )
 
 

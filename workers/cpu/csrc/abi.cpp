@@ -143,12 +143,12 @@ std::string describe() {
          num_sampled, num_verified, adapters, rotary_offsets, source_lens, hidden, hidden_stride)
   ENUM(OpKind, embed, quantize, linear, gated_linear, rotate_store, attention, norm_add, final_norm, head, sum, route,
        gated_experts, expert_outputs, combine_experts, short_convolution, convolve, scan, gate_mixed, quantize_columns,
-       latent_queries, latent_values, norm, share_squares, adapt, place, add_placed, scale, add_normed, add_blocks,
+       latent_queries, latent_values, norm, share_squares, keep_token, place, add_placed, scale, add_normed, add_blocks,
        share_gates, sparse_gates, embed_inputs, add_inputs, gate_by_inputs, expand_streams, predict_streams,
        correct_streams, add_to_streams, load_stream, reduce_streams, share_head_squares, clamp, keep_hidden,
        choose_keys, quantize_inputs, norm_activations, store_index, keep_inputs, join_inputs, quantize_sum,
        repeat_streams, mix_streams, update_streams, norm_beside, gated_norm_add, add_kept, summarize_group,
-       store_entries, keep_token)
+       store_entries)
   FOR_EACH(FUNCTION, engine_isa, engine_isa_name, engine_select_isa, engine_can_pack, engine_packed_bytes,
            engine_pack_rows, engine_finish_packing, engine_activation_row_bytes, engine_quantize_rows,
            engine_linear_rows, engine_unpack_weight_row, engine_program_new, engine_program_free, engine_program_add,

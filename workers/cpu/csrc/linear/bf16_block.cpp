@@ -9,9 +9,6 @@
 namespace engine {
 namespace {
 
-// The bf16 instructions treat subnormal numbers as zeros of the same sign, so store these.
-uint16_t without_subnormals(uint16_t bits) { return bits & 0x7f80 ? bits : bits & 0x8000; }
-
 // Returns the index, in the codes and low bytes of a coded step, of the first of a column's two elements. The second
 // one follows.
 int interleaved_byte(int column) {

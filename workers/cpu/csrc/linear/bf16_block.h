@@ -62,6 +62,9 @@ inline const uint8_t* bf16_block(const PackedWeight& w, int index) {
 // so threads may pack different blocks at the same time.
 void pack_bf16_block(const PackedWeight& w, int index, const uint8_t* rows, ptrdiff_t row_bytes, int columns);
 
+// The bf16 instructions treat subnormal numbers as zeros of the same sign, so these are stored.
+inline uint16_t without_subnormals(uint16_t bits) { return bits & 0x7f80 ? bits : bits & 0x8000; }
+
 // Moves all blocks next to one another. Returns how many bytes the matrix takes afterwards.
 size_t join_bf16_blocks(const PackedWeight& w);
 

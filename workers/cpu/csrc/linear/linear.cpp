@@ -33,6 +33,11 @@ void unpack_float_row(const PackedWeight& w, const uint8_t* tile, int row, float
   }
 }
 
+void unpack_bf16_tiles_row(const PackedWeight& w, const uint8_t* tile, int row, float* out) {
+  const uint8_t* pair = tile + row % kColumnTile * 4;
+  for (int k = 0; k < w.k; k++) out[k] = from_bf16(load_u16(pair + k / 2 * kBF16PairBytes + k % 2 * 2));
+}
+
 void unpack_float8_row(const PackedWeight& w, const uint8_t* tile, int row, float* out) {
   const uint8_t* codes = tile + row % kColumnTile * 2;
   const uint8_t* scales = w.data + float_scales_at(w, row / kColumnTile) + row % kColumnTile * sizeof(float);
@@ -84,6 +89,7 @@ void unpack_weight_row(const PackedWeight& w, int row, float* out) {
   const int column = row % kColumnTile;
   const uint8_t* tile = w.data + tile_at(w, row / kColumnTile);
   if (w.format == WeightFormat::f8) return unpack_float8_row(w, tile, row, out);
+  if (w.format == WeightFormat::bf16_tiles) return unpack_bf16_tiles_row(w, tile, row, out);
   if (!is_integer(w.format)) return unpack_float_row(w, tile, row, out);
   const int groups = w.k / kGroup;
   const uint8_t* scales = tile + scales_at(w.format, groups);

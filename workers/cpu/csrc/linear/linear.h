@@ -27,14 +27,15 @@ enum class WeightFormat : int32_t {
   bf16 = 7,
   f16 = 8,
   f32 = 9,
-  f8 = 10,  // value(code) * scale
+  f8 = 10,          // value(code) * scale
+  bf16_tiles = 11,  // for matrices of a few rows, which do not fill a block of bf16
 };
-constexpr int kNumWeightFormats = 11;
+constexpr int kNumWeightFormats = 12;
 
 // The storage formats of a row of activations, for products with weights of each format.
 enum class ActivationKind : int32_t {
   int8 = 0,  // used by the integer formats: int8 and a float32 scale per group of 32
-  bf16 = 1,  // used by bf16 and f8
+  bf16 = 1,  // used by bf16, bf16_tiles and f8
   f32 = 2,   // used by f16 and f32
   // For the integer formats: int8, with a second int8 for outliers. Without the second int8, an outlier would enlarge
   // its group's scale so much that the rest of the group would have few levels.
@@ -69,7 +70,7 @@ void quantize_rows(ActivationKind kind, const float* x, ptrdiff_t x_stride, int 
 // Computes out[r * out_stride + (n - n_begin)] for r in [0, rows) and n in [n_begin, n_end). `x` is the output of
 // quantize_rows, with the kind that belongs to the weights' format. Weights are read from memory once per 64 rows or
 // more, whatever the number of rows. `readahead` advances by at least one step for every kReadaheadWeights weights
-// times kReadaheadRows rows.
+// times kReadaheadRows rows, but not in products with few sums, nor in those of bf16_tiles.
 void linear_rows(const PackedWeight& w, ActivationKind kind, const void* x, int rows, int n_begin, int n_end,
                  float* out, ptrdiff_t out_stride, Readahead& readahead);
 

@@ -256,6 +256,14 @@ bool pack_float_row(WeightFormat format, SourceType type, const uint8_t* source,
   return has_all;
 }
 
+void pack_bf16_tiles_row(const PackedWeight& w, SourceType type, const uint8_t* source, int row) {
+  uint8_t* const out = w.data + tile_at(w, row / kColumnTile) + row % kColumnTile * 4;
+  for (int i = 0; i < w.k; i++) {
+    const uint16_t bits = without_subnormals(to_bf16(element(type, source, i)));
+    std::memcpy(out + i / 2 * kBF16PairBytes + i % 2 * 2, &bits, sizeof(bits));
+  }
+}
+
 // Returns whether all numbers are finite.
 bool pack_f8_row(const PackedWeight& w, const uint8_t* source, int row) {
   const int tile = row / kColumnTile, column = row % kColumnTile;
@@ -326,7 +334,7 @@ bool can_pack(SourceType type, WeightFormat format) {
 
 size_t packed_bytes(WeightFormat format, int n, int k, int group) {
   if (format == WeightFormat::bf16) return bf16_table_bytes(n) + bf16_blocks(n) * bf16_block_capacity(k);
-  const int unit = is_integer(format) ? 1 : kFloatBlockTiles;
+  const int unit = is_integer(format) || format == WeightFormat::bf16_tiles ? 1 : kFloatBlockTiles;
   const int tiles = (n + kColumnTile - 1) / kColumnTile;
   return tile_at(format, k, group, (tiles + unit - 1) / unit * unit);
 }
@@ -340,6 +348,10 @@ bool pack_rows(const PackedWeight& w, SourceType type, const uint8_t* source, pt
   for (int row = first_row; row < first_row + rows; row++, source += source_row_bytes) {
     if (w.format == WeightFormat::f8) {
       if (!pack_f8_row(w, source, row)) return false;
+      continue;
+    }
+    if (w.format == WeightFormat::bf16_tiles) {
+      pack_bf16_tiles_row(w, type, source, row);
       continue;
     }
     uint8_t* tile = w.data + tile_at(w, row / kColumnTile);

@@ -14,7 +14,7 @@
 //   offsets  16 pairs of bf16: the format's offset plus zero point * scale, because products are of code - zero_point
 // Float weights are in blocks of four tiles, f32 [k][64], f16 [k][64] or f8 [k / 2][64][2]. Behind a block of f8 are
 // the scales of its groups, float32 [groups][64]. A kernel needs four sums at a time to keep the multipliers busy, and
-// so it still reads a single stream. bf16 has its own layout: bf16_block.h.
+// so it still reads a single stream. bf16 has its own layout: bf16_block.h. A tile of bf16_tiles is [k / 2][16][2].
 #pragma once
 
 #include <cstddef>
@@ -114,9 +114,13 @@ constexpr size_t float8_block_bytes(int k) { return size_t(k + 1) / 2 * kFloat8P
 // The bytes from the scales of a group of f8 to the next ones.
 constexpr size_t kFloatScaleStride = sizeof(float) * kColumnTile * kFloatBlockTiles;
 
-// Returns the offset in bytes at which a tile of integer, f16, f32 or f8 weights begins.
+// The bytes from a pair of bf16_tiles along k to the next one.
+constexpr int kBF16PairBytes = 4 * kColumnTile;
+
+// Returns the offset in bytes at which a tile of weights begins, in any format but bf16.
 constexpr size_t tile_at(WeightFormat format, int k, int group, int tile) {
   if (is_integer(format)) return tile * tile_bytes(format, k / kGroup);
+  if (format == WeightFormat::bf16_tiles) return size_t(tile) * ((k + 1) / 2) * kBF16PairBytes;
   if (format == WeightFormat::f8) {
     const size_t block_bytes = float8_block_bytes(k) + size_t(k + group - 1) / group * kFloatScaleStride;
     return tile / kFloatBlockTiles * block_bytes + size_t(tile % kFloatBlockTiles) * kFloat8PairBytes;

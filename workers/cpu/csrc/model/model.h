@@ -121,9 +121,6 @@ enum class OpKind : int32_t {
   // Where ranks share a norm of a mixer, between `scan` and `gate_mixed`, whose target is `part` then:
   share_squares = 22,  // part = the sum of squares of the row's outputs
 
-  // Before a product with adapters, of which it has `source`, `parts` and `adapters`:
-  adapt = 23,  // each row's activations times the first factors of its adapter
-
   place = 24,       // residual = the row of `encoded` that replaces the token, if there is one
   add_placed = 25,  // residual += the same row's elements from `first_column` on
 
@@ -180,7 +177,7 @@ enum class OpKind : int32_t {
   load_stream = 38,      // residual = the stream that begins at `first_column`
   reduce_streams = 39,   // residual = the mean of the first stream and of products of the others in the projection
 
-  keep_token = 58,  // inputs = the digits of the token
+  keep_token = 23,  // inputs = the digits of the token
 
   // In blocks that layers share, which also read the tokens' embeddings:
   keep_inputs = 47,   // inputs from `first_column` on = residual

@@ -28,7 +28,6 @@ class Rows {
     qkv_.reserve(sizeof(float) * rows * qkv_size_);
     router_.reserve(sizeof(float) * rows * router_size_);
     low_rank_.reserve(sizeof(float) * rows * low_rank_size_);
-    reserved_ = rows;
     for (Buffer& buffer : activations_) buffer.reserve(rows * (sizeof(float) * widest_ + 64));
   }
 
@@ -48,13 +47,9 @@ class Rows {
   // The number of floats from one row of `qkv` to the next.
   size_t qkv_stride() const { return qkv_size_; }
   float* router_logits(int row) const { return router_.floats() + (row - first) * router_size_; }
-  // Makes room for this many numbers per row: the results of the first factors of LoRA adapters.
+  // Makes room for this many numbers per row between the two factors of a matrix.
   void widen_low_rank(size_t size) { low_rank_size_ = std::max(low_rank_size_, size); }
-  // The results of the first factors of adapters, which the second factors multiply, for a part of a product. Rows are
-  // `stride` apart.
-  float* low_rank(int part, int row, int stride) const {
-    return low_rank_.floats() + (size_t(part) * reserved_ + row - first) * stride;
-  }
+  float* low_rank(int row) const { return low_rank_.floats() + (row - first) * low_rank_size_; }
   // Rows of activations are `row_bytes` apart.
   uint8_t* activations(int source, int row, size_t row_bytes) const {
     return activations_[source].bytes() + (row - first) * row_bytes;
@@ -71,7 +66,6 @@ class Rows {
  private:
   Buffer residual_, block_, streams_, normed_, qkv_, router_, low_rank_, activations_[2];
   size_t hidden_size_, qkv_size_, router_size_, widest_, streams_size_, low_rank_size_ = 0;
-  int reserved_ = 0;
   bool keeps_block_;
 };
 

@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "linear/bf16_block.h"
+#include "linear/pack.h"
 #include "linear/packed_layout.h"
 
 namespace engine {
@@ -11,6 +12,7 @@ namespace engine {
 namespace {
 
 constexpr int kRowBlock = 64;
+static_assert(kRowBlock % FirstProducts::kRowsOfRun == 0, "a run is in one block");
 // With more rows than this, tiles are smaller, so that all threads finish at about the same time.
 constexpr int kManyRows = 16;
 constexpr int kTileWeights = 1 << 18;
@@ -67,7 +69,7 @@ int Products::begin(const Op& op, int rows, int num_parts) {
     const int share = int((int64_t(op.parts[i]->n) * wanted + columns - 1) / columns);
     total += tiles.columns[i] = engine::column_tiles(*op.parts[i], share, rows);
   }
-  return total * tiles.row_blocks;
+  return tiles.total = total * tiles.row_blocks;
 }
 
 Columns Products::columns_of(const Op& op, const Tile& tile, int rows) const {
@@ -118,15 +120,6 @@ float* Products::sums(const PackedWeight& weight, const float* bias, ActivationK
   return sums;
 }
 
-float* Products::product(const Op& op, const Rows& rows, const Columns& columns, Scratch& scratch) const {
-  const PackedWeight& weight = *op.parts[columns.part];
-  const uint8_t* x = rows.activations(op.source, columns.first_row, activation_row_bytes(op.input_kind, weight.k));
-  float* out =
-      sums(weight, op.vectors[columns.part], op.input_kind, x, columns.num_rows, columns.begin, columns.end, scratch);
-  add_changes(op, columns.part, rows, columns, out);
-  return out;
-}
-
 void Products::write_product(const Op& op, const Rows& rows, const Columns& columns, float* sums) const {
   int first = op.first_column + columns.begin;
   for (int part = 0; part < columns.part; part++) first += op.parts[part]->n;
@@ -145,82 +138,67 @@ void Products::write_product(const Op& op, const Rows& rows, const Columns& colu
   }
 }
 
-bool Products::have_changes(const Op& op, int num_rows) const {
-  for (int row = 0; adapters_ && row < num_rows; row++)
-    if (adapters_[row] >= 0 && op.adapters[adapters_[row]].down) return true;
-  return false;
-}
-
-template <class Run>
-void Products::for_adapters(const Op& op, int first, int end, Run run) const {
-  if (!op.adapters || !adapters_) return;
-  for (int row = first; row < end;) {
-    const int number = adapters_[row], start = row++;
-    while (row < end && adapters_[row] == number) row++;
-    if (number >= 0 && op.adapters[number].down) run(op.adapters[number], start, row - start);
-  }
-}
-
-void Products::adapt(const Op& op, const Rows& rows, int first, int end) const {
-  const size_t row_bytes = activation_row_bytes(op.input_kind, op.parts[0]->k);
-  const int stride = op.adapter_rank;
-  // Compute a product only when it is known where the weights of the next one begin, so that they can be prefetched.
-  struct Product {
-    const Adapter* adapter;
-    int part, row, count;
-  } last{};
-  const auto multiply = [&](const uint8_t* next_weights) {
-    if (!last.adapter) return;
-    const int rank = last.adapter->up[last.part].rank;
-    Readahead readahead;
-    readahead.next_weights = next_weights;
-    linear_rows(*last.adapter->down, op.input_kind, rows.activations(op.source, last.row, row_bytes), last.count,
-                last.part * rank, (last.part + 1) * rank, rows.low_rank(last.part, last.row, stride), stride,
-                readahead);
-  };
-  for_adapters(op, first, end, [&](const Adapter& adapter, int row, int count) {
-    for (int part = 0; part < op.num_parts; part++) {
-      const int rank = adapter.up[part].rank;
-      if (!rank) continue;
-      multiply(weights_at(*adapter.down, part * rank));
-      last = {&adapter, part, row, count};
-    }
-  });
-  multiply(nullptr);
-}
-
-Readahead Products::factors_of(const Op& op, int end_part, const Columns& columns, Scratch& scratch) const {
+Readahead Products::factors_of(const Op& op, const Tile& tile, const ProductPhase& phase, int end_part,
+                               const Columns& columns, Scratch& scratch) const {
+  if (!adapters_) return {};
   std::vector<Run>& runs = scratch.factors;
   runs.clear();
-  const uint8_t* first = nullptr;
+  const uint8_t* buffer = nullptr;
   ptrdiff_t lines = 0;
-  for_adapters(op, columns.first_row, columns.first_row + columns.num_rows, [&](const Adapter& adapter, int, int) {
-    for (int part = columns.part; part < end_part; part++) {
-      const LowRankFactor& factor = adapter.up[part];
-      if (!factor.rank) continue;
-      const size_t block_bytes = low_rank_block_bytes(factor);
-      const int begin = columns.begin / kLowRankColumns;
-      const int end = (columns.end + kLowRankColumns - 1) / kLowRankColumns;
-      const uint8_t* const data = static_cast<const uint8_t*>(factor.data) + begin * block_bytes;
-      if (!first) first = data;
-      runs.push_back({data - first, ptrdiff_t((end - begin) * block_bytes)});
-      lines += runs.back().bytes / kLineBytes;
-    }
-  });
+  const auto add = [&](const uint8_t* data, size_t bytes) {
+    if (!buffer) buffer = data;
+    runs.push_back({data - buffer, ptrdiff_t(bytes)});
+    lines += ptrdiff_t(bytes / kLineBytes);
+  };
+  first_products_.for_runs(
+      op, columns.first_row, columns.first_row + columns.num_rows, [&](const Adapter& adapter, int, int) {
+        for (int part = columns.part; part < end_part; part++) {
+          const LowRankFactor& factor = adapter.up[part];
+          const size_t block_bytes = low_rank_block_bytes(factor);
+          const int begin = columns.begin / kLowRankColumns;
+          const int end = (columns.end + kLowRankColumns - 1) / kLowRankColumns;
+          if (factor.rank)
+            add(static_cast<const uint8_t*>(factor.data) + begin * block_bytes, (end - begin) * block_bytes);
+        }
+      });
+  const Op* next = &op + 1;
+  while (next < &model_.ops.back() && next->kind != OpKind::linear && next->kind != OpKind::gated_linear) next++;
+  const Tiles& tiles = tiles_of(op);
+  if (next->adapters && tiles.row_blocks == 1) {
+    // Threads usually take tiles in turn. Each tile of a thread fetches some of the factors.
+    const int tiles_of_thread = (tiles.total + num_threads_ - 1) / num_threads_;
+    int index = tile.index / num_threads_;
+    first_products_.for_share(*next, phase, [&](const Adapter& adapter, int, int) {
+      const PackedWeight& down = *adapter.down;
+      if (index++ % tiles_of_thread == 0) add(down.data, packed_bytes(down.format, down.n, down.k, down.group));
+    });
+  }
   if (runs.empty()) return {};
   const int64_t weights = int64_t(columns.size()) * op.parts[columns.part]->k * (end_part - columns.part);
   const int64_t steps = std::max<int64_t>(weights * columns.num_rows / (kReadaheadWeights * kReadaheadRows), 1);
   const int lines_of_step = int(std::min<int64_t>((lines + steps - 1) / steps, Readahead::kMostLines));
-  return {{first, runs.data(), runs.data() + runs.size()}, {}, lines_of_step};
+  return {{buffer, runs.data(), runs.data() + runs.size()}, {}, lines_of_step};
 }
 
-void Products::add_changes(const Op& op, int part, const Rows& rows, const Columns& columns, float* sums) const {
+void Products::add_changes(const Op& op, int part, const ProductPhase& phase, const Rows& rows, const Columns& columns,
+                           float* sums) {
   const int end_row = columns.first_row + columns.num_rows;
-  for_adapters(op, columns.first_row, end_row, [&](const Adapter& adapter, int row, int count) {
-    if (adapter.up[part].rank)
-      model_.rows.add_low_rank(adapter.up[part], rows.low_rank(part, row, op.adapter_rank), op.adapter_rank, count,
-                               columns.begin, columns.end, sums + (row - columns.first_row) * columns.size());
+  first_products_.for_runs(op, columns.first_row, end_row, [&](const Adapter& adapter, int first, int count) {
+    if (!adapter.up[part].rank) return;
+    const float* const x = first_products_.of_run(op, part, phase, rows, adapter, first, count);
+    model_.rows.add_low_rank(adapter.up[part], x, first_products_.stride(), count, columns.begin, columns.end,
+                             sums + (first - columns.first_row) * columns.size());
   });
+}
+
+float* Products::product(const Op& op, const ProductPhase& phase, const Rows& rows, const Columns& columns,
+                         Scratch& scratch) {
+  const PackedWeight& weight = *op.parts[columns.part];
+  const uint8_t* x = rows.activations(op.source, columns.first_row, activation_row_bytes(op.input_kind, weight.k));
+  float* out =
+      sums(weight, op.vectors[columns.part], op.input_kind, x, columns.num_rows, columns.begin, columns.end, scratch);
+  add_changes(op, columns.part, phase, rows, columns, out);
+  return out;
 }
 
 void Products::add(const RowChanges& changes, ActivationKind kind, const uint8_t* x, int num_rows, int num_parts,
@@ -295,14 +273,15 @@ float* Products::activate(const GatedWeights& weights, int num_rows, int begin, 
   return gate;
 }
 
-float* Products::gated_product(const Op& op, const Rows& rows, const Columns& columns, Scratch& scratch) const {
+float* Products::gated_product(const Op& op, const ProductPhase& phase, const Rows& rows, const Columns& columns,
+                               Scratch& scratch) {
   const GatedWeights weights = {op.parts[0],   op.parts[1],  op.vectors[0],
                                 op.vectors[1], op.scale,     reinterpret_cast<const Xielu*>(op.vectors[2]),
                                 nullptr,       op.gate_limit};
   const uint8_t* x = rows.activations(0, columns.first_row, activation_row_bytes(op.input_kind, weights.gate->k));
   multiply_gated(weights, op.input_kind, x, columns.num_rows, columns.begin, columns.end, scratch);
   for (int part = 0; part < op.num_parts; part++)
-    add_changes(op, part, rows, columns, scratch.tile.get() + part * kTileFloats);
+    add_changes(op, part, phase, rows, columns, scratch.tile.get() + part * kTileFloats);
   return activate(weights, columns.num_rows, columns.begin, columns.end, scratch);
 }
 
@@ -360,33 +339,38 @@ void Products::exceed_threshold(const Op& op, float* gates, int row) const {
   model_.rows.exceed(gates, mean + sparse.deviations * std::sqrt(all.squares / sparse.count), count);
 }
 
-void Products::run_linear(const Op& op, Tile& tile, int num_rows, const Rows& rows, Scratch& scratch) const {
-  const Columns columns = columns_of(op, tile, num_rows);
-  scratch.readahead = factors_of(op, columns.part + 1, columns, scratch);
+void Products::run_linear(const Op& op, Tile& tile, const ProductPhase& phase, const Rows& rows, Scratch& scratch) {
+  first_products_.compute_share(op, phase, rows);
+  const Columns columns = columns_of(op, tile, phase.num_rows);
+  scratch.readahead = factors_of(op, tile, phase, columns.part + 1, columns, scratch);
   scratch.readahead.next_weights = weights_after(op, tile);
-  float* sums = product(op, rows, columns, scratch);
+  float* sums = product(op, phase, rows, columns, scratch);
   scratch.readahead = {};
   if (tile.commit()) write_product(op, rows, columns, sums);
 }
 
-void Products::run_gated(const Op& op, Tile& tile, int num_rows, const Rows& rows, Scratch& scratch) const {
-  const Columns columns = columns_of(op, tile, num_rows);
-  scratch.readahead = factors_of(op, op.num_parts, columns, scratch);
+void Products::run_gated(const Op& op, Tile& tile, const ProductPhase& phase, const Rows& rows, Scratch& scratch) {
+  first_products_.compute_share(op, phase, rows);
+  const Columns columns = columns_of(op, tile, phase.num_rows);
+  scratch.readahead = factors_of(op, tile, phase, op.num_parts, columns, scratch);
   scratch.readahead.next_weights = weights_after(op, tile);
-  float* gate = gated_product(op, rows, columns, scratch);
+  float* gate = gated_product(op, phase, rows, columns, scratch);
   scratch.readahead = {};
   if (tile.commit()) write_gated(op, rows, columns, gate);
 }
 
-void Products::compute_linear(const Op& op, const Rows& rows, int end_row, Scratch& scratch) const {
+void Products::compute_linear(const Op& op, const Rows& rows, int end_row, int thread, Scratch& scratch) {
+  first_products_.compute_alone(op, rows, end_row, thread);
   for (int part = 0; part < op.num_parts; part++)
-    for_columns(op, part, rows, end_row,
-                [&](const Columns& columns) { write_product(op, rows, columns, product(op, rows, columns, scratch)); });
+    for_columns(op, part, rows, end_row, [&](const Columns& columns) {
+      write_product(op, rows, columns, product(op, {thread}, rows, columns, scratch));
+    });
 }
 
-void Products::compute_gated(const Op& op, const Rows& rows, int end_row, Scratch& scratch) const {
+void Products::compute_gated(const Op& op, const Rows& rows, int end_row, int thread, Scratch& scratch) {
+  first_products_.compute_alone(op, rows, end_row, thread);
   for_columns(op, 0, rows, end_row, [&](const Columns& columns) {
-    write_gated(op, rows, columns, gated_product(op, rows, columns, scratch));
+    write_gated(op, rows, columns, gated_product(op, {thread}, rows, columns, scratch));
   });
 }
 

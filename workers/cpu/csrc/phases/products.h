@@ -6,6 +6,7 @@
 #include "model/model.h"
 #include "model/ranks.h"
 #include "model/rows.h"
+#include "phases/first_products.h"
 #include "phases/scratch.h"
 #include "runtime/threads.h"
 
@@ -47,13 +48,19 @@ struct RowChanges {
 class Products {
  public:
   Products(const Model& model, const Ranks& ranks, int num_threads)
-      : model_(model), ranks_(ranks), num_threads_(num_threads) {}
+      : model_(model), ranks_(ranks), num_threads_(num_threads), first_products_(num_threads) {}
 
-  void add_op() { tiles_.emplace_back(); }
-  // Sets the adapter number of each of the slice's rows, or -1; null if no row has an adapter.
-  void begin_slice(const int32_t* adapters) { adapters_ = adapters; }
-  // Returns whether the adapter of any of the slice's first rows changes a product.
-  bool have_changes(const Op& op, int num_rows) const;
+  void add_op(const Op& op) {
+    tiles_.emplace_back();
+    first_products_.add_op(op);
+  }
+  // Sets the adapter number of each of the slice's rows, or -1; null if no row has an adapter. No thread may be
+  // computing anything.
+  void begin_slice(const int32_t* adapters, int num_rows) {
+    adapters_ = adapters;
+    first_products_.begin_slice(adapters, num_rows);
+  }
+  void release() { first_products_.release(); }
   // Divides an operation's first `num_parts` parts into tiles, and returns their number. The division is valid until
   // the operation begins again.
   int begin(const Op& op, int rows, int num_parts);
@@ -74,41 +81,41 @@ class Products {
   float* gated_sums(const GatedWeights& weights, ActivationKind kind, const uint8_t* x, int num_rows, int begin,
                     int end, Scratch& scratch, const RowChanges& changes = {}) const;
 
-  void run_linear(const Op& op, Tile& tile, int num_rows, const Rows& rows, Scratch& scratch) const;
-  void run_gated(const Op& op, Tile& tile, int num_rows, const Rows& rows, Scratch& scratch) const;
+  void run_linear(const Op& op, Tile& tile, const ProductPhase& phase, const Rows& rows, Scratch& scratch);
+  void run_gated(const Op& op, Tile& tile, const ProductPhase& phase, const Rows& rows, Scratch& scratch);
 
   // Sends the mean and the squares of this rank's gates of a row to the other ranks.
   void share_gates(const Op& op, const Rows& rows, int row) const;
   // Writes the activations of a row, for an MLP whose gates are in the projection.
   void sparse_gates(const Op& op, const Rows& rows, int row) const;
 
-  // Multiplies rows [first, end) of a product's activations by the first factors of their adapters.
-  void adapt(const Op& op, const Rows& rows, int first, int end) const;
-
-  // Compute rows [rows.first, end_row) of the slice in this thread alone.
-  void compute_linear(const Op& op, const Rows& rows, int end_row, Scratch& scratch) const;
-  void compute_gated(const Op& op, const Rows& rows, int end_row, Scratch& scratch) const;
+  // Compute rows [rows.first, end_row) of the slice in one thread alone.
+  void compute_linear(const Op& op, const Rows& rows, int end_row, int thread, Scratch& scratch);
+  void compute_gated(const Op& op, const Rows& rows, int end_row, int thread, Scratch& scratch);
 
  private:
   void exceed_threshold(const Op& op, float* gates, int row) const;
 
   // Tiles are numbered by part, then by tile of columns, then by block of rows.
   struct Tiles {
-    int row_blocks, columns[kMaxParts];
+    int row_blocks, columns[kMaxParts], total;
   };
 
-  // Calls run(adapter, first, count) for each run of consecutive rows in [first, end) that have the same adapter.
-  template <class Run>
-  void for_adapters(const Op& op, int first, int end, Run run) const;
-  // Returns the readahead of the second factors of adapters for columns of parts [part, end_part). They are fetched
-  // during the product, because each adapter's are read in one short run.
-  Readahead factors_of(const Op& op, int end_part, const Columns& columns, Scratch& scratch) const;
+  // Returns the readahead of factors, which are fetched during a product, because each adapter's are read in one short
+  // run: the second factors of columns of parts [part, end_part), and some of the first factors of the thread's share
+  // in the next product.
+  Readahead factors_of(const Op& op, const Tile& tile, const ProductPhase& phase, int end_part, const Columns& columns,
+                       Scratch& scratch) const;
   // Adds the adapters' changes to the sums of `num_parts` parts in the thread's memory. Every tile of columns
   // multiplies by the first factors again.
   void add(const RowChanges& changes, ActivationKind kind, const uint8_t* x, int num_rows, int num_parts, int begin,
            int end, Scratch& scratch) const;
   // Adds the adapters' changes to the sums of one part.
-  void add_changes(const Op& op, int part, const Rows& rows, const Columns& columns, float* sums) const;
+  void add_changes(const Op& op, int part, const ProductPhase& phase, const Rows& rows, const Columns& columns,
+                   float* sums);
+  float* product(const Op& op, const ProductPhase& phase, const Rows& rows, const Columns& columns, Scratch& scratch);
+  float* gated_product(const Op& op, const ProductPhase& phase, const Rows& rows, const Columns& columns,
+                       Scratch& scratch);
   void multiply_gated(const GatedWeights& weights, ActivationKind kind, const uint8_t* x, int num_rows, int begin,
                       int end, Scratch& scratch) const;
   // The sum of some gates, and the sum of the squares of their differences from their mean.
@@ -118,9 +125,7 @@ class Products {
   Moments moments(const float* gates, int count) const;
   float* activate(const GatedWeights& weights, int num_rows, int begin, int end, Scratch& scratch) const;
   const Tiles& tiles_of(const Op& op) const { return tiles_[model_.index_of(op)]; }
-  float* product(const Op& op, const Rows& rows, const Columns& columns, Scratch& scratch) const;
   void write_product(const Op& op, const Rows& rows, const Columns& columns, float* sums) const;
-  float* gated_product(const Op& op, const Rows& rows, const Columns& columns, Scratch& scratch) const;
   void write_gated(const Op& op, const Rows& rows, const Columns& columns, float* gate) const;
 
   const Model& model_;
@@ -128,6 +133,7 @@ class Products {
   const int num_threads_;
   const int32_t* adapters_ = nullptr;
   std::vector<Tiles> tiles_;  // one per operation
+  FirstProducts first_products_;
 };
 
 }  // namespace engine

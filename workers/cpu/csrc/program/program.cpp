@@ -53,10 +53,10 @@ void Program::add(const Op& op) {
   model_.ops.push_back(op);
   row_tiles_.push_back(0);
   const size_t gate_rank = op.norm_gate ? op.norm_gate->rank : 0;
-  const size_t low_rank_size = std::max(size_t(op.num_parts) * op.adapter_rank, gate_rank);
+  const size_t low_rank_size = std::max(size_t(op.adapter_rank), gate_rank);
   rows_.widen_low_rank(low_rank_size);
   for (std::unique_ptr<Scratch>& scratch : scratch_) scratch->rows.widen_low_rank(low_rank_size);
-  products_.add_op();
+  products_.add_op(op);
   experts_.add_op(op);
   attention_.add_op(op);
   mixers_.add_op(op);
@@ -105,8 +105,10 @@ bool Program::run(const Step& step) {
   head_.begin_step(slice_.step);
   profile_.begin_step();
   pool_.run(*this);
+  first_phase_ += uint64_t(head_phase()) + 2;
   if (rows > kMostKeptRows) {
     rows_.release();
+    products_.release();
     attention_.release();
   }
   return true;
@@ -162,9 +164,9 @@ void Program::run_tile(int phase, Tile& tile) {
   const Op& op = model_.ops[index];
   switch (op.kind) {
     case OpKind::linear:
-      return products_.run_linear(op, tile, slice_.num_tokens, rows_, scratch);
+      return products_.run_linear(op, tile, {tile.thread, first_phase_ + phase, slice_.num_tokens}, rows_, scratch);
     case OpKind::gated_linear:
-      return products_.run_gated(op, tile, slice_.num_tokens, rows_, scratch);
+      return products_.run_gated(op, tile, {tile.thread, first_phase_ + phase, slice_.num_tokens}, rows_, scratch);
     case OpKind::gated_experts:
       return experts_.run_gated(op, tile, rows_, scratch);
     case OpKind::expert_outputs:
@@ -191,7 +193,7 @@ void Program::begin_slice(int index) {
   pool_.wait_for_others();
   if (index && experts_.are_exchanged()) exchange_.begin_round();
   slice_.begin(index);
-  products_.begin_slice(slice_.step.adapters ? slice_.step.adapters + slice_.first_token : nullptr);
+  products_.begin_slice(slice_.step.adapters ? slice_.step.adapters + slice_.first_token : nullptr, slice_.num_tokens);
   attention_.begin_slice();
   mixers_.begin_slice();
   if (shares_blocks_) clear_new_blocks();
@@ -269,11 +271,6 @@ int Program::begin_op(const Op& op) {
       return experts_.begin_gated(op, rows_, slice_.num_tokens);
     case OpKind::expert_outputs:
       return experts_.begin_output(op);
-    case OpKind::adapt:
-      // A product of one row takes about as long as other operations with a sixteenth of its multiplications.
-      return products_.have_changes(op, slice_.num_tokens)
-                 ? share_rows(op, op.num_parts * op.adapter_rank * op.parts[0]->k / 16)
-                 : 0;
     case OpKind::place:
     case OpKind::add_placed:
       return slice_.step.placed ? share_rows(op, model_.shape.hidden_size) : 0;
@@ -331,7 +328,7 @@ void Program::run_piece(const PieceSegment& at, int thread, Scratch& scratch) {
     // The places where keys and values will be stored are prefetched last, so that they are still in the second-level
     // cache then.
     if (op == last_op - 1) scratch.readahead.turn();
-    run_op(model_.ops[op], rows, end_row, scratch);
+    run_op(model_.ops[op], rows, end_row, thread, scratch);
     const Profile::Clock::time_point now = Profile::Clock::now();
     profile_.add(thread, op, now - start);
     start = now;
@@ -345,16 +342,14 @@ void Program::run_piece(const PieceSegment& at, int thread, Scratch& scratch) {
   profile_.add(thread, last_op, Profile::Clock::now() - start);
 }
 
-void Program::run_op(const Op& op, const Rows& rows, int end_row, Scratch& scratch) {
+void Program::run_op(const Op& op, const Rows& rows, int end_row, int thread, Scratch& scratch) {
   switch (op.kind) {
     case OpKind::attention:
       return attention_.attend_rows(op, rows, end_row, scratch);
     case OpKind::linear:
-      return products_.compute_linear(op, rows, end_row, scratch);
+      return products_.compute_linear(op, rows, end_row, thread, scratch);
     case OpKind::gated_linear:
-      return products_.compute_gated(op, rows, end_row, scratch);
-    case OpKind::adapt:
-      return products_.adapt(op, rows, rows.first, end_row);
+      return products_.compute_gated(op, rows, end_row, thread, scratch);
     case OpKind::latent_queries:
     case OpKind::latent_values:
       return latent_.compute(op, rows, end_row, scratch);

@@ -89,13 +89,14 @@ class Program final : private Phases {
 
   void run_pieces(Tile& tile);
   void run_piece(const PieceSegment& at, int thread, Scratch& scratch);
-  void run_op(const Op& op, const Rows& rows, int end_row, Scratch& scratch);
+  void run_op(const Op& op, const Rows& rows, int end_row, int thread, Scratch& scratch);
 
   // Declared first, because the others need the number of threads that the system allowed.
   ThreadPool pool_;
   Model model_;
   Slice slice_;
   int num_slices_ = 0;
+  uint64_t first_phase_ = 1;  // the number of the step's first phase; no other phase has the same number
   ExpertExchange exchange_{};
   bool is_guest_ = false;       // whether it takes part in a round of other ranks
   Rows rows_;                   // the results of the slice's rows

@@ -30,7 +30,6 @@ void Program::run_rows(const Op& op, Tile& tile) {
   const int64_t rows = slice_.num_tokens;
   const int tiles = row_tiles_[model_.index_of(op)];
   const int first = int(rows * tile.index / tiles), end = int(rows * (tile.index + 1) / tiles);
-  if (op.kind == OpKind::adapt) return products_.adapt(op, rows_, first, end);
   for (int row = first; row < end; row++) run_row(op, rows_, row);
 }
 
@@ -69,8 +68,6 @@ void Program::run_row(const Op& op, const Rows& rows, int row) {
       const size_t row_bytes = activation_row_bytes(op.activation_kind, size);
       return quantize_rows(op.activation_kind, x, size, 1, size, rows.activations(0, row, row_bytes));
     }
-    case OpKind::adapt:
-      return products_.adapt(op, rows, row, row + 1);
     case OpKind::share_head_squares:
       return attention_.share_squares(op, rows.qkv(row), row);
     case OpKind::store_index:
@@ -177,7 +174,7 @@ void Program::run_row(const Op& op, const Rows& rows, int row) {
 void Program::gate_norm(const NormGate& gate, const Rows& rows, int row) const {
   const RowKernels& kernels = model_.rows;
   const int hidden_size = model_.shape.hidden_size;
-  float *const x = rows.normed(row), *const low = rows.low_rank(0, row, gate.rank);
+  float *const x = rows.normed(row), *const low = rows.low_rank(row);
   for (int i = 0; i < gate.rank; i++) low[i] = kernels.dot(x, gate.down + size_t(i) * hidden_size, hidden_size);
   kernels.gate(Activation::silu, low, nullptr, gate.rank, low);
   float logits[kGatedColumns];
@@ -246,7 +243,7 @@ void Program::unpack_token(const Op& op, int row, int index, float* out) {
   const Adapter none{}, &adapter = number < 0 ? none : op.adapters[number];
   unpack_weight_row(adapter.whole ? *adapter.whole : *op.parts[0], index, out);
   if (!adapter.down) return;
-  float* const low = rows_.low_rank(0, row, op.adapter_rank);
+  float* const low = rows_.low_rank(row);
   unpack_weight_row(*adapter.down, index, low);
   model_.rows.add_low_rank(adapter.up[0], low, op.adapter_rank, 1, 0, model_.shape.hidden_size, out);
 }

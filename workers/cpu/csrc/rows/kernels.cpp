@@ -252,61 +252,32 @@ ENGINE_VECTOR void load_pairs(const void* words, Floats& first, Floats& second) 
   second = (Floats)(pairs & broadcast_int(int32_t(0xffff0000)));
 }
 
-// For each k in order, adds row k of a block times x[k] to the sums of kRows rows; in int8, without the columns'
-// scales.
+// For each k in order, adds row k of a block times x[k] to the products of kRows rows with `count` columns.
 template <FactorFormat kFormat, int kRows>
-ENGINE_VECTOR void sum_low_rank_block(const uint8_t* block, int rank, const float* x, int x_stride, Floats* low,
-                                      Floats* high) {
-  const auto add = [&](int k, const Floats& a, const Floats& b) {
+ENGINE_VECTOR void add_low_rank_block(const uint8_t* block, int rank, const float* x, int x_stride, int count,
+                                      float* out, ptrdiff_t out_stride) {
+  const int first = std::min(count, kLanes), second = count - first;
+  Floats low[kRows], high[kRows];
+  for (int r = 0; r < kRows; r++) {
+    low[r] = get(out + r * out_stride, first);
+    high[r] = second ? get(out + r * out_stride + kLanes, second) : broadcast(0.0f);
+  }
+  for (int k = 0; k < rank; k++) {
+    Floats a, b;
+    if constexpr (kFormat == FactorFormat::bf16) {
+      load_pairs(block + k * kLanes * sizeof(int32_t), a, b);
+    } else {
+      const float* row = reinterpret_cast<const float*>(block) + k * kLowRankColumns;
+      a = load(row);
+      b = load(row + kLanes);
+    }
     for (int r = 0; r < kRows; r++) {
       const Floats factor = broadcast(x[r * x_stride + k]);
       low[r] = fma(factor, a, low[r]);
       high[r] = fma(factor, b, high[r]);
     }
-  };
-  if constexpr (kFormat == FactorFormat::int8) {
-    for (int k = 0; k < rank; k += 4, block += 2 * kLanes * sizeof(int32_t)) {
-      const Ints a = load_as<Ints>(block), b = load_as<Ints>(block + kLanes * sizeof(int32_t));
-#pragma GCC unroll 4
-      for (int j = 0; j < 4; j++)
-        add(k + j, to_floats((a << (24 - 8 * j)) >> 24), to_floats((b << (24 - 8 * j)) >> 24));
-    }
-  } else {
-    for (int k = 0; k < rank; k++) {
-      Floats a, b;
-      if constexpr (kFormat == FactorFormat::bf16) {
-        load_pairs(block + k * kLanes * sizeof(int32_t), a, b);
-      } else {
-        const float* row = reinterpret_cast<const float*>(block) + k * kLowRankColumns;
-        a = load(row);
-        b = load(row + kLanes);
-      }
-      add(k, a, b);
-    }
-  }
-}
-
-// Adds the products with `count` columns of a block to kRows rows.
-template <FactorFormat kFormat, int kRows>
-ENGINE_VECTOR void add_low_rank_block(const uint8_t* block, int rank, const float* x, int x_stride, int count,
-                                      float* out, ptrdiff_t out_stride) {
-  constexpr bool kHasScales = kFormat == FactorFormat::int8;
-  const int first = std::min(count, kLanes), second = count - first;
-  Floats low[kRows], high[kRows], scale = broadcast(1.0f), other_scale = scale;
-  if constexpr (kHasScales) {
-    load_pairs(block, scale, other_scale);
-    block += kLanes * sizeof(int32_t);
   }
   for (int r = 0; r < kRows; r++) {
-    low[r] = kHasScales ? broadcast(0.0f) : get(out + r * out_stride, first);
-    high[r] = kHasScales || !second ? broadcast(0.0f) : get(out + r * out_stride + kLanes, second);
-  }
-  sum_low_rank_block<kFormat, kRows>(block, rank, x, x_stride, low, high);
-  for (int r = 0; r < kRows; r++) {
-    if constexpr (kHasScales) {
-      low[r] = fma(low[r], scale, get(out + r * out_stride, first));
-      if (second) high[r] = fma(high[r], other_scale, get(out + r * out_stride + kLanes, second));
-    }
     put(out + r * out_stride, low[r], first);
     if (second) put(out + r * out_stride + kLanes, high[r], second);
   }
@@ -331,8 +302,99 @@ void add_low_rank_of(const LowRankFactor& factor, const float* x, int x_stride, 
   }
 }
 
+// Adds, in each lane, the products of four int8 codes with int16 numbers: of codes 0 and 2 with the halves of `first`,
+// and of codes 1 and 3 with those of `second`.
+ENGINE_VECTOR Ints add_dots(Ints sums, const Ints& codes, int32_t first, int32_t second) {
+#if defined(ENGINE_AVX512)
+  const __m512i odd = _mm512_srai_epi16((__m512i)codes, 8);
+  const __m512i even = _mm512_srai_epi16(_mm512_slli_epi16((__m512i)codes, 8), 8);
+  return sums + (Ints)_mm512_madd_epi16(even, _mm512_set1_epi32(first)) +
+         (Ints)_mm512_madd_epi16(odd, _mm512_set1_epi32(second));
+#elif defined(ENGINE_AVX2)
+  ENGINE_EACH_PART {
+    const __m256i word = (__m256i)codes.parts[i];
+    const __m256i odd = _mm256_srai_epi16(word, 8), even = _mm256_srai_epi16(_mm256_slli_epi16(word, 8), 8);
+    sums.parts[i] += (IntRegister)_mm256_madd_epi16(even, _mm256_set1_epi32(first)) +
+                     (IntRegister)_mm256_madd_epi16(odd, _mm256_set1_epi32(second));
+  }
+  return sums;
+#else
+  sums = sums + ((codes << 24) >> 24) * broadcast_int(int16_t(first));
+  sums = sums + ((codes << 8) >> 24) * broadcast_int(first >> 16);
+  sums = sums + ((codes << 16) >> 24) * broadcast_int(int16_t(second));
+  return sums + (codes >> 24) * broadcast_int(second >> 16);
+#endif
+}
+
+// Rounds a row to int16 multiples of its scale, which is returned. A NaN or an infinity makes the scale NaN. The
+// products of `rank` numbers with int8 codes must fit in int32.
+ENGINE_VECTOR float round_to_int16(const float* x, int rank, int16_t* out) {
+  constexpr int kMost = 32767, kMostSum = INT32_MAX / 127;
+  constexpr float kSmallest = 0x1p-100f;  // with smaller numbers, the inverse of a scale would overflow
+  Ints magnitudes = broadcast_int(0);
+  for (int k = 0; k < rank; k += kLanes) {
+    const Ints magnitude = (Ints)load(x + k) & broadcast_int(0x7fffffff);
+    magnitudes = select(magnitude > magnitudes, magnitude, magnitudes);
+  }
+  const float largest = from_bits(uint32_t(maximum(magnitudes)));
+  const float most = float(std::min(kMost, kMostSum / rank));
+  const bool has_scale = largest >= kSmallest && largest < INFINITY;
+  const Floats inverse = broadcast(has_scale ? most / largest : 0.0f);
+  for (int k = 0; k < rank; k += kLanes)
+    store_narrow(out + k, has_scale ? to_nearest(load(x + k) * inverse) : broadcast_int(0));
+  return has_scale ? largest / most : largest < kSmallest ? 0.0f : from_bits(kNaNBits);
+}
+
+template <int kRows>
+ENGINE_VECTOR void add_int8_block(const uint8_t* block, int rank, const int16_t* x, const float* x_scales, int count,
+                                  float* out, ptrdiff_t out_stride) {
+  const int first = std::min(count, kLanes), second = count - first;
+  constexpr int kBytes = kLanes * sizeof(int32_t);
+  Ints low[kRows], high[kRows];
+  for (int r = 0; r < kRows; r++) low[r] = high[r] = broadcast_int(0);
+  Floats scale, other_scale;
+  load_pairs(block, scale, other_scale);
+  for (int k = 0; k < rank; k += 4) {
+    const Ints a = load_as<Ints>(block + (k / 2 + 1) * kBytes), b = load_as<Ints>(block + (k / 2 + 2) * kBytes);
+    for (int r = 0; r < kRows; r++) {
+      int32_t pairs[2];
+      __builtin_memcpy(pairs, x + r * rank + k, sizeof(pairs));
+      low[r] = add_dots(low[r], a, pairs[0], pairs[1]);
+      high[r] = add_dots(high[r], b, pairs[0], pairs[1]);
+    }
+  }
+  for (int r = 0; r < kRows; r++, out += out_stride) {
+    const Floats x_scale = broadcast(x_scales[r]);
+    put(out, fma(to_floats(low[r]), scale * x_scale, get(out, first)), first);
+    if (second) put(out + kLanes, fma(to_floats(high[r]), other_scale * x_scale, get(out + kLanes, second)), second);
+  }
+}
+
+void add_int8_low_rank(const LowRankFactor& factor, const float* x, int x_stride, int rows, int begin, int end,
+                       float* out) {
+  constexpr int kRows = 2, kMostRows = 8;
+  const int size = end - begin, rank = factor.rank;
+  const size_t block_bytes = low_rank_block_bytes(factor);
+  auto* rounded = static_cast<int16_t*>(__builtin_alloca(sizeof(int16_t) * kMostRows * rank));
+  float scales[kMostRows];
+  for (int first = 0; first < rows; first += kMostRows, x += kMostRows * x_stride, out += kMostRows * size) {
+    const int count = std::min(kMostRows, rows - first);
+    for (int r = 0; r < count; r++) scales[r] = round_to_int16(x + r * x_stride, rank, rounded + r * rank);
+    const uint8_t* block = static_cast<const uint8_t*>(factor.data) + begin / kLowRankColumns * block_bytes;
+    for (int column = 0; column < size; column += kLowRankColumns, block += block_bytes) {
+      const int columns = std::min(kLowRankColumns, size - column);
+      float* const to = out + column;
+      int r = 0;
+      for (; r + kRows <= count; r += kRows)
+        add_int8_block<kRows>(block, rank, rounded + r * rank, scales + r, columns, to + ptrdiff_t(r) * size, size);
+      if (r < count)
+        add_int8_block<1>(block, rank, rounded + r * rank, scales + r, columns, to + ptrdiff_t(r) * size, size);
+    }
+  }
+}
+
 void add_low_rank(const LowRankFactor& factor, const float* x, int x_stride, int rows, int begin, int end, float* out) {
-  const auto add = factor.format == FactorFormat::int8   ? add_low_rank_of<FactorFormat::int8>
+  const auto add = factor.format == FactorFormat::int8   ? add_int8_low_rank
                    : factor.format == FactorFormat::bf16 ? add_low_rank_of<FactorFormat::bf16>
                                                          : add_low_rank_of<FactorFormat::f32>;
   add(factor, x, x_stride, rows, begin, end, out);

@@ -35,8 +35,8 @@ enum class FactorFormat : int32_t { f32 = 0, bf16 = 1, int8 = 2 };
 // The second factor of a LoRA adapter, [columns, rank]. It consists of blocks of kLowRankColumns columns, the last one
 // padded with zeros. In float32, a block has `rank` rows of floats. In bf16, it has `rank` rows of words, and word i
 // has column i in its low half and column i + 16 in its high half. In int8, it has one such row with the columns'
-// scales; then, for every four elements of the rank, two rows of words with four codes each: one for the first 16
-// columns and one for the others.
+// scales; then, for every four elements of the rank, two rows of words with four codes each, of elements 0, 2, 1 and 3:
+// one for the first 16 columns and one for the others.
 struct LowRankFactor {
   const void* data;
   int32_t rank;
@@ -89,7 +89,8 @@ struct RowKernels {
   void (*multiply_add)(const Factors& factors, const float* matrix, ptrdiff_t matrix_stride, int rows, int columns,
                        float* out, ptrdiff_t out_stride);
   // out[r][i - begin] += sum over k of x[r][k] * column i of the factor, plus its bias, for columns [begin, end). Rows
-  // of x are `x_stride` apart, rows of `out` are end - begin apart. `begin` is a multiple of kLowRankColumns.
+  // of x are `x_stride` apart, rows of `out` are end - begin apart. `begin` is a multiple of kLowRankColumns. For int8
+  // factors, rows of x are rounded to int16 multiples of a scale, so that their products are exact in int32.
   void (*add_low_rank)(const LowRankFactor& factor, const float* x, int x_stride, int rows, int begin, int end,
                        float* out);
 };
