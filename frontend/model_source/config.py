@@ -50,7 +50,7 @@ from ..tokenizer.config import TokenizerConfig
 from .chat_audio import read_chat_audio
 from .images.read import read_image_processor
 from .images.videos import read_video_processor
-from .lora import find_loras
+from .lora import find_image_lora, find_loras
 from .options import CHECKPOINT_QUANTIZATIONS, ModelOptions, ResolvedModel
 from .source import find_checkpoint, find_mmproj, find_tokenizer, find_tokenizer_directory
 
@@ -149,6 +149,7 @@ def resolve_model(options: ModelOptions, console: Console) -> ResolvedModel:
             classifier=read_classifier(text),
             enable_lora=options.enable_lora,
             loras=loras,
+            image_lora=find_image_lora(options, loras, console),
             download_dir=options.download_dir,
             max_lora_rank=options.max_lora_rank,
             hidden_size=text.optional_integer("hidden_size") or 0,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
 
 import msgspec
 
@@ -11,6 +12,9 @@ from ...protocol.errors import ConfigError
 from ...protocol.file_identity import ADAPTER_FILES, LoraAdapter
 from ..supervisor.console import Console
 from .options import ModelOptions
+
+_IMAGE: Final = "image"
+"""The kind of input for which there may be a default adapter, and the name of an adapter without another one."""
 
 
 class _Module(msgspec.Struct):
@@ -40,6 +44,31 @@ def find_loras(
             module.name, module.path, options.download_dir, console, "--lora-modules"
         )
     return tuple(loras.values())
+
+
+def find_image_lora(
+    options: ModelOptions, loras: Sequence[LoraAdapter], console: Console
+) -> LoraAdapter | None:
+    """Return the adapter of `--default-mm-loras` for images: one of `loras`, or one with its own path.
+
+    Raises:
+        ConfigError: The options contradict each other, or the adapter does not exist.
+        CheckpointError: A file of the adapter is missing.
+    """
+    wanted = options.default_mm_loras
+    if not wanted:
+        return None
+    if not options.enable_lora:
+        raise ConfigError("--default-mm-loras needs --enable-lora; add it, or remove the flag")
+    if others := sorted(set(wanted) - {_IMAGE}):
+        raise ConfigError(
+            f"--default-mm-loras has {', '.join(others)}; only {_IMAGE!r} is supported"
+        )
+    path = wanted[_IMAGE]
+    if not isinstance(path, str):
+        raise ConfigError(f"--default-mm-loras: {_IMAGE} must be a name or a path, got {path!r}")
+    named = next((adapter for adapter in loras if adapter.name == path), None)
+    return named or find_adapter(_IMAGE, path, options.download_dir, console, "--default-mm-loras")
 
 
 def find_adapter(

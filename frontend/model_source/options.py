@@ -109,6 +109,10 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
         tuple[str, ...],
         option("LoRA adapters: NAME=PATH or JSON with name and path", metavar="NAME=PATH"),
     ] = ()
+    default_mm_loras: Annotated[
+        dict[str, object],
+        option('Default LoRA adapter of requests with images: {"image": NAME_OR_PATH}'),
+    ] = {}
     mm_processor_kwargs: Annotated[
         dict[str, object],
         option("Fields that replace those of the model's preprocessor_config.json"),

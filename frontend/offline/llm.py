@@ -35,7 +35,7 @@ from ..media.transcription.transcriber import Transcript
 from ..tokenizer.text_pairs import TextPair
 from .local_engine import LocalEngine
 from .local_transcriber import AudioClip, LocalTranscriber
-from .loras import LoraChoice, LoRARequest, OfflineLoras
+from .loras import LoraChoice, OfflineLoras
 from .outputs import (
     BeamSearchOutput,
     BeamSearchSequence,
@@ -450,13 +450,8 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         lora_request: LoraChoice | Sequence[LoraChoice],
     ) -> list[RequestOutput]:
-        if lora_request is None or isinstance(lora_request, str | LoRARequest):
-            lora_request = [lora_request] * len(prompts)
-        if len(lora_request) != len(prompts):
-            raise ParameterError(
-                "lora_request", f"has {len(lora_request)} entries for {len(prompts)} prompts"
-            )
-        loras = [self._loras.find(each) for each in lora_request]
+        has_images = [bool(prompt.encoder_inputs) for prompt in prompts]
+        loras = self._loras.find_each(lora_request, has_images)
         if sampling_params is None:
             sampling_params = self.default_sampling_params()
         if isinstance(sampling_params, SamplingParams):

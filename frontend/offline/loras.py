@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import msgspec
@@ -36,6 +37,26 @@ class OfflineLoras:
         self._config = config
         self._by_name = {adapter.name: adapter for adapter in config.loras}
         self._found: dict[LoRARequest, LoraAdapter] = {}
+
+    def find_each(
+        self, choice: LoraChoice | Sequence[LoraChoice], has_images: Sequence[bool]
+    ) -> list[LoraAdapter | None]:
+        """Return the chosen adapter of each prompt. Prompts with images for which none is chosen have a default.
+
+        Raises:
+            ParameterError: There is no such adapter, it cannot be read, or the number of choices is wrong.
+        """
+        if choice is None or isinstance(choice, str | LoRARequest):
+            choice = [choice] * len(has_images)
+        if len(choice) != len(has_images):
+            raise ParameterError(
+                "lora_request", f"has {len(choice)} entries for {len(has_images)} prompts"
+            )
+        default = self._config.image_lora
+        return [
+            self.find(each) or (default if has_image else None)
+            for each, has_image in zip(choice, has_images, strict=True)
+        ]
 
     def find(self, choice: LoraChoice) -> LoraAdapter | None:
         """Return the chosen adapter.
