@@ -115,11 +115,11 @@ class ImagePayload(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=T
     """The data of an image: its pixels as a vision tower reads them, before they are scaled and normalized.
 
     `pixels` are uint8[num_frames, height, width, 3] in RGB; only videos have several frames. The tower reads (scale *
-    pixels - mean) / std for each channel. If `grid_columns` is set, the pixels are tiles, one below the other: the
-    whole image, then the rows of a grid with that many columns. For the grid, an image of `original_width` x
-    `original_height` pixels was enlarged, and has equal margins on both sides. A tower may compute fewer embeddings for
-    a frame of a video (`is_frame`), and one more after the last frame or tile (`is_last`). `marks` are the numbers of
-    the stored embeddings before and after those of the image (Ovis 2).
+    pixels - mean) / std for each channel. With `grid_columns`, the pixels are tiles, one below the other: the whole
+    image, then the rows of a grid of that many columns. In the grid, an image of `original_width` x `original_height`
+    pixels was enlarged, with equal margins on both sides. Without a grid, margins are at the right and at the bottom of
+    that many pixels. A tower may compute fewer embeddings for a frame (`is_frame`), and one more after the last frame
+    or tile (`is_last`). `marks` are the numbers of the stored embeddings before and after the image's own (Ovis 2).
     """
 
     width: int
@@ -174,11 +174,9 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     `trace_headers` are the W3C trace context of the HTTP request, by header name. `predicted_token_ids` are the output
     that the client expects; workers draft from them. A request with `pooling_params` has `max_tokens` 1: it ends with
     its prompt, and its only token has no meaning.
-
     `is_resubmitted` is set if a core that had accepted the request has failed; that core may have known it as
     `was_index`. The request continues after `output_token_ids`, which the client already has, like one that was
     preempted. If `is_suspect`, the request may have crashed a worker or a core, and runs alone until its next token.
-
     `delivery_times` float32 are seconds from the output of a step to its write to a client, measured by the frontend
     for its last events before this request. They are recorded for `engine simulate`.
     """

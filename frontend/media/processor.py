@@ -15,8 +15,10 @@ from ...protocol.config.images import (
     CornerProcessor,
     CoverProcessor,
     CropProcessor,
+    CropsProcessor,
     FitProcessor,
     GridProcessor,
+    LongestProcessor,
     MarginProcessor,
     PadProcessor,
     PanScanProcessor,
@@ -30,11 +32,11 @@ from ...protocol.config.images import (
 )
 from .layouts.anyres import anyres
 from .layouts.covers import cover
-from .layouts.grids import canvas, grid, views
+from .layouts.grids import canvas, crops, grid, views
 from .layouts.pixels import Parts
 from .layouts.resized import cornered, padded, resized
 from .layouts.scans import pan_and_scan
-from .layouts.single import crop, in_square, square
+from .layouts.single import crop, in_square, longest, square
 from .layouts.sized import fit, fit_budget, fit_ratio
 from .layouts.slices import slices
 from .layouts.thumbnails import thumbnail
@@ -46,8 +48,10 @@ _LAYOUTS: Final[dict[type[Any], Callable[[Image.Image, Any], Parts]]] = {
     CornerProcessor: cornered,
     CoverProcessor: cover,
     CropProcessor: crop,
+    CropsProcessor: crops,
     FitProcessor: fit,
     GridProcessor: grid,
+    LongestProcessor: longest,
     MarginProcessor: in_square,
     PadProcessor: padded,
     PanScanProcessor: pan_and_scan,

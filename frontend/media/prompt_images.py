@@ -9,7 +9,7 @@ from itertools import accumulate
 import msgspec
 import numpy as np
 
-from ...protocol.config.images import AnyImageProcessor, CoverProcessor, SlicesProcessor
+from ...protocol.config.images import AnyImageProcessor, SlicesProcessor
 from ...protocol.config.videos import AnyVideoProcessor, VideoProcessor
 from ...protocol.errors import ConfigError, ParameterError
 from ...protocol.messages import EncoderInput
@@ -61,8 +61,7 @@ class PromptImages:
         self._start_id = tokenizer.token_to_id(config.after_images) if config.after_images else None
         patterns = [re.escape(self._mark), MEDIA_MARK]
         self._token_ids = [config.token_id]
-        if isinstance(config, CoverProcessor):
-            self._token_ids += config.mark_ids
+        self._token_ids += config.mark_ids
         self._video_token = token_of_video = ""
         around = "", ""
         if videos is not None:

@@ -38,6 +38,8 @@ class ImageProcessorConfig(msgspec.Struct, frozen=True, kw_only=True):
         number_start: The text before the number of an image in its prompt, counted from 0, which precedes the image. If
             it is empty, images are not numbered.
         number_end: The text after the number.
+        mark_ids: Tokens before and after an image whose embeddings the encoder computes, too.
+        mark_texts: The texts of these tokens.
         after_images: The text after the last image. Prompts with it have all of their images at the beginning.
         prompt_end: The text at the end of a prompt with images.
         scale: The factor that pixel values (0 to 255) are multiplied by.
@@ -54,6 +56,8 @@ class ImageProcessorConfig(msgspec.Struct, frozen=True, kw_only=True):
     end: str = ""
     number_start: str = ""
     number_end: str = ""
+    mark_ids: tuple[int, ...] = ()
+    mark_texts: tuple[str, ...] = ()
     after_images: str = ""
     prompt_end: str = ""
     scale: float = 1 / 255
@@ -62,7 +66,7 @@ class ImageProcessorConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SquareProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="square"):
-    """Resizes an image to one tile of `side` x `side` pixels."""
+    """Resizes an image to one tile of `side` x `side` pixels. The marks follow the embeddings of the image."""
 
     side: int
 
@@ -226,8 +230,6 @@ class CoverProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="cover
     covers: bool = True
     min_tiles: int = 1
     max_tiles: int = 1
-    mark_ids: tuple[int, ...] = ()
-    mark_texts: tuple[str, ...] = ()
 
 
 class AnyresProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="anyres"):
@@ -277,6 +279,16 @@ class ResizeProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="resi
     has_newlines: bool = False
 
 
+class LongestProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="longest"):
+    """Resizes the longer side of an image to `side` pixels, and the shorter one to at least `least` pixels.
+
+    The image is placed at the top left of a black square.
+    """
+
+    side: int
+    least: int
+
+
 class CornerProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="corner"):
     """Places an image at the top left of a black canvas, whose sides are the smallest sufficient multiples of `unit`.
 
@@ -286,6 +298,19 @@ class CornerProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="corn
 
     unit: int
     min_outputs: int
+
+
+class CropsProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="crops"):
+    """Enlarges an image into a canvas of up to `max_tiles` tiles of `side` x `side` pixels, at its top left.
+
+    The canvas has as many tiles as the image fills; if these are too many, the grid with the closest aspect ratio. The
+    rest of it is white. Two patches of `patch_size` pixels in each direction make one embedding if the first of them is
+    no margin. There is one more embedding after each row and before the small copy of the canvas, which follows.
+    """
+
+    side: int
+    patch_size: int
+    max_tiles: int
 
 
 class ViewsProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="views"):
@@ -310,6 +335,7 @@ AnyImageProcessor: TypeAlias = (
     | CornerProcessor
     | CoverProcessor
     | CropProcessor
+    | CropsProcessor
     | GridProcessor
     | MarginProcessor
     | CanvasProcessor
@@ -320,6 +346,7 @@ AnyImageProcessor: TypeAlias = (
     | AnyresProcessor
     | PadProcessor
     | ThumbnailProcessor
+    | LongestProcessor
     | ResizeProcessor
     | SlicesProcessor
     | TilesProcessor

@@ -11,6 +11,14 @@ from typing import Any, TypeAlias
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from support.image_marks import (
+    COHERE_MARKS,
+    GEMMA_MARKS,
+    LLAMA4_MARKS,
+    MARKS,
+    family_marks,
+    image_mark,
+)
 from support.tiny_checkpoints import sentencepiece_tokenizer
 
 TEXT_SIZES = {
@@ -31,34 +39,6 @@ TOWER_SIZES = {
     "patch_size": 8,
 }
 TILE = 64
-INTERNVL_MARKS = {
-    "start_image_token": "<img>",
-    "end_image_token": "</img>",
-    "context_image_token": "<IMG_CONTEXT>",
-    "video_token": "<video>",
-}
-MARKS = ["<fake_token_around_image>", "<global-img>", "<image>", "<end_of_utterance>"] + [
-    f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5)
-]
-MODELS = ("idefics3", "smolvlm", "llava-clip", "llava-siglip", "internvl", "aya_vision")
-GEMMA_MODELS = ("gemma3", "gemma4", "paligemma", "paligemma2")
-SIZED_MODELS = ("pixtral", "mistral3", "lighton_ocr")
-ANYRES_MODELS = ("llava_next", "llava_onevision")
-LLAMA4_MARKS = {
-    "image": "<|image|>",
-    "patch": "<|patch|>",
-    "start_of_image": "<|image_start|>",
-    "end_of_image": "<|image_end|>",
-    "tile_x_separator": "<|tile_x_separator|>",
-    "tile_y_separator": "<|tile_y_separator|>",
-}
-COHERE_MARKS = {
-    "boi": "<|START_OF_IMG|>",
-    "eoi": "<|END_OF_IMG|>",
-    "image": "<|IMG_PATCH|>",
-    "img_line_break": "<|IMG_LINE_BREAK|>",
-}
-GEMMA_MARKS = {"boi": "<start_of_image>", "eoi": "<end_of_image>", "image": "<image>"}
 _Parts: TypeAlias = tuple[Any, dict[str, Any], dict[str, Any]]
 """The config of a model and the fields of its image processor and of its processor."""
 
@@ -85,7 +65,7 @@ def vision_directory(
     tokenizer = sentencepiece_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": MARKS})
     tokenizer.chat_template = CHAT_TEMPLATE.replace("<image>", image_mark(kind))
-    tokenizer.add_special_tokens({"additional_special_tokens": _family_marks(kind)})
+    tokenizer.add_special_tokens({"additional_special_tokens": family_marks(kind)})
     if kind.startswith("gemma"):
         names = {f"{name}_token": mark for name, mark in GEMMA_MARKS.items()}
         tokenizer.init_kwargs |= names
@@ -213,6 +193,23 @@ def _cohere(
         sizes = {"patch_size": tower["patch_size"], "img_size": tile, "downsample_factor": factor}
         others |= sizes
     return config, processor, others
+
+
+def _aria(
+    kind: str, tower: dict[str, int], text: dict[str, Any], tokenizer: Any, factor: int
+) -> _Parts:
+    # The processor makes no other sizes than these.
+    sizes = {490: 6, 980: 9}
+    tower |= {"image_size": 980, "patch_size": 98}
+    config = transformers.AriaConfig(
+        vision_config=tower | {"model_type": "idefics3_vision"},
+        text_config=text | {"model_type": "aria_text", "moe_num_experts": 4, "head_dim": 16},
+        vision_feature_layer=-2,
+        projector_patch_to_query_dict={25: 6, 100: 9},
+        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+    )
+    processor = {"image_processor_type": "AriaImageProcessor", "min_image_size": 336}
+    return config, processor, {"processor_class": "AriaProcessor", "size_conversion": sizes}
 
 
 def _llava(
@@ -426,6 +423,7 @@ def _llama4(
 
 
 _PARTS_BY_FAMILY = {
+    "aria": _aria,
     "aya_vision": _cohere,
     "cohere2_vision": _cohere,
     "llama4": _llama4,
@@ -462,34 +460,9 @@ def image_processor(path: Path, kind: str, **overrides: Any) -> Any:
     return getattr(module, f"{name}Pil")(**fields)
 
 
-def image_mark(kind: str) -> str:
-    """Return the token that represents an image."""
-    marks = {
-        "internvl": "<IMG_CONTEXT>",
-        "qianfan_ocr": "<IMG_CONTEXT>",
-        "gemma3": "<start_of_image>",
-    }
-    marks["cohere2_vision"] = COHERE_MARKS["image"]
-    marks |= dict.fromkeys(SIZED_MODELS, "[IMG]") | {"llama4": LLAMA4_MARKS["image"]}
-    return marks.get(kind.split("-")[0], "<image>")
-
-
-def _family_marks(kind: str) -> list[str]:
-    if kind.startswith(("internvl", "qianfan")):
-        return [*MARKS, *INTERNVL_MARKS.values()]
-    if kind == "llama4":
-        return [*MARKS, *LLAMA4_MARKS.values()]
-    if kind in ("aya_vision", "cohere2_vision"):
-        return [*MARKS, *COHERE_MARKS.values()]
-    if kind == "llava_onevision":
-        return [*MARKS, "<video>"]
-    if kind in SIZED_MODELS:
-        return [*MARKS, "[IMG]", "[IMG_BREAK]", "[IMG_END]"]
-    return [*MARKS, *GEMMA_MARKS.values()] if kind in GEMMA_MODELS else MARKS
-
-
 def _class(kind: str) -> str:
     names = {"idefics3": "Idefics3", "smolvlm": "SmolVLM", "internvl": "InternVL", "llava": "Llava"}
+    names["aria"] = "Aria"
     names |= {"vipllava": "VipLlava", "lighton_ocr": "LightOnOcr", "aya_vision": "AyaVision"}
     names |= {"cohere2_vision": "Cohere2Vision", "qianfan_ocr": "QianfanOCR"}
     names |= {"gemma3": "Gemma3", "gemma4": "Gemma4", "pixtral": "Llava", "mistral3": "Mistral3"}

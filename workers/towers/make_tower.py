@@ -8,14 +8,17 @@ import torch
 
 from ...protocol.checkpoint.vision.deepseek import QueryVisionSpec
 from ...protocol.checkpoint.vision.grid import GridVisionSpec
+from ...protocol.checkpoint.vision.mobilenet import ConvVisionSpec
 from ...protocol.checkpoint.vision.read import AnyVisionSpec
 from ..loaders import Checkpoint
 from .grid_tower import GridTower
 from .layers import MakeLayers, TorchLayers
+from .mobilenet.tower import ConvTower
 from .query_tower import QueryTower
+from .tiles.crops_tower import CropsTower
 from .vision_tower import VisionTower
 
-ImageTower: TypeAlias = VisionTower | GridTower | QueryTower
+ImageTower: TypeAlias = VisionTower | GridTower | QueryTower | ConvTower | CropsTower
 
 
 def make_tower(
@@ -35,4 +38,8 @@ def make_tower(
         return GridTower(spec, checkpoint, device, dtype, num_threads, make_layers)
     if isinstance(spec, QueryVisionSpec):
         return QueryTower(spec, checkpoint, device, dtype, num_threads, make_layers)
+    if isinstance(spec, ConvVisionSpec):
+        return ConvTower(spec, checkpoint, device, dtype, num_threads)
+    if spec.has_crops:
+        return CropsTower(spec, checkpoint, device, dtype, num_threads, make_layers)
     return VisionTower(spec, checkpoint, device, dtype, num_threads, make_layers)

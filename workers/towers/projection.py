@@ -14,10 +14,10 @@ from torch.nn import functional as F
 
 from ...protocol.checkpoint.vision.spec import VisionSpec
 from ..loaders import Checkpoint
-from .weights import VisionWeights, find_activation
+from .weights import Linear, Norm, VisionWeights, find_activation
 
 Projection: TypeAlias = Callable[[Tensor, int], Tensor]
-"""Maps features [P, D], and the number of patches per row of the image, to embeddings [M, output size]."""
+"""Maps features [P, D] to embeddings [M, output size], given the number of patches per row, with margins."""
 
 _MATRIX: Final = "connector.modality_projection.proj"
 _MLP: Final = "multi_modal_projector."
@@ -104,6 +104,54 @@ def _mean(spec: VisionSpec, checkpoint: Checkpoint, read: _Reader) -> Projection
     )
 
 
+def _queries(spec: VisionSpec, checkpoint: Checkpoint, read: _Reader) -> Projection:
+    weights, size = read(f"{_MLP}query"), spec.hidden_size
+    query_D = weights.read(f"{_MLP}query", max(count for _, count in spec.query_counts), size)
+    activation = find_activation(checkpoint, spec.projection_activation)
+    attention = f"{_MLP}cross_attn."
+
+    def product(name: str, rows: int, columns: int) -> Linear:
+        return weights.read_linear(f"{_MLP}{name}", rows, columns, has_bias=False)
+
+    def norm(name: str) -> Norm:
+        return weights.read_layer_norm(f"{_MLP}{name}", size, spec.projection_eps)
+
+    inner = Linear(
+        weights.read(f"{attention}multihead_attn.in_proj_weight", 3 * size, size),
+        weights.read(f"{attention}multihead_attn.in_proj_bias", 3 * size),
+    )
+    to_q, to_k, to_v = inner.split(3)
+    # The queries are the same for all images.
+    q_QD = to_q(product("cross_attn.q_proj", size, size)(norm("cross_attn.layer_norm")(query_D)))
+    norm_patches = norm("cross_attn.layer_norm_kv")
+    first_k, first_v = (product(f"cross_attn.{name}_proj", size, size) for name in "kv")
+    first_output = weights.read_linear(f"{attention}multihead_attn.out_proj", size, size)
+    second_output = weights.read_linear(f"{attention}linear", size, size)
+    last_norm, output = norm("layer_norm"), spec.output_size
+    up = product("feed_forward.linear_in", output, size)
+    down = product("feed_forward.linear_out", output, output)
+    counts = dict(spec.query_counts)
+
+    def heads(x_PD: Tensor) -> Tensor:
+        return x_PD.unflatten(1, (spec.num_heads, -1)).transpose(0, 1)
+
+    def project(x_PD: Tensor, num_columns: int) -> Tensor:
+        normed = norm_patches(x_PD)
+        attended = F.scaled_dot_product_attention(
+            heads(q_QD[: counts[num_columns]]),
+            heads(to_k(first_k(normed))),
+            heads(to_v(first_v(normed))),
+        )
+        x_QD = second_output(first_output(attended.transpose(0, 1).flatten(1)))
+        return down(activation(up(last_norm(x_QD))))
+
+    return project
+
+
+def _no_product(spec: VisionSpec, checkpoint: Checkpoint, read: _Reader) -> Projection:
+    return lambda x_PD, num_columns: _means(x_PD, num_columns, spec.merge_factor)
+
+
 def _adapter(spec: VisionSpec, checkpoint: Checkpoint, read: _Reader) -> Projection:
     weights, size = read(f"{_MLP}fc1.weight"), spec.adapter_size
     activation = find_activation(checkpoint, spec.projection_activation)
@@ -185,10 +233,12 @@ def _means(x_PD: Tensor, num_columns: int, factor: int) -> Tensor:
 _KINDS: Final[dict[str, Callable[[VisionSpec, Checkpoint, _Reader], Projection]]] = {
     "matrix": _matrix,
     "adapter": _adapter,
+    "queries": _queries,
     "mlp": _mlp,
     "gated mlp": _gated_mlp,
     "merged mlp": _merged_mlp,
     "mean": _mean,
+    "means": _no_product,
     "standardized mean": _standardized_mean,
     "words": _words,
 }

@@ -17,13 +17,13 @@ from ...protocol.errors import EngineError
 from ...protocol.messages import ImagePayload
 from ..device.torch_threads import torch_threads
 from ..loaders import Checkpoint
-from .anyres import join_tiles, reduce_frame
 from .clip_layers import layers_spec, read_layer
 from .image_input import read_image_input
 from .layers import Layers, MakeLayers, Patches, TorchLayers
 from .pixels import normalized_pixels
 from .projection import WORDS, read_projection
 from .rotary import grid_places
+from .tiles.anyres import join_tiles, reduce_frame
 from .weights import VisionWeights, check_activation
 from .window_merger import WindowMerger
 
@@ -149,7 +149,10 @@ class VisionTower:
         """Encode a black image."""
         spec, ones = self.spec, (1.0, 1.0, 1.0)
         side = spec.side_factor if spec.max_outputs else spec.image_size
-        self(ImagePayload(side, side, bytes(3 * side * side), 1.0, ones, ones))
+        if spec.query_counts:
+            side = spec.query_counts[0][0] * spec.patch_size
+        image = ImagePayload(side, side, bytes(3 * side * side), 1.0, ones, ones)
+        self(replace(image, original_width=side, original_height=side))
 
     def _check_size(self, image: ImagePayload) -> None:
         spec, side = self.spec, self.spec.image_size
@@ -174,6 +177,13 @@ class VisionTower:
         factor = spec.side_factor
         num_outputs = image.width // factor * (image.height // factor)
         size = spec.patch_size
+        if spec.query_counts and (
+            image.width != image.height
+            or image.width // size not in dict(spec.query_counts)
+            or not min(image.original_width, image.original_height) > 0
+        ):
+            sides = " or ".join(str(patches * size) for patches, _ in spec.query_counts)
+            raise EngineError(f"{found} squares with sides of {sides}")
         if image.width % size or image.height % size or not num_outputs > 0:
             raise EngineError(f"{found} multiples of {size} x {size}, at least {factor} x {factor}")
 
@@ -195,9 +205,42 @@ class VisionTower:
         return join_tiles(x_TPD, self._newline_D, image, self.spec.max_tiles)
 
     def _encode(self, image: ImagePayload) -> Tensor:
+        pixels = normalized_pixels(
+            image, self._device, self._dtype, in_bfloat16=self.spec.normalizes_in_bfloat16
+        )[0]
+        if self.spec.margins is None:
+            return self.encode_pixels(pixels)
+        size = self.spec.patch_size
+        shown = (
+            -(-min(image.original_height, image.height) // size),
+            -(-min(image.original_width, image.width) // size),
+        )
+        return self.encode_pixels(pixels, shown)
+
+    def encode_pixels(self, pixels: Tensor, shown: tuple[int, int] | None = None) -> Tensor:
+        """Return the embeddings [K, output size] of normalized pixels [3, height, width].
+
+        Args:
+            pixels: The image.
+            shown: The rows and columns of patches that are not in margins; None if there are no margins.
+        """
         spec = self.spec
-        num_rows, num_columns = image.height // spec.patch_size, image.width // spec.patch_size
-        x_PD = F.linear(self._split_patches(image), self._patches, self._patches_bias)
+        # Like a convolution with a stride of one patch, ignore the pixels beyond the last whole patch.
+        num_rows, row_length = (length // spec.patch_size for length in pixels.shape[1:])
+        patches = _split_patches(pixels, num_rows, row_length, spec.patch_size)
+        num_columns = row_length
+        order_P: Tensor | None = None
+        if shown is not None and shown != (num_rows, num_columns):
+            is_shown_PP = patches.new_zeros(num_rows, num_columns, dtype=torch.bool)
+            is_shown_PP[: shown[0], : shown[1]] = True
+            # Patches that others attend to come first.
+            order_P = (~is_shown_PP).flatten().to(torch.uint8).argsort(stable=True)
+            num_shown = min(shown[0], num_rows) * min(shown[1], num_columns)
+            if spec.margins == "left out":
+                num_rows, num_columns = shown
+                order_P = order_P[:num_shown]
+            patches = patches[order_P]
+        x_PD = F.linear(patches, self._patches, self._patches_bias)
         if self._patch_norm is not None:
             x_PD = self._patch_norm(x_PD)
         if self._class_D is not None:
@@ -207,8 +250,13 @@ class VisionTower:
             x_PD = x_PD + (columns + rows[:, None]).flatten(0, 1)
         elif self._positions is not None and spec.positions == "nearest":
             side = spec.image_size // spec.patch_size
-            rows, columns = (_nearest(count, side) for count in (num_rows, num_columns))
-            x_PD = x_PD + self._positions[(rows[:, None] * side + columns).flatten()]
+            rows, columns = (
+                _nearest(count, side, in_steps=spec.margins is not None)
+                for count in shown or (num_rows, num_columns)
+            )
+            at = (rows[:, None] * side + columns).flatten()
+            # Margins have the first position.
+            x_PD = x_PD + self._positions[F.pad(at, (0, len(x_PD) - len(at)))]
         elif self._positions is not None:
             x_PD = x_PD + self._positions
         if self._pre_norm is not None:
@@ -218,34 +266,39 @@ class VisionTower:
             places_P2 = grid_places(num_rows, num_columns, self._device)
             if self._class_D is not None:
                 places_P2 = F.pad(places_P2 + 1, (0, 0, 1, 0))
+        visible_P2: Tensor | None = None
+        if order_P is not None and spec.margins == "unseen":
+            visible_P2 = order_P.new_tensor([[0, num_shown]]).repeat(len(x_PD), 1)
         if self._first_layers is not None and self._merge_windows is not None:
             (x_PD,) = self._first_layers(x_PD, Patches(places_P2)).values()
-            x_PD, num_columns = self._merge_windows(x_PD, num_columns), num_columns // 2
-        features = self._layers(x_PD, Patches(places_P2))
+            x_PD, row_length = self._merge_windows(x_PD, num_columns), num_columns // 2
+        features = self._layers(x_PD, Patches(places_P2, visible_P2=visible_P2))
         x_PD = torch.cat(
             [features[number - spec.window_layer] for number in spec.feature_layers], -1
         )
+        if order_P is not None and spec.margins == "unseen":
+            x_PD = torch.empty_like(x_PD).index_copy_(0, order_P, x_PD)
         if self._post_norm is not None:
             x_PD = self._post_norm(x_PD)
         if spec.has_class_token and not spec.keeps_class_token:
             x_PD = x_PD[1:]
-        return self._project(x_PD, num_columns)
-
-    def _split_patches(self, image: ImagePayload) -> Tensor:
-        """Return the normalized pixels of each patch, [P, 3 * patch size ** 2]."""
-        patch_size = self.spec.patch_size
-        channels = normalized_pixels(
-            image, self._device, self._dtype, in_bfloat16=self.spec.normalizes_in_bfloat16
-        )[0]
-        # Like a convolution with a stride of one patch, ignore the pixels beyond the last whole patch.
-        num_rows, num_columns = image.height // patch_size, image.width // patch_size
-        whole = channels[:, : num_rows * patch_size, : num_columns * patch_size]
-        patches = whole.reshape(3, num_rows, patch_size, num_columns, patch_size)
-        return patches.permute(1, 3, 0, 2, 4).reshape(-1, 3 * patch_size**2)
+        return self._project(x_PD, row_length)
 
 
-def _nearest(count: int, side: int) -> Tensor:
-    """Return the place among `side` learned ones that is nearest to each of `count` places, int64 [count]."""
-    # The bounds are rounded in the same way as in transformers.
+def _split_patches(pixels: Tensor, num_rows: int, num_columns: int, size: int) -> Tensor:
+    """Return the pixels of each patch, [P, 3 * size ** 2]."""
+    whole = pixels[:, : num_rows * size, : num_columns * size]
+    patches = whole.reshape(3, num_rows, size, num_columns, size)
+    return patches.permute(1, 3, 0, 2, 4).reshape(-1, 3 * size**2)
+
+
+def _nearest(count: int, side: int, *, in_steps: bool) -> Tensor:
+    """Return the place among `side` learned ones that is nearest to each of `count` places, int64 [count].
+
+    The bounds and places are rounded in the same way as in transformers: if `in_steps`, places are multiples of a
+    rounded distance.
+    """
     bounds = torch.arange(1 / side, 1.0, 1 / side)
-    return torch.bucketize(torch.arange(count) / count, bounds, right=True)
+    at = torch.arange(count)
+    places = (at * (1.0 / torch.tensor(count))).clamp(max=1.0 - 1e-6) if in_steps else at / count
+    return torch.bucketize(places, bounds, right=True)

@@ -49,6 +49,13 @@ class Linear:
         weight = torch.cat([each.weight for each in linears])
         return cls(weight, torch.cat(biases) if biases else None)
 
+    def split(self, count: int) -> list[Linear]:
+        """Return `count` products that have equal parts of the outputs."""
+        weights = self.weight.chunk(count)
+        if self.bias is None:
+            return [Linear(weight) for weight in weights]
+        return [Linear(*part) for part in zip(weights, self.bias.chunk(count), strict=True)]
+
     def repeat_heads(self, head_dim: int, count: int) -> Linear:
         """Return a product in which each group of `head_dim` outputs occurs `count` times in a row."""
         rows = torch.arange(len(self.weight), device=self.weight.device).view(-1, 1, head_dim)

@@ -9,11 +9,20 @@ from typing import Final
 import msgspec
 from PIL import Image
 
-from ....protocol.config.images import CanvasProcessor, GridProcessor, ViewsProcessor
+from ....protocol.config.images import (
+    CanvasProcessor,
+    CropsProcessor,
+    GridProcessor,
+    ViewsProcessor,
+)
+from ....protocol.messages import ImagePayload
 from .pixels import Parts, Tile, make_tile, resize, with_margin
 
 _MAX_SIDE: Final = 4096
 """Maximum side in pixels to which an image is resized before it is split."""
+
+_LEAST_SIDE: Final = 10
+"""Minimum side in pixels of an image on a canvas of tiles (Phi-4-multimodal)."""
 
 _AROUND: Final = "<fake_token_around_image>"
 
@@ -60,6 +69,36 @@ def canvas(image: Image.Image, config: CanvasProcessor) -> Parts:
         parts += [label, make_tile(tile, config), config.tile_end]
     whole = resize(image, side, side, config) if len(tiles) > 1 else canvas
     return [*parts, config.whole_label, make_tile(whole, config), config.tile_end, config.end]
+
+
+def crops(image: Image.Image, config: CropsProcessor) -> Parts:
+    """Return the image on a white canvas of tiles, as one tile.
+
+    Raises:
+        ValueError: The image is so long that its shorter side would have fewer than 10 pixels.
+    """
+    side = config.side
+    columns, rows = (-(-length // side) for length in image.size)
+    if columns * rows > config.max_tiles:
+        columns, rows = best_canvas(*image.size, side, 1, config.max_tiles)
+    canvas = Image.new("RGB", (columns * side, rows * side), (255, 255, 255))
+    by_width, by_height = (x / y for x, y in zip(canvas.size, image.size, strict=True))
+    if by_width < by_height:
+        width, height = canvas.width, int(image.height * by_width)
+    else:
+        width, height = int(image.width * by_height), canvas.height
+    if min(width, height) < _LEAST_SIDE:
+        raise ValueError(
+            f"it would have {width} x {height} pixels, but both sides need at least {_LEAST_SIDE}"
+        )
+    canvas.paste(resize(image, width, height, config))
+    tile = make_tile(canvas, config)
+    assert isinstance(tile.payload, ImagePayload)
+    payload = msgspec.structs.replace(tile.payload, original_width=width, original_height=height)
+    unit = 2 * config.patch_size
+    num_columns, num_rows, whole = (-(-length // unit) for length in (width, height, side))
+    num_outputs = num_rows * (num_columns + 1) + 1 + whole * (whole + 1)
+    return [Tile(payload, num_outputs)]
 
 
 def views(image: Image.Image, config: ViewsProcessor) -> Parts:

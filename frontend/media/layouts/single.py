@@ -1,16 +1,24 @@
-"""Images that are read as a single tile (CLIP, SigLIP, DeepSeek-VL)."""
+"""Images that are read as a single tile (CLIP, SigLIP, DeepSeek-VL, Aria)."""
 
 from __future__ import annotations
 
+import msgspec
 from PIL import Image
 
-from ....protocol.config.images import CropProcessor, MarginProcessor, SquareProcessor
+from ....protocol.config.images import (
+    CropProcessor,
+    LongestProcessor,
+    MarginProcessor,
+    SquareProcessor,
+)
+from ....protocol.messages import ImagePayload
 from .pixels import Parts, make_tile, resize, with_margin
 
 
 def square(image: Image.Image, config: SquareProcessor) -> Parts:
     """Return the whole image as a tile."""
-    return [make_tile(resize(image, config.side, config.side, config), config)]
+    tile = make_tile(resize(image, config.side, config.side, config), config)
+    return [config.start, tile._replace(after=config.mark_texts), config.end]
 
 
 def in_square(image: Image.Image, config: MarginProcessor) -> Parts:
@@ -22,6 +30,22 @@ def in_square(image: Image.Image, config: MarginProcessor) -> Parts:
 def crop(image: Image.Image, config: CropProcessor) -> Parts:
     """Return the middle of the image as a tile."""
     return [make_tile(_crop_center(_resize_shortest(image, config), config.side), config)]
+
+
+def longest(image: Image.Image, config: LongestProcessor) -> Parts:
+    """Return the image at the top left of a black square as a tile."""
+    scale = config.side / max(image.size)
+    width, height = (max(int(length * scale), config.least) for length in image.size)
+    if image.width >= image.height:
+        width = config.side
+    else:
+        height = config.side
+    square = Image.new("RGB", (config.side,) * 2)
+    square.paste(resize(image, width, height, config))
+    tile = make_tile(square, config)
+    assert isinstance(tile.payload, ImagePayload)
+    payload = msgspec.structs.replace(tile.payload, original_width=width, original_height=height)
+    return [tile._replace(payload=payload)]
 
 
 def _resize_shortest(image: Image.Image, config: CropProcessor) -> Image.Image:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Final
 
 from ....protocol.checkpoint.config_fields import ConfigFields
-from ....protocol.checkpoint.vision.spec import VisionSpec
+from ....protocol.checkpoint.vision.mobilenet import ConvVisionSpec
+from ....protocol.checkpoint.vision.spec import MAX_SIDE, VisionSpec
 from ....protocol.config.images import BudgetProcessor, PanScanProcessor, SquareProcessor
-from .fields import BICUBIC, BILINEAR, side_of_tile, sides, values
+from .fields import BICUBIC, BILINEAR, pixel_values, side_of_tile, sides, values
 from .source import ProcessorSource
 
 _BUDGETS: Final = (70, 140, 280, 560, 1120)
@@ -38,6 +39,25 @@ def gemma3(source: ProcessorSource, vision: VisionSpec, token_id: int) -> PanSca
         mark=start,
         start=f"\n\n{start}",
         end=f"{end}\n\n",
+    )
+
+
+def gemma3n(source: ProcessorSource, vision: ConvVisionSpec, token_id: int) -> SquareProcessor:
+    """Return the processor of Gemma 3n. The token after an image has an embedding of the tower."""
+    fields = source.fields
+    size = fields.first_section("size")
+    side = size.integer("height", 224, minimum=vision.output_side, maximum=MAX_SIDE)
+    if size.integer("width", side) != side:
+        raise size.wrong("width", f"{side}, as height", size.get("width"))
+    return SquareProcessor(
+        **pixel_values(fields, token_id, BICUBIC),
+        output_size=vision.output_size,
+        num_outputs=vision.num_outputs,
+        side=side,
+        mark_ids=(source.config.integer("eoi_token_id", 262_144, minimum=0),),
+        mark_texts=(source.special_token("eoi_token"),),
+        start=f"\n\n{source.special_token('boi_token')}",
+        end="\n\n",
     )
 
 

@@ -12,16 +12,12 @@ from ....protocol.checkpoint.gguf_config.mmproj import Mmproj
 from ....protocol.checkpoint.vision.read import has_vision, vision_spec
 from ....protocol.config.images import AnyImageProcessor
 from .anyres import anyres
-from .cohere import aya_vision, cohere2_vision
-from .gemma import gemma3, gemma4, paligemma
+from .gemma import gemma3, gemma3n, gemma4, paligemma
 from .idefics3 import grid
-from .internvl import canvas, views
 from .lfm2 import thumbnail
 from .llama4 import tiles
 from .margins import margins, margins_between_marks
-from .minicpm import slices
 from .muse import muse
-from .ovis import cover
 from .pixtral import lighton_ocr, pixtral
 from .qwen import (
     corner,
@@ -32,11 +28,16 @@ from .qwen import (
     resize_pairs,
     resize_rounded,
 )
-from .single import single
+from .single import longest, single
 from .source import ProcessorSource
+from .tiled.cohere import aya_vision, cohere2_vision
+from .tiled.internvl import canvas, crops, views
+from .tiled.minicpm import slices
+from .tiled.ovis import cover
 
 logger = logging.getLogger(__name__)
 
+_PHI4_TOKEN_ID: Final = 200_010
 _FILES: Final = ("preprocessor_config.json", "processor_config.json")
 
 
@@ -70,18 +71,26 @@ def read_image_processor(
     if processor is None:
         logger.warning("%s has no %s, so requests with images are rejected", path, _FILES[0])
         return None
-    names = ("image_token_id", "image_token_index", "media_placeholder_token_id")
-    token_id = config.integer(
-        next((name for name in names if config.get(name) is not None), names[0]),
-        minimum=0,
-        maximum=text.integer("vocab_size") - 1,
-    )
+    token_id = _token_id(config, text.integer("vocab_size"))
     read = _READERS[config.text("model_type")]
     if read is not cover:
         # The processors of InternVL and DeepSeek-OCR 2 ignore this field of the file.
         processor = processor.with_values({"crop_to_patches": None})
     source = ProcessorSource(path, processor.with_values(dict(overrides)), config, tokens)
     return read(source, vision, token_id)
+
+
+def _token_id(config: ConfigFields, vocab_size: int) -> int:
+    """Return the placeholder token."""
+    names = ("image_token_id", "image_token_index", "media_placeholder_token_id")
+    sections = [config]
+    if config.text("model_type").startswith("phi4"):
+        # The original config does not name the token.
+        own = config.first_section("vision_config")
+        sections.append(own.with_defaults(image_token_id=_PHI4_TOKEN_ID))
+    found = ((each, name) for each in sections for name in names if each.get(name) is not None)
+    section, name = next(found, (config, names[0]))
+    return section.integer(name, minimum=0, maximum=vocab_size - 1)
 
 
 def _read_processor(path: Path) -> ConfigFields | None:
@@ -102,6 +111,7 @@ Each reader expects the tower class of its models.
 """
 
 _READERS: Final[dict[str, _Reader]] = {
+    "aria": longest,
     "aya_vision": aya_vision,
     "cohere2_vision": cohere2_vision,
     "cohere_compass": resize,
@@ -110,6 +120,7 @@ _READERS: Final[dict[str, _Reader]] = {
     "exaone4_5": resize,
     "hyperclovax_vision_v2": resize,
     "gemma3": gemma3,
+    "gemma3n": gemma3n,
     "gemma4": gemma4,
     "glm4v": resize_pairs,
     "glm4v_moe": resize_pairs,
@@ -136,6 +147,8 @@ _READERS: Final[dict[str, _Reader]] = {
     "ovis2": cover,
     "paddleocr_vl": resize_rounded,
     "paligemma": paligemma,
+    "phi4_multimodal": crops,
+    "phi4mm": crops,
     "qianfan_ocr": canvas,
     "qwen2_vl": resize,
     "qwen2_5_vl": resize,

@@ -1,9 +1,14 @@
-"""Read the image processors of CLIP and SigLIP, which make one tile per image."""
+"""Read the image processors of CLIP, SigLIP and Aria, which make one tile per image."""
 
 from __future__ import annotations
 
 from ....protocol.checkpoint.vision.spec import MAX_SIDE, VisionSpec
-from ....protocol.config.images import CropProcessor, FitProcessor, SquareProcessor
+from ....protocol.config.images import (
+    CropProcessor,
+    FitProcessor,
+    LongestProcessor,
+    SquareProcessor,
+)
 from .fields import BICUBIC, CLIP_VALUES, side_of_tile, sides, values
 from .pixtral import pixtral
 from .source import ProcessorSource
@@ -28,4 +33,19 @@ def single(
         **common,
         side=side,
         shortest_edge=size.integer("shortest_edge", minimum=side, maximum=MAX_SIDE),
+    )
+
+
+def longest(source: ProcessorSource, vision: VisionSpec, token_id: int) -> LongestProcessor:
+    """Return the processor of Aria, without its option to split images."""
+    fields = source.fields
+    if fields.boolean("split_image", False):
+        raise fields.wrong("split_image", "false", True)
+    side = fields.integer("max_image_size", 980)
+    counts = {patches * vision.patch_size: count for patches, count in vision.query_counts}
+    if side not in counts:
+        raise fields.wrong("max_image_size", f"one of {', '.join(map(str, counts))}", side)
+    common = values(fields, vision, token_id, BICUBIC) | {"num_outputs": counts[side]}
+    return LongestProcessor(
+        **common, side=side, least=fields.integer("min_image_size", 336, maximum=side)
     )

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Final, TypeAlias
 
 from ..config_fields import ConfigFields
-from .cohere import aya_vision, cohere2_vision
 from .deepseek import QueryVisionSpec, deepseek_ocr2
 from .gemma import gemma3, gemma4, paligemma
 from .grid import (
@@ -21,24 +20,26 @@ from .grid import (
     qwen3_5,
     qwen3_vl,
 )
-from .idefics3 import idefics3
-from .internvl import internvl, qianfan_ocr
+from .idefics3 import aria, idefics3, phi4_multimodal
 from .janus import deepseek_vl, janus
 from .llama4 import llama4
 from .llava import llava, llava_next, llava_onevision, vipllava
 from .merged import hunyuan_vl, kimi_k25, lfm2_vl, minimax_m3, paddleocr_vl
-from .minicpm import minicpm_ocr, minicpmv4_6, minicpmv4_7
+from .mobilenet import ConvVisionSpec, gemma3n
 from .muse import muse
-from .ovis import ovis2
 from .pixtral import pixtral
 from .spec import VisionSpec
+from .tiled.cohere import aya_vision, cohere2_vision
+from .tiled.internvl import internvl, qianfan_ocr
+from .tiled.minicpm import minicpm_ocr, minicpmv4_6, minicpmv4_7
+from .tiled.ovis import ovis2
 
-AnyVisionSpec: TypeAlias = VisionSpec | GridVisionSpec | QueryVisionSpec
+AnyVisionSpec: TypeAlias = VisionSpec | GridVisionSpec | QueryVisionSpec | ConvVisionSpec
 
 
 def has_vision(fields: ConfigFields) -> bool:
     """Return whether a model with this config has a vision tower that Engine supports."""
-    return fields.text("model_type", "") in _READERS and fields.section("vision_config") is not None
+    return fields.text("model_type", "") in _READERS and _section(fields) is not None
 
 
 def vision_spec(fields: ConfigFields, output_size: int) -> AnyVisionSpec:
@@ -52,10 +53,19 @@ def vision_spec(fields: ConfigFields, output_size: int) -> AnyVisionSpec:
         CheckpointError: A field is missing or invalid.
     """
     read = _READERS[fields.text("model_type")]
-    return read(fields, fields.required_section("vision_config"), output_size)
+    section = _section(fields) or fields.required_section("vision_config")
+    return read(fields, section, output_size)
+
+
+def _section(fields: ConfigFields) -> ConfigFields | None:
+    """Return the section of the vision tower. In the original config of Phi-4-multimodal, it has no sizes."""
+    embeddings = fields.section("embd_layer")
+    original = None if embeddings is None else embeddings.section("image_embd_layer")
+    return fields.section("vision_config") or original
 
 
 _READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionSpec]]] = {
+    "aria": aria,
     "aya_vision": aya_vision,
     "cohere2_vision": cohere2_vision,
     "cohere_compass": qwen3_vl,
@@ -64,6 +74,7 @@ _READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionS
     "exaone4_5": exaone4_5,
     "hyperclovax_vision_v2": hyperclovax,
     "gemma3": gemma3,
+    "gemma3n": gemma3n,
     "gemma4": gemma4,
     "glm4v": glm4v,
     "glm4v_moe": glm4v,
@@ -91,6 +102,8 @@ _READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionS
     "ovis2": ovis2,
     "paddleocr_vl": paddleocr_vl,
     "paligemma": paligemma,
+    "phi4_multimodal": phi4_multimodal,
+    "phi4mm": phi4_multimodal,
     "qianfan_ocr": qianfan_ocr,
     "qwen2_vl": qwen2_vl,
     "qwen2_5_vl": qwen2_5_vl,

@@ -39,6 +39,8 @@ class VisionSpec:
         positions: Positions are learned for each patch of a square image, or for each row and column ("axes"). Patches
             of images of any size may read the position that is nearest to theirs in a square one ("nearest"). None if
             they are not learned.
+        margins: The treatment of the patches of margins at the right and at the bottom of an image. They are left out
+            (Aria), or other patches do not attend to them (Phi-4-multimodal). None if there are no margins.
         rope_theta: If not 0, queries and keys are rotated by column and row.
         rotary: How heads are rotated. "mixed" alternates frequencies of both (Pixtral, arXiv 2410.07073). Otherwise
             half of a head is rotated by each. An element is rotated with the one a quarter of a head later ("halves",
@@ -61,6 +63,8 @@ class VisionSpec:
             embedding.
         max_tiles: The maximum number of tiles to whose patches such a grid is reduced (LLaVA-OneVision, arXiv
             2408.03326).
+        has_crops: True if an image is a canvas of tiles, besides which a small copy of the whole canvas is read.
+        query_counts: Pairs (patches of a side, number of queries) for the projection "queries".
         span_kind: Which of the decoder's tokens attend to later tokens.
         has_axes: True if the decoder's positions have three coordinates (MiniCPM-V 4.7), else one.
         layer_token_id: The token whose per-layer inputs are used for images, in models with inputs for every layer.
@@ -74,10 +78,13 @@ class VisionSpec:
       second, then another product (Aya Vision)
     * "merged mlp": a norm of the patches and a product with the merged rows, then as "mlp" (Mistral 3)
     * "mean": a norm of the means, then one product (Gemma 3, arXiv 2503.19786)
+    * "means": the means, as the first part of a projection that reads all tiles of an image (Phi-4-multimodal)
     * "standardized mean": as "mean", but the means are first scaled by the square root of the hidden size and possibly
       standardized, and the norm has no weights (Gemma 4)
     * "words": a product and a norm, whose softmax is the distribution of a patch over the visual words of a table
       (Ovis, arXiv 2405.20797)
+    * "queries": one of the sets of learned queries in `query_counts` attends to the patches, with the heads of the
+      tower, before a norm and two products (Aria, arXiv 2410.05993)
     * "adapter": two products with `adapter_size` outputs and no biases, each followed by an activation, then a matrix
       (Llama 4)
     """
@@ -92,7 +99,16 @@ class VisionSpec:
     norm_eps: float
     output_size: int
     projection: Literal[
-        "matrix", "mlp", "gated mlp", "merged mlp", "mean", "standardized mean", "words", "adapter"
+        "matrix",
+        "mlp",
+        "gated mlp",
+        "merged mlp",
+        "mean",
+        "means",
+        "standardized mean",
+        "words",
+        "queries",
+        "adapter",
     ]
     max_outputs: int = 0
     head_dim: int = 0
@@ -113,6 +129,7 @@ class VisionSpec:
     has_channels_last: bool = False
     positions: Literal["patches", "axes", "nearest"] | None = "patches"
     num_positions: int = 0
+    margins: Literal["left out", "unseen"] | None = None
     rope_theta: float = 0.0
     rotary: Literal["mixed", "halves", "pairs"] = "mixed"
     window_layer: int = 0
@@ -134,6 +151,8 @@ class VisionSpec:
     chooses_words: bool = False
     has_newlines: bool = False
     max_tiles: int = 0
+    has_crops: bool = False
+    query_counts: tuple[tuple[int, int], ...] = ()
     span_kind: SpanKind | None = None
     has_axes: bool = False
     layer_token_id: int = 0

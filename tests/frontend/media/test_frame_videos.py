@@ -23,7 +23,8 @@ from engine.frontend.model_source.images.videos import read_video_processor
 from engine.frontend.tokenizer.load import load_tokenizer
 from engine.protocol.checkpoint.config_fields import ConfigFields
 from PIL import Image
-from support.vision_checkpoints import INTERNVL_MARKS, image_mark, image_processor, vision_directory
+from support.image_marks import INTERNVL_MARKS, image_mark
+from support.vision_checkpoints import image_processor, vision_directory
 from transformers.video_utils import VideoMetadata, default_sample_indices_fn
 
 pytestmark = pytest.mark.slow

@@ -21,7 +21,7 @@ from engine.frontend.tokenizer.load import load_tokenizer
 from engine.protocol.checkpoint.config_fields import ConfigFields
 from engine.protocol.errors import CheckpointError, ParameterError
 from PIL import Image
-from support.vision_checkpoints import (
+from support.image_marks import (
     ANYRES_MODELS,
     GEMMA_MARKS,
     GEMMA_MODELS,
@@ -29,9 +29,8 @@ from support.vision_checkpoints import (
     MODELS,
     SIZED_MODELS,
     image_mark,
-    image_processor,
-    vision_directory,
 )
+from support.vision_checkpoints import image_processor, vision_directory
 from transformers.models.llama4.processing_llama4 import Llama4Processor
 
 pytestmark = pytest.mark.slow
@@ -76,6 +75,22 @@ def test_tiles_equal_those_of_transformers(model, size):
     assert len(tiles) == len(expected)
     for tile, pixels in zip(tiles, expected, strict=True):
         np.testing.assert_array_equal(_normalized(tile), pixels)
+
+
+@pytest.mark.parametrize("side", [490, 980])
+def test_images_with_margins_equal_those_of_transformers(side, tmp_path):
+    path, _ = vision_directory(tmp_path, "aria")
+    processor = image_processor(path, "aria", max_image_size=side)
+    config = _read(path, max_image_size=side)
+    for size in SIZES:
+        expected = processor(_image(*size), return_tensors="np")
+        [tile] = _tiles(_image(*size), config)
+        np.testing.assert_array_equal(_normalized(tile), expected["pixel_values"][0])
+        within = np.zeros((side, side), bool)
+        within[: tile.original_height, : tile.original_width] = True
+        np.testing.assert_array_equal(within, expected["pixel_mask"][0])
+    with pytest.raises(CheckpointError, match="split_image must be false"):
+        _read(path, split_image=True)
 
 
 @pytest.mark.parametrize("kind", [*SIZED_MODELS, "gemma4"])
@@ -195,6 +210,7 @@ def _texts_of_images(kind, path, name, others, images):
     "kind",
     [
         "idefics3",
+        "aria",
         "llava-clip",
         "llava-siglip",
         "internvl",

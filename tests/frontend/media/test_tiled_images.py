@@ -25,7 +25,8 @@ from engine.protocol.config.images import (
     ViewsProcessor,
 )
 from PIL import Image
-from support.vision_checkpoints import COHERE_MARKS, vision_directory
+from support.image_marks import COHERE_MARKS
+from support.vision_checkpoints import vision_directory
 from transformers.models.cohere2_vision.processing_cohere2_vision import Cohere2VisionProcessor
 from transformers.models.deepseek_ocr2.image_processing_pil_deepseek_ocr2 import (
     DeepseekOcr2ImageProcessorPil,

@@ -20,16 +20,8 @@ from engine.workers.towers.placed import Placed
 from engine.workers.towers.vision_tower import VisionTower
 from PIL import Image
 from support.decoders import CPU, TOWER_LAYERS, Runner, load_decoder, load_native_decoder
-from support.vision_checkpoints import (
-    ANYRES_MODELS,
-    GEMMA_MODELS,
-    MODELS,
-    SIZED_MODELS,
-    TILE,
-    TOWER_SIZES,
-    image_processor,
-    vision_directory,
-)
+from support.image_marks import ANYRES_MODELS, GEMMA_MODELS, MODELS, SIZED_MODELS
+from support.vision_checkpoints import TILE, TOWER_SIZES, image_processor, vision_directory
 
 pytestmark = pytest.mark.slow
 
@@ -38,6 +30,7 @@ MEAN, STD = (0.5, 0.4, 0.3), (0.5, 0.25, 0.3)
 
 
 KINDS = (
+    "aria",
     "llama4",
     "cohere2_vision",
     *MODELS,
@@ -141,10 +134,11 @@ def test_logits_equal_those_of_transformers(model, load):
     arguments = _reference_images(kind, [pixels for _, pixels in images])
     if kind == "llama4":
         arguments = {"pixel_values": torch.stack([_in_bfloat16(each) for each, _ in images])}
-    if kind in ANYRES_MODELS:
+    if kind in (*ANYRES_MODELS, "aria"):
         pictures = [_picture(*size) for size in ((150, 90), (70, 64), (60, 130))]
         arguments = dict(image_processor(path, kind)(pictures, return_tensors="pt"))
-        arguments.pop("batch_num_images", None)
+        for name in ("batch_num_images", "num_crops"):
+            arguments.pop(name, None)
         payloads = [_tiles(path, picture) for picture in pictures]
         images = [(payload, torch.empty(0)) for payload in payloads]
     outputs = [tower(payload) for payload, _ in images]
@@ -194,7 +188,7 @@ def test_an_image_of_another_size_is_refused(model):
     decoder = load_decoder(path, max_model_len=512)
     tower = VisionTower(decoder.spec.encoder, open_checkpoint(path), CPU, torch.float32)
     with pytest.raises(
-        EngineError, match=r"has 9 x 4 pixels, the model reads (64|multiples|a grid)"
+        EngineError, match=r"has 9 x 4 pixels, the model reads (64|multiples|a grid|squares)"
     ):
         tower(ImagePayload(9, 4, bytes(108), 1 / 255, MEAN, STD))
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from typing import Final
 
-from ....protocol.checkpoint.vision.spec import MAX_SIDE, VisionSpec
-from ....protocol.config.images import SlicesProcessor
-from .fields import BICUBIC, values
-from .source import ProcessorSource
+from .....protocol.checkpoint.vision.spec import MAX_SIDE, VisionSpec
+from .....protocol.config.images import SlicesProcessor
+from ..fields import BICUBIC, values
+from ..source import ProcessorSource
 
 _MAX_SLICES: Final = 64
 

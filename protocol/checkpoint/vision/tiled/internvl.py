@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
-from ..config_fields import ConfigFields
-from .fields import check_factor, feature_layers, head_count, image_and_patch_size
-from .spec import VisionSpec
+from ...config_fields import ConfigFields
+from ..fields import check_factor, feature_layers, head_count, image_and_patch_size
+from ..spec import VisionSpec
 
 
 def internvl(fields: ConfigFields, vision: ConfigFields, output_size: int) -> VisionSpec:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Final
 
-from ....protocol.checkpoint.vision.ovis import NUM_MARKS
-from ....protocol.checkpoint.vision.spec import VisionSpec
-from ....protocol.config.images import CoverProcessor
-from .fields import BICUBIC, CLIP_VALUES, side_of_tile, sides, values
-from .source import ProcessorSource
+from .....protocol.checkpoint.vision.spec import VisionSpec
+from .....protocol.checkpoint.vision.tiled.ovis import NUM_MARKS
+from .....protocol.config.images import CoverProcessor
+from ..fields import BICUBIC, CLIP_VALUES, side_of_tile, sides, values
+from ..source import ProcessorSource
 
 _MAX_TILES: Final = 64
 _MARKS: Final = ("<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>")

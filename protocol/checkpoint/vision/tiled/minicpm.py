@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
-from ..config_fields import ConfigFields
-from .gemma import siglip
-from .spec import VisionSpec
+from ...config_fields import ConfigFields
+from ..gemma import siglip
+from ..spec import VisionSpec
 
 
 def minicpmv4_6(fields: ConfigFields, vision: ConfigFields, output_size: int) -> VisionSpec:

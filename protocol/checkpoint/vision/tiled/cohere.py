@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ..config_fields import ConfigFields
-from .fields import check_factor
-from .gemma import siglip
-from .llava import llava
-from .spec import VisionSpec
+from ...config_fields import ConfigFields
+from ..fields import check_factor
+from ..gemma import siglip
+from ..llava import llava
+from ..spec import VisionSpec
 
 
 def aya_vision(fields: ConfigFields, vision: ConfigFields, output_size: int) -> VisionSpec:

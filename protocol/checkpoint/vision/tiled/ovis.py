@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Final
 
-from ..config_fields import ConfigFields
-from .fields import check_factor, head_count, image_and_patch_size
-from .spec import VisionSpec
+from ...config_fields import ConfigFields
+from ..fields import check_factor, head_count, image_and_patch_size
+from ..spec import VisionSpec
 
 NUM_MARKS: Final = 5
 """The number of marks in an image's text."""

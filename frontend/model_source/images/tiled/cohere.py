@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
-from ....protocol.checkpoint.vision.spec import VisionSpec
-from ....protocol.config.images import CanvasProcessor
+from .....protocol.checkpoint.vision.spec import VisionSpec
+from .....protocol.config.images import CanvasProcessor
+from ..source import ProcessorSource
 from .internvl import canvas
-from .source import ProcessorSource
 
 
 def aya_vision(source: ProcessorSource, vision: VisionSpec, token_id: int) -> CanvasProcessor:

@@ -1,0 +1,1 @@
+"""Readers of the image processors of models that split images into tiles."""

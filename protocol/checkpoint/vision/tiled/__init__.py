@@ -1,0 +1,1 @@
+"""Readers of the towers of models that split images into tiles."""

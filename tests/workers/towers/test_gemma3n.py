@@ -1,0 +1,149 @@
+"""Gemma 3n gives the embeddings and logits that transformers computes with timm."""
+
+import random
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from engine.frontend.media.layouts.pixels import Tile
+from engine.frontend.media.media_reader import MediaReader
+from engine.frontend.media.processor import process_image
+from engine.frontend.media.prompt_images import PromptImages
+from engine.frontend.model_source.images.read import read_image_processor
+from engine.frontend.tokenizer.load import load_tokenizer
+from engine.protocol.checkpoint.config_fields import ConfigFields
+from engine.protocol.checkpoint.vision.read import vision_spec
+from engine.protocol.errors import CheckpointError, EngineError
+from engine.protocol.messages import ImagePayload
+from engine.workers.loaders.open_checkpoint import open_checkpoint
+from engine.workers.towers.make_tower import make_tower
+from engine.workers.towers.placed import Placed
+from PIL import Image
+from support.decoders import CPU, Runner, load_decoder, load_native_decoder
+from support.gemma3n import NUM_IMAGE_TOKENS, gemma3n_directory
+
+pytestmark = pytest.mark.slow
+
+torch.set_num_threads(1)
+SIZES = ((150, 90), (70, 164))
+"""The images of the prompt, whose seeds are their widths."""
+
+
+PLACES = [4, 265, -10, -1]
+LOGITS = [
+    [-0.53393, 1.275223, -1.001727, -0.100593],
+    [1.925256, -0.024772, -0.497731, 0.054459],
+    [-1.330666, 0.306893, 1.237514, 0.102869],
+    [0.471811, -0.498779, 0.06067, 0.088839],
+]
+"""The first logits of these places of the prompt, by transformers 5.24 with timm 1.0.31."""
+
+EMBEDDINGS = {
+    384: [
+        [-2.245033, 1.23211, -0.19896],
+        [-2.442389, 0.81576, 0.277906],
+        [-1.894214, 0.363783, 0.322205],
+    ],
+    752: [
+        [-2.404399, 0.987719, -0.332502],
+        [-2.490019, 0.995639, 0.026261],
+        [-2.366384, 0.723647, 0.352348],
+    ],
+    768: [
+        [-2.246788, 0.628822, -0.25025],
+        [-2.398265, 0.733166, 0.009975],
+        [-2.247564, 0.468497, 0.375258],
+    ],
+}
+"""The same for the first numbers of three embeddings of an image of this side."""
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return gemma3n_directory(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def tower(path):
+    decoder = load_decoder(path, max_model_len=64)
+    return make_tower(decoder.spec.encoder, open_checkpoint(path), CPU, torch.float32)
+
+
+def _pixels(seed, width, height):
+    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+
+
+def _processor(path, **overrides):
+    config = ConfigFields.read(path / "config.json")
+    return read_image_processor(path, config, config.section("text_config"), overrides)
+
+
+def test_prompts_have_the_tokens_of_images(path):
+    tokenizer = load_tokenizer(path)
+    places = PromptImages(_processor(path), tokenizer)
+    reader = MediaReader(places.reader_config)
+    images = [reader.prepare_image(Image.fromarray(_pixels(w, w, h))) for w, h in SIZES]
+    text = places.expand("the <image> quick\n<image>fox", images)
+    image = f"\n\n<start_of_image>{'<image>' * NUM_IMAGE_TOKENS}<end_of_image>\n\n"
+    assert text == f"the {image} quick\n{image}fox"
+    ids = tokenizer.encode(text)
+    inputs = places.inputs(ids, images)
+    end = tokenizer.token_to_id("<end_of_image>")
+    assert [ids[item.position + item.num_tokens - 1] for item in inputs] == [end, end]
+    assert [item.num_tokens for item in inputs] == [NUM_IMAGE_TOKENS + 1] * 2
+    with pytest.raises(ValueError, match="does not support embeddings of images"):
+        reader.place_embeddings(np.zeros((256, 64), np.float32))
+
+
+@pytest.mark.parametrize("load", [load_decoder, load_native_decoder])
+def test_logits_equal_those_of_transformers(path, tower, load):
+    processor, fields = _processor(path), ConfigFields.read(path / "config.json")
+    marks = [fields.integer(f"{name}_token_id") for name in ("boi", "image", "eoi")]
+    rng = random.Random(3)
+    prompt, outputs = [], []
+    for count, (width, height) in zip((5, 3), SIZES, strict=True):
+        begin, image, end = marks
+        prompt += [rng.randrange(4, 300) for _ in range(count)]
+        prompt += [begin, *[image] * NUM_IMAGE_TOKENS, end]
+        parts = process_image(Image.fromarray(_pixels(width, width, height)), processor)
+        [tile] = [part for part in parts if isinstance(part, Tile)]
+        outputs.append(tower(tile.payload))
+    prompt += [rng.randrange(4, 300) for _ in range(9)]
+    is_image = np.isin(prompt, marks[1:])
+    rows = np.where(is_image, np.cumsum(is_image) - 1, -1).astype(np.int32)
+    decoder = load(path, max_model_len=1024)
+    runner = Runner(decoder, 1, max_tokens=1024)
+    found = []
+    # The chunks end within the images.
+    for start, stop in pairwise([0, 100, 400, len(prompt)]):
+        decoder.placed = Placed(rows[start:stop].copy(), torch.cat(outputs))
+        found.append(runner.step({0: prompt[start:stop]})[0])
+    torch.testing.assert_close(
+        torch.cat(found)[PLACES, :4], torch.tensor(LOGITS), atol=1e-4, rtol=1e-4
+    )
+
+
+@pytest.mark.parametrize("side", [384, 752, 768])
+def test_embeddings_of_other_sizes_equal_those_of_transformers(tower, side):
+    pixels = _pixels(side, side, side).tobytes()
+    found = tower(ImagePayload(side, side, pixels, 1 / 255, (0.0,) * 3, (1.0,) * 3))
+    assert len(found) == NUM_IMAGE_TOKENS + 1
+    torch.testing.assert_close(
+        found[[0, 100, 255], :3], torch.tensor(EMBEDDINGS[side]), atol=1e-4, rtol=1e-4
+    )
+
+
+def test_unknown_settings_are_refused(path, tower):
+    with pytest.raises(EngineError, match="has 9 x 40 pixels, the model reads sides of at least"):
+        tower(ImagePayload(9, 40, bytes(1080), 1 / 255, (0.0,) * 3, (1.0,) * 3))
+    config = ConfigFields.read(path / "config.json")
+    vision = config.config["vision_config"]
+    for values, message in (
+        ({"architecture": "resnet50"}, "architecture must be 'mobilenetv5_300m_enc'"),
+        ({"model_args": {"depth": 3}}, "model_args must be nothing but channel_multiplier"),
+        ({"vocab_offset": 9}, "eoi_token_id must be one of the 2 tokens from"),
+    ):
+        wrong = config.with_values({"vision_config": vision | values})
+        with pytest.raises(CheckpointError, match=message):
+            vision_spec(wrong, 64)

@@ -1,0 +1,1 @@
+"""Images that a tower reads as a grid of tiles."""
