@@ -266,3 +266,26 @@ def test_settings_of_numbered_layers_are_read():
     wrong = config | {"per_layer_config": {"30": {"head_dim": 512}}}
     with pytest.raises(CheckpointError, match="per_layer_config has '30'"):
         model_spec(wrong | {"architectures": ["Gemma4ForCausalLM"]}, "config.json")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "family", "absent"),
+    [
+        ("deepseek_v3", "DeepseekV3", ("n_group", "q_lora_rank", "routed_scaling_factor")),
+        ("gemma", "Gemma", ("head_dim",)),
+        ("glm_moe_dsa", "GlmMoeDsa", ("rms_norm_eps",)),
+        ("granite_swa", "GraniteSWA", ("tie_word_embeddings",)),
+        ("mimo_v2_flash", "MiMoV2Flash", ("attention_value_scale",)),
+        ("minicpm3", "MiniCPM3", ("dim_model_base", "scale_depth")),
+        ("ministral3", "Ministral3", ("rope_parameters",)),
+        ("phimoe", "Phimoe", ("rope_parameters",)),
+        ("starcoder2", "Starcoder2", ("intermediate_size", "num_key_value_heads")),
+    ],
+)
+def test_absent_fields_have_the_defaults_of_transformers(model_type, family, absent):
+    config = transformers.AutoConfig.for_model(model_type).to_dict()
+    config |= {"architectures": [f"{family}ForCausalLM"]}
+    spec = model_spec(config, "model")
+    for name in absent:
+        others = {key: value for key, value in config.items() if key != name}
+        assert model_spec(others, "model") == spec, name
