@@ -212,7 +212,9 @@ def _read_zamba2(fields: ConfigFields) -> Mamba2:
             }
         )
     )
-    return msgspec.structs.replace(layer, min_step=fields.number("time_step_min", 0.001))
+    return msgspec.structs.replace(
+        layer, min_step=fields.number("time_step_min", 0.001), norm_eps=1e-5
+    )
 
 
 def read_factors(fields: ConfigFields, name: str, count: int) -> list[float]:

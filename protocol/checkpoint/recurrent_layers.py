@@ -116,7 +116,8 @@ class Mamba2(msgspec.Struct, frozen=True, tag=True):
 
     Groups of heads share B and C, of `state_size_per_head` elements. After the gate, the output is normed in
     `norm_groups` groups, or not at all if that is 0. Time steps are limited to the range `min_step` to `max_step`.
-    `multipliers` are factors on the projections to the gate, x, B, C and the time step.
+    `multipliers` are factors on the projections to the gate, x, B, C and the time step. If `norm_eps` is set, it is the
+    epsilon of the norm instead of the model's.
     """
 
     num_heads: int
@@ -132,6 +133,7 @@ class Mamba2(msgspec.Struct, frozen=True, tag=True):
     min_step: float = 0.0
     max_step: float = float("inf")
     multipliers: tuple[float, ...] = ()
+    norm_eps: float | None = None
 
     @property
     def segment(self) -> int:

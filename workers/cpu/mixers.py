@@ -81,7 +81,8 @@ class NativeMixer(structs.Mixer):
         self.second_products: list[tuple[range, PackedWeight, int]] = []
         self._arrays: list[Floats] = []
         tensor_parallel = shard.tensor_parallel
-        self.norm_eps = spec.norm_eps
+        own_eps = layer.norm_eps if isinstance(layer, Mamba2 | GatedDeltaNet) else None
+        self.norm_eps = spec.norm_eps if own_eps is None else own_eps
         match layer:
             case ShortConvolution():
                 fields = self._short_convolution(layer, tensor_parallel)
@@ -178,8 +179,6 @@ class NativeMixer(structs.Mixer):
         )
         self.has_projection_bias = self.has_output_bias = False
         self._share_heads(layer.num_heads, layer.value_dim, tensor_parallel)
-        if layer.norm_eps is not None:
-            self.norm_eps = layer.norm_eps
         key_size, value_size = (
             layer.num_key_heads * layer.key_dim,
             layer.num_heads * layer.value_dim,

@@ -150,8 +150,11 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     # Three layers use two blocks in turn.
     "zamba2": ("Zamba2", SHARED_BLOCKS),
-    # Each of these layers has a block of its own.
-    "zamba2-untied": ("Zamba2", SHARED_BLOCKS | {"tie_word_embeddings": False}),
+    # Each of these layers has a block of its own. The recurrent layers' norms have another epsilon.
+    "zamba2-untied": (
+        "Zamba2",
+        SHARED_BLOCKS | {"tie_word_embeddings": False, "rms_norm_eps": 1e-3},
+    ),
     "dory": (
         "Dory",
         {

@@ -68,9 +68,6 @@ def _zamba2(fields: ConfigFields) -> ModelSpec:
     )
     if fields.boolean("use_long_context", False):
         raise fields.wrong("use_long_context", "false", True)
-    if fields.number("rms_norm_eps") != 1e-5:
-        needed = "1e-05, which the recurrent layers have"
-        raise fields.wrong("rms_norm_eps", needed, fields.get("rms_norm_eps"))
     layers = _shared_layers(fields)
     has_biases = fields.boolean("add_bias_linear", False)
     return base_spec(

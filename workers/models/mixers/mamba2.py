@@ -76,7 +76,7 @@ class Mamba2Mixer(Mixer):
         self._norm_I: Tensor | None = None
         if layer.norm_groups:
             self._norm_I = weights.read_vector(f"{prefix}norm.weight", size, own)
-        self._norm_eps = spec.norm_eps
+        self._norm_eps = spec.norm_eps if layer.norm_eps is None else layer.norm_eps
         self._output = RowParallelLinear(
             weights.read_matrix(f"{prefix}out_proj.weight", hidden, size, part=own, dim=1),
             weights.read(f"{prefix}out_proj.bias", hidden) if layer.output_bias else None,
