@@ -52,6 +52,9 @@ def read_rope_of_layer_type(
     """
     nested = fields.section("rope_parameters")
     parameters = None if nested is None else nested.section(layer_type)
+    if parameters is not None:
+        # Transformers reads this field only outside of sections.
+        parameters = parameters.with_values({"truncate": None})
     if layer_type == "full_attention":
         parameters = _scaled(fields, parameters)
     return _read(
@@ -85,7 +88,7 @@ def _read(
         fraction = parameters.positive("partial_rotary_factor", fraction)
     divisor = int(head_dim * fraction)
     rotary_dim = divisor + divisor % 2
-    if divisor < 1 or rotary_dim > head_dim:
+    if divisor < 2 or rotary_dim > head_dim:
         raise fields.error(
             f"rotary embeddings need an even number of dimensions, at most {head_dim}, but "
             f"partial_rotary_factor {fraction} gives {divisor}"
