@@ -165,6 +165,16 @@ MIXTURES = {
     "qwen2-moe": ("Qwen2MoeConfig", "Qwen2MoeForCausalLM", EXPERTS | {"num_experts": 8}),
     # Ranks have two experts or one.
     "mixtral": ("MixtralConfig", "MixtralForCausalLM", EXPERTS | {"num_local_experts": 5}),
+    # Fused projections, and matrices of all experts in one.
+    "dbrx": (
+        "DbrxConfig",
+        "DbrxForCausalLM",
+        {
+            "d_model": 96,
+            "attn_config": {"kv_n_heads": 12, "clip_qkv": 0.5, "rope_theta": 1e4},
+            "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 5, "moe_top_k": 3},
+        },
+    ),
 }
 OTHER_MIXTURES = {
     # Biases of experts and of the router, and sinks.
