@@ -85,6 +85,7 @@ def is_valid_request(request: EngineCoreRequest, vocab_size: int) -> bool:
             0 <= item.position <= _MAX_INT32
             and 0 <= item.num_tokens <= _MAX_INT32
             and 0 <= item.size <= _MAX_INT32
+            and 0 <= item.read_until <= _MAX_INT32
             and (item.grid is None or _is_valid_grid(item.grid, item.num_tokens))
             and _are_valid_places(item, len(request.prompt_token_ids) // 4)
             for item in request.encoder_inputs

@@ -34,7 +34,8 @@ class KVCacheGroup(msgspec.Struct, array_like=True, omit_defaults=True, frozen=T
 
     The meaning of `size`, in tokens, depends on the kind. Sliding window: the number of tokens that a token attends to,
     itself included. Chunked attention: the length of a chunk, whose tokens attend only to each other. Cross attention:
-    the maximum length of the encoder's output. State space: the length of a segment.
+    the maximum length of the encoder's output. State space: the length of a segment. If cross attention `is_optional`,
+    a request has blocks only for the images that it reads together.
 
     A state-space layer needs the state after the previous token. A block stores the state after the last computed of
     its tokens, which also serves as the state of the earlier tokens of its segment.
@@ -42,6 +43,7 @@ class KVCacheGroup(msgspec.Struct, array_like=True, omit_defaults=True, frozen=T
 
     kind: AttentionKind = AttentionKind.FULL
     size: int = 0
+    is_optional: bool = False
 
     def first_visible(self, position: Position) -> Position:
         """Return the first token whose block is read when the token at `position` is computed."""

@@ -93,11 +93,13 @@ class EncoderInput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
 
     `num_tokens` is 0 for the input of an encoder-decoder model, which already the first token needs. `size` is the
     number of embeddings that the encoder computes from `data`, which only the workers can decode. Equal `content_hash`
-    (32 bytes) means equal embeddings and an equal `grid`, which has `num_tokens` embeddings if there is one. If
-    `row_length` is not 0, the token after every `row_length` embeddings keeps its own embedding. If `embeddings` names
-    a dtype, `data` contains the embeddings themselves: [size, hidden size] numbers in row-major order. Instead of a
-    grid, `places` int32 [tokens, 3] may have the rotary positions of an image from the mark before it on, relative to
-    the mark's as text. Below 0 means 0. Text follows the highest, and later inputs among the tokens have neither.
+    (32 bytes) means equal embeddings and an equal `grid`, which has `num_tokens` embeddings if there is one. With a
+    `row_length`, the token after every `row_length` embeddings keeps its own. If `embeddings` names a dtype, `data` has
+    the embeddings themselves: [size, hidden size] numbers in row-major order. Instead of a grid, `places` int32
+    [tokens, 3] may have an image's rotary positions from the mark before it on, relative to the mark's as text. Below 0
+    means 0. Text follows the highest, and later inputs among the tokens have neither. If `read_until` is not 0, nothing
+    is replaced: cross attention of the tokens [position, read_until) reads the input, together with the one before it
+    if it `follows` that. Then `num_tokens` is 1.
     """
 
     position: int
@@ -109,6 +111,8 @@ class EncoderInput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
     grid: EncoderGrid | None = None
     embeddings: str = ""
     places: bytes = b""
+    read_until: int = 0
+    follows: bool = False
 
 
 class ImagePayload(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=True):
@@ -287,8 +291,7 @@ class FinishedRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
 
     `stop_reason` is the stop token, or None for an end-of-sequence token. `kv_transfer_params` come from the KV
     connector, for the engine that will fetch the request's blocks. `retry_after_s` is the expected queue time in
-    seconds of a request that was not admitted, or 0.0 if unknown. `trace_headers` are the headers that came with the
-    request.
+    seconds of a request that was not admitted, or 0.0 if unknown. `trace_headers` came with the request.
     """
 
     request_index: int
@@ -373,8 +376,7 @@ class KVConnectorStats(msgspec.Struct, array_like=True, gc=False):
 class SpecDecodingStats(msgspec.Struct, array_like=True, gc=False):
     """Counts of speculative decoding since the last message with statistics.
 
-    `num_drafts` counts verifications. `num_accepted_tokens_per_pos[i]` is the number of them that accepted more than i
-    tokens.
+    `num_drafts` counts verifications. `num_accepted_tokens_per_pos[i]` is how many of them accepted more than i tokens.
     """
 
     num_drafts: int = 0
@@ -390,8 +392,7 @@ class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     `prefix_cache_hits` tokens, `cpu_offload_hits` were in the CPU KV offload. `step_tokens` int32 has one entry per
     step that generated tokens: their number, plus the prompt tokens of requests that got their first token.
     `num_prompt_tokens` counts only these prompt tokens. `num_block_preemptions` is the number of preemptions for lack
-    of blocks. `running_loras` and `waiting_loras` are the sorted names of the LoRA adapters of running and of waiting
-    requests.
+    of blocks. `running_loras` and `waiting_loras` are the sorted names of adapters of running and waiting requests.
 
     The block times are float32 seconds for a sample of cached blocks: the lifetimes of evicted blocks, their idle times
     before eviction, and the idle times of reused blocks.
@@ -436,8 +437,7 @@ class EngineCoreOutputs(
 
     `scheduler_times` float32[N] are the seconds that the scheduler spent while each request was running. `core_times`
     float32[N] are the seconds of CPU cores, or of GPUs, that its tokens took. Both are empty if they were not measured.
-    `prediction_counts` int32[k, 3] are rows (request index, accepted tokens, rejected tokens) of drafts from a client's
-    prediction.
+    `prediction_counts` int32[k, 3] are rows (request index, accepted tokens, rejected tokens) of a client's prediction.
     """
 
     core_index: int
@@ -470,8 +470,7 @@ class ReplicaLost(msgspec.Struct, tag="lost", array_like=True, gc=False, frozen=
     """The last message of a core that lost a worker or failed itself.
 
     It lists the client's requests in the steps in flight: `suspects` int32 had no token since their admission, and
-    `unsuspected` int32 had one. If `is_own`, the error occurred in the core, so any request may have caused it, and
-    no request is listed.
+    `unsuspected` int32 had one. If `is_own`, the error occurred in the core, so any may be at fault and none is listed.
     """
 
     suspects: I32 = b""

@@ -70,7 +70,7 @@ class BlockTables:
             for i in range(len(groups))
             if i not in self._state_groups and i not in self._cross_groups
         ]
-        self._num_cross_blocks = [-(-groups[i].size // block_size) for i in self._cross_groups]
+        self._sources = [groups[i] for i in self._cross_groups]
         self._full_group = kinds.index(AttentionKind.FULL) if AttentionKind.FULL in kinds else None
         self._windows = make_windows(groups, block_size, max_num_seqs)
         self.has_windows = bool(self._windows)
@@ -89,10 +89,11 @@ class BlockTables:
 
     # Allocating and freeing a slot
 
-    def count_new(self, prefix: CachedPrefix, num_blocks: int) -> int:
+    def count_new(self, prefix: CachedPrefix, num_blocks: int, source_size: int) -> int:
         """Return how many blocks to allocate for a request of `num_blocks` blocks, given its cached prefix.
 
-        Blocks of the prefix that must be loaded from the CPU are included, because they need a place.
+        Blocks of the prefix that must be loaded from the CPU are included, because they need a place. `source_size` is
+        the request's.
         """
         num_more = num_blocks - prefix.num_blocks
         if self.is_simple:
@@ -101,10 +102,17 @@ class BlockTables:
             num_more * len(self._token_groups)
             + len(prefix.loads)
             + (len(self._state_groups) if num_more else 0)
-            + sum(self._num_cross_blocks)
+            + sum(self._count_cross_blocks(source_size))
         )
 
-    def build_tables(self, prefix: CachedPrefix, num_blocks: int, new: list[int]) -> RequestBlocks:
+    def _count_cross_blocks(self, source_size: int) -> list[int]:
+        """Return the number of blocks of each cross-attention group."""
+        sizes = (source_size if group.is_optional else group.size for group in self._sources)
+        return [-(-size // self._block_size) for size in sizes]
+
+    def build_tables(
+        self, prefix: CachedPrefix, num_blocks: int, new: list[int], source_size: int
+    ) -> RequestBlocks:
         """Return the tables of a request with a cached prefix and newly allocated blocks."""
         if self.is_simple:
             return (prefix.blocks[0] + new,)
@@ -119,7 +127,8 @@ class BlockTables:
         for group in self._state_groups if num_more else ():
             tables[group] += [NULL_BLOCK] * (num_more - 1) + new[start : start + 1]
             start += 1
-        for group, count in zip(self._cross_groups, self._num_cross_blocks, strict=True):
+        counts = self._count_cross_blocks(source_size)
+        for group, count in zip(self._cross_groups, counts, strict=True):
             tables[group] = new[start : start + count]
             start += count
         return tuple(tables)

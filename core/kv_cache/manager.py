@@ -136,7 +136,7 @@ class KVCacheManager:
         num_free = pool.num_free - self._num_claimed
         num_blocks = num_new = -(-num_tokens // self.block_size)
         if found.num_blocks or not self.tables.is_simple:
-            num_new = self.tables.count_new(found, num_blocks)
+            num_new = self.tables.count_new(found, num_blocks, request.source_size)
             present = _present_blocks(found)
             num_revived = pool.count_free(present)
             if num_new + num_revived > num_free:
@@ -168,18 +168,25 @@ class KVCacheManager:
                 if self.cpu_offload is not None and not load.is_external:
                     self.cpu_offload.load_block(load.key, block)
             if prefix.num_blocks or not self.tables.is_simple:
-                claim.tables = self.tables.build_tables(prefix, claim.num_blocks, blocks)
+                claim.tables = self.tables.build_tables(
+                    prefix, claim.num_blocks, blocks, claim.request.source_size
+                )
             else:
                 claim.tables = (blocks,)
 
     def count_needed(
-        self, prefix: CachedPrefix, num_tokens: int, without: Sequence[int] = ()
+        self,
+        request: Request,
+        prefix: CachedPrefix,
+        num_tokens: int,
+        without: Sequence[int] = (),
     ) -> int:
         """Return how many free blocks `claim_blocks` would take.
 
         The blocks that freeing the slots `without` would return to the pool are subtracted.
         """
-        needed = self.tables.count_new(prefix, -(-num_tokens // self.block_size))
+        num_blocks = -(-num_tokens // self.block_size)
+        needed = self.tables.count_new(prefix, num_blocks, request.source_size)
         found = _present_blocks(prefix)
         needed += self.pool.count_free(found)
         return needed - self.tables.count_freed(without, set(found)) if without else needed

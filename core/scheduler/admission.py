@@ -173,7 +173,9 @@ class Admission:
         if not granted:
             return False
         num_tokens = self._with_lookahead(request, prefix.num_tokens + granted)
-        lacking = manager.count_needed(prefix.blocks, num_tokens, without) + plan.growth.total
+        lacking = (
+            manager.count_needed(request, prefix.blocks, num_tokens, without) + plan.growth.total
+        )
         return lacking <= manager.pool.num_free
 
     def _first_chunk(self, wanted: int, budget: int, share: int) -> int:

@@ -15,6 +15,7 @@ from ...protocol.kv_cache_groups import (
     max_request_tokens,
 )
 from ...protocol.messages import EngineCoreRequest, FinishReason
+from ..state.request import source_size
 
 
 def check_config(
@@ -62,6 +63,8 @@ class Requirements(msgspec.Struct, frozen=True):
     splits_prompts: bool
     splits_encoder_inputs: bool
     max_computed_tokens: int
+    reads_images: bool
+    """Whether cross attention reads images."""
     max_source_size: int
     """Length of the encoder output that cross attention reads, in embeddings; 0 for a model without cross attention."""
 
@@ -79,6 +82,7 @@ class Requirements(msgspec.Struct, frozen=True):
     ) -> Self:
         """Return the limits of a scheduler that can allocate `num_blocks` blocks."""
         max_uncertain_tokens = config.max_uncertain_tokens
+        reads_images = any(group.is_optional for group in kv_cache_groups)
         return cls(
             vocab_size=vocab_size,
             max_model_len=max_model_len,
@@ -100,8 +104,10 @@ class Requirements(msgspec.Struct, frozen=True):
                 max_model_len,
                 max_uncertain_tokens,
             ),
-            max_source_size=max(
-                (g.size for g in kv_cache_groups if g.kind is AttentionKind.CROSS), default=0
+            reads_images=reads_images,
+            max_source_size=min(
+                max((g.size for g in kv_cache_groups if g.kind is AttentionKind.CROSS), default=0),
+                config.encoder_cache_capacity if reads_images else 1 << 30,
             ),
         )
 
@@ -173,6 +179,14 @@ class Requirements(msgspec.Struct, frozen=True):
 
     def _find_encoder_misfit(self, request: EngineCoreRequest) -> str | None:
         inputs = request.encoder_inputs
+        if self.reads_images:
+            size, largest = source_size(inputs), max((item.size for item in inputs), default=0)
+            if size <= self.max_source_size and largest <= self.max_encoder_input_size:
+                return None
+            return (
+                f"an image makes {largest} embeddings and consecutive ones {size}; at most "
+                f"{self.max_encoder_input_size} (encoder budget) and {self.max_source_size} are allowed"
+            )
         if self.max_source_size and (
             len(inputs) != 1 or inputs[0].num_tokens or inputs[0].size > self.max_source_size
         ):

@@ -6,7 +6,7 @@ State that changes in every step is in the arrays of `Slots`.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from struct import Struct
 from typing import Final, TypeAlias
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from ...protocol.arrays import Int32Array, int32_view
 from ...protocol.block_hash import HASH_BYTES, PlacedInput
-from ...protocol.messages import EngineCoreRequest, TokenLogprobs
+from ...protocol.messages import EncoderInput, EngineCoreRequest, TokenLogprobs
 
 RequestKey: TypeAlias = tuple[int, int]
 """(client_index, request_index): unique among live requests."""
@@ -185,6 +185,11 @@ class Request:
         return self.params.prompt_logprobs is not None and not self.has_sampled
 
     @property
+    def source_size(self) -> int:
+        """The maximum number of encoder outputs that a token reads by cross attention."""
+        return source_size(self.encoder_inputs)
+
+    @property
     def num_sent_tokens(self) -> int:
         """Number of tokens whose int32 ids take as many bytes as the request takes in a step message."""
         if not self.encoder_inputs:
@@ -242,3 +247,12 @@ def _split(digests: bytes) -> list[bytes]:
         return list(_UNPACK[len(digests) // HASH_BYTES](digests))
     split: list[bytes] = np.frombuffer(digests, dtype=_DIGEST).tolist()
     return split
+
+
+def source_size(inputs: Iterable[EncoderInput]) -> int:
+    """Return the maximum number of embeddings that a token reads by cross attention."""
+    longest = total = 0
+    for item in inputs:
+        total = item.size + (total if item.follows else 0)
+        longest = max(longest, total)
+    return longest

@@ -31,7 +31,7 @@ from ...protocol.config import (
     SpeculativeConfig,
     StoreConfig,
 )
-from ...protocol.config.images import SpanKind
+from ...protocol.config.images import MosaicProcessor, SpanKind
 from ...protocol.config.scheduler import DEFAULT_SPECULATION
 from ...protocol.errors import ConfigError
 from ...protocol.file_identity import identify_files
@@ -214,6 +214,8 @@ def _encoder_outputs(model: ModelConfig) -> int:
     largest = model.images.num_outputs
     if model.videos is not None:
         largest = max(largest, model.videos.max_outputs)
+    if isinstance(model.images, MosaicProcessor):
+        return largest
     # No image has more embeddings than the context has tokens.
     return min(largest, model.max_model_len)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from hashlib import sha256
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -23,6 +23,9 @@ from .layouts.frames import fit_frames, frames
 from .layouts.pixels import Parts, Sizes, Tile, Video
 from .processor import process_image
 from .video_files import open_video
+
+MAX_POSITION: Final = 2**31 - 1
+"""The end of the tokens that read an image by cross attention, if no other image follows."""
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -62,8 +65,13 @@ class PreparedImage(NamedTuple):
 
     @property
     def num_outputs(self) -> int:
-        """The number of embeddings, each of which replaces a token."""
-        return sum(item.size for item in self.inputs)
+        """The number of embeddings that replace tokens."""
+        return sum(num_places(item) for item in self.inputs)
+
+
+def num_places(item: EncoderInput) -> int:
+    """Return the number of a prompt's image tokens that an input takes."""
+    return item.num_tokens if item.read_until else item.size
 
 
 class MediaReader:
@@ -146,6 +154,8 @@ def _prepared(parts: Parts, token: str, *, is_video: bool = False) -> PreparedIm
 
 
 def _text(tile: Tile, token: str) -> str:
+    if tile.is_read:
+        return token
     if not tile.row_length:
         num_tokens = tile.num_outputs - len(tile.before) - len(tile.after)
         return "".join((*tile.before, token * num_tokens, *tile.after))
@@ -156,6 +166,8 @@ def _encoder_input(tile: Tile) -> EncoderInput:
     """Return the encoder input of a tile, at position 0."""
     data = _encoder.encode(tile.payload)
     num_tokens = tile.num_outputs
+    if tile.is_read:
+        num_tokens = 1
     if tile.row_length:
         num_tokens += num_tokens // tile.row_length - 1
     # Equal frames of a video have equal embeddings but different positions, so positions are not hashed. The grid of
@@ -165,5 +177,12 @@ def _encoder_input(tile: Tile) -> EncoderInput:
     )
     content_hash = sha256(data + (_encoder.encode(tile.grid) if has_other_grid else b"")).digest()
     return EncoderInput(
-        0, num_tokens, content_hash, tile.num_outputs, data, tile.row_length, tile.grid
+        0,
+        num_tokens,
+        content_hash,
+        tile.num_outputs,
+        data,
+        tile.row_length,
+        tile.grid,
+        read_until=MAX_POSITION if tile.is_read else 0,
     )

@@ -20,6 +20,7 @@ from ...protocol.config.images import (
     GridProcessor,
     LongestProcessor,
     MarginProcessor,
+    MosaicProcessor,
     PadProcessor,
     PanScanProcessor,
     RatioProcessor,
@@ -40,7 +41,7 @@ from .layouts.single import crop, in_square, longest, square
 from .layouts.sized import fit, fit_budget, fit_ratio
 from .layouts.slices import slices
 from .layouts.thumbnails import thumbnail
-from .layouts.tiles import tiles
+from .layouts.tiles import mosaic, tiles
 
 _LAYOUTS: Final[dict[type[Any], Callable[[Image.Image, Any], Parts]]] = {
     BudgetProcessor: fit_budget,
@@ -53,6 +54,7 @@ _LAYOUTS: Final[dict[type[Any], Callable[[Image.Image, Any], Parts]]] = {
     GridProcessor: grid,
     LongestProcessor: longest,
     MarginProcessor: in_square,
+    MosaicProcessor: mosaic,
     PadProcessor: padded,
     PanScanProcessor: pan_and_scan,
     RatioProcessor: fit_ratio,

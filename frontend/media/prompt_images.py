@@ -9,14 +9,14 @@ from itertools import accumulate
 import msgspec
 import numpy as np
 
-from ...protocol.config.images import AnyImageProcessor, SlicesProcessor
+from ...protocol.config.images import AnyImageProcessor, MosaicProcessor, SlicesProcessor
 from ...protocol.config.videos import AnyVideoProcessor, VideoProcessor
 from ...protocol.errors import ConfigError, ParameterError
 from ...protocol.messages import EncoderInput
 from ..chat.messages import MEDIA_MARK
 from ..tokenizer.tokenizer import Tokenizer
 from .canvas import with_places
-from .media_reader import PreparedImage, ReaderConfig
+from .media_reader import MAX_POSITION, PreparedImage, ReaderConfig, num_places
 
 
 def _token(tokenizer: Tokenizer, token_id: int) -> str:
@@ -38,6 +38,19 @@ def _texts_around_grid(tokenizer: Tokenizer, videos: VideoProcessor) -> tuple[st
     if videos.start_token_id is None or videos.end_token_id is None:
         return "", ""
     return _token(tokenizer, videos.start_token_id), _token(tokenizer, videos.end_token_id)
+
+
+def _with_readers(inputs: list[EncoderInput]) -> list[EncoderInput]:
+    """Return images with the tokens that read them. Consecutive images are read together, until the next image."""
+    found: list[EncoderInput] = []
+    until, after = MAX_POSITION, -1
+    for index, item in reversed(list(enumerate(inputs))):
+        if item.position + 1 != after and after >= 0:
+            until = after
+        after = item.position
+        follows = index > 0 and inputs[index - 1].position + 1 == item.position
+        found.insert(0, msgspec.structs.replace(item, read_until=until, follows=follows))
+    return found
 
 
 class PromptImages:
@@ -144,9 +157,11 @@ class PromptImages:
         """
         positions = np.flatnonzero(np.isin(np.asarray(token_ids), self._token_ids))
         inputs = [item for image in images for item in image.inputs]
-        ends = list(accumulate(item.size for item in inputs))
+        ends = list(accumulate(map(num_places, inputs)))
         if [len(positions)] == ends[-1:]:
-            starts = [positions[end - item.size] for item, end in zip(inputs, ends, strict=True)]
+            starts = [
+                positions[end - num_places(item)] for item, end in zip(inputs, ends, strict=True)
+            ]
             lasts = positions[np.asarray(ends) - 1]
             expected = [
                 start + item.num_tokens - 1 for start, item in zip(starts, inputs, strict=True)
@@ -156,6 +171,8 @@ class PromptImages:
                     msgspec.structs.replace(item, position=int(start))
                     for item, start in zip(inputs, starts, strict=True)
                 )
+                if isinstance(self._config, MosaicProcessor):
+                    return _with_readers(list(placed))
                 if not self._canvas_marks:
                     return list(placed)
                 groups = [[next(placed) for _ in image.inputs] for image in images]

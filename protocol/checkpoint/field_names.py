@@ -113,6 +113,9 @@ Configs of models that read images or audio omit decoder fields that have these 
 """
 
 
+NUM_IMAGE_TOKENS: Final = 8
+"""The number of tokens of Llama 3.2 Vision that are not in `vocab_size`, because the model never writes them."""
+
 _TEXT_SECTIONS: Final = ("text_config", "llm_config", "language_config")
 """The names of the section that describes the text decoder. The first is transformers' own."""
 
@@ -134,4 +137,7 @@ def read_text_config(fields: ConfigFields) -> ConfigFields | None:
     if fields.get("model_type") == "paligemma":
         # The field says that prompt tokens attend to later prompt tokens. Output tokens attend causally.
         text = text.with_values({"use_bidirectional_attention": None})
+    if fields.get("model_type") == "mllama" and fields.section("vision_config") is not None:
+        size = text.integer("vocab_size", 128_256) + NUM_IMAGE_TOKENS
+        text = text.with_values({"vocab_size": size})
     return text.with_defaults(**_NESTED_DEFAULTS.get(text.text("model_type", ""), {}))

@@ -263,6 +263,17 @@ class TilesProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="tiles
     row_end: str = ""
 
 
+class MosaicProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="mosaic"):
+    """Splits an image into up to `max_tiles` tiles, so that it shrinks as little as possible, for cross attention.
+
+    The image is placed at the top left of a black canvas, and the encoder reads all tiles of `side` x `side` pixels
+    together. `num_outputs` is the number of embeddings of `max_tiles` tiles. The prompt has one token for the image.
+    """
+
+    side: int
+    max_tiles: int
+
+
 class ResizeProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="resize"):
     """Resizes an image so that its sides are multiples of `unit` and it has `min_pixels` to `max_pixels` pixels.
 
@@ -338,6 +349,7 @@ AnyImageProcessor: TypeAlias = (
     | CropsProcessor
     | GridProcessor
     | MarginProcessor
+    | MosaicProcessor
     | CanvasProcessor
     | PanScanProcessor
     | FitProcessor

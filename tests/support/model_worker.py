@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from engine.core.state.request import source_size
 from engine.protocol.arrays import int32_bytes, int32_view
 from engine.protocol.kv_cache_groups import FULL_ATTENTION, AttentionKind, KVCacheGroup
 from engine.protocol.worker_messages import (
@@ -317,8 +318,14 @@ class ModelWorker:
         """Store the source of a request that takes a slot."""
         for group, table in zip(self.groups, row.block_tables, strict=True):
             if group.kind is AttentionKind.CROSS:
-                num_blocks = -(-group.size // self.block_size)
+                size = source_size(row.encoder_inputs) if group.is_optional else group.size
+                num_blocks = -(-size // self.block_size)
                 assert all(table[:num_blocks]) and not any(table[num_blocks:])
+                if group.is_optional:
+                    for item in row.encoder_inputs:
+                        if item.position < row.num_computed_tokens < item.read_until:
+                            assert item.content_hash in self.encoder_cache
+                    continue
                 (item,) = row.encoder_inputs
                 assert item.content_hash in self.encoder_cache, "an encoder output is missing"
                 for block in table[:num_blocks]:
@@ -417,6 +424,10 @@ class ModelWorker:
                 continue
             for group, table in zip(self.groups, row.block_tables, strict=True):
                 if group.kind is AttentionKind.STATE_SPACE:
+                    continue
+                if group.is_optional:
+                    others = range(start + 1, start + counts[position])
+                    assert all(item.position not in others for item in row.encoder_inputs)
                     continue
                 if group.kind is AttentionKind.CROSS:
                     source = row.encoder_inputs[0].content_hash

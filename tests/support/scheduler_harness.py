@@ -392,6 +392,7 @@ class Harness:
             .reshape(-1, 2)
             .tolist()
             if (request := self.scheduler.slots.requests[slot]) is not None
+            and not request.encoder_inputs[index].follows
         }
         config = self.config
         budget = config.max_num_encoder_input_tokens or config.max_num_batched_tokens
@@ -410,7 +411,7 @@ class Harness:
             lookahead = self.speculative.num_lookahead_tokens if self.speculative else 0
             needed = min(num_computed + lookahead, scheduler.slots.max_computed_tokens[slot])
             for group, tables in zip(manager.groups, manager.blocks, strict=True):
-                table = np.array(tables[slot])
+                table = np.array(tables[slot], np.int32)
                 if group.kind is not AttentionKind.CROSS:
                     assert len(table) * self.block_size >= needed
                 if group.kind is AttentionKind.FULL:

@@ -182,8 +182,8 @@ class PersistentBatch:
         self.num_tokens = np.zeros(num_slots, np.int32)
         self.num_prompt_tokens = np.zeros(num_slots, np.int32)
         self.num_computed_tokens = np.zeros(num_slots, np.int32)
-        self.source_lens = np.ones(num_slots, np.int32)
-        """Number of encoder outputs that each slot's cross attention reads."""
+        self.source_lens = np.zeros(num_slots, np.int32)
+        """Number of encoder outputs that each slot's cross attention reads; 0 if there are none."""
         self.block_tables = [
             np.zeros(
                 (num_slots, max(blocks_per_row, -(-source_sizes.get(group, 0) // block_size))),
@@ -357,7 +357,7 @@ class PersistentBatch:
         for group, block_table in enumerate(self.block_tables):
             reads_source = group in self.source_sizes
             lens_S = self.source_lens[plan.slots_S] if reads_source else plan.seq_lens_S
-            width = -(-int(lens_S.max()) // self.block_size)
+            width = -(-max(int(lens_S.max()), 1) // self.block_size)
             batches.append(
                 AttentionBatch(
                     query_start_loc=plan.query_start_loc,
@@ -369,6 +369,11 @@ class PersistentBatch:
                 )
             )
         return batches
+
+    def reads_source(self, plan: StepPlan) -> NDArray[np.bool_] | None:
+        """Return for each token whether cross attention has something to read, bool [T]; None if it never has."""
+        reads_T = self.source_lens[plan.slots_T] > 0
+        return reads_T if reads_T.any() else None
 
     def input_ids(self, plan: StepPlan) -> AnyArray:
         """Return the step's tokens, int32 [T]: a tensor on the device, or a numpy array if they are on the host."""

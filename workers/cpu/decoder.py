@@ -105,6 +105,7 @@ class NativeDecoder:
         self.encoder: Encoder | None = None
         self.placed: Placed | None = None
         self.rotary_T3: AnyArray | None = None
+        self.reads_T1: Tensor | None = None
         self.attention = attention
         self.shard = shard = shard or ModelShard.whole(spec)
         self.hidden_dtype = configured_dtype("float32", attention.device)
@@ -142,9 +143,7 @@ class NativeDecoder:
         self._recorder: QueryRecorder | None = None
         self._store: NativeProgram | None = None
         if spec.source is not None:
-            store_spec = replace(
-                spec, hidden_size=spec.source.encoder.hidden_size, norm_kind="layer"
-            )
+            store_spec = replace(spec, hidden_size=spec.source.hidden_size, norm_kind="layer")
             shape = model_shape(store_spec, shard, attention, num_threads)
             self._store = NativeProgram(shape, spec.norm_eps)
         recorder = Recorder(

@@ -112,6 +112,12 @@ class DeviceForward:
         """Run a step. `placed` are the encoder outputs that its tokens read, if any."""
         num_tokens, num_requests = len(plan.positions_T), len(plan.slots_S)
         self._model.placed = placed
+        if self._model.spec.source is not None:
+            reads_T = self._batch.reads_source(plan)
+            device = self._batch.device
+            self._model.reads_T1 = (
+                None if reads_T is None else torch.from_numpy(reads_T)[:, None].to(device)
+            )
         if placed is not None or plan.visible_T2 is not None:
             # The number of outputs is different in each step, and graphs have no spans.
             step = self._fill(plan, num_tokens, num_requests)

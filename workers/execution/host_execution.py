@@ -283,6 +283,9 @@ class HostExecution:
             self._model.placed = self._requests.encoders.place(plan)
         rotary_T3 = plan.rotary_T3
         self._model.rotary_T3 = None if rotary_T3 is None else self._array(rotary_T3)
+        if self._model.spec.source is not None:
+            reads_T = self._batch.reads_source(plan)
+            self._model.reads_T1 = None if reads_T is None else torch.from_numpy(reads_T)[:, None]
         # The first stage starts from tokens, the others from the hidden states of the previous stage.
         if self._shard.is_first:
             inputs = self._array(self._batch.input_ids(plan))

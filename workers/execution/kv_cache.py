@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -205,7 +205,7 @@ class KVCache:
         if self.has_states and self._device.type == "cpu" and not is_native:
             self._clear_new_blocks(batches)
         return [
-            attention.build(group_batch, windows)
+            attention.build(group_batch if is_native else _with_source(group_batch), windows)
             if layer is None or is_native
             else StateBatch.build(
                 group_batch, self._attention.block_size, layer, torch_device(self._device)
@@ -251,6 +251,11 @@ class KVCache:
                 slots_T = batches[group].slot_mapping
                 blocks = slots_T[slots_T % block_size == 0] // block_size
                 cache[torch.from_numpy(blocks)] = 0
+
+
+def _with_source(batch: AttentionBatch) -> AttentionBatch:
+    """Return a batch in which every request has at least one key. The model ignores the effect of a missing one."""
+    return batch if batch.seq_lens.all() else replace(batch, seq_lens=batch.seq_lens.clip(min=1))
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,6 +80,9 @@ class Model(Protocol):
     rotary_T3: torch.Tensor | None
     """The rotary positions of the current step, integers [T, 3]; None if they equal the token positions."""
 
+    reads_T1: Tensor | None
+    """Which tokens of the current step read images by cross attention, bool [T, 1]; None if none does."""
+
     @property
     def kept_hidden_TE(self) -> Tensor | None:
         """The hidden states of all tokens of the last step that a drafting head reads; None if none are kept."""
@@ -153,15 +156,18 @@ def load_model(
     if model.loras is not None:
         load_at_start(model.loras, config.model.loras)
     shard = model.shard
+    source = model.spec.source
     reads_outputs = shard.is_first or shard.layers.start < model.spec.num_deepstack_layers
+    # Layers of every stage read images by cross attention.
+    reads_outputs |= source is not None
     is_encoded = model.spec.encoder is not None and reads_outputs and not model.is_foreign
-    if model.spec.source is not None or is_encoded:
+    if source is not None or is_encoded:
         # Imported here, because it needs torch, and few models have an encoder.
         from .inputs.encoder_loader import load_source_encoder, load_tower
 
         dtype = torch_dtype(configured_dtype(config.model.dtype))
-        if model.spec.source is not None:
-            model.encoder = load_source_encoder(config, model.spec.source, model, checkpoint, dtype)
+        if source is not None and source.encoder is not None:
+            model.encoder = load_source_encoder(config, source, model, checkpoint, dtype)
         if model.spec.encoder is not None and is_encoded:
             model.encoder = load_tower(
                 config, model.spec.encoder, checkpoint, torch_device(device), dtype

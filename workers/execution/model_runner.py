@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from ..device.memory_profile import MemoryProfile
     from .drafting.draft_head import DraftHead
     from .drafting.draft_model import DraftModel
+    from .inputs.image_sources import ImageSources
     from .inputs.sources import Sources
 
 
@@ -106,8 +107,13 @@ class ModelRunner:
             keeps_tokens_on_host=accelerator is not None and speculative is not None,
         )
         self._model, self.kv_cache, self._requests = model, kv_cache, requests
-        self._sources: Sources | None = None
-        if model.spec.source is not None and requests.encoders is not None:
+        self._sources: Sources | ImageSources | None = None
+        if model.spec.source is not None and model.spec.source.encoder is None:
+            from .inputs.image_sources import ImageSources
+
+            assert requests.encoders is not None
+            self._sources = ImageSources(model, requests.batch, kv_cache, requests.encoders)
+        elif model.spec.source is not None and requests.encoders is not None:
             from .inputs.alignment import Alignments
             from .inputs.sources import Sources
 
@@ -223,7 +229,7 @@ class ModelRunner:
             self._execution.release_slots(output)
             self._requests.apply_output(output)
             if self._sources is not None:
-                self._sources.store(output.new_requests)
+                self._sources.store(output)
             result = self._execution.execute(output, await_grammar)
         if self.connector is not None and isinstance(result, ModelRunnerOutput):
             result.kv_connector_output = self.connector.end_step()

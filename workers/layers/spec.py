@@ -126,16 +126,24 @@ class LayerSpec:
 class SourceSpec:
     """The encoder of an encoder-decoder model, which computes at most `max_positions` outputs.
 
-    With `convolutions`, it starts from an audio clip with `num_inputs` features per frame instead of token ids. If
-    `has_positions`, a stored table of positions is added to their results, and a clip has as many outputs as the table
-    has rows.
+    Without an `encoder`, the outputs are images', of `output_size` elements. Layers that read them do not attend to
+    tokens, norm queries and keys, multiply their outputs by stored gates, and skip tokens without an image before them.
+    The output projection lacks the last `num_unsampled` tokens. With `convolutions`, it starts from an audio clip with
+    `num_inputs` features per frame instead of token ids. If `has_positions`, a table with a row per output is added.
     """
 
-    encoder: "ModelSpec"
+    encoder: "ModelSpec | None"
     max_positions: int
+    output_size: int = 0
+    num_unsampled: int = 0
     convolutions: tuple[ConvolutionSpec, ...] = ()
     num_inputs: int = 0
     has_positions: bool = False
+
+    @property
+    def hidden_size(self) -> int:
+        """The number of elements of an output."""
+        return self.output_size if self.encoder is None else self.encoder.hidden_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,9 +177,8 @@ class ModelSpec:
     residual stream after its addition (BERT, arXiv 1810.04805). The last layer's output is normed if `has_final_norm`.
 
     If `gates_attention`, each head's output is multiplied by the sigmoid or the softplus of a gate, as `output_gate`
-    says. The gate's projection is stored after that of the head's query, or separately if `has_gate_projection`. If
-    `has_head_gates`, a head has one gate for all of its elements. If `has_gate_biases`, all gates of a head have the
-    same bias.
+    says. The gate's projection is stored after that of the head's query, or separately if `has_gate_projection`. With
+    `has_head_gates`, a head has one gate for all elements. With `has_gate_biases`, a head's gates have the same bias.
 
     If `norms_heads`, each head's output is divided by its root mean square before it is multiplied by gates. If
     `has_inner_norms`, the heads' outputs together have a norm before the output projection, and the intermediate

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from ..attention import AttentionBackend, AttentionLayer
-from ..layers.layers import LayerKernels
+from ..layers.layers import LayerKernels, RMSNorm
 from ..layers.parallel.parallel_layers import RowParallelLinear
 from ..layers.parallel.shard import ModelShard
 from ..layers.spec import ModelSpec
@@ -28,7 +28,8 @@ class QueryRecorder(Protocol):
 class CrossAttention:
     """The projection of queries, attention and the output projection. Keys and values are stored when a request starts.
 
-    `recorder` receives the queries of all steps, together with the layer's `index`.
+    `recorder` receives the queries of all steps, together with the layer's `index`. If the outputs are those of images,
+    `reads_T1` says which tokens of the step have an image before them; None if none has.
     """
 
     def __init__(
@@ -43,12 +44,18 @@ class CrossAttention:
         assert spec.source is not None
         self.index = 0
         self.recorder: QueryRecorder | None = None
+        self.reads_T1: Tensor | None = None
+        self._norms: list[RMSNorm] = []
+        if spec.source.encoder is None:
+            names = (f"{prefix}{name}_norm.weight" for name in "qk")
+            vectors = (weights.read_vector(name, spec.head_dim) for name in names)
+            self._norms = [RMSNorm(vector_K, spec.norm_eps) for vector_K in vectors]
         self._backend = backend.as_bidirectional()
         self._layer = AttentionLayer(spec.attention_scale)
         self._head_dim = spec.head_dim
         self._num_kv_heads = len(shard.kv_heads(spec))
         query_rows, kv_rows = cross_rows(spec, prefix, shard)
-        source_size = spec.source.encoder.hidden_size
+        source_size = spec.source.hidden_size
         self.queries = kernels.linear(
             weights.read_matrix_rows([query_rows], spec.hidden_size),
             weights.read_biases([query_rows]) if spec.qkv_bias else None,
@@ -73,11 +80,15 @@ class CrossAttention:
         """Store the keys and values of an encoder's outputs. `metadata` describes a sequence with as many tokens."""
         kv_EGK = self._keys_and_values(encoded_ED).unflatten(-1, (-1, self._head_dim))
         k_EGK, v_EGK = kv_EGK.split(self._num_kv_heads, 1)
+        if self._norms:
+            k_EGK = self._norms[1](k_EGK)
         self._backend.store(k_EGK, v_EGK, kv_cache, metadata, self._layer)
 
     def forward(self, x: Any, kv_cache: Tensor, metadata: Any) -> Tensor:
         """Return the output [T, D]."""
         q_THK = self.queries(x).unflatten(-1, (-1, self._head_dim))
+        if self._norms:
+            q_THK = self._norms[0](q_THK)
         if self.recorder is not None:
             self.recorder.record(self.index, q_THK)
         return self._output(self._backend.attend(q_THK, kv_cache, metadata, self._layer).flatten(1))

@@ -19,11 +19,17 @@ from ...protocol.arrays import Int32Array
 from ...protocol.checkpoint.vision.spec import VisionSpec
 from ..attention import DeviceAttention, as_backend
 from ..layers.layers import LayerKernels, RMSNorm
-from ..layers.parallel.parallel_layers import VocabParallelEmbedding, VocabParallelHead
+from ..layers.parallel.parallel_layers import (
+    VocabParallelEmbedding,
+    VocabParallelHead,
+    count_unsampled,
+    unsampled_bias,
+)
 from ..layers.parallel.shard import ModelShard
 from ..layers.rope import INDEX_AXIS, RotaryEmbedding
 from ..layers.spec import ModelSpec
 from ..loaders.checkpoint import Checkpoint
+from ..loaders.quantization.matrix import Weight
 from .altup import AltUpLayer, Streams
 from .cross_attention import QueryRecorder
 from .decoder_layer import DecoderLayer, added, read_norm
@@ -158,11 +164,16 @@ class Decoder(TorchDecoder):
             self.score_head = ScoreHead.read(spec, weights, loras)
         if shard.is_last and spec.has_head:
             bias_v = weights.read_head_bias(spec.vocab_size, part) if spec.head_bias else None
+            if spec.tie_word_embeddings:
+                head: Weight = embedding_vD
+            elif num_missing := count_unsampled(spec):
+                head = weights.read_padded_head(*vocabulary, part, num_missing)
+                bias_v = unsampled_bias(spec, part).to(head)
+            else:
+                head = weights.read_head(*vocabulary, part, spec.num_unused_embeddings)
             self._head_changes = head_changes(vocabulary, part, loras, bias_v)
             self._head = VocabParallelHead(
-                embedding_vD
-                if spec.tie_word_embeddings
-                else weights.read_head(*vocabulary, part, spec.num_unused_embeddings),
+                head,
                 bias_v,
                 spec,
                 tensor_parallel,
@@ -238,6 +249,10 @@ class Decoder(TorchDecoder):
         }
         if self._restarts is not None:
             self._restarts.begin(kept_TE, x_TD)
+        if self.spec.source is not None:
+            for layer in self._layers:
+                if layer.cross is not None:
+                    layer.cross.reads_T1 = self.reads_T1
         block_TD, caches = None, iter(kv_caches)
         kept: dict[int, Tensor] = {}
         own, rest = per_layer[: len(self._layers)], per_layer[len(self._layers) :]

@@ -162,6 +162,11 @@ class DecoderLayer:
             )
             self._cross_input_norm = norm(norms.cross_input, self.cross.queries)
             self._cross_output_norm = norm(norms.cross_output)
+            if not layer.attends:
+                self._gates = [
+                    weights.read(f"{prefix}cross_attn_{name}_gate", 1).tanh()
+                    for name in ("attn", "mlp")
+                ]
         is_shared = spec.is_parallel and norms.mlp_input is None
         self._attention_input_norm = self._attention_output_norm = None
         if layer.cache_groups:
@@ -238,6 +243,8 @@ class DecoderLayer:
         convolutions: StepConvolutions | None = None
         if self._convolutions is not None:
             convolutions = self._convolutions.in_step(*caches[-1], x_TD.dtype)
+        if self.cross is not None and self._attention is None:
+            return self._read_images(self.cross, x_TD, block_TD, caches[-1])
         if self.cache_groups:
             x = added(x_TD, block_TD, self._spec, self._attention_input_norm)
             if self._reads_input:
@@ -293,6 +300,23 @@ class DecoderLayer:
             self._add_and_norm(x_TD, block_TD, self._attention_output_norm)
             return cross.forward(x_TD, *cache)
         return cross.forward(added(x_TD, block_TD, self._spec, self._cross_input_norm), *cache)
+
+    def _read_images(
+        self,
+        cross: CrossAttention,
+        x_TD: Tensor,
+        block_TD: Tensor | None,
+        cache: tuple[Tensor, Any],
+    ) -> Tensor | None:
+        """Return the output of a layer that changes only tokens with an image before them."""
+        if cross.reads_T1 is None:
+            return block_TD
+        assert self._mlp is not None
+        spec, (attention_gate, mlp_gate) = self._spec, self._gates
+        attended_TD = cross.forward(added(x_TD, block_TD, spec, self._cross_input_norm), *cache)
+        attended_TD.mul_(attention_gate).masked_fill_(~cross.reads_T1, 0)
+        output_TD = self._mlp.forward(added(x_TD, attended_TD, spec, self._mlp_input_norm))
+        return output_TD.mul_(mlp_gate).masked_fill_(~cross.reads_T1, 0)
 
     @property
     def experts(self) -> Experts | None:

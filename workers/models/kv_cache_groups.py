@@ -38,9 +38,10 @@ class _Entries(NamedTuple):
 
 
 class _CrossAttention(NamedTuple):
-    """Attention to the outputs of an encoder, at most `max_positions` of them."""
+    """Attention to the outputs of an encoder, at most `max_positions` of them, or to none if it `is_optional`."""
 
     max_positions: int
+    is_optional: bool
 
 
 _Kind: TypeAlias = _Attention | _Entries | RecurrentLayer | _CrossAttention
@@ -177,7 +178,8 @@ def _kinds(spec: ModelSpec, layer: LayerSpec, max_model_len: int, ranks: int) ->
             )
         )
     if layer.reads_source and spec.source is not None:
-        return [*kinds, _CrossAttention(spec.source.max_positions)]
+        is_optional = spec.source.encoder is None
+        return [*kinds, _CrossAttention(spec.source.max_positions, is_optional)]
     return kinds if layer.recurrent is None else [*kinds, layer.recurrent]
 
 
@@ -200,7 +202,7 @@ def _with_groups(layer: LayerSpec, groups: list[int]) -> LayerSpec:
 
 def _kv_cache_group(kind: _Kind) -> KVCacheGroup:
     if isinstance(kind, _CrossAttention):
-        return KVCacheGroup(AttentionKind.CROSS, kind.max_positions)
+        return KVCacheGroup(AttentionKind.CROSS, kind.max_positions, kind.is_optional)
     if isinstance(kind, _Entries):
         return KVCacheGroup()
     if not isinstance(kind, _Attention):

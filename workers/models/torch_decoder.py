@@ -56,6 +56,9 @@ class TorchDecoder(ABC):
     rotary_T3: Tensor | None = None
     """The rotary positions of the current step, integers [T, 3]; None if they equal the token positions."""
 
+    reads_T1: Tensor | None = None
+    """Which tokens of the current step read images by cross attention, bool [T, 1]; None if none does."""
+
     def __init__(
         self,
         spec: ModelSpec,

@@ -308,6 +308,15 @@ class WeightReader:
         shape = self.head_rows(vocab_size, num_unused), hidden_size
         return self._stacked([self._read_matrix(self._head, shape, part)])
 
+    def read_padded_head(
+        self, vocab_size: int, hidden_size: int, part: range, num_missing: int
+    ) -> Tensor:
+        """Return some rows of an output projection that lacks the last `num_missing` rows, which become 0."""
+        num_stored = vocab_size - num_missing
+        stored = range(min(part.start, num_stored), min(part.stop, num_stored))
+        head = self._read(self._head, (num_stored, hidden_size), stored)
+        return torch.cat((head, head.new_zeros(len(part) - len(stored), hidden_size)))
+
     def read_score_head(self, name: str, *shape: int) -> Tensor:
         """Return a tensor of the classification head in float32. Its name has no prefix."""
         return self._read(f"score_head.{name}", shape, dtype=torch.float32)

@@ -8,6 +8,7 @@ import torch
 
 from ...protocol.checkpoint.vision.deepseek import QueryVisionSpec
 from ...protocol.checkpoint.vision.grid import GridVisionSpec
+from ...protocol.checkpoint.vision.llama import TilesVisionSpec
 from ...protocol.checkpoint.vision.mobilenet import ConvVisionSpec
 from ...protocol.checkpoint.vision.read import AnyVisionSpec
 from ..loaders import Checkpoint
@@ -16,9 +17,10 @@ from .layers import MakeLayers, TorchLayers
 from .mobilenet.tower import ConvTower
 from .query_tower import QueryTower
 from .tiles.crops_tower import CropsTower
+from .tiles_tower import TilesTower
 from .vision_tower import VisionTower
 
-ImageTower: TypeAlias = VisionTower | GridTower | QueryTower | ConvTower | CropsTower
+ImageTower: TypeAlias = VisionTower | GridTower | QueryTower | ConvTower | CropsTower | TilesTower
 
 
 def make_tower(
@@ -40,6 +42,8 @@ def make_tower(
         return QueryTower(spec, checkpoint, device, dtype, num_threads, make_layers)
     if isinstance(spec, ConvVisionSpec):
         return ConvTower(spec, checkpoint, device, dtype, num_threads)
+    if isinstance(spec, TilesVisionSpec):
+        return TilesTower(spec, checkpoint, device, dtype, num_threads, make_layers)
     if spec.has_crops:
         return CropsTower(spec, checkpoint, device, dtype, num_threads, make_layers)
     return VisionTower(spec, checkpoint, device, dtype, num_threads, make_layers)

@@ -96,6 +96,10 @@ class EncoderInputs:
                 continue
             if first >= end:
                 break
+            if item.read_until and first > start:
+                # All tokens of a chunk read the same images.
+                end = first
+                break
             if last > end and not self._may_split:
                 if last > most:
                     end = max(start, first)
@@ -181,7 +185,9 @@ class EncoderInputs:
                 plan.failed[request] = f"encoder-cache connector: {error}"
                 return False
         budget = 0 if is_external else item.size
-        if budget > plan.budget:
+        # Images that are read together are needed together. So in a step of their own they may exceed the budget.
+        is_needed = item.follows and all(need.request is request for need in plan.needs)
+        if budget > plan.budget and not is_needed:
             return False
         plan.add_input(_Need(request, index, room, budget, is_external))
         return True
@@ -191,8 +197,11 @@ def _is_passed(item: EncoderInput, num_computed_tokens: int, *, is_running: bool
     """Return whether no remaining token of the request needs the input.
 
     In an encoder-decoder model the input fills the cross-attention blocks, which a request allocates together with its
-    slot. A request therefore needs it at every start, even after a cached prefix.
+    slot. A request therefore needs it at every start, even after a cached prefix. The same is true for images that are
+    read by cross attention, as long as tokens read them.
     """
     if item.num_tokens == 0:
         return is_running
+    if item.read_until and not is_running:
+        return item.read_until <= num_computed_tokens
     return item.position + item.num_tokens <= num_computed_tokens

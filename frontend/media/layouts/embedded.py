@@ -11,6 +11,7 @@ from ....protocol.config.images import (
     AnyImageProcessor,
     FitProcessor,
     GridProcessor,
+    MosaicProcessor,
     ResizeProcessor,
     SlicesProcessor,
 )
@@ -34,7 +35,7 @@ def embedded(values: NDArray[np.float32], grid: Grid | None, config: AnyImagePro
         ValueError: The model needs a grid, or the grid does not match the embeddings.
     """
     has_places = isinstance(config, SlicesProcessor) and config.newline_id is not None
-    if has_places or config.mark_ids:
+    if has_places or config.mark_ids or isinstance(config, MosaicProcessor):
         raise ValueError("this model does not support embeddings of images; send the images")
     if isinstance(config, GridProcessor):
         return _split(values, grid or (0, 0), config)

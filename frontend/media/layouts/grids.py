@@ -58,7 +58,7 @@ def canvas(image: Image.Image, config: CanvasProcessor) -> Parts:
     columns, rows = 1, 1
     if config.splits and config.max_tiles > 1:
         if config.least_scale:
-            columns, rows = _least_scale(*image.size, side, config.max_tiles)
+            columns, rows = least_scale(*image.size, side, config.max_tiles)
         else:
             columns, rows = best_canvas(*image.size, side, config.min_tiles, config.max_tiles)
     canvas = resize(image, columns * side, rows * side, config)
@@ -120,7 +120,7 @@ def _counted(image: Image.Image, config: ViewsProcessor) -> Tile:
     return make_tile(image, config)._replace(num_outputs=num_outputs)
 
 
-def _least_scale(width: int, height: int, side: int, max_tiles: int) -> tuple[int, int]:
+def least_scale(width: int, height: int, side: int, max_tiles: int) -> tuple[int, int]:
     """Return the columns and rows of the grid that changes the image's scale least.
 
     If every grid shrinks the image, this is the smallest grid that shrinks it least. Otherwise it is the smallest grid

@@ -1,4 +1,4 @@
-"""Images that are split into a grid of tiles with separators, padded at the right and at the bottom (Llama 4)."""
+"""Images that are split into a grid of tiles, padded at the right and at the bottom (Llama 3.2 Vision and Llama 4)."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ import math
 import numpy as np
 from PIL import Image
 
-from ....protocol.config.images import TilesProcessor
-from .pixels import Parts, make_tile, resize
+from ....protocol.config.images import MosaicProcessor, TilesProcessor
+from ....protocol.messages import ImagePayload
+from .grids import least_scale, split
+from .pixels import Parts, Tile, make_tile, resize
 
 
 def tiles(image: Image.Image, config: TilesProcessor) -> Parts:
     """Return the tiles of a grid row by row, then the whole image."""
     side = config.side
     columns, rows = _best_grid(image.width, image.height, config)
-    canvas = _on_canvas(image, columns * side, rows * side, config)
+    canvas = _on_canvas(image, columns * side, rows * side, config, fills=config.fills)
     if columns * rows == 1:
         return [config.start, config.mark, make_tile(canvas, config), config.end]
     parts: Parts = [config.start]
@@ -26,6 +28,19 @@ def tiles(image: Image.Image, config: TilesProcessor) -> Parts:
         parts.append(config.row_end)
     whole = make_tile(resize(image, side, side, config), config)
     return [*parts, config.mark, whole, config.end]
+
+
+def mosaic(image: Image.Image, config: MosaicProcessor) -> Parts:
+    """Return all tiles of a grid as one tile for the encoder, row by row."""
+    side = config.side
+    columns, rows = least_scale(image.width, image.height, side, config.max_tiles)
+    canvas = _on_canvas(image, columns * side, rows * side, config)
+    tiles = [tile.tobytes() for row in split(canvas, side) for tile in row]
+    payload = ImagePayload(
+        side, side * len(tiles), b"".join(tiles), config.scale, config.mean, config.std, columns
+    )
+    num_outputs = config.num_outputs // config.max_tiles * len(tiles)
+    return [Tile(payload, num_outputs, is_read=True)]
 
 
 def _best_grid(width: int, height: int, config: TilesProcessor) -> tuple[int, int]:
@@ -51,13 +66,20 @@ def _best_grid(width: int, height: int, config: TilesProcessor) -> tuple[int, in
     return min(found, key=lambda grid: grid[0] * grid[1])
 
 
-def _on_canvas(image: Image.Image, width: int, height: int, config: TilesProcessor) -> Image.Image:
+def _on_canvas(
+    image: Image.Image,
+    width: int,
+    height: int,
+    config: TilesProcessor | MosaicProcessor,
+    *,
+    fills: bool = False,
+) -> Image.Image:
     """Return the image at the top left of a black canvas, as large as the canvas allows.
 
-    Unless the processor `fills` grids, sides are not enlarged beyond the side of a tile.
+    Unless it `fills` the canvas, sides are not enlarged beyond the side of a tile.
     """
     most = width, height
-    if not config.fills:
+    if not fills:
         most = (
             min(max(image.width, config.side), width),
             min(max(image.height, config.side), height),

@@ -15,7 +15,7 @@ from .anyres import anyres
 from .gemma import gemma3, gemma3n, gemma4, paligemma
 from .idefics3 import grid
 from .lfm2 import thumbnail
-from .llama4 import tiles
+from .llama4 import mosaic, tiles
 from .margins import margins, margins_between_marks
 from .muse import muse
 from .pixtral import lighton_ocr, pixtral
@@ -143,6 +143,7 @@ _READERS: Final[dict[str, _Reader]] = {
     "minicpmv4_6": slices,
     "minicpmv4_7": slices,
     "mistral3": pixtral,
+    "mllama": mosaic,
     "muse_glimmer": muse,
     "ovis2": cover,
     "paddleocr_vl": resize_rounded,

@@ -22,7 +22,7 @@ from .grid import (
 )
 from .idefics3 import aria, idefics3, phi4_multimodal
 from .janus import deepseek_vl, janus
-from .llama4 import llama4
+from .llama import TilesVisionSpec, llama4, mllama
 from .llava import llava, llava_next, llava_onevision, vipllava
 from .merged import hunyuan_vl, kimi_k25, lfm2_vl, minimax_m3, paddleocr_vl
 from .mobilenet import ConvVisionSpec, gemma3n
@@ -34,7 +34,9 @@ from .tiled.internvl import internvl, qianfan_ocr
 from .tiled.minicpm import minicpm_ocr, minicpmv4_6, minicpmv4_7
 from .tiled.ovis import ovis2
 
-AnyVisionSpec: TypeAlias = VisionSpec | GridVisionSpec | QueryVisionSpec | ConvVisionSpec
+AnyVisionSpec: TypeAlias = (
+    VisionSpec | GridVisionSpec | QueryVisionSpec | ConvVisionSpec | TilesVisionSpec
+)
 
 
 def has_vision(fields: ConfigFields) -> bool:
@@ -98,6 +100,7 @@ _READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionS
     "minicpmv4_6": minicpmv4_6,
     "minicpmv4_7": minicpmv4_7,
     "mistral3": pixtral,
+    "mllama": mllama,
     "muse_glimmer": muse,
     "ovis2": ovis2,
     "paddleocr_vl": paddleocr_vl,

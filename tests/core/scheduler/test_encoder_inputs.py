@@ -214,6 +214,43 @@ def test_7_3_a_request_needs_one_source_that_fits():
         assert "reads one source of at most 4" in harness.received[key].finished.message
 
 
+def read(position: int, content: str, until: int, follows: bool = False) -> EncoderInput:
+    """Return an image that cross attention reads."""
+    return EncoderInput(
+        position, 1, content.encode(), 4, b"pixels", read_until=until, follows=follows
+    )
+
+
+def test_7_3_a_chunk_begins_at_each_image_that_cross_attention_reads():
+    cross = KVCacheGroup(AttentionKind.CROSS, 8, is_optional=True)
+    options = {"block_size": 4, "max_num_encoder_input_tokens": 4, "encoder_cache_size": 8}
+    harness = Harness(groups=(KVCacheGroup(), cross), max_in_flight=1, **options)
+    images = [read(2, "a", 6), read(6, "b", 99), read(7, "c", 99, follows=True)]
+    prompt = list(range(1, 14))
+
+    def run(inputs):
+        first = len(harness.steps)
+        harness.add(prompt, 2, inputs=inputs)
+        harness.drain()
+        steps = harness.steps[first:]
+        blocks = [len(ids) // 4 for ids in steps[0].new_requests[0].block_ids]
+        return [work for step in steps if (work := computed(step))], blocks
+
+    # The last images are read together, so their embeddings have places next to each other.
+    assert run(images) == ([[[0, 0]], [[0, 1]], [[0, 2]]], [1, 2])
+    # After a cached prefix of 12 tokens only these are stored again, from the encoder cache.
+    assert run(images) == ([], [4, 2])
+    assert run([read(2, "d", 6), read(6, "e", 99)])[0] == [[[0, 0]], [[0, 1]]]
+    # In a step of their own, images that are read together may exceed the budget.
+    assert run(images)[0] == [[[0, 1], [0, 2]]]
+    # Without images, a request has no blocks for them.
+    prompt = list(range(20, 33))
+    assert run([]) == ([], [4, 0])
+    key = harness.add(10, 2, inputs=[*images[1:], read(8, "f", 99, follows=True)])
+    harness.drain()
+    assert "consecutive ones 12" in harness.received[key].finished.message
+
+
 def test_7_1_a_request_waiting_for_cache_space_yields_the_token_budget():
     """The second request shares the first one's input and must compute past it before the first can continue."""
     harness = Harness(max_num_batched_tokens=16, encoder_cache_size=4, max_in_flight=1)

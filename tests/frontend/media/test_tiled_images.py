@@ -15,11 +15,13 @@ from engine.frontend.media.layouts.grids import canvas, views
 from engine.frontend.media.layouts.pixels import Tile
 from engine.frontend.media.layouts.slices import slices
 from engine.frontend.media.layouts.thumbnails import thumbnail
+from engine.frontend.media.layouts.tiles import mosaic
 from engine.frontend.media.media_reader import MediaReader, ReaderConfig
 from engine.frontend.model_source.images.read import read_image_processor
 from engine.protocol.checkpoint.config_fields import ConfigFields
 from engine.protocol.config.images import (
     CoverProcessor,
+    MosaicProcessor,
     SlicesProcessor,
     ThumbnailProcessor,
     ViewsProcessor,
@@ -36,6 +38,7 @@ from transformers.models.minicpmv4_6.image_processing_pil_minicpmv4_6 import (
     MiniCPMV4_6ImageProcessorPil,
 )
 from transformers.models.minicpmv4_6.processing_minicpmv4_6 import MiniCPMV4_6Processor
+from transformers.models.mllama.image_processing_pil_mllama import MllamaImageProcessorPil
 from transformers.models.ovis2.image_processing_pil_ovis2 import Ovis2ImageProcessorPil
 from transformers.models.ovis2.processing_ovis2 import Ovis2Processor
 
@@ -276,3 +279,29 @@ def test_images_of_ovis_equal_those_of_transformers(covers):
         for tile, value in zip(tiles, expected["pixel_values"], strict=True):
             found = np.frombuffer(tile.pixels, np.uint8).reshape(48, 48, 3)
             np.testing.assert_array_equal(found.transpose(2, 0, 1), value)
+
+
+def test_images_of_llama_3_2_equal_those_of_transformers():
+    config = MosaicProcessor(
+        token_id=1, output_size=8, num_outputs=40, resample=2, side=48, max_tiles=4
+    )
+    reference = MllamaImageProcessorPil(
+        size={"height": 48, "width": 48}, do_rescale=False, do_normalize=False
+    )
+    grids = [(rows, columns) for rows in range(1, 5) for columns in range(1, 4 // rows + 1)]
+    rng = random.Random(1)
+    sizes = [(1, 1), (48, 48), (49, 20), (96, 48), (48, 97), (300, 2), (3, 500), (640, 640)]
+    sizes += [(rng.randrange(1, 300), rng.randrange(1, 300)) for _ in range(60)]
+    for width, height in sizes:
+        pixels = np.random.default_rng(width).integers(0, 256, (height, width, 3), np.uint8)
+        image = Image.fromarray(pixels)
+        expected = reference(image, return_tensors="np")
+        [[num_tiles]] = expected["num_tiles"]
+        [tile] = mosaic(image, config)
+        payload = tile.payload
+        assert (tile.num_outputs, payload.height) == (10 * num_tiles, 48 * num_tiles)
+        grid = num_tiles // payload.grid_columns, payload.grid_columns
+        assert grids.index(grid) + 1 == expected["aspect_ratio_ids"][0, 0]
+        found = np.frombuffer(payload.pixels, np.uint8).reshape(num_tiles, 48, 48, 3)
+        values = expected["pixel_values"][0, 0, :num_tiles]
+        np.testing.assert_array_equal(found.transpose(0, 3, 1, 2), values)

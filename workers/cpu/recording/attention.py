@@ -232,6 +232,7 @@ class AttentionRecorder:
     def record_cross(self, index: int, prefix: str, layer: LayerSpec, norms: NormNames) -> None:
         """Record the attention of a layer to an encoder's outputs. `index` is the index of its KV cache."""
         spec = self._spec
+        qk_norm, query_norm, _ = self._cross_norms(prefix)
         query_rows, _ = cross_rows(spec, f"{prefix}cross_attn.", self._shard)
         queries, biases = self._blocks.packed_rows([query_rows], spec.qkv_bias)
         output = attention_output(self._blocks, spec, prefix, spec.head_dim, "cross_attn")
@@ -247,7 +248,13 @@ class AttentionRecorder:
         }
         # `num_columns` holds the layer's position among the shard's layers that read a source.
         self._program.add_op(
-            "rotate_store", rope=-1, vectors=[None] * 3, num_columns=self._num_cross, **attention
+            "rotate_store",
+            rope=-1,
+            vectors=[query_norm, None, None],
+            num_columns=self._num_cross,
+            qk_norm=qk_norm,
+            eps=spec.norm_eps,
+            **attention,
         )
         self._num_cross += 1
         self._program.add_op(
@@ -259,6 +266,9 @@ class AttentionRecorder:
         bias = None
         if spec.attention_output_bias:
             bias = self._weights.vector(f"{prefix}cross_attn.o_proj.bias", spec.hidden_size)
+        if qk_norm != QKNorm.NONE:
+            self._blocks.add_read_block(f"{prefix}cross_attn_attn_gate", output)
+            return
         self._blocks.add_block(prefix, output, bias, norms.cross_output, spec.attention_multiplier)
 
     def record_storing(self, index: int, prefix: str, store: BlockRecorder) -> None:
@@ -270,6 +280,7 @@ class AttentionRecorder:
             store: The recorder of the other program, whose residual stream contains the encoder's outputs.
         """
         spec = self._spec
+        qk_norm, query_norm, key_norm = self._cross_norms(prefix)
         query_rows, kv_rows = cross_rows(spec, f"{prefix}cross_attn.", self._shard)
         parts, biases = store.packed_rows(kv_rows, spec.qkv_bias)
         # The first columns are for queries, which nothing reads.
@@ -277,7 +288,9 @@ class AttentionRecorder:
         store.program.add_op(
             "rotate_store",
             rope=-1,
-            vectors=[None] * 3,
+            vectors=[query_norm, key_norm, None],
+            qk_norm=qk_norm,
+            eps=spec.norm_eps,
             layer=index,
             group=0,
             attention=AttentionLayer(spec.attention_scale, 0.0, 0),
@@ -287,6 +300,17 @@ class AttentionRecorder:
             num_stored=2,
             scale=0.0,
         )
+
+    def _cross_norms(self, prefix: str) -> tuple[QKNorm, Floats | None, Floats | None]:
+        """Return the kind of the norms of cross attention's queries and keys, and their weights."""
+        spec = self._spec
+        if spec.source is None or spec.source.encoder is not None:
+            return QKNorm.NONE, None, None
+        query_norm, key_norm = (
+            self._weights.vector(f"{prefix}cross_attn.{name}_norm.weight", spec.head_dim)
+            for name in "qk"
+        )
+        return QKNorm.HEAD, query_norm, key_norm
 
     def _read_distance_biases(self) -> Floats | None:
         """Return the array for `DistanceBiases` in csrc/attention/attention.h, or None without such biases."""

@@ -294,6 +294,19 @@ class BlockRecorder:
         )
         self.finish_block(prefix, bias, norm, scale, target)
 
+    def add_read_block(self, gate: str, output: PackedWeight) -> None:
+        """Record the end of a block that only tokens with a source have. A stored gate multiplies its output."""
+        scale = self.spec.residual_multiplier * float(np.tanh(self.weights.vector(gate, 1)[0]))
+        self.program.add_op(
+            "linear",
+            input_kind=output.activation_kind,
+            source=1,
+            target=BLOCK,
+            parts=[output],
+            vectors=[None],
+        )
+        self.program.add_op("norm_add", vectors=[None], scale=scale, reads_source=True)
+
     def target_of(self, norm: str | None, target: int | None = None) -> int:
         """Return the buffer to which a block's last product is written, given the name of the norm that follows it.
 

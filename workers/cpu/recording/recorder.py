@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 
+from ...layers.parallel.parallel_layers import count_unsampled, unsampled_bias
 from ...layers.parallel.shard import ModelShard
 from ...layers.rope import RopeSpec
 from ...layers.shared_block import Restart
@@ -59,7 +61,10 @@ class Recorder:
         self._program = program
         self._store = None
         if store is not None and spec.source is not None:
-            self._store = BlockRecorder(store, spec.source.encoder, shard, weights)
+            encoder = spec.source.encoder
+            if encoder is None:
+                encoder = replace(spec, hidden_size=spec.source.hidden_size)
+            self._store = BlockRecorder(store, encoder, shard, weights)
         self._spec = spec
         self._shard = shard
         self._weights = weights
@@ -141,7 +146,10 @@ class Recorder:
         if shard.is_last and not spec.has_head:
             program.add_op("head")
         elif shard.is_last:
-            if not spec.tie_word_embeddings:
+            if num_missing := count_unsampled(spec):
+                padded = weights.read_padded_head(*vocabulary, num_missing)
+                head = weights.pack_tensor("lm_head.weight", padded)
+            elif not spec.tie_word_embeddings:
                 head = weights.packed_head(*vocabulary, spec.num_unused_embeddings)
             elif embeds:
                 head = embedding
@@ -151,6 +159,8 @@ class Recorder:
             if spec.head_bias:
                 bias_v = weights.read_head_bias(spec.vocab_size, self._blocks.part(spec.vocab_size))
                 bias = bias_v.float().numpy()
+            elif count_unsampled(spec):
+                bias = unsampled_bias(spec, vocabulary[2]).numpy()
             program.add_op(
                 "head",
                 input_kind=head.activation_kind.for_whole_rows,
@@ -297,6 +307,9 @@ class Recorder:
             self._blocks.add_gated(mlp, input_kind, xielu, layer.gate_limit)
         if spec.has_inner_norms:
             self._blocks.add_inner_norm(f"{prefix}mlp.ffn_sub_norm", size, mlp.down)
+        if layer.reads_source and not layer.attends:
+            self._blocks.add_read_block(f"{prefix}cross_attn_mlp_gate", mlp.down)
+            return
         self._blocks.add_block(
             prefix,
             mlp.down,

@@ -85,6 +85,7 @@ def load_source_encoder(
         CheckpointError: The encoder is not supported, or its files are damaged.
         ConfigError: The encoder cannot be divided as configured.
     """
+    assert source.encoder is not None
     spec = group_layers(source.encoder, source.max_positions, config.parallel.tensor_parallel_size)
     for layer in spec.layers:
         check_parallel(spec.for_layer(layer).dimensions, config.parallel)

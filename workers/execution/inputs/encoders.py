@@ -38,6 +38,8 @@ class Encoders:
         self._hidden_size = spec.hidden_size
         # The outputs for later layers are all zero for embeddings that the client sent.
         self._padding = spec.num_deepstack_layers * spec.hidden_size
+        # Cross attention reads outputs, which do not replace embeddings.
+        self._are_placed = spec.source is None
         self._device = torch_device(device)
         self._inputs: dict[int, list[EncoderInput]] = {}
         self._ends: dict[int, int] = {}
@@ -105,7 +107,7 @@ class Encoders:
 
     def are_read(self, slots_S: Int32Array, num_computed_N: Int32Array) -> bool:
         """Return whether the next token of any of the slots is replaced by an encoder output."""
-        return any(
+        return self._are_placed and any(
             item.position <= num_computed_N[slot] < item.position + item.num_tokens
             for slot in self._inputs.keys() & set(slots_S.tolist())
             if num_computed_N[slot] < self._ends[slot]
@@ -114,7 +116,7 @@ class Encoders:
 
     def place(self, plan: StepPlan) -> Placed | None:
         """Return the outputs that the step's tokens read, or None if they read none."""
-        if not self._inputs:
+        if not self._inputs or not self._are_placed:
             return None
         rows_T = np.full(len(plan.positions_T), -1, np.int32)
         parts: list[torch.Tensor] = []

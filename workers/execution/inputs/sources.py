@@ -5,13 +5,11 @@ Shapes: E outputs of an encoder, D hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from ....protocol.errors import EngineError
 from ....protocol.pooling_params import PoolingKind
-from ....protocol.worker_messages import NewRequestData
+from ....protocol.worker_messages import SchedulerOutput
 from ...batch import AttentionBatch, PersistentBatch
 from ..kv_cache import KVCache
 from ..model_loader import Model
@@ -37,13 +35,13 @@ class Sources:
         self._encoders = encoders
         self._groups = sorted(model.spec.cross_groups)
 
-    def store(self, new_requests: Sequence[NewRequestData]) -> None:
-        """Encode and store the sources of these requests.
+    def store(self, output: SchedulerOutput) -> None:
+        """Encode and store the sources of a step's new requests.
 
         Raises:
             EngineError: A request does not have exactly one source, or its size differs from the request's.
         """
-        for new in new_requests:
+        for new in output.new_requests:
             if len(new.encoder_inputs) != 1:
                 raise EngineError(f"a request has {len(new.encoder_inputs)} sources, expected one")
             (item,) = new.encoder_inputs
@@ -53,7 +51,9 @@ class Sources:
                 raise EngineError(f"a source has {num_outputs} outputs, expected {item.size}")
             self._batch.source_lens[new.slot] = num_outputs
             metadata = {
-                group: self._kv_cache.storing_metadata(group, self._place(new.slot, group))
+                group: self._kv_cache.storing_metadata(
+                    group, place_outputs(self._batch, new.slot, group, range(num_outputs))
+                )
                 for group in self._groups
             }
             self._model.store_source(encoded_ED, self._kv_cache.layers, metadata)
@@ -61,11 +61,14 @@ class Sources:
             if self._alignments is not None and pooling and pooling.kind is PoolingKind.ALIGNMENT:
                 self._alignments.add_prompt(new.slot, pooling.num_frames, encoded_ED)
 
-    def _place(self, slot: int, group: int) -> AttentionBatch:
-        """Return a plan that places the outputs of a slot's source into its blocks like a sequence of tokens."""
-        length, block_size = int(self._batch.source_lens[slot]), self._batch.block_size
-        table = self._batch.block_tables[group][slot : slot + 1]
-        positions = np.arange(length)
-        slot_mapping = table[0, positions // block_size] * block_size + positions % block_size
-        ends = np.array((0, length), np.int32)
-        return AttentionBatch(ends, ends[1:], table, slot_mapping.astype(np.int32))
+
+def place_outputs(batch: PersistentBatch, slot: int, group: int, outputs: range) -> AttentionBatch:
+    """Return a plan that places some outputs of a slot's source into its blocks like tokens of a sequence."""
+    length, block_size = len(outputs), batch.block_size
+    table = batch.block_tables[group][slot : slot + 1]
+    positions = np.arange(outputs.start, outputs.stop)
+    slot_mapping = table[0, positions // block_size] * block_size + positions % block_size
+    lens = np.array((length,), np.int32)
+    return AttentionBatch(
+        np.array((0, length), np.int32), lens, table, slot_mapping.astype(np.int32)
+    )

@@ -76,7 +76,7 @@ class SourceEncoder:
         if self._stem is None:
             self._run(torch.zeros(1, dtype=torch.int64, device=self._device))
         else:
-            size = self._spec.encoder.hidden_size
+            size = self._spec.hidden_size
             dtype = torch_dtype(self._model.hidden_dtype)
             self._run(torch.zeros((1, size), dtype=dtype, device=self._device))
 
@@ -92,7 +92,7 @@ class SourceEncoder:
 
     @property
     def _vocab_size(self) -> int:
-        return self._spec.encoder.vocab_size
+        return self._model.spec.vocab_size
 
     def _convolve(self, stem: AudioStem, clip: AudioPayload) -> Tensor:
         num_features = max(clip.num_mel_bins, 1)

@@ -7,7 +7,7 @@ rank's part of the vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from ...loaders.quantization.matrix import Weight
 from ..layers import LayerKernels, Linear
 from ..spec import ModelSpec
 from .tensor_parallel import TensorParallel
+
+_NEVER: Final = -1e30
+"""The logit of a token that is never sampled."""
 
 
 class RowParallelLinear:
@@ -130,3 +133,14 @@ class VocabParallelHead:
             F.pad(product_Sv, (0, max(sizes) - product_Sv.shape[1]))
         )
         return torch.cat([x_Sv[:, :n] for x_Sv, n in zip(products_RSv, sizes, strict=True)], 1)
+
+
+def count_unsampled(spec: ModelSpec) -> int:
+    """Return the number of the last tokens that are never sampled, which the stored output projection lacks."""
+    return 0 if spec.source is None else spec.source.num_unsampled
+
+
+def unsampled_bias(spec: ModelSpec, part: range) -> Tensor:
+    """Return a bias of a part of the vocabulary, float32, that makes the logits of these tokens very small."""
+    ids = torch.arange(part.start, part.stop)
+    return (ids >= spec.vocab_size - count_unsampled(spec)) * _NEVER

@@ -297,24 +297,6 @@ def _deci_layer(
     )
 
 
-def _mllama(fields: ConfigFields) -> ModelSpec:
-    """Return the spec of the text part of Llama 3.2 Vision. Without images, layers with cross attention do nothing."""
-    crossing = fields.get("cross_attention_layers", [3, 8, 13, 18, 23, 28, 33, 38])
-    fields = fields.with_defaults(num_key_value_heads=8, rms_norm_eps=1e-5)
-    rope = read_rope(fields, head_dim(fields), theta=500_000.0)
-    layers = tuple(
-        LayerSpec(None, attends=False, has_mlp=False) if i in crossing else LayerSpec(rope)
-        for i in range(fields.layer_count("num_hidden_layers"))
-    )
-    unused = "|".join(map(str, crossing)) or "none"
-    return base_spec(
-        fields,
-        layers,
-        tensor_names=((rf".*\.layers\.({unused})\..*", ""),),
-        num_unused_embeddings=8,
-    )
-
-
 def _iquest_coder(fields: ConfigFields) -> ModelSpec:
     if fields.get("clip_qkv") is not None or fields.boolean("use_sliding_window", False):
         raise fields.error("clip_qkv and use_sliding_window are not supported for this family")
@@ -391,8 +373,6 @@ FAMILIES = (
     Family("InternLM3ForCausalLM", "internlm3", _internlm3),
     Family("IQuestCoderForCausalLM", "iquestcoder", _iquest_coder),
     Family("MiniCPMForCausalLM", "minicpm", _minicpm),
-    Family("MllamaForCausalLM", "mllama_text_model", _mllama),
-    Family("MllamaForConditionalGeneration", "mllama", _mllama),
     Family("NanoChatForCausalLM", "nanochat", _nanochat),
     Family("Olmo3ForCausalLM", "olmo3", _olmo3),
     Family("PaddleOCRVLForConditionalGeneration", "paddleocr_vl", _paddleocr_vl),

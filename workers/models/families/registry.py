@@ -19,6 +19,7 @@ from ....protocol.checkpoint.field_names import (
 )
 from ....protocol.checkpoint.speech import with_decoder_fields
 from ....protocol.checkpoint.vision.grid import GridVisionSpec
+from ....protocol.checkpoint.vision.llama import TilesVisionSpec
 from ....protocol.checkpoint.vision.read import has_vision, vision_spec
 from ....protocol.errors import CheckpointError
 from ...layers.spec import ModelSpec
@@ -42,7 +43,7 @@ from . import (
 from .common import Family, with_score_head
 from .with_convolutions import inkling
 from .with_encoders import absolute, encoder_decoders, rotary
-from .with_images import aria, dots3, ernie, mistral, muse
+from .with_images import aria, dots3, ernie, mistral, mllama, muse
 from .with_images import deepseek as deepseek_ocr
 
 FAMILIES = (
@@ -69,6 +70,7 @@ FAMILIES = (
     *dots3.FAMILIES,
     *ernie.FAMILIES,
     *mistral.FAMILIES,
+    *mllama.FAMILIES,
     *muse.FAMILIES,
 )
 _BY_ARCHITECTURE = {family.architecture: family for family in FAMILIES}
@@ -193,6 +195,8 @@ def model_spec(config: Mapping[str, Any], path: str | PathLike[str]) -> ModelSpe
         spec = replace(spec, encoder=encoder)
         if encoder.has_axes and not spec.rotary_axes:
             raise whole.error("mrope_section is missing, which images need")
+        if isinstance(encoder, TilesVisionSpec):
+            spec = mllama.with_images(spec, encoder)
         if isinstance(encoder, GridVisionSpec):
             num_added = len(encoder.deepstack_layers)
             if num_added > len(spec.layers):

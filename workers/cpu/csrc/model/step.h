@@ -113,8 +113,17 @@ struct Slice {
   // Returns the position after a sequence's last token in the step.
   int end_position(int sequence) const { return step.positions[step.query_start_loc[sequence + 1] - 1] + 1; }
 
-  // Returns the number of encoder outputs that the tokens of a sequence read.
-  int source_len(int sequence) const { return step.source_lens[table_row(sequence)]; }
+  // Returns the number of encoder outputs that the tokens of a sequence attend to. Without any, they attend to one, whose
+  // effect is ignored.
+  int source_len(int sequence) const { return std::max(step.source_lens[table_row(sequence)], 1); }
+
+  // Returns whether a row's token has encoder outputs to read.
+  bool has_source(int row) const {
+    const int32_t* starts = step.query_start_loc;
+    const int32_t* after =
+        std::upper_bound(starts + first_sequence, starts + step.num_sequences + 1, first_token + row);
+    return step.source_lens[table_row(int(after - starts) - 1)] > 0;
+  }
 
   int64_t table_row(int sequence) const { return step.table_rows ? step.table_rows[sequence] : sequence; }
 

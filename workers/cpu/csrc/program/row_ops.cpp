@@ -163,6 +163,7 @@ void Program::run_row(const Op& op, const Rows& rows, int row) {
       kernels.multiply(rows.residual(row), op.vectors[2], hidden_size, rows.residual(row));
       return kernels.add_scaled(rows.residual(row), rows.block(row), 1.0f, hidden_size);
     case OpKind::norm_add:
+      if (op.reads_source && !slice_.has_source(row)) return;
       if (op.vectors[0]) model_.norm(op, rows.block(row), rows.block(row));
       return kernels.add_scaled(rows.residual(row), rows.block(row), op.scale, hidden_size);
     default:

@@ -75,6 +75,7 @@ _MOONSHINE_MLP_NAMES: Final = ((r"\.mlp\.fc2\.", ".mlp.down_proj."),)
 
 def _with_source(decoder: ModelSpec, source: SourceSpec) -> ModelSpec:
     """Return a decoder whose layers attend to the outputs of an encoder."""
+    assert source.encoder is not None
     encoder = replace(source.encoder, is_causal=False, has_head=False)
     layers = tuple(replace(layer, reads_source=True) for layer in decoder.layers)
     return replace(decoder, layers=layers, source=replace(source, encoder=encoder))

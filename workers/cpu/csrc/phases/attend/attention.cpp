@@ -99,6 +99,7 @@ void Attention::rotate_store(const Op& op, float* qkv, int row) {
   if (op.reads_source) {
     // num_columns is the layer's index among those that read a source.
     const size_t size = size_t(num_heads) * head_dim, token = slice_.first_token + row;
+    norm_queries_and_keys(op, qkv, row);
     if (float* const out = slice_.step.source_queries)
       std::copy_n(qkv, size, out + (size_t(op.num_columns) * slice_.step.num_tokens + token) * size);
     return store_queries(op, row, qkv);

@@ -27,11 +27,14 @@ void AttentionTasks::find(const Keys& keys, int first_row, int end_row, std::vec
     const int end = std::min(starts[s + 1], end_token);
     if (token >= end_token) break;
     while (token < end) {
-      const int num_tokens = std::min(end - token, tokens_of_task);
+      const int32_t* visible = keys.of_source ? nullptr : slice_.visible(token, keys.window);
+      int num_tokens = std::min(end - token, tokens_of_task);
+      // The last token of a task sees the last of its keys.
+      for (int i = 1; visible && i < num_tokens; i++)
+        if (visible[2 * i + 1] < visible[2 * i - 1]) num_tokens = i;
       const int position = step.positions[token];
       int last = end_key(position + num_tokens - 1, keys.window, num_keys(keys, s)) - 1;
       int first = first_key(position, keys.window);
-      const int32_t* visible = keys.of_source ? nullptr : slice_.visible(token, keys.window);
       if (visible) {
         first = std::min(first, visible[0]);
         last = visible[2 * num_tokens - 1] - 1;

@@ -1,0 +1,198 @@
+"""The vision tower of Llama 3.2 Vision, which reads the tiles of an image together.
+
+Shapes: T tiles, P patches of a tile and its class token, D hidden size of the tower, N rows of all tiles with their
+padding, K outputs.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ...protocol.checkpoint.vision.llama import TilesVisionSpec
+from ...protocol.errors import EngineError
+from ...protocol.messages import ImagePayload
+from ..device.torch_threads import torch_threads
+from ..loaders import Checkpoint
+from .image_input import read_image_input
+from .layers import LayersSpec, LayerWeights, MakeLayers, Patches, TorchLayers
+from .pixels import normalized_pixels
+from .weights import Linear, VisionWeights, check_activation
+
+_ROWS_TOGETHER = 8
+"""The rows of a tile are padded to a multiple of this."""
+
+_OUTER_EPS = 1e-5
+
+
+class TilesTower:
+    """The tower described by `spec` and its projection, in torch, with the layers that `make_layers` returns.
+
+    It computes one image at a time, so that results do not depend on other images.
+
+    Raises:
+        CheckpointError: A tensor is missing or has another shape.
+    """
+
+    def __init__(
+        self,
+        spec: TilesVisionSpec,
+        checkpoint: Checkpoint,
+        device: torch.device,
+        dtype: torch.dtype,
+        num_threads: int = 1,
+        make_layers: MakeLayers = TorchLayers,
+    ) -> None:
+        self.spec = spec
+        self._device, self._dtype = device, dtype
+        self._num_threads = num_threads
+        check_activation(checkpoint, spec.activation)
+        tensors = VisionWeights(checkpoint, "gated_positional_embedding.embedding", device, dtype)
+        size, patch, count = spec.hidden_size, spec.patch_size, spec.outputs_per_tile
+        num_grids = 1 + len(spec.grids)
+        self._patches = tensors.read("patch_embedding.weight", size, 3, patch, patch).flatten(1)
+        self._class_D = tensors.read("class_embedding", size)
+
+        def of_tiles(name: str, *shape: int) -> Tensor:
+            """Return an embedding of tiles for each grid, times its gate."""
+            table = tensors.read(
+                name, num_grids, spec.max_tiles * size * (shape[0] if shape else 1)
+            )
+            gate = tensors.read(f"{name.split('.')[0]}.gate", 1).tanh()
+            return table.view(num_grids, spec.max_tiles, *(shape or (1,)), size) * gate
+
+        self._before_GT1D = of_tiles("pre_tile_positional_embedding.embedding.weight")
+        self._after_GT1D = of_tiles("post_tile_positional_embedding.embedding.weight")
+        self._places_GTPD = of_tiles("gated_positional_embedding.tile_embedding.weight", count)
+        gate = tensors.read("gated_positional_embedding.gate", 1).tanh()
+        places = tensors.read("gated_positional_embedding.embedding", count, size)
+        self._places_GTPD += (1 - gate) * places
+        self._norms = [
+            tensors.read_layer_norm(f"layernorm_{name}", size, _OUTER_EPS)
+            for name in ("pre", "post")
+        ]
+        self._layers, self._gated_layers = (
+            make_layers(
+                _layers_spec(spec, features),
+                (
+                    _read_layer(spec, tensors, f"{name}.layers.{i}.", has_gates=has_gates)
+                    for i in range(features[-1])
+                ),
+            )
+            for name, features, has_gates in (
+                ("transformer", tuple(sorted({*spec.feature_layers, spec.num_layers})), False),
+                ("global_transformer", (spec.num_gated_layers,), True),
+            )
+        )
+        name = "multi_modal_projector"
+        weights = VisionWeights(checkpoint, f"{name}.weight", device, dtype)
+        self._project = weights.read_linear(
+            name, spec.output_size, size * (1 + len(spec.feature_layers))
+        )
+
+    def encode(self, data: bytes) -> Tensor:
+        """Return the outputs [K, output size] of the image in an encoder input.
+
+        Raises:
+            EngineError: The data is not an image, which a correct frontend never sends.
+        """
+        given = read_image_input(data, self.spec.output_size, 1, self._device, self._dtype)
+        return given if isinstance(given, Tensor) else self(given)
+
+    @torch.inference_mode()
+    def __call__(self, image: ImagePayload) -> Tensor:
+        """Return the outputs [K, output size] of an image, tile by tile.
+
+        Raises:
+            EngineError: The tower cannot read images of this size.
+        """
+        side, columns = self.spec.image_size, image.grid_columns
+        num_tiles = image.height // side
+        grid = (num_tiles // columns, columns) if columns else (0, 0)
+        if image.width != side or image.height % side or grid not in self.spec.grids:
+            raise EngineError(
+                f"an image has {image.width} x {image.height} pixels, the model reads a grid of {side} x {side}"
+            )
+        with torch_threads(self._device, self._num_threads):
+            return self._encode(image, 1 + self.spec.grids.index(grid), num_tiles)
+
+    def warm_up(self) -> None:
+        """Encode a black image."""
+        side, ones = self.spec.image_size, (1.0, 1.0, 1.0)
+        self(ImagePayload(side, side, bytes(3 * side * side), 1.0, ones, ones, 1))
+
+    def _encode(self, image: ImagePayload, grid: int, num_tiles: int) -> Tensor:
+        spec = self.spec
+        patches = F.linear(self._split_patches(image, num_tiles), self._patches)
+        x_TPD = F.pad(patches, (0, 0, 0, 0, 0, spec.max_tiles - num_tiles))
+        x_TPD = x_TPD + self._before_GT1D[grid]
+        classes = self._class_D.expand(spec.max_tiles, 1, -1)
+        x_TPD = torch.cat((classes, x_TPD), 1) + self._places_GTPD[grid]
+        x_TPD = F.pad(self._norms[0](x_TPD), (0, 0, 0, -x_TPD.shape[1] % _ROWS_TOGETHER))
+        # The real rows come first, and see all rows. The others see only these.
+        is_real_N = torch.zeros(x_TPD.shape[:2], dtype=torch.bool, device=self._device)
+        is_real_N[:num_tiles, : spec.outputs_per_tile] = True
+        is_real_N = is_real_N.flatten()
+        order_N = torch.cat((is_real_N.nonzero(), (~is_real_N).nonzero())).flatten()
+        num_real = num_tiles * spec.outputs_per_tile
+        ends_N = torch.where(
+            torch.arange(len(order_N), device=self._device) < num_real, len(order_N), num_real
+        )
+        patches_N = Patches(visible_P2=torch.stack((torch.zeros_like(ends_N), ends_N), 1))
+        features = self._layers(x_TPD.flatten(0, 1)[order_N], patches_N)
+        rows_of_tile = x_TPD.shape[1]
+        after_ND = self._after_GT1D[grid].expand(-1, rows_of_tile, -1).flatten(0, 1)[order_N]
+        [last_ND] = self._gated_layers(
+            self._norms[1](features[spec.num_layers]) + after_ND, patches_N
+        ).values()
+        parts = [last_ND[:num_real]]
+        if spec.feature_layers:
+            chosen = [features[layer][:num_real] for layer in spec.feature_layers]
+            parts.append(torch.stack(chosen, -1).flatten(1))
+        return self._project(torch.cat(parts, -1))
+
+    def _split_patches(self, image: ImagePayload, num_tiles: int) -> Tensor:
+        """Return the normalized pixels of each patch, [tiles, patches, 3 * patch size ** 2]."""
+        size = self.spec.patch_size
+        pixels = normalized_pixels(image, self._device, self._dtype)[0]
+        num = self.spec.image_size // size
+        tiles = pixels.unflatten(1, (num_tiles, -1))[:, :, : num * size, : num * size]
+        cells = tiles.reshape(3, num_tiles, num, size, num, size)
+        return cells.permute(1, 2, 4, 0, 3, 5).reshape(num_tiles, num * num, -1)
+
+
+def _layers_spec(spec: TilesVisionSpec, features: tuple[int, ...]) -> LayersSpec:
+    return LayersSpec(
+        hidden_size=spec.hidden_size,
+        intermediate_size=spec.intermediate_size,
+        num_heads=spec.num_heads,
+        head_dim=spec.hidden_size // spec.num_heads,
+        feature_layers=features,
+        activation=spec.activation,
+        norm_eps=spec.norm_eps,
+    )
+
+
+def _read_layer(
+    spec: TilesVisionSpec, tensors: VisionWeights, prefix: str, *, has_gates: bool
+) -> LayerWeights:
+    size, inner = spec.hidden_size, spec.intermediate_size
+
+    def read(name: str) -> Linear:
+        return tensors.read_linear(f"{prefix}self_attn.{name}_proj", size, size, has_bias=False)
+
+    weights = LayerWeights(
+        attention_norm=tensors.read_layer_norm(f"{prefix}input_layernorm", size, spec.norm_eps),
+        qkv=[Linear.join([read(name) for name in "qkv"])],
+        output=read("o"),
+        mlp_norm=tensors.read_layer_norm(f"{prefix}post_attention_layernorm", size, spec.norm_eps),
+        gate=None,
+        up=tensors.read_linear(f"{prefix}mlp.fc1", inner, size),
+        down=tensors.read_linear(f"{prefix}mlp.fc2", size, inner),
+    )
+    if has_gates:
+        for name, linear in (("attn", weights.output), ("ffn", weights.down)):
+            gate = tensors.read(f"{prefix}gate_{name}", 1).tanh()
+            linear.scale_outputs(gate.expand(size))
+    return weights
