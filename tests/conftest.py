@@ -24,7 +24,7 @@ from support.triton_interpreter import interpret_without_gpu  # noqa: E402
 # Else each client of httpx or openai would load all certificates of the system, which takes 40 ms.
 ssl.create_default_context = cache(ssl.create_default_context)
 
-pytest_plugins = ["support.forked_processes", "pytester"]
+pytest_plugins = ["support.forked_processes", "support.sampled_cases", "pytester"]
 
 # Triton reads this only once, and many parts of torch load Triton.
 interpret_without_gpu()
