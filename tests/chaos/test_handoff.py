@@ -48,9 +48,9 @@ def test_requests_continue_with_their_blocks_after_a_crash_of_the_core(
         computed = count_computed()
         assert undisturbed_answers(server, requests) == undisturbed
         computed, alone = count_computed(), count_computed() - computed
+        victim = server.child("core 0")
         streams = Streams(server, requests)
         streams.wait_for_events(40 * len(requests))
-        victim = server.child("core 0")
         victim.kill()
         assert streams.answers() == undisturbed
         wait_until(lambda: not victim.is_running(), what="the core is gone")

@@ -52,9 +52,9 @@ def test_streams_are_unchanged_by_a_crash_or_hang(
     title: str,
     disturb: Callable[[psutil.Process], None],
 ) -> None:
+    victim = server.child(title)
     streams = Streams(server, REQUESTS)
     streams.wait_for_events(50)
-    victim = server.child(title)
     disturb(victim)
     assert streams.answers() == undisturbed
     wait_until(lambda: not victim.is_running(), what=f"{title} is gone")
@@ -73,13 +73,14 @@ def test_a_core_continues_the_streams_of_its_predecessor(
     computed, asked_for = count_tokens()
     prompts = [f"Part {number}. " + "It was a bright cold day. " * 40 for number in range(6)]
     story = {"stream": True, "max_tokens": 60, "temperature": 0, "ignore_eos": True}
+    victim = server.child("core 0")
     streams = Streams(server, [{"prompt": prompt, **story} for prompt in prompts])
     # A prompt that is computed only in part would be computed again.
     wait_until(
         lambda: min(stream.num_events for stream in streams.streams) > 10,
         what="ten events of every stream",
     )
-    server.child("core 0").kill()
+    victim.kill()
     for answer in streams.answers():
         assert "done" in answer and "error" not in answer, answer
 

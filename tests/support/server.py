@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import sys
@@ -46,7 +47,7 @@ class Server(Program):
 
     def find_children(self) -> list[psutil.Process]:
         """Return its current processes; `children` are those at the time when it became ready."""
-        return psutil.Process(self.process.pid).children(recursive=True)
+        return descendants(self.process.pid)
 
     def child(self, title: str) -> psutil.Process:
         """Return the child process called `engine: <title>`, once it exists."""
@@ -109,6 +110,22 @@ class Upgrade(Server):
     def command(self, args: tuple[str, ...]) -> list[str]:
         """Return the arguments of `engine`."""
         return ["upgrade", *args]
+
+
+def descendants(pid: int) -> list[psutil.Process]:
+    """Return the children of a process, and their children.
+
+    psutil does the same, but reads a file of each process of the machine.
+    """
+    if not Path("/proc/thread-self/children").exists():
+        return psutil.Process(pid).children(recursive=True)
+    found: list[psutil.Process] = []
+    for path in Path("/proc", str(pid), "task").glob("*/children"):
+        # A process or a thread may exit in between.
+        with contextlib.suppress(OSError, psutil.NoSuchProcess):
+            for child in path.read_text().split():
+                found += [psutil.Process(int(child)), *descendants(int(child))]
+    return found
 
 
 def title_of(process: psutil.Process) -> str:

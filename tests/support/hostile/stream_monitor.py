@@ -15,11 +15,10 @@ import time
 from pathlib import Path
 from typing import Final
 
-import psutil
-
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from support.lost_time import lost_time_s
+from support.server import descendants
 
 NUM_STREAMS: Final = 3
 MAX_TOKENS: Final = 100
@@ -34,7 +33,7 @@ NEXT_EVENT_S: Final = 30.0
 class StreamMonitor:
     def __init__(self, host: str, port: int, pid: int) -> None:
         self._address = host, port
-        self._server = psutil.Process(pid)
+        self._server = pid
         self._pids: list[int] = []
         self._lost_s = 0.0
         """The lost time at the last tick of the timer."""
@@ -61,7 +60,7 @@ class StreamMonitor:
             task.cancel()
 
     def _begin(self) -> None:
-        self._pids = [child.pid for child in self._server.children(recursive=True)]
+        self._pids = [child.pid for child in descendants(self._server)]
         self._lost_s = lost_time_s(self._pids)
         self._lost_at_event_s = [self._lost_s] * NUM_STREAMS
         self._last_event = [time.monotonic()] * NUM_STREAMS
