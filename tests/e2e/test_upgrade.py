@@ -21,7 +21,7 @@ from support.tiny_checkpoints import qwen3_directory
 
 LONG = {
     "prompt": [5, 6, 7],
-    "max_tokens": 3000,
+    "max_tokens": 2000,
     "ignore_eos": True,
     "temperature": 0,
     "stream": True,
