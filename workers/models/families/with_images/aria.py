@@ -10,6 +10,10 @@ from ..experts import read_experts, with_experts
 
 
 def _aria(fields: ConfigFields) -> ModelSpec:
+    activation = fields.text("hidden_act", "silu")
+    if activation not in ("silu", "swish"):
+        # The routed experts have this activation, whatever the config says.
+        raise fields.wrong("hidden_act", "silu", activation)
     num_shared = fields.integer("moe_num_shared_experts", 2, minimum=0)
     experts = read_experts(
         fields,
