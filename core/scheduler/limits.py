@@ -83,6 +83,8 @@ class Requirements(msgspec.Struct, frozen=True):
         """Return the limits of a scheduler that can allocate `num_blocks` blocks."""
         max_uncertain_tokens = config.max_uncertain_tokens
         reads_images = any(group.is_optional for group in kv_cache_groups)
+        sources = (g.size for g in kv_cache_groups if g.kind is AttentionKind.CROSS)
+        max_source_size = max(sources, default=0)
         return cls(
             vocab_size=vocab_size,
             max_model_len=max_model_len,
@@ -105,10 +107,9 @@ class Requirements(msgspec.Struct, frozen=True):
                 max_uncertain_tokens,
             ),
             reads_images=reads_images,
-            max_source_size=min(
-                max((g.size for g in kv_cache_groups if g.kind is AttentionKind.CROSS), default=0),
-                config.encoder_cache_capacity if reads_images else 1 << 30,
-            ),
+            max_source_size=min(max_source_size, config.encoder_cache_capacity)
+            if reads_images
+            else max_source_size,
         )
 
     @property

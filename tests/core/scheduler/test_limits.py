@@ -23,6 +23,7 @@ REQUIREMENTS = Requirements(
     splits_prompts=True,
     splits_encoder_inputs=True,
     max_computed_tokens=40,
+    reads_images=False,
     max_source_size=0,
 )
 

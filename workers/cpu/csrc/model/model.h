@@ -87,7 +87,7 @@ enum class OpKind : int32_t {
                      // Compressed attention rotates it back.
                      // vectors[0] are sinks, or null; vectors[1] are DistanceBiases with `num_columns` as zero, or
                      // null. If it `norms_values`, each head's output is normed before that
-  norm_add = 6,      // residual += scale * block, normed if there is a norm. If it `reads_source`, only of tokens with one
+  norm_add = 6,  // residual += scale * block, normed if there is a norm. If it `reads_source`, only of tokens with one
   gated_norm_add = 54,  // residual = residual * vectors[2] + block * vectors[1], normed by vectors[0]; vectors[1] may
                         // be null
   final_norm = 7,       // hidden = residual, normed if there is a norm
@@ -366,8 +366,9 @@ struct Op {
   int32_t rope;          // the number of a rotary embedding, or -1
   QKNorm qk_norm;
   int32_t rotates_before_norm;
-  int32_t reads_source;  // attention: whether its keys come from an encoder's outputs, which other steps store; norm_add
-  int32_t is_sparse;     // attention: whether tokens attend only to the keys that they last chose
+  int32_t
+      reads_source;   // attention: whether its keys come from an encoder's outputs, which other steps store; norm_add
+  int32_t is_sparse;  // attention: whether tokens attend only to the keys that they last chose
   int32_t num_heads, num_kv_heads, head_dim;  // the sizes of attention
   int32_t output_dim;                         // the first elements of a value, which attention writes; or 0 for all
   int32_t num_stored;    // 2: keys and values, 1: keys, 0: nothing, the cache of another layer is read

@@ -113,8 +113,8 @@ struct Slice {
   // Returns the position after a sequence's last token in the step.
   int end_position(int sequence) const { return step.positions[step.query_start_loc[sequence + 1] - 1] + 1; }
 
-  // Returns the number of encoder outputs that the tokens of a sequence attend to. Without any, they attend to one, whose
-  // effect is ignored.
+  // Returns the number of encoder outputs that the tokens of a sequence attend to. Without any, they attend to one,
+  // whose effect is ignored.
   int source_len(int sequence) const { return std::max(step.source_lens[table_row(sequence)], 1); }
 
   // Returns whether a row's token has encoder outputs to read.
