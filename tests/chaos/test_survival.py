@@ -67,7 +67,10 @@ def test_a_core_continues_the_streams_of_its_predecessor(
     def count_tokens() -> tuple[float, float]:
         asked_for = ("engine:prompt_tokens_total", "engine:generation_tokens_total")
         computed = server.metric("engine:scheduled_tokens_total")
-        return computed, sum(map(server.metric, asked_for))
+        drafted = server.metric("engine:spec_decode_num_draft_tokens_total")
+        accepted = server.metric("engine:spec_decode_num_accepted_tokens_total")
+        # Rejected drafts are computed without being asked for, and their number depends on the times of steps.
+        return computed - (drafted - accepted), sum(map(server.metric, asked_for))
 
     assert_nothing_is_held(server)
     computed, asked_for = count_tokens()
@@ -85,9 +88,10 @@ def test_a_core_continues_the_streams_of_its_predecessor(
         assert "done" in answer and "error" not in answer, answer
 
     def is_little_computed_twice() -> bool:
-        # Each stream recomputes only the one or two tokens that no client received, not three hundred.
+        # Each stream recomputes only the one or two tokens that no client received, not three hundred. The counts of a
+        # killed core lack the drafts that were rejected last.
         computed_now, asked_for_now = count_tokens()
-        return computed_now - computed < asked_for_now - asked_for + 20 * len(prompts)
+        return computed_now - computed < asked_for_now - asked_for + 40 * len(prompts)
 
     # A frontend's counts appear in its metrics with a short delay.
     wait_until(is_little_computed_twice, what="no more was computed than was asked for")

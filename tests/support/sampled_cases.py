@@ -1,7 +1,7 @@
 """A sample of the cases of parametrized tests: `pytest --sample SEED`.
 
-All cases take longer than a developer waits, and most differ little from each other. So `scripts/test` runs a third of
-them at each commit, and `scripts/test --nightly` runs all.
+All cases take longer than a developer waits, and most differ little from each other. So `scripts/test` runs a sixth of
+the cases of each test at each commit, but at least one, and `scripts/test --nightly` runs all.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-ONE_IN = 3
+ONE_IN = 6
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -36,7 +36,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _sample(cases: list[pytest.Item], seed: str) -> list[pytest.Item]:
-    """Return the first third of the cases in an order that depends on the seed.
+    """Return the first sixth of the cases in an order that depends on the seed.
 
     The order depends on the parameters and not on the test. So tests with the same parameters, which often share a
     server, choose the same.

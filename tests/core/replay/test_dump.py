@@ -146,7 +146,7 @@ def test_a_dump_contains_no_text_or_tokens_of_users():
         (worker_messages.SchedulerOutput, 16),
         (worker_messages.NewRequestData, 13),
         (messages.EngineCoreOutputs, 16),
-        (messages.EncoderInput, 9),
+        (messages.EncoderInput, 11),
         (worker_messages.EncoderWork, 4),
         (worker_messages.DraftTokenIds, 5),
         (sampling_params.SamplingParams, 27),
