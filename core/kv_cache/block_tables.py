@@ -12,6 +12,7 @@ import numpy as np
 
 from ...protocol.arrays import Int64Array, int32_bytes
 from ...protocol.kv_cache_groups import AttentionKind, KVCacheGroup
+from ..state.request import Request
 from ..state.slots import SlotArray, as_array
 from .block_pool import NULL_BLOCK, BlockPool
 from .cached_prefix import CachedPrefix
@@ -89,11 +90,10 @@ class BlockTables:
 
     # Allocating and freeing a slot
 
-    def count_new(self, prefix: CachedPrefix, num_blocks: int, source_size: int) -> int:
+    def count_new(self, request: Request, prefix: CachedPrefix, num_blocks: int) -> int:
         """Return how many blocks to allocate for a request of `num_blocks` blocks, given its cached prefix.
 
-        Blocks of the prefix that must be loaded from the CPU are included, because they need a place. `source_size` is
-        the request's.
+        Blocks of the prefix that must be loaded from the CPU are included, because they need a place.
         """
         num_more = num_blocks - prefix.num_blocks
         if self.is_simple:
@@ -102,16 +102,18 @@ class BlockTables:
             num_more * len(self._token_groups)
             + len(prefix.loads)
             + (len(self._state_groups) if num_more else 0)
-            + sum(self._count_cross_blocks(source_size))
+            + sum(self._count_cross_blocks(request))
         )
 
-    def _count_cross_blocks(self, source_size: int) -> list[int]:
+    def _count_cross_blocks(self, request: Request) -> list[int]:
         """Return the number of blocks of each cross-attention group."""
-        sizes = (source_size if group.is_optional else group.size for group in self._sources)
+        sizes = (
+            request.source_size if group.is_optional else group.size for group in self._sources
+        )
         return [-(-size // self._block_size) for size in sizes]
 
     def build_tables(
-        self, prefix: CachedPrefix, num_blocks: int, new: list[int], source_size: int
+        self, request: Request, prefix: CachedPrefix, num_blocks: int, new: list[int]
     ) -> RequestBlocks:
         """Return the tables of a request with a cached prefix and newly allocated blocks."""
         if self.is_simple:
@@ -127,7 +129,7 @@ class BlockTables:
         for group in self._state_groups if num_more else ():
             tables[group] += [NULL_BLOCK] * (num_more - 1) + new[start : start + 1]
             start += 1
-        counts = self._count_cross_blocks(source_size)
+        counts = self._count_cross_blocks(request)
         for group, count in zip(self._cross_groups, counts, strict=True):
             tables[group] = new[start : start + count]
             start += count

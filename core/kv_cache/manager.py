@@ -136,7 +136,7 @@ class KVCacheManager:
         num_free = pool.num_free - self._num_claimed
         num_blocks = num_new = -(-num_tokens // self.block_size)
         if found.num_blocks or not self.tables.is_simple:
-            num_new = self.tables.count_new(found, num_blocks, request.source_size)
+            num_new = self.tables.count_new(request, found, num_blocks)
             present = _present_blocks(found)
             num_revived = pool.count_free(present)
             if num_new + num_revived > num_free:
@@ -169,7 +169,7 @@ class KVCacheManager:
                     self.cpu_offload.load_block(load.key, block)
             if prefix.num_blocks or not self.tables.is_simple:
                 claim.tables = self.tables.build_tables(
-                    prefix, claim.num_blocks, blocks, claim.request.source_size
+                    claim.request, prefix, claim.num_blocks, blocks
                 )
             else:
                 claim.tables = (blocks,)
@@ -186,7 +186,7 @@ class KVCacheManager:
         The blocks that freeing the slots `without` would return to the pool are subtracted.
         """
         num_blocks = -(-num_tokens // self.block_size)
-        needed = self.tables.count_new(prefix, num_blocks, request.source_size)
+        needed = self.tables.count_new(request, prefix, num_blocks)
         found = _present_blocks(prefix)
         needed += self.pool.count_free(found)
         return needed - self.tables.count_freed(without, set(found)) if without else needed

@@ -64,7 +64,7 @@ class Requirements(msgspec.Struct, frozen=True):
     splits_encoder_inputs: bool
     max_computed_tokens: int
     reads_images: bool
-    """Whether cross attention reads images."""
+    """True if cross attention reads images."""
     max_source_size: int
     """Length of the encoder output that cross attention reads, in embeddings; 0 for a model without cross attention."""
 

@@ -38,7 +38,7 @@ STABLE_S: Final = 2.0
 MAX_FAILED_STARTS: Final = 5
 
 LOOKS_PER_TIMEOUT: Final = 5
-"""How often the guardian looks for a heartbeat before it concludes that the supervisor hangs."""
+"""Number of looks for a heartbeat after which the guardian concludes that the supervisor hangs."""
 
 MAX_REMEMBERED_EXITS: Final = 1000
 """Exits that the next supervisor learns about."""

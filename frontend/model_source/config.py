@@ -114,6 +114,9 @@ def resolve_model(options: ModelOptions, console: Console) -> ResolvedModel:
     vocab_size = text.integer("vocab_size")
     embedding = read_embedding_files(path, text)
     eos += generation.token_ids("eos_token_id") + text.token_ids("eos_token_id")
+    images = None
+    if options.model_impl is not ModelImpl.TRANSFORMERS:
+        images = read_image_processor(path, config, text, options.mm_processor_kwargs, vision)
     return ResolvedModel(
         config=ModelConfig(
             model=name,
@@ -149,14 +152,12 @@ def resolve_model(options: ModelOptions, console: Console) -> ResolvedModel:
             classifier=read_classifier(text),
             enable_lora=options.enable_lora,
             loras=loras,
-            image_lora=find_image_lora(options, loras, console),
+            image_lora=find_image_lora(options, loras, console, reads_images=images is not None),
             download_dir=options.download_dir,
             max_lora_rank=options.max_lora_rank,
             hidden_size=text.optional_integer("hidden_size") or 0,
             enable_prompt_embeds=options.enable_prompt_embeds,
-            images=None
-            if options.model_impl is ModelImpl.TRANSFORMERS
-            else read_image_processor(path, config, text, options.mm_processor_kwargs, vision),
+            images=images,
             videos=None
             if options.model_impl is ModelImpl.TRANSFORMERS
             else read_video_processor(path, config, text, options.mm_processor_kwargs),

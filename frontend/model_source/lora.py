@@ -47,7 +47,7 @@ def find_loras(
 
 
 def find_image_lora(
-    options: ModelOptions, loras: Sequence[LoraAdapter], console: Console
+    options: ModelOptions, loras: Sequence[LoraAdapter], console: Console, *, reads_images: bool
 ) -> LoraAdapter | None:
     """Return the adapter of `--default-mm-loras` for images: one of `loras`, or one with its own path.
 
@@ -63,6 +63,10 @@ def find_image_lora(
     if others := sorted(set(wanted) - {_IMAGE}):
         raise ConfigError(
             f"--default-mm-loras has {', '.join(others)}; only {_IMAGE!r} is supported"
+        )
+    if not reads_images:
+        raise ConfigError(
+            f"--default-mm-loras has {_IMAGE}, but this model reads no images; remove the flag"
         )
     path = wanted[_IMAGE]
     if not isinstance(path, str):

@@ -10,12 +10,13 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import pytest
 from support.hostile.client import make_request
 from support.hostile.target import NUM_THREADS, Attack, Route, Target
 from support.hostile.values import LARGE, LARGEST, NESTED, SMALL
+from support.sampled_cases import Sampled
 
 IS_FULL: Final = bool(os.environ.get("ENGINE_HOSTILE_FULL"))
 """Each field of each schema gets every value, which takes an hour."""
@@ -23,19 +24,19 @@ IS_FULL: Final = bool(os.environ.get("ENGINE_HOSTILE_FULL"))
 FIELDS_OF_BATCHES: Final = ("messages", "n", "stream", "tools")
 """Fields that batches read in their own way. The others are those of chat completions."""
 
-NUM_WRONG: Final = 6
+NUM_WRONG: Final = 12
 """Number of wrong values of each field: of each type some, which change from field to field."""
 
-NUM_WRONG_AGAIN: Final = 2
+NUM_WRONG_AGAIN: Final = 3
 """Number of wrong values of a field that another schema has as well."""
 
-FIELDS_PER_LARGE: Final = 3
-"""One in so many fields gets a large value, which changes from field to field."""
+NUM_LARGE: Final = 1
+"""Number of large values of each field, which change from field to field."""
 
 ATTACKS_AT_ONCE: Final = 200
 """Number of attacks after which streams, processes and memory are looked at."""
 
-FIELDS_PER_LARGEST: Final = 120
+FIELDS_PER_LARGEST: Final = 40
 """One in so many fields gets one of the largest values."""
 
 _SCHEMA: Final[dict[str, Any]] = {
@@ -90,14 +91,25 @@ SAMPLES: Final[dict[str, list[Any]]] = {
 """Valid objects and lists, in each place of which a wrong value is put."""
 
 
-def fields_of(target: Target, *, once: bool) -> Iterator[tuple[Route, str]]:
-    """Return every field with its route; with `once`, of one route for each schema.
+class Field(NamedTuple):
+    number: int
+    route: Route
+    name: str
 
-    Unless the attack is full, batches have only their own fields.
-    """
+    def __str__(self) -> str:
+        return f"{self.route.path} {self.name}"
+
+
+@pytest.fixture
+def fields(target: Target) -> list[Field]:
+    """Every field of one route for each schema. Unless the attack is full, batches have only their own fields."""
+    return [Field(number, *field) for number, field in enumerate(_fields_of(target))]
+
+
+def _fields_of(target: Target) -> Iterator[tuple[Route, str]]:
     schemas: set[str] = set()
     for route in target.routes:
-        if once and route.schema in schemas:
+        if route.schema in schemas:
             continue
         schemas.add(route.schema)
         for field in route.fields:
@@ -144,11 +156,13 @@ def test_every_route_with_a_body_has_fields(target: Target) -> None:
     assert len(schemas) >= 4 and all(route.fields for route in target.routes if route.schema)
 
 
-def test_wrong_values_in_every_field_get_a_clear_answer(target: Target) -> None:
+def test_wrong_values_in_every_field_get_a_clear_answer(
+    target: Target, fields: list[Field], sampled: Sampled[Field]
+) -> None:
     seen: set[str] = set()
 
     def attacks() -> Iterator[Attack]:
-        for number, (route, field) in enumerate(fields_of(target, once=True)):
+        for number, route, field in sampled(fields, str):
             count = NUM_WRONG_AGAIN if field in seen else NUM_WRONG
             seen.add(field)
             for name, value in in_turn(SMALL, number, count):
@@ -157,13 +171,13 @@ def test_wrong_values_in_every_field_get_a_clear_answer(target: Target) -> None:
     assert_no_faults(find_all_faults(target, attacks(), NUM_THREADS))
 
 
-def test_wrong_values_inside_objects_and_lists_get_a_clear_answer(target: Target) -> None:
+def test_wrong_values_inside_objects_and_lists_get_a_clear_answer(
+    target: Target, fields: list[Field], sampled: Sampled[Field]
+) -> None:
     seen: set[str] = set()
 
     def attacks() -> Iterator[Attack]:
-        for number, (route, field) in enumerate(fields_of(target, once=True)):
-            if field not in SAMPLES:
-                continue
+        for number, route, field in sampled([f for f in fields if f.name in SAMPLES], str):
             # The same code reads the field in most routes.
             is_first = IS_FULL or field not in seen
             seen.add(field)
@@ -208,23 +222,27 @@ def _marked(value: Any, mark: str) -> Iterator[tuple[str, Any]]:
                 yield f"[{index}]{path}", [*before, inner, *after]
 
 
-def test_large_values_get_a_clear_answer(target: Target) -> None:
-    attacks = large_attacks(target, LARGE, FIELDS_PER_LARGE)
+def test_large_values_in_every_field_get_a_clear_answer(
+    target: Target, fields: list[Field], sampled: Sampled[Field]
+) -> None:
+    attacks = (
+        route.attack(field, name, value)
+        for number, route, field in sampled(fields, str)
+        for name, value in in_turn(LARGE, number, NUM_LARGE)
+    )
     assert_no_faults(find_all_faults(target, attacks, at_once=30))
 
 
-def test_the_largest_values_get_a_clear_answer(target: Target) -> None:
-    attacks = large_attacks(target, LARGEST, FIELDS_PER_LARGEST)
+def test_the_largest_values_in_every_field_get_a_clear_answer(
+    target: Target, fields: list[Field], sampled: Sampled[Field]
+) -> None:
+    attacked = [f for f in fields if IS_FULL or f.number % FIELDS_PER_LARGEST == 0]
+    attacks = (
+        route.attack(field, name, value)
+        for number, route, field in sampled(attacked, str)
+        for name, value in in_turn(LARGEST, number // FIELDS_PER_LARGEST)
+    )
     assert_no_faults(find_all_faults(target, attacks, at_once=1))
-
-
-def large_attacks(
-    target: Target, values: dict[str, Callable[[], bytes]], fields_per_value: int
-) -> Iterator[Attack]:
-    for number, (route, field) in enumerate(fields_of(target, once=True)):
-        if IS_FULL or number % fields_per_value == 0:
-            for name, value in in_turn(values, number // fields_per_value):
-                yield route.attack(field, name, value)
 
 
 @pytest.mark.parametrize("body", [b"", b"null", b"[]", b"1", b'"', b"{", b"\xff", b"{}" * 2])

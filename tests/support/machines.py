@@ -6,9 +6,9 @@ import random
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
@@ -17,24 +17,17 @@ from support.program import Program
 
 @dataclass(frozen=True)
 class Machine:
-    """A machine: its address, the environment of its programs, and a process in its namespaces, if it has its own."""
+    """A machine: the prefix of a command line that runs there, and its environment."""
 
     address: str
-    env: dict[str, str]
-    holder: int | None = None
+    prefix: list[str] = field(default_factory=list)
+    env: dict[str, str] = field(default_factory=dict)
 
 
-def program(machine: Machine, *args: str, launcher: Sequence[str] = ()) -> Program:
+def program(machine: Machine, *args: str, launcher: list[str] | None = None) -> Program:
     """Run an `engine` command, or that of `launcher`, on a machine."""
-    if launcher:
-        command = [*launcher, *args]
-        if machine.holder is not None:
-            command = [*_enter(machine.holder), *command]
-    else:
-        command = [sys.executable, "-m"]
-        if machine.holder is not None:
-            command += ["support.in_namespaces", str(machine.holder)]
-        command += ["engine.frontend.cli.main", *args]
+    engine = [sys.executable, "-P", "-m", "engine.frontend.cli.main"]
+    command = [*machine.prefix, *(launcher or engine), *args]
     return Program(command, {"OMP_NUM_THREADS": "1", **machine.env})
 
 
@@ -64,7 +57,7 @@ def two_machines() -> Iterator[tuple[Machine, Machine]]:
         machines = _namespaces(stack)
         if machines is None:
             env = {"GLOO_SOCKET_IFNAME": "lo"}
-            machines = Machine("127.0.0.1", env), Machine("127.0.0.2", env)
+            machines = Machine("127.0.0.1", env=env), Machine("127.0.0.2", env=env)
         yield machines
 
 
@@ -86,8 +79,11 @@ def _namespaces(stack: ExitStack) -> tuple[Machine, Machine] | None:
             raise PermissionError
         return holder.pid
 
+    def enter(pid: int) -> list[str]:
+        return ["nsenter", "-t", str(pid), "-U", "-n", "--preserve-credentials"]
+
     def run(pid: int, script: str) -> None:
-        subprocess.run([*_enter(pid), "sh", "-ec", script], check=True, capture_output=True)
+        subprocess.run([*enter(pid), "sh", "-ec", script], check=True, capture_output=True)
 
     try:
         first = hold("unshare", "-Urn")
@@ -101,10 +97,6 @@ def _namespaces(stack: ExitStack) -> tuple[Machine, Machine] | None:
     except (OSError, subprocess.CalledProcessError):
         return None
     return (
-        Machine("10.9.0.1", {"GLOO_SOCKET_IFNAME": "cable0"}, first),
-        Machine("10.9.0.2", {"GLOO_SOCKET_IFNAME": "cable1"}, second),
+        Machine("10.9.0.1", enter(first), {"GLOO_SOCKET_IFNAME": "cable0"}),
+        Machine("10.9.0.2", enter(second), {"GLOO_SOCKET_IFNAME": "cable1"}),
     )
-
-
-def _enter(holder: int) -> list[str]:
-    return ["nsenter", "-t", str(holder), "-U", "-n", "--preserve-credentials"]

@@ -1,4 +1,4 @@
-"""A sample of the cases of parametrized tests: `pytest --sample SEED`.
+"""A sample of the cases of tests with many: `pytest --sample SEED`.
 
 All cases take longer than a developer waits, and most differ little from each other. So `scripts/test` runs a sixth of
 the cases of each test at each commit, but at least one, and `scripts/test --nightly` runs all.
@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias, TypeVar
 
 import pytest
 
 ONE_IN = 6
+
+T = TypeVar("T")
+Sampled: TypeAlias = Callable[[Sequence[T], Callable[[T], str]], list[T]]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -27,22 +31,35 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     seed = config.option.sample
     if seed is None:
         return
-    cases: defaultdict[str, list[pytest.Item]] = defaultdict(list)
+    cases: defaultdict[str, list[Any]] = defaultdict(list)
     for item in items:
         cases[item.nodeid.partition("[")[0]].append(item)
-    chosen = {id(item) for each in cases.values() for item in _sample(each, seed)}
+    # Tests with the same parameters, which often share a server, choose the same.
+    chosen = {
+        id(item)
+        for each in cases.values()
+        for item in (_sample(each, lambda case: case.callspec.id, seed) if len(each) > 1 else each)
+    }
     config.hook.pytest_deselected(items=[item for item in items if id(item) not in chosen])
     items[:] = [item for item in items if id(item) in chosen]
 
 
-def _sample(cases: list[pytest.Item], seed: str) -> list[pytest.Item]:
-    """Return the first sixth of the cases in an order that depends on the seed.
+@pytest.fixture
+def sampled(pytestconfig: pytest.Config) -> Sampled[Any]:
+    """A function that returns the cases of a test that are its own loop, or a sample of them, chosen by their names."""
 
-    The order depends on the parameters and not on the test. So tests with the same parameters, which often share a
-    server, choose the same.
-    """
+    def sample(cases: Sequence[T], name: Callable[[T], str]) -> list[T]:
+        seed = pytestconfig.option.sample
+        return list(cases) if seed is None else _sample(cases, name, seed)
 
-    def rank(case: Any) -> str:
-        return hashlib.sha256(f"{seed} {case.callspec.id}".encode()).hexdigest()
+    return sample
 
-    return sorted(cases, key=rank)[: -(-len(cases) // ONE_IN)] if len(cases) > 1 else cases
+
+def _sample(cases: Sequence[T], name: Callable[[T], str], seed: str) -> list[T]:
+    """Return one in six cases, in their order."""
+
+    def rank(number: int) -> str:
+        return hashlib.sha256(f"{seed} {name(cases[number])}".encode()).hexdigest()
+
+    chosen = sorted(range(len(cases)), key=rank)[: -(-len(cases) // ONE_IN)]
+    return [cases[number] for number in sorted(chosen)]

@@ -57,7 +57,7 @@ class TorchDecoder(ABC):
     """The rotary positions of the current step, integers [T, 3]; None if they equal the token positions."""
 
     reads_T1: Tensor | None = None
-    """Which tokens of the current step read images by cross attention, bool [T, 1]; None if none does."""
+    """A mask of the step's tokens that read images by cross attention, bool [T, 1]; None if none does."""
 
     def __init__(
         self,

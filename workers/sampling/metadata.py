@@ -89,7 +89,7 @@ class LogprobRows:
 
     @cached_property
     def processed(self) -> tuple[torch.Tensor, RowParameters] | None:
-        """Which rows report the probabilities after all filters, bool [R], and the filters; None if no row does."""
+        """A mask of the rows that report filtered probabilities, bool [R], and the filters; None if no row does."""
         slots = np.array(self.slots, np.int64)
         is_processed = self.state.wants_processed[slots]
         if not is_processed.any():

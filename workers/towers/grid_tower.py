@@ -17,7 +17,7 @@ from ...protocol.errors import EngineError
 from ...protocol.messages import ImagePayload
 from ..device.torch_threads import torch_threads
 from ..loaders import Checkpoint
-from .image_input import read_image_input
+from .image_input import ImageReader
 from .layers import LayersSpec, LayerWeights, MakeLayers, Patches, TorchLayers, Windows
 from .mergers import Merger, read_merger
 from .pixels import normalized_pixels
@@ -34,7 +34,7 @@ class _WindowOrder(NamedTuple):
     windows: Windows
 
 
-class GridTower:
+class GridTower(ImageReader):
     """The tower described by `spec` and its projection, in torch, with the layers that `make_layers` returns.
 
     It computes one image at a time, so that results do not depend on other images.
@@ -52,8 +52,9 @@ class GridTower:
         num_threads: int = 1,
         make_layers: MakeLayers = TorchLayers,
     ) -> None:
+        size = spec.output_size * (1 + len(spec.deepstack_layers))
+        super().__init__(size, device, dtype, spec.frames_per_patch)
         self.spec = spec
-        self._device, self._dtype = device, dtype
         self._num_threads = num_threads
         tensors = VisionWeights(
             checkpoint, "patch_embed.proj.weight", device, dtype, spec.tensor_names
@@ -97,16 +98,6 @@ class GridTower:
             layer: Merger(spec, tensors, f"deepstack_merger_list.{i}.", norm="squares")
             for i, layer in enumerate(spec.deepstack_layers)
         }
-
-    def encode(self, data: bytes) -> Tensor:
-        """Return the outputs [K, elements] of the image in an encoder input, or the embeddings that it contains.
-
-        Raises:
-            EngineError: The data is neither an image nor embeddings, which a correct frontend never sends.
-        """
-        size = self.spec.output_size * (1 + len(self.spec.deepstack_layers))
-        given = read_image_input(data, size, self.spec.frames_per_patch, self._device, self._dtype)
-        return given if isinstance(given, Tensor) else self(given)
 
     @torch.inference_mode()
     def __call__(self, image: ImagePayload) -> Tensor:

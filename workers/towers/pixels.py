@@ -25,3 +25,10 @@ def normalized_pixels(
         scaled = (frames_FHWC.double() * image.scale).float()
     mean, std = scaled.new_tensor(image.mean), scaled.new_tensor(image.std)
     return ((scaled - mean) / std).to(dtype).permute(0, 3, 1, 2)
+
+
+def split_patches(pixels: Tensor, num_rows: int, num_columns: int, size: int) -> Tensor:
+    """Return the pixels of each patch of an image [3, H, W] row by row, [patches, 3 * size ** 2]."""
+    whole = pixels[:, : num_rows * size, : num_columns * size]
+    patches = whole.reshape(3, num_rows, size, num_columns, size)
+    return patches.permute(1, 3, 0, 2, 4).reshape(-1, 3 * size**2)

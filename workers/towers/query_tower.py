@@ -13,7 +13,7 @@ from ...protocol.errors import EngineError
 from ...protocol.messages import ImagePayload
 from ..device.torch_threads import torch_threads
 from ..loaders import Checkpoint
-from .image_input import read_image_input
+from .image_input import ImageReader
 from .layers import LayersSpec, LayerWeights, MakeLayers, Patches, TorchLayers
 from .pixels import normalized_pixels
 from .rotary import PatchRotary
@@ -21,7 +21,7 @@ from .sam_encoder import SamEncoder
 from .weights import Linear, VisionWeights, check_activation
 
 
-class QueryTower:
+class QueryTower(ImageReader):
     """The tower described by `spec`: an image encoder in torch, and a reader with the layers of `make_layers`.
 
     It computes one tile at a time, so that results do not depend on other images.
@@ -39,8 +39,9 @@ class QueryTower:
         num_threads: int = 1,
         make_layers: MakeLayers = TorchLayers,
     ) -> None:
+        super().__init__(spec.output_size, device, dtype)
         self.spec = spec
-        self._device, self._dtype, self._num_threads = device, dtype, num_threads
+        self._num_threads = num_threads
         for activation in (spec.activation, spec.reader_activation):
             check_activation(checkpoint, activation)
 
@@ -63,15 +64,6 @@ class QueryTower:
             "multi_modal_projector", spec.output_size, size
         )
         self._separator_D = read("view_separator").read("view_separator", spec.output_size)
-
-    def encode(self, data: bytes) -> Tensor:
-        """Return the embeddings [K, output size] of the image in an encoder input, or the embeddings that it contains.
-
-        Raises:
-            EngineError: The data is neither an image nor embeddings, which a correct frontend never sends.
-        """
-        given = read_image_input(data, self.spec.output_size, 1, self._device, self._dtype)
-        return given if isinstance(given, Tensor) else self(given)
 
     @torch.inference_mode()
     def __call__(self, image: ImagePayload) -> Tensor:

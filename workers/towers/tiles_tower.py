@@ -15,9 +15,9 @@ from ...protocol.errors import EngineError
 from ...protocol.messages import ImagePayload
 from ..device.torch_threads import torch_threads
 from ..loaders import Checkpoint
-from .image_input import read_image_input
+from .image_input import ImageReader
 from .layers import LayersSpec, LayerWeights, MakeLayers, Patches, TorchLayers
-from .pixels import normalized_pixels
+from .pixels import normalized_pixels, split_patches
 from .weights import Linear, VisionWeights, check_activation
 
 _ROWS_TOGETHER = 8
@@ -26,7 +26,7 @@ _ROWS_TOGETHER = 8
 _OUTER_EPS = 1e-5
 
 
-class TilesTower:
+class TilesTower(ImageReader):
     """The tower described by `spec` and its projection, in torch, with the layers that `make_layers` returns.
 
     It computes one image at a time, so that results do not depend on other images.
@@ -44,8 +44,8 @@ class TilesTower:
         num_threads: int = 1,
         make_layers: MakeLayers = TorchLayers,
     ) -> None:
+        super().__init__(spec.output_size, device, dtype)
         self.spec = spec
-        self._device, self._dtype = device, dtype
         self._num_threads = num_threads
         check_activation(checkpoint, spec.activation)
         tensors = VisionWeights(checkpoint, "gated_positional_embedding.embedding", device, dtype)
@@ -91,15 +91,6 @@ class TilesTower:
             name, spec.output_size, size * (1 + len(spec.feature_layers))
         )
 
-    def encode(self, data: bytes) -> Tensor:
-        """Return the outputs [K, output size] of the image in an encoder input.
-
-        Raises:
-            EngineError: The data is not an image, which a correct frontend never sends.
-        """
-        given = read_image_input(data, self.spec.output_size, 1, self._device, self._dtype)
-        return given if isinstance(given, Tensor) else self(given)
-
     @torch.inference_mode()
     def __call__(self, image: ImagePayload) -> Tensor:
         """Return the outputs [K, output size] of an image, tile by tile.
@@ -124,7 +115,10 @@ class TilesTower:
 
     def _encode(self, image: ImagePayload, grid: int, num_tiles: int) -> Tensor:
         spec = self.spec
-        patches = F.linear(self._split_patches(image, num_tiles), self._patches)
+        tiles = normalized_pixels(image, self._device, self._dtype)[0].chunk(num_tiles, 1)
+        num = spec.image_size // spec.patch_size
+        split = torch.stack([split_patches(tile, num, num, spec.patch_size) for tile in tiles])
+        patches = F.linear(split, self._patches)
         x_TPD = F.pad(patches, (0, 0, 0, 0, 0, spec.max_tiles - num_tiles))
         x_TPD = x_TPD + self._before_GT1D[grid]
         classes = self._class_D.expand(spec.max_tiles, 1, -1)
@@ -151,15 +145,6 @@ class TilesTower:
             chosen = [features[layer][:num_real] for layer in spec.feature_layers]
             parts.append(torch.stack(chosen, -1).flatten(1))
         return self._project(torch.cat(parts, -1))
-
-    def _split_patches(self, image: ImagePayload, num_tiles: int) -> Tensor:
-        """Return the normalized pixels of each patch, [tiles, patches, 3 * patch size ** 2]."""
-        size = self.spec.patch_size
-        pixels = normalized_pixels(image, self._device, self._dtype)[0]
-        num = self.spec.image_size // size
-        tiles = pixels.unflatten(1, (num_tiles, -1))[:, :, : num * size, : num * size]
-        cells = tiles.reshape(3, num_tiles, num, size, num, size)
-        return cells.permute(1, 2, 4, 0, 3, 5).reshape(num_tiles, num * num, -1)
 
 
 def _layers_spec(spec: TilesVisionSpec, features: tuple[int, ...]) -> LayersSpec:

@@ -18,9 +18,9 @@ from ...protocol.messages import ImagePayload
 from ..device.torch_threads import torch_threads
 from ..loaders import Checkpoint
 from .clip_layers import layers_spec, read_layer
-from .image_input import read_image_input
+from .image_input import ImageReader
 from .layers import Layers, MakeLayers, Patches, TorchLayers
-from .pixels import normalized_pixels
+from .pixels import normalized_pixels, split_patches
 from .projection import WORDS, read_projection
 from .rotary import grid_places
 from .tiles.anyres import join_tiles, reduce_frame
@@ -28,7 +28,7 @@ from .weights import VisionWeights, check_activation
 from .window_merger import WindowMerger
 
 
-class VisionTower:
+class VisionTower(ImageReader):
     """The tower described by `spec` and its projection, in torch, with the layers that `make_layers` returns.
 
     It computes one image at a time, so that results do not depend on other images.
@@ -46,8 +46,8 @@ class VisionTower:
         num_threads: int = 1,
         make_layers: MakeLayers = TorchLayers,
     ) -> None:
+        super().__init__(spec.output_size, device, dtype)
         self.spec = spec
-        self._device, self._dtype = device, dtype
         self._num_threads = num_threads
         check_activation(checkpoint, spec.activation)
         tensors = VisionWeights(
@@ -123,16 +123,6 @@ class VisionTower:
         if spec.has_newlines:
             weights = VisionWeights(checkpoint, "image_newline", device, dtype)
             self._newline_D = weights.read("image_newline", spec.output_size)
-
-    def encode(self, data: bytes) -> Tensor:
-        """Return the embeddings [K, output size] of the image in an encoder input, or the embeddings that it contains.
-
-        Raises:
-            EngineError: The data is neither an image nor embeddings, which a correct frontend never sends.
-        """
-        size = self.spec.output_size
-        given = read_image_input(data, size, 1, self._device, self._dtype)
-        return given if isinstance(given, Tensor) else self(given)
 
     @torch.inference_mode()
     def __call__(self, image: ImagePayload) -> Tensor:
@@ -227,7 +217,7 @@ class VisionTower:
         spec = self.spec
         # Like a convolution with a stride of one patch, ignore the pixels beyond the last whole patch.
         num_rows, row_length = (length // spec.patch_size for length in pixels.shape[1:])
-        patches = _split_patches(pixels, num_rows, row_length, spec.patch_size)
+        patches = split_patches(pixels, num_rows, row_length, spec.patch_size)
         num_columns = row_length
         order_P: Tensor | None = None
         if shown is not None and shown != (num_rows, num_columns):
@@ -283,13 +273,6 @@ class VisionTower:
         if spec.has_class_token and not spec.keeps_class_token:
             x_PD = x_PD[1:]
         return self._project(x_PD, row_length)
-
-
-def _split_patches(pixels: Tensor, num_rows: int, num_columns: int, size: int) -> Tensor:
-    """Return the pixels of each patch, [P, 3 * size ** 2]."""
-    whole = pixels[:, : num_rows * size, : num_columns * size]
-    patches = whole.reshape(3, num_rows, size, num_columns, size)
-    return patches.permute(1, 3, 0, 2, 4).reshape(-1, 3 * size**2)
 
 
 def _nearest(count: int, side: int, *, in_steps: bool) -> Tensor:

@@ -24,7 +24,7 @@ def cover(image: Image.Image, config: CoverProcessor) -> Parts:
     columns, rows = 1, 1
     if config.splits and config.max_tiles > 1:
         if config.covers:
-            columns, rows = _covering_grid(*image.size, config.side, config.max_tiles)
+            columns, rows = _covering_grid(*image.size, side, config.max_tiles)
         else:
             columns, rows = best_canvas(*image.size, side, config.min_tiles, config.max_tiles)
     whole = resize(image, side, side, config)

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from ....protocol.checkpoint.config_fields import ConfigFields
+from ....protocol.checkpoint.vision.llama import TilesVisionSpec
+from ....protocol.checkpoint.vision.mobilenet import ConvVisionSpec
 from ....protocol.checkpoint.vision.spec import VisionSpec
 
 LANCZOS: Final = 1
@@ -18,7 +20,10 @@ CLIP_VALUES: Final = {
 
 
 def values(
-    fields: ConfigFields, vision: VisionSpec, token_id: int, resample: int
+    fields: ConfigFields,
+    vision: VisionSpec | TilesVisionSpec | ConvVisionSpec,
+    token_id: int,
+    resample: int,
 ) -> dict[str, Any]:
     """Return the settings that all image processors share, as keyword arguments."""
     sizes = {"output_size": vision.output_size, "num_outputs": vision.num_outputs}
@@ -52,7 +57,7 @@ def sides(fields: ConfigFields, name: str) -> ConfigFields:
     return fields.first_section(name)
 
 
-def side_of_tile(fields: ConfigFields, name: str, vision: VisionSpec) -> int:
+def side_of_tile(fields: ConfigFields, name: str, vision: VisionSpec | TilesVisionSpec) -> int:
     """Return the side of a tile in pixels, which must equal the image size of the vision tower."""
     side = fields.integer(name, vision.image_size)
     if side != vision.image_size:

@@ -8,7 +8,7 @@ from ....protocol.checkpoint.config_fields import ConfigFields
 from ....protocol.checkpoint.vision.mobilenet import ConvVisionSpec
 from ....protocol.checkpoint.vision.spec import MAX_SIDE, VisionSpec
 from ....protocol.config.images import BudgetProcessor, PanScanProcessor, SquareProcessor
-from .fields import BICUBIC, BILINEAR, pixel_values, side_of_tile, sides, values
+from .fields import BICUBIC, BILINEAR, side_of_tile, sides, values
 from .source import ProcessorSource
 
 _BUDGETS: Final = (70, 140, 280, 560, 1120)
@@ -50,9 +50,7 @@ def gemma3n(source: ProcessorSource, vision: ConvVisionSpec, token_id: int) -> S
     if size.integer("width", side) != side:
         raise size.wrong("width", f"{side}, as height", size.get("width"))
     return SquareProcessor(
-        **pixel_values(fields, token_id, BICUBIC),
-        output_size=vision.output_size,
-        num_outputs=vision.num_outputs,
+        **values(fields, vision, token_id, BICUBIC),
         side=side,
         mark_ids=(source.config.integer("eoi_token_id", 262_144, minimum=0),),
         mark_texts=(source.special_token("eoi_token"),),

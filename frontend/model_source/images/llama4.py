@@ -5,7 +5,7 @@ from __future__ import annotations
 from ....protocol.checkpoint.vision.llama import TilesVisionSpec
 from ....protocol.checkpoint.vision.spec import VisionSpec
 from ....protocol.config.images import MosaicProcessor, TilesProcessor
-from .fields import BILINEAR, pixel_values, side_of_tile, sides, values
+from .fields import BILINEAR, side_of_tile, sides, values
 from .source import ProcessorSource
 
 _MAX_TILES = 64
@@ -31,18 +31,12 @@ def tiles(source: ProcessorSource, vision: VisionSpec, token_id: int) -> TilesPr
 def mosaic(source: ProcessorSource, vision: TilesVisionSpec, token_id: int) -> MosaicProcessor:
     """Return the processor of Llama 3.2 Vision."""
     fields = source.fields
-    size, most = sides(fields, "size"), vision.max_tiles
-    side = size.integer("height", vision.image_size)
-    if side != vision.image_size:
-        needed = f"{vision.image_size}, which is vision_config.image_size"
-        raise size.wrong("height", needed, side)
+    most = vision.max_tiles
     if fields.integer("max_image_tiles", most) != most:
         needed = f"{most}, which is vision_config.max_num_tiles"
         raise fields.wrong("max_image_tiles", needed, fields.get("max_image_tiles"))
     return MosaicProcessor(
-        **pixel_values(fields, token_id, BILINEAR),
-        output_size=vision.output_size,
-        num_outputs=vision.num_outputs,
-        side=side,
+        **values(fields, vision, token_id, BILINEAR),
+        side=side_of_tile(sides(fields, "size"), "height", vision),
         max_tiles=most,
     )

@@ -83,7 +83,7 @@ REJECTIONS: Final = {
 
 OWN_COUNTERS: Final = {
     "scheduler_steps": "Steps scheduled.",
-    "scheduled_tokens": "Tokens computed in all steps.",
+    "scheduled_tokens": "Tokens scheduled in all steps, including places for drafts.",
     "cpu_offload_hits": "Prompt tokens found in the prefix cache that came from CPU offload.",
     "invariant_violations": "Failed invariant checks of the core.",
     "kv_blocks_copied_out": "KV-cache blocks copied to CPU memory.",

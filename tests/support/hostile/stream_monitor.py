@@ -33,7 +33,7 @@ NEXT_EVENT_S: Final = 30.0
 class StreamMonitor:
     def __init__(self, host: str, port: int, pid: int) -> None:
         self._address = host, port
-        self._server = pid
+        self._server_pid = pid
         self._pids: list[int] = []
         self._lost_s = 0.0
         """The lost time at the last tick of the timer."""
@@ -60,7 +60,7 @@ class StreamMonitor:
             task.cancel()
 
     def _begin(self) -> None:
-        self._pids = [child.pid for child in descendants(self._server)]
+        self._pids = [child.pid for child in descendants(self._server_pid)]
         self._lost_s = lost_time_s(self._pids)
         self._lost_at_event_s = [self._lost_s] * NUM_STREAMS
         self._last_event = [time.monotonic()] * NUM_STREAMS

@@ -28,6 +28,7 @@ from safetensors.torch import load_file, save_file
 from support.decoders import CPU, TOWER_LAYERS, Runner, load_decoder, load_native_decoder
 from support.families import SMALL
 from support.lora_adapters import write_adapter
+from support.server import default_model
 from support.tiny_checkpoints import sentencepiece_tokenizer
 from support.vision_checkpoints import CHAT_TEMPLATE
 from torch.nn import functional as F
@@ -238,6 +239,8 @@ def test_the_default_adapter_reads_images(model, tmp_path):
     ):
         with pytest.raises(ConfigError, match=message):
             LLM(str(path), enable_lora=True, **loras | {"default_mm_loras": values})
+    with pytest.raises(ConfigError, match="this model reads no images"):
+        LLM(default_model(), enable_lora=True, default_mm_loras={"image": "vision"})
 
 
 def test_images_that_do_not_fit_are_refused(model):

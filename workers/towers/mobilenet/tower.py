@@ -14,13 +14,13 @@ from ....protocol.errors import EngineError
 from ....protocol.messages import ImagePayload
 from ...device.torch_threads import torch_threads
 from ...loaders import Checkpoint
-from ..image_input import read_image_input
+from ..image_input import ImageReader
 from ..pixels import normalized_pixels
 from ..weights import Norm, VisionWeights
 from .blocks import read_block, read_inverted, read_norm, read_stem
 
 
-class ConvTower:
+class ConvTower(ImageReader):
     """The tower described by `spec` and its projection.
 
     It computes one image at a time, so that results do not depend on other images.
@@ -37,8 +37,9 @@ class ConvTower:
         dtype: torch.dtype,
         num_threads: int = 1,
     ) -> None:
+        super().__init__(spec.output_size, device, dtype)
         self.spec = spec
-        self._device, self._dtype, self._num_threads = device, dtype, num_threads
+        self._num_threads = num_threads
         tensors = VisionWeights(checkpoint, "conv_stem.conv.weight", device, dtype)
         self._stem = read_stem(tensors, spec.stem_size)
         self._stages = [
@@ -62,15 +63,6 @@ class ConvTower:
         )
         table = projection.read(name, spec.vocab_size, size)
         self._end_1D = self._projected(norm("hard_embedding_norm")(table[spec.end_row][None]))
-
-    def encode(self, data: bytes) -> Tensor:
-        """Return the embeddings [outputs, output size] of the image in an encoder input.
-
-        Raises:
-            EngineError: The data is not an image, which a correct frontend never sends.
-        """
-        given = read_image_input(data, self.spec.output_size, 1, self._device, self._dtype)
-        return given if isinstance(given, Tensor) else self(given)
 
     @torch.inference_mode()
     def __call__(self, image: ImagePayload) -> Tensor:

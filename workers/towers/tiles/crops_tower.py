@@ -16,7 +16,7 @@ from ....protocol.errors import EngineError
 from ....protocol.messages import ImagePayload
 from ...device.torch_threads import torch_threads
 from ...loaders import Checkpoint
-from ..image_input import read_image_input
+from ..image_input import ImageReader
 from ..layers import MakeLayers, TorchLayers
 from ..pixels import normalized_pixels
 from ..vision_tower import VisionTower
@@ -25,7 +25,7 @@ from ..weights import VisionWeights, find_activation
 _PREFIX = "image_embed."
 
 
-class CropsTower:
+class CropsTower(ImageReader):
     """The tower described by `spec`, with the layers that `make_layers` returns.
 
     Features are the means of 2 x 2 patches. Each row of features ends with a learned one, and another one separates the
@@ -46,8 +46,9 @@ class CropsTower:
         num_threads: int = 1,
         make_layers: MakeLayers = TorchLayers,
     ) -> None:
+        super().__init__(spec.output_size, device, dtype)
         self.spec = spec
-        self._device, self._dtype, self._num_threads = device, dtype, num_threads
+        self._num_threads = num_threads
         of_tiles = replace(spec, has_crops=False, projection="means", output_size=spec.hidden_size)
         self._tower = VisionTower(of_tiles, checkpoint, device, dtype, num_threads, make_layers)
         marker = f"{_PREFIX}img_projection_up.weight"
@@ -58,15 +59,6 @@ class CropsTower:
         self._up = tensors.read_linear(f"{_PREFIX}img_projection_up", output, size)
         self._activation = find_activation(checkpoint, spec.projection_activation)
         self._down = tensors.read_linear(f"{_PREFIX}img_projection_down", output, output)
-
-    def encode(self, data: bytes) -> Tensor:
-        """Return the embeddings [K, output size] of the image in an encoder input, or the embeddings that it contains.
-
-        Raises:
-            EngineError: The data is neither an image nor embeddings, which a correct frontend never sends.
-        """
-        given = read_image_input(data, self.spec.output_size, 1, self._device, self._dtype)
-        return given if isinstance(given, Tensor) else self(given)
 
     @torch.inference_mode()
     def __call__(self, image: ImagePayload) -> Tensor:

@@ -366,9 +366,8 @@ struct Op {
   int32_t rope;          // the number of a rotary embedding, or -1
   QKNorm qk_norm;
   int32_t rotates_before_norm;
-  int32_t
-      reads_source;   // attention: whether its keys come from an encoder's outputs, which other steps store; norm_add
-  int32_t is_sparse;  // attention: whether tokens attend only to the keys that they last chose
+  int32_t reads_source;  // attention: whether its keys come from an encoder's outputs, which other steps store
+  int32_t is_sparse;     // attention: whether tokens attend only to the keys that they last chose
   int32_t num_heads, num_kv_heads, head_dim;  // the sizes of attention
   int32_t output_dim;                         // the first elements of a value, which attention writes; or 0 for all
   int32_t num_stored;    // 2: keys and values, 1: keys, 0: nothing, the cache of another layer is read

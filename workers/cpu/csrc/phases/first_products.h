@@ -35,6 +35,8 @@ class FirstProducts {
   // computing anything.
   void begin_slice(const int32_t* adapters, int num_rows);
   void release();
+  // The adapter number of each of the slice's rows, or -1; null if no row has an adapter.
+  const int32_t* adapters() const { return adapters_; }
 
   // Calls run(adapter, first, count) for each run of consecutive rows in [first, end) that have the same adapter. Runs
   // end at multiples of kRowsOfRun.

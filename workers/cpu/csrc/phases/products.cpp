@@ -140,7 +140,7 @@ void Products::write_product(const Op& op, const Rows& rows, const Columns& colu
 
 Readahead Products::factors_of(const Op& op, const Tile& tile, const ProductPhase& phase, int end_part,
                                const Columns& columns, Scratch& scratch) const {
-  if (!adapters_) return {};
+  if (!first_products_.adapters()) return {};
   std::vector<Run>& runs = scratch.factors;
   runs.clear();
   const uint8_t* buffer = nullptr;
@@ -203,10 +203,11 @@ float* Products::product(const Op& op, const ProductPhase& phase, const Rows& ro
 
 void Products::add(const RowChanges& changes, ActivationKind kind, const uint8_t* x, int num_rows, int num_parts,
                    int begin, int end, Scratch& scratch) const {
-  if (!changes.adapters || !adapters_ || begin == end) return;
+  const int32_t* const adapters = first_products_.adapters();
+  if (!changes.adapters || !adapters || begin == end) return;
   for (int row = 0; row < num_rows;) {
-    const int number = adapters_[changes.rows[row]], first = row++;
-    while (row < num_rows && adapters_[changes.rows[row]] == number) row++;
+    const int number = adapters[changes.rows[row]], first = row++;
+    while (row < num_rows && adapters[changes.rows[row]] == number) row++;
     if (number < 0 || !changes.adapters[number].down) continue;
     const Adapter& adapter = changes.adapters[number];
     const PackedWeight& down = *adapter.down;

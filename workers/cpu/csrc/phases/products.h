@@ -56,10 +56,7 @@ class Products {
   }
   // Sets the adapter number of each of the slice's rows, or -1; null if no row has an adapter. No thread may be
   // computing anything.
-  void begin_slice(const int32_t* adapters, int num_rows) {
-    adapters_ = adapters;
-    first_products_.begin_slice(adapters, num_rows);
-  }
+  void begin_slice(const int32_t* adapters, int num_rows) { first_products_.begin_slice(adapters, num_rows); }
   void release() { first_products_.release(); }
   // Divides an operation's first `num_parts` parts into tiles, and returns their number. The division is valid until
   // the operation begins again.
@@ -131,7 +128,6 @@ class Products {
   const Model& model_;
   const Ranks& ranks_;
   const int num_threads_;
-  const int32_t* adapters_ = nullptr;
   std::vector<Tiles> tiles_;  // one per operation
   FirstProducts first_products_;
 };
