@@ -17,7 +17,7 @@ from .layers import MakeLayers, TorchLayers
 from .mobilenet.tower import ConvTower
 from .query_tower import QueryTower
 from .tiles.crops_tower import CropsTower
-from .tiles_tower import TilesTower
+from .tiles.tiles_tower import TilesTower
 from .vision_tower import VisionTower
 
 ImageTower: TypeAlias = VisionTower | GridTower | QueryTower | ConvTower | CropsTower | TilesTower

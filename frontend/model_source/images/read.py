@@ -31,9 +31,10 @@ from .qwen import (
 from .single import longest, single
 from .source import ProcessorSource
 from .tiled.cohere import aya_vision, cohere2_vision
-from .tiled.internvl import canvas, crops, views
+from .tiled.internvl import canvas, views
 from .tiled.minicpm import slices
 from .tiled.ovis import cover
+from .tiled.phi4 import crops
 
 logger = logging.getLogger(__name__)
 

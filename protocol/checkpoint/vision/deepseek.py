@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import ClassVar, Final
 
 from ...config.images import SpanKind
 from ..config_fields import ConfigFields
@@ -53,8 +53,8 @@ class QueryVisionSpec:
     reader_eps: float
     reader_theta: float
     output_size: int
-    has_axes: bool = False
-    span_kind: SpanKind | None = None
+    has_axes: ClassVar[bool] = False
+    span_kind: ClassVar[SpanKind | None] = None
 
     @property
     def side(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Final, Literal
+from typing import Any, ClassVar, Final, Literal
 
 from ...config.images import SpanKind
 from ..config_fields import ConfigFields
@@ -113,7 +113,7 @@ class GridVisionSpec:
     window_size: int = 0
     full_layers: tuple[int, ...] = ()
     deepstack_layers: tuple[int, ...] = ()
-    span_kind: SpanKind | None = None
+    span_kind: ClassVar[SpanKind | None] = None
     tensor_names: tuple[tuple[str, str], ...] = ()
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import ClassVar, Final
 
 from ...config.images import SpanKind
 from ..config_fields import ConfigFields
@@ -40,8 +40,8 @@ class TilesVisionSpec:
     norm_eps: float
     max_tiles: int
     output_size: int
-    has_axes: bool = False
-    span_kind: SpanKind | None = None
+    has_axes: ClassVar[bool] = False
+    span_kind: ClassVar[SpanKind | None] = None
 
     @property
     def outputs_per_tile(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, Literal, TypeAlias
+from typing import ClassVar, Final, Literal, TypeAlias
 
 from ...config.images import SpanKind
 from ..config_fields import ConfigFields
@@ -67,8 +67,8 @@ class ConvVisionSpec:
     end_row: int
     norm_eps: float
     output_size: int
-    has_axes: bool = False
-    span_kind: SpanKind | None = None
+    has_axes: ClassVar[bool] = False
+    span_kind: ClassVar[SpanKind | None] = None
 
     @property
     def num_outputs(self) -> int:

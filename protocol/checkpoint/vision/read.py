@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Final, TypeAlias
 
 from ..config_fields import ConfigFields
+from .aria import aria
 from .deepseek import QueryVisionSpec, deepseek_ocr2
 from .gemma import gemma3, gemma4, paligemma
 from .grid import (
@@ -20,7 +21,7 @@ from .grid import (
     qwen3_5,
     qwen3_vl,
 )
-from .idefics3 import aria, idefics3, phi4_multimodal
+from .idefics3 import idefics3
 from .janus import deepseek_vl, janus
 from .llama import TilesVisionSpec, llama4, mllama
 from .llava import llava, llava_next, llava_onevision, vipllava
@@ -33,6 +34,7 @@ from .tiled.cohere import aya_vision, cohere2_vision
 from .tiled.internvl import internvl, qianfan_ocr
 from .tiled.minicpm import minicpm_ocr, minicpmv4_6, minicpmv4_7
 from .tiled.ovis import ovis2
+from .tiled.phi4 import phi4_multimodal
 
 AnyVisionSpec: TypeAlias = (
     VisionSpec | GridVisionSpec | QueryVisionSpec | ConvVisionSpec | TilesVisionSpec

@@ -1,4 +1,4 @@
-"""Read the image processors of InternVL, DeepSeek-OCR 2 and Phi-4-multimodal."""
+"""Read the image processors of InternVL and DeepSeek-OCR 2."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Final
 
 from .....protocol.checkpoint.vision.deepseek import NUM_QUERIES, QueryVisionSpec
 from .....protocol.checkpoint.vision.spec import VisionSpec
-from .....protocol.config.images import CanvasProcessor, CropsProcessor, ViewsProcessor
-from ..fields import BICUBIC, BILINEAR, CLIP_VALUES, pixel_values, side_of_tile, sides, values
+from .....protocol.config.images import CanvasProcessor, ViewsProcessor
+from ..fields import BICUBIC, CLIP_VALUES, pixel_values, side_of_tile, sides, values
 from ..source import ProcessorSource
 
 _MAX_TILES: Final = 64
@@ -31,23 +31,6 @@ def canvas(source: ProcessorSource, vision: VisionSpec, token_id: int) -> Canvas
         start="<img>",
         end="</img>",
     )
-
-
-def crops(source: ProcessorSource, vision: VisionSpec, token_id: int) -> CropsProcessor:
-    """Return the processor of Phi-4-multimodal, whose filter is that of the whole image."""
-    fields = source.fields
-    if fields.integer("resample", BICUBIC, minimum=0) != BICUBIC:
-        raise fields.wrong("resample", f"{BICUBIC} (bicubic)", fields.get("resample"))
-    patch_size = fields.integer("patch_size", vision.patch_size)
-    if patch_size != vision.patch_size:
-        needed = f"{vision.patch_size}, which is vision_config.patch_size"
-        raise fields.wrong("patch_size", needed, patch_size)
-    side = side_of_tile(sides(fields, "size"), "height", vision)
-    max_tiles = fields.integer("dynamic_hd", 36, maximum=_MAX_TILES)
-    per_tile = vision.num_outputs + side // (2 * patch_size)
-    common = values(fields.with_values({"resample": BILINEAR}), vision, token_id, BILINEAR)
-    common["num_outputs"] = (max_tiles + 1) * per_tile + 1
-    return CropsProcessor(**common, side=side, patch_size=patch_size, max_tiles=max_tiles)
 
 
 def views(source: ProcessorSource, vision: QueryVisionSpec, token_id: int) -> ViewsProcessor:

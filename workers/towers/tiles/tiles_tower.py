@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...protocol.checkpoint.vision.llama import TilesVisionSpec
-from ...protocol.errors import EngineError
-from ...protocol.messages import ImagePayload
-from ..device.torch_threads import torch_threads
-from ..loaders import Checkpoint
-from .image_input import ImageReader
-from .layers import LayersSpec, LayerWeights, MakeLayers, Patches, TorchLayers
-from .pixels import normalized_pixels, split_patches
-from .weights import Linear, VisionWeights, check_activation
+from ....protocol.checkpoint.vision.llama import TilesVisionSpec
+from ....protocol.errors import EngineError
+from ....protocol.messages import ImagePayload
+from ...device.torch_threads import torch_threads
+from ...loaders import Checkpoint
+from ..image_input import ImageReader
+from ..layers import LayersSpec, LayerWeights, MakeLayers, Patches, TorchLayers
+from ..pixels import normalized_pixels, split_patches
+from ..weights import Linear, VisionWeights, check_activation
 
 _ROWS_TOGETHER = 8
 """The rows of a tile are padded to a multiple of this."""

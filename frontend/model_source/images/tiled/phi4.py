@@ -1,0 +1,29 @@
+"""Read the image processor of Phi-4-multimodal."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from .....protocol.checkpoint.vision.spec import VisionSpec
+from .....protocol.config.images import CropsProcessor
+from ..fields import BICUBIC, BILINEAR, side_of_tile, sides, values
+from ..source import ProcessorSource
+
+_MAX_TILES: Final = 64
+
+
+def crops(source: ProcessorSource, vision: VisionSpec, token_id: int) -> CropsProcessor:
+    """Return the processor of Phi-4-multimodal, whose filter is that of the whole image."""
+    fields = source.fields
+    if fields.integer("resample", BICUBIC, minimum=0) != BICUBIC:
+        raise fields.wrong("resample", f"{BICUBIC} (bicubic)", fields.get("resample"))
+    patch_size = fields.integer("patch_size", vision.patch_size)
+    if patch_size != vision.patch_size:
+        needed = f"{vision.patch_size}, which is vision_config.patch_size"
+        raise fields.wrong("patch_size", needed, patch_size)
+    side = side_of_tile(sides(fields, "size"), "height", vision)
+    max_tiles = fields.integer("dynamic_hd", 36, maximum=_MAX_TILES)
+    per_tile = vision.num_outputs + side // (2 * patch_size)
+    common = values(fields.with_values({"resample": BILINEAR}), vision, token_id, BILINEAR)
+    common["num_outputs"] = (max_tiles + 1) * per_tile + 1
+    return CropsProcessor(**common, side=side, patch_size=patch_size, max_tiles=max_tiles)
