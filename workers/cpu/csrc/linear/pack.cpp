@@ -205,24 +205,19 @@ bool unpack_group(WeightFormat format, SourceType type, const uint8_t* row, int 
 }
 
 void store_group(WeightFormat format, const WeightGroup& group, int column, int index, int groups, uint8_t* tile) {
-  uint8_t* codes = tile + size_t(index) * code_bytes(format);
-  for (int v = 0; v < 8; v++) {
-    for (int j = 0; j < 4; j++) {
-      const uint8_t code = group.codes[4 * v + j];
-      const int byte = 4 * column + j;
-      if (format == WeightFormat::u8) {
-        codes[64 * v + byte] = code;
-        continue;
-      }
-      uint8_t& low = codes[64 * (v / 2) + byte];
-      low = v % 2 == 0 ? (code & 15) : uint8_t(low | code << 4);
-      if (format == WeightFormat::u5_offset) {
-        uint8_t& plane = codes[256 + byte];
-        plane = uint8_t((v == 0 ? 0 : plane) | (code >> 4) << v);
-      } else if (format == WeightFormat::u6) {
-        uint8_t& plane = codes[256 + 64 * (v / 4) + byte];
-        plane = uint8_t((v % 4 == 0 ? 0 : plane) | (code >> 4) << (v % 4 * 2));
-      }
+  uint32_t vectors[8];  // four codes of each
+  std::memcpy(vectors, group.codes, sizeof(vectors));
+  uint8_t* const codes = tile + size_t(index) * code_bytes(format) + 4 * column;
+  const auto store = [codes](int line, uint32_t bytes) { std::memcpy(codes + 64 * line, &bytes, sizeof(bytes)); };
+  if (format == WeightFormat::u8) {
+    for (int v = 0; v < 8; v++) store(v, vectors[v]);
+  } else {
+    for (int v = 0; v < 8; v += 2) store(v / 2, (vectors[v] & 0x0f0f0f0f) | (vectors[v + 1] & 0x0f0f0f0f) << 4);
+    const int high_bits = format == WeightFormat::u5_offset ? 1 : format == WeightFormat::u6 ? 2 : 0;
+    for (int first = 0, line = 4; first < 4 * high_bits; first += 8 / high_bits, line++) {
+      uint32_t plane = 0;
+      for (int i = 0; i < 8 / high_bits; i++) plane |= (vectors[first + i] >> 4 & 0x03030303) << i * high_bits;
+      store(line, plane);
     }
   }
   uint8_t* scales = tile + scales_at(format, groups) + index * scale_bytes(format);
