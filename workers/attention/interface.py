@@ -182,7 +182,8 @@ class PagedAttention(ABC):
     @property
     def elements_of_layer(self) -> int:
         """Number of elements of a block in the cache of one layer."""
-        return 2 * self.num_kv_heads * self.head_dim * self.block_size
+        num_parts = 1 if self.spec.latent_rank else 2
+        return num_parts * self.num_kv_heads * self.head_dim * self.block_size
 
     def for_layer(self, layer: ModelSpec, shard: ModelShard) -> Self:
         """Return this attention with the heads of a layer, given the spec that `ModelSpec.for_layer` returned."""

@@ -30,7 +30,7 @@ from support.families.multimodal import MULTIMODAL
 from support.families.published import PUBLISHED, save_published
 
 PROMPTS = Prompts((3, 1, 150, 20), 256, 40)
-RECURRENT = Prompts((3, 1, 300, 20), 512, 40, block_size=256)
+RECURRENT = Prompts((3, 1, 300, 20), 1024, 40, block_size=512)
 """With blocks as large as a recurrent layer's state."""
 
 NUM_TOKENS = 12

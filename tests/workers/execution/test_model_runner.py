@@ -11,6 +11,7 @@ from engine.protocol.pooling_params import PoolingKind, PoolingParams
 from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.worker_messages import NewRequestData, SchedulerOutput
 from engine.workers.execution import torch_loader
+from support.families import SMALL, make_reference, save_reference
 from support.graph_attention import GraphTorchPaged
 from support.host_accelerator import HostAccelerator
 from support.tiny_checkpoints import qwen3_directory
@@ -135,6 +136,13 @@ def test_a_held_request_continues_under_another_core(steps: Steps, checkpoint) -
         got_a.append(token_a)
         got_b.append(token_b)
     assert (got_a, got_b[:2]) == expected
+
+
+def test_a_cache_of_one_block_has_room_for_all_layers_that_share_a_tensor(tmp_path) -> None:
+    # Three layers with latent keys, and two with another size.
+    save_reference(make_reference("dots3-note"), tmp_path)
+    # The memory profile computes steps with one block.
+    Steps(tmp_path, SMALL["vocab_size"], device=EAGER, accelerator=HostAccelerator())
 
 
 def test_empty_steps_get_an_output(steps: Steps) -> None:
