@@ -107,6 +107,10 @@ class Model:
             elif images:
                 is_image = np.array(tokens) == self.model.config.image_token_id
                 inputs["mm_token_type_ids"] = torch.from_numpy(is_image.astype(np.int32))[None]
+            if self.model.config.model_type == "ernie4_5_vl_moe":
+                names = ("image_token_id", "image_start_token_id", "image_end_token_id")
+                has_own = np.isin(tokens, [getattr(self.model.config, name) for name in names])
+                inputs["moe_mm_token_type_ids"] = torch.from_numpy(has_own.astype(np.int32))[None]
             logits = self.model(input_ids=torch.tensor([tokens]), use_cache=False, **inputs).logits
             tokens.append(int(logits[0, -1].argmax()))
         return tokens[len(prompt) :]
@@ -149,6 +153,7 @@ def test_gguf_models_read_images_with_the_mmproj_file_beside_them(
         ("qwen2_5_vl", ("--cpu-backend", "torch", "-tp", "2")),
         ("qwen3_5", ("-tp", "2")),
         ("glm4v", ()),
+        ("ernie4_5_vl_moe", ("-tp", "2", "-pp", "2", "--enable-expert-parallel")),
     ],
 )
 def test_answers_equal_those_of_transformers(

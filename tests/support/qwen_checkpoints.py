@@ -16,7 +16,7 @@ from PIL import Image
 from support.families.recurrent import GROUPED_KEYS
 from support.tiny_checkpoints import sentencepiece_tokenizer
 
-IMAGE_MODELS = ("paddleocr_vl", "hunyuan_vl", "glm5_next")
+IMAGE_MODELS = ("paddleocr_vl", "hunyuan_vl", "glm5_next", "ernie4_5_vl_moe")
 """Models that read no videos."""
 QWEN_MODELS = (
     "qwen2_vl",
@@ -120,7 +120,9 @@ _VISION_BY_FAMILY["glm5_next"] = _VISION_BY_FAMILY["glm_ocr"] | {
     "projection_intermediate_size": 40,
     "swiglu_limit": 0.5,
 }
+_VISION_BY_FAMILY["ernie4_5_vl"] = {"hidden_size": 48, "intermediate_size": 80}
 _NAMES = {
+    "ernie4_5_vl_moe": "Ernie4_5_VLMoe",
     "glm5_next": "Glm5Next",
     "hunyuan_vl": "HunYuanVL",
     "cohere_compass": "CohereCompass",
@@ -162,6 +164,9 @@ def qwen_directory(
         text["rope_parameters"] = {"sliding_attention": rope, "full_attention": None}
     if kind.endswith("_moe"):
         text |= _MIXTURE
+    if kind == "ernie4_5_vl_moe":
+        rope["mrope_section"] = [3, 3, 2]
+        text |= {"moe_num_experts": 5, "moe_k": 2, "moe_intermediate_size": [48, 32]}
     if kind.startswith("qwen3_5"):
         text |= _DELTA_NET | {"shared_expert_intermediate_size": 48}
         rope["partial_rotary_factor"] = 1.0
@@ -187,7 +192,7 @@ def qwen_directory(
             ("vision_end", END),
         )
     }
-    if kind in GLM_MODELS:
+    if kind in (*GLM_MODELS, "ernie4_5_vl_moe"):
         tokens["image_start_token_id"] = tokens["vision_start_token_id"]
         tokens["image_end_token_id"] = tokens["vision_end_token_id"]
     config = getattr(transformers, f"{_NAMES[kind]}Config")(
@@ -226,9 +231,12 @@ def qwen_directory(
         processor |= {"image_processor_type": "HunYuanVLImageProcessor", "temporal_patch_size": 1}
         # The filter of the file is ignored.
         processor["resample"] = 1
+    if kind == "ernie4_5_vl_moe":
+        name = "Ernie4_5_VLMoeImageProcessor"
+        processor |= {"image_processor_type": name, "temporal_patch_size": 1}
     if kind == "paddleocr_vl":
         processor |= {"image_processor_type": "PaddleOCRVLImageProcessor", "temporal_patch_size": 1}
-    if kind in GLM_MODELS:
+    if kind in (*GLM_MODELS, "ernie4_5_vl_moe"):
         del processor["min_pixels"], processor["max_pixels"]
         processor["size"] = {"shortest_edge": 8 * UNIT**2, "longest_edge": 200 * UNIT**2}
     (directory / "preprocessor_config.json").write_text(json.dumps(processor))
@@ -250,6 +258,7 @@ def qwen_image_processor(path: Path) -> Any:
     fields = json.loads((path / "preprocessor_config.json").read_text())
     name = fields.pop("image_processor_type")
     families = {
+        "Ernie4_5_VLMoeImageProcessor": "ernie4_5_vl_moe",
         "Glm4vImageProcessor": "glm4v",
         "Glm5NextImageProcessor": "glm5_next",
         "HunYuanVLImageProcessor": "hunyuan_vl",

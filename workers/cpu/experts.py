@@ -18,7 +18,7 @@ from ..layers.parallel.shard import ModelShard
 from ..layers.parallel.tensor_parallel import TensorParallel
 from ..layers.spec import ModelSpec
 from ..layers.specs.experts import ExpertsSpec, GateLimit
-from ..models.experts import read_corrections, unused_experts
+from ..models.experts.router import read_corrections, unused_experts
 from .abi import structs
 from .adapters import AdapterTable, NativeAdapters
 from .library import NotSupportedNatively
@@ -48,20 +48,20 @@ class NativeExperts(structs.ExpertLayer):
     ) -> None:
         _check(experts)
         placement = shard.placement(experts)
-        size, outer_size = experts.intermediate_size, experts.latent_size or spec.hidden_size
+        outer_size = experts.latent_size or spec.hidden_size
         if outer_size > spec.hidden_size:
             raise NotSupportedNatively(
                 f"experts with {outer_size} elements, more than the hidden size {spec.hidden_size}, are "
                 "supported only in torch, not natively"
             )
         parallel = TensorParallel() if shard.has_whole_experts else shard.tensor_parallel
-        shares = intermediate_shares(size, parallel)
         names = ["gate_proj", "up_proj"] if spec.has_gate else ["up_proj"]
         matrices: list[list[PackedWeight]] = [[], [], []]
         biases: list[list[Floats]] = [[], [], []]
-        for expert in placement.experts:
-            name = f"{prefix}experts.{expert}."
-            count = len(names)
+        for number in placement.experts:
+            name = f"{prefix}experts.{experts.stored_index(number)}."
+            size, count = experts.size_in(number % experts.num_mixtures), len(names)
+            shares = intermediate_shares(size, parallel)
             rows = weights.rows(name, names, [size] * count, [shares[parallel.rank]] * count)
             down = weights.packed_columns(
                 f"{name}down_proj.weight", outer_size, size, shares, parallel.rank
@@ -97,7 +97,8 @@ class NativeExperts(structs.ExpertLayer):
                     f"{prefix}gate.tid2eid has experts {by_token.min()} to {by_token.max()}, but they are numbered from "
                     f"0 to {experts.num_experts - 1}; download the checkpoint again",
                 )
-        self._of_experts = correction, scales, by_token
+        second_tokens = np.array(experts.second_tokens, np.int32)
+        self._of_experts = correction, scales, by_token, second_tokens
         router = structs.Router(
             experts.num_experts,
             experts.num_experts_per_token,
@@ -113,6 +114,8 @@ class NativeExperts(structs.ExpertLayer):
             _address(correction),
             _address(scales),
             _address(by_token),
+            len(second_tokens),
+            _address(second_tokens),
         )
         super().__init__(
             router,

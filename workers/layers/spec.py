@@ -107,9 +107,9 @@ class LayerSpec:
         return None if self.chooses_keys else self.kv_source
 
     @property
-    def is_hashed(self) -> bool:
-        """True if the token chooses the layer's experts or embeddings."""
-        return self.ngram_table is not None or bool(self.experts and self.experts.is_hashed)
+    def reads_token(self) -> bool:
+        """True if the layer's experts or embeddings depend on the token."""
+        return self.ngram_table is not None or bool(self.experts and self.experts.reads_token)
 
     @property
     def cache_groups(self) -> tuple[int, ...]:
@@ -424,7 +424,7 @@ class ModelSpec:
         inputs = sum(per_layer + layer.input_size for layer in self.layers[first_layer:])
         if first_layer <= self.last_shared_block:
             inputs += self.hidden_size
-        if first_layer <= self.last_hashed_layer:
+        if first_layer <= self.last_token_layer:
             inputs += NUM_TOKEN_DIGITS
         if any(layer.restart for layer in self.layers[first_layer:]):
             inputs += self.num_kept_states * self.hidden_size
@@ -447,9 +447,9 @@ class ModelSpec:
         return max((i for i, layer in enumerate(self.layers) if layer.shared_block), default=-1)
 
     @property
-    def last_hashed_layer(self) -> int:
-        """The index of the last layer for which `is_hashed` is true, or -1. Layers up to it get the tokens."""
-        return max((i for i, layer in enumerate(self.layers) if layer.is_hashed), default=-1)
+    def last_token_layer(self) -> int:
+        """The index of the last layer that reads tokens, or -1. Layers up to it get them."""
+        return max((i for i, layer in enumerate(self.layers) if layer.reads_token), default=-1)
 
     @property
     def windows_by_group(self) -> tuple[frozenset[Window | None], ...]:

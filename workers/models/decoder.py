@@ -142,7 +142,7 @@ class Decoder(TorchDecoder):
         self._embedding_scale = spec.rounded_embedding_scale(dtype)
         layers = spec.layers[shard.layers.start : shard.layers.stop]
         self._last_shared_block = spec.last_shared_block
-        self._last_hashed_layer = spec.last_hashed_layer
+        self._last_token_layer = spec.last_token_layer
         self._width = spec.stage_width(len(spec.layers))
         self._next_width = spec.stage_width(shard.layers.stop)
         self._restarts = Restarts(spec, weights) if spec.num_kept_states else None
@@ -238,7 +238,7 @@ class Decoder(TorchDecoder):
                 x_TD = x_TD.repeat(1, self.spec.num_streams)
             if self._last_shared_block >= 0:
                 per_layer = self._repeated(x_TD.clone())
-            elif self._last_hashed_layer >= 0:
+            elif self._last_token_layer >= 0:
                 per_layer = self._tokens_of_layers(inputs)
         rotary = positions_T if self.rotary_T3 is None else self.rotary_T3
         if self.rotary_T3 is not None and INDEX_AXIS in self.spec.rotary_axes:
@@ -280,7 +280,7 @@ class Decoder(TorchDecoder):
         if rest:
             # The next stages need the embeddings, or the tokens, only once.
             sent = rest if self._last_shared_block < 0 else rest[:1]
-            if self._last_hashed_layer >= 0:
+            if self._last_token_layer >= 0:
                 sent = (to_digits(rest[0], x_TD.dtype),)
             return torch.cat((added(x_TD, block_TD, self.spec, None), *sent), -1)
         if self._restarts is not None and self._next_width > self._width:
@@ -386,7 +386,7 @@ class Decoder(TorchDecoder):
             return x_TD, (inputs_TE,)
         if self._last_shared_block >= 0:
             return x_TD, self._repeated(inputs_TE)
-        if self._last_hashed_layer >= 0:
+        if self._last_token_layer >= 0:
             return x_TD, self._tokens_of_layers(from_digits(inputs_TE))
         return x_TD, self._per_layer_parts(inputs_TE)
 
@@ -396,7 +396,7 @@ class Decoder(TorchDecoder):
 
     def _tokens_of_layers(self, ids_T: Tensor) -> Sequence[Tensor]:
         """Return the tokens for each layer up to the last one that needs them."""
-        return (ids_T,) * (self._last_hashed_layer + 1 - self.shard.layers.start)
+        return (ids_T,) * (self._last_token_layer + 1 - self.shard.layers.start)
 
     def _per_layer_parts(self, inputs_TE: Tensor) -> Sequence[Tensor]:
         """Return a separate tensor with the inputs of each layer."""

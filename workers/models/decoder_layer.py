@@ -29,7 +29,7 @@ from ..layers.spec import LayerSpec, ModelSpec
 from .attention import Attention
 from .compressed.attention import CompressedAttention
 from .cross_attention import CrossAttention
-from .experts import Experts, ExpertsBesideMLP
+from .experts.mixture import Experts, ExpertsBesideMLP
 from .latent.attention import LatentAttention
 from .mixers import Mixer, make_mixer
 from .mixers.inner_convolutions import LayerConvolutions, StepConvolutions
@@ -272,7 +272,7 @@ class DecoderLayer:
         x = added(x_TD, block_TD, self._spec, self._mlp_input_norm)
         if self.shortcut is not None:
             self.shortcut_TD = self.shortcut.forward(x)
-        block_TD = self._mlp.forward(x)
+        block_TD = self._feed(x, inputs_TP)
         if convolutions is not None:
             block_TD = convolutions.of_mlp(block_TD)
         if self.previous is not None and self.previous.shortcut_TD is not None:
@@ -291,6 +291,13 @@ class DecoderLayer:
             return block_TD
         added(x_TD, block_TD, self._spec, None).mul_(self._scale_1)
         return None
+
+    def _feed(self, x_TD: Any, inputs_TP: Tensor | None) -> Tensor:
+        """Return the output of the MLP or the experts. If the layer has inputs for experts, they are the tokens."""
+        assert self._mlp is not None
+        if isinstance(self._mlp, Experts):
+            return self._mlp.forward(x_TD, token_ids_T=inputs_TP)
+        return self._mlp.forward(x_TD)
 
     def _read_source(
         self, cross: CrossAttention, x_TD: Tensor, block_TD: Tensor, cache: tuple[Tensor, Any]

@@ -6,7 +6,6 @@ Shapes: T tokens of a step, D hidden size, N streams (the hidden states of a tok
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -20,7 +19,6 @@ from ..layers.rope import RotaryTables
 from ..layers.spec import LayerSpec, ModelSpec
 from ..layers.specs.hyper import HyperConnectionsSpec
 from .decoder_layer import DecoderLayer, read_stream_norm
-from .experts import Experts
 from .ngrams.block import NgramBlock
 from .weights import WeightReader
 
@@ -234,8 +232,6 @@ class HyperLayer(DecoderLayer):
 
         Nothing is left to be added, so the result is None.
         """
-        mlp = self._mlp
-        assert mlp is not None
         if self._ngrams is not None:
             assert inputs_TP is not None
             self._ngrams.add_to(x_TE, inputs_TP, *caches[-1])
@@ -245,12 +241,9 @@ class HyperLayer(DecoderLayer):
                 _normed(x_TD, self._attention_input_norm), positions_T, tables, caches
             ),
         )
-        if isinstance(mlp, Experts):
-            # The layer's inputs, if there are any, are the tokens.
-            feed: Callable[[Tensor], Tensor] = partial(mlp.forward, token_ids_T=inputs_TP)
-        else:
-            feed = mlp.forward
-        self._around_mlp.update(x_TE, lambda x_TD: feed(_normed(x_TD, self._mlp_input_norm)))
+        self._around_mlp.update(
+            x_TE, lambda x_TD: self._feed(_normed(x_TD, self._mlp_input_norm), inputs_TP)
+        )
 
 
 def _normed(x_TD: Tensor, norm: RMSNorm | None) -> Any:

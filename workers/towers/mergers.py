@@ -39,6 +39,8 @@ def read_merger(
         return _NewlineMerger(spec, tensors, checkpoint)
     if spec.has_third_matrix:
         return _ElementMerger(spec, tensors)
+    if spec.merges_frames:
+        return _FramesMerger(spec, tensors)
     return Merger(spec, tensors, "merger.", norm=spec.merger_norm)
 
 
@@ -142,6 +144,34 @@ class _ElementMerger:
     def __call__(self, x_PD: Tensor, num_columns: int) -> Tensor:
         x = F.gelu(self._second(F.gelu(self._first(x_PD.reshape(-1, self._size)))))
         return self._third(x)
+
+
+class _FramesMerger:
+    """Projects each cell by an MLP, the cells of two equal frames by another one, and their output by a matrix.
+
+    The outputs of both MLPs and of the matrix are normed.
+    """
+
+    def __init__(self, spec: GridVisionSpec, tensors: VisionWeights) -> None:
+        self._size = size = spec.hidden_size * spec.merge_size**2
+        self._mlps = [
+            (
+                tensors.read_linear(f"merger.{name}_linear.fc1", size, inputs),
+                tensors.read_linear(f"merger.{name}_linear.fc2", size, size),
+                tensors.read_layer_norm(f"merger.{name}_linear.norm", size, spec.norm_eps),
+            )
+            for name, inputs in (("spatial", size), ("temporal", 2 * size))
+        ]
+        self._last = tensors.read_linear("merger.mlp", spec.output_size, size)
+        self._norm = tensors.read_rms_norm("merger.after_norm", spec.output_size, spec.merger_eps)
+
+    def __call__(self, x_PD: Tensor, num_columns: int) -> Tensor:
+        x = x_PD.reshape(-1, self._size)
+        for first, second, norm in self._mlps:
+            # Only the second MLP reads two frames.
+            inputs = x.repeat(1, first.weight.shape[1] // self._size)
+            x = norm(second(F.gelu(first(inputs))))
+        return self._norm(self._last(x))
 
 
 class _NewlineMerger:

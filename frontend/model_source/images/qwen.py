@@ -61,6 +61,21 @@ def resize_rounded(
     return msgspec.structs.replace(resize(own, vision, token_id), grows="round")
 
 
+def resize_many(source: ProcessorSource, vision: GridVisionSpec, token_id: int) -> ResizeProcessor:
+    """Return the processor of ERNIE 4.5 VL."""
+    size = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 6177}
+    own = replace(source, fields=source.fields.with_defaults(size=size))
+    return resize(own, vision, token_id)
+
+
+def resize_own_mark(
+    source: ProcessorSource, vision: GridVisionSpec, token_id: int
+) -> ResizeProcessor:
+    """Return the processor of ERNIE 4.5 VL for the chat template that was first published."""
+    config = resize_many(source, vision, token_id)
+    return msgspec.structs.replace(config, mark="<|image@placeholder|>")
+
+
 def resize_lines(source: ProcessorSource, vision: GridVisionSpec, token_id: int) -> ResizeProcessor:
     """Return the processor of Hunyuan-OCR, which ignores the resampling filter of its file."""
     size = {"shortest_edge": 512**2, "longest_edge": 2048**2}

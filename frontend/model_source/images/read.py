@@ -25,6 +25,8 @@ from .qwen import (
     resize,
     resize_between_marks,
     resize_lines,
+    resize_many,
+    resize_own_mark,
     resize_pairs,
     resize_rounded,
 )
@@ -83,7 +85,7 @@ def read_image_processor(
 
 def _token_id(config: ConfigFields, vocab_size: int) -> int:
     """Return the placeholder token."""
-    names = ("image_token_id", "image_token_index", "media_placeholder_token_id")
+    names = ("image_token_id", "image_token_index", "media_placeholder_token_id", "im_patch_id")
     sections = [config]
     if config.text("model_type").startswith("phi4"):
         # The original config does not name the token.
@@ -118,6 +120,8 @@ _READERS: Final[dict[str, _Reader]] = {
     "cohere_compass": resize,
     "deepseek_ocr2": views,
     "deepseek_vl": margins,
+    "ernie4_5_moe_vl": resize_own_mark,
+    "ernie4_5_vl_moe": resize_many,
     "exaone4_5": resize,
     "hyperclovax_vision_v2": resize,
     "gemma3": gemma3,

@@ -1,4 +1,4 @@
-"""Read the vision towers of Qwen-VL and GLM, which process images of any size."""
+"""Read the vision towers of Qwen-VL, GLM and ERNIE, which process images of any size."""
 
 from __future__ import annotations
 
@@ -60,10 +60,13 @@ class GridVisionSpec:
             of a square before the next element.
         has_newlines: True if the projection has three matrices, between two norms, and adds learned embeddings after
             each row of an image, before the image and after it (Hunyuan-OCR, arXiv 2511.19575).
+        merges_frames: True if the projection has an MLP and a norm for each square, the same for two frames, and then a
+            matrix and an RMS norm with the epsilon `merger_eps` (ERNIE 4.5 VL). The two frames of an image are equal.
         window_size: If not 0, patches attend within squares with this side in pixels (Qwen2.5-VL, arXiv 2502.13923),
             except in `full_layers`.
         deepstack_layers: Layers, counted from 1, whose outputs have their own projections. The decoder adds these to
             its hidden states after its first layers, in the order of the tower's layers.
+        expert_tokens: The decoder's tokens that have experts of their own, because they belong to images.
         span_kind: Always None, because the decoder is causal.
         tensor_names: Translates the checkpoint's tensor names, as in `ModelSpec`.
     """
@@ -110,9 +113,11 @@ class GridVisionSpec:
     middle_size: int = 0
     has_third_matrix: bool = False
     has_newlines: bool = False
+    merges_frames: bool = False
     window_size: int = 0
     full_layers: tuple[int, ...] = ()
     deepstack_layers: tuple[int, ...] = ()
+    expert_tokens: tuple[int, ...] = ()
     span_kind: ClassVar[SpanKind | None] = None
     tensor_names: tuple[tuple[str, str], ...] = ()
 
@@ -266,6 +271,55 @@ def glm5_next(fields: ConfigFields, vision: ConfigFields, output_size: int) -> G
     )
 
 
+def ernie4_5_vl(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVisionSpec:
+    """Return the tower of ERNIE 4.5 VL for images. Videos are not supported."""
+    sizes = _sizes(
+        vision.with_values({"temporal_patch_size": 1}), vision.integer("hidden_size", 1280), 14
+    )
+    for name in ("temporal_merge_size", "temporal_conv_size"):
+        if fields.integer(name, vision.integer(name, 2)) != 2:
+            raise vision.wrong(name, "2", vision.get(name))
+    inner = int(sizes["hidden_size"] * vision.positive("mlp_ratio", 4.0))
+    text = fields.section("text_config") or fields
+    fields = fields.with_defaults(image_token_id=fields.get("im_patch_id", 100_295))
+    norm_eps = vision.positive("rms_norm_eps", 1e-6)
+    return GridVisionSpec(
+        **sizes,
+        intermediate_size=vision.integer("intermediate_size", inner),
+        activation=vision.text("hidden_act", "quick_gelu"),
+        output_size=output_size,
+        norm_eps=norm_eps,
+        has_flat_frames=True,
+        has_final_norm=True,
+        merges_frames=True,
+        merger_eps=text.positive("rms_norm_eps", 1e-5),
+        expert_tokens=(
+            fields.integer("image_token_id", minimum=0),
+            *(
+                fields.integer(f"{name}_token_id", default, minimum=0)
+                for name, default in _ERNIE_MARKS.items()
+            ),
+        ),
+        tensor_names=_ERNIE_NAMES,
+    )
+
+
+_ERNIE_MARKS: Final = {
+    "image_start": 101_304,
+    "image_end": 101_305,
+    "video": 103_367,
+    "video_start": 101_306,
+    "video_end": 101_307,
+}
+"""The tokens around images and of videos, by their fields. The config that was first published has none of them."""
+_ERNIE_NAMES: Final = (
+    (r"(model\.)?vision_(model|tower)\.ln\.", "visual.final_norm."),
+    (r"(model\.)?vision_(model|tower)\.", "visual."),
+    (r"(model\.)?resampler_model\.", "visual.merger."),
+    (r"(visual\.merger\.\w+_linear)\.0\.", r"\1.fc1."),
+    (r"(visual\.merger\.\w+_linear)\.2\.", r"\1.fc2."),
+    (r"(visual\.merger\.\w+_linear)\.3\.", r"\1.norm."),
+)
 _GLM_NAMES: Final = (
     (r"\.embeddings\.position_embedding\.", ".pos_embed."),
     (r"\.post_conv_layernorm\.", ".patch_norm."),

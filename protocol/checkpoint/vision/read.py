@@ -11,6 +11,7 @@ from .deepseek import QueryVisionSpec, deepseek_ocr2
 from .gemma import gemma3, gemma4, paligemma
 from .grid import (
     GridVisionSpec,
+    ernie4_5_vl,
     exaone4_5,
     glm4v,
     glm5_next,
@@ -75,6 +76,8 @@ _READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionS
     "cohere_compass": qwen3_vl,
     "deepseek_ocr2": deepseek_ocr2,
     "deepseek_vl": deepseek_vl,
+    "ernie4_5_moe_vl": ernie4_5_vl,
+    "ernie4_5_vl_moe": ernie4_5_vl,
     "exaone4_5": exaone4_5,
     "hyperclovax_vision_v2": hyperclovax,
     "gemma3": gemma3,

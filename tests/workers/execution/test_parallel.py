@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from engine.protocol.arrays import int32_view
 from engine.protocol.checkpoint.gguf import GGMLQuantizationType
 from engine.protocol.config import CPUBackend, ParallelConfig
 from engine.protocol.errors import RunDirectoryError
@@ -20,7 +21,7 @@ from support.families.recurrent import HASHED_NGRAMS, SHARED_BLOCKS
 from support.families.split import INDEXED, SHARED_LATENT, SHARING, SMALL_VALUES, SPLIT_GROUPS
 from support.gguf_writer import write_gguf
 from support.quantized_checkpoints import quantize_directory
-from support.replica import NUM_TOKENS, RankResult, Served, run_replica, timeouts
+from support.replica import NUM_TOKENS, RankResult, Served, run_replica, timeouts, workload
 from support.tiny_checkpoints import random_model, sentencepiece_tokenizer
 
 pytestmark = pytest.mark.slow
@@ -198,6 +199,13 @@ OTHER_MIXTURES = {
         },
     ),
 }
+TWO_MIXTURES = {
+    "num_key_value_heads": 12,
+    "moe_num_experts": 5,
+    "moe_k": 3,
+    "moe_intermediate_size": [96, 64],
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 6, 4]},
+}
 PRODUCTS = [(1, 3), (2, 2), (4, 1)]
 
 
@@ -345,10 +353,20 @@ def test_workers_that_divide_experts_give_the_tokens_of_one_worker(
         checkpoints[name] = tmp_path / name
         model = random_model(config, model_class, SIZES | experts, tokenizer)
         model.save_pretrained(checkpoints[name])
+    # Some tokens choose among the experts of a second mixture, which have another size.
+    checkpoints["ernie-vl"] = tmp_path / "ernie-vl"
+    sizes = SIZES | TWO_MIXTURES | {"vocab_size": len(tokenizer)}
+    model = make_multimodal("Ernie4_5_VLMoe", **sizes)
+    (first, *_) = workload(sizes["vocab_size"], 1)[0].new_requests
+    for name, token in zip(
+        ("image", "image_start"), int32_view(first.token_ids)[[3, 5]], strict=True
+    ):
+        setattr(model.config, f"{name}_token_id", int(token))
+    model.save_pretrained(checkpoints["ernie-vl"])
     alone = run_alone(checkpoints, tmp_path, backend)
     for tensor, stages, whole, names in (
-        (2, 1, False, MIXTURES),
-        (2, 2, True, MIXTURES),
+        (2, 1, False, [*MIXTURES, "ernie-vl"]),
+        (2, 2, True, [*MIXTURES, "ernie-vl"]),
         (3, 1, True, checkpoints),
     ):
         served = [Served(checkpoints[name], backend) for name in names]

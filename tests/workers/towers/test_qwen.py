@@ -25,6 +25,7 @@ from support.qwen_checkpoints import (
     FRAMES,
     GLM_MODELS,
     IMAGE_MODELS,
+    PATCH,
     QWEN_MODELS,
     UNIT,
     qwen_directory,
@@ -69,6 +70,7 @@ def test_logits_equal_those_of_transformers(model, load):
 
 def _check_logits(model, load, sizes, has_video):
     path, reference = model
+    kind = reference.config.model_type
     decoder = load(path, max_model_len=512)
     config = ConfigFields.read(path / "config.json")
     text = config.section("text_config")
@@ -87,10 +89,15 @@ def _check_logits(model, load, sizes, has_video):
         groups.insert(1, frames(video, videos, ("", "")))
     else:
         groups.insert(1, process_image(images[1], processor))
+    # Tokens around images have the experts of images.
+    has_marks = kind == "ernie4_5_vl_moe"
+    marks = [getattr(reference.config, f"image_{x}_token_id", None) for x in ("start", "end")]
     rng = random.Random(3)
     prompt, inputs, tiles, grids = [], [], [], []
     for number, group in enumerate(groups):
         prompt += [rng.randrange(4, 300) for _ in range(5)]
+        if has_marks:
+            prompt[-5:] = [marks[1], *prompt[-4:-1], marks[0]]
         is_video = has_video and number == len(groups) // 2
         token = videos.token_id if is_video else processor.token_id
         for part in group:
@@ -118,12 +125,14 @@ def _check_logits(model, load, sizes, has_video):
         grid_of_video = [-(-NUM_FRAMES // FRAMES), grid.rows * 2, grid.columns * 2]
         arguments["pixel_values_videos"] = video_patches(video.frames, videos.mean, videos.std)
         arguments["video_grid_thw"] = torch.tensor([grid_of_video])
-    kind = reference.config.model_type
     if kind == "hunyuan_vl":
         is_image = torch.tensor([prompt]) == processor.token_id
         arguments["mm_token_type_ids"] = is_image.int()
     else:
         arguments["position_ids"] = rotary_positions(reference.config, prompt, grids)
+    if has_marks:
+        is_of_image = np.isin(prompt, [processor.token_id, *marks])
+        arguments["moe_mm_token_type_ids"] = torch.from_numpy(is_of_image[None].astype(np.int32))
     if images:
         arguments |= qwen_image_processor(path)(images, return_tensors="pt")
     with torch.inference_mode():
@@ -158,18 +167,27 @@ def _check_logits(model, load, sizes, has_video):
     torch.testing.assert_close(torch.cat(found), expected, atol=1e-4, rtol=1e-4)
 
 
-def test_grids_equal_those_of_transformers(model):
+def test_grids_and_pixels_equal_those_of_transformers(model):
     path, _ = model
     config = ConfigFields.read(path / "config.json")
     processor = read_image_processor(path, config, config.section("text_config"), {})
     for width, height in ((3, 40), (40, 5), (7, 7), (8, 9), (64, 64), (33, 400), (300, 290)):
         image = _image(1, width, height)
         [tile] = [part for part in process_image(image, processor) if isinstance(part, Tile)]
-        patches = qwen_image_processor(path)(image, return_tensors="pt")["image_grid_thw"]
+        found = qwen_image_processor(path)(image, return_tensors="pt")
+        resized = Image.frombytes(
+            "RGB", (tile.payload.width, tile.payload.height), tile.payload.pixels
+        )
+        patches = video_patches([resized], processor.mean, processor.std)
+        frames = found["pixel_values"].view(len(patches), 3, -1, PATCH**2)
+        patches = patches.view(len(patches), 3, FRAMES, -1)[:, :, : frames.shape[2]]
+        # Transformers' patches may be in the order of rows.
+        both = (each.flatten(1).sort(0).values for each in (frames, patches))
+        torch.testing.assert_close(*both, rtol=0, atol=0)
         grid = _grid(tile)
         assert tile.num_outputs == (tile.grid or grid).num_tokens
         expected = [1, 2 * grid.rows, 2 * grid.columns]
-        assert patches.tolist() == [expected], (width, height)
+        assert found["image_grid_thw"].tolist() == [expected], (width, height)
 
 
 def test_images_that_do_not_fit_the_patches_are_refused(model):

@@ -162,6 +162,8 @@ class Router(ctypes.Structure):
         ("correction", c_void_p),
         ("scales", c_void_p),
         ("experts_by_token", c_void_p),
+        ("num_second_tokens", c_int32),
+        ("second_tokens", c_void_p),
     )
 
 

@@ -102,7 +102,8 @@ std::string describe() {
          num_threads)
   STRUCT(AttentionLayer, scale, softcap, window, rounds_alibi)
   STRUCT(Router, num_experts, num_chosen, scoring, renormalizes, num_groups, num_chosen_groups, num_best,
-         corrects_logits, scale, mixer_noise, softcap, correction, scales, experts_by_token)
+         corrects_logits, scale, mixer_noise, softcap, correction, scales, experts_by_token, num_second_tokens,
+         second_tokens)
   STRUCT(GateLimit, bound, is_activated)
   STRUCT(ExpertExchange, num_ranks, begin_round, dispatch, collect)
   STRUCT(ExpertLayer, router, size, first, count, adds_block, has_shared_gate, scales_inputs, gate_limit, gate, up,

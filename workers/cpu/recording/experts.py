@@ -8,7 +8,7 @@ import numpy as np
 
 from ...layers.specs.experts import ExpertsSpec, GateLimit
 from ...layers.specs.norm_names import NormNames
-from ...models.experts import read_router
+from ...models.experts.router import read_router
 from ..experts import NativeExperts
 from ..library import NotSupportedNatively
 from ..program import Floats
@@ -33,7 +33,7 @@ def record_experts(
     if experts.has_router_bias:
         vectors = [weights.vector(f"{prefix}mlp.gate.bias", experts.num_experts)]
     name = f"{prefix}mlp.gate.weight"
-    if experts.logit_multiplier == 1.0 and not experts.has_second_mixture:
+    if experts.logit_multiplier == 1.0 and not experts.second_size:
         router = [weights.packed_float32(name, experts.num_experts, spec.hidden_size)]
     else:
         matrix = read_router(experts, weights, f"{prefix}mlp.gate.", spec.hidden_size)

@@ -185,4 +185,6 @@ def _latent_shape(spec: ModelSpec) -> LatentShape:
 
 def _router_size(layer: LayerSpec) -> int:
     """Return how many logits the router of a layer computes."""
-    return 0 if layer.experts is None else layer.experts.num_experts + layer.experts.has_shared_gate
+    if layer.experts is None:
+        return 0
+    return layer.experts.num_numbered + layer.experts.has_shared_gate

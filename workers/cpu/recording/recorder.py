@@ -125,7 +125,7 @@ class Recorder:
             self._layer_inputs.record()
         if shard.is_first and spec.last_shared_block >= 0:
             program.add_op("keep_inputs")
-        if shard.is_first and spec.last_hashed_layer >= 0:
+        if shard.is_first and spec.last_token_layer >= 0:
             program.add_op("keep_token")
         streams = self._altup or self._hyper
         if shard.is_first and streams is not None:

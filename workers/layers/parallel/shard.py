@@ -13,14 +13,15 @@ from .tensor_parallel import TensorParallel
 
 @dataclass(frozen=True, slots=True)
 class ExpertPlacement:
-    """The part of a layer's experts that one rank has: some intermediate elements (`elements`) of each of `experts`.
+    """The part of a layer's experts that one rank has: some intermediate elements of each of `experts`.
 
-    If ranks share an expert, only one of them `adds_bias`. `elsewhere` are the experts of other ranks.
+    These are `elements[m]` of an expert of mixture m. If ranks share an expert, only one of them `adds_bias`.
+    `elsewhere` are the experts of other ranks.
     """
 
     experts: range
     elsewhere: tuple[int, ...]
-    elements: range
+    elements: tuple[range, ...]
     adds_bias: bool
 
 
@@ -107,13 +108,14 @@ class ModelShard:
     def placement(self, experts: ExpertsSpec) -> ExpertPlacement:
         """Return the part of a layer's experts that this rank has."""
         parallel = self.tensor_parallel
-        every = range(experts.num_experts)
+        every = range(experts.num_numbered)
+        sizes = [experts.size_in(mixture) for mixture in range(experts.num_mixtures)]
         if not self.has_whole_experts:
-            elements = parallel.part(experts.intermediate_size)
+            elements = tuple(map(parallel.part, sizes))
             return ExpertPlacement(every, (), elements, adds_bias=parallel.rank == 0)
-        own = (self.expert_group or parallel).part(experts.num_experts)
+        own = (self.expert_group or parallel).part(experts.num_numbered)
         elsewhere = tuple(expert for expert in every if expert not in own)
-        return ExpertPlacement(own, elsewhere, range(experts.intermediate_size), adds_bias=True)
+        return ExpertPlacement(own, elsewhere, tuple(map(range, sizes)), adds_bias=True)
 
 
 def _may_begin(spec: ModelSpec, index: int) -> bool:

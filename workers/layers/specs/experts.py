@@ -44,9 +44,11 @@ class ExpertsSpec:
     The last `num_always` experts are chosen by every token, without competing with the others: their scores only
     determine the weights (Inkling). If `has_stored_scale`, the weights are also multiplied by a stored number.
 
-    If `has_second_mixture`, the checkpoint has a second mixture of as many experts, which only tokens of images choose,
-    and which is not used. Its experts follow the others, and its correction biases are a second row. Routers are stored
-    as [inputs, experts].
+    If `second_size` is not 0, there is a second mixture of as many experts, with `second_size` intermediate elements
+    (ERNIE 4.5 VL). The tokens `second_tokens` choose among these experts, and all other tokens among the first ones.
+    Without such tokens, the second mixture is not read. The checkpoint stores its experts after the others, its
+    correction biases as a second row, and routers as [inputs, experts]. Expert i of mixture m has the number
+    i * `num_mixtures` + m, so that ranks that divide the experts have experts of both.
 
     If `is_hashed`, the experts of a token are instead those of its id in a stored table.
 
@@ -81,6 +83,31 @@ class ExpertsSpec:
     has_stored_scale: bool = False
     is_shortcut: bool = False
     is_hashed: bool = False
-    has_second_mixture: bool = False
+    second_size: int = 0
+    second_tokens: tuple[int, ...] = ()
     logit_softcap: float = 0.0
     logit_multiplier: float = 1.0
+
+    @property
+    def num_mixtures(self) -> int:
+        """The number of mixtures that are read."""
+        return 2 if self.second_tokens else 1
+
+    @property
+    def num_numbered(self) -> int:
+        """The number of experts of all mixtures, each of which has its own number."""
+        return self.num_experts * self.num_mixtures
+
+    @property
+    def reads_token(self) -> bool:
+        """True if the choice of experts depends on the token itself."""
+        return self.is_hashed or bool(self.second_tokens)
+
+    def size_in(self, mixture: int) -> int:
+        """Return the number of intermediate elements of an expert of a mixture."""
+        return self.second_size if mixture else self.intermediate_size
+
+    def stored_index(self, number: int) -> int:
+        """Return the place of an expert in the checkpoint."""
+        index, mixture = divmod(number, self.num_mixtures)
+        return index + mixture * self.num_experts

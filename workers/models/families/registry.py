@@ -204,6 +204,8 @@ def model_spec(config: Mapping[str, Any], path: str | PathLike[str]) -> ModelSpe
                     f"deepstack_visual_indexes has more than {len(spec.layers)} layers"
                 )
             spec = replace(spec, num_deepstack_layers=num_added)
+            if encoder.expert_tokens:
+                spec = ernie.with_images(spec, encoder.expert_tokens)
         if not encoder.has_axes:
             spec = _without_axes(spec)
     if has_audio_tower(whole):

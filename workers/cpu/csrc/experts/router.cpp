@@ -73,6 +73,13 @@ void mix_sparsely(const Router& router, const float* logits, int32_t* experts, f
 
 void choose_experts(const Router& router, float* logits, int32_t token, int32_t* experts, float* weights) {
   const int n = router.num_experts;
+  const int32_t* const after = router.second_tokens + router.num_second_tokens;
+  const bool is_second = std::find(router.second_tokens, after, token) != after;
+  const float* correction = router.correction;
+  if (is_second) {
+    logits += n;
+    if (correction) correction += n;
+  }
   if (router.softcap)
     for (int i = 0; i < n; i++) logits[i] = std::tanh(logits[i] / router.softcap) * router.softcap;
   if (router.scoring == Scoring::sparse_mixer) return mix_sparsely(router, logits, experts, weights);
@@ -87,9 +94,9 @@ void choose_experts(const Router& router, float* logits, int32_t token, int32_t*
   else
     for (int i = 0; i < n; i++) scores[i] = 1.0f / (1.0f + std::exp(-scores[i]));
   if (!router.corrects_logits) choice.assign(scores, scores + n);
-  if (router.correction)
+  if (correction)
     for (int i = 0; i < n; i++) {
-      choice[i] += router.correction[i];
+      choice[i] += correction[i];
       if (std::isnan(choice[i])) scores[i] = choice[i];
     }
   if (router.num_groups > 1) keep_best_groups(router, choice.data());
@@ -104,6 +111,7 @@ void choose_experts(const Router& router, float* logits, int32_t token, int32_t*
   for (int i = 0; i < router.num_chosen; i++) {
     weights[i] = weights[i] / divisor * router.scale;
     if (router.scales) weights[i] *= router.scales[experts[i]];
+    experts[i] = experts[i] * router.num_mixtures() + is_second;
   }
 }
 

@@ -7,7 +7,7 @@ namespace engine {
 
 enum class Scoring : int32_t { softmax = 0, sigmoid = 1, sparse_mixer = 2, sqrt_softplus = 3 };
 
-// The rules by which logits determine the choice; `ExpertsSpec` in workers/layers/experts_spec.py explains the fields.
+// The rules by which logits determine the choice; `ExpertsSpec` in workers/layers/specs/experts.py explains the fields.
 struct Router {
   int32_t num_experts, num_chosen;  // num_chosen is at most the number of experts in the chosen groups
   Scoring scoring;
@@ -18,14 +18,21 @@ struct Router {
   float scale;
   float mixer_noise;
   float softcap;                    // the logits are capped to +-softcap; 0 for no cap
-  const float* correction;          // [num_experts], or null
+  const float* correction;          // [mixtures, num_experts], or null
   const float* scales;              // factors on the weights of experts, or null
   const int32_t* experts_by_token;  // [vocabulary, num_chosen], the experts of each token whatever its logits; or null
+  int32_t num_second_tokens;        // 0 if there is only one mixture
+  const int32_t* second_tokens;     // the tokens that choose among the experts of the second mixture
+
+  int num_mixtures() const { return num_second_tokens ? 2 : 1; }
+  // Returns the number of experts of all mixtures, each of which has a logit.
+  int num_numbered() const { return num_experts * num_mixtures(); }
+  bool reads_token() const { return experts_by_token || num_second_tokens; }
 };
 
 // Chooses a token's experts and computes their weights. The best expert comes first; of equal ones, the one with the
-// lower index. Replaces the logits by scores. A NaN counts as better than any number, so that it reaches the token's
-// result.
+// lower index. Replaces the logits, those of the first mixture before those of the second, by scores. A NaN counts as
+// better than any number, so that it reaches the token's result.
 void choose_experts(const Router& router, float* logits, int32_t token, int32_t* experts, float* weights);
 
 }  // namespace engine

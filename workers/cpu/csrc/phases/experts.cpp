@@ -17,7 +17,12 @@ constexpr int kManyChoices = 64;
 
 // The logit of the shared experts' gate follows those of the experts.
 float shared_factor(const Router& router, const float* logits) {
-  return 1.0f / (1.0f + std::exp(-logits[router.num_experts]));
+  return 1.0f / (1.0f + std::exp(-logits[router.num_numbered()]));
+}
+
+// The experts of two mixtures have different sizes.
+int most_elements(const ExpertLayer& layer) {
+  return layer.count > 1 ? std::max(layer.down[0].k, layer.down[1].k) : layer.down[0].k;
 }
 
 }  // namespace
@@ -26,7 +31,7 @@ void Experts::add_op(const Op& op) {
   if (op.kind != OpKind::gated_experts) return;
   divisions_.resize(op.layer + 1);
   most_chosen_ = std::max(most_chosen_, op.experts->router.num_chosen);
-  most_elements_ = std::max(most_elements_, op.experts->down[0].k);
+  most_elements_ = std::max(most_elements_, most_elements(*op.experts));
   largest_output_ = std::max(largest_output_, op.experts->size);
 }
 
@@ -43,7 +48,7 @@ void Experts::reserve(int rows) {
 void Experts::route(const Op& op, const Rows& rows, int row, const float* inputs) {
   const Router& router = op.experts->router;
   const size_t first = size_t(row) * router.num_chosen;
-  const int token = router.experts_by_token ? token_of_digits(inputs) : 0;
+  const int token = router.reads_token() ? token_of_digits(inputs) : 0;
   choose_experts(router, rows.router_logits(row), token, &chosen_[first], &weights_[first]);
 }
 
@@ -111,7 +116,8 @@ void Experts::dispatch(const Op& op, Division& division, const Rows& rows, int n
 // be. A rank sends outputs back in the order of its messages and their choices.
 void Experts::write_messages(const Op& op, const Rows& rows, int num_rows, int begin, int end) {
   const ExpertLayer& layer = *op.experts;
-  const int num_chosen = layer.router.num_chosen, num_experts = layer.router.num_experts, peers = exchange_->num_ranks;
+  const int num_chosen = layer.router.num_chosen, num_experts = layer.router.num_numbered(),
+            peers = exchange_->num_ranks;
   const auto first_expert = [&](int peer) { return int(int64_t(peer) * num_experts / peers); };
   owners_.resize(num_experts);
   for (int peer = 0; peer < peers; peer++)
@@ -274,6 +280,10 @@ const uint8_t* Experts::gathered_rows(const Op& op, const ExpertTile& at, const 
   return scratch.gathered.bytes();
 }
 
+uint8_t* Experts::activations_of(const Op& op, ActivationKind kind, int first) const {
+  return activations_.bytes() + size_t(first) * activation_row_bytes(kind, most_elements(*op.experts));
+}
+
 void Experts::run_gated(const Op& op, Tile& tile, const Rows& rows, Scratch& scratch) const {
   const ExpertLayer& layer = *op.experts;
   const ExpertTile& at = division_of(op).gated[tile.index];
@@ -295,7 +305,7 @@ void Experts::run_gated(const Op& op, Tile& tile, const Rows& rows, Scratch& scr
   if (!tile.commit()) return;
   const int size = at.end - at.begin;
   const size_t row_bytes = activation_row_bytes(op.activation_kind, gate.n);
-  uint8_t* out = activations_.bytes() + at.first * row_bytes + activation_offset(op.activation_kind, at.begin);
+  uint8_t* out = activations_of(op, op.activation_kind, at.first) + activation_offset(op.activation_kind, at.begin);
   for (int r = 0; r < at.num_rows; r++, elements += size, out += row_bytes)
     quantize_rows(op.activation_kind, elements, size, 1, size, out);
 }
@@ -305,7 +315,7 @@ void Experts::run_output(const Op& op, Tile& tile, Scratch& scratch) const {
   const ExpertTile& at = division_of(op).output[tile.index];
   const PackedWeight& weight = layer.down[at.expert];
   const float* bias = layer.down_biases ? layer.down_biases + size_t(at.expert) * weight.n : nullptr;
-  const uint8_t* x = activations_.bytes() + at.first * activation_row_bytes(op.input_kind, weight.k);
+  const uint8_t* x = activations_of(op, op.input_kind, at.first);
   scratch.readahead.next_weights = weights_after(op, tile);
   const float* sums = products_.sums(weight, bias, op.input_kind, x, at.num_rows, at.begin, at.end, scratch,
                                      changes(op, at, layer.output_adapters));

@@ -81,6 +81,9 @@ class Experts {
   RowChanges changes(const Op& op, const ExpertTile& at, const Adapter* const* adapters) const {
     return {adapters ? adapters[at.expert] : nullptr, division_of(op).rows.data() + at.first};
   }
+  // Returns the place of the activations of a tile, which begins with choice `first`. There is space for rows of the
+  // layer's largest expert.
+  uint8_t* activations_of(const Op& op, ActivationKind kind, int first) const;
   float* output_of(int index) const { return outputs_.floats() + size_t(index) * largest_output_; }
 
   const Model& model_;

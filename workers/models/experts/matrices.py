@@ -1,0 +1,108 @@
+"""The matrices of experts.
+
+Shapes: A rows, ordered by expert, e experts, I and O elements of an expert's input and output, F intermediate size.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...layers.layers import LayerKernels
+from ...layers.parallel.shard import ModelShard
+from ...layers.spec import ModelSpec
+from ...layers.specs.experts import ExpertsSpec
+from ...loaders.quantization.matrix import Weight
+from ..lora.experts import ExpertChanges
+from ..lora.matrices import AdaptedMatrix, AdaptedRows
+from ..mlp import gated_activation
+from ..weights import WeightReader
+
+
+class ExpertMatrices:
+    """This rank's part of the experts of one mixture, and the changes that LoRA adapters make to them.
+
+    Attributes:
+        count: The number of these experts.
+        are_all: True if tokens choose no other experts, in no mixture and on no rank.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        experts: ExpertsSpec,
+        weights: WeightReader,
+        prefix: str,
+        shard: ModelShard,
+        kernels: LayerKernels,
+        mixture: int,
+    ) -> None:
+        placement = shard.placement(experts)
+        step, own = experts.num_mixtures, placement.experts
+        self._numbers = range(own.start + (mixture - own.start) % step, own.stop, step)
+        self.count = len(self._numbers)
+        self.are_all = step == 1 and not placement.elsewhere and not experts.num_identities
+        total, elements = experts.size_in(mixture), placement.elements[mixture]
+        size = experts.latent_size or spec.hidden_size
+        names = ["gate_proj", "up_proj"] if spec.has_gate else ["up_proj"]
+        adapted_gate_up: list[list[AdaptedMatrix]] = []
+        adapted_down: list[list[AdaptedMatrix]] = []
+        gate_up: list[Weight] = []
+        down: list[Weight] = []
+        gate_up_biases: list[Tensor] = []
+        down_biases: list[Tensor] = []
+        for number in self._numbers:
+            name = f"{prefix}experts.{experts.stored_index(number)}."
+            rows = weights.rows(name, names, [total] * len(names), [elements] * len(names))
+            gate_up.append(weights.read_matrix_rows(rows, size))
+            down.append(
+                weights.read_matrix(f"{name}down_proj.weight", size, total, part=elements, dim=1)
+            )
+            adapted_gate_up.append(
+                [AdaptedMatrix(AdaptedRows(r.name, r.total, r.select_from_all), size) for r in rows]
+            )
+            outputs = AdaptedRows(f"{name}down_proj", size, lambda x: x)
+            adapted_down.append([AdaptedMatrix(outputs, total, elements)])
+            if experts.has_biases:
+                gate_up_biases.append(weights.read_biases(rows))
+                down_biases.append(weights.read(f"{name}down_proj.bias", size))
+        self._gate_up_changes = self._down_changes = None
+        if weights.loras is not None and kernels.finds_rows and shard.expert_group is None:
+            self._gate_up_changes, self._down_changes = (
+                ExpertChanges(each, weights.loras) for each in (adapted_gate_up, adapted_down)
+            )
+        self._gate_up = kernels.grouped_linear(gate_up, gate_up_biases)
+        # Only one of the ranks that share an expert adds its bias.
+        self._down = kernels.grouped_linear(down, down_biases if placement.adds_bias else [])
+        self._activation = (
+            gated_activation(kernels, spec.activation, experts.gate_limit)
+            if spec.has_gate
+            else kernels.activation(spec.activation)
+        )
+
+    def places(self, experts: Tensor) -> Tensor:
+        """Return the places of experts among these; `count` for other experts."""
+        places = experts - self._numbers.start
+        if self.are_all:
+            return places
+        is_other = (
+            (experts >= self._numbers.stop) | (places < 0) | (places % self._numbers.step != 0)
+        )
+        return (places // self._numbers.step).masked_fill(is_other, self.count)
+
+    def compute(self, x_AI: Tensor, place_A: Tensor, token_A: Tensor | None) -> Tensor:
+        """Return the outputs [A, O] of rows that are ordered by the place of their expert.
+
+        Rows of other experts, at the end, have undefined outputs. `token_A` are the step's tokens to which the rows
+        belong; None if the rows come from other replicas.
+        """
+        bounds_e = torch.arange(self.count, device=x_AI.device)
+        ends_e = torch.searchsorted(place_A, bounds_e, right=True, out_int32=True)
+        projected_AF = self._gate_up(x_AI, ends_e)
+        if self._gate_up_changes is not None and token_A is not None:
+            self._gate_up_changes.add(projected_AF, x_AI, place_A, token_A)
+        activated_AF = self._activation(projected_AF)
+        outputs_AO: Tensor = self._down(activated_AF, ends_e)
+        if self._down_changes is not None and token_A is not None:
+            self._down_changes.add(outputs_AO, activated_AF, place_A, token_A)
+        return outputs_AO

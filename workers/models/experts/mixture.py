@@ -1,0 +1,284 @@
+"""A mixture of experts that replaces a layer's MLP.
+
+Shapes: T tokens of a step, D hidden size, E experts, e experts of this rank, C experts that a token chooses, A = T * C
+choices ordered by expert, F intermediate size, L size of the experts' inputs, which may be D. If replicas divide the
+experts: N ranks, M messages that this rank sends, B messages that it receives; A are then the rank's own choices, or
+those of the messages.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ...layers.layers import InputScaledNorm, LayerKernels, Linear, RMSNorm
+from ...layers.parallel.expert_group import ExpertGroup
+from ...layers.parallel.shard import ModelShard
+from ...layers.spec import ModelSpec
+from ...layers.specs.experts import ExpertsSpec, GateLimit
+from ..mlp import MLP
+from ..weights import WeightReader
+from .matrices import ExpertMatrices
+from .router import Router, unused_experts
+
+
+class Experts:
+    """The router, this rank's part of the experts, and the shared experts.
+
+    Ranks have a part of the intermediate elements of every expert or, with expert parallelism, whole experts. If the
+    ranks of several replicas divide the experts, each row is sent to the ranks of the experts that it chose.
+    """
+
+    gate_up = None
+    """None, so that a norm before the experts does not round its output: the router needs exact values."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        experts: ExpertsSpec,
+        weights: WeightReader,
+        prefix: str,
+        shard: ModelShard,
+        kernels: LayerKernels,
+        shared_limit: GateLimit | None = None,
+    ) -> None:
+        self._spec = experts
+        self._kernels = kernels
+        self._tensor_parallel = shard.tensor_parallel
+        self._group = shard.expert_group
+        # The norm of an expert's output needs the sum of all ranks that have a part of the expert.
+        self._sums_choices = experts.has_latent_norms and not shard.has_whole_experts
+        self._num_chosen = experts.num_experts_per_token
+        self._router = Router(
+            experts, spec.hidden_size, spec.vocab_size, weights, f"{prefix}gate.", kernels
+        )
+        self._placement = shard.placement(experts)
+        self._to_latent: Linear | None = None
+        self._from_latent: Linear | None = None
+        self._size = size = experts.latent_size or spec.hidden_size
+        if experts.latent_size:
+            self._to_latent, self._from_latent = (
+                kernels.linear(
+                    weights.read_matrix(f"{prefix}{name}.weight", rows, columns),
+                    weights.read(f"{prefix}{name}.bias", rows) if spec.mlp_bias else None,
+                )
+                for name, rows, columns in (
+                    ("to_latent", size, spec.hidden_size),
+                    ("from_latent", spec.hidden_size, size),
+                )
+            )
+        self._latent_norm: RMSNorm | None = None
+        self._expert_norm: RMSNorm | None = None
+        if experts.has_latent_norms:
+            weight_L, expert_weight_L = (
+                weights.read_vector(f"{prefix}{name}.weight", size) + spec.norm_weight_offset
+                for name in ("latent_norm", "expert_norm")
+            )
+            self._latent_norm = kernels.norm(weight_L, spec.norm_eps)
+            eps = spec.norm_eps if spec.output_norm_eps is None else spec.output_norm_eps
+            self._expert_norm = InputScaledNorm(expert_weight_L, eps)
+        self._mixtures = [
+            ExpertMatrices(spec, experts, weights, prefix, shard, kernels, mixture)
+            for mixture in range(experts.num_mixtures)
+        ]
+        weights.skip(unused_experts(experts, prefix, self._placement.elsewhere))
+        self._shared: MLP | None = None
+        self._shared_gate_1D: Tensor | None = None
+        if num_shared := experts.shared_intermediate_size:
+            self._shared = MLP(
+                spec,
+                weights,
+                f"{prefix}shared_experts.",
+                shard,
+                kernels,
+                num_shared,
+                limit=shared_limit,
+            )
+            if experts.has_shared_gate:
+                self._shared_gate_1D = weights.read(
+                    f"{prefix}shared_expert_gate.weight", 1, spec.hidden_size
+                )
+
+    def forward(
+        self, x_TD: Any, router_x_TD: Any = None, token_ids_T: Tensor | None = None
+    ) -> Tensor:
+        """Return the output [T, D] of the chosen and the shared experts.
+
+        `router_x_TD` is the router's input, if it differs from the experts' input. `token_ids_T` are the tokens, which
+        experts need that are chosen by them.
+        """
+        router_x_TD = x_TD if router_x_TD is None else router_x_TD
+        experts_TC, weights_TC = self._router(router_x_TD, token_ids_T)
+        identity_T1: Tensor | None = None
+        if self._spec.num_identities:
+            is_identity_TC = experts_TC >= self._spec.num_experts
+            identity_T1 = weights_TC.masked_fill(~is_identity_TC, 0.0).sum(-1, keepdim=True)
+            weights_TC = weights_TC.masked_fill(is_identity_TC, 0.0)
+            if self._group is not None:
+                experts_TC = experts_TC.masked_fill(is_identity_TC, 0)
+        x_TL = x_TD if self._to_latent is None else self._to_latent(x_TD)
+        if self._latent_norm is not None:
+            x_TL = self._latent_norm(x_TL)
+        if self._group is None:
+            y_TL = self._own_outputs(x_TL, experts_TC, weights_TC)
+        else:
+            y_TL = torch.zeros_like(x_TL)
+            rows = self._group.own_rows(len(x_TL))
+            y_TL[rows] = self._exchange(self._group, x_TL[rows], experts_TC[rows], weights_TC[rows])
+        if not self._sums_choices:
+            y_TL = self._tensor_parallel.sum(y_TL)
+        y_TD = y_TL if self._from_latent is None else self._from_latent(y_TL)
+        if identity_T1 is not None:
+            y_TD = y_TD + (x_TD * identity_T1).to(y_TD.dtype)
+        return y_TD if self._shared is None else y_TD.add_(self._shared_output(x_TD))
+
+    def join_round(self, like: Tensor) -> None:
+        """Compute rows of other replicas in an exchange to which this one contributes none.
+
+        The hidden states have the dtype and device of `like`.
+        """
+        assert self._group is not None
+        self._exchange(
+            self._group,
+            like.new_empty((0, self._size)),
+            torch.empty((0, self._num_chosen), dtype=torch.int64, device=like.device),
+            torch.empty((0, self._num_chosen), device=like.device),
+        )
+
+    def _own_outputs(self, x_TL: Tensor, experts_TC: Tensor, weights_TC: Tensor) -> Tensor:
+        """Return the weighted sums [T, L] of the outputs of this rank's experts."""
+        first, *others = (
+            self._outputs_of(matrices, x_TL, experts_TC, weights_TC) for matrices in self._mixtures
+        )
+        return sum(others, first)
+
+    def _outputs_of(
+        self, matrices: ExpertMatrices, x_TL: Tensor, experts_TC: Tensor, weights_TC: Tensor
+    ) -> Tensor:
+        """Return the weighted sums [T, L] of the outputs of some experts."""
+        place_A = matrices.places(experts_TC).flatten()
+        if not matrices.are_all:
+            # No expert computes the choices of others, which are sorted to the end.
+            weights_TC = weights_TC.masked_fill(
+                (place_A == matrices.count).view_as(weights_TC), 0.0
+            )
+        sorted_A, order_A = place_A.sort(stable=True)
+        x_AL, weights_TC = self._inputs(x_TL, order_A, weights_TC)
+        y_AL = self._compute(matrices, x_AL, sorted_A, order_A // self._num_chosen)
+        return self._kernels.combine(y_AL, order_A, weights_TC)
+
+    def _exchange(
+        self, group: ExpertGroup, x_TL: Tensor, experts_TC: Tensor, weights_TC: Tensor
+    ) -> Tensor:
+        """Return the weighted sums [T, L] over all experts, and compute the rows that other ranks sent.
+
+        A message is one row with the numbers of the experts that it chose, as numbered by the receiver, or -1. It
+        includes the weights of the choices if these multiply the inputs. A rank returns the outputs in the order of
+        messages and choices.
+        """
+        parts = group.parts(self._spec.num_numbered)
+        sizes_N = torch.tensor([len(part) for part in parts], device=x_TL.device)
+        owners_E = torch.arange(group.size, device=x_TL.device).repeat_interleave(sizes_N)
+        first_N = sizes_N.cumsum(0) - sizes_N
+        owners_TC = owners_E[experts_TC]
+        visits_TN = owners_TC.new_zeros((len(x_TL), group.size)).scatter_(1, owners_TC, 1)
+        rank_M, row_M = visits_TN.T.nonzero(as_tuple=True)
+        is_there_MC = owners_TC[row_M] == rank_M[:, None]
+        choices_MC = (experts_TC[row_M] - first_N[rank_M, None]).masked_fill(~is_there_MC, -1)
+        parts_of_message = [x_TL[row_M], choices_MC.int()]
+        if self._spec.scales_inputs:
+            parts_of_message.append(weights_TC[row_M].float())
+        messages_MX = torch.cat([part.view(torch.uint8) for part in parts_of_message], 1)
+        messages_BX, received_N = group.dispatch(messages_MX, visits_TN.sum(0))
+        row_bytes, num_chosen = x_TL.shape[1] * x_TL.element_size(), self._num_chosen
+        row_BX, choices_BX, factors_BX = messages_BX.split(
+            (row_bytes, 4 * num_chosen, messages_BX.shape[1] - row_bytes - 4 * num_chosen), 1
+        )
+        choices_BC = choices_BX.contiguous().view(torch.int32).long()
+        row_A, choice_A = (choices_BC >= 0).nonzero(as_tuple=True)
+        x_AL = row_BX.contiguous().view(x_TL.dtype)[row_A]
+        if self._spec.scales_inputs:
+            factors_BC = factors_BX.contiguous().view(torch.float32)
+            x_AL = (x_AL * factors_BC[row_A, choice_A][:, None]).to(x_TL.dtype)
+            weights_TC = weights_TC.sign()
+        chosen_A = choices_BC[row_A, choice_A] + self._placement.experts.start
+        y_AL = torch.empty_like(x_AL)
+        for matrices in self._mixtures:
+            sorted_A, order_A = matrices.places(chosen_A).sort(stable=True)
+            num_own = int((sorted_A < matrices.count).sum())
+            if num_own:
+                own_A = order_A[:num_own]
+                y_AL[own_A] = self._compute(matrices, x_AL[own_A], sorted_A[:num_own])
+        sender_B = torch.arange(group.size, device=x_TL.device).repeat_interleave(received_N)
+        returned_N = sender_B[row_A].bincount(minlength=group.size)
+        owner_A, order_A = owners_TC.flatten().sort(stable=True)
+        y_AL = group.exchange(y_AL, returned_N, owner_A.bincount(minlength=group.size))
+        return self._kernels.combine(y_AL, order_A, weights_TC)
+
+    def _inputs(self, x_TL: Tensor, order_A: Tensor, weights_TC: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the inputs [A, L] of the ordered choices, and the weights for their outputs."""
+        x_AL = x_TL[order_A // self._num_chosen]
+        if not self._spec.scales_inputs:
+            return x_AL, weights_TC
+        return (x_AL * weights_TC.flatten()[order_A, None]).to(x_TL.dtype), weights_TC.sign()
+
+    def _compute(
+        self,
+        matrices: ExpertMatrices,
+        x_AL: Tensor,
+        place_A: Tensor,
+        token_A: Tensor | None = None,
+    ) -> Tensor:
+        """Return the outputs of rows that are ordered by the place of their expert, after the norm of outputs.
+
+        `token_A` are the step's tokens to which the rows belong; None if the rows come from other replicas.
+        """
+        outputs_AL = matrices.compute(x_AL, place_A, token_A)
+        if self._sums_choices:
+            outputs_AL = self._tensor_parallel.sum(outputs_AL)
+        return outputs_AL if self._expert_norm is None else self._expert_norm(outputs_AL)
+
+    def _shared_output(self, x_TD: Tensor) -> Tensor:
+        assert self._shared is not None
+        y_TD = self._shared.forward(x_TD)
+        if self._shared_gate_1D is None:
+            return y_TD
+        return y_TD.mul_(F.linear(x_TD, self._shared_gate_1D).sigmoid())
+
+
+class ExpertsBesideMLP:
+    """Experts in addition to the layer's MLP, both of which read the same hidden states, with norms around both.
+
+    The norm of the router's input includes division by the square root of the hidden size.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        experts: ExpertsSpec,
+        weights: WeightReader,
+        prefix: str,
+        shard: ModelShard,
+        kernels: LayerKernels,
+    ) -> None:
+        size = spec.hidden_size
+        self.experts = Experts(spec, experts, weights, f"{prefix}beside.", shard, kernels)
+        router_weight_D = weights.read_vector(f"{prefix}beside.router_scale", size)
+        self._router_norm = RMSNorm(router_weight_D * size**-0.5, spec.norm_eps)
+        self._mlp_output_norm, self._input_norm, self._output_norm = (
+            kernels.norm(weights.read_vector(f"{prefix}{name}.weight", size), spec.norm_eps)
+            for name in (
+                "post_feedforward_layernorm_1",
+                "pre_feedforward_layernorm_2",
+                "post_feedforward_layernorm_2",
+            )
+        )
+
+    def forward(self, mlp_TD: Tensor, x_TD: Tensor) -> Tensor:
+        """Return the sum of the MLP's output `mlp_TD` and the experts' output for the hidden states `x_TD`."""
+        y_TD = self.experts.forward(self._input_norm(x_TD), self._router_norm(x_TD))
+        total_TD: Tensor = self._mlp_output_norm(mlp_TD) + self._output_norm(y_TD)
+        return total_TD
