@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from engine.workers.attention import (
     AttentionLayer,
+    AttentionSpec,
     CapturableAttention,
     DeviceBatch,
     IndexQueries,
@@ -24,13 +25,14 @@ from torch import Tensor
 @dataclass
 class CapturedMetadata:
     batch: DeviceBatch
+    spec: AttentionSpec
 
 
 class GraphTorchPaged(TorchPagedAttention, CapturableAttention):
     def build_captured(
         self, batch: DeviceBatch, windows: Collection[int | None], max_queries: int
     ) -> CapturedMetadata:
-        return CapturedMetadata(batch)
+        return CapturedMetadata(batch, self.spec)
 
     def forward(
         self,
@@ -44,6 +46,8 @@ class GraphTorchPaged(TorchPagedAttention, CapturableAttention):
     ) -> Tensor:
         if not isinstance(metadata, CapturedMetadata):
             return super().forward(q_THK, k_TGK, v_TGK, kv_cache, metadata, layer, index)
+        # Lists of work depend on the number of heads, which differs between layers of some models.
+        assert metadata.spec == self.spec
         batch = metadata.batch
         slots_T = batch.slot_mapping.long()
         blocks_T, offsets_T = slots_T // self.block_size, slots_T % self.block_size

@@ -81,18 +81,14 @@ class DeviceForward:
         if not isinstance(model.attention, CapturableAttention):
             logger.info("no CUDA graphs: %s cannot be captured", type(model.attention).__name__)
             return
-        self._add_graphs(model.attention, recorder, max_graph_size)
+        self._add_graphs(recorder, max_graph_size)
 
-    def _add_graphs(
-        self, attention: CapturableAttention, recorder: GraphRecorder, max_size: int
-    ) -> None:
+    def _add_graphs(self, recorder: GraphRecorder, max_size: int) -> None:
         if not self._kv_cache.has_states:
             # The number of segments of recurrent layers is known only on the host, unless each request has one token.
-            run_chunks = partial(self._run_chunks, attention)
-            self._chunks = SizedGraphs(run_chunks, chunk_sizes(max_size), recorder)
+            self._chunks = SizedGraphs(self._run_chunks, chunk_sizes(max_size), recorder)
         largest = min(max_size, self._batch.num_slots)
-        run_decode = partial(self._run_decode, attention)
-        self._decodes = SizedGraphs(run_decode, decode_sizes(largest), recorder)
+        self._decodes = SizedGraphs(self._run_decode, decode_sizes(largest), recorder)
 
     def drop_graphs(self) -> None:
         """Drop all graphs, because the KV cache has moved."""
@@ -166,10 +162,10 @@ class DeviceForward:
         """Return the maximum number of requests that can share these tokens."""
         return min(num_tokens, self._batch.num_slots)
 
-    def _run_decode(self, attention: CapturableAttention, size: int) -> list[torch.Tensor]:
+    def _run_decode(self, size: int) -> list[torch.Tensor]:
         """Run a step in which each request has at most one token, and all sample. Return the tensors of `Forwarded`."""
         step = self._buffers.view(size, size)
-        metadata = self._build_captured(attention, step, max_queries=1)
+        metadata = self._build_captured(step, max_queries=1)
         hidden_SD = self._forward(step, metadata)
         if not self._model.shard.is_last:
             return [hidden_SD]
@@ -179,10 +175,10 @@ class DeviceForward:
         self._append(step.token_index_T, greedy_S)
         return [*kept, hidden_SD, logits_SV, greedy_S]
 
-    def _run_chunks(self, attention: CapturableAttention, size: int) -> list[torch.Tensor]:
+    def _run_chunks(self, size: int) -> list[torch.Tensor]:
         """Run a step of any kind. Return its hidden states, after those that the model keeps, if any."""
         step = self._buffers.view(size, self._max_requests(size))
-        hidden_TD = self._forward(step, self._build_captured(attention, step, max_queries=size))
+        hidden_TD = self._forward(step, self._build_captured(step, max_queries=size))
         return [*self._kept_hidden(), hidden_TD]
 
     def _kept_hidden(self) -> list[torch.Tensor]:
@@ -197,11 +193,9 @@ class DeviceForward:
             self._model.kept_hidden_TE = results.pop(0)
         return results
 
-    def _build_captured(
-        self, attention: CapturableAttention, step: DeviceStep, max_queries: int
-    ) -> list[Any]:
+    def _build_captured(self, step: DeviceStep, max_queries: int) -> list[Any]:
         self._buffers.gather_block_tables(step)
-        return self._kv_cache.captured_metadata(attention, step.groups, max_queries)
+        return self._kv_cache.captured_metadata(step.groups, max_queries)
 
     def _forward(self, step: DeviceStep, metadata: Sequence[Any]) -> torch.Tensor:
         if not self._model.shard.is_first:

@@ -219,21 +219,25 @@ class KVCache:
             )
         ]
 
-    def captured_metadata(
-        self, attention: CapturableAttention, groups: Sequence[DeviceBatch], max_queries: int
-    ) -> list[Any]:
+    def captured_metadata(self, groups: Sequence[DeviceBatch], max_queries: int) -> list[Any]:
         """Return the metadata of each group for a graph in which a request has up to `max_queries` tokens.
 
-        With recurrent layers it has one.
+        With recurrent layers it has one. The attention must be capturable.
         """
-        return [
-            attention.build_captured(batch, windows, max_queries)
-            if layer is None
-            else StateBatch.build_captured(batch, attention.block_size, layer)
-            for batch, windows, layer in zip(
-                groups, self.windows_by_group, self._recurrent_by_group, strict=True
-            )
-        ]
+        captured: list[Any] = []
+        for batch, windows, layer, attention in zip(
+            groups,
+            self.windows_by_group,
+            self._recurrent_by_group,
+            self._attention_by_group,
+            strict=True,
+        ):
+            if layer is not None:
+                captured.append(StateBatch.build_captured(batch, attention.block_size, layer))
+                continue
+            assert isinstance(attention, CapturableAttention)
+            captured.append(attention.build_captured(batch, windows, max_queries))
+        return captured
 
     def storing_metadata(self, group: int, batch: AttentionBatch) -> Any:
         """Return the metadata to store `batch` in a group without computing attention."""

@@ -79,18 +79,21 @@ def test_padding_and_previous_content_do_not_change_outputs(
 
 
 # On a CPU, the tokens of several experts cannot be recorded.
-RECURRENT = {"mamba": {}, "mamba2": {}, "lfm2": {}, "qwen3.5": {}} | {
-    "minimax": {"num_local_experts": 1, "num_experts_per_tok": 1}
+ONE_EXPERT = {"num_experts_per_tok": 1}
+# With recurrent layers, and with layers whose numbers of heads differ.
+MODELS = {"mamba": {}, "mamba2": {}, "lfm2": {}, "qwen3.5": {}} | {
+    "minimax": {"num_local_experts": 1} | ONE_EXPERT,
+    "laguna": {"num_experts": 1} | ONE_EXPERT,
 }
 
 
-@pytest.mark.parametrize("name", RECURRENT)
-def test_graphs_of_recurrent_models_give_the_results_of_steps_without_graphs(
+@pytest.mark.parametrize("name", MODELS)
+def test_graphs_of_other_models_give_the_results_of_steps_without_graphs(
     name, tmp_path, monkeypatch
 ) -> None:
     """Requests pass the ends of segments and of blocks, and blocks are used again."""
     torch.set_num_threads(1)
-    save_reference(make_reference(name, **RECURRENT[name]), tmp_path)
+    save_reference(make_reference(name, **MODELS[name]), tmp_path)
     vocab_size, blocks = SMALL["vocab_size"], {"block_size": 256, "max_model_len": 512}
     plain = Steps(tmp_path, vocab_size, device=EAGER, **blocks)
     expected = [random_steps(plain, vocab_size, seed) for seed in range(2)]
