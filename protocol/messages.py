@@ -124,6 +124,7 @@ class ImagePayload(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=T
     pixels was enlarged, with equal margins on both sides. Without a grid, margins are at the right and at the bottom of
     that many pixels. A tower may compute fewer embeddings for a frame (`is_frame`), and one more after the last frame
     or tile (`is_last`). `marks` are the numbers of the stored embeddings before and after the image's own (Ovis 2).
+    `fine` is a larger copy of the image, which some towers read, too.
     """
 
     width: int
@@ -139,6 +140,7 @@ class ImagePayload(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=T
     is_frame: bool = False
     is_last: bool = False
     marks: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+    fine: ImagePayload | None = None
 
 
 class AudioPayload(msgspec.Struct, array_like=True, gc=False, frozen=True):

@@ -81,12 +81,14 @@ class CropProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="crop")
 class MarginProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="margin"):
     """Resizes the longer side of an image to `side` pixels, and puts it in the middle of a square with a `margin`.
 
-    The shorter side has at least `min_side` pixels. The margin is a color in RGB.
+    The shorter side has at least `min_side` pixels. The margin is a color in RGB. If `fine` is not None, this is done
+    with the larger square that `fine` makes of the image, and the model reads both (DeepSeek-VL 7B).
     """
 
     side: int
     min_side: int
     margin: tuple[int, int, int]
+    fine: MarginProcessor | None = None
 
 
 class GridProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="grid"):

@@ -61,9 +61,12 @@ def _read(data: bytes, max_frames: int) -> ImagePayload | EmbeddingPayload:
         raise EngineError(
             f"an image has {image.num_frames} frames, but the model reads at most {max_frames}"
         )
-    expected = 3 * image.width * image.height * image.num_frames
-    if len(image.pixels) != expected:
-        raise EngineError(f"an image has {len(image.pixels)} bytes, expected {expected}")
+    for each in (image, image.fine):
+        if each is None:
+            continue
+        expected = 3 * each.width * each.height * each.num_frames
+        if len(each.pixels) != expected:
+            raise EngineError(f"an image has {len(each.pixels)} bytes, expected {expected}")
     return image
 
 

@@ -59,6 +59,20 @@ def _mlp(spec: VisionSpec, checkpoint: Checkpoint, read: _Reader) -> Projection:
     return lambda x_PD, num_columns: mlp(norm(_side_by_side(x_PD, num_columns, spec.merge_factor)))
 
 
+def _joined(spec: VisionSpec, checkpoint: Checkpoint, read: _Reader) -> Projection:
+    weights, size = read(f"{_MLP}linear_1.weight"), spec.output_size
+    assert spec.fine is not None
+    fine = weights.read_linear(f"{_MLP}fine", size // 2, spec.fine.output_size)
+    first = weights.read_linear(f"{_MLP}linear_1", size // 2, spec.hidden_size)
+    second = weights.read_linear(f"{_MLP}linear_2", size, size)
+
+    def project(x_PD: Tensor, num_columns: int) -> Tensor:
+        x, fine_x = x_PD.split((spec.hidden_size, x_PD.shape[1] - spec.hidden_size), 1)
+        return second(F.gelu(torch.cat((fine(fine_x), first(x)), 1)))
+
+    return project
+
+
 def _gated_mlp(spec: VisionSpec, checkpoint: Checkpoint, read: _Reader) -> Projection:
     weights, inner = read(f"{_MLP}linear_1.weight"), spec.adapter_size
     norm = _norm_ofsquares(spec, weights)
@@ -235,6 +249,7 @@ _KINDS: Final[dict[str, Callable[[VisionSpec, Checkpoint, _Reader], Projection]]
     "adapter": _adapter,
     "queries": _queries,
     "mlp": _mlp,
+    "joined": _joined,
     "gated mlp": _gated_mlp,
     "merged mlp": _merged_mlp,
     "mean": _mean,

@@ -42,14 +42,14 @@ class QueryTower(ImageReader):
         super().__init__(spec.output_size, device, dtype)
         self.spec = spec
         self._num_threads = num_threads
-        for activation in (spec.activation, spec.reader_activation):
+        for activation in (spec.sam.activation, spec.reader_activation):
             check_activation(checkpoint, activation)
 
         def read(marker: str) -> VisionWeights:
             return VisionWeights(checkpoint, marker, device, dtype, _NAMES)
 
         size = spec.reader_size
-        self._encode_image = SamEncoder(spec, read("patch_embed.projection.weight"))
+        self._encode_image = SamEncoder(spec.sam, read("patch_embed.projection.weight"))
         tensors = read("query_768_resolution.weight")
         self._queries = [
             tensors.read(f"query_{side}_resolution.weight", count, size)
@@ -72,7 +72,7 @@ class QueryTower(ImageReader):
         Raises:
             EngineError: The tower cannot read images of this size.
         """
-        unit = self.spec.unit
+        unit = self.spec.sam.unit
         if image.width != image.height or image.width % unit:
             raise EngineError(
                 f"an image has {image.width} x {image.height} pixels, the model reads squares whose sides are "
@@ -83,7 +83,7 @@ class QueryTower(ImageReader):
 
     def warm_up(self) -> None:
         """Encode a black image."""
-        side, ones = self.spec.image_size, (1.0, 1.0, 1.0)
+        side, ones = self.spec.sam.image_size, (1.0, 1.0, 1.0)
         self(ImagePayload(side, side, bytes(3 * side * side), 1.0, ones, ones))
 
     def _encode(self, image: ImagePayload) -> Tensor:

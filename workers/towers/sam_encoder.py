@@ -1,4 +1,4 @@
-"""SAM's image encoder (arXiv 2304.02643), as DeepSeek-OCR 2 uses it.
+"""SAM's image encoder (arXiv 2304.02643), as DeepSeek-OCR 2 and DeepSeek-VL use it.
 
 Shapes: H rows and W columns of patches, D hidden size, N windows, S patches of a window per side, A heads, K head
 dimension, C channels.
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...protocol.checkpoint.vision.deepseek import QueryVisionSpec
+from ...protocol.checkpoint.vision.spec import SamSpec
 from .weights import ACTIVATIONS, Linear, Norm, VisionWeights
 
 _NECK_EPS = 1e-6
@@ -25,7 +25,8 @@ class SamEncoder:
         CheckpointError: A tensor is missing or has another shape.
     """
 
-    def __init__(self, spec: QueryVisionSpec, tensors: VisionWeights) -> None:
+    def __init__(self, spec: SamSpec, tensors: VisionWeights) -> None:
+        self.spec = spec
         size, patch, side = spec.hidden_size, spec.patch_size, spec.side
         self._patch = patch
         self._patches = tensors.read("patch_embed.projection.weight", size, 3, patch, patch)
@@ -37,30 +38,36 @@ class SamEncoder:
             )
             for i in range(spec.num_layers)
         ]
-        neck = spec.neck_size
-        self._neck = (
-            tensors.read("neck.conv1.weight", neck, size).view(neck, size, 1, 1),
-            tensors.read("neck.conv2.weight", neck, neck, 3, 3),
-        )
-        self._neck_norms = [
-            tensors.read_layer_norm(f"neck.layer_norm{i}", neck, _NECK_EPS) for i in (1, 2)
-        ]
+        self._neck = _Neck(spec, tensors, "neck.")
+        self._early_neck: _Neck | None = None
+        if spec.early_layer:
+            self._early_neck = _Neck(spec, tensors, "early_neck.")
+            self._early_factor_1 = tensors.read("early_factor", 1)
         self._strided = (
-            tensors.read("proj.conv1.weight", spec.middle_size, neck, 3, 3),
-            tensors.read("proj.conv2.weight", spec.reader_size, spec.middle_size, 3, 3),
+            tensors.read("proj.conv1.weight", spec.middle_size, spec.neck_size, 3, 3),
+            tensors.read("proj.conv2.weight", spec.output_size, spec.middle_size, 3, 3),
         )
 
     def __call__(self, pixels: Tensor) -> Tensor:
-        """Return the features [H / 4 * W / 4, C] of an image [3, height, width]."""
+        """Return the features [places, C] of an image [3, height, width], with a place for 4 x 4 patches.
+
+        If the encoder has a `feature_side`, there are that many places in each direction.
+        """
         x = F.conv2d(pixels[None], self._patches, self._patches_bias, self._patch)
         x_HWD = x[0].permute(1, 2, 0)
         x_HWD = x_HWD + self._interpolated(*x_HWD.shape[:2])
-        for layer in self._layers:
+        early: Tensor | None = None
+        for number, layer in enumerate(self._layers, 1):
             x_HWD = layer(x_HWD)
-        x = x_HWD.permute(2, 0, 1)[None]
-        for weight, norm in zip(self._neck, self._neck_norms, strict=True):
-            x = F.conv2d(x, weight, padding=weight.shape[-1] // 2)
-            x = norm(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+            if self._early_neck is not None and number == self.spec.early_layer:
+                early = self._reduced(self._early_neck(x_HWD))
+        features = self._reduced(self._neck(x_HWD))
+        return features if early is None else features + early * self._early_factor_1
+
+    def _reduced(self, x: Tensor) -> Tensor:
+        """Return the features [places, C] of the outputs [1, C, H, W] of a neck."""
+        if side := 4 * self.spec.feature_side:
+            x = F.interpolate(x, (side, side), mode="bilinear", align_corners=False)
         for weight in self._strided:
             x = F.conv2d(x, weight, stride=2, padding=1)
         return x[0].flatten(1).T
@@ -75,11 +82,33 @@ class SamEncoder:
         return resized[0].permute(1, 2, 0).to(self._positions.dtype)
 
 
+class _Neck:
+    """Two convolutions, each followed by a norm, that change the number of channels."""
+
+    def __init__(self, spec: SamSpec, tensors: VisionWeights, prefix: str) -> None:
+        size, neck = spec.hidden_size, spec.neck_size
+        self._weights = (
+            tensors.read(f"{prefix}conv1.weight", neck, size).view(neck, size, 1, 1),
+            tensors.read(f"{prefix}conv2.weight", neck, neck, 3, 3),
+        )
+        self._norms = [
+            tensors.read_layer_norm(f"{prefix}layer_norm{i}", neck, _NECK_EPS) for i in (1, 2)
+        ]
+
+    def __call__(self, x_HWD: Tensor) -> Tensor:
+        """Return the channels of each patch, [1, C, H, W]."""
+        x = x_HWD.permute(2, 0, 1)[None]
+        for weight, norm in zip(self._weights, self._norms, strict=True):
+            x = F.conv2d(x, weight, padding=weight.shape[-1] // 2)
+            x = norm(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        return x
+
+
 class _Layer:
     """Attention within windows of `window_size` patches per side, or between all patches if it is 0, and an MLP."""
 
     def __init__(
-        self, spec: QueryVisionSpec, tensors: VisionWeights, prefix: str, window_size: int
+        self, spec: SamSpec, tensors: VisionWeights, prefix: str, window_size: int
     ) -> None:
         size, inner = spec.hidden_size, spec.intermediate_size
         self._num_heads, self._window_size = spec.num_heads, window_size

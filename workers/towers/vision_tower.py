@@ -23,6 +23,7 @@ from .layers import Layers, MakeLayers, Patches, TorchLayers
 from .pixels import normalized_pixels, split_patches
 from .projection import WORDS, read_projection
 from .rotary import grid_places
+from .sam_encoder import SamEncoder
 from .tiles.anyres import join_tiles, reduce_frame
 from .weights import VisionWeights, check_activation
 from .window_merger import WindowMerger
@@ -114,6 +115,13 @@ class VisionTower(ImageReader):
             self._first_layers = make(0, spec.window_layer)
             self._merge_windows = WindowMerger(spec, tensors)
         self._layers = make(spec.window_layer, layers.num_layers)
+        self._fine: SamEncoder | None = None
+        if spec.fine is not None:
+            check_activation(checkpoint, spec.fine.activation)
+            sam = VisionWeights(
+                checkpoint, "patch_embed.projection.weight", device, dtype, spec.tensor_names
+            )
+            self._fine = SamEncoder(spec.fine, sam)
         self._project = read_projection(spec, checkpoint, device, dtype)
         self._marks_MD: Tensor | None = None
         if spec.num_marks:
@@ -142,7 +150,11 @@ class VisionTower(ImageReader):
         if spec.query_counts:
             side = spec.query_counts[0][0] * spec.patch_size
         image = ImagePayload(side, side, bytes(3 * side * side), 1.0, ones, ones)
-        self(replace(image, original_width=side, original_height=side))
+        fine: ImagePayload | None = None
+        if spec.fine is not None:
+            size = spec.fine.image_size
+            fine = ImagePayload(size, size, bytes(3 * size * size), 1.0, ones, ones)
+        self(replace(image, original_width=side, original_height=side, fine=fine))
 
     def _check_size(self, image: ImagePayload) -> None:
         spec, side = self.spec, self.spec.image_size
@@ -160,6 +172,10 @@ class VisionTower(ImageReader):
             ):
                 raise EngineError(f"{found} a grid of {side} x {side}")
             return
+        if spec.fine is not None:
+            fine = spec.fine.image_size
+            if image.fine is None or (image.fine.width, image.fine.height) != (fine, fine):
+                raise EngineError(f"the larger copy of an image must have {fine} x {fine} pixels")
         if not spec.max_outputs:
             if (image.width, image.height) != (side, side):
                 raise EngineError(f"{found} {side} x {side}")
@@ -198,6 +214,9 @@ class VisionTower(ImageReader):
         pixels = normalized_pixels(
             image, self._device, self._dtype, in_bfloat16=self.spec.normalizes_in_bfloat16
         )[0]
+        if self._fine is not None and image.fine is not None:
+            fine = normalized_pixels(image.fine, self._device, self._dtype)[0]
+            return self.encode_pixels(pixels, fine_PC=self._fine(fine))
         if self.spec.margins is None:
             return self.encode_pixels(pixels)
         size = self.spec.patch_size
@@ -207,12 +226,18 @@ class VisionTower(ImageReader):
         )
         return self.encode_pixels(pixels, shown)
 
-    def encode_pixels(self, pixels: Tensor, shown: tuple[int, int] | None = None) -> Tensor:
+    def encode_pixels(
+        self,
+        pixels: Tensor,
+        shown: tuple[int, int] | None = None,
+        fine_PC: Tensor | None = None,
+    ) -> Tensor:
         """Return the embeddings [K, output size] of normalized pixels [3, height, width].
 
         Args:
             pixels: The image.
             shown: The rows and columns of patches that are not in margins; None if there are no margins.
+            fine_PC: The features of a larger copy of the image, which the projection reads, too.
         """
         spec = self.spec
         # Like a convolution with a stride of one patch, ignore the pixels beyond the last whole patch.
@@ -272,6 +297,8 @@ class VisionTower(ImageReader):
             x_PD = self._post_norm(x_PD)
         if spec.has_class_token and not spec.keeps_class_token:
             x_PD = x_PD[1:]
+        if fine_PC is not None:
+            x_PD = torch.cat((x_PD, fine_PC), 1)
         return self._project(x_PD, row_length)
 
 

@@ -22,9 +22,17 @@ def square(image: Image.Image, config: SquareProcessor) -> Parts:
 
 
 def in_square(image: Image.Image, config: MarginProcessor) -> Parts:
-    """Return the whole image with margins as a tile."""
-    square = with_margin(image, config.side, config.margin, config, config.min_side)
-    return [config.start, make_tile(square, config), config.end]
+    """Return the whole image with margins as a tile, perhaps with a larger copy of it."""
+    squares = []
+    for each in (config.fine, config):
+        if each is not None:
+            image = with_margin(image, each.side, each.margin, each, each.min_side)
+            squares.append(make_tile(image, each))
+    tile = squares.pop()
+    if squares:
+        payload = msgspec.structs.replace(tile.payload, fine=squares[0].payload)
+        tile = tile._replace(payload=payload)
+    return [config.start, tile, config.end]
 
 
 def crop(image: Image.Image, config: CropProcessor) -> Parts:

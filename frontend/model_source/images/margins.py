@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from msgspec.structs import replace
 
+from ....protocol.checkpoint.config_fields import ConfigFields
 from ....protocol.checkpoint.vision.spec import VisionSpec
 from ....protocol.config.images import MarginProcessor
 from .fields import BICUBIC, CLIP_VALUES, side_of_tile, sides, values
@@ -18,6 +21,28 @@ def margins(source: ProcessorSource, vision: VisionSpec, token_id: int) -> Margi
             raise fields.wrong(name, "true", False)
     common = CLIP_VALUES | values(fields, vision, token_id, BICUBIC)
     side = side_of_tile(sides(fields, "size"), "height", vision)
+    return _processor(fields, common, side)
+
+
+def margins_with_copy(
+    source: ProcessorSource, vision: VisionSpec, token_id: int
+) -> MarginProcessor:
+    """Return the processor of DeepSeek-VL 7B, which also makes a larger copy of an image."""
+    assert vision.fine is not None
+    fields = source.fields
+    names = ("size", "resample", "image_mean", "image_std")
+    fine = fields.with_values({name: fields.get(f"high_res_{name}") for name in names})
+    size = sides(fields, "high_res_size")
+    side = size.integer("height", vision.fine.image_size)
+    if side != vision.fine.image_size:
+        raise size.wrong(
+            "height", f"{vision.fine.image_size}, which is high_res_vision_config.image_size", side
+        )
+    common = CLIP_VALUES | values(fine, vision, token_id, BICUBIC)
+    return replace(margins(source, vision, token_id), fine=_processor(fine, common, side))
+
+
+def _processor(fields: ConfigFields, common: dict[str, Any], side: int) -> MarginProcessor:
     red, green, blue = (int(255 * mean) for mean in common["mean"])
     return MarginProcessor(
         **common,

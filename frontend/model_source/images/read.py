@@ -16,7 +16,7 @@ from .gemma import gemma3, gemma3n, gemma4, paligemma
 from .idefics3 import grid
 from .lfm2 import thumbnail
 from .llama4 import mosaic, tiles
-from .margins import margins, margins_between_marks
+from .margins import margins, margins_between_marks, margins_with_copy
 from .muse import muse
 from .pixtral import lighton_ocr, pixtral
 from .qwen import (
@@ -120,6 +120,7 @@ _READERS: Final[dict[str, _Reader]] = {
     "cohere_compass": resize,
     "deepseek_ocr2": views,
     "deepseek_vl": margins,
+    "deepseek_vl_hybrid": margins_with_copy,
     "ernie4_5_moe_vl": resize_own_mark,
     "ernie4_5_vl_moe": resize_many,
     "exaone4_5": resize,

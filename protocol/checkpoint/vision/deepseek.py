@@ -1,4 +1,4 @@
-"""Read the vision tower of DeepSeek-OCR 2, in which learned queries read the features of an image encoder."""
+"""Read the vision tower of DeepSeek-OCR 2, in which learned queries read the features of SAM's image encoder."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import ClassVar, Final
 from ...config.images import SpanKind
 from ..config_fields import ConfigFields
 from .fields import head_count, image_and_patch_size
+from .spec import SamSpec
 
 NUM_QUERIES: Final = (144, 256)
 """The number of queries for a tile and for a whole image."""
@@ -17,33 +18,18 @@ NUM_QUERIES: Final = (144, 256)
 class QueryVisionSpec:
     """The tower of DeepSeek-OCR 2: an image encoder, and a reader that is like a decoder.
 
-    The image encoder is SAM's (arXiv 2304.02643). Its patches attend within windows of `window_size` x `window_size`,
-    which are padded, except in `full_layers`, counted from 1. The positions of patches relative to each other change
-    attention scores. Convolutions reduce each square of 4 x 4 patches to one feature.
-
-    The features and the learned queries after them are the sequence of the reader. Features attend to each other, and a
-    query attends to all features and to the queries before it. The outputs of the queries are projected.
+    The image encoder reduces each square of 4 x 4 patches to one feature. The features and the learned queries after
+    them are the sequence of the reader. Features attend to each other, and a query attends to all features and to the
+    queries before it. The outputs of the queries are projected.
 
     Attributes:
-        neck_size: The number of channels after the layers of the image encoder.
-        middle_size: The number of channels between the two convolutions with a stride.
+        sam: The image encoder.
         reader_size: The hidden size of the reader, and the number of elements of a feature.
         has_axes: Always False, because the decoder's positions have one coordinate.
         span_kind: Always None, because the decoder is causal.
     """
 
-    image_size: int
-    patch_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_layers: int
-    activation: str
-    norm_eps: float
-    window_size: int
-    full_layers: tuple[int, ...]
-    neck_size: int
-    middle_size: int
+    sam: SamSpec
     reader_size: int
     reader_intermediate_size: int
     reader_heads: int
@@ -56,29 +42,10 @@ class QueryVisionSpec:
     has_axes: ClassVar[bool] = False
     span_kind: ClassVar[SpanKind | None] = None
 
-    @property
-    def side(self) -> int:
-        """The number of patches of a whole image in each direction."""
-        return self.image_size // self.patch_size
-
-    @property
-    def unit(self) -> int:
-        """The side, in pixels, of the square of an image that becomes one feature."""
-        return 4 * self.patch_size
-
 
 def deepseek_ocr2(fields: ConfigFields, vision: ConfigFields, output_size: int) -> QueryVisionSpec:
     """Return the tower of DeepSeek-OCR 2."""
     sam, reader = vision.first_section("sam_config"), vision.first_section("encoder_config")
-    for name in ("use_abs_pos", "use_rel_pos", "qkv_bias"):
-        if not sam.boolean(name, True):
-            raise sam.wrong(name, "true", False)
-    image_size, patch_size = image_and_patch_size(sam, 1024, 16)
-    num_layers = sam.with_defaults(num_hidden_layers=12).layer_count("num_hidden_layers")
-    full = sam.get("global_attn_indexes", [2, 5, 8, 11])
-    if not isinstance(full, list) or not all(type(i) is int and i >= 0 for i in full):
-        raise sam.wrong("global_attn_indexes", "a list of indices", full)
-    size = sam.integer("hidden_size", 768)
     channels = sam.get("downsample_channels", [512, 896])
     if not isinstance(channels, list) or len(channels) != 2:
         raise sam.wrong("downsample_channels", "two numbers", channels)
@@ -98,6 +65,37 @@ def deepseek_ocr2(fields: ConfigFields, vision: ConfigFields, output_size: int) 
     if reader.boolean("use_sliding_window", False):
         raise reader.wrong("use_sliding_window", "false", True)
     return QueryVisionSpec(
+        sam=sam_encoder(sam, middle, reader_size),
+        reader_size=reader_size,
+        reader_intermediate_size=reader.integer("intermediate_size", 22016),
+        reader_heads=num_heads,
+        reader_kv_heads=num_kv_heads,
+        reader_layers=reader.with_defaults(num_hidden_layers=32).layer_count("num_hidden_layers"),
+        reader_activation=reader.text("hidden_act", "silu"),
+        reader_eps=reader.positive("rms_norm_eps", 1e-6),
+        reader_theta=reader.first_section("rope_parameters").positive(
+            "rope_theta", reader.positive("rope_theta", 10_000.0, above=1), above=1
+        ),
+        output_size=output_size,
+    )
+
+
+def sam_encoder(sam: ConfigFields, middle_size: int, output_size: int) -> SamSpec:
+    """Return the encoder that a section of a config describes.
+
+    Raises:
+        CheckpointError: A field is missing or invalid.
+    """
+    for name in ("use_abs_pos", "use_rel_pos", "qkv_bias"):
+        if not sam.boolean(name, True):
+            raise sam.wrong(name, "true", False)
+    image_size, patch_size = image_and_patch_size(sam, 1024, 16)
+    num_layers = sam.with_defaults(num_hidden_layers=12).layer_count("num_hidden_layers")
+    full = sam.get("global_attn_indexes", [2, 5, 8, 11])
+    if not isinstance(full, list) or not all(type(i) is int and i >= 0 for i in full):
+        raise sam.wrong("global_attn_indexes", "a list of indices", full)
+    size = sam.integer("hidden_size", 768)
+    return SamSpec(
         image_size=image_size,
         patch_size=patch_size,
         hidden_size=size,
@@ -109,16 +107,6 @@ def deepseek_ocr2(fields: ConfigFields, vision: ConfigFields, output_size: int) 
         window_size=sam.integer("window_size", 14, maximum=1024),
         full_layers=tuple(i + 1 for i in full if i < num_layers),
         neck_size=sam.integer("output_channels", 256),
-        middle_size=middle,
-        reader_size=reader_size,
-        reader_intermediate_size=reader.integer("intermediate_size", 22016),
-        reader_heads=num_heads,
-        reader_kv_heads=num_kv_heads,
-        reader_layers=reader.with_defaults(num_hidden_layers=32).layer_count("num_hidden_layers"),
-        reader_activation=reader.text("hidden_act", "silu"),
-        reader_eps=reader.positive("rms_norm_eps", 1e-6),
-        reader_theta=reader.first_section("rope_parameters").positive(
-            "rope_theta", reader.positive("rope_theta", 10_000.0, above=1), above=1
-        ),
+        middle_size=middle_size,
         output_size=output_size,
     )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Final
 
 from ..config_fields import ConfigFields
+from .deepseek import sam_encoder
 from .fields import head_count, image_and_patch_size
 from .gemma import siglip
 from .spec import VisionSpec
@@ -43,6 +45,38 @@ def janus(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Visio
             (r"^(model\.)?aligner\.hidden_layers\.0\.", "multi_modal_projector.linear_2."),
         ),
     )
+
+
+def deepseek_vl_hybrid(fields: ConfigFields, vision: ConfigFields, output_size: int) -> VisionSpec:
+    """Return the tower of DeepSeek-VL 7B: a SigLIP, and SAM's encoder for a larger copy of the image."""
+    sam = fields.first_section("high_res_vision_config")
+    neck = sam.integer("output_channels", 256)
+    fine = sam_encoder(sam, 2 * neck, 4 * neck)
+    if not fine.full_layers:
+        raise sam.wrong("global_attn_indexes", "at least one layer", [])
+    if output_size % 2:
+        raise fields.error(f"the decoder's hidden_size {output_size} must be even")
+    spec = siglip(vision, output_size, projection="joined")
+    return replace(
+        spec,
+        fine=replace(
+            fine,
+            early_layer=fine.full_layers[0],
+            feature_side=spec.image_size // spec.patch_size,
+        ),
+        tensor_names=_HYBRID_NAMES,
+    )
+
+
+_HYBRID_NAMES: Final = (
+    (r"^(model\.)?high_res_vision_model\.vision_encoder\.", "sam."),
+    (r"^(model\.)?high_res_vision_neck\.", "sam.early_neck."),
+    (r"^(model\.)?high_res_vision_proj\.", "sam.proj."),
+    (r"^(model\.)?high_res_vision_alpha$", "sam.early_factor"),
+    (r"^(model\.)?aligner\.high_res_vision_proj\.", "multi_modal_projector.fine."),
+    (r"^(model\.)?aligner\.vision_proj\.", "multi_modal_projector.linear_1."),
+    (r"^(model\.)?aligner\.proj\.", "multi_modal_projector.linear_2."),
+)
 
 
 def deepseek_vl(fields: ConfigFields, vision: ConfigFields, output_size: int) -> VisionSpec:

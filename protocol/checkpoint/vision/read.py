@@ -23,7 +23,7 @@ from .grid import (
     qwen3_vl,
 )
 from .idefics3 import idefics3
-from .janus import deepseek_vl, janus
+from .janus import deepseek_vl, deepseek_vl_hybrid, janus
 from .llama import TilesVisionSpec, llama4, mllama
 from .llava import llava, llava_next, llava_onevision, vipllava
 from .merged import hunyuan_vl, kimi_k25, lfm2_vl, minimax_m3, paddleocr_vl
@@ -76,6 +76,7 @@ _READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionS
     "cohere_compass": qwen3_vl,
     "deepseek_ocr2": deepseek_ocr2,
     "deepseek_vl": deepseek_vl,
+    "deepseek_vl_hybrid": deepseek_vl_hybrid,
     "ernie4_5_moe_vl": ernie4_5_vl,
     "ernie4_5_vl_moe": ernie4_5_vl,
     "exaone4_5": exaone4_5,

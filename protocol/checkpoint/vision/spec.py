@@ -1,4 +1,4 @@
-"""The description of a model's vision tower, which turns images into embeddings for the decoder."""
+"""The descriptions of vision towers, which turn images into embeddings for the decoder, and of encoders in them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,50 @@ from ...config.images import SpanKind
 
 MAX_SIDE: Final = 4096
 """Maximum side, in pixels, of the images that a tower reads."""
+
+
+@dataclass(frozen=True)
+class SamSpec:
+    """SAM's image encoder (arXiv 2304.02643), and two convolutions with a stride that reduce its outputs.
+
+    Its patches attend within windows of `window_size` x `window_size`, which are padded, except in `full_layers`,
+    counted from 1. The positions of patches relative to each other change attention scores.
+
+    Attributes:
+        neck_size: The number of channels after the layers.
+        middle_size: The number of channels between the two convolutions, each of which halves both sides.
+        output_size: The number of elements of a feature.
+        early_layer: If not 0, the output of this layer, counted from 1, is also reduced to features, with channels of
+            its own before the two convolutions. The features are the sum of both, the former times a stored factor.
+        feature_side: If not 0, the inputs of the two convolutions are interpolated so that images have this many
+            features in each direction.
+    """
+
+    image_size: int
+    patch_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_layers: int
+    activation: str
+    norm_eps: float
+    window_size: int
+    full_layers: tuple[int, ...]
+    neck_size: int
+    middle_size: int
+    output_size: int
+    early_layer: int = 0
+    feature_side: int = 0
+
+    @property
+    def side(self) -> int:
+        """The number of patches of a whole image in each direction."""
+        return self.image_size // self.patch_size
+
+    @property
+    def unit(self) -> int:
+        """The side, in pixels, of the square of an image that becomes one feature, unless `feature_side` is given."""
+        return 4 * self.patch_size
 
 
 @dataclass(frozen=True)
@@ -66,6 +110,7 @@ class VisionSpec:
         has_crops: True if an image is a canvas of tiles, besides which a small copy of the whole canvas is read.
         query_counts: Pairs (patches of a side, number of queries) for the projection "queries".
         span_kind: Which of the decoder's tokens attend to later tokens.
+        fine: The encoder of a larger copy of the image, whose features the projection "joined" reads, too.
         has_axes: True if the decoder's positions have three coordinates (MiniCPM-V 4.7), else one.
         layer_token_id: The token whose per-layer inputs are used for images, in models with inputs for every layer.
         tensor_names: Translates the checkpoint's tensor names to CLIP's, as in `ModelSpec`.
@@ -74,6 +119,8 @@ class VisionSpec:
 
     * "matrix": one product (Idefics3, arXiv 2408.12637)
     * "mlp": two products with an activation in between (LLaVA, arXiv 2310.03744)
+    * "joined": a product of the features of each encoder with half of the outputs, then the activation of both and
+      another product (DeepSeek-VL 7B, arXiv 2403.05525)
     * "gated mlp": a product with 2 * `adapter_size` outputs, of which the first half is multiplied by the SiLU of the
       second, then another product (Aya Vision)
     * "merged mlp": a norm of the patches and a product with the merged rows, then as "mlp" (Mistral 3)
@@ -101,6 +148,7 @@ class VisionSpec:
     projection: Literal[
         "matrix",
         "mlp",
+        "joined",
         "gated mlp",
         "merged mlp",
         "mean",
@@ -153,6 +201,7 @@ class VisionSpec:
     max_tiles: int = 0
     has_crops: bool = False
     query_counts: tuple[tuple[int, int], ...] = ()
+    fine: SamSpec | None = None
     span_kind: SpanKind | None = None
     has_axes: bool = False
     layer_token_id: int = 0

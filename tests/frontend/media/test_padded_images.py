@@ -11,7 +11,11 @@ from engine.frontend.media.layouts.pixels import Tile
 from engine.frontend.media.layouts.resized import padded
 from engine.frontend.media.layouts.single import in_square
 from engine.protocol.config.images import MarginProcessor, PadProcessor
+from msgspec.structs import replace
 from PIL import Image
+from transformers.models.deepseek_vl_hybrid.image_processing_pil_deepseek_vl_hybrid import (
+    DeepseekVLHybridImageProcessorPil,
+)
 from transformers.models.janus.image_processing_pil_janus import JanusImageProcessorPil
 
 CONFIG = PadProcessor(
@@ -51,9 +55,31 @@ def test_images_of_deepseek_vl_and_janus_equal_those_of_transformers():
     )
     for size in SIZES:
         [expected] = reference(_picture(*size), return_tensors="np")["pixel_values"]
-        [tile] = [part for part in in_square(_picture(*size), MARGINS) if isinstance(part, Tile)]
-        found = np.frombuffer(tile.payload.pixels, np.uint8).reshape(48, 48, 3)
-        np.testing.assert_array_equal(found.transpose(2, 0, 1), expected)
+        _check(in_square(_picture(*size), MARGINS), expected)
+    # The small square of DeepSeek-VL 7B is made of the large one.
+    reference = DeepseekVLHybridImageProcessorPil(
+        size={"height": 48, "width": 48},
+        high_res_size={"height": 80, "width": 80},
+        high_res_resample=1,
+        high_res_image_mean=[0.5] * 3,
+        min_size=6,
+        do_rescale=False,
+        do_normalize=False,
+    )
+    fine = replace(MARGINS, side=80, resample=1, margin=(127, 127, 127))
+    for size in SIZES:
+        expected = reference(_picture(*size), return_tensors="np")
+        arrays = expected["pixel_values"][0], expected["high_res_pixel_values"][0]
+        _check(in_square(_picture(*size), replace(MARGINS, fine=fine)), *arrays)
+
+
+def _check(parts, expected, expected_fine=None):
+    [tile] = [part for part in parts if isinstance(part, Tile)]
+    for payload, array in ((tile.payload, expected), (tile.payload.fine, expected_fine)):
+        if array is not None:
+            pixels = np.frombuffer(payload.pixels, np.uint8)
+            found = pixels.reshape(payload.height, payload.width, 3)
+            np.testing.assert_array_equal(found.transpose(2, 0, 1), array)
 
 
 def _navit_resize():

@@ -113,7 +113,7 @@ JANUS_IMAGES = {
     "projection_dim": 48,
     "image_token_embed_dim": 48,
 }
-SQUARE_MODELS = ("janus", "deepseek_vl", "ovis2")
+SQUARE_MODELS = ("janus", "deepseek_vl", "deepseek_vl_hybrid", "ovis2")
 PAIRED = ("exaone4_5", "hyperclovax_vision_v2", "minimax_m3_vl")
 """Models whose patches have two frames."""
 MINICPM_MODELS = ("minicpmv4_6", "minicpm_ocr", "minicpmv4_7")
@@ -136,6 +136,14 @@ def _config(kind):
     if kind == "deepseek_vl":
         return transformers.DeepseekVLConfig(
             vision_config=SQUARE | {"model_type": "siglip_vision_model", "vision_use_head": False},
+            text_config=text | {"model_type": "llama"},
+            image_token_id=IMAGE_TOKEN,
+        )
+    if kind == "deepseek_vl_hybrid":
+        return transformers.DeepseekVLHybridConfig(
+            vision_config=SQUARE | {"model_type": "siglip_vision_model", "vision_use_head": False},
+            high_res_vision_config=DEEPSEEK["sam_config"]
+            | {"model_type": "sam_vision_model", "image_size": 64, "num_hidden_layers": 3},
             text_config=text | {"model_type": "llama"},
             image_token_id=IMAGE_TOKEN,
         )
@@ -270,6 +278,7 @@ def model(request, tmp_path_factory):
     elif request.param in SQUARE_MODELS:
         processor = {"size": {"height": 24, "width": 24}, "min_size": 5}
         processor |= {"crop_to_patches": True, "max_patches": 4}
+        processor |= {"high_res_size": {"height": 64, "width": 64}, "image_mean": [0.4, 0.5, 0.6]}
         tokens = {"boi_token": "<begin_of_image>", "eoi_token": "<end_of_image>"}
         (path / "tokenizer_config.json").write_text(json.dumps(tokens))
     elif request.param == "deepseek_ocr2":
@@ -340,7 +349,10 @@ def _reference_inputs(kind, payloads):
     if kind == "deepseek_ocr2":
         return _deepseek_inputs(payloads)
     if kind in SQUARE_MODELS:
-        return {"pixel_values": torch.stack([_normalized(payload) for payload in payloads])}
+        names = {"pixel_values": payloads}
+        if kind == "deepseek_vl_hybrid":
+            names["high_res_pixel_values"] = [payload.fine for payload in payloads]
+        return {name: torch.stack([*map(_normalized, each)]) for name, each in names.items()}
     patches = [_patches(kind, payload) for payload in payloads]
     grids = torch.tensor([[1, each.height // PATCH, each.width // PATCH] for each in payloads])
     if kind in MINICPM_MODELS:

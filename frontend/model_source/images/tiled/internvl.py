@@ -43,7 +43,7 @@ def views(source: ProcessorSource, vision: QueryVisionSpec, token_id: int) -> Vi
         (size, "height", size.integer("height", 1024)),
     )
     for (section, name, side), count in zip(found, NUM_QUERIES, strict=True):
-        expected = math.isqrt(count) * vision.unit
+        expected = math.isqrt(count) * vision.sam.unit
         if side != expected:
             raise section.wrong(name, f"{expected}, which has {count} queries", side)
     side, whole = (side for _, _, side in found)
@@ -57,7 +57,7 @@ def views(source: ProcessorSource, vision: QueryVisionSpec, token_id: int) -> Vi
         num_outputs=NUM_QUERIES[1] + 1,
         side=side,
         whole_side=whole if splits else side,
-        unit=vision.unit,
+        unit=vision.sam.unit,
         splits=splits,
         min_tiles=min_tiles,
         max_tiles=fields.integer("max_patches", 6, minimum=min_tiles, maximum=_MAX_TILES),
