@@ -17,6 +17,7 @@ from .recurrent_layers import (
     Mamba2,
     NgramConvolution,
     RecurrentLayer,
+    RgLru,
     ShortConvolution,
 )
 
@@ -79,6 +80,8 @@ def read_recurrent_layer(fields: ConfigFields) -> RecurrentLayer | None:
             num_heads = fields.integer("num_attention_heads")
             default = fields.integer("hidden_size") // num_heads
             return LightningAttention(num_heads, fields.integer("head_dim", default))
+        case "recurrent_gemma":
+            return _read_rg_lru(fields)
         case "inkling_text" | "inkling_mm_model":
             # The state of each layer fits into a block in which this one fits.
             both = [read_inner_convolutions(fields, is_local=each) for each in (False, True)]
@@ -137,6 +140,14 @@ def _read_mamba1(fields: ConfigFields) -> Mamba1:
         norm_eps=None if norm_eps is None else fields.number(*norm_eps),
         has_norm_weights=kind == "jamba",
     )
+
+
+def _read_rg_lru(fields: ConfigFields) -> RgLru:
+    channels = fields.optional_integer("lru_width") or fields.integer("hidden_size")
+    num_blocks = fields.integer("num_attention_heads")
+    if channels % num_blocks:
+        raise fields.wrong("lru_width", f"a multiple of num_attention_heads {num_blocks}", channels)
+    return RgLru(channels, num_blocks, fields.integer("conv1d_width", 4))
 
 
 def _read_pure_mamba2(fields: ConfigFields) -> Mamba2:

@@ -281,6 +281,38 @@ class LightningAttention(_EqualHeads, frozen=True, tag=True):
         return StateSize(heads * self.head_dim**2, SEGMENT - 1, 3 * heads * self.head_dim)
 
 
+class RgLru(msgspec.Struct, frozen=True, tag=True):
+    """A real-gated linear recurrent unit (Griffin, De et al., 2024, arXiv 2402.19427), after a convolution.
+
+    Each channel has one number as its state. The gates of its input and of its decay are products of a matrix for each
+    of `num_blocks` blocks of channels.
+    """
+
+    channels: int
+    num_blocks: int
+    kernel: int
+
+    @property
+    def segment(self) -> int:
+        """Number of tokens in a segment, as in `Mamba1`: gates are products of a token's convolved input."""
+        return 1
+
+    @property
+    def num_units(self) -> int:
+        """Number of parts that can be divided equally among ranks."""
+        return self.num_blocks
+
+    @property
+    def block_size(self) -> int:
+        """Number of channels in a block."""
+        return self.channels // self.num_blocks
+
+    def state_size(self, ranks: int) -> StateSize:
+        """Return the size of the state in one of `ranks` workers."""
+        channels = self.channels // ranks
+        return StateSize(channels, self.kernel - 1, channels)
+
+
 class InnerConvolutions(msgspec.Struct, frozen=True, tag=True):
     """Short convolutions in a layer with attention (Inkling): of its keys, values and output, and the MLP's output.
 
@@ -309,7 +341,13 @@ class InnerConvolutions(msgspec.Struct, frozen=True, tag=True):
 
 
 MixerLayer: TypeAlias = (
-    ShortConvolution | Mamba1 | Mamba2 | GatedDeltaNet | KimiDeltaAttention | LightningAttention
+    ShortConvolution
+    | Mamba1
+    | Mamba2
+    | GatedDeltaNet
+    | KimiDeltaAttention
+    | LightningAttention
+    | RgLru
 )
 """The layers that are a block of their own, beside attention or instead of it."""
 

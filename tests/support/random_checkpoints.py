@@ -69,6 +69,8 @@ def random_checkpoint(
 
     def mlp(prefix: str, inner: int, has_biases: bool) -> list[tuple[str, int, int, bool]]:
         gate_up = {"gate_up_proj": 2 * inner} if fused else {"gate_proj": inner, "up_proj": inner}
+        if not spec.has_gate:
+            gate_up = {"up_proj": inner}
         return [
             *((f"{prefix}{name}", rows, hidden, has_biases) for name, rows in gate_up.items()),
             (f"{prefix}down_proj", hidden, inner, has_biases),

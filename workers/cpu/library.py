@@ -11,6 +11,7 @@ from ...protocol.errors import EngineError
 from .abi.check import Signature, check_abi, describe_abi
 from .abi.sampling_structs import DraftLookup, Suffixes
 from .abi.structs import (
+    ACTIVATIONS,
     OP_KINDS,
     STRUCTS,
     DecodeBatch,
@@ -85,7 +86,11 @@ def load_library(path: str) -> ctypes.CDLL:
         StaleNativeLibrary: It was built from other sources.
     """
     library = ctypes.CDLL(path)
-    check_abi(library, describe_abi(STRUCTS, {"OpKind": OP_KINDS}, FUNCTIONS), path)
+    check_abi(
+        library,
+        describe_abi(STRUCTS, {"Activation": ACTIVATIONS, "OpKind": OP_KINDS}, FUNCTIONS),
+        path,
+    )
     for name, (result, arguments) in FUNCTIONS.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments

@@ -21,6 +21,7 @@ from ...protocol.checkpoint.recurrent_layers import (
     Mamba1,
     Mamba2,
     RecurrentLayer,
+    RgLru,
     ShortConvolution,
 )
 from ..layers.parallel.shard import ModelShard
@@ -31,6 +32,7 @@ from ..models.mixers import (
     kimi_delta_attention,
     lightning_attention,
     mamba2,
+    rg_lru,
     short_convolution,
 )
 from ..models.mixers.mixer import elements, segments
@@ -49,6 +51,7 @@ _KINDS = {
     KimiDeltaAttention: 3,
     # Lightning attention is a state space with fixed steps.
     LightningAttention: 1,
+    RgLru: 4,
 }
 _MOST_TAPS = 16
 _WITHOUT_MAMBA1 = "the native CPU backend does not support Mamba-1 layers"
@@ -96,6 +99,8 @@ class NativeMixer(structs.Mixer):
                 fields = self._kimi_delta_attention(layer, tensor_parallel)
             case LightningAttention():
                 fields = self._lightning_attention(spec, layer, tensor_parallel)
+            case RgLru():
+                fields = self._rg_lru(spec, layer, tensor_parallel)
         super().__init__(
             kind=_KINDS[type(layer)],
             channels=layer.state_size(tensor_parallel.size).channels,
@@ -229,7 +234,7 @@ class NativeMixer(structs.Mixer):
             "key_dim": dim,
             "value_dim": dim,
             "norm_groups": len(heads),
-            "has_sigmoid_gate": True,
+            "gate_activation": structs.activation_number("sigmoid"),
             "gates_before_norm": False,
             "strength": 1.0,
             "lowest_log_decay": layer.lowest_log_decay,
@@ -260,10 +265,35 @@ class NativeMixer(structs.Mixer):
             "key_dim": dim,
             "value_dim": dim,
             "norm_groups": 1,
-            "has_sigmoid_gate": True,
+            "gate_activation": structs.activation_number("sigmoid"),
             "taps": self._address(np.ones(3 * len(own), np.float32)),
             "decay": self._address(-slopes_H[heads.start : heads.stop]),
             "norm": self._address(self._weights.vector(f"{prefix}norm.weight", size, own)),
+        }
+
+    def _rg_lru(
+        self, spec: ModelSpec, layer: RgLru, tensor_parallel: TensorParallel
+    ) -> dict[str, Any]:
+        blocks = tensor_parallel.part(layer.num_blocks)
+        own = elements(blocks, layer.block_size)
+        self.projection = _merged(rg_lru.projection_rows(layer, self._prefix, tensor_parallel))
+        self.has_projection_bias = self.has_output_bias = True
+        self._share_heads(layer.num_blocks, layer.block_size, tensor_parallel)
+        gates_BWW, biases_BW = rg_lru.read_gates(layer, self._weights, self._prefix, blocks)
+        decay_I = rg_lru.read_decay(layer, self._weights, self._prefix, own)
+        return {
+            "num_convolved": len(own),
+            "num_heads": len(blocks),
+            "num_groups": len(blocks),
+            "key_dim": 1,
+            "value_dim": layer.block_size,
+            "gate_activation": structs.activation_number(spec.activation),
+            "decay": self._address(decay_I.numpy()),
+            "gates": self._address(gates_BWW.numpy()),
+            "gate_biases": self._address(biases_BW.numpy()),
+            **self._convolution(
+                [Rows(f"{self._prefix}conv1d", layer.channels, own)], layer.kernel, True
+            ),
         }
 
     def _share_heads(self, count: int, size: int, tensor_parallel: TensorParallel) -> None:
@@ -340,4 +370,6 @@ def mixer_sizes(layer: RecurrentLayer, ranks: int) -> tuple[int, int]:
             inner = layer.num_heads // ranks * layer.value_dim
         case KimiDeltaAttention() | LightningAttention():
             inner = layer.num_heads // ranks * layer.head_dim
+        case RgLru():
+            inner = channels
     return channels + inner, inner

@@ -17,29 +17,27 @@ from torch import Tensor
 
 from ..attention.interface import AttentionSpec
 from ..device.device import usable_cores
+from ..layers.activations import NAMES_IN_CONFIGS
 from ..towers.layers import LayersSpec, LayerWeights, Patches
 from ..towers.rotary import PatchRotary
 from ..towers.weights import Linear, Norm
-from .abi.structs import AttentionLayer, GateLimit, LatentShape, ModelShape, Step, StepGroup
+from .abi.structs import (
+    AttentionLayer,
+    GateLimit,
+    LatentShape,
+    ModelShape,
+    Step,
+    StepGroup,
+    activation_number,
+)
 from .attention import KV_FORMATS, NativeAttention
 from .library import NotSupportedNatively
 from .packing import ActivationKind, PackedWeight, WeightFormat, WeightMemory, pack_tensor
 from .program import Floats, NativeProgram
 from .recording.blocks import ACTIVATIONS, BLOCK, QKV, RESIDUAL
-from .recording.model_shape import ACTIVATIONS as ACTIVATION_NUMBERS
 
 _BLOCK_SIZE: Final = 64
 _F32: Final = ActivationKind.F32
-_QUICK_GELU: Final = 1.702
-_ACTIVATIONS: Final = {
-    "gelu": "gelu",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_new": "gelu_tanh",
-    # x * sigmoid(c * x) equals silu(c * x) / c, so the weights before and after it are multiplied by c and 1 / c.
-    "quick_gelu": "silu",
-    "silu": "silu",
-    "relu": "relu",
-}
 _QK_NORMS: Final = {None: 0, "head": 1, "full": 2}
 
 
@@ -57,10 +55,9 @@ class NativeLayers:
     ) -> None:
         self._spec = spec
         size = spec.num_heads * spec.head_dim
-        if spec.gate_limit and (spec.clips_products or spec.activation == "quick_gelu"):
+        if spec.gate_limit and spec.clips_products:
             raise NotSupportedNatively(
-                f"native tower programs do not support limits of gates with {spec.activation} or "
-                "clipped products"
+                "native tower programs do not support limits of gates with clipped products"
             )
         if spec.clips_products and not spec.has_gate:
             raise NotSupportedNatively(
@@ -88,7 +85,7 @@ class NativeLayers:
             block_size=_BLOCK_SIZE,
             block_bytes=block_bytes,
             kv_format=KV_FORMATS["float32"],
-            activation=ACTIVATION_NUMBERS[_ACTIVATIONS[spec.activation]],
+            activation=activation_number(NAMES_IN_CONFIGS[spec.activation]),
             norm=spec.norm_kind == "layer",
             is_bidirectional=True,
             projection_size=max(3 * size, 2 * spec.intermediate_size * spec.clips_products),
@@ -209,12 +206,6 @@ class _Recorder:
     def _record_mlp(self, weights: LayerWeights) -> None:
         spec = self._spec
         up, down, gate = weights.up, weights.down, weights.gate
-        if spec.activation == "quick_gelu":
-            activated = up if gate is None else gate
-            activated.weight.mul_(_QUICK_GELU)
-            if activated.bias is not None:
-                activated.bias.mul_(_QUICK_GELU)
-            down.weight.div_(_QUICK_GELU)
         inputs = [up] if gate is None else [gate, up]
         if spec.clips_products:
             self._record_products(weights.mlp_norm, inputs)

@@ -8,7 +8,6 @@ I input features.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -19,6 +18,7 @@ from torch.nn import functional as F
 from ...protocol.arrays import Int32Array
 from ..loaders.quantization.matrix import QuantizedMatrix, Weight
 from ..sampling import SamplingMetadata, choose_greedy, choose_tokens
+from .activations import ACTIVATIONS
 from .low_rank import LowRankChanges, TorchLowRank
 from .rope import RotaryEmbedding, RotaryTables
 
@@ -259,20 +259,6 @@ def _packed_linear(weight_OD: Tensor, bias_O: Tensor | None) -> Linear:
         return multiply(x_TD, packed, bias_O, "none", [], "")
 
     return forward
-
-
-def relu_squared(x: Tensor) -> Tensor:
-    """Return the square of the positive part of `x`."""
-    return F.relu(x).square_()
-
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-    "relu": F.relu,
-    "relu2": relu_squared,
-}
 
 
 class XIELU:

@@ -15,6 +15,7 @@ from ...protocol.checkpoint.vision.read import AnyVisionSpec
 from ...protocol.config.images import SpanKind
 from ..device.dtypes import HostDtype, rounded
 from ..loaders.row_factors import RowFactors
+from .activations import Activation
 from .rope import QueryScaling, RopeSpec
 from .shared_block import Restart, SharedBlock
 from .specs.altup import AltUpSpec, PerLayerInputsSpec
@@ -27,11 +28,10 @@ from .specs.latent import LatentSpec, RopeOrder
 from .specs.ngram import NgramSpec
 from .specs.norm_gate import NormGateSpec
 from .specs.norm_names import NormNames
+from .specs.positions import Sinusoids
 from .specs.relative_biases import RelativeBiasSpec
 from .specs.score_head import ScoreHeadSpec
 from .window import Window
-
-Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2", "xielu", "clamped_swiglu"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +185,7 @@ class ModelSpec:
     elements of an MLP before its last product (SubLN, arXiv 2210.06423).
 
     If `num_positions` is not 0, the first layer's input is the sum of the embeddings of a token and of its position,
-    which is row position + `position_offset` of a table. If `has_sinusoids`, the table is not stored, but consists of
+    which is row position + `position_offset` of a table. With `sinusoids`, the table is not stored, but consists of
     sines and cosines (arXiv 1706.03762). If `num_token_types` is not 0, the embedding of the token's type is added as
     well: the first type, or the second for token ids from `vocab_size` on, if the model distinguishes segments of a
     prompt. `alibi_slopes` has the factor of each query head on the distance to a key, which is subtracted
@@ -256,7 +256,7 @@ class ModelSpec:
     rope_order: RopeOrder = "half"
     num_positions: int = 0
     position_offset: int = 0
-    has_sinusoids: bool = False
+    sinusoids: Sinusoids | None = None
     num_unused_embeddings: int = 0
     alibi_slopes: tuple[float, ...] = ()
     rounds_alibi: bool = False

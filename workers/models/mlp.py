@@ -12,7 +12,8 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..layers.layers import ACTIVATIONS, XIELU, GatedActivation, LayerKernels, Linear
+from ..layers.activations import ACTIVATIONS
+from ..layers.layers import XIELU, GatedActivation, LayerKernels, Linear
 from ..layers.parallel.parallel_layers import RowParallelLinear
 from ..layers.parallel.shard import ModelShard
 from ..layers.spec import ModelSpec

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .rotary import PatchRotary, PatchRotation
-from .weights import ACTIVATIONS, Linear, Norm
+from .weights import Linear, Norm, activation
 
 Windows: TypeAlias = Sequence[tuple[int, int]]
 """Pairs (number of windows, patches per window) for consecutive windows of the same size."""
@@ -130,7 +130,7 @@ class TorchLayers:
 class _TorchLayer:
     def __init__(self, spec: LayersSpec, weights: LayerWeights) -> None:
         self._spec, self._weights = spec, weights
-        self._activation = ACTIVATIONS[spec.activation]
+        self._activation = activation(spec.activation)
 
     def __call__(
         self,

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...protocol.checkpoint.vision.spec import SamSpec
-from .weights import ACTIVATIONS, Linear, Norm, VisionWeights
+from .weights import Linear, Norm, VisionWeights, activation
 
 _NECK_EPS = 1e-6
 
@@ -126,7 +126,7 @@ class _Layer:
         )
         self._up: Linear = tensors.read_linear(f"{prefix}mlp.lin1", inner, size)
         self._down: Linear = tensors.read_linear(f"{prefix}mlp.lin2", size, inner)
-        self._activation = ACTIVATIONS[spec.activation]
+        self._activation = activation(spec.activation)
 
     def __call__(self, x_HWD: Tensor) -> Tensor:
         height, width, _ = x_HWD.shape

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Final, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from ...protocol.errors import CheckpointError
+from ..layers.activations import ACTIVATIONS, NAMES_IN_CONFIGS
 from ..loaders import Checkpoint, DummyCheckpoint
 from ..loaders.dummy import made_up
 from ..loaders.tensor_names import TensorNames, translate_names
@@ -82,17 +82,6 @@ class Linear:
         return x.clamp(*self.bounds[2:])
 
 
-ACTIVATIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
-    "gelu": F.gelu,
-    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
-    "gelu_new": partial(F.gelu, approximate="tanh"),
-    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
-    "silu": F.silu,
-    "relu": F.relu,
-}
-"""Activation functions by their names in configs."""
-
-
 def find_activation(checkpoint: Checkpoint, name: str) -> Callable[[Tensor], Tensor]:
     """Return the activation with this name.
 
@@ -100,16 +89,21 @@ def find_activation(checkpoint: Checkpoint, name: str) -> Callable[[Tensor], Ten
         CheckpointError: The name is unknown.
     """
     check_activation(checkpoint, name)
-    return ACTIVATIONS[name]
+    return activation(name)
+
+
+def activation(name: str) -> Callable[[Tensor], Tensor]:
+    """Return the activation with this name, which `check_activation` accepts."""
+    return ACTIVATIONS[NAMES_IN_CONFIGS[name]]
 
 
 def check_activation(checkpoint: Checkpoint, name: str) -> None:
     """Raise CheckpointError if there is no activation of this name."""
-    if name not in ACTIVATIONS:
+    if NAMES_IN_CONFIGS.get(name) not in ACTIVATIONS:
         raise CheckpointError(
             checkpoint.config_path,
             f"the activation {name!r} of the vision tower is not supported; "
-            f"supported are {', '.join(sorted(ACTIVATIONS))}",
+            f"supported are {', '.join(sorted(NAMES_IN_CONFIGS))}",
         )
 
 

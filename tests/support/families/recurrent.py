@@ -133,6 +133,16 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen4-ngrams": ("Qwen4ExpText", QWEN4 | NGRAMS | {"eos_token_id": 7}),
     "mamba": ("Mamba", MAMBA | {"use_bias": True}),
     "falcon-mamba": ("FalconMamba", MAMBA | {"use_conv_bias": False, "expand": 3}),
+    "recurrent-gemma": (
+        "RecurrentGemma",
+        {
+            "num_hidden_layers": 4,
+            "lru_width": 72,
+            "attention_window_size": 9,
+            "logits_soft_cap": 5.0,
+            "attention_bias": True,
+        },
+    ),
     "mamba2": (
         "Mamba2",
         {"num_heads": 8, "head_dim": 12, "n_groups": 2, "state_size": 16, "use_bias": True},

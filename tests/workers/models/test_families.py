@@ -116,6 +116,7 @@ NATIVE = [
     "qwen3.5",
     "qwen3.5-full",
     "qwen3.5-moe",
+    "recurrent-gemma",
     "stablelm-parallel",
     "CohereCompass",
     "Ernie4_5_VLMoe",

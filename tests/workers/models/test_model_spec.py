@@ -148,7 +148,7 @@ def test_gemma3_reads_the_same_after_a_round_trip_through_transformers_5():
         ),
         ({"rope_scaling": {"rope_type": "cubic"}}, "rope_type 'cubic' is not supported"),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor is missing"),
-        ({"hidden_act": "tanh"}, "hidden_act 'tanh' is not supported"),
+        ({"hidden_act": "prelu"}, "hidden_act 'prelu' is not supported"),
         ({"hidden_size": "64"}, "hidden_size must be a positive integer, got '64'"),
         ({"hidden_size": 0}, "hidden_size must be a positive integer, got 0"),
         (

@@ -73,6 +73,31 @@ OP_KINDS = (
     "store_entries",
 )
 
+ACTIVATIONS = (
+    "silu",
+    "gelu_tanh",
+    "clamped_swiglu",
+    "relu2",
+    "sigmoid",
+    "gelu",
+    "relu",
+    "softplus",
+    "quick_gelu",
+    "clipped_gelu",
+    "mish",
+    "tanh",
+    "relu6",
+    "leaky_relu",
+    "hardswish",
+    "laplace",
+    "linear",
+)
+
+
+def activation_number(name: str) -> int:
+    """Return the native number of an activation. Operations with xIELU have its parameters and need no number."""
+    return 0 if name == "xielu" else ACTIVATIONS.index(name)
+
 
 class PackedWeight(ctypes.Structure):
     """A packed matrix; see `csrc/linear/linear.h`. `packing.PackedWeight` extends it."""
@@ -223,7 +248,7 @@ class Mixer(ctypes.Structure):
         ("norm_groups", c_int32),
         ("gates_before_norm", c_int32),
         ("has_tiled_heads", c_int32),
-        ("has_sigmoid_gate", c_int32),
+        ("gate_activation", c_int32),
         ("min_step", c_float),
         ("max_step", c_float),
         ("strength", c_float),
@@ -235,6 +260,8 @@ class Mixer(ctypes.Structure):
         ("skip", c_void_p),
         ("step_bias", c_void_p),
         ("norm", c_void_p),
+        ("gates", c_void_p),
+        ("gate_biases", c_void_p),
     )
 
 

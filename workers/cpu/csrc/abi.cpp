@@ -109,8 +109,8 @@ std::string describe() {
   STRUCT(ExpertLayer, router, size, first, count, adds_block, has_shared_gate, scales_inputs, gate_limit, gate, up,
          down, gate_biases, up_biases, down_biases, gated_adapters, output_adapters)
   STRUCT(Mixer, kind, channels, num_convolved, kernel, segment, num_heads, num_groups, key_dim, value_dim, norm_groups,
-         gates_before_norm, has_tiled_heads, has_sigmoid_gate, min_step, max_step, strength, lowest_log_decay, taps,
-         bias, multipliers, decay, skip, step_bias, norm)
+         gates_before_norm, has_tiled_heads, gate_activation, min_step, max_step, strength, lowest_log_decay, taps,
+         bias, multipliers, decay, skip, step_bias, norm, gates, gate_biases)
   STRUCT(LowRankFactor, data, rank, format, bias)
   STRUCT(Adapter, down, whole, up)
   STRUCT(AltUp, active, router_norm, router, predict, correct, output_scale)
@@ -142,6 +142,8 @@ std::string describe() {
   STRUCT(DecodeBatch, num_slots, num_groups, chooses_later, slots, max_model_len, token_ids, num_tokens,
          num_computed_tokens, block_tables, block_table_strides, kv_caches, sampling, num_drafts, lookup, tokens,
          num_sampled, num_verified, adapters, rotary_offsets, source_lens, hidden, hidden_stride)
+  ENUM(Activation, silu, gelu_tanh, clamped_swiglu, relu2, sigmoid, gelu, relu, softplus, quick_gelu, clipped_gelu,
+       mish, tanh, relu6, leaky_relu, hardswish, laplace, linear)
   ENUM(OpKind, embed, quantize, linear, gated_linear, rotate_store, attention, norm_add, final_norm, head, sum, route,
        gated_experts, expert_outputs, combine_experts, short_convolution, convolve, scan, gate_mixed, quantize_columns,
        latent_queries, latent_values, norm, share_squares, keep_token, place, add_placed, scale, add_normed, add_blocks,

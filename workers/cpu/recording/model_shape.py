@@ -10,26 +10,12 @@ from ...layers.parallel.tensor_parallel import TensorParallel
 from ...layers.shared_block import SharedBlock
 from ...layers.spec import LayerSpec, ModelSpec
 from ...models.latent.attention import gates_of_head
-from ..abi.structs import LatentShape, ModelShape
+from ..abi.structs import LatentShape, ModelShape, activation_number
 from ..attention import KV_FORMATS, NativeAttention
 from ..mixers import mixer_sizes
 from ..packing import GROUP_SIZE
 from ..weights import intermediate_shares
 from .compressed import extra_columns
-
-ACTIVATIONS = {
-    "silu": 0,
-    "gelu_tanh": 1,
-    "clamped_swiglu": 2,
-    "relu2": 3,
-    "sigmoid": 4,
-    "gelu": 5,
-    "relu": 6,
-    "softplus": 7,
-    # The parameters of xIELU are stored with the operation.
-    "xielu": 0,
-}
-"""The values of the native enum of activations, by their names."""
 
 
 def model_shape(
@@ -56,8 +42,8 @@ def model_shape(
         attention.block_size,
         math.prod(attention.kv_cache_shape(1)) * attention.dtype.itemsize,
         KV_FORMATS[dtype_name(attention.dtype)],
-        ACTIVATIONS[spec.activation],
-        ACTIVATIONS[spec.output_gate],
+        activation_number(spec.activation),
+        activation_number(spec.output_gate),
         spec.norm_kind == "layer",
         not spec.is_causal,
         spec.is_parallel

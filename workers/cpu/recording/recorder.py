@@ -351,8 +351,8 @@ class Recorder:
         rows = spec.num_positions + spec.position_offset
         part = range(spec.position_offset, rows)
         name = "embed_positions.weight"
-        if spec.has_sinusoids:
-            table = sinusoids(rows, spec.hidden_size)[part.start :]
+        if spec.sinusoids is not None:
+            table = sinusoids(spec.sinusoids, rows, spec.hidden_size)[part.start :]
             tables = [self._weights.pack_float_tensor(name, table)]
         else:
             tables = [self._weights.packed_float(name, rows, spec.hidden_size, part)]

@@ -8,8 +8,9 @@ from typing import Any, Literal, NamedTuple
 
 from ....protocol.checkpoint.classification import TOKEN_IDS, read_num_labels
 from ....protocol.checkpoint.config_fields import ConfigFields
+from ...layers.activations import NAMES_IN_CONFIGS
 from ...layers.rope import QueryScaling, RopeSpec
-from ...layers.spec import Activation, LayerSpec, ModelSpec
+from ...layers.spec import LayerSpec, ModelSpec
 from ...layers.specs.experts import GateLimit
 from ...layers.specs.score_head import ScoreHeadSpec
 
@@ -22,29 +23,13 @@ class Family(NamedTuple):
     read_spec: Callable[[ConfigFields], ModelSpec]
 
 
-_ACTIVATIONS: dict[str, Activation] = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu": "gelu",
-    "gelu_python": "gelu",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_new": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "gelu_accurate": "gelu_tanh",
-    "gelu_python_tanh": "gelu_tanh",
-    "relu": "relu",
-    "relu2": "relu2",
-    "xielu": "xielu",
-}
-
-
 def base_spec(fields: ConfigFields, layers: tuple[LayerSpec, ...], **differences: Any) -> ModelSpec:
     """Return the spec of a Llama model, changed by `differences`."""
     num_heads, head_size = fields.integer("num_attention_heads"), head_dim(fields)
     activation = fields.text("hidden_activation", fields.text("hidden_act", "silu"))
-    if activation not in _ACTIVATIONS:
+    if activation not in NAMES_IN_CONFIGS:
         raise fields.error(
-            f"hidden_act {activation!r} is not supported; supported are {', '.join(_ACTIVATIONS)}"
+            f"hidden_act {activation!r} is not supported; supported are {', '.join(NAMES_IN_CONFIGS)}"
         )
     llama: dict[str, Any] = {
         "model_type": fields.get("model_type"),
@@ -59,7 +44,7 @@ def base_spec(fields: ConfigFields, layers: tuple[LayerSpec, ...], **differences
         "norm_eps": fields.number("rms_norm_eps", 1e-6),
         "attention_scale": head_size**-0.5,
         "tie_word_embeddings": fields.boolean("tie_word_embeddings", False),
-        "activation": _ACTIVATIONS[activation],
+        "activation": NAMES_IN_CONFIGS[activation],
     }
     return ModelSpec(**llama | differences)
 

@@ -5,20 +5,35 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from ....protocol.checkpoint.config_fields import ConfigFields
 from ....protocol.checkpoint.model_dimensions import DEFAULTS_OF_GEMMA3
+from ...device.dtypes import rounded
 from ...layers.read_rope import read_rope, read_rope_of_layer_type
 from ...layers.spec import LayerSpec, ModelSpec
 from ...layers.specs.altup import AltUpSpec, PerLayerInputsSpec
 from ...layers.specs.experts import ExpertsSpec
 from ...layers.specs.norm_names import NormNames
 from .common import Family, attention_biases, base_spec, head_dim, sliding_layers
+from .hybrid import recurrent_layer
 from .llama import llama
 
 _NORMS = NormNames(
     attention_output="post_attention_layernorm",
     mlp_input="pre_feedforward_layernorm",
     mlp_output="post_feedforward_layernorm",
+)
+_GRIFFIN_NAMES = (
+    (r"\.temporal_pre_norm\.", ".input_layernorm."),
+    (r"\.channel_pre_norm\.", ".post_attention_layernorm."),
+    (r"\.mlp_block\.", ".mlp."),
+    (r"\.temporal_block\.([qkvo]_proj)\.", r".self_attn.\1."),
+    (r"\.temporal_block\.linear_([xy])\.", r".mixer.in_proj_\1."),
+    (r"\.temporal_block\.linear_out\.", ".mixer.out_proj."),
+    (r"\.temporal_block\.conv_1d\.", ".mixer.conv1d."),
+    (r"\.temporal_block\.rg_lru\.", ".mixer."),
+    (r"(^|\.)final_norm\.", r"\1norm."),
 )
 _GEMMA_DEFAULTS = {
     "num_attention_heads": 8,
@@ -329,6 +344,36 @@ def _global_layer_fields(
     return fields.with_values(global_values[0])
 
 
+def _recurrent_gemma(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of a RecurrentGemma (arXiv 2404.07839): recurrent layers, and attention with a window."""
+    size = fields.integer("hidden_size") // fields.integer("num_attention_heads")
+    window = fields.integer("attention_window_size", 2048)
+    fields = fields.with_defaults(
+        hidden_activation="gelu_pytorch_tanh", tie_word_embeddings=True, partial_rotary_factor=0.5
+    ).with_values({"head_dim": size, "intermediate_size": fields.integer("intermediate_size") // 2})
+    pattern = fields.get("block_types", ["recurrent", "recurrent", "attention"])
+    if not isinstance(pattern, list | tuple) or not pattern:
+        raise fields.wrong("block_types", "a list of recurrent and attention", pattern)
+    recurrent = LayerSpec(None, recurrent=recurrent_layer(fields), attends=False)
+    attending = LayerSpec(read_rope(fields, size, partial=True), window)
+    has_biases = fields.boolean("attention_bias", False)
+    return base_spec(
+        fields,
+        tuple(
+            recurrent if pattern[i % len(pattern)] == "recurrent" else attending
+            for i in range(fields.layer_count("num_hidden_layers"))
+        ),
+        norm_weight_offset=1.0,
+        # transformers rounds it to bfloat16, whatever the model's dtype is.
+        embedding_scale=rounded(fields.integer("hidden_size") ** 0.5, torch.bfloat16),
+        final_softcap=fields.positive("logits_soft_cap", 30.0),
+        qkv_bias=has_biases,
+        attention_output_bias=True,
+        mlp_bias=True,
+        tensor_names=_GRIFFIN_NAMES,
+    )
+
+
 FAMILIES = (
     Family("GemmaForCausalLM", "gemma", _gemma1),
     Family("Gemma2ForCausalLM", "gemma2", _gemma2),
@@ -340,5 +385,6 @@ FAMILIES = (
     Family("Gemma4ForConditionalGeneration", "gemma4", _gemma4),
     Family("Gemma4UnifiedForCausalLM", "gemma4_unified_text", _gemma4_unified),
     Family("Gemma4UnifiedForConditionalGeneration", "gemma4_unified", _gemma4_unified),
+    Family("RecurrentGemmaForCausalLM", "recurrent_gemma", _recurrent_gemma),
     Family("VaultGemmaForCausalLM", "vaultgemma", _vault_gemma),
 )

@@ -274,7 +274,7 @@ def _xglm(fields: ConfigFields) -> ModelSpec:
         embedding_scale=math.sqrt(fields.integer("hidden_size")) if is_scaled else 1.0,
         num_positions=fields.integer("max_position_embeddings"),
         position_offset=2,
-        has_sinusoids=True,
+        sinusoids="by last",
         tensor_names=((r"(^|\.)layer_norm\.", r"\1norm."), *_OPT_NAMES),
     )
 

@@ -9,6 +9,7 @@ from ....protocol.checkpoint.recurrent_layers import (
     Mamba1,
     Mamba2,
     MixerLayer,
+    RgLru,
     ShortConvolution,
 )
 from ...layers.layers import LayerKernels
@@ -21,6 +22,7 @@ from .lightning_attention import LightningAttentionMixer
 from .mamba1 import Mamba1Mixer
 from .mamba2 import Mamba2Mixer
 from .mixer import Mixer
+from .rg_lru import RgLruMixer
 from .short_convolution import ShortConvolutionMixer
 from .states import StateBatch
 
@@ -47,6 +49,8 @@ def make_mixer(
             return KimiDeltaAttentionMixer(spec, layer, weights, prefix, shard, kernels)
         case LightningAttention():
             return LightningAttentionMixer(spec, layer, weights, prefix, shard, kernels)
+        case RgLru():
+            return RgLruMixer(spec, layer, weights, prefix, shard, kernels)
 
 
 __all__ = ["Mixer", "StateBatch", "make_mixer"]

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from ....protocol.errors import ConfigError
 from ...layers.spec import ModelSpec
+from ...layers.specs.positions import Sinusoids
 from ..weights import WeightReader
 
 
@@ -32,14 +33,18 @@ def read_positions(spec: ModelSpec, weights: WeightReader, max_model_len: int) -
     """
     check_num_positions(spec, max_model_len)
     num_rows = spec.num_positions + spec.position_offset
-    if spec.has_sinusoids:
-        return sinusoids(num_rows, spec.hidden_size).to(weights.device, weights.dtype)
+    if spec.sinusoids is not None:
+        table = sinusoids(spec.sinusoids, num_rows, spec.hidden_size)
+        return table.to(weights.device, weights.dtype)
     return weights.read("embed_positions.weight", num_rows, spec.hidden_size)
 
 
-def sinusoids(num_rows: int, size: int) -> Tensor:
-    """Return float32 [num_rows, size]: the sines of each position's angles, then their cosines (tensor2tensor)."""
-    half = size // 2
-    frequencies = torch.exp(torch.arange(half).float() * -(math.log(10_000) / (half - 1)))
-    angles = torch.arange(num_rows).float()[:, None] * frequencies
-    return F.pad(torch.cat((angles.sin(), angles.cos()), 1), (0, size % 2))
+def sinusoids(kind: Sinusoids, num_rows: int, size: int) -> Tensor:
+    """Return float32 [num_rows, size]: the sines of each position's angles, then their cosines."""
+    half, dtype = size // 2, torch.float32
+    last = float(half - 1)
+    if kind == "by size":
+        last, dtype = size / 2, torch.float64
+    frequencies = torch.exp(torch.arange(half, dtype=dtype) * -(math.log(10_000) / last))
+    angles = torch.arange(num_rows, dtype=dtype)[:, None] * frequencies
+    return F.pad(torch.cat((angles.sin(), angles.cos()), 1).float(), (0, size % 2))

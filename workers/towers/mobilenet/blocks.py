@@ -12,13 +12,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ....protocol.checkpoint.vision.mobilenet import ConvBlock
-from ..weights import ACTIVATIONS, Linear, Norm, VisionWeights
+from ..weights import Linear, Norm, VisionWeights, activation
 
 Block: TypeAlias = Callable[[Tensor], Tensor]
 """Maps the channels of places, [H, W, C], to those of as many places or fewer."""
 
 _NORM_EPS: Final = 1e-6
-_activation: Final = ACTIVATIONS["gelu_pytorch_tanh"]
+_activation: Final = activation("gelu_pytorch_tanh")
 
 
 class Convolution:

@@ -284,7 +284,13 @@ struct Compression {
   int num_inputs(int size) const { return 2 * size * (1 + overlaps); }
 };
 
-enum class MixerKind : int32_t { short_convolution = 0, mamba2 = 1, gated_delta_net = 2, kimi_delta_attention = 3 };
+enum class MixerKind : int32_t {
+  short_convolution = 0,
+  mamba2 = 1,
+  gated_delta_net = 2,
+  kimi_delta_attention = 3,
+  rg_lru = 4,
+};
 
 // This rank's share of a recurrent layer; see protocol/checkpoint/recurrent_layers.py.
 //
@@ -294,6 +300,7 @@ enum class MixerKind : int32_t { short_convolution = 0, mamba2 = 1, gated_delta_
 //   gated_delta_net    queries and keys [groups, key_dim], values [heads, value_dim], strengths and steps [heads]; the
 //                      gate [heads, value_dim]
 //   kimi_delta_attention  the same, but steps [heads, key_dim]; then the inputs from which steps and gates are computed
+//   rg_lru             the gate and the input, each of `channels` numbers: [heads, value_dim], with a key_dim of 1
 // An input is everything before the gate, or everything after it. A block holds the recurrent part [heads, key_dim,
 // value_dim], then inputs.
 struct Mixer {
@@ -305,7 +312,7 @@ struct Mixer {
   int32_t norm_groups;        // the groups of the output's norm; 0 for no norm
   int32_t gates_before_norm;  // whether the gate comes before the norm, or after it
   int32_t has_tiled_heads;    // in a delta net, head i has group i modulo the number of groups
-  int32_t has_sigmoid_gate;   // whether the gate's activation is a sigmoid instead of SiLU
+  Activation gate_activation;
   float min_step, max_step;
   float strength;             // a factor on the sigmoid
   float lowest_log_decay;     // limits the logarithms of decays in Kimi delta attention; 0 for no limit
@@ -315,6 +322,8 @@ struct Mixer {
   const float *decay, *skip;  // [heads]; `skip` may be null
   const float* step_bias;     // one bias per step; null for steps of 1, which have no place in the projection
   const float* norm;          // the norm of the output, or of each head's output
+  // Of an RG-LRU, whose `decay` has an element per channel: for each head, the gates of its inputs and of its decays
+  const float *gates, *gate_biases;  // [heads, value_dim, 2 * value_dim] and [heads, 2 * value_dim]
 };
 
 // Only an MLP's gates above their mean plus `deviations` standard deviations are used, reduced by that threshold; the

@@ -19,15 +19,14 @@ float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
 
 int first_of_part(int part, int parts, int units) { return int(int64_t(units) * part / parts); }
 
+bool begins_with_gate(const Mixer& m) { return m.kind == MixerKind::mamba2 || m.kind == MixerKind::rg_lru; }
 // Returns the place of a scan's outputs in a row of the projection.
 int outputs_offset(const Mixer& m) {
-  return m.kind == MixerKind::mamba2 ? m.num_heads * m.value_dim : 2 * m.num_groups * m.key_dim;
+  return begins_with_gate(m) ? m.num_heads * m.value_dim : 2 * m.num_groups * m.key_dim;
 }
-int gate_offset(const Mixer& m) { return m.kind == MixerKind::mamba2 ? 0 : m.channels; }
+int gate_offset(const Mixer& m) { return begins_with_gate(m) ? 0 : m.channels; }
 int inputs_offset(const Mixer& m) {
-  return m.kind == MixerKind::mamba2              ? m.num_heads * m.value_dim
-         : m.kind == MixerKind::short_convolution ? 2 * m.channels
-                                                  : 0;
+  return begins_with_gate(m) ? m.num_heads * m.value_dim : m.kind == MixerKind::short_convolution ? 2 * m.channels : 0;
 }
 
 // A row's numbers in a thread's memory.
@@ -141,7 +140,8 @@ int Mixers::begin(const Op& op, const Rows& rows) {
   const int units = is_scan ? m.num_heads : (m.channels + kChannelUnit - 1) / kChannelUnit;
   const int num_sequences = int(sequences_.size());
   num_parts_ = std::clamp(kTilesPerThread * num_threads_ / num_sequences, 1, units);
-  const int64_t per_row = is_scan ? int64_t(m.num_heads) * m.key_dim * m.value_dim : int64_t(m.channels) * m.kernel;
+  const int per_value = m.gates ? 2 * m.value_dim : m.key_dim;
+  const int64_t per_row = is_scan ? int64_t(m.num_heads) * m.value_dim * per_value : int64_t(m.channels) * m.kernel;
   if (num_threads_ > 1 && per_row * slice_.num_tokens > kNotWorthSharing) return num_sequences * num_parts_;
   num_parts_ = 1;
   for (int part = 0; part < num_sequences; part++) run_part(op, part, rows, own_memory_);
@@ -200,9 +200,10 @@ void Mixers::convolve(const Op& op, const Sequence& sequence, int begin, int end
   if (m.multipliers)
     for (int token = sequence.num_earlier; token < num_tokens; token++)
       model_.rows.multiply(inputs.at(token), m.multipliers + inputs_offset(m) + begin, width, inputs.at(token));
+  const bool activates = m.kind != MixerKind::rg_lru;
   float* out = convolved_.floats() + size_t(sequence.first_convolved) * m.channels + begin;
   for (int token = 0; token < num_tokens; token++, out += m.channels) {
-    if (num_convolved) inputs.convolve(model_.rows, token, true, num_convolved, out);
+    if (num_convolved) inputs.convolve(model_.rows, token, activates, num_convolved, out);
     std::copy_n(inputs.at(token) + num_convolved, width - num_convolved, out + num_convolved);
   }
   inputs.store(state.target + num_recurrent);
@@ -217,7 +218,37 @@ void Mixers::scan(const Op& op, const Sequence& sequence, int begin, int end, co
   else if (state.source != state.target)
     std::copy(state.source + begin * size, state.source + end * size, state.target + begin * size);
   if (m.kind == MixerKind::mamba2) return scan_mamba2(m, sequence, state, begin, end, rows, memory);
+  if (m.kind == MixerKind::rg_lru) return scan_rg_lru(m, sequence, state, begin, end, rows, memory);
   scan_delta_net(m, sequence, state, begin, end, rows, memory);
+}
+
+// With the gates i(t) of the input and r(t) of the decay, and a(t) = exp(decay * r(t)), the state is
+//   h(t) = a(t) * h(t - 1) + sqrt(1 - a(t)^2) * i(t) * x(t)
+// without the root at the first position. A segment has one token.
+void Mixers::scan_rg_lru(const Mixer& m, const Sequence& sequence, const State& state, int begin, int end,
+                         const Rows& rows, Buffer& buffer) const {
+  const RowKernels& kernels = model_.rows;
+  const int size = m.value_dim, num_tokens = sequence.num_rows;
+  Memory memory(buffer, size_t(num_tokens) * 2 * size);
+  float* const gates = memory.take(0);
+  const float* const tokens = convolved_.floats() + size_t(sequence.first_convolved) * m.channels;
+  for (int head = begin; head < end; head++) {
+    const float *const x = tokens + head * size, *const decay = m.decay + head * size;
+    float* const h = state.target + head * size;
+    for (int t = 0; t < num_tokens; t++) std::copy_n(m.gate_biases + head * 2 * size, 2 * size, gates + t * 2 * size);
+    kernels.multiply_add({x, m.channels, 1, size}, m.gates + size_t(head) * 2 * size * size, 2 * size, num_tokens,
+                         2 * size, gates, 2 * size);
+    kernels.gate(Activation::sigmoid, gates, nullptr, num_tokens * 2 * size, gates);
+    for (int t = 0; t < num_tokens; t++) {
+      const float *const input = gates + t * 2 * size, *const recurrent = input + size;
+      float* const out = rows.qkv(sequence.first_row + t) + outputs_offset(m) + head * size;
+      for (int j = 0; j < size; j++) {
+        const float a = std::exp(decay[j] * recurrent[j]);
+        const float scale = sequence.position + t ? std::sqrt((1.0f - a) * (1.0f + a)) : 1.0f;
+        out[j] = h[j] = a * h[j] + scale * input[j] * x[t * m.channels + j];
+      }
+    }
+  }
 }
 
 // With the decay from token s to token c of a segment, `decay(c, s)`, the outputs of a head are
@@ -411,8 +442,7 @@ void Mixers::gate(const Op& op, const Rows& rows, int row) const {
   float* const out = rows.qkv(row) + outputs_offset(m);
   if (op.target != LinearTarget::part) gate_before_norm(m, rows, row);
   norm(op, out, row);
-  const Activation activation = m.has_sigmoid_gate ? Activation::sigmoid : Activation::silu;
-  if (!m.gates_before_norm) model_.rows.gate(activation, rows.qkv(row) + gate_offset(m), out, inner, out);
+  if (!m.gates_before_norm) model_.rows.gate(m.gate_activation, rows.qkv(row) + gate_offset(m), out, inner, out);
   quantize_rows(op.activation_kind, out, inner, 1, inner,
                 rows.activations(1, row, activation_row_bytes(op.activation_kind, inner)));
 }

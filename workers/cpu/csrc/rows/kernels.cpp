@@ -69,16 +69,25 @@ ENGINE_VECTOR Floats gelu_tanh(Floats x) {
 }
 
 // The approximation of the error function is 7.1.26 of Abramowitz and Stegun, with an error of 1.5e-7.
-ENGINE_VECTOR Floats gelu(Floats x) {
-  const Floats y = x * broadcast(0.70710678f), size = max(y, -y);
+ENGINE_VECTOR Floats erf(Floats x) {
+  const Floats size = max(x, -x);
   const Floats t = broadcast(1.0f) / fma(broadcast(0.3275911f), size, broadcast(1.0f));
   Floats series = fma(broadcast(1.061405429f), t, broadcast(-1.453152027f));
   series = fma(series, t, broadcast(1.421413741f));
   series = fma(series, t, broadcast(-0.284496736f));
   series = fma(series, t, broadcast(0.254829592f)) * t;
-  const Floats rest = series * exp2(y * -y * broadcast(kLog2E));
-  const Floats erf = broadcast(1.0f) - rest;
-  return broadcast(0.5f) * x * (broadcast(1.0f) + select(y < Floats{}, -erf, erf));
+  const Floats rest = series * exp2(x * -x * broadcast(kLog2E));
+  const Floats result = broadcast(1.0f) - rest;
+  return select(x < Floats{}, -result, result);
+}
+ENGINE_VECTOR Floats gelu(Floats x) {
+  return broadcast(0.5f) * x * (broadcast(1.0f) + erf(x * broadcast(0.70710678f)));
+}
+// A NaN is the second operand of min and max, which return that operand.
+ENGINE_VECTOR Floats relu6(Floats x) { return min(broadcast(6.0f), relu(x)); }
+ENGINE_VECTOR Floats clipped_gelu(Floats x) { return max(broadcast(-10.0f), min(broadcast(10.0f), gelu(x))); }
+ENGINE_VECTOR Floats laplace(Floats x) {
+  return broadcast(0.5f) * (broadcast(1.0f) + erf((x - broadcast(0.707107f)) * broadcast(2.5066308f)));
 }
 
 // log(1 + e^x) is the positive part plus log(1 + y) with y = e^-|x|. With s = y / (2 + y), that is 2 * atanh(s), whose
@@ -107,23 +116,43 @@ ENGINE_VECTOR void apply(Activate activate, const float* gate, const float* up, 
 }
 
 void gate(Activation activation, const float* gate, const float* up, int n, float* out) {
-  if (activation == Activation::relu2)
-    apply([](Floats x) { return relu2(x); }, gate, up, n, out);
-  else if (activation == Activation::relu)
-    apply([](Floats x) { return relu(x); }, gate, up, n, out);
-  else if (activation == Activation::gelu)
-    apply([](Floats x) { return gelu(x); }, gate, up, n, out);
-  else if (activation == Activation::sigmoid)
-    apply([](Floats x) { return broadcast(1.0f) / one_plus_exp(x); }, gate, up, n, out);
-  else if (activation == Activation::silu)
-    apply([](Floats x) { return silu(x); }, gate, up, n, out);
-  else if (activation == Activation::softplus)
-    apply([](Floats x) { return softplus(x); }, gate, up, n, out);
-  else if (activation == Activation::clamped_swiglu)
-    for_vectors(
-        n, [&](int i, int count) { put(out + i, clamped_swiglu(get(gate + i, count), get(up + i, count)), count); });
-  else
-    apply([](Floats x) { return gelu_tanh(x); }, gate, up, n, out);
+  switch (activation) {
+    case Activation::silu:
+      return apply([](Floats x) { return silu(x); }, gate, up, n, out);
+    case Activation::gelu_tanh:
+      return apply([](Floats x) { return gelu_tanh(x); }, gate, up, n, out);
+    case Activation::clamped_swiglu:
+      return for_vectors(
+          n, [&](int i, int count) { put(out + i, clamped_swiglu(get(gate + i, count), get(up + i, count)), count); });
+    case Activation::relu2:
+      return apply([](Floats x) { return relu2(x); }, gate, up, n, out);
+    case Activation::sigmoid:
+      return apply([](Floats x) { return broadcast(1.0f) / one_plus_exp(x); }, gate, up, n, out);
+    case Activation::gelu:
+      return apply([](Floats x) { return gelu(x); }, gate, up, n, out);
+    case Activation::relu:
+      return apply([](Floats x) { return relu(x); }, gate, up, n, out);
+    case Activation::softplus:
+      return apply([](Floats x) { return softplus(x); }, gate, up, n, out);
+    case Activation::quick_gelu:
+      return apply([](Floats x) { return x / one_plus_exp(x * broadcast(1.702f)); }, gate, up, n, out);
+    case Activation::clipped_gelu:
+      return apply([](Floats x) { return clipped_gelu(x); }, gate, up, n, out);
+    case Activation::mish:
+      return apply([](Floats x) { return x * tanh(softplus(x)); }, gate, up, n, out);
+    case Activation::tanh:
+      return apply([](Floats x) { return tanh(x); }, gate, up, n, out);
+    case Activation::relu6:
+      return apply([](Floats x) { return relu6(x); }, gate, up, n, out);
+    case Activation::leaky_relu:
+      return apply([](Floats x) { return select(x < Floats{}, x * broadcast(0.01f), x); }, gate, up, n, out);
+    case Activation::hardswish:
+      return apply([](Floats x) { return x * relu6(x + broadcast(3.0f)) * broadcast(1.0f / 6.0f); }, gate, up, n, out);
+    case Activation::laplace:
+      return apply([](Floats x) { return laplace(x); }, gate, up, n, out);
+    case Activation::linear:
+      return apply([](Floats x) { return x; }, gate, up, n, out);
+  }
 }
 
 // A NaN is the second operand of min and max, which return that operand.

@@ -6,7 +6,7 @@
 
 namespace engine {
 
-// relu2 is the square of the positive part. sigmoid and softplus are used by gated attention.
+// The functions of workers/layers/activations.py, and softplus, which is used by gated attention.
 enum class Activation : int32_t {
   silu = 0,
   gelu_tanh = 1,
@@ -16,6 +16,15 @@ enum class Activation : int32_t {
   gelu = 5,
   relu = 6,
   softplus = 7,
+  quick_gelu = 8,
+  clipped_gelu = 9,
+  mish = 10,
+  tanh = 11,
+  relu6 = 12,
+  leaky_relu = 13,
+  hardswish = 14,
+  laplace = 15,
+  linear = 16,
 };
 
 // The trained parameters of an xIELU activation (arXiv 2411.13010).

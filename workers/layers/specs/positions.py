@@ -1,0 +1,6 @@
+"""Tables of position embeddings that are not stored."""
+
+from typing import Literal
+
+Sinusoids = Literal["by size", "by last"]
+"""How frequencies fall to 1 / 10,000: just after the last one (arXiv 1706.03762), or at it (tensor2tensor)."""

@@ -1,0 +1,138 @@
+"""The real-gated linear recurrent unit of Griffin (De et al., 2024, arXiv 2402.19427), computed token by token.
+
+Shapes: T tokens of a step, D hidden size, I channels of this shard, B blocks of channels of this shard, W channels of a
+block, S requests, R requests of a round.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ....protocol.checkpoint.recurrent_layers import RgLru
+from ...layers.layers import LayerKernels
+from ...layers.parallel.parallel_layers import RowParallelLinear
+from ...layers.parallel.shard import ModelShard
+from ...layers.parallel.tensor_parallel import TensorParallel
+from ...layers.spec import ModelSpec
+from ..weights import Rows, WeightReader
+from .mixer import CausalConvolution, Mixer, elements, read_parts
+from .states import StateBatch, StateCache
+
+_DECAY_RATE = 8.0
+
+
+class RgLruMixer(Mixer):
+    """A convolution and a linear recurrence with gates, whose outputs are multiplied by an activated projection."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        layer: RgLru,
+        weights: WeightReader,
+        prefix: str,
+        shard: ModelShard,
+        kernels: LayerKernels,
+    ) -> None:
+        tensor_parallel, channels = shard.tensor_parallel, layer.channels
+        blocks = tensor_parallel.part(layer.num_blocks)
+        own = elements(blocks, layer.block_size)
+        rows = projection_rows(layer, prefix, tensor_parallel)
+        self.projection = kernels.linear(
+            weights.read_matrix_rows(rows, spec.hidden_size), weights.read_biases(rows)
+        )
+        self._activation = kernels.activation(spec.activation)
+        self._conv = CausalConvolution(
+            read_parts(weights, f"{prefix}conv1d.weight", (channels, 1, layer.kernel), [own]),
+            read_parts(weights, f"{prefix}conv1d.bias", (channels,), [own]),
+        )
+        gates_BWW, biases_BW = read_gates(layer, weights, prefix, blocks)
+        self._gates = kernels.grouped_linear(
+            [each.T.to(weights.dtype).contiguous() for each in gates_BWW],
+            [each.to(weights.dtype) for each in biases_BW],
+        )
+        self._block_numbers = torch.arange(1, len(blocks) + 1, device=weights.device)
+        self._decay_I = read_decay(layer, weights, prefix, own)
+        self._output = RowParallelLinear(
+            weights.read_matrix(f"{prefix}out_proj.weight", spec.hidden_size, channels, own, dim=1),
+            weights.read(f"{prefix}out_proj.bias", spec.hidden_size),
+            tensor_parallel,
+            kernels,
+        )
+        self._size = layer.state_size(tensor_parallel.size)
+
+    def forward(self, x: Any, memory: Tensor, batch: StateBatch) -> Tensor:
+        """See `Mixer.forward`."""
+        outer_TI, inputs_TI = self.projection(x).chunk(2, -1)
+        dtype = inputs_TI.dtype
+        cache = StateCache(memory, self._size, dtype)
+        inputs_TXI = cache.all_inputs(inputs_TI, batch)[batch.inputs_of_segments]
+        x_TI = self._conv(inputs_TXI).flatten(0, 1)[batch.tokens].to(dtype)
+        input_gate_TI, recurrent_gate_TI = self._gates_of(x_TI)
+        log_decay_TI = recurrent_gate_TI * self._decay_I
+        y_TI = self._scan(x_TI.float() * input_gate_TI, log_decay_TI, cache, batch)
+        return self._output(y_TI.to(dtype) * self._activation(outer_TI))
+
+    def _gates_of(self, x_TI: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the gates of the input and of the recurrence, float32 [T, I]."""
+        count, num_tokens = len(self._block_numbers), len(x_TI)
+        x_BTW = x_TI.unflatten(1, (count, -1)).transpose(0, 1)
+        ends_B = (self._block_numbers * num_tokens).to(torch.int32)
+        gates = self._gates(x_BTW.flatten(0, 1), ends_B).float().sigmoid()
+        gates_BTW = gates.unflatten(0, (count, num_tokens))
+        first, second = (part.transpose(0, 1).flatten(1) for part in gates_BTW.chunk(2, -1))
+        return first, second
+
+    def _scan(
+        self, x_TI: Tensor, log_decay_TI: Tensor, cache: StateCache, batch: StateBatch
+    ) -> Tensor:
+        """Update the states, and return the outputs of all tokens."""
+        decay_TI = log_decay_TI.exp()
+        scale_TI = torch.sqrt(1 - (2 * log_decay_TI).exp())
+        states_SI, y_TI = cache.load(batch), torch.empty_like(x_TI)
+        # A segment is one token, and the tokens of a request follow each other.
+        for number, part in enumerate(batch.rounds):
+            tokens, requests = part.segments, part.requests
+            scale_RI = scale_TI[tokens]
+            if number == 0:
+                # The first token of a text is not scaled.
+                scale_RI = torch.where(batch.is_new[requests, None], 1.0, scale_RI)
+            states_RI = states_SI[requests] * decay_TI[tokens] + x_TI[tokens] * scale_RI
+            states_SI[requests] = states_RI
+            y_TI[tokens] = states_RI
+        cache.store(states_SI, batch)
+        return y_TI
+
+
+def read_gates(
+    layer: RgLru, weights: WeightReader, prefix: str, blocks: range
+) -> tuple[Tensor, Tensor]:
+    """Return the matrices [B, W, 2 * W] and biases [B, 2 * W] of the gates of some blocks, in float32.
+
+    The columns are first the gates of a block's inputs, then those of its recurrence.
+    """
+    width = layer.block_size
+    matrices, biases = [], []
+    for name in ("input", "recurrent"):
+        size = layer.num_blocks * width
+        matrix = weights.read_elements(f"{prefix}{name}_gate_weight", size * width)
+        matrices.append(matrix.view(-1, width, width)[blocks.start : blocks.stop])
+        bias = weights.read_elements(f"{prefix}{name}_gate_bias", size)
+        biases.append(bias.view(-1, width)[blocks.start : blocks.stop])
+    return torch.cat(matrices, 2), torch.cat(biases, 1)
+
+
+def read_decay(layer: RgLru, weights: WeightReader, prefix: str, own: range) -> Tensor:
+    """Return the logarithm of the decay of some channels while their gates are open."""
+    name = f"{prefix}recurrent_param"
+    decay_I: Tensor = weights.read_elements(name, layer.channels)[own.start : own.stop]
+    return -_DECAY_RATE * F.softplus(decay_I)
+
+
+def projection_rows(layer: RgLru, prefix: str, tensor_parallel: TensorParallel) -> list[Rows]:
+    """Return this rank's rows of the projections to the outer gates and to the inputs."""
+    own = elements(tensor_parallel.part(layer.num_blocks), layer.block_size)
+    return [Rows(f"{prefix}in_proj_{name}", layer.channels, own) for name in "yx"]
