@@ -29,6 +29,9 @@ _ENCODERS: Final = frozenset(
 )
 """The `model_type` of every family whose attention is always bidirectional."""
 
+_HEADS: Final = ("LMHeadModel", "MTModel")
+"""The ends of names of models with a head that are called models like those without."""
+
 OFFSET_POSITIONS: Final = frozenset({"mpnet", "roberta", "xlm-roberta"})
 """The `model_type` of every family whose table of position embeddings starts with unused rows."""
 
@@ -66,7 +69,7 @@ def is_encoder(fields: ConfigFields) -> bool:
 def has_head(fields: ConfigFields) -> bool:
     """Return whether a checkpoint has an output projection, that is, was not saved as a base model."""
     names = fields.texts("architectures")
-    return not any(name.endswith("Model") and not name.endswith("LMHeadModel") for name in names)
+    return not any(name.endswith("Model") and not name.endswith(_HEADS) for name in names)
 
 
 def read_embedding_files(path: Path, config: ConfigFields) -> EmbeddingFiles:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 
@@ -11,7 +11,20 @@ from ..config.model import AudioProcessorConfig, SourceTextConfig, SpeechKind
 from .config_fields import MAX_INTEGER, ConfigFields
 
 _SPEECH: Final = frozenset({"whisper", "moonshine"})
-_SOURCE_TEXT: Final = frozenset({"bart", "mbart", "t5"})
+_T5: Final = frozenset({"t5", "mt5"})
+_BART_STARTS: Final = {
+    "bart": 2,
+    "blenderbot": 1,
+    "m2m_100": 2,
+    "marian": 58_100,
+    "mbart": 2,
+    "mvp": 2,
+    "pegasus": 0,
+    "plbart": 2,
+}
+"""Models like BART, and their default `decoder_start_token_id`."""
+
+_SOURCE_TEXT: Final = frozenset({*_BART_STARTS, *_T5})
 
 MAX_SOURCE_TOKENS: Final = 512
 """Default maximum length of a T5 source and of its output, in tokens.
@@ -23,6 +36,7 @@ _MOONSHINE_SECONDS: Final = 30.0
 _MOONSHINE_TOKENS_PER_SECOND: Final = 6.5
 """Maximum output tokens per second of audio. Moonshine's authors set it to stop repetitions after short audio clips."""
 
+_Token = Annotated[int, msgspec.Meta(ge=0, le=MAX_INTEGER)]
 _MAX_ALIGNMENT_HEADS: Final = 1024
 
 
@@ -41,11 +55,11 @@ def with_decoder_fields(fields: ConfigFields) -> ConfigFields:
     kind = fields.text("model_type")
     found = {
         name: value
-        for name, others in _DECODER_FIELDS[kind].items()
+        for name, others in _DECODER_FIELDS.get(kind, _BART_FIELDS).items()
         if (value := next((v for o in others if (v := fields.get(o)) is not None), None))
         is not None
     }
-    if kind == "t5":
+    if kind in _T5:
         found.setdefault("max_position_embeddings", MAX_SOURCE_TOKENS)
     return fields.with_values(found)
 
@@ -57,24 +71,23 @@ _BART_FIELDS: Final[dict[str, tuple[str, ...]]] = {
     "num_key_value_heads": ("decoder_attention_heads",),
     "intermediate_size": ("decoder_ffn_dim",),
 }
+_T5_FIELDS: Final[dict[str, tuple[str, ...]]] = {
+    "hidden_size": ("d_model",),
+    "head_dim": ("d_kv",),
+    "num_hidden_layers": ("num_decoder_layers", "num_layers"),
+    "num_attention_heads": ("num_heads",),
+    "num_key_value_heads": ("num_heads",),
+    "intermediate_size": ("d_ff",),
+    "max_position_embeddings": ("n_positions",),
+}
 _DECODER_FIELDS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
     "whisper": _BART_FIELDS | {"max_position_embeddings": ("max_target_positions",)},
-    "bart": _BART_FIELDS,
-    "mbart": _BART_FIELDS,
     "moonshine": {
         "num_hidden_layers": ("decoder_num_hidden_layers",),
         "num_attention_heads": ("decoder_num_attention_heads",),
         "num_key_value_heads": ("decoder_num_key_value_heads", "decoder_num_attention_heads"),
     },
-    "t5": {
-        "hidden_size": ("d_model",),
-        "head_dim": ("d_kv",),
-        "num_hidden_layers": ("num_decoder_layers", "num_layers"),
-        "num_attention_heads": ("num_heads",),
-        "num_key_value_heads": ("num_heads",),
-        "intermediate_size": ("d_ff",),
-        "max_position_embeddings": ("n_positions",),
-    },
+    **dict.fromkeys(_T5, _T5_FIELDS),
 }
 
 
@@ -137,14 +150,28 @@ def read_source_text(config: ConfigFields, generation: ConfigFields) -> SourceTe
             if (value := generation.get(name)) is not None
         }
     )
-    default = config.integer("pad_token_id", 0, minimum=0) if kind == "t5" else 2
+    default = _BART_STARTS.get(kind)
+    if default is None:
+        default = config.integer("pad_token_id", 0, minimum=0)
     start = (_token(fields, "decoder_start_token_id", default),)
     forced = _token(fields, "forced_bos_token_id", -1)
-    return SourceTextConfig(start if forced < 0 else (*start, forced), _max_source_tokens(config))
+    return SourceTextConfig(
+        start if forced < 0 else (*start, forced),
+        _max_source_tokens(config),
+        _bad_words(generation if generation.get("bad_words_ids") is not None else config),
+    )
+
+
+def _bad_words(fields: ConfigFields) -> tuple[tuple[int, ...], ...]:
+    words = fields.get("bad_words_ids", [])
+    try:
+        return msgspec.convert(words, tuple[tuple[_Token, ...], ...])
+    except msgspec.ValidationError:
+        raise fields.wrong("bad_words_ids", "a list of lists of token ids", words) from None
 
 
 def _max_source_tokens(config: ConfigFields) -> int:
-    if config.text("model_type") == "t5":
+    if config.text("model_type") in _T5:
         return config.integer("n_positions", MAX_SOURCE_TOKENS)
     return config.integer("max_position_embeddings", 1024)
 

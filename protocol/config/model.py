@@ -169,10 +169,12 @@ class SourceTextConfig(msgspec.Struct, frozen=True):
     Attributes:
         start_token_ids: The decoder's prompt.
         max_tokens: The maximum length of the encoder's input in tokens.
+        bad_words_token_ids: Token sequences that the model must never generate, such as Marian's padding.
     """
 
     start_token_ids: tuple[int, ...]
     max_tokens: int
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
 
 
 class ModelConfig(msgspec.Struct, frozen=True):

@@ -63,12 +63,20 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "bart": ("Bart", _BART_SIZES | {"max_position_embeddings": 128}),
     "mbart": ("MBart", _BART_SIZES | {"max_position_embeddings": 128, "scale_embedding": True}),
+    "marian": ("Marian", _BART_SIZES | {"scale_embedding": True, "activation_function": "swish"}),
+    "m2m100": ("M2M100", _BART_SIZES | {"max_position_embeddings": 128}),
+    "pegasus": ("Pegasus", _BART_SIZES | {"max_position_embeddings": 128}),
+    "blenderbot": ("Blenderbot", _BART_SIZES),
+    "plbart": ("PLBart", _BART_SIZES | {"max_position_embeddings": 128}),
+    "mvp": ("Mvp", _BART_SIZES | {"max_position_embeddings": 128}),
+    "mt5": ("MT5", _T5_SIZES),
     "t5": ("T5", _T5_SIZES),
     "flan-t5": (
         "T5",
         _T5_SIZES | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
     ),
 }
+_WITH_SINUSOIDS = ("marian", "pegasus")
 SPEECH = ("whisper", "moonshine")
 
 
@@ -79,9 +87,12 @@ def source_directory(
     name, sizes = MODELS[kind]
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(**{**sizes, **(changes or {})})
-    model_class = getattr(transformers, f"{name}ForConditionalGeneration")
+    suffix = "MTModel" if name == "Marian" else "ForConditionalGeneration"
+    model_class = getattr(transformers, f"{name}{suffix}")
     model = model_class._from_config(config, attn_implementation="eager").eval()
     for parameter_name, parameter in model.named_parameters():
+        if "embed_positions" in parameter_name and kind in _WITH_SINUSOIDS:
+            continue
         if re.search(r"norm\.|bias$", parameter_name):
             torch.nn.init.normal_(parameter, 0.7, 0.2)
         else:
@@ -125,11 +136,15 @@ def logits(model: Any, inputs: torch.Tensor, tokens: list[int]) -> torch.Tensor:
     return model(inputs, decoder_input_ids=torch.tensor([tokens])).logits[0]
 
 
-def greedy(model: Any, inputs: torch.Tensor, prompt: list[int], count: int) -> list[int]:
-    """Return the most likely tokens after a prompt of the decoder."""
+def greedy(
+    model: Any, inputs: torch.Tensor, prompt: list[int], count: int, never: Sequence[int] = ()
+) -> list[int]:
+    """Return the most likely tokens after a prompt of the decoder, except those in `never`."""
     tokens = list(prompt)
     for _ in range(count):
-        tokens.append(int(logits(model, inputs, tokens)[-1].argmax()))
+        row = logits(model, inputs, tokens)[-1].clone()
+        row[list(never)] = -torch.inf
+        tokens.append(int(row.argmax()))
     return tokens[len(prompt) :]
 
 

@@ -173,6 +173,8 @@ class Completions(Endpoint[CompletionRequest]):
         if source is not None:
             inputs = [source_input(prompt, source, truncate, request.truncation_side)]
             token_ids, truncate = np.array(source.start_token_ids, np.int32), None
+            bad_words = (*params.bad_words_token_ids, *source.bad_words_token_ids)
+            params = msgspec.structs.replace(params, bad_words_token_ids=bad_words)
         token_ids, max_tokens = fit_context(
             token_ids,
             prompt.param,

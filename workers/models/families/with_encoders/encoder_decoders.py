@@ -12,6 +12,7 @@ from ....layers.read_rope import read_rope
 from ....layers.spec import LayerSpec, ModelSpec, SourceSpec
 from ....layers.specs.convolution import ConvolutionSpec
 from ....layers.specs.norm_names import NormNames
+from ....layers.specs.positions import Sinusoids
 from ..common import Family, base_spec, uniform_layers
 
 _BART_LAYER_NAMES: Final = (
@@ -41,6 +42,10 @@ _BART_ENCODER_NAMES: Final = (
     (r"^(model\.)?encoder\.", ""),
     *_BART_LAYER_NAMES,
 )
+_SINUSOIDS: Final = (
+    # Some checkpoints contain the table, which is the same in all of them.
+    (r"^(model\.)?(en|de)coder\.embed_positions\..*", ""),
+)
 _WHISPER_DECODER_NAMES: Final = (
     (r"^(model\.)?encoder\..*", ""),
     (r"^proj_out\..*", ""),
@@ -67,6 +72,11 @@ _T5_LAYER_NAMES: Final = (
 )
 _PRE_NORMS: Final = NormNames("attention_norm", None, "mlp_norm", None, "cross_norm", None)
 _POST_NORMS: Final = NormNames(None, "attention_norm", None, "mlp_norm", None, "cross_norm")
+_POST_NORMED: Final[dict[str, Any]] = {
+    "norms": _POST_NORMS,
+    "norms_stream": True,
+    "has_final_norm": False,
+}
 _MOONSHINE_NORMS: Final = NormNames(
     "input_layernorm", None, "final_layernorm", None, "post_attention_layernorm"
 )
@@ -95,12 +105,14 @@ def _bart_fields(fields: ConfigFields) -> tuple[ConfigFields, ConfigFields]:
         hidden_act=fields.text("activation_function", "gelu"),
         tie_word_embeddings=True,
     )
-    encoder = _encoder_fields(
-        fields,
-        num_hidden_layers="encoder_layers",
-        num_attention_heads="encoder_attention_heads",
-        num_key_value_heads="encoder_attention_heads",
-        intermediate_size="encoder_ffn_dim",
+    num_heads = fields.integer("encoder_attention_heads")
+    encoder = fields.with_values(
+        {
+            "num_hidden_layers": fields.integer("encoder_layers"),
+            "num_attention_heads": num_heads,
+            "num_key_value_heads": num_heads,
+            "intermediate_size": fields.integer("encoder_ffn_dim"),
+        }
     )
     return fields, encoder
 
@@ -149,27 +161,89 @@ def _whisper(fields: ConfigFields) -> ModelSpec:
     return _with_source(spec, source)
 
 
-def _bart_model(fields: ConfigFields, **differences: Any) -> ModelSpec:
+def _bart_model(
+    fields: ConfigFields,
+    *,
+    sinusoids: Sinusoids | None = None,
+    has_head_bias: bool = True,
+    **differences: Any,
+) -> ModelSpec:
     decoder, encoder = _bart_fields(fields)
     positions = max_source_positions(fields)
     # The first two rows of the position table are unused.
-    common = differences | {
+    common = {
         "num_positions": positions,
         "position_offset": 2,
+        "sinusoids": sinusoids,
         "has_embedding_norm": True,
-    }
-    source = SourceSpec(_bart_spec(encoder, tensor_names=_BART_ENCODER_NAMES, **common), positions)
-    spec = _bart_spec(decoder, tensor_names=_BART_DECODER_NAMES, head_bias=True, **common)
+    } | differences
+    dropped = () if sinusoids is None else _SINUSOIDS
+    source = SourceSpec(
+        _bart_spec(encoder, tensor_names=(*dropped, *_BART_ENCODER_NAMES), **common), positions
+    )
+    spec = _bart_spec(
+        decoder,
+        tensor_names=(*dropped, *_BART_DECODER_NAMES),
+        head_bias=has_head_bias,
+        **common,
+    )
     return _with_source(spec, source)
 
 
 def _bart(fields: ConfigFields) -> ModelSpec:
-    return _bart_model(fields, norms=_POST_NORMS, norms_stream=True, has_final_norm=False)
+    return _bart_model(fields, **_POST_NORMED)
 
 
-def _t5(fields: ConfigFields) -> ModelSpec:
-    fields = fields.with_defaults(rms_norm_eps=fields.number("layer_norm_epsilon", 1e-6))
-    kind = fields.text("feed_forward_proj", "relu")
+def _mvp(fields: ConfigFields) -> ModelSpec:
+    if fields.boolean("use_prompt", False):
+        raise fields.wrong("use_prompt", "false", True)
+    return _bart(fields)
+
+
+def _plbart(fields: ConfigFields) -> ModelSpec:
+    return _bart(fields.with_defaults(scale_embedding=True))
+
+
+def _blenderbot(fields: ConfigFields) -> ModelSpec:
+    return _bart_model(fields, position_offset=0, has_embedding_norm=False)
+
+
+def _marian(fields: ConfigFields) -> ModelSpec:
+    if not fields.boolean("share_encoder_decoder_embeddings", True):
+        raise fields.wrong("share_encoder_decoder_embeddings", "true", False)
+    return _bart_model(
+        fields, sinusoids="by size", position_offset=0, has_embedding_norm=False, **_POST_NORMED
+    )
+
+
+def _pegasus(fields: ConfigFields) -> ModelSpec:
+    return _bart_model(fields, sinusoids="by size", position_offset=0, has_embedding_norm=False)
+
+
+def _m2m100(fields: ConfigFields) -> ModelSpec:
+    return _bart_model(
+        fields.with_defaults(scale_embedding=True, activation_function="relu"),
+        sinusoids="by last",
+        has_head_bias=False,
+        position_offset=fields.integer("pad_token_id", 1, minimum=0) + 1,
+        has_embedding_norm=False,
+    )
+
+
+def _t5(
+    fields: ConfigFields, feed_forward: str = "relu", scales_outputs: bool | None = None
+) -> ModelSpec:
+    """Return the spec of a T5.
+
+    Args:
+        fields: The config.
+        feed_forward: The default of `feed_forward_proj`.
+        scales_outputs: The default of `scale_decoder_outputs`; None for that of `tie_word_embeddings`.
+    """
+    fields = fields.with_defaults(
+        rms_norm_eps=fields.number("layer_norm_epsilon", 1e-6), head_dim=64
+    )
+    kind = fields.text("feed_forward_proj", feed_forward)
     has_gate, activation = kind.startswith("gated-"), kind.removeprefix("gated-")
     if kind == "gated-gelu":
         activation = "gelu_new"
@@ -182,7 +256,7 @@ def _t5(fields: ConfigFields) -> ModelSpec:
         "max_distance": fields.integer("relative_attention_max_distance", 128, maximum=1 << 16),
     }
     fields = fields.with_values({"hidden_act": activation, "tie_word_embeddings": is_tied})
-    encoder = _encoder_fields(fields, num_hidden_layers="num_layers")
+    encoder = fields.with_values({"num_hidden_layers": fields.integer("num_layers")})
     source = SourceSpec(
         base_spec(
             encoder,
@@ -198,7 +272,9 @@ def _t5(fields: ConfigFields) -> ModelSpec:
         ),
         max_source_positions(fields),
     )
-    if fields.boolean("scale_decoder_outputs", is_tied):
+    if fields.boolean(
+        "scale_decoder_outputs", is_tied if scales_outputs is None else scales_outputs
+    ):
         t5["logits_divisor"] = math.sqrt(fields.integer("hidden_size"))
     spec = base_spec(
         fields,
@@ -214,6 +290,11 @@ def _t5(fields: ConfigFields) -> ModelSpec:
         **t5,
     )
     return _with_source(spec, source)
+
+
+def _mt5(fields: ConfigFields) -> ModelSpec:
+    fields = fields.with_values({"scale_decoder_outputs": None})
+    return _t5(fields, feed_forward="gated-gelu", scales_outputs=False)
 
 
 def _moonshine(fields: ConfigFields) -> ModelSpec:
@@ -283,8 +364,15 @@ def _rotary_layers(fields: ConfigFields) -> tuple[LayerSpec, ...]:
 
 FAMILIES = (
     Family("BartForConditionalGeneration", "bart", _bart),
+    Family("BlenderbotForConditionalGeneration", "blenderbot", _blenderbot),
+    Family("M2M100ForConditionalGeneration", "m2m_100", _m2m100),
+    Family("MarianMTModel", "marian", _marian),
     Family("MBartForConditionalGeneration", "mbart", _bart_model),
     Family("MoonshineForConditionalGeneration", "moonshine", _moonshine),
+    Family("MT5ForConditionalGeneration", "mt5", _mt5),
+    Family("MvpForConditionalGeneration", "mvp", _mvp),
+    Family("PegasusForConditionalGeneration", "pegasus", _pegasus),
+    Family("PLBartForConditionalGeneration", "plbart", _plbart),
     Family("T5ForConditionalGeneration", "t5", _t5),
     Family("WhisperForConditionalGeneration", "whisper", _whisper),
 )
