@@ -311,6 +311,8 @@ def test_layers_that_share_keys_or_differ_in_their_heads_can_be_split(
     models["mimo-v2"] = ("MiMoV2Flash", "MiMoV2Flash", SMALL_VALUES)
     models["laguna"] = ("Laguna", "Laguna", GATED)
     models["zamba2"] = ("Zamba2", "Zamba2", SHARED_BLOCKS)
+    window = {"attention_window_size": 16}
+    models["recurrent-gemma"] = ("RecurrentGemma", "RecurrentGemma", window)
     models["deepseek-v4"] = ("DeepseekV4", "DeepseekV4", HASHED)
     if backend is CPUBackend.TORCH:
         models["qwen4"] = ("Qwen4ExpText", "Qwen4Exp", HASHED_NGRAMS)

@@ -346,8 +346,7 @@ def _global_layer_fields(
 
 def _recurrent_gemma(fields: ConfigFields) -> ModelSpec:
     """Return the spec of a RecurrentGemma (arXiv 2404.07839): recurrent layers, and attention with a window."""
-    size = fields.integer("hidden_size") // fields.integer("num_attention_heads")
-    window = fields.integer("attention_window_size", 2048)
+    size, window = head_dim(fields), fields.integer("attention_window_size", 2048)
     fields = fields.with_defaults(
         hidden_activation="gelu_pytorch_tanh", tie_word_embeddings=True, partial_rotary_factor=0.5
     ).with_values({"head_dim": size, "intermediate_size": fields.integer("intermediate_size") // 2})
