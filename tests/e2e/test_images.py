@@ -28,6 +28,7 @@ from PIL import Image
 from support.gguf_writer import write_gguf
 from support.image_models import CHATS, Model
 from support.image_requests import NUM_TOKENS, ask_together, chat, data_url, picture
+from support.mllama import mllama_directory, next_logprobs
 from support.mmproj_writer import write_mmproj
 from support.server import Server, assert_nothing_is_held, title_of
 from support.vision_checkpoints import image_processor
@@ -86,6 +87,24 @@ def test_images_whose_tokens_see_each_other_or_have_any_size(
         if kind == "gemma3":
             assert server.metric("engine:num_preemptions_total") > 0
         assert_nothing_is_held(server)
+
+
+@pytest.mark.parametrize(
+    "flags", [("-tp", "2"), ("-pp", "2"), ("--cpu-backend", "torch", "-tp", "2", "-pp", "2")]
+)
+def test_workers_that_divide_layers_with_cross_attention_give_the_answers_of_transformers(
+    tmp_path: Path, flags: tuple[str, ...]
+) -> None:
+    path, model = mllama_directory(tmp_path)
+    with Server(str(path), *FLAGS, *flags) as server:
+        answers = ask_together(server, [chat(*parts) for parts in CHATS])
+        assert_nothing_is_held(server)
+    for parts, answer in zip(CHATS, answers, strict=True):
+        tokens = list(answer["prompt_token_ids"])
+        images = [part for part in parts if isinstance(part, Image.Image)]
+        for token in answer["choices"][0]["token_ids"]:
+            assert next_logprobs(model, tokens, images).argmax() == token
+            tokens.append(token)
 
 
 def test_tensor_parallel_models_read_images_under_memory_pressure_and_crashes(

@@ -112,7 +112,8 @@ class NativeDecoder:
         if isinstance(checkpoint, DummyCheckpoint):
             raise NotSupportedNatively("the native CPU backend does not support dummy weights")
         check_supported(spec)
-        if spec.source is not None and shard.tensor_parallel.size > 1:
+        has_encoder = spec.source is not None and spec.source.encoder is not None
+        if has_encoder and shard.tensor_parallel.size > 1:
             raise NotSupportedNatively(
                 "the native CPU backend does not support encoders with --tensor-parallel-size"
             )

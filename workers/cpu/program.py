@@ -30,7 +30,11 @@ Floats = NDArray[np.float32]
 
 
 class NativeProgram:
-    """The C++ class `Program` of `csrc/program/program.h`, with the threads that run it."""
+    """The C++ class `Program` of `csrc/program/program.h`, with the threads that run it.
+
+    Attributes:
+        is_optional: True if operations that are added are skipped in steps without encoder outputs to read.
+    """
 
     def __init__(
         self, shape: ModelShape, norm_eps: float, adapters: NativeAdapters | None = None
@@ -42,6 +46,7 @@ class NativeProgram:
         self._kinds: list[str] = []
         self._ops: list[Op] = []
         self._eps = norm_eps
+        self.is_optional = False
         self._handle = self._library.engine_program_new(ctypes.byref(shape))
 
     def __del__(self) -> None:
@@ -144,7 +149,7 @@ class NativeProgram:
             if isinstance(pointed := fields[name], ctypes.Structure):
                 self._kept.append(pointed)
                 fields[name] = ctypes.addressof(pointed)
-        fields = {"scale": 1.0, "eps": self._eps} | fields
+        fields = {"scale": 1.0, "eps": self._eps, "is_optional": self.is_optional} | fields
         op = Op(kind=_KIND[kind], num_parts=len(parts), **fields)
         op.parts = (ctypes.c_void_p * MAX_PARTS)(*(ctypes.addressof(part) for part in parts))
         op.vectors = (ctypes.c_void_p * MAX_PARTS)(

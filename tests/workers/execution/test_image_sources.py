@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
-
 import msgspec
 import numpy as np
 import pytest
 import torch
-import transformers
 from engine.frontend.media.media_reader import MediaReader
 from engine.frontend.media.prompt_images import PromptImages
 from engine.frontend.model_source.images.read import read_image_processor
@@ -18,33 +15,14 @@ from engine.protocol.config import CPUBackend, DeviceConfig
 from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.worker_messages import EncoderWork
 from PIL import Image
-from support.families import SMALL
 from support.host_accelerator import HostAccelerator
+from support.mllama import IMAGE, IMAGE_ID, NUM_TOKENS, mllama_directory, next_logprobs
 from support.worker_steps import Steps
-from transformers.models.mllama.image_processing_pil_mllama import MllamaImageProcessorPil
-from transformers.models.mllama.processing_mllama import (
-    convert_sparse_cross_attention_mask_to_dense,
-    get_cross_attention_token_mask,
-)
 
 pytestmark = pytest.mark.slow
 
 torch.set_num_threads(1)
-NUM_TOKENS = 120
-IMAGE_TOKEN = NUM_TOKENS
-TILE = 24
 SCORED = SamplingParams(temperature=0, logprobs=-1)
-VISION = {
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "attention_heads": 4,
-    "num_hidden_layers": 3,
-    "num_global_layers": 2,
-    "intermediate_layers_indices": [0, 1],
-    "vision_output_dim": 144,
-    "image_size": TILE,
-    "patch_size": 4,
-}
 BACKENDS = {
     "native": {"device": DeviceConfig(cpu_backend=CPUBackend.NATIVE)},
     "torch": {"device": DeviceConfig(cpu_backend=CPUBackend.TORCH)},
@@ -55,58 +33,23 @@ BACKENDS = {
 }
 PROMPTS = [
     # Text, an image, text, and two images that are read together.
-    [3, 5, IMAGE_TOKEN, 7, 11, 13, IMAGE_TOKEN, IMAGE_TOKEN, 2, 4],
+    [3, 5, IMAGE_ID, 7, 11, 13, IMAGE_ID, IMAGE_ID, 2, 4],
     [8, 9, 10],
-    [IMAGE_TOKEN, 3, 8],
+    [IMAGE_ID, 3, 8],
 ]
 SIZES = [[(30, 21), (70, 20), (11, 90)], [], [(50, 50)]]
 
 
-def _mask_rows_without_images(model):
-    """Make tokens without an image before them read nothing, as in the published code.
-
-    In transformers 5.24 they read all images, also later ones, although only in the attention.
-    """
-    for layer in model.model.language_model.layers:
-        if hasattr(layer, "cross_attn"):
-            masks = []
-            layer.register_forward_pre_hook(
-                lambda _, args, kwargs, masks=masks: masks.append(
-                    kwargs["full_text_row_masked_out_mask"]
-                ),
-                with_kwargs=True,
-            )
-            layer.cross_attn.register_forward_hook(
-                lambda _, args, output, masks=masks: (output[0] * masks[-1][:, 0], *output[1:])
-            )
-
-
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    path = tmp_path_factory.mktemp("mllama")
-    text = SMALL | {"vocab_size": NUM_TOKENS, "num_hidden_layers": 4}
-    text |= {"bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 0}
-    config = transformers.MllamaConfig(
-        vision_config=VISION,
-        text_config=text | {"cross_attention_layers": [1, 3]},
-        image_token_index=IMAGE_TOKEN,
-    )
-    torch.manual_seed(0)
-    model = transformers.MllamaForConditionalGeneration(config)
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, 0, 0.2)
-    model.eval().save_pretrained(path)
-    processor = {"size": {"height": TILE, "width": TILE}, "max_image_tiles": 4}
-    (path / "preprocessor_config.json").write_text(json.dumps(processor))
-    _mask_rows_without_images(model)
-    return path, model
+    return mllama_directory(tmp_path_factory.mktemp("mllama"))
 
 
 class _Tokenizer:
     """A tokenizer with one known token."""
 
     def id_to_token(self, token_id):
-        return "<|image|>" if token_id == IMAGE_TOKEN else None
+        return IMAGE if token_id == IMAGE_ID else None
 
 
 def _pictures(sizes):
@@ -124,23 +67,14 @@ def _inputs(path, prompt, pictures):
     images = PromptImages(processor, _Tokenizer())
     reader = MediaReader(images.reader_config)
     prepared = [reader.prepare_image(picture, len(pictures)) for picture in pictures]
-    assert [image.text for image in prepared] == ["<|image|>"] * len(pictures)
+    assert [image.text for image in prepared] == [IMAGE] * len(pictures)
     return images.inputs(prompt, prepared) if prepared else []
 
 
-def _expected(model, tokens, pictures):
-    """Return the log-probabilities of the next token."""
-    arguments = {}
-    if pictures:
-        processor = MllamaImageProcessorPil(size={"height": TILE, "width": TILE})
-        arguments = dict(processor([pictures], return_tensors="pt"))
-        masks = [get_cross_attention_token_mask(tokens, IMAGE_TOKEN)]
-        tiles = arguments.pop("num_tiles")
-        dense = convert_sparse_cross_attention_mask_to_dense(masks, tiles, 4, len(tokens))
-        arguments["cross_attention_mask"] = torch.from_numpy(dense)
-    with torch.inference_mode():
-        logits = model(input_ids=torch.tensor([tokens]), **arguments).logits[0, -1]
-    return logits.log_softmax(-1).numpy()
+def _skipped_attentions(steps):
+    """Return how many operations of attention have never been computed by the native program."""
+    program = steps.runner._model  # noqa: SLF001
+    return [seconds for kind, seconds in program.profile() if kind == "attention"].count(0)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -159,7 +93,7 @@ def test_logits_equal_those_of_transformers(saved, backend):
         for slot, token, row in zip(slots, tokens, output.logprobs, strict=True):
             found = np.empty(NUM_TOKENS + 8, np.float32)
             found[int32_view(row.token_ids)] = float32_view(row.logprobs)
-            expected = _expected(model, texts[slot], pictures[slot])
+            expected = next_logprobs(model, texts[slot], pictures[slot])
             np.testing.assert_allclose(found[:NUM_TOKENS], expected, atol=1e-4)
             assert found[NUM_TOKENS:].max() < -1e20
             texts[slot].append(token)
@@ -170,7 +104,12 @@ def test_logits_equal_those_of_transformers(saved, backend):
     new = [steps.new(slot, PROMPTS[slot], SCORED, inputs=inputs[slot]) for slot in range(3)]
     # A chunk begins at each image, beside requests with other images and without any.
     check(steps.run(slots=[0, 1], chunks=[(0, 2), (1, 3)], new=new[:2]), [1])
+    if backend == "native":
+        # Without images, the two layers that read them are not computed.
+        assert _skipped_attentions(steps) == 2
     check(steps.run(slots=[0, 1], chunks=[(0, 3)], encoders=work((0, 0))), [1])
+    if backend == "native":
+        assert not _skipped_attentions(steps)
     check(steps.run(slots=[0, 1], chunks=[(0, 1)]), [1])
     third = {"new": new[2:], "encoders": work((0, 1), (2, 0))}
     check(steps.run(slots=[0, 1, 2], chunks=[(0, 1), (2, 2)], **third), [1])

@@ -362,6 +362,7 @@ class Op(ctypes.Structure):
         ("rope", c_int32),
         ("qk_norm", c_int32),
         ("rotates_before_norm", c_int32),
+        ("is_optional", c_int32),
         ("reads_source", c_int32),
         ("is_sparse", c_int32),
         ("num_heads", c_int32),

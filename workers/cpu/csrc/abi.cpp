@@ -119,9 +119,9 @@ std::string describe() {
   STRUCT(ChoiceRule, num_chosen, block_size, num_local, has_groups)
   STRUCT(Compression, rate, overlaps, layer, group, index_dim, index_heads, biases, norm, index_biases, index_norm)
   STRUCT(Op, kind, input_kind, activation_kind, source, target, layer, group, rope, qk_norm, rotates_before_norm,
-         reads_source, is_sparse, num_heads, num_kv_heads, head_dim, output_dim, num_stored, norms_values, num_parts,
-         first_column, num_columns, adapter_rank, scale, eps, gate_limit, choice, attention, parts, vectors, experts,
-         mixer, heads, adapters, altup, hyper, norm_gate, compression)
+         is_optional, reads_source, is_sparse, num_heads, num_kv_heads, head_dim, output_dim, num_stored, norms_values,
+         num_parts, first_column, num_columns, adapter_rank, scale, eps, gate_limit, choice, attention, parts, vectors,
+         experts, mixer, heads, adapters, altup, hyper, norm_gate, compression)
   STRUCT(StepGroup, block_table, block_table_stride, slot_mapping)
   STRUCT(LogitRules, allowed, bad_words, end_tokens, bias_tokens, biases, bad_words_size, num_end_tokens, min_length,
          num_biases, has_penalties, repetition_penalty, presence_penalty, frequency_penalty, suppressed,

@@ -301,10 +301,12 @@ class BlockRecorder:
             "linear",
             input_kind=output.activation_kind,
             source=1,
-            target=BLOCK,
+            target=BLOCK if self.is_alone else PART,
             parts=[output],
             vectors=[None],
         )
+        if not self.is_alone:
+            self.add_sum(BLOCK)
         self.program.add_op("norm_add", vectors=[None], scale=scale, reads_source=True)
 
     def target_of(self, norm: str | None, target: int | None = None) -> int:

@@ -134,7 +134,10 @@ class Recorder:
             if (restart := spec.layers[index].restart) is not None:
                 self._record_restart(restart)
             self._keep_hidden(index)
+            layer = spec.layers[index]
+            program.is_optional = layer.reads_source and not layer.attends
             self._record_or_repeat(place, index)
+            program.is_optional = False
             if index < spec.num_deepstack_layers:
                 program.add_op("add_placed", first_column=(index + 1) * spec.hidden_size)
         if shard.is_last:

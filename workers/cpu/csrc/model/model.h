@@ -375,6 +375,7 @@ struct Op {
   int32_t rope;          // the number of a rotary embedding, or -1
   QKNorm qk_norm;
   int32_t rotates_before_norm;
+  int32_t is_optional;   // whether it is skipped in steps in which no sequence has an encoder's outputs to read
   int32_t reads_source;  // attention: whether its keys come from an encoder's outputs, which other steps store
   int32_t is_sparse;     // attention: whether tokens attend only to the keys that they last chose
   int32_t num_heads, num_kv_heads, head_dim;  // the sizes of attention

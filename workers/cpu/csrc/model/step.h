@@ -125,6 +125,13 @@ struct Slice {
     return step.source_lens[table_row(int(after - starts) - 1)] > 0;
   }
 
+  // Returns whether any sequence of the step has encoder outputs to read.
+  bool has_any_source() const {
+    for (int sequence = 0; sequence < step.num_sequences; sequence++)
+      if (step.source_lens && step.source_lens[table_row(sequence)] > 0) return true;
+    return false;
+  }
+
   int64_t table_row(int sequence) const { return step.table_rows ? step.table_rows[sequence] : sequence; }
 
   // Returns whether the results of these rows are needed, apart from the keys and values that each layer stores.

@@ -94,6 +94,7 @@ bool Program::run(const Step& step) {
     if (step.input_ids[i] < 0 || step.input_ids[i] >= model_.shape.vocab_size) return false;
   slice_.step = step;
   slice_.first_sequence = 0;
+  skips_optional_ = !slice_.has_any_source();
   num_slices_ = slice_.divide_step(model_.shape.is_bidirectional);
   const int rows = slice_.most_tokens();
   rows_.reserve(rows);
@@ -140,8 +141,9 @@ int Program::begin(int phase) {
       profile_.begin_op(Profile::kNoOp);
       return op == pieces_.first_op() ? pool_.num_threads() : 0;
     }
-    profile_.begin_op(op);
-    if (op >= first_unneeded_ && !slice_.is_wanted(0, slice_.num_tokens)) return 0;
+    const bool skips = is_skipped(model_.ops[op]);
+    profile_.begin_op(skips ? Profile::kNoOp : op);
+    if (skips || (op >= first_unneeded_ && !slice_.is_wanted(0, slice_.num_tokens))) return 0;
     return begin_op(model_.ops[op]);
   }
   if (is_guest_) return -1;
@@ -328,6 +330,7 @@ void Program::run_piece(const PieceSegment& at, int thread, Scratch& scratch) {
     // The places where keys and values will be stored are prefetched last, so that they are still in the second-level
     // cache then.
     if (op == last_op - 1) scratch.readahead.turn();
+    if (is_skipped(model_.ops[op])) continue;
     run_op(model_.ops[op], rows, end_row, thread, scratch);
     const Profile::Clock::time_point now = Profile::Clock::now();
     profile_.add(thread, op, now - start);
@@ -337,7 +340,8 @@ void Program::run_piece(const PieceSegment& at, int thread, Scratch& scratch) {
   if (!queue.commit(at)) return;
   for (int row = rows.first; row < end_row; row++) rows_.copy_streams(rows, row);
   // The last operation writes data that rows of other pieces read, so it runs after the commit.
-  for (int row = rows.first; row < end_row; row++) run_row(model_.ops[last_op], rows, row);
+  if (!is_skipped(model_.ops[last_op]))
+    for (int row = rows.first; row < end_row; row++) run_row(model_.ops[last_op], rows, row);
   queue.finish(at);
   profile_.add(thread, last_op, Profile::Clock::now() - start);
 }

@@ -89,6 +89,7 @@ class Program final : private Phases {
 
   void run_pieces(Tile& tile);
   void run_piece(const PieceSegment& at, int thread, Scratch& scratch);
+  bool is_skipped(const Op& op) const { return op.is_optional && skips_optional_; }
   void run_op(const Op& op, const Rows& rows, int end_row, int thread, Scratch& scratch);
 
   // Declared first, because the others need the number of threads that the system allowed.
@@ -104,6 +105,7 @@ class Program final : private Phases {
   int first_unneeded_ = 1;      // the first operation that only rows with requested results need
   bool shares_blocks_ = false;  // whether layers with other heads, or states, may have used a block before
   bool keeps_states_ = false;   // whether operations replace inputs of layers
+  bool skips_optional_ = true;  // whether the step skips operations for sequences with encoder outputs
   std::vector<std::unique_ptr<Scratch>> scratch_;  // one per thread
 
   RotaryTables ropes_;
