@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
 
 import msgspec
 
@@ -14,7 +12,7 @@ from ... import __version__
 from ...protocol.config import EngineConfig
 from ...protocol.errors import ConfigError, EngineError
 from ...protocol.process import name_process
-from ..guardian.fork_server import ForkServer
+from ..guardian.fork_server import ForkServer, start_fork_servers
 from ..guardian.guardian import Guardian, become_subreaper
 from ..guardian.link import GuardianLink, Notice
 from ..guardian.service_manager import notify_service_manager
@@ -105,25 +103,20 @@ def _serve(argv: Sequence[str], settings: Settings, console: Console, signals: S
         )
     frontend = make_frontend_config(settings)
     console.line(f"engine {__version__}")
-    with start_fork_server() as fork_server, Listener(frontend) as listener:
+    with start_fork_servers() as fork_servers, Listener(frontend) as listener:
         settings["frontend"]["port"] = listener.port
         try:
             model = resolve_model(settings, console, signals)
         except StopRequested:
             return
-        serve_model([list(argv)], settings, model, fork_server, listener, console, signals)
-
-
-def start_fork_server() -> AbstractContextManager[ForkServer | None]:
-    """Start the fork server of an engine on Linux. Elsewhere an engine has no guardian, which the fork server needs."""
-    return closing(ForkServer()) if sys.platform == "linux" else nullcontext()
+        serve_model([list(argv)], settings, model, fork_servers, listener, console, signals)
 
 
 def serve_model(
     arguments: list[list[str]],
     settings: Settings,
     model: ResolvedModel,
-    fork_server: ForkServer | None,
+    fork_servers: dict[str, ForkServer],
     listener: Listener,
     console: Console,
     signals: StopSignals,
@@ -135,7 +128,7 @@ def serve_model(
         arguments: The arguments of `engine serve`, then the arguments of each `engine upgrade` since then.
         settings: The settings that these arguments resulted in.
         model: The resolved model.
-        fork_server: Forks the processes, if there is one and the engine has a guardian.
+        fork_servers: For each program, what forks its processes, if the engine has a guardian.
         listener: The listening socket.
         console: The output for progress lines.
         signals: The source of stop signals.
@@ -161,10 +154,11 @@ def serve_model(
             Notice.NOT_LISTENING: listener.close,
         }
         # Nodes on other machines could not continue with another supervisor.
-        if fork_server is not None and config.parallel.is_distributed:
-            fork_server.close()
-            fork_server = None
-        if fork_server is None or not become_subreaper():
+        if config.parallel.is_distributed:
+            for server in fork_servers.values():
+                server.close()
+            fork_servers.clear()
+        if not fork_servers or not become_subreaper():
             _supervise(
                 config,
                 specs,
@@ -192,7 +186,7 @@ def serve_model(
 
         name_process("guardian")
         timeout_s = config.recovery.heartbeat_timeout_s
-        guardian = Guardian(signals.fd, on_notice, console.line, timeout_s, fork_server)
+        guardian = Guardian(signals.fd, on_notice, console.line, timeout_s, fork_servers)
         code = guardian.run(supervise)
     if code:
         raise _SupervisorExited(code)
@@ -277,10 +271,10 @@ def resolve_model(settings: Settings, console: Console, signals: StopSignals) ->
     """
 
     def resolve() -> ResolvedModel:
+        # The process exits soon.
         gc.disable()
         from ..model_source.config import resolve_model
 
-        gc.enable()
         return resolve_model(ModelOptions(**settings["model"]), console)
 
     # A child process releases the memory of these imports (numpy, huggingface-hub) when it exits.

@@ -20,7 +20,7 @@ from ...protocol.config import DeviceConfig
 from ...protocol.errors import ConfigError
 from ...protocol.machine.memory import available_bytes
 from ...protocol.store.digest import message_digest
-from ..guardian.fork_server import ForkServer
+from ..guardian.fork_server import ForkServer, start_fork_servers
 from ..model_source.options import ResolvedModel
 from ..store.file_lock import FileLock
 from ..supervisor.console import Console
@@ -33,7 +33,6 @@ from .serve import (
     resolve_model,
     run_supervisor,
     serve_model,
-    start_fork_server,
     warn_of_unread_variables,
 )
 
@@ -99,13 +98,13 @@ def upgrade(argv: Sequence[str]) -> int:
         warn_of_unread_variables(console)
         console.line(f"engine {__version__}, in place of engine {old.version} at {old.url}")
         argument_lists = [*old.arguments, arguments]
-        with start_fork_server() as fork_server:
+        with start_fork_servers() as fork_servers:
             _take_over(
                 predecessor,
                 settings,
                 argument_lists,
                 parsed.overlap,
-                fork_server,
+                fork_servers,
                 on_ready,
                 console,
                 signals,
@@ -129,7 +128,7 @@ def _take_over(
     settings: Settings,
     arguments: list[list[str]],
     overlap: Overlap,
-    fork_server: ForkServer | None,
+    fork_servers: dict[str, ForkServer],
     on_ready: Callable[[], None],
     console: Console,
     signals: StopSignals,
@@ -166,7 +165,7 @@ def _take_over(
         on_ready()
 
     with listener:
-        serve_model(arguments, settings, model, fork_server, listener, console, signals, finish)
+        serve_model(arguments, settings, model, fork_servers, listener, console, signals, finish)
 
 
 def _can_share_store(settings: Settings) -> bool:

@@ -1,7 +1,8 @@
-"""A process that has loaded the modules of all processes of an engine, and forks those processes.
+"""Processes that have loaded the modules of the processes of an engine, and fork those processes.
 
 A fork takes a few milliseconds. A new Python process that loads its modules takes half a second of processor time. The
-fork server loads them while the engine's model is looked up, and each restarted process finds them loaded.
+fork servers load them while the engine's model is looked up, and each restarted process finds them loaded. There are
+two, which load at the same time: one for cores and workers, and one for frontends and the store.
 """
 
 from __future__ import annotations
@@ -20,20 +21,28 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final, NoReturn
 
 import msgspec
 
+from ...protocol.config import EngineConfig
 from ...protocol.process import ORPHANED_EXIT_CODE, name_process
 
-MODULES: Final = {
-    "engine.workers": "engine.workers.preloaded",
-    "engine.core": "engine.core.engine_core",
-    "engine.frontend.store": "engine.frontend.store.engine_store",
-    "engine.frontend": "engine.frontend.api.server",
-}
-"""The module that each program needs, in the order in which the programs start."""
+MODULES: Final = (
+    {
+        "engine.workers": "engine.workers.preloaded",
+        "engine.core": "engine.core.engine_core",
+    },
+    {
+        "engine.frontend.store": "engine.frontend.store.engine_store",
+        "engine.frontend": "engine.frontend.api.server",
+    },
+)
+"""The module that each program of each fork server needs, in the order in which the programs start."""
+
+COMMON_MODULE: Final = "numpy"
+"""A large module that all programs need."""
 
 QUIET_S: Final = 0.1
 """Seconds without a request after which another module is loaded, once there has been a request."""
@@ -62,6 +71,8 @@ class _ForkRequest(msgspec.Struct, array_like=True):
 class ForkServer:
     """The connection to a fork server, which the constructor forks from this process.
 
+    `modules` maps each program that it forks to the module that the program needs.
+
     Call the constructor before this process starts a thread. The fork server exits when this process, and every process
     that was forked from it, has closed the connection.
     """
@@ -69,11 +80,11 @@ class ForkServer:
     reply_s = 10.0
     """Maximum seconds to wait for a fork; a module may still be loading from a slow disk."""
 
-    def __init__(self) -> None:
+    def __init__(self, modules: Mapping[str, str]) -> None:
         self._socket, requests = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._pid = os.fork()
         if not self._pid:
-            run_fork_server(requests, MODULES)
+            run_fork_server(requests, modules)
         requests.close()
 
     def fork(
@@ -126,6 +137,34 @@ class ForkServer:
         self._socket.close()
 
 
+@contextlib.contextmanager
+def start_fork_servers() -> Iterator[dict[str, ForkServer]]:
+    """Start the fork servers of an engine, and return the one of each program.
+
+    There are none except on Linux, because they need a guardian, which an engine does not have elsewhere.
+    """
+    servers: dict[str, ForkServer] = {}
+    if sys.platform == "linux":
+        _import_common_module()
+        for modules in MODULES:
+            servers |= dict.fromkeys(modules, ForkServer(modules))
+    try:
+        yield servers
+    finally:
+        for server in servers.values():
+            server.close()
+
+
+def _import_common_module() -> None:
+    """Import the module that all programs need, so that they share its memory."""
+    environment = dict(os.environ)
+    # Threads would not exist in a forked process.
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"
+    importlib.import_module(COMMON_MODULE)
+    os.environ.clear()
+    os.environ.update(environment)
+
+
 def run_fork_server(requests: socket.socket, modules: Mapping[str, str]) -> NoReturn:
     """Fork processes until the other ends of `requests` are closed, then exit.
 
@@ -172,9 +211,9 @@ def _prepare(requests: socket.socket) -> None:
     if not sys.flags.safe_path:
         # A file in the current directory must not shadow a module.
         del sys.path[0]
-    # Threads would not exist in a forked process.
-    os.environ["OPENBLAS_NUM_THREADS"] = "1"
     gc.disable()
+    # Its first decoder evaluates the annotations, which is most of the time in which a process reads its configuration.
+    msgspec.msgpack.Decoder(EngineConfig)
 
 
 def _fork(request: _ForkRequest, fds: list[int], pids: tuple[int, int]) -> None:

@@ -4,7 +4,7 @@ The guardian only waits, so hardly anything but SIGKILL can end it. If the super
 guardian forks another one, which adopts the processes of the engine. Requests do not notice. If the guardian itself
 exits, the lifeline closes, and every process exits, the supervisor included. So nothing is left behind.
 
-A process whose parent has exited becomes a child of the guardian. The fork server makes all processes of the engine
+A process whose parent has exited becomes a child of the guardian. The fork servers make all processes of the engine
 such children, so that every supervisor can watch them: the guardian reaps them and reports their exit codes.
 """
 
@@ -67,7 +67,7 @@ class Guardian:
         on_crash: Receives a line about each crash or hang of the supervisor.
         heartbeat_timeout_s: A supervisor without a heartbeat for this many seconds hangs, and is killed. Time in which
             this process was suspended does not count.
-        fork_server: Forks the processes of the engine.
+        fork_servers: For each program of the engine, what forks its processes.
     """
 
     def __init__(
@@ -76,13 +76,13 @@ class Guardian:
         on_notice: Mapping[Notice, Callable[[], None]],
         on_crash: Callable[[str], None],
         heartbeat_timeout_s: float,
-        fork_server: ForkServer,
+        fork_servers: dict[str, ForkServer],
     ) -> None:
         self._signals_fd = signals_fd
         self._on_notice = dict(on_notice)
         self._on_crash = on_crash
         self._heartbeat_timeout_s = heartbeat_timeout_s
-        self._fork_server = fork_server
+        self._fork_servers = fork_servers
         self._heartbeat = SupervisorHeartbeat()
         self._lifeline = Lifeline()
         self._exits: deque[tuple[int, int]] = deque(maxlen=MAX_REMEMBERED_EXITS)
@@ -139,7 +139,7 @@ class Guardian:
                 self._lifeline,
                 self._heartbeat,
                 was_ready=self._was_ready,
-                fork_server=self._fork_server,
+                fork_servers=self._fork_servers,
             )
             _run_child(supervise, link)
         child_channel.close()

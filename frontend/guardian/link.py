@@ -36,7 +36,7 @@ class GuardianLink:
         heartbeat: The heartbeat that the guardian expects. Send it at least every second, except while waiting for
             processes that were killed.
         was_ready: Whether an earlier supervisor of this guardian has reported that the engine is ready.
-        fork_server: Forks children of the guardian. The supervisor sets the attribute to None if it is lost.
+        fork_servers: For each program, what forks it as a child of the guardian. The supervisor removes what is lost.
     """
 
     def __init__(
@@ -46,12 +46,12 @@ class GuardianLink:
         heartbeat: SupervisorHeartbeat,
         *,
         was_ready: bool,
-        fork_server: ForkServer,
+        fork_servers: dict[str, ForkServer],
     ) -> None:
         self.lifeline = lifeline
         self.heartbeat = heartbeat
         self.was_ready = was_ready
-        self.fork_server: ForkServer | None = fork_server
+        self.fork_servers = fork_servers
         self._channel = channel
         self._channel.setblocking(False)
         self._exit_codes: dict[int, int] = {}

@@ -77,16 +77,20 @@ class Launcher:
     def _fork(
         self, spec: ProcessSpec, argv: Sequence[str], env: Mapping[str, str]
     ) -> GuardedProcess | None:
-        """Return a process that the fork server has forked; None without a fork server, or if it has exited."""
-        if self.link is None or self.link.fork_server is None:
+        """Return a process that a fork server has forked; None without a fork server, or if it has exited."""
+        if self.link is None:
+            return None
+        program, *arguments = argv[argv.index("-m") + 1 :]
+        server = self.link.fork_servers.get(program)
+        if server is None:
             return None
         fds = {fd: fd for fd in spec.pass_fds} | {0: self._lifeline.fd}
         # An exit that is known before the fork was of an earlier process, which may have had the same process ID.
         self.link.read_exits()
         try:
-            pid = self.link.fork_server.fork(argv[argv.index("-m") + 1 :], env, fds, self.beat)
+            pid = server.fork((program, *arguments), env, fds, self.beat)
         except OSError:
-            self.link.fork_server = None
+            del self.link.fork_servers[program]
             return None
         self.link.forget_exit(pid)
         return GuardedProcess(pid, self.link)

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 from support.program import has_ended, wait_until
-from support.server import Server, assert_nothing_is_held, default_model
+from support.server import Server, assert_nothing_is_held, default_model, title_of
 
 NULL = (default_model(), "--device", "null", "--null-step-ms", "10")
 
@@ -110,7 +110,9 @@ def test_processes_are_restarted_without_a_fork_server(
     disturb: Callable[[psutil.Process], None],
 ) -> None:
     with Server(*NULL, "--heartbeat-timeout", "3") as server:
-        disturb(server.child("fork server"))
+        for child in server.find_children():
+            if title_of(child) == "fork server":
+                disturb(child)
         for title in ("core 0", "frontend 0", "store"):
             kill(server, title)
         server.wait_until_whole()

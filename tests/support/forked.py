@@ -19,7 +19,7 @@ from engine.frontend.guardian.guardian import become_subreaper
 LIBRARIES: Final = (
     "engine.frontend.cli.serve",
     "engine.frontend.model_source.config",
-    *MODULES.values(),
+    *(module for modules in MODULES for module in modules.values()),
 )
 
 THREADS: Final = {
