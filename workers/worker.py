@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import os
 import signal
+import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import zmq
@@ -45,6 +47,9 @@ from .kv_transfer.connector import KVConnector
 from .models.lora.lora_loader import LoraLoader
 
 logger = logging.getLogger(__name__)
+
+LOADING_INTERVAL_S: Final = 0.1
+"""Seconds between reports of the weights that are loaded. One for each matrix would keep the supervisor busy."""
 
 
 class Worker:
@@ -82,6 +87,7 @@ class Worker:
         self._poller.register(self._device.fd, zmq.POLLIN)
         self._invitations_fd: int | None = None
         self._join_rounds: Callable[[], None] = lambda: None
+        self._reported_loading = -math.inf
         self._next_step = 0
         self._epoch = 0
         self._step_log_path = config.step_log_path(core_index)
@@ -257,4 +263,7 @@ class Worker:
                 self._wait()
 
     def _report_loading(self, done: int, total: int) -> None:
-        self._status.report(Stage.LOADING, "weights", done, total)
+        now = time.monotonic()
+        if done == total or now > self._reported_loading + LOADING_INTERVAL_S:
+            self._reported_loading = now
+            self._status.report(Stage.LOADING, "weights", done, total)

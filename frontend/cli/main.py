@@ -38,6 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # A late import keeps `engine --help` fast. Garbage collections would take a tenth of its time and free nothing.
     gc.disable()
     module = import_module(command.module, __package__ or "engine.frontend.cli")
+    gc.freeze()
     gc.enable()
     code: int = getattr(module, command.function)(parsed.arguments)
     return code
