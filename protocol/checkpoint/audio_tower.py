@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final, Literal
+
+import msgspec
 
 from .config_fields import ConfigFields
 
@@ -13,8 +14,7 @@ FRAMES_AFTER: Final = 2
 """Frames after the last computed row of an audio clip that the convolutions still read."""
 
 
-@dataclass(frozen=True)
-class AudioTowerSpec:
+class AudioTowerSpec(msgspec.Struct, frozen=True):
     """Whisper's encoder (arXiv 2212.04356), followed by a projection to the decoder's hidden size.
 
     It reads windows of log-mel features. Two convolutions turn every two frames into one row. After the encoder's

@@ -9,14 +9,15 @@ import mmap
 import re
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from enum import IntEnum
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 
 from ..errors import CheckpointError
 
@@ -153,8 +154,7 @@ _u32 = struct.Struct("<I").unpack_from
 _u64 = struct.Struct("<Q").unpack_from
 
 
-@dataclass(frozen=True, slots=True)
-class GGUFTensor:
+class GGUFTensor(msgspec.Struct, frozen=True):
     """The type, shape and location of one tensor. ``shape`` is in torch order, the reverse of GGUF's own."""
 
     name: str
@@ -167,8 +167,7 @@ class GGUFTensor:
     """Index of the file that contains the tensor, if the checkpoint is split."""
 
 
-@dataclass(frozen=True, slots=True)
-class _UndecodedStrings:
+class _UndecodedStrings(msgspec.Struct, frozen=True):
     buffer: mmap.mmap
     position: int
     count: int

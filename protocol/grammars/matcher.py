@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
+
+import msgspec
 
 from ..errors import EngineError
 from ..sampling_params import StructuredOutput
@@ -37,8 +38,7 @@ class CompileError(EngineError):
         super().__init__(f"the {structured_output.kind.value} cannot be compiled: {self.reason}")
 
 
-@dataclass(slots=True)
-class GrammarState:
+class GrammarState(msgspec.Struct):
     """The state of one request in its grammar.
 
     llguidance's matcher does not count end tokens after it has stopped, so they are counted here. A matcher that has

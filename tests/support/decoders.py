@@ -2,7 +2,6 @@
 
 import math
 import random
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -19,6 +18,7 @@ from engine.workers.models.families import model_spec
 from engine.workers.models.kv_cache_groups import group_layers
 from engine.workers.models.mixers import StateBatch
 from engine.workers.towers.layers import TorchLayers
+from msgspec.structs import replace
 from support.batches import Scheduled, attention_batch, positions
 
 CPU = torch.device("cpu")

@@ -1,13 +1,13 @@
 """Random batches of paged attention, and the same attention in plain float64."""
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import torch
 from engine.workers.attention import AttentionLayer, AttentionSpec, attention_backend
 from engine.workers.batch import AttentionBatch
 from engine.workers.layers.window import Chunk
+from msgspec.structs import replace
 from support.batches import Scheduled, attention_batch
 
 CPU = torch.device("cpu")

@@ -9,9 +9,9 @@ Shapes: T tokens of a step, S its requests, B blocks of a sequence, N any number
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -28,16 +28,14 @@ _COUNTS = 64
 """Tokens are computed together if they see the same number of entries, rounded up to a multiple of this."""
 
 
-@dataclass(frozen=True, slots=True)
-class TokensWithEntries:
+class TokensWithEntries(msgspec.Struct, frozen=True):
     """Tokens that are computed together, each with `num_entries` places for entries, of which it may see fewer."""
 
     tokens_N: Tensor
     num_entries: int
 
 
-@dataclass(slots=True)
-class SequenceBatch:
+class SequenceBatch(msgspec.Struct):
     """The tokens of a step, and the block table of their requests in one KV-cache group."""
 
     block_size: int
@@ -46,7 +44,7 @@ class SequenceBatch:
     positions_T: Tensor
     requests_T: Tensor
     blocks_SB: Tensor
-    _plans: dict[tuple[str, int, int], Any] = field(default_factory=dict)
+    _plans: dict[tuple[str, int, int], Any] = msgspec.field(default_factory=dict)
 
     @classmethod
     def build(cls, batch: AttentionBatch, block_size: int, device: torch.device) -> SequenceBatch:

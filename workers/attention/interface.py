@@ -7,10 +7,11 @@ elements of an index key. With latent attention, the K elements do not include a
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
 from typing import Any, Self
 
+import msgspec
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from ..batch import AttentionBatch
@@ -25,8 +26,7 @@ NULL_BLOCK = 0
 """Id of the block that pads rows of the block table. It belongs to no request."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionSpec:
+class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The heads and the KV cache of one worker's attention, for layers with equal heads.
 
     `dtype` is the dtype of the KV cache; queries, keys and values may have another. `reads_distances` says whether
@@ -95,8 +95,7 @@ class AttentionSpec:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionLayer:
+class AttentionLayer(msgspec.Struct, frozen=True):
     """The attention parameters that differ between layers.
 
     Scores are q.k * scale, then softcap * tanh(score / softcap) if there is a soft cap. `alibi_slopes_H` times the
@@ -120,8 +119,7 @@ class AttentionLayer:
     is_sparse: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class IndexQueries:
+class IndexQueries(msgspec.Struct, frozen=True):
     """The index keys of a step's tokens, and the index queries by which these choose keys for each key/value head.
 
     The score of a key is the product of an index query and its index key. With weights, it is a sum over the heads of
@@ -143,8 +141,7 @@ class IndexQueries:
     summarize: Callable[[Tensor], Tensor] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceBatch:
+class DeviceBatch(msgspec.Struct, frozen=True):
     """The requests of a step as in `AttentionBatch`, but as int32 tensors on the device at fixed addresses.
 
     Padding requests have no tokens and a `seq_lens` of 0; the `slot_mapping` of padding tokens is -1.

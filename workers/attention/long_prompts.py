@@ -4,7 +4,6 @@ Shapes: T tokens, S requests, B blocks of a prompt, H query heads, V elements of
 """
 
 from collections.abc import Collection
-from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
@@ -19,8 +18,7 @@ from .triton_paged import TritonPagedAttention, TritonPagedMetadata
 from .work_lists import WorkList
 
 
-@dataclass(frozen=True, slots=True)
-class LongPromptMetadata(TritonPagedMetadata):
+class LongPromptMetadata(TritonPagedMetadata, frozen=True):
     """The metadata of a step with long prompts: their tokens and blocks, and the tiles of the other requests."""
 
     prompts: tuple[tuple[slice, Tensor], ...] = ()
@@ -55,7 +53,7 @@ class LongPromptAttention(TritonPagedAttention):
             first, last = batch.query_start_loc[row : row + 2].tolist()
             num_blocks = -(-(last - first) // self.block_size)
             prompts.append((slice(first, last), metadata.block_table[row, :num_blocks]))
-        copied = {field.name: getattr(metadata, field.name) for field in fields(metadata)}
+        copied = {name: getattr(metadata, name) for name in metadata.__struct_fields__}
         others = WorkList(to_device(tiles, self.device), int(tiles[0])) if tiles[0] else None
         return LongPromptMetadata(**copied, prompts=tuple(prompts), other_tiles=others)
 

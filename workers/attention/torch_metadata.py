@@ -6,6 +6,7 @@ cache, L keys, N = R * G.
 
 from dataclasses import dataclass
 
+import msgspec
 from torch import Tensor
 
 from ..layers.window import Window
@@ -13,8 +14,7 @@ from .interface import AttentionLayer
 from .torch_tiles import Tile
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeBucket:
+class DecodeBucket(msgspec.Struct, frozen=True):
     """Requests with one query each. `tokens` is None if they are the whole step, in order."""
 
     tokens: Tensor | None  # [R]
@@ -24,8 +24,7 @@ class DecodeBucket:
     distance_N1L: Tensor | None
 
 
-@dataclass(frozen=True, slots=True)
-class Prefill:
+class Prefill(msgspec.Struct, frozen=True):
     """One request with several queries."""
 
     pages: Tensor  # [P * G * B]
@@ -33,8 +32,7 @@ class Prefill:
     tiles: list[Tile]
 
 
-@dataclass(frozen=True, slots=True)
-class Masks:
+class Masks(msgspec.Struct, frozen=True):
     """The masks of all queries: one per bucket of decoding requests, and one per tile of each prompt."""
 
     decodes: list[Tensor]

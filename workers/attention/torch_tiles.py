@@ -2,9 +2,9 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import lru_cache
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -21,8 +21,7 @@ _MAX_TILE_SCORES = 1 << 22
 LONGEST_SINGLE_SUM = 1024
 
 
-@dataclass(frozen=True, slots=True)
-class Tile:
+class Tile(msgspec.Struct, frozen=True):
     """Queries of one prompt that are computed together, and the keys that at least one of them attends to."""
 
     tokens: slice

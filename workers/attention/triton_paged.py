@@ -18,9 +18,9 @@ dimension, V elements of a value.
 """
 
 from collections.abc import Collection
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -65,8 +65,7 @@ _LARGE_BATCH = 32
 """Minimum number of requests in a batch for which one program sums the splits of several heads."""
 
 
-@dataclass(frozen=True, slots=True)
-class TritonPagedMetadata:
+class TritonPagedMetadata(msgspec.Struct, frozen=True):
     """The kernels' inputs for a step: int32 tensors on the device.
 
     Launches depend only on shapes and on the lists' capacities. So a captured step stays valid when the tensors'

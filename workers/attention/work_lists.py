@@ -5,9 +5,9 @@ Shapes: S requests.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -19,8 +19,7 @@ _FEWEST_REQUESTS = 128
 """Minimum number of requests for which the kernels are compiled; larger numbers are rounded up to powers of two."""
 
 
-@dataclass(frozen=True, slots=True)
-class WorkList:
+class WorkList(msgspec.Struct, frozen=True):
     """Entries for up to `capacity` programs of each head, as `kernels.work_list` writes them."""
 
     entries: Tensor  # int32 [2 + 2 * capacity]

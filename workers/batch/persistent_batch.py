@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from copy import copy
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TypeAlias
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -29,8 +29,7 @@ from .spans import Spans
 SlotArray: TypeAlias = Int32Array | Int64Array
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionBatch:
+class AttentionBatch(msgspec.Struct, frozen=True):
     """The requests of a step, as attention sees them in one KV-cache group.
 
     Tokens `query_start_loc[i] : query_start_loc[i + 1]` of the step belong to request i, at least one. They are the
@@ -52,8 +51,7 @@ class AttentionBatch:
         return None if self.spans_need_windows and window is None else self.visible
 
 
-@dataclass(slots=True)
-class StepPlan:
+class StepPlan(msgspec.Struct):
     """The tokens of a step, in batch order.
 
     `positions_T` and `slots_T` locate each token. `query_start_loc` int32 [S + 1] delimits the chunks of the slots.

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Final
 
+import msgspec
 import numpy as np
 import torch
+from msgspec.structs import replace
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -34,8 +35,7 @@ class FactorFormat(IntEnum):
     INT8 = 2
 
 
-@dataclass(frozen=True, slots=True)
-class PackedFactor:
+class PackedFactor(msgspec.Struct, frozen=True):
     """The second factor of an adapter for one matrix, in the layout of `LowRankFactor` in csrc/rows/kernels.h."""
 
     data: NDArray[np.uint8]
@@ -44,8 +44,7 @@ class PackedFactor:
     bias: Tensor | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class PackedChange:
+class PackedChange(msgspec.Struct, frozen=True):
     """The change that an adapter makes to a product, packed for native code.
 
     It has the first factors of all matrices, and the second factor of each; or a matrix that replaces the product's.

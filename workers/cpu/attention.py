@@ -4,8 +4,8 @@ Attention itself is an operation of the native program.
 """
 
 from collections.abc import Collection
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -22,8 +22,7 @@ _LANES = 16
 _SCALE_BYTES = 4
 
 
-@dataclass(frozen=True, slots=True)
-class NativeAttentionMetadata:
+class NativeAttentionMetadata(msgspec.Struct, frozen=True):
     """One KV-cache group's arrays in a step, contiguous int32; see `AttentionBatch`."""
 
     query_start_loc: NDArray[np.int32]

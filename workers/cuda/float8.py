@@ -5,9 +5,9 @@ Shapes: T tokens, D features, G groups of a row, C columns of a group.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
+import msgspec
 import torch
 import triton
 import triton.language as tl
@@ -27,8 +27,7 @@ class Float8Rows(NamedTuple):
 Rows = Tensor | Float8Rows
 
 
-@dataclass(frozen=True, slots=True)
-class Rounding:
+class Rounding(msgspec.Struct, frozen=True):
     """Rounding of activations to float8, with one scale per `group_size` columns, per row, or for all values.
 
     `group_size` is a power of two. Rows rounded with the one `input_scale` carry no scales, because the matrix has it.

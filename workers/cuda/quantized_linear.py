@@ -15,9 +15,9 @@ experts, C choices of a token, A choices of all tokens ordered by expert, I inpu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
+import msgspec
 import torch
 import triton
 from torch import Tensor
@@ -42,8 +42,7 @@ _SHORTEST_SPLIT = 512
 _ADDED_ROWS = 256
 
 
-@dataclass(frozen=True, slots=True)
-class _Tile:
+class _Tile(msgspec.Struct, frozen=True):
     tokens: int
     num_warps: int
     num_stages: int

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -13,8 +13,7 @@ AnyArray: TypeAlias = Any
 """A numpy array, or a torch tensor on the CPU."""
 
 
-@dataclass(frozen=True, slots=True)
-class HostDtype:
+class HostDtype(msgspec.Struct, frozen=True):
     """A dtype with the name and the properties of the torch dtype, for workers without torch."""
 
     name: str
@@ -24,8 +23,7 @@ class HostDtype:
         return f"torch.{self.name}"
 
 
-@dataclass(frozen=True, slots=True)
-class HostDevice:
+class HostDevice(msgspec.Struct, frozen=True):
     """Represents torch's CPU device in workers without torch."""
 
     type: str = "cpu"

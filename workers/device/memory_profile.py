@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from .accelerator import Accelerator
 
@@ -12,8 +13,7 @@ GIB = 1024**3
 Run = Callable[[], object]
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryProfile:
+class MemoryProfile(msgspec.Struct, frozen=True):
     """The memory of a device, in bytes.
 
     `non_torch` is used by the driver's context, NCCL's buffers and other processes. `staging` is needed for copies to

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 
 from ...protocol.arrays import int32_view
 from ...protocol.config import EngineConfig, SpeculativeConfig

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import msgspec
 import torch
 
 from ..attention import CapturableAttention
@@ -25,8 +25,7 @@ from .step_buffers import DeviceStep, StepBuffers
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Forwarded:
+class Forwarded(msgspec.Struct, frozen=True):
     """The result of a step, valid until the next one. `step` is the plan on the device.
 
     If every token of a step is sampled from, its graph also computes the `logits_RV` and the most likely tokens,

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
+from msgspec.structs import replace
 
 from ...protocol.arrays import Int32Array, Int64Array
 from ...protocol.errors import ConfigError
@@ -262,8 +263,7 @@ def _with_source(batch: AttentionBatch) -> AttentionBatch:
     return batch if batch.seq_lens.all() else replace(batch, seq_lens=batch.seq_lens.clip(min=1))
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
+class _Place(msgspec.Struct, frozen=True):
     """The tensor that contains a layer's cache, and the index of the layer's first element in it."""
 
     tensor: int

@@ -7,10 +7,10 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Final
 
+import msgspec
 import torch
 import torch.distributed as dist
 
@@ -31,12 +31,11 @@ The supervisor detects a worker that hangs long before. Gloo cannot connect with
 """
 
 
-@dataclass(frozen=True, slots=True)
-class ParallelState:
+class ParallelState(msgspec.Struct, frozen=True):
     """The position of one worker in its replica. Ranks are numbered stage by stage."""
 
-    tensor_parallel: TensorParallel = field(default_factory=TensorParallel)
-    pipeline: Pipeline = field(default_factory=Pipeline)
+    tensor_parallel: TensorParallel = msgspec.field(default_factory=TensorParallel)
+    pipeline: Pipeline = msgspec.field(default_factory=Pipeline)
     is_output_rank: bool = True
     """True if this rank sends the sampled tokens to the core."""
     has_whole_experts: bool = False

@@ -8,10 +8,10 @@ Shapes: T tokens and S requests of a step, R sampled rows, G KV-cache groups, B 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Final
 
+import msgspec
 import numpy as np
 import torch
 
@@ -33,8 +33,7 @@ _ALIGNMENT: Final = 4
 """Alignment of arrays in bytes, so that kernels can load 16-byte words."""
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceStep:
+class DeviceStep(msgspec.Struct, frozen=True):
     """One step, int32 on the device. Padding tokens use the slot after the last; padding requests have no tokens.
 
     `token_index_T` is the index of each token in the flattened `PersistentBatch.token_ids_NL`. If that is on the host,

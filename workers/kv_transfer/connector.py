@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Final, TypeAlias
+
+import msgspec
 
 from ...protocol.config import EngineConfig, KVTransferConfig
 from ...protocol.errors import ConfigError
@@ -21,8 +22,7 @@ if TYPE_CHECKING:
     from .block_memory import BlockMemory
 
 
-@dataclass(frozen=True, slots=True)
-class ConnectorContext:
+class ConnectorContext(msgspec.Struct, frozen=True):
     """The worker that a connector belongs to.
 
     Attributes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import select
 
 import msgspec
@@ -22,7 +21,7 @@ class MultiConnector(KVConnector):
 
     def __init__(self, context: ConnectorContext) -> None:
         self._connectors = [
-            create_connector(dataclasses.replace(context, transfer=child))
+            create_connector(msgspec.structs.replace(context, transfer=child))
             for child in child_configs(context.transfer)
         ]
         self._epoll = select.epoll()

@@ -9,9 +9,9 @@ Shapes: T tokens, H heads, K head dimension, R rotated dimensions (the first R o
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol, TypeAlias
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -33,8 +33,7 @@ class RopeScaling(Protocol):
 TIME_AXIS, ROW_AXIS, COLUMN_AXIS, INDEX_AXIS = range(4)
 
 
-@dataclass(frozen=True, slots=True)
-class RopeSpec:
+class RopeSpec(msgspec.Struct, frozen=True):
     """A rotation of the first `rotary_dim` dimensions of each head with base `theta`.
 
     If `axes` is given, a token has three positions: in time, and in the height and width of an image (M-RoPE, arXiv
@@ -67,8 +66,7 @@ def _default_inverse_frequencies(theta: float, divisor: int) -> Frequencies:
     return np.float32(1) / np.float32(theta) ** exponents
 
 
-@dataclass(frozen=True, slots=True)
-class LinearScaling:
+class LinearScaling(msgspec.Struct, frozen=True):
     """Divides positions by `factor`."""
 
     factor: float
@@ -80,8 +78,7 @@ class LinearScaling:
         return inv_freq / np.float32(self.factor), 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class ProportionalScaling:
+class ProportionalScaling(msgspec.Struct, frozen=True):
     """Rotates only the first `num_frequencies` pairs of a head, with the frequencies divided by `factor`."""
 
     num_frequencies: int
@@ -95,8 +92,7 @@ class ProportionalScaling:
         return np.where(is_rotated, inv_freq / np.float32(self.factor), np.float32(0)), 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class DynamicScaling:
+class DynamicScaling(msgspec.Struct, frozen=True):
     """NTK-aware scaling, which uses a larger base if sequences may be longer than the trained context."""
 
     factor: float
@@ -113,8 +109,7 @@ class DynamicScaling:
         return _default_inverse_frequencies(theta, divisor), 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class Llama3Scaling:
+class Llama3Scaling(msgspec.Struct, frozen=True):
     """Divides low frequencies by `factor`, keeps high ones, and interpolates in between."""
 
     factor: float
@@ -134,8 +129,7 @@ class Llama3Scaling:
         return inv_freq * scales, 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class YarnScaling:
+class YarnScaling(msgspec.Struct, frozen=True):
     """YaRN (arXiv 2309.00071): interpolates frequencies of `beta_slow` to `beta_fast` turns per trained context."""
 
     factor: float
@@ -166,8 +160,7 @@ class YarnScaling:
         return inv_freq, self.attention_factor
 
 
-@dataclass(frozen=True, slots=True)
-class LongRopeScaling:
+class LongRopeScaling(msgspec.Struct, frozen=True):
     """Divides each frequency by its own factor. The long factors apply if sequences may exceed the trained context."""
 
     short_factor: tuple[float, ...]
@@ -184,8 +177,7 @@ class LongRopeScaling:
         return inv_freq / divisors, self.attention_factor
 
 
-@dataclass(frozen=True, slots=True)
-class QueryScaling:
+class QueryScaling(msgspec.Struct, frozen=True):
     """A factor on the query at position p, which depends on x = (p + `offset`) / `length`.
 
     It is 1 + `beta` * log(1 + floor(x)) if `kind` is "steps", (1 + x) to the power of `beta` if it is "power", and

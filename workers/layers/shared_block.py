@@ -1,10 +1,9 @@
 """The specification of layers and transformer blocks whose weights several layers share."""
 
-from dataclasses import dataclass
+import msgspec
 
 
-@dataclass(frozen=True, slots=True)
-class SharedBlock:
+class SharedBlock(msgspec.Struct, frozen=True):
     """A layer's use of a transformer block whose weights several layers share (Zamba2, arXiv 2411.15242).
 
     The block's attention reads the norm of the hidden state and the token's embedding, one after the other. Its MLP
@@ -21,8 +20,7 @@ class SharedBlock:
     adapts_attention: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Restart:
+class Restart(msgspec.Struct, frozen=True):
     """A change of the hidden state before a layer, with which a pass through some layers begins.
 
     If `norms`, the hidden state is divided by its root mean square. Then it is kept as state number `keeps`. Last, the

@@ -3,10 +3,11 @@
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
 from typing import Literal
 
+import msgspec
 import torch
+from msgspec.structs import replace
 
 from ...protocol.checkpoint.audio_tower import AudioTowerSpec
 from ...protocol.checkpoint.model_dimensions import ModelDimensions
@@ -34,8 +35,7 @@ from .specs.score_head import ScoreHeadSpec
 from .window import Window
 
 
-@dataclass(frozen=True, slots=True)
-class LayerSpec:
+class LayerSpec(msgspec.Struct, frozen=True):
     """The properties that differ between layers.
 
     A token at position p attends to positions p - window + 1 .. p, or to 0 .. p if `window` is None. In an encoder it
@@ -122,8 +122,7 @@ class LayerSpec:
         return groups if self.recurrent is None else (*groups, self.state_group)
 
 
-@dataclass(frozen=True, slots=True)
-class SourceSpec:
+class SourceSpec(msgspec.Struct, frozen=True):
     """The encoder of an encoder-decoder model, which computes at most `max_positions` outputs.
 
     Without an `encoder`, the outputs are images', of `output_size` elements. Layers that read them do not attend to
@@ -146,8 +145,7 @@ class SourceSpec:
         return self.output_size if self.encoder is None else self.encoder.hidden_size
 
 
-@dataclass(frozen=True, slots=True)
-class ModelSpec:
+class ModelSpec(msgspec.Struct, frozen=True):
     """A decoder-only model, or an encoder if `is_causal` is false: then every token attends to all tokens.
 
     With `source`, it is the decoder of an encoder-decoder model. Unless `has_embedding`, it starts from hidden states,
@@ -236,7 +234,7 @@ class ModelSpec:
     tie_word_embeddings: bool
     activation: Activation = "silu"
     has_gate: bool = True
-    norms: NormNames = field(default_factory=NormNames)
+    norms: NormNames = NormNames()
     norm_kind: Literal["rms", "layer"] = "rms"
     norm_bias: bool = False
     has_norm_weights: bool = True

@@ -1,10 +1,9 @@
 """The tokens to which a token attends."""
 
-from dataclasses import dataclass
+import msgspec
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(msgspec.Struct, frozen=True):
     """Attention within chunks of `size` tokens: a token attends to the tokens of its chunk up to itself."""
 
     size: int

@@ -2,10 +2,10 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -15,8 +15,7 @@ from ...protocol.errors import CheckpointError
 from .quantization.matrix import QuantizedMatrix
 
 
-@dataclass(frozen=True, slots=True)
-class Floats:
+class Floats(msgspec.Struct, frozen=True):
     """A tensor in the type in which the file stores it.
 
     `dtype` is "float32", "float16" or "bfloat16". For bfloat16, `values` are the bits as uint16.

@@ -11,9 +11,9 @@ are processed at a time as one int64 word; no byte overflows into the next.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Literal
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -237,8 +237,7 @@ def _codes(name: str) -> Callable[[Tensor], _Unpacked]:
     return unpack
 
 
-@dataclass(frozen=True, slots=True)
-class BlockType:
+class BlockType(msgspec.Struct, frozen=True):
     """A quantized type: integers from -`zero` to 2 ** `bits` - 1 - `zero`, and the function that unpacks them.
 
     `scale_dtype` is the dtype of scales in matrices that stay quantized. `minifloats` is the field of

@@ -3,13 +3,13 @@
 import math
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from msgspec.structs import replace
 
 from ...protocol.checkpoint.config_fields import ConfigFields
 from ...protocol.checkpoint.gguf import BLOCK_SIZES, GGMLQuantizationType, GGUFFile, GGUFTensor

@@ -2,11 +2,12 @@
 
 import re
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
+from msgspec.structs import replace
 
 from ...protocol.checkpoint.config_fields import ConfigFields
 from ...protocol.errors import CheckpointError
@@ -32,8 +33,7 @@ _NOT_THE_MODEL = ("consolidated", "adapter_")
 _DTYPES = frozenset({"F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL"})
 
 
-@dataclass(frozen=True, slots=True)
-class _Stacking:
+class _Stacking(msgspec.Struct, frozen=True):
     """The layout in which a family stacks the matrices of its experts in one tensor.
 
     If `is_transposed`, matrices are stored as [inputs, outputs], unless they are quantized. If `is_interleaved`, the
@@ -77,8 +77,7 @@ _STACKINGS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class _StoredTensor:
+class _StoredTensor(msgspec.Struct, frozen=True):
     """The tensor `name` of a file, or one expert's part of it.
 
     The part consists of every `step`-th row, starting with row `first`. If `num_rows` is not 0, the experts' parts have

@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
+import msgspec
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -40,8 +40,7 @@ _CHANGES_BASE: Final = ("pissa", "olora", "corda")
 """Values of `init_lora_weights` with which an adapter belongs to a changed base model instead of the stored one."""
 
 
-@dataclass(frozen=True, slots=True)
-class LowRank:
+class LowRank(msgspec.Struct, frozen=True):
     """The change of a module: `up_OR @ down_RI` is added to its matrix, and `bias_O`, if not None, to its bias."""
 
     down_RI: Tensor
@@ -49,8 +48,7 @@ class LowRank:
     bias_O: Tensor | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Replacement:
+class Replacement(msgspec.Struct, frozen=True):
     """A matrix [O, I] or vector [I], and a bias or None, that replace those of a module."""
 
     weight: Tensor

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 
+import msgspec
 import torch
 
 from ...protocol.checkpoint.config_fields import ConfigFields
@@ -13,8 +13,7 @@ from .checkpoint import Checkpoint, Floats
 from .quantization.matrix import QuantizedMatrix
 
 
-@dataclass(frozen=True, slots=True)
-class RowFactors:
+class RowFactors(msgspec.Struct, frozen=True):
     """Factors on the rows of the tensors whose names match `tensor`.
 
     The vector whose name results from replacing the match by `vector`, times `scale`, to the power of `power`, has a

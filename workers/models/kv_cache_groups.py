@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection
-from dataclasses import replace
 from typing import NamedTuple, TypeAlias
+
+from msgspec.structs import replace
 
 from ...protocol.checkpoint.recurrent_layers import RecurrentLayer
 from ...protocol.kv_cache_groups import AttentionKind, KVCacheGroup

@@ -12,10 +12,10 @@ from __future__ import annotations
 import copy
 import importlib.util
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -39,8 +39,7 @@ _SELF_CHECK_TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat1
 AttentionFunction = Callable[..., tuple[Tensor, None]]
 
 
-@dataclass(frozen=True, slots=True)
-class _SeenLayer:
+class _SeenLayer(msgspec.Struct, frozen=True):
     """The arguments with which a layer called the attention in a trial run."""
 
     num_heads: int
@@ -351,8 +350,7 @@ class TransformersDecoder(TorchDecoder):
         return difference <= _SELF_CHECK_TOLERANCE[self.hidden_dtype]
 
 
-@dataclass(frozen=True, slots=True)
-class _Chunks:
+class _Chunks(msgspec.Struct, frozen=True):
     """Chunks of sequences, int32 rows of (sequence, start, stop), each sequence with its own `num_blocks` blocks."""
 
     rows_S3: NDArray[np.int32]

@@ -3,10 +3,10 @@
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -47,8 +47,7 @@ _OPTIONAL = ("rotary_emb.inv_freq", "rotary_emb.alpha", *_KV_SCALES)
 _LAYER = re.compile(r"layers\.(\d+)\.")
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
+class Rows(msgspec.Struct, frozen=True):
     """Rows `part` of the module `name`, which has `total` rows.
 
     If `order` is given, it lists the rows to take, as indices within the part. Unless `has_bias`, the bias of these

@@ -6,8 +6,8 @@ Shapes: N slots, T tail length, W words, B rows with bad words, S rows of the ba
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import torch
 
@@ -17,8 +17,7 @@ from ..device.transfers import to_device
 _ANY = -1
 
 
-@dataclass(slots=True)
-class BadWordRows:
+class BadWordRows(msgspec.Struct):
     """The bad words of a batch, on the device.
 
     `prefixes_WT` int64 has all tokens of each word except the last, aligned right and padded with `_ANY`; `last_W` has

@@ -10,9 +10,9 @@ Shapes: R rows, V vocabulary, N blocks of W neighboring tokens (the vocabulary p
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final
 
+import msgspec
 import torch
 import torch.nn.functional as F
 
@@ -27,8 +27,7 @@ _CPU_TILE_ELEMENTS: Final = 1 << 17
 _TILE_ELEMENTS: Final = 1 << 25
 
 
-@dataclass(slots=True)
-class BlockedLogits:
+class BlockedLogits(msgspec.Struct):
     """Logits in blocks.
 
     `block_max_RN` makes it possible to find a row's largest logits without reading all of it again.

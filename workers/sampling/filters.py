@@ -8,8 +8,7 @@ Shapes: R rows, D depth (how many of the largest tokens are examined).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+import msgspec
 import torch
 
 from .distribution import (
@@ -25,8 +24,7 @@ from .distribution import (
 )
 
 
-@dataclass(slots=True)
-class Filters:
+class Filters(msgspec.Struct):
     """The sampling parameters of some rows, on the device.
 
     `top_k_R` int64 is the vocabulary size for rows without top-k. `top_p_R` is float64. `min_p_margin_R` float32 is
@@ -98,8 +96,7 @@ def _sample_nucleus(
     return tokens_R, is_whole_R
 
 
-@dataclass(slots=True)
-class _Prefix:
+class _Prefix(msgspec.Struct):
     """The largest tokens of each row. Top-k and min-p keep the first `length_R`."""
 
     ids_RD: torch.Tensor

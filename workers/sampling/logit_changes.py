@@ -8,8 +8,8 @@ Shapes: S rows of the batch, V vocabulary; R, P, B, E: rows with a certain featu
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -25,16 +25,14 @@ from .transcripts import TranscriptRows, Transcripts
 from .typical import TypicalRows
 
 
-@dataclass(slots=True)
-class LimitedRows:
+class LimitedRows(msgspec.Struct):
     """Rows that may sample only certain tokens. `limits` float32 [R, V] is inf for these, and -inf for all others."""
 
     rows: torch.Tensor
     limits: torch.Tensor
 
 
-@dataclass(slots=True)
-class EndTokens:
+class EndTokens(msgspec.Struct):
     """Tokens that must not end a row before it has `min_lengths_E` tokens. `index_E` are flat indices into [S, V]."""
 
     rows_E: Int64Array
@@ -42,16 +40,14 @@ class EndTokens:
     index_E: Int64Array
 
 
-@dataclass(slots=True)
-class LogitBias:
+class LogitBias(msgspec.Struct):
     """Biases `values_E`, to be added at the flat indices `index_E` into [S, V]."""
 
     index_E: torch.Tensor
     values_E: torch.Tensor
 
 
-@dataclass(slots=True)
-class LogitChanges:
+class LogitChanges(msgspec.Struct):
     """All changes of a batch's logits; None means that no row needs the change."""
 
     allowed: LimitedRows | None

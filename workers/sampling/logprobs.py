@@ -5,9 +5,9 @@ Shapes: R rows, T positions of a prompt, V vocabulary, K alternatives.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import accumulate
 
+import msgspec
 import torch
 
 from ...protocol.arrays import float32_bytes, int32_bytes
@@ -29,8 +29,7 @@ from .distribution import (
 from .metadata import RowParameters
 
 
-@dataclass(slots=True)
-class Logprobs:
+class Logprobs(msgspec.Struct):
     """Log-probabilities: `token_ids` int32 [R, K + 1] (the chosen token first), `logprobs` float32 [R, K + 1].
 
     `ranks` int32 [R] is 1 plus the number of tokens more likely than the chosen one.

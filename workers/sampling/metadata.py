@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from functools import cached_property
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -35,8 +36,7 @@ class Method(Enum):
     TOP_P = auto()
 
 
-@dataclass(slots=True)
-class RowGroup:
+class RowGroup(msgspec.Struct):
     """Rows whose tokens are chosen by the same method. `rows` is None if the group is the whole batch."""
 
     method: Method
@@ -45,8 +45,7 @@ class RowGroup:
     depth: int
 
 
-@dataclass(slots=True)
-class RowParameters:
+class RowParameters(msgspec.Struct):
     """The parameters of each row, on the device, for a kernel that samples all rows; see `SamplingState`."""
 
     is_greedy_S: torch.Tensor

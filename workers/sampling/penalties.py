@@ -7,8 +7,7 @@ Shapes: N slots, L entries in a slot, P rows with penalties, S rows of the batch
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+import msgspec
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -19,8 +18,7 @@ from ..device.transfers import to_device
 _INITIAL_ENTRIES = 512
 
 
-@dataclass(slots=True)
-class PenaltyRows:
+class PenaltyRows(msgspec.Struct):
     """The rows of a batch that have penalties.
 
     All but `host_slots_P` is on the device. Strengths are float32 [P, 1].

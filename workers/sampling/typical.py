@@ -12,9 +12,9 @@ Shapes: S rows of the batch, R rows with a typical_p, V vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final
 
+import msgspec
 import torch
 
 from .distribution import (
@@ -34,8 +34,7 @@ _TILE_ELEMENTS: Final = 1 << 22
 """Number of elements that are ranked at once, which limits scratch memory on a GPU to about 200 MB."""
 
 
-@dataclass(slots=True)
-class TypicalRows:
+class TypicalRows(msgspec.Struct):
     """The rows with a typical_p, on the device. `typical_p_R` is float64."""
 
     rows: torch.Tensor

@@ -7,9 +7,9 @@ size, H heads, K head dimension.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol, TypeAlias
 
+import msgspec
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -32,8 +32,7 @@ class Patches(NamedTuple):
     visible_P2: Tensor | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class LayersSpec:
+class LayersSpec(msgspec.Struct, frozen=True):
     """Layers of attention and an MLP, each after a norm. Optional parts exist if there are weights for them.
 
     The features are the hidden states after each of `feature_layers`, counted from 1; the largest is the last layer. If
@@ -72,8 +71,7 @@ class LayersSpec:
         return self.attention_scale or self.head_dim**-0.5
 
 
-@dataclass(slots=True)
-class LayerWeights:
+class LayerWeights(msgspec.Struct):
     """The weights of a layer. `qkv` is one product, or three if products are clipped."""
 
     attention_norm: Norm

@@ -5,17 +5,16 @@ Shapes: P patches, H heads, K head dimension.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor
 
 ROW, COLUMN = range(2)
 
 
-@dataclass(frozen=True, slots=True)
-class PatchRotary:
+class PatchRotary(msgspec.Struct, frozen=True):
     """The rotation of queries and keys of `head_dim` elements, in the tower's dtype or in float32.
 
     A head is divided into parts. In a part, element i is rotated together with the element half a part later. `order`

@@ -5,8 +5,7 @@ Shapes: P patches of an image and the class token, D hidden size of the tower, K
 
 from __future__ import annotations
 
-import dataclasses
-
+import msgspec
 import torch
 from msgspec.structs import replace
 from torch import Tensor
@@ -102,7 +101,7 @@ class VisionTower(ImageReader):
                 number - first for number in layers.feature_layers if first < number <= end
             )
             return make_layers(
-                dataclasses.replace(layers, feature_layers=kept or (end - first,)),
+                msgspec.structs.replace(layers, feature_layers=kept or (end - first,)),
                 (
                     read_layer(spec, tensors, f"encoder.layers.{index}.")
                     for index in range(first, end)

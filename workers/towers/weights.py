@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
+import msgspec
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -17,8 +17,7 @@ from ..loaders.dummy import made_up
 from ..loaders.tensor_names import TensorNames, translate_names
 
 
-@dataclass(slots=True)
-class Norm:
+class Norm(msgspec.Struct):
     """A norm over the last dimension: a layer norm, or a root-mean-square norm."""
 
     weight: Tensor
@@ -34,8 +33,7 @@ class Norm:
         return F.layer_norm(x, shape, self.weight, self.bias, self.eps)
 
 
-@dataclass(slots=True)
-class Linear:
+class Linear(msgspec.Struct):
     """A product with a matrix [rows, columns]. `bounds` limit its inputs (first two) and its outputs."""
 
     weight: Tensor

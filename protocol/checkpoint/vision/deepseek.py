@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar, Final
+
+import msgspec
 
 from ...config.images import SpanKind
 from ..config_fields import ConfigFields
@@ -14,8 +15,7 @@ NUM_QUERIES: Final = (144, 256)
 """The number of queries for a tile and for a whole image."""
 
 
-@dataclass(frozen=True)
-class QueryVisionSpec:
+class QueryVisionSpec(msgspec.Struct, frozen=True):
     """The tower of DeepSeek-OCR 2: an image encoder, and a reader that is like a decoder.
 
     The image encoder reduces each square of 4 x 4 patches to one feature. The features and the learned queries after

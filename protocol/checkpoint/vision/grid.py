@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final, Literal
+
+import msgspec
+from msgspec.structs import replace
 
 from ...config.images import SpanKind
 from ..config_fields import ConfigFields
 from .spec import MAX_SIDE
 
 
-@dataclass(frozen=True)
-class GridVisionSpec:
+class GridVisionSpec(msgspec.Struct, frozen=True):
     """A vision transformer that reads images of any size, and its projection to the decoder's hidden size.
 
     A patch covers `patch_size` x `patch_size` pixels in `frames_per_patch` frames, which are equal for an image. Half

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar, Final
+
+import msgspec
 
 from ...config.images import SpanKind
 from ..config_fields import ConfigFields
@@ -13,8 +14,7 @@ from .spec import MAX_SIDE, VisionSpec
 _MAX_TILES: Final = 16
 
 
-@dataclass(frozen=True)
-class TilesVisionSpec:
+class TilesVisionSpec(msgspec.Struct, frozen=True):
     """A vision transformer that reads up to `max_tiles` tiles of an image together, and its projection.
 
     A tile has `image_size` x `image_size` pixels, and as many outputs as patches, plus one for the class token. Missing

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from ..config_fields import ConfigFields
 from .fields import feature_layers, head_count, image_and_patch_size

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, Final
+
+from msgspec.structs import replace
 
 from ..config_fields import ConfigFields
 from .fields import head_count, image_and_patch_size

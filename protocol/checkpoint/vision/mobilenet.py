@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar, Final, Literal, TypeAlias
+
+import msgspec
 
 from ...config.images import SpanKind
 from ..config_fields import ConfigFields
@@ -13,8 +14,7 @@ _STEM_SIZE: Final = 64
 _Kind: TypeAlias = Literal["edge", "inverted", "attention"]
 
 
-@dataclass(frozen=True)
-class ConvBlock:
+class ConvBlock(msgspec.Struct, frozen=True):
     """A block of a MobileNet (arXiv 2404.10518) that turns `inputs` channels into `outputs` channels.
 
     * "edge": a convolution to `inner` channels, then a product.
@@ -41,8 +41,7 @@ class ConvBlock:
         return self.inputs == self.outputs and (self.stride == 1 or self.kind == "attention")
 
 
-@dataclass(frozen=True)
-class ConvVisionSpec:
+class ConvVisionSpec(msgspec.Struct, frozen=True):
     """The tower of Gemma 3n: MobileNet-V5, whose last two stages are the features, and a projection.
 
     The features of the last stage are enlarged to the size of those before them. An inverted block turns both into

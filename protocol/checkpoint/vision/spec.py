@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final, Literal
+
+import msgspec
 
 from ...config.images import SpanKind
 
@@ -11,8 +12,7 @@ MAX_SIDE: Final = 4096
 """Maximum side, in pixels, of the images that a tower reads."""
 
 
-@dataclass(frozen=True)
-class SamSpec:
+class SamSpec(msgspec.Struct, frozen=True):
     """SAM's image encoder (arXiv 2304.02643), and two convolutions with a stride that reduce its outputs.
 
     Its patches attend within windows of `window_size` x `window_size`, which are padded, except in `full_layers`,
@@ -55,8 +55,7 @@ class SamSpec:
         return 4 * self.patch_size
 
 
-@dataclass(frozen=True)
-class VisionSpec:
+class VisionSpec(msgspec.Struct, frozen=True):
     """A vision transformer (arXiv 2010.11929) and its projection to the decoder's hidden size.
 
     It reads square images of `image_size` x `image_size` pixels, divided into patches of `patch_size` x `patch_size`.

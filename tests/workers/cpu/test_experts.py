@@ -1,7 +1,5 @@
 """Mixtures of experts: the native decoder computes what the torch decoder does, whatever shares the step."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from engine.protocol.checkpoint.gguf import GGMLQuantizationType
@@ -12,6 +10,7 @@ from engine.workers.layers.specs.experts import ExpertsSpec
 from engine.workers.layers.specs.norm_names import NormNames
 from engine.workers.loaders.open_checkpoint import open_checkpoint
 from engine.workers.models.families import model_spec
+from msgspec.structs import replace
 from support.decoders import Runner
 from support.gguf_writer import write_gguf
 from support.isas import ISAS, select_isa

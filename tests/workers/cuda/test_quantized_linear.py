@@ -1,13 +1,12 @@
 """Products with quantized matrices equal those with the dequantized values."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from engine.workers.cuda.float8 import Float8Rows, Rounding
 from engine.workers.cuda.layers import TritonKernels
 from engine.workers.cuda.quantized_linear import QuantizedLinear, can_keep
 from engine.workers.loaders.quantization.matrix import ActivationScheme, QuantizedMatrix, merge_rows
+from msgspec.structs import replace
 from support.launches import launches
 from support.triton_interpreter import interpret_without_gpu
 from torch import Tensor

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-
+import msgspec
 import pytest
 from engine.protocol.kv_cache_groups import AttentionKind, KVCacheGroup
 from engine.workers.layers.spec import LayerSpec
@@ -24,7 +23,7 @@ CONFIG = {
 def grouped(windows: list[int | None], max_model_len: int = 10_000):
     spec = model_spec(CONFIG, "model")
     layers = tuple(LayerSpec(None, window) for window in windows)
-    spec = group_layers(dataclasses.replace(spec, layers=layers), max_model_len)
+    spec = group_layers(msgspec.structs.replace(spec, layers=layers), max_model_len)
     groups = kv_cache_groups(spec, max_model_len)
     return [layer.kv_cache_group for layer in spec.layers], groups
 

@@ -1,7 +1,5 @@
 """mmproj files of GGUF models give the same towers as their Hugging Face checkpoints."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -16,6 +14,7 @@ from engine.workers.loaders.open_checkpoint import open_checkpoint
 from engine.workers.towers.grid_tower import GridTower
 from engine.workers.towers.vision_tower import VisionTower
 from gguf import GGUFWriter
+from msgspec.structs import replace
 from support.gguf_qwen import PROJECTORS as QWEN_PROJECTORS
 from support.gguf_qwen import write_tower
 from support.mmproj_writer import PROJECTORS, write_mmproj

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
@@ -47,8 +47,7 @@ class QKNorm(IntEnum):
     EACH_HEAD = 3
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionMatrices:
+class AttentionMatrices(msgspec.Struct, frozen=True):
     """The matrices of a layer's attention.
 
     Of `inputs`, the first `num_qkv` give queries, keys, values and gates, and the others an indexer's queries and key.

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import NormalDist
 
+import msgspec
 import numpy as np
 
 from ...layers.parallel.shard import ModelShard
@@ -25,8 +25,7 @@ QKV, RESIDUAL, BLOCK, PART, ROUTER, INPUTS, ACTIVATIONS, ADDED = range(8)
 """The values of a product's target; see `Op` in csrc/model/model.h."""
 
 
-@dataclass(frozen=True, slots=True)
-class MLP:
+class MLP(msgspec.Struct, frozen=True):
     """The matrices of an MLP, which may be gated."""
 
     gate_up: list[PackedWeight]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 
 from ...layers.parallel.parallel_layers import count_unsampled, unsampled_bias
 from ...layers.parallel.shard import ModelShard

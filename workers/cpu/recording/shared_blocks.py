@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
+from msgspec.structs import replace
 from torch.nn import functional as F
 
 from ...layers.shared_block import SharedBlock
@@ -22,8 +23,7 @@ from .blocks import ADDED, BLOCK, MLP, QKV, BlockRecorder
 from .model_shape import padded_rank
 
 
-@dataclass(frozen=True, slots=True)
-class _Block:
+class _Block(msgspec.Struct, frozen=True):
     """The matrices that the uses of a block share."""
 
     attention: AttentionMatrices

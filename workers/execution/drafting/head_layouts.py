@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Any, Final
+
+import msgspec
+from msgspec.structs import replace
 
 from ....protocol.checkpoint.config_fields import ConfigFields
 from ....protocol.config import ProposerMethod, SpeculativeConfig
@@ -33,8 +35,7 @@ _EAGLE3_NAMES: Final = re.compile(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class HeadLayout:
+class HeadLayout(msgspec.Struct, frozen=True):
     """The layout of a head in a checkpoint.
 
     `spec` describes its decoder layer. It has no embedding, and an output projection only if the head has its own.
@@ -171,8 +172,7 @@ def _read_eagle3(checkpoint: Checkpoint) -> HeadLayout:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _MTPNames:
+class _MTPNames(msgspec.Struct, frozen=True):
     """The layout of one family's layers for multi-token prediction: patterns of tensor names, and properties.
 
     `start` matches the beginning of all names, and `layer` the names of the decoder layer's tensors. `others` match

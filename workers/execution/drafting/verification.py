@@ -6,9 +6,9 @@ Shapes: S requests of a step, T their last tokens and drafts, K sampled tokens, 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -154,15 +154,14 @@ def _grammar_at(grammar: Grammar, slots: Int32Array, place: int) -> Grammar | No
     )
 
 
-@dataclass(slots=True)
-class _Sampled:
+class _Sampled(msgspec.Struct):
     """Collects the tokens of `num_rows` requests, sampled in any order, and the log-probabilities of some."""
 
     num_rows: int
-    _rows: list[NDArray[Any]] = field(default_factory=list)
-    _tokens: list[Int64Array] = field(default_factory=list)
-    _logprob_rows: list[NDArray[Any]] = field(default_factory=list)
-    _logprobs: list[Logprobs] = field(default_factory=list)
+    _rows: list[NDArray[Any]] = msgspec.field(default_factory=list)
+    _tokens: list[Int64Array] = msgspec.field(default_factory=list)
+    _logprob_rows: list[NDArray[Any]] = msgspec.field(default_factory=list)
+    _logprobs: list[Logprobs] = msgspec.field(default_factory=list)
 
     def add(
         self, rows: NDArray[Any], sampled: SamplerOutput, wants: BoolArray, is_kept: BoolArray

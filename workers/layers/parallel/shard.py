@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import msgspec
 
 from ....protocol.errors import ConfigError
 from ..spec import ModelSpec
@@ -11,8 +11,7 @@ from .expert_group import ExpertGroup
 from .tensor_parallel import TensorParallel
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertPlacement:
+class ExpertPlacement(msgspec.Struct, frozen=True):
     """The part of a layer's experts that one rank has: some intermediate elements of each of `experts`.
 
     These are `elements[m]` of an expert of mixture m. If ranks share an expert, only one of them `adds_bias`.
@@ -25,8 +24,7 @@ class ExpertPlacement:
     adds_bias: bool
 
 
-@dataclass(frozen=True, slots=True)
-class ModelShard:
+class ModelShard(msgspec.Struct, frozen=True):
     """A pipeline stage (`layers` of the model's `num_layers`) and a tensor-parallel part of each of its layers.
 
     The first stage has the embedding, the last one the final norm and the head. If `has_whole_experts`, the ranks
@@ -36,7 +34,7 @@ class ModelShard:
 
     layers: range
     num_layers: int
-    tensor_parallel: TensorParallel = field(default_factory=TensorParallel)
+    tensor_parallel: TensorParallel = msgspec.field(default_factory=TensorParallel)
     has_whole_experts: bool = False
     expert_group: ExpertGroup | None = None
 

@@ -1,10 +1,9 @@
 """The description of alternating updates and of inputs of single layers as data (Gemma 3n and 4)."""
 
-from dataclasses import dataclass
+import msgspec
 
 
-@dataclass(frozen=True, slots=True)
-class PerLayerInputsSpec:
+class PerLayerInputsSpec(msgspec.Struct, frozen=True):
     """A vector of `size` elements for each token and layer. Every layer adds a gated part of it to its output.
 
     It is the sum of a row of a table with `vocab_size` rows and a product of the token's embedding. Tokens beyond the
@@ -15,8 +14,7 @@ class PerLayerInputsSpec:
     vocab_size: int
 
 
-@dataclass(frozen=True, slots=True)
-class AltUpSpec:
+class AltUpSpec(msgspec.Struct, frozen=True):
     """Alternating updates (arXiv 2301.13310): a token has `num_streams` hidden states.
 
     A layer predicts all of them, computes only the `active` one, and corrects all by its prediction error. If

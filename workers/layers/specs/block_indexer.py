@@ -1,10 +1,9 @@
 """The specification of sparse attention by blocks of keys."""
 
-from dataclasses import dataclass
+import msgspec
 
 
-@dataclass(frozen=True, slots=True)
-class BlockIndexerSpec:
+class BlockIndexerSpec(msgspec.Struct, frozen=True):
     """The indexer of MiniMax Sparse Attention (arXiv 2606.13392), which chooses blocks of keys.
 
     A token has one index key of `head_dim` elements, and an index query for each key/value head. They are normed, and

@@ -1,13 +1,14 @@
 """The description of compressed attention as data."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+
+import msgspec
+from msgspec.structs import replace
 
 from .latent import IndexerSpec
 
 
-@dataclass(frozen=True, slots=True)
-class Compression:
+class Compression(msgspec.Struct, frozen=True):
     """The entries of a layer: keys that summarize several tokens, to which all later tokens may attend.
 
     Every `rate` tokens have an entry. If `overlaps`, it also summarizes the `rate` tokens before them. If
@@ -41,8 +42,7 @@ class Compression:
         return -(-entries_of_block * head_dim // self.block_size)
 
 
-@dataclass(frozen=True, slots=True)
-class CompressedSpec:
+class CompressedSpec(msgspec.Struct, frozen=True):
     """Compressed attention (DeepSeek-V4).
 
     Queries are products of a vector of `query_rank` elements, and have a norm without weights. All heads share one key,

@@ -1,11 +1,11 @@
 """The description of a convolution as data."""
 
-from dataclasses import dataclass
 from typing import Literal
 
+import msgspec
 
-@dataclass(frozen=True, slots=True)
-class ConvolutionSpec:
+
+class ConvolutionSpec(msgspec.Struct, frozen=True):
     """A convolution over the time of an audio clip, with `padding` zeros on both sides, and its activation.
 
     If `has_group_norm`, the result is normed over all channels and times.

@@ -1,11 +1,11 @@
 """The description of a mixture of experts as data."""
 
-from dataclasses import dataclass
 from typing import Literal
 
+import msgspec
 
-@dataclass(frozen=True, slots=True)
-class GateLimit:
+
+class GateLimit(msgspec.Struct, frozen=True):
     """Clamps a gated MLP: the gate to at most `value`, and the up projection to +-`value`.
 
     If `is_activated`, the gate is clamped after its activation, otherwise before it.
@@ -15,8 +15,7 @@ class GateLimit:
     is_activated: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertsSpec:
+class ExpertsSpec(msgspec.Struct, frozen=True):
     """A mixture of experts, which replaces the MLP of a layer.
 
     The router's logits, times `logit_multiplier` and capped to +-`logit_softcap` if that is not 0, become scores by

@@ -1,10 +1,9 @@
 """The description of hyper-connections as data."""
 
-from dataclasses import dataclass
+import msgspec
 
 
-@dataclass(frozen=True, slots=True)
-class HyperConnectionsSpec:
+class HyperConnectionsSpec(msgspec.Struct, frozen=True):
     """Hyper-connections (arXiv 2409.19606): a token has `num_streams` hidden states, at first its embedding.
 
     A block reads the sum of the streams times one factor each, and its output times another factor is added to each

@@ -1,7 +1,9 @@
 """The description of multi-head latent attention as data."""
 
-from dataclasses import dataclass, replace
 from typing import Literal
+
+import msgspec
+from msgspec.structs import replace
 
 from ..rope import RopeSpec
 
@@ -9,8 +11,7 @@ RopeOrder = Literal["half", "interleaved", "swapped"]
 """The order of a head's stored rows; see `ModelSpec`."""
 
 
-@dataclass(frozen=True, slots=True)
-class IndexerSpec:
+class IndexerSpec(msgspec.Struct, frozen=True):
     """The indexer that chooses the keys to which a token attends (DeepSeek-V3.2, arXiv 2512.02556).
 
     A token has an index key of `head_dim` elements. The first of them, or the last if `rotates_last`, are rotated in
@@ -54,8 +55,7 @@ class IndexerSpec:
         return self.head_dim * (1 + self.has_groups)
 
 
-@dataclass(frozen=True, slots=True)
-class LatentSpec:
+class LatentSpec(msgspec.Struct, frozen=True):
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434).
 
     Keys and values of all heads are products of one latent vector of `kv_rank` elements. The cache contains only that

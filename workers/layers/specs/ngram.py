@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _LARGEST_ID = (1 << 63) - 1
 
 
-@dataclass(frozen=True, slots=True)
-class NgramSpec:
+class NgramSpec(msgspec.Struct, frozen=True):
     """The embeddings of n-grams (PLE of Qwen4), which some layers add to all streams of a token.
 
     For each length from 2 to `longest`, the last tokens have `num_heads` embeddings, all in one table of the layer.

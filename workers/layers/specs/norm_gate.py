@@ -1,10 +1,9 @@
 """The description of gates of norms as data."""
 
-from dataclasses import dataclass
+import msgspec
 
 
-@dataclass(frozen=True, slots=True)
-class NormGateSpec:
+class NormGateSpec(msgspec.Struct, frozen=True):
     """Gates of norms: the normed hidden state x is multiplied by sigmoid(up(silu(down(x)))).
 
     Only the norms called `names` have a gate. Its inner size is `rank`.

@@ -1,10 +1,9 @@
 """The names of norms as data."""
 
-from dataclasses import dataclass
+import msgspec
 
 
-@dataclass(frozen=True, slots=True)
-class NormNames:
+class NormNames(msgspec.Struct, frozen=True):
     """The checkpoint's name of each norm of a layer; None if the family has no such norm."""
 
     attention_input: str | None = "input_layernorm"

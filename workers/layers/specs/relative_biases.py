@@ -1,10 +1,9 @@
 """The description of biases by distance as data."""
 
-from dataclasses import dataclass
+import msgspec
 
 
-@dataclass(frozen=True, slots=True)
-class RelativeBiasSpec:
+class RelativeBiasSpec(msgspec.Struct, frozen=True):
     """Biases of attention scores that depend on the query and on the distance to the key (Inkling).
 
     Each query head projects the hidden state to `rank` elements. Their products with a stored matrix are the biases of

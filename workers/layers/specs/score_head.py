@@ -1,11 +1,11 @@
 """The description of a classification head as data."""
 
-from dataclasses import dataclass
 from typing import Literal
 
+import msgspec
 
-@dataclass(frozen=True, slots=True)
-class ScoreHeadSpec:
+
+class ScoreHeadSpec(msgspec.Struct, frozen=True):
     """A classification head on the pooled hidden state: output(norm(activation(dense(x)))), or output(x).
 
     The checkpoint's tensors are called `score_head.dense`, `score_head.norm` and `score_head.output`. With `token_ids`,

@@ -6,11 +6,12 @@ Shapes: O output features, D input features, G groups of a row.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Literal, TypeAlias
 
+import msgspec
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 
@@ -26,8 +27,7 @@ class ActivationScheme(Enum):
     """The values of a token in one group of columns share a scale."""
 
 
-@dataclass(frozen=True, slots=True)
-class QuantizedMatrix:
+class QuantizedMatrix(msgspec.Struct, frozen=True):
     """A matrix [O, D] whose elements are (value - zero) * scale + offset.
 
     `values_OD` are uint8 below 2 ** `bits`, or floats (usually float8_e4m3fn) if `bits` is None. `group_size`

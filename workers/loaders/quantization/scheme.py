@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
 from math import gcd
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -27,8 +27,7 @@ class UnsupportedScheme(ValueError):
     """Raised for a `quantization_config` that is not supported; the message names the unsupported part."""
 
 
-@dataclass(frozen=True, slots=True)
-class StoredModule:
+class StoredModule(msgspec.Struct, frozen=True):
     """The tensors of one linear module, by the last component of their names.
 
     `shape` and `dtype`, in safetensors' spelling, return None for a tensor that does not exist. `load` reads ranges of
@@ -102,8 +101,7 @@ def unpack_bytes(words: Tensor, bits: int) -> Tensor:
     return torch.stack((as_bytes & 15, as_bytes >> 4), -1).flatten(-2)
 
 
-@dataclass(frozen=True, slots=True)
-class ColumnGroups:
+class ColumnGroups(msgspec.Struct, frozen=True):
     """The groups to which the columns `part` of a matrix belong.
 
     If the part begins or ends inside a group, the part has smaller groups: each stored group is divided into several.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, Literal, NamedTuple
+
+from msgspec.structs import replace
 
 from ....protocol.checkpoint.classification import TOKEN_IDS, read_num_labels
 from ....protocol.checkpoint.config_fields import ConfigFields

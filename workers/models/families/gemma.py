@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 
 from ....protocol.checkpoint.config_fields import ConfigFields
 from ....protocol.checkpoint.model_dimensions import DEFAULTS_OF_GEMMA3

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from ....protocol.checkpoint.config_fields import ConfigFields
 from ...layers.read_rope import read_rope, read_rope_of_layer_type

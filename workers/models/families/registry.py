@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from os import PathLike
 from typing import Any
+
+from msgspec.structs import replace
 
 from ....protocol.checkpoint.audio_tower import audio_tower_spec, has_audio_tower
 from ....protocol.checkpoint.classification import CLASSIFIER_SUFFIX, is_classifier

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from ....protocol.checkpoint.config_fields import ConfigFields
 from ...layers.read_rope import read_rope, read_rope_of_layer_type

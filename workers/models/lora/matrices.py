@@ -6,9 +6,9 @@ Shapes: R rank, I input features, O output features.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
+import msgspec
 from torch import Tensor
 
 from ...loaders.peft_adapter import Change, LowRank, Replacement
@@ -21,8 +21,7 @@ REPLACEABLE: Final = ("weight",)
 """The tensors of these modules that adapters may replace completely."""
 
 
-@dataclass(frozen=True, slots=True)
-class AdaptedRows:
+class AdaptedRows(msgspec.Struct, frozen=True):
     """Some rows of the module `name`. `select` picks them from a tensor with all `total` rows."""
 
     name: str
@@ -30,8 +29,7 @@ class AdaptedRows:
     select: Callable[[Tensor], Tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class AdaptedMatrix:
+class AdaptedMatrix(msgspec.Struct, frozen=True):
     """The part of a module that one rank multiplies by: some rows, and of them the columns `columns`, or all if None.
 
     The module has `num_columns` columns; None for a vector. `replaceable` names the tensors, "weight" and "bias", that

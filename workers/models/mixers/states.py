@@ -13,9 +13,9 @@ that the convolution reads, F channels of an input.
 from __future__ import annotations
 
 from copy import copy
-from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -32,8 +32,7 @@ from ...batch import AttentionBatch
 from ...device.transfers import to_device
 
 
-@dataclass(frozen=True, slots=True)
-class Round:
+class Round(msgspec.Struct, frozen=True):
     """The n-th segments of all requests that have at least n segments.
 
     `segments` and `requests` are indices. The first `num_full` segments may be complete, so that the state at their end
@@ -54,8 +53,7 @@ class Round:
         states_S[requests] = new_R
 
 
-@dataclass(frozen=True, slots=True)
-class StateBatch:
+class StateBatch(msgspec.Struct, frozen=True):
     """The requests of a step for one group of recurrent layers.
 
     States are read from the blocks `sources` and written to the blocks `targets`. `is_new` marks requests whose state

@@ -5,9 +5,8 @@ Shapes: H rows and W columns of features, D hidden size of the tower.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 from torch.nn import functional as F
 

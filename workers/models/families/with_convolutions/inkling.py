@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from .....protocol.checkpoint.config_fields import ConfigFields
 from .....protocol.checkpoint.recurrent_config import read_inner_convolutions

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Final
+
+from msgspec.structs import replace
 
 from .....protocol.checkpoint.config_fields import ConfigFields
 from .....protocol.checkpoint.field_names import NUM_IMAGE_TOKENS
