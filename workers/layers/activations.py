@@ -79,6 +79,11 @@ def _laplace(x: Tensor) -> Tensor:
     return 0.5 * (1 + torch.erf((x - 0.707107) / (0.282095 * math.sqrt(2))))
 
 
+def _copy(x: Tensor) -> Tensor:
+    return x.clone()
+
+
+# A function of the module torch itself would import torch here, which native programs do not need.
 ACTIVATIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
     "silu": F.silu,
     "gelu": F.gelu,
@@ -90,10 +95,10 @@ ACTIVATIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
     "relu6": F.relu6,
     "leaky_relu": F.leaky_relu,
     "mish": F.mish,
-    "tanh": torch.tanh,
-    "sigmoid": torch.sigmoid,
+    "tanh": F.tanh,
+    "sigmoid": F.sigmoid,
     "hardswish": F.hardswish,
     "laplace": _laplace,
-    "linear": torch.clone,
+    "linear": _copy,
 }
 """The functions of each element. Each returns a new tensor."""
