@@ -123,8 +123,7 @@ class ImagePayload(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=T
     image, then the rows of a grid of that many columns. In the grid, an image of `original_width` x `original_height`
     pixels was enlarged, with equal margins on both sides. Without a grid, margins are at the right and at the bottom of
     that many pixels. A tower may compute fewer embeddings for a frame (`is_frame`), and one more after the last frame
-    or tile (`is_last`). `marks` are the numbers of the stored embeddings before and after the image's own (Ovis 2).
-    `fine` is a larger copy of the image, which some towers read, too.
+    or tile (`is_last`). `marks` number the stored embeddings around the image's own (Ovis 2). `fine` is a larger copy.
     """
 
     width: int

@@ -21,7 +21,7 @@ def check(
 ) -> None:
     """Compare the library with the Python mirrors, some of which are replaced."""
     mirrors = {struct.__name__: struct for struct in structs.STRUCTS} | (replaced or {})
-    enums = {"OpKind": structs.OP_KINDS}
+    enums = {"Activation": structs.ACTIVATIONS, "OpKind": structs.OP_KINDS}
     expected = describe_abi(list(mirrors.values()), enums, library.FUNCTIONS | functions)
     check_abi(NATIVE, expected, PATH)
 
