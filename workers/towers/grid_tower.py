@@ -17,8 +17,9 @@ from ...protocol.errors import EngineError
 from ...protocol.messages import ImagePayload
 from ..device.torch_threads import torch_threads
 from ..loaders import Checkpoint
+from .conv_layer import ConvLayer
 from .image_input import ImageReader
-from .layers import LayersSpec, LayerWeights, MakeLayers, Patches, TorchLayers, Windows
+from .layers import Layers, LayersSpec, LayerWeights, MakeLayers, Patches, TorchLayers, Windows
 from .mergers import Merger, read_merger
 from .pixels import normalized_pixels
 from .rotary import PatchRotary
@@ -61,10 +62,12 @@ class GridTower(ImageReader):
         )
         size, patch_size = spec.hidden_size, spec.patch_size
         name = "patch_embed.proj.weight"
-        if spec.has_flat_patches:
+        if spec.patch_layout == "pixels":
             patches = tensors.read(name, size, 3 * patch_size**2)
             self._patches = patches.unflatten(1, (-1, 3)).transpose(1, 2).flatten(1).contiguous()
-        elif spec.has_flat_frames:
+        elif spec.patch_layout == "channels":
+            self._patches = tensors.read(name, size, 3 * spec.frames_per_patch * patch_size**2)
+        elif spec.patch_layout == "frames":
             patches = tensors.read(name, size, 3 * spec.frames_per_patch * patch_size**2)
             frames = patches.unflatten(1, (spec.frames_per_patch, 3, -1))
             self._patches = frames.transpose(1, 2).flatten(1).contiguous()
@@ -86,10 +89,7 @@ class GridTower(ImageReader):
             table = tensors.read("pos_embed.weight", *shape_of_table, size).view(-1, size)
             self._positions = table[num_unused:]
         check_activation(checkpoint, spec.activation)
-        self._layers = make_layers(
-            _layers_spec(spec),
-            (_read_layer(spec, tensors, f"blocks.{index}.") for index in range(spec.num_layers)),
-        )
+        self._layers = self._make_layers(tensors, make_layers)
         self._final_norm: Norm | None = None
         if spec.has_final_norm:
             self._final_norm = tensors.read_norm("final_norm", size, spec.norm_kind, outer_eps)
@@ -98,6 +98,22 @@ class GridTower(ImageReader):
             layer: Merger(spec, tensors, f"deepstack_merger_list.{i}.", norm="squares")
             for i, layer in enumerate(spec.deepstack_layers)
         }
+
+    def _make_layers(
+        self, tensors: VisionWeights, make_layers: MakeLayers
+    ) -> list[Layers | ConvLayer]:
+        """Return the layers with attention, divided where there are layers with convolutions, and these."""
+        spec, found, first = self.spec, list[Layers | ConvLayer](), 0
+        for index in range(spec.num_layers):
+            if index + 1 in spec.conv_layers:
+                found.append(ConvLayer(spec, tensors, f"blocks.{index}."))
+                first = index + 1
+            elif index + 2 in spec.conv_layers or index + 1 == spec.num_layers:
+                indices = range(first, index + 1)
+                part = _layers_spec(spec, indices)
+                weights = (_read_layer(spec, tensors, f"blocks.{i}.") for i in indices)
+                found.append(make_layers(part, weights))
+        return found
 
     @torch.inference_mode()
     def __call__(self, image: ImagePayload) -> Tensor:
@@ -140,8 +156,14 @@ class GridTower(ImageReader):
             if places_P2 is not None:
                 places_P2 = _reordered(places_P2, order.order_C)
         windows = None if order is None else order.windows
-        features = self._layers(x_PD, Patches(places_P2, windows))
-        last_PD = features[spec.num_layers]
+        features: dict[int, Tensor] = {}
+        for layers in self._layers:
+            if isinstance(layers, ConvLayer):
+                x_PD = layers(x_PD, rows, columns)
+            else:
+                features = layers(x_PD, Patches(places_P2, windows))
+                x_PD = features[max(features)]
+        last_PD = x_PD
         if self._final_norm is not None:
             last_PD = self._final_norm(last_PD)
         merged = [self._merge(last_PD, columns)]
@@ -235,13 +257,14 @@ def _reordered(x: Tensor, order_C: Tensor) -> Tensor:
     return x.unflatten(0, (len(order_C), -1))[order_C].flatten(0, 1)
 
 
-def _layers_spec(spec: GridVisionSpec) -> LayersSpec:
+def _layers_spec(spec: GridVisionSpec, indices: range) -> LayersSpec:
+    """Return the description of some layers. Only a tower without convolutions has features of earlier layers."""
     return LayersSpec(
         hidden_size=spec.hidden_size,
         intermediate_size=spec.intermediate_size,
         num_heads=spec.num_heads,
         head_dim=spec.hidden_size // spec.num_heads,
-        feature_layers=tuple(sorted({*spec.deepstack_layers, spec.num_layers})),
+        feature_layers=tuple(sorted({*spec.deepstack_layers, len(indices)})),
         activation=spec.activation,
         norm_kind=spec.norm_kind,
         norm_eps=spec.norm_eps,
@@ -278,20 +301,21 @@ def _read_layer(spec: GridVisionSpec, tensors: VisionWeights, prefix: str) -> La
     norms = [
         tensors.read_norm(f"{prefix}norm{i}", size, spec.norm_kind, spec.norm_eps) for i in (1, 2)
     ]
-    if spec.num_kv_heads:
-        num_rows = size + 2 * size * spec.num_kv_heads // spec.num_heads
-        qkv = [_with_own_keys(spec, read("attn.qkv", num_rows, size))]
-    elif spec.has_joined_qkv:
-        qkv = [read("attn.qkv", 3 * size, size)]
+    kv_size = size * (spec.num_kv_heads or spec.num_heads) // spec.num_heads
+    if spec.has_joined_qkv:
+        qkv = read("attn.qkv", size + 2 * kv_size, size)
     else:
-        q, k, v = (read(f"attn.{name}_proj", size, size) for name in "qkv")
+        sizes = (("q", size), ("k", kv_size), ("v", kv_size))
+        q, k, v = (read(f"attn.{name}_proj", rows, size) for name, rows in sizes)
         rotary = _rotary(spec)
         if rotary is not None and (order_K := rotary.stored_order) is not None:
             q, k = q.reorder_heads(order_K), k.reorder_heads(order_K)
-        qkv = [Linear.join([q, k, v])]
+        qkv = Linear.join([q, k, v])
+    if spec.num_kv_heads:
+        qkv = _with_own_keys(spec, qkv)
     return LayerWeights(
         attention_norm=norms[0],
-        qkv=qkv,
+        qkv=[qkv],
         output=read("attn.proj", size, size),
         mlp_norm=norms[1],
         gate=read("mlp.gate_proj", inner, size) if spec.has_gate else None,

@@ -61,7 +61,8 @@ class Merger:
         if norm is not None:
             size = self._size if self._norms_squares else spec.hidden_size
             eps = spec.merger_eps or spec.norm_eps
-            self._norm = tensors.read_norm(f"{prefix}norm", size, spec.norm_kind, eps)
+            kind = spec.merger_norm_kind or spec.norm_kind
+            self._norm = tensors.read_norm(f"{prefix}norm", size, kind, eps)
         inner, has_bias = spec.merger_inner or self._size, spec.has_merger_biases
         self._first = tensors.read_linear(f"{prefix}fc1", inner, self._size, has_bias=has_bias)
         last = spec.middle_size or spec.output_size

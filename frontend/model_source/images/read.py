@@ -139,6 +139,7 @@ _READERS: Final[dict[str, _Reader]] = {
     "janus": margins_between_marks,
     "kimi_k25": pad,
     "lfm2_vl": thumbnail,
+    "lfm3_vl": resize,
     "lighton_ocr": lighton_ocr,
     "llama4": tiles,
     "llava": single,

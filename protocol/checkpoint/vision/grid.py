@@ -44,15 +44,19 @@ class GridVisionSpec(msgspec.Struct, frozen=True):
             different from `norm_eps`.
         merger_eps: The epsilon of the projection's norm, if not 0 and different from `norm_eps`.
         has_joined_qkv: True if queries, keys and values have one matrix together.
+        conv_layers: The layers, counted from 1, that have a convolution over the patches of the image instead of
+            attention (LFM3-VL): the patches' rows are multiplied by gates, convolved in each channel by a square of
+            `conv_size` x `conv_size`, and multiplied by other gates.
         num_kv_heads: If not 0, several query heads share keys and values, of which there are this many heads.
         rotary: The order of a head's angles: those of the row before those of the column ("joined"), the other way
             around ("columns first"), or alternating, beginning with the column, where neighboring elements are rotated
             together ("alternating"). With "thirds" (MiniMax M3), a third of a head each is rotated by the frame, the
             row and the column. None if there is no rotation.
         has_axes: True if the decoder's positions have three coordinates, else one.
-        has_flat_patches: True if the checkpoint stores the patch projection with two dimensions, pixel by pixel.
-        has_flat_frames: True if the checkpoint stores it with two dimensions, frame by frame and channel by channel.
+        patch_layout: How the checkpoint stores the patch projection: as a convolution with all dimensions, or with two
+            dimensions, of which the second is ordered by "pixels", "frames" or "channels" first.
         merger_norm: Whether the projection norms each patch or each square of patches; None if neither.
+        merger_norm_kind: The kind of that norm, if it differs from the others.
         merger_inner: If not 0, the number of elements between the two matrices of the projection.
         has_merger_biases: True if the matrices of the projection have biases.
         projects_patches: True if the projection has two matrices for each patch, and two for each square (MiniMax M3).
@@ -103,11 +107,13 @@ class GridVisionSpec(msgspec.Struct, frozen=True):
     merger_eps: float = 0.0
     has_joined_qkv: bool = True
     num_kv_heads: int = 0
+    conv_layers: tuple[int, ...] = ()
+    conv_size: int = 0
     rotary: Literal["joined", "columns first", "alternating", "thirds"] | None = "joined"
     has_axes: bool = True
-    has_flat_patches: bool = False
-    has_flat_frames: bool = False
+    patch_layout: Literal["convolution", "pixels", "frames", "channels"] = "convolution"
     merger_norm: Literal["patches", "squares"] | None = "patches"
+    merger_norm_kind: Literal["layer", "rms"] | None = None
     merger_inner: int = 0
     has_merger_biases: bool = True
     projects_patches: bool = False
@@ -290,7 +296,7 @@ def ernie4_5_vl(fields: ConfigFields, vision: ConfigFields, output_size: int) ->
         activation=vision.text("hidden_act", "quick_gelu"),
         output_size=output_size,
         norm_eps=norm_eps,
-        has_flat_frames=True,
+        patch_layout="channels",
         has_final_norm=True,
         merges_frames=True,
         merger_eps=text.positive("rms_norm_eps", 1e-5),

@@ -1,4 +1,4 @@
-"""Read the vision towers of PaddleOCR-VL, Hunyuan-OCR, MiniMax M3, Kimi K2.5 and LFM2-VL."""
+"""Read the vision towers of PaddleOCR-VL, Hunyuan-OCR, MiniMax M3, Kimi K2.5, LFM2-VL and LFM3-VL."""
 
 from __future__ import annotations
 
@@ -132,12 +132,62 @@ def lfm2_vl(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Gri
         merger_inner=fields.integer("projector_hidden_size", 2560),
         has_merger_biases=fields.boolean("projector_bias", True),
         has_joined_qkv=False,
-        has_flat_patches=True,
+        patch_layout="pixels",
         rotary=None,
         has_axes=False,
         position_side=side,
         interpolation="antialiased",
         tensor_names=_LFM2_NAMES,
+    )
+
+
+def lfm3_vl(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVisionSpec:
+    """Return the tower of LFM3-VL, whose layers have convolutions or attention."""
+    vision = vision.with_defaults(
+        hidden_size=1024, intermediate_size=2560, num_hidden_layers=14, num_attention_heads=16
+    )
+    rope = vision.first_section("rope_parameters").with_defaults(rope_theta=1_000_000.0)
+    vision = vision.with_values({"rope_parameters": rope.config})
+    sizes = _sizes(vision, vision.integer("patch_size", 16, maximum=256))
+    sizes |= {"has_patch_bias": False, "has_final_norm": False}
+    sizes["frames_per_patch"] = vision.integer("temporal_patch_size", 2, maximum=16)
+    num_layers, num_heads = sizes["num_layers"], sizes["num_heads"]
+    kinds = vision.per_layer("layer_types", num_layers)
+    if kinds is None:
+        kinds = ["conv" if i < 2 or i % 2 else "full_attention" for i in range(num_layers)]
+    if not set(kinds) <= {"conv", "full_attention"}:
+        raise vision.wrong("layer_types", "'conv' or 'full_attention' for each layer", kinds)
+    num_kv_heads = vision.integer("num_key_value_heads", 8)
+    if num_heads % num_kv_heads:
+        raise vision.wrong("num_key_value_heads", f"a divisor of {num_heads}", num_kv_heads)
+    conv_size = vision.integer("conv_kernel_size", 3, maximum=255)
+    if conv_size % 2 == 0:
+        raise vision.wrong("conv_kernel_size", "an odd number", conv_size)
+    activation = fields.text("projector_hidden_act", "gelu")
+    if activation != "gelu":
+        raise fields.wrong("projector_hidden_act", "gelu", activation)
+    return GridVisionSpec(
+        **sizes,
+        merge_size=vision.integer("spatial_merge_size", 2, maximum=16),
+        activation="silu",
+        output_size=output_size,
+        norm_kind="rms",
+        norm_eps=vision.positive("norm_eps", 1e-5),
+        has_gate=True,
+        has_patch_norm=True,
+        has_biases=False,
+        has_head_norms=True,
+        patch_layout="channels",
+        has_joined_qkv=False,
+        num_kv_heads=num_kv_heads,
+        conv_layers=tuple(i for i, kind in enumerate(kinds, 1) if kind == "conv"),
+        conv_size=conv_size,
+        has_axes=False,
+        merger_norm_kind="layer",
+        merger_eps=1e-6,
+        merger_inner=fields.integer("projector_hidden_size", 4096),
+        has_merger_biases=fields.boolean("projector_bias", True),
+        tensor_names=_LFM3_NAMES,
     )
 
 
@@ -234,6 +284,21 @@ _LFM2_NAMES: Final = (
     *_SIGLIP_NAMES,
     (r"multi_modal_projector\.layer_norm\.", "vision_tower.merger.norm."),
     (r"multi_modal_projector\.linear_", "vision_tower.merger.fc"),
+)
+_LFM3_NAMES: Final = (
+    (r"(model\.)?vision_tower\.(patch_embed|patchifier)\.", "visual.patch_embed.proj."),
+    (r"(model\.)?vision_tower\.embedding_norm\.", "visual.patch_norm."),
+    (r"(model\.)?vision_tower\.layers\.", "visual.blocks."),
+    (r"(visual\.blocks\..*)\.operator_norm\.", r"\1.norm1."),
+    (r"(visual\.blocks\..*)\.ffn_norm\.", r"\1.norm2."),
+    (r"(visual\.blocks\..*)\.self_attn\.out_proj\.", r"\1.attn.proj."),
+    (r"(visual\.blocks\..*)\.self_attn\.", r"\1.attn."),
+    (r"(visual\.blocks\..*\.[qk])_layernorm\.", r"\1_norm."),
+    (r"(visual\.blocks\..*)\.feed_forward\.w1\.", r"\1.mlp.gate_proj."),
+    (r"(visual\.blocks\..*)\.feed_forward\.w2\.", r"\1.mlp.down_proj."),
+    (r"(visual\.blocks\..*)\.feed_forward\.w3\.", r"\1.mlp.up_proj."),
+    (r"(model\.)?multi_modal_projector\.layer_norm\.", "visual.merger.norm."),
+    (r"(model\.)?multi_modal_projector\.linear_", "visual.merger.fc"),
 )
 _PADDLE_NAMES: Final = (
     *_SIGLIP_NAMES,

@@ -60,7 +60,7 @@ def muse(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVi
         has_joined_qkv=False,
         rotary="columns first",
         has_axes=False,
-        has_flat_frames=True,
+        patch_layout="frames",
         merger_norm=None,
         merger_inner=fields.integer("projector_hidden_size", 4096),
         has_third_matrix=True,

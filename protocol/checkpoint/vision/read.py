@@ -26,7 +26,7 @@ from .idefics3 import idefics3
 from .janus import deepseek_vl, deepseek_vl_hybrid, janus
 from .llama import TilesVisionSpec, llama4, mllama
 from .llava import llava, llava_next, llava_onevision, vipllava
-from .merged import hunyuan_vl, kimi_k25, lfm2_vl, minimax_m3, paddleocr_vl
+from .merged import hunyuan_vl, kimi_k25, lfm2_vl, lfm3_vl, minimax_m3, paddleocr_vl
 from .mobilenet import ConvVisionSpec, gemma3n
 from .muse import muse
 from .pixtral import pixtral
@@ -96,6 +96,7 @@ _READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionS
     "janus": janus,
     "kimi_k25": kimi_k25,
     "lfm2_vl": lfm2_vl,
+    "lfm3_vl": lfm3_vl,
     "lighton_ocr": pixtral,
     "llama4": llama4,
     "llava": llava,
