@@ -32,7 +32,7 @@ from engine.protocol.sampling_params import SamplingParams  # noqa: E402
 from engine.workers.cuda.float8 import Rounding, Rows  # noqa: E402
 from engine.workers.cuda.gated_activation import gated_activation  # noqa: E402
 from engine.workers.cuda.norm import rms_norm  # noqa: E402
-from engine.workers.cuda.quantized_linear import QuantizedLinear  # noqa: E402
+from engine.workers.cuda.quantized.linear import QuantizedLinear  # noqa: E402
 from engine.workers.cuda.sampling import choose_tokens  # noqa: E402
 from engine.workers.loaders.quantization.matrix import ActivationScheme, QuantizedMatrix  # noqa: E402
 from engine.workers.sampling import SamplingMetadata, TorchSampler  # noqa: E402

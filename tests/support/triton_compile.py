@@ -30,9 +30,9 @@ _SHARED_BYTES = 232448
 class KernelResources:
     """Resources that a kernel needs on a multiprocessor. `stack_bytes` of a thread are spilled registers.
 
-    `global_loads` is the number of instructions that load from the device's memory into registers. `products` are the
-    instructions that multiply matrices, with their numbers of summed columns and their types; `overwritten` are the
-    ones that read registers which another instruction may overwrite.
+    `global_loads` is the number of instructions that load from the device's memory into registers, without those that
+    bypass the L1 cache. `products` are the instructions that multiply matrices, with their numbers of summed columns
+    and their types; `overwritten` are the ones that read registers which another instruction may overwrite.
     """
 
     name: str
@@ -100,7 +100,7 @@ class _HopperWithoutADevice:
         """A listener to the compiler, whose kernel is loaded next."""
         ptx = next(path for name, path in metadata_group.items() if name.endswith(".ptx"))
         text = Path(ptx).read_text()
-        self._global_loads = len(re.findall(r"\bld\.global\b", text))
+        self._global_loads = len(re.findall(r"\bld\.global(?!\.cg)", text))
         instructions = re.findall(r"\b(wgmma|mma)\.\S*?m\d+n\d+(k\d+\S*)", text)
         self._products = sorted({" ".join(parts) for parts in instructions})
         # The left operand is a list of registers, `{...}`, not a descriptor of shared memory.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..loaders.quantization.matrix import QuantizedMatrix
 from .float8 import Float8Rows
-from .quantized_linear import PackedMatrix
+from .quantized.linear import quantized_product
 
 _COMBINED_COLUMNS = 512
 
@@ -26,8 +26,12 @@ class GroupedLinear:
         num_experts: int,
         bias_EO: Tensor | None,
         dtype: torch.dtype,
+        *,
+        is_batch_invariant: bool,
     ) -> None:
-        self._matrix = PackedMatrix(matrix, num_experts=num_experts)
+        self._matrix = quantized_product(
+            matrix, num_experts=num_experts, is_batch_invariant=is_batch_invariant
+        )
         self._bias_EO = bias_EO
         self._num_rows = matrix.shape[0] // num_experts
         self._dtype = dtype

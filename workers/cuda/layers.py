@@ -22,7 +22,8 @@ from .grouped_linear import GroupedLinear as GroupedProduct
 from .grouped_linear import combine
 from .low_rank import TritonLowRank
 from .norm import rms_norm
-from .quantized_linear import QuantizedLinear, can_keep
+from .quantized.linear import QuantizedLinear
+from .quantized.plane_matrix import can_keep
 from .rotary_tables import rotary_tables
 from .sampling import append_tokens, choose_greedy, choose_tokens
 
@@ -91,14 +92,23 @@ class TritonKernels(LayerKernels):
             matrix for weight in weights if not isinstance(weight, Tensor) for matrix in weight
         ]
         if len(parts) == len(weights) and len(merged := merge_rows(parts)) == 1:
-            return GroupedProduct(merged[0], len(weights), bias_EO, self._dtype)
+            return self._grouped_product(merged[0], len(weights), bias_EO)
         dense_EOI = torch.stack([self._dense(weight) for weight in weights])
         is_aligned = not any(size % _LIBRARY_ALIGNMENT for size in dense_EOI.shape[1:])
         is_plain = self._dtype == torch.bfloat16 and bias_EO is None and is_aligned
         if is_plain and not self._is_batch_invariant:
             return lambda x_AI, ends_E: F.grouped_mm(x_AI, dense_EOI.mT, offs=ends_E)
+        return self._grouped_product(_unscaled(dense_EOI.flatten(0, 1)), len(weights), bias_EO)
+
+    def _grouped_product(
+        self, matrix: QuantizedMatrix, num_experts: int, bias_EO: Tensor | None
+    ) -> GroupedProduct:
         return GroupedProduct(
-            _unscaled(dense_EOI.flatten(0, 1)), len(weights), bias_EO, self._dtype
+            matrix,
+            num_experts,
+            bias_EO,
+            self._dtype,
+            is_batch_invariant=self._is_batch_invariant,
         )
 
     def combine(self, y_AD: Tensor, order_A: Tensor, weights_TC: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ from engine.protocol.worker_messages import ModelRunnerOutput, NewRequestData, S
 from engine.workers.device.device import open_device
 from engine.workers.execution.model_runner import ModelRunner
 from engine.workers.loaders import open_checkpoint
-from on_gpu.shapes import Shape
+from on_gpu.shapes import Shape, packed_integers
 from safetensors.torch import save_file
 
 MODEL = Shape("qwen3", 4096, 512, 1024, 4, 8, 2, 128, True)
@@ -50,24 +50,6 @@ GROUP_SIZE = 32
 
 INPUT_SCALE = 0.05
 """Scale of the inputs of static float8 products, which are at most 22."""
-
-_PACKED_INTEGERS = {
-    "quant_method": "compressed-tensors",
-    "format": "pack-quantized",
-    "config_groups": {
-        "group_0": {
-            "targets": ["Linear"],
-            "weights": {
-                "num_bits": 4,
-                "type": "int",
-                "strategy": "group",
-                "group_size": GROUP_SIZE,
-                "symmetric": True,
-            },
-        }
-    },
-    "ignore": ["lm_head"],
-}
 
 
 @dataclass(frozen=True)
@@ -170,7 +152,7 @@ def _static_float8(weight_OD: torch.Tensor) -> dict[str, torch.Tensor]:
 
 QUANTIZATIONS: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor], dict[str, torch.Tensor]]]]
 QUANTIZATIONS = {
-    "4 bits": (_PACKED_INTEGERS, _packed),
+    "4 bits": (packed_integers(GROUP_SIZE), _packed),
     "float8": ({"quant_method": "fp8", "activation_scheme": "dynamic"}, _float8),
     "static float8": ({"quant_method": "fp8", "activation_scheme": "static"}, _static_float8),
 }

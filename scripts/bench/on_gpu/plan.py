@@ -61,13 +61,14 @@ def plan(models: tuple[str, ...] = MODELS) -> dict[str, dict[str, Part]]:
             "again": measure(75, "again", first),
         },
         "C": {
-            "profiles": measure(100, "profiles"),
+            "profiles": measure(90, "profiles"),
             f"{first}, served": measure(120, "served", first),
-            "kernels": program("gpu_kernels.py", 75),
-            "prefill tiles": program("gpu_attention.py", 60, *heads, "--tune", "--case", prefill),
-            "decode tiles": program("gpu_attention.py", 50, *heads, "--tune", "--case", decode),
+            f"{first} in 4 bits": measure(65, "model", f"{first} in 4 bits"),
+            "kernels": program("gpu_kernels.py", 60),
+            "prefill tiles": program("gpu_attention.py", 50, *heads, "--tune", "--case", prefill),
+            "decode tiles": program("gpu_attention.py", 40, *heads, "--tune", "--case", decode),
             "small products": program(
-                "gpu_kernels.py", 40, "--only", "linear", "--rows", rows, "--columns", columns
+                "gpu_kernels.py", 30, "--only", "linear", "--rows", rows, "--columns", columns
             ),
         },
         "D": {"families": measure(540, "families")},

@@ -4,16 +4,37 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+_GROUP_SIZE = 128
+_PACKED_BYTES = 0.5 + 2 / _GROUP_SIZE
+"""Bytes of an element of a quantized matrix, with its part of a scale."""
+
+
+def packed_integers(group_size: int) -> dict[str, Any]:
+    """Return the config entry of matrices of 4-bit integers with a scale for each `group_size` columns."""
+    weights = {
+        "num_bits": 4,
+        "type": "int",
+        "strategy": "group",
+        "group_size": group_size,
+        "symmetric": True,
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+        "ignore": ["lm_head"],
+    }
+
 
 @dataclass(frozen=True)
 class Shape:
-    """A Llama or Qwen3 decoder in bfloat16."""
+    """A Llama or Qwen3 decoder in bfloat16. If `is_quantized`, the matrices of its layers have 4 bits."""
 
     model_type: str
     vocab_size: int
@@ -24,6 +45,7 @@ class Shape:
     num_kv_heads: int
     head_dim: int
     tie_word_embeddings: bool
+    is_quantized: bool = False
 
     def write(self, directory: Path, max_model_len: int) -> Path:
         """Write a directory for `engine serve --load-format dummy`, with a tokenizer."""
@@ -45,6 +67,8 @@ class Shape:
             "tie_word_embeddings": self.tie_word_embeddings,
             "eos_token_id": 1,
         }
+        if self.is_quantized:
+            config["quantization_config"] = packed_integers(_GROUP_SIZE)
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "config.json").write_text(json.dumps(config))
         # Text is tokenized into single bytes. The other tokens are words, so every generated token has text.
@@ -57,7 +81,7 @@ class Shape:
         return directory
 
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Return the names of a checkpoint's weights, without `.weight`, and their shapes."""
+        """Return the names of a model's weights, without `.weight`, and their shapes."""
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         hidden, mlp = self.hidden_size, self.intermediate_size
         yield "model.embed_tokens", (self.vocab_size, hidden)
@@ -79,6 +103,16 @@ class Shape:
             yield layer + "mlp.up_proj", (mlp, hidden)
             yield layer + "mlp.down_proj", (hidden, mlp)
 
+    def stored_tensors(self) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+        """Return the names of a checkpoint's tensors, their types in safetensors, and their shapes."""
+        for name, size in self.tensors():
+            if self.is_quantized and name.endswith("_proj"):
+                rows, columns = size
+                yield f"{name}.weight_packed", "I32", (rows, columns // 8)
+                yield f"{name}.weight_scale", "BF16", (rows, columns // _GROUP_SIZE)
+            else:
+                yield f"{name}.weight", "BF16", size
+
     @property
     def layer_weights(self) -> int:
         """Return the number of elements of one layer's matrices."""
@@ -95,7 +129,8 @@ class Shape:
 
     def decode_bytes(self, batch: int, context: int) -> int:
         """Return the bytes that a decode step of `batch` requests reads: every matrix once, and all keys and values."""
-        weights = 2 * (self.num_layers * self.layer_weights + self.head_weights)
+        element = _PACKED_BYTES if self.is_quantized else 2
+        weights = round(element * self.num_layers * self.layer_weights) + 2 * self.head_weights
         return weights + batch * context * self.kv_token_bytes
 
     def prefill_flops(self, num_tokens: int) -> int:
@@ -105,8 +140,11 @@ class Shape:
         return self.num_layers * layer + 2 * self.head_weights
 
 
+_LLAMA = Shape("llama", 128256, 4096, 14336, 32, 32, 8, 128, False)
 SHAPES = {
-    "Llama-3.1-8B": Shape("llama", 128256, 4096, 14336, 32, 32, 8, 128, False),
+    "Llama-3.1-8B": _LLAMA,
+    "Llama-3.1-8B in 4 bits": replace(_LLAMA, is_quantized=True),
     "Qwen3-0.6B": Shape("qwen3", 151936, 1024, 3072, 28, 16, 8, 128, True),
 }
-TINY_SHAPES = {"tiny": Shape("qwen3", 2048, 64, 128, 2, 4, 2, 16, True)}
+_TINY = Shape("qwen3", 2048, 128, 128, 2, 4, 2, 32, True)
+TINY_SHAPES = {"tiny": _TINY, "tiny in 4 bits": replace(_TINY, is_quantized=True)}

@@ -29,11 +29,12 @@ from engine.workers.device.memory import count_kv_blocks
 from engine.workers.device.memory_profile import MemoryProfile
 from engine.workers.execution.model_runner import ModelRunner
 from engine.workers.execution.runner import PendingOutput
-from engine.workers.loaders import DummyCheckpoint
+from engine.workers.loaders import DummyCheckpoint, open_checkpoint
 from on_gpu.limits import synchronize
 from on_gpu.reporting import Skipped
 from on_gpu.shapes import Shape
 from on_gpu.trace import Span, summary
+from on_gpu.weights import write_weights
 
 BLOCK_SIZE = 16
 STEPS_IN_FLIGHT = 2
@@ -64,6 +65,8 @@ class Stepping:
         self._shape = shape
         self._max_model_len = max_model_len
         path = str(shape.write(directory, max_model_len))
+        if shape.is_quantized:
+            write_weights(shape, directory)
         config = EngineConfig(
             "",
             1,
@@ -76,7 +79,7 @@ class Stepping:
                 shape.vocab_size,
                 max_model_len,
                 (1,),
-                load_format=LoadFormat.DUMMY,
+                load_format=LoadFormat.AUTO if shape.is_quantized else LoadFormat.DUMMY,
             ),
             CacheConfig(block_size=BLOCK_SIZE),
             SchedulerConfig(
@@ -89,7 +92,9 @@ class Stepping:
         self.device = open_device(config.device)
         synchronize(self.device)
         self._part("device")
-        self.runner = ModelRunner(config, self.device, DummyCheckpoint(path), lambda *_: None)
+        # Weights that are not read from files would not be quantized.
+        checkpoint = open_checkpoint(path) if shape.is_quantized else DummyCheckpoint(path)
+        self.runner = ModelRunner(config, self.device, checkpoint, lambda *_: None)
         synchronize(self.device)
         self._part("weights")
         self.profile: MemoryProfile | None = self.runner.profile_memory(0.9)

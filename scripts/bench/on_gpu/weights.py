@@ -13,12 +13,13 @@ from on_gpu.shapes import Shape
 
 NUM_FILES = 4
 NUM_NUMBERS = 1 << 25
+ITEM_BYTES = {"BF16": 2, "I32": 4}
 """Number of random values. Weights repeat them, so that they are created quickly."""
 
 
 def write_weights(shape: Shape, directory: Path) -> int:
-    """Write random bfloat16 weights to `directory`, and return their size in bytes."""
-    tensors = [(f"{name}.weight", size) for name, size in shape.tensors()]
+    """Write random weights to `directory`, and return their size in bytes."""
+    tensors = list(shape.stored_tensors())
     numbers = torch.empty(NUM_NUMBERS).normal_(0, 0.02).bfloat16()
     values = {
         is_matrix: memoryview(x.view(torch.uint8).numpy().tobytes())
@@ -28,19 +29,19 @@ def write_weights(shape: Shape, directory: Path) -> int:
     def write(index: int) -> int:
         mine = tensors[index::NUM_FILES]
         ends, end = [], 0
-        for _, size in mine:
-            end += 2 * math.prod(size)
+        for _, dtype, size in mine:
+            end += ITEM_BYTES[dtype] * math.prod(size)
             ends.append(end)
         header = {
-            name: {"dtype": "BF16", "shape": size, "data_offsets": [start, end]}
-            for (name, size), start, end in zip(mine, [0, *ends], ends, strict=False)
+            name: {"dtype": dtype, "shape": size, "data_offsets": [start, end]}
+            for (name, dtype, size), start, end in zip(mine, [0, *ends], ends, strict=False)
         }
         encoded = json.dumps(header).encode()
         encoded += b" " * (-len(encoded) % 8)
         with open(directory / f"model-{index}.safetensors", "wb") as file:
             file.write(len(encoded).to_bytes(8, "little") + encoded)
-            for _, size in mine:
-                _repeat(values[len(size) > 1], 2 * math.prod(size), file)
+            for _, dtype, size in mine:
+                _repeat(values[len(size) > 1], ITEM_BYTES[dtype] * math.prod(size), file)
         return end
 
     with ThreadPoolExecutor(NUM_FILES) as threads:

@@ -8,7 +8,7 @@ import torch
 from engine.protocol.checkpoint.gguf import GGMLQuantizationType
 from engine.workers.cuda.grouped_linear import GroupedLinear
 from engine.workers.cuda.layers import TritonKernels
-from engine.workers.cuda.quantized_linear import QuantizedLinear
+from engine.workers.cuda.quantized.linear import QuantizedLinear
 from support.decoders import CPU, Runner, load_decoder
 from support.gguf_writer import write_gguf
 from support.quantized_checkpoints import quantize_directory

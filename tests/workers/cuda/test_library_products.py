@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 from engine.workers.cuda.float8 import Rounding
-from engine.workers.cuda.library_products import (
+from engine.workers.cuda.quantized.library_products import (
     BlockScaledProduct,
     RowScaledProduct,
     has_block_product,

@@ -4,7 +4,8 @@ import pytest
 import torch
 from engine.workers.cuda.float8 import Float8Rows, Rounding
 from engine.workers.cuda.layers import TritonKernels
-from engine.workers.cuda.quantized_linear import QuantizedLinear, can_keep
+from engine.workers.cuda.quantized.linear import QuantizedLinear
+from engine.workers.cuda.quantized.plane_matrix import can_keep
 from engine.workers.loaders.quantization.matrix import ActivationScheme, QuantizedMatrix, merge_rows
 from msgspec.structs import replace
 from support.launches import launches
@@ -80,7 +81,7 @@ def test_products_of_float8_weights_equal_dequantized_ones(group_size: int) -> N
     check(random_matrix(None, group_size=group_size), 4, torch.float16)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 17, 33, 65, 130])
+@pytest.mark.parametrize("num_tokens", [1, 17, 33, 65, 260])
 def test_products_of_any_number_of_tokens_equal_dequantized_ones(num_tokens: int) -> None:
     check(random_matrix(4, rows=70, columns=160, group_size=32), num_tokens, torch.float16)
 
@@ -232,7 +233,10 @@ def test_float8_products_of_many_tokens_equal_dequantized_ones(
         (129, 48, ActivationScheme.TOKEN, True, ["linear_kernel"]),
         # Torch cannot multiply these.
         (129, 40, ActivationScheme.TOKEN, False, ["linear_kernel"]),
-        (129, 48, ActivationScheme.NONE, False, ["linear_kernel"]),
+        # The input is not rounded to float8.
+        (256, 48, ActivationScheme.NONE, False, ["linear_kernel"]),
+        (257, 48, ActivationScheme.NONE, False, ["dequantize_kernel"]),
+        (257, 48, ActivationScheme.NONE, True, ["linear_kernel"]),
     ],
 )
 def test_float8_products_of_many_tokens_use_torch_where_supported(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .float8 import Float8Rows, Rounding
+from ..float8 import Float8Rows, Rounding
 
 logger = logging.getLogger(__name__)
 
