@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeAlias
 
 import numpy as np
@@ -91,6 +91,8 @@ class NativeWeightReader(WeightReader):
     and head to at least int8. If `keeps_float16`, matrices stored in float16 stay float16. `on_matrix` is called for
     the matrices of a layer's products, with their rows, the number of columns, and the range of columns that was read;
     None for all.
+
+    Threads may still be packing a matrix that was returned, until `finish` or `wait_until_packed`.
     """
 
     def __init__(
@@ -128,11 +130,18 @@ class NativeWeightReader(WeightReader):
         self._on_matrix = on_matrix
         self._memory = WeightMemory()
         self._threads = ThreadPoolExecutor(num_threads)
+        self._packing: list[Future[None]] = []
 
     def finish(self) -> None:
-        """See `WeightReader.finish`."""
+        """See `WeightReader.finish`. Wait until all matrices are packed."""
         super().finish()
+        self.wait_until_packed()
         self._threads.shutdown()
+
+    def wait_until_packed(self) -> None:
+        """Wait until all matrices that were returned are packed, and raise the errors of packing them."""
+        while self._packing:
+            self._packing.pop().result()
 
     def vector(self, name: str, size: int, part: range | None = None) -> NDArray[np.float32]:
         """Return the decoder's tensor `name`, or a range of its `size` elements, as float32."""
@@ -314,8 +323,14 @@ class NativeWeightReader(WeightReader):
             if not pack_rows(weight, source_type, source, start):
                 raise self._error(_DAMAGED.format(name=repr(name)))
 
-        list(self._threads.map(pack, range(0, num_rows, step)))
-        weight.data = self._memory.shrink(finish_packing(weight), weight.data)
+        tasks = [self._threads.submit(pack, start) for start in range(0, num_rows, step)]
+        if weight_format is WeightFormat.BF16:
+            # Its size depends on its elements, and the next matrix is stored behind it.
+            for task in tasks:
+                task.result()
+            weight.data = self._memory.shrink(finish_packing(weight), weight.data)
+        else:
+            self._packing += tasks
         if stored_type is not None:
             elements, size = BLOCK_SIZES[stored_type]
             self.checkpoint.bytes_read += num_rows * columns // elements * size

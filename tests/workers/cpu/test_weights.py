@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,11 +12,12 @@ import torch
 from engine.protocol.checkpoint.gguf import GGMLQuantizationType as SourceType
 from engine.protocol.errors import CheckpointError
 from engine.workers.cpu.library import NotSupportedNatively
-from engine.workers.cpu.packing import WeightFormat, WeightMemory
+from engine.workers.cpu.packing import PackedWeight, WeightFormat, WeightMemory
 from engine.workers.cpu.weights import NativeWeightReader
 from engine.workers.loaders import Checkpoint, open_checkpoint
 from engine.workers.loaders.gguf import GGUFCheckpoint
 from engine.workers.models.weights import Rows
+from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from support.quantized_checkpoints import quantize_directory
 
@@ -74,7 +76,7 @@ def test_quantized_matrices_keep_their_values(
     expected = checkpoint.tensor(f"model.{name}", torch.float32)[some].numpy()
     # The middle of a group's range is rounded to 8 bits where a format has offsets.
     bound = np.abs(expected).max() * 2.0**-9 if weight.format == F.U4_OFFSET else 0
-    np.testing.assert_allclose(weight.rows(some), expected, rtol=0, atol=bound)
+    np.testing.assert_allclose(rows_of(reader, weight, some), expected, rtol=0, atol=bound)
 
 
 @pytest.mark.parametrize(
@@ -84,9 +86,10 @@ def test_quantized_matrices_keep_their_values(
 def test_float_matrices_are_packed_in_the_models_dtype(
     checkpoint: Checkpoint, dtype: torch.dtype, weight_format: WeightFormat
 ) -> None:
-    weight = NativeWeightReader(checkpoint, dtype, has_head=False).packed("odd.weight", 9, 41)
+    reader = NativeWeightReader(checkpoint, dtype, has_head=False)
+    weight = reader.packed("odd.weight", 9, 41)
     assert weight.format == weight_format
-    np.testing.assert_array_equal(weight.rows(range(9)), ODD.to(dtype).float().numpy())
+    np.testing.assert_array_equal(rows_of(reader, weight, range(9)), ODD.to(dtype).float().numpy())
 
 
 def test_float16_weights_stay_float16(tmp_path: Path) -> None:
@@ -102,7 +105,7 @@ def test_float16_weights_stay_float16(tmp_path: Path) -> None:
     kept = [reader.packed(f"{name}.weight", 9, 64) for name in ("embed_tokens", "y")]
     for weight in kept:
         assert weight.format == F.F16
-        np.testing.assert_array_equal(weight.rows(range(9)), half.float().numpy())
+        np.testing.assert_array_equal(rows_of(reader, weight, range(9)), half.float().numpy())
     assert reader.packed("x.weight", 50, 64).format == F.BF16
     assert reader.packed("z.weight", 9, 64).format == F.BF16
     together = reader.packed_together([Rows("x", 50, range(50)), Rows("y", 9, range(9))], 64)
@@ -145,7 +148,9 @@ def test_matrices_packed_in_sequence_keep_their_values(
         reader.packed(name.replace("__", "."), *tensor.shape) for name, tensor in matrices.items()
     ]
     for weight, tensor in zip(packed, matrices.values(), strict=True):
-        np.testing.assert_array_equal(weight.rows(range(weight.n)), tensor.float().numpy())
+        np.testing.assert_array_equal(
+            rows_of(reader, weight, range(weight.n)), tensor.float().numpy()
+        )
 
 
 def test_packed_parts_contain_their_rows(checkpoint: Checkpoint) -> None:
@@ -154,7 +159,7 @@ def test_packed_parts_contain_their_rows(checkpoint: Checkpoint) -> None:
         reader.packed("matrix.weight", 50, 64, range(start, stop))
         for start, stop in ((0, 7), (7, 40), (40, 50))
     ]
-    rows = np.concatenate([part.rows(range(part.n)) for part in parts])
+    rows = np.concatenate([rows_of(reader, part, range(part.n)) for part in parts])
     np.testing.assert_array_equal(rows, MATRIX.float().numpy())
 
 
@@ -172,15 +177,15 @@ def test_ranks_share_the_columns_of_a_quantized_matrix(
         reader.packed_columns(name, rows, columns, shares, rank) for rank in range(len(shares))
     ]
     some = [0, 1, rows - 1]
-    got = np.concatenate([part.rows(some) for part in parts], axis=1)
-    np.testing.assert_array_equal(got, reader.packed(name, rows, columns).rows(some))
+    got = np.concatenate([rows_of(reader, part, some) for part in parts], axis=1)
+    np.testing.assert_array_equal(got, rows_of(reader, reader.packed(name, rows, columns), some))
 
 
 def test_ranks_share_the_columns_of_a_float_matrix_at_any_element(checkpoint: Checkpoint) -> None:
     reader = NativeWeightReader(checkpoint, torch.bfloat16, has_head=False)
     shares = [range(13), range(13, 27), range(27, 41)]
     parts = [reader.packed_columns("odd.weight", 9, 41, shares, rank) for rank in range(3)]
-    got = np.concatenate([part.rows(range(9)) for part in parts], axis=1)
+    got = np.concatenate([rows_of(reader, part, range(9)) for part in parts], axis=1)
     np.testing.assert_array_equal(got, ODD.to(torch.bfloat16).float().numpy())
 
 
@@ -270,7 +275,7 @@ def test_matrices_of_other_quantizers_use_the_smallest_format_that_fits(
     reader = NativeWeightReader(open_checkpoint(tmp_path), torch.float32, has_head=False)
     packed = reader.packed("x_proj.weight", 48, 64)
     assert packed.format == weight_format
-    found = torch.from_numpy(packed.rows(range(48)))
+    found = torch.from_numpy(rows_of(reader, packed, range(48)))
     # Scales of integers are rounded to 11 bits, the middle of a group's range to 8.
     assert torch.allclose(found, meaning, rtol=1e-3, atol=2.0**-9 * meaning.abs().max().item())
 
@@ -280,14 +285,15 @@ def test_mxfp4_keeps_its_values_at_the_ends_of_the_range_of_scales(
     tmp_path: Path, exponent: int
 ) -> None:
     reader, meaning = mxfp4_with_scale(tmp_path, exponent)
-    found = torch.from_numpy(reader.packed("x_proj.weight", 48, 64).rows(range(48)))
+    found = torch.from_numpy(rows_of(reader, reader.packed("x_proj.weight", 48, 64), range(48)))
     assert torch.equal(found, meaning)
 
 
 def test_mxfp4_with_a_scale_that_is_no_number_is_damaged(tmp_path: Path) -> None:
     reader, _ = mxfp4_with_scale(tmp_path, 255)
+    reader.packed("x_proj.weight", 48, 64)
     with pytest.raises(CheckpointError, match="NaN or infinite"):
-        reader.packed("x_proj.weight", 48, 64)
+        reader.wait_until_packed()
 
 
 @pytest.mark.parametrize(
@@ -303,8 +309,18 @@ def test_rank_gets_its_columns_of_quantized_blocks(
     shares = [range(32), range(32, 64)]
     parts = [reader.packed_columns("x_proj.weight", 48, 64, shares, rank) for rank in range(2)]
     assert all(part.format == weight_format for part in parts)
-    got = np.concatenate([part.rows(range(48)) for part in parts], axis=1)
-    np.testing.assert_array_equal(got, reader.packed("x_proj.weight", 48, 64).rows(range(48)))
+    got = np.concatenate([rows_of(reader, part, range(48)) for part in parts], axis=1)
+    np.testing.assert_array_equal(
+        got, rows_of(reader, reader.packed("x_proj.weight", 48, 64), range(48))
+    )
+
+
+def rows_of(
+    reader: NativeWeightReader, weight: PackedWeight, indices: Sequence[int]
+) -> NDArray[np.float32]:
+    """Return rows of a matrix of `reader` once it is packed."""
+    reader.wait_until_packed()
+    return weight.rows(indices)
 
 
 def mxfp4_with_scale(tmp_path: Path, exponent: int) -> tuple[NativeWeightReader, torch.Tensor]:
