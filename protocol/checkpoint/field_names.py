@@ -55,7 +55,8 @@ def with_common_names(fields: ConfigFields) -> ConfigFields:
 
     Fields of Llama that transformers ignores in this family are dropped.
 
-    If the output projection has fewer rows than the embedding, `vocab_size` becomes their number.
+    If the output projection has fewer rows than the embedding, `vocab_size` becomes their number. A projection that is
+    tied to the embedding has as many rows, whatever the config says.
     """
     if fields.get("transformers_version") is not None:
         kind = fields.get("model_type")
@@ -64,7 +65,8 @@ def with_common_names(fields: ConfigFields) -> ConfigFields:
         )
     found: dict[str, Any] = {}
     outputs = fields.optional_integer("output_vocab_size")
-    if outputs is not None and fields.get("num_unused_embeddings") is None:
+    is_tied = fields.get("tie_word_embeddings") is True
+    if outputs is not None and not is_tied and fields.get("num_unused_embeddings") is None:
         size = fields.integer("vocab_size", minimum=outputs)
         found |= {"vocab_size": outputs, "num_unused_embeddings": size - outputs}
     for name, others in _OTHER_NAMES.items():

@@ -27,7 +27,8 @@ COMPRESSED = {
     "index_topk": 5,
     "index_head_dim": 8,
     "index_n_heads": 16,
-    "rope_parameters": LONG,
+    # Transformers ignores that corrections are not truncated.
+    "rope_parameters": LONG | {"truncate": False},
 }
 """Rates that neither divide a block nor are its multiples."""
 HASHED = COMPRESSED | {

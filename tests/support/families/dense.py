@@ -196,6 +196,10 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "apertus": ("Apertus", {"rope_parameters": LLAMA3}),
     "arcee": ("Arcee", {"mlp_bias": True}),
     "apertus-1.5": ("Apertus1p5Text", {"vocab_size": 120, "output_vocab_size": 97}),
+    "apertus-1.5-tied": (
+        "Apertus1p5Text",
+        {"vocab_size": 120, "output_vocab_size": 97, "tie_word_embeddings": True},
+    ),
     "bitnet": ("BitNet", {"attention_bias": True}),
     "ernie4.5": ("Ernie4_5", {"head_dim": 16, "use_bias": True}),
     "exaone4": (

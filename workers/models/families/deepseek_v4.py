@@ -199,6 +199,8 @@ def _ropes(fields: ConfigFields, rotary_dim: int) -> tuple[RopeSpec, RopeSpec]:
         scaling = nested.required_section("compress").config
     else:
         scaling = {k: v for k, v in scaling.items() if k != "rope_theta"}
+    # Transformers reads this field only outside of sections, and divides all rotary parameters into sections.
+    main, scaling = ({k: v for k, v in each.items() if k != "truncate"} for each in (main, scaling))
     theta = fields.positive("rope_theta", 10_000.0, above=1)
     base = fields.with_values({"rope_scaling": None, "rope_theta": None})
     of_entries = read_rope(
