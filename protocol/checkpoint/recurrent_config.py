@@ -47,6 +47,9 @@ def read_recurrent_layer(fields: ConfigFields) -> RecurrentLayer | None:
         case "granitemoehybrid" | "bamba":
             _require_silu(fields)
             return _read_mamba2(fields)
+        case "zamba":
+            _require_silu(fields, "hidden_mamba_act")
+            return _read_mamba1(fields)
         case "zamba2":
             return _read_zamba2(fields)
         case "falcon_h1":
@@ -116,7 +119,7 @@ def _require_silu(fields: ConfigFields, name: str = "hidden_act") -> None:
 
 def _read_mamba1(fields: ConfigFields) -> Mamba1:
     kind, hidden_size = fields.text("model_type"), fields.integer("hidden_size")
-    prefix = "mamba_" if kind == "jamba" else ""
+    prefix = "mamba_" if kind in ("jamba", "zamba") else ""
     rank = fields.get("mamba_dt_rank" if prefix else "time_step_rank", "auto")
     norm_eps = {"jamba": ("rms_norm_eps", 1e-6), "falcon_mamba": ("mixer_rms_eps", 1e-6)}.get(kind)
     if prefix:
@@ -130,8 +133,12 @@ def _read_mamba1(fields: ConfigFields) -> Mamba1:
                 "time_step_rank": rank,
             }
         )
+    channels = fields.integer("intermediate_size", fields.integer("expand", 2) * hidden_size)
+    num_heads = fields.integer("n_mamba_heads", 2) if kind == "zamba" else 1
+    if channels % num_heads:
+        raise fields.error(f"n_mamba_heads {num_heads} must divide {channels} channels")
     return Mamba1(
-        fields.integer("intermediate_size", fields.integer("expand", 2) * hidden_size),
+        channels,
         fields.integer("state_size", 16),
         -(-hidden_size // 16) if rank == "auto" else fields.integer("time_step_rank"),
         fields.integer("conv_kernel", 4),
@@ -139,6 +146,7 @@ def _read_mamba1(fields: ConfigFields) -> Mamba1:
         has_bias=fields.boolean("use_bias", False),
         norm_eps=None if norm_eps is None else fields.number(*norm_eps),
         has_norm_weights=kind == "jamba",
+        num_heads=num_heads,
     )
 
 

@@ -79,7 +79,8 @@ class Mamba1(msgspec.Struct, frozen=True, tag=True):
     """A Mamba layer (Gu and Dao, 2023, arXiv 2312.00752).
 
     Each channel has a state of `state_size_per_channel` elements. The time step is a product of a vector of `step_rank`
-    elements. If `norm_eps` is set, that vector, B and C are normed.
+    elements. If `norm_eps` is set, that vector, B and C are normed. With several heads, the channels of each head have
+    such a vector, B and C of their own, and their gates are stored beside their inputs (Zamba, arXiv 2405.16712).
     """
 
     channels: int
@@ -90,6 +91,7 @@ class Mamba1(msgspec.Struct, frozen=True, tag=True):
     has_bias: bool = False
     norm_eps: float | None = None
     has_norm_weights: bool = False
+    num_heads: int = 1
 
     @property
     def segment(self) -> int:
@@ -103,7 +105,7 @@ class Mamba1(msgspec.Struct, frozen=True, tag=True):
     @property
     def num_units(self) -> int:
         """Number of parts that can be divided equally among ranks."""
-        return self.channels
+        return self.channels if self.num_heads == 1 else self.num_heads
 
     def state_size(self, ranks: int) -> StateSize:
         """Return the size of the state in one of `ranks` workers."""

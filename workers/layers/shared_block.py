@@ -4,14 +4,15 @@ import msgspec
 
 
 class SharedBlock(msgspec.Struct, frozen=True):
-    """A layer's use of a transformer block whose weights several layers share (Zamba2, arXiv 2411.15242).
+    """A layer's use of a transformer block whose weights several layers share (Zamba, arXiv 2405.16712).
 
     The block's attention reads the norm of the hidden state and the token's embedding, one after the other. Its MLP
     reads the norm of the attention's output. The layer's own projection of the MLP's output is added to the input of
     the layer's recurrent part, but not to the residual stream.
 
-    The layer `source` stores the weights. The layer's own products of rank `rank`, stored there by `number`, are added
-    to the MLP's first product, and to queries, keys and values if `adapts_attention`.
+    The layer `source` stores the weights. If `rank` is not 0, the layer's own products of this rank, stored there by
+    `number`, are added to the MLP's first product, and to queries, keys and values if `adapts_attention` (Zamba2, arXiv
+    2411.15242).
     """
 
     source: int

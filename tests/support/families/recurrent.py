@@ -158,6 +158,18 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
             "mamba_dt_rank": 5,
         },
     ),
+    "zamba": (
+        "Zamba",
+        {
+            "num_hidden_layers": 5,
+            "layers_block_type": ["mamba", "mamba", "hybrid", "mamba", "hybrid"],
+            "head_dim": 16,
+            "mamba_d_state": 8,
+            "mamba_dt_rank": 5,
+            "n_mamba_heads": 4,
+            "mamba_proj_bias": True,
+        },
+    ),
     # Three layers use two blocks in turn.
     "zamba2": ("Zamba2", SHARED_BLOCKS),
     # Each of these layers has a block of its own. The recurrent layers' norms have another epsilon.

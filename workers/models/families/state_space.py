@@ -87,6 +87,42 @@ def _zamba2(fields: ConfigFields) -> ModelSpec:
     )
 
 
+def _zamba(fields: ConfigFields) -> ModelSpec:
+    hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    count = fields.layer_count("num_hidden_layers")
+    if (size := fields.integer("attention_hidden_size", 2 * hidden_size)) != 2 * hidden_size:
+        raise fields.wrong("attention_hidden_size", f"{2 * hidden_size}, twice hidden_size", size)
+    period = fields.integer("attn_layer_period", 6)
+    offset = fields.integer("attn_layer_offset", 4, minimum=0)
+    fields = fields.with_defaults(
+        num_key_value_heads=16,
+        tie_word_embeddings=True,
+        rms_norm_eps=1e-5,
+        hidden_act="gelu",
+        layers_block_type=["mamba", "mamba", "hybrid"][:count]
+        + ["hybrid" if i % period == offset else "mamba" for i in range(count - 3)],
+    ).with_values(
+        {
+            "head_dim": fields.integer("attention_head_dim", 2 * hidden_size // num_heads),
+            "num_mem_blocks": 1,
+            "adapter_rank": 0,
+        }
+    )
+    layers = _shared_layers(fields)
+    return base_spec(
+        fields,
+        layers,
+        attention_scale=(fields.integer("head_dim") / 2) ** -0.5,
+        tensor_names=(
+            (r"\.shared_transf\.", ".shared_block."),
+            *_unused_blocks(layers),
+            (r"\.mamba_decoder\.", "."),
+            (r"\.mamba\.(x|dt)_proj_(weight|bias)$", r".mixer.\1_proj.\2"),
+            *BAMBA_NAMES,
+        ),
+    )
+
+
 def _unused_blocks(layers: tuple[LayerSpec, ...]) -> TensorNames:
     """Return rules that drop what no layer uses: repeated shared weights, and low-rank products of other layers.
 
@@ -130,7 +166,7 @@ def _shared_layers(fields: ConfigFields) -> tuple[LayerSpec, ...]:
         block = SharedBlock(
             uses[number % num_blocks] if is_shared else i,
             number,
-            fields.integer("adapter_rank", 128),
+            fields.integer("adapter_rank", 128, minimum=0),
             fields.boolean("use_shared_attention_adapter", False),
         )
         layers[i] = replace(plain, rope=rope, attends=True, shared_block=block)
@@ -205,5 +241,6 @@ FAMILIES = (
     Family("MambaForCausalLM", "mamba", _purely_recurrent),
     Family("Mamba2ForCausalLM", "mamba2", _purely_recurrent),
     Family("MiniMaxForCausalLM", "minimax", _minimax),
+    Family("ZambaForCausalLM", "zamba", _zamba),
     Family("Zamba2ForCausalLM", "zamba2", _zamba2),
 )

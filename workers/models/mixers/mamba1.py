@@ -1,11 +1,12 @@
 """Mamba (Gu and Dao, 2023, arXiv 2312.00752), computed token by token.
 
-Shapes: T tokens of a step, D hidden size, I channels of this shard, K elements of a channel's state, E rank of the time
-steps, S requests, R requests of a round.
+Shapes: T tokens of a step, D hidden size, H heads and I channels of this shard, W channels of a head, K elements of a
+channel's state, E rank of the time steps, S requests, R requests of a round.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from ...layers.parallel.shard import ModelShard
 from ...layers.parallel.tensor_parallel import TensorParallel
 from ...layers.spec import ModelSpec
 from ..weights import Rows, WeightReader
-from .mixer import CausalConvolution, Mixer, read_parts, segments
+from .mixer import BlockLinear, CausalConvolution, Mixer, elements, read_parts, segments
 from .states import StateBatch, StateCache
 
 
@@ -36,8 +37,8 @@ class Mamba1Mixer(Mixer):
         kernels: LayerKernels,
     ) -> None:
         tensor_parallel, channels = shard.tensor_parallel, layer.channels
-        self._layer = layer
-        own = tensor_parallel.part(channels)
+        own = own_channels(layer, tensor_parallel)
+        self._num_heads = max(1, layer.num_heads // tensor_parallel.size)
         rows = projection_rows(layer, prefix, tensor_parallel)
         self.projection = kernels.linear(
             weights.read_matrix_rows(rows, spec.hidden_size),
@@ -50,22 +51,21 @@ class Mamba1Mixer(Mixer):
             else None,
         )
         self._sizes = [layer.step_rank, layer.state_size_per_channel, layer.state_size_per_channel]
-        self._selection = RowParallelLinear(
-            weights.read_matrix(f"{prefix}x_proj.weight", sum(self._sizes), channels, own, dim=1),
-            None,
-            tensor_parallel,
-            kernels,
-        )
+        self._selection: Callable[[Tensor], Tensor]
+        self._steps: Callable[[Tensor], Tensor]
+        if layer.num_heads == 1:
+            self._read_products(layer, weights, prefix, own, shard, kernels)
+        else:
+            self._read_head_products(layer, weights, prefix, own, kernels)
         self._norms = [
             _norm(layer, weights, f"{prefix}{name}_layernorm.weight", size)
             for name, size in zip(("dt", "b", "c"), self._sizes, strict=True)
         ]
-        step_rows = [Rows(f"{prefix}dt_proj", channels, own)]
-        self._steps = kernels.linear(weights.read_matrix_rows(step_rows, layer.step_rank), None)
-        self._step_bias_I = weights.read_vector(f"{prefix}dt_proj.bias", channels, own)
+        step_bias = weights.read_elements(f"{prefix}dt_proj.bias", channels)
+        self._step_bias_I = step_bias[own.start : own.stop]
         log_a = weights.read_elements(f"{prefix}A_log", channels * layer.state_size_per_channel)
         self._a_IK = -log_a.unflatten(0, (channels, -1))[own.start : own.stop].exp()
-        self._skip_I = weights.read_vector(f"{prefix}D", channels, own)
+        self._skip_I = weights.read_elements(f"{prefix}D", channels)[own.start : own.stop]
         self._output = RowParallelLinear(
             weights.read_matrix(f"{prefix}out_proj.weight", spec.hidden_size, channels, own, dim=1),
             weights.read(f"{prefix}out_proj.bias", spec.hidden_size) if layer.has_bias else None,
@@ -74,6 +74,49 @@ class Mamba1Mixer(Mixer):
         )
         self._size = layer.state_size(tensor_parallel.size)
 
+    def _read_products(
+        self,
+        layer: Mamba1,
+        weights: WeightReader,
+        prefix: str,
+        own: range,
+        shard: ModelShard,
+        kernels: LayerKernels,
+    ) -> None:
+        channels = layer.channels
+        selection = RowParallelLinear(
+            weights.read_matrix(f"{prefix}x_proj.weight", sum(self._sizes), channels, own, dim=1),
+            None,
+            shard.tensor_parallel,
+            kernels,
+        )
+        step_rows = [Rows(f"{prefix}dt_proj", channels, own)]
+        steps = kernels.linear(weights.read_matrix_rows(step_rows, layer.step_rank), None)
+        self._selection = lambda x_TI: selection(x_TI).unsqueeze(1)
+        self._steps = lambda steps_T1E: steps(steps_T1E.squeeze(1).contiguous())
+
+    def _read_head_products(
+        self,
+        layer: Mamba1,
+        weights: WeightReader,
+        prefix: str,
+        own: range,
+        kernels: LayerKernels,
+    ) -> None:
+        size = layer.channels // layer.num_heads
+        heads = range(own.start // size, own.stop // size)
+        selection_HXW, steps_HWE = (
+            weights.read(f"{prefix}{name}.weight", layer.num_heads, *shape, part=heads)
+            for name, shape in (
+                ("x_proj", (sum(self._sizes), size)),
+                ("dt_proj", (size, layer.step_rank)),
+            )
+        )
+        selection = BlockLinear(selection_HXW, None, weights.dtype, kernels)
+        steps = BlockLinear(steps_HWE, None, weights.dtype, kernels)
+        self._selection = lambda x_TI: selection(x_TI.unflatten(1, (len(heads), -1)))
+        self._steps = lambda steps_THE: steps(steps_THE).flatten(1)
+
     def forward(self, x: Any, memory: Tensor, batch: StateBatch) -> Tensor:
         """See `Mixer.forward`."""
         inputs_TI, gate_TI = self.projection(x).chunk(2, -1)
@@ -81,38 +124,42 @@ class Mamba1Mixer(Mixer):
         cache = StateCache(memory, self._size, dtype)
         inputs_TXI = cache.all_inputs(inputs_TI, batch)[batch.inputs_of_segments]
         x_TI = F.silu(self._conv(inputs_TXI)).flatten(0, 1)[batch.tokens].to(dtype)
-        steps_TE, b_TK, c_TK = (
+        steps_THE, b_THK, c_THK = (
             part if norm is None else norm(part)
             for part, norm in zip(
                 self._selection(x_TI).split(self._sizes, -1), self._norms, strict=True
             )
         )
-        step_TI = F.softplus(self._steps(steps_TE.contiguous()).float() + self._step_bias_I)
-        y_TI = self._scan(x_TI.float(), b_TK.float(), c_TK.float(), step_TI, cache, batch)
+        step_TI = F.softplus(self._steps(steps_THE).float() + self._step_bias_I)
+        y_TI = self._scan(x_TI.float(), b_THK.float(), c_THK.float(), step_TI, cache, batch)
         return self._output((y_TI * F.silu(gate_TI.float())).to(dtype))
 
     def _scan(
         self,
         x_TI: Tensor,
-        b_TK: Tensor,
-        c_TK: Tensor,
+        b_THK: Tensor,
+        c_THK: Tensor,
         step_TI: Tensor,
         cache: StateCache,
         batch: StateBatch,
     ) -> Tensor:
         """Update the states, and return the outputs of all tokens."""
         states_SIK = cache.load(batch).unflatten(1, self._a_IK.shape)
-        y_TI = x_TI * self._skip_I
+        y_TI, heads = x_TI * self._skip_I, (self._num_heads, -1)
         # A segment is one token, and the tokens of a request follow each other.
         for part in batch.rounds:
             tokens, requests = part.segments, part.requests
             step_RI1 = step_TI[tokens].unsqueeze(-1)
-            added_RIK = (step_RI1 * x_TI[tokens].unsqueeze(-1)) * b_TK[tokens].unsqueeze(1)
-            states_RIK = states_SIK[requests] * (step_RI1 * self._a_IK).exp() + added_RIK
+            added_RI1 = step_RI1 * x_TI[tokens].unsqueeze(-1)
+            added_RHWK = added_RI1.unflatten(1, heads) * b_THK[tokens].unsqueeze(2)
+            decay_RIK = (step_RI1 * self._a_IK).exp()
+            states_RIK = states_SIK[requests] * decay_RIK + added_RHWK.flatten(1, 2)
             states_SIK[requests] = states_RIK
             # A product with a single row sums in another order, so double the row.
-            c_RK2 = c_TK[tokens].unsqueeze(-1).expand(-1, -1, 2)
-            y_TI.index_add_(0, tokens, torch.bmm(states_RIK, c_RK2)[..., 0])
+            c_XK2 = c_THK[tokens].flatten(0, 1).unsqueeze(-1).expand(-1, -1, 2)
+            states_XWK = states_RIK.unflatten(1, heads).flatten(0, 1)
+            y_RI = torch.bmm(states_XWK, c_XK2)[..., 0].view(len(tokens), -1)
+            y_TI.index_add_(0, tokens, y_RI)
         cache.store(states_SIK.flatten(1), batch)
         return y_TI
 
@@ -126,7 +173,18 @@ def _norm(layer: Mamba1, weights: WeightReader, name: str, size: int) -> RMSNorm
     return RMSNorm(weight, layer.norm_eps)
 
 
+def own_channels(layer: Mamba1, tensor_parallel: TensorParallel) -> range:
+    """Return the channels of this rank."""
+    heads = tensor_parallel.part(layer.num_units)
+    return elements(heads, layer.channels // layer.num_units)
+
+
 def projection_rows(layer: Mamba1, prefix: str, tensor_parallel: TensorParallel) -> list[Rows]:
     """Return this rank's rows of the projections to the inputs and to their gates."""
-    own = tensor_parallel.part(layer.channels)
+    own = own_channels(layer, tensor_parallel)
+    if layer.num_heads > 1:
+        both, index = range(2 * own.start, 2 * own.stop), torch.arange(2 * len(own))
+        return [
+            Rows(f"{prefix}in_proj", 2 * layer.channels, both, index[start::2]) for start in (0, 1)
+        ]
     return segments(f"{prefix}in_proj", [layer.channels] * 2, [own] * 2)

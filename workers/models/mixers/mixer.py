@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...layers.layers import Linear
+from ...layers.layers import LayerKernels, Linear
 from ..weights import Rows, WeightReader
 from .states import StateBatch
 
@@ -50,6 +50,29 @@ class CausalConvolution:
             start = i * self._distance
             y_NCF.addcmul_(x_NXF[:, start : start + length], tap_F)
         return y_NCF if self._bias_F is None else y_NCF.add_(self._bias_F)
+
+
+class BlockLinear:
+    """Products of blocks of channels, each with its own matrix.
+
+    Shapes: T tokens, B blocks, W channels of a block, O outputs of a block.
+    """
+
+    def __init__(
+        self, weight_BOW: Tensor, bias_BO: Tensor | None, dtype: torch.dtype, kernels: LayerKernels
+    ) -> None:
+        self._multiply = kernels.grouped_linear(
+            [each.to(dtype).contiguous() for each in weight_BOW],
+            [] if bias_BO is None else [each.to(dtype) for each in bias_BO],
+        )
+        self._numbers = torch.arange(1, len(weight_BOW) + 1, device=weight_BOW.device)
+
+    def __call__(self, x_TBW: Tensor) -> Tensor:
+        """Return the products [T, B, O]."""
+        num_tokens, count = x_TBW.shape[:2]
+        ends_B = (self._numbers * num_tokens).to(torch.int32)
+        y_XO = self._multiply(x_TBW.transpose(0, 1).flatten(0, 1), ends_B)
+        return y_XO.unflatten(0, (count, num_tokens)).transpose(0, 1)
 
 
 def read_parts(

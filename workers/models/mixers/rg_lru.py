@@ -19,7 +19,7 @@ from ...layers.parallel.shard import ModelShard
 from ...layers.parallel.tensor_parallel import TensorParallel
 from ...layers.spec import ModelSpec
 from ..weights import Rows, WeightReader
-from .mixer import CausalConvolution, Mixer, elements, read_parts
+from .mixer import BlockLinear, CausalConvolution, Mixer, elements, read_parts
 from .states import StateBatch, StateCache
 
 _DECAY_RATE = 8.0
@@ -50,11 +50,8 @@ class RgLruMixer(Mixer):
             read_parts(weights, f"{prefix}conv1d.bias", (channels,), [own]),
         )
         gates_BWW, biases_BW = read_gates(layer, weights, prefix, blocks)
-        self._gates = kernels.grouped_linear(
-            [each.T.to(weights.dtype).contiguous() for each in gates_BWW],
-            [each.to(weights.dtype) for each in biases_BW],
-        )
-        self._block_numbers = torch.arange(1, len(blocks) + 1, device=weights.device)
+        self._num_blocks = len(blocks)
+        self._gates = BlockLinear(gates_BWW.mT, biases_BW, weights.dtype, kernels)
         self._decay_I = read_decay(layer, weights, prefix, own)
         self._output = RowParallelLinear(
             weights.read_matrix(f"{prefix}out_proj.weight", spec.hidden_size, channels, own, dim=1),
@@ -78,13 +75,9 @@ class RgLruMixer(Mixer):
 
     def _gates_of(self, x_TI: Tensor) -> tuple[Tensor, Tensor]:
         """Return the gates of the input and of the recurrence, float32 [T, I]."""
-        count, num_tokens = len(self._block_numbers), len(x_TI)
-        x_BTW = x_TI.unflatten(1, (count, -1)).transpose(0, 1)
-        ends_B = (self._block_numbers * num_tokens).to(torch.int32)
-        gates = self._gates(x_BTW.flatten(0, 1), ends_B).float().sigmoid()
-        gates_BTW = gates.unflatten(0, (count, num_tokens))
-        first, second = (part.transpose(0, 1).flatten(1) for part in gates_BTW.chunk(2, -1))
-        return first, second
+        gates_TBW = self._gates(x_TI.unflatten(1, (self._num_blocks, -1))).float().sigmoid()
+        first_TBW, second_TBW = gates_TBW.chunk(2, -1)
+        return first_TBW.flatten(1), second_TBW.flatten(1)
 
     def _scan(
         self, x_TI: Tensor, log_decay_TI: Tensor, cache: StateCache, batch: StateBatch

@@ -83,6 +83,8 @@ class Block:
         """Return a block with the same weights and the low-rank products of a layer that uses it."""
         use, prefix = layer.shared_block, self._prefix
         assert use is not None
+        if not use.rank:
+            return self
 
         def adapt(linear: Linear, rows: Sequence[Rows], columns: int) -> Linear:
             down, up = map(kernels.linear, read_low_rank(weights, use, rows, columns))
