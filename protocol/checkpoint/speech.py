@@ -21,8 +21,9 @@ _BART_STARTS: Final = {
     "mvp": 2,
     "pegasus": 0,
     "plbart": 2,
+    "t5gemma": 2,
 }
-"""Models like BART, and their default `decoder_start_token_id`."""
+"""Models but T5, and their default `decoder_start_token_id`."""
 
 _SOURCE_TEXT: Final = frozenset({*_BART_STARTS, *_T5})
 
@@ -53,6 +54,10 @@ def with_decoder_fields(fields: ConfigFields) -> ConfigFields:
     if not is_encoder_decoder(fields):
         return fields
     kind = fields.text("model_type")
+    if kind == "t5gemma":
+        own = fields.required_section("decoder").config
+        kept = {name: fields.get(name) for name in ("model_type", "tie_word_embeddings")}
+        return fields.with_values({**own, **kept})
     found = {
         name: value
         for name, others in _DECODER_FIELDS.get(kind, _BART_FIELDS).items()
@@ -173,6 +178,9 @@ def _bad_words(fields: ConfigFields) -> tuple[tuple[int, ...], ...]:
 def _max_source_tokens(config: ConfigFields) -> int:
     if config.text("model_type") in _T5:
         return config.integer("n_positions", MAX_SOURCE_TOKENS)
+    if config.text("model_type") == "t5gemma":
+        encoder = config.required_section("encoder")
+        return encoder.integer("max_position_embeddings", 8192)
     return config.integer("max_position_embeddings", 1024)
 
 

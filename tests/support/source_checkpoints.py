@@ -43,6 +43,21 @@ _T5_SIZES = {
     "relative_attention_num_buckets": 8,
     "relative_attention_max_distance": 20,
 }
+_GEMMA_SIZES = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "query_pre_attn_scalar": 10,
+    "sliding_window": 9,
+    "attn_logit_softcapping": 3.0,
+    "final_logit_softcapping": 5.0,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "whisper": (
         "Whisper",
@@ -71,6 +86,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mvp": ("Mvp", _BART_SIZES | {"max_position_embeddings": 128}),
     "mt5": ("MT5", _T5_SIZES),
     "t5": ("T5", _T5_SIZES),
+    "t5gemma": (
+        "T5Gemma",
+        {
+            "vocab_size": VOCAB_SIZE,
+            "encoder": _GEMMA_SIZES | {"hidden_size": 36, "num_hidden_layers": 2},
+            "decoder": _GEMMA_SIZES,
+        },
+    ),
     "flan-t5": (
         "T5",
         _T5_SIZES | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},

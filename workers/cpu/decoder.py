@@ -221,11 +221,10 @@ class NativeDecoder:
         positions_E = np.arange(len(hidden_ED), dtype=np.int32)
         ids_E = np.zeros_like(positions_E)
         groups = (StepGroup * len(self._groups))()
-        # All cross-attention layers have the same blocks, because they form a single group.
-        (metadata,) = attn_metadata.values()
-        groups[0].block_table = metadata.block_table.ctypes.data
-        groups[0].block_table_stride = metadata.block_table.shape[1]
-        groups[0].slot_mapping = metadata.slot_mapping.ctypes.data
+        for group, metadata in attn_metadata.items():
+            groups[group].block_table = metadata.block_table.ctypes.data
+            groups[group].block_table_stride = metadata.block_table.shape[1]
+            groups[group].slot_mapping = metadata.slot_mapping.ctypes.data
         pointers = (ctypes.c_void_p * len(kv_caches))(*map(address, kv_caches))
         step = Step(
             num_tokens=len(hidden_ED),

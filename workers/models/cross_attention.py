@@ -51,7 +51,7 @@ class CrossAttention:
             vectors = (weights.read_vector(name, spec.head_dim) for name in names)
             self._norms = [RMSNorm(vector_K, spec.norm_eps) for vector_K in vectors]
         self._backend = backend.as_bidirectional()
-        self._layer = AttentionLayer(spec.attention_scale)
+        self._layer = AttentionLayer(spec.attention_scale, softcap=spec.attention_softcap)
         self._head_dim = spec.head_dim
         self._num_kv_heads = len(shard.kv_heads(spec))
         query_rows, kv_rows = cross_rows(spec, prefix, shard)

@@ -306,7 +306,8 @@ class DecoderLayer:
         if self._spec.norms_stream:
             self._add_and_norm(x_TD, block_TD, self._attention_output_norm)
             return cross.forward(x_TD, *cache)
-        return cross.forward(added(x_TD, block_TD, self._spec, self._cross_input_norm), *cache)
+        read_TD = cross.forward(added(x_TD, block_TD, self._spec, self._cross_input_norm), *cache)
+        return read_TD if self._cross_output_norm is None else self._cross_output_norm(read_TD)
 
     def _read_images(
         self,

@@ -240,7 +240,7 @@ class AttentionRecorder:
             "layer": index,
             "group": layer.cross_group,
             "reads_source": True,
-            "attention": AttentionLayer(spec.attention_scale, 0.0, 0),
+            "attention": AttentionLayer(spec.attention_scale, spec.attention_softcap or 0.0, 0),
             "num_heads": len(self._shard.heads(spec)),
             "num_kv_heads": len(self._shard.kv_heads(spec)),
             "head_dim": spec.head_dim,
@@ -270,11 +270,12 @@ class AttentionRecorder:
             return
         self._blocks.add_block(prefix, output, bias, norms.cross_output, spec.attention_multiplier)
 
-    def record_storing(self, index: int, prefix: str, store: BlockRecorder) -> None:
+    def record_storing(self, index: int, group: int, prefix: str, store: BlockRecorder) -> None:
         """Record, in another program, the operations that store the keys and values for `record_cross`.
 
         Args:
             index: The index of the layer's KV cache.
+            group: Its group.
             prefix: The prefix of the layer's tensors.
             store: The recorder of the other program, whose residual stream contains the encoder's outputs.
         """
@@ -291,8 +292,8 @@ class AttentionRecorder:
             qk_norm=qk_norm,
             eps=spec.norm_eps,
             layer=index,
-            group=0,
-            attention=AttentionLayer(spec.attention_scale, 0.0, 0),
+            group=group,
+            attention=AttentionLayer(spec.attention_scale, spec.attention_softcap or 0.0, 0),
             num_heads=len(self._shard.heads(spec)),
             num_kv_heads=len(self._shard.kv_heads(spec)),
             head_dim=spec.head_dim,

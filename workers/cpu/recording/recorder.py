@@ -233,7 +233,7 @@ class Recorder:
             cache = self._num_caches - 1
             self._attention.record_cross(cache, prefix, layer, norms)
             assert self._store is not None
-            self._attention.record_storing(cache, prefix, self._store)
+            self._attention.record_storing(cache, layer.cross_group, prefix, self._store)
         if altup is not None:
             # Now the residual stream is the sum of the attention's output and the low-rank product.
             program.add_op("scale", scale=0.5**0.5)

@@ -118,9 +118,11 @@ class SourceEncoder:
         batch = AttentionBatch(
             ends, ends[1:], self._block_table, positions + np.int32(attention.block_size)
         )
-        metadata = attention.build(batch, self._model.spec.windows_by_group[0])
+        metadata = [
+            attention.build(batch, windows) for windows in self._model.spec.windows_by_group
+        ]
         return self._model.forward(
-            inputs, to_device(positions, self._device), self._kv_caches, [metadata]
+            inputs, to_device(positions, self._device), self._kv_caches, metadata
         )
 
 

@@ -73,7 +73,8 @@ def _gemma1(fields: ConfigFields) -> ModelSpec:
     )
 
 
-def _gemma2(fields: ConfigFields) -> ModelSpec:
+def gemma2(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of a Gemma 2."""
     fields = fields.with_defaults(
         **_GEMMA_DEFAULTS, attn_logit_softcapping=50.0, final_logit_softcapping=30.0
     )
@@ -86,7 +87,7 @@ def _gemma2(fields: ConfigFields) -> ModelSpec:
 
 
 def _vault_gemma(fields: ConfigFields) -> ModelSpec:
-    return replace(_gemma2(fields), norms=NormNames(mlp_input="pre_feedforward_layernorm"))
+    return replace(gemma2(fields), norms=NormNames(mlp_input="pre_feedforward_layernorm"))
 
 
 def _gemma3(fields: ConfigFields) -> ModelSpec:
@@ -375,7 +376,7 @@ def _recurrent_gemma(fields: ConfigFields) -> ModelSpec:
 
 FAMILIES = (
     Family("GemmaForCausalLM", "gemma", _gemma1),
-    Family("Gemma2ForCausalLM", "gemma2", _gemma2),
+    Family("Gemma2ForCausalLM", "gemma2", gemma2),
     Family("Gemma3ForCausalLM", "gemma3_text", _gemma3),
     Family("Gemma3ForConditionalGeneration", "gemma3", _gemma3),
     Family("Gemma3nForCausalLM", "gemma3n_text", _gemma3n),

@@ -15,6 +15,7 @@ from ....layers.specs.convolution import ConvolutionSpec
 from ....layers.specs.norm_names import NormNames
 from ....layers.specs.positions import Sinusoids
 from ..common import Family, base_spec, uniform_layers
+from ..gemma import gemma2
 
 _BART_LAYER_NAMES: Final = (
     (r"\.encoder_attn_layer_norm\.", ".cross_norm."),
@@ -81,6 +82,15 @@ _POST_NORMED: Final[dict[str, Any]] = {
 _MOONSHINE_NORMS: Final = NormNames(
     "input_layernorm", None, "final_layernorm", None, "post_attention_layernorm"
 )
+_T5GEMMA_NORMS: Final = NormNames(
+    "pre_self_attention",
+    "post_self_attention",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+    "pre_cross_attention",
+    "post_cross_attention",
+)
+_T5GEMMA_NAMES: Final = ((r"\.(pre|post)_(self|cross)_attn_layernorm\.", r".\1_\2_attention."),)
 _MOONSHINE_MLP_NAMES: Final = ((r"\.mlp\.fc2\.", ".mlp.down_proj."),)
 
 
@@ -298,6 +308,36 @@ def _mt5(fields: ConfigFields) -> ModelSpec:
     return _t5(fields, feed_forward="gated-gelu", scales_outputs=False)
 
 
+def _t5gemma(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of a T5Gemma (arXiv 2504.06225): encoder and decoder are like a Gemma 2."""
+    fields = fields.with_defaults(max_position_embeddings=8192)
+    own = fields.required_section("encoder").with_defaults(max_position_embeddings=8192)
+    # A token of a source also attends to the token at a distance of the window's size.
+    window = own.integer("sliding_window", 4096) + 1
+    encoder = replace(
+        gemma2(own.with_values({"sliding_window": window})),
+        norms=_T5GEMMA_NORMS,
+        tensor_names=(
+            (r"^((model\.)?decoder|lm_head)\..*", ""),
+            (r"^(model\.)?encoder\.", ""),
+            *_T5GEMMA_NAMES,
+        ),
+        final_softcap=None,
+    )
+    positions = max_source_positions(fields)
+    decoder = replace(
+        gemma2(fields),
+        norms=_T5GEMMA_NORMS,
+        tensor_names=(
+            (r"^(model\.)?encoder\..*", ""),
+            (r"^lm_head\.out_proj\.", "lm_head."),
+            (r"^(model\.)?decoder\.", ""),
+            *_T5GEMMA_NAMES,
+        ),
+    )
+    return _with_source(decoder, SourceSpec(encoder, positions))
+
+
 def _moonshine(fields: ConfigFields) -> ModelSpec:
     fields = fields.with_defaults(tie_word_embeddings=True, partial_rotary_factor=0.9)
     fields = fields.with_values({"rms_norm_eps": 1e-5})
@@ -375,5 +415,6 @@ FAMILIES = (
     Family("PegasusForConditionalGeneration", "pegasus", _pegasus),
     Family("PLBartForConditionalGeneration", "plbart", _plbart),
     Family("T5ForConditionalGeneration", "t5", _t5),
+    Family("T5GemmaForConditionalGeneration", "t5gemma", _t5gemma),
     Family("WhisperForConditionalGeneration", "whisper", _whisper),
 )
