@@ -158,6 +158,11 @@ RECURRENT = {
             "tie_word_embeddings": False,
         },
     ),
+    "rg-lru": (
+        "RecurrentGemmaConfig",
+        "RecurrentGemmaForCausalLM",
+        {"attention_window_size": 24, "lru_width": 96},
+    ),
     "convolution": (
         "Lfm2Config",
         "Lfm2ForCausalLM",
