@@ -30,7 +30,7 @@ from ...protocol.checkpoint.model_dimensions import (
 from ...protocol.checkpoint.recurrent_config import (
     DEFAULT_LENGTH,
     RecurrentModel,
-    is_purely_recurrent,
+    has_unlimited_length,
     read_recurrent_layer,
 )
 from ...protocol.checkpoint.speech import (
@@ -286,7 +286,7 @@ def _max_model_len(config: ConfigFields, wanted: int | None, trained: int | None
     if limit is None:
         if wanted is not None:
             return wanted
-        if is_purely_recurrent(config):
+        if has_unlimited_length(config):
             return DEFAULT_LENGTH
         raise config.error("the context length is missing; set --max-model-len")
     if wanted is None:

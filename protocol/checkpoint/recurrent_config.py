@@ -22,7 +22,7 @@ from .recurrent_layers import (
 )
 
 DEFAULT_LENGTH: Final = 8192
-"""Context length of models without attention whose config does not set one. Most do not."""
+"""Context length of models without a limit whose config does not set one. Most do not."""
 
 
 def read_recurrent_layer(fields: ConfigFields) -> RecurrentLayer | None:
@@ -395,6 +395,11 @@ def _olmo_hybrid_with_defaults(fields: ConfigFields) -> ConfigFields:
 def is_purely_recurrent(fields: ConfigFields) -> bool:
     """Return whether no layer of the model has attention."""
     return fields.text("model_type", "") in ("mamba", "falcon_mamba", "mamba2")
+
+
+def has_unlimited_length(fields: ConfigFields) -> bool:
+    """Return whether no layer of the model attends to all tokens, so that a context may have any length."""
+    return is_purely_recurrent(fields) or fields.text("model_type", "") == "recurrent_gemma"
 
 
 def nominal_heads(layer: RecurrentLayer) -> tuple[int, int]:

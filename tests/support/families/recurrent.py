@@ -139,6 +139,8 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
             "num_hidden_layers": 4,
             "lru_width": 72,
             "attention_window_size": 9,
+            # Published configs have no length.
+            "max_position_embeddings": None,
             "logits_soft_cap": 5.0,
             "attention_bias": True,
         },

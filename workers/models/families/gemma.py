@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from ....protocol.checkpoint.config_fields import ConfigFields
 from ....protocol.checkpoint.model_dimensions import DEFAULTS_OF_GEMMA3
+from ....protocol.checkpoint.recurrent_config import DEFAULT_LENGTH
 from ...device.dtypes import rounded
 from ...layers.read_rope import read_rope, read_rope_of_layer_type
 from ...layers.spec import LayerSpec, ModelSpec
@@ -349,7 +350,10 @@ def _recurrent_gemma(fields: ConfigFields) -> ModelSpec:
     """Return the spec of a RecurrentGemma (arXiv 2404.07839): recurrent layers, and attention with a window."""
     size, window = head_dim(fields), fields.integer("attention_window_size", 2048)
     fields = fields.with_defaults(
-        hidden_activation="gelu_pytorch_tanh", tie_word_embeddings=True, partial_rotary_factor=0.5
+        hidden_activation="gelu_pytorch_tanh",
+        tie_word_embeddings=True,
+        partial_rotary_factor=0.5,
+        max_position_embeddings=DEFAULT_LENGTH,
     ).with_values({"head_dim": size, "intermediate_size": fields.integer("intermediate_size") // 2})
     pattern = fields.get("block_types", ["recurrent", "recurrent", "attention"])
     if not isinstance(pattern, list | tuple) or not pattern:
