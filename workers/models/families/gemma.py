@@ -353,8 +353,13 @@ def _recurrent_gemma(fields: ConfigFields) -> ModelSpec:
         hidden_activation="gelu_pytorch_tanh",
         tie_word_embeddings=True,
         partial_rotary_factor=0.5,
-        max_position_embeddings=DEFAULT_LENGTH,
-    ).with_values({"head_dim": size, "intermediate_size": fields.integer("intermediate_size") // 2})
+    ).with_values(
+        {
+            "intermediate_size": fields.integer("intermediate_size") // 2,
+            "max_position_embeddings": fields.optional_integer("max_position_embeddings")
+            or DEFAULT_LENGTH,
+        }
+    )
     pattern = fields.get("block_types", ["recurrent", "recurrent", "attention"])
     if not isinstance(pattern, list | tuple) or not pattern:
         raise fields.wrong("block_types", "a list of recurrent and attention", pattern)
