@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 from engine.protocol.config import Device
+from msgspec.structs import asdict
 from on_gpu import limits, programs
 from on_gpu.agreement import EAGERLY, Agreement, repeats
 from on_gpu.plan import LIMITS

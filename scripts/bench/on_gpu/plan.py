@@ -68,7 +68,7 @@ def plan(models: tuple[str, ...] = MODELS) -> dict[str, dict[str, Part]]:
             "prefill tiles": program("gpu_attention.py", 50, *heads, "--tune", "--case", prefill),
             "decode tiles": program("gpu_attention.py", 40, *heads, "--tune", "--case", decode),
             "small products": program(
-                "gpu_kernels.py", 30, "--only", "linear", "--rows", rows, "--columns", columns
+                "gpu_kernels.py", 25, "--only", "linear", "--rows", rows, "--columns", columns
             ),
         },
         "D": {"families": measure(540, "families")},
