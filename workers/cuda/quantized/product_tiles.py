@@ -79,7 +79,28 @@ def finish_tile(
     With `sums_ptr`, float32 [S, T, O], the programs of axis 2 have the sums of different columns. The last one of them
     to end adds all up, in a fixed order. `num_ended_ptr`, int32 [tiles], has zeros before and afterwards.
     """
-    if sums_ptr is None:
+    is_last = True
+    if sums_ptr is not None:
+        mask_OT = mask_O[:, None] & mask_T[None, :]
+        places_OT = tokens_T[None, :] * num_rows + outputs_O[:, None]
+        num_sums = tl.cast(num_tokens, tl.int64) * num_rows
+        tl.store(sums_ptr + tl.program_id(2) * num_sums + places_OT, sum_OT, mask=mask_OT)
+        # All threads must have stored their part before one of them announces it.
+        tl.debug_barrier()
+        num_ended_ptr += tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+        is_last = tl.atomic_add(num_ended_ptr, 1) == tl.num_programs(2) - 1
+    if is_last:
+        if sums_ptr is not None:
+            tl.store(num_ended_ptr, 0)
+            sum_OT = tl.zeros_like(sum_OT)
+            for split in range(tl.num_programs(2)):
+                # The L1 cache is not coherent.
+                sum_OT += tl.load(
+                    sums_ptr + split * num_sums + places_OT,
+                    mask=mask_OT,
+                    other=0.0,
+                    cache_modifier=".cg",
+                )
         _store_product(
             sum_OT,
             scale_ptr,
@@ -93,36 +114,3 @@ def finish_tile(
             mask_O,
             mask_T,
         )
-    else:
-        mask_OT = mask_O[:, None] & mask_T[None, :]
-        places_OT = tokens_T[None, :] * num_rows + outputs_O[:, None]
-        num_sums = tl.cast(num_tokens, tl.int64) * num_rows
-        tl.store(sums_ptr + tl.program_id(2) * num_sums + places_OT, sum_OT, mask=mask_OT)
-        # All threads must have stored their part before one of them announces it.
-        tl.debug_barrier()
-        num_ended_ptr += tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-        num_ended = tl.atomic_add(num_ended_ptr, 1)
-        if num_ended == tl.num_programs(2) - 1:
-            total_OT = tl.zeros_like(sum_OT)
-            for split in range(tl.num_programs(2)):
-                # The L1 cache is not coherent.
-                total_OT += tl.load(
-                    sums_ptr + split * num_sums + places_OT,
-                    mask=mask_OT,
-                    other=0.0,
-                    cache_modifier=".cg",
-                )
-            tl.store(num_ended_ptr, 0)
-            _store_product(
-                total_OT,
-                scale_ptr,
-                x_scale_ptr,
-                bias_ptr,
-                out_ptr,
-                out_stride,
-                outputs_O,
-                rows_O,
-                tokens_T,
-                mask_O,
-                mask_T,
-            )
