@@ -19,7 +19,7 @@ from ..float8 import Float8Rows, Rounding
 from .bit_planes import pack_plane, planes_of
 from .library_products import LibraryProduct, library_product
 from .plane_kernels import dequantize_kernel, linear_kernel
-from .product import Launch, QuantizedProduct, Tile, launch_arguments
+from .product import QuantizedProduct, Tile
 
 _SMALLEST_GROUP = 16
 _SMALLEST_FLOAT8_GROUP = 32
@@ -130,15 +130,17 @@ class PlaneMatrix(QuantizedProduct):
             "GROUP": _WHOLE_ROW if self._num_groups == 1 else self._group_size,
         }
 
-    def launch(self, launch: Launch) -> None:
+    def launch(
+        self, grid: tuple[int, int, int], x_scale_TG: Tensor | None, arguments: dict[str, Any]
+    ) -> None:
         """Multiply tokens by the matrix."""
-        linear_kernel[launch.grid](
-            x_scale_ptr=launch.x.scale_TG,
+        linear_kernel[grid](
+            x_scale_ptr=x_scale_TG,
             one=1.0,
             SCALED=self._scaled,
             BLOCK_D=self._block_columns,
             **self._stored,
-            **launch_arguments(self, launch),
+            **arguments,
         )
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:

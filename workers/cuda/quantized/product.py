@@ -46,21 +46,6 @@ class Tile(msgspec.Struct, frozen=True):
     num_stages: int
 
 
-class Launch(msgspec.Struct, frozen=True):
-    """A launch of a kernel that multiplies tokens by a matrix.
-
-    `sums` is memory for the sums of splits, float32 [splits, T, O], or None if there are none.
-    """
-
-    tile: Tile
-    grid: tuple[int, int, int]
-    x: Float8Rows
-    bias_O: Tensor | None
-    out_TO: Tensor
-    sums: Tensor | None
-    ends_E: Tensor | None
-
-
 class QuantizedProduct(ABC):
     """Multiplies tokens by a matrix, or by the matrices of `num_experts` experts, stacked by rows."""
 
@@ -83,14 +68,22 @@ class QuantizedProduct(ABC):
         self._order_D = matrix.column_order_D
         num_tiles = triton.cdiv(self.num_rows, _ROWS)
         columns = triton.cdiv(self.num_columns, max(1, _PROGRAMS // num_tiles))
-        self.split_columns = max(_SHORTEST_SPLIT, triton.cdiv(columns, _RUN_COLUMNS) * _RUN_COLUMNS)
-        self._num_splits = triton.cdiv(self.num_columns, self.split_columns)
+        self._split_columns = max(
+            _SHORTEST_SPLIT, triton.cdiv(columns, _RUN_COLUMNS) * _RUN_COLUMNS
+        )
+        self._num_splits = triton.cdiv(self.num_columns, self._split_columns)
         most_tiles = num_tiles * triton.cdiv(_SPLIT_TOKENS, self.tiles[-1].tokens)
-        self.num_ended = torch.zeros(most_tiles, dtype=torch.int32, device=matrix.values_OD.device)
+        self._num_ended = torch.zeros(most_tiles, dtype=torch.int32, device=matrix.values_OD.device)
 
     @abstractmethod
-    def launch(self, launch: Launch) -> None:
-        """Multiply tokens by the matrix, or rows of tokens by the matrices of their experts."""
+    def launch(
+        self, grid: tuple[int, int, int], x_scale_TG: Tensor | None, arguments: dict[str, Any]
+    ) -> None:
+        """Multiply tokens by the matrix, or by the matrices of their experts.
+
+        `arguments` are those that all kernels of products have. `sums_ptr` is memory for the sums of splits, or None if
+        there are none.
+        """
 
     @abstractmethod
     def dequantize(self, dtype: torch.dtype) -> Tensor:
@@ -125,29 +118,24 @@ class QuantizedProduct(ABC):
             shape = (num_splits, num_tokens, self.num_rows)
             sums = torch.empty(shape, dtype=torch.float32, device=out_TO.device)
         grid = (triton.cdiv(self.num_rows, tile.rows), num_blocks, num_splits)
-        self.launch(Launch(tile, grid, x, bias_O, out_TO, sums, ends_E))
-
-
-def launch_arguments(product: QuantizedProduct, launch: Launch) -> dict[str, Any]:
-    """Return the arguments that all kernels of products have."""
-    x_TD = launch.x.values_TD
-    return {
-        "x_ptr": x_TD,
-        "x_stride": x_TD.stride(0),
-        "bias_ptr": launch.bias_O,
-        "out_ptr": launch.out_TO,
-        "out_stride": launch.out_TO.stride(0),
-        "sums_ptr": launch.sums,
-        "num_ended_ptr": product.num_ended,
-        "num_tokens": len(x_TD),
-        "num_rows": product.num_rows,
-        "num_columns": product.num_columns,
-        "split_columns": product.split_columns,
-        "ends_ptr": launch.ends_E,
-        "num_experts": product.num_experts,
-        "NUM_EXPERTS": triton.next_power_of_2(product.num_experts),
-        "BLOCK_T": launch.tile.tokens,
-        "BLOCK_O": launch.tile.rows,
-        "num_warps": launch.tile.num_warps,
-        "num_stages": launch.tile.num_stages,
-    }
+        arguments = {
+            "x_ptr": x.values_TD,
+            "x_stride": x.values_TD.stride(0),
+            "bias_ptr": bias_O,
+            "out_ptr": out_TO,
+            "out_stride": out_TO.stride(0),
+            "sums_ptr": sums,
+            "num_ended_ptr": self._num_ended,
+            "num_tokens": num_tokens,
+            "num_rows": self.num_rows,
+            "num_columns": self.num_columns,
+            "split_columns": self._split_columns,
+            "ends_ptr": ends_E,
+            "num_experts": self.num_experts,
+            "NUM_EXPERTS": triton.next_power_of_2(self.num_experts),
+            "BLOCK_T": tile.tokens,
+            "BLOCK_O": tile.rows,
+            "num_warps": tile.num_warps,
+            "num_stages": tile.num_stages,
+        }
+        self.launch(grid, x.scale_TG, arguments)

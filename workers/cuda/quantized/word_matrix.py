@@ -5,13 +5,15 @@ Shapes: O output and D input features, G groups of a row, E experts, R rows of o
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 from torch import Tensor
 from torch.nn import functional as F
 
 from ...loaders.quantization.matrix import ActivationScheme, QuantizedMatrix
-from .product import Launch, QuantizedProduct, Tile, launch_arguments
+from .product import QuantizedProduct, Tile
 from .word_kernels import (
     RUN_COLUMNS,
     TILE_ROWS,
@@ -69,13 +71,14 @@ class WordMatrix(QuantizedProduct):
         padding = (0, num_columns - x_OD.shape[1], 0, self._stored_rows - self.num_rows)
         return F.pad(x_ERD, padding).flatten(0, 1)
 
-    def launch(self, launch: Launch) -> None:
+    def launch(
+        self, grid: tuple[int, int, int], x_scale_TG: Tensor | None, arguments: dict[str, Any]
+    ) -> None:
         """Multiply tokens by the matrix."""
-        arguments = launch_arguments(self, launch)
-        sums_splits = self.is_batch_invariant and launch.sums is None
-        if launch.sums is None and not sums_splits:
+        has_splits = arguments["sums_ptr"] is not None
+        if not has_splits and not self.is_batch_invariant:
             arguments["split_columns"] = self.num_columns
-        words_kernel[launch.grid](
+        words_kernel[grid](
             words_ptr=self._words,
             groups_ptr=self._groups_GO,
             stored_rows=self._stored_rows,
@@ -83,7 +86,7 @@ class WordMatrix(QuantizedProduct):
             SCALE=self._scale,
             HAS_OFFSETS=self._has_offsets,
             HAS_WHOLE_RUNS=not self.num_columns % RUN_COLUMNS.value,
-            SUMS_SPLITS=sums_splits,
+            SUMS_SPLITS=self.is_batch_invariant and not has_splits,
             **arguments,
         )
 
