@@ -59,6 +59,8 @@ def test_no_cycle_is_collected_while_a_graph_is_captured() -> None:
         def __init__(self) -> None:
             self.itself = self
 
+    # Without this, a collection could be due before the capture begins.
+    gc.collect()
     garbage = weakref.ref(Node())
     was_there = []
 
