@@ -26,6 +26,7 @@ QWEN_MODELS = (
     "qwen3_5",
     "qwen3_5_moe",
     "cohere_compass",
+    "lfm3_vl",
 )
 GLM_MODELS = ("glm4v", "glm46v", "glm4v_moe", "glm_ocr")
 IMAGE, VIDEO = "<|image_pad|>", "<|video_pad|>"
@@ -121,7 +122,16 @@ _VISION_BY_FAMILY["glm5_next"] = _VISION_BY_FAMILY["glm_ocr"] | {
     "swiglu_limit": 0.5,
 }
 _VISION_BY_FAMILY["ernie4_5_vl"] = {"hidden_size": 48, "intermediate_size": 80}
+_VISION_BY_FAMILY["lfm3_vl"] = {
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "layer_types": ["conv", "conv", "full_attention", "full_attention", "conv", "full_attention"],
+}
 _NAMES = {
+    "lfm3_vl": "Lfm3Vl",
     "ernie4_5_vl_moe": "Ernie4_5_VLMoe",
     "glm5_next": "Glm5Next",
     "hunyuan_vl": "HunYuanVL",
@@ -164,6 +174,9 @@ def qwen_directory(
         text["rope_parameters"] = {"sliding_attention": rope, "full_attention": None}
     if kind.endswith("_moe"):
         text |= _MIXTURE
+    if kind == "lfm3_vl":
+        text |= {"layer_types": ["conv", "full_attention", "conv", "full_attention"]}
+        del text["rope_parameters"], text["head_dim"]
     if kind == "ernie4_5_vl_moe":
         rope["mrope_section"] = [3, 3, 2]
         text |= {"moe_num_experts": 5, "moe_k": 2, "moe_intermediate_size": [48, 32]}
@@ -196,7 +209,11 @@ def qwen_directory(
         tokens["image_start_token_id"] = tokens["vision_start_token_id"]
         tokens["image_end_token_id"] = tokens["vision_end_token_id"]
     config = getattr(transformers, f"{_NAMES[kind]}Config")(
-        vision_config=vision, text_config=text, tie_word_embeddings=False, **tokens, **ids
+        vision_config=vision,
+        text_config=text,
+        tie_word_embeddings=kind == "lfm3_vl",
+        **tokens,
+        **ids,
     )
     model = getattr(transformers, f"{_NAMES[kind]}ForConditionalGeneration")(config)
     model = model.float().eval()

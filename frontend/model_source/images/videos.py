@@ -33,6 +33,7 @@ _QWEN3: Final = _Family(
     {"limits_whole": True, "sampling": "ends", "times": "mean"}, "vision", (151652, 151653)
 )
 _COMPASS: Final = _QWEN3._replace(around_ids=(255028, 255029))
+_LFM3: Final = _QWEN3._replace(around_ids=(125009, 125010))
 _GLM41: Final = _Family(
     {"limits_whole": True, "sampling": "seconds", "times": "whole"}, "image", (151339, 151340)
 )
@@ -44,6 +45,7 @@ _FAMILIES: Final = {
     "glm4v_moe": _GLM41,
     "glm46v": _GLM46,
     "glm_ocr": _GLM46,
+    "lfm3_vl": _LFM3,
     "qwen2_vl": _QWEN,
     "qwen2_5_vl": _QWEN,
     "qwen3_5": _QWEN3,

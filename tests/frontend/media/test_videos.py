@@ -32,6 +32,7 @@ from PIL import Image
 from support.qwen_checkpoints import END, IMAGE, START, UNIT, VIDEO, qwen_directory
 from transformers.models.glm4v.processing_glm4v import Glm4vProcessor
 from transformers.models.glm46v.processing_glm46v import Glm46VProcessor
+from transformers.models.lfm3_vl.processing_lfm3_vl import Lfm3VlProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
@@ -165,7 +166,7 @@ def _qwen3(width, height, count, fps, config):
     return tuple(sides), numbers
 
 
-@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "glm4v", "glm46v"])
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "lfm3_vl", "glm4v", "glm46v"])
 def test_prompts_equal_those_of_transformers(kind, tmp_path):
     path, _ = qwen_directory(tmp_path, kind)
     config = ConfigFields.read(path / "config.json")
@@ -186,20 +187,19 @@ def test_prompts_equal_those_of_transformers(kind, tmp_path):
     width, height = video.frames[0].size
     outputs = width * height // UNIT**2
     expected = VIDEO * (3 * outputs)
-    if kind == "qwen3_vl":
+    own = {"qwen3_vl": Qwen3VLProcessor, "lfm3_vl": Lfm3VlProcessor}.get(kind)
+    if own is not None:
         grid = np.array([[3, 2 * height // UNIT, 2 * width // UNIT]])
         state = SimpleNamespace(
             video_processor=SimpleNamespace(merge_size=2, temporal_patch_size=2),
             video_token=VIDEO,
             vision_start_token=START,
             vision_end_token=END,
-            _calculate_timestamps=lambda *given: Qwen3VLProcessor._calculate_timestamps(
-                None, *given
-            ),
+            _calculate_timestamps=lambda *given: own._calculate_timestamps(None, *given),
         )
         metadata = SimpleNamespace(fps=3.0, frames_indices=video.numbers)
         inputs = {"video_grid_thw": grid, "video_metadata": [metadata]}
-        expected = Qwen3VLProcessor.replace_video_token(state, inputs, 0)
+        expected = own.replace_video_token(state, inputs, 0)
     elif kind.startswith("glm"):
         expected = _glm_text(kind, video, outputs)
     else:

@@ -114,7 +114,7 @@ JANUS_IMAGES = {
     "image_token_embed_dim": 48,
 }
 SQUARE_MODELS = ("janus", "deepseek_vl", "deepseek_vl_hybrid", "ovis2")
-PAIRED = ("exaone4_5", "hyperclovax_vision_v2", "lfm3_vl", "minimax_m3_vl")
+PAIRED = ("exaone4_5", "hyperclovax_vision_v2", "minimax_m3_vl")
 """Models whose patches have two frames."""
 MINICPM_MODELS = ("minicpmv4_6", "minicpm_ocr", "minicpmv4_7")
 OVIS_MARKS = ("<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>")
@@ -174,17 +174,6 @@ def _config(kind):
         return transformers.Lfm2VlConfig(
             vision_config=SIGLIP,
             text_config=SMALL | {"model_type": "lfm2"} | layers,
-            projector_hidden_size=56,
-            image_token_id=IMAGE_TOKEN,
-            tie_word_embeddings=True,
-        )
-    if kind == "lfm3_vl":
-        kinds = ["conv", "conv", "full_attention", "full_attention", "conv", "full_attention"]
-        return transformers.Lfm3VlConfig(
-            vision_config=KIMI
-            | {"num_hidden_layers": 6, "num_key_value_heads": 2, "layer_types": kinds},
-            text_config=SMALL
-            | {"model_type": "lfm3", "layer_types": ["conv", "full_attention", "conv"]},
             projector_hidden_size=56,
             image_token_id=IMAGE_TOKEN,
             tie_word_embeddings=True,
@@ -261,7 +250,6 @@ def _config(kind):
         "kimi_k25",
         "minimax_m3_vl",
         "lfm2_vl",
-        "lfm3_vl",
         *MINICPM_MODELS,
         "muse_glimmer",
         "deepseek_ocr2",

@@ -128,7 +128,7 @@ def _check_logits(model, load, sizes, has_video):
     if kind == "hunyuan_vl":
         is_image = torch.tensor([prompt]) == processor.token_id
         arguments["mm_token_type_ids"] = is_image.int()
-    else:
+    elif kind != "lfm3_vl":
         arguments["position_ids"] = rotary_positions(reference.config, prompt, grids)
     if has_marks:
         is_of_image = np.isin(prompt, [processor.token_id, *marks])
