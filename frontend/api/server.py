@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import gc
 import logging
 import os
@@ -206,14 +207,13 @@ class Frontend:
         if self._config.epoch != FIRST_EPOCH:
             await self._engine.watch_status()
         gc.collect()
+        _return_free_memory()
         gc.freeze()
         gc.enable()
         self._num_blocks = sys.getallocatedblocks()
         self._enter(Stage.READY, "")
         self._app.recovery.start()
         self._serving.start_decoders()
-        if self._config.model.has_tokenizer:
-            await self._serving.grammar_checks.warm_up()
         for work in self._serving.when_ready:
             await work()
 
@@ -339,6 +339,13 @@ class Frontend:
                 f"{frontend.ssl_certfile}: {error}; use PEM files of one key and its certificate"
             ) from error
         return config
+
+
+def _return_free_memory() -> None:
+    """Return memory to the system that the startup has freed, above all the text of the tokenizer's file."""
+    # Other C libraries than glibc return it themselves, or have no such call.
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        trim(0)
 
 
 def serve(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import logging
 import socket
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -12,7 +11,6 @@ from typing import Final
 
 import msgspec
 
-from ...protocol.errors import EngineError
 from ...protocol.grammars.grammar import MAX_SPEC_LENGTH
 from ...protocol.grammars.messages import (
     MAX_WALL_S,
@@ -23,10 +21,8 @@ from ...protocol.grammars.messages import (
 from ...protocol.grammars.process import GrammarProcesses, describe_exit
 from ...protocol.isolation.messages import LENGTH_BYTES, Exited, frame
 from ...protocol.isolation.processes import is_idle
-from ...protocol.sampling_params import GrammarKind, StructuredOutput
+from ...protocol.sampling_params import StructuredOutput
 from .executor import ThreadExecutor
-
-logger = logging.getLogger(__name__)
 
 MAX_CHECKS: Final = 4
 """Maximum grammars that are checked at the same time."""
@@ -47,6 +43,7 @@ _encode = msgspec.msgpack.Encoder().encode
 class GrammarChecks:
     """A pool of processes that check grammars, with a cache of recent verdicts.
 
+    The first process starts with the first grammar, because many servers never get one.
     `run` prepares grammars in the threads of `executor`, which nothing else uses.
     """
 
@@ -58,15 +55,6 @@ class GrammarChecks:
         self._long_slots = asyncio.Semaphore(MAX_LONG_CHECKS)
         self._idle: list[_Checker] = []
         self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
-
-    async def warm_up(self) -> None:
-        """Start a process, so that the first request does not have to wait for it."""
-        try:
-            verdict = await self.check(StructuredOutput(GrammarKind.JSON_OBJECT))
-        except (OSError, EngineError) as error:
-            verdict = Verdict(str(error))
-        if verdict.problem:
-            logger.warning("structured outputs cannot be used: %s", verdict.problem)
 
     def close(self) -> None:
         """Stop the processes."""

@@ -45,8 +45,7 @@ def open_stream(
 
 
 def test_processes_have_titles_and_no_torch(server: Server) -> None:
-    # The fork server gets its title after the server is ready.
-    for title in ("core 0", "frontend 0", "store", "worker 0", "grammar fork server"):
+    for title in ("core 0", "frontend 0", "store", "worker 0"):
         server.child(title)
     assert psutil.Process(server.process.pid).cmdline()[0] == "engine: guardian"
     # A native program computes the model, regardless of earlier requests.
@@ -55,6 +54,9 @@ def test_processes_have_titles_and_no_torch(server: Server) -> None:
     # It runs in every engine, whether or not anything is stored.
     memory = server.child("store").memory_full_info()
     assert memory.uss < 18 * 2**20
+    # Weights and KV cache are the worker's.
+    others = [process for process in server.find_children() if "worker" not in process.cmdline()[0]]
+    assert sum(process.memory_full_info().pss for process in others) < 150 * 2**20
 
 
 def test_a_loaded_checkpoint_is_not_kept_in_memory(server: Server) -> None:
