@@ -281,8 +281,8 @@ class ResizeProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="resi
 
     Each square of `unit` x `unit` pixels makes one embedding. If `grows` is not None, an image with a side below `unit`
     pixels is first enlarged until that side has `unit` pixels; the other side is then rounded down ("floor", GLM) or to
-    the nearest integer ("round", PaddleOCR-VL). If `has_newlines` is true, there is one more embedding after each row,
-    before the image and after it (Hunyuan-OCR).
+    the nearest integer ("round", PaddleOCR-VL). If `has_newlines` is true, there is one more embedding after each row
+    (Hy4-VL), and if `has_frame` is true also one before the image and one after it (Hunyuan-OCR).
     """
 
     unit: int
@@ -290,6 +290,7 @@ class ResizeProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="resi
     max_pixels: int
     grows: Literal["floor", "round"] | None = None
     has_newlines: bool = False
+    has_frame: bool = False
 
 
 class LongestProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="longest"):

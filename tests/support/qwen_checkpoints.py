@@ -13,10 +13,11 @@ import numpy as np
 import torch
 import transformers
 from PIL import Image
+from support.families.indexers import WITH_INDEXERS
 from support.families.recurrent import GROUPED_KEYS
 from support.tiny_checkpoints import sentencepiece_tokenizer
 
-IMAGE_MODELS = ("paddleocr_vl", "hunyuan_vl", "glm5_next", "ernie4_5_vl_moe")
+IMAGE_MODELS = ("paddleocr_vl", "hunyuan_vl", "glm5_next", "ernie4_5_vl_moe", "hy_v4_vl")
 """Models that read no videos."""
 QWEN_MODELS = (
     "qwen2_vl",
@@ -130,7 +131,9 @@ _VISION_BY_FAMILY["lfm3_vl"] = {
     "num_key_value_heads": 2,
     "layer_types": ["conv", "conv", "full_attention", "full_attention", "conv", "full_attention"],
 }
+_VISION_BY_FAMILY["hy_v4_vl"] = _VISION_BY_FAMILY["hunyuan_vl"] | {"out_hidden_size": 64}
 _NAMES = {
+    "hy_v4_vl": "HYV4VL",
     "lfm3_vl": "Lfm3Vl",
     "ernie4_5_vl_moe": "Ernie4_5_VLMoe",
     "glm5_next": "Glm5Next",
@@ -192,6 +195,11 @@ def qwen_directory(
         rope |= {"rope_type": "dynamic", "factor": 1.0, "alpha": 10.0} | {
             "mrope_section": [2, 1, 2, 3]
         }
+    if kind == "hy_v4_vl":
+        # Half of a rotated key has 4 frequencies.
+        rope["mrope_section"] = [2, 1, 1]
+        text |= WITH_INDEXERS["hy4"][1] | {"num_hidden_layers": 3, "num_key_value_heads": 4}
+        text |= {"rms_norm_eps": 1e-4}
     if kind == "glm5_next":
         text |= GROUPED_KEYS | {"num_key_value_heads": 4}
         del text["rope_parameters"], text["head_dim"]
@@ -244,7 +252,7 @@ def qwen_directory(
         processor |= {"image_processor_type": "Glm5NextImageProcessor"}
         processor |= {"min_image_tokens": 8, "max_image_tokens": 100}
         del processor["min_pixels"], processor["max_pixels"]
-    if kind == "hunyuan_vl":
+    if kind in ("hunyuan_vl", "hy_v4_vl"):
         processor |= {"image_processor_type": "HunYuanVLImageProcessor", "temporal_patch_size": 1}
         # The filter of the file is ignored.
         processor["resample"] = 1

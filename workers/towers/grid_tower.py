@@ -207,8 +207,10 @@ class GridTower(ImageReader):
             row_P, column_P = number_P // width, number_P % width
         if self.spec.interpolation != "corners":
             # Coordinates are from -1 to 1.
+            offset = self.spec.side_offset
             places = [
-                (2 * at_P + 1) / length - 1 for at_P, length in ((column_P, width), (row_P, height))
+                (2 * at_P + 1) / (length + offset) - 1
+                for at_P, length in ((column_P, width), (row_P, height))
             ]
             table = self._positions.float().view(1, side, side, -1).permute(0, 3, 1, 2)
             grid = torch.stack(places, -1).float()[None, :, None]

@@ -35,7 +35,9 @@ def read_merger(
         return _GatedMerger(spec, tensors, checkpoint)
     if spec.projects_patches:
         return _PatchMerger(spec, tensors)
-    if spec.has_newlines:
+    if spec.newlines == "framed":
+        return _FramedMerger(spec, tensors, checkpoint)
+    if spec.newlines == "plain":
         return _NewlineMerger(spec, tensors, checkpoint)
     if spec.has_third_matrix:
         return _ElementMerger(spec, tensors)
@@ -175,7 +177,7 @@ class _FramesMerger:
         return self._norm(self._last(x))
 
 
-class _NewlineMerger:
+class _FramedMerger:
     """Projects each cell by three matrices, and adds learned embeddings before and after the image and after each row.
 
     The embedding after a row passes through the third matrix. All outputs are normed.
@@ -202,6 +204,25 @@ class _NewlineMerger:
         ends = self._newline_D.expand(len(rows), 1, -1)
         x = self._third(torch.cat((rows, ends), 1).flatten(0, 1))
         return self._output_norm(torch.cat((self._begin_D[None], x, self._end_D[None])))
+
+
+class _NewlineMerger:
+    """Projects the normed patches of each cell by two matrices, and adds a learned embedding after each row."""
+
+    def __init__(
+        self, spec: GridVisionSpec, tensors: VisionWeights, checkpoint: Checkpoint
+    ) -> None:
+        size, inner = spec.hidden_size, spec.hidden_size * spec.merge_size**2
+        self._activation = find_activation(checkpoint, spec.activation)
+        self._norm = tensors.read_rms_norm("merger.before_rms", size, spec.norm_eps)
+        self._square = _read_square(tensors, inner, size, spec.merge_size)
+        self._second = tensors.read_linear("merger.proj", spec.output_size, inner)
+        self._newline_D = tensors.read("merger.image_newline", spec.output_size)
+
+    def __call__(self, x_PD: Tensor, num_columns: int) -> Tensor:
+        x = self._square(self._norm(x_PD).reshape(-1, self._square.weight.shape[1]))
+        rows = self._second(self._activation(x)).unflatten(0, (-1, num_columns))
+        return torch.cat((rows, self._newline_D.expand(len(rows), 1, -1)), 1).flatten(0, 1)
 
 
 def _read_square(tensors: VisionWeights, rows: int, size: int, side: int) -> Linear:

@@ -24,9 +24,8 @@ def resized(image: Image.Image, config: ResizeProcessor) -> Parts:
     payload = ImagePayload(
         image.width, image.height, image.tobytes(), config.scale, config.mean, config.std
     )
-    margin = int(config.has_newlines)
-    columns = image.width // config.unit + margin
-    grid = EncoderGrid(image.height // config.unit, columns, margin=margin)
+    columns = image.width // config.unit + config.has_newlines
+    grid = EncoderGrid(image.height // config.unit, columns, margin=int(config.has_frame))
     return [config.start, Tile(payload, grid.num_tokens, grid=grid), config.end]
 
 

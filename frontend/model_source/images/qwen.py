@@ -77,13 +77,15 @@ def resize_own_mark(
 
 
 def resize_lines(source: ProcessorSource, vision: GridVisionSpec, token_id: int) -> ResizeProcessor:
-    """Return the processor of Hunyuan-OCR, which ignores the resampling filter of its file."""
+    """Return the processor of Hunyuan-OCR and Hy4-VL, which ignore the resampling filter of their file."""
     size = {"shortest_edge": 512**2, "longest_edge": 2048**2}
     fields = source.fields.with_defaults(size=size).with_values({"resample": BICUBIC})
     config = resize(replace(source, fields=fields), vision, token_id)
     # The number of rows is largest for the most oblong images.
     most = config.num_outputs + math.isqrt(MAX_RATIO * config.num_outputs) + 3
-    return msgspec.structs.replace(config, num_outputs=most, has_newlines=True)
+    return msgspec.structs.replace(
+        config, num_outputs=most, has_newlines=True, has_frame=vision.newlines == "framed"
+    )
 
 
 def resize_between_marks(

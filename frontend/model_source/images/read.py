@@ -134,6 +134,7 @@ _READERS: Final[dict[str, _Reader]] = {
     "glm5_next": corner,
     "glm_ocr": resize_pairs,
     "hunyuan_vl": resize_lines,
+    "hy_v4_vl": resize_lines,
     "idefics3": grid,
     "internvl": canvas,
     "janus": margins_between_marks,

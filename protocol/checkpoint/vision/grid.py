@@ -39,6 +39,7 @@ class GridVisionSpec(msgspec.Struct, frozen=True):
             "antialiased" averages over all positions in between where the image has fewer patches. "swapped sides" is
             bilinear with zeros outside of the table, and assigns positions row by row as if the image had as many rows
             as it has columns, and the other way around (Muse).
+        side_offset: A number that is added to the image's rows and columns of patches when these centers are computed.
         has_final_norm: True if all patches are normed before they are merged, in addition to the projection's norm.
         outer_eps: The epsilon of the norms of patch embeddings and of all patches before they are merged, if not 0 and
             different from `norm_eps`.
@@ -63,8 +64,9 @@ class GridVisionSpec(msgspec.Struct, frozen=True):
         middle_size: If not 0, the number of outputs of the projection's second matrix, which is followed by a third.
         has_third_matrix: True if the projection has three matrices, of which the first reads an element of all patches
             of a square before the next element.
-        has_newlines: True if the projection has three matrices, between two norms, and adds learned embeddings after
-            each row of an image, before the image and after it (Hunyuan-OCR, arXiv 2511.19575).
+        newlines: If not None, the projection adds a learned embedding after each row of an image. With "framed", it has
+            three matrices between two norms, and other embeddings before the image and after it (Hunyuan-OCR, arXiv
+            2511.19575). With "plain", a norm is followed by two matrices (Hy4-VL).
         merges_frames: True if the projection has an MLP and a norm for each square, the same for two frames, and then a
             matrix and an RMS norm with the epsilon `merger_eps` (ERNIE 4.5 VL). The two frames of an image are equal.
         window_size: If not 0, patches attend within squares with this side in pixels (Qwen2.5-VL, arXiv 2502.13923),
@@ -102,6 +104,7 @@ class GridVisionSpec(msgspec.Struct, frozen=True):
     interpolation: Literal[
         "corners", "centers", "bilinear centers", "antialiased", "swapped sides"
     ] = "corners"
+    side_offset: float = 0.0
     has_final_norm: bool = False
     outer_eps: float = 0.0
     merger_eps: float = 0.0
@@ -119,7 +122,7 @@ class GridVisionSpec(msgspec.Struct, frozen=True):
     projects_patches: bool = False
     middle_size: int = 0
     has_third_matrix: bool = False
-    has_newlines: bool = False
+    newlines: Literal["framed", "plain"] | None = None
     merges_frames: bool = False
     window_size: int = 0
     full_layers: tuple[int, ...] = ()

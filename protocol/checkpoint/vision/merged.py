@@ -1,4 +1,4 @@
-"""Read the vision towers of PaddleOCR-VL, Hunyuan-OCR, MiniMax M3, Kimi K2.5, LFM2-VL and LFM3-VL."""
+"""Read the vision towers of PaddleOCR-VL, Hunyuan-OCR, Hy4-VL, MiniMax M3, Kimi K2.5, LFM2-VL and LFM3-VL."""
 
 from __future__ import annotations
 
@@ -46,10 +46,17 @@ def hunyuan_vl(fields: ConfigFields, vision: ConfigFields, output_size: int) -> 
         position_side=image_size // patch_size,
         has_class_position=True,
         interpolation="centers" if mode == "bicubic" else "bilinear centers",
-        has_newlines=True,
+        newlines="framed",
         tensor_names=_HUNYUAN_NAMES,
     )
     return replace(spec, has_final_norm=False)
+
+
+def hy_v4_vl(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVisionSpec:
+    """Return the tower of Hy4-VL, which is like that of Hunyuan-OCR with a smaller projection."""
+    sizes = {"hidden_size": 1536, "intermediate_size": 6144, "num_hidden_layers": 40}
+    spec = hunyuan_vl(fields, vision.with_defaults(**sizes), output_size)
+    return replace(spec, newlines="plain", side_offset=0.1)
 
 
 def minimax_m3(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVisionSpec:
@@ -233,6 +240,7 @@ _HUNYUAN_NAMES: Final = (
     (r"(visual\.blocks\..*)\.self_attn\.", r"\1.attn."),
     (r"(visual\.blocks\..*)\.dense_h_to_4h\.", r"\1.fc1."),
     (r"(visual\.blocks\..*)\.dense_4h_to_h\.", r"\1.fc2."),
+    (r"visual\.merger\.norm\.", "visual.merger.before_rms."),
     (r"visual\.merger\.(proj\.0|proj_conv)\.", "visual.merger.square."),
     (r"visual\.merger\.(proj\.2|proj_out)\.", "visual.merger.proj."),
 )

@@ -26,7 +26,7 @@ from .idefics3 import idefics3
 from .janus import deepseek_vl, deepseek_vl_hybrid, janus
 from .llama import TilesVisionSpec, llama4, mllama
 from .llava import llava, llava_next, llava_onevision, vipllava
-from .merged import hunyuan_vl, kimi_k25, lfm2_vl, lfm3_vl, minimax_m3, paddleocr_vl
+from .merged import hunyuan_vl, hy_v4_vl, kimi_k25, lfm2_vl, lfm3_vl, minimax_m3, paddleocr_vl
 from .mobilenet import ConvVisionSpec, gemma3n
 from .muse import muse
 from .pixtral import pixtral
@@ -90,6 +90,7 @@ _READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionS
     "glm5_next": glm5_next,
     "glm_ocr": glm_ocr,
     "hunyuan_vl": hunyuan_vl,
+    "hy_v4_vl": hy_v4_vl,
     "idefics3": idefics3,
     "smolvlm": idefics3,
     "internvl": internvl,

@@ -3,6 +3,7 @@
 from typing import Any
 
 from support.families.experts import LATENT, LONG
+from support.families.indexers import WITH_INDEXERS
 from support.families.recurrent import GROUPED_KEYS, NGRAMS, QWEN4
 
 MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
@@ -102,6 +103,10 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
             "no_rope_layers": [1, 1, 1, 0, 1, 0],
             "indexer_types": ["full", "full", "full", "full", "shared", "shared"],
         },
+    ),
+    "HYV4VL": (
+        "hy_v4_vl_text",
+        WITH_INDEXERS["hy4"][1] | {"rms_norm_eps": 1e-4, "rope_parameters": MROPE},
     ),
     "Qwen4Exp": (
         "qwen4_exp_text",

@@ -24,7 +24,7 @@ from .experts import (
     unused_layers,
     with_experts,
 )
-from .llama import llama4_scaling
+from .llama import interleaved_axes, llama4_scaling
 
 
 def latent_spec(fields: ConfigFields, **differences: Any) -> ModelSpec:
@@ -184,13 +184,26 @@ def _hy4(fields: ConfigFields) -> ModelSpec:
         tensor_names=(
             *spec.tensor_names,
             (r"\.hc_pre\.hc_(head|attn|mlp)(_layer)?\.hc_(head_)?", r".\1_hc."),
-            (r"\.hc_head\.hc_", ".head_hc."),
+            (r"\.hc_head\.(hc_pre\.)?hc_(head_)?", ".head_hc."),
             (r"\.ffn_hc\.", ".mlp_hc."),
             (r"\.learnable_sink_param$", ".sinks"),
             (r"\.linear_gate\.", ".gate_proj."),
             (r"^(model\.)?mtp_layers\..*", ""),
         ),
     )
+
+
+def _hy4_vl(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of the decoder of Hy4-VL.
+
+    It rotates pairs of neighboring elements, and norms of latent vectors have the epsilon of the others.
+    """
+    fields = fields.with_defaults(index_n_heads=32, rope_interleave=True)
+    spec = _hy4(interleaved_axes(fields, (12, 10, 10)))
+    latent = spec.latent
+    assert latent is not None and latent.indexer is not None
+    indexer = replace(latent.indexer, rope_order="interleaved")
+    return replace(spec, latent=replace(latent, indexer=indexer, norm_eps=spec.norm_eps))
 
 
 def _axk2(fields: ConfigFields) -> ModelSpec:
@@ -424,6 +437,7 @@ FAMILIES = (
     Family("GlmMoeDsaForCausalLM", "glm_moe_dsa", _sparse_latent),
     Family("Glm4MoeLiteForCausalLM", "glm4_moe_lite", _glm4_moe_lite),
     Family("HYV4ForCausalLM", "hy_v4", _hy4),
+    Family("HYV4VLForConditionalGeneration", "hy_v4_vl", _hy4_vl),
     Family("LongcatFlashForCausalLM", "longcat_flash", _longcat),
     Family("MiniCPM3ForCausalLM", "minicpm3", _minicpm3),
     Family("Mistral4ForCausalLM", "mistral4", _mistral4),
