@@ -11,7 +11,7 @@ from ..config.model import AudioProcessorConfig, SourceTextConfig, SpeechKind
 from .config_fields import MAX_INTEGER, ConfigFields
 
 _SPEECH: Final = frozenset({"whisper", "moonshine"})
-_T5: Final = frozenset({"t5", "mt5"})
+_T5: Final = frozenset({"t5", "mt5", "umt5"})
 _BART_STARTS: Final = {
     "bart": 2,
     "blenderbot": 1,

@@ -85,6 +85,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "plbart": ("PLBart", _BART_SIZES | {"max_position_embeddings": 128}),
     "mvp": ("Mvp", _BART_SIZES | {"max_position_embeddings": 128}),
     "mt5": ("MT5", _T5_SIZES),
+    "umt5": ("UMT5", _T5_SIZES),
     "t5": ("T5", _T5_SIZES),
     "t5gemma": (
         "T5Gemma",

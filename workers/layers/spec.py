@@ -190,8 +190,9 @@ class ModelSpec(msgspec.Struct, frozen=True):
     from the score (ALiBi, arXiv 2108.12409). If `rounds_alibi`, the factor times the key's position, a product of
     bfloat16 numbers, is added to the score before it is scaled instead (Falcon). If `num_distance_buckets` is not 0,
     each query head adds a number to the score for each bucket of distances up to `max_distance` (T5, arXiv
-    1910.10683). With `relative_biases`, the number depends on the query, too. If `has_sinks`, each query head has one
-    more score in every softmax, without a value.
+    1910.10683); with `has_layer_distance_biases`, each layer has its own numbers (umT5, arXiv 2304.09151). With
+    `relative_biases`, the number depends on the query, too. If `has_sinks`, each query head has one more score in every
+    softmax, without a value.
 
     With `latent`, there is one key/value head, and `head_dim` is the size of its keys in the cache. With `compressed`,
     there is one, too, and its keys are also the values. With `block_indexer`, each index key is stored in the cache as
@@ -259,6 +260,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
     alibi_slopes: tuple[float, ...] = ()
     rounds_alibi: bool = False
     num_distance_buckets: int = 0
+    has_layer_distance_biases: bool = False
     max_distance: int = 128
     relative_biases: RelativeBiasSpec | None = None
     has_sinks: bool = False

@@ -62,7 +62,7 @@ class Attention:
             kv_scales,
             alibi_slopes_H=_alibi_slopes(spec, heads, weights.device),
             sinks_H=read_sinks(spec, layer, weights, prefix, heads),
-            distance_biases_HE=_distance_biases(spec, weights, heads),
+            distance_biases_HE=_distance_biases(spec, weights, prefix, heads),
             is_sparse=spec.block_indexer is not None and layer.chooses_keys,
         )
         self._stores = layer.kv_source is None
@@ -349,21 +349,24 @@ def _alibi_slopes(spec: ModelSpec, heads: range, device: torch.device) -> Tensor
     return torch.tensor(spec.alibi_slopes[heads.start : heads.stop], device=device)
 
 
-def _distance_biases(spec: ModelSpec, weights: WeightReader, heads: range) -> Tensor | None:
+def _distance_biases(
+    spec: ModelSpec, weights: WeightReader, prefix: str, heads: range
+) -> Tensor | None:
     """Return each query head's bias for keys from `max_distance` positions before a token to as many after it."""
     if not spec.num_distance_buckets:
         return None
-    biases_BH = read_distance_biases(spec, weights)
+    biases_BH = read_distance_biases(spec, weights, prefix)
     furthest = spec.max_distance
     distances = torch.arange(-furthest, furthest + 1, device=biases_BH.device)
     buckets_E = distance_buckets(distances, spec)
     return biases_BH[:, heads.start : heads.stop].T[:, buckets_E].contiguous()
 
 
-def read_distance_biases(spec: ModelSpec, weights: WeightReader) -> Tensor:
-    """Return the stored biases, float32 [buckets, heads]."""
+def read_distance_biases(spec: ModelSpec, weights: WeightReader, prefix: str) -> Tensor:
+    """Return the stored biases of the attention with this prefix, float32 [buckets, heads]."""
     shape = spec.num_distance_buckets, spec.num_heads
-    return weights.read_float32("distance_biases.weight", *shape)
+    own = prefix if spec.has_layer_distance_biases else ""
+    return weights.read_float32(f"{own}distance_biases.weight", *shape)
 
 
 def distance_buckets(distances: Tensor, spec: ModelSpec) -> Tensor:

@@ -76,7 +76,9 @@ class AttentionRecorder:
         self._shard, self._weights = blocks.shard, blocks.weights
         self._max_distance = max_model_len
         self._num_cross = 0
-        self._distance_biases = self._read_distance_biases()
+        self._shared_biases: Floats | None = None
+        if not self._spec.has_layer_distance_biases:
+            self._shared_biases = self._read_distance_biases("")
 
     def record(
         self,
@@ -200,13 +202,16 @@ class AttentionRecorder:
         if indexer is not None:
             rule = ChoiceRule(indexer.num_chosen, indexer.block_size, indexer.num_local)
             self._program.add_op("choose_keys", choice=rule, **indexing)
+        distance_biases = self._shared_biases
+        if self._spec.has_layer_distance_biases:
+            distance_biases = self._read_distance_biases(f"{prefix}self_attn.")
         gates = sum(len(heads) for heads in (shard.heads(spec), *[shard.kv_heads(spec)] * 2))
         self._program.add_op(
             "attention",
             is_sparse=indexer is not None,
             norms_values=spec.norms_heads,
             activation_kind=ActivationKind.F32 if spec.has_inner_norms else output.activation_kind,
-            vectors=[read_sinks(self._blocks, prefix, layer), self._distance_biases],
+            vectors=[read_sinks(self._blocks, prefix, layer), distance_biases],
             num_columns=self._max_distance,
             first_column=gates * spec.head_dim if spec.gates_attention else 0,
             output_dim=spec.output_dim,
@@ -312,8 +317,12 @@ class AttentionRecorder:
         )
         return QKNorm.HEAD, query_norm, key_norm
 
-    def _read_distance_biases(self) -> Floats | None:
-        """Return the array for `DistanceBiases` in csrc/attention/attention.h, or None without such biases."""
+    def _read_distance_biases(self, prefix: str) -> Floats | None:
+        """Return the array for `DistanceBiases` in csrc/attention/attention.h, or None without such biases.
+
+        Args:
+            prefix: The prefix of the attention's tensors, if each layer has its own biases.
+        """
         spec, heads = self._spec, self._shard.heads(self._spec)
         num_columns = 2 * self._max_distance + _BIAS_MARGIN
         if not (spec.alibi_slopes or spec.num_distance_buckets):
@@ -327,7 +336,9 @@ class AttentionRecorder:
             else:
                 biases_HE = slopes_H1 * distances_E
         else:
-            biases_BH = read_distance_biases(spec, self._weights)[:, heads.start : heads.stop]
+            biases_BH = read_distance_biases(spec, self._weights, prefix)[
+                :, heads.start : heads.stop
+            ]
             biases_HE = biases_BH.T[:, distance_buckets(distances_E, spec)]
         return np.ascontiguousarray(biases_HE.numpy() * LOG2_E)
 

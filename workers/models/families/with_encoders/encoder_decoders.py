@@ -308,6 +308,25 @@ def _mt5(fields: ConfigFields) -> ModelSpec:
     return _t5(fields, feed_forward="gated-gelu", scales_outputs=False)
 
 
+def _umt5(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of a umT5 (arXiv 2304.09151): a T5 whose layers have their own biases."""
+    fields = fields.with_values(
+        {
+            "scale_decoder_outputs": fields.boolean("tie_word_embeddings", True),
+            "tie_word_embeddings": True,
+        }
+    )
+    spec = _t5(fields, feed_forward="gated-gelu")
+    assert spec.source is not None and spec.source.encoder is not None
+    encoder = replace(spec.source.encoder, **_umt5_biases(spec.source.encoder))
+    return replace(spec, source=replace(spec.source, encoder=encoder), **_umt5_biases(spec))
+
+
+def _umt5_biases(spec: ModelSpec) -> dict[str, Any]:
+    name = (r"\.layer\.0\.SelfAttention\.relative_attention_bias\.", ".self_attn.distance_biases.")
+    return {"has_layer_distance_biases": True, "tensor_names": (name, *spec.tensor_names)}
+
+
 def _t5gemma(fields: ConfigFields) -> ModelSpec:
     """Return the spec of a T5Gemma (arXiv 2504.06225): encoder and decoder are like a Gemma 2."""
     fields = fields.with_defaults(max_position_embeddings=8192)
@@ -416,5 +435,6 @@ FAMILIES = (
     Family("PLBartForConditionalGeneration", "plbart", _plbart),
     Family("T5ForConditionalGeneration", "t5", _t5),
     Family("T5GemmaForConditionalGeneration", "t5gemma", _t5gemma),
+    Family("UMT5ForConditionalGeneration", "umt5", _umt5),
     Family("WhisperForConditionalGeneration", "whisper", _whisper),
 )
