@@ -14,7 +14,7 @@ import torch
 import transformers
 from PIL import Image
 from support.families.indexers import WITH_INDEXERS
-from support.families.recurrent import GROUPED_KEYS
+from support.families.recurrent import GROUPED_KEYS, NGRAMS, QWEN4
 from support.tiny_checkpoints import sentencepiece_tokenizer
 
 IMAGE_MODELS = ("paddleocr_vl", "hunyuan_vl", "glm5_next", "ernie4_5_vl_moe", "hy_v4_vl")
@@ -28,6 +28,7 @@ QWEN_MODELS = (
     "qwen3_5_moe",
     "cohere_compass",
     "lfm3_vl",
+    "qwen4_exp",
 )
 GLM_MODELS = ("glm4v", "glm46v", "glm4v_moe", "glm_ocr")
 IMAGE, VIDEO = "<|image_pad|>", "<|video_pad|>"
@@ -132,7 +133,9 @@ _VISION_BY_FAMILY["lfm3_vl"] = {
     "layer_types": ["conv", "conv", "full_attention", "full_attention", "conv", "full_attention"],
 }
 _VISION_BY_FAMILY["hy_v4_vl"] = _VISION_BY_FAMILY["hunyuan_vl"] | {"out_hidden_size": 64}
+_VISION_BY_FAMILY["qwen4_exp"] = _VISION_BY_FAMILY["qwen3_5"]
 _NAMES = {
+    "qwen4_exp": "Qwen4Exp",
     "hy_v4_vl": "HYV4VL",
     "lfm3_vl": "Lfm3Vl",
     "ernie4_5_vl_moe": "Ernie4_5_VLMoe",
@@ -186,6 +189,13 @@ def qwen_directory(
     if kind.startswith("qwen3_5"):
         text |= _DELTA_NET | {"shared_expert_intermediate_size": 48}
         rope["partial_rotary_factor"] = 1.0
+    if kind == "qwen4_exp":
+        # Half of a rotated key has 4 frequencies.
+        rope |= {"partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}
+        text |= QWEN4 | NGRAMS | {"rope_parameters": rope, "indexer_head_dim": 8}
+        # With fewer heads, several blocks of an image would have a score of 0.
+        text["indexer_n_heads"] = 32
+        text["layer_types"] = ["linear_attention", "full_attention"] * 2
     if kind in GLM_MODELS:
         rope["partial_rotary_factor"] = 1.0
         text |= {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1}

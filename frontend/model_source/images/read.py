@@ -165,6 +165,7 @@ _READERS: Final[dict[str, _Reader]] = {
     "qwen3_5_moe": resize,
     "qwen3_vl": resize,
     "qwen3_vl_moe": resize,
+    "qwen4_exp": resize,
     "smolvlm": grid,
     "vipllava": single,
 }

@@ -52,6 +52,7 @@ _FAMILIES: Final = {
     "qwen3_5_moe": _QWEN3,
     "qwen3_vl": _QWEN3,
     "qwen3_vl_moe": _QWEN3,
+    "qwen4_exp": _QWEN3,
 }
 
 

@@ -122,5 +122,6 @@ _READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionS
     "qwen3_5_moe": qwen3_5,
     "qwen3_vl": qwen3_vl,
     "qwen3_vl_moe": qwen3_vl,
+    "qwen4_exp": qwen3_5,
     "vipllava": vipllava,
 }

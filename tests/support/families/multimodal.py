@@ -114,6 +114,7 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
         | NGRAMS
         | {
             "eos_token_id": 7,
+            "indexer_head_dim": 8,
             "rope_parameters": MROPE | {"partial_rotary_factor": 0.5, "mrope_interleaved": True},
         },
     ),

@@ -15,7 +15,8 @@ class BlockIndexerSpec(msgspec.Struct, frozen=True):
     before the token has one key: the mean of its tokens' index keys, which is then normed, and rotated like the first
     of them. A token has `num_heads` index queries, and the score of a block is the sum of the positive ones of their
     products with its key. A token attends to `num_chosen` such blocks, and to the tokens after the last of them. Their
-    rotation depends on `max_model_len`, the length of the longest sequence that is served.
+    rotation depends on `max_model_len`, the length of the longest sequence that is served. If `num_angles` is not 0,
+    positions have three dimensions, so the cosines and sines of a token's angles are stored after its index key.
     """
 
     head_dim: int
@@ -24,6 +25,12 @@ class BlockIndexerSpec(msgspec.Struct, frozen=True):
     num_local: int
     num_heads: int = 0
     max_model_len: int = 0
+    num_angles: int = 0
+
+    @property
+    def key_elements(self) -> int:
+        """The number of elements that the cache has for a token's index key and its rotation."""
+        return self.head_dim + 2 * self.num_angles
 
     @property
     def num_tokens(self) -> int:

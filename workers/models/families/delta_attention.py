@@ -22,8 +22,9 @@ from .experts import (
     unused_layers,
     with_experts,
 )
-from .hybrid import layer_indices, mixed_layers, qwen3_next
+from .hybrid import QWEN3_5_AXES, layer_indices, mixed_layers, qwen3_next
 from .latent import latent_spec, with_indexers
+from .llama import interleaved_axes
 
 
 def _kimi_linear(fields: ConfigFields) -> ModelSpec:
@@ -220,7 +221,13 @@ def _qwen4(fields: ConfigFields) -> ModelSpec:
         budget // block_size,
         num_local=0,
         num_heads=fields.integer("indexer_n_heads"),
+        num_angles=rotary_dim // 2 if spec.rotary_axes else 0,
     )
+    if indexer.key_elements > spec.head_dim:
+        raise fields.error(
+            f"indexer_head_dim {indexer.head_dim} and {rotary_dim} elements of a rotation need more than "
+            f"head_dim {spec.head_dim}"
+        )
     tables = _layers_with_ngrams(fields, spec)
     layers = (
         replace(
@@ -249,6 +256,10 @@ def _qwen4(fields: ConfigFields) -> ModelSpec:
             (r"^(model\.)?mtp\..*", ""),
         ),
     )
+
+
+def _qwen4_vl(fields: ConfigFields) -> ModelSpec:
+    return _qwen4(interleaved_axes(fields, QWEN3_5_AXES))
 
 
 def _layers_with_ngrams(fields: ConfigFields, spec: ModelSpec) -> list[int]:
@@ -291,5 +302,5 @@ FAMILIES = (
     Family("Glm5NextForConditionalGeneration", "glm5_next_text", _glm5_next),
     Family("KimiLinearForCausalLM", "kimi_linear", _kimi_linear),
     Family("Qwen4ExpForCausalLM", "qwen4_exp_text", _qwen4),
-    Family("Qwen4ExpForConditionalGeneration", "qwen4_exp", _qwen4),
+    Family("Qwen4ExpForConditionalGeneration", "qwen4_exp", _qwen4_vl),
 )

@@ -29,7 +29,7 @@ from .llama import interleaved_axes
 _RECURRENT = ("conv", "linear_attention", "mamba")
 _ATTENDING = ("attention", "full_attention")
 _MIXER = (r"\.(mamba|linear_attn)\.", ".mixer.")
-_QWEN3_5_AXES = 11, 11, 10
+QWEN3_5_AXES = 11, 11, 10
 _LFM2_NAMES = (
     (r"\.conv\.conv\.", ".mixer.conv1d."),
     (r"\.conv\.", ".mixer."),
@@ -238,7 +238,7 @@ def _qwen3_5(fields: ConfigFields) -> ModelSpec:
 
 
 def _qwen3_5_vl(fields: ConfigFields) -> ModelSpec:
-    return _qwen3_5(interleaved_axes(fields, _QWEN3_5_AXES))
+    return _qwen3_5(interleaved_axes(fields, QWEN3_5_AXES))
 
 
 def _lfm2_moe(fields: ConfigFields) -> ModelSpec:
@@ -293,7 +293,7 @@ def _qwen3_5_moe(fields: ConfigFields) -> ModelSpec:
 
 
 def _qwen3_5_vl_moe(fields: ConfigFields) -> ModelSpec:
-    return _qwen3_5_moe(interleaved_axes(fields, _QWEN3_5_AXES))
+    return _qwen3_5_moe(interleaved_axes(fields, QWEN3_5_AXES))
 
 
 def _lara_mini(fields: ConfigFields) -> ModelSpec:

@@ -1,7 +1,7 @@
 """The indexer of sparse attention by blocks of keys; see `BlockIndexerSpec`.
 
 Shapes: T tokens of a step, G key/value heads of this shard, I elements of an index key, J index queries of a token, N
-sequences for each key/value head, B blocks, P tokens of a block.
+sequences for each key/value head, B blocks, P tokens of a block, A angles of a rotation.
 """
 
 from __future__ import annotations
@@ -101,6 +101,9 @@ class MeanIndexer:
         queries_TJI, keys_T1I = x_THI.split((indexer.num_heads, 1), 1)
         queries_TJI = apply_rotary(self._query_norm(queries_TJI), tables)
         queries_TGJI = queries_TJI.unsqueeze(1).expand(-1, self._num_kv_heads, -1, -1)
+        if indexer.num_angles:
+            cos_T1A, sin_T1A = (each[..., -indexer.num_angles :] for each in tables)
+            keys_T1I = torch.cat((keys_T1I, cos_T1A, sin_T1A), -1)
         return IndexQueries(
             keys_T1I,
             queries_TGJI,
@@ -111,9 +114,15 @@ class MeanIndexer:
         )
 
     def _keys_of_blocks(self, keys_NBPI: Tensor) -> Tensor:
-        """Return the key of each block [N, B, I], given the index keys of its tokens."""
-        starts_B = torch.arange(keys_NBPI.shape[1], device=keys_NBPI.device)
-        tables = self._rope.tables(starts_B * self._indexer.block_size)
+        """Return the key of each block [N, B, I], given the index keys of its tokens and perhaps their rotation."""
+        size, num_angles = self._indexer.head_dim, self._indexer.num_angles
+        if num_angles:
+            keys_NBPI, cos_NBPA, sin_NBPA = keys_NBPI.split((size, num_angles, num_angles), -1)
+            cos, sin = cos_NBPA[:, :, :1], sin_NBPA[:, :, :1]
+            tables = RotaryTables(torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))
+        else:
+            starts_B = torch.arange(keys_NBPI.shape[1], device=keys_NBPI.device)
+            tables = self._rope.tables(starts_B * self._indexer.block_size)
         means_NB1I = keys_NBPI.float().mean(2, keepdim=True).to(self._rope.dtype)
         return apply_rotary(self._key_norm(means_NB1I), tables).squeeze(2)
 
