@@ -123,7 +123,9 @@ def converse(url: str, transcript: Transcript, num_tokens: int) -> list[dict[str
     """Return the figures of each turn."""
     turns: list[dict[str, Any]] = []
     history: list[dict[str, str]] = []
-    with httpx.Client(base_url=url, timeout=600) as client:
+    # llama.cpp closes a connection after a few requests, without saying so.
+    limits = httpx.Limits(max_keepalive_connections=0)
+    with httpx.Client(base_url=url, timeout=600, limits=limits) as client:
         # The first request of a server is always slower.
         ask(client, [{"role": "user", "content": "Hello"}], 4)
         for turn, text in enumerate(transcript.inputs):
