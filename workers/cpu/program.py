@@ -53,12 +53,16 @@ class NativeProgram:
         if handle := getattr(self, "_handle", None):
             self._library.engine_program_free(handle)
 
-    def add_rope(self, rope: RopeSpec, max_model_len: int) -> None:
+    def add_rope(
+        self, rope: RopeSpec, max_model_len: int, log_factors: Floats | None = None
+    ) -> None:
         """Add a rotary embedding, whose tables are computed in every step.
 
-        Return its index, to which operations refer.
+        `log_factors` are the stored numbers of a rope that `has_factors`, float32 [rotary_dim / 2].
         """
         inv_freq, factor = rope.inverse_frequencies(max_model_len)
+        if log_factors is not None:
+            inv_freq = inv_freq * np.exp(log_factors)
         self.add_rotation(inv_freq, factor, rope.axes)
 
     def add_rotation(self, inv_freq: AnyArray, factor: float, axis_of_each: Sequence[int]) -> None:

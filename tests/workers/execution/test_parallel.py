@@ -335,10 +335,9 @@ def test_layers_that_share_keys_or_differ_in_their_heads_can_be_split(
     checkpoints["glm5-next"] = tmp_path / "glm5-next"
     model = make_multimodal("Glm5Next", **SIZES | vocabulary | SPLIT_GROUPS)
     model.save_pretrained(checkpoints["glm5-next"])
-    if backend is CPUBackend.TORCH:
-        checkpoints["mistral-large4"] = tmp_path / "mistral-large4"
-        model = make_multimodal("MistralLarge4", **SIZES | vocabulary | INDEXED | SHARED_LATENT)
-        model.save_pretrained(checkpoints["mistral-large4"])
+    checkpoints["mistral-large4"] = tmp_path / "mistral-large4"
+    model = make_multimodal("MistralLarge4", **SIZES | vocabulary | INDEXED | SHARED_LATENT)
+    model.save_pretrained(checkpoints["mistral-large4"])
     alone = run_alone(checkpoints, tmp_path, backend)
     parallel = ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2)
     served = [Served(path, backend) for path in checkpoints.values()]

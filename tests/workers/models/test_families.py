@@ -122,6 +122,7 @@ NATIVE = [
     "Ernie4_5_VLMoe",
     "Glm5Next",
     "HunYuanVL",
+    "MistralLarge4",
     "MuseGlimmer",
     "MuseSpark",
     "Step3p7",

@@ -33,6 +33,7 @@ NAMES = [
     "hy4",
     "laguna",
     "minimax-m3",
+    "MistralLarge4",
 ]
 
 

@@ -71,6 +71,8 @@ OP_KINDS = (
     "add_kept",
     "summarize_group",
     "store_entries",
+    "scale_heads",
+    "load_key",
 )
 
 ACTIVATIONS = (

@@ -233,10 +233,12 @@ class BlockRecorder:
         inputs: list[PackedWeight] | ActivationKind,
         input_size: int = 0,
         input_op: str = "quantize",
+        second_norm: Floats | None = None,
     ) -> ActivationKind:
         """Record the quantization of the residual stream, after an optional norm, for `inputs`. Return its format.
 
-        If `input_size` is not 0, a separate input of this size is quantized instead, without a norm.
+        If `input_size` is not 0, a separate input of this size is quantized instead, without a norm. `second_norm` has
+        the weights of a layer norm after the first norm, then its biases.
         """
         kind = (
             inputs
@@ -247,18 +249,18 @@ class BlockRecorder:
             self.program.add_op("quantize_inputs", activation_kind=kind, num_columns=input_size)
             return kind
         if norm is None:
-            self.program.add_op(input_op, activation_kind=kind, vectors=[None])
+            self.program.add_op(input_op, activation_kind=kind, vectors=[None, None, second_norm])
             return kind
         name = f"{prefix}{norm}"
         if self.spec.interpolates_blocks:
             eps = self.spec.hidden_norm_eps(name)
             self.program.add_op("norm", vectors=self.hidden_norm(name), eps=eps)
-            self.program.add_op(input_op, activation_kind=kind, vectors=[None])
+            self.program.add_op(input_op, activation_kind=kind, vectors=[None, None, second_norm])
             return kind
         self.program.add_op(
             input_op,
             activation_kind=kind,
-            vectors=self.hidden_norm(name),
+            vectors=[*self.hidden_norm(name), second_norm],
             norm_gate=self._norm_gate(name),
             eps=self.spec.hidden_norm_eps(name),
         )

@@ -24,11 +24,18 @@ from .model_shape import attended_dim
 
 
 class LatentRecorder:
-    """Records the latent attention of layers. `ropes` maps rotary embeddings to their indices in the program."""
+    """Records the latent attention of layers.
 
-    def __init__(self, blocks: BlockRecorder, ropes: Mapping[RopeSpec, int]) -> None:
+    `ropes` maps rotary embeddings to their indices in the program, and `caches` maps layers to the indices of their
+    first KV caches.
+    """
+
+    def __init__(
+        self, blocks: BlockRecorder, ropes: Mapping[RopeSpec, int], caches: Mapping[int, int]
+    ) -> None:
         self._blocks = blocks
         self._ropes = ropes
+        self._caches = caches
         self._program, self._spec = blocks.program, blocks.spec
         self._shard, self._weights = blocks.shard, blocks.weights
 
@@ -37,14 +44,19 @@ class LatentRecorder:
     ) -> None:
         """Record the latent attention of a layer. `index` is the index of its KV cache."""
         spec, program, heads = self._spec, self._program, self._shard.heads(self._spec)
-        name = f"{prefix}self_attn."
+        name, key_dim = f"{prefix}self_attn.", attended_dim(spec)
+        # The rows of an indexer do not depend on the rotary embedding of the layer.
+        whole, latent = latent, latent.for_rope(layer.rope)
         first, keys = first_rows(spec, latent, name, heads)
+        own_keys = [keys] if layer.kv_source is None else []
         indexer = latent.indexer if layer.chooses_keys else None
-        of_index = [] if indexer is None else index_rows(latent, indexer, name)
+        of_index = [] if indexer is None else index_rows(whole, indexer, name)
         gates = []
         if spec.gates_attention and not latent.joins_query_vectors:
             gates.append(gate_rows(spec, latent, name, heads))
-        inputs, biases = self._blocks.packed_rows([keys, *of_index, first, *gates], spec.qkv_bias)
+        inputs, biases = self._blocks.packed_rows(
+            [*own_keys, *of_index, first, *gates], spec.qkv_bias
+        )
         key_matrices, value_matrices = read_head_matrices(spec, latent, self._weights, name, heads)
         output = attention_output(self._blocks, spec, prefix, latent.value_dim)
         unit = {ActivationKind.INT8: GROUP_SIZE, ActivationKind.BF16: 2}
@@ -53,12 +65,11 @@ class LatentRecorder:
                 f"{latent.value_dim} value elements per head are not a multiple of "
                 f"{unit[output.activation_kind]}"
             )
-        key_dim = attended_dim(spec)
-        if latent.indexer is None and not gates:
+        if latent.indexer is None and not gates and sum(len(x.part) for x in own_keys) == key_dim:
             self._blocks.add_projection(prefix, norms.attention_input, inputs, biases)
         else:
             # The elements of the index key and its logits follow those of the key, even in layers without an indexer.
-            places = [0]
+            places = [0] * len(own_keys)
             if indexer is not None:
                 places += [key_dim, self._index_offset(latent)]
                 places += [key_dim + indexer.head_dim] * indexer.has_groups
@@ -71,7 +82,18 @@ class LatentRecorder:
                     prefix, norms.attention_input, [part], [bias], kind, place
                 )
         if latent.query_rank is not None:
-            self._record_queries(name, latent, latent.query_rank, indexer)
+            self._record_queries(name, latent, whole, indexer)
+        if indexer is not None and indexer.norms_inputs:
+            self._record_normed_queries(prefix, norms.attention_input, whole, indexer)
+        if latent.has_log_scales:
+            size = latent.plain_dim + latent.rotary_dim
+            self._record_scales(name, spec.head_dim, spec.num_heads, heads, size)
+        if indexer is not None and indexer.has_log_scales:
+            count = indexer.num_heads
+            first_column = self._index_offset(latent) + count
+            self._record_scales(
+                f"{name}indexer.", first_column, count, range(count), indexer.head_dim
+            )
         program.add_op(
             "latent_queries",
             num_heads=len(heads),
@@ -88,10 +110,16 @@ class LatentRecorder:
             "num_kv_heads": 1,
             "head_dim": key_dim,
         }
-        norm = self._weights.vector(f"{name}kv_a_layernorm.weight", latent.kv_rank)
+        norm = None
+        if layer.kv_source is None:
+            norm = self._weights.vector(f"{name}kv_a_layernorm.weight", latent.kv_rank)
+        elif layer.chooses_keys:
+            source = spec.layers[layer.kv_source].kv_cache_group
+            of_source = {"layer": self._caches[layer.kv_source], "group": source}
+            program.add_op("load_key", **attention | of_source)
         index_norm = None
         if indexer is not None:
-            order = index_order(latent, indexer).numpy()
+            order = index_order(whole, indexer).numpy()
             index_norm = np.concatenate(
                 [
                     self._weights.vector(f"{name}indexer.k_norm.{each}", indexer.head_dim)[order]
@@ -101,13 +129,14 @@ class LatentRecorder:
         program.add_op(
             "rotate_store",
             rope=-1 if layer.rope is None else self._ropes[layer.rope],
-            num_stored=1,
+            num_stored=int(layer.cache_source is None),
+            num_columns=latent.rotary_dim,
             vectors=[norm, index_norm, scaling_array(layer.query_scaling)],
             eps=latent.norm_eps,
             **attention,
         )
         if indexer is not None:
-            self._record_choice(name, latent, indexer, attention)
+            self._record_choice(name, whole, indexer, attention)
         program.add_op(
             "attention",
             activation_kind=ActivationKind.F32,
@@ -144,19 +173,21 @@ class LatentRecorder:
         self._program.add_op("choose_keys", choice=choice, **attention)
 
     def _record_queries(
-        self, name: str, latent: LatentSpec, rank: int, indexer: IndexerSpec | None
+        self, name: str, latent: LatentSpec, whole: LatentSpec, indexer: IndexerSpec | None
     ) -> None:
         """Record the second products of queries, of an indexer's queries and of joined gates.
 
-        Queries overwrite the inputs of these products, so they come last.
+        Queries overwrite the inputs of these products, so they come last. `latent` has the sizes of the layer.
         """
+        rank = latent.query_rank
+        assert rank is not None
         spec, heads, first = self._spec, self._shard.heads(self._spec), self._spec.head_dim
         vector, inputs = range(first, first + rank), range(first, first + latent.query_inputs)
         products = [(query_rows(spec, latent, name, heads), first)]
         of_index = []
-        if indexer is not None:
+        if indexer is not None and not indexer.norms_inputs:
             column = self._index_offset(latent) + indexer.num_heads
-            of_index.append((index_query_rows(latent, indexer, name), column))
+            of_index.append((index_query_rows(whole, indexer, name), column))
         norm: Floats | None = self._weights.vector(f"{name}q_a_layernorm.weight", rank)
         if latent.joins_query_vectors:
             self._program.add_op(
@@ -176,6 +207,38 @@ class LatentRecorder:
             for weight, (_, column) in zip(packed, group, strict=True):
                 self._blocks.add_second_product(columns, weight, column, norm, latent.norm_eps)
                 norm = None
+
+    def _record_normed_queries(
+        self, prefix: str, norm: str | None, latent: LatentSpec, indexer: IndexerSpec
+    ) -> None:
+        """Record the products of an indexer's queries, which read a layer norm of the layer's input."""
+        name, size = f"{prefix}self_attn.", self._spec.hidden_size
+        second_norm = np.concatenate(
+            [
+                self._weights.vector(f"{name}indexer.q_input_norm.{each}", size)
+                for each in ("weight", "bias")
+            ]
+        )
+        rows = index_query_rows(latent, indexer, name)
+        parts = self._weights.packed_together([rows], size)
+        kind = self._blocks.quantize(prefix, norm, parts, second_norm=second_norm)
+        column = self._index_offset(latent) + indexer.num_heads
+        self._blocks.add_projection(prefix, norm, parts, [None], kind, column)
+
+    def _record_scales(
+        self, prefix: str, first_column: int, num_heads: int, heads: range, size: int
+    ) -> None:
+        """Record the stored factors of these heads, of `size` elements each, of `num_heads` in the checkpoint."""
+        self._program.add_op(
+            "scale_heads",
+            first_column=first_column,
+            num_heads=len(heads),
+            head_dim=size,
+            vectors=[
+                self._weights.vector(f"{prefix}softmax_scaling.{kind}", num_heads, heads)
+                for kind in ("scale", "bias")
+            ],
+        )
 
     def _index_offset(self, latent: LatentSpec) -> int:
         """Return the column of the indexer's head weights in the projection; see `ModelShape` in csrc/model/model.h."""

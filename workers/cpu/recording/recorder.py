@@ -71,10 +71,14 @@ class Recorder:
         self._max_model_len = max_model_len
         self._ropes: dict[RopeSpec, int] = {}
         self._num_caches = 0
+        self._caches: dict[int, int] = {}
         self._recorded: dict[int, tuple[range, int]] = {}
         for layer in spec.layers:
             if layer.rope is not None and layer.rope not in self._ropes:
-                program.add_rope(layer.rope, max_model_len)
+                factors = None
+                if layer.rope.has_factors:
+                    factors = weights.vector("rotary_emb.alpha", layer.rope.rotary_dim // 2)
+                program.add_rope(layer.rope, max_model_len, factors)
                 self._ropes[layer.rope] = len(self._ropes)
         self._blocks = BlockRecorder(program, spec, shard, weights)
         self._altup: AltUpRecorder | None = None
@@ -87,7 +91,7 @@ class Recorder:
         if spec.per_layer_inputs is not None:
             self._layer_inputs = LayerInputsRecorder(self._blocks, spec.per_layer_inputs)
         self._attention = AttentionRecorder(self._blocks, self._ropes, max_model_len, self._altup)
-        self._latent = LatentRecorder(self._blocks, self._ropes)
+        self._latent = LatentRecorder(self._blocks, self._ropes, self._caches)
         self._compressed = CompressedRecorder(self._blocks, self._ropes)
         self._shared = SharedBlockRecorder(self._blocks, self._attention)
 
@@ -211,6 +215,7 @@ class Recorder:
         layer = self._spec.layers[index]
         source = index if layer.weights is None else layer.weights
         first_op, first_cache = self._program.num_ops, self._num_caches
+        self._caches[index] = first_cache
         if source not in self._recorded:
             self._record_layer(place, f"layers.{source}.", layer)
             self._recorded[source] = range(first_op, self._program.num_ops), first_cache

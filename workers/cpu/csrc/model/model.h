@@ -75,14 +75,18 @@ enum class OpKind : int32_t {
                      // parts[1] at its position if there is one, + row 0 of parts[2] if there is one; fills the rotary
                      // tables. With several ranks: part = the token's row if this rank has it, else 0; residual = the
                      // rest
-  quantize = 1,      // activations[0] = residual, normed if there is a norm, times the norm's gate if it has one
+  quantize = 1,      // activations[0] = residual, normed if there is a norm, times the norm's gate if it has one. With
+                     // vectors[2], the weights of a layer norm, then its biases, that is normed again, with the epsilon
+                     // of index keys
   linear = 2,        // target = activations[source] * parts + vectors
   gated_linear = 3,  // activations[1] = activation(scale * gate) * up; parts and vectors are those of gate and up, or
                      // only of the gate. With vectors[2], a Xielu, that is the activation
   rotate_store = 4,  // norms and rotates queries and keys; stores queries for the next attention, keys and values.
                      // vectors[2] is a QueryScaling, or null. The projection has queries and `num_stored` of keys and
                      // values: if it has only keys, values are those before their norm. If the attention
-                     // `reads_source`, only stores queries. Unless `scale` is 0, limits all three to +-scale
+                     // `reads_source`, only stores queries. Unless `scale` is 0, limits all three to +-scale. In latent
+                     // attention, the last `num_columns` elements of queries and keys are rotated ones, and zeros
+                     // replace those that the layer lacks; without vectors[0] the key is already normed and rotated
   attention = 5,     // activations[1] = attention, times activated gates in the projection if `first_column` is set.
                      // Compressed attention rotates it back.
                      // vectors[0] are sinks, or null; vectors[1] are DistanceBiases with `num_columns` as zero, or
@@ -113,6 +117,9 @@ enum class OpKind : int32_t {
   norm_beside = 53,       // copies `num_columns` of the projection from `first_column` on to the columns behind them,
                           // then norms the first ones by vectors[0]
   // In latent attention:
+  scale_heads = 58,     // multiplies `num_heads` heads of `head_dim` elements, which begin at `first_column` of the
+                        // projection, by vectors[0] * log(position + 1) + vectors[1], which have an element per head
+  load_key = 59,        // before `rotate_store`: the key of the projection = the row's key in the cache of `layer`
   latent_queries = 19,  // each head's plain query times its matrix in `heads`, of which there are `num_heads`
   latent_values = 20,   // activations[0] = each head's part of activations[1] times its matrix in `heads`, times gates
                         // if there are any; in compressed attention, for groups of heads

@@ -285,6 +285,8 @@ int Program::begin_op(const Op& op) {
       return share_rows(op, 8 * op.head_dim);
     case OpKind::store_index:
       return share_rows(op, (op.num_kv_heads + 1) * model_.shape.index_dim);
+    case OpKind::scale_heads:
+      return share_rows(op, op.num_heads * op.head_dim);
     case OpKind::share_head_squares:
     case OpKind::rotate_store:
       if (op.target == LinearTarget::part) ranks_.meet();

@@ -1,5 +1,6 @@
 // The operations of a program that compute each row of a slice independently.
 #include <algorithm>
+#include <cmath>
 
 #include "program/program.h"
 
@@ -46,6 +47,11 @@ void Program::run_row(const Op& op, const Rows& rows, int row) {
         x = rows.normed(row);
         if (op.norm_gate) gate_norm(*op.norm_gate, rows, row);
       }
+      if (const float* second = op.vectors[2]) {
+        const float eps = model_.shape.latent.index_eps;
+        kernels.layer_norm(x, second, second + hidden_size, eps, hidden_size, rows.normed(row));
+        x = rows.normed(row);
+      }
       const size_t row_bytes = activation_row_bytes(op.activation_kind, hidden_size);
       return quantize_rows(op.activation_kind, x, hidden_size, 1, hidden_size, rows.activations(0, row, row_bytes));
     }
@@ -68,6 +74,15 @@ void Program::run_row(const Op& op, const Rows& rows, int row) {
       const size_t row_bytes = activation_row_bytes(op.activation_kind, size);
       return quantize_rows(op.activation_kind, x, size, 1, size, rows.activations(0, row, row_bytes));
     }
+    case OpKind::scale_heads: {
+      const float log_position = std::log1p(float(slice_.step.positions[slice_.first_token + row]));
+      float* head = rows.qkv(row) + op.first_column;
+      for (int h = 0; h < op.num_heads; h++, head += op.head_dim)
+        kernels.scale(head, op.vectors[0][h] * log_position + op.vectors[1][h], op.head_dim);
+      return;
+    }
+    case OpKind::load_key:
+      return attention_.load_key(op, rows.qkv(row), row);
     case OpKind::share_head_squares:
       return attention_.share_squares(op, rows.qkv(row), row);
     case OpKind::store_index:

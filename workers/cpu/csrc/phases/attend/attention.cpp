@@ -144,6 +144,13 @@ const float* Attention::place_values(const Op& op, float* qkv) const {
   return values;
 }
 
+void Attention::load_key(const Op& op, float* qkv, int row) const {
+  const KVLayout kv = model_.kv(op);
+  const int slot = slice_.step.groups[op.group].slot_mapping[slice_.first_token + row];
+  model_.attention.load(kv, slice_.step.kv_caches[op.layer], slot / kv.block_size, slot % kv.block_size, 0, op.head_dim,
+                        qkv);
+}
+
 // The key's latent vector has a norm. The rotated parts of queries are stored next to the plain ones, so move them
 // after the products of the plain ones.
 void Attention::rotate_store_latent(const Op& op, float* qkv, int row) {
@@ -151,18 +158,25 @@ void Attention::rotate_store_latent(const Op& op, float* qkv, int row) {
   const LatentShape& latent = shape.latent;
   const int num_heads = shape.num_heads, head_dim = shape.head_dim, rank = latent.kv_rank;
   float* const products = qkv + shape.product_offset();
-  model_.rows.rms_norm(qkv, op.vectors[0], op.eps, rank, qkv);
+  const int rotary_dim = op.num_columns, plain_dim = latent.query_dim() - rotary_dim;
+  const bool has_own_key = op.vectors[0] != nullptr;
+  if (has_own_key) {
+    model_.rows.rms_norm(qkv, op.vectors[0], op.eps, rank, qkv);
+    std::fill(qkv + rank + rotary_dim, qkv + head_dim, 0.0f);
+  }
   float *const index_key = qkv + head_dim, *const index_queries = qkv + shape.index_offset() + latent.index_heads;
   if (const float* norm = op.vectors[1])
     model_.rows.layer_norm(index_key, norm, norm + shape.index_dim, shape.latent.index_eps, shape.index_dim, index_key);
   else
     std::fill_n(index_key, shape.index_dim + shape.index_logits, 0.0f);
-  const float* rotated = qkv + shape.query_offset() + latent.plain_dim;
-  for (int h = 0; h < num_heads; h++, rotated += latent.query_dim())
-    std::copy_n(rotated, latent.rotary_dim, products + h * head_dim + rank);
+  const float* rotated = qkv + shape.query_offset() + plain_dim;
+  for (int h = 0; h < num_heads; h++, rotated += latent.query_dim()) {
+    float* const query = products + h * head_dim;
+    std::fill(std::copy_n(rotated, rotary_dim, query + rank), query + head_dim, 0.0f);
+  }
   if (op.rope >= 0) {
     const RotaryTables::Angles angles = ropes_.angles(op.rope, row);
-    model_.rows.rotate(qkv + rank, 1, head_dim, angles.cosines, angles.sines, angles.half);
+    if (has_own_key) model_.rows.rotate(qkv + rank, 1, head_dim, angles.cosines, angles.sines, angles.half);
     model_.rows.rotate(products + rank, num_heads, head_dim, angles.cosines, angles.sines, angles.half);
     if (op.vectors[1]) {
       model_.rows.rotate(index_key, 1, shape.index_dim, angles.cosines, angles.sines, angles.half);
@@ -170,7 +184,8 @@ void Attention::rotate_store_latent(const Op& op, float* qkv, int row) {
     }
   }
   scale_queries(op, products, num_heads * head_dim, row);
-  if (!model_.rows.all_finite(qkv, shape.query_offset())) std::fill_n(products, num_heads * head_dim, std::nanf(""));
+  if (op.num_stored && !model_.rows.all_finite(qkv, shape.query_offset()))
+    std::fill_n(products, num_heads * head_dim, std::nanf(""));
   store(op, row, products, qkv, nullptr);
 }
 

@@ -47,6 +47,8 @@ class Attention {
   void store_index(const Op& op, float* qkv, int row);
   // Replaces the index key of a row, if it is the last one of its group of keys, by that of the group.
   void summarize_group(const Op& op, float* qkv, int row);
+  // Reads the key that an earlier layer has stored for a row.
+  void load_key(const Op& op, float* qkv, int row) const;
   // Computes and stores the entry whose last token is the row's, if there is one (compressed attention).
   void store_entries(const Op& op, int row) const { entries_.store(op, row, sequence_of(row)); }
   // Norms and rotates a row's queries and keys. Stores the queries for the next attention, and keys and values in the
