@@ -22,6 +22,7 @@ SOURCES = [[5, 6, 7, 8, 9, 10], [20, 30, 40] * 6, [11], [5, 6, 7, 8, 9, 10]]
         ("bart", 3, ("--inject-preemption", "0.1", "--enforce-eager")),
         ("flan-t5", 0, ("--cpu-backend", "torch", "-tp", "2")),
         ("mbart", 3, ("-pp", "2")),
+        ("umt5", 0, ("-tp", "2")),
         # The likeliest tokens may not be generated.
         ("marian", 3, ("--cpu-backend", "torch")),
     ],
@@ -48,9 +49,19 @@ def test_completions_equal_those_of_transformers(
 
         with concurrent.futures.ThreadPoolExecutor(8) as pool:
             list(pool.map(ask, [*range(len(SOURCES))] * 3))
-        limit = {"flan-t5": 512, "marian": 1024}.get(kind, 128)
+        forced = [start, *expected[0][:2]]
+        body = {"prompt": SOURCES[0], "decoder_prompt": expected[0][:2], "max_tokens": 5}
+        status, answer = server.post(
+            "/v1/completions", body | {"temperature": 0, "ignore_eos": True}
+        )
+        assert status == 200, answer
+        rest = greedy(model, torch.tensor([SOURCES[0]]), forced, 5, bad_words)
+        assert answer["choices"][0]["token_ids"] == rest
+        limit = {"flan-t5": 512, "marian": 1024, "umt5": 512}.get(kind, 128)
         for body, words in (
             ({"prompt": [5] * 2000}, f"a source of at most {limit} tokens"),
+            ({"prompt": [5], "decoder_prompt": [5] * 200}, "decoder_prompt"),
+            ({"prompt": [5], "decoder_prompt": [1 << 20]}, "decoder_prompt[0] must be a token id"),
             ({"prompt": [5], "echo": True}, "echo needs a model without an encoder"),
             ({"prompt": [5], "truncate_prompt_tokens": 9999}, "truncate_prompt_tokens must be"),
         ):

@@ -10,6 +10,7 @@ from typing import ClassVar, Final, TypeAlias
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 from starlette.types import Receive
 
 from ....protocol.sampling_params import SamplingParams
@@ -24,7 +25,14 @@ from ..generation import (
 from ..infill import require_infill
 from ..inputs.prompt_embeds import parse_prompt_embeds
 from ..logprobs import CompletionLogprobs, Json, LogprobsRenderer
-from ..prompts import BYTES_PER_TOKEN_ID, Prompt, fit_context, parse_prompts, verify_num_characters
+from ..prompts import (
+    BYTES_PER_TOKEN_ID,
+    Prompt,
+    fit_context,
+    parse_prompts,
+    parse_token_ids,
+    verify_num_characters,
+)
 from ..sampling import sampling_params
 from ..schema import UNLIMITED, CompletionRequest
 from ..serving import Serving
@@ -92,6 +100,7 @@ class Completions(Endpoint[CompletionRequest]):
             for name in ("suffix", "echo", "prompt_logprobs"):
                 if getattr(request, name):
                     raise bad_request(name, f"{name} needs a model without an encoder")
+        start_token_ids = await self._start_token_ids(request)
         if request.suffix:
             await self._encode_around(request.suffix, prompts, request)
         else:
@@ -102,10 +111,30 @@ class Completions(Endpoint[CompletionRequest]):
                 prompt.token_ids = np.asarray(token_ids, np.int32)
         prepared: list[PreparedPrompt] = []
         for prompt in prompts:
-            prepared.append(self._fit(prompt, request, params))
+            prepared.append(self._fit(prompt, request, params, start_token_ids))
             if len(prepared) % PROMPTS_AT_ONCE == 0:
                 await asyncio.sleep(0)
         return prepared, partial(self.answer_type, serving, request, prepared)
+
+    async def _start_token_ids(self, request: CompletionRequest) -> npt.NDArray[np.int32] | None:
+        """Return the decoder's prompt, or None if the model has no encoder of text."""
+        serving, source = self._serving, self._serving.config.model.source_text
+        if source is None:
+            if request.decoder_prompt is not None:
+                raise bad_request("decoder_prompt", "decoder_prompt needs a model with an encoder")
+            return None
+        if request.decoder_prompt is None:
+            return np.array(source.start_token_ids, np.int32)
+        name, model = "decoder_prompt", serving.config.model
+        given = request.decoder_prompt
+        if isinstance(given, str):
+            serving.verify_tokenizer(name)
+            verify_num_characters(len(given), name, model.max_model_len)
+            given = list((await serving.encode([given], False))[0])
+        size = len(given) * BYTES_PER_TOKEN_ID
+        token_ids = await serving.executor.run(size, parse_token_ids, given, name, model.vocab_size)
+        # It replaces the token that the model's configuration forces after the first one.
+        return np.concatenate(([source.start_token_ids[0]], token_ids)).astype(np.int32)
 
     async def _encode_around(
         self, suffix: str, prompts: list[Prompt], request: CompletionRequest
@@ -161,7 +190,11 @@ class Completions(Endpoint[CompletionRequest]):
         return prompts
 
     def _fit(
-        self, prompt: Prompt, request: CompletionRequest, params: SamplingParams
+        self,
+        prompt: Prompt,
+        request: CompletionRequest,
+        params: SamplingParams,
+        start_token_ids: npt.NDArray[np.int32] | None,
     ) -> PreparedPrompt:
         source, token_ids = self._serving.config.model.source_text, prompt.token_ids
         truncate, inputs = request.truncate_prompt_tokens, prompt.encoder_inputs
@@ -170,14 +203,14 @@ class Completions(Endpoint[CompletionRequest]):
             default = params.max_tokens
         if inputs:
             truncate = None
-        if source is not None:
+        if source is not None and start_token_ids is not None:
             inputs = [source_input(prompt, source, truncate, request.truncation_side)]
-            token_ids, truncate = np.array(source.start_token_ids, np.int32), None
+            token_ids, truncate = start_token_ids, None
             bad_words = (*params.bad_words_token_ids, *source.bad_words_token_ids)
             params = msgspec.structs.replace(params, bad_words_token_ids=bad_words)
         token_ids, max_tokens = fit_context(
             token_ids,
-            prompt.param,
+            prompt.param if request.decoder_prompt is None else "decoder_prompt",
             max_tokens=None if self.cuts_max_tokens else params.max_tokens,
             default_max_tokens=default,
             max_tokens_limit=self._serving.max_tokens_limit,

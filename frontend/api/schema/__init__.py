@@ -150,6 +150,8 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     # The text after the answer, for models that fill in the middle.
     suffix: str | None = None
     prompt_embeds: str | list[str] | None = None
+    # The first text or tokens of the answer of a model with an encoder, such as the token of a language.
+    decoder_prompt: str | list[Int] | None = None
     echo: bool | None = None
     logprobs: Int | None = None
 
