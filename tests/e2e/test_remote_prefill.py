@@ -23,7 +23,9 @@ def server() -> Iterator[Server]:
     args = ("--replica-roles", "prefill=1,decode=1", "--enable-prompt-tokens-details")
     # Small steps, so that blocks move while the prompt is being computed.
     limits = ("--max-model-len", "1024", "--max-num-batched-tokens", "64", "--max-num-seqs", "8")
-    with Server(default_model(), *args, *limits) as server:
+    # Unused places for drafts would count as computed tokens.
+    drafts = ("--speculative-config", '{"num_speculative_tokens": 0}')
+    with Server(default_model(), *args, *limits, *drafts) as server:
         yield server
         assert_nothing_is_held(server)
         assert server.stop() == 0, server.log
