@@ -281,16 +281,15 @@ class ResizeProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="resi
 
     Each square of `unit` x `unit` pixels makes one embedding. If `grows` is not None, an image with a side below `unit`
     pixels is first enlarged until that side has `unit` pixels; the other side is then rounded down ("floor", GLM) or to
-    the nearest integer ("round", PaddleOCR-VL). If `has_newlines` is true, there is one more embedding after each row
-    (Hy4-VL), and if `has_frame` is true also one before the image and one after it (Hunyuan-OCR).
+    the nearest integer ("round", PaddleOCR-VL). If `newlines` is not None, there is one more embedding after each row
+    (Hy4-VL), and if it is "framed" also one before the image and one after it (Hunyuan-OCR).
     """
 
     unit: int
     min_pixels: int
     max_pixels: int
     grows: Literal["floor", "round"] | None = None
-    has_newlines: bool = False
-    has_frame: bool = False
+    newlines: Literal["framed", "plain"] | None = None
 
 
 class LongestProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="longest"):

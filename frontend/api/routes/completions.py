@@ -25,21 +25,14 @@ from ..generation import (
 from ..infill import require_infill
 from ..inputs.prompt_embeds import parse_prompt_embeds
 from ..logprobs import CompletionLogprobs, Json, LogprobsRenderer
-from ..prompts import (
-    BYTES_PER_TOKEN_ID,
-    Prompt,
-    fit_context,
-    parse_prompts,
-    parse_token_ids,
-    verify_num_characters,
-)
+from ..prompts import BYTES_PER_TOKEN_ID, Prompt, fit_context, parse_prompts, verify_num_characters
 from ..sampling import sampling_params
 from ..schema import UNLIMITED, CompletionRequest
 from ..serving import Serving
 from ..streaming.chunks import Chunks
 from ..streaming.event_stream import ChunkEncoder
 from ..structured.constraint import Constraint, parse_constraint
-from .source_text import source_input
+from .source_text import encode_start, source_input
 
 DEFAULT_MAX_TOKENS = 16
 """The default of `max_tokens`, as in OpenAI's API."""
@@ -96,11 +89,14 @@ class Completions(Endpoint[CompletionRequest]):
                 if model.source_text is not None:
                     longest = model.source_text.max_tokens
                 verify_num_characters(len(prompt.text or ""), prompt.param, longest)
+        start_token_ids = None
         if model.source_text is not None:
             for name in ("suffix", "echo", "prompt_logprobs"):
                 if getattr(request, name):
                     raise bad_request(name, f"{name} needs a model without an encoder")
-        start_token_ids = await self._start_token_ids(request)
+            start_token_ids = await encode_start(request.decoder_prompt, serving, model.source_text)
+        elif request.decoder_prompt is not None:
+            raise bad_request("decoder_prompt", "decoder_prompt needs a model with an encoder")
         if request.suffix:
             await self._encode_around(request.suffix, prompts, request)
         else:
@@ -115,26 +111,6 @@ class Completions(Endpoint[CompletionRequest]):
             if len(prepared) % PROMPTS_AT_ONCE == 0:
                 await asyncio.sleep(0)
         return prepared, partial(self.answer_type, serving, request, prepared)
-
-    async def _start_token_ids(self, request: CompletionRequest) -> npt.NDArray[np.int32] | None:
-        """Return the decoder's prompt, or None if the model has no encoder of text."""
-        serving, source = self._serving, self._serving.config.model.source_text
-        if source is None:
-            if request.decoder_prompt is not None:
-                raise bad_request("decoder_prompt", "decoder_prompt needs a model with an encoder")
-            return None
-        if request.decoder_prompt is None:
-            return np.array(source.start_token_ids, np.int32)
-        name, model = "decoder_prompt", serving.config.model
-        given = request.decoder_prompt
-        if isinstance(given, str):
-            serving.verify_tokenizer(name)
-            verify_num_characters(len(given), name, model.max_model_len)
-            given = list((await serving.encode([given], False))[0])
-        size = len(given) * BYTES_PER_TOKEN_ID
-        token_ids = await serving.executor.run(size, parse_token_ids, given, name, model.vocab_size)
-        # It replaces the token that the model's configuration forces after the first one.
-        return np.concatenate(([source.start_token_ids[0]], token_ids)).astype(np.int32)
 
     async def _encode_around(
         self, suffix: str, prompts: list[Prompt], request: CompletionRequest

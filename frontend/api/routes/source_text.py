@@ -12,7 +12,14 @@ from ....protocol.arrays import int32_bytes
 from ....protocol.config.model import SourceTextConfig
 from ....protocol.messages import EncoderInput, TextPayload
 from ...http.errors import bad_request
-from ..prompts import Prompt, context_exceeded
+from ..prompts import (
+    BYTES_PER_TOKEN_ID,
+    Prompt,
+    context_exceeded,
+    parse_token_ids,
+    verify_num_characters,
+)
+from ..serving import Serving
 
 
 def source_input(
@@ -42,6 +49,33 @@ def source_input(
         )
     data = msgspec.msgpack.encode(TextPayload(int32_bytes(token_ids)))
     return EncoderInput(0, 0, sha256(data).digest(), len(token_ids), data)
+
+
+async def encode_start(
+    given: str | list[int] | None, serving: Serving, config: SourceTextConfig
+) -> npt.NDArray[np.int32]:
+    """Return the decoder's prompt: the model's own, or its first token and the beginning of the answer.
+
+    The beginning replaces the token that the model's configuration forces after the first one.
+
+    Args:
+        given: The request's `decoder_prompt`.
+        serving: What requests share.
+        config: How the model reads its source.
+
+    Raises:
+        APIError: `given` is empty, too long or not in the vocabulary, or the server has no tokenizer (400).
+    """
+    if given is None:
+        return np.array(config.start_token_ids, np.int32)
+    name, model = "decoder_prompt", serving.config.model
+    if isinstance(given, str):
+        serving.verify_tokenizer(name)
+        verify_num_characters(len(given), name, model.max_model_len)
+        given = list((await serving.encode([given], False))[0])
+    size = len(given) * BYTES_PER_TOKEN_ID
+    token_ids = await serving.executor.run(size, parse_token_ids, given, name, model.vocab_size)
+    return np.concatenate((config.start_token_ids[:1], token_ids), dtype=np.int32)
 
 
 def _truncated(

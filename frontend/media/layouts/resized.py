@@ -24,8 +24,9 @@ def resized(image: Image.Image, config: ResizeProcessor) -> Parts:
     payload = ImagePayload(
         image.width, image.height, image.tobytes(), config.scale, config.mean, config.std
     )
-    columns = image.width // config.unit + config.has_newlines
-    grid = EncoderGrid(image.height // config.unit, columns, margin=int(config.has_frame))
+    columns = image.width // config.unit + (config.newlines is not None)
+    margin = int(config.newlines == "framed")
+    grid = EncoderGrid(image.height // config.unit, columns, margin=margin)
     return [config.start, Tile(payload, grid.num_tokens, grid=grid), config.end]
 
 

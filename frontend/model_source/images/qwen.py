@@ -83,9 +83,7 @@ def resize_lines(source: ProcessorSource, vision: GridVisionSpec, token_id: int)
     config = resize(replace(source, fields=fields), vision, token_id)
     # The number of rows is largest for the most oblong images.
     most = config.num_outputs + math.isqrt(MAX_RATIO * config.num_outputs) + 3
-    return msgspec.structs.replace(
-        config, num_outputs=most, has_newlines=True, has_frame=vision.newlines == "framed"
-    )
+    return msgspec.structs.replace(config, num_outputs=most, newlines=vision.newlines)
 
 
 def resize_between_marks(

@@ -224,10 +224,8 @@ def _qwen4(fields: ConfigFields) -> ModelSpec:
         num_angles=rotary_dim // 2 if spec.rotary_axes else 0,
     )
     if indexer.key_elements > spec.head_dim:
-        raise fields.error(
-            f"indexer_head_dim {indexer.head_dim} and {rotary_dim} elements of a rotation need more than "
-            f"head_dim {spec.head_dim}"
-        )
+        most = f"at most head_dim {spec.head_dim} less {rotary_dim} rotated elements"
+        raise fields.wrong("indexer_head_dim", most, indexer.head_dim)
     tables = _layers_with_ngrams(fields, spec)
     layers = (
         replace(
