@@ -28,7 +28,7 @@ def _numbers(*names: str) -> tuple[int, ...]:
 
 (PORTABLE,) = _numbers("any processor")
 # These sets multiply bf16 as floats.
-FUSED_WITHOUT_BF16 = _numbers("AVX2", "AVX2 with VNNI", "AVX-512 with VNNI")
+FUSED_WITHOUT_BF16 = _numbers("AVX2", "AVX2 with VNNI", "AVX-512", "AVX-512 with VNNI")
 # This set sums bf16 products in its own order.
 AMX = next(iter(_numbers("AMX")), None)
 BEST_ISA: int = native_library().engine_isa()

@@ -4,7 +4,7 @@
 // The set's own header defines which vectors its kernels are made of (a target pragma does not define the compiler's
 // own macros):
 //   ENGINE_AVX512, ENGINE_AVX2, ENGINE_NEON  the registers; none of them for standard C++
-//   ENGINE_VNNI                              AVX2 has dot products of int8 as well
+//   ENGINE_VNNI                              AVX2 or AVX-512 has dot products of int8 as well
 //   ENGINE_BF16                              AVX-512 has dot products of bf16 as well
 //   ENGINE_TILES                             there are tile registers
 #define ENGINE_TARGET_PATH(path) #path

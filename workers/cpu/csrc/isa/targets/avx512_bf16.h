@@ -1,4 +1,4 @@
 // AVX-512 with VNNI and BF16.
-#include "avx512.h"
+#include "avx512_vnni.h"
 #define ENGINE_BF16
 #pragma GCC target("avx512bf16")

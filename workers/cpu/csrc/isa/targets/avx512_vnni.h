@@ -1,0 +1,4 @@
+// AVX-512 with VNNI.
+#include "avx512.h"
+#define ENGINE_VNNI
+#pragma GCC target("avx512vnni")
