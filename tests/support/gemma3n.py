@@ -175,10 +175,10 @@ def _tensors(text: transformers.Gemma3nTextConfig) -> dict[str, torch.Tensor]:
     }
     for name, shape in projection.items():
         shapes[f"model.embed_vision.{name}.weight"] = shape
-    return {name: _weight(name, shape) for name, shape in shapes.items()}
+    return {name: named_weight(name, shape) for name, shape in shapes.items()}
 
 
-def _weight(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+def named_weight(name: str, shape: tuple[int, ...]) -> torch.Tensor:
     """Return normally distributed numbers, whose deviation keeps hidden states of a similar size."""
     values = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(shape)
     if len(shape) == 1:

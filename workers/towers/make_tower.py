@@ -7,20 +7,24 @@ from typing import TypeAlias
 import torch
 
 from ...protocol.checkpoint.vision.deepseek import QueryVisionSpec
+from ...protocol.checkpoint.vision.fastvit import FastVitSpec
 from ...protocol.checkpoint.vision.grid import GridVisionSpec
 from ...protocol.checkpoint.vision.llama import TilesVisionSpec
 from ...protocol.checkpoint.vision.mobilenet import ConvVisionSpec
 from ...protocol.checkpoint.vision.read import AnyVisionSpec
 from ..loaders import Checkpoint
+from .convolutional.fastvit import FastVitTower
+from .convolutional.mobilenet import MobileNetTower
 from .grid_tower import GridTower
 from .layers import MakeLayers, TorchLayers
-from .mobilenet.tower import ConvTower
 from .query_tower import QueryTower
 from .tiles.crops_tower import CropsTower
 from .tiles.tiles_tower import TilesTower
 from .vision_tower import VisionTower
 
-ImageTower: TypeAlias = VisionTower | GridTower | QueryTower | ConvTower | CropsTower | TilesTower
+ImageTower: TypeAlias = (
+    VisionTower | GridTower | QueryTower | MobileNetTower | FastVitTower | CropsTower | TilesTower
+)
 
 
 def make_tower(
@@ -41,7 +45,9 @@ def make_tower(
     if isinstance(spec, QueryVisionSpec):
         return QueryTower(spec, checkpoint, device, dtype, num_threads, make_layers)
     if isinstance(spec, ConvVisionSpec):
-        return ConvTower(spec, checkpoint, device, dtype, num_threads)
+        return MobileNetTower(spec, checkpoint, device, dtype, num_threads)
+    if isinstance(spec, FastVitSpec):
+        return FastVitTower(spec, checkpoint, device, dtype, num_threads)
     if isinstance(spec, TilesVisionSpec):
         return TilesTower(spec, checkpoint, device, dtype, num_threads, make_layers)
     if spec.has_crops:

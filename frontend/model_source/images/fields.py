@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from ....protocol.checkpoint.config_fields import ConfigFields
+from ....protocol.checkpoint.vision.fastvit import FastVitSpec
 from ....protocol.checkpoint.vision.llama import TilesVisionSpec
 from ....protocol.checkpoint.vision.mobilenet import ConvVisionSpec
 from ....protocol.checkpoint.vision.spec import VisionSpec
@@ -21,7 +22,7 @@ CLIP_VALUES: Final = {
 
 def values(
     fields: ConfigFields,
-    vision: VisionSpec | TilesVisionSpec | ConvVisionSpec,
+    vision: VisionSpec | TilesVisionSpec | ConvVisionSpec | FastVitSpec,
     token_id: int,
     resample: int,
 ) -> dict[str, Any]:
@@ -57,11 +58,13 @@ def sides(fields: ConfigFields, name: str) -> ConfigFields:
     return fields.first_section(name)
 
 
-def side_of_tile(fields: ConfigFields, name: str, vision: VisionSpec | TilesVisionSpec) -> int:
+def side_of_tile(
+    fields: ConfigFields, name: str, vision: VisionSpec | TilesVisionSpec | FastVitSpec
+) -> int:
     """Return the side of a tile in pixels, which must equal the image size of the vision tower."""
     side = fields.integer(name, vision.image_size)
     if side != vision.image_size:
-        raise fields.wrong(name, f"{vision.image_size}, which is vision_config.image_size", side)
+        raise fields.wrong(name, f"{vision.image_size}, as in the vision tower", side)
     return side
 
 

@@ -30,7 +30,7 @@ from .qwen import (
     resize_pairs,
     resize_rounded,
 )
-from .single import longest, single
+from .single import longest, middle, single
 from .source import ProcessorSource
 from .tiled.cohere import aya_vision, cohere2_vision
 from .tiled.internvl import canvas, views
@@ -124,6 +124,7 @@ _READERS: Final[dict[str, _Reader]] = {
     "ernie4_5_moe_vl": resize_own_mark,
     "ernie4_5_vl_moe": resize_many,
     "exaone4_5": resize,
+    "fast_vlm": middle,
     "hyperclovax_vision_v2": resize,
     "gemma3": gemma3,
     "gemma3n": gemma3n,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from ....protocol.checkpoint.vision.fastvit import FastVitSpec
 from ....protocol.checkpoint.vision.spec import MAX_SIDE, VisionSpec
 from ....protocol.config.images import (
     CropProcessor,
@@ -20,11 +23,24 @@ def single(
     """Return the processor of CLIP, SigLIP or (under the same model name) Pixtral."""
     if vision.max_outputs:
         return pixtral(source, vision, token_id)
-    fields = source.fields
-    common = values(fields, vision, token_id, BICUBIC)
-    size, crop = sides(fields, "size"), sides(fields, "crop_size")
+    common = values(source.fields, vision, token_id, BICUBIC)
     if vision.has_class_token:
         common = CLIP_VALUES | common
+    return _tile(source, vision, common)
+
+
+def middle(
+    source: ProcessorSource, vision: FastVitSpec, token_id: int
+) -> SquareProcessor | CropProcessor:
+    """Return the processor of FastVLM, which is that of CLIP."""
+    common = CLIP_VALUES | values(source.fields, vision, token_id, BICUBIC)
+    return _tile(source, vision, common)
+
+
+def _tile(
+    source: ProcessorSource, vision: VisionSpec | FastVitSpec, common: dict[str, Any]
+) -> SquareProcessor | CropProcessor:
+    size, crop = sides(source.fields, "size"), sides(source.fields, "crop_size")
     if size.get("shortest_edge") is None:
         side = side_of_tile(size, "height", vision)
         return SquareProcessor(**common, side=side)

@@ -8,6 +8,7 @@ from typing import Final, TypeAlias
 from ..config_fields import ConfigFields
 from .aria import aria
 from .deepseek import QueryVisionSpec, deepseek_ocr2
+from .fastvit import FastVitSpec, fast_vlm
 from .gemma import gemma3, gemma4, paligemma
 from .grid import (
     GridVisionSpec,
@@ -38,7 +39,7 @@ from .tiled.ovis import ovis2
 from .tiled.phi4 import phi4_multimodal
 
 AnyVisionSpec: TypeAlias = (
-    VisionSpec | GridVisionSpec | QueryVisionSpec | ConvVisionSpec | TilesVisionSpec
+    VisionSpec | GridVisionSpec | QueryVisionSpec | ConvVisionSpec | FastVitSpec | TilesVisionSpec
 )
 
 
@@ -80,6 +81,7 @@ _READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionS
     "ernie4_5_moe_vl": ernie4_5_vl,
     "ernie4_5_vl_moe": ernie4_5_vl,
     "exaone4_5": exaone4_5,
+    "fast_vlm": fast_vlm,
     "hyperclovax_vision_v2": hyperclovax,
     "gemma3": gemma3,
     "gemma3n": gemma3n,

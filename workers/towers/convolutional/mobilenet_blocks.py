@@ -6,47 +6,17 @@ Shapes: H rows and W columns of places, C channels, N heads, K head dimension.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final, TypeAlias
+from typing import Final
 
 from torch import Tensor
 from torch.nn import functional as F
 
 from ....protocol.checkpoint.vision.mobilenet import ConvBlock
 from ..weights import Linear, Norm, VisionWeights, activation
-
-Block: TypeAlias = Callable[[Tensor], Tensor]
-"""Maps the channels of places, [H, W, C], to those of as many places or fewer."""
+from .convolution import Block, Convolution, chained
 
 _NORM_EPS: Final = 1e-6
 _activation: Final = activation("gelu_pytorch_tanh")
-
-
-class Convolution:
-    """A convolution whose output has a place for every `stride` places of the input, in each direction.
-
-    The input is padded with zeros, with one more at the end than at the beginning if their number is odd.
-
-    Args:
-        weight: The kernel, [outputs, inputs, side, side], with one input if each channel is convolved by itself.
-        bias: The bias of each output, or None.
-        stride: The distance of the input places.
-    """
-
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, stride: int = 1) -> None:
-        self._weight, self._bias, self._stride = weight, bias, stride
-
-    def __call__(self, x_HWC: Tensor) -> Tensor:
-        """Return the convolved channels."""
-        padding: list[int] = []
-        side, stride = self._weight.shape[-1], self._stride
-        for length in (x_HWC.shape[1], x_HWC.shape[0]):
-            missing = max((-(-length // stride) - 1) * stride + side - length, 0)
-            padding += [missing // 2, missing - missing // 2]
-        # This is a view, whose channels stay the dimension that is contiguous in memory.
-        x = F.pad(x_HWC, (0, 0, *padding)).permute(2, 0, 1)[None]
-        groups = x.shape[1] // self._weight.shape[1]
-        x = F.conv2d(x, self._weight, self._bias, stride, groups=groups)
-        return x[0].permute(1, 2, 0)
 
 
 class _Normed:
@@ -137,7 +107,7 @@ def read_inverted(tensors: VisionWeights, prefix: str, block: ConvBlock) -> Bloc
     steps.append(product("pw_proj", block.outputs, block.inner, activates=False))
     if f"{prefix}layer_scale.gamma" in tensors:
         steps[-1].scale(tensors.read(f"{prefix}layer_scale.gamma", block.outputs))
-    return lambda x_HWC: _chained(steps, x_HWC)
+    return lambda x_HWC: chained(steps, x_HWC)
 
 
 class _Attention:
@@ -174,13 +144,7 @@ class _Attention:
     def __call__(self, x_HWC: Tensor) -> Tensor:
         x = self._norm(x_HWC)
         q_NPK = self._query(x).flatten(0, 1).unflatten(1, (-1, self._head_dim)).transpose(0, 1)
-        k_PK, v_PK = (_chained(steps, x).flatten(0, 1) for steps in (self._key, self._value))
+        k_PK, v_PK = (chained(steps, x).flatten(0, 1) for steps in (self._key, self._value))
         heads = (len(q_NPK), -1, -1)
         out = F.scaled_dot_product_attention(q_NPK, k_PK.expand(heads), v_PK.expand(heads))
         return self._output(out.transpose(0, 1).flatten(1)).unflatten(0, x_HWC.shape[:2])
-
-
-def _chained(steps: list[Block] | list[_Normed], x_HWC: Tensor) -> Tensor:
-    for step in steps:
-        x_HWC = step(x_HWC)
-    return x_HWC

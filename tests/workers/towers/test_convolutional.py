@@ -1,4 +1,4 @@
-"""Gemma 3n gives the embeddings and logits that transformers computes with timm."""
+"""Gemma 3n and FastVLM give the embeddings and logits that transformers computes with timm."""
 
 import random
 from itertools import pairwise
@@ -21,22 +21,31 @@ from engine.workers.towers.make_tower import make_tower
 from engine.workers.towers.placed import Placed
 from PIL import Image
 from support.decoders import CPU, Runner, load_decoder, load_native_decoder
+from support.fast_vlm import fast_vlm_directory
 from support.gemma3n import NUM_IMAGE_TOKENS, gemma3n_directory
 
 pytestmark = pytest.mark.slow
 
 torch.set_num_threads(1)
-SIZES = ((150, 90), (70, 164))
+SIZES = {"gemma3n": ((150, 90), (70, 164)), "fast_vlm": ((150, 90), (270, 564))}
 """The images of the prompt, whose seeds are their widths."""
 
-
-PLACES = [4, 265, -10, -1]
-LOGITS = [
-    [-0.53393, 1.275223, -1.001727, -0.100593],
-    [1.925256, -0.024772, -0.497731, 0.054459],
-    [-1.330666, 0.306893, 1.237514, 0.102869],
-    [0.471811, -0.498779, 0.06067, 0.088839],
-]
+MARKS = {"gemma3n": ("boi_token_id", "image_token_id", "eoi_token_id")}
+PLACES = {"gemma3n": [4, 265, -10, -1], "fast_vlm": [4, 25, -10, -1]}
+LOGITS = {
+    "gemma3n": [
+        [-0.53393, 1.275223, -1.001727, -0.100593],
+        [1.925256, -0.024772, -0.497731, 0.054459],
+        [-1.330666, 0.306893, 1.237514, 0.102869],
+        [0.471811, -0.498779, 0.06067, 0.088839],
+    ],
+    "fast_vlm": [
+        [-1.242511, -0.813746, 1.485793, 0.194257],
+        [-0.795539, -0.021135, 1.775455, -1.223893],
+        [-1.013719, -0.176919, 0.467925, -1.324399],
+        [-1.881283, -0.470093, 0.625335, -0.944388],
+    ],
+}
 """The first logits of these places of the prompt, by transformers 5.24 with timm 1.0.31."""
 
 EMBEDDINGS = {
@@ -60,12 +69,19 @@ EMBEDDINGS = {
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    return gemma3n_directory(tmp_path_factory.mktemp("model"))
+def paths(tmp_path_factory):
+    return {
+        "gemma3n": gemma3n_directory(tmp_path_factory.mktemp("gemma3n")),
+        "fast_vlm": fast_vlm_directory(tmp_path_factory.mktemp("fast_vlm")),
+    }
 
 
 @pytest.fixture(scope="module")
-def tower(path):
+def towers(paths):
+    return {kind: _tower(path) for kind, path in paths.items()}
+
+
+def _tower(path):
     decoder = load_decoder(path, max_model_len=64)
     return make_tower(decoder.spec.encoder, open_checkpoint(path), CPU, torch.float32)
 
@@ -79,11 +95,12 @@ def _processor(path, **overrides):
     return read_image_processor(path, config, config.section("text_config"), overrides)
 
 
-def test_prompts_have_the_tokens_of_images(path):
+def test_prompts_have_the_tokens_of_images(paths):
+    path = paths["gemma3n"]
     tokenizer = load_tokenizer(path)
     places = PromptImages(_processor(path), tokenizer)
     reader = MediaReader(places.reader_config)
-    images = [reader.prepare_image(Image.fromarray(_pixels(w, w, h))) for w, h in SIZES]
+    images = [reader.prepare_image(Image.fromarray(_pixels(w, w, h))) for w, h in SIZES["gemma3n"]]
     text = places.expand("the <image> quick\n<image>fox", images)
     image = f"\n\n<start_of_image>{'<image>' * NUM_IMAGE_TOKENS}<end_of_image>\n\n"
     assert text == f"the {image} quick\n{image}fox"
@@ -97,53 +114,65 @@ def test_prompts_have_the_tokens_of_images(path):
 
 
 @pytest.mark.parametrize("load", [load_decoder, load_native_decoder])
-def test_logits_equal_those_of_transformers(path, tower, load):
+@pytest.mark.parametrize("kind", SIZES)
+def test_logits_equal_those_of_transformers(paths, towers, kind, load):
+    path, tower = paths[kind], towers[kind]
     processor, fields = _processor(path), ConfigFields.read(path / "config.json")
-    marks = [fields.integer(f"{name}_token_id") for name in ("boi", "image", "eoi")]
+    marks = [fields.integer(name) for name in MARKS.get(kind, ("image_token_index",))]
     rng = random.Random(3)
     prompt, outputs = [], []
-    for count, (width, height) in zip((5, 3), SIZES, strict=True):
-        begin, image, end = marks
-        prompt += [rng.randrange(4, 300) for _ in range(count)]
-        prompt += [begin, *[image] * NUM_IMAGE_TOKENS, end]
+    for count, (width, height) in zip((5, 3), SIZES[kind], strict=True):
         parts = process_image(Image.fromarray(_pixels(width, width, height)), processor)
         [tile] = [part for part in parts if isinstance(part, Tile)]
         outputs.append(tower(tile.payload))
+        prompt += [rng.randrange(4, 300) for _ in range(count)]
+        if kind == "gemma3n":
+            begin, image, end = marks
+            prompt += [begin, *[image] * NUM_IMAGE_TOKENS, end]
+        else:
+            prompt += marks * len(outputs[-1])
     prompt += [rng.randrange(4, 300) for _ in range(9)]
-    is_image = np.isin(prompt, marks[1:])
+    is_image = np.isin(prompt, marks[-2:])
     rows = np.where(is_image, np.cumsum(is_image) - 1, -1).astype(np.int32)
     decoder = load(path, max_model_len=1024)
     runner = Runner(decoder, 1, max_tokens=1024)
     found = []
     # The chunks end within the images.
-    for start, stop in pairwise([0, 100, 400, len(prompt)]):
+    for start, stop in pairwise([0, len(prompt) // 5, 3 * len(prompt) // 4, len(prompt)]):
         decoder.placed = Placed(rows[start:stop].copy(), torch.cat(outputs))
         found.append(runner.step({0: prompt[start:stop]})[0])
     torch.testing.assert_close(
-        torch.cat(found)[PLACES, :4], torch.tensor(LOGITS), atol=1e-4, rtol=1e-4
+        torch.cat(found)[PLACES[kind], :4], torch.tensor(LOGITS[kind]), atol=1e-4, rtol=1e-4
     )
 
 
 @pytest.mark.parametrize("side", [384, 752, 768])
-def test_embeddings_of_other_sizes_equal_those_of_transformers(tower, side):
+def test_embeddings_of_other_sizes_equal_those_of_transformers(towers, side):
     pixels = _pixels(side, side, side).tobytes()
-    found = tower(ImagePayload(side, side, pixels, 1 / 255, (0.0,) * 3, (1.0,) * 3))
+    found = towers["gemma3n"](ImagePayload(side, side, pixels, 1 / 255, (0.0,) * 3, (1.0,) * 3))
     assert len(found) == NUM_IMAGE_TOKENS + 1
     torch.testing.assert_close(
         found[[0, 100, 255], :3], torch.tensor(EMBEDDINGS[side]), atol=1e-4, rtol=1e-4
     )
 
 
-def test_unknown_settings_are_refused(path, tower):
+def test_unknown_settings_are_refused(paths, towers):
     with pytest.raises(EngineError, match="has 9 x 40 pixels, the model reads sides of at least"):
-        tower(ImagePayload(9, 40, bytes(1080), 1 / 255, (0.0,) * 3, (1.0,) * 3))
-    config = ConfigFields.read(path / "config.json")
-    vision = config.config["vision_config"]
-    for values, message in (
-        ({"architecture": "resnet50"}, "architecture must be 'mobilenetv5_300m_enc'"),
-        ({"model_args": {"depth": 3}}, "model_args must be nothing but channel_multiplier"),
-        ({"vocab_offset": 9}, "eoi_token_id must be one of the 2 tokens from"),
+        towers["gemma3n"](ImagePayload(9, 40, bytes(1080), 1 / 255, (0.0,) * 3, (1.0,) * 3))
+    with pytest.raises(EngineError, match="has 9 x 40 pixels, the model reads 256 x 256"):
+        towers["fast_vlm"](ImagePayload(9, 40, bytes(1080), 1 / 255, (0.0,) * 3, (1.0,) * 3))
+    sizes = {"inference_mode": True, "embed_dims": (8, 16, 32, 64, 96)}
+    for kind, values, message in (
+        ("gemma3n", {"architecture": "resnet50"}, "architecture must be 'mobilenetv5_300m_enc'"),
+        ("gemma3n", {"model_args": {"depth": 3}}, "must be nothing but channel_multiplier"),
+        ("gemma3n", {"vocab_offset": 9}, "eoi_token_id must be one of the 2 tokens from"),
+        ("fast_vlm", {"architecture": "resnet50"}, "architecture must be 'fastvit_mci3'"),
+        ("fast_vlm", {"model_args": {"depth": 3}}, "must be nothing but inference_mode, layers"),
+        ("fast_vlm", {"model_args": {}}, "inference_mode must be true, with merged branches"),
+        ("fast_vlm", {"model_args": sizes}, "embed_dims must be multiples of those of the stage"),
+        ("fast_vlm", {"hidden_size": 96}, "hidden_size must be 256, twice the last channels"),
     ):
-        wrong = config.with_values({"vision_config": vision | values})
+        config = ConfigFields.read(paths[kind] / "config.json")
+        wrong = config.with_values({"vision_config": config.config["vision_config"] | values})
         with pytest.raises(CheckpointError, match=message):
             vision_spec(wrong, 64)

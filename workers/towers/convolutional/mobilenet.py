@@ -17,10 +17,10 @@ from ...loaders import Checkpoint
 from ..image_input import ImageReader
 from ..pixels import normalized_pixels
 from ..weights import Norm, VisionWeights
-from .blocks import read_block, read_inverted, read_norm, read_stem
+from .mobilenet_blocks import read_block, read_inverted, read_norm, read_stem
 
 
-class ConvTower(ImageReader):
+class MobileNetTower(ImageReader):
     """The tower described by `spec` and its projection.
 
     It computes one image at a time, so that results do not depend on other images.
