@@ -54,6 +54,9 @@ class VideoProcessor(VideoProcessorConfig, frozen=True, kw_only=True, tag="grids
         unit: The side in pixels of the square that makes one embedding.
         min_pixels: The minimum number of pixels of a frame, or of all frames with `limits_whole`.
         max_pixels: The maximum number of pixels, counted as for `min_pixels`.
+        max_frame_pixels: If not 0, there is one more embedding after each row of a frame (Hy4-VL), and each frame has
+            positions of its own, like an image. Frames are not enlarged. They have at most this many pixels each, and
+            together at most `max_pixels`, of which the additional embeddings take their part.
         limits_whole: Whether `min_pixels` and `max_pixels` apply to all frames together.
         steps_per_second: The number of temporal rotary positions per second of video; 0 for one position per grid.
         times: The text with each grid's time in seconds. "mean": before the grid, the mean time of its frames. "whole"
@@ -66,6 +69,7 @@ class VideoProcessor(VideoProcessorConfig, frozen=True, kw_only=True, tag="grids
     unit: int
     min_pixels: int
     max_pixels: int
+    max_frame_pixels: int = 0
     limits_whole: bool = False
     steps_per_second: float = 0.0
     times: Literal["mean", "whole", "first"] | None = None
@@ -75,7 +79,10 @@ class VideoProcessor(VideoProcessorConfig, frozen=True, kw_only=True, tag="grids
     @property
     def max_outputs(self) -> int:
         """The maximum number of embeddings that are computed at once."""
-        return self.max_pixels // self.unit**2
+        if not self.max_frame_pixels:
+            return self.max_pixels // self.unit**2
+        # At most half of a frame's embeddings follow rows.
+        return 2 * max(1, self.max_frame_pixels // self.unit**2)
 
 
 class FrameProcessor(VideoProcessorConfig, frozen=True, kw_only=True, tag="frames"):

@@ -17,7 +17,7 @@ from support.families.indexers import WITH_INDEXERS
 from support.families.recurrent import GROUPED_KEYS, NGRAMS, QWEN4
 from support.tiny_checkpoints import sentencepiece_tokenizer
 
-IMAGE_MODELS = ("paddleocr_vl", "hunyuan_vl", "glm5_next", "ernie4_5_vl_moe", "hy_v4_vl")
+IMAGE_MODELS = ("paddleocr_vl", "hunyuan_vl", "glm5_next", "ernie4_5_vl_moe")
 """Models that read no videos."""
 QWEN_MODELS = (
     "qwen2_vl",
@@ -29,6 +29,7 @@ QWEN_MODELS = (
     "cohere_compass",
     "lfm3_vl",
     "qwen4_exp",
+    "hy_v4_vl",
 )
 GLM_MODELS = ("glm4v", "glm46v", "glm4v_moe", "glm_ocr")
 IMAGE, VIDEO = "<|image_pad|>", "<|video_pad|>"
@@ -275,6 +276,11 @@ def qwen_directory(
         del processor["min_pixels"], processor["max_pixels"]
         processor["size"] = {"shortest_edge": 8 * UNIT**2, "longest_edge": 200 * UNIT**2}
     (directory / "preprocessor_config.json").write_text(json.dumps(processor))
+    if kind == "hy_v4_vl":
+        # Five frames of 40 x 24 pixels are shrunk.
+        processor |= {"size": {"shortest_edge": UNIT**2, "longest_edge": 60 * UNIT**2}}
+        del processor["min_pixels"], processor["max_pixels"]
+        (directory / "video_preprocessor_config.json").write_text(json.dumps(processor))
     return directory, model
 
 

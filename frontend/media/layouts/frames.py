@@ -8,7 +8,7 @@ from __future__ import annotations
 from ....protocol.config.videos import AnyVideoProcessor, FrameProcessor, VideoProcessor
 from ....protocol.messages import EncoderGrid, ImagePayload
 from .pixels import Parts, Sizes, Tile, Video
-from .resized import fit_size, grown_size
+from .resized import check_ratio, fit_size, grown_size
 from .single_frames import fit_single_frames, single_frames
 
 
@@ -30,7 +30,9 @@ def fit_frames(
     if isinstance(config, FrameProcessor):
         return fit_single_frames(width, height, num_frames, config, max_outputs)
     unit, per_patch = config.unit, config.frames_per_patch
-    if config.limits_whole:
+    if config.max_frame_pixels:
+        size = _size_with_newlines(width, height, num_frames, config)
+    elif config.limits_whole:
         width, height = grown_size(width, height, unit)
         counted = max(1, round(num_frames / per_patch)) * per_patch
         size = fit_size(
@@ -38,13 +40,41 @@ def fit_frames(
         )
     else:
         size = fit_size(width, height, unit, config.min_pixels, config.max_pixels)
-    num_outputs = size[0] * size[1] // unit**2 * -(-num_frames // per_patch)
+    num_outputs = _grid(size, config).num_tokens * -(-num_frames // per_patch)
     if num_outputs > max_outputs:
         raise ValueError(
             f"its {num_frames} frames of {width} x {height} pixels take {num_outputs} tokens, and at most "
             f"{max_outputs} fit into the context; send fewer or smaller frames"
         )
     return (size,)
+
+
+def _size_with_newlines(
+    width: int, height: int, num_frames: int, config: VideoProcessor
+) -> tuple[int, int]:
+    """Return the largest size of a frame that keeps its shape, does not enlarge it, and is within both limits.
+
+    Raises:
+        ValueError: The aspect ratio of the frames is above the maximum.
+    """
+    check_ratio(width, height)
+    unit = config.unit
+    of_all, of_frame = (most // unit**2 for most in (config.max_pixels, config.max_frame_pixels))
+    for rows in range(max(1, height // unit), 0, -1):
+        # A frame of this shape that is scaled to this many rows, with a remainder, has `least` to `most` columns.
+        least = width * rows // height if rows > 1 else 1
+        most = -(-width * (rows + 1) // height) - 1
+        most = min(max(1, most), max(1, width // unit))
+        columns = min(most, of_all // (num_frames * rows) - 1, of_frame // rows)
+        if columns >= max(1, least):
+            return columns * unit, rows * unit
+    return unit, unit
+
+
+def _grid(size: tuple[int, int], config: VideoProcessor) -> EncoderGrid:
+    """Return the rows and columns of embeddings of a frame of this width and height."""
+    columns = size[0] // config.unit + bool(config.max_frame_pixels)
+    return EncoderGrid(size[1] // config.unit, columns)
 
 
 def frames(video: Video, config: AnyVideoProcessor, around: tuple[str, str]) -> Parts:
@@ -57,7 +87,7 @@ def frames(video: Video, config: AnyVideoProcessor, around: tuple[str, str]) -> 
     """
     if isinstance(config, FrameProcessor):
         return single_frames(video, config)
-    unit, per_patch = config.unit, config.frames_per_patch
+    per_patch = config.frames_per_patch
     size, numbers = video.frames[0].size, video.numbers
     pixels = [frame.tobytes() for frame in video.frames]
     missing = -len(pixels) % per_patch
@@ -74,15 +104,17 @@ def frames(video: Video, config: AnyVideoProcessor, around: tuple[str, str]) -> 
             config.std,
             num_frames=per_patch,
         )
-        rows, columns = size[1] // unit, size[0] // unit
-        if config.times is None:
-            step = config.steps_per_second * seconds_per_grid or 1.0
-            grid = EncoderGrid(rows, columns, int(index * step), continues=index > 0)
-            parts.append(Tile(payload, rows * columns, grid=grid))
-        else:
+        grid = _grid(size, config)
+        tile = Tile(payload, grid.num_tokens, grid=grid)
+        if config.times is not None:
             before, after = _times(numbers[start : start + per_patch], video.fps, config)
-            tile = Tile(payload, rows * columns, grid=EncoderGrid(rows, columns))
             parts += [before + around[0], tile, around[1] + after]
+        elif config.max_frame_pixels:
+            parts.append(tile)
+        else:
+            step = config.steps_per_second * seconds_per_grid or 1.0
+            grid = EncoderGrid(grid.rows, grid.columns, int(index * step), continues=index > 0)
+            parts.append(tile._replace(grid=grid))
     return parts
 
 

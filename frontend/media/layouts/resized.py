@@ -117,11 +117,7 @@ def fit_size(
     Raises:
         ValueError: The aspect ratio of the image is above the maximum.
     """
-    ratio = max(width, height) / min(width, height)
-    if ratio > MAX_RATIO:
-        raise ValueError(
-            f"it has {width} x {height} pixels, and one side may be at most {MAX_RATIO} times as long as the other"
-        )
+    check_ratio(width, height)
     sides = [round(side / unit) * unit for side in (width, height)]
     num_pixels = num_frames * width * height
     rounded = num_counted * sides[0] * sides[1]
@@ -132,3 +128,11 @@ def fit_size(
         grow = math.sqrt(min_pixels / num_pixels)
         sides = [math.ceil(side * grow / unit) * unit for side in (width, height)]
     return max(unit, sides[0]), max(unit, sides[1])
+
+
+def check_ratio(width: int, height: int) -> None:
+    """Raise ValueError if the aspect ratio of an image is above the maximum."""
+    if max(width, height) / min(width, height) > MAX_RATIO:
+        raise ValueError(
+            f"it has {width} x {height} pixels, and one side may be at most {MAX_RATIO} times as long as the other"
+        )

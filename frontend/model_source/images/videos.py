@@ -21,11 +21,12 @@ _GLM_MAX_PIXELS: Final = 28 * 28 * 2 * 30000
 
 
 class _Family(NamedTuple):
-    """The differences between model families: processor defaults, and names of the tokens around a grid."""
+    """The differences between model families: settings, defaults of fields, and the tokens around a grid."""
 
     values: Mapping[str, Any] = MappingProxyType({})
     around: str = ""
     around_ids: tuple[int, int] = (0, 0)
+    defaults: Mapping[str, Any] = MappingProxyType({})
 
 
 _QWEN: Final = _Family()
@@ -38,6 +39,16 @@ _GLM41: Final = _Family(
     {"limits_whole": True, "sampling": "seconds", "times": "whole"}, "image", (151339, 151340)
 )
 _GLM46: Final = _Family({**_GLM41.values, "sampling": "dynamic", "times": "first"}, *_GLM41[1:])
+_HY4: Final = _Family(
+    {"sampling": "ends"},
+    defaults={
+        "size": {"shortest_edge": 4096, "longest_edge": 1 << 25},
+        "min_frames": 2,
+        "max_frames": 1024,
+        "image_mean": [0.5] * 3,
+        "image_std": [0.5] * 3,
+    },
+)
 
 _FAMILIES: Final = {
     "cohere_compass": _COMPASS,
@@ -45,6 +56,7 @@ _FAMILIES: Final = {
     "glm4v_moe": _GLM41,
     "glm46v": _GLM46,
     "glm_ocr": _GLM46,
+    "hy_v4_vl": _HY4,
     "lfm3_vl": _LFM3,
     "qwen2_vl": _QWEN,
     "qwen2_5_vl": _QWEN,
@@ -94,8 +106,9 @@ def _read_grids(
     text: ConfigFields,
     vision: GridVisionSpec,
 ) -> VideoProcessor:
-    """Return the processor of Qwen-VL or GLM."""
+    """Return the processor of Qwen-VL, GLM or Hy4-VL."""
     family = _FAMILIES[model_type]
+    fields = fields.with_defaults(**family.defaults)
     check_patches(fields, vision)
     unit, highest = vision.unit, text.integer("vocab_size") - 1
 
@@ -116,6 +129,9 @@ def _read_grids(
     if model_type == "qwen2_5_vl":
         seconds = config.required_section("vision_config")
         values["steps_per_second"] = seconds.positive("tokens_per_second", 4.0)
+    if vision.newlines is not None:
+        of_frame = fields.first_section("max_image_size")
+        values["max_frame_pixels"] = of_frame.integer("longest_edge", 1 << 20)
     if family.around:
         ids = zip(("start", "end"), family.around_ids, strict=True)
         values |= {f"{end}_token_id": token(f"{family.around}_{end}", each) for end, each in ids}

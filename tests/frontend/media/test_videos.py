@@ -112,16 +112,53 @@ def _glm_text(kind, video, num_outputs):
 
 
 def _glm_sampler(kind):
-    """Return the method of a processor whose class needs torchvision."""
+    settings = SimpleNamespace(fps=2, max_duration=300, temporal_patch_size=2)
+    return partial(_method(kind, "sample_frames"), settings)
+
+
+def _method(kind, name):
+    """Return the last method of this name in a module that needs torchvision."""
     directory = Path(transformers.__file__).parent / "models" / kind
     source = (directory / f"video_processing_{kind}.py").read_text()
     methods = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
-    [method] = [node for node in methods if node.name == "sample_frames"]
-    method.args.args[1].annotation = None
+    method = [node for node in methods if node.name == name][-1]
+    method.decorator_list = []
+    for argument in method.args.args:
+        argument.annotation = None
     names = {"np": np, "math": math}
     exec(ast.unparse(method), names)
-    settings = SimpleNamespace(fps=2, max_duration=300, temporal_patch_size=2)
-    return partial(names["sample_frames"], settings)
+    return names[name]
+
+
+def test_frames_with_newlines_have_the_sizes_of_transformers():
+    resize, sample = (_method("hy_v4_vl", name) for name in ("smart_resize", "sample_frames"))
+    settings = SimpleNamespace(fps=2, min_frames=2, max_frames=1024)
+    config = msgspec.structs.replace(
+        QWEN3, frames_per_patch=1, max_pixels=1 << 20, max_frame_pixels=1 << 17, min_frames=2
+    )
+    config = msgspec.structs.replace(config, max_frames=1024)
+    rng = random.Random(1)
+    found = set()
+    for _ in range(300):
+        width, height, count = (
+            rng.randrange(8, 1500),
+            rng.randrange(8, 1500),
+            rng.randrange(1, 50),
+        )
+        limits = {"max_pixels": config.max_pixels, "max_image_size": config.max_frame_pixels}
+        rows, columns = resize(height, width, count, factor=config.unit, **limits)
+        [size] = fit_frames(width, height, count, config, 10**9)
+        assert size == (columns, rows), (width, height, count)
+        num_outputs = (size[0] // config.unit + 1) * (size[1] // config.unit)
+        assert num_outputs <= config.max_outputs
+        found.add(size == (width // 32 * 32, height // 32 * 32))
+        length, fps = rng.randrange(1, 3000), rng.choice([0.5, 7.5, 24.0, 29.97])
+        metadata = SimpleNamespace(total_num_frames=length, fps=fps)
+        assert sample_frames(length, fps, config) == sample(settings, metadata).tolist()
+    # Some frames are shrunk, and others are not.
+    assert found == {True, False}
+    with pytest.raises(ValueError, match="one side may be at most 200 times as long"):
+        fit_frames(10, 2010, 1, config, 10**9)
 
 
 @pytest.mark.parametrize("config", [QWEN2, QWEN3])

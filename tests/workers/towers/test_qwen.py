@@ -125,7 +125,13 @@ def _check_logits(model, load, sizes, has_video):
     else:
         grid = inputs[len(sizes) // 2].grid
         grid_of_video = [-(-NUM_FRAMES // FRAMES), grid.rows * 2, grid.columns * 2]
-        arguments["pixel_values_videos"] = video_patches(video.frames, videos.mean, videos.std)
+        patches = video_patches(video.frames, videos.mean, videos.std)
+        if kind == "hy_v4_vl":
+            # Each frame is read like an image, whose rows end with one more embedding.
+            grid_of_video = [NUM_FRAMES, grid.rows * 2, (grid.columns - 1) * 2]
+            assert grid_of_video[1:] == [4, 8]
+            patches = qwen_image_processor(path)(video.frames, return_tensors="pt")["pixel_values"]
+        arguments["pixel_values_videos"] = patches
         arguments["video_grid_thw"] = torch.tensor([grid_of_video])
     if kind == "hunyuan_vl":
         is_image = torch.tensor([prompt]) == processor.token_id
