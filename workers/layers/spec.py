@@ -127,14 +127,13 @@ class SourceSpec(msgspec.Struct, frozen=True):
 
     Without an `encoder`, the outputs are images', of `output_size` elements. Layers that read them do not attend to
     tokens, norm queries and keys, multiply their outputs by stored gates, and skip tokens without an image before them.
-    The output projection lacks the last `num_unsampled` tokens. With `convolutions`, it starts from an audio clip with
-    `num_inputs` features per frame instead of token ids. If `has_positions`, a table with a row per output is added.
+    With `convolutions`, it starts from an audio clip with `num_inputs` features per frame instead of token ids. If
+    `has_positions`, a table with a row per output is added.
     """
 
     encoder: "ModelSpec | None"
     max_positions: int
     output_size: int = 0
-    num_unsampled: int = 0
     convolutions: tuple[ConvolutionSpec, ...] = ()
     num_inputs: int = 0
     has_positions: bool = False
@@ -196,7 +195,8 @@ class ModelSpec(msgspec.Struct, frozen=True):
 
     With `latent`, there is one key/value head, and `head_dim` is the size of its keys in the cache. With `compressed`,
     there is one, too, and its keys are also the values. With `block_indexer`, each index key is stored in the cache as
-    one more head's key. The embedding has `num_unused_embeddings` rows that no token has.
+    one more head's key. The embedding has `num_unused_embeddings` rows that no token has. The output projection lacks
+    the last `num_unsampled` tokens, which the model reads, but never writes.
 
     Hidden states are multiplied by `embedding_scale` after the embedding, and every block's output by
     `residual_multiplier` before it is added. If `averages_blocks`, a hidden state is the sum of the embedding and the
@@ -257,6 +257,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
     position_offset: int = 0
     sinusoids: Sinusoids | None = None
     num_unused_embeddings: int = 0
+    num_unsampled: int = 0
     alibi_slopes: tuple[float, ...] = ()
     rounds_alibi: bool = False
     num_distance_buckets: int = 0

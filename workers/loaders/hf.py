@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 from msgspec.structs import replace
 
@@ -75,6 +76,8 @@ _STACKINGS = {
     "qwen3_vl_moe": _Stacking(is_transposed=True),
     "qwen3_vl_moe_text": _Stacking(is_transposed=True),
 }
+_JOINED = {"model.transformer.wte.embedding": "model.transformer.wte.new_embedding"}
+"""Tensors whose rows are followed by those of another tensor (Molmo 2)."""
 
 
 class _StoredTensor(msgspec.Struct, frozen=True):
@@ -143,6 +146,42 @@ class _StoredTensor(msgspec.Struct, frozen=True):
         return found[self.first :: self.step]
 
 
+class _JoinedTensor(msgspec.Struct, frozen=True):
+    """Two tensors of files that are read as one tensor, which has the rows of the first before those of the second."""
+
+    first: _StoredTensor
+    second: _StoredTensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of both tensors together."""
+        rows, *rest = self.first.shape
+        return rows + self.second.shape[0], *rest
+
+    def part(self, parts: Sequence[range | None]) -> torch.Tensor:
+        """Read these ranges of the dimensions."""
+        return torch.cat([tensor.part(own) for tensor, own in self._split(parts)])
+
+    def floats(self, parts: Sequence[range | None]) -> Floats | None:
+        """Return these ranges of the dimensions, or None if they are not stored as plain floats of one type."""
+        found = [tensor.floats(own) for tensor, own in self._split(parts)]
+        first, second = found
+        if first is None or second is None or first.dtype != second.dtype:
+            return None
+        return replace(first, values=np.concatenate((first.values, second.values)))
+
+    def _split(
+        self, parts: Sequence[range | None]
+    ) -> list[tuple[_StoredTensor, list[range | None]]]:
+        """Return the ranges of each of the tensors."""
+        rows, *rest = parts or (None,)
+        split, (total, *_) = self.first.shape[0], self.shape
+        rows = range(total) if rows is None else rows
+        own = range(min(rows.start, split), min(rows.stop, split))
+        other = range(max(rows.start - split, 0), max(rows.stop - split, 0))
+        return [(self.first, [own, *rest]), (self.second, [other, *rest])]
+
+
 class HFCheckpoint(Checkpoint):
     """A directory with ``config.json`` and safetensors files.
 
@@ -154,7 +193,7 @@ class HFCheckpoint(Checkpoint):
     def __init__(self, path: Path) -> None:
         config = ConfigFields.read(path / "config.json")
         super().__init__(path, config)
-        self._stored: dict[str, _StoredTensor] = {}
+        self._stored: dict[str, _StoredTensor | _JoinedTensor] = {}
         expected = _expected_shards(path)
         seen: set[str] = set()
         model_type = str(config.get("model_type"))
@@ -178,6 +217,11 @@ class HFCheckpoint(Checkpoint):
                     file,
                     f"there is no tensor {name!r}, which {_INDEX} lists in this file; download both",
                 )
+        for name, other in _JOINED.items():
+            first, second = self._stored.get(name), self._stored.get(other)
+            if isinstance(first, _StoredTensor) and isinstance(second, _StoredTensor):
+                self._stored[name] = _JoinedTensor(first, second)
+                del self._stored[other]
         self._modules = QuantizedModules.from_config(config, self)
 
     def names(self) -> Collection[str]:
@@ -241,6 +285,8 @@ class HFCheckpoint(Checkpoint):
     def stored_dtype(self, name: str) -> str:
         """Return the dtype of a tensor in safetensors' spelling."""
         tensor = self._tensor(name)
+        if isinstance(tensor, _JoinedTensor):
+            tensor = tensor.first
         return tensor.file.dtype(tensor.name)
 
     def load(
@@ -251,7 +297,7 @@ class HFCheckpoint(Checkpoint):
         self.bytes_read += mapped.nbytes
         return self.place(mapped, dtype or mapped.dtype)
 
-    def _tensor(self, name: str) -> _StoredTensor:
+    def _tensor(self, name: str) -> _StoredTensor | _JoinedTensor:
         tensor = self._stored.get(name)
         if tensor is None:
             raise self.missing(name)

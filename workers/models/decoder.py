@@ -22,7 +22,6 @@ from ..layers.layers import LayerKernels, RMSNorm
 from ..layers.parallel.parallel_layers import (
     VocabParallelEmbedding,
     VocabParallelHead,
-    count_unsampled,
     unsampled_bias,
 )
 from ..layers.parallel.shard import ModelShard
@@ -166,8 +165,8 @@ class Decoder(TorchDecoder):
             bias_v = weights.read_head_bias(spec.vocab_size, part) if spec.head_bias else None
             if spec.tie_word_embeddings:
                 head: Weight = embedding_vD
-            elif num_missing := count_unsampled(spec):
-                head = weights.read_padded_head(*vocabulary, part, num_missing)
+            elif spec.num_unsampled:
+                head = weights.read_padded_head(*vocabulary, part, spec.num_unsampled)
                 bias_v = unsampled_bias(spec, part).to(head)
             else:
                 head = weights.read_head(*vocabulary, part, spec.num_unused_embeddings)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from msgspec.structs import replace
 
-from ...layers.parallel.parallel_layers import count_unsampled, unsampled_bias
+from ...layers.parallel.parallel_layers import unsampled_bias
 from ...layers.parallel.shard import ModelShard
 from ...layers.rope import RopeSpec
 from ...layers.shared_block import Restart
@@ -153,8 +153,8 @@ class Recorder:
         if shard.is_last and not spec.has_head:
             program.add_op("head")
         elif shard.is_last:
-            if num_missing := count_unsampled(spec):
-                padded = weights.read_padded_head(*vocabulary, num_missing)
+            if spec.num_unsampled:
+                padded = weights.read_padded_head(*vocabulary, spec.num_unsampled)
                 head = weights.pack_tensor("lm_head.weight", padded)
             elif not spec.tie_word_embeddings:
                 head = weights.packed_head(*vocabulary, spec.num_unused_embeddings)
@@ -166,7 +166,7 @@ class Recorder:
             if spec.head_bias:
                 bias_v = weights.read_head_bias(spec.vocab_size, self._blocks.part(spec.vocab_size))
                 bias = bias_v.float().numpy()
-            elif count_unsampled(spec):
+            elif spec.num_unsampled:
                 bias = unsampled_bias(spec, vocabulary[2]).numpy()
             program.add_op(
                 "head",

@@ -135,12 +135,7 @@ class VocabParallelHead:
         return torch.cat([x_Sv[:, :n] for x_Sv, n in zip(products_RSv, sizes, strict=True)], 1)
 
 
-def count_unsampled(spec: ModelSpec) -> int:
-    """Return the number of the last tokens that are never sampled, which the stored output projection lacks."""
-    return 0 if spec.source is None else spec.source.num_unsampled
-
-
 def unsampled_bias(spec: ModelSpec, part: range) -> Tensor:
     """Return a bias of a part of the vocabulary, float32, that makes the logits of these tokens very small."""
     ids = torch.arange(part.start, part.stop)
-    return (ids >= spec.vocab_size - count_unsampled(spec)) * _NEVER
+    return (ids >= spec.vocab_size - spec.num_unsampled) * _NEVER

@@ -44,7 +44,7 @@ from . import (
 from .common import Family, with_score_head
 from .with_convolutions import inkling
 from .with_encoders import absolute, encoder_decoders, rotary
-from .with_images import aria, dots3, ernie, mistral, mllama, muse
+from .with_images import aria, dots3, ernie, mistral, mllama, molmo, muse
 from .with_images import deepseek as deepseek_ocr
 
 FAMILIES = (
@@ -72,6 +72,7 @@ FAMILIES = (
     *ernie.FAMILIES,
     *mistral.FAMILIES,
     *mllama.FAMILIES,
+    *molmo.FAMILIES,
     *muse.FAMILIES,
 )
 _BY_ARCHITECTURE = {family.architecture: family for family in FAMILIES}

@@ -50,9 +50,15 @@ def with_images(spec: ModelSpec, tower: TilesVisionSpec) -> ModelSpec:
         None,
         max_positions=_MAX_IMAGES * tower.num_outputs,
         output_size=tower.output_size,
-        num_unsampled=NUM_IMAGE_TOKENS,
     )
-    return replace(spec, layers=layers, source=source, num_unused_embeddings=0, tensor_names=())
+    return replace(
+        spec,
+        layers=layers,
+        source=source,
+        num_unused_embeddings=0,
+        num_unsampled=NUM_IMAGE_TOKENS,
+        tensor_names=(),
+    )
 
 
 FAMILIES = (
