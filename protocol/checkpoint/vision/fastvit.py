@@ -52,7 +52,7 @@ class FastVitSpec(msgspec.Struct, frozen=True):
     @property
     def image_size(self) -> int:
         """The side of an image in pixels."""
-        return self.output_side * 2 ** (len(self.sizes) + 1)
+        return self.output_side << (len(self.sizes) + 1)
 
     @property
     def num_outputs(self) -> int:
