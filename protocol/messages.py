@@ -124,6 +124,7 @@ class ImagePayload(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=T
     pixels was enlarged, with equal margins on both sides. Without a grid, margins are at the right and at the bottom of
     that many pixels. A tower may compute fewer embeddings for a frame (`is_frame`), and one more after the last frame
     or tile (`is_last`). `marks` number the stored embeddings around the image's own (Ovis 2). `fine` is a larger copy.
+    `token_ids` int32 are the tokens of the embeddings, for towers that add features to the embedding of one of them.
     """
 
     width: int
@@ -140,6 +141,7 @@ class ImagePayload(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=T
     is_last: bool = False
     marks: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
     fine: ImagePayload | None = None
+    token_ids: I32 = b""
 
 
 class AudioPayload(msgspec.Struct, array_like=True, gc=False, frozen=True):

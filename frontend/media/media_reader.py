@@ -156,6 +156,8 @@ def _prepared(parts: Parts, token: str, *, is_video: bool = False) -> PreparedIm
 def _text(tile: Tile, token: str) -> str:
     if tile.is_read:
         return token
+    if tile.texts:
+        return "".join(text or token for text in tile.texts)
     if not tile.row_length:
         num_tokens = tile.num_outputs - len(tile.before) - len(tile.after)
         return "".join((*tile.before, token * num_tokens, *tile.after))

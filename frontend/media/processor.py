@@ -21,6 +21,7 @@ from ...protocol.config.images import (
     LongestProcessor,
     MarginProcessor,
     MosaicProcessor,
+    OverlapsProcessor,
     PadProcessor,
     PanScanProcessor,
     RatioProcessor,
@@ -34,6 +35,7 @@ from ...protocol.config.images import (
 from .layouts.anyres import anyres
 from .layouts.covers import cover
 from .layouts.grids import canvas, crops, grid, views
+from .layouts.overlaps import overlaps
 from .layouts.pixels import Parts
 from .layouts.resized import cornered, padded, resized
 from .layouts.scans import pan_and_scan
@@ -55,6 +57,7 @@ _LAYOUTS: Final[dict[type[Any], Callable[[Image.Image, Any], Parts]]] = {
     LongestProcessor: longest,
     MarginProcessor: in_square,
     MosaicProcessor: mosaic,
+    OverlapsProcessor: overlaps,
     PadProcessor: padded,
     PanScanProcessor: pan_and_scan,
     RatioProcessor: fit_ratio,
@@ -75,4 +78,8 @@ def process_image(image: Image.Image, config: AnyImageProcessor, num_images: int
     """
     if isinstance(config, AnyresProcessor):
         return anyres(image, config, num_images)
+    if isinstance(config, OverlapsProcessor) and num_images > 1:
+        raise ValueError(
+            f"it reads one image a prompt, not {num_images}, because the tokens of all images attend to each other"
+        )
     return _LAYOUTS[type(config)](image, config)

@@ -38,7 +38,7 @@ class ImageProcessorConfig(msgspec.Struct, frozen=True, kw_only=True):
         number_start: The text before the number of an image in its prompt, counted from 0, which precedes the image. If
             it is empty, images are not numbered.
         number_end: The text after the number.
-        mark_ids: Tokens before and after an image whose embeddings the encoder computes, too.
+        mark_ids: Tokens around an image, or in it, whose embeddings the encoder computes, too.
         mark_texts: The texts of these tokens.
         after_images: The text after the last image. Prompts with it have all of their images at the beginning.
         prompt_end: The text at the end of a prompt with images.
@@ -326,6 +326,23 @@ class CropsProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="crops
     max_tiles: int
 
 
+class OverlapsProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="overlaps"):
+    """Resizes an image to one tile, and to a canvas of up to `max_tiles` tiles, which overlap.
+
+    Tiles have `side` x `side` pixels, and neighbors are `window` pixels apart. Squares of `unit` x `unit` pixels make
+    one embedding, also at the edges. Rows end with a token of their own: those of the canvas if `ends_rows`, and those
+    of the whole image if `ends_whole_rows`. The marks are the tokens at the end of a row, at the start of the whole
+    image, at the start of the canvas, and at the end of both. An image is the only one of its prompt.
+    """
+
+    side: int
+    window: int
+    unit: int
+    max_tiles: int
+    ends_rows: bool = True
+    ends_whole_rows: bool = True
+
+
 class ViewsProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="views"):
     """Splits a large image into a grid of tiles with a similar aspect ratio, and adds the whole image.
 
@@ -352,6 +369,7 @@ AnyImageProcessor: TypeAlias = (
     | GridProcessor
     | MarginProcessor
     | MosaicProcessor
+    | OverlapsProcessor
     | CanvasProcessor
     | PanScanProcessor
     | FitProcessor

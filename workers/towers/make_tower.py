@@ -12,6 +12,7 @@ from ...protocol.checkpoint.vision.grid import GridVisionSpec
 from ...protocol.checkpoint.vision.llama import TilesVisionSpec
 from ...protocol.checkpoint.vision.mobilenet import ConvVisionSpec
 from ...protocol.checkpoint.vision.read import AnyVisionSpec
+from ...protocol.checkpoint.vision.tiled.molmo import PooledVisionSpec
 from ..loaders import Checkpoint
 from .convolutional.fastvit import FastVitTower
 from .convolutional.mobilenet import MobileNetTower
@@ -19,11 +20,19 @@ from .grid_tower import GridTower
 from .layers import MakeLayers, TorchLayers
 from .query_tower import QueryTower
 from .tiles.crops_tower import CropsTower
+from .tiles.pooled_tower import PooledTower
 from .tiles.tiles_tower import TilesTower
 from .vision_tower import VisionTower
 
 ImageTower: TypeAlias = (
-    VisionTower | GridTower | QueryTower | MobileNetTower | FastVitTower | CropsTower | TilesTower
+    VisionTower
+    | GridTower
+    | QueryTower
+    | MobileNetTower
+    | FastVitTower
+    | CropsTower
+    | TilesTower
+    | PooledTower
 )
 
 
@@ -50,6 +59,8 @@ def make_tower(
         return FastVitTower(spec, checkpoint, device, dtype, num_threads)
     if isinstance(spec, TilesVisionSpec):
         return TilesTower(spec, checkpoint, device, dtype, num_threads, make_layers)
+    if isinstance(spec, PooledVisionSpec):
+        return PooledTower(spec, checkpoint, device, dtype, num_threads, make_layers)
     if spec.has_crops:
         return CropsTower(spec, checkpoint, device, dtype, num_threads, make_layers)
     return VisionTower(spec, checkpoint, device, dtype, num_threads, make_layers)

@@ -141,6 +141,11 @@ class VisionWeights:
         name = self._prefix + name
         if isinstance(self._checkpoint, DummyCheckpoint):
             return made_up(name, shape, self._dtype, self._device)
+        stored = self._stored_name(name, shape)
+        return self._checkpoint.tensor(stored, self._dtype).to(self._device).view(shape)
+
+    def _stored_name(self, name: str, shape: tuple[int, ...]) -> str:
+        """Return the checkpoint's name of a tensor that has this shape, apart from dimensions of size 1."""
         stored = self._stored.get(name)
         if stored is None:
             raise self._checkpoint.missing(name)
@@ -150,7 +155,22 @@ class VisionWeights:
                 self._checkpoint.path,
                 f"the tensor {stored!r} has shape {list(found)}, the config needs {list(shape)}",
             )
-        return self._checkpoint.tensor(stored, self._dtype).to(self._device).view(shape)
+        return stored
+
+    def read_rows(self, name: str, rows: Sequence[int], num_rows: int, columns: int) -> Tensor:
+        """Return some rows of a matrix [num_rows, columns], without reading the others.
+
+        Raises:
+            CheckpointError: It is missing or has another shape.
+        """
+        name = self._prefix + name
+        if isinstance(self._checkpoint, DummyCheckpoint):
+            return made_up(name, (len(rows), columns), self._dtype, self._device)
+        stored = self._stored_name(name, (num_rows, columns))
+        parts = [
+            self._checkpoint.tensor(stored, self._dtype, part=range(row, row + 1)) for row in rows
+        ]
+        return torch.cat(parts).to(self._device)
 
     def read_linear(
         self, name: str, rows: int, columns: int, *, has_bias: bool = True, clips: bool = False

@@ -35,6 +35,7 @@ from .source import ProcessorSource
 from .tiled.cohere import aya_vision, cohere2_vision
 from .tiled.internvl import canvas, views
 from .tiled.minicpm import slices
+from .tiled.molmo import overlaps
 from .tiled.ovis import cover
 from .tiled.phi4 import crops
 
@@ -85,7 +86,13 @@ def read_image_processor(
 
 def _token_id(config: ConfigFields, vocab_size: int) -> int:
     """Return the placeholder token."""
-    names = ("image_token_id", "image_token_index", "media_placeholder_token_id", "im_patch_id")
+    names = (
+        "image_token_id",
+        "image_token_index",
+        "media_placeholder_token_id",
+        "im_patch_id",
+        "image_patch_id",
+    )
     sections = [config]
     if config.text("model_type").startswith("phi4"):
         # The original config does not name the token.
@@ -153,6 +160,7 @@ _READERS: Final[dict[str, _Reader]] = {
     "minicpmv4_7": slices,
     "mistral3": pixtral,
     "mllama": mosaic,
+    "molmo2": overlaps,
     "muse_glimmer": muse,
     "ovis2": cover,
     "paddleocr_vl": resize_rounded,

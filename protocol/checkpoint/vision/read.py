@@ -35,11 +35,18 @@ from .spec import VisionSpec
 from .tiled.cohere import aya_vision, cohere2_vision
 from .tiled.internvl import internvl, qianfan_ocr
 from .tiled.minicpm import minicpm_ocr, minicpmv4_6, minicpmv4_7
+from .tiled.molmo import PooledVisionSpec, molmo2
 from .tiled.ovis import ovis2
 from .tiled.phi4 import phi4_multimodal
 
 AnyVisionSpec: TypeAlias = (
-    VisionSpec | GridVisionSpec | QueryVisionSpec | ConvVisionSpec | FastVitSpec | TilesVisionSpec
+    VisionSpec
+    | GridVisionSpec
+    | QueryVisionSpec
+    | ConvVisionSpec
+    | FastVitSpec
+    | TilesVisionSpec
+    | PooledVisionSpec
 )
 
 
@@ -64,10 +71,13 @@ def vision_spec(fields: ConfigFields, output_size: int) -> AnyVisionSpec:
 
 
 def _section(fields: ConfigFields) -> ConfigFields | None:
-    """Return the section of the vision tower. In the original config of Phi-4-multimodal, it has no sizes."""
+    """Return the section of the vision tower.
+
+    In the original config of Phi-4-multimodal, it has no sizes. In that of Molmo 2, it has another name.
+    """
     embeddings = fields.section("embd_layer")
     original = None if embeddings is None else embeddings.section("image_embd_layer")
-    return fields.section("vision_config") or original
+    return fields.section("vision_config") or fields.section("vit_config") or original
 
 
 _READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionSpec]]] = {
@@ -111,6 +121,7 @@ _READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionS
     "minicpmv4_7": minicpmv4_7,
     "mistral3": pixtral,
     "mllama": mllama,
+    "molmo2": molmo2,
     "muse_glimmer": muse,
     "ovis2": ovis2,
     "paddleocr_vl": paddleocr_vl,

@@ -1,11 +1,27 @@
-"""Molmo 2 gives the logits of transformers."""
+"""Molmo 2 gives the logits of transformers, for text and for images of any size."""
 
+import json
 import random
+from itertools import pairwise, product
 
+import numpy as np
 import pytest
 import torch
 import transformers
-from support.decoders import Runner, load_decoder, load_native_decoder
+from engine.frontend.media.layouts.pixels import Tile
+from engine.frontend.media.processor import process_image
+from engine.frontend.model_source.images.read import read_image_processor
+from engine.protocol.checkpoint.config_fields import ConfigFields
+from engine.protocol.checkpoint.field_names import read_text_config
+from engine.protocol.errors import CheckpointError, EngineError
+from engine.protocol.messages import EncoderInput, ImagePayload
+from engine.workers.batch.spans import Spans
+from engine.workers.loaders.open_checkpoint import open_checkpoint
+from engine.workers.towers.make_tower import make_tower
+from engine.workers.towers.placed import Placed
+from PIL import Image
+from support.decoders import CPU, TOWER_LAYERS, Runner, load_decoder, load_native_decoder
+from support.molmo_images import reference_images
 
 pytestmark = pytest.mark.slow
 
@@ -43,7 +59,7 @@ TOWER = {
     "num_attention_heads": 2,
     "num_key_value_heads": 2,
     "head_dim": 24,
-    "image_size": [28, 28],
+    "image_size": [44, 44],
     "patch_size": PATCH,
 }
 ADAPTER = {
@@ -55,6 +71,14 @@ ADAPTER = {
     "text_hidden_size": 48,
     "vision_feature_layer": [2, 0],
 }
+IDS = {
+    "image_start_token_id": NUM_TOKENS,
+    "image_end_token_id": NUM_TOKENS + 1,
+    "image_patch_id": NUM_TOKENS + 2,
+    "image_col_id": NUM_TOKENS + 3,
+    "low_res_image_start_token_id": NUM_TOKENS + 4,
+}
+PROCESSOR = {"size": {"height": 44, "width": 44}, "patch_size": PATCH, "max_crops": 6}
 
 
 def _model(text):
@@ -62,7 +86,7 @@ def _model(text):
         text_config=TEXT | text,
         vision_config=TOWER,
         adapter_config=ADAPTER,
-        image_patch_id=NUM_TOKENS + 2,
+        **IDS,
     )
     torch.manual_seed(0)
     model = transformers.Molmo2ForConditionalGeneration._from_config(
@@ -88,3 +112,130 @@ def test_logits_of_text_equal_those_of_transformers(tmp_path, text, is_original)
         torch.testing.assert_close(found[:, :NUM_TOKENS], expected, atol=1e-4, rtol=1e-4)
         assert found.shape[1] == NUM_TOKENS + NUM_ADDED
         assert found[:, NUM_TOKENS:].max() < -1e20
+
+
+@pytest.fixture(scope="module", params=[({}, True), (OLMO, True), ({}, False)])
+def saved(request, tmp_path_factory):
+    text, is_original = request.param
+    path, model = tmp_path_factory.mktemp("model"), _model(text)
+    model.save_pretrained(path, save_original_format=is_original)
+    (path / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
+    tokens = {} if is_original else {"use_single_crop_col_tokens": False}
+    (path / "processor_config.json").write_text(json.dumps(tokens))
+    return path, model
+
+
+def _processor(path, **overrides):
+    config = ConfigFields.read(path / "config.json")
+    return read_image_processor(path, config, read_text_config(config), overrides)
+
+
+def _image(width, height):
+    pixels = np.random.default_rng(width).integers(0, 256, (height, width, 3), np.uint8)
+    return Image.fromarray(pixels)
+
+
+def _tiles(payload):
+    """Return the pixels of the whole image and of the tiles of the canvas."""
+    whole, canvas = (
+        torch.frombuffer(bytearray(each.pixels), dtype=torch.uint8).view(each.height, -1, 3)
+        for each in (payload, payload.fine)
+    )
+    starts = (range(0, length - 43, 12) for length in canvas.shape[:2])
+    tiles = [canvas[top : top + 44, left : left + 44] for top, left in product(*starts)]
+    return torch.stack([whole, *tiles]).float()
+
+
+@pytest.mark.parametrize("load", [load_decoder, load_native_decoder])
+def test_logits_of_images_equal_those_of_transformers(saved, load):
+    path, model = saved
+    processor = _processor(path)
+    decoder = load(path, max_model_len=1024)
+    tower = make_tower(
+        decoder.spec.encoder,
+        open_checkpoint(path),
+        CPU,
+        torch.float32,
+        make_layers=TOWER_LAYERS[load],
+    )
+    rng = random.Random(3)
+    # One tile, a row of them, and a grid.
+    for width, height in ((30, 40), (200, 50), (90, 130)):
+        image = _image(width, height)
+        [tile] = [part for part in process_image(image, processor) if isinstance(part, Tile)]
+        ids = np.frombuffer(tile.payload.token_ids, np.int32).tolist()
+        start = 5
+        prompt = [*rng.choices(range(NUM_TOKENS), k=start), *ids]
+        stop = len(prompt)
+        prompt += rng.choices(range(NUM_TOKENS), k=7)
+        arguments = reference_images(image, PROCESSOR)
+        # Pixels that are rounded to another value would change the logits.
+        patches = (_tiles(tile.payload) / 255 - 0.5) / 0.5
+        patches = patches.unflatten(2, (-1, PATCH)).unflatten(1, (-1, PATCH)).transpose(2, 3)
+        arguments["pixel_values"] = patches.reshape(arguments["pixel_values"].shape)
+        is_image = np.arange(len(prompt))
+        is_image = (is_image >= start) & (is_image < stop)
+        with torch.inference_mode():
+            expected = model(
+                input_ids=torch.tensor([prompt]),
+                mm_token_type_ids=torch.from_numpy(is_image[None].astype(np.int64)),
+                **arguments,
+            ).logits[0]
+        outputs = tower(tile.payload)
+        assert len(outputs) == tile.num_outputs == stop - start
+        runner = Runner(decoder, 1, max_tokens=1024)
+        runner.spans = Spans(decoder.spec.span_kind)
+        inputs = [EncoderInput(start, stop - start, b"", 0)]
+        runner.spans.add_request(0, len(prompt), inputs)
+        rows = np.where(is_image, np.cumsum(is_image) - 1, -1).astype(np.int32)
+        found = []
+        for first, last in pairwise([0, 3, stop + 1, len(prompt)]):
+            decoder.placed = Placed(rows[first:last].copy(), outputs)
+            found.append(runner.step({0: prompt[first:last]})[0])
+        torch.testing.assert_close(torch.cat(found)[:, :NUM_TOKENS], expected, atol=1e-4, rtol=1e-4)
+
+
+def test_prompts_and_pixels_equal_those_of_transformers(saved):
+    path, _ = saved
+    processor, rng = _processor(path), random.Random(1)
+    sizes = [(32, 44), (44, 32), (1, 300), (33, 1)]
+    sizes += [(rng.randrange(1, 300), rng.randrange(1, 300)) for _ in range(60)]
+    num_different = num_values = 0
+    for size in sizes:
+        [tile] = process_image(_image(*size), processor)
+        expected = reference_images(_image(*size), PROCESSOR)
+        whole_rows, whole_columns, rows, columns = expected["image_grids"][0].tolist()
+        row = ["<im_patch>"] * whole_columns + ["<im_col>"] * processor.ends_whole_rows
+        texts = ["<low_res_im_start>", *row * whole_rows, "<im_end>", "<im_start>"]
+        texts += [*(["<im_patch>"] * columns + ["<im_col>"]) * rows, "<im_end>"]
+        assert [text or "<im_patch>" for text in tile.texts] == texts
+        assert len(texts) == tile.num_outputs <= processor.num_outputs
+        patches = expected["pixel_values"].view(-1, 11, 11, PATCH, PATCH, 3).transpose(2, 3)
+        values = ((patches * 0.5 + 0.5) * 255).round().reshape(-1, 44, 44, 3)
+        difference = (_tiles(tile.payload) - values).abs()
+        assert difference.max() <= 1
+        num_different, num_values = (
+            num_different + difference.sum(),
+            num_values + difference.numel(),
+        )
+    # Means that are halfway between two values may be rounded to either.
+    assert num_different < 1e-3 * num_values
+
+
+def test_unknown_settings_are_refused(saved):
+    path, _ = saved
+    decoder = load_decoder(path, max_model_len=256)
+    tower = make_tower(decoder.spec.encoder, open_checkpoint(path), CPU, torch.float32)
+    ones = (1.0, 1.0, 1.0)
+    image = ImagePayload(44, 44, bytes(3 * 44 * 44), 1.0, ones, ones)
+    with pytest.raises(EngineError, match="the canvas must have 44 pixels and multiples of 12"):
+        tower(image)
+    with pytest.raises(ValueError, match="it reads one image a prompt, not 2"):
+        process_image(_image(50, 50), _processor(path), 2)
+    for values, message in (
+        ({"overlap_margins": [3, 4]}, r"overlap_margins must be \[4, 4\]"),
+        ({"pooling_size": [3, 3]}, r"pooling_size must be \[2, 2\]"),
+        ({"size": {"height": 48, "width": 48}}, "height must be 44, as in the vision tower"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            _processor(path, **values)

@@ -1,0 +1,48 @@
+"""Read the image processor of Molmo 2."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from .....protocol.checkpoint.config_fields import ConfigFields
+from .....protocol.checkpoint.vision.tiled.molmo import MARGINS, POOL_SIDE, PooledVisionSpec
+from .....protocol.config.images import OverlapsProcessor
+from ....media.layouts.overlaps import most_outputs
+from ..fields import BILINEAR, pixel_values, side_of_tile, sides
+from ..source import ProcessorSource
+
+_MAX_TILES = 64
+_TEXTS = ("<im_col>", "<low_res_im_start>", "<im_start>", "<im_end>")
+
+
+def overlaps(source: ProcessorSource, vision: PooledVisionSpec, token_id: int) -> OverlapsProcessor:
+    """Return the processor of Molmo 2."""
+    fields, tower = source.fields, vision.tower
+    for name, needed in (
+        ("patch_size", tower.patch_size),
+        ("overlap_margins", [*MARGINS]),
+        ("pooling_size", [POOL_SIDE] * 2),
+        ("resample", BILINEAR),
+    ):
+        if fields.get(name, needed) != needed:
+            raise fields.wrong(name, str(needed), fields.get(name))
+    tokens = ConfigFields.read_if_present(source.path / "processor_config.json")
+    ends = tokens.boolean("image_use_col_tokens", True)
+    marks = list(zip(_TEXTS, vision.token_ids[1:], strict=True))
+    if not tokens.boolean("use_single_crop_start_token", True):
+        marks[1] = marks[2]
+    config = OverlapsProcessor(
+        **pixel_values(fields, token_id, BILINEAR),
+        output_size=vision.output_size,
+        num_outputs=1,
+        mark="<|image|>",
+        mark_ids=tuple(id_ for _, id_ in marks),
+        mark_texts=tuple(text for text, _ in marks),
+        side=side_of_tile(sides(fields, "size"), "height", tower),
+        window=vision.window * tower.patch_size,
+        unit=POOL_SIDE * tower.patch_size,
+        max_tiles=fields.integer("max_crops", 8, maximum=_MAX_TILES),
+        ends_rows=ends,
+        ends_whole_rows=tokens.boolean("use_single_crop_col_tokens", ends),
+    )
+    return replace(config, num_outputs=most_outputs(config))

@@ -1,0 +1,165 @@
+"""A vision tower that pools the patches of an image and of overlapping tiles by attention (Molmo 2).
+
+Shapes: H rows and W columns of patches, D elements of their features, M squares of patches, S patches of a square, N
+heads, K head dimension, T tokens of an image.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ....protocol.checkpoint.vision.tiled.molmo import MARGINS, POOL_SIDE, PooledVisionSpec
+from ....protocol.errors import EngineError
+from ....protocol.messages import ImagePayload
+from ...device.torch_threads import torch_threads
+from ...loaders import Checkpoint
+from ..image_input import ImageReader
+from ..layers import MakeLayers, TorchLayers
+from ..pixels import normalized_pixels
+from ..vision_tower import VisionTower
+from ..weights import Linear, VisionWeights, find_activation
+
+_POOLING: Final = "image_pooling_2d."
+_MLP: Final = "image_projector."
+
+
+class PooledTower(ImageReader):
+    """The tower described by `spec`, with the layers that `make_layers` returns.
+
+    It computes one tile at a time, so that results do not depend on other images.
+
+    Raises:
+        CheckpointError: A tensor is missing or has another shape.
+    """
+
+    def __init__(
+        self,
+        spec: PooledVisionSpec,
+        checkpoint: Checkpoint,
+        device: torch.device,
+        dtype: torch.dtype,
+        num_threads: int = 1,
+        make_layers: MakeLayers = TorchLayers,
+    ) -> None:
+        super().__init__(spec.output_size, device, dtype)
+        self.spec = spec
+        self._num_threads = num_threads
+        names = spec.tower.tensor_names
+        self._tower = VisionTower(spec.tower, checkpoint, device, dtype, num_threads, make_layers)
+        tensors = VisionWeights(checkpoint, f"{_POOLING}q_proj.weight", device, dtype, names)
+        inputs, inner = spec.tower.output_size, spec.num_heads * spec.head_dim
+        self._q, self._k, self._v = (
+            tensors.read_linear(
+                f"{_POOLING}{name}_proj", inner, inputs, has_bias=spec.attention_bias
+            )
+            for name in "qkv"
+        )
+        size, middle = spec.hidden_size, spec.intermediate_size
+        self._output: Linear = tensors.read_linear(
+            f"{_POOLING}o_proj", size, inner, has_bias=spec.attention_bias
+        )
+        self._gate, self._up = (
+            tensors.read_linear(f"{_MLP}{name}_proj", middle, size, has_bias=spec.mlp_bias)
+            for name in ("gate", "up")
+        )
+        self._down: Linear = tensors.read_linear(
+            f"{_MLP}down_proj", spec.output_size, middle, has_bias=False
+        )
+        self._activation = find_activation(checkpoint, spec.activation)
+        embedding = VisionWeights(checkpoint, "embed_tokens.weight", device, dtype, names)
+        ids = sorted(set(spec.token_ids))
+        self._ids = torch.tensor(ids)
+        self._embeddings_D = embedding.read_rows(
+            "embed_tokens.weight", ids, spec.vocab_size, spec.output_size
+        )
+
+    @torch.inference_mode()
+    def __call__(self, image: ImagePayload) -> Tensor:
+        """Return the embeddings [T, output size] of the tokens of an image.
+
+        Raises:
+            EngineError: The tower cannot read images of this size, or the tokens do not match it.
+        """
+        side, fine = self.spec.tower.image_size, image.fine
+        if (image.width, image.height) != (side, side):
+            raise EngineError(
+                f"an image has {image.width} x {image.height} pixels, the model reads {side} x {side}"
+            )
+        step = self.spec.window * self.spec.tower.patch_size
+        if fine is None or any(
+            length < side or (length - side) % step for length in (fine.width, fine.height)
+        ):
+            raise EngineError(f"the canvas must have {side} pixels and multiples of {step} more")
+        with torch_threads(self._device, self._num_threads):
+            return self._encode(image, fine)
+
+    def warm_up(self) -> None:
+        """Encode a black image."""
+        side, ones = self.spec.tower.image_size, (1.0, 1.0, 1.0)
+        one = ImagePayload(side, side, bytes(3 * side * side), 1.0, ones, ones)
+        with torch.inference_mode(), torch_threads(self._device, self._num_threads):
+            self._features(one)
+
+    def _encode(self, image: ImagePayload, fine: ImagePayload) -> Tensor:
+        features = torch.cat((self._features(image), self._features(fine)))
+        ids_T = torch.frombuffer(bytearray(image.token_ids), dtype=torch.int32)
+        is_feature_T = ids_T == self.spec.token_ids[0]
+        if int(is_feature_T.sum()) != len(features) or not torch.isin(ids_T, self._ids).all():
+            raise EngineError(f"the tokens of an image do not match its {len(features)} features")
+        rows_T = torch.searchsorted(self._ids, ids_T.long())
+        embeddings = self._embeddings_D[rows_T.to(self._device)]
+        return embeddings.index_add(0, is_feature_T.nonzero()[:, 0].to(self._device), features)
+
+    def _features(self, image: ImagePayload) -> Tensor:
+        """Return the features [M, output size] of an image that consists of one or several tiles."""
+        return self._project(self._pool(self._patches(image)))
+
+    def _patches(self, image: ImagePayload) -> Tensor:
+        """Return the features of patches, [H, W, D]. Each patch is read in the tile that has it in its middle."""
+        pixels = normalized_pixels(image, self._device, self._dtype)[0]
+        side, per_side = self.spec.tower.image_size, self.spec.num_patches
+        step = self.spec.window * self.spec.tower.patch_size
+        tops, lefts = (range(0, length - side + 1, step) for length in pixels.shape[1:])
+
+        def own(start: int, starts: range) -> slice:
+            before = MARGINS[0] if start != starts[0] else 0
+            return slice(before, per_side - (MARGINS[1] if start != starts[-1] else 0))
+
+        rows = []
+        for top in tops:
+            tiles = []
+            for left in lefts:
+                tile = pixels[:, top : top + side, left : left + side]
+                features = self._tower.encode_pixels(tile).unflatten(0, (per_side, per_side))
+                tiles.append(features[own(top, tops), own(left, lefts)])
+            rows.append(torch.cat(tiles, 1))
+        return torch.cat(rows)
+
+    def _pool(self, x_HWD: Tensor) -> Tensor:
+        """Return the pooled features [M, D] of each square of patches, some of which are incomplete."""
+        missing = [-length % POOL_SIDE for length in x_HWD.shape[:2]]
+        padding = [part for each in reversed(missing) for part in (each // 2, each - each // 2)]
+        x_MSD = _squares(F.pad(x_HWD, (0, 0, *padding)))
+        is_patch = F.pad(x_HWD.new_ones((*x_HWD.shape[:2], 1)), (0, 0, *padding))
+        is_patch_MS1 = _squares(is_patch)
+        mean_M1D = x_MSD.sum(1, keepdim=True) / is_patch_MS1.sum(1, keepdim=True)
+        q_MN1K, k_MNSK, v_MNSK = (
+            product(x).unflatten(2, (self.spec.num_heads, -1)).transpose(1, 2)
+            for product, x in ((self._q, mean_M1D), (self._k, x_MSD), (self._v, x_MSD))
+        )
+        mask_M11S = is_patch_MS1.transpose(1, 2)[:, None] > 0
+        pooled = F.scaled_dot_product_attention(q_MN1K, k_MNSK, v_MNSK, attn_mask=mask_M11S)
+        return self._output(pooled.transpose(1, 2).flatten(1))
+
+    def _project(self, x_MD: Tensor) -> Tensor:
+        return self._down(self._activation(self._gate(x_MD)) * self._up(x_MD))
+
+
+def _squares(x_HWD: Tensor) -> Tensor:
+    """Return the patches of each square, [M, S, D]."""
+    cells = x_HWD.unflatten(1, (-1, POOL_SIDE)).unflatten(0, (-1, POOL_SIDE))
+    return cells.transpose(1, 2).flatten(2, 3).flatten(0, 1)
