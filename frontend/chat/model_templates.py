@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
+
 from ...protocol.config.frontend import ContentFormat
 from ..tokenizer.tokenizer import Tokenizer
 from .built_in_templates import BUILT_IN_TEMPLATES
 from .template import ChatTemplate, load_chat_template
 
 _USED = ("default", "tool_use")
+_WITHOUT_START = {"molmo2"}
+"""Model types whose prompts start with a token that their published templates lack."""
 
 
 class ModelTemplates:
     """The model's chat templates, or the one template `instead`, given as its text or its path.
 
-    Some models of an `architecture` are published without a template, and get one from Engine.
+    Some models of an `architecture` are published without a template, and get one from Engine. If prompts should start
+    with BOS, or EOS without one, and the template does not name BOS, it is added as by transformers' processor.
 
     Raises:
         ChatTemplateError: The template cannot be used.
@@ -36,6 +41,12 @@ class ModelTemplates:
             "eos_token": tokenizer.eos_token,
             "pad_token": tokenizer.pad_token,
         }
+        start = tokenizer.bos_token or tokenizer.eos_token
+        if instead is None and start is not None and architecture in _WITHOUT_START:
+            sources = {
+                name: source if "bos_token" in source else f"{{{{ {json.dumps(start)} }}}}{source}"
+                for name, source in sources.items()
+            }
         special_tokens = {name: token for name, token in tokens.items() if token is not None}
         self._by_name = {
             name: ChatTemplate(

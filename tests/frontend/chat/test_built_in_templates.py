@@ -52,6 +52,21 @@ def template(tmp_path: Path) -> ChatTemplate:
     return found
 
 
+@pytest.mark.parametrize("starts", [False, True])
+def test_prompts_of_molmo2_start_with_one_token(tmp_path: Path, starts: bool) -> None:
+    source = "{{ bos_token }}" * starts + "{{ messages[0].content }}"
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.decoder = decoders.ByteLevel()
+    templates = {"default": source}
+    tokenizer = Tokenizer(backend, tmp_path, bos_token=BOS, chat_templates=templates)
+    found = ModelTemplates(tokenizer, architecture="molmo2").choose(False)
+    assert found is not None
+    assert found.render([QUESTION]) == f"{BOS}2 + 2?"
+    plain = ModelTemplates(tokenizer, architecture="llama").choose(False)
+    assert plain is not None
+    assert plain.render([QUESTION]) == BOS * starts + "2 + 2?"
+
+
 @pytest.mark.parametrize(
     ("messages", "kwargs", "prompt"),
     [
