@@ -93,13 +93,12 @@ class EncoderInput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
 
     `num_tokens` is 0 for the input of an encoder-decoder model, which already the first token needs. `size` is the
     number of embeddings that the encoder computes from `data`, which only the workers can decode. Equal `content_hash`
-    (32 bytes) means equal embeddings and an equal `grid`, which has `num_tokens` embeddings if there is one. With a
-    `row_length`, the token after every `row_length` embeddings keeps its own. If `embeddings` names a dtype, `data` has
-    the embeddings themselves: [size, hidden size] numbers in row-major order. Instead of a grid, `places` int32
-    [tokens, 3] may have an image's rotary positions from the mark before it on, relative to the mark's as text. Below 0
-    means 0. Text follows the highest, and later inputs among the tokens have neither. If `read_until` is not 0, nothing
-    is replaced: cross attention of the tokens [position, read_until) reads the input, together with the one before it
-    if it `follows` that. Then `num_tokens` is 1.
+    (32 bytes) means equal embeddings and an equal `grid`. The token after each `row_length` embeddings, if given, keeps
+    its own. If `embeddings` names a dtype, `data` has the embeddings themselves: [size, hidden size] numbers in
+    row-major order. Instead of a grid, `places` int32 [tokens, 3] has an image's rotary positions from the mark before
+    it on, relative to the mark's as text. Below 0 means 0. Text follows the highest, and later inputs among the tokens
+    have neither. If `read_until` is not 0, nothing is replaced: cross attention of the tokens [position, read_until)
+    reads the input, together with the one before it if it `follows` that. Then `num_tokens` is 1.
     """
 
     position: int
@@ -118,13 +117,12 @@ class EncoderInput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
 class ImagePayload(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=True):
     """The data of an image: its pixels as a vision tower reads them, before they are scaled and normalized.
 
-    `pixels` are uint8[num_frames, height, width, 3] in RGB; only videos have several frames. The tower reads (scale *
-    pixels - mean) / std for each channel. With `grid_columns`, the pixels are tiles, one below the other: the whole
-    image, then the rows of a grid of that many columns. In the grid, an image of `original_width` x `original_height`
-    pixels was enlarged, with equal margins on both sides. Without a grid, margins are at the right and at the bottom of
-    that many pixels. A tower may compute fewer embeddings for a frame (`is_frame`), and one more after the last frame
-    or tile (`is_last`). `marks` number the stored embeddings around the image's own (Ovis 2). `fine` is a larger copy.
-    `token_ids` int32 are the tokens of the embeddings, for towers that add features to the embedding of one of them.
+    `pixels` are uint8[num_frames, height, width, 3] in RGB. The tower reads (scale * pixels - mean) / std for each
+    channel. With `grid_columns`, the pixels are tiles: the whole image, then a grid of that many columns. In the grid,
+    an image of `original_width` x `original_height` pixels was enlarged, with equal margins on both sides. Without a
+    grid, margins are at the right and at the bottom. A tower may compute fewer embeddings for a frame (`is_frame`), and
+    one more after the last frame or tile (`is_last`). `marks` number the stored embeddings around the image's own (Ovis
+    2). `fine` is a larger copy. `token_ids` int32 are the tokens of the embeddings (Molmo 2).
     """
 
     width: int
@@ -148,7 +146,7 @@ class AudioPayload(msgspec.Struct, array_like=True, gc=False, frozen=True):
     """The data of an audio clip for an encoder: log-mel features, or samples.
 
     `features` are [num_mel_bins, num_frames] in row-major order, float16 if `is_float16`, else float32. If
-    `num_mel_bins` is 0, they are `num_frames` samples in [-1, 1], for models that read samples.
+    `num_mel_bins` is 0, they are `num_frames` samples in [-1, 1].
     """
 
     num_mel_bins: int

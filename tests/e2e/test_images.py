@@ -30,6 +30,7 @@ from support.image_models import CHATS, Model
 from support.image_requests import NUM_TOKENS, ask_together, chat, data_url, picture
 from support.mllama import mllama_directory, next_logprobs
 from support.mmproj_writer import write_mmproj
+from support.molmo_images import molmo2_directory, reference_images
 from support.server import Server, assert_nothing_is_held, title_of
 from support.vision_checkpoints import image_processor
 
@@ -133,6 +134,31 @@ def test_tensor_parallel_models_read_images_under_memory_pressure_and_crashes(
                 answers.result()
             server.wait_until_whole()
         assert_nothing_is_held(server)
+
+
+def test_images_that_are_read_as_overlapping_tiles_survive_crashes(tmp_path: Path) -> None:
+    path, model = molmo2_directory(tmp_path)
+    chats = [(*parts, "dog") for parts in (CHATS[2], CHATS[4], (picture(6, 130, 60),))]
+    with Server(str(path), *FLAGS, "-tp", "2") as server:
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            answers = pool.submit(ask_together, server, [chat(*parts) for parts in chats])
+            server.child("worker 0").kill()
+        server.wait_until_whole()
+        status, refused = server.post("/v1/chat/completions", chat(*CHATS[3]))
+        assert status == 400
+        assert "it reads one image a prompt, not 2" in refused["error"]["message"]
+        assert_nothing_is_held(server)
+    first = model.config.text_config.vocab_size
+    for parts, answer in zip(chats, answers.result(), strict=True):
+        tokens = list(answer["prompt_token_ids"])
+        [arguments] = [reference_images(x) for x in parts if not isinstance(x, str)] or [{}]
+        for token in answer["choices"][0]["token_ids"]:
+            ids = torch.tensor([tokens])
+            types = (ids >= first).long()
+            with torch.inference_mode():
+                found = model(input_ids=ids, mm_token_type_ids=types, use_cache=False, **arguments)
+            assert found.logits[0, -1].argmax() == token
+            tokens.append(token)
 
 
 def test_gguf_models_read_images_with_the_mmproj_file_beside_them(

@@ -92,9 +92,20 @@ class Model:
         grids = []
         if images:
             inputs = dict(qwen_image_processor(self.path)(images, return_tensors="pt"))
-            grids = [(1, rows // 2, columns // 2) for _, rows, columns in inputs["image_grid_thw"]]
+            # Rows of Hy4-VL end with one more embedding.
+            added = int(self.model.config.model_type == "hy_v4_vl")
+            grids = [
+                (1, rows // 2, columns // 2 + added)
+                for _, rows, columns in inputs["image_grid_thw"]
+            ]
         clip = next((part for part in parts if isinstance(part, Clip)), None)
-        if clip is not None:
+        if clip is not None and self.model.config.model_type == "hy_v4_vl":
+            frames = [frame.resize((16, 32)) for frame in clip.frames]
+            processed = qwen_image_processor(self.path)(frames, return_tensors="pt")
+            inputs["pixel_values_videos"] = processed["pixel_values"]
+            inputs["video_grid_thw"] = torch.tensor([[len(frames), 8, 4]])
+            grids[1:1] = [(1, 4, 3)] * len(frames)
+        elif clip is not None:
             mean, std = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
             inputs["pixel_values_videos"] = video_patches(clip.frames, mean, std)
             inputs["video_grid_thw"] = torch.tensor([[3, 10, 6]])
@@ -156,6 +167,7 @@ def test_gguf_models_read_images_with_the_mmproj_file_beside_them(
         ("qwen2_5_vl", ("--cpu-backend", "torch", "-tp", "2")),
         ("qwen3_5", ("-tp", "2")),
         ("lfm3_vl", ("-tp", "2")),
+        ("hy_v4_vl", ("-tp", "2")),
         ("glm4v", ()),
         ("ernie4_5_vl_moe", ("-tp", "2", "-pp", "2", "--enable-expert-parallel")),
     ],
@@ -165,7 +177,7 @@ def test_answers_equal_those_of_transformers(
 ) -> None:
     model = Model(tmp_path, kind)
     with Server(str(model.path), *FLAGS, *flags) as server:
-        reads_videos = kind.startswith(("qwen", "lfm"))
+        reads_videos = kind.startswith(("qwen", "lfm", "hy"))
         model.check_all(server, [0, 1, 2, 3, 4, *[5] * reads_videos])
         assert_nothing_is_held(server)
 

@@ -127,8 +127,7 @@ class SourceSpec(msgspec.Struct, frozen=True):
 
     Without an `encoder`, the outputs are images', of `output_size` elements. Layers that read them do not attend to
     tokens, norm queries and keys, multiply their outputs by stored gates, and skip tokens without an image before them.
-    With `convolutions`, it starts from an audio clip with `num_inputs` features per frame instead of token ids. If
-    `has_positions`, a table with a row per output is added.
+    With `convolutions`, it reads `num_inputs` features of each audio frame. If `has_positions`, outputs have a table.
     """
 
     encoder: "ModelSpec | None"
@@ -195,8 +194,8 @@ class ModelSpec(msgspec.Struct, frozen=True):
 
     With `latent`, there is one key/value head, and `head_dim` is the size of its keys in the cache. With `compressed`,
     there is one, too, and its keys are also the values. With `block_indexer`, each index key is stored in the cache as
-    one more head's key. The embedding has `num_unused_embeddings` rows that no token has. The output projection lacks
-    the last `num_unsampled` tokens, which the model reads, but never writes.
+    one more head's key. No token has the last `num_unused_embeddings` rows of the embedding, and no output the last
+    `num_unsampled` tokens.
 
     Hidden states are multiplied by `embedding_scale` after the embedding, and every block's output by
     `residual_multiplier` before it is added. If `averages_blocks`, a hidden state is the sum of the embedding and the

@@ -263,7 +263,7 @@ def test_invalid_processor_fields_are_named(model):
     wrong["llava-clip"] = {"crop_size": 32}
     wrong["gemma3"] = wrong["paligemma"] = wrong["internvl"]
     wrong["llava-siglip"] = {"size": {"height": 32, "width": 32}}
-    with pytest.raises(CheckpointError, match=r"must be 64, which is vision_config\.image_size"):
+    with pytest.raises(CheckpointError, match="must be 64, as in the vision tower"):
         _read(path, **wrong[kind])
     with pytest.raises(CheckpointError, match="image_std must be three numbers"):
         _read(path, image_std=[0.5, 0.0, 0.5])

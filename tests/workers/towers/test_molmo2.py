@@ -1,13 +1,11 @@
 """Molmo 2 gives the logits of transformers, for text and for images of any size."""
 
-import json
 import random
 from itertools import pairwise, product
 
 import numpy as np
 import pytest
 import torch
-import transformers
 from engine.frontend.media.layouts.pixels import Tile
 from engine.frontend.media.processor import process_image
 from engine.frontend.model_source.images.read import read_image_processor
@@ -21,108 +19,34 @@ from engine.workers.towers.make_tower import make_tower
 from engine.workers.towers.placed import Placed
 from PIL import Image
 from support.decoders import CPU, TOWER_LAYERS, Runner, load_decoder, load_native_decoder
-from support.molmo_images import reference_images
+from support.molmo_images import MARKS, OLMO, PATCH, molmo2_directory, reference_images
 
 pytestmark = pytest.mark.slow
 
 torch.set_num_threads(1)
-NUM_TOKENS, NUM_ADDED = 97, 8
-TEXT = {
-    "vocab_size": NUM_TOKENS,
-    "additional_vocab_size": NUM_ADDED,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 1024,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-}
-OLMO = {
-    "norm_after": True,
-    "qk_norm_type": "olmo",
-    "attention_bias": True,
-    "rope_scaling_layers": [1],
-    "rope_parameters": {
-        "rope_type": "yarn",
-        "rope_theta": 1e4,
-        "factor": 4.0,
-        "original_max_position_embeddings": 64,
-    },
-}
-PATCH = 4
-TOWER = {
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 24,
-    "image_size": [44, 44],
-    "patch_size": PATCH,
-}
-ADAPTER = {
-    "hidden_size": 48,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 24,
-    "intermediate_size": 40,
-    "text_hidden_size": 48,
-    "vision_feature_layer": [2, 0],
-}
-IDS = {
-    "image_start_token_id": NUM_TOKENS,
-    "image_end_token_id": NUM_TOKENS + 1,
-    "image_patch_id": NUM_TOKENS + 2,
-    "image_col_id": NUM_TOKENS + 3,
-    "low_res_image_start_token_id": NUM_TOKENS + 4,
-}
-PROCESSOR = {"size": {"height": 44, "width": 44}, "patch_size": PATCH, "max_crops": 6}
-
-
-def _model(text):
-    config = transformers.Molmo2Config(
-        text_config=TEXT | text,
-        vision_config=TOWER,
-        adapter_config=ADAPTER,
-        **IDS,
-    )
-    torch.manual_seed(0)
-    model = transformers.Molmo2ForConditionalGeneration._from_config(
-        config, attn_implementation="eager"
-    )
-    for name, parameter in model.named_parameters():
-        torch.nn.init.normal_(parameter, 0.8 if "norm" in name else 0.0, 0.2)
-    return model.eval()
-
-
-@pytest.mark.parametrize(("text", "is_original"), [({}, True), (OLMO, True), ({}, False)])
-def test_logits_of_text_equal_those_of_transformers(tmp_path, text, is_original):
-    model = _model(text)
-    model.save_pretrained(tmp_path, save_original_format=is_original)
-    # Prompts may have the tokens that the model never writes.
-    prompt = random.Random(1).choices(range(NUM_TOKENS + NUM_ADDED), k=60)
-    with torch.inference_mode():
-        expected = model(input_ids=torch.tensor([prompt])).logits[0]
-    for load in (load_decoder, load_native_decoder):
-        runner = Runner(load(tmp_path, max_model_len=256), 1, max_tokens=256)
-        chunks = prompt[:25], prompt[25:]
-        found = torch.cat([runner.step({0: chunk})[0] for chunk in chunks])
-        torch.testing.assert_close(found[:, :NUM_TOKENS], expected, atol=1e-4, rtol=1e-4)
-        assert found.shape[1] == NUM_TOKENS + NUM_ADDED
-        assert found[:, NUM_TOKENS:].max() < -1e20
 
 
 @pytest.fixture(scope="module", params=[({}, True), (OLMO, True), ({}, False)])
 def saved(request, tmp_path_factory):
     text, is_original = request.param
-    path, model = tmp_path_factory.mktemp("model"), _model(text)
-    model.save_pretrained(path, save_original_format=is_original)
-    (path / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
-    tokens = {} if is_original else {"use_single_crop_col_tokens": False}
-    (path / "processor_config.json").write_text(json.dumps(tokens))
-    return path, model
+    path = tmp_path_factory.mktemp("model")
+    return molmo2_directory(path, text, is_original=is_original)
+
+
+def test_logits_of_text_equal_those_of_transformers(saved):
+    path, model = saved
+    # Prompts may have the tokens that the model never writes.
+    num_tokens = model.config.text_config.vocab_size
+    prompt = random.Random(1).choices(range(num_tokens + len(MARKS)), k=60)
+    with torch.inference_mode():
+        expected = model(input_ids=torch.tensor([prompt])).logits[0]
+    for load in (load_decoder, load_native_decoder):
+        runner = Runner(load(path, max_model_len=256), 1, max_tokens=256)
+        chunks = prompt[:25], prompt[25:]
+        found = torch.cat([runner.step({0: chunk})[0] for chunk in chunks])
+        torch.testing.assert_close(found[:, :num_tokens], expected, atol=1e-4, rtol=1e-4)
+        assert found.shape[1] == num_tokens + len(MARKS)
+        assert found[:, num_tokens:].max() < -1e20
 
 
 def _processor(path, **overrides):
@@ -150,6 +74,7 @@ def _tiles(payload):
 def test_logits_of_images_equal_those_of_transformers(saved, load):
     path, model = saved
     processor = _processor(path)
+    num_tokens = model.config.text_config.vocab_size
     decoder = load(path, max_model_len=1024)
     tower = make_tower(
         decoder.spec.encoder,
@@ -165,10 +90,10 @@ def test_logits_of_images_equal_those_of_transformers(saved, load):
         [tile] = [part for part in process_image(image, processor) if isinstance(part, Tile)]
         ids = np.frombuffer(tile.payload.token_ids, np.int32).tolist()
         start = 5
-        prompt = [*rng.choices(range(NUM_TOKENS), k=start), *ids]
+        prompt = [*rng.choices(range(num_tokens), k=start), *ids]
         stop = len(prompt)
-        prompt += rng.choices(range(NUM_TOKENS), k=7)
-        arguments = reference_images(image, PROCESSOR)
+        prompt += rng.choices(range(num_tokens), k=7)
+        arguments = reference_images(image)
         # Pixels that are rounded to another value would change the logits.
         patches = (_tiles(tile.payload) / 255 - 0.5) / 0.5
         patches = patches.unflatten(2, (-1, PATCH)).unflatten(1, (-1, PATCH)).transpose(2, 3)
@@ -192,7 +117,7 @@ def test_logits_of_images_equal_those_of_transformers(saved, load):
         for first, last in pairwise([0, 3, stop + 1, len(prompt)]):
             decoder.placed = Placed(rows[first:last].copy(), outputs)
             found.append(runner.step({0: prompt[first:last]})[0])
-        torch.testing.assert_close(torch.cat(found)[:, :NUM_TOKENS], expected, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(torch.cat(found)[:, :num_tokens], expected, atol=1e-4, rtol=1e-4)
 
 
 def test_prompts_and_pixels_equal_those_of_transformers(saved):
@@ -203,7 +128,7 @@ def test_prompts_and_pixels_equal_those_of_transformers(saved):
     num_different = num_values = 0
     for size in sizes:
         [tile] = process_image(_image(*size), processor)
-        expected = reference_images(_image(*size), PROCESSOR)
+        expected = reference_images(_image(*size))
         whole_rows, whole_columns, rows, columns = expected["image_grids"][0].tolist()
         row = ["<im_patch>"] * whole_columns + ["<im_col>"] * processor.ends_whole_rows
         texts = ["<low_res_im_start>", *row * whole_rows, "<im_end>", "<im_start>"]
