@@ -20,7 +20,7 @@ from ..protocol import transport
 from ..protocol.arrays import int32_bytes, int32_view
 from ..protocol.config import PROTOCOL_VERSION, EngineConfig
 from ..protocol.errors import POISON_REQUEST, EngineError, PeerLostError
-from ..protocol.heartbeat import seconds_to_beat
+from ..protocol.heartbeat import HeartbeatWriter, seconds_to_beat
 from ..protocol.messages import (
     AbortRequests,
     AddRequests,
@@ -104,6 +104,7 @@ class EngineCore:
         for signum in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM):
             self._stop.add_signal(signum)
         self._status = status
+        self._heartbeats = HeartbeatWriter(config, f"core {core_index}")
         self._clients: Hub[ClientMessage] = Hub(
             context, config.core_address(core_index), ClientMessage
         )
@@ -158,7 +159,7 @@ class EngineCore:
         self._status.report(Stage.STARTING)
         try:
             memory = self._workers.await_kv_cache(
-                self._stop, lambda: self._status.beat(Heartbeat())
+                self._stop, lambda: self._heartbeats.beat(Heartbeat())
             )
             if memory is None:
                 return
@@ -186,6 +187,8 @@ class EngineCore:
             now = time.monotonic()
             if now >= self._next_beat:
                 self._beat(now)
+            if not (readable or is_compiling or self._scheduler.has_requests()):
+                continue
             if self._clients.socket in readable:
                 self._receive_client_messages()
             if self._workers.socket in readable:
@@ -220,6 +223,7 @@ class EngineCore:
 
     def close(self) -> None:
         """Close every socket once its queued messages have been sent."""
+        self._heartbeats.close()
         if self._kv_events is not None:
             self._kv_events.close()
         self._clients.close()
@@ -483,7 +487,7 @@ class EngineCore:
         usage = self._scheduler.get_kv_cache_usage()
         if self._stats_log is not None:
             self._stats_log.write_if_due(now, num_running, num_waiting, usage)
-        self._status.beat(
+        self._heartbeats.beat(
             Heartbeat(
                 num_steps=self._num_steps,
                 num_tokens=self._num_tokens,

@@ -26,7 +26,6 @@ def main() -> int:
     sockets = [] if uds is None or config.takes_over else [uds]
     exit_with_parent(config.run_dir, sockets)
     configure_logging(name, config.frontend.log_level, config.frontend.log_format)
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     reporter = StatusReporter(zmq.Context(), config, name)
     reporter.report(Stage.STARTING)
 
@@ -37,9 +36,8 @@ def main() -> int:
     def work() -> None:
         from .api.server import serve
 
-        heartbeats = StatusReporter(context, config, name)
         listener = socket.socket(fileno=int(listen_fd))
-        serve(config, client_index, listener, reporter, heartbeats, on_retire=sockets.clear)
+        serve(config, client_index, listener, reporter, on_retire=sockets.clear)
 
     return reporter.run(work)
 

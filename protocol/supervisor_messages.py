@@ -1,4 +1,4 @@
-"""Messages to and from the supervisor. Processes report to it, frontends receive its state, and nodes run its workers.
+"""Messages to and from the supervisor. Processes report to it, frontends read its state, and nodes run its workers.
 
 A node is another machine. It connects, receives a `NodeWelcome` and answers with a `NodeHello`. Then it starts and
 signals processes on command, and forwards the reports of its workers. Both sides send a message at least every half
@@ -46,7 +46,7 @@ class ProcessStatus(msgspec.Struct, tag="status", array_like=True, gc=False, fro
 
 
 class Heartbeat(msgspec.Struct, tag="beat", array_like=True, gc=False, frozen=True):
-    """A periodic message that shows that a process is running, even during a long step.
+    """A periodic message that shows that a process is running, even during a long step; see `heartbeat`.
 
     `busy_s` is how long its current step has taken so far, in seconds. `num_tokens` counts generated tokens.
     `num_dropped_frames` counts dropped frames that no other message reports: those of a worker, and those that a
@@ -98,10 +98,7 @@ class CauseFound(msgspec.Struct, tag="cause", array_like=True, gc=False, frozen=
     """Reports that a frontend has failed a request because it caused the last crashes of cores or workers."""
 
 
-ProcessReport: TypeAlias = ProcessStatus | Heartbeat
-"""The reports that every process sends about itself."""
-
-SupervisorMessage: TypeAlias = ProcessReport | ReplicaCommand | CauseFound
+SupervisorMessage: TypeAlias = ProcessStatus | ReplicaCommand | CauseFound
 
 
 # Supervisor -> frontends
@@ -155,6 +152,10 @@ class ReplicaInfo(msgspec.Struct, gc=False):
     is_up: bool = True
     has_ended: bool = False
     role: ReplicaRole | None = None
+
+
+class StatusChanged(msgspec.Struct, tag="changed", array_like=True, gc=False, frozen=True):
+    """Reports that there is another `EngineStatus`, which frontends apply immediately."""
 
 
 class EngineStatus(msgspec.Struct, gc=False):

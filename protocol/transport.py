@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import time
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, Final, Generic, TypeVar
 
@@ -21,13 +22,14 @@ import zmq
 from .cluster_key import ClusterKey, admit_clients
 from .config import EngineConfig
 from .errors import ConfigError, EngineError
+from .shared_record import RecordReader, RecordWriter
 from .supervisor_messages import (
     CauseFound,
     EngineStatus,
-    Heartbeat,
     ProcessStatus,
     ReplicaCommand,
     Stage,
+    StatusChanged,
     SupervisorMessage,
 )
 
@@ -240,7 +242,7 @@ class Hub(Generic[In]):
 
 
 class StatusReporter:
-    """Reports the progress of this process to the supervisor.
+    """Reports the stages of this process to the supervisor.
 
     `run` terminates `context`, so that the process does not exit before the supervisor has the last report. If it is
     called, `context` must have no other sockets.
@@ -256,13 +258,6 @@ class StatusReporter:
         self._socket = _open_socket(context, zmq.PUSH)
         self._socket.set(zmq.LINGER, 1000)
         self._socket.connect(config.supervisor_address())
-
-    def beat(self, heartbeat: Heartbeat) -> None:
-        """Send a heartbeat, in which process, pid and is_ready are filled in."""
-        heartbeat = msgspec.structs.replace(
-            heartbeat, process=self._process, pid=os.getpid(), is_ready=StatusReporter.is_ready
-        )
-        self._socket.send(encode(heartbeat))
 
     def send_command(self, command: ReplicaCommand) -> None:
         """Ask the supervisor for something that only it can do."""
@@ -316,7 +311,7 @@ class StatusReceiver:
 
     def receive(self, timeout_ms: int) -> SupervisorMessage | None:
         """Return the next message within `timeout_ms`, or None. Invalid frames are counted and dropped."""
-        while self.socket.poll(timeout_ms):
+        while _has_message(self.socket) or (timeout_ms and self.socket.poll(timeout_ms)):
             try:
                 return self._decode(self.socket.recv())
             except UNREADABLE:
@@ -330,23 +325,38 @@ class StatusReceiver:
 
 
 class StatusPublisher:
-    """Publishes the state of the whole engine to every `StatusSubscriber`."""
+    """Publishes the state of the whole engine to every `StatusSubscriber`, in a record.
+
+    Raises:
+        RunDirectoryError: The record cannot be created.
+    """
 
     def __init__(self, context: zmq.Context[Any], config: EngineConfig) -> None:
         self._socket = _open_socket(context, zmq.PUB)
         self._socket.bind(config.status_address())
+        self._record = RecordWriter(config.status_path())
 
     def publish(self, status: EngineStatus) -> None:
-        """Publish a state."""
-        self._socket.send(encode(status))
+        """Publish a state that subscribers must apply now."""
+        self.refresh(status)
+        self._socket.send(encode(StatusChanged()))
+
+    def refresh(self, status: EngineStatus) -> None:
+        """Publish a state that subscribers read when they need it."""
+        self._record.write(status)
 
     def close(self) -> None:
-        """Close the socket."""
+        """Close the socket and the record."""
         self._socket.close()
+        self._record.close()
 
 
 class StatusSubscriber:
-    """A frontend's end of the connection to the `StatusPublisher`. Only the newest state is kept."""
+    """A frontend's access to the state that the `StatusPublisher` publishes.
+
+    Attributes:
+        socket: Becomes readable when there is a state to apply.
+    """
 
     def __init__(self, context: zmq.Context[Any], config: EngineConfig) -> None:
         self.socket = _open_socket(context, zmq.SUB)
@@ -354,18 +364,24 @@ class StatusSubscriber:
         self.socket.subscribe(b"")
         self.socket.connect(config.status_address())
         self.num_dropped_frames = 0
-        self._decode = msgspec.msgpack.Decoder(EngineStatus).decode
+        self._record = RecordReader(config.status_path(), EngineStatus)
+        self._decode = msgspec.msgpack.Decoder(StatusChanged).decode
 
     def receive(self) -> EngineStatus | None:
         """Return the newest state, or None if it was read before."""
         try:
-            return self._decode(self.socket.recv(zmq.NOBLOCK))
-        except zmq.Again:
-            return None
+            while _has_message(self.socket):
+                self._decode(self.socket.recv(_NOBLOCK))
         except UNREADABLE:
             self.num_dropped_frames += 1
-            return None
+        return self._record.read()
+
+    @property
+    def age_s(self) -> float:
+        """The time since the newest state was published, in seconds."""
+        return time.monotonic() - self._record.written_at
 
     def close(self) -> None:
-        """Close the socket."""
+        """Close the socket and the record."""
         self.socket.close()
+        self._record.close()

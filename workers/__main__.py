@@ -32,7 +32,7 @@ def main(config_path: str, core_index: int, rank: int, epoch: int) -> int:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     status = StatusReporter(zmq.Context(), config, name)
     status.report(Stage.STARTING)
-    pulse = Pulse(context, config, name)
+    pulse = Pulse(config, name)
 
     # By default, waiting OpenMP threads spin on cores that other workers could use.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")

@@ -15,12 +15,11 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
-import uvicorn
 import uvloop
 
 from ...protocol.config import FIRST_EPOCH, EngineConfig
 from ...protocol.errors import ConfigError, EngineError
-from ...protocol.heartbeat import seconds_to_beat
+from ...protocol.heartbeat import HeartbeatWriter, seconds_to_beat
 from ...protocol.messages import FinishReason
 from ...protocol.supervisor_messages import Stage
 from ...protocol.transport import StatusReporter
@@ -29,7 +28,7 @@ from ..client.engine_client import EngineClient, Overloaded
 from ..client.warm_up import warm_up_request
 from ..http.connection import Connection
 from ..http.loop_watch import LoopWatch
-from ..http.server import HTTPServer
+from ..http.server import Config, HTTPServer
 from ..observability.tracing.tracer import make_tracer
 from ..store.client import StoreClient
 from ..supervisor.listener import is_loopback
@@ -68,7 +67,7 @@ An answer that is being written may have many more, although its sequences have 
 """
 NEVER: Final = 1_000_000_000
 
-PUBLISH_METRICS_S = 1.0
+PUBLISH_METRICS_S = 2.0
 """Seconds between publications of this frontend's metrics."""
 LAST_ENTRIES_S: Final = 1.0
 """Maximum seconds for the store to record the last ends of requests."""
@@ -118,7 +117,6 @@ class Frontend:
         client_index: int,
         listener: socket.socket,
         reporter: StatusReporter,
-        heartbeats: StatusReporter,
         on_retire: Callable[[], None],
     ) -> None:
         self._config = config
@@ -126,7 +124,7 @@ class Frontend:
         self._listener = listener
         self._num_blocks = sys.getallocatedblocks()
         self._reporter = reporter
-        self._heartbeats = heartbeats
+        self._heartbeats = HeartbeatWriter(config, f"frontend {client_index}")
         tokenizer = load_tokenizer(config.model.verified_tokenizer_path())
         tokenizer.move_long_texts()
         journal = ParseJournal(journal_path(config.run_dir, f"frontend {client_index}"))
@@ -315,9 +313,9 @@ class Frontend:
             os._exit(FORCED_EXIT_CODE)
         self._stop.set()
 
-    def _uvicorn_config(self) -> uvicorn.Config:
+    def _uvicorn_config(self) -> Config:
         frontend = self._config.frontend
-        config = uvicorn.Config(
+        config = Config(
             self._app.asgi,
             http=Connection,
             ws="none",
@@ -353,12 +351,11 @@ def serve(
     client_index: int,
     listener: socket.socket,
     reporter: StatusReporter,
-    heartbeats: StatusReporter,
     on_retire: Callable[[], None],
 ) -> None:
     """Run a frontend until it receives SIGTERM, or SIGUSR1 and has no open connection left.
 
-    `heartbeats` is used by a separate thread. `on_retire` is called when another engine owns the listening socket.
+    `on_retire` is called when another engine owns the listening socket.
 
     Raises:
         EngineError: The frontend cannot start.
@@ -366,7 +363,7 @@ def serve(
     sys.setswitchinterval(SWITCH_INTERVAL_S)
 
     async def main() -> None:
-        frontend = Frontend(config, client_index, listener, reporter, heartbeats, on_retire)
+        frontend = Frontend(config, client_index, listener, reporter, on_retire)
         await frontend.run()
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

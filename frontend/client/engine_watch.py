@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -33,7 +32,7 @@ SILENCE_S = 3 * BEAT_INTERVAL_S
 
 
 class EngineWatch:
-    """Stores the latest `EngineStatus` and passes each one to `on_status`.
+    """Reads the newest `EngineStatus` when needed, and whenever it changes; passes each one to `on_status`.
 
     It must be used on the event loop on which it was created.
     """
@@ -49,9 +48,14 @@ class EngineWatch:
         self._on_status = on_status
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._subscriber.socket.FD, self._read)
-        self._received_at = time.monotonic()
         self._heartbeat_timeout_s = config.recovery.heartbeat_timeout_s
-        self.status = EngineStatus([])
+        self._status = EngineStatus([])
+
+    @property
+    def status(self) -> EngineStatus:
+        """The newest state of the engine."""
+        self._read()
+        return self._status
 
     def close(self) -> None:
         """Close the connections to the supervisor."""
@@ -88,8 +92,8 @@ class EngineWatch:
 
     def is_up(self, replica: int) -> bool:
         """Return whether a replica can compute, according to the latest status."""
-        self._read()
-        return bool(self.status.replicas) and self.status.replicas[replica].is_up
+        replicas = self.status.replicas
+        return bool(replicas) and replicas[replica].is_up
 
     def find_stalled_process(self) -> str:
         """Return the process that keeps every replica from making progress, with the reason.
@@ -98,7 +102,7 @@ class EngineWatch:
         that respond.
         """
         age_s = self._read()
-        if age_s > SILENCE_S and self.status.processes:
+        if age_s > SILENCE_S and self._status.processes:
             return f"supervisor: silent for {age_s:.1f} s"
         degraded, serving = self.find_degraded_replicas(), self._serving()
         if not serving or serving != degraded.keys():
@@ -110,25 +114,26 @@ class EngineWatch:
         age_s, serving = self._read(), self._serving()
         degraded: dict[int, str] = {}
         # Report processes that do not run first, because others may be waiting for them.
-        for process in sorted(self.status.processes, key=lambda p: (p.pid != 0, p.replica or 0)):
+        for process in sorted(self._status.processes, key=lambda p: (p.pid != 0, p.replica or 0)):
             if process.replica in serving and (reason := _why_stalled(process, age_s)):
                 degraded.setdefault(process.replica, reason)
         return degraded
 
     def _serving(self) -> set[int]:
-        return {r.replica for r in self.status.replicas if r.state is ReplicaState.SERVING}
+        return {r.replica for r in self._status.replicas if r.state is ReplicaState.SERVING}
 
     @property
     def is_supervisor_silent(self) -> bool:
         """True if no recent status came from the supervisor, which restarts all other processes."""
-        return bool(self.status.processes) and self._read() > 2 * self._heartbeat_timeout_s
+        age_s = self._read()
+        return bool(self._status.processes) and age_s > 2 * self._heartbeat_timeout_s
 
     def _read(self) -> float:
-        """Apply received statuses. Return the age of the latest status in seconds."""
-        while (status := self._subscriber.receive()) is not None:
-            self.status, self._received_at = status, time.monotonic()
+        """Apply a new status. Return the age of the newest status in seconds."""
+        if (status := self._subscriber.receive()) is not None:
+            self._status = status
             self._on_status(status)
-        return time.monotonic() - self._received_at
+        return self._subscriber.age_s
 
 
 def _why_stalled(process: ProcessInfo, age_s: float) -> str:

@@ -152,14 +152,15 @@ class Guardian:
             num_silent_looks = 0
             while True:
                 remaining_s = max(next_look - time.monotonic(), 0.0)
-                select.select([self._signals_fd, woken_fd, channel.fileno()], [], [], remaining_s)
-                with contextlib.suppress(BlockingIOError):
-                    os.read(woken_fd, 4096)
-                code = self._reap(pid, channel)
-                self._read_notices(channel)
-                if code is not None:
-                    return code, num_silent_looks >= LOOKS_PER_TIMEOUT
-                self._forward_signals(pid)
+                sources = [self._signals_fd, woken_fd, channel.fileno()]
+                if select.select(sources, [], [], remaining_s)[0]:
+                    with contextlib.suppress(BlockingIOError):
+                        os.read(woken_fd, 4096)
+                    code = self._reap(pid, channel)
+                    self._read_notices(channel)
+                    if code is not None:
+                        return code, num_silent_looks >= LOOKS_PER_TIMEOUT
+                    self._forward_signals(pid)
                 if time.monotonic() < next_look:
                     continue
                 # Silence is counted in looks, so time in which this process was suspended does not count.

@@ -5,24 +5,49 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import time
 from collections.abc import Iterator
+from email.utils import formatdate
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
-import uvicorn
+from uvicorn.config import Config
+from uvicorn.server import Server, ServerState
 
-from ...protocol.heartbeat import seconds_to_beat
 from .connection import Connection
 from .descriptors import DescriptorReserve
 
-DATE_INTERVAL_S: Final = 1.0
+__all__ = ["Config", "HTTPServer"]
 
 
-class HTTPServer(uvicorn.Server):
+class DatedState(ServerState):
+    """uvicorn's state, which adds the header `Date` when a response needs it, so that no timer updates it."""
+
+    _other_headers: list[tuple[bytes, bytes]]
+    _dated_headers: list[tuple[bytes, bytes]]
+    _second = 0
+
+    @property
+    def default_headers(self) -> list[tuple[bytes, bytes]]:
+        """The headers of every response. They may be set without `Date`."""
+        second = int(time.time())
+        if second != self._second:
+            self._second = second
+            date = formatdate(second, usegmt=True).encode()
+            self._dated_headers = [(b"date", date), *self._other_headers]
+        return self._dated_headers
+
+    @default_headers.setter
+    def default_headers(self, headers: list[tuple[bytes, bytes]]) -> None:
+        self._other_headers, self._second = headers, 0
+
+
+class HTTPServer(Server):
     """uvicorn's server without its signal handlers: the frontend decides when to stop."""
 
-    def __init__(self, config: uvicorn.Config, slow_client_s: float) -> None:
+    def __init__(self, config: Config, slow_client_s: float) -> None:
         super().__init__(config)
+        self.server_state = DatedState()
         self._slow_client_s = slow_client_s
         self._exit_requested = asyncio.Event()
 
@@ -45,11 +70,8 @@ class HTTPServer(uvicorn.Server):
         self._exit_requested.set()
 
     async def main_loop(self) -> None:
-        """Update the header `Date` each second until `exit`. uvicorn's own loop wakes up ten times as often."""
-        while not await self.on_tick(0):
-            with contextlib.suppress(TimeoutError):
-                wait_s = seconds_to_beat(DATE_INTERVAL_S)
-                await asyncio.wait_for(self._exit_requested.wait(), wait_s)
+        """Wait for `exit`. uvicorn's own loop wakes up ten times a second."""
+        await self._exit_requested.wait()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -58,6 +80,7 @@ class HTTPServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept connections on `sockets`. A TLS handshake has the same time limit as a request."""
+        self.server_state.default_headers = self.config.encoded_headers
         new_connection = partial(
             Connection,
             self._slow_client_s,

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import msgspec
 
-from ...protocol.cache_directory import cache_directory
 from ...protocol.errors import ConfigError
+from ..cache_directory import cache_directory
 from ..supervisor.console import Console
 
 _PIP_PROGRESS = re.compile(r"Progress (\d+) of (\d+)")

@@ -25,7 +25,7 @@ def main() -> int:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     reporter = StatusReporter(zmq.Context(), config, "store")
     reporter.report(Stage.STARTING)
-    pulse = Pulse(context, config, "store")
+    pulse = Pulse(config, "store")
 
     # Garbage collections would take a tenth of the import time and free nothing.
     gc.disable()

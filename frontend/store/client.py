@@ -122,6 +122,7 @@ class StoreClient:
         state: The last state that the store has reported.
         log: Records the requests of this frontend.
         on_orphans: Called when the store has requests whose frontend has exited.
+        on_objects: Called when the number of objects has changed.
     """
 
     def __init__(self, config: EngineConfig, client_index: int) -> None:
@@ -137,6 +138,7 @@ class StoreClient:
         self._pending_bytes = 0
         self._attachments: dict[int, Attachment] = {}
         self.on_orphans: Callable[[], None] = lambda: None
+        self.on_objects: Callable[[], None] = lambda: None
         holds = config.store.path is not None
         self.log = TokenLog(
             self._send,
@@ -431,6 +433,8 @@ class StoreClient:
                 self._send(attachment.call)
 
     def _set_state(self, state: StoreState) -> None:
-        self.state = state
+        before, self.state = self.state, state
         if state.num_orphans:
             self.on_orphans()
+        if state.num_objects != before.num_objects:
+            self.on_objects()

@@ -61,8 +61,6 @@ REPORT_S: Final = 1.0
 LOW_WATER: Final = 0.9
 """Share of the maximum size to which a full store is emptied, so that it is not full again at once."""
 
-IDLE_MS: Final = 1000
-"""Maximum milliseconds between turns without messages."""
 SHARING_MS: Final = 100
 """Maximum milliseconds between turns while another engine shares this store, because it may exit at any time."""
 
@@ -110,7 +108,10 @@ class StoreServer:
     @property
     def wait_ms(self) -> int:
         """The maximum number of milliseconds until the next turn."""
-        return SHARING_MS if self._requests.has_other_engines else IDLE_MS
+        if self._requests.has_other_engines:
+            return SHARING_MS
+        has_changed = self._database.trouble or self._state() != self._known
+        return int(1000 * (REPORT_S if has_changed else EVICT_S))
 
     def turn(self) -> None:
         """Apply the messages that have arrived, commit, and reply."""

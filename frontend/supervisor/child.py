@@ -97,13 +97,12 @@ class Child:
         if stage is Stage.READY and self.ready_since is None:
             self.ready_since = time.monotonic()
 
-    def beat(self, heartbeat: Heartbeat) -> None:
-        """Record a heartbeat."""
-        now = time.monotonic()
+    def beat(self, heartbeat: Heartbeat, at: float) -> None:
+        """Record a heartbeat of the time `at` (CLOCK_MONOTONIC seconds)."""
         num_steps = heartbeat.num_steps - self.progress.num_steps
         # Delayed heartbeats can arrive together, although they were sent at least one interval apart.
-        self._steps_per_s = num_steps / max(now - self.last_beat, BEAT_INTERVAL_S)
-        self.last_beat, self.progress = now, heartbeat
+        self._steps_per_s = num_steps / max(at - self.last_beat, BEAT_INTERVAL_S)
+        self.last_beat, self.progress = at, heartbeat
         if heartbeat.is_ready and self.ready_since is None:
             # The supervisor that received the report of this stage has crashed.
             self.enter_stage(Stage.READY, "")

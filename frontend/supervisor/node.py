@@ -25,7 +25,7 @@ from ...protocol.cluster_key import load_cluster_key
 from ...protocol.config import PROTOCOL_VERSION, Device, EngineConfig
 from ...protocol.errors import EngineError
 from ...protocol.file_identity import identify_copies
-from ...protocol.heartbeat import BEAT_INTERVAL_S
+from ...protocol.heartbeat import BEAT_INTERVAL_S, HeartbeatReader, seconds_to_read
 from ...protocol.supervisor_messages import (
     EndNode,
     NodeCommand,
@@ -89,6 +89,7 @@ class Node:
         self._run_dir = RunDirectory()
         self._launcher = Launcher()
         self._statuses: StatusReceiver | None = None
+        self._heartbeats: HeartbeatReader | None = None
         self._specs: dict[str, ProcessSpec] = {}
         self._processes: dict[str, Process] = {}
         self._config: EngineConfig | None = None
@@ -109,7 +110,7 @@ class Node:
         self._console.line(f"node {self._place.rank} connects to {self._place.address}")
         reminded = time.monotonic()
         while True:
-            self._poller.poll(int(BEAT_INTERVAL_S * 1000))
+            self._poller.poll(math.ceil(seconds_to_read() * 1000))
             try:
                 self._signals.raise_if_received()
             except StopRequested:
@@ -211,6 +212,9 @@ class Node:
             self._poller.register(self._statuses.socket, zmq.POLLIN)
         specs = engine_processes(config, config.save(), None)
         self._specs = {spec.name: spec for spec in specs if spec.node == place.rank}
+        if self._heartbeats is not None:
+            self._heartbeats.close()
+        self._heartbeats = HeartbeatReader(config, self._specs)
         host = _address_towards(place.master_addr, place.master_port)
         self._peer.send(NodeHello(PROTOCOL_VERSION, place.rank, place.num_nodes, host))
         self._console.line(f"joined {place.address}: {', '.join(self._specs)}")
@@ -250,8 +254,12 @@ class Node:
 
     def _forward_reports(self, patience_s: float = 0.0) -> None:
         """Forward all available reports, and those that arrive within `patience_s` seconds."""
-        if self._statuses is None:
+        if self._statuses is None or self._heartbeats is None:
             return
+        pids = {process.pid for process in self._processes.values()}
+        for heartbeat, _ in self._heartbeats.read():
+            if heartbeat.pid in pids:
+                self._peer.send(heartbeat)
         deadline = time.monotonic() + patience_s
         while True:
             wait_s = max(deadline - time.monotonic(), 0.0)
@@ -288,6 +296,8 @@ class Node:
         self._peer.socket.close(linger=FAREWELL_MS)
         if self._statuses is not None:
             self._statuses.close()
+        if self._heartbeats is not None:
+            self._heartbeats.close()
         self._context.term()
         self._launcher.close()
         self._run_dir.remove()

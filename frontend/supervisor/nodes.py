@@ -16,13 +16,13 @@ from ...protocol.config import PROTOCOL_VERSION, EngineConfig
 from ...protocol.heartbeat import BEAT_INTERVAL_S
 from ...protocol.supervisor_messages import (
     EndNode,
+    Heartbeat,
     NodeHello,
     NodeLeft,
     NodeMessage,
     NodePing,
     NodeWelcome,
     ProcessExited,
-    ProcessReport,
     ProcessStarted,
     ProcessStatus,
     SignalProcess,
@@ -148,7 +148,7 @@ class Nodes:
         if (node := self._nodes.get(node_rank)) is not None:
             self._hub.send(node.identity, message)
 
-    def read_reports(self) -> Iterator[ProcessReport]:
+    def read_reports(self) -> Iterator[ProcessStatus | Heartbeat]:
         """Yield the reports of the processes on all nodes."""
         while (received := self._hub.receive()) is not None:
             identity, message = received

@@ -317,6 +317,15 @@ class RecoveryUnit:
         return not self.is_down and self.is_ready
 
     @property
+    def is_settled(self) -> bool:
+        """True if nothing changes until a process reports something or exits."""
+        return (
+            self.is_up
+            and not self.is_resuming
+            and all(child.alive and child.kill_at is None for child in self.children.values())
+        )
+
+    @property
     def is_lost(self) -> bool:
         """True if the unit crashed too often and does not serve."""
         return self._is_exhausted and not self.is_up

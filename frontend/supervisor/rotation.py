@@ -74,6 +74,13 @@ class Rotation:
                 is_drained = place.will_stay_drained
                 place.enter(ReplicaState.DRAINING if is_drained else ReplicaState.SERVING, now)
 
+    @property
+    def is_settled(self) -> bool:
+        """True if every replica serves, and none is about to restart."""
+        return all(
+            each.state is ReplicaState.SERVING and not each.will_restart for each in self._places
+        )
+
     def save(self) -> list[SavedReplica]:
         """Return the states of all replicas for another supervisor."""
         return [

@@ -20,11 +20,11 @@ import zmq
 
 from ...protocol.config import EngineConfig
 from ...protocol.errors import EngineError
+from ...protocol.heartbeat import HeartbeatReader, seconds_to_read
 from ...protocol.supervisor_messages import (
     CauseFound,
     EngineStatus,
     Heartbeat,
-    ProcessReport,
     ProcessStatus,
     ReplicaCommand,
     Stage,
@@ -34,6 +34,7 @@ from ..guardian.link import GuardianLink
 from . import recovery
 from .child import Child
 from .handover import HandoverRequested, HandoverSocket
+from .hang_watch import HangWatch
 from .launcher import Launcher
 from .local_process import HAS_EXIT_FD, ProcessSpec, Role
 from .nodes import Nodes
@@ -47,9 +48,6 @@ __all__ = ["ProcessFailed", "ProcessSpec", "Role", "Supervisor"]
 
 WATCH_INTERVAL_S = 0.1
 """Seconds between checks of children on systems that cannot signal the exit of a child."""
-
-STATUS_INTERVAL_S = 0.5
-"""Seconds between checks of all processes, and between published statuses."""
 
 FINAL_ERROR_S = 0.3
 """Seconds to wait for the final error of a process that exited, because the report can arrive after the exit."""
@@ -105,8 +103,8 @@ class Supervisor:
         self._signals = signals
         self._ending: set[Role] = set()
         self.was_ready = False
-        self._last_look = time.monotonic()
-        self._last_published = 0.0
+        self._hang_watch = HangWatch(config.recovery)
+        self._is_settled = False
         self._num_dropped_reports = 0
         self._failure = ""
         self._awaits_cause = False
@@ -120,7 +118,7 @@ class Supervisor:
         self._poller = zmq.Poller()
         self._context = zmq.Context()
         try:
-            self._open_sockets(config)
+            self._open_sockets(config, specs)
         except BaseException:
             # If the constructor raises, the caller has no supervisor to close.
             self._context.destroy()
@@ -133,8 +131,10 @@ class Supervisor:
         if guardian is not None:
             self._poller.register(guardian.fd, zmq.POLLIN)
 
-    def _open_sockets(self, config: EngineConfig) -> None:
+    def _open_sockets(self, config: EngineConfig, specs: Sequence[ProcessSpec]) -> None:
         self._statuses = StatusReceiver(self._context, config)
+        local = (spec.name for spec in specs if spec.node is None)
+        self._heartbeats = HeartbeatReader(config, local)
         self._publisher = StatusPublisher(self._context, config)
         self._poller.register(self._statuses.socket, zmq.POLLIN)
         if config.parallel.is_distributed:
@@ -253,6 +253,7 @@ class Supervisor:
         if self._launcher.nodes is not None:
             self._launcher.nodes.close(reason)
         self._statuses.close()
+        self._heartbeats.close()
         self._publisher.close()
         self._context.term()
         self._launcher.close()
@@ -263,7 +264,7 @@ class Supervisor:
         """Let the frontends end every response with an error that contains `reason`."""
         self._ending.update(Role)
         self._failure = reason
-        self._publish()
+        self._publisher.publish(self._make_status())
         with contextlib.suppress(StopRequested):
             self._wait_for_exit(self._end(Role.FRONTEND), FAREWELL_S)
 
@@ -299,22 +300,24 @@ class Supervisor:
             self._wait(remaining)
 
     def _wait(self, timeout_s: float | None) -> None:
-        """Wait for an event, the next periodic check or `timeout_s` seconds, then handle what happened."""
+        """Wait for an event, the next heartbeats or `timeout_s` seconds, then handle what happened."""
         recovering = [unit for unit in self._units if unit.leader.role not in self._ending]
         actions = (unit.next_action for unit in recovering)
         wake_at = min(filter(None, actions), default=math.inf)
         has_events = HAS_EXIT_FD and not self._awaits_cause
-        interval_s = STATUS_INTERVAL_S if has_events else WATCH_INTERVAL_S
+        interval_s = seconds_to_read() if has_events else WATCH_INTERVAL_S
         interval_s = min(interval_s, max(wake_at - time.monotonic(), 0.0))
         timeout_s = interval_s if timeout_s is None else min(timeout_s, interval_s)
-        self._poller.poll(math.ceil(timeout_s * 1000))
+        if not self._poller.poll(math.ceil(timeout_s * 1000)) and self._is_settled:
+            self._look()
+            return
         if self._signals is not None:
             self._signals.raise_if_received()
         if self._offers_handover and self._handover is not None:
             self._handover.raise_if_requested()
         self._launcher.read_exits()
         self._read_reports()
-        self._kill_hung_processes()
+        self._hang_watch.kill_hung(self._children(), time.monotonic())
         self._rotation.advance(time.monotonic())
         exits = [
             (unit, child)
@@ -335,16 +338,37 @@ class Supervisor:
                 self._watch_exits(unit.recover(time.monotonic()))
         self.was_ready |= self.ready
         self._save()
-        if time.monotonic() - self._last_published > STATUS_INTERVAL_S / 2:
-            self._publish()
+        self._publisher.publish(self._make_status())
+        self._is_settled = (
+            HAS_EXIT_FD
+            and self._launcher.nodes is None
+            and not self._ending
+            and not self._poison_bodies.digests()
+            and self._rotation.is_settled
+            and all(unit.is_settled for unit in self._units)
+        )
+
+    def _look(self) -> None:
+        """Read heartbeats, and find processes that hang, while nothing else happens."""
+        self._read_heartbeats()
+        self._hang_watch.kill_hung(self._children(), time.monotonic())
+        self._publisher.refresh(self._make_status())
 
     def _watch_exits(self, children: Iterable[Child]) -> None:
         for child in children:
             if child.exit_fd is not None:
                 self._poller.register(child.exit_fd, zmq.POLLIN)
 
-    def _read_reports(self) -> None:
+    def _read_heartbeats(self) -> None:
         self._launcher.beat()
+        children = {(child.spec.name, child.pid): child for child in self._children()}
+        for heartbeat, at in self._heartbeats.read():
+            # A record may still have the last heartbeat of a predecessor.
+            if child := children.get((heartbeat.process, heartbeat.pid)):
+                self._apply_heartbeat(child, heartbeat, at)
+
+    def _read_reports(self) -> None:
+        self._read_heartbeats()
         if self._launcher.nodes is not None:
             for remote_report in self._launcher.nodes.read_reports():
                 self._apply_report(remote_report)
@@ -358,22 +382,24 @@ class Supervisor:
                     continue
                 self._report(f"replica {report.replica}: {report.action}")
                 self._rotation.apply_command(report, time.monotonic())
-                self._publish()
+                self._publisher.publish(self._make_status())
             else:
                 self._apply_report(report)
 
-    def _apply_report(self, report: ProcessReport) -> None:
+    def _apply_heartbeat(self, child: Child, heartbeat: Heartbeat, at: float) -> None:
+        num_dropped = heartbeat.num_dropped_frames - child.progress.num_dropped_frames
+        self._num_dropped_by[heartbeat.process] += num_dropped
+        child.beat(heartbeat, at)
+
+    def _apply_report(self, report: ProcessStatus | Heartbeat) -> None:
         child = next((c for c in self._children() if c.spec.name == report.process), None)
         if child is None or report.pid != child.pid:
             self._num_dropped_reports += 1
             return
         if isinstance(report, Heartbeat):
-            num_dropped_before = child.progress.num_dropped_frames
-            self._num_dropped_by[report.process] += report.num_dropped_frames - num_dropped_before
-            child.beat(report)
+            self._apply_heartbeat(child, report, time.monotonic())
             return
         child.enter_stage(report.stage, report.detail)
-        self._last_published = 0.0
         if self._on_status is not None and not self.was_ready:
             self._on_status(report)
         if report.stage is Stage.FAILED and not self.was_ready and not self._ending:
@@ -427,7 +453,7 @@ class Supervisor:
             raise ProcessFailed(f"{child.exit_summary()}. {reason}")
         if is_first and (line := recovery.describe_crash(unit, max_restarts)):
             self._report(f"{child.exit_summary()}; {line}")
-        self._publish()
+        self._publisher.publish(self._make_status())
 
     def _close_exit_fd(self, child: Child) -> None:
         if child.exit_fd is not None:
@@ -435,48 +461,31 @@ class Supervisor:
             os.close(child.exit_fd)
             child.exit_fd = None
 
-    def _kill_hung_processes(self) -> None:
-        now = time.monotonic()
-        # A suspended supervisor receives no heartbeats, so time in suspension does not count against its children.
-        lost_s = max(0.0, now - self._last_look - 2 * STATUS_INTERVAL_S)
-        self._last_look = now
-        limits = self._limits
-        for child in self._children():
-            if not child.alive:
-                continue
-            child.last_beat += lost_s
-            child.hang = child.hang or child.find_hang(
-                now, limits.heartbeat_timeout_s, limits.step_timeout_s
-            )
-            if child.hang or (child.kill_at is not None and now > child.kill_at):
-                child.kill()
-
     def _check_run_dir(self) -> None:
         """Warn once if the run directory was deleted: running processes go on, but new ones cannot connect to them."""
-        if self._has_run_dir and not self._run_dir.exists():
+        if self._has_run_dir and not os.path.exists(self._run_dir):
             self._has_run_dir = False
             self._report(
                 f"the run directory {self._run_dir} was deleted: running processes continue, but the server stops as soon as "
                 "one of them exits; restart the server when you can"
             )
 
-    def _publish(self) -> None:
+    def _make_status(self) -> EngineStatus:
         self._check_run_dir()
-        self._last_published = now = time.monotonic()
+        now = time.monotonic()
         processes = [
             child.process_info(now, unit.num_restarts[name], self._num_dropped_by[name])
             for unit in reversed(self._units)
             for name, child in unit.children.items()
         ]
         replicas = self._rotation.replica_infos() if self.was_ready else []
-        status = EngineStatus(processes, replicas, self._num_dropped_frames)
-        status.failure = self._failure
-        status.poison_bodies = self._poison_bodies.digests()
-        self._publisher.publish(status)
+        digests = self._poison_bodies.digests()
+        return EngineStatus(processes, replicas, self._num_dropped_frames, self._failure, digests)
 
     @property
     def _num_dropped_frames(self) -> int:
         num_dropped = self._statuses.num_dropped_frames + self._num_dropped_reports
+        num_dropped += self._heartbeats.num_dropped_frames
         return num_dropped + (
             0 if self._launcher.nodes is None else self._launcher.nodes.num_dropped_frames
         )

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import msgspec
 
-from ...protocol.cache_directory import cache_directory
 from ...protocol.checkpoint.gguf import GGUFFile
 from ...protocol.errors import CheckpointError
+from ..cache_directory import cache_directory
 
 FORMAT_VERSION = 3
 """Increase this when the output of `convert` changes, so that older conversions are ignored."""

@@ -114,13 +114,21 @@ class EngineConfig(msgspec.Struct, frozen=True):
             return None
         return f"{self.run_dir}/core{core_index}.steps"
 
+    def heartbeat_path(self, process: str) -> str:
+        """Return the file of the heartbeats of a process; see `heartbeat`."""
+        return f"{self.run_dir}/{process.replace(' ', '')}.heartbeat"
+
     def supervisor_address(self) -> str:
-        """Return the address to which every process reports its progress (PULL)."""
+        """Return the address to which every process reports its stages (PULL)."""
         return f"ipc://{self.run_dir}/supervisor"
 
     def status_address(self) -> str:
-        """Return the address at which the supervisor publishes the state of every process (PUB)."""
+        """Return the address at which the supervisor says that the state of a process has changed (PUB)."""
         return f"ipc://{self.run_dir}/status"
+
+    def status_path(self) -> str:
+        """Return the file in which the supervisor publishes the state of every process."""
+        return f"{self.run_dir}/status.record"
 
     def rendezvous_address(self, core_index: int) -> str:
         """Return the `init_method` of torch.distributed for the workers of one core, or of a group of cores.

@@ -25,6 +25,7 @@ from engine.protocol.config import (
     KVEventsConfig,
     RecoveryConfig,
 )
+from engine.protocol.heartbeat import HeartbeatReader
 from engine.protocol.messages import (
     AddRequests,
     ClientHello,
@@ -37,7 +38,7 @@ from engine.protocol.messages import (
     ReplicaLost,
 )
 from engine.protocol.sampling_params import SamplingParams
-from engine.protocol.supervisor_messages import Heartbeat, ProcessStatus, Stage
+from engine.protocol.supervisor_messages import ProcessStatus, Stage
 from engine.protocol.transport import Peer, StatusReceiver
 from engine.protocol.worker_messages import (
     AllocateKVCache,
@@ -52,6 +53,7 @@ from engine.protocol.worker_messages import (
     WorkerReady,
 )
 from support.engine_fixtures import engine_config
+from support.processes import eventually
 
 SABOTAGE = """
 import sys
@@ -211,8 +213,15 @@ def test_a_core_that_waits_for_its_workers_sends_heartbeats(config, start_core):
     core = start_core(config, HONEST)
     core.await_stage(Stage.STARTING)
     await_message(core.worker, CoreHello)
-    for _ in range(3):
-        assert isinstance(core.statuses.receive(5000), Heartbeat)
+    heartbeats = HeartbeatReader(config, ["core 0"])
+    read: list[float] = []
+
+    def has_read_three() -> bool:
+        read.extend(at for _, at in heartbeats.read())
+        return len(read) >= 3
+
+    assert eventually(has_read_three)
+    heartbeats.close()
     core.answer_greeting()
     core.stop()
 

@@ -26,7 +26,7 @@ from engine.protocol.config import (
     SchedulerConfig,
     StoreConfig,
 )
-from engine.protocol.supervisor_messages import ProcessStatus, Stage, SupervisorMessage
+from engine.protocol.supervisor_messages import ProcessStatus, Stage
 from engine.protocol.transport import StatusReceiver
 from support.echo_core import EchoCoreThread
 from support.forked import ForkedProcess
@@ -141,10 +141,6 @@ class FrontendProcess:
             if isinstance(status := self._status.receive(timeout_ms=100), ProcessStatus):
                 self.stages.append((status.stage, status.detail))
                 assert stage is Stage.FAILED or status.stage is not Stage.FAILED, self.log
-
-    def read_report(self) -> SupervisorMessage | None:
-        """Return the next report of the frontend to the supervisor."""
-        return self._status.receive(timeout_ms=100)
 
     def client(self, api_key: str = "unused") -> openai.OpenAI:
         # It takes a second to import, and most tests do not need it.

@@ -12,15 +12,16 @@ from pathlib import Path
 
 import zmq
 from engine.protocol.config import EngineConfig, load_config
+from engine.protocol.heartbeat import HeartbeatWriter
 from engine.protocol.process import StopSignal, exit_with_parent
 from engine.protocol.supervisor_messages import Heartbeat, ReplicaAction, ReplicaCommand, Stage
 from engine.protocol.transport import StatusReporter
 
 
 def beat(config: EngineConfig, name: str, heartbeat: Heartbeat) -> None:
-    reporter = StatusReporter(zmq.Context(), config, name)
+    writer = HeartbeatWriter(config, name)
     while True:
-        reporter.beat(heartbeat)
+        writer.beat(heartbeat)
         time.sleep(0.1)
 
 

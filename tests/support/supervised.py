@@ -94,6 +94,20 @@ class Operator:
             )
         )
 
+    def sees_silence(self, timeout_s: float = 30.0) -> bool:
+        """The states of three looks in a row, without a message that there is another."""
+        num_silent = 0
+
+        def has_looked() -> bool:
+            nonlocal num_silent
+            self._supervisor.poll()
+            has_message = self._subscriber.socket.poll(20)
+            has_state = self._subscriber.receive() is not None
+            num_silent = num_silent + 1 if has_state and not has_message else 0
+            return num_silent == 3
+
+        return eventually(has_looked, timeout_s)
+
     def _sees(self, condition: Callable[[EngineStatus], bool]) -> bool:
         return eventually(lambda: self.look() or condition(self._status))
 

@@ -25,8 +25,11 @@ from .turns import ROOM_S, Turns
 
 logger = logging.getLogger(__name__)
 
-POLL_S: Final = 2.0
-"""Seconds between checks for new batches that other frontends created."""
+POLL_S: Final = 10.0
+"""Seconds between attempts to take the duty to execute batches, while no object is created."""
+
+RETRY_S: Final = 2.0
+"""Seconds after which a batch that could not be executed is tried again."""
 
 REPORT_S: Final = 1.0
 """Seconds between progress reports, each with a check whether the batch was cancelled."""
@@ -73,6 +76,8 @@ class BatchExecutor:
     async def start(self) -> None:
         """Begin to execute batches, if this is the first frontend."""
         if self._serving.engine.client_index == 0:
+            # Other frontends create batches, too.
+            self._serving.store.on_objects = self.wake
             self._task = asyncio.create_task(self._run())
 
     def wake(self) -> None:
@@ -114,10 +119,10 @@ class BatchExecutor:
             await self._execute_once(work)
         except APIError as error:
             logger.warning("cannot execute %s at the moment: %s", work.batch_id, error.message)
-            await asyncio.sleep(POLL_S)
+            await asyncio.sleep(RETRY_S)
         except Exception:
             logger.exception("%s failed", work.batch_id)
-            await asyncio.sleep(POLL_S)
+            await asyncio.sleep(RETRY_S)
         finally:
             del self._tasks[work.owner]
             self.wake()

@@ -9,8 +9,8 @@ from typing import Final
 
 import msgspec
 
-from ....protocol.cache_directory import cache_directory
 from ....protocol.errors import ConfigError
+from ...cache_directory import cache_directory
 
 TOKENIZERS: Final = "converted tokenizers"
 

@@ -11,7 +11,7 @@ from typing import Final
 
 import msgspec
 
-from ....protocol.cache_directory import cache_directory
+from ...cache_directory import cache_directory
 from ...supervisor.console import format_bytes
 from ..arguments import unread_variables
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from ....protocol.cache_directory import cache_directory
+from ...cache_directory import cache_directory
 
 PROMPT: Final = ">>> "
 CONTINUED: Final = "... "

@@ -17,8 +17,9 @@ import pytest
 import zmq
 from engine.frontend.api.server import HOLD_BACK_S
 from engine.protocol.config import FIRST_EPOCH, SchedulerConfig
+from engine.protocol.heartbeat import HeartbeatReader
 from engine.protocol.messages import AddRequests, ClientHello
-from engine.protocol.supervisor_messages import Heartbeat, Stage
+from engine.protocol.supervisor_messages import Stage
 from support.frontend_process import ECHO_TEMPLATE, MODEL, FrontendProcess, sse_events
 from support.program import wait_until
 
@@ -418,13 +419,14 @@ def test_invalid_frames_from_the_supervisors_address_are_dropped_and_counted() -
     with FrontendProcess() as frontend, zmq.Context() as context:
         with context.socket(zmq.PUB) as publisher:
             publisher.bind(frontend.config.status_address())
+            heartbeats = HeartbeatReader(frontend.config, ["frontend 0"])
 
             def has_counted() -> bool:
                 publisher.send(b"\xc1garbage")
-                report = frontend.read_report()
-                return isinstance(report, Heartbeat) and report.num_dropped_frames > 0
+                return any(beat.num_dropped_frames > 0 for beat, _ in heartbeats.read())
 
             wait_until(has_counted, what="it tells the supervisor")
+            heartbeats.close()
         assert frontend.http.get("/readyz").status_code == 200
 
 

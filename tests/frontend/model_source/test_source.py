@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from engine.frontend.cache_directory import cache_directory
 from engine.frontend.model_source.default_model import (
     DEFAULT_MODEL,
     PackagedModel,
@@ -17,7 +18,6 @@ from engine.frontend.model_source.default_model import (
 from engine.frontend.model_source.options import ModelOptions
 from engine.frontend.model_source.source import find_checkpoint, find_mmproj
 from engine.frontend.supervisor.console import Console
-from engine.protocol.cache_directory import cache_directory
 from engine.protocol.errors import CheckpointError, ConfigError
 from support.fake_hub import COMMIT, fake_hub
 

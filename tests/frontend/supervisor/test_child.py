@@ -79,7 +79,7 @@ def test_delayed_heartbeats_do_not_raise_the_step_rate(launcher: Launcher) -> No
     try:
         child = Child(spec, 1, process)
         for num_steps in (50, 100, 150):
-            child.beat(Heartbeat(num_steps=num_steps))
+            child.beat(Heartbeat(num_steps=num_steps), time.monotonic())
         assert 0 < child.process_info(time.monotonic(), 0, 0).steps_per_s <= 100
     finally:
         process.kill()

@@ -93,6 +93,16 @@ def test_restart_command_during_startup_is_ignored(run_dir: str) -> None:
         operator.close()
 
 
+def test_only_changes_wake_frontends(run_dir: str, operated: tuple[Supervisor, Operator]) -> None:
+    supervisor, operator = operated
+    assert operator.sees_ready(set(supervisor.pids))
+    assert operator.sees_silence()
+    operator.command(0, ReplicaAction.DRAIN)
+    assert operator.sees("drained", "serving") and not operator.sees_silence(timeout_s=0.5)
+    operator.command(0, ReplicaAction.UNDRAIN)
+    assert operator.sees("serving", "serving") and operator.sees_silence()
+
+
 def test_last_serving_replica_cannot_be_drained(
     run_dir: str, operated: tuple[Supervisor, Operator]
 ) -> None:
@@ -127,7 +137,7 @@ def test_invalid_reports_are_counted_and_dropped(
     supervisor, operator = operated
     operator.send(
         *(b"", b"\xc1\x00", b"\x92\xa6status", b"x" * 1000),
-        encode(Heartbeat("worker 0", pid=1, num_dropped_frames=100)),
+        encode(Heartbeat("worker 0", pid=supervisor.pids["worker 0"], num_dropped_frames=100)),
         encode(ProcessStatus("nobody", Stage.FAILED, pid=supervisor.pids["core 0"])),
     )
     assert operator.sees_dropped(6)

@@ -38,8 +38,9 @@ from engine.protocol.supervisor_messages import (
     NodePing,
     NodeWelcome,
     ProcessExited,
-    ProcessReport,
     ProcessStarted,
+    ProcessStatus,
+    Stage,
 )
 from engine.protocol.transport import Peer
 from support.machines import Machine, free_ports, program
@@ -50,7 +51,7 @@ from support.server import default_model
 pytestmark = pytest.mark.slow
 
 TIMEOUT_S = 30.0
-BEAT = """
+REPORT = """
 import sys, time, zmq
 socket = zmq.Context().socket(zmq.PUSH)
 socket.connect(sys.argv[1])
@@ -84,7 +85,7 @@ class NodeZero:
         )
         self.context: zmq.Context[Any] = zmq.Context()
         self.messages: list[str] = []
-        self.reports: list[ProcessReport] = []
+        self.reports: list[ProcessStatus | Heartbeat] = []
         self.nodes = Nodes(self.context, self.config, self.messages.append)
 
     def launch(self) -> RemoteProcess:
@@ -126,8 +127,9 @@ def test_node_reports_an_exit_while_other_processes_report_constantly(node_zero:
     with node_zero.headless() as node:
         node_zero.read_until(lambda: process.pid != 0, "the worker runs")
         (reports,) = node_zero.runtime.rglob("supervisor")
-        beat = [sys.executable, "-c", BEAT, f"ipc://{reports}", encode(Heartbeat("other", 9)).hex()]
-        others = [subprocess.Popen(beat) for _ in range(3)]
+        frame = encode(ProcessStatus("other", Stage.STARTING, pid=9)).hex()
+        report = [sys.executable, "-c", REPORT, f"ipc://{reports}", frame]
+        others = [subprocess.Popen(report) for _ in range(3)]
         try:
             node_zero.read_until(lambda: len(node_zero.reports) > 100, "the others have reported")
             os.kill(process.pid, signal.SIGKILL)

@@ -2,6 +2,7 @@
 
 import math
 import signal
+import time
 
 from engine.frontend.supervisor.child import Child
 from engine.frontend.supervisor.launcher import Launcher
@@ -94,7 +95,7 @@ class Replica(RuleBasedStateMachine):
         core = self.unit.children["core 0"]
         if core.alive:
             core.enter_stage(Stage.READY, "")
-            core.beat(Heartbeat(num_tokens=num_tokens))
+            core.beat(Heartbeat(num_tokens=num_tokens), time.monotonic())
 
     @rule()
     def find_cause(self) -> None:
