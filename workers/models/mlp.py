@@ -6,13 +6,12 @@ Shapes: T tokens of a step, D hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable
-from statistics import NormalDist
 from typing import Any
 
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..layers.activations import ACTIVATIONS
+from ..layers.activations import ACTIVATIONS, normal_quantile
 from ..layers.layers import XIELU, GatedActivation, LayerKernels, Linear
 from ..layers.parallel.parallel_layers import RowParallelLinear
 from ..layers.parallel.shard import ModelShard
@@ -52,7 +51,7 @@ class MLP:
     ) -> None:
         self._tensor_parallel, self._intermediate = shard.tensor_parallel, intermediate
         # The number of standard deviations above the mean below which this fraction of a normal distribution lies.
-        self._threshold = NormalDist().inv_cdf(sparsity) if sparsity else None
+        self._threshold = normal_quantile(sparsity) if sparsity else None
         self._gate_multiplier, self._multiplier = spec.gate_multiplier, spec.mlp_multiplier
         hidden = spec.hidden_size
         part = shard.tensor_parallel.part(intermediate)

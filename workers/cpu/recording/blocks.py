@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from statistics import NormalDist
 
 import msgspec
 import numpy as np
 
+from ...layers.activations import normal_quantile
 from ...layers.parallel.shard import ModelShard
 from ...layers.spec import ModelSpec
 from ...layers.specs.experts import GateLimit
@@ -223,7 +223,7 @@ class BlockRecorder:
             activation_kind=mlp.down.activation_kind,
             target=QKV if self.is_alone else PART,
             num_columns=num_columns,
-            vectors=[np.array([NormalDist().inv_cdf(sparsity), size], np.float32)],
+            vectors=[np.array([normal_quantile(sparsity), size], np.float32)],
         )
 
     def quantize(
