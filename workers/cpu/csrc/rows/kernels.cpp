@@ -331,30 +331,6 @@ void add_low_rank_of(const LowRankFactor& factor, const float* x, int x_stride, 
   }
 }
 
-// Adds, in each lane, the products of four int8 codes with int16 numbers: of codes 0 and 2 with the halves of `first`,
-// and of codes 1 and 3 with those of `second`.
-ENGINE_VECTOR Ints add_dots(Ints sums, const Ints& codes, int32_t first, int32_t second) {
-#if defined(ENGINE_AVX512)
-  const __m512i odd = _mm512_srai_epi16((__m512i)codes, 8);
-  const __m512i even = _mm512_srai_epi16(_mm512_slli_epi16((__m512i)codes, 8), 8);
-  return sums + (Ints)_mm512_madd_epi16(even, _mm512_set1_epi32(first)) +
-         (Ints)_mm512_madd_epi16(odd, _mm512_set1_epi32(second));
-#elif defined(ENGINE_AVX2)
-  ENGINE_EACH_PART {
-    const __m256i word = (__m256i)codes.parts[i];
-    const __m256i odd = _mm256_srai_epi16(word, 8), even = _mm256_srai_epi16(_mm256_slli_epi16(word, 8), 8);
-    sums.parts[i] += (IntRegister)_mm256_madd_epi16(even, _mm256_set1_epi32(first)) +
-                     (IntRegister)_mm256_madd_epi16(odd, _mm256_set1_epi32(second));
-  }
-  return sums;
-#else
-  sums = sums + ((codes << 24) >> 24) * broadcast_int(int16_t(first));
-  sums = sums + ((codes << 8) >> 24) * broadcast_int(first >> 16);
-  sums = sums + ((codes << 16) >> 24) * broadcast_int(int16_t(second));
-  return sums + (codes >> 24) * broadcast_int(second >> 16);
-#endif
-}
-
 // Rounds a row to int16 multiples of its scale, which is returned. A NaN or an infinity makes the scale NaN. The
 // products of `rank` numbers with int8 codes must fit in int32.
 ENGINE_VECTOR float round_to_int16(const float* x, int rank, int16_t* out) {
