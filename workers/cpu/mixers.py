@@ -106,6 +106,8 @@ class NativeMixer(structs.Mixer):
             channels=layer.state_size(tensor_parallel.size).channels,
             kernel=layer.kernel,
             segment=layer.segment,
+            num_taps=layer.kernel,
+            distance=1,
             **fields,
         )
 
@@ -198,6 +200,9 @@ class NativeMixer(structs.Mixer):
             "key_dim": layer.key_dim,
             "value_dim": layer.value_dim,
             "norm_groups": len(heads),
+            "gate_activation": structs.activation_number(
+                "sigmoid" if layer.has_sigmoid_gate else "silu"
+            ),
             "gates_before_norm": False,
             "has_tiled_heads": layer.has_tiled_heads,
             "strength": 2.0 if layer.has_negative_eigenvalues else 1.0,

@@ -35,8 +35,16 @@ def unsupported_features(spec: ModelSpec) -> list[str]:
         "convolutions within layers": any(
             isinstance(layer.recurrent, InnerConvolutions) for layer in spec.layers
         ),
-        "hyper-connections of low rank": spec.hyper_connections is not None
-        and spec.hyper_connections.rank > 0,
+        "hyper-connections of low rank beside another activation than SiLU": (
+            spec.hyper_connections is not None
+            and spec.hyper_connections.rank > 0
+            and spec.activation != "silu"
+        ),
+        "means of index keys whose number of elements is not a multiple of 4": (
+            spec.block_indexer is not None
+            and spec.block_indexer.num_heads > 0
+            and spec.block_indexer.head_dim % 4 != 0
+        ),
         "gated MLPs with xIELU": spec.has_gate and spec.activation == "xielu",
     }
     return [feature for feature, is_used in features.items() if is_used]

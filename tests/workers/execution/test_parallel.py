@@ -314,8 +314,8 @@ def test_layers_that_share_keys_or_differ_in_their_heads_can_be_split(
     window = {"attention_window_size": 16}
     models["recurrent-gemma"] = ("RecurrentGemma", "RecurrentGemma", window)
     models["deepseek-v4"] = ("DeepseekV4", "DeepseekV4", HASHED)
+    models["qwen4"] = ("Qwen4ExpText", "Qwen4Exp", HASHED_NGRAMS)
     if backend is CPUBackend.TORCH:
-        models["qwen4"] = ("Qwen4ExpText", "Qwen4Exp", HASHED_NGRAMS)
         heads = {"n_mamba_heads": 2, "num_key_value_heads": 4}
         models["zamba"] = ("Zamba", "Zamba", SHARED_BLOCKS | heads)
     checkpoints = {name: tmp_path / name for name in models}

@@ -34,6 +34,7 @@ NAMES = [
     "laguna",
     "minimax-m3",
     "MistralLarge4",
+    "Qwen4Exp",
 ]
 
 
@@ -76,6 +77,7 @@ def test_native_states_do_not_depend_on_the_batch(name, dtype, tmp_path):
         ("minimax-m3", {"index_block_size": 8}),
         ("deepseek-v3.2", {}),
         ("Glm5Next", {"index_topk": 32, "index_kpool": 8}),
+        ("Qwen4Exp", {"indexer_budget": 32, "indexer_compress_ratio": 8}),
         ("deepseek-v4", {"index_topk": 32, "compress_rates": RATES}),
     ],
 )

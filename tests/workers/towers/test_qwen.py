@@ -58,8 +58,6 @@ def _grid(tile):
 @pytest.mark.parametrize("load", [load_decoder, load_native_decoder])
 def test_logits_equal_those_of_transformers(model, load):
     kind = model[1].config.model_type
-    if kind == "qwen4_exp" and load is load_native_decoder:
-        pytest.skip("this decoder has no native program")
     cases = [(SIZES, True)]
     if kind in IMAGE_MODELS:
         cases = [(SIZES, False)]

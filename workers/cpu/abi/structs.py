@@ -10,6 +10,7 @@ import ctypes
 from ctypes import CFUNCTYPE, POINTER, c_float, c_int32, c_int64, c_void_p
 
 from .sampling_structs import DraftLookup, LogitRules, LogprobRows, SamplingRows, Suffixes
+from .stream_structs import AltUp, HyperConnection, NgramTable
 
 MAX_PARTS = 3
 OP_KINDS = (
@@ -73,6 +74,11 @@ OP_KINDS = (
     "store_entries",
     "scale_heads",
     "load_key",
+    "average_group",
+    "norm_streams",
+    "embed_ngrams",
+    "gate_ngrams",
+    "convolve_ngrams",
 )
 
 ACTIVATIONS = (
@@ -154,7 +160,7 @@ class ModelShape(ctypes.Structure):
         ("input_size", c_int32),
         ("latent", LatentShape),
         ("index_dim", c_int32),
-        ("index_logits", c_int32),
+        ("index_inputs", c_int32),
         ("is_compressed", c_int32),
         ("num_threads", c_int32),
     )
@@ -243,6 +249,9 @@ class Mixer(ctypes.Structure):
         ("num_convolved", c_int32),
         ("kernel", c_int32),
         ("segment", c_int32),
+        ("num_taps", c_int32),
+        ("distance", c_int32),
+        ("state_offset", c_int32),
         ("num_heads", c_int32),
         ("num_groups", c_int32),
         ("key_dim", c_int32),
@@ -288,34 +297,6 @@ class Adapter(ctypes.Structure):
     )
 
 
-class AltUp(ctypes.Structure):
-    """The weights of alternating updates in a layer; see `csrc/model/model.h`."""
-
-    _fields_ = (
-        ("active", c_int32),
-        ("router_norm", c_void_p),
-        ("router", c_void_p),
-        ("predict", c_void_p),
-        ("correct", c_void_p),
-        ("output_scale", c_void_p),
-    )
-
-
-class HyperConnection(ctypes.Structure):
-    """The connection of a block to the streams of a token; see `csrc/model/model.h`."""
-
-    _fields_ = (
-        ("num_factors", c_int32),
-        ("num_iterations", c_int32),
-        ("eps", c_float),
-        ("output_scale", c_float),
-        ("norm_eps", c_float),
-        ("weight", c_void_p),
-        ("bias", c_void_p),
-        ("scale", c_void_p),
-    )
-
-
 class NormGate(ctypes.Structure):
     """The gate of a norm; see `csrc/model/model.h`."""
 
@@ -330,6 +311,7 @@ class ChoiceRule(ctypes.Structure):
         ("block_size", c_int32),
         ("num_local", c_int32),
         ("has_groups", c_int32),
+        ("num_queries", c_int32),
     )
 
 
@@ -392,6 +374,7 @@ class Op(ctypes.Structure):
         ("hyper", c_void_p),
         ("norm_gate", c_void_p),
         ("compression", c_void_p),
+        ("ngrams", c_void_p),
     )
 
 
@@ -480,6 +463,7 @@ STRUCTS = (
     Adapter,
     AltUp,
     HyperConnection,
+    NgramTable,
     NormGate,
     ChoiceRule,
     Compression,

@@ -98,7 +98,7 @@ std::string describe() {
   STRUCT(LatentShape, query_inputs, kv_rank, plain_dim, rotary_dim, value_dim, index_heads, gate_dim, index_eps)
   STRUCT(ModelShape, hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim, vocab_size, block_size,
          block_bytes, kv_format, activation, output_gate, norm, is_bidirectional, keeps_block, router_size,
-         projection_size, mixed_size, num_streams, input_size, latent, index_dim, index_logits, is_compressed,
+         projection_size, mixed_size, num_streams, input_size, latent, index_dim, index_inputs, is_compressed,
          num_threads)
   STRUCT(AttentionLayer, scale, softcap, window, rounds_alibi)
   STRUCT(Router, num_experts, num_chosen, scoring, renormalizes, num_groups, num_chosen_groups, num_best,
@@ -108,20 +108,21 @@ std::string describe() {
   STRUCT(ExpertExchange, num_ranks, begin_round, dispatch, collect)
   STRUCT(ExpertLayer, router, size, first, count, adds_block, has_shared_gate, scales_inputs, gate_limit, gate, up,
          down, gate_biases, up_biases, down_biases, gated_adapters, output_adapters)
-  STRUCT(Mixer, kind, channels, num_convolved, kernel, segment, num_heads, num_groups, key_dim, value_dim, norm_groups,
-         gates_before_norm, has_tiled_heads, gate_activation, min_step, max_step, strength, lowest_log_decay, taps,
-         bias, multipliers, decay, skip, step_bias, norm, gates, gate_biases)
+  STRUCT(Mixer, kind, channels, num_convolved, kernel, segment, num_taps, distance, state_offset, num_heads, num_groups,
+         key_dim, value_dim, norm_groups, gates_before_norm, has_tiled_heads, gate_activation, min_step, max_step,
+         strength, lowest_log_decay, taps, bias, multipliers, decay, skip, step_bias, norm, gates, gate_biases)
   STRUCT(LowRankFactor, data, rank, format, bias)
   STRUCT(Adapter, down, whole, up)
   STRUCT(AltUp, active, router_norm, router, predict, correct, output_scale)
-  STRUCT(HyperConnection, num_factors, num_iterations, eps, output_scale, norm_eps, weight, bias, scale)
+  STRUCT(HyperConnection, num_factors, num_iterations, eps, output_scale, norm_eps, weight, bias, scale, norm)
+  STRUCT(NgramTable, longest, num_heads, end_id, first_row, multipliers, sizes, first_rows)
   STRUCT(NormGate, rank, down, up)
-  STRUCT(ChoiceRule, num_chosen, block_size, num_local, has_groups)
+  STRUCT(ChoiceRule, num_chosen, block_size, num_local, has_groups, num_queries)
   STRUCT(Compression, rate, overlaps, layer, group, index_dim, index_heads, biases, norm, index_biases, index_norm)
   STRUCT(Op, kind, input_kind, activation_kind, source, target, layer, group, rope, qk_norm, rotates_before_norm,
          is_optional, reads_source, is_sparse, num_heads, num_kv_heads, head_dim, output_dim, num_stored, norms_values,
          num_parts, first_column, num_columns, adapter_rank, scale, eps, gate_limit, choice, attention, parts, vectors,
-         experts, mixer, heads, adapters, altup, hyper, norm_gate, compression)
+         experts, mixer, heads, adapters, altup, hyper, norm_gate, compression, ngrams)
   STRUCT(StepGroup, block_table, block_table_stride, slot_mapping)
   STRUCT(LogitRules, allowed, bad_words, end_tokens, bias_tokens, biases, bad_words_size, num_end_tokens, min_length,
          num_biases, has_penalties, repetition_penalty, presence_penalty, frequency_penalty, suppressed,
@@ -151,7 +152,7 @@ std::string describe() {
        correct_streams, add_to_streams, load_stream, reduce_streams, share_head_squares, clamp, keep_hidden,
        choose_keys, quantize_inputs, norm_activations, store_index, keep_inputs, join_inputs, quantize_sum,
        repeat_streams, mix_streams, update_streams, norm_beside, gated_norm_add, add_kept, summarize_group,
-       store_entries, scale_heads, load_key)
+       store_entries, scale_heads, load_key, average_group, norm_streams, embed_ngrams, gate_ngrams, convolve_ngrams)
   FOR_EACH(FUNCTION, engine_isa, engine_isa_name, engine_select_isa, engine_can_pack, engine_packed_bytes,
            engine_pack_rows, engine_finish_packing, engine_activation_row_bytes, engine_quantize_rows,
            engine_linear_rows, engine_unpack_weight_row, engine_program_new, engine_program_free, engine_program_add,

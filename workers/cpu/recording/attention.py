@@ -13,6 +13,7 @@ import torch
 from ...layers.layers import HeadLayerNorm
 from ...layers.rope import QueryScaling, RopeSpec
 from ...layers.spec import LayerSpec, ModelSpec
+from ...layers.specs.block_indexer import BlockIndexerSpec
 from ...layers.specs.norm_names import NormNames
 from ...layers.window import Chunk, Window
 from ...models.attention import (
@@ -23,7 +24,8 @@ from ...models.attention import (
     read_distance_biases,
 )
 from ...models.cross_attention import cross_rows
-from ...models.indexers.blocks import block_index_rows
+from ...models.indexers.blocks import block_index_rows, mean_index_rows
+from ...models.weights import Rows
 from ..abi.structs import AttentionLayer, ChoiceRule
 from ..library import NotSupportedNatively
 from ..packing import GROUP_SIZE, ActivationKind, PackedWeight
@@ -131,7 +133,7 @@ class AttentionRecorder:
         rows = qkv_rows(spec, layer, self._weights, name, shard)
         of_index = []
         if spec.block_indexer is not None and layer.chooses_keys:
-            of_index = block_index_rows(spec, spec.block_indexer, name, shard.kv_heads(spec))
+            of_index = _index_rows(spec, spec.block_indexer, name, shard.kv_heads(spec))
         inputs, biases = self._blocks.packed_rows(
             [*rows, *of_index], spec.qkv_bias or spec.has_gate_biases, layer.input_size
         )
@@ -173,15 +175,8 @@ class AttentionRecorder:
         of_qkv = matrices.inputs[: matrices.num_qkv]
         indexing = attention | {"first_column": sum(part.n for part in of_qkv)}
         if indexer is not None:
-            self._program.add_op(
-                "store_index",
-                rope=-1 if layer.rope is None else self._ropes[layer.rope],
-                vectors=[
-                    self._blocks.norm(f"{prefix}self_attn.indexer.{name}", indexer.head_dim)
-                    for name in ("q_norm", "k_norm")
-                ],
-                **indexing,
-            )
+            indexing |= self._index_operands(prefix, layer, indexer)
+            self._program.add_op("store_index", **indexing)
         norm_target = QKV
         if qk_norm == QKNorm.FULL and not self._blocks.is_alone:
             norm_target = PART
@@ -199,9 +194,12 @@ class AttentionRecorder:
             vectors=[*head_norms, scaling_array(layer.query_scaling)],
             **attention,
         )
-        if indexer is not None:
-            rule = ChoiceRule(indexer.num_chosen, indexer.block_size, indexer.num_local)
-            self._program.add_op("choose_keys", choice=rule, **indexing)
+        if indexer is not None and indexer.num_heads:
+            self._program.add_op("average_group", **indexing)
+            weights = np.ones(indexer.num_heads, np.float32)
+            self._program.add_op("choose_keys", **indexing | {"vectors": [weights]})
+        elif indexer is not None:
+            self._program.add_op("choose_keys", **indexing)
         distance_biases = self._shared_biases
         if self._spec.has_layer_distance_biases:
             distance_biases = self._read_distance_biases(f"{prefix}self_attn.")
@@ -232,6 +230,26 @@ class AttentionRecorder:
             source=0 if spec.has_inner_norms else 1,
             target=target,
         )
+
+    def _index_operands(
+        self, prefix: str, layer: LayerSpec, indexer: BlockIndexerSpec
+    ) -> dict[str, Any]:
+        """Return the fields that all operations of an indexer have."""
+        norms = ("q_layernorm", "k_layernorm") if indexer.num_heads else ("q_norm", "k_norm")
+        return {
+            "rope": -1 if layer.rope is None else self._ropes[layer.rope],
+            "vectors": [
+                self._blocks.norm(f"{prefix}self_attn.indexer.{name}", indexer.head_dim)
+                for name in norms
+            ],
+            "choice": ChoiceRule(
+                indexer.num_chosen,
+                indexer.block_size,
+                indexer.num_local,
+                bool(indexer.num_heads),
+                indexer.num_heads,
+            ),
+        }
 
     def record_cross(self, index: int, prefix: str, layer: LayerSpec, norms: NormNames) -> None:
         """Record the attention of a layer to an encoder's outputs. `index` is the index of its KV cache."""
@@ -376,6 +394,15 @@ class AttentionRecorder:
             None if x_HK is None else np.ascontiguousarray(x_HK.float().numpy())
             for x_HK in (norm.weight_HK, bias_HK)
         ]
+
+
+def _index_rows(
+    spec: ModelSpec, indexer: BlockIndexerSpec, prefix: str, kv_heads: range
+) -> list[Rows]:
+    """Return the rows of the projections to the index queries and the index key of a layer."""
+    if indexer.num_heads:
+        return mean_index_rows(indexer, prefix)
+    return block_index_rows(spec, indexer, prefix, kv_heads)
 
 
 def attention_output(

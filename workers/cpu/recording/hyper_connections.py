@@ -6,12 +6,12 @@ import numpy as np
 
 from ...layers.spec import ModelSpec
 from ...layers.specs.hyper import HyperConnectionsSpec
-from ..abi import structs
+from ..abi import stream_structs
 from ..weights import NativeWeightReader
-from .blocks import BlockRecorder
+from .blocks import QKV, BlockRecorder
 
 
-class NativeHyperConnection(structs.HyperConnection):
+class NativeHyperConnection(stream_structs.HyperConnection):
     """The weights of one connection, as a struct whose address is passed to native code.
 
     It keeps the arrays that it points to alive.
@@ -45,6 +45,33 @@ class NativeHyperConnection(structs.HyperConnection):
         )
 
 
+class NativeLowRankConnection(stream_structs.HyperConnection):
+    """The vectors of one connection of low rank, as a struct whose address is passed to native code.
+
+    It keeps the arrays that it points to alive. Without `has_output`, it is the mean of the streams after the last
+    layer.
+    """
+
+    def __init__(
+        self, blocks: BlockRecorder, hyper: HyperConnectionsSpec, name: str, has_output: bool
+    ) -> None:
+        spec, weights = blocks.spec, blocks.weights
+        shape = hyper.num_streams, hyper.num_streams * spec.hidden_size
+        self._norm = blocks.norm(f"{name}.hc_norm", shape[1])
+        weight = None
+        if has_output:
+            inject = weights.read_float32(f"{name}.block_inject_weight.weight", *shape)
+            weight = np.ascontiguousarray(inject.numpy())
+        self._weight = weight
+        super().__init__(
+            num_factors=1 + has_output,
+            output_scale=hyper.output_scale,
+            norm_eps=spec.norm_eps,
+            weight=None if weight is None else weight.ctypes.data,
+            norm=self._norm.ctypes.data,
+        )
+
+
 class HyperRecorder:
     """Records how embeddings become streams, how a block is connected to them, and how they become one hidden state."""
 
@@ -57,22 +84,54 @@ class HyperRecorder:
         """Record that all streams begin as the embedding, which is in the residual stream."""
         self._program.add_op("repeat_streams")
 
-    def mix(self, name: str, num_factors: int = 2) -> NativeHyperConnection:
+    def mix(self, name: str, num_factors: int = 2) -> stream_structs.HyperConnection:
         """Record that the residual stream becomes a sum of the streams. Return the connection called `name`."""
         blocks = self._blocks
+        if self._hyper.rank:
+            return self._mix_normed(name, num_factors > 1)
         connection = NativeHyperConnection(
             blocks.spec, self._hyper, blocks.weights, name, num_factors
         )
         self._program.add_op("mix_streams", hyper=connection)
         return connection
 
-    def update(self, connection: NativeHyperConnection) -> None:
+    def _mix_normed(self, name: str, has_output: bool) -> NativeLowRankConnection:
+        """Record that the residual stream becomes a mean of the normed streams, whose factors have low rank."""
+        blocks, rank, program = self._blocks, self._hyper.rank, self._program
+        count, size = self._hyper.num_streams, self._hyper.num_streams * blocks.spec.hidden_size
+        down, up = (
+            blocks.weights.packed(f"{name}.input_mix_weight_{part}.weight", *shape)
+            for part, shape in (("down", (rank, size)), ("up", (size, rank)))
+        )
+        connection = NativeLowRankConnection(blocks, self._hyper, name, has_output)
+        kind = down.activation_kind.for_whole_rows
+        program.add_op("norm_streams", activation_kind=kind, hyper=connection)
+        program.add_op(
+            "gated_linear",
+            input_kind=kind,
+            activation_kind=up.activation_kind,
+            parts=[down],
+            vectors=[None, None, None],
+            scale=1 / count,
+        )
+        program.add_op(
+            "linear",
+            input_kind=up.activation_kind,
+            source=1,
+            target=QKV,
+            parts=[up],
+            vectors=[None],
+        )
+        program.add_op("mix_streams", hyper=connection)
+        return connection
+
+    def update(self, connection: stream_structs.HyperConnection) -> None:
         """Record that what a block has added to its input is added to the streams."""
         self._program.add_op("update_streams", hyper=connection)
 
     def reduce(self) -> None:
         """Record that the residual stream becomes the input of the final norm."""
         if self._hyper.averages_last:
-            self._program.add_op("mix_streams", hyper=structs.HyperConnection())
+            self._program.add_op("mix_streams", hyper=stream_structs.HyperConnection())
         else:
             self.mix("head_hc", 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from ....protocol.checkpoint.recurrent_layers import NUM_TOKEN_DIGITS
 from ...device.dtypes import dtype_name
 from ...layers.parallel.shard import ModelShard
 from ...layers.parallel.tensor_parallel import TensorParallel
@@ -27,8 +28,8 @@ def model_shape(
     sizes = [_projection_and_mixed_size(layer, of_layer, shard) for layer, of_layer in layers]
     inputs = spec.stage_width(shard.layers.start) - spec.stage_width(len(spec.layers))
     projections = [*(projection for projection, _ in sizes), inputs, _streams_size(spec)]
-    indexer = None if spec.latent is None else spec.latent.indexer
-    index_dim = spec.index_dim if indexer is None else indexer.head_dim
+    indexer = spec.block_indexer if spec.latent is None else spec.latent.indexer
+    index_dim = 0 if indexer is None else indexer.head_dim
     if spec.compressed is not None:
         has_indexer = any(x.compression and x.compression.has_indexer for x in spec.layers)
         index_dim = spec.compressed.indexer.head_dim if has_indexer else 0
@@ -50,7 +51,7 @@ def model_shape(
         or any(x.shared_block or (x.experts and x.experts.has_own_norms) for x in spec.layers),
         max(map(_router_size, spec.layers)),
         max(projections),
-        max(mixed for _, mixed in sizes),
+        max(_low_rank_inputs(spec), *(mixed for _, mixed in sizes)),
         spec.num_streams,
         inputs,
         _latent_shape(spec),
@@ -82,12 +83,17 @@ def _projection_and_mixed_size(
         heads, kv_heads = len(shard.heads(spec)), len(shard.kv_heads(spec))
         columns = heads * (1 + spec.gates_attention) + 2 * kv_heads
         projection, mixed = columns * spec.head_dim, heads * spec.head_dim
-        if layer.chooses_keys:
-            projection += (kv_heads + 1) * spec.index_dim
+        if spec.block_indexer is not None and layer.chooses_keys:
+            num_queries = spec.block_indexer.num_heads or kv_heads
+            projection += num_queries * spec.block_indexer.head_dim + spec.index_dim
     if spec.altup is not None:
         projection += spec.altup.laurel_rank
         mixed = max(mixed, spec.altup.laurel_rank)
     others = [0]
+    if spec.ngrams is not None and layer.ngram_table is not None:
+        columns = (1 + spec.num_streams) * spec.hidden_size + NUM_TOKEN_DIGITS
+        others.append(max(columns, spec.ngrams.size))
+        mixed = max(mixed, spec.ngrams.size)
     if layer.recurrent is not None:
         recurrent_projection, recurrent_mixed = mixer_sizes(
             layer.recurrent, shard.tensor_parallel.size
@@ -128,8 +134,11 @@ def _shared_projection_size(spec: ModelSpec, use: SharedBlock, shard: ModelShard
 def _streams_size(spec: ModelSpec) -> int:
     """Return how many numbers streams need as scratch space.
 
-    These are their factors, and all streams if they are predicted or replaced by sums.
+    These are their factors, and all streams if they are predicted or replaced by sums. With low rank, each element has
+    a factor.
     """
+    if spec.hyper_connections is not None and spec.hyper_connections.rank:
+        return spec.num_streams * spec.hidden_size
     if spec.hyper_connections is not None:
         sums = spec.num_streams + spec.hidden_size if spec.hyper_connections.num_iterations else 0
         return spec.num_streams * (2 + sums)
@@ -137,6 +146,14 @@ def _streams_size(spec: ModelSpec) -> int:
         return 0
     count = spec.altup.num_streams
     return count * (spec.hidden_size + count + 1)
+
+
+def _low_rank_inputs(spec: ModelSpec) -> int:
+    """Return the most elements that a product of a hyper-connection of low rank reads; 0 without any."""
+    hyper = spec.hyper_connections
+    if hyper is None or not hyper.rank:
+        return 0
+    return max(spec.num_streams * spec.hidden_size, hyper.rank)
 
 
 def _intermediate_size(spec: ModelSpec, tensor_parallel: TensorParallel) -> int:

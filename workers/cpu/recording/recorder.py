@@ -31,6 +31,7 @@ from .hyper_connections import HyperRecorder
 from .latent import LatentRecorder
 from .layer_inputs import LayerInputsRecorder
 from .mixers import record_mixer
+from .ngrams import record_ngrams
 from .shared_blocks import SharedBlockRecorder
 
 
@@ -148,8 +149,11 @@ class Recorder:
             if streams is not None:
                 streams.reduce()
             self._keep_hidden(len(spec.layers))
-            norm = self._blocks.hidden_norm("norm") if spec.has_final_norm else [None]
-            program.add_op("final_norm", vectors=norm, eps=spec.hidden_norm_eps("norm"))
+            if spec.has_final_norm:
+                norm = self._blocks.hidden_norm("norm")
+                program.add_op("final_norm", vectors=norm, eps=spec.hidden_norm_eps("norm"))
+            else:
+                program.add_op("keep_hidden")
         if shard.is_last and not spec.has_head:
             program.add_op("head")
         elif shard.is_last:
@@ -228,6 +232,8 @@ class Recorder:
         """Record a layer. `place` is its index in this shard."""
         spec, program = self._spec, self._program
         norms = layer.norms or spec.norms
+        if spec.ngrams is not None and layer.ngram_table is not None:
+            record_ngrams(self._blocks, spec.ngrams, self._num_caches, prefix, layer)
         altup = None if self._altup is None else self._altup.predict(prefix)
         connection = None if self._hyper is None else self._hyper.mix(f"{prefix}attn_hc")
         self._record_mixing(prefix, layer, norms)

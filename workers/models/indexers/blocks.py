@@ -76,8 +76,7 @@ class MeanIndexer:
     ) -> None:
         self._indexer, self._num_kv_heads, size = indexer, len(kv_heads), indexer.head_dim
         self.size = (indexer.num_heads + 1) * size
-        name = f"{prefix}indexer.index_qk_proj"
-        self.rows = [Rows(name, self.size, range(self.size), has_bias=False)]
+        self.rows = mean_index_rows(indexer, prefix)
         self._query_norm, self._key_norm = (
             HeadNorm(
                 weights.read_vector(f"{prefix}indexer.{each}_layernorm.weight", size).unsqueeze(0)
@@ -125,6 +124,12 @@ class MeanIndexer:
             tables = self._rope.tables(starts_B * self._indexer.block_size)
         means_NB1I = keys_NBPI.float().mean(2, keepdim=True).to(self._rope.dtype)
         return apply_rotary(self._key_norm(means_NB1I), tables).squeeze(2)
+
+
+def mean_index_rows(indexer: BlockIndexerSpec, prefix: str) -> list[Rows]:
+    """Return the rows of the projection to a token's index queries and its index key."""
+    size = (indexer.num_heads + 1) * indexer.head_dim
+    return [Rows(f"{prefix}indexer.index_qk_proj", size, range(size), has_bias=False)]
 
 
 def block_index_rows(

@@ -132,7 +132,7 @@ struct AttentionKernels {
   // and up to kChunk undefined scores behind them.
   void (*score_groups)(const KVLayout&, const AttentionTask&, const uint32_t* queries, const float* weights,
                        int num_heads, int group_size, float* out);
-  // Reads `count` elements of a token's stored key, from element `first` on, index key and logits included.
+  // Reads `count` elements of a token's stored key, from element `first` on, index key and what is behind it included.
   void (*load)(const KVLayout&, const uint8_t* kv_cache, int block, int offset, int first, int count, float* out);
   // Raises out[head][block] to the largest product of the head's query and a key of the block, of the same keys. Blocks
   // have `block_size` keys, and heads are `stride` numbers apart.

@@ -13,7 +13,8 @@
 // A block may also contain keys and values of other layers, before or after those of this layer.
 //
 // The keys and values of all heads may be followed by index keys, which are stored like the keys of one more head. With
-// latent attention, the elements of a key are followed by those of its index key instead, and by its index logits.
+// latent attention, the elements of a key are followed by those of its index key instead. Other numbers may follow an
+// index key, from which the index key of a group of keys is computed.
 //
 // With latent attention, a block has only keys. Their first elements are the values: attention copies those of a chunk
 // to the layout of values before it uses them for all of its rows.
@@ -33,7 +34,7 @@ struct KVLayout {
   bool has_values;           // if false, values are the first elements of keys
   size_t block_stride;       // bytes from a block to the next
   int32_t index_dim = 0;     // the elements of an index key, by which tokens choose keys; 0 without one
-  int32_t index_logits = 0;  // the logits behind an index key, if keys are chosen in groups; or 0
+  int32_t index_inputs = 0;  // the other numbers behind an index key, if keys are chosen in groups; or 0
 
   // Returns the layout in which the index keys are the keys. If there are values, its blocks begin behind those.
   KVLayout of_index() const {
@@ -42,7 +43,10 @@ struct KVLayout {
     index.head_dim = index_dim;
     return index;
   }
-  int stored_dim() const { return has_values ? head_dim : head_dim + index_dim + index_logits; }
+  // Returns the layout of index keys, and of the numbers behind them, that have blocks of their own: that of keys
+  // without any other elements.
+  KVLayout of_own_index() const { return {format, 1, 0, block_size, 0, false, block_stride, index_dim, index_inputs}; }
+  int stored_dim() const { return has_values ? head_dim : head_dim + index_dim + index_inputs; }
 
   size_t element_bytes() const { return format == KVFormat::f32 ? 4 : format == KVFormat::int8 ? 1 : 2; }
   int padded_head_dim() const { return (stored_dim() + 15) / 16 * 16; }
@@ -56,7 +60,7 @@ struct KVLayout {
   // Returns the bytes that a block has for all heads.
   size_t heads_bytes() const { return num_kv_heads * kv_head_bytes(); }
   // Returns the bytes that a block has for the layer.
-  size_t layer_bytes() const { return heads_bytes() + (has_values && index_dim ? of_index().heads_bytes() : 0); }
+  size_t layer_bytes() const { return heads_bytes() + (has_values && index_dim ? of_own_index().heads_bytes() : 0); }
   size_t key_offset(int block, int kv_head) const {
     return size_t(block) * block_stride + size_t(kv_head) * kv_head_bytes();
   }

@@ -48,21 +48,21 @@ struct ModelShape {
   int32_t input_size;   // the inputs of this stage's layers and of those behind it; 0 without
   LatentShape latent;
   int32_t index_dim;     // the elements of an index key; 0 without an indexer
-  int32_t index_logits;  // the logits that are stored behind an index key, if keys are chosen in groups; or 0
+  int32_t index_inputs;  // the numbers that are stored behind an index key, if keys are chosen in groups; or 0
   // Whether attention is compressed: keys are values, too, the last elements of heads are rotated in pairs of
   // neighbors, and index keys are stored with entries.
   int32_t is_compressed;
   int32_t num_threads;
 
   // The number of elements of a token's projection in latent attention. It consists of: the key, its index key and
-  // logits; the vector from which queries are computed, then the queries; then their products with the matrices that
-  // expand keys; the weights and queries of the indexer's heads; and the gates.
+  // the logits behind that; the vector from which queries are computed, then the queries; then their products with the
+  // matrices that expand keys; the weights and queries of the indexer's heads; and the gates.
   int latent_size() const { return latent.kv_rank ? gate_offset() + num_heads * latent.gate_dim : 0; }
   // The number of elements of a value that attention sums, of `head_dim` ones.
   int attended_dim(int head_dim) const { return latent.kv_rank ? latent.kv_rank : head_dim; }
   int streams_size() const { return num_streams * hidden_size; }
   // The offset of a token's queries, and of their products, within its projection in latent attention.
-  int query_offset() const { return head_dim + index_dim + index_logits; }
+  int query_offset() const { return head_dim + index_dim + index_inputs; }
   int product_offset() const { return query_offset() + std::max(latent.query_inputs, num_heads * latent.query_dim()); }
   int index_offset() const { return product_offset() + num_heads * head_dim; }
   int gate_offset() const { return index_offset() + latent.index_heads * (1 + index_dim); }
@@ -150,6 +150,7 @@ enum class OpKind : int32_t {
 
   // With an indexer:
   choose_keys = 43,  // after `rotate_store`, chooses the keys of the next operations of attention that are `is_sparse`.
+                     // With `num_queries`, vectors[0] has a factor for each of them.
                      // In latent attention, vectors[1] of that operation are the weights of the norm of index keys,
                      // then its biases; null if the layer has no indexer
   summarize_group = 56,  // before `choose_keys` in latent attention, if keys are chosen in groups: if the row is the
@@ -161,9 +162,12 @@ enum class OpKind : int32_t {
                        // row's inputs to entries, `num_columns` of the projection from `first_column` on, and
                        // rotates the index queries. These follow the weights of the indexer's heads, which follow
                        // the inputs
-  store_index = 46,    // before `rotate_store` without latent attention: norms and rotates the index queries of all
-                     // key/value heads, which begin at `first_column`, and the index key behind them, and stores that.
-                     // vectors[0] and vectors[1] are the norms of queries and key
+  store_index = 46,    // before `rotate_store` without latent attention: norms and rotates the index queries, which
+                       // begin at `first_column`, and the index key behind them, and stores that. vectors[0] and
+                       // vectors[1] are the norms of queries and key. If keys are chosen in groups, the key stays as it
+                       // is, and the cosines and sines of the token may be stored behind it
+  average_group = 60,  // the same as `summarize_group` without latent attention: the index key of the group is the mean
+                       // of the tokens' index keys, normed by vectors[1], and rotated like the first one
 
   norm_activations =
       45,  // activations[0] = `num_columns` of activations[1], which must be float32, normed by vectors[0]
@@ -198,6 +202,14 @@ enum class OpKind : int32_t {
   repeat_streams = 50,  // streams = residual
   mix_streams = 51,     // residual = the sum of the streams times their factors, or their mean
   update_streams = 52,  // streams, or sums of them, += what was added to that sum since then, times their other factors
+  norm_streams = 61,    // before `mix_streams` of low rank: activations[0] = streams, each normed
+
+  // Embeddings of n-grams (phases/ngrams.h), in this order, with products in between:
+  embed_ngrams = 62,  // the first columns of the projection = the embeddings of the n-grams that end with the token,
+                      // from parts[0]. With several ranks: part = these, 0 where other ranks have them
+  gate_ngrams = 63,  // behind values in the projection: keys = the inputs of the convolution. streams += gated values.
+                     // vectors are the norms of keys, of streams and of these inputs
+  convolve_ngrams = 64,  // streams += the convolution of these, and stores those that later tokens read
 };
 
 // The place where the result of a product is written. For `residual` it is multiplied by the scale and added, for
@@ -263,8 +275,11 @@ struct QueryScaling {
 // With `has_groups`, it chooses among the blocks that end at or before its own key, and attends to the keys behind
 // them, too. Such a block is a group, and has one index key, which is stored with its last token. In compressed
 // attention, a group is an entry, and there are no keys behind the last one.
+//
+// Without latent attention, each key/value head has an index query and a choice. With `num_queries`, a token has that
+// many index queries instead, and all heads have the choice by the sum of their positive products.
 struct ChoiceRule {
-  int32_t num_chosen, block_size, num_local, has_groups;
+  int32_t num_chosen, block_size, num_local, has_groups, num_queries;
 
   // Returns the length of the longest sequence in which all keys are chosen.
   int num_keys() const { return num_chosen * block_size + (has_groups ? block_size - 1 : 0); }
@@ -297,6 +312,7 @@ enum class MixerKind : int32_t {
   gated_delta_net = 2,
   kimi_delta_attention = 3,
   rg_lru = 4,
+  ngram_convolution = 5,
 };
 
 // This rank's share of a recurrent layer; see protocol/checkpoint/recurrent_layers.py.
@@ -308,13 +324,16 @@ enum class MixerKind : int32_t {
 //                      gate [heads, value_dim]
 //   kimi_delta_attention  the same, but steps [heads, key_dim]; then the inputs from which steps and gates are computed
 //   rg_lru             the gate and the input, each of `channels` numbers: [heads, value_dim], with a key_dim of 1
+//   ngram_convolution  values [value_dim]; the input, of which the last kTokenDigits numbers are the token's digits
 // An input is everything before the gate, or everything after it. A block holds the recurrent part [heads, key_dim,
-// value_dim], then inputs.
+// value_dim], then inputs. An n-gram convolution is beside another mixer, whose state comes first.
 struct Mixer {
   MixerKind kind;
   int32_t channels;       // the elements of an input
   int32_t num_convolved;  // the first ones of these, which are convolved
   int32_t kernel, segment;
+  int32_t num_taps, distance;  // a token's convolution reads this many tokens, this far from each other
+  int32_t state_offset;        // the numbers before its state in a block
   int32_t num_heads, num_groups, key_dim, value_dim;
   int32_t norm_groups;        // the groups of the output's norm; 0 for no norm
   int32_t gates_before_norm;  // whether the gate comes before the norm, or after it
@@ -323,7 +342,7 @@ struct Mixer {
   float min_step, max_step;
   float strength;             // a factor on the sigmoid
   float lowest_log_decay;     // limits the logarithms of decays in Kimi delta attention; 0 for no limit
-  const float* taps;          // [kernel, num_convolved]
+  const float* taps;          // [num_taps, num_convolved]
   const float* bias;          // [num_convolved], or null
   const float* multipliers;   // factors on the projection, or null
   const float *decay, *skip;  // [heads]; `skip` may be null
@@ -352,17 +371,31 @@ struct AltUp {
 // The connection of a block to N streams of D elements (hyper-connections, arXiv 2409.19606), or the sum of the streams
 // after the last layer, which has only the first of the two factors for each stream. Without factors, that sum is the
 // mean. With `num_iterations`, each stream is replaced by a sum of all streams (arXiv 2512.24880); see
-// workers/layers/hyper_spec.py. The logits of these sums' factors, [N, N], follow those of the other factors.
+// workers/layers/specs/hyper.py. The logits of these sums' factors, [N, N], follow those of the other factors.
+//
+// A connection of low rank has a `norm` of each stream. The block reads the mean of the normed streams, each element
+// times the sigmoid of a number in the projection. `weight` gives the logits of the outputs' factors, if there are any.
 struct HyperConnection {
   int32_t num_factors, num_iterations;
   float eps, output_scale, norm_eps;
   const float* weight;  // [num_logits, N * D]
   const float* bias;    // [num_logits]
   const float* scale;   // [num_factors + 1]; the last one is for the factors of sums
+  const float* norm;    // [N, D], or null
 
   int num_logits(int num_streams) const {
     return num_factors * num_streams + (num_iterations ? num_streams * num_streams : 0);
   }
+};
+
+// The embeddings of n-grams in a layer, which hashes of the last tokens choose: `num_heads` for each length from 2 to
+// `longest`, of all ranks. A head begins at row `first_rows[head]` of the table and has `sizes[head]` rows. No n-gram
+// extends across `end_id`. This rank's part of the table begins at row `first_row`.
+struct NgramTable {
+  int32_t longest, num_heads, end_id;
+  int64_t first_row;
+  const int64_t* multipliers;         // [longest], of a token and of those before it
+  const int64_t *sizes, *first_rows;  // [(longest - 1) * num_heads]
 };
 
 // The gate of a norm: the normed row x of D elements is multiplied by the sigmoid of up * silu(down * x).
@@ -407,6 +440,7 @@ struct Op {
   const HyperConnection* hyper;
   const NormGate* norm_gate;
   const Compression* compression;  // of a layer with entries; or null
+  const NgramTable* ngrams;        // of a layer with embeddings of n-grams; or null
 };
 
 struct Model {
@@ -425,7 +459,7 @@ struct Model {
             shape.latent.kv_rank == 0 && !shape.is_compressed,
             size_t(shape.block_bytes),
             shape.is_compressed ? 0 : shape.index_dim,
-            shape.index_logits};
+            shape.index_inputs};
   }
   size_t index_of(const Op& op) const { return size_t(&op - ops.data()); }
   // out = x after the operation's norm, [hidden_size]; `out` may be `x`.

@@ -46,6 +46,9 @@ class RotaryTables {
     return {memory.data(), memory.data() + half, half};
   }
 
+  // Returns the factor on sines and cosines.
+  float factor(int number) const { return ropes_[number].factor; }
+
   Angles angles(int number, int row) const {
     const Rope& rope = ropes_[number];
     const int half = int(rope.inverse_frequencies.size());

@@ -24,6 +24,7 @@ class Rows {
     residual_.reserve(sizeof(float) * rows * hidden_size_);
     block_.reserve(sizeof(float) * rows * hidden_size_);
     streams_.reserve(sizeof(float) * rows * streams_size_);
+    kept_.reserve(sizeof(float) * rows * kept_size_);
     if (keeps_block_) normed_.reserve(sizeof(float) * rows * hidden_size_);
     qkv_.reserve(sizeof(float) * rows * qkv_size_);
     router_.reserve(sizeof(float) * rows * router_size_);
@@ -32,14 +33,17 @@ class Rows {
   }
 
   void release() {
-    for (Buffer* buffer :
-         {&residual_, &block_, &streams_, &normed_, &qkv_, &router_, &low_rank_, &activations_[0], &activations_[1]})
+    for (Buffer* buffer : {&residual_, &block_, &streams_, &kept_, &normed_, &qkv_, &router_, &low_rank_,
+                           &activations_[0], &activations_[1]})
       buffer->release();
   }
 
   float* residual(int row) const { return residual_.floats() + (row - first) * hidden_size_; }
   // The hidden states of a token with alternating updates, one after the other.
   float* streams(int row) const { return streams_.floats() + (row - first) * streams_size_; }
+  // Makes room for this many numbers per row that an operation passes on to a later one.
+  void widen_kept(size_t size) { kept_size_ = std::max(kept_size_, size); }
+  float* kept(int row) const { return kept_.floats() + (row - first) * kept_size_; }
   float* block(int row) const { return block_.floats() + (row - first) * hidden_size_; }
   // The residual stream after a norm. It uses the memory of the block, unless that must be kept.
   float* normed(int row) const { return keeps_block_ ? normed_.floats() + (row - first) * hidden_size_ : block(row); }
@@ -55,17 +59,19 @@ class Rows {
     return activations_[source].bytes() + (row - first) * row_bytes;
   }
 
-  // Copies the data that operations pass on within a row from one row to another: the residual stream and the streams.
+  // Copies the data that operations pass on within a row from one row to another: the residual stream, the streams, and
+  // the numbers that are kept.
   void copy_streams(const Rows& source, int row) const {
     std::copy_n(source.residual(row), hidden_size_, residual(row));
+    std::copy_n(source.kept(row), kept_size_, kept(row));
     std::copy_n(source.streams(row), streams_size_, streams(row));
   }
 
   int first = 0;
 
  private:
-  Buffer residual_, block_, streams_, normed_, qkv_, router_, low_rank_, activations_[2];
-  size_t hidden_size_, qkv_size_, router_size_, widest_, streams_size_, low_rank_size_ = 0;
+  Buffer residual_, block_, streams_, kept_, normed_, qkv_, router_, low_rank_, activations_[2];
+  size_t hidden_size_, qkv_size_, router_size_, widest_, streams_size_, kept_size_ = 0, low_rank_size_ = 0;
   bool keeps_block_;
 };
 

@@ -117,13 +117,16 @@ struct Slice {
   // whose effect is ignored.
   int source_len(int sequence) const { return std::max(step.source_lens[table_row(sequence)], 1); }
 
-  // Returns whether a row's token has encoder outputs to read.
-  bool has_source(int row) const {
+  // Returns the sequence of a row.
+  int sequence_of(int row) const {
     const int32_t* starts = step.query_start_loc;
     const int32_t* after =
         std::upper_bound(starts + first_sequence, starts + step.num_sequences + 1, first_token + row);
-    return step.source_lens[table_row(int(after - starts) - 1)] > 0;
+    return int(after - starts) - 1;
   }
+
+  // Returns whether a row's token has encoder outputs to read.
+  bool has_source(int row) const { return step.source_lens[table_row(sequence_of(row))] > 0; }
 
   // Returns whether any sequence of the step has encoder outputs to read.
   bool has_any_source() const {

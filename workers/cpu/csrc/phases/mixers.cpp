@@ -26,6 +26,7 @@ int outputs_offset(const Mixer& m) {
 }
 int gate_offset(const Mixer& m) { return begins_with_gate(m) ? 0 : m.channels; }
 int inputs_offset(const Mixer& m) {
+  if (m.kind == MixerKind::ngram_convolution) return m.value_dim;
   return begins_with_gate(m) ? m.num_heads * m.value_dim : m.kind == MixerKind::short_convolution ? 2 * m.channels : 0;
 }
 
@@ -76,8 +77,9 @@ class Mixers::Inputs {
   // Convolves the inputs up to a token.
   void convolve(const RowKernels& kernels, int token, bool activates, int width, float* out) const {
     const float* taps[kMostTaps];
-    for (int k = 0; k < mixer_.kernel; k++) taps[k] = at(token - mixer_.kernel + 1 + k);
-    kernels.convolve(taps, mixer_.taps + begin_, mixer_.num_convolved, mixer_.kernel,
+    const int count = mixer_.num_taps;
+    for (int k = 0; k < count; k++) taps[k] = at(token - (count - 1 - k) * mixer_.distance);
+    kernels.convolve(taps, mixer_.taps + begin_, mixer_.num_convolved, count,
                      mixer_.bias ? mixer_.bias + begin_ : nullptr, activates, width, out);
   }
   // Stores the inputs that the tokens after the slice need.
@@ -126,12 +128,19 @@ Mixers::State Mixers::state(const Op& op, const Sequence& sequence) const {
   const int32_t* blocks = group.block_table + slice_.table_row(sequence.index) * group.block_table_stride;
   const auto at = [&](int position) {
     const size_t block = blocks[position / model_.shape.block_size];
-    return reinterpret_cast<float*>(step.kv_caches[op.layer] + block * size_t(model_.shape.block_bytes));
+    return reinterpret_cast<float*>(step.kv_caches[op.layer] + block * size_t(model_.shape.block_bytes)) +
+           op.mixer->state_offset;
   };
   float* const target = at(step.positions[step.query_start_loc[sequence.index + 1] - 1]);
   if (sequence.position == 0) return {nullptr, target};
   const bool is_first = step.query_start_loc[sequence.index] == slice_.first_token + sequence.first_row;
   return {is_first ? at(sequence.position - 1) : target, target};
+}
+
+const float* Mixers::stored_input(const Op& op, int row, int distance) const {
+  const Sequence& sequence = sequence_of(row);
+  const int token = sequence.num_earlier + row - sequence.first_row - distance;
+  return state(op, sequence).source + size_t(token + op.mixer->kernel - 1) * op.mixer->channels;
 }
 
 int Mixers::begin(const Op& op, const Rows& rows) {
@@ -163,6 +172,7 @@ void Mixers::run_part(const Op& op, int part, const Rows& rows, Buffer& memory) 
   const int begin = first_of_part(of_sequence, num_parts_, units) * kChannelUnit;
   const int end = std::min(first_of_part(of_sequence + 1, num_parts_, units) * kChannelUnit, m.channels);
   if (op.kind == OpKind::convolve) return convolve(op, sequence, begin, end, rows, memory);
+  if (op.kind == OpKind::convolve_ngrams) return convolve_ngrams(op, sequence, begin, end, rows, memory);
   convolve_shortly(op, sequence, begin, end, rows, memory);
 }
 
@@ -183,6 +193,21 @@ void Mixers::convolve_shortly(const Op& op, const Sequence& sequence, int begin,
     inputs.convolve(model_.rows, token, false, width, out);
     model_.rows.multiply(out, gates + m.channels, width, out);
     quantize_rows(op.activation_kind, out, width, 1, width, rows.activations(1, row, row_bytes) + offset);
+  }
+  inputs.store(state.target);
+}
+
+void Mixers::convolve_ngrams(const Op& op, const Sequence& sequence, int begin, int end, const Rows& rows,
+                             Buffer& buffer) const {
+  const Mixer& m = *op.mixer;
+  const int width = end - begin, num_convolved = std::clamp(m.num_convolved - begin, 0, width);
+  Memory memory(buffer, size_t(Inputs::num_earlier(m, sequence) + 1) * width);
+  float* const out = memory.take(width);
+  const State state = this->state(op, sequence);
+  const Inputs inputs(m, sequence, state.source, begin, end, rows, memory.take(0));
+  for (int i = 0; num_convolved && i < sequence.num_rows; i++) {
+    inputs.convolve(model_.rows, sequence.num_earlier + i, true, num_convolved, out);
+    model_.rows.add_scaled(rows.streams(sequence.first_row + i) + begin, out, 1.0f, num_convolved);
   }
   inputs.store(state.target);
 }

@@ -38,6 +38,11 @@ class Mixers {
   // Writes the activations of a row, from the outputs of a scan.
   void gate(const Op& op, const Rows& rows, int row) const;
 
+  // Returns how many rows of the slice are before a row in its sequence.
+  int rows_before(int row) const { return row - sequence_of(row).first_row; }
+  // Returns the stored input of the token that is `distance` before a row's, and before the slice.
+  const float* stored_input(const Op& op, int row, int distance) const;
+
  private:
   // The tokens of one sequence in the slice.
   struct Sequence {
@@ -54,12 +59,15 @@ class Mixers {
   // Access to the inputs of some channels, by the number of tokens since the start of the sequence's first segment.
   class Inputs;
 
+  const Sequence& sequence_of(int row) const { return sequences_[slice_.sequence_of(row) - slice_.first_sequence]; }
   void norm(const Op& op, float* out, int row) const;
   void gate_before_norm(const Mixer& mixer, const Rows& rows, int row) const;
   void run_part(const Op& op, int part, const Rows& rows, Buffer& memory);
   State state(const Op& op, const Sequence& sequence) const;
   void convolve_shortly(const Op& op, const Sequence& sequence, int begin, int end, const Rows& rows,
                         Buffer& memory) const;
+  void convolve_ngrams(const Op& op, const Sequence& sequence, int begin, int end, const Rows& rows,
+                       Buffer& memory) const;
   void convolve(const Op& op, const Sequence& sequence, int begin, int end, const Rows& rows, Buffer& memory) const;
   void scan(const Op& op, const Sequence& sequence, int begin, int end, const Rows& rows, Buffer& memory) const;
   void scan_mamba2(const Mixer& mixer, const Sequence& sequence, const State& state, int begin, int end,

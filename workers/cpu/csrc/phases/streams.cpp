@@ -115,7 +115,42 @@ float* Streams::sum(const HyperConnection& hyper, const Rows& rows, int row, flo
   return logits;
 }
 
-void Streams::mix(const Op& op, const Rows& rows, int row) const { sum(*op.hyper, rows, row, rows.residual(row)); }
+void Streams::mix(const Op& op, const Rows& rows, int row) const {
+  if (op.hyper->norm) return mix_normed(*op.hyper, rows, row);
+  sum(*op.hyper, rows, row, rows.residual(row));
+}
+
+void Streams::norm_stream(const HyperConnection& hyper, const Rows& rows, int row, int stream, float* out) const {
+  const int size = model_.shape.hidden_size;
+  const size_t first = size_t(stream) * size;
+  model_.rows.rms_norm(rows.streams(row) + first, hyper.norm + first, hyper.norm_eps, size, out);
+}
+
+void Streams::norm(const Op& op, const Rows& rows, int row) const {
+  const int size = model_.shape.hidden_size, all = model_.shape.streams_size();
+  float* const normed = rows.qkv(row);
+  for (int i = 0; i < model_.shape.num_streams; i++) norm_stream(*op.hyper, rows, row, i, normed + size_t(i) * size);
+  quantize_rows(op.activation_kind, normed, all, 1, all,
+                rows.activations(0, row, activation_row_bytes(op.activation_kind, all)));
+}
+
+// The projection has the logits of the elements' factors.
+void Streams::mix_normed(const HyperConnection& hyper, const Rows& rows, int row) const {
+  const int size = model_.shape.hidden_size, count = model_.shape.num_streams, all = model_.shape.streams_size();
+  float *const mean = rows.residual(row), *const normed = rows.normed(row);
+  float* const factors = rows.kept(row) + size;
+  std::fill_n(mean, size, 0.0f);
+  std::fill_n(factors, count, 0.0f);
+  for (int i = 0; i < count; i++) {
+    norm_stream(hyper, rows, row, i, normed);
+    for (int j = 0; hyper.weight && j < count; j++)
+      factors[j] += model_.rows.dot(normed, hyper.weight + size_t(j) * all + size_t(i) * size, size);
+    model_.rows.gate(Activation::sigmoid, rows.qkv(row) + size_t(i) * size, normed, size, normed);
+    model_.rows.add_scaled(mean, normed, 1.0f / float(count), size);
+  }
+  for (int j = 0; j < count; j++) factors[j] = hyper.output_scale / (1.0f + std::exp(-factors[j] / float(count)));
+  std::copy_n(mean, size, rows.kept(row));
+}
 
 // The projection holds the old streams, behind the factors, while they are replaced.
 void Streams::mix_all(const HyperConnection& hyper, const Rows& rows, int row, float* factors) const {
@@ -148,6 +183,7 @@ void Streams::mix_all(const HyperConnection& hyper, const Rows& rows, int row, f
 // Computes the sum and the factors again, so that nothing has to be kept for them.
 void Streams::update(const Op& op, const Rows& rows, int row) const {
   const HyperConnection& hyper = *op.hyper;
+  if (hyper.norm) return add_output(rows, row);
   const int size = model_.shape.hidden_size, count = model_.shape.num_streams;
   float *const block = rows.residual(row), *const input = rows.normed(row);
   float* const factors = sum(hyper, rows, row, input) + count;
@@ -158,6 +194,14 @@ void Streams::update(const Op& op, const Rows& rows, int row) const {
     const float factor = factors[i] * hyper.output_scale + eps;
     model_.rows.add_scaled(rows.streams(row) + size_t(i) * size, block, factor, size);
   }
+}
+
+void Streams::add_output(const Rows& rows, int row) const {
+  const int size = model_.shape.hidden_size;
+  float *const block = rows.residual(row), *const kept = rows.kept(row);
+  model_.rows.add_scaled(block, kept, -1.0f, size);
+  for (int i = 0; i < model_.shape.num_streams; i++)
+    model_.rows.add_scaled(rows.streams(row) + size_t(i) * size, block, kept[size + i], size);
 }
 
 }  // namespace engine

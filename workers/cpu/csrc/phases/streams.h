@@ -7,6 +7,9 @@
 // With hyper-connections (arXiv 2409.19606), a block reads a sum of the streams times one factor each, and its output
 // times another factor is added to each stream. Factors are sigmoids of products of all streams. Each stream may first
 // be replaced by a sum of all streams (arXiv 2512.24880).
+//
+// With hyper-connections of low rank, a block reads the mean of the normed streams, each element times its own factor.
+// Products of the normed streams, of which the first has few outputs, give the factors.
 #pragma once
 
 #include "model/model.h"
@@ -34,12 +37,25 @@ class Streams {
 
   // Sets all streams to the residual stream.
   void repeat(const Rows& rows, int row) const;
+  // Quantizes the streams, each normed, for the products of low rank.
+  void norm(const Op& op, const Rows& rows, int row) const;
   // Replaces the residual stream by the sum of the streams times their first factors.
   void mix(const Op& op, const Rows& rows, int row) const;
   // Adds what a block has added to that sum, times the second factors, to the streams.
   void update(const Op& op, const Rows& rows, int row) const;
 
+  // Returns how many numbers a row keeps between `mix` and `update`.
+  size_t kept_size(const Op& op) const {
+    return op.hyper && op.hyper->norm ? model_.shape.hidden_size + model_.shape.num_streams : 0;
+  }
+
  private:
+  // Norms a stream of a row.
+  void norm_stream(const HyperConnection& hyper, const Rows& rows, int row, int stream, float* out) const;
+  // `mix` and `update` of low rank. The row keeps the mean, and behind it the factors of the output.
+  void mix_normed(const HyperConnection& hyper, const Rows& rows, int row) const;
+  void add_output(const Rows& rows, int row) const;
+
   // Writes the sum of the streams times their first factors, or their mean. Returns the factors, and behind them the
   // logits of the factors of sums. They are in the projection.
   float* sum(const HyperConnection& hyper, const Rows& rows, int row, float* out) const;

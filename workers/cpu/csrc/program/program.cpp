@@ -40,6 +40,7 @@ Program::Program(const ModelShape& shape)
       streams_(model_),
       attention_(model_, ranks_, ropes_, slice_, pool_.num_threads()),
       mixers_(model_, ranks_, slice_, pool_.num_threads()),
+      ngrams_(model_, ranks_, slice_, inputs_, mixers_),
       pieces_(model_, slice_, pool_.num_threads()),
       readahead_(model_, slice_, attention_, pieces_, pool_.num_threads()),
       head_(model_, products_, ranks_),
@@ -54,8 +55,12 @@ void Program::add(const Op& op) {
   row_tiles_.push_back(0);
   const size_t gate_rank = op.norm_gate ? op.norm_gate->rank : 0;
   const size_t low_rank_size = std::max(size_t(op.adapter_rank), gate_rank);
-  rows_.widen_low_rank(low_rank_size);
-  for (std::unique_ptr<Scratch>& scratch : scratch_) scratch->rows.widen_low_rank(low_rank_size);
+  const auto widen = [&](Rows& rows) {
+    rows.widen_low_rank(low_rank_size);
+    rows.widen_kept(streams_.kept_size(op));
+  };
+  widen(rows_);
+  for (std::unique_ptr<Scratch>& scratch : scratch_) widen(scratch->rows);
   products_.add_op(op);
   experts_.add_op(op);
   attention_.add_op(op);
@@ -65,6 +70,7 @@ void Program::add(const Op& op) {
   // Rows store data for later tokens before attention, and in mixers.
   if (op.kind == OpKind::rotate_store && op.num_stored && !op.reads_source) first_unneeded_ = int(model_.ops.size());
   if (op.kind == OpKind::summarize_group || op.kind == OpKind::store_entries) first_unneeded_ = int(model_.ops.size());
+  if (op.kind == OpKind::average_group || op.kind == OpKind::convolve_ngrams) first_unneeded_ = int(model_.ops.size());
   if (op.kind == OpKind::short_convolution || op.kind == OpKind::scan) first_unneeded_ = int(model_.ops.size());
   if (op.kind == OpKind::rotate_store && model_.kv(op).layer_bytes() != size_t(model_.shape.block_bytes))
     shares_blocks_ = true;
@@ -179,6 +185,7 @@ void Program::run_tile(int phase, Tile& tile) {
       return attention_.choose(op, tile, rows_, scratch);
     case OpKind::short_convolution:
     case OpKind::convolve:
+    case OpKind::convolve_ngrams:
     case OpKind::scan:
       return mixers_.run(op, tile, rows_, scratch.mixing);
     case OpKind::latent_queries:
@@ -233,6 +240,7 @@ int Program::begin_op(const Op& op) {
       return attention_.begin_choice(op);
     case OpKind::short_convolution:
     case OpKind::convolve:
+    case OpKind::convolve_ngrams:
     case OpKind::scan:
       return mixers_.begin(op, rows_);
     case OpKind::quantize:
@@ -260,6 +268,8 @@ int Program::begin_op(const Op& op) {
     case OpKind::add_to_streams:
     case OpKind::reduce_streams:
     case OpKind::repeat_streams:
+    case OpKind::norm_streams:
+    case OpKind::gate_ngrams:
       return share_rows(op, model_.shape.streams_size());
     case OpKind::mix_streams:
     case OpKind::update_streams:
@@ -280,11 +290,12 @@ int Program::begin_op(const Op& op) {
       experts_.begin_combine(op);
       return share_rows(op, op.experts->router.num_chosen * model_.shape.hidden_size);
     case OpKind::summarize_group:
-      return share_rows(op, 8 * (model_.shape.index_dim + model_.shape.index_logits));
+    case OpKind::average_group:
+      return share_rows(op, 8 * (model_.shape.index_dim + model_.shape.index_inputs));
     case OpKind::store_entries:
       return share_rows(op, 8 * op.head_dim);
     case OpKind::store_index:
-      return share_rows(op, (op.num_kv_heads + 1) * model_.shape.index_dim);
+      return share_rows(op, (std::max(op.num_kv_heads, op.choice.num_queries) + 1) * model_.shape.index_dim);
     case OpKind::scale_heads:
       return share_rows(op, op.num_heads * op.head_dim);
     case OpKind::share_head_squares:

@@ -16,6 +16,7 @@
 #include "phases/attend/latent.h"
 #include "phases/layer_inputs.h"
 #include "phases/mixers.h"
+#include "phases/ngrams.h"
 #include "model/model.h"
 #include "program/pieces.h"
 #include "phases/products.h"
@@ -117,6 +118,7 @@ class Program final : private Phases {
   Streams streams_;
   Attention attention_;
   Mixers mixers_;
+  Ngrams ngrams_;
   Pieces pieces_;
   ReadaheadPlan readahead_;
   Head head_;

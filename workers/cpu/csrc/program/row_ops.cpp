@@ -86,9 +86,11 @@ void Program::run_row(const Op& op, const Rows& rows, int row) {
     case OpKind::share_head_squares:
       return attention_.share_squares(op, rows.qkv(row), row);
     case OpKind::store_index:
-      return attention_.store_index(op, rows.qkv(row), row);
+      return attention_.index_keys().store(op, rows.qkv(row), row);
     case OpKind::summarize_group:
-      return attention_.summarize_group(op, rows.qkv(row), row);
+      return attention_.index_keys().summarize_group(op, rows.qkv(row), row);
+    case OpKind::average_group:
+      return attention_.index_keys().average_group(op, row);
     case OpKind::store_entries:
       return attention_.store_entries(op, row);
     case OpKind::rotate_store:
@@ -170,6 +172,12 @@ void Program::run_row(const Op& op, const Rows& rows, int row) {
       return streams_.repeat(rows, row);
     case OpKind::mix_streams:
       return streams_.mix(op, rows, row);
+    case OpKind::norm_streams:
+      return streams_.norm(op, rows, row);
+    case OpKind::embed_ngrams:
+      return ngrams_.embed(op, rows, row);
+    case OpKind::gate_ngrams:
+      return ngrams_.gate(op, rows, row);
     case OpKind::update_streams:
       return streams_.update(op, rows, row);
     case OpKind::gated_norm_add:

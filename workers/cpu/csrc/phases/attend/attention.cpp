@@ -8,8 +8,8 @@ namespace engine {
 
 void Attention::add_op(const Op& op) {
   recorded_ops_.emplace_back();
-  if (op.kind != OpKind::store_index && op.kind != OpKind::rotate_store && op.kind != OpKind::summarize_group &&
-      op.kind != OpKind::store_entries && op.kind != OpKind::choose_keys && op.kind != OpKind::attention)
+  if (op.kind != OpKind::store_index && op.kind != OpKind::rotate_store && op.kind != OpKind::store_entries &&
+      op.kind != OpKind::choose_keys && op.kind != OpKind::attention)
     return;
   auto queries = std::find_if(queries_.begin(), queries_.end(), [&](const Queries& each) {
     return each.num_heads == op.num_heads && each.num_kv_heads == op.num_kv_heads && each.head_dim == op.head_dim;
@@ -71,24 +71,6 @@ void Attention::norm_queries_and_keys(const Op& op, float* qk, int row) const {
     norm_heads(op, qk, num_heads, op.vectors[0]);
     norm_heads(op, qk + num_heads * head_dim, num_kv_heads, op.vectors[1]);
   }
-}
-
-void Attention::store_index(const Op& op, float* qkv, int row) {
-  const KVLayout &kv = recorded(op).kv, index = kv.of_index();
-  const int dim = index.head_dim, num_queries = op.num_kv_heads;
-  float *const queries = qkv + op.first_column, *const key = queries + num_queries * dim;
-  for (int h = 0; h < num_queries; h++)
-    model_.rows.rms_norm(queries + h * dim, op.vectors[0], op.eps, dim, queries + h * dim);
-  model_.rows.rms_norm(key, op.vectors[1], op.eps, dim, key);
-  if (op.rope >= 0) {
-    const RotaryTables::Angles angles = ropes_.angles(op.rope, row);
-    model_.rows.rotate(queries, num_queries + 1, dim, angles.cosines, angles.sines, angles.half);
-  }
-  // The operation that stores the token's key sees these.
-  if (!model_.rows.all_finite(key, dim)) std::fill_n(qkv, op.num_heads * op.head_dim, std::nanf(""));
-  const int slot = slice_.step.groups[op.group].slot_mapping[slice_.first_token + row];
-  model_.attention.store(index, slice_.step.kv_caches[op.layer] + kv.heads_bytes(), slot / kv.block_size,
-                         slot % kv.block_size, 0, key, nullptr);
 }
 
 void Attention::rotate_store(const Op& op, float* qkv, int row) {
@@ -168,7 +150,7 @@ void Attention::rotate_store_latent(const Op& op, float* qkv, int row) {
   if (const float* norm = op.vectors[1])
     model_.rows.layer_norm(index_key, norm, norm + shape.index_dim, shape.latent.index_eps, shape.index_dim, index_key);
   else
-    std::fill_n(index_key, shape.index_dim + shape.index_logits, 0.0f);
+    std::fill_n(index_key, shape.index_dim + shape.index_inputs, 0.0f);
   const float* rotated = qkv + shape.query_offset() + plain_dim;
   for (int h = 0; h < num_heads; h++, rotated += latent.query_dim()) {
     float* const query = products + h * head_dim;
@@ -230,37 +212,6 @@ void Attention::store_head(const Op& op, int row, int kv_head, const float* key,
                          value);
 }
 
-// All index keys and logits are read from the cache, so the result does not depend on which of them are from this step.
-// The key of the last token is still in the projection, and is stored again with the index key of the group. If the
-// token is replaced later, as after a rejected draft, its group gets a new one.
-void Attention::summarize_group(const Op& op, float* qkv, int row) {
-  const int position = slice_.step.positions[slice_.first_token + row], size = op.choice.block_size;
-  if ((position + 1) % size) return;
-  const KVLayout& kv = recorded(op).kv;
-  const StepGroup& group = slice_.step.groups[op.group];
-  const int32_t* blocks = group.block_table + slice_.table_row(sequence_of(row)) * group.block_table_stride;
-  const int dim = kv.index_dim, stored = dim + kv.index_logits;
-  std::vector<float> tokens(size_t(size) * stored);
-  for (int i = 0; i < size; i++) {
-    const int key = position + 1 - size + i;
-    model_.attention.load(kv, slice_.step.kv_caches[op.layer], blocks[key / kv.block_size], key % kv.block_size,
-                          kv.head_dim, stored, &tokens[size_t(i) * stored]);
-  }
-  float* const index_key = qkv + kv.head_dim;
-  for (int d = 0; d < dim; d++) {
-    const auto logit = [&](int i) { return tokens[i * stored + dim + d] + op.vectors[0][i * dim + d]; };
-    float most = logit(0), weights = 0.0f, sum = 0.0f;
-    for (int i = 1; i < size; i++) most = std::max(most, logit(i));
-    for (int i = 0; i < size; i++) {
-      const float weight = std::exp(logit(i) - most);
-      weights += weight;
-      sum += weight * tokens[i * stored + d];
-    }
-    index_key[d] = sum / weights;
-  }
-  store_head(op, row, 0, qkv, nullptr);
-}
-
 uint32_t* Attention::queries(const Op& op, int kv_head, int row) const {
   const RecordedOp& own = recorded(op);
   const size_t words = own.heads * own.query_words;
@@ -314,17 +265,10 @@ AttentionTask Attention::kernel_task(const Op& op, const Task& task) const {
   };
 }
 
-int Attention::sequence_of(int row) const {
-  const int32_t* starts = slice_.step.query_start_loc;
-  const int32_t* after = std::upper_bound(starts + slice_.first_sequence, starts + slice_.step.num_sequences + 1,
-                                          slice_.first_token + row);
-  return int(after - starts) - 1;
-}
-
 void Attention::choose(const Op& op, Tile& tile, const Rows& rows, Scratch& scratch) {
   const int row = choice_.row_of(tile);
   Task task{};
-  task.sequence = sequence_of(row);
+  task.sequence = slice_.sequence_of(row);
   task.token = row;
   task.num_tokens = 1;
   choice_.run(op, tile, kernel_task(op, task), task.sequence, rows, scratch);

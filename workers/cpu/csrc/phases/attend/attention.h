@@ -8,6 +8,7 @@
 
 #include "phases/attend/attention_tasks.h"
 #include "phases/attend/entries.h"
+#include "phases/attend/index_keys.h"
 #include "phases/attend/key_choice.h"
 #include "model/ranks.h"
 #include "model/rope.h"
@@ -27,6 +28,7 @@ class Attention {
         slice_(slice),
         tasks_(model, slice, num_threads),
         entries_(model, ropes, slice),
+        index_keys_(model, ropes, slice),
         choice_(model, entries_, slice) {}
 
   void add_op(const Op& op);
@@ -43,14 +45,11 @@ class Attention {
 
   // Sends the sums of squares of a row's queries and keys to the other ranks.
   void share_squares(const Op& op, const float* qkv, int row) const;
-  // Norms and rotates a row's index queries and index key, and stores the key in the cache.
-  void store_index(const Op& op, float* qkv, int row);
-  // Replaces the index key of a row, if it is the last one of its group of keys, by that of the group.
-  void summarize_group(const Op& op, float* qkv, int row);
+  const IndexKeys& index_keys() const { return index_keys_; }
   // Reads the key that an earlier layer has stored for a row.
   void load_key(const Op& op, float* qkv, int row) const;
   // Computes and stores the entry whose last token is the row's, if there is one (compressed attention).
-  void store_entries(const Op& op, int row) const { entries_.store(op, row, sequence_of(row)); }
+  void store_entries(const Op& op, int row) const { entries_.store(op, row, slice_.sequence_of(row)); }
   // Norms and rotates a row's queries and keys. Stores the queries for the next attention, and keys and values in the
   // cache.
   void rotate_store(const Op& op, float* qkv, int row);
@@ -73,8 +72,6 @@ class Attention {
  private:
   using Task = AttentionTasks::Task;
 
-  // Returns the sequence of a row.
-  int sequence_of(int row) const;
   // Stores the key of a row for a key/value head.
   void store_head(const Op& op, int row, int kv_head, const float* key, const float* value) const;
   void norm_queries_and_keys(const Op& op, float* qk, int row) const;
@@ -114,6 +111,7 @@ class Attention {
   const Slice& slice_;
   AttentionTasks tasks_;
   Entries entries_;
+  IndexKeys index_keys_;
   KeyChoice choice_;
   // The queries of a slice, by key/value head, for layers with equal heads. At the same time, other pieces may be in
   // layers with other heads.

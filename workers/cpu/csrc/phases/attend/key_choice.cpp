@@ -55,7 +55,7 @@ int KeyChoice::begin(const Op& op) {
   // The score of a block must come from a single part.
   num_parts_ = kPartition % op.choice.block_size ? 1 : std::min(partitions, wanted);
   if (num_parts_ > 1) {
-    scores_.reserve(sizeof(float) * num_rows * op.num_kv_heads * most_candidates(op));
+    scores_.reserve(sizeof(float) * num_rows * num_choices(op) * most_candidates(op));
     if (num_rows > num_finished_) {
       num_finished_ = num_rows;
       finished_.reset(new std::atomic<int>[num_rows]);
@@ -66,18 +66,19 @@ int KeyChoice::begin(const Op& op) {
 }
 
 void KeyChoice::run(const Op& op, Tile& tile, AttentionTask kv_task, int sequence, const Rows& rows, Scratch& scratch) {
-  const int row = row_of(tile), part = tile.index % num_parts_, num_heads = op.num_kv_heads;
+  const int row = row_of(tile), part = tile.index % num_parts_, num_heads = num_choices(op);
   const int size = op.choice.block_size, most = most_candidates(op);
   const int count = op.choice.num_candidates(kv_task.position);
   if (kv_task.position < op.choice.num_keys()) {
     if (!tile.commit() || part) return;
-    for (int g = 0; g < num_heads; g++) std::fill_n(words(g, row), stride_, ~uint64_t(0));
+    for (int g = 0; g < op.num_kv_heads; g++) std::fill_n(words(g, row), stride_, ~uint64_t(0));
     return;
   }
   const Compression* const compression = op.compression;
   const KVLayout index = (compression ? entries_.copied_layout(op, true) : model_.kv(op)).of_index();
   const int num_queries = compression                   ? compression->index_heads
                           : model_.shape.latent.kv_rank ? model_.shape.latent.index_heads
+                          : op.choice.num_queries       ? op.choice.num_queries
                                                         : num_heads;
   const size_t query_words = num_queries * size_t(model_.attention.query_words(index));
   scratch.results.reserve(sizeof(uint32_t) * (size_t(num_heads + 1) * most + query_words));
@@ -114,6 +115,7 @@ void KeyChoice::run(const Op& op, Tile& tile, AttentionTask kv_task, int sequenc
            [&](int i) { set_bits(chosen, i * bits, std::min((i + 1) * bits, stride_ * kChunk)); });
     if (op.choice.has_groups && !compression) set_bits(chosen, count * size, kv_task.position + 1);
   }
+  for (int g = num_heads; g < op.num_kv_heads; g++) std::copy_n(words(0, row), stride_, words(g, row));
 }
 
 // Scores are not scaled, because that would not change their order.
@@ -128,9 +130,14 @@ void KeyChoice::score(const Op& op, const AttentionTask& kv_task, const float* p
       return model_.attention.score_groups(kv, kv_task, queries, weights, num_heads, op.choice.block_size, scores);
     return model_.attention.score_keys(kv, kv_task, queries, weights, num_heads, scores);
   }
-  std::fill_n(scores, op.num_kv_heads * stride, -INFINITY);
   AttentionTask index_task = kv_task;
   index_task.kv_cache += kv.heads_bytes();
+  if (const int num_queries = op.choice.num_queries) {
+    model_.attention.convert_queries(index, unscaled, projection + op.first_column, num_queries, queries);
+    return model_.attention.score_groups(kv.of_own_index(), index_task, queries, op.vectors[0], num_queries,
+                                         op.choice.block_size, scores);
+  }
+  std::fill_n(scores, op.num_kv_heads * stride, -INFINITY);
   model_.attention.convert_queries(index, unscaled, projection + op.first_column, op.num_kv_heads, queries);
   model_.attention.score_blocks(index, index_task, queries, op.num_kv_heads, op.choice.block_size, stride, scores);
 }

@@ -51,7 +51,9 @@ class KeyChoice {
     const ChoiceRule& choice = op.choice;
     return (stride_ * kChunk + choice.block_size - 1) / choice.block_size + (choice.has_groups ? kChunk : 0);
   }
-  // Writes the scores of the candidates in the task's partitions, `stride` apart for each key/value head.
+  // Returns the number of different choices of a token: one for each key/value head, or one for all.
+  int num_choices(const Op& op) const { return op.choice.num_queries ? 1 : op.num_kv_heads; }
+  // Writes the scores of the candidates in the task's partitions, `stride` apart for each choice.
   void score(const Op& op, const AttentionTask& kv_task, const float* projection, uint32_t* queries, int stride,
              float* scores) const;
   // Writes those of entries in the task's partitions.

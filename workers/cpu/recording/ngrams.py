@@ -1,0 +1,122 @@
+"""Record the embeddings of n-grams that a layer adds to all streams of a token."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ....protocol.checkpoint.recurrent_layers import GatedDeltaNet
+from ...layers.spec import LayerSpec
+from ...layers.specs.ngram import NgramSpec
+from ...models.weights import Rows
+from ..abi import stream_structs, structs
+from ..library import NotSupportedNatively
+from .blocks import PART, QKV, BlockRecorder
+
+_NGRAM_CONVOLUTION = 5
+_MOST_TAPS = 16
+
+
+class NativeNgramTable(stream_structs.NgramTable):
+    """The hashes that choose embeddings, as a struct whose address is passed to native code.
+
+    It keeps the arrays that it points to alive.
+    """
+
+    def __init__(self, ngrams: NgramSpec, vocab_size: int, table: int, part: range) -> None:
+        sizes_H = np.array(ngrams.head_sizes(table), np.int64)
+        self._arrays = (
+            np.array(ngrams.multipliers(vocab_size, table), np.int64),
+            sizes_H,
+            np.cumsum(sizes_H) - sizes_H,
+        )
+        super().__init__(
+            ngrams.longest,
+            ngrams.num_heads,
+            ngrams.end_id,
+            part.start,
+            *(array.ctypes.data for array in self._arrays),
+        )
+
+
+class NativeNgramConvolution(structs.Mixer):
+    """The convolution over embeddings, as a struct whose address is passed to native code.
+
+    It keeps the taps alive.
+    """
+
+    def __init__(
+        self, blocks: BlockRecorder, ngrams: NgramSpec, recurrent: GatedDeltaNet, prefix: str
+    ) -> None:
+        convolution = recurrent.ngrams
+        assert convolution is not None
+        if ngrams.taps > _MOST_TAPS:
+            raise NotSupportedNatively(
+                f"convolutions of n-grams have at most {_MOST_TAPS} taps natively, got {ngrams.taps}"
+            )
+        ranks, channels = blocks.shard.tensor_parallel.size, convolution.channels
+        taps_EK = blocks.weights.floats(f"{prefix}conv1d.weight", channels, 1, ngrams.taps)[:, 0]
+        self._taps = np.ascontiguousarray(taps_EK.T)
+        super().__init__(
+            kind=_NGRAM_CONVOLUTION,
+            channels=convolution.state_size(ranks).channels,
+            num_convolved=channels,
+            kernel=convolution.kernel,
+            segment=convolution.segment,
+            num_taps=ngrams.taps,
+            distance=ngrams.longest,
+            state_offset=recurrent.state_size(ranks).num_own_bytes(4) // 4,
+            value_dim=blocks.spec.hidden_size,
+            taps=self._taps.ctypes.data,
+        )
+
+
+def record_ngrams(
+    blocks: BlockRecorder, ngrams: NgramSpec, index: int, prefix: str, layer: LayerSpec
+) -> None:
+    """Record the embeddings of n-grams of a layer. `index` is the index of its states' cache."""
+    spec, weights, program, size = blocks.spec, blocks.weights, blocks.program, ngrams.size
+    assert layer.ngram_table is not None
+    assert isinstance(layer.recurrent, GatedDeltaNet)
+    if size > spec.hidden_size and not blocks.is_alone:
+        raise NotSupportedNatively(
+            f"embeddings of n-grams of {size} elements, more than the {spec.hidden_size} of a hidden state, are not "
+            "supported natively with --tensor-parallel-size"
+        )
+    prefix = f"{prefix}ple."
+    num_rows = ngrams.num_rows(ngrams.head_sizes(layer.ngram_table))
+    part = blocks.part(num_rows)
+    name = f"{prefix}ple_embedding.ngram_embedding"
+    rows = weights.read_shards(
+        name, num_rows, size // ngrams.num_all_heads, part, ngrams.num_shards
+    )
+    program.add_op(
+        "embed_ngrams",
+        target=QKV if blocks.is_alone else PART,
+        parts=[weights.pack_float_tensor(name, rows)],
+        layer=index,
+        group=layer.state_group,
+        mixer=(mixer := NativeNgramConvolution(blocks, ngrams, layer.recurrent, prefix)),
+        ngrams=NativeNgramTable(ngrams, spec.vocab_size, layer.ngram_table, part),
+    )
+    if not blocks.is_alone:
+        blocks.add_sum(QKV, size=size)
+    channels = spec.num_streams * spec.hidden_size
+    projections = weights.packed_together(
+        [
+            Rows(f"{prefix}{name}_proj", count, range(count))
+            for name, count in (("value", spec.hidden_size), ("key", channels))
+        ],
+        size,
+    )
+    kind = projections[0].activation_kind.for_whole_rows
+    program.add_op("quantize_columns", activation_kind=kind, num_columns=size, vectors=[None])
+    program.add_op(
+        "linear", input_kind=kind, source=0, target=QKV, parts=projections, vectors=[None, None]
+    )
+    program.add_op(
+        "gate_ngrams",
+        vectors=[
+            blocks.norm(f"{prefix}norm_{each}", channels) for each in ("key", "query", "conv")
+        ],
+    )
+    program.add_op("convolve_ngrams", layer=index, group=layer.state_group, mixer=mixer)
