@@ -207,8 +207,8 @@ enum class OpKind : int32_t {
   // Embeddings of n-grams (phases/ngrams.h), in this order, with products in between:
   embed_ngrams = 62,  // the first columns of the projection = the embeddings of the n-grams that end with the token,
                       // from parts[0]. With several ranks: part = these, 0 where other ranks have them
-  gate_ngrams = 63,  // behind values in the projection: keys = the inputs of the convolution. streams += gated values.
-                     // vectors are the norms of keys, of streams and of these inputs
+  gate_ngrams = 63,   // behind values in the projection: keys = the inputs of the convolution. streams += gated values.
+                      // vectors are the norms of keys, of streams and of these inputs
   convolve_ngrams = 64,  // streams += the convolution of these, and stores those that later tokens read
 };
 
