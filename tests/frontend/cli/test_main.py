@@ -76,6 +76,16 @@ def test_help_imports_no_heavy_modules(command: list[str], heavy: str) -> None:
     assert not set(heavy.split()) & set(ran.stderr.split())
 
 
+def test_an_application_that_imports_engine_can_use_all_of_uvicorn() -> None:
+    """Engine itself does not import uvicorn's command line."""
+    program = (
+        "import sys\nfrom engine import LLM\nfrom engine.frontend.http import server\n"
+        "assert 'click' not in sys.modules\n"
+        "import uvicorn\nassert callable(uvicorn.run)\nassert uvicorn.__version__"
+    )
+    subprocess.run([sys.executable, "-P", "-c", program], check=True)
+
+
 def test_version_is_printed_and_unknown_command_suggests_a_known_one() -> None:
     import engine
 
