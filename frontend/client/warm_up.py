@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from hashlib import sha256
-
-import msgspec
 import numpy as np
 
-from ...protocol.arrays import int32_bytes
 from ...protocol.config import ModelConfig
-from ...protocol.messages import AudioPayload, EncoderInput, TextPayload
+from ...protocol.messages import AudioPayload, EncoderInput
 from ...protocol.sampling_params import SamplingParams
+from .encoder_source import encoder_source, text_source
 from .sequence_io import SequenceRequest
 
 
@@ -23,10 +20,10 @@ def warm_up_request(model: ModelConfig) -> SequenceRequest:
         num_frames = num_samples // audio.hop_length if audio.num_mel_bins else audio.sampling_rate
         silence = bytes(4 * num_frames * max(audio.num_mel_bins, 1))
         payload = AudioPayload(audio.num_mel_bins, num_frames, silence)
-        inputs.append(_source(payload, audio.num_outputs(num_frames)))
+        inputs.append(encoder_source(payload, audio.num_outputs(num_frames)))
         prompt = (audio.start_token_id,)
     elif (source := model.source_text) is not None:
-        inputs.append(_source(TextPayload(int32_bytes([0])), 1))
+        inputs.append(text_source(np.zeros(1, np.int32)))
         prompt = source.start_token_ids
     return SequenceRequest(
         prompt_token_ids=np.array(prompt, np.int32),
@@ -34,8 +31,3 @@ def warm_up_request(model: ModelConfig) -> SequenceRequest:
         pooling=None if model.generates else model.pooling_params,
         encoder_inputs=inputs,
     )
-
-
-def _source(payload: AudioPayload | TextPayload, size: int) -> EncoderInput:
-    data = msgspec.msgpack.encode(payload)
-    return EncoderInput(0, 0, sha256(data).digest(), size, data)

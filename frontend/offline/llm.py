@@ -28,6 +28,7 @@ from ..client.embeddings import (
     verify_dimensions,
     verify_embeds,
 )
+from ..client.encoder_source import without_bad_words
 from ..client.engine_client import RequestGroup, SequenceRequest
 from ..client.sequence_io import params_for_output
 from ..media.transcription.options import Task, TranscriptionOptions, parse_language
@@ -460,6 +461,8 @@ class LLM:
             raise ParameterError(
                 "sampling_params", f"has {len(sampling_params)} entries for {len(prompts)} prompts"
             )
+        if (source := self._engine.config.model.source_text) is not None:
+            sampling_params = [without_bad_words(each, source) for each in sampling_params]
         return self._engine.run(self._collect(prompts, sampling_params, loras))
 
     async def _collect(

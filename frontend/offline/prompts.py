@@ -6,15 +6,21 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
+from ...protocol.config.model import SourceTextConfig
 from ...protocol.errors import ParameterError
 from ...protocol.messages import EncoderInput
+from ..client.encoder_source import answer_start, text_source
 from ..client.prompt_embeds import Embeddings, encoder_inputs_of
 from ..media.chat_media import find_chat_media
 from .local_engine import LocalEngine
 
 Prompt: TypeAlias = str | list[int] | Mapping[str, Any]
 """A text, token IDs, or a mapping with `prompt`, `prompt_token_ids` or `prompt_embeds`.
+
+A model with an encoder for texts reads the prompt with its encoder. A mapping for it may have `encoder_prompt` instead,
+and `decoder_prompt`, which is the beginning of the answer, or None: each a text, token IDs or a mapping.
 
 `prompt_embeds` is a float array [tokens, hidden size].
 
@@ -51,8 +57,12 @@ class PromptEncoder:
         """Return the token IDs of a prompt without images and audio. `instruction` is put before a text.
 
         Raises:
-            ParameterError: The prompt has images or audio.
+            ParameterError: The prompt has images or audio, or the model has an encoder for texts.
         """
+        if self._engine.config.model.source_text is not None:
+            raise ParameterError(
+                "prompts", "of models with an encoder are supported only by generate"
+            )
         encoded = self.encode(prompt, instruction)
         if encoded.encoder_inputs:
             raise ParameterError("multi_modal_data", "is supported only by generate and chat")
@@ -64,6 +74,10 @@ class PromptEncoder:
         media: list[Any] = []
         if isinstance(prompt, Mapping) and "prompt_embeds" in prompt:
             return self._encode_embeddings(prompt["prompt_embeds"])
+        if (source := self._engine.config.model.source_text) is not None:
+            return self._encode_source(prompt, source)
+        if isinstance(prompt, Mapping) and "encoder_prompt" in prompt:
+            raise ParameterError("encoder_prompt", "needs a model with an encoder for texts")
         if isinstance(prompt, Mapping):
             given = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt["prompt"]
             media = self._prepare_media(prompt.get("multi_modal_data") or {}, given)
@@ -73,6 +87,48 @@ class PromptEncoder:
                 instruction + given, media, lambda text: (text, tokenizer.encode(text))
             )
         return EncodedPrompt(None, list(given))
+
+    def _encode_source(self, prompt: Prompt, config: SourceTextConfig) -> EncodedPrompt:
+        """Return the start of the answer, with the source as an encoder input.
+
+        Raises:
+            ParameterError: The source is empty or too long, or a token of the start is not in the vocabulary.
+        """
+        name, source, start = "prompt", prompt, None
+        if isinstance(prompt, Mapping) and "encoder_prompt" in prompt:
+            name, source, start = (
+                "encoder_prompt",
+                prompt["encoder_prompt"],
+                prompt.get("decoder_prompt"),
+            )
+        text, token_ids = self._encode_part(source, name, add_special_tokens=True)
+        if not 0 < len(token_ids) <= config.max_tokens:
+            raise ParameterError(
+                name, f"must have 1 to {config.max_tokens} tokens, got {len(token_ids)}"
+            )
+        if start is not None:
+            start = self._encode_part(start, "decoder_prompt", add_special_tokens=False)[1]
+        return EncodedPrompt(text, answer_start(config, start).tolist(), [text_source(token_ids)])
+
+    def _encode_part(
+        self, given: Any, name: str, *, add_special_tokens: bool
+    ) -> tuple[str | None, npt.NDArray[np.int32]]:
+        """Return the text of a prompt for an encoder or a decoder, or None, and its tokens.
+
+        Raises:
+            ParameterError: A token is not in the vocabulary.
+        """
+        if isinstance(given, Mapping):
+            given = given["prompt_token_ids"] if "prompt_token_ids" in given else given["prompt"]
+        if isinstance(given, str):
+            token_ids = self._engine.tokenizer.encode(given, add_special_tokens=add_special_tokens)
+            return given, np.array(token_ids, np.int32)
+        size = self._engine.config.model.vocab_size
+        if bad := [token for token in given if not 0 <= token < size]:
+            raise ParameterError(
+                name, f"has the token {bad[0]}, outside the vocabulary [0, {size})"
+            )
+        return None, np.array(given, np.int32)
 
     def _encode_embeddings(self, given: Any) -> EncodedPrompt:
         """Return a prompt of embeddings.

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from engine import LLM, SamplingParams
+from engine.protocol.errors import ParameterError
 from support.server import Server, assert_nothing_is_held
 from support.source_checkpoints import greedy, logits, source_directory, write_generation
 
@@ -68,3 +70,28 @@ def test_completions_equal_those_of_transformers(
             status, answer = server.post("/v1/completions", body)
             assert status == 400 and words in answer["error"]["message"], answer
         assert_nothing_is_held(server)
+
+
+def test_offline_answers_equal_those_of_transformers(tmp_path: Path) -> None:
+    """A plain prompt is the source. The beginning of an answer may be given beside it."""
+    path, model = source_directory(tmp_path, "marian")
+    bad_words = logits(model, torch.tensor([SOURCES[0]]), [3])[-1].topk(2).indices.tolist()
+    write_generation(path, bad_words_ids=[[token] for token in bad_words])
+    first, second = (
+        greedy(model, torch.tensor([source]), [3], 8, bad_words) for source in SOURCES[:2]
+    )
+    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+    with LLM(str(path), dtype="float32", max_model_len=64, skip_tokenizer_init=True) as llm:
+        begun = {"encoder_prompt": SOURCES[0], "decoder_prompt": first[:2]}
+        plain = {"prompt_token_ids": SOURCES[0]}
+        outputs = llm.generate([plain, SOURCES[1], begun], params)
+        assert [list(each.outputs[0].token_ids) for each in outputs[:2]] == [first, second]
+        assert list(outputs[2].outputs[0].token_ids)[:6] == first[2:]
+        assert outputs[2].prompt_token_ids == [3, *first[:2]]
+        for prompt, words in (
+            ([5] * 2000, "prompt must have 1 to 1024 tokens, got 2000"),
+            ({"encoder_prompt": []}, "encoder_prompt must have 1 to 1024 tokens, got 0"),
+            (begun | {"decoder_prompt": [1 << 20]}, "decoder_prompt has the token 1048576"),
+        ):
+            with pytest.raises(ParameterError, match=words):
+                llm.generate(prompt, params)

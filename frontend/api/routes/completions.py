@@ -14,6 +14,7 @@ import numpy.typing as npt
 from starlette.types import Receive
 
 from ....protocol.sampling_params import SamplingParams
+from ...client.encoder_source import without_bad_words
 from ...client.engine_client import Delta, PositionLogprobs, Sequence
 from ...http.errors import bad_request
 from ..answer import Answer, Outputs
@@ -182,8 +183,7 @@ class Completions(Endpoint[CompletionRequest]):
         if source is not None and start_token_ids is not None:
             inputs = [source_input(prompt, source, truncate, request.truncation_side)]
             token_ids, truncate = start_token_ids, None
-            bad_words = (*params.bad_words_token_ids, *source.bad_words_token_ids)
-            params = msgspec.structs.replace(params, bad_words_token_ids=bad_words)
+            params = without_bad_words(params, source)
         token_ids, max_tokens = fit_context(
             token_ids,
             prompt.param if request.decoder_prompt is None else "decoder_prompt",

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from hashlib import sha256
-
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ....protocol.arrays import int32_bytes
 from ....protocol.config.model import SourceTextConfig
-from ....protocol.messages import EncoderInput, TextPayload
+from ....protocol.messages import EncoderInput
+from ...client.encoder_source import answer_start, text_source
 from ...http.errors import bad_request
 from ..prompts import (
     BYTES_PER_TOKEN_ID,
@@ -47,16 +44,13 @@ def source_input(
             f"This model reads a source of at most {config.max_tokens} tokens. However, "
             f"{prompt.param} has {len(token_ids)} tokens. Please reduce it.",
         )
-    data = msgspec.msgpack.encode(TextPayload(int32_bytes(token_ids)))
-    return EncoderInput(0, 0, sha256(data).digest(), len(token_ids), data)
+    return text_source(token_ids)
 
 
 async def encode_start(
     given: str | list[int] | None, serving: Serving, config: SourceTextConfig
 ) -> npt.NDArray[np.int32]:
-    """Return the decoder's prompt: the model's own, or its first token and the beginning of the answer.
-
-    The beginning replaces the token that the model's configuration forces after the first one.
+    """Return the decoder's prompt (see `answer_start`).
 
     Args:
         given: The request's `decoder_prompt`.
@@ -67,7 +61,7 @@ async def encode_start(
         APIError: `given` is empty, too long or not in the vocabulary, or the server has no tokenizer (400).
     """
     if given is None:
-        return np.array(config.start_token_ids, np.int32)
+        return answer_start(config, None)
     name, model = "decoder_prompt", serving.config.model
     if isinstance(given, str):
         serving.verify_tokenizer(name)
@@ -75,7 +69,7 @@ async def encode_start(
         given = list((await serving.encode([given], False))[0])
     size = len(given) * BYTES_PER_TOKEN_ID
     token_ids = await serving.executor.run(size, parse_token_ids, given, name, model.vocab_size)
-    return np.concatenate((config.start_token_ids[:1], token_ids), dtype=np.int32)
+    return answer_start(config, token_ids)
 
 
 def _truncated(

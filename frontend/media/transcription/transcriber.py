@@ -6,15 +6,13 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from hashlib import sha256
 from typing import Final, TypeAlias
-
-import msgspec
 
 from ....protocol.arrays import Float32Array, float32_bytes
 from ....protocol.config import ModelConfig
 from ....protocol.config.model import AudioProcessorConfig
 from ....protocol.messages import AudioPayload, EncoderInput
+from ...client.encoder_source import encoder_source
 from ...client.engine_client import PositionLogprobs
 from ...client.executor import ThreadExecutor
 from ...tokenizer.tokenizer import Tokenizer
@@ -38,8 +36,6 @@ MAX_CLIPS: Final = 8
 
 TextReceiver: TypeAlias = Callable[[str, list[PositionLogprobs]], Awaitable[None]]
 """Function that receives a piece of text and the log-probabilities of its tokens."""
-
-_encoder = msgspec.msgpack.Encoder()
 
 
 @dataclass(slots=True)
@@ -238,11 +234,8 @@ class Transcriber:
             num_samples = int(audio.chunk_seconds * audio.sampling_rate)
             features = log_mel(samples, num_samples, audio.num_mel_bins)
             num_frames = features.shape[1]
-        data = _encoder.encode(
-            AudioPayload(audio.num_mel_bins, num_frames, float32_bytes(features))
-        )
-        size = audio.num_outputs(num_frames)
-        return EncoderInput(0, 0, sha256(data).digest(), size, data)
+        payload = AudioPayload(audio.num_mel_bins, num_frames, float32_bytes(features))
+        return encoder_source(payload, audio.num_outputs(num_frames))
 
     def _append(
         self, transcript: Transcript, decoded: DecodedWindow, options: TranscriptionOptions
