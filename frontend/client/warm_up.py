@@ -7,7 +7,7 @@ import numpy as np
 from ...protocol.config import ModelConfig
 from ...protocol.messages import AudioPayload, EncoderInput
 from ...protocol.sampling_params import SamplingParams
-from .encoder_source import encoder_source, text_source
+from .encoder_inputs import encoder_source, text_source
 from .sequence_io import SequenceRequest
 
 

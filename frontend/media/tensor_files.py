@@ -9,7 +9,7 @@ import json
 import math
 from typing import Any, Final
 
-from ..client.prompt_embeds import DTYPES, Embeddings
+from ..client.encoder_inputs import DTYPES, Embeddings
 from ..http.shown_values import echo
 
 MAX_HEADER_BYTES: Final = 1 << 16

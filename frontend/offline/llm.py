@@ -28,7 +28,7 @@ from ..client.embeddings import (
     verify_dimensions,
     verify_embeds,
 )
-from ..client.encoder_source import without_bad_words
+from ..client.encoder_inputs import without_bad_words
 from ..client.engine_client import RequestGroup, SequenceRequest
 from ..client.sequence_io import params_for_output
 from ..media.transcription.options import Task, TranscriptionOptions, parse_language

@@ -11,8 +11,7 @@ import numpy.typing as npt
 from ...protocol.config.model import SourceTextConfig
 from ...protocol.errors import ParameterError
 from ...protocol.messages import EncoderInput
-from ..client.encoder_source import answer_start, text_source
-from ..client.prompt_embeds import Embeddings, encoder_inputs_of
+from ..client.encoder_inputs import Embeddings, answer_start, encoder_inputs_of, text_source
 from ..media.chat_media import find_chat_media
 from .local_engine import LocalEngine
 

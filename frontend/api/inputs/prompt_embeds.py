@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from ....protocol.config import EngineConfig
 from ....protocol.messages import EncoderInput
-from ...client.prompt_embeds import Embeddings, encoder_inputs_of
+from ...client.encoder_inputs import Embeddings, encoder_inputs_of
 from ...http.errors import bad_request
 from ...media.tensor_files import NotATensorFile, read_tensor_file
 from ..prompts import context_exceeded

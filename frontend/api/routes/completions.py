@@ -14,7 +14,7 @@ import numpy.typing as npt
 from starlette.types import Receive
 
 from ....protocol.sampling_params import SamplingParams
-from ...client.encoder_source import without_bad_words
+from ...client.encoder_inputs import without_bad_words
 from ...client.engine_client import Delta, PositionLogprobs, Sequence
 from ...http.errors import bad_request
 from ..answer import Answer, Outputs

@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from ....protocol.config.model import SourceTextConfig
 from ....protocol.messages import EncoderInput
-from ...client.encoder_source import answer_start, text_source
+from ...client.encoder_inputs import answer_start, text_source
 from ...http.errors import bad_request
 from ..prompts import (
     BYTES_PER_TOKEN_ID,

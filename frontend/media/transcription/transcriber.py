@@ -12,7 +12,7 @@ from ....protocol.arrays import Float32Array, float32_bytes
 from ....protocol.config import ModelConfig
 from ....protocol.config.model import AudioProcessorConfig
 from ....protocol.messages import AudioPayload, EncoderInput
-from ...client.encoder_source import encoder_source
+from ...client.encoder_inputs import encoder_source
 from ...client.engine_client import PositionLogprobs
 from ...client.executor import ThreadExecutor
 from ...tokenizer.tokenizer import Tokenizer

@@ -16,16 +16,23 @@ RATES = {"compressed_sparse_attention": 4, "heavily_compressed_attention": 11}
 """Tokens of an entry, of which those of a layer with a choice fill parts of a sequence."""
 
 
+SIZES = {
+    "Glm5Next": {"linear_head_dim": 4, "kv_lora_rank": 256},
+    "Qwen4Exp": {
+        "linear_key_head_dim": 4,
+        "linear_value_head_dim": 4,
+        "head_dim": 256,
+        "indexer_head_dim": 128,
+    },
+}
+"""Sizes with which the recurrent states of models fit into small blocks."""
+
+
 def make(name, **differences):
-    """Return a random model of transformers whose recurrent states fit into small blocks."""
+    """Return a random model of transformers."""
     if name in CONFIGS:
         return make_reference(name, **differences)
-    return make_multimodal(name, linear_head_dim=4, kv_lora_rank=256, **differences)
-
-
-def block_size(name):
-    """Return the tokens of a block into which the recurrent states fit."""
-    return 512 if name == "Qwen4Exp" else 16
+    return make_multimodal(name, **SIZES.get(name, {}), **differences)
 
 
 NAMES = [
@@ -59,7 +66,7 @@ def test_native_states_do_not_depend_on_the_batch(name, dtype, tmp_path):
             tmp_path,
             dtype=torch.bfloat16,
             cache_dtype=dtype,
-            block_size=block_size(name),
+            block_size=16,
             num_threads=n,
         )
         for n in (1, 2)
@@ -93,9 +100,7 @@ def test_native_states_do_not_depend_on_the_batch(name, dtype, tmp_path):
 def test_chosen_keys_do_not_depend_on_how_the_choice_is_divided(name, differences, tmp_path):
     """Threads share the keys of a token in decoding, but not those of a prompt."""
     make(name, **differences).save_pretrained(tmp_path)
-    decoder = load_native_decoder(
-        tmp_path, block_size=block_size(name), num_threads=2, max_model_len=4096
-    )
+    decoder = load_native_decoder(tmp_path, block_size=16, num_threads=2, max_model_len=4096)
     tokens = prompt(2100)
     expected = Runner(decoder, max_tokens=2112).hidden({0: tokens})[2090:]
     runner = Runner(decoder, max_tokens=2112)
