@@ -14,7 +14,6 @@ from ...protocol.supervisor_messages import Heartbeat
 BUSY_SHARE: Final = 0.02
 """A loop that does not respond, and uses less than this share of a processor core, counts as hanging."""
 
-
 TIMER_S: Final = 0.001
 """Resolution of the loop's timers in seconds."""
 

@@ -78,7 +78,7 @@ class PromptEncoder:
         if isinstance(prompt, Mapping) and "encoder_prompt" in prompt:
             raise ParameterError("encoder_prompt", "needs a model with an encoder for texts")
         if isinstance(prompt, Mapping):
-            given = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt["prompt"]
+            given = _content(prompt)
             media = self._prepare_media(prompt.get("multi_modal_data") or {}, given)
         if isinstance(given, str):
             tokenizer = self._engine.tokenizer
@@ -95,11 +95,8 @@ class PromptEncoder:
         """
         name, source, start = "prompt", prompt, None
         if isinstance(prompt, Mapping) and "encoder_prompt" in prompt:
-            name, source, start = (
-                "encoder_prompt",
-                prompt["encoder_prompt"],
-                prompt.get("decoder_prompt"),
-            )
+            name, start = "encoder_prompt", prompt.get("decoder_prompt")
+            source = prompt[name]
         text, token_ids = self._encode_part(source, name, add_special_tokens=True)
         if not 0 < len(token_ids) <= config.max_tokens:
             raise ParameterError(
@@ -118,7 +115,7 @@ class PromptEncoder:
             ParameterError: A token is not in the vocabulary.
         """
         if isinstance(given, Mapping):
-            given = given["prompt_token_ids"] if "prompt_token_ids" in given else given["prompt"]
+            given = _content(given)
         if isinstance(given, str):
             token_ids = self._engine.tokenizer.encode(given, add_special_tokens=add_special_tokens)
             return given, np.array(token_ids, np.int32)
@@ -193,6 +190,14 @@ class PromptEncoder:
             return EncodedPrompt(text, list(token_ids))
         text, token_ids, inputs = self._media.encode(text, media, encode)
         return EncodedPrompt(text, list(token_ids), inputs)
+
+
+def _content(prompt: Mapping[str, Any]) -> str | list[int]:
+    """Return the text or the token IDs of a mapping."""
+    content: str | list[int] = prompt[
+        "prompt_token_ids" if "prompt_token_ids" in prompt else "prompt"
+    ]
+    return content
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -15,9 +15,8 @@ class Tile(NamedTuple):
 
     If `row_length` is not 0, the prompt has `separator` between each `row_length` embeddings. `grid` is the grid of the
     encoder input. `before` and `after` are the texts of embeddings with other tokens, before and after those of the
-    image. `num_outputs` counts them, too. `texts` are those of all embeddings, if given; an empty
-    one stands for the model's placeholder. If `is_read`, cross attention reads the embeddings, and the image has one
-    token.
+    image. `num_outputs` counts them, too. `texts` are those of all embeddings, if given; an empty one stands for the
+    model's placeholder. If `is_read`, cross attention reads the embeddings, and the image has one token.
     """
 
     payload: ImagePayload | EmbeddingPayload
