@@ -64,7 +64,6 @@ class NativeLowRankConnection(stream_structs.HyperConnection):
             weight = np.ascontiguousarray(inject.numpy())
         self._weight = weight
         super().__init__(
-            num_factors=1 + has_output,
             output_scale=hyper.output_scale,
             norm_eps=spec.norm_eps,
             weight=None if weight is None else weight.ctypes.data,
