@@ -140,6 +140,17 @@ RECURRENT = {
             "attention_multiplier": 0.25,
         },
     ),
+    "mamba-1": (
+        "JambaConfig",
+        "JambaForCausalLM",
+        {
+            "attn_layer_period": 3,
+            "attn_layer_offset": 1,
+            "num_experts": 4,
+            "mamba_d_state": 12,
+            "mamba_dt_rank": 7,
+        },
+    ),
     "kimi delta attention": (
         "KimiLinearConfig",
         "KimiLinearForCausalLM",

@@ -5,10 +5,12 @@ Shapes: F channels, K taps of a convolution.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -31,6 +33,7 @@ from ..models.mixers import (
     gated_delta_net,
     kimi_delta_attention,
     lightning_attention,
+    mamba1,
     mamba2,
     rg_lru,
     short_convolution,
@@ -52,18 +55,34 @@ _KINDS = {
     # Lightning attention is a state space with fixed steps.
     LightningAttention: 1,
     RgLru: 4,
+    Mamba1: 6,
 }
 _MOST_TAPS = 16
-_WITHOUT_MAMBA1 = "the native CPU backend does not support Mamba-1 layers"
+_MOST_CHANNELS_OF_UNIT = 64
+"""Largest number of channels of a Mamba-1 layer whose states are updated together, which threads do not divide."""
+
+
+class ColumnProduct(msgspec.Struct, frozen=True):
+    """A product of `columns` of the projection, after an optional norm, written from `first_column` on.
+
+    If `is_partial`, the other ranks have the other columns of the matrix.
+    """
+
+    columns: range
+    weight: PackedWeight
+    first_column: int
+    norm: Floats | None = None
+    is_partial: bool = False
 
 
 class NativeMixer(structs.Mixer):
     """The parameters of a recurrent layer except its matrices, as a struct whose address is passed to native code.
 
     It keeps the vectors that it points to alive. `projection` has this rank's rows of the first matrix.
-    `second_products` lists, in order, products of the projection's results: the columns to multiply, the matrix, and
-    the first column of the result. `shares` has each rank's columns of the last matrix, which has `num_columns`
-    columns. If `shares_norm`, the outputs are normed over the heads of all ranks.
+    `second_products` are products of the projection's results, in order, and `convolved_products` those after the
+    convolution. `normed_columns` are normed before the scan, with the epsilon `column_eps`. `shares` has each rank's
+    columns of the last matrix, which has `num_columns` columns. If `shares_norm`, the outputs are normed over the heads
+    of all ranks.
     """
 
     def __init__(
@@ -81,7 +100,10 @@ class NativeMixer(structs.Mixer):
             )
         self._weights, self._prefix = weights, prefix
         self.shares_norm = False
-        self.second_products: list[tuple[range, PackedWeight, int]] = []
+        self.second_products: list[ColumnProduct] = []
+        self.convolved_products: list[ColumnProduct] = []
+        self.normed_columns: list[tuple[range, Floats]] = []
+        self.column_eps = 0.0
         self._arrays: list[Floats] = []
         tensor_parallel = shard.tensor_parallel
         own_eps = layer.norm_eps if isinstance(layer, Mamba2 | GatedDeltaNet) else None
@@ -90,7 +112,7 @@ class NativeMixer(structs.Mixer):
             case ShortConvolution():
                 fields = self._short_convolution(layer, tensor_parallel)
             case Mamba1():
-                raise NotSupportedNatively(_WITHOUT_MAMBA1)
+                fields = self._mamba1(spec, layer, tensor_parallel)
             case Mamba2():
                 fields = self._mamba2(layer, tensor_parallel)
             case GatedDeltaNet():
@@ -125,6 +147,88 @@ class NativeMixer(structs.Mixer):
             "num_convolved": len(part),
             **self._convolution(rows, layer.kernel, layer.has_bias),
         }
+
+    def _mamba1(
+        self, spec: ModelSpec, layer: Mamba1, tensor_parallel: TensorParallel
+    ) -> dict[str, Any]:
+        prefix, keys = self._prefix, layer.state_size_per_channel
+        own = mamba1.own_channels(layer, tensor_parallel)
+        heads = tensor_parallel.part(layer.num_heads) if layer.num_heads > 1 else range(1)
+        size, selected = len(own) // len(heads), layer.step_rank + 2 * keys
+        if tensor_parallel.size > 1 and selected > spec.hidden_size:
+            raise NotSupportedNatively(
+                f"the native CPU backend does not support time_step_rank + 2 * state_size, which is {selected}, above "
+                f"hidden_size {spec.hidden_size} with --tensor-parallel-size {tensor_parallel.size}"
+            )
+        self.projection = _merged(mamba1.projection_rows(layer, prefix, tensor_parallel))
+        self.has_projection_bias = self.has_output_bias = layer.has_bias
+        self._share_heads(layer.num_units, layer.channels // layer.num_units, tensor_parallel)
+        norms: list[Floats | None] = [None] * 3
+        if layer.norm_eps is not None:
+            self.column_eps = layer.norm_eps
+            norms = [
+                self._weights.vector(f"{prefix}{name}_layernorm.weight", count)
+                if layer.has_norm_weights
+                else np.ones(count, np.float32)
+                for name, count in (("dt", layer.step_rank), ("b", keys), ("c", keys))
+            ]
+        selections, steps = self._selection_matrices(layer, own, heads, tensor_parallel)
+        for head in range(len(heads)):
+            first, column = 3 * len(own) + head * selected, head * size
+            inputs = range(2 * len(own) + column, 2 * len(own) + column + size)
+            is_partial = tensor_parallel.size > 1 and layer.num_heads == 1
+            self.convolved_products += [
+                ColumnProduct(inputs, selections[head], first, is_partial=is_partial),
+                ColumnProduct(range(first, first + layer.step_rank), steps[head], column, norms[0]),
+            ]
+            for i, norm in enumerate(norms[1:]):
+                start = first + layer.step_rank + i * keys
+                if norm is not None:
+                    self.normed_columns.append((range(start, start + keys), norm))
+        unit = math.gcd(size, _MOST_CHANNELS_OF_UNIT)
+        log_a = self._weights.read_elements(f"{prefix}A_log", layer.channels * keys)
+        skip_I, step_bias_I = (
+            self._weights.read_elements(f"{prefix}{name}", layer.channels)[own.start : own.stop]
+            for name in ("D", "dt_proj.bias")
+        )
+        decay_IK = -log_a.unflatten(0, (layer.channels, keys))[own.start : own.stop].exp()
+        return {
+            "num_convolved": len(own),
+            "num_heads": len(own) // unit,
+            "num_groups": len(heads),
+            "key_dim": keys,
+            "value_dim": unit,
+            "step_rank": layer.step_rank,
+            "gate_activation": structs.activation_number("silu"),
+            "decay": self._address(decay_IK.unflatten(0, (-1, unit)).transpose(1, 2).numpy()),
+            "skip": self._address(skip_I.numpy()),
+            "step_bias": self._address(step_bias_I.numpy()),
+            **self._convolution(
+                [Rows(f"{prefix}conv1d", layer.channels, own)], layer.kernel, layer.conv_bias
+            ),
+        }
+
+    def _selection_matrices(
+        self, layer: Mamba1, own: range, heads: range, tensor_parallel: TensorParallel
+    ) -> tuple[list[PackedWeight], list[PackedWeight]]:
+        """Return each head's matrices of a Mamba-1 layer: to the vector for its steps, B and C; from that vector."""
+        weights, names = self._weights, [f"{self._prefix}{name}" for name in ("x_proj", "dt_proj")]
+        selected = layer.step_rank + 2 * layer.state_size_per_channel
+        if layer.num_heads == 1:
+            selection = weights.packed_columns(
+                f"{names[0]}.weight", selected, layer.channels, self.shares, tensor_parallel.rank
+            )
+            steps = weights.packed_together([Rows(names[1], layer.channels, own)], layer.step_rank)
+            return [selection], steps
+        size = layer.channels // layer.num_heads
+        selections, steps = (
+            [
+                weights.pack_tensor(name, matrix)
+                for matrix in weights.read(f"{name}.weight", layer.num_heads, *shape, part=heads)
+            ]
+            for name, shape in zip(names, ((selected, size), (size, layer.step_rank)), strict=True)
+        )
+        return selections, steps
 
     def _mamba2(self, layer: Mamba2, tensor_parallel: TensorParallel) -> dict[str, Any]:
         self.shares_norm = tensor_parallel.size > 1 and layer.norm_groups == 1
@@ -229,7 +333,7 @@ class NativeMixer(structs.Mixer):
         )
         for name, of_low_rank, first_column in second_products if layer.is_low_rank else ():
             (weight,) = self._weights.packed_together([Rows(f"{prefix}{name}", size, own)], dim)
-            self.second_products.append((of_low_rank, weight, first_column))
+            self.second_products.append(ColumnProduct(of_low_rank, weight, first_column))
         channels = [Rows(f"{prefix}{each}_conv1d", size, own) for each in "qkv"]
         a_H = self._weights.read_elements(f"{prefix}A_log", layer.num_heads).numpy()
         return {
@@ -368,7 +472,9 @@ def mixer_sizes(layer: RecurrentLayer, ranks: int) -> tuple[int, int]:
         case ShortConvolution():
             return 3 * channels, channels
         case Mamba1():
-            raise NotSupportedNatively(_WITHOUT_MAMBA1)
+            heads = max(1, layer.num_heads // ranks)
+            selected = layer.step_rank + 2 * layer.state_size_per_channel
+            return 3 * channels + heads * selected, channels
         case Mamba2():
             inner = layer.num_heads // ranks * layer.head_dim
         case GatedDeltaNet():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...protocol.checkpoint.recurrent_layers import InnerConvolutions, Mamba1
+from ...protocol.checkpoint.recurrent_layers import InnerConvolutions
 from ..layers.spec import ModelSpec
 from .library import NotSupportedNatively
 
@@ -28,7 +28,6 @@ def unsupported_features(spec: ModelSpec) -> list[str]:
             layer.latent is not None for layer in spec.layers
         )
         or (spec.latent is not None and spec.latent.norms_rotated_key),
-        "Mamba-1 layers": any(isinstance(layer.recurrent, Mamba1) for layer in spec.layers),
         "experts that return their input, or shortcuts": any(
             each.num_identities or each.is_shortcut for each in experts
         ),

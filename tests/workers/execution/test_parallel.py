@@ -155,7 +155,7 @@ OTHER_LAYERS = {
         },
     ),
 }
-NATIVE_LAYERS = [name for name in OTHER_LAYERS if name not in ("phi3", "qwen2", "mamba")]
+NATIVE_LAYERS = [name for name in OTHER_LAYERS if name not in ("phi3", "qwen2")]
 EXPERTS = {
     "num_key_value_heads": 12,
     "num_experts_per_tok": 3,
@@ -315,9 +315,8 @@ def test_layers_that_share_keys_or_differ_in_their_heads_can_be_split(
     models["recurrent-gemma"] = ("RecurrentGemma", "RecurrentGemma", window)
     models["deepseek-v4"] = ("DeepseekV4", "DeepseekV4", HASHED)
     models["qwen4"] = ("Qwen4ExpText", "Qwen4Exp", HASHED_NGRAMS)
-    if backend is CPUBackend.TORCH:
-        heads = {"n_mamba_heads": 2, "num_key_value_heads": 4}
-        models["zamba"] = ("Zamba", "Zamba", SHARED_BLOCKS | heads)
+    heads = {"n_mamba_heads": 2, "num_key_value_heads": 4}
+    models["zamba"] = ("Zamba", "Zamba", SHARED_BLOCKS | heads)
     checkpoints = {name: tmp_path / name for name in models}
     for name, (config, family, differences) in models.items():
         sizes, tokenizer = SIZES | differences, sentencepiece_tokenizer()

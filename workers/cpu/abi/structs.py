@@ -79,6 +79,7 @@ OP_KINDS = (
     "embed_ngrams",
     "gate_ngrams",
     "convolve_ngrams",
+    "norm_columns",
 )
 
 ACTIVATIONS = (
@@ -256,6 +257,7 @@ class Mixer(ctypes.Structure):
         ("num_groups", c_int32),
         ("key_dim", c_int32),
         ("value_dim", c_int32),
+        ("step_rank", c_int32),
         ("norm_groups", c_int32),
         ("gates_before_norm", c_int32),
         ("has_tiled_heads", c_int32),

@@ -109,8 +109,9 @@ std::string describe() {
   STRUCT(ExpertLayer, router, size, first, count, adds_block, has_shared_gate, scales_inputs, gate_limit, gate, up,
          down, gate_biases, up_biases, down_biases, gated_adapters, output_adapters)
   STRUCT(Mixer, kind, channels, num_convolved, kernel, segment, num_taps, distance, state_offset, num_heads, num_groups,
-         key_dim, value_dim, norm_groups, gates_before_norm, has_tiled_heads, gate_activation, min_step, max_step,
-         strength, lowest_log_decay, taps, bias, multipliers, decay, skip, step_bias, norm, gates, gate_biases)
+         key_dim, value_dim, step_rank, norm_groups, gates_before_norm, has_tiled_heads, gate_activation, min_step,
+         max_step, strength, lowest_log_decay, taps, bias, multipliers, decay, skip, step_bias, norm, gates,
+         gate_biases)
   STRUCT(LowRankFactor, data, rank, format, bias)
   STRUCT(Adapter, down, whole, up)
   STRUCT(AltUp, active, router_norm, router, predict, correct, output_scale)
@@ -152,7 +153,8 @@ std::string describe() {
        correct_streams, add_to_streams, load_stream, reduce_streams, share_head_squares, clamp, keep_hidden,
        choose_keys, quantize_inputs, norm_activations, store_index, keep_inputs, join_inputs, quantize_sum,
        repeat_streams, mix_streams, update_streams, norm_beside, gated_norm_add, add_kept, summarize_group,
-       store_entries, scale_heads, load_key, average_group, norm_streams, embed_ngrams, gate_ngrams, convolve_ngrams)
+       store_entries, scale_heads, load_key, average_group, norm_streams, embed_ngrams, gate_ngrams, convolve_ngrams,
+       norm_columns)
   FOR_EACH(FUNCTION, engine_isa, engine_isa_name, engine_select_isa, engine_can_pack, engine_packed_bytes,
            engine_pack_rows, engine_finish_packing, engine_activation_row_bytes, engine_quantize_rows,
            engine_linear_rows, engine_unpack_weight_row, engine_program_new, engine_program_free, engine_program_add,

@@ -323,14 +323,23 @@ class BlockRecorder:
         return RESIDUAL if norm is None or self.spec.norms_stream else BLOCK
 
     def add_sum(
-        self, target: int, bias: Floats | None = None, scale: float = 1.0, size: int | None = None
+        self,
+        target: int,
+        bias: Floats | None = None,
+        scale: float = 1.0,
+        size: int | None = None,
+        first_column: int = 0,
     ) -> None:
-        """Record the sum of the ranks' partial results of `size` elements; by default the hidden size."""
+        """Record the sum of the ranks' partial results of `size` elements; by default the hidden size.
+
+        In the projection, it is written from `first_column` on.
+        """
         self.program.add_op(
             "sum",
             target=target,
             vectors=[bias],
             scale=scale,
+            first_column=first_column,
             num_columns=self.spec.hidden_size if size is None else size,
         )
 

@@ -7,7 +7,7 @@ from typing import Any
 from ....protocol.checkpoint.recurrent_layers import RecurrentLayer, ShortConvolution
 from ...layers.spec import LayerSpec
 from ...layers.specs.norm_names import NormNames
-from ..mixers import NativeMixer
+from ..mixers import ColumnProduct, NativeMixer
 from ..packing import ActivationKind
 from .blocks import PART, QKV, BlockRecorder
 
@@ -44,13 +44,23 @@ def record_mixer(
         [bias for _, biases in projection for bias in biases],
         input_op=input_op,
     )
-    for columns, weight, first_column in mixer.second_products:
-        blocks.add_second_product(columns, weight, first_column)
+    for product in mixer.second_products:
+        _add_product(blocks, mixer, product)
     state: dict[str, Any] = {"layer": index, "group": layer.state_group, "mixer": mixer}
     if isinstance(recurrent, ShortConvolution):
         program.add_op("short_convolution", activation_kind=output.activation_kind, **state)
     else:
         program.add_op("convolve", **state)
+        for product in mixer.convolved_products:
+            _add_product(blocks, mixer, product)
+        for columns, norm in mixer.normed_columns:
+            program.add_op(
+                "norm_columns",
+                first_column=columns.start,
+                num_columns=len(columns),
+                vectors=[norm],
+                eps=mixer.column_eps,
+            )
         program.add_op("scan", **state)
         if mixer.shares_norm:
             program.add_op("share_squares", mixer=mixer)
@@ -63,3 +73,17 @@ def record_mixer(
         )
     blocks.add_block(prefix, output, bias, norms.attention_output, spec.recurrent_multiplier)
     return kind
+
+
+def _add_product(blocks: BlockRecorder, mixer: NativeMixer, product: ColumnProduct) -> None:
+    """Record a product of columns of the projection, and the sum over the ranks, if each has a part of it."""
+    blocks.add_second_product(
+        product.columns,
+        product.weight,
+        0 if product.is_partial else product.first_column,
+        product.norm,
+        mixer.column_eps,
+        PART if product.is_partial else QKV,
+    )
+    if product.is_partial:
+        blocks.add_sum(QKV, size=product.weight.n, first_column=product.first_column)

@@ -59,17 +59,14 @@ class SharedBlockRecorder:
         norm = blocks.norm(f"{of_block}input_layernorm", 2 * size)
         program.add_op("join_inputs", activation_kind=kind, vectors=[norm])
         rows = None
-        if use.adapts_attention:
+        if use.rank and use.adapts_attention:
             rows = qkv_rows(spec, layer, self._weights, f"{of_block}self_attn.", self._shard)
         self._add_product(matrices.inputs, matrices.biases, kind, use, rows, 2 * size)
         self._attention.attend(index, of_block, layer, matrices, None, QKV)
         kind = common_kind(of_block.rstrip("."), mlp.gate_up).for_whole_rows
         norm = blocks.norm(f"{of_block}pre_ff_layernorm", size)
         self._quantize_output(kind, norm)
-        ranks = self._shard.tensor_parallel
-        part = intermediate_shares(spec.intermediate_size, ranks)[ranks.rank]
-        names, sizes = ["gate_proj", "up_proj"], [spec.intermediate_size] * 2
-        rows = self._weights.rows(f"{of_block}mlp.", names, sizes, [part] * 2)
+        rows = self._mlp_rows(f"{of_block}mlp.", spec.intermediate_size) if use.rank else None
         self._add_product(mlp.gate_up, mlp.biases, kind, use, rows, size)
         program.add_op(
             "sparse_gates",
@@ -84,6 +81,12 @@ class SharedBlockRecorder:
         program.add_op(
             "linear", input_kind=kind, source=0, target=BLOCK, parts=[own], vectors=[None]
         )
+
+    def _mlp_rows(self, prefix: str, size: int) -> list[Rows]:
+        """Return this rank's rows of the first matrices of an MLP of `size` intermediate elements."""
+        ranks = self._shard.tensor_parallel
+        part = intermediate_shares(size, ranks)[ranks.rank]
+        return self._weights.rows(prefix, ["gate_proj", "up_proj"], [size] * 2, [part] * 2)
 
     def _quantize_output(self, kind: ActivationKind, norm: Floats | None) -> None:
         """Record the quantization of a block's output, which is in the projection."""

@@ -114,6 +114,7 @@ enum class OpKind : int32_t {
   // For products in the projection:
   quantize_columns = 18,  // activations[0] = `num_columns` of the projection from `first_column` on, normed by
                           // vectors[0] if there is a norm
+  norm_columns = 65,      // norms `num_columns` of the projection from `first_column` on by vectors[0]
   norm_beside = 53,       // copies `num_columns` of the projection from `first_column` on to the columns behind them,
                           // then norms the first ones by vectors[0]
   // In latent attention:
@@ -313,6 +314,7 @@ enum class MixerKind : int32_t {
   kimi_delta_attention = 3,
   rg_lru = 4,
   ngram_convolution = 5,
+  mamba1 = 6,
 };
 
 // This rank's share of a recurrent layer; see protocol/checkpoint/recurrent_layers.py.
@@ -324,6 +326,8 @@ enum class MixerKind : int32_t {
 //                      gate [heads, value_dim]
 //   kimi_delta_attention  the same, but steps [heads, key_dim]; then the inputs from which steps and gates are computed
 //   rg_lru             the gate and the input, each of `channels` numbers: [heads, value_dim], with a key_dim of 1
+//   mamba1             the input, which steps replace, the gate and the convolved input, each [heads, value_dim]; for
+//                      each group, a vector of `step_rank` numbers, from which steps are computed, B and C [key_dim]
 //   ngram_convolution  values [value_dim]; the input, of which the last kTokenDigits numbers are the token's digits
 // An input is everything before the gate, or everything after it. A block holds the recurrent part [heads, key_dim,
 // value_dim], then inputs. An n-gram convolution is beside another mixer, whose state comes first.
@@ -335,19 +339,21 @@ struct Mixer {
   int32_t num_taps, distance;  // a token's convolution reads this many tokens, this far from each other
   int32_t state_offset;        // the numbers before its state in a block
   int32_t num_heads, num_groups, key_dim, value_dim;
+  int32_t step_rank;
   int32_t norm_groups;        // the groups of the output's norm; 0 for no norm
   int32_t gates_before_norm;  // whether the gate comes before the norm, or after it
   int32_t has_tiled_heads;    // in a delta net, head i has group i modulo the number of groups
   Activation gate_activation;
   float min_step, max_step;
-  float strength;             // a factor on the sigmoid
-  float lowest_log_decay;     // limits the logarithms of decays in Kimi delta attention; 0 for no limit
-  const float* taps;          // [num_taps, num_convolved]
-  const float* bias;          // [num_convolved], or null
-  const float* multipliers;   // factors on the projection, or null
-  const float *decay, *skip;  // [heads]; `skip` may be null
-  const float* step_bias;     // one bias per step; null for steps of 1, which have no place in the projection
-  const float* norm;          // the norm of the output, or of each head's output
+  float strength;            // a factor on the sigmoid
+  float lowest_log_decay;    // limits the logarithms of decays in Kimi delta attention; 0 for no limit
+  const float* taps;         // [num_taps, num_convolved]
+  const float* bias;         // [num_convolved], or null
+  const float* multipliers;  // factors on the projection, or null
+  // [heads]; `skip` may be null. In a Mamba-1 layer, `decay` is [heads, key_dim, value_dim], `skip` [heads, value_dim]
+  const float *decay, *skip;
+  const float* step_bias;  // one bias per step; null for steps of 1, which have no place in the projection
+  const float* norm;       // the norm of the output, or of each head's output
   // Of an RG-LRU, whose `decay` has an element per channel: for each head, the gates of its inputs and of its decays
   const float *gates, *gate_biases;  // [heads, value_dim, 2 * value_dim] and [heads, 2 * value_dim]
 };

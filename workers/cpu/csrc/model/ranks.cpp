@@ -15,7 +15,7 @@ void Ranks::sum_parts(const Op& op, const Rows& rows, float* inputs, int row) co
   float* y = op.target == LinearTarget::residual ? rows.normed(row)
              : op.target == LinearTarget::block  ? rows.block(row)
              : op.target == LinearTarget::inputs ? inputs
-                                                 : rows.qkv(row);
+                                                 : rows.qkv(row) + op.first_column;
   std::copy_n(part_of(0, row), size, y);
   for (int rank = 1; rank < num_ranks(); rank++) model_.rows.add_scaled(y, part_of(rank, row), 1.0f, size);
   if (op.vectors[0]) model_.rows.add_scaled(y, op.vectors[0], 1.0f, size);

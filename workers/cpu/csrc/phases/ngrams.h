@@ -7,7 +7,7 @@
 #include "model/rows.h"
 #include "model/step.h"
 #include "phases/layer_inputs.h"
-#include "phases/mixers.h"
+#include "phases/mixers/mixers.h"
 
 namespace engine {
 

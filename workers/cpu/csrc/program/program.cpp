@@ -254,6 +254,7 @@ int Program::begin_op(const Op& op) {
       if (op.target == LinearTarget::part) ranks_.meet();
       return share_rows(op, 2 * op.num_columns);
     case OpKind::share_gates:
+    case OpKind::norm_columns:
     case OpKind::norm_activations:
     case OpKind::quantize_inputs:
     case OpKind::gate_by_inputs:

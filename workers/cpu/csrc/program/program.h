@@ -15,7 +15,7 @@
 #include "phases/head.h"
 #include "phases/attend/latent.h"
 #include "phases/layer_inputs.h"
-#include "phases/mixers.h"
+#include "phases/mixers/mixers.h"
 #include "phases/ngrams.h"
 #include "model/model.h"
 #include "program/pieces.h"

@@ -62,6 +62,10 @@ void Program::run_row(const Op& op, const Rows& rows, int row) {
       const size_t row_bytes = activation_row_bytes(op.activation_kind, size);
       return quantize_rows(op.activation_kind, x, size, 1, size, rows.activations(0, row, row_bytes));
     }
+    case OpKind::norm_columns: {
+      float* const x = rows.qkv(row) + op.first_column;
+      return kernels.rms_norm(x, op.vectors[0], op.eps, op.num_columns, x);
+    }
     case OpKind::norm_beside: {
       float* x = rows.qkv(row) + op.first_column;
       std::copy_n(x, op.num_columns, x + op.num_columns);

@@ -274,6 +274,24 @@ void multiply_add(const Factors& factors, const float* matrix, ptrdiff_t matrix_
   for (; row < rows; row++) multiply_add_rows<1>(factors, matrix, matrix_stride, row, columns, out, out_stride);
 }
 
+void scan_channels(const ChannelScan& scan, float* state, float* out) {
+  for_vectors(scan.channels, [&](int i, int count) {
+    for (int k = 0; k < scan.keys; k++) {
+      float* const own = state + ptrdiff_t(k) * scan.channels + i;
+      const Floats rate = get(scan.decays + ptrdiff_t(k) * scan.channels + i, count) * broadcast(kLog2E);
+      Floats h = get(own, count);
+      for (int t = 0; t < scan.tokens; t++) {
+        float* const y = out + ptrdiff_t(t) * scan.channels + i;
+        const Floats decay = exp2(get(scan.steps + ptrdiff_t(t) * scan.channels + i, count) * rate);
+        const ptrdiff_t row = t * scan.stride;
+        h = fma(h, decay, get(scan.inputs + row + i, count) * broadcast(scan.b[row + k]));
+        put(y, fma(h, broadcast(scan.c[row + k]), get(y, count)), count);
+      }
+      put(own, h, count);
+    }
+  });
+}
+
 // Returns the columns in a row of words of bf16.
 ENGINE_VECTOR void load_pairs(const void* words, Floats& first, Floats& second) {
   const Ints pairs = load_as<Ints>(words);
@@ -410,9 +428,9 @@ void add_low_rank(const LowRankFactor& factor, const float* x, int x_stride, int
 }  // namespace
 
 const RowKernels& row_kernels() {
-  static constexpr RowKernels kKernels = {rms_norm, layer_norm, add_scaled, scale,      gate,         clamp,
-                                          xielu,    rotate,     soft_cap,   all_finite, argmax,       multiply,
-                                          dot,      sum,        exceed,     convolve,   multiply_add, add_low_rank};
+  static constexpr RowKernels kKernels = {rms_norm, layer_norm, add_scaled,   scale,         gate,        clamp, xielu,
+                                          rotate,   soft_cap,   all_finite,   argmax,        multiply,    dot,   sum,
+                                          exceed,   convolve,   multiply_add, scan_channels, add_low_rank};
   return kKernels;
 }
 

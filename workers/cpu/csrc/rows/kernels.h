@@ -61,6 +61,16 @@ inline size_t low_rank_block_bytes(const LowRankFactor& factor) {
   return numbers * (factor.format == FactorFormat::bf16 ? 2 : 4);
 }
 
+// Tokens of a recurrence with a state of `keys` elements for each of `channels` channels (Mamba, arXiv 2312.00752).
+// Steps have a row of `channels` for each token; rows of the others are `stride` apart.
+struct ChannelScan {
+  int tokens, keys, channels;
+  const float *steps, *inputs;
+  const float *b, *c;  // `keys` elements per token
+  ptrdiff_t stride;
+  const float* decays;  // [keys, channels]
+};
+
 struct RowKernels {
   // out = x / sqrt(mean of squares + eps), * weight if there is one; `out` may be `x`.
   void (*rms_norm)(const float* x, const float* weight, float eps, int n, float* out);
@@ -97,6 +107,9 @@ struct RowKernels {
   // out += factors * matrix. Each element sums over the matrix's rows in order, however many rows `out` has.
   void (*multiply_add)(const Factors& factors, const float* matrix, ptrdiff_t matrix_stride, int rows, int columns,
                        float* out, ptrdiff_t out_stride);
+  // For each token: state[k] = state[k] * exp(step * decays[k]) + input * b[k], and out += c[k] * state[k], for k in
+  // order. The state is [keys, channels], and `out` has a row of `channels` for each token.
+  void (*scan_channels)(const ChannelScan& scan, float* state, float* out);
   // out[r][i - begin] += sum over k of x[r][k] * column i of the factor, plus its bias, for columns [begin, end). Rows
   // of x are `x_stride` apart, rows of `out` are end - begin apart. `begin` is a multiple of kLowRankColumns. For int8
   // factors, rows of x are rounded to int16 multiples of a scale, so that their products are exact in int32.

@@ -72,6 +72,8 @@ class Mixers {
   void scan(const Op& op, const Sequence& sequence, int begin, int end, const Rows& rows, Buffer& memory) const;
   void scan_mamba2(const Mixer& mixer, const Sequence& sequence, const State& state, int begin, int end,
                    const Rows& rows, Buffer& memory) const;
+  void scan_mamba1(const Mixer& mixer, const Sequence& sequence, const State& state, int begin, int end,
+                   const Rows& rows, Buffer& memory) const;
   void scan_rg_lru(const Mixer& mixer, const Sequence& sequence, const State& state, int begin, int end,
                    const Rows& rows, Buffer& memory) const;
   void scan_delta_net(const Mixer& mixer, const Sequence& sequence, const State& state, int begin, int end,
