@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ...protocol.errors import ParameterError
+from ...protocol.pooling_params import PoolingKind
 from ..chat import ChatTemplateError, PairTemplate
 from ..client.embeddings import embedding_params, find_prompt
 from ..client.engine_client import RequestGroup
@@ -37,6 +38,9 @@ SIDES: Final = ("left", "right")
 INPUTS_AT_ONCE: Final = 128
 """Number of inputs that are prepared before other tasks run; takes about 2 ms."""
 
+MAX_TOKEN_ELEMENTS: Final = 1 << 22
+"""Maximum number of elements in the results of all tokens of a request: 16 MiB, and about 80 MiB as JSON."""
+
 
 class Pooling:
     """Pools prompts: embeds them, or classifies them with the model's classification head."""
@@ -49,14 +53,20 @@ class Pooling:
         http: Request,
         request: PoolingFields,
         prompts: list[Prompt],
+        kind: PoolingKind,
         answer: Callable[[RequestGroup], Response],
     ) -> Response:
-        """Pool every prompt. Return the result of `answer` for their vectors."""
+        """Pool every prompt. Return the result of `answer` for their vectors. Prompts get their tokens.
+
+        Raises:
+            APIError: The request is invalid (400), or the engine cannot accept it now.
+        """
         serving, state = self._serving, http.scope["state"]
         serving.verify_model(request.model)
         serving.verify_serving()
         self._verify_truncation(request)
-        inputs = await self._encode(request, prompts)
+        inputs = await self._encode(request, prompts, kind)
+        size = self._verify_size(prompts, kind)
         group = await submit(
             serving,
             request,
@@ -70,7 +80,6 @@ class Pooling:
         )
         try:
             await wait_for_end(group, http.receive)
-            size = len(inputs) * serving.config.model.vector_size
             read_outputs(group)
             return await serving.executor.run(size, answer, group)
         finally:
@@ -87,7 +96,27 @@ class Pooling:
                 f"truncate_prompt_tokens must be -1 or between 1 and {limit}, got {keep}",
             )
 
-    async def _encode(self, request: PoolingFields, inputs: list[Prompt]) -> list[PreparedPrompt]:
+    def _verify_size(self, prompts: list[Prompt], kind: PoolingKind) -> int:
+        """Return the number of elements of all results.
+
+        Raises:
+            APIError: There are too many (400).
+        """
+        size = self._serving.config.model.vector_size
+        if kind is not PoolingKind.ALL:
+            return len(prompts) * size
+        num_tokens = sum(len(each.token_ids) for each in prompts)
+        if num_tokens * size > MAX_TOKEN_ELEMENTS:
+            raise bad_request(
+                "input",
+                f"input has {num_tokens} tokens with {size} results each, more than {MAX_TOKEN_ELEMENTS} together; "
+                "send fewer or shorter texts at once",
+            )
+        return num_tokens * size
+
+    async def _encode(
+        self, request: PoolingFields, inputs: list[Prompt], kind: PoolingKind
+    ) -> list[PreparedPrompt]:
         serving, model = self._serving, self._serving.config.model
         default = find_prompt(None, model.pooler)
         has_special = request.add_special_tokens is not False
@@ -103,11 +132,11 @@ class Pooling:
         params = embedding_params()
         prepared: list[PreparedPrompt] = []
         for each in inputs:
-            fitted = await self._fit(each, request, has_special=has_special)
-            pooling = model.pooling_params
+            each.token_ids = await self._fit(each, request, has_special=has_special)
+            pooling = model.pooling_params_of(kind)
             if each.second_segment:
                 pooling = msgspec.structs.replace(pooling, second_segment=each.second_segment)
-            prepared.append(PreparedPrompt(fitted, params, each.text, pooling=pooling))
+            prepared.append(PreparedPrompt(each.token_ids, params, each.text, pooling=pooling))
             if len(prepared) % INPUTS_AT_ONCE == 0:
                 await asyncio.sleep(0)
         return prepared

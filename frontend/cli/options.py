@@ -59,6 +59,7 @@ _TITLES: Final = {
 
 PEER_FLAGS: Final[dict[str, tuple[str, ...]]] = {
     "--config-format": ("auto", "hf"),
+    "--convert": ("auto", "none", "embed"),
     "--cpu-offload-gb": ("0", "0.0"),
     "--disable-uvicorn-access-log": (),
     "--gpu-layers": ("99", "999", "-1", "all", "auto"),
@@ -66,8 +67,8 @@ PEER_FLAGS: Final[dict[str, tuple[str, ...]]] = {
     "--kv-offloading-backend": ("native",),
     "--logprobs-mode": ("raw_logprobs",),
     "--n-gpu-layers": ("99", "999", "-1", "all", "auto"),
-    "--runner": ("generate", "auto"),
-    "--task": ("generate", "auto"),
+    "--runner": ("generate", "pooling", "auto"),
+    "--task": ("generate", "embed", "auto"),
     "--tokenizer-mode": ("auto", "hf"),
     "-ngl": ("99", "999", "-1", "all", "auto"),
 }

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from ...protocol.config.model import Activation, ClassifierConfig, ModelConfig, PoolerConfig
 from ...protocol.errors import ParameterError
+from ...protocol.pooling_params import PoolingKind
 from ...protocol.sampling_params import SamplingParams
 from ..http.shown_values import echo
 
@@ -55,30 +56,80 @@ def find_prompt(name: str | None, pooler: PoolerConfig) -> str:
     return pooler.prompts[name]
 
 
-def finish_vector(
-    pooled: bytes, pooler: PoolerConfig, *, dimensions: int | None, normalize: bool | None
+def find_kind(task: str | None, model: ModelConfig) -> PoolingKind:
+    """Return which vectors a task returns: one of each text, or one of each of its tokens.
+
+    Args:
+        task: "embed" or "token_embed", or for a model with a classification head "classify" or "token_classify"; None
+            for what the model was trained for.
+        model: The model.
+
+    Raises:
+        ParameterError: The model does not perform the task.
+    """
+    kind = model.pooler.kind
+    verb = "embed" if model.classifier is None else "classify"
+    kinds = {verb: kind, f"token_{verb}": PoolingKind.ALL}
+    if kind is PoolingKind.ALL:
+        del kinds[verb]
+    if task is None:
+        return kind
+    if task not in kinds:
+        one_of = " or ".join(f'"{name}"' for name in kinds)
+        raise ParameterError("task", f"must be {one_of}, got {echo(task)}")
+    return kinds[task]
+
+
+def read_vectors(
+    pooled: bytes, kind: PoolingKind, model: ModelConfig, token_ids: npt.NDArray[np.int32]
 ) -> Vector:
-    """Return a pooled vector, truncated to `dimensions` and then normalized; by default as the model was trained."""
-    vector: Vector = np.frombuffer(pooled, np.float32)[:dimensions]
+    """Return a pooled result: a vector float32 [D], or float32 [T, D] with a row for each token.
+
+    If the model has a token that ends a step, only the rows of these tokens among `token_ids` are returned.
+    """
+    vectors: Vector = np.frombuffer(pooled, np.float32)
+    if kind is not PoolingKind.ALL:
+        return vectors
+    vectors = vectors.reshape(len(token_ids), -1)
+    if model.pooler.step_token_id >= 0:
+        vectors = vectors[token_ids == model.pooler.step_token_id]
+    return vectors
+
+
+def finish_vectors(
+    vectors: Vector, pooler: PoolerConfig, *, dimensions: int | None, normalize: bool | None
+) -> Vector:
+    """Return vectors [..., D], truncated to `dimensions` and then normalized; by default as the model was trained."""
+    vectors = vectors[..., :dimensions]
     if not (pooler.normalize if normalize is None else normalize):
-        return vector
-    norm = float(np.sqrt(np.square(vector, dtype=np.float64).sum()))
-    normed: Vector = (vector / max(norm, 1e-12)).astype(np.float32)
+        return vectors
+    norms = np.sqrt(np.square(vectors, dtype=np.float64).sum(-1, keepdims=True))
+    normed: Vector = vectors / np.maximum(norms, 1e-12).astype(np.float32)
     return normed
 
 
-def cosines(pooled: Sequence[bytes], num_first: int, pooler: PoolerConfig) -> list[float]:
-    """Return the cosine similarity of each later embedding and its partner among the first `num_first`."""
-    vectors = np.stack(
-        [finish_vector(each, pooler, dimensions=None, normalize=True) for each in pooled]
-    ).astype(np.float64)
-    scores: list[float] = (vectors[:num_first] * vectors[num_first:]).sum(1).tolist()
-    return scores
+def similarities(vectors: Sequence[Vector], num_first: int, pooler: PoolerConfig) -> list[float]:
+    """Return the similarity of each later result and its partner among the first `num_first`.
+
+    It is the cosine of two vectors. Of two matrices it is the sum of the highest cosine of each row of the first with
+    any row of the second (MaxSim, ColBERT, arXiv 2004.12832).
+    """
+    normed = [
+        finish_vectors(each, pooler, dimensions=None, normalize=True).astype(np.float64)
+        for each in vectors
+    ]
+    firsts, seconds = normed[:num_first], normed[num_first:]
+    if num_first == 1:
+        firsts *= len(seconds)
+    if normed[0].ndim == 1:
+        scores: list[float] = (np.stack(firsts) * np.stack(seconds)).sum(1).tolist()
+        return scores
+    pairs = zip(firsts, seconds, strict=True)
+    return [float((first_QD @ second_TD.T).max(1).sum()) for first_QD, second_TD in pairs]
 
 
-def class_scores(pooled: bytes, classifier: ClassifierConfig, *, activate: bool | None) -> Vector:
-    """Return the class probabilities for pooled scores; with `activate` False the scores themselves."""
-    scores: Vector = np.frombuffer(pooled, np.float32)
+def class_scores(scores: Vector, classifier: ClassifierConfig, *, activate: bool | None) -> Vector:
+    """Return the class probabilities for scores [..., L]; with `activate` False the scores themselves."""
     if activate is False or classifier.activation is Activation.IDENTITY:
         return scores
     wide = scores.astype(np.float64)
@@ -87,8 +138,8 @@ def class_scores(pooled: bytes, classifier: ClassifierConfig, *, activate: bool 
         small = np.exp(-np.abs(wide))
         result = np.where(wide >= 0, 1, small) / (1 + small)
     else:
-        powers = np.exp(wide - wide.max())
-        result = powers / powers.sum()
+        powers = np.exp(wide - wide.max(-1, keepdims=True))
+        result = powers / powers.sum(-1, keepdims=True)
     probabilities: Vector = result.astype(np.float32)
     return probabilities
 
@@ -100,6 +151,16 @@ def verify_embeds(model: ModelConfig) -> None:
         raise ParameterError(
             "model",
             f"{model.served_names[0]} is a classifier, which does not embed text; use /classify",
+        )
+
+
+def verify_embeds_texts(model: ModelConfig) -> None:
+    """Raise ParameterError if a model has no embeddings, or only those of single tokens."""
+    verify_embeds(model)
+    if model.pooler.kind is PoolingKind.ALL:
+        raise ParameterError(
+            "model",
+            f"{model.served_names[0]} embeds each token of a text, not the text; use /pooling or /v1/score",
         )
 
 
@@ -115,13 +176,21 @@ def verify_classifies(model: ModelConfig) -> ClassifierConfig:
             f"{model.served_names[0]} has no classification head, so it cannot classify text"
             + ("" if model.audio is not None else "; use /v1/embeddings"),
         )
+    if model.pooler.kind is PoolingKind.ALL:
+        raise ParameterError(
+            "model",
+            f"{model.served_names[0]} classifies each token of a text, not the text; use /pooling",
+        )
     return model.classifier
 
 
 def verify_compares(model: ModelConfig) -> None:
     """Raise ParameterError if a model cannot compare texts: a classifier with several classes, or a speech model."""
     _verify_reads_text(model)
-    if model.classifier is not None and len(model.classifier.labels) != 1:
+    if model.classifier is None:
+        return
+    verify_classifies(model)
+    if len(model.classifier.labels) != 1:
         raise ParameterError(
             "model",
             f"{model.served_names[0]} has {len(model.classifier.labels)} classes, but "

@@ -52,6 +52,7 @@ from .images.read import read_image_processor
 from .images.videos import read_video_processor
 from .lora import find_image_lora, find_loras
 from .options import CHECKPOINT_QUANTIZATIONS, ModelOptions, ResolvedModel
+from .pooler import change_pooler
 from .source import find_checkpoint, find_mmproj, find_tokenizer, find_tokenizer_directory
 
 LENGTH_FIELDS = (
@@ -113,6 +114,7 @@ def resolve_model(options: ModelOptions, console: Console) -> ResolvedModel:
     text = _text_config(config)
     vocab_size = text.integer("vocab_size")
     embedding = read_embedding_files(path, text)
+    pooler = change_pooler(embedding.pooler, options.pooler_config)
     eos += generation.token_ids("eos_token_id") + text.token_ids("eos_token_id")
     images = None
     if options.model_impl is not ModelImpl.TRANSFORMERS:
@@ -148,7 +150,7 @@ def resolve_model(options: ModelOptions, console: Console) -> ResolvedModel:
             ),
             is_encoder=is_encoder(text),
             has_head=has_head(config),
-            pooler=embedding.pooler,
+            pooler=pooler,
             classifier=read_classifier(text),
             enable_lora=options.enable_lora,
             loras=loras,

@@ -97,6 +97,12 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     hf_overrides: Annotated[
         dict[str, object], option("Fields that replace those of the model's config.json")
     ] = {}
+    pooler_config: Annotated[
+        dict[str, object],
+        option(
+            'Pooling of a text\'s vectors: {"pooling_type": "MEAN"}, or "STEP" and "step_tag_id"'
+        ),
+    ] = {}
     generation_config: Annotated[
         str, option("Sampling defaults: auto (the model's), vllm (none) or a path", metavar="PATH")
     ] = "auto"

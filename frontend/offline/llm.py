@@ -8,47 +8,27 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Self, TypeAlias
 
-import msgspec
-
-from ...protocol.errors import EngineError, ParameterError
+from ...protocol.errors import ParameterError
 from ...protocol.file_identity import LoraAdapter
 from ...protocol.sampling_params import SamplingParams
-from ..chat import ChatTemplate, ModelTemplates, PairTemplate, SpecialTokenGuard, prepare_formats
+from ..chat import ModelTemplates, SpecialTokenGuard
 from ..cli.arguments import Settings, settings_of
 from ..client.beam_search import BeamSearch, BeamSearchParams
-from ..client.embeddings import (
-    DOCUMENT,
-    QUERY,
-    class_scores,
-    cosines,
-    embedding_params,
-    find_prompt,
-    finish_vector,
-    verify_compares,
-    verify_dimensions,
-    verify_embeds,
-)
 from ..client.encoder_inputs import without_bad_words
 from ..client.engine_client import RequestGroup, SequenceRequest
 from ..client.sequence_io import params_for_output
 from ..media.transcription.options import Task, TranscriptionOptions, parse_language
 from ..media.transcription.transcriber import Transcript
-from ..tokenizer.text_pairs import TextPair
 from .local_engine import LocalEngine
 from .local_transcriber import AudioClip, LocalTranscriber
 from .loras import LoraChoice, OfflineLoras
 from .outputs import (
     BeamSearchOutput,
     BeamSearchSequence,
-    ClassificationOutput,
-    ClassificationRequestOutput,
-    EmbeddingOutput,
-    EmbeddingRequestOutput,
     RequestOutput,
-    ScoringOutput,
-    ScoringRequestOutput,
     request_output,
 )
+from .pooling import PoolingMethods
 from .prompts import EncodedPrompt, Prompt, PromptEncoder, as_list
 
 Message: TypeAlias = Mapping[str, Any]
@@ -57,7 +37,7 @@ DEFAULTS: Final = {"log_stats": False, "max_num_queued_reqs": 0, "max_num_queued
 """Options whose defaults differ from those of a server. The queue is unlimited, because a batch is in memory anyway."""
 
 
-class LLM:
+class LLM(PoolingMethods):
     """A model and its processes, which run until `close` or the end of a `with` block. It is thread-safe.
 
     Args:
@@ -163,146 +143,6 @@ class LLM:
             )
         return self._generate(prompts, sampling_params, lora_request)
 
-    def embed(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        *,
-        dimensions: int | None = None,
-        normalize: bool | None = None,
-        prompt_name: str | None = None,
-        lora_request: LoraChoice = None,
-    ) -> list[EmbeddingRequestOutput]:
-        """Embed every prompt and return the vectors in the order of the prompts.
-
-        Args:
-            prompts: One prompt or a list of them.
-            dimensions: The number of leading elements to keep, for models trained for it; None for all.
-            normalize: Whether vectors are scaled to L2 norm 1. The default is the model's own.
-            prompt_name: The model's prompt to put before every text. The default is the model's own.
-            lora_request: The LoRA adapter to use, as for `generate`. The default is the base model.
-
-        Raises:
-            ParameterError: A prompt or parameter is invalid; nothing was embedded.
-            EngineError: A prompt failed.
-        """
-        model = self._engine.config.model
-        verify_embeds(model)
-        verify_dimensions(dimensions, model.pooler)
-        instruction = find_prompt(prompt_name, model.pooler)
-        wanted = [self._prompts.encode_tokens(prompt, instruction) for prompt in as_list(prompts)]
-        request_id, pooled = self._pool([TextPair(ids, 0) for ids in wanted], lora_request)
-        outputs = []
-        for token_ids, vector in zip(wanted, pooled, strict=True):
-            embedding = finish_vector(
-                vector, model.pooler, dimensions=dimensions, normalize=normalize
-            )
-            outputs.append(
-                EmbeddingRequestOutput(request_id, token_ids, EmbeddingOutput(embedding.tolist()))
-            )
-        return outputs
-
-    def classify(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        *,
-        use_activation: bool | None = None,
-        lora_request: LoraChoice = None,
-    ) -> list[ClassificationRequestOutput]:
-        """Classify every prompt with the model's head and return the classes in the order of the prompts.
-
-        Args:
-            prompts: One prompt or a list of them.
-            use_activation: False returns the scores (logits) instead of probabilities.
-            lora_request: The LoRA adapter to use, as for `generate`. The default is the base model.
-
-        Raises:
-            ParameterError: The model has no classification head, or a prompt is invalid; nothing was classified.
-            EngineError: A prompt failed.
-        """
-        model = self._engine.config.model
-        if model.classifier is None:
-            raise ParameterError("model", f"{model.served_names[0]} has no classification head")
-        wanted = [self._prompts.encode_tokens(prompt) for prompt in as_list(prompts)]
-        request_id, pooled = self._pool([TextPair(ids, 0) for ids in wanted], lora_request)
-        outputs = []
-        for token_ids, vector in zip(wanted, pooled, strict=True):
-            scores = class_scores(vector, model.classifier, activate=use_activation)
-            label = model.classifier.labels[int(scores.argmax())]
-            result = ClassificationOutput(scores.tolist(), label)
-            outputs.append(ClassificationRequestOutput(request_id, token_ids, result))
-        return outputs
-
-    def score(
-        self,
-        text_1: str | Sequence[str],
-        text_2: str | Sequence[str],
-        *,
-        use_activation: bool | None = None,
-        chat_template: str | None = None,
-        chat_template_kwargs: dict[str, Any] | None = None,
-        lora_request: LoraChoice = None,
-    ) -> list[ScoringRequestOutput]:
-        """Score how well each second text matches its first one. Return the scores in the order of the second texts.
-
-        A model with a classification head of one class reads both texts together. For any other model, the score is the
-        cosine similarity of the texts' embeddings.
-
-        Args:
-            text_1: One text for all, or as many texts as in `text_2`.
-            text_2: One text or a list of them.
-            use_activation: False returns the scores (logits) instead of probabilities.
-            chat_template: The template for pairs of texts, or its path, for a decoder that reads them together.
-            chat_template_kwargs: Extra variables for the template.
-            lora_request: The LoRA adapter to use, as for `generate`. The default is the base model.
-
-        Raises:
-            ParameterError: The model has several classes, or a text is invalid; nothing was scored.
-            EngineError: A pair failed.
-        """
-        model = self._engine.config.model
-        verify_compares(model)
-        firsts, seconds = _as_texts(text_1), _as_texts(text_2)
-        if len(firsts) not in (1, len(seconds)):
-            raise ParameterError("text_1", f"has {len(firsts)} texts, text_2 has {len(seconds)}")
-        if model.classifier is None:
-            prompts = [
-                *((text, QUERY) for text in firsts),
-                *((text, DOCUMENT) for text in seconds),
-            ]
-            wanted = [
-                TextPair(self._prompts.encode_tokens(text, model.pooler.prompts.get(name, "")), 0)
-                for text, name in prompts
-            ]
-            request_id, pooled = self._pool(wanted, lora_request)
-            scores = cosines(pooled, len(firsts), model.pooler)
-            wanted = wanted[len(firsts) :]
-        else:
-            firsts *= 1 if len(firsts) == len(seconds) else len(seconds)
-            pairs = zip(firsts, seconds, strict=True)
-            tokenizer = self._engine.tokenizer
-            chat_template = chat_template or self._engine.config.frontend.chat_template
-            if chat_template is None:
-                wanted = [
-                    tokenizer.pair_joiner.join(
-                        tokenizer.encode(first, add_special_tokens=False),
-                        tokenizer.encode(second, add_special_tokens=False),
-                    )
-                    for first, second in pairs
-                ]
-            else:
-                template = PairTemplate(self._template(chat_template, False), self._special_tokens)
-                kwargs = chat_template_kwargs or {}
-                wanted = [TextPair(list(template.encode(*pair, kwargs)), 0) for pair in pairs]
-            request_id, pooled = self._pool(wanted, lora_request)
-            scores = [
-                class_scores(vector, model.classifier, activate=use_activation).item()
-                for vector in pooled
-            ]
-        return [
-            ScoringRequestOutput(request_id, pair.token_ids, ScoringOutput(score))
-            for pair, score in zip(wanted, scores, strict=True)
-        ]
-
     def transcribe(
         self,
         audio: AudioClip | Sequence[AudioClip],
@@ -340,34 +180,6 @@ class LLM:
         is_one = isinstance(audio, str | bytes | Path | tuple)
         clips: Any = [audio] if is_one else audio
         return self._transcriber.transcribe(clips, options, self._numbers)
-
-    def _pool(self, prompts: list[TextPair], lora_request: LoraChoice) -> tuple[str, list[bytes]]:
-        """Return the ID of a request and the pooled vector of each of its prompts."""
-        lora = self._loras.find(lora_request)
-        pooling, params = self._engine.config.model.pooling_params, embedding_params()
-        sequences = [
-            SequenceRequest(
-                prompt.token_ids,
-                params,
-                pooling=msgspec.structs.replace(pooling, second_segment=prompt.second_segment),
-                lora=lora,
-            )
-            for prompt in prompts
-        ]
-        request_id = str(next(self._numbers))
-        if not sequences:
-            return request_id, []
-        return request_id, self._engine.run(self._run_pooling(sequences, request_id))
-
-    async def _run_pooling(self, sequences: list[SequenceRequest], request_id: str) -> list[bytes]:
-        group = await self._engine.client.submit(sequences, request_id=request_id)
-        try:
-            for delta in await group.result():
-                if delta.error is not None:
-                    raise EngineError(delta.error)
-        finally:
-            group.abort()
-        return [sequence.pooled for sequence in group.sequences]
 
     def beam_search(
         self,
@@ -434,17 +246,6 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _template(self, instead: str | None, with_tools: bool) -> ChatTemplate:
-        if instead not in self._templates:
-            config, tokenizer = self._engine.config, self._engine.tokenizer
-            templates = ModelTemplates(tokenizer, instead, architecture=config.model.architecture)
-            prepare_formats(config.frontend, templates)
-            self._templates[instead] = templates
-        template = self._templates[instead].choose(with_tools)
-        if template is None:
-            raise ParameterError("chat_template", "is required: this model has no chat template")
-        return template
-
     def _generate(
         self,
         prompts: list[EncodedPrompt],
@@ -492,7 +293,3 @@ class LLM:
         finally:
             for group in groups:
                 group.abort()
-
-
-def _as_texts(texts: str | Sequence[str]) -> list[str]:
-    return [texts] if isinstance(texts, str) else list(texts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from ..client.engine_client import Delta, RequestGroup
 from ..client.logprobs import PositionLogprobs
@@ -138,6 +139,22 @@ class EmbeddingRequestOutput:
     request_id: str
     prompt_token_ids: list[int]
     outputs: EmbeddingOutput
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingOutput:
+    """The result of one text: a vector, or a vector for each token."""
+
+    data: list[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingRequestOutput:
+    """The result of one prompt, with the prompt's tokens."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    outputs: PoolingOutput
 
 
 def request_output(

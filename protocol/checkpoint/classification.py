@@ -8,7 +8,17 @@ from ..config.model import Activation, ClassifierConfig
 from .config_fields import ConfigFields
 
 CLASSIFIER_SUFFIX: Final = "ForSequenceClassification"
-"""The suffix of the architecture name of every model with a classification head."""
+"""The suffix of the architecture name of every model with a classification head for a text."""
+
+TOKEN_CLASSIFIER_SUFFIX: Final = "ForTokenClassification"
+"""The suffix of the architecture name of every model with a classification head for each token."""
+
+_REWARD_LABELS: Final = {
+    "InternLM2ForRewardModel": 1,
+    "Qwen2ForRewardModel": 1,
+    "Qwen2ForProcessRewardModel": 2,
+}
+"""Architecture of a reward model, which scores each token -> its number of scores, whatever the config says."""
 
 TOKENS: Final = "classifier_from_token"
 """The config field with the tokens, such as "no" and "yes", by which a decoder classifies.
@@ -29,11 +39,27 @@ _PROBLEM_TYPES: Final = {
 def is_classifier(fields: ConfigFields) -> bool:
     """Return whether a model with this config has a classification head."""
     names = fields.texts("architectures")
-    return TOKENS in fields.config or any(name.endswith(CLASSIFIER_SUFFIX) for name in names)
+    is_of_text = TOKENS in fields.config or any(name.endswith(CLASSIFIER_SUFFIX) for name in names)
+    return is_of_text or classifies_tokens(fields)
+
+
+def classifies_tokens(fields: ConfigFields) -> bool:
+    """Return whether a model with this config has a classification head that reads each token."""
+    return is_reward_model(fields) or any(
+        name.endswith(TOKEN_CLASSIFIER_SUFFIX) for name in fields.texts("architectures")
+    )
+
+
+def is_reward_model(fields: ConfigFields) -> bool:
+    """Return whether a model with this config scores each token of an answer."""
+    return any(name in _REWARD_LABELS for name in fields.texts("architectures"))
 
 
 def read_num_labels(fields: ConfigFields) -> int:
     """Return the number of classes. Two tokens that mean no and yes are a single class."""
+    for name in fields.texts("architectures"):
+        if name in _REWARD_LABELS:
+            return _REWARD_LABELS[name]
     if tokens := fields.texts(TOKENS):
         return 1 if len(tokens) == 2 else len(tokens)
     labels = fields.section("id2label")
@@ -45,7 +71,8 @@ def read_classifier(fields: ConfigFields) -> ClassifierConfig | None:
     """Return the classes of a model, or None if it has no classification head."""
     if not is_classifier(fields):
         return None
-    labels = None if fields.texts(TOKENS) else fields.section("id2label")
+    has_names = not fields.texts(TOKENS) and not is_reward_model(fields)
+    labels = fields.section("id2label") if has_names else None
     names = tuple(
         f"LABEL_{i}" if labels is None else labels.text(str(i), f"LABEL_{i}")
         for i in range(read_num_labels(fields))

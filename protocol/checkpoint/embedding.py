@@ -10,7 +10,7 @@ import msgspec
 from ..config.model import DenseActivation, DenseConfig, PoolerConfig
 from ..errors import CheckpointError
 from ..pooling_params import PoolingKind
-from .classification import is_classifier
+from .classification import classifies_tokens, is_classifier
 from .config_fields import ConfigFields
 
 _ENCODERS: Final = frozenset(
@@ -85,10 +85,13 @@ def read_embedding_files(path: Path, config: ConfigFields) -> EmbeddingFiles:
         kind = PoolingKind.CLS if is_encoder(config) else PoolingKind.LAST
         if config.text("classifier_pooling", "") == "mean":
             kind = PoolingKind.MEAN
+        if classifies_tokens(config):
+            kind = PoolingKind.ALL
         layers = _dense_of_gguf(path, config)
         size = layers[-1].out_features if layers else hidden_size
         return EmbeddingFiles(PoolerConfig(kind, True, size, layers, lengths=lengths))
-    kind, normalizes = PoolingKind.MEAN, False
+    # Without a module that pools, each token has a vector, as in models for late interaction.
+    kind, normalizes = PoolingKind.ALL, False
     dense: list[DenseConfig] = []
     for module in _modules(path / "modules.json"):
         if module.kind not in _SUPPORTED_MODULES:
@@ -113,10 +116,10 @@ def read_embedding_files(path: Path, config: ConfigFields) -> EmbeddingFiles:
     return EmbeddingFiles(
         PoolerConfig(
             kind,
-            normalizes,
+            normalizes or kind is PoolingKind.ALL,
             dense[-1].out_features if dense else hidden_size,
             tuple(dense),
-            _prompts(prompts),
+            _prompts(prompts) | _markers(prompts),
             prompts.text("default_prompt_name", ""),
             lengths,
         ),
@@ -192,6 +195,12 @@ def _pooling_kind(fields: ConfigFields) -> PoolingKind:
             f"the pooling {', '.join(enabled) or 'none'} is not supported; use one of {', '.join(_KINDS)}"
         )
     return _KINDS[enabled[0]]
+
+
+def _markers(fields: ConfigFields) -> dict[str, str]:
+    """Return the marks that PyLate puts before queries and documents, by the names of the prompts for them."""
+    names = {name: f"{name}_prefix" for name in ("query", "document")}
+    return {name: fields.text(key) for name, key in names.items() if fields.get(key)}
 
 
 def _prompts(fields: ConfigFields) -> dict[str, str]:

@@ -69,6 +69,8 @@ class PoolerConfig(msgspec.Struct, frozen=True):
         prompts: Name -> text that is put before an input.
         default_prompt: The name of the prompt for requests that name none; "" for no prompt.
         lengths: The lengths to which clients may truncate an embedding (`dimensions`); empty if any is permitted.
+        step_token_id: The token that ends each step of an answer. If all tokens are pooled, only the results of these
+            tokens are returned. -1 for the results of all tokens.
     """
 
     kind: PoolingKind = PoolingKind.LAST
@@ -78,6 +80,7 @@ class PoolerConfig(msgspec.Struct, frozen=True):
     prompts: dict[str, str] = {}
     default_prompt: str = ""
     lengths: tuple[int, ...] = ()
+    step_token_id: int = -1
 
 
 class Activation(enum.StrEnum):
@@ -261,16 +264,22 @@ class ModelConfig(msgspec.Struct, frozen=True):
 
     @property
     def vector_size(self) -> int:
-        """The number of elements of a pooled result: one per class for a classifier, else the embedding size."""
+        """The number of elements of a pooled result, or of that of each token.
+
+        It is the number of classes of a classifier, else the size of an embedding.
+        """
         return self.pooler.hidden_size if self.classifier is None else len(self.classifier.labels)
 
     @property
     def pooling_params(self) -> PoolingParams:
-        """The pooling parameters of a request for embeddings or classes.
+        """The pooling parameters of a request for embeddings or classes, as the model was trained."""
+        return self.pooling_params_of(self.pooler.kind)
+
+    def pooling_params_of(self, kind: PoolingKind) -> PoolingParams:
+        """Return the pooling parameters of a request for vectors of this kind.
 
         The whole prompt is computed, without cached prefix, unless only a decoder's last token is pooled.
         """
-        kind = self.pooler.kind
         return PoolingParams(kind, self.is_encoder or kind is not PoolingKind.LAST)
 
     @property

@@ -33,8 +33,8 @@ _Layer = tuple[Tensor, Tensor | None]
 class ScoreHead:
     """The classification head of `spec`, in float32.
 
-    It reads one vector at a time, so that scores do not depend on the batch. LoRA adapters may change or replace its
-    layers.
+    It reads one vector at a time, or those of the tokens of one prompt, so that scores do not depend on the batch. LoRA
+    adapters may change or replace its layers.
     """
 
     def __init__(
@@ -108,7 +108,10 @@ class ScoreHead:
 
     @torch.inference_mode()
     def __call__(self, vector_D: Tensor, adapter: int = -1) -> Tensor:
-        """Return the scores [L] of the classes, with the adapter of this number, or -1 for none."""
+        """Return the scores [L] of the classes for a vector, or [T, L] for vectors [T, D].
+
+        `adapter` is the number of the adapter that changes the head, or -1 for none.
+        """
         layers = self._installed.get(adapter, self._layers)
         if "dense" in layers:
             vector_D = self._activation(F.linear(vector_D, *layers["dense"]))

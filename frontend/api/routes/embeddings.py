@@ -8,18 +8,23 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Final
 
+import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
 from ....protocol.errors import ParameterError
+from ....protocol.pooling_params import PoolingKind
 from ...client.embeddings import (
     Vector,
     class_scores,
+    find_kind,
     find_prompt,
-    finish_vector,
+    finish_vectors,
+    read_vectors,
     verify_classifies,
     verify_dimensions,
     verify_embeds,
+    verify_embeds_texts,
 )
 from ...client.engine_client import RequestGroup
 from ...http.errors import json_response, rename_parameter
@@ -80,9 +85,19 @@ class Embeddings:
         Raises:
             APIError: The request is invalid (400), or the engine cannot accept it now.
         """
+        model = self._serving.config.model
+        try:
+            verify_embeds_texts(model)
+        except ParameterError as error:
+            raise rename_parameter(error, error.param) from None
+        kind = model.pooler.kind
         inputs = await self._embedded_inputs(request, body_size)
         return await self._pooling.run(
-            http, request, inputs, lambda group: answer(group, self._embeddings(request, group))
+            http,
+            request,
+            inputs,
+            kind,
+            lambda group: answer(group, self._results(request, group, inputs, kind)),
         )
 
     @accepts(PoolingRequest)
@@ -92,29 +107,20 @@ class Embeddings:
             request, body_size = await self._intake.receive(
                 http.scope, http.receive, self._pooling_decoder, lease
             )
-            classifier = self._serving.config.model.classifier
-            verify_choice("task", request.task, ["embed" if classifier is None else "classify"])
-            if classifier is None:
+            kind = self._find_kind(request.task)
+            if self._serving.config.model.classifier is None:
                 inputs = await self._embedded_inputs(request, body_size)
             else:
                 verify_choice("encoding_format", request.encoding_format, ENCODING_FORMATS)
                 inputs = await self._inputs(request.input, body_size)
 
             def entries(group: RequestGroup) -> Iterator[dict[str, Any]]:
-                vectors = (
-                    self._embeddings(request, group)
-                    if classifier is None
-                    else (
-                        class_scores(each.pooled, classifier, activate=request.use_activation)
-                        for each in group.sequences
-                    )
-                )
-                for index, vector in enumerate(vectors):
-                    data = _encoded(vector, request.encoding_format)
+                for index, vectors in enumerate(self._results(request, group, inputs, kind)):
+                    data = _encoded(vectors, request.encoding_format)
                     yield {"object": "pooling", "index": index, "data": data}
 
             answer = partial(self._answer, request, "pool", entries)
-            return await self._pooling.run(http, request, inputs, answer)
+            return await self._pooling.run(http, request, inputs, kind, answer)
 
     @accepts(ClassificationRequest)
     async def classify(self, http: Request) -> Response:
@@ -127,12 +133,15 @@ class Embeddings:
                 classifier = verify_classifies(self._serving.config.model)
             except ParameterError as error:
                 raise rename_parameter(error, error.param) from None
+            kind = self._find_kind(None)
             inputs = await self._inputs(request.input, body_size)
 
             def entries(group: RequestGroup) -> Iterator[dict[str, Any]]:
                 for index, sequence in enumerate(group.sequences):
                     scores = class_scores(
-                        sequence.pooled, classifier, activate=request.use_activation
+                        np.frombuffer(sequence.pooled, np.float32),
+                        classifier,
+                        activate=request.use_activation,
                     )
                     yield {
                         "index": index,
@@ -142,7 +151,7 @@ class Embeddings:
                     }
 
             answer = partial(self._answer, request, "classify", entries)
-            return await self._pooling.run(http, request, inputs, answer)
+            return await self._pooling.run(http, request, inputs, kind, answer)
 
     async def _inputs(self, value: Any, body_size: int) -> list[Prompt]:
         size = body_size // BYTES_PER_TOKEN_ID
@@ -168,12 +177,38 @@ class Embeddings:
             each.instruction = instruction
         return inputs
 
-    def _embeddings(self, request: EmbeddingRequest, group: RequestGroup) -> Iterator[Vector]:
-        pooler = self._serving.config.model.pooler
-        for sequence in group.sequences:
-            yield finish_vector(
-                sequence.pooled, pooler, dimensions=request.dimensions, normalize=request.normalize
-            )
+    def _find_kind(self, task: str | None) -> PoolingKind:
+        """Return which vectors a task returns.
+
+        Raises:
+            APIError: The model does not perform the task (400).
+        """
+        try:
+            return find_kind(task, self._serving.config.model)
+        except ParameterError as error:
+            raise rename_parameter(error, error.param) from None
+
+    def _results(
+        self,
+        request: EmbeddingRequest,
+        group: RequestGroup,
+        inputs: list[Prompt],
+        kind: PoolingKind,
+    ) -> Iterator[Vector]:
+        """Return the embeddings or class probabilities of each input: a vector, or a row for each token."""
+        model = self._serving.config.model
+        for sequence, each in zip(group.sequences, inputs, strict=True):
+            vectors = read_vectors(sequence.pooled, kind, model, each.token_ids)
+            if model.classifier is None:
+                yield finish_vectors(
+                    vectors,
+                    model.pooler,
+                    dimensions=request.dimensions,
+                    normalize=request.normalize,
+                )
+            else:
+                activate = request.use_activation if isinstance(request, PoolingRequest) else None
+                yield class_scores(vectors, model.classifier, activate=activate)
 
     def _answer(
         self,

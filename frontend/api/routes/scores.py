@@ -1,7 +1,7 @@
 """`POST /v1/score` and `POST /v1/rerank`: how well two texts match.
 
-A classification head with one class reads both texts together. For any other model, the score is the cosine similarity
-of the texts' embeddings.
+A classification head with one class reads both texts together. For any other model, the score is the similarity of the
+texts' embeddings.
 """
 
 from __future__ import annotations
@@ -15,7 +15,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ....protocol.errors import ParameterError
-from ...client.embeddings import DOCUMENT, QUERY, class_scores, cosines, verify_compares
+from ...client.embeddings import (
+    DOCUMENT,
+    QUERY,
+    Vector,
+    class_scores,
+    read_vectors,
+    similarities,
+    verify_compares,
+)
 from ...client.engine_client import RequestGroup
 from ...http.errors import bad_request, echo, json_response, rename_parameter
 from ..bodies.body import BodyDecoder
@@ -130,12 +138,14 @@ class Scores:
             for prompts, name in ((left, QUERY), (right, DOCUMENT)):
                 for each in prompts:
                     each.instruction = model.pooler.prompts.get(name)
+            texts = [*left, *right]
             return await self._pooling.run(
                 http,
                 request,
-                [*left, *right],
+                texts,
+                model.pooler.kind,
                 lambda group: answer(
-                    group, cosines([s.pooled for s in group.sequences], len(left), model.pooler)
+                    group, similarities(self._vectors(group, texts), len(left), model.pooler)
                 ),
             )
         pairs = []
@@ -156,17 +166,27 @@ class Scores:
             http,
             request,
             pairs,
+            model.pooler.kind,
             lambda group: answer(group, self._class_scores(group, request.use_activation)),
         )
 
     def _model_of(self, request: ComparisonFields) -> str:
         return self._serving.answering_model(request.model)
 
+    def _vectors(self, group: RequestGroup, texts: list[Prompt]) -> list[Vector]:
+        model = self._serving.config.model
+        return [
+            read_vectors(sequence.pooled, model.pooler.kind, model, text.token_ids)
+            for sequence, text in zip(group.sequences, texts, strict=True)
+        ]
+
     def _class_scores(self, group: RequestGroup, activate: bool | None) -> list[float]:
         classifier = self._serving.config.model.classifier
         assert classifier is not None
         return [
-            class_scores(sequence.pooled, classifier, activate=activate).item()
+            class_scores(
+                np.frombuffer(sequence.pooled, np.float32), classifier, activate=activate
+            ).item()
             for sequence in group.sequences
         ]
 

@@ -23,6 +23,7 @@ SMALL = {
     "pad_token_id": 1,
 }
 DISTILBERT = {"dim": 48, "hidden_dim": 80, "n_layers": 2, "n_heads": 6}
+GPT2 = {"n_embd": 48, "n_inner": 80, "n_layer": 2, "n_head": 6, "n_positions": 256}
 MODELS = {
     "BertForSequenceClassification": ({}, 0),
     "RobertaForSequenceClassification": ({}, 0),
@@ -38,7 +39,14 @@ MODELS = {
     "LlamaForSequenceClassification": ({"num_labels": 1}, -1),
     "Qwen2ForSequenceClassification": ({"num_key_value_heads": 2}, -1),
     "Qwen3ForSequenceClassification": ({"head_dim": 8, "num_key_value_heads": 2}, -1),
+    "BertForTokenClassification": ({}, slice(None)),
+    "DistilBertForTokenClassification": (DISTILBERT, slice(None)),
+    "ModernBertForTokenClassification": ({"norm_bias": True}, slice(None)),
+    "NomicBertForTokenClassification": ({"type_vocab_size": 2}, slice(None)),
+    "LlamaForTokenClassification": ({"num_labels": 1}, slice(None)),
+    "GPT2ForTokenClassification": (GPT2, slice(None)),
 }
+"""Architecture -> differences of its config, and the rows of the hidden states that the head reads."""
 
 
 @pytest.mark.parametrize("load", [load_decoder, load_native_decoder])

@@ -70,6 +70,8 @@ class Pooling:
         self._kinds: dict[int, PoolingKind] = {}
         self._parts: dict[int, AnyArray] = {}
         """Per slot, the first token's hidden state [D], or the sum over all tokens so far."""
+        self._chunks: dict[int, list[AnyArray]] = {}
+        """Per slot, the hidden states of the chunks so far, if the result has those of all tokens."""
 
     def add_request(self, slot: int, kind: PoolingKind) -> None:
         """Pool the prompt of `slot`."""
@@ -79,6 +81,7 @@ class Pooling:
         """Discard the hidden states of a slot."""
         self._kinds.pop(slot, None)
         self._parts.pop(slot, None)
+        self._chunks.pop(slot, None)
         if self.alignments is not None:
             self.alignments.remove_prompt(slot)
 
@@ -115,6 +118,14 @@ class Pooling:
                         slots.append(slot)
                         vectors.append(self._align(slot, int(plan.seq_lens_S[row])))
                     continue
+                if self._kinds[slot] is PoolingKind.ALL:
+                    chunk_TD = hidden_TD[start:stop]
+                    if row in ending:
+                        slots.append(slot)
+                        vectors.append(self._join(slot, chunk_TD))
+                    else:
+                        self._chunks.setdefault(slot, []).append(_copy(chunk_TD))
+                    continue
                 if self._kinds[slot] is PoolingKind.MEAN:
                     assert means_SD is not None
                     vector_D = means_SD[row]
@@ -132,6 +143,17 @@ class Pooling:
         if self.alignments is None:
             return np.empty(0, np.float32)
         return self.alignments.finish(slot, num_tokens)
+
+    def _join(self, slot: int, last_TD: AnyArray) -> AnyArray:
+        """Return the results of all tokens of a prompt that ends with these, row by row.
+
+        The head reads the whole prompt at once, so that its results do not depend on the chunks.
+        """
+        chunks = [*self._chunks.pop(slot, ()), last_TD]
+        if self._head is None and isinstance(last_TD, np.ndarray):
+            return np.concatenate(chunks).astype(np.float32).ravel()
+        x_TD = torch.cat([as_tensor(chunk_TD).float() for chunk_TD in chunks])
+        return (x_TD if self._head is None else self._head(x_TD, slot)).flatten()
 
     def _add_chunk(self, slot: int, hidden_TD: AnyArray, *, is_first: bool) -> AnyArray:
         if self._kinds[slot] is PoolingKind.LAST:

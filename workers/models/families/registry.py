@@ -10,7 +10,13 @@ from typing import Any
 from msgspec.structs import replace
 
 from ....protocol.checkpoint.audio_tower import audio_tower_spec, has_audio_tower
-from ....protocol.checkpoint.classification import CLASSIFIER_SUFFIX, is_classifier
+from ....protocol.checkpoint.classification import (
+    CLASSIFIER_SUFFIX,
+    TOKEN_CLASSIFIER_SUFFIX,
+    classifies_tokens,
+    is_classifier,
+    is_reward_model,
+)
 from ....protocol.checkpoint.config_fields import ConfigFields
 from ....protocol.checkpoint.embedding import has_head, is_encoder
 from ....protocol.checkpoint.field_names import (
@@ -137,7 +143,9 @@ _WITHOUT_LOGIT_SCALE = {
 }
 """Architectures whose logits are not multiplied by the decoder's `logit_scale`, as in transformers."""
 
-_WITHOUT_OTHER_HEAD = re.compile(rf"({CLASSIFIER_SUFFIX}|(Text)?Model)$")
+_WITHOUT_OTHER_HEAD = re.compile(
+    rf"({CLASSIFIER_SUFFIX}|{TOKEN_CLASSIFIER_SUFFIX}|For(Process)?RewardModel|(Text)?Model)$"
+)
 
 
 class UnknownArchitecture(CheckpointError):
@@ -182,7 +190,7 @@ def model_spec(config: Mapping[str, Any], path: str | PathLike[str]) -> ModelSpe
     if spec.is_causal and (config.get(name) or fields.get(name)) not in (None, False, "vision"):
         raise fields.error(f"{name} is not supported for this family; use another model")
     if is_classifier(fields) and spec.score_head is None:
-        spec = with_score_head(spec, fields, output=r"^score\.")
+        spec = _with_classifier(spec, fields)
     sizes = (spec.for_layer(layer) for layer in spec.layers)
     for num_heads, num_kv_heads in {(each.num_heads, each.num_kv_heads) for each in sizes}:
         if num_heads % num_kv_heads:
@@ -213,6 +221,25 @@ def model_spec(config: Mapping[str, Any], path: str | PathLike[str]) -> ModelSpe
     if has_audio_tower(whole):
         spec = replace(spec, encoder=audio_tower_spec(whole, spec.hidden_size))
     return spec
+
+
+def _with_classifier(spec: ModelSpec, fields: ConfigFields) -> ModelSpec:
+    """Return the spec with the head that transformers gives to every decoder, or a head that reads each token."""
+    if "InternLM2ForRewardModel" in fields.texts("architectures"):
+        return with_score_head(spec, fields, output=r"^v_head\.")
+    if is_reward_model(fields):
+        return with_score_head(
+            spec,
+            fields,
+            dense=r"^score\.0\.",
+            activation="relu",
+            output=r"^score\.2\.",
+            output_bias=True,
+        )
+    if classifies_tokens(fields):
+        has_bias = fields.boolean("token_classification_bias", True)
+        return with_score_head(spec, fields, output=r"^(score|classifier)\.", output_bias=has_bias)
+    return with_score_head(spec, fields, output=r"^score\.")
 
 
 def _without_axes(spec: ModelSpec) -> ModelSpec:
@@ -253,9 +280,15 @@ def _family(fields: ConfigFields) -> Family:
         fields = text.with_defaults(model_type="llama")
         architectures = []
     if architectures:
-        # Every decoder may have a classification head, or be stored without any head, as embedding models are.
-        known = (_WITHOUT_OTHER_HEAD.sub("ForCausalLM", name) for name in architectures)
-        names = (*architectures, *known)
+        # Every decoder may have a classification head, or be stored without any head, as embedding models are. The
+        # heads of encoders for tokens are alike, too.
+        known = (
+            _WITHOUT_OTHER_HEAD.sub(suffix, name)
+            for name in architectures
+            for suffix in ("ForCausalLM", "LMHeadModel")
+        )
+        bare = (re.sub(f"{TOKEN_CLASSIFIER_SUFFIX}$", "Model", name) for name in architectures)
+        names = (*architectures, *known, *bare)
         found = next((_BY_ARCHITECTURE[name] for name in names if name in _BY_ARCHITECTURE), None)
     else:
         model_type = fields.text("model_type", "")

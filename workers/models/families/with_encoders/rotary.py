@@ -221,6 +221,7 @@ FAMILIES = (
     Family("ModernBertModel", "modernbert", _modernbert),
     Family("ModernBertForMaskedLM", "modernbert", _modernbert),
     Family("ModernBertForSequenceClassification", "modernbert", _modernbert_classifier),
+    Family("ModernBertForTokenClassification", "modernbert", _modernbert_classifier),
     Family("NomicBertModel", "nomic_bert", _nomic),
     Family("NomicBertForMaskedLM", "nomic_bert", _nomic),
     Family("NewModel", "new", _gte),

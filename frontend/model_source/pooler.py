@@ -1,0 +1,65 @@
+"""Apply `--pooler-config` to the way in which a checkpoint pools."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+import msgspec
+
+from ...protocol.config.model import PoolerConfig
+from ...protocol.errors import ConfigError
+from ...protocol.pooling_params import PoolingKind
+
+_STEP: Final = "STEP"
+_KINDS: Final = {
+    "ALL": PoolingKind.ALL,
+    "CLS": PoolingKind.CLS,
+    "LAST": PoolingKind.LAST,
+    "MEAN": PoolingKind.MEAN,
+    _STEP: PoolingKind.ALL,
+}
+"""vLLM's name of a pooling -> which vectors are kept. STEP keeps those of one token, which ends a step."""
+
+_KIND_FIELDS: Final = ("pooling_type", "seq_pooling_type", "tok_pooling_type")
+_FIELDS: Final = (*_KIND_FIELDS, "step_tag_id", "use_activation")
+
+
+def change_pooler(pooler: PoolerConfig, changes: Mapping[str, object]) -> PoolerConfig:
+    """Return a pooler with the changes of `--pooler-config`.
+
+    Raises:
+        ConfigError: A field or its value is not supported.
+    """
+    if unknown := sorted(set(changes).difference(_FIELDS)):
+        raise ConfigError(
+            f"--pooler-config must have no fields but {', '.join(_FIELDS)}, got {unknown[0]!r}"
+        )
+    kind, step_token_id = pooler.kind, -1
+    names = [changes[name] for name in _KIND_FIELDS if changes.get(name) is not None]
+    for name in names:
+        if name not in _KINDS:
+            raise ConfigError(
+                f"pooling_type in --pooler-config must be one of {', '.join(_KINDS)}, got {name!r}"
+            )
+        kind = _KINDS[str(name)]
+    token_id = changes.get("step_tag_id")
+    if token_id is not None:
+        if type(token_id) is not int or token_id < 0 or kind is not PoolingKind.ALL:
+            raise ConfigError(
+                "step_tag_id in --pooler-config must be a token id, with the pooling_type STEP, "
+                f"got {token_id!r}"
+            )
+        step_token_id = token_id
+    elif _STEP in names:
+        raise ConfigError(
+            "step_tag_id is missing in --pooler-config, which the pooling_type STEP needs"
+        )
+    normalize = changes.get("use_activation", pooler.normalize)
+    if not isinstance(normalize, bool):
+        raise ConfigError(
+            f"use_activation in --pooler-config must be true or false, got {normalize!r}"
+        )
+    return msgspec.structs.replace(
+        pooler, kind=kind, normalize=normalize, step_token_id=step_token_id
+    )

@@ -1,0 +1,290 @@
+"""The methods of `LLM` that return vectors, classes and scores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from ...protocol.errors import EngineError, ParameterError
+from ...protocol.pooling_params import PoolingKind
+from ..chat import (
+    ChatTemplate,
+    ModelTemplates,
+    PairTemplate,
+    SpecialTokenGuard,
+    prepare_formats,
+)
+from ..client.embeddings import (
+    DOCUMENT,
+    QUERY,
+    Vector,
+    class_scores,
+    embedding_params,
+    find_kind,
+    find_prompt,
+    finish_vectors,
+    read_vectors,
+    similarities,
+    verify_classifies,
+    verify_compares,
+    verify_dimensions,
+    verify_embeds,
+    verify_embeds_texts,
+)
+from ..client.engine_client import SequenceRequest
+from ..tokenizer.text_pairs import TextPair
+from .local_engine import LocalEngine
+from .loras import LoraChoice, OfflineLoras
+from .outputs import (
+    ClassificationOutput,
+    ClassificationRequestOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
+)
+from .prompts import Prompt, PromptEncoder, as_list
+
+
+class PoolingMethods:
+    """The methods of `LLM` that pool the hidden states of prompts, and what they need."""
+
+    _engine: LocalEngine
+    _loras: OfflineLoras
+    _numbers: Iterator[int]
+    _prompts: PromptEncoder
+    _special_tokens: SpecialTokenGuard
+    _templates: dict[str | None, ModelTemplates]
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        dimensions: int | None = None,
+        normalize: bool | None = None,
+        prompt_name: str | None = None,
+        lora_request: LoraChoice = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """Embed every prompt and return the vectors in the order of the prompts.
+
+        Args:
+            prompts: One prompt or a list of them.
+            dimensions: The number of leading elements to keep, for models trained for it; None for all.
+            normalize: Whether vectors are scaled to L2 norm 1. The default is the model's own.
+            prompt_name: The model's prompt to put before every text. The default is the model's own.
+            lora_request: The LoRA adapter to use, as for `generate`. The default is the base model.
+
+        Raises:
+            ParameterError: A prompt or parameter is invalid; nothing was embedded.
+            EngineError: A prompt failed.
+        """
+        model = self._engine.config.model
+        verify_embeds_texts(model)
+        verify_dimensions(dimensions, model.pooler)
+        instruction = find_prompt(prompt_name, model.pooler)
+        wanted = [self._prompts.encode_tokens(prompt, instruction) for prompt in as_list(prompts)]
+        request_id, pooled = self._pool([TextPair(ids, 0) for ids in wanted], lora_request)
+        outputs = []
+        for token_ids, vector in zip(wanted, pooled, strict=True):
+            embedding = finish_vectors(
+                vector, model.pooler, dimensions=dimensions, normalize=normalize
+            )
+            outputs.append(
+                EmbeddingRequestOutput(request_id, token_ids, EmbeddingOutput(embedding.tolist()))
+            )
+        return outputs
+
+    def classify(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        use_activation: bool | None = None,
+        lora_request: LoraChoice = None,
+    ) -> list[ClassificationRequestOutput]:
+        """Classify every prompt with the model's head and return the classes in the order of the prompts.
+
+        Args:
+            prompts: One prompt or a list of them.
+            use_activation: False returns the scores (logits) instead of probabilities.
+            lora_request: The LoRA adapter to use, as for `generate`. The default is the base model.
+
+        Raises:
+            ParameterError: The model has no classification head, or a prompt is invalid; nothing was classified.
+            EngineError: A prompt failed.
+        """
+        classifier = verify_classifies(self._engine.config.model)
+        wanted = [self._prompts.encode_tokens(prompt) for prompt in as_list(prompts)]
+        request_id, pooled = self._pool([TextPair(ids, 0) for ids in wanted], lora_request)
+        outputs = []
+        for token_ids, vector in zip(wanted, pooled, strict=True):
+            scores = class_scores(vector, classifier, activate=use_activation)
+            label = classifier.labels[int(scores.argmax())]
+            result = ClassificationOutput(scores.tolist(), label)
+            outputs.append(ClassificationRequestOutput(request_id, token_ids, result))
+        return outputs
+
+    def encode(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling_task: str | None = None,
+        use_activation: bool | None = None,
+        lora_request: LoraChoice = None,
+    ) -> list[PoolingRequestOutput]:
+        """Return the embedding or the class probabilities of every prompt, or of each of its tokens.
+
+        Args:
+            prompts: One prompt or a list of them.
+            pooling_task: "embed" or "token_embed", or for a model with a classification head "classify" or
+                "token_classify". The default is what the model was trained for.
+            use_activation: False returns embeddings that are not normalized, and scores instead of probabilities.
+            lora_request: The LoRA adapter to use, as for `generate`. The default is the base model.
+
+        Raises:
+            ParameterError: The model does not perform the task, or a prompt is invalid; nothing was computed.
+            EngineError: A prompt failed.
+        """
+        model = self._engine.config.model
+        kind = find_kind(pooling_task, model)
+        if model.classifier is None:
+            verify_embeds(model)
+        instruction = find_prompt(None, model.pooler)
+        wanted = [self._prompts.encode_tokens(prompt, instruction) for prompt in as_list(prompts)]
+        request_id, pooled = self._pool([TextPair(ids, 0) for ids in wanted], lora_request, kind)
+        outputs = []
+        for token_ids, vectors in zip(wanted, pooled, strict=True):
+            if model.classifier is None:
+                vectors = finish_vectors(
+                    vectors, model.pooler, dimensions=None, normalize=use_activation
+                )
+            else:
+                vectors = class_scores(vectors, model.classifier, activate=use_activation)
+            result = PoolingOutput(vectors.tolist())
+            outputs.append(PoolingRequestOutput(request_id, token_ids, result))
+        return outputs
+
+    def score(
+        self,
+        text_1: str | Sequence[str],
+        text_2: str | Sequence[str],
+        *,
+        use_activation: bool | None = None,
+        chat_template: str | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        lora_request: LoraChoice = None,
+    ) -> list[ScoringRequestOutput]:
+        """Score how well each second text matches its first one. Return the scores in the order of the second texts.
+
+        A model with a classification head of one class reads both texts together. For any other model, the score is the
+        similarity of the texts' embeddings: their cosine, or MaxSim if each token has an embedding.
+
+        Args:
+            text_1: One text for all, or as many texts as in `text_2`.
+            text_2: One text or a list of them.
+            use_activation: False returns the scores (logits) instead of probabilities.
+            chat_template: The template for pairs of texts, or its path, for a decoder that reads them together.
+            chat_template_kwargs: Extra variables for the template.
+            lora_request: The LoRA adapter to use, as for `generate`. The default is the base model.
+
+        Raises:
+            ParameterError: The model has several classes, or a text is invalid; nothing was scored.
+            EngineError: A pair failed.
+        """
+        model = self._engine.config.model
+        verify_compares(model)
+        firsts, seconds = _as_texts(text_1), _as_texts(text_2)
+        if len(firsts) not in (1, len(seconds)):
+            raise ParameterError("text_1", f"has {len(firsts)} texts, text_2 has {len(seconds)}")
+        if model.classifier is None:
+            prompts = [
+                *((text, QUERY) for text in firsts),
+                *((text, DOCUMENT) for text in seconds),
+            ]
+            wanted = [
+                TextPair(self._prompts.encode_tokens(text, model.pooler.prompts.get(name, "")), 0)
+                for text, name in prompts
+            ]
+            request_id, pooled = self._pool(wanted, lora_request)
+            scores = similarities(pooled, len(firsts), model.pooler)
+            wanted = wanted[len(firsts) :]
+        else:
+            firsts *= 1 if len(firsts) == len(seconds) else len(seconds)
+            pairs = zip(firsts, seconds, strict=True)
+            tokenizer = self._engine.tokenizer
+            chat_template = chat_template or self._engine.config.frontend.chat_template
+            if chat_template is None:
+                wanted = [
+                    tokenizer.pair_joiner.join(
+                        tokenizer.encode(first, add_special_tokens=False),
+                        tokenizer.encode(second, add_special_tokens=False),
+                    )
+                    for first, second in pairs
+                ]
+            else:
+                template = PairTemplate(self._template(chat_template, False), self._special_tokens)
+                kwargs = chat_template_kwargs or {}
+                wanted = [TextPair(list(template.encode(*pair, kwargs)), 0) for pair in pairs]
+            request_id, pooled = self._pool(wanted, lora_request)
+            scores = [
+                class_scores(vector, model.classifier, activate=use_activation).item()
+                for vector in pooled
+            ]
+        return [
+            ScoringRequestOutput(request_id, pair.token_ids, ScoringOutput(score))
+            for pair, score in zip(wanted, scores, strict=True)
+        ]
+
+    def _pool(
+        self, prompts: list[TextPair], lora_request: LoraChoice, kind: PoolingKind | None = None
+    ) -> tuple[str, list[Vector]]:
+        """Return the ID of a request and the result of each of its prompts, by default as the model was trained."""
+        lora, model = self._loras.find(lora_request), self._engine.config.model
+        kind = model.pooler.kind if kind is None else kind
+        pooling, params = model.pooling_params_of(kind), embedding_params()
+        sequences = [
+            SequenceRequest(
+                prompt.token_ids,
+                params,
+                pooling=msgspec.structs.replace(pooling, second_segment=prompt.second_segment),
+                lora=lora,
+            )
+            for prompt in prompts
+        ]
+        request_id = str(next(self._numbers))
+        if not sequences:
+            return request_id, []
+        pooled = self._engine.run(self._run_pooling(sequences, request_id))
+        return request_id, [
+            read_vectors(each, kind, model, np.array(prompt.token_ids, np.int32))
+            for each, prompt in zip(pooled, prompts, strict=True)
+        ]
+
+    async def _run_pooling(self, sequences: list[SequenceRequest], request_id: str) -> list[bytes]:
+        group = await self._engine.client.submit(sequences, request_id=request_id)
+        try:
+            for delta in await group.result():
+                if delta.error is not None:
+                    raise EngineError(delta.error)
+        finally:
+            group.abort()
+        return [sequence.pooled for sequence in group.sequences]
+
+    def _template(self, instead: str | None, with_tools: bool) -> ChatTemplate:
+        if instead not in self._templates:
+            config, tokenizer = self._engine.config, self._engine.tokenizer
+            templates = ModelTemplates(tokenizer, instead, architecture=config.model.architecture)
+            prepare_formats(config.frontend, templates)
+            self._templates[instead] = templates
+        template = self._templates[instead].choose(with_tools)
+        if template is None:
+            raise ParameterError("chat_template", "is required: this model has no chat template")
+        return template
+
+
+def _as_texts(texts: str | Sequence[str]) -> list[str]:
+    return [texts] if isinstance(texts, str) else list(texts)

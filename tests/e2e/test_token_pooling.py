@@ -1,0 +1,185 @@
+"""Vectors and classes of single tokens, rewards of steps, and reranking by late interaction, over HTTP and offline."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from engine.frontend.offline.llm import LLM
+from engine.protocol.errors import ConfigError, ParameterError
+from safetensors.torch import save_file
+from support.server import Server, assert_nothing_is_held
+from support.tiny_checkpoints import QWEN3, qwen3_directory, random_model, sentencepiece_tokenizer
+from support.words_bert import bert_directory
+
+BACKENDS = ("native", "torch")
+STEP = 7
+PROMPTS = [[5, 6, STEP, 9], [*range(10, 70), STEP, 3, 4, STEP], [STEP]]
+
+
+def pool(server: Server, **body: Any) -> list[np.ndarray]:
+    status, answer = server.post("/pooling", body)
+    assert status == 200, answer
+    return [np.array(entry["data"], np.float32) for entry in answer["data"]]
+
+
+def token_classifier(path: Path) -> Any:
+    """Write a BERT that classifies tokens, and return transformers' model."""
+    bert_directory(path, 3)
+    config = transformers.BertConfig.from_pretrained(path)
+    torch.manual_seed(3)
+    model = transformers.BertForTokenClassification(config).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, 0, 0.5)
+    model.save_pretrained(path)
+    return model
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_encoder_classifies_each_token_of_a_text(tmp_path: Path, backend: str) -> None:
+    model = token_classifier(tmp_path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    texts = ["seven wizards", "the quick brown fox jumps over the lazy dog", "tea"]
+    with Server(str(tmp_path), "--cpu-backend", backend) as server:
+        found = pool(server, input=texts)
+        scores = pool(server, input=texts, task="token_classify", use_activation=False)
+        assert np.array_equal(pool(server, input=texts[1])[0], found[1])
+        for path, body, words in (
+            ("/classify", {"input": "tea"}, "classifies each token"),
+            ("/v1/score", {"text_1": "a", "text_2": "b"}, "classifies each token"),
+            ("/pooling", {"input": "tea", "task": "classify"}, 'must be "token_classify"'),
+        ):
+            status, answer = server.post(path, body)
+            assert status == 400 and words in answer["error"]["message"], answer
+        assert_nothing_is_held(server)
+    with LLM(str(tmp_path), cpu_backend=backend) as llm:
+        outputs = llm.encode(texts)
+        assert [output.outputs.data for output in outputs] == [each.tolist() for each in found]
+        with pytest.raises(ParameterError, match="classifies each token"):
+            llm.classify("tea")
+    for text, probabilities, logits in zip(texts, found, scores, strict=True):
+        encoded = tokenizer(text, return_tensors="pt", return_token_type_ids=True)
+        with torch.inference_mode():
+            expected = model(**encoded).logits[0]
+        np.testing.assert_allclose(logits, expected, atol=1e-4)
+        np.testing.assert_allclose(probabilities, expected.softmax(-1), atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_decoder_embeds_each_token_whatever_the_chunks(tmp_path: Path, backend: str) -> None:
+    path, model = qwen3_directory(tmp_path)
+    found = []
+    for budget in ("16", "512"):
+        flags = ("--cpu-backend", backend, "--max-num-batched-tokens", budget)
+        flags += ("--max-num-seqs", "8", "--dtype", "float32")
+        with Server(str(path), "--served-model-name", "tiny", *flags) as server:
+            # The second time, the prompts are in the prefix cache, which has no hidden states.
+            found += [pool(server, input=PROMPTS, task="token_embed") for _ in range(2)]
+            status, answer = server.post("/v1/embeddings", {"input": PROMPTS})
+            assert status == 200
+            lasts = [entry["embedding"] for entry in answer["data"]]
+            assert_nothing_is_held(server)
+    for other in found[1:]:
+        assert all(map(np.array_equal, other, found[0]))
+    for prompt, vectors, last in zip(PROMPTS, found[0], lasts, strict=True):
+        with torch.inference_mode():
+            hidden = model.model(torch.tensor([prompt])).last_hidden_state[0]
+        np.testing.assert_allclose(vectors, torch.nn.functional.normalize(hidden), atol=1e-4)
+        np.testing.assert_allclose(vectors[-1], last, atol=1e-5)
+
+
+def test_a_process_reward_model_scores_the_ends_of_steps(tmp_path: Path) -> None:
+    tokenizer = sentencepiece_tokenizer()
+    model = random_model("Qwen2Config", "Qwen2ForCausalLM", QWEN3, tokenizer)
+    size = model.config.hidden_size
+    torch.manual_seed(4)
+    head = torch.nn.Sequential(
+        torch.nn.Linear(size, size), torch.nn.ReLU(), torch.nn.Linear(size, 2)
+    )
+    tensors = {f"model.{name}": tensor for name, tensor in model.model.state_dict().items()}
+    tensors |= {f"score.{name}": tensor for name, tensor in head.state_dict().items()}
+    tokenizer.save_pretrained(tmp_path)
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()},
+        tmp_path / "model.safetensors",
+    )
+    config = model.config.to_dict() | {"architectures": ["Qwen2ForProcessRewardModel"]}
+    (tmp_path / "config.json").write_text(json.dumps(config, default=str))
+    with pytest.raises(ConfigError, match="step_tag_id is missing"):
+        LLM(str(tmp_path), pooler_config={"pooling_type": "STEP"})
+    with LLM(str(tmp_path), pooler_config={"pooling_type": "STEP", "step_tag_id": STEP}) as llm:
+        found = [output.outputs.data for output in llm.encode(PROMPTS)]
+    for prompt, rewards in zip(PROMPTS, found, strict=True):
+        with torch.inference_mode():
+            scores = head(model.model(torch.tensor([prompt])).last_hidden_state[0]).softmax(-1)
+        ends = [i for i, token in enumerate(prompt) if token == STEP]
+        np.testing.assert_allclose(rewards, scores[ends], atol=1e-4)
+
+
+def test_a_decoder_that_writes_one_of_two_tokens_scores_the_ends_of_steps(tmp_path: Path) -> None:
+    path, model = qwen3_directory(tmp_path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    no, yes = 20, 21
+    tokens = tokenizer.convert_ids_to_tokens([no, yes])
+    keywords: dict[str, Any] = {"hf_overrides": {"classifier_from_token": tokens}}
+    keywords["pooler_config"] = {"pooling_type": "STEP", "step_tag_id": STEP}
+    with LLM(str(path), dtype="float32", **keywords) as llm:
+        found = [output.outputs.data for output in llm.encode(PROMPTS)]
+    for prompt, scores in zip(PROMPTS, found, strict=True):
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt])).logits[0]
+        expected = (logits[:, yes] - logits[:, no]).sigmoid()
+        ends = [i for i, token in enumerate(prompt) if token == STEP]
+        np.testing.assert_allclose(np.array(scores)[:, 0], expected[ends], atol=1e-4)
+
+
+def test_a_model_for_late_interaction_reranks_by_maxsim(tmp_path: Path) -> None:
+    _, model = bert_directory(tmp_path, 1)
+    model.bert.save_pretrained(tmp_path)
+    dense = torch.nn.Linear(64, 16, bias=False)
+    (tmp_path / "1_Dense").mkdir()
+    save_file({"linear.weight": dense.weight.detach()}, tmp_path / "1_Dense" / "model.safetensors")
+    fields = {"in_features": 64, "out_features": 16, "bias": False}
+    fields["activation_function"] = "torch.nn.modules.linear.Identity"
+    (tmp_path / "1_Dense" / "config.json").write_text(json.dumps(fields))
+    modules = [
+        ("", "sentence_transformers.models.Transformer"),
+        ("1_Dense", "pylate.models.Dense.Dense"),
+    ]
+    kinds = [{"path": path, "type": kind} for path, kind in modules]
+    (tmp_path / "modules.json").write_text(json.dumps(kinds))
+    markers = {"query_prefix": "good ", "document_prefix": "bad "}
+    (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(markers))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    query, documents = "seven wizards", ["the lazy fox", "wizards brew tea", "tea in the old tower"]
+
+    def vectors(text: str) -> torch.Tensor:
+        encoded = tokenizer(text, return_tensors="pt", return_token_type_ids=True)
+        with torch.inference_mode():
+            hidden = model.bert(**encoded).last_hidden_state[0]
+            return torch.nn.functional.normalize(dense(hidden))
+
+    expected = [
+        float((vectors(f"good {query}") @ vectors(f"bad {text}").T).amax(1).sum())
+        for text in documents
+    ]
+    with Server(str(tmp_path), "--served-model-name", "colbert") as server:
+        status, answer = server.post("/v1/rerank", {"query": query, "documents": documents})
+        assert status == 200, answer
+        order = sorted(range(3), key=lambda i: -expected[i])
+        assert [each["index"] for each in answer["results"]] == order
+        scores = [each["relevance_score"] for each in answer["results"]]
+        np.testing.assert_allclose(scores, sorted(expected, reverse=True), atol=1e-4)
+        [tokens] = pool(server, input=f"good {query}")
+        np.testing.assert_allclose(tokens, vectors(f"good {query}"), atol=1e-4)
+        status, answer = server.post("/v1/embeddings", {"input": query})
+        assert status == 400 and "embeds each token" in answer["error"]["message"]
+        many = ["tea " * 110] * 2400
+        status, answer = server.post("/pooling", {"input": many})
+        assert status == 400 and "4194304" in answer["error"]["message"], answer
+        assert_nothing_is_held(server)
