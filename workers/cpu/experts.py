@@ -86,7 +86,7 @@ class NativeExperts(structs.ExpertLayer):
         scales = None
         if experts.has_expert_scales:
             name = f"{prefix}gate.per_expert_scale"
-            scales = weights.vector(name, experts.num_experts)
+            scales = weights.vector(name, experts.num_experts + experts.num_identities)
         by_token: NDArray[np.int32] | None = None
         if experts.is_hashed:
             shape = spec.vocab_size, experts.num_experts_per_token
@@ -100,8 +100,9 @@ class NativeExperts(structs.ExpertLayer):
         second_tokens = np.array(experts.second_tokens, np.int32)
         self._of_experts = correction, scales, by_token, second_tokens
         router = structs.Router(
-            experts.num_experts,
+            experts.num_experts + experts.num_identities,
             experts.num_experts_per_token,
+            experts.num_identities,
             _SCORING[experts.scoring],
             experts.renormalizes,
             experts.num_groups,
@@ -160,7 +161,7 @@ class NativeExperts(structs.ExpertLayer):
 
 def _check(experts: ExpertsSpec) -> None:
     """Raise an error if a token cannot choose as many experts as the config says."""
-    group_size, rest = divmod(experts.num_experts, experts.num_groups)
+    group_size, rest = divmod(experts.num_experts + experts.num_identities, experts.num_groups)
     num_allowed = group_size * min(experts.num_groups_per_token, experts.num_groups)
     if rest or (experts.num_groups > 1 and experts.num_experts_per_token > num_allowed):
         raise NotSupportedNatively(

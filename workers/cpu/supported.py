@@ -15,11 +15,8 @@ def check_supported(spec: ModelSpec) -> None:
 
 def unsupported_features(spec: ModelSpec) -> list[str]:
     """Return the features of the model for which native programs have no operation."""
-    experts = [layer.experts for layer in spec.layers if layer.experts is not None]
     features = {
         "clamped MLPs without a gate": not spec.has_gate and spec.activation == "clamped_swiglu",
-        "experts beside attention": spec.is_parallel
-        and any(layer.experts is not None for layer in spec.layers),
         "compressed attention whose head_dim is not a multiple of 16, or whose index_head_dim is odd": (
             spec.compressed is not None
             and (spec.head_dim % 16 != 0 or spec.compressed.indexer.head_dim % 2 != 0)
@@ -28,9 +25,6 @@ def unsupported_features(spec: ModelSpec) -> list[str]:
             layer.latent is not None for layer in spec.layers
         )
         or (spec.latent is not None and spec.latent.norms_rotated_key),
-        "experts that return their input, or shortcuts": any(
-            each.num_identities or each.is_shortcut for each in experts
-        ),
         "convolutions within layers": any(
             isinstance(layer.recurrent, InnerConvolutions) for layer in spec.layers
         ),

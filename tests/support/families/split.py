@@ -58,6 +58,26 @@ INDEXED = {
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
 }
+SHORTCUTS = {name: INDEXED[name] for name in INDEXED if "index" not in name} | {
+    "num_hidden_layers": 4,
+    "n_routed_experts": 8,
+    "zero_expert_num": 3,
+    "moe_topk": 4,
+    "expert_ffn_hidden_size": 64,
+    "ffn_hidden_size": 96,
+}
+"""Experts whose output is added after the next layer, some of which return their input."""
+BESIDE_ATTENTION = {
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "num_shared_experts": 1,
+    "sliding_window": 10,
+    "sliding_window_pattern": 2,
+    "intermediate_size": 64,
+}
+"""Experts that read the same hidden states as attention."""
 SHARED_LATENT = {
     "kv_source_layers": [0, 0, 0, 3, 3],
     "no_rope_layers": [1] * 5,

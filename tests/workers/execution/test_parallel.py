@@ -18,7 +18,15 @@ from support.families import make_multimodal
 from support.families.compressed import HASHED
 from support.families.experts import BLOCKS_OF_KEYS, GATED
 from support.families.recurrent import HASHED_NGRAMS, SHARED_BLOCKS
-from support.families.split import INDEXED, SHARED_LATENT, SHARING, SMALL_VALUES, SPLIT_GROUPS
+from support.families.split import (
+    BESIDE_ATTENTION,
+    INDEXED,
+    SHARED_LATENT,
+    SHARING,
+    SHORTCUTS,
+    SMALL_VALUES,
+    SPLIT_GROUPS,
+)
 from support.gguf_writer import write_gguf
 from support.quantized_checkpoints import quantize_directory
 from support.replica import NUM_TOKENS, RankResult, Served, run_replica, timeouts, workload
@@ -198,6 +206,7 @@ OTHER_MIXTURES = {
             "first_k_dense_replace": 1,
         },
     ),
+    "longcat": ("LongcatFlashConfig", "LongcatFlashForCausalLM", SHORTCUTS),
 }
 TWO_MIXTURES = {
     "num_key_value_heads": 12,
@@ -309,6 +318,8 @@ def test_layers_that_share_keys_or_differ_in_their_heads_can_be_split(
     models["axk2"] = ("AXK2", "AXK2", INDEXED | {"mlp_layer_types": ["dense", *["sparse"] * 4]})
     models["hy4"] = ("HYV4", "HYV4", INDEXED | {"hc_mult": 3})
     models["mimo-v2"] = ("MiMoV2Flash", "MiMoV2Flash", SMALL_VALUES)
+    models["longcat"] = ("LongcatFlash", "LongcatFlash", SHORTCUTS)
+    models["cohere2-moe"] = ("Cohere2Moe", "Cohere2Moe", BESIDE_ATTENTION)
     models["laguna"] = ("Laguna", "Laguna", GATED)
     models["zamba2"] = ("Zamba2", "Zamba2", SHARED_BLOCKS)
     window = {"attention_window_size": 16}

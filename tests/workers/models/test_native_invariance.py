@@ -37,6 +37,7 @@ def make(name, **differences):
 
 NAMES = [
     "axk2",
+    "cohere2-moe",
     "gemma3n",
     "gemma4-moe",
     "gemma4-shared",
@@ -44,6 +45,7 @@ NAMES = [
     "Glm5Next",
     "hy4",
     "laguna",
+    "longcat",
     "minimax-m3",
     "MistralLarge4",
     "Qwen4Exp",

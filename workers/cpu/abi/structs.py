@@ -80,6 +80,7 @@ OP_KINDS = (
     "gate_ngrams",
     "convolve_ngrams",
     "norm_columns",
+    "add_shortcut",
 )
 
 ACTIVATIONS = (
@@ -184,6 +185,7 @@ class Router(ctypes.Structure):
     _fields_ = (
         ("num_experts", c_int32),
         ("num_chosen", c_int32),
+        ("num_identities", c_int32),
         ("scoring", c_int32),
         ("renormalizes", c_int32),
         ("num_groups", c_int32),

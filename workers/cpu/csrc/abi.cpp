@@ -101,9 +101,9 @@ std::string describe() {
          projection_size, mixed_size, num_streams, input_size, latent, index_dim, index_inputs, is_compressed,
          num_threads)
   STRUCT(AttentionLayer, scale, softcap, window, rounds_alibi)
-  STRUCT(Router, num_experts, num_chosen, scoring, renormalizes, num_groups, num_chosen_groups, num_best,
-         corrects_logits, scale, mixer_noise, softcap, correction, scales, experts_by_token, num_second_tokens,
-         second_tokens)
+  STRUCT(Router, num_experts, num_chosen, num_identities, scoring, renormalizes, num_groups, num_chosen_groups,
+         num_best, corrects_logits, scale, mixer_noise, softcap, correction, scales, experts_by_token,
+         num_second_tokens, second_tokens)
   STRUCT(GateLimit, bound, is_activated)
   STRUCT(ExpertExchange, num_ranks, begin_round, dispatch, collect)
   STRUCT(ExpertLayer, router, size, first, count, adds_block, has_shared_gate, scales_inputs, gate_limit, gate, up,
@@ -154,7 +154,7 @@ std::string describe() {
        choose_keys, quantize_inputs, norm_activations, store_index, keep_inputs, join_inputs, quantize_sum,
        repeat_streams, mix_streams, update_streams, norm_beside, gated_norm_add, add_kept, summarize_group,
        store_entries, scale_heads, load_key, average_group, norm_streams, embed_ngrams, gate_ngrams, convolve_ngrams,
-       norm_columns)
+       norm_columns, add_shortcut)
   FOR_EACH(FUNCTION, engine_isa, engine_isa_name, engine_select_isa, engine_can_pack, engine_packed_bytes,
            engine_pack_rows, engine_finish_packing, engine_activation_row_bytes, engine_quantize_rows,
            engine_linear_rows, engine_unpack_weight_row, engine_program_new, engine_program_free, engine_program_add,

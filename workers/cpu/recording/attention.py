@@ -31,7 +31,7 @@ from ..library import NotSupportedNatively
 from ..packing import GROUP_SIZE, ActivationKind, PackedWeight
 from ..program import Floats
 from .altup import AltUpRecorder
-from .blocks import BLOCK, PART, QKV, BlockRecorder
+from .blocks import BLOCK, PART, QKV, SHORTCUT, BlockRecorder
 
 LOG2_E = np.float32(np.log2(np.e))
 """log2(e): native softmaxes use base 2."""
@@ -123,8 +123,10 @@ class AttentionRecorder:
             assert norms.attention_input is not None
             first_column = sum(part.n for part in matrices.inputs)
             self._altup.add_laurel(prefix, norms.attention_input, first_column)
-        # In a parallel layer, the MLP reads the stream as it was before attention.
-        target = BLOCK if self._spec.is_parallel else None
+        # In a parallel layer, the MLP or the experts, which use the block, read the stream as it was before attention.
+        target = None
+        if self._spec.is_parallel:
+            target = BLOCK if layer.experts is None else SHORTCUT
         self.attend(index, prefix, layer, matrices, norms.attention_output, target)
 
     def read(self, prefix: str, layer: LayerSpec) -> AttentionMatrices:

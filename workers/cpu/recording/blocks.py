@@ -21,7 +21,7 @@ from ..packing import ActivationKind, PackedWeight
 from ..program import Floats, NativeProgram
 from ..weights import NativeWeightReader, intermediate_shares
 
-QKV, RESIDUAL, BLOCK, PART, ROUTER, INPUTS, ACTIVATIONS, ADDED = range(8)
+QKV, RESIDUAL, BLOCK, PART, ROUTER, INPUTS, ACTIVATIONS, ADDED, SHORTCUT = range(9)
 """The values of a product's target; see `Op` in csrc/model/model.h."""
 
 
@@ -381,6 +381,18 @@ class BlockRecorder:
         if spec.norm_kind == "layer" and spec.norm_bias:
             bias_D = self.weights.vector(f"{name}.bias", spec.hidden_size)
         return [self.norm(name, spec.hidden_size), bias_D]
+
+    def plain_norm(self, name: str) -> tuple[list[Floats | None], float]:
+        """Return the weight and the bias of a norm over the hidden size, and its epsilon.
+
+        Raises:
+            NotSupportedNatively: The norm has a gate.
+        """
+        if self.spec.norm_gate is not None and self.spec.norm_gate.applies(name):
+            raise NotSupportedNatively(
+                "the native CPU backend does not support experts that return their input, after a norm with a gate"
+            )
+        return self.hidden_norm(name), self.spec.hidden_norm_eps(name)
 
     def _norm_gate(self, name: str) -> NativeNormGate | None:
         """Return the gate of a norm of the hidden size, or None if it has none."""

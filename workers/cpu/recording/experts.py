@@ -12,7 +12,7 @@ from ...models.experts.router import read_router
 from ..experts import NativeExperts
 from ..library import NotSupportedNatively
 from ..program import Floats
-from .blocks import BLOCK, MLP, PART, QKV, RESIDUAL, ROUTER, BlockRecorder
+from .blocks import BLOCK, MLP, PART, QKV, RESIDUAL, ROUTER, SHORTCUT, BlockRecorder
 
 
 def record_experts(
@@ -25,28 +25,30 @@ def record_experts(
 ) -> None:
     """Record the mixture of experts of a layer, which is number `index` of this shard.
 
-    `shared_limit` is the limit of the gates in the shared experts.
+    `shared_limit` is the limit of the gates in the shared experts. If the experts are a shortcut, their output is kept
+    for the operation `add_shortcut`.
     """
     spec, weights, program = blocks.spec, blocks.weights, blocks.program
-    norm = norms.mlp_input
+    norm, module = norms.mlp_input, f"{prefix}{'shortcut' if experts.is_shortcut else 'mlp'}."
+    num_logits = experts.num_experts + experts.num_identities
     vectors: list[Floats | None] = [None]
     if experts.has_router_bias:
-        vectors = [weights.vector(f"{prefix}mlp.gate.bias", experts.num_experts)]
-    name = f"{prefix}mlp.gate.weight"
+        vectors = [weights.vector(f"{module}gate.bias", num_logits)]
+    name = f"{module}gate.weight"
     if experts.logit_multiplier == 1.0 and not experts.second_size:
-        router = [weights.packed_float32(name, experts.num_experts, spec.hidden_size)]
+        router = [weights.packed_float32(name, num_logits, spec.hidden_size)]
     else:
-        matrix = read_router(experts, weights, f"{prefix}mlp.gate.", spec.hidden_size)
+        matrix = read_router(experts, weights, f"{module}gate.", spec.hidden_size)
         router = [weights.pack_float_tensor(name, matrix)]
     if experts.has_shared_gate:
-        name = f"{prefix}mlp.shared_expert_gate.weight"
+        name = f"{module}shared_expert_gate.weight"
         router.append(weights.packed_float32(name, 1, spec.hidden_size))
         vectors.append(None)
     kind = blocks.quantize(prefix, norm, router)
     program.add_op(
         "linear", input_kind=kind, source=0, target=ROUTER, parts=router, vectors=vectors
     )
-    native = NativeExperts(spec, experts, weights, f"{prefix}mlp.", blocks.shard)
+    native = NativeExperts(spec, experts, weights, module, blocks.shard)
     program.add_op("route", experts=native)
     mixture: dict[str, Any] = {"experts": native, "layer": index}
     if experts.latent_size:
@@ -56,7 +58,7 @@ def record_experts(
     program.add_op("gated_experts", input_kind=kind, activation_kind=native.output_kind, **mixture)
     program.add_op("expert_outputs", input_kind=native.output_kind, **mixture)
     if experts.shared_intermediate_size:
-        mlp = blocks.read_mlp(f"{prefix}mlp.shared_experts.", experts.shared_intermediate_size)
+        mlp = blocks.read_mlp(f"{module}shared_experts.", experts.shared_intermediate_size)
         if mlp.gate_up[0].activation_kind.for_whole_rows != kind:
             kind = blocks.quantize(prefix, norm, mlp.gate_up)
         blocks.add_gated(mlp, kind, limit=shared_limit)
@@ -70,14 +72,23 @@ def record_experts(
             parts=[mlp.down],
             vectors=[mlp.down_bias if is_first else None],
         )
-    output_norm = norms.mlp_output
+    output_norm, eps = norms.mlp_output, spec.norm_eps
+    identity_norm: list[Floats | None] = []
+    if experts.num_identities and norm is not None:
+        identity_norm, eps = blocks.plain_norm(f"{prefix}{norm}")
+    target = SHORTCUT if experts.is_shortcut else None
     program.add_op(
         "combine_experts",
-        target=blocks.target_of(output_norm),
+        target=blocks.target_of(output_norm, target),
+        vectors=[None, *identity_norm],
+        eps=eps,
         scale=spec.residual_multiplier,
         **mixture,
     )
-    blocks.finish_block(prefix, None, output_norm, spec.residual_multiplier)
+    if not experts.is_shortcut:
+        return blocks.finish_block(prefix, None, output_norm, spec.residual_multiplier)
+    if not blocks.is_alone:
+        blocks.add_sum(SHORTCUT)
 
 
 def record_experts_beside(
@@ -134,10 +145,12 @@ def _record_latent_experts(
     """
     spec, program, native = blocks.spec, blocks.program, mixture["experts"]
     output_norm = norms.mlp_output
-    if experts.has_shared_gate or (output_norm and experts.shared_intermediate_size):
+    is_other = experts.has_shared_gate or experts.num_identities or experts.is_shortcut
+    if is_other or (output_norm and experts.shared_intermediate_size):
         raise NotSupportedNatively(
             "the native CPU backend does not support experts with a projected input (latent_size) together with a "
-            "shared-expert gate, or with a norm of the MLP's output and shared experts"
+            "shared-expert gate, experts that return their input, or a shortcut, or with a norm of the MLP's output "
+            "and shared experts"
         )
     if experts.has_latent_norms and not (blocks.is_alone or blocks.shard.has_whole_experts):
         raise NotSupportedNatively(

@@ -113,6 +113,7 @@ class LatentRecorder:
         norm = None
         if layer.kv_source is None:
             norm = self._weights.vector(f"{name}kv_a_layernorm.weight", latent.kv_rank)
+            norm = norm * np.float32(latent.multiplier)
         elif layer.chooses_keys:
             source = spec.layers[layer.kv_source].kv_cache_group
             of_source = {"layer": self._caches[layer.kv_source], "group": source}

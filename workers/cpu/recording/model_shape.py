@@ -48,7 +48,10 @@ def model_shape(
         spec.norm_kind == "layer",
         not spec.is_causal,
         spec.is_parallel
-        or any(x.shared_block or (x.experts and x.experts.has_own_norms) for x in spec.layers),
+        or any(
+            x.shared_block or (x.experts and (x.experts.has_own_norms or x.experts.num_identities))
+            for x in spec.layers
+        ),
         max(map(_router_size, spec.layers)),
         max(projections),
         max(_low_rank_inputs(spec), *(mixed for _, mixed in sizes)),
@@ -160,7 +163,7 @@ def _intermediate_size(spec: ModelSpec, tensor_parallel: TensorParallel) -> int:
     """Return how many intermediate elements of the widest MLP this rank has."""
     sizes = set()
     for layer in spec.layers:
-        if layer.experts is None or layer.experts.has_own_norms:
+        if layer.experts is None or layer.experts.has_own_norms or layer.experts.is_shortcut:
             sizes.add(spec.for_layer(layer).intermediate_size)
         if layer.experts is not None:
             sizes.add(layer.experts.shared_intermediate_size)
@@ -190,4 +193,5 @@ def _router_size(layer: LayerSpec) -> int:
     """Return how many logits the router of a layer computes."""
     if layer.experts is None:
         return 0
-    return layer.experts.num_numbered + layer.experts.has_shared_gate
+    experts = layer.experts
+    return experts.num_numbered + experts.num_identities + experts.has_shared_gate

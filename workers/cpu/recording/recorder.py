@@ -74,6 +74,7 @@ class Recorder:
         self._num_caches = 0
         self._caches: dict[int, int] = {}
         self._recorded: dict[int, tuple[range, int]] = {}
+        self._adds_shortcut = False
         for layer in spec.layers:
             if layer.rope is not None and layer.rope not in self._ropes:
                 factors = None
@@ -248,10 +249,17 @@ class Recorder:
         if altup is not None:
             # Now the residual stream is the sum of the attention's output and the low-rank product.
             program.add_op("scale", scale=0.5**0.5)
-        if layer.has_mlp and layer.experts is None:
-            self._record_mlp(prefix, layer, norms)
-        elif layer.has_mlp and layer.experts is not None:
+        has_shortcut = layer.experts is not None and layer.experts.is_shortcut
+        if layer.has_mlp and layer.experts is not None:
             self._record_experts(place, prefix, layer, layer.experts, norms)
+        if layer.has_mlp and (layer.experts is None or has_shortcut):
+            self._record_mlp(prefix, layer, norms)
+        if self._adds_shortcut:
+            program.add_op("add_shortcut", scale=spec.residual_multiplier)
+        self._adds_shortcut = has_shortcut
+        if spec.is_parallel and layer.experts is not None:
+            scale = spec.residual_multiplier * spec.attention_multiplier
+            program.add_op("add_shortcut", scale=scale)
         if self._altup is not None and altup is not None:
             self._altup.correct(altup)
         if self._hyper is not None and connection is not None:
@@ -300,6 +308,8 @@ class Recorder:
         `place` is the layer's index.
         """
         if not experts.has_own_norms:
+            if self._spec.is_parallel and norms.mlp_input is None:
+                norms = replace(norms, mlp_input=norms.attention_input)
             return record_experts(self._blocks, place, prefix, experts, norms, layer.gate_limit)
         size = self._spec.for_layer(layer).intermediate_size
         mlp = self._blocks.read_mlp(f"{prefix}mlp.", size)

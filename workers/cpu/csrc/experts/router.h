@@ -10,6 +10,7 @@ enum class Scoring : int32_t { softmax = 0, sigmoid = 1, sparse_mixer = 2, sqrt_
 // The rules by which logits determine the choice; `ExpertsSpec` in workers/layers/specs/experts.py explains the fields.
 struct Router {
   int32_t num_experts, num_chosen;  // num_chosen is at most the number of experts in the chosen groups
+  int32_t num_identities;           // the last ones of these, which return their input
   Scoring scoring;
   int32_t renormalizes;
   int32_t num_groups, num_chosen_groups;
@@ -27,6 +28,8 @@ struct Router {
   int num_mixtures() const { return num_second_tokens ? 2 : 1; }
   // Returns the number of experts of all mixtures, each of which has a logit.
   int num_numbered() const { return num_experts * num_mixtures(); }
+  // Returns the number of experts that have matrices.
+  int num_computed() const { return num_numbered() - num_identities; }
   bool reads_token() const { return experts_by_token || num_second_tokens; }
 };
 

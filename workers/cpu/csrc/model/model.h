@@ -104,7 +104,9 @@ enum class OpKind : int32_t {
   expert_outputs = 12,   // the outputs of each row's experts
   combine_experts = 13,  // target = the sum of these, each times its weight; and of `block`, if it has the output of
                          // shared experts, times the sigmoid of their gate's logit. With vectors[0], each expert's
-                         // output is first multiplied by that, then normed
+                         // output is first multiplied by that, then normed. The output of an expert without matrices
+                         // is the residual, normed by vectors[1], with the biases vectors[2], if that is not null
+  add_shortcut = 66,     // residual += scale * shortcut, to which an earlier operation wrote
   // Recurrent layers. A short convolution reads the projection and writes activations[1]. Other mixers have three
   // operations, in this order:
   short_convolution = 14,
@@ -223,7 +225,8 @@ enum class LinearTarget : int32_t {
   router = 4,
   inputs = 5,
   activations = 6,
-  added = 7
+  added = 7,
+  shortcut = 8
 };
 // Norms of queries and of keys: of each head, by vectors[0] for queries and vectors[1] for keys; of all heads together,
 // by the same; or of each head by a row of vectors[0], and of vectors[1] if there are biases, queries before keys.
@@ -468,8 +471,9 @@ struct Model {
             shape.index_inputs};
   }
   size_t index_of(const Op& op) const { return size_t(&op - ops.data()); }
-  // out = x after the operation's norm, [hidden_size]; `out` may be `x`.
-  void norm(const Op& op, const float* x, float* out) const;
+  // out = x after a norm, [hidden_size]; `out` may be `x`. By default, it is the operation's.
+  void norm(const float* weight, const float* bias, float eps, const float* x, float* out) const;
+  void norm(const Op& op, const float* x, float* out) const { norm(op.vectors[0], op.vectors[1], op.eps, x, out); }
 
   const ModelShape shape;
   const KVLayout largest_kv;  // the layout for the layer with the largest heads

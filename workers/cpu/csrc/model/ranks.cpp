@@ -12,10 +12,11 @@ size_t Ranks::part_bytes(int num_ranks) const {
 
 void Ranks::sum_parts(const Op& op, const Rows& rows, float* inputs, int row) const {
   const int size = op.num_columns;
-  float* y = op.target == LinearTarget::residual ? rows.normed(row)
-             : op.target == LinearTarget::block  ? rows.block(row)
-             : op.target == LinearTarget::inputs ? inputs
-                                                 : rows.qkv(row) + op.first_column;
+  float* y = op.target == LinearTarget::residual   ? rows.normed(row)
+             : op.target == LinearTarget::block    ? rows.block(row)
+             : op.target == LinearTarget::inputs   ? inputs
+             : op.target == LinearTarget::shortcut ? rows.shortcut(row)
+                                                   : rows.qkv(row) + op.first_column;
   std::copy_n(part_of(0, row), size, y);
   for (int rank = 1; rank < num_ranks(); rank++) model_.rows.add_scaled(y, part_of(rank, row), 1.0f, size);
   if (op.vectors[0]) model_.rows.add_scaled(y, op.vectors[0], 1.0f, size);

@@ -25,6 +25,7 @@ class Rows {
     block_.reserve(sizeof(float) * rows * hidden_size_);
     streams_.reserve(sizeof(float) * rows * streams_size_);
     kept_.reserve(sizeof(float) * rows * kept_size_);
+    shortcuts_.reserve(sizeof(float) * rows * shortcut_size_);
     if (keeps_block_) normed_.reserve(sizeof(float) * rows * hidden_size_);
     qkv_.reserve(sizeof(float) * rows * qkv_size_);
     router_.reserve(sizeof(float) * rows * router_size_);
@@ -33,7 +34,7 @@ class Rows {
   }
 
   void release() {
-    for (Buffer* buffer : {&residual_, &block_, &streams_, &kept_, &normed_, &qkv_, &router_, &low_rank_,
+    for (Buffer* buffer : {&residual_, &block_, &streams_, &kept_, &shortcuts_, &normed_, &qkv_, &router_, &low_rank_,
                            &activations_[0], &activations_[1]})
       buffer->release();
   }
@@ -44,6 +45,9 @@ class Rows {
   // Makes room for this many numbers per row that an operation passes on to a later one.
   void widen_kept(size_t size) { kept_size_ = std::max(kept_size_, size); }
   float* kept(int row) const { return kept_.floats() + (row - first) * kept_size_; }
+  // Makes room for the output of a block that is added to the stream after later blocks.
+  void keep_shortcuts() { shortcut_size_ = hidden_size_; }
+  float* shortcut(int row) const { return shortcuts_.floats() + (row - first) * shortcut_size_; }
   float* block(int row) const { return block_.floats() + (row - first) * hidden_size_; }
   // The residual stream after a norm. It uses the memory of the block, unless that must be kept.
   float* normed(int row) const { return keeps_block_ ? normed_.floats() + (row - first) * hidden_size_ : block(row); }
@@ -70,8 +74,9 @@ class Rows {
   int first = 0;
 
  private:
-  Buffer residual_, block_, streams_, kept_, normed_, qkv_, router_, low_rank_, activations_[2];
-  size_t hidden_size_, qkv_size_, router_size_, widest_, streams_size_, kept_size_ = 0, low_rank_size_ = 0;
+  Buffer residual_, block_, streams_, kept_, shortcuts_, normed_, qkv_, router_, low_rank_, activations_[2];
+  size_t hidden_size_, qkv_size_, router_size_, widest_, streams_size_, kept_size_ = 0, shortcut_size_ = 0,
+                                                                        low_rank_size_ = 0;
   bool keeps_block_;
 };
 

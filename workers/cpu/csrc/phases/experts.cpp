@@ -116,7 +116,7 @@ void Experts::dispatch(const Op& op, Division& division, const Rows& rows, int n
 // be. A rank sends outputs back in the order of its messages and their choices.
 void Experts::write_messages(const Op& op, const Rows& rows, int num_rows, int begin, int end) {
   const ExpertLayer& layer = *op.experts;
-  const int num_chosen = layer.router.num_chosen, num_experts = layer.router.num_numbered(),
+  const int num_chosen = layer.router.num_chosen, num_experts = layer.router.num_computed(),
             peers = exchange_->num_ranks;
   const auto first_expert = [&](int peer) { return int(int64_t(peer) * num_experts / peers); };
   owners_.resize(num_experts);
@@ -126,6 +126,7 @@ void Experts::write_messages(const Op& op, const Rows& rows, int num_rows, int b
   expected_.assign(peers, 0);
   last_row_.assign(peers, -1);
   for (int i = begin * num_chosen; i < end * num_chosen; i++) {
+    if (chosen_[i] >= num_experts) continue;
     const int peer = owners_[chosen_[i]], row = i / num_chosen;
     sent_rows_[peer] += last_row_[peer] != row;
     last_row_[peer] = row;
@@ -143,6 +144,7 @@ void Experts::write_messages(const Op& op, const Rows& rows, int num_rows, int b
   std::fill_n(places_.begin(), size_t(num_rows) * num_chosen, -1);
   last_row_.assign(peers, -1);
   for (int i = begin * num_chosen; i < end * num_chosen; i++) {
+    if (chosen_[i] >= num_experts) continue;
     const int peer = owners_[chosen_[i]], row = i / num_chosen;
     if (last_row_[peer] != row) {
       last_row_[peer] = row;
@@ -331,13 +333,19 @@ void Experts::combine(const Op& op, const Rows& rows, int row) const {
   const ExpertLayer& layer = *op.experts;
   const int size = layer.size, num_chosen = layer.router.num_chosen;
   const bool is_own_part = op.target == LinearTarget::part && !layer.adds_block;
-  float* sum = is_own_part ? ranks_.own_part(row) : op.target == LinearTarget::qkv ? rows.qkv(row) : rows.block(row);
+  float* sum = is_own_part                           ? ranks_.own_part(row)
+               : op.target == LinearTarget::qkv      ? rows.qkv(row)
+               : op.target == LinearTarget::shortcut ? rows.shortcut(row)
+                                                     : rows.block(row);
   if (!layer.adds_block)
     std::fill_n(sum, size, 0.0f);
   else if (layer.has_shared_gate)
     model_.rows.scale(sum, shared_factor(layer.router, rows.router_logits(row)), size);
+  float identity = 0.0f;
   for (size_t i = size_t(row) * num_chosen; i < size_t(row + 1) * num_chosen; i++)
-    if (places_[i] >= 0) {
+    if (chosen_[i] >= layer.router.num_computed()) {
+      identity += weights_[i];
+    } else if (places_[i] >= 0) {
       const float* output = own_outputs_ + size_t(places_[i]) * largest_output_;
       if (op.vectors[0]) {
         float* const normed = rows.normed(row);
@@ -347,6 +355,15 @@ void Experts::combine(const Op& op, const Rows& rows, int row) const {
       }
       model_.rows.add_scaled(sum, output, weights_[i], size);
     }
+  // One rank adds the inputs, which all ranks have.
+  if (identity != 0.0f && (!ranks_.are_several() || ranks_.rank() == 0)) {
+    const float* input = rows.residual(row);
+    if (op.vectors[1]) {
+      model_.norm(op.vectors[1], op.vectors[2], op.eps, input, rows.normed(row));
+      input = rows.normed(row);
+    }
+    model_.rows.add_scaled(sum, input, identity, size);
+  }
   if (op.target == LinearTarget::residual)
     model_.rows.add_scaled(rows.residual(row), sum, op.scale, size);
   else if (op.target == LinearTarget::part && !is_own_part)

@@ -131,10 +131,11 @@ void Products::write_product(const Op& op, const Rows& rows, const Columns& colu
       model_.rows.add_scaled(rows.qkv(row) + first, sums, 1.0f, columns.size());
     else
       std::copy_n(sums, columns.size(),
-                  first + (op.target == LinearTarget::qkv     ? rows.qkv(row)
-                           : op.target == LinearTarget::block ? rows.block(row)
-                           : op.target == LinearTarget::part  ? ranks_.own_part(row)
-                                                              : rows.router_logits(row)));
+                  first + (op.target == LinearTarget::qkv        ? rows.qkv(row)
+                           : op.target == LinearTarget::block    ? rows.block(row)
+                           : op.target == LinearTarget::shortcut ? rows.shortcut(row)
+                           : op.target == LinearTarget::part     ? ranks_.own_part(row)
+                                                                 : rows.router_logits(row)));
   }
 }
 

@@ -21,11 +21,11 @@ Model::Model(const ModelShape& shape)
       attention(*kernels().attention),
       rows(*kernels().rows) {}
 
-void Model::norm(const Op& op, const float* x, float* out) const {
+void Model::norm(const float* weight, const float* bias, float eps, const float* x, float* out) const {
   if (shape.norm == NormKind::layer)
-    rows.layer_norm(x, op.vectors[0], op.vectors[1], op.eps, shape.hidden_size, out);
+    rows.layer_norm(x, weight, bias, eps, shape.hidden_size, out);
   else
-    rows.rms_norm(x, op.vectors[0], op.eps, shape.hidden_size, out);
+    rows.rms_norm(x, weight, eps, shape.hidden_size, out);
 }
 
 Program::Program(const ModelShape& shape)
@@ -58,6 +58,7 @@ void Program::add(const Op& op) {
   const auto widen = [&](Rows& rows) {
     rows.widen_low_rank(low_rank_size);
     rows.widen_kept(streams_.kept_size(op));
+    if (op.kind == OpKind::add_shortcut) rows.keep_shortcuts();
   };
   widen(rows_);
   for (std::unique_ptr<Scratch>& scratch : scratch_) widen(scratch->rows);

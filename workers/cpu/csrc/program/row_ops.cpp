@@ -148,6 +148,8 @@ void Program::run_row(const Op& op, const Rows& rows, int row) {
       const float* kept = op.vectors[0] ? op.vectors[0] : inputs_.row(row) + op.first_column;
       return kernels.add_scaled(rows.residual(row), kept, 1.0f, hidden_size);
     }
+    case OpKind::add_shortcut:
+      return kernels.add_scaled(rows.residual(row), rows.shortcut(row), op.scale, hidden_size);
     case OpKind::join_inputs:
       return inputs_.join(op, rows, row);
     case OpKind::quantize_sum: {
