@@ -20,7 +20,7 @@ from ..client.engine_client import RequestGroup
 from ..http.deadline import read_deadline
 from ..http.errors import bad_request, echo, redact, rename_parameter
 from ..http.trace_headers import read_trace_headers
-from .chat_prompt import verify_template_kwargs
+from .chat_prompt import render_chat, verify_template_kwargs
 from .generation import (
     PreparedPrompt,
     find_data_parallel_rank,
@@ -30,7 +30,7 @@ from .generation import (
     wait_for_end,
 )
 from .prompts import Prompt, context_exceeded, verify_num_characters
-from .schema import PoolingFields
+from .schema import ChatCompletionRequest, InputFields, PoolingFields
 from .serving import Serving
 
 SIDES: Final = ("left", "right")
@@ -136,7 +136,15 @@ class Pooling:
             pooling = model.pooling_params_of(kind)
             if each.second_segment:
                 pooling = msgspec.structs.replace(pooling, second_segment=each.second_segment)
-            prepared.append(PreparedPrompt(each.token_ids, params, each.text, pooling=pooling))
+            prepared.append(
+                PreparedPrompt(
+                    each.token_ids,
+                    params,
+                    each.text,
+                    pooling=pooling,
+                    encoder_inputs=each.encoder_inputs,
+                )
+            )
             if len(prepared) % INPUTS_AT_ONCE == 0:
                 await asyncio.sleep(0)
         return prepared
@@ -234,10 +242,45 @@ class Pooling:
         keep = limit if keep == -1 else keep
         if len(token_ids) <= keep:
             return token_ids
+        if each.encoder_inputs:
+            raise bad_request(
+                "truncate_prompt_tokens",
+                f"{each.param} has {len(token_ids)} tokens and images or audio, so it cannot be cut to {keep}",
+            )
         bare: Sequence[int] | npt.NDArray[np.int32] = token_ids
         if each.text is not None and has_special:
             [bare] = await self._serving.encode([each.text], False)
         return truncate(token_ids, np.array(bare, np.int32), keep, request.truncation_side)
+
+
+async def render_input(
+    serving: Serving,
+    request: InputFields,
+    conversation: list[dict[str, Any]],
+    param: str,
+    body_size: int,
+) -> Prompt:
+    """Return the prompt of a conversation, which the model's chat template writes, with its images and audio.
+
+    Raises:
+        APIError: The conversation does not fit the template (400).
+    """
+    serving.verify_tokenizer(param)
+    chat = await render_chat(
+        serving,
+        ChatCompletionRequest(
+            messages=conversation,
+            # An embedding is usually that of the conversation, not of the start of an answer.
+            add_generation_prompt=request.add_generation_prompt is True,
+            continue_final_message=request.continue_final_message,
+            chat_template_kwargs=request.chat_template_kwargs,
+        ),
+        body_size,
+        tools=(),
+        add_special_tokens=request.add_special_tokens is True,
+    )
+    token_ids = np.array(chat.token_ids, np.int32)
+    return Prompt(param, None, token_ids, encoder_inputs=chat.encoder_inputs)
 
 
 def verify_choice(name: str, value: str | None, allowed: Sequence[str]) -> None:

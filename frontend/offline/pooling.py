@@ -35,7 +35,6 @@ from ..client.embeddings import (
     verify_embeds_texts,
 )
 from ..client.engine_client import SequenceRequest
-from ..tokenizer.text_pairs import TextPair
 from .local_engine import LocalEngine
 from .loras import LoraChoice, OfflineLoras
 from .outputs import (
@@ -48,7 +47,7 @@ from .outputs import (
     ScoringOutput,
     ScoringRequestOutput,
 )
-from .prompts import Prompt, PromptEncoder, as_list
+from .prompts import EncodedPrompt, Prompt, PromptEncoder, as_list
 
 
 class PoolingMethods:
@@ -87,15 +86,17 @@ class PoolingMethods:
         verify_embeds_texts(model)
         verify_dimensions(dimensions, model.pooler)
         instruction = find_prompt(prompt_name, model.pooler)
-        wanted = [self._prompts.encode_tokens(prompt, instruction) for prompt in as_list(prompts)]
-        request_id, pooled = self._pool([TextPair(ids, 0) for ids in wanted], lora_request)
+        wanted = [self._prompts.encode_pooled(prompt, instruction) for prompt in as_list(prompts)]
+        request_id, pooled = self._pool(wanted, lora_request)
         outputs = []
-        for token_ids, vector in zip(wanted, pooled, strict=True):
+        for prompt, vector in zip(wanted, pooled, strict=True):
             embedding = finish_vectors(
                 vector, model.pooler, dimensions=dimensions, normalize=normalize
             )
             outputs.append(
-                EmbeddingRequestOutput(request_id, token_ids, EmbeddingOutput(embedding.tolist()))
+                EmbeddingRequestOutput(
+                    request_id, prompt.token_ids, EmbeddingOutput(embedding.tolist())
+                )
             )
         return outputs
 
@@ -118,14 +119,14 @@ class PoolingMethods:
             EngineError: A prompt failed.
         """
         classifier = verify_classifies(self._engine.config.model)
-        wanted = [self._prompts.encode_tokens(prompt) for prompt in as_list(prompts)]
-        request_id, pooled = self._pool([TextPair(ids, 0) for ids in wanted], lora_request)
+        wanted = [self._prompts.encode_pooled(prompt) for prompt in as_list(prompts)]
+        request_id, pooled = self._pool(wanted, lora_request)
         outputs = []
-        for token_ids, vector in zip(wanted, pooled, strict=True):
+        for prompt, vector in zip(wanted, pooled, strict=True):
             scores = class_scores(vector, classifier, activate=use_activation)
             label = classifier.labels[int(scores.argmax())]
             result = ClassificationOutput(scores.tolist(), label)
-            outputs.append(ClassificationRequestOutput(request_id, token_ids, result))
+            outputs.append(ClassificationRequestOutput(request_id, prompt.token_ids, result))
         return outputs
 
     def encode(
@@ -154,10 +155,10 @@ class PoolingMethods:
         if model.classifier is None:
             verify_embeds(model)
         instruction = find_prompt(None, model.pooler)
-        wanted = [self._prompts.encode_tokens(prompt, instruction) for prompt in as_list(prompts)]
-        request_id, pooled = self._pool([TextPair(ids, 0) for ids in wanted], lora_request, kind)
+        wanted = [self._prompts.encode_pooled(prompt, instruction) for prompt in as_list(prompts)]
+        request_id, pooled = self._pool(wanted, lora_request, kind)
         outputs = []
-        for token_ids, vectors in zip(wanted, pooled, strict=True):
+        for prompt, vectors in zip(wanted, pooled, strict=True):
             if model.classifier is None:
                 vectors = finish_vectors(
                     vectors, model.pooler, dimensions=None, normalize=use_activation
@@ -165,7 +166,7 @@ class PoolingMethods:
             else:
                 vectors = class_scores(vectors, model.classifier, activate=use_activation)
             result = PoolingOutput(vectors.tolist())
-            outputs.append(PoolingRequestOutput(request_id, token_ids, result))
+            outputs.append(PoolingRequestOutput(request_id, prompt.token_ids, result))
         return outputs
 
     def score(
@@ -206,7 +207,7 @@ class PoolingMethods:
                 *((text, DOCUMENT) for text in seconds),
             ]
             wanted = [
-                TextPair(self._prompts.encode_tokens(text, model.pooler.prompts.get(name, "")), 0)
+                self._prompts.encode_pooled(text, model.pooler.prompts.get(name, ""))
                 for text, name in prompts
             ]
             request_id, pooled = self._pool(wanted, lora_request)
@@ -218,29 +219,38 @@ class PoolingMethods:
             tokenizer = self._engine.tokenizer
             chat_template = chat_template or self._engine.config.frontend.chat_template
             if chat_template is None:
-                wanted = [
+                joined = (
                     tokenizer.pair_joiner.join(
                         tokenizer.encode(first, add_special_tokens=False),
                         tokenizer.encode(second, add_special_tokens=False),
                     )
                     for first, second in pairs
+                )
+                wanted = [
+                    EncodedPrompt(None, pair.token_ids, second_segment=pair.second_segment)
+                    for pair in joined
                 ]
             else:
                 template = PairTemplate(self._template(chat_template, False), self._special_tokens)
                 kwargs = chat_template_kwargs or {}
-                wanted = [TextPair(list(template.encode(*pair, kwargs)), 0) for pair in pairs]
+                wanted = [
+                    EncodedPrompt(None, list(template.encode(*pair, kwargs))) for pair in pairs
+                ]
             request_id, pooled = self._pool(wanted, lora_request)
             scores = [
                 class_scores(vector, model.classifier, activate=use_activation).item()
                 for vector in pooled
             ]
         return [
-            ScoringRequestOutput(request_id, pair.token_ids, ScoringOutput(score))
-            for pair, score in zip(wanted, scores, strict=True)
+            ScoringRequestOutput(request_id, prompt.token_ids, ScoringOutput(score))
+            for prompt, score in zip(wanted, scores, strict=True)
         ]
 
     def _pool(
-        self, prompts: list[TextPair], lora_request: LoraChoice, kind: PoolingKind | None = None
+        self,
+        prompts: list[EncodedPrompt],
+        lora_request: LoraChoice,
+        kind: PoolingKind | None = None,
     ) -> tuple[str, list[Vector]]:
         """Return the ID of a request and the result of each of its prompts, by default as the model was trained."""
         lora, model = self._loras.find(lora_request), self._engine.config.model
@@ -252,6 +262,7 @@ class PoolingMethods:
                 params,
                 pooling=msgspec.structs.replace(pooling, second_segment=prompt.second_segment),
                 lora=lora,
+                encoder_inputs=list(prompt.encoder_inputs),
             )
             for prompt in prompts
         ]

@@ -30,11 +30,15 @@ The prompt's text marks their places with the model's tokens.
 
 
 class EncodedPrompt(NamedTuple):
-    """A prompt as text (None if it was given as token IDs) and as token IDs, with its images or audio."""
+    """A prompt as text (None if it was given as token IDs) and as token IDs, with its images or audio.
+
+    Tokens from index `second_segment` on have token type 1; 0 means that none has.
+    """
 
     text: str | None
     token_ids: list[int]
     encoder_inputs: Sequence[EncoderInput] = ()
+    second_segment: int = 0
 
 
 class PromptEncoder:
@@ -52,20 +56,28 @@ class PromptEncoder:
             return conversation, ()
         return self._engine.run(self._media.take(conversation, 0))
 
-    def encode_tokens(self, prompt: Prompt, instruction: str = "") -> list[int]:
-        """Return the token IDs of a prompt without images and audio. `instruction` is put before a text.
+    def encode_tokens(self, prompt: Prompt) -> list[int]:
+        """Return the token IDs of a prompt without images and audio.
 
         Raises:
             ParameterError: The prompt has images or audio, or the model has an encoder for texts.
+        """
+        encoded = self.encode_pooled(prompt)
+        if encoded.encoder_inputs:
+            raise ParameterError("multi_modal_data", "is not supported here")
+        return encoded.token_ids
+
+    def encode_pooled(self, prompt: Prompt, instruction: str = "") -> EncodedPrompt:
+        """Return an encoded prompt for a decoder or a single encoder. `instruction` is put before a text.
+
+        Raises:
+            ParameterError: The model has an encoder for texts.
         """
         if self._engine.config.model.source_text is not None:
             raise ParameterError(
                 "prompts", "of models with an encoder are supported only by generate"
             )
-        encoded = self.encode(prompt, instruction)
-        if encoded.encoder_inputs:
-            raise ParameterError("multi_modal_data", "is supported only by generate and chat")
-        return encoded.token_ids
+        return self.encode(prompt, instruction)
 
     def encode(self, prompt: Prompt, instruction: str = "") -> EncodedPrompt:
         """Return an encoded prompt. `instruction` is put before a text."""

@@ -209,6 +209,42 @@ def test_images_are_read_under_memory_pressure_and_crashes(qwen3: Model, tmp_pat
         assert_nothing_is_held(server)
 
 
+def test_conversations_and_prompts_with_images_are_embedded(qwen3: Model, server: Server) -> None:
+    @torch.inference_mode()
+    def expected(images: list[Image.Image], prompt: list[int]) -> torch.Tensor:
+        tokens = torch.tensor([prompt])
+        inputs = dict(qwen_image_processor(qwen3.path)(images, return_tensors="pt"))
+        inputs["mm_token_type_ids"] = (tokens == qwen3.model.config.image_token_id).int()
+        hidden = qwen3.model.model(input_ids=tokens, use_cache=False, **inputs).last_hidden_state
+        return torch.nn.functional.normalize(hidden[0, -1], dim=0)
+
+    bodies = [ask(*parts) for parts in (CHATS[0], CHATS[2])]
+    prompts = [server.post("/v1/chat/completions", body)[1]["prompt_token_ids"] for body in bodies]
+    conversations = [body["messages"] for body in bodies]
+    for messages in (conversations, conversations[0]):
+        status, answer = server.post(
+            "/v1/embeddings", {"messages": messages, "add_generation_prompt": True}
+        )
+        assert status == 200, answer
+        pictures = ([picture(1, 100, 70), picture(2, 20, 33)], [picture(4, 41, 90)])
+        for entry, images, prompt in zip(answer["data"], pictures, prompts, strict=False):
+            np.testing.assert_allclose(entry["embedding"], expected(images, prompt), atol=1e-4)
+        assert len(answer["data"]) == (2 if messages is conversations else 1)
+    for fields, words in (
+        ({"input": "a"}, "messages must be omitted"),
+        ({"truncate_prompt_tokens": 4}, "cannot be cut to 4"),
+    ):
+        status, answer = server.post("/v1/embeddings", {"messages": conversations[1]} | fields)
+        assert status == 400 and words in answer["error"]["message"], answer
+    with LLM(str(qwen3.path), dtype="float32") as llm:
+        text = f"the quick {START}{IMAGE}{END} fox"
+        data = {"prompt": text, "multi_modal_data": {"image": picture(4, 41, 90)}}
+        [output] = llm.embed(data)
+        wanted = expected([picture(4, 41, 90)], output.prompt_token_ids)
+        np.testing.assert_allclose(output.outputs.embedding, wanted, atol=1e-4)
+    assert_nothing_is_held(server)
+
+
 def test_images_share_prefixes_and_bad_ones_are_refused(qwen3: Model, server: Server) -> None:
     def num_cached(*parts: Part) -> int:
         status, answer = server.post("/v1/chat/completions", ask(*parts))

@@ -27,14 +27,20 @@ from ...client.embeddings import (
     verify_embeds_texts,
 )
 from ...client.engine_client import RequestGroup
-from ...http.errors import json_response, rename_parameter
+from ...http.errors import bad_request, json_response, rename_parameter
 from ...http.json_pieces import encode_list
 from ..bodies.body import BodyDecoder
 from ..bodies.intake import Intake
 from ..openapi import accepts
-from ..pooling import Pooling, verify_choice
-from ..prompts import BYTES_PER_TOKEN_ID, Prompt, parse_prompts
-from ..schema import ClassificationRequest, EmbeddingRequest, PoolingFields, PoolingRequest
+from ..pooling import Pooling, render_input, verify_choice
+from ..prompts import BYTES_PER_TOKEN_ID, Prompt, parse_prompts, verify_num_sequences
+from ..schema import (
+    ClassificationRequest,
+    EmbeddingRequest,
+    InputFields,
+    PoolingFields,
+    PoolingRequest,
+)
 from ..serving import Serving
 
 ENCODING_FORMATS: Final = ("float", "base64")
@@ -112,7 +118,7 @@ class Embeddings:
                 inputs = await self._embedded_inputs(request, body_size)
             else:
                 verify_choice("encoding_format", request.encoding_format, ENCODING_FORMATS)
-                inputs = await self._inputs(request.input, body_size)
+                inputs = await self._inputs(request, body_size)
 
             def entries(group: RequestGroup) -> Iterator[dict[str, Any]]:
                 for index, vectors in enumerate(self._results(request, group, inputs, kind)):
@@ -134,7 +140,7 @@ class Embeddings:
             except ParameterError as error:
                 raise rename_parameter(error, error.param) from None
             kind = self._find_kind(None)
-            inputs = await self._inputs(request.input, body_size)
+            inputs = await self._inputs(request, body_size)
 
             def entries(group: RequestGroup) -> Iterator[dict[str, Any]]:
                 for index, sequence in enumerate(group.sequences):
@@ -153,10 +159,24 @@ class Embeddings:
             answer = partial(self._answer, request, "classify", entries)
             return await self._pooling.run(http, request, inputs, kind, answer)
 
-    async def _inputs(self, value: Any, body_size: int) -> list[Prompt]:
-        size = body_size // BYTES_PER_TOKEN_ID
-        vocab_size = self._serving.config.model.vocab_size
-        return await self._serving.executor.run(size, parse_prompts, value, vocab_size, "input")
+    async def _inputs(self, request: InputFields, body_size: int) -> list[Prompt]:
+        """Return the inputs of a request. Texts are not encoded yet.
+
+        Raises:
+            APIError: An input is invalid, or the chat template refuses a conversation (400).
+        """
+        serving = self._serving
+        if request.messages is None:
+            vocab_size, size = serving.config.model.vocab_size, body_size // BYTES_PER_TOKEN_ID
+            return await serving.executor.run(
+                size, parse_prompts, request.input, vocab_size, "input"
+            )
+        if request.input is not None:
+            raise bad_request("messages", "messages must be omitted if input is given")
+        return [
+            await render_input(serving, request, conversation, param, body_size)
+            for conversation, param in _conversations(request.messages)
+        ]
 
     async def _embedded_inputs(self, request: EmbeddingRequest, body_size: int) -> list[Prompt]:
         """Return the inputs of a request for embeddings after verifying its fields.
@@ -172,7 +192,7 @@ class Embeddings:
             instruction = find_prompt(request.prompt_name, model.pooler)
         except ParameterError as error:
             raise rename_parameter(error, error.param) from None
-        inputs = await self._inputs(request.input, body_size)
+        inputs = await self._inputs(request, body_size)
         for each in inputs:
             each.instruction = instruction
         return inputs
@@ -227,6 +247,26 @@ class Embeddings:
                 "usage": usage_of(group),
             }
         )
+
+
+def _conversations(messages: list[Any]) -> Iterator[tuple[list[dict[str, Any]], str]]:
+    """Yield each conversation of a request with its name in errors.
+
+    Raises:
+        APIError: There is none, or there are messages beside lists of messages (400).
+    """
+    if not messages:
+        raise bad_request("messages", "messages must not be empty")
+    if all(isinstance(each, dict) for each in messages):
+        yield messages, "messages"
+        return
+    verify_num_sequences(len(messages), "messages")
+    for i, conversation in enumerate(messages):
+        if not isinstance(conversation, list):
+            raise bad_request(
+                f"messages[{i}]", f"messages[{i}] must be a list of messages, as others are"
+            )
+        yield conversation, f"messages[{i}]"
 
 
 def usage_of(group: RequestGroup) -> dict[str, int]:

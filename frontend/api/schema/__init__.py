@@ -215,10 +215,20 @@ class PoolingFields(msgspec.Struct, kw_only=True):
     metadata: dict[str, Any] | None = None
 
 
-class EmbeddingRequest(PoolingFields, kw_only=True):
-    """The body of `POST /v1/embeddings`."""
+class InputFields(PoolingFields, kw_only=True):
+    """The fields that requests to embed or classify share: texts, tokens or conversations."""
 
     input: str | list[str | Int | list[Int]] | None = None
+    # A conversation, or a list of them, instead of `input`; may contain images or audio.
+    messages: list[dict[str, Any] | list[dict[str, Any]]] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class EmbeddingRequest(InputFields, kw_only=True):
+    """The body of `POST /v1/embeddings`."""
+
     encoding_format: str | None = None
     dimensions: Int | None = None
     normalize: bool | None = None
@@ -233,10 +243,9 @@ class PoolingRequest(EmbeddingRequest, kw_only=True):
     use_activation: bool | None = None
 
 
-class ClassificationRequest(PoolingFields, kw_only=True):
+class ClassificationRequest(InputFields, kw_only=True):
     """The body of `POST /classify`."""
 
-    input: str | list[str | Int | list[Int]] | None = None
     use_activation: bool | None = None
 
 
