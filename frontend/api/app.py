@@ -18,7 +18,7 @@ from ..observability.metrics.load_reports import LoadReports
 from ..observability.tracing.middleware import Tracing
 from .batches.routes import batch_routes
 from .bodies.intake import Intake
-from .dialects import anthropic, llama_cpp, ollama
+from .dialects import anthropic, cohere, llama_cpp, ollama
 from .dialects.ollama_answer import error_body as ollama_error
 from .docs_page import HEADERS, render_docs
 from .durable.recovery import Recovery
@@ -150,6 +150,11 @@ def make_routes(serving: Serving) -> list[Route]:
         ),
         *ollama.routes(serving, intake, embeddings),
         Route("/v2/rerank", scores.rerank, methods=["POST"]),
+        Route(
+            "/v2/embed",
+            cohere.CohereEmbeddings(serving, intake, embeddings).embed,
+            methods=["POST"],
+        ),
         Route("/pooling", embeddings.pool, methods=["POST"]),
         Route("/classify", embeddings.classify, methods=["POST"]),
         Route("/tokenizer_info", tokenization.tokenizer_info),

@@ -272,7 +272,10 @@ class Serving:
             )
         if template is None and not self.config.model.generates:
             uses = "classify" if self.config.model.classifier is not None else "v1/embeddings"
-            raise bad_request("messages", f"this model generates no text; use /{uses}")
+            raise bad_request(
+                "messages",
+                f"this model has no chat template and generates no text; use /{uses} with texts",
+            )
         if template is None:
             raise bad_request(
                 "messages",

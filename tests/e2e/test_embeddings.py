@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import importlib.util
 import json
 import subprocess
@@ -143,6 +144,62 @@ def test_scores_are_cosines_in_the_order_of_the_pairs(
     np.testing.assert_allclose(
         [entry["score"] for entry in answer["data"]], [cosines[1], cosines[1]], atol=1e-6
     )
+
+
+def test_pairs_may_have_the_names_of_vllm_and_limits_of_their_tokens(server: Server) -> None:
+    def score(**body: Any) -> list[float]:
+        status, answer = server.post("/score", body)
+        assert status == 200, answer
+        return [entry["score"] for entry in answer["data"]]
+
+    expected = score(text_1="a fox", text_2=["hello world", "a dog"])
+    for first, second in (("queries", "documents"), ("queries", "items"), ("data_1", "data_2")):
+        assert score(**{first: "a fox", second: ["hello world", "a dog"]}) == expected
+    longer = {"text_1": "a fox jumps over it", "text_2": ["hello world peace", "a dog is here"]}
+    assert score(**longer, max_tokens_per_query=2, max_tokens_per_doc=2) == expected
+    for body, param in (
+        ({"queries": "a", "text_1": "a", "documents": "b"}, "queries"),
+        ({"text_1": "a", "text_2": "b", "max_tokens_per_doc": -1}, "max_tokens_per_doc"),
+        ({"text_1": "a", "text_2": "b", "instruction": "c"}, "chat_template_kwargs"),
+    ):
+        status, answer = server.post("/score", body)
+        assert status == 400 and answer["error"]["param"] == param, answer
+
+
+def test_cohere_embeds_texts_as_numbers_and_bits(
+    server: Server, vectors: list[list[float]]
+) -> None:
+    kinds = ["float", "base64", "binary", "ubinary"]
+    body = {"texts": list(TEXTS), "input_type": "search_query", "embedding_types": kinds}
+    status, answer = server.post("/v2/embed", body)
+    assert status == 200, answer
+    assert answer["texts"] == list(TEXTS) and answer["meta"]["billed_units"]["input_tokens"] > 200
+    found = answer["embeddings"]
+    assert found["float"] == vectors
+    for i, vector in enumerate(vectors):
+        assert np.frombuffer(base64.b64decode(found["base64"][i]), "<f4").tolist() == vector
+        bits = np.unpackbits(np.array(found["ubinary"][i], np.uint8))
+        assert bits.tolist() == [int(element > 0) for element in vector]
+        assert [each + 128 for each in found["binary"][i]] == found["ubinary"][i]
+    status, answer = server.post(
+        "/v2/embed", {"texts": ["tea " * 400, "tea"], "truncate": "START", "output_dimension": 16}
+    )
+    assert status == 200 and [len(each) for each in answer["embeddings"]["float"]] == [16, 16]
+    for fields, param in (
+        ({"texts": ["tea " * 400, "tea"], "truncate": "NONE"}, "texts[0]"),
+        ({"texts": ["tea"], "images": ["data:image/png;base64,AAAA"]}, "texts"),
+        ({}, "texts"),
+        ({"texts": ["tea"], "embedding_types": ["int8"]}, "embedding_types"),
+        ({"texts": ["tea"], "input_type": "poem"}, "input_type"),
+        ({"texts": ["tea"], "output_dimension": 999}, "output_dimension"),
+        (
+            {"texts": ["tea"], "output_dimension": 12, "embedding_types": ["binary"]},
+            "output_dimension",
+        ),
+        ({"images": ["data:image/png;base64,AAAA"]}, "images"),
+    ):
+        status, answer = server.post("/v2/embed", fields)
+        assert status == 400 and answer["error"]["param"] == param, answer
 
 
 @pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])

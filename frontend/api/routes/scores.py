@@ -30,7 +30,7 @@ from ..bodies.body import BodyDecoder
 from ..bodies.intake import Intake
 from ..openapi import accepts
 from ..pooling import Pooling
-from ..prompts import Prompt, verify_num_sequences
+from ..prompts import Prompt, verify_num_characters, verify_num_sequences
 from ..schema import ComparisonFields, RerankRequest, ScoreRequest
 from ..serving import Serving
 from .embeddings import usage_of
@@ -54,14 +54,15 @@ class Scores:
             request, _ = await self._intake.receive(
                 http.scope, http.receive, self._score_decoder, lease
             )
-            left = _texts(request.text_1, "text_1")
-            right = _texts(request.text_2, "text_2")
+            queries, first = _given(request, ("text_1", "queries", "data_1"))
+            documents, second = _given(request, ("text_2", "documents", "items", "data_2"))
+            left, right = _texts(queries, first), _texts(documents, second)
             if len(left) not in (1, len(right)):
                 raise bad_request(
-                    "text_1",
-                    f"text_1 must have 1 text, or as many as text_2, which has {len(right)}, got {len(left)}",
+                    first,
+                    f"{first} must have 1 text, or as many as {second}, which has {len(right)}, got {len(left)}",
                 )
-            verify_num_sequences(len(left) + len(right), "text_2")
+            verify_num_sequences(len(left) + len(right), second)
 
             def answer(group: RequestGroup, scores: list[float]) -> Response:
                 return json_response(
@@ -129,10 +130,14 @@ class Scores:
         except ParameterError as error:
             raise rename_parameter(error, error.param) from None
         template, kwargs = serving.pair_template, request.chat_template_kwargs
+        if request.instruction is not None:
+            kwargs = {"instruction": request.instruction} | (kwargs or {})
+        await self._shorten(left, request.max_tokens_per_query, "max_tokens_per_query")
+        await self._shorten(right, request.max_tokens_per_doc, "max_tokens_per_doc")
         if kwargs and template is None:
             raise bad_request(
                 "chat_template_kwargs",
-                "chat_template_kwargs must be omitted: this model compares texts without a template",
+                "chat_template_kwargs and instruction must be omitted: this model compares texts without a template",
             )
         if model.classifier is None:
             for prompts, name in ((left, QUERY), (right, DOCUMENT)):
@@ -170,6 +175,27 @@ class Scores:
             lambda group: answer(group, self._class_scores(group, request.use_activation)),
         )
 
+    async def _shorten(self, prompts: list[Prompt], limit: int, param: str) -> None:
+        """Cut each text after `limit` tokens; 0 for no limit.
+
+        Raises:
+            APIError: The limit is negative, or there is no tokenizer (400).
+        """
+        if limit < 0:
+            raise bad_request(param, f"{param} must be at least 0, got {limit}")
+        if not limit:
+            return
+        serving = self._serving
+        serving.verify_tokenizer(param)
+        for each in prompts:
+            verify_num_characters(
+                len(each.text or ""), each.param, serving.config.model.max_model_len
+            )
+        encoded = await serving.encode([each.text or "" for each in prompts], False)
+        for each, token_ids in zip(prompts, encoded, strict=True):
+            if len(token_ids) > limit:
+                each.text = serving.tokenizer.decode(token_ids[:limit])
+
     def _model_of(self, request: ComparisonFields) -> str:
         return self._serving.answering_model(request.model)
 
@@ -189,6 +215,18 @@ class Scores:
             ).item()
             for sequence in group.sequences
         ]
+
+
+def _given(request: ScoreRequest, names: tuple[str, ...]) -> tuple[str | list[str] | None, str]:
+    """Return the value and the name of the field that the request used, of several with one meaning.
+
+    Raises:
+        APIError: The request has more than one of them (400).
+    """
+    given = [name for name in names if getattr(request, name) is not None] or [names[0]]
+    if len(given) > 1:
+        raise bad_request(given[1], f"{given[1]} must be omitted if {given[0]} is given")
+    return getattr(request, given[0]), given[0]
 
 
 def _texts(value: str | list[str] | None, name: str) -> list[Prompt]:

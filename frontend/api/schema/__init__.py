@@ -253,8 +253,12 @@ class ComparisonFields(PoolingFields, kw_only=True):
     """The fields that requests to compare texts share."""
 
     use_activation: bool | None = None
-    # Variables of the chat template that combines a pair of texts.
+    # Variables of the chat template that combines a pair of texts. `instruction` is one of them.
     chat_template_kwargs: dict[str, Any] | None = None
+    instruction: str | None = None
+    # Maximum tokens of each text; 0 for no limit.
+    max_tokens_per_query: Int = 0
+    max_tokens_per_doc: Int = 0
 
 
 class ScoreRequest(ComparisonFields, kw_only=True):
@@ -262,6 +266,12 @@ class ScoreRequest(ComparisonFields, kw_only=True):
 
     text_1: str | list[str] | None = None
     text_2: str | list[str] | None = None
+    # Other names of `text_1`, then of `text_2`.
+    queries: str | list[str] | None = None
+    data_1: str | list[str] | None = None
+    documents: str | list[str] | None = None
+    items: str | list[str] | None = None
+    data_2: str | list[str] | None = None
 
 
 class RerankRequest(ComparisonFields, kw_only=True):

@@ -1,0 +1,152 @@
+"""Cohere's `POST /v2/embed`: embeddings of texts and images, as numbers or bits."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import numpy as np
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ...client.embeddings import Vector
+from ...client.engine_client import RequestGroup
+from ...http.errors import APIError, bad_request, echo, json_response, rename_parameter
+from ..bodies.body import BodyDecoder
+from ..bodies.intake import Intake
+from ..openapi import accepts
+from ..routes.embeddings import Embeddings
+from ..schema import EmbeddingRequest
+from ..schema.cohere import CohereEmbedRequest
+from ..serving import Serving
+
+_PROMPTS: Final = {
+    "search_query": ("query",),
+    "search_document": ("document", "passage"),
+    "classification": ("classification", "Classification"),
+    "clustering": ("clustering", "Clustering"),
+    "image": (),
+}
+"""Value of `input_type` -> the names of the model's prompt for it; the first that the model has is used."""
+
+
+def _bits(vector: Vector) -> Any:
+    """Return a bit for each element, 1 if it is positive, eight in a byte, the first in the highest place."""
+    return np.packbits(vector > 0)
+
+
+_ENCODERS: Final[dict[str, Callable[[Vector], Any]]] = {
+    "float": lambda vector: vector.tolist(),
+    "base64": lambda vector: base64.b64encode(vector.astype("<f4").tobytes()).decode(),
+    "ubinary": lambda vector: _bits(vector).tolist(),
+    "binary": lambda vector: (_bits(vector).astype(np.int16) - 128).tolist(),
+}
+"""Embedding type -> the JSON value of a vector."""
+
+
+class CohereEmbeddings:
+    """The route for embeddings."""
+
+    def __init__(self, serving: Serving, intake: Intake, embeddings: Embeddings) -> None:
+        self._serving = serving
+        self._intake = intake
+        self._embeddings = embeddings
+        self._decoder = BodyDecoder(CohereEmbedRequest, serving.config.frontend.strict)
+
+    @accepts(CohereEmbedRequest)
+    async def embed(self, http: Request) -> Response:
+        """Return an embedding of each text, image or combination of them."""
+        with self._intake.lease() as lease:
+            body, size = await self._intake.receive(http.scope, http.receive, self._decoder, lease)
+            kinds = body.embedding_types or ["float"]
+            for kind in kinds:
+                if kind not in _ENCODERS:
+                    one_of = ", ".join(_ENCODERS)
+                    raise bad_request(
+                        "embedding_types",
+                        f"embedding_types must be of {one_of}, got {echo(kind)}",
+                    )
+            name = self._name_of_input(body)
+            request = self._translate(body)
+
+            def answer(group: RequestGroup, vectors: Iterator[Vector]) -> Response:
+                embeddings: dict[str, list[Any]] = {kind: [] for kind in kinds}
+                for vector in vectors:
+                    if len(vector) % 8 and not {"binary", "ubinary"}.isdisjoint(kinds):
+                        raise bad_request(
+                            "output_dimension",
+                            f"output_dimension must be a multiple of 8 for bits, got {len(vector)}",
+                        )
+                    for kind, values in embeddings.items():
+                        values.append(_ENCODERS[kind](vector))
+                num_tokens = sum(sequence.num_prompt_tokens for sequence in group.sequences)
+                return json_response(
+                    {
+                        "id": f"embd-{group.request_id}",
+                        "embeddings": embeddings,
+                        "texts": body.texts or [],
+                        "meta": {
+                            "api_version": {"version": "2"},
+                            "billed_units": {"input_tokens": num_tokens},
+                        },
+                        "response_type": "embeddings_by_type",
+                    }
+                )
+
+            try:
+                return await self._embeddings.run(http, request, size, answer)
+            except APIError as error:
+                for ours, theirs in (
+                    ("input", "texts"),
+                    ("messages", name),
+                    ("dimensions", "output_dimension"),
+                ):
+                    if (error.param or "").startswith(ours):
+                        raise rename_parameter(
+                            error, theirs + (error.param or "").removeprefix(ours)
+                        ) from None
+                raise
+
+    def _name_of_input(self, body: CohereEmbedRequest) -> str:
+        """Return the name of the field with the inputs.
+
+        Raises:
+            APIError: There is none, or more than one (400).
+        """
+        given = [name for name in ("texts", "images", "inputs") if getattr(body, name)]
+        if len(given) != 1:
+            raise bad_request(
+                "texts",
+                f"one of texts, images and inputs must have items, got {len(given)} of them",
+            )
+        return given[0]
+
+    def _translate(self, body: CohereEmbedRequest) -> EmbeddingRequest:
+        """Return the body translated to a request for embeddings.
+
+        Raises:
+            APIError: `input_type` is unknown (400).
+        """
+        if body.input_type is not None and body.input_type not in _PROMPTS:
+            one_of = ", ".join(_PROMPTS)
+            raise bad_request(
+                "input_type", f"input_type must be one of {one_of}, got {echo(body.input_type)}"
+            )
+        prompts = self._serving.config.model.pooler.prompts
+        names = _PROMPTS[body.input_type or "image"]
+        keep = -1 if body.max_tokens is None else body.max_tokens
+        contents = [each.content for each in body.inputs or ()]
+        contents += [
+            [{"type": "image_url", "image_url": {"url": url}}] for url in body.images or ()
+        ]
+        return EmbeddingRequest(
+            model=body.model,
+            input=list(body.texts) if body.texts else None,
+            messages=[[{"role": "user", "content": content}] for content in contents] or None,
+            dimensions=body.output_dimension,
+            prompt_name=next((name for name in names if name in prompts), None),
+            truncate_prompt_tokens=None if body.truncate == "NONE" else keep,
+            truncation_side="left" if body.truncate == "START" else "right",
+            priority=body.priority,
+        )
