@@ -6,7 +6,7 @@ import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from ...protocol.errors import ParameterError
 from ...protocol.messages import EncoderInput
@@ -22,7 +22,15 @@ from .serving import Serving
 
 logger = logging.getLogger(__name__)
 
-_RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
+RESERVED_VARIABLES: Final = (
+    "messages",
+    "tools",
+    "documents",
+    "add_generation_prompt",
+    "continue_final_message",
+)
+"""Variables of chat templates that requests set by fields of their own."""
+
 _FIELD = re.compile(
     r"(?:messages|tools|documents|chat_template_kwargs|continue_final_message)[\w.\[\]]*"
 )
@@ -151,7 +159,7 @@ async def read_token_ids(serving: Serving, request: ChatCompletionRequest) -> Re
 
 def verify_template_kwargs(kwargs: dict[str, Any]) -> None:
     """Raise APIError 400 if a template variable has the name of a request field."""
-    for name in _RESERVED:
+    for name in RESERVED_VARIABLES:
         if name in kwargs:
             param = f"chat_template_kwargs.{name}"
             raise bad_request(param, f"{param} is not allowed; {name} is a field of the request")

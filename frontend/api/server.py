@@ -36,6 +36,7 @@ from ..supervisor.parse_journal import ParseJournal, journal_path
 from ..tokenizer.load import load_tokenizer
 from ..tokenizer.tokenizer import Tokenizer
 from .app import create_app
+from .chat_prompt import RESERVED_VARIABLES
 from .serving import Serving
 
 logger = logging.getLogger(__name__)
@@ -83,12 +84,21 @@ def _model_templates(config: EngineConfig, tokenizer: Tokenizer) -> ModelTemplat
     """Return the chat templates.
 
     Raises:
-        ConfigError: A template is invalid.
+        ConfigError: A template is invalid, or a default variable has the name of a request field.
     """
     content_format = config.frontend.chat_template_content_format
+    defaults = config.frontend.default_chat_template_kwargs
+    if reserved := set(defaults).intersection(RESERVED_VARIABLES):
+        raise ConfigError(
+            f"--default-chat-template-kwargs must not have {min(reserved)!r}, which is a field of requests"
+        )
     try:
         return ModelTemplates(
-            tokenizer, config.frontend.chat_template, content_format, config.model.architecture
+            tokenizer,
+            config.frontend.chat_template,
+            content_format,
+            config.model.architecture,
+            defaults,
         )
     except ChatTemplateError as error:
         raise ConfigError(f"{error}; use another template with --chat-template") from error

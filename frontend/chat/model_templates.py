@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from typing import Any
 
 from ...protocol.config.frontend import ContentFormat
 from ..tokenizer.tokenizer import Tokenizer
@@ -19,6 +21,7 @@ class ModelTemplates:
 
     Some models of an `architecture` are published without a template, and get one from Engine. If prompts should start
     with BOS, or EOS without one, and the template does not name BOS, it is added as by transformers' processor.
+    `defaults` are extra variables for every chat that does not set them itself.
 
     Raises:
         ChatTemplateError: The template cannot be used.
@@ -30,6 +33,7 @@ class ModelTemplates:
         instead: str | None = None,
         content_format: ContentFormat = "auto",
         architecture: str = "",
+        defaults: Mapping[str, Any] | None = None,
     ) -> None:
         sources = tokenizer.chat_templates
         if not sources and architecture in BUILT_IN_TEMPLATES:
@@ -50,7 +54,10 @@ class ModelTemplates:
         special_tokens = {name: token for name, token in tokens.items() if token is not None}
         self._by_name = {
             name: ChatTemplate(
-                sources[name], special_tokens=special_tokens, content_format=content_format
+                sources[name],
+                special_tokens=special_tokens,
+                content_format=content_format,
+                defaults=defaults,
             )
             for name in _USED
             if name in sources

@@ -49,14 +49,18 @@ class ChatTemplate:
         *,
         special_tokens: Mapping[str, str] | None = None,
         content_format: ContentFormat = "auto",
+        defaults: Mapping[str, Any] | None = None,
     ) -> None:
         """Compile a template. `special_tokens` maps names such as bos_token to the tokens.
+
+        `defaults` are extra variables for every chat that does not set them itself.
 
         Raises:
             ChatTemplateError: The template is not valid.
         """
         self.source = source
         self._special_tokens = dict(special_tokens or {})
+        self._defaults = dict(defaults or {})
         try:
             self._template = _ENVIRONMENT.from_string(source)
         except jinja2.TemplateSyntaxError as error:
@@ -120,7 +124,7 @@ class ChatTemplate:
         if continue_final_message:
             _mark_end(normalized)
         prompt = self._render(
-            chat_template_kwargs,
+            self._defaults | chat_template_kwargs,
             messages=normalized,
             tools=list(tools) if tools else None,
             documents=list(documents) if documents else None,

@@ -288,7 +288,12 @@ class PoolingMethods:
     def _template(self, instead: str | None, with_tools: bool) -> ChatTemplate:
         if instead not in self._templates:
             config, tokenizer = self._engine.config, self._engine.tokenizer
-            templates = ModelTemplates(tokenizer, instead, architecture=config.model.architecture)
+            templates = ModelTemplates(
+                tokenizer,
+                instead,
+                architecture=config.model.architecture,
+                defaults=config.frontend.default_chat_template_kwargs,
+            )
             prepare_formats(config.frontend, templates)
             self._templates[instead] = templates
         template = self._templates[instead].choose(with_tools)

@@ -180,6 +180,10 @@ class FrontendConfig(msgspec.Struct, frozen=True):
     chat_template_content_format: Annotated[
         ContentFormat, chat("Format in which the chat template receives message content")
     ] = "auto"
+    default_chat_template_kwargs: Annotated[
+        dict[str, object],
+        chat("Variables of the chat template for requests that do not set them, as a JSON object"),
+    ] = {}
     stable_prefix: Annotated[
         tuple[str, ...],
         chat(

@@ -169,6 +169,7 @@ TEMPLATE = (
 @pytest.mark.slow
 def test_chat_template_receives_the_fields_of_the_request() -> None:
     flags = {"response_role": "bot", "stable_prefix": ("clock",), "tool_call_parser": "hermes"}
+    flags["default_chat_template_kwargs"] = {"mood": "?"}
     with FrontendProcess(chat_template=TEMPLATE, **flags) as frontend:
 
         def prompt(**fields) -> str:
@@ -176,25 +177,25 @@ def test_chat_template_receives_the_fields_of_the_request() -> None:
             return frontend.tokenizer.decode(answer["prompt_token_ids"])
 
         begin = "<system>Be brief.</system><user>One two three four five"
-        assert prompt() == begin + "</user><assistant>"
-        assert prompt(add_generation_prompt=False) == begin + "</user>"
+        assert prompt() == begin + "</user><assistant>?"
+        assert prompt(add_generation_prompt=False) == begin + "</user>?"
         assert prompt(continue_final_message=True) == begin
         assert prompt(chat_template_kwargs={"mood": "!"}) == begin + "</user><assistant>!"
-        assert prompt(reasoning_effort="low") == begin + "</user><assistant>low"
-        off, on = "</user><assistant>[False False]", "</user><assistant>[True True]"
+        assert prompt(reasoning_effort="low") == begin + "</user><assistant>?low"
+        off, on = "</user><assistant>?[False False]", "</user><assistant>?[True True]"
         assert prompt(thinking={"type": "disabled"}) == begin + off
         assert prompt(thinking={"type": "enabled"}) == begin + on
         assert prompt(reasoning_effort="none") == begin + off.replace("[", "none[")
         given = {"enable_thinking": True, "thinking": True}
         assert prompt(thinking={"type": "disabled"}, chat_template_kwargs=given) == begin + on
         forced = prompt(tools=[WEATHER], tool_choice="required")
-        assert forced == begin + "</user><assistant>1 tools"
+        assert forced == begin + "</user><assistant>1 tools?"
         assert "tools" not in prompt(tools=[WEATHER], tool_choice="none")
         assert chat(frontend, max_tokens=1)["choices"][0]["message"]["role"] == "bot"
         tokens = frontend.post("/tokenize", messages=MESSAGES).json()["tokens"]
-        assert frontend.tokenizer.decode(tokens) == begin + "</user><assistant>"
+        assert frontend.tokenizer.decode(tokens) == begin + "</user><assistant>?"
         dated = [{"role": "system", "content": "Be brief.\nTime: 9:30"}, MESSAGES[-1]]
-        moved = begin + "\n\nTime: 9:30</user><assistant>"
+        moved = begin + "\n\nTime: 9:30</user><assistant>?"
         assert prompt(messages=dated) == moved
 
 
