@@ -73,7 +73,7 @@ class NativeAttention(PagedAttention):
                 num_blocks,
                 max(
                     spec.tensor_elements
-                    // (2 * num_kv_heads * head_dim)
+                    // (self._num_parts * num_kv_heads * head_dim)
                     * self._elements(num_kv_heads, head_dim)
                     for num_kv_heads, head_dim in spec.heads_of_layers
                 ),
@@ -81,9 +81,8 @@ class NativeAttention(PagedAttention):
         if spec.tensor_elements:
             index_elements = self.block_size * self._padded(spec.index_dim)
             return (num_blocks, self.elements_of_layer + index_elements)
-        num_parts = 1 if spec.latent_rank else 2
         padded = self._padded(self.head_dim)
-        return (num_blocks, num_parts, self.num_kv_heads, self.block_size, padded)
+        return (num_blocks, self._num_parts, self.num_kv_heads, self.block_size, padded)
 
     @property
     def elements_of_layer(self) -> int:
@@ -91,7 +90,12 @@ class NativeAttention(PagedAttention):
         return self._elements(self.num_kv_heads, self.head_dim)
 
     def _elements(self, num_kv_heads: int, head_dim: int) -> int:
-        return 2 * num_kv_heads * self.block_size * self._padded(head_dim)
+        return self._num_parts * num_kv_heads * self.block_size * self._padded(head_dim)
+
+    @property
+    def _num_parts(self) -> int:
+        """Number of vectors that a head has for a token: a key, and a value unless attention is latent."""
+        return 1 if self.spec.latent_rank else 2
 
     def _padded(self, head_dim: int) -> int:
         padded = -(-head_dim // _LANES) * _LANES

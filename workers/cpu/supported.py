@@ -21,10 +21,6 @@ def unsupported_features(spec: ModelSpec) -> list[str]:
             spec.compressed is not None
             and (spec.head_dim % 16 != 0 or spec.compressed.indexer.head_dim % 2 != 0)
         ),
-        "latent attention of several sizes, or with normed rotated keys": any(
-            layer.latent is not None for layer in spec.layers
-        )
-        or (spec.latent is not None and spec.latent.norms_rotated_key),
         "convolutions within layers": any(
             isinstance(layer.recurrent, InnerConvolutions) for layer in spec.layers
         ),

@@ -24,7 +24,6 @@ from ..towers.weights import Linear, Norm
 from .abi.structs import (
     AttentionLayer,
     GateLimit,
-    LatentShape,
     ModelShape,
     Step,
     StepGroup,
@@ -90,7 +89,6 @@ class NativeLayers:
             is_bidirectional=True,
             projection_size=max(3 * size, 2 * spec.intermediate_size * spec.clips_products),
             mixed_size=size,
-            latent=LatentShape(),
             num_threads=num_threads or usable_cores(),
         )
         self._program = NativeProgram(shape, spec.norm_eps)

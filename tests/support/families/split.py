@@ -78,6 +78,21 @@ BESIDE_ATTENTION = {
     "intermediate_size": 64,
 }
 """Experts that read the same hidden states as attention."""
+LATENT_SIZES = {name: INDEXED[name] for name in INDEXED if name != "indexer_types"} | {
+    "layer_types": ["full_attention", "sliding_attention"] * 2 + ["full_attention"],
+    "sliding_window": 10,
+    "swa_num_attention_heads": 6,
+    "swa_num_key_value_heads": 6,
+    "swa_q_lora_rank": 20,
+    "swa_kv_lora_rank": 40,
+    "swa_head_dim": 24,
+    "swa_qk_nope_head_dim": 16,
+    "swa_v_head_dim": 12,
+    "head_dim": 24,
+    "moe_intermediate_size": 64,
+    "shared_experts_intermediate_size": 64,
+}
+"""Latent attention of two sizes."""
 SHARED_LATENT = {
     "kv_source_layers": [0, 0, 0, 3, 3],
     "no_rope_layers": [1] * 5,

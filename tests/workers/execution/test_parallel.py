@@ -21,6 +21,7 @@ from support.families.recurrent import HASHED_NGRAMS, SHARED_BLOCKS
 from support.families.split import (
     BESIDE_ATTENTION,
     INDEXED,
+    LATENT_SIZES,
     SHARED_LATENT,
     SHARING,
     SHORTCUTS,
@@ -320,6 +321,7 @@ def test_layers_that_share_keys_or_differ_in_their_heads_can_be_split(
     models["mimo-v2"] = ("MiMoV2Flash", "MiMoV2Flash", SMALL_VALUES)
     models["longcat"] = ("LongcatFlash", "LongcatFlash", SHORTCUTS)
     models["cohere2-moe"] = ("Cohere2Moe", "Cohere2Moe", BESIDE_ATTENTION)
+    models["dots3-note"] = ("Dots3NoteText", "Dots3Note", LATENT_SIZES)
     models["laguna"] = ("Laguna", "Laguna", GATED)
     models["zamba2"] = ("Zamba2", "Zamba2", SHARED_BLOCKS)
     window = {"attention_window_size": 16}

@@ -58,6 +58,7 @@ NATIVE = [
     "deepseek-v4",
     "deepseek-v4-unlimited",
     "dory",
+    "dots3-note",
     "falcon-alibi",
     "falcon-groups",
     "falcon-h1",

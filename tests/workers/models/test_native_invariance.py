@@ -38,6 +38,7 @@ def make(name, **differences):
 NAMES = [
     "axk2",
     "cohere2-moe",
+    "dots3-note",
     "gemma3n",
     "gemma4-moe",
     "gemma4-shared",

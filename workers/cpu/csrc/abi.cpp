@@ -95,11 +95,12 @@ void add_function(std::string& text, const char* name, const std::string& signat
 std::string describe() {
   std::string text;
   STRUCT(PackedWeight, format, n, k, group, scale, data)
-  STRUCT(LatentShape, query_inputs, kv_rank, plain_dim, rotary_dim, value_dim, index_heads, gate_dim, index_eps)
+  STRUCT(LatentShape, num_heads, key_dim, query_inputs, kv_rank, plain_dim, rotary_dim, value_dim, norms_rotated_key,
+         index_heads, index_dim, index_inputs, gate_dim)
   STRUCT(ModelShape, hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim, vocab_size, block_size,
          block_bytes, kv_format, activation, output_gate, norm, is_bidirectional, keeps_block, router_size,
-         projection_size, mixed_size, num_streams, input_size, latent, index_dim, index_inputs, is_compressed,
-         num_threads)
+         projection_size, mixed_size, num_streams, input_size, is_latent, index_dim, index_inputs, index_eps,
+         is_compressed, num_threads)
   STRUCT(AttentionLayer, scale, softcap, window, rounds_alibi)
   STRUCT(Router, num_experts, num_chosen, num_identities, scoring, renormalizes, num_groups, num_chosen_groups,
          num_best, corrects_logits, scale, mixer_noise, softcap, correction, scales, experts_by_token,
@@ -123,7 +124,7 @@ std::string describe() {
   STRUCT(Op, kind, input_kind, activation_kind, source, target, layer, group, rope, qk_norm, rotates_before_norm,
          is_optional, reads_source, is_sparse, num_heads, num_kv_heads, head_dim, output_dim, num_stored, norms_values,
          num_parts, first_column, num_columns, adapter_rank, scale, eps, gate_limit, choice, attention, parts, vectors,
-         experts, mixer, heads, adapters, altup, hyper, norm_gate, compression, ngrams)
+         experts, mixer, heads, adapters, altup, hyper, norm_gate, compression, latent, ngrams)
   STRUCT(StepGroup, block_table, block_table_stride, slot_mapping)
   STRUCT(LogitRules, allowed, bad_words, end_tokens, bias_tokens, biases, bad_words_size, num_end_tokens, min_length,
          num_biases, has_penalties, repetition_penalty, presence_penalty, frequency_penalty, suppressed,

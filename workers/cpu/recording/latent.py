@@ -8,19 +8,20 @@ from typing import Any
 import numpy as np
 
 from ...layers.rope import RopeSpec
-from ...layers.spec import LayerSpec
+from ...layers.spec import LayerSpec, ModelSpec
 from ...layers.specs.latent import IndexerSpec, LatentSpec
 from ...layers.specs.norm_names import NormNames
+from ...models.attention import rotary_order
 from ...models.indexers.keys import index_order, index_query_rows, index_rows
 from ...models.latent.attention import first_rows, gate_rows, query_rows
-from ..abi.structs import AttentionLayer, ChoiceRule
+from ..abi.structs import AttentionLayer, ChoiceRule, LatentShape
 from ..head_matrices import read_head_matrices
 from ..library import NotSupportedNatively
 from ..packing import GROUP_SIZE, ActivationKind
 from ..program import Floats
 from .attention import attention_output, read_sinks, scaling_array, window_size
 from .blocks import BlockRecorder
-from .model_shape import attended_dim
+from .model_shape import latent_shape
 
 
 class LatentRecorder:
@@ -39,12 +40,13 @@ class LatentRecorder:
         self._program, self._spec = blocks.program, blocks.spec
         self._shard, self._weights = blocks.shard, blocks.weights
 
-    def record(
-        self, index: int, prefix: str, layer: LayerSpec, norms: NormNames, latent: LatentSpec
-    ) -> None:
+    def record(self, index: int, prefix: str, layer: LayerSpec, norms: NormNames) -> None:
         """Record the latent attention of a layer. `index` is the index of its KV cache."""
-        spec, program, heads = self._spec, self._program, self._shard.heads(self._spec)
-        name, key_dim = f"{prefix}self_attn.", attended_dim(spec)
+        spec, program = self._spec.for_layer(layer), self._program
+        latent, heads, name = spec.latent, self._shard.heads(spec), f"{prefix}self_attn."
+        assert latent is not None, "the layers of this model have latent attention"
+        shape = latent_shape(spec, latent, len(heads))
+        key_dim = shape.key_dim
         # The rows of an indexer do not depend on the rotary embedding of the layer.
         whole, latent = latent, latent.for_rope(layer.rope)
         first, keys = first_rows(spec, latent, name, heads)
@@ -71,26 +73,26 @@ class LatentRecorder:
             # The elements of the index key and its logits follow those of the key, even in layers without an indexer.
             places = [0] * len(own_keys)
             if indexer is not None:
-                places += [key_dim, self._index_offset(latent)]
+                places += [key_dim, shape.index_offset]
                 places += [key_dim + indexer.head_dim] * indexer.has_groups
-            places.append(spec.head_dim)
+            places.append(shape.query_offset)
             if gates:
-                places.append(self._gate_offset(latent))
+                places.append(shape.gate_offset)
             kind = None
             for part, bias, place in zip(inputs, biases, places, strict=True):
                 kind = self._blocks.add_projection(
                     prefix, norms.attention_input, [part], [bias], kind, place
                 )
         if latent.query_rank is not None:
-            self._record_queries(name, latent, whole, indexer)
+            self._record_queries(name, spec, shape, latent, whole, indexer)
         if indexer is not None and indexer.norms_inputs:
-            self._record_normed_queries(prefix, norms.attention_input, whole, indexer)
+            self._record_normed_queries(prefix, norms.attention_input, shape, whole, indexer)
         if latent.has_log_scales:
             size = latent.plain_dim + latent.rotary_dim
-            self._record_scales(name, spec.head_dim, spec.num_heads, heads, size)
+            self._record_scales(name, shape.query_offset, spec.num_heads, heads, size)
         if indexer is not None and indexer.has_log_scales:
             count = indexer.num_heads
-            first_column = self._index_offset(latent) + count
+            first_column = shape.index_offset + count
             self._record_scales(
                 f"{name}indexer.", first_column, count, range(count), indexer.head_dim
             )
@@ -99,6 +101,7 @@ class LatentRecorder:
             num_heads=len(heads),
             input_kind=key_matrices.activation_kind.for_whole_rows,
             heads=key_matrices,
+            latent=shape,
         )
         attention: dict[str, Any] = {
             "layer": index,
@@ -109,11 +112,16 @@ class LatentRecorder:
             "num_heads": len(heads),
             "num_kv_heads": 1,
             "head_dim": key_dim,
+            "latent": shape,
         }
         norm = None
         if layer.kv_source is None:
             norm = self._weights.vector(f"{name}kv_a_layernorm.weight", latent.kv_rank)
             norm = norm * np.float32(latent.multiplier)
+            if latent.norms_rotated_key:
+                order = rotary_order(spec.rope_order, latent.rotary_dim).numpy()
+                rotated = self._weights.vector(f"{name}k_rotated_norm.weight", latent.rotary_dim)
+                norm = np.concatenate([norm, rotated[order]])
         elif layer.chooses_keys:
             source = spec.layers[layer.kv_source].kv_cache_group
             of_source = {"layer": self._caches[layer.kv_source], "group": source}
@@ -151,6 +159,7 @@ class LatentRecorder:
             input_kind=value_matrices.activation_kind.for_whole_rows,
             activation_kind=output.activation_kind,
             heads=value_matrices,
+            latent=shape,
         )
         bias = None
         if spec.attention_output_bias:
@@ -174,20 +183,27 @@ class LatentRecorder:
         self._program.add_op("choose_keys", choice=choice, **attention)
 
     def _record_queries(
-        self, name: str, latent: LatentSpec, whole: LatentSpec, indexer: IndexerSpec | None
+        self,
+        name: str,
+        spec: ModelSpec,
+        shape: LatentShape,
+        latent: LatentSpec,
+        whole: LatentSpec,
+        indexer: IndexerSpec | None,
     ) -> None:
         """Record the second products of queries, of an indexer's queries and of joined gates.
 
-        Queries overwrite the inputs of these products, so they come last. `latent` has the sizes of the layer.
+        Queries overwrite the inputs of these products, so they come last. `latent` has the sizes of the layer, and
+        `whole` those of its indexer.
         """
         rank = latent.query_rank
         assert rank is not None
-        spec, heads, first = self._spec, self._shard.heads(self._spec), self._spec.head_dim
+        heads, first = self._shard.heads(spec), shape.query_offset
         vector, inputs = range(first, first + rank), range(first, first + latent.query_inputs)
         products = [(query_rows(spec, latent, name, heads), first)]
         of_index = []
         if indexer is not None and not indexer.norms_inputs:
-            column = self._index_offset(latent) + indexer.num_heads
+            column = shape.index_offset + indexer.num_heads
             of_index.append((index_query_rows(whole, indexer, name), column))
         norm: Floats | None = self._weights.vector(f"{name}q_a_layernorm.weight", rank)
         if latent.joins_query_vectors:
@@ -199,7 +215,7 @@ class LatentRecorder:
                 eps=latent.norm_eps,
             )
             norm = None
-            products.insert(0, (gate_rows(spec, latent, name, heads), self._gate_offset(latent)))
+            products.insert(0, (gate_rows(spec, latent, name, heads), shape.gate_offset))
             groups = [(vector, of_index), (inputs, products)]
         else:
             groups = [(vector, of_index + products)]
@@ -210,7 +226,12 @@ class LatentRecorder:
                 norm = None
 
     def _record_normed_queries(
-        self, prefix: str, norm: str | None, latent: LatentSpec, indexer: IndexerSpec
+        self,
+        prefix: str,
+        norm: str | None,
+        shape: LatentShape,
+        latent: LatentSpec,
+        indexer: IndexerSpec,
     ) -> None:
         """Record the products of an indexer's queries, which read a layer norm of the layer's input."""
         name, size = f"{prefix}self_attn.", self._spec.hidden_size
@@ -223,7 +244,7 @@ class LatentRecorder:
         rows = index_query_rows(latent, indexer, name)
         parts = self._weights.packed_together([rows], size)
         kind = self._blocks.quantize(prefix, norm, parts, second_norm=second_norm)
-        column = self._index_offset(latent) + indexer.num_heads
+        column = shape.index_offset + indexer.num_heads
         self._blocks.add_projection(prefix, norm, parts, [None], kind, column)
 
     def _record_scales(
@@ -240,16 +261,3 @@ class LatentRecorder:
                 for kind in ("scale", "bias")
             ],
         )
-
-    def _index_offset(self, latent: LatentSpec) -> int:
-        """Return the column of the indexer's head weights in the projection; see `ModelShape` in csrc/model/model.h."""
-        num_heads = len(self._shard.heads(self._spec))
-        queries = num_heads * (latent.plain_dim + latent.rotary_dim)
-        products = self._spec.head_dim + max(latent.query_inputs, queries)
-        return products + num_heads * attended_dim(self._spec)
-
-    def _gate_offset(self, latent: LatentSpec) -> int:
-        """Return the column of the gates in the projection of latent attention."""
-        index = latent.indexer
-        size = 0 if index is None else index.num_heads * (1 + index.head_dim)
-        return self._index_offset(latent) + size

@@ -10,6 +10,7 @@ from ...layers.parallel.shard import ModelShard
 from ...layers.parallel.tensor_parallel import TensorParallel
 from ...layers.shared_block import SharedBlock
 from ...layers.spec import LayerSpec, ModelSpec
+from ...layers.specs.latent import LatentSpec
 from ...models.latent.attention import gates_of_head
 from ..abi.structs import LatentShape, ModelShape, activation_number
 from ..attention import KV_FORMATS, NativeAttention
@@ -28,7 +29,8 @@ def model_shape(
     sizes = [_projection_and_mixed_size(layer, of_layer, shard) for layer, of_layer in layers]
     inputs = spec.stage_width(shard.layers.start) - spec.stage_width(len(spec.layers))
     projections = [*(projection for projection, _ in sizes), inputs, _streams_size(spec)]
-    indexer = spec.block_indexer if spec.latent is None else spec.latent.indexer
+    latent_indexer = None if spec.latent is None else spec.latent.indexer
+    indexer = spec.block_indexer if spec.latent is None else latent_indexer
     index_dim = 0 if indexer is None else indexer.head_dim
     if spec.compressed is not None:
         has_indexer = any(x.compression and x.compression.has_indexer for x in spec.layers)
@@ -57,9 +59,10 @@ def model_shape(
         max(_low_rank_inputs(spec), *(mixed for _, mixed in sizes)),
         spec.num_streams,
         inputs,
-        _latent_shape(spec),
+        spec.latent is not None,
         index_dim,
         0 if spec.compressed is not None else spec.index_dim - index_dim,
+        0.0 if latent_indexer is None else latent_indexer.norm_eps,
         spec.compressed is not None,
         num_threads,
     )
@@ -82,7 +85,11 @@ def _projection_and_mixed_size(
         projection = (num_heads + 1) * size + extra + compressed.query_rank
         outputs = compressed.num_groups * compressed.output_rank // shard.tensor_parallel.size
         mixed = max(num_heads * size, compressed.query_rank, outputs)
-    elif layer.attends and spec.latent is None:
+    elif layer.attends and spec.latent is not None:
+        latent = latent_shape(spec, spec.latent, len(shard.heads(spec)))
+        results = latent.num_heads * max(latent.kv_rank, latent.value_dim)
+        projection, mixed = latent.size, max(latent.query_inputs, results)
+    elif layer.attends:
         heads, kv_heads = len(shard.heads(spec)), len(shard.kv_heads(spec))
         columns = heads * (1 + spec.gates_attention) + 2 * kv_heads
         projection, mixed = columns * spec.head_dim, heads * spec.head_dim
@@ -172,20 +179,22 @@ def _intermediate_size(spec: ModelSpec, tensor_parallel: TensorParallel) -> int:
     )
 
 
-def _latent_shape(spec: ModelSpec) -> LatentShape:
-    latent = spec.latent
-    if latent is None:
-        return LatentShape()
+def latent_shape(spec: ModelSpec, latent: LatentSpec, num_heads: int) -> LatentShape:
+    """Return the sizes of `num_heads` heads of a layer's latent attention. `spec` comes from `for_layer`."""
     indexer = latent.indexer
     return LatentShape(
+        num_heads,
+        attended_dim(spec),
         latent.query_inputs,
         latent.kv_rank,
         latent.plain_dim,
         latent.rotary_dim,
         latent.value_dim,
+        latent.norms_rotated_key,
         0 if indexer is None else indexer.num_heads,
+        0 if indexer is None else indexer.head_dim,
+        0 if indexer is None else indexer.key_elements - indexer.head_dim,
         gates_of_head(spec, latent) if spec.gates_attention else 0,
-        0.0 if indexer is None else indexer.norm_eps,
     )
 
 

@@ -294,7 +294,7 @@ class Recorder:
                 self._blocks, index + layer.attends, prefix, layer, layer.recurrent, norms
             )
         if layer.attends and self._spec.latent is not None:
-            self._latent.record(index, prefix, layer, norms, self._spec.latent)
+            self._latent.record(index, prefix, layer, norms)
         elif layer.attends and self._spec.compressed is not None:
             self._compressed.record(index, prefix, layer, norms, self._spec.compressed)
         elif layer.attends:

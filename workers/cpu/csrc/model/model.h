@@ -14,18 +14,29 @@ namespace engine {
 
 enum class NormKind : int32_t { rms = 0, layer = 1 };
 
-// The sizes of multi-head latent attention. All heads share one key: `kv_rank` elements, from which values are also
-// computed, then `rotary_dim` rotated ones. A head's query has `plain_dim` and `rotary_dim` elements, its value
-// `value_dim`.
+// The sizes of multi-head latent attention in a layer of this rank. All heads share one key: `kv_rank` elements, from
+// which values are also computed, then `rotary_dim` rotated ones, perhaps then zeros, `key_dim` in all. A head's query
+// has `plain_dim` and `rotary_dim` elements, its value `value_dim`.
+//
+// A token's projection consists of: the key, its index key and the logits behind that; the vector from which queries
+// are computed, then the queries; then their products with the matrices that expand keys; the weights and queries of
+// the indexer's heads; and the gates.
 struct LatentShape {
+  int32_t num_heads, key_dim;
   int32_t query_inputs;  // the number of elements from which queries are computed; 0 if they come from hidden states
-  int32_t kv_rank;       // 0 without latent attention
-  int32_t plain_dim, rotary_dim, value_dim;
-  int32_t index_heads;  // the heads of an indexer, which chooses keys by index keys; 0 without one
-  int32_t gate_dim;     // the number of gates of a head: one for all of its value, one for each element, or 0
-  float index_eps;      // the epsilon of the norm of index keys
+  int32_t kv_rank, plain_dim, rotary_dim, value_dim;
+  int32_t norms_rotated_key;  // whether weights of a norm of the rotated key follow those of the latent vector
+  int32_t index_heads;        // the heads of an indexer, which chooses keys by index keys; 0 without one
+  int32_t index_dim;          // the elements of an index key; 0 without an indexer
+  int32_t index_inputs;       // the numbers that are stored behind an index key, if keys are chosen in groups; or 0
+  int32_t gate_dim;           // the number of gates of a head: one for all of its value, one for each element, or 0
 
   int query_dim() const { return plain_dim + rotary_dim; }
+  // The offset of a token's queries, of their products, and so on, within its projection.
+  int query_offset() const { return key_dim + index_dim + index_inputs; }
+  int product_offset() const { return query_offset() + std::max(query_inputs, num_heads * query_dim()); }
+  int index_offset() const { return product_offset() + num_heads * key_dim; }
+  int gate_offset() const { return index_offset() + index_heads * (1 + index_dim); }
 };
 
 // The sizes of one rank's part of a model: heads and intermediate size are those of the part. If layers differ,
@@ -44,28 +55,18 @@ struct ModelShape {
   int32_t router_size;
   // the maximum numbers of outputs of a layer's first products, and of inputs of a product
   int32_t projection_size, mixed_size;
-  int32_t num_streams;  // the streams of a token, with alternating updates or hyper-connections; otherwise 0
-  int32_t input_size;   // the inputs of this stage's layers and of those behind it; 0 without
-  LatentShape latent;
+  int32_t num_streams;   // the streams of a token, with alternating updates or hyper-connections; otherwise 0
+  int32_t input_size;    // the inputs of this stage's layers and of those behind it; 0 without
+  int32_t is_latent;     // attention is latent, with the sizes that operations have
   int32_t index_dim;     // the elements of an index key; 0 without an indexer
   int32_t index_inputs;  // the numbers that are stored behind an index key, if keys are chosen in groups; or 0
+  float index_eps;       // the epsilon of the norm of index keys in latent attention
   // Whether attention is compressed: keys are values, too, the last elements of heads are rotated in pairs of
   // neighbors, and index keys are stored with entries.
   int32_t is_compressed;
   int32_t num_threads;
 
-  // The number of elements of a token's projection in latent attention. It consists of: the key, its index key and
-  // the logits behind that; the vector from which queries are computed, then the queries; then their products with the
-  // matrices that expand keys; the weights and queries of the indexer's heads; and the gates.
-  int latent_size() const { return latent.kv_rank ? gate_offset() + num_heads * latent.gate_dim : 0; }
-  // The number of elements of a value that attention sums, of `head_dim` ones.
-  int attended_dim(int head_dim) const { return latent.kv_rank ? latent.kv_rank : head_dim; }
   int streams_size() const { return num_streams * hidden_size; }
-  // The offset of a token's queries, and of their products, within its projection in latent attention.
-  int query_offset() const { return head_dim + index_dim + index_inputs; }
-  int product_offset() const { return query_offset() + std::max(latent.query_inputs, num_heads * latent.query_dim()); }
-  int index_offset() const { return product_offset() + num_heads * head_dim; }
-  int gate_offset() const { return index_offset() + latent.index_heads * (1 + index_dim); }
 };
 
 // The operations, which act on each row of the slice. If an operation has a norm, vectors[0] is its weight and
@@ -449,6 +450,7 @@ struct Op {
   const HyperConnection* hyper;
   const NormGate* norm_gate;
   const Compression* compression;  // of a layer with entries; or null
+  const LatentShape* latent;       // of a layer with latent attention; or null
   const NgramTable* ngrams;        // of a layer with embeddings of n-grams; or null
 };
 
@@ -458,14 +460,21 @@ struct Model {
   // The number of heads that share a key/value head, in a layer and at most.
   int heads_per_kv_head(const Op& op) const { return op.num_heads / op.num_kv_heads; }
   int most_heads_per_kv_head() const { return shape.num_heads / shape.num_kv_heads; }
-  KVLayout kv(const Op& op) const { return kv_layout(op.num_kv_heads, op.head_dim); }
+  KVLayout kv(const Op& op) const {
+    KVLayout layout = kv_layout(op.num_kv_heads, op.head_dim);
+    if (!op.latent) return layout;
+    layout.value_dim = op.latent->kv_rank;
+    layout.index_dim = op.latent->index_dim;
+    layout.index_inputs = op.latent->index_inputs;
+    return layout;
+  }
   KVLayout kv_layout(int num_kv_heads, int head_dim) const {
     return {shape.kv_format,
             num_kv_heads,
             head_dim,
             shape.block_size,
-            shape.attended_dim(head_dim),
-            shape.latent.kv_rank == 0 && !shape.is_compressed,
+            head_dim,
+            !shape.is_latent && !shape.is_compressed,
             size_t(shape.block_bytes),
             shape.is_compressed ? 0 : shape.index_dim,
             shape.index_inputs};

@@ -13,10 +13,10 @@ class Rows {
  public:
   explicit Rows(const ModelShape& shape)
       : hidden_size_(shape.hidden_size),
-        qkv_size_(std::max(shape.latent_size(), shape.projection_size)),
+        qkv_size_(shape.projection_size),
         router_size_(shape.router_size),
-        widest_(std::max({shape.hidden_size, shape.intermediate_size, shape.mixed_size, shape.latent.query_inputs,
-                          shape.num_heads * std::max(shape.attended_dim(shape.head_dim), shape.latent.value_dim)})),
+        widest_(
+            std::max({shape.hidden_size, shape.intermediate_size, shape.mixed_size, shape.num_heads * shape.head_dim})),
         streams_size_(shape.streams_size()),
         keeps_block_(shape.keeps_block) {}
 

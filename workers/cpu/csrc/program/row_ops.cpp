@@ -48,7 +48,7 @@ void Program::run_row(const Op& op, const Rows& rows, int row) {
         if (op.norm_gate) gate_norm(*op.norm_gate, rows, row);
       }
       if (const float* second = op.vectors[2]) {
-        const float eps = model_.shape.latent.index_eps;
+        const float eps = model_.shape.index_eps;
         kernels.layer_norm(x, second, second + hidden_size, eps, hidden_size, rows.normed(row));
         x = rows.normed(row);
       }

@@ -74,7 +74,7 @@ void Attention::norm_queries_and_keys(const Op& op, float* qk, int row) const {
 }
 
 void Attention::rotate_store(const Op& op, float* qkv, int row) {
-  if (model_.shape.latent.kv_rank) return rotate_store_latent(op, qkv, row);
+  if (op.latent) return rotate_store_latent(op, qkv, row);
   if (model_.shape.is_compressed) return rotate_store_compressed(op, qkv, row);
   const int num_heads = op.num_heads, head_dim = op.head_dim;
   const int num_kv_heads = op.num_stored ? op.num_kv_heads : 0;
@@ -136,22 +136,24 @@ void Attention::load_key(const Op& op, float* qkv, int row) const {
 // The key's latent vector has a norm. The rotated parts of queries are stored next to the plain ones, so move them
 // after the products of the plain ones.
 void Attention::rotate_store_latent(const Op& op, float* qkv, int row) {
-  const ModelShape& shape = model_.shape;
-  const LatentShape& latent = shape.latent;
-  const int num_heads = shape.num_heads, head_dim = shape.head_dim, rank = latent.kv_rank;
-  float* const products = qkv + shape.product_offset();
+  const LatentShape& latent = *op.latent;
+  const int num_heads = latent.num_heads, head_dim = latent.key_dim, rank = latent.kv_rank;
+  const int index_dim = latent.index_dim;
+  float* const products = qkv + latent.product_offset();
   const int rotary_dim = op.num_columns, plain_dim = latent.query_dim() - rotary_dim;
   const bool has_own_key = op.vectors[0] != nullptr;
   if (has_own_key) {
     model_.rows.rms_norm(qkv, op.vectors[0], op.eps, rank, qkv);
+    if (latent.norms_rotated_key)
+      model_.rows.rms_norm(qkv + rank, op.vectors[0] + rank, op.eps, rotary_dim, qkv + rank);
     std::fill(qkv + rank + rotary_dim, qkv + head_dim, 0.0f);
   }
-  float *const index_key = qkv + head_dim, *const index_queries = qkv + shape.index_offset() + latent.index_heads;
+  float *const index_key = qkv + head_dim, *const index_queries = qkv + latent.index_offset() + latent.index_heads;
   if (const float* norm = op.vectors[1])
-    model_.rows.layer_norm(index_key, norm, norm + shape.index_dim, shape.latent.index_eps, shape.index_dim, index_key);
+    model_.rows.layer_norm(index_key, norm, norm + index_dim, model_.shape.index_eps, index_dim, index_key);
   else
-    std::fill_n(index_key, shape.index_dim + shape.index_inputs, 0.0f);
-  const float* rotated = qkv + shape.query_offset() + plain_dim;
+    std::fill_n(index_key, index_dim + latent.index_inputs, 0.0f);
+  const float* rotated = qkv + latent.query_offset() + plain_dim;
   for (int h = 0; h < num_heads; h++, rotated += latent.query_dim()) {
     float* const query = products + h * head_dim;
     std::fill(std::copy_n(rotated, rotary_dim, query + rank), query + head_dim, 0.0f);
@@ -161,12 +163,12 @@ void Attention::rotate_store_latent(const Op& op, float* qkv, int row) {
     if (has_own_key) model_.rows.rotate(qkv + rank, 1, head_dim, angles.cosines, angles.sines, angles.half);
     model_.rows.rotate(products + rank, num_heads, head_dim, angles.cosines, angles.sines, angles.half);
     if (op.vectors[1]) {
-      model_.rows.rotate(index_key, 1, shape.index_dim, angles.cosines, angles.sines, angles.half);
-      model_.rows.rotate(index_queries, latent.index_heads, shape.index_dim, angles.cosines, angles.sines, angles.half);
+      model_.rows.rotate(index_key, 1, index_dim, angles.cosines, angles.sines, angles.half);
+      model_.rows.rotate(index_queries, latent.index_heads, index_dim, angles.cosines, angles.sines, angles.half);
     }
   }
   scale_queries(op, products, num_heads * head_dim, row);
-  if (op.num_stored && !model_.rows.all_finite(qkv, shape.query_offset()))
+  if (op.num_stored && !model_.rows.all_finite(qkv, latent.query_offset()))
     std::fill_n(products, num_heads * head_dim, std::nanf(""));
   store(op, row, products, qkv, nullptr);
 }

@@ -76,10 +76,10 @@ void KeyChoice::run(const Op& op, Tile& tile, AttentionTask kv_task, int sequenc
   }
   const Compression* const compression = op.compression;
   const KVLayout index = (compression ? entries_.copied_layout(op, true) : model_.kv(op)).of_index();
-  const int num_queries = compression                   ? compression->index_heads
-                          : model_.shape.latent.kv_rank ? model_.shape.latent.index_heads
-                          : op.choice.num_queries       ? op.choice.num_queries
-                                                        : num_heads;
+  const int num_queries = compression             ? compression->index_heads
+                          : op.latent             ? op.latent->index_heads
+                          : op.choice.num_queries ? op.choice.num_queries
+                                                  : num_heads;
   const size_t query_words = num_queries * size_t(model_.attention.query_words(index));
   scratch.results.reserve(sizeof(uint32_t) * (size_t(num_heads + 1) * most + query_words));
   float* scores = scratch.results.floats();
@@ -123,8 +123,9 @@ void KeyChoice::score(const Op& op, const AttentionTask& kv_task, const float* p
                       int stride, float* scores) const {
   const AttentionLayer unscaled{1.0f, 1.0f, 0, 0};
   const KVLayout kv = model_.kv(op), index = kv.of_index();
-  if (const int num_heads = model_.shape.latent.index_heads) {
-    const float* const weights = projection + model_.shape.index_offset();
+  if (op.latent) {
+    const int num_heads = op.latent->index_heads;
+    const float* const weights = projection + op.latent->index_offset();
     model_.attention.convert_queries(index, unscaled, weights + num_heads, num_heads, queries);
     if (op.choice.has_groups)
       return model_.attention.score_groups(kv, kv_task, queries, weights, num_heads, op.choice.block_size, scores);

@@ -37,12 +37,12 @@ void LatentProducts::compute(const Op& op, const Rows& rows, int end_row, Scratc
 }
 
 float* LatentProducts::product(const Op& op, const Rows& rows, const Block& block, Scratch& scratch) const {
-  const ModelShape& shape = model_.shape;
+  const LatentShape& latent = *op.latent;
   const PackedWeight& weight = op.heads[block.head];
   const float* x;
   size_t stride;
   if (op.kind == OpKind::latent_queries) {
-    x = rows.qkv(block.first_row) + shape.query_offset() + block.head * shape.latent.query_dim();
+    x = rows.qkv(block.first_row) + latent.query_offset() + block.head * latent.query_dim();
     stride = rows.qkv_stride();
   } else {
     const size_t row_bytes = activation_row_bytes(ActivationKind::f32, op.num_heads * weight.k);
@@ -58,19 +58,19 @@ float* LatentProducts::product(const Op& op, const Rows& rows, const Block& bloc
 }
 
 void LatentProducts::write(const Op& op, const Rows& rows, const Block& block, float* sums) const {
-  const ModelShape& shape = model_.shape;
+  const LatentShape* const latent = op.latent;
   const int size = op.heads[block.head].n;
   const size_t row_bytes = activation_row_bytes(op.activation_kind, op.num_heads * size);
   for (int row = block.first_row; row < block.first_row + block.num_rows; row++, sums += size) {
     if (op.kind == OpKind::latent_queries)
-      std::copy_n(sums, size, rows.qkv(row) + shape.product_offset() + block.head * shape.head_dim);
+      std::copy_n(sums, size, rows.qkv(row) + latent->product_offset() + block.head * latent->key_dim);
     else {
-      const int num_gates = shape.latent.gate_dim;
-      const float* gates = rows.qkv(row) + shape.gate_offset() + block.head * num_gates;
+      const int num_gates = latent ? latent->gate_dim : 0;
+      const float* gates = num_gates ? rows.qkv(row) + latent->gate_offset() + block.head * num_gates : nullptr;
       if (num_gates == 1)
         model_.rows.scale(sums, 1.0f / (1.0f + std::exp(-gates[0])), size);
       else if (num_gates)
-        model_.rows.gate(shape.output_gate, gates, sums, size, sums);
+        model_.rows.gate(model_.shape.output_gate, gates, sums, size, sums);
       quantize_rows(op.activation_kind, sums, size, 1, size,
                     rows.activations(0, row, row_bytes) + activation_offset(op.activation_kind, block.head * size));
     }
