@@ -64,6 +64,9 @@ LENGTH_FIELDS = (
     "n_ctx",
     "model_max_length",
 )
+TOWER_FIELDS = ("vision_config", "vit_config", "audio_config", "embd_layer")
+"""Names of the fields with the towers of a model."""
+
 SAMPLING_FIELDS = {
     "temperature": "temperature",
     "top_p": "top_p",
@@ -99,7 +102,10 @@ def resolve_model(options: ModelOptions, console: Console) -> ResolvedModel:
     tokenizer_path = find_tokenizer(options, path, console)
     reader = _read_gguf if path.suffix == ".gguf" else _read_directory
     checkpoint_config, generation, eos = reader(path, tokenizer_path)
-    mmproj = find_mmproj(options, path)
+    mmproj = None if options.language_model_only else find_mmproj(options, path)
+    if options.language_model_only:
+        towers = {name: None for name in TOWER_FIELDS if name in checkpoint_config.config}
+        options = msgspec.structs.replace(options, hf_overrides=options.hf_overrides | towers)
     vision: Mmproj | None = None
     if mmproj is not None:
         vision = read_mmproj(GGUFFile(mmproj), GGUFFile(path), checkpoint_config.config)

@@ -131,6 +131,9 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
             default_text="the file next to the model",
         ),
     ] = ""
+    language_model_only: Annotated[
+        bool, option("Do not load vision and audio towers: serve only text")
+    ] = False
     enable_prompt_embeds: Annotated[bool, option("Accept embeddings as prompts of completions")] = (
         False
     )

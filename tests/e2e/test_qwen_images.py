@@ -160,6 +160,17 @@ def test_gguf_models_read_images_with_the_mmproj_file_beside_them(
         qwen3.check_all(server, [0, 2, 3, 4])
 
 
+def test_the_tower_is_not_loaded_for_text_alone(tmp_path: Path, qwen3: Model) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(qwen3.path)
+    path = write_decoder(tmp_path / "tiny.gguf", qwen3.model, tokenizer)
+    write_tower(tmp_path / "mmproj-tiny.gguf", qwen3.model, qwen3.path)
+    for source in (qwen3.path, path):
+        with Server(str(source), *FLAGS, "--language-model-only") as server:
+            qwen3.check_all(server, [4])
+            status, answer = server.post("/v1/chat/completions", ask(*CHATS[2]))
+            assert status == 400 and "this model reads only text" in answer["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("kind", "flags"),
     [
