@@ -12,7 +12,8 @@ from ...layers.shared_block import SharedBlock
 from ...layers.spec import LayerSpec, ModelSpec
 from ...layers.specs.latent import LatentSpec
 from ...models.latent.attention import gates_of_head
-from ..abi.structs import LatentShape, ModelShape, activation_number
+from ..abi.latent_structs import LatentShape
+from ..abi.structs import ModelShape, activation_number
 from ..attention import KV_FORMATS, NativeAttention
 from ..mixers import mixer_sizes
 from ..packing import GROUP_SIZE
