@@ -146,13 +146,15 @@ class AudioPayload(msgspec.Struct, array_like=True, gc=False, frozen=True):
     """The data of an audio clip for an encoder: log-mel features, or samples.
 
     `features` are [num_mel_bins, num_frames] in row-major order, float16 if `is_float16`, else float32. If
-    `num_mel_bins` is 0, they are `num_frames` samples in [-1, 1].
+    `num_mel_bins` is 0, they are `num_frames` samples in [-1, 1]. The encoder returns the first `num_outputs` outputs,
+    or all if that is 0.
     """
 
     num_mel_bins: int
     num_frames: int
     features: bytes
     is_float16: bool = False
+    num_outputs: int = 0
 
 
 class TextPayload(msgspec.Struct, array_like=True, gc=False, frozen=True):

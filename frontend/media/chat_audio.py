@@ -4,28 +4,23 @@ from __future__ import annotations
 
 import base64
 import binascii
-import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from hashlib import sha256
 from typing import Any, Final, NamedTuple, TypeAlias
 
-import msgspec
-import numpy as np
 import numpy.typing as npt
 
-from ...protocol.arrays import Float32Array, float32_bytes
-from ...protocol.checkpoint.audio_tower import FRAMES_AFTER
 from ...protocol.config import EngineConfig
 from ...protocol.config.chat_audio import ChatAudioConfig
-from ...protocol.errors import ConfigError, ParameterError
-from ...protocol.messages import AudioPayload, EncoderInput
-from ..chat.messages import AUDIO_PART, MEDIA_MARK
+from ...protocol.errors import ParameterError
+from ...protocol.messages import EncoderInput
+from ..chat.messages import AUDIO_PART
 from ..client.executor import ThreadExecutor
 from ..http.shown_values import echo
 from ..tokenizer.tokenizer import Tokenizer
 from .audio.arrays import mono_samples
-from .audio.log_mel import HOP, RATE, log_mel
+from .audio.clips import AudioPlaces, PreparedAudio, prepare_clip
+from .audio.log_mel import HOP, RATE
 from .data_urls import is_data_url, read_data_url
 from .decoding.limits import MAX_PROCESSES
 from .decoding.messages import OpenAudio
@@ -38,8 +33,6 @@ _KINDS: Final = ("input_audio", "audio_url", "audio")
 Samples: TypeAlias = tuple[npt.NDArray[Any], int]
 """An audio clip from a caller in this process: the samples, shape [N] or [N, channels], and their rate in Hz."""
 
-_encoder = msgspec.msgpack.Encoder()
-
 
 class AudioClip(NamedTuple):
     """An audio clip of a conversation (a file in base64, a URL, or samples), and the name of its request field."""
@@ -47,14 +40,6 @@ class AudioClip(NamedTuple):
     source: str | Samples
     where: str
     is_url: bool = False
-
-
-class PreparedAudio:
-    """A preprocessed audio clip: its windows, and the tokens that its embeddings replace."""
-
-    def __init__(self, inputs: list[EncoderInput]) -> None:
-        self.inputs = inputs
-        self.num_outputs = sum(item.size for item in inputs)
 
 
 def take_audio(messages: Sequence[Any], max_audio_clips: int) -> tuple[list[Any], list[AudioClip]]:
@@ -100,14 +85,7 @@ class ChatAudio:
         clips = config.model.chat_audio
         assert clips is not None, "the model reads no audio clips"
         self._config: ChatAudioConfig = clips
-        token = tokenizer.id_to_token(clips.token_id)
-        if not token:
-            raise ConfigError(
-                f"the tokenizer has no token {clips.token_id}, which represents audio (audio_token_id in "
-                "config.json)"
-            )
-        self._token = token
-        self._place = re.compile(f"{re.escape(token)}|{MEDIA_MARK}")
+        self._places = AudioPlaces(clips, tokenizer)
         self._max_clips = config.frontend.max_audio_clips
         self._max_model_len = config.model.max_model_len
         self._max_seconds, self._limit = self._find_limit(config)
@@ -133,7 +111,7 @@ class ChatAudio:
     def _find_limit(self, config: EngineConfig) -> tuple[float, str]:
         """Return the maximum length of an audio clip in seconds, and a description of the limit that determines it."""
         clips = self._config
-        window_s = clips.window_frames * HOP / RATE
+        window_s = clips.tower.num_frames * HOP / RATE
         limits = [
             (config.frontend.max_audio_s, "--max-audio-seconds"),
             (
@@ -212,44 +190,7 @@ class ChatAudio:
         Raises:
             ParameterError: The prompt has more or fewer places than there are audio clips.
         """
-        num_places = sum(1 for _ in self._place.finditer(text))
-        if num_places != len(clips):
-            raise ParameterError(
-                "messages",
-                f"have {len(clips)} audio clips, but the prompt has {num_places} audio tokens; "
-                f"remove {self._token!r} from texts, or use another chat template",
-            )
-        if not clips:
-            return *encode(text), []
-        each = iter(clips)
-        text, token_ids = encode(
-            self._place.sub(lambda _: self._token * next(each).num_outputs, text)
-        )
-        return text, token_ids, self._place_inputs(token_ids, clips)
-
-    def _place_inputs(
-        self, token_ids: Sequence[int], clips: Sequence[PreparedAudio]
-    ) -> list[EncoderInput]:
-        """Return the encoder inputs at the positions of their tokens.
-
-        Raises:
-            ParameterError: The tokens of an audio clip are not at the expected positions.
-        """
-        positions = np.flatnonzero(np.asarray(token_ids) == self._config.token_id)
-        inputs = [item for clip in clips for item in clip.inputs]
-        if len(positions) == sum(item.size for item in inputs):
-            placed: list[EncoderInput] = []
-            end = 0
-            for item in inputs:
-                start, end = end, end + item.size
-                if positions[end - 1] - positions[start] == item.size - 1:
-                    position = int(positions[start])
-                    placed.append(msgspec.structs.replace(item, position=position))
-            if len(placed) == len(inputs):
-                return placed
-        raise ParameterError(
-            "messages", "have text that the tokenizer joins with an audio clip's token"
-        )
+        return self._places.encode(text, clips, encode)
 
     def _prepare(self, source: str | bytes | Samples, where: str) -> PreparedAudio:
         if isinstance(source, tuple):
@@ -260,41 +201,7 @@ class ChatAudio:
             with closing(self._processes.open_audio(data, opening)) as clip:
                 # There is at most one sample more than allowed, because the process would have rejected a longer file.
                 samples = clip.read(int(self._max_seconds * RATE) + RATE)
-        return PreparedAudio(self._split(samples, where))
-
-    def _split(self, samples: Float32Array, where: str) -> list[EncoderInput]:
-        """Return the windows of an audio clip as encoder inputs.
-
-        Raises:
-            ParameterError: The clip is too short for a single embedding.
-        """
-        config = self._config
-        window = config.window_frames
-        num_frames = -(-len(samples) // HOP)
-        num_windows = -(-num_frames // window)
-        features = log_mel(samples, num_windows * window * HOP, config.num_mel_bins)
-        inputs: list[EncoderInput] = []
-        for start in range(0, num_frames, window):
-            size = config.outputs_per_window
-            part = features[:, start : start + window]
-            if not config.is_filled:
-                num_rows = (min(num_frames - start, window) + 1) // 2
-                size = 2 * num_rows // config.frames_per_output
-                # Beyond the window, the convolutions read zeros.
-                part = np.pad(part, ((0, 0), (0, FRAMES_AFTER)))[:, : 2 * num_rows + FRAMES_AFTER]
-            if not size:
-                raise ParameterError(
-                    where, f"is too short: it has {len(samples)} samples at {RATE} Hz"
-                )
-            inputs.append(_encoder_input(part, size))
-        return inputs
-
-
-def _encoder_input(features: Float32Array, size: int) -> EncoderInput:
-    num_mel_bins, num_frames = features.shape
-    payload = AudioPayload(num_mel_bins, num_frames, float32_bytes(features))
-    data = _encoder.encode(payload)
-    return EncoderInput(0, size, sha256(data).digest(), size, data)
+        return prepare_clip(samples, self._config, where)
 
 
 def _decode_base64(data: str, where: str) -> bytes:

@@ -3,10 +3,62 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Final
 
-from ...protocol.checkpoint.audio_tower import audio_tower_spec, has_audio_tower
+from ...protocol.checkpoint.audio_tower import audio_section, audio_tower_spec, has_audio_tower
 from ...protocol.checkpoint.config_fields import ConfigFields
-from ...protocol.config.chat_audio import ChatAudioConfig
+from ...protocol.config.chat_audio import ChatAudioConfig, Framing, SpeechFormat
+
+_QWEN3_ASR: Final = SpeechFormat(
+    languages={
+        "ar": "Arabic",
+        "cs": "Czech",
+        "da": "Danish",
+        "de": "German",
+        "el": "Greek",
+        "en": "English",
+        "es": "Spanish",
+        "fa": "Persian",
+        "fi": "Finnish",
+        "fil": "Filipino",
+        "fr": "French",
+        "hi": "Hindi",
+        "hu": "Hungarian",
+        "id": "Indonesian",
+        "it": "Italian",
+        "ja": "Japanese",
+        "ko": "Korean",
+        "mk": "Macedonian",
+        "ms": "Malay",
+        "nl": "Dutch",
+        "pl": "Polish",
+        "pt": "Portuguese",
+        "ro": "Romanian",
+        "ru": "Russian",
+        "sv": "Swedish",
+        "th": "Thai",
+        "tr": "Turkish",
+        "vi": "Vietnamese",
+        "yue": "Cantonese",
+        "zh": "Chinese",
+    },
+    has_context=True,
+    answer="language {language}<asr_text>",
+    language_mark="language ",
+    text_mark="<asr_text>",
+)
+_SPEECH: Final = {
+    "glmasr": SpeechFormat(instruction="Please transcribe this audio into text"),
+    "qwen3_asr": _QWEN3_ASR,
+}
+"""The conversation in which each model type transcribes, as its processor in transformers writes it."""
+
+_FRAMING: Final = {"glmasr": Framing.WINDOWS, "qwen3_asr": Framing.CLIP}
+_MAX_WINDOWS: Final = {"qwen2_audio": 1}
+"""Qwen2-Audio reads a single window, and its processor drops the rest of an audio clip."""
+
+_MIN_SAMPLES: Final = {"qwen3_asr": 8000}
+"""Qwen3-ASR's processor fills shorter clips with silence, because very short clips confuse the model."""
 
 
 def read_chat_audio(path: Path, config: ConfigFields, text: ConfigFields) -> ChatAudioConfig | None:
@@ -22,17 +74,17 @@ def read_chat_audio(path: Path, config: ConfigFields, text: ConfigFields) -> Cha
     """
     if not has_audio_tower(config) or not path.is_dir():
         return None
-    tower = audio_tower_spec(config, text.integer("hidden_size"))
+    kind, section = config.text("model_type"), audio_section(config)
+    has_id = section.get("audio_token_id") is not None
     return ChatAudioConfig(
-        token_id=config.integer(
-            "audio_token_id" if config.get("audio_token_id") is not None else "audio_token_index",
+        token_id=section.integer(
+            "audio_token_id" if has_id else "audio_token_index",
             minimum=0,
             maximum=text.integer("vocab_size") - 1,
         ),
-        num_mel_bins=tower.num_mel_bins,
-        window_frames=tower.num_frames,
-        # Qwen2-Audio reads a single window, and its processor drops the rest of an audio clip.
-        max_windows=0 if tower.is_filled else 1,
-        frames_per_output=2 * tower.rows_per_output,
-        is_filled=tower.is_filled,
+        tower=audio_tower_spec(config, text.integer("hidden_size")),
+        framing=_FRAMING.get(kind, Framing.FILLED),
+        max_windows=_MAX_WINDOWS.get(kind, 0),
+        min_samples=_MIN_SAMPLES.get(kind, 0),
+        speech=_SPEECH.get(kind),
     )

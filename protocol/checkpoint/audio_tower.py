@@ -14,16 +14,37 @@ FRAMES_AFTER: Final = 2
 """Frames after the last computed row of an audio clip that the convolutions still read."""
 
 
+class AudioChunks(msgspec.Struct, frozen=True):
+    """Three convolutions over frames and features, each of which halves both (Qwen3-ASR, arXiv 2601.21337).
+
+    They read chunks of `num_frames` frames separately, and each chunk's rows have their own positions from 0.
+    """
+
+    num_frames: int
+    num_channels: int
+
+
+class AudioRotary(msgspec.Struct, frozen=True):
+    """The rotation of the first `num_rotated` elements of each head by the row (GLM-ASR)."""
+
+    theta: float
+    num_rotated: int
+
+
 class AudioTowerSpec(msgspec.Struct, frozen=True):
     """Whisper's encoder (arXiv 2212.04356), followed by a projection to the decoder's hidden size.
 
-    It reads windows of log-mel features. Two convolutions turn every two frames into one row. After the encoder's
-    layers, `rows_per_output` neighboring rows become one output. If `join` is "mean" (Qwen2-Audio, arXiv 2407.10759),
-    their mean is normed and projected by a matrix with a bias. If it is "stack" (Voxtral, arXiv 2507.13264), they are
-    normed, concatenated and projected by two matrices, with `projection_activation` in between.
+    It reads windows of log-mel features. Two convolutions turn every two frames into one row, unless there are
+    `chunks`. Positions are learned, unless there are `chunks` or a `rotary`. After the encoder's layers,
+    `rows_per_output` neighboring rows become one output. If `join` is "mean" (Qwen2-Audio, arXiv 2407.10759), their
+    mean is normed. If it is "stack" (Voxtral, arXiv 2507.13264), they are normed and concatenated. `projection_size`
+    and `projection_activation` describe the first of two matrices that follow; a size of 0 means a single matrix.
 
-    If `is_filled`, a window always has `num_frames` frames, padded with silence. Otherwise it ends with the clip and
-    `FRAMES_AFTER` more frames, which only the convolutions read, so no rows are computed for silence.
+    `silence` says how rows of the silence after a clip are treated. Rows that are "skipped" are not computed; the
+    window ends with the clip and `frames_after` more frames, which only the convolutions read. Rows that are "dropped"
+    are computed, and other rows attend to them, but they become no outputs. Rows that are "kept" become outputs.
+
+    `tensor_names` translates a checkpoint's names to Whisper's.
     """
 
     num_mel_bins: int
@@ -31,29 +52,52 @@ class AudioTowerSpec(msgspec.Struct, frozen=True):
     intermediate_size: int
     num_layers: int
     num_heads: int
-    num_positions: int
+    num_frames: int
     activation: str
     output_size: int
     join: Literal["mean", "stack"]
     rows_per_output: int
-    is_filled: bool
+    silence: Literal["skipped", "dropped", "kept"]
+    chunks: AudioChunks | None = None
+    rotary: AudioRotary | None = None
+    has_key_bias: bool = False
+    projection_size: int = 0
     projection_activation: str = "gelu"
-
-    @property
-    def num_frames(self) -> int:
-        """The number of frames of a full window."""
-        return 2 * self.num_positions
+    has_projection_bias: bool = True
+    tensor_names: tuple[tuple[str, str], ...] = ()
 
     @property
     def frames_after(self) -> int:
         """The number of frames at the end of a window for which no row is computed."""
-        return 0 if self.is_filled else FRAMES_AFTER
+        return FRAMES_AFTER if self.silence == "skipped" and self.chunks is None else 0
+
+    def num_rows(self, num_frames: int) -> int:
+        """Return the number of rows for the frames of one window."""
+        if self.chunks is None:
+            return (num_frames + 1) // 2
+        num_chunks, rest = divmod(num_frames, self.chunks.num_frames)
+        # Each of the three convolutions halves the number of frames, rounded up.
+        return num_chunks * -(-self.chunks.num_frames // 8) + -(-rest // 8)
+
+    def num_outputs(self, num_frames: int) -> int:
+        """Return the number of outputs for a window in which the clip has `num_frames` frames."""
+        num_frames = self.num_frames if self.silence == "kept" else num_frames
+        return self.num_rows(num_frames) // self.rows_per_output
+
+
+_THINKER: Final = "thinker_config"
+_MODEL_TYPES: Final = ("qwen2_audio", "voxtral", "qwen3_asr", "glmasr")
+
+
+def audio_section(fields: ConfigFields) -> ConfigFields:
+    """Return the section of a config that describes how audio is read, which is the config itself for most models."""
+    return fields.section(_THINKER) or fields
 
 
 def has_audio_tower(fields: ConfigFields) -> bool:
     """Return whether a model with this config has an audio tower that Engine supports."""
-    is_known = fields.text("model_type", "") in ("qwen2_audio", "voxtral")
-    return is_known and fields.section("audio_config") is not None
+    is_known = fields.text("model_type", "") in _MODEL_TYPES
+    return is_known and audio_section(fields).section("audio_config") is not None
 
 
 def audio_tower_spec(fields: ConfigFields, output_size: int) -> AudioTowerSpec:
@@ -66,41 +110,128 @@ def audio_tower_spec(fields: ConfigFields, output_size: int) -> AudioTowerSpec:
     Raises:
         CheckpointError: A field is missing or invalid.
     """
-    is_voxtral = fields.text("model_type") == "voxtral"
-    audio = fields.required_section("audio_config")
-
-    def size(name: str, other: str, default: int, maximum: int = MAX_POSITIONS) -> int:
-        """Return a size, which configs have under one of two names."""
-        found = name if audio.get(name) is not None else other
-        return audio.integer(found, default, maximum=maximum)
-
-    hidden_size = size("d_model", "hidden_size", 1280)
-    intermediate_size = size("encoder_ffn_dim", "intermediate_size", 5120)
-    num_heads = size("encoder_attention_heads", "num_attention_heads", 20)
-    num_positions = audio.integer("max_source_positions", 1500, maximum=MAX_POSITIONS)
-    if hidden_size % num_heads:
-        raise audio.error(
-            f"{audio.prefix}d_model {hidden_size} must be a multiple of the {num_heads} attention heads"
-        )
+    kind = fields.text("model_type")
+    audio = audio_section(fields).required_section("audio_config")
+    if kind == "qwen3_asr":
+        return _chunked_spec(audio, output_size)
+    hidden_size = _size(audio, "d_model", "hidden_size", 1280)
+    intermediate_size = _size(audio, "encoder_ffn_dim", "intermediate_size", 5120)
+    num_positions_name = "max_position_embeddings" if kind == "glmasr" else "max_source_positions"
+    num_positions = audio.integer(num_positions_name, 1500, maximum=MAX_POSITIONS)
     rows_per_output = 2
-    if is_voxtral:
+    if kind != "qwen2_audio":
         rows_per_output = intermediate_size // hidden_size
         if intermediate_size % hidden_size or num_positions % rows_per_output:
             raise audio.error(
                 f"{audio.prefix}intermediate_size {intermediate_size} must be a multiple of hidden_size {hidden_size}, "
-                f"and its share must divide max_source_positions {num_positions}"
+                f"and its share must divide {num_positions_name} {num_positions}"
             )
-    return AudioTowerSpec(
+    spec = AudioTowerSpec(
         num_mel_bins=audio.integer("num_mel_bins", 128, maximum=1024),
         hidden_size=hidden_size,
         intermediate_size=intermediate_size,
-        num_layers=size("encoder_layers", "num_hidden_layers", 32, maximum=1024),
-        num_heads=num_heads,
-        num_positions=num_positions,
+        num_layers=_size(audio, "encoder_layers", "num_hidden_layers", 32, maximum=1024),
+        num_heads=_num_heads(audio, hidden_size, 20),
+        num_frames=2 * num_positions,
         activation=audio.text("activation_function", "gelu"),
         output_size=output_size,
-        join="stack" if is_voxtral else "mean",
+        join="mean" if kind == "qwen2_audio" else "stack",
         rows_per_output=rows_per_output,
-        is_filled=is_voxtral,
+        silence="skipped" if kind == "qwen2_audio" else "kept",
+        projection_size=0 if kind == "qwen2_audio" else output_size,
         projection_activation=fields.text("projector_hidden_act", "gelu"),
+        has_projection_bias=kind == "qwen2_audio",
+    )
+    return _with_rotary(spec, audio) if kind == "glmasr" else spec
+
+
+def _size(
+    audio: ConfigFields, name: str, other: str, default: int, maximum: int = MAX_POSITIONS
+) -> int:
+    """Return a size, which configs have under one of two names."""
+    return audio.integer(name if audio.get(name) is not None else other, default, maximum=maximum)
+
+
+def _num_heads(audio: ConfigFields, hidden_size: int, default: int) -> int:
+    num_heads = _size(audio, "encoder_attention_heads", "num_attention_heads", default)
+    if hidden_size % num_heads:
+        raise audio.error(
+            f"{audio.prefix}d_model {hidden_size} must be a multiple of the {num_heads} attention heads"
+        )
+    return num_heads
+
+
+def _chunked_spec(audio: ConfigFields, output_size: int) -> AudioTowerSpec:
+    """Return the tower of Qwen3-ASR, whose rows attend within windows of several chunks."""
+    hidden_size = audio.integer("d_model", 1024, maximum=MAX_POSITIONS)
+    chunk_frames = 2 * audio.integer("n_window", 50, maximum=MAX_POSITIONS)
+    num_frames = audio.integer("n_window_infer", 800, maximum=MAX_POSITIONS)
+    if num_frames % chunk_frames:
+        raise audio.error(
+            f"{audio.prefix}n_window_infer {num_frames} must be a multiple of {chunk_frames}, "
+            "which is twice n_window"
+        )
+    if hidden_size % 2:
+        raise audio.wrong("d_model", "an even number", hidden_size)
+    if (found := audio.integer("output_dim", output_size)) != output_size:
+        raise audio.wrong("output_dim", f"the decoder's hidden_size {output_size}", found)
+    return AudioTowerSpec(
+        num_mel_bins=audio.integer("num_mel_bins", 128, maximum=1024),
+        hidden_size=hidden_size,
+        intermediate_size=audio.integer("encoder_ffn_dim", 4096, maximum=MAX_POSITIONS),
+        num_layers=audio.integer("encoder_layers", 24, maximum=1024),
+        num_heads=_num_heads(audio, hidden_size, 16),
+        num_frames=num_frames,
+        activation=audio.text("activation_function", "gelu"),
+        output_size=output_size,
+        join="stack",
+        rows_per_output=1,
+        silence="skipped",
+        chunks=AudioChunks(
+            chunk_frames, audio.integer("downsample_hidden_size", 480, maximum=MAX_POSITIONS)
+        ),
+        has_key_bias=True,
+        projection_size=hidden_size,
+        projection_activation=audio.text("activation_function", "gelu"),
+        tensor_names=(
+            (r"\baudio_tower\.ln_post\.", "audio_tower.layer_norm."),
+            # The names of Qwen's own checkpoints.
+            (r"\baudio_tower\.proj([12])\.", r"multi_modal_projector.linear_\1."),
+        ),
+    )
+
+
+def _with_rotary(spec: AudioTowerSpec, audio: ConfigFields) -> AudioTowerSpec:
+    """Return the tower of GLM-ASR, which has rotary positions, and other names."""
+    head_dim = audio.integer("head_dim", spec.hidden_size // spec.num_heads)
+    num_kv_heads = audio.integer("num_key_value_heads", spec.num_heads)
+    if head_dim * spec.num_heads != spec.hidden_size or num_kv_heads != spec.num_heads:
+        raise audio.error(
+            f"{audio.prefix}head_dim {head_dim} and num_key_value_heads {num_kv_heads} must be those of "
+            f"{spec.num_heads} equal heads in hidden_size {spec.hidden_size}"
+        )
+    rope = audio.section("rope_parameters") or audio
+    share = rope.number("partial_rotary_factor", 0.5)
+    num_rotated = int(head_dim * share)
+    if not 0 < num_rotated <= head_dim or num_rotated % 2:
+        raise rope.wrong(
+            "partial_rotary_factor", f"a share that is an even part of {head_dim}", share
+        )
+    return msgspec.structs.replace(
+        spec,
+        activation=audio.text("hidden_act", "gelu"),
+        silence="dropped",
+        rotary=AudioRotary(rope.number("rope_theta", 10_000.0), num_rotated),
+        projection_size=2 * spec.output_size,
+        has_projection_bias=True,
+        tensor_names=(
+            (r"\baudio_tower\.norm\.", "audio_tower.layer_norm."),
+            (r"(\baudio_tower\.layers\.\d+\.)self_attn\.o_proj\.", r"\1self_attn.out_proj."),
+            (r"(\baudio_tower\.layers\.\d+\.)mlp\.", r"\1"),
+            (r"(\baudio_tower\.layers\.\d+\.)input_layernorm\.", r"\1self_attn_layer_norm."),
+            (
+                r"(\baudio_tower\.layers\.\d+\.)post_attention_layernorm\.",
+                r"\1final_layer_norm.",
+            ),
+        ),
     )

@@ -2,7 +2,46 @@
 
 from __future__ import annotations
 
+import enum
+
 import msgspec
+
+from ..checkpoint.audio_tower import AudioTowerSpec
+
+
+class Framing(enum.StrEnum):
+    """The samples of which log-mel features are computed together.
+
+    `CLIP`: the clip. `FILLED`: the clip, filled with silence up to the end of its last window. `WINDOWS`: each window
+    by itself, the last one filled with silence.
+    """
+
+    CLIP = "clip"
+    FILLED = "filled"
+    WINDOWS = "windows"
+
+
+class SpeechFormat(msgspec.Struct, frozen=True):
+    """The conversation in which a chat model transcribes an audio clip.
+
+    Attributes:
+        languages: The code of each language that may be given -> its name in the answer; empty if the model always
+            detects the language itself.
+        instruction: The text after the audio clip.
+        translation: The text that asks for an English translation instead; "" if the model cannot translate.
+        has_context: Whether the client's prompt is the system message. Otherwise the model reads no prompt.
+        answer: The beginning of the answer if the language is given, with the language's name for "{language}".
+        language_mark: The text before the language's name in an answer that the model begins itself.
+        text_mark: The token before the transcript in such an answer; "" if an answer is only a transcript.
+    """
+
+    languages: dict[str, str] = {}
+    instruction: str = ""
+    translation: str = ""
+    has_context: bool = False
+    answer: str = ""
+    language_mark: str = ""
+    text_mark: str = ""
 
 
 class ChatAudioConfig(msgspec.Struct, frozen=True):
@@ -10,21 +49,21 @@ class ChatAudioConfig(msgspec.Struct, frozen=True):
 
     Attributes:
         token_id: The placeholder token. The embeddings of an audio clip replace the embeddings of this token.
-        num_mel_bins: The number of log-mel features per frame.
-        window_frames: The number of frames per window.
+        tower: The encoder.
+        framing: The samples of which features are computed together.
         max_windows: The maximum number of windows per clip; 0 for no limit.
-        frames_per_output: The number of frames per embedding.
-        is_filled: Whether the last window is padded with silence, which is also encoded.
+        min_samples: The length up to which shorter clips are filled with silence.
+        speech: How the model transcribes; None if it only answers questions about audio.
     """
 
     token_id: int
-    num_mel_bins: int
-    window_frames: int
-    max_windows: int
-    frames_per_output: int
-    is_filled: bool
+    tower: AudioTowerSpec
+    framing: Framing
+    max_windows: int = 0
+    min_samples: int = 0
+    speech: SpeechFormat | None = None
 
     @property
     def outputs_per_window(self) -> int:
         """The number of embeddings of a full window."""
-        return self.window_frames // self.frames_per_output
+        return self.tower.num_outputs(self.tower.num_frames)

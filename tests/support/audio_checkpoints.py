@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from support.tiny_checkpoints import sentencepiece_tokenizer
+from torch.nn.functional import pad
 
 TEXT_SIZES = {
     "hidden_size": 64,
@@ -22,18 +26,27 @@ NUM_MEL_BINS = 16
 WINDOW_S = 2
 """A tower's window in seconds, where those of real models have 30."""
 
-MODELS = ("qwen2_audio", "voxtral")
-MARKS = {"qwen2_audio": "<|AUDIO|>", "voxtral": "[AUDIO]"}
-_BEFORE = {"qwen2_audio": "<|audio_bos|>", "voxtral": "[BEGIN_AUDIO]"}
-_AFTER = {"qwen2_audio": "<|audio_eos|>", "voxtral": ""}
+MODELS = ("qwen2_audio", "voxtral", "qwen3_asr", "glmasr", "qwen3_asr thinker")
+"""Kinds of models. "qwen3_asr thinker" has the layout of Qwen's own checkpoints, others have that of transformers."""
+
+_PARTS = {
+    "qwen2_audio": ("<|audio_bos|>", "<|AUDIO|>", "<|audio_eos|>"),
+    "voxtral": ("[BEGIN_AUDIO]", "[AUDIO]"),
+    "qwen3_asr": ("<|audio_start|>", "<|audio_pad|>", "<|audio_end|>"),
+    "glmasr": ("<|begin_of_audio|>", "<|pad|>", "<|end_of_audio|>"),
+}
+"""The tokens of a clip. The second stands for its embeddings."""
+
+_PARTS["qwen3_asr thinker"] = _PARTS["qwen3_asr"]
+MARKS = {kind: parts[1] for kind, parts in _PARTS.items()}
 
 
 def audio_directory(directory: Path, kind: str) -> tuple[Path, Any]:
     """Write a model of one of `MODELS`. Return its directory and transformers' model."""
     tokenizer = sentencepiece_tokenizer()
-    marks = [mark for mark in (_BEFORE[kind], MARKS[kind], _AFTER[kind]) if mark]
-    tokenizer.add_special_tokens({"additional_special_tokens": marks})
-    part = "".join(marks)
+    tokenizer.add_special_tokens({"additional_special_tokens": list(_PARTS[kind])})
+    tokenizer.add_tokens("<asr_text>")
+    part = "".join(_PARTS[kind])
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m.role }}: {% if m.content is string %}{{ m.content }}{% else %}"
         "{% for p in m.content %}{% if p.type == 'audio' %}"
@@ -60,6 +73,36 @@ def audio_directory(directory: Path, kind: str) -> tuple[Path, Any]:
             audio_token_index=mark,
         )
         model = transformers.Qwen2AudioForConditionalGeneration(config)
+    elif kind.startswith("qwen3_asr"):
+        config = transformers.Qwen3ASRConfig(
+            audio_config={
+                "num_mel_bins": NUM_MEL_BINS,
+                "d_model": 32,
+                "encoder_layers": 2,
+                "encoder_attention_heads": 4,
+                "encoder_ffn_dim": 48,
+                "n_window_infer": 100 * WINDOW_S,
+                "downsample_hidden_size": 6,
+                "output_dim": text["hidden_size"],
+            },
+            text_config=text | {"model_type": "qwen3", "head_dim": 16},
+            audio_token_id=mark,
+        )
+        model = transformers.Qwen3ASRForConditionalGeneration(config)
+    elif kind == "glmasr":
+        config = transformers.GlmAsrConfig(
+            audio_config={
+                "num_mel_bins": NUM_MEL_BINS,
+                "hidden_size": 32,
+                "intermediate_size": 128,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "max_position_embeddings": 50 * WINDOW_S,
+            },
+            text_config=text | {"model_type": "llama", "head_dim": 16},
+            audio_token_id=mark,
+        )
+        model = transformers.GlmAsrForConditionalGeneration(config)
     else:
         config = transformers.VoxtralConfig(
             audio_config=tower
@@ -81,28 +124,70 @@ def audio_directory(directory: Path, kind: str) -> tuple[Path, Any]:
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     extractor(kind).save_pretrained(directory)
+    if kind.endswith("thinker"):
+        _use_own_layout(directory)
     return directory, model
+
+
+def _use_own_layout(directory: Path) -> None:
+    """Change a Qwen3-ASR from transformers' layout to that of Qwen's own checkpoints."""
+    path = directory / "model.safetensors"
+    changes = (
+        ("model.language_model.", "thinker.model."),
+        ("model.audio_tower.", "thinker.audio_tower."),
+        ("model.multi_modal_projector.linear_", "thinker.audio_tower.proj"),
+    )
+    tensors = {}
+    for name, tensor in load_file(path).items():
+        for old, new in changes:
+            name = name.replace(old, new)
+        tensors[name] = tensor
+    save_file(tensors, path)
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    names = ("audio_config", "text_config", "audio_token_id")
+    config["thinker_config"] = {name: config.pop(name) for name in names}
+    mrope = {"mrope_section": [4, 2, 2], "rope_type": "default", "rope_theta": 10_000.0}
+    config["thinker_config"]["text_config"]["rope_parameters"] = mrope
+    path.write_text(json.dumps(config))
 
 
 def extractor(kind: str) -> Any:
     """Return transformers' feature extractor for the models of this module."""
+    if kind.startswith("qwen3_asr"):
+        return transformers.Qwen3ASRFeatureExtractor(feature_size=NUM_MEL_BINS)
     return transformers.WhisperFeatureExtractor(
         feature_size=NUM_MEL_BINS,
         chunk_length=WINDOW_S,
-        return_attention_mask=kind == "qwen2_audio",
+        return_attention_mask=kind in ("qwen2_audio", "glmasr"),
     )
 
 
 def reference_inputs(kind: str, clips: list[np.ndarray]) -> dict[str, torch.Tensor]:
     """Return the inputs of transformers' model for audio clips of 16 kHz, as its processor makes them."""
-    if kind == "qwen2_audio":
-        found = extractor(kind)(
-            clips,
-            sampling_rate=16_000,
-            return_attention_mask=True,
-            padding="max_length",
-            return_tensors="pt",
+    extract = partial(
+        extractor(kind), sampling_rate=16_000, return_attention_mask=True, return_tensors="pt"
+    )
+    if kind.startswith("qwen3_asr"):
+        # In a batch of different lengths, silence would precede the end of shorter clips.
+        found = [extract(clip, padding=True) for clip in clips]
+        length = max(each["input_features"].shape[2] for each in found)
+        names = ("input_features", "attention_mask")
+        features, mask = (
+            torch.cat([pad(each[name], (0, length - each[name].shape[-1])) for each in found])
+            for name in names
         )
+        return {"input_features": features, "input_features_mask": mask}
+    if kind == "glmasr":
+        size = 16_000 * WINDOW_S
+        windows = [clip[i : i + size] for clip in clips for i in range(0, len(clip), size)]
+        found = extract(windows, padding="max_length")
+        return {
+            "input_features": found["input_features"],
+            "input_features_mask": found["attention_mask"],
+        }
+    if kind == "qwen2_audio":
+        found = extract(clips, padding="max_length")
         return {
             "input_features": found["input_features"],
             "feature_attention_mask": found["attention_mask"],
@@ -110,13 +195,8 @@ def reference_inputs(kind: str, clips: list[np.ndarray]) -> dict[str, torch.Tens
     window = 100 * WINDOW_S
     parts = []
     for clip in clips:
-        found = extractor(kind)(
-            clip,
-            sampling_rate=16_000,
-            padding=True,
-            truncation=False,
-            pad_to_multiple_of=16_000 * WINDOW_S,
-            return_tensors="pt",
-        )["input_features"]
+        found = extract(clip, padding=True, truncation=False, pad_to_multiple_of=16_000 * WINDOW_S)[
+            "input_features"
+        ]
         parts.append(found.reshape(NUM_MEL_BINS, -1, window).transpose(0, 1))
     return {"input_features": torch.cat(parts)}

@@ -18,7 +18,9 @@ from ...protocol.errors import EngineError
 from ...protocol.messages import AudioPayload
 from ..device.torch_threads import torch_threads
 from ..loaders import Checkpoint
+from .audio.stems import make_stem, stem_marker
 from .layers import LayersSpec, LayerWeights, MakeLayers, Patches, TorchLayers
+from .rotary import PatchRotary
 from .weights import Linear, VisionWeights, check_activation, find_activation
 
 _NORM_EPS = 1e-5
@@ -47,18 +49,8 @@ class AudioTower:
         self._device, self._dtype = device, dtype
         self._num_threads = num_threads
         size = spec.hidden_size
-        tensors = VisionWeights(checkpoint, "audio_tower.conv1.weight", device, dtype)
-
-        def convolution(name: str, columns: int) -> tuple[Tensor, Tensor]:
-            name = f"audio_tower.{name}"
-            return tensors.read(f"{name}.weight", size, columns, 3), tensors.read(
-                f"{name}.bias", size
-            )
-
-        self._convolutions = convolution("conv1", spec.num_mel_bins), convolution("conv2", size)
-        self._positions_PD = tensors.read(
-            "audio_tower.embed_positions.weight", spec.num_positions, size
-        )
+        tensors = VisionWeights(checkpoint, stem_marker(spec), device, dtype, spec.tensor_names)
+        self._stem = make_stem(spec, tensors)
         check_activation(checkpoint, spec.activation)
         self._layers = make_layers(
             _layers_spec(spec),
@@ -92,11 +84,16 @@ class AudioTower:
             )
         if len(clip.features) != expected:
             raise EngineError(f"an audio clip has {len(clip.features)} bytes, expected {expected}")
+        if not 0 <= clip.num_outputs <= self.spec.num_outputs(self.spec.num_frames):
+            raise EngineError(
+                f"an audio clip needs {clip.num_outputs} outputs, but a window has "
+                f"{self.spec.num_outputs(self.spec.num_frames)}"
+            )
         # Copy the features, because torch requires a writable array, and the bytes of the message are read-only.
         features = torch.frombuffer(bytearray(clip.features), dtype=dtype)
         features_CN = features.view(clip.num_mel_bins, -1).to(self._device, self._dtype)
         with torch_threads(self._device, self._num_threads):
-            return self._encode(features_CN)
+            return self._encode(features_CN)[: clip.num_outputs or None]
 
     def warm_up(self) -> None:
         """Encode a window of silence."""
@@ -107,14 +104,18 @@ class AudioTower:
         )
 
     def _encode(self, features_CN: Tensor) -> Tensor:
-        x_DN = features_CN[None]
-        for stride, (weight, bias) in enumerate(self._convolutions, 1):
-            x_DN = F.gelu(F.conv1d(x_DN, weight, bias, stride=stride, padding=1))
-        num_rows = x_DN.shape[2] - self.spec.frames_after // 2
-        x_PD = x_DN[0].T[:num_rows] + self._positions_PD[:num_rows]
-        x_PD = self._layers(x_PD, Patches())[self.spec.num_layers]
-        joined = self.spec.rows_per_output
-        if self.spec.join == "stack":
+        spec = self.spec
+        if spec.silence == "dropped":
+            # The last frame is silent, and so are those that follow it up to the end of the window.
+            missing = (0, spec.num_frames - features_CN.shape[1])
+            features_CN = F.pad(features_CN, missing, mode="replicate")
+        x_PD = self._stem(features_CN)
+        places_P2: Tensor | None = None
+        if spec.rotary is not None:
+            places_P2 = torch.arange(len(x_PD), device=x_PD.device)[:, None].expand(-1, 2)
+        x_PD = self._layers(x_PD, Patches(places_P2))[spec.num_layers]
+        joined = spec.rows_per_output
+        if spec.join == "stack":
             return self._project(self._norm(x_PD).reshape(len(x_PD) // joined, -1))
         pairs = x_PD[: len(x_PD) // joined * joined].view(-1, joined, x_PD.shape[1])
         return self._project(self._norm(pairs.mean(1)))
@@ -123,15 +124,22 @@ class AudioTower:
 def _read_projection(
     spec: AudioTowerSpec, tensors: VisionWeights, checkpoint: Checkpoint
 ) -> Callable[[Tensor], Tensor]:
-    name, size = "multi_modal_projector.linear", spec.output_size
-    if spec.join == "mean":
-        return tensors.read_linear(name, size, spec.hidden_size)
-    first = tensors.read_linear(
-        f"{name}_1", size, spec.hidden_size * spec.rows_per_output, has_bias=False
-    )
-    second = tensors.read_linear(f"{name}_2", size, size, has_bias=False)
+    name, size, inner = "multi_modal_projector.linear", spec.output_size, spec.projection_size
+    columns = spec.hidden_size * (spec.rows_per_output if spec.join == "stack" else 1)
+    has_bias = spec.has_projection_bias
+    if not inner:
+        return tensors.read_linear(name, size, columns, has_bias=has_bias)
+    first = tensors.read_linear(f"{name}_1", inner, columns, has_bias=has_bias)
+    second = tensors.read_linear(f"{name}_2", size, inner, has_bias=has_bias)
     activation = find_activation(checkpoint, spec.projection_activation)
     return lambda x_KD: second(activation(first(x_KD)))
+
+
+def _rotary(spec: AudioTowerSpec) -> PatchRotary | None:
+    if spec.rotary is None:
+        return None
+    head_dim = spec.hidden_size // spec.num_heads
+    return PatchRotary("sequence", spec.rotary.theta, head_dim, num_rotated=spec.rotary.num_rotated)
 
 
 def _layers_spec(spec: AudioTowerSpec) -> LayersSpec:
@@ -143,18 +151,25 @@ def _layers_spec(spec: AudioTowerSpec) -> LayersSpec:
         feature_layers=(spec.num_layers,),
         activation=spec.activation,
         norm_eps=_NORM_EPS,
+        rotary=_rotary(spec),
     )
 
 
 def _read_layer(spec: AudioTowerSpec, tensors: VisionWeights, prefix: str) -> LayerWeights:
     size, inner = spec.hidden_size, spec.intermediate_size
-    # The projection to keys has no bias.
     query, key, value = (
-        tensors.read_linear(f"{prefix}self_attn.{name}_proj", size, size, has_bias=name != "k")
+        tensors.read_linear(
+            f"{prefix}self_attn.{name}_proj", size, size, has_bias=name != "k" or spec.has_key_bias
+        )
         for name in "qkv"
     )
-    assert query.bias is not None
-    key.bias = torch.zeros_like(query.bias)
+    if key.bias is None:
+        # All three must have a bias to be joined.
+        assert query.bias is not None
+        key.bias = torch.zeros_like(query.bias)
+    rotary = _rotary(spec)
+    if rotary is not None and (order_K := rotary.stored_order) is not None:
+        query, key = query.reorder_heads(order_K), key.reorder_heads(order_K)
     return LayerWeights(
         attention_norm=tensors.read_layer_norm(f"{prefix}self_attn_layer_norm", size, _NORM_EPS),
         qkv=[Linear.join((query, key, value))],

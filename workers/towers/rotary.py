@@ -31,7 +31,8 @@ class PatchRotary(msgspec.Struct, frozen=True):
     * "thirds" (MiniMax M3): one part. Equally many pairs follow the frame, the row and the column, with equal
       frequencies. All patches have frame 0, and the remaining pairs are not rotated. Checkpoints store the elements of
       heads in `stored_order`.
-    * "sequence" (DeepSeek-OCR 2): one part, in which all pairs follow the row, with the frequencies of decoders.
+    * "sequence" (DeepSeek-OCR 2): one part, in which all pairs follow the row, with the frequencies of decoders. With
+      `num_rotated` (GLM-ASR), only the first elements of a head are rotated, which checkpoints store in `stored_order`.
     """
 
     order: Literal[
@@ -40,6 +41,7 @@ class PatchRotary(msgspec.Struct, frozen=True):
     theta: float
     head_dim: int
     in_float32: bool = False
+    num_rotated: int = 0
 
     @property
     def num_parts(self) -> int:
@@ -67,10 +69,13 @@ class PatchRotary(msgspec.Struct, frozen=True):
     def frequencies(self) -> Tensor:
         """Return each pair's angle per row or column, in radians, float32 [K / 2]."""
         size = self.head_dim
-        if self.order in ("mixed", "sequence"):
+        if self.order == "sequence":
+            rotated, frequencies = self.num_rotated or size, torch.zeros(size // 2)
+            powers = torch.arange(0, rotated, 2).float() / rotated
+            frequencies[: rotated // 2] = 1.0 / self.theta**powers
+            return frequencies
+        if self.order == "mixed":
             frequencies = 1.0 / self.theta ** (torch.arange(0, size, 2).float() / size)
-            if self.order == "sequence":
-                return frequencies
             return torch.cat((frequencies[::2], frequencies[1::2]))
         if self.order == "thirds":
             third, zeros = size // 6, torch.zeros(size // 2)
@@ -87,10 +92,14 @@ class PatchRotary(msgspec.Struct, frozen=True):
 
         None if they are already.
         """
-        if self.order != "thirds":
+        num_rotated = self.num_rotated
+        if self.order == "thirds":
+            num_rotated = 6 * (self.head_dim // 6)
+        elif not num_rotated:
             return None
-        num_rotated = 6 * (self.head_dim // 6)
-        rotated, others = torch.arange(self.head_dim).split((num_rotated, self.head_dim % 6))
+        rotated, others = torch.arange(self.head_dim).split(
+            (num_rotated, self.head_dim - num_rotated)
+        )
         return torch.cat((rotated.view(2, -1), others.view(2, -1)), 1).flatten()
 
     def rotation(self, places_P2: Tensor, dtype: torch.dtype) -> PatchRotation:

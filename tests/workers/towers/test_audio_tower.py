@@ -18,6 +18,7 @@ from engine.frontend.model_source.chat_audio import read_chat_audio
 from engine.frontend.tokenizer.load import load_tokenizer
 from engine.frontend.tokenizer.tokenizer import Tokenizer
 from engine.protocol.checkpoint.config_fields import ConfigFields
+from engine.protocol.checkpoint.field_names import text_section
 from engine.protocol.errors import EngineError
 from engine.protocol.messages import AudioPayload
 from engine.workers.loaders.open_checkpoint import open_checkpoint
@@ -44,7 +45,9 @@ def chat_audio(path: Path, executor: ThreadExecutor) -> tuple[ChatAudio, Tokeniz
     """Return what a frontend uses to put audio clips into prompts of this model."""
     tokenizer = load_tokenizer(str(path))
     config = ConfigFields.read(path / "config.json")
-    clips = read_chat_audio(path, config, config.required_section("text_config"))
+    text = text_section(config)
+    assert text is not None
+    clips = read_chat_audio(path, config, text)
     settings: Any = SimpleNamespace(
         model=SimpleNamespace(chat_audio=clips, max_model_len=1024),
         frontend=SimpleNamespace(max_audio_clips=4, max_audio_s=60.0, allowed_media_domains=()),
@@ -55,8 +58,8 @@ def chat_audio(path: Path, executor: ThreadExecutor) -> tuple[ChatAudio, Tokeniz
 @pytest.mark.parametrize("load", [load_decoder, load_native_decoder])
 def test_logits_equal_those_of_transformers(model: Any, load: Any) -> None:
     kind, path, reference = model
-    # One clip is shorter than a window, one has an odd number of frames, and one has several windows.
-    lengths = (0.7, 1.515, 2.0) if kind == "qwen2_audio" else (0.7, 5.1)
+    # One clip is shorter than a window, one has an odd number of frames, and others have several windows.
+    lengths = (0.7, 1.515, 2.0) if kind == "qwen2_audio" else (0.7, 5.1, 2.0, 1.2345)
     clips = [tone(seed, seconds) for seed, seconds in enumerate(lengths)]
     executor = ThreadExecutor()
     places, tokenizer = chat_audio(path, executor)

@@ -87,6 +87,7 @@ _SAME_FAMILY = {
     "granite4_vision_text": "granite",
     "granite_docling_text": "granite",
     "kimi_k2": "deepseek_v3",
+    "qwen3_asr_text": "qwen3",
 }
 """Model types of checkpoints that have the same spec as another model type."""
 
@@ -100,6 +101,7 @@ _WITH_ANY_DECODER = {
     "Exaone4_5_ForConditionalGeneration",
     "FastVlmForConditionalGeneration",
     "FuyuForCausalLM",
+    "GlmAsrForConditionalGeneration",
     "GotOcr2ForConditionalGeneration",
     "Granite4VisionForConditionalGeneration",
     "GraniteDoclingForConditionalGeneration",
@@ -128,6 +130,7 @@ _WITH_ANY_DECODER = {
     "PaliGemmaForConditionalGeneration",
     "QianfanOCRForConditionalGeneration",
     "Qwen2AudioForConditionalGeneration",
+    "Qwen3ASRForConditionalGeneration",
     "SmolVLMForConditionalGeneration",
     "VideoLlavaForConditionalGeneration",
     "VideoLlama3ForConditionalGeneration",
@@ -136,6 +139,9 @@ _WITH_ANY_DECODER = {
 }
 """Architectures whose decoder, described by `text_config`, may be of any family."""
 
+
+_DECODERS = {"qwen3_asr": "qwen3"}
+"""The decoder of models whose configs may omit it; others have Llama's."""
 
 _WITHOUT_LOGIT_SCALE = {
     "AyaVisionForConditionalGeneration",
@@ -219,7 +225,8 @@ def model_spec(config: Mapping[str, Any], path: str | PathLike[str]) -> ModelSpe
         if not encoder.has_axes:
             spec = _without_axes(spec)
     if has_audio_tower(whole):
-        spec = replace(spec, encoder=audio_tower_spec(whole, spec.hidden_size))
+        # The three coordinates of an audio clip's positions are equal, as those of text.
+        spec = _without_axes(replace(spec, encoder=audio_tower_spec(whole, spec.hidden_size)))
     return spec
 
 
@@ -243,7 +250,7 @@ def _with_classifier(spec: ModelSpec, fields: ConfigFields) -> ModelSpec:
 
 
 def _without_axes(spec: ModelSpec) -> ModelSpec:
-    """Return the spec of a decoder whose rotary positions have one coordinate, also for images (MiniCPM-V)."""
+    """Return the spec of a decoder whose rotary positions have one coordinate, also for images and audio."""
     layers = tuple(
         replace(layer, rope=replace(layer.rope, axes=()))
         if layer.rope is not None and layer.rope.axes
@@ -277,7 +284,8 @@ def _family(fields: ConfigFields) -> Family:
     architectures = fields.texts("architectures")
     text = text_section(fields)
     if text is not None and _WITH_ANY_DECODER.intersection(architectures):
-        fields = text.with_defaults(model_type="llama")
+        kind = _DECODERS.get(fields.text("model_type", ""), "llama")
+        fields = text.with_defaults(model_type=kind)
         architectures = []
     if architectures:
         # Every decoder may have a classification head, or be stored without any head, as embedding models are. The

@@ -1,0 +1,171 @@
+"""Make encoder inputs of audio clips for chat models, and place them in prompts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from hashlib import sha256
+
+import msgspec
+import numpy as np
+
+from ....protocol.arrays import Float32Array, float32_bytes
+from ....protocol.checkpoint.audio_tower import FRAMES_AFTER
+from ....protocol.config.chat_audio import ChatAudioConfig, Framing
+from ....protocol.errors import ConfigError, ParameterError
+from ....protocol.messages import AudioPayload, EncoderInput
+from ...chat.messages import MEDIA_MARK
+from ...tokenizer.tokenizer import Tokenizer
+from .log_mel import HOP, RATE, log_mel
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+class PreparedAudio:
+    """A preprocessed audio clip: its windows, and the tokens that its embeddings replace."""
+
+    def __init__(self, inputs: list[EncoderInput]) -> None:
+        self.inputs = inputs
+        self.num_outputs = sum(item.size for item in inputs)
+
+
+def prepare_clip(samples: Float32Array, config: ChatAudioConfig, where: str) -> PreparedAudio:
+    """Return the windows of an audio clip as encoder inputs.
+
+    Args:
+        samples: The clip, at `RATE`.
+        config: How the model reads audio clips.
+        where: The name of the field in errors.
+
+    Raises:
+        ParameterError: The clip is too short for a single embedding.
+    """
+    missing = config.min_samples - len(samples)
+    if missing > 0:
+        samples = np.pad(samples, (0, missing))
+    inputs: list[EncoderInput] = []
+    for features, num_frames in _windows(samples, config):
+        size = config.tower.num_outputs(num_frames)
+        if not size:
+            raise ParameterError(where, f"is too short: it has {len(samples)} samples at {RATE} Hz")
+        inputs.append(_encoder_input(*_needed(features, num_frames, size, config)))
+    if not inputs:
+        raise ParameterError(where, f"is too short: it has {len(samples)} samples at {RATE} Hz")
+    return PreparedAudio(inputs)
+
+
+def _windows(samples: Float32Array, config: ChatAudioConfig) -> Iterator[tuple[Float32Array, int]]:
+    """Yield the features of each window [num_mel_bins, frames], and the number of frames in which there is sound."""
+    tower = config.tower
+    length = tower.num_frames * HOP
+    if config.framing is Framing.WINDOWS:
+        for start in range(0, len(samples), length):
+            part = samples[start : start + length]
+            yield log_mel(part, length, tower.num_mel_bins), -(-len(part) // HOP)
+        return
+    if config.framing is Framing.CLIP:
+        num_samples, num_frames = len(samples), len(samples) // HOP
+    else:
+        num_samples = -(-len(samples) // length) * length
+        num_frames = -(-len(samples) // HOP)
+    features = log_mel(samples, num_samples, tower.num_mel_bins)
+    for start in range(0, num_frames, tower.num_frames):
+        most = min(num_frames - start, tower.num_frames)
+        yield features[:, start : start + tower.num_frames], most
+
+
+def _needed(
+    features: Float32Array, num_frames: int, size: int, config: ChatAudioConfig
+) -> tuple[Float32Array, int, int]:
+    """Return the features that the tower needs, the number of outputs, and that number or 0 if these are all."""
+    tower = config.tower
+    if tower.silence == "dropped":
+        # The two frames after the sound may still contain some of it. All later ones equal the third.
+        return features[:, : num_frames + 3], size, size
+    if tower.frames_after:
+        # Beyond the window, the convolutions read zeros.
+        num_read = 2 * tower.num_rows(num_frames) + FRAMES_AFTER
+        features = np.pad(features, ((0, 0), (0, FRAMES_AFTER)))[:, :num_read]
+    return features, size, 0
+
+
+def _encoder_input(features: Float32Array, size: int, num_outputs: int) -> EncoderInput:
+    num_mel_bins, num_frames = features.shape
+    payload = AudioPayload(
+        num_mel_bins, num_frames, float32_bytes(features), num_outputs=num_outputs
+    )
+    data = _encoder.encode(payload)
+    return EncoderInput(0, size, sha256(data).digest(), size, data)
+
+
+class AudioPlaces:
+    """The places of audio clips in the prompts of a model.
+
+    Raises:
+        ConfigError: The tokenizer lacks the token that represents audio.
+    """
+
+    def __init__(self, config: ChatAudioConfig, tokenizer: Tokenizer) -> None:
+        token = tokenizer.id_to_token(config.token_id)
+        if not token:
+            raise ConfigError(
+                f"the tokenizer has no token {config.token_id}, which represents audio (audio_token_id in "
+                "config.json)"
+            )
+        self._token, self._token_id = token, config.token_id
+        self._place = re.compile(f"{re.escape(token)}|{MEDIA_MARK}")
+
+    def encode(
+        self,
+        text: str,
+        clips: Sequence[PreparedAudio],
+        encode: Callable[[str], tuple[str, Sequence[int]]],
+    ) -> tuple[str, Sequence[int], list[EncoderInput]]:
+        """Return a prompt with the tokens of the audio clips inserted, its token ids, and the encoder inputs.
+
+        Args:
+            text: The prompt, with a token for each clip.
+            clips: The audio clips in their order.
+            encode: Returns the text and the token ids of a prompt.
+
+        Raises:
+            ParameterError: The prompt has more or fewer places than there are audio clips.
+        """
+        num_places = sum(1 for _ in self._place.finditer(text))
+        if num_places != len(clips):
+            raise ParameterError(
+                "messages",
+                f"have {len(clips)} audio clips, but the prompt has {num_places} audio tokens; "
+                f"remove {self._token!r} from texts, or use another chat template",
+            )
+        if not clips:
+            return *encode(text), []
+        each = iter(clips)
+        text, token_ids = encode(
+            self._place.sub(lambda _: self._token * next(each).num_outputs, text)
+        )
+        return text, token_ids, self._place_inputs(token_ids, clips)
+
+    def _place_inputs(
+        self, token_ids: Sequence[int], clips: Sequence[PreparedAudio]
+    ) -> list[EncoderInput]:
+        """Return the encoder inputs at the positions of their tokens.
+
+        Raises:
+            ParameterError: The tokens of an audio clip are not at the expected positions.
+        """
+        positions = np.flatnonzero(np.asarray(token_ids) == self._token_id)
+        inputs = [item for clip in clips for item in clip.inputs]
+        if len(positions) == sum(item.size for item in inputs):
+            placed: list[EncoderInput] = []
+            end = 0
+            for item in inputs:
+                start, end = end, end + item.size
+                if positions[end - 1] - positions[start] == item.size - 1:
+                    position = int(positions[start])
+                    placed.append(msgspec.structs.replace(item, position=position))
+            if len(placed) == len(inputs):
+                return placed
+        raise ParameterError(
+            "messages", "have text that the tokenizer joins with an audio clip's token"
+        )

@@ -1,0 +1,150 @@
+"""The conversations in which a chat model that reads audio transcribes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+from ....protocol.config import ModelConfig
+from ....protocol.config.chat_audio import ChatAudioConfig, SpeechFormat
+from ....protocol.messages import EncoderInput
+from ....protocol.sampling_params import SamplingParams
+from ...chat.messages import AUDIO_PART
+from ...chat.special_tokens import SpecialTokenGuard
+from ...chat.template import ChatTemplate
+from ...client.engine_client import Delta
+from ...tokenizer.tokenizer import Tokenizer
+from ..audio.clips import AudioPlaces, PreparedAudio
+from .languages import find_language
+from .options import Task, TranscriptionOptions
+
+_MAX_HELD: Final = 16
+"""Maximum tokens before the text mark. An answer with more tokens and no mark is only a transcript."""
+
+
+class Answer(NamedTuple):
+    """An answer of a model: the code of the language that it names, or "", and the index of the transcript's token."""
+
+    language: str
+    start: int
+
+
+class ChatPrompts:
+    """Creates the prompts of one model."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        audio: ChatAudioConfig,
+        speech: SpeechFormat,
+        tokenizer: Tokenizer,
+        template: ChatTemplate,
+        guard: SpecialTokenGuard,
+    ) -> None:
+        self._speech = speech
+        self._tokenizer, self._template, self._guard = tokenizer, template, guard
+        self._places = AudioPlaces(audio, tokenizer)
+        self._max_model_len = model.max_model_len
+        self._end_token_ids = frozenset(model.eos_token_ids)
+        self._mark_id = tokenizer.token_to_id(speech.text_mark) if speech.text_mark else None
+        self.has_timestamps = False
+        self.first_timestamp_id = model.vocab_size
+
+    def is_text(self, token_id: int) -> bool:
+        """Return whether a token is text, and does not end an answer."""
+        return token_id not in self._end_token_ids
+
+    def decode(
+        self, options: TranscriptionOptions, language: str, inputs: Sequence[EncoderInput]
+    ) -> tuple[list[int], list[EncoderInput]]:
+        """Return a prompt for a window, and the encoder inputs at their places.
+
+        Raises:
+            ParameterError: The client's prompt contains special tokens that the server rejects.
+        """
+        speech = self._speech
+        is_translated = options.task is Task.TRANSLATE
+        instruction = speech.translation if is_translated else speech.instruction
+        parts: list[Any] = [AUDIO_PART]
+        if instruction:
+            parts.append({"type": "text", "text": instruction})
+        messages: list[Any] = [{"role": "user", "content": parts}]
+        if context := options.prompt.strip():
+            messages.insert(0, {"role": "system", "content": context})
+        text = self._template.render(messages, self._guard)
+        if language:
+            text += speech.answer.format(language=speech.languages[language])
+        _, token_ids, placed = self._places.encode(
+            text,
+            [PreparedAudio(list(inputs))],
+            lambda rendered: self._guard.encode(rendered, add_special_tokens=False),
+        )
+        return list(token_ids), placed
+
+    def max_tokens(
+        self, options: TranscriptionOptions, prompt: Sequence[int], seconds: float
+    ) -> int:
+        """Return the maximum number of tokens after a prompt, which only the context limits."""
+        return max(1, self._max_model_len - len(prompt))
+
+    def params(
+        self,
+        options: TranscriptionOptions,
+        temperature: float,
+        max_tokens: int,
+        *,
+        has_timestamps: bool,
+    ) -> SamplingParams:
+        """Return the sampling parameters for the answer to a window."""
+        return SamplingParams(
+            max_tokens=max_tokens, temperature=temperature, seed=options.seed, logprobs=0
+        )
+
+    def read_answer(self, token_ids: Sequence[int]) -> Answer:
+        """Return the parts of an answer that the model began itself."""
+        if self._mark_id is None or self._mark_id not in token_ids:
+            return Answer("", 0)
+        start = list(token_ids).index(self._mark_id)
+        before = self._tokenizer.decode(token_ids[:start]).strip()
+        return Answer(find_language(before.removeprefix(self._speech.language_mark)), start + 1)
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """Return the text of a transcript's tokens."""
+        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+
+    def hold(self, language: str) -> HeldAnswer | None:
+        """Return an object that hides the beginning of a streamed answer; None if nothing is hidden."""
+        if self._mark_id is None or language:
+            return None
+        return HeldAnswer(self, self._mark_id, self._speech.text_mark)
+
+
+class HeldAnswer:
+    """Hides what a model writes before the text mark, and shows the rest of its answer."""
+
+    def __init__(self, prompts: ChatPrompts, mark_id: int, mark: str) -> None:
+        self._prompts = prompts
+        self._mark_id, self._mark = mark_id, mark
+        self._held = Delta("", [], logprobs=[])
+        self._is_past = False
+
+    def read(self, delta: Delta, *, is_end: bool = False) -> Delta:
+        """Return what is shown after a piece of the answer; the last call has `is_end`."""
+        if self._is_past:
+            return delta
+        held = self._held
+        held.text += delta.text
+        held.token_ids += delta.token_ids
+        held.logprobs = [*(held.logprobs or ()), *(delta.logprobs or ())]
+        has_mark = self._mark_id in held.token_ids
+        if not (is_end or has_mark or len(held.token_ids) > _MAX_HELD):
+            return Delta("", [])
+        self._is_past = True
+        if not has_mark:
+            return held
+        start = held.token_ids.index(self._mark_id) + 1
+        _, found, text = held.text.partition(self._mark)
+        token_ids = held.token_ids[start:]
+        # The text lacks the mark if the tokenizer counts it as a special token.
+        text = text if found else self._prompts.text(token_ids)
+        return Delta(text, token_ids, logprobs=held.logprobs[start:])

@@ -1,0 +1,1 @@
+"""The parts of audio towers before and around their layers."""
