@@ -145,9 +145,7 @@ class ImagePayload(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=T
 class AudioPayload(msgspec.Struct, array_like=True, gc=False, frozen=True):
     """The data of an audio clip for an encoder: log-mel features, or samples.
 
-    `features` are [num_mel_bins, num_frames] in row-major order, float16 if `is_float16`, else float32. If
-    `num_mel_bins` is 0, they are `num_frames` samples in [-1, 1]. The encoder returns the first `num_outputs` outputs,
-    or all if that is 0.
+    The features are [num_mel_bins, num_frames], or samples if there are no bins. 0 outputs are all.
     """
 
     num_mel_bins: int

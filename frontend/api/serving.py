@@ -39,6 +39,7 @@ from ..client.grammar_checks import GrammarChecks
 from ..http.errors import APIError, bad_request, echo, unavailable
 from ..media.chat_media import find_chat_media
 from ..media.documents.reader import DocumentReader
+from ..media.transcription.options import speech_model
 from ..model_source.lora_registry import LoraRegistry
 from ..observability.tracing.tracer import Tracer
 from ..store.client import StoreClient
@@ -109,12 +110,16 @@ class Serving:
         self.media = find_chat_media(config, tokenizer, engine.executor)
         self.documents = DocumentReader(engine.executor)
         self.transcriber: Transcriber | None = None
-        if config.model.audio is not None and config.model.has_tokenizer:
+        if speech_model(config.model) is not None:
             # A late import, because few models transcribe.
-            from ..media.transcription.transcriber import Transcriber
+            from ..media.transcription.transcriber import make_transcriber
 
-            self.transcriber = Transcriber(
-                config.model, config.model.audio, tokenizer, engine.executor
+            self.transcriber = make_transcriber(
+                config.model,
+                tokenizer,
+                engine.executor,
+                templates.choose(False),
+                self.special_tokens,
             )
         limits = config.frontend
         self.request_memory = RequestMemory(

@@ -168,10 +168,12 @@ class LLM(PoolingMethods):
             EngineError: An audio clip failed.
         """
         if self._transcriber is None:
-            self._transcriber = LocalTranscriber(self._engine)
+            is_chat = self._engine.config.model.chat_audio is not None
+            template = self._template(None, False) if is_chat else None
+            self._transcriber = LocalTranscriber(self._engine, template, self._special_tokens)
         options = TranscriptionOptions(
             task=Task(task),
-            language=parse_language(language, self._transcriber.audio),
+            language=parse_language(language, self._transcriber.speech),
             prompt=prompt,
             temperature=temperature,
             has_segments="segment" in timestamps,

@@ -10,14 +10,16 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ...protocol.errors import EngineError
+from ...protocol.errors import EngineError, ParameterError
 from ...protocol.sampling_params import SamplingParams
+from ..chat.special_tokens import SpecialTokenGuard
+from ..chat.template import ChatTemplate
 from ..client.engine_client import Delta, RequestGroup, SequenceRequest
 from ..media.audio.arrays import AudioArray, mono_samples
 from ..media.audio.windows import Samples
 from ..media.transcription.decoding import Submission
 from ..media.transcription.options import TranscriptionOptions, verify_options, verify_transcribes
-from ..media.transcription.transcriber import Transcriber, Transcript
+from ..media.transcription.transcriber import Transcript, make_transcriber
 from .local_engine import LocalEngine
 
 AudioClip: TypeAlias = str | Path | bytes | tuple[npt.ArrayLike, int]
@@ -34,11 +36,18 @@ class LocalTranscriber:
         ParameterError: The model does not transcribe.
     """
 
-    def __init__(self, engine: LocalEngine) -> None:
+    def __init__(
+        self, engine: LocalEngine, template: ChatTemplate | None, guard: SpecialTokenGuard
+    ) -> None:
         model = engine.config.model
-        self.audio = verify_transcribes(model)
+        self.speech = verify_transcribes(model)
         self._engine = engine
-        self._transcriber = Transcriber(model, self.audio, engine.tokenizer, engine.client.executor)
+        transcriber = make_transcriber(
+            model, engine.tokenizer, engine.client.executor, template, guard
+        )
+        if transcriber is None:
+            raise ParameterError("model", "has no chat template, which it needs to transcribe")
+        self._transcriber = transcriber
         engine.close_together(self._transcriber.close)
 
     def transcribe(
@@ -50,7 +59,7 @@ class LocalTranscriber:
             ParameterError: An audio clip cannot be read.
             EngineError: A window failed.
         """
-        verify_options(options, self.audio)
+        verify_options(options, self.speech)
         return self._engine.run(self._transcribe_all(clips, options, iter(numbers)))
 
     async def _transcribe_all(
@@ -86,7 +95,7 @@ class LocalTranscriber:
                     mono_samples,
                     samples,
                     rate,
-                    self.audio.sampling_rate,
+                    self.speech.sampling_rate,
                     where,
                     limit,
                     "max_audio_seconds",

@@ -2,88 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Final, Literal
+from typing import Final
 
 import msgspec
 
+from ..config.audio_tower import AudioChunks, AudioRotary, AudioTowerSpec
 from .config_fields import ConfigFields
 
 MAX_POSITIONS: Final = 1 << 16
-
-FRAMES_AFTER: Final = 2
-"""Frames after the last computed row of an audio clip that the convolutions still read."""
-
-
-class AudioChunks(msgspec.Struct, frozen=True):
-    """Three convolutions over frames and features, each of which halves both (Qwen3-ASR, arXiv 2601.21337).
-
-    They read chunks of `num_frames` frames separately, and each chunk's rows have their own positions from 0.
-    """
-
-    num_frames: int
-    num_channels: int
-
-
-class AudioRotary(msgspec.Struct, frozen=True):
-    """The rotation of the first `num_rotated` elements of each head by the row (GLM-ASR)."""
-
-    theta: float
-    num_rotated: int
-
-
-class AudioTowerSpec(msgspec.Struct, frozen=True):
-    """Whisper's encoder (arXiv 2212.04356), followed by a projection to the decoder's hidden size.
-
-    It reads windows of log-mel features. Two convolutions turn every two frames into one row, unless there are
-    `chunks`. Positions are learned, unless there are `chunks` or a `rotary`. After the encoder's layers,
-    `rows_per_output` neighboring rows become one output. If `join` is "mean" (Qwen2-Audio, arXiv 2407.10759), their
-    mean is normed. If it is "stack" (Voxtral, arXiv 2507.13264), they are normed and concatenated. `projection_size`
-    and `projection_activation` describe the first of two matrices that follow; a size of 0 means a single matrix.
-
-    `silence` says how rows of the silence after a clip are treated. Rows that are "skipped" are not computed; the
-    window ends with the clip and `frames_after` more frames, which only the convolutions read. Rows that are "dropped"
-    are computed, and other rows attend to them, but they become no outputs. Rows that are "kept" become outputs.
-
-    `tensor_names` translates a checkpoint's names to Whisper's.
-    """
-
-    num_mel_bins: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_frames: int
-    activation: str
-    output_size: int
-    join: Literal["mean", "stack"]
-    rows_per_output: int
-    silence: Literal["skipped", "dropped", "kept"]
-    chunks: AudioChunks | None = None
-    rotary: AudioRotary | None = None
-    has_key_bias: bool = False
-    projection_size: int = 0
-    projection_activation: str = "gelu"
-    has_projection_bias: bool = True
-    tensor_names: tuple[tuple[str, str], ...] = ()
-
-    @property
-    def frames_after(self) -> int:
-        """The number of frames at the end of a window for which no row is computed."""
-        return FRAMES_AFTER if self.silence == "skipped" and self.chunks is None else 0
-
-    def num_rows(self, num_frames: int) -> int:
-        """Return the number of rows for the frames of one window."""
-        if self.chunks is None:
-            return (num_frames + 1) // 2
-        num_chunks, rest = divmod(num_frames, self.chunks.num_frames)
-        # Each of the three convolutions halves the number of frames, rounded up.
-        return num_chunks * -(-self.chunks.num_frames // 8) + -(-rest // 8)
-
-    def num_outputs(self, num_frames: int) -> int:
-        """Return the number of outputs for a window in which the clip has `num_frames` frames."""
-        num_frames = self.num_frames if self.silence == "kept" else num_frames
-        return self.num_rows(num_frames) // self.rows_per_output
-
 
 _THINKER: Final = "thinker_config"
 _MODEL_TYPES: Final = ("qwen2_audio", "voxtral", "qwen3_asr", "glmasr")

@@ -6,7 +6,7 @@ import enum
 
 import msgspec
 
-from ..checkpoint.audio_tower import AudioTowerSpec
+from .audio_tower import AudioTowerSpec
 
 
 class Framing(enum.StrEnum):

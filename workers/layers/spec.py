@@ -9,10 +9,10 @@ import msgspec
 import torch
 from msgspec.structs import replace
 
-from ...protocol.checkpoint.audio_tower import AudioTowerSpec
 from ...protocol.checkpoint.model_dimensions import ModelDimensions
 from ...protocol.checkpoint.recurrent_layers import NUM_TOKEN_DIGITS, RecurrentLayer
 from ...protocol.checkpoint.vision.read import AnyVisionSpec
+from ...protocol.config.audio_tower import AudioTowerSpec
 from ...protocol.config.images import SpanKind
 from ..device.dtypes import HostDtype, rounded
 from ..loaders.row_factors import RowFactors

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...protocol.checkpoint.audio_tower import AudioTowerSpec
+from ...protocol.config.audio_tower import AudioTowerSpec
 from ...protocol.errors import EngineError
 from ...protocol.messages import AudioPayload
 from ..device.torch_threads import torch_threads

@@ -149,7 +149,13 @@ class Transcriptions:
             APIError: A value is not allowed (400).
             ParameterError: The model does not support the task or the language.
         """
-        audio = verify_transcribes(self._serving.config.model)
+        speech = verify_transcribes(self._serving.config.model)
+        if self._transcriber is None:
+            raise bad_request(
+                "model",
+                "this model has no chat template, which it needs to transcribe; "
+                "start the server with --chat-template",
+            )
         verify_choice("response_format", request.response_format, FORMATS)
         response_format = request.response_format or "json"
         granularities = include = None
@@ -192,7 +198,7 @@ class Transcriptions:
         )
         options = TranscriptionOptions(
             task=self._task,
-            language=parse_language(request.language, audio),
+            language=parse_language(request.language, speech),
             prompt=prompt,
             temperature=temperature,
             seed=request.seed,
@@ -200,7 +206,7 @@ class Transcriptions:
             has_words=has_words,
             is_streamed=is_streamed,
         )
-        verify_options(options, audio)
+        verify_options(options, speech)
         return _Plan(options, response_format, bool(include))
 
     def _base(self, scope: Scope, request: TranslationRequest, deadline: float) -> SequenceRequest:

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from ....protocol.arrays import Float32Array, float32_bytes
-from ....protocol.checkpoint.audio_tower import FRAMES_AFTER
+from ....protocol.config.audio_tower import FRAMES_AFTER
 from ....protocol.config.chat_audio import ChatAudioConfig, Framing
 from ....protocol.errors import ConfigError, ParameterError
 from ....protocol.messages import AudioPayload, EncoderInput

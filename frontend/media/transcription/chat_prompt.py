@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from ....protocol.config import ModelConfig
 from ....protocol.config.chat_audio import ChatAudioConfig, SpeechFormat
@@ -17,16 +17,10 @@ from ...tokenizer.tokenizer import Tokenizer
 from ..audio.clips import AudioPlaces, PreparedAudio
 from .languages import find_language
 from .options import Task, TranscriptionOptions
+from .prompts import Answer
 
 _MAX_HELD: Final = 16
 """Maximum tokens before the text mark. An answer with more tokens and no mark is only a transcript."""
-
-
-class Answer(NamedTuple):
-    """An answer of a model: the code of the language that it names, or "", and the index of the transcript's token."""
-
-    language: str
-    start: int
 
 
 class ChatPrompts:
@@ -54,10 +48,19 @@ class ChatPrompts:
         """Return whether a token is text, and does not end an answer."""
         return token_id not in self._end_token_ids
 
-    def decode(
-        self, options: TranscriptionOptions, language: str, inputs: Sequence[EncoderInput]
+    def is_end(self, token_id: int) -> bool:
+        """Return whether a token ends an answer."""
+        return token_id in self._end_token_ids
+
+    def for_window(
+        self,
+        options: TranscriptionOptions,
+        language: str,
+        inputs: Sequence[EncoderInput],
+        *,
+        has_timestamps: bool,
     ) -> tuple[list[int], list[EncoderInput]]:
-        """Return a prompt for a window, and the encoder inputs at their places.
+        """Return the prompt for a window, and its encoder inputs at their places.
 
         Raises:
             ParameterError: The client's prompt contains special tokens that the server rejects.
@@ -70,6 +73,8 @@ class ChatPrompts:
             parts.append({"type": "text", "text": instruction})
         messages: list[Any] = [{"role": "user", "content": parts}]
         if context := options.prompt.strip():
+            # If the server rejects special tokens, the error names this field.
+            self._guard.protect(context, "prompt")
             messages.insert(0, {"role": "system", "content": context})
         text = self._template.render(messages, self._guard)
         if language:
@@ -113,7 +118,7 @@ class ChatPrompts:
         return self._tokenizer.decode(token_ids, skip_special_tokens=True)
 
     def hold(self, language: str) -> HeldAnswer | None:
-        """Return an object that hides the beginning of a streamed answer; None if nothing is hidden."""
+        """Return an object that hides the beginning of a streamed answer in `language`; None if nothing is hidden."""
         if self._mark_id is None or language:
             return None
         return HeldAnswer(self, self._mark_id, self._speech.text_mark)
@@ -125,7 +130,7 @@ class HeldAnswer:
     def __init__(self, prompts: ChatPrompts, mark_id: int, mark: str) -> None:
         self._prompts = prompts
         self._mark_id, self._mark = mark_id, mark
-        self._held = Delta("", [], logprobs=[])
+        self._held = Delta("", [], [])
         self._is_past = False
 
     def read(self, delta: Delta, *, is_end: bool = False) -> Delta:
@@ -147,4 +152,4 @@ class HeldAnswer:
         token_ids = held.token_ids[start:]
         # The text lacks the mark if the tokenizer counts it as a special token.
         text = text if found else self._prompts.text(token_ids)
-        return Delta(text, token_ids, logprobs=held.logprobs[start:])
+        return Delta(text, token_ids, list(held.logprobs)[start:])

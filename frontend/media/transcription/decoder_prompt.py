@@ -7,9 +7,11 @@ from typing import Final
 
 from ....protocol.config import ModelConfig
 from ....protocol.config.model import AudioProcessorConfig
+from ....protocol.messages import EncoderInput
 from ....protocol.sampling_params import SamplingParams, TranscriptRules
 from ...tokenizer.tokenizer import Tokenizer
 from .options import Task, TranscriptionOptions
+from .prompts import Answer
 
 _MAX_START_TOKENS: Final = 4
 """Maximum number of tokens after the earlier text: the start, the language, the task, and "no timestamps"."""
@@ -21,7 +23,7 @@ class DecoderPrompts:
     def __init__(
         self, model: ModelConfig, audio: AudioProcessorConfig, tokenizer: Tokenizer
     ) -> None:
-        self._audio = audio
+        self.audio = audio
         self._tokenizer = tokenizer
         self._max_model_len = model.max_model_len
         self._end_token_id = min(model.eos_token_ids, default=0)
@@ -39,9 +41,35 @@ class DecoderPrompts:
         """Return whether a token is text, and neither a timestamp nor the end token."""
         return token_id < self.first_timestamp_id and token_id != self._end_token_id
 
+    def is_end(self, token_id: int) -> bool:
+        """Return whether a token is the end token."""
+        return token_id == self._end_token_id
+
+    def for_window(
+        self,
+        options: TranscriptionOptions,
+        language: str,
+        inputs: Sequence[EncoderInput],
+        *,
+        has_timestamps: bool,
+    ) -> tuple[list[int], list[EncoderInput]]:
+        """Return the decoder's prompt for a window, and its encoder inputs, which have no place in the prompt."""
+        return self.decode(options, language, has_timestamps=has_timestamps), list(inputs)
+
+    def read_answer(self, token_ids: Sequence[int]) -> Answer:
+        """Return an answer that is only text."""
+        return Answer("", 0)
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """Return the text of tokens, without timestamps."""
+        return self._tokenizer.decode(filter(self.is_text, token_ids))
+
+    def hold(self, language: str) -> None:
+        """Return None, because an answer is only text."""
+
     def start(self, options: TranscriptionOptions) -> list[int]:
         """Return the prompt up to and including the start token, which follows the client's prompt if there is one."""
-        audio = self._audio
+        audio = self.audio
         before: list[int] = []
         if options.prompt.strip():
             encoded = self._tokenizer.encode(f" {options.prompt.strip()}", add_special_tokens=False)
@@ -55,7 +83,7 @@ class DecoderPrompts:
         self, options: TranscriptionOptions, language: str, *, has_timestamps: bool
     ) -> list[int]:
         """Return the complete decoder prompt."""
-        audio = self._audio
+        audio = self.audio
         prompt = self.start(options)
         if audio.language_token_ids:
             is_translated = options.task is Task.TRANSLATE
@@ -82,7 +110,7 @@ class DecoderPrompts:
             # For the alignment, the text is read again after the longest prompt without earlier text, and an end token
             # follows.
             most = min(most, self._max_model_len - 2 - _MAX_START_TOKENS)
-        if limit := self._audio.max_tokens_per_second:
+        if limit := self.audio.max_tokens_per_second:
             most = min(most, int(seconds * limit))
         return max(1, most)
 
@@ -95,7 +123,7 @@ class DecoderPrompts:
         has_timestamps: bool,
     ) -> SamplingParams:
         """Return the sampling parameters for the text of a window."""
-        audio = self._audio
+        audio = self.audio
         rules = TranscriptRules(
             audio.suppressed_token_ids,
             audio.begin_suppressed_token_ids,

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
 
 import numpy as np
 
 from ....protocol.arrays import float32_view
-from ....protocol.config.model import AudioProcessorConfig
 from ....protocol.messages import EncoderInput
 from ....protocol.pooling_params import PoolingKind, PoolingParams
 from ....protocol.sampling_params import SamplingParams
@@ -21,7 +20,8 @@ from ...tokenizer.tokenizer import Tokenizer
 from ..audio.log_mel import HOP
 from ..audio.windows import Window
 from .decoder_prompt import DecoderPrompts
-from .options import TranscriptionOptions
+from .options import SpeechModel, TranscriptionOptions
+from .prompts import Prompts
 from .segments import DecodedWindow, Word, best_attempt
 from .words import align_words
 
@@ -59,44 +59,54 @@ class WindowDecoder:
 
     def __init__(
         self,
-        audio: AudioProcessorConfig,
-        prompts: DecoderPrompts,
+        speech: SpeechModel,
+        prompts: Prompts,
         tokenizer: Tokenizer,
         options: TranscriptionOptions,
         submission: Submission,
     ) -> None:
-        self._audio = audio
+        self._rate = speech.sampling_rate
         self._prompts = prompts
+        self._decoder = prompts if isinstance(prompts, DecoderPrompts) else None
         self._tokenizer = tokenizer
         self._options = options
         self._submission = submission
-        self.language = options.language if audio.language_token_ids else "en"
+        self.language = options.language
+        if len(speech.languages) == 1:
+            [self.language] = speech.languages
 
-    async def detect_language(self, item: EncoderInput) -> None:
+    @property
+    def needs_language(self) -> bool:
+        """True if `detect_language` must be called before windows are decoded."""
+        return self._decoder is not None and not self.language
+
+    async def detect_language(self, inputs: Sequence[EncoderInput]) -> None:
         """Set the language to the most probable one for a window."""
-        languages = self._audio.language_token_ids
-        delta, _ = await self._choose([self._audio.start_token_id], item, [*languages.values()])
+        assert self._decoder is not None
+        audio = self._decoder.audio
+        languages = audio.language_token_ids
+        delta, _ = await self._choose([audio.start_token_id], inputs, [*languages.values()])
         self.language = next(
             code for code, token in languages.items() if token == delta.token_ids[0]
         )
 
     async def decode(
-        self, window: Window, item: EncoderInput, deltas: Deltas
+        self, window: Window, inputs: Sequence[EncoderInput], deltas: Deltas
     ) -> DecodedWindow | None:
         """Return the text of a window; None if nobody speaks in it.
 
         Args:
             window: The window.
-            item: The encoder input of the window.
+            inputs: The encoder inputs of the window.
             deltas: Receives the text as it is generated, if the transcription is streamed.
         """
         options = self._options
         asked: asyncio.Task[float] | None = None
         if options.has_segments:
             # Both requests run at the same time, so that the encoder runs once for both.
-            asked = asyncio.create_task(self._no_speech_prob(item))
+            asked = asyncio.create_task(self._no_speech_prob(inputs))
         try:
-            decoded = await self._decode_once(window, item, options.temperature, deltas)
+            decoded = await self._decode_once(window, inputs, options.temperature, deltas)
             if asked is not None:
                 decoded.no_speech_prob = await asked
         finally:
@@ -104,27 +114,31 @@ class WindowDecoder:
             if asked is not None:
                 asked.cancel()
         if asked is None and decoded.is_doubtful and not options.is_streamed:
-            decoded.no_speech_prob = await self._no_speech_prob(item)
+            decoded.no_speech_prob = await self._no_speech_prob(inputs)
         no_speech_prob = decoded.no_speech_prob
         if not options.is_streamed:
             attempts = [decoded]
             for temperature in TEMPERATURES if options.temperature == 0 else ():
                 if attempts[-1].is_silent or not attempts[-1].is_doubtful:
                     break
-                attempts.append(await self._sample(window, item, temperature))
+                attempts.append(await self._sample(window, inputs, temperature))
                 attempts[-1].no_speech_prob = no_speech_prob
             decoded = best_attempt(attempts)
             if decoded.is_silent:
                 return None
         if options.has_words:
-            decoded.words = await self._align(window, item, decoded)
+            decoded.words = await self._align(window, inputs, decoded)
         return decoded
 
     async def _decode_once(
-        self, window: Window, item: EncoderInput, temperature: float, deltas: Deltas | None
+        self,
+        window: Window,
+        inputs: Sequence[EncoderInput],
+        temperature: float,
+        deltas: Deltas | None,
     ) -> DecodedWindow:
-        prompt, params = self._rules(window, temperature)
-        group = await self._start(prompt, item, [params])
+        prompt, placed, params = self._rules(window, inputs, temperature)
+        group = await self._start(prompt, placed, [params])
         try:
             if deltas is not None and self._options.is_streamed:
                 whole = await self._stream(group, deltas)
@@ -136,12 +150,12 @@ class WindowDecoder:
         return self._decoded(window, temperature, whole)
 
     async def _sample(
-        self, window: Window, item: EncoderInput, temperature: float
+        self, window: Window, inputs: Sequence[EncoderInput], temperature: float
     ) -> DecodedWindow:
         """Return the most probable of several texts."""
-        prompt, params = self._rules(window, temperature)
+        prompt, placed, params = self._rules(window, inputs, temperature)
         group = await self._start(
-            prompt, item, [params_for_output(params, index) for index in range(NUM_SAMPLED)]
+            prompt, placed, [params_for_output(params, index) for index in range(NUM_SAMPLED)]
         )
         try:
             sampled = await group.result()
@@ -152,74 +166,91 @@ class WindowDecoder:
         texts = [self._decoded(window, temperature, each) for each in sampled]
         return max(texts, key=lambda text: text.mean_logprob)
 
-    def _rules(self, window: Window, temperature: float) -> tuple[list[int], SamplingParams]:
-        """Return the prompt of a window, and the parameters of its text."""
+    def _rules(
+        self, window: Window, inputs: Sequence[EncoderInput], temperature: float
+    ) -> tuple[list[int], list[EncoderInput], SamplingParams]:
+        """Return the prompt of a window, its encoder inputs, and the parameters of its text."""
         options, prompts = self._options, self._prompts
-        prompt = prompts.decode(options, self.language, has_timestamps=options.has_segments)
+        prompt, placed = prompts.for_window(
+            options, self.language, inputs, has_timestamps=options.has_segments
+        )
         params = prompts.params(
             options,
             temperature,
             prompts.max_tokens(options, prompt, self._seconds(window)),
             has_timestamps=options.has_segments,
         )
-        return prompt, params
+        return prompt, placed, params
 
     def _seconds(self, window: Window) -> float:
-        return len(window.samples) / self._audio.sampling_rate
+        return len(window.samples) / self._rate
 
     def _decoded(self, window: Window, temperature: float, whole: Delta) -> DecodedWindow:
         prompts = self._prompts
         logprobs = list(whole.logprobs or ())
-        token_ids = [token for token in whole.token_ids if token != prompts.end_token_id]
+        answer = prompts.read_answer(whole.token_ids)
+        token_ids = [
+            token for token in whole.token_ids[answer.start :] if not prompts.is_end(token)
+        ]
         values = [each.logprob for each in logprobs]
         return DecodedWindow(
-            start=window.start / self._audio.sampling_rate,
+            start=window.start / self._rate,
             duration=self._seconds(window),
             token_ids=token_ids,
-            text=self._tokenizer.decode(filter(prompts.is_text, token_ids)),
+            text=prompts.text(token_ids),
             temperature=temperature,
             mean_logprob=sum(values) / len(values) if values else 0.0,
-            logprobs=[each for each in logprobs if prompts.is_text(each.token_id)],
+            logprobs=[each for each in logprobs[answer.start :] if prompts.is_text(each.token_id)],
+            language=answer.language,
         )
 
     async def _stream(self, group: RequestGroup, deltas: Deltas) -> Delta:
         """Return the complete output, and put each new piece of it into the queue."""
         whole = Delta("", [])
         logprobs: list[PositionLogprobs] = []
+        held = self._prompts.hold(self.language)
+
+        def show(delta: Delta) -> None:
+            found = delta.logprobs or ()
+            delta.logprobs = [each for each in found if self._prompts.is_text(each.token_id)]
+            deltas.put_nowait(delta)
+
         while updates := await group.wait_for_updates():
             for sequence in updates:
                 delta = sequence.read_some()
                 self._submission.verify(delta)
-                found = list(delta.logprobs or ())
+                delta.logprobs = list(delta.logprobs or ())
                 whole.token_ids += delta.token_ids
-                logprobs += found
-                delta.logprobs = [each for each in found if self._prompts.is_text(each.token_id)]
-                deltas.put_nowait(delta)
+                logprobs += delta.logprobs
+                show(delta if held is None else held.read(delta))
+        if held is not None:
+            show(held.read(Delta("", []), is_end=True))
         whole.logprobs = logprobs
         return whole
 
-    async def _no_speech_prob(self, item: EncoderInput) -> float:
+    async def _no_speech_prob(self, inputs: Sequence[EncoderInput]) -> float:
         """Return the probability that nobody speaks in a window, from the probability of the no-speech token."""
-        token_id = self._audio.no_speech_token_id
-        if token_id < 0:
+        prompts = self._decoder
+        if prompts is None or (token_id := prompts.audio.no_speech_token_id) < 0:
             return 0.0
-        delta, _ = await self._choose(self._prompts.start(self._options), item, [token_id])
+        delta, _ = await self._choose(prompts.start(self._options), inputs, [token_id])
         [chosen] = delta.logprobs or ()
         return math.exp(chosen.logprob)
 
     async def _align(
-        self, window: Window, item: EncoderInput, decoded: DecodedWindow
+        self, window: Window, inputs: Sequence[EncoderInput], decoded: DecodedWindow
     ) -> list[Word]:
         """Return the words of a decoded window with their times."""
-        prompts = self._prompts
+        prompts = self._decoder
+        assert prompts is not None
         text_ids = [token for token in decoded.token_ids if prompts.is_text(token)]
         if not text_ids:
             return []
-        samples_per_output = HOP * math.prod(self._audio.strides)
-        num_outputs = min(item.size, -(-len(window.samples) // samples_per_output))
+        samples_per_output = HOP * math.prod(prompts.audio.strides)
+        num_outputs = min(inputs[0].size, -(-len(window.samples) // samples_per_output))
         prompt, first_row = prompts.align(self.language, text_ids)
         pooling = PoolingParams(PoolingKind.ALIGNMENT, True, num_frames=num_outputs)
-        _, pooled = await self._choose(prompt, item, [prompts.end_token_id], pooling)
+        _, pooled = await self._choose(prompt, inputs, [prompts.end_token_id], pooling)
         # The dynamic programming runs in Python, long enough to delay other tasks of the event loop.
         return await asyncio.to_thread(
             align_words,
@@ -228,13 +259,13 @@ class WindowDecoder:
             self._tokenizer,
             language=self.language,
             start=decoded.start,
-            seconds_per_output=samples_per_output / self._audio.sampling_rate,
+            seconds_per_output=samples_per_output / self._rate,
         )
 
     async def _choose(
         self,
         prompt: list[int],
-        item: EncoderInput,
+        inputs: Sequence[EncoderInput],
         token_ids: list[int],
         pooling: PoolingParams | None = None,
     ) -> tuple[Delta, bytes]:
@@ -243,8 +274,9 @@ class WindowDecoder:
         Returns:
             The output with the most probable token, and the pooled data (b"" without `pooling`).
         """
-        params = self._prompts.choose_one(token_ids)
-        group = await self._start(prompt, item, [params], pooling)
+        assert self._decoder is not None
+        params = self._decoder.choose_one(token_ids)
+        group = await self._start(prompt, inputs, [params], pooling)
         try:
             [delta] = await group.result()
             self._submission.verify(delta)
@@ -255,7 +287,7 @@ class WindowDecoder:
     async def _start(
         self,
         prompt: list[int],
-        item: EncoderInput,
+        inputs: Sequence[EncoderInput],
         params: list[SamplingParams],
         pooling: PoolingParams | None = None,
     ) -> RequestGroup:
@@ -264,7 +296,7 @@ class WindowDecoder:
             self._submission.base,
             prompt_token_ids=np.array(prompt, np.int32),
             params=params[0],
-            encoder_inputs=[item],
+            encoder_inputs=list(inputs),
             pooling=pooling,
         )
         return await self._submission.start([replace(request, params=each) for each in params])

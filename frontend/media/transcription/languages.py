@@ -29,6 +29,7 @@ LANGUAGE_NAMES: Final = {
     "eu": "basque",
     "fa": "persian",
     "fi": "finnish",
+    "fil": "filipino",
     "fo": "faroese",
     "fr": "french",
     "gl": "galician",

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Final
 
 from ....protocol.config import ModelConfig
+from ....protocol.config.chat_audio import ChatAudioConfig
 from ....protocol.config.model import AudioProcessorConfig
 from ....protocol.errors import ParameterError
 from ...http.shown_values import echo
+from ..audio.log_mel import HOP, RATE
 from .languages import find_language
+
+CHAT_WINDOW_S: Final = 30.0
+"""The maximum length in seconds of a window that a chat model transcribes. It also fits into half of the context.
+
+Shorter windows have more exact times, and more of them are decoded at the same time.
+"""
 
 
 class Task(StrEnum):
@@ -44,23 +54,79 @@ class TranscriptionOptions:
     is_streamed: bool = False
 
 
-def verify_transcribes(model: ModelConfig) -> AudioProcessorConfig:
-    """Return the audio configuration of a model that transcribes.
+@dataclass(frozen=True, slots=True)
+class SpeechModel:
+    """The abilities of a model that transcribes.
+
+    Attributes:
+        languages: The codes of the languages that a caller may give; empty if the model always detects the language.
+        translates: Whether the model can write an English translation.
+        has_word_times: Whether the model can tell when each word is spoken.
+        reads_prompt: Whether the model reads a caller's text.
+        sampling_rate: Samples per second.
+        window_seconds: The maximum length of a window in seconds.
+        audio: The decoder's prompts of an encoder-decoder model; None for a chat model.
+    """
+
+    languages: Collection[str]
+    translates: bool
+    has_word_times: bool
+    reads_prompt: bool
+    sampling_rate: int
+    window_seconds: float
+    audio: AudioProcessorConfig | None = None
+
+
+def speech_model(model: ModelConfig) -> SpeechModel | None:
+    """Return the abilities of a model that transcribes; None for other models, and without a tokenizer."""
+    if not model.has_tokenizer:
+        return None
+    if (audio := model.audio) is not None:
+        return SpeechModel(
+            languages=audio.language_token_ids or ("en",),
+            translates=audio.translate_token_id >= 0,
+            has_word_times=bool(audio.alignment_heads),
+            reads_prompt=audio.previous_token_id >= 0,
+            sampling_rate=audio.sampling_rate,
+            window_seconds=audio.chunk_seconds,
+            audio=audio,
+        )
+    if model.chat_audio is None or (speech := model.chat_audio.speech) is None:
+        return None
+    return SpeechModel(
+        languages=speech.languages,
+        translates=bool(speech.translation),
+        has_word_times=False,
+        reads_prompt=speech.has_context,
+        sampling_rate=RATE,
+        window_seconds=min(CHAT_WINDOW_S, _half_context_s(model.chat_audio, model.max_model_len)),
+    )
+
+
+def _half_context_s(audio: ChatAudioConfig, max_model_len: int) -> float:
+    """Return the length in seconds of a clip whose embeddings fill half of the context."""
+    frames_per_output = audio.tower.num_frames / audio.outputs_per_window
+    return max_model_len / 2 * frames_per_output * HOP / RATE
+
+
+def verify_transcribes(model: ModelConfig) -> SpeechModel:
+    """Return the abilities of a model that transcribes.
 
     Raises:
         ParameterError: The model does not transcribe.
     """
-    if model.audio is None or not model.has_tokenizer:
-        problem = (
-            "is not a speech model" if model.audio is None else "is served without its tokenizer"
-        )
+    found = speech_model(model)
+    if found is None:
+        reads_speech = model.audio is not None or model.chat_audio is not None
+        lacks_tokenizer = reads_speech and not model.has_tokenizer
+        problem = "is served without its tokenizer" if lacks_tokenizer else "is not a speech model"
         raise ParameterError(
             "model", f"{model.served_names[0]!r} {problem}, so it cannot transcribe"
         )
-    return model.audio
+    return found
 
 
-def parse_language(given: str | None, audio: AudioProcessorConfig) -> str:
+def parse_language(given: str | None, model: SpeechModel) -> str:
     """Return the code of a language given by its code or name; "" to detect it.
 
     Raises:
@@ -68,28 +134,36 @@ def parse_language(given: str | None, audio: AudioProcessorConfig) -> str:
     """
     if not given:
         return ""
+    if not model.languages:
+        raise ParameterError(
+            "language",
+            f"is not supported by this model, which detects the language itself, got {echo(given)}",
+        )
     code = find_language(given)
-    known = audio.language_token_ids or {"en": 0}
-    if code not in known:
-        names = ", ".join(sorted(known))
+    if code not in model.languages:
+        names = ", ".join(sorted(model.languages))
         raise ParameterError(
             "language", f"must be one of the model's languages ({names}), got {echo(given)}"
         )
     return code
 
 
-def verify_options(options: TranscriptionOptions, audio: AudioProcessorConfig) -> None:
+def verify_options(options: TranscriptionOptions, model: SpeechModel) -> None:
     """Verify options that depend on the model.
 
     Raises:
         ParameterError: The model does not support an option.
     """
-    if options.task is Task.TRANSLATE and audio.translate_token_id < 0:
+    if options.task is Task.TRANSLATE and not model.translates:
         raise ParameterError("model", "writes only the spoken language; it cannot translate")
-    if options.has_words and not audio.alignment_heads:
-        raise ParameterError(
-            "timestamp_granularities",
-            "must not contain word, because the model has no alignment heads (generation_config.json)",
+    if options.has_words and not model.has_word_times:
+        reason = (
+            "writes text without times"
+            if model.audio is None
+            else "has no alignment heads (generation_config.json)"
         )
-    if options.prompt and audio.previous_token_id < 0:
+        raise ParameterError(
+            "timestamp_granularities", f"must not contain word, because the model {reason}"
+        )
+    if options.prompt and not model.reads_prompt:
         raise ParameterError("prompt", "is not supported by this model, which accepts only audio")

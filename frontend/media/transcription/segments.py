@@ -70,6 +70,7 @@ class DecodedWindow(msgspec.Struct):
         no_speech_prob: The probability that nobody speaks; 0 if it was not computed.
         logprobs: The log-probability of each token.
         words: The words with their times in the clip, if they were requested.
+        language: The code of the language that the model named; "" if it named none.
     """
 
     start: float
@@ -81,6 +82,7 @@ class DecodedWindow(msgspec.Struct):
     no_speech_prob: float = 0.0
     logprobs: list[PositionLogprobs] = []
     words: list[Word] = []
+    language: str = ""
 
     @property
     def compression_ratio(self) -> float:

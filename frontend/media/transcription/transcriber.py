@@ -10,19 +10,24 @@ from typing import Final, TypeAlias
 
 from ....protocol.arrays import Float32Array, float32_bytes
 from ....protocol.config import ModelConfig
-from ....protocol.config.model import AudioProcessorConfig
+from ....protocol.config.chat_audio import ChatAudioConfig
 from ....protocol.messages import AudioPayload, EncoderInput
+from ...chat.special_tokens import SpecialTokenGuard
+from ...chat.template import ChatTemplate
 from ...client.encoder_inputs import encoder_source
 from ...client.engine_client import PositionLogprobs
 from ...client.executor import ThreadExecutor
 from ...tokenizer.tokenizer import Tokenizer
+from ..audio.clips import prepare_clip
 from ..audio.log_mel import log_mel
 from ..audio.windows import Samples, Window, Windows
 from ..decoding.messages import OpenAudio
 from ..decoding.processes import MediaProcesses
+from .chat_prompt import ChatPrompts
 from .decoder_prompt import DecoderPrompts
 from .decoding import Deltas, Submission, WindowDecoder
-from .options import TranscriptionOptions
+from .options import SpeechModel, TranscriptionOptions, speech_model
+from .prompts import Prompts
 from .segments import DecodedWindow, Segment, Word, split_segments
 
 WINDOWS_AT_ONCE: Final = 8
@@ -102,14 +107,16 @@ class Transcriber:
 
     def __init__(
         self,
-        model: ModelConfig,
-        audio: AudioProcessorConfig,
+        speech: SpeechModel,
+        prompts: Prompts,
+        chat_audio: ChatAudioConfig | None,
         tokenizer: Tokenizer,
         executor: ThreadExecutor,
     ) -> None:
-        self._audio = audio
+        self._speech, self._prompts = speech, prompts
+        self._time_precision = 0.0 if speech.audio is None else speech.audio.time_precision
+        self._chat_audio = chat_audio
         self._tokenizer = tokenizer
-        self._prompts = DecoderPrompts(model, audio, tokenizer)
         self._processes = MediaProcesses()
         self._executor = executor.create_separate()
         self._room_for_clips = asyncio.Semaphore(MAX_CLIPS)
@@ -132,7 +139,7 @@ class Transcriber:
         Raises:
             ParameterError: The file cannot be read, or is too long; `where` names the field.
         """
-        opening = OpenAudio(where, self._audio.sampling_rate, max_seconds)
+        opening = OpenAudio(where, self._speech.sampling_rate, max_seconds)
         await self._room_for_clips.acquire()
         try:
             clip = await self._executor.in_thread(self._processes.open_audio, data, opening)
@@ -159,7 +166,7 @@ class Transcriber:
         Raises:
             ParameterError: The clip is damaged or too long.
         """
-        decoder = WindowDecoder(self._audio, self._prompts, self._tokenizer, options, submission)
+        decoder = WindowDecoder(self._speech, self._prompts, self._tokenizer, options, submission)
         transcript = Transcript()
         try:
             async with aclosing(self._jobs(clip, decoder)) as jobs:
@@ -169,18 +176,19 @@ class Transcriber:
                             await on_text(delta.text, list(delta.logprobs or ()))
                     decoded = await job.task
                     num_samples = job.window.start + len(job.window.samples)
-                    transcript.duration = num_samples / self._audio.sampling_rate
+                    transcript.duration = num_samples / self._speech.sampling_rate
                     if decoded is not None:
+                        transcript.language = transcript.language or decoded.language
                         self._append(transcript, decoded, options)
         finally:
             clip.close()
-        transcript.language = decoder.language
+        transcript.language = decoder.language or transcript.language
         transcript.text = transcript.text.strip()
         return transcript
 
     async def _jobs(self, clip: Samples, decoder: WindowDecoder) -> AsyncGenerator[_Job]:
         """Yield the windows of an audio clip in order, while later windows are already being decoded."""
-        windows = Windows(clip, self._audio.sampling_rate, self._audio.chunk_seconds)
+        windows = Windows(clip, self._speech.sampling_rate, self._speech.window_seconds)
         queue: asyncio.Queue[_Job | None] = asyncio.Queue()
         room = asyncio.Semaphore(WINDOWS_AT_ONCE)
         num_held = 0
@@ -201,11 +209,11 @@ class Transcriber:
                     window = await self._executor.in_thread(windows.next_window)
                     if window is None:
                         return
-                    item = await self._executor.in_thread(self._encode, window.samples)
-                    if not decoder.language:
-                        await decoder.detect_language(item)
+                    inputs = await self._executor.in_thread(self._encode, window.samples)
+                    if decoder.needs_language:
+                        await decoder.detect_language(inputs)
                     deltas: Deltas = asyncio.Queue()
-                    task = asyncio.create_task(decoder.decode(window, item, deltas))
+                    task = asyncio.create_task(decoder.decode(window, inputs, deltas))
                     tasks.append(task)
                     queue.put_nowait(_Job(window, task, deltas))
             finally:
@@ -226,16 +234,19 @@ class Transcriber:
             while num_held:
                 release()
 
-    def _encode(self, samples: Float32Array) -> EncoderInput:
-        """Return the encoder input for a window."""
-        audio = self._audio
+    def _encode(self, samples: Float32Array) -> list[EncoderInput]:
+        """Return the encoder inputs for a window."""
+        audio = self._speech.audio
+        if audio is None:
+            assert self._chat_audio is not None
+            return prepare_clip(samples, self._chat_audio, "file").inputs
         num_frames, features = len(samples), samples
         if audio.num_mel_bins:
             num_samples = int(audio.chunk_seconds * audio.sampling_rate)
             features = log_mel(samples, num_samples, audio.num_mel_bins)
             num_frames = features.shape[1]
         payload = AudioPayload(audio.num_mel_bins, num_frames, float32_bytes(features))
-        return encoder_source(payload, audio.num_outputs(num_frames))
+        return [encoder_source(payload, audio.num_outputs(num_frames))]
 
     def _append(
         self, transcript: Transcript, decoded: DecodedWindow, options: TranscriptionOptions
@@ -248,6 +259,29 @@ class Transcriber:
                 decoded,
                 self._tokenizer,
                 first_timestamp_id=self._prompts.first_timestamp_id,
-                time_precision=self._audio.time_precision,
+                time_precision=self._time_precision,
                 first_id=len(transcript.segments),
             )
+
+
+def make_transcriber(
+    model: ModelConfig,
+    tokenizer: Tokenizer,
+    executor: ThreadExecutor,
+    template: ChatTemplate | None,
+    guard: SpecialTokenGuard,
+) -> Transcriber | None:
+    """Return the transcriber for a model; None if it does not transcribe, or lacks the chat template that it needs."""
+    speech = speech_model(model)
+    if speech is None:
+        return None
+    if speech.audio is not None:
+        prompts: Prompts = DecoderPrompts(model, speech.audio, tokenizer)
+        return Transcriber(speech, prompts, None, tokenizer, executor)
+    audio = model.chat_audio
+    assert audio is not None
+    assert audio.speech is not None
+    if template is None:
+        return None
+    prompts = ChatPrompts(model, audio, audio.speech, tokenizer, template, guard)
+    return Transcriber(speech, prompts, audio, tokenizer, executor)

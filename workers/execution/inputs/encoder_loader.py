@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from ....protocol.checkpoint.audio_tower import AudioTowerSpec
 from ....protocol.checkpoint.model_dimensions import check_parallel
 from ....protocol.checkpoint.vision.read import AnyVisionSpec
 from ....protocol.config import CPUBackend, EngineConfig
+from ....protocol.config.audio_tower import AudioTowerSpec
 from ...attention import AttentionSpec, attention_backend
 from ...cpu.attention import NativeAttention
 from ...cpu.decoder import NativeDecoder

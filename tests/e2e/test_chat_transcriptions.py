@@ -1,0 +1,137 @@
+"""Servers of chat models that transcribe: their texts are those of transformers."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+import soundfile
+import torch
+import transformers
+from engine.frontend.offline.llm import LLM
+from engine.frontend.tokenizer.load import load_tokenizer
+from support.audio_checkpoints import MARKS, audio_directory, reference_inputs
+from support.server import Server, assert_nothing_is_held
+
+torch.set_num_threads(1)
+MAX_MODEL_LEN = 200
+FLAGS = (
+    *("--dtype", "float32", "--device", "cpu", "--served-model-name", "tiny"),
+    *("--max-model-len", str(MAX_MODEL_LEN)),
+)
+
+
+def clip(seed: int, seconds: float) -> tuple[np.ndarray, tuple[str, bytes]]:
+    """Return noise, and the file of it."""
+    samples = 0.3 * np.random.default_rng(seed).standard_normal(int(16_000 * seconds))
+    file = io.BytesIO()
+    soundfile.write(file, samples.astype(np.float32), 16_000, format="WAV", subtype="FLOAT")
+    return samples.astype(np.float32), ("sound.wav", file.getvalue())
+
+
+class Reference:
+    """Transformers' model of a checkpoint, and the conversations in which it transcribes."""
+
+    def __init__(self, directory: Path, kind: str) -> None:
+        self.kind = kind
+        self.path, self.model = audio_directory(directory, kind)
+        self._tokenizer = transformers.AutoTokenizer.from_pretrained(self.path)
+
+    def text(
+        self, samples: np.ndarray, num_tokens: int, *, before: str = "", text: str = "", answer: str
+    ) -> str:
+        """Return the transcript in a conversation whose clip has `num_tokens` embeddings."""
+        content = [{"type": "audio"}, *([{"type": "text", "text": text}] if text else [])]
+        messages: list[Any] = [{"role": "user", "content": content}]
+        if before:
+            messages.insert(0, {"role": "system", "content": before})
+        prompt = self._tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
+        prompt = prompt.replace(MARKS[self.kind], MARKS[self.kind] * num_tokens) + answer
+        ids = self._tokenizer.encode(prompt, add_special_tokens=False, return_tensors="pt")
+        found = self.model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            **reference_inputs(self.kind, [samples]),
+            do_sample=False,
+            max_new_tokens=MAX_MODEL_LEN - ids.shape[1],
+        )
+        # Random models write invalid UTF-8, for which transformers has other replacement characters.
+        transcript = found[0, ids.shape[1] :].tolist()
+        tokenizer = load_tokenizer(str(self.path))
+        return tokenizer.decode(transcript, skip_special_tokens=True).strip()
+
+
+def transcriptions(server: Server) -> Any:
+    url = server.url + "/v1"
+    return openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60).audio
+
+
+def test_qwen3_asr_transcribes_across_a_crash_of_a_worker(tmp_path: Path) -> None:
+    reference = Reference(tmp_path, "qwen3_asr")
+    samples, file = clip(1, 1.7)
+    with Server(str(reference.path), *FLAGS, "-tp", "2") as server:
+        audio = transcriptions(server)
+        create = audio.transcriptions.create
+        # Texts of streams are not decoded again at other temperatures.
+        events = iter(create(model="tiny", file=file, language="en", stream=True))
+        parts = [next(events)]
+        server.child("worker 0").kill()
+        *more, done = events
+        expected = reference.text(samples, 22, answer="language English<asr_text>")
+        assert done.text == "".join(part.delta for part in parts + more).strip() == expected != ""
+        server.wait_until_whole()
+        *_, done = create(model="tiny", file=file, prompt="the quick", stream=True)
+        assert done.text == reference.text(samples, 22, before="the quick", answer="")
+        long = clip(2, 31.5)[1]
+        verbose = create(model="tiny", file=long, language="fr", response_format="verbose_json")
+        assert verbose.language == "french"
+        # A window has at most half of the context's 200 tokens, which are 13 a second.
+        assert len(verbose.segments) >= 5
+        times = [time for each in verbose.segments for time in (each.start, each.end)]
+        assert times == sorted(times) and max(np.diff(times)) < 100 / 13
+        assert verbose.duration == 31.5
+        assert "-->" in create(model="tiny", file=file, language="Greek", response_format="srt")
+        for fields, named in (
+            ({"language": "la"}, "must be one of the model's languages"),
+            (
+                {"response_format": "verbose_json", "timestamp_granularities": ["word"]},
+                "writes text without times",
+            ),
+        ):
+            with pytest.raises(openai.BadRequestError, match=named):
+                create(model="tiny", file=file, **fields)
+        with pytest.raises(openai.BadRequestError, match="cannot translate"):
+            audio.translations.create(model="tiny", file=file)
+        assert_nothing_is_held(server)
+
+
+def test_glm_asr_transcribes_on_request(tmp_path: Path) -> None:
+    reference = Reference(tmp_path, "glmasr")
+    samples, file = clip(3, 3.3)
+    with Server(str(reference.path), *FLAGS) as server:
+        create = transcriptions(server).transcriptions.create
+        *_, done = create(model="tiny", file=file, stream=True)
+        instruction = "Please transcribe this audio into text"
+        # Eight frames become one embedding.
+        expected = reference.text(samples, 25 + 16, text=instruction, answer="")
+        assert done.text == expected != ""
+        for name in ("language", "prompt"):
+            with pytest.raises(openai.BadRequestError, match=f"{name} is not supported"):
+                create(model="tiny", file=file, **{name: "en"})
+        assert_nothing_is_held(server)
+
+
+def test_offline_transcription_needs_no_server(tmp_path: Path) -> None:
+    reference = Reference(tmp_path, "qwen3_asr thinker")
+    samples, _ = clip(4, 0.9)
+    flags = {"device": "cpu", "dtype": "float32", "max_model_len": MAX_MODEL_LEN}
+    with LLM(str(reference.path), **flags) as llm:
+        [found] = llm.transcribe((samples, 16_000), language="de", temperature=0.0)
+        assert found.language == "de"
+        assert found.text

@@ -1,0 +1,89 @@
+"""Transcripts of chat models, whose answers may begin with the language."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from engine.frontend.chat.special_tokens import SpecialTokenGuard
+from engine.frontend.chat.template import ChatTemplate
+from engine.frontend.client.engine_client import Delta
+from engine.frontend.media.transcription.chat_prompt import ChatPrompts
+from engine.frontend.media.transcription.options import TranscriptionOptions
+from engine.frontend.model_source.chat_audio import read_chat_audio
+from engine.frontend.tokenizer.load import load_tokenizer
+from engine.protocol.checkpoint.config_fields import ConfigFields
+from engine.protocol.errors import ParameterError
+from engine.protocol.messages import EncoderInput
+from support.audio_checkpoints import audio_directory
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return audio_directory(tmp_path_factory.mktemp("model"), "qwen3_asr")[0]
+
+
+def prompts_of(path: Path, policy: Any = "escape") -> tuple[ChatPrompts, Any]:
+    tokenizer = load_tokenizer(str(path))
+    config = ConfigFields.read(path / "config.json")
+    audio = read_chat_audio(path, config, config.required_section("text_config"))
+    assert audio is not None
+    assert audio.speech is not None
+    model: Any = SimpleNamespace(
+        max_model_len=100, vocab_size=config.required_section("text_config").integer("vocab_size")
+    )
+    model.eos_token_ids = (tokenizer.token_to_id("</s>"),)
+    source = '{% for m in messages %}{{ m.role }}:{{ "<|audio_pad|>" if m.role == "user" else m.content }} {% endfor %}'
+    guard = SpecialTokenGuard(tokenizer, policy)
+    template = ChatTemplate(source)
+    return ChatPrompts(model, audio, audio.speech, tokenizer, template, guard), tokenizer
+
+
+@pytest.mark.parametrize(
+    ("answer", "language", "text"),
+    [
+        ("language English<asr_text>the quick fox", "en", "the quick fox"),
+        ("language None<asr_text>", "", ""),
+        ("the quick brown fox jumps over the lazy dog and the quick brown fox", "", None),
+    ],
+)
+def test_text_before_the_mark_is_read_as_the_language_and_hidden_in_streams(
+    path: Path, answer: str, language: str, text: str | None
+) -> None:
+    prompts, tokenizer = prompts_of(path)
+    token_ids = list(tokenizer.encode(answer, add_special_tokens=False))
+    found = prompts.read_answer(token_ids)
+    assert found.language == language
+    expected = answer if text is None else text
+    assert prompts.text(token_ids[found.start :]).strip() == expected
+    held = prompts.hold("")
+    assert held is not None
+    assert prompts.hold("en") is None
+    shown = [
+        held.read(Delta(tokenizer.decode([token]), [token], [token]))  # type: ignore[list-item]
+        for token in token_ids
+    ]
+    shown.append(held.read(Delta("", []), is_end=True))
+    assert [each.text for each in shown[:3]] == ["", "", ""]
+    assert [token for each in shown for token in each.token_ids] == token_ids[found.start :]
+    assert [log for each in shown for log in each.logprobs or ()] == token_ids[found.start :]
+
+
+def test_special_tokens_in_prompts_stay_text_or_are_refused(path: Path) -> None:
+    prompts, tokenizer = prompts_of(path)
+    options = TranscriptionOptions(prompt="names <|audio_pad|>")
+    item = EncoderInput(0, 3, bytes(32), 3, b"")
+    token_ids, [placed] = prompts.for_window(options, "en", [item], has_timestamps=False)
+    mark = tokenizer.token_to_id("<|audio_pad|>")
+    assert [i for i, token in enumerate(token_ids) if token == mark] == [
+        placed.position + i for i in range(3)
+    ]
+    text = tokenizer.decode(token_ids)
+    assert text.startswith("system:names <|audio_pad|> user:")
+    assert text.endswith("language English<asr_text>")
+    refusing, _ = prompts_of(path, "refuse")
+    with pytest.raises(ParameterError, match="must not contain the special token") as raised:
+        refusing.for_window(options, "", [item], has_timestamps=False)
+    assert raised.value.param == "prompt"
