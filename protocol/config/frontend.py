@@ -182,7 +182,7 @@ class FrontendConfig(msgspec.Struct, frozen=True):
     ] = "auto"
     default_chat_template_kwargs: Annotated[
         dict[str, object],
-        chat("Variables of the chat template for requests that do not set them, as a JSON object"),
+        chat("Variables of the chat template for requests that do not set them"),
     ] = {}
     stable_prefix: Annotated[
         tuple[str, ...],
