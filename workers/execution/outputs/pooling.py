@@ -68,10 +68,10 @@ class Pooling:
     def __init__(self, head: Callable[[torch.Tensor, int], torch.Tensor] | None = None) -> None:
         self._head = head
         self._kinds: dict[int, PoolingKind] = {}
-        self._parts: dict[int, AnyArray] = {}
-        """Per slot, the first token's hidden state [D], or the sum over all tokens so far."""
-        self._chunks: dict[int, list[AnyArray]] = {}
-        """Per slot, the hidden states of the chunks so far, if the result has those of all tokens."""
+        self._sums: dict[int, AnyArray] = {}
+        """Per slot, the sum of the hidden states so far, float64 [D]."""
+        self._parts: dict[int, list[AnyArray]] = {}
+        """Per slot, the hidden state of the first or the last token [D], or those of each chunk [T, D]."""
 
     def add_request(self, slot: int, kind: PoolingKind) -> None:
         """Pool the prompt of `slot`."""
@@ -80,8 +80,8 @@ class Pooling:
     def remove_request(self, slot: int) -> None:
         """Discard the hidden states of a slot."""
         self._kinds.pop(slot, None)
+        self._sums.pop(slot, None)
         self._parts.pop(slot, None)
-        self._chunks.pop(slot, None)
         if self.alignments is not None:
             self.alignments.remove_prompt(slot)
 
@@ -108,32 +108,24 @@ class Pooling:
         vectors: list[AnyArray] = []
         bounds = plan.query_start_loc.tolist()
         for row, slot in enumerate(slots_S):
-            if slot in self._kinds:
-                start, stop = bounds[row : row + 2]
-                is_first = plan.num_computed_S[row] == 0
-                if self._kinds[slot] is PoolingKind.ALIGNMENT:
-                    if self.alignments is not None:
-                        self.alignments.add_chunk(slot, slice(start, stop), is_first=is_first)
-                    if row in ending:
-                        slots.append(slot)
-                        vectors.append(self._align(slot, int(plan.seq_lens_S[row])))
-                    continue
-                if self._kinds[slot] is PoolingKind.ALL:
-                    chunk_TD = hidden_TD[start:stop]
-                    if row in ending:
-                        slots.append(slot)
-                        vectors.append(self._join(slot, chunk_TD))
-                    else:
-                        self._chunks.setdefault(slot, []).append(_copy(chunk_TD))
-                    continue
-                if self._kinds[slot] is PoolingKind.MEAN:
-                    assert means_SD is not None
-                    vector_D = means_SD[row]
+            kind = self._kinds.get(slot)
+            if kind is None:
+                continue
+            chunk = slice(*bounds[row : row + 2])
+            is_first = plan.num_computed_S[row] == 0
+            if kind is PoolingKind.ALIGNMENT:
+                if self.alignments is not None:
+                    self.alignments.add_chunk(slot, chunk, is_first=is_first)
+            elif kind is not PoolingKind.MEAN:
+                self._add_chunk(slot, hidden_TD[chunk], is_first=is_first)
+            if row in ending:
+                slots.append(slot)
+                if kind is PoolingKind.ALIGNMENT:
+                    vectors.append(self._align(slot, int(plan.seq_lens_S[row])))
+                elif means_SD is not None and kind is PoolingKind.MEAN:
+                    vectors.append(self._finish(slot, means_SD[row]))
                 else:
-                    vector_D = self._add_chunk(slot, hidden_TD[start:stop], is_first=is_first)
-                if row in ending:
-                    slots.append(slot)
-                    vectors.append(self._finish(slot, vector_D))
+                    vectors.append(self._finish(slot, self._take_parts(slot)))
         if not slots:
             return None
         return Pooled(np.array(slots, np.int32), vectors, is_pooled_R)
@@ -144,24 +136,25 @@ class Pooling:
             return np.empty(0, np.float32)
         return self.alignments.finish(slot, num_tokens)
 
-    def _join(self, slot: int, last_TD: AnyArray) -> AnyArray:
-        """Return the results of all tokens of a prompt that ends with these, row by row.
-
-        The head reads the whole prompt at once, so that its results do not depend on the chunks.
-        """
-        chunks = [*self._chunks.pop(slot, ()), last_TD]
-        if self._head is None and isinstance(last_TD, np.ndarray):
-            return np.concatenate(chunks).astype(np.float32).ravel()
-        x_TD = torch.cat([as_tensor(chunk_TD).float() for chunk_TD in chunks])
-        return (x_TD if self._head is None else self._head(x_TD, slot)).flatten()
-
-    def _add_chunk(self, slot: int, hidden_TD: AnyArray, *, is_first: bool) -> AnyArray:
+    def _add_chunk(self, slot: int, hidden_TD: AnyArray, *, is_first: bool) -> None:
+        """Keep what a slot needs of the hidden states of a chunk. The next step may overwrite them, so copy them."""
         if self._kinds[slot] is PoolingKind.LAST:
-            return hidden_TD[-1]
-        if is_first:
-            # Copy them, because the next step may overwrite the hidden states.
-            self._parts[slot] = _copy(hidden_TD[0])
-        return self._parts[slot]
+            self._parts[slot] = [_copy(hidden_TD[-1])]
+        elif is_first:
+            # A request that was preempted begins again.
+            is_whole = self._kinds[slot] is PoolingKind.ALL
+            self._parts[slot] = [_copy(hidden_TD if is_whole else hidden_TD[0])]
+        elif self._kinds[slot] is PoolingKind.ALL:
+            self._parts[slot].append(_copy(hidden_TD))
+
+    def _take_parts(self, slot: int) -> AnyArray:
+        """Return the kept hidden state of a slot [D], or those of all tokens [T, D]."""
+        parts = self._parts.pop(slot)
+        if len(parts) == 1:
+            return parts[0]
+        if isinstance(parts[0], np.ndarray):
+            return np.concatenate(parts)
+        return torch.cat([as_tensor(part) for part in parts])
 
     def _add_up(
         self, plan: StepPlan, slots_S: list[int], ending: set[int], hidden_TD: AnyArray
@@ -172,19 +165,25 @@ class Pooling:
         for row, slot in enumerate(slots_S):
             if self._kinds.get(slot) is PoolingKind.MEAN:
                 if plan.num_computed_S[row]:
-                    sums_SD[row] += self._parts[slot]
+                    sums_SD[row] += self._sums[slot]
                 if row not in ending:
-                    self._parts[slot] = _copy(sums_SD[row])
+                    self._sums[slot] = _copy(sums_SD[row])
         lengths_S1 = plan.seq_lens_S[:, None]
         if isinstance(sums_SD, np.ndarray):
             return (sums_SD / lengths_S1).astype(np.float32)
         return (sums_SD / torch.from_numpy(lengths_S1).to(sums_SD.device)).float()
 
-    def _finish(self, slot: int, vector_D: AnyArray) -> AnyArray:
-        self._parts.pop(slot, None)
+    def _finish(self, slot: int, pooled: AnyArray) -> AnyArray:
+        """Return the result for a pooled vector [D], or for the vectors of all tokens [T, D], row by row.
+
+        The head reads the vectors of a whole prompt at once, so that its results do not depend on the chunks.
+        """
+        self._sums.pop(slot, None)
         if self._head is not None:
-            return self._head(as_tensor(vector_D).float(), slot)
-        return vector_D if isinstance(vector_D, np.ndarray) else vector_D.float()
+            return self._head(as_tensor(pooled).float(), slot).flatten()
+        if isinstance(pooled, np.ndarray):
+            return pooled.astype(np.float32, copy=False).ravel()
+        return pooled.float().flatten()
 
 
 def _copy(x: AnyArray) -> AnyArray:
