@@ -108,7 +108,12 @@ def test_long_pairs_lose_the_end_of_the_longer_text(
         ("/v1/score", {"text_1": "a", "text_2": "fox " * 140}, "text_1", "reads at most 128"),
         ("/classify", {}, "input", "required"),
         ("/classify", {"input": "fox " * 140}, "input", "reads at most 128"),
-        ("/pooling", {"input": "a", "task": "embed"}, "task", 'must be "classify" or "token_classify", got "embed"'),
+        (
+            "/pooling",
+            {"input": "a", "task": "embed"},
+            "task",
+            'must be "classify" or "token_classify", got "embed"',
+        ),
         (
             "/v1/score",
             {"text_1": "a", "text_2": "b", "chat_template_kwargs": {"instruction": "c"}},
