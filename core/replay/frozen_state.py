@@ -277,8 +277,12 @@ def blank(value: object) -> Blank | None:
 
 def _may_refer(items: Iterable[Any]) -> bool:
     """Return whether these items, of one type or None, are mutable or may refer to mutable objects."""
-    first: Any = next((item for item in items if item is not None), None)
+    first: Any = next(iter(items))
+    if first is None:
+        first = next((item for item in items if item is not None), None)
     kinds: list[type] = [type(first)]
+    if kinds[0] in _IMMUTABLE:
+        return False
     if kinds[0] is tuple and None not in first:
         kinds = list(map(type, first))
     return any(_find_freezer(kind) is not None for kind in kinds)
