@@ -73,6 +73,8 @@ def model_requests() -> list[Request]:
     pooled: list[Request] = [
         ("/v1/embeddings", {"input": [list(range(5, 120)), [7, 8, 9]]}),
         ("/v1/embeddings", {"input": "seven wizards brew", "model": "three"}),
+        ("/v1/embeddings", {"messages": chats[0]["messages"]}),
+        ("/pooling", {"input": [list(range(5, 120)), [7, 8, 9]], "task": "token_embed"}),
         ("/v1/rerank", {"query": "the quick", "documents": ["brown fox", "seven wizards"]}),
     ]
     return [
