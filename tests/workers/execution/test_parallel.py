@@ -73,6 +73,8 @@ OTHER_LAYERS = {
     "falcon": ("FalconConfig", "FalconForCausalLM", {"ffn_hidden_size": 384}),
     # Interleaved rotation, norms with the weights of each head, and biases of the head.
     "cohere": ("CohereConfig", "CohereForCausalLM", {"head_dim": 8, "use_qk_norm": True}),
+    # Norms of all heads' outputs and of an MLP's intermediate elements.
+    "bitnet": ("BitNetConfig", "BitNetForCausalLM", {"head_dim": 8, "num_key_value_heads": 4}),
     # Latent attention, whose one key all ranks have.
     "minicpm3": (
         "MiniCPM3Config",

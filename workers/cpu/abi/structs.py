@@ -82,6 +82,7 @@ OP_KINDS = (
     "convolve_ngrams",
     "norm_columns",
     "add_shortcut",
+    "share_activation_squares",
 )
 
 ACTIVATIONS = (

@@ -25,6 +25,7 @@ from ...models.attention import (
 )
 from ...models.cross_attention import cross_rows
 from ...models.indexers.blocks import block_index_rows, mean_index_rows
+from ...models.mixers.mixer import elements
 from ...models.weights import Rows
 from ..abi.structs import AttentionLayer, ChoiceRule
 from ..library import NotSupportedNatively
@@ -218,8 +219,11 @@ class AttentionRecorder:
             **attention,
         )
         if spec.has_inner_norms:
-            size = spec.num_heads * spec.output_dim
-            self._blocks.add_inner_norm(f"{prefix}self_attn.attn_sub_norm", size, output)
+            size, part = (
+                spec.num_heads * spec.output_dim,
+                elements(shard.heads(spec), spec.output_dim),
+            )
+            self._blocks.add_inner_norm(f"{prefix}self_attn.attn_sub_norm", size, part, output)
         bias = None
         if spec.attention_output_bias:
             bias = self._weights.vector(f"{prefix}self_attn.o_proj.bias", spec.hidden_size)

@@ -183,17 +183,21 @@ class BlockRecorder:
             gate_limit=native_limit(limit),
         )
 
-    def add_inner_norm(self, name: str, size: int, output: PackedWeight) -> None:
-        """Record the norm of the `size` activations that a block's last product `output` reads."""
+    def add_inner_norm(self, name: str, size: int, part: range, output: PackedWeight) -> None:
+        """Record the norm of the activations that a block's last product `output` reads.
+
+        This rank has `part` of `size` activations.
+        """
+        weights = self.norm(name, size)[part.start : part.stop]
         if not self.is_alone:
-            raise NotSupportedNatively(
-                "the native CPU backend does not support norms within blocks with --tensor-parallel-size"
-            )
+            self.program.add_op("share_activation_squares", num_columns=len(part))
         self.program.add_op(
             "norm_activations",
             activation_kind=output.activation_kind,
-            num_columns=size,
-            vectors=[self.norm(name, size)],
+            target=QKV if self.is_alone else PART,
+            num_columns=len(part),
+            vectors=[weights],
+            scale=1 / size,
         )
 
     def add_sparse_gated(

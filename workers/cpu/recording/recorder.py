@@ -21,7 +21,7 @@ from ..abi.structs import AttentionLayer
 from ..library import NotSupportedNatively
 from ..packing import PackedWeight
 from ..program import Floats, NativeProgram
-from ..weights import NativeWeightReader
+from ..weights import NativeWeightReader, intermediate_shares
 from .altup import AltUpRecorder
 from .attention import AttentionRecorder
 from .blocks import RESIDUAL, BlockRecorder
@@ -330,7 +330,9 @@ class Recorder:
             xielu = self._xielu(f"{prefix}mlp.act_fn.") if spec.activation == "xielu" else None
             self._blocks.add_gated(mlp, input_kind, xielu, layer.gate_limit)
         if spec.has_inner_norms:
-            self._blocks.add_inner_norm(f"{prefix}mlp.ffn_sub_norm", size, mlp.down)
+            ranks = self._shard.tensor_parallel
+            part = intermediate_shares(size, ranks)[ranks.rank]
+            self._blocks.add_inner_norm(f"{prefix}mlp.ffn_sub_norm", size, part, mlp.down)
         if layer.reads_source and not layer.attends:
             self._blocks.add_read_block(f"{prefix}cross_attn_mlp_gate", mlp.down)
             return

@@ -173,8 +173,11 @@ enum class OpKind : int32_t {
   average_group = 60,  // the same as `summarize_group` without latent attention: the index key of the group is the mean
                        // of the tokens' index keys, normed by vectors[1], and rotated like the first one
 
-  norm_activations =
-      45,  // activations[0] = `num_columns` of activations[1], which must be float32, normed by vectors[0]
+  // Norms within blocks, which ranks may share. Then there is the first operation, too, and the target of the second
+  // one is `part`, and `scale` times the sum of all squares is their mean:
+  share_activation_squares = 67,  // part = the sum of squares of `num_columns` of activations[1]
+  norm_activations = 45,          // activations[0] = `num_columns` of activations[1], which must be float32, normed by
+                                  // vectors[0]
 
   // Inputs of layers (phases/layer_inputs.h), of `num_columns` elements each:
   embed_inputs =

@@ -254,9 +254,12 @@ int Program::begin_op(const Op& op) {
     case OpKind::sparse_gates:
       if (op.target == LinearTarget::part) ranks_.meet();
       return share_rows(op, 2 * op.num_columns);
+    case OpKind::norm_activations:
+      if (op.target == LinearTarget::part) ranks_.meet();
+      return share_rows(op, op.num_columns);
     case OpKind::share_gates:
     case OpKind::norm_columns:
-    case OpKind::norm_activations:
+    case OpKind::share_activation_squares:
     case OpKind::quantize_inputs:
     case OpKind::gate_by_inputs:
     case OpKind::clamp:

@@ -83,6 +83,7 @@ class Program final : private Phases {
   void embed(const Op& op, int row);
   void unpack_token(const Op& op, int row, int index, float* out);
   void place(const Op& op, const Rows& rows, int row);
+  void norm_shared_activations(const Op& op, float* x, int row) const;
   // Multiplies a normed row by its gate.
   void gate_norm(const NormGate& gate, const Rows& rows, int row) const;
   void clamp(const Op& op, const Rows& rows, int row);

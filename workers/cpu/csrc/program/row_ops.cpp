@@ -74,9 +74,18 @@ void Program::run_row(const Op& op, const Rows& rows, int row) {
     case OpKind::norm_activations: {
       const int size = op.num_columns;
       float* x = reinterpret_cast<float*>(rows.activations(1, row, activation_row_bytes(ActivationKind::f32, size)));
-      kernels.rms_norm(x, op.vectors[0], op.eps, size, x);
+      if (op.target == LinearTarget::part)
+        norm_shared_activations(op, x, row);
+      else
+        kernels.rms_norm(x, op.vectors[0], op.eps, size, x);
       const size_t row_bytes = activation_row_bytes(op.activation_kind, size);
       return quantize_rows(op.activation_kind, x, size, 1, size, rows.activations(0, row, row_bytes));
+    }
+    case OpKind::share_activation_squares: {
+      const size_t row_bytes = activation_row_bytes(ActivationKind::f32, op.num_columns);
+      const auto* x = reinterpret_cast<const float*>(rows.activations(1, row, row_bytes));
+      *ranks_.own_part(row) = kernels.dot(x, x, op.num_columns);
+      return;
     }
     case OpKind::scale_heads: {
       const float log_position = std::log1p(float(slice_.step.positions[slice_.first_token + row]));
@@ -198,6 +207,14 @@ void Program::run_row(const Op& op, const Rows& rows, int row) {
     default:
       return write_hidden(op, rows, row);
   }
+}
+
+// Norms this rank's part of a row by the squares of all ranks.
+void Program::norm_shared_activations(const Op& op, float* x, int row) const {
+  float squares = 0.0f;
+  for (int rank = 0; rank < ranks_.num_ranks(); rank++) squares += *ranks_.part_of(rank, row);
+  model_.rows.multiply(x, op.vectors[0], op.num_columns, x);
+  model_.rows.scale(x, 1.0f / std::sqrt(squares * op.scale + op.eps), op.num_columns);
 }
 
 // Gates are computed for a few columns at a time, so that they need no memory of the row.
