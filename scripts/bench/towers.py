@@ -28,6 +28,7 @@ from engine.protocol.checkpoint.vision.read import vision_spec
 from engine.protocol.messages import ImagePayload
 from engine.workers.cpu.tower_layers import NativeLayers
 from engine.workers.loaders.open_checkpoint import open_checkpoint
+from engine.workers.towers.image_tower import TowerSource
 from engine.workers.towers.layers import TorchLayers
 from engine.workers.towers.make_tower import make_tower
 from PIL import Image
@@ -140,7 +141,7 @@ def measure(kind: str, directory: Path, num_layers: int, rounds: int, threads: i
         ("native", partial(NativeLayers, num_threads=threads)),
         ("torch", TorchLayers),
     ):
-        tower = make_tower(spec, checkpoint, CPU, torch.float32, threads, make)
+        tower = make_tower(spec, TowerSource(checkpoint, CPU, torch.float32, threads, make))
         runs[name] = partial(tower, tile)
     runs["transformers"] = reference(kind, path, model, image, tile)
     seconds: dict[str, list[float]] = {name: [] for name in runs}

@@ -19,7 +19,8 @@ from ...protocol.messages import AudioPayload
 from ..device.torch_threads import torch_threads
 from ..loaders import Checkpoint
 from .audio.stems import make_stem, stem_marker
-from .layers import LayersSpec, LayerWeights, MakeLayers, Patches, TorchLayers
+from .image_tower import TowerSource
+from .layers import LayersSpec, LayerWeights, Patches
 from .rotary import PatchRotary
 from .weights import Linear, VisionWeights, check_activation, find_activation
 
@@ -36,23 +37,15 @@ class AudioTower:
         CheckpointError: A tensor is missing or has another shape.
     """
 
-    def __init__(
-        self,
-        spec: AudioTowerSpec,
-        checkpoint: Checkpoint,
-        device: torch.device,
-        dtype: torch.dtype,
-        num_threads: int = 1,
-        make_layers: MakeLayers = TorchLayers,
-    ) -> None:
+    def __init__(self, spec: AudioTowerSpec, source: TowerSource) -> None:
         self.spec = spec
-        self._device, self._dtype = device, dtype
-        self._num_threads = num_threads
+        self._device, self._dtype = source.device, source.dtype
+        self._num_threads = source.num_threads
         size = spec.hidden_size
-        tensors = VisionWeights(checkpoint, stem_marker(spec), device, dtype, spec.tensor_names)
+        tensors = source.weights(stem_marker(spec), spec.tensor_names)
         self._stem = make_stem(spec, tensors)
-        check_activation(checkpoint, spec.activation)
-        self._layers = make_layers(
+        check_activation(source.checkpoint, spec.activation)
+        self._layers = source.make_layers(
             _layers_spec(spec),
             (
                 _read_layer(spec, tensors, f"audio_tower.layers.{index}.")
@@ -60,7 +53,7 @@ class AudioTower:
             ),
         )
         self._norm = tensors.read_layer_norm("audio_tower.layer_norm", size, _NORM_EPS)
-        self._project = _read_projection(spec, tensors, checkpoint)
+        self._project = _read_projection(spec, tensors, source.checkpoint)
 
     @torch.inference_mode()
     def encode(self, data: bytes) -> Tensor:

@@ -15,11 +15,9 @@ from torch.nn import functional as F
 from ...protocol.checkpoint.vision.grid import GridVisionSpec
 from ...protocol.errors import EngineError
 from ...protocol.messages import ImagePayload
-from ..device.torch_threads import torch_threads
-from ..loaders import Checkpoint
 from .conv_layer import ConvLayer
-from .image_input import ImageReader
-from .layers import Layers, LayersSpec, LayerWeights, MakeLayers, Patches, TorchLayers, Windows
+from .image_tower import ImageTower, TowerSource, black_image
+from .layers import Layers, LayersSpec, LayerWeights, MakeLayers, Patches, Windows
 from .mergers import Merger, read_merger
 from .pixels import normalized_pixels
 from .rotary import PatchRotary
@@ -35,31 +33,18 @@ class _WindowOrder(NamedTuple):
     windows: Windows
 
 
-class GridTower(ImageReader):
+class GridTower(ImageTower):
     """The tower described by `spec` and its projection, in torch, with the layers that `make_layers` returns.
-
-    It computes one image at a time, so that results do not depend on other images.
 
     Raises:
         CheckpointError: A tensor is missing or has another shape.
     """
 
-    def __init__(
-        self,
-        spec: GridVisionSpec,
-        checkpoint: Checkpoint,
-        device: torch.device,
-        dtype: torch.dtype,
-        num_threads: int = 1,
-        make_layers: MakeLayers = TorchLayers,
-    ) -> None:
+    def __init__(self, spec: GridVisionSpec, source: TowerSource) -> None:
         size = spec.output_size * (1 + len(spec.deepstack_layers))
-        super().__init__(size, device, dtype, spec.frames_per_patch)
+        super().__init__(source, size, spec.frames_per_patch)
         self.spec = spec
-        self._num_threads = num_threads
-        tensors = VisionWeights(
-            checkpoint, "patch_embed.proj.weight", device, dtype, spec.tensor_names
-        )
+        tensors = source.weights("patch_embed.proj.weight", spec.tensor_names)
         size, patch_size = spec.hidden_size, spec.patch_size
         name = "patch_embed.proj.weight"
         if spec.patch_layout == "pixels":
@@ -88,12 +73,12 @@ class GridTower(ImageReader):
             shape_of_table = (side, side) if spec.has_square_positions else (side**2 + num_unused,)
             table = tensors.read("pos_embed.weight", *shape_of_table, size).view(-1, size)
             self._positions = table[num_unused:]
-        check_activation(checkpoint, spec.activation)
-        self._layers = self._make_layers(tensors, make_layers)
+        check_activation(source.checkpoint, spec.activation)
+        self._layers = self._make_layers(tensors, source.make_layers)
         self._final_norm: Norm | None = None
         if spec.has_final_norm:
             self._final_norm = tensors.read_norm("final_norm", size, spec.norm_kind, outer_eps)
-        self._merge = read_merger(spec, tensors, checkpoint)
+        self._merge = read_merger(spec, tensors, source.checkpoint)
         self._deepstack = {
             layer: Merger(spec, tensors, f"deepstack_merger_list.{i}.", norm="squares")
             for i, layer in enumerate(spec.deepstack_layers)
@@ -115,29 +100,19 @@ class GridTower(ImageReader):
                 found.append(make_layers(part, weights))
         return found
 
-    @torch.inference_mode()
-    def __call__(self, image: ImagePayload) -> Tensor:
-        """Return the outputs [K, elements] of an image: an embedding, then its parts for the decoder's first layers.
+    def warm_up(self) -> None:
+        """Encode a black image."""
+        self(black_image(self.spec.unit * _WARM_UP_OUTPUTS))
 
-        Raises:
-            EngineError: The tower cannot read images of this size.
-        """
-        unit, most = self.spec.unit, self.spec.frames_per_patch
+    def _encode(self, image: ImagePayload) -> Tensor:
+        """Return the outputs [K, elements] of an image: an embedding, then its parts for the decoder's first layers."""
+        spec = self.spec
+        unit, most = spec.unit, spec.frames_per_patch
         if image.width % unit or image.height % unit or not 0 < image.num_frames <= most:
             raise EngineError(
                 f"an image has {image.num_frames} frames of {image.width} x {image.height} pixels, but the "
                 f"model reads at most {most} frames, with sides that are multiples of {unit} pixels"
             )
-        with torch_threads(self._device, self._num_threads):
-            return self._encode(image)
-
-    def warm_up(self) -> None:
-        """Encode a black image."""
-        side, ones = self.spec.unit * _WARM_UP_OUTPUTS, (1.0, 1.0, 1.0)
-        self(ImagePayload(side, side, bytes(3 * side * side), 1.0, ones, ones))
-
-    def _encode(self, image: ImagePayload) -> Tensor:
-        spec = self.spec
         rows, columns = image.height // spec.unit, image.width // spec.unit
         row_P, column_P = self._places(rows, columns)
         x_PD = F.linear(self._split_patches(image), self._patches, self._patches_bias)

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from ...protocol.checkpoint.vision.spec import VisionSpec
 from ..loaders import Checkpoint
+from .image_tower import TowerSource
 from .weights import Linear, Norm, VisionWeights, find_activation
 
 Projection: TypeAlias = Callable[[Tensor, int], Tensor]
@@ -25,9 +26,7 @@ WORDS: Final = "visual_embeddings_table.weight"
 """The name of the table of visual words."""
 
 
-def read_projection(
-    spec: VisionSpec, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype
-) -> Projection:
+def read_projection(spec: VisionSpec, source: TowerSource) -> Projection:
     """Return the projection that `spec.projection` names.
 
     Raises:
@@ -35,9 +34,9 @@ def read_projection(
     """
 
     def read(marker: str) -> VisionWeights:
-        return VisionWeights(checkpoint, marker, device, dtype, spec.tensor_names)
+        return source.weights(marker, spec.tensor_names)
 
-    return _KINDS[spec.projection](spec, checkpoint, read)
+    return _KINDS[spec.projection](spec, source.checkpoint, read)
 
 
 _Reader: TypeAlias = Callable[[str], VisionWeights]

@@ -9,44 +9,30 @@ import torch
 from torch import Tensor
 
 from ...protocol.checkpoint.vision.deepseek import NUM_QUERIES, QueryVisionSpec
-from ...protocol.errors import EngineError
 from ...protocol.messages import ImagePayload
-from ..device.torch_threads import torch_threads
-from ..loaders import Checkpoint
-from .image_input import ImageReader
-from .layers import LayersSpec, LayerWeights, MakeLayers, Patches, TorchLayers
+from .image_tower import ImageTower, TowerSource, black_image, wrong_size
+from .layers import LayersSpec, LayerWeights, Patches
 from .pixels import normalized_pixels
 from .rotary import PatchRotary
 from .sam_encoder import SamEncoder
 from .weights import Linear, VisionWeights, check_activation
 
 
-class QueryTower(ImageReader):
+class QueryTower(ImageTower):
     """The tower described by `spec`: an image encoder in torch, and a reader with the layers of `make_layers`.
-
-    It computes one tile at a time, so that results do not depend on other images.
 
     Raises:
         CheckpointError: A tensor is missing or has another shape.
     """
 
-    def __init__(
-        self,
-        spec: QueryVisionSpec,
-        checkpoint: Checkpoint,
-        device: torch.device,
-        dtype: torch.dtype,
-        num_threads: int = 1,
-        make_layers: MakeLayers = TorchLayers,
-    ) -> None:
-        super().__init__(spec.output_size, device, dtype)
+    def __init__(self, spec: QueryVisionSpec, source: TowerSource) -> None:
+        super().__init__(source, spec.output_size)
         self.spec = spec
-        self._num_threads = num_threads
         for activation in (spec.sam.activation, spec.reader_activation):
-            check_activation(checkpoint, activation)
+            check_activation(source.checkpoint, activation)
 
         def read(marker: str) -> VisionWeights:
-            return VisionWeights(checkpoint, marker, device, dtype, _NAMES)
+            return source.weights(marker, _NAMES)
 
         size = spec.reader_size
         self._encode_image = SamEncoder(spec.sam, read("patch_embed.projection.weight"))
@@ -55,7 +41,7 @@ class QueryTower(ImageReader):
             tensors.read(f"query_{side}_resolution.weight", count, size)
             for side, count in zip((768, 1024), NUM_QUERIES, strict=True)
         ]
-        self._read = make_layers(
+        self._read = source.make_layers(
             _layers_spec(spec),
             (_read_layer(spec, tensors, f"reader.layers.{i}.") for i in range(spec.reader_layers)),
         )
@@ -65,28 +51,15 @@ class QueryTower(ImageReader):
         )
         self._separator_D = read("view_separator").read("view_separator", spec.output_size)
 
-    @torch.inference_mode()
-    def __call__(self, image: ImagePayload) -> Tensor:
-        """Return the embeddings [K, output size] of a tile, or of a whole image and the separator after it.
-
-        Raises:
-            EngineError: The tower cannot read images of this size.
-        """
-        unit = self.spec.sam.unit
-        if image.width != image.height or image.width % unit:
-            raise EngineError(
-                f"an image has {image.width} x {image.height} pixels, the model reads squares whose sides are "
-                f"multiples of {unit}"
-            )
-        with torch_threads(self._device, self._num_threads):
-            return self._encode(image)
-
     def warm_up(self) -> None:
         """Encode a black image."""
-        side, ones = self.spec.sam.image_size, (1.0, 1.0, 1.0)
-        self(ImagePayload(side, side, bytes(3 * side * side), 1.0, ones, ones))
+        self(black_image(self.spec.sam.image_size))
 
     def _encode(self, image: ImagePayload) -> Tensor:
+        """Return the embeddings [K, output size] of a tile, or of a whole image and the separator after it."""
+        unit = self.spec.sam.unit
+        if image.width != image.height or image.width % unit:
+            raise wrong_size(image, f"squares whose sides are multiples of {unit}")
         features_PD = self._encode_image(normalized_pixels(image, self._device, self._dtype)[0])
         num_features = len(features_PD)
         queries_QD = self._queries[num_features > NUM_QUERIES[0]]

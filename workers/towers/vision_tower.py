@@ -14,45 +14,30 @@ from torch.nn import functional as F
 from ...protocol.checkpoint.vision.spec import VisionSpec
 from ...protocol.errors import EngineError
 from ...protocol.messages import ImagePayload
-from ..device.torch_threads import torch_threads
-from ..loaders import Checkpoint
 from .clip_layers import layers_spec, read_layer
-from .image_input import ImageReader
-from .layers import Layers, MakeLayers, Patches, TorchLayers
+from .image_tower import ImageTower, TowerSource, black_image, wrong_size
+from .layers import Layers, Patches
 from .pixels import normalized_pixels, split_patches
 from .projection import WORDS, read_projection
 from .rotary import grid_places
 from .sam_encoder import SamEncoder
 from .tiles.anyres import join_tiles, reduce_frame
-from .weights import VisionWeights, check_activation
+from .weights import check_activation
 from .window_merger import WindowMerger
 
 
-class VisionTower(ImageReader):
+class VisionTower(ImageTower):
     """The tower described by `spec` and its projection, in torch, with the layers that `make_layers` returns.
-
-    It computes one image at a time, so that results do not depend on other images.
 
     Raises:
         CheckpointError: A tensor is missing or has another shape.
     """
 
-    def __init__(
-        self,
-        spec: VisionSpec,
-        checkpoint: Checkpoint,
-        device: torch.device,
-        dtype: torch.dtype,
-        num_threads: int = 1,
-        make_layers: MakeLayers = TorchLayers,
-    ) -> None:
-        super().__init__(spec.output_size, device, dtype)
+    def __init__(self, spec: VisionSpec, source: TowerSource) -> None:
+        super().__init__(source, spec.output_size)
         self.spec = spec
-        self._num_threads = num_threads
-        check_activation(checkpoint, spec.activation)
-        tensors = VisionWeights(
-            checkpoint, "embeddings.patch_embedding.weight", device, dtype, spec.tensor_names
-        )
+        check_activation(source.checkpoint, spec.activation)
+        tensors = source.weights("embeddings.patch_embedding.weight", spec.tensor_names)
         size, patch_size = spec.hidden_size, spec.patch_size
         name = "embeddings.patch_embedding.weight"
         if spec.has_channels_last:
@@ -100,7 +85,7 @@ class VisionTower(ImageReader):
             kept = tuple(
                 number - first for number in layers.feature_layers if first < number <= end
             )
-            return make_layers(
+            return source.make_layers(
                 msgspec.structs.replace(layers, feature_layers=kept or (end - first,)),
                 (
                     read_layer(spec, tensors, f"encoder.layers.{index}.")
@@ -116,48 +101,30 @@ class VisionTower(ImageReader):
         self._layers = make(spec.window_layer, layers.num_layers)
         self._fine: SamEncoder | None = None
         if spec.fine is not None:
-            check_activation(checkpoint, spec.fine.activation)
-            sam = VisionWeights(
-                checkpoint, "patch_embed.projection.weight", device, dtype, spec.tensor_names
-            )
+            check_activation(source.checkpoint, spec.fine.activation)
+            sam = source.weights("patch_embed.projection.weight", spec.tensor_names)
             self._fine = SamEncoder(spec.fine, sam)
-        self._project = read_projection(spec, checkpoint, device, dtype)
+        self._project = read_projection(spec, source)
         self._marks_MD: Tensor | None = None
         if spec.num_marks:
-            words = VisionWeights(checkpoint, WORDS, device, dtype)
+            words = source.weights(WORDS)
             self._marks_MD = words.read(WORDS, spec.num_words, spec.output_size)[-spec.num_marks :]
         self._newline_D: Tensor | None = None
         if spec.has_newlines:
-            weights = VisionWeights(checkpoint, "image_newline", device, dtype)
+            weights = source.weights("image_newline")
             self._newline_D = weights.read("image_newline", spec.output_size)
-
-    @torch.inference_mode()
-    def __call__(self, image: ImagePayload) -> Tensor:
-        """Return the embeddings [K, output size] of an image.
-
-        Raises:
-            EngineError: The tower cannot read images of this size.
-        """
-        self._check_size(image)
-        with torch_threads(self._device, self._num_threads):
-            return self._encode_tiles(image)
 
     def warm_up(self) -> None:
         """Encode a black image."""
-        spec, ones = self.spec, (1.0, 1.0, 1.0)
+        spec = self.spec
         side = spec.side_factor if spec.max_outputs else spec.image_size
         if spec.query_counts:
             side = spec.query_counts[0][0] * spec.patch_size
-        image = ImagePayload(side, side, bytes(3 * side * side), 1.0, ones, ones)
-        fine: ImagePayload | None = None
-        if spec.fine is not None:
-            size = spec.fine.image_size
-            fine = ImagePayload(size, size, bytes(3 * size * size), 1.0, ones, ones)
-        self(replace(image, original_width=side, original_height=side, fine=fine))
+        fine = None if spec.fine is None else black_image(spec.fine.image_size)
+        self(replace(black_image(side), original_width=side, original_height=side, fine=fine))
 
     def _check_size(self, image: ImagePayload) -> None:
         spec, side = self.spec, self.spec.image_size
-        found = f"an image has {image.width} x {image.height} pixels, the model reads"
         if spec.has_newlines:
             num_tiles = image.height // side
             is_grid = (
@@ -169,7 +136,7 @@ class VisionTower(ImageReader):
                 or not (is_grid or (num_tiles == 1 and not image.grid_columns))
                 or (is_grid and not (image.original_width > 0 and image.original_height > 0))
             ):
-                raise EngineError(f"{found} a grid of {side} x {side}")
+                raise wrong_size(image, f"a grid of {side} x {side}")
             return
         if spec.fine is not None:
             fine = spec.fine.image_size
@@ -177,7 +144,7 @@ class VisionTower(ImageReader):
                 raise EngineError(f"the larger copy of an image must have {fine} x {fine} pixels")
         if not spec.max_outputs:
             if (image.width, image.height) != (side, side):
-                raise EngineError(f"{found} {side} x {side}")
+                raise wrong_size(image, f"{side} x {side}")
             return
         factor = spec.side_factor
         num_outputs = image.width // factor * (image.height // factor)
@@ -188,28 +155,30 @@ class VisionTower(ImageReader):
             or not min(image.original_width, image.original_height) > 0
         ):
             sides = " or ".join(str(patches * size) for patches, _ in spec.query_counts)
-            raise EngineError(f"{found} squares with sides of {sides}")
+            raise wrong_size(image, f"squares with sides of {sides}")
         if image.width % size or image.height % size or not num_outputs > 0:
-            raise EngineError(f"{found} multiples of {size} x {size}, at least {factor} x {factor}")
+            needed = f"multiples of {size} x {size}, at least {factor} x {factor}"
+            raise wrong_size(image, needed)
 
-    def _encode_tiles(self, image: ImagePayload) -> Tensor:
-        """Return the embeddings of an image, which may consist of a grid of tiles."""
+    def _encode(self, image: ImagePayload) -> Tensor:
+        """Return the embeddings [K, output size] of an image, which may consist of a grid of tiles."""
+        self._check_size(image)
         if self._marks_MD is not None:
             before, after = (self._marks_MD[list(numbers)] for numbers in image.marks)
-            return torch.cat((before, self._encode(image), after))
+            return torch.cat((before, self._encode_tile(image), after))
         if self._newline_D is None:
-            return self._encode(image)
+            return self._encode_tile(image)
         if image.is_frame:
-            x_PD = reduce_frame(self._encode(image))
+            x_PD = reduce_frame(self._encode_tile(image))
             newline_1D = self._newline_D[None].to(x_PD.dtype)
             return torch.cat((x_PD, newline_1D)) if image.is_last else x_PD
         size = 3 * image.width**2
         pixels = [image.pixels[i : i + size] for i in range(0, len(image.pixels), size)]
         tiles = [replace(image, height=image.width, pixels=each) for each in pixels]
-        x_TPD = torch.stack([self._encode(tile) for tile in tiles])
+        x_TPD = torch.stack([self._encode_tile(tile) for tile in tiles])
         return join_tiles(x_TPD, self._newline_D, image, self.spec.max_tiles)
 
-    def _encode(self, image: ImagePayload) -> Tensor:
+    def _encode_tile(self, image: ImagePayload) -> Tensor:
         pixels = normalized_pixels(
             image, self._device, self._dtype, in_bfloat16=self.spec.normalizes_in_bfloat16
         )[0]

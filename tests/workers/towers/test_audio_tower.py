@@ -24,6 +24,7 @@ from engine.protocol.messages import AudioPayload
 from engine.workers.loaders.open_checkpoint import open_checkpoint
 from engine.workers.models.families import model_spec
 from engine.workers.towers.audio_tower import AudioTower
+from engine.workers.towers.image_tower import TowerSource
 from engine.workers.towers.placed import Placed
 from support.audio_checkpoints import MARKS, MODELS, audio_directory, reference_inputs
 from support.decoders import CPU, TOWER_LAYERS, Runner, load_decoder, load_native_decoder
@@ -76,10 +77,7 @@ def test_logits_equal_those_of_transformers(model: Any, load: Any) -> None:
     decoder = load(path, max_model_len=512)
     tower = AudioTower(
         decoder.spec.encoder,
-        open_checkpoint(path),
-        CPU,
-        torch.float32,
-        make_layers=TOWER_LAYERS[load],
+        TowerSource(open_checkpoint(path), CPU, torch.float32, make_layers=TOWER_LAYERS[load]),
     )
     encoded = [tower.encode(item.data) for item in inputs]
     assert [len(each) for each in encoded] == [item.size for item in inputs]
@@ -101,7 +99,7 @@ def test_logits_equal_those_of_transformers(model: Any, load: Any) -> None:
 def test_damaged_audio_is_an_error(model: Any) -> None:
     _, path, _ = model
     spec = model_spec(open_checkpoint(path).config, path).encoder
-    tower = AudioTower(spec, open_checkpoint(path), CPU, torch.float32)
+    tower = AudioTower(spec, TowerSource(open_checkpoint(path), CPU, torch.float32))
     features = bytes(4 * spec.num_mel_bins * 10)
     for clip in (
         AudioPayload(spec.num_mel_bins, 11, features),

@@ -17,6 +17,7 @@ from engine.protocol.checkpoint.vision.read import vision_spec
 from engine.protocol.errors import CheckpointError, EngineError
 from engine.protocol.messages import ImagePayload
 from engine.workers.loaders.open_checkpoint import open_checkpoint
+from engine.workers.towers.image_tower import TowerSource
 from engine.workers.towers.make_tower import make_tower
 from engine.workers.towers.placed import Placed
 from PIL import Image
@@ -83,7 +84,7 @@ def towers(paths):
 
 def _tower(path):
     decoder = load_decoder(path, max_model_len=64)
-    return make_tower(decoder.spec.encoder, open_checkpoint(path), CPU, torch.float32)
+    return make_tower(decoder.spec.encoder, TowerSource(open_checkpoint(path), CPU, torch.float32))
 
 
 def _pixels(seed, width, height):

@@ -15,6 +15,7 @@ from engine.protocol.checkpoint.config_fields import ConfigFields
 from engine.protocol.messages import EncoderInput
 from engine.workers.batch.rotary_positions import RotaryPositions
 from engine.workers.loaders.open_checkpoint import open_checkpoint
+from engine.workers.towers.image_tower import TowerSource
 from engine.workers.towers.make_tower import make_tower
 from engine.workers.towers.placed import Placed
 from PIL import Image
@@ -412,10 +413,7 @@ def test_logits_equal_those_of_transformers(model, load):
     decoder = load(path, max_model_len=1024)
     tower = make_tower(
         decoder.spec.encoder,
-        open_checkpoint(path),
-        CPU,
-        torch.float32,
-        make_layers=TOWER_LAYERS[load],
+        TowerSource(open_checkpoint(path), CPU, torch.float32, make_layers=TOWER_LAYERS[load]),
     )
     encoded = torch.cat([tower(payload) for payload in payloads])
     is_placed = is_image

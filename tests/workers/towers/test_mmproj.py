@@ -12,6 +12,7 @@ from engine.protocol.messages import ImagePayload
 from engine.workers.loaders.mmproj import MmprojCheckpoint
 from engine.workers.loaders.open_checkpoint import open_checkpoint
 from engine.workers.towers.grid_tower import GridTower
+from engine.workers.towers.image_tower import TowerSource
 from engine.workers.towers.vision_tower import VisionTower
 from gguf import GGUFWriter
 from msgspec.structs import replace
@@ -55,7 +56,7 @@ def test_towers_of_mmproj_files_equal_those_of_checkpoints(kind, tmp_path):
     pixels = np.random.default_rng(1).integers(0, 256, (TILE, TILE, 3), np.uint8).tobytes()
     image = ImagePayload(TILE, TILE, pixels, 1 / 255, (0.5,) * 3, (0.5,) * 3)
     outputs = [
-        VisionTower(spec, checkpoint, CPU, torch.float32)(image)
+        VisionTower(spec, TowerSource(checkpoint, CPU, torch.float32))(image)
         for checkpoint in (MmprojCheckpoint(file), open_checkpoint(path))
     ]
     torch.testing.assert_close(*outputs, rtol=0, atol=1e-6)
@@ -75,7 +76,7 @@ def test_towers_of_qwen_files_equal_those_of_checkpoints(kind, tmp_path):
     image = ImagePayload(5 * UNIT, 4 * UNIT, pixels.tobytes(), 1 / 255, (0.5,) * 3, (0.5,) * 3)
     assert replace(expected, deepstack_layers=deepstack) == spec
     outputs = [
-        GridTower(each, checkpoint, CPU, torch.float32)(image)
+        GridTower(each, TowerSource(checkpoint, CPU, torch.float32))(image)
         for each, checkpoint in (
             (spec, MmprojCheckpoint(file)),
             (expected, open_checkpoint(path)),

@@ -15,6 +15,7 @@ from engine.protocol.errors import CheckpointError, EngineError
 from engine.protocol.messages import EncoderInput, ImagePayload
 from engine.workers.batch.spans import Spans
 from engine.workers.loaders.open_checkpoint import open_checkpoint
+from engine.workers.towers.image_tower import TowerSource
 from engine.workers.towers.make_tower import make_tower
 from engine.workers.towers.placed import Placed
 from PIL import Image
@@ -78,10 +79,7 @@ def test_logits_of_images_equal_those_of_transformers(saved, load):
     decoder = load(path, max_model_len=1024)
     tower = make_tower(
         decoder.spec.encoder,
-        open_checkpoint(path),
-        CPU,
-        torch.float32,
-        make_layers=TOWER_LAYERS[load],
+        TowerSource(open_checkpoint(path), CPU, torch.float32, make_layers=TOWER_LAYERS[load]),
     )
     rng = random.Random(3)
     # One tile, a row of them, and a grid.
@@ -150,7 +148,7 @@ def test_prompts_and_pixels_equal_those_of_transformers(saved):
 def test_unknown_settings_are_refused(saved):
     path, _ = saved
     decoder = load_decoder(path, max_model_len=256)
-    tower = make_tower(decoder.spec.encoder, open_checkpoint(path), CPU, torch.float32)
+    tower = make_tower(decoder.spec.encoder, TowerSource(open_checkpoint(path), CPU, torch.float32))
     ones = (1.0, 1.0, 1.0)
     image = ImagePayload(44, 44, bytes(3 * 44 * 44), 1.0, ones, ones)
     with pytest.raises(EngineError, match="the canvas must have 44 pixels and multiples of 12"):

@@ -21,6 +21,7 @@ from engine.protocol.errors import CheckpointError, ConfigError, EngineError
 from engine.protocol.messages import ImagePayload
 from engine.protocol.sampling_params import SamplingParams
 from engine.workers.loaders.open_checkpoint import open_checkpoint
+from engine.workers.towers.image_tower import TowerSource
 from engine.workers.towers.make_tower import make_tower
 from engine.workers.towers.placed import Placed
 from PIL import Image
@@ -180,10 +181,7 @@ def test_logits_equal_those_of_transformers(model, load):
     decoder = load(path, max_model_len=length)
     tower = make_tower(
         decoder.spec.encoder,
-        open_checkpoint(path),
-        CPU,
-        torch.float32,
-        make_layers=TOWER_LAYERS[load],
+        TowerSource(open_checkpoint(path), CPU, torch.float32, make_layers=TOWER_LAYERS[load]),
     )
     encoded = torch.cat([tower(tile.payload) for tile in tiles])
     is_image = np.array(prompt) == image_token
@@ -203,7 +201,9 @@ def test_original_checkpoints_are_read(model, tmp_path):
     own = ConfigFields(config | {"model_type": "phi4mm"}, path)
     processor = _read_processor(path)
     tile = _tile(_picture(1, 90, 70), processor)
-    tower = make_tower(load_decoder(path).spec.encoder, open_checkpoint(path), CPU, torch.float32)
+    tower = make_tower(
+        load_decoder(path).spec.encoder, TowerSource(open_checkpoint(path), CPU, torch.float32)
+    )
     expected = tower(tile.payload)
     tensors = load_file(path / "model.safetensors")
     for now, before in ORIGINAL_NAMES.items():
@@ -211,7 +211,7 @@ def test_original_checkpoints_are_read(model, tmp_path):
     assert any(name.endswith("image_embed.img_projection.2.bias") for name in tensors)
     save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(own.config))
-    other = make_tower(tower.spec, open_checkpoint(tmp_path), CPU, torch.float32)
+    other = make_tower(tower.spec, TowerSource(open_checkpoint(tmp_path), CPU, torch.float32))
     assert torch.equal(other(tile.payload), expected)
 
 
@@ -249,6 +249,8 @@ def test_images_that_do_not_fit_are_refused(model):
         process_image(_picture(1, 2, 39), _read_processor(path))
     with pytest.raises(CheckpointError, match="resample must be 3"):
         _read_processor(path, resample=2)
-    tower = make_tower(load_decoder(path).spec.encoder, open_checkpoint(path), CPU, torch.float32)
+    tower = make_tower(
+        load_decoder(path).spec.encoder, TowerSource(open_checkpoint(path), CPU, torch.float32)
+    )
     with pytest.raises(EngineError, match="has 64 x 9 pixels, of which 0 x 0 are no margin"):
         tower(ImagePayload(64, 9, bytes(1728), 1 / 255, (0.5,) * 3, (0.5,) * 3))

@@ -17,6 +17,7 @@ from engine.protocol.errors import EngineError
 from engine.protocol.messages import EncoderGrid, EncoderInput, ImagePayload
 from engine.workers.batch.rotary_positions import RotaryPositions
 from engine.workers.loaders.open_checkpoint import open_checkpoint
+from engine.workers.towers.image_tower import TowerSource
 from engine.workers.towers.make_tower import make_tower
 from engine.workers.towers.placed import Placed
 from PIL import Image
@@ -146,10 +147,7 @@ def _check_logits(model, load, sizes, has_video):
 
     tower = make_tower(
         decoder.spec.encoder,
-        open_checkpoint(path),
-        CPU,
-        torch.float32,
-        make_layers=TOWER_LAYERS[load],
+        TowerSource(open_checkpoint(path), CPU, torch.float32, make_layers=TOWER_LAYERS[load]),
     )
     encoded = torch.cat([tower(tile.payload) for tile in tiles])
     rotary = RotaryPositions(1, numbers_images=kind == "hunyuan_vl")
@@ -199,7 +197,7 @@ def test_grids_and_pixels_equal_those_of_transformers(model):
 def test_images_that_do_not_fit_the_patches_are_refused(model):
     path, _ = model
     decoder = load_decoder(path, max_model_len=512)
-    tower = make_tower(decoder.spec.encoder, open_checkpoint(path), CPU, torch.float32)
+    tower = make_tower(decoder.spec.encoder, TowerSource(open_checkpoint(path), CPU, torch.float32))
     ones = (1.0, 1.0, 1.0)
     with pytest.raises(EngineError, match="has 1 frames of 8 x 4 pixels, but the model reads"):
         tower(ImagePayload(8, 4, bytes(96), 1 / 255, ones, ones))

@@ -16,6 +16,7 @@ from engine.protocol.errors import EngineError
 from engine.protocol.messages import EncoderInput, ImagePayload
 from engine.workers.batch.spans import Spans
 from engine.workers.loaders.open_checkpoint import open_checkpoint
+from engine.workers.towers.image_tower import TowerSource
 from engine.workers.towers.placed import Placed
 from engine.workers.towers.vision_tower import VisionTower
 from PIL import Image
@@ -128,7 +129,7 @@ def test_logits_equal_those_of_transformers(model, load):
     spec = decoder.spec
     checkpoint = open_checkpoint(path)
     tower = VisionTower(
-        spec.encoder, checkpoint, CPU, torch.float32, make_layers=TOWER_LAYERS[load]
+        spec.encoder, TowerSource(checkpoint, CPU, torch.float32, make_layers=TOWER_LAYERS[load])
     )
     images = [_image(seed, *size) for seed, size in enumerate(SIZES.get(kind, [(TILE, TILE)] * 2))]
     arguments = _reference_images(kind, [pixels for _, pixels in images])
@@ -186,7 +187,9 @@ def test_logits_equal_those_of_transformers(model, load):
 def test_an_image_of_another_size_is_refused(model):
     _, path, _ = model
     decoder = load_decoder(path, max_model_len=512)
-    tower = VisionTower(decoder.spec.encoder, open_checkpoint(path), CPU, torch.float32)
+    tower = VisionTower(
+        decoder.spec.encoder, TowerSource(open_checkpoint(path), CPU, torch.float32)
+    )
     with pytest.raises(
         EngineError, match=r"has 9 x 4 pixels, the model reads (64|multiples|a grid|squares)"
     ):
@@ -198,7 +201,9 @@ def test_frames_of_a_video_are_reduced_as_by_transformers(tmp_path):
     sizes = TOWER_SIZES | {"image_size": 72}
     path, reference = vision_directory(tmp_path, "llava_onevision", tower=sizes)
     decoder = load_decoder(path, max_model_len=512)
-    tower = VisionTower(decoder.spec.encoder, open_checkpoint(path), CPU, torch.float32)
+    tower = VisionTower(
+        decoder.spec.encoder, TowerSource(open_checkpoint(path), CPU, torch.float32)
+    )
     images = [_image(seed, 72, 72) for seed in range(3)]
     pixels = torch.stack([pixels for _, pixels in images])[None]
     with torch.inference_mode():

@@ -30,6 +30,7 @@ from ...models.encoder import Encoder
 from ...models.kv_cache_groups import group_layers
 from ...models.torch_decoder import TorchDecoder
 from ...towers.audio_tower import AudioTower
+from ...towers.image_tower import TowerSource
 from ...towers.layers import Layers, LayersSpec, LayerWeights, TorchLayers
 from ...towers.make_tower import make_tower
 from ..source.encoder import SourceEncoder
@@ -56,11 +57,12 @@ def load_tower(
     num_threads = count_threads(config)
     is_native = device.type == "cpu" and config.device.cpu_backend is not CPUBackend.TORCH
     make_layers = partial(_tower_layers, num_threads=num_threads) if is_native else TorchLayers
+    source = TowerSource(checkpoint, device, dtype, num_threads, make_layers)
     if isinstance(encoder, AudioTowerSpec):
-        return AudioTower(encoder, checkpoint, device, dtype, num_threads, make_layers)
+        return AudioTower(encoder, source)
     if config.model.mmproj:
-        checkpoint = MmprojCheckpoint(Path(config.model.mmproj))
-    return make_tower(encoder, checkpoint, device, dtype, num_threads, make_layers)
+        source = source._replace(checkpoint=MmprojCheckpoint(Path(config.model.mmproj)))
+    return make_tower(encoder, source)
 
 
 def _tower_layers(spec: LayersSpec, layers: Iterable[LayerWeights], num_threads: int) -> Layers:

@@ -7,16 +7,12 @@ from __future__ import annotations
 
 from typing import Final
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from ....protocol.checkpoint.vision.fastvit import HEAD_DIM, NUM_ATTENTION_STAGES, FastVitSpec
-from ....protocol.errors import EngineError
 from ....protocol.messages import ImagePayload
-from ...device.torch_threads import torch_threads
-from ...loaders import Checkpoint
-from ..image_input import ImageReader
+from ..image_tower import ImageTower, TowerSource, black_image, wrong_size
 from ..pixels import normalized_pixels
 from ..weights import Linear, VisionWeights, find_activation
 from .convolution import Block, Convolution, chained
@@ -26,61 +22,41 @@ _MARKER: Final = "stem.0.reparam_conv.weight"
 _PROJECTION: Final = "multi_modal_projector."
 
 
-class FastVitTower(ImageReader):
+class FastVitTower(ImageTower):
     """The tower described by `spec` and its projection.
-
-    It computes one image at a time, so that results do not depend on other images.
 
     Raises:
         CheckpointError: A tensor is missing or has another shape.
     """
 
-    def __init__(
-        self,
-        spec: FastVitSpec,
-        checkpoint: Checkpoint,
-        device: torch.device,
-        dtype: torch.dtype,
-        num_threads: int = 1,
-    ) -> None:
-        super().__init__(spec.output_size, device, dtype)
+    def __init__(self, spec: FastVitSpec, source: TowerSource) -> None:
+        super().__init__(source, spec.output_size)
         self.spec = spec
-        self._num_threads = num_threads
-        tensors = VisionWeights(checkpoint, _MARKER, device, dtype)
+        tensors = source.weights(_MARKER)
         self._steps = [*_stem(tensors, spec.sizes[0])]
         for index in range(len(spec.sizes)):
             self._steps += _stage(spec, tensors, index)
         self._steps += _last(tensors, spec.sizes[-1], spec.hidden_size)
-        names = VisionWeights(checkpoint, f"{_PROJECTION}linear_1.weight", device, dtype)
+        names = source.weights(f"{_PROJECTION}linear_1.weight")
         first, second = (
             names.read_linear(
                 f"{_PROJECTION}{name}", spec.output_size, size, has_bias=spec.projection_bias
             )
             for name, size in (("linear_1", spec.hidden_size), ("linear_2", spec.output_size))
         )
-        self._projection = (first, find_activation(checkpoint, spec.activation), second)
-
-    @torch.inference_mode()
-    def __call__(self, image: ImagePayload) -> Tensor:
-        """Return the embeddings [outputs, output size] of an image.
-
-        Raises:
-            EngineError: The image has another size.
-        """
-        side = self.spec.image_size
-        if image.width != side or image.height != side:
-            raise EngineError(
-                f"an image has {image.width} x {image.height} pixels, the model reads {side} x {side}"
-            )
-        with torch_threads(self._device, self._num_threads):
-            pixels = normalized_pixels(image, self._device, self._dtype)[0]
-            features = chained(self._steps, pixels.permute(1, 2, 0).contiguous())
-            return chained(self._projection, features.flatten(0, 1))
+        self._projection = (first, find_activation(source.checkpoint, spec.activation), second)
 
     def warm_up(self) -> None:
         """Encode a black image."""
-        side, ones = self.spec.image_size, (1.0, 1.0, 1.0)
-        self(ImagePayload(side, side, bytes(3 * side * side), 1.0, ones, ones))
+        self(black_image(self.spec.image_size))
+
+    def _encode(self, image: ImagePayload) -> Tensor:
+        side = self.spec.image_size
+        if image.width != side or image.height != side:
+            raise wrong_size(image, f"{side} x {side}")
+        pixels = normalized_pixels(image, self._device, self._dtype)[0]
+        features = chained(self._steps, pixels.permute(1, 2, 0).contiguous())
+        return chained(self._projection, features.flatten(0, 1))
 
 
 def _stem(tensors: VisionWeights, size: int) -> list[Block]:

@@ -10,37 +10,24 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ....protocol.checkpoint.vision.mobilenet import ConvBlock, ConvVisionSpec
-from ....protocol.errors import EngineError
 from ....protocol.messages import ImagePayload
-from ...device.torch_threads import torch_threads
-from ...loaders import Checkpoint
-from ..image_input import ImageReader
+from ..image_tower import ImageTower, TowerSource, black_image, wrong_size
 from ..pixels import normalized_pixels
-from ..weights import Norm, VisionWeights
+from ..weights import Norm
 from .mobilenet_blocks import read_block, read_inverted, read_norm, read_stem
 
 
-class MobileNetTower(ImageReader):
+class MobileNetTower(ImageTower):
     """The tower described by `spec` and its projection.
-
-    It computes one image at a time, so that results do not depend on other images.
 
     Raises:
         CheckpointError: A tensor is missing or has another shape.
     """
 
-    def __init__(
-        self,
-        spec: ConvVisionSpec,
-        checkpoint: Checkpoint,
-        device: torch.device,
-        dtype: torch.dtype,
-        num_threads: int = 1,
-    ) -> None:
-        super().__init__(spec.output_size, device, dtype)
+    def __init__(self, spec: ConvVisionSpec, source: TowerSource) -> None:
+        super().__init__(source, spec.output_size)
         self.spec = spec
-        self._num_threads = num_threads
-        tensors = VisionWeights(checkpoint, "conv_stem.conv.weight", device, dtype)
+        tensors = source.weights("conv_stem.conv.weight")
         self._stem = read_stem(tensors, spec.stem_size)
         self._stages = [
             [read_block(tensors, f"blocks.{i}.{j}.", block) for j, block in enumerate(stage)]
@@ -51,7 +38,7 @@ class MobileNetTower(ImageReader):
         self._fuse = read_inverted(tensors, "msfa.ffn.", fuse)
         self._fused_norm = read_norm(tensors, "msfa.norm", spec.hidden_size)
         name, size = "embed_vision.embedding.weight", spec.hidden_size
-        projection = VisionWeights(checkpoint, name, device, dtype)
+        projection = source.weights(name)
         prefix = "embed_vision."
 
         def norm(name: str) -> Norm:
@@ -64,27 +51,18 @@ class MobileNetTower(ImageReader):
         table = projection.read(name, spec.vocab_size, size)
         self._end_1D = self._projected(norm("hard_embedding_norm")(table[spec.end_row][None]))
 
-    @torch.inference_mode()
-    def __call__(self, image: ImagePayload) -> Tensor:
-        """Return the embeddings [outputs, output size] of an image and of the token after it.
-
-        Raises:
-            EngineError: The image is too small.
-        """
-        side = self.spec.output_side
-        if min(image.width, image.height) < side:
-            raise EngineError(
-                f"an image has {image.width} x {image.height} pixels, the model reads sides of at least {side}"
-            )
-        with torch_threads(self._device, self._num_threads):
-            features = self._features(normalized_pixels(image, self._device, self._dtype)[0])
-            soft = self._norm(features * self.spec.hidden_size**0.5)
-            return torch.cat((self._projected(soft), self._end_1D))
-
     def warm_up(self) -> None:
         """Encode a black image."""
-        side, ones = 16 * self.spec.output_side, (1.0, 1.0, 1.0)
-        self(ImagePayload(side, side, bytes(3 * side * side), 1.0, ones, ones))
+        self(black_image(16 * self.spec.output_side))
+
+    def _encode(self, image: ImagePayload) -> Tensor:
+        """Return the embeddings [outputs, output size] of an image and of the token after it."""
+        side = self.spec.output_side
+        if min(image.width, image.height) < side:
+            raise wrong_size(image, f"sides of at least {side}")
+        features = self._features(normalized_pixels(image, self._device, self._dtype)[0])
+        soft = self._norm(features * self.spec.hidden_size**0.5)
+        return torch.cat((self._projected(soft), self._end_1D))
 
     def _features(self, pixels: Tensor) -> Tensor:
         """Return the features [places, D] of an image [3, height, width]."""

@@ -13,60 +13,45 @@ from torch.nn import functional as F
 from ....protocol.checkpoint.vision.spec import VisionSpec
 from ....protocol.errors import EngineError
 from ....protocol.messages import ImagePayload
-from ...device.torch_threads import torch_threads
-from ...loaders import Checkpoint
-from ..image_input import ImageReader
-from ..layers import MakeLayers, TorchLayers
+from ..image_tower import ImageTower, TowerSource, black_image
 from ..pixels import normalized_pixels
 from ..vision_tower import VisionTower
-from ..weights import VisionWeights, find_activation
+from ..weights import find_activation
 
 _PREFIX = "image_embed."
 
 
-class CropsTower(ImageReader):
+class CropsTower(ImageTower):
     """The tower described by `spec`, with the layers that `make_layers` returns.
 
     Features are the means of 2 x 2 patches. Each row of features ends with a learned one, and another one separates the
     features of the tiles, without those of margins, from the features of the whole image. An MLP projects them all.
 
-    It computes one tile at a time, so that results do not depend on other images.
-
     Raises:
         CheckpointError: A tensor is missing or has another shape.
     """
 
-    def __init__(
-        self,
-        spec: VisionSpec,
-        checkpoint: Checkpoint,
-        device: torch.device,
-        dtype: torch.dtype,
-        num_threads: int = 1,
-        make_layers: MakeLayers = TorchLayers,
-    ) -> None:
-        super().__init__(spec.output_size, device, dtype)
+    def __init__(self, spec: VisionSpec, source: TowerSource) -> None:
+        super().__init__(source, spec.output_size)
         self.spec = spec
-        self._num_threads = num_threads
         of_tiles = replace(spec, has_crops=False, projection="means", output_size=spec.hidden_size)
-        self._tower = VisionTower(of_tiles, checkpoint, device, dtype, num_threads, make_layers)
+        self._tower = VisionTower(of_tiles, source)
         marker = f"{_PREFIX}img_projection_up.weight"
-        tensors = VisionWeights(checkpoint, marker, device, dtype, spec.tensor_names)
+        tensors = source.weights(marker, spec.tensor_names)
         size, output = spec.hidden_size, spec.output_size
         self._row_end_D = tensors.read(f"{_PREFIX}sub_img_feature_extensor", size)
         self._separator_D = tensors.read(f"{_PREFIX}global_img_feature_extensor", size)
         self._up = tensors.read_linear(f"{_PREFIX}img_projection_up", output, size)
-        self._activation = find_activation(checkpoint, spec.projection_activation)
+        self._activation = find_activation(source.checkpoint, spec.projection_activation)
         self._down = tensors.read_linear(f"{_PREFIX}img_projection_down", output, output)
 
-    @torch.inference_mode()
-    def __call__(self, image: ImagePayload) -> Tensor:
-        """Return the embeddings [K, output size] of an image.
-
-        Raises:
-            EngineError: The tower cannot read images of this size.
-        """
+    def warm_up(self) -> None:
+        """Encode a black image."""
         side = self.spec.image_size
+        self(replace(black_image(side), original_width=side, original_height=side))
+
+    def _encode(self, image: ImagePayload) -> Tensor:
+        spec, side = self.spec, self.spec.image_size
         if (
             image.width % side
             or image.height % side
@@ -77,17 +62,6 @@ class CropsTower(ImageReader):
                 f"an image has {image.width} x {image.height} pixels, of which {image.original_width} x "
                 f"{image.original_height} are no margin, the model reads multiples of {side} x {side}"
             )
-        with torch_threads(self._device, self._num_threads):
-            return self._encode(image)
-
-    def warm_up(self) -> None:
-        """Encode a black image."""
-        side, ones = self.spec.image_size, (1.0, 1.0, 1.0)
-        image = ImagePayload(side, side, bytes(3 * side * side), 1.0, ones, ones, 0, side, side)
-        self(image)
-
-    def _encode(self, image: ImagePayload) -> Tensor:
-        spec, side = self.spec, self.spec.image_size
         pixels = normalized_pixels(image, self._device, self._dtype)[0]
         shown = [
             -(-size // spec.patch_size) for size in (image.original_height, image.original_width)

@@ -16,41 +16,28 @@ from ....protocol.checkpoint.vision.tiled.molmo import MARGINS, POOL_SIDE, Poole
 from ....protocol.errors import EngineError
 from ....protocol.messages import ImagePayload
 from ...device.torch_threads import torch_threads
-from ...loaders import Checkpoint
-from ..image_input import ImageReader
-from ..layers import MakeLayers, TorchLayers
+from ..image_tower import ImageTower, TowerSource, black_image, wrong_size
 from ..pixels import normalized_pixels
 from ..vision_tower import VisionTower
-from ..weights import Linear, VisionWeights, find_activation
+from ..weights import Linear, find_activation
 
 _POOLING: Final = "image_pooling_2d."
 _MLP: Final = "image_projector."
 
 
-class PooledTower(ImageReader):
+class PooledTower(ImageTower):
     """The tower described by `spec`, with the layers that `make_layers` returns.
-
-    It computes one tile at a time, so that results do not depend on other images.
 
     Raises:
         CheckpointError: A tensor is missing or has another shape.
     """
 
-    def __init__(
-        self,
-        spec: PooledVisionSpec,
-        checkpoint: Checkpoint,
-        device: torch.device,
-        dtype: torch.dtype,
-        num_threads: int = 1,
-        make_layers: MakeLayers = TorchLayers,
-    ) -> None:
-        super().__init__(spec.output_size, device, dtype)
+    def __init__(self, spec: PooledVisionSpec, source: TowerSource) -> None:
+        super().__init__(source, spec.output_size)
         self.spec = spec
-        self._num_threads = num_threads
         names = spec.tower.tensor_names
-        self._tower = VisionTower(spec.tower, checkpoint, device, dtype, num_threads, make_layers)
-        tensors = VisionWeights(checkpoint, f"{_POOLING}q_proj.weight", device, dtype, names)
+        self._tower = VisionTower(spec.tower, source)
+        tensors = source.weights(f"{_POOLING}q_proj.weight", names)
         inputs, inner = spec.tower.output_size, spec.num_heads * spec.head_dim
         self._q, self._k, self._v = (
             tensors.read_linear(
@@ -69,42 +56,29 @@ class PooledTower(ImageReader):
         self._down: Linear = tensors.read_linear(
             f"{_MLP}down_proj", spec.output_size, middle, has_bias=False
         )
-        self._activation = find_activation(checkpoint, spec.activation)
-        embedding = VisionWeights(checkpoint, "embed_tokens.weight", device, dtype, names)
+        self._activation = find_activation(source.checkpoint, spec.activation)
+        embedding = source.weights("embed_tokens.weight", names)
         ids = sorted(set(spec.token_ids))
         self._ids = torch.tensor(ids)
         self._embeddings_D = embedding.read_rows(
             "embed_tokens.weight", ids, spec.vocab_size, spec.output_size
         )
 
-    @torch.inference_mode()
-    def __call__(self, image: ImagePayload) -> Tensor:
-        """Return the embeddings [T, output size] of the tokens of an image.
+    def warm_up(self) -> None:
+        """Encode a black image."""
+        with torch.inference_mode(), torch_threads(self._device, self._num_threads):
+            self._features(black_image(self.spec.tower.image_size))
 
-        Raises:
-            EngineError: The tower cannot read images of this size, or the tokens do not match it.
-        """
+    def _encode(self, image: ImagePayload) -> Tensor:
+        """Return the embeddings [T, output size] of the tokens of an image."""
         side, fine = self.spec.tower.image_size, image.fine
         if (image.width, image.height) != (side, side):
-            raise EngineError(
-                f"an image has {image.width} x {image.height} pixels, the model reads {side} x {side}"
-            )
+            raise wrong_size(image, f"{side} x {side}")
         step = self.spec.window * self.spec.tower.patch_size
         if fine is None or any(
             length < side or (length - side) % step for length in (fine.width, fine.height)
         ):
             raise EngineError(f"the canvas must have {side} pixels and multiples of {step} more")
-        with torch_threads(self._device, self._num_threads):
-            return self._encode(image, fine)
-
-    def warm_up(self) -> None:
-        """Encode a black image."""
-        side, ones = self.spec.tower.image_size, (1.0, 1.0, 1.0)
-        one = ImagePayload(side, side, bytes(3 * side * side), 1.0, ones, ones)
-        with torch.inference_mode(), torch_threads(self._device, self._num_threads):
-            self._features(one)
-
-    def _encode(self, image: ImagePayload, fine: ImagePayload) -> Tensor:
         features = torch.cat((self._features(image), self._features(fine)))
         ids_T = torch.frombuffer(bytearray(image.token_ids), dtype=torch.int32)
         is_feature_T = ids_T == self.spec.token_ids[0]

@@ -7,16 +7,14 @@ padding, K outputs.
 from __future__ import annotations
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 from torch.nn import functional as F
 
 from ....protocol.checkpoint.vision.llama import TilesVisionSpec
-from ....protocol.errors import EngineError
 from ....protocol.messages import ImagePayload
-from ...device.torch_threads import torch_threads
-from ...loaders import Checkpoint
-from ..image_input import ImageReader
-from ..layers import LayersSpec, LayerWeights, MakeLayers, Patches, TorchLayers
+from ..image_tower import ImageTower, TowerSource, black_image, wrong_size
+from ..layers import LayersSpec, LayerWeights, Patches
 from ..pixels import normalized_pixels, split_patches
 from ..weights import Linear, VisionWeights, check_activation
 
@@ -26,29 +24,18 @@ _ROWS_TOGETHER = 8
 _OUTER_EPS = 1e-5
 
 
-class TilesTower(ImageReader):
+class TilesTower(ImageTower):
     """The tower described by `spec` and its projection, in torch, with the layers that `make_layers` returns.
-
-    It computes one image at a time, so that results do not depend on other images.
 
     Raises:
         CheckpointError: A tensor is missing or has another shape.
     """
 
-    def __init__(
-        self,
-        spec: TilesVisionSpec,
-        checkpoint: Checkpoint,
-        device: torch.device,
-        dtype: torch.dtype,
-        num_threads: int = 1,
-        make_layers: MakeLayers = TorchLayers,
-    ) -> None:
-        super().__init__(spec.output_size, device, dtype)
+    def __init__(self, spec: TilesVisionSpec, source: TowerSource) -> None:
+        super().__init__(source, spec.output_size)
         self.spec = spec
-        self._num_threads = num_threads
-        check_activation(checkpoint, spec.activation)
-        tensors = VisionWeights(checkpoint, "gated_positional_embedding.embedding", device, dtype)
+        check_activation(source.checkpoint, spec.activation)
+        tensors = source.weights("gated_positional_embedding.embedding")
         size, patch, count = spec.hidden_size, spec.patch_size, spec.outputs_per_tile
         num_grids = 1 + len(spec.grids)
         self._patches = tensors.read("patch_embedding.weight", size, 3, patch, patch).flatten(1)
@@ -73,7 +60,7 @@ class TilesTower(ImageReader):
             for name in ("pre", "post")
         ]
         self._layers, self._gated_layers = (
-            make_layers(
+            source.make_layers(
                 _layers_spec(spec, features),
                 (
                     _read_layer(spec, tensors, f"{name}.layers.{i}.", has_gates=has_gates)
@@ -86,35 +73,23 @@ class TilesTower(ImageReader):
             )
         )
         name = "multi_modal_projector"
-        weights = VisionWeights(checkpoint, f"{name}.weight", device, dtype)
+        weights = source.weights(f"{name}.weight")
         self._project = weights.read_linear(
             name, spec.output_size, size * (1 + len(spec.feature_layers))
         )
 
-    @torch.inference_mode()
-    def __call__(self, image: ImagePayload) -> Tensor:
-        """Return the outputs [K, output size] of an image, tile by tile.
-
-        Raises:
-            EngineError: The tower cannot read images of this size.
-        """
-        side, columns = self.spec.image_size, image.grid_columns
-        num_tiles = image.height // side
-        grid = (num_tiles // columns, columns) if columns else (0, 0)
-        if image.width != side or image.height % side or grid not in self.spec.grids:
-            raise EngineError(
-                f"an image has {image.width} x {image.height} pixels, the model reads a grid of {side} x {side}"
-            )
-        with torch_threads(self._device, self._num_threads):
-            return self._encode(image, 1 + self.spec.grids.index(grid), num_tiles)
-
     def warm_up(self) -> None:
         """Encode a black image."""
-        side, ones = self.spec.image_size, (1.0, 1.0, 1.0)
-        self(ImagePayload(side, side, bytes(3 * side * side), 1.0, ones, ones, 1))
+        self(replace(black_image(self.spec.image_size), grid_columns=1))
 
-    def _encode(self, image: ImagePayload, grid: int, num_tiles: int) -> Tensor:
-        spec = self.spec
+    def _encode(self, image: ImagePayload) -> Tensor:
+        """Return the outputs [K, output size] of an image, tile by tile."""
+        spec, side, columns = self.spec, self.spec.image_size, image.grid_columns
+        num_tiles = image.height // side
+        shape = (num_tiles // columns, columns) if columns else (0, 0)
+        if image.width != side or image.height % side or shape not in spec.grids:
+            raise wrong_size(image, f"a grid of {side} x {side}")
+        grid = 1 + spec.grids.index(shape)
         tiles = normalized_pixels(image, self._device, self._dtype)[0].chunk(num_tiles, 1)
         num = spec.image_size // spec.patch_size
         split = torch.stack([split_patches(tile, num, num, spec.patch_size) for tile in tiles])

@@ -1,8 +1,12 @@
-"""Decode the data of an encoder input for a vision tower: an image, or embeddings that a client sent instead."""
+"""What all vision towers share: what they are made of, and the data that they read.
+
+The data of an encoder input are an image, or embeddings that a client sent instead.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -10,25 +14,48 @@ from torch import Tensor
 
 from ...protocol.errors import EngineError
 from ...protocol.messages import EmbeddingPayload, ImagePayload
+from ..device.torch_threads import torch_threads
+from ..loaders import Checkpoint
+from ..loaders.tensor_names import TensorNames
+from .layers import MakeLayers, TorchLayers
+from .weights import VisionWeights
 
 _decoder = msgspec.msgpack.Decoder(ImagePayload | EmbeddingPayload)
 
 
-class ImageReader(ABC):
+class TowerSource(NamedTuple):
+    """The checkpoint that a tower is read from, and where it computes. `make_layers` returns its layers."""
+
+    checkpoint: Checkpoint
+    device: torch.device
+    dtype: torch.dtype
+    num_threads: int = 1
+    make_layers: MakeLayers = TorchLayers
+
+    def weights(self, marker: str, names: TensorNames = ()) -> VisionWeights:
+        """Return the tensors that have the same prefix as the tensor `marker`, after `names` translates their names.
+
+        Raises:
+            CheckpointError: There is no such tensor.
+        """
+        return VisionWeights(self.checkpoint, marker, self.device, self.dtype, names)
+
+
+class ImageTower(ABC):
     """A tower that reads the images in encoder inputs.
 
+    It computes one image or tile at a time, so that results do not depend on other images.
+
     Args:
+        source: Where the tower computes.
         size: The number of elements of an output.
-        device: The device of the outputs.
-        dtype: The data type of the outputs.
         max_frames: The maximum number of frames that it reads together.
     """
 
-    def __init__(
-        self, size: int, device: torch.device, dtype: torch.dtype, max_frames: int = 1
-    ) -> None:
+    def __init__(self, source: TowerSource, size: int, max_frames: int = 1) -> None:
         self._size, self._max_frames = size, max_frames
-        self._device, self._dtype = device, dtype
+        self._device, self._dtype = source.device, source.dtype
+        self._num_threads = source.num_threads
 
     def encode(self, data: bytes) -> Tensor:
         """Return the outputs [K, size] of the image in an encoder input, or the embeddings that it contains.
@@ -41,13 +68,36 @@ class ImageReader(ABC):
             return _given_embeddings(image, self._size, self._device, self._dtype)
         return self(image)
 
-    @abstractmethod
+    @torch.inference_mode()
     def __call__(self, image: ImagePayload) -> Tensor:
         """Return the outputs [K, size] of an image.
 
         Raises:
             EngineError: The tower cannot read images of this size.
         """
+        with torch_threads(self._device, self._num_threads):
+            return self._encode(image)
+
+    @abstractmethod
+    def warm_up(self) -> None:
+        """Encode a black image."""
+
+    @abstractmethod
+    def _encode(self, image: ImagePayload) -> Tensor:
+        """Return the outputs [K, size] of an image, or raise the error of `wrong_size`."""
+
+
+def black_image(side: int) -> ImagePayload:
+    """Return a square image to warm up with."""
+    ones = (1.0, 1.0, 1.0)
+    return ImagePayload(side, side, bytes(3 * side * side), 1.0, ones, ones)
+
+
+def wrong_size(image: ImagePayload, needed: str) -> EngineError:
+    """Return an error that says which sizes the model reads."""
+    return EngineError(
+        f"an image has {image.width} x {image.height} pixels, the model reads {needed}"
+    )
 
 
 def _read(data: bytes, max_frames: int) -> ImagePayload | EmbeddingPayload:
