@@ -37,8 +37,8 @@ from ..chat.stable_prefix import StablePrefix
 from ..client.engine_client import EngineClient
 from ..client.grammar_checks import GrammarChecks
 from ..http.errors import APIError, bad_request, echo, unavailable
-from ..media.chat_media import find_chat_media
 from ..media.documents.reader import DocumentReader
+from ..media.find_media import find_chat_media
 from ..media.transcription.options import speech_model
 from ..model_source.lora_registry import LoraRegistry
 from ..observability.tracing.tracer import Tracer

@@ -21,11 +21,10 @@ from ..tokenizer.tokenizer import Tokenizer
 from .audio.arrays import mono_samples
 from .audio.clips import AudioPlaces, PreparedAudio, prepare_clip
 from .audio.log_mel import HOP, RATE
-from .data_urls import is_data_url, read_data_url
-from .decoding.limits import MAX_PROCESSES
+from .chat_media import ChatMedia
+from .data_urls import read_data_url
 from .decoding.messages import OpenAudio
 from .decoding.processes import MediaProcesses
-from .downloads import Downloader
 from .message_parts import replace_parts, verify_count
 
 _KINDS: Final = ("input_audio", "audio_url", "audio")
@@ -73,40 +72,20 @@ def _replace_audio(part: Any, where: str, clips: list[AudioClip]) -> Any:
     return AUDIO_PART
 
 
-class ChatAudio:
-    """Takes audio clips out of conversations and preprocesses them for the model.
-
-    Files are decoded in separate processes, so that a crash of a decoder does not end this one.
-    """
+class ChatAudio(ChatMedia):
+    """Takes audio clips out of conversations and preprocesses them for the model."""
 
     def __init__(
         self, config: EngineConfig, tokenizer: Tokenizer, executor: ThreadExecutor
     ) -> None:
+        names = "audio clips", "fewer or shorter audio clips"
+        super().__init__(config, executor, MediaProcesses(), names)
         clips = config.model.chat_audio
         assert clips is not None, "the model reads no audio clips"
         self._config: ChatAudioConfig = clips
         self._places = AudioPlaces(clips, tokenizer)
         self._max_clips = config.frontend.max_audio_clips
-        self._max_model_len = config.model.max_model_len
         self._max_seconds, self._limit = self._find_limit(config)
-        self._processes = MediaProcesses()
-        self._executor = executor.create_separate(MAX_PROCESSES)
-        self._downloader: Downloader | None = None
-        if config.frontend.allowed_media_domains:
-            self._downloader = Downloader(config.frontend.allowed_media_domains)
-            # A slow host must not delay audio clips that have arrived already.
-            self._downloads = executor.create_separate()
-
-    def start(self) -> None:
-        """Start the decoder processes, so that the first file does not have to wait for them."""
-        self._processes.start()
-
-    def close(self) -> None:
-        """Stop the decoder processes and threads."""
-        self._processes.close()
-        self._executor.close()
-        if self._downloader is not None:
-            self._downloads.close()
 
     def _find_limit(self, config: EngineConfig) -> tuple[float, str]:
         """Return the maximum length of an audio clip in seconds, and a description of the limit that determines it."""
@@ -123,20 +102,8 @@ class ChatAudio:
             limits.append((clips.max_windows * window_s, "the length that this model reads"))
         return min(limits)
 
-    async def take(
-        self, messages: Sequence[Any], body_size: int
-    ) -> tuple[list[Any], list[PreparedAudio]]:
-        """Return the messages with audio clips replaced by `AUDIO_PART`, and the prepared audio clips.
-
-        Args:
-            messages: The conversation.
-            body_size: The size of the request in bytes.
-
-        Raises:
-            ParameterError: An audio clip cannot be read, or the audio clips do not fit into the context.
-        """
-        taken, clips = await self._executor.run(body_size, take_audio, messages, self._max_clips)
-        return taken, await self.prepare(clips)
+    def _take(self, messages: Sequence[Any]) -> tuple[list[Any], list[AudioClip]]:
+        return take_audio(messages, self._max_clips)
 
     def wrap(self, given: Any, where: str) -> AudioClip:
         """Return an audio clip that a caller in this process passed.
@@ -148,31 +115,13 @@ class ChatAudio:
             raise ParameterError(where, f"must have pairs (samples, rate), got {echo(given)}")
         return AudioClip(given, where)
 
-    async def prepare(self, clips: Sequence[AudioClip]) -> list[PreparedAudio]:
-        """Return preprocessed audio clips.
-
-        Raises:
-            ParameterError: An audio clip cannot be read, or the audio clips do not fit into the context.
-        """
-        prepared: list[PreparedAudio] = []
-        num_outputs = 0
-        for clip in clips:
-            source: str | bytes | Samples = clip.source
-            if clip.is_url and isinstance(source, str):
-                if not is_data_url(source) and self._downloader is not None:
-                    download = self._downloader.download
-                    source = await self._downloads.in_thread(download, source, clip.where)
-                else:
-                    source = await self._executor.in_thread(read_data_url, source, clip.where)
-            prepared.append(await self._executor.in_thread(self._prepare, source, clip.where))
-            num_outputs += prepared[-1].num_outputs
-            if num_outputs > self._max_model_len:
-                raise ParameterError(
-                    clip.where.split("[")[0],
-                    f"have audio clips with more tokens than the {self._max_model_len} of this model's maximum "
-                    "context length; send fewer or shorter audio clips",
-                )
-        return prepared
+    async def _prepare_one(self, item: AudioClip, found: Sequence[AudioClip]) -> PreparedAudio:
+        source: Any = item.source
+        if item.is_url:
+            source = await self._download(source, item.where)
+            if isinstance(source, str):
+                source = await self._executor.in_thread(read_data_url, source, item.where)
+        return await self._executor.in_thread(self._prepare, source, item.where)
 
     def encode(
         self,
@@ -180,16 +129,7 @@ class ChatAudio:
         clips: Sequence[PreparedAudio],
         encode: Callable[[str], tuple[str, Sequence[int]]],
     ) -> tuple[str, Sequence[int], list[EncoderInput]]:
-        """Return a prompt with the tokens of the audio clips inserted, its token ids, and the encoder inputs.
-
-        Args:
-            text: The prompt, with a token for each clip.
-            clips: The audio clips in their order.
-            encode: Returns the text and the token ids of a prompt.
-
-        Raises:
-            ParameterError: The prompt has more or fewer places than there are audio clips.
-        """
+        """Return a prompt with the tokens of the audio clips inserted, its token ids, and the encoder inputs."""
         return self._places.encode(text, clips, encode)
 
     def _prepare(self, source: str | bytes | Samples, where: str) -> PreparedAudio:

@@ -18,10 +18,8 @@ from ..chat.messages import IMAGE_PART, VIDEO_PART
 from ..client.executor import ThreadExecutor
 from ..http.shown_values import echo
 from ..tokenizer.tokenizer import Tokenizer
-from .data_urls import is_data_url
-from .decoding.limits import MAX_PROCESSES
+from .chat_media import ChatMedia
 from .decoding.processes import MediaProcesses
-from .downloads import Downloader
 from .embeddings import check_embeddings, read_embeddings, read_grid
 from .frame_sampling import Sampling
 from .media_reader import MediaReader, PreparedImage
@@ -177,61 +175,29 @@ def make_video(value: Any, where: str, fps: Any = None, num_frames: Any = None) 
     return ChatVideo(value, where, Sampling(fps, num_frames))
 
 
-class ChatImages:
-    """Takes images and videos out of conversations and preprocesses them for the model.
-
-    Files are decoded in separate processes, so that a crash of a decoder does not end this one.
-    """
+class ChatImages(ChatMedia):
+    """Takes images and videos out of conversations and preprocesses them for the model."""
 
     def __init__(
         self, config: EngineConfig, tokenizer: Tokenizer, executor: ThreadExecutor
     ) -> None:
         assert config.model.images is not None, "the model reads no images"
         self._videos = config.model.videos
-        self._max_model_len = config.model.max_model_len
         self._places = PromptImages(
-            config.model.images, tokenizer, self._videos, self._max_model_len
+            config.model.images, tokenizer, self._videos, config.model.max_model_len
         )
         self._reader = MediaReader(self._places.reader_config)
-        self._processes = MediaProcesses(self._places.reader_config)
+        processes = MediaProcesses(self._places.reader_config)
+        super().__init__(config, executor, processes, ("images", "fewer or smaller images"))
         self._limits = MediaLimits(
             config.frontend.max_images,
             None if self._videos is None else config.frontend.max_videos,
         )
         self._reads_embeddings = config.frontend.enable_mm_embeds
         self._size = config.model.images.output_size
-        self._executor = executor.create_separate(MAX_PROCESSES)
-        self._downloader: Downloader | None = None
-        if config.frontend.allowed_media_domains:
-            self._downloader = Downloader(config.frontend.allowed_media_domains)
-            # A slow host must not delay images that have arrived already.
-            self._downloads = executor.create_separate()
 
-    def start(self) -> None:
-        """Start the decoder processes, so that the first file does not have to wait for them."""
-        self._processes.start()
-
-    def close(self) -> None:
-        """Stop the decoder processes and threads."""
-        self._processes.close()
-        self._executor.close()
-        if self._downloader is not None:
-            self._downloads.close()
-
-    async def take(
-        self, messages: Sequence[Any], body_size: int
-    ) -> tuple[list[Any], list[PreparedImage]]:
-        """Return the messages with images and videos replaced by marks, and the preprocessed images and videos.
-
-        Args:
-            messages: The conversation.
-            body_size: The size of the request in bytes.
-
-        Raises:
-            ParameterError: An image cannot be read, or the images do not fit into the context.
-        """
-        taken, images = await self._executor.run(body_size, take_media, messages, self._limits)
-        return taken, await self.prepare(images)
+    def _take(self, messages: Sequence[Any]) -> tuple[list[Any], list[ChatItem]]:
+        return take_media(messages, self._limits)
 
     def wrap(self, given: Any, where: str) -> ChatItem:
         """Return an image or a video that a caller in this process passed, in the form that `prepare` takes."""
@@ -241,42 +207,13 @@ class ChatImages:
             return make_embedded(given, where)
         return ChatImage(given, where)
 
-    async def prepare(self, images: Sequence[ChatItem]) -> list[PreparedImage]:
-        """Return preprocessed images and videos.
-
-        Raises:
-            ParameterError: An image cannot be read, or the images do not fit into the context.
-        """
-        prepared: list[PreparedImage] = []
-        num_outputs = 0
-        num_images = sum(not isinstance(image, ChatVideo) for image in images)
-        for image in images:
-            prepared.append(await self._prepare_one(image, num_images))
-            num_outputs += prepared[-1].num_outputs
-            if num_outputs > self._max_model_len:
-                raise ParameterError(
-                    image.where.split("[")[0],
-                    f"have images with more tokens than the {self._max_model_len} of this model's maximum "
-                    "context length; send fewer or smaller images",
-                )
-        return prepared
-
     def encode(
         self,
         text: str,
         images: Sequence[PreparedImage],
         encode: Callable[[str], tuple[str, Sequence[int]]],
     ) -> tuple[str, Sequence[int], list[EncoderInput]]:
-        """Return a prompt with the tokens of the images inserted, its token ids, and the encoder inputs.
-
-        Args:
-            text: The prompt, with a token for each image.
-            images: The images in the order of the prompt, and the videos in theirs.
-            encode: Returns the text and the token ids of a prompt.
-
-        Raises:
-            ParameterError: The prompt has more or fewer places than there are images.
-        """
+        """Return a prompt with the tokens of the images inserted, its token ids, and the encoder inputs."""
         if not images:
             return *encode(text), []
         images = self._places.in_order(text, images)
@@ -284,14 +221,13 @@ class ChatImages:
         token_ids = self._places.drop_start(token_ids)
         return text, token_ids, self._places.inputs(token_ids, images)
 
-    async def _prepare_one(self, image: ChatItem, num_images: int) -> PreparedImage:
+    async def _prepare_one(self, image: ChatItem, found: Sequence[ChatItem]) -> PreparedImage:
         source: Any = image.source
         where = image.where
         if isinstance(image, EmbeddedImage):
             place = partial(self._place_embeddings, fields=image.fields)
             return await self._executor.in_thread(place, source, where)
-        if isinstance(source, str) and not is_data_url(source) and self._downloader is not None:
-            source = await self._downloads.in_thread(self._downloader.download, source, where)
+        source = await self._download(source, where)
         # Pillow's images come from a caller in this process, who has already decoded them.
         is_decoded = isinstance(source, Image.Image) or (
             isinstance(source, list) and any(isinstance(part, Image.Image) for part in source)
@@ -299,6 +235,7 @@ class ChatImages:
         reader = self._reader if is_decoded else self._processes
         if isinstance(image, ChatVideo):
             return await self._executor.in_thread(reader.read_video, source, image.sampling, where)
+        num_images = sum(not isinstance(item, ChatVideo) for item in found)
         return await self._executor.in_thread(reader.read_image, source, where, num_images)
 
     def _place_embeddings(

@@ -1,34 +1,73 @@
-"""The interface for images or audio in conversations, and its implementation for a model."""
+"""The steps from the images or audio of a conversation to encoder inputs, which a subclass completes."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from ...protocol.config import EngineConfig
+from ...protocol.errors import ParameterError
 from ...protocol.messages import EncoderInput
 from ..client.executor import ThreadExecutor
-from ..tokenizer.tokenizer import Tokenizer
+from .data_urls import is_data_url
+from .decoding.limits import MAX_PROCESSES
+from .decoding.processes import MediaProcesses
+from .downloads import Downloader
 
 
-class ChatMedia(Protocol):
-    """Takes images or audio out of conversations, preprocesses them, and places them in prompts."""
+class ChatMedia(ABC):
+    """Takes images or audio out of conversations, preprocesses them, and places them in prompts.
+
+    Files are decoded in separate processes, so that a crash of a decoder does not end this one.
+
+    Args:
+        config: The limits.
+        executor: Runs the threads.
+        processes: The decoder processes.
+        names: What an error about too many tokens calls several files, and which files to send instead.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        executor: ThreadExecutor,
+        processes: MediaProcesses,
+        names: tuple[str, str],
+    ) -> None:
+        self._max_model_len = config.model.max_model_len
+        self._processes = processes
+        self._names = names
+        self._executor = executor.create_separate(MAX_PROCESSES)
+        self._downloader: Downloader | None = None
+        if config.frontend.allowed_media_domains:
+            self._downloader = Downloader(config.frontend.allowed_media_domains)
+            # A slow host must not delay files that have arrived already.
+            self._downloads = executor.create_separate()
 
     def start(self) -> None:
         """Start the decoder processes, so that the first file does not have to wait for them."""
+        self._processes.start()
 
     def close(self) -> None:
         """Stop the decoder processes and threads."""
+        self._processes.close()
+        self._executor.close()
+        if self._downloader is not None:
+            self._downloads.close()
 
     async def take(self, messages: Sequence[Any], body_size: int) -> tuple[list[Any], list[Any]]:
         """Return the messages with images or audio replaced by marks, and the preprocessed images or audio.
 
+        Args:
+            messages: The conversation.
+            body_size: The size of the request in bytes.
+
         Raises:
             ParameterError: One of them cannot be read, or they do not fit into the context.
         """
-
-    def wrap(self, given: Any, where: str) -> Any:
-        """Return an image or an audio clip that a caller in this process passed, in the form that `prepare` takes."""
+        taken, found = await self._executor.run(body_size, self._take, messages)
+        return taken, await self.prepare(found)
 
     async def prepare(self, found: Sequence[Any]) -> list[Any]:
         """Return preprocessed images or audio.
@@ -36,7 +75,35 @@ class ChatMedia(Protocol):
         Raises:
             ParameterError: One of them cannot be read, or they do not fit into the context.
         """
+        prepared: list[Any] = []
+        num_outputs = 0
+        for item in found:
+            prepared.append(await self._prepare_one(item, found))
+            num_outputs += prepared[-1].num_outputs
+            if num_outputs > self._max_model_len:
+                names, instead = self._names
+                raise ParameterError(
+                    item.where.split("[")[0],
+                    f"have {names} with more tokens than the {self._max_model_len} of this model's maximum "
+                    f"context length; send {instead}",
+                )
+        return prepared
 
+    async def _download(self, source: Any, where: str) -> Any:
+        """Return the file at a URL, if the server may download it; otherwise `source` itself."""
+        if self._downloader is None or not isinstance(source, str) or is_data_url(source):
+            return source
+        return await self._downloads.in_thread(self._downloader.download, source, where)
+
+    @abstractmethod
+    def wrap(self, given: Any, where: str) -> Any:
+        """Return an image or an audio clip that a caller in this process passed, in the form that `prepare` takes.
+
+        Raises:
+            ParameterError: The value is none.
+        """
+
+    @abstractmethod
     def encode(
         self,
         text: str,
@@ -46,23 +113,19 @@ class ChatMedia(Protocol):
     ) -> tuple[str, Sequence[int], list[EncoderInput]]:
         """Return a prompt with the tokens of the images or audio inserted, its token ids, and the encoder inputs.
 
+        Args:
+            text: The prompt, with a token for each image or audio clip.
+            prepared: These, in the order of the prompt; videos follow the images.
+            encode: Returns the text and the token ids of a prompt.
+
         Raises:
             ParameterError: The prompt has more or fewer places than there are images or audio.
         """
 
+    @abstractmethod
+    def _take(self, messages: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Return the messages with images or audio replaced by marks, and these images or audio."""
 
-def find_chat_media(
-    config: EngineConfig, tokenizer: Tokenizer, executor: ThreadExecutor
-) -> ChatMedia | None:
-    """Return the object for images or audio in conversations; None if the model or the limits allow none."""
-    model, limits = config.model, config.frontend
-    # A late import, because few models read images or audio.
-    if model.images is not None and model.has_tokenizer and limits.max_images:
-        from .chat_images import ChatImages
-
-        return ChatImages(config, tokenizer, executor)
-    if model.chat_audio is not None and model.has_tokenizer and limits.max_audio_clips:
-        from .chat_audio import ChatAudio
-
-        return ChatAudio(config, tokenizer, executor)
-    return None
+    @abstractmethod
+    async def _prepare_one(self, item: Any, found: Sequence[Any]) -> Any:
+        """Return one of the images or audio clips that were found, preprocessed."""
