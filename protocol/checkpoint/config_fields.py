@@ -137,6 +137,23 @@ class ConfigFields:
             raise self.wrong(name, "a string", value)
         return value
 
+    def require(self, name: str, needed: Any, reason: str = "", *, default: Any = None) -> None:
+        """Check that a field has the only value that is supported.
+
+        Args:
+            name: The name of the field.
+            needed: The value, which an absent field has if there is no `default`.
+            reason: What follows the value in the error.
+            default: The value of an absent field.
+
+        Raises:
+            CheckpointError: The field has another value.
+        """
+        found = self.get(name, needed if default is None else default)
+        if found != needed or isinstance(found, bool) != isinstance(needed, bool):
+            text = str(needed).lower() if isinstance(needed, bool) else repr(needed)
+            raise self.wrong(name, f"{text}{reason}", found)
+
     def texts(self, name: str) -> list[str]:
         """Return a list of strings; empty if the field is absent."""
         values = self.get(name, [])

@@ -47,8 +47,7 @@ def gemma3n(source: ProcessorSource, vision: ConvVisionSpec, token_id: int) -> S
     fields = source.fields
     size = fields.first_section("size")
     side = size.integer("height", 224, minimum=vision.output_side, maximum=MAX_SIDE)
-    if size.integer("width", side) != side:
-        raise size.wrong("width", f"{side}, as height", size.get("width"))
+    size.require("width", side, ", as height")
     return SquareProcessor(
         **values(fields, vision, token_id, BICUBIC),
         side=side,

@@ -19,8 +19,7 @@ def thumbnail(source: ProcessorSource, vision: GridVisionSpec, token_id: int) ->
         ("encoder_patch_size", vision.patch_size),
         ("downsample_factor", vision.merge_size),
     ):
-        if fields.integer(name, size) != size:
-            raise fields.wrong(name, f"{size}, as in config.json", fields.get(name))
+        fields.require(name, size, ", as in config.json")
     side = fields.integer("tile_size", 512, maximum=MAX_SIDE)
     if side % unit:
         raise fields.wrong("tile_size", f"a multiple of {unit}", side)

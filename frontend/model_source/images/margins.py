@@ -17,8 +17,7 @@ def margins(source: ProcessorSource, vision: VisionSpec, token_id: int) -> Margi
     """Return the processor of DeepSeek-VL."""
     fields = source.fields
     for name in ("do_resize", "do_pad"):
-        if not fields.boolean(name, True):
-            raise fields.wrong(name, "true", False)
+        fields.require(name, True)
     common = CLIP_VALUES | values(fields, vision, token_id, BICUBIC)
     side = side_of_tile(sides(fields, "size"), "height", vision)
     return _processor(fields, common, side)

@@ -143,8 +143,7 @@ def check_patches(fields: ConfigFields, vision: GridVisionSpec) -> None:
         ("merge_size", vision.merge_size),
         ("temporal_patch_size", vision.frames_per_patch),
     ):
-        if fields.integer(name, size) != size:
-            raise fields.wrong(name, f"{size}, as in vision_config", fields.get(name))
+        fields.require(name, size, ", as in vision_config")
 
 
 def pixel_limits(fields: ConfigFields, least: int, most: int) -> tuple[int, int]:

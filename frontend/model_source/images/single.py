@@ -55,8 +55,7 @@ def _tile(
 def longest(source: ProcessorSource, vision: VisionSpec, token_id: int) -> LongestProcessor:
     """Return the processor of Aria, without its option to split images."""
     fields = source.fields
-    if fields.boolean("split_image", False):
-        raise fields.wrong("split_image", "false", True)
+    fields.require("split_image", False)
     side = fields.integer("max_image_size", 980)
     counts = {patches * vision.patch_size: count for patches, count in vision.query_counts}
     if side not in counts:

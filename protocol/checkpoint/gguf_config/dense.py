@@ -10,6 +10,7 @@ from .parts import (
     latent_attention,
     layer_types,
     mixture,
+    named,
     rope_scaling,
     rotary_axes,
     yarn_weight,
@@ -101,18 +102,6 @@ def _deci(fields: ModelFields) -> dict[str, Any]:
     }
 
 
-def _arcee(fields: ModelFields) -> dict[str, Any]:
-    return family(fields, "arcee", "ArceeForCausalLM", hidden_act="relu2")
-
-
-def _ernie4_5(fields: ModelFields) -> dict[str, Any]:
-    return family(fields, "ernie4_5", "Ernie4_5ForCausalLM")
-
-
-def _exaone(fields: ModelFields) -> dict[str, Any]:
-    return family(fields, "exaone", "ExaoneForCausalLM")
-
-
 def _mpt(fields: ModelFields) -> dict[str, Any]:
     attention = {
         "alibi_bias_max": fields.positive("attention.max_alibi_bias", 8.0),
@@ -135,10 +124,6 @@ def _qkv_bias(fields: ModelFields) -> dict[str, bool]:
     return {"attention_bias": fields.has_tensor("blk.0.attn_q.bias")}
 
 
-def _hunyuan_dense(fields: ModelFields) -> dict[str, Any]:
-    return family(fields, "hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM")
-
-
 def _seed_oss(fields: ModelFields) -> dict[str, Any]:
     output_bias = fields.has_tensor("blk.0.attn_output.bias")
     return family(fields, "seed_oss", "SeedOssForCausalLM", attention_out_bias=output_bias)
@@ -154,18 +139,6 @@ def _cohere2(fields: ModelFields) -> dict[str, Any]:
     return family(fields, "cohere2", "Cohere2ForCausalLM", layer_types=kinds)
 
 
-def _nemotron(fields: ModelFields) -> dict[str, Any]:
-    return family(fields, "nemotron", "NemotronForCausalLM", hidden_act="relu2")
-
-
-def _jais2(fields: ModelFields) -> dict[str, Any]:
-    return family(fields, "jais2", "Jais2ForCausalLM", hidden_act="relu2")
-
-
-def _phi2(fields: ModelFields) -> dict[str, Any]:
-    return family(fields, "phi", "PhiForCausalLM", hidden_act="gelu_new")
-
-
 def _stablelm(fields: ModelFields) -> dict[str, Any]:
     return family(
         fields,
@@ -174,20 +147,6 @@ def _stablelm(fields: ModelFields) -> dict[str, Any]:
         use_parallel_residual=fields.boolean("use_parallel_residual", False),
         use_qkv_bias=fields.has_tensor("blk.0.attn_q.bias"),
         qk_layernorm=fields.has_tensor("blk.0.attn_q_norm.weight"),
-    )
-
-
-def _starcoder2(fields: ModelFields) -> dict[str, Any]:
-    return family(fields, "starcoder2", "Starcoder2ForCausalLM", hidden_act="gelu_pytorch_tanh")
-
-
-def _bloom(fields: ModelFields) -> dict[str, Any]:
-    return family(
-        fields,
-        "bloom",
-        "BloomForCausalLM",
-        hidden_act="gelu_pytorch_tanh",
-        has_grouped_qkv=False,
     )
 
 
@@ -202,16 +161,6 @@ def _falcon(fields: ModelFields) -> dict[str, Any]:
         multi_query=num_kv_heads == 1,
         new_decoder_architecture=1 < num_kv_heads < fields.num_heads,
         num_ln_in_parallel_attn=2 if fields.has_tensor("blk.0.attn_norm_2.weight") else 1,
-    )
-
-
-def _gpt2(fields: ModelFields) -> dict[str, Any]:
-    return family(
-        fields,
-        "gpt2",
-        "GPT2LMHeadModel",
-        hidden_act="gelu_new",
-        has_transposed_matrices=False,
     )
 
 
@@ -343,36 +292,40 @@ def _minicpm3(fields: ModelFields) -> dict[str, Any]:
 
 DENSE: dict[str, Translate] = {
     "apertus": _apertus,
-    "arcee": _arcee,
+    "arcee": named(family, "arcee", "ArceeForCausalLM", hidden_act="relu2"),
     "baichuan": _baichuan,
     "bitnet": _bitnet,
     "bitnet-b1.58": _bitnet,
-    "bloom": _bloom,
+    "bloom": named(
+        family, "bloom", "BloomForCausalLM", hidden_act="gelu_pytorch_tanh", has_grouped_qkv=False
+    ),
     "chatglm": _chatglm,
     "cohere2": _cohere2,
     "command-r": _command_r,
     "deci": _deci,
-    "ernie4_5": _ernie4_5,
-    "exaone": _exaone,
+    "ernie4_5": named(family, "ernie4_5", "Ernie4_5ForCausalLM"),
+    "exaone": named(family, "exaone", "ExaoneForCausalLM"),
     "exaone4": _exaone4,
     "falcon": _falcon,
     "glm4": _glm4,
-    "gpt2": _gpt2,
+    "gpt2": named(
+        family, "gpt2", "GPT2LMHeadModel", hidden_act="gelu_new", has_transposed_matrices=False
+    ),
     "gptneox": _gptneox,
     "granite": granite,
     "granite_swa": _granite_swa,
-    "hunyuan-dense": _hunyuan_dense,
+    "hunyuan-dense": named(family, "hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM"),
     "internlm2": _plain_llama,
-    "jais2": _jais2,
+    "jais2": named(family, "jais2", "Jais2ForCausalLM", hidden_act="relu2"),
     "llama": _llama,
     "minicpm": _minicpm,
     "minicpm3": _minicpm3,
     "mistral3": _mistral3,
     "mpt": _mpt,
-    "nemotron": _nemotron,
+    "nemotron": named(family, "nemotron", "NemotronForCausalLM", hidden_act="relu2"),
     "olmo": _olmo,
     "olmo2": _olmo2,
-    "phi2": _phi2,
+    "phi2": named(family, "phi", "PhiForCausalLM", hidden_act="gelu_new"),
     "phi3": _phi3,
     "qwen2": _qwen2,
     "qwen2vl": _qwen2_vl,
@@ -382,6 +335,8 @@ DENSE: dict[str, Translate] = {
     "smollm3": _smollm3,
     "stablelm": _stablelm,
     "starcoder": _starcoder,
-    "starcoder2": _starcoder2,
+    "starcoder2": named(
+        family, "starcoder2", "Starcoder2ForCausalLM", hidden_act="gelu_pytorch_tanh"
+    ),
     "xverse": _plain_llama,
 }

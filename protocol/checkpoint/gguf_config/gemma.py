@@ -7,14 +7,10 @@ import numpy as np
 
 from ...errors import CheckpointError
 from .fields import ModelFields, Translate
-from .parts import MEAN, family, layer_types, read_pooling
+from .parts import MEAN, family, layer_types, named, read_pooling
 
 # A divisor from which on a rotary frequency is effectively 0.
 _NO_ROTATION = 1e20
-
-
-def _gemma1(fields: ModelFields) -> dict[str, Any]:
-    return family(fields, "gemma", "GemmaForCausalLM", hidden_act="gelu_pytorch_tanh")
 
 
 def _gemma(fields: ModelFields, num_layers_27b: int) -> dict[str, Any]:
@@ -158,7 +154,7 @@ def _per_layer_inputs(fields: ModelFields) -> dict[str, Any]:
 
 
 GEMMA: dict[str, Translate] = {
-    "gemma": _gemma1,
+    "gemma": named(family, "gemma", "GemmaForCausalLM", hidden_act="gelu_pytorch_tanh"),
     "gemma2": _gemma2,
     "gemma3": _gemma3,
     "gemma-embedding": _gemma_embedding,

@@ -11,6 +11,7 @@ from .parts import (
     layer_counts,
     layer_types,
     mixture,
+    named,
     partial_rotary,
     rope_scaling,
     rotary_axes,
@@ -22,20 +23,12 @@ from .parts import (
 _SIGMOID = 2
 
 
-def _qwen2_moe(fields: ModelFields) -> dict[str, Any]:
-    return mixture(fields, "Qwen2Moe", "qwen2_moe", norm_topk_prob=False)
-
-
 def _qwen3_moe(fields: ModelFields) -> dict[str, Any]:
     return mixture(fields, "Qwen3Moe", "qwen3_moe", norm_topk_prob=True)
 
 
 def _qwen3_vl_moe(fields: ModelFields) -> dict[str, Any]:
     return _qwen3_moe(fields) | rotary_axes(fields)
-
-
-def _deepseek(fields: ModelFields) -> dict[str, Any]:
-    return mixture(fields, "Deepseek", "deepseek")
 
 
 def _hunyuan3(fields: ModelFields) -> dict[str, Any]:
@@ -134,10 +127,6 @@ def _minimax_m3(fields: ModelFields) -> dict[str, Any]:
     )
 
 
-def _dots1(fields: ModelFields) -> dict[str, Any]:
-    return mixture(fields, "Dots1", "dots1")
-
-
 def _ernie4_5_moe(fields: ModelFields) -> dict[str, Any]:
     return mixture(
         fields,
@@ -218,14 +207,6 @@ def _deepseek2(fields: ModelFields) -> dict[str, Any]:
         return mixture(fields, "DeepseekV3", "deepseek_v3", **differences)
     method = "group_limited_greedy" if experts["n_group"] > 1 else "greedy"
     return mixture(fields, "DeepseekV2", "deepseek_v2", topk_method=method, **differences)
-
-
-def _glm_dsa(fields: ModelFields) -> dict[str, Any]:
-    return _sparse_latent(fields, "GlmMoeDsa", "glm_moe_dsa")
-
-
-def _deepseek32(fields: ModelFields) -> dict[str, Any]:
-    return _sparse_latent(fields, "DeepseekV32", "deepseek_v32")
 
 
 def _mistral4(fields: ModelFields) -> dict[str, Any]:
@@ -422,13 +403,13 @@ MIXTURES: dict[str, Translate] = {
     "bailingmoe": _bailingmoe,
     "bailingmoe2": _bailingmoe2,
     "mimo2": _mimo2,
-    "deepseek": _deepseek,
+    "deepseek": named(mixture, "Deepseek", "deepseek"),
     "deepseek2": _deepseek2,
-    "deepseek32": _deepseek32,
-    "dots1": _dots1,
+    "deepseek32": named(_sparse_latent, "DeepseekV32", "deepseek_v32"),
+    "dots1": named(mixture, "Dots1", "dots1"),
     "ernie4_5-moe": _ernie4_5_moe,
     "exaone-moe": _exaone_moe,
-    "glm-dsa": _glm_dsa,
+    "glm-dsa": named(_sparse_latent, "GlmMoeDsa", "glm_moe_dsa"),
     "glm4moe": _glm4_moe,
     "gpt-oss": _gpt_oss,
     "granitemoe": _granite_moe,
@@ -442,7 +423,7 @@ MIXTURES: dict[str, Translate] = {
     "mistral4": _mistral4,
     "olmoe": _olmoe,
     "phimoe": _phimoe,
-    "qwen2moe": _qwen2_moe,
+    "qwen2moe": named(mixture, "Qwen2Moe", "qwen2_moe", norm_topk_prob=False),
     "qwen3moe": _qwen3_moe,
     "qwen3vlmoe": _qwen3_vl_moe,
     "step35": _step35,

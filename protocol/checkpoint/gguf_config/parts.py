@@ -1,11 +1,12 @@
 """Translate the parts of the metadata that several architectures have in common."""
 
+from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
 
 from ...errors import CheckpointError
-from .fields import ModelFields
+from .fields import ModelFields, Translate
 
 MEAN: Final = 1
 CLS: Final = 2
@@ -112,6 +113,11 @@ def family(
         "logit_scale": fields.positive("logit_scale", 1.0),
         "sliding_window": fields.optional_integer("attention.sliding_window"),
     } | differences
+
+
+def named(translate: Callable[..., dict[str, Any]], *names: str, **differences: Any) -> Translate:
+    """Return the translation of an architecture that `translate` makes of a model type with these names."""
+    return lambda fields: translate(fields, *names, **differences)
 
 
 def expert_fields(fields: ModelFields) -> dict[str, Any]:

@@ -5,27 +5,20 @@ from __future__ import annotations
 import math
 
 from ..config_fields import ConfigFields
-from .fields import feature_layers, head_count, image_and_patch_size
+from .fields import feature_layers, read_sizes
+from .idefics3 import SIZES
 from .spec import VisionSpec
 
 
 def aria(fields: ConfigFields, vision: ConfigFields, output_size: int) -> VisionSpec:
     """Return the tower of Aria (arXiv 2410.05993), whose images have margins and whose patches are read by queries."""
-    image_size, patch_size = image_and_patch_size(vision, 224, 32)
-    num_layers = vision.with_defaults(num_hidden_layers=12).layer_count("num_hidden_layers")
-    layers = feature_layers(fields, num_layers, -1)
+    sizes = read_sizes(vision, SIZES)
+    sizes["feature_layers"] = layers = feature_layers(fields, sizes, -1)
     if len(layers) > 1:
         raise fields.wrong("vision_feature_layer", "one layer", fields.get("vision_feature_layer"))
     counts = _query_counts(fields)
     return VisionSpec(
-        image_size=image_size,
-        patch_size=patch_size,
-        hidden_size=vision.integer("hidden_size", 1152),
-        intermediate_size=vision.integer("intermediate_size", 3072),
-        num_heads=head_count(vision, 1152, 16),
-        feature_layers=layers,
-        activation=vision.text("hidden_act", "gelu_pytorch_tanh"),
-        norm_eps=vision.positive("layer_norm_eps", 1e-6),
+        **sizes,
         output_size=output_size,
         projection="queries",
         projection_activation="gelu_new",

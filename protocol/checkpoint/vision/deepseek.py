@@ -62,8 +62,7 @@ def deepseek_ocr2(fields: ConfigFields, vision: ConfigFields, output_size: int) 
     num_kv_heads = reader.integer("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
         raise reader.wrong("num_key_value_heads", f"a divisor of {num_heads}", num_kv_heads)
-    if reader.boolean("use_sliding_window", False):
-        raise reader.wrong("use_sliding_window", "false", True)
+    reader.require("use_sliding_window", False)
     return QueryVisionSpec(
         sam=sam_encoder(sam, middle, reader_size),
         reader_size=reader_size,
@@ -87,8 +86,7 @@ def sam_encoder(sam: ConfigFields, middle_size: int, output_size: int) -> SamSpe
         CheckpointError: A field is missing or invalid.
     """
     for name in ("use_abs_pos", "use_rel_pos", "qkv_bias"):
-        if not sam.boolean(name, True):
-            raise sam.wrong(name, "true", False)
+        sam.require(name, True)
     image_size, patch_size = image_and_patch_size(sam, 1024, 16)
     num_layers = sam.with_defaults(num_hidden_layers=12).layer_count("num_hidden_layers")
     full = sam.get("global_attn_indexes", [2, 5, 8, 11])

@@ -62,15 +62,12 @@ class FastVitSpec(msgspec.Struct, frozen=True):
 
 def fast_vlm(fields: ConfigFields, vision: ConfigFields, output_size: int) -> FastVitSpec:
     """Return the tower of FastVLM."""
-    architecture = vision.text("architecture", _ARCHITECTURE)
-    if architecture != _ARCHITECTURE:
-        raise vision.wrong("architecture", repr(_ARCHITECTURE), architecture)
+    vision.require("architecture", _ARCHITECTURE)
     options = vision.section("model_args") or ConfigFields({}, vision.path, "model_args.")
     if others := set(options.config) - {"inference_mode", "layers", "embed_dims"}:
         needed = "nothing but inference_mode, layers and embed_dims"
         raise vision.wrong("model_args", needed, sorted(others))
-    if not options.boolean("inference_mode", False):
-        raise options.wrong("inference_mode", "true, with merged branches", False)
+    options.require("inference_mode", True, ", with merged branches", default=False)
     depths, sizes = (
         _integers(options, name, default)
         for name, default in (("layers", _DEPTHS), ("embed_dims", _SIZES))

@@ -2,12 +2,47 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from ..config_fields import ConfigFields
 from .spec import MAX_SIDE
 
 
-def feature_layers(fields: ConfigFields, num_layers: int, default: int) -> tuple[int, ...]:
-    """Return the layers, counted from 1, whose outputs are the features."""
+class Sizes(NamedTuple):
+    """The sizes of a vision transformer whose config does not contain them, and its other usual settings."""
+
+    image_size: int
+    patch_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_layers: int
+    activation: str = "gelu_pytorch_tanh"
+    norm_eps: float = 1e-6
+
+
+def read_sizes(vision: ConfigFields, default: Sizes) -> dict[str, Any]:
+    """Return the fields of a `VisionSpec` that most configs contain, as keyword arguments.
+
+    The features are those of the last layer.
+    """
+    image_size, patch_size = image_and_patch_size(vision, default.image_size, default.patch_size)
+    num_layers = vision.with_defaults(num_hidden_layers=default.num_layers)
+    return {
+        "image_size": image_size,
+        "patch_size": patch_size,
+        "hidden_size": vision.integer("hidden_size", default.hidden_size),
+        "intermediate_size": vision.integer("intermediate_size", default.intermediate_size),
+        "num_heads": head_count(vision, default.hidden_size, default.num_heads),
+        "feature_layers": (num_layers.layer_count("num_hidden_layers"),),
+        "activation": vision.text("hidden_act", default.activation),
+        "norm_eps": vision.positive("layer_norm_eps", default.norm_eps),
+    }
+
+
+def feature_layers(fields: ConfigFields, sizes: dict[str, Any], default: int) -> tuple[int, ...]:
+    """Return the layers, counted from 1, whose outputs are the features. `sizes` are those of `read_sizes`."""
+    (num_layers,) = sizes["feature_layers"]
     chosen = fields.get("vision_feature_layer", default)
     layers = tuple(chosen) if isinstance(chosen, list) else (chosen,)
     # The config indexes a list of hidden states that begins with the input of the first layer.
@@ -26,8 +61,7 @@ def check_factor(fields: ConfigFields, name: str, factor: int, num_patches: int)
 
 def image_and_patch_size(vision: ConfigFields, image_size: int, patch_size: int) -> tuple[int, int]:
     """Return the side of an image and of a patch in pixels."""
-    if vision.integer("num_channels", 3) != 3:
-        raise vision.wrong("num_channels", "3", vision.get("num_channels"))
+    vision.require("num_channels", 3)
     # The config may give the side once, or for both directions.
     sides = {
         name: value[0]

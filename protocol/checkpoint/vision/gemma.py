@@ -6,9 +6,10 @@ from typing import Final
 
 from ...config.images import SpanKind
 from ..config_fields import ConfigFields
-from .fields import head_count, image_and_patch_size
+from .fields import Sizes, image_and_patch_size, read_sizes
 from .spec import VisionSpec
 
+SIGLIP_SIZES: Final = Sizes(224, 16, 768, 3072, num_heads=12, num_layers=12)
 MAX_OUTPUTS: Final = 280
 """Default number of embeddings per image in Gemma 4."""
 
@@ -45,17 +46,8 @@ def gemma3(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Visi
 
 def siglip(vision: ConfigFields, output_size: int, **differences: object) -> VisionSpec:
     """Return a SigLIP tower with a norm after its last layer, and the other fields as given in `differences`."""
-    image_size, patch_size = image_and_patch_size(vision, 224, 16)
-    num_layers = vision.with_defaults(num_hidden_layers=12).layer_count("num_hidden_layers")
     return VisionSpec(
-        image_size=image_size,
-        patch_size=patch_size,
-        hidden_size=vision.integer("hidden_size", 768),
-        intermediate_size=vision.integer("intermediate_size", 3072),
-        num_heads=head_count(vision, 768, 12),
-        feature_layers=(num_layers,),
-        activation=vision.text("hidden_act", "gelu_pytorch_tanh"),
-        norm_eps=vision.positive("layer_norm_eps", 1e-6),
+        **read_sizes(vision, SIGLIP_SIZES),
         output_size=output_size,
         has_post_norm=True,
         **differences,  # type: ignore[arg-type]
@@ -66,8 +58,7 @@ def gemma4(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Visi
     """Return the tower of Gemma 4, which reads images of any size."""
     text = fields.section("text_config") or fields
     num_heads = vision.integer("num_attention_heads", 12)
-    if vision.integer("num_key_value_heads", num_heads) != num_heads:
-        raise vision.wrong("num_key_value_heads", f"{num_heads}", vision.get("num_key_value_heads"))
+    vision.require("num_key_value_heads", num_heads)
     patch_size = vision.integer("patch_size", 16, maximum=1024)
     rope = vision.first_section("rope_parameters")
     sees_on = text.get("use_bidirectional_attention") == "vision"

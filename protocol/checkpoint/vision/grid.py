@@ -140,7 +140,7 @@ class GridVisionSpec(msgspec.Struct, frozen=True):
 def qwen2_vl(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVisionSpec:
     """Return the tower of Qwen2-VL."""
     size = vision.integer("embed_dim", 1280)
-    _check_output_size(vision, "hidden_size", output_size)
+    vision.require("hidden_size", output_size, _OUTPUT_SIZE, default=3584)
     return GridVisionSpec(
         **_sizes(vision, size, 14),
         intermediate_size=int(size * vision.positive("mlp_ratio", 4.0)),
@@ -152,7 +152,7 @@ def qwen2_vl(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Gr
 
 def qwen2_5_vl(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVisionSpec:
     """Return the tower of Qwen2.5-VL."""
-    _check_output_size(vision, "out_hidden_size", output_size)
+    vision.require("out_hidden_size", output_size, _OUTPUT_SIZE, default=3584)
     sizes = _sizes(vision, vision.integer("hidden_size", 3584), 14)
     window_size = vision.integer("window_size", 112)
     unit = sizes["patch_size"] * sizes["merge_size"]
@@ -198,7 +198,7 @@ def hyperclovax(fields: ConfigFields, vision: ConfigFields, output_size: int) ->
 
 def qwen3_vl(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVisionSpec:
     """Return the tower of Qwen3-VL."""
-    _check_output_size(vision, "out_hidden_size", output_size)
+    vision.require("out_hidden_size", output_size, _OUTPUT_SIZE, default=3584)
     sizes = _sizes(vision.with_defaults(depth=27), vision.integer("hidden_size", 1152), 16)
     num_positions = vision.integer("num_position_embeddings", 2304)
     side = int(num_positions**0.5)
@@ -226,13 +226,12 @@ def qwen3_5(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Gri
 
 def glm4v(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVisionSpec:
     """Return the tower of GLM-4.1V and GLM-4.5V."""
-    _check_output_size(vision, "out_hidden_size", output_size)
+    vision.require("out_hidden_size", output_size, _OUTPUT_SIZE, default=3584)
     sizes = _sizes(
         vision.with_defaults(depth=24, num_heads=12), vision.integer("hidden_size", 1536), 14
     )
     image_size = vision.integer("image_size", 336, maximum=MAX_SIDE)
-    if vision.boolean("attention_bias", False):
-        raise vision.wrong("attention_bias", "false", True)
+    vision.require("attention_bias", False)
     return GridVisionSpec(
         **sizes,
         intermediate_size=output_size,
@@ -254,7 +253,7 @@ def glm4v(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridV
 def glm_ocr(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVisionSpec:
     """Return the tower of GLM-OCR, which has no learned positions."""
     vision = vision.with_defaults(depth=24, num_heads=16, out_hidden_size=1536)
-    _check_output_size(vision, "out_hidden_size", output_size)
+    vision.require("out_hidden_size", output_size, _OUTPUT_SIZE, default=3584)
     return GridVisionSpec(
         **_sizes(vision, vision.integer("hidden_size", 1024), 14),
         intermediate_size=vision.integer("intermediate_size", 4096),
@@ -314,6 +313,7 @@ def ernie4_5_vl(fields: ConfigFields, vision: ConfigFields, output_size: int) ->
     )
 
 
+_OUTPUT_SIZE: Final = ", which is the decoder's hidden_size"
 _ERNIE_MARKS: Final = {
     "image_start": 101_304,
     "image_end": 101_305,
@@ -346,8 +346,7 @@ _NAMES: Final = (
 
 def _sizes(vision: ConfigFields, size: int, patch_size: int) -> dict[str, Any]:
     for name in ("in_channels", "in_chans"):
-        if vision.integer(name, 3) != 3:
-            raise vision.wrong(name, "3", vision.get(name))
+        vision.require(name, 3)
     num_heads = vision.integer("num_heads", 16)
     # Half of a head is rotated by the row and half by the column, and elements are rotated in pairs.
     if size % (4 * num_heads):
@@ -364,12 +363,6 @@ def _sizes(vision: ConfigFields, size: int, patch_size: int) -> dict[str, Any]:
         "num_layers": vision.with_defaults(depth=32).layer_count("depth"),
         "rope_theta": rope.positive("rope_theta", 10_000.0, above=1),
     }
-
-
-def _check_output_size(vision: ConfigFields, name: str, output_size: int) -> None:
-    size = vision.integer(name, 3584)
-    if size != output_size:
-        raise vision.wrong(name, f"{output_size}, which is the decoder's hidden_size", size)
 
 
 def _layers(

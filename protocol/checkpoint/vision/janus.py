@@ -8,36 +8,26 @@ from msgspec.structs import replace
 
 from ..config_fields import ConfigFields
 from .deepseek import sam_encoder
-from .fields import head_count, image_and_patch_size
+from .fields import Sizes, read_sizes
 from .gemma import siglip
 from .spec import VisionSpec
+
+_SIZES: Final = Sizes(384, 16, 1024, 4096, num_heads=16, num_layers=24, activation="gelu")
 
 
 def janus(fields: ConfigFields, vision: ConfigFields, output_size: int) -> VisionSpec:
     """Return the tower of Janus (arXiv 2410.13848), which is like SigLIP."""
-    if vision.boolean("use_qk_norm", False):
-        raise vision.wrong("use_qk_norm", "false", True)
-    if vision.integer("depth", 2) != 2:
-        raise vision.wrong("depth", "2", vision.get("depth"))
-    if vision.integer("projection_dim", 2048) != output_size:
-        needed = f"{output_size}, which is the decoder's hidden_size"
-        raise vision.wrong("projection_dim", needed, vision.get("projection_dim"))
-    image_size, patch_size = image_and_patch_size(vision, 384, 16)
-    size = vision.integer("hidden_size", 1024)
-    activation = vision.text("hidden_act", "gelu")
-    num_layers = vision.with_defaults(num_hidden_layers=24).layer_count("num_hidden_layers")
+    vision.require("use_qk_norm", False)
+    vision.require("depth", 2)
+    reason = ", which is the decoder's hidden_size"
+    vision.require("projection_dim", output_size, reason, default=2048)
+    sizes = read_sizes(vision, _SIZES)
+    sizes["intermediate_size"] = int(sizes["hidden_size"] * vision.positive("mlp_ratio", 4.0))
     return VisionSpec(
-        image_size=image_size,
-        patch_size=patch_size,
-        hidden_size=size,
-        intermediate_size=int(size * vision.positive("mlp_ratio", 4.0)),
-        num_heads=head_count(vision, 1024, 16),
-        feature_layers=(num_layers,),
-        activation=activation,
-        norm_eps=vision.positive("layer_norm_eps", 1e-6),
+        **sizes,
         output_size=output_size,
         projection="mlp",
-        projection_activation=activation,
+        projection_activation=sizes["activation"],
         has_post_norm=True,
         qkv_bias=vision.boolean("attention_bias", True),
         tensor_names=(

@@ -92,8 +92,7 @@ def mllama(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Tile
             "supported_aspect_ratios", f"all grids of up to {spec.max_tiles} tiles", grids
         )
     size = spec.hidden_size * (1 + len(indices))
-    if vision.integer("vision_output_dim", 7680) != size:
-        raise vision.wrong("vision_output_dim", f"{size}", vision.get("vision_output_dim"))
+    vision.require("vision_output_dim", size, default=7680)
     if image_size * spec.max_tiles > MAX_SIDE * 4:
         raise vision.wrong("image_size", f"at most {MAX_SIDE * 4 // spec.max_tiles}", image_size)
     return spec
@@ -114,8 +113,7 @@ def llama4(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Visi
         raise vision.wrong("intermediate_size", f"{size * factor**2}", merged)
     adapter = vision.integer("projector_output_dim", 4096)
     for name in ("projector_input_dim", "vision_output_dim"):
-        if vision.integer(name, adapter) != adapter:
-            raise vision.wrong(name, f"{adapter}, which is projector_output_dim", vision.get(name))
+        vision.require(name, adapter, ", which is projector_output_dim")
     rope = vision.first_section("rope_parameters")
     num_layers = vision.with_defaults(num_hidden_layers=34).layer_count("num_hidden_layers")
     return VisionSpec(

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
+from typing import Final
 
 from msgspec.structs import replace
 
 from ..config_fields import ConfigFields
-from .fields import feature_layers, head_count, image_and_patch_size
+from .fields import feature_layers, read_sizes
+from .gemma import SIGLIP_SIZES
 from .pixtral import pixtral
 from .spec import VisionSpec
+
+_CLIP_SIZES: Final = SIGLIP_SIZES._replace(patch_size=32, activation="quick_gelu", norm_eps=1e-5)
 
 
 def llava(fields: ConfigFields, vision: ConfigFields, output_size: int) -> VisionSpec:
@@ -21,9 +25,8 @@ def llava(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Visio
         raise vision.wrong(
             "model_type", "clip_vision_model or siglip_vision_model", vision.get("model_type")
         )
-    image_size, patch_size = image_and_patch_size(vision, 224, 32 if is_clip else 16)
-    num_layers = vision.with_defaults(num_hidden_layers=12).layer_count("num_hidden_layers")
-    layers = feature_layers(fields, num_layers, -2)
+    sizes = read_sizes(vision, _CLIP_SIZES if is_clip else SIGLIP_SIZES)
+    sizes["feature_layers"] = feature_layers(fields, sizes, -2)
     strategy = fields.text("vision_feature_select_strategy", "default")
     if strategy not in ("default", "full"):
         raise fields.wrong("vision_feature_select_strategy", "'default' or 'full'", strategy)
@@ -32,14 +35,7 @@ def llava(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Visio
             "vision_feature_select_strategy", "'full' without a class token", strategy
         )
     return VisionSpec(
-        image_size=image_size,
-        patch_size=patch_size,
-        hidden_size=vision.integer("hidden_size", 768),
-        intermediate_size=vision.integer("intermediate_size", 3072),
-        num_heads=head_count(vision, 768, 12),
-        feature_layers=layers,
-        activation=vision.text("hidden_act", "quick_gelu" if is_clip else "gelu_pytorch_tanh"),
-        norm_eps=vision.positive("layer_norm_eps", 1e-5 if is_clip else 1e-6),
+        **sizes,
         output_size=output_size,
         projection="mlp",
         projection_activation=fields.text("projector_hidden_act", "gelu"),

@@ -93,10 +93,7 @@ def kimi_k25(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Gr
         }
     )
     side = vision.integer("pos_emb_height", 64, maximum=1024)
-    if vision.integer("pos_emb_width", side) != side:
-        raise vision.wrong(
-            "pos_emb_width", f"{side}, as pos_emb_height", vision.get("pos_emb_width")
-        )
+    vision.require("pos_emb_width", side, ", as pos_emb_height")
     merge = vision.get("merge_kernel_size", [2, 2])
     if not isinstance(merge, list) or len(merge) != 2 or merge[0] != merge[1]:
         raise vision.wrong("merge_kernel_size", "two equal numbers", merge)
@@ -124,9 +121,7 @@ def lfm2_vl(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Gri
     side = int(num_positions**0.5)
     if side**2 != num_positions:
         raise vision.wrong("num_patches", "a square number", num_positions)
-    activation = fields.text("projector_hidden_act", "gelu")
-    if activation != "gelu":
-        raise fields.wrong("projector_hidden_act", "gelu", activation)
+    fields.require("projector_hidden_act", "gelu")
     sizes = _sizes(vision.with_defaults(num_attention_heads=12), vision.integer("patch_size", 16))
     return GridVisionSpec(
         **sizes,
@@ -170,9 +165,7 @@ def lfm3_vl(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Gri
     conv_size = vision.integer("conv_kernel_size", 3, maximum=255)
     if conv_size % 2 == 0:
         raise vision.wrong("conv_kernel_size", "an odd number", conv_size)
-    activation = fields.text("projector_hidden_act", "gelu")
-    if activation != "gelu":
-        raise fields.wrong("projector_hidden_act", "gelu", activation)
+    fields.require("projector_hidden_act", "gelu")
     return GridVisionSpec(
         **sizes,
         merge_size=vision.integer("spatial_merge_size", 2, maximum=16),

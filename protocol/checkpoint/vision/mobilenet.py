@@ -77,9 +77,7 @@ class ConvVisionSpec(msgspec.Struct, frozen=True):
 
 def gemma3n(fields: ConfigFields, vision: ConfigFields, output_size: int) -> ConvVisionSpec:
     """Return the tower of Gemma 3n."""
-    architecture = vision.text("architecture", _ARCHITECTURE)
-    if architecture != _ARCHITECTURE:
-        raise vision.wrong("architecture", repr(_ARCHITECTURE), architecture)
+    vision.require("architecture", _ARCHITECTURE)
     options = vision.section("model_args") or ConfigFields({}, vision.path, "model_args.")
     if others := set(options.config) - {"channel_multiplier"}:
         raise vision.wrong("model_args", "nothing but channel_multiplier", sorted(others))

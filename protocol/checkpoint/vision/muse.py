@@ -28,16 +28,11 @@ def muse(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVi
             "hidden_size", f"a multiple of 4 times num_attention_heads {num_heads}", size
         )
     side = vision.integer("pos_emb_height", 32, maximum=1024)
-    if vision.integer("pos_emb_width", 32) != side:
-        raise vision.wrong(
-            "pos_emb_width", f"{side}, as pos_emb_height", vision.get("pos_emb_width")
-        )
+    vision.require("pos_emb_width", side, ", as pos_emb_height", default=32)
     merge_size = vision.integer("merge_size", 2, maximum=16)
     if side % merge_size:
         raise vision.wrong("pos_emb_height", f"a multiple of merge_size {merge_size}", side)
-    activation = fields.text("projector_hidden_act", "gelu")
-    if activation != "gelu":
-        raise fields.wrong("projector_hidden_act", "gelu", activation)
+    fields.require("projector_hidden_act", "gelu")
     patch_size = vision.integer("patch_size", 14, maximum=256)
     rope = vision.first_section("rope_parameters")
     return GridVisionSpec(

@@ -5,30 +5,23 @@ from __future__ import annotations
 from typing import Final
 
 from ..config_fields import ConfigFields
-from .fields import feature_layers, head_count, image_and_patch_size
+from .fields import Sizes, feature_layers, read_sizes
 from .spec import VisionSpec
 
 
 def pixtral(fields: ConfigFields, vision: ConfigFields, output_size: int) -> VisionSpec:
     """Return the tower of Pixtral, or of Mistral 3 or LightOnOCR, which differ in the projection."""
     merges = fields.text("model_type") in ("mistral3", "lighton_ocr")
-    image_size, patch_size = image_and_patch_size(vision, 1024, 16)
-    num_layers = vision.with_defaults(num_hidden_layers=24).layer_count("num_hidden_layers")
+    sizes = read_sizes(vision, _SIZES)
+    sizes |= {"feature_layers": feature_layers(fields, sizes, -1), "norm_eps": 1e-5}
     rope = vision.first_section("rope_parameters")
     factor = fields.integer("spatial_merge_size", 2, maximum=64) if merges else 1
     text = fields.first_section("text_config")
     return VisionSpec(
-        image_size=image_size,
-        patch_size=patch_size,
-        hidden_size=vision.integer("hidden_size", 1024),
-        intermediate_size=vision.integer("intermediate_size", 4096),
-        num_heads=head_count(vision, 1024, 16),
-        feature_layers=feature_layers(fields, num_layers, -1),
-        activation=vision.text("hidden_act", "gelu"),
-        norm_eps=1e-5,
+        **sizes,
         output_size=output_size,
         projection="merged mlp" if merges else "mlp",
-        max_outputs=(-(-image_size // (patch_size * factor))) ** 2,
+        max_outputs=(-(-sizes["image_size"] // (sizes["patch_size"] * factor))) ** 2,
         merge_factor=factor,
         projection_activation=fields.text("projector_hidden_act", "gelu"),
         projection_bias=fields.boolean("multimodal_projector_bias", not merges),
@@ -45,6 +38,7 @@ def pixtral(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Vis
     )
 
 
+_SIZES: Final = Sizes(1024, 16, 1024, 4096, num_heads=16, num_layers=24, activation="gelu")
 _NAMES: Final = (
     (r"vision_projection\.", "multi_modal_projector."),
     (r"(vision_\w+)\.patch_conv\.", r"\1.embeddings.patch_embedding."),

@@ -39,8 +39,7 @@ def _kimi_linear(fields: ConfigFields) -> ModelSpec:
         moe_intermediate_size=1024,
         num_experts=256,
     )
-    if not fields.boolean("mla_use_nope", True):
-        raise fields.wrong("mla_use_nope", "true: latent attention has no rotation", False)
+    fields.require("mla_use_nope", True, ": latent attention has no rotation")
     own = fields.section("linear_attn_config")
     attending = None if own is None else layer_indices(own, "full_attn_layers")
     # This config numbers layers from 1.
@@ -185,9 +184,7 @@ def _grouped_indexer(fields: ConfigFields) -> IndexerSpec:
     size, num_keys = fields.integer("index_kpool", 16), fields.integer("index_topk", 2048)
     if num_keys % size:
         raise fields.error(f"index_topk {num_keys} must be a multiple of index_kpool {size}")
-    if not fields.boolean("index_kpool_always_select_tail", True):
-        # The first tokens would attend to nothing.
-        raise fields.wrong("index_kpool_always_select_tail", "true", False)
+    fields.require("index_kpool_always_select_tail", True)
     return IndexerSpec(
         fields.integer("index_n_heads", 32),
         fields.integer("index_head_dim", 128),

@@ -264,8 +264,7 @@ def _gpt_neox(fields: ConfigFields) -> ModelSpec:
 
 
 def _xglm(fields: ConfigFields) -> ModelSpec:
-    if fields.boolean("add_cross_attention", False):
-        raise fields.wrong("add_cross_attention", "false", True)
+    fields.require("add_cross_attention", False)
     is_scaled = fields.boolean("scale_embedding", True)
     fields = fields.with_values(
         {"num_attention_heads": fields.integer("attention_heads", 16)}
@@ -293,8 +292,7 @@ def _opt(fields: ConfigFields) -> ModelSpec:
         ("layer_norm_elementwise_affine", True),
         ("word_embed_proj_dim", hidden_size),
     ):
-        if fields.get(name, needed) != needed:
-            raise fields.wrong(name, str(needed).lower(), fields.get(name))
+        fields.require(name, needed)
     return gpt_spec(
         fields,
         has_biases=fields.boolean("enable_bias", True),

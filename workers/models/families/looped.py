@@ -40,8 +40,7 @@ def looped_layers(
 def _refuse(fields: ConfigFields, *names: str) -> None:
     """Raise CheckpointError if one of these fields is true."""
     for name in names:
-        if fields.boolean(name, False):
-            raise fields.wrong(name, "false", True)
+        fields.require(name, False)
 
 
 def _hrm_text(fields: ConfigFields) -> ModelSpec:

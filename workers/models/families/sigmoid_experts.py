@@ -182,8 +182,7 @@ def _ling2(fields: ConfigFields) -> ModelSpec:
 
 def _ling(fields: ConfigFields) -> ModelSpec:
     """Return the spec of the first Ling, with experts like those of DeepSeek-MoE and softmax scores."""
-    if fields.boolean("norm_head", False):
-        raise fields.wrong("norm_head", "false (a GGUF file has a normed head)", True)
+    fields.require("norm_head", False, " (a GGUF file has a normed head)")
     num_shared = fields.integer("num_shared_experts", 1, minimum=0)
     fields = fields.with_values({"n_shared_experts": num_shared}).with_defaults(
         attention_bias=fields.boolean("use_qkv_bias", False), rope_theta=600_000.0

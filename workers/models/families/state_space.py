@@ -67,8 +67,7 @@ def _zamba2(fields: ConfigFields) -> ModelSpec:
     fields = fields.with_values({"head_dim": 2 * hidden_size // num_heads}).with_defaults(
         tie_word_embeddings=True, rms_norm_eps=1e-5, hidden_act="gelu"
     )
-    if fields.boolean("use_long_context", False):
-        raise fields.wrong("use_long_context", "false", True)
+    fields.require("use_long_context", False)
     layers = _shared_layers(fields)
     has_biases = fields.boolean("add_bias_linear", False)
     return base_spec(

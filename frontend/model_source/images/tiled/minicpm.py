@@ -16,17 +16,11 @@ _MAX_SLICES: Final = 64
 def slices(source: ProcessorSource, vision: VisionSpec, token_id: int) -> SlicesProcessor:
     """Return the processor of MiniCPM-V."""
     fields, unit = source.fields, vision.side_factor
-    if fields.integer("patch_size", vision.patch_size) != vision.patch_size:
-        raise fields.wrong(
-            "patch_size", f"{vision.patch_size}, as in config.json", fields.get("patch_size")
-        )
+    fields.require("patch_size", vision.patch_size, ", as in config.json")
     mode = "16x" if vision.window_layer else "4x"
     if (upsize := fields.text("small_image_upsize", "always")) != "always":
         raise fields.wrong("small_image_upsize", "'always'", upsize)
-    if fields.text("downsample_mode", mode) != mode:
-        raise fields.wrong(
-            "downsample_mode", f"{mode!r}, as in config.json", fields.get("downsample_mode")
-        )
+    fields.require("downsample_mode", mode, ", as in config.json")
     side = fields.integer("scale_resolution", 448, minimum=unit, maximum=MAX_SIDE)
     splits = fields.boolean("slice_mode", True)
     max_slices = fields.integer("max_slice_nums", 9, maximum=_MAX_SLICES) if splits else 1

@@ -24,8 +24,7 @@ def overlaps(source: ProcessorSource, vision: PooledVisionSpec, token_id: int) -
         ("pooling_size", [POOL_SIDE] * 2),
         ("resample", BILINEAR),
     ):
-        if fields.get(name, needed) != needed:
-            raise fields.wrong(name, str(needed), fields.get(name))
+        fields.require(name, needed)
     tokens = ConfigFields.read_if_present(source.path / "processor_config.json")
     ends = tokens.boolean("image_use_col_tokens", True)
     marks = list(zip(_TEXTS, vision.token_ids[1:], strict=True))

@@ -7,40 +7,32 @@ from typing import Final
 from msgspec.structs import replace
 
 from ...config_fields import ConfigFields
-from ..fields import check_factor, feature_layers, head_count, image_and_patch_size
+from ..fields import Sizes, check_factor, feature_layers, read_sizes
 from ..spec import VisionSpec
+
+_SIZES: Final = Sizes(448, 14, 1024, 4096, num_heads=16, num_layers=24, activation="gelu")
 
 
 def internvl(fields: ConfigFields, vision: ConfigFields, output_size: int) -> VisionSpec:
     """Return the tower of InternVL."""
-    image_size, patch_size = image_and_patch_size(vision, 448, 14)
+    sizes = read_sizes(vision, _SIZES)
     factor = round(1 / fields.positive("downsample_ratio", 0.5))
-    check_factor(fields, "downsample_ratio 1 /", factor, image_size // patch_size)
-    num_layers = vision.with_defaults(num_hidden_layers=24).layer_count("num_hidden_layers")
-    layers = feature_layers(fields, num_layers, -1)
-    is_last = layers == (num_layers,)
+    check_factor(fields, "downsample_ratio 1 /", factor, sizes["image_size"] // sizes["patch_size"])
+    last_layer = sizes["feature_layers"]
+    sizes["feature_layers"] = layers = feature_layers(fields, sizes, -1)
     norm_kind = vision.text("norm_type", "layer_norm")
     if norm_kind not in ("layer_norm", "rms_norm"):
         raise vision.wrong("norm_type", "'layer_norm' or 'rms_norm'", norm_kind)
-    strategy = fields.text("vision_feature_select_strategy", "default")
-    if strategy != "default":
-        raise fields.wrong("vision_feature_select_strategy", "'default'", strategy)
+    fields.require("vision_feature_select_strategy", "default")
     return VisionSpec(
-        image_size=image_size,
-        patch_size=patch_size,
-        hidden_size=vision.integer("hidden_size", 1024),
-        intermediate_size=vision.integer("intermediate_size", 4096),
-        num_heads=head_count(vision, 1024, 16),
-        feature_layers=layers,
-        activation=vision.text("hidden_act", "gelu"),
-        norm_eps=vision.positive("layer_norm_eps", 1e-6),
+        **sizes,
         output_size=output_size,
         projection="mlp",
         merge_factor=factor,
         projection_activation=fields.text("projector_hidden_act", "gelu"),
         has_projection_norm=True,
         has_class_token=True,
-        has_post_norm=is_last and not vision.boolean("use_mean_pooling", True),
+        has_post_norm=layers == last_layer and not vision.boolean("use_mean_pooling", True),
         norm_kind="rms" if norm_kind == "rms_norm" else "layer",
         has_layer_scales=True,
         qk_norm="full" if vision.boolean("use_qk_norm", False) else None,

@@ -17,8 +17,7 @@ def minicpmv4_6(fields: ConfigFields, vision: ConfigFields, output_size: int) ->
         side = section.get(name, [2, 2])
         if side not in ([2, 2], (2, 2)):
             raise section.wrong(name, "[2, 2]", side)
-    if fields.integer("merger_times", 1) != 1:
-        raise fields.wrong("merger_times", "1", fields.get("merger_times"))
+    fields.require("merger_times", 1)
     mode = fields.text("downsample_mode", "16x")
     if mode not in ("4x", "16x"):
         raise fields.wrong("downsample_mode", "'4x' or '16x'", mode)

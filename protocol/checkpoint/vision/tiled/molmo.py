@@ -70,13 +70,8 @@ def molmo2(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Pool
     image_size, patch_size = image_and_patch_size(vision.with_values(renamed), 378, 14)
     heads, pooling_heads = (_heads(each) for each in (vision, adapter))
     size = vision.integer("hidden_size", 1152)
-    if adapter.integer("hidden_size", size) != size:
-        raise adapter.wrong(
-            "hidden_size", f"{size}, as in vision_config", adapter.get("hidden_size")
-        )
-    if adapter.integer("text_hidden_size", output_size) != output_size:
-        needed = f"{output_size}, which is the decoder's hidden_size"
-        raise adapter.wrong("text_hidden_size", needed, adapter.get("text_hidden_size"))
+    adapter.require("hidden_size", size, ", as in vision_config")
+    adapter.require("text_hidden_size", output_size, ", which is the decoder's hidden_size")
     layers = _feature_layers(adapter, vision)
     tower = VisionSpec(
         image_size=image_size,
@@ -115,9 +110,7 @@ def molmo2(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Pool
 def _heads(section: ConfigFields) -> tuple[int, int]:
     """Return the number and the size of the heads, all of which have keys and values of their own."""
     num_heads = section.integer("num_attention_heads", 16)
-    if section.integer("num_key_value_heads", num_heads) != num_heads:
-        found = section.get("num_key_value_heads")
-        raise section.wrong("num_key_value_heads", f"{num_heads}, as num_attention_heads", found)
+    section.require("num_key_value_heads", num_heads, ", as num_attention_heads")
     return num_heads, section.integer("head_dim", 72)
 
 

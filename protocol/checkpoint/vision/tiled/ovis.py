@@ -5,37 +5,28 @@ from __future__ import annotations
 from typing import Final
 
 from ...config_fields import ConfigFields
-from ..fields import check_factor, head_count, image_and_patch_size
+from ..fields import Sizes, check_factor, read_sizes
 from ..spec import VisionSpec
 
+_SIZES: Final = Sizes(224, 14, 1024, 2816, num_heads=8, num_layers=24, activation="silu")
 NUM_MARKS: Final = 5
 """The number of marks in an image's text."""
 
 
 def ovis2(fields: ConfigFields, vision: ConfigFields, output_size: int) -> VisionSpec:
     """Return the tower of Ovis 2, an AIMv2 (arXiv 2411.14402) whose patches become distributions over visual words."""
-    image_size, patch_size = image_and_patch_size(vision, 224, 14)
+    sizes = read_sizes(vision, _SIZES)
+    sizes["norm_eps"] = vision.positive("rms_norm_eps", 1e-5)
     factor = vision.integer("hidden_stride", 1, maximum=64)
-    check_factor(vision, "hidden_stride", factor, image_size // patch_size)
+    check_factor(vision, "hidden_stride", factor, sizes["image_size"] // sizes["patch_size"])
     has_biases = vision.boolean("qkv_bias", False)
-    if vision.boolean("mlp_bias", False) != has_biases:
-        raise vision.wrong("mlp_bias", f"{has_biases}, as qkv_bias", not has_biases)
+    vision.require("mlp_bias", has_biases, ", as qkv_bias", default=False)
     function = vision.text("tokenize_function", "softmax")
     if function not in ("softmax", "st_argmax"):
         raise vision.wrong("tokenize_function", "'softmax' or 'st_argmax'", function)
-    num_marks = vision.integer("num_visual_indicator_tokens", NUM_MARKS)
-    if num_marks != NUM_MARKS:
-        raise vision.wrong("num_visual_indicator_tokens", f"{NUM_MARKS}", num_marks)
-    num_layers = vision.with_defaults(num_hidden_layers=24).layer_count("num_hidden_layers")
+    vision.require("num_visual_indicator_tokens", NUM_MARKS)
     return VisionSpec(
-        image_size=image_size,
-        patch_size=patch_size,
-        hidden_size=vision.integer("hidden_size", 1024),
-        intermediate_size=vision.integer("intermediate_size", 2816),
-        num_heads=head_count(vision, 1024, 8),
-        feature_layers=(num_layers,),
-        activation=vision.text("hidden_act", "silu"),
-        norm_eps=vision.positive("rms_norm_eps", 1e-5),
+        **sizes,
         output_size=output_size,
         projection="words",
         merge_factor=factor,
@@ -47,7 +38,7 @@ def ovis2(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Visio
         qkv_bias=has_biases,
         product_bias=has_biases,
         num_words=vision.integer("vocab_size", 16384, minimum=NUM_MARKS + 1),
-        num_marks=num_marks,
+        num_marks=NUM_MARKS,
         chooses_words=function == "st_argmax",
         tensor_names=_NAMES,
     )

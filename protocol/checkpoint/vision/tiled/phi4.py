@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Final
 
 from ...config_fields import ConfigFields
-from ..fields import feature_layers, head_count, image_and_patch_size
+from ..fields import Sizes, feature_layers, read_sizes
 from ..spec import VisionSpec
+
+_SIZES: Final = Sizes(448, 14, 1152, 4304, num_heads=16, num_layers=27)
 
 
 def phi4_multimodal(fields: ConfigFields, vision: ConfigFields, output_size: int) -> VisionSpec:
@@ -14,22 +16,15 @@ def phi4_multimodal(fields: ConfigFields, vision: ConfigFields, output_size: int
 
     The original config (`phi4mm`) has no sizes, because they are always the default.
     """
-    image_size, patch_size = image_and_patch_size(vision, 448, 14)
+    sizes = read_sizes(vision, _SIZES)
+    image_size, patch_size = sizes["image_size"], sizes["patch_size"]
     if image_size % (2 * patch_size):
         raise vision.wrong("image_size", f"a multiple of 2 * patch_size {patch_size}", image_size)
-    if vision.integer("crop_size", image_size) != image_size:
-        raise vision.wrong("crop_size", f"{image_size}, as image_size", vision.get("crop_size"))
-    num_layers = vision.with_defaults(num_hidden_layers=27).layer_count("num_hidden_layers")
+    vision.require("crop_size", image_size, ", as image_size")
     layer = {"vision_feature_layer": vision.get("feature_layer", -2)}
+    sizes["feature_layers"] = feature_layers(vision.with_values(layer), sizes, -2)
     return VisionSpec(
-        image_size=image_size,
-        patch_size=patch_size,
-        hidden_size=vision.integer("hidden_size", 1152),
-        intermediate_size=vision.integer("intermediate_size", 4304),
-        num_heads=head_count(vision, 1152, 16),
-        feature_layers=feature_layers(vision.with_values(layer), num_layers, -2),
-        activation=vision.text("hidden_act", "gelu_pytorch_tanh"),
-        norm_eps=vision.positive("layer_norm_eps", 1e-6),
+        **sizes,
         output_size=output_size,
         projection="mlp",
         merge_factor=2,

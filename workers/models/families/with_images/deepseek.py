@@ -20,10 +20,8 @@ def _deepseek_ocr2(fields: ConfigFields) -> ModelSpec:
     dense = [i for i in range(num_layers) if not is_sparse(i)]
     if dense != list(range(len(dense))):
         raise fields.error("mlp_layer_types must have the dense layers first")
-    if fields.text("topk_method", "greedy") != "greedy":
-        raise fields.wrong("topk_method", "'greedy'", fields.get("topk_method"))
-    if fields.number("routed_scaling_factor", 1.0) != 1:
-        raise fields.wrong("routed_scaling_factor", "1", fields.get("routed_scaling_factor"))
+    fields.require("topk_method", "greedy")
+    fields.require("routed_scaling_factor", 1)
     values = {"first_k_dense_replace": len(dense), "norm_topk_prob": False, "head_dim": None}
     spec = deepseek(fields.with_defaults(n_shared_experts=2).with_values(values))
     return replace(spec, tensor_names=((_TOWER, ""), *spec.tensor_names))
