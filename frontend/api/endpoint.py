@@ -21,7 +21,7 @@ from ..http.deadline import read_deadline
 from ..http.errors import APIError, json_response, rename_parameter
 from ..http.trace_headers import read_trace_headers
 from .answer import Answer, Outputs, Request
-from .bodies.body import BodyDecoder, ClientDisconnected
+from .bodies.body import ClientDisconnected
 from .bodies.intake import Intake
 from .bodies.request_memory import MemoryLease
 from .durable.event_ids import MAX_SEQUENCES, IdentifiedChunks
@@ -59,7 +59,7 @@ class Endpoint(ABC, Generic[Request]):
         self._serving = serving
         self.body_schema: type[msgspec.Struct] | UnionType = request_type
         self._intake = intake
-        self._decoder = BodyDecoder(request_type, serving.config.frontend.strict)
+        self._request_type = request_type
         self._id_prefix = id_prefix
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -278,7 +278,7 @@ class Endpoint(ABC, Generic[Request]):
         Raises:
             APIError: The body is too large or invalid (4xx).
         """
-        return await self._intake.receive(scope, receive, self._decoder, lease)
+        return await self._intake.receive(scope, receive, self._request_type, lease)
 
     def _greeting(self, request: Request) -> Json | None:
         """Return the response to a request that asks for no text; None for all other requests."""

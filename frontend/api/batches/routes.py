@@ -7,10 +7,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ...http.errors import APIError, bad_request, echo, json_response
-from ..bodies.body import BodyDecoder
-from ..bodies.intake import Intake
+from ..bodies.intake import Intake, reads
 from ..files.storage import FileStorage, verify_expiry
-from ..openapi import accepts
 from ..schema.files import BatchRequest
 from ..serving import Serving
 from ..stored.metadata import verify_metadata
@@ -35,15 +33,10 @@ class Batches:
         self._records = records
         self._files = files
         self._executor = executor
-        self._decoder = BodyDecoder(BatchRequest, serving.config.frontend.strict)
 
-    @accepts(BatchRequest)
-    async def create(self, request: Request) -> Response:
+    @reads(BatchRequest)
+    async def create(self, request: Request, body: BatchRequest, size: int) -> Response:
         """Create a batch."""
-        with self._intake.lease() as lease:
-            body, _ = await self._intake.receive(
-                request.scope, request.receive, self._decoder, lease
-            )
         state = request.scope["state"]
         if body.endpoint not in ENDPOINTS:
             raise bad_request(

@@ -222,6 +222,13 @@ class BodyDecoder(Generic[T]):
         return request
 
 
+def make_decoder(schema: type[T], strict: bool) -> BodyDecoder[T]:
+    """Return the decoder for a schema."""
+    if schema is GenerationRequest:
+        return InvocationDecoder(strict)  # type: ignore[return-value]
+    return BodyDecoder(schema, strict)
+
+
 class _Kind(msgspec.Struct):
     messages: msgspec.Raw = msgspec.Raw()
 

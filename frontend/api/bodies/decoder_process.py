@@ -16,8 +16,7 @@ from typing import Any
 from ....protocol.isolation.limits import limit_memory, limit_time
 from ....protocol.process import configure_logging, name_process
 from ...http.errors import APIError
-from ..schema import GenerationRequest
-from .body import BodyDecoder, InvocationDecoder
+from .body import BodyDecoder, make_decoder
 from .messages import (
     HEAD,
     LENGTH,
@@ -49,11 +48,7 @@ def main() -> None:
     configure_logging("body decoder", log_level, "json" if log_format == "json" else "text")
     for signum in (signal.SIGINT, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
-    strict = is_strict == "True"
-    decoders = [
-        InvocationDecoder(strict) if schema is GenerationRequest else BodyDecoder(schema, strict)
-        for schema in SCHEMAS
-    ]
+    decoders = [make_decoder(schema, is_strict == "True") for schema in SCHEMAS]
     limit_memory(MAX_MEMORY_BYTES)
     bodies, replies = sys.stdin.buffer, sys.stdout.buffer
     while head := bodies.read(HEAD.size):

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Final, TypeVar
+from collections.abc import Awaitable, Callable
+from functools import wraps
+from typing import Any, Final, Protocol, TypeVar
 
 import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import Receive, Scope
 
 from ...client.executor import request_digest
 from ...http.errors import internal_error, unavailable
+from ..openapi import accepts
 from ..serving import Serving
-from .body import BodyDecoder, read_body
+from .body import BodyDecoder, make_decoder, read_body
 from .decoder_pool import DecoderPool
 from .form import FormDecoder, FormFile, find_boundary, parse_form
 from .messages import unpack
@@ -39,6 +44,40 @@ At these limits it blocks all other threads for a few milliseconds.
 """
 
 
+class _Routes(Protocol):
+    _intake: Intake
+
+
+R = TypeVar("R", bound=_Routes)
+
+
+def reads(
+    schema: type[T],
+) -> Callable[
+    [Callable[[R, Request, T, int], Awaitable[Response]]],
+    Callable[[R, Request], Awaitable[Response]],
+]:
+    """Decorate a handler that gets the decoded JSON body of a request, and the size of the body in bytes.
+
+    The memory of the body is leased until the handler returns.
+    """
+
+    def declare(
+        handler: Callable[[R, Request, T, int], Awaitable[Response]],
+    ) -> Callable[[R, Request], Awaitable[Response]]:
+        @accepts(schema)
+        @wraps(handler)
+        async def answer(self: R, http: Request) -> Response:
+            intake = self._intake
+            with intake.lease() as lease:
+                body, size = await intake.receive(http.scope, http.receive, schema, lease)
+                return await handler(self, http, body, size)
+
+        return answer
+
+    return declare
+
+
 class Intake:
     """Receives and decodes all request bodies of one frontend."""
 
@@ -46,7 +85,9 @@ class Intake:
         self._serving = serving
         limits = serving.config.frontend
         self._max_body_bytes = limits.max_body_bytes
-        self._decoders = DecoderPool(
+        self._is_strict = limits.strict
+        self._decoders: dict[type[msgspec.Struct], BodyDecoder[Any]] = {}
+        self._pool = DecoderPool(
             strict=limits.strict, log_level=limits.log_level, log_format=limits.log_format
         )
 
@@ -55,9 +96,9 @@ class Intake:
         return self._serving.request_memory.lease()
 
     async def receive(
-        self, scope: Scope, receive: Receive, decoder: BodyDecoder[T], lease: MemoryLease
+        self, scope: Scope, receive: Receive, schema: type[T], lease: MemoryLease
     ) -> tuple[T, int]:
-        """Return the decoded body and its size in bytes.
+        """Return the body, decoded into `schema`, and its size in bytes.
 
         Raises:
             APIError: The body is invalid, too large, or too complex (4xx); it crashed a frontend before (500); there is
@@ -66,6 +107,9 @@ class Intake:
         """
         body = await read_body(scope, receive, self._max_body_bytes, lease)
         self._refuse_poison()
+        if schema not in self._decoders:
+            self._decoders[schema] = make_decoder(schema, self._is_strict)
+        decoder: BodyDecoder[T] = self._decoders[schema]
         executor = self._serving.executor
         if body.size <= FREE_BYTES:
             return executor.call(decoder.decode, body.join()), body.size
@@ -78,7 +122,7 @@ class Intake:
             )
         if body.size <= THREAD_BYTES and body.num_values <= THREAD_VALUES:
             return await executor.in_thread(decoder.decode, body.join()), body.size
-        reply = await self._decoders.decode(decoder.schema, body)
+        reply = await self._pool.decode(schema, body)
         return await executor.in_thread(unpack, reply), body.size
 
     async def receive_form(

@@ -13,7 +13,6 @@ from ...client.engine_client import Delta, Sequence
 from ...http.errors import APIError, bad_request, json_response
 from ...http.json_pieces import encode_whole
 from ...media.documents.pdf import MAX_CHARACTERS
-from ..bodies.body import BodyDecoder
 from ..bodies.intake import Intake
 from ..bodies.request_memory import MemoryLease
 from ..chat_prompt import render_chat
@@ -84,8 +83,7 @@ async def replace_pdfs(
 class Messages(DialectEndpoint[MessagesRequest]):
     """The Messages endpoint."""
 
-    def __init__(self, serving: Serving, intake: Intake) -> None:
-        super().__init__(serving, intake, MessagesRequest)
+    body_type = MessagesRequest
 
     async def complete(self, body: MessagesRequest, size: int, lease: MemoryLease) -> int:
         """Replace PDF documents by their texts, and return the new size of the body."""
@@ -121,14 +119,15 @@ class TokenCounter:
     def __init__(self, serving: Serving, intake: Intake) -> None:
         self._serving = serving
         self._intake = intake
-        self._decoder = BodyDecoder(MessagesRequest, serving.config.frontend.strict)
 
     @accepts(MessagesRequest)
     async def count(self, http: Request) -> Response:
         """Return the number of tokens of the prompt."""
         serving = self._serving
         with self._intake.lease() as lease:
-            body, size = await self._intake.receive(http.scope, http.receive, self._decoder, lease)
+            body, size = await self._intake.receive(
+                http.scope, http.receive, MessagesRequest, lease
+            )
             size += await replace_pdfs(serving, body, size, lease)
             request = await serving.executor.run(size, lambda: translate_messages(body))
             serving.verify_model(request.model)

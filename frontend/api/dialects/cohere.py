@@ -13,9 +13,7 @@ from starlette.responses import Response
 from ...client.embeddings import Vector
 from ...client.engine_client import RequestGroup
 from ...http.errors import APIError, bad_request, echo, json_response, rename_parameter
-from ..bodies.body import BodyDecoder
-from ..bodies.intake import Intake
-from ..openapi import accepts
+from ..bodies.intake import Intake, reads
 from ..routes.embeddings import Embeddings
 from ..schema import EmbeddingRequest
 from ..schema.cohere import CohereEmbedRequest
@@ -52,61 +50,58 @@ class CohereEmbeddings:
         self._serving = serving
         self._intake = intake
         self._embeddings = embeddings
-        self._decoder = BodyDecoder(CohereEmbedRequest, serving.config.frontend.strict)
 
-    @accepts(CohereEmbedRequest)
-    async def embed(self, http: Request) -> Response:
+    @reads(CohereEmbedRequest)
+    async def embed(self, http: Request, body: CohereEmbedRequest, size: int) -> Response:
         """Return an embedding of each text, image or combination of them."""
-        with self._intake.lease() as lease:
-            body, size = await self._intake.receive(http.scope, http.receive, self._decoder, lease)
-            kinds = body.embedding_types or ["float"]
-            for kind in kinds:
-                if kind not in _ENCODERS:
-                    one_of = ", ".join(_ENCODERS)
-                    raise bad_request(
-                        "embedding_types",
-                        f"embedding_types must be of {one_of}, got {echo(kind)}",
-                    )
-            name = self._name_of_input(body)
-            request = self._translate(body)
-
-            def answer(group: RequestGroup, vectors: Iterator[Vector]) -> Response:
-                embeddings: dict[str, list[Any]] = {kind: [] for kind in kinds}
-                for vector in vectors:
-                    if len(vector) % 8 and not {"binary", "ubinary"}.isdisjoint(kinds):
-                        raise bad_request(
-                            "output_dimension",
-                            f"output_dimension must be a multiple of 8 for bits, got {len(vector)}",
-                        )
-                    for kind, values in embeddings.items():
-                        values.append(_ENCODERS[kind](vector))
-                num_tokens = sum(sequence.num_prompt_tokens for sequence in group.sequences)
-                return json_response(
-                    {
-                        "id": f"embd-{group.request_id}",
-                        "embeddings": embeddings,
-                        "texts": body.texts or [],
-                        "meta": {
-                            "api_version": {"version": "2"},
-                            "billed_units": {"input_tokens": num_tokens},
-                        },
-                        "response_type": "embeddings_by_type",
-                    }
+        kinds = body.embedding_types or ["float"]
+        for kind in kinds:
+            if kind not in _ENCODERS:
+                one_of = ", ".join(_ENCODERS)
+                raise bad_request(
+                    "embedding_types",
+                    f"embedding_types must be of {one_of}, got {echo(kind)}",
                 )
+        name = self._name_of_input(body)
+        request = self._translate(body)
 
-            try:
-                return await self._embeddings.run(http, request, size, answer)
-            except APIError as error:
-                for ours, theirs in (
-                    ("input", "texts"),
-                    ("messages", name),
-                    ("dimensions", "output_dimension"),
-                ):
-                    if (error.param or "").startswith(ours):
-                        raise rename_parameter(
-                            error, theirs + (error.param or "").removeprefix(ours)
-                        ) from None
-                raise
+        def answer(group: RequestGroup, vectors: Iterator[Vector]) -> Response:
+            embeddings: dict[str, list[Any]] = {kind: [] for kind in kinds}
+            for vector in vectors:
+                if len(vector) % 8 and not {"binary", "ubinary"}.isdisjoint(kinds):
+                    raise bad_request(
+                        "output_dimension",
+                        f"output_dimension must be a multiple of 8 for bits, got {len(vector)}",
+                    )
+                for kind, values in embeddings.items():
+                    values.append(_ENCODERS[kind](vector))
+            num_tokens = sum(sequence.num_prompt_tokens for sequence in group.sequences)
+            return json_response(
+                {
+                    "id": f"embd-{group.request_id}",
+                    "embeddings": embeddings,
+                    "texts": body.texts or [],
+                    "meta": {
+                        "api_version": {"version": "2"},
+                        "billed_units": {"input_tokens": num_tokens},
+                    },
+                    "response_type": "embeddings_by_type",
+                }
+            )
+
+        try:
+            return await self._embeddings.run(http, request, size, answer)
+        except APIError as error:
+            for ours, theirs in (
+                ("input", "texts"),
+                ("messages", name),
+                ("dimensions", "output_dimension"),
+            ):
+                if (error.param or "").startswith(ours):
+                    raise rename_parameter(
+                        error, theirs + (error.param or "").removeprefix(ours)
+                    ) from None
+            raise
 
     def _name_of_input(self, body: CohereEmbedRequest) -> str:
         """Return the name of the field with the inputs.

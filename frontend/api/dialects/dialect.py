@@ -11,7 +11,6 @@ from starlette.types import Receive, Scope
 from ...client.engine_client import Sequence
 from ...client.sequence_io import TOKENS_AT_ONCE
 from ...http.errors import bad_request, echo
-from ..bodies.body import BodyDecoder
 from ..bodies.intake import Intake
 from ..bodies.request_memory import MemoryLease
 from ..generation import raise_if_failed
@@ -27,15 +26,17 @@ class DialectEndpoint(ChatCompletions, Generic[Body]):
 
     cuts_max_tokens = True
 
-    def __init__(self, serving: Serving, intake: Intake, body_type: type[Body]) -> None:
+    body_type: type[Body]
+    """The schema of the dialect's bodies."""
+
+    def __init__(self, serving: Serving, intake: Intake) -> None:
         super().__init__(serving, intake)
-        self.body_schema = body_type
-        self._body_decoder = BodyDecoder(body_type, serving.config.frontend.strict)
+        self.body_schema = self.body_type
 
     async def _receive(
         self, scope: Scope, receive: Receive, lease: MemoryLease
     ) -> tuple[ChatCompletionRequest, int]:
-        body, size = await self._intake.receive(scope, receive, self._body_decoder, lease)
+        body, size = await self._intake.receive(scope, receive, self.body_type, lease)
         size = await self.complete(body, size, lease)
         return await self._serving.executor.run(size, lambda: self.translate(body)), size
 

@@ -24,8 +24,7 @@ from ...http.errors import (
     unavailable,
 )
 from ...http.json_pieces import encode_list
-from ..bodies.body import BodyDecoder
-from ..bodies.intake import Intake
+from ..bodies.intake import Intake, reads
 from ..bodies.request_memory import MemoryLease
 from ..chat_prompt import RenderedChat, render_chat
 from ..infill import require_infill
@@ -83,7 +82,7 @@ class LlamaCompletions(Completions):
     def __init__(self, serving: Serving, intake: Intake, body_type: type[LlamaFields]) -> None:
         super().__init__(serving, intake)
         self.body_schema = body_type
-        self._body_decoder = BodyDecoder(body_type, serving.config.frontend.strict)
+        self._body_type = body_type
 
     @property
     def answer_type(self) -> NewPromptAnswer:
@@ -93,7 +92,7 @@ class LlamaCompletions(Completions):
     async def _receive(
         self, scope: Scope, receive: Receive, lease: MemoryLease
     ) -> tuple[CompletionRequest, int]:
-        body, size = await self._intake.receive(scope, receive, self._body_decoder, lease)
+        body, size = await self._intake.receive(scope, receive, self._body_type, lease)
         tokenizer = self._serving.tokenizer
         return await self._serving.executor.run(size, lambda: translate(body, tokenizer)), size
 
@@ -151,7 +150,6 @@ class LlamaChats:
     def __init__(self, serving: Serving, intake: Intake) -> None:
         self._serving = serving
         self._intake = intake
-        self._decoder = BodyDecoder(ChatCompletionRequest, serving.config.frontend.strict)
 
     @accepts(ChatCompletionRequest)
     async def apply_template(self, http: Request) -> Response:
@@ -167,7 +165,7 @@ class LlamaChats:
         serving = self._serving
         with self._intake.lease() as lease:
             request, size = await self._intake.receive(
-                http.scope, http.receive, self._decoder, lease
+                http.scope, http.receive, ChatCompletionRequest, lease
             )
             serving.verify_model(request.model)
             serving.verify_tokenizer("messages")
@@ -188,35 +186,32 @@ class LlamaEmbeddings:
         self._serving = serving
         self._intake = intake
         self._embeddings = embeddings
-        self._decoder = BodyDecoder(LlamaEmbeddingRequest, serving.config.frontend.strict)
 
-    @accepts(LlamaEmbeddingRequest)
-    async def embed(self, http: Request) -> Response:
+    @reads(LlamaEmbeddingRequest)
+    async def embed(self, http: Request, body: LlamaEmbeddingRequest, size: int) -> Response:
         """Return an embedding of each text, as a list with one vector."""
-        with self._intake.lease() as lease:
-            body, size = await self._intake.receive(http.scope, http.receive, self._decoder, lease)
-            given = body.content if body.content is not None else body.input
-            if given is None:
-                raise bad_request("content", "content is required")
-            request = EmbeddingRequest(
-                model=body.model,
-                input=given,
-                normalize=None if body.embd_normalize is None else body.embd_normalize >= 0,
+        given = body.content if body.content is not None else body.input
+        if given is None:
+            raise bad_request("content", "content is required")
+        request = EmbeddingRequest(
+            model=body.model,
+            input=given,
+            normalize=None if body.embd_normalize is None else body.embd_normalize >= 0,
+        )
+
+        def answer(group: RequestGroup, vectors: Iterator[Vector]) -> Response:
+            rows = (
+                {"index": i, "embedding": [vector.tolist()]} for i, vector in enumerate(vectors)
             )
+            return json_response(encode_list(rows, at_once=1))
 
-            def answer(group: RequestGroup, vectors: Iterator[Vector]) -> Response:
-                rows = (
-                    {"index": i, "embedding": [vector.tolist()]} for i, vector in enumerate(vectors)
-                )
-                return json_response(encode_list(rows, at_once=1))
-
-            try:
-                return await self._embeddings.run(http, request, size, answer)
-            except APIError as error:
-                if body.content is None or error.param is None:
-                    raise
-                name = error.param.replace("input", "content", 1)
-                raise rename_parameter(error, name) from None
+        try:
+            return await self._embeddings.run(http, request, size, answer)
+        except APIError as error:
+            if body.content is None or error.param is None:
+                raise
+            name = error.param.replace("input", "content", 1)
+            raise rename_parameter(error, name) from None
 
 
 class LlamaDescription:

@@ -21,7 +21,6 @@ from ...client.embeddings import Vector
 from ...client.engine_client import RequestGroup
 from ...http.errors import APIError, bad_request, json_response, rename_parameter
 from ...http.json_pieces import encode_list
-from ..bodies.body import BodyDecoder
 from ..bodies.intake import Intake
 from ..chat_prompt import RenderedChat
 from ..endpoint import NewAnswer
@@ -98,8 +97,7 @@ class _OllamaEndpoint(DialectEndpoint[Body]):
 class OllamaChat(_OllamaEndpoint[OllamaChatRequest]):
     """The endpoint for chats."""
 
-    def __init__(self, serving: Serving, intake: Intake) -> None:
-        super().__init__(serving, intake, OllamaChatRequest)
+    body_type = OllamaChatRequest
 
     @property
     def answer_type(self) -> type[ChatAnswer]:
@@ -117,8 +115,7 @@ class OllamaChat(_OllamaEndpoint[OllamaChatRequest]):
 class OllamaGenerate(_OllamaEndpoint[OllamaGenerateRequest]):
     """The endpoint for single prompts."""
 
-    def __init__(self, serving: Serving, intake: Intake) -> None:
-        super().__init__(serving, intake, OllamaGenerateRequest)
+    body_type = OllamaGenerateRequest
 
     @property
     def answer_type(self) -> type[ChatAnswer]:
@@ -184,7 +181,6 @@ class OllamaEmbeddings:
         self._serving = serving
         self._intake = intake
         self._embeddings = embeddings
-        self._decoder = BodyDecoder(OllamaEmbedRequest, serving.config.frontend.strict)
 
     @accepts(OllamaEmbedRequest)
     async def embed(self, http: Request) -> Response:
@@ -199,7 +195,9 @@ class OllamaEmbeddings:
     async def _embed(self, http: Request, *, is_one: bool) -> Response:
         begin = time.monotonic()
         with self._intake.lease() as lease:
-            body, size = await self._intake.receive(http.scope, http.receive, self._decoder, lease)
+            body, size = await self._intake.receive(
+                http.scope, http.receive, OllamaEmbedRequest, lease
+            )
             given = body.prompt if is_one and body.prompt is not None else body.input
             if given is None:
                 name = "prompt" if is_one else "input"
@@ -234,7 +232,6 @@ class OllamaModels:
     def __init__(self, serving: Serving, intake: Intake) -> None:
         self._serving = serving
         self._intake = intake
-        self._decoder = BodyDecoder(OllamaModelRequest, serving.config.frontend.strict)
         self._digest = hashlib.sha256(serving.fingerprint.encode()).hexdigest()
         self._size = sum(file.size for file in serving.config.model.weight_files)
         modified = max((file.modified_ns for file in serving.config.model.weight_files), default=0)
@@ -297,7 +294,9 @@ class OllamaModels:
             APIError: The body names no model (400), or the model is not served (404).
         """
         with self._intake.lease() as lease:
-            body, _ = await self._intake.receive(http.scope, http.receive, self._decoder, lease)
+            body, _ = await self._intake.receive(
+                http.scope, http.receive, OllamaModelRequest, lease
+            )
         name = served_name(self._serving, body.model or body.name)
         if not name:
             raise bad_request("model", "model is required")

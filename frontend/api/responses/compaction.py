@@ -9,7 +9,6 @@ from starlette.types import Receive, Scope, Send
 from ...client.engine_client import Delta
 from ...http.deadline import read_deadline
 from ...http.errors import APIError
-from ..bodies.body import BodyDecoder
 from ..bodies.intake import Intake
 from ..bodies.request_memory import MemoryLease
 from ..chat_prompt import RenderedChat
@@ -50,7 +49,6 @@ class Compaction(ChatCompletions):
     def __init__(self, serving: Serving, intake: Intake, states: ResponseStates) -> None:
         super().__init__(serving, intake)
         self.body_schema = CompactRequest
-        self._body_decoder = BodyDecoder(CompactRequest, serving.config.frontend.strict)
         self._states = states
 
     @property
@@ -65,7 +63,7 @@ class Compaction(ChatCompletions):
     async def _answer(self, scope: Scope, receive: Receive, send: Send, lease: MemoryLease) -> None:
         serving, owner = self._serving, scope["state"]["owner"]
         deadline = read_deadline(scope, serving.config.frontend.default_deadline_s)
-        body, size = await self._intake.receive(scope, receive, self._body_decoder, lease)
+        body, size = await self._intake.receive(scope, receive, CompactRequest, lease)
         context, items = await self._states.read_items(body, new_id("resp"), owner)
         size += sum(map(size_of, context))
         files = await self._states.load_files(context + items, owner)

@@ -10,10 +10,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ...http.errors import bad_request, json_response
-from ..bodies.body import BodyDecoder
-from ..bodies.intake import Intake
+from ..bodies.intake import Intake, reads
 from ..logprobs import Json
-from ..openapi import accepts
 from ..schema.responses import ConversationItemsRequest, ConversationRequest
 from ..serving import Serving
 from ..stored.metadata import verify_metadata
@@ -34,16 +32,12 @@ class Conversations:
     """Creates, reads, changes and deletes conversations."""
 
     def __init__(self, serving: Serving, intake: Intake, states: ResponseStates) -> None:
-        strict = serving.config.frontend.strict
         self._intake = intake
         self._states = states
-        self._decoder = BodyDecoder(ConversationRequest, strict)
-        self._items_decoder = BodyDecoder(ConversationItemsRequest, strict)
 
-    @accepts(ConversationRequest)
-    async def create(self, request: Request) -> Response:
+    @reads(ConversationRequest)
+    async def create(self, request: Request, body: ConversationRequest, size: int) -> Response:
         """Create a conversation."""
-        body = await self._receive(request, self._decoder)
         verify_metadata(body.metadata)
         identifier, owner = new_id("conv"), _owner(request)
         items = _read_items(body.items or [], identifier, 0)
@@ -62,10 +56,9 @@ class Conversations:
         record = await self._get(request)
         return json_response(record["conversation"])
 
-    @accepts(ConversationRequest)
-    async def update(self, request: Request) -> Response:
+    @reads(ConversationRequest)
+    async def update(self, request: Request, body: ConversationRequest, size: int) -> Response:
         """Replace the metadata of a conversation."""
-        body = await self._receive(request, self._decoder)
         verify_metadata(body.metadata)
         if body.items is not None:
             raise bad_request("items", "items are added at /v1/conversations/{id}/items")
@@ -82,11 +75,12 @@ class Conversations:
         await self._states.items.delete_children(identifier, owner)
         return json_response({"id": identifier, "object": "conversation.deleted", "deleted": True})
 
-    @accepts(ConversationItemsRequest)
-    async def add_items(self, request: Request) -> Response:
+    @reads(ConversationItemsRequest)
+    async def add_items(
+        self, request: Request, body: ConversationItemsRequest, size: int
+    ) -> Response:
         """Add items to the end of a conversation."""
         verify_include(request.query_params)
-        body = await self._receive(request, self._items_decoder)
         if not body.items:
             raise bad_request("items", "items is required and must not be empty")
         record = await self._get(request)
@@ -135,11 +129,6 @@ class Conversations:
         """
         record = {"conversation": conversation, "num_items": num_items}
         await self._states.conversations.put(conversation["id"], record, owner)
-
-    async def _receive(self, request: Request, decoder: BodyDecoder[T]) -> T:
-        with self._intake.lease() as lease:
-            body, _ = await self._intake.receive(request.scope, request.receive, decoder, lease)
-            return body
 
 
 def _read_items(given: list[Json], conversation: str, num_before: int) -> list[Json]:

@@ -12,15 +12,13 @@ from ...client.engine_client import RequestGroup
 from ...http.deadline import read_deadline
 from ...http.errors import APIError, json_response
 from ..answer import Answer
-from ..bodies.body import BodyDecoder
-from ..bodies.intake import Intake
+from ..bodies.intake import Intake, reads
 from ..bodies.request_memory import MemoryLease
 from ..chat_prompt import RenderedChat, render_chat
 from ..durable.records import RequestRecord
 from ..durable.recovery import NothingToContinue, StartGroup
 from ..generation import read_outputs, wait_for_end
 from ..logprobs import Json
-from ..openapi import accepts
 from ..routes.chat_completions import ChatAnswer, ChatCompletions, ChatPlan, reasoning_kwargs
 from ..schema import ChatCompletionRequest
 from ..schema.responses import InputTokensRequest, ResponsesRequest
@@ -46,7 +44,6 @@ class Responses(ChatCompletions):
     def __init__(self, serving: Serving, intake: Intake, states: ResponseStates) -> None:
         super().__init__(serving, intake)
         self.body_schema = ResponsesRequest
-        self._body_decoder = BodyDecoder(ResponsesRequest, serving.config.frontend.strict)
         self._states = states
         self.runs = BackgroundRuns(states, serving)
 
@@ -58,7 +55,7 @@ class Responses(ChatCompletions):
     async def _answer(self, scope: Scope, receive: Receive, send: Send, lease: MemoryLease) -> None:
         serving, state = self._serving, scope["state"]
         deadline = read_deadline(scope, serving.config.frontend.default_deadline_s)
-        body, size = await self._intake.receive(scope, receive, self._body_decoder, lease)
+        body, size = await self._intake.receive(scope, receive, ResponsesRequest, lease)
         serving.verify_model(body.model)
         serving.verify_serving()
         exchange = await self._states.begin(body, state["owner"])
@@ -201,35 +198,32 @@ class InputTokens:
         self._serving = serving
         self._intake = intake
         self._states = states
-        self._decoder = BodyDecoder(InputTokensRequest, serving.config.frontend.strict)
 
-    @accepts(InputTokensRequest)
-    async def count(self, http: Request) -> Response:
+    @reads(InputTokensRequest)
+    async def count(self, http: Request, body: InputTokensRequest, size: int) -> Response:
         """Return the number of tokens of the prompt."""
         serving = self._serving
-        with self._intake.lease() as lease:
-            body, size = await self._intake.receive(http.scope, http.receive, self._decoder, lease)
-            serving.verify_model(body.model)
-            serving.verify_tokenizer("input")
-            owner = http.scope["state"]["owner"]
-            context, items = await self._states.read_items(body, new_id("resp"), owner)
-            size += sum(map(size_of, context))
-            files = await self._states.load_files(context + items, owner)
-            size += sum(len(content) for _, content in files.values())
-            try:
-                request = await serving.executor.run(
-                    size, lambda: translate_prompt(body, context, items, files)
-                )
-                tools = await serving.grammar_checks.run(size, parse_tool_choice, request)
-                chat = await render_chat(
-                    serving,
-                    request,
-                    size,
-                    tools=tools.shown,
-                    template_kwargs=reasoning_kwargs(request),
-                )
-            except APIError as error:
-                raise rename_fields(error, body) from None
+        serving.verify_model(body.model)
+        serving.verify_tokenizer("input")
+        owner = http.scope["state"]["owner"]
+        context, items = await self._states.read_items(body, new_id("resp"), owner)
+        size += sum(map(size_of, context))
+        files = await self._states.load_files(context + items, owner)
+        size += sum(len(content) for _, content in files.values())
+        try:
+            request = await serving.executor.run(
+                size, lambda: translate_prompt(body, context, items, files)
+            )
+            tools = await serving.grammar_checks.run(size, parse_tool_choice, request)
+            chat = await render_chat(
+                serving,
+                request,
+                size,
+                tools=tools.shown,
+                template_kwargs=reasoning_kwargs(request),
+            )
+        except APIError as error:
+            raise rename_fields(error, body) from None
         return json_response(
             {"object": "response.input_tokens", "input_tokens": len(chat.token_ids)}
         )

@@ -29,9 +29,7 @@ from ...client.embeddings import (
 from ...client.engine_client import RequestGroup
 from ...http.errors import bad_request, json_response, rename_parameter
 from ...http.json_pieces import encode_list
-from ..bodies.body import BodyDecoder
-from ..bodies.intake import Intake
-from ..openapi import accepts
+from ..bodies.intake import Intake, reads
 from ..pooling import Pooling, render_input, verify_choice
 from ..prompts import BYTES_PER_TOKEN_ID, Prompt, parse_prompts, verify_num_sequences
 from ..schema import (
@@ -53,31 +51,23 @@ class Embeddings:
         self._serving = serving
         self._intake = intake
         self._pooling = pooling
-        strict = serving.config.frontend.strict
-        self._embedding_decoder = BodyDecoder(EmbeddingRequest, strict)
-        self._pooling_decoder = BodyDecoder(PoolingRequest, strict)
-        self._classification_decoder = BodyDecoder(ClassificationRequest, strict)
 
-    @accepts(EmbeddingRequest)
-    async def embed(self, http: Request) -> Response:
+    @reads(EmbeddingRequest)
+    async def embed(self, http: Request, request: EmbeddingRequest, body_size: int) -> Response:
         """Return an embedding of each input."""
-        with self._intake.lease() as lease:
-            request, body_size = await self._intake.receive(
-                http.scope, http.receive, self._embedding_decoder, lease
-            )
 
-            def entries(vectors: Iterator[Vector]) -> Iterator[dict[str, Any]]:
-                for index, vector in enumerate(vectors):
-                    yield {
-                        "object": "embedding",
-                        "index": index,
-                        "embedding": _encoded(vector, request.encoding_format),
-                    }
+        def entries(vectors: Iterator[Vector]) -> Iterator[dict[str, Any]]:
+            for index, vector in enumerate(vectors):
+                yield {
+                    "object": "embedding",
+                    "index": index,
+                    "embedding": _encoded(vector, request.encoding_format),
+                }
 
-            def answer(group: RequestGroup, vectors: Iterator[Vector]) -> Response:
-                return self._answer(request, "embd", lambda _: entries(vectors), group)
+        def answer(group: RequestGroup, vectors: Iterator[Vector]) -> Response:
+            return self._answer(request, "embd", lambda _: entries(vectors), group)
 
-            return await self.run(http, request, body_size, answer)
+        return await self.run(http, request, body_size, answer)
 
     async def run(
         self,
@@ -106,58 +96,52 @@ class Embeddings:
             lambda group: answer(group, self._results(request, group, inputs, kind)),
         )
 
-    @accepts(PoolingRequest)
-    async def pool(self, http: Request) -> Response:
+    @reads(PoolingRequest)
+    async def pool(self, http: Request, request: PoolingRequest, body_size: int) -> Response:
         """Return the vector of each input: its embedding, or its class probabilities."""
-        with self._intake.lease() as lease:
-            request, body_size = await self._intake.receive(
-                http.scope, http.receive, self._pooling_decoder, lease
-            )
-            kind = self._find_kind(request.task)
-            if self._serving.config.model.classifier is None:
-                inputs = await self._embedded_inputs(request, body_size)
-            else:
-                verify_choice("encoding_format", request.encoding_format, ENCODING_FORMATS)
-                inputs = await self._inputs(request, body_size)
-
-            def entries(group: RequestGroup) -> Iterator[dict[str, Any]]:
-                for index, vectors in enumerate(self._results(request, group, inputs, kind)):
-                    data = _encoded(vectors, request.encoding_format)
-                    yield {"object": "pooling", "index": index, "data": data}
-
-            answer = partial(self._answer, request, "pool", entries)
-            return await self._pooling.run(http, request, inputs, kind, answer)
-
-    @accepts(ClassificationRequest)
-    async def classify(self, http: Request) -> Response:
-        """Return the class of each input, and the probabilities of all classes."""
-        with self._intake.lease() as lease:
-            request, body_size = await self._intake.receive(
-                http.scope, http.receive, self._classification_decoder, lease
-            )
-            try:
-                classifier = verify_classifies(self._serving.config.model)
-            except ParameterError as error:
-                raise rename_parameter(error, error.param) from None
-            kind = self._find_kind(None)
+        kind = self._find_kind(request.task)
+        if self._serving.config.model.classifier is None:
+            inputs = await self._embedded_inputs(request, body_size)
+        else:
+            verify_choice("encoding_format", request.encoding_format, ENCODING_FORMATS)
             inputs = await self._inputs(request, body_size)
 
-            def entries(group: RequestGroup) -> Iterator[dict[str, Any]]:
-                for index, sequence in enumerate(group.sequences):
-                    scores = class_scores(
-                        np.frombuffer(sequence.pooled, np.float32),
-                        classifier,
-                        activate=request.use_activation,
-                    )
-                    yield {
-                        "index": index,
-                        "label": classifier.labels[int(scores.argmax())],
-                        "probs": scores.tolist(),
-                        "num_classes": len(scores),
-                    }
+        def entries(group: RequestGroup) -> Iterator[dict[str, Any]]:
+            for index, vectors in enumerate(self._results(request, group, inputs, kind)):
+                data = _encoded(vectors, request.encoding_format)
+                yield {"object": "pooling", "index": index, "data": data}
 
-            answer = partial(self._answer, request, "classify", entries)
-            return await self._pooling.run(http, request, inputs, kind, answer)
+        answer = partial(self._answer, request, "pool", entries)
+        return await self._pooling.run(http, request, inputs, kind, answer)
+
+    @reads(ClassificationRequest)
+    async def classify(
+        self, http: Request, request: ClassificationRequest, body_size: int
+    ) -> Response:
+        """Return the class of each input, and the probabilities of all classes."""
+        try:
+            classifier = verify_classifies(self._serving.config.model)
+        except ParameterError as error:
+            raise rename_parameter(error, error.param) from None
+        kind = self._find_kind(None)
+        inputs = await self._inputs(request, body_size)
+
+        def entries(group: RequestGroup) -> Iterator[dict[str, Any]]:
+            for index, sequence in enumerate(group.sequences):
+                scores = class_scores(
+                    np.frombuffer(sequence.pooled, np.float32),
+                    classifier,
+                    activate=request.use_activation,
+                )
+                yield {
+                    "index": index,
+                    "label": classifier.labels[int(scores.argmax())],
+                    "probs": scores.tolist(),
+                    "num_classes": len(scores),
+                }
+
+        answer = partial(self._answer, request, "classify", entries)
+        return await self._pooling.run(http, request, inputs, kind, answer)
 
     async def _inputs(self, request: InputFields, body_size: int) -> list[Prompt]:
         """Return the inputs of a request. Texts are not encoded yet.

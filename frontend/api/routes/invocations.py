@@ -6,7 +6,6 @@ from typing import Any
 
 from starlette.types import Receive
 
-from ..bodies.body import InvocationDecoder
 from ..bodies.intake import Intake
 from ..endpoint import Endpoint, NewAnswer
 from ..generation import PreparedPrompt
@@ -28,7 +27,7 @@ class Invocations(Endpoint[GenerationRequest]):
     ) -> None:
         super().__init__(serving, intake, GenerationRequest, "")
         self.body_schema = ChatCompletionRequest | CompletionRequest
-        self._decoder = InvocationDecoder(serving.config.frontend.strict)
+        self._request_type = GenerationRequest
         self._completions = completions
         self._chat_completions = chat_completions
 

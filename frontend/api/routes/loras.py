@@ -17,7 +17,6 @@ from ...client.engine_client import ReplicaUnavailable, SequenceRequest
 from ...http.errors import APIError, bad_request, echo, unavailable
 from ...model_source.lora import find_adapter
 from ...supervisor.console import Console
-from ..bodies.body import BodyDecoder
 from ..bodies.intake import Intake
 from ..generation import raise_if_failed, translate_refusals
 from ..openapi import accepts
@@ -34,9 +33,6 @@ class Loras:
     def __init__(self, serving: Serving, intake: Intake) -> None:
         self._serving = serving
         self._intake = intake
-        strict = serving.config.frontend.strict
-        self._load_decoder = BodyDecoder(LoadLoraRequest, strict)
-        self._unload_decoder = BodyDecoder(UnloadLoraRequest, strict)
 
     def _verify_allowed(self) -> None:
         if not self._serving.config.frontend.allow_runtime_lora_updating:
@@ -48,7 +44,7 @@ class Loras:
         self._verify_allowed()
         with self._intake.lease() as lease:
             request, _ = await self._intake.receive(
-                http.scope, http.receive, self._load_decoder, lease
+                http.scope, http.receive, LoadLoraRequest, lease
             )
         name, path = request.lora_name, request.lora_path
         if not name or not path:
@@ -79,7 +75,7 @@ class Loras:
         self._verify_allowed()
         with self._intake.lease() as lease:
             request, _ = await self._intake.receive(
-                http.scope, http.receive, self._unload_decoder, lease
+                http.scope, http.receive, UnloadLoraRequest, lease
             )
         name = request.lora_name
         if not name:

@@ -26,9 +26,7 @@ from ...client.embeddings import (
 )
 from ...client.engine_client import RequestGroup
 from ...http.errors import bad_request, echo, json_response, rename_parameter
-from ..bodies.body import BodyDecoder
-from ..bodies.intake import Intake
-from ..openapi import accepts
+from ..bodies.intake import Intake, reads
 from ..pooling import Pooling
 from ..prompts import Prompt, verify_num_characters, verify_num_sequences
 from ..schema import ComparisonFields, RerankRequest, ScoreRequest
@@ -43,77 +41,66 @@ class Scores:
         self._serving = serving
         self._intake = intake
         self._pooling = pooling
-        strict = serving.config.frontend.strict
-        self._score_decoder = BodyDecoder(ScoreRequest, strict)
-        self._rerank_decoder = BodyDecoder(RerankRequest, strict)
 
-    @accepts(ScoreRequest)
-    async def score(self, http: Request) -> Response:
+    @reads(ScoreRequest)
+    async def score(self, http: Request, request: ScoreRequest, size: int) -> Response:
         """Return the score of each pair of texts."""
-        with self._intake.lease() as lease:
-            request, _ = await self._intake.receive(
-                http.scope, http.receive, self._score_decoder, lease
+        queries, first = _given(request, ("text_1", "queries", "data_1"))
+        documents, second = _given(request, ("text_2", "documents", "items", "data_2"))
+        left, right = _texts(queries, first), _texts(documents, second)
+        if len(left) not in (1, len(right)):
+            raise bad_request(
+                first,
+                f"{first} must have 1 text, or as many as {second}, which has {len(right)}, got {len(left)}",
             )
-            queries, first = _given(request, ("text_1", "queries", "data_1"))
-            documents, second = _given(request, ("text_2", "documents", "items", "data_2"))
-            left, right = _texts(queries, first), _texts(documents, second)
-            if len(left) not in (1, len(right)):
-                raise bad_request(
-                    first,
-                    f"{first} must have 1 text, or as many as {second}, which has {len(right)}, got {len(left)}",
-                )
-            verify_num_sequences(len(left) + len(right), second)
+        verify_num_sequences(len(left) + len(right), second)
 
-            def answer(group: RequestGroup, scores: list[float]) -> Response:
-                return json_response(
-                    {
-                        "id": f"score-{group.request_id}",
-                        "object": "list",
-                        "created": int(time.time()),
-                        "model": self._model_of(request),
-                        "data": [
-                            {"index": index, "object": "score", "score": score}
-                            for index, score in enumerate(scores)
-                        ],
-                        "usage": usage_of(group),
-                    }
-                )
+        def answer(group: RequestGroup, scores: list[float]) -> Response:
+            return json_response(
+                {
+                    "id": f"score-{group.request_id}",
+                    "object": "list",
+                    "created": int(time.time()),
+                    "model": self._model_of(request),
+                    "data": [
+                        {"index": index, "object": "score", "score": score}
+                        for index, score in enumerate(scores)
+                    ],
+                    "usage": usage_of(group),
+                }
+            )
 
-            return await self._compare(http, request, left, right, answer)
+        return await self._compare(http, request, left, right, answer)
 
-    @accepts(RerankRequest)
-    async def rerank(self, http: Request) -> Response:
+    @reads(RerankRequest)
+    async def rerank(self, http: Request, request: RerankRequest, size: int) -> Response:
         """Return the documents, ordered by their scores."""
-        with self._intake.lease() as lease:
-            request, _ = await self._intake.receive(
-                http.scope, http.receive, self._rerank_decoder, lease
+        query = _texts(request.query, "query")
+        texts = _document_texts(request.documents)
+        documents = _texts(texts, "documents")
+        verify_num_sequences(1 + len(documents), "documents")
+        top_n = len(texts) if request.top_n is None else request.top_n
+        if top_n < 1:
+            raise bad_request("top_n", f"top_n must be at least 1, got {top_n}")
+
+        def answer(group: RequestGroup, scores: list[float]) -> Response:
+            order = sorted(range(len(scores)), key=lambda index: -scores[index])
+            results: list[dict[str, Any]] = []
+            for index in order[:top_n]:
+                result: dict[str, Any] = {"index": index, "relevance_score": scores[index]}
+                if request.return_documents is not False:
+                    result["document"] = {"text": texts[index]}
+                results.append(result)
+            return json_response(
+                {
+                    "id": f"rerank-{group.request_id}",
+                    "model": self._model_of(request),
+                    "results": results,
+                    "usage": usage_of(group),
+                }
             )
-            query = _texts(request.query, "query")
-            texts = _document_texts(request.documents)
-            documents = _texts(texts, "documents")
-            verify_num_sequences(1 + len(documents), "documents")
-            top_n = len(texts) if request.top_n is None else request.top_n
-            if top_n < 1:
-                raise bad_request("top_n", f"top_n must be at least 1, got {top_n}")
 
-            def answer(group: RequestGroup, scores: list[float]) -> Response:
-                order = sorted(range(len(scores)), key=lambda index: -scores[index])
-                results: list[dict[str, Any]] = []
-                for index in order[:top_n]:
-                    result: dict[str, Any] = {"index": index, "relevance_score": scores[index]}
-                    if request.return_documents is not False:
-                        result["document"] = {"text": texts[index]}
-                    results.append(result)
-                return json_response(
-                    {
-                        "id": f"rerank-{group.request_id}",
-                        "model": self._model_of(request),
-                        "results": results,
-                        "usage": usage_of(group),
-                    }
-                )
-
-            return await self._compare(http, request, query, documents, answer)
+        return await self._compare(http, request, query, documents, answer)
 
     async def _compare(
         self,

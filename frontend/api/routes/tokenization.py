@@ -10,10 +10,8 @@ from starlette.responses import Response
 
 from ...http.errors import APIError, bad_request, json_response
 from ...http.json_pieces import encode_list
-from ..bodies.body import BodyDecoder
-from ..bodies.intake import Intake
+from ..bodies.intake import Intake, reads
 from ..chat_prompt import render_chat
-from ..openapi import accepts
 from ..prompts import parse_token_ids
 from ..schema import DetokenizeRequest, TokenizeRequest
 from ..serving import Serving
@@ -29,18 +27,11 @@ class Tokenization:
     def __init__(self, serving: Serving, intake: Intake) -> None:
         self._serving = serving
         self._intake = intake
-        strict = serving.config.frontend.strict
-        self._tokenize_decoder = BodyDecoder(TokenizeRequest, strict)
-        self._detokenize_decoder = BodyDecoder(DetokenizeRequest, strict)
 
-    @accepts(TokenizeRequest)
-    async def tokenize(self, http: Request) -> Response:
+    @reads(TokenizeRequest)
+    async def tokenize(self, http: Request, request: TokenizeRequest, body_size: int) -> Response:
         """Return the token ids of a text, or of the prompt for a conversation."""
-        with self._intake.lease() as lease:
-            request, body_size = await self._intake.receive(
-                http.scope, http.receive, self._tokenize_decoder, lease
-            )
-            return await self._tokenize(request, body_size)
+        return await self._tokenize(request, body_size)
 
     async def _tokenize(self, request: TokenizeRequest, body_size: int) -> Response:
         serving = self._serving
@@ -96,14 +87,10 @@ class Tokenization:
         except UnicodeDecodeError:
             return {"id": token_id, "piece": list(data)}
 
-    @accepts(DetokenizeRequest)
-    async def detokenize(self, http: Request) -> Response:
+    @reads(DetokenizeRequest)
+    async def detokenize(self, http: Request, request: DetokenizeRequest, size: int) -> Response:
         """Return the text of token ids."""
-        with self._intake.lease() as lease:
-            request, _ = await self._intake.receive(
-                http.scope, http.receive, self._detokenize_decoder, lease
-            )
-            return await self._detokenize(request)
+        return await self._detokenize(request)
 
     async def _detokenize(self, request: DetokenizeRequest) -> Response:
         serving = self._serving

@@ -13,10 +13,8 @@ from starlette.routing import Route
 
 from ...http.errors import bad_request, json_response
 from ...http.json_pieces import EncodedJSON
-from ..bodies.body import BodyDecoder
-from ..bodies.intake import Intake
+from ..bodies.intake import Intake, reads
 from ..logprobs import Json
-from ..openapi import accepts
 from ..schema.stored import MetadataRequest
 from ..serving import Serving
 from ..stored.metadata import verify_metadata
@@ -33,7 +31,6 @@ class StoredChats:
         self._intake = intake
         self._records = records
         self._serving = serving
-        self._decoder = BodyDecoder(MetadataRequest, serving.config.frontend.strict)
 
     async def list(self, request: Request) -> Response:
         """List chat completions, the oldest first. The query may filter by model and metadata."""
@@ -49,13 +46,9 @@ class StoredChats:
         answer = await self._records.get(_id(request), _owner(request))
         return Response(answer, media_type="application/json")
 
-    @accepts(MetadataRequest)
-    async def update(self, request: Request) -> Response:
+    @reads(MetadataRequest)
+    async def update(self, request: Request, body: MetadataRequest, size: int) -> Response:
         """Replace the metadata of a chat completion, and return it."""
-        with self._intake.lease() as lease:
-            body, _ = await self._intake.receive(
-                request.scope, request.receive, self._decoder, lease
-            )
         if body.metadata is None:
             raise bad_request("metadata", "metadata is required")
         verify_metadata(body.metadata)
