@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from ...protocol.errors import EngineError
 from ..supervisor.console import Console
-from .remote.server import DEFAULT_URL, RemoteServer, find_operator_key
+from .remote.target import add_operator_arguments, open_server
 
 INTERVAL_S: Final = 1.0
 TIMEOUT_S: Final = 5.0
@@ -35,14 +35,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="engine status", description="Show a live table of a running engine's processes."
     )
-    parser.add_argument(
-        "--url", default=DEFAULT_URL, help="URL of the server (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--api-key",
-        metavar="KEY",
-        help="API key; $ENGINE_ADMIN_API_KEY or $ENGINE_API_KEY if not given",
-    )
+    add_operator_arguments(parser)
     parser.add_argument(
         "--once",
         action="store_true",
@@ -60,7 +53,7 @@ def status(argv: Sequence[str]) -> int:
     parsed = parser.parse_args(argv)
     once = parsed.once or not (parsed.json or sys.stdout.isatty())
     try:
-        server = RemoteServer(parsed.url, find_operator_key(parsed.api_key))
+        server = open_server(parsed)
         while True:
             answer = server.call("/engine/status", timeout_s=TIMEOUT_S)
             if parsed.json:

@@ -117,6 +117,10 @@ def _add_load_arguments(parser: argparse.ArgumentParser) -> None:
             "(default: 1)"
         ),
     )
+    _add_warmup_argument(parser)
+
+
+def _add_warmup_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--num-warmups",
         type=int,
@@ -191,13 +195,7 @@ def _report(title: str, results: Sequence[tuple[str, Figures]], parsed: argparse
 
 def _add_throughput_arguments(parser: argparse.ArgumentParser) -> None:
     add_target_arguments(parser)
-    parser.add_argument(
-        "--num-warmups",
-        type=int,
-        default=1,
-        metavar="N",
-        help="Warm-up requests before the measurement (default: 1)",
-    )
+    _add_warmup_argument(parser)
     add_dataset_arguments(parser)
     add_request_arguments(parser)
     add_result_arguments(parser, has_plot=False)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ..arguments import parse_settings
 from .own_server import own_server
-from .server import DEFAULT_URL, RemoteServer, find_api_key
+from .server import DEFAULT_URL, RemoteServer, find_api_key, find_operator_key
 
 
 class Target(NamedTuple):
@@ -29,6 +29,27 @@ def add_target_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--api-key", metavar="KEY", help="API key; $OPENAI_API_KEY or $ENGINE_API_KEY if not given"
     )
+
+
+def add_operator_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the `--url` and `--api-key` of a command for operators of a running server."""
+    parser.add_argument(
+        "--url", default=DEFAULT_URL, help="URL of the server (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--api-key",
+        metavar="KEY",
+        help="API key; $ENGINE_ADMIN_API_KEY or $ENGINE_API_KEY if not given",
+    )
+
+
+def open_server(parsed: argparse.Namespace) -> RemoteServer:
+    """Return the server that the arguments of `add_operator_arguments` name.
+
+    Raises:
+        EngineError: The URL or an environment variable is invalid.
+    """
+    return RemoteServer(parsed.url, find_operator_key(parsed.api_key))
 
 
 @contextmanager

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ....protocol.errors import EngineError
 from ...supervisor.console import Console
-from ..remote.server import DEFAULT_URL, RemoteServer, ServerError, find_operator_key
+from ..remote.server import RemoteServer, ServerError
+from ..remote.target import add_operator_arguments, open_server
 from .sparkline import sparkline
 
 if TYPE_CHECKING:
@@ -35,14 +36,7 @@ def make_parser() -> argparse.ArgumentParser:
             "cached prompt tokens, and latencies. Servers with vLLM's metrics are supported too."
         ),
     )
-    parser.add_argument(
-        "--url", default=DEFAULT_URL, help="URL of the server (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--api-key",
-        metavar="KEY",
-        help="API key; $ENGINE_ADMIN_API_KEY or $ENGINE_API_KEY if not given",
-    )
+    add_operator_arguments(parser)
     parser.add_argument(
         "--interval",
         type=float,
@@ -64,16 +58,13 @@ def main(argv: Sequence[str]) -> int:
     if not parsed.interval > 0:
         parser.error(f"--interval {parsed.interval:g}: must be above 0")
     try:
-        server = RemoteServer(parsed.url, find_operator_key(parsed.api_key))
-        watch = _Watch(server)
+        watch = _Watch(open_server(parsed))
         show = _print_json if parsed.json else None
         if parsed.once or show is not None:
             _print_readings(watch, parsed, show)
         else:
             _draw_live(watch, parsed.interval)
-    except KeyboardInterrupt:
-        return 0
-    except BrokenPipeError:
+    except (KeyboardInterrupt, BrokenPipeError):
         return 0
     except (EngineError, ValueError) as error:
         Console().error(str(error))
