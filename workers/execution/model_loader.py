@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
@@ -26,117 +26,17 @@ from ..models.lora.adapters import LoraAdapters, load_at_start
 
 if TYPE_CHECKING:
     # Import these modules at run time only where they are needed, because some of them need torch.
-    from torch import Tensor
 
-    from ...protocol.arrays import Int32Array
-    from ..attention import PagedAttention
-    from ..batch import PersistentBatch
-    from ..layers.parallel.shard import ModelShard
-    from ..models.cross_attention import QueryRecorder
-    from ..models.encoder import Encoder
-    from ..models.score_head import ScoreHead
     from ..models.torch_decoder import TorchDecoder
     from ..models.transformers_decoder import TransformersModel
     from ..models.weights import ProgressCallback
-    from ..sampling import Sampler, SamplerOutput
-    from ..towers.placed import Placed
     from .parallel_state import ParallelState
 
 logger = logging.getLogger(__name__)
 
 
-class Model(Protocol):
-    """The model as the model runner sees it. The native program's decoder and `TorchDecoder` implement this protocol.
-
-    Shapes: T tokens of a step, S of them sampled, D hidden size, V vocabulary.
-    """
-
-    @property
-    def spec(self) -> ModelSpec:
-        """The description of the whole model."""
-
-    @property
-    def shard(self) -> ModelShard:
-        """The part of the model in this worker."""
-
-    @property
-    def attention(self) -> PagedAttention:
-        """The attention backend, or the KV cache of a native program."""
-
-    @property
-    def hidden_dtype(self) -> torch.dtype | HostDtype:
-        """The dtype of hidden states that stages exchange."""
-
-    @property
-    def loras(self) -> LoraAdapters | None:
-        """The LoRA adapters that requests may use."""
-
-    encoder: Encoder | None
-    """The encoder of images, audio clips or sources; None if there is none, or this stage does not read its outputs."""
-
-    placed: Placed | None
-    """The encoder outputs that the tokens of the current step read, if any."""
-
-    rotary_T3: torch.Tensor | None
-    """The rotary positions of the current step, integers [T, 3]; None if they equal the token positions."""
-
-    reads_T1: Tensor | None
-    """A mask of the step's tokens that read images by cross attention, bool [T, 1]; None if none does."""
-
-    @property
-    def kept_hidden_TE(self) -> Tensor | None:
-        """The hidden states of all tokens of the last step that a drafting head reads; None if none are kept."""
-
-    @property
-    def is_foreign(self) -> bool:
-        """True if the layers are computed by transformers' code instead of Engine's."""
-
-    @property
-    def score_head(self) -> ScoreHead | None:
-        """The classification head on pooled hidden states; None without one, and on all stages but the last."""
-
-    def forward(
-        self,
-        inputs: Tensor,
-        positions_T: Tensor,
-        kv_caches: Sequence[Tensor],
-        attn_metadata: Sequence[Any],
-    ) -> Tensor:
-        """Fill the KV caches, and return the hidden states [T, D] after the last layer of the shard.
-
-        `inputs` are token ids [T] for the first stage of a pipeline, hidden states [T, D] for the others.
-        """
-
-    def store_source(
-        self, encoded_ED: Tensor, kv_caches: Sequence[Tensor], attn_metadata: Mapping[int, Any]
-    ) -> None:
-        """Store the keys and values of an encoder's outputs in the caches of cross attention.
-
-        `attn_metadata` has, for each cross-attention group, the metadata of a sequence with as many tokens.
-        """
-
-    def record_queries(self, recorder: QueryRecorder | None) -> None:
-        """Pass the queries of cross attention in later steps to `recorder`; None stops that."""
-
-    def join_round(self) -> None:
-        """Compute rows of other replicas, if replicas divide the experts."""
-
-    def compute_logits(self, hidden_SD: Tensor, slots_S: Int32Array | None = None) -> Tensor:
-        """Return float32 logits [S, V], with the LoRA adapters of these slots; None for the base model."""
-
-    def make_sampler(self, batch: PersistentBatch) -> Sampler:
-        """Return the sampler for the requests of `batch`, which `forward_and_sample` uses from now on."""
-
-    def forward_and_sample(
-        self,
-        inputs: Tensor,
-        positions_T: Tensor,
-        kv_caches: Sequence[Tensor],
-        attn_metadata: Sequence[Any],
-        rows_S: Int32Array,
-        slots_S: Int32Array,
-    ) -> SamplerOutput:
-        """Run `forward`, and sample from the logits of its rows `rows_S` for these slots."""
+Model: TypeAlias = "NativeDecoder | TorchDecoder"
+"""The decoders of the native program and of torch, which have the same methods."""
 
 
 def load_model(
