@@ -41,8 +41,8 @@ from ..protocol.worker_messages import (
     WorkerReady,
 )
 from .execution.device_watch import DeviceWatch
-from .execution.factory import open_runner
-from .execution.runner import PendingOutput, Runner, StepResult
+from .execution.factory import Runner, open_runner
+from .execution.runner import PendingOutput, StepResult
 from .kv_transfer.connector import KVConnector
 from .models.lora.lora_loader import LoraLoader
 

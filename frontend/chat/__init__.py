@@ -1,10 +1,15 @@
 """Chat support: chat templates, special tokens in messages, tool calls and reasoning."""
 
-from .detection import ChatFormats, choose_formats, prepare_formats, reasoning_parser
+from .detection import (
+    ChatFormats,
+    ReasoningParser,
+    choose_formats,
+    prepare_formats,
+    reasoning_parser,
+)
 from .model_templates import ModelTemplates
 from .output import ChatOutputParser, MessageDelta
 from .pair_template import PairTemplate
-from .reasoning import ReasoningParser
 from .special_tokens import SpecialTokenGuard
 from .template import ChatTemplate, ChatTemplateError, load_chat_template
 from .tool_calls import (

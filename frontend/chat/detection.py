@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, Generic, TypeVar
+from functools import partial
+from typing import Final, Generic, TypeAlias, TypeVar
 
 from ...protocol.config.frontend import (
     FrontendConfig,
@@ -15,9 +16,14 @@ from ...protocol.config.frontend import (
 )
 from .harmony import HarmonyParser
 from .model_templates import ModelTemplates
-from .reasoning import REASONING_FORMATS, ReasoningParserFactory, marked_reasoning_parser
+from .reasoning import REASONING_FORMATS, MarkedReasoningParser
 from .template import ChatTemplate
 from .tool_calls import FORMATS, CallFormat, CallParser
+
+ReasoningParser: TypeAlias = HarmonyParser | MarkedReasoningParser
+"""A parser that splits one text, fed in pieces, into reasoning and content."""
+ReasoningParserFactory: TypeAlias = Callable[..., ReasoningParser]
+"""Creates a parser for the answer to a rendered prompt, given `constrained` if a grammar applies to the answer."""
 
 _Name = TypeVar("_Name", bound=str)
 _QUESTION: Final = "9f27e"
@@ -101,7 +107,7 @@ class ChatFormats:
 def reasoning_parser(name: ReasoningParserName) -> ReasoningParserFactory:
     """Return a factory for the parsers of `--reasoning-parser NAME`."""
     format = REASONING_FORMATS[name]
-    return HarmonyParser if format is None else marked_reasoning_parser(format)
+    return HarmonyParser if format is None else partial(MarkedReasoningParser, format)
 
 
 def prepare_formats(config: FrontendConfig, templates: ModelTemplates) -> ChatFormats:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from .reasoning import ReasoningParser
+from .detection import ReasoningParser
 from .tool_calls import ToolCallDelta, ToolParser
 
 

@@ -5,9 +5,8 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from functools import partial
 from itertools import accumulate
-from typing import Final, Protocol
+from typing import Final
 
 import msgspec
 
@@ -36,52 +35,6 @@ class ReasoningDelta:
 
     def __bool__(self) -> bool:
         return bool(self.reasoning or self.content)
-
-
-class ReasoningParser(Protocol):
-    """A parser that splits one text, fed in pieces, into reasoning and content."""
-
-    @property
-    def marks(self) -> tuple[str, ...]:
-        """The texts that start or end the reasoning."""
-        ...
-
-    def feed(self, text: str) -> ReasoningDelta:
-        """Return the changes to the message that the next piece of text causes."""
-        ...
-
-    def finish(self) -> ReasoningDelta:
-        """Return the held-back text at the end."""
-        ...
-
-    def has_special_marks(self, tokenizer: Tokenizer) -> bool:
-        """Return whether the markers are special tokens, so that a text without special tokens lacks them."""
-        ...
-
-    def can_limit(self, tokenizer: Tokenizer) -> bool:
-        """Return whether the number of reasoning tokens can be limited."""
-        ...
-
-    def allow_reasoning_before(
-        self, constraint: StructuredOutput, tokenizer: Tokenizer, max_tokens: int = -1
-    ) -> StructuredOutput:
-        """Return the constraint extended so that unconstrained reasoning may precede the answer.
-
-        If `max_tokens` is not -1 and `can_limit` is true, the reasoning has at most `max_tokens` tokens.
-        """
-        ...
-
-    def num_reasoning_tokens(self, token_ids: Sequence[int], tokenizer: Tokenizer) -> int:
-        """Return the number of `token_ids` before the end of the reasoning."""
-        ...
-
-
-class ReasoningParserFactory(Protocol):
-    """Creates reasoning parsers for one format."""
-
-    def __call__(self, prompt: str, *, constrained: bool = False) -> ReasoningParser:
-        """Return a parser for the answer to a rendered prompt; `constrained` if a grammar applies to the answer."""
-        ...
 
 
 class _State(Enum):
@@ -264,8 +217,3 @@ REASONING_FORMATS: Final[dict[ReasoningParserName, ReasoningFormat | None]] = {
     "openai_gptoss": None,
 }
 """Name of `--reasoning-parser` -> the format; None if the format is not text between two markers."""
-
-
-def marked_reasoning_parser(format: ReasoningFormat) -> ReasoningParserFactory:
-    """Return a factory for parsers of a format."""
-    return partial(MarkedReasoningParser, format)

@@ -12,8 +12,7 @@ from __future__ import annotations
 import bisect
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import Protocol
+from contextlib import contextmanager, suppress
 
 import torch
 from torch import Tensor
@@ -21,33 +20,11 @@ from torch import Tensor
 Replay = Callable[[], object]
 
 
-class GraphRecorder(Protocol):
-    """Records the work that is launched between `begin` and `end`, inside the context `recording`."""
+class GraphRecorder:
+    """Captures the work that is launched between `begin` and `end`, inside the context `recording`.
 
-    def recording(self) -> AbstractContextManager[None]:
-        """A context that prepares the device for captures."""
-
-    def begin(self) -> None:
-        """Start to record a graph."""
-
-    def end(self) -> Replay:
-        """Finish the graph, and return a function that launches it."""
-
-    def abandon(self) -> None:
-        """Discard an unfinished graph, if there is one, after an error."""
-
-    def borrow(self, tensor: Tensor) -> Tensor:
-        """Return a tensor at the same address for use in replays.
-
-        Graphs that are recorded later may reuse its memory.
-        """
-
-    def drop_graphs(self) -> None:
-        """Release the memory of all recorded graphs. They must not be launched anymore."""
-
-
-class CUDAGraphRecorder:
-    """Captures into one memory pool, which graphs can share because they are replayed one after the other."""
+    It captures into one memory pool, which graphs can share because they are replayed one after the other.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
@@ -84,7 +61,10 @@ class CUDAGraphRecorder:
                 graph.capture_end()
 
     def borrow(self, tensor: Tensor) -> Tensor:
-        """Return a tensor with the same memory that does not keep the memory alive."""
+        """Return a tensor at the same address for use in replays.
+
+        Graphs that are recorded later may reuse its memory.
+        """
         # The pool keeps the memory alive as long as there are graphs.
         return unowned(tensor)
 

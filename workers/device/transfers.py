@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -24,17 +23,31 @@ def to_device(array: npt.NDArray[np.generic], device: torch.device) -> torch.Ten
     return tensor.to(device)
 
 
-class Download(Protocol):
+class Download:
     """Copies of tensors to the host that are in progress."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        # While it waits for a blocking event, a thread sleeps instead of spinning.
+        self.arrived = torch.cuda.Event(blocking=True)
+        self._sources: list[torch.Tensor] = []
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return host memory that will contain the tensor once all copies have arrived."""
+        # Keep the tensor alive until it is copied. Otherwise the next step could reuse its memory.
+        self._sources.append(tensor)
+        target = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return target.copy_(tensor, non_blocking=True)
 
     def has_arrived(self) -> bool:
         """Return whether all copies have arrived."""
+        return self.arrived.query()
 
     def wait(self) -> None:
         """Wait until all copies have arrived."""
+        # Each thread has its own current device, and this may be another thread than the model's.
+        with torch.cuda.device(self._device):
+            self.arrived.synchronize()
 
 
 class DownloadedOutput:

@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from ...protocol.config import (
     CPUBackend,
@@ -20,14 +20,18 @@ from ...protocol.config import (
 from ...protocol.file_identity import verify_files
 from ...protocol.worker_messages import WorkerMemory
 from ..device import lazy_torch
-from .runner import Runner
 
 if TYPE_CHECKING:
     import torch
 
     from ..device.dtypes import HostDevice
+    from .model_runner import ModelRunner
+    from .null_runner import NullRunner
 
 logger = logging.getLogger(__name__)
+
+Runner: TypeAlias = "ModelRunner | NullRunner"
+"""Executes steps. Call `allocate_kv_cache` and `warm_up` before the first `execute`."""
 
 
 @contextmanager

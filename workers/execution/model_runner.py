@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
@@ -28,38 +28,11 @@ from .runner import GrammarSource, StepResult
 if TYPE_CHECKING:
     from ..device.accelerator import Accelerator
     from ..device.memory_profile import MemoryProfile
+    from .device_execution import DeviceExecution
     from .drafting.draft_head import DraftHead
     from .drafting.draft_model import DraftModel
     from .inputs.image_sources import ImageSources
     from .inputs.sources import Sources
-
-
-class Execution(Protocol):
-    """Executes steps on one kind of device. `HostExecution` and `DeviceExecution` implement this protocol."""
-
-    def profile_memory(self, utilization: float) -> MemoryProfile | None:
-        """Return the memory that the device needs in addition to the KV cache, or None if it is not measured."""
-
-    def use_kv_cache(self) -> None:
-        """Prepare for a newly allocated KV cache."""
-
-    def warm_up(self) -> None:
-        """Do all preparations that would otherwise delay the first step."""
-
-    def release_slots(self, output: SchedulerOutput) -> None:
-        """Save the state that is still needed of requests that leave their slots.
-
-        Called before a step's changes are applied.
-        """
-
-    def release_requests(self) -> None:
-        """Free every slot."""
-
-    def execute(self, output: SchedulerOutput, await_grammar: GrammarSource) -> StepResult:
-        """Execute a step."""
-
-    def close(self) -> None:
-        """Release resources. No step follows."""
 
 
 class ModelRunner:
@@ -80,9 +53,9 @@ class ModelRunner:
         self._config, self._core_index, self._rank = config, core_index, rank
         self.connector: KVConnector | None = None
         if device.type == "cuda":
-            from ..device.accelerator import CUDAAccelerator
+            from ..device.accelerator import Accelerator
 
-            accelerator = accelerator or CUDAAccelerator(torch_device(device))
+            accelerator = accelerator or Accelerator(torch_device(device))
         parallel = parallel or ParallelState()
         pipeline = self._pipeline = parallel.pipeline
         self._expert_group = parallel.expert_group
@@ -123,7 +96,7 @@ class ModelRunner:
         self.loras: LoraLoader | None = None
         if model.loras is not None:
             self.loras = LoraLoader(model.loras.load, model.loras.install)
-        self._execution: Execution
+        self._execution: HostExecution | DeviceExecution
         self._draft_model: DraftModel | DraftHead | None = None
         if speculative is None or not model.shard.is_last:
             pass

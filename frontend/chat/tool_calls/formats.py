@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from random import Random
-from typing import Final, Protocol
+from typing import Final, TypeAlias
 
 from ....protocol.config.frontend import ToolCallParserName
 from .element_arguments import ElementArguments
@@ -18,29 +18,6 @@ from .tagged_arguments import TaggedArguments, Tags
 from .tools import ArgumentsReader, CallReader, Parameters, mistral_call_id, openai_call_id
 
 _LONGEST_HEADER: Final = 256
-
-
-class CallSyntax(Protocol):
-    """The syntax of one call within a block."""
-
-    @property
-    def before(self) -> str:
-        """The marker before the call; "" if there is none."""
-        ...
-
-    @property
-    def first(self) -> str:
-        """The first character of a call that has no marker before it; "" if it can be any character."""
-        ...
-
-    @property
-    def is_only_call(self) -> bool:
-        """True if nothing separates a call from the next one, so that a block can have only one."""
-        ...
-
-    def reader(self, markers: tuple[str, ...], functions: Mapping[str, Parameters]) -> CallReader:
-        """Return a reader for the text after the marker `before`."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -166,6 +143,10 @@ class NamedCall:
     def reader(self, markers: tuple[str, ...], functions: Mapping[str, Parameters]) -> CallReader:
         """Return a reader for one call."""
         return _NamedCallReader(self, markers, functions)
+
+
+CallSyntax: TypeAlias = JsonObject | PythonExpression | NamedCall
+"""The syntax of one call within a block."""
 
 
 class _NamedCallReader:
