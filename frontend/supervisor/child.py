@@ -10,7 +10,8 @@ from typing import Final
 from ...protocol.errors import PeerLostError
 from ...protocol.heartbeat import BEAT_INTERVAL_S
 from ...protocol.supervisor_messages import Heartbeat, ProcessInfo, Stage
-from .local_process import Process, ProcessSpec, Role
+from .local_process import ProcessSpec, Role
+from .nodes import Process
 from .saved_state import SavedProcess
 
 STARTING_PATIENCE: Final = 12

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from ..guardian.lifeline import Lifeline
 from ..guardian.link import GuardianLink
-from .local_process import GuardedProcess, LocalProcess, Process, ProcessHandle, ProcessSpec
-from .nodes import Nodes
+from .local_process import GuardedProcess, LocalProcess, ProcessSpec
+from .nodes import Nodes, Process
 
 
 class Launcher:
@@ -57,7 +57,7 @@ class Launcher:
     def _start(self, spec: ProcessSpec, epoch: int) -> LocalProcess:
         argv = (*spec.argv, str(epoch))
         env = {**os.environ, "PYTHONUNBUFFERED": "1", **spec.env}
-        process: ProcessHandle | None = self._fork(spec, argv, env)
+        process: GuardedProcess | subprocess.Popen[bytes] | None = self._fork(spec, argv, env)
         reason = ""
         if process is None:
             try:
@@ -95,7 +95,7 @@ class Launcher:
         self.link.forget_exit(pid)
         return GuardedProcess(pid, self.link)
 
-    def adopt(self, pid: int) -> Process:
+    def adopt(self, pid: int) -> LocalProcess:
         """Return a process that an earlier supervisor has started."""
         assert self.link is not None
         if pid not in self._orphans:

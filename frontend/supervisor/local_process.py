@@ -10,7 +10,7 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 from ..guardian.link import GuardianLink
 
@@ -57,37 +57,6 @@ class ProcessSpec:
     env: Mapping[str, str] = field(default_factory=dict)
 
 
-class Process(Protocol):
-    """A process that was started, on this machine or another.
-
-    Attributes:
-        pid: The process ID, 0 until it runs.
-        exit_fd: A descriptor that becomes readable when the process exits; None if the system does not support this.
-            The caller closes it.
-        reason: Why the process does not run, if more is known than its exit code.
-    """
-
-    pid: int
-    exit_fd: int | None
-    reason: str
-
-    def poll(self) -> int | None:
-        """Return the exit code, negative for a signal; None while the process runs."""
-
-    def send_signal(self, signum: signal.Signals) -> None:
-        """Send a signal to the process."""
-
-    def kill(self) -> None:
-        """Send SIGKILL to the process and its process group."""
-
-    @property
-    def saw_oom_kills(self) -> bool | None:
-        """True if the kernel's out-of-memory killer was active since the process started; None if unknown."""
-
-    def close(self) -> None:
-        """Release the resources of a process that has exited or was killed."""
-
-
 def _num_oom_kills() -> int | None:
     """Return the number of out-of-memory kills on this machine since boot, including those by control-group limits."""
     try:
@@ -95,20 +64,6 @@ def _num_oom_kills() -> int | None:
         return int(counts["oom_kill"])
     except (OSError, KeyError, ValueError):
         return None
-
-
-class ProcessHandle(Protocol):
-    """The process that a `LocalProcess` controls, for example a `subprocess.Popen`."""
-
-    @property
-    def pid(self) -> int:
-        """The process ID."""
-
-    def poll(self) -> int | None:
-        """Return the exit code, negative for a signal; None while the process runs."""
-
-    def wait(self) -> int:
-        """Wait until the process has exited, and return the exit code."""
 
 
 class GuardedProcess:
@@ -135,9 +90,17 @@ class LocalProcess:
     Args:
         process: The process; None if it could not be started.
         reason: Why it could not be started.
+
+    Attributes:
+        pid: The process ID, 0 if it does not run.
+        exit_fd: A descriptor that becomes readable when the process exits; None if the system does not support this.
+            The caller closes it.
+        reason: Why the process does not run, if more is known than its exit code.
     """
 
-    def __init__(self, process: ProcessHandle | None, reason: str = "") -> None:
+    def __init__(
+        self, process: GuardedProcess | subprocess.Popen[bytes] | None, reason: str = ""
+    ) -> None:
         self.reason = reason
         self.pid = 0 if process is None else process.pid
         # The guardian reports the exits of its children, so their descriptors are not needed.

@@ -42,7 +42,8 @@ from ...protocol.transport import Peer, StatusReceiver
 from .console import Console
 from .engine_processes import engine_processes
 from .launcher import Launcher
-from .local_process import Process, ProcessSpec
+from .local_process import ProcessSpec
+from .nodes import Process
 from .run_dir import RunDirectory
 from .signals import StopRequested, StopSignals
 from .supervisor import DRAIN_GRACE_S

@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import msgspec
 import zmq
@@ -30,7 +30,7 @@ from ...protocol.supervisor_messages import (
     StartProcess,
 )
 from ...protocol.transport import Hub
-from .local_process import ProcessSpec
+from .local_process import LocalProcess, ProcessSpec
 
 LOST: Final = -signal.SIGKILL
 """The exit code recorded for processes of a lost node. The node kills them before it joins again."""
@@ -88,6 +88,10 @@ class RemoteProcess:
         """Stop tracking the process."""
         self.record_exit(LOST)
         self._nodes.remove_process(self)
+
+
+Process: TypeAlias = LocalProcess | RemoteProcess
+"""A process that was started, on this machine or another."""
 
 
 class _Node(msgspec.Struct):

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ....protocol.errors import EngineError
 from ...supervisor.console import Console
@@ -18,7 +18,10 @@ from .conversation import Conversation, image_url
 from .line_input import EndOfInput, LineInput
 from .sampling import add_sampling_arguments, sampling_fields
 from .slash import SLASH_COMMANDS, Quit, Retry, run_command
-from .views import PlainView, View
+from .views import PlainView
+
+if TYPE_CHECKING:
+    from .markdown_view import MarkdownView
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -165,7 +168,7 @@ class _Chat:
             print(f"\x1b[2m{text}\x1b[0m")
 
 
-def _choose_view(plain: bool) -> Callable[[], View]:
+def _choose_view(plain: bool) -> Callable[[], PlainView | MarkdownView]:
     if plain or not sys.stdout.isatty():
         return PlainView
     # Late imports keep other commands fast.

@@ -3,25 +3,9 @@
 from __future__ import annotations
 
 import sys
-from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 from .answer import Piece
-
-
-class View(Protocol):
-    """Shows the pieces of one answer. On exit from its context, the answer ends with a newline."""
-
-    def __enter__(self) -> Self: ...
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None: ...
-
-    def show(self, piece: Piece) -> None:
-        """Show the next piece of the answer."""
 
 
 class PlainView:

@@ -3,30 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from ....protocol.config import EngineConfig
 from .context import SAMPLED, TraceContext
 from .request_trace import RequestTrace
 
-
-class Exporter(Protocol):
-    """Decides which traces are recorded, and sends them."""
-
-    def should_sample(self, context: TraceContext, parent: TraceContext | None) -> bool:
-        """Return whether a trace is recorded."""
-
-    def export(self, trace: RequestTrace) -> None:
-        """Send a complete trace in the background."""
-
-    def close(self) -> None:
-        """Send all traces that are still queued."""
+if TYPE_CHECKING:
+    from .otlp import OTLPExporter
 
 
 class Tracer:
     """Begins the traces of requests."""
 
-    def __init__(self, exporter: Exporter) -> None:
+    def __init__(self, exporter: OTLPExporter) -> None:
         self._exporter = exporter
 
     def begin(self, method: str, headers: Mapping[str, str] | None) -> RequestTrace:
