@@ -83,7 +83,7 @@ async def replace_pdfs(
 class Messages(DialectEndpoint[MessagesRequest]):
     """The Messages endpoint."""
 
-    body_type = MessagesRequest
+    schema = MessagesRequest
 
     async def complete(self, body: MessagesRequest, size: int, lease: MemoryLease) -> int:
         """Replace PDF documents by their texts, and return the new size of the body."""

@@ -26,17 +26,17 @@ class DialectEndpoint(ChatCompletions, Generic[Body]):
 
     cuts_max_tokens = True
 
-    body_type: type[Body]
+    schema: type[Body]
     """The schema of the dialect's bodies."""
 
     def __init__(self, serving: Serving, intake: Intake) -> None:
         super().__init__(serving, intake)
-        self.body_schema = self.body_type
+        self.body_schema = self.schema
 
     async def _receive(
         self, scope: Scope, receive: Receive, lease: MemoryLease
     ) -> tuple[ChatCompletionRequest, int]:
-        body, size = await self._intake.receive(scope, receive, self.body_type, lease)
+        body, size = await self._intake.receive(scope, receive, self.schema, lease)
         size = await self.complete(body, size, lease)
         return await self._serving.executor.run(size, lambda: self.translate(body)), size
 

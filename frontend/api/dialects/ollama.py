@@ -97,7 +97,7 @@ class _OllamaEndpoint(DialectEndpoint[Body]):
 class OllamaChat(_OllamaEndpoint[OllamaChatRequest]):
     """The endpoint for chats."""
 
-    body_type = OllamaChatRequest
+    schema = OllamaChatRequest
 
     @property
     def answer_type(self) -> type[ChatAnswer]:
@@ -115,7 +115,7 @@ class OllamaChat(_OllamaEndpoint[OllamaChatRequest]):
 class OllamaGenerate(_OllamaEndpoint[OllamaGenerateRequest]):
     """The endpoint for single prompts."""
 
-    body_type = OllamaGenerateRequest
+    schema = OllamaGenerateRequest
 
     @property
     def answer_type(self) -> type[ChatAnswer]:
