@@ -14,12 +14,12 @@ from torch import Tensor
 
 from ..attention import AttentionBackend
 from ..layers.layers import LayerKernels, RMSNorm
-from ..layers.parallel.shard import ModelShard
 from ..layers.rope import RotaryTables
 from ..layers.spec import LayerSpec, ModelSpec
 from ..layers.specs.altup import AltUpSpec
 from .attention import Attention
 from .cross_attention import CrossAttention
+from .layer_source import LayerSource
 from .mlp import MLP
 from .per_layer_inputs import PerLayerBlock
 from .weights import WeightReader
@@ -78,16 +78,10 @@ class AltUpLayer:
     """Predicts all streams, computes attention and MLP of one, and corrects all streams by the prediction error."""
 
     def __init__(
-        self,
-        spec: ModelSpec,
-        altup: AltUpSpec,
-        layer: LayerSpec,
-        weights: WeightReader,
-        prefix: str,
-        attention: AttentionBackend,
-        shard: ModelShard,
-        kernels: LayerKernels,
+        self, altup: AltUpSpec, layer: LayerSpec, source: LayerSource, attention: AttentionBackend
     ) -> None:
+        spec, weights, prefix, kernels = source.spec, source.weights, source.prefix, source.kernels
+
         def norm(name: str) -> RMSNorm:
             weight_D = weights.read_vector(f"{prefix}{name}.weight", hidden)
             return kernels.norm(weight_D, spec.norm_eps)
@@ -97,18 +91,8 @@ class AltUpLayer:
         self.cache_groups = layer.cache_groups
         self.cross: CrossAttention | None = None
         self._altup = altup
-        self._attention = Attention(
-            spec, layer, weights, f"{prefix}self_attn.", attention, shard, kernels
-        )
-        self._mlp = MLP(
-            spec,
-            weights,
-            f"{prefix}mlp.",
-            shard,
-            kernels,
-            spec.intermediate_size,
-            layer.activation_sparsity,
-        )
+        self._attention = Attention(layer, source.at("self_attn."), attention)
+        self._mlp = MLP(source.at("mlp."), spec.intermediate_size, layer.activation_sparsity)
         self._attention_input_norm = norm("input_layernorm")
         self._attention_output_norm = norm("post_attention_layernorm")
         self._mlp_input_norm = norm("pre_feedforward_layernorm")
@@ -134,7 +118,7 @@ class AltUpLayer:
         self._output_scale_D = weights.read(f"{prefix}altup.correct_output_scale", hidden)
         self._per_layer: PerLayerBlock | None = None
         if spec.per_layer_inputs is not None:
-            self._per_layer = PerLayerBlock(spec, spec.per_layer_inputs, weights, prefix, kernels)
+            self._per_layer = PerLayerBlock(spec.per_layer_inputs, source)
 
     def forward(
         self,

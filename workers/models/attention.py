@@ -17,13 +17,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..attention import AttentionBackend, AttentionLayer
-from ..layers.layers import HeadLayerNorm, HeadNorm, LayerKernels, RMSNorm
+from ..layers.layers import HeadLayerNorm, HeadNorm, RMSNorm
 from ..layers.parallel.parallel_layers import RowParallelLinear
 from ..layers.parallel.shard import ModelShard
 from ..layers.rope import QueryScaling, RotaryTables, apply_rotary
 from ..layers.spec import LayerSpec, ModelSpec
 from ..layers.specs.latent import RopeOrder
 from .indexers.blocks import BlockIndexer, MeanIndexer
+from .layer_source import LayerSource
 from .mlp import DividedNorm
 from .positions.relative_biases import RelativeBiases
 from .weights import Rows, WeightReader
@@ -32,16 +33,8 @@ from .weights import Rows, WeightReader
 class Attention:
     """The fused projection to queries, keys and values, then norms, rotation, attention and the output projection."""
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        layer: LayerSpec,
-        weights: WeightReader,
-        prefix: str,
-        backend: AttentionBackend,
-        shard: ModelShard,
-        kernels: LayerKernels,
-    ) -> None:
+    def __init__(self, layer: LayerSpec, source: LayerSource, backend: AttentionBackend) -> None:
+        spec, weights, prefix, shard, kernels = source
         self._backend = backend.for_layer(spec, shard)
         self._head_dim, self._output_dim = spec.head_dim, spec.output_dim
         self._query_scaling = layer.query_scaling
@@ -53,8 +46,8 @@ class Attention:
         heads, kv_heads = shard.heads(spec), shard.kv_heads(spec)
         kv_scales = None
         if backend.dtype == torch.float8_e4m3fn:
-            source = prefix if layer.kv_source is None else f"layers.{layer.kv_source}.self_attn."
-            kv_scales = weights.read_kv_scales(source, spec.num_kv_heads, kv_heads)
+            stored = prefix if layer.kv_source is None else f"layers.{layer.kv_source}.self_attn."
+            kv_scales = weights.read_kv_scales(stored, spec.num_kv_heads, kv_heads)
         self._layer = AttentionLayer(
             spec.attention_scale,
             layer.window,

@@ -11,11 +11,12 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from ..attention import AttentionBackend, AttentionLayer
-from ..layers.layers import LayerKernels, RMSNorm
+from ..layers.layers import RMSNorm
 from ..layers.parallel.parallel_layers import RowParallelLinear
 from ..layers.parallel.shard import ModelShard
 from ..layers.spec import ModelSpec
-from .weights import Rows, WeightReader
+from .layer_source import LayerSource
+from .weights import Rows
 
 
 class QueryRecorder(Protocol):
@@ -32,15 +33,8 @@ class CrossAttention:
     `reads_T1` says which tokens of the step have an image before them; None if none has.
     """
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        weights: WeightReader,
-        prefix: str,
-        backend: AttentionBackend,
-        shard: ModelShard,
-        kernels: LayerKernels,
-    ) -> None:
+    def __init__(self, source: LayerSource, backend: AttentionBackend) -> None:
+        spec, weights, prefix, shard, kernels = source
         assert spec.source is not None
         self.index = 0
         self.recorder: QueryRecorder | None = None

@@ -33,6 +33,7 @@ from .altup import AltUpLayer, Streams
 from .cross_attention import QueryRecorder
 from .decoder_layer import DecoderLayer, added, read_norm
 from .hyper_connections import HyperLayer, Reducer, read_reducer
+from .layer_source import LayerSource
 from .lora.adapters import LoraAdapters
 from .lora.vocabulary import embedding_changes, head_changes
 from .ngrams.digits import from_digits, to_digits
@@ -427,30 +428,24 @@ def _make_layers(
     for i in shard.layers:
         layer = spec.layers[i]
         own = spec.for_layer(layer)
-        source = i if layer.weights is None else layer.weights
-        if source in of_weights:
-            layers.append(of_weights[source])
+        number = i if layer.weights is None else layer.weights
+        if number in of_weights:
+            layers.append(of_weights[number])
             continue
-        prefix = f"layers.{source}."
+        source = LayerSource(own, weights, f"layers.{number}.", shard, kernels)
         if layer.shared_block is not None:
             block = layer.shared_block.source
             if block not in blocks:
                 blocks[block] = Block(own, block, weights, as_backend(attention), shard, kernels)
-            layers.append(
-                SharedBlockLayer(own, layer, blocks[block], weights, prefix, shard, kernels)
-            )
+            layers.append(SharedBlockLayer(layer, blocks[block], source))
         elif spec.altup is not None:
-            layers.append(
-                AltUpLayer(
-                    own, spec.altup, layer, weights, prefix, as_backend(attention), shard, kernels
-                )
-            )
+            layers.append(AltUpLayer(spec.altup, layer, source, as_backend(attention)))
         elif (hyper := spec.hyper_connections) is not None:
-            layers.append(HyperLayer(own, hyper, layer, weights, prefix, attention, shard, kernels))
+            layers.append(HyperLayer(hyper, layer, source, attention))
         else:
-            decoder = DecoderLayer(own, layer, weights, prefix, attention, shard, kernels)
+            decoder = DecoderLayer(layer, source, attention)
             if spec.latent is not None and layer.kv_source is not None and layer.chooses_keys:
                 decoder.copy_keys(of_weights[layer.kv_source])
-            of_weights[source] = decoder
+            of_weights[number] = decoder
             layers.append(decoder)
     return layers

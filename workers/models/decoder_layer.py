@@ -23,7 +23,6 @@ from ..layers.layers import (
     Linear,
     RMSNorm,
 )
-from ..layers.parallel.shard import ModelShard
 from ..layers.rope import RotaryTables
 from ..layers.spec import LayerSpec, ModelSpec
 from .attention import Attention
@@ -31,6 +30,7 @@ from .compressed.attention import CompressedAttention
 from .cross_attention import CrossAttention
 from .experts.mixture import Experts, ExpertsBesideMLP
 from .latent.attention import LatentAttention
+from .layer_source import LayerSource
 from .mixers import Mixer, make_mixer
 from .mixers.inner_convolutions import LayerConvolutions, StepConvolutions
 from .mlp import MLP
@@ -91,23 +91,16 @@ def read_stream_norm(spec: ModelSpec, weights: WeightReader, name: str) -> HeadN
 
 
 def _attention(
-    spec: ModelSpec,
-    layer: LayerSpec,
-    weights: WeightReader,
-    prefix: str,
-    backend: DeviceAttention,
-    shard: ModelShard,
-    kernels: LayerKernels,
+    layer: LayerSpec, source: LayerSource, backend: DeviceAttention
 ) -> Attention | CompressedAttention | LatentAttention:
+    spec = source.spec
     if spec.compressed is not None:
         assert isinstance(backend, CompressedCache)
-        return CompressedAttention(
-            spec, spec.compressed, layer, weights, prefix, backend, shard, kernels
-        )
+        return CompressedAttention(spec.compressed, layer, source, backend)
     calls = as_backend(backend)
     if spec.latent is None:
-        return Attention(spec, layer, weights, prefix, calls, shard, kernels)
-    return LatentAttention(spec, spec.latent, layer, weights, prefix, calls, shard, kernels)
+        return Attention(layer, source, calls)
+    return LatentAttention(spec.latent, layer, source, calls)
 
 
 class DecoderLayer:
@@ -116,16 +109,9 @@ class DecoderLayer:
     Each block reads the residual stream and adds its output to it.
     """
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        layer: LayerSpec,
-        weights: WeightReader,
-        prefix: str,
-        attention: DeviceAttention,
-        shard: ModelShard,
-        kernels: LayerKernels,
-    ) -> None:
+    def __init__(self, layer: LayerSpec, source: LayerSource, attention: DeviceAttention) -> None:
+        spec, weights, prefix, kernels = source.spec, source.weights, source.prefix, source.kernels
+
         def norm(name: str | None, consumer: Linear | None = None) -> RMSNorm | None:
             if name is None:
                 return None
@@ -144,22 +130,16 @@ class DecoderLayer:
         self.cross: CrossAttention | None = None
         consumer = None
         if layer.attends:
-            self._attention = _attention(
-                spec, layer, weights, f"{prefix}self_attn.", attention, shard, kernels
-            )
+            self._attention = _attention(layer, source.at("self_attn."), attention)
             if not (spec.latent and spec.latent.indexer and spec.latent.indexer.norms_inputs):
                 consumer = self._attention.qkv
         self._convolutions: LayerConvolutions | None = None
         if isinstance(layer.recurrent, InnerConvolutions):
-            self._convolutions = LayerConvolutions(spec, layer.recurrent, weights, prefix, shard)
+            self._convolutions = LayerConvolutions(layer.recurrent, source)
         elif layer.recurrent is not None:
-            self._mixer = make_mixer(
-                spec, layer.recurrent, weights, f"{prefix}mixer.", shard, kernels
-            )
+            self._mixer = make_mixer(layer.recurrent, source.at("mixer."))
         if layer.reads_source:
-            self.cross = CrossAttention(
-                spec, weights, f"{prefix}cross_attn.", as_backend(attention), shard, kernels
-            )
+            self.cross = CrossAttention(source.at("cross_attn."), as_backend(attention))
             self._cross_input_norm = norm(norms.cross_input, self.cross.queries)
             self._cross_output_norm = norm(norms.cross_output)
             if not layer.attends:
@@ -183,7 +163,7 @@ class DecoderLayer:
             )
         self._per_layer: PerLayerBlock | None = None
         if spec.per_layer_inputs is not None:
-            self._per_layer = PerLayerBlock(spec, spec.per_layer_inputs, weights, prefix, kernels)
+            self._per_layer = PerLayerBlock(spec.per_layer_inputs, source)
         self._scale_1: Tensor | None = None
         if spec.has_layer_scales:
             self._scale_1 = weights.read(f"{prefix}layer_scalar", 1)
@@ -197,25 +177,15 @@ class DecoderLayer:
             return
         experts = layer.experts
         if experts is not None and experts.is_shortcut:
-            self.shortcut = Experts(spec, experts, weights, f"{prefix}shortcut.", shard, kernels)
+            self.shortcut = Experts(experts, source.at("shortcut."))
             experts = None
         if experts is not None and experts.has_own_norms:
-            self._beside = ExpertsBesideMLP(spec, experts, weights, prefix, shard, kernels)
+            self._beside = ExpertsBesideMLP(experts, source)
             experts = None
         if experts is None:
-            self._mlp = MLP(
-                spec,
-                weights,
-                f"{prefix}mlp.",
-                shard,
-                kernels,
-                spec.intermediate_size,
-                limit=layer.gate_limit,
-            )
+            self._mlp = MLP(source.at("mlp."), spec.intermediate_size, limit=layer.gate_limit)
         else:
-            self._mlp = Experts(
-                spec, experts, weights, f"{prefix}mlp.", shard, kernels, layer.gate_limit
-            )
+            self._mlp = Experts(experts, source.at("mlp."), layer.gate_limit)
         # Experts need the exact values of the norm.
         consumer = None if self.shortcut is not None else self._mlp.gate_up
         self._mlp_input_norm = norm(norms.mlp_input, consumer)

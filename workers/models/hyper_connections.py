@@ -14,11 +14,11 @@ from torch.nn import functional as F
 
 from ..attention import DeviceAttention
 from ..layers.layers import LayerKernels, RMSNorm
-from ..layers.parallel.shard import ModelShard
 from ..layers.rope import RotaryTables
 from ..layers.spec import LayerSpec, ModelSpec
 from ..layers.specs.hyper import HyperConnectionsSpec
 from .decoder_layer import DecoderLayer, read_stream_norm
+from .layer_source import LayerSource
 from .ngrams.block import NgramBlock
 from .weights import WeightReader
 
@@ -199,25 +199,20 @@ class HyperLayer(DecoderLayer):
 
     def __init__(
         self,
-        spec: ModelSpec,
         hyper: HyperConnectionsSpec,
         layer: LayerSpec,
-        weights: WeightReader,
-        prefix: str,
+        source: LayerSource,
         attention: DeviceAttention,
-        shard: ModelShard,
-        kernels: LayerKernels,
     ) -> None:
-        super().__init__(spec, layer, weights, prefix, attention, shard, kernels)
+        spec, weights, prefix, kernels = source.spec, source.weights, source.prefix, source.kernels
+        super().__init__(layer, source, attention)
         kind = LowRankConnection if hyper.rank else HyperConnection
         self._around_attention, self._around_mlp = (
             kind(spec, hyper, weights, f"{prefix}{name}", kernels) for name in ("attn_hc", "mlp_hc")
         )
         self._ngrams: NgramBlock | None = None
         if spec.ngrams is not None and layer.ngram_table is not None:
-            self._ngrams = NgramBlock(
-                spec, spec.ngrams, layer, weights, f"{prefix}ple.", shard, kernels
-            )
+            self._ngrams = NgramBlock(spec.ngrams, layer, source.at("ple."))
 
     def forward(
         self,

@@ -15,8 +15,8 @@ from ..layers.activations import ACTIVATIONS, normal_quantile
 from ..layers.layers import XIELU, GatedActivation, LayerKernels, Linear
 from ..layers.parallel.parallel_layers import RowParallelLinear
 from ..layers.parallel.shard import ModelShard
-from ..layers.spec import ModelSpec
 from ..layers.specs.experts import GateLimit
+from .layer_source import LayerSource
 from .weights import WeightReader
 
 
@@ -40,15 +40,12 @@ class MLP:
 
     def __init__(
         self,
-        spec: ModelSpec,
-        weights: WeightReader,
-        prefix: str,
-        shard: ModelShard,
-        kernels: LayerKernels,
+        source: LayerSource,
         intermediate: int,
         sparsity: float = 0.0,
         limit: GateLimit | None = None,
     ) -> None:
+        spec, weights, prefix, shard, kernels = source
         self._tensor_parallel, self._intermediate = shard.tensor_parallel, intermediate
         # The number of standard deviations above the mean below which this fraction of a normal distribution lies.
         self._threshold = normal_quantile(sparsity) if sparsity else None

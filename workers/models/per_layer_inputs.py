@@ -13,6 +13,7 @@ from ..layers.parallel.parallel_layers import VocabParallelEmbedding
 from ..layers.parallel.shard import ModelShard
 from ..layers.spec import ModelSpec
 from ..layers.specs.altup import PerLayerInputsSpec
+from .layer_source import LayerSource
 from .weights import WeightReader
 
 
@@ -60,14 +61,8 @@ class PerLayerInputs:
 class PerLayerBlock:
     """The last block of a layer: norm(project(activation(gate(x)) * per-layer embedding))."""
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        inputs: PerLayerInputsSpec,
-        weights: WeightReader,
-        prefix: str,
-        kernels: LayerKernels,
-    ) -> None:
+    def __init__(self, inputs: PerLayerInputsSpec, source: LayerSource) -> None:
+        spec, weights, prefix, kernels = source.spec, source.weights, source.prefix, source.kernels
         hidden = spec.hidden_size
         self._gate = kernels.linear(
             weights.read_matrix(f"{prefix}per_layer_input_gate.weight", inputs.size, hidden)

@@ -21,6 +21,7 @@ from ...layers.parallel.shard import ModelShard
 from ...layers.rope import RotaryEmbedding, RotaryTables
 from ...layers.spec import LayerSpec, ModelSpec
 from ...layers.specs.compressed import CompressedSpec
+from ..layer_source import LayerSource
 from ..weights import Rows, WeightReader
 from .compressor import Compressor
 from .indexer import choose_entries
@@ -38,15 +39,12 @@ class CompressedAttention:
 
     def __init__(
         self,
-        spec: ModelSpec,
         compressed: CompressedSpec,
         layer: LayerSpec,
-        weights: WeightReader,
-        prefix: str,
+        source: LayerSource,
         cache: CompressedCache,
-        shard: ModelShard,
-        kernels: LayerKernels,
     ) -> None:
+        spec, weights, prefix, shard, kernels = source
         self._spec, self._compressed, self._cache = spec, compressed, cache
         self._compression = compression = layer.compression
         self._key_row = compressed.token_elements(spec.head_dim, compression)[0]

@@ -8,15 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...layers.layers import LayerKernels
-from ...layers.parallel.shard import ModelShard
-from ...layers.spec import ModelSpec
 from ...layers.specs.experts import ExpertsSpec
 from ...loaders.quantization.matrix import Weight
+from ..layer_source import LayerSource
 from ..lora.experts import ExpertChanges
 from ..lora.matrices import AdaptedMatrix, AdaptedRows
 from ..mlp import gated_activation
-from ..weights import WeightReader
 
 
 class ExpertMatrices:
@@ -27,16 +24,8 @@ class ExpertMatrices:
         are_all: True if tokens choose no other experts, in no mixture and on no rank.
     """
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        experts: ExpertsSpec,
-        weights: WeightReader,
-        prefix: str,
-        shard: ModelShard,
-        kernels: LayerKernels,
-        mixture: int,
-    ) -> None:
+    def __init__(self, experts: ExpertsSpec, source: LayerSource, mixture: int) -> None:
+        spec, weights, prefix, shard, kernels = source
         placement = shard.placement(experts)
         step, own = experts.num_mixtures, placement.experts
         self._numbers = range(own.start + (mixture - own.start) % step, own.stop, step)

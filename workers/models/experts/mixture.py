@@ -14,13 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...layers.layers import InputScaledNorm, LayerKernels, Linear, RMSNorm
+from ...layers.layers import InputScaledNorm, Linear, RMSNorm
 from ...layers.parallel.expert_group import ExpertGroup
-from ...layers.parallel.shard import ModelShard
-from ...layers.spec import ModelSpec
 from ...layers.specs.experts import ExpertsSpec, GateLimit
+from ..layer_source import LayerSource
 from ..mlp import MLP
-from ..weights import WeightReader
 from .matrices import ExpertMatrices
 from .router import Router, unused_experts
 
@@ -36,15 +34,9 @@ class Experts:
     """None, so that a norm before the experts does not round its output: the router needs exact values."""
 
     def __init__(
-        self,
-        spec: ModelSpec,
-        experts: ExpertsSpec,
-        weights: WeightReader,
-        prefix: str,
-        shard: ModelShard,
-        kernels: LayerKernels,
-        shared_limit: GateLimit | None = None,
+        self, experts: ExpertsSpec, source: LayerSource, shared_limit: GateLimit | None = None
     ) -> None:
+        spec, weights, prefix, shard, kernels = source
         self._spec = experts
         self._kernels = kernels
         self._tensor_parallel = shard.tensor_parallel
@@ -81,22 +73,13 @@ class Experts:
             eps = spec.norm_eps if spec.output_norm_eps is None else spec.output_norm_eps
             self._expert_norm = InputScaledNorm(expert_weight_L, eps)
         self._mixtures = [
-            ExpertMatrices(spec, experts, weights, prefix, shard, kernels, mixture)
-            for mixture in range(experts.num_mixtures)
+            ExpertMatrices(experts, source, mixture) for mixture in range(experts.num_mixtures)
         ]
         weights.skip(unused_experts(experts, prefix, self._placement.elsewhere))
         self._shared: MLP | None = None
         self._shared_gate_1D: Tensor | None = None
         if num_shared := experts.shared_intermediate_size:
-            self._shared = MLP(
-                spec,
-                weights,
-                f"{prefix}shared_experts.",
-                shard,
-                kernels,
-                num_shared,
-                limit=shared_limit,
-            )
+            self._shared = MLP(source.at("shared_experts."), num_shared, limit=shared_limit)
             if experts.has_shared_gate:
                 self._shared_gate_1D = weights.read(
                     f"{prefix}shared_expert_gate.weight", 1, spec.hidden_size
@@ -255,17 +238,10 @@ class ExpertsBesideMLP:
     The norm of the router's input includes division by the square root of the hidden size.
     """
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        experts: ExpertsSpec,
-        weights: WeightReader,
-        prefix: str,
-        shard: ModelShard,
-        kernels: LayerKernels,
-    ) -> None:
+    def __init__(self, experts: ExpertsSpec, source: LayerSource) -> None:
+        spec, weights, prefix, kernels = source.spec, source.weights, source.prefix, source.kernels
         size = spec.hidden_size
-        self.experts = Experts(spec, experts, weights, f"{prefix}beside.", shard, kernels)
+        self.experts = Experts(experts, source.at("beside."))
         router_weight_D = weights.read_vector(f"{prefix}beside.router_scale", size)
         self._router_norm = RMSNorm(router_weight_D * size**-0.5, spec.norm_eps)
         self._mlp_output_norm, self._input_norm, self._output_norm = (

@@ -17,14 +17,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...attention import AttentionBackend, AttentionLayer
-from ...layers.layers import LayerKernels, Linear, RMSNorm
+from ...layers.layers import Linear, RMSNorm
 from ...layers.parallel.parallel_layers import RowParallelLinear
-from ...layers.parallel.shard import ModelShard
 from ...layers.rope import RotaryTables, apply_rotary
 from ...layers.spec import LayerSpec, ModelSpec
 from ...layers.specs.latent import LatentSpec
 from ..attention import read_sinks, rotary_order, scale_queries
 from ..indexers.keys import Indexer
+from ..layer_source import LayerSource
 from ..weights import Rows, WeightReader
 from .log_scales import LogScales
 
@@ -33,16 +33,9 @@ class LatentAttention:
     """Multi-head latent attention, with the interface of `Attention`."""
 
     def __init__(
-        self,
-        spec: ModelSpec,
-        latent: LatentSpec,
-        layer: LayerSpec,
-        weights: WeightReader,
-        prefix: str,
-        backend: AttentionBackend,
-        shard: ModelShard,
-        kernels: LayerKernels,
+        self, latent: LatentSpec, layer: LayerSpec, source: LayerSource, backend: AttentionBackend
     ) -> None:
+        spec, weights, prefix, shard, kernels = source
         whole, latent = latent, latent.for_rope(layer.rope)
         self._latent = latent
         self._backend = backend.for_layer(spec, shard)

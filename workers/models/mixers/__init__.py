@@ -12,10 +12,7 @@ from ....protocol.checkpoint.recurrent_layers import (
     RgLru,
     ShortConvolution,
 )
-from ...layers.layers import LayerKernels
-from ...layers.parallel.shard import ModelShard
-from ...layers.spec import ModelSpec
-from ..weights import WeightReader
+from ..layer_source import LayerSource
 from .gated_delta_net import GatedDeltaNetMixer
 from .kimi_delta_attention import KimiDeltaAttentionMixer
 from .lightning_attention import LightningAttentionMixer
@@ -27,30 +24,23 @@ from .short_convolution import ShortConvolutionMixer
 from .states import StateBatch
 
 
-def make_mixer(
-    spec: ModelSpec,
-    layer: MixerLayer,
-    weights: WeightReader,
-    prefix: str,
-    shard: ModelShard,
-    kernels: LayerKernels,
-) -> Mixer:
+def make_mixer(layer: MixerLayer, source: LayerSource) -> Mixer:
     """Return the recurrent mixer of a layer."""
     match layer:
         case ShortConvolution():
-            return ShortConvolutionMixer(spec, layer, weights, prefix, shard, kernels)
+            return ShortConvolutionMixer(layer, source)
         case Mamba1():
-            return Mamba1Mixer(spec, layer, weights, prefix, shard, kernels)
+            return Mamba1Mixer(layer, source)
         case Mamba2():
-            return Mamba2Mixer(spec, layer, weights, prefix, shard, kernels)
+            return Mamba2Mixer(layer, source)
         case GatedDeltaNet():
-            return GatedDeltaNetMixer(spec, layer, weights, prefix, shard, kernels)
+            return GatedDeltaNetMixer(layer, source)
         case KimiDeltaAttention():
-            return KimiDeltaAttentionMixer(spec, layer, weights, prefix, shard, kernels)
+            return KimiDeltaAttentionMixer(layer, source)
         case LightningAttention():
-            return LightningAttentionMixer(spec, layer, weights, prefix, shard, kernels)
+            return LightningAttentionMixer(layer, source)
         case RgLru():
-            return RgLruMixer(spec, layer, weights, prefix, shard, kernels)
+            return RgLruMixer(layer, source)
 
 
 __all__ = ["Mixer", "StateBatch", "make_mixer"]

@@ -14,11 +14,9 @@ from torch.nn import functional as F
 
 from ....protocol.checkpoint.recurrent_layers import GatedDeltaNet
 from ....protocol.errors import ConfigError
-from ...layers.layers import LayerKernels
 from ...layers.parallel.parallel_layers import RowParallelLinear
-from ...layers.parallel.shard import ModelShard
 from ...layers.parallel.tensor_parallel import TensorParallel
-from ...layers.spec import ModelSpec
+from ..layer_source import LayerSource
 from ..weights import Rows, WeightReader
 from .delta_rule import delta_rule, unit
 from .mixer import CausalConvolution, Mixer, elements, segments
@@ -28,15 +26,8 @@ from .states import StateBatch, StateCache
 class GatedDeltaNetMixer(Mixer):
     """Linear attention with the delta rule and one decay per head and token."""
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        layer: GatedDeltaNet,
-        weights: WeightReader,
-        prefix: str,
-        shard: ModelShard,
-        kernels: LayerKernels,
-    ) -> None:
+    def __init__(self, layer: GatedDeltaNet, source: LayerSource) -> None:
+        spec, weights, prefix, shard, kernels = source
         tensor_parallel = shard.tensor_parallel
         self._layer = layer
         hidden, num_heads = spec.hidden_size, layer.num_heads

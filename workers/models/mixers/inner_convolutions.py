@@ -12,9 +12,7 @@ import torch
 from torch import Tensor
 
 from ....protocol.checkpoint.recurrent_layers import InnerConvolutions
-from ...layers.parallel.shard import ModelShard
-from ...layers.spec import ModelSpec
-from ..weights import WeightReader
+from ..layer_source import LayerSource
 from .mixer import CausalConvolution, elements
 from .states import StateBatch, StateCache
 
@@ -22,14 +20,8 @@ from .states import StateBatch, StateCache
 class LayerConvolutions:
     """The convolutions of one layer, each of which adds its input to its result."""
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        layer: InnerConvolutions,
-        weights: WeightReader,
-        prefix: str,
-        shard: ModelShard,
-    ) -> None:
+    def __init__(self, layer: InnerConvolutions, source: LayerSource) -> None:
+        spec, weights, prefix, shard = source.spec, source.weights, source.prefix, source.shard
         self._size = layer.state_size(shard.tensor_parallel.size)
         heads, size = shard.kv_heads(spec), spec.num_kv_heads * spec.head_dim
         part = elements(heads, spec.head_dim)

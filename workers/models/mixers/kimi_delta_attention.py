@@ -13,12 +13,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ....protocol.checkpoint.recurrent_layers import KimiDeltaAttention
-from ...layers.layers import LayerKernels, Linear
+from ...layers.layers import Linear
 from ...layers.parallel.parallel_layers import RowParallelLinear
-from ...layers.parallel.shard import ModelShard
 from ...layers.parallel.tensor_parallel import TensorParallel
-from ...layers.spec import ModelSpec
-from ..weights import Rows, WeightReader
+from ..layer_source import LayerSource
+from ..weights import Rows
 from .delta_rule import delta_rule, unit
 from .mixer import CausalConvolution, Mixer, elements
 from .states import StateBatch, StateCache
@@ -27,15 +26,8 @@ from .states import StateBatch, StateCache
 class KimiDeltaAttentionMixer(Mixer):
     """Linear attention with the delta rule. Decays and output gates may come from low-rank projections."""
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        layer: KimiDeltaAttention,
-        weights: WeightReader,
-        prefix: str,
-        shard: ModelShard,
-        kernels: LayerKernels,
-    ) -> None:
+    def __init__(self, layer: KimiDeltaAttention, source: LayerSource) -> None:
+        spec, weights, prefix, shard, kernels = source
         self._layer = layer
         hidden, dim = spec.hidden_size, layer.head_dim
         heads = shard.tensor_parallel.part(layer.num_heads)

@@ -14,13 +14,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ....protocol.checkpoint.recurrent_layers import LightningAttention
-from ...layers.layers import LayerKernels
 from ...layers.parallel.parallel_layers import RowParallelLinear
-from ...layers.parallel.shard import ModelShard
 from ...layers.parallel.tensor_parallel import TensorParallel
 from ...layers.spec import ModelSpec
+from ..layer_source import LayerSource
 from ..mlp import DividedNorm
-from ..weights import Rows, WeightReader
+from ..weights import Rows
 from .mamba2 import causal_decay
 from .mixer import Mixer, elements
 from .states import StateBatch, StateCache
@@ -32,15 +31,8 @@ NORM_EPS = 1e-6
 class LightningAttentionMixer(Mixer):
     """Linear attention whose state decays at a rate that depends on the layer and the head."""
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        layer: LightningAttention,
-        weights: WeightReader,
-        prefix: str,
-        shard: ModelShard,
-        kernels: LayerKernels,
-    ) -> None:
+    def __init__(self, layer: LightningAttention, source: LayerSource) -> None:
+        spec, weights, prefix, shard, kernels = source
         tensor_parallel = shard.tensor_parallel
         heads = tensor_parallel.part(layer.num_heads)
         own, size = elements(heads, layer.head_dim), layer.num_heads * layer.head_dim

@@ -18,7 +18,7 @@ from ...layers.layers import LayerKernels, RMSNorm
 from ...layers.parallel.parallel_layers import RowParallelLinear
 from ...layers.parallel.shard import ModelShard
 from ...layers.parallel.tensor_parallel import TensorParallel
-from ...layers.spec import ModelSpec
+from ..layer_source import LayerSource
 from ..weights import Rows, WeightReader
 from .mixer import BlockLinear, CausalConvolution, Mixer, elements, read_parts, segments
 from .states import StateBatch, StateCache
@@ -27,15 +27,8 @@ from .states import StateBatch, StateCache
 class Mamba1Mixer(Mixer):
     """A state-space layer in which each element of a state has its own decay per token."""
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        layer: Mamba1,
-        weights: WeightReader,
-        prefix: str,
-        shard: ModelShard,
-        kernels: LayerKernels,
-    ) -> None:
+    def __init__(self, layer: Mamba1, source: LayerSource) -> None:
+        spec, weights, prefix, shard, kernels = source
         tensor_parallel, channels = shard.tensor_parallel, layer.channels
         own = own_channels(layer, tensor_parallel)
         self._num_heads = max(1, layer.num_heads // tensor_parallel.size)

@@ -16,12 +16,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ....protocol.checkpoint.recurrent_layers import Mamba2
-from ...layers.layers import LayerKernels
 from ...layers.parallel.parallel_layers import RowParallelLinear
-from ...layers.parallel.shard import ModelShard
 from ...layers.parallel.tensor_parallel import TensorParallel
-from ...layers.spec import ModelSpec
-from ..weights import Rows, WeightReader
+from ..layer_source import LayerSource
+from ..weights import Rows
 from .mixer import CausalConvolution, Mixer, elements, read_parts, segments
 from .states import StateBatch, StateCache
 
@@ -29,15 +27,8 @@ from .states import StateBatch, StateCache
 class Mamba2Mixer(Mixer):
     """A state-space layer in which each head has one decay per token."""
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        layer: Mamba2,
-        weights: WeightReader,
-        prefix: str,
-        shard: ModelShard,
-        kernels: LayerKernels,
-    ) -> None:
+    def __init__(self, layer: Mamba2, source: LayerSource) -> None:
+        spec, weights, prefix, shard, kernels = source
         tensor_parallel = shard.tensor_parallel
         self._layer, self._tensor_parallel = layer, tensor_parallel
         hidden, size = spec.hidden_size, layer.num_heads * layer.head_dim

@@ -13,11 +13,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ....protocol.checkpoint.recurrent_layers import RgLru
-from ...layers.layers import LayerKernels
 from ...layers.parallel.parallel_layers import RowParallelLinear
-from ...layers.parallel.shard import ModelShard
 from ...layers.parallel.tensor_parallel import TensorParallel
-from ...layers.spec import ModelSpec
+from ..layer_source import LayerSource
 from ..weights import Rows, WeightReader
 from .mixer import BlockLinear, CausalConvolution, Mixer, elements, read_parts
 from .states import StateBatch, StateCache
@@ -28,15 +26,8 @@ _DECAY_RATE = 8.0
 class RgLruMixer(Mixer):
     """A convolution and a linear recurrence with gates, whose outputs are multiplied by an activated projection."""
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        layer: RgLru,
-        weights: WeightReader,
-        prefix: str,
-        shard: ModelShard,
-        kernels: LayerKernels,
-    ) -> None:
+    def __init__(self, layer: RgLru, source: LayerSource) -> None:
+        spec, weights, prefix, shard, kernels = source
         tensor_parallel, channels = shard.tensor_parallel, layer.channels
         blocks = tensor_parallel.part(layer.num_blocks)
         own = elements(blocks, layer.block_size)

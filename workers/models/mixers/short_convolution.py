@@ -10,12 +10,10 @@ from typing import Any
 from torch import Tensor
 
 from ....protocol.checkpoint.recurrent_layers import ShortConvolution
-from ...layers.layers import LayerKernels
 from ...layers.parallel.parallel_layers import RowParallelLinear
-from ...layers.parallel.shard import ModelShard
 from ...layers.parallel.tensor_parallel import TensorParallel
-from ...layers.spec import ModelSpec
-from ..weights import Rows, WeightReader
+from ..layer_source import LayerSource
+from ..weights import Rows
 from .mixer import CausalConvolution, Mixer, read_parts, segments
 from .states import StateBatch, StateCache
 
@@ -23,15 +21,8 @@ from .states import StateBatch, StateCache
 class ShortConvolutionMixer(Mixer):
     """A short convolution over the last tokens, with projected gates on its input and on its output."""
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        layer: ShortConvolution,
-        weights: WeightReader,
-        prefix: str,
-        shard: ModelShard,
-        kernels: LayerKernels,
-    ) -> None:
+    def __init__(self, layer: ShortConvolution, source: LayerSource) -> None:
+        spec, weights, prefix, shard, kernels = source
         hidden, channels = spec.hidden_size, layer.channels
         part = shard.tensor_parallel.part(channels)
         rows = projection_rows(layer, prefix, shard.tensor_parallel)

@@ -13,14 +13,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ....protocol.checkpoint.recurrent_layers import GatedDeltaNet
-from ...layers.layers import LayerKernels
-from ...layers.parallel.shard import ModelShard
-from ...layers.spec import LayerSpec, ModelSpec
+from ...layers.spec import LayerSpec
 from ...layers.specs.ngram import NgramSpec
 from ..decoder_layer import read_stream_norm
+from ..layer_source import LayerSource
 from ..mixers.mixer import CausalConvolution
 from ..mixers.states import StateBatch, StateCache
-from ..weights import WeightReader
 from .digits import from_digits, to_digits
 from .embedding import NgramEmbedding
 
@@ -28,16 +26,8 @@ from .embedding import NgramEmbedding
 class NgramBlock:
     """Embeds the n-grams that end with a token, gates them by its streams, and convolves them."""
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        ngrams: NgramSpec,
-        layer: LayerSpec,
-        weights: WeightReader,
-        prefix: str,
-        shard: ModelShard,
-        kernels: LayerKernels,
-    ) -> None:
+    def __init__(self, ngrams: NgramSpec, layer: LayerSpec, source: LayerSource) -> None:
+        spec, weights, prefix, shard, kernels = source
         assert layer.ngram_table is not None
         recurrent = layer.recurrent
         assert isinstance(recurrent, GatedDeltaNet) and recurrent.ngrams is not None

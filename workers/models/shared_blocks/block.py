@@ -20,6 +20,7 @@ from ...layers.rope import RotaryTables
 from ...layers.shared_block import SharedBlock
 from ...layers.spec import LayerSpec, ModelSpec
 from ..attention import Attention, qkv_rows
+from ..layer_source import LayerSource
 from ..mlp import MLP
 from ..weights import Rows, WeightReader
 
@@ -51,10 +52,9 @@ class Block:
                 ("pre_ff_layernorm", spec.hidden_size),
             )
         )
-        self.attention = Attention(
-            spec, layer, weights, f"{prefix}self_attn.", backend, shard, kernels
-        )
-        self.mlp = MLP(spec, weights, f"{prefix}mlp.", shard, kernels, spec.intermediate_size)
+        parts = LayerSource(spec, weights, prefix, shard, kernels)
+        self.attention = Attention(layer, parts.at("self_attn."), backend)
+        self.mlp = MLP(parts.at("mlp."), spec.intermediate_size)
         skip_other_stages(spec, weights, prefix, shard)
 
     def forward(

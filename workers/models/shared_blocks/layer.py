@@ -12,14 +12,12 @@ import torch
 from torch import Tensor
 
 from ....protocol.checkpoint.recurrent_layers import InnerConvolutions
-from ...layers.layers import LayerKernels
-from ...layers.parallel.shard import ModelShard
 from ...layers.rope import RotaryTables
-from ...layers.spec import LayerSpec, ModelSpec
+from ...layers.spec import LayerSpec
 from ..cross_attention import CrossAttention
 from ..decoder_layer import added, read_norm
+from ..layer_source import LayerSource
 from ..mixers import make_mixer
-from ..weights import WeightReader
 from .block import Block
 
 
@@ -29,16 +27,8 @@ class SharedBlockLayer:
     `block` has only the shared weights.
     """
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        layer: LayerSpec,
-        block: Block,
-        weights: WeightReader,
-        prefix: str,
-        shard: ModelShard,
-        kernels: LayerKernels,
-    ) -> None:
+    def __init__(self, layer: LayerSpec, block: Block, source: LayerSource) -> None:
+        spec, weights, prefix, shard, kernels = source
         assert layer.recurrent is not None and layer.shared_block is not None
         assert not isinstance(layer.recurrent, InnerConvolutions)
         self.rope = layer.rope
@@ -49,7 +39,7 @@ class SharedBlockLayer:
         size = spec.hidden_size
         self._linear = kernels.linear(weights.read_matrix(f"{prefix}linear.weight", size, size))
         self._norm = read_norm(spec, weights, f"{prefix}input_layernorm", kernels)
-        self._mixer = make_mixer(spec, layer.recurrent, weights, f"{prefix}mixer.", shard, kernels)
+        self._mixer = make_mixer(layer.recurrent, source.at("mixer."))
 
     def forward(
         self,
