@@ -107,7 +107,7 @@ def _given_frames(
             raise ParameterError(
                 where, f"has frames of {given} and {image.size} pixels; send frames of one size"
             )
-        budget.spend(image, 1)
+        budget.spend(image)
         found.append(_resize(image, sizes, config))
     fps = fps or config.fps
     return Video(found, list(range(len(found))), fps, fps, (len(found) - 1) / fps)
@@ -182,7 +182,7 @@ def _durations(image: Image.Image, budget: _Budget, where: str) -> list[float]:
             return durations_ms
         if len(durations_ms) == MAX_FILE_FRAMES:
             raise ParameterError(where, f"has more than {MAX_FILE_FRAMES} frames; send fewer")
-        budget.spend(image, 1)
+        budget.spend(image)
         durations_ms.append(image.info.get("duration") or _DEFAULT_DURATION_MS)
 
 
@@ -207,13 +207,13 @@ class _Budget:
         self._num_pixels = 0
         self._end = time.monotonic() + TIMEOUT_S
 
-    def spend(self, image: Image.Image, num_frames: int) -> None:
-        """Count `num_frames` frames with the size of an image.
+    def spend(self, image: Image.Image) -> None:
+        """Count a frame with the size of an image.
 
         Raises:
             ParameterError: There are too many pixels, or the time is over.
         """
-        self._num_pixels += image.width * image.height * num_frames
+        self._num_pixels += image.width * image.height
         if self._num_pixels > MAX_VIDEO_PIXELS:
             raise ParameterError(
                 self._where,

@@ -153,9 +153,8 @@ class Decoder(TorchDecoder):
         self._last_streams: Streams | Reducer | None = None
         if shard.is_last:
             if spec.hyper_connections is not None:
-                self._last_streams = read_reducer(
-                    spec, spec.hyper_connections, weights, "head_hc", kernels
-                )
+                source = LayerSource(spec, weights, "head_hc", shard, kernels)
+                self._last_streams = read_reducer(spec.hyper_connections, source)
             if spec.altup is not None:
                 self._last_streams = Streams(
                     spec, spec.altup, weights, "altup_unembed_projections", kernels

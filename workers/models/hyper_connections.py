@@ -13,38 +13,33 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..attention import DeviceAttention
-from ..layers.layers import LayerKernels, RMSNorm
+from ..layers.layers import RMSNorm
 from ..layers.rope import RotaryTables
-from ..layers.spec import LayerSpec, ModelSpec
+from ..layers.spec import LayerSpec
 from ..layers.specs.hyper import HyperConnectionsSpec
 from .decoder_layer import DecoderLayer, read_stream_norm
 from .layer_source import LayerSource
 from .ngrams.block import NgramBlock
-from .weights import WeightReader
 
 
 class StreamSum:
     """A sum of a token's streams, each times a factor.
 
-    Factors are computed from products of all streams, divided by their root mean square. The product called `name` has
-    several kinds of outputs, whose numbers are `sizes`, each with a scale. The first N are for the sum.
+    Factors are computed from products of all streams, divided by their root mean square. The product, whose name is the
+    prefix of the source, has several kinds of outputs, whose numbers are `sizes`, each with a scale. The first N are
+    for the sum.
     """
 
     def __init__(
-        self,
-        spec: ModelSpec,
-        hyper: HyperConnectionsSpec,
-        weights: WeightReader,
-        name: str,
-        kernels: LayerKernels,
-        sizes: Sequence[int] = (),
+        self, hyper: HyperConnectionsSpec, source: LayerSource, sizes: Sequence[int] = ()
     ) -> None:
+        spec, weights, name = source.spec, source.weights, source.prefix
         streams = hyper.num_streams
         sizes = sizes or (streams,)
         self._hyper = hyper
         self._norm_eps = spec.norm_eps
         weight = weights.read_float32(f"{name}.fn", sum(sizes), streams * spec.hidden_size)
-        self._project = kernels.router_linear(weight)
+        self._project = source.kernels.router_linear(weight)
         self._bias = weights.read_vector(f"{name}.base", sum(sizes))
         scales = weights.read_vector(f"{name}.scale", len(sizes))
         self._scale = scales.repeat_interleave(torch.tensor(sizes, device=scales.device))
@@ -78,17 +73,10 @@ class StreamMean:
 class HyperConnection(StreamSum):
     """The connection of one block to the streams: it reads a sum of them, and its output is added to each."""
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        hyper: HyperConnectionsSpec,
-        weights: WeightReader,
-        name: str,
-        kernels: LayerKernels,
-    ) -> None:
+    def __init__(self, hyper: HyperConnectionsSpec, source: LayerSource) -> None:
         streams = hyper.num_streams
         sizes = [streams, streams, *[streams**2] * bool(hyper.num_iterations)]
-        super().__init__(spec, hyper, weights, name, kernels, sizes)
+        super().__init__(hyper, source, sizes)
 
     def update(self, x_TE: Tensor, block: Callable[[Tensor], Tensor]) -> None:
         """Add the output of the block, a function of the sum, to the streams in place."""
@@ -121,19 +109,15 @@ class HyperConnection(StreamSum):
 class LowRankSum:
     """A mean of a token's normed streams, each element times a factor, which a product of low rank computes."""
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        hyper: HyperConnectionsSpec,
-        weights: WeightReader,
-        name: str,
-        kernels: LayerKernels,
-    ) -> None:
+    def __init__(self, hyper: HyperConnectionsSpec, source: LayerSource) -> None:
+        spec, weights, name = source.spec, source.weights, source.prefix
         self._num_streams = hyper.num_streams
         size = hyper.num_streams * spec.hidden_size
         self._norm = read_stream_norm(spec, weights, f"{name}.hc_norm")
         self._down, self._up = (
-            kernels.linear(weights.read_matrix(f"{name}.input_mix_weight_{part}.weight", *shape))
+            source.kernels.linear(
+                weights.read_matrix(f"{name}.input_mix_weight_{part}.weight", *shape)
+            )
             for part, shape in (("down", (hyper.rank, size)), ("up", (size, hyper.rank)))
         )
 
@@ -153,20 +137,12 @@ class LowRankSum:
 class LowRankConnection(LowRankSum):
     """The connection of one block to the streams: it reads a mean of them, and its output is added to each."""
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        hyper: HyperConnectionsSpec,
-        weights: WeightReader,
-        name: str,
-        kernels: LayerKernels,
-    ) -> None:
-        super().__init__(spec, hyper, weights, name, kernels)
+    def __init__(self, hyper: HyperConnectionsSpec, source: LayerSource) -> None:
+        super().__init__(hyper, source)
         self._output_scale = hyper.output_scale
-        shape = hyper.num_streams, hyper.num_streams * spec.hidden_size
-        self._inject = kernels.router_linear(
-            weights.read_float32(f"{name}.block_inject_weight.weight", *shape)
-        )
+        shape = hyper.num_streams, hyper.num_streams * source.spec.hidden_size
+        name = f"{source.prefix}.block_inject_weight.weight"
+        self._inject = source.kernels.router_linear(source.weights.read_float32(name, *shape))
 
     def update(self, x_TE: Tensor, block: Callable[[Tensor], Tensor]) -> None:
         """Add the output of the block, a function of the mean, to the streams in place."""
@@ -180,18 +156,12 @@ Reducer: TypeAlias = LowRankSum | StreamMean | StreamSum
 """The reduction of a token's streams to one hidden state, which the final norm or the head reads."""
 
 
-def read_reducer(
-    spec: ModelSpec,
-    hyper: HyperConnectionsSpec,
-    weights: WeightReader,
-    name: str,
-    kernels: LayerKernels,
-) -> Reducer:
-    """Return the sum or the mean of the streams after the last layer."""
+def read_reducer(hyper: HyperConnectionsSpec, source: LayerSource) -> Reducer:
+    """Return the sum or the mean of the streams after the last layer. The prefix of `source` is its name."""
     if hyper.averages_last:
         return StreamMean(hyper)
     kind = LowRankSum if hyper.rank else StreamSum
-    return kind(spec, hyper, weights, name, kernels)
+    return kind(hyper, source)
 
 
 class HyperLayer(DecoderLayer):
@@ -204,15 +174,14 @@ class HyperLayer(DecoderLayer):
         source: LayerSource,
         attention: DeviceAttention,
     ) -> None:
-        spec, weights, prefix, kernels = source.spec, source.weights, source.prefix, source.kernels
         super().__init__(layer, source, attention)
         kind = LowRankConnection if hyper.rank else HyperConnection
         self._around_attention, self._around_mlp = (
-            kind(spec, hyper, weights, f"{prefix}{name}", kernels) for name in ("attn_hc", "mlp_hc")
+            kind(hyper, source.at(name)) for name in ("attn_hc", "mlp_hc")
         )
         self._ngrams: NgramBlock | None = None
-        if spec.ngrams is not None and layer.ngram_table is not None:
-            self._ngrams = NgramBlock(spec.ngrams, layer, source.at("ple."))
+        if source.spec.ngrams is not None and layer.ngram_table is not None:
+            self._ngrams = NgramBlock(source.spec.ngrams, layer, source.at("ple."))
 
     def forward(
         self,

@@ -20,15 +20,10 @@ class TextEvents:
     """
 
     def __init__(
-        self,
-        send: Send,
-        connection: ChunkWriter,
-        keep_alive_s: float = KEEP_ALIVE_S,
-        form: StreamFormat = OPENAI_STREAM,
+        self, send: Send, connection: ChunkWriter, form: StreamFormat = OPENAI_STREAM
     ) -> None:
         self._send = send
         self._connection = connection
-        self._keep_alive_s = keep_alive_s
         self._format = form
         self._is_started = False
         self._wrote_at = time.monotonic()
@@ -79,7 +74,7 @@ class TextEvents:
         """Send comments during silence, because proxies close silent connections. Clients ignore comments."""
         while True:
             silent_s = time.monotonic() - self._wrote_at
-            if silent_s >= self._keep_alive_s:
+            if silent_s >= KEEP_ALIVE_S:
                 await self._write(self._format.keep_alive)
                 continue
-            await asyncio.sleep(self._keep_alive_s - silent_s)
+            await asyncio.sleep(KEEP_ALIVE_S - silent_s)

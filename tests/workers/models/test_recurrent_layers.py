@@ -12,6 +12,7 @@ from engine.workers.layers.layers import LayerKernels
 from engine.workers.layers.parallel.shard import ModelShard
 from engine.workers.loaders.open_checkpoint import open_checkpoint
 from engine.workers.models.families import model_spec
+from engine.workers.models.layer_source import LayerSource
 from engine.workers.models.mixers import StateBatch, make_mixer
 from engine.workers.models.weights import weight_reader
 from support.batches import Scheduled, attention_batch
@@ -85,7 +86,8 @@ def test_outputs_have_equal_bits_in_any_chunks_beside_any_requests(tmp_path, kin
     layer = spec.layers[0].recurrent
     weights = weight_reader(checkpoint, dtype, CPU, has_head=False, tensor_names=spec.tensor_names)
     shard = ModelShard.whole(spec)
-    mixer = make_mixer(spec, layer, weights, "layers.0.mixer.", shard, RowByRow())
+    source = LayerSource(spec, weights, "layers.0.mixer.", shard, RowByRow())
+    mixer = make_mixer(layer, source)
     generator = torch.Generator().manual_seed(1)
     inputs_NLD = torch.randn(4, LENGTH, spec.hidden_size, generator=generator).to(dtype)
     whole = Sequences(mixer, layer, inputs_NLD)
