@@ -32,10 +32,10 @@ from .executor import ThreadExecutor
 from .groups.factory import GroupFactory, count_outputs
 from .groups.recording import OutputLog, Recording
 from .input_processor import InputProcessor
-from .isolation_queue import IsolationQueue
+from .isolation.isolation_queue import IsolationQueue
+from .isolation.poison_cache import PoisonCache
 from .logprobs import PositionLogprobs
 from .output_processor import OutputProcessor
-from .poison_cache import PoisonCache
 from .prompt_hashes import hash_prompts
 from .replicas.core_connection import CoreConnection, CoreEvents
 from .replicas.core_load import Overloaded

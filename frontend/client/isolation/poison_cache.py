@@ -8,7 +8,7 @@ from typing import Final
 
 import msgspec
 
-from ...protocol.messages import EngineCoreRequest
+from ....protocol.messages import EngineCoreRequest
 
 REMEMBERED_S: Final = 300.0
 """Seconds for which a request that caused crashes (a poison request) is rejected."""

@@ -11,8 +11,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Final
 
-from ...protocol.heartbeat import BEAT_INTERVAL_S
-from .request_group import Sequence
+from ....protocol.heartbeat import BEAT_INTERVAL_S
+from ..request_group import Sequence
 
 TURN_S: Final = 2 * BEAT_INTERVAL_S
 """Seconds from a core's readiness to the first frontend's suspects, and from one frontend's suspects to the next's.

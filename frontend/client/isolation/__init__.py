@@ -1,0 +1,1 @@
+"""Requests that may crash a core, or have crashed one."""
