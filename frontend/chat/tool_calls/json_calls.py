@@ -15,53 +15,47 @@ class JsonArguments:
         self._num_emitted = 0
 
     def feed(self, text: str) -> str:
-        """Return the part of the object that the next piece of text adds."""
+        """Return the part of the arguments that the next piece of text adds."""
+        self._scan(text)
+        return self._emit(self._scanner.position)
+
+    def finish(self) -> str:
+        """Return the held-back end of the arguments."""
+        return self._emit(len(self._scanner.text))
+
+    def _scan(self, text: str) -> None:
         scanner = self._scanner
         scanner.feed(text)
         self.failed = scanner.failed
         if scanner.end is not None or scanner.failed:
             self.rest = scanner.text[scanner.position :]
-        return self._emit(scanner.position)
-
-    def finish(self) -> str:
-        """Return the held-back end of the object."""
-        return self._emit(len(self._scanner.text))
 
     def _emit(self, end: int) -> str:
-        piece = self._scanner.text[self._num_emitted : end]
+        piece = self._arguments(end)[self._num_emitted :]
         self._num_emitted += len(piece)
         return piece
 
+    def _arguments(self, end: int) -> str:
+        """Return the arguments in the first `end` characters."""
+        return self._scanner.text[:end]
 
-class JsonCall:
+
+class JsonCall(JsonArguments):
     """Reads a call that is one JSON object with the members `name` and `arguments` or `parameters`.
 
     With `needs_arguments`, an object without arguments does not count as a call.
     """
 
     def __init__(self, markers: tuple[str, ...], *, needs_arguments: bool = False) -> None:
-        self.rest: str | None = None
-        self.failed = False
+        super().__init__(markers)
         self.name: str | None = None
         self.call_id: str | None = None
         self._needs_arguments = needs_arguments
-        self._scanner = JsonObjectScanner(markers)
-        self._num_emitted = 0
 
-    def feed(self, text: str) -> str:
-        """Return the part of the arguments that the next piece of text adds."""
-        scanner = self._scanner
-        scanner.feed(text)
-        self.failed = scanner.failed
-        if scanner.end is not None or scanner.failed:
-            self.rest = scanner.text[scanner.position :]
+    def _scan(self, text: str) -> None:
+        super()._scan(text)
         if self.name is None:
             self.name = self._find_name()
-        return self._emit(scanner.position)
-
-    def finish(self) -> str:
-        """Return the held-back end of the arguments."""
-        return self._emit(len(self._scanner.text))
 
     def _find_name(self) -> str | None:
         scanner = self._scanner
@@ -74,15 +68,10 @@ class JsonCall:
         ended = scanner.end is not None and not self._needs_arguments
         return name if has_arguments or ended else None
 
-    def _emit(self, end: int) -> str:
+    def _arguments(self, end: int) -> str:
+        """Return the arguments in the first `end` characters of the call; "" until the name is known."""
         if self.name is None:
             return ""
-        piece = self._arguments(end)[self._num_emitted :]
-        self._num_emitted += len(piece)
-        return piece
-
-    def _arguments(self, end: int) -> str:
-        """Return the arguments in the first `end` characters of the call."""
         scanner = self._scanner
         value = next((v for k, v in scanner.members.items() if k in _ARGUMENTS), None)
         if value is None:
