@@ -118,7 +118,7 @@ class ChatAudio(ChatMedia):
     async def _prepare_one(self, item: AudioClip, found: Sequence[AudioClip]) -> PreparedAudio:
         source: Any = item.source
         if item.is_url:
-            source = await self._download(source, item.where)
+            source = await self._fetch(source, item.where)
             if isinstance(source, str):
                 source = await self._executor.in_thread(read_data_url, source, item.where)
         return await self._executor.in_thread(self._prepare, source, item.where)

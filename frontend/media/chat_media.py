@@ -14,6 +14,7 @@ from .data_urls import is_data_url
 from .decoding.limits import MAX_PROCESSES
 from .decoding.processes import MediaProcesses
 from .downloads import Downloader
+from .local_files import LocalFiles, is_file_url
 
 
 class ChatMedia(ABC):
@@ -39,11 +40,15 @@ class ChatMedia(ABC):
         self._processes = processes
         self._names = names
         self._executor = executor.create_separate(MAX_PROCESSES)
+        frontend = config.frontend
         self._downloader: Downloader | None = None
-        if config.frontend.allowed_media_domains:
-            self._downloader = Downloader(config.frontend.allowed_media_domains)
-            # A slow host must not delay files that have arrived already.
-            self._downloads = executor.create_separate()
+        if frontend.allowed_media_domains:
+            self._downloader = Downloader(frontend.allowed_media_domains)
+        self._files: LocalFiles | None = None
+        if frontend.allowed_local_media_path is not None:
+            self._files = LocalFiles(frontend.allowed_local_media_path)
+        # A slow host or file system must not delay files that have arrived already.
+        self._fetches = executor.create_separate()
 
     def start(self) -> None:
         """Start the decoder processes, so that the first file does not have to wait for them."""
@@ -53,8 +58,7 @@ class ChatMedia(ABC):
         """Stop the decoder processes and threads."""
         self._processes.close()
         self._executor.close()
-        if self._downloader is not None:
-            self._downloads.close()
+        self._fetches.close()
 
     async def take(self, messages: Sequence[Any], body_size: int) -> tuple[list[Any], list[Any]]:
         """Return the messages with images or audio replaced by marks, and the preprocessed images or audio.
@@ -89,11 +93,19 @@ class ChatMedia(ABC):
                 )
         return prepared
 
-    async def _download(self, source: Any, where: str) -> Any:
-        """Return the file at a URL, if the server may download it; otherwise `source` itself."""
-        if self._downloader is None or not isinstance(source, str) or is_data_url(source):
+    async def _fetch(self, source: Any, where: str) -> Any:
+        """Return the file at a URL, if the server may read it; otherwise `source` itself.
+
+        Raises:
+            ParameterError: The file cannot be read.
+        """
+        if not isinstance(source, str) or is_data_url(source):
             return source
-        return await self._downloads.in_thread(self._downloader.download, source, where)
+        if is_file_url(source) and self._files is not None:
+            return await self._fetches.in_thread(self._files.read, source, where)
+        if self._downloader is not None:
+            return await self._fetches.in_thread(self._downloader.download, source, where)
+        return source
 
     @abstractmethod
     def wrap(self, given: Any, where: str) -> Any:

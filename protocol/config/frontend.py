@@ -210,6 +210,14 @@ class FrontendConfig(msgspec.Struct, frozen=True):
             default_text="none: only data URLs",
         ),
     ] = ()
+    allowed_local_media_path: Annotated[
+        str | None,
+        option(
+            "Directory of the images and audio that file URLs may name",
+            metavar="DIR",
+            default_text="none",
+        ),
+    ] = None
     limit_mm_per_prompt: Annotated[
         dict[str, int],
         option(

@@ -146,6 +146,7 @@ def server(qwen3: Model) -> Iterator[Server]:
     tokenizer = transformers.AutoTokenizer.from_pretrained(qwen3.path)
     crash = tokenizer(POISON, add_special_tokens=False).input_ids[0]
     flags = ("--enable-mm-embeds", "--inject-crash", str(crash))
+    flags += ("--allowed-local-media-path", str(qwen3.path))
     with Server(str(qwen3.path), *FLAGS, *flags) as server:
         yield server
 
@@ -254,6 +255,20 @@ def test_conversations_and_prompts_with_images_are_embedded(qwen3: Model, server
         wanted = expected([picture(4, 41, 90)], output.prompt_token_ids)
         np.testing.assert_allclose(output.outputs.embedding, wanted, atol=1e-4)
     assert_nothing_is_held(server)
+
+
+def test_a_file_url_names_an_image_in_the_allowed_directory(qwen3: Model, server: Server) -> None:
+    image = picture(4, 41, 90)
+    image.save(qwen3.path / "a.png")
+    expected = server.post("/v1/chat/completions", chat(image, "a"))[1]["choices"]
+    for url, status in ((f"file://{qwen3.path}/a.png", 200), ("file:///etc/passwd", 400)):
+        part = {"type": "image_url", "image_url": {"url": url}}
+        found, answer = server.post("/v1/chat/completions", chat(part, "a"))
+        assert found == status, answer
+        if status == 200:
+            assert answer["choices"] == expected
+        else:
+            assert "--allowed-local-media-path" in answer["error"]["message"]
 
 
 def test_images_share_prefixes_and_bad_ones_are_refused(qwen3: Model, server: Server) -> None:
