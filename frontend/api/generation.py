@@ -294,7 +294,7 @@ async def sequence_requests(
                 trace_headers=trace_headers,
                 predicted_token_ids=prompt.predicted_token_ids,
                 pooling=prompt.pooling,
-                lora=lora or (serving.config.model.image_lora if prompt.encoder_inputs else None),
+                lora=lora or (serving.config.model.media_lora if prompt.encoder_inputs else None),
                 encoder_inputs=prompt.encoder_inputs,
                 kv_transfer_params=transfer,
             )

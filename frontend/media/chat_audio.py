@@ -90,7 +90,7 @@ class ChatAudio(ChatMedia):
     def _find_limit(self, config: EngineConfig) -> tuple[float, str]:
         """Return the maximum length of an audio clip in seconds, and a description of the limit that determines it."""
         clips = self._config
-        window_s = clips.tower.num_frames * HOP / RATE
+        window_s = clips.window_hops * HOP / RATE
         limits = [
             (config.frontend.max_audio_s, "--max-audio-seconds"),
             (

@@ -49,12 +49,21 @@ _QWEN3_ASR: Final = SpeechFormat(
 )
 _SPEECH: Final = {
     "glmasr": SpeechFormat(instruction="Please transcribe this audio into text"),
+    "granite_speech": SpeechFormat(
+        instruction="can you transcribe the speech into a written format?",
+        translation="translate the speech to English",
+        is_inline=True,
+    ),
     "qwen3_asr": _QWEN3_ASR,
 }
 """The conversation in which each model type transcribes, as its processor in transformers writes it."""
 
-_FRAMING: Final = {"glmasr": Framing.WINDOWS, "qwen3_asr": Framing.CLIP}
-_MAX_WINDOWS: Final = {"qwen2_audio": 1}
+_FRAMING: Final = {
+    "glmasr": Framing.WINDOWS,
+    "granite_speech": Framing.PAIRS,
+    "qwen3_asr": Framing.CLIP,
+}
+_MAX_WINDOWS: Final = {"granite_speech": 1, "qwen2_audio": 1}
 """Qwen2-Audio reads a single window, and its processor drops the rest of an audio clip."""
 
 _MIN_SAMPLES: Final = {"qwen3_asr": 8000}

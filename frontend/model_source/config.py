@@ -50,7 +50,7 @@ from ..tokenizer.config import TokenizerConfig
 from .chat_audio import read_chat_audio
 from .images.read import read_image_processor
 from .images.videos import read_video_processor
-from .lora import find_image_lora, find_loras
+from .lora import find_loras, find_media_lora
 from .options import CHECKPOINT_QUANTIZATIONS, ModelOptions, ResolvedModel
 from .pooler import change_pooler
 from .source import find_checkpoint, find_mmproj, find_tokenizer, find_tokenizer_directory
@@ -64,7 +64,7 @@ LENGTH_FIELDS = (
     "n_ctx",
     "model_max_length",
 )
-TOWER_FIELDS = ("vision_config", "vit_config", "audio_config", "embd_layer")
+TOWER_FIELDS = ("vision_config", "vit_config", "audio_config", "encoder_config", "embd_layer")
 """Names of the fields with the towers of a model."""
 
 SAMPLING_FIELDS = {
@@ -122,9 +122,13 @@ def resolve_model(options: ModelOptions, console: Console) -> ResolvedModel:
     embedding = read_embedding_files(path, text)
     pooler = change_pooler(embedding.pooler, options.pooler_config)
     eos += generation.token_ids("eos_token_id") + text.token_ids("eos_token_id")
+    chat_audio = None
+    if options.model_impl is not ModelImpl.TRANSFORMERS:
+        chat_audio = read_chat_audio(path, config, text)
     images = None
     if options.model_impl is not ModelImpl.TRANSFORMERS:
         images = read_image_processor(path, config, text, options.mm_processor_kwargs, vision)
+    modality = "image" if images is not None else "audio" if chat_audio is not None else None
     return ResolvedModel(
         config=ModelConfig(
             model=name,
@@ -160,7 +164,7 @@ def resolve_model(options: ModelOptions, console: Console) -> ResolvedModel:
             classifier=read_classifier(text),
             enable_lora=options.enable_lora,
             loras=loras,
-            image_lora=find_image_lora(options, loras, console, reads_images=images is not None),
+            media_lora=find_media_lora(options, loras, console, modality),
             download_dir=options.download_dir,
             max_lora_rank=options.max_lora_rank,
             hidden_size=text.optional_integer("hidden_size") or 0,
@@ -172,9 +176,7 @@ def resolve_model(options: ModelOptions, console: Console) -> ResolvedModel:
             span_kind=_span_kind(options, config, text),
             mmproj=str(mmproj or ""),
             audio=read_audio_processor(path, config, generation),
-            chat_audio=None
-            if options.model_impl is ModelImpl.TRANSFORMERS
-            else read_chat_audio(path, config, text),
+            chat_audio=chat_audio,
             source_text=read_source_text(config, generation),
         ),
         default_sampling=_default_sampling(options, generation),

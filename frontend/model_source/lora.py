@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
 
 import msgspec
 
@@ -12,9 +11,6 @@ from ...protocol.errors import ConfigError
 from ...protocol.file_identity import ADAPTER_FILES, LoraAdapter
 from ..supervisor.console import Console
 from .options import ModelOptions
-
-_IMAGE: Final = "image"
-"""The kind of input for which there may be a default adapter, and the name of an adapter without another one."""
 
 
 class _Module(msgspec.Struct):
@@ -46,10 +42,12 @@ def find_loras(
     return tuple(loras.values())
 
 
-def find_image_lora(
-    options: ModelOptions, loras: Sequence[LoraAdapter], console: Console, *, reads_images: bool
+def find_media_lora(
+    options: ModelOptions, loras: Sequence[LoraAdapter], console: Console, modality: str | None
 ) -> LoraAdapter | None:
-    """Return the adapter of `--default-mm-loras` for images: one of `loras`, or one with its own path.
+    """Return the adapter of `--default-mm-loras` for images or audio: one of `loras`, or one with its own path.
+
+    `modality` is what the model reads, "image" or "audio"; None if it reads only text.
 
     Raises:
         ConfigError: The options contradict each other, or the adapter does not exist.
@@ -60,19 +58,19 @@ def find_image_lora(
         return None
     if not options.enable_lora:
         raise ConfigError("--default-mm-loras needs --enable-lora; add it, or remove the flag")
-    if others := sorted(set(wanted) - {_IMAGE}):
+    if others := sorted(set(wanted) - {modality}):
+        reads = f"only {modality}" if modality else "only text"
         raise ConfigError(
-            f"--default-mm-loras has {', '.join(others)}; only {_IMAGE!r} is supported"
+            f"--default-mm-loras has {', '.join(others)}, but this model reads {reads}; remove it"
         )
-    if not reads_images:
-        raise ConfigError(
-            f"--default-mm-loras has {_IMAGE}, but this model reads no images; remove the flag"
-        )
-    path = wanted[_IMAGE]
+    assert modality is not None
+    path = wanted[modality]
     if not isinstance(path, str):
-        raise ConfigError(f"--default-mm-loras: {_IMAGE} must be a name or a path, got {path!r}")
+        raise ConfigError(f"--default-mm-loras: {modality} must be a name or a path, got {path!r}")
     named = next((adapter for adapter in loras if adapter.name == path), None)
-    return named or find_adapter(_IMAGE, path, options.download_dir, console, "--default-mm-loras")
+    return named or find_adapter(
+        modality, path, options.download_dir, console, "--default-mm-loras"
+    )
 
 
 def find_adapter(

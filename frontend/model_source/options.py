@@ -117,7 +117,7 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     ] = ()
     default_mm_loras: Annotated[
         dict[str, object],
-        option('Default LoRA adapter of requests with images: {"image": NAME_OR_PATH}'),
+        option('Default LoRA adapter of requests with media: {"image" or "audio": NAME_OR_PATH}'),
     ] = {}
     mm_processor_kwargs: Annotated[
         dict[str, object],

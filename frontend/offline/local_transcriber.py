@@ -74,7 +74,8 @@ class LocalTranscriber:
                 return await self._engine.client.submit(sequences, request_id=request_id)
 
             async with room:
-                base = SequenceRequest(np.zeros(0, np.int32), SamplingParams())
+                lora = self._engine.config.model.media_lora
+                base = SequenceRequest(np.zeros(0, np.int32), SamplingParams(), lora=lora)
                 opened = await self._open(clip, f"audio[{index}]")
                 submission = Submission(base, start, _verify)
                 return await self._transcriber.transcribe(opened, options, submission)

@@ -52,7 +52,7 @@ class OfflineLoras:
             raise ParameterError(
                 "lora_request", f"has {len(choice)} entries for {len(has_images)} prompts"
             )
-        default = self._config.image_lora
+        default = self._config.media_lora
         return [
             self.find(each) or (default if has_image else None)
             for each, has_image in zip(choice, has_images, strict=True)

@@ -6,13 +6,22 @@ from typing import Final
 
 import msgspec
 
-from ..config.audio_tower import AudioChunks, AudioRotary, AudioTowerSpec
+from ..config.audio_tower import (
+    AnyAudioSpec,
+    AudioChunks,
+    AudioRotary,
+    AudioTowerSpec,
+    ConformerSpec,
+)
 from .config_fields import ConfigFields
 
 MAX_POSITIONS: Final = 1 << 16
 
 _THINKER: Final = "thinker_config"
-_MODEL_TYPES: Final = ("qwen2_audio", "voxtral", "qwen3_asr", "glmasr")
+_MODEL_TYPES: Final = ("qwen2_audio", "voxtral", "qwen3_asr", "glmasr", "granite_speech")
+
+_MAX_CONFORMER_ROWS: Final = 15_000
+"""The maximum length of a clip of Granite Speech: 300 s. It has no windows, because its convolutions read all rows."""
 
 
 def audio_section(fields: ConfigFields) -> ConfigFields:
@@ -22,11 +31,12 @@ def audio_section(fields: ConfigFields) -> ConfigFields:
 
 def has_audio_tower(fields: ConfigFields) -> bool:
     """Return whether a model with this config has an audio tower that Engine supports."""
-    is_known = fields.text("model_type", "") in _MODEL_TYPES
-    return is_known and audio_section(fields).section("audio_config") is not None
+    kind = fields.text("model_type", "")
+    name = "encoder_config" if kind == "granite_speech" else "audio_config"
+    return kind in _MODEL_TYPES and audio_section(fields).section(name) is not None
 
 
-def audio_tower_spec(fields: ConfigFields, output_size: int) -> AudioTowerSpec:
+def audio_tower_spec(fields: ConfigFields, output_size: int) -> AnyAudioSpec:
     """Return the audio tower of a model for which `has_audio_tower` is true.
 
     Args:
@@ -37,6 +47,8 @@ def audio_tower_spec(fields: ConfigFields, output_size: int) -> AudioTowerSpec:
         CheckpointError: A field is missing or invalid.
     """
     kind = fields.text("model_type")
+    if kind == "granite_speech":
+        return _conformer_spec(fields, output_size)
     audio = audio_section(fields).required_section("audio_config")
     if kind == "qwen3_asr":
         return _chunked_spec(audio, output_size)
@@ -160,4 +172,51 @@ def _with_rotary(spec: AudioTowerSpec, audio: ConfigFields) -> AudioTowerSpec:
                 r"\1final_layer_norm.",
             ),
         ),
+    )
+
+
+def _conformer_spec(fields: ConfigFields, output_size: int) -> ConformerSpec:
+    """Return the tower of Granite Speech."""
+    encoder = fields.required_section("encoder_config")
+    queries = fields.section("projector_config") or fields.with_values({})
+    hidden_size = _size(encoder, "hidden_dim", "hidden_size", 1024)
+    num_heads = _size(encoder, "num_heads", "num_attention_heads", 8)
+    rows, rate = fields.integer("window_size", 15), fields.integer("downsample_rate", 5)
+    if rows % rate:
+        raise fields.wrong("window_size", f"a multiple of downsample_rate {rate}", rows)
+    block_rows = encoder.integer("context_size", 200, maximum=MAX_POSITIONS)
+    max_distance = encoder.integer("max_pos_emb", 512, maximum=MAX_POSITIONS)
+    if block_rows > max_distance:
+        raise encoder.wrong("context_size", f"at most max_pos_emb {max_distance}", block_rows)
+    query_size = queries.integer("hidden_size", 768, maximum=MAX_POSITIONS)
+    num_query_heads = queries.integer("num_attention_heads", 12)
+    if query_size % num_query_heads:
+        raise queries.wrong("hidden_size", f"a multiple of {num_query_heads} heads", query_size)
+    if (found := queries.integer("encoder_hidden_size", 1408)) != hidden_size:
+        raise queries.wrong("encoder_hidden_size", f"the encoder's size {hidden_size}", found)
+    return ConformerSpec(
+        num_mel_bins=_size(encoder, "input_dim", "num_mel_bins", 160, maximum=2048),
+        hidden_size=hidden_size,
+        intermediate_size=hidden_size * encoder.integer("feedforward_mult", 4),
+        num_layers=_size(encoder, "num_layers", "num_hidden_layers", 10, maximum=1024),
+        num_heads=num_heads,
+        head_dim=encoder.integer("dim_head", hidden_size // num_heads),
+        num_frames=_MAX_CONFORMER_ROWS,
+        num_classes=encoder.integer("output_dim", 42, maximum=MAX_POSITIONS),
+        block_rows=block_rows,
+        max_distance=max_distance,
+        kernel_size=encoder.integer("conv_kernel_size", 15, maximum=1024),
+        conv_channels=hidden_size * encoder.integer("conv_expansion_factor", 2),
+        output_size=output_size,
+        rows_per_query_block=rows,
+        outputs_per_block=rows // rate,
+        query_size=query_size,
+        query_intermediate_size=queries.integer("intermediate_size", 3072, maximum=MAX_POSITIONS),
+        num_query_layers=queries.integer("num_hidden_layers", 12, maximum=1024),
+        num_query_heads=num_query_heads,
+        cross_attention_every=queries.integer("cross_attention_frequency", 2),
+        query_activation=queries.text("hidden_act", "gelu"),
+        query_norm_eps=queries.number("layer_norm_eps", 1e-12),
+        # The decoder multiplies the embeddings of tokens and of audio.
+        output_scale=fields.required_section("text_config").positive("embedding_multiplier", 1.0),
     )

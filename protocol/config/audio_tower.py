@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final, Literal
+from typing import Final, Literal, TypeAlias
 
 import msgspec
 
@@ -27,7 +27,7 @@ class AudioRotary(msgspec.Struct, frozen=True):
     num_rotated: int
 
 
-class AudioTowerSpec(msgspec.Struct, frozen=True):
+class AudioTowerSpec(msgspec.Struct, frozen=True, tag=True):
     """Whisper's encoder (arXiv 2212.04356), followed by a projection to the decoder's hidden size.
 
     It reads windows of log-mel features. Two convolutions turn every two frames into one row, unless there are
@@ -79,3 +79,53 @@ class AudioTowerSpec(msgspec.Struct, frozen=True):
         """Return the number of outputs for a window in which the clip has `num_frames` frames."""
         num_frames = self.num_frames if self.silence == "kept" else num_frames
         return self.num_rows(num_frames) // self.rows_per_output
+
+
+class ConformerSpec(msgspec.Struct, frozen=True, tag=True):
+    """A conformer (arXiv 2005.08100) and a projector of queries, which Granite Speech (arXiv 2505.08699) has.
+
+    A row is made of `num_mel_bins` features. Rows attend within blocks of `block_rows`, with embeddings of their
+    distances (arXiv 1803.02155). In the projector, each `rows_per_query_block` rows become `outputs_per_block` outputs,
+    which are multiplied by `output_scale`.
+    """
+
+    num_mel_bins: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    head_dim: int
+    num_frames: int
+    num_classes: int
+    block_rows: int
+    max_distance: int
+    kernel_size: int
+    conv_channels: int
+    output_size: int
+    rows_per_query_block: int
+    outputs_per_block: int
+    query_size: int
+    query_intermediate_size: int
+    num_query_layers: int
+    num_query_heads: int
+    cross_attention_every: int
+    query_activation: str
+    query_norm_eps: float
+    output_scale: float = 1.0
+
+    @property
+    def frames_after(self) -> int:
+        """The number of frames at the end of a window for which no row is computed."""
+        return 0
+
+    @property
+    def silence(self) -> Literal["skipped"]:
+        """The treatment of silence after a clip, of which there is none."""
+        return "skipped"
+
+    def num_outputs(self, num_frames: int) -> int:
+        """Return the number of outputs for the rows of a clip."""
+        return -(-num_frames // self.rows_per_query_block) * self.outputs_per_block
+
+
+AnyAudioSpec: TypeAlias = AudioTowerSpec | ConformerSpec

@@ -6,19 +6,20 @@ import enum
 
 import msgspec
 
-from .audio_tower import AudioTowerSpec
+from .audio_tower import AnyAudioSpec
 
 
 class Framing(enum.StrEnum):
     """The samples of which log-mel features are computed together.
 
     `CLIP`: the clip. `FILLED`: the clip, filled with silence up to the end of its last window. `WINDOWS`: each window
-    by itself, the last one filled with silence.
+    by itself, the last one filled with silence. `PAIRS`: the clip, whose frames are joined in pairs (Granite Speech).
     """
 
     CLIP = "clip"
     FILLED = "filled"
     WINDOWS = "windows"
+    PAIRS = "pairs"
 
 
 class SpeechFormat(msgspec.Struct, frozen=True):
@@ -28,6 +29,7 @@ class SpeechFormat(msgspec.Struct, frozen=True):
         languages: The code of each language that may be given -> its name in the answer; empty if the model always
             detects the language itself.
         instruction: The text after the audio clip.
+        is_inline: Whether the audio clip is a token of the user's text. Otherwise it is a part of the message.
         translation: The text that asks for an English translation instead; "" if the model cannot translate.
         has_context: Whether the client's prompt is the system message. Otherwise the model reads no prompt.
         answer: The beginning of the answer if the language is given, with the language's name for "{language}".
@@ -37,6 +39,7 @@ class SpeechFormat(msgspec.Struct, frozen=True):
 
     languages: dict[str, str] = {}
     instruction: str = ""
+    is_inline: bool = False
     translation: str = ""
     has_context: bool = False
     answer: str = ""
@@ -57,11 +60,16 @@ class ChatAudioConfig(msgspec.Struct, frozen=True):
     """
 
     token_id: int
-    tower: AudioTowerSpec
+    tower: AnyAudioSpec
     framing: Framing
     max_windows: int = 0
     min_samples: int = 0
     speech: SpeechFormat | None = None
+
+    @property
+    def window_hops(self) -> int:
+        """The length of a window in units of 10 ms, in which frames follow each other before they are joined."""
+        return self.tower.num_frames * (2 if self.framing is Framing.PAIRS else 1)
 
     @property
     def outputs_per_window(self) -> int:

@@ -202,7 +202,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
         classifier: The model's classification head, if it has one. Such a model only classifies.
         enable_lora: Whether requests may use LoRA adapters.
         loras: The LoRA adapters that are served from startup on.
-        image_lora: The LoRA adapter of requests with images that choose no other.
+        media_lora: The LoRA adapter of requests with images or audio that choose no other.
         download_dir: Where downloads from the hub are kept; None for the default.
         max_lora_rank: The highest rank of an adapter.
         hidden_size: The size of the model's embeddings, or 0 if its config has none.
@@ -239,7 +239,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
     classifier: ClassifierConfig | None = None
     enable_lora: bool = False
     loras: tuple[LoraAdapter, ...] = ()
-    image_lora: LoraAdapter | None = None
+    media_lora: LoraAdapter | None = None
     download_dir: str | None = None
     max_lora_rank: int = 16
     hidden_size: int = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import transformers
 from engine.frontend.offline.llm import LLM
 from engine.frontend.tokenizer.load import load_tokenizer
 from support.audio_checkpoints import MARKS, audio_directory, reference_inputs
+from support.lora_adapters import write_adapter
 from support.server import Server, assert_nothing_is_held
 
 torch.set_num_threads(1)
@@ -45,7 +47,9 @@ class Reference:
         self, samples: np.ndarray, num_tokens: int, *, before: str = "", text: str = "", answer: str
     ) -> str:
         """Return the transcript in a conversation whose clip has `num_tokens` embeddings."""
-        content = [{"type": "audio"}, *([{"type": "text", "text": text}] if text else [])]
+        content: Any = [{"type": "audio"}, *([{"type": "text", "text": text}] if text else [])]
+        if self.kind == "granite_speech":
+            content = MARKS[self.kind] + text
         messages: list[Any] = [{"role": "user", "content": content}]
         if before:
             messages.insert(0, {"role": "system", "content": before})
@@ -124,6 +128,25 @@ def test_glm_asr_transcribes_on_request(tmp_path: Path) -> None:
         for name in ("language", "prompt"):
             with pytest.raises(openai.BadRequestError, match=f"{name} is not supported"):
                 create(model="tiny", file=file, **{name: "en"})
+        assert_nothing_is_held(server)
+
+
+def test_granite_speech_translates_and_uses_its_adapter_for_audio(tmp_path: Path) -> None:
+    reference = Reference(tmp_path / "model", "granite_speech")
+    base = reference.model
+    adapted = write_adapter(tmp_path / "audio", base, 1, r".*language_model.*_proj")
+    samples, file = clip(5, 2.2)
+    default = ("--default-mm-loras", json.dumps({"audio": str(tmp_path / "audio")}))
+    with Server(str(reference.path), *FLAGS, "--enable-lora", *default) as server:
+        audio = transcriptions(server)
+        *_, done = audio.transcriptions.create(model="tiny", file=file, stream=True)
+        instruction = "can you transcribe the speech into a written format?"
+        # 15 pairs of frames become three embeddings.
+        texts = []
+        for reference.model in (adapted, base):
+            texts.append(reference.text(samples, 24, text=instruction, answer=""))
+        assert done.text == texts[0] != texts[1]
+        assert audio.translations.create(model="tiny", file=file).text
         assert_nothing_is_held(server)
 
 

@@ -13,6 +13,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from support.tiny_checkpoints import sentencepiece_tokenizer
 from torch.nn.functional import pad
+from transformers.audio_utils import mel_filter_bank, spectrogram, window_function
 
 TEXT_SIZES = {
     "hidden_size": 64,
@@ -26,7 +27,7 @@ NUM_MEL_BINS = 16
 WINDOW_S = 2
 """A tower's window in seconds, where those of real models have 30."""
 
-MODELS = ("qwen2_audio", "voxtral", "qwen3_asr", "glmasr", "qwen3_asr thinker")
+MODELS = ("qwen2_audio", "voxtral", "qwen3_asr", "glmasr", "granite_speech", "qwen3_asr thinker")
 """Kinds of models. "qwen3_asr thinker" has the layout of Qwen's own checkpoints, others have that of transformers."""
 
 _PARTS = {
@@ -34,6 +35,7 @@ _PARTS = {
     "voxtral": ("[BEGIN_AUDIO]", "[AUDIO]"),
     "qwen3_asr": ("<|audio_start|>", "<|audio_pad|>", "<|audio_end|>"),
     "glmasr": ("<|begin_of_audio|>", "<|pad|>", "<|end_of_audio|>"),
+    "granite_speech": ("<|start|>", "<|audio|>"),
 }
 """The tokens of a clip. The second stands for its embeddings."""
 
@@ -103,6 +105,30 @@ def audio_directory(directory: Path, kind: str) -> tuple[Path, Any]:
             audio_token_id=mark,
         )
         model = transformers.GlmAsrForConditionalGeneration(config)
+    elif kind == "granite_speech":
+        config = transformers.GraniteSpeechConfig(
+            encoder_config={
+                "input_dim": 2 * NUM_MEL_BINS,
+                "num_layers": 3,
+                "hidden_dim": 32,
+                "num_heads": 4,
+                "context_size": 40,
+                "max_pos_emb": 50,
+                "conv_kernel_size": 7,
+            },
+            projector_config={
+                "model_type": "blip_2_qformer",
+                "hidden_size": 24,
+                "num_hidden_layers": 3,
+                "num_attention_heads": 4,
+                "intermediate_size": 40,
+                "encoder_hidden_size": 32,
+                "vocab_size": 10,
+            },
+            text_config=text | {"model_type": "granite", "embedding_multiplier": 3.0},
+            audio_token_index=mark,
+        )
+        model = transformers.GraniteSpeechForConditionalGeneration(config)
     else:
         config = transformers.VoxtralConfig(
             audio_config=tower
@@ -121,9 +147,13 @@ def audio_directory(directory: Path, kind: str) -> tuple[Path, Any]:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(0, 0.15)
+        for name, buffer in model.named_buffers():
+            if "running_" in name:
+                buffer.uniform_(0.5, 1.5)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
-    extractor(kind).save_pretrained(directory)
+    if kind != "granite_speech":
+        extractor(kind).save_pretrained(directory)
     if kind.endswith("thinker"):
         _use_own_layout(directory)
     return directory, model
@@ -165,6 +195,8 @@ def extractor(kind: str) -> Any:
 
 def reference_inputs(kind: str, clips: list[np.ndarray]) -> dict[str, torch.Tensor]:
     """Return the inputs of transformers' model for audio clips of 16 kHz, as its processor makes them."""
+    if kind == "granite_speech":
+        return {"input_features": torch.stack([granite_features(clip) for clip in clips])}
     extract = partial(
         extractor(kind), sampling_rate=16_000, return_attention_mask=True, return_tensors="pt"
     )
@@ -200,3 +232,32 @@ def reference_inputs(kind: str, clips: list[np.ndarray]) -> dict[str, torch.Tens
         ]
         parts.append(found.reshape(NUM_MEL_BINS, -1, window).transpose(0, 1))
     return {"input_features": torch.cat(parts)}
+
+
+@torch.inference_mode()
+def reference_logits(
+    kind: str, model: Any, prompt: list[int], clips: list[np.ndarray]
+) -> torch.Tensor:
+    """Return transformers' logits [T, V] of a prompt with audio clips."""
+    ids = torch.tensor([prompt])
+    if kind != "granite_speech":
+        return model(input_ids=ids, **reference_inputs(kind, clips)).logits[0]
+    # In a batch, rows of shorter clips would attend to silence.
+    audio = [
+        model.get_audio_features(granite_features(clip)[None]).pooler_output[0] for clip in clips
+    ]
+    embeds = model.get_input_embeddings()(ids)
+    mask = (ids == model.config.audio_token_id)[..., None]
+    return model(inputs_embeds=embeds.masked_scatter(mask, torch.cat(audio))).logits[0]
+
+
+def granite_features(clip: np.ndarray) -> torch.Tensor:
+    """Return the features [pairs, 2 * mel bins] of transformers' extractor, which itself needs torchaudio."""
+    filters = mel_filter_bank(257, NUM_MEL_BINS, 0.0, 8000.0, 16_000, mel_scale="htk")
+    power = spectrogram(
+        clip, window_function(400, "hann"), 400, 160, fft_length=512, power=2.0, mel_filters=filters
+    )
+    log = np.log10(np.maximum(power, 1e-10))
+    features = np.maximum(log, log.max() - 8.0).T / 4 + 1
+    pairs = len(features) // 2
+    return torch.from_numpy(features[: 2 * pairs].reshape(pairs, -1)).float()

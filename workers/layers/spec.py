@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from ...protocol.checkpoint.model_dimensions import ModelDimensions
 from ...protocol.checkpoint.recurrent_layers import NUM_TOKEN_DIGITS, RecurrentLayer
 from ...protocol.checkpoint.vision.read import AnyVisionSpec
-from ...protocol.config.audio_tower import AudioTowerSpec
+from ...protocol.config.audio_tower import AnyAudioSpec
 from ...protocol.config.images import SpanKind
 from ..device.dtypes import HostDtype, rounded
 from ..loaders.row_factors import RowFactors
@@ -308,7 +308,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
     has_final_norm: bool = True
     num_token_types: int = 0
     score_head: ScoreHeadSpec | None = None
-    encoder: AnyVisionSpec | AudioTowerSpec | None = None
+    encoder: AnyVisionSpec | AnyAudioSpec | None = None
     num_deepstack_layers: int = 0
     source: SourceSpec | None = None
     has_embedding: bool = True
@@ -317,7 +317,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
     @property
     def span_kind(self) -> SpanKind | None:
         """The kind of spans whose tokens also attend to later tokens of the span, or None."""
-        if self.encoder is None or isinstance(self.encoder, AudioTowerSpec):
+        if self.encoder is None or isinstance(self.encoder, AnyAudioSpec):
             return None
         return self.encoder.span_kind
 

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...protocol.config.audio_tower import AudioTowerSpec
+from ...protocol.config.audio_tower import AnyAudioSpec, AudioTowerSpec, ConformerSpec
 from ...protocol.errors import EngineError
 from ...protocol.messages import AudioPayload
 from ..device.torch_threads import torch_threads
 from ..loaders import Checkpoint
+from .audio.conformer import MARKER, Conformer
 from .audio.stems import make_stem, stem_marker
 from .image_tower import TowerSource
 from .layers import LayersSpec, LayerWeights, Patches
@@ -37,23 +38,15 @@ class AudioTower:
         CheckpointError: A tensor is missing or has another shape.
     """
 
-    def __init__(self, spec: AudioTowerSpec, source: TowerSource) -> None:
+    def __init__(self, spec: AnyAudioSpec, source: TowerSource) -> None:
         self.spec = spec
         self._device, self._dtype = source.device, source.dtype
         self._num_threads = source.num_threads
-        size = spec.hidden_size
-        tensors = source.weights(stem_marker(spec), spec.tensor_names)
-        self._stem = make_stem(spec, tensors)
-        check_activation(source.checkpoint, spec.activation)
-        self._layers = source.make_layers(
-            _layers_spec(spec),
-            (
-                _read_layer(spec, tensors, f"audio_tower.layers.{index}.")
-                for index in range(spec.num_layers)
-            ),
-        )
-        self._norm = tensors.read_layer_norm("audio_tower.layer_norm", size, _NORM_EPS)
-        self._project = _read_projection(spec, tensors, source.checkpoint)
+        self._encode: Callable[[Tensor], Tensor]
+        if isinstance(spec, ConformerSpec):
+            self._encode = Conformer(spec, source.weights(MARKER), source.checkpoint)
+        else:
+            self._encode = _WhisperTower(spec, source)
 
     @torch.inference_mode()
     def encode(self, data: bytes) -> Tensor:
@@ -89,15 +82,32 @@ class AudioTower:
             return self._encode(features_CN)[: clip.num_outputs or None]
 
     def warm_up(self) -> None:
-        """Encode a window of silence."""
+        """Encode a window of silence, or a block of it if clips have no windows."""
         spec = self.spec
-        silence = bytes(4 * spec.num_mel_bins * spec.num_frames)
-        self.encode(
-            msgspec.msgpack.encode(AudioPayload(spec.num_mel_bins, spec.num_frames, silence))
-        )
+        num_frames = spec.block_rows if isinstance(spec, ConformerSpec) else spec.num_frames
+        silence = bytes(4 * spec.num_mel_bins * num_frames)
+        self.encode(msgspec.msgpack.encode(AudioPayload(spec.num_mel_bins, num_frames, silence)))
 
-    def _encode(self, features_CN: Tensor) -> Tensor:
-        spec = self.spec
+
+class _WhisperTower:
+    def __init__(self, spec: AudioTowerSpec, source: TowerSource) -> None:
+        self._spec = spec
+        size = spec.hidden_size
+        tensors = source.weights(stem_marker(spec), spec.tensor_names)
+        self._stem = make_stem(spec, tensors)
+        check_activation(source.checkpoint, spec.activation)
+        self._layers = source.make_layers(
+            _layers_spec(spec),
+            (
+                _read_layer(spec, tensors, f"audio_tower.layers.{index}.")
+                for index in range(spec.num_layers)
+            ),
+        )
+        self._norm = tensors.read_layer_norm("audio_tower.layer_norm", size, _NORM_EPS)
+        self._project = _read_projection(spec, tensors, source.checkpoint)
+
+    def __call__(self, features_CN: Tensor) -> Tensor:
+        spec = self._spec
         if spec.silence == "dropped":
             # The last frame is silent, and so are those that follow it up to the end of the window.
             missing = (0, spec.num_frames - features_CN.shape[1])

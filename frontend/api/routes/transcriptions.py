@@ -220,7 +220,7 @@ class Transcriptions:
             deadline=deadline,
             data_parallel_rank=find_data_parallel_rank(scope, self._serving.num_replicas),
             trace_headers=read_trace_headers(scope),
-            lora=self._serving.find_lora(request.model),
+            lora=self._serving.find_lora(request.model) or self._serving.config.model.media_lora,
         )
 
     async def _stream(

@@ -10,13 +10,13 @@ import msgspec
 import numpy as np
 
 from ....protocol.arrays import Float32Array, float32_bytes
-from ....protocol.config.audio_tower import FRAMES_AFTER
+from ....protocol.config.audio_tower import FRAMES_AFTER, AudioTowerSpec
 from ....protocol.config.chat_audio import ChatAudioConfig, Framing
 from ....protocol.errors import ConfigError, ParameterError
 from ....protocol.messages import AudioPayload, EncoderInput
 from ...chat.messages import MEDIA_MARK
 from ...tokenizer.tokenizer import Tokenizer
-from .log_mel import HOP, RATE, log_mel
+from .log_mel import HOP, RATE, log_mel, paired_log_mel
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -63,6 +63,10 @@ def _windows(samples: Float32Array, config: ChatAudioConfig) -> Iterator[tuple[F
             part = samples[start : start + length]
             yield log_mel(part, length, tower.num_mel_bins), -(-len(part) // HOP)
         return
+    if config.framing is Framing.PAIRS:
+        features = paired_log_mel(samples, tower.num_mel_bins // 2)
+        yield features, features.shape[1]
+        return
     if config.framing is Framing.CLIP:
         num_samples, num_frames = len(samples), len(samples) // HOP
     else:
@@ -82,7 +86,7 @@ def _needed(
     if tower.silence == "dropped":
         # The two frames after the sound may still contain some of it. All later ones equal the third.
         return features[:, : num_frames + 3], size, size
-    if tower.frames_after:
+    if isinstance(tower, AudioTowerSpec) and tower.frames_after:
         # Beyond the window, the convolutions read zeros.
         num_read = 2 * tower.num_rows(num_frames) + FRAMES_AFTER
         features = np.pad(features, ((0, 0), (0, FRAMES_AFTER)))[:, :num_read]

@@ -14,6 +14,9 @@ HOP: Final = 160
 WINDOW: Final = 400
 """Samples per second, samples from a frame to the next, and samples per frame."""
 
+_PAIRED_FFT: Final = 512
+"""Samples of the Fourier transform of Granite Speech, whose frames are filled with zeros."""
+
 _MAX_HZ: Final = 8000.0
 _FLOOR: Final = 1e-10
 _RANGE: Final = 8.0
@@ -51,6 +54,48 @@ def log_mel(samples: Float32Array, num_samples: int, num_mel_bins: int) -> Float
     features += 4
     features /= 4
     return features
+
+
+def paired_log_mel(samples: Float32Array, num_mel_bins: int) -> Float32Array:
+    """Return log-mel features of pairs of frames, equal to those of transformers' `GraniteSpeechFeatureExtractor`.
+
+    Returns:
+        The features of both frames of each pair, float32 [2 * num_mel_bins, pairs].
+
+    Args:
+        samples: The samples at `RATE`, float32 [N] in [-1, 1].
+        num_mel_bins: The number of features per frame.
+    """
+    num_frames = len(samples) // HOP + 1
+    if num_frames < 2:
+        return np.zeros((2 * num_mel_bins, 0), np.float32)
+    padded = np.pad(samples, WINDOW // 2, mode="reflect")
+    frames = np.lib.stride_tricks.sliding_window_view(padded, WINDOW)[::HOP][:num_frames]
+    spectrum = np.fft.rfft(frames * _hann(), _PAIRED_FFT, axis=1)
+    power = (spectrum.real**2 + spectrum.imag**2).astype(np.float32, copy=False)
+    features = np.log10(np.maximum(power @ _htk_filters(num_mel_bins), np.float32(_FLOOR)))
+    features = np.maximum(features, features.max() - np.float32(_RANGE)) / 4 + 1
+    # A last frame without a partner counts only for the maximum.
+    pairs = features[: num_frames // 2 * 2].reshape(num_frames // 2, -1)
+    paired: Float32Array = pairs.T.astype(np.float32)
+    return paired
+
+
+@lru_cache
+def _htk_filters(num_mel_bins: int) -> Float32Array:
+    """Return triangular filters on the mel scale of HTK, float32 [frequencies, num_mel_bins]."""
+
+    def to_mel(hz: float) -> float:
+        return 2595.0 * float(np.log10(1.0 + hz / 700.0))
+
+    mels = np.linspace(0.0, to_mel(_MAX_HZ), num_mel_bins + 2)
+    edges = 700.0 * (10.0 ** (mels / 2595.0) - 1.0)
+    hz = np.linspace(0.0, RATE / 2, _PAIRED_FFT // 2 + 1)[:, None]
+    widths = np.diff(edges)
+    rising = (hz - edges[:-2]) / widths[:-1]
+    falling = (edges[2:] - hz) / widths[1:]
+    filters: Float32Array = np.maximum(0, np.minimum(rising, falling)).astype(np.float32)
+    return filters
 
 
 @lru_cache(1)

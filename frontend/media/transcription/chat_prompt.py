@@ -9,7 +9,7 @@ from ....protocol.config import ModelConfig
 from ....protocol.config.chat_audio import ChatAudioConfig, SpeechFormat
 from ....protocol.messages import EncoderInput
 from ....protocol.sampling_params import SamplingParams
-from ...chat.messages import AUDIO_PART
+from ...chat.messages import AUDIO_PART, MEDIA_MARK
 from ...chat.special_tokens import SpecialTokenGuard
 from ...chat.template import ChatTemplate
 from ...client.engine_client import Delta
@@ -68,10 +68,11 @@ class ChatPrompts:
         speech = self._speech
         is_translated = options.task is Task.TRANSLATE
         instruction = speech.translation if is_translated else speech.instruction
-        parts: list[Any] = [AUDIO_PART]
-        if instruction:
-            parts.append({"type": "text", "text": instruction})
-        messages: list[Any] = [{"role": "user", "content": parts}]
+        content: Any = MEDIA_MARK + instruction
+        if not speech.is_inline:
+            text_parts = [{"type": "text", "text": instruction}] if instruction else []
+            content = [AUDIO_PART, *text_parts]
+        messages: list[Any] = [{"role": "user", "content": content}]
         if context := options.prompt.strip():
             # If the server rejects special tokens, the error names this field.
             self._guard.protect(context, "prompt")

@@ -105,8 +105,8 @@ def speech_model(model: ModelConfig) -> SpeechModel | None:
 
 def _half_context_s(audio: ChatAudioConfig, max_model_len: int) -> float:
     """Return the length in seconds of a clip whose embeddings fill half of the context."""
-    frames_per_output = audio.tower.num_frames / audio.outputs_per_window
-    return max_model_len / 2 * frames_per_output * HOP / RATE
+    hops_per_output = audio.window_hops / audio.outputs_per_window
+    return max_model_len / 2 * hops_per_output * HOP / RATE
 
 
 def verify_transcribes(model: ModelConfig) -> SpeechModel:

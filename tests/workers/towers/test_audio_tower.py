@@ -19,6 +19,7 @@ from engine.frontend.tokenizer.load import load_tokenizer
 from engine.frontend.tokenizer.tokenizer import Tokenizer
 from engine.protocol.checkpoint.config_fields import ConfigFields
 from engine.protocol.checkpoint.field_names import text_section
+from engine.protocol.config.frontend import FrontendConfig
 from engine.protocol.errors import EngineError
 from engine.protocol.messages import AudioPayload
 from engine.workers.loaders.open_checkpoint import open_checkpoint
@@ -26,7 +27,7 @@ from engine.workers.models.families import model_spec
 from engine.workers.towers.audio_tower import AudioTower
 from engine.workers.towers.image_tower import TowerSource
 from engine.workers.towers.placed import Placed
-from support.audio_checkpoints import MARKS, MODELS, audio_directory, reference_inputs
+from support.audio_checkpoints import MARKS, MODELS, audio_directory, reference_logits
 from support.decoders import CPU, TOWER_LAYERS, Runner, load_decoder, load_native_decoder
 
 torch.set_num_threads(1)
@@ -51,7 +52,7 @@ def chat_audio(path: Path, executor: ThreadExecutor) -> tuple[ChatAudio, Tokeniz
     clips = read_chat_audio(path, config, text)
     settings: Any = SimpleNamespace(
         model=SimpleNamespace(chat_audio=clips, max_model_len=1024),
-        frontend=SimpleNamespace(max_audio_clips=4, max_audio_s=60.0, allowed_media_domains=()),
+        frontend=FrontendConfig(max_audio_s=60.0),
     )
     return ChatAudio(settings, tokenizer, executor), tokenizer
 
@@ -70,10 +71,7 @@ def test_logits_equal_those_of_transformers(model: Any, load: Any) -> None:
     _, token_ids, inputs = places.encode(text, prepared, lambda t: (t, tokenizer.encode(t)))
     executor.close()
     prompt = list(token_ids)
-    with torch.inference_mode():
-        expected = reference(
-            input_ids=torch.tensor([prompt]), **reference_inputs(kind, clips)
-        ).logits[0]
+    expected = reference_logits(kind, reference, prompt, clips)
     decoder = load(path, max_model_len=512)
     tower = AudioTower(
         decoder.spec.encoder,
@@ -104,7 +102,7 @@ def test_damaged_audio_is_an_error(model: Any) -> None:
     for clip in (
         AudioPayload(spec.num_mel_bins, 11, features),
         AudioPayload(spec.num_mel_bins + 1, 10, features),
-        AudioPayload(spec.num_mel_bins, 1000, features * 100),
+        AudioPayload(spec.num_mel_bins, 20_000, features * 2000),
     ):
         with pytest.raises(EngineError, match="an audio clip has"):
             tower.encode(msgspec.msgpack.encode(clip))

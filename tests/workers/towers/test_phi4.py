@@ -234,12 +234,12 @@ def test_the_default_adapter_reads_images(model, tmp_path):
         assert tokens(image) == tokens(image, lora_request="vision")
         assert tokens(text) != tokens(text, lora_request="vision")
     for values, message in (
-        ({"audio": "vision"}, "--default-mm-loras has audio; only 'image' is supported"),
+        ({"audio": "vision"}, "--default-mm-loras has audio, but this model reads only image"),
         ({"image": "none"}, "none is neither a directory nor ORG/NAME on the hub"),
     ):
         with pytest.raises(ConfigError, match=message):
             LLM(str(path), enable_lora=True, **loras | {"default_mm_loras": values})
-    with pytest.raises(ConfigError, match="this model reads no images"):
+    with pytest.raises(ConfigError, match="this model reads only text"):
         LLM(default_model(), enable_lora=True, default_mm_loras={"image": "vision"})
 
 

@@ -13,7 +13,7 @@ import torch
 from ....protocol.checkpoint.model_dimensions import check_parallel
 from ....protocol.checkpoint.vision.read import AnyVisionSpec
 from ....protocol.config import CPUBackend, EngineConfig
-from ....protocol.config.audio_tower import AudioTowerSpec
+from ....protocol.config.audio_tower import AnyAudioSpec
 from ...attention import AttentionSpec, attention_backend
 from ...cpu.attention import NativeAttention
 from ...cpu.decoder import NativeDecoder
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 def load_tower(
     config: EngineConfig,
-    encoder: AudioTowerSpec | AnyVisionSpec,
+    encoder: AnyAudioSpec | AnyVisionSpec,
     checkpoint: Checkpoint,
     device: torch.device,
     dtype: torch.dtype,
@@ -58,7 +58,7 @@ def load_tower(
     is_native = device.type == "cpu" and config.device.cpu_backend is not CPUBackend.TORCH
     make_layers = partial(_tower_layers, num_threads=num_threads) if is_native else TorchLayers
     source = TowerSource(checkpoint, device, dtype, num_threads, make_layers)
-    if isinstance(encoder, AudioTowerSpec):
+    if isinstance(encoder, AnyAudioSpec):
         return AudioTower(encoder, source)
     if config.model.mmproj:
         source = source._replace(checkpoint=MmprojCheckpoint(Path(config.model.mmproj)))

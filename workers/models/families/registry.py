@@ -105,6 +105,7 @@ _WITH_ANY_DECODER = {
     "GotOcr2ForConditionalGeneration",
     "Granite4VisionForConditionalGeneration",
     "GraniteDoclingForConditionalGeneration",
+    "GraniteSpeechForConditionalGeneration",
     "HyperCLOVAXVisionV2ForConditionalGeneration",
     "Idefics2ForConditionalGeneration",
     "Idefics3ForConditionalGeneration",
@@ -140,7 +141,7 @@ _WITH_ANY_DECODER = {
 """Architectures whose decoder, described by `text_config`, may be of any family."""
 
 
-_DECODERS = {"qwen3_asr": "qwen3"}
+_DECODERS = {"granite_speech": "granite", "qwen3_asr": "qwen3"}
 """The decoder of models whose configs may omit it; others have Llama's."""
 
 _WITHOUT_LOGIT_SCALE = {

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from engine.frontend.media.audio.log_mel import log_mel
+from engine.frontend.media.audio.log_mel import log_mel, paired_log_mel
+from support.audio_checkpoints import NUM_MEL_BINS, granite_features
 from transformers import WhisperFeatureExtractor
 
 WINDOW = 480_000
@@ -24,3 +25,15 @@ def test_features_equal_those_of_transformers(num_mel_bins: int, num_samples: in
     # Both round differently, especially if a frame is nearly silent.
     np.testing.assert_allclose(found, expected, atol=2e-4)
     assert np.abs(found - expected).mean() < 1e-5
+
+
+@pytest.mark.parametrize("num_samples", [160, 319, 16_000, 58_161])
+def test_features_of_pairs_equal_those_of_transformers(num_samples: int) -> None:
+    random = np.random.default_rng(num_samples)
+    # The second half is silent, so that values are limited by the maximum.
+    samples = (0.2 * random.standard_normal(num_samples)).astype(np.float32)
+    samples[num_samples // 2 :] = 0
+    expected = granite_features(samples).numpy().T
+    found = paired_log_mel(samples, NUM_MEL_BINS)
+    assert found.shape == expected.shape == (2 * NUM_MEL_BINS, (num_samples // 160 + 1) // 2)
+    np.testing.assert_allclose(found, expected, atol=2e-4)

@@ -1,0 +1,187 @@
+"""A conformer that reads log-mel features of audio clips, and a projector of queries (Granite Speech), in torch.
+
+Shapes: C features of a row, P rows, D hidden size, H heads, K head dimension, B blocks, L rows of a block, Q queries of
+a block, K outputs.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ....protocol.config.audio_tower import ConformerSpec
+from ...loaders import Checkpoint
+from ..weights import Linear, VisionWeights, find_activation
+
+_NORM_EPS = 1e-5
+MARKER = "encoder.input_linear.weight"
+
+
+class Conformer:
+    """The conformer and the projector.
+
+    Raises:
+        CheckpointError: A tensor is missing or has another shape.
+    """
+
+    def __init__(self, spec: ConformerSpec, tensors: VisionWeights, checkpoint: Checkpoint) -> None:
+        self._spec = spec
+        size, classes = spec.hidden_size, spec.num_classes
+        self._input = tensors.read_linear("encoder.input_linear", size, spec.num_mel_bins)
+        self._classes = tensors.read_linear("encoder.out", classes, size)
+        self._from_classes = tensors.read_linear("encoder.out_mid", size, classes)
+        self._layers = [
+            _ConformerLayer(spec, tensors, f"encoder.layers.{index}.")
+            for index in range(spec.num_layers)
+        ]
+        self._projector = _Projector(spec, tensors, checkpoint)
+
+    def __call__(self, features_CP: Tensor) -> Tensor:
+        """Return the outputs [K, output size]."""
+        x_PD = self._input(features_CP.T)
+        for number, layer in enumerate(self._layers, 1):
+            x_PD = layer(x_PD)
+            if number == len(self._layers) // 2:
+                x_PD = x_PD + self._from_classes(self._classes(x_PD).softmax(-1))
+        return self._projector(x_PD)
+
+
+class _ConformerLayer:
+    def __init__(self, spec: ConformerSpec, tensors: VisionWeights, prefix: str) -> None:
+        self._spec = spec
+        size, inner = spec.hidden_size, spec.intermediate_size
+        heads, channels = spec.num_heads * spec.head_dim, spec.conv_channels
+
+        def linear(name: str, rows: int, columns: int, *, has_bias: bool = True) -> Linear:
+            return tensors.read_linear(prefix + name, rows, columns, has_bias=has_bias)
+
+        self._mlps = [
+            (
+                tensors.read_layer_norm(f"{prefix}ff{number}.pre_norm", size, _NORM_EPS),
+                linear(f"ff{number}.up_proj", inner, size),
+                linear(f"ff{number}.down_proj", size, inner),
+            )
+            for number in (1, 2)
+        ]
+        self._attention_norm = tensors.read_layer_norm(f"{prefix}attn.pre_norm", size, _NORM_EPS)
+        self._query = linear("attn.to_q", heads, size, has_bias=False)
+        self._key_value = linear("attn.to_kv", 2 * heads, size, has_bias=False)
+        self._output = linear("attn.to_out", size, heads)
+        distances = torch.arange(spec.block_rows)
+        table = tensors.read(
+            f"{prefix}attn.rel_pos_emb.weight", 2 * spec.max_distance + 1, spec.head_dim
+        )
+        self._distances_LLK = table[distances[:, None] - distances + spec.max_distance]
+        self._conv_norm = tensors.read_layer_norm(f"{prefix}conv.norm", size, _NORM_EPS)
+        self._up = linear("conv.up_conv", 2 * channels, size)
+        self._taps = tensors.read(
+            f"{prefix}conv.depth_conv.conv.weight", channels, 1, spec.kernel_size
+        )
+        self._batch_norm = [
+            tensors.read(f"{prefix}conv.batch_norm.{name}", channels)
+            for name in ("running_mean", "running_var", "weight", "bias")
+        ]
+        self._down = linear("conv.down_conv", size, channels)
+        self._norm = tensors.read_layer_norm(f"{prefix}post_norm", size, _NORM_EPS)
+
+    def __call__(self, x_PD: Tensor) -> Tensor:
+        x_PD = x_PD + 0.5 * self._mlp(x_PD, 0)
+        x_PD = x_PD + self._attend(self._attention_norm(x_PD))
+        x_PD = x_PD + self._convolve(self._conv_norm(x_PD))
+        return self._norm(x_PD + 0.5 * self._mlp(x_PD, 1))
+
+    def _mlp(self, x_PD: Tensor, index: int) -> Tensor:
+        norm, up, down = self._mlps[index]
+        return down(F.silu(up(norm(x_PD))))
+
+    def _attend(self, x_PD: Tensor) -> Tensor:
+        spec = self._spec
+        heads = (spec.num_heads, spec.head_dim)
+        attended = []
+        # Blocks are computed one by one, so that the last one has no other rows to attend to.
+        for rows_LD in x_PD.split(spec.block_rows):
+            length = len(rows_LD)
+            q_HLK = self._query(rows_LD).unflatten(1, heads).transpose(0, 1)
+            keys, values = self._key_value(rows_LD).chunk(2, 1)
+            k_HLK, v_HLK = (part.unflatten(1, heads).transpose(0, 1) for part in (keys, values))
+            distances = self._distances_LLK[:length, :length]
+            bias = torch.einsum("hck,crk->hcr", q_HLK, distances) * spec.head_dim**-0.5
+            out_HLK = F.scaled_dot_product_attention(q_HLK, k_HLK, v_HLK, attn_mask=bias)
+            attended.append(out_HLK.transpose(0, 1).flatten(1))
+        return self._output(torch.cat(attended))
+
+    def _convolve(self, x_PD: Tensor) -> Tensor:
+        before = self._spec.kernel_size // 2
+        x = F.glu(self._up(x_PD), 1).T
+        x = F.pad(x, (before, self._spec.kernel_size - 1 - before))
+        x = F.conv1d(x[None], self._taps, groups=len(self._taps))
+        mean, variance, weight, bias = self._batch_norm
+        x = F.silu(F.batch_norm(x, mean, variance, weight, bias, eps=_NORM_EPS))
+        return self._down(x[0].T)
+
+
+class _Projector:
+    """Queries that attend to each other and to the rows of a block (BLIP-2, arXiv 2301.12597)."""
+
+    def __init__(self, spec: ConformerSpec, tensors: VisionWeights, checkpoint: Checkpoint) -> None:
+        self._spec = spec
+        size = spec.query_size
+        self._queries_QD = tensors.read("projector.query", spec.outputs_per_block, size)
+        self._norm = tensors.read_layer_norm(
+            "projector.qformer.layernorm", size, spec.query_norm_eps
+        )
+        self._layers = [
+            _QueryLayer(spec, tensors, checkpoint, index) for index in range(spec.num_query_layers)
+        ]
+        self._output = tensors.read_linear("projector.linear", spec.output_size, size)
+
+    def __call__(self, x_PD: Tensor) -> Tensor:
+        length = self._spec.rows_per_query_block
+        rows_BLD = F.pad(x_PD, (0, 0, 0, -len(x_PD) % length)).unflatten(0, (-1, length))
+        queries_BQD = self._norm(self._queries_QD).expand(len(rows_BLD), -1, -1)
+        for layer in self._layers:
+            queries_BQD = layer(queries_BQD, rows_BLD)
+        return self._output(queries_BQD.flatten(0, 1)) * self._spec.output_scale
+
+
+class _QueryLayer:
+    def __init__(
+        self, spec: ConformerSpec, tensors: VisionWeights, checkpoint: Checkpoint, index: int
+    ) -> None:
+        size, inner, eps = spec.query_size, spec.query_intermediate_size, spec.query_norm_eps
+        self._num_heads = spec.num_query_heads
+        prefix = f"projector.qformer.encoder.layer.{index}."
+
+        def attention(name: str, columns: int) -> list[Linear]:
+            name = f"{prefix}{name}."
+            return [
+                tensors.read_linear(f"{name}attention.query", size, size),
+                tensors.read_linear(f"{name}attention.key", size, columns),
+                tensors.read_linear(f"{name}attention.value", size, columns),
+                tensors.read_linear(f"{name}output.dense", size, size),
+            ]
+
+        self._attentions = [attention("attention", size)]
+        names = ["attention.output"]
+        if index % spec.cross_attention_every == 0:
+            self._attentions.append(attention("crossattention", spec.hidden_size))
+            names.append("crossattention.output")
+        self._norms = [
+            tensors.read_layer_norm(f"{prefix}{name}.LayerNorm", size, eps)
+            for name in (*names, "output_query")
+        ]
+        self._up = tensors.read_linear(f"{prefix}intermediate_query.dense", inner, size)
+        self._down = tensors.read_linear(f"{prefix}output_query.dense", size, inner)
+        self._activation = find_activation(checkpoint, spec.query_activation)
+
+    def __call__(self, x_BQD: Tensor, rows_BLD: Tensor) -> Tensor:
+        for index, (query, key, value, output) in enumerate(self._attentions):
+            read = rows_BLD if index else x_BQD
+            q, k, v = (
+                part.unflatten(-1, (self._num_heads, -1)).transpose(1, 2)
+                for part in (query(x_BQD), key(read), value(read))
+            )
+            attended = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+            x_BQD = self._norms[index](x_BQD + output(attended))
+        return self._norms[-1](x_BQD + self._down(self._activation(self._up(x_BQD))))
