@@ -318,7 +318,7 @@ def test_drain_ends_streams_after_the_timeout() -> None:
 
 def test_drain_ends_despite_a_client_that_never_reads() -> None:
     with FrontendProcess(
-        max_model_len=8192, step_s=0.0, send_buffer=8192, shutdown_timeout_s=0.3
+        max_model_len=8192, step_s=0.001, send_buffer=8192, shutdown_timeout_s=0.3
     ) as frontend:
         connection = socket.create_connection(("127.0.0.1", frontend.port))
         body = b'{"prompt": "a b", "max_tokens": 8000, "stream": true}'
