@@ -22,10 +22,10 @@ from .audio.arrays import mono_samples
 from .audio.clips import AudioPlaces, PreparedAudio, prepare_clip
 from .audio.log_mel import HOP, RATE
 from .chat_media import ChatMedia
-from .data_urls import read_data_url
 from .decoding.messages import OpenAudio
 from .decoding.processes import MediaProcesses
 from .message_parts import replace_parts, verify_count
+from .sources.data_urls import read_data_url
 
 _KINDS: Final = ("input_audio", "audio_url", "audio")
 

@@ -10,11 +10,11 @@ from ...protocol.config import EngineConfig
 from ...protocol.errors import ParameterError
 from ...protocol.messages import EncoderInput
 from ..client.executor import ThreadExecutor
-from .data_urls import is_data_url
 from .decoding.limits import MAX_PROCESSES
 from .decoding.processes import MediaProcesses
-from .downloads import Downloader
-from .local_files import LocalFiles, is_file_url
+from .sources.data_urls import is_data_url
+from .sources.downloads import Downloader
+from .sources.local_files import LocalFiles, is_file_url
 
 
 class ChatMedia(ABC):

@@ -15,13 +15,13 @@ from ...protocol.config.images import AnyImageProcessor
 from ...protocol.config.videos import AnyVideoProcessor
 from ...protocol.errors import ParameterError
 from ...protocol.messages import EmbeddingPayload, EncoderInput
-from .data_urls import read_data_url
 from .decode import decode_image, to_rgb
 from .frame_sampling import Sampling
 from .layouts.embedded import Grid, embedded
 from .layouts.frames import fit_frames, frames
 from .layouts.pixels import Parts, Sizes, Tile, Video
 from .processor import process_image
+from .sources.data_urls import read_data_url
 from .video_files import open_video
 
 MAX_POSITION: Final = 2**31 - 1

@@ -15,10 +15,10 @@ from PIL import Image, UnidentifiedImageError
 from ...protocol.config.videos import AnyVideoProcessor
 from ...protocol.errors import ParameterError
 from .containers import VideoTrack, container_format, read_container
-from .data_urls import read_data_url
 from .decode import decode_image, to_rgb
 from .frame_sampling import Sampling, sample_frames
 from .layouts.pixels import Sizes, Video
+from .sources.data_urls import read_data_url
 
 MAX_FILE_FRAMES: Final = 4096
 """Maximum frames of an animation, only some of which are read."""

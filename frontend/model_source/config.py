@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +104,7 @@ def resolve_model(options: ModelOptions, console: Console) -> ResolvedModel:
     checkpoint_config, generation, eos = reader(path, tokenizer_path)
     mmproj = None if options.language_model_only else find_mmproj(options, path)
     if options.language_model_only:
-        towers = {name: None for name in TOWER_FIELDS if name in checkpoint_config.config}
+        towers = _without_towers(checkpoint_config.config)
         options = msgspec.structs.replace(options, hf_overrides=options.hf_overrides | towers)
     vision: Mmproj | None = None
     if mmproj is not None:
@@ -217,6 +217,15 @@ def _with_token_ids(
             raise ConfigError(f"--hf-overrides: {TOKENS}: {token!r} is not one token of this model")
         ids += found
     return options.hf_overrides | {TOKEN_IDS: ids}
+
+
+def _without_towers(config: Mapping[str, Any]) -> dict[str, object]:
+    """Return the fields that replace those of a config, so that the model has no towers."""
+    found: dict[str, object] = {name: None for name in TOWER_FIELDS if name in config}
+    # In Qwen's own layout, the towers are those of a part of the model.
+    if isinstance(part := config.get("thinker_config"), dict):
+        found["thinker_config"] = part | _without_towers(part)
+    return found
 
 
 def _quantization_at_load(asked: str | None, config: ConfigFields, path: Path) -> str | None:

@@ -15,16 +15,16 @@ from ...chat.template import ChatTemplate
 from ...client.engine_client import Delta
 from ...tokenizer.tokenizer import Tokenizer
 from ..audio.clips import AudioPlaces, PreparedAudio
+from .answer import Answer
 from .languages import find_language
 from .options import Task, TranscriptionOptions
-from .prompts import Answer
 
 _MAX_HELD: Final = 16
 """Maximum tokens before the text mark. An answer with more tokens and no mark is only a transcript."""
 
 
 class ChatPrompts:
-    """Creates the prompts of one model."""
+    """Creates the prompts of one model and reads its answers, which have no timestamps."""
 
     def __init__(
         self,

@@ -10,8 +10,8 @@ from ....protocol.config.model import AudioProcessorConfig
 from ....protocol.messages import EncoderInput
 from ....protocol.sampling_params import SamplingParams, TranscriptRules
 from ...tokenizer.tokenizer import Tokenizer
+from .answer import Answer
 from .options import Task, TranscriptionOptions
-from .prompts import Answer
 
 _MAX_START_TOKENS: Final = 4
 """Maximum number of tokens after the earlier text: the start, the language, the task, and "no timestamps"."""

@@ -19,9 +19,9 @@ from ...client.sequence_io import params_for_output
 from ...tokenizer.tokenizer import Tokenizer
 from ..audio.log_mel import HOP
 from ..audio.windows import Window
+from .chat_prompt import ChatPrompts
 from .decoder_prompt import DecoderPrompts
 from .options import SpeechModel, TranscriptionOptions
-from .prompts import Prompts
 from .segments import DecodedWindow, Word, best_attempt
 from .words import align_words
 
@@ -33,6 +33,8 @@ NUM_SAMPLED: Final = 5
 
 Deltas: TypeAlias = asyncio.Queue[Delta | None]
 """A queue of the pieces of a text as they are generated, followed by None."""
+
+Prompts: TypeAlias = DecoderPrompts | ChatPrompts
 
 
 @dataclass(frozen=True, slots=True)

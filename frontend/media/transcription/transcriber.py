@@ -25,9 +25,8 @@ from ..decoding.messages import OpenAudio
 from ..decoding.processes import MediaProcesses
 from .chat_prompt import ChatPrompts
 from .decoder_prompt import DecoderPrompts
-from .decoding import Deltas, Submission, WindowDecoder
+from .decoding import Deltas, Prompts, Submission, WindowDecoder
 from .options import SpeechModel, TranscriptionOptions, speech_model
-from .prompts import Prompts
 from .segments import DecodedWindow, Segment, Word, split_segments
 
 WINDOWS_AT_ONCE: Final = 8

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import unquote, urlsplit
 
-from ...protocol.errors import ParameterError
-from ..http.shown_values import echo
+from ....protocol.errors import ParameterError
+from ...http.shown_values import echo
 from .downloads import MAX_BYTES
 
 _SCHEME: Final = "file:"

@@ -7,8 +7,8 @@ import subprocess
 import threading
 
 import pytest
-from engine.frontend.media import downloads
-from engine.frontend.media.downloads import Downloader, is_public
+from engine.frontend.media.sources import downloads
+from engine.frontend.media.sources.downloads import Downloader, is_public
 from engine.protocol.errors import ParameterError
 
 pytestmark = pytest.mark.slow

@@ -6,8 +6,8 @@ import base64
 import binascii
 from typing import Final
 
-from ...protocol.errors import ParameterError
-from ..http.shown_values import echo
+from ....protocol.errors import ParameterError
+from ...http.shown_values import echo
 
 _SCHEME: Final = "data:"
 

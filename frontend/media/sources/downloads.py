@@ -11,8 +11,8 @@ from collections.abc import Callable, Collection
 from typing import Final, TypeAlias
 from urllib.parse import SplitResult, urljoin, urlsplit
 
-from ...protocol.errors import ParameterError
-from ..http.shown_values import echo
+from ....protocol.errors import ParameterError
+from ...http.shown_values import echo
 
 MAX_BYTES: Final = 1 << 25
 """Maximum bytes of a downloaded file."""

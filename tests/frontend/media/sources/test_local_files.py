@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 
 import pytest
-from engine.frontend.media.downloads import MAX_BYTES
-from engine.frontend.media.local_files import LocalFiles
+from engine.frontend.media.sources.downloads import MAX_BYTES
+from engine.frontend.media.sources.local_files import LocalFiles
 from engine.protocol.errors import ParameterError
 
 pytestmark = pytest.mark.unit

@@ -1,0 +1,1 @@
+"""Where images and audio come from: data URLs, downloads and local files."""
