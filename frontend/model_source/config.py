@@ -34,6 +34,7 @@ from ...protocol.checkpoint.recurrent_config import (
     read_recurrent_layer,
 )
 from ...protocol.checkpoint.speech import (
+    has_source_vocabulary,
     read_audio_processor,
     read_source_text,
     with_decoder_fields,
@@ -117,6 +118,11 @@ def resolve_model(options: ModelOptions, console: Console) -> ResolvedModel:
         checkpoint_config.with_values(options.hf_overrides), options, tokenizer_directory
     )
     config = checkpoint_config.with_values(overrides)
+    if tokenizer_directory is not None and has_source_vocabulary(config):
+        raise config.error(
+            "share_encoder_decoder_embeddings is false, so sources and outputs have different vocabularies, but "
+            "Engine reads one tokenizer; use --skip-tokenizer-init and token ids"
+        )
     text = _text_config(config)
     vocab_size = text.integer("vocab_size")
     embedding = read_embedding_files(path, text)

@@ -109,19 +109,21 @@ class PromptEncoder:
         if isinstance(prompt, Mapping) and "encoder_prompt" in prompt:
             name, start = "encoder_prompt", prompt.get("decoder_prompt")
             source = prompt[name]
-        text, token_ids = self._encode_part(source, name, add_special_tokens=True)
+        sizes = config.vocab_size, self._engine.config.model.vocab_size
+        text, token_ids = self._encode_part(source, name, sizes[0], add_special_tokens=True)
         if not 0 < len(token_ids) <= config.max_tokens:
             raise ParameterError(
                 name, f"must have 1 to {config.max_tokens} tokens, got {len(token_ids)}"
             )
         if start is not None:
-            start = self._encode_part(start, "decoder_prompt", add_special_tokens=False)[1]
+            name = "decoder_prompt"
+            start = self._encode_part(start, name, sizes[1], add_special_tokens=False)[1]
         return EncodedPrompt(text, answer_start(config, start).tolist(), [text_source(token_ids)])
 
     def _encode_part(
-        self, given: Any, name: str, *, add_special_tokens: bool
+        self, given: Any, name: str, size: int, *, add_special_tokens: bool
     ) -> tuple[str | None, npt.NDArray[np.int32]]:
-        """Return the text of a prompt for an encoder or a decoder, or None, and its tokens.
+        """Return the text of a prompt for an encoder or a decoder, or None, and its tokens of `size` in its vocabulary.
 
         Raises:
             ParameterError: A token is not in the vocabulary.
@@ -131,7 +133,6 @@ class PromptEncoder:
         if isinstance(given, str):
             token_ids = self._engine.tokenizer.encode(given, add_special_tokens=add_special_tokens)
             return given, np.array(token_ids, np.int32)
-        size = self._engine.config.model.vocab_size
         if bad := [token for token in given if not 0 <= token < size]:
             raise ParameterError(
                 name, f"has the token {bad[0]}, outside the vocabulary [0, {size})"

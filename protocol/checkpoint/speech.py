@@ -27,6 +27,9 @@ _BART_STARTS: Final = {
 
 _SOURCE_TEXT: Final = frozenset({*_BART_STARTS, *_T5})
 
+_TARGET_SIZE: Final = "decoder_vocab_size"
+_SOURCE_SIZE: Final = "source_vocab_size"
+
 MAX_SOURCE_TOKENS: Final = 512
 """Default maximum length of a T5 source and of its output, in tokens.
 
@@ -56,17 +59,31 @@ def with_decoder_fields(fields: ConfigFields) -> ConfigFields:
     kind = fields.text("model_type")
     if kind == "t5gemma":
         own = fields.required_section("decoder").config
-        kept = {name: fields.get(name) for name in ("model_type", "tie_word_embeddings")}
-        return fields.with_values({**own, **kept})
+        is_tied = fields.get("tie_word_embeddings", True)
+        return fields.with_values({**own, "model_type": kind, "tie_word_embeddings": is_tied})
     found = {
         name: value
         for name, others in _DECODER_FIELDS.get(kind, _BART_FIELDS).items()
         if (value := next((v for o in others if (v := fields.get(o)) is not None), None))
         is not None
     }
+    if has_source_vocabulary(fields) and fields.get(_TARGET_SIZE) is not None:
+        found |= {"vocab_size": fields.get(_TARGET_SIZE), _SOURCE_SIZE: fields.get("vocab_size")}
     if kind in _T5:
         found.setdefault("max_position_embeddings", MAX_SOURCE_TOKENS)
     return fields.with_values(found)
+
+
+def has_source_vocabulary(fields: ConfigFields) -> bool:
+    """Return whether sources and outputs have different vocabularies, as in some Marian models."""
+    if fields.text("model_type", "") != "marian":
+        return False
+    return not fields.boolean("share_encoder_decoder_embeddings", True)
+
+
+def source_vocab_size(fields: ConfigFields) -> int:
+    """Return the number of tokens of sources, from the fields that `with_decoder_fields` returns."""
+    return fields.integer(_SOURCE_SIZE, fields.integer("vocab_size"))
 
 
 _BART_FIELDS: Final[dict[str, tuple[str, ...]]] = {
@@ -163,6 +180,7 @@ def read_source_text(config: ConfigFields, generation: ConfigFields) -> SourceTe
     return SourceTextConfig(
         start if forced < 0 else (*start, forced),
         _max_source_tokens(config),
+        (config.section("encoder") or config).integer("vocab_size"),
         _bad_words(generation if generation.get("bad_words_ids") is not None else config),
     )
 
@@ -181,7 +199,8 @@ def _max_source_tokens(config: ConfigFields) -> int:
     if config.text("model_type") == "t5gemma":
         encoder = config.required_section("encoder")
         return encoder.integer("max_position_embeddings", 8192)
-    return config.integer("max_position_embeddings", 1024)
+    default = 128 if config.text("model_type") == "blenderbot" else 1024
+    return config.integer("max_position_embeddings", default)
 
 
 def _whisper(

@@ -172,11 +172,13 @@ class SourceTextConfig(msgspec.Struct, frozen=True):
     Attributes:
         start_token_ids: The decoder's prompt.
         max_tokens: The maximum length of the encoder's input in tokens.
+        vocab_size: The number of tokens that the encoder reads.
         bad_words_token_ids: Token sequences that the model must never generate, such as Marian's padding.
     """
 
     start_token_ids: tuple[int, ...]
     max_tokens: int
+    vocab_size: int
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
 
 
@@ -256,6 +258,11 @@ class ModelConfig(msgspec.Struct, frozen=True):
     def reads_source(self) -> bool:
         """True if the model's decoder reads an audio clip or a source text by cross-attention."""
         return self.audio is not None or self.source_text is not None
+
+    @property
+    def prompt_vocab_size(self) -> int:
+        """The number of tokens that a prompt may have. An encoder-decoder model reads its prompt with the encoder."""
+        return self.vocab_size if self.source_text is None else self.source_text.vocab_size
 
     @property
     def generates(self) -> bool:

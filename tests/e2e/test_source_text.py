@@ -25,8 +25,8 @@ SOURCES = [[5, 6, 7, 8, 9, 10], [20, 30, 40] * 6, [11], [5, 6, 7, 8, 9, 10]]
         ("flan-t5", 0, ("--cpu-backend", "torch", "-tp", "2")),
         ("mbart", 3, ("-pp", "2")),
         ("umt5", 0, ("-tp", "2")),
-        # The likeliest tokens may not be generated.
-        ("marian", 3, ("--cpu-backend", "torch")),
+        # Sources have another vocabulary. The likeliest tokens may not be generated.
+        ("separate-marian", 3, ("--cpu-backend", "torch")),
     ],
 )
 def test_completions_equal_those_of_transformers(
@@ -34,16 +34,18 @@ def test_completions_equal_those_of_transformers(
 ) -> None:
     path, model = source_directory(tmp_path, kind)
     bad_words = []
-    if kind == "marian":
-        first = logits(model, torch.tensor([SOURCES[0]]), [start])[-1]
+    sources = SOURCES
+    if kind == "separate-marian":
+        sources = [[120, *source] for source in SOURCES]
+        first = logits(model, torch.tensor(sources[:1]), [start])[-1]
         bad_words = first.topk(3).indices.tolist()
         write_generation(path, bad_words_ids=[[token] for token in bad_words])
-    expected = [greedy(model, torch.tensor([source]), [start], 20, bad_words) for source in SOURCES]
+    expected = [greedy(model, torch.tensor([source]), [start], 20, bad_words) for source in sources]
     limits = ("--max-model-len", "64", "--max-num-seqs", "4", "--skip-tokenizer-init")
     with Server(str(path), *FLAGS, *limits, *flags) as server:
 
         def ask(index: int) -> None:
-            body = {"prompt": SOURCES[index], "max_tokens": 20, "temperature": 0}
+            body = {"prompt": sources[index], "max_tokens": 20, "temperature": 0}
             status, answer = server.post("/v1/completions", body | {"ignore_eos": True})
             assert status == 200, answer
             assert answer["choices"][0]["token_ids"] == expected[index]
@@ -52,14 +54,14 @@ def test_completions_equal_those_of_transformers(
         with concurrent.futures.ThreadPoolExecutor(8) as pool:
             list(pool.map(ask, [*range(len(SOURCES))] * 3))
         forced = [start, *expected[0][:2]]
-        body = {"prompt": SOURCES[0], "decoder_prompt": expected[0][:2], "max_tokens": 5}
+        body = {"prompt": sources[0], "decoder_prompt": expected[0][:2], "max_tokens": 5}
         status, answer = server.post(
             "/v1/completions", body | {"temperature": 0, "ignore_eos": True}
         )
         assert status == 200, answer
-        rest = greedy(model, torch.tensor([SOURCES[0]]), forced, 5, bad_words)
+        rest = greedy(model, torch.tensor(sources[:1]), forced, 5, bad_words)
         assert answer["choices"][0]["token_ids"] == rest
-        limit = {"flan-t5": 512, "marian": 1024, "umt5": 512}.get(kind, 128)
+        limit = {"flan-t5": 512, "separate-marian": 1024, "umt5": 512}.get(kind, 128)
         for body, words in (
             ({"prompt": [5] * 2000}, f"a source of at most {limit} tokens"),
             ({"prompt": [5], "decoder_prompt": [5] * 200}, "decoder_prompt"),
@@ -74,17 +76,18 @@ def test_completions_equal_those_of_transformers(
 
 def test_offline_answers_equal_those_of_transformers(tmp_path: Path) -> None:
     """A plain prompt is the source. The beginning of an answer may be given beside it."""
-    path, model = source_directory(tmp_path, "marian")
-    bad_words = logits(model, torch.tensor([SOURCES[0]]), [3])[-1].topk(2).indices.tolist()
+    path, model = source_directory(tmp_path, "separate-marian")
+    sources = [[120, *source] for source in SOURCES]
+    bad_words = logits(model, torch.tensor(sources[:1]), [3])[-1].topk(2).indices.tolist()
     write_generation(path, bad_words_ids=[[token] for token in bad_words])
     first, second = (
-        greedy(model, torch.tensor([source]), [3], 8, bad_words) for source in SOURCES[:2]
+        greedy(model, torch.tensor([source]), [3], 8, bad_words) for source in sources[:2]
     )
     params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
     with LLM(str(path), dtype="float32", max_model_len=64, skip_tokenizer_init=True) as llm:
-        begun = {"encoder_prompt": SOURCES[0], "decoder_prompt": first[:2]}
-        plain = {"prompt_token_ids": SOURCES[0]}
-        outputs = llm.generate([plain, SOURCES[1], begun], params)
+        begun = {"encoder_prompt": sources[0], "decoder_prompt": first[:2]}
+        plain = {"prompt_token_ids": sources[0]}
+        outputs = llm.generate([plain, sources[1], begun], params)
         assert [list(each.outputs[0].token_ids) for each in outputs[:2]] == [first, second]
         assert list(outputs[2].outputs[0].token_ids)[:6] == first[2:]
         assert outputs[2].prompt_token_ids == [3, *first[:2]]

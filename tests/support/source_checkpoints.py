@@ -63,6 +63,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Whisper",
         _BART_SIZES | {"num_mel_bins": 8, "max_source_positions": 40, "max_target_positions": 128},
     ),
+    "untied-whisper": (
+        "Whisper",
+        _BART_SIZES
+        | {"num_mel_bins": 8, "max_source_positions": 40, "max_target_positions": 128}
+        | {"scale_embedding": True, "tie_word_embeddings": False},
+    ),
     "moonshine": (
         "Moonshine",
         {
@@ -79,11 +85,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "bart": ("Bart", _BART_SIZES | {"max_position_embeddings": 128}),
     "mbart": ("MBart", _BART_SIZES | {"max_position_embeddings": 128, "scale_embedding": True}),
     "marian": ("Marian", _BART_SIZES | {"scale_embedding": True, "activation_function": "swish"}),
+    "separate-marian": (
+        "Marian",
+        _BART_SIZES
+        | {"vocab_size": 131, "decoder_vocab_size": VOCAB_SIZE}
+        | {"share_encoder_decoder_embeddings": False},
+    ),
     "m2m100": ("M2M100", _BART_SIZES | {"max_position_embeddings": 128}),
     "pegasus": ("Pegasus", _BART_SIZES | {"max_position_embeddings": 128}),
     "blenderbot": ("Blenderbot", _BART_SIZES),
     "plbart": ("PLBart", _BART_SIZES | {"max_position_embeddings": 128}),
-    "mvp": ("Mvp", _BART_SIZES | {"max_position_embeddings": 128}),
+    # Encoder, decoder and output projection have tables of their own.
+    "mvp": ("Mvp", _BART_SIZES | {"max_position_embeddings": 128, "tie_word_embeddings": False}),
     "mt5": ("MT5", _T5_SIZES),
     "umt5": ("UMT5", _T5_SIZES),
     "t5": ("T5", _T5_SIZES),
@@ -100,8 +113,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         _T5_SIZES | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
     ),
 }
-_WITH_SINUSOIDS = ("marian", "pegasus")
-SPEECH = ("whisper", "moonshine")
+_WITH_SINUSOIDS = ("marian", "pegasus", "separate-marian")
+SPEECH = ("whisper", "untied-whisper", "moonshine")
 
 
 def source_directory(
@@ -114,6 +127,9 @@ def source_directory(
     suffix = "MTModel" if name == "Marian" else "ForConditionalGeneration"
     model_class = getattr(transformers, f"{name}{suffix}")
     model = model_class._from_config(config, attn_implementation="eager").eval()
+    if kind == "flan-t5":
+        # The config says that the output projection is tied, but the checkpoint has one.
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone())
     for parameter_name, parameter in model.named_parameters():
         if "embed_positions" in parameter_name and kind in _WITH_SINUSOIDS:
             continue
@@ -147,7 +163,7 @@ def source(model: Any, seed: int, length: int = 0) -> tuple[torch.Tensor, Encode
         payload = AudioPayload(0, len(features), features.tobytes())
         size = (((len(features) - 127) // 64 + 1 - 7) // 3 + 1 - 3) // 2 + 1
     else:
-        features = rng.integers(4, VOCAB_SIZE, length or 13)
+        features = rng.integers(4, getattr(config, "vocab_size", VOCAB_SIZE), length or 13)
         payload = TextPayload(int32_bytes(features.tolist()))
         size = len(features)
     data = msgspec.msgpack.encode(payload)

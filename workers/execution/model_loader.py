@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
+from msgspec.structs import replace
 
 from ...protocol.checkpoint.model_dimensions import check_parallel
 from ...protocol.config import CPUBackend, EngineConfig, ModelImpl
@@ -20,6 +21,7 @@ from ..device.dtypes import HostDevice, HostDtype, configured_dtype, torch_devic
 from ..device.lazy_torch import is_torch_loaded
 from ..layers.spec import ModelSpec
 from ..loaders import Checkpoint
+from ..loaders.own_head import has_own_head
 from ..models.families import UnknownArchitecture, model_spec
 from ..models.kv_cache_groups import group_layers
 from ..models.lora.adapters import LoraAdapters, load_at_start
@@ -148,7 +150,7 @@ def _model_spec(config: EngineConfig, checkpoint: Checkpoint) -> ModelSpec | Tra
     if impl is ModelImpl.TRANSFORMERS:
         return _transformers_model(config, checkpoint)
     try:
-        return model_spec({**checkpoint.config, **overrides}, checkpoint.config_path)
+        spec = model_spec({**checkpoint.config, **overrides}, checkpoint.config_path)
     except UnknownArchitecture as unknown:
         from ..models.transformers_decoder import has_transformers
 
@@ -159,6 +161,10 @@ def _model_spec(config: EngineConfig, checkpoint: Checkpoint) -> ModelSpec | Tra
         except CheckpointError as error:
             reason = str(error).removeprefix(f"{checkpoint.path}: ")
             raise CheckpointError(checkpoint.path, f"{reason}; {unknown}") from error
+    writes_text = spec.is_causal and spec.score_head is None
+    if spec.tie_word_embeddings and writes_text and has_own_head(checkpoint, spec.tensor_names):
+        spec = replace(spec, tie_word_embeddings=False)
+    return spec
 
 
 def _transformers_model(config: EngineConfig, checkpoint: Checkpoint) -> TransformersModel:

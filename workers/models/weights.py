@@ -20,7 +20,7 @@ from ..loaders.checkpoint import Checkpoint
 from ..loaders.dummy import DummyCheckpoint, made_up
 from ..loaders.quantization.matrix import QuantizedMatrix, Weight, merge_rows
 from ..loaders.row_factors import FactoredCheckpoint, RowFactors
-from ..loaders.tensor_names import TensorNames, translate_names
+from ..loaders.tensor_names import EMBEDDING, HEAD, TensorNames, translate_names
 from ..loaders.upload import PinnedUpload
 from .lora.adapters import LoraAdapters
 from .lora.linear import adapt
@@ -29,9 +29,7 @@ from .lora.matrices import AdaptedMatrix, AdaptedRows
 ProgressCallback = Callable[[int, int], None]
 """A function that is called with (loaded bytes, total bytes) while weights are loaded."""
 
-_EMBEDDING = "embed_tokens.weight"
 _FIRST_OUTPUT = "layers.0.self_attn.o_proj.weight"
-_HEAD = "lm_head.weight"
 _FIRST_STAGE = (
     "embed_positions.",
     "embed_token_types.",
@@ -124,7 +122,7 @@ class WeightReader:
         if row_factors:
             self.checkpoint = FactoredCheckpoint(checkpoint, row_factors, self._stored)
             factored = self.checkpoint.vectors
-        marker = _EMBEDDING if has_embedding else _FIRST_OUTPUT
+        marker = EMBEDDING if has_embedding else _FIRST_OUTPUT
         found = next((name for name in sorted(self._stored) if name.endswith(marker)), None)
         if found is None:
             raise self._error(f"there is no tensor named '...{marker}'")
@@ -134,7 +132,7 @@ class WeightReader:
             for name in self._stored
             if name.startswith(self._prefix) and not name.endswith(_OPTIONAL)
         } - factored
-        self._head = next((name for name in sorted(self._stored) if name.endswith(_HEAD)), _HEAD)
+        self._head = next((name for name in sorted(self._stored) if name.endswith(HEAD)), HEAD)
         self._unread.discard(self._head)
         if has_head and self._head in self._stored:
             self._unread.add(self._head)
@@ -324,7 +322,7 @@ class WeightReader:
         self, token_ids: Sequence[int], vocab_size: int, hidden_size: int, *, of_embedding: bool
     ) -> Tensor:
         """Return the rows of some tokens in the output projection, or in the embedding, in float32."""
-        name = self._prefix + _EMBEDDING if of_embedding else self._head
+        name = self._prefix + EMBEDDING if of_embedding else self._head
         shape = vocab_size, hidden_size
         rows = [self._read(name, shape, range(i, i + 1), dtype=torch.float32) for i in token_ids]
         return torch.cat(rows)
@@ -421,7 +419,7 @@ class WeightReader:
             return int(match[1]) in range(shard.num_layers) and int(match[1]) not in shard.layers
         if name.startswith(_FIRST_STAGE):
             return not shard.is_first
-        if name == _EMBEDDING:
+        if name == EMBEDDING:
             return not (shard.is_first or (shard.is_last and self._is_tied))
         return (name in head or name.startswith(_LAST_STAGE)) and not shard.is_last
 
@@ -462,7 +460,7 @@ class DummyWeightReader(WeightReader):
         self._stored = {}
         self._unread = set()
         self._prefix = ""
-        self._head = _HEAD
+        self._head = HEAD
         self._can_keep = None
         self._is_transposed = False
         self._total = 0

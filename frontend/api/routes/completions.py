@@ -162,7 +162,7 @@ class Completions(Endpoint[CompletionRequest]):
                 body_size // BYTES_PER_TOKEN_ID,
                 parse_prompts,
                 request.prompt,
-                config.model.vocab_size,
+                config.model.prompt_vocab_size,
             )
         return prompts
 

@@ -151,7 +151,7 @@ _WITHOUT_LOGIT_SCALE = {
 """Architectures whose logits are not multiplied by the decoder's `logit_scale`, as in transformers."""
 
 _WITHOUT_OTHER_HEAD = re.compile(
-    rf"({CLASSIFIER_SUFFIX}|{TOKEN_CLASSIFIER_SUFFIX}|For(Process)?RewardModel|(Text)?Model)$"
+    rf"(Text)?({CLASSIFIER_SUFFIX}|{TOKEN_CLASSIFIER_SUFFIX}|For(Process)?RewardModel|Model)$"
 )
 
 

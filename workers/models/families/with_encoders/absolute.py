@@ -74,6 +74,11 @@ POST_NORMED: Final[dict[str, Any]] = {
 
 def _encoder_spec(fields: ConfigFields, **differences: Any) -> ModelSpec:
     """Return the spec of a BERT model, changed by `differences`."""
+    if fields.boolean("is_decoder", False):
+        raise fields.wrong("is_decoder", "false", True)
+    kind = fields.text("position_embedding_type", "absolute")
+    if kind != "absolute":
+        raise fields.wrong("position_embedding_type", "'absolute'", kind)
     bert = POST_NORMED | {"tensor_names": _BERT_NAMES}
     return base_spec(fields, uniform_layers(fields, None), **bert | differences)
 
@@ -82,11 +87,6 @@ def _bert(fields: ConfigFields) -> ModelSpec:
     fields = fields.with_defaults(
         hidden_act="gelu", rms_norm_eps=1e-12, max_position_embeddings=512
     )
-    if fields.boolean("is_decoder", False):
-        raise fields.error("is_decoder is not supported for this family; use an encoder")
-    kind = fields.text("position_embedding_type", "absolute")
-    if kind != "absolute":
-        raise fields.error(f"position_embedding_type {kind!r} is not supported; use 'absolute'")
     return _encoder_spec(
         fields,
         num_positions=fields.integer("max_position_embeddings"),
@@ -95,11 +95,11 @@ def _bert(fields: ConfigFields) -> ModelSpec:
 
 
 def _roberta(fields: ConfigFields) -> ModelSpec:
-    fields = fields.with_defaults(hidden_act="gelu", rms_norm_eps=1e-5, type_vocab_size=1)
+    fields = fields.with_defaults(hidden_act="gelu", rms_norm_eps=1e-12, type_vocab_size=2)
     # Positions start at the row after the padding token's.
     offset = fields.integer("pad_token_id", 1, minimum=0) + 1
     fields = fields.with_values(
-        {"max_position_embeddings": fields.integer("max_position_embeddings", 514) - offset}
+        {"max_position_embeddings": fields.integer("max_position_embeddings", 512) - offset}
     )
     return _encoder_spec(
         fields,

@@ -8,7 +8,7 @@ from typing import Any, Final
 from msgspec.structs import replace
 
 from .....protocol.checkpoint.config_fields import ConfigFields
-from .....protocol.checkpoint.speech import max_source_positions
+from .....protocol.checkpoint.speech import max_source_positions, source_vocab_size
 from ....layers.read_rope import read_rope
 from ....layers.spec import LayerSpec, ModelSpec, SourceSpec
 from ....layers.specs.convolution import ConvolutionSpec
@@ -29,18 +29,21 @@ _BART_LAYER_NAMES: Final = (
     (r"^layer_norm\.", "norm."),
 )
 _BART_DECODER_NAMES: Final = (
-    (r"^(model\.)?encoder\..*", ""),
-    (r"^(model\.)?decoder\.embed_tokens\..*", ""),
+    # The embedding of the decoder, if it has its own, else the shared one.
+    (r"^(model\.)?decoder\.embed_tokens\.", "embed_tokens."),
     (r"^(model\.)?shared\.", "embed_tokens."),
+    (r"^(model\.)?encoder\.embed_tokens\.", "embed_tokens."),
+    (r"^(model\.)?encoder\..*", ""),
     (r"^final_logits_bias$", "lm_head.bias"),
     (r"^(model\.)?decoder\.", ""),
     *_BART_LAYER_NAMES,
 )
 _BART_ENCODER_NAMES: Final = (
+    (r"^(model\.)?encoder\.embed_tokens\.", "embed_tokens."),
+    (r"^(model\.)?shared\.", "embed_tokens."),
+    (r"^(model\.)?decoder\.embed_tokens\.", "embed_tokens."),
     (r"^(model\.)?decoder\..*", ""),
     (r"^(final_logits_bias|lm_head\..*)$", ""),
-    (r"^(model\.)?encoder\.embed_tokens\..*", ""),
-    (r"^(model\.)?shared\.", "embed_tokens."),
     (r"^(model\.)?encoder\.", ""),
     *_BART_LAYER_NAMES,
 )
@@ -50,7 +53,7 @@ _SINUSOIDS: Final = (
 )
 _WHISPER_DECODER_NAMES: Final = (
     (r"^(model\.)?encoder\..*", ""),
-    (r"^proj_out\..*", ""),
+    (r"^proj_out\.", "lm_head."),
     (r"^(model\.)?decoder\.", ""),
     *_BART_LAYER_NAMES,
 )
@@ -115,10 +118,12 @@ def _bart_fields(fields: ConfigFields) -> tuple[ConfigFields, ConfigFields]:
         rms_norm_eps=1e-5,
         hidden_act=fields.text("activation_function", "gelu"),
         tie_word_embeddings=True,
+        max_position_embeddings=max_source_positions(fields),
     )
     num_heads = fields.integer("encoder_attention_heads")
     encoder = fields.with_values(
         {
+            "vocab_size": source_vocab_size(fields),
             "num_hidden_layers": fields.integer("encoder_layers"),
             "num_attention_heads": num_heads,
             "num_key_value_heads": num_heads,
@@ -144,7 +149,7 @@ def _bart_spec(fields: ConfigFields, **differences: Any) -> ModelSpec:
 
 
 def _whisper(fields: ConfigFields) -> ModelSpec:
-    decoder, encoder = _bart_fields(fields.with_defaults(max_target_positions=448))
+    decoder, encoder = _bart_fields(fields.with_defaults(max_position_embeddings=448))
     positions = max_source_positions(fields)
     channels = fields.integer("hidden_size")
     source = SourceSpec(
@@ -166,6 +171,8 @@ def _whisper(fields: ConfigFields) -> ModelSpec:
     spec = _bart_spec(
         decoder,
         key_bias=False,
+        # transformers stores the factor of `scale_embedding`, but does not apply it.
+        embedding_scale=1.0,
         num_positions=decoder.integer("max_position_embeddings"),
         tensor_names=_WHISPER_DECODER_NAMES,
     )
@@ -220,8 +227,6 @@ def _blenderbot(fields: ConfigFields) -> ModelSpec:
 
 
 def _marian(fields: ConfigFields) -> ModelSpec:
-    if not fields.boolean("share_encoder_decoder_embeddings", True):
-        raise fields.wrong("share_encoder_decoder_embeddings", "true", False)
     return _bart_model(
         fields, sinusoids="by size", position_offset=0, has_embedding_norm=False, **_POST_NORMED
     )
@@ -249,7 +254,8 @@ def _t5(
     Args:
         fields: The config.
         feed_forward: The default of `feed_forward_proj`.
-        scales_outputs: The default of `scale_decoder_outputs`; None for that of `tie_word_embeddings`.
+        scales_outputs: The default of `scale_decoder_outputs`; None for that of `tie_word_embeddings`, which has no
+            other meaning. An output projection is used if the checkpoint has one.
     """
     fields = fields.with_defaults(
         rms_norm_eps=fields.number("layer_norm_epsilon", 1e-6), head_dim=64
@@ -266,15 +272,17 @@ def _t5(
         "num_distance_buckets": fields.integer("relative_attention_num_buckets", 32, minimum=4),
         "max_distance": fields.integer("relative_attention_max_distance", 128, maximum=1 << 16),
     }
-    fields = fields.with_values({"hidden_act": activation, "tie_word_embeddings": is_tied})
+    fields = fields.with_values({"hidden_act": activation, "tie_word_embeddings": True})
     encoder = fields.with_values({"num_hidden_layers": fields.integer("num_layers")})
     source = SourceSpec(
         base_spec(
             encoder,
             uniform_layers(encoder, None),
             tensor_names=(
-                (r"^(decoder\..*|lm_head\..*|encoder\.embed_tokens\..*)", ""),
+                (r"^encoder\.embed_tokens\.", "embed_tokens."),
                 (r"^shared\.", "embed_tokens."),
+                (r"^decoder\.embed_tokens\.", "embed_tokens."),
+                (r"^(decoder|lm_head)\..*", ""),
                 (r"^encoder\.", ""),
                 *_T5_LAYER_NAMES,
                 (r"\.layer\.1\.layer_norm\.", ".mlp_norm."),
@@ -291,8 +299,10 @@ def _t5(
         fields,
         uniform_layers(fields, None),
         tensor_names=(
-            (r"^(encoder\..*|decoder\.embed_tokens\..*)", ""),
+            (r"^decoder\.embed_tokens\.", "embed_tokens."),
             (r"^shared\.", "embed_tokens."),
+            (r"^encoder\.embed_tokens\.", "embed_tokens."),
+            (r"^encoder\..*", ""),
             (r"^decoder\.", ""),
             *_T5_LAYER_NAMES,
             (r"\.layer\.1\.layer_norm\.", ".cross_norm."),
@@ -310,12 +320,6 @@ def _mt5(fields: ConfigFields) -> ModelSpec:
 
 def _umt5(fields: ConfigFields) -> ModelSpec:
     """Return the spec of a umT5 (arXiv 2304.09151): a T5 whose layers have their own biases."""
-    fields = fields.with_values(
-        {
-            "scale_decoder_outputs": fields.boolean("tie_word_embeddings", True),
-            "tie_word_embeddings": True,
-        }
-    )
     spec = _t5(fields, feed_forward="gated-gelu")
     assert spec.source is not None and spec.source.encoder is not None
     encoder = replace(spec.source.encoder, **_umt5_biases(spec.source.encoder))
@@ -358,7 +362,14 @@ def _t5gemma(fields: ConfigFields) -> ModelSpec:
 
 
 def _moonshine(fields: ConfigFields) -> ModelSpec:
-    fields = fields.with_defaults(tie_word_embeddings=True, partial_rotary_factor=0.9)
+    fields = fields.with_defaults(
+        tie_word_embeddings=True,
+        partial_rotary_factor=0.9,
+        max_position_embeddings=512,
+        encoder_hidden_act="gelu",
+    )
+    for name in ("encoder_num_hidden_layers", "encoder_num_attention_heads"):
+        fields.integer(name)
     fields = fields.with_values({"rms_norm_eps": 1e-5})
     size = fields.integer("hidden_size")
     bias = fields.boolean("attention_bias", False)
