@@ -64,7 +64,7 @@ class PromptEncoder:
         """
         encoded = self.encode_pooled(prompt)
         if encoded.encoder_inputs:
-            raise ParameterError("multi_modal_data", "is not supported here")
+            raise ParameterError("multi_modal_data", "is not supported by beam_search")
         return encoded.token_ids
 
     def encode_pooled(self, prompt: Prompt, instruction: str = "") -> EncodedPrompt:

@@ -240,7 +240,7 @@ def test_offline_callers_pass_images(grid: Model) -> None:
         answers = [output.outputs[0].token_ids for output in (first, second, third)]
         assert answers[0] == answers[1] == answers[2]
         beams = BeamSearchParams(beam_width=2, max_tokens=2)
-        with pytest.raises(ParameterError, match="is supported only by generate and chat"):
+        with pytest.raises(ParameterError, match="is not supported by beam_search"):
             llm.beam_search(prompt, beams)
         with pytest.raises(ParameterError, match="must be images or audio for a text prompt"):
             llm.generate({"prompt": "a", "multi_modal_data": {"video": image}}, params)

@@ -161,8 +161,8 @@ def _model_spec(config: EngineConfig, checkpoint: Checkpoint) -> ModelSpec | Tra
         except CheckpointError as error:
             reason = str(error).removeprefix(f"{checkpoint.path}: ")
             raise CheckpointError(checkpoint.path, f"{reason}; {unknown}") from error
-    writes_text = spec.is_causal and spec.score_head is None
-    if spec.tie_word_embeddings and writes_text and has_own_head(checkpoint, spec.tensor_names):
+    may_untie = spec.tie_word_embeddings and spec.is_causal and spec.score_head is None
+    if may_untie and has_own_head(checkpoint, spec.tensor_names, spec.vocab_size):
         spec = replace(spec, tie_word_embeddings=False)
     return spec
 

@@ -28,6 +28,7 @@ from ..schema import (
     UnloadLoraRequest,
 )
 from ..schema.anthropic import MessagesRequest
+from ..schema.cohere import CohereEmbedRequest
 from ..schema.files import BatchRequest
 from ..schema.llama_cpp import (
     LlamaCompletionRequest,
@@ -85,6 +86,7 @@ SCHEMAS: Final[tuple[type[msgspec.Struct], ...]] = (
     LlamaCompletionRequest,
     LlamaInfillRequest,
     LlamaEmbeddingRequest,
+    CohereEmbedRequest,
 )
 
 MAX_CPU_S: Final = 5

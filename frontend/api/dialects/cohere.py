@@ -12,8 +12,9 @@ from starlette.responses import Response
 
 from ...client.embeddings import Vector
 from ...client.engine_client import RequestGroup
-from ...http.errors import APIError, bad_request, echo, json_response, rename_parameter
+from ...http.errors import APIError, bad_request, json_response, rename_parameter
 from ..bodies.intake import Intake, reads
+from ..pooling import verify_choice
 from ..routes.embeddings import Embeddings
 from ..schema import EmbeddingRequest
 from ..schema.cohere import CohereEmbedRequest
@@ -56,12 +57,7 @@ class CohereEmbeddings:
         """Return an embedding of each text, image or combination of them."""
         kinds = body.embedding_types or ["float"]
         for kind in kinds:
-            if kind not in _ENCODERS:
-                one_of = ", ".join(_ENCODERS)
-                raise bad_request(
-                    "embedding_types",
-                    f"embedding_types must be of {one_of}, got {echo(kind)}",
-                )
+            verify_choice("embedding_types", kind, list(_ENCODERS))
         name = self._name_of_input(body)
         request = self._translate(body)
 
@@ -96,6 +92,7 @@ class CohereEmbeddings:
                 ("input", "texts"),
                 ("messages", name),
                 ("dimensions", "output_dimension"),
+                ("truncate_prompt_tokens", "max_tokens"),
             ):
                 if (error.param or "").startswith(ours):
                     raise rename_parameter(
@@ -123,11 +120,7 @@ class CohereEmbeddings:
         Raises:
             APIError: `input_type` is unknown (400).
         """
-        if body.input_type is not None and body.input_type not in _PROMPTS:
-            one_of = ", ".join(_PROMPTS)
-            raise bad_request(
-                "input_type", f"input_type must be one of {one_of}, got {echo(body.input_type)}"
-            )
+        verify_choice("input_type", body.input_type, list(_PROMPTS))
         prompts = self._serving.config.model.pooler.prompts
         names = _PROMPTS[body.input_type or "image"]
         keep = -1 if body.max_tokens is None else body.max_tokens

@@ -49,7 +49,7 @@ def test_moonshine_reads_samples(tmp_path: Path) -> None:
 
 
 def test_decoders_of_text_start_with_the_target_language(tmp_path: Path) -> None:
-    config = fields({"model_type": "mbart", "decoder_start_token_id": 2})
+    config = fields({"model_type": "mbart", "decoder_start_token_id": 2, "vocab_size": 100})
     source = read_source_text(config, fields({"forced_bos_token_id": 77}))
     assert source is not None
     assert (source.start_token_ids, source.max_tokens) == ((2, 77), 1024)

@@ -65,6 +65,7 @@ BASES: Final[dict[str, bytes]] = {
     "input_suffix": b'"Hi"',
     "query": b'"Hi"',
     "documents": b'[{"text": "Hi"}]',
+    "texts": b'["Hi"]',
     "text_1": b'"Hi"',
     "text_2": b'"Hi"',
 }
@@ -108,6 +109,12 @@ class Route:
                 # A body may have only one of these two. Keep the one that the attack is on. /api/embed reads only
                 # its input, and its schema has the prompt of /api/embeddings.
                 del members[other if field == "prompt" else "prompt"]
+        if "text_1" in members:
+            # The second texts of a score have other names than this one, which is that of a ranking.
+            members.pop("documents", None)
+        if "input" in members and self.path != "/v1/responses":
+            # A conversation may replace the input of an embedding.
+            members.pop("messages", None)
         members[field] = value
         pairs = (json.dumps(name).encode() + b": " + text for name, text in members.items())
         return b"{" + b", ".join(pairs) + b"}"

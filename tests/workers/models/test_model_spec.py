@@ -31,6 +31,15 @@ MIXTURE = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 16,
 }
+T5 = {
+    "architectures": ["T5ForConditionalGeneration"],
+    "model_type": "t5",
+    "d_model": 64,
+    "d_ff": 96,
+    "d_kv": 16,
+    "num_heads": 4,
+    "num_layers": 2,
+}
 V4 = {
     "architectures": ["DeepseekV4ForCausalLM"],
     "model_type": "deepseek_v4",
@@ -176,6 +185,10 @@ def test_gemma3_reads_the_same_after_a_round_trip_through_transformers_5():
         (V4 | {"partial_rotary_factor": 0.01}, "partial_rotary_factor gives 0 rotated elements"),
         (V4 | {"rope_scaling": {"type": "dynamic", "factor": 2}}, "only the rope types default"),
         (MIXTURE | {"num_experts": 8, "n_group": 3}, "n_group 3 must divide 8 experts"),
+        (
+            T5 | {"relative_attention_num_buckets": 64, "relative_attention_max_distance": 9},
+            "relative_attention_max_distance must be an integer of at least 33, at most 65536, got 9",
+        ),
         (
             MIXTURE | {"num_experts": 8, "n_group": 4, "topk_group": 5},
             "topk_group must be at most n_group 4, got 5",

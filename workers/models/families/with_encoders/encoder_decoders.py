@@ -265,12 +265,19 @@ def _t5(
     if kind == "gated-gelu":
         activation = "gelu_new"
     is_tied = fields.boolean("tie_word_embeddings", True)
+    num_buckets = fields.integer("relative_attention_num_buckets", 32, minimum=4)
     t5: dict[str, Any] = {
         "norms": _PRE_NORMS,
         "has_gate": has_gate,
         "attention_scale": 1.0,
-        "num_distance_buckets": fields.integer("relative_attention_num_buckets", 32, minimum=4),
-        "max_distance": fields.integer("relative_attention_max_distance", 128, maximum=1 << 16),
+        "num_distance_buckets": num_buckets,
+        # The first half of the buckets cover one distance each, and the others longer ones.
+        "max_distance": fields.integer(
+            "relative_attention_max_distance",
+            128,
+            minimum=num_buckets // 2 + 1,
+            maximum=1 << 16,
+        ),
     }
     fields = fields.with_values({"hidden_act": activation, "tie_word_embeddings": True})
     encoder = fields.with_values({"num_hidden_layers": fields.integer("num_layers")})
