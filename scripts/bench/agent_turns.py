@@ -1,6 +1,7 @@
-"""Measure each turn of a coding agent's conversation: time to the first token and cached share, beside llama.cpp.
+"""Measure each turn of a coding agent's conversation: time to the first token and cached share, beside other servers.
 
-    scripts/bench/run agent_turns [--model FILE.gguf] [--llama-server PATH] [--turns 20] [--rounds 3]
+    scripts/bench/run agent_turns [--model FILE.gguf] [--llama-server PATH] [--vllm PATH --vllm-model DIRECTORY]
+        [--turns 20] [--rounds 3]
 
 Every contender gets the same conversations, greedily, and its own answers are part of the next prompt. In the second
 kind of conversation the system prompt begins with a header and the time, which differ in every turn, as those of some
@@ -26,7 +27,7 @@ import httpx
 from support.server import COMMAND, default_model
 
 CONTEXT = 8192
-START_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 300.0
 _TEXT = (
     "the file function returns value test error line list type name path class method string number "
     "import module open read write change fix call data user server request answer token cache block "
@@ -150,13 +151,21 @@ def contenders(args: argparse.Namespace) -> dict[str, list[str]]:
         llama += ["-c", str(CONTEXT), "-np", "1", "-fa", "on", "-t", "2", "-tb", "2"]
         found["llama.cpp"] = llama
         found["llama.cpp --cache-reuse 64"] = [*llama, "--cache-reuse", "64"]
+    if args.vllm:
+        vllm = [args.vllm, "serve", args.vllm_model, "--port", "{port}", "--max-num-seqs", "64"]
+        vllm += ["--served-model-name", "bench", "--max-model-len", str(CONTEXT)]
+        found["vllm"] = [*vllm, "--dtype", "bfloat16", "--enable-prompt-tokens-details"]
     return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default=default_model())
-    parser.add_argument("--llama-server", help="llama.cpp's server; without it, only Engine runs")
+    parser.add_argument("--llama-server", help="llama.cpp's server, to measure it as well")
+    parser.add_argument("--vllm", help="vLLM's command, to measure it as well")
+    parser.add_argument(
+        "--vllm-model", help="the model's directory for vLLM, with bfloat16 weights"
+    )
     parser.add_argument("--turns", type=int, default=20)
     parser.add_argument("--system-words", type=int, default=1800)
     parser.add_argument("--input-words", type=int, default=180)
