@@ -107,9 +107,10 @@ class Pooling:
             return len(prompts) * size
         num_tokens = sum(len(each.token_ids) for each in prompts)
         if num_tokens * size > MAX_TOKEN_ELEMENTS:
+            name = prompts[-1].param.partition("[")[0]
             raise bad_request(
-                "input",
-                f"input has {num_tokens} tokens with {size} results each, more than {MAX_TOKEN_ELEMENTS} together; "
+                name,
+                f"{name} has {num_tokens} tokens with {size} results each, more than {MAX_TOKEN_ELEMENTS} together; "
                 "send fewer or shorter texts at once",
             )
         return num_tokens * size

@@ -53,7 +53,7 @@ from .images.read import read_image_processor
 from .images.videos import read_video_processor
 from .lora import find_loras, find_media_lora
 from .options import CHECKPOINT_QUANTIZATIONS, ModelOptions, ResolvedModel
-from .pooler import change_pooler
+from .pooler import change_classifier, change_pooler
 from .source import find_checkpoint, find_mmproj, find_tokenizer, find_tokenizer_directory
 
 LENGTH_FIELDS = (
@@ -167,7 +167,7 @@ def resolve_model(options: ModelOptions, console: Console) -> ResolvedModel:
             is_encoder=is_encoder(text),
             has_head=has_head(config),
             pooler=pooler,
-            classifier=read_classifier(text),
+            classifier=change_classifier(read_classifier(text), options.pooler_config),
             enable_lora=options.enable_lora,
             loras=loras,
             media_lora=find_media_lora(options, loras, console, modality),

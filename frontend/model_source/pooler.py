@@ -7,7 +7,7 @@ from typing import Final
 
 import msgspec
 
-from ...protocol.config.model import PoolerConfig
+from ...protocol.config.model import Activation, ClassifierConfig, PoolerConfig
 from ...protocol.errors import ConfigError
 from ...protocol.pooling_params import PoolingKind
 
@@ -29,7 +29,7 @@ def change_pooler(pooler: PoolerConfig, changes: Mapping[str, object]) -> Pooler
     """Return a pooler with the changes of `--pooler-config`.
 
     Raises:
-        ConfigError: A field or its value is not supported.
+        ConfigError: A field is unknown, or its value is not valid.
     """
     if unknown := sorted(set(changes).difference(_FIELDS)):
         raise ConfigError(
@@ -63,3 +63,12 @@ def change_pooler(pooler: PoolerConfig, changes: Mapping[str, object]) -> Pooler
     return msgspec.structs.replace(
         pooler, kind=kind, normalize=normalize, step_token_id=step_token_id
     )
+
+
+def change_classifier(
+    classifier: ClassifierConfig | None, changes: Mapping[str, object]
+) -> ClassifierConfig | None:
+    """Return a classification head whose scores stay as they are if `--pooler-config` says so."""
+    if classifier is None or changes.get("use_activation") is not False:
+        return classifier
+    return msgspec.structs.replace(classifier, activation=Activation.IDENTITY)

@@ -114,6 +114,11 @@ def test_a_process_reward_model_scores_the_ends_of_steps(tmp_path: Path) -> None
         LLM(str(tmp_path), pooler_config={"pooling_type": "STEP"})
     with LLM(str(tmp_path), pooler_config={"pooling_type": "STEP", "step_tag_id": STEP}) as llm:
         found = [output.outputs.data for output in llm.encode(PROMPTS)]
+    config = {"pooling_type": "STEP", "step_tag_id": STEP, "use_activation": False}
+    with LLM(str(tmp_path), pooler_config=config) as llm:
+        raw = [output.outputs.data for output in llm.encode(PROMPTS)]
+    for rewards, scores in zip(found, raw, strict=True):
+        np.testing.assert_allclose(torch.tensor(scores).softmax(-1), rewards, atol=1e-5)
     for prompt, rewards in zip(PROMPTS, found, strict=True):
         with torch.inference_mode():
             scores = head(model.model(torch.tensor([prompt])).last_hidden_state[0]).softmax(-1)

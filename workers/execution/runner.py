@@ -1,4 +1,4 @@
-"""What a worker and the runner that executes its steps exchange."""
+"""The interface between a worker and the runner that executes its steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a layer and its parts are made of."""
+"""The arguments with which every layer and each of its parts are constructed."""
 
 from __future__ import annotations
 

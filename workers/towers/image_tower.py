@@ -1,4 +1,4 @@
-"""What all vision towers share: what they are made of, and the data that they read.
+"""The base class of vision towers, their common arguments, and the data that they read.
 
 The data of an encoder input are an image, or embeddings that a client sent instead.
 """

@@ -1,1 +1,1 @@
-"""Where images and audio come from: data URLs, downloads and local files."""
+"""Sources of images and audio: data URLs, downloads and local files."""
