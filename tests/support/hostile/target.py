@@ -107,8 +107,10 @@ class Route:
         for other in ("messages", "input"):
             if other in members and "prompt" in members and self.path != "/api/embed":
                 # A body may have only one of these two. Keep the one that the attack is on. /api/embed reads only
-                # its input, and its schema has the prompt of /api/embeddings.
-                del members[other if field == "prompt" else "prompt"]
+                # its input, and its schema has the prompt of /api/embeddings. The prompt of a response is a template
+                # that does not replace the input.
+                is_response = self.path.startswith("/v1/responses")
+                del members[other if field == "prompt" and not is_response else "prompt"]
         if "text_1" in members:
             # The second texts of a score have other names than this one, which is that of a ranking.
             members.pop("documents", None)
