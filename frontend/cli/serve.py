@@ -12,13 +12,13 @@ from ... import __version__
 from ...protocol.config import EngineConfig
 from ...protocol.errors import ConfigError, EngineError
 from ...protocol.process import name_process
-from ..guardian.fork_server import ForkServer, start_fork_servers
-from ..guardian.guardian import Guardian, become_subreaper
-from ..guardian.link import GuardianLink, Notice
-from ..guardian.service_manager import notify_service_manager
 from ..model_source.options import ModelOptions, ResolvedModel
 from ..supervisor.console import Console, StartupProgress, format_bytes
 from ..supervisor.engine_processes import engine_processes
+from ..supervisor.guardian.fork_server import ForkServer, start_fork_servers
+from ..supervisor.guardian.guardian import Guardian, become_subreaper
+from ..supervisor.guardian.link import GuardianLink, Notice
+from ..supervisor.guardian.service_manager import notify_service_manager
 from ..supervisor.handover import HandoverRequested, HandoverSocket, ServedEngine
 from ..supervisor.listener import Listener
 from ..supervisor.local_process import ProcessSpec

@@ -20,10 +20,10 @@ from ...protocol.config import DeviceConfig
 from ...protocol.errors import ConfigError
 from ...protocol.machine.memory import available_bytes
 from ...protocol.store.digest import message_digest
-from ..guardian.fork_server import ForkServer, start_fork_servers
 from ..model_source.options import ResolvedModel
 from ..store.file_lock import FileLock
 from ..supervisor.console import Console
+from ..supervisor.guardian.fork_server import ForkServer, start_fork_servers
 from ..supervisor.handover import Predecessor, find_predecessor
 from ..supervisor.listener import Listener
 from ..supervisor.signals import StopRequested, StopSignals

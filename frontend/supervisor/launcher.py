@@ -8,8 +8,8 @@ import signal
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 
-from ..guardian.lifeline import Lifeline
-from ..guardian.link import GuardianLink
+from .guardian.lifeline import Lifeline
+from .guardian.link import GuardianLink
 from .local_process import GuardedProcess, LocalProcess, ProcessSpec
 from .nodes import Nodes, Process
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from ..guardian.link import GuardianLink
+from .guardian.link import GuardianLink
 
 HAS_EXIT_FD = hasattr(os, "pidfd_open")
 VMSTAT = Path("/proc/vmstat")

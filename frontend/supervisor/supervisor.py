@@ -1,7 +1,7 @@
 """The supervisor: the process that starts, watches, restarts, drains and stops every process of an engine.
 
 With a guardian, another supervisor adopts the processes after a crash of this one (`saved_state.py`). Without one, they
-exit with the supervisor, because it holds the lifeline (`frontend/guardian/`).
+exit with the supervisor, because it holds the lifeline (`frontend/supervisor/guardian/`).
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from ...protocol.supervisor_messages import (
     Stage,
 )
 from ...protocol.transport import StatusPublisher, StatusReceiver
-from ..guardian.link import GuardianLink
 from . import recovery
 from .child import Child
+from .guardian.link import GuardianLink
 from .handover import HandoverRequested, HandoverSocket
 from .hang_watch import HangWatch
 from .launcher import Launcher

@@ -13,8 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import Final
 
-from engine.frontend.guardian.fork_server import MODULES, ForkServer
-from engine.frontend.guardian.guardian import become_subreaper
+from engine.frontend.supervisor.guardian.fork_server import MODULES, ForkServer
+from engine.frontend.supervisor.guardian.guardian import become_subreaper
 
 LIBRARIES: Final = (
     "engine.frontend.cli.serve",
@@ -36,7 +36,7 @@ import support.hidden_torch
 del sys.path[0]
 for name in sys.argv[3:]:
     importlib.import_module(name)
-from engine.frontend.guardian.fork_server import run_fork_server
+from engine.frontend.supervisor.guardian.fork_server import run_fork_server
 run_fork_server(socket.socket(fileno=int(sys.argv[1])), {})
 """
 

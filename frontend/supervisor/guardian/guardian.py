@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Final, NoReturn
 
-from ...protocol.errors import EngineError
+from ....protocol.errors import EngineError
 from .fork_server import ForkServer
 from .heartbeat import SupervisorHeartbeat
 from .lifeline import Lifeline

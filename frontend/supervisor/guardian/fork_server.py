@@ -26,8 +26,8 @@ from typing import Final, NoReturn
 
 import msgspec
 
-from ...protocol.config import EngineConfig
-from ...protocol.process import ORPHANED_EXIT_CODE, name_process
+from ....protocol.config import EngineConfig
+from ....protocol.process import ORPHANED_EXIT_CODE, name_process
 
 MODULES: Final = (
     {
