@@ -1,14 +1,14 @@
 """Beam search: find the most probable continuations of a prompt.
 
 Each step sends one request for one token per beam. The prefix cache finds the blocks that beams share with each other
-and with their previous step.
+and with their previous step. They have the same images, audio clips or sources, which are encoded once.
 """
 
 from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -19,7 +19,8 @@ from ...protocol.errors import EngineError, ParameterError
 from ...protocol.messages import FinishReason
 from ...protocol.sampling_params import SamplingParams
 from .engine_client import EngineClient
-from .request_group import RequestGroup, Sequence
+from .request_group import RequestGroup
+from .request_group import Sequence as GroupSequence
 from .sequence_io import Delta, SequenceRequest
 
 MAX_BEAM_WIDTH: Final = 32
@@ -155,7 +156,7 @@ class BeamSearch:
         """End the searches, because the client has disconnected."""
         self.abort()
 
-    async def _search(self, wanted: SequenceRequest) -> tuple[Sequence, list[_Beam]]:
+    async def _search(self, wanted: SequenceRequest) -> tuple[GroupSequence, list[_Beam]]:
         """Search for the continuations of one prompt.
 
         Return the sequence of the first step, and the results, best first.
@@ -163,11 +164,11 @@ class BeamSearch:
         params, width = self._params, self._params.beam_width
         prompt = np.asarray(wanted.prompt_token_ids, np.int32)
         beams, ended = [_Beam((), 0.0)], list[_Beam]()
-        first: Sequence | None = None
+        first: GroupSequence | None = None
         for _ in range(params.max_tokens):
             group = await self._step(wanted, prompt, beams)
             first = first or group.sequences[0]
-            candidates = self._extend(beams, group)
+            candidates = self._extend(beams, group, wanted.params.bad_words_token_ids)
             # A candidate with an end token counts as an end only if it is among the best beams.
             ended += [beam for beam in candidates[:width] if beam.has_ended]
             ended = self._best(ended)
@@ -203,15 +204,22 @@ class BeamSearch:
             group.abort()
         return group
 
-    def _extend(self, beams: list[_Beam], group: RequestGroup) -> list[_Beam]:
-        """Return the best beams with one more token: twice the requested number, because some may end."""
+    def _extend(
+        self, beams: list[_Beam], group: RequestGroup, bad_words: Sequence[tuple[int, ...]]
+    ) -> list[_Beam]:
+        """Return the best beams with one more token: twice the requested number, because some may end.
+
+        None ends with one of the `bad_words`.
+        """
         extensions = []
         for beam, output in zip(beams, group.read_all(), strict=True):
             if output.finish_reason not in _EXPECTED:
                 raise BeamSearchFailed(output)
             (position,) = output.logprobs or ()
             extensions += [
-                (beam.logprob + logprob, beam, token_id) for token_id, logprob in position.top
+                (beam.logprob + logprob, beam, token_id)
+                for token_id, logprob in position.top
+                if not any((*beam.token_ids, token_id)[-len(word) :] == word for word in bad_words)
             ]
         extensions.sort(key=lambda extension: extension[0], reverse=True)
         return [

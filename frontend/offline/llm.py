@@ -201,27 +201,38 @@ class LLM(PoolingMethods):
             ParameterError: A prompt or parameter is invalid.
             EngineError: A step of the search failed.
         """
-        lora = self._loras.find(lora_request)
         params.verify(self._engine.config.frontend.max_logprobs)
-        wanted = [self._prompts.encode_tokens(prompt) for prompt in as_list(prompts)]
-        return self._engine.run(self._beam_search(wanted, params, lora))
+        wanted = [self._prompts.encode(prompt) for prompt in as_list(prompts)]
+        loras = self._loras.find_each(lora_request, [bool(each.encoder_inputs) for each in wanted])
+        return self._engine.run(self._beam_search(wanted, params, loras))
 
     async def _beam_search(
-        self, prompts: list[list[int]], params: BeamSearchParams, lora: LoraAdapter | None
+        self,
+        prompts: list[EncodedPrompt],
+        params: BeamSearchParams,
+        loras: Sequence[LoraAdapter | None],
     ) -> list[BeamSearchOutput]:
         engine = self._engine
         search = BeamSearch(
             engine.client, params, engine.config.model.eos_token_ids, str(next(self._numbers))
         )
-        results = SamplingParams(max_tokens=params.max_tokens)
-        requests = [SequenceRequest(prompt, results, lora=lora) for prompt in prompts]
+        results = self._without_bad_words(SamplingParams(max_tokens=params.max_tokens))
+        requests = [
+            SequenceRequest(
+                prompt.token_ids, results, lora=lora, encoder_inputs=list(prompt.encoder_inputs)
+            )
+            for prompt, lora in zip(prompts, loras, strict=True)
+        ]
         group = await search.run(requests)
         outputs = zip(group.read_all(), search.logprobs, strict=True)
         return [
             BeamSearchOutput(
                 [
                     BeamSearchSequence(
-                        [*prompt, *delta.token_ids], delta.text, logprob, delta.finish_reason
+                        [*prompt.token_ids, *delta.token_ids],
+                        delta.text,
+                        logprob,
+                        delta.finish_reason,
                     )
                     for delta, logprob in itertools.islice(outputs, len(results))
                 ]
@@ -264,9 +275,13 @@ class LLM(PoolingMethods):
             raise ParameterError(
                 "sampling_params", f"has {len(sampling_params)} entries for {len(prompts)} prompts"
             )
-        if (source := self._engine.config.model.source_text) is not None:
-            sampling_params = [without_bad_words(each, source) for each in sampling_params]
+        sampling_params = [self._without_bad_words(each) for each in sampling_params]
         return self._engine.run(self._collect(prompts, sampling_params, loras))
+
+    def _without_bad_words(self, params: SamplingParams) -> SamplingParams:
+        """Return sampling parameters that also exclude the tokens that a model with a source never generates."""
+        source = self._engine.config.model.source_text
+        return params if source is None else without_bad_words(params, source)
 
     async def _collect(
         self,

@@ -56,17 +56,6 @@ class PromptEncoder:
             return conversation, ()
         return self._engine.run(self._media.take(conversation, 0))
 
-    def encode_tokens(self, prompt: Prompt) -> list[int]:
-        """Return the token IDs of a prompt without images and audio.
-
-        Raises:
-            ParameterError: The prompt has images or audio, or the model has an encoder for texts.
-        """
-        encoded = self.encode_pooled(prompt)
-        if encoded.encoder_inputs:
-            raise ParameterError("multi_modal_data", "is not supported by beam_search")
-        return encoded.token_ids
-
     def encode_pooled(self, prompt: Prompt, instruction: str = "") -> EncodedPrompt:
         """Return an encoded prompt for a decoder or a single encoder. `instruction` is put before a text.
 
@@ -75,7 +64,8 @@ class PromptEncoder:
         """
         if self._engine.config.model.source_text is not None:
             raise ParameterError(
-                "prompts", "of models with an encoder are supported only by generate"
+                "prompts",
+                "of models with an encoder are supported only by generate and beam_search",
             )
         return self.encode(prompt, instruction)
 

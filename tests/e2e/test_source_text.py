@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine import LLM, SamplingParams
+import transformers
+from engine import LLM, BeamSearchParams, SamplingParams
 from engine.protocol.errors import ParameterError
 from support.server import Server, assert_nothing_is_held
 from support.source_checkpoints import greedy, logits, source_directory, write_generation
@@ -91,6 +92,22 @@ def test_offline_answers_equal_those_of_transformers(tmp_path: Path) -> None:
         assert [list(each.outputs[0].token_ids) for each in outputs[:2]] == [first, second]
         assert list(outputs[2].outputs[0].token_ids)[:6] == first[2:]
         assert outputs[2].prompt_token_ids == [3, *first[:2]]
+        ids = torch.tensor(sources[:1])
+        model.generation_config.forced_eos_token_id = None
+        config = transformers.GenerationConfig(
+            do_sample=False,
+            num_beams=3,
+            num_return_sequences=3,
+            max_new_tokens=8,
+            pad_token_id=0,
+            bad_words_ids=[[token] for token in bad_words],
+            decoder_start_token_id=3,
+            early_stopping="never",
+        )
+        expected = model.generate(ids, config, attention_mask=torch.ones_like(ids)).tolist()
+        beams = BeamSearchParams(beam_width=3, max_tokens=8, ignore_eos=True)
+        [searched] = llm.beam_search(plain, beams)
+        assert [each.tokens for each in searched.sequences] == expected
         for prompt, words in (
             ([5] * 2000, "prompt must have 1 to 1024 tokens, got 2000"),
             ({"encoder_prompt": []}, "encoder_prompt must have 1 to 1024 tokens, got 0"),

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from PIL import Image
 from support.image_requests import NUM_TOKENS, ask_together, chat, data_url, picture
 from support.server import Server
@@ -35,7 +36,29 @@ class Model:
             self._answers[index] = self._generate(CHATS[index], answer["prompt_token_ids"])
         assert answer["choices"][0]["token_ids"] == self._answers[index], CHATS[index]
 
+    def find_beams(self, index: int, prompt: list[int], num_beams: int) -> list[list[int]]:
+        """Return the tokens of transformers' beams for `CHATS[index]`, the best first."""
+        config = transformers.GenerationConfig(
+            do_sample=False,
+            num_beams=num_beams,
+            num_return_sequences=num_beams,
+            max_new_tokens=NUM_TOKENS,
+            pad_token_id=0,
+            early_stopping="never",
+        )
+        config.eos_token_id = self.model.generation_config.eos_token_id = None
+        ids = torch.tensor([prompt])
+        with torch.inference_mode():
+            found = self.model.generate(
+                ids, config, attention_mask=torch.ones_like(ids), **self._inputs(CHATS[index])
+            )
+        return [row[len(prompt) :].tolist() for row in found]
+
     def _generate(self, parts: tuple[str | Image.Image, ...], prompt: list[int]) -> list[int]:
+        return self._continue(prompt, self._inputs(parts))
+
+    def _inputs(self, parts: tuple[str | Image.Image, ...]) -> dict[str, Any]:
+        """Return what transformers' processor makes of the images of a conversation."""
         images = [part for part in parts if isinstance(part, Image.Image)]
         inputs: dict[str, Any] = {}
         if images:
@@ -45,7 +68,7 @@ class Model:
             processed = image_processor(self.path, self.kind)(batch, return_tensors="pt", **options)
             names = ("pixel_values", "image_sizes", "image_position_ids", "batch_num_images")
             inputs = {name: processed[name] for name in names if name in processed}
-        return self._continue(prompt, inputs)
+        return inputs
 
     @torch.inference_mode()
     def _continue(self, prompt: list[int], inputs: dict[str, Any]) -> list[int]:
