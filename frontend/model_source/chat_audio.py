@@ -8,6 +8,7 @@ from typing import Final
 from ...protocol.checkpoint.audio_tower import audio_section, audio_tower_spec, has_audio_tower
 from ...protocol.checkpoint.config_fields import ConfigFields
 from ...protocol.config.chat_audio import ChatAudioConfig, Framing, SpeechFormat
+from ..media.transcription.languages import LANGUAGE_NAMES
 
 _QWEN3_ASR: Final = SpeechFormat(
     languages={
@@ -55,6 +56,12 @@ _SPEECH: Final = {
         is_inline=True,
     ),
     "qwen3_asr": _QWEN3_ASR,
+    "voxtral": SpeechFormat(
+        # Mistral's tokenizer accepts every code of two letters.
+        languages={code: code for code in LANGUAGE_NAMES if len(code) == 2},
+        answer="lang:{language}",
+        task_mark="[TRANSCRIBE]",
+    ),
 }
 """The conversation in which each model type transcribes, as its processor in transformers writes it."""
 

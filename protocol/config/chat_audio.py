@@ -33,6 +33,7 @@ class SpeechFormat(msgspec.Struct, frozen=True):
         translation: The text that asks for an English translation instead; "" if the model cannot translate.
         has_context: Whether the client's prompt is the system message. Otherwise the model reads no prompt.
         answer: The beginning of the answer if the language is given, with the language's name for "{language}".
+        task_mark: The text before the transcript, after `answer` if there is one; "" if the instruction is enough.
         language_mark: The text before the language's name in an answer that the model begins itself.
         text_mark: The token before the transcript in such an answer; "" if an answer is only a transcript.
     """
@@ -43,6 +44,7 @@ class SpeechFormat(msgspec.Struct, frozen=True):
     translation: str = ""
     has_context: bool = False
     answer: str = ""
+    task_mark: str = ""
     language_mark: str = ""
     text_mark: str = ""
 

@@ -131,6 +131,37 @@ def test_glm_asr_transcribes_on_request(tmp_path: Path) -> None:
         assert_nothing_is_held(server)
 
 
+def test_voxtral_transcribes_after_its_transcribe_token(tmp_path: Path) -> None:
+    reference = Reference(tmp_path, "voxtral")
+    samples, file = clip(6, 3.3)
+    with Server(str(reference.path), *FLAGS, "-tp", "2") as server:
+        audio = transcriptions(server)
+        create = audio.transcriptions.create
+        # Each window of two seconds becomes 25 embeddings.
+        expected = [
+            reference.text(samples, 50, answer=answer)
+            for answer in ("[TRANSCRIBE]", "lang:fr[TRANSCRIBE]")
+        ]
+        assert expected[0] != expected[1]
+        events = iter(create(model="tiny", file=file, stream=True))
+        parts = [next(events)]
+        server.child("worker 0").kill()
+        *more, done = events
+        assert done.text == "".join(part.delta for part in parts + more).strip() == expected[0]
+        server.wait_until_whole()
+        *_, done = create(model="tiny", file=file, language="french", stream=True)
+        assert done.text == expected[1]
+        for fields, named in (
+            ({"language": "yue"}, "must be one of the model's languages"),
+            ({"prompt": "names"}, "prompt is not supported"),
+        ):
+            with pytest.raises(openai.BadRequestError, match=named):
+                create(model="tiny", file=file, **fields)
+        with pytest.raises(openai.BadRequestError, match="cannot translate"):
+            audio.translations.create(model="tiny", file=file)
+        assert_nothing_is_held(server)
+
+
 def test_granite_speech_translates_and_uses_its_adapter_for_audio(tmp_path: Path) -> None:
     reference = Reference(tmp_path / "model", "granite_speech")
     base = reference.model

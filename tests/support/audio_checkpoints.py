@@ -47,7 +47,7 @@ def audio_directory(directory: Path, kind: str) -> tuple[Path, Any]:
     """Write a model of one of `MODELS`. Return its directory and transformers' model."""
     tokenizer = sentencepiece_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": list(_PARTS[kind])})
-    tokenizer.add_tokens("<asr_text>")
+    tokenizer.add_tokens("[TRANSCRIBE]" if kind == "voxtral" else "<asr_text>")
     part = "".join(_PARTS[kind])
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m.role }}: {% if m.content is string %}{{ m.content }}{% else %}"

@@ -80,6 +80,7 @@ class ChatPrompts:
         text = self._template.render(messages, self._guard)
         if language:
             text += speech.answer.format(language=speech.languages[language])
+        text += speech.task_mark
         _, token_ids, placed = self._places.encode(
             text,
             [PreparedAudio(list(inputs))],
