@@ -29,7 +29,7 @@ _ENCODERS: Final = frozenset(
 )
 """The `model_type` of every family whose attention is always bidirectional."""
 
-_HEADS: Final = ("LMHeadModel", "MTModel")
+_HEADS: Final = ("AquilaModel", "ChatGLMModel", "LMHeadModel", "MTModel")
 """The ends of names of models with a head that are called models like those without."""
 
 OFFSET_POSITIONS: Final = frozenset({"mpnet", "roberta", "xlm-roberta"})

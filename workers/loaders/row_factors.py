@@ -18,13 +18,14 @@ class RowFactors(msgspec.Struct, frozen=True):
 
     The vector whose name results from replacing the match by `vector`, times `scale`, to the power of `power`, has a
     factor for each row, or one for all rows. If `vector` is empty, the tensor itself is that vector, and is replaced by
-    these factors.
+    these factors. If it `normalizes`, there is no vector: each row of the tensor is divided by its Euclidean norm.
     """
 
     tensor: str
     vector: str
     scale: float = 1.0
     power: int = 1
+    normalizes: bool = False
 
 
 class FactoredCheckpoint(Checkpoint):
@@ -71,6 +72,13 @@ class FactoredCheckpoint(Checkpoint):
             self.bytes_read = self._checkpoint.bytes_read
             return result
         vector, rule = self._rules[name]
+        if rule.normalizes:
+            if dim:
+                raise ValueError(f"{name}: a part of each row has no norm")
+            matrix = self._checkpoint.tensor(name, torch.float32, part=part)
+            self.bytes_read = self._checkpoint.bytes_read
+            normed = torch.nn.functional.normalize(matrix)
+            return normed if dtype is None else normed.to(dtype)
         is_number = self._checkpoint.shape(vector) == (1,)
         rows = None if dim or is_number else part
         read = self._checkpoint.tensor(vector, torch.float32, part=rows)

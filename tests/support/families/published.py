@@ -34,6 +34,7 @@ class Published:
         change: Changes the tensors before they are renamed.
         section: The section of the published config that has the fields of the text decoder.
         suffix: The end of the architecture's name; by default that of transformers.
+        prepare: Changes the model of transformers before it is saved.
     """
 
     base: str
@@ -43,6 +44,7 @@ class Published:
     change: Callable[[Tensors], Tensors] = field(default=_unchanged)
     section: tuple[str, ...] = ()
     suffix: str | None = None
+    prepare: Callable[[transformers.PreTrainedModel], None] | None = None
 
 
 def _with_grouped_rows(tensors: Tensors) -> Tensors:
@@ -55,6 +57,49 @@ def _with_grouped_rows(tensors: Tensors) -> Tensors:
         if not re.search(r"\.[kv]_proj\.", name):
             changed[name] = weight
     return changed
+
+
+def _with_fused_qkv(tensors: Tensors) -> Tensors:
+    """Put queries, keys and values into one matrix, in this order."""
+    changed = {}
+    for name, weight in tensors.items():
+        if ".q_proj." in name:
+            parts = [tensors[name.replace(".q_", f".{x}_")] for x in "qkv"]
+            name, weight = name.replace(".q_proj.", ".qkv_proj."), torch.cat(parts)
+        if not re.search(r"\.[kv]_proj\.", name):
+            changed[name] = weight
+    return changed
+
+
+def _with_alibi(reference: transformers.PreTrainedModel) -> None:
+    """Make a Llama with six heads use ALiBi instead of rotations, and rows of unit length in its head."""
+    reference.model.rotary_emb.inv_freq.zero_()
+    slopes = torch.tensor([2**-2, 2**-4, 2**-6, 2**-8, 2**-1, 2**-3])
+
+    def add_mask(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        positions = torch.arange(args[0].shape[1])
+        distances = positions[:, None] - positions
+        mask = -slopes[:, None, None] * distances.abs()
+        mask.masked_fill_(distances < 0, torch.finfo(torch.float32).min)
+        return args, kwargs | {"attention_mask": mask[None]}
+
+    reference.register_forward_pre_hook(add_mask, with_kwargs=True)
+    head = reference.lm_head.weight.data
+    head.copy_(torch.nn.functional.normalize(head))
+
+
+def _with_layer_norms(reference: transformers.PreTrainedModel) -> None:
+    """Give a Llama layer norms with biases instead of RMS norms."""
+    for name, module in list(reference.named_modules()):
+        if name.endswith("norm"):
+            norm = torch.nn.LayerNorm(module.weight.numel(), 1e-5)
+            for parameter in norm.parameters():
+                torch.nn.init.normal_(parameter, 0.8, 0.3)
+            reference.set_submodule(name, norm)
+
+
+def _with_longer_head(tensors: Tensors) -> Tensors:
+    return _with_fused_qkv(tensors) | {"lm_head.weight": 3 * tensors["lm_head.weight"]}
 
 
 _BLOCKS = [
@@ -150,6 +195,7 @@ def _with_next_token_layer(tensors: Tensors) -> Tensors:
 
 _IN_LANGUAGE_MODEL = ((r"^(model\.|lm_head)", r"language_model.\1"),)
 _THINKER = ("thinker_config", "text_config")
+_QKV_IN_PACK = ((r"qkv_proj", "W_pack"),)
 LING = {
     "intermediate_size": 80,
     "shared_intermediate_size": 80,
@@ -160,6 +206,103 @@ LING = {
     "tie_word_embeddings": False,
 }
 PUBLISHED = {
+    "ChatGLM": Published(
+        "glm",
+        {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+        {
+            "model_type": "chatglm",
+            "rms_norm_eps": None,
+            "head_dim": None,
+            "num_key_value_heads": None,
+            "num_hidden_layers": None,
+            "intermediate_size": None,
+            "max_position_embeddings": None,
+            "vocab_size": None,
+            "rope_parameters": None,
+            "attention_bias": None,
+            "layernorm_epsilon": 1.5625e-07,
+            "kv_channels": 16,
+            "multi_query_group_num": 2,
+            "num_layers": 3,
+            "ffn_hidden_size": 80,
+            "seq_length": 256,
+            "padded_vocab_size": 97,
+            "rope_ratio": 50,
+            "add_qkv_bias": True,
+            "multi_query_attention": True,
+        },
+        (
+            (r"model\.embed_tokens", "transformer.embedding.word_embeddings"),
+            (r"model\.(layers|norm)", r"transformer.encoder.\1"),
+            (r"encoder\.norm", "encoder.final_layernorm"),
+            (r"lm_head", "transformer.output_layer"),
+            (r"self_attn\.qkv_proj", "self_attention.query_key_value"),
+            (r"self_attn\.o_proj", "self_attention.dense"),
+            (r"mlp\.gate_up_proj", "mlp.dense_h_to_4h"),
+            (r"mlp\.down_proj", "mlp.dense_4h_to_h"),
+        ),
+        _with_fused_qkv,
+        suffix="Model",
+    ),
+    "BaiChuan": Published(
+        "llama2",
+        {"num_key_value_heads": 6},
+        {"model_type": "baichuan"},
+        _QKV_IN_PACK,
+        _with_fused_qkv,
+    ),
+    "Baichuan": Published(
+        "llama2",
+        {"num_key_value_heads": 6},
+        {
+            "model_type": "baichuan",
+            "z_loss_weight": 0,
+            "max_position_embeddings": None,
+            "model_max_length": 256,
+        },
+        _QKV_IN_PACK,
+        _with_longer_head,
+        prepare=_with_alibi,
+    ),
+    "InternLM": Published(
+        "llama-biases",
+        {"mlp_bias": False},
+        {"model_type": "internlm", "attention_bias": None, "bias": True},
+    ),
+    "Orion": Published(
+        "llama2",
+        {"rms_norm_eps": 1e-5},
+        {"model_type": "orion"},
+        prepare=_with_layer_norms,
+    ),
+    "QWen": Published(
+        "qwen2",
+        {"num_key_value_heads": 6},
+        {
+            "model_type": "qwen",
+            "intermediate_size": 160,
+            "rms_norm_eps": None,
+            "layer_norm_epsilon": 1e-6,
+            "rope_parameters": None,
+            "rotary_emb_base": 1e4,
+            "kv_channels": 8,
+            "seq_length": 128,
+        },
+        (
+            (r"model\.embed_tokens", "transformer.wte"),
+            (r"model\.layers", "transformer.h"),
+            (r"model\.norm", "transformer.ln_f"),
+            (r"input_layernorm", "ln_1"),
+            (r"post_attention_layernorm", "ln_2"),
+            (r"self_attn\.qkv_proj", "attn.c_attn"),
+            (r"self_attn\.o_proj", "attn.c_proj"),
+            (r"mlp\.up_proj", "mlp.w1"),
+            (r"mlp\.gate_proj", "mlp.w2"),
+            (r"mlp\.down_proj", "mlp.c_proj"),
+        ),
+        _with_fused_qkv,
+        suffix="LMHeadModel",
+    ),
     "MiniCPM": Published(
         "granite",
         {
@@ -201,6 +344,7 @@ PUBLISHED = {
             "intermediate_size": None,
         },
         change=_without_unused_blocks,
+        prepare=_disable_blocks,
     ),
     "Phi4MM": Published(
         "phi3-partial",
@@ -310,8 +454,8 @@ def save_published(name: str, path: Path) -> transformers.PreTrainedModel:
     """Save a random model of a family in the form that it is published in, and return one that is equal to it."""
     family = PUBLISHED[name]
     reference = make_reference(family.base, **family.differences)
-    if name == "DeciLM":
-        _disable_blocks(reference)
+    if family.prepare is not None:
+        family.prepare(reference)
     reference.save_pretrained(path)
     config = json.loads((path / "config.json").read_text()) | family.config
     config = {key: value for key, value in config.items() if value is not None}

@@ -123,7 +123,8 @@ def _exaone(fields: ConfigFields) -> ModelSpec:
     )
 
 
-def _glm(fields: ConfigFields, **differences: Any) -> ModelSpec:
+def glm(fields: ConfigFields, **differences: Any) -> ModelSpec:
+    """Return the spec of a GLM, changed by `differences`."""
     fields = fields.with_defaults(
         num_key_value_heads=2, head_dim=128, rms_norm_eps=1.5625e-7, partial_rotary_factor=0.5
     )
@@ -138,7 +139,7 @@ def _glm(fields: ConfigFields, **differences: Any) -> ModelSpec:
 
 def _glm4(fields: ConfigFields) -> ModelSpec:
     norms = NormNames(attention_output="post_self_attn_layernorm", mlp_output="post_mlp_layernorm")
-    return _glm(fields, norms=norms)
+    return glm(fields, norms=norms)
 
 
 def _glm4_images(fields: ConfigFields) -> ModelSpec:
@@ -361,7 +362,7 @@ FAMILIES = (
     Family("ExaoneForCausalLM", "exaone", _exaone),
     Family("Exaone4ForCausalLM", "exaone4", _exaone4),
     Family("Glm4ForCausalLM", "glm4", _glm4),
-    Family("GlmForCausalLM", "glm", _glm),
+    Family("GlmForCausalLM", "glm", glm),
     Family("Glm46VForConditionalGeneration", "glm46v", _glm4_images),
     Family("Glm4vForConditionalGeneration", "glm4v", _glm4_images),
     Family("GlmOcrForConditionalGeneration", "glm_ocr", _glm_ocr),

@@ -52,6 +52,7 @@ from .with_convolutions import inkling
 from .with_encoders import absolute, encoder_decoders, rotary
 from .with_images import aria, dots3, ernie, mistral, mllama, molmo, muse
 from .with_images import deepseek as deepseek_ocr
+from .with_other_names import dense as other_dense
 
 FAMILIES = (
     *deepseek_v4.FAMILIES,
@@ -80,6 +81,7 @@ FAMILIES = (
     *mllama.FAMILIES,
     *molmo.FAMILIES,
     *muse.FAMILIES,
+    *other_dense.FAMILIES,
 )
 _BY_ARCHITECTURE = {family.architecture: family for family in FAMILIES}
 _BY_MODEL_TYPE = {family.model_type: family for family in FAMILIES}
