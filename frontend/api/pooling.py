@@ -39,7 +39,10 @@ INPUTS_AT_ONCE: Final = 128
 """Number of inputs that are prepared before other tasks run; takes about 2 ms."""
 
 MAX_TOKEN_ELEMENTS: Final = 1 << 22
-"""Maximum number of elements in the results of all tokens of a request: 16 MiB, and about 80 MiB as JSON."""
+"""Maximum number of elements in the results of all tokens, or of all sparse vectors, of a request.
+
+They take 16 MiB, and about 80 MiB as JSON.
+"""
 
 
 class Pooling:
@@ -103,17 +106,17 @@ class Pooling:
             APIError: There are too many (400).
         """
         size = self._serving.config.model.vector_size
-        if kind is not PoolingKind.ALL:
-            return len(prompts) * size
-        num_tokens = sum(len(each.token_ids) for each in prompts)
-        if num_tokens * size > MAX_TOKEN_ELEMENTS:
+        count, unit = len(prompts), "texts"
+        if kind is PoolingKind.ALL:
+            count, unit = sum(len(each.token_ids) for each in prompts), "tokens"
+        if kind in (PoolingKind.ALL, PoolingKind.HEAD) and count * size > MAX_TOKEN_ELEMENTS:
             name = prompts[-1].param.partition("[")[0]
             raise bad_request(
                 name,
-                f"{name} has {num_tokens} tokens with {size} results each, more than {MAX_TOKEN_ELEMENTS} together; "
+                f"{name} has {count} {unit} with {size} results each, more than {MAX_TOKEN_ELEMENTS} together; "
                 "send fewer or shorter texts at once",
             )
-        return num_tokens * size
+        return count * size
 
     async def _encode(
         self, request: PoolingFields, inputs: list[Prompt], kind: PoolingKind

@@ -72,6 +72,8 @@ def find_kind(task: str | None, model: ModelConfig) -> PoolingKind:
     kinds = {verb: kind, f"token_{verb}": PoolingKind.ALL}
     if kind is PoolingKind.ALL:
         del kinds[verb]
+    if kind is PoolingKind.HEAD:
+        del kinds[f"token_{verb}"]
     if task is None:
         return kind
     if task not in kinds:

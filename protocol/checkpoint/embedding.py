@@ -40,6 +40,11 @@ _KINDS: Final = {
     "pooling_mode_mean_tokens": PoolingKind.MEAN,
     "pooling_mode_lasttoken": PoolingKind.LAST,
 }
+LATE: Final = "late"
+"""The `classifier_pooling` of EuroBERT whose result is the mean of the scores of all tokens. It is the default."""
+
+_CLASSIFIER_POOLINGS: Final = {"mean": PoolingKind.MEAN, LATE: PoolingKind.HEAD}
+
 _SUPPORTED_MODULES: Final = ("Transformer", "Pooling", "Dense", "Normalize")
 
 
@@ -83,8 +88,10 @@ def read_embedding_files(path: Path, config: ConfigFields) -> EmbeddingFiles:
     lengths = _lengths(config)
     if is_classifier(config) or not (path / "modules.json").is_file():
         kind = PoolingKind.CLS if is_encoder(config) else PoolingKind.LAST
-        if config.text("classifier_pooling", "") == "mean":
-            kind = PoolingKind.MEAN
+        default = LATE if config.text("model_type", "") == "eurobert" else ""
+        pooling = config.text("classifier_pooling", default)
+        if pooling != LATE or is_classifier(config):
+            kind = _CLASSIFIER_POOLINGS.get(pooling, kind)
         if classifies_tokens(config):
             kind = PoolingKind.ALL
         layers = _dense_of_gguf(path, config)

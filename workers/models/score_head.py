@@ -25,6 +25,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
 }
 _NAMES: Final = ("dense", "norm", "output")
+_ROWS_AT_ONCE: Final = 256
 
 _Layer = tuple[Tensor, Tensor | None]
 """A weight, and a bias or None."""
@@ -42,12 +43,13 @@ class ScoreHead:
     ) -> None:
         assert spec.score_head is not None
         head, size = spec.score_head, spec.hidden_size
+        reads_rows = bool(head.token_ids) or head.scores_vocabulary
         self._layers: dict[str, _Layer] = {}
         parts: dict[str, AdaptedMatrix] = {}
         wanted = (
             ("dense", head.has_dense, size, size, head.dense_bias),
             ("norm", head.has_norm, size, None, spec.norm_bias),
-            ("output", not head.token_ids, head.num_labels, size, head.output_bias),
+            ("output", not reads_rows, head.num_labels, size, head.output_bias),
         )
         for name, is_there, rows, columns, has_bias in wanted:
             if not is_there:
@@ -60,7 +62,7 @@ class ScoreHead:
             module = AdaptedRows(f"score_head.{name}", rows, lambda x: x)
             parts[name] = AdaptedMatrix(module, columns, replaceable=replaceable)
         self._takes_difference = len(head.token_ids) == 2
-        if head.token_ids:
+        if reads_rows:
             rows_LD = weights.read_token_rows(
                 head.token_ids, spec.vocab_size, size, of_embedding=head.reads_embedding
             )
@@ -68,8 +70,10 @@ class ScoreHead:
             if head.output_bias:
                 bias = weights.read_score_head("output.bias", head.num_labels)
             self._layers["output"] = rows_LD, bias
-            module = AdaptedRows(HEAD, spec.vocab_size, lambda x: x[[*head.token_ids]])
+            chosen = [*head.token_ids] or slice(None)
+            module = AdaptedRows(HEAD, spec.vocab_size, lambda x: x[chosen])
             parts["output"] = AdaptedMatrix(module, size, replaceable=("weight",))
+        self._reduction, self._num_logarithms = head.reduction, head.num_logarithms
         self._activation = _ACTIVATIONS[head.activation]
         self._eps = spec.norm_eps
         self.parts: Sequence[AdaptedMatrix] = [parts[name] for name in _NAMES if name in parts]
@@ -108,11 +112,32 @@ class ScoreHead:
 
     @torch.inference_mode()
     def __call__(self, vector_D: Tensor, adapter: int = -1) -> Tensor:
-        """Return the scores [L] of the classes for a vector, or [T, L] for vectors [T, D].
+        """Return the scores [L] of the classes for a vector, or [T, L] for vectors [T, D] unless the head reduces them.
 
         `adapter` is the number of the adapter that changes the head, or -1 for none.
         """
         layers = self._installed.get(adapter, self._layers)
+        return (
+            self._scores(vector_D, layers)
+            if self._reduction is None
+            else self._reduced(vector_D, layers)
+        )
+
+    def _reduced(self, vectors_TD: Tensor, layers: dict[str, _Layer]) -> Tensor:
+        """Return the scores of a prompt, reduced over its tokens."""
+        parts: list[Tensor] = []
+        # The scores of all tokens of a long text for a whole vocabulary may take gigabytes.
+        for part_TD in vectors_TD.split(_ROWS_AT_ONCE):
+            scores_TL = self._scores(part_TD, layers)
+            for _ in range(self._num_logarithms):
+                scores_TL = scores_TL.relu().log1p()
+            parts.append(scores_TL.amax(0) if self._reduction == "max" else scores_TL.sum(0))
+        parts_NL = torch.stack(parts)
+        if self._reduction == "max":
+            return parts_NL.amax(0)
+        return parts_NL.sum(0) / (len(vectors_TD) if self._reduction == "mean" else 1)
+
+    def _scores(self, vector_D: Tensor, layers: dict[str, _Layer]) -> Tensor:
         if "dense" in layers:
             vector_D = self._activation(F.linear(vector_D, *layers["dense"]))
         if "norm" in layers:

@@ -321,11 +321,14 @@ class WeightReader:
     def read_token_rows(
         self, token_ids: Sequence[int], vocab_size: int, hidden_size: int, *, of_embedding: bool
     ) -> Tensor:
-        """Return the rows of some tokens in the output projection, or in the embedding, in float32."""
+        """Return the rows of some tokens in the output projection, or in the embedding, in float32.
+
+        Without `token_ids`, these are the rows of all tokens.
+        """
         name = self._prefix + EMBEDDING if of_embedding else self._head
         shape = vocab_size, hidden_size
-        rows = [self._read(name, shape, range(i, i + 1), dtype=torch.float32) for i in token_ids]
-        return torch.cat(rows)
+        parts = [range(i, i + 1) for i in token_ids] or [range(vocab_size)]
+        return torch.cat([self._read(name, shape, part, dtype=torch.float32) for part in parts])
 
     def read_kv_scales(self, prefix: str, num_kv_heads: int, heads: range) -> Tensor | None:
         """Return the divisors of these heads' keys and values in an FP8 cache, float32 [2, G]; None if none are stored.

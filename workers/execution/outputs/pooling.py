@@ -20,6 +20,8 @@ from ...device.dtypes import AnyArray, as_tensor, on_host
 from ...device.transfers import Download
 from ..inputs.alignment import Alignments
 
+_OF_ALL_TOKENS: Final = (PoolingKind.ALL, PoolingKind.HEAD)
+
 _NOT_FINITE: Final = "the model's output for this input is not finite"
 _NO_ALIGNMENT: Final = (
     "the times of words need a model with alignment heads, and --pipeline-parallel-size 1"
@@ -142,9 +144,9 @@ class Pooling:
             self._parts[slot] = [_copy(hidden_TD[-1])]
         elif is_first:
             # A request that was preempted begins again.
-            is_whole = self._kinds[slot] is PoolingKind.ALL
+            is_whole = self._kinds[slot] in _OF_ALL_TOKENS
             self._parts[slot] = [_copy(hidden_TD if is_whole else hidden_TD[0])]
-        elif self._kinds[slot] is PoolingKind.ALL:
+        elif self._kinds[slot] in _OF_ALL_TOKENS:
             self._parts[slot].append(_copy(hidden_TD))
 
     def _take_parts(self, slot: int) -> AnyArray:

@@ -10,7 +10,11 @@ class ScoreHeadSpec(msgspec.Struct, frozen=True):
 
     The checkpoint's tensors are called `score_head.dense`, `score_head.norm` and `score_head.output`. With `token_ids`,
     the output's rows are the rows of these tokens in the model's output projection, or in the embedding if
-    `reads_embedding`. Two tokens make one row, the second row minus the first.
+    `reads_embedding`. Two tokens make one row, the second row minus the first. If `scores_vocabulary`, the rows are
+    those of all tokens.
+
+    With a `reduction`, the head reads the hidden states of all tokens of a prompt, and the result is the mean, the
+    maximum or the sum over the tokens. Before that, log(1 + max(x, 0)) is applied `num_logarithms` times.
     """
 
     num_labels: int
@@ -21,3 +25,6 @@ class ScoreHeadSpec(msgspec.Struct, frozen=True):
     output_bias: bool = False
     token_ids: tuple[int, ...] = ()
     reads_embedding: bool = False
+    scores_vocabulary: bool = False
+    reduction: Literal["mean", "max", "sum"] | None = None
+    num_logarithms: int = 0

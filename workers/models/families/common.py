@@ -60,6 +60,7 @@ def with_score_head(
     activation: Literal["tanh", "relu", "gelu"] = "tanh",
     norm: str | None = None,
     output_bias: bool = False,
+    **differences: Any,
 ) -> ModelSpec:
     """Return a spec with a classification head instead of the output projection.
 
@@ -72,9 +73,10 @@ def with_score_head(
         activation: The activation after the dense layer.
         norm: A regular expression for the prefix of the norm after the activation; None for a head without one.
         output_bias: True if the output projection has a bias.
+        differences: Further fields of the head.
     """
     head = ScoreHeadSpec(
-        read_num_labels(fields),
+        spec.vocab_size if differences.get("scores_vocabulary") else read_num_labels(fields),
         has_dense=dense is not None,
         dense_bias=dense_bias,
         activation=activation,
@@ -82,6 +84,7 @@ def with_score_head(
         output_bias=output_bias,
         token_ids=tuple(fields.token_ids(TOKEN_IDS)),
         reads_embedding=spec.tie_word_embeddings,
+        **differences,
     )
     names = [(output, "score_head.output.")]
     if dense is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .....protocol.checkpoint.config_fields import ConfigFields
+from .....protocol.checkpoint.embedding import LATE
 from ....layers.read_rope import read_rope, read_rope_of_layer_type
 from ....layers.spec import LayerSpec, ModelSpec
 from ....layers.specs.norm_names import NormNames
@@ -170,6 +171,16 @@ def _nomic(fields: ConfigFields) -> ModelSpec:
     )
 
 
+def _nomic_classifier(fields: ConfigFields) -> ModelSpec:
+    return with_score_head(
+        _nomic(fields),
+        fields,
+        dense=r"^(.*\.)?pooler\.dense\.",
+        output=r"^classifier\.",
+        output_bias=True,
+    )
+
+
 def _gte(fields: ConfigFields) -> ModelSpec:
     fields = fields.with_defaults(
         rms_norm_eps=1e-12, hidden_act="gelu", type_vocab_size=1, max_position_embeddings=8192
@@ -217,6 +228,18 @@ def _eurobert(fields: ConfigFields) -> ModelSpec:
     return llama(fields, is_causal=False, tie_word_embeddings=True)
 
 
+def _eurobert_classifier(fields: ConfigFields) -> ModelSpec:
+    return with_score_head(
+        _eurobert(fields),
+        fields,
+        dense=r"^dense\.",
+        activation="gelu",
+        output=r"^classifier\.",
+        output_bias=True,
+        reduction="mean" if fields.text("classifier_pooling", LATE) == LATE else None,
+    )
+
+
 FAMILIES = (
     Family("ModernBertModel", "modernbert", _modernbert),
     Family("ModernBertForMaskedLM", "modernbert", _modernbert),
@@ -224,6 +247,7 @@ FAMILIES = (
     Family("ModernBertForTokenClassification", "modernbert", _modernbert_classifier),
     Family("NomicBertModel", "nomic_bert", _nomic),
     Family("NomicBertForMaskedLM", "nomic_bert", _nomic),
+    Family("NomicBertForSequenceClassification", "nomic_bert", _nomic_classifier),
     Family("NewModel", "new", _gte),
     Family("NewForMaskedLM", "new", _gte),
     Family("NewForSequenceClassification", "new", _gte_classifier),
@@ -235,4 +259,5 @@ FAMILIES = (
     Family("JinaEmbeddingsV3ForSequenceClassification", "jina_embeddings_v3", _jina3_classifier),
     Family("EuroBertModel", "eurobert", _eurobert),
     Family("EuroBertForMaskedLM", "eurobert", _eurobert),
+    Family("EuroBertForSequenceClassification", "eurobert", _eurobert_classifier),
 )
