@@ -113,11 +113,12 @@ def finish_vectors(
 def similarities(vectors: Sequence[Vector], num_first: int, pooler: PoolerConfig) -> list[float]:
     """Return the similarity of each later result and its partner among the first `num_first`.
 
-    It is the cosine of two vectors. Of two matrices it is the sum of the highest cosine of each row of the first with
-    any row of the second (MaxSim, ColBERT, arXiv 2004.12832).
+    It is the cosine of two vectors, or the product of two sparse ones. Of two matrices it is the sum of the highest
+    cosine of each row of the first with any row of the second (MaxSim, ColBERT, arXiv 2004.12832).
     """
+    normalize = pooler.kind is not PoolingKind.HEAD
     normed = [
-        finish_vectors(each, pooler, dimensions=None, normalize=True).astype(np.float64)
+        finish_vectors(each, pooler, dimensions=None, normalize=normalize).astype(np.float64)
         for each in vectors
     ]
     firsts, seconds = normed[:num_first], normed[num_first:]

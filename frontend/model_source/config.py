@@ -12,6 +12,7 @@ from ...protocol.checkpoint.classification import TOKEN_IDS, TOKENS, read_classi
 from ...protocol.checkpoint.config_fields import MAX_INTEGER, ConfigFields
 from ...protocol.checkpoint.embedding import (
     OFFSET_POSITIONS,
+    find_sparse_head,
     has_head,
     is_encoder,
     read_embedding_files,
@@ -113,6 +114,8 @@ def resolve_model(options: ModelOptions, console: Console) -> ResolvedModel:
         options = msgspec.structs.replace(
             options, hf_overrides={**vision.config, **options.hf_overrides}
         )
+    if sparse := find_sparse_head(path, checkpoint_config):
+        options = msgspec.structs.replace(options, hf_overrides=sparse | options.hf_overrides)
     tokenizer_directory = find_tokenizer_directory(options, tokenizer_path)
     overrides = _with_token_ids(
         checkpoint_config.with_values(options.hf_overrides), options, tokenizer_directory

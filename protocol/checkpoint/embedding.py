@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -12,6 +12,7 @@ from ..errors import CheckpointError
 from ..pooling_params import PoolingKind
 from .classification import classifies_tokens, is_classifier
 from .config_fields import ConfigFields
+from .sparse import is_sparse, sparse_fields
 
 _ENCODERS: Final = frozenset(
     {
@@ -40,12 +41,14 @@ _KINDS: Final = {
     "pooling_mode_mean_tokens": PoolingKind.MEAN,
     "pooling_mode_lasttoken": PoolingKind.LAST,
 }
+_SPARSE_MODULES: Final = ("MLMTransformer", "SpladePooling")
+
 LATE: Final = "late"
 """The `classifier_pooling` of EuroBERT whose result is the mean of the scores of all tokens. It is the default."""
 
 _CLASSIFIER_POOLINGS: Final = {"mean": PoolingKind.MEAN, LATE: PoolingKind.HEAD}
 
-_SUPPORTED_MODULES: Final = ("Transformer", "Pooling", "Dense", "Normalize")
+_SUPPORTED_MODULES: Final = ("Transformer", "Pooling", "Dense", "Normalize", *_SPARSE_MODULES)
 
 
 class _Module(msgspec.Struct):
@@ -86,6 +89,10 @@ def read_embedding_files(path: Path, config: ConfigFields) -> EmbeddingFiles:
     # A config without a hidden size is rejected later, by the worker.
     hidden_size = config.optional_integer("hidden_size") or 0
     lengths = _lengths(config)
+    length = ConfigFields.read_if_present(path / "sentence_bert_config.json")
+    if is_sparse(config):
+        pooler = PoolerConfig(PoolingKind.HEAD, False, config.integer("vocab_size"))
+        return EmbeddingFiles(pooler, length.optional_integer("max_seq_length"))
     if is_classifier(config) or not (path / "modules.json").is_file():
         kind = PoolingKind.CLS if is_encoder(config) else PoolingKind.LAST
         default = LATE if config.text("model_type", "") == "eurobert" else ""
@@ -119,7 +126,6 @@ def read_embedding_files(path: Path, config: ConfigFields) -> EmbeddingFiles:
             )
         normalizes |= module.kind == "Normalize"
     prompts = ConfigFields.read_if_present(path / "config_sentence_transformers.json")
-    length = ConfigFields.read_if_present(path / "sentence_bert_config.json")
     return EmbeddingFiles(
         PoolerConfig(
             kind,
@@ -131,6 +137,22 @@ def read_embedding_files(path: Path, config: ConfigFields) -> EmbeddingFiles:
             lengths,
         ),
         length.optional_integer("max_seq_length"),
+    )
+
+
+def find_sparse_head(path: Path, config: ConfigFields) -> dict[str, Any]:
+    """Return the fields that add the sparse head of sentence-transformers' files to a config; {} without one.
+
+    Raises:
+        CheckpointError: A file is invalid.
+    """
+    if not (path / "modules.json").is_file():
+        return {}
+    found = [each for each in _modules(path / "modules.json") if each.kind == "SpladePooling"]
+    return (
+        sparse_fields(ConfigFields.read(path / found[0].path / "config.json"), config)
+        if found
+        else {}
     )
 
 

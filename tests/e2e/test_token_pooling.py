@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from engine.frontend.offline.llm import LLM
-from engine.protocol.errors import ConfigError, ParameterError
+from engine.protocol.errors import CheckpointError, ConfigError, ParameterError
 from safetensors.torch import save_file
 from support.server import Server, assert_nothing_is_held
 from support.tiny_checkpoints import QWEN3, qwen3_directory, random_model, sentencepiece_tokenizer
@@ -188,3 +188,47 @@ def test_a_model_for_late_interaction_reranks_by_maxsim(tmp_path: Path) -> None:
         status, answer = server.post("/pooling", {"input": many})
         assert status == 400 and "4194304" in answer["error"]["message"], answer
         assert_nothing_is_held(server)
+
+
+def test_a_sparse_model_weighs_the_tokens_of_the_vocabulary(tmp_path: Path) -> None:
+    """Sentence-transformers' files add the sparse head to a masked language model."""
+    bert_directory(tmp_path, 1)
+    torch.manual_seed(5)
+    config = transformers.BertConfig.from_pretrained(tmp_path)
+    model = transformers.BertForMaskedLM(config).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, 0, 0.3)
+    model.save_pretrained(tmp_path)
+    kind = "sentence_transformers.sparse_encoder.models"
+    modules = [
+        {"path": "", "type": f"{kind}.MLMTransformer"},
+        {"path": "1_SpladePooling", "type": f"{kind}.SpladePooling"},
+    ]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    (tmp_path / "1_SpladePooling").mkdir()
+    settings = {"pooling_strategy": "max", "activation_function": "relu"}
+    file = tmp_path / "1_SpladePooling" / "config.json"
+    file.write_text(json.dumps(settings))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    texts = ["seven wizards", "the quick brown fox", "tea in the old tower"]
+    expected = []
+    for text in texts:
+        with torch.inference_mode():
+            logits = model(**tokenizer(text, return_tensors="pt")).logits[0]
+        expected.append(logits.relu().log1p().amax(0).numpy())
+    with Server(str(tmp_path), "--served-model-name", "splade") as server:
+        status, answer = server.post("/v1/embeddings", {"input": texts})
+        assert status == 200, answer
+        found = [entry["embedding"] for entry in answer["data"]]
+        np.testing.assert_allclose(found, expected, atol=1e-4)
+        pairs = {"text_1": texts[0], "text_2": texts[1:]}
+        status, answer = server.post("/v1/score", pairs)
+        scores = [entry["score"] for entry in answer["data"]]
+        wanted = [float(expected[0] @ each) for each in expected[1:]]
+        np.testing.assert_allclose(scores, wanted, rtol=1e-4)
+        status, answer = server.post("/pooling", {"input": "tea", "task": "token_embed"})
+        assert status == 400 and 'must be "embed"' in answer["error"]["message"], answer
+        assert_nothing_is_held(server)
+    file.write_text(json.dumps(settings | {"activation_function": "tanh"}))
+    with pytest.raises(CheckpointError, match="activation_function"):
+        LLM(str(tmp_path))

@@ -324,7 +324,8 @@ class ModelSpec(msgspec.Struct, frozen=True):
     @property
     def tells_segments(self) -> bool:
         """True if the second text of a pair has its own token type. Only classification heads read pairs."""
-        return self.score_head is not None and self.num_token_types > 1
+        head = self.score_head
+        return head is not None and not head.scores_vocabulary and self.num_token_types > 1
 
     @property
     def rotary_axes(self) -> set[int]:

@@ -79,6 +79,40 @@ def test_scores_equal_those_of_transformers(name, load, tmp_path):
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
+SPARSE = {
+    "Bert": ({}, "max", 1),
+    "DistilBert": (DISTILBERT, "sum", 1),
+    "Roberta": ({}, "max", 2),
+    "ModernBert": ({"norm_bias": True, "decoder_bias": False}, "sum", 2),
+}
+"""Family -> differences of its config, and how the weights of a text's tokens are combined."""
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_sparse_heads_combine_the_logits_of_all_tokens(name, tmp_path):
+    differences, reduction, num_logarithms = SPARSE[name]
+    model_class = getattr(transformers, f"{name}ForMaskedLM")
+    torch.manual_seed(0)
+    reference = model_class(model_class.config_class(**SMALL | differences)).eval()
+    for parameter in reference.parameters():
+        torch.nn.init.normal_(parameter, 0.0, 0.3)
+    reference.save_pretrained(tmp_path)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    fields |= {"architectures": [f"{name}SpladeSparseEmbeddingModel"], "splade_pooling": reduction}
+    fields |= {"splade_num_logarithms": num_logarithms}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    model = load_native_decoder(tmp_path, max_model_len=254)
+    # The head reads 256 tokens at once.
+    prompt = [random.Random(1).randrange(2, SMALL["vocab_size"]) for _ in range(250)]
+    found = model.score_head(Runner(model, 1).hidden({0: prompt}).float().repeat(2, 1))
+    with torch.inference_mode():
+        weights = reference(torch.tensor([prompt])).logits[0]
+    for _ in range(num_logarithms):
+        weights = weights.relu().log1p()
+    expected = weights.amax(0) if reduction == "max" else 2 * weights.sum(0)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("load", [load_decoder, load_native_decoder])
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("tokens", [[5], [9, 7], [9, 7, 11]])

@@ -5,6 +5,11 @@ from __future__ import annotations
 from typing import Any, Final
 
 from .....protocol.checkpoint.config_fields import ConfigFields
+from .....protocol.checkpoint.sparse import (
+    SPLADE_LOGARITHMS,
+    SPLADE_REDUCTION,
+    SPLADE_REDUCTIONS,
+)
 from ....layers.spec import ModelSpec
 from ....layers.specs.norm_names import NormNames
 from ..common import Family, base_spec, uniform_layers, with_score_head
@@ -81,6 +86,10 @@ def _encoder_spec(fields: ConfigFields, **differences: Any) -> ModelSpec:
         raise fields.wrong("position_embedding_type", "'absolute'", kind)
     bert = POST_NORMED | {"tensor_names": _BERT_NAMES}
     return base_spec(fields, uniform_layers(fields, None), **bert | differences)
+
+
+_NOTHING: Final = "(?!)"
+"""A regular expression that matches no name."""
 
 
 def _bert(fields: ConfigFields) -> ModelSpec:
@@ -178,6 +187,65 @@ def _distilbert_classifier(fields: ConfigFields) -> ModelSpec:
     )
 
 
+def with_splade_head(
+    spec: ModelSpec, fields: ConfigFields, *, bias: str | None, **parts: Any
+) -> ModelSpec:
+    """Return a spec whose head makes one weight for each token of the vocabulary (SPLADE, arXiv 2109.10086).
+
+    Args:
+        spec: The spec of the encoder.
+        fields: The config of the masked language model.
+        bias: A regular expression for the name of the output projection's bias; None if there is none.
+        parts: The dense layer and the norm of the head, as in `with_score_head`.
+    """
+    fields.require("tie_word_embeddings", True)
+    reduction = fields.text(SPLADE_REDUCTION, "max")
+    if reduction not in SPLADE_REDUCTIONS:
+        raise fields.wrong(SPLADE_REDUCTION, " or ".join(SPLADE_REDUCTIONS), reduction)
+    return with_score_head(
+        spec,
+        fields,
+        output=_NOTHING if bias is None else bias,
+        output_bias=bias is not None,
+        scores_vocabulary=True,
+        reduction=reduction,
+        num_logarithms=fields.integer(SPLADE_LOGARITHMS, 1, maximum=2),
+        activation="gelu",
+        **parts,
+    )
+
+
+def _bert_splade(fields: ConfigFields) -> ModelSpec:
+    head = r"^cls\.predictions\."
+    return with_splade_head(
+        _bert(fields),
+        fields,
+        dense=rf"{head}transform\.dense\.",
+        norm=rf"{head}transform\.LayerNorm\.",
+        bias=rf"{head}(?=bias$)",
+    )
+
+
+def _roberta_splade(fields: ConfigFields) -> ModelSpec:
+    return with_splade_head(
+        _roberta(fields),
+        fields,
+        dense=r"^lm_head\.dense\.",
+        norm=r"^lm_head\.layer_norm\.",
+        bias=r"^lm_head\.(?=bias$)",
+    )
+
+
+def _distilbert_splade(fields: ConfigFields) -> ModelSpec:
+    return with_splade_head(
+        _distilbert(fields),
+        fields,
+        dense=r"^vocab_transform\.",
+        norm=r"^vocab_layer_norm\.",
+        bias=r"^vocab_projector\.(?=bias$)",
+    )
+
+
 FAMILIES = (
     Family("BertModel", "bert", _bert),
     Family("BertForMaskedLM", "bert", _bert),
@@ -185,6 +253,10 @@ FAMILIES = (
     Family("DistilBertForSequenceClassification", "distilbert", _distilbert_classifier),
     Family("RobertaForSequenceClassification", "roberta", _roberta_classifier),
     Family("XLMRobertaForSequenceClassification", "xlm-roberta", _roberta_classifier),
+    Family("BertSpladeSparseEmbeddingModel", "bert", _bert_splade),
+    Family("DistilBertSpladeSparseEmbeddingModel", "distilbert", _distilbert_splade),
+    Family("RobertaSpladeSparseEmbeddingModel", "roberta", _roberta_splade),
+    Family("XLMRobertaSpladeSparseEmbeddingModel", "xlm-roberta", _roberta_splade),
     Family("MPNetModel", "mpnet", _mpnet),
     Family("MPNetForMaskedLM", "mpnet", _mpnet),
     Family("MPNetForSequenceClassification", "mpnet", _mpnet_classifier),

@@ -19,7 +19,7 @@ from ..common import (
     with_score_head,
 )
 from ..llama import llama
-from .absolute import POST_NORMED
+from .absolute import POST_NORMED, with_splade_head
 
 _MODERNBERT_NORMS = NormNames("attention_norm", None, "mlp_norm", None)
 _MODERNBERT_NAMES = (
@@ -111,6 +111,17 @@ def _modernbert_classifier(fields: ConfigFields) -> ModelSpec:
         norm=r"^head\.norm\.",
         output=r"^classifier\.",
         output_bias=True,
+    )
+
+
+def _modernbert_splade(fields: ConfigFields) -> ModelSpec:
+    return with_splade_head(
+        _modernbert(fields),
+        fields,
+        dense=r"^head\.dense\.",
+        dense_bias=fields.boolean("classifier_bias", False),
+        norm=r"^head\.norm\.",
+        bias=r"^decoder\.(?=bias$)" if fields.boolean("decoder_bias", True) else None,
     )
 
 
@@ -245,6 +256,7 @@ FAMILIES = (
     Family("ModernBertForMaskedLM", "modernbert", _modernbert),
     Family("ModernBertForSequenceClassification", "modernbert", _modernbert_classifier),
     Family("ModernBertForTokenClassification", "modernbert", _modernbert_classifier),
+    Family("ModernBertSpladeSparseEmbeddingModel", "modernbert", _modernbert_splade),
     Family("NomicBertModel", "nomic_bert", _nomic),
     Family("NomicBertForMaskedLM", "nomic_bert", _nomic),
     Family("NomicBertForSequenceClassification", "nomic_bert", _nomic_classifier),
