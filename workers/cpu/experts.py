@@ -97,19 +97,23 @@ class NativeExperts(structs.ExpertLayer):
                     f"{prefix}gate.tid2eid has experts {by_token.min()} to {by_token.max()}, but they are numbered from "
                     f"0 to {experts.num_experts - 1}; download the checkpoint again",
                 )
+        scale = experts.scale
+        if experts.has_stored_scale:
+            scale *= weights.vector(f"{prefix}gate.global_scale", 1).item()
         second_tokens = np.array(experts.second_tokens, np.int32)
         self._of_experts = correction, scales, by_token, second_tokens
         router = structs.Router(
             experts.num_experts + experts.num_identities,
             experts.num_experts_per_token,
             experts.num_identities,
+            experts.num_always,
             _SCORING[experts.scoring],
             experts.renormalizes,
             experts.num_groups,
             experts.num_groups_per_token,
             _NUM_BEST[experts.group_score],
             experts.corrects_logits,
-            experts.scale,
+            scale,
             experts.mixer_noise,
             experts.logit_softcap,
             _address(correction),

@@ -18,10 +18,12 @@ from torch import Tensor
 
 from ...protocol.checkpoint.recurrent_layers import (
     GatedDeltaNet,
+    InnerConvolutions,
     KimiDeltaAttention,
     LightningAttention,
     Mamba1,
     Mamba2,
+    MixerLayer,
     RecurrentLayer,
     RgLru,
     ShortConvolution,
@@ -88,16 +90,12 @@ class NativeMixer(structs.Mixer):
     def __init__(
         self,
         spec: ModelSpec,
-        layer: RecurrentLayer,
+        layer: MixerLayer,
         weights: NativeWeightReader,
         prefix: str,
         shard: ModelShard,
     ) -> None:
-        if layer.kernel > _MOST_TAPS:
-            raise NotSupportedNatively(
-                f"convolutions over more than {_MOST_TAPS} tokens are supported only in torch, not "
-                f"natively, got {layer.kernel}"
-            )
+        check_num_taps(layer.kernel)
         self._weights, self._prefix = weights, prefix
         self.shares_norm = False
         self.second_products: list[ColumnProduct] = []
@@ -447,6 +445,14 @@ class NativeMixer(structs.Mixer):
         return self._arrays[-1].ctypes.data
 
 
+def check_num_taps(count: int) -> None:
+    """Raise an error if native convolutions do not support this number of taps."""
+    if count > _MOST_TAPS:
+        raise NotSupportedNatively(
+            f"convolutions over more than {_MOST_TAPS} tokens are supported only in torch, not natively, got {count}"
+        )
+
+
 def _part(x: Tensor, rows: Rows) -> Tensor:
     return x[rows.part.start : rows.part.stop]
 
@@ -471,6 +477,9 @@ def mixer_sizes(layer: RecurrentLayer, ranks: int) -> tuple[int, int]:
     match layer:
         case ShortConvolution():
             return 3 * channels, channels
+        case InnerConvolutions():
+            # The inputs are those of attention.
+            return 0, 0
         case Mamba1():
             heads = max(1, layer.num_heads // ranks)
             selected = layer.step_rank + 2 * layer.state_size_per_channel

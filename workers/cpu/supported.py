@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ...protocol.checkpoint.recurrent_layers import InnerConvolutions
 from ..layers.spec import ModelSpec
 from .library import NotSupportedNatively
 
@@ -20,9 +19,6 @@ def unsupported_features(spec: ModelSpec) -> list[str]:
         "compressed attention whose head_dim is not a multiple of 16, or whose index_head_dim is odd": (
             spec.compressed is not None
             and (spec.head_dim % 16 != 0 or spec.compressed.indexer.head_dim % 2 != 0)
-        ),
-        "convolutions within layers": any(
-            isinstance(layer.recurrent, InnerConvolutions) for layer in spec.layers
         ),
         "hyper-connections of low rank beside another activation than SiLU": (
             spec.hyper_connections is not None

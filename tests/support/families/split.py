@@ -121,3 +121,23 @@ SMALL_VALUES = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 64,
 }
+CONVOLVED = {
+    # A block has room for the states of a rank.
+    "head_dim": 80,
+    "num_key_value_heads": 4,
+    "swa_num_attention_heads": 16,
+    "swa_num_key_value_heads": 8,
+    "swa_head_dim": 40,
+    "sliding_window_size": 20,
+    "rel_extent": 30,
+    "d_rel": 4,
+    "log_scaling_n_floor": 7,
+    "layer_types": ["hybrid_sliding", "hybrid"] * 2 + ["hybrid_sliding"],
+    "mlp_layer_types": ["dense", *["sparse"] * 4],
+    "moe_intermediate_size": 64,
+    "n_routed_experts": 6,
+    # Otherwise the logits of random weights are all about 0.
+    "logits_mup_width_multiplier": 0.01,
+    "num_experts_per_tok": 2,
+}
+"""Convolutions within layers of several sizes, and experts that every token chooses."""

@@ -80,6 +80,7 @@ NATIVE = [
     "hunyuan-moe",
     "hy4",
     "hy4-one-stream",
+    "inkling",
     "jamba",
     "kimi-linear",
     "kolibri",

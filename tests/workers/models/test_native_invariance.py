@@ -24,6 +24,7 @@ SIZES = {
         "head_dim": 256,
         "indexer_head_dim": 128,
     },
+    "inkling": {"head_dim": 64, "swa_head_dim": 64},
 }
 """Sizes with which the recurrent states of models fit into small blocks."""
 
@@ -31,7 +32,7 @@ SIZES = {
 def make(name, **differences):
     """Return a random model of transformers."""
     if name in CONFIGS:
-        return make_reference(name, **differences)
+        return make_reference(name, **SIZES.get(name, {}), **differences)
     return make_multimodal(name, **SIZES.get(name, {}), **differences)
 
 
@@ -53,10 +54,13 @@ NAMES = [
 ]
 
 
-# Compressed attention has no cache of eight bits.
+# Compressed attention has no cache of eight bits, and the states of Inkling do not fit into small blocks of it.
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [*product(NAMES, [torch.bfloat16, torch.int8]), ("deepseek-v4", torch.bfloat16)],
+    [
+        *product(NAMES, [torch.bfloat16, torch.int8]),
+        *product(["deepseek-v4", "inkling"], [torch.bfloat16]),
+    ],
 )
 def test_native_states_do_not_depend_on_the_batch(name, dtype, tmp_path):
     """In a cache of layers with different heads, the previous contents of a block must have no effect.
@@ -69,7 +73,7 @@ def test_native_states_do_not_depend_on_the_batch(name, dtype, tmp_path):
             tmp_path,
             dtype=torch.bfloat16,
             cache_dtype=dtype,
-            block_size=16,
+            block_size=32 if name == "inkling" else 16,
             num_threads=n,
         )
         for n in (1, 2)

@@ -83,6 +83,7 @@ OP_KINDS = (
     "norm_columns",
     "add_shortcut",
     "share_activation_squares",
+    "convolve_inside",
 )
 
 ACTIVATIONS = (
@@ -174,6 +175,7 @@ class Router(ctypes.Structure):
         ("num_experts", c_int32),
         ("num_chosen", c_int32),
         ("num_identities", c_int32),
+        ("num_always", c_int32),
         ("scoring", c_int32),
         ("renormalizes", c_int32),
         ("num_groups", c_int32),
@@ -295,6 +297,17 @@ class NormGate(ctypes.Structure):
     _fields_ = (("rank", c_int32), ("down", c_void_p), ("up", c_void_p))
 
 
+class RelativeBiases(ctypes.Structure):
+    """The biases of scores that depend on the query; see `csrc/model/model.h`."""
+
+    _fields_ = (
+        ("first_column", c_int32),
+        ("rank", c_int32),
+        ("num_distances", c_int32),
+        ("table", c_void_p),
+    )
+
+
 class ChoiceRule(ctypes.Structure):
     """The keys that an indexer chooses; see `csrc/model/model.h`."""
 
@@ -368,6 +381,7 @@ class Op(ctypes.Structure):
         ("compression", c_void_p),
         ("latent", c_void_p),
         ("ngrams", c_void_p),
+        ("relative_biases", c_void_p),
     )
 
 
@@ -458,6 +472,7 @@ STRUCTS = (
     HyperConnection,
     NgramTable,
     NormGate,
+    RelativeBiases,
     ChoiceRule,
     Compression,
     Op,

@@ -26,19 +26,41 @@ from ...models.attention import (
 from ...models.cross_attention import cross_rows
 from ...models.indexers.blocks import block_index_rows, mean_index_rows
 from ...models.mixers.mixer import elements
+from ...models.positions.relative_biases import RelativeBiases
 from ...models.weights import Rows
+from ..abi import structs
 from ..abi.structs import AttentionLayer, ChoiceRule
 from ..library import NotSupportedNatively
 from ..packing import GROUP_SIZE, ActivationKind, PackedWeight
 from ..program import Floats
 from .altup import AltUpRecorder
 from .blocks import BLOCK, PART, QKV, SHORTCUT, BlockRecorder
+from .inner_convolutions import ConvolutionRecorder
 
 LOG2_E = np.float32(np.log2(np.e))
 """log2(e): native softmaxes use base 2."""
 
 _BIAS_MARGIN = 128
 """The value of `DistanceBiases::kMargin` in csrc/attention/attention.h."""
+
+
+_SCALING_KINDS = ("steps", "power", "log")
+"""Kinds of scaling by position, in the order of their numbers in `QueryScaling` in csrc/model/model.h."""
+
+_QUERY_BIAS_MARGIN = 64
+"""The value of `QueryBiases::kMargin` in csrc/attention/attention.h."""
+
+
+class NativeRelativeBiases(structs.RelativeBiases):
+    """The biases that depend on queries, as a struct whose address is passed to native code.
+
+    It keeps its table alive. The queries' factors begin at `first_column` of the projection.
+    """
+
+    def __init__(self, profiles_RE: Floats, first_column: int) -> None:
+        margins = ((0, 0), (_QUERY_BIAS_MARGIN, _QUERY_BIAS_MARGIN))
+        self._table = np.ascontiguousarray(np.pad(profiles_RE[:, ::-1] * LOG2_E, margins))
+        super().__init__(first_column, *profiles_RE.shape, self._table.ctypes.data)
 
 
 class QKNorm(IntEnum):
@@ -53,13 +75,15 @@ class QKNorm(IntEnum):
 class AttentionMatrices(msgspec.Struct, frozen=True):
     """The matrices of a layer's attention.
 
-    Of `inputs`, the first `num_qkv` give queries, keys, values and gates, and the others an indexer's queries and key.
+    Of `inputs`, the first `num_qkv` give queries, keys, values and gates, and the others an indexer's queries and key,
+    or the factors of `relative_biases`.
     """
 
     inputs: list[PackedWeight]
     biases: list[Floats | None]
     num_qkv: int
     output: PackedWeight
+    relative_biases: NativeRelativeBiases | None
 
 
 class AttentionRecorder:
@@ -90,6 +114,7 @@ class AttentionRecorder:
         layer: LayerSpec,
         norms: NormNames,
         input_kind: ActivationKind | None,
+        convolutions: ConvolutionRecorder | None = None,
     ) -> None:
         """Record the attention of a layer.
 
@@ -99,6 +124,7 @@ class AttentionRecorder:
             layer: The layer.
             norms: The names of the layer's norms.
             input_kind: The format in which the input has already been quantized, or None.
+            convolutions: The convolutions of keys, values and outputs, if the layer has any.
         """
         matrices = self.read(prefix, layer)
         parts, biases = matrices.inputs, matrices.biases
@@ -128,7 +154,12 @@ class AttentionRecorder:
         target = None
         if self._spec.is_parallel:
             target = BLOCK if layer.experts is None else SHORTCUT
+        if convolutions is not None:
+            convolutions.convolve_keys()
+            target = BLOCK
         self.attend(index, prefix, layer, matrices, norms.attention_output, target)
+        if convolutions is not None:
+            convolutions.add_convolved("attention_conv")
 
     def read(self, prefix: str, layer: LayerSpec) -> AttentionMatrices:
         """Return the matrices of a layer's attention."""
@@ -137,8 +168,18 @@ class AttentionRecorder:
         of_index = []
         if spec.block_indexer is not None and layer.chooses_keys:
             of_index = _index_rows(spec, spec.block_indexer, name, shard.kv_heads(spec))
+        others, relative = of_index, None
+        if spec.relative_biases is not None:
+            heads = shard.heads(spec)
+            biases_of = RelativeBiases(
+                spec, spec.relative_biases, layer, self._weights, name, heads
+            )
+            others = [biases_of.rows]
+            relative = NativeRelativeBiases(
+                biases_of.matrix_RE.float().numpy(), sum(len(each.part) for each in rows)
+            )
         inputs, biases = self._blocks.packed_rows(
-            [*rows, *of_index], spec.qkv_bias or spec.has_gate_biases, layer.input_size
+            [*rows, *others], spec.qkv_bias or spec.has_gate_biases, layer.input_size
         )
         output = attention_output(self._blocks, spec, prefix, spec.output_dim)
         columns = len(shard.heads(spec)) // len(shard.kv_heads(spec)) * spec.output_dim
@@ -147,7 +188,7 @@ class AttentionRecorder:
                 f"{columns} query elements per key/value head are not a multiple of the group size "
                 f"{GROUP_SIZE}"
             )
-        return AttentionMatrices(inputs, biases, len(rows), output)
+        return AttentionMatrices(inputs, biases, len(rows), output, relative)
 
     def attend(
         self,
@@ -174,6 +215,7 @@ class AttentionRecorder:
             "num_heads": len(shard.heads(spec)),
             "num_kv_heads": len(shard.kv_heads(spec)),
             "head_dim": spec.head_dim,
+            "relative_biases": matrices.relative_biases,
         }
         of_qkv = matrices.inputs[: matrices.num_qkv]
         indexing = attention | {"first_column": sum(part.n for part in of_qkv)}
@@ -445,5 +487,5 @@ def scaling_array(scaling: QueryScaling | None) -> Floats | None:
     """Return the array for `QueryScaling` in csrc/model/model.h."""
     if scaling is None:
         return None
-    is_power = scaling.kind == "power"
-    return np.array([scaling.beta, scaling.length, scaling.offset, is_power], np.float32)
+    kind = _SCALING_KINDS.index(scaling.kind)
+    return np.array([scaling.beta, scaling.length, scaling.offset, kind], np.float32)

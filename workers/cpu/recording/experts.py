@@ -22,11 +22,12 @@ def record_experts(
     experts: ExpertsSpec,
     norms: NormNames,
     shared_limit: GateLimit | None,
+    target: int | None = None,
 ) -> None:
     """Record the mixture of experts of a layer, which is number `index` of this shard.
 
-    `shared_limit` is the limit of the gates in the shared experts. If the experts are a shortcut, their output is kept
-    for the operation `add_shortcut`.
+    `shared_limit` is the limit of the gates in the shared experts. If `target` is given, the output is written there.
+    If the experts are a shortcut, it is kept for the operation `add_shortcut`.
     """
     spec, weights, program = blocks.spec, blocks.weights, blocks.program
     norm, module = norms.mlp_input, f"{prefix}{'shortcut' if experts.is_shortcut else 'mlp'}."
@@ -76,7 +77,8 @@ def record_experts(
     identity_norm: list[Floats | None] = []
     if experts.num_identities and norm is not None:
         identity_norm, eps = blocks.plain_norm(f"{prefix}{norm}")
-    target = SHORTCUT if experts.is_shortcut else None
+    if experts.is_shortcut:
+        target = SHORTCUT
     program.add_op(
         "combine_experts",
         target=blocks.target_of(output_norm, target),
@@ -86,7 +88,7 @@ def record_experts(
         **mixture,
     )
     if not experts.is_shortcut:
-        return blocks.finish_block(prefix, None, output_norm, spec.residual_multiplier)
+        return blocks.finish_block(prefix, None, output_norm, spec.residual_multiplier, target)
     if not blocks.is_alone:
         blocks.add_sum(SHORTCUT)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ....protocol.checkpoint.recurrent_layers import RecurrentLayer, ShortConvolution
+from ....protocol.checkpoint.recurrent_layers import MixerLayer, ShortConvolution
 from ...layers.spec import LayerSpec
 from ...layers.specs.norm_names import NormNames
 from ..mixers import ColumnProduct, NativeMixer
@@ -17,7 +17,7 @@ def record_mixer(
     index: int,
     prefix: str,
     layer: LayerSpec,
-    recurrent: RecurrentLayer,
+    recurrent: MixerLayer,
     norms: NormNames,
     input_op: str = "quantize",
 ) -> ActivationKind:

@@ -97,6 +97,8 @@ def _projection_and_mixed_size(
         if spec.block_indexer is not None and layer.chooses_keys:
             num_queries = spec.block_indexer.num_heads or kv_heads
             projection += num_queries * spec.block_indexer.head_dim + spec.index_dim
+        if spec.relative_biases is not None:
+            projection += heads * spec.relative_biases.rank
     if spec.altup is not None:
         projection += spec.altup.laurel_rank
         mixed = max(mixed, spec.altup.laurel_rank)

@@ -10,10 +10,10 @@ from ...layers.specs.ngram import NgramSpec
 from ...models.weights import Rows
 from ..abi import stream_structs, structs
 from ..library import NotSupportedNatively
+from ..mixers import check_num_taps
 from .blocks import PART, QKV, BlockRecorder
 
 _NGRAM_CONVOLUTION = 5
-_MOST_TAPS = 16
 
 
 class NativeNgramTable(stream_structs.NgramTable):
@@ -49,10 +49,7 @@ class NativeNgramConvolution(structs.Mixer):
     ) -> None:
         convolution = recurrent.ngrams
         assert convolution is not None
-        if ngrams.taps > _MOST_TAPS:
-            raise NotSupportedNatively(
-                f"convolutions of n-grams have at most {_MOST_TAPS} taps natively, got {ngrams.taps}"
-            )
+        check_num_taps(ngrams.taps)
         ranks, channels = blocks.shard.tensor_parallel.size, convolution.channels
         taps_EK = blocks.weights.floats(f"{prefix}conv1d.weight", channels, 1, ngrams.taps)[:, 0]
         self._taps = np.ascontiguousarray(taps_EK.T)

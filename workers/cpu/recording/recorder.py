@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from msgspec.structs import replace
 
+from ....protocol.checkpoint.recurrent_layers import InnerConvolutions
 from ...layers.parallel.parallel_layers import unsampled_bias
 from ...layers.parallel.shard import ModelShard
 from ...layers.rope import RopeSpec
@@ -24,10 +25,11 @@ from ..program import Floats, NativeProgram
 from ..weights import NativeWeightReader, intermediate_shares
 from .altup import AltUpRecorder
 from .attention import AttentionRecorder
-from .blocks import RESIDUAL, BlockRecorder
+from .blocks import BLOCK, RESIDUAL, BlockRecorder
 from .compressed import CompressedRecorder
 from .experts import record_experts, record_experts_beside
 from .hyper_connections import HyperRecorder
+from .inner_convolutions import ConvolutionRecorder
 from .latent import LatentRecorder
 from .layer_inputs import LayerInputsRecorder
 from .mixers import record_mixer
@@ -237,7 +239,11 @@ class Recorder:
             record_ngrams(self._blocks, spec.ngrams, self._num_caches, prefix, layer)
         altup = None if self._altup is None else self._altup.predict(prefix)
         connection = None if self._hyper is None else self._hyper.mix(f"{prefix}attn_hc")
-        self._record_mixing(prefix, layer, norms)
+        convolutions: ConvolutionRecorder | None = None
+        if isinstance(layer.recurrent, InnerConvolutions):
+            cache = self._num_caches + 1
+            convolutions = ConvolutionRecorder(self._blocks, cache, prefix, layer, layer.recurrent)
+        self._record_mixing(prefix, layer, norms, convolutions)
         if self._hyper is not None and connection is not None:
             self._hyper.update(connection)
             connection = self._hyper.mix(f"{prefix}mlp_hc")
@@ -250,10 +256,13 @@ class Recorder:
             # Now the residual stream is the sum of the attention's output and the low-rank product.
             program.add_op("scale", scale=0.5**0.5)
         has_shortcut = layer.experts is not None and layer.experts.is_shortcut
+        target = None if convolutions is None else BLOCK
         if layer.has_mlp and layer.experts is not None:
-            self._record_experts(place, prefix, layer, layer.experts, norms)
+            self._record_experts(place, prefix, layer, layer.experts, norms, target)
         if layer.has_mlp and (layer.experts is None or has_shortcut):
-            self._record_mlp(prefix, layer, norms)
+            self._record_mlp(prefix, layer, norms, target)
+        if convolutions is not None:
+            convolutions.add_convolved("mlp_conv")
         if self._adds_shortcut:
             program.add_op("add_shortcut", scale=spec.residual_multiplier)
         self._adds_shortcut = has_shortcut
@@ -275,7 +284,13 @@ class Recorder:
             scale = self._weights.vector(f"{prefix}layer_scalar", 1).item()
             program.add_op("scale", scale=scale)
 
-    def _record_mixing(self, prefix: str, layer: LayerSpec, norms: NormNames) -> None:
+    def _record_mixing(
+        self,
+        prefix: str,
+        layer: LayerSpec,
+        norms: NormNames,
+        convolutions: ConvolutionRecorder | None,
+    ) -> None:
         """Record the attention and the recurrent part of a layer, whichever it has.
 
         If it has both, the recurrent part comes first, and attention reads the same quantized input.
@@ -283,40 +298,50 @@ class Recorder:
         index = self._num_caches
         self._num_caches += len(layer.cache_groups)
         kind = None
-        if layer.shared_block is not None and layer.recurrent is not None:
+        recurrent = layer.recurrent
+        if isinstance(recurrent, InnerConvolutions):
+            recurrent = None
+        if layer.shared_block is not None and recurrent is not None:
             self._shared.record(index, prefix, layer, layer.shared_block)
-            record_mixer(
-                self._blocks, index + 1, prefix, layer, layer.recurrent, norms, "quantize_sum"
-            )
+            record_mixer(self._blocks, index + 1, prefix, layer, recurrent, norms, "quantize_sum")
             return
-        if layer.recurrent is not None:
+        if recurrent is not None:
             kind = record_mixer(
-                self._blocks, index + layer.attends, prefix, layer, layer.recurrent, norms
+                self._blocks, index + layer.attends, prefix, layer, recurrent, norms
             )
         if layer.attends and self._spec.latent is not None:
             self._latent.record(index, prefix, layer, norms)
         elif layer.attends and self._spec.compressed is not None:
             self._compressed.record(index, prefix, layer, norms, self._spec.compressed)
         elif layer.attends:
-            self._attention.record(index, prefix, layer, norms, kind)
+            self._attention.record(index, prefix, layer, norms, kind, convolutions)
 
     def _record_experts(
-        self, place: int, prefix: str, layer: LayerSpec, experts: ExpertsSpec, norms: NormNames
+        self,
+        place: int,
+        prefix: str,
+        layer: LayerSpec,
+        experts: ExpertsSpec,
+        norms: NormNames,
+        target: int | None,
     ) -> None:
         """Record the mixture of experts of a layer, and an MLP that is added to it, if any.
 
-        `place` is the layer's index.
+        `place` is the layer's index. `target` is the place of the output, if given.
         """
         if not experts.has_own_norms:
             if self._spec.is_parallel and norms.mlp_input is None:
                 norms = replace(norms, mlp_input=norms.attention_input)
-            return record_experts(self._blocks, place, prefix, experts, norms, layer.gate_limit)
+            limit = layer.gate_limit
+            return record_experts(self._blocks, place, prefix, experts, norms, limit, target)
         size = self._spec.for_layer(layer).intermediate_size
         mlp = self._blocks.read_mlp(f"{prefix}mlp.", size)
         return record_experts_beside(self._blocks, place, prefix, experts, mlp, norms)
 
-    def _record_mlp(self, prefix: str, layer: LayerSpec, norms: NormNames) -> None:
-        """Record the MLP of a layer."""
+    def _record_mlp(
+        self, prefix: str, layer: LayerSpec, norms: NormNames, target: int | None
+    ) -> None:
+        """Record the MLP of a layer. `target` is the place of its output, if given."""
         spec, size = self._spec, self._spec.for_layer(layer).intermediate_size
         mlp = self._blocks.read_mlp(f"{prefix}mlp.", size)
         norm = norms.mlp_input
@@ -343,6 +368,7 @@ class Recorder:
             norms.mlp_output,
             spec.mlp_multiplier,
             source=0 if spec.has_inner_norms else 1,
+            target=target,
         )
         if spec.is_parallel:
             scale = spec.residual_multiplier * spec.attention_multiplier

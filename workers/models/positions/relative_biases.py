@@ -13,7 +13,10 @@ from ..weights import Rows, WeightReader
 
 
 class RelativeBiases:
-    """The biases of one layer's attention. `rows` are those of the projection to `size` elements, H * R."""
+    """The biases of one layer's attention. `rows` are those of the projection to `size` elements, H * R.
+
+    The columns of `matrix_RE` belong to the distances from 0 on.
+    """
 
     def __init__(
         self,
@@ -29,8 +32,8 @@ class RelativeBiases:
         part = range(heads.start * rank, heads.stop * rank)
         self.size = len(part)
         self.rows = Rows(f"{prefix}bias_proj", spec.num_heads * rank, part, has_bias=False)
-        self._matrix_RE = weights.read(f"{prefix}distance_profiles", rank, count)
+        self.matrix_RE = weights.read(f"{prefix}distance_profiles", rank, count)
 
     def of_queries(self, projected_TX: Tensor) -> Tensor:
         """Return the bias of each query head for each distance, [T, H, E]. The input is [T, H * R]."""
-        return projected_TX.unflatten(-1, (-1, self._rank)) @ self._matrix_RE
+        return projected_TX.unflatten(-1, (-1, self._rank)) @ self.matrix_RE

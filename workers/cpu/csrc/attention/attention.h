@@ -39,6 +39,18 @@ struct DistanceBiases {
   }
 };
 
+// Numbers that are added to scores, depending on the query and on the distance to the key: a query has `rank` factors,
+// and their products with a column of the table are summed. Keys further away get nothing.
+struct QueryBiases {
+  const float* factors;  // of the first token's heads, [query heads][rank], or null
+  size_t stride;         // the number of floats from one token's factors to the next token's
+  const float* table;    // [rank][kMargin + num_distances + kMargin], the furthest distance first; times log2(e)
+  int rank, num_distances;
+
+  // The margin contains zeros: kernels read whole chunks.
+  static constexpr int kMargin = kChunk;
+};
+
 // The query heads that share one key/value head, for consecutive tokens of one sequence.
 struct AttentionTask {
   const uint32_t* queries;  // [num_tokens][num_heads][query_words]
@@ -54,6 +66,7 @@ struct AttentionTask {
   const AttentionTask* next;  // the task that this thread computes next, or null
   uint8_t* copied_values;     // the thread's memory for the values of a chunk; unused if the cache has values
   DistanceBiases biases;
+  QueryBiases query_biases;
   // [num_tokens][chosen_stride], a bit for each key, in words of a chunk; null if tokens attend to all keys
   const uint64_t* chosen;
   int chosen_stride;

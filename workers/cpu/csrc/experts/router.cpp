@@ -72,13 +72,13 @@ void mix_sparsely(const Router& router, const float* logits, int32_t* experts, f
 }  // namespace
 
 void choose_experts(const Router& router, float* logits, int32_t token, int32_t* experts, float* weights) {
-  const int n = router.num_experts;
+  const int n = router.num_experts, num_free = n - router.num_always;
   const int32_t* const after = router.second_tokens + router.num_second_tokens;
   const bool is_second = std::find(router.second_tokens, after, token) != after;
   const float* correction = router.correction;
   if (is_second) {
     logits += n;
-    if (correction) correction += n;
+    if (correction) correction += num_free;
   }
   if (router.softcap)
     for (int i = 0; i < n; i++) logits[i] = std::tanh(logits[i] / router.softcap) * router.softcap;
@@ -95,15 +95,17 @@ void choose_experts(const Router& router, float* logits, int32_t token, int32_t*
     for (int i = 0; i < n; i++) scores[i] = 1.0f / (1.0f + std::exp(-scores[i]));
   if (!router.corrects_logits) choice.assign(scores, scores + n);
   if (correction)
-    for (int i = 0; i < n; i++) {
+    for (int i = 0; i < num_free; i++) {
       choice[i] += correction[i];
       if (std::isnan(choice[i])) scores[i] = choice[i];
     }
   if (router.num_groups > 1) keep_best_groups(router, choice.data());
   float sum = 0;
   for (int i = 0; i < router.num_chosen; i++) {
-    experts[i] = router.experts_by_token ? router.experts_by_token[size_t(token) * router.num_chosen + i]
-                                         : best_of(choice.data(), n);
+    const int num_left = router.num_chosen - i;
+    experts[i] = router.experts_by_token        ? router.experts_by_token[size_t(token) * router.num_chosen + i]
+                 : num_left > router.num_always ? best_of(choice.data(), num_free)
+                                                : n - num_left;
     choice[experts[i]] = -INFINITY;
     sum += weights[i] = scores[experts[i]];
   }

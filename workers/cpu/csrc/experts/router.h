@@ -11,6 +11,7 @@ enum class Scoring : int32_t { softmax = 0, sigmoid = 1, sparse_mixer = 2, sqrt_
 struct Router {
   int32_t num_experts, num_chosen;  // num_chosen is at most the number of experts in the chosen groups
   int32_t num_identities;           // the last ones of these, which return their input
+  int32_t num_always;               // the last ones of these, which every token chooses
   Scoring scoring;
   int32_t renormalizes;
   int32_t num_groups, num_chosen_groups;
@@ -19,7 +20,7 @@ struct Router {
   float scale;
   float mixer_noise;
   float softcap;                    // the logits are capped to +-softcap; 0 for no cap
-  const float* correction;          // [mixtures, num_experts], or null
+  const float* correction;          // [mixtures, num_experts - num_always], or null
   const float* scales;              // factors on the weights of experts, or null
   const int32_t* experts_by_token;  // [vocabulary, num_chosen], the experts of each token whatever its logits; or null
   int32_t num_second_tokens;        // 0 if there is only one mixture

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <vector>
 
@@ -114,6 +115,9 @@ enum class OpKind : int32_t {
   convolve = 15,    // convolves the inputs in the projection, and stores those that later tokens read
   scan = 16,        // the outputs, which replace inputs in the projection, and the recurrent part of the state
   gate_mixed = 17,  // activations[1] = these, normed and times the activated gate
+  // Short convolutions within a layer with attention:
+  convolve_inside = 68,  // convolves `channels` numbers of the target, which is the projection, from `first_column` on,
+                         // or the block, in place, and stores the inputs that later tokens read
   // For products in the projection:
   quantize_columns = 18,  // activations[0] = `num_columns` of the projection from `first_column` on, normed by
                           // vectors[0] if there is a norm
@@ -271,10 +275,23 @@ struct ExpertLayer {
   const Adapter *const *gated_adapters, *const *output_adapters;
 };
 
-// A factor on the queries at position p, with x = (p + offset) / length: 1 + beta * log(1 + floor(x)), or (1 + x) to
-// the power of beta if `is_power` is not 0.
+// A factor on the queries at position p, with x = (p + offset) / length: 1 + beta * log(1 + floor(x)) if `kind` is 0,
+// (1 + x) to the power of beta if it is 1, and 1 + beta * log(max(x, 1)) if it is 2.
 struct QueryScaling {
-  float beta, length, offset, is_power;
+  float beta, length, offset, kind;
+
+  float factor(int position) const {
+    const float x = (float(position) + offset) / length;
+    if (kind == 1.0f) return std::exp(beta * std::log1p(x));
+    return 1.0f + beta * (kind == 2.0f ? std::log(std::max(x, 1.0f)) : std::log1p(std::floor(x)));
+  }
+};
+
+// Biases of attention scores that depend on the query, whose factors begin at `first_column` of the projection; see
+// QueryBiases. They are scaled like queries.
+struct RelativeBiases {
+  int32_t first_column, rank, num_distances;
+  const float* table;
 };
 
 // The choice of an indexer: of the blocks of `block_size` keys, a token attends to the `num_chosen` with the highest
@@ -322,6 +339,7 @@ enum class MixerKind : int32_t {
   rg_lru = 4,
   ngram_convolution = 5,
   mamba1 = 6,
+  inner_convolution = 7,
 };
 
 // This rank's share of a recurrent layer; see protocol/checkpoint/recurrent_layers.py.
@@ -335,9 +353,11 @@ enum class MixerKind : int32_t {
 //   rg_lru             the gate and the input, each of `channels` numbers: [heads, value_dim], with a key_dim of 1
 //   mamba1             the input, which steps replace, the gate and the convolved input, each [heads, value_dim]; for
 //                      each group, a vector of `step_rank` numbers, from which steps are computed, B and C [key_dim]
+//   inner_convolution  the input, wherever the operation says
 //   ngram_convolution  values [value_dim]; the input, of which the last kTokenDigits numbers are the token's digits
 // An input is everything before the gate, or everything after it. A block holds the recurrent part [heads, key_dim,
-// value_dim], then inputs. An n-gram convolution is beside another mixer, whose state comes first.
+// value_dim], then inputs. An n-gram convolution is beside another mixer, whose state comes first. A layer may have
+// several inner convolutions, whose states follow each other.
 struct Mixer {
   MixerKind kind;
   int32_t channels;       // the elements of an input
@@ -452,9 +472,10 @@ struct Op {
   const AltUp* altup;
   const HyperConnection* hyper;
   const NormGate* norm_gate;
-  const Compression* compression;  // of a layer with entries; or null
-  const LatentShape* latent;       // of a layer with latent attention; or null
-  const NgramTable* ngrams;        // of a layer with embeddings of n-grams; or null
+  const Compression* compression;         // of a layer with entries; or null
+  const LatentShape* latent;              // of a layer with latent attention; or null
+  const NgramTable* ngrams;               // of a layer with embeddings of n-grams; or null
+  const RelativeBiases* relative_biases;  // of attention, and of `rotate_store` before it; or null
 };
 
 struct Model {

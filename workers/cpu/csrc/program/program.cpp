@@ -73,6 +73,7 @@ void Program::add(const Op& op) {
   if (op.kind == OpKind::summarize_group || op.kind == OpKind::store_entries) first_unneeded_ = int(model_.ops.size());
   if (op.kind == OpKind::average_group || op.kind == OpKind::convolve_ngrams) first_unneeded_ = int(model_.ops.size());
   if (op.kind == OpKind::short_convolution || op.kind == OpKind::scan) first_unneeded_ = int(model_.ops.size());
+  if (op.kind == OpKind::convolve_inside) first_unneeded_ = int(model_.ops.size());
   if (op.kind == OpKind::rotate_store && model_.kv(op).layer_bytes() != size_t(model_.shape.block_bytes))
     shares_blocks_ = true;
   shares_blocks_ |= op.mixer != nullptr;
@@ -187,6 +188,7 @@ void Program::run_tile(int phase, Tile& tile) {
     case OpKind::short_convolution:
     case OpKind::convolve:
     case OpKind::convolve_ngrams:
+    case OpKind::convolve_inside:
     case OpKind::scan:
       return mixers_.run(op, tile, rows_, scratch.mixing);
     case OpKind::latent_queries:
@@ -242,6 +244,7 @@ int Program::begin_op(const Op& op) {
     case OpKind::short_convolution:
     case OpKind::convolve:
     case OpKind::convolve_ngrams:
+    case OpKind::convolve_inside:
     case OpKind::scan:
       return mixers_.begin(op, rows_);
     case OpKind::quantize:

@@ -98,6 +98,8 @@ void Attention::rotate_store(const Op& op, float* qkv, int row) {
   }
   if (op.rotates_before_norm) norm_queries_and_keys(op, qkv, row);
   scale_queries(op, qkv, num_heads * head_dim, row);
+  if (const RelativeBiases* const relative = op.relative_biases)
+    scale_queries(op, qkv + relative->first_column, num_heads * relative->rank, row);
   // The cache stores only finite numbers. So a token whose key or value is not finite gets NaN queries, and its own
   // result shows the failure.
   if (!model_.rows.all_finite(qkv, (num_heads + 2 * num_kv_heads) * head_dim))
@@ -108,11 +110,7 @@ void Attention::rotate_store(const Op& op, float* qkv, int row) {
 void Attention::scale_queries(const Op& op, float* queries, int size, int row) const {
   const auto* scaling = reinterpret_cast<const QueryScaling*>(op.vectors[2]);
   if (!scaling) return;
-  const int position = slice_.step.positions[slice_.first_token + row];
-  const float steps = (float(position) + scaling->offset) / scaling->length;
-  const float factor = scaling->is_power != 0.0f ? std::exp(scaling->beta * std::log1p(steps))
-                                                 : 1.0f + scaling->beta * std::log1p(std::floor(steps));
-  model_.rows.scale(queries, factor, size);
+  model_.rows.scale(queries, scaling->factor(slice_.step.positions[slice_.first_token + row]), size);
 }
 
 // If values have no projection, they are the projected keys. The keys are rotated in place afterwards.
@@ -262,6 +260,7 @@ AttentionTask Attention::kernel_task(const Op& op, const Task& task) const {
       nullptr,
       nullptr,
       {op.vectors[1], op.num_columns},
+      {},
       op.is_sparse && !op.compression ? choice_.of(task.kv_head, task.token) : nullptr,
       choice_.stride(),
   };
@@ -276,6 +275,14 @@ void Attention::choose(const Op& op, Tile& tile, const Rows& rows, Scratch& scra
   choice_.run(op, tile, kernel_task(op, task), task.sequence, rows, scratch);
 }
 
+AttentionTask Attention::task_of_rows(const Op& op, const Task& task, const Rows& rows) const {
+  AttentionTask result = kernel_task(op, task);
+  if (const RelativeBiases* const biases = op.relative_biases)
+    result.query_biases = {rows.qkv(task.token) + biases->first_column, rows.qkv_stride(), biases->table, biases->rank,
+                           biases->num_distances};
+  return result;
+}
+
 // Results (activations, or the state of a partition) stay in the thread's memory until the tile is committed.
 void Attention::run(const Op& op, Tile& tile, const Rows& rows, Scratch& scratch) {
   const AttentionTasks::List& list = *recorded(op).list;
@@ -284,7 +291,7 @@ void Attention::run(const Op& op, Tile& tile, const Rows& rows, Scratch& scratch
   uint8_t* results[AttentionTasks::kMaxTasksOfTile];
   size_t bytes = 0;
   for (int i = 0; i < count; i++) {
-    tasks[i] = kernel_task(op, list.tasks[begin + i]);
+    tasks[i] = task_of_rows(op, list.tasks[begin + i], rows);
     tasks[i].copied_values = scratch.attention.copied_values;
     if (i) tasks[i - 1].next = &tasks[i];
     bytes += result_bytes(op, list.tasks[begin + i]);
@@ -428,7 +435,7 @@ void Attention::attend_rows(const Op& op, const Rows& rows, int end_row, Scratch
   tasks_.find(AttentionTasks::Keys(op), rows.first, end_row, tasks);
   kernel_tasks.clear();
   for (const Task& task : tasks) {
-    kernel_tasks.push_back(kernel_task(op, task));
+    kernel_tasks.push_back(task_of_rows(op, task, rows));
     kernel_tasks.back().copied_values = scratch.attention.copied_values;
   }
   for (size_t i = 0; i + 1 < tasks.size(); i++) kernel_tasks[i].next = &kernel_tasks[i + 1];

@@ -66,7 +66,7 @@ class Attention {
   void attend_rows(const Op& op, const Rows& rows, int end_row, Scratch& scratch) const;
 
   const AttentionTasks& tasks() const { return tasks_; }
-  // Returns a task in the form that the kernels expect.
+  // Returns a task in the form that the kernels expect, without biases that depend on the queries.
   AttentionTask kernel_task(const Op& op, const AttentionTasks::Task& task) const;
 
  private:
@@ -88,6 +88,8 @@ class Attention {
   const float* place_values(const Op& op, float* qkv) const;
   // Returns the queries of the heads that share a key/value head, in the kernels' format.
   uint32_t* queries(const Op& op, int kv_head, int row) const;
+  // Returns `kernel_task` with the biases that depend on the queries.
+  AttentionTask task_of_rows(const Op& op, const Task& task, const Rows& rows) const;
   size_t result_bytes(const Op& op, const Task& task) const;
   void attend(const Op& op, const Task& task, const AttentionTask& kernel_task, const Rows& rows, Scratch& scratch,
               uint8_t* result) const;

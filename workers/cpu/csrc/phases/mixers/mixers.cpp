@@ -23,9 +23,16 @@ class Mixers::Inputs {
  public:
   // Copies the inputs of the state, whose memory may be overwritten afterwards. The inputs of the slice must stay in
   // the projection.
-  Inputs(const Mixer& mixer, const Sequence& sequence, const float* stored, int begin, int end, const Rows& rows,
+  Inputs(const Op& op, const Sequence& sequence, const float* stored, int begin, int end, const Rows& rows,
          float* memory)
-      : mixer_(mixer), sequence_(sequence), begin_(begin), width_(end - begin), rows_(rows), earlier_(memory) {
+      : op_(op),
+        mixer_(*op.mixer),
+        sequence_(sequence),
+        begin_(begin),
+        width_(end - begin),
+        rows_(rows),
+        earlier_(memory) {
+    const Mixer& mixer = mixer_;
     const int window = mixer.kernel - 1;
     for (int i = 0; i < num_earlier(mixer, sequence); i++) {
       float* const input = earlier_ + i * width_;
@@ -42,7 +49,9 @@ class Mixers::Inputs {
 
   float* at(int token) const {
     if (token < sequence_.num_earlier) return earlier_ + (token + mixer_.kernel - 1) * width_;
-    return rows_.qkv(sequence_.first_row + token - sequence_.num_earlier) + inputs_offset(mixer_) + begin_;
+    const int row = sequence_.first_row + token - sequence_.num_earlier;
+    if (op_.target == LinearTarget::block) return rows_.block(row) + begin_;
+    return rows_.qkv(row) + op_.first_column + inputs_offset(mixer_) + begin_;
   }
   // Convolves the inputs up to a token.
   void convolve(const RowKernels& kernels, int token, bool activates, int width, float* out) const {
@@ -61,6 +70,7 @@ class Mixers::Inputs {
   }
 
  private:
+  const Op& op_;
   const Mixer& mixer_;
   const Sequence& sequence_;
   const int begin_, width_;
@@ -143,6 +153,7 @@ void Mixers::run_part(const Op& op, int part, const Rows& rows, Buffer& memory) 
   const int end = std::min(first_of_part(of_sequence + 1, num_parts_, units) * kChannelUnit, m.channels);
   if (op.kind == OpKind::convolve) return convolve(op, sequence, begin, end, rows, memory);
   if (op.kind == OpKind::convolve_ngrams) return convolve_ngrams(op, sequence, begin, end, rows, memory);
+  if (op.kind == OpKind::convolve_inside) return convolve_inside(op, sequence, begin, end, rows, memory);
   convolve_shortly(op, sequence, begin, end, rows, memory);
 }
 
@@ -153,7 +164,7 @@ void Mixers::convolve_shortly(const Op& op, const Sequence& sequence, int begin,
   MixingMemory memory(buffer, size_t(Inputs::num_earlier(m, sequence) + 1) * width);
   float* const out = memory.take(width);
   const State state = this->state(op, sequence);
-  const Inputs inputs(m, sequence, state.source, begin, end, rows, memory.take(0));
+  const Inputs inputs(op, sequence, state.source, begin, end, rows, memory.take(0));
   const size_t row_bytes = activation_row_bytes(op.activation_kind, m.channels);
   const size_t offset = activation_offset(op.activation_kind, begin);
   for (int i = 0; i < sequence.num_rows; i++) {
@@ -167,6 +178,23 @@ void Mixers::convolve_shortly(const Op& op, const Sequence& sequence, int begin,
   inputs.store(state.target);
 }
 
+// Later tokens come first, because each is replaced after the last time that it is read.
+void Mixers::convolve_inside(const Op& op, const Sequence& sequence, int begin, int end, const Rows& rows,
+                             Buffer& buffer) const {
+  const Mixer& m = *op.mixer;
+  const int width = end - begin;
+  MixingMemory memory(buffer, size_t(Inputs::num_earlier(m, sequence) + 1) * width);
+  float* const out = memory.take(width);
+  const State state = this->state(op, sequence);
+  const Inputs inputs(op, sequence, state.source, begin, end, rows, memory.take(0));
+  inputs.store(state.target);
+  for (int i = sequence.num_rows - 1; i >= 0; i--) {
+    const int token = sequence.num_earlier + i;
+    inputs.convolve(model_.rows, token, false, width, out);
+    std::copy_n(out, width, inputs.at(token));
+  }
+}
+
 void Mixers::convolve_ngrams(const Op& op, const Sequence& sequence, int begin, int end, const Rows& rows,
                              Buffer& buffer) const {
   const Mixer& m = *op.mixer;
@@ -174,7 +202,7 @@ void Mixers::convolve_ngrams(const Op& op, const Sequence& sequence, int begin, 
   MixingMemory memory(buffer, size_t(Inputs::num_earlier(m, sequence) + 1) * width);
   float* const out = memory.take(width);
   const State state = this->state(op, sequence);
-  const Inputs inputs(m, sequence, state.source, begin, end, rows, memory.take(0));
+  const Inputs inputs(op, sequence, state.source, begin, end, rows, memory.take(0));
   for (int i = 0; num_convolved && i < sequence.num_rows; i++) {
     inputs.convolve(model_.rows, sequence.num_earlier + i, true, num_convolved, out);
     model_.rows.add_scaled(rows.streams(sequence.first_row + i) + begin, out, 1.0f, num_convolved);
@@ -190,7 +218,7 @@ void Mixers::convolve(const Op& op, const Sequence& sequence, int begin, int end
   MixingMemory memory(buffer, size_t(Inputs::num_earlier(m, sequence)) * width);
   const State state = this->state(op, sequence);
   const size_t num_recurrent = size_t(m.num_heads) * m.key_dim * m.value_dim;
-  const Inputs inputs(m, sequence, state.source ? state.source + num_recurrent : nullptr, begin, end, rows,
+  const Inputs inputs(op, sequence, state.source ? state.source + num_recurrent : nullptr, begin, end, rows,
                       memory.take(0));
   if (m.multipliers)
     for (int token = sequence.num_earlier; token < num_tokens; token++)
