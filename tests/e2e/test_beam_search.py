@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import torch
 import transformers
 from engine import LLM, BeamSearchParams
 from engine.protocol.errors import ParameterError
+from support.image_models import CHATS, Model
+from support.image_requests import NUM_TOKENS, chat
 from support.server import Server
 from support.tiny_checkpoints import qwen3_directory
 
@@ -109,6 +112,25 @@ def test_chats_are_searched(server: Server) -> None:
     found = [choice["token_ids"] for choice in answer["choices"]]
     assert len(found) == 2 and found[0] != found[1]
     assert all(choice["message"]["content"] for choice in answer["choices"])
+
+
+def test_beams_share_their_images(tmp_path: Path) -> None:
+    """Beams are those of transformers, also after a crash. They share the prompt's blocks."""
+    grid = Model(tmp_path, "idefics3")
+    request = chat(*CHATS[0]) | {"n": 3, "use_beam_search": True}
+    with Server(str(grid.path), "--dtype", "float32", "--device", "cpu") as server:
+        status, answer = server.post("/v1/chat/completions", request)
+        assert status == 200, answer
+        expected = grid.find_beams(0, answer["prompt_token_ids"], 3)
+        assert [choice["token_ids"] for choice in answer["choices"]] == expected
+        # The first step computes the prompt, and 3 beams of all others find all its full blocks.
+        num_steps, num_tokens = NUM_TOKENS - 1, len(answer["prompt_token_ids"])
+        hits = server.metric("engine:prefix_cache_hits_total")
+        assert hits >= 3 * num_steps * (num_tokens // 16 * 16 - 16)
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            again = pool.submit(server.post, "/v1/chat/completions", request)
+            server.child("core 0").kill()
+            assert [choice["token_ids"] for choice in again.result()[1]["choices"]] == expected
 
 
 @pytest.mark.parametrize(

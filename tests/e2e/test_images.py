@@ -245,25 +245,6 @@ def test_offline_callers_pass_images(grid: Model) -> None:
             llm.generate({"prompt": "a", "multi_modal_data": {"video": image}}, params)
 
 
-def test_beams_share_their_images(grid: Model, server: Server) -> None:
-    """Beams are those of transformers, also after a crash. They share the prompt's blocks."""
-    hits = server.metric("engine:prefix_cache_hits_total")
-    request = chat(*CHATS[0]) | {"n": 3, "use_beam_search": True}
-    status, answer = server.post("/v1/chat/completions", request)
-    assert status == 200, answer
-    expected = grid.find_beams(0, answer["prompt_token_ids"], 3)
-    assert [choice["token_ids"] for choice in answer["choices"]] == expected
-    # The first step computes the prompt, and 3 beams of all others find all its full blocks.
-    num_steps, num_tokens = NUM_TOKENS - 1, len(answer["prompt_token_ids"])
-    hits = server.metric("engine:prefix_cache_hits_total") - hits
-    assert hits >= 3 * num_steps * (num_tokens // 16 * 16 - 16)
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        again = pool.submit(server.post, "/v1/chat/completions", request)
-        server.child("core 0").kill()
-        assert [choice["token_ids"] for choice in again.result()[1]["choices"]] == expected
-    server.wait_until_whole()
-
-
 def test_tokenize_counts_the_tokens_of_images(server: Server) -> None:
     request = chat("the quick", picture(1, 200, 150))
     status, answer = server.post("/v1/chat/completions", request)

@@ -324,8 +324,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
     @property
     def tells_segments(self) -> bool:
         """True if the second text of a pair has its own token type. Only classification heads read pairs."""
-        head = self.score_head
-        return head is not None and not head.scores_vocabulary and self.num_token_types > 1
+        return self.num_token_types > 1 and ScoreHeadSpec.reads_pairs(self.score_head)
 
     @property
     def rotary_axes(self) -> set[int]:

@@ -1,5 +1,7 @@
 """The description of a classification head as data."""
 
+from __future__ import annotations
+
 from typing import Literal
 
 import msgspec
@@ -28,3 +30,8 @@ class ScoreHeadSpec(msgspec.Struct, frozen=True):
     scores_vocabulary: bool = False
     reduction: Literal["mean", "max", "sum"] | None = None
     num_logarithms: int = 0
+
+    @staticmethod
+    def reads_pairs(head: ScoreHeadSpec | None) -> bool:
+        """Return whether a head reads pairs of texts, which those that score the vocabulary do not."""
+        return head is not None and not head.scores_vocabulary
