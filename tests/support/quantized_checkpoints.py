@@ -222,7 +222,7 @@ def _mxfp4(w_OD: Tensor) -> Stored:
 
 
 def _packed_minifloats(kind: str, stored_as: str) -> Callable[[Tensor], Stored]:
-    """Store MXFP4 or NVFP4 as compressed-tensors or ModelOpt do."""
+    """Store MXFP4 or NVFP4 as compressed-tensors, ModelOpt or MiMo-V2.6 do."""
 
     def store(w_OD: Tensor) -> Stored:
         groups_OGN = w_OD.unflatten(1, (-1, 32 if kind == "mxfp4" else 16))
@@ -246,7 +246,7 @@ def _packed_minifloats(kind: str, stored_as: str) -> Callable[[Tensor], Stored]:
             stored_as: codes_OD[:, ::2] | codes_OD[:, 1::2] << 4,
             "weight_scale": stored_OG1.squeeze(2),
         }
-        if stored_as == "weight":
+        if kind == "nvfp4" and stored_as == "weight":
             tensors |= {"weight_scale_2": factor, "input_scale": torch.tensor(0.02)}
         elif kind == "nvfp4":
             tensors["weight_global_scale"] = (1 / factor).reshape(1)
@@ -317,6 +317,10 @@ FORMATS = {
             "weight_block_size": [BLOCK, BLOCK],
         },
         _float8_blocks,
+    ),
+    "fp8-mxfp4": Format(
+        {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK], "store_dtype": "mxfp4"},
+        _packed_minifloats("mxfp4", "weight"),
     ),
     "compressed-fp8": Format(
         _compressed(

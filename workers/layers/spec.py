@@ -215,9 +215,8 @@ class ModelSpec(msgspec.Struct, frozen=True):
     `tensor_names` translates the checkpoint's tensor names to those of Llama: each pair is a regular expression and its
     replacement, which are applied in order. Tensors whose names become empty are not used. Tensors are multiplied by
     `row_factors` when they are read. If `has_grouped_qkv`, one matrix has the rows of each key/value head together: its
-    query heads, its key and its value. If `num_qkv_blocks` is not 0, the matrix consists of that many blocks of heads,
-    each with queries, values and keys in this order (CodeGen, arXiv 2203.13474). If `has_transposed_matrices`, the
-    layers' matrices are stored as [inputs, outputs].
+    query heads, its key and its value. If `num_qkv_blocks` is not 0, it consists of that many blocks of heads, each in
+    the order `qkv_block_order`. If `has_transposed_matrices`, the layers' matrices are stored as [inputs, outputs].
     """
 
     model_type: str
@@ -302,6 +301,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
     row_factors: tuple[RowFactors, ...] = ()
     has_grouped_qkv: bool = False
     num_qkv_blocks: int = 0
+    qkv_block_order: Literal["qkv", "qvk"] = "qkv"
     has_transposed_matrices: bool = False
     is_causal: bool = True
     norms_stream: bool = False

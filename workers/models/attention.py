@@ -229,12 +229,21 @@ def qkv_rows(
         return [Rows(f"{prefix}qkv_proj", spec.num_kv_heads * size, part, order)]
     query_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     if spec.num_qkv_blocks:
-        rows_BPHK = torch.arange(3 * query_size).view(spec.num_qkv_blocks, 3, -1, spec.head_dim)
-        queries, values, keys = (each.flatten(0, 1) for each in rows_BPHK.unbind(1))
-        order_K, own = _rope_order(spec, layer), slice(heads.start, heads.stop)
-        parts = queries[own, order_K], keys[own, order_K], values[own]
-        order = torch.cat([part.flatten() for part in parts])
-        return [Rows(f"{prefix}qkv_proj", 3 * query_size, range(3 * query_size), order)]
+        value_size = spec.num_kv_heads * spec.output_dim
+        total = query_size + kv_size + value_size
+        sizes_by_kind = {"q": query_size, "k": kv_size, "v": value_size}
+        blocks = torch.arange(total).view(spec.num_qkv_blocks, -1)
+        widths = [sizes_by_kind[x] // spec.num_qkv_blocks for x in spec.qkv_block_order]
+        by_kind = dict(zip(spec.qkv_block_order, blocks.split(widths, 1), strict=True))
+        order_K = _rope_order(spec, layer)
+        queries, keys = (by_kind[x].reshape(-1, spec.head_dim)[:, order_K] for x in "qk")
+        # Values are padded to the size of the keys.
+        padded_K = torch.arange(spec.head_dim) % spec.output_dim
+        values = by_kind["v"].reshape(-1, spec.output_dim)[:, padded_K]
+        own, own_kv = slice(heads.start, heads.stop), slice(kv_heads.start, kv_heads.stop)
+        order = torch.cat([x.flatten() for x in (queries[own], keys[own_kv], values[own_kv])])
+        first, last = int(order.min()), int(order.max())
+        return [Rows(f"{prefix}qkv_proj", total, range(first, last + 1), order - first)]
     queries_part, keys_part = _elements(spec, heads), _elements(spec, kv_heads)
     if spec.gates_attention and not spec.has_gate_projection:
         part = range(2 * queries_part.start, 2 * queries_part.stop)

@@ -244,6 +244,7 @@ PUBLISHED = {
         _with_fused_qkv,
         suffix="Model",
     ),
+    "BailingMoeV3": Published("ling3", {}, {"gated_attention_proj_granularity_type": "head_wise"}),
     "BaiChuan": Published(
         "llama2",
         {"num_key_value_heads": 6},
@@ -268,6 +269,12 @@ PUBLISHED = {
         "llama-biases",
         {"mlp_bias": False},
         {"model_type": "internlm", "attention_bias": None, "bias": True},
+    ),
+    "MiMoV2": Published(
+        "mimo-v2",
+        {},
+        {"model_type": "mimo_v2", "attention_projection_layout": "fused_qkv"},
+        change=_with_fused_qkv,
     ),
     "Orion": Published(
         "llama2",

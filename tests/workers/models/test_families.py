@@ -24,7 +24,7 @@ from support.families import (
 from support.families.dense import LLAMA3
 from support.families.experts import LONG
 from support.families.multimodal import MULTIMODAL
-from support.families.published import LING, PUBLISHED, save_published
+from support.families.published import LING
 from support.gguf_writer import write_gguf
 from support.quantized_checkpoints import FORMATS, quantize_directory
 from transformers.models.mllama import MllamaTextConfig
@@ -177,15 +177,6 @@ def models(request, references):
     name, *native = request.param.split()
     reference = references(name)
     return (load_native_decoder if native else load_decoder)(reference.path), reference
-
-
-@pytest.mark.parametrize("load", [load_decoder, load_native_decoder])
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_logits_of_families_without_a_class_in_transformers(name, load, tmp_path):
-    reference = save_published(name, tmp_path)
-    tokens = prompt(NUM_TOKENS)
-    logits = Runner(load(tmp_path)).step({0: tokens})[0]
-    assert_same(logits, expected_logits(reference, tokens))
 
 
 @pytest.mark.parametrize("family", MULTIMODAL)

@@ -5,12 +5,16 @@ has one number, or one per output. With blocks, there is one scale per block, in
 despite its name), `weight_scale` or `scale`. With static activations, there is also one number `input_scale`.
 
 DeepSeek-V4 has experts of four bits among such modules: `weight` int8 [O, D / 2] has two elements in a byte, and
-`scale` one power of two for each 32 columns of a row.
+`scale` one power of two for each 32 columns of a row. Those of MiMo-V2.6 have uint8, and scales called `weight_scale`.
+
+The matrix of MiMo-V2.5 for queries, keys and values consists of parts of equal heights, one below the other, and each
+part has blocks of its own. The number of stored scales shows the height.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -19,7 +23,13 @@ from torch import Tensor
 
 from .matrix import ActivationScheme, QuantizedMatrix
 from .packed_minifloats import PackedMinifloatScheme
-from .scheme import ColumnGroups, QuantizationScheme, StoredModule, covering, shape_of
+from .scheme import ColumnGroups, QuantizationScheme, StoredModule, shape_of
+
+_MAX_PARTS: Final = 64
+_FOUR_BITS: Final = {
+    "I8": PackedMinifloatScheme("mxfp4", "weight", scale="scale"),
+    "U8": PackedMinifloatScheme("mxfp4", "weight"),
+}
 
 
 class Float8Scheme(QuantizationScheme):
@@ -32,20 +42,19 @@ class Float8Scheme(QuantizationScheme):
     def __init__(self, activations: ActivationScheme, block_size: tuple[int, int] | None) -> None:
         self._activations = activations
         self._block_size = block_size
-        self._four_bits = PackedMinifloatScheme("mxfp4", "weight", scale="scale")
         if block_size is not None:
-            self.marker_dtypes = frozenset({"F8_E4M3", "I8"})
+            self.marker_dtypes = frozenset({"F8_E4M3", *_FOUR_BITS})
 
     def matrix_shape(self, module: StoredModule) -> tuple[int, int]:
         """Return (O, D)."""
-        if module.dtype("weight") == "I8":
-            return self._four_bits.matrix_shape(module)
+        if (four_bits := _FOUR_BITS.get(module.dtype("weight") or "")) is not None:
+            return four_bits.matrix_shape(module)
         return shape_of(module, "weight")
 
     def matrix(self, module: StoredModule, rows: range, columns: range) -> QuantizedMatrix:
         """Read these rows and columns of a module's matrix."""
-        if module.dtype("weight") == "I8":
-            return self._four_bits.matrix(module, rows, columns)
+        if (four_bits := _FOUR_BITS.get(module.dtype("weight") or "")) is not None:
+            return four_bits.matrix(module, rows, columns)
         shape = self.matrix_shape(module)
         weight_OD = module.read("weight", shape, rows, columns)
         if self._block_size is None:
@@ -81,12 +90,26 @@ class Float8Scheme(QuantizationScheme):
         names = ("weight_scale_inv", "scale")
         name = next((name for name in names if module.has(name)), "weight_scale")
         groups = ColumnGroups.from_part(columns, block_columns, shape[1])
-        num_blocks = (-(-shape[0] // block_rows), -(-shape[1] // block_columns))
-        blocks = module.read(name, num_blocks, covering(rows, block_rows), groups.stored)
-        scale_OG = blocks.float()[
-            torch.arange(rows.start, rows.stop) // block_rows - rows.start // block_rows
-        ]
+        height = _height_of_parts(shape[0], block_rows, module.shape(name))
+        per_part = -(-height // block_rows)
+
+        def block_of(row: Any) -> Any:
+            return row // height * per_part + row % height // block_rows
+
+        first, last = block_of(rows.start), block_of(max(rows.start, rows.stop - 1))
+        num_blocks = (shape[0] // height * per_part, -(-shape[1] // block_columns))
+        blocks = module.read(name, num_blocks, range(first, last + 1), groups.stored)
+        scale_OG = blocks.float()[block_of(torch.arange(rows.start, rows.stop)) - first]
         return groups.expand(scale_OG), groups.size
+
+
+def _height_of_parts(num_rows: int, block_rows: int, stored: tuple[int, ...] | None) -> int:
+    """Return the height of the parts of a matrix with blocks of their own; that of the matrix if it has no parts."""
+    for count in range(1, _MAX_PARTS + 1):
+        height = num_rows // count
+        if count * height == num_rows and stored and stored[0] == count * -(-height // block_rows):
+            return height
+    return num_rows
 
 
 def is_float8(matrix: QuantizedMatrix) -> bool:

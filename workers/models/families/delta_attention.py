@@ -40,6 +40,8 @@ def _kimi_linear(fields: ConfigFields) -> ModelSpec:
         num_experts=256,
     )
     fields.require("mla_use_nope", True, ": latent attention has no rotation")
+    if fields.get("attn_res_block_size") is not None:
+        raise fields.error("attn_res_block_size is not supported; use a model without it")
     own = fields.section("linear_attn_config")
     attending = None if own is None else layer_indices(own, "full_attn_layers")
     # This config numbers layers from 1.
@@ -79,6 +81,9 @@ def _ling3(fields: ConfigFields) -> ModelSpec:
         moe_intermediate_size=768,
         num_experts=512,
     )
+    fields.require("gated_attention_proj_granularity_type", "head_wise")
+    for name in ("up_proj_norm", "use_kda_lora", "use_mla_nope", "use_nGPT", "value_norm"):
+        fields.require(name, False)
     period = fields.integer("layer_group_size", 6)
     rope = read_rope(fields, fields.integer("qk_rope_head_dim", 64), theta=6_000_000.0)
     # Layers after the last whole group attend, too.
@@ -294,6 +299,7 @@ def _ngrams(fields: ConfigFields) -> NgramSpec:
 
 FAMILIES = (
     Family("BailingHybridForCausalLM", "bailing_hybrid", _ling3),
+    Family("BailingMoeV3ForCausalLM", "bailing_hybrid", _ling3),
     Family("Glm5NextForConditionalGeneration", "glm5_next_text", _glm5_next),
     Family("KimiLinearForCausalLM", "kimi_linear", _kimi_linear),
     Family("Qwen4ExpForCausalLM", "qwen4_exp_text", _qwen4),

@@ -240,7 +240,7 @@ def _codegen(fields: ConfigFields) -> ModelSpec:
         raise fields.error(f"num_attention_heads must be a multiple of {num_blocks}")
     spec = _gptj(fields.with_defaults(num_hidden_layers=28))
     names = ((r".*\.attn\.causal_mask$", ""), *spec.tensor_names)
-    return replace(spec, num_qkv_blocks=num_blocks, tensor_names=names)
+    return replace(spec, num_qkv_blocks=num_blocks, qkv_block_order="qvk", tensor_names=names)
 
 
 def _gpt_neox(fields: ConfigFields) -> ModelSpec:

@@ -242,6 +242,30 @@ def _mimo_v2(fields: ConfigFields) -> ModelSpec:
     )
 
 
+def _mimo_v2_5(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of the text of a MiMo-V2.5 or V2.6.
+
+    With eight bits, the matrix for queries, keys and values consists of as many parts as a layer without a window has
+    key/value heads.
+    """
+    spec = _mimo_v2(fields.with_values({"sliding_window_size": None}))
+    layout = fields.text("attention_projection_layout", "split")
+    if layout not in ("split", "fused_qkv"):
+        raise fields.wrong("attention_projection_layout", "split or fused_qkv", layout)
+    quantization = fields.first_section("quantization_config").get("quant_method")
+    if layout == "split" or quantization != "fp8":
+        return spec
+    num_blocks = spec.num_kv_heads
+    for layer in spec.layers:
+        own = spec.for_layer(layer)
+        if own.num_heads % num_blocks or own.num_kv_heads % num_blocks:
+            raise fields.error(
+                f"num_attention_heads {own.num_heads} and swa_num_key_value_heads {own.num_kv_heads} must be "
+                f"multiples of num_key_value_heads {num_blocks}"
+            )
+    return replace(spec, num_qkv_blocks=num_blocks)
+
+
 _GATE = (r"\.self_attn\.g_proj\.", ".self_attn.gate_proj.")
 
 
@@ -424,6 +448,7 @@ FAMILIES = (
     Family("LagunaForCausalLM", "laguna", _laguna),
     Family("MellumForCausalLM", "mellum", _mellum),
     Family("MiMoV2FlashForCausalLM", "mimo_v2_flash", _mimo_v2),
+    Family("MiMoV2ForCausalLM", "mimo_v2", _mimo_v2_5),
     Family("Step3p5ForCausalLM", "step3p5", _step3),
     Family("Step3p7ForConditionalGeneration", "step3p7", _step3),
 )

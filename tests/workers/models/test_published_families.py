@@ -1,0 +1,58 @@
+"""Families that transformers has no class for give the logits of models with the same mathematics."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.decoders import Runner, load_decoder, load_native_decoder
+from support.families import assert_same, expected_logits, prompt
+from support.families.published import PUBLISHED, save_published
+from support.quantized_checkpoints import FORMATS
+
+pytestmark = pytest.mark.slow
+
+torch.set_num_threads(1)
+
+NUM_TOKENS = 60
+
+
+@pytest.mark.parametrize("load", [load_decoder, load_native_decoder])
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_logits_of_families_without_a_class_in_transformers(name, load, tmp_path):
+    reference = save_published(name, tmp_path)
+    tokens = prompt(NUM_TOKENS)
+    logits = Runner(load(tmp_path)).step({0: tokens})[0]
+    assert_same(logits, expected_logits(reference, tokens))
+
+
+@pytest.mark.parametrize("load", [load_decoder, load_native_decoder])
+def test_parts_of_a_matrix_may_have_fp8_blocks_of_their_own(load, tmp_path):
+    """The matrices of MiMo-V2.5 are stored as they were divided among devices."""
+    reference = save_published("MiMoV2", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for i, layer in enumerate(reference.model.layers):
+        attention = layer.self_attn
+        projections = [attention.q_proj, attention.k_proj, attention.v_proj]
+        weights = zip(*(module.weight.data.chunk(2) for module in projections), strict=True)
+        stored = [FORMATS["fp8-blocks"].store(torch.cat(parts)) for parts in weights]
+        heights = [len(module.weight) // 2 for module in projections]
+        values = zip(*(meaning.split(heights) for _, meaning in stored), strict=True)
+        for module, parts in zip(projections, values, strict=True):
+            module.weight.data = torch.cat(parts)
+        biases = zip(*(module.bias.data.chunk(2) for module in projections), strict=True)
+        module = f"model.layers.{i}.self_attn.qkv_proj"
+        tensors[f"{module}.bias"] = torch.cat([each for parts in biases for each in parts])
+        for name in stored[0][0]:
+            tensors[f"{module}.{name}"] = torch.cat([parts[name] for parts, _ in stored])
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = FORMATS["fp8-blocks"].config
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tokens = prompt(NUM_TOKENS)
+    logits, expected = (
+        Runner(load(tmp_path)).step({0: tokens})[0],
+        expected_logits(reference, tokens),
+    )
+    # The activations beside weights of eight bits are rounded, too.
+    assert torch.linalg.norm(logits - expected) < 0.01 * torch.linalg.norm(expected)
