@@ -7,46 +7,34 @@ dimension, V vocabulary, P positions.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from itertools import pairwise, zip_longest
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from ...protocol.arrays import Int32Array
-from ...protocol.checkpoint.vision.spec import VisionSpec
 from ..attention import DeviceAttention, as_backend
-from ..layers.layers import LayerKernels, RMSNorm
-from ..layers.parallel.parallel_layers import (
-    VocabParallelEmbedding,
-    VocabParallelHead,
-    unsampled_bias,
-)
+from ..layers.layers import LayerKernels
 from ..layers.parallel.shard import ModelShard
-from ..layers.rope import INDEX_AXIS, RotaryEmbedding
+from ..layers.rope import INDEX_AXIS, RopeSpec, RotaryEmbedding, RotaryTables
 from ..layers.spec import ModelSpec
 from ..loaders.checkpoint import Checkpoint
-from ..loaders.quantization.matrix import Weight
 from .altup import AltUpLayer, Streams
 from .cross_attention import QueryRecorder
 from .decoder_layer import DecoderLayer, added, read_norm
 from .hyper_connections import HyperLayer, Reducer, read_reducer
 from .layer_source import LayerSource
 from .lora.adapters import LoraAdapters
-from .lora.vocabulary import embedding_changes, head_changes
-from .ngrams.digits import from_digits, to_digits
-from .per_layer_inputs import PerLayerInputs
-from .positions.table import read_positions
 from .score_head import ScoreHead
 from .shared_blocks.block import Block
 from .shared_blocks.layer import SharedBlockLayer
 from .shared_blocks.restarts import Restarts
+from .stage.embedding import TokenEmbedding, read_embedding
+from .stage.head import OutputHead
+from .stage.layer_inputs import read_layer_inputs
 from .torch_decoder import TorchDecoder
 from .weights import ProgressCallback, WeightReader, weight_reader
-
-_TOKEN_TYPES: Final = "embed_token_types.weight"
 
 
 class Decoder(TorchDecoder):
@@ -100,49 +88,15 @@ class Decoder(TorchDecoder):
         self.loras = weights.loras = loras
         if loras is not None:
             loras.prepare(spec, shard, kernels, dtype)
-        tensor_parallel = shard.tensor_parallel
-        vocabulary = (spec.vocab_size, spec.hidden_size)
-        part = tensor_parallel.part(spec.vocab_size)
-        self._embeds = shard.is_first and spec.has_embedding
+        source = LayerSource(spec, weights, "", shard, kernels)
         is_tied = shard.is_last and spec.has_head and spec.tie_word_embeddings
-        if self._embeds or is_tied:
-            rows = spec.vocab_size + spec.num_unused_embeddings
-            embedding_vD = weights.read("embed_tokens.weight", rows, spec.hidden_size, part=part)
-        if self._embeds:
-            changes = embedding_changes(vocabulary, part, loras)
-            self._embed = VocabParallelEmbedding(
-                embedding_vD,
-                spec.vocab_size,
-                tensor_parallel,
-                None if changes is None else changes.apply_in_step,
-            )
-            self._embedding_norm: RMSNorm | None = None
-            if spec.has_embedding_norm:
-                self._embedding_norm = read_norm(spec, weights, "embed_norm", kernels)
-            self._per_layer_inputs: PerLayerInputs | None = None
-            if spec.per_layer_inputs is not None:
-                self._per_layer_inputs = PerLayerInputs(
-                    spec, spec.per_layer_inputs, weights, shard, kernels
-                )
-            self._streams: Streams | None = None
-            if spec.altup is not None:
-                self._streams = Streams(spec, spec.altup, weights, "altup_projections", kernels)
-            self._first_type_D: Tensor | None = None
-            self._second_type_D: Tensor | None = None
-            if spec.num_token_types:
-                types = weights.read(_TOKEN_TYPES, spec.num_token_types, spec.hidden_size)
-                self._first_type_D = types[0]
-                if spec.tells_segments:
-                    # The row of the first type is added to every token, and this difference to tokens of the second
-                    # type.
-                    self._second_type_D = types[1] - types[0]
-            self._positions_PD: Tensor | None = None
-            if spec.num_positions:
-                self._positions_PD = read_positions(spec, weights, max_model_len)
-        self._embedding_scale = spec.rounded_embedding_scale(dtype)
+        embeds = shard.is_first and spec.has_embedding
+        embedding_vD = read_embedding(source) if embeds or is_tied else None
+        self._embedding: TokenEmbedding | None = None
+        if embeds and embedding_vD is not None:
+            self._embedding = TokenEmbedding(source, embedding_vD, loras, max_model_len)
+        self._layer_inputs = read_layer_inputs(source)
         layers = spec.layers[shard.layers.start : shard.layers.stop]
-        self._last_shared_block = spec.last_shared_block
-        self._last_token_layer = spec.last_token_layer
         self._width = spec.stage_width(len(spec.layers))
         self._next_width = spec.stage_width(shard.layers.stop)
         self._restarts = Restarts(spec, weights) if spec.num_kept_states else None
@@ -153,31 +107,15 @@ class Decoder(TorchDecoder):
         self._last_streams: Streams | Reducer | None = None
         if shard.is_last:
             if spec.hyper_connections is not None:
-                source = LayerSource(spec, weights, "head_hc", shard, kernels)
-                self._last_streams = read_reducer(spec.hyper_connections, source)
+                self._last_streams = read_reducer(spec.hyper_connections, source.at("head_hc"))
             if spec.altup is not None:
                 self._last_streams = Streams(
                     spec, spec.altup, weights, "altup_unembed_projections", kernels
                 )
             self._norm = read_norm(spec, weights, "norm", kernels) if spec.has_final_norm else None
             self.score_head = ScoreHead.read(spec, weights, loras)
-        if shard.is_last and spec.has_head:
-            bias_v = weights.read_head_bias(spec.vocab_size, part) if spec.head_bias else None
-            if spec.tie_word_embeddings:
-                head: Weight = embedding_vD
-            elif spec.num_unsampled:
-                head = weights.read_padded_head(*vocabulary, part, spec.num_unsampled)
-                bias_v = unsampled_bias(spec, part).to(head)
-            else:
-                head = weights.read_head(*vocabulary, part, spec.num_unused_embeddings)
-            self._head_changes = head_changes(vocabulary, part, loras, bias_v)
-            self._head = VocabParallelHead(
-                head,
-                bias_v,
-                spec,
-                tensor_parallel,
-                kernels,
-            )
+            if spec.has_head:
+                self._head = OutputHead(source, embedding_vD if is_tied else None, loras)
         self._ropes = {
             rope: RotaryEmbedding(
                 rope,
@@ -213,48 +151,16 @@ class Decoder(TorchDecoder):
         """
         if self.shard.expert_group is not None:
             self.shard.expert_group.begin_round(self.join_round)
-        x_TD, per_layer = self._split(inputs)
-        kept_TE = None
-        if self._restarts is not None:
-            kept_TE, per_layer = (per_layer[0] if per_layer else None), ()
-        if self._embeds:
-            x_TD = self._embed_tokens(inputs)
-            if self._embedding_scale != 1.0:
-                x_TD *= self._embedding_scale
-            if self.placed is not None:
-                x_TD = self.placed.put_into(x_TD)
-            if self._positions_PD is not None:
-                x_TD += F.embedding(positions_T + self.spec.position_offset, self._positions_PD)
-            if self._embedding_norm is not None:
-                x_TD = self._embedding_norm(x_TD)
-            if self._per_layer_inputs is not None:
-                if self.placed is not None and isinstance(self.spec.encoder, VisionSpec):
-                    inputs = self.placed.replace_ids(inputs, self.spec.encoder.layer_token_id)
-                per_layer = self._per_layer_parts(self._per_layer_inputs(inputs, x_TD))
-            if self._streams is not None:
-                x_TD = self._streams.expand(x_TD)
-            elif self.spec.hyper_connections is not None:
-                x_TD = x_TD.repeat(1, self.spec.num_streams)
-            if self._last_shared_block >= 0:
-                per_layer = self._repeated(x_TD.clone())
-            elif self._last_token_layer >= 0:
-                per_layer = self._tokens_of_layers(inputs)
-        rotary = positions_T if self.rotary_T3 is None else self.rotary_T3
-        if self.rotary_T3 is not None and INDEX_AXIS in self.spec.rotary_axes:
-            rotary = torch.cat((rotary, positions_T[:, None].to(rotary.dtype)), 1)
-        tables = {
-            rope: self.kernels.rotary_tables(embedding, rotary if rope.axes else positions_T)
-            for rope, embedding in self._ropes.items()
-        }
-        if self._restarts is not None:
-            self._restarts.begin(kept_TE, x_TD)
+        x_TD, layer_inputs = self._begin(inputs, positions_T)
+        tables = self._rotary_tables(positions_T)
         if self.spec.source is not None:
             for layer in self._layers:
                 if layer.cross is not None:
                     layer.cross.reads_T1 = self.reads_T1
         block_TD, caches = None, iter(kv_caches)
         kept: dict[int, Tensor] = {}
-        own, rest = per_layer[: len(self._layers)], per_layer[len(self._layers) :]
+        num_own = len(self._layers)
+        own, rest = layer_inputs[:num_own], layer_inputs[num_own:]
         num_deepstack = 0 if self.placed is None else self.spec.num_deepstack_layers
         for index, (layer, inputs_TP) in enumerate(
             zip_longest(self._layers, own), self.shard.layers.start
@@ -276,25 +182,55 @@ class Decoder(TorchDecoder):
             if index < num_deepstack:
                 assert self.placed is not None
                 self.placed.add_to(x_TD, index)
-        if rest:
-            # The next stages need the embeddings, or the tokens, only once.
-            sent = rest if self._last_shared_block < 0 else rest[:1]
-            if self._last_token_layer >= 0:
-                sent = (to_digits(rest[0], x_TD.dtype),)
-            return torch.cat((added(x_TD, block_TD, self.spec, None), *sent), -1)
-        if self._restarts is not None and self._next_width > self._width:
-            return self._restarts.joined(added(x_TD, block_TD, self.spec, None))
+        if not self.shard.is_last:
+            return self._sent(added(x_TD, block_TD, self.spec, None), rest)
         if self._last_streams is not None:
             x_TD = self._last_streams.reduce(x_TD)
             return x_TD if self._norm is None else self._norm(x_TD)
         count = len(self.spec.layers)
         if count in self._kept_layers:
             kept[count] = self._layer_input(x_TD, block_TD)
-        x_TD = added(x_TD, block_TD, self.spec, self._norm if self.shard.is_last else None)
+        x_TD = added(x_TD, block_TD, self.spec, self._norm)
         if self._kept_layers:
             states = (x_TD, *(kept[index] for index in self._kept_layers))
             self.kept_hidden_TE = torch.cat([each.float() for each in states], 1)
         return x_TD
+
+    def _begin(self, inputs: Tensor, positions_T: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+        """Return the hidden states that the first layer of the shard reads, and the inputs of layers."""
+        received_TE: Tensor | None = None
+        layer_inputs: Sequence[Tensor] = ()
+        if self._embedding is not None:
+            x_TD = self._embedding.forward(inputs, positions_T, self.placed)
+            if self._layer_inputs is not None:
+                layer_inputs = self._layer_inputs.of_tokens(inputs, x_TD, self.placed)
+            x_TD = self._embedding.expand(x_TD)
+        else:
+            x_TD = inputs[:, : self._width]
+            if inputs.shape[1] > self._width:
+                received_TE = inputs[:, self._width :]
+            if self._layer_inputs is not None and received_TE is not None:
+                layer_inputs = self._layer_inputs.received(received_TE)
+        if self._restarts is not None:
+            self._restarts.begin(received_TE, x_TD)
+        return x_TD, layer_inputs
+
+    def _sent(self, x_TD: Tensor, layer_inputs: Sequence[Tensor]) -> Tensor:
+        """Return the hidden states, with whatever the next stage needs beside them."""
+        if self._layer_inputs is not None and layer_inputs:
+            return torch.cat((x_TD, *self._layer_inputs.sent(layer_inputs, x_TD.dtype)), -1)
+        if self._restarts is not None and self._next_width > self._width:
+            return self._restarts.joined(x_TD)
+        return x_TD
+
+    def _rotary_tables(self, positions_T: Tensor) -> dict[RopeSpec, RotaryTables]:
+        rotary = positions_T if self.rotary_T3 is None else self.rotary_T3
+        if self.rotary_T3 is not None and INDEX_AXIS in self.spec.rotary_axes:
+            rotary = torch.cat((rotary, positions_T[:, None].to(rotary.dtype)), 1)
+        return {
+            rope: self.kernels.rotary_tables(embedding, rotary if rope.axes else positions_T)
+            for rope, embedding in self._ropes.items()
+        }
 
     def _layer_input(self, x_TD: Tensor, block_TD: Tensor | None) -> Tensor:
         """Return the residual stream after the last block, without changing it."""
@@ -308,7 +244,8 @@ class Decoder(TorchDecoder):
 
         All tensor-parallel ranks must call this with the same tokens at the same time.
         """
-        return self._embed.base_rows(ids_T).float() * self._embedding_scale
+        assert self._embedding is not None
+        return self._embedding.base_rows(ids_T)
 
     @torch.inference_mode()
     def choose_tokens(
@@ -367,50 +304,10 @@ class Decoder(TorchDecoder):
             if isinstance(layer, DecoderLayer) and layer.experts is not None:
                 layer.experts.join_round(like)
 
-    def _embed_tokens(self, ids_T: Tensor) -> Tensor:
-        if self._first_type_D is None:
-            return self._embed(ids_T)
-        x_TD = self._embed(ids_T % self.spec.vocab_size) + self._first_type_D
-        if self._second_type_D is None:
-            return x_TD
-        is_second_T1 = (ids_T >= self.spec.vocab_size).unsqueeze(1)
-        return x_TD + is_second_T1 * self._second_type_D
-
-    def _split(self, inputs: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
-        """Split what the previous stage sent into the hidden states and the inputs of the layers."""
-        if self._embeds or inputs.shape[-1] == self._width:
-            return inputs, ()
-        x_TD, inputs_TE = inputs[:, : self._width], inputs[:, self._width :]
-        if self._restarts is not None:
-            return x_TD, (inputs_TE,)
-        if self._last_shared_block >= 0:
-            return x_TD, self._repeated(inputs_TE)
-        if self._last_token_layer >= 0:
-            return x_TD, self._tokens_of_layers(from_digits(inputs_TE))
-        return x_TD, self._per_layer_parts(inputs_TE)
-
-    def _repeated(self, embedding_TD: Tensor) -> Sequence[Tensor]:
-        """Return the tokens' embeddings for each layer up to the last one that needs them."""
-        return (embedding_TD,) * (self._last_shared_block + 1 - self.shard.layers.start)
-
-    def _tokens_of_layers(self, ids_T: Tensor) -> Sequence[Tensor]:
-        """Return the tokens for each layer up to the last one that needs them."""
-        return (ids_T,) * (self._last_token_layer + 1 - self.shard.layers.start)
-
-    def _per_layer_parts(self, inputs_TE: Tensor) -> Sequence[Tensor]:
-        """Return a separate tensor with the inputs of each layer."""
-        if self.spec.per_layer_inputs is not None:
-            return inputs_TE.split(self.spec.per_layer_inputs.size, -1)
-        sizes = [layer.input_size for layer in self.spec.layers]
-        return [part.contiguous() for part in inputs_TE.split(sizes, -1)]
-
     @torch.inference_mode()
     def compute_logits(self, hidden_SD: Tensor, slots_S: Int32Array | None = None) -> Tensor:
         """Return the logits [S, V] in float32, with the LoRA adapters of these slots; None for the base model."""
-        change = None
-        if self.loras is not None and self._head_changes is not None and slots_S is not None:
-            change = partial(self._head_changes.apply, adapters=self.loras.of_slots(slots_S))
-        return self._head.logits(hidden_SD, change)
+        return self._head.logits(hidden_SD, slots_S)
 
 
 def _make_layers(

@@ -1,0 +1,114 @@
+"""The embedding of tokens, with which the first pipeline stage begins.
+
+Shapes: T tokens of a step, D hidden size, v this rank's part of the vocabulary, P positions.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from ...layers.layers import RMSNorm
+from ...layers.parallel.parallel_layers import VocabParallelEmbedding
+from ...towers.placed import Placed
+from ..altup import Streams
+from ..decoder_layer import read_norm
+from ..layer_source import LayerSource
+from ..lora.adapters import LoraAdapters
+from ..lora.vocabulary import embedding_changes
+from ..positions.table import read_positions
+
+_TOKEN_TYPES: Final = "embed_token_types.weight"
+
+
+def read_embedding(source: LayerSource) -> Tensor:
+    """Return this rank's rows of the embedding [v, D]."""
+    spec = source.spec
+    part = source.shard.tensor_parallel.part(spec.vocab_size)
+    num_rows = spec.vocab_size + spec.num_unused_embeddings
+    return source.weights.read("embed_tokens.weight", num_rows, spec.hidden_size, part=part)
+
+
+class TokenEmbedding:
+    """The sum of a token's embedding and those of its type and position, scaled and normed as the model says.
+
+    Args:
+        source: The source of the model's weights.
+        embedding_vD: This rank's rows of the embedding.
+        loras: The LoRA adapters that requests may use.
+        max_model_len: The length of the longest sequence.
+
+    Raises:
+        ConfigError: A sequence may be longer than the table of positions.
+    """
+
+    def __init__(
+        self,
+        source: LayerSource,
+        embedding_vD: Tensor,
+        loras: LoraAdapters | None,
+        max_model_len: int,
+    ) -> None:
+        spec, weights = source.spec, source.weights
+        parallel = source.shard.tensor_parallel
+        vocabulary, part = (spec.vocab_size, spec.hidden_size), parallel.part(spec.vocab_size)
+        changes = embedding_changes(vocabulary, part, loras)
+        self._spec = spec
+        self._embed = VocabParallelEmbedding(
+            embedding_vD,
+            spec.vocab_size,
+            parallel,
+            None if changes is None else changes.apply_in_step,
+        )
+        self._scale = spec.rounded_embedding_scale(weights.dtype)
+        self._norm: RMSNorm | None = None
+        if spec.has_embedding_norm:
+            self._norm = read_norm(spec, weights, "embed_norm", source.kernels)
+        self._first_type_D: Tensor | None = None
+        self._second_type_D: Tensor | None = None
+        if spec.num_token_types:
+            types = weights.read(_TOKEN_TYPES, spec.num_token_types, spec.hidden_size)
+            self._first_type_D = types[0]
+            if spec.tells_segments:
+                # The row of the first type is added to every token, and this difference to tokens of the second type.
+                self._second_type_D = types[1] - types[0]
+        self._positions_PD: Tensor | None = None
+        if spec.num_positions:
+            self._positions_PD = read_positions(spec, weights, max_model_len)
+        self._streams: Streams | None = None
+        if spec.altup is not None:
+            self._streams = Streams(spec, spec.altup, weights, "altup_projections", source.kernels)
+
+    def forward(self, ids_T: Tensor, positions_T: Tensor, placed: Placed | None) -> Tensor:
+        """Return the embeddings [T, D]. The encoder outputs in `placed` replace those of their tokens."""
+        x_TD = self._with_type(ids_T)
+        if self._scale != 1.0:
+            x_TD *= self._scale
+        if placed is not None:
+            x_TD = placed.put_into(x_TD)
+        if self._positions_PD is not None:
+            x_TD += F.embedding(positions_T + self._spec.position_offset, self._positions_PD)
+        return x_TD if self._norm is None else self._norm(x_TD)
+
+    def expand(self, x_TD: Tensor) -> Tensor:
+        """Return the hidden states that the first layer reads: the embeddings, or the streams made of them."""
+        if self._streams is not None:
+            return self._streams.expand(x_TD)
+        if self._spec.num_streams:
+            return x_TD.repeat(1, self._spec.num_streams)
+        return x_TD
+
+    def base_rows(self, ids_T: Tensor) -> Tensor:
+        """Return the scaled embeddings, float32 [T, D], without those of adapters, types and positions."""
+        return self._embed.base_rows(ids_T).float() * self._scale
+
+    def _with_type(self, ids_T: Tensor) -> Tensor:
+        if self._first_type_D is None:
+            return self._embed(ids_T)
+        x_TD = self._embed(ids_T % self._spec.vocab_size) + self._first_type_D
+        if self._second_type_D is None:
+            return x_TD
+        is_second_T1 = (ids_T >= self._spec.vocab_size).unsqueeze(1)
+        return x_TD + is_second_T1 * self._second_type_D

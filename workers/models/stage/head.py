@@ -1,0 +1,53 @@
+"""The output projection, with which the last pipeline stage ends.
+
+Shapes: S tokens to be sampled, D hidden size, V vocabulary, v this rank's part of it.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from torch import Tensor
+
+from ....protocol.arrays import Int32Array
+from ...layers.parallel.parallel_layers import VocabParallelHead, unsampled_bias
+from ...loaders.quantization.matrix import Weight
+from ..layer_source import LayerSource
+from ..lora.adapters import LoraAdapters
+from ..lora.vocabulary import head_changes
+
+
+class OutputHead:
+    """Computes the logits of hidden states, with the LoRA adapters of their requests.
+
+    Args:
+        source: The source of the model's weights.
+        embedding_vD: This rank's rows of the embedding, if the model uses them as its output projection.
+        loras: The LoRA adapters that requests may use.
+    """
+
+    def __init__(
+        self, source: LayerSource, embedding_vD: Tensor | None, loras: LoraAdapters | None
+    ) -> None:
+        spec, weights = source.spec, source.weights
+        parallel = source.shard.tensor_parallel
+        vocabulary, part = (spec.vocab_size, spec.hidden_size), parallel.part(spec.vocab_size)
+        bias_v = weights.read_head_bias(spec.vocab_size, part) if spec.head_bias else None
+        head: Weight
+        if embedding_vD is not None:
+            head = embedding_vD
+        elif spec.num_unsampled:
+            head = weights.read_padded_head(*vocabulary, part, spec.num_unsampled)
+            bias_v = unsampled_bias(spec, part).to(head)
+        else:
+            head = weights.read_head(*vocabulary, part, spec.num_unused_embeddings)
+        self._loras = loras
+        self._changes = head_changes(vocabulary, part, loras, bias_v)
+        self._head = VocabParallelHead(head, bias_v, spec, parallel, source.kernels)
+
+    def logits(self, hidden_SD: Tensor, slots_S: Int32Array | None) -> Tensor:
+        """Return the logits, float32 [S, V], with the adapters of these slots; None for the base model."""
+        change = None
+        if self._loras is not None and self._changes is not None and slots_S is not None:
+            change = partial(self._changes.apply, adapters=self._loras.of_slots(slots_S))
+        return self._head.logits(hidden_SD, change)
