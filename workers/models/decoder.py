@@ -14,18 +14,24 @@ import torch
 from torch import Tensor
 
 from ...protocol.arrays import Int32Array
+from ...protocol.checkpoint.recurrent_layers import InnerConvolutions
 from ..attention import DeviceAttention, as_backend
 from ..layers.layers import LayerKernels
 from ..layers.parallel.shard import ModelShard
 from ..layers.rope import INDEX_AXIS, RopeSpec, RotaryEmbedding, RotaryTables
-from ..layers.spec import ModelSpec
+from ..layers.spec import LayerSpec, ModelSpec
 from ..loaders.checkpoint import Checkpoint
-from .altup import AltUpLayer, Streams
 from .cross_attention import QueryRecorder
-from .decoder_layer import DecoderLayer, added, read_norm
-from .hyper_connections import HyperLayer, Reducer, read_reducer
+from .decoder_layer import DecoderLayer
+from .layer_kinds.altup import AltUpLayer, Streams
+from .layer_kinds.convolved import ConvolvedLayer
+from .layer_kinds.hyper_connections import HyperLayer, Reducer, read_reducer
+from .layer_kinds.image_reader import ImageReaderLayer
+from .layer_kinds.normed_stream import NormedStreamLayer
+from .layer_kinds.parallel import ParallelLayer
 from .layer_source import LayerSource
 from .lora.adapters import LoraAdapters
+from .norms import added, read_norm
 from .score_head import ScoreHead
 from .shared_blocks.block import Block
 from .shared_blocks.layer import SharedBlockLayer
@@ -339,9 +345,19 @@ def _make_layers(
         elif (hyper := spec.hyper_connections) is not None:
             layers.append(HyperLayer(hyper, layer, source, attention))
         else:
-            decoder = DecoderLayer(layer, source, attention)
+            decoder = _layer_kind(own, layer)(layer, source, attention)
             if spec.latent is not None and layer.kv_source is not None and layer.chooses_keys:
                 decoder.copy_keys(of_weights[layer.kv_source])
             of_weights[number] = decoder
             layers.append(decoder)
     return layers
+
+
+def _layer_kind(spec: ModelSpec, layer: LayerSpec) -> type[DecoderLayer]:
+    if layer.reads_source and not layer.attends:
+        return ImageReaderLayer
+    if isinstance(layer.recurrent, InnerConvolutions):
+        return ConvolvedLayer
+    if spec.norms_stream:
+        return NormedStreamLayer
+    return ParallelLayer if spec.is_parallel else DecoderLayer

@@ -8,23 +8,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ...protocol.checkpoint.recurrent_layers import InnerConvolutions
 from ..attention import DeviceAttention, as_backend
 from ..attention.compressed import CompressedCache
 from ..layers.layers import (
-    GatedNorm,
-    HeadNorm,
-    InputScaledNorm,
-    LayerKernels,
-    LayerNorm,
     Linear,
     RMSNorm,
 )
 from ..layers.rope import RotaryTables
-from ..layers.spec import LayerSpec, ModelSpec
+from ..layers.spec import LayerSpec
 from .attention import Attention
 from .compressed.attention import CompressedAttention
 from .cross_attention import CrossAttention
@@ -32,62 +26,10 @@ from .experts.mixture import Experts, ExpertsBesideMLP
 from .latent.attention import LatentAttention
 from .layer_source import LayerSource
 from .mixers import Mixer, make_mixer
-from .mixers.inner_convolutions import LayerConvolutions, StepConvolutions
 from .mlp import MLP
+from .norms import added, read_norm
 from .per_layer_inputs import PerLayerBlock
 from .residual_gate import ResidualGate
-from .weights import WeightReader
-
-
-def added(x_TD: Tensor, block_TD: Tensor | None, spec: ModelSpec, norm: RMSNorm | None) -> Any:
-    """Add a block's output to the residual stream in place. Return the stream, normed if there is a norm."""
-    if norm is not None and spec.interpolates_blocks:
-        if block_TD is not None:
-            x_TD.add_(block_TD)
-        return x_TD.copy_(norm(x_TD))
-    if block_TD is None:
-        return x_TD if norm is None else norm(x_TD)
-    if norm is None:
-        return x_TD.add_(block_TD, alpha=spec.residual_multiplier)
-    return norm.add_and_norm(x_TD, block_TD, spec.residual_multiplier)
-
-
-def read_norm(
-    spec: ModelSpec,
-    weights: WeightReader,
-    name: str,
-    kernels: LayerKernels,
-    consumer: Linear | None = None,
-) -> RMSNorm:
-    """Return the norm called `name` over the hidden size."""
-    size, offset = spec.hidden_size, spec.norm_offset(name)
-    eps = spec.hidden_norm_eps(name)
-    if spec.norm_gate is not None and spec.norm_gate.applies(name):
-        down, up = (
-            kernels.linear(weights.read_matrix(f"{name}.gate.{part}.weight", *shape))
-            for part, shape in (
-                ("down", (spec.norm_gate.rank, size)),
-                ("up", (size, spec.norm_gate.rank)),
-            )
-        )
-        return GatedNorm(weights.read_vector(f"{name}.weight", size), eps, down, up)
-    if offset is None:
-        weight_D = torch.ones(size, device=weights.device)
-    else:
-        weight_D = weights.read_vector(f"{name}.weight", size) + offset
-    if spec.scales_input(name):
-        return InputScaledNorm(weight_D, eps)
-    if spec.norm_kind == "rms":
-        return kernels.norm(weight_D, eps, consumer)
-    bias_D = weights.read_vector(f"{name}.bias", size) if spec.norm_bias else None
-    return LayerNorm(weight_D, eps, bias_D)
-
-
-def read_stream_norm(spec: ModelSpec, weights: WeightReader, name: str) -> HeadNorm:
-    """Return the norm called `name` of each stream [T, N, D]. All streams have weights of their own."""
-    shape = spec.num_streams, spec.hidden_size
-    weight_E = weights.read_vector(f"{name}.weight", shape[0] * shape[1])
-    return HeadNorm(weight_E.view(shape) + spec.norm_weight_offset, spec.norm_eps)
 
 
 def _attention(
@@ -133,20 +75,12 @@ class DecoderLayer:
             self._attention = _attention(layer, source.at("self_attn."), attention)
             if not (spec.latent and spec.latent.indexer and spec.latent.indexer.norms_inputs):
                 consumer = self._attention.qkv
-        self._convolutions: LayerConvolutions | None = None
-        if isinstance(layer.recurrent, InnerConvolutions):
-            self._convolutions = LayerConvolutions(layer.recurrent, source)
-        elif layer.recurrent is not None:
+        if layer.recurrent is not None and not isinstance(layer.recurrent, InnerConvolutions):
             self._mixer = make_mixer(layer.recurrent, source.at("mixer."))
         if layer.reads_source:
             self.cross = CrossAttention(source.at("cross_attn."), as_backend(attention))
             self._cross_input_norm = norm(norms.cross_input, self.cross.queries)
             self._cross_output_norm = norm(norms.cross_output)
-            if not layer.attends:
-                self._gates = [
-                    weights.read(f"{prefix}cross_attn_{name}_gate", 1).tanh()
-                    for name in ("attn", "mlp")
-                ]
         is_shared = spec.is_parallel and norms.mlp_input is None
         self._attention_input_norm = self._attention_output_norm = None
         if layer.cache_groups:
@@ -210,41 +144,26 @@ class DecoderLayer:
 
         `caches` are the tensors and the metadata of the layer's `cache_groups`. `inputs_TP` is the layer's own input.
         """
-        convolutions: StepConvolutions | None = None
-        if self._convolutions is not None:
-            convolutions = self._convolutions.in_step(*caches[-1], x_TD.dtype)
-        if self.cross is not None and self._attention is None:
-            return self._read_images(self.cross, x_TD, block_TD, caches[-1])
         if self.cache_groups:
             x = added(x_TD, block_TD, self._spec, self._attention_input_norm)
             if self._reads_input:
                 x = inputs_TP
-            block_TD = self._mixed(x, positions_T, tables, caches, convolutions)
-            if self._attention_output_norm is not None and not self._spec.norms_stream:
+            block_TD = self._mixed(x, positions_T, tables, caches)
+            if self._attention_output_norm is not None:
                 block_TD = self._attention_output_norm(block_TD)
             if self._attention_gate is not None:
                 block_TD = self._attention_gate.scale(x_TD, block_TD)
             if self.cross is not None:
-                block_TD = self._read_source(self.cross, x_TD, block_TD, caches[-1])
+                x = added(x_TD, block_TD, self._spec, self._cross_input_norm)
+                block_TD = self.cross.forward(x, *caches[-1])
+                if self._cross_output_norm is not None:
+                    block_TD = self._cross_output_norm(block_TD)
         if self._mlp is None:
-            assert block_TD is not None
             return block_TD
-        if self._spec.norms_stream:
-            norm = self._attention_output_norm if self.cross is None else self._cross_output_norm
-            self._add_and_norm(x_TD, block_TD, norm)
-            self._add_and_norm(x_TD, self._mlp.forward(x_TD), self._mlp_output_norm)
-            return None
-        if self._spec.is_parallel:
-            assert block_TD is not None
-            if self._mlp_input_norm is not None:
-                x = self._mlp_input_norm(x_TD)
-            return block_TD.add_(self._mlp.forward(x))
         x = added(x_TD, block_TD, self._spec, self._mlp_input_norm)
         if self.shortcut is not None:
             self.shortcut_TD = self.shortcut.forward(x)
         block_TD = self._feed(x, inputs_TP)
-        if convolutions is not None:
-            block_TD = convolutions.of_mlp(block_TD)
         if self.previous is not None and self.previous.shortcut_TD is not None:
             block_TD = block_TD + self.previous.shortcut_TD
             self.previous.shortcut_TD = None
@@ -269,33 +188,6 @@ class DecoderLayer:
             return self._mlp.forward(x_TD, token_ids_T=inputs_TP)
         return self._mlp.forward(x_TD)
 
-    def _read_source(
-        self, cross: CrossAttention, x_TD: Tensor, block_TD: Tensor, cache: tuple[Tensor, Any]
-    ) -> Tensor:
-        """Add the attention's output to the stream, and return the output of the cross attention."""
-        if self._spec.norms_stream:
-            self._add_and_norm(x_TD, block_TD, self._attention_output_norm)
-            return cross.forward(x_TD, *cache)
-        read_TD = cross.forward(added(x_TD, block_TD, self._spec, self._cross_input_norm), *cache)
-        return read_TD if self._cross_output_norm is None else self._cross_output_norm(read_TD)
-
-    def _read_images(
-        self,
-        cross: CrossAttention,
-        x_TD: Tensor,
-        block_TD: Tensor | None,
-        cache: tuple[Tensor, Any],
-    ) -> Tensor | None:
-        """Return the output of a layer that changes only tokens with an image before them."""
-        if cross.reads_T1 is None:
-            return block_TD
-        assert self._mlp is not None
-        spec, (attention_gate, mlp_gate) = self._spec, self._gates
-        attended_TD = cross.forward(added(x_TD, block_TD, spec, self._cross_input_norm), *cache)
-        attended_TD.mul_(attention_gate).masked_fill_(~cross.reads_T1, 0)
-        output_TD = self._mlp.forward(added(x_TD, attended_TD, spec, self._mlp_input_norm))
-        return output_TD.mul_(mlp_gate).masked_fill_(~cross.reads_T1, 0)
-
     @property
     def experts(self) -> Experts | None:
         """The mixture of experts of the layer, if it has one."""
@@ -305,27 +197,15 @@ class DecoderLayer:
             return self.shortcut
         return self._mlp if isinstance(self._mlp, Experts) else None
 
-    def _add_and_norm(self, x_TD: Tensor, block_TD: Tensor | None, norm: RMSNorm | None) -> None:
-        """Add a block's output to the stream, and replace the stream by its norm."""
-        assert block_TD is not None and norm is not None
-        x_TD.copy_(norm.add_and_norm(x_TD, block_TD, self._spec.residual_multiplier))
-
     def _mixed(
         self,
         x: Any,
         positions_T: Tensor,
         tables: RotaryTables | None,
         caches: Sequence[tuple[Tensor, Any]],
-        convolutions: StepConvolutions | None = None,
     ) -> Tensor:
-        """Return the sum of the outputs of attention and recurrent mixer, or the convolved output of attention."""
+        """Return the sum of the outputs of attention and recurrent mixer."""
         outputs = []
-        if convolutions is not None:
-            assert isinstance(self._attention, Attention)
-            attended_TD = self._attention.forward(
-                x, positions_T, tables, *caches[0], convolutions.of_keys
-            )
-            return convolutions.of_attention(attended_TD)
         if isinstance(self._attention, CompressedAttention):
             return self._attention.forward(x, tables, caches)
         if self._attention is not None:

@@ -15,10 +15,10 @@ from torch.nn import functional as F
 from ....protocol.checkpoint.recurrent_layers import GatedDeltaNet
 from ...layers.spec import LayerSpec
 from ...layers.specs.ngram import NgramSpec
-from ..decoder_layer import read_stream_norm
 from ..layer_source import LayerSource
 from ..mixers.mixer import CausalConvolution
 from ..mixers.states import StateBatch, StateCache
+from ..norms import read_stream_norm
 from .digits import from_digits, to_digits
 from .embedding import NgramEmbedding
 

@@ -15,9 +15,9 @@ from ....protocol.checkpoint.recurrent_layers import InnerConvolutions
 from ...layers.rope import RotaryTables
 from ...layers.spec import LayerSpec
 from ..cross_attention import CrossAttention
-from ..decoder_layer import added, read_norm
 from ..layer_source import LayerSource
 from ..mixers import make_mixer
+from ..norms import added, read_norm
 from .block import Block
 
 

@@ -13,11 +13,11 @@ from torch.nn import functional as F
 from ...layers.layers import RMSNorm
 from ...layers.parallel.parallel_layers import VocabParallelEmbedding
 from ...towers.placed import Placed
-from ..altup import Streams
-from ..decoder_layer import read_norm
+from ..layer_kinds.altup import Streams
 from ..layer_source import LayerSource
 from ..lora.adapters import LoraAdapters
 from ..lora.vocabulary import embedding_changes
+from ..norms import read_norm
 from ..positions.table import read_positions
 
 _TOKEN_TYPES: Final = "embed_token_types.weight"

@@ -12,14 +12,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..attention import DeviceAttention
-from ..layers.layers import RMSNorm
-from ..layers.rope import RotaryTables
-from ..layers.spec import LayerSpec
-from ..layers.specs.hyper import HyperConnectionsSpec
-from .decoder_layer import DecoderLayer, read_stream_norm
-from .layer_source import LayerSource
-from .ngrams.block import NgramBlock
+from ...attention import DeviceAttention
+from ...layers.layers import RMSNorm
+from ...layers.rope import RotaryTables
+from ...layers.spec import LayerSpec
+from ...layers.specs.hyper import HyperConnectionsSpec
+from ..decoder_layer import DecoderLayer
+from ..layer_source import LayerSource
+from ..ngrams.block import NgramBlock
+from ..norms import read_stream_norm
 
 
 class StreamSum:

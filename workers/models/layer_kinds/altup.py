@@ -12,17 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..attention import AttentionBackend
-from ..layers.layers import LayerKernels, RMSNorm
-from ..layers.rope import RotaryTables
-from ..layers.spec import LayerSpec, ModelSpec
-from ..layers.specs.altup import AltUpSpec
-from .attention import Attention
-from .cross_attention import CrossAttention
-from .layer_source import LayerSource
-from .mlp import MLP
-from .per_layer_inputs import PerLayerBlock
-from .weights import WeightReader
+from ...attention import AttentionBackend
+from ...layers.layers import LayerKernels, RMSNorm
+from ...layers.rope import RotaryTables
+from ...layers.spec import LayerSpec, ModelSpec
+from ...layers.specs.altup import AltUpSpec
+from ..attention import Attention
+from ..cross_attention import CrossAttention
+from ..layer_source import LayerSource
+from ..mlp import MLP
+from ..per_layer_inputs import PerLayerBlock
+from ..weights import WeightReader
 
 _SMALLEST_SQUARE = 1e-5
 

@@ -1,0 +1,60 @@
+"""A decoder layer with short convolutions of its keys, its values and its blocks' outputs (Inkling).
+
+Shapes: T tokens of a step, D hidden size, P size of a layer's own inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ....protocol.checkpoint.recurrent_layers import InnerConvolutions
+from ...attention import DeviceAttention
+from ...layers.rope import RotaryTables
+from ...layers.spec import LayerSpec
+from ..attention import Attention
+from ..decoder_layer import DecoderLayer
+from ..layer_source import LayerSource
+from ..mixers.inner_convolutions import LayerConvolutions, StepConvolutions
+
+
+class ConvolvedLayer(DecoderLayer):
+    """A decoder layer that convolves what its attention and its MLP compute."""
+
+    _step: StepConvolutions
+
+    def __init__(self, layer: LayerSpec, source: LayerSource, attention: DeviceAttention) -> None:
+        super().__init__(layer, source, attention)
+        assert isinstance(layer.recurrent, InnerConvolutions)
+        self._convolutions = LayerConvolutions(layer.recurrent, source)
+
+    def forward(
+        self,
+        x_TD: Tensor,
+        block_TD: Tensor | None,
+        positions_T: Tensor,
+        tables: RotaryTables | None,
+        caches: Sequence[tuple[Tensor, Any]],
+        inputs_TP: Tensor | None,
+    ) -> Tensor | None:
+        """Do as `DecoderLayer.forward`, with the convolutions' states in the last of `caches`."""
+        self._step = self._convolutions.in_step(*caches[-1], x_TD.dtype)
+        return super().forward(x_TD, block_TD, positions_T, tables, caches, inputs_TP)
+
+    def _mixed(
+        self,
+        x: Any,
+        positions_T: Tensor,
+        tables: RotaryTables | None,
+        caches: Sequence[tuple[Tensor, Any]],
+    ) -> Tensor:
+        assert isinstance(self._attention, Attention)
+        attended_TD = self._attention.forward(
+            x, positions_T, tables, *caches[0], self._step.of_keys
+        )
+        return self._step.of_attention(attended_TD)
+
+    def _feed(self, x_TD: Any, inputs_TP: Tensor | None) -> Tensor:
+        return self._step.of_mlp(super()._feed(x_TD, inputs_TP))

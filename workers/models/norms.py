@@ -1,0 +1,74 @@
+"""The norms over the hidden size, and the residual stream that they read.
+
+Shapes: T tokens of a step, N streams, D hidden size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..layers.layers import (
+    GatedNorm,
+    HeadNorm,
+    InputScaledNorm,
+    LayerKernels,
+    LayerNorm,
+    Linear,
+    RMSNorm,
+)
+from ..layers.spec import ModelSpec
+from .weights import WeightReader
+
+
+def added(x_TD: Tensor, block_TD: Tensor | None, spec: ModelSpec, norm: RMSNorm | None) -> Any:
+    """Add a block's output to the residual stream in place. Return the stream, normed if there is a norm."""
+    if norm is not None and spec.interpolates_blocks:
+        if block_TD is not None:
+            x_TD.add_(block_TD)
+        return x_TD.copy_(norm(x_TD))
+    if block_TD is None:
+        return x_TD if norm is None else norm(x_TD)
+    if norm is None:
+        return x_TD.add_(block_TD, alpha=spec.residual_multiplier)
+    return norm.add_and_norm(x_TD, block_TD, spec.residual_multiplier)
+
+
+def read_norm(
+    spec: ModelSpec,
+    weights: WeightReader,
+    name: str,
+    kernels: LayerKernels,
+    consumer: Linear | None = None,
+) -> RMSNorm:
+    """Return the norm called `name` over the hidden size."""
+    size, offset = spec.hidden_size, spec.norm_offset(name)
+    eps = spec.hidden_norm_eps(name)
+    if spec.norm_gate is not None and spec.norm_gate.applies(name):
+        down, up = (
+            kernels.linear(weights.read_matrix(f"{name}.gate.{part}.weight", *shape))
+            for part, shape in (
+                ("down", (spec.norm_gate.rank, size)),
+                ("up", (size, spec.norm_gate.rank)),
+            )
+        )
+        return GatedNorm(weights.read_vector(f"{name}.weight", size), eps, down, up)
+    if offset is None:
+        weight_D = torch.ones(size, device=weights.device)
+    else:
+        weight_D = weights.read_vector(f"{name}.weight", size) + offset
+    if spec.scales_input(name):
+        return InputScaledNorm(weight_D, eps)
+    if spec.norm_kind == "rms":
+        return kernels.norm(weight_D, eps, consumer)
+    bias_D = weights.read_vector(f"{name}.bias", size) if spec.norm_bias else None
+    return LayerNorm(weight_D, eps, bias_D)
+
+
+def read_stream_norm(spec: ModelSpec, weights: WeightReader, name: str) -> HeadNorm:
+    """Return the norm called `name` of each stream [T, N, D]. All streams have weights of their own."""
+    shape = spec.num_streams, spec.hidden_size
+    weight_E = weights.read_vector(f"{name}.weight", shape[0] * shape[1])
+    return HeadNorm(weight_E.view(shape) + spec.norm_weight_offset, spec.norm_eps)
