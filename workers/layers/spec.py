@@ -44,7 +44,7 @@ class LayerSpec(msgspec.Struct, frozen=True):
 
     `recurrent` is None for layers that only attend; its state is in the group `state_group`. A recurrent layer attends
     as well if `attends`: both parts read the same input, and their outputs are added, unless the recurrent part is
-    convolutions within the layer. Unless `has_mlp`, a layer has neither MLP nor experts. `norms` replaces the model's.
+    convolutions within the layer. Without `has_mlp`, there is neither MLP nor experts. `norms` replaces the model's.
     `has_sinks` applies only to models with sinks.
 
     If not None, `num_heads`, `head_dim`, `num_kv_heads`, `attention_scale`, `latent` and `intermediate_size` override
@@ -184,29 +184,29 @@ class ModelSpec(msgspec.Struct, frozen=True):
     which is row position + `position_offset` of a table. With `sinusoids`, the table is not stored, but consists of
     sines and cosines (arXiv 1706.03762). If `num_token_types` is not 0, the embedding of the token's type is added as
     well: the first type, or the second for token ids from `vocab_size` on, if the model distinguishes segments of a
-    prompt. `alibi_slopes` has the factor of each query head on the distance to a key, which is subtracted
-    from the score (ALiBi, arXiv 2108.12409). If `rounds_alibi`, the factor times the key's position, a product of
-    bfloat16 numbers, is added to the score before it is scaled instead (Falcon). If `num_distance_buckets` is not 0,
-    each query head adds a number to the score for each bucket of distances up to `max_distance` (T5, arXiv
-    1910.10683); with `has_layer_distance_biases`, each layer has its own numbers (umT5, arXiv 2304.09151). With
-    `relative_biases`, the number depends on the query, too. If `has_sinks`, each query head has one more score in every
-    softmax, without a value.
+    prompt. `alibi_slopes` has the factor of each query head on the distance to a key, which is subtracted from the
+    score (ALiBi, arXiv 2108.12409). If `rounds_alibi`, the factor times the key's position, a product of bfloat16
+    numbers, is added to the score before it is scaled instead (Falcon). If `num_distance_buckets` is not 0, each query
+    head adds a number to the score for each bucket of distances up to `max_distance` (T5, arXiv 1910.10683); with
+    `has_layer_distance_biases`, each layer has its own numbers (umT5, arXiv 2304.09151). With `relative_biases`, the
+    number depends on the query, too. If `has_sinks`, each query head has one valueless score in every softmax.
 
     With `latent`, there is one key/value head, and `head_dim` is the size of its keys in the cache. With `compressed`,
     there is one, too, and its keys are also the values. With `block_indexer`, each index key is stored in the cache as
-    one more head's key. No token has the last `num_unused_embeddings` rows of the embedding, and no output the last
-    `num_unsampled` tokens.
+    one more head's key. The last `num_unused_embeddings` rows of the embedding belong to no token, and the last
+    `num_unsampled` tokens have no logits.
 
-    Hidden states are multiplied by `embedding_scale` after the embedding, and every block's output by
-    `residual_multiplier` before it is added. If `averages_blocks`, a hidden state is the sum of the embedding and the
-    outputs of n blocks, divided by the square root of n + 1. This changes nothing but the epsilons of norms, so the
-    stream holds the sum. If `residual_temperature` is not 0, each element of a stream and of a block's normed output
-    has its own factor: those of the output are the sigmoids of stored gates, divided by this temperature, and those of
-    the stream keep the variance of the sum. If `interpolates_blocks`, the stream is normed to x before a block, and
-    then becomes (1 - a) * x + a * output, where a is the absolute value of a stored gate divided by the temperature
-    (nGPT, arXiv 2410.01131). The outputs of attention, recurrent parts and MLPs, and the gates of MLPs, have their own
-    multipliers. If `has_layer_scales`, a layer's output is multiplied by a stored number. Logits are divided by
-    `logits_divisor`, then capped to +-`final_softcap`.
+    Embeddings are multiplied by `embedding_scale`, and every block's output by `residual_multiplier` before it is
+    added. If `averages_blocks`, a hidden state is the sum of the embedding and the outputs of n blocks, divided by the
+    square root of n + 1. This changes only the epsilons of norms, so the stream holds the sum. If
+    `residual_temperature` is not 0, each element of a stream and of a block's normed output has its own factor: those
+    of the output are the sigmoids of stored gates, divided by this temperature, and those of the stream keep the
+    variance of the sum. If `interpolates_blocks`, the stream is normed to x before a block, and then becomes (1 - a) *
+    x + a * output, where a is the absolute value of a stored gate divided by the temperature (nGPT, arXiv 2410.01131).
+    The outputs of attention, recurrent parts and MLPs, and the gates of MLPs, have their own multipliers. If
+    `has_layer_scales`, a layer's output is multiplied by a stored number. Unless `head_dense_bias` is None, a dense
+    layer, the activation and a norm follow the final norm. Logits are divided by `logits_divisor`, then capped to
+    +-`final_softcap`.
 
     With `encoder`, the outputs of a vision or audio tower replace the embeddings of some tokens. If they have
     `num_deepstack_layers` additional parts, each part is added to the hidden states of these tokens after one of the
@@ -279,6 +279,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
     has_inner_norms: bool = False
     mlp_bias: bool = False
     mlp_output_bias: bool = False
+    head_dense_bias: bool | None = None
     head_bias: bool = False
     attention_softcap: float | None = None
     final_softcap: float | None = None
@@ -343,13 +344,12 @@ class ModelSpec(msgspec.Struct, frozen=True):
         """Return the epsilon of the norm called `name` of hidden states or of a block's output."""
         count = 2 * len(self.layers) + 1
         if match := re.fullmatch(r"layers\.(\d+)\.(\w+)", name):
-            norms = self.layers[int(match[1])].norms or self.norms
+            layer = self.layers[int(match[1])]
+            norms = layer.norms or self.norms
             outputs = (norms.attention_output, norms.mlp_output)
             if match[2] in outputs:
-                own = self.layers[int(match[1])].output_norm_eps
-                if own is not None:
-                    return own[outputs.index(match[2])]
-                return self.norm_eps if self.output_norm_eps is None else self.output_norm_eps
+                shared = self.norm_eps if self.output_norm_eps is None else self.output_norm_eps
+                return (layer.output_norm_eps or (shared, shared))[outputs.index(match[2])]
             count = 2 * int(match[1]) + 1 + (match[2] == norms.mlp_input)
         return self.norm_eps * count if self.averages_blocks else self.norm_eps
 
@@ -422,10 +422,8 @@ class ModelSpec(msgspec.Struct, frozen=True):
         """Return the number of elements that a pipeline stage with layers from `first_layer` on receives per token."""
         per_layer = 0 if self.per_layer_inputs is None else self.per_layer_inputs.size
         inputs = sum(per_layer + layer.input_size for layer in self.layers[first_layer:])
-        if first_layer <= self.last_shared_block:
-            inputs += self.hidden_size
-        if first_layer <= self.last_token_layer:
-            inputs += NUM_TOKEN_DIGITS
+        inputs += self.hidden_size * (first_layer <= self.last_shared_block)
+        inputs += NUM_TOKEN_DIGITS * (first_layer <= self.last_token_layer)
         if any(layer.restart for layer in self.layers[first_layer:]):
             inputs += self.num_kept_states * self.hidden_size
         return (self.num_streams or 1) * self.hidden_size + inputs

@@ -39,7 +39,7 @@ _FIRST_STAGE = (
     "altup_projections.",
     "initial_state",
 )
-_LAST_STAGE = ("norm.", "altup_unembed_projections.", "head_hc.", "score_head.")
+_LAST_STAGE = ("norm.", "altup_unembed_projections.", "head_", "score_head.")
 _KV_SCALES = ("k_scale", "v_scale")
 _OPTIONAL = ("rotary_emb.inv_freq", "rotary_emb.alpha", *_KV_SCALES)
 _LAYER = re.compile(r"layers\.(\d+)\.")

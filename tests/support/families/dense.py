@@ -250,6 +250,17 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
         {"use_parallel_residual": True, "qk_layernorm": True, "partial_rotary_factor": 0.25},
     ),
     "starcoder2": ("Starcoder2", {"sliding_window": 11}),
+    "modernbert-decoder": (
+        "ModernBertDecoder",
+        {
+            "num_key_value_heads": 6,
+            "local_attention": 19,
+            "global_attn_every_n_layers": 2,
+            "classifier_bias": True,
+            "pad_token_id": 1,
+            "bos_token_id": 1,
+        },
+    ),
     "gpt2": ("GPT2", {"n_inner": 56}),
     "gpt-bigcode": ("GPTBigCode", {"n_inner": 56}),
     "gpt-bigcode-heads": (

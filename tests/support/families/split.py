@@ -141,3 +141,5 @@ CONVOLVED = {
     "num_experts_per_tok": 2,
 }
 """Convolutions within layers of several sizes, and experts that every token chooses."""
+DENSE_HEAD = {"head_dim": 8, "num_key_value_heads": 12, "local_attention": 32}
+"""A dense layer before the output projection."""

@@ -21,6 +21,7 @@ from support.families.recurrent import HASHED_NGRAMS, SHARED_BLOCKS
 from support.families.split import (
     BESIDE_ATTENTION,
     CONVOLVED,
+    DENSE_HEAD,
     INDEXED,
     LATENT_SIZES,
     SHARED_LATENT,
@@ -95,6 +96,7 @@ OTHER_LAYERS = {
         "MiniMaxM3VLForCausalLM",
         BLOCKS_OF_KEYS | {"layer_types": ["full_attention", *["minimax_m3_sparse"] * 4]},
     ),
+    "modernbert-decoder": ("ModernBertDecoderConfig", "ModernBertDecoderForCausalLM", DENSE_HEAD),
     "phi": ("PhiConfig", "PhiForCausalLM", {"head_dim": 8, "num_key_value_heads": 12}),
     # Recurrent layers: channels, heads that share B and C and a norm, and heads of queries and keys.
     "lfm2": (

@@ -102,6 +102,7 @@ NATIVE = [
     "minimax",
     "minimax-m3",
     "ministral",
+    "modernbert-decoder",
     "nanochat",
     "nemotron",
     "nemotron-h",

@@ -38,6 +38,7 @@ MODELS = {
     "JinaEmbeddingsV3ForSequenceClassification": ({"num_labels": 1}, 0),
     "NomicBertForSequenceClassification": ({"type_vocab_size": 2}, 0),
     "EuroBertForSequenceClassification": ({"num_key_value_heads": 2}, slice(None)),
+    "ModernBertDecoderForSequenceClassification": ({"classifier_bias": True}, -1),
     "LlamaForSequenceClassification": ({"num_labels": 1}, -1),
     "Qwen2ForSequenceClassification": ({"num_key_value_heads": 2}, -1),
     "Qwen3ForSequenceClassification": ({"head_dim": 8, "num_key_value_heads": 2}, -1),

@@ -84,6 +84,7 @@ OP_KINDS = (
     "add_shortcut",
     "share_activation_squares",
     "convolve_inside",
+    "activate",
 )
 
 ACTIVATIONS = (

@@ -156,7 +156,7 @@ std::string describe() {
        choose_keys, quantize_inputs, norm_activations, store_index, keep_inputs, join_inputs, quantize_sum,
        repeat_streams, mix_streams, update_streams, norm_beside, gated_norm_add, add_kept, summarize_group,
        store_entries, scale_heads, load_key, average_group, norm_streams, embed_ngrams, gate_ngrams, convolve_ngrams,
-       norm_columns, add_shortcut, share_activation_squares, convolve_inside)
+       norm_columns, add_shortcut, share_activation_squares, convolve_inside, activate)
   FOR_EACH(FUNCTION, engine_isa, engine_isa_name, engine_select_isa, engine_can_pack, engine_packed_bytes,
            engine_pack_rows, engine_finish_packing, engine_activation_row_bytes, engine_quantize_rows,
            engine_linear_rows, engine_unpack_weight_row, engine_program_new, engine_program_free, engine_program_add,

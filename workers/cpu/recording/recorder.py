@@ -152,7 +152,9 @@ class Recorder:
             if streams is not None:
                 streams.reduce()
             self._keep_hidden(len(spec.layers))
-            if spec.has_final_norm:
+            if spec.has_head and spec.head_dense_bias is not None:
+                self._record_head_dense()
+            elif spec.has_final_norm:
                 norm = self._blocks.hidden_norm("norm")
                 program.add_op("final_norm", vectors=norm, eps=spec.hidden_norm_eps("norm"))
             else:
@@ -197,6 +199,20 @@ class Recorder:
             self._store.program.add_op("final_norm", vectors=[None])
             self._store.program.add_op("head")
         weights.finish()
+
+    def _record_head_dense(self) -> None:
+        """Record the final norm, the dense layer before the output projection, and the norm of its activations."""
+        spec, weights, blocks = self._spec, self._weights, self._blocks
+        size = spec.hidden_size
+        bias = weights.vector("head_dense.bias", size) if spec.head_dense_bias else None
+        dense = weights.packed("head_dense.weight", size, size)
+        kind = blocks.quantize("", "norm", [dense])
+        self._program.add_op(
+            "linear", input_kind=kind, source=0, target=BLOCK, parts=[dense], vectors=[bias]
+        )
+        self._program.add_op("activate")
+        norm = blocks.hidden_norm("head_norm")
+        self._program.add_op("final_norm", vectors=norm, eps=spec.hidden_norm_eps("head_norm"))
 
     def _keep_hidden(self, index: int) -> None:
         """Record the operation that keeps the input of a layer, if it is one of the kept layers."""

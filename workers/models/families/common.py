@@ -97,6 +97,7 @@ def with_score_head(
         tensor_names=(*names, *spec.tensor_names),
         # A classifier has no output projection to the vocabulary.
         tie_word_embeddings=True,
+        head_dense_bias=None,
         head_bias=False,
     )
 

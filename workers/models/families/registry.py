@@ -193,7 +193,7 @@ def model_spec(config: Mapping[str, Any], path: str | PathLike[str]) -> ModelSpe
         spec = replace(spec, is_causal=False)
     if not has_head(fields):
         # The output projection is not used, so the checkpoint may omit it.
-        spec = replace(spec, tie_word_embeddings=True, head_bias=False)
+        spec = replace(spec, tie_word_embeddings=True, head_dense_bias=None, head_bias=False)
     # The tokens of an image may attend to each other even if text is causal.
     name = "use_bidirectional_attention"
     if spec.is_causal and (config.get(name) or fields.get(name)) not in (None, False, "vision"):

@@ -10,11 +10,14 @@ from functools import partial
 from torch import Tensor
 
 from ....protocol.arrays import Int32Array
+from ...layers.activations import ACTIVATIONS
+from ...layers.layers import Linear
 from ...layers.parallel.parallel_layers import VocabParallelHead, unsampled_bias
 from ...loaders.quantization.matrix import Weight
 from ..layer_source import LayerSource
 from ..lora.adapters import LoraAdapters
 from ..lora.vocabulary import head_changes
+from ..norms import read_norm
 
 
 class OutputHead:
@@ -41,12 +44,23 @@ class OutputHead:
             bias_v = unsampled_bias(spec, part).to(head)
         else:
             head = weights.read_head(*vocabulary, part, spec.num_unused_embeddings)
+        self._dense: Linear | None = None
+        if spec.head_dense_bias is not None:
+            size = spec.hidden_size
+            self._dense = source.kernels.linear(
+                weights.read_matrix("head_dense.weight", size, size),
+                weights.read("head_dense.bias", size) if spec.head_dense_bias else None,
+            )
+            self._activate = ACTIVATIONS[spec.activation]
+            self._norm = read_norm(spec, weights, "head_norm", source.kernels)
         self._loras = loras
         self._changes = head_changes(vocabulary, part, loras, bias_v)
         self._head = VocabParallelHead(head, bias_v, spec, parallel, source.kernels)
 
     def logits(self, hidden_SD: Tensor, slots_S: Int32Array | None) -> Tensor:
         """Return the logits, float32 [S, V], with the adapters of these slots; None for the base model."""
+        if self._dense is not None:
+            hidden_SD = self._norm(self._activate(self._dense(hidden_SD)))
         change = None
         if self._loras is not None and self._changes is not None and slots_S is not None:
             change = partial(self._changes.apply, adapters=self._loras.of_slots(slots_S))

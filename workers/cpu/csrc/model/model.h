@@ -154,6 +154,7 @@ enum class OpKind : int32_t {
   // In towers, whose outputs are hidden states after several layers:
   clamp = 41,        // `num_columns` of the target from `first_column` on, limited to vectors[0][0] to vectors[0][1].
                      // Activations must be float32
+  activate = 69,     // residual = activation(block)
   keep_hidden = 42,  // elements of hidden from `first_column` on = residual
 
   // With an indexer:

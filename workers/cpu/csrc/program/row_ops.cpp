@@ -127,6 +127,8 @@ void Program::run_row(const Op& op, const Rows& rows, int row) {
       return kernels.scale(rows.residual(row), op.scale, hidden_size);
     case OpKind::clamp:
       return clamp(op, rows, row);
+    case OpKind::activate:
+      return kernels.gate(model_.shape.activation, rows.block(row), nullptr, hidden_size, rows.residual(row));
     case OpKind::keep_hidden: {
       const int64_t token = slice_.first_token + row;
       float* const hidden = slice_.step.hidden + token * slice_.step.hidden_stride + op.first_column;

@@ -33,6 +33,13 @@ _MODERNBERT_NAMES = (
     (r"\.mlp\.Wi\.", ".mlp.gate_up_proj."),
     (r"\.mlp\.Wo\.", ".mlp.down_proj."),
 )
+_MODERNBERT_DECODER_NAMES = (
+    (r"^lm_head\.dense\.", "model.head_dense."),
+    (r"^lm_head\.norm\.", "model.head_norm."),
+    (r"^decoder\.", "lm_head."),
+    *_MODERNBERT_NAMES,
+    (r"\.attn\.([qkv])_proj\.", r".self_attn.\1_proj."),
+)
 _POST_NORMED_NAMES = (
     (r"^(.*\.)?(pooler|cls|lm_head|classifier|qa_outputs)\..*", ""),
     (r"embeddings\.word_embeddings\.", "embed_tokens."),
@@ -59,7 +66,7 @@ _JINA_NAMES = (
 _NOMIC_ACTIVATIONS = {"swiglu": "silu", "geglu": "gelu"}
 
 
-def _modernbert(fields: ConfigFields) -> ModelSpec:
+def _modernbert(fields: ConfigFields, *, is_causal: bool = False, **differences: Any) -> ModelSpec:
     fields = fields.with_defaults(
         hidden_activation="gelu",
         rms_norm_eps=1e-5,
@@ -74,8 +81,10 @@ def _modernbert(fields: ConfigFields) -> ModelSpec:
             ("sliding_attention", "local_rope_theta", 10_000.0),
         )
     ]
-    # The window extends as far after a token as before it.
-    window = fields.integer("local_attention", 128) // 2 + 1
+    window = fields.integer("local_attention", 128, minimum=2) // 2
+    if not is_causal:
+        # In an encoder, the window extends this far before and after a token.
+        window += 1
     period = fields.integer("global_attn_every_n_layers", 3)
     layers = [
         LayerSpec(ropes[1], window) if slides else LayerSpec(ropes[0])
@@ -84,17 +93,48 @@ def _modernbert(fields: ConfigFields) -> ModelSpec:
     # The first layer needs no norm, because its input, the embedding, is normed already.
     first = NormNames(None, None, _MODERNBERT_NORMS.mlp_input, None)
     layers[0] = LayerSpec(layers[0].rope, layers[0].window, norms=first)
+    common = {"tensor_names": _MODERNBERT_NAMES} | attention_biases(fields)
     return base_spec(
         fields,
         tuple(layers),
-        is_causal=False,
+        is_causal=is_causal,
         norms=_MODERNBERT_NORMS,
         norm_kind="layer",
         norm_bias=fields.boolean("norm_bias", False),
         has_embedding_norm=True,
         mlp_bias=fields.boolean("mlp_bias", False),
-        tensor_names=_MODERNBERT_NAMES,
-        **attention_biases(fields),
+        **common | differences,
+    )
+
+
+def _modernbert_decoder(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of a ModernBERT decoder (Ettin, arXiv 2507.11412)."""
+    activation = fields.text("hidden_activation", "gelu")
+    if (of_head := fields.text("classifier_activation", "gelu")) != activation:
+        raise fields.error(
+            f"classifier_activation {of_head!r} is supported only if hidden_activation is the same, "
+            f"got {activation!r}"
+        )
+    return _modernbert(
+        fields,
+        is_causal=True,
+        head_dense_bias=fields.boolean("classifier_bias", False),
+        head_bias=fields.boolean("decoder_bias", True),
+        tensor_names=_MODERNBERT_DECODER_NAMES,
+    )
+
+
+def _modernbert_decoder_classifier(fields: ConfigFields) -> ModelSpec:
+    has_bias = fields.boolean("classifier_bias", False)
+    return with_score_head(
+        _modernbert_decoder(fields),
+        fields,
+        dense=r"^head\.dense\.",
+        dense_bias=has_bias,
+        activation="gelu",
+        norm=r"^head\.norm\.",
+        output=r"^classifier\.",
+        output_bias=has_bias,
     )
 
 
@@ -257,6 +297,12 @@ FAMILIES = (
     Family("ModernBertForSequenceClassification", "modernbert", _modernbert_classifier),
     Family("ModernBertForTokenClassification", "modernbert", _modernbert_classifier),
     Family("ModernBertSpladeSparseEmbeddingModel", "modernbert", _modernbert_splade),
+    Family("ModernBertDecoderForCausalLM", "modernbert-decoder", _modernbert_decoder),
+    Family(
+        "ModernBertDecoderForSequenceClassification",
+        "modernbert-decoder",
+        _modernbert_decoder_classifier,
+    ),
     Family("NomicBertModel", "nomic_bert", _nomic),
     Family("NomicBertForMaskedLM", "nomic_bert", _nomic),
     Family("NomicBertForSequenceClassification", "nomic_bert", _nomic_classifier),
