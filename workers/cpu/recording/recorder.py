@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from msgspec.structs import replace
 
 from ....protocol.checkpoint.recurrent_layers import InnerConvolutions
-from ...layers.parallel.parallel_layers import unsampled_bias
 from ...layers.parallel.shard import ModelShard
 from ...layers.rope import RopeSpec
 from ...layers.shared_block import Restart
@@ -17,17 +15,17 @@ from ...layers.spec import LayerSpec, ModelSpec
 from ...layers.specs.experts import ExpertsSpec
 from ...layers.specs.norm_names import NormNames
 from ...models.mlp import read_xielu
-from ...models.positions.table import check_num_positions, sinusoids
-from ..abi.structs import AttentionLayer
 from ..library import NotSupportedNatively
 from ..packing import PackedWeight
 from ..program import Floats, NativeProgram
 from ..weights import NativeWeightReader, intermediate_shares
 from .altup import AltUpRecorder
 from .attention import AttentionRecorder
-from .blocks import BLOCK, RESIDUAL, BlockRecorder
+from .blocks import BLOCK, BlockRecorder
 from .compressed import CompressedRecorder
+from .embedding import record_embedding
 from .experts import record_experts, record_experts_beside
+from .head import record_head, record_head_dense
 from .hyper_connections import HyperRecorder
 from .inner_convolutions import ConvolutionRecorder
 from .latent import LatentRecorder
@@ -110,31 +108,9 @@ class Recorder:
             raise NotSupportedNatively(
                 "the native CPU backend does not support encoders with --tensor-parallel-size"
             )
-        vocabulary = spec.vocab_size, spec.hidden_size, self._blocks.part(spec.vocab_size)
-        scale = spec.rounded_embedding_scale(weights.any_dtype)
-        embeds = shard.is_first and spec.has_embedding
         if self._store is not None:
             self._store.program.add_op("embed")
-        if embeds:
-            embedding = self.embedding = self._embedding()
-            tables = [embedding, *self._position_embeddings()]
-            if self._blocks.is_alone:
-                program.add_op("embed", parts=tables, scale=scale)
-            else:
-                program.add_op("embed", parts=tables)
-                self._blocks.add_sum(RESIDUAL, scale=scale)
-        else:
-            program.add_op("embed")
-        if shard.is_first and (spec.encoder is not None or self._places_embeddings):
-            program.add_op("place")
-        if embeds and spec.has_embedding_norm:
-            program.add_op("norm", vectors=self._blocks.hidden_norm("embed_norm"))
-        if shard.is_first and self._layer_inputs is not None:
-            self._layer_inputs.record()
-        if shard.is_first and spec.last_shared_block >= 0:
-            program.add_op("keep_inputs")
-        if shard.is_first and spec.last_token_layer >= 0:
-            program.add_op("keep_token")
+        self._record_inputs()
         streams = self._altup or self._hyper
         if shard.is_first and streams is not None:
             streams.expand()
@@ -148,44 +124,39 @@ class Recorder:
             program.is_optional = False
             if index < spec.num_deepstack_layers:
                 program.add_op("add_placed", first_column=(index + 1) * spec.hidden_size)
-        if shard.is_last:
-            if streams is not None:
-                streams.reduce()
-            self._keep_hidden(len(spec.layers))
-            if spec.has_head and spec.head_dense_bias is not None:
-                self._record_head_dense()
-            elif spec.has_final_norm:
-                norm = self._blocks.hidden_norm("norm")
-                program.add_op("final_norm", vectors=norm, eps=spec.hidden_norm_eps("norm"))
-            else:
-                program.add_op("keep_hidden")
-        if shard.is_last and not spec.has_head:
-            program.add_op("head")
-        elif shard.is_last:
-            if spec.num_unsampled:
-                padded = weights.read_padded_head(*vocabulary, spec.num_unsampled)
-                head = weights.pack_tensor("lm_head.weight", padded)
-            elif not spec.tie_word_embeddings:
-                head = weights.packed_head(*vocabulary, spec.num_unused_embeddings)
-            elif embeds:
-                head = embedding
-            else:
-                head = weights.packed("embed_tokens.weight", *vocabulary)
-            bias = None
-            if spec.head_bias:
-                bias_v = weights.read_head_bias(spec.vocab_size, self._blocks.part(spec.vocab_size))
-                bias = bias_v.float().numpy()
-            elif spec.num_unsampled:
-                bias = unsampled_bias(spec, vocabulary[2]).numpy()
-            program.add_op(
-                "head",
-                input_kind=head.activation_kind.for_whole_rows,
-                parts=[head],
-                vectors=[bias],
-                scale=1 / spec.logits_divisor,
-                attention=AttentionLayer(softcap=spec.final_softcap or 0.0),
-            )
+        if shard.is_last and streams is not None:
+            streams.reduce()
+        self._record_outputs()
+        if self._store is not None:
+            self._store.program.add_op("final_norm", vectors=[None])
+            self._store.program.add_op("head")
+        weights.finish()
+
+    def _record_inputs(self) -> None:
+        """Record the hidden states that the first layer reads, and the inputs of layers beside them."""
+        spec, program = self._spec, self._program
+        if not self._shard.is_first:
+            program.add_op("embed")
+            return
+        if spec.has_embedding:
+            self.embedding = record_embedding(self._blocks, self._max_model_len)
         else:
+            program.add_op("embed")
+        if spec.encoder is not None or self._places_embeddings:
+            program.add_op("place")
+        if spec.has_embedding and spec.has_embedding_norm:
+            program.add_op("norm", vectors=self._blocks.hidden_norm("embed_norm"))
+        if self._layer_inputs is not None:
+            self._layer_inputs.record()
+        if spec.last_shared_block >= 0:
+            program.add_op("keep_inputs")
+        if spec.last_token_layer >= 0:
+            program.add_op("keep_token")
+
+    def _record_outputs(self) -> None:
+        """Record the normed hidden states and the logits, or what the next stage needs."""
+        spec, shard, program = self._spec, self._shard, self._program
+        if not shard.is_last:
             size = 0 if spec.per_layer_inputs is None else spec.per_layer_inputs.size
             own_width = spec.stage_width(shard.num_layers)
             program.add_op(
@@ -195,24 +166,19 @@ class Recorder:
                 num_columns=spec.stage_width(shard.layers.stop) - own_width,
             )
             program.add_op("head")
-        if self._store is not None:
-            self._store.program.add_op("final_norm", vectors=[None])
-            self._store.program.add_op("head")
-        weights.finish()
-
-    def _record_head_dense(self) -> None:
-        """Record the final norm, the dense layer before the output projection, and the norm of its activations."""
-        spec, weights, blocks = self._spec, self._weights, self._blocks
-        size = spec.hidden_size
-        bias = weights.vector("head_dense.bias", size) if spec.head_dense_bias else None
-        dense = weights.packed("head_dense.weight", size, size)
-        kind = blocks.quantize("", "norm", [dense])
-        self._program.add_op(
-            "linear", input_kind=kind, source=0, target=BLOCK, parts=[dense], vectors=[bias]
-        )
-        self._program.add_op("activate")
-        norm = blocks.hidden_norm("head_norm")
-        self._program.add_op("final_norm", vectors=norm, eps=spec.hidden_norm_eps("head_norm"))
+            return
+        self._keep_hidden(len(spec.layers))
+        if spec.has_head and spec.head_dense_bias is not None:
+            record_head_dense(self._blocks)
+        elif spec.has_final_norm:
+            norm = self._blocks.hidden_norm("norm")
+            program.add_op("final_norm", vectors=norm, eps=spec.hidden_norm_eps("norm"))
+        else:
+            program.add_op("keep_hidden")
+        if spec.has_head:
+            record_head(self._blocks, self.embedding)
+        else:
+            program.add_op("head")
 
     def _keep_hidden(self, index: int) -> None:
         """Record the operation that keeps the input of a layer, if it is one of the kept layers."""
@@ -389,49 +355,6 @@ class Recorder:
         if spec.is_parallel:
             scale = spec.residual_multiplier * spec.attention_multiplier
             self._program.add_op("norm_add", vectors=[None], scale=scale)
-
-    def _embedding(self) -> PackedWeight:
-        """Return the embedding. If there is a second token type, its rows follow the rows of the first type.
-
-        Without a table of positions, the embedding of a token's type is added to its row.
-        """
-        spec, weights = self._spec, self._weights
-        size = spec.hidden_size
-        has_type = bool(spec.num_token_types) and not spec.num_positions
-        if not (spec.tells_segments or has_type):
-            part = self._blocks.part(spec.vocab_size)
-            num_rows = spec.vocab_size + spec.num_unused_embeddings
-            return weights.packed("embed_tokens.weight", num_rows, size, part)
-        rows = weights.read("embed_tokens.weight", spec.vocab_size, size)
-        types = weights.read("embed_token_types.weight", spec.num_token_types, size)
-        if has_type:
-            rows = rows + types[0]
-        if spec.tells_segments:
-            rows = torch.cat((rows, rows + (types[1] - types[0])))
-        return weights.pack_float_tensor("embed_tokens.weight", rows)
-
-    def _position_embeddings(self) -> list[PackedWeight]:
-        """Return the tables of position and token-type embeddings, as far as they exist."""
-        spec = self._spec
-        if not spec.num_positions:
-            return []
-        check_num_positions(spec, self._max_model_len)
-        rows = spec.num_positions + spec.position_offset
-        part = range(spec.position_offset, rows)
-        name = "embed_positions.weight"
-        if spec.sinusoids is not None:
-            table = sinusoids(spec.sinusoids, rows, spec.hidden_size)[part.start :]
-            tables = [self._weights.pack_float_tensor(name, table)]
-        else:
-            tables = [self._weights.packed_float(name, rows, spec.hidden_size, part)]
-        if spec.num_token_types:
-            types = range(spec.num_token_types)
-            tables.append(
-                self._weights.packed_float(
-                    "embed_token_types.weight", len(types), spec.hidden_size, types
-                )
-            )
-        return tables
 
     def _xielu(self, prefix: str) -> Floats:
         """Return the parameters of `Xielu` in csrc/rows/kernels.h for one layer."""
