@@ -13,6 +13,7 @@ from ..pooling_params import PoolingKind
 from .classification import classifies_tokens, is_classifier
 from .config_fields import ConfigFields
 from .sparse import is_sparse, sparse_fields
+from .speech import is_t5_encoder
 
 _ENCODERS: Final = frozenset(
     {
@@ -69,7 +70,7 @@ class EmbeddingFiles(msgspec.Struct, frozen=True):
 
 def is_encoder(fields: ConfigFields) -> bool:
     """Return whether a model with this config attends bidirectionally."""
-    if fields.text("model_type", "") in _ENCODERS:
+    if fields.text("model_type", "") in _ENCODERS or is_t5_encoder(fields):
         return True
     return fields.get("use_bidirectional_attention") is True or fields.get("is_causal") is False
 

@@ -46,17 +46,29 @@ _MAX_ALIGNMENT_HEADS: Final = 1024
 
 def is_encoder_decoder(fields: ConfigFields) -> bool:
     """Return whether the model has an encoder whose outputs its decoder reads by cross attention."""
-    return fields.text("model_type", "") in _SPEECH | _SOURCE_TEXT
+    kind = fields.text("model_type", "")
+    return kind in _SPEECH | _SOURCE_TEXT and not is_t5_encoder(fields)
+
+
+def is_t5_encoder(fields: ConfigFields) -> bool:
+    """Return whether the model is the encoder of a T5 without its decoder."""
+    names = fields.texts("architectures")
+    is_t5 = fields.text("model_type", "") in _T5
+    return is_t5 and any(name.endswith("EncoderModel") for name in names)
 
 
 def with_decoder_fields(fields: ConfigFields) -> ConfigFields:
     """Return the config of an encoder-decoder model, adding the decoder's fields under Llama's names.
 
-    Configs of other models are returned unchanged.
+    Of the encoder of a T5, the fields are the encoder's. Configs of other models are returned unchanged.
     """
-    if not is_encoder_decoder(fields):
+    is_alone = is_t5_encoder(fields)
+    if not is_alone and not is_encoder_decoder(fields):
         return fields
     kind = fields.text("model_type")
+    if is_alone:
+        # The first token of a text has no special meaning.
+        fields = fields.with_values({"num_decoder_layers": None, "classifier_pooling": "mean"})
     if kind == "t5gemma":
         own = fields.required_section("decoder").config
         is_tied = fields.get("tie_word_embeddings", True)
@@ -163,7 +175,7 @@ def read_source_text(config: ConfigFields, generation: ConfigFields) -> SourceTe
         CheckpointError: A field is missing or invalid.
     """
     kind = config.text("model_type", "")
-    if kind not in _SOURCE_TEXT:
+    if kind not in _SOURCE_TEXT or is_t5_encoder(config):
         return None
     fields = config.with_values(
         {

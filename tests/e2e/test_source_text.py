@@ -10,6 +10,7 @@ import torch
 import transformers
 from engine import LLM, BeamSearchParams, SamplingParams
 from engine.protocol.errors import ParameterError
+from support.gguf_t5 import write_t5
 from support.server import Server, assert_nothing_is_held
 from support.source_checkpoints import greedy, logits, source_directory, write_generation
 
@@ -25,7 +26,7 @@ SOURCES = [[5, 6, 7, 8, 9, 10], [20, 30, 40] * 6, [11], [5, 6, 7, 8, 9, 10]]
         ("bart", 3, ("--inject-preemption", "0.1", "--enforce-eager")),
         ("flan-t5", 0, ("--cpu-backend", "torch", "-tp", "2")),
         ("mbart", 3, ("-pp", "2")),
-        ("umt5", 0, ("-tp", "2")),
+        ("umt5 gguf", 0, ("-tp", "2")),
         # Sources have another vocabulary. The likeliest tokens may not be generated.
         ("separate-marian", 3, ("--cpu-backend", "torch")),
     ],
@@ -33,7 +34,11 @@ SOURCES = [[5, 6, 7, 8, 9, 10], [20, 30, 40] * 6, [11], [5, 6, 7, 8, 9, 10]]
 def test_completions_equal_those_of_transformers(
     tmp_path: Path, kind: str, start: int, flags: tuple[str, ...]
 ) -> None:
-    path, model = source_directory(tmp_path, kind)
+    kind, *in_gguf = kind.split()
+    changes = {"relative_attention_max_distance": 128} if in_gguf else {}
+    path, model = source_directory(tmp_path, kind, changes)
+    if in_gguf:
+        path = write_t5(tmp_path / "tiny.gguf", model)
     bad_words = []
     sources = SOURCES
     if kind == "separate-marian":

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
 from typing import Final
 
@@ -17,183 +17,9 @@ from ...protocol.checkpoint.gguf_config.convert import gguf_to_hf_config
 from ...protocol.errors import CheckpointError
 from .checkpoint import Checkpoint, Floats, part_of
 from .dequantize import BLOCK_TYPES, DEQUANTIZABLE, dequantize, unpack_matrix
+from .gguf_names import hf_name
 from .quantization.matrix import QuantizedMatrix
 
-_MODULES = {
-    "token_embd": "model.embed_tokens",
-    "token_embd_norm": "model.embed_norm",
-    "position_embd": "model.embed_positions",
-    "token_types": "model.embed_token_types",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-    "altup_proj": "model.altup_projections.{part}",
-    "altup_unembd_proj": "model.altup_unembed_projections.{part}",
-    "per_layer_token_embd": "model.embed_tokens_per_layer",
-    "per_layer_model_proj": "model.per_layer_model_projection",
-    "per_layer_proj_norm": "model.per_layer_projection_norm",
-}
-_LAYER_MODULES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_q_a": "self_attn.q_a_proj",
-    "attn_q_b": "self_attn.q_b_proj",
-    "attn_q_a_norm": "self_attn.q_a_layernorm",
-    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
-    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
-    "attn_kv_b": "self_attn.kv_b_proj",
-    "attn_k_b": "self_attn.k_b_proj.{part}",
-    "attn_v_b": "self_attn.v_b_proj.{part}",
-    "attn_qkv": "self_attn.qkv_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-    "post_ffw_norm": "post_feedforward_layernorm",
-    "ffn_gate_inp": "mlp.gate",
-    "ffn_gate_exps": "mlp.experts.{part}.gate_proj",
-    "ffn_up_exps": "mlp.experts.{part}.up_proj",
-    "ffn_gate_up_exps": "mlp.experts.{part}.gate_up_proj",
-    "ffn_down_exps": "mlp.experts.{part}.down_proj",
-    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
-    "ffn_up_shexp": "mlp.shared_experts.up_proj",
-    "ffn_down_shexp": "mlp.shared_experts.down_proj",
-    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-    "ffn_latent_down": "mlp.to_latent",
-    "ffn_latent_up": "mlp.from_latent",
-    "indexer.attn_k": "self_attn.indexer.wk",
-    "indexer.attn_q_b": "self_attn.indexer.wq_b",
-    "indexer.k_norm": "self_attn.indexer.k_norm",
-    "indexer.k_proj": "self_attn.indexer.k_proj",
-    "indexer.proj": "self_attn.indexer.weights_proj",
-    "indexer.q_norm": "self_attn.indexer.q_norm",
-    "indexer.q_proj": "self_attn.indexer.q_proj",
-    "shortconv.in_proj": "mixer.in_proj",
-    "shortconv.conv": "mixer.conv1d",
-    "shortconv.out_proj": "mixer.out_proj",
-    "ssm_in": "mixer.in_proj",
-    "ssm_conv1d": "mixer.conv1d",
-    "ssm_norm": "mixer.norm",
-    "ssm_out": "mixer.out_proj",
-}
-_GEMMA_MODULES = _LAYER_MODULES | {"ffn_norm": "pre_feedforward_layernorm"}
-_GEMMA3N_MODULES = _GEMMA_MODULES | {
-    "inp_gate": "per_layer_input_gate",
-    "proj": "per_layer_projection",
-    "post_norm": "post_per_layer_input_norm",
-    "altup_correct_coef": "altup.correction_coefs",
-    "altup_predict_coef": "altup.prediction_coefs",
-    "altup_router": "altup.modality_router",
-    "altup_router_norm": "altup.router_norm",
-    "laurel_l": "laurel.linear_left",
-    "laurel_r": "laurel.linear_right",
-    "laurel_post_norm": "laurel.post_laurel_norm",
-}
-_GEMMA4_MODULES = _GEMMA_MODULES | {
-    "inp_gate": "per_layer_input_gate",
-    "proj": "per_layer_projection",
-    "post_norm": "post_per_layer_input_norm",
-    "post_ffw_norm_1": "post_feedforward_layernorm_1",
-    "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
-    "post_ffw_norm_2": "post_feedforward_layernorm_2",
-    "ffn_gate_inp": "router.proj",
-    "ffn_gate_exps": "experts.{part}.gate_proj",
-    "ffn_up_exps": "experts.{part}.up_proj",
-    "ffn_gate_up_exps": "experts.{part}.gate_up_proj",
-    "ffn_down_exps": "experts.{part}.down_proj",
-}
-_BERT_MODULES = _LAYER_MODULES | {
-    "attn_output_norm": "attention_norm",
-    "layer_output_norm": "mlp_norm",
-}
-_LFM2_MODULES = _LAYER_MODULES | {"attn_norm": "operator_norm", "ffn_norm": "ffn_norm"}
-_NEMOTRON_H_MODULES = _LAYER_MODULES | {"attn_norm": "norm"}
-_MAMBA1_MODULES = _LAYER_MODULES | {
-    "ssm_x": "mixer.x_proj",
-    "ssm_dt": "mixer.dt_proj",
-    **{f"ssm_{x}_norm": f"mixer.{x}_layernorm" for x in ("dt", "b", "c")},
-}
-_DELTA_NET_MODULES = _LAYER_MODULES | {
-    "attn_qkv": "mixer.in_proj_qkv",
-    "attn_gate": "mixer.in_proj_z",
-    "ssm_alpha": "mixer.in_proj_a",
-    "ssm_beta": "mixer.in_proj_b",
-    "ssm_ba": "mixer.in_proj_ba",
-}
-_KIMI_LINEAR_MODULES = _LAYER_MODULES | {
-    **{f"ssm_conv1d_{x}": f"mixer.{x}_conv1d" for x in "qkv"},
-    **{f"ssm_{x}": f"mixer.{x}_proj" for x in ("f_a", "f_b", "g_a", "g_b")},
-    "ssm_beta": "mixer.b_proj",
-}
-_GATED_MODULES = _LAYER_MODULES | {"attn_gate": "self_attn.gate_proj"}
-_BITNET_MODULES = _LAYER_MODULES | {
-    "attn_sub_norm": "self_attn.attn_sub_norm",
-    "ffn_sub_norm": "mlp.ffn_sub_norm",
-}
-_FUSED_MLP = _LAYER_MODULES | {"ffn_up": "mlp.gate_up_proj"}
-# The names by architecture. "bamba" is used for files whose architecture is "granitehybrid" but that are Bambas.
-_LAYER_MODULES_OF_ARCHITECTURE = {
-    "afmoe": _GATED_MODULES
-    | {
-        "ffn_norm": "pre_mlp_layernorm",
-        "post_ffw_norm": "post_mlp_layernorm",
-    },
-    "apertus": _LAYER_MODULES
-    | {"attn_norm": "attention_layernorm", "ffn_norm": "feedforward_layernorm"},
-    "bailingmoe2": _LAYER_MODULES | {"layer_output_norm": "final_layernorm"},
-    "bailingmoe3": _KIMI_LINEAR_MODULES
-    | {
-        "attn_gate": "self_attn.gate_proj",
-        "ssm_f_a": "mixer.f_proj",
-        "ssm_g_a": "mixer.g_proj",
-        "layer_output_norm": "final_layernorm",
-    },
-    "bert": _BERT_MODULES,
-    "bitnet": _BITNET_MODULES,
-    "bitnet-b1.58": _BITNET_MODULES,
-    "jina-bert-v3": _BERT_MODULES,
-    "modern-bert": _LAYER_MODULES
-    | {
-        "attn_norm": "attention_norm",
-        "ffn_norm": "mlp_norm",
-        "ffn_up": "mlp.gate_up_proj",
-    },
-    "nomic-bert": _BERT_MODULES,
-    "bamba": _LAYER_MODULES | {"ffn_norm": "pre_ff_layernorm"},
-    "chatglm": _FUSED_MLP,
-    "falcon-h1": _LAYER_MODULES | {"ffn_norm": "pre_ff_layernorm"},
-    "gemma-embedding": _GEMMA_MODULES,
-    "gemma2": _GEMMA_MODULES,
-    "gemma3": _GEMMA_MODULES,
-    "gemma3n": _GEMMA3N_MODULES,
-    "gemma4": _GEMMA4_MODULES,
-    "granite_swa": _LAYER_MODULES | {"ffn_up_shexp": "mlp.shared_experts.gate_up_proj"},
-    "jamba": _MAMBA1_MODULES | {"ffn_norm": "pre_ff_layernorm"},
-    "kimi-linear": _KIMI_LINEAR_MODULES,
-    "laguna": _GATED_MODULES,
-    "lfm2": _LFM2_MODULES,
-    "lfm2moe": _LFM2_MODULES,
-    "mamba": _MAMBA1_MODULES | {"attn_norm": "norm"},
-    "mamba2": _NEMOTRON_H_MODULES,
-    "nemotron_h": _NEMOTRON_H_MODULES,
-    "nemotron_h_moe": _NEMOTRON_H_MODULES,
-    "phi3": _FUSED_MLP,
-    "qwen35": _DELTA_NET_MODULES,
-    "qwen35moe": _DELTA_NET_MODULES,
-    "qwen3next": _DELTA_NET_MODULES,
-    "step35": _GATED_MODULES,
-    "falcon": _LAYER_MODULES | {"attn_norm_2": "ln_attn"},
-    "glm4": _FUSED_MLP
-    | {
-        "post_attention_norm": "post_self_attn_layernorm",
-        "post_ffw_norm": "post_mlp_layernorm",
-    },
-}
 # The rotary embedding of these architectures pairs neighboring elements, but Hugging Face pairs the two halves of a
 # head. The converter therefore interleaves the rows of q and k.
 _INTERLEAVED = (
@@ -227,32 +53,10 @@ _NORM_PLUS_ONE = (
     "qwen3next",
     "step35",
 )
-# The final norm of these architectures has the name that others use for the norm of embeddings.
-_EMBEDDING_NORM_IS_LAST = ("lfm2", "lfm2moe")
 # Not read: values that the config contains, layers for multi-token prediction, and layers for pooled vectors.
 _UNUSED = re.compile(
-    r"dense_[23]\.weight|rope_(freqs|factors_long|factors_short)\.weight|.*attn_rot_embd.*|blk\.\d+\.nextn\..*"
+    r"dense_[23]\.weight|rope_(freqs|factors_long|factors_short)\.weight|.*attn_rot_embd.*|blk\.\d+\.nextn\..*|dec\..*\.cross_attn_rel_b\..*"
 )
-# Tensors whose names have no suffix, such as ".weight", in a Hugging Face checkpoint.
-_PLAIN_TENSOR = re.compile(
-    r"blk\.(\d+)\.(exp_probs_b|attn_sinks|altup_correct_scale|layer_output_scale|(?:ffn_gate_inp|ffn_down_exps)\.scale"
-    r"|ssm_(?:a|d|dt))"
-    r"(?:\.(?:weight|bias))?"
-)
-_PLAIN_NAMES = {
-    "exp_probs_b": "mlp.gate.e_score_correction_bias",
-    "attn_sinks": "self_attn.sinks",
-    "altup_correct_scale": "altup.correct_output_scale",
-    "layer_output_scale": "layer_scalar",
-    "ffn_gate_inp.scale": "router.scale",
-    "ffn_down_exps.scale": "router.per_expert_scale",
-    "ssm_a": "mixer.A_log",
-    "ssm_d": "mixer.D",
-    "ssm_dt": "mixer.dt_bias",
-}
-_LAYER_TENSOR = re.compile(r"blk\.(\d+)\.((?:(?:shortconv|indexer)\.)?\w+)\.(weight|bias)")
-_TENSOR = re.compile(r"(\w+)\.(weight|bias)")
-
 _FLOATS: Final = {
     GGMLQuantizationType.F32: ("float32", np.float32),
     GGMLQuantizationType.F16: ("float16", np.float16),
@@ -303,15 +107,18 @@ class GGUFCheckpoint(Checkpoint):
         super().__init__(path, ConfigFields(gguf_to_hf_config(self._gguf), path))
         self._architecture: str = self._gguf.metadata["general.architecture"]
         is_bamba = self.config["model_type"] == "bamba"
-        layer_modules = _LAYER_MODULES_OF_ARCHITECTURE.get(
-            "bamba" if is_bamba else self._architecture, _LAYER_MODULES
-        )
         self._tensors: dict[str, GGUFTensor] = {}
         self._scalars = _activation_parameters(self._gguf)
         for tensor in self._gguf.tensors.values():
             if _UNUSED.fullmatch(tensor.name) or self._is_repeated(tensor.name):
                 continue
-            for name, part in _parts(self._hf_name(tensor.name, layer_modules), tensor).items():
+            found = hf_name(tensor.name, "bamba" if is_bamba else self._architecture)
+            if found is None:
+                raise CheckpointError(
+                    path,
+                    f"tensor {tensor.name!r} is unknown for the architecture {self._architecture!r}",
+                )
+            for name, part in _parts(found, tensor).items():
                 if other := self._tensors.get(name):
                     raise CheckpointError(
                         path, f"tensors {other.name!r} and {tensor.name!r} are both {name!r}"
@@ -344,20 +151,6 @@ class GGUFCheckpoint(Checkpoint):
         else:
             return
         raise CheckpointError(self.path, f"tensor {tensor.name!r} {problem}")
-
-    def _hf_name(self, name: str, layer_modules: Mapping[str, str]) -> str:
-        if (match := _LAYER_TENSOR.fullmatch(name)) and match[2] in layer_modules:
-            return f"model.layers.{match[1]}.{layer_modules[match[2]]}.{match[3]}"
-        if match := _PLAIN_TENSOR.fullmatch(name):
-            return f"model.layers.{match[1]}.{_PLAIN_NAMES[match[2]]}"
-        if (match := _TENSOR.fullmatch(name)) and match[1] in _MODULES:
-            is_last = (
-                match[1] == "token_embd_norm" and self._architecture in _EMBEDDING_NORM_IS_LAST
-            )
-            return f"{_MODULES['output_norm' if is_last else match[1]]}.{match[2]}"
-        raise CheckpointError(
-            self.path, f"tensor {name!r} is unknown for the architecture {self._architecture!r}"
-        )
 
     def names(self) -> Collection[str]:
         """Return the names of all tensors."""

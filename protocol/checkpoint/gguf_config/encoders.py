@@ -1,4 +1,4 @@
-"""Translate the metadata of text encoders."""
+"""Translate the metadata of text encoders, also of those with a decoder."""
 
 from __future__ import annotations
 
@@ -65,9 +65,42 @@ def _modern_bert(fields: ModelFields) -> dict[str, Any]:
     }
 
 
+def _t5_encoder(fields: ModelFields) -> dict[str, Any]:
+    """Return the fields of the encoder of a T5, or of a umT5, whose layers have their own biases."""
+    has_own_biases = fields.has_tensor("enc.blk.1.attn_rel_b.weight")
+    has_gates = fields.has_tensor("enc.blk.0.ffn_gate.weight")
+    return {
+        "model_type": "umt5" if has_own_biases else "t5",
+        "architectures": ["UMT5EncoderModel" if has_own_biases else "T5EncoderModel"],
+        "d_model": fields.integer("embedding_length"),
+        "d_kv": fields.head_dim,
+        "d_ff": fields.integer("feed_forward_length"),
+        "num_layers": fields.num_layers,
+        "num_heads": fields.num_heads,
+        "n_positions": fields.integer("context_length"),
+        "layer_norm_epsilon": fields.positive("attention.layer_norm_rms_epsilon", 1e-6),
+        "relative_attention_num_buckets": fields.integer("attention.relative_buckets_count", 32),
+        "feed_forward_proj": "gated-gelu" if has_gates else "relu",
+    }
+
+
+def _t5(fields: ModelFields) -> dict[str, Any]:
+    found = _t5_encoder(fields)
+    is_umt5 = found["model_type"] == "umt5"
+    return found | {
+        "architectures": [
+            "UMT5ForConditionalGeneration" if is_umt5 else "T5ForConditionalGeneration"
+        ],
+        "num_decoder_layers": fields.integer("decoder_block_count", fields.num_layers),
+        "decoder_start_token_id": fields.integer("decoder_start_token_id", 0, minimum=0),
+    }
+
+
 ENCODERS: Final[dict[str, Translate]] = {
     "bert": _bert,
     "jina-bert-v3": _jina_bert_v3,
     "modern-bert": _modern_bert,
     "nomic-bert": _nomic_bert,
+    "t5": _t5,
+    "t5encoder": _t5_encoder,
 }

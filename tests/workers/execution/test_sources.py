@@ -13,6 +13,7 @@ from engine.protocol.messages import EncoderInput
 from engine.protocol.pooling_params import PoolingKind, PoolingParams
 from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.worker_messages import EncoderWork, ModelRunnerOutput
+from support.gguf_t5 import write_t5
 from support.host_accelerator import HostAccelerator
 from support.source_checkpoints import (
     MODELS,
@@ -56,10 +57,21 @@ def scores(output: ModelRunnerOutput) -> list[np.ndarray]:
     return found
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize(
+    ("kind", "backend"),
+    [
+        *((kind, backend) for backend in BACKENDS for kind in MODELS),
+        *((f"{kind} gguf", "native") for kind in ("flan-t5", "t5", "umt5")),
+        ("flan-t5 gguf", "torch"),
+    ],
+)
 def test_logits_equal_those_of_transformers(tmp_path, kind, backend):
-    path, model = source_directory(tmp_path, kind)
+    kind, *in_gguf = kind.split()
+    # GGUF files do not contain the maximum distance.
+    changes = {"relative_attention_max_distance": 128} if in_gguf else {}
+    path, model = source_directory(tmp_path, kind, changes)
+    if in_gguf:
+        path = write_t5(tmp_path / "tiny.gguf", model)
     steps = Steps(path, VOCAB_SIZE, block_size=16, **BACKENDS[backend])
     sources = [
         source(model, seed, length)

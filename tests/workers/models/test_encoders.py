@@ -10,6 +10,7 @@ import transformers
 from gguf import PoolingType
 from support.decoders import Runner, load_decoder, load_native_decoder
 from support.gguf_bert import write_bert, write_embedding_gemma, write_rotary_encoder
+from support.gguf_t5 import write_t5
 
 pytestmark = pytest.mark.slow
 
@@ -23,7 +24,10 @@ SMALL = {
     "num_attention_heads": 6,
     "max_position_embeddings": 1200,
 }
+T5 = {"d_kv": 8, "d_ff": 80, "n_positions": 1200, "relative_attention_num_buckets": 8}
 MODELS = {
+    "t5": ("T5EncoderModel", T5),
+    "umt5": ("UMT5EncoderModel", T5),
     "bert": ("BertModel", {}),
     "bert-masked-lm": ("BertForMaskedLM", {"hidden_act": "gelu_new"}),
     "distilbert": (
@@ -76,7 +80,10 @@ def models(request, tmp_path_factory):
     # The config of a saved Gemma has a smaller window.
     reference = model_class.from_pretrained(path, attn_implementation="eager")
     load = load_native_decoder if native else load_decoder
-    return load(path, max_model_len=1100), reference.base_model.eval()
+    # The base model of a T5 is its encoder without the embedding's name.
+    return load(path, max_model_len=1100), reference.eval() if key.endswith(
+        "t5"
+    ) else reference.base_model.eval()
 
 
 def test_hidden_states_equal_those_of_transformers(models):
@@ -153,7 +160,8 @@ def test_configs_are_read_as_published(family, load, tmp_path):
 
 @pytest.mark.parametrize("load", [load_decoder, load_native_decoder])
 @pytest.mark.parametrize(
-    "key", ["bert", "nomic-bert", "jina-bert-v3", "modern-bert", "gemma-embedding"]
+    "key",
+    ["bert", "nomic-bert", "jina-bert-v3", "modern-bert", "gemma-embedding", "t5", "umt5"],
 )
 def test_gguf_encoders_give_the_hidden_states_of_transformers(key, load, tmp_path):
     same = {"jina-bert-v3": "jina-embeddings-v3", "modern-bert": "modernbert"}
@@ -167,6 +175,8 @@ def test_gguf_encoders_give_the_hidden_states_of_transformers(key, load, tmp_pat
     path = tmp_path / "tiny.gguf"
     if key == "gemma-embedding":
         write_embedding_gemma(path, reference, [])
+    elif key.endswith("t5"):
+        write_t5(path, reference)
     elif key in same:
         write_rotary_encoder(path, reference, key)
     else:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 from msgspec.structs import replace
@@ -333,6 +335,13 @@ def _umt5(fields: ConfigFields) -> ModelSpec:
     return replace(spec, source=replace(spec.source, encoder=encoder), **_umt5_biases(spec))
 
 
+def _t5_encoder(fields: ConfigFields, family: Callable[[ConfigFields], ModelSpec]) -> ModelSpec:
+    """Return the spec of the encoder of a T5 without its decoder."""
+    source = family(fields).source
+    assert source is not None and source.encoder is not None
+    return replace(source.encoder, has_head=True)
+
+
 def _umt5_biases(spec: ModelSpec) -> dict[str, Any]:
     name = (r"\.layer\.0\.SelfAttention\.relative_attention_bias\.", ".self_attn.distance_biases.")
     return {"has_layer_distance_biases": True, "tensor_names": (name, *spec.tensor_names)}
@@ -441,6 +450,10 @@ def _rotary_layers(fields: ConfigFields) -> tuple[LayerSpec, ...]:
 
 
 FAMILIES = (
+    # Of families with the same model_type, the last one is that of configs without an architecture.
+    Family("MT5EncoderModel", "mt5", partial(_t5_encoder, family=_mt5)),
+    Family("T5EncoderModel", "t5", partial(_t5_encoder, family=_t5)),
+    Family("UMT5EncoderModel", "umt5", partial(_t5_encoder, family=_umt5)),
     Family("BartForConditionalGeneration", "bart", _bart),
     Family("BlenderbotForConditionalGeneration", "blenderbot", _blenderbot),
     Family("M2M100ForConditionalGeneration", "m2m_100", _m2m100),

@@ -1,0 +1,253 @@
+"""The names of a GGUF file's tensors in a Hugging Face checkpoint."""
+
+import re
+
+_MODULES = {
+    "token_embd": "model.embed_tokens",
+    "token_embd_norm": "model.embed_norm",
+    "position_embd": "model.embed_positions",
+    "token_types": "model.embed_token_types",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "altup_proj": "model.altup_projections.{part}",
+    "altup_unembd_proj": "model.altup_unembed_projections.{part}",
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
+}
+_LAYER_MODULES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+    "attn_k_b": "self_attn.k_b_proj.{part}",
+    "attn_v_b": "self_attn.v_b_proj.{part}",
+    "attn_qkv": "self_attn.qkv_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "post_ffw_norm": "post_feedforward_layernorm",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.{part}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{part}.up_proj",
+    "ffn_gate_up_exps": "mlp.experts.{part}.gate_up_proj",
+    "ffn_down_exps": "mlp.experts.{part}.down_proj",
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_latent_down": "mlp.to_latent",
+    "ffn_latent_up": "mlp.from_latent",
+    "indexer.attn_k": "self_attn.indexer.wk",
+    "indexer.attn_q_b": "self_attn.indexer.wq_b",
+    "indexer.k_norm": "self_attn.indexer.k_norm",
+    "indexer.k_proj": "self_attn.indexer.k_proj",
+    "indexer.proj": "self_attn.indexer.weights_proj",
+    "indexer.q_norm": "self_attn.indexer.q_norm",
+    "indexer.q_proj": "self_attn.indexer.q_proj",
+    "shortconv.in_proj": "mixer.in_proj",
+    "shortconv.conv": "mixer.conv1d",
+    "shortconv.out_proj": "mixer.out_proj",
+    "ssm_in": "mixer.in_proj",
+    "ssm_conv1d": "mixer.conv1d",
+    "ssm_norm": "mixer.norm",
+    "ssm_out": "mixer.out_proj",
+}
+_GEMMA_MODULES = _LAYER_MODULES | {"ffn_norm": "pre_feedforward_layernorm"}
+_GEMMA3N_MODULES = _GEMMA_MODULES | {
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+    "altup_correct_coef": "altup.correction_coefs",
+    "altup_predict_coef": "altup.prediction_coefs",
+    "altup_router": "altup.modality_router",
+    "altup_router_norm": "altup.router_norm",
+    "laurel_l": "laurel.linear_left",
+    "laurel_r": "laurel.linear_right",
+    "laurel_post_norm": "laurel.post_laurel_norm",
+}
+_GEMMA4_MODULES = _GEMMA_MODULES | {
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+    "post_ffw_norm_1": "post_feedforward_layernorm_1",
+    "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+    "post_ffw_norm_2": "post_feedforward_layernorm_2",
+    "ffn_gate_inp": "router.proj",
+    "ffn_gate_exps": "experts.{part}.gate_proj",
+    "ffn_up_exps": "experts.{part}.up_proj",
+    "ffn_gate_up_exps": "experts.{part}.gate_up_proj",
+    "ffn_down_exps": "experts.{part}.down_proj",
+}
+_BERT_MODULES = _LAYER_MODULES | {
+    "attn_output_norm": "attention_norm",
+    "layer_output_norm": "mlp_norm",
+}
+_LFM2_MODULES = _LAYER_MODULES | {"attn_norm": "operator_norm", "ffn_norm": "ffn_norm"}
+_NEMOTRON_H_MODULES = _LAYER_MODULES | {"attn_norm": "norm"}
+_MAMBA1_MODULES = _LAYER_MODULES | {
+    "ssm_x": "mixer.x_proj",
+    "ssm_dt": "mixer.dt_proj",
+    **{f"ssm_{x}_norm": f"mixer.{x}_layernorm" for x in ("dt", "b", "c")},
+}
+_DELTA_NET_MODULES = _LAYER_MODULES | {
+    "attn_qkv": "mixer.in_proj_qkv",
+    "attn_gate": "mixer.in_proj_z",
+    "ssm_alpha": "mixer.in_proj_a",
+    "ssm_beta": "mixer.in_proj_b",
+    "ssm_ba": "mixer.in_proj_ba",
+}
+_KIMI_LINEAR_MODULES = _LAYER_MODULES | {
+    **{f"ssm_conv1d_{x}": f"mixer.{x}_conv1d" for x in "qkv"},
+    **{f"ssm_{x}": f"mixer.{x}_proj" for x in ("f_a", "f_b", "g_a", "g_b")},
+    "ssm_beta": "mixer.b_proj",
+}
+_GATED_MODULES = _LAYER_MODULES | {"attn_gate": "self_attn.gate_proj"}
+_BITNET_MODULES = _LAYER_MODULES | {
+    "attn_sub_norm": "self_attn.attn_sub_norm",
+    "ffn_sub_norm": "mlp.ffn_sub_norm",
+}
+_FUSED_MLP = _LAYER_MODULES | {"ffn_up": "mlp.gate_up_proj"}
+# The names by architecture. "bamba" is used for files whose architecture is "granitehybrid" but that are Bambas.
+_LAYER_MODULES_OF_ARCHITECTURE = {
+    "afmoe": _GATED_MODULES
+    | {
+        "ffn_norm": "pre_mlp_layernorm",
+        "post_ffw_norm": "post_mlp_layernorm",
+    },
+    "apertus": _LAYER_MODULES
+    | {"attn_norm": "attention_layernorm", "ffn_norm": "feedforward_layernorm"},
+    "bailingmoe2": _LAYER_MODULES | {"layer_output_norm": "final_layernorm"},
+    "bailingmoe3": _KIMI_LINEAR_MODULES
+    | {
+        "attn_gate": "self_attn.gate_proj",
+        "ssm_f_a": "mixer.f_proj",
+        "ssm_g_a": "mixer.g_proj",
+        "layer_output_norm": "final_layernorm",
+    },
+    "bert": _BERT_MODULES,
+    "bitnet": _BITNET_MODULES,
+    "bitnet-b1.58": _BITNET_MODULES,
+    "jina-bert-v3": _BERT_MODULES,
+    "modern-bert": _LAYER_MODULES
+    | {
+        "attn_norm": "attention_norm",
+        "ffn_norm": "mlp_norm",
+        "ffn_up": "mlp.gate_up_proj",
+    },
+    "nomic-bert": _BERT_MODULES,
+    "bamba": _LAYER_MODULES | {"ffn_norm": "pre_ff_layernorm"},
+    "chatglm": _FUSED_MLP,
+    "falcon-h1": _LAYER_MODULES | {"ffn_norm": "pre_ff_layernorm"},
+    "gemma-embedding": _GEMMA_MODULES,
+    "gemma2": _GEMMA_MODULES,
+    "gemma3": _GEMMA_MODULES,
+    "gemma3n": _GEMMA3N_MODULES,
+    "gemma4": _GEMMA4_MODULES,
+    "granite_swa": _LAYER_MODULES | {"ffn_up_shexp": "mlp.shared_experts.gate_up_proj"},
+    "jamba": _MAMBA1_MODULES | {"ffn_norm": "pre_ff_layernorm"},
+    "kimi-linear": _KIMI_LINEAR_MODULES,
+    "laguna": _GATED_MODULES,
+    "lfm2": _LFM2_MODULES,
+    "lfm2moe": _LFM2_MODULES,
+    "mamba": _MAMBA1_MODULES | {"attn_norm": "norm"},
+    "mamba2": _NEMOTRON_H_MODULES,
+    "nemotron_h": _NEMOTRON_H_MODULES,
+    "nemotron_h_moe": _NEMOTRON_H_MODULES,
+    "phi3": _FUSED_MLP,
+    "qwen35": _DELTA_NET_MODULES,
+    "qwen35moe": _DELTA_NET_MODULES,
+    "qwen3next": _DELTA_NET_MODULES,
+    "step35": _GATED_MODULES,
+    "falcon": _LAYER_MODULES | {"attn_norm_2": "ln_attn"},
+    "glm4": _FUSED_MLP
+    | {
+        "post_attention_norm": "post_self_attn_layernorm",
+        "post_ffw_norm": "post_mlp_layernorm",
+    },
+}
+# The final norm of these architectures has the name that others use for the norm of embeddings.
+_EMBEDDING_NORM_IS_LAST = ("lfm2", "lfm2moe")
+# Tensors whose names have no suffix, such as ".weight", in a Hugging Face checkpoint.
+_PLAIN_TENSOR = re.compile(
+    r"blk\.(\d+)\.(exp_probs_b|attn_sinks|altup_correct_scale|layer_output_scale|(?:ffn_gate_inp|ffn_down_exps)\.scale"
+    r"|ssm_(?:a|d|dt))"
+    r"(?:\.(?:weight|bias))?"
+)
+_PLAIN_NAMES = {
+    "exp_probs_b": "mlp.gate.e_score_correction_bias",
+    "attn_sinks": "self_attn.sinks",
+    "altup_correct_scale": "altup.correct_output_scale",
+    "layer_output_scale": "layer_scalar",
+    "ffn_gate_inp.scale": "router.scale",
+    "ffn_down_exps.scale": "router.per_expert_scale",
+    "ssm_a": "mixer.A_log",
+    "ssm_d": "mixer.D",
+    "ssm_dt": "mixer.dt_bias",
+}
+_LAYER_TENSOR = re.compile(r"blk\.(\d+)\.((?:(?:shortconv|indexer)\.)?\w+)\.(weight|bias)")
+_TENSOR = re.compile(r"(\w+)\.(weight|bias)")
+
+
+_LAYER_MODULES_OF_T5 = {
+    **{f"attn_{x}": f"0.SelfAttention.{x}" for x in "qkvo"},
+    "attn_norm": "0.layer_norm",
+    "attn_rel_b": "0.SelfAttention.relative_attention_bias",
+    **{f"cross_attn_{x}": f"1.EncDecAttention.{x}" for x in "qkvo"},
+    "cross_attn_norm": "1.layer_norm",
+}
+_MLP_MODULES_OF_T5 = {
+    "ffn_norm": "layer_norm",
+    "ffn_gate": "DenseReluDense.wi_0",
+    "ffn_up": "DenseReluDense.wi_1",
+    "ffn_down": "DenseReluDense.wo",
+}
+_MODULES_OF_T5 = {
+    "token_embd": "shared",
+    "output": "lm_head",
+    "enc.output_norm": "encoder.final_layer_norm",
+    "dec.output_norm": "decoder.final_layer_norm",
+}
+_SIDES_OF_T5 = {"enc": "encoder", "dec": "decoder"}
+_LAYER_TENSOR_OF_T5 = re.compile(r"(enc|dec)\.blk\.(\d+)\.(\w+)\.weight")
+
+
+def hf_name(name: str, architecture: str) -> str | None:
+    """Return the name of a tensor, with "{part}" for one that stacks several; None if it is unknown.
+
+    The architecture is that of the file, or "bamba".
+    """
+    if architecture in ("t5", "t5encoder"):
+        return _t5_name(name)
+    layer_modules = _LAYER_MODULES_OF_ARCHITECTURE.get(architecture, _LAYER_MODULES)
+    if (match := _LAYER_TENSOR.fullmatch(name)) and match[2] in layer_modules:
+        return f"model.layers.{match[1]}.{layer_modules[match[2]]}.{match[3]}"
+    if match := _PLAIN_TENSOR.fullmatch(name):
+        return f"model.layers.{match[1]}.{_PLAIN_NAMES[match[2]]}"
+    if (match := _TENSOR.fullmatch(name)) and match[1] in _MODULES:
+        is_last = match[1] == "token_embd_norm" and architecture in _EMBEDDING_NORM_IS_LAST
+        return f"{_MODULES['output_norm' if is_last else match[1]]}.{match[2]}"
+    return None
+
+
+def _t5_name(name: str) -> str | None:
+    if (match := _LAYER_TENSOR_OF_T5.fullmatch(name)) is None:
+        module = _MODULES_OF_T5.get(name.removesuffix(".weight"))
+        return module and f"{module}.weight"
+    side, index, module = match.groups()
+    if (mlp_module := _MLP_MODULES_OF_T5.get(module)) is not None:
+        found: str | None = f"{1 if side == 'enc' else 2}.{mlp_module}"
+    else:
+        found = _LAYER_MODULES_OF_T5.get(module)
+    return found and f"{_SIDES_OF_T5[side]}.block.{index}.layer.{found}.weight"
