@@ -142,7 +142,7 @@ class ImagePayload(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=T
     token_ids: I32 = b""
 
 
-class AudioPayload(msgspec.Struct, array_like=True, gc=False, frozen=True):
+class AudioPayload(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=True):
     """The data of an audio clip for an encoder: log-mel features, or samples.
 
     The features are [num_mel_bins, num_frames], or samples if there are no bins. 0 outputs are all.

@@ -21,7 +21,8 @@ VIDEO_PART: Final = {"type": "video"}
 """The content part that replaces a video. It is recognized by object identity."""
 
 MEDIA_MARK: Final = "\ufdd2"
-"""A Unicode noncharacter that stands for an image, a video or an audio clip in templates that read only text."""
+AUDIO_MARK: Final = "\ufdd3"
+"""Unicode noncharacters that stand for an image or a video, and for an audio clip, in templates that read only text."""
 
 CUSTOM_INPUT: Final = "input"
 """The parameter name of the function that represents a custom tool."""
@@ -128,7 +129,13 @@ def _normalize_content(content: Any, where: str, traits: TemplateTraits) -> Any:
         else {"type": "text", "text": _text_of(part, f"{where}[{i}]")}
         for i, part in enumerate(content)
     ]
-    return parts if traits.reads_parts else "\n".join(p.get("text", MEDIA_MARK) for p in parts)
+    return parts if traits.reads_parts else "\n".join(map(_plain_text, parts))
+
+
+def _plain_text(part: Message) -> str:
+    """Return the text of a part, or the mark of an image, a video or an audio clip."""
+    text: str = part.get("text", AUDIO_MARK if part["type"] == "audio" else MEDIA_MARK)
+    return text
 
 
 def _text_of(part: Any, where: str) -> str:

@@ -203,15 +203,14 @@ def _resolve(host: str) -> str:
 
 def _encoder_outputs(model: ModelConfig) -> int:
     """Return the maximum number of outputs of one encoder call: for one tile, one audio clip or one text."""
-    if model.chat_audio is not None:
-        return model.chat_audio.outputs_per_window
+    audio = 0 if model.chat_audio is None else model.chat_audio.outputs_per_window
     if model.audio is not None:
         return model.audio.max_source_positions
     if model.source_text is not None:
         return model.source_text.max_tokens
     if model.images is None:
-        return 0
-    largest = model.images.num_outputs
+        return audio
+    largest = max(model.images.num_outputs, audio)
     if model.videos is not None:
         largest = max(largest, model.videos.max_outputs)
     if isinstance(model.images, MosaicProcessor):

@@ -7,7 +7,7 @@ from typing import Final
 
 from ...protocol.checkpoint.audio_tower import audio_section, audio_tower_spec, has_audio_tower
 from ...protocol.checkpoint.config_fields import ConfigFields
-from ...protocol.config.chat_audio import ChatAudioConfig, Framing, SpeechFormat
+from ...protocol.config.chat_audio import ChatAudioConfig, ClipMarks, Framing, SpeechFormat
 from ..media.transcription.languages import LANGUAGE_NAMES
 
 _QWEN3_ASR: Final = SpeechFormat(
@@ -48,12 +48,26 @@ _QWEN3_ASR: Final = SpeechFormat(
     language_mark="language ",
     text_mark="<asr_text>",
 )
+_NAMES: Final = {code: name.title() for code, name in LANGUAGE_NAMES.items()}
+_STYLE: Final = """Follow these specific instructions for formatting the answer:
+* Only output the transcription, with no newlines.
+* When transcribing numbers, write the digits, i.e. write 1.7 and not one point seven, and write 3 instead of three."""
+
 _SPEECH: Final = {
+    "gemma3n": SpeechFormat(
+        languages=_NAMES,
+        instruction="Transcribe this audio[ into {language}]: {audio}",
+        translation="Translate this audio[ from {language}] into English: {audio}",
+    ),
+    "gemma4": SpeechFormat(
+        languages=_NAMES,
+        instruction="Transcribe the following speech segment[ in {language} into {language} text].\n\n"
+        + _STYLE,
+    ),
     "glmasr": SpeechFormat(instruction="Please transcribe this audio into text"),
     "granite_speech": SpeechFormat(
-        instruction="can you transcribe the speech into a written format?",
-        translation="translate the speech to English",
-        is_inline=True,
+        instruction="{audio}can you transcribe the speech into a written format?",
+        translation="{audio}translate the speech to English",
     ),
     "qwen3_asr": _QWEN3_ASR,
     "voxtral": SpeechFormat(
@@ -63,15 +77,17 @@ _SPEECH: Final = {
         task_mark="[TRANSCRIBE]",
     ),
 }
-"""The conversation in which each model type transcribes, as its processor in transformers writes it."""
+"""The conversation in which each model type transcribes, as its processor in transformers or its authors write it."""
 
 _FRAMING: Final = {
+    "gemma3n": Framing.EMPHASIZED,
+    "gemma4": Framing.LEADING,
     "glmasr": Framing.WINDOWS,
     "granite_speech": Framing.PAIRS,
     "qwen3_asr": Framing.CLIP,
 }
-_MAX_WINDOWS: Final = {"granite_speech": 1, "qwen2_audio": 1}
-"""Qwen2-Audio reads a single window, and its processor drops the rest of an audio clip."""
+_MAX_WINDOWS: Final = {"gemma3n": 1, "gemma4": 1, "granite_speech": 1, "qwen2_audio": 1}
+"""These models read a single window, and the processors of Qwen2-Audio and Gemma drop the rest of an audio clip."""
 
 _MIN_SAMPLES: Final = {"qwen3_asr": 8000}
 """Qwen3-ASR's processor fills shorter clips with silence, because very short clips confuse the model."""
@@ -103,4 +119,19 @@ def read_chat_audio(path: Path, config: ConfigFields, text: ConfigFields) -> Cha
         max_windows=_MAX_WINDOWS.get(kind, 0),
         min_samples=_MIN_SAMPLES.get(kind, 0),
         speech=_SPEECH.get(kind),
+        marks=_read_marks(config),
+    )
+
+
+def _read_marks(config: ConfigFields) -> ClipMarks | None:
+    kind = config.text("model_type")
+    if kind not in ("gemma3n", "gemma4"):
+        return None
+    is_fixed = kind == "gemma3n"
+    name, default = ("eoa_token_id", 262_272) if is_fixed else ("eoa_token_index", 258_883)
+    return ClipMarks(
+        config.integer("boa_token_id", 256_000, minimum=0),
+        config.integer(name, default, minimum=0),
+        has_end_output=is_fixed,
+        margin="\n\n" if is_fixed else "",
     )

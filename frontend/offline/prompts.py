@@ -163,7 +163,9 @@ class PromptEncoder:
         if not data:
             return []
         model = self._engine.config.model
-        known = {"audio"} if model.chat_audio is not None else {"image"}
+        known = set() if model.chat_audio is None else {"audio"}
+        if model.images is not None:
+            known.add("image")
         if model.videos is not None:
             known.add("video")
         if not data.keys() <= known or self._media is None or not isinstance(prompt, str):

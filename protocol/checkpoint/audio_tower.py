@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Final
+import math
+from typing import Annotated, Any, Final
 
 import msgspec
 
@@ -12,16 +13,43 @@ from ..config.audio_tower import (
     AudioRotary,
     AudioTowerSpec,
     ConformerSpec,
+    FixedOutputs,
+    UniversalSpeechSpec,
 )
 from .config_fields import ConfigFields
 
 MAX_POSITIONS: Final = 1 << 16
 
+_Channels = Annotated[int, msgspec.Meta(ge=1, le=MAX_POSITIONS)]
+
 _THINKER: Final = "thinker_config"
-_MODEL_TYPES: Final = ("qwen2_audio", "voxtral", "qwen3_asr", "glmasr", "granite_speech")
+_MODEL_TYPES: Final = (
+    *("qwen2_audio", "voxtral", "qwen3_asr", "glmasr"),
+    *("granite_speech", "gemma3n", "gemma4"),
+)
 
 _MAX_CONFORMER_ROWS: Final = 15_000
 """The maximum length of a clip of Granite Speech: 300 s. It has no windows, because its convolutions read all rows."""
+
+_MAX_UNIVERSAL_FRAMES: Final = 3000
+"""The maximum length of a clip of Gemma 3n and Gemma 4: 30 s."""
+
+_GEMMA4_NAMES: Final = (
+    (r"(\baudio_tower\..*)\.linear\.weight$", r"\1.weight"),
+    (r"(\baudio_tower\.subsample_conv_projection\.)layer", r"\1conv_"),
+    (r"\baudio_tower\.layers\.", "audio_tower.conformer."),
+    (r"(\baudio_tower\.conformer\.\d+\.)feed_forward1\.", r"\1ffw_layer_start."),
+    (r"(\baudio_tower\.conformer\.\d+\.)feed_forward2\.", r"\1ffw_layer_end."),
+    (r"(\baudio_tower\.conformer\.\d+\.)norm_pre_attn\.", r"\1attention.pre_attn_norm."),
+    (r"(\baudio_tower\.conformer\.\d+\.)norm_post_attn\.", r"\1attention.post_norm."),
+    (r"(\baudio_tower\.conformer\.\d+\.)norm_out\.", r"\1norm."),
+    (r"(\baudio_tower\.conformer\.\d+\.)self_attn\.post\.", r"\1attention.post."),
+    (
+        r"(\baudio_tower\.conformer\.\d+\.)self_attn\.relative_k_proj\.",
+        r"\1attention.attn.relative_position_embedding.pos_proj.",
+    ),
+    (r"(\baudio_tower\.conformer\.\d+\.)self_attn\.", r"\1attention.attn."),
+)
 
 
 def audio_section(fields: ConfigFields) -> ConfigFields:
@@ -32,6 +60,10 @@ def audio_section(fields: ConfigFields) -> ConfigFields:
 def has_audio_tower(fields: ConfigFields) -> bool:
     """Return whether a model with this config has an audio tower that Engine supports."""
     kind = fields.text("model_type", "")
+    text = fields.section("text_config")
+    if kind == "gemma4" and text is not None and text.get("use_bidirectional_attention"):
+        # The tokens of audio clips would have to attend only to earlier ones, unlike those of images.
+        return False
     name = "encoder_config" if kind == "granite_speech" else "audio_config"
     return kind in _MODEL_TYPES and audio_section(fields).section(name) is not None
 
@@ -50,6 +82,10 @@ def audio_tower_spec(fields: ConfigFields, output_size: int) -> AnyAudioSpec:
     if kind == "granite_speech":
         return _conformer_spec(fields, output_size)
     audio = audio_section(fields).required_section("audio_config")
+    if kind == "gemma3n":
+        return _gemma3n_spec(fields, audio, output_size)
+    if kind == "gemma4":
+        return _gemma4_spec(fields, audio, output_size)
     if kind == "qwen3_asr":
         return _chunked_spec(audio, output_size)
     hidden_size = _size(audio, "d_model", "hidden_size", 1280)
@@ -220,3 +256,101 @@ def _conformer_spec(fields: ConfigFields, output_size: int) -> ConformerSpec:
         # The decoder multiplies the embeddings of tokens and of audio.
         output_scale=fields.required_section("text_config").positive("embedding_multiplier", 1.0),
     )
+
+
+def _gemma3n_spec(
+    fields: ConfigFields, audio: ConfigFields, output_size: int
+) -> UniversalSpeechSpec:
+    for name, each in (("sscp_conv_kernel_size", 3), ("sscp_conv_stride_size", 2)):
+        if (found := audio.get(name)) is not None and list(map(list, found)) != [[each, each]] * 2:
+            raise audio.wrong(name, f"[[{each}, {each}], [{each}, {each}]]", found)
+    vocab_size = audio.integer("vocab_size", 128, maximum=MAX_POSITIONS)
+    first = audio.integer("vocab_offset", 262_272, minimum=0)
+    end = fields.integer("eoa_token_id", 262_272, minimum=0)
+    if not first <= end < first + vocab_size:
+        raise fields.wrong(
+            "eoa_token_id", f"one of the {vocab_size} tokens from audio_config.vocab_offset", end
+        )
+    rate = audio.integer("conf_reduction_factor", 4, maximum=MAX_POSITIONS)
+    num_outputs = fields.integer("audio_soft_tokens_per_image", 188)
+    most = -(-_MAX_UNIVERSAL_FRAMES // (4 * rate))
+    if num_outputs < most:
+        raise fields.wrong(
+            "audio_soft_tokens_per_image", f"at least {most}, the outputs of 30 s", num_outputs
+        )
+    return UniversalSpeechSpec(
+        num_mel_bins=audio.integer("input_feat_size", 128, maximum=1024),
+        num_layers=audio.integer("conf_num_hidden_layers", 12, maximum=1024),
+        conv_channels=_conv_channels(audio, "sscp_conv_channel_size"),
+        conv_norm_eps=audio.positive("sscp_conv_group_norm_eps", 1e-3),
+        kernel_size=audio.integer("conf_conv_kernel_size", 5, maximum=1024),
+        rows_before=audio.integer("conf_attention_context_left", 13) - 1,
+        rows_after=audio.integer("conf_attention_context_right", 0, minimum=0),
+        score_cap=audio.positive("conf_attention_logit_cap", 50.0),
+        residual_weight=audio.number("conf_residual_weight", 0.5),
+        rows_per_output=rate,
+        fixed=FixedOutputs(num_outputs, vocab_size, end - first),
+        **_universal_sizes(audio, "conf_num_attention_heads", 1536),
+        output_size=output_size,
+    )
+
+
+def _gemma4_spec(
+    fields: ConfigFields, audio: ConfigFields, output_size: int
+) -> UniversalSpeechSpec:
+    channels = _conv_channels(audio, "subsampling_conv_channels")
+    if channels[0] % 4:
+        raise audio.wrong("subsampling_conv_channels", "first a multiple of 4", channels)
+    before = audio.integer("attention_context_left", 13) - 1
+    after = audio.integer("attention_context_right", 0, minimum=0)
+    rows = audio.integer("attention_chunk_size", 12)
+    # The embeddings of distances begin with half of the rows that a chunk of rows attends to.
+    if (rows + before + after) // 2 != before:
+        raise audio.error(
+            f"{audio.prefix}attention_chunk_size {rows} and attention_context_right {after} must together be "
+            f"{before} or {before + 1}, one less than or as many as attention_context_left"
+        )
+    if (found := audio.text("hidden_act", "silu")) != "silu":
+        raise audio.wrong("hidden_act", "silu", found)
+    return UniversalSpeechSpec(
+        # The size of the projection after the convolutions tells the number of features.
+        num_mel_bins=channels[0],
+        num_layers=audio.integer("num_hidden_layers", 12, maximum=1024),
+        conv_channels=channels,
+        conv_norm_eps=audio.positive("rms_norm_eps", 1e-6),
+        kernel_size=audio.integer("conv_kernel_size", 5, maximum=1024),
+        # In transformers, rows do not see those at the largest distances.
+        rows_before=before - 1,
+        rows_after=max(after - 1, 0),
+        score_cap=audio.positive("attention_logit_cap", 50.0),
+        residual_weight=audio.number("residual_weight", 0.5),
+        projection_size=audio.integer("output_proj_dims", 1536, maximum=MAX_POSITIONS),
+        key_scale=math.log1p(math.e) / math.log(2),
+        clips=audio.boolean("use_clipped_linears", True),
+        tensor_names=_GEMMA4_NAMES,
+        **_universal_sizes(audio, "num_attention_heads", 1024),
+        output_size=output_size,
+    )
+
+
+def _universal_sizes(audio: ConfigFields, heads: str, default: int) -> dict[str, Any]:
+    """Return the sizes that both kinds of the Universal Speech Model have in fields of the same names."""
+    hidden_size = audio.integer("hidden_size", default, maximum=MAX_POSITIONS)
+    num_heads = audio.integer(heads, 8)
+    if hidden_size % num_heads or hidden_size % 2:
+        raise audio.wrong("hidden_size", f"even, and a multiple of {num_heads} heads", hidden_size)
+    return {
+        "hidden_size": hidden_size,
+        "num_heads": num_heads,
+        "num_frames": _MAX_UNIVERSAL_FRAMES,
+        "max_value": audio.positive("gradient_clipping", 1e10),
+        "norm_eps": audio.positive("rms_norm_eps", 1e-6),
+    }
+
+
+def _conv_channels(audio: ConfigFields, name: str) -> tuple[int, int]:
+    found = audio.get(name, [128, 32])
+    try:
+        return msgspec.convert(found, tuple[_Channels, _Channels])
+    except msgspec.ValidationError:
+        raise audio.wrong(name, "two numbers of channels", found) from None

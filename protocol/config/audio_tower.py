@@ -128,4 +128,67 @@ class ConformerSpec(msgspec.Struct, frozen=True, tag=True):
         return -(-num_frames // self.rows_per_query_block) * self.outputs_per_block
 
 
-AnyAudioSpec: TypeAlias = AudioTowerSpec | ConformerSpec
+class FixedOutputs(msgspec.Struct, frozen=True):
+    """The constant number of outputs of a clip (Gemma 3n): its own, copies of a filler, and one for the token after it.
+
+    The last two are embeddings of a table with `vocab_size` rows: the last row, and the row `end_row`.
+    """
+
+    num_outputs: int
+    vocab_size: int
+    end_row: int
+
+
+class UniversalSpeechSpec(msgspec.Struct, frozen=True, tag=True):
+    """The conformer of the Universal Speech Model (arXiv 2303.01037), which Gemma 3n and Gemma 4 have.
+
+    Two convolutions over frames and features halve both. A row attends to the `rows_before` rows before it and the
+    `rows_after` rows after it, with embeddings of their distances. Every `rows_per_output`th row becomes an output.
+
+    In Gemma 3n, outputs are `fixed`, and the convolutions' outputs are normed with the mean and the variance of all
+    frames so far. In Gemma 4, they have a layer norm, outputs have a projection to `projection_size`, products may have
+    bounds (`clips`), and `tensor_names` translates names to those of Gemma 3n.
+    """
+
+    num_mel_bins: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_frames: int
+    conv_channels: tuple[int, int]
+    conv_norm_eps: float
+    kernel_size: int
+    rows_before: int
+    rows_after: int
+    score_cap: float
+    residual_weight: float
+    max_value: float
+    norm_eps: float
+    output_size: int
+    rows_per_output: int = 1
+    fixed: FixedOutputs | None = None
+    projection_size: int = 0
+    key_scale: float = 1.0
+    clips: bool = False
+    tensor_names: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def frames_after(self) -> int:
+        """The number of frames at the end of a window for which no row is computed."""
+        return 0
+
+    @property
+    def silence(self) -> Literal["skipped"]:
+        """The treatment of silence after a clip, of which there is none."""
+        return "skipped"
+
+    def num_outputs(self, num_frames: int) -> int:
+        """Return the number of outputs for the frames of a clip."""
+        if not num_frames:
+            return 0
+        if self.fixed is not None:
+            return self.fixed.num_outputs + 1
+        return -(-num_frames // (4 * self.rows_per_output))
+
+
+AnyAudioSpec: TypeAlias = AudioTowerSpec | ConformerSpec | UniversalSpeechSpec

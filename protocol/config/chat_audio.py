@@ -14,22 +14,29 @@ class Framing(enum.StrEnum):
 
     `CLIP`: the clip. `FILLED`: the clip, filled with silence up to the end of its last window. `WINDOWS`: each window
     by itself, the last one filled with silence. `PAIRS`: the clip, whose frames are joined in pairs (Granite Speech).
+    `EMPHASIZED`: the clip, with emphasis of high frequencies (Gemma 3n). `LEADING`: the clip after half a frame of
+    silence (Gemma 4).
     """
 
     CLIP = "clip"
     FILLED = "filled"
     WINDOWS = "windows"
     PAIRS = "pairs"
+    EMPHASIZED = "emphasized"
+    LEADING = "leading"
 
 
 class SpeechFormat(msgspec.Struct, frozen=True):
     """The conversation in which a chat model transcribes an audio clip.
 
+    An instruction may have a part in brackets, which is only written if the language is given, with the language's name
+    for "{language}". If it has "{audio}", the audio clip is a token of the text. Otherwise the clip is a part of the
+    message, before the text.
+
     Attributes:
-        languages: The code of each language that may be given -> its name in the answer; empty if the model always
-            detects the language itself.
-        instruction: The text after the audio clip.
-        is_inline: Whether the audio clip is a token of the user's text. Otherwise it is a part of the message.
+        languages: The code of each language that may be given -> its name in instructions and answers; empty if the
+            model always detects the language itself.
+        instruction: The text of the message.
         translation: The text that asks for an English translation instead; "" if the model cannot translate.
         has_context: Whether the client's prompt is the system message. Otherwise the model reads no prompt.
         answer: The beginning of the answer if the language is given, with the language's name for "{language}".
@@ -40,13 +47,28 @@ class SpeechFormat(msgspec.Struct, frozen=True):
 
     languages: dict[str, str] = {}
     instruction: str = ""
-    is_inline: bool = False
     translation: str = ""
     has_context: bool = False
     answer: str = ""
     task_mark: str = ""
     language_mark: str = ""
     text_mark: str = ""
+
+
+class ClipMarks(msgspec.Struct, frozen=True):
+    """The tokens and texts around an audio clip that the processor adds, and a chat template does not write.
+
+    Attributes:
+        begin_token_id: The token before the clip's tokens.
+        end_token_id: The token after them.
+        has_end_output: Whether the clip's last embedding replaces that of the token after it.
+        margin: The text before and after these tokens.
+    """
+
+    begin_token_id: int
+    end_token_id: int
+    has_end_output: bool = False
+    margin: str = ""
 
 
 class ChatAudioConfig(msgspec.Struct, frozen=True):
@@ -59,6 +81,7 @@ class ChatAudioConfig(msgspec.Struct, frozen=True):
         max_windows: The maximum number of windows per clip; 0 for no limit.
         min_samples: The length up to which shorter clips are filled with silence.
         speech: How the model transcribes; None if it only answers questions about audio.
+        marks: What the processor adds around a clip's tokens; None if the chat template writes it.
     """
 
     token_id: int
@@ -67,6 +90,7 @@ class ChatAudioConfig(msgspec.Struct, frozen=True):
     max_windows: int = 0
     min_samples: int = 0
     speech: SpeechFormat | None = None
+    marks: ClipMarks | None = None
 
     @property
     def window_hops(self) -> int:

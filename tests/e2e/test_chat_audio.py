@@ -17,8 +17,10 @@ from engine.core.replay.__main__ import main as replay
 from engine.frontend.offline.llm import LLM
 from engine.protocol.errors import ParameterError
 from engine.protocol.sampling_params import SamplingParams
+from PIL import Image
 from support.audio_checkpoints import MARKS, audio_directory, reference_inputs
 from support.server import Server, assert_nothing_is_held
+from support.vision_checkpoints import image_processor
 
 torch.set_num_threads(1)
 FLAGS = ("--dtype", "float32", "--device", "cpu", "--served-model-name", "tiny")
@@ -37,12 +39,22 @@ def encoded(samples: np.ndarray, file_format: str = "WAV") -> str:
     return base64.b64encode(file.getvalue()).decode()
 
 
-def chat(*parts: str | np.ndarray, kind: str = "input_audio") -> dict[str, Any]:
-    """Return a request for the greedy answer to texts and audio clips."""
+def picture(width: int, height: int) -> Image.Image:
+    pixels = np.random.default_rng(width).integers(0, 256, (height, width, 3), np.uint8)
+    return Image.fromarray(pixels)
+
+
+def chat(*parts: Any, kind: str = "input_audio") -> dict[str, Any]:
+    """Return a request for the greedy answer to texts, images and audio clips."""
     content: list[dict[str, Any]] = []
     for part in parts:
         if isinstance(part, str):
             content.append({"type": "text", "text": part})
+        elif isinstance(part, Image.Image):
+            file = io.BytesIO()
+            part.save(file, "PNG")
+            url = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+            content.append({"type": "image_url", "image_url": {"url": url}})
         elif kind == "input_audio":
             value = {"data": encoded(part), "format": "wav"}
             content.append({"type": "input_audio", "input_audio": value})
@@ -64,6 +76,12 @@ CHATS = [
     ("seven wizards", clip(3, 1.0), clip(3, 1.0)),
     ("brew tea",),
 ]
+MIXED_CHATS = [
+    ("the quick", picture(48, 32), "brown fox", clip(2, 1.99), "jumps", picture(80, 64)),
+    (clip(3, 1.0), clip(4, 0.5), "over", picture(48, 32)),
+    ("seven wizards", clip(3, 1.0)),
+    (picture(48, 32), "brew tea"),
+]
 
 
 class Model:
@@ -71,18 +89,22 @@ class Model:
 
     def __init__(self, directory: Path, kind: str) -> None:
         self.kind = kind
+        self.chats: list[Any] = MIXED_CHATS if kind == "gemma4" else CHATS
         self.path, self.model = audio_directory(directory, kind)
         self._answers: dict[int, list[int]] = {}
 
     def check(self, index: int, answer: dict[str, Any]) -> None:
         if index not in self._answers:
-            self._answers[index] = self.generate(CHATS[index], answer["prompt_token_ids"])
-        assert answer["choices"][0]["token_ids"] == self._answers[index], CHATS[index]
+            self._answers[index] = self.generate(self.chats[index], answer["prompt_token_ids"])
+        assert answer["choices"][0]["token_ids"] == self._answers[index], self.chats[index]
 
     @torch.inference_mode()
     def generate(self, parts: Any, prompt: list[int]) -> list[int]:
         clips = [part / np.float32(32768) for part in parts if isinstance(part, np.ndarray)]
         inputs = reference_inputs(self.kind, clips) if clips else {}
+        if images := [part for part in parts if isinstance(part, Image.Image)]:
+            found = image_processor(self.path, self.kind)(images, return_tensors="pt")
+            inputs |= {name: found[name] for name in ("pixel_values", "image_position_ids")}
         tokens = list(prompt)
         for _ in range(NUM_TOKENS):
             logits = self.model(input_ids=torch.tensor([tokens]), **inputs).logits[0, -1]
@@ -94,7 +116,8 @@ class Model:
 
         def ask(index: int) -> None:
             kind = "input_audio" if index % 2 else "audio_url"
-            status, answer = server.post("/v1/chat/completions", chat(*CHATS[index], kind=kind))
+            body = chat(*self.chats[index], kind=kind)
+            status, answer = server.post("/v1/chat/completions", body)
             assert status == 200, answer
             self.check(index, answer)
 
@@ -130,6 +153,19 @@ def test_tensor_parallel_models_hear_under_memory_pressure_and_crashes(tmp_path:
         assert replay(dumped["files"]) == 0
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             answers = pool.submit(voxtral.check_all, server, [0, 2, 3, 1])
+            server.child("worker 0").kill()
+            answers.result()
+        server.wait_until_whole()
+        assert_nothing_is_held(server)
+
+
+def test_images_and_audio_are_read_together_across_a_crash(tmp_path: Path) -> None:
+    gemma = Model(tmp_path, "gemma4")
+    small = ("--max-num-batched-tokens", "32", "--max-num-seqs", "4", "--max-model-len", "512")
+    with Server(str(gemma.path), *FLAGS, *small, "-tp", "2") as server:
+        gemma.check_all(server, [0, 1, 2, 3, 0])
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            answers = pool.submit(gemma.check_all, server, [0, 1, 3, 2])
             server.child("worker 0").kill()
             answers.result()
         server.wait_until_whole()

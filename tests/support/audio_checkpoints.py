@@ -11,6 +11,8 @@ import numpy as np
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from support.gemma_audio import IMAGE_PROCESSOR, gemma3n_directory, gemma4_config
+from support.image_marks import GEMMA_MARKS
 from support.tiny_checkpoints import sentencepiece_tokenizer
 from torch.nn.functional import pad
 from transformers.audio_utils import mel_filter_bank, spectrogram, window_function
@@ -27,7 +29,10 @@ NUM_MEL_BINS = 16
 WINDOW_S = 2
 """A tower's window in seconds, where those of real models have 30."""
 
-MODELS = ("qwen2_audio", "voxtral", "qwen3_asr", "glmasr", "granite_speech", "qwen3_asr thinker")
+MODELS = (
+    *("qwen2_audio", "voxtral", "qwen3_asr", "glmasr", "granite_speech", "qwen3_asr thinker"),
+    *("gemma3n", "gemma4"),
+)
 """Kinds of models. "qwen3_asr thinker" has the layout of Qwen's own checkpoints, others have that of transformers."""
 
 _PARTS = {
@@ -36,6 +41,8 @@ _PARTS = {
     "qwen3_asr": ("<|audio_start|>", "<|audio_pad|>", "<|audio_end|>"),
     "glmasr": ("<|begin_of_audio|>", "<|pad|>", "<|end_of_audio|>"),
     "granite_speech": ("<|start|>", "<|audio|>"),
+    "gemma3n": ("<start_of_audio>", "<audio_soft_token>", "<end_of_audio>"),
+    "gemma4": ("<|audio>", "<|audio|>", "<audio|>"),
 }
 """The tokens of a clip. The second stands for its embeddings."""
 
@@ -47,13 +54,18 @@ def audio_directory(directory: Path, kind: str) -> tuple[Path, Any]:
     """Write a model of one of `MODELS`. Return its directory and transformers' model."""
     tokenizer = sentencepiece_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": list(_PARTS[kind])})
+    if kind == "gemma4":
+        tokenizer.add_special_tokens({"additional_special_tokens": [*GEMMA_MARKS.values()]})
+        tokenizer.init_kwargs |= {f"{name}_token": mark for name, mark in GEMMA_MARKS.items()}
     tokenizer.add_tokens("[TRANSCRIBE]" if kind == "voxtral" else "<asr_text>")
-    part = "".join(_PARTS[kind])
+    # The processors of Gemma add the tokens around a clip.
+    part = MARKS[kind] if kind.startswith("gemma") else "".join(_PARTS[kind])
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m.role }}: {% if m.content is string %}{{ m.content }}{% else %}"
         "{% for p in m.content %}{% if p.type == 'audio' %}"
         + part
-        + "{% else %}{{ p.text }}{% endif %}"
+        + "{% elif p.type == 'image' %}<image>"
+        "{% else %}{{ p.text }}{% endif %}"
         "{% endfor %}{% endif %}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
     )
     ids = {
@@ -62,6 +74,11 @@ def audio_directory(directory: Path, kind: str) -> tuple[Path, Any]:
     text = {"vocab_size": len(tokenizer), "rope_theta": 10_000.0} | TEXT_SIZES | ids
     tower = {"num_mel_bins": NUM_MEL_BINS, "max_source_positions": 50 * WINDOW_S}
     mark = tokenizer.convert_tokens_to_ids(MARKS[kind])
+    if kind == "gemma3n":
+        marks = tokenizer.convert_tokens_to_ids(list(_PARTS[kind]))
+        written = gemma3n_directory(directory, tokenizer, NUM_MEL_BINS, marks)
+        extractor(kind).save_pretrained(directory)
+        return written
     if kind == "qwen2_audio":
         config = transformers.Qwen2AudioConfig(
             audio_config=tower
@@ -91,6 +108,13 @@ def audio_directory(directory: Path, kind: str) -> tuple[Path, Any]:
             audio_token_id=mark,
         )
         model = transformers.Qwen3ASRForConditionalGeneration(config)
+    elif kind == "gemma4":
+        begin, _, end = tokenizer.convert_tokens_to_ids(_PARTS[kind])
+        marks = {"boa_token_id": begin, "audio_token_id": mark, "eoa_token_index": end}
+        for name, image_mark in GEMMA_MARKS.items():
+            marks[f"{name}_token_id"] = tokenizer.convert_tokens_to_ids(image_mark)
+        config = gemma4_config(text, NUM_MEL_BINS, **marks)
+        model = transformers.Gemma4ForConditionalGeneration(config)
     elif kind == "glmasr":
         config = transformers.GlmAsrConfig(
             audio_config={
@@ -150,9 +174,14 @@ def audio_directory(directory: Path, kind: str) -> tuple[Path, Any]:
         for name, buffer in model.named_buffers():
             if "running_" in name:
                 buffer.uniform_(0.5, 1.5)
+            if name.endswith(("_min", "_max")):
+                # Bounds that some values exceed.
+                buffer.fill_(1.5 if name.endswith("max") else -1.5)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
-    if kind != "granite_speech":
+    if kind == "gemma4":
+        (directory / "preprocessor_config.json").write_text(json.dumps(IMAGE_PROCESSOR))
+    elif kind != "granite_speech":
         extractor(kind).save_pretrained(directory)
     if kind.endswith("thinker"):
         _use_own_layout(directory)
@@ -184,6 +213,10 @@ def _use_own_layout(directory: Path) -> None:
 
 def extractor(kind: str) -> Any:
     """Return transformers' feature extractor for the models of this module."""
+    if kind == "gemma3n":
+        return transformers.Gemma3nAudioFeatureExtractor(feature_size=NUM_MEL_BINS)
+    if kind == "gemma4":
+        return transformers.Gemma4AudioFeatureExtractor(feature_size=NUM_MEL_BINS)
     if kind.startswith("qwen3_asr"):
         return transformers.Qwen3ASRFeatureExtractor(feature_size=NUM_MEL_BINS)
     return transformers.WhisperFeatureExtractor(
@@ -195,6 +228,11 @@ def extractor(kind: str) -> Any:
 
 def reference_inputs(kind: str, clips: list[np.ndarray]) -> dict[str, torch.Tensor]:
     """Return the inputs of transformers' model for audio clips of 16 kHz, as its processor makes them."""
+    if kind == "gemma3n":
+        found = [extractor(kind)(clip, return_tensors="pt") for clip in clips]
+        return {"input_features": [each["input_features"][0] for each in found]}
+    if kind == "gemma4":
+        return dict(extractor(kind)(clips, return_tensors="pt"))
     if kind == "granite_speech":
         return {"input_features": torch.stack([granite_features(clip) for clip in clips])}
     extract = partial(

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...protocol.arrays import Int32Array
-from ...protocol.checkpoint.vision.spec import VisionSpec
 from ...protocol.config import SpeculativeConfig
 from ..batch import PersistentBatch
 from ..device.device import usable_cores
@@ -416,9 +415,11 @@ class NativeDecoder:
                 kept_TE[:, : hidden_TD.shape[1]] = hidden_TD
             hidden_TD = kept_TE
             self.kept_hidden_TE = as_tensor(kept_TE)[:, : self.kept_width]
-        if self.placed is not None and isinstance(self.spec.encoder, VisionSpec):
+        token_id = None
+        if self.spec.per_layer_inputs is not None:
+            token_id = self.spec.per_layer_inputs.placed_token_id
+        if self.placed is not None and token_id is not None:
             # Encoder outputs replace embeddings, but not the inputs of layers.
-            token_id = self.spec.encoder.layer_token_id
             ids_T = _int32(self.placed.replace_ids(as_tensor(ids_T), token_id))
         step = self._step
         step.num_tokens = len(ids_T)

@@ -62,18 +62,17 @@ def load_model(
     reads_outputs = shard.is_first or shard.layers.start < model.spec.num_deepstack_layers
     # Layers of every stage read images by cross attention.
     reads_outputs |= source is not None
-    is_encoded = model.spec.encoder is not None and reads_outputs and not model.is_foreign
+    is_encoded = reads_outputs and not model.is_foreign
+    is_encoded &= (model.spec.encoder or model.spec.audio_encoder) is not None
     if source is not None or is_encoded:
         # Imported here, because it needs torch, and few models have an encoder.
-        from .inputs.encoder_loader import load_source_encoder, load_tower
+        from .inputs.encoder_loader import load_source_encoder, load_towers
 
         dtype = torch_dtype(configured_dtype(config.model.dtype))
         if source is not None and source.encoder is not None:
             model.encoder = load_source_encoder(config, source, model, checkpoint, dtype)
-        if model.spec.encoder is not None and is_encoded:
-            model.encoder = load_tower(
-                config, model.spec.encoder, checkpoint, torch_device(device), dtype
-            )
+        if is_encoded:
+            model.encoder = load_towers(config, model.spec, checkpoint, torch_device(device), dtype)
     return model
 
 

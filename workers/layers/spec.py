@@ -309,7 +309,8 @@ class ModelSpec(msgspec.Struct, frozen=True):
     has_final_norm: bool = True
     num_token_types: int = 0
     score_head: ScoreHeadSpec | None = None
-    encoder: AnyVisionSpec | AnyAudioSpec | None = None
+    encoder: AnyVisionSpec | None = None
+    audio_encoder: AnyAudioSpec | None = None
     num_deepstack_layers: int = 0
     source: SourceSpec | None = None
     has_embedding: bool = True
@@ -318,9 +319,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
     @property
     def span_kind(self) -> SpanKind | None:
         """The kind of spans whose tokens also attend to later tokens of the span, or None."""
-        if self.encoder is None or isinstance(self.encoder, AnyAudioSpec):
-            return None
-        return self.encoder.span_kind
+        return None if self.encoder is None else self.encoder.span_kind
 
     @property
     def tells_segments(self) -> bool:

@@ -13,12 +13,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...protocol.config.audio_tower import AnyAudioSpec, AudioTowerSpec, ConformerSpec
+from ...protocol.config.audio_tower import (
+    AnyAudioSpec,
+    AudioTowerSpec,
+    ConformerSpec,
+    UniversalSpeechSpec,
+)
 from ...protocol.errors import EngineError
 from ...protocol.messages import AudioPayload
 from ..device.torch_threads import torch_threads
 from ..loaders import Checkpoint
-from .audio.conformer import MARKER, Conformer
+from .audio import conformer, universal
 from .audio.stems import make_stem, stem_marker
 from .image_tower import TowerSource
 from .layers import LayersSpec, LayerWeights, Patches
@@ -44,7 +49,11 @@ class AudioTower:
         self._num_threads = source.num_threads
         self._encode: Callable[[Tensor], Tensor]
         if isinstance(spec, ConformerSpec):
-            self._encode = Conformer(spec, source.weights(MARKER), source.checkpoint)
+            weights = source.weights(conformer.MARKER)
+            self._encode = conformer.Conformer(spec, weights, source.checkpoint)
+        elif isinstance(spec, UniversalSpeechSpec):
+            weights = source.weights(universal.MARKER, spec.tensor_names)
+            self._encode = universal.UniversalSpeech(spec, weights)
         else:
             self._encode = _WhisperTower(spec, source)
 

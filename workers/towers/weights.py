@@ -108,6 +108,9 @@ def check_activation(checkpoint: Checkpoint, name: str) -> None:
 class VisionWeights:
     """The tensors that have the same prefix as the tensor `marker`. `tensor_names` translates all names.
 
+    Attributes:
+        dtype: The dtype of the tensors that are read.
+
     Raises:
         CheckpointError: There is no such tensor.
     """
@@ -126,7 +129,7 @@ class VisionWeights:
             raise CheckpointError(checkpoint.path, f"there is no tensor named '...{marker}'")
         self._prefix = (found or "").removesuffix(marker)
         self._checkpoint = checkpoint
-        self._device, self._dtype = device, dtype
+        self._device, self.dtype = device, dtype
 
     def __contains__(self, name: str) -> bool:
         """Return whether the checkpoint has a tensor."""
@@ -140,9 +143,9 @@ class VisionWeights:
         """
         name = self._prefix + name
         if isinstance(self._checkpoint, DummyCheckpoint):
-            return made_up(name, shape, self._dtype, self._device)
+            return made_up(name, shape, self.dtype, self._device)
         stored = self._stored_name(name, shape)
-        return self._checkpoint.tensor(stored, self._dtype).to(self._device).view(shape)
+        return self._checkpoint.tensor(stored, self.dtype).to(self._device).view(shape)
 
     def _stored_name(self, name: str, shape: tuple[int, ...]) -> str:
         """Return the checkpoint's name of a tensor that has this shape, apart from dimensions of size 1."""
@@ -165,10 +168,10 @@ class VisionWeights:
         """
         name = self._prefix + name
         if isinstance(self._checkpoint, DummyCheckpoint):
-            return made_up(name, (len(rows), columns), self._dtype, self._device)
+            return made_up(name, (len(rows), columns), self.dtype, self._device)
         stored = self._stored_name(name, (num_rows, columns))
         parts = [
-            self._checkpoint.tensor(stored, self._dtype, part=range(row, row + 1)) for row in rows
+            self._checkpoint.tensor(stored, self.dtype, part=range(row, row + 1)) for row in rows
         ]
         return torch.cat(parts).to(self._device)
 

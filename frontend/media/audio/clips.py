@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from hashlib import sha256
+from typing import Final
 
 import msgspec
 import numpy as np
@@ -14,9 +15,23 @@ from ....protocol.config.audio_tower import FRAMES_AFTER, AudioTowerSpec
 from ....protocol.config.chat_audio import ChatAudioConfig, Framing
 from ....protocol.errors import ConfigError, ParameterError
 from ....protocol.messages import AudioPayload, EncoderInput
-from ...chat.messages import MEDIA_MARK
+from ...chat.messages import AUDIO_MARK
 from ...tokenizer.tokenizer import Tokenizer
-from .log_mel import HOP, RATE, log_mel, paired_log_mel
+from .log_mel import (
+    EMPHASIZED,
+    HOP,
+    LEADING,
+    RATE,
+    ClipFrames,
+    clip_log_mel,
+    log_mel,
+    paired_log_mel,
+)
+
+_CLIP_FRAMES: Final[dict[Framing, ClipFrames]] = {
+    Framing.EMPHASIZED: EMPHASIZED,
+    Framing.LEADING: LEADING,
+}
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -67,6 +82,10 @@ def _windows(samples: Float32Array, config: ChatAudioConfig) -> Iterator[tuple[F
         features = paired_log_mel(samples, tower.num_mel_bins // 2)
         yield features, features.shape[1]
         return
+    if (frames := _CLIP_FRAMES.get(config.framing)) is not None:
+        features = clip_log_mel(samples, frames, tower.num_mel_bins)
+        yield features, features.shape[1]
+        return
     if config.framing is Framing.CLIP:
         num_samples, num_frames = len(samples), len(samples) // HOP
     else:
@@ -110,14 +129,26 @@ class AudioPlaces:
     """
 
     def __init__(self, config: ChatAudioConfig, tokenizer: Tokenizer) -> None:
-        token = tokenizer.id_to_token(config.token_id)
+        self._tokenizer = tokenizer
+        self._token = self._text_of(config.token_id, "audio_token_id")
+        self._before = self._after = ""
+        self._token_ids = [config.token_id]
+        self._num_after = 0
+        if (marks := config.marks) is not None:
+            self._before = marks.margin + self._text_of(marks.begin_token_id, "boa_token_id")
+            self._after = self._text_of(marks.end_token_id, "eoa_token_id") + marks.margin
+            if marks.has_end_output:
+                self._token_ids.append(marks.end_token_id)
+                self._num_after = 1
+        self._place = re.compile(f"{re.escape(self._token)}|{AUDIO_MARK}")
+
+    def _text_of(self, token_id: int, field: str) -> str:
+        token = self._tokenizer.id_to_token(token_id)
         if not token:
             raise ConfigError(
-                f"the tokenizer has no token {config.token_id}, which represents audio (audio_token_id in "
-                "config.json)"
+                f"the tokenizer has no token {token_id}, which represents audio ({field} in config.json)"
             )
-        self._token, self._token_id = token, config.token_id
-        self._place = re.compile(f"{re.escape(token)}|{MEDIA_MARK}")
+        return token
 
     def encode(
         self,
@@ -145,10 +176,12 @@ class AudioPlaces:
         if not clips:
             return *encode(text), []
         each = iter(clips)
-        text, token_ids = encode(
-            self._place.sub(lambda _: self._token * next(each).num_outputs, text)
-        )
+        text, token_ids = encode(self._place.sub(lambda _: self._tokens(next(each)), text))
         return text, token_ids, self._place_inputs(token_ids, clips)
+
+    def _tokens(self, clip: PreparedAudio) -> str:
+        """Return the text of a clip's tokens."""
+        return self._before + self._token * (clip.num_outputs - self._num_after) + self._after
 
     def _place_inputs(
         self, token_ids: Sequence[int], clips: Sequence[PreparedAudio]
@@ -158,7 +191,7 @@ class AudioPlaces:
         Raises:
             ParameterError: The tokens of an audio clip are not at the expected positions.
         """
-        positions = np.flatnonzero(np.asarray(token_ids) == self._token_id)
+        positions = np.flatnonzero(np.isin(token_ids, self._token_ids))
         inputs = [item for clip in clips for item in clip.inputs]
         if len(positions) == sum(item.size for item in inputs):
             placed: list[EncoderInput] = []

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from ....protocol.arrays import Float32Array
 
@@ -73,7 +74,8 @@ def paired_log_mel(samples: Float32Array, num_mel_bins: int) -> Float32Array:
     frames = np.lib.stride_tricks.sliding_window_view(padded, WINDOW)[::HOP][:num_frames]
     spectrum = np.fft.rfft(frames * _hann(), _PAIRED_FFT, axis=1)
     power = (spectrum.real**2 + spectrum.imag**2).astype(np.float32, copy=False)
-    features = np.log10(np.maximum(power @ _htk_filters(num_mel_bins), np.float32(_FLOOR)))
+    filters = _htk_filters(num_mel_bins, _PAIRED_FFT, 0.0, _MAX_HZ).astype(np.float32)
+    features = np.log10(np.maximum(power @ filters, np.float32(_FLOOR)))
     features = np.maximum(features, features.max() - np.float32(_RANGE)) / 4 + 1
     # A last frame without a partner counts only for the maximum.
     pairs = features[: num_frames // 2 * 2].reshape(num_frames // 2, -1)
@@ -81,20 +83,78 @@ def paired_log_mel(samples: Float32Array, num_mel_bins: int) -> Float32Array:
     return paired
 
 
-@lru_cache
-def _htk_filters(num_mel_bins: int) -> Float32Array:
-    """Return triangular filters on the mel scale of HTK, float32 [frequencies, num_mel_bins]."""
+class ClipFrames(NamedTuple):
+    """The frames of a clip that has its own features.
+
+    `emphasis` is the share of each sample that is subtracted from the next one. Magnitudes below `floor` become it or,
+    if `adds_floor`, are increased by it. With `leads`, half a frame of silence precedes the clip. The clip is filled
+    with silence up to a multiple of `multiple` samples.
+    """
+
+    size: int
+    fft_size: int
+    min_hz: float
+    max_hz: float
+    emphasis: float
+    floor: float
+    adds_floor: bool
+    leads: bool
+    multiple: int
+
+
+EMPHASIZED: Final = ClipFrames(512, 1024, 125.0, 7600.0, 0.97, 1e-5, False, False, 128)
+LEADING: Final = ClipFrames(320, 512, 0.0, _MAX_HZ, 0.0, 1e-3, True, True, 1)
+"""The frames of Gemma 3n and of Gemma 4."""
+
+
+def clip_log_mel(samples: Float32Array, frames: ClipFrames, num_mel_bins: int) -> Float32Array:
+    """Return natural logarithms of mel features, equal to those of transformers' extractors for Gemma 3n and Gemma 4.
+
+    Args:
+        samples: The samples at `RATE`, float32 [N] in [-1, 1].
+        frames: The frames.
+        num_mel_bins: The number of features per frame.
+
+    Returns:
+        The features, float32 [num_mel_bins, frames].
+    """
+    before = frames.size // 2 if frames.leads else 0
+    padded = np.pad(samples, (before, -len(samples) % frames.multiple))
+    # A frame needs one more sample, which only other kinds of emphasis would read.
+    if len(padded) <= frames.size:
+        return np.zeros((num_mel_bins, 0), np.float32)
+    parts = np.lib.stride_tricks.sliding_window_view(padded, frames.size + 1)[::HOP, :-1]
+    if frames.emphasis:
+        first = parts[:, :1] * np.float32(1 - frames.emphasis)
+        parts = np.hstack((first, parts[:, 1:] - np.float32(frames.emphasis) * parts[:, :-1]))
+    window = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(frames.size) / frames.size)
+    spectrum = np.fft.rfft(parts * window.astype(np.float32), frames.fft_size, axis=1)
+    filters = _htk_filters(num_mel_bins, frames.fft_size, frames.min_hz, frames.max_hz)
+    magnitudes = np.abs(spectrum) @ filters
+    if frames.adds_floor:
+        magnitudes += frames.floor
+    else:
+        magnitudes = np.maximum(magnitudes, frames.floor)
+    features: Float32Array = np.log(magnitudes).T.astype(np.float32)
+    return features
+
+
+@lru_cache(8)
+def _htk_filters(
+    num_mel_bins: int, fft_size: int, min_hz: float, max_hz: float
+) -> npt.NDArray[np.float64]:
+    """Return triangular filters on the mel scale of HTK, float64 [frequencies, num_mel_bins]."""
 
     def to_mel(hz: float) -> float:
         return 2595.0 * float(np.log10(1.0 + hz / 700.0))
 
-    mels = np.linspace(0.0, to_mel(_MAX_HZ), num_mel_bins + 2)
+    mels = np.linspace(to_mel(min_hz), to_mel(max_hz), num_mel_bins + 2)
     edges = 700.0 * (10.0 ** (mels / 2595.0) - 1.0)
-    hz = np.linspace(0.0, RATE / 2, _PAIRED_FFT // 2 + 1)[:, None]
+    hz = np.linspace(0.0, RATE / 2, fft_size // 2 + 1)[:, None]
     widths = np.diff(edges)
     rising = (hz - edges[:-2]) / widths[:-1]
     falling = (edges[2:] - hz) / widths[1:]
-    filters: Float32Array = np.maximum(0, np.minimum(rising, falling)).astype(np.float32)
+    filters: npt.NDArray[np.float64] = np.maximum(0, np.minimum(rising, falling))
     return filters
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -9,7 +10,7 @@ from ....protocol.config import ModelConfig
 from ....protocol.config.chat_audio import ChatAudioConfig, SpeechFormat
 from ....protocol.messages import EncoderInput
 from ....protocol.sampling_params import SamplingParams
-from ...chat.messages import AUDIO_PART, MEDIA_MARK
+from ...chat.messages import AUDIO_MARK, AUDIO_PART
 from ...chat.special_tokens import SpecialTokenGuard
 from ...chat.template import ChatTemplate
 from ...client.engine_client import Delta
@@ -18,6 +19,9 @@ from ..audio.clips import AudioPlaces, PreparedAudio
 from .answer import Answer
 from .languages import find_language
 from .options import Task, TranscriptionOptions
+
+_CLAUSE: Final = re.compile(r"\[(.*?)\]")
+"""A part of an instruction that is only written if the language is given."""
 
 _MAX_HELD: Final = 16
 """Maximum tokens before the text mark. An answer with more tokens and no mark is only a transcript."""
@@ -68,9 +72,11 @@ class ChatPrompts:
         speech = self._speech
         is_translated = options.task is Task.TRANSLATE
         instruction = speech.translation if is_translated else speech.instruction
-        content: Any = MEDIA_MARK + instruction
-        if not speech.is_inline:
-            text_parts = [{"type": "text", "text": instruction}] if instruction else []
+        name = speech.languages[language] if language else ""
+        instruction = _CLAUSE.sub(r"\1" if name else "", instruction)
+        content: Any = instruction.format(audio=AUDIO_MARK, language=name)
+        if AUDIO_MARK not in content:
+            text_parts = [{"type": "text", "text": content}] if content else []
             content = [AUDIO_PART, *text_parts]
         messages: list[Any] = [{"role": "user", "content": content}]
         if context := options.prompt.strip():
@@ -78,8 +84,8 @@ class ChatPrompts:
             self._guard.protect(context, "prompt")
             messages.insert(0, {"role": "system", "content": context})
         text = self._template.render(messages, self._guard)
-        if language:
-            text += speech.answer.format(language=speech.languages[language])
+        if name:
+            text += speech.answer.format(language=name)
         text += speech.task_mark
         _, token_ids, placed = self._places.encode(
             text,

@@ -96,7 +96,6 @@ def gemma4(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Visi
         product_bias=False,
         clips_products=vision.boolean("use_clipped_linears", False),
         span_kind=SpanKind.IMAGE_IN_WINDOWS if sees_on else None,
-        layer_token_id=text.integer("pad_token_id", 0, minimum=0),
         tensor_names=_GEMMA4_NAMES,
     )
 

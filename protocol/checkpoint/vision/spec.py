@@ -111,7 +111,6 @@ class VisionSpec(msgspec.Struct, frozen=True):
         span_kind: Which of the decoder's tokens attend to later tokens.
         fine: The encoder of a larger copy of the image, whose features the projection "joined" reads, too.
         has_axes: True if the decoder's positions have three coordinates (MiniCPM-V 4.7), else one.
-        layer_token_id: The token whose per-layer inputs are used for images, in models with inputs for every layer.
         tensor_names: Translates the checkpoint's tensor names to CLIP's, as in `ModelSpec`.
 
     The projections are:
@@ -203,7 +202,6 @@ class VisionSpec(msgspec.Struct, frozen=True):
     fine: SamSpec | None = None
     span_kind: SpanKind | None = None
     has_axes: bool = False
-    layer_token_id: int = 0
     tensor_names: tuple[tuple[str, str], ...] = ()
 
     @property

@@ -61,7 +61,7 @@ def chat_audio(path: Path, executor: ThreadExecutor) -> tuple[ChatAudio, Tokeniz
 def test_logits_equal_those_of_transformers(model: Any, load: Any) -> None:
     kind, path, reference = model
     # One clip is shorter than a window, one has an odd number of frames, and others have several windows.
-    lengths = (0.7, 1.515, 2.0) if kind == "qwen2_audio" else (0.7, 5.1, 2.0, 1.2345)
+    lengths = (0.7, 1.515, 2.0) if kind in ("qwen2_audio", "gemma3n") else (0.7, 5.1, 2.0, 1.2345)
     clips = [tone(seed, seconds) for seed, seconds in enumerate(lengths)]
     executor = ThreadExecutor()
     places, tokenizer = chat_audio(path, executor)
@@ -72,9 +72,9 @@ def test_logits_equal_those_of_transformers(model: Any, load: Any) -> None:
     executor.close()
     prompt = list(token_ids)
     expected = reference_logits(kind, reference, prompt, clips)
-    decoder = load(path, max_model_len=512)
+    decoder = load(path, max_model_len=1024)
     tower = AudioTower(
-        decoder.spec.encoder,
+        decoder.spec.audio_encoder,
         TowerSource(open_checkpoint(path), CPU, torch.float32, make_layers=TOWER_LAYERS[load]),
     )
     encoded = [tower.encode(item.data) for item in inputs]
@@ -84,7 +84,7 @@ def test_logits_equal_those_of_transformers(model: Any, load: Any) -> None:
     for item in inputs:
         rows[item.position : item.position + item.size] = np.arange(row, row + item.size)
         row += item.size
-    runner = Runner(decoder, 1, max_tokens=512)
+    runner = Runner(decoder, 1, max_tokens=1024)
     outputs = []
     # The first chunk ends within the first clip.
     cuts = [0, inputs[0].position + 3, inputs[-1].position + 2, len(prompt)]
@@ -96,7 +96,7 @@ def test_logits_equal_those_of_transformers(model: Any, load: Any) -> None:
 
 def test_damaged_audio_is_an_error(model: Any) -> None:
     _, path, _ = model
-    spec = model_spec(open_checkpoint(path).config, path).encoder
+    spec = model_spec(open_checkpoint(path).config, path).audio_encoder
     tower = AudioTower(spec, TowerSource(open_checkpoint(path), CPU, torch.float32))
     features = bytes(4 * spec.num_mel_bins * 10)
     for clip in (

@@ -142,7 +142,8 @@ class Recorder:
             self.embedding = record_embedding(self._blocks, self._max_model_len)
         else:
             program.add_op("embed")
-        if spec.encoder is not None or self._places_embeddings:
+        has_tower = (spec.encoder or spec.audio_encoder) is not None
+        if has_tower or self._places_embeddings:
             program.add_op("place")
         if spec.has_embedding and spec.has_embedding_norm:
             program.add_op("norm", vectors=self._blocks.hidden_norm("embed_norm"))

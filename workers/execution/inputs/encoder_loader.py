@@ -8,12 +8,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from ....protocol.checkpoint.model_dimensions import check_parallel
-from ....protocol.checkpoint.vision.read import AnyVisionSpec
 from ....protocol.config import CPUBackend, EngineConfig
-from ....protocol.config.audio_tower import AnyAudioSpec
+from ....protocol.errors import EngineError
+from ....protocol.messages import AudioPayload, EmbeddingPayload, ImagePayload
 from ...attention import AttentionSpec, attention_backend
 from ...cpu.attention import NativeAttention
 from ...cpu.decoder import NativeDecoder
@@ -22,7 +23,7 @@ from ...cpu.tower_layers import NativeLayers
 from ...device.device import count_threads
 from ...device.dtypes import torch_device
 from ...layers.parallel.shard import ModelShard
-from ...layers.spec import SourceSpec
+from ...layers.spec import ModelSpec, SourceSpec
 from ...loaders import Checkpoint
 from ...loaders.mmproj import MmprojCheckpoint
 from ...models.decoder import Decoder
@@ -40,14 +41,42 @@ from ..source.stem import AudioStem
 logger = logging.getLogger(__name__)
 
 
-def load_tower(
+_decoder = msgspec.msgpack.Decoder(AudioPayload | ImagePayload | EmbeddingPayload)
+
+
+class _Towers:
+    """Encodes images with one tower, and audio clips with another."""
+
+    def __init__(self, images: Encoder, audio: Encoder) -> None:
+        self._images, self._audio = images, audio
+
+    def encode(self, data: bytes) -> torch.Tensor:
+        """Return the outputs [rows, D] for the data of one input.
+
+        Raises:
+            EngineError: The data is damaged, which a correct frontend never sends.
+        """
+        try:
+            payload = _decoder.decode(data)
+        except msgspec.MsgspecError as error:
+            raise EngineError(f"an encoder input is no image or audio clip: {error}") from error
+        tower = self._audio if isinstance(payload, AudioPayload) else self._images
+        return tower.encode(data)
+
+    def warm_up(self) -> None:
+        """Encode a dummy input with each tower."""
+        self._images.warm_up()
+        self._audio.warm_up()
+
+
+def load_towers(
     config: EngineConfig,
-    encoder: AnyAudioSpec | AnyVisionSpec,
+    spec: ModelSpec,
     checkpoint: Checkpoint,
     device: torch.device,
     dtype: torch.dtype,
 ) -> Encoder:
-    """Load the encoder for a model's images or audio.
+    """Load the encoder for the images and audio of a model that has towers.
 
     Raises:
         CheckpointError: The encoder is not supported, or its files are damaged.
@@ -58,11 +87,14 @@ def load_tower(
     is_native = device.type == "cpu" and config.device.cpu_backend is not CPUBackend.TORCH
     make_layers = partial(_tower_layers, num_threads=num_threads) if is_native else TorchLayers
     source = TowerSource(checkpoint, device, dtype, num_threads, make_layers)
-    if isinstance(encoder, AnyAudioSpec):
-        return AudioTower(encoder, source)
+    audio = None if spec.audio_encoder is None else AudioTower(spec.audio_encoder, source)
+    if spec.encoder is None:
+        assert audio is not None
+        return audio
     if config.model.mmproj:
         source = source._replace(checkpoint=MmprojCheckpoint(Path(config.model.mmproj)))
-    return make_tower(encoder, source)
+    images = make_tower(spec.encoder, source)
+    return images if audio is None else _Towers(images, audio)
 
 
 def _tower_layers(spec: LayersSpec, layers: Iterable[LayerWeights], num_threads: int) -> Layers:

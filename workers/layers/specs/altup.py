@@ -7,11 +7,13 @@ class PerLayerInputsSpec(msgspec.Struct, frozen=True):
     """A vector of `size` elements for each token and layer. Every layer adds a gated part of it to its output.
 
     It is the sum of a row of a table with `vocab_size` rows and a product of the token's embedding. Tokens beyond the
-    table use its first row.
+    table use its first row. Where encoder outputs replace embeddings, the row is that of `placed_token_id` if there is
+    one.
     """
 
     size: int
     vocab_size: int
+    placed_token_id: int | None = None
 
 
 class AltUpSpec(msgspec.Struct, frozen=True):

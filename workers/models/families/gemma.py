@@ -195,6 +195,13 @@ def _per_layer_inputs(fields: ConfigFields) -> PerLayerInputsSpec | None:
     return PerLayerInputsSpec(size, fields.integer("vocab_size_per_layer_input", 262_144))
 
 
+def _gemma4_layer_inputs(fields: ConfigFields) -> PerLayerInputsSpec | None:
+    found = _per_layer_inputs(fields)
+    if found is None:
+        return None
+    return replace(found, placed_token_id=fields.integer("pad_token_id", 0, minimum=0))
+
+
 def _gemma3n(fields: ConfigFields) -> ModelSpec:
     fields = fields.with_defaults(**_GEMMA3N_DEFAULTS)
     num_layers = fields.layer_count("num_hidden_layers")
@@ -298,7 +305,7 @@ def _gemma4(fields: ConfigFields) -> ModelSpec:
     return _gemma_with_shared_layers(
         fields,
         layers,
-        per_layer_inputs=_per_layer_inputs(fields),
+        per_layer_inputs=_gemma4_layer_inputs(fields),
         has_layer_scales=True,
         tensor_names=(
             (r"\.router\.proj\.", ".beside.gate."),

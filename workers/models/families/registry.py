@@ -228,8 +228,10 @@ def model_spec(config: Mapping[str, Any], path: str | PathLike[str]) -> ModelSpe
         if not encoder.has_axes:
             spec = _without_axes(spec)
     if has_audio_tower(whole):
-        # The three coordinates of an audio clip's positions are equal, as those of text.
-        spec = _without_axes(replace(spec, encoder=audio_tower_spec(whole, spec.hidden_size)))
+        spec = replace(spec, audio_encoder=audio_tower_spec(whole, spec.hidden_size))
+        if spec.encoder is None:
+            # The three coordinates of an audio clip's positions are equal, as those of text.
+            spec = _without_axes(spec)
     return spec
 
 

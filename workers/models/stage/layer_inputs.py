@@ -13,7 +13,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ....protocol.checkpoint.vision.spec import VisionSpec
 from ...towers.placed import Placed
 from ..layer_source import LayerSource
 from ..ngrams.digits import from_digits, to_digits
@@ -58,12 +57,11 @@ class _OwnInputs(LayerInputs):
     def __init__(self, source: LayerSource) -> None:
         spec = source.spec
         self._placed_id: int | None = None
-        if isinstance(spec.encoder, VisionSpec):
-            self._placed_id = spec.encoder.layer_token_id
         self._compute: PerLayerInputs | None = None
         if (inputs := spec.per_layer_inputs) is None:
             self._sizes = [layer.input_size for layer in spec.layers]
             return
+        self._placed_id = inputs.placed_token_id
         self._sizes = [inputs.size] * (len(spec.layers) - source.shard.layers.start)
         if source.shard.is_first and spec.has_embedding:
             self._compute = PerLayerInputs(

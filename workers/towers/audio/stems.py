@@ -90,7 +90,7 @@ class ChunkStem:
         self._project = tensors.read_linear(
             "audio_tower.conv_out", spec.hidden_size, channels * num_features, has_bias=False
         )
-        positions = _sinusoids(-(-chunks.num_frames // 8), spec.hidden_size)
+        positions = sinusoids(torch.arange(-(-chunks.num_frames // 8)), spec.hidden_size)
         self._positions_PD = positions.to(self._project.weight)
 
     def __call__(self, features_CN: Tensor) -> Tensor:
@@ -106,9 +106,8 @@ class ChunkStem:
         return rows.flatten(0, 1)[:num_rows]
 
 
-def _sinusoids(num_positions: int, size: int) -> Tensor:
-    """Return the sines and then the cosines of each position, float32 [positions, size]."""
-    step = math.log(_MAX_WAVELENGTH) / (size // 2 - 1)
-    frequencies = torch.exp(-step * torch.arange(size // 2).float())
-    angles = torch.arange(num_positions)[:, None] * frequencies
+def sinusoids(positions_P: Tensor, size: int) -> Tensor:
+    """Return the sines and then the cosines of each position, float32 [P, size]."""
+    step = math.log(_MAX_WAVELENGTH) / max(size // 2 - 1, 1)
+    angles = positions_P[:, None] * torch.exp(-step * torch.arange(size // 2).float())
     return torch.cat((angles.sin(), angles.cos()), 1)

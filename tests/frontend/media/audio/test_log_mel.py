@@ -4,9 +4,20 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from engine.frontend.media.audio.log_mel import log_mel, paired_log_mel
+from engine.frontend.media.audio.log_mel import (
+    EMPHASIZED,
+    LEADING,
+    ClipFrames,
+    clip_log_mel,
+    log_mel,
+    paired_log_mel,
+)
 from support.audio_checkpoints import NUM_MEL_BINS, granite_features
-from transformers import WhisperFeatureExtractor
+from transformers import (
+    Gemma3nAudioFeatureExtractor,
+    Gemma4AudioFeatureExtractor,
+    WhisperFeatureExtractor,
+)
 
 WINDOW = 480_000
 
@@ -37,3 +48,26 @@ def test_features_of_pairs_equal_those_of_transformers(num_samples: int) -> None
     found = paired_log_mel(samples, NUM_MEL_BINS)
     assert found.shape == expected.shape == (2 * NUM_MEL_BINS, (num_samples // 160 + 1) // 2)
     np.testing.assert_allclose(found, expected, atol=2e-4)
+
+
+@pytest.mark.parametrize("num_samples", [700, 16_000, 16_001, 58_161, WINDOW])
+@pytest.mark.parametrize(
+    ("frames", "extractor"),
+    [(EMPHASIZED, Gemma3nAudioFeatureExtractor), (LEADING, Gemma4AudioFeatureExtractor)],
+)
+def test_features_of_clips_equal_those_of_transformers(
+    frames: ClipFrames, extractor: type, num_samples: int
+) -> None:
+    samples = 0.2 * np.random.default_rng(num_samples).standard_normal(num_samples)
+    samples[num_samples // 2 :] = 0
+    expected = extractor()([samples.astype(np.float32)], return_tensors="np")
+    features = expected["input_features"][0][expected["input_features_mask"][0]].T
+    found = clip_log_mel(samples.astype(np.float32), frames, 128)
+    assert found.shape == features.shape
+    np.testing.assert_allclose(found, features, atol=1e-4)
+    assert np.abs(found - features).mean() < 1e-6
+
+
+def test_clips_shorter_than_a_frame_have_no_features() -> None:
+    for frames in (EMPHASIZED, LEADING):
+        assert clip_log_mel(np.ones(100, np.float32), frames, 128).shape == (128, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ from engine.frontend.chat.special_tokens import SpecialTokenGuard
 from engine.frontend.chat.template import ChatTemplate
 from engine.frontend.client.engine_client import Delta
 from engine.frontend.media.transcription.chat_prompt import ChatPrompts
-from engine.frontend.media.transcription.options import TranscriptionOptions
+from engine.frontend.media.transcription.options import Task, TranscriptionOptions
 from engine.frontend.model_source.chat_audio import read_chat_audio
 from engine.frontend.tokenizer.load import load_tokenizer
 from engine.protocol.checkpoint.config_fields import ConfigFields
@@ -19,13 +20,17 @@ from engine.protocol.errors import ParameterError
 from engine.protocol.messages import EncoderInput
 from support.audio_checkpoints import audio_directory
 
+TEMPLATE = '{% for m in messages %}{{ m.role }}:{{ "<|audio_pad|>" if m.role == "user" else m.content }} {% endfor %}'
+
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return audio_directory(tmp_path_factory.mktemp("model"), "qwen3_asr")[0]
 
 
-def prompts_of(path: Path, policy: Any = "escape") -> tuple[ChatPrompts, Any]:
+def prompts_of(
+    path: Path, policy: Any = "escape", source: str = TEMPLATE
+) -> tuple[ChatPrompts, Any]:
     tokenizer = load_tokenizer(str(path))
     config = ConfigFields.read(path / "config.json")
     audio = read_chat_audio(path, config, config.required_section("text_config"))
@@ -35,7 +40,6 @@ def prompts_of(path: Path, policy: Any = "escape") -> tuple[ChatPrompts, Any]:
         max_model_len=100, vocab_size=config.required_section("text_config").integer("vocab_size")
     )
     model.eos_token_ids = (tokenizer.token_to_id("</s>"),)
-    source = '{% for m in messages %}{{ m.role }}:{{ "<|audio_pad|>" if m.role == "user" else m.content }} {% endfor %}'
     guard = SpecialTokenGuard(tokenizer, policy)
     template = ChatTemplate(source)
     return ChatPrompts(model, audio, audio.speech, tokenizer, template, guard), tokenizer
@@ -87,3 +91,31 @@ def test_special_tokens_in_prompts_stay_text_or_are_refused(path: Path) -> None:
     with pytest.raises(ParameterError, match="must not contain the special token") as raised:
         refusing.for_window(options, "", [item], has_timestamps=False)
     assert raised.value.param == "prompt"
+
+
+@pytest.mark.parametrize(
+    ("kind", "task", "language", "expected"),
+    [
+        ("gemma3n", "transcribe", "", "Transcribe this audio: CLIP"),
+        ("gemma3n", "transcribe", "fr", "Transcribe this audio into French: CLIP"),
+        ("gemma3n", "translate", "", "Translate this audio into English: CLIP"),
+        ("gemma4", "transcribe", "de", "CLIPTranscribe the following speech segment in German"),
+    ],
+)
+def test_gemma_gets_instructions_with_the_language(
+    tmp_path: Path, kind: str, task: str, language: str, expected: str
+) -> None:
+    path, _ = audio_directory(tmp_path, kind)
+    source = json.loads((path / "tokenizer_config.json").read_text()).get("chat_template")
+    source = source or (path / "chat_template.jinja").read_text()
+    prompts, tokenizer = prompts_of(path, source=source)
+    item = EncoderInput(0, 189, bytes(32), 189, b"")
+    options = TranscriptionOptions(task=Task(task))
+    token_ids, [placed] = prompts.for_window(options, language, [item], has_timestamps=False)
+    clip = {
+        "gemma3n": f"\n\n<start_of_audio>{'<audio_soft_token>' * 188}<end_of_audio>\n\n",
+        "gemma4": f"<|audio>{'<|audio|>' * 189}<audio|>",
+    }[kind]
+    text = tokenizer.decode(token_ids)
+    assert text.startswith("user: " + expected.replace("CLIP", clip))
+    assert token_ids[placed.position - 1] == tokenizer.token_to_id(clip.strip().split(">")[0] + ">")
