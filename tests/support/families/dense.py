@@ -261,7 +261,7 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
             "bos_token_id": 1,
         },
     ),
-    "gpt2": ("GPT2", {"n_inner": 56}),
+    "gpt2": ("GPT2", {"n_inner": 56, "scale_attn_by_inverse_layer_idx": True}),
     "gpt-bigcode": ("GPTBigCode", {"n_inner": 56}),
     "gpt-bigcode-heads": (
         "GPTBigCode",

@@ -297,7 +297,6 @@ IN_GGUF = [
     "phi",
     "stablelm",
     "starcoder2",
-    "gpt2",
     "gpt-neox",
     "bloom",
     "falcon",
@@ -342,6 +341,7 @@ IN_GGUF = [
 ]
 YARN = LONG | {"mscale": 1.0}
 DIFFERENCES_IN_GGUF = {
+    "gpt2": {"scale_attn_by_inverse_layer_idx": False},
     "olmoe": {"clip_qkv": None},
     "mistral3": {
         "rope_parameters": YARN

@@ -378,6 +378,7 @@ def _hunyuan_moe(fields: ConfigFields) -> ModelSpec:
     size = fields.integer("intermediate_size")
     experts = read_experts(
         fields,
+        num_chosen=1,
         intermediate_size="intermediate_size",
         shared_intermediate_size=size * fields.integer("num_shared_expert", 1, minimum=0),
     )

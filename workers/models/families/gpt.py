@@ -106,9 +106,8 @@ def _has_grouped_qkv(fields: ConfigFields) -> bool:
 
 
 def _gpt2(fields: ConfigFields) -> ModelSpec:
-    for name in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
-        if fields.boolean(name, False):
-            raise fields.error(f"{name} is not supported; use a model without it")
+    if fields.boolean("add_cross_attention", False):
+        raise fields.error("add_cross_attention is not supported; use a model without it")
     fields = fields.with_defaults(
         hidden_act="gelu_new", tie_word_embeddings=True, max_position_embeddings=1024
     )
@@ -118,8 +117,18 @@ def _gpt2(fields: ConfigFields) -> ModelSpec:
         num_positions=fields.integer("max_position_embeddings"),
         # GGUF files store matrices in the usual order.
         has_transposed_matrices=fields.boolean("has_transposed_matrices", True),
+        layers=_gpt2_layers(fields),
         tensor_names=_GPT2_NAMES,
     )
+
+
+def _gpt2_layers(fields: ConfigFields) -> tuple[LayerSpec, ...]:
+    """Return the layers, whose attention may be scaled by the inverse of their number (Mistral's GPT-2)."""
+    layers = uniform_layers(fields, None)
+    if not fields.boolean("scale_attn_by_inverse_layer_idx", False):
+        return layers
+    scale = _attention_scale(fields)
+    return tuple(replace(layer, attention_scale=scale / i) for i, layer in enumerate(layers, 1))
 
 
 def _attention_scale(fields: ConfigFields) -> float:

@@ -82,8 +82,10 @@ def _modernbert(fields: ConfigFields, *, is_causal: bool = False, **differences:
         )
     ]
     window = fields.integer("local_attention", 128, minimum=2) // 2
-    if not is_causal:
-        # In an encoder, the window extends this far before and after a token.
+    if is_causal:
+        window = fields.integer("sliding_window", window)
+    else:
+        # The window extends this far before and after a token.
         window += 1
     period = fields.integer("global_attn_every_n_layers", 3)
     layers = [
