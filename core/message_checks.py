@@ -77,7 +77,10 @@ def is_valid_request(request: EngineCoreRequest, vocab_size: int) -> bool:
         and (request.pooling_params is None or request.sampling_params.max_tokens == 1)
         and (
             request.pooling_params is None
-            or 0 <= request.pooling_params.second_segment <= len(request.prompt_token_ids) // 4
+            or (
+                0 <= request.pooling_params.second_segment <= len(request.prompt_token_ids) // 4
+                and 0 <= request.pooling_params.num_visible <= len(request.prompt_token_ids) // 4
+            )
         )
         and all(0 <= token_id < vocab_size for token_id in request.eos_token_ids)
         and (request.lora is None or len(request.lora.version) == HASH_BYTES)

@@ -32,10 +32,12 @@ class PoolingParams(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     If `computes_whole_prompt`, the hidden states of all tokens are needed, so no cached prefix is read. If the prompt
     is a pair of texts, `second_segment` is the index of the first token with the second token type; 0 for one text.
-    `num_frames` is the number of encoder outputs that ALIGNMENT reads.
+    `num_frames` is the number of encoder outputs that ALIGNMENT reads. If `num_visible` is not 0, the tokens of an
+    encoder attend only to that many tokens at the start.
     """
 
     kind: PoolingKind
     computes_whole_prompt: bool
     second_segment: int = 0
     num_frames: int = 0
+    num_visible: int = 0

@@ -20,6 +20,8 @@ from ..client.engine_client import RequestGroup
 from ..http.deadline import read_deadline
 from ..http.errors import bad_request, echo, redact, rename_parameter
 from ..http.trace_headers import read_trace_headers
+from ..tokenizer.late_interaction import LateInteraction
+from ..tokenizer.token_ids import truncate
 from .chat_prompt import render_chat, verify_template_kwargs
 from .generation import (
     PreparedPrompt,
@@ -124,22 +126,31 @@ class Pooling:
         serving, model = self._serving, self._serving.config.model
         default = find_prompt(None, model.pooler)
         has_special = request.add_special_tokens is not False
+        late = serving.late_interaction
         texts = [each for each in inputs if each.text is not None and each.second is None]
         for each in texts:
             instruction = default if each.instruction is None else each.instruction
+            if late is not None:
+                instruction = late.prefix_of(each.role) + instruction
             each.text = instruction + (each.text or "")
             self._verify_text(each.text, each.param, request)
         encoded = await serving.encode([each.text or "" for each in texts], has_special)
         for each, token_ids in zip(texts, encoded, strict=True):
             each.token_ids = np.asarray(token_ids, np.int32)
+        if late is not None and has_special:
+            await self._add_tokens(late, [each for each in texts if each.role])
         await self._join_pairs(request, inputs, has_special=has_special)
         params = embedding_params()
         prepared: list[PreparedPrompt] = []
         for each in inputs:
             each.token_ids = await self._fit(each, request, has_special=has_special)
-            pooling = model.pooling_params_of(kind)
-            if each.second_segment:
-                pooling = msgspec.structs.replace(pooling, second_segment=each.second_segment)
+            if late is not None and each.role:
+                each.keeps_T = late.keeps(each.role, each.token_ids)
+            pooling = msgspec.structs.replace(
+                model.pooling_params_of(kind),
+                second_segment=each.second_segment,
+                num_visible=each.num_visible,
+            )
             prepared.append(
                 PreparedPrompt(
                     each.token_ids,
@@ -152,6 +163,17 @@ class Pooling:
             if len(prepared) % INPUTS_AT_ONCE == 0:
                 await asyncio.sleep(0)
         return prepared
+
+    async def _add_tokens(self, late: LateInteraction, prompts: list[Prompt]) -> None:
+        """Add the tokens of a model for late interaction to queries and documents."""
+
+        def add_all() -> list[tuple[npt.NDArray[np.int32], int]]:
+            return [late.add_tokens(each.role, each.text or "", each.token_ids) for each in prompts]
+
+        size = sum(len(each.text or "") for each in prompts)
+        added = await self._serving.executor.run(size, add_all)
+        for each, (token_ids, num_visible) in zip(prompts, added, strict=True):
+            each.token_ids, each.num_visible = token_ids, num_visible
 
     async def apply_template(
         self,
@@ -234,7 +256,7 @@ class Pooling:
         token_ids, limit = each.token_ids, self._serving.config.model.max_pooled_tokens
         if not len(token_ids):
             raise bad_request(each.param, f"{each.param} must have at least one token")
-        keep = request.truncate_prompt_tokens
+        keep = None if each.num_visible else request.truncate_prompt_tokens
         if keep is None:
             if len(token_ids) > limit:
                 raise context_exceeded(
@@ -292,23 +314,3 @@ def verify_choice(name: str, value: str | None, allowed: Sequence[str]) -> None:
     if value is not None and value not in allowed:
         one_of = " or ".join(f'"{choice}"' for choice in allowed)
         raise bad_request(name, f"{name} must be {one_of}, got {echo(value)}")
-
-
-def truncate(
-    token_ids: npt.NDArray[np.int32], bare: npt.NDArray[np.int32], keep: int, side: str | None
-) -> npt.NDArray[np.int32]:
-    """Return `keep` tokens: the special tokens, and the start of the text `bare` (its end if `side` is "left")."""
-    num_special = len(token_ids) - len(bare)
-    before = next(
-        (
-            start
-            for start in range(num_special + 1)
-            if np.array_equal(token_ids[start : start + len(bare)], bare)
-        ),
-        None,
-    )
-    if before is None or num_special >= keep:
-        return token_ids[-keep:] if side == "left" else token_ids[:keep]
-    kept = bare[num_special - keep :] if side == "left" else bare[: keep - num_special]
-    end = token_ids[before + len(bare) :]
-    return np.concatenate((token_ids[:before], kept, end))

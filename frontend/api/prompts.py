@@ -34,7 +34,9 @@ class Prompt:
 
     `instruction` is put before a text that is embedded; None for the model's default. With `second` the prompt is a
     pair of texts: `second_param` names the second one, and tokens from index `second_segment` on have token type 1.
-    `encoder_inputs` are embeddings that replace the tokens.
+    `encoder_inputs` are embeddings that replace the tokens. `role` is the name of the model's prompt for the text. A
+    model for late interaction adds tokens accordingly, of which only the first `num_visible` are seen by others, and
+    returns the results of the tokens that `keeps_T` marks.
     """
 
     param: str
@@ -45,6 +47,9 @@ class Prompt:
     second_param: str = ""
     second_segment: int = 0
     encoder_inputs: list[EncoderInput] = field(default_factory=list)
+    role: str = ""
+    num_visible: int = 0
+    keeps_T: npt.NDArray[np.bool_] | None = None
 
 
 def parse_prompts(prompt: Any, vocab_size: int, name: str = "prompt") -> list[Prompt]:

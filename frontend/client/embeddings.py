@@ -83,11 +83,16 @@ def find_kind(task: str | None, model: ModelConfig) -> PoolingKind:
 
 
 def read_vectors(
-    pooled: bytes, kind: PoolingKind, model: ModelConfig, token_ids: npt.NDArray[np.int32]
+    pooled: bytes,
+    kind: PoolingKind,
+    model: ModelConfig,
+    token_ids: npt.NDArray[np.int32],
+    keeps_T: npt.NDArray[np.bool_] | None = None,
 ) -> Vector:
     """Return a pooled result: a vector float32 [D], or float32 [T, D] with a row for each token.
 
-    If the model has a token that ends a step, only the rows of these tokens among `token_ids` are returned.
+    If the model has a token that ends a step, only the rows of these tokens among `token_ids` are returned. With
+    `keeps_T`, only the rows that it marks are.
     """
     vectors: Vector = np.frombuffer(pooled, np.float32)
     if kind is not PoolingKind.ALL:
@@ -95,7 +100,7 @@ def read_vectors(
     vectors = vectors.reshape(len(token_ids), -1)
     if model.pooler.step_token_id >= 0:
         vectors = vectors[token_ids == model.pooler.step_token_id]
-    return vectors
+    return vectors if keeps_T is None else vectors[keeps_T]
 
 
 def finish_vectors(

@@ -206,10 +206,7 @@ class PoolingMethods:
                 *((text, QUERY) for text in firsts),
                 *((text, DOCUMENT) for text in seconds),
             ]
-            wanted = [
-                self._prompts.encode_pooled(text, model.pooler.prompts.get(name, ""))
-                for text, name in prompts
-            ]
+            wanted = [self._prompts.encode_compared(text, role) for text, role in prompts]
             request_id, pooled = self._pool(wanted, lora_request)
             scores = similarities(pooled, len(firsts), model.pooler)
             wanted = wanted[len(firsts) :]
@@ -260,7 +257,11 @@ class PoolingMethods:
             SequenceRequest(
                 prompt.token_ids,
                 params,
-                pooling=msgspec.structs.replace(pooling, second_segment=prompt.second_segment),
+                pooling=msgspec.structs.replace(
+                    pooling,
+                    second_segment=prompt.second_segment,
+                    num_visible=prompt.num_visible,
+                ),
                 lora=lora,
                 encoder_inputs=list(prompt.encoder_inputs),
             )
@@ -271,7 +272,7 @@ class PoolingMethods:
             return request_id, []
         pooled = self._engine.run(self._run_pooling(sequences, request_id))
         return request_id, [
-            read_vectors(each, kind, model, np.array(prompt.token_ids, np.int32))
+            read_vectors(each, kind, model, np.array(prompt.token_ids, np.int32), prompt.keeps_T)
             for each, prompt in zip(pooled, prompts, strict=True)
         ]
 

@@ -13,6 +13,7 @@ from ...protocol.errors import ParameterError
 from ...protocol.messages import EncoderInput
 from ..client.encoder_inputs import Embeddings, answer_start, encoder_inputs_of, text_source
 from ..media.find_media import find_chat_media
+from ..tokenizer.late_interaction import LateInteraction
 from .local_engine import LocalEngine
 
 Prompt: TypeAlias = str | list[int] | Mapping[str, Any]
@@ -32,13 +33,16 @@ The prompt's text marks their places with the model's tokens.
 class EncodedPrompt(NamedTuple):
     """A prompt as text (None if it was given as token IDs) and as token IDs, with its images or audio.
 
-    Tokens from index `second_segment` on have token type 1; 0 means that none has.
+    Tokens from index `second_segment` on have token type 1; 0 means that none has. Tokens attend only to the first
+    `num_visible`, if that is not 0, and only those that `keeps_T` marks have results.
     """
 
     text: str | None
     token_ids: list[int]
     encoder_inputs: Sequence[EncoderInput] = ()
     second_segment: int = 0
+    num_visible: int = 0
+    keeps_T: npt.NDArray[np.bool_] | None = None
 
 
 class PromptEncoder:
@@ -46,6 +50,7 @@ class PromptEncoder:
 
     def __init__(self, engine: LocalEngine) -> None:
         self._engine = engine
+        self._late = LateInteraction.find(engine.config.model.pooler, engine.tokenizer)
         self._media = find_chat_media(engine.config, engine.tokenizer, engine.client.executor)
         if self._media is not None:
             engine.close_together(self._media.close)
@@ -55,6 +60,16 @@ class PromptEncoder:
         if self._media is None:
             return conversation, ()
         return self._engine.run(self._media.take(conversation, 0))
+
+    def encode_compared(self, text: str, role: str) -> EncodedPrompt:
+        """Return a text to be compared with others. `role` is the name of the model's prompt for it."""
+        instruction, late = self._engine.config.model.pooler.prompts.get(role, ""), self._late
+        if late is None:
+            return self.encode_pooled(text, instruction)
+        text = late.prefix_of(role) + instruction + text
+        token_ids, num_visible = late.add_tokens(role, text, self._engine.tokenizer.encode(text))
+        keeps_T = late.keeps(role, token_ids)
+        return EncodedPrompt(text, token_ids.tolist(), num_visible=num_visible, keeps_T=keeps_T)
 
     def encode_pooled(self, prompt: Prompt, instruction: str = "") -> EncodedPrompt:
         """Return an encoded prompt for a decoder or a single encoder. `instruction` is put before a text.

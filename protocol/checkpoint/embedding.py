@@ -7,11 +7,24 @@ from typing import Any, Final
 
 import msgspec
 
-from ..config.model import DenseActivation, DenseConfig, PoolerConfig
+from ..config.model import (
+    DenseActivation,
+    DenseConfig,
+    LateInteractionConfig,
+    PoolerConfig,
+)
 from ..errors import CheckpointError
 from ..pooling_params import PoolingKind
 from .classification import classifies_tokens, is_classifier
 from .config_fields import ConfigFields
+from .late_interaction import (
+    DOCUMENT,
+    QUERY,
+    has_late_interaction,
+    read_first_colbert,
+    read_multi_vector,
+    read_pylate,
+)
 from .sparse import is_sparse, sparse_fields
 from .speech import is_t5_encoder
 
@@ -49,7 +62,16 @@ LATE: Final = "late"
 
 _CLASSIFIER_POOLINGS: Final = {"mean": PoolingKind.MEAN, LATE: PoolingKind.HEAD}
 
-_SUPPORTED_MODULES: Final = ("Transformer", "Pooling", "Dense", "Normalize", *_SPARSE_MODULES)
+_LINEAR: Final = "linear"
+_MASK: Final = "MultiVectorMask"
+_SUPPORTED_MODULES: Final = (
+    "Transformer",
+    "Pooling",
+    "Dense",
+    "Normalize",
+    _MASK,
+    *_SPARSE_MODULES,
+)
 
 
 class _Module(msgspec.Struct):
@@ -94,6 +116,8 @@ def read_embedding_files(path: Path, config: ConfigFields) -> EmbeddingFiles:
     if is_sparse(config):
         pooler = PoolerConfig(PoolingKind.HEAD, False, config.integer("vocab_size"))
         return EmbeddingFiles(pooler, length.optional_integer("max_seq_length"))
+    if has_late_interaction(config):
+        return _first_colbert(path, hidden_size)
     if is_classifier(config) or not (path / "modules.json").is_file():
         kind = PoolingKind.CLS if is_encoder(config) else PoolingKind.LAST
         default = LATE if config.text("model_type", "") == "eurobert" else ""
@@ -108,6 +132,7 @@ def read_embedding_files(path: Path, config: ConfigFields) -> EmbeddingFiles:
     # Without a module that pools, each token has a vector, as in models for late interaction.
     kind, normalizes = PoolingKind.ALL, False
     dense: list[DenseConfig] = []
+    mask: ConfigFields | None = None
     for module in _modules(path / "modules.json"):
         if module.kind not in _SUPPORTED_MODULES:
             raise CheckpointError(
@@ -126,18 +151,44 @@ def read_embedding_files(path: Path, config: ConfigFields) -> EmbeddingFiles:
                 _dense(path / module.path, dense[-1].out_features if dense else hidden_size)
             )
         normalizes |= module.kind == "Normalize"
+        if module.kind == _MASK:
+            mask = ConfigFields.read_if_present(path / module.path / "config.json")
     prompts = ConfigFields.read_if_present(path / "config_sentence_transformers.json")
+    late: LateInteractionConfig | None = None
+    if kind is PoolingKind.ALL:
+        late = read_pylate(path, prompts) if mask is None else read_multi_vector(path, length, mask)
+    if late is not None and late.hides_expansion and not is_encoder(config):
+        raise prompts.error("a decoder cannot hide the tokens that fill queries from each other")
     return EmbeddingFiles(
         PoolerConfig(
             kind,
             normalizes or kind is PoolingKind.ALL,
             dense[-1].out_features if dense else hidden_size,
             tuple(dense),
-            _prompts(prompts) | _markers(prompts),
-            prompts.text("default_prompt_name", ""),
+            ({} if late is None else {QUERY: "", DOCUMENT: ""}) | _prompts(prompts),
+            prompts.text("default_prompt_name", "") or "",
             lengths,
+            late_interaction=late,
         ),
-        length.optional_integer("max_seq_length"),
+        # The lengths of queries and documents replace it.
+        None if late is not None else length.optional_integer("max_seq_length"),
+    )
+
+
+def _first_colbert(path: Path, hidden_size: int) -> EmbeddingFiles:
+    """Return how a checkpoint in the layout of the first ColBERT embeds tokens, with a dense layer in its own file.
+
+    Raises:
+        CheckpointError: The file is missing.
+    """
+    weights = path / "model.safetensors"
+    if not weights.is_file():
+        raise CheckpointError(weights, "is missing; download it")
+    size, late = read_first_colbert(path)
+    dense = DenseConfig(str(weights), hidden_size, size, False, DenseActivation.IDENTITY, _LINEAR)
+    prompts = {QUERY: "", DOCUMENT: ""}
+    return EmbeddingFiles(
+        PoolerConfig(PoolingKind.ALL, True, size, (dense,), prompts, late_interaction=late)
     )
 
 
@@ -225,12 +276,6 @@ def _pooling_kind(fields: ConfigFields) -> PoolingKind:
             f"the pooling {', '.join(enabled) or 'none'} is not supported; use one of {', '.join(_KINDS)}"
         )
     return _KINDS[enabled[0]]
-
-
-def _markers(fields: ConfigFields) -> dict[str, str]:
-    """Return the marks that PyLate puts before queries and documents, by the names of the prompts for them."""
-    names = {name: f"{name}_prefix" for name in ("query", "document")}
-    return {name: fields.text(key) for name, key in names.items() if fields.get(key)}
 
 
 def _prompts(fields: ConfigFields) -> dict[str, str]:

@@ -58,6 +58,34 @@ class DenseConfig(msgspec.Struct, frozen=True):
     module: str = "linear"
 
 
+class LateInteractionConfig(msgspec.Struct, frozen=True):
+    """The changes that a model for late interaction (ColBERT, arXiv 2004.12832) makes to queries and documents.
+
+    Texts with the prompts called "query" and "document" are changed; others are not.
+
+    Attributes:
+        prefixes: Name of a prompt -> the token that is inserted after the first one. What is not a token of the
+            tokenizer is put before the text.
+        lengths: Name of a prompt -> the maximum number of tokens, with the prefix. Longer texts are cut.
+        expanded_length: The number of tokens to which shorter queries are filled; 0 if they are not.
+        expansion_token: The token that fills them.
+        attends_to_expansion: Whether tokens attend to those that fill a query.
+        skipped_tokens: Name of a prompt -> tokens whose results are left out.
+    """
+
+    prefixes: dict[str, str] = {}
+    lengths: dict[str, int] = {}
+    expanded_length: int = 0
+    expansion_token: str = ""
+    attends_to_expansion: bool = False
+    skipped_tokens: dict[str, tuple[str, ...]] = {}
+
+    @property
+    def hides_expansion(self) -> bool:
+        """True if no token attends to the tokens that fill a query."""
+        return self.expanded_length > 0 and not self.attends_to_expansion
+
+
 class PoolerConfig(msgspec.Struct, frozen=True):
     """The way in which a text's hidden states become one embedding.
 
@@ -71,6 +99,7 @@ class PoolerConfig(msgspec.Struct, frozen=True):
         lengths: The lengths to which clients may truncate an embedding (`dimensions`); empty if any is permitted.
         step_token_id: The token that ends each step of an answer. If all tokens are pooled, only the results of these
             tokens are returned. -1 for the results of all tokens.
+        late_interaction: How queries and documents are changed; None if they are not.
     """
 
     kind: PoolingKind = PoolingKind.LAST
@@ -81,6 +110,7 @@ class PoolerConfig(msgspec.Struct, frozen=True):
     default_prompt: str = ""
     lengths: tuple[int, ...] = ()
     step_token_id: int = -1
+    late_interaction: LateInteractionConfig | None = None
 
 
 class Activation(enum.StrEnum):

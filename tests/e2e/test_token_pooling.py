@@ -143,51 +143,114 @@ def test_a_decoder_that_writes_one_of_two_tokens_scores_the_ends_of_steps(tmp_pa
         np.testing.assert_allclose(np.array(scores)[:, 0], expected[ends], atol=1e-4)
 
 
-def test_a_model_for_late_interaction_reranks_by_maxsim(tmp_path: Path) -> None:
-    _, model = bert_directory(tmp_path, 1)
-    model.bert.save_pretrained(tmp_path)
-    dense = torch.nn.Linear(64, 16, bias=False)
-    (tmp_path / "1_Dense").mkdir()
-    save_file({"linear.weight": dense.weight.detach()}, tmp_path / "1_Dense" / "model.safetensors")
-    fields = {"in_features": 64, "out_features": 16, "bias": False}
-    fields["activation_function"] = "torch.nn.modules.linear.Identity"
-    (tmp_path / "1_Dense" / "config.json").write_text(json.dumps(fields))
-    modules = [
-        ("", "sentence_transformers.models.Transformer"),
-        ("1_Dense", "pylate.models.Dense.Dense"),
-    ]
-    kinds = [{"path": path, "type": kind} for path, kind in modules]
-    (tmp_path / "modules.json").write_text(json.dumps(kinds))
-    markers = {"query_prefix": "good ", "document_prefix": "bad "}
-    (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(markers))
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    query, documents = "seven wizards", ["the lazy fox", "wizards brew tea", "tea in the old tower"]
+LAYOUTS = {"pylate": False, "sentence-transformers": True, "first": False, "windows": False}
+"""Layout of a ColBERT -> whether tokens attend to those that fill a query."""
 
-    def vectors(text: str) -> torch.Tensor:
-        encoded = tokenizer(text, return_tensors="pt", return_token_type_ids=True)
+
+def colbert_directory(path: Path, layout: str, size: int) -> tuple[Any, torch.nn.Linear]:
+    """Write a ColBERT whose queries have 12 tokens and documents 20. Return the encoder and the last layer.
+
+    With windows, tokens at the end of a query see none of its words.
+    """
+    _, model = bert_directory(path, 1)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    tokenizer.add_tokens(["[Q] ", "[D] ", ".", "!"])
+    tokenizer.add_special_tokens({"mask_token": "[MASK]"})
+    tokenizer.save_pretrained(path)
+    bert, dense = model.bert, torch.nn.Linear(size, 16, bias=False)
+    if layout == "windows":
+        sizes = {"hidden_size": size, "intermediate_size": 96, "num_hidden_layers": 4}
+        sizes |= {"num_attention_heads": 4, "local_attention": 6, "vocab_size": len(tokenizer)}
+        names = ("pad_token_id", "cls_token_id", "sep_token_id", "bos_token_id", "eos_token_id")
+        config = transformers.ModernBertConfig(**sizes | dict.fromkeys(names, 3))
+        bert = transformers.ModernBertModel(config).eval()
+    bert.resize_token_embeddings(len(tokenizer))
+    if layout == "first":
+        tensors = {f"bert.{name}": tensor for name, tensor in bert.state_dict().items()}
+        tensors["linear.weight"] = dense.weight.detach()
+        save_file(tensors, path / "model.safetensors")
+        fields = bert.config.to_dict() | {"architectures": ["HF_ColBERT"]}
+        (path / "config.json").write_text(json.dumps(fields, default=str))
+        metadata = {"query_token_id": "[Q] ", "doc_token_id": "[D] ", "query_maxlen": 12}
+        metadata |= {"doc_maxlen": 20, "dim": 16, "attend_to_mask_tokens": False}
+        (path / "artifact.metadata").write_text(json.dumps(metadata))
+        return bert, dense
+    bert.save_pretrained(path)
+    kinds = ["sentence_transformers.models.Transformer", "pylate.models.Dense.Dense"]
+    settings = {"in_features": size, "out_features": 16, "bias": False}
+    settings["activation_function"] = "torch.nn.modules.linear.Identity"
+    files: dict[str, dict[str, Any]] = {"1/config.json": settings}
+    if layout != "sentence-transformers":
+        colbert = {"model_type": "ColBERT", "query_prefix": "[Q] ", "document_prefix": "[D] "}
+        colbert |= {"query_length": 12, "document_length": 20, "skiplist_words": [".", "!"]}
+        files["sentence_bert_config.json"] = {"max_seq_length": 11}
+    else:
+        colbert = {"model_type": "MultiVectorEncoder"}
+        colbert["prompts"] = {"query": "[Q] ", "document": "[D] "}
+        expansion = {"strategy": "fixed", "attend": True, "token": None, "length": 12}
+        files["sentence_bert_config.json"] = {"document_length": 20, "query_expansion": expansion}
+        files["2/config.json"] = {"skiplist_words": [".", "!"], "skiplist_tasks": ["document"]}
+        kinds.append("sentence_transformers.multi_vector_encoder.modules.MultiVectorMask")
+    modules = [{"path": str(i or ""), "type": kind} for i, kind in enumerate(kinds)]
+    (path / "modules.json").write_text(json.dumps(modules))
+    for name, content in (files | {"config_sentence_transformers.json": colbert}).items():
+        (path / name).parent.mkdir(exist_ok=True)
+        (path / name).write_text(json.dumps(content))
+    save_file({"linear.weight": dense.weight.detach()}, path / "1" / "model.safetensors")
+    return bert, dense
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_model_for_late_interaction_reranks_by_maxsim(tmp_path: Path, layout: str) -> None:
+    """Queries are filled with mask tokens, documents are cut, and their punctuation has no vectors."""
+    bert, dense = colbert_directory(tmp_path, layout, 64)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    query = "seven wizards"
+    documents = ["the lazy fox.", "wizards brew tea!", "tea in the old tower. " * 9]
+    marks = tokenizer.convert_tokens_to_ids(["[Q] ", "[D] ", ".", "!", "[MASK]"])
+
+    def vectors(text: str, is_query: bool) -> torch.Tensor:
+        ids = tokenizer(text, truncation=True, max_length=11 if is_query else 19)["input_ids"]
+        ids.insert(1, marks[0] if is_query else marks[1])
+        num_visible = len(ids)
+        keeps = torch.tensor([is_query or id_ not in marks[2:4] for id_ in ids])
+        if is_query:
+            ids += [marks[4]] * (12 - len(ids))
+            keeps = torch.ones(12, dtype=torch.bool)
+            num_visible = 12 if LAYOUTS[layout] else num_visible
+        mask = torch.arange(len(ids)) < num_visible
         with torch.inference_mode():
-            hidden = model.bert(**encoded).last_hidden_state[0]
-            return torch.nn.functional.normalize(dense(hidden))
+            hidden = bert(torch.tensor([ids]), attention_mask=mask[None].long())
+            projected = dense(hidden.last_hidden_state[0])
+        return torch.nn.functional.normalize(projected[keeps])
 
     expected = [
-        float((vectors(f"good {query}") @ vectors(f"bad {text}").T).amax(1).sum())
-        for text in documents
+        float((vectors(query, True) @ vectors(text, False).T).amax(1).sum()) for text in documents
     ]
-    with Server(str(tmp_path), "--served-model-name", "colbert") as server:
+    backend = "torch" if layout == "first" else "native"
+    flags = ("--served-model-name", "colbert", "--cpu-backend", backend)
+    with Server(str(tmp_path), *flags) as server:
         status, answer = server.post("/v1/rerank", {"query": query, "documents": documents})
         assert status == 200, answer
         order = sorted(range(3), key=lambda i: -expected[i])
         assert [each["index"] for each in answer["results"]] == order
         scores = [each["relevance_score"] for each in answer["results"]]
         np.testing.assert_allclose(scores, sorted(expected, reverse=True), atol=1e-4)
-        [tokens] = pool(server, input=f"good {query}")
-        np.testing.assert_allclose(tokens, vectors(f"good {query}"), atol=1e-4)
+        for role, text in (("query", query), ("document", documents[2])):
+            [found] = pool(server, input=text, prompt_name=role)
+            np.testing.assert_allclose(found, vectors(text, role == "query"), atol=1e-4)
+        # Texts that are neither have no other tokens.
+        assert len(pool(server, input=query)[0]) == len(tokenizer(query)["input_ids"])
         status, answer = server.post("/v1/embeddings", {"input": query})
         assert status == 400 and "embeds each token" in answer["error"]["message"]
         many = ["tea " * 110] * 2400
         status, answer = server.post("/pooling", {"input": many})
         assert status == 400 and "4194304" in answer["error"]["message"], answer
         assert_nothing_is_held(server)
+    if layout == "pylate":
+        with LLM(str(tmp_path)) as llm:
+            outputs = llm.score(query, documents)
+        np.testing.assert_allclose([each.outputs.score for each in outputs], expected, atol=1e-4)
 
 
 def test_a_sparse_model_weighs_the_tokens_of_the_vocabulary(tmp_path: Path) -> None:

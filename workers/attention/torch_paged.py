@@ -137,6 +137,11 @@ class TorchPagedAttention(AttentionBackend):
         start, stop = (int(x) for x in batch.query_start_loc[request : request + 2])
         visible_T2 = batch.visible_in(window)
         seq_len = int(batch.seq_lens[request])
+        if visible_T2 is not None and not self.spec.is_causal:
+            seq_len, visible_T2 = int(visible_T2[start, 1]), None
+            if isinstance(window, int):
+                # Tokens whose window ends before the keys that they may see attend to nothing.
+                stop = min(stop, start + seq_len + window - 1)
         position = seq_len - (stop - start)
         first_block = first_visible(position, window) // self.block_size
         if visible_T2 is not None:
@@ -275,7 +280,8 @@ class TorchPagedAttention(AttentionBackend):
         decodes, prefills = metadata.decodes[layer.window], metadata.prefills[layer.window]
         if len(decodes) == 1 and decodes[0].tokens is None:
             return self._decode(q_THK, pages, decodes[0], masks.decodes[0], layer)
-        out_THK = torch.empty_like(q_THK, memory_format=torch.contiguous_format)
+        make = torch.empty_like if self.spec.is_causal else torch.zeros_like
+        out_THK = make(q_THK, memory_format=torch.contiguous_format)
         for bucket, mask_N1L in zip(decodes, masks.decodes, strict=True):
             attended_RHK = self._decode(q_THK[bucket.tokens], pages, bucket, mask_N1L, layer)
             out_THK[bucket.tokens] = attended_RHK

@@ -24,7 +24,7 @@ from ..device.dtypes import AnyArray, HostDevice, on_host, torch_device
 from ..device.transfers import to_device
 from ..layers.window import Window
 from .rotary_positions import RotaryPositions
-from .spans import Spans
+from .spans import Spans, VisibleStarts
 
 SlotArray: TypeAlias = Int32Array | Int64Array
 
@@ -36,7 +36,8 @@ class AttentionBatch(msgspec.Struct, frozen=True):
     last of its `seq_lens[i]` tokens. In a cross-attention group, `seq_lens` are the numbers of encoder outputs, and
     each token attends to all of them. `block_table` may be wider than needed; entries past the sequence are not read.
     `slot_mapping` is the place of each token's keys and values: block id * block size + offset. `visible` is the result
-    of `Spans.visible_tokens`. If `spans_need_windows`, only layers with a window apply it.
+    of `visible_tokens` of `Spans`, or of `VisibleStarts` in a model that is not causal.
+    If `spans_need_windows`, only layers with a window apply it.
     """
 
     query_start_loc: NDArray[np.int32]  # [S + 1]
@@ -56,8 +57,8 @@ class StepPlan(msgspec.Struct):
 
     `positions_T` and `slots_T` locate each token. `query_start_loc` int32 [S + 1] delimits the chunks of the slots.
     `seq_lens_S` are the lengths after the step. `sampling_rows` are the batch positions that sample. `rotary_T3` int32
-    are the rotary positions if they differ from `positions_T`, else None. `visible_T2` is the result of
-    `Spans.visible_tokens`.
+    are the rotary positions if they differ from `positions_T`, else None. `visible_T2` is that of
+    `AttentionBatch`.
     """
 
     slots_S: Int32Array
@@ -194,6 +195,7 @@ class PersistentBatch:
         if has_rotary_axes:
             self.rotary = RotaryPositions(num_slots, numbers_images=numbers_images)
         self._spans = None if span_kind is None else Spans(span_kind)
+        self._visible_starts = VisibleStarts()
         self._spans_need_windows = span_kind is SpanKind.IMAGE_IN_WINDOWS
         self._slots_S: Int32Array = np.zeros(0, np.int32)
         self._requests: dict[int, tuple[tuple[int, int], float]] = {}
@@ -269,6 +271,8 @@ class PersistentBatch:
                 self.rotary.add_request(slot, new.encoder_inputs)
             if self._spans is not None:
                 self._spans.add_request(slot, new.num_prompt_tokens, new.encoder_inputs)
+            if new.pooling_params is not None:
+                self._visible_starts.add_request(slot, new.pooling_params.num_visible)
             for table, block_ids in zip(self.block_tables, new.block_ids, strict=True):
                 blocks = int32_view(block_ids)
                 table[slot, : len(blocks)] = blocks
@@ -317,6 +321,8 @@ class PersistentBatch:
         visible_T2: Int32Array | None = None
         if self._spans is not None and output.chunks:
             visible_T2 = self._spans.visible_tokens(slots_S, query_start_loc, positions_T)
+        elif output.chunks:
+            visible_T2 = self._visible_starts.visible_tokens(slots_S, query_start_loc, seq_lens_S)
         return StepPlan(
             slots_S,
             num_computed_S,

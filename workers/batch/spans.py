@@ -1,4 +1,6 @@
-"""Spans of a sequence whose tokens also attend to later tokens of the span, such as the tokens of an image.
+"""The tokens to which those of a sequence attend, where these are not the ones before them.
+
+The tokens of a span, such as those of an image, also attend to later tokens of the span.
 
 Shapes: S scheduled slots, T scheduled tokens.
 """
@@ -12,6 +14,36 @@ import numpy as np
 from ...protocol.arrays import Int32Array
 from ...protocol.config.images import SpanKind
 from ...protocol.messages import EncoderInput
+
+
+class VisibleStarts:
+    """The requests in a worker's slots whose tokens attend only to the first ones, in a model that is not causal."""
+
+    def __init__(self) -> None:
+        self._num_visible: dict[int, int] = {}
+
+    def add_request(self, slot: int, num_visible: int) -> None:
+        """Set the number of tokens to which those of a slot attend; 0 for all."""
+        self._num_visible.pop(slot, None)
+        if num_visible:
+            self._num_visible[slot] = num_visible
+
+    def visible_tokens(
+        self, slots_S: Int32Array, query_start_loc: Int32Array, seq_lens_S: Int32Array
+    ) -> Int32Array | None:
+        """Return for each token its own position and the end of those to which it attends, int32 [T, 2].
+
+        The result is None if tokens attend to their whole sequences.
+        """
+        if not self._num_visible.keys() & set(slots_S.tolist()):
+            return None
+        ends_S = [
+            self._num_visible.get(slot, length)
+            for slot, length in zip(slots_S.tolist(), seq_lens_S.tolist(), strict=True)
+        ]
+        num_tokens_S = np.diff(query_start_loc)
+        positions_T = np.concatenate([np.arange(count) for count in num_tokens_S])
+        return np.stack((positions_T, np.repeat(ends_S, num_tokens_S)), 1).astype(np.int32)
 
 
 class Spans:

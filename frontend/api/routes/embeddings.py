@@ -178,7 +178,7 @@ class Embeddings:
             raise rename_parameter(error, error.param) from None
         inputs = await self._inputs(request, body_size)
         for each in inputs:
-            each.instruction = instruction
+            each.instruction, each.role = instruction, request.prompt_name or ""
         return inputs
 
     def _find_kind(self, task: str | None) -> PoolingKind:
@@ -202,7 +202,7 @@ class Embeddings:
         """Return the embeddings or class probabilities of each input: a vector, or a row for each token."""
         model = self._serving.config.model
         for sequence, each in zip(group.sequences, inputs, strict=True):
-            vectors = read_vectors(sequence.pooled, kind, model, each.token_ids)
+            vectors = read_vectors(sequence.pooled, kind, model, each.token_ids, each.keeps_T)
             if model.classifier is None:
                 yield finish_vectors(
                     vectors,

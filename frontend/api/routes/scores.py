@@ -129,7 +129,7 @@ class Scores:
         if model.classifier is None:
             for prompts, name in ((left, QUERY), (right, DOCUMENT)):
                 for each in prompts:
-                    each.instruction = model.pooler.prompts.get(name)
+                    each.instruction, each.role = model.pooler.prompts.get(name), name
             texts = [*left, *right]
             return await self._pooling.run(
                 http,
@@ -189,7 +189,7 @@ class Scores:
     def _vectors(self, group: RequestGroup, texts: list[Prompt]) -> list[Vector]:
         model = self._serving.config.model
         return [
-            read_vectors(sequence.pooled, model.pooler.kind, model, text.token_ids)
+            read_vectors(sequence.pooled, model.pooler.kind, model, text.token_ids, text.keeps_T)
             for sequence, text in zip(group.sequences, texts, strict=True)
         ]
 

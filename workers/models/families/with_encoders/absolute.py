@@ -16,6 +16,8 @@ from ..common import Family, base_spec, uniform_layers, with_score_head
 
 _BERT_NAMES = (
     (r"^(.*\.)?(pooler|cls|lm_head|classifier|qa_outputs)\..*", ""),
+    # The last layer of ColBERT reads what the model computes for each token.
+    (r"^linear\..*", ""),
     (r"\.gamma$", ".weight"),
     (r"\.beta$", ".bias"),
     (r"embeddings\.position_ids$", ""),
@@ -249,6 +251,7 @@ def _distilbert_splade(fields: ConfigFields) -> ModelSpec:
 FAMILIES = (
     Family("BertModel", "bert", _bert),
     Family("BertForMaskedLM", "bert", _bert),
+    Family("HF_ColBERT", "bert", _bert),
     Family("BertForSequenceClassification", "bert", _bert_classifier),
     Family("DistilBertForSequenceClassification", "distilbert", _distilbert_classifier),
     Family("RobertaForSequenceClassification", "roberta", _roberta_classifier),
