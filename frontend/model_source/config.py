@@ -52,7 +52,7 @@ from ..tokenizer.config import TokenizerConfig
 from .chat_audio import read_chat_audio
 from .images.read import read_image_processor
 from .images.videos import read_video_processor
-from .lora import find_loras, find_media_lora
+from .lora import find_loras, find_media_lora, with_own_adapter
 from .options import CHECKPOINT_QUANTIZATIONS, ModelOptions, ResolvedModel
 from .pooler import change_classifier, change_pooler
 from .source import find_checkpoint, find_mmproj, find_tokenizer, find_tokenizer_directory
@@ -121,6 +121,7 @@ def resolve_model(options: ModelOptions, console: Console) -> ResolvedModel:
         checkpoint_config.with_values(options.hf_overrides), options, tokenizer_directory
     )
     config = checkpoint_config.with_values(overrides)
+    options = with_own_adapter(options, path, config)
     if tokenizer_directory is not None and has_source_vocabulary(config):
         raise config.error(
             "share_encoder_decoder_embeddings is false, so sources and outputs have different vocabularies, but "

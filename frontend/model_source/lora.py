@@ -7,6 +7,8 @@ from pathlib import Path
 
 import msgspec
 
+from ...protocol.checkpoint.audio_tower import has_audio_tower
+from ...protocol.checkpoint.config_fields import ConfigFields
 from ...protocol.errors import ConfigError
 from ...protocol.file_identity import ADAPTER_FILES, LoraAdapter
 from ..supervisor.console import Console
@@ -70,6 +72,28 @@ def find_media_lora(
     named = next((adapter for adapter in loras if adapter.name == path), None)
     return named or find_adapter(
         modality, path, options.download_dir, console, "--default-mm-loras"
+    )
+
+
+def with_own_adapter(options: ModelOptions, path: Path, config: ConfigFields) -> ModelOptions:
+    """Return the options with the adapter for audio that is in the directory of a checkpoint (Granite Speech).
+
+    They are unchanged if there is none, or if `--default-mm-loras` names another.
+
+    Raises:
+        CheckpointError: The config of the adapter is invalid.
+    """
+    has_own = config.get("has_lora_adapter") and (path / ADAPTER_FILES[1]).is_file()
+    if options.default_mm_loras or not has_own or not has_audio_tower(config):
+        return options
+    fields = ConfigFields.read(path / ADAPTER_FILES[0])
+    ranks = fields.section("rank_pattern") or ConfigFields({}, fields.path)
+    rank = max(fields.integer("r"), *(ranks.integer(name) for name in ranks.config), 0)
+    return msgspec.structs.replace(
+        options,
+        enable_lora=True,
+        default_mm_loras={"audio": str(path)},
+        max_lora_rank=max(rank, options.max_lora_rank),
     )
 
 

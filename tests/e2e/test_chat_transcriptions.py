@@ -186,13 +186,24 @@ def test_gemma_3n_reads_the_language_in_its_instruction(tmp_path: Path) -> None:
         assert_nothing_is_held(server)
 
 
-def test_granite_speech_translates_and_uses_its_adapter_for_audio(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_own", [False, True])
+def test_granite_speech_translates_and_uses_its_adapter_for_audio(
+    tmp_path: Path, is_own: bool
+) -> None:
     reference = Reference(tmp_path / "model", "granite_speech")
     base = reference.model
-    adapted = write_adapter(tmp_path / "audio", base, 1, r".*language_model.*_proj")
+    adapted = write_adapter(tmp_path / "audio", base, 1, r".*language_model.*_proj", r=20)
     samples, file = clip(5, 2.2)
-    default = ("--default-mm-loras", json.dumps({"audio": str(tmp_path / "audio")}))
-    with Server(str(reference.path), *FLAGS, "--enable-lora", *default) as server:
+    given = json.dumps({"audio": str(tmp_path / "audio")})
+    flags = ["--enable-lora", "--max-lora-rank", "20", "--default-mm-loras", given]
+    if is_own:
+        # transformers also finds it in the directory of the checkpoint.
+        flags = []
+        for each in (tmp_path / "audio").iterdir():
+            each.rename(reference.path / each.name)
+        path = reference.path / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"has_lora_adapter": True}))
+    with Server(str(reference.path), *FLAGS, *flags) as server:
         audio = transcriptions(server)
         *_, done = audio.transcriptions.create(model="tiny", file=file, stream=True)
         instruction = "can you transcribe the speech into a written format?"

@@ -16,6 +16,7 @@ import torch
 import transformers
 from engine.protocol.arrays import int32_bytes
 from engine.protocol.messages import AudioPayload, EncoderInput, TextPayload
+from safetensors.torch import load_file, save_file
 
 VOCAB_SIZE = 97
 _BART_SIZES = {
@@ -66,7 +67,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "untied-whisper": (
         "Whisper",
         _BART_SIZES
-        | {"num_mel_bins": 8, "max_source_positions": 40, "max_target_positions": 128}
+        # Fewer layers in the decoder and more mel bins, like large-v3-turbo and Distil-Whisper.
+        | {"num_mel_bins": 128, "encoder_layers": 4, "decoder_layers": 1}
+        | {"max_source_positions": 40, "max_target_positions": 128}
         | {"scale_embedding": True, "tie_word_embeddings": False},
     ),
     "moonshine": (
@@ -140,6 +143,11 @@ def source_directory(
     if hasattr(model, "final_logits_bias"):
         torch.nn.init.normal_(model.final_logits_bias, 0, 1)
     model.save_pretrained(directory)
+    if kind == "untied-whisper":
+        # transformers ignores this tensor, which some checkpoints have.
+        path = directory / "model.safetensors"
+        stray = {"model.encoder.embed_tokens.weight": model.get_output_embeddings().weight.data}
+        save_file(load_file(path) | stray, path)
     return directory, model
 
 

@@ -62,8 +62,8 @@ _WHISPER_DECODER_NAMES: Final = (
 _AUDIO_ENCODER_NAMES: Final = (
     (r"^(model\.)?decoder\..*", ""),
     (r"^proj_out\..*", ""),
-    # These tensors are loaded together with the convolutions.
-    (r"^(model\.)?encoder\.(conv\d|groupnorm|embed_positions)\..*", ""),
+    # These tensors are loaded together with the convolutions. Some checkpoints also store the decoder's embedding here.
+    (r"^(model\.)?encoder\.(conv\d|groupnorm|embed_positions|embed_tokens)\..*", ""),
     (r"^(model\.)?encoder\.", ""),
 )
 _T5_LAYER_NAMES: Final = (
