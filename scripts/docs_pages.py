@@ -55,7 +55,8 @@ def _options() -> str:
 
     groups: dict[str, list[tuple[str, ...]]] = {}
     for option in OPTIONS:
-        names = [option.flag, *option.negative_flags[:1], *option.aliases]
+        entries = [f"{flag} ({entry})" for flag, entry in option.spec.entries.items()]
+        names = [option.flag, *option.negative_flags[:1], *option.spec.aliases.split(), *entries]
         row = (_codes(names), _codes(option.variables), _type(option), option.default_text)
         groups.setdefault(option.group, []).append((*row, option.spec.help))
     head = ("flag", "environment variable", "type", "default", "meaning")

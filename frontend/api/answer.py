@@ -9,9 +9,10 @@ from typing import Generic, Protocol, TypeVar
 
 from ..client.engine_client import Delta, Sequence
 from ..http.json_pieces import EncodedJSON, encode_list
+from .generation import PreparedPrompt
 from .logprobs import Json, LogprobsRenderer
 from .receipts.receipt import ReceiptSource, make_receipt
-from .schema import GenerationRequest
+from .schema import CompletionRequest, GenerationRequest
 from .serving import Serving
 from .streaming.event_stream import ChunkEncoder
 
@@ -164,6 +165,25 @@ class Answer(ABC, Generic[Request]):
         if details:
             counts["completion_tokens_details"] = details
         return counts
+
+
+class PromptAnswer(Answer[CompletionRequest]):
+    """The answer to prompts that are texts or tokens, in the order of the request."""
+
+    def __init__(
+        self,
+        serving: Serving,
+        request: CompletionRequest,
+        prompts: list[PreparedPrompt],
+        group: Outputs,
+        envelope: Json,
+    ) -> None:
+        super().__init__(serving, request, group, envelope)
+        self._prompts = prompts
+
+    def prompt_of(self, sequence: Sequence) -> PreparedPrompt:
+        """Return the prompt of a sequence."""
+        return self._prompts[sequence.position // self._prompts[0].params.n]
 
 
 def find_likeliest(outputs: list[Delta], num_candidates: int, num_shown: int) -> range | list[int]:

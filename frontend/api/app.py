@@ -18,7 +18,7 @@ from ..observability.metrics.load_reports import LoadReports
 from ..observability.tracing.middleware import Tracing
 from .batches.routes import batch_routes
 from .bodies.intake import Intake
-from .dialects import anthropic, cohere, llama_cpp, ollama
+from .dialects import anthropic, cohere, llama_cpp, ollama, sglang
 from .dialects.ollama_answer import error_body as ollama_error
 from .docs_page import HEADERS, render_docs
 from .durable.recovery import Recovery
@@ -149,6 +149,7 @@ def make_routes(serving: Serving) -> list[Route]:
             methods=["POST"],
         ),
         *ollama.routes(serving, intake, embeddings),
+        *sglang.routes(serving, intake, management),
         Route("/v2/rerank", scores.rerank, methods=["POST"]),
         Route(
             "/v2/embed",

@@ -224,7 +224,7 @@ class Serving:
         if not name or name in self.config.model.served_names:
             return None
         adapter = self.loras.find(name)
-        if adapter is None:
+        if adapter is None and not self.config.frontend.skip_model_name_validation:
             raise self._unknown_model(name)
         return adapter
 
@@ -242,8 +242,10 @@ class Serving:
 
     def answering_model(self, name: str | None) -> str:
         """Return the name of the model in the answer to a request for `name`."""
-        is_lora = name and name not in self.config.model.served_names
-        return name if name and is_lora else self.served_name
+        if not name or name in self.config.model.served_names:
+            return self.served_name
+        is_unknown = self.config.frontend.skip_model_name_validation and not self.loras.find(name)
+        return self.served_name if is_unknown else name
 
     def _unknown_model(self, name: str) -> APIError:
         return APIError(

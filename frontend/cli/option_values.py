@@ -97,6 +97,17 @@ def parse_object(text: str, type_: Any = dict[str, Any]) -> Any:
     return _convert(value, type_)
 
 
+def parse_entry(name: str, text: str, type_: Any) -> Any:
+    """Return an object with one entry, whose value is JSON. It has none if the value is `auto`."""
+    if text == "auto":
+        return {}
+    try:
+        value = json.loads(text)
+    except ValueError:
+        raise ValueError(f"must be a number or another JSON value, got {text!r}") from None
+    return _convert({name: value}, type_)
+
+
 def _kv_events(text: str) -> KVEventsConfig | None:
     """Return the KV-event settings, or None if publishing is disabled.
 

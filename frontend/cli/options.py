@@ -31,6 +31,7 @@ from .launch_options import LaunchOptions
 from .option_values import (
     PARSERS,
     parse_boolean,
+    parse_entry,
     parse_integer,
     parse_list,
     parse_number,
@@ -59,20 +60,36 @@ _TITLES: Final = {
 
 PEER_FLAGS: Final[dict[str, tuple[str, ...]]] = {
     "--config-format": ("auto", "hf"),
+    "--cont-batching": (),
     "--convert": ("auto", "none", "embed"),
     "--cpu-offload-gb": ("0", "0.0"),
     "--disable-uvicorn-access-log": (),
+    "--embedding": (),
+    "--embeddings": (),
+    "--enable-cache-report": (),
+    "--enable-metrics": (),
     "--enable-request-id-headers": (),
     "--enable-server-load-tracking": (),
     "--exclude-tools-when-tool-choice-none": (),
+    "--flash-attn": ("on", "auto", "1"),
     "--gpu-layers": ("99", "999", "-1", "all", "auto"),
     "--guided-decoding-backend": ("auto", "guidance"),
+    "--is-embedding": (),
+    "--jinja": (),
     "--kv-offloading-backend": ("native",),
+    "--kv-unified": (),
     "--logprobs-mode": ("raw_logprobs",),
+    "--metrics": (),
     "--n-gpu-layers": ("99", "999", "-1", "all", "auto"),
+    "--no-context-shift": (),
+    "--rerank": (),
+    "--reranking": (),
     "--runner": ("generate", "pooling", "auto"),
+    "--slots": (),
     "--task": ("generate", "embed", "auto"),
     "--tokenizer-mode": ("auto", "hf"),
+    "-cb": (),
+    "-fa": ("on", "auto", "1"),
     "-ngl": ("99", "999", "-1", "all", "auto"),
 }
 """Flags of other servers that already describe Engine's behavior -> the values that do.
@@ -116,7 +133,7 @@ class Option:
     @property
     def aliases(self) -> list[str]:
         """The other flags that set the same option."""
-        return self.spec.aliases.split()
+        return [*self.spec.aliases.split(), *self.spec.entries]
 
     @property
     def negative_flags(self) -> list[str]:
@@ -177,9 +194,14 @@ class Option:
                 return f"{self.default}{on_cpu}"
         return ""
 
-    def parse(self, text: str) -> Any:
-        """Return a text as a value of the field. Raises ValueError, with the text and the limit, if it is invalid."""
+    def parse(self, text: str, name: str = "") -> Any:
+        """Return a text as a value of the field. Raises ValueError, with the text and the limit, if it is invalid.
+
+        `name` is the flag as it was given.
+        """
         text = self.spec.synonyms.get(text, text)
+        if (entry := self.spec.entries.get(name)) is not None:
+            return parse_entry(entry, text, self.type)
         if text == self.spec.default_text == "auto":
             return self.default
         if self.spec.parse:
@@ -205,7 +227,7 @@ class Option:
 
         Args:
             given: Key -> value. Values of a list option are appended to the list that is already there.
-            name: The flag as it was given: the main flag, an alias or a negative flag.
+            name: The flag as it was given: the main flag, an alias, that of an entry, or a negative flag.
             value: A text, or a value of a YAML file.
             where: The source of the value in error messages, such as a file; if empty, the flag.
         """
@@ -214,14 +236,18 @@ class Option:
             if len(texts) > 1 and not self.is_list:
                 raise ValueError(f"must be a single value, got {value}")
             for text in texts:
-                parsed = self.parse(text)
+                parsed = self.parse(text, name)
                 if self.type is bool and name in self.negative_flags:
                     parsed = not parsed
                 if self.spec.value is not None:
                     if not parsed:
                         continue
                     parsed = self.spec.value
-                given[self.key] = (*given.get(self.key, ()), *parsed) if self.is_list else parsed
+                if self.is_list:
+                    parsed = (*given.get(self.key, ()), *parsed)
+                elif self.spec.entries:
+                    parsed = given.get(self.key, {}) | parsed
+                given[self.key] = parsed
         except ValueError as error:
             raise ConfigError(f"{where or name}: {error}") from None
 

@@ -23,6 +23,7 @@ OPEN_PATHS: Final = frozenset(
         *WEB_PATHS,
         *(
             "/health",
+            "/health_generate",
             "/livez",
             "/readyz",
             "/ping",
@@ -38,6 +39,7 @@ OPEN_PATHS: Final = frozenset(
 OPERATOR_PATHS: Final = frozenset(
     {
         "/reset_prefix_cache",
+        "/flush_cache",
         "/debug/dump",
         "/debug/kv-cache",
         "/debug/requests",

@@ -32,18 +32,24 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
         str | None,
         option(
             "Directory, .gguf file or ORG/NAME[:QUANT or FILE.gguf] on the hub",
-            "--model-path -m",
+            "--model-path --hf-repo -hf -m",
             metavar="MODEL",
             default_text="SmolLM2-135M-Instruct",
         ),
     ] = None
     served_model_name: Annotated[
         tuple[str, ...],
-        option("Names that clients may use; responses show the first", "--alias", metavar="NAME"),
+        option(
+            "Names that clients may use; responses show the first", "--alias -a", metavar="NAME"
+        ),
     ] = ()
     tokenizer: Annotated[
         str | None,
-        option("Tokenizer directory or hub repository, if not the model's", metavar="PATH"),
+        option(
+            "Tokenizer directory or hub repository, if not the model's",
+            "--tokenizer-path",
+            metavar="PATH",
+        ),
     ] = None
     skip_tokenizer_init: Annotated[
         bool, option("Serve without a tokenizer: prompts and answers are token ids")
@@ -79,7 +85,13 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     ] = False
     seed: Annotated[
         int,
-        option("Default seed for requests that set none; 0 picks random ones", ge=0, le=2**63 - 1),
+        option(
+            "Default seed for requests that set none; 0 picks random ones",
+            "--random-seed",
+            synonyms={"-1": "0"},
+            ge=0,
+            le=2**63 - 1,
+        ),
     ] = 0
     max_model_len: (
         Annotated[
@@ -108,7 +120,20 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     ] = "auto"
     override_generation_config: Annotated[
         dict[str, float | int],
-        option("Overrides of --generation-config; max_new_tokens caps every request"),
+        option(
+            "Overrides of --generation-config; max_new_tokens caps every request",
+            "--preferred-sampling-params",
+            entries={
+                "--temp": "temperature",
+                "--top-k": "top_k",
+                "--top-p": "top_p",
+                "--min-p": "min_p",
+                "--typical": "typical_p",
+                "--repeat-penalty": "repetition_penalty",
+                "--predict": "max_new_tokens",
+                "--n-predict": "max_new_tokens",
+            },
+        ),
     ] = {}
     enable_lora: Annotated[bool, option("Serve LoRA adapters")] = False
     lora_modules: Annotated[

@@ -52,9 +52,9 @@ class DeviceConfig(msgspec.Struct, frozen=True):
             le=3_600_000,
         ),
     ] = 10.0
-    enforce_eager: Annotated[bool, option("Disable CUDA graphs (faster startup, slower steps)")] = (
-        False
-    )
+    enforce_eager: Annotated[
+        bool, option("Disable CUDA graphs (faster startup, slower steps)", "--disable-cuda-graph")
+    ] = False
     max_cudagraph_capture_size: Annotated[
         int,
         option(

@@ -98,13 +98,22 @@ class FrontendConfig(msgspec.Struct, frozen=True):
             variable="VLLM_ALLOW_RUNTIME_LORA_UPDATING",
         ),
     ] = False
+    skip_model_name_validation: Annotated[
+        bool,
+        option(
+            "Answer requests that name a model that is not served",
+            variable="VLLM_SKIP_MODEL_NAME_VALIDATION",
+        ),
+    ] = False
     share_prefix_cache: Annotated[
         bool, option("Share cached prefixes between API keys (timing can reveal others' prompts)")
     ] = False
     root_path: Annotated[str, option("URL path prefix that a reverse proxy removes")] = ""
-    ssl_keyfile: Annotated[str | None, option("Private key file for HTTPS", parse="file")] = None
+    ssl_keyfile: Annotated[
+        str | None, option("Private key file for HTTPS", "--ssl-key-file", parse="file")
+    ] = None
     ssl_certfile: Annotated[
-        str | None, option("Certificate chain file for HTTPS", parse="file")
+        str | None, option("Certificate chain file for HTTPS", "--ssl-cert-file", parse="file")
     ] = None
     allowed_origins: Annotated[
         tuple[str, ...],
@@ -175,14 +184,23 @@ class FrontendConfig(msgspec.Struct, frozen=True):
     ] = False
     chat_template: Annotated[
         str | None,
-        chat("Chat template or a file with one, replacing the model's", metavar="TEMPLATE"),
+        chat(
+            "Chat template or a file with one, replacing the model's",
+            "--chat-template-file",
+            metavar="TEMPLATE",
+        ),
     ] = None
     chat_template_content_format: Annotated[
         ContentFormat, chat("Format in which the chat template receives message content")
     ] = "auto"
     default_chat_template_kwargs: Annotated[
         dict[str, object],
-        chat("Variables of the chat template for requests that do not set them"),
+        chat(
+            "Variables of the chat template for requests that do not set them",
+            "--chat-template-kwargs",
+            entries={"--reasoning": "enable_thinking"},
+            synonyms={"on": "true", "off": "false"},
+        ),
     ] = {}
     stable_prefix: Annotated[
         tuple[str, ...],

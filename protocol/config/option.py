@@ -22,6 +22,7 @@ class OptionSpec(msgspec.Struct, frozen=True):
         synonyms: Accepted spelling -> the value that it stands for.
         parse: The name of a parser in `frontend/cli/option_values.py` for a syntax that the type does not imply.
         value: The value that the flag sets. A flag with it takes no argument.
+        entries: Flag -> the entry of the field, an object, that it sets. The flag's value is JSON, or `auto`.
         variable: Environment variables that are read if the option's own is not set, separated by spaces.
     """
 
@@ -36,6 +37,7 @@ class OptionSpec(msgspec.Struct, frozen=True):
     synonyms: dict[str, str] = {}
     parse: str = ""
     value: object = None
+    entries: dict[str, str] = {}
     variable: str = ""
 
 

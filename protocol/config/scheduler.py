@@ -152,7 +152,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
         int,
         option(
             "Maximum tokens per step",
-            "--chunked-prefill-size --max-num-tokens",
+            "--chunked-prefill-size --max-num-tokens --batch-size -b",
             ge=1,
             on_cpu=512,
             default_text="2048; 8192 on a GPU of 70 GiB or more; 512 on a CPU",
@@ -197,7 +197,10 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
         dict[str, float], option("Shares of tenants under the fair policy; others have 1")
     ] = {}
     max_loras: Annotated[
-        int, option("Maximum different LoRA adapters among running requests", ge=1)
+        int,
+        option(
+            "Maximum different LoRA adapters among running requests", "--max-loras-per-batch", ge=1
+        ),
     ] = 1
     max_cpu_loras: Annotated[
         int,

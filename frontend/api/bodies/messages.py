@@ -49,6 +49,7 @@ from ..schema.responses import (
     ResponseFields,
     ResponsesRequest,
 )
+from ..schema.sglang import SglangGenerateRequest
 from ..schema.stored import MetadataRequest
 
 HEAD: Final = struct.Struct("<BQQ")
@@ -87,6 +88,7 @@ SCHEMAS: Final[tuple[type[msgspec.Struct], ...]] = (
     LlamaInfillRequest,
     LlamaEmbeddingRequest,
     CohereEmbedRequest,
+    SglangGenerateRequest,
 )
 
 MAX_CPU_S: Final = 5

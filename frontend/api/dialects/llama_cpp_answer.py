@@ -9,7 +9,7 @@ from typing import Any, Final
 from ....protocol.sampling_params import SamplingParams
 from ...client.engine_client import Delta, Sequence
 from ...http.json_pieces import EncodedJSON, encode_list
-from ..answer import Answer, Outputs
+from ..answer import Outputs, PromptAnswer
 from ..generation import PreparedPrompt, raise_if_failed
 from ..logprobs import Json, LogprobsRenderer
 from ..schema import UNLIMITED, CompletionRequest
@@ -25,7 +25,7 @@ LLAMA_STREAM: Final = StreamFormat(
 )
 
 
-class LlamaAnswer(Answer[CompletionRequest]):
+class LlamaAnswer(PromptAnswer):
     """The answer to prompts."""
 
     def __init__(
@@ -36,10 +36,9 @@ class LlamaAnswer(Answer[CompletionRequest]):
         group: Outputs,
         envelope: Json,
     ) -> None:
-        super().__init__(serving, request, group, envelope)
+        super().__init__(serving, request, prompts, group, envelope)
         assert isinstance(request, LlamaPrompt)
         self.llama_request = request
-        self.prompts = prompts
 
     @property
     def shows_prompt(self) -> bool:
@@ -61,10 +60,6 @@ class LlamaAnswer(Answer[CompletionRequest]):
     def chunks(self) -> LlamaChunks:
         """Return the encoder of a stream."""
         return LlamaChunks(self)
-
-    def prompt_of(self, sequence: Sequence) -> PreparedPrompt:
-        """Return the prompt of a sequence."""
-        return self.prompts[sequence.position // self.prompts[0].params.n]
 
 
 class Result:

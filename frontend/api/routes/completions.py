@@ -17,7 +17,7 @@ from ....protocol.sampling_params import SamplingParams
 from ...client.encoder_inputs import without_bad_words
 from ...client.engine_client import Delta, PositionLogprobs, Sequence
 from ...http.errors import bad_request
-from ..answer import Answer, Outputs
+from ..answer import Answer, Outputs, PromptAnswer
 from ..bodies.intake import Intake
 from ..endpoint import Endpoint, NewAnswer
 from ..generation import (
@@ -34,9 +34,6 @@ from ..streaming.chunks import Chunks
 from ..streaming.event_stream import ChunkEncoder
 from ..structured.constraint import Constraint, parse_constraint
 from .source_text import encode_start, source_input
-
-DEFAULT_MAX_TOKENS = 16
-"""The default of `max_tokens`, as in OpenAI's API."""
 
 PROMPTS_AT_ONCE: Final = 128
 """Number of prompts that are prepared before other tasks run; takes about 2 ms."""
@@ -55,6 +52,8 @@ class Completions(Endpoint[CompletionRequest]):
     """
 
     cuts_max_tokens: ClassVar[bool] = False
+    default_max_tokens: ClassVar[int] = 16
+    """The default of `max_tokens`, as in OpenAI's API."""
 
     def __init__(self, serving: Serving, intake: Intake) -> None:
         super().__init__(serving, intake, CompletionRequest, "cmpl")
@@ -175,7 +174,7 @@ class Completions(Endpoint[CompletionRequest]):
     ) -> PreparedPrompt:
         source, token_ids = self._serving.config.model.source_text, prompt.token_ids
         truncate, inputs = request.truncate_prompt_tokens, prompt.encoder_inputs
-        default = None if request.max_tokens == UNLIMITED else DEFAULT_MAX_TOKENS
+        default = None if request.max_tokens == UNLIMITED else self.default_max_tokens
         if self.cuts_max_tokens:
             default = params.max_tokens
         if inputs:
@@ -299,7 +298,7 @@ class _Choice:
         return self._tokenizer.decode(self._prompt.token_ids.tolist(), skip_special_tokens=False)
 
 
-class _Answer(Answer[CompletionRequest]):
+class _Answer(PromptAnswer):
     def __init__(
         self,
         serving: Serving,
@@ -308,16 +307,15 @@ class _Answer(Answer[CompletionRequest]):
         group: Outputs,
         envelope: Json,
     ) -> None:
-        super().__init__(serving, request, group, envelope)
-        self._prompts = prompts
+        super().__init__(serving, request, prompts, group, envelope)
         self._choices: dict[int, _Choice] = {}
 
     def choice(self, position: int) -> _Choice:
         """Return the choice of a sequence, created on first use because there may be thousands."""
         choice = self._choices.get(position)
         if choice is None:
-            prompt = self._prompts[position // self._prompts[0].params.n]
             sequence = self._group.sequences[position]
+            prompt = self.prompt_of(sequence)
             choice = self._choices[position] = _Choice(
                 self.serving, self.request, prompt, sequence, self.renderer, position
             )

@@ -394,6 +394,17 @@ REFUSED: dict[str, str] = {
     "prompt": "is not supported; this server has no prompt templates: send instructions and input",
     "context_management": "is not supported; use truncation auto",
     "lora": "is not supported; send the name of the adapter as model",
+    "custom_params": _NOT_SUPPORTED,
+    "input_embeds": "is not supported; send prompt_embeds to /v1/completions",
+    "image_data": "is not supported; send images to /v1/chat/completions",
+    "video_data": "is not supported; send videos to /v1/chat/completions",
+    "audio_data": "is not supported; send audio to /v1/chat/completions",
+    "token_ids_logprob": "is not supported; use top_logprobs_num",
+    "return_hidden_states": _NOT_SUPPORTED,
+    "return_routed_experts": _NOT_SUPPORTED,
+    "return_entropy": _NOT_SUPPORTED,
+    "session_params": "is not supported; every prefix is cached",
+    "bootstrap_host": "is not supported; use kv_transfer_params of /v1/completions",
     "post_sampling_probs": "is not supported; leave it out for the model's own probabilities",
 }
 """Rejected field -> the rest of the error message."""
@@ -417,6 +428,15 @@ NO_OP_VALUES: dict[str, tuple[Any, ...]] = {
     "samplers": ([], ""),
     "context_management": ([],),
     "lora": ([],),
+    "custom_params": ({},),
+    "image_data": ([],),
+    "video_data": ([],),
+    "audio_data": ([],),
+    "token_ids_logprob": ([],),
+    "return_hidden_states": (False,),
+    "return_routed_experts": (False,),
+    "return_entropy": (False,),
+    "session_params": ({},),
     "post_sampling_probs": (False,),
 }
 """Rejected field -> values that are accepted, because they have no effect."""

@@ -39,6 +39,12 @@ def test_ready_after_the_first_token(frontend: FrontendProcess) -> None:
     assert frontend.http.head("/health").status_code == 200
 
 
+def test_any_model_name_is_answered_if_names_are_not_checked() -> None:
+    with FrontendProcess(skip_model_name_validation=True) as process:
+        answer = process.post("/v1/completions", model="gpt-4.1", prompt=PROMPT, max_tokens=1)
+        assert (answer.status_code, answer.json()["model"]) == (200, MODEL)
+
+
 def test_openapi_describes_every_route_and_field(frontend: FrontendProcess) -> None:
     document = frontend.http.get("/openapi.json").json()
     assert document["openapi"] == "3.1.0"

@@ -175,6 +175,10 @@ def test_model_may_be_positional_or_a_flag(capsys: pytest.CaptureFixture[str]) -
         (["--allowed-hosts", "[::1]", "b"], "frontend", "allowed_hosts", ("[::1]", "b")),
         (["--uvicorn-log-level", "debug"], "frontend", "log_level", "debug"),
         (["--api-server-count", "3"], "parallel", "api_server_count", 3),
+        (["-hf", "org/name:Q4_K_M"], "model", "model", "org/name:Q4_K_M"),
+        (["--seed", "-1"], "model", "seed", 0),
+        (["--random-seed", "7"], "model", "seed", 7),
+        (["-b", "64"], "scheduler", "max_num_batched_tokens", 64),
     ],
 )
 def test_flags_accept_the_spellings_of_other_servers(
@@ -196,6 +200,9 @@ def test_flags_accept_the_spellings_of_other_servers(
         (["--max-num-seqs", "1.5"], ["--max-num-seqs", "'1.5'"]),
         (["--kv-cache-memory-bytes", "1.0001k"], ["--kv-cache-memory-bytes", "whole number"]),
         (["--dtype", "int3"], ["--dtype", "'int3'", "bfloat16"]),
+        (["--temp", "hot"], ["--temp", "number", "'hot'"]),
+        (["--top-p", '"x"'], ["--top-p", "x"]),
+        (["-fa", "off"], ["-fa", "'off'", "on or auto"]),
         (["--device", "tpu"], ["--device", "'tpu'", "cuda"]),
         (["--hf-overrides", "{"], ["--hf-overrides", "JSON object"]),
         (["--hf-overrides", "[1]"], ["--hf-overrides", "JSON object", "[1]"]),
@@ -264,7 +271,7 @@ def test_no_op_flags_of_other_servers_are_accepted() -> None:
         "auto",
     ]
     same += ["--kv_offloading_backend", "native", "--logprobs-mode", "raw_logprobs"]
-    same += ["-ngl", "99", "--n-gpu-layers=all"]
+    same += ["-ngl", "99", "--n-gpu-layers=all", "--jinja", "-fa", "on", "--metrics"]
     same += ["--config-format=auto", "--guided-decoding-backend", "auto"]
     assert parse(*same) == parse()
 

@@ -251,3 +251,27 @@ def test_python_keywords_set_options() -> None:
     assert settings["frontend"] == {"strict": False}
     with pytest.raises(ConfigError, match=r"^port: must be between 0 and 65535, got 70000$"):
         settings_of({"port": 70000})
+
+
+@pytest.mark.parametrize(
+    ("argv", "section", "field", "value"),
+    [
+        (
+            ["--temp", "0.7", "--override-generation-config", '{"top_k": 20}', "--n-predict", "9"],
+            "model",
+            "override_generation_config",
+            {"temperature": 0.7, "top_k": 20, "max_new_tokens": 9},
+        ),
+        (
+            ["--chat-template-kwargs", '{"a": 1}', "--reasoning", "off"],
+            "frontend",
+            "default_chat_template_kwargs",
+            {"a": 1, "enable_thinking": False},
+        ),
+        (["--reasoning", "auto"], "frontend", "default_chat_template_kwargs", {}),
+    ],
+)
+def test_flags_of_llama_cpp_set_entries_of_an_object(
+    argv: list[str], section: str, field: str, value: dict[str, object]
+) -> None:
+    assert parse_settings(argv, {})[section][field] == value

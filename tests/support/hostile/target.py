@@ -66,6 +66,7 @@ BASES: Final[dict[str, bytes]] = {
     "query": b'"Hi"',
     "documents": b'[{"text": "Hi"}]',
     "texts": b'["Hi"]',
+    "sampling_params": b'{"max_new_tokens": 1}',
     "text_1": b'"Hi"',
     "text_2": b'"Hi"',
 }
@@ -117,6 +118,9 @@ class Route:
         if "input" in members and self.path != "/v1/responses":
             # A conversation may replace the input of an embedding.
             members.pop("messages", None)
+        if "input_ids" in self.fields and field != "input_ids":
+            # Of SGLang's bodies only; other schemas have another `text`.
+            members["text"] = b'"Hi"'
         members[field] = value
         pairs = (json.dumps(name).encode() + b": " + text for name, text in members.items())
         return b"{" + b", ".join(pairs) + b"}"

@@ -1,0 +1,262 @@
+"""The routes of SGLang's own API: `/generate`, and those with which its clients probe a server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice, starmap
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope
+
+from .... import __version__
+from ...client.engine_client import Delta, PositionLogprobs, Sequence
+from ...http.errors import APIError, json_response, rename_parameter
+from ...http.json_pieces import encode_list
+from ..answer import Outputs, PromptAnswer
+from ..bodies.intake import Intake
+from ..bodies.request_memory import MemoryLease
+from ..endpoint import NewAnswer
+from ..generation import PreparedPrompt, raise_if_failed
+from ..logprobs import Json, finite
+from ..prompts import BYTES_PER_TOKEN_ID, Prompt, parse_prompts
+from ..routes.completions import Completions, NewPromptAnswer
+from ..routes.management import Management
+from ..schema import CompletionRequest
+from ..schema.sglang import SglangGenerateRequest
+from ..serving import Serving
+from ..streaming.event_stream import OPENAI_STREAM, event
+from .sglang_request import DEFAULT_MAX_TOKENS, SglangPrompt, translate, verify_ids
+
+
+def routes(serving: Serving, intake: Intake, management: Management) -> list[Route]:
+    """Return all routes."""
+    description = SglangDescription(serving)
+    return [
+        Route("/generate", SglangGenerate(serving, intake), methods=["POST"]),
+        *(Route(path, description.model) for path in ("/model_info", "/get_model_info")),
+        *(Route(path, description.server) for path in ("/server_info", "/get_server_info")),
+        Route("/health_generate", management.health),
+        Route("/flush_cache", management.reset_prefix_cache, methods=["POST"]),
+    ]
+
+
+class SglangGenerate(Completions):
+    """The endpoint that completes texts or token ids."""
+
+    default_max_tokens = DEFAULT_MAX_TOKENS
+
+    def __init__(self, serving: Serving, intake: Intake) -> None:
+        super().__init__(serving, intake)
+        self.body_schema = SglangGenerateRequest
+
+    @property
+    def answer_type(self) -> NewPromptAnswer:
+        """The class that writes answers."""
+        return SglangAnswer
+
+    async def _receive(
+        self, scope: Scope, receive: Receive, lease: MemoryLease
+    ) -> tuple[CompletionRequest, int]:
+        body, size = await self._intake.receive(scope, receive, SglangGenerateRequest, lease)
+        return translate(body), size
+
+    async def prepare(
+        self, request: CompletionRequest, body_size: int, receive: Receive
+    ) -> tuple[list[PreparedPrompt], NewAnswer[CompletionRequest]]:
+        """Return the encoded prompts, and the constructor of the answer."""
+        try:
+            prompts, new_answer = await super().prepare(request, body_size, receive)
+        except APIError as error:
+            name = request.sent_name(error.param or "")
+            raise error if name == error.param else rename_parameter(error, name) from None
+        assert isinstance(request, SglangPrompt)
+        verify_ids(request, len(prompts))
+        return prompts, new_answer
+
+    async def _prompts(self, request: CompletionRequest, body_size: int) -> list[Prompt]:
+        assert isinstance(request, SglangPrompt)
+        return await self._serving.executor.run(
+            body_size // BYTES_PER_TOKEN_ID,
+            parse_prompts,
+            request.prompt,
+            self._serving.config.model.prompt_vocab_size,
+            request.prompts_param,
+        )
+
+
+class SglangAnswer(PromptAnswer):
+    """The answer to prompts."""
+
+    def __init__(
+        self,
+        serving: Serving,
+        request: CompletionRequest,
+        prompts: list[PreparedPrompt],
+        group: Outputs,
+        envelope: Json,
+    ) -> None:
+        super().__init__(serving, request, prompts, group, envelope)
+        assert isinstance(request, SglangPrompt)
+        self._request = request
+
+    def whole(self, outputs: list[Delta]) -> Any:
+        """Return the complete response body: one result, or a list if the request has a list of prompts."""
+        sequences = self._group.sequences
+        results = (
+            self.result(sequence, output.text, output.token_ids, output)
+            for sequence, output in zip(sequences, outputs, strict=True)
+        )
+        if self._request.is_list or len(sequences) > 1:
+            return encode_list(results, at_once=1)
+        return next(results)
+
+    def chunks(self) -> SglangChunks:
+        """Return the encoder of a stream."""
+        return SglangChunks(self)
+
+    def result(self, sequence: Sequence, text: str, token_ids: list[int], newest: Delta) -> Json:
+        """Return the result of a sequence with its whole text so far. `newest` is its newest output."""
+        request = self._request
+        if request.only_computes_prompt:
+            text, token_ids = "", []
+        meta: Json = {
+            "id": self._id(sequence),
+            "finish_reason": self._finish_reason(newest, token_ids),
+            "prompt_tokens": sequence.num_prompt_tokens,
+            "completion_tokens": len(token_ids),
+            "cached_tokens": sequence.num_cached_tokens,
+        }
+        if newest.finish_reason is not None:
+            meta["e2e_latency"] = max(sequence.finish_time - sequence.arrival_time, 0.0)
+        if newest.logprobs is not None:
+            meta |= self._logprobs(sequence, token_ids, newest.logprobs)
+        return {"text": text, "output_ids": token_ids, "meta_info": meta}
+
+    def _id(self, sequence: Sequence) -> str:
+        prompt, output = divmod(sequence.position, self._request.num_outputs)
+        own_id = self.envelope["id"] + (f"_{prompt}" if prompt else "")
+        chosen = self._request.request_ids[prompt] if self._request.request_ids else own_id
+        return chosen + (f"_{output}" if output else "")
+
+    def _finish_reason(self, newest: Delta, token_ids: list[int]) -> Json | None:
+        if newest.finish_reason is None:
+            return None
+        if newest.finish_reason == "length" or self._request.only_computes_prompt:
+            return {"type": "length", "length": len(token_ids)}
+        matched = newest.stop_reason
+        if matched is None and token_ids:
+            # The end-of-sequence token.
+            matched = token_ids[-1]
+        return {"type": newest.finish_reason, "matched": matched}
+
+    def _logprobs(
+        self, sequence: Sequence, token_ids: list[int], logprobs: Iterable[PositionLogprobs]
+    ) -> Json:
+        """Return the log-probabilities of the answer's tokens, and those of the prompt if they are requested."""
+        found = self._lists("output", token_ids, lambda: islice(logprobs, len(token_ids)))
+        if self._request.prompt_logprobs is not None:
+            first = self._request.first_logprob
+            prompt = self.prompt_of(sequence).token_ids[first:].tolist()
+
+            def positions() -> Iterator[PositionLogprobs | None]:
+                # SGLang's clients expect null for the first token, wherever the list begins.
+                yield from [None] * bool(prompt)
+                yield from islice(sequence.iterate_prompt_logprobs(), first + 1, None)
+
+            found |= self._lists("input", prompt, positions)
+        return found
+
+    def _lists(
+        self,
+        kind: str,
+        token_ids: list[int],
+        positions: Callable[[], Iterable[PositionLogprobs | None]],
+    ) -> Json:
+        pairs = zip(token_ids, positions(), strict=True)
+        chosen = ((None if each is None else each.logprob, token) for token, each in pairs)
+        lists = {f"{kind}_token_logprobs": encode_list(starmap(self._entry, chosen), at_once=1)}
+        if self._request.logprobs:
+            tops = (
+                each and [self._entry(logprob, token) for token, logprob in each.top]
+                for each in positions()
+            )
+            lists[f"{kind}_top_logprobs"] = encode_list(tops, at_once=1)
+        return lists
+
+    def _entry(self, logprob: float | None, token_id: int) -> tuple[float | None, int, str | None]:
+        text = self.renderer.token(token_id) if self._request.return_text_in_logprobs else None
+        return None if logprob is None else finite(logprob), token_id, text
+
+
+class SglangChunks:
+    """Writes the events of an answer. Each has the whole text and all tokens so far, as in SGLang."""
+
+    format = OPENAI_STREAM
+
+    def __init__(self, answer: SglangAnswer) -> None:
+        self._answer = answer
+        self._outputs: dict[int, tuple[str, list[int]]] = {}
+
+    def encode(self, sequence: Sequence) -> bytes:
+        """Return the event for the new output.
+
+        Raises:
+            APIError: The sequence failed.
+        """
+        position = sequence.position
+        text, token_ids = self._outputs.get(position, ("", []))
+        delta = sequence.read_some()
+        raise_if_failed(delta)
+        if not delta.token_ids and delta.finish_reason is None:
+            return b""
+        text, token_ids = text + delta.text, token_ids + delta.token_ids
+        self._outputs[position] = text, token_ids
+        result = self._answer.result(sequence, text, token_ids, delta)
+        return event(result if self._answer.num_sequences == 1 else result | {"index": position})
+
+    def closing(self) -> bytes:
+        """Return the events at the end: none, because the last event of each sequence ends it."""
+        return b""
+
+
+class SglangDescription:
+    """The routes that describe the server."""
+
+    def __init__(self, serving: Serving) -> None:
+        self._serving = serving
+
+    async def model(self, http: Request) -> Response:
+        """Return the properties of the model."""
+        return json_response(self._describe_model())
+
+    async def server(self, http: Request) -> Response:
+        """Return the properties of the server, among them the load of each replica."""
+        serving = self._serving
+        config, load = serving.config, serving.engine.metrics.read_load()
+        return json_response(
+            self._describe_model()
+            | {
+                "served_model_name": serving.served_name,
+                "version": f"engine-{__version__}",
+                "context_length": config.model.max_model_len,
+                "max_running_requests": config.scheduler.max_num_seqs,
+                "tp_size": config.parallel.tensor_parallel_size,
+                "pp_size": config.parallel.pipeline_parallel_size,
+                "dp_size": serving.num_replicas,
+                "internal_states": [load],
+            }
+        )
+
+    def _describe_model(self) -> Json:
+        serving, model = self._serving, self._serving.config.model
+        return {
+            "model_path": model.model,
+            "tokenizer_path": model.tokenizer_path or model.model,
+            "is_generation": model.generates,
+            "preferred_sampling_params": serving.config.frontend.default_sampling or None,
+            "has_image_understanding": model.images is not None and serving.media is not None,
+            "has_audio_understanding": model.chat_audio is not None,
+        }

@@ -1,0 +1,143 @@
+"""Translate requests of SGLang's own API to completion requests.
+
+The API is described at https://docs.sglang.ai/basic_usage/sampling_params.html.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from ...http.errors import bad_request, echo
+from ..logprobs import Json
+from ..schema import NO_OP_VALUES, REFUSED, UNLIMITED, CompletionRequest
+from ..schema.sglang import SglangGenerateRequest, SglangSampling
+from .dialect import refuse
+
+DEFAULT_MAX_TOKENS: Final = 128
+
+_PLAIN: Final = (
+    "n",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "skip_special_tokens",
+    "logit_bias",
+    "json_schema",
+    "regex",
+    "ebnf",
+)
+"""Sampling parameters that completion requests have too, with the same meaning."""
+
+_NAMES: Final = {
+    "max_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+    "seed": "sampling_seed",
+    "include_stop_str_in_output": "no_stop_trim",
+    "structured_outputs": "structural_tag",
+}
+"""Field of a completion request -> the sampling parameter of SGLang that sets it."""
+
+_REFUSED_PARAMS: Final = ("stop_regex", "custom_params")
+
+
+class SglangPrompt(CompletionRequest, kw_only=True):
+    """A completion request from SGLang's API.
+
+    `prompts_param` is the field with the prompts. If `is_list`, the answer is a list. If `only_computes_prompt`, the
+    answer has no text. The log-probabilities of the prompt begin at token `first_logprob`. `request_ids` has one id for
+    each prompt.
+    """
+
+    prompts_param: str = "text"
+    is_list: bool = False
+    only_computes_prompt: bool = False
+    first_logprob: int = 0
+    return_text_in_logprobs: bool = False
+    request_ids: list[str] | None = None
+
+    def sent_name(self, name: str) -> str:
+        """Return the name of a field in SGLang's API."""
+        if name in ("logprobs", "prompt_logprobs"):
+            return "top_logprobs_num"
+        if name in _PLAIN or name in _NAMES:
+            return f"sampling_params.{_NAMES.get(name, name)}"
+        return name
+
+
+def translate(body: SglangGenerateRequest) -> SglangPrompt:
+    """Return the body translated to a completion request.
+
+    Raises:
+        APIError: A field is invalid or not supported (400).
+    """
+    params = body.sampling_params or SglangSampling()
+    for name in _REFUSED_PARAMS:
+        if getattr(params, name) not in (None, *NO_OP_VALUES[name]):
+            place = f"sampling_params.{name}"
+            raise bad_request(place, f"{place} {REFUSED[name]}, got {echo(getattr(params, name))}")
+    if (body.text is None) == (body.input_ids is None):
+        raise bad_request("text", "text is required, or input_ids instead of it")
+    param = "text" if body.input_ids is None else "input_ids"
+    prompt: Any = body.text if body.input_ids is None else body.input_ids
+    is_list = isinstance(prompt, list) and not (prompt and isinstance(prompt[0], int))
+    max_tokens = DEFAULT_MAX_TOKENS if params.max_new_tokens is None else params.max_new_tokens
+    if max_tokens == UNLIMITED:
+        refuse("sampling_params.max_new_tokens", "at least 0", max_tokens)
+    tag = params.structural_tag
+    return SglangPrompt(
+        **{name: getattr(params, name) for name in _PLAIN},
+        **_logprobs(body),
+        model=body.lora_path or None,
+        prompt=prompt,
+        stream=body.stream,
+        max_tokens=max_tokens or 1,
+        min_tokens=params.min_new_tokens,
+        seed=params.sampling_seed,
+        include_stop_str_in_output=params.no_stop_trim,
+        structured_outputs={"structural_tag": tag} if tag else None,
+        priority=body.priority,
+        cache_salt=body.extra_key,
+        user=body.user,
+        prompts_param=param,
+        is_list=is_list,
+        only_computes_prompt=max_tokens == 0,
+        return_text_in_logprobs=bool(body.return_text_in_logprobs),
+        request_ids=[body.rid] if isinstance(body.rid, str) else body.rid,
+    )
+
+
+def _logprobs(body: SglangGenerateRequest) -> Json:
+    """Return the fields for log-probabilities.
+
+    Raises:
+        APIError: A number is negative, or they are requested for a stream (400).
+    """
+    if not body.return_logprob:
+        return {}
+    if body.stream:
+        raise bad_request(
+            "return_logprob",
+            "return_logprob cannot be streamed; use stream=false or /v1/completions",
+        )
+    count = body.top_logprobs_num or 0
+    if count < 0:
+        refuse("top_logprobs_num", "at least 0", count)
+    first = -1 if body.logprob_start_len is None else body.logprob_start_len
+    if first < 0:
+        return {"logprobs": count}
+    return {"logprobs": count, "prompt_logprobs": count, "first_logprob": first}
+
+
+def verify_ids(request: SglangPrompt, count: int) -> None:
+    """Raise APIError 400 if the request has ids, but not one for each of `count` answers."""
+    if (ids := request.request_ids) is not None and len(ids) != count:
+        raise bad_request(
+            "rid", f"rid must have one id for each of {count} answers, got {len(ids)}"
+        )

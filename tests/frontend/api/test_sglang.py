@@ -1,0 +1,125 @@
+"""SGLang's own API. The core repeats the prompt."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from support.frontend_process import FrontendProcess
+
+pytestmark = pytest.mark.slow
+
+TEXT = "The sky is\nblue"
+
+
+def generate(frontend: FrontendProcess, *, sampling: dict | None = None, **fields: Any) -> Any:
+    response = frontend.post("/generate", sampling_params=sampling or {}, **fields)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def token_ids(frontend: FrontendProcess, text: str) -> list[int]:
+    return list(frontend.tokenizer.encode(text))
+
+
+def test_answer_has_its_tokens_and_says_why_it_ended(frontend: FrontendProcess) -> None:
+    ids = token_ids(frontend, TEXT)
+    answer = generate(frontend, text=TEXT, sampling={"max_new_tokens": len(ids)}, rid="mine")
+    assert (answer["text"], answer["output_ids"]) == (TEXT, ids)
+    meta = answer["meta_info"]
+    assert (meta["id"], meta["prompt_tokens"], meta["completion_tokens"]) == (
+        "mine",
+        *[len(ids)] * 2,
+    )
+    assert meta["finish_reason"] == {"type": "length", "length": len(ids)}
+    assert meta["e2e_latency"] > 0
+
+    stopped = generate(frontend, input_ids=ids, sampling={"stop": [" is"]})
+    assert stopped["text"] == "The sky"
+    assert stopped["meta_info"]["finish_reason"] == {"type": "stop", "matched": " is"}
+    # The default limit is SGLang's.
+    assert len(generate(frontend, text=TEXT, sampling={"ignore_eos": True})["output_ids"]) == 128
+
+
+def test_lists_of_prompts_get_lists_of_answers(frontend: FrontendProcess) -> None:
+    texts = ["Hello", " blue"]
+    both = generate(frontend, text=texts, sampling={"max_new_tokens": 1, "n": 2}, rid=["a", "b"])
+    assert [each["text"] for each in both] == ["Hello", "Hello", " blue", " blue"]
+    assert [each["meta_info"]["id"] for each in both] == ["a", "a_1", "b", "b_1"]
+    assert len(generate(frontend, text=texts[:1], sampling={"max_new_tokens": 1})) == 1
+    ids = [token_ids(frontend, text) for text in texts]
+    lists = generate(frontend, input_ids=ids, sampling={"max_new_tokens": 1})
+    assert [each["output_ids"] for each in lists] == ids
+
+
+def test_each_event_of_a_stream_has_all_output_so_far(frontend: FrontendProcess) -> None:
+    ids = token_ids(frontend, TEXT)
+    body = {"text": TEXT, "sampling_params": {"max_new_tokens": len(ids)}, "stream": True}
+    *lines, done = frontend.post("/generate", **body).text.split("\n\n")[:-1]
+    events = [json.loads(line.removeprefix("data: ")) for line in lines]
+    assert done == "data: [DONE]"
+    for event in events:
+        assert ids[: len(event["output_ids"])] == event["output_ids"]
+        assert TEXT.startswith(event["text"])
+    assert all(event["meta_info"]["finish_reason"] is None for event in events[:-1])
+    assert events[-1]["meta_info"]["finish_reason"] == {"type": "length", "length": len(ids)}
+    assert (events[-1]["text"], events[-1]["output_ids"]) == (TEXT, ids)
+
+
+def test_logprobs_of_answer_and_prompt(frontend: FrontendProcess) -> None:
+    ids = token_ids(frontend, TEXT)
+    wanted = {"return_logprob": True, "top_logprobs_num": 2, "return_text_in_logprobs": True}
+    meta = generate(frontend, text=TEXT, sampling={"max_new_tokens": 2}, **wanted)["meta_info"]
+    assert [entry[1] for entry in meta["output_token_logprobs"]] == ids[:2]
+    assert [len(top) for top in meta["output_top_logprobs"]] == [2, 2]
+    assert "input_token_logprobs" not in meta
+
+    wanted["logprob_start_len"] = 1
+    scored = generate(frontend, text=TEXT, sampling={"max_new_tokens": 0}, **wanted)
+    assert (scored["text"], scored["output_ids"]) == ("", [])
+    meta = scored["meta_info"]
+    entries = meta["input_token_logprobs"]
+    assert [entry[1] for entry in entries] == ids[1:]
+    assert "".join(entry[2] for entry in entries) == TEXT.removeprefix("The")
+    assert [entry[0] is None for entry in entries] == [True] + [False] * (len(ids) - 2)
+    assert meta["input_top_logprobs"][0] is None and len(meta["input_top_logprobs"][1]) == 2
+    assert meta["output_token_logprobs"] == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"text": None}, "text"),
+        ({"text": "a", "input_ids": [1]}, "text"),
+        ({"text": ["a", 3]}, "text[1]"),
+        ({"text": None, "input_ids": [1, 10_000_000]}, "input_ids[1]"),
+        ({"rid": ["a", "b"]}, "rid"),
+        ({"sampling_params": {"max_new_tokens": -1}}, "sampling_params.max_new_tokens"),
+        ({"sampling_params": {"max_new_tokens": 5000}}, "sampling_params.max_new_tokens"),
+        ({"sampling_params": {"min_new_tokens": -1}}, "sampling_params.min_new_tokens"),
+        ({"sampling_params": {"top_p": 2}}, "sampling_params.top_p"),
+        ({"sampling_params": {"regex": "("}}, "sampling_params.regex"),
+        ({"sampling_params": {"stop_regex": "a"}}, "sampling_params.stop_regex"),
+        ({"return_logprob": True, "top_logprobs_num": 1000}, "top_logprobs_num"),
+        ({"return_logprob": True, "top_logprobs_num": -1}, "top_logprobs_num"),
+        ({"return_logprob": True, "stream": True}, "return_logprob"),
+        ({"image_data": "x"}, "image_data"),
+        ({"lora_path": "unknown"}, "model"),
+    ],
+)
+def test_errors_name_the_field(frontend: FrontendProcess, fields: dict, param: str) -> None:
+    response = frontend.post("/generate", **{"text": "Hi"} | fields)
+    expected = 404 if param == "model" else 400
+    assert (response.status_code, response.json()["error"]["param"]) == (expected, param)
+
+
+def test_clients_can_probe_the_server(frontend: FrontendProcess) -> None:
+    for prefix in ("/", "/get_"):
+        model = frontend.http.get(f"{prefix}model_info").json()
+        assert (model["model_path"], model["is_generation"]) == ("echo-model", True)
+        server = frontend.http.get(f"{prefix}server_info").json()
+        assert (server["served_model_name"], server["context_length"]) == ("echo", 512)
+        assert server["internal_states"][0]["num_requests_waiting"] == 0
+    assert frontend.http.get("/health_generate").status_code == 200
+    assert frontend.http.post("/flush_cache").json() == {"success": True}
