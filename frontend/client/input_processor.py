@@ -239,7 +239,7 @@ class InputProcessor:
                     "bad_words", f"must not contain an empty word, got {echo(word)} at {i}"
                 )
             for spelling in (bare, " " + bare):
-                sequences[tuple(self._tokenizer.encode(spelling, add_special_tokens=False))] = None
+                sequences[tuple(self._tokenizer.encode_output(spelling))] = None
         return tuple(sequences)
 
 

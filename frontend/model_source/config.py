@@ -18,7 +18,7 @@ from ...protocol.checkpoint.embedding import (
     read_embedding_files,
 )
 from ...protocol.checkpoint.field_names import read_text_config, with_common_names
-from ...protocol.checkpoint.files import find_tokenizer_files, find_weight_files
+from ...protocol.checkpoint.files import SOURCE_TOKENIZER, find_tokenizer_files, find_weight_files
 from ...protocol.checkpoint.gguf import GGUFFile
 from ...protocol.checkpoint.gguf_config.convert import gguf_to_hf_config
 from ...protocol.checkpoint.gguf_config.fields import GGUFFields
@@ -122,10 +122,11 @@ def resolve_model(options: ModelOptions, console: Console) -> ResolvedModel:
     )
     config = checkpoint_config.with_values(overrides)
     options = with_own_adapter(options, path, config)
-    if tokenizer_directory is not None and has_source_vocabulary(config):
+    has_one = tokenizer_directory and not (tokenizer_directory / SOURCE_TOKENIZER).is_file()
+    if has_one and has_source_vocabulary(config):
         raise config.error(
             "share_encoder_decoder_embeddings is false, so sources and outputs have different vocabularies, but "
-            "Engine reads one tokenizer; use --skip-tokenizer-init and token ids"
+            "there is one tokenizer; use files with source.spm, or --skip-tokenizer-init and token ids"
         )
     text = _text_config(config)
     vocab_size = text.integer("vocab_size")

@@ -17,7 +17,7 @@ from ...protocol.errors import CheckpointError, ConfigError
 from ..supervisor.console import Console
 from .mmproj_names import choose_mmproj
 
-TOKENIZER_FILES = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
+TOKENIZER_FILES = ("*.json", "*.jinja", "*.spm", "tokenizer.model", "merges.txt", "vocab.txt")
 CHECKPOINT_FILES = ("*.safetensors", *TOKENIZER_FILES)
 IGNORED_FILES = ("*/*", "consolidated*")
 PREFERRED_QUANTS = ("Q4_K_M", "Q8_0")

@@ -8,7 +8,7 @@ from pathlib import Path
 from ...protocol.config import LoadFormat
 from ...protocol.errors import CheckpointError, ConfigError
 from ..supervisor.console import Console
-from ..tokenizer.gguf_cache import tokenizer_json_path
+from ..tokenizer.converted import tokenizer_json_path
 from .default_model import DEFAULT_MODEL, find_packaged_model
 from .mmproj_names import choose_mmproj
 from .options import ModelOptions

@@ -115,18 +115,18 @@ class PromptEncoder:
             name, start = "encoder_prompt", prompt.get("decoder_prompt")
             source = prompt[name]
         sizes = config.vocab_size, self._engine.config.model.vocab_size
-        text, token_ids = self._encode_part(source, name, sizes[0], add_special_tokens=True)
+        text, token_ids = self._encode_part(source, name, sizes[0], is_source=True)
         if not 0 < len(token_ids) <= config.max_tokens:
             raise ParameterError(
                 name, f"must have 1 to {config.max_tokens} tokens, got {len(token_ids)}"
             )
         if start is not None:
             name = "decoder_prompt"
-            start = self._encode_part(start, name, sizes[1], add_special_tokens=False)[1]
+            start = self._encode_part(start, name, sizes[1], is_source=False)[1]
         return EncodedPrompt(text, answer_start(config, start).tolist(), [text_source(token_ids)])
 
     def _encode_part(
-        self, given: Any, name: str, size: int, *, add_special_tokens: bool
+        self, given: Any, name: str, size: int, *, is_source: bool
     ) -> tuple[str | None, npt.NDArray[np.int32]]:
         """Return the text of a prompt for an encoder or a decoder, or None, and its tokens of `size` in its vocabulary.
 
@@ -136,7 +136,8 @@ class PromptEncoder:
         if isinstance(given, Mapping):
             given = _content(given)
         if isinstance(given, str):
-            token_ids = self._engine.tokenizer.encode(given, add_special_tokens=add_special_tokens)
+            tokenizer = self._engine.tokenizer
+            token_ids = tokenizer.encode(given) if is_source else tokenizer.encode_output(given)
             return given, np.array(token_ids, np.int32)
         if bad := [token for token in given if not 0 <= token < size]:
             raise ParameterError(

@@ -1,6 +1,5 @@
 """Convert the `tokenizer.ggml.*` metadata of a GGUF file to tokenizer.json and tokenizer_config.json."""
 
-import base64
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,10 +12,9 @@ import numpy as np
 from ...protocol.checkpoint.gguf_config.fields import GGUFFields
 from ...protocol.errors import CheckpointError
 from .pretokenizers import PRE_TOKENIZERS, PreTokenizer
+from .sentencepiece import SPACE, unigram_parts
 
 logger = logging.getLogger(__name__)
-
-_SPACE = "▁"
 
 
 class TokenType(IntEnum):
@@ -197,11 +195,11 @@ def _sentencepiece(vocabulary: _Vocabulary, merges: Sequence[str] | None = None)
     With `merges`, texts are left as they are. Without, the merges follow from the scores, and a space is put before
     texts.
     """
-    to_space: dict[str, Any] = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
-    from_space: dict[str, Any] = {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}
+    to_space: dict[str, Any] = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
+    from_space: dict[str, Any] = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
     normalizers, decoders = [to_space], [from_space, {"type": "ByteFallback"}, {"type": "Fuse"}]
     if vocabulary.flag("add_space_prefix", merges is None):
-        normalizers.insert(0, {"type": "Prepend", "prepend": _SPACE})
+        normalizers.insert(0, {"type": "Prepend", "prepend": SPACE})
         decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
     return {
         "normalizer": {"type": "Sequence", "normalizers": normalizers},
@@ -270,8 +268,8 @@ def _word_pieces(vocabulary: _Vocabulary) -> dict[str, Any]:
     special = (TokenType.CONTROL, TokenType.UNKNOWN)
     pieces = {}
     for i, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.types, strict=True)):
-        starts = token.startswith(_SPACE) and token != _SPACE
-        piece = token.removeprefix(_SPACE) if starts else f"##{token}"
+        starts = token.startswith(SPACE) and token != SPACE
+        piece = token.removeprefix(SPACE) if starts else f"##{token}"
         pieces[token if kind in special else piece] = i
     # The file does not contain whether texts are lowercased.
     is_cased = any(piece != piece.lower() and not piece.startswith("[") for piece in pieces)
@@ -296,31 +294,17 @@ def _word_pieces(vocabulary: _Vocabulary) -> dict[str, Any]:
 
 
 def _unigram(vocabulary: _Vocabulary) -> dict[str, Any]:
-    prepend = "always" if vocabulary.flag("add_space_prefix", True) else "never"
-    metaspace = {"type": "Metaspace", "replacement": _SPACE, "prepend_scheme": prepend}
-    normalizers: list[dict[str, Any]] = []
-    if (charsmap := vocabulary.get("precompiled_charsmap")) is not None:
-        if not isinstance(charsmap, np.ndarray):
-            raise vocabulary.fields.wrong("precompiled_charsmap", "an array of bytes", charsmap)
-        encoded = base64.b64encode(charsmap.tobytes()).decode()
-        normalizers.append({"type": "Precompiled", "precompiled_charsmap": encoded})
-    if vocabulary.flag("remove_extra_whitespaces", False):
-        normalizers += [
-            {"type": "Strip", "strip_left": True, "strip_right": True},
-            {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "},
-        ]
-    decoders = [{"type": "ByteFallback"}, {"type": "Fuse"}, metaspace | {"split": True}]
-    return {
-        "normalizer": {"type": "Sequence", "normalizers": normalizers},
-        "pre_tokenizer": metaspace | {"split": True},
-        "decoder": {"type": "Sequence", "decoders": decoders},
-        "model": {
-            "type": "Unigram",
-            "unk_id": vocabulary.fields.integer("unknown_token_id", 2, minimum=0),
-            "vocab": list(zip(vocabulary.tokens, vocabulary.numbers("scores"), strict=True)),
-            "byte_fallback": TokenType.BYTE in vocabulary.types,
-        },
-    }
+    charsmap = vocabulary.get("precompiled_charsmap")
+    if charsmap is not None and not isinstance(charsmap, np.ndarray):
+        raise vocabulary.fields.wrong("precompiled_charsmap", "an array of bytes", charsmap)
+    return unigram_parts(
+        list(zip(vocabulary.tokens, vocabulary.numbers("scores"), strict=True)),
+        vocabulary.fields.integer("unknown_token_id", 2, minimum=0),
+        charsmap=None if charsmap is None else charsmap.tobytes(),
+        adds_space=vocabulary.flag("add_space_prefix", True),
+        removes_spaces=vocabulary.flag("remove_extra_whitespaces", False),
+        has_bytes=TokenType.BYTE in vocabulary.types,
+    )
 
 
 def _added_tokens(vocabulary: _Vocabulary) -> list[dict[str, Any]]:

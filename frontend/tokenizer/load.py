@@ -5,10 +5,11 @@ from os import PathLike
 import tokenizers
 from tokenizers import AddedToken, processors
 
+from ...protocol.checkpoint.files import SOURCE_TOKENIZER
 from ...protocol.errors import CheckpointError
 from .absent import AbsentTokenizer
 from .config import TokenizerConfig
-from .gguf_cache import tokenizer_json_path
+from .converted import tokenizer_json_path
 from .tokenizer import Tokenizer
 
 
@@ -33,10 +34,13 @@ def load_tokenizer(path: str | PathLike[str]) -> Tokenizer:
     chat_templates = config.chat_templates()
     _add_tokens(backend, config)
     _add_bos_and_eos(backend, config)
+    source_path = directory / SOURCE_TOKENIZER
+    source = tokenizers.Tokenizer.from_file(str(source_path)) if source_path.is_file() else None
     try:
         return Tokenizer(
             backend,
             json_path,
+            source=source,
             bos_token=named.get("bos_token"),
             eos_token=named.get("eos_token"),
             pad_token=named.get("pad_token"),

@@ -21,6 +21,8 @@ from .token_bytes import TokenBytes, TokenTexts, parse_decoding
 class Tokenizer:
     """Encodes prompts and decodes tokens. It is thread-safe, and encoding releases the GIL.
 
+    Prompts of an encoder-decoder model are sources, which may have a tokenizer of their own, `source`.
+
     Attributes:
         path: The tokenizer.json of the model.
         chat_templates: Names ("default", "tool_use", ...) -> Jinja sources.
@@ -34,14 +36,17 @@ class Tokenizer:
         backend: tokenizers.Tokenizer,
         path: Path,
         *,
+        source: tokenizers.Tokenizer | None = None,
         bos_token: str | None = None,
         eos_token: str | None = None,
         pad_token: str | None = None,
         chat_templates: Mapping[str, str] | None = None,
     ) -> None:
-        backend.no_truncation()
-        backend.no_padding()
+        for each in (backend, source or backend):
+            each.no_truncation()
+            each.no_padding()
         self._backend = backend
+        self._prompt_backend = source or backend
         self.path = path
         self.vocab_size: int = backend.get_vocab_size()
         added = backend.get_added_tokens_decoder()
@@ -83,7 +88,14 @@ class Tokenizer:
         """
         if self._long_texts is not None and len(text) > LONG_TEXT:
             return self._long_texts.encode(text, add_special_tokens=add_special_tokens)
-        return encode_text(self._backend, text, add_special_tokens=add_special_tokens).token_ids
+        found = encode_text(self._prompt_backend, text, add_special_tokens=add_special_tokens)
+        return found.token_ids
+
+    def encode_output(self, text: str) -> Sequence[int]:
+        """Return the token IDs of a text that the model writes, without special tokens around it."""
+        if self._prompt_backend is self._backend:
+            return self.encode(text, add_special_tokens=False)
+        return encode_text(self._backend, text, add_special_tokens=False).token_ids
 
     @property
     def pair_joiner(self) -> PairJoiner:
@@ -100,7 +112,7 @@ class Tokenizer:
 
     def literal_encoder(self) -> LiteralEncoder:
         """Return an encoder that can encode special tokens as ordinary text."""
-        return LiteralEncoder(self._backend, self.special_tokens(), self._long_texts)
+        return LiteralEncoder(self._prompt_backend, self.special_tokens(), self._long_texts)
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = False) -> str:
         """Return the text of `token_ids`. Invalid UTF-8 becomes U+FFFD."""

@@ -7,8 +7,12 @@ from pathlib import Path
 from typing import Final
 
 _SPLIT_GGUF: Final = re.compile(r"(.*)-\d{5}-of-(\d{5})\.gguf")
+SOURCE_TOKENIZER: Final = "source_tokenizer.json"
+"""The tokenizer of sources of an encoder-decoder model, if another one than that of its answers."""
+
 _TOKENIZER_FILES: Final = (
     "tokenizer.json",
+    SOURCE_TOKENIZER,
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.json",

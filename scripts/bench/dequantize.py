@@ -13,7 +13,7 @@ import shutil
 from pathlib import Path
 
 import torch
-from engine.frontend.tokenizer.gguf_cache import converted_directory
+from engine.frontend.tokenizer.converted import converted_directory
 from engine.workers.loaders import open_checkpoint
 from safetensors.torch import save_file
 from side_by_side.contenders import default_model

@@ -11,8 +11,15 @@ import transformers
 from engine import LLM, BeamSearchParams, SamplingParams
 from engine.protocol.errors import ParameterError
 from support.gguf_t5 import write_t5
+from support.marian_files import write_marian_tokenizer
 from support.server import Server, assert_nothing_is_held
-from support.source_checkpoints import greedy, logits, source_directory, write_generation
+from support.source_checkpoints import (
+    VOCAB_SIZE,
+    greedy,
+    logits,
+    source_directory,
+    write_generation,
+)
 
 torch.set_num_threads(1)
 FLAGS = ("--dtype", "float32", "--device", "cpu", "--served-model-name", "tiny")
@@ -120,3 +127,30 @@ def test_offline_answers_equal_those_of_transformers(tmp_path: Path) -> None:
         ):
             with pytest.raises(ParameterError, match=words):
                 llm.generate(prompt, params)
+
+
+def test_texts_are_translated_with_the_tokenizers_of_two_languages(tmp_path: Path) -> None:
+    """The vocabularies differ, too. Numbers of tokens are those of letters."""
+    path, model = source_directory(tmp_path, "separate-marian")
+    letters = [chr(ord("a") + i // 26) + chr(ord("a") + i % 26) for i in range(131)]
+    special = ["<pad>", "</s>", "<unk>"]
+    source, target = ([*special, *letters[: size - 3]] for size in (131, VOCAB_SIZE))
+    scores = [{"▁": -1.0} | dict.fromkeys(names[3:], -2.0) for names in (source, target)]
+    source[3] = target[3] = "▁"
+    write_marian_tokenizer(path, *scores, source, target)
+    text, start = "acabzz", "ababac"
+    pieces = ["▁", "ac", "ab", "<unk>", "</s>"]
+    sources = torch.tensor([[source.index(piece) for piece in pieces]])
+    begun = [target.index(piece) for piece in ("▁", "ab", "ab", "ac")]
+    with Server(str(path), *FLAGS, "--max-model-len", "64") as server:
+        for more in ([], begun):
+            expected = greedy(model, sources, [3, *more], 20)
+            body = {"prompt": text, "max_tokens": 20, "temperature": 0, "ignore_eos": True}
+            body |= {"decoder_prompt": start} if more else {}
+            status, answer = server.post("/v1/completions", body)
+            assert status == 200, answer
+            shown = [target[i] for i in expected if i > 2]
+            assert answer["choices"][0]["text"] == "".join(shown).replace("▁", " ").removeprefix(
+                " "
+            )
+        assert_nothing_is_held(server)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import numpy.typing as npt
 
@@ -66,7 +68,9 @@ async def encode_start(
     if isinstance(given, str):
         serving.verify_tokenizer(name)
         verify_num_characters(len(given), name, model.max_model_len)
-        given = list((await serving.encode([given], False))[0])
+        text = given
+        encode = partial(serving.tokenizer.encode_output, text)
+        given = list(await serving.executor.run(len(text), encode))
     size = len(given) * BYTES_PER_TOKEN_ID
     token_ids = await serving.executor.run(size, parse_token_ids, given, name, model.vocab_size)
     return answer_start(config, token_ids)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from engine.core.structured_output.manager import StructuredOutputManager
-from engine.frontend.tokenizer.gguf_cache import tokenizer_json_path
+from engine.frontend.tokenizer.converted import tokenizer_json_path
 from engine.frontend.tokenizer.load import load_tokenizer
 from engine.protocol.errors import ParameterError
 from engine.protocol.grammars.grammar import MAX_ERROR_LENGTH, MAX_SPEC_LENGTH

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 from engine.core.structured_output.manager import StructuredOutputManager
-from engine.frontend.tokenizer.gguf_cache import tokenizer_json_path
+from engine.frontend.tokenizer.converted import tokenizer_json_path
 from engine.frontend.tokenizer.load import load_tokenizer
 from engine.protocol.sampling_params import FreeReasoning, GrammarKind, StructuredOutput
 from support.server import default_model

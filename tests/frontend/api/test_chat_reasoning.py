@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Iterator
 
 import pytest
-from engine.frontend.tokenizer.gguf_cache import tokenizer_json_path
+from engine.frontend.tokenizer.converted import tokenizer_json_path
 from engine.protocol.grammars.grammar import grammar_text
 from llguidance import LLMatcher, LLTokenizer
 from support.chats import CALLS, TIME, WEATHER, accumulate, chat, last_params, num_tokens, user

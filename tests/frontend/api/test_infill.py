@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-from engine.frontend.tokenizer.gguf_cache import tokenizer_json_path
+from engine.frontend.tokenizer.converted import tokenizer_json_path
 from support.frontend_process import FrontendProcess
 from support.server import default_model
 

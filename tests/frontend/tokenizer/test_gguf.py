@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tokenizers
-from engine.frontend.tokenizer.gguf_cache import tokenizer_json_path
+from engine.frontend.tokenizer.converted import tokenizer_json_path
 from engine.frontend.tokenizer.load import load_tokenizer
 from engine.frontend.tokenizer.tokenizer import Tokenizer
 from engine.protocol.errors import CheckpointError

@@ -1,9 +1,10 @@
-"""Cache GGUF tokenizers, each of which is converted once to the files of a Hugging Face directory."""
+"""Cache tokenizers of GGUF files and Marian models, each of which is converted once to a Hugging Face directory."""
 
 import hashlib
 import os
 import shutil
 import tempfile
+from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
 
@@ -12,23 +13,26 @@ import msgspec
 from ...protocol.checkpoint.gguf import GGUFFile
 from ...protocol.errors import CheckpointError
 from ..cache_directory import cache_directory
+from .marian import convert_marian, marian_files
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 """Increase this when the output of `convert` changes, so that older conversions are ignored."""
 
-_FILES = ("tokenizer.json", "tokenizer_config.json")
 _DIGEST = "sha256"
 _HASHED_BYTES = 64 * 1024
 
 
 def tokenizer_json_path(path: str | PathLike[str]) -> Path:
-    """Return the path of the checkpoint's tokenizer.json, which for a GGUF file is converted and cached.
+    """Return the path of the checkpoint's tokenizer.json.
+
+    That of a GGUF file or a Marian model is converted and cached.
 
     Raises:
-        CheckpointError: There is no tokenizer.json, or the GGUF file cannot be converted.
+        CheckpointError: There is no tokenizer.json, or the tokenizer cannot be converted.
     """
-    path = Path(path)
-    directory = path if path.is_dir() else converted_directory(path)
+    path = directory = Path(path)
+    if not path.is_dir() or (not (path / "tokenizer.json").is_file() and marian_files(path)):
+        directory = converted_directory(path)
     json_path = directory / "tokenizer.json"
     if not json_path.is_file():
         raise CheckpointError(
@@ -40,22 +44,20 @@ def tokenizer_json_path(path: str | PathLike[str]) -> Path:
 
 
 def converted_directory(path: Path) -> Path:
-    """Return a directory with tokenizer.json and tokenizer_config.json for the GGUF file `path`."""
-    directory = cache_directory("tokenizers") / _key(path)
+    """Return a directory with the converted tokenizer of a GGUF file, or of the directory of a Marian model."""
+    directory = cache_directory("tokenizers") / _key(marian_files(path) or [path])
     if _is_whole(directory):
         return directory
-    # A late import, because each file is converted once.
-    from .gguf_convert import convert
+    if path.is_dir():
+        converted = convert_marian(path)
+    else:
+        # A late import, because each file is converted once.
+        from .gguf_convert import convert
 
-    tokenizer, config = convert(path, GGUFFile(path).metadata)
+        tokenizer, config = convert(path, GGUFFile(path).metadata)
+        converted = {"tokenizer.json": tokenizer, "tokenizer_config.json": config}
     try:
-        _publish(
-            directory,
-            {
-                "tokenizer.json": msgspec.json.encode(tokenizer),
-                "tokenizer_config.json": msgspec.json.encode(config),
-            },
-        )
+        _publish(directory, {name: msgspec.json.encode(x) for name, x in converted.items()})
     except OSError as error:
         raise CheckpointError(
             directory,
@@ -71,7 +73,8 @@ def _is_whole(directory: Path) -> bool:
         return False
     try:
         digest = (directory / _DIGEST).read_text()
-        if digest == _digest({name: (directory / name).read_bytes() for name in _FILES}):
+        files = {path.name: path.read_bytes() for path in directory.glob("*.json")}
+        if digest == _digest(files):
             return True
     except (OSError, UnicodeDecodeError):
         pass
@@ -80,22 +83,24 @@ def _is_whole(directory: Path) -> bool:
 
 
 def _digest(files: dict[str, bytes]) -> str:
-    return " ".join(hashlib.sha256(files[name]).hexdigest() for name in _FILES)
+    return " ".join(f"{name} {hashlib.sha256(files[name]).hexdigest()}" for name in sorted(files))
 
 
-def _key(path: Path) -> str:
-    """Return a key for the current version of the file `path`.
+def _key(paths: Sequence[Path]) -> str:
+    """Return a key for the current versions of the files.
 
-    It is a hash of the file's metadata and its first bytes, because hashing the whole file would take seconds.
+    It is a hash of the files' metadata and their first bytes, because hashing the whole of a model would take seconds.
     """
-    try:
-        with path.open("rb") as file:
-            stat = os.fstat(file.fileno())
-            head = file.read(_HASHED_BYTES)
-    except OSError as error:
-        raise CheckpointError(path, f"cannot be read: {error.strerror}") from error
-    identity = f"{FORMAT_VERSION} {stat.st_size} {stat.st_mtime_ns} ".encode()
-    return hashlib.sha256(identity + head).hexdigest()[:32]
+    key = hashlib.sha256(f"{FORMAT_VERSION} ".encode())
+    for path in paths:
+        try:
+            with path.open("rb") as file:
+                stat = os.fstat(file.fileno())
+                head = file.read(_HASHED_BYTES)
+        except OSError as error:
+            raise CheckpointError(path, f"cannot be read: {error.strerror}") from error
+        key.update(f"{stat.st_size} {stat.st_mtime_ns} ".encode() + head)
+    return key.hexdigest()[:32]
 
 
 def _publish(directory: Path, files: dict[str, bytes]) -> None:
