@@ -53,7 +53,12 @@ _STYLE: Final = """Follow these specific instructions for formatting the answer:
 * Only output the transcription, with no newlines.
 * When transcribing numbers, write the digits, i.e. write 1.7 and not one point seven, and write 3 instead of three."""
 
+_GRANITE: Final = SpeechFormat(
+    instruction="{audio}can you transcribe the speech into a written format?",
+    translation="{audio}translate the speech to English",
+)
 _SPEECH: Final = {
+    "audioflamingo3": SpeechFormat(instruction="Transcribe the input speech.", follows=True),
     "gemma3n": SpeechFormat(
         languages=_NAMES,
         instruction="Transcribe this audio[ into {language}]: {audio}",
@@ -65,10 +70,8 @@ _SPEECH: Final = {
         + _STYLE,
     ),
     "glmasr": SpeechFormat(instruction="Please transcribe this audio into text"),
-    "granite_speech": SpeechFormat(
-        instruction="{audio}can you transcribe the speech into a written format?",
-        translation="{audio}translate the speech to English",
-    ),
+    "granite_speech": _GRANITE,
+    "granite_speech_plus": _GRANITE,
     "qwen3_asr": _QWEN3_ASR,
     "voxtral": SpeechFormat(
         # Mistral's tokenizer accepts every code of two letters.
@@ -82,12 +85,18 @@ _SPEECH: Final = {
 _FRAMING: Final = {
     "gemma3n": Framing.EMPHASIZED,
     "gemma4": Framing.LEADING,
+    "audioflamingo3": Framing.WINDOWS,
     "glmasr": Framing.WINDOWS,
     "granite_speech": Framing.PAIRS,
+    "granite_speech_plus": Framing.PAIRS,
     "qwen3_asr": Framing.CLIP,
 }
-_MAX_WINDOWS: Final = {"gemma3n": 1, "gemma4": 1, "granite_speech": 1, "qwen2_audio": 1}
-"""These models read a single window, and the processors of Qwen2-Audio and Gemma drop the rest of an audio clip."""
+_MAX_WINDOWS: Final = {
+    "audioflamingo3": 20,
+    **dict.fromkeys(("gemma3n", "gemma4", "granite_speech", "granite_speech_plus"), 1),
+    "qwen2_audio": 1,
+}
+"""The processors of Audio Flamingo 3, Qwen2-Audio and Gemma drop the rest of an audio clip."""
 
 _MIN_SAMPLES: Final = {"qwen3_asr": 8000}
 """Qwen3-ASR's processor fills shorter clips with silence, because very short clips confuse the model."""

@@ -25,7 +25,7 @@ _Channels = Annotated[int, msgspec.Meta(ge=1, le=MAX_POSITIONS)]
 _THINKER: Final = "thinker_config"
 _MODEL_TYPES: Final = (
     *("qwen2_audio", "voxtral", "qwen3_asr", "glmasr"),
-    *("granite_speech", "gemma3n", "gemma4"),
+    *("granite_speech", "granite_speech_plus", "audioflamingo3", "gemma3n", "gemma4"),
 )
 
 _MAX_CONFORMER_ROWS: Final = 15_000
@@ -64,7 +64,7 @@ def has_audio_tower(fields: ConfigFields) -> bool:
     if kind == "gemma4" and text is not None and text.get("use_bidirectional_attention"):
         # The tokens of audio clips would have to attend only to earlier ones, unlike those of images.
         return False
-    name = "encoder_config" if kind == "granite_speech" else "audio_config"
+    name = "encoder_config" if kind.startswith("granite") else "audio_config"
     return kind in _MODEL_TYPES and audio_section(fields).section(name) is not None
 
 
@@ -79,7 +79,7 @@ def audio_tower_spec(fields: ConfigFields, output_size: int) -> AnyAudioSpec:
         CheckpointError: A field is missing or invalid.
     """
     kind = fields.text("model_type")
-    if kind == "granite_speech":
+    if kind.startswith("granite"):
         return _conformer_spec(fields, output_size)
     audio = audio_section(fields).required_section("audio_config")
     if kind == "gemma3n":
@@ -92,8 +92,8 @@ def audio_tower_spec(fields: ConfigFields, output_size: int) -> AnyAudioSpec:
     intermediate_size = _size(audio, "encoder_ffn_dim", "intermediate_size", 5120)
     num_positions_name = "max_position_embeddings" if kind == "glmasr" else "max_source_positions"
     num_positions = audio.integer(num_positions_name, 1500, maximum=MAX_POSITIONS)
-    rows_per_output = 2
-    if kind != "qwen2_audio":
+    rows_per_output, has_mean = 2, kind in ("qwen2_audio", "audioflamingo3")
+    if not has_mean:
         rows_per_output = intermediate_size // hidden_size
         if intermediate_size % hidden_size or num_positions % rows_per_output:
             raise audio.error(
@@ -109,12 +109,12 @@ def audio_tower_spec(fields: ConfigFields, output_size: int) -> AnyAudioSpec:
         num_frames=2 * num_positions,
         activation=audio.text("activation_function", "gelu"),
         output_size=output_size,
-        join="mean" if kind == "qwen2_audio" else "stack",
+        join="mean" if has_mean else "stack",
         rows_per_output=rows_per_output,
-        silence="skipped" if kind == "qwen2_audio" else "kept",
+        silence="skipped" if has_mean else "kept",
         projection_size=0 if kind == "qwen2_audio" else output_size,
         projection_activation=fields.text("projector_hidden_act", "gelu"),
-        has_projection_bias=kind == "qwen2_audio",
+        has_projection_bias=has_mean and fields.boolean("projector_bias", True),
     )
     return _with_rotary(spec, audio) if kind == "glmasr" else spec
 
@@ -228,13 +228,22 @@ def _conformer_spec(fields: ConfigFields, output_size: int) -> ConformerSpec:
     num_query_heads = queries.integer("num_attention_heads", 12)
     if query_size % num_query_heads:
         raise queries.wrong("hidden_size", f"a multiple of {num_query_heads} heads", query_size)
-    if (found := queries.integer("encoder_hidden_size", 1408)) != hidden_size:
-        raise queries.wrong("encoder_hidden_size", f"the encoder's size {hidden_size}", found)
+    num_layers = _size(encoder, "num_layers", "num_hidden_layers", 10, maximum=1024)
+    layers = encoder.get("cat_hidden_layers") or ()
+    try:
+        layers = msgspec.convert(layers, tuple[Annotated[int, msgspec.Meta(ge=0)], ...])
+    except msgspec.ValidationError:
+        raise encoder.wrong("cat_hidden_layers", "a list of layers", layers) from None
+    if max(layers, default=0) >= num_layers or list(layers) != sorted(set(layers)):
+        raise encoder.wrong("cat_hidden_layers", f"rising, below {num_layers}", layers)
+    read_size = hidden_size * (len(layers) + 1)
+    if (found := queries.integer("encoder_hidden_size", 1408)) != read_size:
+        raise queries.wrong("encoder_hidden_size", f"the encoder's size {read_size}", found)
     return ConformerSpec(
         num_mel_bins=_size(encoder, "input_dim", "num_mel_bins", 160, maximum=2048),
         hidden_size=hidden_size,
         intermediate_size=hidden_size * encoder.integer("feedforward_mult", 4),
-        num_layers=_size(encoder, "num_layers", "num_hidden_layers", 10, maximum=1024),
+        num_layers=num_layers,
         num_heads=num_heads,
         head_dim=encoder.integer("dim_head", hidden_size // num_heads),
         num_frames=_MAX_CONFORMER_ROWS,
@@ -255,6 +264,7 @@ def _conformer_spec(fields: ConfigFields, output_size: int) -> ConformerSpec:
         query_norm_eps=queries.number("layer_norm_eps", 1e-12),
         # The decoder multiplies the embeddings of tokens and of audio.
         output_scale=fields.required_section("text_config").positive("embedding_multiplier", 1.0),
+        read_layers=layers,
     )
 
 

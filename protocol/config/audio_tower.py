@@ -85,8 +85,9 @@ class ConformerSpec(msgspec.Struct, frozen=True, tag=True):
     """A conformer (arXiv 2005.08100) and a projector of queries, which Granite Speech (arXiv 2505.08699) has.
 
     A row is made of `num_mel_bins` features. Rows attend within blocks of `block_rows`, with embeddings of their
-    distances (arXiv 1803.02155). In the projector, each `rows_per_query_block` rows become `outputs_per_block` outputs,
-    which are multiplied by `output_scale`.
+    distances (arXiv 1803.02155). The projector reads the outputs of `read_layers` (0: the inputs of the first layer)
+    and of the last layer. In it, each `rows_per_query_block` rows become `outputs_per_block` outputs, which are
+    multiplied by `output_scale`.
     """
 
     num_mel_bins: int
@@ -112,6 +113,12 @@ class ConformerSpec(msgspec.Struct, frozen=True, tag=True):
     query_activation: str
     query_norm_eps: float
     output_scale: float = 1.0
+    read_layers: tuple[int, ...] = ()
+
+    @property
+    def read_size(self) -> int:
+        """The number of elements of a row that the projector reads."""
+        return self.hidden_size * (len(self.read_layers) + 1)
 
     @property
     def frames_after(self) -> int:

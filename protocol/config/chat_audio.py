@@ -31,12 +31,13 @@ class SpeechFormat(msgspec.Struct, frozen=True):
 
     An instruction may have a part in brackets, which is only written if the language is given, with the language's name
     for "{language}". If it has "{audio}", the audio clip is a token of the text. Otherwise the clip is a part of the
-    message, before the text.
+    message, before the text unless it `follows`.
 
     Attributes:
         languages: The code of each language that may be given -> its name in instructions and answers; empty if the
             model always detects the language itself.
         instruction: The text of the message.
+        follows: Whether the clip follows the text.
         translation: The text that asks for an English translation instead; "" if the model cannot translate.
         has_context: Whether the client's prompt is the system message. Otherwise the model reads no prompt.
         answer: The beginning of the answer if the language is given, with the language's name for "{language}".
@@ -47,6 +48,7 @@ class SpeechFormat(msgspec.Struct, frozen=True):
 
     languages: dict[str, str] = {}
     instruction: str = ""
+    follows: bool = False
     translation: str = ""
     has_context: bool = False
     answer: str = ""

@@ -31,7 +31,7 @@ WINDOW_S = 2
 
 MODELS = (
     *("qwen2_audio", "voxtral", "qwen3_asr", "glmasr", "granite_speech", "qwen3_asr thinker"),
-    *("gemma3n", "gemma4"),
+    *("gemma3n", "gemma4", "audioflamingo3", "granite_speech_plus"),
 )
 """Kinds of models. "qwen3_asr thinker" has the layout of Qwen's own checkpoints, others have that of transformers."""
 
@@ -41,12 +41,14 @@ _PARTS = {
     "qwen3_asr": ("<|audio_start|>", "<|audio_pad|>", "<|audio_end|>"),
     "glmasr": ("<|begin_of_audio|>", "<|pad|>", "<|end_of_audio|>"),
     "granite_speech": ("<|start|>", "<|audio|>"),
+    "audioflamingo3": ("<|start|>", "<sound>"),
     "gemma3n": ("<start_of_audio>", "<audio_soft_token>", "<end_of_audio>"),
     "gemma4": ("<|audio>", "<|audio|>", "<audio|>"),
 }
 """The tokens of a clip. The second stands for its embeddings."""
 
 _PARTS["qwen3_asr thinker"] = _PARTS["qwen3_asr"]
+_PARTS["granite_speech_plus"] = _PARTS["granite_speech"]
 MARKS = {kind: parts[1] for kind, parts in _PARTS.items()}
 
 
@@ -79,7 +81,15 @@ def audio_directory(directory: Path, kind: str) -> tuple[Path, Any]:
         written = gemma3n_directory(directory, tokenizer, NUM_MEL_BINS, marks)
         extractor(kind).save_pretrained(directory)
         return written
-    if kind == "qwen2_audio":
+    if kind == "audioflamingo3":
+        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+        config = transformers.AudioFlamingo3Config(
+            audio_config=tower | sizes | {"num_attention_heads": 4},
+            text_config=text | {"model_type": "qwen2"},
+            audio_token_id=mark,
+        )
+        model = transformers.AudioFlamingo3ForConditionalGeneration(config)
+    elif kind == "qwen2_audio":
         config = transformers.Qwen2AudioConfig(
             audio_config=tower
             | {
@@ -129,9 +139,12 @@ def audio_directory(directory: Path, kind: str) -> tuple[Path, Any]:
             audio_token_id=mark,
         )
         model = transformers.GlmAsrForConditionalGeneration(config)
-    elif kind == "granite_speech":
-        config = transformers.GraniteSpeechConfig(
-            encoder_config={
+    elif kind.startswith("granite"):
+        is_plus = kind.endswith("plus")
+        name = "GraniteSpeechPlus" if is_plus else "GraniteSpeech"
+        config = getattr(transformers, f"{name}Config")(
+            encoder_config=({"cat_hidden_layers": [0, 1]} if is_plus else {})
+            | {
                 "input_dim": 2 * NUM_MEL_BINS,
                 "num_layers": 3,
                 "hidden_dim": 32,
@@ -146,13 +159,13 @@ def audio_directory(directory: Path, kind: str) -> tuple[Path, Any]:
                 "num_hidden_layers": 3,
                 "num_attention_heads": 4,
                 "intermediate_size": 40,
-                "encoder_hidden_size": 32,
+                "encoder_hidden_size": 96 if is_plus else 32,
                 "vocab_size": 10,
             },
             text_config=text | {"model_type": "granite", "embedding_multiplier": 3.0},
             audio_token_index=mark,
         )
-        model = transformers.GraniteSpeechForConditionalGeneration(config)
+        model = getattr(transformers, f"{name}ForConditionalGeneration")(config)
     else:
         config = transformers.VoxtralConfig(
             audio_config=tower
@@ -181,7 +194,7 @@ def audio_directory(directory: Path, kind: str) -> tuple[Path, Any]:
     tokenizer.save_pretrained(directory)
     if kind == "gemma4":
         (directory / "preprocessor_config.json").write_text(json.dumps(IMAGE_PROCESSOR))
-    elif kind != "granite_speech":
+    elif not kind.startswith("granite"):
         extractor(kind).save_pretrained(directory)
     if kind.endswith("thinker"):
         _use_own_layout(directory)
@@ -222,7 +235,7 @@ def extractor(kind: str) -> Any:
     return transformers.WhisperFeatureExtractor(
         feature_size=NUM_MEL_BINS,
         chunk_length=WINDOW_S,
-        return_attention_mask=kind in ("qwen2_audio", "glmasr"),
+        return_attention_mask=kind in ("qwen2_audio", "glmasr", "audioflamingo3"),
     )
 
 
@@ -233,7 +246,7 @@ def reference_inputs(kind: str, clips: list[np.ndarray]) -> dict[str, torch.Tens
         return {"input_features": [each["input_features"][0] for each in found]}
     if kind == "gemma4":
         return dict(extractor(kind)(clips, return_tensors="pt"))
-    if kind == "granite_speech":
+    if kind.startswith("granite"):
         return {"input_features": torch.stack([granite_features(clip) for clip in clips])}
     extract = partial(
         extractor(kind), sampling_rate=16_000, return_attention_mask=True, return_tensors="pt"
@@ -248,7 +261,7 @@ def reference_inputs(kind: str, clips: list[np.ndarray]) -> dict[str, torch.Tens
             for name in names
         )
         return {"input_features": features, "input_features_mask": mask}
-    if kind == "glmasr":
+    if kind in ("glmasr", "audioflamingo3"):
         size = 16_000 * WINDOW_S
         windows = [clip[i : i + size] for clip in clips for i in range(0, len(clip), size)]
         found = extract(windows, padding="max_length")
@@ -278,7 +291,7 @@ def reference_logits(
 ) -> torch.Tensor:
     """Return transformers' logits [T, V] of a prompt with audio clips."""
     ids = torch.tensor([prompt])
-    if kind != "granite_speech":
+    if not kind.startswith("granite"):
         return model(input_ids=ids, **reference_inputs(kind, clips)).logits[0]
     # In a batch, rows of shorter clips would attend to silence.
     audio = [

@@ -77,7 +77,7 @@ class ChatPrompts:
         content: Any = instruction.format(audio=AUDIO_MARK, language=name)
         if AUDIO_MARK not in content:
             text_parts = [{"type": "text", "text": content}] if content else []
-            content = [AUDIO_PART, *text_parts]
+            content = [*text_parts, AUDIO_PART] if speech.follows else [AUDIO_PART, *text_parts]
         messages: list[Any] = [{"role": "user", "content": content}]
         if context := options.prompt.strip():
             # If the server rejects special tokens, the error names this field.

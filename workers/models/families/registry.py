@@ -94,6 +94,7 @@ _SAME_FAMILY = {
 """Model types of checkpoints that have the same spec as another model type."""
 
 _WITH_ANY_DECODER = {
+    "AudioFlamingo3ForConditionalGeneration",
     "AyaVisionForConditionalGeneration",
     "Cohere2VisionForConditionalGeneration",
     "DeepseekVLForConditionalGeneration",
@@ -108,6 +109,7 @@ _WITH_ANY_DECODER = {
     "Granite4VisionForConditionalGeneration",
     "GraniteDoclingForConditionalGeneration",
     "GraniteSpeechForConditionalGeneration",
+    "GraniteSpeechPlusForConditionalGeneration",
     "HyperCLOVAXVisionV2ForConditionalGeneration",
     "Idefics2ForConditionalGeneration",
     "Idefics3ForConditionalGeneration",
@@ -143,7 +145,12 @@ _WITH_ANY_DECODER = {
 """Architectures whose decoder, described by `text_config`, may be of any family."""
 
 
-_DECODERS = {"granite_speech": "granite", "qwen3_asr": "qwen3"}
+_DECODERS = {
+    "audioflamingo3": "qwen2",
+    "granite_speech": "granite",
+    "granite_speech_plus": "granite",
+    "qwen3_asr": "qwen3",
+}
 """The decoder of models whose configs may omit it; others have Llama's."""
 
 _WITHOUT_LOGIT_SCALE = {

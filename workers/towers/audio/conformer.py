@@ -40,11 +40,14 @@ class Conformer:
     def __call__(self, features_CP: Tensor) -> Tensor:
         """Return the outputs [K, output size]."""
         x_PD = self._input(features_CP.T)
+        outputs = [x_PD]
         for number, layer in enumerate(self._layers, 1):
             x_PD = layer(x_PD)
             if number == len(self._layers) // 2:
                 x_PD = x_PD + self._from_classes(self._classes(x_PD).softmax(-1))
-        return self._projector(x_PD)
+            outputs.append(x_PD)
+        read = [outputs[index] for index in self._spec.read_layers]
+        return self._projector(torch.cat((*read, x_PD), 1))
 
 
 class _ConformerLayer:
@@ -165,7 +168,7 @@ class _QueryLayer:
         self._attentions = [attention("attention", size)]
         names = ["attention.output"]
         if index % spec.cross_attention_every == 0:
-            self._attentions.append(attention("crossattention", spec.hidden_size))
+            self._attentions.append(attention("crossattention", spec.read_size))
             names.append("crossattention.output")
         self._norms = [
             tensors.read_layer_norm(f"{prefix}{name}.LayerNorm", size, eps)

@@ -99,10 +99,11 @@ def test_special_tokens_in_prompts_stay_text_or_are_refused(path: Path) -> None:
         ("gemma3n", "transcribe", "", "Transcribe this audio: CLIP"),
         ("gemma3n", "transcribe", "fr", "Transcribe this audio into French: CLIP"),
         ("gemma3n", "translate", "", "Translate this audio into English: CLIP"),
+        ("audioflamingo3", "transcribe", "", "Transcribe the input speech.CLIP"),
         ("gemma4", "transcribe", "de", "CLIPTranscribe the following speech segment in German"),
     ],
 )
-def test_gemma_gets_instructions_with_the_language(
+def test_instructions_have_the_clip_and_the_language_where_models_expect_them(
     tmp_path: Path, kind: str, task: str, language: str, expected: str
 ) -> None:
     path, _ = audio_directory(tmp_path, kind)
@@ -115,6 +116,7 @@ def test_gemma_gets_instructions_with_the_language(
     clip = {
         "gemma3n": f"\n\n<start_of_audio>{'<audio_soft_token>' * 188}<end_of_audio>\n\n",
         "gemma4": f"<|audio>{'<|audio|>' * 189}<audio|>",
+        "audioflamingo3": f"<|start|>{'<sound>' * 189}",
     }[kind]
     text = tokenizer.decode(token_ids)
     assert text.startswith("user: " + expected.replace("CLIP", clip))
