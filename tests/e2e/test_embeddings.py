@@ -215,6 +215,12 @@ def test_documents_are_sorted_by_their_relevance(server: Server, path: str) -> N
     assert results[2]["document"] == {"text": "Cats like milk."}
     status, answer = server.post(path, body | {"top_n": 1, "return_documents": False})
     assert answer["results"] == [{"index": 0, "relevance_score": scores[0]}]
+    # The format of Text Embeddings Inference.
+    texts = [documents[0], "Cats like milk."]
+    status, answer = server.post(path, body | {"documents": None, "texts": texts})
+    assert answer == [{"index": 0, "score": scores[0]}, {"index": 1, "score": scores[2]}]
+    status, answer = server.post(path, {"query": "a", "texts": ["b"], "return_text": True})
+    assert answer[0]["text"] == "b"
 
 
 @pytest.mark.parametrize(
@@ -227,6 +233,8 @@ def test_documents_are_sorted_by_their_relevance(server: Server, path: str) -> N
         ("/v1/rerank", {"query": "a", "documents": ["a", {"t": 1}]}, "documents[1]", "a text, got"),
         ("/v1/rerank", {"query": "a", "documents": ["b " * 300]}, "documents[0]", "at most 256"),
         ("/v1/rerank", {"query": "a", "documents": ["b"], "top_n": 0}, "top_n", "1, got 0"),
+        ("/v1/rerank", {"query": "a", "documents": ["b"], "texts": ["b"]}, "texts", "combined"),
+        ("/v1/rerank", {"query": "a", "texts": []}, "texts", "empty"),
     ],
 )
 def test_bad_pairs_are_refused_with_field_value_and_limit(

@@ -76,9 +76,12 @@ class Scores:
     async def rerank(self, http: Request, request: RerankRequest, size: int) -> Response:
         """Return the documents, ordered by their scores."""
         query = _texts(request.query, "query")
-        texts = _document_texts(request.documents)
-        documents = _texts(texts, "documents")
-        verify_num_sequences(1 + len(documents), "documents")
+        if request.texts is not None and request.documents is not None:
+            raise bad_request("texts", "texts cannot be combined with documents")
+        name = "documents" if request.texts is None else "texts"
+        texts = request.texts or _document_texts(request.documents)
+        documents = _texts(texts, name)
+        verify_num_sequences(1 + len(documents), name)
         top_n = len(texts) if request.top_n is None else request.top_n
         if top_n < 1:
             raise bad_request("top_n", f"top_n must be at least 1, got {top_n}")
@@ -86,6 +89,11 @@ class Scores:
         def answer(group: RequestGroup, scores: list[float]) -> Response:
             order = sorted(range(len(scores)), key=lambda index: -scores[index])
             results: list[dict[str, Any]] = []
+            if request.texts is not None:
+                for index in order[:top_n]:
+                    shown = {"text": texts[index]} if request.return_text else {}
+                    results.append({"index": index, "score": scores[index]} | shown)
+                return json_response(results)
             for index in order[:top_n]:
                 result: dict[str, Any] = {"index": index, "relevance_score": scores[index]}
                 if request.return_documents is not False:

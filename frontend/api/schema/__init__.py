@@ -281,6 +281,9 @@ class RerankRequest(ComparisonFields, kw_only=True):
     documents: list[str | dict[str, Any]] | None = None
     top_n: Int | None = None
     return_documents: bool | None = None
+    # The name of `documents` in the API of Text Embeddings Inference, whose format the answer then has.
+    texts: list[str] | None = None
+    return_text: bool | None = None
 
 
 class TranslationRequest(msgspec.Struct, kw_only=True):

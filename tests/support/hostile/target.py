@@ -115,6 +115,9 @@ class Route:
         if "text_1" in members:
             # The second texts of a score have other names than this one, which is that of a ranking.
             members.pop("documents", None)
+        if "documents" in members:
+            # A ranking has only one of these two.
+            members.pop("documents" if field == "texts" else "texts", None)
         if "input" in members and self.path != "/v1/responses":
             # A conversation may replace the input of an embedding.
             members.pop("messages", None)
