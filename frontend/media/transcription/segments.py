@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 import zlib
 from collections.abc import Iterable, Sequence
 from typing import Final
@@ -170,6 +171,19 @@ def split_segments(
             )
         )
     return segments
+
+
+def separator(before: str, after: str) -> str:
+    """Return what separates the texts of two windows: a space, unless there is one or the script has none."""
+    if not before or not after or before[-1].isspace() or after[0].isspace():
+        return ""
+    return "" if _has_no_spaces(before[-1]) and _has_no_spaces(after[0]) else " "
+
+
+def _has_no_spaces(character: str) -> bool:
+    """Return whether a character is Chinese or Japanese, or wide punctuation. Korean is also wide, but has spaces."""
+    is_wide = unicodedata.east_asian_width(character) in "WF"
+    return is_wide and not unicodedata.name(character, "").startswith("HANGUL")
 
 
 def _text(tokens: Sequence[int], tokenizer: Tokenizer, first_timestamp_id: int) -> str:

@@ -27,7 +27,7 @@ from .chat_prompt import ChatPrompts
 from .decoder_prompt import DecoderPrompts
 from .decoding import Deltas, Prompts, Submission, WindowDecoder
 from .options import SpeechModel, TranscriptionOptions, speech_model
-from .segments import DecodedWindow, Segment, Word, split_segments
+from .segments import DecodedWindow, Segment, Word, separator, split_segments
 
 WINDOWS_AT_ONCE: Final = 8
 """Maximum windows of one clip that are decoded at the same time. The limit bounds the memory of long audio clips."""
@@ -170,9 +170,14 @@ class Transcriber:
         try:
             async with aclosing(self._jobs(clip, decoder)) as jobs:
                 async for job in jobs:
+                    is_begun = False
                     while (delta := await job.deltas.get()) is not None:
+                        text = delta.text
+                        if text and not is_begun:
+                            text = separator(transcript.text, text) + text
+                            is_begun = True
                         if on_text is not None:
-                            await on_text(delta.text, list(delta.logprobs or ()))
+                            await on_text(text, list(delta.logprobs or ()))
                     decoded = await job.task
                     num_samples = job.window.start + len(job.window.samples)
                     transcript.duration = num_samples / self._speech.sampling_rate
@@ -250,7 +255,7 @@ class Transcriber:
     def _append(
         self, transcript: Transcript, decoded: DecodedWindow, options: TranscriptionOptions
     ) -> None:
-        transcript.text += decoded.text
+        transcript.text += separator(transcript.text, decoded.text) + decoded.text
         transcript.logprobs += decoded.logprobs
         transcript.words += decoded.words
         if options.has_segments:

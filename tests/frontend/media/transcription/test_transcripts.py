@@ -10,6 +10,7 @@ from engine.frontend.media.transcription.segments import (
     DecodedWindow,
     Segment,
     best_attempt,
+    separator,
     split_segments,
 )
 from engine.frontend.media.transcription.subtitles import write_srt, write_vtt
@@ -145,3 +146,21 @@ def test_subtitles_have_times_and_one_line_each() -> None:
         "2\n01:01:01,000 --> 01:01:02,040\nover\n\n"
     )
     assert write_vtt(segments).startswith("WEBVTT\n\n00:00:00.000 --> 00:00:02.500\nThe quick fox")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        ("", "One", ""),
+        ("One.", "Two", " "),
+        ("One.", " Two", ""),
+        ("今天。", "明天", ""),
+        ("こんにちは", "世界", ""),
+        ("안녕", "하세요", " "),
+        ("今天", "ok", " "),
+    ],
+)
+def test_texts_of_windows_are_separated_as_their_script_separates_words(
+    before: str, after: str, expected: str
+) -> None:
+    assert separator(before, after) == expected
