@@ -20,7 +20,7 @@ from ..client.engine_client import RequestGroup
 from ..http.deadline import read_deadline
 from ..http.errors import bad_request, echo, redact, rename_parameter
 from ..http.trace_headers import read_trace_headers
-from ..tokenizer.late_interaction import LateInteraction
+from ..tokenizer.text_changes import TextChanges
 from ..tokenizer.token_ids import truncate
 from .chat_prompt import render_chat, verify_template_kwargs
 from .generation import (
@@ -126,26 +126,26 @@ class Pooling:
         serving, model = self._serving, self._serving.config.model
         default = find_prompt(None, model.pooler)
         has_special = request.add_special_tokens is not False
-        late = serving.late_interaction
+        changes = serving.text_changes
         texts = [each for each in inputs if each.text is not None and each.second is None]
         for each in texts:
             instruction = default if each.instruction is None else each.instruction
-            if late is not None:
-                instruction = late.prefix_of(each.role) + instruction
+            if changes is not None:
+                instruction = changes.prefix_of(each.role) + instruction
             each.text = instruction + (each.text or "")
             self._verify_text(each.text, each.param, request)
         encoded = await serving.encode([each.text or "" for each in texts], has_special)
         for each, token_ids in zip(texts, encoded, strict=True):
             each.token_ids = np.asarray(token_ids, np.int32)
-        if late is not None and has_special:
-            await self._add_tokens(late, [each for each in texts if each.role])
+        if changes is not None and has_special:
+            await self._add_tokens(changes, texts)
         await self._join_pairs(request, inputs, has_special=has_special)
         params = embedding_params()
         prepared: list[PreparedPrompt] = []
         for each in inputs:
             each.token_ids = await self._fit(each, request, has_special=has_special)
-            if late is not None and each.role:
-                each.keeps_T = late.keeps(each.role, each.token_ids)
+            if changes is not None and each.role:
+                each.keeps_T = changes.keeps(each.role, each.token_ids)
             pooling = msgspec.structs.replace(
                 model.pooling_params_of(kind),
                 second_segment=each.second_segment,
@@ -164,11 +164,13 @@ class Pooling:
                 await asyncio.sleep(0)
         return prepared
 
-    async def _add_tokens(self, late: LateInteraction, prompts: list[Prompt]) -> None:
-        """Add the tokens of a model for late interaction to queries and documents."""
+    async def _add_tokens(self, changes: TextChanges, prompts: list[Prompt]) -> None:
+        """Add the model's tokens to texts."""
 
         def add_all() -> list[tuple[npt.NDArray[np.int32], int]]:
-            return [late.add_tokens(each.role, each.text or "", each.token_ids) for each in prompts]
+            return [
+                changes.add_tokens(each.role, each.text or "", each.token_ids) for each in prompts
+            ]
 
         size = sum(len(each.text or "") for each in prompts)
         added = await self._serving.executor.run(size, add_all)
@@ -306,6 +308,9 @@ async def render_input(
         add_special_tokens=request.add_special_tokens is True,
     )
     token_ids = np.array(chat.token_ids, np.int32)
+    if serving.config.model.is_encoder and not chat.encoder_inputs:
+        # The tokenizer of an encoder, not its template, adds the special tokens.
+        return Prompt(param, chat.text, np.empty(0, np.int32))
     return Prompt(param, None, token_ids, encoder_inputs=chat.encoder_inputs)
 
 

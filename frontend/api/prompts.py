@@ -34,9 +34,9 @@ class Prompt:
 
     `instruction` is put before a text that is embedded; None for the model's default. With `second` the prompt is a
     pair of texts: `second_param` names the second one, and tokens from index `second_segment` on have token type 1.
-    `encoder_inputs` are embeddings that replace the tokens. `role` is the name of the model's prompt for the text. A
-    model for late interaction adds tokens accordingly, of which only the first `num_visible` are seen by others, and
-    returns the results of the tokens that `keeps_T` marks.
+    `encoder_inputs` are embeddings that replace the tokens. `role` is the name of the model's prompt for the text, to
+    which a model may add tokens. If `num_visible` is not 0, tokens attend only to that many at the start. Only those
+    that `keeps_T` marks have results.
     """
 
     param: str

@@ -44,7 +44,7 @@ from ..model_source.lora_registry import LoraRegistry
 from ..observability.tracing.tracer import Tracer
 from ..store.client import StoreClient
 from ..tokenizer.absent import NO_TOKENIZER
-from ..tokenizer.late_interaction import LateInteraction
+from ..tokenizer.text_changes import TextChanges
 from ..tokenizer.tokenizer import Tokenizer
 from .bodies.disconnection import while_connected
 from .bodies.request_memory import RequestMemory
@@ -109,7 +109,7 @@ class Serving:
         self.recent_prompts = RecentPrompts()
         self.loras = LoraRegistry(config)
         self.media = find_chat_media(config, tokenizer, engine.executor)
-        self.late_interaction = LateInteraction.find(config.model.pooler, tokenizer)
+        self.text_changes = TextChanges.find(config.model.pooler, tokenizer)
         self.documents = DocumentReader(engine.executor)
         self.transcriber: Transcriber | None = None
         if speech_model(config.model) is not None:

@@ -53,5 +53,11 @@ _DEEPSEEK_V4: Final = """
 {%- if add_generation_prompt %}{{ "<｜Assistant｜>" ~ ("<think>" if thinks else "</think>") }}{% endif %}
 """
 
-BUILT_IN_TEMPLATES: Final = {"deepseek_v4": _DEEPSEEK_V4.strip()}
+_CONTENTS: Final = "{% for message in messages %}{{ message.content }}{% endfor %}"
+
+BUILT_IN_TEMPLATES: Final = {
+    "clip_text_model": _CONTENTS,
+    "deepseek_v4": _DEEPSEEK_V4.strip(),
+    "siglip_text_model": _CONTENTS,
+}
 """Model type -> the template. Markers are those that the model was trained with; the explanation of tools is ours."""

@@ -195,6 +195,7 @@ class ChatImages(ChatMedia):
         )
         self._reads_embeddings = config.frontend.enable_mm_embeds
         self._size = config.model.images.output_size
+        self._stands_alone = config.model.images.stands_alone
 
     def _take(self, messages: Sequence[Any]) -> tuple[list[Any], list[ChatItem]]:
         return take_media(messages, self._limits)
@@ -216,6 +217,8 @@ class ChatImages(ChatMedia):
         """Return a prompt with the tokens of the images inserted, its token ids, and the encoder inputs."""
         if not images:
             return *encode(text), []
+        if self._stands_alone:
+            return "", *self._places.place_alone(text, images)
         images = self._places.in_order(text, images)
         text, token_ids = encode(self._places.expand(text, images))
         token_ids = self._places.drop_start(token_ids)

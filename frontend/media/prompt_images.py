@@ -100,6 +100,22 @@ class PromptImages:
             config, videos, token, token_of_video, around, max_outputs
         )
 
+    def place_alone(
+        self, text: str, images: Sequence[PreparedImage]
+    ) -> tuple[list[int], list[EncoderInput]]:
+        """Return the tokens and the encoder input of a prompt that is one image.
+
+        Raises:
+            ParameterError: There are several images, or a text beside one.
+        """
+        inputs = [item for image in images for item in image.inputs]
+        if len(inputs) != 1 or self._place.sub("", text).strip():
+            raise ParameterError(
+                "messages",
+                "must have one image or a text, because this model embeds both separately",
+            )
+        return [self._config.token_id], [msgspec.structs.replace(inputs[0], position=0)]
+
     def in_order(self, text: str, images: Sequence[PreparedImage]) -> Sequence[PreparedImage]:
         """Return images and videos in the order of their places in a prompt.
 

@@ -130,7 +130,7 @@ def resolve_model(options: ModelOptions, console: Console) -> ResolvedModel:
         )
     text = _text_config(config)
     vocab_size = text.integer("vocab_size")
-    embedding = read_embedding_files(path, text)
+    embedding = read_embedding_files(path, text, config)
     pooler = change_pooler(embedding.pooler, options.pooler_config)
     eos += generation.token_ids("eos_token_id") + text.token_ids("eos_token_id")
     chat_audio = None

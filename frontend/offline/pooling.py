@@ -206,7 +206,10 @@ class PoolingMethods:
                 *((text, QUERY) for text in firsts),
                 *((text, DOCUMENT) for text in seconds),
             ]
-            wanted = [self._prompts.encode_compared(text, role) for text, role in prompts]
+            wanted = [
+                self._prompts.encode_pooled(text, model.pooler.prompts.get(role, ""), role)
+                for text, role in prompts
+            ]
             request_id, pooled = self._pool(wanted, lora_request)
             scores = similarities(pooled, len(firsts), model.pooler)
             wanted = wanted[len(firsts) :]

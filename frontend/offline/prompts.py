@@ -13,7 +13,7 @@ from ...protocol.errors import ParameterError
 from ...protocol.messages import EncoderInput
 from ..client.encoder_inputs import Embeddings, answer_start, encoder_inputs_of, text_source
 from ..media.find_media import find_chat_media
-from ..tokenizer.late_interaction import LateInteraction
+from ..tokenizer.text_changes import TextChanges
 from .local_engine import LocalEngine
 
 Prompt: TypeAlias = str | list[int] | Mapping[str, Any]
@@ -50,7 +50,7 @@ class PromptEncoder:
 
     def __init__(self, engine: LocalEngine) -> None:
         self._engine = engine
-        self._late = LateInteraction.find(engine.config.model.pooler, engine.tokenizer)
+        self._text_changes = TextChanges.find(engine.config.model.pooler, engine.tokenizer)
         self._media = find_chat_media(engine.config, engine.tokenizer, engine.client.executor)
         if self._media is not None:
             engine.close_together(self._media.close)
@@ -61,18 +61,10 @@ class PromptEncoder:
             return conversation, ()
         return self._engine.run(self._media.take(conversation, 0))
 
-    def encode_compared(self, text: str, role: str) -> EncodedPrompt:
-        """Return a text to be compared with others. `role` is the name of the model's prompt for it."""
-        instruction, late = self._engine.config.model.pooler.prompts.get(role, ""), self._late
-        if late is None:
-            return self.encode_pooled(text, instruction)
-        text = late.prefix_of(role) + instruction + text
-        token_ids, num_visible = late.add_tokens(role, text, self._engine.tokenizer.encode(text))
-        keeps_T = late.keeps(role, token_ids)
-        return EncodedPrompt(text, token_ids.tolist(), num_visible=num_visible, keeps_T=keeps_T)
-
-    def encode_pooled(self, prompt: Prompt, instruction: str = "") -> EncodedPrompt:
+    def encode_pooled(self, prompt: Prompt, instruction: str = "", role: str = "") -> EncodedPrompt:
         """Return an encoded prompt for a decoder or a single encoder. `instruction` is put before a text.
+
+        `role` is the name of the model's prompt for it.
 
         Raises:
             ParameterError: The model has an encoder for texts.
@@ -82,7 +74,17 @@ class PromptEncoder:
                 "prompts",
                 "of models with an encoder are supported only by generate and beam_search",
             )
-        return self.encode(prompt, instruction)
+        changes = self._text_changes
+        if changes is None:
+            return self.encode(prompt, instruction)
+        encoded = self.encode(prompt, changes.prefix_of(role) + instruction)
+        if encoded.text is None or encoded.encoder_inputs:
+            return encoded
+        token_ids, num_visible = changes.add_tokens(role, encoded.text, encoded.token_ids)
+        keeps_T = changes.keeps(role, token_ids)
+        return EncodedPrompt(
+            encoded.text, token_ids.tolist(), num_visible=num_visible, keeps_T=keeps_T
+        )
 
     def encode(self, prompt: Prompt, instruction: str = "") -> EncodedPrompt:
         """Return an encoded prompt. `instruction` is put before a text."""

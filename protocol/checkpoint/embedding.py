@@ -10,11 +10,12 @@ import msgspec
 from ..config.model import (
     DenseActivation,
     DenseConfig,
-    LateInteractionConfig,
     PoolerConfig,
+    TextChangesConfig,
 )
 from ..errors import CheckpointError
 from ..pooling_params import PoolingKind
+from .beside_images import text_beside_images
 from .classification import classifies_tokens, is_classifier
 from .config_fields import ConfigFields
 from .late_interaction import (
@@ -31,6 +32,7 @@ from .speech import is_t5_encoder
 _ENCODERS: Final = frozenset(
     {
         "bert",
+        "clip_text_model",
         "distilbert",
         "eurobert",
         "gte",
@@ -39,10 +41,14 @@ _ENCODERS: Final = frozenset(
         "mpnet",
         "new",
         "nomic_bert",
+        "siglip_text_model",
     }
     | {"roberta", "xlm-roberta"}
 )
-"""The `model_type` of every family whose attention is always bidirectional."""
+"""The `model_type` of every family that only embeds, and reads a text as a whole."""
+
+_CAUSAL_ENCODERS: Final = frozenset({"clip_text_model"})
+"""The `model_type` of those whose tokens attend only to earlier ones."""
 
 _HEADS: Final = ("AquilaModel", "ChatGLMModel", "LMHeadModel", "MTModel")
 """The ends of names of models with a head that are called models like those without."""
@@ -91,10 +97,15 @@ class EmbeddingFiles(msgspec.Struct, frozen=True):
 
 
 def is_encoder(fields: ConfigFields) -> bool:
-    """Return whether a model with this config attends bidirectionally."""
+    """Return whether a model with this config only embeds, because it reads a text as a whole."""
     if fields.text("model_type", "") in _ENCODERS or is_t5_encoder(fields):
         return True
     return fields.get("use_bidirectional_attention") is True or fields.get("is_causal") is False
+
+
+def attends_to_all(fields: ConfigFields) -> bool:
+    """Return whether the tokens of a model with this config attend to later tokens."""
+    return is_encoder(fields) and fields.text("model_type", "") not in _CAUSAL_ENCODERS
 
 
 def has_head(fields: ConfigFields) -> bool:
@@ -103,8 +114,13 @@ def has_head(fields: ConfigFields) -> bool:
     return not any(name.endswith("Model") and not name.endswith(_HEADS) for name in names)
 
 
-def read_embedding_files(path: Path, config: ConfigFields) -> EmbeddingFiles:
-    """Return how the checkpoint in `path` embeds text. `config` are the fields of the language model.
+def read_embedding_files(path: Path, config: ConfigFields, whole: ConfigFields) -> EmbeddingFiles:
+    """Return how the checkpoint in `path` embeds text.
+
+    Args:
+        path: The directory or file of the checkpoint.
+        config: The fields of the language model.
+        whole: The fields of the whole model.
 
     Raises:
         CheckpointError: A file is invalid, or a module is not supported.
@@ -116,6 +132,8 @@ def read_embedding_files(path: Path, config: ConfigFields) -> EmbeddingFiles:
     if is_sparse(config):
         pooler = PoolerConfig(PoolingKind.HEAD, False, config.integer("vocab_size"))
         return EmbeddingFiles(pooler, length.optional_integer("max_seq_length"))
+    if (beside := text_beside_images(config)) is not None:
+        return EmbeddingFiles(beside(path, config, whole))
     if has_late_interaction(config):
         return _first_colbert(path, hidden_size)
     if is_classifier(config) or not (path / "modules.json").is_file():
@@ -154,7 +172,7 @@ def read_embedding_files(path: Path, config: ConfigFields) -> EmbeddingFiles:
         if module.kind == _MASK:
             mask = ConfigFields.read_if_present(path / module.path / "config.json")
     prompts = ConfigFields.read_if_present(path / "config_sentence_transformers.json")
-    late: LateInteractionConfig | None = None
+    late: TextChangesConfig | None = None
     if kind is PoolingKind.ALL:
         late = read_pylate(path, prompts) if mask is None else read_multi_vector(path, length, mask)
     if late is not None and late.hides_expansion and not is_encoder(config):
@@ -168,7 +186,7 @@ def read_embedding_files(path: Path, config: ConfigFields) -> EmbeddingFiles:
             ({} if late is None else {QUERY: "", DOCUMENT: ""}) | _prompts(prompts),
             prompts.text("default_prompt_name", "") or "",
             lengths,
-            late_interaction=late,
+            text_changes=late,
         ),
         # The lengths of queries and documents replace it.
         None if late is not None else length.optional_integer("max_seq_length"),
@@ -188,7 +206,7 @@ def _first_colbert(path: Path, hidden_size: int) -> EmbeddingFiles:
     dense = DenseConfig(str(weights), hidden_size, size, False, DenseActivation.IDENTITY, _LINEAR)
     prompts = {QUERY: "", DOCUMENT: ""}
     return EmbeddingFiles(
-        PoolerConfig(PoolingKind.ALL, True, size, (dense,), prompts, late_interaction=late)
+        PoolerConfig(PoolingKind.ALL, True, size, (dense,), prompts, text_changes=late)
     )
 
 

@@ -90,6 +90,22 @@ def with_common_names(fields: ConfigFields) -> ConfigFields:
 
 
 _NESTED_DEFAULTS: Final[dict[str, dict[str, int]]] = {
+    "clip_text_model": {
+        "hidden_size": 512,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 8,
+        "vocab_size": 49_408,
+        "max_position_embeddings": 77,
+    },
+    "siglip_text_model": {
+        "hidden_size": 768,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "vocab_size": 32_000,
+        "max_position_embeddings": 64,
+    },
     "llama": {
         "hidden_size": 4096,
         "intermediate_size": 11008,

@@ -10,7 +10,7 @@ import string
 from pathlib import Path
 from typing import Final
 
-from ..config.model import LateInteractionConfig
+from ..config.model import TextChangesConfig
 from .config_fields import ConfigFields
 
 FIRST_COLBERT: Final = "HF_ColBERT"
@@ -33,10 +33,10 @@ def has_late_interaction(config: ConfigFields) -> bool:
     return FIRST_COLBERT in config.texts("architectures")
 
 
-def read_first_colbert(path: Path) -> tuple[int, LateInteractionConfig]:
+def read_first_colbert(path: Path) -> tuple[int, TextChangesConfig]:
     """Return the size of a vector and the settings of a checkpoint in the layout of the first ColBERT."""
     fields = ConfigFields.read_if_present(path / "artifact.metadata")
-    return fields.integer("dim", 128), LateInteractionConfig(
+    return fields.integer("dim", 128), TextChangesConfig(
         prefixes={
             QUERY: fields.text("query_token_id", "[unused0]"),
             DOCUMENT: fields.text("doc_token_id", "[unused1]"),
@@ -52,7 +52,7 @@ def read_first_colbert(path: Path) -> tuple[int, LateInteractionConfig]:
     )
 
 
-def read_pylate(path: Path, fields: ConfigFields) -> LateInteractionConfig | None:
+def read_pylate(path: Path, fields: ConfigFields) -> TextChangesConfig | None:
     """Return PyLate's settings in config_sentence_transformers.json, or None if it has none."""
     if fields.get("model_type") != "ColBERT" and not any(
         name in fields.config for name in _SETTINGS
@@ -63,7 +63,7 @@ def read_pylate(path: Path, fields: ConfigFields) -> LateInteractionConfig | Non
     skipped = (
         fields.texts("skiplist_words") if fields.get("skiplist_words") is not None else _PUNCTUATION
     )
-    return LateInteractionConfig(
+    return TextChangesConfig(
         prefixes={
             QUERY: fields.text("query_prefix", "[Q] "),
             DOCUMENT: fields.text("document_prefix", "[D] "),
@@ -78,7 +78,7 @@ def read_pylate(path: Path, fields: ConfigFields) -> LateInteractionConfig | Non
 
 def read_multi_vector(
     path: Path, transformer: ConfigFields, mask: ConfigFields
-) -> LateInteractionConfig:
+) -> TextChangesConfig:
     """Return sentence-transformers' settings.
 
     Args:
@@ -100,7 +100,7 @@ def read_multi_vector(
     if expansion is not None and expansion.text("strategy") == "fixed":
         lengths[QUERY] = expanded
     tasks = mask.texts("skiplist_tasks") or [DOCUMENT]
-    return LateInteractionConfig(
+    return TextChangesConfig(
         lengths=lengths,
         expanded_length=expanded,
         expansion_token=""
@@ -113,7 +113,16 @@ def read_multi_vector(
 
 def _expansion_token(path: Path) -> str:
     """Return the mask token of a tokenizer, or else its end token."""
-    for name in ("mask_token", "eos_token"):
+    return named_token(path, ("mask_token", "eos_token"), "which fills queries")
+
+
+def named_token(path: Path, names: tuple[str, ...], purpose: str) -> str:
+    """Return the text of the first of these tokens that a tokenizer has.
+
+    Raises:
+        CheckpointError: It has none of them.
+    """
+    for name in names:
         for file in ("tokenizer_config.json", "special_tokens_map.json"):
             fields = ConfigFields.read_if_present(path / file)
             if isinstance(fields.get(name), dict):
@@ -121,5 +130,5 @@ def _expansion_token(path: Path) -> str:
             if fields.get(name) is not None:
                 return fields.text(name)
     raise ConfigFields.read_if_present(path / "tokenizer_config.json").error(
-        "mask_token is missing, which fills queries"
+        f"{names[0]} is missing, {purpose}"
     )

@@ -42,6 +42,7 @@ class ImageProcessorConfig(msgspec.Struct, frozen=True, kw_only=True):
         mark_texts: The texts of these tokens.
         after_images: The text after the last image. Prompts with it have all of their images at the beginning.
         prompt_end: The text at the end of a prompt with images.
+        stands_alone: Whether a request has one image instead of a text, because the model embeds both separately.
         scale: The factor that pixel values (0 to 255) are multiplied by.
         mean: The mean of each channel, which is subtracted from the scaled values.
         std: The standard deviation of each channel, by which the differences are divided.
@@ -60,6 +61,7 @@ class ImageProcessorConfig(msgspec.Struct, frozen=True, kw_only=True):
     mark_texts: tuple[str, ...] = ()
     after_images: str = ""
     prompt_end: str = ""
+    stands_alone: bool = False
     scale: float = 1 / 255
     mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
     std: tuple[float, float, float] = (0.5, 0.5, 0.5)

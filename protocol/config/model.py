@@ -58,10 +58,11 @@ class DenseConfig(msgspec.Struct, frozen=True):
     module: str = "linear"
 
 
-class LateInteractionConfig(msgspec.Struct, frozen=True):
-    """The changes that a model for late interaction (ColBERT, arXiv 2004.12832) makes to queries and documents.
+class TextChangesConfig(msgspec.Struct, frozen=True):
+    """The tokens that a model adds to texts that it embeds, and those whose results it leaves out.
 
-    Texts with the prompts called "query" and "document" are changed; others are not.
+    A model for late interaction (ColBERT, arXiv 2004.12832) changes texts with the prompts called "query" and
+    "document"; others stay as they are.
 
     Attributes:
         prefixes: Name of a prompt -> the token that is inserted after the first one. What is not a token of the
@@ -69,6 +70,7 @@ class LateInteractionConfig(msgspec.Struct, frozen=True):
         lengths: Name of a prompt -> the maximum number of tokens, with the prefix. Longer texts are cut.
         expanded_length: The number of tokens to which shorter queries are filled; 0 if they are not.
         expansion_token: The token that fills them.
+        expands_all: Whether it fills all texts, not only queries (SigLIP).
         attends_to_expansion: Whether tokens attend to those that fill a query.
         skipped_tokens: Name of a prompt -> tokens whose results are left out.
     """
@@ -77,6 +79,7 @@ class LateInteractionConfig(msgspec.Struct, frozen=True):
     lengths: dict[str, int] = {}
     expanded_length: int = 0
     expansion_token: str = ""
+    expands_all: bool = False
     attends_to_expansion: bool = False
     skipped_tokens: dict[str, tuple[str, ...]] = {}
 
@@ -99,7 +102,7 @@ class PoolerConfig(msgspec.Struct, frozen=True):
         lengths: The lengths to which clients may truncate an embedding (`dimensions`); empty if any is permitted.
         step_token_id: The token that ends each step of an answer. If all tokens are pooled, only the results of these
             tokens are returned. -1 for the results of all tokens.
-        late_interaction: How queries and documents are changed; None if they are not.
+        text_changes: How texts are changed; None if they are not.
     """
 
     kind: PoolingKind = PoolingKind.LAST
@@ -110,7 +113,7 @@ class PoolerConfig(msgspec.Struct, frozen=True):
     default_prompt: str = ""
     lengths: tuple[int, ...] = ()
     step_token_id: int = -1
-    late_interaction: LateInteractionConfig | None = None
+    text_changes: TextChangesConfig | None = None
 
 
 class Activation(enum.StrEnum):

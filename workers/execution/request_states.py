@@ -76,6 +76,8 @@ class RequestStates:
         accepts_embeddings = config.model.enable_prompt_embeds and self._shard.is_first
         if model.encoder is not None or accepts_embeddings:
             self.encoders = Encoders(model.encoder, model.spec, device)
+            if self.encoders.are_results:
+                self.pooling.find_image = self.encoders.find_result
         self._token_feed: TokenFeed | None = None
         has_drafts = config.scheduler.speculative is not None
         if (self._shard.is_first or has_drafts) and not self._shard.is_last:

@@ -161,6 +161,39 @@ def _queries(spec: VisionSpec, checkpoint: Checkpoint, read: _Reader) -> Project
     return project
 
 
+def _class(spec: VisionSpec, checkpoint: Checkpoint, read: _Reader) -> Projection:
+    product = read(f"{_MATRIX}.weight").read_linear(
+        _MATRIX, spec.output_size, spec.hidden_size, has_bias=spec.projection_bias
+    )
+    return lambda x_PD, num_columns: product(x_PD[:1])
+
+
+def _probe(spec: VisionSpec, checkpoint: Checkpoint, read: _Reader) -> Projection:
+    weights, size = read("head.probe"), spec.hidden_size
+    inner = Linear(
+        weights.read("head.attention.in_proj_weight", 3 * size, size),
+        weights.read("head.attention.in_proj_bias", 3 * size),
+    )
+    to_q, to_k, to_v = inner.split(3)
+    # The query is the same for all images.
+    q_1D = to_q(weights.read("head.probe", 1, 1, size)[0])
+    output = weights.read_linear("head.attention.out_proj", size, size)
+    norm = weights.read_layer_norm("head.layernorm", size, spec.norm_eps)
+    up = weights.read_linear("head.mlp.fc1", spec.intermediate_size, size)
+    down = weights.read_linear("head.mlp.fc2", size, spec.intermediate_size)
+    activation = find_activation(checkpoint, spec.projection_activation)
+
+    def heads(x_PD: Tensor) -> Tensor:
+        return x_PD.unflatten(1, (spec.num_heads, -1)).transpose(0, 1)
+
+    def project(x_PD: Tensor, num_columns: int) -> Tensor:
+        attended = F.scaled_dot_product_attention(heads(q_1D), heads(to_k(x_PD)), heads(to_v(x_PD)))
+        x_1D = output(attended.transpose(0, 1).flatten(1))
+        return x_1D + down(activation(up(norm(x_1D))))
+
+    return project
+
+
 def _no_product(spec: VisionSpec, checkpoint: Checkpoint, read: _Reader) -> Projection:
     return lambda x_PD, num_columns: _means(x_PD, num_columns, spec.merge_factor)
 
@@ -247,6 +280,8 @@ _KINDS: Final[dict[str, Callable[[VisionSpec, Checkpoint, _Reader], Projection]]
     "matrix": _matrix,
     "adapter": _adapter,
     "queries": _queries,
+    "class": _class,
+    "probe": _probe,
     "mlp": _mlp,
     "joined": _joined,
     "gated mlp": _gated_mlp,

@@ -10,6 +10,7 @@ from typing import Any, Final, TypeAlias
 from ....protocol.checkpoint.config_fields import ConfigFields
 from ....protocol.checkpoint.gguf_config.mmproj import Mmproj
 from ....protocol.checkpoint.vision.read import has_vision, vision_spec
+from ....protocol.checkpoint.vision.spec import VisionSpec
 from ....protocol.config.images import AnyImageProcessor
 from .anyres import anyres
 from .gemma import gemma3, gemma3n, gemma4, paligemma
@@ -75,7 +76,9 @@ def read_image_processor(
     if processor is None:
         logger.warning("%s has no %s, so requests with images are rejected", path, _FILES[0])
         return None
-    token_id = _token_id(config, text.integer("vocab_size"))
+    stands_alone = isinstance(vision, VisionSpec) and vision.stands_alone
+    # The token in the place of an image that stands alone has no meaning.
+    token_id = 0 if stands_alone else _token_id(config, text.integer("vocab_size"))
     read = _READERS[config.text("model_type")]
     if read is not cover:
         # The processors of InternVL and DeepSeek-OCR 2 ignore this field of the file.
@@ -123,6 +126,7 @@ Each reader expects the tower class of its models.
 _READERS: Final[dict[str, _Reader]] = {
     "aria": longest,
     "aya_vision": aya_vision,
+    "clip": single,
     "cohere2_vision": cohere2_vision,
     "cohere_compass": resize,
     "deepseek_ocr2": views,
@@ -175,6 +179,7 @@ _READERS: Final[dict[str, _Reader]] = {
     "qwen3_vl": resize,
     "qwen3_vl_moe": resize,
     "qwen4_exp": resize,
+    "siglip": single,
     "smolvlm": grid,
     "vipllava": single,
 }

@@ -26,7 +26,7 @@ def single(
     common = values(source.fields, vision, token_id, BICUBIC)
     if vision.has_class_token:
         common = CLIP_VALUES | common
-    return _tile(source, vision, common)
+    return _tile(source, vision, common | {"stands_alone": vision.stands_alone})
 
 
 def middle(

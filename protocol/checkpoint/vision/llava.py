@@ -1,4 +1,4 @@
-"""Read the vision towers of the LLaVA models."""
+"""Read the vision towers of the LLaVA models, and of CLIP and SigLIP themselves."""
 
 from __future__ import annotations
 
@@ -9,11 +9,34 @@ from msgspec.structs import replace
 
 from ..config_fields import ConfigFields
 from .fields import feature_layers, read_sizes
-from .gemma import SIGLIP_SIZES
+from .gemma import SIGLIP_SIZES, siglip
 from .pixtral import pixtral
 from .spec import VisionSpec
 
 _CLIP_SIZES: Final = SIGLIP_SIZES._replace(patch_size=32, activation="quick_gelu", norm_eps=1e-5)
+
+
+def clip(fields: ConfigFields, vision: ConfigFields, output_size: int) -> VisionSpec:
+    """Return the tower of CLIP (arXiv 2103.00020), which makes one vector of an image."""
+    return VisionSpec(
+        **read_sizes(vision, _CLIP_SIZES),
+        output_size=fields.integer("projection_dim", 512),
+        projection="class",
+        projection_bias=False,
+        has_class_token=True,
+        keeps_class_token=True,
+        has_patch_bias=False,
+        has_pre_norm=True,
+        has_post_norm=True,
+        tensor_names=((r"^visual_projection\.", "connector.modality_projection.proj."),),
+    )
+
+
+def siglip_alone(fields: ConfigFields, vision: ConfigFields, output_size: int) -> VisionSpec:
+    """Return the tower of SigLIP (arXiv 2303.15343), which makes one vector of an image."""
+    vision.require("vision_use_head", True)
+    spec = siglip(vision, 0, projection="probe")
+    return replace(spec, output_size=spec.hidden_size, projection_activation=spec.activation)
 
 
 def llava(fields: ConfigFields, vision: ConfigFields, output_size: int) -> VisionSpec:

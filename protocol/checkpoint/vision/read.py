@@ -26,7 +26,7 @@ from .grid import (
 from .idefics3 import idefics3
 from .janus import deepseek_vl, deepseek_vl_hybrid, janus
 from .llama import TilesVisionSpec, llama4, mllama
-from .llava import llava, llava_next, llava_onevision, vipllava
+from .llava import clip, llava, llava_next, llava_onevision, siglip_alone, vipllava
 from .merged import hunyuan_vl, hy_v4_vl, kimi_k25, lfm2_vl, lfm3_vl, minimax_m3, paddleocr_vl
 from .mobilenet import ConvVisionSpec, gemma3n
 from .muse import muse
@@ -83,6 +83,7 @@ def _section(fields: ConfigFields) -> ConfigFields | None:
 _READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionSpec]]] = {
     "aria": aria,
     "aya_vision": aya_vision,
+    "clip": clip,
     "cohere2_vision": cohere2_vision,
     "cohere_compass": qwen3_vl,
     "deepseek_ocr2": deepseek_ocr2,
@@ -104,6 +105,7 @@ _READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionS
     "hunyuan_vl": hunyuan_vl,
     "hy_v4_vl": hy_v4_vl,
     "idefics3": idefics3,
+    "siglip": siglip_alone,
     "smolvlm": idefics3,
     "internvl": internvl,
     "janus": janus,

@@ -130,6 +130,8 @@ class VisionSpec(msgspec.Struct, frozen=True):
       (Ovis, arXiv 2405.20797)
     * "queries": one of the sets of learned queries in `query_counts` attends to the patches, with the heads of the
       tower, before a norm and two products (Aria, arXiv 2410.05993)
+    * "class": a product of the class token alone, whose result is the embedding of an image without a decoder (CLIP)
+    * "probe": a learned query attends to the patches before an MLP; the result is as for "class" (SigLIP)
     * "adapter": two products with `adapter_size` outputs and no biases, each followed by an activation, then a matrix
       (Llama 4)
     """
@@ -154,6 +156,8 @@ class VisionSpec(msgspec.Struct, frozen=True):
         "standardized mean",
         "words",
         "queries",
+        "class",
+        "probe",
         "adapter",
     ]
     max_outputs: int = 0
@@ -205,6 +209,11 @@ class VisionSpec(msgspec.Struct, frozen=True):
     tensor_names: tuple[tuple[str, str], ...] = ()
 
     @property
+    def stands_alone(self) -> bool:
+        """True if no decoder reads the images, whose embeddings are results themselves."""
+        return self.projection in ("class", "probe")
+
+    @property
     def size_of_heads(self) -> int:
         """The number of elements of a head."""
         return self.head_dim or self.hidden_size // self.num_heads
@@ -222,6 +231,8 @@ class VisionSpec(msgspec.Struct, frozen=True):
     @property
     def num_outputs(self) -> int:
         """The number of embeddings of an image, each of which replaces one token; a maximum if sizes vary."""
+        if self.stands_alone:
+            return 1
         if self.max_outputs:
             return self.max_outputs
         return self.num_patches // self.merge_factor**2 + self.keeps_class_token

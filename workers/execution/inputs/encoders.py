@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from ....protocol.arrays import Int32Array, int32_view
+from ....protocol.checkpoint.vision.spec import VisionSpec
 from ....protocol.errors import EngineError
 from ....protocol.messages import EncoderInput
 from ....protocol.worker_messages import EncoderWork, NewRequestData
@@ -29,6 +30,9 @@ class Encoders:
     """Encodes inputs when a step requires it, and keeps the outputs until a later step frees them.
 
     Without an `encoder`, all inputs are embeddings, which are copied to `device`.
+
+    Attributes:
+        are_results: Whether the output for an image is the result of its request, which has no text.
     """
 
     def __init__(
@@ -38,8 +42,9 @@ class Encoders:
         self._hidden_size = spec.hidden_size
         # The outputs for later layers are all zero for embeddings that the client sent.
         self._padding = spec.num_deepstack_layers * spec.hidden_size
-        # Cross attention reads outputs, which do not replace embeddings.
-        self._are_placed = spec.source is None
+        # Cross attention reads outputs, which do not replace embeddings. Others are results themselves.
+        self.are_results = isinstance(spec.encoder, VisionSpec) and spec.encoder.stands_alone
+        self._are_placed = spec.source is None and not self.are_results
         self._device = torch_device(device)
         self._inputs: dict[int, list[EncoderInput]] = {}
         self._ends: dict[int, int] = {}
@@ -100,6 +105,11 @@ class Encoders:
         """Encode a dummy input, because kernels are prepared on first use."""
         if self._encoder is not None:
             self._encoder.warm_up()
+
+    def find_result(self, slot: int) -> torch.Tensor | None:
+        """Return the output that is the result of a slot's request; None if it has a text instead of an image."""
+        inputs = self._inputs.get(slot, ())
+        return self._outputs[inputs[0].content_hash] if inputs else None
 
     def output(self, content_hash: bytes) -> torch.Tensor:
         """Return the cached outputs of an input."""

@@ -62,10 +62,12 @@ class Pooling:
     """Collects the hidden states of the requests with pooling parameters.
 
     `head` computes the result from a slot's pooled vector: the scores of a classification head, or the output of an
-    embedding model's dense layers. `alignments` align the prompts of a speech model.
+    embedding model's dense layers. `alignments` align the prompts of a speech model. `find_image` returns the embedding
+    of a slot's image, which is a result without a head, or None for texts.
     """
 
     alignments: Alignments | None = None
+    find_image: Callable[[int], torch.Tensor | None] | None = None
 
     def __init__(self, head: Callable[[torch.Tensor, int], torch.Tensor] | None = None) -> None:
         self._head = head
@@ -181,6 +183,8 @@ class Pooling:
         The head reads the vectors of a whole prompt at once, so that its results do not depend on the chunks.
         """
         self._sums.pop(slot, None)
+        if self.find_image is not None and (image_1D := self.find_image(slot)) is not None:
+            return image_1D.float().flatten()
         if self._head is not None:
             return self._head(as_tensor(pooled).float(), slot).flatten()
         if isinstance(pooled, np.ndarray):

@@ -18,7 +18,7 @@ from ....protocol.checkpoint.classification import (
     is_reward_model,
 )
 from ....protocol.checkpoint.config_fields import ConfigFields
-from ....protocol.checkpoint.embedding import has_head, is_encoder
+from ....protocol.checkpoint.embedding import attends_to_all, has_head
 from ....protocol.checkpoint.field_names import (
     read_text_config,
     text_section,
@@ -49,7 +49,7 @@ from . import (
 )
 from .common import Family, with_score_head
 from .with_convolutions import inkling
-from .with_encoders import absolute, encoder_decoders, rotary
+from .with_encoders import absolute, beside_images, encoder_decoders, rotary
 from .with_images import aria, dots3, ernie, mistral, mllama, molmo, muse
 from .with_images import deepseek as deepseek_ocr
 from .with_other_names import dense as other_dense
@@ -71,6 +71,7 @@ FAMILIES = (
     *windowed.FAMILIES,
     *inkling.FAMILIES,
     *absolute.FAMILIES,
+    *beside_images.FAMILIES,
     *encoder_decoders.FAMILIES,
     *rotary.FAMILIES,
     *aria.FAMILIES,
@@ -192,7 +193,7 @@ def model_spec(config: Mapping[str, Any], path: str | PathLike[str]) -> ModelSpe
         fields = text_fields.with_values(values)
     fields = with_common_names(with_decoder_fields(fields))
     spec = family.read_spec(fields)
-    if is_encoder(fields) and spec.is_causal:
+    if attends_to_all(fields) and spec.is_causal:
         if spec.alibi_slopes or any(layer.window or layer.recurrent for layer in spec.layers):
             raise fields.error(
                 "is_causal false is not supported with windows, ALiBi or recurrent layers"

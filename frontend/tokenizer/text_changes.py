@@ -1,4 +1,4 @@
-"""The tokens that a model for late interaction adds to queries and documents, and those whose results it leaves out."""
+"""The tokens that a model adds to texts that it embeds, and those whose results it leaves out."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from collections.abc import Sequence
 import numpy as np
 
 from ...protocol.arrays import Int32Array
-from ...protocol.config.model import LateInteractionConfig, PoolerConfig
+from ...protocol.config.model import PoolerConfig, TextChangesConfig
 from ...protocol.errors import ConfigError
 from .absent import AbsentTokenizer
 from .token_ids import truncate
 from .tokenizer import Tokenizer
 
 
-class LateInteraction:
-    """Changes the tokens of queries and documents. `role` is the name of a prompt: "query" or "document".
+class TextChanges:
+    """Changes the tokens of texts. `role` is the name of the model's prompt, such as "query"; "" for others.
 
     Raises:
-        ConfigError: The tokenizer does not have the token that fills queries.
+        ConfigError: The tokenizer does not have the token that fills texts.
     """
 
-    def __init__(self, config: LateInteractionConfig, tokenizer: Tokenizer) -> None:
+    def __init__(self, config: TextChangesConfig, tokenizer: Tokenizer) -> None:
         self._config = config
         self._tokenizer = tokenizer
         self._prefix_ids = {
@@ -32,7 +32,7 @@ class LateInteraction:
             expansion_id = tokenizer.token_to_id(config.expansion_token)
             if expansion_id is None:
                 raise ConfigError(
-                    f"the token {config.expansion_token!r}, which fills queries, is not in the tokenizer"
+                    f"the token {config.expansion_token!r}, which fills texts, is not in the tokenizer"
                 )
             self._expansion_id = expansion_id
         self._skipped_ids = {
@@ -44,12 +44,12 @@ class LateInteraction:
         }
 
     @classmethod
-    def find(cls, pooler: PoolerConfig, tokenizer: Tokenizer) -> LateInteraction | None:
+    def find(cls, pooler: PoolerConfig, tokenizer: Tokenizer) -> TextChanges | None:
         """Return the changes of a model; None if it changes nothing, or if there is no tokenizer."""
-        late = pooler.late_interaction
-        if late is None or isinstance(tokenizer, AbsentTokenizer):
+        config = pooler.text_changes
+        if config is None or isinstance(tokenizer, AbsentTokenizer):
             return None
-        return cls(late, tokenizer)
+        return cls(config, tokenizer)
 
     def prefix_of(self, role: str) -> str:
         """Return the text to put before a text whose prefix is not a token."""
@@ -73,7 +73,7 @@ class LateInteraction:
             found = np.insert(found, 1, prefix_id)
         num_visible = len(found)
         missing = config.expanded_length - num_visible
-        if role != "query" or missing <= 0:
+        if not (role == "query" or config.expands_all) or missing <= 0:
             return found, 0
         filled = np.concatenate((found, np.full(missing, self._expansion_id, np.int32)))
         return filled, num_visible if config.hides_expansion else 0
