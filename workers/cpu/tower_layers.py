@@ -86,6 +86,7 @@ class NativeLayers:
             kv_format=KV_FORMATS["float32"],
             activation=activation_number(NAMES_IN_CONFIGS[spec.activation]),
             norm=spec.norm_kind == "layer",
+            norm_groups=1,
             is_bidirectional=True,
             projection_size=max(3 * size, 2 * spec.intermediate_size * spec.clips_products),
             mixed_size=size,

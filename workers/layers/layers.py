@@ -47,6 +47,22 @@ class RMSNorm:
         return self(x.add_(block, alpha=multiplier))
 
 
+class GroupedNorm(RMSNorm):
+    """Root-mean-square norm of each of several equal parts of the last dimension."""
+
+    __slots__ = ("num_groups",)
+
+    def __init__(self, weight: Tensor, eps: float, num_groups: int) -> None:
+        super().__init__(weight, eps)
+        self.num_groups = num_groups
+
+    def __call__(self, x: Tensor) -> Any:
+        """Return the norm of `x`."""
+        parts = x.float().unflatten(-1, (self.num_groups, -1))
+        normed = torch.rms_norm(parts, parts.shape[-1:], None, self.eps).flatten(-2)
+        return normed.mul_(self.weight).to(x.dtype)
+
+
 class InputScaledNorm(RMSNorm):
     """Root-mean-square norm of the input times the weight."""
 

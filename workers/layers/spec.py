@@ -149,12 +149,12 @@ class ModelSpec(msgspec.Struct, frozen=True):
     With `source`, it is the decoder of an encoder-decoder model. Unless `has_embedding`, it starts from hidden states,
     and unless `has_head`, it ends with them.
 
-    Norms are root-mean-square norms ("rms") or layer norms ("layer"), which may have biases. Unless `has_norm_weights`,
-    they have no parameters. `norm_weight_offset` is added to every norm weight (Gemma stores weight - 1); if
-    `final_norm_offset` is not None, it replaces this for the final norm. The norms called `unit_norms` have no
-    parameters; those called `input_scaled_norms` multiply by their weights before the division by the root mean square.
-    If `output_norm_eps` is not None, it is the epsilon of the norms of blocks' outputs. If `has_embedding_norm`, the
-    embeddings are normed. With `norm_gate`, some norms have gates.
+    Norms are root-mean-square norms ("rms") of `norm_groups` equal parts, or layer norms ("layer"), with or without
+    biases. Unless `has_norm_weights`, they have no parameters. `norm_weight_offset` is added to every norm weight
+    (Gemma stores weight - 1); if `final_norm_offset` is not None, it replaces this for the final norm. The norms
+    called `unit_norms` have no parameters; those called `input_scaled_norms` multiply by their weights before the
+    division by the root mean square. If `output_norm_eps` is not None, it is the epsilon of the norms of blocks'
+    outputs. If `has_embedding_norm`, the embeddings are normed. With `norm_gate`, some norms have gates.
 
     If `has_gate`, the MLP computes down(activation(gate(x)) * up(x)), otherwise down(activation(up(x))). If
     `is_parallel`, attention and MLP of a layer read the same hidden states; the MLP shares the attention's norm if
@@ -235,6 +235,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
     has_gate: bool = True
     norms: NormNames = NormNames()
     norm_kind: Literal["rms", "layer"] = "rms"
+    norm_groups: int = 1
     norm_bias: bool = False
     has_norm_weights: bool = True
     norm_weight_offset: float = 0.0

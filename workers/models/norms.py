@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..layers.layers import (
     GatedNorm,
+    GroupedNorm,
     HeadNorm,
     InputScaledNorm,
     LayerKernels,
@@ -61,6 +62,8 @@ def read_norm(
         weight_D = weights.read_vector(f"{name}.weight", size) + offset
     if spec.scales_input(name):
         return InputScaledNorm(weight_D, eps)
+    if spec.norm_groups > 1:
+        return GroupedNorm(weight_D, eps, spec.norm_groups)
     if spec.norm_kind == "rms":
         return kernels.norm(weight_D, eps, consumer)
     bias_D = weights.read_vector(f"{name}.bias", size) if spec.norm_bias else None

@@ -98,6 +98,19 @@ def _with_layer_norms(reference: transformers.PreTrainedModel) -> None:
             reference.set_submodule(name, norm)
 
 
+def _with_grouped_norms(reference: transformers.PreTrainedModel) -> None:
+    """Let the norms of a Llama divide each third of a hidden state by its own root mean square."""
+
+    def norm(module: torch.nn.Module, args: tuple[torch.Tensor], _output: Any) -> torch.Tensor:
+        thirds = args[0].unflatten(-1, (3, -1))
+        normed = torch.nn.functional.rms_norm(thirds, thirds.shape[-1:], eps=1e-6)
+        return normed.flatten(-2) * module.weight
+
+    for name, module in reference.named_modules():
+        if name.endswith("norm"):
+            module.register_forward_hook(norm)
+
+
 def _with_longer_head(tensors: Tensors) -> Tensors:
     return _with_fused_qkv(tensors) | {"lm_head.weight": 3 * tensors["lm_head.weight"]}
 
@@ -269,6 +282,12 @@ PUBLISHED = {
         "llama-biases",
         {"mlp_bias": False},
         {"model_type": "internlm", "attention_bias": None, "bias": True},
+    ),
+    "K2Horizon": Published(
+        "llama2",
+        {},
+        {"model_type": "k2_horizon", "layernorm_num_groups": 3, "num_experts": 0},
+        prepare=_with_grouped_norms,
     ),
     "MiMoV2": Published(
         "mimo-v2",

@@ -142,6 +142,7 @@ class ModelShape(ctypes.Structure):
         ("activation", c_int32),
         ("output_gate", c_int32),
         ("norm", c_int32),
+        ("norm_groups", c_int32),
         ("is_bidirectional", c_int32),
         ("keeps_block", c_int32),
         ("router_size", c_int32),

@@ -98,7 +98,7 @@ std::string describe() {
   STRUCT(LatentShape, num_heads, key_dim, query_inputs, kv_rank, plain_dim, rotary_dim, value_dim, norms_rotated_key,
          index_heads, index_dim, index_inputs, gate_dim)
   STRUCT(ModelShape, hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim, vocab_size, block_size,
-         block_bytes, kv_format, activation, output_gate, norm, is_bidirectional, keeps_block, router_size,
+         block_bytes, kv_format, activation, output_gate, norm, norm_groups, is_bidirectional, keeps_block, router_size,
          projection_size, mixed_size, num_streams, input_size, is_latent, index_dim, index_inputs, index_eps,
          is_compressed, num_threads)
   STRUCT(AttentionLayer, scale, softcap, window, rounds_alibi)

@@ -49,6 +49,7 @@ def model_shape(
         activation_number(spec.activation),
         activation_number(spec.output_gate),
         spec.norm_kind == "layer",
+        spec.norm_groups,
         not spec.is_causal,
         spec.is_parallel
         or any(

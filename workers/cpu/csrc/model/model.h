@@ -48,8 +48,9 @@ struct ModelShape {
   int64_t block_bytes;  // the size of a block in a tensor of the KV cache
   KVFormat kv_format;
   Activation activation;
-  Activation output_gate;    // the activation of attention's gates
-  NormKind norm;             // the kind of all norms
+  Activation output_gate;  // the activation of attention's gates
+  NormKind norm;           // the kind of all norms
+  int32_t norm_groups;     // the equal parts of a hidden state that an RMS norm divides by their own root mean squares
   int32_t is_bidirectional;  // a token sees its whole sequence, of which a step has all tokens or none
   int32_t keeps_block;       // the residual stream is normed between a block's last product and its addition
   // the maximum number of logits of a router, including the gate of the shared experts; 0 without experts

@@ -22,10 +22,9 @@ Model::Model(const ModelShape& shape)
       rows(*kernels().rows) {}
 
 void Model::norm(const float* weight, const float* bias, float eps, const float* x, float* out) const {
-  if (shape.norm == NormKind::layer)
-    rows.layer_norm(x, weight, bias, eps, shape.hidden_size, out);
-  else
-    rows.rms_norm(x, weight, eps, shape.hidden_size, out);
+  if (shape.norm == NormKind::layer) return rows.layer_norm(x, weight, bias, eps, shape.hidden_size, out);
+  const int size = shape.hidden_size / shape.norm_groups;
+  for (int i = 0; i < shape.hidden_size; i += size) rows.rms_norm(x + i, weight + i, eps, size, out + i);
 }
 
 Program::Program(const ModelShape& shape)
