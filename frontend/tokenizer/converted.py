@@ -13,7 +13,7 @@ import msgspec
 from ...protocol.checkpoint.gguf import GGUFFile
 from ...protocol.errors import CheckpointError
 from ..cache_directory import cache_directory
-from .marian import convert_marian, marian_files
+from .conversion.marian import convert_marian, marian_files
 
 FORMAT_VERSION = 4
 """Increase this when the output of `convert` changes, so that older conversions are ignored."""
@@ -52,7 +52,7 @@ def converted_directory(path: Path) -> Path:
         converted = convert_marian(path)
     else:
         # A late import, because each file is converted once.
-        from .gguf_convert import convert
+        from .conversion.gguf import convert
 
         tokenizer, config = convert(path, GGUFFile(path).metadata)
         converted = {"tokenizer.json": tokenizer, "tokenizer_config.json": config}

@@ -366,7 +366,7 @@ def test_llama3_encodes_known_words_without_merges(tmp_path: Path) -> None:
 
 
 def test_every_known_pre_tokenizer_compiles_and_keeps_the_text(tmp_path: Path) -> None:
-    from engine.frontend.tokenizer.pretokenizers import PRE_TOKENIZERS
+    from engine.frontend.tokenizer.conversion.pretokenizers import PRE_TOKENIZERS
 
     text = "".join(TEXTS[:4] + TEXTS[5:7]) + TEXTS[4]
     for name in PRE_TOKENIZERS:

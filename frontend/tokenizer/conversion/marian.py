@@ -11,9 +11,9 @@ from typing import Any, Final
 
 import msgspec
 
-from ...protocol.checkpoint.config_fields import ConfigFields
-from ...protocol.checkpoint.files import SOURCE_TOKENIZER
-from ...protocol.errors import CheckpointError
+from ....protocol.checkpoint.config_fields import ConfigFields
+from ....protocol.checkpoint.files import SOURCE_TOKENIZER
+from ....protocol.errors import CheckpointError
 from .sentencepiece import read_sentencepiece, unigram_parts
 
 MARIAN_FILES: Final = ("source.spm", "target.spm", "vocab.json")

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import msgspec
 
-from ...protocol.errors import CheckpointError
+from ....protocol.errors import CheckpointError
 
 SPACE: Final = "▁"
 _UNIGRAM: Final = 1

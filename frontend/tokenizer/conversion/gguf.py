@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from ...protocol.checkpoint.gguf_config.fields import GGUFFields
-from ...protocol.errors import CheckpointError
+from ....protocol.checkpoint.gguf_config.fields import GGUFFields
+from ....protocol.errors import CheckpointError
 from .pretokenizers import PRE_TOKENIZERS, PreTokenizer
 from .sentencepiece import SPACE, unigram_parts
 

@@ -1,0 +1,1 @@
+"""Convert tokenizers of other formats to the files of a Hugging Face directory."""
