@@ -37,6 +37,7 @@ TOOL_MARKERS: Final[Sequence[tuple[str, ToolCallParserName]]] = (
     ("]<]minimax[>[", "minimax_m3"),
     ("<seed:tool_call>", "seed_oss"),
     ("<arg_key>", "glm45"),
+    ("<ifm|arg_key>", "k2_horizon"),
     ("<parameter=", "qwen3_coder"),
     ("[TOOL_CALLS]", "mistral"),
     ("<|tool_call>", "gemma4"),
@@ -61,6 +62,7 @@ REASONING_MARKERS: Final[Sequence[tuple[str, ReasoningParserName]]] = (
     ("◁think▷", "kimi_vl"),
     ("<seed:think>", "seed_oss"),
     ("<mm:think>", "minimax_m3"),
+    ("<ifm|think", "k2_horizon"),
     ("Here is my thought process:", "granite"),
     ("<think>", "qwen3"),
 )

@@ -206,6 +206,10 @@ REASONING_FORMATS: Final[dict[ReasoningParserName, ReasoningFormat | None]] = {
     "kimi_k2": _THINK,
     "minimax_m2": _THINK,
     "minimax_m3": ReasoningFormat(("<mm:think>",), ("</mm:think>",)),
+    "k2_horizon": ReasoningFormat(
+        starts=("<ifm|think>", "<ifm|think_fast>", "<ifm|think_faster>"),
+        ends=("</ifm|think>", "</ifm|think_fast>", "</ifm|think_faster>"),
+    ),
     "granite": ReasoningFormat(
         starts=("Here is my thought process:", "Here's my thought process:"),
         ends=("Here is my response:", "Here's my response:"),

@@ -322,6 +322,23 @@ FORMATS: Final[dict[ToolCallParserName, CallFormat]] = {
     ),
     "glm45": _GLM,
     "glm47": _GLM,
+    "k2_horizon": _sections(
+        "<ifm|tool_calls>",
+        "</ifm|tool_calls>",
+        NamedCall(
+            TaggedNotation(
+                Tags(
+                    "<ifm|arg_key>",
+                    "</ifm|arg_key>",
+                    "</ifm|arg_value>",
+                    value_before="<ifm|arg_value>",
+                    end="</ifm|tool_call>",
+                ),
+                first=("<ifm|arg_key>", "</ifm|tool_call>"),
+            ),
+            before="<ifm|tool_call>",
+        ),
+    ),
     "kimi_k2": _sections(
         "<|tool_calls_section_begin|>",
         "<|tool_calls_section_end|>",

@@ -26,6 +26,8 @@ CALLS = {
     "minimax_m3": ']<]minimax[>[<tool_call>\n]<]minimax[>[<invoke name="%s">]<]minimax[>[<a>]<]minimax[>[<item>b '
     "</c>]<]minimax[>[</item>]<]minimax[>[</a>]<]minimax[>[</invoke>\n]<]minimax[>[</tool_call>",
     "glm45": "<tool_call>%s\n<arg_key>a</arg_key>\n<arg_value>b</arg_value>\n</tool_call>",
+    "k2_horizon": "<ifm|tool_calls><ifm|tool_call>%s\n<ifm|arg_key>a</ifm|arg_key>\n"
+    "<ifm|arg_value>b</ifm|arg_value></ifm|tool_call></ifm|tool_calls>",
     "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.%s:0<|tool_call_argument_begin|>"
     "{}<|tool_call_end|><|tool_calls_section_end|>",
     "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>%s\n```json\n"

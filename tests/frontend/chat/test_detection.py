@@ -33,6 +33,10 @@ CALLS = {
     + TAGS
     + "]<]minimax[>[<{{ k }}>{{ v }}]<]minimax[>[</{{ k }}>{% endfor %}]<]minimax[>[</invoke>\n"
     + "]<]minimax[>[</tool_call>",
+    "k2_horizon": "<ifm|tool_calls>\n<ifm|tool_call>{{ f.name }}\n"
+    + TAGS
+    + "<ifm|arg_key>{{ k }}</ifm|arg_key>\n<ifm|arg_value>{{ v }}</ifm|arg_value>\n{% endfor %}"
+    + "</ifm|tool_call>\n</ifm|tool_calls>",
     "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>{{ call.id }}<|tool_call_argument_begin|>"
     "{{ f.arguments | tojson }}<|tool_call_end|><|tool_calls_section_end|>",
     "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{{ call.type }}<｜tool▁sep｜>{{ f.name }}\n```json\n"

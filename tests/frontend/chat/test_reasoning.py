@@ -41,6 +41,7 @@ CASES = [
     ),
     ("granite", "", "Here's it.", "", "Here's it."),
     ("mistral", "", "[THINK]Hmm[/THINK]A", "Hmm", "A"),
+    ("k2_horizon", "<ifm|think_fast>", "Hmm</ifm|think_fast>A", "Hmm", "A"),
     ("seed_oss", "", "<seed:think>Hmm</seed:think>A", "Hmm", "A"),
     ("minimax_m3", "<mm:think>", "Hmm</mm:think>A", "Hmm", "A"),
     ("minimax_m3", "", "</mm:think>\nA </mm:think>", "", "A </mm:think>"),

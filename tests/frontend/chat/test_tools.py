@@ -277,6 +277,14 @@ CASES = [
     ),
     ("glm47", "<tool_call>write<arg_key>path</arg_key><arg_value></arg_value></tool_call>!", "!",
      [("write", '{"path": ""}')]),
+    (
+        "k2_horizon",
+        "Hm.<ifm|tool_calls><ifm|tool_call>write<ifm|arg_key>path</ifm|arg_key><ifm|arg_value>a b</ifm|arg_value>"
+        "<ifm|arg_key>lines</ifm|arg_key><ifm|arg_value>3</ifm|arg_value></ifm|tool_call>\n"
+        "<ifm|tool_call>now</ifm|tool_call></ifm|tool_calls>",
+        "Hm.",
+        [("write", '{"path": "a b", "lines": 3}'), ("now", "{}")],
+    ),
     ("glm45", "<tool_call>two words</tool_call>", "<tool_call>two words</tool_call>", []),
     (
         "kimi_k2",
