@@ -12,6 +12,7 @@ from ..http.json_pieces import EncodedJSON, encode_list
 from .generation import PreparedPrompt
 from .logprobs import Json, LogprobsRenderer
 from .receipts.receipt import ReceiptSource, make_receipt
+from .receipts.timings import llama_timings, vllm_metrics
 from .schema import CompletionRequest, GenerationRequest
 from .serving import Serving
 from .streaming.event_stream import ChunkEncoder
@@ -96,6 +97,18 @@ class Answer(ABC, Generic[Request]):
         """Return `kv_transfer_params` for the engine that continues the request; {} if no blocks are held for it."""
         params = self._group.sequences[0].kv_transfer_params
         return {} if params is None else {"kv_transfer_params": params}
+
+    def timing(self) -> Json:
+        """Return the times of an answer with one output, if the server or the request asks for them; else {}."""
+        if self.num_sequences > 1:
+            return {}
+        [sequence] = self._group.sequences
+        found: Json = {}
+        if self.serving.config.frontend.enable_per_request_metrics:
+            found["metrics"] = vllm_metrics(sequence)
+        if self.request.timings_per_token:
+            found["timings"] = llama_timings(sequence, sequence.num_read_tokens)
+        return found
 
     def receipt(self) -> Json:
         """Return the usage field `engine` with the receipt; {} unless the request asks for it."""

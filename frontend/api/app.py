@@ -33,7 +33,7 @@ from .routes.chat_batch import ChatBatch
 from .routes.completions import Completions
 from .routes.embeddings import Embeddings
 from .routes.events import Events
-from .routes.invocations import Invocations
+from .routes.invocations import Invocations, PoolingInvocations
 from .routes.loras import Loras
 from .routes.management import Management
 from .routes.replicas import Replicas
@@ -134,7 +134,9 @@ def make_routes(serving: Serving) -> list[Route]:
         ),
         Route(
             "/invocations",
-            Invocations(serving, intake, completions, chat_completions),
+            Invocations(serving, intake, completions, chat_completions)
+            if serving.config.model.generates
+            else PoolingInvocations(serving, intake, embeddings, scores),
             methods=["POST"],
         ),
         Route("/v1/messages", messages, methods=["POST"]),

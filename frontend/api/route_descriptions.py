@@ -77,7 +77,7 @@ ROUTE_DESCRIPTIONS: Final[dict[str, tuple[str, str]]] = {
     "/server_info": (CLIENTS, "Describe the server and its load (SGLang)."),
     "/get_server_info": (CLIENTS, "The same as /server_info."),
     "/v2/rerank": (CLIENTS, "The same as /v1/rerank."),
-    "/invocations": (CLIENTS, "Answer a chat, completion or tokenization body (SageMaker)."),
+    "/invocations": (CLIENTS, "Answer the body of another route of the model (SageMaker)."),
     "/tokenizer_info": (CLIENTS, "Describe the tokenizer and its chat template."),
     "/tokenize": (CLIENTS, "Return the token ids of a text or a conversation."),
     "/detokenize": (CLIENTS, "Return the text of token ids."),

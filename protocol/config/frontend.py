@@ -167,6 +167,9 @@ class FrontendConfig(msgspec.Struct, frozen=True):
     enable_prompt_tokens_details: Annotated[
         bool, option("Report cached prompt tokens in usage")
     ] = True
+    enable_per_request_metrics: Annotated[
+        bool, option("Report a request's times in its answer, as the field metrics")
+    ] = False
     force_include_usage: Annotated[
         bool,
         option(

@@ -223,6 +223,21 @@ def test_documents_are_sorted_by_their_relevance(server: Server, path: str) -> N
     assert answer[0]["text"] == "b"
 
 
+def test_invocations_answer_like_the_route_of_the_body(server: Server) -> None:
+    for path, body in (
+        ("/v1/embeddings", {"input": TEXTS[0]}),
+        ("/v1/rerank", {"query": TEXTS[0], "documents": TEXTS[1:]}),
+        ("/v1/score", {"queries": TEXTS[0], "items": TEXTS[1:]}),
+    ):
+        (_, expected), (status, answer) = (server.post(p, body) for p in (path, "/invocations"))
+        assert status == 200, answer
+        name = "results" if "results" in expected else "data"
+        assert answer[name] == expected[name]
+    for body, param in (({"query": "a"}, "documents"), ({"inputs": "a"}, "input")):
+        status, answer = server.post("/invocations", body)
+        assert (status, answer["error"]["param"]) == (400, param)
+
+
 @pytest.mark.parametrize(
     ("path", "body", "param", "message"),
     [

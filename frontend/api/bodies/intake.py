@@ -125,6 +125,16 @@ class Intake:
         reply = await self._pool.decode(schema, body)
         return await executor.in_thread(unpack, reply), body.size
 
+    async def receive_bytes(self, scope: Scope, receive: Receive) -> bytes:
+        """Return the bytes of a body that another route then receives again.
+
+        Raises:
+            APIError: The body is too large (413), or there is no room for it (503).
+            ClientDisconnected: The client closed the connection first.
+        """
+        with self.lease() as lease:
+            return (await read_body(scope, receive, self._max_body_bytes, lease)).join()
+
     async def receive_form(
         self, scope: Scope, receive: Receive, decoder: FormDecoder[T], lease: MemoryLease
     ) -> tuple[T, dict[str, FormFile]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from typing import Any, Final
 
 from ....protocol.sampling_params import SamplingParams
@@ -12,6 +11,7 @@ from ...http.json_pieces import EncodedJSON, encode_list
 from ..answer import Outputs, PromptAnswer
 from ..generation import PreparedPrompt, raise_if_failed
 from ..logprobs import Json, LogprobsRenderer
+from ..receipts.timings import llama_timings
 from ..schema import UNLIMITED, CompletionRequest
 from ..serving import Serving
 from ..streaming.event_stream import StreamFormat, error_with_retry, event
@@ -97,7 +97,7 @@ class Result:
             "tokens_evaluated": self._sequence.num_prompt_tokens,
         }
         if self._request.timings_per_token:
-            body["timings"] = _timings(self._sequence, self._sequence.num_read_tokens)
+            body["timings"] = llama_timings(self._sequence, self._sequence.num_read_tokens)
         return body | self._probs(delta)
 
     def last(self, delta: Delta) -> Json:
@@ -132,7 +132,7 @@ class Result:
             "stop_type": kind,
             "stopping_word": word,
             "tokens_cached": num_tokens,
-            "timings": _timings(sequence, count),
+            "timings": llama_timings(sequence, count),
         }
 
     def _probs(self, delta: Delta) -> Json:
@@ -211,29 +211,6 @@ def generation_settings(params: SamplingParams, request: LlamaPrompt) -> Json:
         "stream": bool(request.stream),
         "grammar": request.grammar or "",
         "samplers": list(SAMPLERS),
-    }
-
-
-def _timings(sequence: Sequence, num_generated: int) -> Json:
-    """Return the times of the prompt and of the answer in milliseconds."""
-    now = time.monotonic()
-    first = sequence.first_token_time or now
-    begin = sequence.scheduled_time or sequence.arrival_time
-    prompt_ms = max(first - begin, 0.0) * 1e3
-    answer_ms = max((sequence.last_token_time or now) - first, 0.0) * 1e3
-    num_cached = sequence.num_cached_tokens
-    num_computed = sequence.num_prompt_tokens - num_cached
-    return {
-        "cache_n": num_cached,
-        "prompt_n": num_computed,
-        "prompt_ms": prompt_ms,
-        "prompt_per_token_ms": prompt_ms / max(num_computed, 1),
-        "prompt_per_second": num_computed / prompt_ms * 1e3 if prompt_ms else 0.0,
-        "predicted_n": num_generated,
-        "predicted_ms": answer_ms,
-        # The first token belongs to the time of the prompt.
-        "predicted_per_token_ms": answer_ms / max(num_generated - 1, 1),
-        "predicted_per_second": (num_generated - 1) / answer_ms * 1e3 if answer_ms else 0.0,
     }
 
 

@@ -100,7 +100,6 @@ class LlamaPrompt(CompletionRequest, kw_only=True):
     only_computes_prompt: bool = False
     return_tokens: bool = False
     response_fields: list[str] | None = None
-    timings_per_token: bool = False
     post_sampling_probs: bool = False
 
     def sent_name(self, name: str) -> str:

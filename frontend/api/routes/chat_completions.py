@@ -391,7 +391,7 @@ class ChatAnswer(Answer[ChatCompletionRequest]):
             answer["prompt_logprobs"] = self.renderer.prompt(positions)
         if self.request.return_token_ids:
             answer["prompt_token_ids"] = self.prompt.token_ids.tolist()
-        return answer | self.transfer()
+        return answer | self.timing() | self.transfer()
 
     def _whole_choice(self, index: int, choice: ChatChoice, output: Delta) -> Json:
         message = self._message(choice, output)

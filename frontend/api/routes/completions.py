@@ -340,7 +340,8 @@ class _Answer(PromptAnswer):
                 self.choice(position).render(outputs[position]) | {"index": index}
             ),
         )
-        return self.envelope | {"choices": choices, "usage": self.usage()} | self.transfer()
+        answer = self.envelope | {"choices": choices, "usage": self.usage()}
+        return answer | self.timing() | self.transfer()
 
     def chunks(self) -> ChunkEncoder:
         return _Chunks(self)

@@ -1,18 +1,36 @@
-"""`POST /invocations`, the generation route of Amazon SageMaker containers: a completion or a chat completion."""
+"""`POST /invocations`, the only route of Amazon SageMaker containers: its body may be that of several other routes."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import Any, Final
 
-from starlette.types import Receive
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from ..bodies.intake import Intake
+from ..durable.records import replay_body
 from ..endpoint import Endpoint, NewAnswer
 from ..generation import PreparedPrompt
-from ..schema import ChatCompletionRequest, CompletionRequest, GenerationRequest
+from ..schema import (
+    ChatCompletionRequest,
+    ClassificationRequest,
+    CompletionRequest,
+    EmbeddingRequest,
+    GenerationRequest,
+    RerankRequest,
+    ScoreRequest,
+)
 from ..serving import Serving
 from .chat_completions import ChatCompletions
 from .completions import Completions
+from .embeddings import Embeddings
+from .scores import Scores
+
+SCORE_FIELDS: Final = frozenset({"text_1", "queries", "data_1"})
+"""The names of the first texts of a score. A body with one of them is a score's."""
 
 
 class Invocations(Endpoint[GenerationRequest]):
@@ -53,3 +71,40 @@ class Invocations(Endpoint[GenerationRequest]):
             return await self._chat_completions.prepare(request, body_size, receive)
         assert isinstance(request, CompletionRequest)
         return await self._completions.prepare(request, body_size, receive)
+
+
+class PoolingInvocations:
+    """The same route for a model that does not generate: scores, rankings, classes or embeddings."""
+
+    body_schema = EmbeddingRequest | ClassificationRequest | ScoreRequest | RerankRequest
+
+    def __init__(
+        self, serving: Serving, intake: Intake, embeddings: Embeddings, scores: Scores
+    ) -> None:
+        self._serving = serving
+        self._intake = intake
+        self._embeddings = embeddings
+        self._scores = scores
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request to the route that its fields belong to."""
+        body = await self._intake.receive_bytes(scope, receive)
+        names = await self._serving.executor.run(len(body), _names, body)
+        response = await self._find_route(names)(Request(scope, replay_body(body, receive)))
+        await response(scope, receive, send)
+
+    def _find_route(self, names: frozenset[str]) -> Callable[[Request], Awaitable[Response]]:
+        if "query" in names:
+            return self._scores.rerank
+        if names & SCORE_FIELDS:
+            return self._scores.score
+        is_classifier = self._serving.config.model.classifier is not None
+        return self._embeddings.classify if is_classifier else self._embeddings.embed
+
+
+def _names(body: bytes) -> frozenset[str]:
+    """Return the names of a body's fields; none if it is invalid, which the route reports that then decodes it."""
+    try:
+        return frozenset(msgspec.json.decode(body, type=dict[str, msgspec.Raw]))
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return frozenset()

@@ -52,6 +52,8 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     return_tokens_as_token_ids: bool | None = None
     # Adds the field `engine` to the usage: a receipt of the request's costs.
     include_receipt: bool | None = None
+    # Adds llama.cpp's field `timings` to the answer, and to the chunk of a stream that has the usage.
+    timings_per_token: bool | None = None
     return_token_ids: bool | None = None
     truncate_prompt_tokens: Int | None = None
     truncation_side: str | None = None

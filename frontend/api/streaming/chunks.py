@@ -138,7 +138,8 @@ class Chunks(ABC, Generic[AnswerT]):
         if not self._include_usage:
             return b""
         answer = self._answer
-        return event(answer.envelope | {"choices": [], "usage": answer.usage()})
+        usage = {"choices": [], "usage": answer.usage()}
+        return event(answer.envelope | usage | answer.timing())
 
 
 @cache

@@ -92,6 +92,24 @@ def test_response_fields_select_and_flatten(frontend: FrontendProcess) -> None:
     assert complete(frontend, "Hello", n_predict=0, response_fields=[""]) == {}
 
 
+def test_answers_of_openai_routes_have_timings_on_demand(frontend: FrontendProcess) -> None:
+    bodies = {
+        "/v1/completions": {"prompt": "a b c", "max_tokens": 2},
+        "/v1/chat/completions": {
+            "messages": [{"role": "user", "content": "a b c"}],
+            "max_tokens": 2,
+        },
+    }
+    for path, body in bodies.items():
+        whole = frontend.post(path, timings_per_token=True, **body).json()
+        streamed = {"stream": True, "stream_options": {"include_usage": True}}
+        text = frontend.post(path, timings_per_token=True, **streamed, **body).text
+        usage_chunk = json.loads(text.split("\n\n")[-3].removeprefix("data: "))
+        for answer in (whole, usage_chunk):
+            assert answer["timings"]["predicted_n"] == answer["usage"]["completion_tokens"] == 2
+        assert "timings" not in frontend.post(path, **body).json()
+
+
 def test_probabilities_have_ids_and_bytes(frontend: FrontendProcess) -> None:
     answer = complete(frontend, "Hello", n_predict=1, n_probs=3)
     [token] = answer["completion_probabilities"]

@@ -39,10 +39,14 @@ def test_ready_after_the_first_token(frontend: FrontendProcess) -> None:
     assert frontend.http.head("/health").status_code == 200
 
 
-def test_any_model_name_is_answered_if_names_are_not_checked() -> None:
-    with FrontendProcess(skip_model_name_validation=True) as process:
-        answer = process.post("/v1/completions", model="gpt-4.1", prompt=PROMPT, max_tokens=1)
+def test_any_model_name_is_answered_and_times_are_reported() -> None:
+    settings = {"skip_model_name_validation": True, "enable_per_request_metrics": True}
+    with FrontendProcess(**settings) as process:
+        answer = process.post("/v1/completions", model="gpt-4.1", prompt=PROMPT, max_tokens=2)
         assert (answer.status_code, answer.json()["model"]) == (200, MODEL)
+        metrics = answer.json()["metrics"]
+        assert 0 <= metrics["mean_itl_ms"] == metrics["generation_time_ms"]
+        assert metrics["tokens_per_second"] > 0
 
 
 def test_openapi_describes_every_route_and_field(frontend: FrontendProcess) -> None:
