@@ -14,6 +14,7 @@ import msgspec
 
 from ...protocol.errors import EngineError
 from ...protocol.grammars.messages import (
+    MAX_WALL_S,
     Advance,
     Compile,
     Failed,
@@ -22,7 +23,8 @@ from ...protocol.grammars.messages import (
 )
 from ...protocol.grammars.messages import Request as Message
 from ...protocol.grammars.process import GrammarProcesses, describe_exit
-from ...protocol.isolation.messages import LENGTH_BYTES, Exited, frame
+from ...protocol.isolation.messages import LENGTH_BYTES, Exited, frame, may_be_innocent
+from ...protocol.isolation.processes import MAX_TRIES
 from ...protocol.sampling_params import StructuredOutput
 
 MAX_ISOLATED: Final = 4
@@ -47,8 +49,12 @@ class IsolatedGrammar:
         self.is_closed = False
         self._processes = processes
         self._report = report
-        self._messages: SimpleQueue[Message | None] = SimpleQueue()
-        self._messages.put(Compile(structured_output))
+        self._compile = Compile(structured_output)
+        self._token_ids: list[int] = []
+        """All tokens that a process was told."""
+        self._num_losses = 0
+        """Number of processes that ended since the last answer."""
+        self._messages: SimpleQueue[Advance | None] = SimpleQueue()
         self._process: socket.socket | None = None
         self._lock = threading.Lock()
 
@@ -68,36 +74,51 @@ class IsolatedGrammar:
         self._messages.put(None)
 
     def run(self) -> None:
-        """Serve the grammar until it is closed or fails. Runs in its own thread."""
+        """Serve the grammar until it is closed or fails. Runs in its own thread.
+
+        If its process ends and the grammar may not be the reason, another one compiles it and gets all tokens again.
+        """
         try:
+            while True:
+                try:
+                    return self._serve()
+                except _Lost as lost:
+                    self._num_losses += 1
+                    if self._num_losses == MAX_TRIES or not may_be_innocent(lost.exited):
+                        return self._fail(f"the grammar {describe_exit(lost.exited)}")
+        except (OSError, EngineError, msgspec.MsgspecError) as error:
+            self._fail(f"cannot be used: {error}")
+
+    def _serve(self) -> None:
+        """Serve the grammar by a new process. Raise _Lost if it ends before the grammar is closed."""
+        with self._processes.spawn() as process:
             with self._lock:
                 if self.is_closed:
                     return
-                self._process = self._processes.spawn()
-            self._serve(self._process)
-        except (OSError, EngineError, msgspec.MsgspecError) as error:
-            self._fail(f"cannot be used: {error}")
-        finally:
-            with self._lock:
-                if self._process is not None:
-                    self._process.close()
+                self._process = process
+            # Normally the kernel ends the process before this limit.
+            process.settimeout(2 * MAX_WALL_S)
+            try:
+                reply = _ask(process, self._compile)
+                if self._token_ids and isinstance(reply, Mask):
+                    reply = _ask(process, Advance(self._token_ids))
+                self._take(reply)
+                while not self.error and (message := self._messages.get()) is not None:
+                    self._token_ids += message.token_ids
+                    self._take(_ask(process, message))
+            except _Lost:
+                if not self.is_closed:
+                    raise
+            finally:
+                with self._lock:
                     self._process = None
 
-    def _serve(self, process: socket.socket) -> None:
-        while not self.error and (message := self._messages.get()) is not None:
-            process.sendall(frame(message))
-            header = _receive(process, LENGTH_BYTES)
-            body = _receive(process, int.from_bytes(header, "big"))
-            reply = decode_reply(body) if body else None
-            match reply:
-                case Mask(bits):
-                    self.mask = bits
-                    self._report(self)
-                case Failed(reason):
-                    self._fail(reason)
-                case _:
-                    exited = reply if isinstance(reply, Exited) else None
-                    self._fail(f"the grammar {describe_exit(exited)}")
+    def _take(self, reply: Mask | Failed) -> None:
+        if isinstance(reply, Failed):
+            return self._fail(reply.reason)
+        self._num_losses = 0
+        self.mask = reply.bits
+        self._report(self)
 
     def _fail(self, reason: str) -> None:
         self.error = reason
@@ -126,6 +147,29 @@ class IsolatedGrammars:
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)
         self._processes.close()
+
+
+class _Lost(Exception):
+    """Raised if a process ended instead of replying; `exited` is None if the reason is unknown."""
+
+    def __init__(self, exited: Exited | None) -> None:
+        super().__init__(exited)
+        self.exited = exited
+
+
+def _ask(process: socket.socket, message: Message) -> Mask | Failed:
+    """Return the reply of a process. Raise _Lost if it ends."""
+    body = b""
+    # If the process has ended, how it ended can still be received.
+    with contextlib.suppress(ConnectionError):
+        process.sendall(frame(message))
+    with contextlib.suppress(ConnectionError):
+        header = _receive(process, LENGTH_BYTES)
+        body = _receive(process, int.from_bytes(header, "big"))
+    reply = decode_reply(body) if body else None
+    if isinstance(reply, Mask | Failed):
+        return reply
+    raise _Lost(reply if isinstance(reply, Exited) else None)
 
 
 def _receive(process: socket.socket, size: int) -> bytes:

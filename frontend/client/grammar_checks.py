@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
+import signal
 import socket
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -19,8 +21,8 @@ from ...protocol.grammars.messages import (
     decode_reply,
 )
 from ...protocol.grammars.process import GrammarProcesses, describe_exit
-from ...protocol.isolation.messages import LENGTH_BYTES, Exited, frame
-from ...protocol.isolation.processes import is_idle
+from ...protocol.isolation.messages import LENGTH_BYTES, Exited, frame, may_be_innocent
+from ...protocol.isolation.processes import MAX_TRIES, is_idle
 from ...protocol.sampling_params import StructuredOutput
 from .executor import ThreadExecutor
 
@@ -93,22 +95,34 @@ class GrammarChecks:
         return verdict
 
     async def _check(self, request: bytes) -> Verdict:
+        exited: Exited | None = None
         async with self._slots:
-            checker = self._idle.pop() if self._idle else None
-            if checker is None or not checker.is_alive:
-                loop = asyncio.get_running_loop()
-                checker = _Checker(await loop.run_in_executor(None, self._processes.spawn))
-            verdict = None
-            try:
-                verdict = await asyncio.wait_for(checker.check(request), 2 * MAX_WALL_S)
-            except TimeoutError:
-                return Verdict(describe_exit(None))
-            finally:
-                if verdict is None or not checker.is_reusable or verdict.is_isolated:
-                    checker.close()
-                else:
-                    self._idle.append(checker)
-            return verdict
+            for _ in range(MAX_TRIES):
+                reply = await self._ask(request)
+                if isinstance(reply, Verdict):
+                    return reply
+                exited = reply
+                if not may_be_innocent(exited):
+                    break
+        return Verdict(describe_exit(exited))
+
+    async def _ask(self, request: bytes) -> Verdict | Exited | None:
+        """Return the reply of a process, or how it ended; None if that is unknown."""
+        checker = self._idle.pop() if self._idle else None
+        if checker is None or not checker.is_alive:
+            loop = asyncio.get_running_loop()
+            checker = _Checker(await loop.run_in_executor(None, self._processes.spawn))
+        reply = None
+        try:
+            reply = await asyncio.wait_for(checker.check(request), 2 * MAX_WALL_S)
+        except TimeoutError:
+            return Exited(signal.SIGALRM)
+        finally:
+            if isinstance(reply, Verdict) and checker.is_reusable and not reply.is_isolated:
+                self._idle.append(checker)
+            else:
+                checker.close()
+        return reply
 
 
 class _Checker:
@@ -131,24 +145,23 @@ class _Checker:
     def close(self) -> None:
         self._process.close()
 
-    async def check(self, request: bytes) -> Verdict:
+    async def check(self, request: bytes) -> Verdict | Exited | None:
+        """Return the verdict, or how the process ended; None if that is unknown."""
         loop = asyncio.get_running_loop()
         self._num_checks += 1
         self.is_reusable = self._num_checks < MAX_CHECKS_PER_PROCESS
         received = b""
-        try:
+        with contextlib.suppress(ConnectionError):
             await loop.sock_sendall(self._process, request)
+        try:
             while len(received) < LENGTH_BYTES or len(received) < LENGTH_BYTES + int.from_bytes(
                 received[:LENGTH_BYTES], "big"
             ):
                 piece = await loop.sock_recv(self._process, 1 << 16)
                 if not piece:
-                    break
+                    return None
                 received += piece
         except ConnectionError:
-            received = b""
-        reply = decode_reply(received[LENGTH_BYTES:]) if received else None
-        if isinstance(reply, Verdict):
-            return reply
-        self.is_reusable = False
-        return Verdict(describe_exit(reply if isinstance(reply, Exited) else None))
+            return None
+        reply = decode_reply(received[LENGTH_BYTES:])
+        return reply if isinstance(reply, Verdict | Exited) else None

@@ -1,8 +1,9 @@
 """A program that forks disposable processes, each of which serves one socket.
 
 It loads everything that the processes need once, so that a fork takes only milliseconds. For each socket that arrives
-it forks a child. When a child exits, its client receives the signal that ended it. The program exits together with the
-process that started it, and each child exits when its socket is closed.
+it forks a child, which sends a greeting. When a child exits, its client receives the signal that ended it. A child that
+is stopped is killed, because its client would wait for it. The program exits together with the process that started
+it, and each child exits when its socket is closed.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import TypeAlias
 
 from ..process import name_process
 from .limits import limit_memory
-from .messages import Exited, frame
+from .messages import GREETING, Exited, frame
 
 Serve: TypeAlias = Callable[[socket.socket], None]
 """A function that serves one socket until its client closes it."""
@@ -47,6 +48,7 @@ class _ForkServer:
         self._control = control
         self._name, self._serve, self._max_memory_bytes = name, serve, max_memory_bytes
         self._clients: dict[int, socket.socket] = {}
+        self._stopped: set[int] = set()
 
     def run(self) -> None:
         woken, waker = socket.socketpair()
@@ -82,18 +84,27 @@ class _ForkServer:
             # Discard what libraries print before they abort.
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
             limit_memory(self._max_memory_bytes)
+            client.sendall(GREETING)
             self._serve(client)
         finally:
             os._exit(1)
 
     def _reap(self) -> None:
-        """Report exited children to their clients."""
+        """Report exited children to their clients, and kill stopped ones."""
         while self._clients:
-            pid, status = os.waitpid(-1, os.WNOHANG)
+            pid, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED)
             if not pid:
                 return
+            if os.WIFSTOPPED(status):
+                self._stopped.add(pid)
+                os.kill(pid, signal.SIGKILL)
+                continue
+            signum = max(-os.waitstatus_to_exitcode(status), 0)
+            if pid in self._stopped:
+                self._stopped.remove(pid)
+                signum = signal.SIGSTOP
             client = self._clients.pop(pid)
             with contextlib.suppress(OSError):
                 client.setblocking(False)
-                client.sendall(frame(Exited(max(-os.waitstatus_to_exitcode(status), 0))))
+                client.sendall(frame(Exited(signum)))
             client.close()

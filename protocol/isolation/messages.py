@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from typing import Final
 
 import msgspec
@@ -10,10 +11,24 @@ LENGTH_BYTES: Final = 4
 """Size in bytes of the big-endian length in front of each message."""
 
 
+GREETING: Final = b"+"
+"""The first byte that a process sends."""
+
+_FOREIGN: Final = frozenset({0, signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM})
+
+
 class Exited(msgspec.Struct, tag=0, array_like=True):
-    """The process exited because of this signal, or 0 if there was none. Sent by its fork server."""
+    """The process exited because of this signal, or 0 if there was none. Sent by its fork server.
+
+    The signal is SIGSTOP if the process was stopped, and then killed by the fork server.
+    """
 
     signal: int
+
+
+def may_be_innocent(exited: Exited | None) -> bool:
+    """Return whether something other than its input may have ended a process; None if nothing was reported."""
+    return exited is None or exited.signal in _FOREIGN
 
 
 _encode = msgspec.msgpack.Encoder().encode

@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
+from typing import Final
+
+from .messages import GREETING
+
+START_S: Final = 30.0
+"""Seconds within which a fork server must load everything and fork a process."""
+
+_LOOK_S: Final = 0.5
+"""Seconds between two looks at a fork server that has not forked yet."""
+
+MAX_TRIES: Final = 3
+"""Maximum number of processes that get an input, if they end for reasons that may not be its fault."""
 
 
 class IsolatedProcesses:
@@ -32,19 +47,32 @@ class IsolatedProcesses:
             self._start()
 
     def spawn(self) -> socket.socket:
-        """Return a socket to a new process, which exits when the socket is closed. Raise OSError on failure."""
+        """Return a socket to a new process, which exits when the socket is closed. Raise OSError on failure.
+
+        A fork server that has exited, or that does not fork in time, is replaced.
+        """
+        for _ in range(MAX_TRIES - 1):
+            with contextlib.suppress(ConnectionError, TimeoutError):
+                return self._spawn()
+        return self._spawn()
+
+    def _spawn(self) -> socket.socket:
         own, other = socket.socketpair()
-        with other:
-            try:
+        fork_server: subprocess.Popen[bytes] | None = None
+        try:
+            with other, self._lock:
+                control = self._start()
+                fork_server = self._fork_server
+                socket.send_fds(control, [GREETING], [other.fileno()])
+            _await_greeting(own, fork_server)
+        except BaseException as error:
+            own.close()
+            if isinstance(error, BrokenPipeError | ConnectionResetError | TimeoutError):
                 with self._lock:
-                    try:
-                        socket.send_fds(self._start(), [b"+"], [other.fileno()])
-                    except (BrokenPipeError, ConnectionResetError):
+                    # Another thread may have replaced it.
+                    if self._fork_server is fork_server:
                         self._stop()
-                        socket.send_fds(self._start(), [b"+"], [other.fileno()])
-            except BaseException:
-                own.close()
-                raise
+            raise
         return own
 
     def close(self) -> None:
@@ -55,7 +83,7 @@ class IsolatedProcesses:
 
     def _start(self) -> socket.socket:
         if self._is_closed:
-            raise BrokenPipeError("the fork server is closed")
+            raise OSError("the fork server is closed")
         if self._control is None:
             control, other = socket.socketpair()
             with other:
@@ -75,6 +103,39 @@ class IsolatedProcesses:
             self._fork_server.kill()
             self._fork_server.wait()
             self._fork_server = None
+
+
+def _await_greeting(process: socket.socket, fork_server: subprocess.Popen[bytes] | None) -> None:
+    """Wait until a new process is ready.
+
+    Raises:
+        TimeoutError: It takes too long, or the fork server is stopped.
+        ConnectionResetError: The fork server has exited.
+        ConnectionAbortedError: The process has exited.
+    """
+    deadline = time.monotonic() + START_S
+    process.settimeout(_LOOK_S)
+    while True:
+        try:
+            greeting = process.recv(1)
+            break
+        except TimeoutError:
+            if time.monotonic() > deadline or (
+                fork_server is not None and _is_stopped(fork_server)
+            ):
+                raise
+    if not greeting:
+        raise ConnectionResetError("the fork server has exited")
+    if greeting != GREETING:
+        raise ConnectionAbortedError("the process has exited")
+    process.settimeout(None)
+
+
+def _is_stopped(child: subprocess.Popen[bytes]) -> bool:
+    with contextlib.suppress(ChildProcessError):
+        flags = os.WSTOPPED | os.WNOHANG | os.WNOWAIT
+        return os.waitid(os.P_PID, child.pid, flags) is not None
+    return False
 
 
 def is_idle(process: socket.socket) -> bool:

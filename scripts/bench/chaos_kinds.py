@@ -59,11 +59,15 @@ class Side:
         """Send all requests in another order. Return how many answers were correct and how many were wrong."""
         harmed = havoc.num_frontend_faults
         order = rng.sample(range(len(self.requests)), len(self.requests))
-        found = answers(
-            self.server,
-            [self.requests[index] for index in order],
-            may_retry=lambda: havoc.num_frontend_faults > harmed,
-        )
+        try:
+            found = answers(
+                self.server,
+                [self.requests[index] for index in order],
+                may_retry=lambda: havoc.num_frontend_faults > harmed,
+            )
+        except OSError:
+            print(self.server.log, file=sys.stderr)
+            raise
         wave: Counter[str] = Counter()
         for index, answer in zip(order, found, strict=True):
             is_right = answer == self.undisturbed[index]

@@ -33,7 +33,7 @@ class DecoderLimits(msgspec.Struct, frozen=True):
                 return f"takes more than {self.wall_s:g} s to decode; send a smaller file"
             case signal.SIGKILL:
                 return "cannot be decoded: its process was killed, perhaps because memory is short; send a smaller file"
-            case None | 0:
+            case None | 0 | signal.SIGSTOP | signal.SIGTERM:
                 return "cannot be decoded: its process was lost; send another file"
             case _:
                 name = signal.Signals(signum).name

@@ -15,8 +15,8 @@ import numpy as np
 from ....protocol.arrays import Float32Array
 from ....protocol.errors import ParameterError
 from ....protocol.isolation.channel import SharedContent, receive, send
-from ....protocol.isolation.messages import Exited
-from ....protocol.isolation.processes import IsolatedProcesses, is_idle
+from ....protocol.isolation.messages import Exited, may_be_innocent
+from ....protocol.isolation.processes import MAX_TRIES, IsolatedProcesses, is_idle
 from ..frame_sampling import Sampling
 from ..media_reader import PreparedImage, ReaderConfig
 from .limits import MAX_PROCESSES, DecoderLimits
@@ -37,6 +37,9 @@ from .messages import (
     decode_reply,
 )
 
+_MAX_SKIPPED: Final = 1 << 20
+"""Most samples that are decoded at once if they were read before."""
+
 MAX_FILES: Final = 100
 """Number of files after which a process is replaced, which bounds the memory that it keeps."""
 
@@ -44,19 +47,13 @@ DEFAULT_LIMITS: Final = DecoderLimits()
 
 _GRACE_S: Final = 5.0
 
-_MAX_TRIES: Final = 3
-"""Maximum number of processes that get a file, if they end for reasons that may not be the file's fault."""
-
 
 class _Lost(Exception):
-    """Raised if a process ended before it replied.
+    """Raised if a process ended before it replied. `may_be_innocent` is true if the file may not be the reason."""
 
-    `is_early` is true if it may have ended before it received the request.
-    """
-
-    def __init__(self, problem: str, *, is_early: bool) -> None:
+    def __init__(self, problem: str, *, may_be_innocent: bool) -> None:
         super().__init__(problem)
-        self.is_early = is_early
+        self.may_be_innocent = may_be_innocent
 
 
 class _Process:
@@ -82,39 +79,46 @@ class _Process:
         Raises:
             _Lost: The process ended.
         """
-        is_new = self._num_files == 0
         self._num_files += not isinstance(request, ReadSamples)
-        # Normally the kernel ends the process before this limit, unless the process was stopped.
+        # Normally the kernel ends the process before this limit.
         self._connection.settimeout(self._limits.wall_s + _GRACE_S)
-        signum, is_fork_server_lost = None, False
-        with contextlib.suppress(OSError):
+        exited: Exited | None = None
+        try:
             # If the process has ended, its signal can still be received.
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 send(self._connection, request, content)
-            try:
-                received = receive(self._connection)
-            except ConnectionResetError:
-                received = None
             # The fork server reports how a process ended, unless the fork server has ended as well.
-            is_fork_server_lost = received is None
-            if received is not None:
+            if (received := receive(self._connection)) is not None:
                 with contextlib.suppress(msgspec.MsgspecError):
                     reply = decode_reply(received[0])
                     if not isinstance(reply, Exited):
                         return reply, received[1]
-                    signum = reply.signal
+                    exited = reply
                 received[1].close()
-        is_unknown = signum in (None, 0, signal.SIGKILL)
-        is_early = is_fork_server_lost or (is_unknown and not is_new)
-        raise _Lost(self._limits.describe_exit(signum), is_early=is_early)
+        except TimeoutError:
+            exited = Exited(signal.SIGALRM)
+        except OSError:
+            pass
+        raise _Lost(
+            self._limits.describe_exit(None if exited is None else exited.signal),
+            may_be_innocent=may_be_innocent(exited),
+        )
 
 
 class IsolatedAudio:
-    """An audio clip that is decoded by its own process, until its end or until it is closed."""
+    """An audio clip that is decoded by its own process, until its end or until it is closed.
 
-    def __init__(self, pool: MediaProcesses, process: _Process, where: str) -> None:
-        self._pool, self._where = pool, where
-        self._process: _Process | None = process
+    If the process ends and the clip may not be the reason, another one decodes the clip again from its beginning.
+    """
+
+    def __init__(self, pool: MediaProcesses, data: bytes, opening: OpenAudio) -> None:
+        self._pool, self._data, self._opening = pool, data, opening
+        self._process: _Process | None = pool.open_process(data, opening)
+        self._num_read = 0
+        self._num_decoded = 0
+        """Number of samples that the current process has decoded."""
+        self._num_losses = 0
+        """Number of processes that ended since the last piece."""
 
     def read(self, num_samples: int) -> Float32Array:
         """Return at least `num_samples` of the next samples, float32 [N]; fewer only at the end.
@@ -122,22 +126,49 @@ class IsolatedAudio:
         Raises:
             ParameterError: The file is damaged, or longer than its header says and than allowed.
         """
-        if self._process is None:
+        samples: Float32Array | None = None
+        while self._process is not None and samples is None:
+            try:
+                samples = self._read_from(self._process, num_samples)
+            except _Lost as error:
+                self.close()
+                self._num_losses += 1
+                if not error.may_be_innocent or self._num_losses == MAX_TRIES:
+                    raise ParameterError(self._opening.where, str(error)) from None
+                self._process = self._pool.open_process(self._data, self._opening)
+                self._num_decoded = 0
+        if samples is None:
             return np.zeros(0, np.float32)
-        is_done = False
+        self._num_losses = 0
+        self._num_read += len(samples)
+        if self._process is not None and len(samples) < num_samples:
+            self._pool.put_back(self._process)
+            self._process = None
+        return samples
+
+    def _read_from(self, process: _Process, num_samples: int) -> Float32Array:
+        """Return the samples after those that were read, although this process may not have decoded these yet."""
+        kept: list[Float32Array] = []
+        wanted = self._num_read + num_samples
+        while self._num_decoded < wanted:
+            asked = min(wanted - self._num_decoded, max(num_samples, _MAX_SKIPPED))
+            samples = self._decode(process, asked)
+            before = self._num_read - self._num_decoded
+            self._num_decoded += len(samples)
+            kept.append(samples[max(before, 0) :])
+            if len(samples) < asked:
+                break
+        return kept[0] if len(kept) == 1 else np.concatenate(kept)
+
+    def _decode(self, process: _Process, num_samples: int) -> Float32Array:
+        where = self._opening.where
+        reply, content = process.exchange(ReadSamples(where, num_samples), ())
         try:
-            reply, content = self._process.exchange(ReadSamples(self._where, num_samples), ())
             with content:
                 opened = _expect(reply, Opened)
-                samples = np.frombuffer(content.read(opened.size), np.float32)
-            is_done = len(samples) < num_samples
-            return samples
-        except (_Lost, EOFError) as error:
-            raise ParameterError(self._where, str(error)) from None
-        finally:
-            if is_done:
-                self._pool.put_back(self._process)
-                self._process = None
+                return np.frombuffer(content.read(opened.size), np.float32)
+        except EOFError as error:
+            raise ParameterError(where, str(error)) from None
 
     def close(self) -> None:
         """End the process, unless it has reached the end of the clip."""
@@ -149,9 +180,9 @@ class IsolatedAudio:
 class MediaProcesses:
     """A pool of processes that decode media. It is thread-safe.
 
-    A file that crashes its process, or takes too long or too much memory, fails only its own request. The operating
-    system may also kill an idle process, or the process that forks them. So if a process that has decoded files before
-    ends for an unknown reason, or the forking process ends, the file is sent to a new process.
+    A file that crashes its process, or takes too long or too much memory, fails only its own request. A process may
+    also be killed or stopped for another reason, and so may the process that forks them. Then the file is sent to a
+    new process, a few times.
 
     Args:
         reader: How the model reads images; None if it reads only audio clips.
@@ -233,7 +264,14 @@ class MediaProcesses:
         Raises:
             ParameterError: The clip cannot be read, or is too long.
         """
-        opening = msgspec.structs.replace(opening, size=len(data))
+        return IsolatedAudio(self, data, msgspec.structs.replace(opening, size=len(data)))
+
+    def open_process(self, data: bytes, opening: OpenAudio) -> _Process:
+        """Return a process that has opened an audio clip.
+
+        Raises:
+            ParameterError: The clip cannot be read, or is too long.
+        """
         process, reply, content = self._exchange(opening, [data])
         content.close()
         try:
@@ -241,7 +279,7 @@ class MediaProcesses:
         except BaseException:
             self.put_back(process)
             raise
-        return IsolatedAudio(self, process, opening.where)
+        return process
 
     def put_back(self, process: _Process) -> None:
         """Keep an idle process for the next file, or end it if there are enough."""
@@ -285,7 +323,7 @@ class MediaProcesses:
                 return process, *process.exchange(request, parts)
             except _Lost as error:
                 process.close()
-                if not error.is_early or num_tries == _MAX_TRIES:
+                if not error.may_be_innocent or num_tries == MAX_TRIES:
                     raise ParameterError(request.where, str(error)) from None
                 process = self._start(request.where)
                 num_tries += 1

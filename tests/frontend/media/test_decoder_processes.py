@@ -8,8 +8,8 @@ import signal
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from contextlib import closing, contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -75,6 +75,12 @@ def slow_file() -> bytes:
     return file_of(Image.new("L", (8000, 6000), 7).convert("RGB"))
 
 
+def audio_file(num_samples: int) -> bytes:
+    file = io.BytesIO()
+    soundfile.write(file, np.sin(np.arange(num_samples) ** 1.1 / 9), 22_050, format="FLAC")
+    return file.getvalue()
+
+
 def bomb() -> bytes:
     header = struct.pack(">IIBBBBB", 50_000, 50_000, 8, 2, 0, 0, 0)
     chunks = [(b"IHDR", header), (b"IDAT", zlib.compress(b"\0" * 1000)), (b"IEND", b"")]
@@ -92,9 +98,15 @@ def decoders(others: Sequence[psutil.Process] = ()) -> list[psutil.Process]:
         for server in psutil.Process().children()
         # Servers of other tests may run, too.
         if is_fork_server(server)
-        for child in server.children()
+        for child in children_of(server)
         if child not in others
     ]
+
+
+def children_of(process: psutil.Process) -> list[psutil.Process]:
+    with suppress(psutil.NoSuchProcess):
+        return process.children()
+    return []
 
 
 def is_fork_server(process: psutil.Process) -> bool:
@@ -155,9 +167,7 @@ def test_videos_are_read_or_refused_as_in_the_same_process(pool: MediaProcesses)
 
 
 def test_audio_is_read_in_pieces_or_refused(pool: MediaProcesses) -> None:
-    file = io.BytesIO()
-    soundfile.write(file, np.sin(np.arange(30_000) / 9), 22_050, format="FLAC")
-    data = file.getvalue()
+    data = audio_file(30_000)
 
     def read(open_audio: Any) -> Any:
         clip = open_audio()
@@ -180,63 +190,75 @@ def test_audio_is_read_in_pieces_or_refused(pool: MediaProcesses) -> None:
 def test_a_crash_fails_its_own_request_and_no_other(
     pool: MediaProcesses, signum: signal.Signals
 ) -> None:
-    source = file_of(picture(1, 90, 60))
+    source, slow = file_of(picture(1, 90, 60)), slow_file()
     expected = pool.read_image(source, WHERE, 1)
-    process = only_decoder()
-    process.suspend()
-    with ThreadPoolExecutor(2) as threads:
-        reads = [threads.submit(pool.read_image, source, WHERE, 1) for _ in range(2)]
-        # The stopped process has one of the images, so the other one goes to another.
-        done, rest = wait(reads, return_when=FIRST_COMPLETED)
-        [other], [crashed] = done, rest
-        assert other.result() == expected
-        process.send_signal(signum)
-        process.resume()
-        with pytest.raises(ParameterError) as caught:
-            crashed.result()
-    assert str(caught.value) == (
-        f"{WHERE} cannot be decoded: it crashes the decoder ({signum.name}); send another file"
-    )
-    assert caught.value.param == WHERE
-    assert pool.read_image(source, WHERE, 1) == expected
-    assert eventually(lambda: not is_running(process.pid))
+
+    def crash() -> object:
+        process = only_decoder()
+        with ThreadPoolExecutor(2) as threads:
+            crashed = threads.submit(outcome, pool.read_image, slow, WHERE, 1)
+            # The process has the slow image, so the other one goes to another.
+            assert eventually(lambda: bool(process.cpu_percent()) or crashed.done())
+            other = threads.submit(pool.read_image, source, WHERE, 1)
+            process.send_signal(signum)
+            assert other.result() == expected
+            assert eventually(lambda: not is_running(process.pid))
+            return crashed.result()
+
+    problem = f"cannot be decoded: it crashes the decoder ({signum.name}); send another file"
+    assert crash() == f"{WHERE} {problem}"
 
 
-def test_an_image_outlives_a_process_that_was_killed_between_images(pool: MediaProcesses) -> None:
-    source = file_of(picture(1, 90, 60))
-    expected = pool.read_image(source, WHERE, 1)
-    for process in decoders():
-        process.suspend()
-    with ThreadPoolExecutor(1) as threads:
-        read = threads.submit(pool.read_image, source, WHERE, 1)
-        for process in decoders():
-            process.kill()
-        assert read.result() == expected
-
-
-def test_a_killed_decoder_or_fork_server_is_replaced() -> None:
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_file_outlives_a_decoder_but_not_several(signum: signal.Signals) -> None:
+    """It may be the file that kills its process, so it gets only a few."""
     others, source = decoders(), slow_file()
+    with limited() as pool, ThreadPoolExecutor(1) as threads:
+        undisturbed = outcome(pool.read_image, source, WHERE, 1)
 
-    def kill_decoder() -> str:
-        with limited() as pool, ThreadPoolExecutor(1) as threads:
+        def harm_decoders(number: int) -> object:
             read = threads.submit(outcome, pool.read_image, source, WHERE, 1)
-            assert eventually(lambda: bool(decoders(others)))
-            decoders(others)[0].kill()
-            return str(read.result())
+            harmed: list[int] = []
+            while len(harmed) < number and not read.done():
+                busy = [each for each in decoders(others) if each.pid not in harmed]
+                for process in busy:
+                    with suppress(psutil.NoSuchProcess):
+                        process.send_signal(signum)
+                        harmed.append(process.pid)
+            return read.result()
 
-    # It may have decoded the file before it was killed.
-    assert eventually(lambda: "its process was killed, perhaps because" in kill_decoder())
-    with limited() as pool:
-        assert pool.read_image(file_of(picture(1, 30, 30)), WHERE, 1).num_outputs == 1
+        assert harm_decoders(1) == undisturbed
+        assert eventually(lambda: "cannot be decoded: its process was" in str(harm_decoders(100)))
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_lost_fork_server_is_replaced(signum: signal.Signals) -> None:
+    others, data = decoders(), audio_file(30_000)
+    with limited() as pool, closing(pool.open_audio(data, OpenAudio("file", 16_000, 60.0))):
         [child] = decoders(others)
         parent = child.parent()
         assert parent is not None
-        parent.kill()
-        child.kill()
+        parent.send_signal(signum)
         assert pool.read_image(file_of(picture(1, 30, 30)), WHERE, 1).num_outputs == 1
         last = decoders(others)
     for process in last:
         assert eventually(lambda pid=process.pid: not is_running(pid))
+
+
+def test_a_clip_outlives_its_process_between_pieces(pool: MediaProcesses) -> None:
+    data = audio_file(1_000_000)
+    sizes = (100_000, 5_000, 500_000, 900_000)
+    opening = OpenAudio("file", 16_000, 60.0)
+    reader = AudioReader(data, "file", 16_000, 60.0)
+    expected = b"".join(reader.read(size).tobytes() for size in sizes)
+    with closing(pool.open_audio(data, opening)) as clip:
+        read = [clip.read(sizes[0]).tobytes()]
+        for size in sizes[1:3]:
+            for process in decoders():
+                process.kill()
+            read.append(clip.read(size).tobytes())
+        read.append(clip.read(sizes[3]).tobytes())
+    assert b"".join(read) == expected
 
 
 def test_a_fork_server_without_memory_does_not_limit_its_processes() -> None:
