@@ -13,6 +13,7 @@ from ..config.audio_tower import (
     AudioRotary,
     AudioTowerSpec,
     ConformerSpec,
+    FastConformerSpec,
     FixedOutputs,
     UniversalSpeechSpec,
 )
@@ -364,3 +365,52 @@ def _conv_channels(audio: ConfigFields, name: str) -> tuple[int, int]:
         return msgspec.convert(found, tuple[_Channels, _Channels])
     except msgspec.ValidationError:
         raise audio.wrong(name, "two numbers of channels", found) from None
+
+
+_COHERE_NAMES: Final = (
+    (r"^model\.", ""),
+    # The names of Cohere's own checkpoints.
+    (r"^encoder_decoder_proj\.", "decoder.proj."),
+    (r"^encoder\.pre_encode\.conv\.", "encoder.subsampling.layers."),
+    (r"^encoder\.pre_encode\.out\.", "encoder.subsampling.linear."),
+    (r"(^encoder\.layers\.\d+\.self_attn\.)linear_([qkv])\.", r"\1\2_proj."),
+    (r"(^encoder\.layers\.\d+\.self_attn\.)linear_out\.", r"\1o_proj."),
+    (r"(^encoder\.layers\.\d+\.self_attn\.)linear_pos\.", r"\1relative_k_proj."),
+    (r"(^encoder\.layers\.\d+\.self_attn\.)pos_bias_", r"\1bias_"),
+    (r"(^encoder\.layers\.\d+\.conv\.)batch_norm\.", r"\1norm."),
+)
+
+
+def fast_conformer_spec(fields: ConfigFields) -> FastConformerSpec:
+    """Return the encoder of Cohere Transcribe.
+
+    Raises:
+        CheckpointError: A field is missing or invalid.
+    """
+    encoder = fields.section("encoder_config") or ConfigFields({}, fields.path, "encoder_config.")
+    encoder.require("subsampling_conv_kernel_size", 3, default=3)
+    encoder.require("subsampling_conv_stride", 2, default=2)
+    factor = encoder.integer("subsampling_factor", 8, maximum=64)
+    if factor & (factor - 1) or factor < 2:
+        raise encoder.wrong("subsampling_factor", "a power of 2, at least 2", factor)
+    hidden_size = encoder.integer("hidden_size", 1280, maximum=MAX_POSITIONS)
+    kernel_size = encoder.integer("conv_kernel_size", 9, maximum=1023)
+    if kernel_size % 2 == 0:
+        raise encoder.wrong("conv_kernel_size", "odd", kernel_size)
+    return FastConformerSpec(
+        num_mel_bins=encoder.integer("num_mel_bins", 128, minimum=factor, maximum=1024),
+        hidden_size=hidden_size,
+        intermediate_size=encoder.integer("intermediate_size", 5120, maximum=MAX_POSITIONS),
+        num_layers=encoder.integer("num_hidden_layers", 48, maximum=1024),
+        num_heads=_num_heads(encoder, hidden_size, 8),
+        num_frames=3000,
+        conv_channels=encoder.integer("subsampling_conv_channels", 256, maximum=MAX_POSITIONS),
+        num_halvings=factor.bit_length() - 1,
+        kernel_size=kernel_size,
+        activation=encoder.text("hidden_act", "silu"),
+        input_scale=math.sqrt(hidden_size) if encoder.boolean("scale_input", False) else 1.0,
+        has_bias=encoder.boolean("attention_bias", True),
+        has_conv_bias=encoder.boolean("convolution_bias", True),
+        output_size=fields.integer("hidden_size", 1024),
+        tensor_names=_COHERE_NAMES,
+    )

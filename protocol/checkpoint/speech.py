@@ -8,9 +8,10 @@ from typing import Annotated, Any, Final
 import msgspec
 
 from ..config.model import AudioProcessorConfig, SourceTextConfig, SpeechKind
+from .audio_tower import fast_conformer_spec
 from .config_fields import MAX_INTEGER, ConfigFields
 
-_SPEECH: Final = frozenset({"whisper", "moonshine"})
+_SPEECH: Final = frozenset(SpeechKind)
 _T5: Final = frozenset({"t5", "mt5", "umt5"})
 _BART_STARTS: Final = {
     "bart": 2,
@@ -39,6 +40,28 @@ T5 has no limit, but was trained with this one.
 _MOONSHINE_SECONDS: Final = 30.0
 _MOONSHINE_TOKENS_PER_SECOND: Final = 6.5
 """Maximum output tokens per second of audio. Moonshine's authors set it to stop repetitions after short audio clips."""
+
+_COHERE_SECONDS: Final = 30.0
+"""The maximum length of a window, up to which Cohere Transcribe's processor does not split a clip."""
+
+_COHERE_PROMPT: Final = (
+    *("▁", "<|startofcontext|>", "<|startoftranscript|>", "<|emo:undefined|>"),
+    *("<|{language}|>", "<|{language}|>"),
+    *("<|pnc|>", "<|noitn|>", "<|notimestamp|>", "<|nodiarize|>"),
+)
+_COHERE_LANGUAGES: Final = (
+    *("ar", "de", "el", "en", "es", "fr", "it"),
+    *("ja", "ko", "nl", "pl", "pt", "vi", "zh"),
+)
+_COHERE_DEFAULTS: Final[dict[str, Any]] = {
+    "vocab_size": 16_384,
+    "hidden_size": 1024,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "intermediate_size": 4096,
+    "max_position_embeddings": 1024,
+    "eos_token_id": 3,
+}
 
 _Token = Annotated[int, msgspec.Meta(ge=0, le=MAX_INTEGER)]
 _MAX_ALIGNMENT_HEADS: Final = 1024
@@ -69,6 +92,8 @@ def with_decoder_fields(fields: ConfigFields) -> ConfigFields:
     if is_alone:
         # The first token of a text has no special meaning.
         fields = fields.with_values({"num_decoder_layers": None, "classifier_pooling": "mean"})
+    if kind == SpeechKind.COHERE:
+        return fields.with_defaults(**_COHERE_DEFAULTS)
     if kind == "t5gemma":
         own = fields.required_section("decoder").config
         is_tied = fields.get("tie_word_embeddings", True)
@@ -164,8 +189,7 @@ def read_audio(
 ) -> AudioProcessorConfig:
     """Return how a speech model processes audio clips, from the fields of its files."""
     kind = SpeechKind(config.text("model_type"))
-    read = _whisper if kind is SpeechKind.WHISPER else _moonshine
-    return read(processor, config, generation or ConfigFields({}, config.path))
+    return _READERS[kind](processor, config, generation or ConfigFields({}, config.path))
 
 
 def read_source_text(config: ConfigFields, generation: ConfigFields) -> SourceTextConfig | None:
@@ -282,6 +306,37 @@ def _moonshine(
     )
     positions = audio.num_outputs(int(_MOONSHINE_SECONDS * rate))
     return msgspec.structs.replace(audio, max_source_positions=positions)
+
+
+def _cohere(
+    processor: ConfigFields, config: ConfigFields, generation: ConfigFields
+) -> AudioProcessorConfig:
+    encoder = fast_conformer_spec(config)
+    for name, needed in (("sampling_rate", 16_000), ("hop_length", 160), ("n_fft", 512)):
+        if (found := processor.integer(name, needed)) != needed:
+            raise processor.wrong(name, str(needed), found)
+    num_halvings = encoder.num_halvings
+    return AudioProcessorConfig(
+        kind=SpeechKind.COHERE,
+        num_mel_bins=encoder.num_mel_bins,
+        sampling_rate=16_000,
+        hop_length=160,
+        chunk_seconds=_COHERE_SECONDS,
+        strides=(2,) * num_halvings,
+        kernels=(3,) * num_halvings,
+        paddings=(1,) * num_halvings,
+        max_source_positions=encoder.num_outputs(encoder.num_frames),
+        start_token_id=_token(generation, "decoder_start_token_id", 4, config),
+        prompt=_COHERE_PROMPT,
+        languages=_COHERE_LANGUAGES,
+    )
+
+
+_READERS: Final = {
+    SpeechKind.WHISPER: _whisper,
+    SpeechKind.MOONSHINE: _moonshine,
+    SpeechKind.COHERE: _cohere,
+}
 
 
 def _token(fields: ConfigFields, name: str, default: int, other: ConfigFields | None = None) -> int:

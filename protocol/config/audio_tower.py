@@ -198,4 +198,42 @@ class UniversalSpeechSpec(msgspec.Struct, frozen=True, tag=True):
         return -(-num_frames // (4 * self.rows_per_output))
 
 
-AnyAudioSpec: TypeAlias = AudioTowerSpec | ConformerSpec | UniversalSpeechSpec
+class FastConformerSpec(msgspec.Struct, frozen=True, tag=True):
+    """A Fast Conformer (arXiv 2305.05084) and a projection of its outputs (Cohere Transcribe).
+
+    `num_halvings` convolutions halve the frames and features. Rows attend to all rows, with embeddings of their
+    distances.
+    """
+
+    num_mel_bins: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_frames: int
+    conv_channels: int
+    num_halvings: int
+    kernel_size: int
+    activation: str
+    input_scale: float
+    has_bias: bool
+    has_conv_bias: bool
+    output_size: int
+    tensor_names: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def frames_after(self) -> int:
+        """The number of frames at the end of a window for which no row is computed."""
+        return 0
+
+    @property
+    def silence(self) -> Literal["skipped"]:
+        """The treatment of silence after a clip, of which there is none."""
+        return "skipped"
+
+    def num_outputs(self, num_frames: int) -> int:
+        """Return the number of outputs for the frames of a clip."""
+        return -(-num_frames >> self.num_halvings)
+
+
+AnyAudioSpec: TypeAlias = AudioTowerSpec | ConformerSpec | UniversalSpeechSpec | FastConformerSpec

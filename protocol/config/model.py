@@ -134,11 +134,13 @@ class ClassifierConfig(msgspec.Struct, frozen=True):
 class SpeechKind(enum.StrEnum):
     """The kind of a speech model, which determines the decoder's prompt.
 
-    Whisper's prompt has tokens for language and task; Moonshine's is a single start token.
+    Whisper's prompt has tokens for language and task; Moonshine's is a single start token. Only the language changes
+    Cohere Transcribe's.
     """
 
     WHISPER = "whisper"
     MOONSHINE = "moonshine"
+    COHERE = "cohere_asr"
 
 
 class AudioProcessorConfig(msgspec.Struct, frozen=True):
@@ -166,6 +168,8 @@ class AudioProcessorConfig(msgspec.Struct, frozen=True):
         suppressed_token_ids: Tokens that are never sampled.
         begin_suppressed_token_ids: Tokens that are never sampled as the first token.
         alignment_heads: The cross-attention heads, as (layer, head), whose weights show when each word is spoken.
+        prompt: The texts of the prompt's tokens, with the language's code for "{language}", if these are the prompt.
+        languages: The codes of the languages that may be given for such a prompt.
         max_tokens_per_second: The maximum number of text tokens per second of audio; 0 for no limit.
     """
 
@@ -191,6 +195,8 @@ class AudioProcessorConfig(msgspec.Struct, frozen=True):
     begin_suppressed_token_ids: tuple[int, ...] = ()
     alignment_heads: tuple[tuple[int, int], ...] = ()
     max_tokens_per_second: float = 0.0
+    prompt: tuple[str, ...] = ()
+    languages: tuple[str, ...] = ()
 
     def num_outputs(self, num_frames: int) -> int:
         """Return the number of encoder outputs for `num_frames` frames (samples if `num_mel_bins` is 0)."""

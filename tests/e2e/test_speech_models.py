@@ -19,6 +19,7 @@ from support.server import Server, assert_nothing_is_held
 from support.source_checkpoints import (
     LANGUAGES,
     WINDOW_S,
+    cohere_directory,
     greedy,
     moonshine_directory,
     multilingual_whisper,
@@ -178,6 +179,39 @@ def test_moonshine_output_is_limited_by_the_length_of_the_audio(tmp_path: Path) 
         assert events[-1].text == expected.strip() != ""
         with pytest.raises(openai.BadRequestError, match="accepts only audio"):
             create(model="tiny", file=file, prompt="names")
+        with pytest.raises(openai.BadRequestError, match="cannot translate"):
+            client(server).translations.create(model="tiny", file=file)
+        assert_nothing_is_held(server)
+
+
+def test_cohere_transcribe_needs_the_language(tmp_path: Path) -> None:
+    path, model = cohere_directory(tmp_path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    extractor = transformers.CohereAsrFeatureExtractor.from_pretrained(path)
+    samples, file = clip(5, 2.2)
+    features = extractor(samples, sampling_rate=16_000, return_tensors="pt")["input_features"]
+    start = ["▁", "<|startofcontext|>", "<|startoftranscript|>", "<|emo:undefined|>"]
+    start += ["<|fr|>", "<|fr|>", "<|pnc|>", "<|noitn|>", "<|notimestamp|>", "<|nodiarize|>"]
+    prompt = tokenizer.convert_tokens_to_ids(start)
+    found = greedy(model, features[:, : len(samples) // 160], prompt, 128 - len(prompt))
+    end = model.config.eos_token_id
+    expected = tokenizer.decode(found[: (*found, end).index(end)])
+    with Server(str(path), *FLAGS, "-tp", "2") as server:
+        create = client(server).transcriptions.create
+        events = iter(create(model="tiny", file=file, language="French", stream=True))
+        parts = [next(events)]
+        server.child("worker 0").kill()
+        *more, done = events
+        text = "".join(part.delta for part in parts + more).strip()
+        assert done.text == text == expected.strip() != ""
+        server.wait_until_whole()
+        for fields, named in (
+            ({}, "is required, because this model does not detect it"),
+            ({"language": "sv"}, "must be one of the model's languages"),
+            ({"language": "fr", "prompt": "names"}, "accepts only audio"),
+        ):
+            with pytest.raises(openai.BadRequestError, match=named):
+                create(model="tiny", file=file, **fields)
         with pytest.raises(openai.BadRequestError, match="cannot translate"):
             client(server).translations.create(model="tiny", file=file)
         assert_nothing_is_held(server)

@@ -85,6 +85,25 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "max_position_embeddings": 128,
         },
     ),
+    "cohere_asr": (
+        "CohereAsr",
+        {
+            "vocab_size": VOCAB_SIZE,
+            "hidden_size": 48,
+            "intermediate_size": 80,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 6,
+            "max_position_embeddings": 128,
+            "encoder_config": {
+                "num_mel_bins": 16,
+                "hidden_size": 32,
+                "intermediate_size": 40,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "subsampling_conv_channels": 6,
+            },
+        },
+    ),
     "bart": ("Bart", _BART_SIZES | {"max_position_embeddings": 128}),
     "mbart": ("MBart", _BART_SIZES | {"max_position_embeddings": 128, "scale_embedding": True}),
     "marian": ("Marian", _BART_SIZES | {"scale_embedding": True, "activation_function": "swish"}),
@@ -117,7 +136,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 _WITH_SINUSOIDS = ("marian", "pegasus", "separate-marian")
-SPEECH = ("whisper", "untied-whisper", "moonshine")
+SPEECH = ("whisper", "untied-whisper", "moonshine", "cohere_asr")
 
 
 def source_directory(
@@ -140,6 +159,9 @@ def source_directory(
             torch.nn.init.normal_(parameter, 0.7, 0.2)
         else:
             torch.nn.init.normal_(parameter, 0, 0.15)
+    for buffer_name, buffer in model.named_buffers():
+        if "running_" in buffer_name:
+            torch.nn.init.uniform_(buffer, 0.5, 1.5)
     if hasattr(model, "final_logits_bias"):
         torch.nn.init.normal_(model.final_logits_bias, 0, 1)
     model.save_pretrained(directory)
@@ -170,6 +192,13 @@ def source(model: Any, seed: int, length: int = 0) -> tuple[torch.Tensor, Encode
         features = rng.standard_normal(length or 3000).astype(np.float32)
         payload = AudioPayload(0, len(features), features.tobytes())
         size = (((len(features) - 127) // 64 + 1 - 7) // 3 + 1 - 3) // 2 + 1
+    elif config.model_type == "cohere_asr":
+        frames = length // 8 or 81
+        features = rng.standard_normal((frames, config.encoder_config.num_mel_bins))
+        features = features.astype(np.float32)
+        mel = np.ascontiguousarray(features.T)
+        payload = AudioPayload(len(mel), frames, mel.tobytes())
+        size = -(-frames // 8)
     else:
         features = rng.integers(4, getattr(config, "vocab_size", VOCAB_SIZE), length or 13)
         payload = TextPayload(int32_bytes(features.tolist()))
@@ -301,6 +330,31 @@ def whisper_text(
             break
         tokens.append(token)
     return tokens[len(prompt) :]
+
+
+def cohere_directory(directory: Path) -> tuple[Path, Any]:
+    """Write a Cohere Transcribe with a tokenizer. Return its directory and transformers' model."""
+    marks = ("▁", "<|startofcontext|>", "<|startoftranscript|>", "<|emo:undefined|>")
+    marks += (
+        "<|pnc|>",
+        "<|noitn|>",
+        "<|notimestamp|>",
+        "<|nodiarize|>",
+        "<|en|>",
+        "<|fr|>",
+        "</s>",
+    )
+    ids = write_letters(directory, marks, "</s>")
+    changes = {"vocab_size": len(_LETTERS) + len(marks), "eos_token_id": ids["</s>"]}
+    path, model = source_directory(directory, "cohere_asr", changes)
+    with torch.no_grad():
+        # Most tokens of a text are letters, which change with their positions and the clip.
+        model.proj_out.bias[: len(_LETTERS)] = 4
+        model.model.decoder.norm.bias.zero_()
+        model.model.decoder.pos_emb.weight *= 8
+    model.save_pretrained(path)
+    transformers.CohereAsrFeatureExtractor(feature_size=16).save_pretrained(path)
+    return path, model
 
 
 def moonshine_directory(directory: Path) -> tuple[Path, Any]:

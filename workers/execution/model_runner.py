@@ -81,7 +81,7 @@ class ModelRunner:
         )
         self._model, self.kv_cache, self._requests = model, kv_cache, requests
         self._sources: Sources | ImageSources | None = None
-        if model.spec.source is not None and model.spec.source.encoder is None:
+        if model.spec.source is not None and model.spec.source.are_images:
             from .inputs.image_sources import ImageSources
 
             assert requests.encoders is not None

@@ -125,14 +125,16 @@ class LayerSpec(msgspec.Struct, frozen=True):
 class SourceSpec(msgspec.Struct, frozen=True):
     """The encoder of an encoder-decoder model, which computes at most `max_positions` outputs.
 
-    Without an `encoder`, the outputs are images', of `output_size` elements. Layers that read them do not attend to
-    tokens, norm queries and keys, multiply their outputs by stored gates, and skip tokens without an image before them.
+    Without an `encoder`, the outputs are a tower's, of `output_size` elements. If they `are_images`, layers that read
+    them do not attend to tokens, norm queries and keys, multiply their outputs by stored gates, and skip tokens without
+    an image before them.
     With `convolutions`, it reads `num_inputs` features of each audio frame. If `has_positions`, outputs have a table.
     """
 
     encoder: "ModelSpec | None"
     max_positions: int
     output_size: int = 0
+    are_images: bool = False
     convolutions: tuple[ConvolutionSpec, ...] = ()
     num_inputs: int = 0
     has_positions: bool = False

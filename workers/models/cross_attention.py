@@ -40,7 +40,7 @@ class CrossAttention:
         self.recorder: QueryRecorder | None = None
         self.reads_T1: Tensor | None = None
         self._norms: list[RMSNorm] = []
-        if spec.source.encoder is None:
+        if spec.source.are_images:
             names = (f"{prefix}{name}_norm.weight" for name in "qk")
             vectors = (weights.read_vector(name, spec.head_dim) for name in names)
             self._norms = [RMSNorm(vector_K, spec.norm_eps) for vector_K in vectors]

@@ -179,7 +179,7 @@ def _kinds(spec: ModelSpec, layer: LayerSpec, max_model_len: int, ranks: int) ->
             )
         )
     if layer.reads_source and spec.source is not None:
-        is_optional = spec.source.encoder is None
+        is_optional = spec.source.are_images
         return [*kinds, _CrossAttention(spec.source.max_positions, is_optional)]
     return kinds if layer.recurrent is None else [*kinds, layer.recurrent]
 

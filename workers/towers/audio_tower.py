@@ -17,13 +17,14 @@ from ...protocol.config.audio_tower import (
     AnyAudioSpec,
     AudioTowerSpec,
     ConformerSpec,
+    FastConformerSpec,
     UniversalSpeechSpec,
 )
 from ...protocol.errors import EngineError
 from ...protocol.messages import AudioPayload
 from ..device.torch_threads import torch_threads
 from ..loaders import Checkpoint
-from .audio import conformer, universal
+from .audio import conformer, fast_conformer, universal
 from .audio.stems import make_stem, stem_marker
 from .image_tower import TowerSource
 from .layers import LayersSpec, LayerWeights, Patches
@@ -51,6 +52,9 @@ class AudioTower:
         if isinstance(spec, ConformerSpec):
             weights = source.weights(conformer.MARKER)
             self._encode = conformer.Conformer(spec, weights, source.checkpoint)
+        elif isinstance(spec, FastConformerSpec):
+            weights = source.weights(fast_conformer.MARKER, spec.tensor_names)
+            self._encode = fast_conformer.FastConformer(spec, weights, source.checkpoint)
         elif isinstance(spec, UniversalSpeechSpec):
             weights = source.weights(universal.MARKER, spec.tensor_names)
             self._encode = universal.UniversalSpeech(spec, weights)

@@ -16,7 +16,12 @@ WINDOW: Final = 400
 """Samples per second, samples from a frame to the next, and samples per frame."""
 
 _PAIRED_FFT: Final = 512
-"""Samples of the Fourier transform of Granite Speech, whose frames are filled with zeros."""
+"""Samples of the Fourier transform of Granite Speech and Cohere Transcribe, whose frames are filled with zeros."""
+
+_DITHER: Final = 1e-5
+_EMPHASIS: Final = 0.97
+_MIN_DEVIATION: Final = 1e-5
+"""Cohere Transcribe: the deviation of noise, the share of a sample that is subtracted from the next, and a term."""
 
 _MAX_HZ: Final = 8000.0
 _FLOOR: Final = 1e-10
@@ -55,6 +60,65 @@ def log_mel(samples: Float32Array, num_samples: int, num_mel_bins: int) -> Float
     features += 4
     features /= 4
     return features
+
+
+def normed_log_mel(samples: Float32Array, num_mel_bins: int) -> Float32Array:
+    """Return normed log-mel features, equal to those of transformers' `CohereAsrFeatureExtractor`.
+
+    Every feature has the mean 0 and the deviation 1 over all frames. A clip of less than two frames is filled with
+    silence.
+
+    Args:
+        samples: The samples at `RATE`, float32 [N] in [-1, 1].
+        num_mel_bins: The number of features per frame.
+
+    Returns:
+        The features, float32 [num_mel_bins, frames].
+    """
+    samples = np.pad(samples, (0, max(0, 2 * HOP - len(samples))))
+    num_frames = len(samples) // HOP
+    x = samples + np.float32(_DITHER) * seeded_noise(len(samples))
+    x = np.append(x[:1], x[1:] - np.float32(_EMPHASIS) * x[:-1])
+    margin = (_PAIRED_FFT - WINDOW) // 2
+    # Frames are filled with zeros on both sides.
+    padded = np.pad(x, _PAIRED_FFT // 2)[margin:]
+    frames = np.lib.stride_tricks.sliding_window_view(padded, WINDOW)[::HOP][:num_frames]
+    window = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(WINDOW) / (WINDOW - 1))
+    spectrum = np.fft.rfft(frames * window.astype(np.float32), _PAIRED_FFT, axis=1)
+    power = (spectrum.real**2 + spectrum.imag**2).astype(np.float32, copy=False)
+    features = np.log(_mel_filters(num_mel_bins, _PAIRED_FFT) @ power.T + np.float32(2**-24))
+    features -= features.mean(1, keepdims=True)
+    deviation = np.sqrt(np.square(features).sum(1, keepdims=True) / (num_frames - 1))
+    normed: Float32Array = (features / (deviation + _MIN_DEVIATION)).astype(np.float32)
+    return normed
+
+
+def seeded_noise(count: int) -> Float32Array:
+    """Return the normally distributed numbers of a torch generator whose seed is their number, float32 [count].
+
+    Args:
+        count: The number, at least 16.
+    """
+    # The generator is the Mersenne twister. Of each number, 24 bits are used.
+    num_drawn = count + (16 if count % 16 else 0)
+    drawn = np.frombuffer(np.random.RandomState(count).bytes(4 * num_drawn), "<u4")
+    uniform = (drawn & 0xFFFFFF) * 2.0**-24
+    # Pairs at a distance of 8 are transformed (Box and Muller, 1958). The last 16 numbers are drawn again.
+    if count % 16:
+        whole = count // 16 * 16
+        blocks = np.concatenate((uniform[:whole], uniform[count:])).reshape(-1, 2, 8)
+    else:
+        blocks = uniform.reshape(-1, 2, 8)
+    radius = np.sqrt(-2 * np.log(1 - blocks[:, 0]))
+    angle = 2 * np.pi * blocks[:, 1]
+    pairs = np.stack((radius * np.cos(angle), radius * np.sin(angle)), 1).reshape(-1)
+    noise: Float32Array = np.empty(count, np.float32)
+    if count % 16:
+        noise[:whole] = pairs[:whole]
+        noise[-16:] = pairs[-16:]
+    else:
+        noise[:] = pairs
+    return noise
 
 
 def paired_log_mel(samples: Float32Array, num_mel_bins: int) -> Float32Array:
@@ -165,13 +229,13 @@ def _hann() -> Float32Array:
 
 
 @lru_cache(4)
-def _mel_filters(num_mel_bins: int) -> Float32Array:
-    """Return the weight of each frequency in each feature, float32 [num_mel_bins, WINDOW // 2 + 1].
+def _mel_filters(num_mel_bins: int, fft_size: int = WINDOW) -> Float32Array:
+    """Return the weight of each frequency in each feature, float32 [num_mel_bins, fft_size // 2 + 1].
 
     The filters are overlapping triangles of equal area. The triangle of feature i extends from the center of feature i
     - 1 to that of feature i + 1.
     """
-    frequencies = np.linspace(0, RATE / 2, WINDOW // 2 + 1)
+    frequencies = np.linspace(0, RATE / 2, fft_size // 2 + 1)
     top = _FIRST_LOG_MEL + np.log(_MAX_HZ / _FIRST_LOG_HZ) * _MELS_PER_E
     mels = np.linspace(0, top, num_mel_bins + 2)
     corners = np.where(

@@ -7,6 +7,7 @@ from typing import Final
 
 from ....protocol.config import ModelConfig
 from ....protocol.config.model import AudioProcessorConfig
+from ....protocol.errors import ConfigError
 from ....protocol.messages import EncoderInput
 from ....protocol.sampling_params import SamplingParams, TranscriptRules
 from ...tokenizer.tokenizer import Tokenizer
@@ -84,6 +85,8 @@ class DecoderPrompts:
     ) -> list[int]:
         """Return the complete decoder prompt."""
         audio = self.audio
+        if audio.prompt:
+            return [self._token(text.format(language=language)) for text in audio.prompt]
         prompt = self.start(options)
         if audio.language_token_ids:
             is_translated = options.task is Task.TRANSLATE
@@ -92,6 +95,19 @@ class DecoderPrompts:
         if self.has_timestamps and not has_timestamps:
             prompt.append(audio.no_timestamps_token_id)
         return prompt
+
+    def _token(self, text: str) -> int:
+        """Return the token with this text.
+
+        Raises:
+            ConfigError: The tokenizer has no such token.
+        """
+        token = self._tokenizer.token_to_id(text)
+        if token is None:
+            raise ConfigError(
+                f"the tokenizer has no token {text!r}, which this model's prompt needs"
+            )
+        return token
 
     def align(self, language: str, token_ids: Sequence[int]) -> tuple[list[int], int]:
         """Return the prompt for the alignment of a text with its clip, and the row of the text's first token.

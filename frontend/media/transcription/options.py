@@ -62,6 +62,7 @@ class SpeechModel:
         languages: The codes of the languages that a caller may give; empty if the model always detects the language.
         translates: Whether the model can write an English translation.
         has_word_times: Whether the model can tell when each word is spoken.
+        needs_language: Whether a caller must give the language.
         reads_prompt: Whether the model reads a caller's text.
         sampling_rate: Samples per second.
         window_seconds: The maximum length of a window in seconds.
@@ -71,6 +72,7 @@ class SpeechModel:
     languages: Collection[str]
     translates: bool
     has_word_times: bool
+    needs_language: bool
     reads_prompt: bool
     sampling_rate: int
     window_seconds: float
@@ -83,9 +85,10 @@ def speech_model(model: ModelConfig) -> SpeechModel | None:
         return None
     if (audio := model.audio) is not None:
         return SpeechModel(
-            languages=audio.language_token_ids or ("en",),
+            languages=audio.languages or audio.language_token_ids or ("en",),
             translates=audio.translate_token_id >= 0,
             has_word_times=bool(audio.alignment_heads),
+            needs_language=bool(audio.languages),
             reads_prompt=audio.previous_token_id >= 0,
             sampling_rate=audio.sampling_rate,
             window_seconds=audio.chunk_seconds,
@@ -97,6 +100,7 @@ def speech_model(model: ModelConfig) -> SpeechModel | None:
         languages=speech.languages,
         translates=bool(speech.translation),
         has_word_times=False,
+        needs_language=False,
         reads_prompt=speech.has_context,
         sampling_rate=RATE,
         window_seconds=min(CHAT_WINDOW_S, _half_context_s(model.chat_audio, model.max_model_len)),
@@ -156,6 +160,11 @@ def verify_options(options: TranscriptionOptions, model: SpeechModel) -> None:
     """
     if options.task is Task.TRANSLATE and not model.translates:
         raise ParameterError("model", "writes only the spoken language; it cannot translate")
+    if model.needs_language and not options.language:
+        names = ", ".join(sorted(model.languages))
+        raise ParameterError(
+            "language", f"is required, because this model does not detect it; one of {names}"
+        )
     if options.has_words and not model.has_word_times:
         reason = (
             "writes text without times"

@@ -11,6 +11,7 @@ from typing import Final, TypeAlias
 from ....protocol.arrays import Float32Array, float32_bytes
 from ....protocol.config import ModelConfig
 from ....protocol.config.chat_audio import ChatAudioConfig
+from ....protocol.config.model import SpeechKind
 from ....protocol.messages import AudioPayload, EncoderInput
 from ...chat.special_tokens import SpecialTokenGuard
 from ...chat.template import ChatTemplate
@@ -19,7 +20,7 @@ from ...client.engine_client import PositionLogprobs
 from ...client.executor import ThreadExecutor
 from ...tokenizer.tokenizer import Tokenizer
 from ..audio.clips import prepare_clip
-from ..audio.log_mel import log_mel
+from ..audio.log_mel import log_mel, normed_log_mel
 from ..audio.windows import Samples, Window, Windows
 from ..decoding.messages import OpenAudio
 from ..decoding.processes import MediaProcesses
@@ -245,7 +246,10 @@ class Transcriber:
             assert self._chat_audio is not None
             return prepare_clip(samples, self._chat_audio, "file").inputs
         num_frames, features = len(samples), samples
-        if audio.num_mel_bins:
+        if audio.kind is SpeechKind.COHERE:
+            features = normed_log_mel(samples, audio.num_mel_bins)
+            num_frames = features.shape[1]
+        elif audio.num_mel_bins:
             num_samples = int(audio.chunk_seconds * audio.sampling_rate)
             features = log_mel(samples, num_samples, audio.num_mel_bins)
             num_frames = features.shape[1]

@@ -10,10 +10,12 @@ from engine.frontend.media.audio.log_mel import (
     ClipFrames,
     clip_log_mel,
     log_mel,
+    normed_log_mel,
     paired_log_mel,
 )
 from support.audio_checkpoints import NUM_MEL_BINS, granite_features
 from transformers import (
+    CohereAsrFeatureExtractor,
     Gemma3nAudioFeatureExtractor,
     Gemma4AudioFeatureExtractor,
     WhisperFeatureExtractor,
@@ -71,3 +73,18 @@ def test_features_of_clips_equal_those_of_transformers(
 def test_clips_shorter_than_a_frame_have_no_features() -> None:
     for frames in (EMPHASIZED, LEADING):
         assert clip_log_mel(np.ones(100, np.float32), frames, 128).shape == (128, 0)
+
+
+@pytest.mark.parametrize("num_samples", [320, 16_000, 58_163, WINDOW])
+def test_normed_features_equal_those_of_transformers(num_samples: int) -> None:
+    samples = 0.2 * np.random.default_rng(num_samples).standard_normal(num_samples)
+    # Silence has only the noise that is added.
+    samples[num_samples // 2 :] = 0
+    expected = CohereAsrFeatureExtractor()(
+        samples.astype(np.float32), sampling_rate=16_000, return_tensors="np"
+    )
+    features = expected["input_features"][0][expected["attention_mask"][0]].T
+    found = normed_log_mel(samples.astype(np.float32), 128)
+    assert found.shape == features.shape == (128, num_samples // 160)
+    np.testing.assert_allclose(found, features, atol=1e-3)
+    assert np.abs(found - features).mean() < 1e-5

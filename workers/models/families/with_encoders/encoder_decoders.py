@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from msgspec.structs import replace
 
+from .....protocol.checkpoint.audio_tower import fast_conformer_spec
 from .....protocol.checkpoint.config_fields import ConfigFields
 from .....protocol.checkpoint.speech import max_source_positions, source_vocab_size
 from ....layers.read_rope import read_rope
@@ -96,6 +97,35 @@ _T5GEMMA_NORMS: Final = NormNames(
     "post_cross_attention",
 )
 _T5GEMMA_NAMES: Final = ((r"\.(pre|post)_(self|cross)_attn_layernorm\.", r".\1_\2_attention."),)
+_COHERE_DECODER_NAMES: Final = (
+    (r"^model\.", ""),
+    (r"^encoder\..*", ""),
+    # The projection of the encoder's outputs is loaded together with the encoder.
+    (r"^(preprocessor|encoder_decoder_proj|decoder\.proj)\..*", ""),
+    (r"^(proj_out|log_softmax\.mlp\.layer0)\.", "lm_head."),
+    # The names of Cohere's own checkpoints.
+    (r"^transf_decoder\._embedding\.position_embedding\.pos_enc$", "embed_positions.weight"),
+    (r"^transf_decoder\._embedding\.token_embedding\.", "embed_tokens."),
+    (r"^transf_decoder\._embedding\.layer_norm\.", "embed_norm."),
+    (r"^transf_decoder\._decoder\.final_layer_norm\.", "norm."),
+    (r"^transf_decoder\._decoder\.", ""),
+    (r"\.first_sub_layer\.([qkv])\w+_net\.", r".self_attn.\1_proj."),
+    (r"\.first_sub_layer\.out_projection\.", ".self_attn.o_proj."),
+    (r"\.second_sub_layer\.([qkv])\w+_net\.", r".cross_attn.\1_proj."),
+    (r"\.second_sub_layer\.out_projection\.", ".cross_attn.o_proj."),
+    (r"\.third_sub_layer\.dense_in\.", ".mlp.up_proj."),
+    (r"\.third_sub_layer\.dense_out\.", ".mlp.down_proj."),
+    (r"\.layer_norm_1\.", ".input_layernorm."),
+    (r"\.layer_norm_2\.", ".post_attention_layernorm."),
+    (r"\.layer_norm_3\.", ".final_layernorm."),
+    # Those of transformers.
+    (r"^decoder\.", ""),
+    (r"^pos_emb\.", "embed_positions."),
+    (r"^embedding_layernorm\.", "embed_norm."),
+    (r"\.encoder_attn\.", ".cross_attn."),
+    (r"\.mlp\.fc1\.", ".mlp.up_proj."),
+    (r"\.mlp\.fc2\.", ".mlp.down_proj."),
+)
 _MOONSHINE_MLP_NAMES: Final = ((r"\.mlp\.fc2\.", ".mlp.down_proj."),)
 
 
@@ -444,6 +474,28 @@ def _moonshine(fields: ConfigFields) -> ModelSpec:
     return _with_source(spec, source)
 
 
+def _cohere_asr(fields: ConfigFields) -> ModelSpec:
+    fields = fields.with_defaults(
+        rms_norm_eps=1e-5, tie_word_embeddings=False, hidden_act="relu"
+    ).with_values({"rope_theta": None})
+    fields.require("attention_bias", True, default=True)
+    size = fields.integer("hidden_size")
+    spec = _bart_spec(
+        fields,
+        norms=_MOONSHINE_NORMS,
+        has_embedding_norm=True,
+        num_positions=fields.integer("max_position_embeddings"),
+        head_bias=True,
+        tensor_names=_COHERE_DECODER_NAMES,
+    )
+    return replace(
+        spec,
+        layers=tuple(replace(layer, reads_source=True) for layer in spec.layers),
+        source=SourceSpec(None, max_source_positions(fields), output_size=size),
+        audio_encoder=fast_conformer_spec(fields),
+    )
+
+
 def _rotary_layers(fields: ConfigFields) -> tuple[LayerSpec, ...]:
     head_size = fields.integer("hidden_size") // fields.integer("num_attention_heads")
     return uniform_layers(fields, read_rope(fields, head_size, partial=True))
@@ -455,6 +507,7 @@ FAMILIES = (
     Family("T5EncoderModel", "t5", partial(_t5_encoder, family=_t5)),
     Family("UMT5EncoderModel", "umt5", partial(_t5_encoder, family=_umt5)),
     Family("BartForConditionalGeneration", "bart", _bart),
+    Family("CohereAsrForConditionalGeneration", "cohere_asr", _cohere_asr),
     Family("BlenderbotForConditionalGeneration", "blenderbot", _blenderbot),
     Family("M2M100ForConditionalGeneration", "m2m_100", _m2m100),
     Family("MarianMTModel", "marian", _marian),

@@ -1,0 +1,152 @@
+"""A Fast Conformer and a projection of its outputs (Cohere Transcribe), in torch.
+
+Shapes: C features of a frame, N frames, P rows, D hidden size, H heads, K head dimension, F distances.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ....protocol.config.audio_tower import FastConformerSpec
+from ...loaders import Checkpoint
+from ..weights import Linear, VisionWeights, find_activation
+
+_NORM_EPS = 1e-5
+_MAX_WAVELENGTH = 10_000.0
+MARKER = "encoder.subsampling.linear.weight"
+
+
+class FastConformer:
+    """The conformer and the projection.
+
+    Raises:
+        CheckpointError: A tensor is missing or has another shape.
+    """
+
+    def __init__(
+        self, spec: FastConformerSpec, tensors: VisionWeights, checkpoint: Checkpoint
+    ) -> None:
+        self._spec = spec
+        self._convolutions: list[tuple[Tensor, Tensor, int, bool]] = []
+        channels = spec.conv_channels
+
+        def convolution(index: int, inputs: int, kernel: int, groups: int = 1) -> None:
+            name = f"encoder.subsampling.layers.{index}"
+            weight = tensors.read(f"{name}.weight", channels, inputs, kernel, kernel)
+            bias = tensors.read(f"{name}.bias", channels)
+            # Depthwise convolutions are followed by one with a kernel of 1, and no activation.
+            self._convolutions.append((weight, bias, groups, groups == 1))
+
+        convolution(0, 1, 3)
+        for number in range(spec.num_halvings - 1):
+            convolution(3 * number + 2, 1, 3, channels)
+            convolution(3 * number + 3, channels, 1)
+        num_features = spec.num_mel_bins >> spec.num_halvings
+        self._input = tensors.read_linear(
+            "encoder.subsampling.linear", spec.hidden_size, channels * num_features
+        )
+        self._layers = [
+            _Layer(spec, tensors, checkpoint, f"encoder.layers.{index}.")
+            for index in range(spec.num_layers)
+        ]
+        self._output = tensors.read_linear("decoder.proj", spec.output_size, spec.hidden_size)
+
+    def __call__(self, features_CN: Tensor) -> Tensor:
+        """Return the outputs [P, output size]."""
+        x = features_CN.T[None, None]
+        for weight, bias, groups, is_activated in self._convolutions:
+            is_pointwise = weight.shape[-1] == 1
+            stride, padding = (1, 0) if is_pointwise else (2, 1)
+            x = F.conv2d(x, weight, bias, stride, padding, groups=groups)
+            x = F.relu(x) if is_activated else x
+        x_PD = self._input(x[0].transpose(0, 1).flatten(1)) * self._spec.input_scale
+        positions_FD = _positions(len(x_PD), self._spec.hidden_size).to(x_PD)
+        for layer in self._layers:
+            x_PD = layer(x_PD, positions_FD)
+        return self._output(x_PD)
+
+
+def _positions(num_rows: int, size: int) -> Tensor:
+    """Return the embeddings [F, size] of distances from `num_rows` - 1 down to 1 - `num_rows`."""
+    distances = torch.arange(num_rows - 1, -num_rows, -1).float()
+    frequencies = 1.0 / _MAX_WAVELENGTH ** (torch.arange(0, size, 2).float() / size)
+    angles = distances[:, None] * frequencies
+    return torch.stack((angles.sin(), angles.cos()), 2).flatten(1)
+
+
+class _Layer:
+    def __init__(
+        self, spec: FastConformerSpec, tensors: VisionWeights, checkpoint: Checkpoint, prefix: str
+    ) -> None:
+        self._spec = spec
+        size, inner = spec.hidden_size, spec.intermediate_size
+
+        def linear(name: str, rows: int, columns: int, *, has_bias: bool = spec.has_bias) -> Linear:
+            return tensors.read_linear(prefix + name, rows, columns, has_bias=has_bias)
+
+        self._activation = find_activation(checkpoint, spec.activation)
+        self._mlps = [
+            (linear(f"{name}.linear1", inner, size), linear(f"{name}.linear2", size, inner))
+            for name in ("feed_forward1", "feed_forward2")
+        ]
+        self._norms = [
+            tensors.read_layer_norm(f"{prefix}norm_{name}", size, _NORM_EPS)
+            for name in ("feed_forward1", "self_att", "conv", "feed_forward2", "out")
+        ]
+        self._qkv = [linear(f"self_attn.{name}_proj", size, size) for name in "qkv"]
+        self._output = linear("self_attn.o_proj", size, size)
+        self._distances = linear("self_attn.relative_k_proj", size, size, has_bias=False)
+        shape = spec.num_heads, size // spec.num_heads
+        self._content_H1K, self._position_H1K = (
+            tensors.read(f"{prefix}self_attn.bias_{name}", *shape)[:, None] for name in "uv"
+        )
+        has_bias = spec.has_conv_bias
+        self._up = linear("conv.pointwise_conv1", 2 * size, size, has_bias=has_bias)
+        self._taps = tensors.read(f"{prefix}conv.depthwise_conv.weight", size, 1, spec.kernel_size)
+        self._taps_bias: Tensor | None = None
+        if has_bias:
+            self._taps_bias = tensors.read(f"{prefix}conv.depthwise_conv.bias", size)
+        self._batch_norm = [
+            tensors.read(f"{prefix}conv.norm.{name}", size)
+            for name in ("running_mean", "running_var", "weight", "bias")
+        ]
+        self._down = linear("conv.pointwise_conv2", size, size, has_bias=has_bias)
+
+    def __call__(self, x_PD: Tensor, positions_FD: Tensor) -> Tensor:
+        before_first, before_attention, before_conv, before_second, last = self._norms
+        x_PD = x_PD + 0.5 * self._mlp(before_first(x_PD), 0)
+        x_PD = x_PD + self._attend(before_attention(x_PD), positions_FD)
+        x_PD = x_PD + self._convolve(before_conv(x_PD))
+        return last(x_PD + 0.5 * self._mlp(before_second(x_PD), 1))
+
+    def _mlp(self, x_PD: Tensor, index: int) -> Tensor:
+        up, down = self._mlps[index]
+        return down(self._activation(up(x_PD)))
+
+    def _attend(self, x_PD: Tensor, positions_FD: Tensor) -> Tensor:
+        heads = (self._spec.num_heads, -1)
+        q_HPK, k_HPK, v_HPK = (
+            linear(x_PD).unflatten(1, heads).transpose(0, 1) for linear in self._qkv
+        )
+        distances_HFK = self._distances(positions_FD).unflatten(1, heads).transpose(0, 1)
+        near_HPF = (q_HPK + self._position_H1K) @ distances_HFK.transpose(1, 2)
+        rows = torch.arange(len(x_PD), device=x_PD.device)
+        index_PP = len(x_PD) - 1 - rows[:, None] + rows
+        near_HPP = near_HPF.gather(2, index_PP.expand(len(near_HPF), -1, -1))
+        out_HPK = F.scaled_dot_product_attention(
+            q_HPK + self._content_H1K,
+            k_HPK,
+            v_HPK,
+            attn_mask=near_HPP * q_HPK.shape[2] ** -0.5,
+        )
+        return self._output(out_HPK.transpose(0, 1).flatten(1))
+
+    def _convolve(self, x_PD: Tensor) -> Tensor:
+        x_DP = F.glu(self._up(x_PD), 1).T
+        padding = (self._spec.kernel_size - 1) // 2
+        x = F.conv1d(x_DP[None], self._taps, self._taps_bias, 1, padding, groups=len(self._taps))
+        mean, variance, weight, bias = self._batch_norm
+        x = self._activation(F.batch_norm(x, mean, variance, weight, bias, eps=_NORM_EPS))
+        return self._down(x[0].T)
