@@ -24,11 +24,13 @@ class SharedBlock(msgspec.Struct, frozen=True):
 class Restart(msgspec.Struct, frozen=True):
     """A change of the hidden state before a layer, with which a pass through some layers begins.
 
-    If `norms`, the hidden state is divided by its root mean square. Then it is kept as state number `keeps`. Last, the
-    kept state number `adds`, or the stored vector if `adds_initial`, is added to it.
+    If `norms`, the hidden state is divided by its root mean square, and multiplied by the weights of the final norm
+    if `has_norm_weights`. Then it is kept as state number `keeps`. Last, the kept state number `adds`, or the
+    stored vector if `adds_initial`, is added to it.
     """
 
     norms: bool = True
+    has_norm_weights: bool = False
     keeps: int | None = None
     adds: int | None = None
     adds_initial: bool = False

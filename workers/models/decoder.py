@@ -105,7 +105,8 @@ class Decoder(TorchDecoder):
         layers = spec.layers[shard.layers.start : shard.layers.stop]
         self._width = spec.stage_width(len(spec.layers))
         self._next_width = spec.stage_width(shard.layers.stop)
-        self._restarts = Restarts(spec, weights) if spec.num_kept_states else None
+        has_passes = any(layer.restart is not None for layer in spec.layers)
+        self._restarts = Restarts(spec, weights) if has_passes else None
         self._layers = _make_layers(spec, weights, attention, shard, kernels)
         for previous, current in pairwise(self._layers):
             if isinstance(previous, DecoderLayer) and isinstance(current, DecoderLayer):

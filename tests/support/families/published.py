@@ -111,6 +111,29 @@ def _with_grouped_norms(reference: transformers.PreTrainedModel) -> None:
             module.register_forward_hook(norm)
 
 
+def _with_three_passes(reference: transformers.PreTrainedModel) -> None:
+    """Make a GLM-4 compute its layers and its final norm three times."""
+
+    def repeat(model: Any, _args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+        if kwargs.get("inputs_embeds") is None:
+            for _ in range(2):
+                output = model(inputs_embeds=output.last_hidden_state, use_cache=False)
+        return output
+
+    reference.model.register_forward_hook(repeat, with_kwargs=True)
+
+
+def _with_rotated_halves(tensors: Tensors) -> Tensors:
+    """Store the rows of queries and keys of six and two heads so that the halves of a head are rotated together."""
+    changed = {"model.early_exit_gate.weight": torch.zeros(1, 48)}
+    for name, weight in tensors.items():
+        if match := re.search(r"\.([qk])_proj\.", name):
+            heads = weight.unflatten(0, (6 if match[1] == "q" else 2, -1, 2))
+            weight = heads.transpose(1, 2).flatten(0, 2)
+        changed[name] = weight
+    return changed
+
+
 def _with_longer_head(tensors: Tensors) -> Tensors:
     return _with_fused_qkv(tensors) | {"lm_head.weight": 3 * tensors["lm_head.weight"]}
 
@@ -300,6 +323,17 @@ PUBLISHED = {
         {"rms_norm_eps": 1e-5},
         {"model_type": "orion"},
         prepare=_with_layer_norms,
+    ),
+    "Ouro": Published(
+        "glm4",
+        {"partial_rotary_factor": 1.0},
+        {"model_type": "ouro", "total_ut_steps": 3, "early_exit_threshold": 1.0},
+        (
+            (r"post_self_attn_layernorm", "input_layernorm_2"),
+            (r"post_mlp_layernorm", "post_attention_layernorm_2"),
+        ),
+        _with_rotated_halves,
+        prepare=_with_three_passes,
     ),
     "QWen": Published(
         "qwen2",

@@ -191,7 +191,9 @@ class Recorder:
         """Record the begin of a pass through layers that are computed several times."""
         program, size = self._program, self._spec.hidden_size
         if restart.norms:
-            program.add_op("norm", vectors=[np.ones(size, np.float32)])
+            weighted = restart.has_norm_weights
+            weight = self._blocks.norm("norm", size) if weighted else np.ones(size, np.float32)
+            program.add_op("norm", vectors=[weight])
         if restart.keeps is not None:
             program.add_op("keep_inputs", first_column=restart.keeps * size)
         if restart.adds is not None:

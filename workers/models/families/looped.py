@@ -85,6 +85,28 @@ def _hrm_text(fields: ConfigFields) -> ModelSpec:
     )
 
 
+def _ouro(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of an Ouro, which computes all layers several times, with the final norm after each pass."""
+    _refuse(fields, "use_sliding_window")
+    fields.require("early_exit_threshold", 1.0, ": the number of passes is fixed")
+    layers = [LayerSpec(read_rope(fields, head_dim(fields)))] * fields.layer_count(
+        "num_hidden_layers"
+    )
+    restart = Restart(has_norm_weights=True)
+    passes = [
+        (range(len(layers)), restart if i else None)
+        for i in range(fields.integer("total_ut_steps", 4))
+    ]
+    return base_spec(
+        fields,
+        looped_layers(layers, passes),
+        norms=NormNames(
+            attention_output="input_layernorm_2", mlp_output="post_attention_layernorm_2"
+        ),
+        tensor_names=((r"^(model\.)?early_exit_gate\..*", ""),),
+    )
+
+
 def _dory(fields: ConfigFields) -> ModelSpec:
     """Return the spec of a Nemotron Dory, an nGPT (arXiv 2410.01131) some of whose layers are computed several times.
 
@@ -189,4 +211,5 @@ def _dory(fields: ConfigFields) -> ModelSpec:
 FAMILIES = (
     Family("DoryForCausalLM", "dory", _dory),
     Family("HrmTextForCausalLM", "hrm_text", _hrm_text),
+    Family("OuroForCausalLM", "ouro", _ouro),
 )

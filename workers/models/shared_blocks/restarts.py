@@ -19,8 +19,10 @@ class Restarts:
 
     def __init__(self, spec: ModelSpec, weights: WeightReader) -> None:
         self._size, self._count = spec.hidden_size, spec.num_kept_states
-        ones_D = torch.ones(spec.hidden_size, device=weights.device)
-        self._norm = RMSNorm(ones_D, spec.norm_eps)
+        weight_D = torch.ones(spec.hidden_size, device=weights.device)
+        if any(layer.restart and layer.restart.has_norm_weights for layer in spec.layers):
+            weight_D = weights.read_vector("norm.weight", spec.hidden_size)
+        self._norm = RMSNorm(weight_D, spec.norm_eps)
         self._initial_D: Tensor | None = None
         self._kept: list[Tensor] = []
         first = spec.layers[0].restart
