@@ -335,6 +335,11 @@ PUBLISHED = {
         _with_rotated_halves,
         prepare=_with_three_passes,
     ),
+    "Param2MoE": Published(
+        "ling2",
+        {"n_group": 1, "topk_group": 1, "partial_rotary_factor": 1.0},
+        {"model_type": "param2moe", "score_function": "sigmoid", "n_group": None},
+    ),
     "QWen": Published(
         "qwen2",
         {"num_key_value_heads": 6},

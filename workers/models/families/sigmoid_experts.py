@@ -180,6 +180,12 @@ def _ling2(fields: ConfigFields) -> ModelSpec:
     )
 
 
+def _param2(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of a Param2, a Ling 2 without groups of experts whose heads are rotated as a whole."""
+    fields.require("score_function", "sigmoid")
+    return _ling2(fields.with_defaults(n_group=1, topk_group=1))
+
+
 def _ling(fields: ConfigFields) -> ModelSpec:
     """Return the spec of the first Ling, with experts like those of DeepSeek-MoE and softmax scores."""
     fields.require("norm_head", False, " (a GGUF file has a normed head)")
@@ -354,6 +360,7 @@ FAMILIES = (
     Family("MiniMaxM3SparseForCausalLM", "minimax_m3", _minimax_m3),
     Family("MiniMaxM3SparseForConditionalGeneration", "minimax_m3_vl", _minimax_m3),
     Family("MiniMaxM3VLForCausalLM", "minimax_m3_vl_text", _minimax_m3),
+    Family("Param2MoEForCausalLM", "param2moe", _param2),
     Family("SarvamMoEForCausalLM", "sarvam_moe", _sarvam_moe),
     Family("SolarOpenForCausalLM", "solar_open", _solar_open),
 )

@@ -113,5 +113,7 @@ FAMILIES = (
     Family("OrionForCausalLM", "orion", _orion),
     Family("PanguEmbeddedForCausalLM", "PanguEmbedded", _with_bias),
     Family("QWenLMHeadModel", "qwen", _qwen),
+    Family("TeleChat3ForCausalLM", "telechat3", llama),
+    Family("Telechat3ForCausalLM", "telechat3", llama),
     Family("XverseForCausalLM", "xverse", llama),
 )
