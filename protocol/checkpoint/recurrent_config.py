@@ -9,7 +9,9 @@ import msgspec
 
 from .config_fields import ConfigFields
 from .recurrent_layers import (
+    ConvolvedAttention,
     GatedDeltaNet,
+    HeadConvolutions,
     InnerConvolutions,
     KimiDeltaAttention,
     LightningAttention,
@@ -89,6 +91,8 @@ def read_recurrent_layer(fields: ConfigFields) -> RecurrentLayer | None:
             # The state of each layer fits into a block in which this one fits.
             both = [read_inner_convolutions(fields, is_local=each) for each in (False, True)]
             return max(both, key=lambda each: each.num_kv_heads * each.head_dim)
+        case "zaya":
+            return read_head_convolutions(fields)
         case "kimi_linear":
             _require_silu(fields)
             return _read_kimi_delta_attention(fields)
@@ -103,6 +107,17 @@ def read_inner_convolutions(fields: ConfigFields, *, is_local: bool) -> InnerCon
         fields.integer(f"{prefix}head_dim", 128),
         fields.integer("hidden_size"),
         fields.integer("conv_kernel_size", fields.integer("sconv_kernel_size", 4)),
+    )
+
+
+def read_head_convolutions(fields: ConfigFields) -> HeadConvolutions:
+    """Return the convolutions of ZAYA1, of which one follows another."""
+    return HeadConvolutions(
+        fields.integer("num_attention_heads", 8),
+        fields.integer("num_key_value_heads", 2),
+        fields.integer("head_dim", 128),
+        fields.integer("cca_time0", 2),
+        fields.integer("cca_time1", 2, minimum=2),
     )
 
 
@@ -437,7 +452,7 @@ class RecurrentModel(msgspec.Struct, frozen=True):
         if isinstance(layer, KimiDeltaAttention):
             size = fields.integer("kv_lora_rank") + fields.integer("qk_rope_head_dim", minimum=0)
             return cls(layer, 1, size, values_are_keys=True)
-        if isinstance(layer, InnerConvolutions):
+        if isinstance(layer, ConvolvedAttention):
             return cls(layer, layer.num_kv_heads, layer.head_dim)
         num_heads = fields.integer("num_attention_heads")
         head_dim = fields.integer("head_dim", fields.integer("hidden_size") // num_heads)

@@ -342,6 +342,42 @@ class InnerConvolutions(msgspec.Struct, frozen=True, tag=True):
         return StateSize(0, self.segment - 1 + self.kernel - 1, channels)
 
 
+class HeadConvolutions(msgspec.Struct, frozen=True, tag=True):
+    """Short convolutions of the queries, keys and values of attention (compressed convolutional attention, ZAYA1).
+
+    Each channel of queries and keys is combined over `channel_kernel` tokens, and then each of their heads over
+    `head_kernel` tokens. The latter half of a token's values comes from the token before it, and the queries and keys
+    that share a head are added to each other (arXiv 2510.04476).
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    channel_kernel: int
+    head_kernel: int
+
+    @property
+    def kernel(self) -> int:
+        """Number of tokens on which the queries and keys of a token depend."""
+        return self.channel_kernel + self.head_kernel - 1
+
+    @property
+    def segment(self) -> int:
+        """Number of tokens in a segment, as in `ShortConvolution`."""
+        return 8
+
+    @property
+    def num_units(self) -> int:
+        """Number of parts that can be divided equally among ranks."""
+        return self.num_kv_heads
+
+    def state_size(self, ranks: int) -> StateSize:
+        """Return the size of the state in one of `ranks` workers."""
+        heads, kv_heads = (max(1, n // ranks) for n in (self.num_heads, self.num_kv_heads))
+        channels = (heads + 2 * kv_heads) * self.head_dim
+        return StateSize(0, self.segment - 1 + self.kernel - 1, channels)
+
+
 MixerLayer: TypeAlias = (
     ShortConvolution
     | Mamba1
@@ -353,4 +389,7 @@ MixerLayer: TypeAlias = (
 )
 """The layers that are a block of their own, beside attention or instead of it."""
 
-RecurrentLayer: TypeAlias = MixerLayer | InnerConvolutions
+ConvolvedAttention: TypeAlias = InnerConvolutions | HeadConvolutions
+"""The convolutions within a layer with attention."""
+
+RecurrentLayer: TypeAlias = MixerLayer | ConvolvedAttention

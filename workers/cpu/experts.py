@@ -106,6 +106,7 @@ class NativeExperts(structs.ExpertLayer):
             experts.num_experts + experts.num_identities,
             experts.num_experts_per_token,
             experts.num_identities,
+            experts.skips_identities,
             experts.num_always,
             _SCORING[experts.scoring],
             experts.renormalizes,

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ...protocol.checkpoint.recurrent_layers import (
     GatedDeltaNet,
+    HeadConvolutions,
     InnerConvolutions,
     KimiDeltaAttention,
     LightningAttention,
@@ -480,6 +481,10 @@ def mixer_sizes(layer: RecurrentLayer, ranks: int) -> tuple[int, int]:
         case InnerConvolutions():
             # The inputs are those of attention.
             return 0, 0
+        case HeadConvolutions():
+            # The means of queries and keys follow the queries, keys and values.
+            values = max(1, layer.num_kv_heads // ranks) * layer.head_dim
+            return 2 * channels - values, 0
         case Mamba1():
             heads = max(1, layer.num_heads // ranks)
             selected = layer.step_rank + 2 * layer.state_size_per_channel

@@ -23,7 +23,7 @@ from .specs.altup import AltUpSpec, PerLayerInputsSpec
 from .specs.block_indexer import BlockIndexerSpec
 from .specs.compressed import CompressedSpec, Compression
 from .specs.convolution import ConvolutionSpec
-from .specs.experts import ExpertsSpec, GateLimit
+from .specs.experts import ExpertsSpec, GateLimit, passed_size
 from .specs.hyper import HyperConnectionsSpec
 from .specs.latent import LatentSpec, RopeOrder
 from .specs.ngram import NgramSpec
@@ -165,11 +165,11 @@ class ModelSpec(msgspec.Struct, frozen=True):
     `mlp_output_bias`, only the last one.
 
     `qk_norm` is "head" (one norm per head, with shared weights), "each head" (with separate weights), "unit" (without
-    weights, in layers with a rotary embedding), or "full" (one norm over all heads). If `rotates_before_norm`, it
-    follows the rotary embedding. `rope_order` is the order of a head's stored rows: of the R rotated rows, row i is
-    rotated with row i + R/2 ("half"), each even row with the next ("interleaved"), or row i + R/2 with row i
-    ("swapped"). If `has_value_norm`, each value is divided by its root mean square. If `value_dim` is not None, values
-    have that many elements. In the cache they are padded to the size of keys.
+    weights, in layers with a rotary embedding), "scaled" (without weights, but a factor for each key head), or "full"
+    (one norm over all heads). If `rotates_before_norm`, it follows the rotary embedding. `rope_order` is the order of a
+    head's stored rows: of the R rotated rows, row i is rotated with row i + R/2 ("half"), each even row with the next
+    ("interleaved"), or row i + R/2 with row i ("swapped"). If `has_value_norm`, each value is divided by its root mean
+    square. If `value_dim` is not None, it is the size of values, which are padded to that of keys in the cache.
 
     If `norms_stream`, the norms of `attention_output` and `mlp_output` are not applied to a block's output but to the
     residual stream after its addition (BERT, arXiv 1810.04805). The last layer's output is normed if `has_final_norm`.
@@ -200,15 +200,15 @@ class ModelSpec(msgspec.Struct, frozen=True):
 
     Embeddings are multiplied by `embedding_scale`, and every block's output by `residual_multiplier` before it is
     added. If `averages_blocks`, a hidden state is the sum of the embedding and the outputs of n blocks, divided by the
-    square root of n + 1. This changes only the epsilons of norms, so the stream holds the sum. If
-    `residual_temperature` is not 0, each element of a stream and of a block's normed output has its own factor: those
-    of the output are the sigmoids of stored gates, divided by this temperature, and those of the stream keep the
-    variance of the sum. If `interpolates_blocks`, the stream is normed to x before a block, and then becomes (1 - a) *
-    x + a * output, where a is the absolute value of a stored gate divided by the temperature (nGPT, arXiv 2410.01131).
-    The outputs of attention, recurrent parts and MLPs, and the gates of MLPs, have their own multipliers. If
-    `has_layer_scales`, a layer's output is multiplied by a stored number. Unless `head_dense_bias` is None, a dense
-    layer, the activation and a norm follow the final norm. Logits are divided by `logits_divisor`, then capped to
-    +-`final_softcap`.
+    square root of n + 1. Only the epsilons of norms change, so the stream holds the sum. If `residual_temperature` is
+    not 0, each element of a stream and of a block's normed output has its own factor: those of the output are the
+    sigmoids of stored gates, divided by this temperature, and those of the stream keep the variance of the sum. If
+    `has_residual_scales`, each element of embeddings, streams and blocks' outputs has a stored bias and factor. If
+    `interpolates_blocks`, the stream is normed to x before a block, and then becomes (1 - a) * x + a * output, where a
+    is the absolute value of a stored gate divided by the temperature (nGPT, arXiv 2410.01131). The outputs of
+    attention, recurrent parts and MLPs, and the gates of MLPs, have their own multipliers. If `has_layer_scales`, a
+    layer's output is multiplied by a stored number. Unless `head_dense_bias` is None, a dense layer, the activation and
+    a norm follow the final norm. Logits are divided by `logits_divisor`, then capped to +-`final_softcap`.
 
     With `encoder`, the outputs of a vision or audio tower replace the embeddings of some tokens. If they have
     `num_deepstack_layers` additional parts, each part is added to the hidden states of these tokens after one of the
@@ -248,7 +248,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
     has_embedding_norm: bool = False
     norm_gate: NormGateSpec | None = None
     is_parallel: bool = False
-    qk_norm: Literal["head", "each head", "unit", "full"] | None = None
+    qk_norm: Literal["head", "each head", "unit", "scaled", "full"] | None = None
     qk_norm_bias: bool = False
     rotates_before_norm: bool = False
     has_value_norm: bool = False
@@ -290,6 +290,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
     residual_multiplier: float = 1.0
     averages_blocks: bool = False
     residual_temperature: float = 0.0
+    has_residual_scales: bool = False
     interpolates_blocks: bool = False
     attention_multiplier: float = 1.0
     recurrent_multiplier: float = 1.0
@@ -426,6 +427,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
         inputs = sum(per_layer + layer.input_size for layer in self.layers[first_layer:])
         inputs += self.hidden_size * (first_layer <= self.last_shared_block)
         inputs += NUM_TOKEN_DIGITS * (first_layer <= self.last_token_layer)
+        inputs += passed_size(layer.experts for layer in self.layers[first_layer:])
         if any(layer.restart for layer in self.layers[first_layer:]):
             inputs += self.num_kept_states * self.hidden_size
         return (self.num_streams or 1) * self.hidden_size + inputs

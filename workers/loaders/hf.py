@@ -76,8 +76,11 @@ _STACKINGS = {
     "qwen3_vl_moe": _Stacking(is_transposed=True),
     "qwen3_vl_moe_text": _Stacking(is_transposed=True),
 }
-_JOINED = {"model.transformer.wte.embedding": "model.transformer.wte.new_embedding"}
-"""Tensors whose rows are followed by those of another tensor (Molmo 2)."""
+_JOINED = (
+    (re.compile(r"model\.transformer\.wte\.embedding"), "model.transformer.wte.new_embedding"),
+    (re.compile(r"(.*)\.v_proj_current\.(\w+)"), r"\1.v_proj_delayed.\2"),
+)
+"""Names of tensors whose rows are followed by those of another tensor, and its name (Molmo 2, ZAYA1)."""
 
 
 class _StoredTensor(msgspec.Struct, frozen=True):
@@ -217,11 +220,13 @@ class HFCheckpoint(Checkpoint):
                     file,
                     f"there is no tensor {name!r}, which {_INDEX} lists in this file; download both",
                 )
-        for name, other in _JOINED.items():
-            first, second = self._stored.get(name), self._stored.get(other)
-            if isinstance(first, _StoredTensor) and isinstance(second, _StoredTensor):
-                self._stored[name] = _JoinedTensor(first, second)
-                del self._stored[other]
+        for pattern, replacement in _JOINED:
+            for match in list(filter(None, map(pattern.fullmatch, self._stored))):
+                name, other = match[0], match.expand(replacement)
+                first, second = self._stored.get(name), self._stored.get(other)
+                if isinstance(first, _StoredTensor) and isinstance(second, _StoredTensor):
+                    self._stored[name] = _JoinedTensor(first, second)
+                    del self._stored[other]
         self._modules = QuantizedModules.from_config(config, self)
 
     def names(self) -> Collection[str]:

@@ -126,11 +126,11 @@ class Attention:
         tables: RotaryTables | None,
         kv_cache: Tensor,
         attn_metadata: Any,
-        convolve_keys: Callable[[Tensor], Tensor] | None = None,
+        convolve: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
         """Return the attention output [T, D] of a layer.
 
-        `convolve_keys` is applied to the keys and values [T, 2GK] of the step's tokens.
+        `convolve` is applied to the queries, keys and values [T, HK + 2GK] of the step's tokens.
         """
         num_heads, num_kv_heads = self._num_heads, self._num_kv_heads
         qkv_TF = self.qkv(x)
@@ -141,10 +141,8 @@ class Attention:
             if self._query_scaling is not None:
                 biases_THE = scale_queries(biases_THE, positions_T, self._query_scaling)
             layer = replace(layer, query_biases_THE=biases_THE)
-        if convolve_keys is not None:
-            first = num_heads * self._head_dim
-            keys = slice(first, first + 2 * num_kv_heads * self._head_dim)
-            qkv_TF[:, keys] = convolve_keys(qkv_TF[:, keys])
+        if convolve is not None:
+            qkv_TF = convolve(qkv_TF)
         if self._indexer is not None:
             qkv_TF, index_TF = qkv_TF.tensor_split((qkv_TF.shape[1] - self._indexer.size,), 1)
             index = self._indexer.queries(index_TF, tables)
@@ -394,7 +392,7 @@ def head_norm(
     order_K = _rope_order(spec, layer).to(weights.device)
 
     def offset(name: str) -> float | None:
-        return None if spec.qk_norm == "unit" else spec.norm_offset(name)
+        return None if spec.qk_norm in ("unit", "scaled") else spec.norm_offset(name)
 
     def read(kind: str) -> Tensor:
         parts = []
@@ -404,6 +402,8 @@ def head_norm(
         for name, count, heads in norms:
             if offset(name) is None:
                 part_HK = torch.ones(len(heads), spec.head_dim, device=weights.device)
+                if spec.qk_norm == "scaled" and name == "k_norm":
+                    part_HK *= weights.read_vector(f"{prefix}key_scale", count, heads)[:, None]
             elif spec.qk_norm == "each head":
                 part_HK = _read_each_head(weights, f"{prefix}{name}.", kind, count, heads, spec)
             else:
@@ -419,10 +419,12 @@ def head_norm(
 
 
 def head_norm_eps(spec: ModelSpec) -> float:
-    """Return the epsilon that is added to a head's mean square.
+    """Return the epsilon that is added to a head's mean square. "Scaled" norms only avoid a division by 0.
 
     In an nGPT, a head's sum of squares gets the same addition as the hidden state's, so its mean gets a larger one.
     """
+    if spec.qk_norm == "scaled":
+        return 1e-12
     return spec.norm_eps * (spec.hidden_size / spec.head_dim if spec.interpolates_blocks else 1)
 
 

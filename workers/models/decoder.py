@@ -14,17 +14,19 @@ import torch
 from torch import Tensor
 
 from ...protocol.arrays import Int32Array
-from ...protocol.checkpoint.recurrent_layers import InnerConvolutions
+from ...protocol.checkpoint.recurrent_layers import HeadConvolutions, InnerConvolutions
 from ..attention import DeviceAttention, as_backend
 from ..layers.layers import LayerKernels
 from ..layers.parallel.shard import ModelShard
 from ..layers.rope import INDEX_AXIS, RopeSpec, RotaryEmbedding, RotaryTables
 from ..layers.spec import LayerSpec, ModelSpec
+from ..layers.specs.experts import passed_size
 from ..loaders.checkpoint import Checkpoint
 from .cross_attention import QueryRecorder
 from .decoder_layer import DecoderLayer
+from .experts.router_mlp import RouterState
 from .layer_kinds.altup import AltUpLayer, Streams
-from .layer_kinds.convolved import ConvolvedLayer
+from .layer_kinds.convolved import ConvolvedLayer, MixedHeadsLayer
 from .layer_kinds.hyper_connections import HyperLayer, Reducer, read_reducer
 from .layer_kinds.image_reader import ImageReaderLayer
 from .layer_kinds.normed_stream import NormedStreamLayer
@@ -111,6 +113,9 @@ class Decoder(TorchDecoder):
         for previous, current in pairwise(self._layers):
             if isinstance(previous, DecoderLayer) and isinstance(current, DecoderLayer):
                 current.previous = previous if previous.shortcut is not None else None
+        self._router_state: RouterState | None = None
+        if passed_size(layer.experts for layer in spec.layers):
+            self._router_state = self._share_router_state()
         self._last_streams: Streams | Reducer | None = None
         if shard.is_last:
             if spec.hyper_connections is not None:
@@ -220,6 +225,8 @@ class Decoder(TorchDecoder):
                 layer_inputs = self._layer_inputs.received(received_TE)
         if self._restarts is not None:
             self._restarts.begin(received_TE, x_TD)
+        if self._router_state is not None:
+            self._router_state.passed_TR = received_TE
         return x_TD, layer_inputs
 
     def _sent(self, x_TD: Tensor, layer_inputs: Sequence[Tensor]) -> Tensor:
@@ -228,7 +235,18 @@ class Decoder(TorchDecoder):
             return torch.cat((x_TD, *self._layer_inputs.sent(layer_inputs, x_TD.dtype)), -1)
         if self._restarts is not None and self._next_width > self._width:
             return self._restarts.joined(x_TD)
+        if self._router_state is not None and self._router_state.passed_TR is not None:
+            return torch.cat((x_TD, self._router_state.passed_TR.to(x_TD.dtype)), -1)
         return x_TD
+
+    def _share_router_state(self) -> RouterState:
+        """Return what the routers of this stage pass on to each other."""
+        state = RouterState()
+        for layer in self._layers:
+            if isinstance(layer, DecoderLayer) and layer.experts is not None:
+                assert layer.experts.router.mlp is not None
+                layer.experts.router.mlp.state = state
+        return state
 
     def _rotary_tables(self, positions_T: Tensor) -> dict[RopeSpec, RotaryTables]:
         rotary = positions_T if self.rotary_T3 is None else self.rotary_T3
@@ -357,6 +375,8 @@ def _make_layers(
 def _layer_kind(spec: ModelSpec, layer: LayerSpec) -> type[DecoderLayer]:
     if layer.reads_source and not layer.attends:
         return ImageReaderLayer
+    if isinstance(layer.recurrent, HeadConvolutions):
+        return MixedHeadsLayer
     if isinstance(layer.recurrent, InnerConvolutions):
         return ConvolvedLayer
     if spec.norms_stream:

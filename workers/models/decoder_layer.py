@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...protocol.checkpoint.recurrent_layers import InnerConvolutions
+from ...protocol.checkpoint.recurrent_layers import ConvolvedAttention
 from ..attention import DeviceAttention, as_backend
 from ..attention.compressed import CompressedCache
 from ..layers.layers import (
@@ -29,7 +29,7 @@ from .mixers import Mixer, make_mixer
 from .mlp import MLP
 from .norms import added, read_norm
 from .per_layer_inputs import PerLayerBlock
-from .residual_gate import ResidualGate
+from .residual_gate import ResidualGate, ResidualScale
 
 
 def _attention(
@@ -75,7 +75,7 @@ class DecoderLayer:
             self._attention = _attention(layer, source.at("self_attn."), attention)
             if not (spec.latent and spec.latent.indexer and spec.latent.indexer.norms_inputs):
                 consumer = self._attention.qkv
-        if layer.recurrent is not None and not isinstance(layer.recurrent, InnerConvolutions):
+        if layer.recurrent is not None and not isinstance(layer.recurrent, ConvolvedAttention):
             self._mixer = make_mixer(layer.recurrent, source.at("mixer."))
         if layer.reads_source:
             self.cross = CrossAttention(source.at("cross_attn."), as_backend(attention))
@@ -89,7 +89,13 @@ class DecoderLayer:
                 None if is_shared or self._mixer is not None else consumer,
             )
             self._attention_output_norm = norm(norms.attention_output)
-        self._attention_gate = self._mlp_gate = None
+        self._attention_gate: ResidualGate | ResidualScale | None = None
+        self._mlp_gate: ResidualGate | ResidualScale | None = None
+        if spec.has_residual_scales:
+            self._attention_gate, self._mlp_gate = (
+                ResidualScale(spec, weights, f"{prefix}{name}_scale")
+                for name in ("attention", "mlp")
+            )
         if spec.residual_temperature:
             self._attention_gate, self._mlp_gate = (
                 ResidualGate(spec, weights, f"{prefix}{name}")

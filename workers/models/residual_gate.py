@@ -1,4 +1,4 @@
-"""Gates of the residual stream: each element of the stream and of a block's output has a trained factor (Muse Spark).
+"""Trained factors of each element of the residual stream, and of each element of a block's output.
 
 Shapes: T tokens of a step, D hidden size.
 """
@@ -16,7 +16,7 @@ _LEAST_SQUARE = 1e-3
 
 
 class ResidualGate:
-    """The factors of the stream, and of a block's output that is added to it, both float32 [D].
+    """The factors of the stream, and of a block's output that is added to it, both float32 [D] (Muse Spark).
 
     The square of the one is 1 minus the square of the other, so that the sum of independent elements keeps its
     variance.
@@ -38,3 +38,20 @@ class ResidualGate:
         """Scale the stream in place, and return the scaled output of the block."""
         x_TD.copy_(x_TD * self.stream_D)
         return (block_TD * self.block_D).to(block_TD.dtype)
+
+
+class ResidualScale:
+    """Factors of the stream and of a block's output, which are applied after biases, all float32 [D] (ZAYA1)."""
+
+    def __init__(self, spec: ModelSpec, weights: WeightReader, name: str) -> None:
+        """Read the factors and biases that belong to the block called `name`."""
+        self.stream_D, self.stream_bias_D, self.block_D, self.block_bias_D = (
+            weights.read_float32(f"{name}.{of}_{kind}", spec.hidden_size)
+            for of in ("residual", "hidden_states")
+            for kind in ("scale", "bias")
+        )
+
+    def scale(self, x_TD: Tensor, block_TD: Tensor) -> Tensor:
+        """Scale the stream in place, and return the scaled output of the block."""
+        x_TD.copy_((x_TD + self.stream_bias_D) * self.stream_D)
+        return ((block_TD + self.block_bias_D) * self.block_D).to(block_TD.dtype)

@@ -34,6 +34,8 @@ _FIRST_STAGE = (
     "embed_positions.",
     "embed_token_types.",
     "embed_norm.",
+    "embed_scale",
+    "embed_bias",
     "embed_tokens_per_layer.",
     "per_layer_",
     "altup_projections.",

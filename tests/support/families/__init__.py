@@ -59,7 +59,7 @@ def make_reference(name: str, **others: Any) -> Any:
         else:
             torch.nn.init.normal_(parameter, 0, 0.15)
     for name, buffer in model.named_buffers():
-        if name.endswith(("e_score_correction_bias", "expert_bias")):
+        if name.endswith(("e_score_correction_bias", "expert_bias", "balancing_biases")):
             torch.nn.init.normal_(buffer, 0, 0.3)
         if name.endswith("tid2eid"):
             for row in buffer:

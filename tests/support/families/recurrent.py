@@ -128,6 +128,20 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
             "unpadded_vocab_size": 97,
         },
     ),
+    "zaya": (
+        "Zaya",
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+            "layer_types": ["hybrid", "hybrid_sliding"] * 2,
+            "sliding_window": 9,
+            "moe_intermediate_size": 24,
+            "num_experts": 4,
+            "router_hidden_size": 20,
+            "cca_time0": 3,
+            "lm_head_bias": True,
+        },
+    ),
     "qwen4": ("Qwen4ExpText", QWEN4),
     # A token of the prompts ends n-grams.
     "qwen4-ngrams": ("Qwen4ExpText", QWEN4 | NGRAMS | {"eos_token_id": 7}),

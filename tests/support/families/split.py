@@ -122,24 +122,46 @@ SMALL_VALUES = {
     "moe_intermediate_size": 64,
 }
 CONVOLVED = {
-    # A block has room for the states of a rank.
-    "head_dim": 80,
-    "num_key_value_heads": 4,
-    "swa_num_attention_heads": 16,
-    "swa_num_key_value_heads": 8,
-    "swa_head_dim": 40,
-    "sliding_window_size": 20,
-    "rel_extent": 30,
-    "d_rel": 4,
-    "log_scaling_n_floor": 7,
-    "layer_types": ["hybrid_sliding", "hybrid"] * 2 + ["hybrid_sliding"],
-    "mlp_layer_types": ["dense", *["sparse"] * 4],
-    "moe_intermediate_size": 64,
-    "n_routed_experts": 6,
-    # Otherwise the logits of random weights are all about 0.
-    "logits_mup_width_multiplier": 0.01,
-    "num_experts_per_tok": 2,
+    # Convolutions within layers of several sizes, and experts that every token chooses.
+    "inkling": (
+        "InklingText",
+        "Inkling",
+        {
+            "head_dim": 80,
+            "num_key_value_heads": 4,
+            "swa_num_attention_heads": 16,
+            "swa_num_key_value_heads": 8,
+            "swa_head_dim": 40,
+            "sliding_window_size": 20,
+            "rel_extent": 30,
+            "d_rel": 4,
+            "log_scaling_n_floor": 7,
+            "layer_types": ["hybrid_sliding", "hybrid"] * 2 + ["hybrid_sliding"],
+            "mlp_layer_types": ["dense", *["sparse"] * 4],
+            "moe_intermediate_size": 64,
+            "n_routed_experts": 6,
+            # Otherwise the logits of random weights are all about 0.
+            "logits_mup_width_multiplier": 0.01,
+            "num_experts_per_tok": 2,
+        },
+    ),
+    # Convolutions of queries, keys and values, and routers that pass on what they compute.
+    "zaya": (
+        "Zaya",
+        "Zaya",
+        {
+            "head_dim": 64,
+            "num_key_value_heads": 4,
+            "num_attention_heads": 8,
+            "layer_types": ["hybrid", "hybrid_sliding"] * 2 + ["hybrid"],
+            "sliding_window": 20,
+            "moe_intermediate_size": 64,
+            "num_experts": 4,
+            "router_hidden_size": 40,
+            "cca_time0": 1,
+        },
+    ),
 }
-"""Convolutions within layers of several sizes, and experts that every token chooses."""
+"""The class of the config, the family, and sizes with which blocks have room for the states of a rank."""
 DENSE_HEAD = {"head_dim": 8, "num_key_value_heads": 12, "local_attention": 32}
 """A dense layer before the output projection."""

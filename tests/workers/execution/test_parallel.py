@@ -332,7 +332,7 @@ def test_layers_that_share_keys_or_differ_in_their_heads_can_be_split(
     window = {"attention_window_size": 16}
     models["recurrent-gemma"] = ("RecurrentGemma", "RecurrentGemma", window)
     models["deepseek-v4"] = ("DeepseekV4", "DeepseekV4", HASHED)
-    models["inkling"] = ("InklingText", "Inkling", CONVOLVED)
+    models |= CONVOLVED
     models["qwen4"] = ("Qwen4ExpText", "Qwen4Exp", HASHED_NGRAMS)
     heads = {"n_mamba_heads": 2, "num_key_value_heads": 4}
     models["zamba"] = ("Zamba", "Zamba", SHARED_BLOCKS | heads)

@@ -140,6 +140,7 @@ NATIVE = [
     "Step3p7",
     "xglm",
     "zamba",
+    "zaya",
     "zamba2",
     "zamba2-untied",
 ]

@@ -29,6 +29,10 @@ SIZES = {
 """Sizes with which the recurrent states of models fit into small blocks."""
 
 
+BLOCK_SIZES = {"inkling": 32, "zaya": 64}
+"""Larger blocks where states need them."""
+
+
 def make(name, **differences):
     """Return a random model of transformers."""
     if name in CONFIGS:
@@ -54,12 +58,12 @@ NAMES = [
 ]
 
 
-# Compressed attention has no cache of eight bits, and the states of Inkling do not fit into small blocks of it.
+# Compressed attention has no cache of eight bits, and the states of others do not fit into small blocks of it.
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
         *product(NAMES, [torch.bfloat16, torch.int8]),
-        *product(["deepseek-v4", "inkling"], [torch.bfloat16]),
+        *product(["deepseek-v4", "inkling", "zaya"], [torch.bfloat16]),
     ],
 )
 def test_native_states_do_not_depend_on_the_batch(name, dtype, tmp_path):
@@ -73,7 +77,7 @@ def test_native_states_do_not_depend_on_the_batch(name, dtype, tmp_path):
             tmp_path,
             dtype=torch.bfloat16,
             cache_dtype=dtype,
-            block_size=32 if name == "inkling" else 16,
+            block_size=BLOCK_SIZES.get(name, 16),
             num_threads=n,
         )
         for n in (1, 2)

@@ -85,6 +85,10 @@ OP_KINDS = (
     "share_activation_squares",
     "convolve_inside",
     "activate",
+    "chain_columns",
+    "scale_add",
+    "average_heads",
+    "convolve_heads",
 )
 
 ACTIVATIONS = (
@@ -177,6 +181,7 @@ class Router(ctypes.Structure):
         ("num_experts", c_int32),
         ("num_chosen", c_int32),
         ("num_identities", c_int32),
+        ("skips_identities", c_int32),
         ("num_always", c_int32),
         ("scoring", c_int32),
         ("renormalizes", c_int32),
@@ -368,6 +373,7 @@ class Op(ctypes.Structure):
         ("adapter_rank", c_int32),
         ("scale", c_float),
         ("eps", c_float),
+        ("activation", c_int32),
         ("gate_limit", GateLimit),
         ("choice", ChoiceRule),
         ("attention", AttentionLayer),

@@ -102,8 +102,8 @@ std::string describe() {
          projection_size, mixed_size, num_streams, input_size, is_latent, index_dim, index_inputs, index_eps,
          is_compressed, num_threads)
   STRUCT(AttentionLayer, scale, softcap, window, rounds_alibi)
-  STRUCT(Router, num_experts, num_chosen, num_identities, num_always, scoring, renormalizes, num_groups,
-         num_chosen_groups, num_best, corrects_logits, scale, mixer_noise, softcap, correction, scales,
+  STRUCT(Router, num_experts, num_chosen, num_identities, skips_identities, num_always, scoring, renormalizes,
+         num_groups, num_chosen_groups, num_best, corrects_logits, scale, mixer_noise, softcap, correction, scales,
          experts_by_token, num_second_tokens, second_tokens)
   STRUCT(GateLimit, bound, is_activated)
   STRUCT(ExpertExchange, num_ranks, begin_round, dispatch, collect)
@@ -124,8 +124,9 @@ std::string describe() {
   STRUCT(Compression, rate, overlaps, layer, group, index_dim, index_heads, biases, norm, index_biases, index_norm)
   STRUCT(Op, kind, input_kind, activation_kind, source, target, layer, group, rope, qk_norm, rotates_before_norm,
          is_optional, reads_source, is_sparse, num_heads, num_kv_heads, head_dim, output_dim, num_stored, norms_values,
-         num_parts, first_column, num_columns, adapter_rank, scale, eps, gate_limit, choice, attention, parts, vectors,
-         experts, mixer, heads, adapters, altup, hyper, norm_gate, compression, latent, ngrams, relative_biases)
+         num_parts, first_column, num_columns, adapter_rank, scale, eps, activation, gate_limit, choice, attention,
+         parts, vectors, experts, mixer, heads, adapters, altup, hyper, norm_gate, compression, latent, ngrams,
+         relative_biases)
   STRUCT(StepGroup, block_table, block_table_stride, slot_mapping)
   STRUCT(LogitRules, allowed, bad_words, end_tokens, bias_tokens, biases, bad_words_size, num_end_tokens, min_length,
          num_biases, has_penalties, repetition_penalty, presence_penalty, frequency_penalty, suppressed,
@@ -156,7 +157,8 @@ std::string describe() {
        choose_keys, quantize_inputs, norm_activations, store_index, keep_inputs, join_inputs, quantize_sum,
        repeat_streams, mix_streams, update_streams, norm_beside, gated_norm_add, add_kept, summarize_group,
        store_entries, scale_heads, load_key, average_group, norm_streams, embed_ngrams, gate_ngrams, convolve_ngrams,
-       norm_columns, add_shortcut, share_activation_squares, convolve_inside, activate)
+       norm_columns, add_shortcut, share_activation_squares, convolve_inside, activate, chain_columns, scale_add,
+       average_heads, convolve_heads)
   FOR_EACH(FUNCTION, engine_isa, engine_isa_name, engine_select_isa, engine_can_pack, engine_packed_bytes,
            engine_pack_rows, engine_finish_packing, engine_activation_row_bytes, engine_quantize_rows,
            engine_linear_rows, engine_unpack_weight_row, engine_program_new, engine_program_free, engine_program_add,

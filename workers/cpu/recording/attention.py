@@ -155,11 +155,11 @@ class AttentionRecorder:
         if self._spec.is_parallel:
             target = BLOCK if layer.experts is None else SHORTCUT
         if convolutions is not None:
-            convolutions.convolve_keys()
+            convolutions.convolve_projection()
             target = BLOCK
         self.attend(index, prefix, layer, matrices, norms.attention_output, target)
         if convolutions is not None:
-            convolutions.add_convolved("attention_conv")
+            convolutions.finish_attention()
 
     def read(self, prefix: str, layer: LayerSpec) -> AttentionMatrices:
         """Return the matrices of a layer's attention."""

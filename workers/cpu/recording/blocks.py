@@ -11,7 +11,7 @@ from ...layers.activations import normal_quantile
 from ...layers.parallel.shard import ModelShard
 from ...layers.spec import ModelSpec
 from ...layers.specs.experts import GateLimit
-from ...models.residual_gate import ResidualGate
+from ...models.residual_gate import ResidualGate, ResidualScale
 from ...models.weights import Rows
 from ..abi import structs
 from ..abi.structs import MAX_PARTS
@@ -377,6 +377,13 @@ class BlockRecorder:
         return self.program.add_op(
             "gated_norm_add", vectors=[*scaled, gate.stream_D.numpy()], eps=eps
         )
+
+    def add_scaled(self, name: str) -> None:
+        """Record the addition of a block's output to the stream, both times the factors called `name`."""
+        scale = ResidualScale(self.spec, self.weights, name)
+        factor, block_factor = scale.stream_D.numpy(), scale.block_D.numpy()
+        bias = scale.stream_bias_D.numpy() * factor + scale.block_bias_D.numpy() * block_factor
+        self.program.add_op("scale_add", vectors=[factor, block_factor, bias])
 
     def hidden_norm(self, name: str) -> list[Floats | None]:
         """Return the weight and the bias of a norm over the hidden size."""

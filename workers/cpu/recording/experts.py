@@ -6,11 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from ...layers.specs.experts import ExpertsSpec, GateLimit
+from ...layers.specs.experts import ExpertsSpec, GateLimit, RouterSpec
 from ...layers.specs.norm_names import NormNames
 from ...models.experts.router import read_router
+from ..abi.structs import activation_number
 from ..experts import NativeExperts
 from ..library import NotSupportedNatively
+from ..packing import ActivationKind
 from ..program import Floats
 from .blocks import BLOCK, MLP, PART, QKV, RESIDUAL, ROUTER, SHORTCUT, BlockRecorder
 
@@ -32,23 +34,12 @@ def record_experts(
     spec, weights, program = blocks.spec, blocks.weights, blocks.program
     norm, module = norms.mlp_input, f"{prefix}{'shortcut' if experts.is_shortcut else 'mlp'}."
     num_logits = experts.num_experts + experts.num_identities
-    vectors: list[Floats | None] = [None]
-    if experts.has_router_bias:
-        vectors = [weights.vector(f"{module}gate.bias", num_logits)]
-    name = f"{module}gate.weight"
-    if experts.logit_multiplier == 1.0 and not experts.second_size:
-        router = [weights.packed_float32(name, num_logits, spec.hidden_size)]
+    kind: ActivationKind | None
+    if experts.router is not None:
+        kind = None
+        _record_router_mlp(blocks, prefix, norms, experts.router, num_logits)
     else:
-        matrix = read_router(experts, weights, f"{module}gate.", spec.hidden_size)
-        router = [weights.pack_float_tensor(name, matrix)]
-    if experts.has_shared_gate:
-        name = f"{module}shared_expert_gate.weight"
-        router.append(weights.packed_float32(name, 1, spec.hidden_size))
-        vectors.append(None)
-    kind = blocks.quantize(prefix, norm, router)
-    program.add_op(
-        "linear", input_kind=kind, source=0, target=ROUTER, parts=router, vectors=vectors
-    )
+        kind = _record_router(blocks, prefix, module, norms, experts)
     native = NativeExperts(spec, experts, weights, module, blocks.shard)
     program.add_op("route", experts=native)
     mixture: dict[str, Any] = {"experts": native, "layer": index}
@@ -91,6 +82,72 @@ def record_experts(
         return blocks.finish_block(prefix, None, output_norm, spec.residual_multiplier, target)
     if not blocks.is_alone:
         blocks.add_sum(SHORTCUT)
+
+
+def _record_router(
+    blocks: BlockRecorder, prefix: str, module: str, norms: NormNames, experts: ExpertsSpec
+) -> ActivationKind:
+    """Record the logits of a router, and of the shared experts' gate. Return the format of the quantized input."""
+    spec, weights = blocks.spec, blocks.weights
+    num_logits = experts.num_experts + experts.num_identities
+    vectors: list[Floats | None] = [None]
+    if experts.has_router_bias:
+        vectors = [weights.vector(f"{module}gate.bias", num_logits)]
+    name = f"{module}gate.weight"
+    if experts.logit_multiplier == 1.0 and not experts.second_size:
+        router = [weights.packed_float32(name, num_logits, spec.hidden_size)]
+    else:
+        matrix = read_router(experts, weights, f"{module}gate.", spec.hidden_size)
+        router = [weights.pack_float_tensor(name, matrix)]
+    if experts.has_shared_gate:
+        name = f"{module}shared_expert_gate.weight"
+        router.append(weights.packed_float32(name, 1, spec.hidden_size))
+        vectors.append(None)
+    kind = blocks.quantize(prefix, norms.mlp_input, router)
+    blocks.program.add_op(
+        "linear", input_kind=kind, source=0, target=ROUTER, parts=router, vectors=vectors
+    )
+    return kind
+
+
+def _record_router_mlp(
+    blocks: BlockRecorder, prefix: str, norms: NormNames, router: RouterSpec, num_logits: int
+) -> None:
+    """Record the logits of a router that is an MLP, and what it passes on to the next layer's."""
+    weights, program, size = blocks.weights, blocks.program, router.size
+    name = f"{prefix}mlp.gate."
+    matrices = [
+        weights.packed_float32(f"{name}{module}.weight", *shape)
+        for module, shape in (
+            ("down_proj", (size, blocks.spec.hidden_size)),
+            ("router_mlp.fc1", (size, size)),
+            ("router_mlp.fc2", (size, size)),
+            ("router_mlp.out_proj", (num_logits, size)),
+        )
+    ]
+    biases = [
+        weights.vector(f"{name}{module}.bias", size)
+        for module in ("down_proj", "router_mlp.fc1", "router_mlp.fc2")
+    ]
+    factors: Floats | None = None
+    if weights.has(f"{name}router_states_scale"):
+        factors = weights.vector(f"{name}router_states_scale", size)
+    norm = weights.vector(f"{name}router_mlp.norm.weight", size)
+    blocks.add_projection(prefix, norms.mlp_input, matrices[:1], biases[:1])
+    program.add_op("chain_columns", num_columns=size, vectors=[factors, norm], eps=router.norm_eps)
+    kind = matrices[0].activation_kind.for_whole_rows
+    for matrix, bias in zip(matrices[1:], (*biases[1:], None), strict=True):
+        program.add_op("quantize_columns", activation_kind=kind, num_columns=size, vectors=[None])
+        program.add_op(
+            "linear",
+            input_kind=kind,
+            source=0,
+            target=ROUTER if bias is None else QKV,
+            parts=[matrix],
+            vectors=[bias],
+        )
+        if bias is not None:
+            program.add_op("activate", num_columns=size, activation=activation_number("gelu"))
 
 
 def record_experts_beside(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...layers.parallel.parallel_layers import unsampled_bias
-from ..abi.structs import AttentionLayer
+from ..abi.structs import AttentionLayer, activation_number
 from ..packing import PackedWeight
 from .blocks import BLOCK, BlockRecorder
 
@@ -16,7 +16,7 @@ def record_head_dense(blocks: BlockRecorder) -> None:
     dense = weights.packed("head_dense.weight", size, size)
     kind = blocks.quantize("", "norm", [dense])
     program.add_op("linear", input_kind=kind, source=0, target=BLOCK, parts=[dense], vectors=[bias])
-    program.add_op("activate")
+    program.add_op("activate", activation=activation_number(spec.activation))
     norm = blocks.hidden_norm("head_norm")
     program.add_op("final_norm", vectors=norm, eps=spec.hidden_norm_eps("head_norm"))
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
-from ....protocol.checkpoint.recurrent_layers import InnerConvolutions
+from ....protocol.checkpoint.recurrent_layers import (
+    ConvolvedAttention,
+    HeadConvolutions,
+    InnerConvolutions,
+)
 from ...layers.spec import LayerSpec
+from ...models.mixers.head_convolutions import read_head_taps
 from ...models.mixers.mixer import elements
 from ..abi import structs
 from ..mixers import check_num_taps
@@ -15,6 +20,7 @@ from ..program import Floats
 from .blocks import BLOCK, QKV, BlockRecorder
 
 _INNER_CONVOLUTION = 7
+_HEAD_CONVOLUTION = 8
 
 
 class NativeConvolution(structs.Mixer):
@@ -23,11 +29,9 @@ class NativeConvolution(structs.Mixer):
     It keeps the taps alive. `state_offset` is the number of floats before its state in a block.
     """
 
-    def __init__(self, layer: InnerConvolutions, taps_FK: Floats, state_offset: int) -> None:
+    def __init__(self, layer: ConvolvedAttention, taps_FK: Floats, state_offset: int) -> None:
         check_num_taps(layer.kernel)
-        self._taps = taps_FK.T.copy()
-        # The convolution's result is added to its input.
-        self._taps[-1] += 1
+        self._taps = np.ascontiguousarray(taps_FK.T)
         super().__init__(
             kind=_INNER_CONVOLUTION,
             channels=len(taps_FK),
@@ -41,8 +45,80 @@ class NativeConvolution(structs.Mixer):
         )
 
 
-class ConvolutionRecorder:
-    """Records the convolutions of one layer. `index` is the index of their states' cache."""
+class NativeHeadConvolution(structs.Mixer):
+    """A convolution of heads with these taps [heads, kernel, elements, elements] and biases [heads, elements].
+
+    It is a struct whose address is passed to native code, and keeps both alive.
+    """
+
+    def __init__(self, layer: HeadConvolutions, taps_JLKK: Floats, biases_JK: Floats) -> None:
+        check_num_taps(layer.kernel)
+        self._arrays = [np.ascontiguousarray(each) for each in (taps_JLKK, biases_JK)]
+        super().__init__(
+            kind=_HEAD_CONVOLUTION,
+            channels=biases_JK.size,
+            num_convolved=biases_JK.size,
+            kernel=layer.kernel,
+            segment=layer.segment,
+            num_taps=layer.kernel,
+            distance=1,
+            num_heads=len(biases_JK),
+            value_dim=layer.head_dim,
+            taps=self._arrays[0].ctypes.data,
+            bias=self._arrays[1].ctypes.data,
+        )
+
+
+class HeadConvolutionRecorder:
+    """Records the convolutions of one layer of ZAYA1. `index` is the index of their states' cache."""
+
+    def __init__(
+        self,
+        blocks: BlockRecorder,
+        index: int,
+        prefix: str,
+        layer: LayerSpec,
+        convolutions: HeadConvolutions,
+    ) -> None:
+        self._blocks, self._prefix, self._layer = blocks, prefix, convolutions
+        self._state: dict[str, Any] = {"layer": index, "group": layer.state_group}
+
+    def convolve_projection(self) -> None:
+        """Record the convolutions of queries and keys, and of the values."""
+        blocks, layer = self._blocks, self._layer
+        spec, shard, program = blocks.spec, blocks.shard, blocks.program
+        heads, kv_heads, size = len(shard.heads(spec)), shard.kv_heads(spec), spec.head_dim
+        taps, biases = read_head_taps(layer, spec, blocks.weights, self._prefix, shard)
+        mixer = NativeHeadConvolution(layer, taps.numpy(), biases.numpy())
+        first_value = (heads + len(kv_heads)) * size
+        first_mean = first_value + len(kv_heads) * size
+        program.add_op(
+            "average_heads",
+            num_heads=heads,
+            num_kv_heads=len(kv_heads),
+            head_dim=size,
+            first_column=first_mean,
+        )
+        program.add_op("convolve_heads", mixer=mixer, num_columns=first_mean, **self._state)
+        # The latter half of the values comes from the token before.
+        is_late = np.array(elements(kv_heads, size)) >= spec.num_kv_heads * size // 2
+        taps_FK = np.zeros((len(is_late), layer.kernel), np.float32)
+        taps_FK[:, -1], taps_FK[:, -2] = ~is_late, is_late
+        num_inputs = layer.state_size(shard.tensor_parallel.size).num_inputs
+        values = NativeConvolution(layer, taps_FK, num_inputs * first_value)
+        program.add_op("convolve_inside", mixer=values, first_column=first_value, **self._state)
+
+    def finish_attention(self) -> None:
+        """Record the addition of the attention's output to the residual stream."""
+        self._blocks.add_scaled(f"{self._prefix}attention_scale")
+
+    def finish_mlp(self) -> None:
+        """Record the addition of the experts' output."""
+        self._blocks.add_scaled(f"{self._prefix}mlp_scale")
+
+
+class InnerConvolutionRecorder:
+    """Records the convolutions of one layer of Inkling. `index` is the index of their states' cache."""
 
     def __init__(
         self,
@@ -57,7 +133,7 @@ class ConvolutionRecorder:
         self._state: dict[str, Any] = {"layer": index, "group": layer.state_group}
         self._num_floats = 0
 
-    def convolve_keys(self) -> None:
+    def convolve_projection(self) -> None:
         """Record the convolution of the keys and values in the projection."""
         spec, shard = self._spec, self._shard
         own = elements(shard.kv_heads(spec), spec.head_dim)
@@ -66,8 +142,15 @@ class ConvolutionRecorder:
         first_column = len(shard.heads(spec)) * spec.head_dim
         self._add(np.concatenate(taps), target=QKV, first_column=first_column)
 
-    def add_convolved(self, name: str) -> None:
-        """Record the convolution of a block's output, and its addition to the residual stream."""
+    def finish_attention(self) -> None:
+        """Record the convolution of the attention's output, and its addition to the residual stream."""
+        self._add_block("attention_conv")
+
+    def finish_mlp(self) -> None:
+        """Record the same for the output of the MLP or the experts."""
+        self._add_block("mlp_conv")
+
+    def _add_block(self, name: str) -> None:
         spec = self._spec
         self._add(self._read(name, spec.hidden_size), target=BLOCK)
         self._blocks.program.add_op("norm_add", vectors=[None], scale=spec.residual_multiplier)
@@ -77,7 +160,23 @@ class ConvolutionRecorder:
         return self._blocks.weights.floats(name, *shape, part=part)[:, 0]
 
     def _add(self, taps_FK: Floats, **fields: Any) -> None:
+        # The convolution's result is added to its input.
+        taps_FK = taps_FK + np.eye(1, self._layer.kernel, self._layer.kernel - 1, dtype=np.float32)
         mixer = NativeConvolution(self._layer, taps_FK, self._num_floats)
         num_inputs = self._layer.state_size(self._shard.tensor_parallel.size).num_inputs
         self._num_floats += num_inputs * len(taps_FK)
         self._blocks.program.add_op("convolve_inside", mixer=mixer, **self._state, **fields)
+
+
+ConvolutionRecorder: TypeAlias = InnerConvolutionRecorder | HeadConvolutionRecorder
+
+
+def record_convolutions(
+    blocks: BlockRecorder, index: int, prefix: str, layer: LayerSpec
+) -> ConvolutionRecorder | None:
+    """Return the recorder of the convolutions within a layer, or None if it has none."""
+    if isinstance(layer.recurrent, InnerConvolutions):
+        return InnerConvolutionRecorder(blocks, index, prefix, layer, layer.recurrent)
+    if isinstance(layer.recurrent, HeadConvolutions):
+        return HeadConvolutionRecorder(blocks, index, prefix, layer, layer.recurrent)
+    return None

@@ -122,6 +122,9 @@ def _projection_and_mixed_size(
         others.append(
             spec.hidden_size if layer.experts.has_own_norms else layer.experts.latent_size
         )
+        if layer.experts.router is not None:
+            others.append(layer.experts.router.size)
+            mixed = max(mixed, layer.experts.router.size)
     if layer.activation_sparsity:
         shares = intermediate_shares(spec.intermediate_size, shard.tensor_parallel)
         others.append(2 * len(shares[shard.tensor_parallel.rank]))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from msgspec.structs import replace
 
-from ....protocol.checkpoint.recurrent_layers import InnerConvolutions
+from ....protocol.checkpoint.recurrent_layers import ConvolvedAttention
 from ...layers.parallel.shard import ModelShard
 from ...layers.rope import RopeSpec
 from ...layers.shared_block import Restart
@@ -27,7 +27,7 @@ from .embedding import record_embedding
 from .experts import record_experts, record_experts_beside
 from .head import record_head, record_head_dense
 from .hyper_connections import HyperRecorder
-from .inner_convolutions import ConvolutionRecorder
+from .inner_convolutions import ConvolutionRecorder, record_convolutions
 from .latent import LatentRecorder
 from .layer_inputs import LayerInputsRecorder
 from .mixers import record_mixer
@@ -147,6 +147,11 @@ class Recorder:
             program.add_op("place")
         if spec.has_embedding and spec.has_embedding_norm:
             program.add_op("norm", vectors=self._blocks.hidden_norm("embed_norm"))
+        if spec.has_embedding and spec.has_residual_scales:
+            factor, bias = (
+                self._weights.vector(f"embed_{of}", spec.hidden_size) for of in ("scale", "bias")
+            )
+            program.add_op("scale_add", vectors=[factor, None, bias * factor])
         if self._layer_inputs is not None:
             self._layer_inputs.record()
         if spec.last_shared_block >= 0:
@@ -224,10 +229,7 @@ class Recorder:
             record_ngrams(self._blocks, spec.ngrams, self._num_caches, prefix, layer)
         altup = None if self._altup is None else self._altup.predict(prefix)
         connection = None if self._hyper is None else self._hyper.mix(f"{prefix}attn_hc")
-        convolutions: ConvolutionRecorder | None = None
-        if isinstance(layer.recurrent, InnerConvolutions):
-            cache = self._num_caches + 1
-            convolutions = ConvolutionRecorder(self._blocks, cache, prefix, layer, layer.recurrent)
+        convolutions = record_convolutions(self._blocks, self._num_caches + 1, prefix, layer)
         self._record_mixing(prefix, layer, norms, convolutions)
         if self._hyper is not None and connection is not None:
             self._hyper.update(connection)
@@ -247,7 +249,7 @@ class Recorder:
         if layer.has_mlp and (layer.experts is None or has_shortcut):
             self._record_mlp(prefix, layer, norms, target)
         if convolutions is not None:
-            convolutions.add_convolved("mlp_conv")
+            convolutions.finish_mlp()
         if self._adds_shortcut:
             program.add_op("add_shortcut", scale=spec.residual_multiplier)
         self._adds_shortcut = has_shortcut
@@ -284,7 +286,7 @@ class Recorder:
         self._num_caches += len(layer.cache_groups)
         kind = None
         recurrent = layer.recurrent
-        if isinstance(recurrent, InnerConvolutions):
+        if isinstance(recurrent, ConvolvedAttention):
             recurrent = None
         if layer.shared_block is not None and recurrent is not None:
             self._shared.record(index, prefix, layer, layer.shared_block)

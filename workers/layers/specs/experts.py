@@ -1,5 +1,6 @@
 """The description of a mixture of experts as data."""
 
+from collections.abc import Iterable
 from typing import Literal
 
 import msgspec
@@ -13,6 +14,17 @@ class GateLimit(msgspec.Struct, frozen=True):
 
     value: float
     is_activated: bool = False
+
+
+class RouterSpec(msgspec.Struct, frozen=True):
+    """A router whose logits are computed by an MLP (ZAYA1, arXiv 2511.17127).
+
+    The hidden state is projected to `size` elements, to which the projection of the layer before is added, times stored
+    factors. A norm with the epsilon `norm_eps`, two layers with the activation GELU and the output projection follow.
+    """
+
+    size: int
+    norm_eps: float
 
 
 class ExpertsSpec(msgspec.Struct, frozen=True):
@@ -37,8 +49,8 @@ class ExpertsSpec(msgspec.Struct, frozen=True):
     its output is multiplied by the sigmoid of a logit. If `latent_size` is not 0, experts read a projection of the
     hidden state to `latent_size` elements, and the sum of their outputs is projected back. If `has_latent_norms`, this
     projection is normed, and so is each expert's output before it is multiplied by its weight. `gate_limit` applies to
-    the experts, not to the shared MLP. A token may also choose `num_identities` experts that return their input; they
-    come last.
+    the experts, not to the shared MLP. A token may also choose `num_identities` experts that return their input, or
+    nothing if `skips_identities`; they come last.
 
     The last `num_always` experts are chosen by every token, without competing with the others: their scores only
     determine the weights (Inkling). If `has_stored_scale`, the weights are also multiplied by a stored number.
@@ -78,6 +90,7 @@ class ExpertsSpec(msgspec.Struct, frozen=True):
     has_latent_norms: bool = False
     gate_limit: GateLimit | None = None
     num_identities: int = 0
+    skips_identities: bool = False
     num_always: int = 0
     has_stored_scale: bool = False
     is_shortcut: bool = False
@@ -86,6 +99,7 @@ class ExpertsSpec(msgspec.Struct, frozen=True):
     second_tokens: tuple[int, ...] = ()
     logit_softcap: float = 0.0
     logit_multiplier: float = 1.0
+    router: RouterSpec | None = None
 
     @property
     def num_mixtures(self) -> int:
@@ -110,3 +124,8 @@ class ExpertsSpec(msgspec.Struct, frozen=True):
         """Return the place of an expert in the checkpoint."""
         index, mixture = divmod(number, self.num_mixtures)
         return index + mixture * self.num_experts
+
+
+def passed_size(mixtures: Iterable[ExpertsSpec | None]) -> int:
+    """Return the number of elements that the routers of layers pass on to each other; 0 for other routers."""
+    return max((each.router.size for each in mixtures if each and each.router), default=0)

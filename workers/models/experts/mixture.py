@@ -44,7 +44,7 @@ class Experts:
         # The norm of an expert's output needs the sum of all ranks that have a part of the expert.
         self._sums_choices = experts.has_latent_norms and not shard.has_whole_experts
         self._num_chosen = experts.num_experts_per_token
-        self._router = Router(
+        self.router = Router(
             experts, spec.hidden_size, spec.vocab_size, weights, f"{prefix}gate.", kernels
         )
         self._placement = shard.placement(experts)
@@ -94,11 +94,12 @@ class Experts:
         experts need that are chosen by them.
         """
         router_x_TD = x_TD if router_x_TD is None else router_x_TD
-        experts_TC, weights_TC = self._router(router_x_TD, token_ids_T)
+        experts_TC, weights_TC = self.router(router_x_TD, token_ids_T)
         identity_T1: Tensor | None = None
         if self._spec.num_identities:
             is_identity_TC = experts_TC >= self._spec.num_experts
-            identity_T1 = weights_TC.masked_fill(~is_identity_TC, 0.0).sum(-1, keepdim=True)
+            if not self._spec.skips_identities:
+                identity_T1 = weights_TC.masked_fill(~is_identity_TC, 0.0).sum(-1, keepdim=True)
             weights_TC = weights_TC.masked_fill(is_identity_TC, 0.0)
             if self._group is not None:
                 experts_TC = experts_TC.masked_fill(is_identity_TC, 0)
@@ -243,7 +244,7 @@ class ExpertsBesideMLP:
         size = spec.hidden_size
         self.experts = Experts(experts, source.at("beside."))
         router_weight_D = weights.read_vector(f"{prefix}beside.router_scale", size)
-        self._router_norm = RMSNorm(router_weight_D * size**-0.5, spec.norm_eps)
+        self.router_norm = RMSNorm(router_weight_D * size**-0.5, spec.norm_eps)
         self._mlp_output_norm, self._input_norm, self._output_norm = (
             kernels.norm(weights.read_vector(f"{prefix}{name}.weight", size), spec.norm_eps)
             for name in (
@@ -255,6 +256,6 @@ class ExpertsBesideMLP:
 
     def forward(self, mlp_TD: Tensor, x_TD: Tensor) -> Tensor:
         """Return the sum of the MLP's output `mlp_TD` and the experts' output for the hidden states `x_TD`."""
-        y_TD = self.experts.forward(self._input_norm(x_TD), self._router_norm(x_TD))
+        y_TD = self.experts.forward(self._input_norm(x_TD), self.router_norm(x_TD))
         total_TD: Tensor = self._mlp_output_norm(mlp_TD) + self._output_norm(y_TD)
         return total_TD

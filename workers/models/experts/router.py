@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from ...layers.layers import LayerKernels
 from ...layers.specs.experts import ExpertsSpec
 from ..weights import WeightReader
+from .router_mlp import RouterMLP
 
 _SMALLEST_SUM = 1e-20
 """Added to a sum of scores before dividing by it, so that the result is finite, as in the DeepSeek models."""
@@ -75,7 +76,13 @@ class Router:
     ) -> None:
         self._spec = spec
         num_experts = spec.num_experts + spec.num_identities
-        self._multiply = kernels.router_linear(read_router(spec, weights, prefix, hidden_size))
+        self.mlp: RouterMLP | None = None
+        if spec.router is not None:
+            shape = num_experts, hidden_size
+            self.mlp = RouterMLP(spec.router, shape, weights, prefix, kernels)
+        self._multiply = self.mlp or kernels.router_linear(
+            read_router(spec, weights, prefix, hidden_size)
+        )
         self._bias_E = (
             weights.read_vector(f"{prefix}bias", num_experts) if spec.has_router_bias else None
         )

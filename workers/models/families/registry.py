@@ -48,7 +48,7 @@ from . import (
     windowed,
 )
 from .common import Family, with_score_head
-from .with_convolutions import inkling
+from .with_convolutions import inkling, zaya
 from .with_encoders import absolute, beside_images, encoder_decoders, rotary
 from .with_images import aria, dots3, ernie, mistral, mllama, molmo, muse
 from .with_images import deepseek as deepseek_ocr
@@ -70,6 +70,7 @@ FAMILIES = (
     *state_space.FAMILIES,
     *windowed.FAMILIES,
     *inkling.FAMILIES,
+    *zaya.FAMILIES,
     *absolute.FAMILIES,
     *beside_images.FAMILIES,
     *encoder_decoders.FAMILIES,

@@ -1,4 +1,4 @@
-"""A decoder layer with short convolutions of its keys, its values and its blocks' outputs (Inkling).
+"""Decoder layers with short convolutions of their queries, keys and values, or of their blocks' outputs.
 
 Shapes: T tokens of a step, D hidden size, P size of a layer's own inputs.
 """
@@ -6,22 +6,24 @@ Shapes: T tokens of a step, D hidden size, P size of a layer's own inputs.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from ....protocol.checkpoint.recurrent_layers import InnerConvolutions
+from ....protocol.checkpoint.recurrent_layers import HeadConvolutions, InnerConvolutions
 from ...attention import DeviceAttention
 from ...layers.rope import RotaryTables
 from ...layers.spec import LayerSpec
 from ..attention import Attention
 from ..decoder_layer import DecoderLayer
 from ..layer_source import LayerSource
+from ..mixers.head_convolutions import HeadMixing
 from ..mixers.inner_convolutions import LayerConvolutions, StepConvolutions
 
 
 class ConvolvedLayer(DecoderLayer):
-    """A decoder layer that convolves what its attention and its MLP compute."""
+    """A decoder layer that convolves what its attention and its MLP compute (Inkling)."""
 
     _step: StepConvolutions
 
@@ -52,9 +54,29 @@ class ConvolvedLayer(DecoderLayer):
     ) -> Tensor:
         assert isinstance(self._attention, Attention)
         attended_TD = self._attention.forward(
-            x, positions_T, tables, *caches[0], self._step.of_keys
+            x, positions_T, tables, *caches[0], self._step.of_projection
         )
         return self._step.of_attention(attended_TD)
 
     def _feed(self, x_TD: Any, inputs_TP: Tensor | None) -> Tensor:
         return self._step.of_mlp(super()._feed(x_TD, inputs_TP))
+
+
+class MixedHeadsLayer(DecoderLayer):
+    """A decoder layer that combines the heads of its attention, and tokens, before it attends (ZAYA1)."""
+
+    def __init__(self, layer: LayerSpec, source: LayerSource, attention: DeviceAttention) -> None:
+        super().__init__(layer, source, attention)
+        assert isinstance(layer.recurrent, HeadConvolutions)
+        self._mixing = HeadMixing(layer.recurrent, source)
+
+    def _mixed(
+        self,
+        x: Any,
+        positions_T: Tensor,
+        tables: RotaryTables | None,
+        caches: Sequence[tuple[Tensor, Any]],
+    ) -> Tensor:
+        assert isinstance(self._attention, Attention)
+        mix = partial(self._mixing.mix, *caches[-1])
+        return self._attention.forward(x, positions_T, tables, *caches[0], mix)

@@ -5,6 +5,7 @@ Shapes: T tokens of a step, F channels of this shard's keys and values, D hidden
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -38,7 +39,9 @@ class LayerConvolutions:
             CausalConvolution(read(name, spec.hidden_size), None)
             for name in ("attention_conv", "mlp_conv")
         )
+        first = len(shard.heads(spec)) * spec.head_dim
         self._channels = 2 * len(part)
+        self._columns = slice(first, first + self._channels)
         self._hidden_size = spec.hidden_size
 
     def in_step(self, memory: Tensor, batch: StateBatch, dtype: torch.dtype) -> StepConvolutions:
@@ -59,13 +62,18 @@ class LayerConvolutions:
                 (self._of_mlp, mlp),
             )
         )
-        return StepConvolutions(of_keys, of_attention, of_mlp)
+
+        def of_projection(qkv_TF: Tensor) -> Tensor:
+            qkv_TF[:, self._columns] = of_keys(qkv_TF[:, self._columns])
+            return qkv_TF
+
+        return StepConvolutions(of_projection, of_attention, of_mlp)
 
 
 class StepConvolutions(NamedTuple):
-    """The convolutions of a layer for one step: of keys and values [T, F], and of the blocks' outputs [T, D]."""
+    """The convolutions of a layer for one step: of keys and values, and of the blocks' outputs [T, D]."""
 
-    of_keys: partial[Tensor]
+    of_projection: Callable[[Tensor], Tensor]
     of_attention: partial[Tensor]
     of_mlp: partial[Tensor]
 

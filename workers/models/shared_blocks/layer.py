@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....protocol.checkpoint.recurrent_layers import InnerConvolutions
+from ....protocol.checkpoint.recurrent_layers import ConvolvedAttention
 from ...layers.rope import RotaryTables
 from ...layers.spec import LayerSpec
 from ..cross_attention import CrossAttention
@@ -30,7 +30,7 @@ class SharedBlockLayer:
     def __init__(self, layer: LayerSpec, block: Block, source: LayerSource) -> None:
         spec, weights, prefix, shard, kernels = source
         assert layer.recurrent is not None and layer.shared_block is not None
-        assert not isinstance(layer.recurrent, InnerConvolutions)
+        assert not isinstance(layer.recurrent, ConvolvedAttention)
         self.rope = layer.rope
         self.cache_groups = layer.cache_groups
         self.cross: CrossAttention | None = None

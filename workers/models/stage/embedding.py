@@ -66,6 +66,11 @@ class TokenEmbedding:
         self._norm: RMSNorm | None = None
         if spec.has_embedding_norm:
             self._norm = read_norm(spec, weights, "embed_norm", source.kernels)
+        self._factor_and_bias: list[Tensor] = []
+        if spec.has_residual_scales:
+            self._factor_and_bias = [
+                weights.read(f"embed_{name}", spec.hidden_size) for name in ("scale", "bias")
+            ]
         self._first_type_D: Tensor | None = None
         self._second_type_D: Tensor | None = None
         if spec.num_token_types:
@@ -90,6 +95,9 @@ class TokenEmbedding:
             x_TD = placed.put_into(x_TD)
         if self._positions_PD is not None:
             x_TD += F.embedding(positions_T + self._spec.position_offset, self._positions_PD)
+        if self._factor_and_bias:
+            factor_D, bias_D = self._factor_and_bias
+            x_TD = (x_TD + bias_D) * factor_D
         return x_TD if self._norm is None else self._norm(x_TD)
 
     def expand(self, x_TD: Tensor) -> Tensor:

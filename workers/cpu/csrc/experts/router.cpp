@@ -113,6 +113,7 @@ void choose_experts(const Router& router, float* logits, int32_t token, int32_t*
   for (int i = 0; i < router.num_chosen; i++) {
     weights[i] = weights[i] / divisor * router.scale;
     if (router.scales) weights[i] *= router.scales[experts[i]];
+    if (router.skips_identities && experts[i] >= n - router.num_identities) weights[i] = 0.0f;
     experts[i] = experts[i] * router.num_mixtures() + is_second;
   }
 }

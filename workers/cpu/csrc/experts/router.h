@@ -11,6 +11,7 @@ enum class Scoring : int32_t { softmax = 0, sigmoid = 1, sparse_mixer = 2, sqrt_
 struct Router {
   int32_t num_experts, num_chosen;  // num_chosen is at most the number of experts in the chosen groups
   int32_t num_identities;           // the last ones of these, which return their input
+  int32_t skips_identities;         // ... or return nothing
   int32_t num_always;               // the last ones of these, which every token chooses
   Scoring scoring;
   int32_t renormalizes;

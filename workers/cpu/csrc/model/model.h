@@ -117,6 +117,10 @@ enum class OpKind : int32_t {
   scan = 16,        // the outputs, which replace inputs in the projection, and the recurrent part of the state
   gate_mixed = 17,  // activations[1] = these, normed and times the activated gate
   // Short convolutions within a layer with attention:
+  average_heads = 72,    // `num_heads` queries and `num_kv_heads` keys from `first_column` of the projection on = the
+                         // mean of each query and its key, and the mean of each key and the mean of its queries
+  convolve_heads = 73,   // combines tokens and elements of queries and keys, in place, adds the numbers that begin at
+                         // `num_columns` of the projection, and stores the inputs that later tokens read
   convolve_inside = 68,  // convolves `channels` numbers of the target, which is the projection, from `first_column` on,
                          // or the block, in place, and stores the inputs that later tokens read
   // For products in the projection:
@@ -155,7 +159,7 @@ enum class OpKind : int32_t {
   // In towers, whose outputs are hidden states after several layers:
   clamp = 41,        // `num_columns` of the target from `first_column` on, limited to vectors[0][0] to vectors[0][1].
                      // Activations must be float32
-  activate = 69,     // residual = activation(block)
+  activate = 69,     // residual = activation(block); with `num_columns`, these of the projection are activated in place
   keep_hidden = 42,  // elements of hidden from `first_column` on = residual
 
   // With an indexer:
@@ -210,6 +214,12 @@ enum class OpKind : int32_t {
 
   // Where a pass through layers begins that are computed several times, whose kept states are inputs:
   add_kept = 55,  // residual += vectors[0], or the inputs from `first_column` on if that is null
+
+  // Of routers, each of which passes on what it computes to the next layer's:
+  chain_columns = 70,  // inputs = the first `num_columns` of the projection, + vectors[0] * inputs if that is not null;
+                       // then the projection = these, normed by vectors[1]
+  // Where each element of the stream, and of a block's output, has a factor:
+  scale_add = 71,  // residual = residual * vectors[0] + block * vectors[1] + vectors[2]; without vectors[1], no block
 
   // Streams with hyper-connections (phases/streams.h):
   repeat_streams = 50,  // streams = residual
@@ -342,6 +352,7 @@ enum class MixerKind : int32_t {
   ngram_convolution = 5,
   mamba1 = 6,
   inner_convolution = 7,
+  head_convolution = 8,
 };
 
 // This rank's share of a recurrent layer; see protocol/checkpoint/recurrent_layers.py.
@@ -356,6 +367,7 @@ enum class MixerKind : int32_t {
 //   mamba1             the input, which steps replace, the gate and the convolved input, each [heads, value_dim]; for
 //                      each group, a vector of `step_rank` numbers, from which steps are computed, B and C [key_dim]
 //   inner_convolution  the input, wherever the operation says
+//   head_convolution   the input, [heads, value_dim]
 //   ngram_convolution  values [value_dim]; the input, of which the last kTokenDigits numbers are the token's digits
 // An input is everything before the gate, or everything after it. A block holds the recurrent part [heads, key_dim,
 // value_dim], then inputs. An n-gram convolution is beside another mixer, whose state comes first. A layer may have
@@ -374,9 +386,10 @@ struct Mixer {
   int32_t has_tiled_heads;    // in a delta net, head i has group i modulo the number of groups
   Activation gate_activation;
   float min_step, max_step;
-  float strength;            // a factor on the sigmoid
-  float lowest_log_decay;    // limits the logarithms of decays in Kimi delta attention; 0 for no limit
-  const float* taps;         // [num_taps, num_convolved]
+  float strength;          // a factor on the sigmoid
+  float lowest_log_decay;  // limits the logarithms of decays in Kimi delta attention; 0 for no limit
+  // [num_taps, num_convolved]; of heads, from the token itself to the earliest, [heads, num_taps, value_dim, value_dim]
+  const float* taps;
   const float* bias;         // [num_convolved], or null
   const float* multipliers;  // factors on the projection, or null
   // [heads]; `skip` may be null. In a Mamba-1 layer, `decay` is [heads, key_dim, value_dim], `skip` [heads, value_dim]
@@ -462,8 +475,9 @@ struct Op {
   int32_t num_columns;
   int32_t adapter_rank;
   float scale, eps;
-  GateLimit gate_limit;  // in gated_linear
-  ChoiceRule choice;     // in choose_keys
+  Activation activation;  // in activate
+  GateLimit gate_limit;   // in gated_linear
+  ChoiceRule choice;      // in choose_keys
   AttentionLayer attention;
   const PackedWeight* parts[kMaxParts];  // side by side
   const float* vectors[kMaxParts];       // one for each part, or null

@@ -53,4 +53,14 @@ void LayerInputs::gate(const Op& op, const Rows& rows, int r) const {
                 rows.activations(1, r, activation_row_bytes(op.activation_kind, size)));
 }
 
+void LayerInputs::chain(const Op& op, const Rows& rows, int row) const {
+  float *const x = rows.qkv(row), *const passed = this->row(row);
+  if (const float* factors = op.vectors[0]) {
+    model_.rows.multiply(passed, factors, op.num_columns, passed);
+    model_.rows.add_scaled(x, passed, 1.0f, op.num_columns);
+  }
+  std::copy_n(x, op.num_columns, passed);
+  model_.rows.rms_norm(x, op.vectors[1], op.eps, op.num_columns, x);
+}
+
 }  // namespace engine

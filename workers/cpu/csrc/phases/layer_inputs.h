@@ -30,6 +30,8 @@ class LayerInputs {
   void quantize(const Op& op, const Rows& rows, int row) const;
   // Writes activations from the residual stream and the inputs, which are normed together.
   void join(const Op& op, const Rows& rows, int row) const;
+  // Adds the inputs to the first columns of the projection, passes these on, and norms them.
+  void chain(const Op& op, const Rows& rows, int row) const;
   // Writes activations from the gates in the projection, multiplied by the inputs of a layer.
   void gate(const Op& op, const Rows& rows, int row) const;
 

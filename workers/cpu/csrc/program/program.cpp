@@ -188,6 +188,7 @@ void Program::run_tile(int phase, Tile& tile) {
     case OpKind::convolve:
     case OpKind::convolve_ngrams:
     case OpKind::convolve_inside:
+    case OpKind::convolve_heads:
     case OpKind::scan:
       return mixers_.run(op, tile, rows_, scratch.mixing);
     case OpKind::latent_queries:
@@ -244,6 +245,7 @@ int Program::begin_op(const Op& op) {
     case OpKind::convolve:
     case OpKind::convolve_ngrams:
     case OpKind::convolve_inside:
+    case OpKind::convolve_heads:
     case OpKind::scan:
       return mixers_.begin(op, rows_);
     case OpKind::quantize:

@@ -128,7 +128,18 @@ void Program::run_row(const Op& op, const Rows& rows, int row) {
     case OpKind::clamp:
       return clamp(op, rows, row);
     case OpKind::activate:
-      return kernels.gate(model_.shape.activation, rows.block(row), nullptr, hidden_size, rows.residual(row));
+      if (op.num_columns) return kernels.gate(op.activation, rows.qkv(row), nullptr, op.num_columns, rows.qkv(row));
+      return kernels.gate(op.activation, rows.block(row), nullptr, hidden_size, rows.residual(row));
+    case OpKind::chain_columns:
+      return inputs_.chain(op, rows, row);
+    case OpKind::scale_add:
+      kernels.multiply(rows.residual(row), op.vectors[0], hidden_size, rows.residual(row));
+      kernels.add_scaled(rows.residual(row), op.vectors[2], 1.0f, hidden_size);
+      if (!op.vectors[1]) return;
+      kernels.multiply(rows.block(row), op.vectors[1], hidden_size, rows.block(row));
+      return kernels.add_scaled(rows.residual(row), rows.block(row), 1.0f, hidden_size);
+    case OpKind::average_heads:
+      return attention_.average_heads(op, rows.qkv(row));
     case OpKind::keep_hidden: {
       const int64_t token = slice_.first_token + row;
       float* const hidden = slice_.step.hidden + token * slice_.step.hidden_stride + op.first_column;

@@ -124,6 +124,22 @@ const float* Attention::place_values(const Op& op, float* qkv) const {
   return values;
 }
 
+void Attention::average_heads(const Op& op, float* qkv) const {
+  const int size = op.head_dim, heads = op.num_heads / op.num_kv_heads;
+  float *query = qkv, *key = qkv + op.num_heads * size;
+  float *out = qkv + op.first_column, *key_out = out + op.num_heads * size;
+  for (int g = 0; g < op.num_kv_heads; g++, key += size, key_out += size) {
+    std::copy_n(key, size, key_out);
+    for (int h = 0; h < heads; h++, query += size, out += size) {
+      std::copy_n(key, size, out);
+      model_.rows.add_scaled(out, query, 1.0f, size);
+      model_.rows.scale(out, 0.5f, size);
+      model_.rows.add_scaled(key_out, query, 1.0f / heads, size);
+    }
+    model_.rows.scale(key_out, 0.5f, size);
+  }
+}
+
 void Attention::load_key(const Op& op, float* qkv, int row) const {
   const KVLayout kv = model_.kv(op);
   const int slot = slice_.step.groups[op.group].slot_mapping[slice_.first_token + row];

@@ -50,6 +50,8 @@ class Attention {
   void load_key(const Op& op, float* qkv, int row) const;
   // Computes and stores the entry whose last token is the row's, if there is one (compressed attention).
   void store_entries(const Op& op, int row) const { entries_.store(op, row, slice_.sequence_of(row)); }
+  // Writes the means of the queries and keys that share a head.
+  void average_heads(const Op& op, float* qkv) const;
   // Norms and rotates a row's queries and keys. Stores the queries for the next attention, and keys and values in the
   // cache.
   void rotate_store(const Op& op, float* qkv, int row);

@@ -20,7 +20,7 @@ inline int selection_offset(const Mixer& m, int group) {
 }
 inline int gate_offset(const Mixer& m) { return begins_with_gate(m) ? 0 : m.channels; }
 inline int inputs_offset(const Mixer& m) {
-  if (m.kind == MixerKind::inner_convolution) return 0;
+  if (m.kind == MixerKind::inner_convolution || m.kind == MixerKind::head_convolution) return 0;
   if (m.kind == MixerKind::ngram_convolution) return m.value_dim;
   return begins_with_gate(m) ? m.num_heads * m.value_dim : m.kind == MixerKind::short_convolution ? 2 * m.channels : 0;
 }

@@ -125,12 +125,12 @@ const float* Mixers::stored_input(const Op& op, int row, int distance) const {
 
 int Mixers::begin(const Op& op, const Rows& rows) {
   const Mixer& m = *op.mixer;
-  const bool is_scan = op.kind == OpKind::scan;
-  const int units = is_scan ? m.num_heads : (m.channels + kChannelUnit - 1) / kChannelUnit;
+  const bool has_heads = op.kind == OpKind::scan || op.kind == OpKind::convolve_heads;
+  const int units = has_heads ? m.num_heads : (m.channels + kChannelUnit - 1) / kChannelUnit;
   const int num_sequences = int(sequences_.size());
   num_parts_ = std::clamp(kTilesPerThread * num_threads_ / num_sequences, 1, units);
-  const int per_value = m.gates ? 2 * m.value_dim : m.key_dim;
-  const int64_t per_row = is_scan ? int64_t(m.num_heads) * m.value_dim * per_value : int64_t(m.channels) * m.kernel;
+  const int per_value = m.gates ? 2 * m.value_dim : op.kind == OpKind::scan ? m.key_dim : m.value_dim * m.num_taps;
+  const int64_t per_row = has_heads ? int64_t(m.num_heads) * m.value_dim * per_value : int64_t(m.channels) * m.kernel;
   if (num_threads_ > 1 && per_row * slice_.num_tokens > kNotWorthSharing) return num_sequences * num_parts_;
   num_parts_ = 1;
   for (int part = 0; part < num_sequences; part++) run_part(op, part, rows, own_memory_);
@@ -148,6 +148,9 @@ void Mixers::run_part(const Op& op, int part, const Rows& rows, Buffer& memory) 
   if (op.kind == OpKind::scan)
     return scan(op, sequence, first_of_part(of_sequence, num_parts_, m.num_heads),
                 first_of_part(of_sequence + 1, num_parts_, m.num_heads), rows, memory);
+  if (op.kind == OpKind::convolve_heads)
+    return convolve_heads(op, sequence, first_of_part(of_sequence, num_parts_, m.num_heads),
+                          first_of_part(of_sequence + 1, num_parts_, m.num_heads), rows, memory);
   const int units = (m.channels + kChannelUnit - 1) / kChannelUnit;
   const int begin = first_of_part(of_sequence, num_parts_, units) * kChannelUnit;
   const int end = std::min(first_of_part(of_sequence + 1, num_parts_, units) * kChannelUnit, m.channels);
@@ -192,6 +195,31 @@ void Mixers::convolve_inside(const Op& op, const Sequence& sequence, int begin, 
     const int token = sequence.num_earlier + i;
     inputs.convolve(model_.rows, token, false, width, out);
     std::copy_n(out, width, inputs.at(token));
+  }
+}
+
+void Mixers::convolve_heads(const Op& op, const Sequence& sequence, int begin, int end, const Rows& rows,
+                            Buffer& buffer) const {
+  const Mixer& m = *op.mixer;
+  const int size = m.value_dim, window = m.kernel - 1, count = sequence.num_rows, width = (end - begin) * size;
+  const size_t num_earlier = size_t(Inputs::num_earlier(m, sequence)) * width;
+  MixingMemory memory(buffer, size_t(window + 2 * count) * size + num_earlier);
+  float *const x = memory.take(size_t(window + count) * size), *const out = memory.take(size_t(count) * size);
+  const State state = this->state(op, sequence);
+  const Inputs inputs(op, sequence, state.source, begin * size, end * size, rows, memory.take(num_earlier));
+  inputs.store(state.target);
+  for (int head = begin; head < end; head++) {
+    for (int i = -window; i < count; i++)
+      std::copy_n(inputs.at(sequence.num_earlier + i) + (head - begin) * size, size, x + (window + i) * size);
+    for (int i = 0; i < count; i++) std::copy_n(m.bias + head * size, size, out + i * size);
+    for (int lag = 0; lag < m.num_taps; lag++)
+      model_.rows.multiply_add({x + (window - lag) * size, size, 1, size},
+                               m.taps + (size_t(head) * m.num_taps + lag) * size * size, size, count, size, out, size);
+    for (int i = 0; i < count; i++) {
+      float* const row = rows.qkv(sequence.first_row + i);
+      std::copy_n(row + op.num_columns + head * size, size, row + head * size);
+      model_.rows.add_scaled(row + head * size, out + i * size, 1.0f, size);
+    }
   }
 }
 

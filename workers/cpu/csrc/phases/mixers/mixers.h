@@ -66,6 +66,8 @@ class Mixers {
   State state(const Op& op, const Sequence& sequence) const;
   void convolve_shortly(const Op& op, const Sequence& sequence, int begin, int end, const Rows& rows,
                         Buffer& memory) const;
+  void convolve_heads(const Op& op, const Sequence& sequence, int begin, int end, const Rows& rows,
+                      Buffer& memory) const;
   void convolve_inside(const Op& op, const Sequence& sequence, int begin, int end, const Rows& rows,
                        Buffer& memory) const;
   void convolve_ngrams(const Op& op, const Sequence& sequence, int begin, int end, const Rows& rows,
