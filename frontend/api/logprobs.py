@@ -123,7 +123,8 @@ class CompletionLogprobs:
                 continue
             logprobs.append(finite(position.logprob))
             top: dict[str, float] = {}
-            for candidate, logprob in (*position.top, (token_id, position.logprob)):
+            # The token itself is the first, as in vLLM.
+            for candidate, logprob in ((token_id, position.logprob), *position.top):
                 name = self._token(candidate)
                 # If several tokens have the same text, keep the most probable.
                 top[name] = max(finite(logprob), top.get(name, -math.inf))

@@ -173,7 +173,7 @@ class FrontendConfig(msgspec.Struct, frozen=True):
     force_include_usage: Annotated[
         bool,
         option(
-            "End every stream with usage, even without stream_options.include_usage",
+            "Report usage in every chunk of a stream, whatever its stream_options",
             name="--enable-force-include-usage",
         ),
     ] = False

@@ -90,7 +90,9 @@ class Loras:
             return await asyncio.to_thread(
                 find_adapter, name, path, model.download_dir, Console(), "lora_path"
             )
-        except (ConfigError, CheckpointError) as error:
+        except ConfigError as error:
+            raise APIError(404, str(error), param="lora_path") from None
+        except CheckpointError as error:
             raise bad_request("lora_path", str(error)) from None
 
     async def _load_everywhere(self, adapter: LoraAdapter, request_id: str) -> None:

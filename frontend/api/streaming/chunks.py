@@ -52,12 +52,12 @@ class Chunks(ABC, Generic[AnswerT]):
     ) -> None:
         self._answer = answer
         options = answer.request.stream_options
-        self._include_usage = answer.serving.config.frontend.force_include_usage or bool(
-            options and options.include_usage
-        )
+        is_forced = answer.serving.config.frontend.force_include_usage
+        self._include_usage = is_forced or bool(options and options.include_usage)
         self._usage: Json | None = None
         self._uncounted_prompts: set[int] = set()
-        if self._include_usage and options and options.continuous_usage_stats:
+        is_continuous = is_forced or bool(options and options.continuous_usage_stats)
+        if self._include_usage and is_continuous:
             self._usage = answer.usage_so_far()
             self._uncounted_prompts = answer.first_positions()
         self._is_plain = is_plain and self._usage is None
