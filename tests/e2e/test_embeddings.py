@@ -191,6 +191,7 @@ def test_cohere_embeds_texts_as_numbers_and_bits(
         ({}, "texts"),
         ({"texts": ["tea"], "embedding_types": ["int8"]}, "embedding_types"),
         ({"texts": ["tea"], "input_type": "poem"}, "input_type"),
+        ({"texts": ["tea"], "truncate": "MIDDLE"}, "truncate"),
         ({"texts": ["tea"], "output_dimension": 999}, "output_dimension"),
         (
             {"texts": ["tea"], "output_dimension": 12, "embedding_types": ["binary"]},

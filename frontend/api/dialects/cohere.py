@@ -121,6 +121,7 @@ class CohereEmbeddings:
             APIError: `input_type` is unknown (400).
         """
         verify_choice("input_type", body.input_type, list(_PROMPTS))
+        verify_choice("truncate", body.truncate, ("NONE", "START", "END"))
         prompts = self._serving.config.model.pooler.prompts
         names = _PROMPTS[body.input_type or "image"]
         keep = -1 if body.max_tokens is None else body.max_tokens

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -26,6 +26,7 @@ class CohereEmbedRequest(msgspec.Struct, kw_only=True):
     input_type: str | None = None
     embedding_types: list[str] | None = None
     output_dimension: Int | None = None
-    truncate: Literal["NONE", "START", "END"] = "END"
+    # END if absent.
+    truncate: str | None = None
     max_tokens: Int | None = None
     priority: Int | None = None
