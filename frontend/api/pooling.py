@@ -13,14 +13,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ...protocol.errors import ParameterError
+from ...protocol.messages import EncoderInput
 from ...protocol.pooling_params import PoolingKind
 from ..chat import ChatTemplateError, PairTemplate
 from ..client.embeddings import embedding_params, find_prompt
 from ..client.engine_client import RequestGroup
+from ..client.text_changes import TextChanges
 from ..http.deadline import read_deadline
 from ..http.errors import bad_request, echo, redact, rename_parameter
 from ..http.trace_headers import read_trace_headers
-from ..tokenizer.text_changes import TextChanges
 from ..tokenizer.token_ids import truncate
 from .chat_prompt import render_chat, verify_template_kwargs
 from .generation import (
@@ -190,7 +191,7 @@ class Pooling:
             APIError: The template refuses a text or a variable (400).
         """
         verify_template_kwargs(kwargs)
-        size = 0
+        serving, size = self._serving, 0
         for each in pairs:
             for text, param in (
                 (each.text or "", each.param),
@@ -199,8 +200,19 @@ class Pooling:
                 verify_num_characters(len(text), param, self._serving.config.model.max_model_len)
                 size += len(text)
 
-        def encode_all() -> list[Sequence[int]]:
-            return [template.encode(each.text or "", each.second or "", kwargs) for each in pairs]
+        place = None if serving.media is None else serving.media.encode
+
+        def encode(pair: Prompt) -> tuple[Sequence[int], list[EncoderInput]]:
+            query = pair.text or "" if pair.content is None else pair.content
+            document = pair.second or "" if pair.second_content is None else pair.second_content
+            text = template.render(query, document, kwargs)
+            if place is None or not pair.media:
+                return template.encode(text)[1], []
+            _, token_ids, inputs = place(text, pair.media, template.encode)
+            return token_ids, inputs
+
+        def encode_all() -> list[tuple[Sequence[int], list[EncoderInput]]]:
+            return [encode(each) for each in pairs]
 
         try:
             encoded = await self._serving.executor.run(size, encode_all)
@@ -209,8 +221,8 @@ class Pooling:
             raise rename_parameter(error, param) from None
         except ChatTemplateError as error:
             raise bad_request("chat_template_kwargs", redact(str(error))) from None
-        for each, token_ids in zip(pairs, encoded, strict=True):
-            each.token_ids = np.array(token_ids, np.int32)
+        for each, (token_ids, inputs) in zip(pairs, encoded, strict=True):
+            each.token_ids, each.encoder_inputs = np.array(token_ids, np.int32), inputs
             each.text = each.second = None
 
     async def _join_pairs(
@@ -279,6 +291,24 @@ class Pooling:
         if each.text is not None and has_special:
             [bare] = await self._serving.encode([each.text], False)
         return truncate(token_ids, np.array(bare, np.int32), keep, request.truncation_side)
+
+
+async def take_media(serving: Serving, each: Prompt, role: str, body_size: int) -> None:
+    """Replace the images and audio in the content of a prompt by marks, and preprocess them.
+
+    Raises:
+        APIError: The model reads none, or one of them cannot be read (400).
+    """
+    if serving.media is None:
+        raise bad_request(
+            each.param, f"{each.param} must be a text, because this model reads only text"
+        )
+    message = {"role": role, "content": each.content}
+    try:
+        [taken], each.media = await serving.media.take([message], body_size)
+    except ParameterError as error:
+        raise rename_parameter(error, error.param.replace("messages[0]", each.param, 1)) from None
+    each.content = taken["content"]
 
 
 async def render_input(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,7 +37,8 @@ class Prompt:
     pair of texts: `second_param` names the second one, and tokens from index `second_segment` on have token type 1.
     `encoder_inputs` are embeddings that replace the tokens. `role` is the name of the model's prompt for the text, to
     which a model may add tokens. If `num_visible` is not 0, tokens attend only to that many at the start. Only those
-    that `keeps_T` marks have results.
+    that `keeps_T` marks have results. Instead of a text, a prompt to be compared may have `content`: the parts of a
+    message, in which marks stand for the `media`. A pair has the media of both.
     """
 
     param: str
@@ -50,6 +52,9 @@ class Prompt:
     role: str = ""
     num_visible: int = 0
     keeps_T: npt.NDArray[np.bool_] | None = None
+    content: Any = None
+    second_content: Any = None
+    media: Sequence[Any] = ()
 
 
 def parse_prompts(prompt: Any, vocab_size: int, name: str = "prompt") -> list[Prompt]:

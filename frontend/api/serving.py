@@ -36,6 +36,7 @@ from ..chat import (
 from ..chat.stable_prefix import StablePrefix
 from ..client.engine_client import EngineClient
 from ..client.grammar_checks import GrammarChecks
+from ..client.text_changes import TextChanges
 from ..http.errors import APIError, bad_request, echo, unavailable
 from ..media.documents.reader import DocumentReader
 from ..media.find_media import find_chat_media
@@ -44,7 +45,6 @@ from ..model_source.lora_registry import LoraRegistry
 from ..observability.tracing.tracer import Tracer
 from ..store.client import StoreClient
 from ..tokenizer.absent import NO_TOKENIZER
-from ..tokenizer.text_changes import TextChanges
 from ..tokenizer.tokenizer import Tokenizer
 from .bodies.disconnection import while_connected
 from .bodies.request_memory import RequestMemory

@@ -1,4 +1,4 @@
-"""Render a pair of texts into the prompt of a model that compares texts (a reranker)."""
+"""Render a query and a document into the prompt of a model that compares them (a reranker)."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ class PairTemplate:
         self._template = template
         self._guard = guard
 
-    def encode(self, query: str, document: str, kwargs: dict[str, Any]) -> Sequence[int]:
-        """Return the tokens of the prompt. `kwargs` are additional variables of the template.
+    def render(self, query: Any, document: Any, kwargs: dict[str, Any]) -> str:
+        """Return the prompt. `kwargs` are additional variables of the template.
+
+        Both are texts or the parts of a message, with marks for images.
 
         Raises:
             ChatTemplateError: The template failed.
@@ -27,6 +29,8 @@ class PairTemplate:
             {"role": "query", "content": query},
             {"role": "document", "content": document},
         ]
-        text = self._template.render(messages, self._guard, **kwargs)
-        _, token_ids = self._guard.encode(text, add_special_tokens=False)
-        return token_ids
+        return self._template.render(messages, self._guard, **kwargs)
+
+    def encode(self, text: str) -> tuple[str, Sequence[int]]:
+        """Return a prompt without the marks of its special tokens, and its tokens."""
+        return self._guard.encode(text, add_special_tokens=False)

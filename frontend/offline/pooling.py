@@ -234,7 +234,8 @@ class PoolingMethods:
                 template = PairTemplate(self._template(chat_template, False), self._special_tokens)
                 kwargs = chat_template_kwargs or {}
                 wanted = [
-                    EncodedPrompt(None, list(template.encode(*pair, kwargs))) for pair in pairs
+                    EncodedPrompt(None, list(template.encode(template.render(*pair, kwargs))[1]))
+                    for pair in pairs
                 ]
             request_id, pooled = self._pool(wanted, lora_request)
             scores = [

@@ -12,8 +12,8 @@ from ...protocol.config.model import SourceTextConfig
 from ...protocol.errors import ParameterError
 from ...protocol.messages import EncoderInput
 from ..client.encoder_inputs import Embeddings, answer_start, encoder_inputs_of, text_source
+from ..client.text_changes import TextChanges
 from ..media.find_media import find_chat_media
-from ..tokenizer.text_changes import TextChanges
 from .local_engine import LocalEngine
 
 Prompt: TypeAlias = str | list[int] | Mapping[str, Any]

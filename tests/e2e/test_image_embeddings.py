@@ -14,8 +14,10 @@ import transformers
 from engine.frontend.offline.llm import LLM
 from engine.protocol.errors import ParameterError
 from PIL import Image
+from support.image_models import Model
 from support.image_requests import data_url, picture
 from support.server import Server, assert_nothing_is_held
+from support.vision_checkpoints import image_processor
 from support.words_bert import bert_directory
 
 TEXTS = ["seven wizards", "the quick brown fox jumps over the lazy dog", "tea"]
@@ -104,6 +106,28 @@ def test_texts_and_images_have_the_vectors_of_transformers(
         ):
             status, answer = server.post("/v1/embeddings", body)
             assert status == 400 and words in answer["error"]["message"], answer
+        pairs = {"text_1": TEXTS[0], "text_2": [{"content": [image_part(each)]} for each in IMAGES]}
+        status, answer = server.post("/v1/score", pairs)
+        assert status == 200, answer
+        scores = [entry["score"] for entry in answer["data"]]
+        np.testing.assert_allclose(scores, images @ texts[0], atol=1e-4)
+        documents = [TEXTS[1], {"content": [image_part(IMAGES[0])]}, {"text": TEXTS[2]}]
+        body = {"query": {"content": [image_part(IMAGES[1])]}, "documents": documents}
+        status, answer = server.post("/v1/rerank", body)
+        assert status == 200, answer
+        expected = {0: images[1] @ texts[1], 1: images[1] @ images[0], 2: images[1] @ texts[2]}
+        for result in answer["results"]:
+            index = result["index"]
+            assert abs(result["relevance_score"] - expected[index]) < 1e-4
+            assert result["document"] in (
+                {"text": documents[0]},
+                {"multi_modal": documents[1]["content"]},
+                documents[2],
+            )
+        bad = {"content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}
+        status, answer = server.post("/v1/score", {"text_1": "tea", "text_2": [bad]})
+        assert status == 400, answer
+        assert answer["error"]["param"] == "text_2[0].content[0].image_url.url"
         status, answer = server.post("/v1/completions", {"prompt": "tea"})
         assert status == 400 and "only embeds text" in answer["error"]["message"]
         assert_nothing_is_held(server)
@@ -114,3 +138,50 @@ def test_texts_and_images_have_the_vectors_of_transformers(
         np.testing.assert_allclose(vectors, [*texts, *images], atol=1e-4)
         with pytest.raises(ParameterError, match="must have one image or a text"):
             llm.embed({"prompt": "tea", "multi_modal_data": {"image": IMAGES[0]}})
+
+
+PAIR = (
+    "{% for m in messages %}{{ m.role + ': ' }}{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for p in m.content %}{{ p.text if p.type == 'text' else '<image>' }}{% endfor %}{% endif %}"
+    "{{ ' | ' }}{% endfor %}answer:"
+)
+
+
+def test_a_decoder_that_answers_yes_or_no_reads_images_in_documents(tmp_path: Path) -> None:
+    model = Model(tmp_path, "smolvlm")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model.path)
+    ids = [20, 21]
+    tokens = tokenizer.convert_ids_to_tokens(ids)
+    overrides = json.dumps({"classifier_from_token": tokens})
+    flags = ("--dtype", "float32", "--device", "cpu", "--hf-overrides", overrides)
+    image = picture(4, 90, 210)
+    documents: list[Any] = [
+        "brew tea",
+        {"content": [image_part(image), {"type": "text", "text": "fox"}]},
+    ]
+    with Server(str(model.path), *flags, "--chat-template", PAIR) as server:
+        body = {"text_1": "the quick", "text_2": documents, "use_activation": False}
+        status, answer = server.post("/v1/score", body)
+        assert status == 200, answer
+        scores = [entry["score"] for entry in answer["data"]]
+        message = {"role": "user", "content": [image_part(image)]}
+        status, shown = server.post("/tokenize", {"messages": [message]})
+        assert status == 200, shown
+        assert_nothing_is_held(server)
+    fake = tokenizer.convert_tokens_to_ids("<fake_token_around_image>")
+    first, last = shown["tokens"].index(fake), shown["tokens"][::-1].index(fake)
+    of_image = shown["tokens"][first : len(shown["tokens"]) - last]
+    pixels = image_processor(model.path, "smolvlm")([[image]], return_tensors="pt")
+    read: dict[str, Any] = {"pixel_values": pixels["pixel_values"]}
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    start = "query: the quick | document: "
+    for prompt, inputs, found in (
+        (encode(f"{start}brew tea | answer:"), {}, scores[0]),
+        ([*encode(start), *of_image, *encode("fox | answer:")], read, scores[1]),
+    ):
+        with torch.inference_mode():
+            logits = model.model(input_ids=torch.tensor([prompt]), **inputs).logits[0, -1]
+        assert abs(found - float(logits[ids[1]] - logits[ids[0]])) < 1e-4

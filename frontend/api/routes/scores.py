@@ -1,4 +1,4 @@
-"""`POST /v1/score` and `POST /v1/rerank`: how well two texts match.
+"""`POST /v1/score` and `POST /v1/rerank`: how well two texts match, or a text and images.
 
 A classification head with one class reads both texts together. For any other model, the score is the similarity of the
 texts' embeddings.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from starlette.requests import Request
@@ -25,13 +25,16 @@ from ...client.embeddings import (
     verify_compares,
 )
 from ...client.engine_client import RequestGroup
-from ...http.errors import bad_request, echo, json_response, rename_parameter
+from ...http.errors import APIError, bad_request, echo, json_response, rename_parameter
 from ..bodies.intake import Intake, reads
-from ..pooling import Pooling
+from ..pooling import Pooling, render_input, take_media
 from ..prompts import Prompt, verify_num_characters, verify_num_sequences
-from ..schema import ComparisonFields, RerankRequest, ScoreRequest
+from ..schema import ComparisonFields, InputFields, RerankRequest, ScoreRequest
 from ..serving import Serving
 from .embeddings import usage_of
+
+Comparable: TypeAlias = str | dict[str, Any]
+"""A text, or an object with a `text` or the parts of a message as `content`."""
 
 
 class Scores:
@@ -70,7 +73,7 @@ class Scores:
                 }
             )
 
-        return await self._compare(http, request, left, right, answer)
+        return await self._compare(http, request, size, left, right, answer)
 
     @reads(RerankRequest)
     async def rerank(self, http: Request, request: RerankRequest, size: int) -> Response:
@@ -79,7 +82,7 @@ class Scores:
         if request.texts is not None and request.documents is not None:
             raise bad_request("texts", "texts cannot be combined with documents")
         name = "documents" if request.texts is None else "texts"
-        texts = request.texts or _document_texts(request.documents)
+        texts = request.texts or request.documents or []
         documents = _texts(texts, name)
         verify_num_sequences(1 + len(documents), name)
         top_n = len(texts) if request.top_n is None else request.top_n
@@ -97,7 +100,7 @@ class Scores:
             for index in order[:top_n]:
                 result: dict[str, Any] = {"index": index, "relevance_score": scores[index]}
                 if request.return_documents is not False:
-                    result["document"] = {"text": texts[index]}
+                    result["document"] = _shown(texts[index])
                 results.append(result)
             return json_response(
                 {
@@ -108,12 +111,13 @@ class Scores:
                 }
             )
 
-        return await self._compare(http, request, query, documents, answer)
+        return await self._compare(http, request, size, query, documents, answer)
 
     async def _compare(
         self,
         http: Request,
         request: ComparisonFields,
+        size: int,
         left: list[Prompt],
         right: list[Prompt],
         answer: Callable[[RequestGroup, list[float]], Response],
@@ -137,6 +141,8 @@ class Scores:
         if model.classifier is None:
             for prompts, name in ((left, QUERY), (right, DOCUMENT)):
                 for each in prompts:
+                    if each.content is not None:
+                        await self._render(each, request, size)
                     each.instruction, each.role = model.pooler.prompts.get(name), name
             texts = [*left, *right]
             return await self._pooling.run(
@@ -148,6 +154,15 @@ class Scores:
                     group, similarities(self._vectors(group, texts), len(left), model.pooler)
                 ),
             )
+        for prompts, role in ((left, QUERY), (right, DOCUMENT)):
+            for each in prompts:
+                if each.content is not None:
+                    if template is None:
+                        raise bad_request(
+                            each.param,
+                            f"{each.param} must be a text, unless --chat-template is set",
+                        )
+                    await take_media(serving, each, role, size)
         pairs = []
         for number, each in enumerate(right):
             first = left[number if len(left) > 1 else 0]
@@ -158,6 +173,9 @@ class Scores:
                     each.token_ids,
                     second=each.text,
                     second_param=each.param,
+                    content=first.content,
+                    second_content=each.content,
+                    media=(*first.media, *each.media),
                 )
             )
         if template is not None:
@@ -168,6 +186,29 @@ class Scores:
             pairs,
             model.pooler.kind,
             lambda group: answer(group, self._class_scores(group, request.use_activation)),
+        )
+
+    async def _render(self, each: Prompt, request: ComparisonFields, size: int) -> None:
+        """Give a prompt with images the tokens that the model's chat template makes of them, as a user's message.
+
+        Raises:
+            APIError: The model reads only text, or an image cannot be read (400).
+        """
+        if self._serving.media is None:
+            raise bad_request(
+                each.param, f"{each.param} must be a text, because this model reads only text"
+            )
+        message = {"role": "user", "content": each.content}
+        fields = InputFields(chat_template_kwargs=request.chat_template_kwargs)
+        try:
+            found = await render_input(self._serving, fields, [message], each.param, size)
+        except APIError as error:
+            param = (error.param or "messages").replace("messages[0]", each.param, 1)
+            raise rename_parameter(error, param.replace("messages", each.param, 1)) from None
+        each.text, each.token_ids, each.encoder_inputs = (
+            found.text,
+            found.token_ids,
+            found.encoder_inputs,
         )
 
     async def _shorten(self, prompts: list[Prompt], limit: int, param: str) -> None:
@@ -212,7 +253,9 @@ class Scores:
         ]
 
 
-def _given(request: ScoreRequest, names: tuple[str, ...]) -> tuple[str | list[str] | None, str]:
+def _given(
+    request: ScoreRequest, names: tuple[str, ...]
+) -> tuple[Comparable | list[Comparable] | None, str]:
     """Return the value and the name of the field that the request used, of several with one meaning.
 
     Raises:
@@ -224,33 +267,37 @@ def _given(request: ScoreRequest, names: tuple[str, ...]) -> tuple[str | list[st
     return getattr(request, given[0]), given[0]
 
 
-def _texts(value: str | list[str] | None, name: str) -> list[Prompt]:
-    """Return the texts of a field.
+def _texts(value: Comparable | Sequence[Comparable] | None, name: str) -> list[Prompt]:
+    """Return the texts of a field, or the contents of those that are objects.
 
     Raises:
-        APIError: There are none (400).
+        APIError: There are none, or an object has neither a text nor parts of a message (400).
     """
     if value is None or value == []:
         raise bad_request(name, f"{name} is required, and must not be empty")
+    if isinstance(value, str | dict):
+        return [_prompt(value, name)]
+    return [_prompt(each, f"{name}[{i}]") for i, each in enumerate(value)]
+
+
+def _prompt(value: Comparable, param: str) -> Prompt:
+    """Return a text, or an object with `text` or with `content`, as a prompt."""
     nothing = np.empty(0, np.int32)
     if isinstance(value, str):
-        return [Prompt(name, value, nothing)]
-    return [Prompt(f"{name}[{i}]", text, nothing) for i, text in enumerate(value)]
+        return Prompt(param, value, nothing)
+    if isinstance(content := value.get("content"), list) and content:
+        return Prompt(param, None, nothing, content=content)
+    if not isinstance(text := value.get("text"), str):
+        raise bad_request(
+            param,
+            f"{param} must be a string, or an object with a text or with content, got {echo(value)}",
+        )
+    return Prompt(param, text, nothing)
 
 
-def _document_texts(documents: Sequence[str | dict[str, Any]] | None) -> list[str]:
-    """Return the text of each document, which may be an object with a `text`.
-
-    Raises:
-        APIError: A document has none (400).
-    """
-    texts = []
-    for i, document in enumerate(documents or ()):
-        text = document.get("text") if isinstance(document, dict) else document
-        if not isinstance(text, str):
-            raise bad_request(
-                f"documents[{i}]",
-                f"documents[{i}] must be a string or an object with a text, got {echo(document)}",
-            )
-        texts.append(text)
-    return texts
+def _shown(document: Comparable) -> dict[str, Any]:
+    """Return a document as an answer shows it."""
+    if isinstance(document, str):
+        return {"text": document}
+    name, shown = ("content", "multi_modal") if "content" in document else ("text", "text")
+    return {shown: document[name]}

@@ -266,20 +266,21 @@ class ComparisonFields(PoolingFields, kw_only=True):
 class ScoreRequest(ComparisonFields, kw_only=True):
     """The body of `POST /v1/score`."""
 
-    text_1: str | list[str] | None = None
-    text_2: str | list[str] | None = None
+    # Texts, or objects with `content`: the parts of a message, such as images.
+    text_1: str | dict[str, Any] | list[str | dict[str, Any]] | None = None
+    text_2: str | dict[str, Any] | list[str | dict[str, Any]] | None = None
     # Other names of `text_1`, then of `text_2`.
-    queries: str | list[str] | None = None
-    data_1: str | list[str] | None = None
-    documents: str | list[str] | None = None
-    items: str | list[str] | None = None
-    data_2: str | list[str] | None = None
+    queries: str | dict[str, Any] | list[str | dict[str, Any]] | None = None
+    data_1: str | dict[str, Any] | list[str | dict[str, Any]] | None = None
+    documents: str | dict[str, Any] | list[str | dict[str, Any]] | None = None
+    items: str | dict[str, Any] | list[str | dict[str, Any]] | None = None
+    data_2: str | dict[str, Any] | list[str | dict[str, Any]] | None = None
 
 
 class RerankRequest(ComparisonFields, kw_only=True):
     """The body of `POST /v1/rerank`."""
 
-    query: str | None = None
+    query: str | dict[str, Any] | None = None
     documents: list[str | dict[str, Any]] | None = None
     top_n: Int | None = None
     return_documents: bool | None = None

@@ -13,6 +13,8 @@ from ....protocol.checkpoint.audio_tower import audio_tower_spec, has_audio_towe
 from ....protocol.checkpoint.classification import (
     CLASSIFIER_SUFFIX,
     TOKEN_CLASSIFIER_SUFFIX,
+    TOKEN_IDS,
+    TOKENS,
     classifies_tokens,
     is_classifier,
     is_reward_model,
@@ -188,6 +190,8 @@ def model_spec(config: Mapping[str, Any], path: str | PathLike[str]) -> ModelSpe
         values: dict[str, Any] = {"model_type": family.model_type}
         if _WITHOUT_LOGIT_SCALE.intersection(fields.texts("architectures")):
             values["logit_scale"] = 1.0
+        # These fields, of the whole model, make a classifier of its decoder.
+        values |= {name: fields.get(name) for name in (TOKENS, TOKEN_IDS) if name in fields.config}
         # The head's tensors have no prefix, because they belong to the whole model.
         if (is_tied := fields.get("tie_word_embeddings")) is not None:
             values["tie_word_embeddings"] = is_tied

@@ -9,9 +9,9 @@ import numpy as np
 from ...protocol.arrays import Int32Array
 from ...protocol.config.model import PoolerConfig, TextChangesConfig
 from ...protocol.errors import ConfigError
-from .absent import AbsentTokenizer
-from .token_ids import truncate
-from .tokenizer import Tokenizer
+from ..tokenizer.absent import AbsentTokenizer
+from ..tokenizer.token_ids import truncate
+from ..tokenizer.tokenizer import Tokenizer
 
 
 class TextChanges:
