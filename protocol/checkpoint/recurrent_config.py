@@ -57,7 +57,7 @@ def read_recurrent_layer(fields: ConfigFields) -> RecurrentLayer | None:
         case "falcon_h1":
             _require_silu(fields)
             return _read_falcon_h1(fields)
-        case "nemotron_h":
+        case "nemotron_h" | "nemotron_h_puzzle":
             _require_silu(fields, "mamba_hidden_act")
             return _read_nemotron_h(fields)
         case (

@@ -9,17 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from support.families import make_reference
+from support.families import changes, make_reference
 from support.families.dense import LLAMA3
-
-Tensors = dict[str, torch.Tensor]
-
-
-def _unchanged(tensors: Tensors) -> Tensors:
-    return tensors
 
 
 @dataclass(frozen=True)
@@ -41,192 +34,10 @@ class Published:
     differences: Mapping[str, Any]
     config: Mapping[str, Any]
     names: tuple[tuple[str, str], ...] = ()
-    change: Callable[[Tensors], Tensors] = field(default=_unchanged)
+    change: Callable[[changes.Tensors], changes.Tensors] = field(default=changes.unchanged)
     section: tuple[str, ...] = ()
     suffix: str | None = None
     prepare: Callable[[transformers.PreTrainedModel], None] | None = None
-
-
-def _with_grouped_rows(tensors: Tensors) -> Tensors:
-    """Put the rows of two key/value heads, each with those of its three query heads, into one matrix."""
-    changed = {}
-    for name, weight in tensors.items():
-        if ".q_proj." in name:
-            parts = (tensors[name.replace(".q_", f".{x}_")].unflatten(0, (2, -1)) for x in "qkv")
-            name, weight = name.replace(".q_proj.", ".wqkv."), torch.cat([*parts], 1).flatten(0, 1)
-        if not re.search(r"\.[kv]_proj\.", name):
-            changed[name] = weight
-    return changed
-
-
-def _with_fused_qkv(tensors: Tensors) -> Tensors:
-    """Put queries, keys and values into one matrix, in this order."""
-    changed = {}
-    for name, weight in tensors.items():
-        if ".q_proj." in name:
-            parts = [tensors[name.replace(".q_", f".{x}_")] for x in "qkv"]
-            name, weight = name.replace(".q_proj.", ".qkv_proj."), torch.cat(parts)
-        if not re.search(r"\.[kv]_proj\.", name):
-            changed[name] = weight
-    return changed
-
-
-def _with_alibi(reference: transformers.PreTrainedModel) -> None:
-    """Make a Llama with six heads use ALiBi instead of rotations, and rows of unit length in its head."""
-    reference.model.rotary_emb.inv_freq.zero_()
-    slopes = torch.tensor([2**-2, 2**-4, 2**-6, 2**-8, 2**-1, 2**-3])
-
-    def add_mask(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        positions = torch.arange(args[0].shape[1])
-        distances = positions[:, None] - positions
-        mask = -slopes[:, None, None] * distances.abs()
-        mask.masked_fill_(distances < 0, torch.finfo(torch.float32).min)
-        return args, kwargs | {"attention_mask": mask[None]}
-
-    reference.register_forward_pre_hook(add_mask, with_kwargs=True)
-    head = reference.lm_head.weight.data
-    head.copy_(torch.nn.functional.normalize(head))
-
-
-def _with_layer_norms(reference: transformers.PreTrainedModel) -> None:
-    """Give a Llama layer norms with biases instead of RMS norms."""
-    for name, module in list(reference.named_modules()):
-        if name.endswith("norm"):
-            norm = torch.nn.LayerNorm(module.weight.numel(), 1e-5)
-            for parameter in norm.parameters():
-                torch.nn.init.normal_(parameter, 0.8, 0.3)
-            reference.set_submodule(name, norm)
-
-
-def _with_grouped_norms(reference: transformers.PreTrainedModel) -> None:
-    """Let the norms of a Llama divide each third of a hidden state by its own root mean square."""
-
-    def norm(module: torch.nn.Module, args: tuple[torch.Tensor], _output: Any) -> torch.Tensor:
-        thirds = args[0].unflatten(-1, (3, -1))
-        normed = torch.nn.functional.rms_norm(thirds, thirds.shape[-1:], eps=1e-6)
-        return normed.flatten(-2) * module.weight
-
-    for name, module in reference.named_modules():
-        if name.endswith("norm"):
-            module.register_forward_hook(norm)
-
-
-def _with_three_passes(reference: transformers.PreTrainedModel) -> None:
-    """Make a GLM-4 compute its layers and its final norm three times."""
-
-    def repeat(model: Any, _args: Any, kwargs: dict[str, Any], output: Any) -> Any:
-        if kwargs.get("inputs_embeds") is None:
-            for _ in range(2):
-                output = model(inputs_embeds=output.last_hidden_state, use_cache=False)
-        return output
-
-    reference.model.register_forward_hook(repeat, with_kwargs=True)
-
-
-def _with_rotated_halves(tensors: Tensors) -> Tensors:
-    """Store the rows of queries and keys of six and two heads so that the halves of a head are rotated together."""
-    changed = {"model.early_exit_gate.weight": torch.zeros(1, 48)}
-    for name, weight in tensors.items():
-        if match := re.search(r"\.([qk])_proj\.", name):
-            heads = weight.unflatten(0, (6 if match[1] == "q" else 2, -1, 2))
-            weight = heads.transpose(1, 2).flatten(0, 2)
-        changed[name] = weight
-    return changed
-
-
-def _with_longer_head(tensors: Tensors) -> Tensors:
-    return _with_fused_qkv(tensors) | {"lm_head.weight": 3 * tensors["lm_head.weight"]}
-
-
-_BLOCKS = [
-    {"attention": {"n_heads_in_group": group}, "ffn": {"ffn_mult": factor}}
-    for group, factor in ((3, 7.9), (None, 15.9), (3, None), (None, None), (6, 15.9))
-]
-
-
-def _without_unused_blocks(tensors: Tensors) -> Tensors:
-    """Leave out what `_BLOCKS` do not have, and what `_disable_blocks` made ineffective."""
-    unused = r"layers\.([13]\.(self_attn|input_layernorm)|[23]\.(mlp|post_attention_layernorm))\."
-    changed = {name: x for name, x in tensors.items() if not re.search(unused, name)}
-    for name, weight in changed.items():
-        if "layers.0.mlp." in name:
-            changed[name] = weight[:, :256] if "down" in name else weight[:256]
-        if re.search(r"layers\.4\.self_attn\.[kv]_proj\.", name):
-            changed[name] = weight[:8]
-    return changed
-
-
-def _disable_blocks(reference: transformers.PreTrainedModel) -> None:
-    """Make a Llama compute what the smaller layers of `_BLOCKS` do."""
-    layers = reference.model.layers
-    with torch.no_grad():
-        for index in (1, 3):
-            layers[index].self_attn.o_proj.weight.zero_()
-        for index in (2, 3):
-            layers[index].mlp.down_proj.weight.zero_()
-        layers[0].mlp.down_proj.weight[:, 256:] = 0
-        for module in (layers[4].self_attn.k_proj, layers[4].self_attn.v_proj):
-            module.weight[8:] = module.weight[:8]
-
-
-_TALKER = {"talker.model.embed_tokens.weight": torch.zeros(3, 4)}
-
-
-def _with_talker(tensors: Tensors) -> Tensors:
-    return {f"thinker.{name}": weight for name, weight in tensors.items()} | _TALKER
-
-
-def _with_adapters(tensors: Tensors) -> Tensors:
-    names = ("layers.0.self_attn.qkv_proj.lora_A.speech.weight", "embed_tokens_extend.x.bias")
-    return tensors | {f"model.{name}": torch.zeros(2) for name in names}
-
-
-def _axes(*sections: int) -> dict[str, Any]:
-    return {"rope_type": "default", "rope_theta": 1e4, "mrope_section": list(sections)}
-
-
-def _with_tower(tensors: Tensors) -> Tensors:
-    return tensors | {"vision_model.embeddings.weight": torch.zeros(3, 4)}
-
-
-def _with_ling_matrices(tensors: Tensors) -> Tensors:
-    """Store queries, keys and values in one matrix, and all other matrices apart."""
-    stored = {}
-    for name, weight in tensors.items():
-        module = name.removesuffix(".weight")
-        fused = ("gate_proj", "up_proj") if "input_linear" in name else ("down_proj",)
-        prefix = module.rpartition(".")[0]
-        if ".q_proj." in name:
-            parts = [tensors[name.replace(".q_", f".{x}_")] for x in "qkv"]
-            stored[name.replace(".q_proj.", ".qkv_proj.")] = torch.cat(parts)
-        elif weight.ndim == 3:
-            for i, each in enumerate(weight):
-                for part, rows in zip(fused, each.chunk(len(fused)), strict=True):
-                    stored[f"{prefix}.experts.{i}.{part}.weight"] = rows
-        elif "_linear" in name:
-            for part, rows in zip(fused, weight.chunk(len(fused)), strict=True):
-                stored[f"{prefix}.{part}.weight"] = rows
-        elif not re.search(r"\.[kv]_proj\.", name):
-            stored[name] = weight
-    return stored
-
-
-def _with_next_token_layer(tensors: Tensors) -> Tensors:
-    """Store each expert by itself, and add a layer for multi-token prediction."""
-    stored = {"model.mtp.layers.0.eh_proj.weight": torch.zeros(3, 4)}
-    for name, weight in tensors.items():
-        if not re.search(r"experts\.(gate_up|down)_proj$", name):
-            stored[name] = weight
-            continue
-        for i, each in enumerate(weight):
-            parts = (
-                dict(zip(("w1", "w3"), each.chunk(2), strict=True))
-                if "up" in name
-                else {"w2": each}
-            )
-            prefix = name.rpartition(".")[0]
-            stored |= {f"{prefix}.{i}.{part}.weight": x for part, x in parts.items()}
-    return stored
 
 
 _IN_LANGUAGE_MODEL = ((r"^(model\.|lm_head)", r"language_model.\1"),)
@@ -277,7 +88,7 @@ PUBLISHED = {
             (r"mlp\.gate_up_proj", "mlp.dense_h_to_4h"),
             (r"mlp\.down_proj", "mlp.dense_4h_to_h"),
         ),
-        _with_fused_qkv,
+        changes.with_fused_qkv,
         suffix="Model",
     ),
     "BailingMoeV3": Published("ling3", {}, {"gated_attention_proj_granularity_type": "head_wise"}),
@@ -286,7 +97,7 @@ PUBLISHED = {
         {"num_key_value_heads": 6},
         {"model_type": "baichuan"},
         _QKV_IN_PACK,
-        _with_fused_qkv,
+        changes.with_fused_qkv,
     ),
     "Baichuan": Published(
         "llama2",
@@ -298,8 +109,8 @@ PUBLISHED = {
             "model_max_length": 256,
         },
         _QKV_IN_PACK,
-        _with_longer_head,
-        prepare=_with_alibi,
+        changes.with_longer_head,
+        prepare=changes.with_alibi,
     ),
     "InternLM": Published(
         "llama-biases",
@@ -310,19 +121,19 @@ PUBLISHED = {
         "llama2",
         {},
         {"model_type": "k2_horizon", "layernorm_num_groups": 3, "num_experts": 0},
-        prepare=_with_grouped_norms,
+        prepare=changes.with_grouped_norms,
     ),
     "MiMoV2": Published(
         "mimo-v2",
         {},
         {"model_type": "mimo_v2", "attention_projection_layout": "fused_qkv"},
-        change=_with_fused_qkv,
+        change=changes.with_fused_qkv,
     ),
     "Orion": Published(
         "llama2",
         {"rms_norm_eps": 1e-5},
         {"model_type": "orion"},
-        prepare=_with_layer_norms,
+        prepare=changes.with_layer_norms,
     ),
     "Ouro": Published(
         "glm4",
@@ -332,8 +143,29 @@ PUBLISHED = {
             (r"post_self_attn_layernorm", "input_layernorm_2"),
             (r"post_mlp_layernorm", "post_attention_layernorm_2"),
         ),
-        _with_rotated_halves,
-        prepare=_with_three_passes,
+        changes.with_rotated_halves,
+        prepare=changes.with_three_passes,
+    ),
+    "NemotronHPuzzle": Published(
+        "nemotron-h-experts",
+        {},
+        {
+            "model_type": "nemotron_h_puzzle",
+            "layer_types": None,
+            "layers_block_type": None,
+            "intermediate_size": None,
+            "moe_intermediate_size": None,
+            "num_experts_per_tok": None,
+            "block_configs": [
+                {"block_type": "mamba"},
+                {"block_type": "moe", "moe_intermediate_size": 24, "num_experts_per_tok": 3},
+                {"block_type": "attention", "sliding_window": None},
+                {"block_type": "mlp", "intermediate_size": 80},
+                {"block_type": "moe", "moe_intermediate_size": 16, "num_experts_per_tok": 2},
+            ],
+        },
+        ((r"^backbone\.", "model."),),
+        prepare=changes.with_experts_of_several_sizes,
     ),
     "Param2MoE": Published(
         "ling2",
@@ -365,7 +197,7 @@ PUBLISHED = {
             (r"mlp\.gate_proj", "mlp.w2"),
             (r"mlp\.down_proj", "mlp.c_proj"),
         ),
-        _with_fused_qkv,
+        changes.with_fused_qkv,
         suffix="LMHeadModel",
     ),
     "MiniCPM": Published(
@@ -392,7 +224,7 @@ PUBLISHED = {
             (r"mlp\.up_proj", "feed_forward.w3"),
             (r"mlp\.down_proj", "feed_forward.w2"),
         ),
-        _with_grouped_rows,
+        changes.with_grouped_rows,
     ),
     "DeciLM": Published(
         "llama3",
@@ -404,25 +236,25 @@ PUBLISHED = {
         },
         {
             "model_type": "nemotron-nas",
-            "block_configs": _BLOCKS,
+            "block_configs": changes.BLOCKS,
             "num_key_value_heads": None,
             "intermediate_size": None,
         },
-        change=_without_unused_blocks,
-        prepare=_disable_blocks,
+        change=changes.without_unused_blocks,
+        prepare=changes.disable_blocks,
     ),
     "Phi4MM": Published(
         "phi3-partial",
         {},
         {"model_type": "phi4mm"},
         ((r"qkv_proj\.weight", "qkv_proj.base_layer.weight"),),
-        _with_adapters,
+        changes.with_adapters,
     ),
     "Qwen2_5Omni": Published(
         "qwen2",
         {"tie_word_embeddings": False},
-        {"model_type": "qwen2_5_omni_text", "rope_parameters": _axes(2, 1, 1)},
-        change=_with_talker,
+        {"model_type": "qwen2_5_omni_text", "rope_parameters": changes.axes(2, 1, 1)},
+        change=changes.with_talker,
         section=_THINKER,
     ),
     "InternVLChat": Published(
@@ -430,7 +262,7 @@ PUBLISHED = {
         {},
         {"model_type": "qwen2"},
         _IN_LANGUAGE_MODEL,
-        _with_tower,
+        changes.with_tower,
         ("llm_config",),
         "Model",
     ),
@@ -462,9 +294,11 @@ PUBLISHED = {
             (r"block_sparse_moe\.", "mlp."),
             (r"shared_mlp\.", "mlp.shared_experts."),
         ),
-        _with_ling_matrices,
+        changes.with_ling_matrices,
     ),
-    "KimiVL": Published("deepseek-v3", {}, {}, _IN_LANGUAGE_MODEL, _with_tower, ("text_config",)),
+    "KimiVL": Published(
+        "deepseek-v3", {}, {}, _IN_LANGUAGE_MODEL, changes.with_tower, ("text_config",)
+    ),
     "MiniMaxM3Sparse": Published(
         "minimax-m3",
         # All blocks are chosen, so there is no need for the indexers.
@@ -502,14 +336,14 @@ PUBLISHED = {
             (r"mlp\.gate\.e_score", "mlp.e_score"),
             (r"mlp\.(experts|gate\.|shared_experts|e_score)", r"block_sparse_moe.\1"),
         ),
-        _with_next_token_layer,
+        changes.with_next_token_layer,
         ("text_config",),
     ),
     "Qwen3OmniMoe": Published(
         "qwen3-moe-all",
         {},
-        {"model_type": "qwen3_omni_moe_text", "rope_parameters": _axes(4, 2, 2)},
-        change=_with_talker,
+        {"model_type": "qwen3_omni_moe_text", "rope_parameters": changes.axes(4, 2, 2)},
+        change=changes.with_talker,
         section=_THINKER,
     ),
 }

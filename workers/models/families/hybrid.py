@@ -410,6 +410,28 @@ def _nemotron_h(fields: ConfigFields) -> ModelSpec:
     return with_experts(spec, _nemotron_experts(fields), lambda i: kinds[i] == "moe")
 
 
+def _nemotron_h_puzzle(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of a Nemotron-H whose layers have experts and MLPs of several sizes."""
+    blocks = fields.get("block_configs")
+    if not isinstance(blocks, list) or not all(isinstance(block, dict) for block in blocks):
+        raise fields.wrong("block_configs", "a list of objects", blocks)
+    spec = _nemotron_h(
+        fields.with_values({"layers_block_type": [block.get("block_type") for block in blocks]})
+    )
+    layers = []
+    for layer, block in zip(spec.layers, blocks, strict=True):
+        own = {name: x for name, x in block.items() if x is not None and name != "block_type"}
+        fields_of_layer = fields.with_values(own)
+        if layer.experts:
+            layer = replace(layer, experts=_nemotron_experts(fields_of_layer))
+        elif layer.has_mlp:
+            layer = replace(layer, intermediate_size=fields_of_layer.integer("intermediate_size"))
+        elif own:
+            raise fields.error(f"block_configs with {min(own)!r} are not supported")
+        layers.append(layer)
+    return replace(spec, layers=tuple(layers))
+
+
 def _nemotron_experts(fields: ConfigFields) -> ExpertsSpec:
     experts = deepseek_experts(
         fields.with_defaults(
@@ -459,6 +481,7 @@ FAMILIES = (
     Family("Lfm2ForCausalLM", "lfm2", _lfm2),
     Family("Lfm3ForCausalLM", "lfm3", _lfm3),
     Family("NemotronHForCausalLM", "nemotron_h", _nemotron_h),
+    Family("NemotronHPuzzleForCausalLM", "nemotron_h_puzzle", _nemotron_h_puzzle),
     Family("OlmoHybridForCausalLM", "olmo_hybrid", _olmo_hybrid),
     Family("Qwen3_5ForCausalLM", "qwen3_5_text", _qwen3_5),
     Family("Qwen3_5ForConditionalGeneration", "qwen3_5", _qwen3_5_vl),
