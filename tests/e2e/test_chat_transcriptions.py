@@ -115,6 +115,7 @@ def test_qwen3_asr_transcribes_across_a_crash_of_a_worker(tmp_path: Path) -> Non
         assert "-->" in create(model="tiny", file=file, language="Greek", response_format="srt")
         for fields, named in (
             ({"language": "la"}, "must be one of the model's languages"),
+            ({"languages": ["de", "en"]}, "cannot choose among 2 languages"),
             (
                 {"response_format": "verbose_json", "timestamp_granularities": ["word"]},
                 "writes text without times",

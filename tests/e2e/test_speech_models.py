@@ -125,6 +125,25 @@ def test_a_given_language_is_not_detected(audio: Any, reference: Reference, lang
     assert answer.text == reference.text(samples, code, "transcribe")
 
 
+def test_possible_languages_and_keywords_guide_the_text(audio: Any, reference: Reference) -> None:
+    samples, file = clip(7)
+    create = audio.transcriptions.create
+    detected = reference.language(samples)
+    others = [code for code in LANGUAGES if code != detected]
+    ids = reference.model.generation_config.lang_to_id
+    start = torch.tensor([[reference.model.config.decoder_start_token_id]])
+    row = reference.model(reference.features(samples)[None], decoder_input_ids=start).logits[0, -1]
+    best = max(others, key=lambda code: row[ids[f"<|{code}|>"]])
+    text = create(model="tiny", file=file, languages=others).text
+    assert text == reference.text(samples, best, "transcribe")
+    text = create(model="tiny", file=file, languages=["German"], keywords=["tea", "tower"]).text
+    assert text == reference.text(samples, "de", "transcribe", "tea, tower")
+    with pytest.raises(openai.BadRequestError, match="together with language"):
+        create(model="tiny", file=file, languages=["de"], language="de")
+    with pytest.raises(openai.BadRequestError, match="languages must be one of the model's"):
+        create(model="tiny", file=file, languages=["de", "it"])
+
+
 def test_translations_use_the_translate_task(audio: Any, reference: Reference) -> None:
     samples, file = clip(8)
     language = reference.language(samples)

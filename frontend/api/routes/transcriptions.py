@@ -22,6 +22,7 @@ from ...media.transcription.options import (
     Task,
     TranscriptionOptions,
     parse_language,
+    parse_languages,
     verify_options,
     verify_transcribes,
 )
@@ -159,9 +160,13 @@ class Transcriptions:
         verify_choice("response_format", request.response_format, FORMATS)
         response_format = request.response_format or "json"
         granularities = include = None
+        languages: tuple[str, ...] = ()
         is_streamed = False
         if isinstance(request, TranscriptionRequest):
             granularities, include = request.timestamp_granularities, request.include
+            languages = parse_languages(request.languages or (), speech)
+            if languages and request.language:
+                raise bad_request("languages", "languages must not be given together with language")
             is_streamed = bool(request.stream)
             verify_choice("chunking_strategy", request.chunking_strategy, ("auto",))
         for each in granularities or ():
@@ -187,6 +192,8 @@ class Transcriptions:
         if request.seed is not None and not 0 <= request.seed <= MAX_SEED:
             raise bad_request("seed", f"seed must be between 0 and {MAX_SEED}, got {request.seed}")
         prompt = request.prompt or ""
+        if isinstance(request, TranscriptionRequest) and request.keywords:
+            prompt = f"{prompt} {', '.join(request.keywords)}".strip()
         if len(prompt) > MAX_PROMPT_CHARACTERS:
             raise bad_request(
                 "prompt",
@@ -198,7 +205,10 @@ class Transcriptions:
         )
         options = TranscriptionOptions(
             task=self._task,
-            language=parse_language(request.language, speech),
+            language=languages[0]
+            if len(languages) == 1
+            else parse_language(request.language, speech),
+            languages=languages,
             prompt=prompt,
             temperature=temperature,
             seed=request.seed,

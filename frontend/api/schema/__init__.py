@@ -310,6 +310,9 @@ class TranscriptionRequest(TranslationRequest, kw_only=True):
     timestamp_granularities: list[str] | None = None
     stream: bool | None = None
     include: list[str] | None = None
+    # The possible languages of the clip, and words that occur in it.
+    languages: list[str] | None = None
+    keywords: list[str] | None = None
     # Long audio clips are always split at quiet places.
     chunking_strategy: str | None = None
 

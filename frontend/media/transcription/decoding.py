@@ -87,6 +87,8 @@ class WindowDecoder:
         assert self._decoder is not None
         audio = self._decoder.audio
         languages = audio.language_token_ids
+        if possible := self._options.languages:
+            languages = {code: languages[code] for code in possible}
         delta, _ = await self._choose([audio.start_token_id], inputs, [*languages.values()])
         self.language = next(
             code for code, token in languages.items() if token == delta.token_ids[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
@@ -36,6 +36,7 @@ class TranscriptionOptions:
     Attributes:
         task: Whether to transcribe or to translate.
         language: The code of the spoken language; "" to detect it.
+        languages: The codes of the languages among which it is detected; empty for all languages of the model.
         prompt: Text that the model continues, as an example of style and spelling.
         temperature: 0 decodes greedily, and tries higher temperatures if the text repeats itself or is doubtful.
         seed: The seed of sampling at other temperatures; None for a random one.
@@ -46,6 +47,7 @@ class TranscriptionOptions:
 
     task: Task = Task.TRANSCRIBE
     language: str = ""
+    languages: tuple[str, ...] = ()
     prompt: str = ""
     temperature: float = 0.0
     seed: int | None = None
@@ -130,8 +132,8 @@ def verify_transcribes(model: ModelConfig) -> SpeechModel:
     return found
 
 
-def parse_language(given: str | None, model: SpeechModel) -> str:
-    """Return the code of a language given by its code or name; "" to detect it.
+def parse_language(given: str | None, model: SpeechModel, field: str = "language") -> str:
+    """Return the code of a language given by its code or name in a field; "" to detect it.
 
     Raises:
         ParameterError: The language is unknown, or the model does not support it.
@@ -140,16 +142,31 @@ def parse_language(given: str | None, model: SpeechModel) -> str:
         return ""
     if not model.languages:
         raise ParameterError(
-            "language",
+            field,
             f"is not supported by this model, which detects the language itself, got {echo(given)}",
         )
     code = find_language(given)
     if code not in model.languages:
         names = ", ".join(sorted(model.languages))
         raise ParameterError(
-            "language", f"must be one of the model's languages ({names}), got {echo(given)}"
+            field, f"must be one of the model's languages ({names}), got {echo(given)}"
         )
     return code
+
+
+def parse_languages(given: Sequence[str], model: SpeechModel) -> tuple[str, ...]:
+    """Return the codes of the languages among which the language is detected, or of the only one.
+
+    Raises:
+        ParameterError: A language is unknown, or the model cannot choose among some of its languages.
+    """
+    codes = tuple(dict.fromkeys(parse_language(each, model, "languages") for each in given))
+    if len(codes) > 1 and (model.audio is None or not model.audio.language_token_ids):
+        raise ParameterError(
+            "languages",
+            f"must have one language for this model, which cannot choose among {len(codes)} languages",
+        )
+    return codes
 
 
 def verify_options(options: TranscriptionOptions, model: SpeechModel) -> None:
