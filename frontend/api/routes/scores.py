@@ -290,7 +290,7 @@ def _prompt(value: Comparable, param: str) -> Prompt:
     if not isinstance(text := value.get("text"), str):
         raise bad_request(
             param,
-            f"{param} must be a string, or an object with a text or with content, got {echo(value)}",
+            f"{param} must be a string, or an object with content or a text, got {echo(value)}",
         )
     return Prompt(param, text, nothing)
 
