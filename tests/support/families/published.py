@@ -151,6 +151,7 @@ PUBLISHED = {
         {},
         {
             "model_type": "nemotron_h_puzzle",
+            "num_hidden_layers": None,
             "layer_types": None,
             "layers_block_type": None,
             "intermediate_size": None,
