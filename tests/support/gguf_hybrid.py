@@ -306,8 +306,16 @@ def add_hyperparameters(writer: GGUFWriter, config: Any) -> None:
         writer.add_rope_scaling_finetuned(True)
     if is_nemotron and "moe" in kinds:
         writer.add_expert_count(config.n_routed_experts)
-        writer.add_expert_used_count(config.num_experts_per_tok)
-        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        if blocks := getattr(config, "block_configs", None):
+            for key, name in (
+                ("used_count", "num_experts_per_tok"),
+                ("feed_forward_length", "moe_intermediate_size"),
+            ):
+                values = [block.get(name, 0) for block in blocks]
+                writer.add_array(f"{writer.arch}.expert_{key}", values)
+        else:
+            writer.add_expert_used_count(config.num_experts_per_tok)
+            writer.add_expert_feed_forward_length(config.moe_intermediate_size)
         writer.add_expert_shared_feed_forward_length(config.moe_shared_expert_intermediate_size)
         writer.add_expert_shared_count(config.n_shared_experts)
         writer.add_expert_weights_norm(config.norm_topk_prob)
@@ -340,8 +348,13 @@ def add_delta_net(writer: GGUFWriter, config: Any) -> None:
     writer.add_rope_dimension_count(int(config.head_dim * factor))
     if getattr(config, "num_experts", None):
         writer.add_expert_count(config.num_experts)
-        writer.add_expert_used_count(config.num_experts_per_tok)
-        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        if blocks := getattr(config, "block_configs", None):
+            writer.add_expert_used_count([x.get("num_experts_per_tok", 0) for x in blocks])
+            lengths = [x.get("moe_intermediate_size", 0) for x in blocks]
+            writer.add_expert_feed_forward_length(lengths)
+        else:
+            writer.add_expert_used_count(config.num_experts_per_tok)
+            writer.add_expert_feed_forward_length(config.moe_intermediate_size)
         writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
 
 

@@ -69,7 +69,8 @@ def gguf_to_hf_config(gguf: GGUFFile) -> dict[str, Any]:
 def _common_config(fields: ModelFields) -> dict[str, Any]:
     # Layers of different kinds have different sizes.
     size = fields.largest if fields.prefix[:-1] in _VARIED else fields.integer
-    expert_size = fields.optional_integer("expert_feed_forward_length")
+    name = "expert_feed_forward_length"
+    expert_size = fields.with_largest(name).optional_integer(name)
     embedding = fields.gguf.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise CheckpointError(fields.gguf.path, "there is no matrix 'token_embd.weight'")

@@ -1,7 +1,8 @@
 """Read the keys of a GGUF file's metadata by type."""
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from copy import copy
+from typing import Any, Self, TypeAlias
 
 import numpy as np
 
@@ -71,6 +72,15 @@ class ModelFields(GGUFFields):
                 raise self.wrong(name, "a list with an integer for each layer", values.tolist())
             return [int(value) for value in values]
         return [self.integer(name, minimum=0)] * self.num_layers
+
+    def with_largest(self, *names: str) -> Self:
+        """Return these fields with the largest of the integers that a list has for the layers, instead of the list."""
+        keys = [key for key in self.config if key.startswith(self.prefix)]
+        lists = [name for name in names if isinstance(self.get(name), np.ndarray)]
+        largest = {self.prefix + name: self.largest(name) for name in lists}
+        fields = copy(self)
+        fields.config = {key: self.config[key] for key in keys} | largest
+        return fields
 
     def largest(self, name: str, default: int | None = None) -> int:
         """Return the maximum of an integer over all layers, which must be positive."""

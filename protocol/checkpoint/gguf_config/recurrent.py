@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import numpy as np
+
 from .fields import ModelFields, Translate
 from .parts import (
     expert_fields,
@@ -210,14 +212,33 @@ def _nemotron_h(fields: ModelFields) -> dict[str, Any]:
         "use_conv_bias": mamba["mamba_conv_bias"],
         "use_bias": mamba["mamba_proj_bias"],
     }
-    if "moe" in kinds:
-        experts = expert_fields(fields)
-        config |= experts | {
-            "n_routed_experts": experts["num_experts"],
-            "moe_shared_expert_intermediate_size": experts["shared_expert_intermediate_size"],
-            "moe_latent_size": fields.optional_integer("moe_latent_size"),
-        }
-    return config
+    if "moe" not in kinds:
+        return config
+    by_layer = "expert_feed_forward_length", "expert_used_count"
+    experts = expert_fields(fields.with_largest(*by_layer))
+    config |= experts | {
+        "n_routed_experts": experts["num_experts"],
+        "moe_shared_expert_intermediate_size": experts["shared_expert_intermediate_size"],
+        "moe_latent_size": fields.optional_integer("moe_latent_size"),
+    }
+    if not any(isinstance(fields.get(name), np.ndarray) for name in by_layer):
+        return config
+    sizes, chosen = map(fields.of_layers, by_layer)
+    blocks: dict[str, list[dict[str, int]]] = {
+        "moe": [
+            {"moe_intermediate_size": size, "num_experts_per_tok": count}
+            for size, count in zip(sizes, chosen, strict=True)
+        ],
+        "mlp": [{"intermediate_size": size} for size in mlp],
+    }
+    return config | {
+        "model_type": "nemotron_h_puzzle",
+        "architectures": ["NemotronHPuzzleForCausalLM"],
+        "block_configs": [
+            {"block_type": kind} | (blocks[kind][i] if kind in blocks else {})
+            for i, kind in enumerate(kinds)
+        ],
+    }
 
 
 def _kimi_linear(fields: ModelFields) -> dict[str, Any]:

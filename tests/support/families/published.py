@@ -148,7 +148,7 @@ PUBLISHED = {
     ),
     "NemotronHPuzzle": Published(
         "nemotron-h-experts",
-        {},
+        {"n_group": 1, "topk_group": 1},
         {
             "model_type": "nemotron_h_puzzle",
             "num_hidden_layers": None,

@@ -8,6 +8,7 @@ from safetensors.torch import load_file, save_file
 from support.decoders import Runner, load_decoder, load_native_decoder
 from support.families import assert_same, expected_logits, prompt
 from support.families.published import PUBLISHED, save_published
+from support.gguf_writer import write_gguf
 from support.quantized_checkpoints import FORMATS
 
 pytestmark = pytest.mark.slow
@@ -23,6 +24,15 @@ def test_logits_of_families_without_a_class_in_transformers(name, load, tmp_path
     reference = save_published(name, tmp_path)
     tokens = prompt(NUM_TOKENS)
     logits = Runner(load(tmp_path)).step({0: tokens})[0]
+    assert_same(logits, expected_logits(reference, tokens))
+
+
+@pytest.mark.parametrize("load", [load_decoder, load_native_decoder])
+def test_a_gguf_file_may_have_experts_of_several_sizes(load, tmp_path):
+    reference = save_published("NemotronHPuzzle", tmp_path)
+    reference.config.block_configs = PUBLISHED["NemotronHPuzzle"].config["block_configs"]
+    tokens = prompt(NUM_TOKENS)
+    logits = Runner(load(write_gguf(tmp_path / "m.gguf", reference))).step({0: tokens})[0]
     assert_same(logits, expected_logits(reference, tokens))
 
 
