@@ -3,8 +3,11 @@
 import pytest
 import transformers
 from engine.protocol.checkpoint.recurrent_layers import KimiDeltaAttention
-from engine.protocol.errors import CheckpointError
+from engine.protocol.errors import CheckpointError, ConfigError
+from engine.workers.layers.parallel.shard import ModelShard
+from engine.workers.layers.parallel.tensor_parallel import TensorParallel
 from engine.workers.layers.rope import LinearScaling
+from engine.workers.layers.specs.experts import ExpertsSpec
 from engine.workers.models.families import model_spec
 
 LLAMA = {
@@ -302,3 +305,12 @@ def test_absent_fields_have_the_defaults_of_transformers(model_type, family, abs
     for name in absent:
         others = {key: value for key, value in config.items() if key != name}
         assert model_spec(others, "model") == spec, name
+
+
+@pytest.mark.parametrize("sizes", [(3, 0), (8, 2)])
+def test_more_ranks_than_elements_of_experts_are_refused(sizes):
+    size, shared = sizes
+    experts = ExpertsSpec(4, 2, size, shared_intermediate_size=shared)
+    shard = ModelShard(range(1), 1, TensorParallel(1, 4))
+    with pytest.raises(ConfigError, match=f"only {min(filter(None, sizes))} intermediate elements"):
+        shard.placement(experts)

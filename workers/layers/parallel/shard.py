@@ -104,10 +104,22 @@ class ModelShard(msgspec.Struct, frozen=True):
         return self.tensor_parallel.part(spec.num_kv_heads)
 
     def placement(self, experts: ExpertsSpec) -> ExpertPlacement:
-        """Return the part of a layer's experts that this rank has."""
+        """Return the part of a layer's experts that this rank has.
+
+        Raises:
+            ConfigError: There are more ranks than intermediate elements to divide among them.
+        """
         parallel = self.tensor_parallel
         every = range(experts.num_numbered)
         sizes = [experts.size_in(mixture) for mixture in range(experts.num_mixtures)]
+        divided = [] if self.has_whole_experts else sizes
+        if shared := experts.shared_intermediate_size:
+            divided = [*divided, shared]
+        if divided and min(divided) < parallel.size:
+            raise ConfigError(
+                f"--tensor-parallel-size {parallel.size}: experts of the model have only {min(divided)} intermediate "
+                f"elements; use at most {min(divided)}"
+            )
         if not self.has_whole_experts:
             elements = tuple(map(parallel.part, sizes))
             return ExpertPlacement(every, (), elements, adds_bias=parallel.rank == 0)
