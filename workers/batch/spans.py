@@ -8,12 +8,16 @@ Shapes: S scheduled slots, T scheduled tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 
 from ...protocol.arrays import Int32Array
 from ...protocol.config.images import SpanKind
 from ...protocol.messages import EncoderInput
+
+LIMITS: Final = 2**31 - 1
+"""In place of the first token that a token sees outside its window: the end limits the window instead."""
 
 
 class VisibleStarts:
@@ -31,7 +35,7 @@ class VisibleStarts:
     def visible_tokens(
         self, slots_S: Int32Array, query_start_loc: Int32Array, seq_lens_S: Int32Array
     ) -> Int32Array | None:
-        """Return for each token its own position and the end of those to which it attends, int32 [T, 2].
+        """Return for each token `LIMITS` and the end of those to which it attends, int32 [T, 2].
 
         The result is None if tokens attend to their whole sequences.
         """
@@ -41,9 +45,8 @@ class VisibleStarts:
             self._num_visible.get(slot, length)
             for slot, length in zip(slots_S.tolist(), seq_lens_S.tolist(), strict=True)
         ]
-        num_tokens_S = np.diff(query_start_loc)
-        positions_T = np.concatenate([np.arange(count) for count in num_tokens_S])
-        return np.stack((positions_T, np.repeat(ends_S, num_tokens_S)), 1).astype(np.int32)
+        visible_S2 = np.array([(LIMITS, end) for end in ends_S], np.int32)
+        return visible_S2.repeat(np.diff(query_start_loc), 0)
 
 
 class Spans:

@@ -108,17 +108,17 @@ inline int end_key(int position, int window, int num_keys) {
   return window > 0 && position + window < num_keys ? position + window : num_keys;
 }
 
-// The same for a token of a task. `visible` may extend its range, or limit it if every token sees all keys.
+// The same for a token of a task. `visible` extends its range, or limits the end if it begins after the token.
 inline int first_key(const AttentionTask& task, int window, int token) {
   const int key = first_key(task.position + token, window);
   return task.visible && task.visible[2 * token] < key ? task.visible[2 * token] : key;
 }
 
 inline int end_key(const AttentionTask& task, int window, int token) {
-  const int end = end_key(task.position + token, window, task.num_keys);
+  const int position = task.position + token, end = end_key(position, window, task.num_keys);
   if (!task.visible) return end;
-  const int seen = task.visible[2 * token + 1];
-  return task.num_keys && end < seen ? end : seen;
+  const int first = task.visible[2 * token], seen = task.visible[2 * token + 1];
+  return first > position && end < seen ? end : seen;
 }
 
 struct AttentionKernels {

@@ -38,7 +38,8 @@ struct Step {
   int64_t encoded_stride;
   const int32_t* rotary;       // [num_tokens, 3], positions on three axes; null if they all equal `positions`
   const int32_t* visible;      // [num_tokens][2], the first position that each token sees even outside its window,
-                               // and the end of its range; null if each token sees positions up to its own
+                               // and the end of its range; null if each token sees positions up to its own. If the
+                               // first is after the token, the end limits the window instead
   int32_t spans_need_windows;  // only layers with a window follow `visible`
   const int32_t*
       source_lens;        // [num_sequences], or of the rows `table_rows`: the outputs of an encoder that each reads
