@@ -9,20 +9,24 @@ from ..logprobs import Json
 
 
 def vllm_metrics(sequence: Sequence) -> Json:
-    """Return vLLM's `metrics` of a sequence. The times are in milliseconds, and null as long as they are unknown."""
+    """Return vLLM's `metrics` of a finished sequence in milliseconds, without those that it has too few tokens for."""
     begin, first, last = (
         sequence.scheduled_time,
         sequence.first_token_time,
         sequence.last_token_time,
     )
     count = sequence.num_read_tokens
-    return {
-        "time_to_first_token_ms": (first - begin) * 1e3 if begin and first else None,
-        "generation_time_ms": (last - first) * 1e3 if first and last else None,
-        "queue_time_ms": (begin - sequence.queued_time) * 1e3 if begin else None,
-        "mean_itl_ms": (last - first) / (count - 1) * 1e3 if first and count > 1 else None,
-        "tokens_per_second": count / (last - begin) if begin and last > begin else None,
-    }
+    found: Json = {}
+    if begin:
+        found["queue_time_ms"] = (begin - sequence.queued_time) * 1e3
+    if begin and first:
+        found["time_to_first_token_ms"] = (first - begin) * 1e3
+        found["generation_time_ms"] = (last - first) * 1e3
+    if first and count > 1:
+        found["mean_itl_ms"] = (last - first) / (count - 1) * 1e3
+    if begin and last > begin:
+        found["tokens_per_second"] = count / (last - begin)
+    return found
 
 
 def llama_timings(sequence: Sequence, num_generated: int) -> Json:
