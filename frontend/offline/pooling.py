@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -48,6 +48,9 @@ from .outputs import (
     ScoringRequestOutput,
 )
 from .prompts import EncodedPrompt, Prompt, PromptEncoder, as_list
+
+Comparable: TypeAlias = str | Mapping[str, Any]
+"""A text, or a mapping with the parts of a message as `content`."""
 
 
 class PoolingMethods:
@@ -171,8 +174,8 @@ class PoolingMethods:
 
     def score(
         self,
-        text_1: str | Sequence[str],
-        text_2: str | Sequence[str],
+        text_1: Comparable | Sequence[Comparable],
+        text_2: Comparable | Sequence[Comparable],
         *,
         use_activation: bool | None = None,
         chat_template: str | None = None,
@@ -183,6 +186,8 @@ class PoolingMethods:
 
         A model with a classification head of one class reads both texts together. For any other model, the score is the
         similarity of the texts' embeddings: their cosine, or MaxSim if each token has an embedding.
+
+        If the model reads images, a text may be a mapping with `content`: the parts of a message.
 
         Args:
             text_1: One text for all, or as many texts as in `text_2`.
@@ -206,10 +211,7 @@ class PoolingMethods:
                 *((text, QUERY) for text in firsts),
                 *((text, DOCUMENT) for text in seconds),
             ]
-            wanted = [
-                self._prompts.encode_pooled(text, model.pooler.prompts.get(role, ""), role)
-                for text, role in prompts
-            ]
+            wanted = [self._encode_compared(each, role) for each, role in prompts]
             request_id, pooled = self._pool(wanted, lora_request)
             scores = similarities(pooled, len(firsts), model.pooler)
             wanted = wanted[len(firsts) :]
@@ -219,6 +221,8 @@ class PoolingMethods:
             tokenizer = self._engine.tokenizer
             chat_template = chat_template or self._engine.config.frontend.chat_template
             if chat_template is None:
+                if not all(isinstance(text, str) for text in (*firsts, *seconds)):
+                    raise ParameterError("chat_template", "is required to score images")
                 joined = (
                     tokenizer.pair_joiner.join(
                         tokenizer.encode(first, add_special_tokens=False),
@@ -233,10 +237,7 @@ class PoolingMethods:
             else:
                 template = PairTemplate(self._template(chat_template, False), self._special_tokens)
                 kwargs = chat_template_kwargs or {}
-                wanted = [
-                    EncodedPrompt(None, list(template.encode(template.render(*pair, kwargs))[1]))
-                    for pair in pairs
-                ]
+                wanted = [self._encode_pair(template, pair, kwargs) for pair in pairs]
             request_id, pooled = self._pool(wanted, lora_request)
             scores = [
                 class_scores(vector, model.classifier, activate=use_activation).item()
@@ -246,6 +247,41 @@ class PoolingMethods:
             ScoringRequestOutput(request_id, prompt.token_ids, ScoringOutput(score))
             for prompt, score in zip(wanted, scores, strict=True)
         ]
+
+    def _encode_compared(self, given: Comparable, role: str) -> EncodedPrompt:
+        """Return a text, or the content of a user's message, to be compared with others.
+
+        `role` is the name of the model's prompt for a text.
+        """
+        pooler = self._engine.config.model.pooler
+        if isinstance(given, str):
+            return self._prompts.encode_pooled(given, pooler.prompts.get(role, ""), role)
+        message = {"role": "user", "content": given["content"]}
+        conversation, media = self._prompts.take_media([message])
+        text = self._template(None, False).render(
+            conversation, self._special_tokens, add_generation_prompt=False
+        )
+        if self._engine.config.model.is_encoder and not media:
+            # The tokenizer of an encoder, not its template, adds the special tokens.
+            return self._prompts.encode_pooled(text, "", role)
+        return self._prompts.encode_text(
+            text, media, lambda text: self._special_tokens.encode(text, add_special_tokens=False)
+        )
+
+    def _encode_pair(
+        self,
+        template: PairTemplate,
+        pair: tuple[Comparable, Comparable],
+        kwargs: dict[str, Any],
+    ) -> EncodedPrompt:
+        """Return the template's prompt for a query and a document."""
+        messages = [
+            {"role": role, "content": each if isinstance(each, str) else each["content"]}
+            for role, each in zip((QUERY, DOCUMENT), pair, strict=True)
+        ]
+        (query, document), media = self._prompts.take_media(messages)
+        text = template.render(query["content"], document["content"], kwargs)
+        return self._prompts.encode_text(text, media, template.encode)
 
     def _pool(
         self,
@@ -307,5 +343,5 @@ class PoolingMethods:
         return template
 
 
-def _as_texts(texts: str | Sequence[str]) -> list[str]:
-    return [texts] if isinstance(texts, str) else list(texts)
+def _as_texts(texts: Comparable | Sequence[Comparable]) -> list[Any]:
+    return [texts] if isinstance(texts, str | Mapping) else list(texts)

@@ -136,6 +136,9 @@ def test_texts_and_images_have_the_vectors_of_transformers(
         outputs = llm.embed([*TEXTS, *prompts])
         vectors = [output.outputs.embedding for output in outputs]
         np.testing.assert_allclose(vectors, [*texts, *images], atol=1e-4)
+        given = [{"content": [{"type": "image_pil", "image_pil": each}]} for each in IMAGES]
+        scores = [output.outputs.score for output in llm.score(TEXTS[0], given)]
+        np.testing.assert_allclose(scores, images @ texts[0], atol=1e-4)
         with pytest.raises(ParameterError, match="must have one image or a text"):
             llm.embed({"prompt": "tea", "multi_modal_data": {"image": IMAGES[0]}})
 
@@ -168,6 +171,13 @@ def test_a_decoder_that_answers_yes_or_no_reads_images_in_documents(tmp_path: Pa
         status, shown = server.post("/tokenize", {"messages": [message]})
         assert status == 200, shown
         assert_nothing_is_held(server)
+    given = {"content": [{"type": "image_pil", "image_pil": image}, documents[1]["content"][1]]}
+    keywords: dict[str, Any] = {"hf_overrides": json.loads(overrides), "dtype": "float32"}
+    with LLM(str(model.path), **keywords) as llm:
+        [output] = llm.score("the quick", given, chat_template=PAIR, use_activation=False)
+        assert abs(output.outputs.score - scores[1]) < 1e-4
+        with pytest.raises(ParameterError, match="chat_template is required to score images"):
+            llm.score("the quick", given)
     fake = tokenizer.convert_tokens_to_ids("<fake_token_around_image>")
     first, last = shown["tokens"].index(fake), shown["tokens"][::-1].index(fake)
     of_image = shown["tokens"][first : len(shown["tokens"]) - last]
