@@ -363,9 +363,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
     @property
     def index_dim(self) -> int:
         """The number of elements in the cache for a token's index key; 0 without an indexer."""
-        if self.block_indexer is not None:
-            return self.block_indexer.key_elements
-        indexer = self.latent and self.latent.indexer
+        indexer = self.block_indexer or (self.latent and self.latent.indexer)
         return indexer.key_elements if indexer else 0
 
     @property
