@@ -15,6 +15,7 @@ from ..config.audio_tower import (
     ConformerSpec,
     FastConformerSpec,
     FixedOutputs,
+    StreamingSpec,
     UniversalSpeechSpec,
 )
 from .config_fields import ConfigFields
@@ -22,6 +23,7 @@ from .config_fields import ConfigFields
 MAX_POSITIONS: Final = 1 << 16
 
 _Channels = Annotated[int, msgspec.Meta(ge=1, le=MAX_POSITIONS)]
+_Rows = Annotated[int, msgspec.Meta(ge=0, le=MAX_POSITIONS)]
 
 _THINKER: Final = "thinker_config"
 _MODEL_TYPES: Final = (
@@ -413,4 +415,45 @@ def fast_conformer_spec(fields: ConfigFields) -> FastConformerSpec:
         has_conv_bias=encoder.boolean("convolution_bias", True),
         output_size=fields.integer("hidden_size", 1024),
         tensor_names=_COHERE_NAMES,
+    )
+
+
+def streaming_spec(fields: ConfigFields) -> StreamingSpec:
+    """Return the encoder of Moonshine Streaming.
+
+    Raises:
+        CheckpointError: A field is missing or invalid.
+    """
+    encoder = fields.section("encoder_config") or ConfigFields({}, fields.path, "encoder_config.")
+    encoder.require("sample_rate", 16_000, default=16_000)
+    hidden_size = encoder.integer("hidden_size", 320, maximum=MAX_POSITIONS)
+    num_heads = _num_heads(encoder, hidden_size, 8)
+    num_kv_heads = encoder.integer("num_key_value_heads", 8)
+    if num_heads % num_kv_heads:
+        raise encoder.wrong("num_key_value_heads", f"a divisor of {num_heads}", num_kv_heads)
+    windows = encoder.get("sliding_windows", [[16, 4], [16, 4], [16, 0], [16, 0], [16, 4], [16, 4]])
+    num_layers = encoder.integer("num_hidden_layers", 6, maximum=1024)
+    try:
+        windows = msgspec.convert(windows, tuple[tuple[_Channels, _Rows], ...])
+    except msgspec.ValidationError:
+        windows = ()
+    if len(windows) != num_layers:
+        raise encoder.wrong("sliding_windows", f"{num_layers} pairs of numbers", windows)
+    frame_size = round(16 * encoder.positive("frame_ms", 5.0))
+    num_samples, max_positions = 480_000, fields.integer("max_position_embeddings", 4096)
+    if -(-num_samples // (4 * frame_size)) > max_positions:
+        raise fields.wrong("max_position_embeddings", "at least the rows of 30 s", max_positions)
+    return StreamingSpec(
+        frame_size=frame_size,
+        hidden_size=hidden_size,
+        intermediate_size=encoder.integer("intermediate_size", 1280, maximum=MAX_POSITIONS),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=encoder.integer("head_dim", hidden_size // num_heads),
+        windows=windows,
+        num_frames=num_samples,
+        max_positions=max_positions,
+        activation=encoder.text("hidden_act", "gelu"),
+        has_bias=encoder.boolean("attention_bias", False),
+        output_size=fields.integer("hidden_size", 320),
     )

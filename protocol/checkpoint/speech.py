@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final
 import msgspec
 
 from ..config.model import AudioProcessorConfig, SourceTextConfig, SpeechKind
-from .audio_tower import fast_conformer_spec
+from .audio_tower import fast_conformer_spec, streaming_spec
 from .config_fields import MAX_INTEGER, ConfigFields
 
 _SPEECH: Final = frozenset(SpeechKind)
@@ -94,6 +94,8 @@ def with_decoder_fields(fields: ConfigFields) -> ConfigFields:
         fields = fields.with_values({"num_decoder_layers": None, "classifier_pooling": "mean"})
     if kind == SpeechKind.COHERE:
         return fields.with_defaults(**_COHERE_DEFAULTS)
+    if kind == SpeechKind.MOONSHINE_STREAMING:
+        return fields
     if kind == "t5gemma":
         own = fields.required_section("decoder").config
         is_tied = fields.get("tie_word_embeddings", True)
@@ -308,6 +310,22 @@ def _moonshine(
     return msgspec.structs.replace(audio, max_source_positions=positions)
 
 
+def _moonshine_streaming(
+    processor: ConfigFields, config: ConfigFields, generation: ConfigFields
+) -> AudioProcessorConfig:
+    encoder = streaming_spec(config)
+    # Incomplete frames count.
+    strides, ones = (encoder.frame_size, 2, 2), (1, 1, 1)
+    return msgspec.structs.replace(
+        _moonshine(processor, config, generation),
+        kind=SpeechKind.MOONSHINE_STREAMING,
+        strides=strides,
+        kernels=ones,
+        paddings=(0, 0, 0),
+        max_source_positions=encoder.num_outputs(encoder.num_frames),
+    )
+
+
 def _cohere(
     processor: ConfigFields, config: ConfigFields, generation: ConfigFields
 ) -> AudioProcessorConfig:
@@ -335,6 +353,7 @@ def _cohere(
 _READERS: Final = {
     SpeechKind.WHISPER: _whisper,
     SpeechKind.MOONSHINE: _moonshine,
+    SpeechKind.MOONSHINE_STREAMING: _moonshine_streaming,
     SpeechKind.COHERE: _cohere,
 }
 

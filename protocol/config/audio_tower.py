@@ -236,4 +236,46 @@ class FastConformerSpec(msgspec.Struct, frozen=True, tag=True):
         return -(-num_frames >> self.num_halvings)
 
 
-AnyAudioSpec: TypeAlias = AudioTowerSpec | ConformerSpec | UniversalSpeechSpec | FastConformerSpec
+class StreamingSpec(msgspec.Struct, frozen=True, tag=True):
+    """An encoder that reads frames of `frame_size` samples (Moonshine Streaming).
+
+    Two convolutions halve the number of frames. Each layer has a window: the rows up to a row, and those from it on,
+    that it attends to, both with the row itself.
+    """
+
+    frame_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    windows: tuple[tuple[int, int], ...]
+    num_frames: int
+    max_positions: int
+    activation: str
+    has_bias: bool
+    output_size: int
+
+    @property
+    def num_mel_bins(self) -> int:
+        """The number of features per frame, which is 0 because the encoder reads samples."""
+        return 0
+
+    @property
+    def frames_after(self) -> int:
+        """The number of samples at the end of a clip for which no row is computed."""
+        return 0
+
+    @property
+    def silence(self) -> Literal["skipped"]:
+        """The treatment of silence after a clip, of which there is none."""
+        return "skipped"
+
+    def num_outputs(self, num_frames: int) -> int:
+        """Return the number of outputs for the samples of a clip."""
+        return -(-num_frames // (4 * self.frame_size))
+
+
+AnyAudioSpec: TypeAlias = (
+    AudioTowerSpec | ConformerSpec | UniversalSpeechSpec | FastConformerSpec | StreamingSpec
+)

@@ -140,6 +140,7 @@ class SpeechKind(enum.StrEnum):
 
     WHISPER = "whisper"
     MOONSHINE = "moonshine"
+    MOONSHINE_STREAMING = "moonshine_streaming"
     COHERE = "cohere_asr"
 
 

@@ -184,8 +184,9 @@ def test_unknown_languages_are_refused(audio: Any) -> None:
         audio.transcriptions.create(model="tiny", file=clip(1)[1], language="it")
 
 
-def test_moonshine_output_is_limited_by_the_length_of_the_audio(tmp_path: Path) -> None:
-    path, model = moonshine_directory(tmp_path)
+@pytest.mark.parametrize("kind", ["moonshine", "moonshine_streaming"])
+def test_moonshine_output_is_limited_by_the_length_of_the_audio(tmp_path: Path, kind: str) -> None:
+    path, model = moonshine_directory(tmp_path, kind)
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     samples, file = clip(3, 2.5)
     start = model.config.decoder_start_token_id

@@ -17,6 +17,7 @@ import transformers
 from engine.protocol.arrays import int32_bytes
 from engine.protocol.messages import AudioPayload, EncoderInput, TextPayload
 from safetensors.torch import load_file, save_file
+from torch.nn.functional import pad
 
 VOCAB_SIZE = 97
 _BART_SIZES = {
@@ -85,6 +86,26 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "max_position_embeddings": 128,
         },
     ),
+    "moonshine_streaming": (
+        "MoonshineStreaming",
+        {
+            "vocab_size": VOCAB_SIZE,
+            "hidden_size": 48,
+            "intermediate_size": 80,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 1536,
+            "encoder_config": {
+                "hidden_size": 32,
+                "intermediate_size": 40,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "sliding_windows": [[5, 3], [4, 0]],
+            },
+        },
+    ),
     "cohere_asr": (
         "CohereAsr",
         {
@@ -136,7 +157,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 _WITH_SINUSOIDS = ("marian", "pegasus", "separate-marian")
-SPEECH = ("whisper", "untied-whisper", "moonshine", "cohere_asr")
+SPEECH = ("whisper", "untied-whisper", "moonshine", "moonshine_streaming", "cohere_asr")
 
 
 def source_directory(
@@ -192,6 +213,11 @@ def source(model: Any, seed: int, length: int = 0) -> tuple[torch.Tensor, Encode
         features = rng.standard_normal(length or 3000).astype(np.float32)
         payload = AudioPayload(0, len(features), features.tobytes())
         size = (((len(features) - 127) // 64 + 1 - 7) // 3 + 1 - 3) // 2 + 1
+    elif config.model_type == "moonshine_streaming":
+        # One of the clips ends with an incomplete frame.
+        features = rng.standard_normal(5 * length + 17 if length else 8000).astype(np.float32)
+        payload = AudioPayload(0, len(features), features.tobytes())
+        size = -(-len(features) // 320)
     elif config.model_type == "cohere_asr":
         frames = length // 8 or 81
         features = rng.standard_normal((frames, config.encoder_config.num_mel_bins))
@@ -210,7 +236,13 @@ def source(model: Any, seed: int, length: int = 0) -> tuple[torch.Tensor, Encode
 @torch.inference_mode()
 def logits(model: Any, inputs: torch.Tensor, tokens: list[int]) -> torch.Tensor:
     """Return transformers' logits [T, V] of the decoder's tokens."""
-    return model(inputs, decoder_input_ids=torch.tensor([tokens])).logits[0]
+    masks = {}
+    if model.config.model_type == "moonshine_streaming":
+        # The processor fills the last frame, and without a mask the encoder has no windows.
+        mask = torch.ones_like(inputs)
+        inputs, mask = (pad(each, (0, -inputs.shape[1] % 80)) for each in (inputs, mask))
+        masks = {"attention_mask": mask}
+    return model(inputs, decoder_input_ids=torch.tensor([tokens]), **masks).logits[0]
 
 
 def greedy(
@@ -357,11 +389,11 @@ def cohere_directory(directory: Path) -> tuple[Path, Any]:
     return path, model
 
 
-def moonshine_directory(directory: Path) -> tuple[Path, Any]:
+def moonshine_directory(directory: Path, kind: str = "moonshine") -> tuple[Path, Any]:
     """Write a Moonshine with a tokenizer. Return its directory and transformers' model."""
     ids = write_letters(directory, ("<s>", "</s>"), "</s>")
     special = {"bos_token_id": ids["<s>"], "eos_token_id": ids["</s>"]}
     changes = {"vocab_size": len(_LETTERS) + 2, "decoder_start_token_id": ids["<s>"]}
-    path, model = source_directory(directory, "moonshine", changes | special)
+    path, model = source_directory(directory, kind, changes | special)
     model.generation_config.save_pretrained(path)
     return path, model

@@ -18,13 +18,14 @@ from ...protocol.config.audio_tower import (
     AudioTowerSpec,
     ConformerSpec,
     FastConformerSpec,
+    StreamingSpec,
     UniversalSpeechSpec,
 )
 from ...protocol.errors import EngineError
 from ...protocol.messages import AudioPayload
 from ..device.torch_threads import torch_threads
 from ..loaders import Checkpoint
-from .audio import conformer, fast_conformer, universal
+from .audio import conformer, fast_conformer, streaming, universal
 from .audio.stems import make_stem, stem_marker
 from .image_tower import TowerSource
 from .layers import LayersSpec, LayerWeights, Patches
@@ -55,6 +56,9 @@ class AudioTower:
         elif isinstance(spec, FastConformerSpec):
             weights = source.weights(fast_conformer.MARKER, spec.tensor_names)
             self._encode = fast_conformer.FastConformer(spec, weights, source.checkpoint)
+        elif isinstance(spec, StreamingSpec):
+            weights = source.weights(streaming.MARKER)
+            self._encode = streaming.StreamingEncoder(spec, weights, source.checkpoint)
         elif isinstance(spec, UniversalSpeechSpec):
             weights = source.weights(universal.MARKER, spec.tensor_names)
             self._encode = universal.UniversalSpeech(spec, weights)
@@ -73,7 +77,8 @@ class AudioTower:
         except msgspec.MsgspecError as error:
             raise EngineError(f"an encoder input is not an audio clip: {error}") from error
         dtype = torch.float16 if clip.is_float16 else torch.float32
-        expected = clip.num_mel_bins * clip.num_frames * dtype.itemsize
+        num_features = max(clip.num_mel_bins, 1)
+        expected = num_features * clip.num_frames * dtype.itemsize
         after, most = self.spec.frames_after, self.spec.num_frames + self.spec.frames_after
         has_shape = clip.num_mel_bins == self.spec.num_mel_bins
         if not has_shape or not after < clip.num_frames <= most:
@@ -90,7 +95,7 @@ class AudioTower:
             )
         # Copy the features, because torch requires a writable array, and the bytes of the message are read-only.
         features = torch.frombuffer(bytearray(clip.features), dtype=dtype)
-        features_CN = features.view(clip.num_mel_bins, -1).to(self._device, self._dtype)
+        features_CN = features.view(num_features, -1).to(self._device, self._dtype)
         with torch_threads(self._device, self._num_threads):
             return self._encode(features_CN)[: clip.num_outputs or None]
 
@@ -98,7 +103,7 @@ class AudioTower:
         """Encode a window of silence, or a block of it if clips have no windows."""
         spec = self.spec
         num_frames = spec.block_rows if isinstance(spec, ConformerSpec) else spec.num_frames
-        silence = bytes(4 * spec.num_mel_bins * num_frames)
+        silence = bytes(4 * max(spec.num_mel_bins, 1) * num_frames)
         self.encode(msgspec.msgpack.encode(AudioPayload(spec.num_mel_bins, num_frames, silence)))
 
 

@@ -9,9 +9,10 @@ from typing import Any, Final
 
 from msgspec.structs import replace
 
-from .....protocol.checkpoint.audio_tower import fast_conformer_spec
+from .....protocol.checkpoint.audio_tower import fast_conformer_spec, streaming_spec
 from .....protocol.checkpoint.config_fields import ConfigFields
 from .....protocol.checkpoint.speech import max_source_positions, source_vocab_size
+from .....protocol.config.audio_tower import AnyAudioSpec
 from ....layers.read_rope import read_rope
 from ....layers.spec import LayerSpec, ModelSpec, SourceSpec
 from ....layers.specs.convolution import ConvolutionSpec
@@ -127,6 +128,13 @@ _COHERE_DECODER_NAMES: Final = (
     (r"\.mlp\.fc2\.", ".mlp.down_proj."),
 )
 _MOONSHINE_MLP_NAMES: Final = ((r"\.mlp\.fc2\.", ".mlp.down_proj."),)
+_MOONSHINE_DECODER_NAMES: Final = (
+    (r"^proj_out\.", "lm_head."),
+    (r"^(model\.)?decoder\.", ""),
+    (r"\.encoder_attn\.", ".cross_attn."),
+    (r"\.mlp\.fc1\.", ".mlp.up_gate_proj."),
+    *_MOONSHINE_MLP_NAMES,
+)
 
 
 def _with_source(decoder: ModelSpec, source: SourceSpec) -> ModelSpec:
@@ -463,15 +471,42 @@ def _moonshine(fields: ConfigFields) -> ModelSpec:
         norms=_MOONSHINE_NORMS,
         tensor_names=(
             (r"^(model\.)?encoder\..*", ""),
-            (r"^proj_out\.", "lm_head."),
-            (r"^(model\.)?decoder\.", ""),
-            (r"\.encoder_attn\.", ".cross_attn."),
-            (r"\.mlp\.fc1\.", ".mlp.up_gate_proj."),
-            *_MOONSHINE_MLP_NAMES,
+            *_MOONSHINE_DECODER_NAMES,
         ),
         **moonshine,
     )
     return _with_source(spec, source)
+
+
+def _moonshine_streaming(fields: ConfigFields) -> ModelSpec:
+    fields = fields.with_defaults(
+        tie_word_embeddings=False, partial_rotary_factor=0.8, max_position_embeddings=4096
+    ).with_values({"rms_norm_eps": 1e-5})
+    spec = base_spec(
+        fields,
+        _rotary_layers(fields),
+        norms=_MOONSHINE_NORMS,
+        norm_kind="layer",
+        rope_order="interleaved",
+        qkv_bias=fields.boolean("attention_bias", False),
+        mlp_bias=True,
+        tensor_names=(
+            # The positions and the projection of the encoder's outputs are loaded together with the encoder.
+            (r"^(model\.)?(encoder|decoder\.(pos_emb|proj))\..*", ""),
+            *_MOONSHINE_DECODER_NAMES,
+        ),
+    )
+    return _with_tower(fields, spec, streaming_spec(fields))
+
+
+def _with_tower(fields: ConfigFields, spec: ModelSpec, tower: AnyAudioSpec) -> ModelSpec:
+    """Return a decoder whose layers attend to the outputs of an audio tower."""
+    return replace(
+        spec,
+        layers=tuple(replace(layer, reads_source=True) for layer in spec.layers),
+        source=SourceSpec(None, max_source_positions(fields), output_size=spec.hidden_size),
+        audio_encoder=tower,
+    )
 
 
 def _cohere_asr(fields: ConfigFields) -> ModelSpec:
@@ -479,7 +514,6 @@ def _cohere_asr(fields: ConfigFields) -> ModelSpec:
         rms_norm_eps=1e-5, tie_word_embeddings=False, hidden_act="relu"
     ).with_values({"rope_theta": None})
     fields.require("attention_bias", True, default=True)
-    size = fields.integer("hidden_size")
     spec = _bart_spec(
         fields,
         norms=_MOONSHINE_NORMS,
@@ -488,12 +522,7 @@ def _cohere_asr(fields: ConfigFields) -> ModelSpec:
         head_bias=True,
         tensor_names=_COHERE_DECODER_NAMES,
     )
-    return replace(
-        spec,
-        layers=tuple(replace(layer, reads_source=True) for layer in spec.layers),
-        source=SourceSpec(None, max_source_positions(fields), output_size=size),
-        audio_encoder=fast_conformer_spec(fields),
-    )
+    return _with_tower(fields, spec, fast_conformer_spec(fields))
 
 
 def _rotary_layers(fields: ConfigFields) -> tuple[LayerSpec, ...]:
@@ -513,6 +542,9 @@ FAMILIES = (
     Family("MarianMTModel", "marian", _marian),
     Family("MBartForConditionalGeneration", "mbart", _bart_model),
     Family("MoonshineForConditionalGeneration", "moonshine", _moonshine),
+    Family(
+        "MoonshineStreamingForConditionalGeneration", "moonshine_streaming", _moonshine_streaming
+    ),
     Family("MT5ForConditionalGeneration", "mt5", _mt5),
     Family("MvpForConditionalGeneration", "mvp", _mvp),
     Family("PegasusForConditionalGeneration", "pegasus", _pegasus),
