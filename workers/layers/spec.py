@@ -125,9 +125,8 @@ class LayerSpec(msgspec.Struct, frozen=True):
 class SourceSpec(msgspec.Struct, frozen=True):
     """The encoder of an encoder-decoder model, which computes at most `max_positions` outputs.
 
-    Without an `encoder`, the outputs are a tower's, of `output_size` elements. If they `are_images`, layers that read
-    them do not attend to tokens, norm queries and keys, multiply their outputs by stored gates, and skip tokens without
-    an image before them.
+    Without an `encoder`, a tower computes outputs of size `output_size`. If they `are_images`, layers that read them
+    do not attend to tokens, norm queries and keys, gate their outputs, and skip tokens without an image before them.
     With `convolutions`, it reads `num_inputs` features of each audio frame. If `has_positions`, outputs have a table.
     """
 
@@ -210,9 +209,8 @@ class ModelSpec(msgspec.Struct, frozen=True):
     layer's output is multiplied by a stored number. Unless `head_dense_bias` is None, a dense layer, the activation and
     a norm follow the final norm. Logits are divided by `logits_divisor`, then capped to +-`final_softcap`.
 
-    With `encoder`, the outputs of a vision or audio tower replace the embeddings of some tokens. If they have
-    `num_deepstack_layers` additional parts, each part is added to the hidden states of these tokens after one of the
-    first layers (DeepStack, arXiv 2406.04334).
+    The outputs of towers (`encoder`, `audio_encoder`) replace embeddings. If they have `num_deepstack_layers` other
+    parts, each is added to the hidden states of these tokens after one of the first layers (arXiv 2406.04334).
 
     `tensor_names` translates the checkpoint's tensor names to those of Llama: each pair is a regular expression and its
     replacement, which are applied in order. Tensors whose names become empty are not used. Tensors are multiplied by

@@ -51,7 +51,7 @@ from . import (
 )
 from .common import Family, with_score_head
 from .with_convolutions import inkling, zaya
-from .with_encoders import absolute, beside_images, encoder_decoders, rotary
+from .with_encoders import absolute, beside_images, encoder_decoders, rotary, speech
 from .with_images import aria, dots3, ernie, mistral, mllama, molmo, muse
 from .with_images import deepseek as deepseek_ocr
 from .with_other_names import dense as other_dense
@@ -76,6 +76,7 @@ FAMILIES = (
     *absolute.FAMILIES,
     *beside_images.FAMILIES,
     *encoder_decoders.FAMILIES,
+    *speech.FAMILIES,
     *rotary.FAMILIES,
     *aria.FAMILIES,
     *deepseek_ocr.FAMILIES,

@@ -9,19 +9,15 @@ from typing import Any, Final
 
 from msgspec.structs import replace
 
-from .....protocol.checkpoint.audio_tower import fast_conformer_spec, streaming_spec
 from .....protocol.checkpoint.config_fields import ConfigFields
 from .....protocol.checkpoint.speech import max_source_positions, source_vocab_size
-from .....protocol.config.audio_tower import AnyAudioSpec
-from ....layers.read_rope import read_rope
-from ....layers.spec import LayerSpec, ModelSpec, SourceSpec
-from ....layers.specs.convolution import ConvolutionSpec
+from ....layers.spec import ModelSpec, SourceSpec
 from ....layers.specs.norm_names import NormNames
 from ....layers.specs.positions import Sinusoids
 from ..common import Family, base_spec, uniform_layers
 from ..gemma import gemma2
 
-_BART_LAYER_NAMES: Final = (
+BART_LAYER_NAMES: Final = (
     (r"\.encoder_attn_layer_norm\.", ".cross_norm."),
     (r"\.self_attn_layer_norm\.", ".attention_norm."),
     (r"(layers\.\d+)\.final_layer_norm\.", r"\1.mlp_norm."),
@@ -40,7 +36,7 @@ _BART_DECODER_NAMES: Final = (
     (r"^(model\.)?encoder\..*", ""),
     (r"^final_logits_bias$", "lm_head.bias"),
     (r"^(model\.)?decoder\.", ""),
-    *_BART_LAYER_NAMES,
+    *BART_LAYER_NAMES,
 )
 _BART_ENCODER_NAMES: Final = (
     (r"^(model\.)?encoder\.embed_tokens\.", "embed_tokens."),
@@ -49,24 +45,11 @@ _BART_ENCODER_NAMES: Final = (
     (r"^(model\.)?decoder\..*", ""),
     (r"^(final_logits_bias|lm_head\..*)$", ""),
     (r"^(model\.)?encoder\.", ""),
-    *_BART_LAYER_NAMES,
+    *BART_LAYER_NAMES,
 )
 _SINUSOIDS: Final = (
     # Some checkpoints contain the table, which is the same in all of them.
     (r"^(model\.)?(en|de)coder\.embed_positions\..*", ""),
-)
-_WHISPER_DECODER_NAMES: Final = (
-    (r"^(model\.)?encoder\..*", ""),
-    (r"^proj_out\.", "lm_head."),
-    (r"^(model\.)?decoder\.", ""),
-    *_BART_LAYER_NAMES,
-)
-_AUDIO_ENCODER_NAMES: Final = (
-    (r"^(model\.)?decoder\..*", ""),
-    (r"^proj_out\..*", ""),
-    # These tensors are loaded together with the convolutions. Some checkpoints also store the decoder's embedding here.
-    (r"^(model\.)?encoder\.(conv\d|groupnorm|embed_positions|embed_tokens)\..*", ""),
-    (r"^(model\.)?encoder\.", ""),
 )
 _T5_LAYER_NAMES: Final = (
     (r"^block\.0\.layer\.0\.SelfAttention\.relative_attention_bias\.", "distance_biases."),
@@ -86,9 +69,6 @@ _POST_NORMED: Final[dict[str, Any]] = {
     "norms_stream": True,
     "has_final_norm": False,
 }
-_MOONSHINE_NORMS: Final = NormNames(
-    "input_layernorm", None, "final_layernorm", None, "post_attention_layernorm"
-)
 _T5GEMMA_NORMS: Final = NormNames(
     "pre_self_attention",
     "post_self_attention",
@@ -98,46 +78,9 @@ _T5GEMMA_NORMS: Final = NormNames(
     "post_cross_attention",
 )
 _T5GEMMA_NAMES: Final = ((r"\.(pre|post)_(self|cross)_attn_layernorm\.", r".\1_\2_attention."),)
-_COHERE_DECODER_NAMES: Final = (
-    (r"^model\.", ""),
-    (r"^encoder\..*", ""),
-    # The projection of the encoder's outputs is loaded together with the encoder.
-    (r"^(preprocessor|encoder_decoder_proj|decoder\.proj)\..*", ""),
-    (r"^(proj_out|log_softmax\.mlp\.layer0)\.", "lm_head."),
-    # The names of Cohere's own checkpoints.
-    (r"^transf_decoder\._embedding\.position_embedding\.pos_enc$", "embed_positions.weight"),
-    (r"^transf_decoder\._embedding\.token_embedding\.", "embed_tokens."),
-    (r"^transf_decoder\._embedding\.layer_norm\.", "embed_norm."),
-    (r"^transf_decoder\._decoder\.final_layer_norm\.", "norm."),
-    (r"^transf_decoder\._decoder\.", ""),
-    (r"\.first_sub_layer\.([qkv])\w+_net\.", r".self_attn.\1_proj."),
-    (r"\.first_sub_layer\.out_projection\.", ".self_attn.o_proj."),
-    (r"\.second_sub_layer\.([qkv])\w+_net\.", r".cross_attn.\1_proj."),
-    (r"\.second_sub_layer\.out_projection\.", ".cross_attn.o_proj."),
-    (r"\.third_sub_layer\.dense_in\.", ".mlp.up_proj."),
-    (r"\.third_sub_layer\.dense_out\.", ".mlp.down_proj."),
-    (r"\.layer_norm_1\.", ".input_layernorm."),
-    (r"\.layer_norm_2\.", ".post_attention_layernorm."),
-    (r"\.layer_norm_3\.", ".final_layernorm."),
-    # Those of transformers.
-    (r"^decoder\.", ""),
-    (r"^pos_emb\.", "embed_positions."),
-    (r"^embedding_layernorm\.", "embed_norm."),
-    (r"\.encoder_attn\.", ".cross_attn."),
-    (r"\.mlp\.fc1\.", ".mlp.up_proj."),
-    (r"\.mlp\.fc2\.", ".mlp.down_proj."),
-)
-_MOONSHINE_MLP_NAMES: Final = ((r"\.mlp\.fc2\.", ".mlp.down_proj."),)
-_MOONSHINE_DECODER_NAMES: Final = (
-    (r"^proj_out\.", "lm_head."),
-    (r"^(model\.)?decoder\.", ""),
-    (r"\.encoder_attn\.", ".cross_attn."),
-    (r"\.mlp\.fc1\.", ".mlp.up_gate_proj."),
-    *_MOONSHINE_MLP_NAMES,
-)
 
 
-def _with_source(decoder: ModelSpec, source: SourceSpec) -> ModelSpec:
+def with_source(decoder: ModelSpec, source: SourceSpec) -> ModelSpec:
     """Return a decoder whose layers attend to the outputs of an encoder."""
     assert source.encoder is not None
     encoder = replace(source.encoder, is_causal=False, has_head=False)
@@ -145,14 +88,7 @@ def _with_source(decoder: ModelSpec, source: SourceSpec) -> ModelSpec:
     return replace(decoder, layers=layers, source=replace(source, encoder=encoder))
 
 
-def _encoder_fields(fields: ConfigFields, **names: str) -> ConfigFields:
-    """Return the encoder's fields under Llama's names, given the names that this family uses."""
-    return fields.with_values(
-        {name: fields.get(other) for name, other in names.items() if fields.get(other) is not None}
-    )
-
-
-def _bart_fields(fields: ConfigFields) -> tuple[ConfigFields, ConfigFields]:
+def bart_fields(fields: ConfigFields) -> tuple[ConfigFields, ConfigFields]:
     """Return the fields of the decoder and those of the encoder."""
     fields = fields.with_defaults(
         rms_norm_eps=1e-5,
@@ -173,7 +109,8 @@ def _bart_fields(fields: ConfigFields) -> tuple[ConfigFields, ConfigFields]:
     return fields, encoder
 
 
-def _bart_spec(fields: ConfigFields, **differences: Any) -> ModelSpec:
+def bart_spec(fields: ConfigFields, **differences: Any) -> ModelSpec:
+    """Return the spec of the layers of BART, changed by `differences`."""
     bart: dict[str, Any] = {
         "norms": _PRE_NORMS,
         "norm_kind": "layer",
@@ -188,37 +125,6 @@ def _bart_spec(fields: ConfigFields, **differences: Any) -> ModelSpec:
     return base_spec(fields, uniform_layers(fields, None), **bart | differences)
 
 
-def _whisper(fields: ConfigFields) -> ModelSpec:
-    decoder, encoder = _bart_fields(fields.with_defaults(max_position_embeddings=448))
-    positions = max_source_positions(fields)
-    channels = fields.integer("hidden_size")
-    source = SourceSpec(
-        _bart_spec(
-            encoder.with_values({"max_position_embeddings": positions}),
-            key_bias=False,
-            has_embedding=False,
-            embedding_scale=1.0,
-            tensor_names=(*_AUDIO_ENCODER_NAMES, *_BART_LAYER_NAMES),
-        ),
-        positions,
-        convolutions=(
-            ConvolutionSpec("conv1", channels, 3, 1, 1),
-            ConvolutionSpec("conv2", channels, 3, 2, 1),
-        ),
-        num_inputs=fields.integer("num_mel_bins", 80),
-        has_positions=True,
-    )
-    spec = _bart_spec(
-        decoder,
-        key_bias=False,
-        # transformers stores the factor of `scale_embedding`, but does not apply it.
-        embedding_scale=1.0,
-        num_positions=decoder.integer("max_position_embeddings"),
-        tensor_names=_WHISPER_DECODER_NAMES,
-    )
-    return _with_source(spec, source)
-
-
 def _bart_model(
     fields: ConfigFields,
     *,
@@ -226,7 +132,7 @@ def _bart_model(
     has_head_bias: bool = True,
     **differences: Any,
 ) -> ModelSpec:
-    decoder, encoder = _bart_fields(fields)
+    decoder, encoder = bart_fields(fields)
     positions = max_source_positions(fields)
     # The first two rows of the position table are unused.
     common = {
@@ -237,15 +143,15 @@ def _bart_model(
     } | differences
     dropped = () if sinusoids is None else _SINUSOIDS
     source = SourceSpec(
-        _bart_spec(encoder, tensor_names=(*dropped, *_BART_ENCODER_NAMES), **common), positions
+        bart_spec(encoder, tensor_names=(*dropped, *_BART_ENCODER_NAMES), **common), positions
     )
-    spec = _bart_spec(
+    spec = bart_spec(
         decoder,
         tensor_names=(*dropped, *_BART_DECODER_NAMES),
         head_bias=has_head_bias,
         **common,
     )
-    return _with_source(spec, source)
+    return with_source(spec, source)
 
 
 def _bart(fields: ConfigFields) -> ModelSpec:
@@ -357,7 +263,7 @@ def _t5(
         ),
         **t5,
     )
-    return _with_source(spec, source)
+    return with_source(spec, source)
 
 
 def _mt5(fields: ConfigFields) -> ModelSpec:
@@ -412,122 +318,7 @@ def _t5gemma(fields: ConfigFields) -> ModelSpec:
             *_T5GEMMA_NAMES,
         ),
     )
-    return _with_source(decoder, SourceSpec(encoder, positions))
-
-
-def _moonshine(fields: ConfigFields) -> ModelSpec:
-    fields = fields.with_defaults(
-        tie_word_embeddings=True,
-        partial_rotary_factor=0.9,
-        max_position_embeddings=512,
-        encoder_hidden_act="gelu",
-    )
-    for name in ("encoder_num_hidden_layers", "encoder_num_attention_heads"):
-        fields.integer(name)
-    fields = fields.with_values({"rms_norm_eps": 1e-5})
-    size = fields.integer("hidden_size")
-    bias = fields.boolean("attention_bias", False)
-    moonshine: dict[str, Any] = {
-        "norm_kind": "layer",
-        "rope_order": "interleaved",
-        "qkv_bias": bias,
-        "mlp_bias": True,
-    }
-    encoder = _encoder_fields(
-        fields.with_values({"num_key_value_heads": None}),
-        num_hidden_layers="encoder_num_hidden_layers",
-        num_attention_heads="encoder_num_attention_heads",
-        num_key_value_heads="encoder_num_key_value_heads",
-        hidden_act="encoder_hidden_act",
-    )
-    source = SourceSpec(
-        base_spec(
-            encoder,
-            _rotary_layers(encoder),
-            has_embedding=False,
-            has_gate=False,
-            tensor_names=(
-                *_AUDIO_ENCODER_NAMES,
-                (r"\.mlp\.fc1\.", ".mlp.up_proj."),
-                *_MOONSHINE_MLP_NAMES,
-                (r"^layer_norm\.", "norm."),
-            ),
-            **moonshine,
-        ),
-        max_source_positions(fields),
-        convolutions=(
-            ConvolutionSpec(
-                "conv1", size, 127, 64, has_bias=False, activation="tanh", has_group_norm=True
-            ),
-            ConvolutionSpec("conv2", 2 * size, 7, 3),
-            ConvolutionSpec("conv3", size, 3, 2),
-        ),
-        num_inputs=1,
-    )
-    decoder = _encoder_fields(fields, hidden_act="decoder_hidden_act")
-    spec = base_spec(
-        decoder,
-        _rotary_layers(decoder),
-        norms=_MOONSHINE_NORMS,
-        tensor_names=(
-            (r"^(model\.)?encoder\..*", ""),
-            *_MOONSHINE_DECODER_NAMES,
-        ),
-        **moonshine,
-    )
-    return _with_source(spec, source)
-
-
-def _moonshine_streaming(fields: ConfigFields) -> ModelSpec:
-    fields = fields.with_defaults(
-        tie_word_embeddings=False, partial_rotary_factor=0.8, max_position_embeddings=4096
-    ).with_values({"rms_norm_eps": 1e-5})
-    spec = base_spec(
-        fields,
-        _rotary_layers(fields),
-        norms=_MOONSHINE_NORMS,
-        norm_kind="layer",
-        rope_order="interleaved",
-        qkv_bias=fields.boolean("attention_bias", False),
-        mlp_bias=True,
-        tensor_names=(
-            # The positions and the projection of the encoder's outputs are loaded together with the encoder.
-            (r"^(model\.)?(encoder|decoder\.(pos_emb|proj))\..*", ""),
-            *_MOONSHINE_DECODER_NAMES,
-        ),
-    )
-    return _with_tower(fields, spec, streaming_spec(fields))
-
-
-def _with_tower(fields: ConfigFields, spec: ModelSpec, tower: AnyAudioSpec) -> ModelSpec:
-    """Return a decoder whose layers attend to the outputs of an audio tower."""
-    return replace(
-        spec,
-        layers=tuple(replace(layer, reads_source=True) for layer in spec.layers),
-        source=SourceSpec(None, max_source_positions(fields), output_size=spec.hidden_size),
-        audio_encoder=tower,
-    )
-
-
-def _cohere_asr(fields: ConfigFields) -> ModelSpec:
-    fields = fields.with_defaults(
-        rms_norm_eps=1e-5, tie_word_embeddings=False, hidden_act="relu"
-    ).with_values({"rope_theta": None})
-    fields.require("attention_bias", True, default=True)
-    spec = _bart_spec(
-        fields,
-        norms=_MOONSHINE_NORMS,
-        has_embedding_norm=True,
-        num_positions=fields.integer("max_position_embeddings"),
-        head_bias=True,
-        tensor_names=_COHERE_DECODER_NAMES,
-    )
-    return _with_tower(fields, spec, fast_conformer_spec(fields))
-
-
-def _rotary_layers(fields: ConfigFields) -> tuple[LayerSpec, ...]:
-    head_size = fields.integer("hidden_size") // fields.integer("num_attention_heads")
-    return uniform_layers(fields, read_rope(fields, head_size, partial=True))
+    return with_source(decoder, SourceSpec(encoder, positions))
 
 
 FAMILIES = (
@@ -536,15 +327,10 @@ FAMILIES = (
     Family("T5EncoderModel", "t5", partial(_t5_encoder, family=_t5)),
     Family("UMT5EncoderModel", "umt5", partial(_t5_encoder, family=_umt5)),
     Family("BartForConditionalGeneration", "bart", _bart),
-    Family("CohereAsrForConditionalGeneration", "cohere_asr", _cohere_asr),
     Family("BlenderbotForConditionalGeneration", "blenderbot", _blenderbot),
     Family("M2M100ForConditionalGeneration", "m2m_100", _m2m100),
     Family("MarianMTModel", "marian", _marian),
     Family("MBartForConditionalGeneration", "mbart", _bart_model),
-    Family("MoonshineForConditionalGeneration", "moonshine", _moonshine),
-    Family(
-        "MoonshineStreamingForConditionalGeneration", "moonshine_streaming", _moonshine_streaming
-    ),
     Family("MT5ForConditionalGeneration", "mt5", _mt5),
     Family("MvpForConditionalGeneration", "mvp", _mvp),
     Family("PegasusForConditionalGeneration", "pegasus", _pegasus),
@@ -552,5 +338,4 @@ FAMILIES = (
     Family("T5ForConditionalGeneration", "t5", _t5),
     Family("T5GemmaForConditionalGeneration", "t5gemma", _t5gemma),
     Family("UMT5ForConditionalGeneration", "umt5", _umt5),
-    Family("WhisperForConditionalGeneration", "whisper", _whisper),
 )
