@@ -4,15 +4,12 @@ import importlib.util
 import json
 import random
 import re
-import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
-import psutil
 import pytest
 from engine.core.structured_output.manager import StructuredOutputManager
 from engine.frontend.tokenizer.converted import tokenizer_json_path
@@ -22,7 +19,6 @@ from engine.protocol.grammars.grammar import MAX_ERROR_LENGTH, MAX_SPEC_LENGTH
 from engine.protocol.sampling_params import FreeReasoning, GrammarKind, StructuredOutput
 from support.grammars import verify_structured_output
 from support.program import wait_until
-from support.server import title_of
 
 pytestmark = pytest.mark.slow
 
@@ -401,33 +397,6 @@ def test_forced_text_of_a_special_token_is_not_that_token(
         assert not any(await_events(manager).values())
         text += TOKENIZER.decode(choices[-1:], skip_special_tokens=False)
     assert allowed(manager).tolist() == [EOS]
-
-
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
-def test_an_isolated_grammar_outlives_its_process(
-    manager: StructuredOutputManager, signum: signal.Signals
-) -> None:
-    grammar = schema(PERSON)
-    compiled(manager, grammar, "here")
-    compiled(manager, msgspec.structs.replace(grammar, is_isolated=True), "apart")
-    rng = random.Random(0)
-    for number in range(12):
-        choices = allowed(manager, "here")
-        assert choices.tolist() == allowed(manager, "apart").tolist()
-        token = int(rng.choice(choices[choices != EOS]))
-        if number % 3 == 0:
-            processes = grammar_processes()
-            assert processes
-            for process in processes:
-                process.send_signal(signum)
-        assert manager.accept_tokens("here", [token])
-        assert manager.accept_tokens("apart", [token])
-        assert await_events(manager) == {"apart": None}
-
-
-def grammar_processes() -> list[psutil.Process]:
-    children = psutil.Process().children(recursive=True)
-    return [child for child in children if title_of(child) == "grammar"]
 
 
 def test_grammar_may_name_a_special_token(manager: StructuredOutputManager) -> None:
