@@ -130,7 +130,7 @@ class _Layer:
         self._post = linear("attention.post", size)
         head_dim = size // spec.num_heads
         scale_A = tensors.read(f"{prefix}attention.attn.per_dim_scale", head_dim)
-        self._query_scale_A = F.softplus(scale_A) * (head_dim**-0.5 / math.log(2))
+        self._query_scale_A = F.softplus(scale_A.float()) * (head_dim**-0.5 / math.log(2))
         distances = tensors.read_linear(
             f"{prefix}attention.attn.relative_position_embedding.pos_proj",
             size,
@@ -139,7 +139,7 @@ class _Layer:
         )
         # Distances from those of earlier rows, which are positive, to those of later ones.
         positions_F = torch.arange(spec.rows_before, -spec.rows_after - 1, -1)
-        embedded_FD = distances(sinusoids(positions_F, size).to(distances.weight))
+        embedded_FD = distances(sinusoids(positions_F, size).to(distances.weight)).float()
         self._distances_HFA = embedded_FD.unflatten(1, (spec.num_heads, -1)).transpose(0, 1)
         self._conv_norms = [
             norm(f"lconv1d.{name}", spec.norm_eps) for name in ("pre_layer_norm", "conv_norm")
@@ -169,8 +169,10 @@ class _Layer:
 
     def _attend(self, x_PD: Tensor) -> Tensor:
         spec = self._spec
+        # As in transformers, attention is computed in float32, whatever the dtype of the rows.
         q, k, v = (
-            linear(x_PD).unflatten(1, (spec.num_heads, -1)).transpose(0, 1) for linear in self._qkv
+            linear(x_PD).float().unflatten(1, (spec.num_heads, -1)).transpose(0, 1)
+            for linear in self._qkv
         )
         q_HPA, k_HPA = q * self._query_scale_A, k * spec.key_scale
         rows = torch.arange(len(x_PD), device=x_PD.device)
@@ -182,8 +184,8 @@ class _Layer:
         near_HPP = near_HPF.gather(2, index_PP.expand(len(near_HPF), -1, -1))
         scores = ((q_HPA @ k_HPA.transpose(1, 2) + near_HPP) / spec.score_cap).tanh()
         scores = (scores * spec.score_cap).masked_fill(~is_seen, -torch.inf)
-        out_HPA = scores.float().softmax(-1).to(v.dtype) @ v
-        return out_HPA.transpose(0, 1).flatten(1)
+        out_HPA = scores.softmax(-1) @ v
+        return out_HPA.transpose(0, 1).flatten(1).to(x_PD.dtype)
 
     def _convolve(self, x_PD: Tensor) -> Tensor:
         before, after = self._conv_norms
