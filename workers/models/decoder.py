@@ -32,6 +32,7 @@ from .layer_kinds.image_reader import ImageReaderLayer
 from .layer_kinds.normed_stream import NormedStreamLayer
 from .layer_kinds.parallel import ParallelLayer
 from .layer_source import LayerSource
+from .layer_step import LayerStep
 from .lora.adapters import LoraAdapters
 from .norms import added, read_norm
 from .score_head import ScoreHead
@@ -186,10 +187,12 @@ class Decoder(TorchDecoder):
             block_TD = layer.forward(
                 x_TD,
                 block_TD,
-                positions_T,
-                None if layer.rope is None else tables[layer.rope],
-                [(next(caches), attn_metadata[group]) for group in described.cache_groups],
-                inputs_TP,
+                LayerStep(
+                    positions_T,
+                    None if layer.rope is None else tables[layer.rope],
+                    [(next(caches), attn_metadata[group]) for group in described.cache_groups],
+                    inputs_TP,
+                ),
             )
             if index < num_deepstack:
                 assert self.placed is not None

@@ -5,7 +5,6 @@ Shapes: T tokens of a step, D hidden size, P size of a layer's own inputs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -17,7 +16,6 @@ from ..layers.layers import (
     Linear,
     RMSNorm,
 )
-from ..layers.rope import RotaryTables
 from ..layers.spec import LayerSpec
 from .attention import Attention
 from .compressed.attention import CompressedAttention
@@ -25,6 +23,7 @@ from .cross_attention import CrossAttention
 from .experts.mixture import Experts, ExpertsBesideMLP
 from .latent.attention import LatentAttention
 from .layer_source import LayerSource
+from .layer_step import LayerStep
 from .mixers import Mixer, make_mixer
 from .mlp import MLP
 from .norms import added, read_norm
@@ -137,31 +136,20 @@ class DecoderLayer:
         assert isinstance(source._attention, LatentAttention)
         self._attention.copy_keys(source._attention)
 
-    def forward(
-        self,
-        x_TD: Tensor,
-        block_TD: Tensor | None,
-        positions_T: Tensor,
-        tables: RotaryTables | None,
-        caches: Sequence[tuple[Tensor, Any]],
-        inputs_TP: Tensor | None,
-    ) -> Tensor | None:
-        """Add the previous block's output to the stream `x_TD`. Return it, and the output to be added next, if any.
-
-        `caches` are the tensors and the metadata of the layer's `cache_groups`. `inputs_TP` is the layer's own input.
-        """
+    def forward(self, x_TD: Tensor, block_TD: Tensor | None, step: LayerStep) -> Tensor | None:
+        """Add the previous block's output to the stream `x_TD`. Return the output to be added next, if any."""
         if self.cache_groups:
             x = added(x_TD, block_TD, self._spec, self._attention_input_norm)
             if self._reads_input:
-                x = inputs_TP
-            block_TD = self._mixed(x, positions_T, tables, caches)
+                x = step.own_TP
+            block_TD = self._mixed(x, step)
             if self._attention_output_norm is not None:
                 block_TD = self._attention_output_norm(block_TD)
             if self._attention_gate is not None:
                 block_TD = self._attention_gate.scale(x_TD, block_TD)
             if self.cross is not None:
                 x = added(x_TD, block_TD, self._spec, self._cross_input_norm)
-                block_TD = self.cross.forward(x, *caches[-1])
+                block_TD = self.cross.forward(x, *step.caches[-1])
                 if self._cross_output_norm is not None:
                     block_TD = self._cross_output_norm(block_TD)
         if self._mlp is None:
@@ -169,7 +157,7 @@ class DecoderLayer:
         x = added(x_TD, block_TD, self._spec, self._mlp_input_norm)
         if self.shortcut is not None:
             self.shortcut_TD = self.shortcut.forward(x)
-        block_TD = self._feed(x, inputs_TP)
+        block_TD = self._feed(x, step.own_TP)
         if self.previous is not None and self.previous.shortcut_TD is not None:
             block_TD = block_TD + self.previous.shortcut_TD
             self.previous.shortcut_TD = None
@@ -179,9 +167,9 @@ class DecoderLayer:
             block_TD = self._mlp_output_norm(block_TD)
         if self._mlp_gate is not None:
             block_TD = self._mlp_gate.scale(x_TD, block_TD)
-        if self._per_layer is not None and inputs_TP is not None:
+        if self._per_layer is not None and step.own_TP is not None:
             added(x_TD, block_TD, self._spec, None)
-            block_TD = self._per_layer.forward(x_TD, inputs_TP)
+            block_TD = self._per_layer.forward(x_TD, step.own_TP)
         if self._scale_1 is None:
             return block_TD
         added(x_TD, block_TD, self._spec, None).mul_(self._scale_1)
@@ -203,22 +191,16 @@ class DecoderLayer:
             return self.shortcut
         return self._mlp if isinstance(self._mlp, Experts) else None
 
-    def _mixed(
-        self,
-        x: Any,
-        positions_T: Tensor,
-        tables: RotaryTables | None,
-        caches: Sequence[tuple[Tensor, Any]],
-    ) -> Tensor:
+    def _mixed(self, x: Any, step: LayerStep) -> Tensor:
         """Return the sum of the outputs of attention and recurrent mixer."""
         outputs = []
         if isinstance(self._attention, CompressedAttention):
-            return self._attention.forward(x, tables, caches)
+            return self._attention.forward(x, step.tables, step.caches)
         if self._attention is not None:
-            attended_TD = self._attention.forward(x, positions_T, tables, *caches[0])
+            attended_TD = self._attention.forward(x, step.positions_T, step.tables, *step.caches[0])
             outputs.append((attended_TD, self._spec.attention_multiplier))
         if self._mixer is not None:
-            mixed_TD = self._mixer.forward(x, *caches[-1])
+            mixed_TD = self._mixer.forward(x, *step.caches[-1])
             outputs.append((mixed_TD, self._spec.recurrent_multiplier))
         scaled = [y_TD if factor == 1.0 else y_TD * factor for y_TD, factor in outputs]
         return scaled[0] if len(scaled) == 1 else scaled[0] + scaled[1]

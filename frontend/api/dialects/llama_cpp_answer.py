@@ -8,12 +8,11 @@ from typing import Any, Final
 from ....protocol.sampling_params import SamplingParams
 from ...client.engine_client import Delta, Sequence
 from ...http.json_pieces import EncodedJSON, encode_list
-from ..answer import Outputs, PromptAnswer
-from ..generation import PreparedPrompt, raise_if_failed
+from ..answer import PromptAnswer
+from ..generation import raise_if_failed
 from ..logprobs import Json, LogprobsRenderer
 from ..receipts.timings import llama_timings
-from ..schema import UNLIMITED, CompletionRequest
-from ..serving import Serving
+from ..schema import UNLIMITED
 from ..streaming.event_stream import StreamFormat, error_with_retry, event
 from .llama_cpp_request import SAMPLERS, LlamaPrompt
 
@@ -28,17 +27,11 @@ LLAMA_STREAM: Final = StreamFormat(
 class LlamaAnswer(PromptAnswer):
     """The answer to prompts."""
 
-    def __init__(
-        self,
-        serving: Serving,
-        request: CompletionRequest,
-        prompts: list[PreparedPrompt],
-        group: Outputs,
-        envelope: Json,
-    ) -> None:
-        super().__init__(serving, request, prompts, group, envelope)
-        assert isinstance(request, LlamaPrompt)
-        self.llama_request = request
+    @property
+    def llama_request(self) -> LlamaPrompt:
+        """The request."""
+        assert isinstance(self.request, LlamaPrompt)
+        return self.request
 
     @property
     def shows_prompt(self) -> bool:

@@ -15,7 +15,7 @@ from .... import __version__
 from ...client.engine_client import Delta, PositionLogprobs, Sequence
 from ...http.errors import APIError, json_response, rename_parameter
 from ...http.json_pieces import encode_list
-from ..answer import Outputs, PromptAnswer
+from ..answer import PromptAnswer
 from ..bodies.intake import Intake
 from ..bodies.request_memory import MemoryLease
 from ..endpoint import NewAnswer
@@ -90,17 +90,10 @@ class SglangGenerate(Completions):
 class SglangAnswer(PromptAnswer):
     """The answer to prompts."""
 
-    def __init__(
-        self,
-        serving: Serving,
-        request: CompletionRequest,
-        prompts: list[PreparedPrompt],
-        group: Outputs,
-        envelope: Json,
-    ) -> None:
-        super().__init__(serving, request, prompts, group, envelope)
-        assert isinstance(request, SglangPrompt)
-        self._request = request
+    @property
+    def _request(self) -> SglangPrompt:
+        assert isinstance(self.request, SglangPrompt)
+        return self.request
 
     def whole(self, outputs: list[Delta]) -> Any:
         """Return the complete response body: one result, or a list if the request has a list of prompts."""

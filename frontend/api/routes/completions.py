@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 from typing import ClassVar, Final, TypeAlias
 
@@ -299,16 +299,9 @@ class _Choice:
 
 
 class _Answer(PromptAnswer):
-    def __init__(
-        self,
-        serving: Serving,
-        request: CompletionRequest,
-        prompts: list[PreparedPrompt],
-        group: Outputs,
-        envelope: Json,
-    ) -> None:
-        super().__init__(serving, request, prompts, group, envelope)
-        self._choices: dict[int, _Choice] = {}
+    @cached_property
+    def _choices(self) -> dict[int, _Choice]:
+        return {}
 
     def choice(self, position: int) -> _Choice:
         """Return the choice of a sequence, created on first use because there may be thousands."""

@@ -1,4 +1,4 @@
-"""How the files of families that transformers has no class for differ from those of a model with equal mathematics."""
+"""Differences between files of families without a class in transformers and those of models with equal mathematics."""
 
 from __future__ import annotations
 

@@ -6,20 +6,17 @@ one layer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from ...attention import AttentionBackend
 from ...layers.layers import LayerKernels, RMSNorm
-from ...layers.rope import RotaryTables
 from ...layers.spec import LayerSpec, ModelSpec
 from ...layers.specs.altup import AltUpSpec
 from ..attention import Attention
 from ..cross_attention import CrossAttention
 from ..layer_source import LayerSource
+from ..layer_step import LayerStep
 from ..mlp import MLP
 from ..per_layer_inputs import PerLayerBlock
 from ..weights import WeightReader
@@ -120,15 +117,7 @@ class AltUpLayer:
         if spec.per_layer_inputs is not None:
             self._per_layer = PerLayerBlock(spec.per_layer_inputs, source)
 
-    def forward(
-        self,
-        x_TE: Tensor,
-        block_TD: Tensor | None,
-        positions_T: Tensor,
-        tables: RotaryTables | None,
-        caches: Sequence[tuple[Tensor, Any]],
-        inputs_TP: Tensor | None,
-    ) -> None:
+    def forward(self, x_TE: Tensor, block_TD: Tensor | None, step: LayerStep) -> None:
         """Update the streams `x_TE`, [T, N * D], in place.
 
         Nothing is left to be added, so the second result is None.
@@ -138,28 +127,24 @@ class AltUpLayer:
         factors_TNN = self._predict(self._modalities(x_TND[:, active])).unflatten(-1, (count, -1))
         predicted_TND = torch.bmm(factors_TNN, x_TND) + x_TND
         predicted_TD = predicted_TND[:, active].contiguous()
-        computed_TD = self._computed(predicted_TD, positions_T, tables, caches)
+        computed_TD = self._computed(predicted_TD, step)
         factors_TN = self._correct(self._modalities(computed_TD)) + 1
         error_TD = computed_TD - predicted_TD
         corrected_TND = predicted_TND + error_TD.unsqueeze(1) * factors_TN.unsqueeze(2)
-        if self._per_layer is not None and inputs_TP is not None:
+        if self._per_layer is not None and step.own_TP is not None:
             output_TD = corrected_TND[:, active].contiguous()
             if self._altup.scales_output:
                 output_TD = output_TD * self._output_scale_D
-            corrected_TND[:, 1:] += self._per_layer.forward(output_TD, inputs_TP).unsqueeze(1)
+            corrected_TND[:, 1:] += self._per_layer.forward(output_TD, step.own_TP).unsqueeze(1)
         x_TND.copy_(corrected_TND)
 
-    def _computed(
-        self,
-        x_TD: Tensor,
-        positions_T: Tensor,
-        tables: RotaryTables | None,
-        caches: Sequence[tuple[Tensor, Any]],
-    ) -> Tensor:
+    def _computed(self, x_TD: Tensor, step: LayerStep) -> Tensor:
         """Return the active stream after attention and MLP."""
         normed_TD = self._attention_input_norm(x_TD)
         laurel_TD = normed_TD + self._laurel_norm(self._right(self._left(normed_TD)))
-        attended_TD = self._attention.forward(normed_TD, positions_T, tables, *caches[0])
+        attended_TD = self._attention.forward(
+            normed_TD, step.positions_T, step.tables, *step.caches[0]
+        )
         x_TD = x_TD + self._attention_output_norm(attended_TD)
         x_TD = (x_TD + laurel_TD) * 0.5**0.5
         return x_TD + self._mlp_output_norm(self._mlp.forward(self._mlp_input_norm(x_TD)))

@@ -5,7 +5,6 @@ Shapes: T tokens of a step, D hidden size, P size of a layer's own inputs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -13,11 +12,11 @@ from torch import Tensor
 
 from ....protocol.checkpoint.recurrent_layers import HeadConvolutions, InnerConvolutions
 from ...attention import DeviceAttention
-from ...layers.rope import RotaryTables
 from ...layers.spec import LayerSpec
 from ..attention import Attention
 from ..decoder_layer import DecoderLayer
 from ..layer_source import LayerSource
+from ..layer_step import LayerStep
 from ..mixers.head_convolutions import HeadMixing
 from ..mixers.inner_convolutions import LayerConvolutions, StepConvolutions
 
@@ -25,41 +24,27 @@ from ..mixers.inner_convolutions import LayerConvolutions, StepConvolutions
 class ConvolvedLayer(DecoderLayer):
     """A decoder layer that convolves what its attention and its MLP compute (Inkling)."""
 
-    _step: StepConvolutions
+    _in_step: StepConvolutions
 
     def __init__(self, layer: LayerSpec, source: LayerSource, attention: DeviceAttention) -> None:
         super().__init__(layer, source, attention)
         assert isinstance(layer.recurrent, InnerConvolutions)
         self._convolutions = LayerConvolutions(layer.recurrent, source)
 
-    def forward(
-        self,
-        x_TD: Tensor,
-        block_TD: Tensor | None,
-        positions_T: Tensor,
-        tables: RotaryTables | None,
-        caches: Sequence[tuple[Tensor, Any]],
-        inputs_TP: Tensor | None,
-    ) -> Tensor | None:
-        """Do as `DecoderLayer.forward`, with the convolutions' states in the last of `caches`."""
-        self._step = self._convolutions.in_step(*caches[-1], x_TD.dtype)
-        return super().forward(x_TD, block_TD, positions_T, tables, caches, inputs_TP)
+    def forward(self, x_TD: Tensor, block_TD: Tensor | None, step: LayerStep) -> Tensor | None:
+        """Do as `DecoderLayer.forward`, with the convolutions' states in the last of the caches."""
+        self._in_step = self._convolutions.in_step(*step.caches[-1], x_TD.dtype)
+        return super().forward(x_TD, block_TD, step)
 
-    def _mixed(
-        self,
-        x: Any,
-        positions_T: Tensor,
-        tables: RotaryTables | None,
-        caches: Sequence[tuple[Tensor, Any]],
-    ) -> Tensor:
+    def _mixed(self, x: Any, step: LayerStep) -> Tensor:
         assert isinstance(self._attention, Attention)
         attended_TD = self._attention.forward(
-            x, positions_T, tables, *caches[0], self._step.of_projection
+            x, step.positions_T, step.tables, *step.caches[0], self._in_step.of_projection
         )
-        return self._step.of_attention(attended_TD)
+        return self._in_step.of_attention(attended_TD)
 
     def _feed(self, x_TD: Any, inputs_TP: Tensor | None) -> Tensor:
-        return self._step.of_mlp(super()._feed(x_TD, inputs_TP))
+        return self._in_step.of_mlp(super()._feed(x_TD, inputs_TP))
 
 
 class MixedHeadsLayer(DecoderLayer):
@@ -70,13 +55,7 @@ class MixedHeadsLayer(DecoderLayer):
         assert isinstance(layer.recurrent, HeadConvolutions)
         self._mixing = HeadMixing(layer.recurrent, source)
 
-    def _mixed(
-        self,
-        x: Any,
-        positions_T: Tensor,
-        tables: RotaryTables | None,
-        caches: Sequence[tuple[Tensor, Any]],
-    ) -> Tensor:
+    def _mixed(self, x: Any, step: LayerStep) -> Tensor:
         assert isinstance(self._attention, Attention)
-        mix = partial(self._mixing.mix, *caches[-1])
-        return self._attention.forward(x, positions_T, tables, *caches[0], mix)
+        mix = partial(self._mixing.mix, *step.caches[-1])
+        return self._attention.forward(x, step.positions_T, step.tables, *step.caches[0], mix)

@@ -14,11 +14,11 @@ from torch.nn import functional as F
 
 from ...attention import DeviceAttention
 from ...layers.layers import RMSNorm
-from ...layers.rope import RotaryTables
 from ...layers.spec import LayerSpec
 from ...layers.specs.hyper import HyperConnectionsSpec
 from ..decoder_layer import DecoderLayer
 from ..layer_source import LayerSource
+from ..layer_step import LayerStep
 from ..ngrams.block import NgramBlock
 from ..norms import read_stream_norm
 
@@ -184,30 +184,20 @@ class HyperLayer(DecoderLayer):
         if source.spec.ngrams is not None and layer.ngram_table is not None:
             self._ngrams = NgramBlock(source.spec.ngrams, layer, source.at("ple."))
 
-    def forward(
-        self,
-        x_TE: Tensor,
-        block_TD: Tensor | None,
-        positions_T: Tensor,
-        tables: RotaryTables | None,
-        caches: Sequence[tuple[Tensor, Any]],
-        inputs_TP: Tensor | None,
-    ) -> None:
+    def forward(self, x_TE: Tensor, block_TD: Tensor | None, step: LayerStep) -> None:
         """Update the streams `x_TE` in place.
 
         Nothing is left to be added, so the result is None.
         """
         if self._ngrams is not None:
-            assert inputs_TP is not None
-            self._ngrams.add_to(x_TE, inputs_TP, *caches[-1])
+            assert step.own_TP is not None
+            self._ngrams.add_to(x_TE, step.own_TP, *step.caches[-1])
         self._around_attention.update(
             x_TE,
-            lambda x_TD: self._mixed(
-                _normed(x_TD, self._attention_input_norm), positions_T, tables, caches
-            ),
+            lambda x_TD: self._mixed(_normed(x_TD, self._attention_input_norm), step),
         )
         self._around_mlp.update(
-            x_TE, lambda x_TD: self._feed(_normed(x_TD, self._mlp_input_norm), inputs_TP)
+            x_TE, lambda x_TD: self._feed(_normed(x_TD, self._mlp_input_norm), step.own_TP)
         )
 
 

@@ -1,20 +1,17 @@
 """A decoder layer that reads images by cross attention and has no other attention (Llama 3.2 Vision).
 
-Shapes: T tokens of a step, D hidden size, P size of a layer's own inputs.
+Shapes: T tokens of a step, D hidden size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 from torch import Tensor
 
 from ...attention import DeviceAttention
-from ...layers.rope import RotaryTables
 from ...layers.spec import LayerSpec
 from ..decoder_layer import DecoderLayer
 from ..layer_source import LayerSource
+from ..layer_step import LayerStep
 from ..norms import added
 
 
@@ -28,21 +25,13 @@ class ImageReaderLayer(DecoderLayer):
             for name in ("attn", "mlp")
         )
 
-    def forward(
-        self,
-        x_TD: Tensor,
-        block_TD: Tensor | None,
-        positions_T: Tensor,
-        tables: RotaryTables | None,
-        caches: Sequence[tuple[Tensor, Any]],
-        inputs_TP: Tensor | None,
-    ) -> Tensor | None:
+    def forward(self, x_TD: Tensor, block_TD: Tensor | None, step: LayerStep) -> Tensor | None:
         """Add the previous block's output to the stream `x_TD`, unless no token of the step reads an image."""
         assert self.cross is not None and self._mlp is not None
         if (reads_T1 := self.cross.reads_T1) is None:
             return block_TD
         x = added(x_TD, block_TD, self._spec, self._cross_input_norm)
-        attended_TD = self.cross.forward(x, *caches[-1])
+        attended_TD = self.cross.forward(x, *step.caches[-1])
         attended_TD.mul_(self._attention_gate_1).masked_fill_(~reads_T1, 0)
         output_TD = self._mlp.forward(added(x_TD, attended_TD, self._spec, self._mlp_input_norm))
         return output_TD.mul_(self._mlp_gate_1).masked_fill_(~reads_T1, 0)

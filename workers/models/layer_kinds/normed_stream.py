@@ -1,38 +1,27 @@
 """A decoder layer that norms the residual stream after each block (BERT, BART, GPT-1).
 
-Shapes: T tokens of a step, D hidden size, P size of a layer's own inputs.
+Shapes: T tokens of a step, D hidden size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 from torch import Tensor
 
 from ...layers.layers import RMSNorm
-from ...layers.rope import RotaryTables
 from ..decoder_layer import DecoderLayer
+from ..layer_step import LayerStep
 
 
 class NormedStreamLayer(DecoderLayer):
     """A decoder layer whose norms replace the residual stream instead of being applied to a block's input."""
 
-    def forward(
-        self,
-        x_TD: Tensor,
-        block_TD: Tensor | None,
-        positions_T: Tensor,
-        tables: RotaryTables | None,
-        caches: Sequence[tuple[Tensor, Any]],
-        inputs_TP: Tensor | None,
-    ) -> None:
+    def forward(self, x_TD: Tensor, block_TD: Tensor | None, step: LayerStep) -> None:
         """Update the stream `x_TD` in place. Nothing is left to be added, so the result is None."""
         assert block_TD is None and self._mlp is not None
-        block_TD = self._mixed(x_TD, positions_T, tables, caches)
+        block_TD = self._mixed(x_TD, step)
         self._add_and_norm(x_TD, block_TD, self._attention_output_norm)
         if self.cross is not None:
-            block_TD = self.cross.forward(x_TD, *caches[-1])
+            block_TD = self.cross.forward(x_TD, *step.caches[-1])
             self._add_and_norm(x_TD, block_TD, self._cross_output_norm)
         self._add_and_norm(x_TD, self._mlp.forward(x_TD), self._mlp_output_norm)
 

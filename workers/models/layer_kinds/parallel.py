@@ -1,35 +1,24 @@
 """A decoder layer whose attention and MLP read the same hidden states (GPT-J, Cohere).
 
-Shapes: T tokens of a step, D hidden size, P size of a layer's own inputs.
+Shapes: T tokens of a step, D hidden size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 from torch import Tensor
 
-from ...layers.rope import RotaryTables
 from ..decoder_layer import DecoderLayer
+from ..layer_step import LayerStep
 from ..norms import added
 
 
 class ParallelLayer(DecoderLayer):
     """A decoder layer that adds the outputs of its attention and its MLP to the stream at once."""
 
-    def forward(
-        self,
-        x_TD: Tensor,
-        block_TD: Tensor | None,
-        positions_T: Tensor,
-        tables: RotaryTables | None,
-        caches: Sequence[tuple[Tensor, Any]],
-        inputs_TP: Tensor | None,
-    ) -> Tensor:
+    def forward(self, x_TD: Tensor, block_TD: Tensor | None, step: LayerStep) -> Tensor:
         """Add the previous block's output to the stream `x_TD`. Return the sum of this layer's outputs."""
         x = added(x_TD, block_TD, self._spec, self._attention_input_norm)
-        block_TD = self._mixed(x, positions_T, tables, caches)
+        block_TD = self._mixed(x, step)
         if self._mlp is None:
             return block_TD
         if self._mlp_input_norm is not None:

@@ -5,17 +5,14 @@ Shapes: T tokens of a step, D hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from ....protocol.checkpoint.recurrent_layers import ConvolvedAttention
-from ...layers.rope import RotaryTables
 from ...layers.spec import LayerSpec
 from ..cross_attention import CrossAttention
 from ..layer_source import LayerSource
+from ..layer_step import LayerStep
 from ..mixers import make_mixer
 from ..norms import added, read_norm
 from .block import Block
@@ -41,21 +38,15 @@ class SharedBlockLayer:
         self._norm = read_norm(spec, weights, f"{prefix}input_layernorm", kernels)
         self._mixer = make_mixer(layer.recurrent, source.at("mixer."))
 
-    def forward(
-        self,
-        x_TD: Tensor,
-        block_TD: Tensor | None,
-        positions_T: Tensor,
-        tables: RotaryTables | None,
-        caches: Sequence[tuple[Tensor, Any]],
-        inputs_TD: Tensor | None,
-    ) -> Tensor:
+    def forward(self, x_TD: Tensor, block_TD: Tensor | None, step: LayerStep) -> Tensor:
         """Add the previous block's output to the stream `x_TD`. Return the mixer's output, to be added next.
 
-        `inputs_TD` are the embeddings of the tokens.
+        The layer's own input are the embeddings of the tokens.
         """
-        assert inputs_TD is not None
+        assert step.own_TP is not None
         x_TD = added(x_TD, block_TD, self._spec, None)
-        both_TE = torch.cat((x_TD, inputs_TD), 1)
-        shared_TD = self._linear(self._block.forward(both_TE, positions_T, tables, *caches[0]))
-        return self._mixer.forward(self._norm(shared_TD.add_(x_TD)), *caches[-1])
+        both_TE = torch.cat((x_TD, step.own_TP), 1)
+        shared_TD = self._linear(
+            self._block.forward(both_TE, step.positions_T, step.tables, *step.caches[0])
+        )
+        return self._mixer.forward(self._norm(shared_TD.add_(x_TD)), *step.caches[-1])
