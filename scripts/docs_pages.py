@@ -106,7 +106,8 @@ def _document() -> dict[str, Any]:
     from engine.protocol.config import FrontendConfig
     from engine.protocol.config.model import Activation, ClassifierConfig
 
-    model = SimpleNamespace(classifier=ClassifierConfig((), Activation.SOFTMAX), weight_files=())
+    classifier = ClassifierConfig((), Activation.SOFTMAX)
+    model = SimpleNamespace(classifier=classifier, generates=True, weight_files=())
     serving: Any = SimpleNamespace(
         config=SimpleNamespace(frontend=FrontendConfig(), model=model),
         transcriber=None,
@@ -201,7 +202,7 @@ def _models() -> str:
     from engine.workers.cpu.supported import unsupported_features
     from engine.workers.layers.spec import ModelSpec
     from engine.workers.models.families.registry import FAMILIES, model_spec
-    from transformers import AutoConfig, logging
+    from transformers import CONFIG_MAPPING, AutoConfig, logging
 
     logging.set_verbosity_error()
 
@@ -216,8 +217,8 @@ def _models() -> str:
 
     rows = []
     for family in sorted(FAMILIES, key=lambda family: family.architecture.lower()):
-        known = _SAME_CONFIG.get(family.model_type, family.model_type)
-        config = AutoConfig.for_model(known).to_dict()
+        known = family.model_type if family.model_type in CONFIG_MAPPING else "llama"
+        config = AutoConfig.for_model(_SAME_CONFIG.get(family.model_type, known)).to_dict()
         config["architectures"] = [family.architecture]
         config.get("text_config", config).update(_USUAL.get(family.model_type, {}))
         # transformers' default tower differs from that of published models, and the table is about decoders.
@@ -237,11 +238,19 @@ _USUAL: dict[str, dict[str, Any]] = {
     "glm4_moe": {"head_dim": 128},
     "glm4v_moe": {"head_dim": 128},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 16},
+    "k2_horizon": {"layernorm_num_groups": 2},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 16},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
     **{
         name: {"layer_types": ["full_attention"] * 3 + ["minimax_m3_sparse"] * 57}
         for name in ("minimax_m3", "minimax_m3_vl", "minimax_m3_vl_text")
+    },
+    "nemotron_h_puzzle": {
+        "block_configs": [
+            {"block_type": "mamba"},
+            {"block_type": "moe", "moe_intermediate_size": 1856, "num_experts_per_tok": 6},
+            {"block_type": "attention"},
+        ]
     },
     "nemotron-nas": {"num_key_value_heads_per_layer": [8] * 32},
     **{
@@ -259,21 +268,20 @@ _USUAL: dict[str, dict[str, Any]] = {
 """Fields of published models for which transformers' defaults describe another kind of model."""
 
 _SAME_CONFIG = {
-    "bailing_moe": "llama",
     "bailing_moe_v2": "sarvam_moe",
-    "deepseek": "llama",
+    "chatglm": "glm",
     "ernie4_5_moe_vl": "ernie4_5_vl_moe",
-    "internlm2": "llama",
     "mimo": "qwen2",
-    "minicpm": "llama",
+    "mimo_v2": "mimo_v2_flash",
     "minimax_m3": "minimax_m3_vl_text",
-    "nemotron-nas": "llama",
+    "nemotron_h_puzzle": "nemotron_h",
     "new": "gte",
+    "param2moe": "sarvam_moe",
     "phi4mm": "phi4_multimodal",
     "qwen3_omni_moe": "qwen3_moe",
     "qwen3_omni_moe_thinker": "qwen3_moe",
 }
-"""For each model type that transformers does not have, one that it has."""
+"""For each model type that transformers does not have, one that it has; Llama's for all others."""
 
 
 def _gguf_architectures() -> str:

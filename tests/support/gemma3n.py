@@ -125,15 +125,6 @@ def gemma3n_directory(directory: Path) -> Path:
             "vocab_offset": first + 1,
             "label_names": ["LABEL_0", "LABEL_1"],
         },
-        "audio_config": {
-            "model_type": "gemma3n_audio",
-            "vocab_size": 2,
-            "vocab_offset": len(tokenizer),
-            "hidden_size": 32,
-            "conf_num_hidden_layers": 1,
-            "conf_num_attention_heads": 2,
-            "sscp_conv_channel_size": [4, 2],
-        },
         **{f"{name}_token_id": id_ for name, id_ in ids.items()},
         "tie_word_embeddings": True,
     }
