@@ -240,10 +240,13 @@ class Drafts:
         self.store_drafts(batch, drafts)
 
     def _validate(self, slots: SlotArray) -> None:
-        """Drop drafts that the grammars of constrained requests forbid."""
+        """Drop drafts that the grammars of constrained requests forbid, and all drafts of isolated grammars."""
         for slot in slots.tolist():
             request = self._running[slot]
             if request.params.structured_output is not None:
                 self._num_tokens[slot] = self._grammars.num_acceptable(
                     request, self.get_drafts(slot)
                 )
+                if self._grammars.is_isolated(request):
+                    # The workers would verify their drafts, but the bitmasks after these are not known in time.
+                    self._drafted_step[slot] = -RECENT_STEPS

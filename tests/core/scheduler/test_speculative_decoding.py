@@ -251,6 +251,18 @@ def test_5_1_constrained_requests_take_several_tokens_a_step(uses_placeholders):
     assert total(harness).num_accepted_tokens == 9
 
 
+@pytest.mark.parametrize("uses_placeholders", [False, True])
+def test_5_1_a_request_with_an_isolated_grammar_has_no_drafts(uses_placeholders):
+    """The token bitmasks after its drafts would not be known in time."""
+    harness = speculating(3, propose_allowed, async_scheduling=uses_placeholders)
+    key = harness.add(
+        4, 13, structured_output=StructuredOutput(GrammarKind.JSON_OBJECT, is_isolated=True)
+    )
+    harness.drain()
+    assert len(harness.received[key].token_ids) == 13
+    assert not any(int32_view(step.drafts).any() for step in harness.steps)
+
+
 @pytest.mark.parametrize("depth", [2, 3])
 @pytest.mark.parametrize("is_late", [False, True])
 def test_preempted_constrained_request_keeps_its_tokens_in_flight(depth, is_late):
