@@ -36,7 +36,7 @@ def test_benchmark_measures_a_toy_model_and_its_server_on_a_cpu(tmp_path: Path) 
     said = subprocess.run(
         [
             *(sys.executable, DIRECTORY / "gpu.py", "--device", "cpu", "--tiny"),
-            *("--call", *"ABCD", "--json", figures),
+            *("--call", *"ABCDE", "--json", figures),
         ],
         check=True,
         timeout=6000,
@@ -54,6 +54,8 @@ def test_benchmark_measures_a_toy_model_and_its_server_on_a_cpu(tmp_path: Path) 
         assert quantized["same_tokens"] > 0.3 and 0 < quantized["logprobs_apart"] < 0.5
     assert report["repeats"]["graphs"]["num_different"] == 0
     assert report["tests"]["kernels"]["passed"] > 0
+    assert report["requests"]["kinds of requests"]["passed"] > 0
+    assert report["tiny with experts"]["mixed 2 + 8"]["step_ms"] > 0
     assert all(family["logprobs_apart"] < 1e-4 for family in report["families"].values())
     # A machine may lack these programs.
     assert report["sanitizer"]["memcheck"] and report["profiles"]["norm"]

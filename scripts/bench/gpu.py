@@ -1,16 +1,16 @@
 """Measure one GPU: agreement with a CPU, decode and prefill compared with the device's limits, kernels, start-up.
 
-    scripts/bench/run gpu [--call A B C D] [--json FILE] [--only PART ...]
+    scripts/bench/run gpu [--call A B C D E] [--json FILE] [--only PART ...]
     scripts/bench/run gpu --only kernels "small products" "prefill tiles"
     scripts/bench/run gpu --device cpu --tiny
 
-Call A checks whether the results are right, call B measures the speed, call C finds out what limits it, and call D
-checks every family of models; `on_gpu/plan.py` lists their parts. On a machine without a network, use
-`scripts/bench/on_gpu/first.sh` instead.
+Call A checks whether the results are right, call B measures the speed, call C finds out what limits it, call D checks
+every family of models, and call E measures a mixture of experts and checks every kind of request; `on_gpu/plan.py`
+lists their parts. On a machine without a network, use `scripts/bench/on_gpu/first.sh` instead.
 
-The weights are random, with the shapes of Llama-3.1-8B and Qwen3-0.6B. The limits of the device are measured in the
-same run, with a copy and a bfloat16 product. The served part writes a checkpoint of 16 GB to the folder for temporary
-files (TMPDIR). With --tiny, the run only shows that the program works.
+The weights are random, with the shapes of Llama-3.1-8B, Qwen3-0.6B and Qwen3-30B-A3B. The limits of the device are
+measured in the same run, with a copy and a bfloat16 product. The served part writes a checkpoint of 16 GB to the folder
+for temporary files (TMPDIR). With --tiny, the run only shows that the program works.
 
 Each part runs in its own process with a time limit, and the first parts of a call matter most. A process whose kernel
 failed can no longer use the GPU, so another process continues with the rest of its part. Comparisons with the CPU that
@@ -39,7 +39,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from on_gpu.plan import IMPORTS, LIMITS, MODELS, Part, plan
+from on_gpu.plan import EXPERTS, IMPORTS, LIMITS, MODELS, Part, plan
 from on_gpu.reporting import FAILED, SKIPPED
 
 GOALS = {
@@ -193,7 +193,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="run only a few steps of a tiny model")
-    parser.add_argument("--call", nargs="+", choices=("A", "B", "C", "D"), default=("A", "B", "C"))
+    parser.add_argument("--call", nargs="+", choices=tuple("ABCDE"), default=("A", "B", "C"))
     parser.add_argument("--minutes", type=float, default=27, help="total minutes for all parts")
     parser.add_argument("--only", nargs="+", metavar="PART", help="parts to run")
     parser.add_argument("--json", type=Path, help="also write the results to this file")
@@ -203,7 +203,7 @@ def main() -> None:
     if unknown := set(arguments.only or ()) - set(known):
         parser.error(f"--only {unknown.pop()!r}: the parts are {', '.join(known)}")
     wanted = set(arguments.only or (name for call in arguments.call for name in calls[call]))
-    if wanted & {"again", "tiny", *MODELS}:
+    if wanted & {"again", "tiny", *MODELS, *EXPERTS.values()}:
         wanted.add(LIMITS)
     # An aborted process must not write a core dump.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

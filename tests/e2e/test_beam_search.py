@@ -14,7 +14,7 @@ from engine import LLM, BeamSearchParams
 from engine.protocol.errors import ParameterError
 from support.image_models import CHATS, Model
 from support.image_requests import NUM_TOKENS, chat
-from support.server import Server
+from support.server import DEVICE, Server
 from support.tiny_checkpoints import qwen3_directory
 
 PROMPTS = [list(range(5, 45)), [7, 9, 11]]
@@ -27,7 +27,7 @@ def checkpoint(tmp_path_factory: Any) -> tuple[Path, transformers.PreTrainedMode
 
 @pytest.fixture(scope="module")
 def server(checkpoint: tuple[Path, transformers.PreTrainedModel]) -> Iterator[Server]:
-    flags = ("--dtype", "float32", "--device", "cpu", "--served-model-name", "tiny")
+    flags = ("--dtype", "float32", "--device", DEVICE, "--served-model-name", "tiny")
     template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     with Server(str(checkpoint[0]), *flags, "--chat-template", template) as server:
         yield server
@@ -118,7 +118,7 @@ def test_beams_share_their_images(tmp_path: Path) -> None:
     """Beams are those of transformers, also after a crash. They share the prompt's blocks."""
     grid = Model(tmp_path, "idefics3")
     request = chat(*CHATS[0]) | {"n": 3, "use_beam_search": True}
-    with Server(str(grid.path), "--dtype", "float32", "--device", "cpu") as server:
+    with Server(str(grid.path), "--dtype", "float32", "--device", DEVICE) as server:
         status, answer = server.post("/v1/chat/completions", request)
         assert status == 200, answer
         expected = grid.find_beams(0, answer["prompt_token_ids"], 3)

@@ -19,11 +19,11 @@ from engine.protocol.errors import ParameterError
 from engine.protocol.sampling_params import SamplingParams
 from PIL import Image
 from support.audio_checkpoints import MARKS, audio_directory, reference_inputs
-from support.server import Server, assert_nothing_is_held
+from support.server import DEVICE, Server, assert_nothing_is_held
 from support.vision_checkpoints import image_processor
 
 torch.set_num_threads(1)
-FLAGS = ("--dtype", "float32", "--device", "cpu", "--served-model-name", "tiny")
+FLAGS = ("--dtype", "float32", "--device", DEVICE, "--served-model-name", "tiny")
 NUM_TOKENS = 8
 
 

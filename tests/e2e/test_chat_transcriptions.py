@@ -17,13 +17,13 @@ from engine.frontend.offline.llm import LLM
 from engine.frontend.tokenizer.load import load_tokenizer
 from support.audio_checkpoints import MARKS, audio_directory, reference_inputs
 from support.lora_adapters import write_adapter
-from support.server import Server, assert_nothing_is_held
+from support.server import DEVICE, Server, assert_nothing_is_held
 
 torch.set_num_threads(1)
 MAX_MODEL_LEN = 200
 GEMMA_LEN = 270
 FLAGS = (
-    *("--dtype", "float32", "--device", "cpu", "--served-model-name", "tiny"),
+    *("--dtype", "float32", "--device", DEVICE, "--served-model-name", "tiny"),
     *("--max-model-len", str(MAX_MODEL_LEN)),
 )
 

@@ -16,7 +16,7 @@ from engine.protocol.errors import ParameterError
 from PIL import Image
 from support.image_models import Model
 from support.image_requests import data_url, picture
-from support.server import Server, assert_nothing_is_held
+from support.server import DEVICE, Server, assert_nothing_is_held
 from support.vision_checkpoints import image_processor
 from support.words_bert import bert_directory
 
@@ -156,7 +156,7 @@ def test_a_decoder_that_answers_yes_or_no_reads_images_in_documents(tmp_path: Pa
     ids = [20, 21]
     tokens = tokenizer.convert_ids_to_tokens(ids)
     overrides = json.dumps({"classifier_from_token": tokens})
-    flags = ("--dtype", "float32", "--device", "cpu", "--hf-overrides", overrides)
+    flags = ("--dtype", "float32", "--device", DEVICE, "--hf-overrides", overrides)
     image = picture(4, 90, 210)
     documents: list[Any] = [
         "brew tea",

@@ -34,11 +34,11 @@ from support.mllama import mllama_directory, next_logprobs
 from support.mmproj_writer import write_mmproj
 from support.molmo_images import molmo2_directory, reference_images
 from support.program import wait_until
-from support.server import Server, assert_nothing_is_held, title_of
+from support.server import DEVICE, Server, assert_nothing_is_held, title_of
 from support.vision_checkpoints import image_processor
 
 torch.set_num_threads(1)
-FLAGS = ("--dtype", "float32", "--device", "cpu", "--served-model-name", "tiny")
+FLAGS = ("--dtype", "float32", "--device", DEVICE, "--served-model-name", "tiny")
 SMALL = ("--max-num-batched-tokens", "40", "--max-num-seqs", "4", "--max-model-len", "700")
 
 

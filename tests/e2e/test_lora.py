@@ -13,7 +13,7 @@ from engine.frontend.offline.llm import LLM
 from engine.protocol.errors import EngineError, ParameterError
 from engine.protocol.sampling_params import SamplingParams
 from support.lora_adapters import greedy, write_adapter
-from support.server import Server, assert_nothing_is_held
+from support.server import DEVICE, Server, assert_nothing_is_held
 from support.tiny_checkpoints import (
     QWEN3,
     qwen3_directory,
@@ -21,7 +21,7 @@ from support.tiny_checkpoints import (
     sentencepiece_tokenizer,
 )
 
-FLAGS = ("--dtype", "float32", "--device", "cpu", "--served-model-name", "tiny", "--enable-lora")
+FLAGS = ("--dtype", "float32", "--device", DEVICE, "--served-model-name", "tiny", "--enable-lora")
 
 
 def vocabulary_adapters(

@@ -17,10 +17,10 @@ from engine.protocol.errors import ParameterError
 from engine.protocol.sampling_params import SamplingParams
 from safetensors.torch import save
 from support.lora_adapters import write_adapter
-from support.server import Server, assert_nothing_is_held
+from support.server import DEVICE, Server, assert_nothing_is_held
 from support.tiny_checkpoints import qwen3_directory
 
-FLAGS = ("--dtype", "float32", "--device", "cpu", "--enable-prompt-embeds")
+FLAGS = ("--dtype", "float32", "--device", DEVICE, "--enable-prompt-embeds")
 ASKED = {"max_tokens": 12, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
 
 

@@ -29,12 +29,12 @@ from support.qwen_checkpoints import (
     rotary_positions,
     video_patches,
 )
-from support.server import Server, assert_nothing_is_held
+from support.server import DEVICE, Server, assert_nothing_is_held
 from support.video_files import write_video
 
 torch.set_num_threads(1)
 MP4 = "mp4", "libx264", 45, (24, 40)
-FLAGS = ("--dtype", "float32", "--device", "cpu", "--served-model-name", "tiny")
+FLAGS = ("--dtype", "float32", "--device", DEVICE, "--served-model-name", "tiny")
 
 
 class Clip(NamedTuple):

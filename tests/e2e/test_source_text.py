@@ -12,7 +12,7 @@ from engine import LLM, BeamSearchParams, SamplingParams
 from engine.protocol.errors import ParameterError
 from support.gguf_t5 import write_t5
 from support.marian_files import write_marian_tokenizer
-from support.server import Server, assert_nothing_is_held
+from support.server import DEVICE, Server, assert_nothing_is_held
 from support.source_checkpoints import (
     VOCAB_SIZE,
     greedy,
@@ -22,7 +22,7 @@ from support.source_checkpoints import (
 )
 
 torch.set_num_threads(1)
-FLAGS = ("--dtype", "float32", "--device", "cpu", "--served-model-name", "tiny")
+FLAGS = ("--dtype", "float32", "--device", DEVICE, "--served-model-name", "tiny")
 SOURCES = [[5, 6, 7, 8, 9, 10], [20, 30, 40] * 6, [11], [5, 6, 7, 8, 9, 10]]
 
 

@@ -15,10 +15,10 @@ import pytest
 import soundfile
 from engine.frontend.offline.transcribe import main as transcribe
 from support.ctranslate2_whisper import convert
-from support.server import Server, assert_nothing_is_held
+from support.server import DEVICE, Server, assert_nothing_is_held
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "speech"
-FLAGS = ("--dtype", "float32", "--device", "cpu", "--served-model-name", "tiny")
+FLAGS = ("--dtype", "float32", "--device", DEVICE, "--served-model-name", "tiny")
 HEARD = {
     "fox.flac": "The quick roundfark jump over the lazy nog.",
     "tomorrow.ogg": "Please call me back tomorrow morning at night.",

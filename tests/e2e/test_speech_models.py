@@ -15,7 +15,7 @@ import soundfile
 import torch
 import transformers
 from support.all_kinds import answers, speech_requests
-from support.server import Server, assert_nothing_is_held
+from support.server import DEVICE, Server, assert_nothing_is_held
 from support.source_checkpoints import (
     LANGUAGES,
     WINDOW_S,
@@ -27,7 +27,7 @@ from support.source_checkpoints import (
 )
 
 torch.set_num_threads(1)
-FLAGS = ("--dtype", "float32", "--device", "cpu", "--served-model-name", "tiny")
+FLAGS = ("--dtype", "float32", "--device", DEVICE, "--served-model-name", "tiny")
 NAMES = {"en": "english", "de": "german", "fr": "french"}
 
 

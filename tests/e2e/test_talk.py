@@ -8,7 +8,7 @@ from pathlib import Path
 
 from support.image_requests import picture
 from support.program import wait_until
-from support.server import COMMAND, Server
+from support.server import COMMAND, DEVICE, Server
 from support.terminal import Terminal
 from support.vision_checkpoints import vision_directory
 
@@ -85,7 +85,7 @@ def test_chat_and_complete_commands_work_in_a_pipe(server: Server) -> None:
 def test_chat_starts_a_server_that_reads_images_and_stops_it(tmp_path: Path) -> None:
     model, _ = vision_directory(tmp_path / "model", "idefics3")
     picture(6, 100, 70).save(tmp_path / "cat.png")
-    flags = ("--dtype", "float32", "--device", "cpu", "--max-tokens", "12", "--temperature", "0")
+    flags = ("--dtype", "float32", "--device", DEVICE, "--max-tokens", "12", "--temperature", "0")
     done = subprocess.run(
         [*COMMAND, "chat", str(model), *flags],
         input=f"/image {tmp_path / 'cat.png'}\nfox\n/clear\nfox\n",

@@ -17,18 +17,18 @@ import torch
 from safetensors.torch import save
 from support.image_requests import chat, picture
 from support.lora_adapters import write_adapter
-from support.server import Server
+from support.server import DEVICE, Server
 from support.vision_checkpoints import vision_directory
 
 ADAPTERS: Final = ("one", "two", "three")
 FLAGS: Final = (
-    *("--dtype", "float32", "--device", "cpu", "--served-model-name", "tiny"),
+    *("--dtype", "float32", "--device", DEVICE, "--served-model-name", "tiny"),
     *("--max-num-batched-tokens", "64", "--max-num-seqs", "6", "--max-model-len", "700"),
     *("--enable-lora", "--max-loras", "2", "--max-cpu-loras", "3", "--enable-prompt-embeds"),
     *("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}'),
     *("--num-gpu-blocks-override", "160"),
 )
-SPEECH_FLAGS: Final = ("--dtype", "float32", "--device", "cpu", "--served-model-name", "tiny")
+SPEECH_FLAGS: Final = ("--dtype", "float32", "--device", DEVICE, "--served-model-name", "tiny")
 _LENGTH: Final = {"max_tokens": 60, "ignore_eos": True, "temperature": 0}
 _SAMPLED: Final = {"temperature": 0.9, "seed": 7, "n": 2, "logprobs": True, "top_logprobs": 2}
 _RESULTS: Final = ("choices", "data", "results", "text", "words")

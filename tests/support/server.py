@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import sys
 import urllib.request
@@ -25,6 +26,8 @@ def default_model() -> str:
 
 
 COMMAND = (sys.executable, "-m", "engine.frontend.cli.main")
+DEVICE = os.environ.get("TEST_DEVICE", "cpu")
+"""The device of servers whose answers are compared with those of transformers. The GPU benchmark sets it."""
 
 
 class Server(Program):

@@ -6,6 +6,7 @@
 #     first.sh B [--dry]     how fast?       9.5 minutes
 #     first.sh C [--dry]     why?            8 minutes
 #     first.sh D [--dry]     is each family right? 9.5 minutes with 16 processor cores
+#     first.sh E [--dry]     how fast are experts, and is each kind of request right? 9.5 minutes
 #
 # $PYTHON (python3) must have torch for CUDA, Triton, pytest and transformers. $WHEELS (.wheels in the repository) may
 # hold further packages. Each call writes three files to $OUT (the current directory): A.json, A.log and A.txt. --dry
@@ -16,6 +17,9 @@ wheels=${WHEELS:-$root/.wheels}
 out=${OUT:-$PWD}
 python=${PYTHON:-python3}
 packages=(gguf httptools llguidance msgspec pyzmq setproctitle starlette transformers==5.24.0 uvicorn)
+# For call E.
+packages+=(annotated-types anyio cffi distro httpcore2 httpx2 idna jiter openai pycparser pydantic pydantic-core sniffio)
+packages+=(soundfile truststore typing-extensions typing-inspection)
 minutes=9.3 options=()
 case ${1:-} in
     wheels)
@@ -27,10 +31,10 @@ case ${1:-} in
             --python-version "${PYTHON_VERSION:-3.12}" --implementation cp \
             "${platforms[@]}" --platform manylinux2014_x86_64 "${packages[@]}"
         ;;
-    A | B | D) ;;
+    A | B | D | E) ;;
     C) minutes=7.8 ;;
     *)
-        sed -n '2,13s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2
+        sed -n '2,14s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2
         exit 2
         ;;
 esac

@@ -247,6 +247,7 @@ PARTS = (
     "tests",
     "sanitizer",
     "families",
+    "requests",
     "model",
     "again",
     "served",
@@ -288,6 +289,10 @@ def main() -> None:
             programs.run_tests(reporter, arguments.seconds, is_tiny=arguments.tiny)
         elif part == "families":
             measure_families(arguments)
+        elif part == "requests":
+            programs.run_requests(
+                reporter, arguments.seconds, arguments.device, is_tiny=arguments.tiny
+            )
         elif part == "sanitizer":
             programs.run_sanitizer(reporter, arguments.device)
         elif part == "profiles":

@@ -1,6 +1,7 @@
-"""The parts of the GPU benchmark, in four calls.
+"""The parts of the GPU benchmark, in five calls.
 
-A checks the results of one model, B measures the speed, C explains it, and D checks every family of models.
+A checks the results of one model, B measures the speed, C explains it, D checks every family of models, and E measures
+a mixture of experts and checks every kind of request.
 """
 
 from __future__ import annotations
@@ -9,13 +10,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 DIRECTORY = Path(__file__).parents[1]
-CALL_SECONDS = {"A": 570, "B": 570, "C": 480, "D": 570}
+CALL_SECONDS = {"A": 570, "B": 570, "C": 480, "D": 570, "E": 570}
 """Time of each call, of which `first.sh` also needs `SETUP_SECONDS` for itself."""
 
 SETUP_SECONDS = 25
 MODELS = ("Llama-3.1-8B", "Qwen3-0.6B")
 IMPORTS, LIMITS = "imports", "limits"
 _HEADS = {"Llama-3.1-8B": "32 8 128", "tiny": "4 2 16"}
+EXPERTS = {"Llama-3.1-8B": "Qwen3-30B-A3B", "tiny": "tiny with experts"}
 _SMALL_PRODUCT = {"Llama-3.1-8B": "4096 1024", "tiny": "16 128"}
 _TUNED = {
     "Llama-3.1-8B": ("prefill 8k", "decode 64 x 2k"),
@@ -72,4 +74,8 @@ def plan(models: tuple[str, ...] = MODELS) -> dict[str, dict[str, Part]]:
             ),
         },
         "D": {"families": measure(540, "families")},
+        "E": {
+            EXPERTS[first]: measure(160, "model", EXPERTS[first]),
+            "requests": measure(380, "requests"),
+        },
     }

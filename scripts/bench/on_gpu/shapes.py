@@ -34,7 +34,10 @@ def packed_integers(group_size: int) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Shape:
-    """A Llama or Qwen3 decoder in bfloat16. If `is_quantized`, the matrices of its layers have 4 bits."""
+    """A Llama or Qwen3 decoder in bfloat16. If `is_quantized`, the matrices of its layers have 4 bits.
+
+    With experts, `intermediate_size` is that of each expert.
+    """
 
     model_type: str
     vocab_size: int
@@ -46,10 +49,12 @@ class Shape:
     head_dim: int
     tie_word_embeddings: bool
     is_quantized: bool = False
+    num_experts: int = 0
+    num_experts_per_token: int = 0
 
     def write(self, directory: Path, max_model_len: int) -> Path:
         """Write a directory for `engine serve --load-format dummy`, with a tokenizer."""
-        architecture = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}[self.model_type]
+        architecture = _ARCHITECTURES[self.model_type]
         config: dict[str, Any] = {
             "architectures": [architecture],
             "model_type": self.model_type,
@@ -67,6 +72,15 @@ class Shape:
             "tie_word_embeddings": self.tie_word_embeddings,
             "eos_token_id": 1,
         }
+        if self.num_experts:
+            config |= {
+                "num_experts": self.num_experts,
+                "num_experts_per_tok": self.num_experts_per_token,
+                "moe_intermediate_size": self.intermediate_size,
+                "norm_topk_prob": True,
+                "decoder_sparse_step": 1,
+                "mlp_only_layers": [],
+            }
         if self.is_quantized:
             config["quantization_config"] = packed_integers(_GROUP_SIZE)
         directory.mkdir(parents=True, exist_ok=True)
@@ -81,7 +95,7 @@ class Shape:
         return directory
 
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Return the names of a model's weights, without `.weight`, and their shapes."""
+        """Return the names of a dense model's weights, without `.weight`, and their shapes."""
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         hidden, mlp = self.hidden_size, self.intermediate_size
         yield "model.embed_tokens", (self.vocab_size, hidden)
@@ -114,10 +128,31 @@ class Shape:
                 yield f"{name}.weight", "BF16", size
 
     @property
+    def attention_weights(self) -> int:
+        """Return the number of elements of one layer's attention matrices."""
+        heads = 2 * self.num_heads + 2 * self.num_kv_heads
+        return self.hidden_size * heads * self.head_dim
+
+    @property
+    def mlp_weights(self) -> int:
+        """Return the number of elements of the matrices of one layer's MLP, or of one expert."""
+        return 3 * self.hidden_size * self.intermediate_size
+
+    @property
     def layer_weights(self) -> int:
         """Return the number of elements of one layer's matrices."""
-        heads = 2 * self.num_heads + 2 * self.num_kv_heads
-        return self.hidden_size * (heads * self.head_dim + 3 * self.intermediate_size)
+        return self.attention_weights + (self.num_experts or 1) * self.mlp_weights
+
+    def read_weights(self, batch: int) -> float:
+        """Return the number of elements that a step of `batch` tokens reads in each layer.
+
+        With experts, this is the expected number if each token chooses experts independently and uniformly.
+        """
+        if not self.num_experts:
+            return self.layer_weights
+        share = 1 - (1 - self.num_experts_per_token / self.num_experts) ** batch
+        experts = share * self.num_experts
+        return self.attention_weights + experts * self.mlp_weights
 
     @property
     def head_weights(self) -> int:
@@ -130,21 +165,46 @@ class Shape:
     def decode_bytes(self, batch: int, context: int) -> int:
         """Return the bytes that a decode step of `batch` requests reads: every matrix once, and all keys and values."""
         element = _PACKED_BYTES if self.is_quantized else 2
-        weights = round(element * self.num_layers * self.layer_weights) + 2 * self.head_weights
-        return weights + batch * context * self.kv_token_bytes
+        weights = round(element * self.num_layers * self.read_weights(batch))
+        return weights + 2 * self.head_weights + batch * context * self.kv_token_bytes
 
     def prefill_flops(self, num_tokens: int) -> int:
         """Return the operations of a prompt: its matrices, two attention products with half of the scores, the head."""
         attention = 2 * num_tokens**2 * self.num_heads * self.head_dim
-        layer = 2 * num_tokens * self.layer_weights + attention
+        mlp = (self.num_experts_per_token or 1) * self.mlp_weights
+        layer = 2 * num_tokens * (self.attention_weights + mlp) + attention
         return self.num_layers * layer + 2 * self.head_weights
 
 
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
 _LLAMA = Shape("llama", 128256, 4096, 14336, 32, 32, 8, 128, False)
 SHAPES = {
     "Llama-3.1-8B": _LLAMA,
     "Llama-3.1-8B in 4 bits": replace(_LLAMA, is_quantized=True),
+    "Qwen3-30B-A3B": Shape(
+        "qwen3_moe",
+        151936,
+        2048,
+        768,
+        48,
+        32,
+        4,
+        128,
+        False,
+        num_experts=128,
+        num_experts_per_token=8,
+    ),
     "Qwen3-0.6B": Shape("qwen3", 151936, 1024, 3072, 28, 16, 8, 128, True),
 }
 _TINY = Shape("qwen3", 2048, 128, 128, 2, 4, 2, 32, True)
-TINY_SHAPES = {"tiny": _TINY, "tiny in 4 bits": replace(_TINY, is_quantized=True)}
+TINY_SHAPES = {
+    "tiny": _TINY,
+    "tiny in 4 bits": replace(_TINY, is_quantized=True),
+    "tiny with experts": replace(
+        _TINY, model_type="qwen3_moe", num_experts=8, num_experts_per_token=2
+    ),
+}
