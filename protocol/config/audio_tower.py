@@ -81,7 +81,21 @@ class AudioTowerSpec(msgspec.Struct, frozen=True, tag=True):
         return self.num_rows(num_frames) // self.rows_per_output
 
 
-class ConformerSpec(msgspec.Struct, frozen=True, tag=True):
+class UnpaddedSpec(msgspec.Struct, frozen=True):
+    """The base of encoders that read clips without silence after them."""
+
+    @property
+    def frames_after(self) -> int:
+        """The number of frames at the end of a clip for which no row is computed."""
+        return 0
+
+    @property
+    def silence(self) -> Literal["skipped"]:
+        """The treatment of silence after a clip, of which there is none."""
+        return "skipped"
+
+
+class ConformerSpec(UnpaddedSpec, frozen=True, tag=True):
     """A conformer (arXiv 2005.08100) and a projector of queries, which Granite Speech (arXiv 2505.08699) has.
 
     A row is made of `num_mel_bins` features. Rows attend within blocks of `block_rows`, with embeddings of their
@@ -120,16 +134,6 @@ class ConformerSpec(msgspec.Struct, frozen=True, tag=True):
         """The number of elements of a row that the projector reads."""
         return self.hidden_size * (len(self.read_layers) + 1)
 
-    @property
-    def frames_after(self) -> int:
-        """The number of frames at the end of a window for which no row is computed."""
-        return 0
-
-    @property
-    def silence(self) -> Literal["skipped"]:
-        """The treatment of silence after a clip, of which there is none."""
-        return "skipped"
-
     def num_outputs(self, num_frames: int) -> int:
         """Return the number of outputs for the rows of a clip."""
         return -(-num_frames // self.rows_per_query_block) * self.outputs_per_block
@@ -146,7 +150,7 @@ class FixedOutputs(msgspec.Struct, frozen=True):
     end_row: int
 
 
-class UniversalSpeechSpec(msgspec.Struct, frozen=True, tag=True):
+class UniversalSpeechSpec(UnpaddedSpec, frozen=True, tag=True):
     """The conformer of the Universal Speech Model (arXiv 2303.01037), which Gemma 3n and Gemma 4 have.
 
     Two convolutions over frames and features halve both. A row attends to the `rows_before` rows before it and the
@@ -179,16 +183,6 @@ class UniversalSpeechSpec(msgspec.Struct, frozen=True, tag=True):
     clips: bool = False
     tensor_names: tuple[tuple[str, str], ...] = ()
 
-    @property
-    def frames_after(self) -> int:
-        """The number of frames at the end of a window for which no row is computed."""
-        return 0
-
-    @property
-    def silence(self) -> Literal["skipped"]:
-        """The treatment of silence after a clip, of which there is none."""
-        return "skipped"
-
     def num_outputs(self, num_frames: int) -> int:
         """Return the number of outputs for the frames of a clip."""
         if not num_frames:
@@ -198,7 +192,7 @@ class UniversalSpeechSpec(msgspec.Struct, frozen=True, tag=True):
         return -(-num_frames // (4 * self.rows_per_output))
 
 
-class FastConformerSpec(msgspec.Struct, frozen=True, tag=True):
+class FastConformerSpec(UnpaddedSpec, frozen=True, tag=True):
     """A Fast Conformer (arXiv 2305.05084) and a projection of its outputs (Cohere Transcribe).
 
     `num_halvings` convolutions halve the frames and features. Rows attend to all rows, with embeddings of their
@@ -221,22 +215,12 @@ class FastConformerSpec(msgspec.Struct, frozen=True, tag=True):
     output_size: int
     tensor_names: tuple[tuple[str, str], ...] = ()
 
-    @property
-    def frames_after(self) -> int:
-        """The number of frames at the end of a window for which no row is computed."""
-        return 0
-
-    @property
-    def silence(self) -> Literal["skipped"]:
-        """The treatment of silence after a clip, of which there is none."""
-        return "skipped"
-
     def num_outputs(self, num_frames: int) -> int:
         """Return the number of outputs for the frames of a clip."""
         return -(-num_frames >> self.num_halvings)
 
 
-class StreamingSpec(msgspec.Struct, frozen=True, tag=True):
+class StreamingSpec(UnpaddedSpec, frozen=True, tag=True):
     """An encoder that reads frames of `frame_size` samples (Moonshine Streaming).
 
     Two convolutions halve the number of frames. Each layer has a window: the rows up to a row, and those from it on,
@@ -260,16 +244,6 @@ class StreamingSpec(msgspec.Struct, frozen=True, tag=True):
     def num_mel_bins(self) -> int:
         """The number of features per frame, which is 0 because the encoder reads samples."""
         return 0
-
-    @property
-    def frames_after(self) -> int:
-        """The number of samples at the end of a clip for which no row is computed."""
-        return 0
-
-    @property
-    def silence(self) -> Literal["skipped"]:
-        """The treatment of silence after a clip, of which there is none."""
-        return "skipped"
 
     def num_outputs(self, num_frames: int) -> int:
         """Return the number of outputs for the samples of a clip."""
