@@ -11,6 +11,7 @@ import numpy as np
 
 from ....protocol.arrays import Float32Array
 from ....protocol.errors import ParameterError
+from .containers import ContainerFile, container_format
 from .resample import MAX_RATE, MIN_RATE, Resampler
 
 MAX_CHANNELS: Final = 16
@@ -21,7 +22,7 @@ _BLOCK: Final = 1 << 16
 _FORMATS: Final = ("WAV", "WAVEX", "RF64", "W64", "AIFF", "AU", "CAF", "FLAC", "MP3", "OGG")
 """The accepted formats, by libsndfile's names."""
 
-_NAMES: Final = "wav, flac, mp3, ogg (Vorbis or Opus), aiff, au, caf"
+_NAMES: Final = "wav, flac, mp3, ogg (Vorbis or Opus), m4a, mp4, aac, webm, mkv, aiff, au, caf"
 
 _UNKNOWN_SIZE: Final = 0x7FFF0000
 """Programs that write WAV to a pipe do not know its size. They put at least this many bytes into the header."""
@@ -34,8 +35,6 @@ _INDEX_BYTES: Final = 1 << 16
 
 It is searched for after tags of this size.
 """
-
-_OTHERS: Final = {b"ftyp": "m4a or mp4", b"\x1a\x45\xdf\xa3": "webm"}
 
 
 class _Source(Protocol):
@@ -54,7 +53,7 @@ class _Source(Protocol):
     min_length: int
 
     def read(self, num_frames: int) -> Float32Array:
-        """Return up to `num_frames` frames, [frames, channels] in [-1, 1]; an empty array at the end."""
+        """Return about `num_frames` frames, [frames, channels] in [-1, 1]; an empty array at the end."""
 
 
 class AudioReader:
@@ -165,11 +164,19 @@ def _verify_length(data: bytes, where: str) -> None:
 
 
 def _open(data: bytes, where: str) -> _Source:
-    """Open a file with libsndfile, or with Python's wave module if libsndfile is not installed.
+    """Open a file with PyAV or libsndfile, or with Python's wave module if libsndfile is not installed.
 
     Raises:
         ParameterError: The file cannot be read.
     """
+    if container_format(data) is not None:
+        try:
+            return ContainerFile(data, where)
+        except (ParameterError, MemoryError):
+            raise
+        # For damaged files, PyAV raises many kinds of errors.
+        except Exception as error:
+            raise _unreadable(where, error) from None
     try:
         # A late import, because the package is optional.
         import soundfile
@@ -186,7 +193,7 @@ def _open(data: bytes, where: str) -> _Source:
     except (ParameterError, MemoryError):
         raise
     except Exception as error:
-        raise _unreadable(where, error, data) from None
+        raise _unreadable(where, error) from None
 
 
 def _open_wave(data: bytes, where: str) -> _Source:
@@ -255,12 +262,7 @@ class _WaveFile:
         return self._width * self.num_channels
 
 
-def _unreadable(where: str, error: Exception, data: bytes = b"") -> ParameterError:
-    for mark, name in _OTHERS.items():
-        if mark in data[:12]:
-            return ParameterError(
-                where, f"is {name}, which this server does not read; convert it to one of {_NAMES}"
-            )
+def _unreadable(where: str, error: Exception) -> ParameterError:
     return ParameterError(
         where,
         f"is not an audio file that can be read: {_reason(error)}; send a whole one of {_NAMES}",
@@ -269,7 +271,7 @@ def _unreadable(where: str, error: Exception, data: bytes = b"") -> ParameterErr
 
 def _reason(error: Exception) -> str:
     # libsndfile's message contains the address of the opened object, and is empty for some errors.
-    reason = str(error).rpartition(">: ")[2].rstrip(". ")
+    reason = getattr(error, "strerror", None) or str(error).rpartition(">: ")[2].rstrip(". ")
     return reason.removeprefix("Error : ") or "it is truncated or damaged"
 
 

@@ -15,6 +15,7 @@ from engine.frontend.media.audio.decode import AudioReader
 from engine.frontend.media.audio.resample import Resampler
 from engine.frontend.media.audio.windows import Windows
 from engine.protocol.errors import ParameterError
+from support.video_files import write_video
 
 RATE = 16_000
 
@@ -28,6 +29,37 @@ def audio_file(file_format: str, rate: int, subtype: str | None = None, channels
     file = io.BytesIO()
     soundfile.write(file, samples, rate, format=file_format, subtype=subtype)
     return file.getvalue()
+
+
+def container_audio(
+    file_format: str, codec: str, rate: int, channels: int = 1, **options: str
+) -> bytes:
+    """Return a tone in a file that FFmpeg writes. Skip the test without PyAV."""
+    av = pytest.importorskip("av")
+    file = io.BytesIO()
+    layout = "mono" if channels == 1 else "stereo"
+    with av.open(file, "w", format=file_format, options=options) as container:
+        stream = container.add_stream(codec, rate=rate, layout=layout)
+        # The size of its frames is known once the encoder is open.
+        stream.codec_context.open()
+        samples = np.repeat(tone(rate)[None], channels, axis=0)
+        frame = av.AudioFrame.from_ndarray(samples, "fltp", layout)
+        frame.sample_rate = rate
+        resampler = av.AudioResampler(
+            stream.codec_context.format, layout, rate, stream.codec_context.frame_size
+        )
+        for each in (*resampler.resample(frame), *resampler.resample(None)):
+            container.mux(stream.encode(each))
+        container.mux(stream.encode(None))
+    return file.getvalue()
+
+
+def first_packets(data: bytes) -> bytes:
+    """Return an MP4 file that ends after its fifth packet."""
+    av = pytest.importorskip("av")
+    with av.open(io.BytesIO(data)) as container:
+        packet = [packet for _, packet in zip(range(5), container.demux(), strict=False)][-1]
+        return data[: packet.pos + packet.size]
 
 
 def read_all(data: bytes, max_seconds: float = 60.0) -> np.ndarray:
@@ -61,6 +93,30 @@ def test_files_become_mono_samples_of_one_rate(
     assert np.abs(samples - tone(RATE)[: len(samples)])[inside].max() < error
 
 
+@pytest.mark.parametrize(
+    ("file_format", "codec", "rate", "channels", "error"),
+    [
+        ("mp4", "aac", 44_100, 2, None),
+        ("mp4", "alac", 48_000, 2, 1e-4),
+        ("adts", "aac", 16_000, 1, None),
+        ("webm", "libopus", 48_000, 1, 0.05),
+        ("matroska", "libvorbis", 22_050, 2, 0.05),
+    ],
+)
+def test_audio_tracks_of_containers_are_read(
+    file_format: str, codec: str, rate: int, channels: int, error: float | None
+) -> None:
+    samples = read_all(container_audio(file_format, codec, rate, channels))
+    inside = slice(RATE // 4, -RATE // 4)
+    if error is None:
+        # These files do not say which of the first and last samples only fill blocks.
+        assert 2 * RATE <= len(samples) < 2 * RATE + 3 * 1024
+        assert np.abs(samples)[inside].max() == pytest.approx(0.5, abs=0.05)
+        return
+    assert abs(len(samples) - 2 * RATE) <= RATE // 20
+    assert np.abs(samples[: 2 * RATE] - tone(RATE)[: len(samples)])[inside].max() < error
+
+
 @pytest.mark.parametrize("rate", [8000, 11025, 22050, 44100, 48000, 44101])
 def test_resampling_in_pieces_keeps_what_both_rates_have(rate: int) -> None:
     random = np.random.default_rng(rate)
@@ -82,6 +138,8 @@ def test_resampling_in_pieces_keeps_what_both_rates_have(rate: int) -> None:
 
 
 WAV, FLAC, MP3 = (audio_file(name, 16_000) for name in ("WAV", "FLAC", "MP3"))
+M4A = container_audio("mp4", "aac", 16_000)
+M4A_HEADER_FIRST = container_audio("mp4", "aac", 16_000, moov_size="9999")
 
 
 @pytest.mark.parametrize(
@@ -93,8 +151,12 @@ WAV, FLAC, MP3 = (audio_file(name, 16_000) for name in ("WAV", "FLAC", "MP3"))
         (WAV[:44], "is truncated: its header announces 64000 bytes of audio, but only 0 follow"),
         (FLAC[: len(FLAC) // 2], "is not an audio file that can be read"),
         (MP3[: len(MP3) // 2], "is truncated: its header announces"),
-        (b"\0\0\0\x20ftypM4A " + bytes(100), "is m4a or mp4, which this server does not read"),
-        (b"\x1a\x45\xdf\xa3" + bytes(100), "is webm, which this server does not read"),
+        (b"\0\0\0\x20ftypM4A " + bytes(100), "is not an audio file that can be read"),
+        (b"\x1a\x45\xdf\xa3" + bytes(100), "is not an audio file that can be read"),
+        (M4A[: len(M4A) // 2], "is not an audio file that can be read"),
+        (first_packets(M4A_HEADER_FIRST), "is truncated: its header announces"),
+        (write_video("mp4", "libx264", 3), "has no audio track"),
+        (container_audio("matroska", "pcm_s16le", 16_000), "with the codec pcm_s16le; supported"),
         (audio_file("VOC", 16_000), "is of the format VOC, but must be one of wav, flac, mp3, ogg"),
         (audio_file("WAV", 1), "has a sample rate of 1 Hz, but it must be from 4000 to"),
         (audio_file("WAV", 16_000, channels=100), "has 100 channels, but at most 16 are allowed"),
