@@ -100,7 +100,7 @@ def test_files_become_mono_samples_of_one_rate(
         ("mp4", "alac", 48_000, 2, 1e-4),
         ("adts", "aac", 16_000, 1, None),
         ("webm", "libopus", 48_000, 1, 0.05),
-        ("matroska", "libvorbis", 22_050, 2, 0.05),
+        ("matroska", "libmp3lame", 22_050, 2, None),
     ],
 )
 def test_audio_tracks_of_containers_are_read(
@@ -110,7 +110,7 @@ def test_audio_tracks_of_containers_are_read(
     inside = slice(RATE // 4, -RATE // 4)
     if error is None:
         # These files do not say which of the first and last samples only fill blocks.
-        assert 2 * RATE <= len(samples) < 2 * RATE + 3 * 1024
+        assert 2 * RATE <= len(samples) < 2 * RATE + RATE // 10
         assert np.abs(samples)[inside].max() == pytest.approx(0.5, abs=0.05)
         return
     assert abs(len(samples) - 2 * RATE) <= RATE // 20
