@@ -80,7 +80,7 @@ class Steps:
         self.blocks_per_row = max_model_len // block_size
         self.num_groups = len(self.runner.kv_cache_groups)
         self.runner.allocate_kv_cache(
-            1 + 4 * self.blocks_per_row * self.num_groups, num_host_blocks=8
+            1 + num_slots * self.blocks_per_row * self.num_groups, num_host_blocks=8
         )
         self.runner.warm_up()
         self.step = 0

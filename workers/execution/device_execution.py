@@ -225,9 +225,9 @@ class DeviceExecution:
             return pending
         result = pending.output()
         slots_R = plan.slots_S[plan.sampling_rows]
-        slots_R = slots_R[~self._requests.pooling.find(slots_R)]
-        columns_R = self._batch.num_tokens[slots_R] - 1
-        self._batch.store_tokens(slots_R, columns_R, int32_view(result.sampled_token_ids))
+        samples_R = ~self._requests.pooling.find(slots_R)
+        slots_R, tokens_R = slots_R[samples_R], int32_view(result.sampled_token_ids)[samples_R]
+        self._batch.store_tokens(slots_R, self._batch.num_tokens[slots_R] - 1, tokens_R)
         if output.drafts:
             result.num_verified = bytes(len(result.sampled_token_ids))
         result.drafts = drafting.follow(output, plan, slots_R)

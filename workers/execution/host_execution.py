@@ -238,7 +238,11 @@ class HostExecution:
             result = self._take_sampled(output, slots_R, sampled)
         if self._drafting is not None:
             result.drafts = self._drafting.follow(output, plan, slots_R)
-        return result if pooled is None else pooled.add_to(result)
+        if pooled is not None:
+            pooled.add_to(result)
+        if output.drafts:
+            result.num_verified = bytes(len(result.sampled_token_ids))
+        return result
 
     def _take_sampled(
         self, output: SchedulerOutput, slots_R: Int32Array, sampled: SamplerOutput
@@ -249,10 +253,7 @@ class HostExecution:
         if not self._shard.is_first:
             has_drafts = self._drafting is not None
             self._pipeline.send_tokens(as_tensor(sampled.token_ids), has_drafts=has_drafts)
-        result = sampled.message(output.step, prompt_logprobs.finish(slots_R.tolist()))
-        if output.drafts:
-            result.num_verified = bytes(len(result.sampled_token_ids))
-        return result
+        return sampled.message(output.step, prompt_logprobs.finish(slots_R.tolist()))
 
     def _rows_to_decode(self, output: SchedulerOutput) -> SamplingMetadata | None:
         """Return the batch rows if every slot of the step computes only its last token and drafts, else None."""

@@ -14,6 +14,7 @@ from engine.protocol.config import (
     SpeculativeConfig,
 )
 from engine.protocol.errors import ConfigError
+from engine.protocol.pooling_params import PoolingKind, PoolingParams
 from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.worker_messages import ModelRunnerOutput
 from engine.workers.execution import torch_loader
@@ -47,6 +48,8 @@ PROMPTS = [[20, 21, 22], list(range(20, 35)), [30, 31, 32, 33] * 4, list(range(4
 TORCH = {"device": DeviceConfig(cpu_backend=CPUBackend.TORCH)}
 NUM_OUTPUT = 40
 NUM_DRAFTS = 5
+EMBEDDED = len(PROMPTS)
+"""The slot of a text that is embedded."""
 
 
 class Received(NamedTuple):
@@ -79,7 +82,8 @@ def checkpoints(tmp_path_factory) -> Checkpoints:
 def make_steps(
     model: tuple[object, int], speculative: SpeculativeConfig | None, **options: Any
 ) -> Steps:
-    return Steps(*model, options.pop("block_size", BLOCK_SIZE), speculative=speculative, **options)
+    options = {"block_size": BLOCK_SIZE, "num_slots": EMBEDDED + 1} | options
+    return Steps(*model, speculative=speculative, **options)
 
 
 def take(received: Received, result: ModelRunnerOutput, slots: list[int]) -> int:
@@ -101,7 +105,8 @@ def generate(
 ) -> tuple[Received, int, int]:
     """Return the output of four requests, and how many drafts were verified and how many were correct.
 
-    A prompt is computed in two steps. With `resumes`, a request is preempted and continues in its blocks.
+    A prompt is computed in two steps. With `resumes`, a request is preempted and continues in its blocks. The others
+    have drafts in that step, which also embeds a text.
     """
     received = Received([[] for _ in PROMPTS], [])
     slots = list(range(len(PROMPTS)))
@@ -112,20 +117,44 @@ def generate(
     take(received, steps.run(slots=slots, new=new, chunks=chunks), slots[:3])
     take(received, steps.run(chunks=[(3, len(PROMPTS[3]) - 16)]), slots)
     num_verified = num_right = 0
+    removed: list[int] = []
     while slots := [slot for slot in slots if len(received.tokens[slot]) < NUM_OUTPUT]:
         if resumes and len(received.tokens[1]) > 12:
             resumes = False
             known = PROMPTS[1] + received.tokens[1]
             again = steps.new(1, known, params[1], prompt=len(PROMPTS[1]))
             again.num_computed_tokens = BLOCK_SIZE
-            chunk = slots.index(1), len(known) - BLOCK_SIZE
-            result = steps.run(slots=slots, removed=[1], new=[again], chunks=[chunk])
+            drafted = [(row, num_drafts) for row, slot in enumerate(slots) if slot != 1]
+            result = steps.run(
+                slots=[*slots, EMBEDDED],
+                removed=[1],
+                new=[
+                    again,
+                    steps.new(
+                        EMBEDDED,
+                        PROMPTS[1],
+                        pooling=PoolingParams(PoolingKind.LAST, computes_whole_prompt=False),
+                    ),
+                ],
+                chunks=[
+                    *((row, count + 1) for row, count in drafted),
+                    (slots.index(1), len(known) - BLOCK_SIZE),
+                    (len(slots), len(PROMPTS[1])),
+                ],
+                drafts=int32_bytes(drafted) if num_drafts else b"",
+            )
+            assert [row.slot for row in result.pooled] == [EMBEDDED]
+            if num_drafts:
+                assert int32_view(result.num_verified).tolist() == [0] * (len(slots) + 1)
+            result.sampled_token_ids = result.sampled_token_ids[:-4]
             take(received, result, slots)
+            removed = [EMBEDDED]
             continue
-        options = {}
+        options: dict[str, Any] = {"removed": removed}
+        removed = []
         if num_drafts:
             rows = range(len(slots))
-            options = {
+            options |= {
                 "chunks": [(row, num_drafts + 1) for row in rows],
                 "drafts": int32_bytes([(row, num_drafts) for row in rows]),
             }
