@@ -50,8 +50,9 @@ class RunDirectoryError(ConfigError):
 
 
 class ParameterError(EngineError, ValueError):
-    """Raised for an invalid request parameter. `param` names the field; the message has the value and the limit."""
+    """Raised for an invalid request parameter. `param` names the field; `problem` has the value and the limit."""
 
     def __init__(self, param: str, problem: str) -> None:
         super().__init__(f"{param} {problem}")
         self.param = param
+        self.problem = problem

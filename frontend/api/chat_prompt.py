@@ -70,13 +70,13 @@ async def render_chat(
         )
     messages = request.messages
     if messages is None:
-        raise bad_request("messages", "messages is required")
+        raise bad_request("messages", "is required")
     media: Sequence[Any] = []
     if serving.media is not None:
         try:
             messages, media = await serving.media.take(messages, body_size)
         except ParameterError as error:
-            raise bad_request(error.param, str(error)) from None
+            raise bad_request(error.param, error.problem) from None
     kwargs = (template_kwargs or {}) | (request.chat_template_kwargs or {})
     verify_template_kwargs(kwargs)
     continue_final = bool(request.continue_final_message)
@@ -147,7 +147,7 @@ async def read_token_ids(serving: Serving, request: ChatCompletionRequest) -> Re
     name = "prompt_token_ids"
     for other in _OF_TEMPLATES:
         if getattr(request, other):
-            raise bad_request(other, f"{other} has no effect on {name}; send one of them")
+            raise bad_request(other, f"has no effect on {name}; send one of them")
     vocab_size = serving.config.model.vocab_size
     given = request.prompt_token_ids or []
     token_ids = await serving.executor.run(
@@ -162,7 +162,7 @@ def verify_template_kwargs(kwargs: dict[str, Any]) -> None:
     for name in RESERVED_VARIABLES:
         if name in kwargs:
             param = f"chat_template_kwargs.{name}"
-            raise bad_request(param, f"{param} is not allowed; {name} is a field of the request")
+            raise bad_request(param, f"is not allowed; {name} is a field of the request")
 
 
 def _num_characters(value: Any) -> int:
@@ -176,4 +176,4 @@ def _num_characters(value: Any) -> int:
 
 def _template_error(message: str) -> APIError:
     field = _FIELD.match(message)
-    return bad_request(field[0].rstrip(".") if field else "messages", redact(message))
+    return APIError(400, redact(message), param=field[0].rstrip(".") if field else "messages")

@@ -110,11 +110,11 @@ class Edge:
         except APIError as error:
             answer = error
         except ParameterError as error:
-            answer = bad_request(error.param, str(error))
+            answer = bad_request(error.param, error.problem)
         except StoreError as error:
             answer = unavailable(redact(str(error)), RETRY_S)
         except UnknownObject as error:
-            answer = bad_request("after", str(error))
+            answer = APIError(400, str(error), param="after")
         except HTTPException as error:
             answer = _routing_error(error, scope)
         except Exception:

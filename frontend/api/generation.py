@@ -30,6 +30,7 @@ from ..client.engine_client import (
 )
 from ..client.sequence_io import params_for_output
 from ..http.errors import (
+    APIError,
     bad_request,
     deadline_exceeded,
     internal_error,
@@ -109,9 +110,9 @@ def verify_streaming(request: GenerationRequest) -> None:
         APIError: `prompt_logprobs` with a stream, or `stream_options` without one (400).
     """
     if request.prompt_logprobs is not None and request.stream:
-        raise bad_request("prompt_logprobs", "prompt_logprobs cannot be streamed")
+        raise bad_request("prompt_logprobs", "cannot be streamed")
     if request.stream_options not in (None, StreamOptions()) and not request.stream:
-        raise bad_request("stream_options", "stream_options is only allowed with stream=true")
+        raise bad_request("stream_options", "is only allowed with stream=true")
 
 
 def beam_search_params(
@@ -124,15 +125,15 @@ def beam_search_params(
     """
     if not request.use_beam_search:
         if request.length_penalty not in (None, 1.0):
-            raise bad_request("length_penalty", "length_penalty needs use_beam_search=true")
+            raise bad_request("length_penalty", "needs use_beam_search=true")
         return None
     params = prompts[0].params
     for name in _NOT_IN_BEAM_SEARCH:
         if getattr(request, name, None):
-            raise bad_request(name, f"{name} is not supported with use_beam_search")
+            raise bad_request(name, "is not supported with use_beam_search")
     if params.structured_output is not None or params.logprobs is not None:
         name = "structured_outputs" if params.logprobs is None else "logprobs"
-        raise bad_request(name, f"{name} is not supported with use_beam_search")
+        raise bad_request(name, "is not supported with use_beam_search")
     max_tokens = min(each.params.max_tokens or 1 for each in prompts)
     penalty = 1.0 if request.length_penalty is None else request.length_penalty
     search = BeamSearchParams(params.n, max_tokens, params.ignore_eos, penalty)
@@ -158,10 +159,11 @@ def verify_streamed_logprobs(
         serving.config.model.vocab_size if params.logprobs == -1 else params.logprobs
     )
     if num_entries > MAX_STREAMED_LOGPROBS:
-        raise bad_request(
-            "logprobs",
+        raise APIError(
+            400,
             f"{num_entries} log-probabilities per token are too many for a stream; at "
             f"most {MAX_STREAMED_LOGPROBS} are allowed; use stream=false or request fewer",
+            param="logprobs",
         )
 
 
@@ -174,7 +176,7 @@ def find_tenant(request: HasUser, key_tenant: str) -> str:
     user = request.user or ""
     if len(user) > MAX_USER_CHARACTERS:
         raise bad_request(
-            "user", f"user must have at most {MAX_USER_CHARACTERS} characters, got {len(user)}"
+            "user", f"must have at most {MAX_USER_CHARACTERS} characters, got {len(user)}"
         )
     return key_tenant or user
 
@@ -198,7 +200,7 @@ def verify_priority(priority: int | None) -> int:
         APIError: It is too large (400).
     """
     if priority is not None and not -(2**31) <= priority < 2**31:
-        raise bad_request("priority", f"priority must fit in 32 bits, got {priority}")
+        raise bad_request("priority", f"must fit in 32 bits, got {priority}")
     return priority or 0
 
 
@@ -274,10 +276,10 @@ async def sequence_requests(
     lora = serving.find_lora(request.model)
     transfer = transfer_params(getattr(request, "kv_transfer_params", None), serving.config)
     if transfer is not None and len(prompts) * n > 1:
-        raise bad_request("kv_transfer_params", "kv_transfer_params needs one prompt and n=1")
+        raise bad_request("kv_transfer_params", "needs one prompt and n=1")
     if request.cache_salt == "":
         # A client that computes salts would otherwise share its cache with everybody.
-        raise bad_request("cache_salt", "cache_salt must not be empty; omit it to share the cache")
+        raise bad_request("cache_salt", "must not be empty; omit it to share the cache")
     sequences: list[SequenceRequest] = []
     for prompt in prompts:
         num_before = len(sequences)
@@ -384,7 +386,7 @@ def raise_if_failed(delta: Delta) -> None:
         return
     message = redact(delta.error or f"The request failed before it finished: {reason}")
     if reason == "ignored":
-        raise bad_request(None, message)
+        raise APIError(400, message)
     if reason == "rejected":
         raise unavailable(message, delta.retry_after_s)
     if reason == "throttled":

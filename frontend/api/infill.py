@@ -170,7 +170,7 @@ def require_infill(found: InfillFormat | None, param: str = "suffix") -> InfillF
     if found is None:
         raise bad_request(
             param,
-            f"{param} needs a model that can fill in the middle, but this model's vocabulary has no tokens for that; "
+            f"needs a model that can fill in the middle, but this model's vocabulary has no tokens for that; "
             f"omit {param}",
         )
     return found

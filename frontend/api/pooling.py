@@ -20,7 +20,7 @@ from ..client.embeddings import embedding_params, find_prompt
 from ..client.engine_client import RequestGroup
 from ..client.text_changes import TextChanges
 from ..http.deadline import read_deadline
-from ..http.errors import bad_request, echo, redact, rename_parameter
+from ..http.errors import APIError, bad_request, redact, rename_parameter, wrong
 from ..http.trace_headers import read_trace_headers
 from ..tokenizer.token_ids import truncate
 from .chat_prompt import render_chat, verify_template_kwargs
@@ -97,10 +97,7 @@ class Pooling:
         limit = self._serving.config.model.max_pooled_tokens
         keep = request.truncate_prompt_tokens
         if keep is not None and keep != -1 and not 1 <= keep <= limit:
-            raise bad_request(
-                "truncate_prompt_tokens",
-                f"truncate_prompt_tokens must be -1 or between 1 and {limit}, got {keep}",
-            )
+            raise wrong("truncate_prompt_tokens", f"-1 or between 1 and {limit}", keep)
 
     def _verify_size(self, prompts: list[Prompt], kind: PoolingKind) -> int:
         """Return the number of elements of all results.
@@ -116,7 +113,7 @@ class Pooling:
             name = prompts[-1].param.partition("[")[0]
             raise bad_request(
                 name,
-                f"{name} has {count} {unit} with {size} results each, more than {MAX_TOKEN_ELEMENTS} together; "
+                f"has {count} {unit} with {size} results each, more than {MAX_TOKEN_ELEMENTS} together; "
                 "send fewer or shorter texts at once",
             )
         return count * size
@@ -220,7 +217,7 @@ class Pooling:
             param = "chat_template_kwargs" if error.param.startswith("chat") else pairs[0].param
             raise rename_parameter(error, param) from None
         except ChatTemplateError as error:
-            raise bad_request("chat_template_kwargs", redact(str(error))) from None
+            raise APIError(400, redact(str(error)), param="chat_template_kwargs") from None
         for each, (token_ids, inputs) in zip(pairs, encoded, strict=True):
             each.token_ids, each.encoder_inputs = np.array(token_ids, np.int32), inputs
             each.text = each.second = None
@@ -269,7 +266,7 @@ class Pooling:
         """
         token_ids, limit = each.token_ids, self._serving.config.model.max_pooled_tokens
         if not len(token_ids):
-            raise bad_request(each.param, f"{each.param} must have at least one token")
+            raise bad_request(each.param, "must have at least one token")
         keep = None if each.num_visible else request.truncate_prompt_tokens
         if keep is None:
             if len(token_ids) > limit:
@@ -283,9 +280,10 @@ class Pooling:
         if len(token_ids) <= keep:
             return token_ids
         if each.encoder_inputs:
-            raise bad_request(
-                "truncate_prompt_tokens",
+            raise APIError(
+                400,
                 f"{each.param} has {len(token_ids)} tokens and images or audio, so it cannot be cut to {keep}",
+                param="truncate_prompt_tokens",
             )
         bare: Sequence[int] | npt.NDArray[np.int32] = token_ids
         if each.text is not None and has_special:
@@ -300,9 +298,7 @@ async def take_media(serving: Serving, each: Prompt, role: str, body_size: int) 
         APIError: The model reads none, or one of them cannot be read (400).
     """
     if serving.media is None:
-        raise bad_request(
-            each.param, f"{each.param} must be a text, because this model reads only text"
-        )
+        raise bad_request(each.param, "must be a text, because this model reads only text")
     message = {"role": role, "content": each.content}
     try:
         [taken], each.media = await serving.media.take([message], body_size)
@@ -348,4 +344,4 @@ def verify_choice(name: str, value: str | None, allowed: Sequence[str]) -> None:
     """Raise APIError 400 unless a value is None or one of `allowed`."""
     if value is not None and value not in allowed:
         one_of = " or ".join(f'"{choice}"' for choice in allowed)
-        raise bad_request(name, f"{name} must be {one_of}, got {echo(value)}")
+        raise wrong(name, one_of, value)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..http.errors import bad_request, echo
+from ..http.errors import wrong
 from .prompts import context_exceeded, verify_num_characters
 from .serving import Serving
 
@@ -40,22 +40,16 @@ async def encode_prediction(
 def _text_of(prediction: dict[str, Any]) -> str:
     kind = prediction.get("type", "content")
     if kind != "content":
-        raise bad_request("prediction.type", f'prediction.type must be "content", got {echo(kind)}')
+        raise wrong("prediction.type", '"content"', kind)
     content = prediction.get("content")
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise bad_request(
-            "prediction.content",
-            f"prediction.content must be a string or an array of text parts, got {echo(content)}",
-        )
+        raise wrong("prediction.content", "a string or an array of text parts", content)
     texts: list[str] = []
     for i, part in enumerate(content):
         text = part.get("text") if isinstance(part, dict) else None
         if not isinstance(text, str) or part.get("type", "text") != "text":
-            raise bad_request(
-                f"prediction.content[{i}]",
-                f"prediction.content[{i}] must be a text part, got {echo(part)}",
-            )
+            raise wrong(f"prediction.content[{i}]", "a text part", part)
         texts.append(text)
     return "".join(texts)

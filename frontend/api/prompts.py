@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...protocol.messages import EncoderInput
-from ..http.errors import APIError, bad_request, echo
+from ..http.errors import APIError, bad_request, wrong
 from ..tokenizer.token_ids import token_id_array
 
 MAX_SEQUENCES = 4096
@@ -66,11 +66,11 @@ def parse_prompts(prompt: Any, vocab_size: int, name: str = "prompt") -> list[Pr
         APIError: A prompt has a wrong type or an invalid token id, or there are too many (400).
     """
     if prompt is None:
-        raise bad_request(name, f"{name} is required")
+        raise bad_request(name, "is required")
     if isinstance(prompt, str):
         return [_text(prompt, name)]
     if not len(prompt):
-        raise bad_request(name, f"{name} must not be an empty array")
+        raise bad_request(name, "must not be an empty array")
     if isinstance(prompt, np.ndarray) or isinstance(prompt[0], int):
         return [Prompt(name, None, parse_token_ids(prompt, name, vocab_size))]
     verify_num_sequences(len(prompt), name)
@@ -80,9 +80,7 @@ def parse_prompts(prompt: Any, vocab_size: int, name: str = "prompt") -> list[Pr
         param = f"{name}[{i}]"
         if type(entry) is not kind:
             expected = "a string" if kind is str else "an array of token ids"
-            raise bad_request(
-                param, f"{param} must be {expected} like the first, got {echo(entry)}"
-            )
+            raise wrong(param, f"{expected} like the first", entry)
         if kind is str:
             prompts.append(_text(entry, param))
         else:
@@ -95,7 +93,7 @@ def verify_num_sequences(count: int, param: str = "prompt") -> None:
     if count > MAX_SEQUENCES:
         raise bad_request(
             param,
-            f"{param} and n request {count} sequences, but at most {MAX_SEQUENCES} are allowed",
+            f"and n request {count} sequences, but at most {MAX_SEQUENCES} are allowed",
         )
 
 
@@ -112,18 +110,15 @@ def parse_token_ids(
         APIError: There are no tokens, or an entry is not in the vocabulary; the message names the first one (400).
     """
     if not len(token_ids):
-        raise bad_request(param, f"{param} must have at least one token")
+        raise bad_request(param, "must have at least one token")
     try:
         ids = token_ids if isinstance(token_ids, np.ndarray) else token_id_array(token_ids)
     except ValueError:
-        raise bad_request(param, f"{param} must contain token ids only") from None
+        raise bad_request(param, "must contain token ids only") from None
     invalid = np.flatnonzero((ids < 0) | (ids >= vocab_size))
     if invalid.size:
         at = int(invalid[0])
-        raise bad_request(
-            f"{param}[{at}]",
-            f"{param}[{at}] must be a token id in [0, {vocab_size}), got {ids[at]}",
-        )
+        raise wrong(f"{param}[{at}]", f"a token id in [0, {vocab_size})", int(ids[at]))
     return ids.astype(np.int32)
 
 
@@ -176,22 +171,16 @@ def fit_context(
     if max_tokens is not None and max_tokens_limit is not None:
         max_tokens = min(max_tokens, max_tokens_limit)
     if truncation_side not in (None, "left", "right"):
-        raise bad_request(
-            "truncation_side",
-            f'truncation_side must be "left" or "right", got {echo(truncation_side)}',
-        )
+        raise wrong("truncation_side", '"left" or "right"', truncation_side)
     if truncate is not None:
         if truncate < -1 or truncate == 0 or truncate > max_model_len:
-            raise bad_request(
-                "truncate_prompt_tokens",
-                f"truncate_prompt_tokens must be -1 or between 1 and {max_model_len}, got {truncate}",
-            )
+            raise wrong("truncate_prompt_tokens", f"-1 or between 1 and {max_model_len}", truncate)
         keep = max(max_model_len - (max_tokens or 1) if truncate == -1 else truncate, 1)
         # Copy the tokens, because a view would keep all tokens of the text in memory.
         token_ids = (token_ids[:keep] if truncation_side == "right" else token_ids[-keep:]).copy()
     num_tokens = len(token_ids)
     if num_tokens == 0:
-        raise bad_request(param, f"{param} must have at least one token")
+        raise bad_request(param, "must have at least one token")
     remaining = max_model_len - num_tokens
     wanted = 1 if max_tokens is None else max_tokens
     if wanted > remaining:
@@ -211,4 +200,4 @@ def fit_context(
 
 def context_exceeded(param: str, message: str) -> APIError:
     """Return the error for a prompt that does not fit into the context."""
-    return bad_request(param, message, code="context_length_exceeded")
+    return APIError(400, message, param=param, code="context_length_exceeded")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 from ...protocol.sampling_params import MAX_LOGIT_BIASES, MAX_N, SamplingParams
-from ..http.errors import bad_request, echo
+from ..http.errors import bad_request, echo, wrong
 from .schema import UNLIMITED, GenerationRequest
 from .structured.constraint import Constraint
 
@@ -72,9 +72,9 @@ def _num_candidates(request: GenerationRequest) -> int:
     if best_of is None or n < 1:
         return n
     if not n <= best_of <= MAX_N:
-        raise bad_request("best_of", f"best_of must be between n={n} and {MAX_N}, got {best_of}")
+        raise wrong("best_of", f"between n={n} and {MAX_N}", best_of)
     if best_of > n and request.stream:
-        raise bad_request("best_of", f"best_of must be n={n} in a stream, got {best_of}")
+        raise wrong("best_of", f"n={n} in a stream", best_of)
     return best_of
 
 
@@ -90,11 +90,11 @@ def _logit_bias(biases: dict[str, float] | None) -> dict[int, float] | None:
     if len(biases) > MAX_LOGIT_BIASES:
         raise bad_request(
             "logit_bias",
-            f"logit_bias must have at most {MAX_LOGIT_BIASES} entries, got {len(biases)}",
+            f"must have at most {MAX_LOGIT_BIASES} entries, got {len(biases)}",
         )
     parsed = {}
     for key, bias in biases.items():
         if not (key.isascii() and key.isdigit() and len(key) <= 10):
-            raise bad_request("logit_bias", f"logit_bias keys must be token ids, got {echo(key)}")
+            raise bad_request("logit_bias", f"keys must be token ids, got {echo(key)}")
         parsed[int(key)] = bias
     return parsed

@@ -265,7 +265,7 @@ class Serving:
             APIError: The server has no tokenizer (400).
         """
         if not self.config.model.has_tokenizer:
-            raise bad_request(param, f"{param} needs a tokenizer, and {NO_TOKENIZER}; {instead}")
+            raise bad_request(param, f"needs a tokenizer, and {NO_TOKENIZER}; {instead}")
 
     def chat_template(self, with_tools: bool) -> ChatTemplate:
         """Return the chat template.
@@ -275,21 +275,24 @@ class Serving:
         """
         template = self._templates.choose(with_tools)
         if template is None and self.config.model.audio is not None:
-            raise bad_request(
-                "messages",
+            raise APIError(
+                400,
                 "this is a speech model, which cannot chat; use /v1/audio/transcriptions",
+                param="messages",
             )
         if template is None and not self.config.model.generates:
             uses = "classify" if self.config.model.classifier is not None else "v1/embeddings"
-            raise bad_request(
-                "messages",
+            raise APIError(
+                400,
                 f"this model has no chat template and generates no text; use /{uses} with texts",
+                param="messages",
             )
         if template is None:
-            raise bad_request(
-                "messages",
+            raise APIError(
+                400,
                 "this model has no chat template; use /v1/completions, "
                 "or start the server with --chat-template",
+                param="messages",
             )
         return template
 
@@ -313,11 +316,12 @@ class Serving:
             APIError: The server was started without one (400).
         """
         if self._call_format is None:
-            raise bad_request(
-                "tools",
+            raise APIError(
+                400,
                 "tool_choice auto needs a tool-call parser, but the server was started with "
                 "--tool-call-parser none: start it with a parser, or use tool_choice required, none or a "
                 "named function",
+                param="tools",
             )
         return self._call_format
 
@@ -422,7 +426,7 @@ class Serving:
         if verdict.problem:
             wrong = constraint if verdict.part is None else parts[verdict.part]
             subject = f"{wrong.param} of {wrong.owner}" if wrong.owner else wrong.param
-            raise bad_request(wrong.param, f"{subject} {verdict.problem}")
+            raise APIError(400, f"{subject} {verdict.problem}", param=wrong.param)
         spec = output.spec if verdict.spec is None else verdict.spec
         return msgspec.structs.replace(output, spec=spec, is_isolated=verdict.is_isolated)
 

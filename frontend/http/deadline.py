@@ -7,7 +7,7 @@ import time
 
 from starlette.types import Scope
 
-from .errors import bad_request, echo
+from .errors import wrong
 
 HEADER = "X-Request-Timeout"
 
@@ -31,7 +31,5 @@ def _parse(text: str) -> float:
     except ValueError:
         seconds = math.nan
     if not 0 < seconds < math.inf:
-        raise bad_request(
-            HEADER, f"{HEADER} must be a number of seconds greater than 0, got {echo(text)}"
-        )
+        raise wrong(HEADER, "a number of seconds greater than 0", text)
     return seconds

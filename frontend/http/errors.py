@@ -56,9 +56,14 @@ class APIError(Exception):
         return json_response(self.body, self.status, self.headers)
 
 
-def bad_request(param: str | None, message: str, code: str | None = None) -> APIError:
-    """Return a 400 for an invalid request; `param` names the field."""
-    return APIError(400, message, param=param, code=code)
+def bad_request(param: str, problem: str, code: str | None = None) -> APIError:
+    """Return a 400 for an invalid field. Like that of a `ParameterError`, the message is its name and the problem."""
+    return APIError(400, f"{param} {problem}", param=param, code=code)
+
+
+def wrong(param: str, expected: str, value: object) -> APIError:
+    """Return a 400 that says what a field must be, and what it is."""
+    return bad_request(param, f"must be {expected}, got {echo(value)}")
 
 
 @contextmanager
@@ -67,14 +72,14 @@ def reject_deep_nesting(param: str) -> Iterator[None]:
     try:
         yield
     except RecursionError:
-        raise bad_request(param, f"{param} is nested too deeply") from None
+        raise bad_request(param, "is nested too deeply") from None
 
 
 def rename_parameter(error: ParameterError | APIError, param: str) -> APIError:
     """Return the error for a parameter, with the name that the request used for the parameter."""
-    message = str(error).replace(error.param or param, param, 1)
     if isinstance(error, ParameterError):
-        return bad_request(param, message)
+        return bad_request(param, error.problem)
+    message = error.message.replace(error.param or param, param, 1)
     return APIError(
         error.status,
         message,
@@ -83,6 +88,17 @@ def rename_parameter(error: ParameterError | APIError, param: str) -> APIError:
         code=error.code,
         headers=error.headers,
     )
+
+
+def expect(value: Any, kind: type, param: str, expected: str) -> Any:
+    """Return `value` if it is an instance of `kind`.
+
+    Raises:
+        APIError: It is not (400); the message names the field and what it must be.
+    """
+    if not isinstance(value, kind):
+        raise wrong(param, expected, value)
+    return value
 
 
 def unavailable(message: str, retry_after_s: float) -> APIError:

@@ -433,7 +433,7 @@ def _sampling_value(name: str, value: Any) -> float | int:
         kind = "an integer" if parameter in ("top_k", "max_tokens") else "a number"
         raise ParameterError(name, f"must be {kind}, got {value!r}") from None
     except ParameterError as error:
-        raise ParameterError(name, str(error).removeprefix(f"{parameter} ")) from None
+        raise ParameterError(name, error.problem) from None
     if value > MAX_INTEGER:
         raise ParameterError(name, f"must be at most {MAX_INTEGER}, got {value!r}")
     result: float | int = getattr(params, parameter)

@@ -90,7 +90,7 @@ async def call_route(
     except APIError as caught:
         error = caught
     except ParameterError as caught_parameter:
-        error = bad_request(caught_parameter.param, str(caught_parameter))
+        error = bad_request(caught_parameter.param, caught_parameter.problem)
     except HTTPException as routing:
         error = APIError(routing.status_code, routing.detail)
     retry_after = error.headers.get("retry-after")

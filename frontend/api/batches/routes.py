@@ -6,7 +6,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ...http.errors import APIError, bad_request, echo, json_response
+from ...http.errors import APIError, bad_request, echo, json_response, wrong
 from ..bodies.intake import Intake, reads
 from ..files.storage import FileStorage, verify_expiry
 from ..schema.files import BatchRequest
@@ -39,29 +39,20 @@ class Batches:
         """Create a batch."""
         state = request.scope["state"]
         if body.endpoint not in ENDPOINTS:
-            raise bad_request(
-                "endpoint",
-                f"endpoint must be one of {', '.join(ENDPOINTS)}, got {echo(body.endpoint)}",
-            )
+            raise wrong("endpoint", f"one of {', '.join(ENDPOINTS)}", body.endpoint)
         if body.completion_window != "24h":
-            raise bad_request(
-                "completion_window",
-                f'completion_window must be "24h", got {echo(body.completion_window)}',
-            )
+            raise wrong("completion_window", '"24h"', body.completion_window)
         verify_metadata(body.metadata)
         expires_s = _expiry(body)
         if body.input_file_id is None:
-            raise bad_request("input_file_id", "input_file_id is required")
+            raise bad_request("input_file_id", "is required")
         try:
             file = await self._files.get(body.input_file_id, state["owner"])
         except APIError as error:
             error.param = "input_file_id"
             raise
         if file["purpose"] != "batch":
-            raise bad_request(
-                "input_file_id",
-                f'input_file_id must be a file with the purpose "batch", got {echo(file["purpose"])}',
-            )
+            raise wrong("input_file_id", 'a file with the purpose "batch"', file["purpose"])
         batch = await self._records.create(body, state, expires_s)
         self._executor.wake()
         return json_response(batch)
@@ -109,10 +100,7 @@ def _expiry(body: BatchRequest) -> int | None:
         return None
     seconds = policy.get("seconds")
     if not isinstance(seconds, int):
-        raise bad_request(
-            "output_expires_after.seconds",
-            f"output_expires_after.seconds must be an integer, got {echo(seconds)}",
-        )
+        raise wrong("output_expires_after.seconds", "an integer", seconds)
     return verify_expiry(policy.get("anchor"), seconds, "output_expires_after")
 
 

@@ -176,15 +176,15 @@ class BodyDecoder(Generic[T]):
         try:
             request = self._decode_fields(body)
         except RecursionError:
-            raise bad_request(None, "the request body is nested too deeply") from None
+            raise APIError(400, "the request body is nested too deeply") from None
         except (msgspec.DecodeError, ValueError) as error:
             if not body.strip():
-                raise bad_request(None, "the request body is empty") from None
-            raise bad_request(None, f"the request body is not valid JSON: {error}") from None
+                raise APIError(400, "the request body is empty") from None
+            raise APIError(400, f"the request body is not valid JSON: {error}") from None
         for name in self._refused:
             value = getattr(request, name)
             if value is not None and value not in NO_OP_VALUES.get(name, ()):
-                raise bad_request(name, f"{name} {REFUSED[name]}, got {echo(value)}")
+                raise bad_request(name, f"{REFUSED[name]}, got {echo(value)}")
         return request
 
     def _decode_fields(self, body: bytes) -> T:
@@ -298,12 +298,12 @@ def _invalid(message: str, body: bytes) -> APIError:
     if unknown := _UNKNOWN.search(message):
         # msgspec reports only the name of an unknown field, not its path.
         name = unknown[1][:100]
-        return bad_request(name, f"{name} is not a known field")
+        return bad_request(name, "is not a known field")
     match = _AT.match(message)
     assert match
     problem, path = match[1], match[2]
     if not path:
-        return bad_request(None, f"the request body must be a JSON object: {problem}")
+        return APIError(400, f"the request body must be a JSON object: {problem}")
     got = ""
     with contextlib.suppress(msgspec.MsgspecError, ValueError, RecursionError):
         # The body may be invalid JSON after the invalid field.
@@ -311,11 +311,11 @@ def _invalid(message: str, body: bytes) -> APIError:
         got = f", got {_shown(raw)}"
     param = path.removeprefix(".")
     if problem in _OUT_OF_RANGE:
-        return bad_request(param, f"{param} must be a number that fits in 64 bits{got}")
+        return bad_request(param, f"must be a number that fits in 64 bits{got}")
     expected = problem.split(", got ")[0].removeprefix("Expected ").replace("`", "")
     for word, plain in _PLAIN_WORDS.items():
         expected = re.sub(rf"\b{word}\b", plain, expected)
-    return bad_request(param, f"{param} must be {expected.replace(' | ', ' or ')}{got}")
+    return bad_request(param, f"must be {expected.replace(' | ', ' or ')}{got}")
 
 
 def _locate(path: str, problem: str, body: bytes) -> tuple[str, msgspec.Raw]:

@@ -11,7 +11,7 @@ from typing import Final
 
 import msgspec
 
-from ...http.errors import APIError, bad_request, unavailable
+from ...http.errors import APIError, unavailable
 from .body import Body
 from .messages import (
     HEAD,
@@ -161,6 +161,6 @@ class _Decoder:
             reason = f"needs more than {MAX_MEMORY_BYTES >> 20} MiB of memory to decode"
         else:
             return _EndedEarly()
-        return bad_request(
-            None, f"the request body {reason}; send less in one request", "body_too_complex"
+        return APIError(
+            400, f"the request body {reason}; send less in one request", code="body_too_complex"
         )

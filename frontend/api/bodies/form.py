@@ -8,7 +8,7 @@ from typing import Any, Final, Generic, NamedTuple, TypeVar
 import msgspec
 from starlette.types import Scope
 
-from ...http.errors import bad_request, echo
+from ...http.errors import APIError, bad_request, echo, wrong
 from .body import Body
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -54,7 +54,7 @@ def find_boundary(scope: Scope) -> bytes:
     ).decode("latin-1")
     match = _BOUNDARY.match(content_type)
     if match is None:
-        raise bad_request(None, "the Content-Type multipart/form-data needs a boundary")
+        raise APIError(400, "the Content-Type multipart/form-data needs a boundary")
     return match[2].encode("latin-1")
 
 
@@ -77,13 +77,13 @@ def parse_form(body: Body, boundary: bytes) -> Form:
             return form
         num_parts += 1
         if num_parts > MAX_PARTS:
-            raise bad_request(None, f"the form must have at most {MAX_PARTS} parts")
+            raise APIError(400, f"the form must have at most {MAX_PARTS} parts")
         blank = data.find(b"\r\n\r\n", start, start + MAX_HEADER_BYTES)
         end = data.find(delimiter, max(start, blank))
         if blank < 0 or end < blank:
             break
         _add_part(form, data[start:blank].decode("utf-8", "replace"), view[blank + 4 : end])
-    raise bad_request(None, "the form is cut off or malformed: it has no final boundary")
+    raise APIError(400, "the form is cut off or malformed: it has no final boundary")
 
 
 def _add_part(form: Form, headers: str, content: memoryview) -> None:
@@ -93,22 +93,20 @@ def _add_part(form: Form, headers: str, content: memoryview) -> None:
     )
     match = _NAME.search(disposition)
     if match is None:
-        raise bad_request(None, "a part of the form has no name in its Content-Disposition")
+        raise APIError(400, "a part of the form has no name in its Content-Disposition")
     name = _unquote(match[1])
     if _FILE.search(disposition):
         if name in form.files:
-            raise bad_request(name, f"{name} must be one file, got several")
+            raise bad_request(name, "must be one file, got several")
         filename = _FILENAME.search(disposition)
         form.files[name] = FormFile(content, _unquote(filename[1]) if filename else "")
         return
     if len(content) > MAX_FIELD_BYTES:
-        raise bad_request(
-            name, f"{name} must have at most {MAX_FIELD_BYTES} bytes, got {len(content)}"
-        )
+        raise bad_request(name, f"must have at most {MAX_FIELD_BYTES} bytes, got {len(content)}")
     try:
         value = bytes(content).decode()
     except UnicodeDecodeError as error:
-        raise bad_request(name, f"{name} is not valid UTF-8: {error}") from None
+        raise bad_request(name, f"is not valid UTF-8: {error}") from None
     form.values.setdefault(name, []).append(value)
 
 
@@ -137,12 +135,12 @@ class FormDecoder(Generic[T]):
             name = sent.removesuffix("[]")
             if name not in self._names:
                 if self._strict:
-                    raise bad_request(name, f"{name} is not a known field")
+                    raise bad_request(name, "is not a known field")
                 continue
             if name in self._lists:
                 found.setdefault(name, []).extend(texts)
             elif len(texts) > 1:
-                raise bad_request(name, f"{name} must be one value, got {len(texts)}")
+                raise wrong(name, "one value", len(texts))
             elif texts[0]:
                 found[name] = texts[0]
         try:
@@ -151,6 +149,8 @@ class FormDecoder(Generic[T]):
             match = _AT.match(str(error))
             field = (match[2] or "") if match else ""
             kind = match[1] if match else str(error)
-            raise bad_request(
-                field or None, f"{field} is invalid: {kind}, got {echo(found.get(field))}"
+            raise APIError(
+                400,
+                f"{field} is invalid: {kind}, got {echo(found.get(field))}",
+                param=field or None,
             ) from None

@@ -10,7 +10,7 @@ from typing import Any, Final, TypeAlias
 import msgspec
 import numpy as np
 
-from ...http.errors import APIError, bad_request
+from ...http.errors import APIError
 from ..schema import (
     WITHOUT_EFFECT,
     BatchChatCompletionRequest,
@@ -176,8 +176,8 @@ def pack(request: Any) -> tuple[Decoded, int]:
         decoded.fields = _encode(request)
     except OverflowError:
         if decoded.texts:
-            raise bad_request(
-                None, "the request body has a number that does not fit in 64 bits"
+            raise APIError(
+                400, "the request body has a number that does not fit in 64 bits"
             ) from None
         decoded.fields, decoded.is_json = msgspec.json.encode(request), True
     return decoded, num_token_ids

@@ -10,7 +10,7 @@ from typing import Final
 
 import numpy as np
 
-from ...http.errors import APIError, bad_request
+from ...http.errors import APIError
 
 FREE_BYTES: Final = 64 * 1024
 """Bodies up to this many bytes are not counted, because they cannot have enough elements to matter."""
@@ -93,8 +93,8 @@ def verify_count(kind: str, count: int, limit: int) -> None:
 
 
 def _too_much(limit: str, got: str) -> APIError:
-    return bad_request(
-        None,
+    return APIError(
+        400,
         f"the request body must {limit}, got {got}; send less in one request",
-        "body_too_complex",
+        code="body_too_complex",
     )

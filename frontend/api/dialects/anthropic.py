@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from ...chat import MessageDelta
 from ...client.engine_client import Delta, Sequence
-from ...http.errors import APIError, bad_request, json_response
+from ...http.errors import APIError, bad_request, expect, json_response
 from ...http.json_pieces import encode_whole
 from ...media.documents.pdf import MAX_CHARACTERS
 from ..bodies.intake import Intake
@@ -25,7 +25,7 @@ from ..serving import Serving
 from ..streaming.event_stream import StreamFormat
 from ..tools.tool_choice import parse_tool_choice
 from .anthropic_request import find_pdfs, translate_messages
-from .dialect import DialectChunks, DialectEndpoint, expect
+from .dialect import DialectChunks, DialectEndpoint
 
 PATH: Final = "/v1/messages"
 
@@ -101,7 +101,7 @@ class Messages(DialectEndpoint[MessagesRequest]):
             APIError: A field is invalid (400).
         """
         if body.max_tokens is None:
-            raise bad_request("max_tokens", "max_tokens is required")
+            raise bad_request("max_tokens", "is required")
         request = translate_messages(body)
         limit = (body.thinking or {}).get("budget_tokens")
         if limit is not None and self._serving.can_limit_reasoning:

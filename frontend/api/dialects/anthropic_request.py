@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from ...http.errors import bad_request
+from ...http.errors import bad_request, expect, wrong
 from ..logprobs import Json
 from ..schema import ChatCompletionRequest
 from ..schema.anthropic import MessagesRequest
-from .dialect import expect, refuse
 
 MAX_USER_CHARACTERS: Final = 256
 
@@ -32,7 +31,7 @@ def translate_messages(body: MessagesRequest) -> ChatCompletionRequest:
         APIError: A field is invalid; it is named as in the body (400).
     """
     if body.messages is None:
-        raise bad_request("messages", "messages is required")
+        raise bad_request("messages", "is required")
     messages = [*_system(body.system)]
     for i, message in enumerate(body.messages):
         messages += _message(message, f"messages[{i}]")
@@ -81,7 +80,7 @@ def _find_pdfs(blocks: Any, where: str, found: list[tuple[Json, str]]) -> None:
             continue
         if source.get("type") == "base64":
             if source.get("media_type") != _PDF:
-                refuse(f"{place}.source.media_type", f'"{_PDF}"', source.get("media_type"))
+                raise wrong(f"{place}.source.media_type", f'"{_PDF}"', source.get("media_type"))
             _string(source, "data", f"{place}.source")
             found.append((source, f"{place}.source"))
 
@@ -99,7 +98,7 @@ def _message(message: Json, where: str) -> list[Json]:
     """Return the translation of a message to one or more messages. Tool results become separate messages."""
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant", "system"):
-        refuse(f"{where}.role", '"user", "assistant" or "system"', role)
+        raise wrong(f"{where}.role", '"user", "assistant" or "system"', role)
     if isinstance(content, str):
         return [{"role": role, "content": content}]
     blocks = expect(content, list, f"{where}.content", "a string or an array of blocks")
@@ -136,7 +135,7 @@ def _assistant_message(blocks: list[Any], where: str) -> Json:
             case str() as kind if kind.endswith(_SERVER_RESULT):
                 parts += _texts_of_result(block.get("content"))
             case kind:
-                refuse(f"{place}.type", "text, thinking, redacted_thinking or tool_use", kind)
+                raise wrong(f"{place}.type", "text, thinking, redacted_thinking or tool_use", kind)
     message: Json = {"role": "assistant", "content": parts or None}
     if reasoning:
         message["reasoning_content"] = "".join(reasoning)
@@ -185,7 +184,9 @@ def _input_part(block: Any, where: str) -> Json:
             ]
             return {"type": "text", "text": "\n".join([block.get("title") or "", *texts]).strip()}
         case kind:
-            refuse(f"{where}.type", "text, image, document, search_result or tool_result", kind)
+            raise wrong(
+                f"{where}.type", "text, image, document, search_result or tool_result", kind
+            )
 
 
 def _image_url(block: Json, where: str) -> str:
@@ -197,7 +198,7 @@ def _image_url(block: Json, where: str) -> str:
         case "url":
             return _string(source, "url", f"{where}.source")
         case kind:
-            refuse(f"{where}.source.type", '"base64" or "url"', kind)
+            raise wrong(f"{where}.source.type", '"base64" or "url"', kind)
 
 
 def _document(block: Json, where: str) -> str:
@@ -216,7 +217,7 @@ def _document(block: Json, where: str) -> str:
                     _text_block(part, f"{place}[{i}]")["text"] for i, part in enumerate(blocks)
                 )
         case kind:
-            refuse(f"{where}.source.type", '"text", "content" or "base64"', kind)
+            raise wrong(f"{where}.source.type", '"text", "content" or "base64"', kind)
     title = block.get("title")
     return f"{title}\n\n{text}" if isinstance(title, str) and title else text
 
@@ -224,7 +225,7 @@ def _document(block: Json, where: str) -> str:
 def _text_block(block: Any, where: str) -> Json:
     kind = _kind_of(block, where)
     if kind != "text":
-        refuse(f"{where}.type", '"text"', kind)
+        raise wrong(f"{where}.type", '"text"', kind)
     return {"type": "text", "text": _string(block, "text", where)}
 
 
@@ -240,14 +241,14 @@ def _string(fields: Json, name: str, where: str) -> str:
 def _name(fields: Json, name: str, where: str) -> str:
     text = _string(fields, name, where)
     if not text:
-        refuse(f"{where}.{name}", "a non-empty string", text)
+        raise wrong(f"{where}.{name}", "a non-empty string", text)
     return text
 
 
 def _tool(tool: Json, where: str) -> Json:
     kind = tool.get("type")
     if kind not in (None, "custom"):
-        refuse(f"{where}.type", '"custom", because this server runs no tools itself', kind)
+        raise wrong(f"{where}.type", '"custom", because this server runs no tools itself', kind)
     schema = expect(tool.get("input_schema"), dict, f"{where}.input_schema", "a JSON schema")
     function: Json = {"name": tool.get("name"), "parameters": schema}
     function |= {name: tool[name] for name in ("description", "strict") if name in tool}
@@ -270,7 +271,7 @@ def _tool_choice(choice: Json | None) -> tuple[str | Json | None, bool | None]:
             name = _string(choice, "name", "tool_choice")
             return {"type": "function", "function": {"name": name}}, is_parallel
         case kind:
-            refuse("tool_choice.type", "auto, any, tool or none", kind)
+            raise wrong("tool_choice.type", "auto, any, tool or none", kind)
 
 
 def _response_format(body: MessagesRequest) -> Json | None:
@@ -281,7 +282,7 @@ def _response_format(body: MessagesRequest) -> Json | None:
         return None
     kind = expect(form, dict, where, "an object").get("type")
     if kind != "json_schema":
-        refuse(f"{where}.type", '"json_schema"', kind)
+        raise wrong(f"{where}.type", '"json_schema"', kind)
     schema = expect(form.get("schema"), dict, f"{where}.schema", "a JSON schema")
     return {"type": "json_schema", "json_schema": {"name": "output", "schema": schema}}
 
@@ -294,7 +295,7 @@ def _thinking(body: MessagesRequest) -> Json:
     if body.thinking is not None:
         kind = body.thinking.get("type")
         if kind not in ("enabled", "disabled", "adaptive"):
-            refuse("thinking.type", '"enabled", "disabled" or "adaptive"', kind)
+            raise wrong("thinking.type", '"enabled", "disabled" or "adaptive"', kind)
         if kind != "adaptive":
             fields["thinking"] = {"type": kind}
         if body.thinking.get("display") == "omitted":

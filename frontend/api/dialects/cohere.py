@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from ...client.embeddings import Vector
 from ...client.engine_client import RequestGroup
-from ...http.errors import APIError, bad_request, json_response, rename_parameter
+from ...http.errors import APIError, json_response, rename_parameter, wrong
 from ..bodies.intake import Intake, reads
 from ..pooling import verify_choice
 from ..routes.embeddings import Embeddings
@@ -65,10 +65,7 @@ class CohereEmbeddings:
             embeddings: dict[str, list[Any]] = {kind: [] for kind in kinds}
             for vector in vectors:
                 if len(vector) % 8 and not {"binary", "ubinary"}.isdisjoint(kinds):
-                    raise bad_request(
-                        "output_dimension",
-                        f"output_dimension must be a multiple of 8 for bits, got {len(vector)}",
-                    )
+                    raise wrong("output_dimension", "a multiple of 8 for bits", len(vector))
                 for kind, values in embeddings.items():
                     values.append(_ENCODERS[kind](vector))
             num_tokens = sum(sequence.num_prompt_tokens for sequence in group.sequences)
@@ -108,9 +105,10 @@ class CohereEmbeddings:
         """
         given = [name for name in ("texts", "images", "inputs") if getattr(body, name)]
         if len(given) != 1:
-            raise bad_request(
-                "texts",
+            raise APIError(
+                400,
                 f"one of texts, images and inputs must have items, got {len(given)} of them",
+                param="texts",
             )
         return given[0]
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 from starlette.types import Receive, Scope
 
 from ...client.engine_client import Sequence
 from ...client.sequence_io import TOKENS_AT_ONCE
-from ...http.errors import bad_request, echo
 from ..bodies.intake import Intake
 from ..bodies.request_memory import MemoryLease
 from ..generation import raise_if_failed
@@ -71,19 +70,3 @@ class DialectChunks:
         delta = sequence.read_some(self._max_tokens)
         raise_if_failed(delta)
         return delta
-
-
-def expect(value: Any, kind: type, where: str, expected: str) -> Any:
-    """Return `value` if it is an instance of `kind`.
-
-    Raises:
-        APIError: It is not (400); the message names `where` and `expected`.
-    """
-    if not isinstance(value, kind):
-        refuse(where, expected, value)
-    return value
-
-
-def refuse(where: str, expected: str, value: object) -> NoReturn:
-    """Raise APIError 400 with the message that the field `where` must be `expected`."""
-    raise bad_request(where, f"{where} must be {expected}, got {echo(value)}")

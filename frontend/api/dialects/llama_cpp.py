@@ -16,13 +16,7 @@ from .... import __version__
 from ....protocol.sampling_params import SamplingParams
 from ...client.embeddings import Vector
 from ...client.engine_client import RequestGroup
-from ...http.errors import (
-    APIError,
-    bad_request,
-    json_response,
-    rename_parameter,
-    unavailable,
-)
+from ...http.errors import APIError, bad_request, json_response, rename_parameter, unavailable
 from ...http.json_pieces import encode_list
 from ..bodies.intake import Intake, reads
 from ..bodies.request_memory import MemoryLease
@@ -192,7 +186,7 @@ class LlamaEmbeddings:
         """Return an embedding of each text, as a list with one vector."""
         given = body.content if body.content is not None else body.input
         if given is None:
-            raise bad_request("content", "content is required")
+            raise bad_request("content", "is required")
         request = EmbeddingRequest(
             model=body.model,
             input=given,

@@ -10,13 +10,12 @@ from typing import Any, Final, TypeAlias
 import msgspec
 import numpy as np
 
-from ...http.errors import bad_request
+from ...http.errors import bad_request, expect, wrong
 from ...tokenizer.tokenizer import Tokenizer
 from ..logprobs import Json
 from ..prompts import Prompt, parse_token_ids, verify_num_sequences
 from ..schema import UNLIMITED, CompletionRequest
 from ..schema.llama_cpp import LlamaCompletionRequest, LlamaFields, LlamaInfillRequest
-from .dialect import expect, refuse
 
 Part: TypeAlias = str | int
 
@@ -192,16 +191,16 @@ def _prompts(body: LlamaFields) -> tuple[list[str | list[Part]], bool]:
     if isinstance(body, LlamaInfillRequest):
         for name in ("input_prefix", "input_suffix"):
             if getattr(body, name) is None:
-                raise bad_request(name, f"{name} is required")
+                raise bad_request(name, "is required")
         return [], False
     assert isinstance(body, LlamaCompletionRequest)
     prompt = body.prompt
     if prompt is None:
-        raise bad_request("prompt", "prompt is required")
+        raise bad_request("prompt", "is required")
     if not isinstance(prompt, list):
         return [_prompt(prompt, "prompt")], False
     if not prompt:
-        raise bad_request("prompt", "prompt must not be an empty array")
+        raise bad_request("prompt", "must not be an empty array")
     if any(isinstance(part, int) for part in prompt):
         return [_prompt(prompt, "prompt")], False
     verify_num_sequences(len(prompt))
@@ -213,14 +212,12 @@ def _prompt(prompt: Any, where: str) -> str | list[Part]:
     if isinstance(prompt, dict):
         if prompt.get("multimodal_data"):
             place = f"{where}.multimodal_data"
-            raise bad_request(
-                place, f"{place} is not supported; send images to /v1/chat/completions"
-            )
+            raise bad_request(place, "is not supported; send images to /v1/chat/completions")
         return str(expect(prompt.get("prompt_string"), str, f"{where}.prompt_string", "a string"))
     if isinstance(prompt, list):
         for i, part in enumerate(prompt):
             if not isinstance(part, str | int):
-                refuse(f"{where}[{i}]", "a token id or a string", part)
+                raise wrong(f"{where}[{i}]", "a token id or a string", part)
         return prompt
     return str(expect(prompt, str, where, "a string or an array of token ids and strings"))
 
@@ -246,12 +243,12 @@ def _logit_bias(value: Any, tokenizer: Tokenizer) -> dict[str, float] | None:
     for i, entry in enumerate(value.items() if isinstance(value, dict) else value or ()):
         place = f"logit_bias[{i}]"
         if len(entry) != 2 or not isinstance(entry[0], str | int):
-            refuse(place, "a pair of a token and a bias", entry)
+            raise wrong(place, "a pair of a token and a bias", entry)
         token, bias = entry
         if bias is False:
             bias = -MAX_BIAS
         if isinstance(bias, bool) or not isinstance(bias, int | float):
-            refuse(f"{place}[1]", "a number or false", bias)
+            raise wrong(f"{place}[1]", "a number or false", bias)
         if isinstance(token, str) and not (token.isascii() and token.isdigit()):
             token_ids = list(tokenizer.encode(token, False))
         else:

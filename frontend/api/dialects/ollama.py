@@ -201,7 +201,7 @@ class OllamaEmbeddings:
             given = body.prompt if is_one and body.prompt is not None else body.input
             if given is None:
                 name = "prompt" if is_one else "input"
-                raise bad_request(name, f"{name} is required")
+                raise bad_request(name, "is required")
             request = EmbeddingRequest(
                 model=served_name(self._serving, body.model),
                 input=given if isinstance(given, str) else list(given),
@@ -299,7 +299,7 @@ class OllamaModels:
             )
         name = served_name(self._serving, body.model or body.name)
         if not name:
-            raise bad_request("model", "model is required")
+            raise bad_request("model", "is required")
         self._serving.verify_model(name)
         return name
 

@@ -12,11 +12,10 @@ from typing import Any, Final
 
 import msgspec
 
-from ...http.errors import bad_request, echo
+from ...http.errors import bad_request, echo, expect, wrong
 from ..logprobs import Json
 from ..schema import ChatCompletionRequest
 from ..schema.ollama import OllamaChatRequest, OllamaFields, OllamaGenerateRequest
-from .dialect import expect, refuse
 
 LATEST: Final = ":latest"
 """The tag that clients append to names without one."""
@@ -107,7 +106,7 @@ def translate_generate(body: OllamaGenerateRequest, model: str | None) -> Ollama
         ("context", "use /api/chat"),
     ):
         if value := getattr(body, name):
-            raise bad_request(name, f"{name} is not supported; {advice}, got {echo(value)}")
+            raise bad_request(name, f"is not supported; {advice}, got {echo(value)}")
     prompt = body.prompt or ""
     user: Json = {"role": "user", "content": prompt}
     if body.images:
@@ -137,7 +136,7 @@ def _common(body: OllamaFields) -> Json:
         schema = {"name": "format", "schema": body.format}
         fields["response_format"] = {"type": "json_schema", "json_schema": schema}
     elif body.format:
-        refuse("format", '"json" or a JSON schema', body.format)
+        raise wrong("format", '"json" or a JSON schema', body.format)
     if isinstance(body.think, bool):
         fields["thinking"] = {"type": "enabled" if body.think else "disabled"}
     elif body.think:
@@ -153,25 +152,25 @@ def _sampling_fields(options: Json) -> Json:
         if (value := options.get(option)) is not None:
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if not is_number:
-                refuse(f"options.{option}", "a number", value)
+                raise wrong(f"options.{option}", "a number", value)
             if name in ("top_k", "seed"):
                 if value != int(value) or not -(2**63) <= value < 2**63:
-                    refuse(f"options.{option}", "an integer of 64 bits", value)
+                    raise wrong(f"options.{option}", "an integer of 64 bits", value)
                 value = int(value)
             fields[name] = value
     for option, neutral in _NEUTRAL.items():
         if options.get(option) not in (None, neutral):
             place = f"options.{option}"
-            raise bad_request(place, f"{place} is not supported, got {echo(options[option])}")
+            raise bad_request(place, f"is not supported, got {echo(options[option])}")
     if (num_predict := options.get("num_predict")) is not None:
         if not isinstance(num_predict, int) or isinstance(num_predict, bool):
-            refuse("options.num_predict", "an integer", num_predict)
+            raise wrong("options.num_predict", "an integer", num_predict)
         # Ollama uses -1 and -2 for as many tokens as fit.
         fields["max_tokens"] = num_predict if num_predict >= 0 else None
     if (stop := options.get("stop")) is not None:
         texts = [stop] if isinstance(stop, str) else stop
         if not (isinstance(texts, list) and all(isinstance(text, str) for text in texts)):
-            refuse("options.stop", "a string or an array of strings", stop)
+            raise wrong("options.stop", "a string or an array of strings", stop)
         fields["stop"] = texts or None
     return fields
 

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from ...http.errors import bad_request, echo
+from ...http.errors import bad_request, echo, wrong
 from ..logprobs import Json
 from ..schema import NO_OP_VALUES, REFUSED, UNLIMITED, CompletionRequest
 from ..schema.sglang import SglangGenerateRequest, SglangSampling
-from .dialect import refuse
 
 DEFAULT_MAX_TOKENS: Final = 128
 
@@ -81,15 +80,15 @@ def translate(body: SglangGenerateRequest) -> SglangPrompt:
     for name in _REFUSED_PARAMS:
         if getattr(params, name) not in (None, *NO_OP_VALUES[name]):
             place = f"sampling_params.{name}"
-            raise bad_request(place, f"{place} {REFUSED[name]}, got {echo(getattr(params, name))}")
+            raise bad_request(place, f"{REFUSED[name]}, got {echo(getattr(params, name))}")
     if (body.text is None) == (body.input_ids is None):
-        raise bad_request("text", "text is required, or input_ids instead of it")
+        raise bad_request("text", "is required, or input_ids instead of it")
     param = "text" if body.input_ids is None else "input_ids"
     prompt: Any = body.text if body.input_ids is None else body.input_ids
     is_list = isinstance(prompt, list) and not (prompt and isinstance(prompt[0], int))
     max_tokens = DEFAULT_MAX_TOKENS if params.max_new_tokens is None else params.max_new_tokens
     if max_tokens == UNLIMITED:
-        refuse("sampling_params.max_new_tokens", "at least 0", max_tokens)
+        raise wrong("sampling_params.max_new_tokens", "at least 0", max_tokens)
     tag = params.structural_tag
     return SglangPrompt(
         **{name: getattr(params, name) for name in _PLAIN},
@@ -124,11 +123,11 @@ def _logprobs(body: SglangGenerateRequest) -> Json:
     if body.stream:
         raise bad_request(
             "return_logprob",
-            "return_logprob cannot be streamed; use stream=false or /v1/completions",
+            "cannot be streamed; use stream=false or /v1/completions",
         )
     count = body.top_logprobs_num or 0
     if count < 0:
-        refuse("top_logprobs_num", "at least 0", count)
+        raise wrong("top_logprobs_num", "at least 0", count)
     first = -1 if body.logprob_start_len is None else body.logprob_start_len
     if first < 0:
         return {"logprobs": count}
@@ -138,6 +137,4 @@ def _logprobs(body: SglangGenerateRequest) -> Json:
 def verify_ids(request: SglangPrompt, count: int) -> None:
     """Raise APIError 400 if the request has ids, but not one for each of `count` answers."""
     if (ids := request.request_ids) is not None and len(ids) != count:
-        raise bad_request(
-            "rid", f"rid must have one id for each of {count} answers, got {len(ids)}"
-        )
+        raise bad_request("rid", f"must have one id for each of {count} answers, got {len(ids)}")

@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 from starlette.types import Scope
 
 from ...client.engine_client import RequestGroup, Sequence
-from ...http.errors import bad_request, echo
+from ...http.errors import wrong
 from ..streaming.chunks import Chunks
 from ..streaming.event_stream import ChunkEncoder, StreamFormat
 
@@ -58,10 +58,7 @@ def parse_event_id(text: str) -> EventPosition:
     """
     match = _ID.fullmatch(text)
     if match is None or match["counts"].count(".") >= MAX_SEQUENCES:
-        raise bad_request(
-            HEADER,
-            f"{HEADER} must be the id of an event of this server, such as chatcmpl-1a2b:12, got {echo(text)}",
-        )
+        raise wrong(HEADER, "the id of an event of this server, such as chatcmpl-1a2b:12", text)
     if match["counts"] == CLOSED:
         return EventPosition(match["request"], is_closed=True)
     counts = [(int(part.rstrip("e")), part.endswith("e")) for part in match["counts"].split(".")]

@@ -82,7 +82,7 @@ class Mirror:
         if len(counts) != len(group.sequences):
             raise bad_request(
                 HEADER,
-                f"{HEADER} has numbers for {len(counts)} sequences, but the request has "
+                f"has numbers for {len(counts)} sequences, but the request has "
                 f"{len(group.sequences)}",
             )
         for sequence, (num_tokens, has_end) in zip(group.sequences, counts, strict=True):
@@ -92,7 +92,7 @@ class Mirror:
             if len(stream.tokens) < num_tokens:
                 raise bad_request(
                     HEADER,
-                    f"{HEADER} refers to token {num_tokens} of a sequence with {len(stream.tokens)} tokens",
+                    f"refers to token {num_tokens} of a sequence with {len(stream.tokens)} tokens",
                 )
             while stream.num_fed < num_tokens or (has_end and not sequence.finished):
                 end = min(stream.num_fed + TOKENS_AT_ONCE, num_tokens)

@@ -88,7 +88,7 @@ def read_idempotency_key(scope: Scope) -> str:
             if _KEY.fullmatch(value) is None:
                 raise bad_request(
                     KEY_HEADER,
-                    f"{KEY_HEADER} must have 1 to 255 printable ASCII characters, got {echo(value.decode('latin-1'))}",
+                    f"must have 1 to 255 printable ASCII characters, got {echo(value.decode('latin-1'))}",
                 )
             return str(value, "ascii")
     return ""

@@ -10,7 +10,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from ...http.errors import bad_request, echo, json_response
+from ...http.errors import bad_request, json_response, wrong
 from ..bodies.form import FormDecoder
 from ..bodies.intake import Intake
 from ..schema.files import FileRequest
@@ -43,12 +43,9 @@ class Upload:
         with self._intake.lease() as lease:
             request, files = await self._intake.receive_form(scope, receive, self._decoder, lease)
             if request.purpose not in PURPOSES:
-                raise bad_request(
-                    "purpose",
-                    f"purpose must be one of {', '.join(PURPOSES)}, got {echo(request.purpose)}",
-                )
+                raise wrong("purpose", f"one of {', '.join(PURPOSES)}", request.purpose)
             if "file" not in files:
-                raise bad_request("file", "file is required: send it in the form")
+                raise bad_request("file", "is required: send it in the form")
             seconds = verify_expiry(
                 request.expires_anchor, request.expires_seconds, "expires_after"
             )

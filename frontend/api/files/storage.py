@@ -7,7 +7,7 @@ import uuid
 from collections.abc import AsyncIterator, Iterable
 from typing import Final
 
-from ...http.errors import bad_request
+from ...http.errors import bad_request, wrong
 from ...store.client import StoreClient
 from ..logprobs import Json
 from ..stored.records import Page, Records, not_found
@@ -142,10 +142,7 @@ def verify_expiry(anchor: str | None, seconds: int | None, param: str) -> int | 
     if anchor is None and seconds is None:
         return None
     if anchor != "created_at":
-        raise bad_request(f"{param}.anchor", f'{param}.anchor must be "created_at"')
+        raise bad_request(f"{param}.anchor", 'must be "created_at"')
     if seconds is None or not MIN_EXPIRY_S <= seconds <= MAX_EXPIRY_S:
-        raise bad_request(
-            f"{param}.seconds",
-            f"{param}.seconds must be between {MIN_EXPIRY_S} and {MAX_EXPIRY_S}, got {seconds}",
-        )
+        raise wrong(f"{param}.seconds", f"between {MIN_EXPIRY_S} and {MAX_EXPIRY_S}", seconds)
     return seconds

@@ -27,12 +27,12 @@ def parse_prompt_embeds(
     if not config.model.enable_prompt_embeds:
         raise bad_request(
             "prompt_embeds",
-            "prompt_embeds needs a server started with --enable-prompt-embeds; send text or token ids",
+            "needs a server started with --enable-prompt-embeds; send text or token ids",
         )
     single = isinstance(given, str)
     texts = [given] if isinstance(given, str) else given
     if not texts:
-        raise bad_request("prompt_embeds", "prompt_embeds must not be an empty array")
+        raise bad_request("prompt_embeds", "must not be an empty array")
     prompts = []
     for index, text in enumerate(texts):
         param = "prompt_embeds" if single else f"prompt_embeds[{index}]"
@@ -48,21 +48,21 @@ def _verify(embeddings: Embeddings, param: str, config: EngineConfig) -> None:
     if len(embeddings.shape) != 2 or embeddings.shape[1] != model.hidden_size:
         raise bad_request(
             param,
-            f"{param} must have the shape [tokens, {model.hidden_size}], got {list(embeddings.shape)}",
+            f"must have the shape [tokens, {model.hidden_size}], got {list(embeddings.shape)}",
         )
     if not embeddings.shape[0]:
-        raise bad_request(param, f"{param} must have at least one token")
+        raise bad_request(param, "must have at least one token")
     if embeddings.shape[0] >= model.max_model_len:
         raise context_exceeded(
             param,
             f"{param} has {embeddings.shape[0]} tokens, but at most {model.max_model_len - 1} fit",
         )
     if not embeddings.are_finite():
-        raise bad_request(param, f"{param} has numbers that are not finite")
+        raise bad_request(param, "has numbers that are not finite")
 
 
 def _decode(text: str, param: str) -> Embeddings:
     try:
         return read_tensor_file(text)
     except NotATensorFile as error:
-        raise bad_request(param, f"{param} {error}") from None
+        raise bad_request(param, str(error)) from None

@@ -7,7 +7,7 @@ from typing import Any, Final
 import msgspec
 
 from ....protocol.config import EngineConfig
-from ...http.errors import bad_request, echo
+from ...http.errors import APIError, bad_request, echo
 
 FIELD: Final = "kv_transfer_params"
 
@@ -35,19 +35,19 @@ def transfer_params(value: Any, config: EngineConfig) -> dict[str, object] | Non
     if value is None:
         return None
     if config.kv_transfer is None:
-        raise bad_request(
-            FIELD, f"{FIELD} is not supported, because the server has no --kv-transfer-config"
-        )
+        raise bad_request(FIELD, "is not supported, because the server has no --kv-transfer-config")
     try:
         params = msgspec.convert(value, _TransferParams)
     except msgspec.ValidationError as error:
-        raise bad_request(FIELD, f"{FIELD}: {error}, got {echo(value)}") from None
+        raise APIError(400, f"{FIELD}: {error}, got {echo(value)}", param=FIELD) from None
     fields: dict[str, object] = msgspec.to_builtins(params)
     for name, each in fields.items():
         if isinstance(each, str) and len(each) > _MAX_CHARS:
-            raise bad_request(
-                FIELD, f"{FIELD}.{name} must have at most {_MAX_CHARS} characters, got {len(each)}"
+            raise APIError(
+                400,
+                f"{FIELD}.{name} must have at most {_MAX_CHARS} characters, got {len(each)}",
+                param=FIELD,
             )
     if all(fields.get(name) for name in _FLAGS):
-        raise bad_request(FIELD, f"{FIELD} must not have both {' and '.join(_FLAGS)}")
+        raise bad_request(FIELD, f"must not have both {' and '.join(_FLAGS)}")
     return fields or None

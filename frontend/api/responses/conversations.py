@@ -61,7 +61,7 @@ class Conversations:
         """Replace the metadata of a conversation."""
         verify_metadata(body.metadata)
         if body.items is not None:
-            raise bad_request("items", "items are added at /v1/conversations/{id}/items")
+            raise bad_request("items", "are added at /v1/conversations/{id}/items")
         record = await self._get(request)
         conversation = record["conversation"] | {"metadata": body.metadata or {}}
         await self._put(conversation, record["num_items"], _owner(request))
@@ -82,7 +82,7 @@ class Conversations:
         """Add items to the end of a conversation."""
         verify_include(request.query_params)
         if not body.items:
-            raise bad_request("items", "items is required and must not be empty")
+            raise bad_request("items", "is required and must not be empty")
         record = await self._get(request)
         conversation, owner = record["conversation"], _owner(request)
         items = _read_items(body.items, conversation["id"], record["num_items"])
@@ -133,9 +133,7 @@ class Conversations:
 
 def _read_items(given: list[Json], conversation: str, num_before: int) -> list[Json]:
     if len(given) > MAX_ITEMS_AT_ONCE:
-        raise bad_request(
-            "items", f"items must have at most {MAX_ITEMS_AT_ONCE} items, got {len(given)}"
-        )
+        raise bad_request("items", f"must have at most {MAX_ITEMS_AT_ONCE} items, got {len(given)}")
     items = normalize_input(given, conversation, "items", num_before)
     # Reject items that a later response could not read.
     MessageBuilder().add_items(items, "items")

@@ -8,8 +8,7 @@ import mimetypes
 from collections.abc import Iterable, Mapping
 from typing import Any, Final, TypeAlias
 
-from ...http.errors import bad_request
-from ..dialects.dialect import expect, refuse
+from ...http.errors import bad_request, expect, wrong
 from ..logprobs import Json
 from .ids import item_id
 from .namespaces import full_name
@@ -104,7 +103,7 @@ def _normalize(item: Json, where: str, owner_id: str, index: int) -> Json:
         if kind not in ("reasoning", "compaction"):
             normalized["status"] = item.get("status") or "completed"
     elif not isinstance(item.get("id"), str):
-        refuse(f"{where}.id", "the id of an item", item.get("id"))
+        raise wrong(f"{where}.id", "the id of an item", item.get("id"))
     return normalized
 
 
@@ -161,7 +160,7 @@ class MessageBuilder:
                     message["name"] = item["name"]
                 self.messages.append(message)
             case kind:
-                refuse(
+                raise wrong(
                     f"{where}.type",
                     f"{_ITEM_TYPES}, because this server runs no tools itself",
                     kind,
@@ -170,7 +169,7 @@ class MessageBuilder:
     def _add_message(self, item: Json, where: str) -> None:
         role = item.get("role")
         if role not in ROLES:
-            refuse(f"{where}.role", '"user", "assistant", "system" or "developer"', role)
+            raise wrong(f"{where}.role", '"user", "assistant", "system" or "developer"', role)
         content = expect(item.get("content"), list, f"{where}.content", "a string or an array")
         parts = [self._part(part, f"{where}.content[{i}]") for i, part in enumerate(content)]
         if role == "assistant":
@@ -217,7 +216,7 @@ class MessageBuilder:
                 audio = expect(part.get("input_audio"), dict, f"{where}.input_audio", "an object")
                 return {"type": "input_audio", "input_audio": audio}
             case _:
-                refuse(f"{where}.type", _PART_TYPES, kind)
+                raise wrong(f"{where}.type", _PART_TYPES, kind)
 
 
 def _reasoning_of(item: Json, where: str) -> str:
@@ -238,7 +237,7 @@ def _decode_text(encoded: str, where: str) -> str:
     except (binascii.Error, ValueError):
         pass
     place = f"{where}.encrypted_content"
-    raise bad_request(place, f"{place} was not written by this server")
+    raise bad_request(place, "was not written by this server")
 
 
 def _join_texts(parts: Any, where: str) -> str:
@@ -268,7 +267,7 @@ def _file(part: Json, where: str) -> Json:
     """Return the content part for a file: a text or an image."""
     if part.get("file_data") is None:
         name = "file_url" if part.get("file_url") is not None else "file_data"
-        refuse(f"{where}.{name}", "left out for file_data, a text or an image in base64", None)
+        raise wrong(f"{where}.{name}", "left out for file_data, a text or an image in base64", None)
     data = _string(part, "file_data", where)
     media_type = ""
     if data.startswith("data:"):
@@ -282,7 +281,7 @@ def _file(part: Json, where: str) -> Json:
     except (binascii.Error, ValueError):
         raise bad_request(
             place,
-            f"{place} must be UTF-8 text or a base64 image, because PDF files are not supported",
+            "must be UTF-8 text or a base64 image, because PDF files are not supported",
         ) from None
     filename = part.get("filename")
     return {"type": "text", "text": f"{filename}\n\n{text}" if filename else text}

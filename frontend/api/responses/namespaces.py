@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
-from ...http.errors import bad_request, echo
-from ..dialects.dialect import expect, refuse
+from ...http.errors import bad_request, echo, expect, wrong
 from ..logprobs import Json
 
 TOOL_KINDS: Final = ("function", "custom")
@@ -56,7 +55,7 @@ def place_tools(tools: Iterable[Json] | None) -> list[PlacedTool]:
         if each.namespace and names.setdefault(name, each) is not each:
             raise bad_request(
                 each.where,
-                f"{each.where} has the full name {echo(name)}, which is also the name of another tool",
+                f"has the full name {echo(name)}, which is also the name of another tool",
             )
     return placed
 
@@ -93,7 +92,7 @@ def _place_namespace(group: Json, where: str) -> Iterator[PlacedTool]:
 def _place_tool(tool: Json, where: str, namespace: str = "") -> PlacedTool:
     kind = tool.get("type")
     if kind not in TOOL_KINDS:
-        refuse(
+        raise wrong(
             f"{where}.type",
             '"function", "custom" or "namespace", because this server runs no tools itself',
             kind,

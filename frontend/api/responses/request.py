@@ -8,8 +8,7 @@ from typing import Any, Final
 
 from starlette.datastructures import QueryParams
 
-from ...http.errors import APIError, bad_request, echo
-from ..dialects.dialect import expect, refuse
+from ...http.errors import APIError, bad_request, expect, wrong
 from ..generation import MAX_USER_CHARACTERS
 from ..logprobs import Json
 from ..schema import ChatCompletionRequest
@@ -118,9 +117,9 @@ def _prompt_fields(
     body: ResponseFields, context: list[Json], items: list[Json], files: Files
 ) -> Json:
     if not items and not context and not body.instructions:
-        raise bad_request("input", "input is required and must not be empty")
+        raise bad_request("input", "is required and must not be empty")
     if body.truncation not in (None, "auto", "disabled"):
-        refuse("truncation", '"auto" or "disabled"', body.truncation)
+        raise wrong("truncation", '"auto" or "disabled"', body.truncation)
     builder = MessageBuilder(files)
     if body.instructions:
         builder.messages.append({"role": "system", "content": body.instructions})
@@ -157,7 +156,7 @@ def verify_include(query: QueryParams) -> None:
 
 def _verify_includable(where: str, name: str) -> None:
     if name not in _INCLUDABLE:
-        refuse(where, f"one of {', '.join(_INCLUDABLE)}", name)
+        raise wrong(where, f"one of {', '.join(_INCLUDABLE)}", name)
 
 
 def _verify(body: ResponsesRequest) -> None:
@@ -165,20 +164,20 @@ def _verify(body: ResponsesRequest) -> None:
     if len(identifier) > MAX_USER_CHARACTERS:
         raise bad_request(
             "safety_identifier",
-            f"safety_identifier must have at most {MAX_USER_CHARACTERS} characters, got {len(identifier)}",
+            f"must have at most {MAX_USER_CHARACTERS} characters, got {len(identifier)}",
         )
     for i, name in enumerate(body.include or ()):
         _verify_includable(f"include[{i}]", name)
     if body.top_logprobs is not None and not 0 <= body.top_logprobs <= MAX_TOP_LOGPROBS:
-        refuse("top_logprobs", f"between 0 and {MAX_TOP_LOGPROBS}", body.top_logprobs)
+        raise wrong("top_logprobs", f"between 0 and {MAX_TOP_LOGPROBS}", body.top_logprobs)
     for name, low in (("max_output_tokens", 1), ("max_tool_calls", 1)):
         value = getattr(body, name)
         if value is not None and value < low:
-            refuse(name, f"at least {low}", value)
+            raise wrong(name, f"at least {low}", value)
     if body.stream_options and not body.stream:
-        raise bad_request("stream_options", "stream_options is only allowed with stream=true")
+        raise bad_request("stream_options", "is only allowed with stream=true")
     if body.background and body.store is False:
-        raise bad_request("background", "background needs store=true")
+        raise bad_request("background", "needs store=true")
     verify_metadata(body.metadata)
 
 
@@ -186,7 +185,7 @@ def _tool_choice(choice: str | Json | None, *, has_tools: bool) -> str | Json | 
     if isinstance(choice, dict):
         kind = choice.get("type")
         if kind not in (*TOOL_KINDS, "allowed_tools"):
-            refuse(
+            raise wrong(
                 "tool_choice.type",
                 '"function", "custom" or "allowed_tools", because this server runs no tools itself',
                 kind,
@@ -213,7 +212,7 @@ def _response_format(form: Any) -> Json | None:
             return {"type": kind, "json_schema": form["json_schema"]}
         return {"type": kind, "json_schema": {k: v for k, v in form.items() if k != "type"}}
     if kind not in ("text", "json_object"):
-        refuse(f"{where}.type", '"text", "json_object" or "json_schema"', kind)
+        raise wrong(f"{where}.type", '"text", "json_object" or "json_schema"', kind)
     return {"type": kind}
 
 
@@ -261,13 +260,9 @@ def conversation_id(body: ResponseFields) -> str | None:
     if body.conversation is None:
         return None
     if body.previous_response_id is not None:
-        raise bad_request(
-            "previous_response_id", "previous_response_id cannot be combined with conversation"
-        )
+        raise bad_request("previous_response_id", "cannot be combined with conversation")
     given = body.conversation
     found = given if isinstance(given, str) else given.get("id")
     if not isinstance(found, str):
-        raise bad_request(
-            "conversation", f"conversation must be an id or an object with one, got {echo(given)}"
-        )
+        raise wrong("conversation", "an id or an object with one", given)
     return found

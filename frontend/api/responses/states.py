@@ -84,7 +84,7 @@ class ResponseStates:
             if num_bytes > self._max_bytes:
                 raise bad_request(
                     "input",
-                    f"input has files of {num_bytes} bytes, but at most {self._max_bytes} are allowed "
+                    f"has files of {num_bytes} bytes, but at most {self._max_bytes} are allowed "
                     "(--max-body-bytes)",
                 )
             files[identifier] = file["filename"], await self._files.read(identifier, owner)
@@ -144,14 +144,14 @@ class ResponseStates:
             if response["status"] not in ENDED:
                 raise bad_request(
                     "previous_response_id",
-                    f"previous_response_id must be a finished response, got one that is {response['status']}",
+                    f"must be a finished response, got one that is {response['status']}",
                 )
             turn = record["input"] + response["output"]
             turns.append(turn)
             if len(turns) > MAX_EARLIER:
                 raise bad_request(
                     "previous_response_id",
-                    f"previous_response_id must refer to a chain of at most {MAX_EARLIER} responses",
+                    f"must refer to a chain of at most {MAX_EARLIER} responses",
                 )
             if len(turns) % 16 == 0:
                 self._verify_size([item for each in turns for item in each], "previous_response_id")
@@ -174,7 +174,7 @@ class ResponseStates:
         if num_bytes > self._max_bytes:
             raise bad_request(
                 param,
-                f"{param} has items of {num_bytes} bytes, but at most {self._max_bytes} are allowed "
+                f"has items of {num_bytes} bytes, but at most {self._max_bytes} are allowed "
                 "(--max-body-bytes)",
             )
 

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ...http.errors import bad_request, echo, json_response
+from ...http.errors import APIError, bad_request, echo, json_response, wrong
 from ..logprobs import Json
 from ..stored.pages import cut_page, list_body, parse_page
 from ..stored.records import not_found
@@ -42,7 +42,7 @@ class StoredResponses:
         record = await self._find(identifier, owner)
         if not _is_true(request, "stream"):
             if "starting_after" in request.query_params:
-                raise bad_request("starting_after", "starting_after needs stream=true")
+                raise bad_request("starting_after", "needs stream=true")
             await json_response(record["response"])(scope, receive, send)
             return
         first = _first_event(request)
@@ -55,7 +55,7 @@ class StoredResponses:
         else:
             raise bad_request(
                 "stream",
-                "stream needs a response that was created with stream=true or has finished",
+                "needs a response that was created with stream=true or has finished",
             )
         await send_events(events, scope, receive, send)
 
@@ -64,9 +64,10 @@ class StoredResponses:
         identifier, owner = _key(request)
         response = await self._read(identifier, owner)
         if not response["background"]:
-            raise bad_request(
-                "id",
+            raise APIError(
+                400,
                 f"{echo(identifier)} cannot be cancelled, because it does not run in the background",
+                param="id",
             )
         if response["status"] not in ENDED:
             run = self._runs.find(identifier, owner)
@@ -126,7 +127,7 @@ def _key(request: Request) -> tuple[str, str]:
 def _is_true(request: Request, name: str) -> bool:
     text = request.query_params.get(name, "false").lower()
     if text not in ("true", "false", "1", "0"):
-        raise bad_request(name, f"{name} must be true or false, got {echo(text)}")
+        raise wrong(name, "true or false", text)
     return text in ("true", "1")
 
 
@@ -135,8 +136,5 @@ def _first_event(request: Request) -> int:
     if text is None:
         return 0
     if not (text.isascii() and text.isdigit() and len(text) < 12):
-        raise bad_request(
-            "starting_after",
-            f"starting_after must be the sequence_number of an event, got {echo(text)}",
-        )
+        raise wrong("starting_after", "the sequence_number of an event", text)
     return int(text) + 1

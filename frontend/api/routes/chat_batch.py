@@ -11,7 +11,7 @@ import msgspec
 from starlette.types import Receive
 
 from ...client.engine_client import Delta, RequestGroup, Sequence
-from ...http.errors import APIError, bad_request
+from ...http.errors import APIError, bad_request, wrong
 from ...http.json_pieces import encode_list
 from ..answer import Answer
 from ..bodies.intake import Intake
@@ -54,17 +54,15 @@ class ChatBatch(ChatCompletions):
 
 def _verify(request: ChatCompletionRequest) -> None:
     if not request.messages:
-        raise bad_request("messages", "messages must be an array of conversations, got none")
+        raise bad_request("messages", "must be an array of conversations, got none")
     verify_num_sequences(len(request.messages), "messages")
     if request.stream:
-        raise bad_request("stream", "stream is not supported for batches; use /v1/chat/completions")
+        raise bad_request("stream", "is not supported for batches; use /v1/chat/completions")
     for name in ("tools", "functions", "prompt_token_ids"):
         if getattr(request, name):
-            raise bad_request(
-                name, f"{name} is not supported for batches; use /v1/chat/completions"
-            )
+            raise bad_request(name, "is not supported for batches; use /v1/chat/completions")
     if request.num_outputs != 1:
-        raise bad_request("n", f"n must be 1 for batches, got {request.num_outputs}")
+        raise wrong("n", "1 for batches", request.num_outputs)
 
 
 def _located(error: APIError, index: int) -> APIError:
@@ -72,7 +70,7 @@ def _located(error: APIError, index: int) -> APIError:
     if error.param is None or not error.param.startswith("messages"):
         return error
     param = error.param.replace("messages", f"messages[{index}]", 1)
-    return bad_request(param, error.message.replace(error.param, param, 1), error.code)
+    return APIError(400, error.message.replace(error.param, param, 1), param=param, code=error.code)
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ from ....protocol.sampling_params import SamplingParams
 from ...chat import ChatOutputParser, MessageDelta, ToolParser
 from ...chat.messages import text_of_content
 from ...client.engine_client import Delta, Sequence
-from ...http.errors import bad_request, echo
+from ...http.errors import bad_request, wrong
 from ..answer import Answer, Outputs
 from ..bodies.intake import Intake
 from ..chat_prompt import RenderedChat, read_token_ids, render_chat
@@ -123,11 +123,11 @@ class ChatCompletions(Endpoint[ChatCompletionRequest]):
         if limit is not None:
             name = "thinking_token_budget"
             if limit < 0:
-                raise bad_request(name, f"{name} must be at least 0, got {limit}")
+                raise wrong(name, "at least 0", limit)
             if not serving.can_limit_reasoning:
                 raise bad_request(
                     name,
-                    f"{name} needs a model whose end-of-reasoning token is known to the server; omit it",
+                    "needs a model whose end-of-reasoning token is known to the server; omit it",
                 )
             return limit
         effort = EFFORT_TOKENS.get(request.reasoning_effort or "")
@@ -167,7 +167,7 @@ class ChatCompletions(Endpoint[ChatCompletionRequest]):
         if chat.encoder_inputs and len(token_ids) < len(chat.token_ids):
             raise bad_request(
                 "truncate_prompt_tokens",
-                "truncate_prompt_tokens cannot cut a prompt with images or audio; send fewer messages",
+                "cannot cut a prompt with images or audio; send fewer messages",
             )
         prompt = PreparedPrompt(
             token_ids,
@@ -218,10 +218,10 @@ class ChatCompletions(Endpoint[ChatCompletionRequest]):
         self, request: ChatCompletionRequest, tools: ToolChoice, constraint: Constraint | None
     ) -> SamplingParams:
         if request.top_logprobs and not request.logprobs:
-            raise bad_request("top_logprobs", "top_logprobs needs logprobs=true")
+            raise bad_request("top_logprobs", "needs logprobs=true")
         for modality in request.modalities or ():
             if modality != "text":
-                raise bad_request("modalities", f'modalities must be "text", got {echo(modality)}')
+                raise wrong("modalities", '"text"', modality)
         max_tokens = request.max_completion_tokens
         params = sampling_params(
             request,

@@ -93,10 +93,10 @@ class Completions(Endpoint[CompletionRequest]):
         if model.source_text is not None:
             for name in ("suffix", "echo", "prompt_logprobs"):
                 if getattr(request, name):
-                    raise bad_request(name, f"{name} needs a model without an encoder")
+                    raise bad_request(name, "needs a model without an encoder")
             start_token_ids = await encode_start(request.decoder_prompt, serving, model.source_text)
         elif request.decoder_prompt is not None:
-            raise bad_request("decoder_prompt", "decoder_prompt needs a model with an encoder")
+            raise bad_request("decoder_prompt", "needs a model with an encoder")
         if request.suffix:
             await self._encode_around(request.suffix, prompts, request)
         else:
@@ -124,12 +124,10 @@ class Completions(Endpoint[CompletionRequest]):
         infill = require_infill(serving.infill_format)
         for prompt in prompts:
             if prompt.text is None:
-                raise bad_request(
-                    prompt.param, f"{prompt.param} must be a string in a request with suffix"
-                )
+                raise bad_request(prompt.param, "must be a string in a request with suffix")
         for name in ("truncate_prompt_tokens", "echo"):
             if getattr(request, name):
-                raise bad_request(name, f"{name} cannot be combined with suffix")
+                raise bad_request(name, "cannot be combined with suffix")
         verify_num_characters(len(suffix), "suffix", serving.config.model.max_model_len)
         has_special = request.add_special_tokens is not False
 
@@ -150,7 +148,7 @@ class Completions(Endpoint[CompletionRequest]):
         if request.prompt_embeds is not None:
             for name in ("echo", "prompt_logprobs"):
                 if getattr(request, name) not in (None, False):
-                    raise bad_request(name, f"{name} is not supported with prompt_embeds")
+                    raise bad_request(name, "is not supported with prompt_embeds")
             # Hashing and checks run in a thread, because they release the interpreter lock.
             found = await executor.run(
                 body_size, parse_prompt_embeds, request.prompt_embeds, config

@@ -156,7 +156,7 @@ class Embeddings:
                 size, parse_prompts, request.input, vocab_size, "input"
             )
         if request.input is not None:
-            raise bad_request("messages", "messages must be omitted if input is given")
+            raise bad_request("messages", "must be omitted if input is given")
         return [
             await render_input(serving, request, conversation, param, body_size)
             for conversation, param in _conversations(request.messages)
@@ -240,16 +240,14 @@ def _conversations(messages: list[Any]) -> Iterator[tuple[list[dict[str, Any]], 
         APIError: There is none, or there are messages beside lists of messages (400).
     """
     if not messages:
-        raise bad_request("messages", "messages must not be empty")
+        raise bad_request("messages", "must not be empty")
     if all(isinstance(each, dict) for each in messages):
         yield messages, "messages"
         return
     verify_num_sequences(len(messages), "messages")
     for i, conversation in enumerate(messages):
         if not isinstance(conversation, list):
-            raise bad_request(
-                f"messages[{i}]", f"messages[{i}] must be a list of messages, as others are"
-            )
+            raise bad_request(f"messages[{i}]", "must be a list of messages, as others are")
         yield conversation, f"messages[{i}]"
 
 

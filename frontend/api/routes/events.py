@@ -46,7 +46,7 @@ class Events:
         if position.request_id != request_id:
             raise bad_request(
                 HEADER,
-                f"{HEADER} does not belong to the request in the path, but to {echo(position.request_id)}",
+                f"does not belong to the request in the path, but to {echo(position.request_id)}",
             )
         owner = scope["state"]["owner"]
         found = await find_resumption(self._serving, request_id, owner, position)

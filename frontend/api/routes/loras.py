@@ -48,25 +48,27 @@ class Loras:
             )
         name, path = request.lora_name, request.lora_path
         if not name or not path:
-            raise bad_request(
-                "lora_name" if path else "lora_path", "both lora_name and lora_path are required"
+            raise APIError(
+                400,
+                "both lora_name and lora_path are required",
+                param="lora_name" if path else "lora_path",
             )
         serving = self._serving
         serving.verify_serving()
         replaces = bool(request.load_inplace)
         if name in serving.config.model.served_names:
-            raise bad_request("lora_name", f"lora_name {echo(name)} is the name of the model")
+            raise bad_request("lora_name", f"{echo(name)} is the name of the model")
         if not replaces and serving.loras.find(name) is not None:
             raise bad_request(
                 "lora_name",
-                f"lora_name {echo(name)} is already served; unload it first, or send load_inplace=true",
+                f"{echo(name)} is already served; unload it first, or send load_inplace=true",
             )
         adapter = await self._find(name, path)
         await self._load_everywhere(adapter, http.scope["state"]["request_id"])
         try:
             await asyncio.to_thread(serving.loras.add, adapter, replaces=replaces)
         except ParameterError as error:
-            raise bad_request(error.param, str(error)) from None
+            raise bad_request(error.param, error.problem) from None
         return Response(f"Success: LoRA adapter '{name}' added successfully.")
 
     @accepts(UnloadLoraRequest)
@@ -79,7 +81,7 @@ class Loras:
             )
         name = request.lora_name
         if not name:
-            raise bad_request("lora_name", "lora_name is required")
+            raise bad_request("lora_name", "is required")
         if not await asyncio.to_thread(self._serving.loras.remove, name):
             raise APIError(404, f"The LoRA adapter {echo(name)} does not exist", param="lora_name")
         return Response(f"Success: LoRA adapter '{name}' removed successfully.")
@@ -93,7 +95,7 @@ class Loras:
         except ConfigError as error:
             raise APIError(404, str(error), param="lora_path") from None
         except CheckpointError as error:
-            raise bad_request("lora_path", str(error)) from None
+            raise APIError(400, str(error), param="lora_path") from None
 
     async def _load_everywhere(self, adapter: LoraAdapter, request_id: str) -> None:
         """Load the adapter on every replica, by a request for one token.
@@ -133,6 +135,6 @@ class Loras:
             raise_if_failed(output)
         except APIError as error:
             if error.status == 400:
-                raise bad_request("lora_path", f"lora_path: {error.message}") from None
+                raise APIError(400, f"lora_path: {error.message}", param="lora_path") from None
             raise
         return True

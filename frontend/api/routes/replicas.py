@@ -13,7 +13,7 @@ from ....protocol.config import ReplicaRole
 from ....protocol.errors import EngineError
 from ....protocol.supervisor_messages import NEW_ROLES, ReplicaAction, ReplicaInfo, ReplicaState
 from ...client.engine_watch import EngineWatch
-from ...http.errors import APIError, bad_request, echo, json_response, redact, unavailable
+from ...http.errors import APIError, echo, json_response, redact, unavailable, wrong
 from ..serving import Serving
 
 CALL_S: Final = 5.0
@@ -99,9 +99,7 @@ def parse_rank(text: str, param: str, num_replicas: int) -> int:
     """
     if text.isascii() and text.isdigit() and len(text) < 10 and int(text) < num_replicas:
         return int(text)
-    raise bad_request(
-        param, f"{param} must be an integer from 0 to {num_replicas - 1}, got {echo(text)}"
-    )
+    raise wrong(param, f"an integer from 0 to {num_replicas - 1}", text)
 
 
 def _others_serve(index: int, replicas: list[ReplicaInfo]) -> bool:

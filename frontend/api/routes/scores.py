@@ -25,7 +25,7 @@ from ...client.embeddings import (
     verify_compares,
 )
 from ...client.engine_client import RequestGroup
-from ...http.errors import APIError, bad_request, echo, json_response, rename_parameter
+from ...http.errors import APIError, bad_request, json_response, rename_parameter, wrong
 from ..bodies.intake import Intake, reads
 from ..pooling import Pooling, render_input, take_media
 from ..prompts import Prompt, verify_num_characters, verify_num_sequences
@@ -54,7 +54,7 @@ class Scores:
         if len(left) not in (1, len(right)):
             raise bad_request(
                 first,
-                f"{first} must have 1 text, or as many as {second}, which has {len(right)}, got {len(left)}",
+                f"must have 1 text, or as many as {second}, which has {len(right)}, got {len(left)}",
             )
         verify_num_sequences(len(left) + len(right), second)
 
@@ -80,14 +80,14 @@ class Scores:
         """Return the documents, ordered by their scores."""
         query = _texts(request.query, "query")
         if request.texts is not None and request.documents is not None:
-            raise bad_request("texts", "texts cannot be combined with documents")
+            raise bad_request("texts", "cannot be combined with documents")
         name = "documents" if request.texts is None else "texts"
         texts = request.texts or request.documents or []
         documents = _texts(texts, name)
         verify_num_sequences(1 + len(documents), name)
         top_n = len(texts) if request.top_n is None else request.top_n
         if top_n < 1:
-            raise bad_request("top_n", f"top_n must be at least 1, got {top_n}")
+            raise wrong("top_n", "at least 1", top_n)
 
         def answer(group: RequestGroup, scores: list[float]) -> Response:
             order = sorted(range(len(scores)), key=lambda index: -scores[index])
@@ -136,7 +136,7 @@ class Scores:
         if kwargs and template is None:
             raise bad_request(
                 "chat_template_kwargs",
-                "chat_template_kwargs and instruction must be omitted: this model compares texts without a template",
+                "and instruction must be omitted: this model compares texts without a template",
             )
         if model.classifier is None:
             for prompts, name in ((left, QUERY), (right, DOCUMENT)):
@@ -160,7 +160,7 @@ class Scores:
                     if template is None:
                         raise bad_request(
                             each.param,
-                            f"{each.param} must be a text, unless --chat-template is set",
+                            "must be a text, unless --chat-template is set",
                         )
                     await take_media(serving, each, role, size)
         pairs = []
@@ -195,9 +195,7 @@ class Scores:
             APIError: The model reads only text, or an image cannot be read (400).
         """
         if self._serving.media is None:
-            raise bad_request(
-                each.param, f"{each.param} must be a text, because this model reads only text"
-            )
+            raise bad_request(each.param, "must be a text, because this model reads only text")
         message = {"role": "user", "content": each.content}
         fields = InputFields(chat_template_kwargs=request.chat_template_kwargs)
         try:
@@ -218,7 +216,7 @@ class Scores:
             APIError: The limit is negative, or there is no tokenizer (400).
         """
         if limit < 0:
-            raise bad_request(param, f"{param} must be at least 0, got {limit}")
+            raise wrong(param, "at least 0", limit)
         if not limit:
             return
         serving = self._serving
@@ -263,7 +261,7 @@ def _given(
     """
     given = [name for name in names if getattr(request, name) is not None] or [names[0]]
     if len(given) > 1:
-        raise bad_request(given[1], f"{given[1]} must be omitted if {given[0]} is given")
+        raise bad_request(given[1], f"must be omitted if {given[0]} is given")
     return getattr(request, given[0]), given[0]
 
 
@@ -274,7 +272,7 @@ def _texts(value: Comparable | Sequence[Comparable] | None, name: str) -> list[P
         APIError: There are none, or an object has neither a text nor parts of a message (400).
     """
     if value is None or value == []:
-        raise bad_request(name, f"{name} is required, and must not be empty")
+        raise bad_request(name, "is required, and must not be empty")
     if isinstance(value, str | dict):
         return [_prompt(value, name)]
     return [_prompt(each, f"{name}[{i}]") for i, each in enumerate(value)]
@@ -288,10 +286,7 @@ def _prompt(value: Comparable, param: str) -> Prompt:
     if isinstance(content := value.get("content"), list) and content:
         return Prompt(param, None, nothing, content=content)
     if not isinstance(text := value.get("text"), str):
-        raise bad_request(
-            param,
-            f"{param} must be a string, or an object with content or a text, got {echo(value)}",
-        )
+        raise wrong(param, "a string, or an object with content or a text", value)
     return Prompt(param, text, nothing)
 
 

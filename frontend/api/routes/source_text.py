@@ -10,7 +10,7 @@ import numpy.typing as npt
 from ....protocol.config.model import SourceTextConfig
 from ....protocol.messages import EncoderInput
 from ...client.encoder_inputs import answer_start, text_source
-from ...http.errors import bad_request
+from ...http.errors import bad_request, wrong
 from ..prompts import (
     BYTES_PER_TOKEN_ID,
     Prompt,
@@ -39,7 +39,7 @@ def source_input(
     if truncate is not None:
         token_ids = _truncated(token_ids, truncate, config.max_tokens, truncation_side)
     if not len(token_ids):
-        raise bad_request(prompt.param, f"{prompt.param} must have at least one token")
+        raise bad_request(prompt.param, "must have at least one token")
     if len(token_ids) > config.max_tokens:
         raise context_exceeded(
             prompt.param,
@@ -80,9 +80,6 @@ def _truncated(
     token_ids: npt.NDArray[np.int32], truncate: int, limit: int, side: str | None
 ) -> npt.NDArray[np.int32]:
     if not (truncate == -1 or 1 <= truncate <= limit):
-        raise bad_request(
-            "truncate_prompt_tokens",
-            f"truncate_prompt_tokens must be -1 or between 1 and {limit}, got {truncate}",
-        )
+        raise wrong("truncate_prompt_tokens", f"-1 or between 1 and {limit}", truncate)
     keep = limit if truncate == -1 else truncate
     return token_ids[:keep] if side == "right" else token_ids[-keep:]

@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from ....protocol.errors import EngineError
 from ...client.groups.recent_requests import RecentRequest
-from ...http.errors import APIError, bad_request, echo, json_response
+from ...http.errors import APIError, echo, json_response, wrong
 from ..logprobs import Json
 from ..serving import Serving
 
@@ -60,9 +60,7 @@ class Timelines:
                 type="permission_error",
             )
         if not _ID.fullmatch(identifier) or identifier.startswith("-"):
-            raise bad_request(
-                "id", f"id must be the x-request-id of an answer, got {echo(identifier)}"
-            )
+            raise wrong("id", "the x-request-id of an answer", identifier)
         serving.verify_serving()
         # One dump at a time, because a core schedules nothing while it writes.
         async with self._turn:

@@ -40,7 +40,9 @@ class Tokenization:
             name for name in ("prompt", "content", "messages") if getattr(request, name) is not None
         ]
         if len(given) != 1:
-            raise bad_request("prompt", "exactly one of prompt, content and messages is required")
+            raise APIError(
+                400, "exactly one of prompt, content and messages is required", param="prompt"
+            )
         [name] = given
         serving.verify_tokenizer(name)
         if name != "messages":
@@ -48,7 +50,7 @@ class Tokenization:
             if len(text) > MAX_CHARACTERS:
                 raise bad_request(
                     name,
-                    f"{name} must have at most {MAX_CHARACTERS} characters, got {len(text)}; "
+                    f"must have at most {MAX_CHARACTERS} characters, got {len(text)}; "
                     "tokenize it in parts",
                 )
             is_special = request.add_special_tokens is not False
@@ -97,7 +99,7 @@ class Tokenization:
         serving.verify_model(request.model)
         tokens = request.tokens
         if tokens is None:
-            raise bad_request("tokens", "tokens is required")
+            raise bad_request("tokens", "is required")
         serving.verify_tokenizer("tokens")
 
         def decode() -> str:

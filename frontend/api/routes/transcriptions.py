@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 from ....protocol.sampling_params import MAX_SEED, SamplingParams
 from ...client.engine_client import PositionLogprobs, RequestGroup, SequenceRequest
 from ...http.deadline import read_deadline
-from ...http.errors import bad_request, json_response
+from ...http.errors import APIError, bad_request, json_response, wrong
 from ...http.json_pieces import encode_list
 from ...http.trace_headers import read_trace_headers
 from ...media.transcription.languages import LANGUAGE_NAMES
@@ -96,7 +96,7 @@ class Transcriptions:
             serving.verify_serving()
             plan = self._plan(request)
             if FILE not in files:
-                raise bad_request(FILE, "file is required: send an audio file in the form")
+                raise APIError(400, "file is required: send an audio file in the form", param=FILE)
             transcriber = self._transcriber
             assert transcriber is not None
             file = files[FILE].content
@@ -152,10 +152,11 @@ class Transcriptions:
         """
         speech = verify_transcribes(self._serving.config.model)
         if self._transcriber is None:
-            raise bad_request(
-                "model",
+            raise APIError(
+                400,
                 "this model has no chat template, which it needs to transcribe; "
                 "start the server with --chat-template",
+                param="model",
             )
         verify_choice("response_format", request.response_format, FORMATS)
         response_format = request.response_format or "json"
@@ -166,7 +167,7 @@ class Transcriptions:
             granularities, include = request.timestamp_granularities, request.include
             languages = parse_languages(request.languages or (), speech)
             if languages and request.language:
-                raise bad_request("languages", "languages must not be given together with language")
+                raise bad_request("languages", "must not be given together with language")
             is_streamed = bool(request.stream)
             verify_choice("chunking_strategy", request.chunking_strategy, ("auto",))
         for each in granularities or ():
@@ -176,28 +177,26 @@ class Transcriptions:
         if granularities and response_format != "verbose_json":
             raise bad_request(
                 "timestamp_granularities",
-                f"timestamp_granularities needs response_format verbose_json, got {response_format}",
+                f"needs response_format verbose_json, got {response_format}",
             )
         if include and response_format != "json":
-            raise bad_request(
-                "include", f"include needs response_format json, got {response_format}"
-            )
+            raise bad_request("include", f"needs response_format json, got {response_format}")
         if is_streamed and response_format not in _STREAMED_FORMATS:
             raise bad_request(
-                "stream", f"stream needs response_format json or text, got {response_format}"
+                "stream", f"needs response_format json or text, got {response_format}"
             )
         temperature = request.temperature or 0.0
         if not 0 <= temperature <= 1:
-            raise bad_request("temperature", f"temperature must be in [0, 1], got {temperature}")
+            raise bad_request("temperature", f"must be in [0, 1], got {temperature}")
         if request.seed is not None and not 0 <= request.seed <= MAX_SEED:
-            raise bad_request("seed", f"seed must be between 0 and {MAX_SEED}, got {request.seed}")
+            raise wrong("seed", f"between 0 and {MAX_SEED}", request.seed)
         prompt = request.prompt or ""
         if isinstance(request, TranscriptionRequest) and request.keywords:
             prompt = f"{prompt} {', '.join(request.keywords)}".strip()
         if len(prompt) > MAX_PROMPT_CHARACTERS:
             raise bad_request(
                 "prompt",
-                f"prompt must have at most {MAX_PROMPT_CHARACTERS} characters, got {len(prompt)}",
+                f"must have at most {MAX_PROMPT_CHARACTERS} characters, got {len(prompt)}",
             )
         has_words = "word" in (granularities or ())
         has_segments = response_format in ("srt", "vtt") or (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from ...http.errors import bad_request
+from ...http.errors import APIError, bad_request
 
 MAX_METADATA: Final = 16
 """Maximum number of pairs in `metadata`."""
@@ -17,15 +17,18 @@ def verify_metadata(metadata: dict[str, str] | None) -> None:
     if len(metadata or ()) > MAX_METADATA:
         raise bad_request(
             "metadata",
-            f"metadata must have at most {MAX_METADATA} pairs, got {len(metadata or ())}",
+            f"must have at most {MAX_METADATA} pairs, got {len(metadata or ())}",
         )
     for key, value in (metadata or {}).items():
         if len(key) > MAX_METADATA_KEY:
-            raise bad_request(
-                "metadata", f"keys of metadata must have at most {MAX_METADATA_KEY} characters"
+            raise APIError(
+                400,
+                f"keys of metadata must have at most {MAX_METADATA_KEY} characters",
+                param="metadata",
             )
         if len(value) > MAX_METADATA_VALUE:
-            raise bad_request(
-                "metadata",
+            raise APIError(
+                400,
                 f"values of metadata must have at most {MAX_METADATA_VALUE} characters, got {len(value)}",
+                param="metadata",
             )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from starlette.datastructures import QueryParams
 
-from ...http.errors import bad_request, echo
+from ...http.errors import wrong
 from ..logprobs import Json
 from .records import Page, not_found
 
@@ -21,10 +21,10 @@ def parse_page(
     """
     text = query.get("limit", str(default))
     if not (text.isascii() and text.isdigit() and len(text) < 9 and 1 <= int(text) <= most):
-        raise bad_request("limit", f"limit must be between 1 and {most}, got {echo(text)}")
+        raise wrong("limit", f"between 1 and {most}", text)
     order = query.get("order", order)
     if order not in ("asc", "desc"):
-        raise bad_request("order", f'order must be "asc" or "desc", got {echo(order)}')
+        raise wrong("order", '"asc" or "desc"', order)
     return Page(int(text), order == "desc", query.get("after", ""))
 
 

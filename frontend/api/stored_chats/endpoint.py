@@ -9,7 +9,7 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from ...client.engine_client import Delta, RequestGroup, Sequence
-from ...http.errors import APIError, bad_request, echo, json_response
+from ...http.errors import APIError, echo, json_response
 from ...http.json_pieces import encode_whole
 from ..answer import Answer
 from ..bodies.intake import Intake
@@ -144,7 +144,9 @@ def _verify_metadata(metadata: dict[str, Any] | None) -> None:
     """Raise APIError 400 for metadata that cannot be stored."""
     for key, value in (metadata or {}).items():
         if not isinstance(value, str):
-            raise bad_request(
-                "metadata", f"values of metadata must be strings, got {echo(value)} for {echo(key)}"
+            raise APIError(
+                400,
+                f"values of metadata must be strings, got {echo(value)} for {echo(key)}",
+                param="metadata",
             )
     verify_metadata(metadata)

@@ -50,7 +50,7 @@ class StoredChats:
     async def update(self, request: Request, body: MetadataRequest, size: int) -> Response:
         """Replace the metadata of a chat completion, and return it."""
         if body.metadata is None:
-            raise bad_request("metadata", "metadata is required")
+            raise bad_request("metadata", "is required")
         verify_metadata(body.metadata)
         entry = await self._records.get_entry(_id(request), _owner(request))
         changed = msgspec.structs.replace(entry, metadata=body.metadata)

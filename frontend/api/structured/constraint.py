@@ -10,7 +10,7 @@ import msgspec
 from ....protocol.grammars.grammar import lark_expression
 from ....protocol.grammars.json_schema import lenient
 from ....protocol.sampling_params import GrammarKind, StructuredOutput
-from ...http.errors import APIError, bad_request, echo, reject_deep_nesting
+from ...http.errors import bad_request, reject_deep_nesting, wrong
 from ...http.shown_values import cut
 from ..schema import GenerationRequest
 from .json_schema import prepare_schema
@@ -65,7 +65,7 @@ def parse_constraint(request: GenerationRequest) -> Constraint | None:
     constraints = [Constraint(field, output) for field, output in found.items() if output]
     if len(constraints) > 1:
         first, second = (constraint.param for constraint in constraints[:2])
-        raise bad_request(second, f"{second} cannot be combined with {first}")
+        raise bad_request(second, f"cannot be combined with {first}")
     return constraints[0] if constraints else None
 
 
@@ -92,7 +92,7 @@ def json_schema(schema: object, param: str, *, is_strict: bool = False) -> Struc
         if isinstance(schema, str):
             schema = _decode(schema, param)
         if not isinstance(schema, dict | bool):
-            raise _expected(param, "a JSON schema (an object)", schema)
+            raise wrong(param, "a JSON schema (an object)", schema)
         if isinstance(schema, dict):
             schema = prepare_schema(schema, is_strict=is_strict)
             schema = schema if is_strict else lenient(schema)
@@ -104,7 +104,7 @@ def _decode(text: str, param: str) -> Any:
     try:
         return msgspec.json.decode(text)
     except msgspec.DecodeError as error:
-        raise bad_request(param, f"{param} is not valid JSON: {error}") from None
+        raise bad_request(param, f"is not valid JSON: {error}") from None
 
 
 def _structural_tag(value: dict[str, Any] | str, param: str) -> StructuredOutput:
@@ -139,11 +139,11 @@ def _from_response_format(response_format: dict[str, Any]) -> StructuredOutput |
     if kind == "json_schema":
         named = response_format.get("json_schema")
         if not isinstance(named, dict):
-            raise _expected("response_format.json_schema", "an object", named)
+            raise wrong("response_format.json_schema", "an object", named)
         if "schema" not in named:
             raise bad_request(
                 "response_format.json_schema.schema",
-                "response_format.json_schema.schema is required",
+                "is required",
             )
         return json_schema(
             named["schema"],
@@ -152,23 +152,23 @@ def _from_response_format(response_format: dict[str, Any]) -> StructuredOutput |
         )
     if kind == "structural_tag":
         return _structural_tag(response_format, "response_format")
-    raise _expected("response_format.type", f"one of {', '.join(_FORMATS)}", kind)
+    raise wrong("response_format.type", f"one of {', '.join(_FORMATS)}", kind)
 
 
 def _from_structured_outputs(constraints: dict[str, Any]) -> StructuredOutput | None:
     for name in constraints:
         if name not in _KINDS and name not in _OPTIONS:
             param = f"structured_outputs.{cut(name)}"
-            raise bad_request(param, f"{param} is unknown; use one of {', '.join(_KINDS)}")
+            raise bad_request(param, f"is unknown; use one of {', '.join(_KINDS)}")
     for name in _REFUSED_OPTIONS:
         if constraints.get(name):
             param = f"structured_outputs.{name}"
-            raise bad_request(param, f"{param} is not supported; express it in the schema")
+            raise bad_request(param, "is not supported; express it in the schema")
     given = [k for k in _KINDS if k in constraints and constraints[k] is not False]
     if len(given) > 1:
         raise bad_request(
             "structured_outputs",
-            f"structured_outputs must have exactly one constraint, got {' and '.join(given)}",
+            f"must have exactly one constraint, got {' and '.join(given)}",
         )
     if not given:
         return None
@@ -184,14 +184,10 @@ def _constraint(name: str, value: Any, param: str) -> StructuredOutput:
         return StructuredOutput(GrammarKind.JSON_OBJECT)
     if name == "choice":
         if not (value and isinstance(value, list) and all(isinstance(c, str) for c in value)):
-            raise _expected(param, "an array of strings", value)
+            raise wrong(param, "an array of strings", value)
         return StructuredOutput(GrammarKind.CHOICE, _encode(value).decode())
     if name == "structural_tag" and value and isinstance(value, dict | str):
         return _structural_tag(value, param)
     if not (value and isinstance(value, str)):
-        raise _expected(param, "a non-empty string", value)
+        raise wrong(param, "a non-empty string", value)
     return StructuredOutput(GrammarKind(name), value)
-
-
-def _expected(param: str, expected: str, value: object) -> APIError:
-    return bad_request(param, f"{param} must be {expected}, got {echo(value)}")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from ...chat import Parameters
-from ...http.errors import bad_request, echo, reject_deep_nesting
+from ...http.errors import bad_request, echo, reject_deep_nesting, wrong
 from ..schema import ChatCompletionRequest
 from ..structured.constraint import Constraint, parse_constraint
 from .tool_definitions import Tool, encode_schema, parse_tools
@@ -77,7 +77,7 @@ def parse_tool_choice(request: ChatCompletionRequest) -> ToolChoice:
         return ToolChoice(ToolMode.NONE)
     if not tools:
         needed = "functions" if param == "function_call" else "tools"
-        raise bad_request(param, f"{param} {echo(choice)} needs {needed}, but the request has none")
+        raise bad_request(param, f"{echo(choice)} needs {needed}, but the request has none")
     allowed, choice = _allowed_tools(tools, choice)
     is_parallel = request.parallel_tool_calls is not False and not is_legacy
     shown = tuple(tool.shown for tool in tools.values())
@@ -105,9 +105,7 @@ def parse_tool_choice(request: ChatCompletionRequest) -> ToolChoice:
         )
     name = _chosen_name(choice, param)
     if name not in tools:
-        raise bad_request(
-            param, f"{param} must name one of the tools {', '.join(tools)}, got {echo(name)}"
-        )
+        raise bad_request(param, f"must name one of the tools {', '.join(tools)}, got {echo(name)}")
     tool = tools[name]
     with reject_deep_nesting(tool.param):
         return ToolChoice(
@@ -129,19 +127,14 @@ def _choice_of(
     if request.function_call is None:
         return "tool_choice", request.tool_choice
     if request.tool_choice is not None:
-        raise bad_request("function_call", "function_call cannot be combined with tool_choice")
+        raise bad_request("function_call", "cannot be combined with tool_choice")
     choice = request.function_call
     if isinstance(choice, dict):
         choice = {"type": "function", "function": choice}
     elif choice not in ("none", "auto"):
-        raise bad_request(
-            "function_call",
-            f'function_call must be none, auto or {{"name": ...}}, got {echo(choice)}',
-        )
+        raise wrong("function_call", 'none, auto or {"name": ...}', choice)
     if request.tools and not is_legacy and choice != "none":
-        raise bad_request(
-            "function_call", "function_call needs functions; use tool_choice with tools"
-        )
+        raise bad_request("function_call", "needs functions; use tool_choice with tools")
     return "function_call", choice
 
 
@@ -152,7 +145,7 @@ def _refuse_format(request: ChatCompletionRequest, param: str, choice: object) -
         field = constraint.param.split(".")[0]
         raise bad_request(
             field,
-            f"{field} cannot be combined with {param} {echo(choice)}, which allows tool calls only; "
+            f"cannot be combined with {param} {echo(choice)}, which allows tool calls only; "
             f'omit {field}, or use {param} "auto"',
         )
 
@@ -168,23 +161,19 @@ def _allowed_tools(
     if "allowed_tools" in choice:
         where, wanted = "tool_choice.allowed_tools", choice["allowed_tools"]
     if not isinstance(wanted, dict):
-        raise bad_request(where, f"{where} must be an object, got {echo(wanted)}")
+        raise wrong(where, "an object", wanted)
     mode, references = wanted.get("mode"), wanted.get("tools")
     if mode not in ("auto", "required"):
-        raise bad_request(
-            f"{where}.mode", f'{where}.mode must be "auto" or "required", got {echo(mode)}'
-        )
+        raise wrong(f"{where}.mode", '"auto" or "required"', mode)
     if not (isinstance(references, list) and references):
-        raise bad_request(
-            f"{where}.tools", f"{where}.tools must be a non-empty array, got {echo(references)}"
-        )
+        raise wrong(f"{where}.tools", "a non-empty array", references)
     allowed: dict[str, Tool] = {}
     for i, reference in enumerate(references):
         name = _referenced_name(reference)
         if name is None or name not in tools:
             raise bad_request(
                 f"{where}.tools[{i}]",
-                f"{where}.tools[{i}] must name one of the tools {', '.join(tools)}, got {echo(reference)}",
+                f"must name one of the tools {', '.join(tools)}, got {echo(reference)}",
             )
         allowed[name] = tools[name]
     return allowed, mode
@@ -202,7 +191,7 @@ def _referenced_name(reference: Any) -> str | None:
 def _chosen_name(choice: str | dict[str, Any], param: str) -> str:
     name = _referenced_name(choice)
     if name is None:
-        raise bad_request(param, f"{param} must be {_CHOICES}, got {echo(choice)}")
+        raise wrong(param, _CHOICES, choice)
     return name
 
 
@@ -213,7 +202,7 @@ def _constrain_calls(tools: dict[str, Tool], is_parallel: bool) -> Constraint:
         if tool.grammar is not None:
             raise bad_request(
                 f"{tool.param}.grammar.syntax",
-                f"{tool.param}.grammar.syntax of {tool.name} must be regex if tool_choice is required, "
+                f"of {tool.name} must be regex if tool_choice is required, "
                 'got "lark"; name the tool in tool_choice, or use tool_choice auto',
             )
         parameters = _relocate_references(

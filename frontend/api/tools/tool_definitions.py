@@ -11,7 +11,7 @@ import msgspec
 from ....protocol.grammars.json_schema import lenient
 from ....protocol.sampling_params import GrammarKind, StructuredOutput
 from ...chat.messages import CUSTOM_INPUT
-from ...http.errors import APIError, bad_request, echo
+from ...http.errors import bad_request, wrong
 from ..schema import ChatCompletionRequest
 from ..structured.constraint import Constraint
 from ..structured.json_schema import prepare_schema
@@ -70,7 +70,7 @@ def parse_tools(request: ChatCompletionRequest) -> dict[str, Tool]:
     """
     if request.functions:
         if request.tools:
-            raise bad_request("functions", "functions cannot be combined with tools")
+            raise bad_request("functions", "cannot be combined with tools")
         found = [
             _parse_function(function, f"functions[{i}]")
             for i, function in enumerate(request.functions)
@@ -93,10 +93,10 @@ def _parse_tool(tool: dict[str, Any], where: str) -> Tool:
     if kind == "custom":
         return _parse_custom(tool, where)
     if kind != "function":
-        raise _wrong(f"{where}.type", '"function" or "custom"', kind)
+        raise wrong(f"{where}.type", '"function" or "custom"', kind)
     function = tool.get("function")
     if not isinstance(function, dict):
-        raise _wrong(f"{where}.function", "an object", function)
+        raise wrong(f"{where}.function", "an object", function)
     return _parse_function(function, f"{where}.function", shown=tool)
 
 
@@ -106,7 +106,7 @@ def _parse_function(
     name = _name_of(function, where)
     param, parameters = f"{where}.parameters", function.get("parameters")
     if parameters is not None and not isinstance(parameters, dict):
-        raise _wrong(param, "a JSON schema (an object)", parameters)
+        raise wrong(param, "a JSON schema (an object)", parameters)
     schema: dict[str, Any] = {"type": "object"} | (parameters or {})
     if schema.keys() <= _ANNOTATIONS:
         # The function has no parameters. A function with arbitrary parameters sets `additionalProperties`.
@@ -123,11 +123,11 @@ def _parse_function(
 def _parse_custom(tool: dict[str, Any], where: str) -> Tool:
     custom = tool.get("custom")
     if not isinstance(custom, dict):
-        raise _wrong(f"{where}.custom", "an object", custom)
+        raise wrong(f"{where}.custom", "an object", custom)
     name = _name_of(custom, f"{where}.custom")
     description = custom.get("description") or ""
     if not isinstance(description, str):
-        raise _wrong(f"{where}.custom.description", "a string", description)
+        raise wrong(f"{where}.custom.description", "a string", description)
     text: dict[str, Any] = {"type": "string"}
     param, grammar = f"{where}.custom.format", None
     syntax, definition = _parse_format(custom.get("format"), param)
@@ -156,15 +156,15 @@ def _parse_format(form: Any, where: str) -> tuple[str, str]:
     if kind is None or kind == "text":
         return "", ""
     if kind != "grammar":
-        raise _wrong(f"{where}.type", '"text" or "grammar"', kind)
+        raise wrong(f"{where}.type", '"text" or "grammar"', kind)
     grammar = form.get("grammar", form)
     if not isinstance(grammar, dict):
-        raise _wrong(f"{where}.grammar", "an object", grammar)
+        raise wrong(f"{where}.grammar", "an object", grammar)
     syntax, definition = grammar.get("syntax"), grammar.get("definition")
     if syntax not in ("lark", "regex"):
-        raise _wrong(f"{where}.grammar.syntax", '"lark" or "regex"', syntax)
+        raise wrong(f"{where}.grammar.syntax", '"lark" or "regex"', syntax)
     if not (definition and isinstance(definition, str)):
-        raise _wrong(f"{where}.grammar.definition", "a non-empty string", definition)
+        raise wrong(f"{where}.grammar.definition", "a non-empty string", definition)
     return syntax, definition
 
 
@@ -172,9 +172,5 @@ def _name_of(tool: dict[str, Any], where: str) -> str:
     name = tool.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         expected = "1 to 128 letters, digits, dots, dashes or underscores"
-        raise _wrong(f"{where}.name", expected, name)
+        raise wrong(f"{where}.name", expected, name)
     return name
-
-
-def _wrong(param: str, expected: str, value: object) -> APIError:
-    return bad_request(param, f"{param} must be {expected}, got {echo(value)}")

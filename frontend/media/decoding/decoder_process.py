@@ -93,7 +93,7 @@ class _Child:
                     text = read_pdf(content.read(size), where, max_characters).encode()
                     return DocumentText(len(text)), (text,)
         except ParameterError as error:
-            return Refused(error.param, str(error).removeprefix(f"{error.param} ")), ()
+            return Refused(error.param, error.problem), ()
         except MemoryError:
             return Refused(request.where, self._limits.memory_problem), ()
         # For damaged files, the decoders raise many kinds of errors.
