@@ -29,11 +29,18 @@ COMMAND = (sys.executable, "-m", "engine.frontend.cli.main")
 DEVICE = os.environ.get("TEST_DEVICE", "cpu")
 """The device of servers whose answers are compared with those of transformers. The GPU benchmark sets it."""
 
+_SEVERAL = {"-tp", "-pp", "-dp", "--tensor-parallel-size", "--pipeline-parallel-size"}
+
 
 class Server(Program):
     """An `engine serve` process that is ready, unless `wait` is false."""
 
     def __init__(self, *args: str, env: dict[str, str] | None = None, wait: bool = True) -> None:
+        if DEVICE == "cuda" and _SEVERAL & set(args):
+            # Benchmarks, which may run without pytest, never come here.
+            import pytest
+
+            pytest.skip("needs several GPUs")
         super().__init__([*COMMAND, *self.command(args)], env or {})
         if wait:
             self.wait_for("ready at")

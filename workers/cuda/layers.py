@@ -10,22 +10,36 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...protocol.arrays import Int32Array
-from ..layers.layers import GatedActivation, GroupedLinear, LayerKernels, Linear, RMSNorm
+from ..layers.expert_order import ExpertOrder
+from ..layers.layers import (
+    ExpertChooser,
+    GatedActivation,
+    GroupedLinear,
+    LayerKernels,
+    Linear,
+    RMSNorm,
+)
 from ..layers.low_rank import LowRankChanges
 from ..layers.parallel.parallel_layers import RowParallelLinear
 from ..layers.rope import RotaryEmbedding, RotaryTables
+from ..layers.specs.experts import ExpertsSpec
 from ..loaders.quantization.matrix import QuantizedMatrix, Weight, merge_rows
 from ..sampling import SamplingMetadata
+from .experts.choosing import choose_experts, router_logits, supports_choice
+from .experts.grouped_linear import GroupedLinear as GroupedProduct
+from .experts.grouped_linear import combine
+from .experts.ordering import order_choices
 from .float8 import Rounding, Rows
 from .gated_activation import GATED_ACTIVATIONS, gated_activation
-from .grouped_linear import GroupedLinear as GroupedProduct
-from .grouped_linear import combine
 from .low_rank import TritonLowRank
 from .norm import rms_norm
 from .quantized.linear import QuantizedLinear
 from .quantized.plane_matrix import can_keep
 from .rotary_tables import rotary_tables
 from .sampling import append_tokens, choose_greedy, choose_tokens
+
+_FEW_CHOICES = 64
+"""Number of rows up to which the grouped product in Triton is faster than torch's."""
 
 _LIBRARY_ALIGNMENT = 8
 """torch's grouped product requires rows whose size in bytes is a multiple of this."""
@@ -80,7 +94,8 @@ class TritonKernels(LayerKernels):
         if self._is_batch_invariant:
             multiply = QuantizedLinear((_unscaled(weight_ED),), None, torch.float32)
             return lambda x_TD: multiply(x_TD.float())
-        return lambda x_TD: F.linear(x_TD.float(), weight_ED)
+        weight_ED = weight_ED.contiguous()
+        return lambda x_TD: router_logits(x_TD, weight_ED)
 
     def grouped_linear(self, weights: Sequence[Weight], biases: Sequence[Tensor]) -> GroupedLinear:
         """Return the function that multiplies rows by the matrices of their experts.
@@ -96,9 +111,14 @@ class TritonKernels(LayerKernels):
         dense_EOI = torch.stack([self._dense(weight) for weight in weights])
         is_aligned = not any(size % _LIBRARY_ALIGNMENT for size in dense_EOI.shape[1:])
         is_plain = self._dtype == torch.bfloat16 and bias_EO is None and is_aligned
-        if is_plain and not self._is_batch_invariant:
-            return lambda x_AI, ends_E: F.grouped_mm(x_AI, dense_EOI.mT, offs=ends_E)
-        return self._grouped_product(_unscaled(dense_EOI.flatten(0, 1)), len(weights), bias_EO)
+        few = self._grouped_product(_unscaled(dense_EOI.flatten(0, 1)), len(weights), bias_EO)
+        if not is_plain or self._is_batch_invariant:
+            return few
+        return lambda x_AI, ends_E: (
+            few(x_AI, ends_E)
+            if len(x_AI) <= _FEW_CHOICES
+            else F.grouped_mm(x_AI, dense_EOI.mT, offs=ends_E)
+        )
 
     def _grouped_product(
         self, matrix: QuantizedMatrix, num_experts: int, bias_EO: Tensor | None
@@ -111,9 +131,21 @@ class TritonKernels(LayerKernels):
             is_batch_invariant=self._is_batch_invariant,
         )
 
-    def combine(self, y_AD: Tensor, order_A: Tensor, weights_TC: Tensor) -> Tensor:
+    def chooser(
+        self, spec: ExpertsSpec, bias_E: Tensor | None, correction_E: Tensor | None
+    ) -> ExpertChooser | None:
+        """Return the function that chooses experts, if the kernel can."""
+        if not supports_choice(spec):
+            return None
+        return partial(choose_experts, spec, bias_E, correction_E)
+
+    def order_choices(self, expert_TC: Tensor, num_experts: int) -> ExpertOrder:
+        """Return the order of choices by expert."""
+        return order_choices(expert_TC, num_experts)
+
+    def combine(self, y_AD: Tensor, place_A: Tensor, weights_TC: Tensor) -> Tensor:
         """Return the weighted sum [T, D] of each token's rows."""
-        return combine(y_AD, order_A, weights_TC)
+        return combine(y_AD, place_A, weights_TC)
 
     def _dense(self, weight: Weight) -> Tensor:
         if isinstance(weight, Tensor):

@@ -19,13 +19,18 @@ from ...protocol.arrays import Int32Array
 from ..loaders.quantization.matrix import QuantizedMatrix, Weight
 from ..sampling import SamplingMetadata, choose_greedy, choose_tokens
 from .activations import ACTIVATIONS
+from .expert_order import ExpertOrder, order_by_expert
 from .low_rank import LowRankChanges, TorchLowRank
 from .rope import RotaryEmbedding, RotaryTables
+from .specs.experts import ExpertsSpec
 
 Linear = Callable[[Any], Tensor]
 GatedActivation = Callable[[Tensor], Any]
 GroupedLinear = Callable[[Tensor, Tensor], Tensor]
 """Maps (x_AI, ends_E) to y_AO, where rows ends_E[e - 1] to ends_E[e] of x are multiplied by expert e's matrix."""
+
+ExpertChooser = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""Maps a router's logits, float32 [T, E], to the numbers and weights of the chosen experts; see `Router`."""
 
 
 class RMSNorm:
@@ -206,12 +211,22 @@ class LayerKernels:
 
         return forward
 
-    def combine(self, y_AD: Tensor, order_A: Tensor, weights_TC: Tensor) -> Tensor:
+    def chooser(
+        self, spec: ExpertsSpec, bias_E: Tensor | None, correction_E: Tensor | None
+    ) -> ExpertChooser | None:
+        """Return the function that chooses experts by these biases; None if there is none besides `Router`."""
+        return None
+
+    def order_choices(self, expert_TC: Tensor, num_experts: int) -> ExpertOrder:
+        """See `expert_order.order_by_expert`."""
+        return order_by_expert(expert_TC, num_experts)
+
+    def combine(self, y_AD: Tensor, place_A: Tensor, weights_TC: Tensor) -> Tensor:
         """Return the weighted sum [T, D] of each token's C rows, in their order.
 
-        Row i of `y_AD` is choice `order_A[i]` of all tokens. Choices of weight 0 are ignored.
+        Choice i of all tokens is row `place_A[i]` of `y_AD`. Choices of weight 0 are ignored.
         """
-        y_TCD = torch.empty_like(y_AD).index_copy_(0, order_A, y_AD).unflatten(0, weights_TC.shape)
+        y_TCD = y_AD.index_select(0, place_A).unflatten(0, weights_TC.shape)
         total_TD = y_TCD[:, 0].float() * weights_TC[:, 0, None]
         for i in range(1, weights_TC.shape[1]):
             total_TD.addcmul_(y_TCD[:, i].float(), weights_TC[:, i, None])

@@ -34,9 +34,6 @@ REQUESTS = tuple(
     )
 )
 TINY_REQUESTS = ("tests/e2e/test_prompt_embeds.py",)
-ONE_GPU = "not tp and not pp and not flags and not ranks and not parallel and not workers"
-"""Tests whose server has several workers are not run."""
-
 WITHOUT_GPU = "not compile and not hopper and not launches"
 """Tests that need no GPU, of which some take minutes, are not run."""
 
@@ -83,27 +80,27 @@ SECTIONS = (
 def run_tests(reporter: Reporter, seconds: float, *, is_tiny: bool) -> None:
     """Run the tests of kernels, which use a GPU if there is one."""
     tests = TINY_TESTS if is_tiny else TESTS
-    reporter.say("kernels", lambda: _run_pytest(tests, WITHOUT_GPU, seconds, is_tiny=is_tiny))
+    reporter.say("kernels", lambda: _run_pytest(tests, seconds, "-k", WITHOUT_GPU, is_tiny=is_tiny))
 
 
 def run_requests(reporter: Reporter, seconds: float, device: str, *, is_tiny: bool) -> None:
     """Run the end-to-end tests of each kind of request, with servers that use the device.
 
-    Each server gets a small part of its memory, because as many run at once as there are CPUs.
+    Each server gets a small KV cache, because as many run at once as there are CPUs.
     """
     tests = TINY_REQUESTS if is_tiny else REQUESTS
-    environment = {"TEST_DEVICE": device, "ENGINE_GPU_MEMORY_UTILIZATION": "0.03"}
-    run = partial(_run_pytest, tests, ONE_GPU, seconds, is_tiny=is_tiny, **environment)
+    environment = {"TEST_DEVICE": device, "ENGINE_KV_CACHE_MEMORY_BYTES": "256MiB"}
+    run = partial(_run_pytest, tests, seconds, is_tiny=is_tiny, **environment)
     reporter.say("kinds of requests", run)
 
 
 def _run_pytest(
-    tests: tuple[str, ...], wanted: str, seconds: float, *, is_tiny: bool, **environment: str
+    tests: tuple[str, ...], seconds: float, *options: str, is_tiny: bool, **environment: str
 ) -> dict[str, Any]:
     """Return how many tests passed. Raises RuntimeError, which names those that failed."""
     command = [sys.executable, "-m", "pytest", "-q", "-rfE", "-p", "no:cacheprovider"]
     command += ["--processes", "1" if is_tiny else str(os.cpu_count())]
-    command += ["--timeout", str(int(seconds) - 10), "-k", wanted, *tests]
+    command += ["--timeout", str(int(seconds) - 10), *options, *tests]
     text = _output(command, seconds - 5, **environment)
     counts = {what: int(count) for count, what in re.findall(r"(\d+) (passed|failed|error)", text)}
     failed = re.findall(r"^(?:FAILED|ERROR) \S*/(\S+)", text, re.MULTILINE)

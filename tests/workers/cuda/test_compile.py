@@ -11,9 +11,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 def launch_all() -> None:
     import numpy as np
     import torch
+    from engine.workers.cuda.experts.grouped_linear import GroupedLinear, combine
     from engine.workers.cuda.float8 import Rounding
     from engine.workers.cuda.gated_activation import GATED_ACTIVATIONS, gated_activation
-    from engine.workers.cuda.grouped_linear import GroupedLinear, combine
     from engine.workers.cuda.low_rank import TritonLowRank
     from engine.workers.cuda.norm import rms_norm
     from engine.workers.cuda.quantized.linear import QuantizedLinear

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine.protocol.checkpoint.gguf import GGMLQuantizationType
-from engine.workers.cuda.grouped_linear import GroupedLinear
+from engine.workers.cuda.experts.grouped_linear import GroupedLinear
 from engine.workers.cuda.layers import TritonKernels
 from engine.workers.cuda.quantized.linear import QuantizedLinear
 from support.decoders import CPU, Runner, load_decoder

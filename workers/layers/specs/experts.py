@@ -5,6 +5,9 @@ from typing import Literal
 
 import msgspec
 
+SMALLEST_SUM = 1e-20
+"""Added to a sum of scores before dividing by it, so that the result is finite, as in the DeepSeek models."""
+
 
 class GateLimit(msgspec.Struct, frozen=True):
     """Clamps a gated MLP: the gate to at most `value`, and the up projection to +-`value`.

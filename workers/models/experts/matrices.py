@@ -5,7 +5,8 @@ Shapes: A rows, ordered by expert, e experts, I and O elements of an expert's in
 
 from __future__ import annotations
 
-import torch
+from typing import TypeAlias
+
 from torch import Tensor
 
 from ...layers.specs.experts import ExpertsSpec
@@ -15,6 +16,9 @@ from ..lora.experts import ExpertChanges
 from ..lora.matrices import AdaptedMatrix, AdaptedRows
 from ..mlp import gated_activation
 
+ChangedRows: TypeAlias = tuple[Tensor, Tensor]
+"""The place of each row's expert, and the step's token to which the row belongs; both [A]."""
+
 
 class ExpertMatrices:
     """This rank's part of the experts of one mixture, and the changes that LoRA adapters make to them.
@@ -22,6 +26,7 @@ class ExpertMatrices:
     Attributes:
         count: The number of these experts.
         are_all: True if tokens choose no other experts, in no mixture and on no rank.
+        can_change: True if adapters may change them.
     """
 
     def __init__(self, experts: ExpertsSpec, source: LayerSource, mixture: int) -> None:
@@ -56,7 +61,10 @@ class ExpertMatrices:
                 gate_up_biases.append(weights.read_biases(rows))
                 down_biases.append(weights.read(f"{name}down_proj.bias", size))
         self._gate_up_changes = self._down_changes = None
-        if weights.loras is not None and kernels.finds_rows and shard.expert_group is None:
+        self.can_change = (
+            weights.loras is not None and kernels.finds_rows and shard.expert_group is None
+        )
+        if weights.loras is not None and self.can_change:
             self._gate_up_changes, self._down_changes = (
                 ExpertChanges(each, weights.loras) for each in (adapted_gate_up, adapted_down)
             )
@@ -71,27 +79,25 @@ class ExpertMatrices:
 
     def places(self, experts: Tensor) -> Tensor:
         """Return the places of experts among these; `count` for other experts."""
-        places = experts - self._numbers.start
         if self.are_all:
-            return places
+            return experts
+        places = experts - self._numbers.start
         is_other = (
             (experts >= self._numbers.stop) | (places < 0) | (places % self._numbers.step != 0)
         )
         return (places // self._numbers.step).masked_fill(is_other, self.count)
 
-    def compute(self, x_AI: Tensor, place_A: Tensor, token_A: Tensor | None) -> Tensor:
-        """Return the outputs [A, O] of rows that are ordered by the place of their expert.
+    def compute(self, x_AI: Tensor, ends_e: Tensor, changed: ChangedRows | None) -> Tensor:
+        """Return the outputs [A, O] of rows that are ordered by expert and end at `ends_e`.
 
-        Rows of other experts, at the end, have undefined outputs. `token_A` are the step's tokens to which the rows
-        belong; None if the rows come from other replicas.
+        Rows of other experts, at the end, have undefined outputs. `changed` are the rows as adapters need them; None if
+        the rows come from other replicas.
         """
-        bounds_e = torch.arange(self.count, device=x_AI.device)
-        ends_e = torch.searchsorted(place_A, bounds_e, right=True, out_int32=True)
         projected_AF = self._gate_up(x_AI, ends_e)
-        if self._gate_up_changes is not None and token_A is not None:
-            self._gate_up_changes.add(projected_AF, x_AI, place_A, token_A)
+        if self._gate_up_changes is not None and changed is not None:
+            self._gate_up_changes.add(projected_AF, x_AI, *changed)
         activated_AF = self._activation(projected_AF)
         outputs_AO: Tensor = self._down(activated_AF, ends_e)
-        if self._down_changes is not None and token_A is not None:
-            self._down_changes.add(outputs_AO, activated_AF, place_A, token_A)
+        if self._down_changes is not None and changed is not None:
+            self._down_changes.add(outputs_AO, activated_AF, *changed)
         return outputs_AO

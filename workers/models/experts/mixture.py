@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ...layers.expert_order import ExpertOrder
 from ...layers.layers import InputScaledNorm, Linear, RMSNorm
 from ...layers.parallel.expert_group import ExpertGroup
 from ...layers.specs.experts import ExpertsSpec, GateLimit
 from ..layer_source import LayerSource
 from ..mlp import MLP
-from .matrices import ExpertMatrices
+from .matrices import ChangedRows, ExpertMatrices
 from .router import Router, unused_experts
 
 
@@ -143,16 +144,17 @@ class Experts:
         self, matrices: ExpertMatrices, x_TL: Tensor, experts_TC: Tensor, weights_TC: Tensor
     ) -> Tensor:
         """Return the weighted sums [T, L] of the outputs of some experts."""
-        place_A = matrices.places(experts_TC).flatten()
+        place_TC = matrices.places(experts_TC)
         if not matrices.are_all:
             # No expert computes the choices of others, which are sorted to the end.
-            weights_TC = weights_TC.masked_fill(
-                (place_A == matrices.count).view_as(weights_TC), 0.0
-            )
-        sorted_A, order_A = place_A.sort(stable=True)
-        x_AL, weights_TC = self._inputs(x_TL, order_A, weights_TC)
-        y_AL = self._compute(matrices, x_AL, sorted_A, order_A // self._num_chosen)
-        return self._kernels.combine(y_AL, order_A, weights_TC)
+            weights_TC = weights_TC.masked_fill(place_TC == matrices.count, 0.0)
+        order = self._kernels.order_choices(place_TC, matrices.count)
+        x_AL, weights_TC = self._inputs(x_TL, order, weights_TC)
+        changed = None
+        if matrices.can_change:
+            changed = place_TC.flatten()[order.choice_A], order.token_A
+        y_AL = self._compute(matrices, x_AL, order.ends_E, changed)
+        return self._kernels.combine(y_AL, order.place_A, weights_TC)
 
     def _exchange(
         self, group: ExpertGroup, x_TL: Tensor, experts_TC: Tensor, weights_TC: Tensor
@@ -191,36 +193,36 @@ class Experts:
         chosen_A = choices_BC[row_A, choice_A] + self._placement.experts.start
         y_AL = torch.empty_like(x_AL)
         for matrices in self._mixtures:
-            sorted_A, order_A = matrices.places(chosen_A).sort(stable=True)
-            num_own = int((sorted_A < matrices.count).sum())
-            if num_own:
-                own_A = order_A[:num_own]
-                y_AL[own_A] = self._compute(matrices, x_AL[own_A], sorted_A[:num_own])
+            order = self._kernels.order_choices(matrices.places(chosen_A)[:, None], matrices.count)
+            if num_own := int(order.ends_E[-1:].sum()):
+                own_A = order.choice_A[:num_own]
+                y_AL[own_A] = self._compute(matrices, x_AL[own_A], order.ends_E)
         sender_B = torch.arange(group.size, device=x_TL.device).repeat_interleave(received_N)
         returned_N = sender_B[row_A].bincount(minlength=group.size)
-        owner_A, order_A = owners_TC.flatten().sort(stable=True)
-        y_AL = group.exchange(y_AL, returned_N, owner_A.bincount(minlength=group.size))
-        return self._kernels.combine(y_AL, order_A, weights_TC)
+        order = self._kernels.order_choices(owners_TC, group.size)
+        sent_N = owners_TC.flatten().bincount(minlength=group.size)
+        y_AL = group.exchange(y_AL, returned_N, sent_N)
+        return self._kernels.combine(y_AL, order.place_A, weights_TC)
 
-    def _inputs(self, x_TL: Tensor, order_A: Tensor, weights_TC: Tensor) -> tuple[Tensor, Tensor]:
+    def _inputs(
+        self, x_TL: Tensor, order: ExpertOrder, weights_TC: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Return the inputs [A, L] of the ordered choices, and the weights for their outputs."""
-        x_AL = x_TL[order_A // self._num_chosen]
+        x_AL = x_TL.index_select(0, order.token_A)
         if not self._spec.scales_inputs:
             return x_AL, weights_TC
-        return (x_AL * weights_TC.flatten()[order_A, None]).to(x_TL.dtype), weights_TC.sign()
+        weights_A = weights_TC.flatten()[order.choice_A]
+        return (x_AL * weights_A[:, None]).to(x_TL.dtype), weights_TC.sign()
 
     def _compute(
         self,
         matrices: ExpertMatrices,
         x_AL: Tensor,
-        place_A: Tensor,
-        token_A: Tensor | None = None,
+        ends_e: Tensor,
+        changed: ChangedRows | None = None,
     ) -> Tensor:
-        """Return the outputs of rows that are ordered by the place of their expert, after the norm of outputs.
-
-        `token_A` are the step's tokens to which the rows belong; None if the rows come from other replicas.
-        """
-        outputs_AL = matrices.compute(x_AL, place_A, token_A)
+        """Return the outputs of rows that are ordered by expert, after the norm of outputs; see `ExpertMatrices`."""
+        outputs_AL = matrices.compute(x_AL, ends_e, changed)
         if self._sums_choices:
             outputs_AL = self._tensor_parallel.sum(outputs_AL)
         return outputs_AL if self._expert_norm is None else self._expert_norm(outputs_AL)

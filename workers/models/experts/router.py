@@ -13,13 +13,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...layers.layers import LayerKernels
-from ...layers.specs.experts import ExpertsSpec
+from ...layers.specs.experts import SMALLEST_SUM, ExpertsSpec
 from ..weights import WeightReader
 from .router_mlp import RouterMLP
-
-_SMALLEST_SUM = 1e-20
-"""Added to a sum of scores before dividing by it, so that the result is finite, as in the DeepSeek models."""
-
 
 _SCORES: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax": lambda logits_TE: logits_TE.softmax(-1),
@@ -103,11 +99,15 @@ class Router:
         if spec.has_correction_bias:
             self._correction_ME = read_corrections(spec, weights, prefix).to(weights.device)
         self._second_tokens = torch.tensor(spec.second_tokens, device=weights.device)
+        correction_E = None if self._correction_ME is None else self._correction_ME[0]
+        self._choose = kernels.chooser(spec, self._bias_E, correction_E)
 
     def __call__(self, x_TD: Tensor, token_ids_T: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the numbers of the experts, int64 [T, C], and their weights, float32 [T, C]."""
         spec = self._spec
         logits_TE = self._multiply(x_TD)
+        if self._choose is not None:
+            return self._choose(logits_TE)
         mixture_T: Tensor | None = None
         if spec.second_tokens:
             assert token_ids_T is not None
@@ -140,7 +140,7 @@ class Router:
             experts_TC = self._experts_VC[token_ids_T]
         weights_TC = scores_TE.gather(-1, experts_TC)
         if spec.renormalizes:
-            weights_TC = weights_TC / (weights_TC.sum(-1, keepdim=True) + _SMALLEST_SUM)
+            weights_TC = weights_TC / (weights_TC.sum(-1, keepdim=True) + SMALLEST_SUM)
         if self._scale_E is not None:
             weights_TC = weights_TC * self._scale_E[experts_TC]
         if self._scale_1 is not None:

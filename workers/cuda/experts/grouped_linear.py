@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..loaders.quantization.matrix import QuantizedMatrix
-from .float8 import Float8Rows
-from .quantized.linear import quantized_product
+from ...loaders.quantization.matrix import QuantizedMatrix
+from ..float8 import Float8Rows
+from ..quantized.linear import quantized_product
 
 _COMBINED_COLUMNS = 512
 
@@ -58,7 +58,7 @@ def _combine_kernel(
     for i in range(num_chosen):
         choice = token * num_chosen + i
         weight = tl.load(weights_ptr + choice)
-        row = tl.load(place_ptr + choice)
+        row = tl.load(place_ptr + choice).to(tl.int64)
         y_D = tl.load(y_ptr + row * num_columns + columns_D, mask=mask_D, other=0.0)
         # Choices of weight 0 may belong to another rank, so their rows may be undefined.
         total_D += tl.where(weight == 0.0, 0.0, y_D.to(tl.float32) * weight)
@@ -66,23 +66,20 @@ def _combine_kernel(
     tl.store(out_row + columns_D, total_D.to(out_ptr.dtype.element_ty), mask=mask_D)
 
 
-def combine(y_AD: Tensor, order_A: Tensor, weights_TC: Tensor) -> Tensor:
+def combine(y_AD: Tensor, place_A: Tensor, weights_TC: Tensor) -> Tensor:
     """Return the weighted sum [T, D] of each token's rows; see `LayerKernels.combine`."""
     num_tokens, num_chosen = weights_TC.shape
     num_columns = y_AD.shape[1]
     out_TD = torch.empty((num_tokens, num_columns), dtype=y_AD.dtype, device=y_AD.device)
-    if not num_tokens:
-        return out_TD
-    place_A = torch.empty_like(order_A)
-    place_A[order_A] = torch.arange(len(order_A), device=order_A.device)
-    grid = (num_tokens, triton.cdiv(num_columns, _COMBINED_COLUMNS))
-    _combine_kernel[grid](
-        y_AD,
-        place_A,
-        weights_TC.contiguous(),
-        out_TD,
-        num_columns,
-        num_chosen,
-        BLOCK_D=_COMBINED_COLUMNS,
-    )
+    if num_tokens:
+        grid = (num_tokens, triton.cdiv(num_columns, _COMBINED_COLUMNS))
+        _combine_kernel[grid](
+            y_AD,
+            place_A,
+            weights_TC.contiguous(),
+            out_TD,
+            num_columns,
+            num_chosen,
+            BLOCK_D=_COMBINED_COLUMNS,
+        )
     return out_TD
