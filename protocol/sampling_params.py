@@ -25,6 +25,9 @@ MAX_BAD_WORDS_CHARACTERS: Final = 16384
 """Maximum total characters of all bad words."""
 
 MAX_STOP_TOKEN_IDS: Final = 1024
+MAX_LOGPROB_TOKEN_IDS: Final = 128
+"""As many as vLLM allows."""
+
 MAX_N: Final = 128
 
 
@@ -101,7 +104,9 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, gc=False):
 
     `temperature` 0 is greedy, and so is `top_p` 0. `top_k` 0 or -1 keeps every token. `typical_p` applies first: the
     other filters choose among the typical tokens. Greedy requests ignore `typical_p`. `logprobs` and `prompt_logprobs`
-    are numbers of alternatives to report; -1 means the whole vocabulary. With `processed_logprobs`, `logprobs` are
+    are numbers of alternatives to report; -1 means the whole vocabulary. The tokens `logprob_token_ids` are reported
+    after the alternatives of `logprobs`, and `prompt_logprob_token_ids` after those of `prompt_logprobs`. With
+    `processed_logprobs`, `logprobs` are
     those of the distribution from which the token is drawn, after all changes and filters, instead of the model's own.
     If `seed` is None or -1, the frontend draws one. `transcript_rules` are set only by the frontend, and apply to the
     logits before all other filters.
@@ -134,6 +139,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, gc=False):
     skip_special_tokens: bool = True
     transcript_rules: TranscriptRules | None = None
     processed_logprobs: bool = False
+    logprob_token_ids: tuple[int, ...] = ()
+    prompt_logprob_token_ids: tuple[int, ...] = ()
 
     def verify(self, *, vocab_size: int, max_logprobs: int) -> None:
         """Raise ParameterError for the first parameter that is out of range."""
@@ -180,6 +187,9 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, gc=False):
                 raise ParameterError("allowed_token_ids", "must not be empty")
             _length("allowed_token_ids", len(self.allowed_token_ids), vocab_size)
             _token_ids("allowed_token_ids", self.allowed_token_ids, vocab_size)
+        _listed_tokens("logprobs", self.logprobs, self.logprob_token_ids, vocab_size)
+        listed = self.prompt_logprob_token_ids
+        _listed_tokens("prompt_logprobs", self.prompt_logprobs, listed, vocab_size)
         if self.logit_bias is not None:
             _length("logit_bias", len(self.logit_bias), MAX_LOGIT_BIASES)
             _token_ids("logit_bias", self.logit_bias, vocab_size)
@@ -224,6 +234,18 @@ def _token_ids(name: str, token_ids: Collection[int], vocab_size: int) -> None:
             name,
             f"token id {low if low < 0 else high} is outside the vocabulary [0, {vocab_size})",
         )
+
+
+def _listed_tokens(
+    needed: str, count: int | None, token_ids: Collection[int], vocab_size: int
+) -> None:
+    if not token_ids:
+        return
+    name = f"{needed.removesuffix('s')}_token_ids"
+    if count is None:
+        raise ParameterError(name, f"needs {needed}")
+    _length(name, len(token_ids), MAX_LOGPROB_TOKEN_IDS)
+    _token_ids(name, token_ids, vocab_size)
 
 
 def _verify_logprobs(name: str, count: int, vocab_size: int, max_logprobs: int) -> None:

@@ -60,6 +60,7 @@ _NOT_IN_BEAM_SEARCH: Final = (
     "best_of",
     "logprobs",
     "prompt_logprobs",
+    "logprob_token_ids",
     "stop",
     "stop_token_ids",
     "min_tokens",
@@ -155,9 +156,8 @@ def verify_streamed_logprobs(
     params = prompts[0].params
     if not request.stream or params.logprobs is None:
         return
-    num_entries = 1 + (
-        serving.config.model.vocab_size if params.logprobs == -1 else params.logprobs
-    )
+    num_top = serving.config.model.vocab_size if params.logprobs == -1 else params.logprobs
+    num_entries = 1 + num_top + len(params.logprob_token_ids)
     if num_entries > MAX_STREAMED_LOGPROBS:
         raise APIError(
             400,

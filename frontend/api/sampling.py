@@ -52,11 +52,16 @@ def sampling_params(
     if num_outputs > request.num_outputs and logprobs is None:
         # best_of ranks the candidates by the logprobs of their tokens.
         logprobs = 0
+    listed = tuple(dict.fromkeys(request.logprob_token_ids or ()))
+    if listed and logprobs is not None:
+        # The listed tokens replace the most likely ones.
+        logprobs = 0
     return SamplingParams(
         **given,
         n=num_outputs,
         max_tokens=None if max_tokens == UNLIMITED else max_tokens,
         logprobs=logprobs,
+        logprob_token_ids=listed,
         structured_output=None if constraint is None else constraint.structured_output,
         stop=(request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ()),
         stop_token_ids=tuple(request.stop_token_ids or ()),

@@ -331,7 +331,8 @@ def _verify_num_logprobs(sequences: list[tuple[int, SamplingParams]], vocab_size
     total = 0
     for num_tokens, params in sequences:
         if (wanted := params.prompt_logprobs) is not None:
-            total += num_tokens * (1 + (vocab_size if wanted == -1 else wanted))
+            num_top = vocab_size if wanted == -1 else wanted
+            total += num_tokens * (1 + num_top + len(params.prompt_logprob_token_ids))
     if total > MAX_TOTAL_PROMPT_LOGPROBS:
         raise ParameterError(
             "prompt_logprobs",

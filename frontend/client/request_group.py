@@ -295,9 +295,9 @@ class Sequence:
         """
         params, limit = self.params, max_tokens
         if params.logprobs is not None:
-            # -1 requests the whole vocabulary.
-            most = max(1, LOGPROBS_AT_ONCE // (1 + params.logprobs)) if params.logprobs >= 0 else 1
-            limit = min(limit, most)
+            num_entries = 1 + params.logprobs + len(params.logprob_token_ids)
+            is_limited = params.logprobs >= 0  # -1 requests the whole vocabulary.
+            limit = min(limit, max(1, LOGPROBS_AT_ONCE // num_entries) if is_limited else 1)
         if len(self.token_ids) - self._num_read > limit:
             return self._read_part(limit)
         return self.read()

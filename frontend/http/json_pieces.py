@@ -57,6 +57,12 @@ def encode_list(elements: Iterable[object], at_once: int = ELEMENTS_AT_ONCE) -> 
     return EncodedJSON(b"[", (encode_whole(batch)[1:-1] for batch in batches), b"]")
 
 
+def join_lists(lists: Iterable[EncodedJSON]) -> EncodedJSON:
+    """Return one list with the elements of several encoded lists."""
+    members = (b"".join(each.pieces)[1:-1] for each in lists)
+    return EncodedJSON(b"[", (each for each in members if each), b"]")
+
+
 def encode_object(members: Iterable[tuple[str, object]]) -> EncodedJSON:
     """Encode an object. The names must differ."""
     iterator = iter(members)

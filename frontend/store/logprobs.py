@@ -8,10 +8,10 @@ from typing import Final
 import msgspec
 
 from ...protocol.messages import TokenLogprobs
-from ...protocol.sampling_params import SamplingParams
+from ...protocol.sampling_params import MAX_LOGPROB_TOKEN_IDS, SamplingParams
 
-MAX_RECORDED_LOGPROBS: Final = 20
-"""Maximum log-probabilities per token of a recorded request, as many as OpenAI's API allows."""
+MAX_RECORDED_LOGPROBS: Final = 20 + MAX_LOGPROB_TOKEN_IDS
+"""Maximum log-probabilities per token of a recorded request: as many as OpenAI's API allows, and listed tokens."""
 _MAX_ROW_BYTES: Final = 4 * (1 + MAX_RECORDED_LOGPROBS)
 
 
@@ -57,8 +57,11 @@ def take_logprobs(messages: list[TokenLogprobs], num_positions: int) -> list[Tok
 
 def is_recordable(params: SamplingParams) -> bool:
     """Return whether a request asks for few enough log-probabilities to be recorded."""
-    wanted = (params.logprobs or 0, params.prompt_logprobs or 0)
-    return all(0 <= each <= MAX_RECORDED_LOGPROBS for each in wanted)
+    wanted = (
+        (params.logprobs or 0, params.logprob_token_ids),
+        (params.prompt_logprobs or 0, params.prompt_logprob_token_ids),
+    )
+    return all(0 <= num <= MAX_RECORDED_LOGPROBS - len(listed) for num, listed in wanted)
 
 
 def select_recordable(messages: Sequence[TokenLogprobs]) -> list[TokenLogprobs]:

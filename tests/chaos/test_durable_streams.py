@@ -21,7 +21,7 @@ KINDS: tuple[dict[str, Any], ...] = (
     {},
     {"n": 2, "max_tokens": 50},
     {"stop": ["e", "zz"], "min_tokens": 30},
-    {"seed": 7, "temperature": 0.7, "logprobs": 2},
+    {"seed": 7, "temperature": 0.7, "logprobs": 2, "logprob_token_ids": [5, 31, 260]},
     {"max_tokens": 20},
     {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
 )

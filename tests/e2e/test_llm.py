@@ -89,6 +89,30 @@ def test_logprobs_of_prompt_and_output_are_returned(llm: LLM) -> None:
     assert all(math.isfinite(p.logprob) and p.logprob <= 0 for p in scored)
 
 
+def test_logprobs_of_listed_tokens_are_those_of_the_whole_vocabulary(llm: LLM) -> None:
+    listed = (7, 300, 11)
+    wanted = SamplingParams(
+        temperature=0.0,
+        max_tokens=3,
+        logprobs=0,
+        logprob_token_ids=listed,
+        prompt_logprobs=1,
+        prompt_logprob_token_ids=listed[:1],
+    )
+    [output] = llm.generate("The capital of France is", wanted)
+    only = output.outputs[0]
+    assert only.logprobs is not None and output.prompt_logprobs is not None
+    prompt = output.prompt_token_ids
+    for place, position in enumerate(only.logprobs):
+        before = [*prompt, *only.token_ids[:place]]
+        for token, logprob in position.top:
+            forced = SamplingParams(max_tokens=1, logprobs=0, allowed_token_ids=(token,))
+            [alone] = llm.generate(before, forced)[0].outputs[0].logprobs or ()
+            assert (alone.token_id, alone.logprob) == (token, pytest.approx(logprob, abs=1e-4))
+        assert tuple(token for token, _ in position.top) == listed
+    assert all(p.top[1][0] == 7 for p in output.prompt_logprobs if p is not None)
+
+
 def test_a_stop_string_ends_the_text(llm: LLM) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=50, stop=("six",))
     [output] = llm.generate("One, two, three, four,", params)

@@ -222,17 +222,23 @@ class EchoCore:
         index = echo.request.request_index
         if params.prompt_logprobs is not None and echo.num_generated == len(new):
             outputs.prompt_logprobs.append(
-                _logprobs(index, echo.prompt[1:], params.prompt_logprobs)
+                _logprobs(
+                    index, echo.prompt[1:], params.prompt_logprobs, params.prompt_logprob_token_ids
+                )
             )
         if params.logprobs is not None:
-            outputs.logprobs.append(_logprobs(index, new, params.logprobs))
+            outputs.logprobs.append(
+                _logprobs(index, new, params.logprobs, params.logprob_token_ids)
+            )
 
 
-def _logprobs(index: int, tokens: Iterable[int], k: int) -> TokenLogprobs:
-    """Token t has logprob -t / 1000 and rank t; the alternatives are 0 ... k-1 at -0.5 each."""
+def _logprobs(index: int, tokens: Iterable[int], k: int, listed: tuple[int, ...]) -> TokenLogprobs:
+    """Token t has logprob -t / 1000 and rank t; the most likely ones are 0 ... k-1 at -0.5 each."""
     chosen = np.array(list(tokens))
-    ids = np.column_stack([chosen, np.tile(np.arange(k), (len(chosen), 1))])
-    values = np.column_stack([-chosen / 1000, np.full((len(chosen), k), -0.5)])
+    alternatives = np.array([*range(k), *listed], np.int64)
+    ids = np.column_stack([chosen, np.tile(alternatives, (len(chosen), 1))])
+    values = -ids / 1000
+    values[:, 1 : 1 + k] = -0.5
     return TokenLogprobs(
         index, len(chosen), int32_bytes(ids), float32_bytes(values), int32_bytes(chosen)
     )

@@ -22,7 +22,7 @@ KINDS: tuple[dict[str, Any], ...] = (
     {},
     {"temperature": 0.9, "top_p": 0.9},
     {"logprobs": 2},
-    {"n": 2, "temperature": 0.8},
+    {"n": 2, "temperature": 0.8, "logprobs": 0, "logprob_token_ids": [260, 3]},
     {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.3},
     {"stop": [" the end", "zzz"], "include_stop_str_in_output": True},
     {"min_tokens": 40, "ignore_eos": False, "temperature": 1.0},
@@ -102,9 +102,8 @@ class Stream:
             collected = self.answer.setdefault(choice["index"], {"text": "", "logprobs": []})
             collected["text"] += choice["text"]
             if logprobs := choice.get("logprobs"):
-                collected["logprobs"] += zip(
-                    logprobs["tokens"], logprobs["token_logprobs"], strict=True
-                )
+                names = ("tokens", "token_logprobs", "top_logprobs")
+                collected["logprobs"] += zip(*(logprobs[name] for name in names), strict=True)
             for name in ("finish_reason", "stop_reason", "prompt_logprobs"):
                 if choice.get(name) is not None:
                     collected[name] = choice[name]

@@ -44,7 +44,15 @@ TIMEOUT_S = 120
 GREEDY = SamplingParams(temperature=0)
 SEEDED = SamplingParams(temperature=0.9, seed=7)
 PENALIZED = SamplingParams(temperature=0, repetition_penalty=1.3)
-SCORED = SamplingParams(temperature=0.8, top_p=0.9, seed=11, logprobs=2, prompt_logprobs=2)
+SCORED = SamplingParams(
+    temperature=0.8,
+    top_p=0.9,
+    seed=11,
+    logprobs=2,
+    prompt_logprobs=2,
+    logprob_token_ids=(9, 3),
+    prompt_logprob_token_ids=(5,),
+)
 
 
 @dataclass(frozen=True)

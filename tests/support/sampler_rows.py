@@ -78,12 +78,17 @@ class Rows:
         return output
 
     def score_prompt(
-        self, slot: int, logits: torch.Tensor, next_ids: list[int], count: int
+        self,
+        slot: int,
+        logits: torch.Tensor,
+        next_ids: list[int],
+        count: int,
+        listed: tuple[int, ...] = (),
     ) -> RowLogprobs:
         if self._decoder is None:
-            return prompt_logprobs(slot, logits, torch.tensor(next_ids), count)
+            return prompt_logprobs(slot, logits, torch.tensor(next_ids), count, listed)
         score = self._decoder.make_prompt_scorer(len(next_ids))
-        return score(slot, logits.clone(), np.array(next_ids, np.int32), count)
+        return score(slot, logits.clone(), np.array(next_ids, np.int32), count, listed)
 
     def tokens(self, logits: torch.Tensor, slots: list[int]) -> list[int]:
         return tokens_of(self.sample(logits, slots))

@@ -6,7 +6,7 @@ Shapes: S rows of the batch, K sampled tokens (more than S with accepted drafts)
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -138,7 +138,12 @@ class PromptScorer(NativeSampler):
         super().__init__(PersistentBatch(max_rows, 1, 1, 0, HostDevice()), vocab_size, program)
 
     def __call__(
-        self, slot: int, logits_TV: AnyArray, next_token_ids_T: AnyArray, count: int
+        self,
+        slot: int,
+        logits_TV: AnyArray,
+        next_token_ids_T: AnyArray,
+        count: int,
+        listed: Sequence[int] = (),
     ) -> RowLogprobs:
         """Return the log-probabilities of consecutive prompt tokens of one request; see `prompt_logprobs`.
 
@@ -146,8 +151,10 @@ class PromptScorer(NativeSampler):
         """
         next_token_ids_T = on_host(next_token_ids_T)
         state, num_rows = self._state, len(next_token_ids_T)
-        num_alternatives = state.vocab_size if count < 0 else count
-        state.wants_logprobs[:], state.num_logprobs[:] = True, num_alternatives
+        num_top = state.vocab_size if count < 0 else count
+        state.wants_logprobs[:], state.num_logprobs[:] = True, num_top
+        state.num_listed[:] = len(listed)
+        state.listed_tokens = dict.fromkeys(range(len(state.seed)), np.array(listed, np.int32))
         state.version += 1
         # Allow only the given token to be chosen. Log-probabilities are computed before such changes.
         rows = np.arange(num_rows)
@@ -162,7 +169,7 @@ class PromptScorer(NativeSampler):
         # A token that cannot be chosen has a probability of 0, or its logits contain a NaN.
         logprobs.logprobs[sampled.raw_token_ids < 0, 0] = -np.inf
         logprobs.token_ids[:, 0] = next_token_ids_T
-        (result,) = logprobs.rows([slot], [num_alternatives], [num_rows])
+        (result,) = logprobs.rows([slot], [num_top + len(listed)], [num_rows])
         return result
 
 
@@ -206,11 +213,16 @@ class RowsToSample:
         logprobs = np.empty((num_rows, width), np.float32)
         ranks = np.empty(num_rows, np.int32)
         self._written = token_ids, logprobs, ranks
+        self._listed = np.zeros(len(state.num_listed), np.uintp)
+        for slot, listed in state.listed_tokens.items():
+            self._listed[slot] = listed.ctypes.data
         return ctypes.pointer(
             LogprobRows(
                 state.wants_logprobs.ctypes.data,
                 state.num_logprobs.ctypes.data,
                 state.wants_processed.ctypes.data,
+                self._listed.ctypes.data,
+                state.num_listed.ctypes.data,
                 width,
                 *(array.ctypes.data for array in self._written),
             )

@@ -67,8 +67,8 @@ class NullRunner:
         self._num_tokens = np.zeros(num_slots, np.int32)
         self._num_computed_tokens = np.zeros(num_slots, np.int32)
         self._seeds = np.zeros(num_slots, np.int64)
-        self._logprobs: dict[int, int] = {}
-        self._prompt_logprobs: dict[int, tuple[int, Int32Array]] = {}
+        self._logprobs: dict[int, Int32Array] = {}
+        self._prompt_logprobs: dict[int, tuple[Int32Array, Int32Array]] = {}
         self._pooled: dict[int, Int32Array] = {}
         self._slots_S: Int32Array = np.zeros(0, np.int32)
         self._idle_from = 0.0
@@ -118,10 +118,12 @@ class NullRunner:
             if new.pooling_params is not None:
                 self._pooled[slot] = tokens
             if params.logprobs is not None:
-                self._logprobs[slot] = params.logprobs
+                self._logprobs[slot] = self._alternatives(params.logprobs, params.logprob_token_ids)
             # The first token of a prompt has no log-probability.
             if params.prompt_logprobs is not None and new.num_prompt_tokens == len(tokens) > 1:
-                self._prompt_logprobs[slot] = params.prompt_logprobs, tokens
+                listed = params.prompt_logprob_token_ids
+                alternatives = self._alternatives(params.prompt_logprobs, listed)
+                self._prompt_logprobs[slot] = alternatives, tokens
         slots_R = self._advance(output)
         positions_R = self._num_tokens[slots_R]
         token_ids = made_up_tokens(self._seeds[slots_R], positions_R, self.ordinary_ids)
@@ -163,28 +165,17 @@ class NullRunner:
         self, result: ModelRunnerOutput, slots_R: Int32Array, token_ids: Int32Array
     ) -> None:
         for slot, token_id in zip(slots_R.tolist(), token_ids.tolist(), strict=True):
-            if (count := self._logprobs.get(slot)) is not None:
-                result.logprobs.append(self._made_up_logprobs(slot, count, [token_id]))
+            if (alternatives := self._logprobs.get(slot)) is not None:
+                result.logprobs.append(_made_up_logprobs(slot, alternatives, [token_id]))
             if (wanted := self._prompt_logprobs.pop(slot, None)) is not None:
-                count, prompt = wanted
-                row = self._made_up_logprobs(slot, count, prompt[1:].tolist())
+                alternatives, prompt = wanted
+                row = _made_up_logprobs(slot, alternatives, prompt[1:].tolist())
                 result.prompt_logprobs.append(row)
 
-    def _made_up_logprobs(self, slot: int, count: int, chosen: Iterable[int]) -> RowLogprobs:
-        """Return log-probabilities for `chosen`, with the first `count` tokens of the vocabulary as alternatives."""
-        chosen_T = np.fromiter(chosen, np.int32)
-        num_alternatives = self._vocab_size if count < 0 else count
-        ids_TK = np.empty((len(chosen_T), 1 + num_alternatives), np.int32)
-        ids_TK[:, 0] = chosen_T
-        ids_TK[:, 1:] = np.arange(num_alternatives)
-        logprobs_TK = -np.log(ids_TK + 2.0).astype(np.float32)
-        return RowLogprobs(
-            slot,
-            len(chosen_T),
-            int32_bytes(ids_TK),
-            float32_bytes(logprobs_TK),
-            int32_bytes(chosen_T + 1),
-        )
+    def _alternatives(self, count: int, listed: Iterable[int]) -> Int32Array:
+        """Return the first `count` tokens of the vocabulary, and those that are listed."""
+        num_top = self._vocab_size if count < 0 else count
+        return np.array([*range(num_top), *listed], np.int32)
 
     def _advance(self, output: SchedulerOutput) -> Int32Array:
         """Advance the scheduled requests. Return the slots that sample, in batch order."""
@@ -238,3 +229,19 @@ def made_up_tokens(seeds: Int64Array, positions: Int32Array, candidates: Int32Ar
     state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     state ^= state >> np.uint64(31)
     return candidates[state % np.uint64(len(candidates))]
+
+
+def _made_up_logprobs(slot: int, alternatives: Int32Array, chosen: Iterable[int]) -> RowLogprobs:
+    """Return log-probabilities for `chosen` and the alternatives."""
+    chosen_T = np.fromiter(chosen, np.int32)
+    ids_TK = np.empty((len(chosen_T), 1 + len(alternatives)), np.int32)
+    ids_TK[:, 0] = chosen_T
+    ids_TK[:, 1:] = alternatives
+    logprobs_TK = -np.log(ids_TK + 2.0).astype(np.float32)
+    return RowLogprobs(
+        slot,
+        len(chosen_T),
+        int32_bytes(ids_TK),
+        float32_bytes(logprobs_TK),
+        int32_bytes(chosen_T + 1),
+    )

@@ -118,8 +118,11 @@ class RequestStates:
             self.sampler.add_request(
                 new.slot, new.sampling_params, prompt, new.eos_token_ids, generated
             )
-            if new.sampling_params.prompt_logprobs is not None and not len(generated):
-                self.prompt_logprobs.add_request(new.slot, new.sampling_params.prompt_logprobs)
+            params = new.sampling_params
+            if params.prompt_logprobs is not None and not len(generated):
+                self.prompt_logprobs.add_request(
+                    new.slot, params.prompt_logprobs, params.prompt_logprob_token_ids
+                )
 
     def release_requests(self) -> list[HeldRequest]:
         """Free every slot.

@@ -5,10 +5,12 @@ Shapes: R rows, T positions of a prompt, V vocabulary, K alternatives.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate
 
 import msgspec
 import torch
+import torch.nn.functional as F
 
 from ...protocol.arrays import float32_bytes, int32_bytes
 from ...protocol.worker_messages import RowLogprobs
@@ -75,11 +77,14 @@ class Logprobs(msgspec.Struct):
 
 
 def compute_logprobs(
-    logits_RV: torch.Tensor, chosen_R: torch.Tensor, num_alternatives: int
+    logits_RV: torch.Tensor,
+    chosen_R: torch.Tensor,
+    num_top: int,
+    listed_RK: torch.Tensor | None = None,
 ) -> Logprobs:
-    """Return log-probabilities from raw float32 logits, for the tokens `chosen_R` int64 and the most likely tokens.
+    """Return log-probabilities from raw float32 logits: of `chosen_R` int64, and of the `num_top` most likely tokens.
 
-    A row of NaNs gets -inf everywhere.
+    `listed_RK` int64 are tokens to report in place of the most likely ones, or -1. A row of NaNs gets -inf everywhere.
     """
     x = BlockedLogits.from_logits(logits_RV)
     ones_R = torch.ones_like(x.peak_R)
@@ -87,7 +92,9 @@ def compute_logprobs(
     log_total_R = total_R.log()
     chosen_logit_R1 = logits_RV.gather(1, chosen_R[:, None])
     ranks_R = num_above(x, chosen_logit_R1.squeeze(1)) + 1
-    logits_RK, ids_RK = split_keys(largest_keys(x, num_alternatives))
+    logits_RK, ids_RK = split_keys(largest_keys(x, num_top))
+    if listed_RK is not None:
+        logits_RK, ids_RK = _insert_listed(listed_RK, logits_RV, logits_RK, ids_RK)
     ids = torch.cat([chosen_R[:, None], ids_RK], dim=1)
     logits = torch.cat([chosen_logit_R1, logits_RK], dim=1)
     logprobs = (logits - x.peak_R[:, None]) - log_total_R[:, None]
@@ -98,10 +105,11 @@ def compute_logprobs(
 def compute_processed(
     logits_RV: torch.Tensor,
     chosen_R: torch.Tensor,
-    num_alternatives: int,
     parameters: RowParameters,
+    num_top: int,
+    listed_RK: torch.Tensor | None = None,
 ) -> Logprobs:
-    """Return log-probabilities after temperature and all filters, from changed float32 logits.
+    """Return log-probabilities after temperature and all filters, from changed float32 logits; see `compute_logprobs`.
 
     Tokens that cannot be drawn get -inf, and so does all of a row of NaNs.
     """
@@ -122,22 +130,47 @@ def compute_processed(
     logprobs_RV = (weight_RV.to(torch.float64) / weight_RV.sum(1, keepdim=True)).log()
     logprobs_RV = torch.where(x.peak_R.isfinite()[:, None], logprobs_RV, float("-inf"))
     ranks_R1 = (ids_RV == chosen_R[:, None]).to(torch.int8).argmax(1, keepdim=True)
-    ids = torch.cat([chosen_R[:, None], ids_RV[:, :num_alternatives]], dim=1)
-    logprobs = torch.cat([logprobs_RV.gather(1, ranks_R1), logprobs_RV[:, :num_alternatives]], 1)
+    logprobs_RK, ids_RK = logprobs_RV[:, :num_top], ids_RV[:, :num_top]
+    if listed_RK is not None:
+        by_token_RV = torch.empty_like(logprobs_RV).scatter_(1, ids_RV, logprobs_RV)
+        logprobs_RK, ids_RK = _insert_listed(listed_RK, by_token_RV, logprobs_RK, ids_RK)
+    ids = torch.cat([chosen_R[:, None], ids_RK], dim=1)
+    logprobs = torch.cat([logprobs_RV.gather(1, ranks_R1), logprobs_RK], 1)
     ranks_R = ranks_R1.squeeze(1) + 1
     return Logprobs(ids.to(torch.int32), logprobs.to(torch.float32), ranks_R.to(torch.int32))
 
 
+def _insert_listed(
+    listed_RK: torch.Tensor, values_RV: torch.Tensor, top_RK: torch.Tensor, ids_RK: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the values and ids of the most likely tokens, with those of the listed tokens in their columns."""
+    missing = listed_RK.shape[1] - ids_RK.shape[1]
+    is_listed_RK = listed_RK >= 0
+    listed_values_RK = values_RV.gather(1, listed_RK.clamp(0))
+    return (
+        torch.where(is_listed_RK, listed_values_RK, F.pad(top_RK, (0, missing))),
+        torch.where(is_listed_RK, listed_RK, F.pad(ids_RK, (0, missing))),
+    )
+
+
 def prompt_logprobs(
-    slot: int, logits_TV: torch.Tensor, next_token_ids_T: torch.Tensor, count: int
+    slot: int,
+    logits_TV: torch.Tensor,
+    next_token_ids_T: torch.Tensor,
+    count: int,
+    listed: Sequence[int] = (),
 ) -> RowLogprobs:
     """Return log-probabilities of consecutive prompt tokens of one request.
 
     `logits_TV` are the raw float32 logits at T positions, `next_token_ids_T` int64 the prompt tokens that follow
-    them. `count` alternatives are reported, -1 for the whole vocabulary.
+    them. `count` alternatives are reported, -1 for the whole vocabulary, and then those that are `listed`.
     """
-    num_alternatives = logits_TV.shape[1] if count < 0 else count
-    result = compute_logprobs(logits_TV, next_token_ids_T, num_alternatives)
+    num_top = logits_TV.shape[1] if count < 0 else count
+    listed_TK = None
+    if listed:
+        row = torch.tensor([-1] * num_top + [*listed], device=logits_TV.device)
+        listed_TK = row.expand(len(logits_TV), -1)
+    result = compute_logprobs(logits_TV, next_token_ids_T, num_top, listed_TK)
     return RowLogprobs(
         slot,
         len(logits_TV),

@@ -71,20 +71,34 @@ class RowParameters(msgspec.Struct):
 
 @dataclass
 class LogprobRows:
-    """The rows for which log-probabilities are reported, with their slots and numbers of alternatives.
+    """The rows for which log-probabilities are reported, with their slots.
 
-    `host_rows` is None if they are the whole batch.
+    `host_rows` is None if they are the whole batch. A row has `counts` alternatives: the `num_top` most likely tokens,
+    and then the tokens that its request lists.
     """
 
     state: SamplingState
     host_rows: Int64Array | None
     slots: list[int]
+    num_top: list[int]
     counts: list[int]
 
     @cached_property
     def rows(self) -> torch.Tensor | None:
         """The rows on the device of the logits."""
         return None if self.host_rows is None else _to_device(self.host_rows, self.state)
+
+    @cached_property
+    def listed_RK(self) -> torch.Tensor | None:
+        """The listed tokens in their columns, int64 [R, K] on the device; -1 elsewhere. None if no row lists any."""
+        if self.counts == self.num_top:
+            return None
+        listed_RK = np.full((len(self.slots), max(self.counts)), -1, np.int64)
+        for row, slot in enumerate(self.slots):
+            listed_RK[row, self.num_top[row] : self.counts[row]] = self.state.listed_tokens.get(
+                slot, ()
+            )
+        return _to_device(listed_RK, self.state)
 
     @cached_property
     def processed(self) -> tuple[torch.Tensor, RowParameters] | None:
@@ -192,6 +206,7 @@ def _logprobs(state: SamplingState, slots_S: Int64Array) -> LogprobRows | None:
         None if is_whole else rows,
         slots.tolist(),
         state.num_logprobs[slots].tolist(),
+        (state.num_logprobs[slots] + state.num_listed[slots]).tolist(),
     )
 
 

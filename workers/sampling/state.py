@@ -54,6 +54,9 @@ class SamplingState:
         self.num_logprobs = np.zeros(num_slots, np.int64)
         self.wants_processed = np.zeros(num_slots, np.bool_)
         """The slots whose log-probabilities are those after all changes and filters."""
+        self.num_listed = np.zeros(num_slots, np.int64)
+        self.listed_tokens: dict[int, Int32Array] = {}
+        """The tokens whose log-probabilities a slot reports after those of the most likely tokens."""
         self.min_length = np.zeros(num_slots, np.int64)
         self.end_token_ids: dict[int, Int64Array] = {}
         self.logit_bias: dict[int, tuple[Int64Array, Float32Array]] = {}
@@ -101,6 +104,9 @@ class SamplingState:
             self.wants_logprobs[slot] = True
             self.wants_processed[slot] = params.processed_logprobs
             self.num_logprobs[slot] = params.logprobs if params.logprobs >= 0 else self.vocab_size
+            if params.logprob_token_ids:
+                self.listed_tokens[slot] = np.array(params.logprob_token_ids, np.int32)
+                self.num_listed[slot] = len(params.logprob_token_ids)
         if params.min_tokens > len(output_token_ids):
             self.min_length[slot] = len(prompt_token_ids) + params.min_tokens
             ends = {*eos_token_ids, *params.stop_token_ids}
@@ -138,6 +144,8 @@ class SamplingState:
         self.changes_logits[slot] = False
         self.has_penalties[slot] = False
         self.wants_logprobs[slot] = self.wants_processed[slot] = False
+        self.num_listed[slot] = 0
+        self.listed_tokens.pop(slot, None)
         self.end_token_ids.pop(slot, None)
         self.logit_bias.pop(slot, None)
         self.allowed_tokens.pop(slot, None)

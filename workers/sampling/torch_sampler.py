@@ -95,11 +95,12 @@ class TorchSampler(Sampler):
         if wanted is None or raw_logits_RV is None:
             return sampled
         token_ids_R = sampled.token_ids if wanted.rows is None else sampled.token_ids[wanted.rows]
-        logprobs = compute_logprobs(raw_logits_RV, token_ids_R, max(wanted.counts))
+        alternatives = max(wanted.num_top), wanted.listed_RK
+        logprobs = compute_logprobs(raw_logits_RV, token_ids_R, *alternatives)
         if wanted.processed is not None:
             is_processed_R, parameters = wanted.processed
             logits_RV = logits_SV if wanted.rows is None else logits_SV[wanted.rows]
-            processed = compute_processed(logits_RV, token_ids_R, max(wanted.counts), parameters)
+            processed = compute_processed(logits_RV, token_ids_R, parameters, *alternatives)
             logprobs = logprobs.replace(is_processed_R, processed)
         return SamplerOutput(chosen_S, metadata, logprobs)
 

@@ -12,9 +12,10 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope
 
 from .... import __version__
+from ....protocol.sampling_params import SamplingParams
 from ...client.engine_client import Delta, PositionLogprobs, Sequence
 from ...http.errors import APIError, json_response, rename_parameter
-from ...http.json_pieces import encode_list
+from ...http.json_pieces import EncodedJSON, encode_list, join_lists
 from ..answer import PromptAnswer
 from ..bodies.intake import Intake
 from ..bodies.request_memory import MemoryLease
@@ -28,6 +29,7 @@ from ..schema import CompletionRequest
 from ..schema.sglang import SglangGenerateRequest
 from ..serving import Serving
 from ..streaming.event_stream import OPENAI_STREAM, event
+from ..structured.constraint import Constraint
 from .sglang_request import DEFAULT_MAX_TOKENS, SglangPrompt, translate, verify_ids
 
 
@@ -76,6 +78,14 @@ class SglangGenerate(Completions):
         verify_ids(request, len(prompts))
         return prompts, new_answer
 
+    def _params(self, request: CompletionRequest, constraint: Constraint | None) -> SamplingParams:
+        params = super()._params(request, constraint)
+        # Listed tokens do not replace the most likely ones.
+        params.logprobs = request.logprobs
+        if params.prompt_logprobs is not None:
+            params.prompt_logprob_token_ids = params.logprob_token_ids
+        return params
+
     async def _prompts(self, request: CompletionRequest, body_size: int) -> list[Prompt]:
         assert isinstance(request, SglangPrompt)
         return await self._serving.executor.run(
@@ -99,7 +109,13 @@ class SglangAnswer(PromptAnswer):
         """Return the complete response body: one result, or a list if the request has a list of prompts."""
         sequences = self._group.sequences
         results = (
-            self.result(sequence, output.text, output.token_ids, output)
+            self.result(
+                sequence,
+                output.text,
+                output.token_ids,
+                output,
+                self.prompt_logprobs(sequence) | self.logprobs(output),
+            )
             for sequence, output in zip(sequences, outputs, strict=True)
         )
         if self._request.is_list or len(sequences) > 1:
@@ -110,8 +126,15 @@ class SglangAnswer(PromptAnswer):
         """Return the encoder of a stream."""
         return SglangChunks(self)
 
-    def result(self, sequence: Sequence, text: str, token_ids: list[int], newest: Delta) -> Json:
-        """Return the result of a sequence with its whole text so far. `newest` is its newest output."""
+    def result(
+        self,
+        sequence: Sequence,
+        text: str,
+        token_ids: list[int],
+        newest: Delta,
+        logprobs: dict[str, EncodedJSON],
+    ) -> Json:
+        """Return the result of a sequence with all of its output so far. `newest` is its newest output."""
         request = self._request
         if request.only_computes_prompt:
             text, token_ids = "", []
@@ -124,9 +147,32 @@ class SglangAnswer(PromptAnswer):
         }
         if newest.finish_reason is not None:
             meta["e2e_latency"] = max(sequence.finish_time - sequence.arrival_time, 0.0)
-        if newest.logprobs is not None:
-            meta |= self._logprobs(sequence, token_ids, newest.logprobs)
-        return {"text": text, "output_ids": token_ids, "meta_info": meta}
+        return {"text": text, "output_ids": token_ids, "meta_info": meta | logprobs}
+
+    def logprobs(self, output: Delta) -> dict[str, EncodedJSON]:
+        """Return the lists of log-probabilities of new output, by their names; {} if none are requested."""
+        if (positions := output.logprobs) is None:
+            return {}
+        if self._request.only_computes_prompt:
+            # The listed tokens are scored at the position after the prompt.
+            return self._lists("output", [], lambda: ()) | self._listed("output", positions)
+        return self._lists("output", output.token_ids, lambda: positions) | self._listed(
+            "output", positions
+        )
+
+    def prompt_logprobs(self, sequence: Sequence) -> dict[str, EncodedJSON]:
+        """Return the lists of log-probabilities of the prompt, by their names; {} if none are requested."""
+        if self._request.prompt_logprobs is None:
+            return {}
+        first = self._request.first_logprob
+        prompt = self.prompt_of(sequence).token_ids[first:].tolist()
+
+        def positions() -> Iterator[PositionLogprobs | None]:
+            # SGLang's clients expect null for the first token, wherever the list begins.
+            yield from [None] * bool(prompt)
+            yield from islice(sequence.iterate_prompt_logprobs(), first + 1, None)
+
+        return self._lists("input", prompt, positions) | self._listed("input", positions())
 
     def _id(self, sequence: Sequence) -> str:
         prompt, output = divmod(sequence.position, self._request.num_outputs)
@@ -145,39 +191,36 @@ class SglangAnswer(PromptAnswer):
             matched = token_ids[-1]
         return {"type": newest.finish_reason, "matched": matched}
 
-    def _logprobs(
-        self, sequence: Sequence, token_ids: list[int], logprobs: Iterable[PositionLogprobs]
-    ) -> Json:
-        """Return the log-probabilities of the answer's tokens, and those of the prompt if they are requested."""
-        found = self._lists("output", token_ids, lambda: islice(logprobs, len(token_ids)))
-        if self._request.prompt_logprobs is not None:
-            first = self._request.first_logprob
-            prompt = self.prompt_of(sequence).token_ids[first:].tolist()
-
-            def positions() -> Iterator[PositionLogprobs | None]:
-                # SGLang's clients expect null for the first token, wherever the list begins.
-                yield from [None] * bool(prompt)
-                yield from islice(sequence.iterate_prompt_logprobs(), first + 1, None)
-
-            found |= self._lists("input", prompt, positions)
-        return found
-
     def _lists(
         self,
         kind: str,
         token_ids: list[int],
         positions: Callable[[], Iterable[PositionLogprobs | None]],
-    ) -> Json:
+    ) -> dict[str, EncodedJSON]:
         pairs = zip(token_ids, positions(), strict=True)
         chosen = ((None if each is None else each.logprob, token) for token, each in pairs)
         lists = {f"{kind}_token_logprobs": encode_list(starmap(self._entry, chosen), at_once=1)}
-        if self._request.logprobs:
-            tops = (
-                each and [self._entry(logprob, token) for token, logprob in each.top]
-                for each in positions()
-            )
+        if num_top := self._request.logprobs:
+            tops = (self._entries(each, slice(num_top)) for each in positions())
             lists[f"{kind}_top_logprobs"] = encode_list(tops, at_once=1)
         return lists
+
+    def _listed(
+        self, kind: str, positions: Iterable[PositionLogprobs | None]
+    ) -> dict[str, EncodedJSON]:
+        """Return the log-probabilities of the tokens that the request lists."""
+        if not self._request.logprob_token_ids:
+            return {}
+        listed = slice(self._request.logprobs, None)
+        entries = (self._entries(each, listed) for each in positions)
+        return {f"{kind}_token_ids_logprobs": encode_list(entries, at_once=1)}
+
+    def _entries(
+        self, position: PositionLogprobs | None, part: slice
+    ) -> list[tuple[float | None, int, str | None]] | None:
+        if position is None:
+            return None
+        return [self._entry(logprob, token) for token, logprob in position.top[part]]
 
     def _entry(self, logprob: float | None, token_id: int) -> tuple[float | None, int, str | None]:
         text = self.renderer.token(token_id) if self._request.return_text_in_logprobs else None
@@ -185,13 +228,13 @@ class SglangAnswer(PromptAnswer):
 
 
 class SglangChunks:
-    """Writes the events of an answer. Each has the whole text and all tokens so far, as in SGLang."""
+    """Writes the events of an answer. Each has all output so far, as in SGLang."""
 
     format = OPENAI_STREAM
 
     def __init__(self, answer: SglangAnswer) -> None:
         self._answer = answer
-        self._outputs: dict[int, tuple[str, list[int]]] = {}
+        self._outputs: dict[int, tuple[str, list[int], dict[str, EncodedJSON]]] = {}
 
     def encode(self, sequence: Sequence) -> bytes:
         """Return the event for the new output.
@@ -200,14 +243,16 @@ class SglangChunks:
             APIError: The sequence failed.
         """
         position = sequence.position
-        text, token_ids = self._outputs.get(position, ("", []))
+        text, token_ids, lists = self._outputs.get(position, ("", [], {}))
         delta = sequence.read_some()
         raise_if_failed(delta)
         if not delta.token_ids and delta.finish_reason is None:
             return b""
         text, token_ids = text + delta.text, token_ids + delta.token_ids
-        self._outputs[position] = text, token_ids
-        result = self._answer.result(sequence, text, token_ids, delta)
+        for name, new in self._answer.logprobs(delta).items():
+            lists[name] = join_lists([lists[name], new]) if name in lists else new
+        self._outputs[position] = text, token_ids, lists
+        result = self._answer.result(sequence, text, token_ids, delta, lists)
         return event(result if self._answer.num_sequences == 1 else result | {"index": position})
 
     def closing(self) -> bytes:

@@ -14,6 +14,9 @@ from ..schema.sglang import SglangGenerateRequest, SglangSampling
 
 DEFAULT_MAX_TOKENS: Final = 128
 
+MAX_REPEATED_LOGPROBS: Final = 1 << 15
+"""Maximum log-probabilities of a streamed answer, because every event repeats those of the earlier events."""
+
 _PLAIN: Final = (
     "n",
     "temperature",
@@ -65,6 +68,8 @@ class SglangPrompt(CompletionRequest, kw_only=True):
         """Return the name of a field in SGLang's API."""
         if name in ("logprobs", "prompt_logprobs"):
             return "top_logprobs_num"
+        if name in ("logprob_token_ids", "prompt_logprob_token_ids"):
+            return "token_ids_logprob"
         if name in _PLAIN or name in _NAMES:
             return f"sampling_params.{_NAMES.get(name, name)}"
         return name
@@ -92,7 +97,7 @@ def translate(body: SglangGenerateRequest) -> SglangPrompt:
     tag = params.structural_tag
     return SglangPrompt(
         **{name: getattr(params, name) for name in _PLAIN},
-        **_logprobs(body),
+        **_logprobs(body, max_tokens),
         model=body.lora_path or None,
         prompt=prompt,
         stream=body.stream,
@@ -112,26 +117,46 @@ def translate(body: SglangGenerateRequest) -> SglangPrompt:
     )
 
 
-def _logprobs(body: SglangGenerateRequest) -> Json:
+def _logprobs(body: SglangGenerateRequest, max_tokens: int) -> Json:
     """Return the fields for log-probabilities.
 
     Raises:
-        APIError: A number is negative, or they are requested for a stream (400).
+        APIError: A number is negative, or there are too many for a stream (400).
     """
     if not body.return_logprob:
         return {}
-    if body.stream:
-        raise bad_request(
-            "return_logprob",
-            "cannot be streamed; use stream=false or /v1/completions",
-        )
-    count = body.top_logprobs_num or 0
+    count, listed = body.top_logprobs_num or 0, _listed_tokens(body)
     if count < 0:
         raise wrong("top_logprobs_num", "at least 0", count)
+    total = max_tokens * (1 + count + len(listed))
+    if body.stream and total > MAX_REPEATED_LOGPROBS:
+        raise bad_request(
+            "return_logprob",
+            f"needs {total} log-probabilities for max_new_tokens={max_tokens}, but in a stream at most "
+            f"{MAX_REPEATED_LOGPROBS} are allowed; use stream=false or request fewer",
+        )
+    fields: Json = {"logprobs": count, "logprob_token_ids": listed}
     first = -1 if body.logprob_start_len is None else body.logprob_start_len
-    if first < 0:
-        return {"logprobs": count}
-    return {"logprobs": count, "prompt_logprobs": count, "first_logprob": first}
+    if first >= 0:
+        if body.stream:
+            raise bad_request("logprob_start_len", "cannot be used in a stream")
+        fields |= {"prompt_logprobs": count, "first_logprob": first}
+    return fields
+
+
+def _listed_tokens(body: SglangGenerateRequest) -> list[int]:
+    """Return the token ids of `token_ids_logprob`.
+
+    Raises:
+        APIError: The field has lists that differ, or token ids besides lists (400).
+    """
+    listed: list[Any] = body.token_ids_logprob or []
+    if not any(isinstance(each, list) for each in listed):
+        return listed
+    if any(each != listed[0] for each in listed):
+        raise bad_request("token_ids_logprob", "must have the same list for each prompt")
+    first: list[int] = listed[0]
+    return first
 
 
 def verify_ids(request: SglangPrompt, count: int) -> None:

@@ -46,6 +46,8 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     allowed_token_ids: list[Int] | None = None
     skip_special_tokens: bool | None = None
     prompt_logprobs: Int | None = None
+    # Tokens whose log-probabilities are returned instead of those of the most likely tokens. Needs `logprobs`.
+    logprob_token_ids: list[Int] | None = None
     # With beam search, `n` is the number of beams.
     use_beam_search: bool | None = None
     length_penalty: float | None = None
@@ -117,7 +119,6 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     samplers: Any = None
     suffix: Any = None
     prompt_embeds: Any = None
-    logprob_token_ids: Any = None
     repetition_detection: Any = None
 
     def __post_init__(self) -> None:
@@ -395,7 +396,6 @@ REFUSED: dict[str, str] = {
     "samplers": "is not supported; the order of samplers is fixed",
     "suffix": "is not supported in chats; use /v1/completions",
     "prompt_embeds": "is not supported in chats; use /v1/completions",
-    "logprob_token_ids": "is not supported; use logprobs with allowed_token_ids",
     "repetition_detection": "is not supported; use frequency_penalty or max_tokens",
     "chat_template": "is not accepted from requests; start the server with --chat-template",
     "audio": _NOT_SUPPORTED,
@@ -408,7 +408,6 @@ REFUSED: dict[str, str] = {
     "image_data": "is not supported; send images to /v1/chat/completions",
     "video_data": "is not supported; send videos to /v1/chat/completions",
     "audio_data": "is not supported; send audio to /v1/chat/completions",
-    "token_ids_logprob": "is not supported; use top_logprobs_num",
     "return_hidden_states": _NOT_SUPPORTED,
     "return_routed_experts": _NOT_SUPPORTED,
     "return_entropy": _NOT_SUPPORTED,

@@ -54,6 +54,8 @@ class SglangGenerateRequest(msgspec.Struct, kw_only=True):
     # The first token of the prompt whose log-probability is returned; -1 for none.
     logprob_start_len: Int | None = None
     top_logprobs_num: Int | None = None
+    # Tokens whose log-probabilities are returned besides. Several lists, one for each prompt, must be equal.
+    token_ids_logprob: list[Int | list[Int]] | None = None
     return_text_in_logprobs: bool | None = None
     # The ids of the answers.
     rid: str | list[str] | None = None
@@ -79,7 +81,6 @@ class SglangGenerateRequest(msgspec.Struct, kw_only=True):
     image_data: Any = None
     video_data: Any = None
     audio_data: Any = None
-    token_ids_logprob: Any = None
     return_hidden_states: Any = None
     return_routed_experts: Any = None
     return_entropy: Any = None

@@ -88,6 +88,16 @@ def test_chat_logprobs_match_the_tokens(client: openai.OpenAI, frontend: Fronten
     assert [token for piece in pieces for token in piece] == content
 
 
+def test_listed_tokens_replace_the_top_logprobs(frontend: FrontendProcess) -> None:
+    fields = {"max_tokens": 2, "logprobs": True, "top_logprobs": 4, "logprob_token_ids": [9, 7, 9]}
+    answer = chat(frontend, return_tokens_as_token_ids=True, **fields)
+    for entry in answer["choices"][0]["logprobs"]["content"]:
+        assert [(e["token"], e["logprob"]) for e in entry["top_logprobs"]] == [
+            ("token_id:9", pytest.approx(-0.009)),
+            ("token_id:7", pytest.approx(-0.007)),
+        ]
+
+
 def test_top_logprobs_of_zero_do_not_need_logprobs(frontend: FrontendProcess) -> None:
     for fields in ({}, {"logprobs": False}):
         answer = chat(frontend, top_logprobs=0, max_tokens=1, **fields)

@@ -53,6 +53,43 @@ def test_lists_of_prompts_get_lists_of_answers(frontend: FrontendProcess) -> Non
     assert [each["output_ids"] for each in lists] == ids
 
 
+def test_listed_tokens_have_logprobs(frontend: FrontendProcess) -> None:
+    ids = token_ids(frontend, TEXT)
+    wanted = {"return_logprob": True, "top_logprobs_num": 2, "token_ids_logprob": [7, 5]}
+    meta = generate(frontend, text=TEXT, sampling={"max_new_tokens": 3}, **wanted)["meta_info"]
+    assert [[e[1] for e in each] for each in meta["output_token_ids_logprobs"]] == [[7, 5]] * 3
+    assert [[e[1] for e in each] for each in meta["output_top_logprobs"]] == [[0, 1]] * 3
+    assert "input_token_ids_logprobs" not in meta
+
+    # No new token: the listed tokens are scored after the prompt.
+    wanted |= {"top_logprobs_num": 0, "logprob_start_len": 0, "token_ids_logprob": [[7], [7]]}
+    texts = [TEXT, TEXT]
+    for each in generate(frontend, text=texts, sampling={"max_new_tokens": 0}, **wanted):
+        meta = each["meta_info"]
+        [[(logprob, token, text)]] = meta["output_token_ids_logprobs"]
+        assert (token, text, meta["output_token_logprobs"]) == (7, None, [])
+        assert meta["input_token_ids_logprobs"] == [None] + [[[logprob, 7, None]]] * (len(ids) - 1)
+
+
+def test_logprobs_of_a_stream_grow(frontend: FrontendProcess) -> None:
+    body = {"text": TEXT, "sampling_params": {"max_new_tokens": 4}, "stream": True}
+    body |= {"return_logprob": True, "top_logprobs_num": 1, "token_ids_logprob": [9]}
+    *lines, _ = frontend.post("/generate", **body).text.split("\n\n")[:-1]
+    events = [json.loads(line.removeprefix("data: ")) for line in lines]
+    for event in events:
+        meta = event["meta_info"]
+        assert [each[1] for each in meta["output_token_logprobs"]] == event["output_ids"]
+        for name in ("top", "token_ids"):
+            assert len(meta[f"output_{name}_logprobs"]) == len(event["output_ids"])
+    body["stream"] = False
+    whole = frontend.post("/generate", **body).json()["meta_info"]
+    for name in ("token", "top", "token_ids"):
+        field = f"output_{name}_logprobs"
+        assert events[-1]["meta_info"][field] == whole[field]
+    body |= {"stream": True, "sampling_params": {"max_new_tokens": 40_000}}
+    assert "at most 32768" in frontend.post("/generate", **body).json()["error"]["message"]
+
+
 def test_each_event_of_a_stream_has_all_output_so_far(frontend: FrontendProcess) -> None:
     ids = token_ids(frontend, TEXT)
     body = {"text": TEXT, "sampling_params": {"max_new_tokens": len(ids)}, "stream": True}
@@ -103,7 +140,9 @@ def test_logprobs_of_answer_and_prompt(frontend: FrontendProcess) -> None:
         ({"sampling_params": {"stop_regex": "a"}}, "sampling_params.stop_regex"),
         ({"return_logprob": True, "top_logprobs_num": 1000}, "top_logprobs_num"),
         ({"return_logprob": True, "top_logprobs_num": -1}, "top_logprobs_num"),
-        ({"return_logprob": True, "stream": True}, "return_logprob"),
+        ({"return_logprob": True, "token_ids_logprob": [-1]}, "token_ids_logprob"),
+        ({"return_logprob": True, "token_ids_logprob": [1, [2]]}, "token_ids_logprob"),
+        ({"return_logprob": True, "stream": True, "logprob_start_len": 0}, "logprob_start_len"),
         ({"image_data": "x"}, "image_data"),
         ({"lora_path": "unknown"}, "model"),
     ],

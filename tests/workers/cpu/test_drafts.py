@@ -46,7 +46,9 @@ PARAMS = {
         SamplingParams(temperature=0.6, min_p=0.05, typical_p=0.8, seed=3),
     ],
     "with sampling features": [
-        SamplingParams(temperature=0, repetition_penalty=1.3, logprobs=3),
+        SamplingParams(
+            temperature=0, repetition_penalty=1.3, logprobs=3, logprob_token_ids=(90, 4)
+        ),
         SamplingParams(temperature=0.7, presence_penalty=0.5, frequency_penalty=0.2, seed=1),
         SamplingParams(
             temperature=0.9, seed=2, bad_words_token_ids=((5, 6), (7,)), logit_bias={9: 4.0}

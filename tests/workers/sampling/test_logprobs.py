@@ -14,11 +14,18 @@ def random_logits(n: int) -> torch.Tensor:
     return torch.randn((n, V), generator=torch.Generator().manual_seed(n)) * 3
 
 
-@pytest.mark.parametrize("count", [0, 1, 5, 200, -1])
-def test_logprobs_are_those_of_the_raw_logits(new_rows: NewRows, count: int) -> None:
+@pytest.mark.parametrize(
+    ("count", "listed"), [(0, ()), (0, (7, 300, 0)), (1, ()), (5, (3, 3)), (200, ()), (-1, (250,))]
+)
+def test_logprobs_are_those_of_the_raw_logits(
+    new_rows: NewRows, count: int, listed: tuple[int, ...]
+) -> None:
     logits = random_logits(3)
     batch = new_rows(V)
-    batch.add(0, SamplingParams(logprobs=count, seed=1, temperature=4.0, top_k=40))
+    shown = SamplingParams(
+        logprobs=count, logprob_token_ids=listed, seed=1, temperature=4.0, top_k=40
+    )
+    batch.add(0, shown)
     batch.add(1, SamplingParams(seed=1))
     batch.add(2, SamplingParams(logprobs=2, temperature=0, logit_bias={77: 100.0}))
     output = batch.sample(logits, [0, 1, 2])
@@ -27,10 +34,10 @@ def test_logprobs_are_those_of_the_raw_logits(new_rows: NewRows, count: int) -> 
     assert (first.slot, first.num_positions, last.slot) == (0, 1, 2)
     k = V if count == -1 else count
     ids, values = int32_view(first.token_ids), float32_view(first.logprobs)
-    assert len(ids) == len(values) == k + 1
+    assert len(ids) == len(values) == k + 1 + len(listed)
     chosen = int(output.token_ids[0])
     assert ids[0] == chosen
-    assert ids[1:].tolist() == logits[0].argsort(descending=True)[:k].tolist()
+    assert ids[1:].tolist() == [*logits[0].argsort(descending=True)[:k].tolist(), *listed]
     np.testing.assert_allclose(values, expected[0][ids.tolist()], atol=2e-6)
     assert int32_view(first.ranks).tolist() == [1 + int((logits[0] > logits[0, chosen]).sum())]
     assert int32_view(last.token_ids)[0] == 77
@@ -64,7 +71,13 @@ def test_processed_logprobs_are_those_after_the_filters(
 ) -> None:
     logits = random_logits(3)
     batch = new_rows(V)
-    shown = SamplingParams(logprobs=12, processed_logprobs=True, logit_bias={7: 6.0}, **filters)
+    shown = SamplingParams(
+        logprobs=12,
+        logprob_token_ids=(7, 0, 300, 7),
+        processed_logprobs=True,
+        logit_bias={7: 6.0},
+        **filters,
+    )
     batch.add(0, shown)
     batch.add(1, SamplingParams(logprobs=3, seed=1))
     batch.add(2, SamplingParams(logprobs=2, processed_logprobs=True, temperature=0))
@@ -80,7 +93,9 @@ def test_processed_logprobs_are_those_after_the_filters(
     np.testing.assert_allclose(
         values[: 1 + num_kept], expected[ids[: 1 + num_kept].tolist()].log(), atol=1e-5
     )
-    assert (values[1 + num_kept :] == -np.inf).all()
+    assert (values[1 + num_kept : 13] == -np.inf).all()
+    assert ids[13:].tolist() == [7, 0, 300, 7]
+    np.testing.assert_allclose(values[13:], expected[[7, 0, 300, 7]].log(), atol=1e-5)
     assert int32_view(first.ranks).tolist() == [1 + int((expected > expected[ids[0]]).sum())]
     np.testing.assert_allclose(
         float32_view(raw.logprobs),
@@ -115,5 +130,10 @@ def test_prompt_logprobs_are_computed_for_every_position(new_rows: NewRows) -> N
     )
     above = (logits > logits.gather(1, torch.tensor(next_ids)[:, None])).sum(1) + 1
     assert int32_view(row.ranks).tolist() == above.tolist()
+    listed = rows.score_prompt(3, logits, next_ids, 1, (300, 2))
+    assert int32_view(listed.token_ids).reshape(6, 4)[:, 2:].tolist() == [[300, 2]] * 6
+    np.testing.assert_allclose(
+        float32_view(listed.logprobs).reshape(6, 4)[:, 2:], expected[:, [300, 2]], atol=2e-6
+    )
     whole = rows.score_prompt(3, logits, next_ids, -1)
     assert len(int32_view(whole.token_ids)) == 6 * (V + 1)

@@ -40,6 +40,8 @@ class LogprobRows(ctypes.Structure):
         ("is_wanted", c_void_p),
         ("num_top", c_void_p),
         ("is_processed", c_void_p),
+        ("listed", c_void_p),
+        ("num_listed", c_void_p),
         ("width", c_int64),
         ("token_ids", c_void_p),
         ("logprobs", c_void_p),

@@ -131,7 +131,7 @@ std::string describe() {
   STRUCT(LogitRules, allowed, bad_words, end_tokens, bias_tokens, biases, bad_words_size, num_end_tokens, min_length,
          num_biases, has_penalties, repetition_penalty, presence_penalty, frequency_penalty, suppressed,
          begin_suppressed, num_suppressed, num_begin_suppressed, first_timestamp, end_token, max_initial_timestamp)
-  STRUCT(LogprobRows, is_wanted, num_top, is_processed, width, token_ids, logprobs, ranks)
+  STRUCT(LogprobRows, is_wanted, num_top, is_processed, listed, num_listed, width, token_ids, logprobs, ranks)
   STRUCT(SamplingRows, is_greedy, inverse_temperature, top_k, top_p, typical_p, min_p_margin, seed, changes_logits,
          rules, token_ids, max_model_len, num_prompt_tokens, num_tokens, grammar, grammar_words, logprobs, slots,
          positions)

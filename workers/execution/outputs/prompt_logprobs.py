@@ -5,7 +5,7 @@ Shapes: T tokens of a step, D hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -20,13 +20,14 @@ POSITIONS_AT_ONCE: Final = 64
 """Maximum number of rows of logits, float32 over the whole vocabulary, that are in memory at a time."""
 
 
-PromptScore: TypeAlias = Callable[[int, AnyArray, AnyArray, int], RowLogprobs]
+PromptScore: TypeAlias = Callable[[int, AnyArray, AnyArray, int, Sequence[int]], RowLogprobs]
 
 
 def _score_in_torch(
-    slot: int, logits_TV: AnyArray, following_T: AnyArray, count: int
+    slot: int, logits_TV: AnyArray, following_T: AnyArray, count: int, listed: Sequence[int]
 ) -> RowLogprobs:
-    return prompt_logprobs(slot, as_tensor(logits_TV), as_tensor(following_T).long(), count)
+    following_T = as_tensor(following_T).long()
+    return prompt_logprobs(slot, as_tensor(logits_TV), following_T, count, listed)
 
 
 class PromptLogprobs:
@@ -43,30 +44,30 @@ class PromptLogprobs:
     ) -> None:
         self._compute_logits = compute_logits
         self._score = score or _score_in_torch
-        self._counts: dict[int, int] = {}
+        self._alternatives: dict[int, tuple[int, Sequence[int]]] = {}
         self._parts: dict[int, list[RowLogprobs]] = {}
 
-    def add_request(self, slot: int, count: int) -> None:
-        """Collect `count` alternatives at every prompt position of `slot`; -1 for the whole vocabulary."""
-        self._counts[slot] = count
+    def add_request(self, slot: int, count: int, listed: Sequence[int]) -> None:
+        """Collect `count` alternatives (-1: the whole vocabulary) and `listed` tokens at every prompt position."""
+        self._alternatives[slot] = count, listed
         self._parts[slot] = []
 
     def remove_request(self, slot: int) -> None:
         """Discard the log-probabilities of a slot."""
-        self._counts.pop(slot, None)
+        self._alternatives.pop(slot, None)
         self._parts.pop(slot, None)
 
     @property
     def is_pending(self) -> bool:
         """True if the log-probabilities of some prompt are not complete."""
-        return bool(self._counts)
+        return bool(self._alternatives)
 
     def collect(self, plan: StepPlan, hidden_TD: AnyArray, batch: PersistentBatch) -> None:
         """Compute the log-probabilities of the prompt tokens that follow this step's tokens."""
-        if not self._counts:
+        if not self._alternatives:
             return
         for row, slot in enumerate(plan.slots_S.tolist()):
-            if slot not in self._counts:
+            if slot not in self._alternatives:
                 continue
             first = int(plan.num_computed_S[row])
             last_scored = int(batch.num_prompt_tokens[slot]) - 1
@@ -80,13 +81,13 @@ class PromptLogprobs:
                 )
                 following_T = batch.tokens_at(slot, start + 1, stop + 1)
                 self._parts[slot].append(
-                    self._score(slot, logits_TV, following_T, self._counts[slot])
+                    self._score(slot, logits_TV, following_T, *self._alternatives[slot])
                 )
 
     def finish(self, slots: list[int]) -> list[RowLogprobs]:
         """Return the log-probabilities of those `slots` that sample their first token now, and remove them."""
         finished = []
-        for slot in self._counts.keys() & set(slots):
+        for slot in self._alternatives.keys() & set(slots):
             finished += self._parts[slot]
             self.remove_request(slot)
         return finished

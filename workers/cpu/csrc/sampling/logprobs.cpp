@@ -15,7 +15,8 @@ void LogprobRows::move(int from, int to) const {
 }
 
 // If the largest logit is NaN or infinite, every probability is 0, and the tokens are arbitrary.
-void TokenChooser::write_most_likely(const LogprobRows& logprobs, int row, int64_t count) {
+void TokenChooser::write_alternatives(const LogprobRows& logprobs, int row, int64_t slot) {
+  const int64_t count = logprobs.num_top[slot];
   int32_t* token_ids = logprobs.token_ids + row * logprobs.width + 1;
   float* values = logprobs.logprobs + row * logprobs.width + 1;
   raw_peak_ = peak_;
@@ -33,6 +34,10 @@ void TokenChooser::write_most_likely(const LogprobRows& logprobs, int row, int64
       values[i] = logprob(logits_[token_ids[i]]);
     }
   }
+  for (int64_t i = 0; i < logprobs.num_listed[slot]; i++) {
+    token_ids[count + i] = logprobs.listed[slot][i];
+    values[count + i] = logprob(logits_[logprobs.listed[slot][i]]);
+  }
 }
 
 void TokenChooser::write_chosen(const LogprobRows& logprobs, int row, const float* logits, int32_t token) const {
@@ -45,11 +50,12 @@ void TokenChooser::write_chosen(const LogprobRows& logprobs, int row, const floa
 // Writes the probabilities with which `token` was just drawn. Tokens that cannot be drawn have a probability of 0.
 void TokenChooser::write_processed(const SamplingRows& rows, int row, int32_t token) {
   const LogprobRows& logprobs = *rows.logprobs;
-  const int64_t slot = rows.slots[row], count = logprobs.num_top[slot];
+  const int64_t slot = rows.slots[row], count = logprobs.num_top[slot], num_listed = logprobs.num_listed[slot];
   int32_t* token_ids = logprobs.token_ids + row * logprobs.width;
   float* values = logprobs.logprobs + row * logprobs.width;
   std::fill_n(token_ids, count + 1, 0);
-  std::fill_n(values, count + 1, -INFINITY);
+  std::fill_n(values, count + 1 + num_listed, -INFINITY);
+  std::copy_n(logprobs.listed[slot], num_listed, token_ids + count + 1);
   logprobs.ranks[row] = 1;
   if (token < 0) return;
   token_ids[0] = token;
@@ -68,6 +74,7 @@ void TokenChooser::write_processed(const SamplingRows& rows, int row, int32_t to
     const int64_t needed = share(weight, rows.top_p[slot]);
     for (num_kept = 0, total = 0; total < needed; num_kept++) total += candidates[num_kept].weight;
   }
+  if (num_listed) values_.assign(vocab_size_, -INFINITY);
   for (int i = 0; i < num_kept; i++) {
     const int32_t kept = int32_t(~uint32_t(candidates[i].key));
     const float value = float(std::log(double(candidates[i].weight) / double(total)));
@@ -79,7 +86,9 @@ void TokenChooser::write_processed(const SamplingRows& rows, int row, int32_t to
       values[0] = value;
       logprobs.ranks[row] = i + 1;
     }
+    if (num_listed) values_[kept] = value;
   }
+  for (int64_t i = 1 + count; i < 1 + count + num_listed; i++) values[i] = values_[token_ids[i]];
 }
 
 float TokenChooser::logprob(float logit) const {

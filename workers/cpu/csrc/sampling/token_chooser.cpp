@@ -73,7 +73,7 @@ int32_t TokenChooser::choose(const SamplingRows& rows, int row, float* logits, f
   const float* raw_logits = logits;
   look_at(logits, maxima);
   const bool is_processed = logprobs && logprobs->is_processed[slot];
-  if (logprobs && !is_processed) write_most_likely(*logprobs, row, logprobs->num_top[slot]);
+  if (logprobs && !is_processed) write_alternatives(*logprobs, row, slot);
   // Do not change rows with a NaN or an infinity, because the changes could hide it.
   if (peak_ < INFINITY && (rows.changes_logits[slot] || rows.grammar[slot])) {
     if (logprobs && !is_processed) {

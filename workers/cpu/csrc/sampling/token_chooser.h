@@ -25,16 +25,19 @@ inline int64_t share(int64_t total, double top_p) { return std::min(int64_t(std:
 constexpr int32_t kNotANumber = -1;      // a NaN or an infinity among the logits
 constexpr int32_t kNothingAllowed = -2;  // no logit above -infinity
 
-// Log-probabilities: of the chosen token first, then of the most likely tokens. They are those of the model's unchanged
-// logits, or those with which the token was drawn, after all changes and filters.
+// Log-probabilities: of the chosen token first, then of the most likely tokens, then of those that the request lists.
+// They are those of the model's unchanged logits, or those with which the token was drawn, after all changes and
+// filters.
 struct LogprobRows {
-  const bool* is_wanted;     // indexed by slot, like the next two
-  const int64_t* num_top;    // the number of most likely tokens
-  const bool* is_processed;  // whether the log-probabilities are those after all changes and filters
-  int64_t width;             // the length of a row, at least the number that any slot wants
-  int32_t* token_ids;        // [rows, width]
-  float* logprobs;           // [rows, width]
-  int32_t* ranks;            // [rows], the rank of the chosen token, counting from 1
+  const bool* is_wanted;         // indexed by slot, like the next four
+  const int64_t* num_top;        // the number of most likely tokens
+  const bool* is_processed;      // whether the log-probabilities are those after all changes and filters
+  const int32_t* const* listed;  // the tokens that the request lists
+  const int64_t* num_listed;
+  int64_t width;       // the length of a row, at least the number that any slot wants
+  int32_t* token_ids;  // [rows, width]
+  float* logprobs;     // [rows, width]
+  int32_t* ranks;      // [rows], the rank of the chosen token, counting from 1
 
   // Copies a later row to the place of an earlier one.
   void move(int from, int to) const;
@@ -86,7 +89,7 @@ class TokenChooser {
   void change(const SamplingRows& rows, int row, float* logits);
   void mask_atypical(double typical_p, float* logits);
   int32_t pick(const SamplingRows& rows, int row);
-  void write_most_likely(const LogprobRows& logprobs, int row, int64_t count);
+  void write_alternatives(const LogprobRows& logprobs, int row, int64_t slot);
   void write_chosen(const LogprobRows& logprobs, int row, const float* logits, int32_t token) const;
   void write_processed(const SamplingRows& rows, int row, int32_t token);
   float logprob(float logit) const;
