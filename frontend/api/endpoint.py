@@ -13,12 +13,10 @@ from typing import Generic
 import msgspec
 from starlette.types import Message, Receive, Scope, Send
 
-from ...protocol.errors import ParameterError
-from ...protocol.sampling_params import SamplingParams
 from ..client.beam_search import BeamSearch
 from ..client.engine_client import RequestGroup
 from ..http.deadline import read_deadline
-from ..http.errors import APIError, json_response, rename_parameter
+from ..http.errors import APIError, json_response, renaming
 from ..http.trace_headers import read_trace_headers
 from .answer import Answer, Outputs, Request
 from .bodies.body import ClientDisconnected
@@ -102,7 +100,7 @@ class Endpoint(ABC, Generic[Request]):
         if (greeting := self._greeting(request)) is not None:
             await json_response(greeting)(scope, receive, send)
             return
-        prompts, new_answer = await self.prepare(request, body_size, receive)
+        prompts, new_answer = await self._prepare(request, body_size, receive)
         verify_streamed_logprobs(request, prompts, serving)
         lease.count_media(sum(prompt.num_image_bytes * prompt.params.n for prompt in prompts))
         request_id, recent = state["request_id"], serving.recent_prompts
@@ -217,8 +215,15 @@ class Endpoint(ABC, Generic[Request]):
         body = replay_body(record.body, receive)
         request, body_size = await self._receive(scope, body, lease)
         self._verify_same_model(record, request.model)
-        prompts, new_answer = await self.prepare(request, body_size, receive)
+        prompts, new_answer = await self._prepare(request, body_size, receive)
         return request, prompts, new_answer
+
+    async def _prepare(
+        self, request: Request, body_size: int, receive: Receive
+    ) -> tuple[list[PreparedPrompt], NewAnswer[Request]]:
+        """Return the result of `prepare`. Errors name the fields as the client did."""
+        with renaming(request.sent_name):
+            return await self.prepare(request, body_size, receive)
 
     def _verify_same_model(self, record: RequestRecord, name: str | None) -> None:
         """Raise APIError 410 if `name` now means another model, adapter or version than when it was recorded."""
@@ -283,21 +288,6 @@ class Endpoint(ABC, Generic[Request]):
     def _greeting(self, request: Request) -> Json | None:
         """Return the response to a request that asks for no text; None for all other requests."""
         return None
-
-    def _verify(self, params: SamplingParams, request: Request) -> None:
-        """Verify sampling parameters.
-
-        Raises:
-            APIError: A parameter is invalid; it is named as in the request (400).
-        """
-        try:
-            self._serving.verify_sampling(params)
-        except ParameterError as error:
-            raise rename_parameter(error, self._sent_name(request, error.param)) from None
-
-    def _sent_name(self, request: Request, name: str) -> str:
-        """Return the name of the request field that set a sampling parameter."""
-        return request.sent_name(name)
 
     def id_prefix_of(self, request: Request) -> str:
         """Return the prefix of the answer's ID."""

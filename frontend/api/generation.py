@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from starlette.types import Receive, Scope
 
-from ...protocol.errors import POISON_REQUEST, ParameterError
+from ...protocol.errors import POISON_REQUEST
 from ...protocol.messages import EncoderInput
 from ...protocol.pooling_params import PoolingParams
 from ...protocol.sampling_params import SamplingParams
@@ -35,7 +35,8 @@ from ..http.errors import (
     deadline_exceeded,
     internal_error,
     redact,
-    rename_parameter,
+    renamer,
+    renaming,
     too_many_requests,
     unavailable,
 )
@@ -138,10 +139,8 @@ def beam_search_params(
     max_tokens = min(each.params.max_tokens or 1 for each in prompts)
     penalty = 1.0 if request.length_penalty is None else request.length_penalty
     search = BeamSearchParams(params.n, max_tokens, params.ignore_eos, penalty)
-    try:
+    with renaming(renamer({"beam_width": "n"})):
         search.verify(max_logprobs)
-    except ParameterError as error:
-        raise rename_parameter(error, "n" if error.param == "beam_width" else error.param) from None
     return search
 
 

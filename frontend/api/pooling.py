@@ -12,7 +12,6 @@ import numpy.typing as npt
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...protocol.errors import ParameterError
 from ...protocol.messages import EncoderInput
 from ...protocol.pooling_params import PoolingKind
 from ..chat import ChatTemplateError, PairTemplate
@@ -20,7 +19,7 @@ from ..client.embeddings import embedding_params, find_prompt
 from ..client.engine_client import RequestGroup
 from ..client.text_changes import TextChanges
 from ..http.deadline import read_deadline
-from ..http.errors import APIError, bad_request, redact, rename_parameter, wrong
+from ..http.errors import APIError, bad_request, redact, renamer, renaming, wrong
 from ..http.trace_headers import read_trace_headers
 from ..tokenizer.token_ids import truncate
 from .chat_prompt import render_chat, verify_template_kwargs
@@ -211,11 +210,12 @@ class Pooling:
         def encode_all() -> list[tuple[Sequence[int], list[EncoderInput]]]:
             return [encode(each) for each in pairs]
 
+        def sent_name(name: str) -> str:
+            return "chat_template_kwargs" if name.startswith("chat") else pairs[0].param
+
         try:
-            encoded = await self._serving.executor.run(size, encode_all)
-        except ParameterError as error:
-            param = "chat_template_kwargs" if error.param.startswith("chat") else pairs[0].param
-            raise rename_parameter(error, param) from None
+            with renaming(sent_name):
+                encoded = await self._serving.executor.run(size, encode_all)
         except ChatTemplateError as error:
             raise APIError(400, redact(str(error)), param="chat_template_kwargs") from None
         for each, (token_ids, inputs) in zip(pairs, encoded, strict=True):
@@ -300,10 +300,8 @@ async def take_media(serving: Serving, each: Prompt, role: str, body_size: int) 
     if serving.media is None:
         raise bad_request(each.param, "must be a text, because this model reads only text")
     message = {"role": role, "content": each.content}
-    try:
+    with renaming(renamer({"messages[0]": each.param})):
         [taken], each.media = await serving.media.take([message], body_size)
-    except ParameterError as error:
-        raise rename_parameter(error, error.param.replace("messages[0]", each.param, 1)) from None
     each.content = taken["content"]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -75,19 +75,40 @@ def reject_deep_nesting(param: str) -> Iterator[None]:
         raise bad_request(param, "is nested too deeply") from None
 
 
-def rename_parameter(error: ParameterError | APIError, param: str) -> APIError:
-    """Return the error for a parameter, with the name that the request used for the parameter."""
-    if isinstance(error, ParameterError):
-        return bad_request(param, error.problem)
-    message = error.message.replace(error.param or param, param, 1)
-    return APIError(
-        error.status,
-        message,
-        type=error.type,
-        param=param,
-        code=error.code,
-        headers=error.headers,
-    )
+@contextmanager
+def renaming(rename: Callable[[str], str]) -> Iterator[None]:
+    """Give the fields in the errors of this context the names that the client used.
+
+    Args:
+        rename: Function from the name of a field in an error to its name in the body.
+    """
+    try:
+        yield
+    except ParameterError as error:
+        raise bad_request(rename(error.param), error.problem) from None
+    except APIError as error:
+        if error.param is None or (param := rename(error.param)) == error.param:
+            raise
+        raise APIError(
+            error.status,
+            re.sub(rf"(?<![\w.]){re.escape(error.param)}(?!\w)", lambda _: param, error.message),
+            type=error.type,
+            param=param,
+            code=error.code,
+            headers=error.headers,
+        ) from None
+
+
+def renamer(names: Mapping[str, str]) -> Callable[[str], str]:
+    """Return the function that renames fields and the places within them, such as `tools[0].name`."""
+
+    def rename(place: str) -> str:
+        for name, sent in names.items():
+            if place == name or place.startswith((f"{name}.", f"{name}[")):
+                return sent + place.removeprefix(name)
+        return place
+
+    return rename
 
 
 def expect(value: Any, kind: type, param: str, expected: str) -> Any:

@@ -109,9 +109,6 @@ class Messages(DialectEndpoint[MessagesRequest]):
             request.thinking_token_budget = limit
         return request
 
-    def _sent_name(self, request: ChatCompletionRequest, name: str) -> str:
-        return "stop_sequences" if name == "stop" else name
-
 
 class TokenCounter:
     """Counts the tokens of a conversation's prompt."""

@@ -24,6 +24,14 @@ _SERVER_RESULT: Final = "_tool_result"
 """The end of the types of blocks with results of tools that Anthropic's servers ran."""
 
 
+class MessagesPrompt(ChatCompletionRequest, kw_only=True):
+    """A chat completion request from Anthropic's API."""
+
+    def sent_name(self, name: str) -> str:
+        """Return the name of a field in Anthropic's API."""
+        return "stop_sequences" if name == "stop" else name
+
+
 def translate_messages(body: MessagesRequest) -> ChatCompletionRequest:
     """Return the body translated to a chat completion request.
 
@@ -37,7 +45,7 @@ def translate_messages(body: MessagesRequest) -> ChatCompletionRequest:
         messages += _message(message, f"messages[{i}]")
     is_prefilled = bool(messages) and messages[-1]["role"] == "assistant"
     choice, is_parallel = _tool_choice(body.tool_choice)
-    return ChatCompletionRequest(
+    return MessagesPrompt(
         model=body.model,
         messages=messages,
         max_tokens=body.max_tokens,

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from ...client.embeddings import Vector
 from ...client.engine_client import RequestGroup
-from ...http.errors import APIError, json_response, rename_parameter, wrong
+from ...http.errors import APIError, json_response, renamer, renaming, wrong
 from ..bodies.intake import Intake, reads
 from ..pooling import verify_choice
 from ..routes.embeddings import Embeddings
@@ -82,20 +82,14 @@ class CohereEmbeddings:
                 }
             )
 
-        try:
+        names = {
+            "input": "texts",
+            "messages": name,
+            "dimensions": "output_dimension",
+            "truncate_prompt_tokens": "max_tokens",
+        }
+        with renaming(renamer(names)):
             return await self._embeddings.run(http, request, size, answer)
-        except APIError as error:
-            for ours, theirs in (
-                ("input", "texts"),
-                ("messages", name),
-                ("dimensions", "output_dimension"),
-                ("truncate_prompt_tokens", "max_tokens"),
-            ):
-                if (error.param or "").startswith(ours):
-                    raise rename_parameter(
-                        error, theirs + (error.param or "").removeprefix(ours)
-                    ) from None
-            raise
 
     def _name_of_input(self, body: CohereEmbedRequest) -> str:
         """Return the name of the field with the inputs.

@@ -16,7 +16,14 @@ from .... import __version__
 from ....protocol.sampling_params import SamplingParams
 from ...client.embeddings import Vector
 from ...client.engine_client import RequestGroup
-from ...http.errors import APIError, bad_request, json_response, rename_parameter, unavailable
+from ...http.errors import (
+    APIError,
+    bad_request,
+    json_response,
+    renamer,
+    renaming,
+    unavailable,
+)
 from ...http.json_pieces import encode_list
 from ..bodies.intake import Intake, reads
 from ..bodies.request_memory import MemoryLease
@@ -199,13 +206,9 @@ class LlamaEmbeddings:
             )
             return json_response(encode_list(rows, at_once=1))
 
-        try:
+        name = "input" if body.content is None else "content"
+        with renaming(renamer({"input": name})):
             return await self._embeddings.run(http, request, size, answer)
-        except APIError as error:
-            if body.content is None or error.param is None:
-                raise
-            name = error.param.replace("input", "content", 1)
-            raise rename_parameter(error, name) from None
 
 
 class LlamaDescription:

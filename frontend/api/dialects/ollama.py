@@ -12,19 +12,15 @@ from typing import Final
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Receive
 
 from .... import __version__
-from ....protocol.errors import ParameterError
 from ....protocol.sampling_params import SamplingParams
 from ...client.embeddings import Vector
 from ...client.engine_client import RequestGroup
-from ...http.errors import APIError, bad_request, json_response, rename_parameter
+from ...http.errors import APIError, bad_request, json_response
 from ...http.json_pieces import encode_list
 from ..bodies.intake import Intake
 from ..chat_prompt import RenderedChat
-from ..endpoint import NewAnswer
-from ..generation import PreparedPrompt
 from ..infill import require_infill
 from ..logprobs import Json
 from ..openapi import accepts
@@ -41,7 +37,7 @@ from ..schema.ollama import (
 from ..serving import Serving
 from ..structured.constraint import Constraint
 from ..tools.tool_choice import ToolChoice
-from .dialect import Body, DialectEndpoint
+from .dialect import DialectEndpoint
 from .ollama_answer import OllamaChatAnswer, OllamaTextAnswer, head_of, nanoseconds
 from .ollama_request import LATEST, OllamaPrompt, translate_chat, translate_generate
 
@@ -75,26 +71,7 @@ def served_name(serving: Serving, name: str | None) -> str | None:
     return name
 
 
-class _OllamaEndpoint(DialectEndpoint[Body]):
-    """An endpoint of Ollama's API. Its errors name the fields of Ollama's body."""
-
-    async def prepare(
-        self, request: ChatCompletionRequest, body_size: int, receive: Receive
-    ) -> tuple[list[PreparedPrompt], NewAnswer[ChatCompletionRequest]]:
-        """Return the encoded prompts, and the constructor of the answer."""
-        assert isinstance(request, OllamaPrompt)
-        try:
-            return await super().prepare(request, body_size, receive)
-        except (APIError, ParameterError) as error:
-            if error.param is None:
-                raise
-            raise rename_parameter(error, request.place_in_body(error.param)) from None
-
-    def _sent_name(self, request: ChatCompletionRequest, name: str) -> str:
-        return _option_name(name)
-
-
-class OllamaChat(_OllamaEndpoint[OllamaChatRequest]):
+class OllamaChat(DialectEndpoint[OllamaChatRequest]):
     """The endpoint for chats."""
 
     schema = OllamaChatRequest
@@ -112,7 +89,7 @@ class OllamaChat(_OllamaEndpoint[OllamaChatRequest]):
         return _loaded(request, {"message": {"role": "assistant", "content": ""}})
 
 
-class OllamaGenerate(_OllamaEndpoint[OllamaGenerateRequest]):
+class OllamaGenerate(DialectEndpoint[OllamaGenerateRequest]):
     """The endpoint for single prompts."""
 
     schema = OllamaGenerateRequest
@@ -166,12 +143,6 @@ def _loaded(request: ChatCompletionRequest, empty: Json) -> Json | None:
     if not request.is_empty:
         return None
     return head_of(request.model or "") | empty | {"done": True, "done_reason": "load"}
-
-
-def _option_name(name: str) -> str:
-    """Return the name of the Ollama option for a sampling parameter."""
-    names = {"max_tokens": "num_predict", "repetition_penalty": "repeat_penalty"}
-    return f"options.{names.get(name, name)}"
 
 
 class OllamaEmbeddings:

@@ -33,6 +33,13 @@ _OPTIONS: Final = {
 }
 """Name of an option -> the sampling parameter that it sets."""
 
+_SENT_OPTIONS: Final = {
+    "max_tokens": "options.num_predict",
+    "stop": "options.stop",
+    **{parameter: f"options.{option}" for option, parameter in _OPTIONS.items()},
+}
+"""Name of a sampling parameter -> its place in the body."""
+
 _NEUTRAL: Final = {"mirostat": 0, "tfs_z": 1}
 """Options that are rejected unless they have the value that has no effect."""
 
@@ -56,11 +63,11 @@ class OllamaPrompt(ChatCompletionRequest, kw_only=True):
     content_fields: tuple[str, ...] = ()
     num_images: dict[int, int] = msgspec.field(default_factory=dict)
 
-    def place_in_body(self, place: str) -> str:
-        """Return the path in the body for a path in the chat completion request, for error messages."""
-        match = _CONTENT.match(place)
+    def sent_name(self, name: str) -> str:
+        """Return the place in Ollama's body for a place in the chat completion request."""
+        match = _CONTENT.match(name)
         if match is None:
-            return place
+            return _SENT_OPTIONS.get(name, name)
         index, part = int(match[1]), match[2]
         before = "" if self.content_fields else f"messages[{index}]."
         num_images = self.num_images.get(index, 0)
@@ -68,7 +75,7 @@ class OllamaPrompt(ChatCompletionRequest, kw_only=True):
             return f"{before}images[{part}]"
         if self.content_fields:
             return self.content_fields[index]
-        return f"{before}content" if num_images else place
+        return f"{before}content" if num_images else name
 
 
 def translate_chat(body: OllamaChatRequest, model: str | None) -> OllamaPrompt:

@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope
 from .... import __version__
 from ....protocol.sampling_params import SamplingParams
 from ...client.engine_client import Delta, PositionLogprobs, Sequence
-from ...http.errors import APIError, json_response, rename_parameter
+from ...http.errors import json_response
 from ...http.json_pieces import EncodedJSON, encode_list, join_lists
 from ..answer import PromptAnswer
 from ..bodies.intake import Intake
@@ -69,11 +69,7 @@ class SglangGenerate(Completions):
         self, request: CompletionRequest, body_size: int, receive: Receive
     ) -> tuple[list[PreparedPrompt], NewAnswer[CompletionRequest]]:
         """Return the encoded prompts, and the constructor of the answer."""
-        try:
-            prompts, new_answer = await super().prepare(request, body_size, receive)
-        except APIError as error:
-            name = request.sent_name(error.param or "")
-            raise error if name == error.param else rename_parameter(error, name) from None
+        prompts, new_answer = await super().prepare(request, body_size, receive)
         assert isinstance(request, SglangPrompt)
         verify_ids(request, len(prompts))
         return prompts, new_answer

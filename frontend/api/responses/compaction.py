@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Final
 
 from starlette.types import Receive, Scope, Send
 
 from ...client.engine_client import Delta
 from ...http.deadline import read_deadline
-from ...http.errors import APIError
+from ...http.errors import renaming
 from ..bodies.intake import Intake
 from ..bodies.request_memory import MemoryLease
 from ..chat_prompt import RenderedChat
@@ -20,7 +21,7 @@ from ..serving import Serving
 from .answer import ResponsesAnswer
 from .ids import item_id, new_id
 from .items import encode_text
-from .request import ResponseChat, rename_fields, translate_prompt
+from .request import ResponseChat, sent_name, translate_prompt
 from .states import ResponseStates, size_of
 from .truncation import drop_oldest
 
@@ -80,11 +81,9 @@ class Compaction(ChatCompletions):
                 kept=[item for item in context + items if item.get("role") in _KEPT_ROLES],
             )
 
-        try:
+        with renaming(partial(sent_name, body)):
             request = await serving.executor.run(size, translate)
             await self._generate(scope, receive, send, lease, request, size, deadline)
-        except APIError as error:
-            raise rename_fields(error, body) from None
 
     async def _render(
         self, plan: ChatPlan, request: ChatCompletionRequest, size: int

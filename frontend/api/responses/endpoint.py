@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -10,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from ...client.engine_client import RequestGroup
 from ...http.deadline import read_deadline
-from ...http.errors import APIError, json_response
+from ...http.errors import APIError, json_response, renaming
 from ..answer import Answer
 from ..bodies.intake import Intake, reads
 from ..bodies.request_memory import MemoryLease
@@ -29,7 +30,7 @@ from .answer import ResponsesAnswer, describe_response
 from .background import BackgroundRun, BackgroundRuns, RunKeeper
 from .events import read_run, send_events
 from .ids import RESPONSE, new_id
-from .request import Exchange, ResponseChat, rename_fields, translate_prompt, translate_response
+from .request import Exchange, ResponseChat, sent_name, translate_prompt, translate_response
 from .states import ResponseStates, size_of
 from .truncation import drop_oldest
 
@@ -59,15 +60,13 @@ class Responses(ChatCompletions):
         serving.verify_model(body.model)
         serving.verify_serving()
         exchange = await self._states.begin(body, state["owner"])
-        try:
+        with renaming(partial(sent_name, body)):
             if not body.background:
                 request, size = await self._translate(exchange, size)
                 await self._generate(scope, receive, send, lease, request, size, deadline)
                 return
             run = BackgroundRun(exchange, describe_response(serving, exchange, "queued"), state)
             await self.runs.start(run, self._run)
-        except APIError as error:
-            raise rename_fields(error, body) from None
         if body.stream:
             await send_events(read_run(run, 0), scope, receive, send)
         else:
@@ -99,7 +98,7 @@ class Responses(ChatCompletions):
             with self._intake.lease() as lease:
                 request, size = await self._translate(run.exchange, 0)
                 request.run = run
-                prompts, new_answer = await self.prepare(request, size, run.receive)
+                prompts, new_answer = await self._prepare(request, size, run.receive)
                 lease.count_media(sum(prompt.num_image_bytes for prompt in prompts))
                 group = await start(request, prompts)
                 envelope = self._envelope(request, record.answer_id, record.created)
@@ -210,7 +209,7 @@ class InputTokens:
         size += sum(map(size_of, context))
         files = await self._states.load_files(context + items, owner)
         size += sum(len(content) for _, content in files.values())
-        try:
+        with renaming(partial(sent_name, body)):
             request = await serving.executor.run(
                 size, lambda: translate_prompt(body, context, items, files)
             )
@@ -222,8 +221,6 @@ class InputTokens:
                 tools=tools.shown,
                 template_kwargs=reasoning_kwargs(request),
             )
-        except APIError as error:
-            raise rename_fields(error, body) from None
         return json_response(
             {"object": "response.input_tokens", "input_tokens": len(chat.token_ids)}
         )

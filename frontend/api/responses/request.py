@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from starlette.datastructures import QueryParams
 
-from ...http.errors import APIError, bad_request, expect, wrong
+from ...http.errors import APIError, bad_request, expect, renamer, wrong
 from ..generation import MAX_USER_CHARACTERS
 from ..logprobs import Json
 from ..schema import ChatCompletionRequest
@@ -31,14 +32,16 @@ _INCLUDABLE: Final = (
 )
 MAX_TOP_LOGPROBS: Final = 20
 
-_SENT_NAMES: Final = (
-    ("response_format.json_schema", "text.format"),
-    ("response_format", "text.format"),
-    ("max_tokens", "max_output_tokens"),
-    ("reasoning_effort", "reasoning.effort"),
-    ("truncate_prompt_tokens", "truncation"),
+_rename: Final = renamer(
+    {
+        "response_format.json_schema": "text.format",
+        "response_format": "text.format",
+        "max_tokens": "max_output_tokens",
+        "reasoning_effort": "reasoning.effort",
+        "truncate_prompt_tokens": "truncation",
+    }
 )
-"""Name of a field in chat completions, and of the same field here, for error messages."""
+_MESSAGES: Final = re.compile(r"messages\b")
 
 
 @dataclass(slots=True)
@@ -216,30 +219,11 @@ def _response_format(form: Any) -> Json | None:
     return {"type": kind}
 
 
-def rename_fields(error: APIError, body: ResponseFields) -> APIError:
-    """Return an error of the chat completion, with the field names of this body."""
-    if error.status != 400 or error.param is None:
-        return error
-    param = error.param
-    for name, sent in _SENT_NAMES:
-        if param == name or param.startswith((f"{name}.", f"{name}[")):
-            param = sent + param.removeprefix(name)
-            break
-    else:
-        if param.startswith("tools["):
-            param = _rename_tool(param, body)
-        elif param == "messages" or param.startswith(("messages.", "messages[")):
-            param = "input"
-    if param == error.param:
-        return error
-    return APIError(
-        error.status,
-        error.message.replace(error.param, param),
-        type=error.type,
-        param=param,
-        code=error.code,
-        headers=error.headers,
-    )
+def sent_name(body: ResponseFields, name: str) -> str:
+    """Return the name of a field here for its name in the chat completion request, for error messages."""
+    if name.startswith("tools["):
+        return _rename_tool(name, body)
+    return "input" if _MESSAGES.match(name) else _rename(name)
 
 
 def _rename_tool(param: str, body: ResponseFields) -> str:

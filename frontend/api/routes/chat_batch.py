@@ -11,7 +11,7 @@ import msgspec
 from starlette.types import Receive
 
 from ...client.engine_client import Delta, RequestGroup, Sequence
-from ...http.errors import APIError, bad_request, wrong
+from ...http.errors import bad_request, renamer, renaming, wrong
 from ...http.json_pieces import encode_list
 from ..answer import Answer
 from ..bodies.intake import Intake
@@ -41,10 +41,8 @@ class ChatBatch(ChatCompletions):
         new_answers: list[NewAnswer[ChatCompletionRequest]] = []
         for i, messages in enumerate(request.messages or ()):
             one = msgspec.structs.replace(request, messages=messages)
-            try:
+            with renaming(renamer({"messages": f"messages[{i}]"})):
                 prompt, new_answer = await self._prepare_conversation(plan, one, body_size)
-            except APIError as error:
-                raise _located(error, i) from None
             prompts.append(prompt)
             new_answers.append(new_answer)
             # A batch of many conversations must not block other streams.
@@ -63,14 +61,6 @@ def _verify(request: ChatCompletionRequest) -> None:
             raise bad_request(name, "is not supported for batches; use /v1/chat/completions")
     if request.num_outputs != 1:
         raise wrong("n", "1 for batches", request.num_outputs)
-
-
-def _located(error: APIError, index: int) -> APIError:
-    """Return the error of one conversation, with `messages` renamed to `messages[index]`."""
-    if error.param is None or not error.param.startswith("messages"):
-        return error
-    param = error.param.replace("messages", f"messages[{index}]", 1)
-    return APIError(400, error.message.replace(error.param, param, 1), param=param, code=error.code)
 
 
 @dataclass(slots=True)

@@ -107,7 +107,7 @@ class ChatCompletions(Endpoint[ChatCompletionRequest]):
             is_limited = tools.is_limited or max_reasoning_tokens >= 0 or serving.describes_tools
             constraint = await self._constrain_auto(tools, asked_for, receive, is_limited)
         params = self._params(request, tools, constraint)
-        self._verify(params, request)
+        serving.verify_sampling(params)
         params.structured_output = await serving.verify_constraint(constraint, receive)
         predicted = await encode_prediction(serving, request.prediction)
         predicted_or_none = predicted if len(predicted) else None
@@ -155,7 +155,7 @@ class ChatCompletions(Endpoint[ChatCompletionRequest]):
             truncate=request.truncate_prompt_tokens,
             truncation_side=request.truncation_side,
             max_model_len=serving.config.model.max_model_len,
-            max_tokens_param=_max_tokens_param(request),
+            max_tokens_param=request.sent_name("max_tokens"),
         )
         params = msgspec.structs.replace(
             params,
@@ -239,11 +239,6 @@ class ChatCompletions(Endpoint[ChatCompletionRequest]):
             params.skip_special_tokens = False
         return params
 
-    def _sent_name(self, request: ChatCompletionRequest, name: str) -> str:
-        if name == "logprobs":
-            return "top_logprobs"
-        return _max_tokens_param(request) if name == "max_tokens" else request.sent_name(name)
-
 
 def reasoning_kwargs(request: ChatCompletionRequest) -> Json:
     """Return the requested reasoning effort under the names that chat templates use."""
@@ -253,12 +248,6 @@ def reasoning_kwargs(request: ChatCompletionRequest) -> Json:
         wanted = effort != "none" and thinking == "enabled"
         kwargs |= {"enable_thinking": wanted, "thinking": wanted}
     return kwargs
-
-
-def _max_tokens_param(request: ChatCompletionRequest) -> str:
-    if request.max_completion_tokens is not None:
-        return "max_completion_tokens"
-    return request.sent_name("max_tokens")
 
 
 class ChatChoice:

@@ -79,7 +79,7 @@ class Completions(Endpoint[CompletionRequest]):
         if constraint is not None:
             serving.verify_tokenizer(constraint.param, "use allowed_token_ids")
         params = self._params(request, constraint)
-        self._verify(params, request)
+        serving.verify_sampling(params)
         params.structured_output = await serving.verify_constraint(constraint, receive)
         texts = [p for p in prompts if p.text is not None]
         for prompt in texts:

@@ -12,7 +12,6 @@ import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ....protocol.errors import ParameterError
 from ....protocol.pooling_params import PoolingKind
 from ...client.embeddings import (
     Vector,
@@ -27,7 +26,7 @@ from ...client.embeddings import (
     verify_embeds_texts,
 )
 from ...client.engine_client import RequestGroup
-from ...http.errors import bad_request, json_response, rename_parameter
+from ...http.errors import bad_request, json_response
 from ...http.json_pieces import encode_list
 from ..bodies.intake import Intake, reads
 from ..pooling import Pooling, render_input, verify_choice
@@ -82,10 +81,7 @@ class Embeddings:
             APIError: The request is invalid (400), or the engine cannot accept it now.
         """
         model = self._serving.config.model
-        try:
-            verify_embeds_texts(model)
-        except ParameterError as error:
-            raise rename_parameter(error, error.param) from None
+        verify_embeds_texts(model)
         kind = model.pooler.kind
         inputs = await self._embedded_inputs(request, body_size)
         return await self._pooling.run(
@@ -99,7 +95,7 @@ class Embeddings:
     @reads(PoolingRequest)
     async def pool(self, http: Request, request: PoolingRequest, body_size: int) -> Response:
         """Return the vector of each input: its embedding, or its class probabilities."""
-        kind = self._find_kind(request.task)
+        kind = find_kind(request.task, self._serving.config.model)
         if self._serving.config.model.classifier is None:
             inputs = await self._embedded_inputs(request, body_size)
         else:
@@ -119,11 +115,8 @@ class Embeddings:
         self, http: Request, request: ClassificationRequest, body_size: int
     ) -> Response:
         """Return the class of each input, and the probabilities of all classes."""
-        try:
-            classifier = verify_classifies(self._serving.config.model)
-        except ParameterError as error:
-            raise rename_parameter(error, error.param) from None
-        kind = self._find_kind(None)
+        model = self._serving.config.model
+        classifier, kind = verify_classifies(model), find_kind(None, model)
         inputs = await self._inputs(request, body_size)
 
         def entries(group: RequestGroup) -> Iterator[dict[str, Any]]:
@@ -170,27 +163,13 @@ class Embeddings:
         """
         verify_choice("encoding_format", request.encoding_format, ENCODING_FORMATS)
         model = self._serving.config.model
-        try:
-            verify_embeds(model)
-            verify_dimensions(request.dimensions, model.pooler)
-            instruction = find_prompt(request.prompt_name, model.pooler)
-        except ParameterError as error:
-            raise rename_parameter(error, error.param) from None
+        verify_embeds(model)
+        verify_dimensions(request.dimensions, model.pooler)
+        instruction = find_prompt(request.prompt_name, model.pooler)
         inputs = await self._inputs(request, body_size)
         for each in inputs:
             each.instruction, each.role = instruction, request.prompt_name or ""
         return inputs
-
-    def _find_kind(self, task: str | None) -> PoolingKind:
-        """Return which vectors a task returns.
-
-        Raises:
-            APIError: The model does not perform the task (400).
-        """
-        try:
-            return find_kind(task, self._serving.config.model)
-        except ParameterError as error:
-            raise rename_parameter(error, error.param) from None
 
     def _results(
         self,

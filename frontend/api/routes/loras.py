@@ -10,7 +10,7 @@ import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ....protocol.errors import CheckpointError, ConfigError, ParameterError
+from ....protocol.errors import CheckpointError, ConfigError
 from ....protocol.file_identity import LoraAdapter
 from ....protocol.sampling_params import SamplingParams
 from ...client.engine_client import ReplicaUnavailable, SequenceRequest
@@ -65,10 +65,7 @@ class Loras:
             )
         adapter = await self._find(name, path)
         await self._load_everywhere(adapter, http.scope["state"]["request_id"])
-        try:
-            await asyncio.to_thread(serving.loras.add, adapter, replaces=replaces)
-        except ParameterError as error:
-            raise bad_request(error.param, error.problem) from None
+        await asyncio.to_thread(serving.loras.add, adapter, replaces=replaces)
         return Response(f"Success: LoRA adapter '{name}' added successfully.")
 
     @accepts(UnloadLoraRequest)

@@ -14,7 +14,6 @@ import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ....protocol.errors import ParameterError
 from ...client.embeddings import (
     DOCUMENT,
     QUERY,
@@ -25,7 +24,13 @@ from ...client.embeddings import (
     verify_compares,
 )
 from ...client.engine_client import RequestGroup
-from ...http.errors import APIError, bad_request, json_response, rename_parameter, wrong
+from ...http.errors import (
+    bad_request,
+    json_response,
+    renamer,
+    renaming,
+    wrong,
+)
 from ..bodies.intake import Intake, reads
 from ..pooling import Pooling, render_input, take_media
 from ..prompts import Prompt, verify_num_characters, verify_num_sequences
@@ -124,10 +129,7 @@ class Scores:
     ) -> Response:
         """Score each text of `right` with its partner in `left`. Return the result of `answer` for the scores."""
         serving, model = self._serving, self._serving.config.model
-        try:
-            verify_compares(model)
-        except ParameterError as error:
-            raise rename_parameter(error, error.param) from None
+        verify_compares(model)
         template, kwargs = serving.pair_template, request.chat_template_kwargs
         if request.instruction is not None:
             kwargs = {"instruction": request.instruction} | (kwargs or {})
@@ -198,11 +200,8 @@ class Scores:
             raise bad_request(each.param, "must be a text, because this model reads only text")
         message = {"role": "user", "content": each.content}
         fields = InputFields(chat_template_kwargs=request.chat_template_kwargs)
-        try:
+        with renaming(renamer({"messages[0]": each.param, "messages": each.param})):
             found = await render_input(self._serving, fields, [message], each.param, size)
-        except APIError as error:
-            param = (error.param or "messages").replace("messages[0]", each.param, 1)
-            raise rename_parameter(error, param.replace("messages", each.param, 1)) from None
         each.text, each.token_ids, each.encoder_inputs = (
             found.text,
             found.token_ids,

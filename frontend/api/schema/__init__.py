@@ -193,6 +193,12 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     audio: Any = None
     web_search_options: Any = None
 
+    def sent_name(self, name: str) -> str:
+        """Return the name under which the client sent a field: its own or an alias."""
+        if name == "max_tokens" and self.max_completion_tokens is not None:
+            return "max_completion_tokens"
+        return "top_logprobs" if name == "logprobs" else super().sent_name(name)
+
 
 class BatchChatCompletionRequest(ChatCompletionRequest, kw_only=True):
     """A chat completion request with a list of conversations in `messages`."""
