@@ -127,9 +127,9 @@ class Pooling:
         texts = [each for each in inputs if each.text is not None and each.second is None]
         for each in texts:
             instruction = default if each.instruction is None else each.instruction
-            if changes is not None:
-                instruction = changes.prefix_of(each.role) + instruction
             each.text = instruction + (each.text or "")
+            if changes is not None:
+                each.text = changes.prefix_of(each.role) + each.text + changes.suffix_of(each.role)
             self._verify_text(each.text, each.param, request)
         encoded = await serving.encode([each.text or "" for each in texts], has_special)
         for each, token_ids in zip(texts, encoded, strict=True):
@@ -318,6 +318,9 @@ async def render_input(
         APIError: The conversation does not fit the template (400).
     """
     serving.verify_tokenizer(param)
+    is_encoder = serving.config.model.is_encoder
+    # The tokenizer of an encoder, not its template, adds the special tokens.
+    adds = is_encoder if request.add_special_tokens is None else request.add_special_tokens
     chat = await render_chat(
         serving,
         ChatCompletionRequest(
@@ -329,11 +332,10 @@ async def render_input(
         ),
         body_size,
         tools=(),
-        add_special_tokens=request.add_special_tokens is True,
+        add_special_tokens=adds,
     )
     token_ids = np.array(chat.token_ids, np.int32)
-    if serving.config.model.is_encoder and not chat.encoder_inputs:
-        # The tokenizer of an encoder, not its template, adds the special tokens.
+    if is_encoder and not chat.encoder_inputs:
         return Prompt(param, chat.text, np.empty(0, np.int32))
     return Prompt(param, None, token_ids, encoder_inputs=chat.encoder_inputs)
 

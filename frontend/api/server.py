@@ -95,7 +95,7 @@ def _model_templates(config: EngineConfig, tokenizer: Tokenizer) -> ModelTemplat
     try:
         return ModelTemplates(
             tokenizer,
-            config.frontend.chat_template,
+            config.frontend.chat_template or config.model.pooler.chat_template or None,
             content_format,
             config.model.architecture,
             defaults,

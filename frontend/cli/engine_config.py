@@ -239,14 +239,15 @@ def _make_scheduler_config(
     encoder_outputs, max_model_len = _encoder_outputs(model), model.max_model_len
     given: dict[str, Any] = dict(settings["scheduler"], num_micro_batches=num_stages)
     if model.is_encoder:
-        # The model's attention is bidirectional, so the whole sequence is computed in one step.
-        given |= {"enable_chunked_prefill": False, "speculative": None}
-    chunks = model.span_kind is not SpanKind.PROMPT
+        given["speculative"] = None
+    # If attention is bidirectional, the whole sequence and all of its images are computed in one step.
+    chunks = not model.is_encoder and model.span_kind is not SpanKind.PROMPT
+    is_alone = model.images is not None and model.images.stands_alone
     if not chunks:
         given["enable_chunked_prefill"] = False
     elif model.span_kind is not None:
         given["disable_chunked_mm_input"] = True
-    if encoder_outputs and chunks and (model.reads_source or not has_gpu(device)):
+    if encoder_outputs and (chunks or is_alone) and (model.reads_source or not has_gpu(device)):
         # A CPU needs seconds to encode an image or an audio clip, and no request gets a token during that time.
         several = _SOURCES_AT_ONCE if model.reads_source and has_gpu(device) else 1
         given.setdefault("max_num_encoder_input_tokens", several * encoder_outputs)

@@ -55,6 +55,10 @@ class TextChanges:
         """Return the text to put before a text whose prefix is not a token."""
         return "" if self._prefix_ids.get(role) is not None else self._config.prefixes.get(role, "")
 
+    def suffix_of(self, role: str) -> str:
+        """Return the text to put after a text."""
+        return self._config.suffixes.get(role, "")
+
     def add_tokens(
         self, role: str, text: str, token_ids: Sequence[int] | Int32Array
     ) -> tuple[Int32Array, int]:

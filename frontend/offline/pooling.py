@@ -261,11 +261,14 @@ class PoolingMethods:
         text = self._template(None, False).render(
             conversation, self._special_tokens, add_generation_prompt=False
         )
-        if self._engine.config.model.is_encoder and not media:
-            # The tokenizer of an encoder, not its template, adds the special tokens.
+        # The tokenizer of an encoder, not its template, adds the special tokens.
+        is_encoder = self._engine.config.model.is_encoder
+        if is_encoder and not media:
             return self._prompts.encode_pooled(text, "", role)
         return self._prompts.encode_text(
-            text, media, lambda text: self._special_tokens.encode(text, add_special_tokens=False)
+            text,
+            media,
+            lambda text: self._special_tokens.encode(text, add_special_tokens=is_encoder),
         )
 
     def _encode_pair(
@@ -331,7 +334,7 @@ class PoolingMethods:
             config, tokenizer = self._engine.config, self._engine.tokenizer
             templates = ModelTemplates(
                 tokenizer,
-                instead,
+                instead or config.model.pooler.chat_template or None,
                 architecture=config.model.architecture,
                 defaults=config.frontend.default_chat_template_kwargs,
             )

@@ -77,7 +77,9 @@ class PromptEncoder:
         changes = self._text_changes
         if changes is None:
             return self.encode(prompt, instruction)
-        encoded = self.encode(prompt, changes.prefix_of(role) + instruction)
+        encoded = self.encode(
+            prompt, changes.prefix_of(role) + instruction, changes.suffix_of(role)
+        )
         if encoded.text is None or encoded.encoder_inputs:
             return encoded
         token_ids, num_visible = changes.add_tokens(role, encoded.text, encoded.token_ids)
@@ -86,8 +88,8 @@ class PromptEncoder:
             encoded.text, token_ids.tolist(), num_visible=num_visible, keeps_T=keeps_T
         )
 
-    def encode(self, prompt: Prompt, instruction: str = "") -> EncodedPrompt:
-        """Return an encoded prompt. `instruction` is put before a text."""
+    def encode(self, prompt: Prompt, instruction: str = "", suffix: str = "") -> EncodedPrompt:
+        """Return an encoded prompt. `instruction` is put before a text, and `suffix` after it."""
         given: Any = prompt
         media: list[Any] = []
         if isinstance(prompt, Mapping) and "prompt_embeds" in prompt:
@@ -102,7 +104,7 @@ class PromptEncoder:
         if isinstance(given, str):
             tokenizer = self._engine.tokenizer
             return self.encode_text(
-                instruction + given, media, lambda text: (text, tokenizer.encode(text))
+                instruction + given + suffix, media, lambda text: (text, tokenizer.encode(text))
             )
         return EncodedPrompt(None, list(given))
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Final, TypeAlias
 
 from ..config.model import DenseActivation, DenseConfig, PoolerConfig, TextChangesConfig
-from ..errors import CheckpointError
 from ..pooling_params import PoolingKind
 from .config_fields import ConfigFields
+from .files import find_tensor
 from .late_interaction import named_token
 
 _Reader: TypeAlias = Callable[[Path, ConfigFields, ConfigFields], PoolerConfig]
@@ -54,9 +54,7 @@ def _projected(
     has_bias: bool,
     changes: TextChangesConfig | None = None,
 ) -> PoolerConfig:
-    weights = path / "model.safetensors"
-    if not weights.is_file():
-        raise CheckpointError(weights, "is missing, or divided into several files")
+    weights = find_tensor(path, f"{module}.weight")
     hidden_size = config.integer("hidden_size")
     dense = DenseConfig(str(weights), hidden_size, size, has_bias, DenseActivation.IDENTITY, module)
     return PoolerConfig(PoolingKind.LAST, True, size, (dense,), text_changes=changes)

@@ -18,6 +18,8 @@ from ..pooling_params import PoolingKind
 from .beside_images import text_beside_images
 from .classification import classifies_tokens, is_classifier
 from .config_fields import ConfigFields
+from .files import find_tensor
+from .image_retrieval import read_image_retriever, retrieves_images
 from .late_interaction import (
     DOCUMENT,
     QUERY,
@@ -111,7 +113,9 @@ def attends_to_all(fields: ConfigFields) -> bool:
 def has_head(fields: ConfigFields) -> bool:
     """Return whether a checkpoint has an output projection, that is, was not saved as a base model."""
     names = fields.texts("architectures")
-    return not any(name.endswith("Model") and not name.endswith(_HEADS) for name in names)
+    return not retrieves_images(fields) and not any(
+        name.endswith("Model") and not name.endswith(_HEADS) for name in names
+    )
 
 
 def read_embedding_files(path: Path, config: ConfigFields, whole: ConfigFields) -> EmbeddingFiles:
@@ -132,6 +136,8 @@ def read_embedding_files(path: Path, config: ConfigFields, whole: ConfigFields) 
     if is_sparse(config):
         pooler = PoolerConfig(PoolingKind.HEAD, False, config.integer("vocab_size"))
         return EmbeddingFiles(pooler, length.optional_integer("max_seq_length"))
+    if retrieves_images(whole):
+        return EmbeddingFiles(read_image_retriever(path, config, whole))
     if (beside := text_beside_images(config)) is not None:
         return EmbeddingFiles(beside(path, config, whole))
     if has_late_interaction(config):
@@ -199,9 +205,7 @@ def _first_colbert(path: Path, hidden_size: int) -> EmbeddingFiles:
     Raises:
         CheckpointError: The file is missing.
     """
-    weights = path / "model.safetensors"
-    if not weights.is_file():
-        raise CheckpointError(weights, "is missing; download it")
+    weights = find_tensor(path, f"{_LINEAR}.weight")
     size, late = read_first_colbert(path)
     dense = DenseConfig(str(weights), hidden_size, size, False, DenseActivation.IDENTITY, _LINEAR)
     prompts = {QUERY: "", DOCUMENT: ""}

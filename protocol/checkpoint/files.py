@@ -6,6 +6,9 @@ import re
 from pathlib import Path
 from typing import Final
 
+from ..errors import CheckpointError
+from .config_fields import ConfigFields
+
 _SPLIT_GGUF: Final = re.compile(r"(.*)-\d{5}-of-(\d{5})\.gguf")
 SOURCE_TOKENIZER: Final = "source_tokenizer.json"
 """The tokenizer of sources of an encoder-decoder model, if another one than that of its answers."""
@@ -28,6 +31,19 @@ def find_weight_files(path: Path) -> list[Path]:
     if split := _SPLIT_GGUF.fullmatch(path.name):
         return sorted(path.parent.glob(f"{split[1]}-*-of-{split[2]}.gguf"))
     return [path]
+
+
+def find_tensor(path: Path, name: str) -> Path:
+    """Return the safetensors file with a tensor of the checkpoint in the directory `path`.
+
+    Raises:
+        CheckpointError: There is no such file.
+    """
+    index = ConfigFields.read_if_present(path / "model.safetensors.index.json")
+    file = path / index.first_section("weight_map").text(name, "model.safetensors")
+    if not file.is_file():
+        raise CheckpointError(file, "is missing; download it")
+    return file
 
 
 def find_tokenizer_files(directory: Path) -> list[Path]:

@@ -67,6 +67,7 @@ class TextChangesConfig(msgspec.Struct, frozen=True):
     Attributes:
         prefixes: Name of a prompt -> the token that is inserted after the first one. What is not a token of the
             tokenizer is put before the text.
+        suffixes: Name of a prompt -> the text that is put after a text.
         lengths: Name of a prompt -> the maximum number of tokens, with the prefix. Longer texts are cut.
         expanded_length: The number of tokens to which shorter queries are filled; 0 if they are not.
         expansion_token: The token that fills them.
@@ -76,6 +77,7 @@ class TextChangesConfig(msgspec.Struct, frozen=True):
     """
 
     prefixes: dict[str, str] = {}
+    suffixes: dict[str, str] = {}
     lengths: dict[str, int] = {}
     expanded_length: int = 0
     expansion_token: str = ""
@@ -103,6 +105,7 @@ class PoolerConfig(msgspec.Struct, frozen=True):
         step_token_id: The token that ends each step of an answer. If all tokens are pooled, only the results of these
             tokens are returned. -1 for the results of all tokens.
         text_changes: How texts are changed; None if they are not.
+        chat_template: The template for conversations, instead of that of the tokenizer; "" for that one.
     """
 
     kind: PoolingKind = PoolingKind.LAST
@@ -114,6 +117,7 @@ class PoolerConfig(msgspec.Struct, frozen=True):
     lengths: tuple[int, ...] = ()
     step_token_id: int = -1
     text_changes: TextChangesConfig | None = None
+    chat_template: str = ""
 
 
 class Activation(enum.StrEnum):

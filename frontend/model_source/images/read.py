@@ -164,6 +164,7 @@ _READERS: Final[dict[str, _Reader]] = {
     "minicpmv4_7": slices,
     "mistral3": pixtral,
     "mllama": mosaic,
+    "modernvbert": grid,
     "molmo2": overlaps,
     "muse_glimmer": muse,
     "ovis2": cover,

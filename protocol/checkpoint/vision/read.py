@@ -23,7 +23,7 @@ from .grid import (
     qwen3_5,
     qwen3_vl,
 )
-from .idefics3 import idefics3
+from .idefics3 import idefics3, modernvbert
 from .janus import deepseek_vl, deepseek_vl_hybrid, janus
 from .llama import TilesVisionSpec, llama4, mllama
 from .llava import clip, llava, llava_next, llava_onevision, siglip_alone, vipllava
@@ -123,6 +123,7 @@ _READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionS
     "minicpmv4_7": minicpmv4_7,
     "mistral3": pixtral,
     "mllama": mllama,
+    "modernvbert": modernvbert,
     "molmo2": molmo2,
     "muse_glimmer": muse,
     "ovis2": ovis2,

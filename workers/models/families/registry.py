@@ -26,6 +26,7 @@ from ....protocol.checkpoint.field_names import (
     text_section,
     with_common_names,
 )
+from ....protocol.checkpoint.sparse import SPLADE_SUFFIX
 from ....protocol.checkpoint.speech import with_decoder_fields
 from ....protocol.checkpoint.vision.grid import GridVisionSpec
 from ....protocol.checkpoint.vision.llama import TilesVisionSpec
@@ -89,7 +90,11 @@ FAMILIES = (
     *other_dense.FAMILIES,
 )
 _BY_ARCHITECTURE = {family.architecture: family for family in FAMILIES}
-_BY_MODEL_TYPE = {family.model_type: family for family in FAMILIES}
+_BY_MODEL_TYPE = {
+    family.model_type: family
+    for family in FAMILIES
+    if not family.architecture.endswith((CLASSIFIER_SUFFIX, TOKEN_CLASSIFIER_SUFFIX, SPLADE_SUFFIX))
+}
 _SAME_FAMILY = {
     "granite4_vision_text": "granite",
     "granite_docling_text": "granite",
@@ -101,6 +106,10 @@ _SAME_FAMILY = {
 _WITH_ANY_DECODER = {
     "AudioFlamingo3ForConditionalGeneration",
     "AyaVisionForConditionalGeneration",
+    "ColIdefics3",
+    "ColModernVBertForRetrieval",
+    "ColPali",
+    "ColPaliForRetrieval",
     "Cohere2VisionForConditionalGeneration",
     "DeepseekVLForConditionalGeneration",
     "DeepseekVLHybridForConditionalGeneration",
@@ -194,7 +203,8 @@ def model_spec(config: Mapping[str, Any], path: str | PathLike[str]) -> ModelSpe
         # These fields, of the whole model, make a classifier of its decoder.
         values |= {name: fields.get(name) for name in (TOKENS, TOKEN_IDS) if name in fields.config}
         # The head's tensors have no prefix, because they belong to the whole model.
-        if (is_tied := fields.get("tie_word_embeddings")) is not None:
+        is_tied = fields.get("tie_word_embeddings")
+        if is_tied is not None and has_head(whole):
             values["tie_word_embeddings"] = is_tied
         fields = text_fields.with_values(values)
     fields = with_common_names(with_decoder_fields(fields))
@@ -205,7 +215,7 @@ def model_spec(config: Mapping[str, Any], path: str | PathLike[str]) -> ModelSpe
                 "is_causal false is not supported with windows, ALiBi or recurrent layers"
             )
         spec = replace(spec, is_causal=False)
-    if not has_head(fields):
+    if not has_head(whole):
         # The output projection is not used, so the checkpoint may omit it.
         spec = replace(spec, tie_word_embeddings=True, head_dense_bias=None, head_bias=False)
     # The tokens of an image may attend to each other even if text is causal.

@@ -1,0 +1,112 @@
+"""Read models for late interaction over images (ColPali, arXiv 2407.01449), which embed each token of a text or a page.
+
+Each extends a model that reads images by a matrix. Configs of transformers contain that of the model in a section;
+those of the authors' own library, colpali-engine, are that of the model.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from ..config.model import DenseActivation, DenseConfig, PoolerConfig, TextChangesConfig
+from ..pooling_params import PoolingKind
+from .config_fields import ConfigFields
+from .files import find_tensor
+from .late_interaction import DOCUMENT, QUERY
+
+_SECTION: Final = "vlm_config"
+_NUM_ADDED: Final = 10
+"""The number of tokens that fill a query."""
+
+
+class _Retriever(NamedTuple):
+    """The texts around a query, the prompt of a page, and the name of the matrix of a model."""
+
+    prefix: str
+    suffix: str
+    page: str
+    matrix: str = "custom_text_proj"
+
+
+_COLPALI: Final = _Retriever("", "<pad>" * _NUM_ADDED + "\n", "<image>Describe the image.")
+_COLQWEN: Final = _Retriever(
+    "",
+    "<|endoftext|>" * _NUM_ADDED,
+    "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>Describe the image.<|im_end|><|endoftext|>",
+)
+_COLIDEFICS: Final = _Retriever(
+    "",
+    "<end_of_utterance>" * _NUM_ADDED,
+    "<|im_start|>User:<image>Describe the image.<end_of_utterance>\nAssistant:",
+    "linear",
+)
+_IN_TRANSFORMERS: Final = "embedding_proj_layer"
+_RETRIEVERS: Final = {
+    "ColIdefics3": _COLIDEFICS,
+    "ColModernVBertForRetrieval": _COLIDEFICS._replace(
+        page="<|begin_of_text|>User:<image>Describe the image.<end_of_utterance>\nAssistant:",
+        matrix=_IN_TRANSFORMERS,
+    ),
+    "ColPali": _COLPALI,
+    "ColPaliForRetrieval": _COLPALI._replace(prefix="Question: ", matrix=_IN_TRANSFORMERS),
+    "ColQwen2": _COLQWEN,
+    "ColQwen2ForRetrieval": _COLQWEN._replace(
+        prefix="Query: ", suffix=_COLQWEN.suffix + "\n", matrix=_IN_TRANSFORMERS
+    ),
+    "ColQwen2_5": _COLQWEN,
+}
+"""Architecture -> the model's texts and matrix."""
+
+
+def retrieves_images(config: ConfigFields) -> bool:
+    """Return whether a model with this config is one for late interaction over images."""
+    return not _RETRIEVERS.keys().isdisjoint(config.texts("architectures"))
+
+
+def extended_config(config: ConfigFields) -> dict[str, Any]:
+    """Return the fields of the model that one for late interaction extends, if they are in a section; else {}."""
+    section = config.section(_SECTION) if retrieves_images(config) else None
+    if section is None:
+        return {}
+    own = ("architectures", "dtype", "torch_dtype", "transformers_version")
+    return {name: value for name, value in section.config.items() if name not in own}
+
+
+def read_image_retriever(path: Path, config: ConfigFields, whole: ConfigFields) -> PoolerConfig:
+    """Return how a model for late interaction over images embeds tokens.
+
+    Args:
+        path: The directory of the checkpoint.
+        config: The fields of the language model.
+        whole: The fields of the whole model.
+
+    Raises:
+        CheckpointError: The file of the matrix is missing.
+    """
+    found = next(_RETRIEVERS[n] for n in whole.texts("architectures") if n in _RETRIEVERS)
+    processor = ConfigFields.read_if_present(path / "processor_config.json")
+    page = processor.text("visual_prompt_prefix", found.page)
+    size = whole.integer("embedding_dim", 128)
+    dense = DenseConfig(
+        str(find_tensor(path, f"{found.matrix}.weight")),
+        config.integer("hidden_size"),
+        size,
+        True,
+        DenseActivation.IDENTITY,
+        found.matrix,
+    )
+    return PoolerConfig(
+        PoolingKind.ALL,
+        True,
+        size,
+        (dense,),
+        {QUERY: processor.text("query_prefix", found.prefix), DOCUMENT: ""},
+        text_changes=TextChangesConfig(suffixes={QUERY: found.suffix}),
+        chat_template=(
+            "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
+            f"{{% if p.type == 'image' %}}{{{{ {json.dumps(page)} }}}}{{% else %}}{{{{ p.text }}}}{{% endif %}}"
+            "{% endfor %}{% endif %}{% endfor %}"
+        ),
+    )

@@ -1,0 +1,160 @@
+"""Models for late interaction over images (ColPali and others), which embed each token of a query or a page."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from engine.frontend.offline.llm import LLM
+from safetensors.torch import save_file
+from support.image_requests import data_url, picture
+from support.qwen_checkpoints import qwen_directory, qwen_image_processor
+from support.server import Server, assert_nothing_is_held
+from support.vision_checkpoints import TEXT_SIZES, TOWER_SIZES, image_processor, vision_directory
+from tokenizers.processors import TemplateProcessing
+
+ADDED = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<pad>", "<|begin_of_text|>", "[CLS]"]
+QWEN_PAGE = "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>Describe the image.<|im_end|><|endoftext|>"
+QUERIES = {
+    "colpali": "Question: {}" + "<pad>" * 10 + "\n",
+    "colqwen2": "Query: {}" + "<|endoftext|>" * 10 + "\n",
+    "colqwen2-2.5": "Search: {}" + "<|endoftext|>" * 10 + "\n",
+    "colmodernvbert": "{}" + "<end_of_utterance>" * 10,
+    "ColIdefics3": "{}" + "<end_of_utterance>" * 10,
+}
+"""Model -> its form of a query. The names of models of colpali-engine are those of their architectures."""
+BASES = {"colpali": "paligemma", "colqwen2": "qwen2_vl", "colqwen2-2.5": "qwen2_5_vl"}
+
+
+class Retriever:
+    """A random checkpoint, and transformers' vectors."""
+
+    def __init__(self, path: Path, kind: str) -> None:
+        self.path, self.kind = path, kind
+        self.base = BASES.get(kind, "smolvlm")
+        self.is_qwen = self.base.startswith("qwen")
+        (qwen_directory if self.is_qwen else vision_directory)(path, self.base)
+        self.tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+        self.tokenizer.add_special_tokens({"additional_special_tokens": ADDED})
+        if kind == "colmodernvbert":
+            cls = ("[CLS]", self.tokenizer.convert_tokens_to_ids("[CLS]"))
+            self.tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+                single="[CLS] $A", special_tokens=[cls]
+            )
+        self.tokenizer.save_pretrained(path)
+        config = transformers.AutoConfig.from_pretrained(path)
+        config.get_text_config().vocab_size = len(self.tokenizer)
+        if kind == "colmodernvbert":
+            config = transformers.ModernVBertConfig(
+                vision_config=TOWER_SIZES | {"model_type": "siglip_vision_model"},
+                text_config=TEXT_SIZES
+                | {"model_type": "modernbert", "vocab_size": len(self.tokenizer)}
+                | {"num_hidden_layers": 4, "local_attention": 12, "pad_token_id": 3}
+                | {"num_key_value_heads": None},
+                image_token_id=config.image_token_id,
+                pixel_shuffle_factor=2,
+            )
+        torch.manual_seed(6)
+        if kind == "ColIdefics3":
+            model = transformers.AutoModel.from_config(config)
+            linear = torch.nn.Linear(TEXT_SIZES["hidden_size"], 128)
+        else:
+            name = {"colpali": "ColPali", "colmodernvbert": "ColModernVBert"}.get(kind, "ColQwen2")
+            whole = getattr(transformers, f"{name}Config")(vlm_config=config, embedding_dim=16)
+            model = getattr(transformers, f"{name}ForRetrieval")(whole).eval()
+            linear = model.embedding_proj_layer
+        for parameter in (*model.parameters(), *linear.parameters()):
+            torch.nn.init.normal_(parameter, 0, 0.15)
+        self.linear, self.vlm = linear, getattr(model, "vlm", model).float().eval()
+        model.save_pretrained(path)
+        if kind == "ColIdefics3":
+            tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+            tensors |= {f"linear.{name}": tensor for name, tensor in linear.state_dict().items()}
+            save_file(
+                {name: x.contiguous() for name, x in tensors.items()}, path / "model.safetensors"
+            )
+            fields = json.loads((path / "config.json").read_text()) | {"architectures": [kind]}
+            (path / "config.json").write_text(json.dumps(fields))
+        if kind == "colqwen2-2.5":
+            file = path / "processor_config.json"
+            fields = json.loads(file.read_text()) if file.is_file() else {}
+            file.write_text(json.dumps(fields | {"query_prefix": "Search: "}))
+
+    @torch.inference_mode()
+    def vectors(self, ids: list[int], image: Any = None) -> np.ndarray:
+        """Return the normalized vector of each token of a prompt."""
+        inputs: dict[str, Any] = {"input_ids": torch.tensor([ids])}
+        if image is not None and self.is_qwen:
+            inputs |= qwen_image_processor(self.path)([image], return_tensors="pt")
+            inputs["mm_token_type_ids"] = (
+                inputs["input_ids"] == self.vlm.config.image_token_id
+            ).int()
+        elif image is not None:
+            images = [image] if self.base == "paligemma" else [[image]]
+            processed = image_processor(self.path, self.base)(images, return_tensors="pt")
+            inputs["pixel_values"] = processed["pixel_values"]
+        if self.base == "paligemma":
+            inputs["token_type_ids"] = torch.zeros(1, len(ids), dtype=torch.long)
+        hidden = self.vlm(**inputs).last_hidden_state[0]
+        return torch.nn.functional.normalize(self.linear(hidden)).numpy()
+
+    def query(self, text: str) -> np.ndarray:
+        return self.vectors(self.tokenizer(QUERIES[self.kind].format(text))["input_ids"])
+
+
+@pytest.mark.parametrize(("kind", "backend"), zip(QUERIES, ("native", "torch") * 3, strict=False))
+def test_queries_and_pages_have_the_vectors_of_transformers(
+    tmp_path: Path, kind: str, backend: str
+) -> None:
+    model = Retriever(tmp_path, kind)
+    image, query = picture(3, 60, 90), "seven wizards"
+    part = {"type": "image_url", "image_url": {"url": data_url(image)}}
+    flags = ("--served-model-name", "pages", "--cpu-backend", backend, "--dtype", "float32")
+    if model.is_qwen:
+        flags += ("--max-num-batched-tokens", "24", "--max-num-seqs", "8")
+    with Server(str(tmp_path), *flags, "-tp", "2") as server:
+
+        def pool(**body: Any) -> np.ndarray:
+            status, answer = server.post("/pooling", body)
+            assert status == 200, answer
+            return np.array(answer["data"][0]["data"], np.float32)
+
+        messages = [{"role": "user", "content": [part]}]
+        status, shown = server.post(
+            "/tokenize",
+            {
+                "messages": messages,
+                "add_generation_prompt": False,
+                "add_special_tokens": kind == "colmodernvbert",
+            },
+        )
+        assert status == 200, shown
+        assert (model.tokenizer.decode(shown["tokens"][:1]) == "[CLS]") is (
+            kind == "colmodernvbert"
+        )
+        page = model.vectors(shown["tokens"], image)
+        np.testing.assert_allclose(pool(messages=messages), page, atol=1e-4)
+        text = pool(input="brew tea")
+        np.testing.assert_allclose(
+            text, model.vectors(model.tokenizer("brew tea")["input_ids"]), atol=1e-4
+        )
+        found = pool(input=query, prompt_name="query")
+        np.testing.assert_allclose(found, model.query(query), atol=1e-4)
+        server.child("worker 0").kill()
+        documents: list[str | Mapping[str, Any]] = ["brew tea", {"content": [part]}]
+        status, answer = server.post("/v1/score", {"text_1": query, "text_2": documents})
+        assert status == 200, answer
+        scores = [entry["score"] for entry in answer["data"]]
+        expected = [float((found @ each.T).max(1).sum()) for each in (text, page)]
+        np.testing.assert_allclose(scores, expected, atol=1e-3)
+        assert_nothing_is_held(server)
+    with LLM(str(tmp_path), dtype="float32", cpu_backend=backend) as llm:
+        given = {"content": [{"type": "image_pil", "image_pil": image}]}
+        outputs = llm.score(query, ["brew tea", given])
+        np.testing.assert_allclose([each.outputs.score for each in outputs], expected, atol=1e-3)
