@@ -17,6 +17,9 @@ from .saved_state import SavedProcess
 STARTING_PATIENCE: Final = 12
 """Factor on the heartbeat timeout until a process is ready, because a large import can block all of its threads."""
 
+_STARTING_STAGES: Final = frozenset({Stage.STARTING, Stage.LOADING, Stage.WARMING})
+"""The stages before a process is ready."""
+
 _REMEDY: Final = "free memory, or lower --kv-cache-memory-bytes or --max-num-seqs"
 _SIGKILL: Final = {
     True: f"probably by the kernel's out-of-memory killer, which was active; {_REMEDY}",
@@ -93,8 +96,11 @@ class Child:
 
     def enter_stage(self, stage: Stage, detail: str) -> None:
         """Record a stage that the process reported."""
-        self.stage, self.detail = stage, detail
         self.last_beat = time.monotonic()
+        if self.ready_since is not None and stage in _STARTING_STAGES:
+            # A heartbeat arrived before this report. The process would count as not ready until its next report.
+            return
+        self.stage, self.detail = stage, detail
         if stage is Stage.READY and self.ready_since is None:
             self.ready_since = time.monotonic()
 

@@ -16,7 +16,7 @@ from engine.frontend.supervisor import local_process
 from engine.frontend.supervisor.child import Child
 from engine.frontend.supervisor.launcher import Launcher
 from engine.frontend.supervisor.local_process import ProcessSpec, Role
-from engine.protocol.supervisor_messages import Heartbeat
+from engine.protocol.supervisor_messages import Heartbeat, Stage
 
 
 @pytest.fixture
@@ -100,3 +100,17 @@ def test_a_process_whose_exit_cannot_be_watched_is_killed(
     process.close()
     assert process.poll() == -signal.SIGKILL
     assert process.reason == "cannot watch the process: Too many open files"
+
+
+def test_process_that_beats_as_ready_stays_ready_when_earlier_reports_arrive(
+    launcher: Launcher,
+) -> None:
+    spec = ProcessSpec("core 0", Role.CORE, (sys.executable, "-S", "-c", ""))
+    child = Child(spec, 1, launcher.launch(spec, 1))
+    child.beat(Heartbeat(is_ready=True), time.monotonic())
+    stages = [child.stage]
+    for stage in (Stage.STARTING, Stage.WARMING, Stage.READY, Stage.DRAINING):
+        child.enter_stage(stage, "")
+        stages.append(child.stage)
+    assert stages == [Stage.READY] * 4 + [Stage.DRAINING]
+    child.close()
