@@ -113,9 +113,9 @@ def read_inner_convolutions(fields: ConfigFields, *, is_local: bool) -> InnerCon
 def read_head_convolutions(fields: ConfigFields) -> HeadConvolutions:
     """Return the convolutions of ZAYA1, of which one follows another."""
     return HeadConvolutions(
-        fields.integer("num_attention_heads", 8),
         fields.integer("num_key_value_heads", 2),
         fields.integer("head_dim", 128),
+        fields.integer("num_attention_heads", 8),
         fields.integer("cca_time0", 2),
         fields.integer("cca_time1", 2, minimum=2),
     )

@@ -16,12 +16,19 @@ the stored inputs by position, up to the first token of the step, and not by the
 
 from __future__ import annotations
 
-from typing import Final, TypeAlias
+from typing import ClassVar, Final, TypeAlias
 
 import msgspec
 
 SEGMENT: Final = 16
-"""Number of tokens in a segment."""
+"""Number of tokens in a segment of most layers."""
+
+SHORT_SEGMENT: Final = 8
+"""Number of tokens in a segment of a layer that only convolves.
+
+There is no recurrent part, so the length matters only for drafts. Storing the inputs of a longer segment would make
+blocks large.
+"""
 
 NUM_TOKEN_DIGITS: Final = 3
 """Number of elements that hold a token id, one for each digit of base 256, which every dtype has exactly."""
@@ -52,18 +59,10 @@ class StateSize(msgspec.Struct, frozen=True):
 class ShortConvolution(msgspec.Struct, frozen=True, tag=True):
     """A gated short convolution (LFM2)."""
 
+    segment: ClassVar[int] = SHORT_SEGMENT
     channels: int
     kernel: int
     has_bias: bool = False
-
-    @property
-    def segment(self) -> int:
-        """Number of tokens in a segment.
-
-        There is no recurrent part, so the length matters only for drafts. Storing the inputs of a longer segment would
-        make blocks large.
-        """
-        return 8
 
     @property
     def num_units(self) -> int:
@@ -83,6 +82,9 @@ class Mamba1(msgspec.Struct, frozen=True, tag=True):
     such a vector, B and C of their own, and their gates are stored beside their inputs (Zamba, arXiv 2405.16712).
     """
 
+    # The time step, B and C of a token are products of its convolved input. A longer segment would compute the products
+    # of its earlier tokens again.
+    segment: ClassVar[int] = 1
     channels: int
     state_size_per_channel: int
     step_rank: int
@@ -92,15 +94,6 @@ class Mamba1(msgspec.Struct, frozen=True, tag=True):
     norm_eps: float | None = None
     has_norm_weights: bool = False
     num_heads: int = 1
-
-    @property
-    def segment(self) -> int:
-        """Number of tokens in a segment.
-
-        The time step, B and C of a token are products of its convolved input. A longer segment would compute the
-        products of its earlier tokens again.
-        """
-        return 1
 
     @property
     def num_units(self) -> int:
@@ -122,6 +115,7 @@ class Mamba2(msgspec.Struct, frozen=True, tag=True):
     epsilon of the norm instead of the model's.
     """
 
+    segment: ClassVar[int] = SEGMENT
     num_heads: int
     head_dim: int
     num_groups: int
@@ -136,11 +130,6 @@ class Mamba2(msgspec.Struct, frozen=True, tag=True):
     max_step: float = float("inf")
     multipliers: tuple[float, ...] = ()
     norm_eps: float | None = None
-
-    @property
-    def segment(self) -> int:
-        """Number of tokens in a segment."""
-        return SEGMENT
 
     @property
     def num_units(self) -> int:
@@ -165,6 +154,7 @@ class NgramConvolution(msgspec.Struct, frozen=True, tag=True):
     and the digits of the token.
     """
 
+    segment: ClassVar[int] = SEGMENT
     channels: int
     taps: int
     ngram_size: int
@@ -173,11 +163,6 @@ class NgramConvolution(msgspec.Struct, frozen=True, tag=True):
     def kernel(self) -> int:
         """Number of tokens from the first to the last one that a token reads."""
         return (max(self.taps, 2) - 1) * self.ngram_size + 1
-
-    @property
-    def segment(self) -> int:
-        """Number of tokens in a segment, the same as in the recurrent part."""
-        return SEGMENT
 
     def state_size(self, ranks: int) -> StateSize:
         """Return the size of the state in one of `ranks` workers."""
@@ -194,6 +179,7 @@ class GatedDeltaNet(msgspec.Struct, frozen=True, tag=True):
     With `ngrams`, every layer has a state for a convolution over embeddings of n-grams, which some layers have.
     """
 
+    segment: ClassVar[int] = SEGMENT
     num_key_heads: int
     num_heads: int
     key_dim: int
@@ -206,11 +192,6 @@ class GatedDeltaNet(msgspec.Struct, frozen=True, tag=True):
     norm_eps: float | None = None
     has_sigmoid_gate: bool = False
     ngrams: NgramConvolution | None = None
-
-    @property
-    def segment(self) -> int:
-        """Number of tokens in a segment."""
-        return SEGMENT
 
     @property
     def num_units(self) -> int:
@@ -231,13 +212,9 @@ class GatedDeltaNet(msgspec.Struct, frozen=True, tag=True):
 class _EqualHeads(msgspec.Struct, frozen=True):
     """A layer in which keys and values of a head have `head_dim` elements."""
 
+    segment: ClassVar[int] = SEGMENT
     num_heads: int
     head_dim: int
-
-    @property
-    def segment(self) -> int:
-        """Number of tokens in a segment."""
-        return SEGMENT
 
     @property
     def num_units(self) -> int:
@@ -290,14 +267,11 @@ class RgLru(msgspec.Struct, frozen=True, tag=True):
     of `num_blocks` blocks of channels.
     """
 
+    # As in `Mamba1`, gates are products of a token's convolved input.
+    segment: ClassVar[int] = 1
     channels: int
     num_blocks: int
     kernel: int
-
-    @property
-    def segment(self) -> int:
-        """Number of tokens in a segment, as in `Mamba1`: gates are products of a token's convolved input."""
-        return 1
 
     @property
     def num_units(self) -> int:
@@ -315,26 +289,27 @@ class RgLru(msgspec.Struct, frozen=True, tag=True):
         return StateSize(channels, self.kernel - 1, channels)
 
 
-class InnerConvolutions(msgspec.Struct, frozen=True, tag=True):
-    """Short convolutions in a layer with attention (Inkling): of its keys, values and output, and the MLP's output.
+class _AttentionConvolutions(msgspec.Struct, frozen=True):
+    """Short convolutions in a layer with attention, whose heads of keys and values have `head_dim` elements."""
 
-    Each convolution's result is added to its input. Every rank has all elements of the outputs.
-    """
-
+    segment: ClassVar[int] = SHORT_SEGMENT
     num_kv_heads: int
     head_dim: int
-    hidden_size: int
-    kernel: int
-
-    @property
-    def segment(self) -> int:
-        """Number of tokens in a segment, as in `ShortConvolution`."""
-        return 8
 
     @property
     def num_units(self) -> int:
         """Number of parts that can be divided equally among ranks."""
         return self.num_kv_heads
+
+
+class InnerConvolutions(_AttentionConvolutions, frozen=True, tag=True):
+    """Short convolutions in a layer with attention (Inkling): of its keys, values and output, and the MLP's output.
+
+    Each convolution's result is added to its input. Every rank has all elements of the outputs.
+    """
+
+    hidden_size: int
+    kernel: int
 
     def state_size(self, ranks: int) -> StateSize:
         """Return the size of the state in one of `ranks` workers."""
@@ -342,7 +317,7 @@ class InnerConvolutions(msgspec.Struct, frozen=True, tag=True):
         return StateSize(0, self.segment - 1 + self.kernel - 1, channels)
 
 
-class HeadConvolutions(msgspec.Struct, frozen=True, tag=True):
+class HeadConvolutions(_AttentionConvolutions, frozen=True, tag=True):
     """Short convolutions of the queries, keys and values of attention (compressed convolutional attention, ZAYA1).
 
     Each channel of queries and keys is combined over `channel_kernel` tokens, and then each of their heads over
@@ -351,8 +326,6 @@ class HeadConvolutions(msgspec.Struct, frozen=True, tag=True):
     """
 
     num_heads: int
-    num_kv_heads: int
-    head_dim: int
     channel_kernel: int
     head_kernel: int
 
@@ -360,16 +333,6 @@ class HeadConvolutions(msgspec.Struct, frozen=True, tag=True):
     def kernel(self) -> int:
         """Number of tokens on which the queries and keys of a token depend."""
         return self.channel_kernel + self.head_kernel - 1
-
-    @property
-    def segment(self) -> int:
-        """Number of tokens in a segment, as in `ShortConvolution`."""
-        return 8
-
-    @property
-    def num_units(self) -> int:
-        """Number of parts that can be divided equally among ranks."""
-        return self.num_kv_heads
 
     def state_size(self, ranks: int) -> StateSize:
         """Return the size of the state in one of `ranks` workers."""
