@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Final, Self
+from typing import Any, Final, Self
 
 import msgspec
 
@@ -94,7 +94,9 @@ def read_recurrent_layer(fields: ConfigFields) -> RecurrentLayer | None:
         case "zaya":
             return read_head_convolutions(fields)
         case "kimi_linear":
-            _require_silu(fields)
+            # Kimi K3's MLPs have another activation.
+            if fields.get("hidden_act") != "situ":
+                _require_silu(fields)
             return _read_kimi_delta_attention(fields)
     return None
 
@@ -357,6 +359,8 @@ def _read_kimi_delta_attention(fields: ConfigFields) -> KimiDeltaAttention:
         own.integer("num_heads", 32),
         own.integer("head_dim", 128),
         own.integer("short_conv_kernel_size", 4),
+        has_full_gates=own.boolean("use_full_rank_gate", False),
+        lowest_log_decay=_log_decay(own, "gate_lower_bound", own.get("gate_lower_bound")),
     )
 
 
@@ -366,14 +370,19 @@ def _read_glm5_next(fields: ConfigFields) -> KimiDeltaAttention:
     bound = own.config.get("gate_lower_bound", fields.config.get("linear_lower_bound", -5.0))
     if bound is None and own.config and own.boolean("safe_gate", True):
         bound = -5.0
-    if bound is not None and (type(bound) not in (int, float) or bound >= 0):
-        raise fields.wrong("linear_lower_bound", "a negative number or null", bound)
     return KimiDeltaAttention(
         own.integer("num_heads", fields.integer("linear_num_heads", 64)),
         own.integer("head_dim", fields.integer("linear_head_dim", 128)),
         own.integer("short_conv_kernel_size", fields.integer("linear_conv_kernel_dim", 4)),
-        lowest_log_decay=float(bound or 0.0),
+        lowest_log_decay=_log_decay(fields, "linear_lower_bound", bound),
     )
+
+
+def _log_decay(fields: ConfigFields, name: str, bound: Any) -> float:
+    """Return the bound of decays that the field `name` has, or 0 for a null."""
+    if bound is not None and (type(bound) not in (int, float) or bound >= 0):
+        raise fields.wrong(name, "a negative number or null", bound)
+    return float(bound or 0.0)
 
 
 def _read_ling3(fields: ConfigFields) -> KimiDeltaAttention:

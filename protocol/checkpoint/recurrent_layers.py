@@ -225,13 +225,19 @@ class _EqualHeads(msgspec.Struct, frozen=True):
 class KimiDeltaAttention(_EqualHeads, frozen=True, tag=True):
     """Kimi delta attention (Kimi Linear, 2025, arXiv 2510.26692), a delta rule with one decay per element of the keys.
 
-    If `is_low_rank`, decays and gates are computed from projections to `head_dim` elements. If `lowest_log_decay` is
-    not 0, a decay is at least exp(`lowest_log_decay`).
+    If `is_low_rank`, decays are computed from projections to `head_dim` elements, and so are gates, unless
+    `has_full_gates`. If `lowest_log_decay` is not 0, a decay is at least exp(`lowest_log_decay`).
     """
 
     kernel: int
     is_low_rank: bool = True
+    has_full_gates: bool = False
     lowest_log_decay: float = 0.0
+
+    @property
+    def has_low_rank_gates(self) -> bool:
+        """True if gates are computed from projections to `head_dim` elements."""
+        return self.is_low_rank and not self.has_full_gates
 
     def state_size(self, ranks: int) -> StateSize:
         """Return the size of the state in one of `ranks` workers."""

@@ -18,14 +18,11 @@ from torch import Tensor
 
 from ...protocol.checkpoint.recurrent_layers import (
     GatedDeltaNet,
-    HeadConvolutions,
-    InnerConvolutions,
     KimiDeltaAttention,
     LightningAttention,
     Mamba1,
     Mamba2,
     MixerLayer,
-    RecurrentLayer,
     RgLru,
     ShortConvolution,
 )
@@ -81,7 +78,8 @@ class ColumnProduct(msgspec.Struct, frozen=True):
 class NativeMixer(structs.Mixer):
     """The parameters of a recurrent layer except its matrices, as a struct whose address is passed to native code.
 
-    It keeps the vectors that it points to alive. `projection` has this rank's rows of the first matrix.
+    It keeps the vectors that it points to alive. `projection` has this rank's rows of the first matrix. If
+    `last_column` is not 0, the results of the last rows begin at this column, otherwise after those of the others.
     `second_products` are products of the projection's results, in order, and `convolved_products` those after the
     convolution. `normed_columns` are normed before the scan, with the epsilon `column_eps`. `shares` has each rank's
     columns of the last matrix, which has `num_columns` columns. If `shares_norm`, the outputs are normed over the heads
@@ -99,6 +97,7 @@ class NativeMixer(structs.Mixer):
         check_num_taps(layer.kernel)
         self._weights, self._prefix = weights, prefix
         self.shares_norm = False
+        self.last_column = 0
         self.second_products: list[ColumnProduct] = []
         self.convolved_products: list[ColumnProduct] = []
         self.normed_columns: list[tuple[range, Floats]] = []
@@ -326,11 +325,17 @@ class NativeMixer(structs.Mixer):
         # The low-rank inputs of gates and steps occupy the columns in which steps and gates will be written. Gates come
         # last, so compute them first.
         first_step = 3 * len(own) + len(heads)
-        second_products = (
-            ("g_b_proj", range(first_step + dim, first_step + 2 * dim), first_step + len(own)),
-            ("f_b_proj", range(first_step, first_step + dim), first_step),
-        )
-        for name, of_low_rank, first_column in second_products if layer.is_low_rank else ():
+        first_gate = first_step + len(own)
+        second_products = []
+        if layer.has_low_rank_gates:
+            of_gates = range(first_step + dim, first_step + 2 * dim)
+            second_products.append(("g_b_proj", of_gates, first_gate))
+        elif layer.is_low_rank:
+            self.last_column = first_gate
+        if layer.is_low_rank:
+            of_steps = range(first_step, first_step + dim)
+            second_products.append(("f_b_proj", of_steps, first_step))
+        for name, of_low_rank, first_column in second_products:
             (weight,) = self._weights.packed_together([Rows(f"{prefix}{name}", size, own)], dim)
             self.second_products.append(ColumnProduct(of_low_rank, weight, first_column))
         channels = [Rows(f"{prefix}{each}_conv1d", size, own) for each in "qkv"]
@@ -470,31 +475,3 @@ def _merged(rows: Sequence[Rows]) -> list[Rows]:
         order = None if torch.equal(index, torch.tensor(part)) else index - part.start
         merged.append(Rows(of_module[0].name, of_module[0].total, part, order))
     return merged
-
-
-def mixer_sizes(layer: RecurrentLayer, ranks: int) -> tuple[int, int]:
-    """Return the outputs of a mixer's first matrix, and the inputs of its last one, in one of `ranks` workers."""
-    channels = layer.state_size(ranks).channels
-    match layer:
-        case ShortConvolution():
-            return 3 * channels, channels
-        case InnerConvolutions():
-            # The inputs are those of attention.
-            return 0, 0
-        case HeadConvolutions():
-            # The means of queries and keys follow the queries, keys and values.
-            values = max(1, layer.num_kv_heads // ranks) * layer.head_dim
-            return 2 * channels - values, 0
-        case Mamba1():
-            heads = max(1, layer.num_heads // ranks)
-            selected = layer.step_rank + 2 * layer.state_size_per_channel
-            return 3 * channels + heads * selected, channels
-        case Mamba2():
-            inner = layer.num_heads // ranks * layer.head_dim
-        case GatedDeltaNet():
-            inner = layer.num_heads // ranks * layer.value_dim
-        case KimiDeltaAttention() | LightningAttention():
-            inner = layer.num_heads // ranks * layer.head_dim
-        case RgLru():
-            inner = channels
-    return channels + inner, inner

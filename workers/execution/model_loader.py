@@ -19,6 +19,7 @@ from ..cpu.library import NotSupportedNatively, instruction_set
 from ..device.device import count_threads, has_float8
 from ..device.dtypes import HostDevice, HostDtype, configured_dtype, torch_device, torch_dtype
 from ..device.lazy_torch import is_torch_loaded
+from ..layers.parallel.dimensions import model_dimensions
 from ..layers.spec import ModelSpec
 from ..loaders import Checkpoint
 from ..loaders.own_head import has_own_head
@@ -92,7 +93,7 @@ def _load_decoder(
         config.cache.block_size,
     )
     for layer in spec.layers:
-        check_parallel(spec.for_layer(layer).dimensions, config.parallel)
+        check_parallel(model_dimensions(spec.for_layer(layer)), config.parallel)
     attention = AttentionSpec.from_model(
         spec,
         parallel.shard(spec),

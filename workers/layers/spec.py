@@ -9,7 +9,6 @@ import msgspec
 import torch
 from msgspec.structs import replace
 
-from ...protocol.checkpoint.model_dimensions import ModelDimensions
 from ...protocol.checkpoint.recurrent_layers import NUM_TOKEN_DIGITS, RecurrentLayer
 from ...protocol.checkpoint.vision.read import AnyVisionSpec
 from ...protocol.config.audio_tower import AnyAudioSpec
@@ -20,10 +19,11 @@ from .activations import Activation
 from .rope import QueryScaling, RopeSpec
 from .shared_block import Restart, SharedBlock
 from .specs.altup import AltUpSpec, PerLayerInputsSpec
+from .specs.attention_residuals import AttentionResidualsSpec
 from .specs.block_indexer import BlockIndexerSpec
 from .specs.compressed import CompressedSpec, Compression
 from .specs.convolution import ConvolutionSpec
-from .specs.experts import ExpertsSpec, GateLimit, passed_size
+from .specs.experts import ExpertsSpec, GateLimit, SoftCaps, passed_size
 from .specs.hyper import HyperConnectionsSpec
 from .specs.latent import LatentSpec, RopeOrder
 from .specs.ngram import NgramSpec
@@ -157,11 +157,11 @@ class ModelSpec(msgspec.Struct, frozen=True):
     division by the root mean square. If `output_norm_eps` is not None, it is the epsilon of the norms of blocks'
     outputs. If `has_embedding_norm`, the embeddings are normed. With `norm_gate`, some norms have gates.
 
-    If `has_gate`, the MLP computes down(activation(gate(x)) * up(x)), otherwise down(activation(up(x))). If
-    `is_parallel`, attention and MLP of a layer read the same hidden states; the MLP shares the attention's norm if
-    `norms` has none for it. If `qkv_bias`, queries and values have biases, and keys if `key_bias`. All three are
-    limited to +-`qkv_clip`, after their norms. If `mlp_bias`, all projections of MLPs have biases; if
-    `mlp_output_bias`, only the last one.
+    If `has_gate`, the MLP computes down(activation(gate(x)) * up(x)), otherwise down(activation(up(x))). With
+    `soft_caps`, both factors are capped, and the activation is SiLU. If `is_parallel`, attention and MLP of a layer
+    read the same hidden states; the MLP shares the attention's norm if `norms` has none for it. If `qkv_bias`, queries
+    and values have biases, and keys if `key_bias`. All three are limited to +-`qkv_clip`, after their norms. If
+    `mlp_bias`, all projections of MLPs have biases; if `mlp_output_bias`, only the last one.
 
     `qk_norm` is "head" (one norm per head, with shared weights), "each head" (with separate weights), "unit" (without
     weights, in layers with a rotary embedding), "scaled" (without weights, but a factor for each key head), or "full"
@@ -233,6 +233,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
     tie_word_embeddings: bool
     activation: Activation = "silu"
     has_gate: bool = True
+    soft_caps: SoftCaps | None = None
     norms: NormNames = NormNames()
     norm_kind: Literal["rms", "layer"] = "rms"
     norm_groups: int = 1
@@ -298,6 +299,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
     per_layer_inputs: PerLayerInputsSpec | None = None
     altup: AltUpSpec | None = None
     hyper_connections: HyperConnectionsSpec | None = None
+    attention_residuals: AttentionResidualsSpec | None = None
     ngrams: NgramSpec | None = None
     logits_divisor: float = 1.0
     tensor_names: tuple[tuple[str, str], ...] = ()
@@ -437,7 +439,8 @@ class ModelSpec(msgspec.Struct, frozen=True):
     @property
     def num_streams(self) -> int:
         """The number of hidden states of a token; 0 for one that is a residual stream."""
-        return streams.num_streams if (streams := self.altup or self.hyper_connections) else 0
+        streams = self.altup or self.hyper_connections or self.attention_residuals
+        return streams.num_streams if streams else 0
 
     @property
     def last_shared_block(self) -> int:
@@ -468,19 +471,6 @@ class ModelSpec(msgspec.Struct, frozen=True):
     @property
     def _num_groups(self) -> int:
         return 1 + max(group for layer in self.layers for group in layer.cache_groups)
-
-    @property
-    def dimensions(self) -> ModelDimensions:
-        """The sizes that determine how the model can be divided among workers."""
-        return ModelDimensions(
-            len(self.layers),
-            self.num_heads,
-            self.num_kv_heads,
-            self.intermediate_size,
-            self.vocab_size,
-            min((layer.experts.num_experts for layer in self.layers if layer.experts), default=0),
-            next((layer.recurrent.num_units for layer in self.layers if layer.recurrent), 0),
-        )
 
 
 def windows_by_group(

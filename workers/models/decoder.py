@@ -26,6 +26,7 @@ from .cross_attention import QueryRecorder
 from .decoder_layer import DecoderLayer
 from .experts.router_mlp import RouterState
 from .layer_kinds.altup import AltUpLayer, Streams
+from .layer_kinds.attention_residuals import AttentionResidualLayer, StreamAttention
 from .layer_kinds.convolved import ConvolvedLayer, MixedHeadsLayer
 from .layer_kinds.hyper_connections import HyperLayer, Reducer, read_reducer
 from .layer_kinds.image_reader import ImageReaderLayer
@@ -117,10 +118,13 @@ class Decoder(TorchDecoder):
         self._router_state: RouterState | None = None
         if passed_size(layer.experts for layer in spec.layers):
             self._router_state = self._share_router_state()
-        self._last_streams: Streams | Reducer | None = None
+        self._last_streams: Streams | Reducer | StreamAttention | None = None
         if shard.is_last:
             if spec.hyper_connections is not None:
                 self._last_streams = read_reducer(spec.hyper_connections, source.at("head_hc"))
+            if (residuals := spec.attention_residuals) is not None:
+                last = source.at("head_res.")
+                self._last_streams = StreamAttention(residuals, last, residuals.num_streams)
             if spec.altup is not None:
                 self._last_streams = Streams(
                     spec, spec.altup, weights, "altup_unembed_projections", kernels
@@ -366,6 +370,8 @@ def _make_layers(
             layers.append(AltUpLayer(spec.altup, layer, source, as_backend(attention)))
         elif (hyper := spec.hyper_connections) is not None:
             layers.append(HyperLayer(hyper, layer, source, attention))
+        elif (residuals := spec.attention_residuals) is not None:
+            layers.append(AttentionResidualLayer(residuals, layer, source, attention))
         else:
             decoder = _layer_kind(own, layer)(layer, source, attention)
             if spec.latent is not None and layer.kv_source is not None and layer.chooses_keys:

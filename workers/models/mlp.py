@@ -6,8 +6,10 @@ Shapes: T tokens of a step, D hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -15,7 +17,8 @@ from ..layers.activations import ACTIVATIONS, normal_quantile
 from ..layers.layers import XIELU, GatedActivation, LayerKernels, Linear
 from ..layers.parallel.parallel_layers import RowParallelLinear
 from ..layers.parallel.shard import ModelShard
-from ..layers.specs.experts import GateLimit
+from ..layers.spec import ModelSpec
+from ..layers.specs.experts import GateLimit, SoftCaps
 from .layer_source import LayerSource
 from .weights import WeightReader
 
@@ -76,7 +79,7 @@ class MLP:
             self._activation: Callable[[Tensor], Any] = read_xielu(weights, f"{prefix}act_fn.")
         elif spec.has_gate:
             consumer = None if spec.has_inner_norms else self._down
-            self._activation = gated_activation(kernels, spec.activation, limit, consumer)
+            self._activation = gated_activation(kernels, spec, limit, consumer)
         else:
             self._activation = kernels.activation(spec.activation)
 
@@ -110,9 +113,15 @@ class MLP:
 
 
 def gated_activation(
-    kernels: LayerKernels, name: str, limit: GateLimit | None, consumer: Linear | None = None
+    kernels: LayerKernels,
+    spec: ModelSpec,
+    limit: GateLimit | None,
+    consumer: Linear | None = None,
 ) -> GatedActivation:
     """Return the function gate_up_T2F -> activation(gate) * up of a fused projection, with both factors limited."""
+    if spec.soft_caps is not None:
+        return partial(_softly_capped, spec.soft_caps)
+    name = spec.activation
     activate = kernels.gated_activation(name, consumer)
     if limit is None:
         return activate
@@ -127,6 +136,14 @@ def gated_activation(
         return activate(gate_up_T2F)
 
     return forward
+
+
+def _softly_capped(caps: SoftCaps, gate_up_T2F: Tensor) -> Tensor:
+    gate_TF, up_TF = gate_up_T2F.float().chunk(2, -1)
+    capped_TF = caps.gate * torch.tanh(gate_TF / caps.gate) * torch.sigmoid(gate_TF)
+    if caps.up:
+        up_TF = caps.up * torch.tanh(up_TF / caps.up)
+    return (capped_TF * up_TF).to(gate_up_T2F.dtype)
 
 
 def read_xielu(weights: WeightReader, prefix: str) -> XIELU:

@@ -13,6 +13,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from support.families import changes, make_reference
 from support.families.dense import LLAMA3
+from support.families.kimi_k3 import K3_CONFIG, as_kimi_k3, with_towers
 
 
 @dataclass(frozen=True)
@@ -297,6 +298,29 @@ PUBLISHED = {
         ),
         changes.with_ling_matrices,
     ),
+    "KimiK3": Published(
+        "kimi-linear",
+        {
+            "layer_types": [
+                "linear_attention",
+                "full_attention",
+                *["linear_attention"] * 2,
+                "full_attention",
+            ],
+            "num_hidden_layers": 5,
+            "q_lora_rank": 20,
+            "linear_num_heads": 4,
+            "linear_head_dim": 8,
+        },
+        K3_CONFIG | {"layer_types": None, "mlp_layer_types": None},
+        (
+            (r"self_attn\.g_b_proj", "self_attn.g_proj"),
+            *_IN_LANGUAGE_MODEL,
+        ),
+        with_towers,
+        ("text_config",),
+        prepare=as_kimi_k3,
+    ),
     "KimiVL": Published(
         "deepseek-v3", {}, {}, _IN_LANGUAGE_MODEL, changes.with_tower, ("text_config",)
     ),
@@ -350,10 +374,13 @@ PUBLISHED = {
 }
 
 
-def save_published(name: str, path: Path) -> transformers.PreTrainedModel:
-    """Save a random model of a family in the form that it is published in, and return one that is equal to it."""
+def save_published(name: str, path: Path, **others: Any) -> transformers.PreTrainedModel:
+    """Save a random model of a family in the form that it is published in, and return one that is equal to it.
+
+    `others` replace fields of the config.
+    """
     family = PUBLISHED[name]
-    reference = make_reference(family.base, **family.differences)
+    reference = make_reference(family.base, **{**family.differences, **others})
     if family.prepare is not None:
         family.prepare(reference)
     reference.save_pretrained(path)

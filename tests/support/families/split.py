@@ -165,3 +165,10 @@ CONVOLVED = {
 """The class of the config, the family, and sizes with which blocks have room for the states of a rank."""
 DENSE_HEAD = {"head_dim": 8, "num_key_value_heads": 12, "local_attention": 32}
 """A dense layer before the output projection."""
+TWO_MIXTURES = {
+    "num_key_value_heads": 12,
+    "moe_num_experts": 5,
+    "moe_k": 3,
+    "moe_intermediate_size": [96, 64],
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 6, 4]},
+}

@@ -17,6 +17,7 @@ from engine.workers.loaders import open_checkpoint
 from support.families import make_multimodal
 from support.families.compressed import HASHED
 from support.families.experts import BLOCKS_OF_KEYS, GATED
+from support.families.published import save_published
 from support.families.recurrent import HASHED_NGRAMS, SHARED_BLOCKS
 from support.families.split import (
     BESIDE_ATTENTION,
@@ -29,6 +30,7 @@ from support.families.split import (
     SHORTCUTS,
     SMALL_VALUES,
     SPLIT_GROUPS,
+    TWO_MIXTURES,
 )
 from support.gguf_writer import write_gguf
 from support.quantized_checkpoints import quantize_directory
@@ -214,13 +216,6 @@ OTHER_MIXTURES = {
     ),
     "longcat": ("LongcatFlashConfig", "LongcatFlashForCausalLM", SHORTCUTS),
 }
-TWO_MIXTURES = {
-    "num_key_value_heads": 12,
-    "moe_num_experts": 5,
-    "moe_k": 3,
-    "moe_intermediate_size": [96, 64],
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 6, 4]},
-}
 PRODUCTS = [(1, 3), (2, 2), (4, 1)]
 
 
@@ -356,6 +351,8 @@ def test_layers_that_share_keys_or_differ_in_their_heads_can_be_split(
     checkpoints["mistral-large4"] = tmp_path / "mistral-large4"
     model = make_multimodal("MistralLarge4", **SIZES | vocabulary | INDEXED | SHARED_LATENT)
     model.save_pretrained(checkpoints["mistral-large4"])
+    checkpoints["kimi-k3"] = tmp_path / "kimi-k3"
+    save_published("KimiK3", checkpoints["kimi-k3"], **vocabulary, kv_lora_rank=160)
     alone = run_alone(checkpoints, tmp_path, backend)
     parallel = ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2)
     served = [Served(path, backend) for path in checkpoints.values()]

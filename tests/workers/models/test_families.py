@@ -24,7 +24,7 @@ from support.families import (
 from support.families.dense import LLAMA3
 from support.families.experts import LONG
 from support.families.multimodal import MULTIMODAL
-from support.families.published import LING
+from support.families.published import LING, PUBLISHED, save_published
 from support.gguf_writer import write_gguf
 from support.quantized_checkpoints import FORMATS, quantize_directory
 from transformers.models.mllama import MllamaTextConfig
@@ -133,6 +133,7 @@ NATIVE = [
     "Ernie4_5_VLMoe",
     "Glm5Next",
     "HunYuanVL",
+    "KimiK3",
     "MistralLarge4",
     "MuseGlimmer",
     "MuseSpark",
@@ -151,9 +152,13 @@ class Reference:
     """A model of transformers, its checkpoint, and its logits."""
 
     def __init__(self, name, path, differences):
-        make = make_reference if name in CONFIGS else make_multimodal
-        self.model, self.path = make(name, **differences), path
-        save_reference(self.model, path)
+        self.path = path
+        if name in PUBLISHED:
+            self.model = save_published(name, path)
+        else:
+            make = make_reference if name in CONFIGS else make_multimodal
+            self.model = make(name, **differences)
+            save_reference(self.model, path)
         self._logits = cache(lambda tokens: expected_logits(self.model, tokens))
 
     def logits(self, tokens):
@@ -172,7 +177,8 @@ def references(tmp_path_factory):
 
 
 @pytest.fixture(
-    scope="module", params=[*CONFIGS, "Glm5Next", "MistralLarge4", *(f"{x} native" for x in NATIVE)]
+    scope="module",
+    params=[*CONFIGS, "Glm5Next", "KimiK3", "MistralLarge4", *(f"{x} native" for x in NATIVE)],
 )
 def models(request, references):
     """Engine's decoder and the model of transformers."""

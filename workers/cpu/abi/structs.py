@@ -89,6 +89,8 @@ OP_KINDS = (
     "scale_add",
     "average_heads",
     "convolve_heads",
+    "attend_streams",
+    "add_to_stream",
 )
 
 ACTIVATIONS = (
@@ -145,6 +147,8 @@ class ModelShape(ctypes.Structure):
         ("kv_format", c_int32),
         ("activation", c_int32),
         ("output_gate", c_int32),
+        ("gate_cap", c_float),
+        ("up_cap", c_float),
         ("norm", c_int32),
         ("norm_groups", c_int32),
         ("is_bidirectional", c_int32),

@@ -98,9 +98,9 @@ std::string describe() {
   STRUCT(LatentShape, num_heads, key_dim, query_inputs, kv_rank, plain_dim, rotary_dim, value_dim, norms_rotated_key,
          index_heads, index_dim, index_inputs, gate_dim)
   STRUCT(ModelShape, hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim, vocab_size, block_size,
-         block_bytes, kv_format, activation, output_gate, norm, norm_groups, is_bidirectional, keeps_block, router_size,
-         projection_size, mixed_size, num_streams, input_size, is_latent, index_dim, index_inputs, index_eps,
-         is_compressed, num_threads)
+         block_bytes, kv_format, activation, output_gate, gate_cap, up_cap, norm, norm_groups, is_bidirectional,
+         keeps_block, router_size, projection_size, mixed_size, num_streams, input_size, is_latent, index_dim,
+         index_inputs, index_eps, is_compressed, num_threads)
   STRUCT(AttentionLayer, scale, softcap, window, rounds_alibi)
   STRUCT(Router, num_experts, num_chosen, num_identities, skips_identities, num_always, scoring, renormalizes,
          num_groups, num_chosen_groups, num_best, corrects_logits, scale, mixer_noise, softcap, correction, scales,
@@ -158,7 +158,7 @@ std::string describe() {
        repeat_streams, mix_streams, update_streams, norm_beside, gated_norm_add, add_kept, summarize_group,
        store_entries, scale_heads, load_key, average_group, norm_streams, embed_ngrams, gate_ngrams, convolve_ngrams,
        norm_columns, add_shortcut, share_activation_squares, convolve_inside, activate, chain_columns, scale_add,
-       average_heads, convolve_heads)
+       average_heads, convolve_heads, attend_streams, add_to_stream)
   FOR_EACH(FUNCTION, engine_isa, engine_isa_name, engine_select_isa, engine_can_pack, engine_packed_bytes,
            engine_pack_rows, engine_finish_packing, engine_activation_row_bytes, engine_quantize_rows,
            engine_linear_rows, engine_unpack_weight_row, engine_program_new, engine_program_free, engine_program_add,

@@ -33,9 +33,9 @@ from ..abi.structs import AttentionLayer, ChoiceRule
 from ..library import NotSupportedNatively
 from ..packing import GROUP_SIZE, ActivationKind, PackedWeight
 from ..program import Floats
-from .altup import AltUpRecorder
 from .blocks import BLOCK, PART, QKV, SHORTCUT, BlockRecorder
 from .inner_convolutions import ConvolutionRecorder
+from .streams.altup import AltUpRecorder
 
 LOG2_E = np.float32(np.log2(np.e))
 """log2(e): native softmaxes use base 2."""

@@ -264,7 +264,10 @@ def _record_latent_experts(
         blocks.add_gated(mlp, input_kind, limit=shared_limit)
         blocks.add_block(prefix, mlp.down, mlp.down_bias, None, 1.0, target=BLOCK)
     kind = from_latent.activation_kind.for_whole_rows
-    program.add_op("quantize_columns", activation_kind=kind, vectors=[None], **columns)
+    sum_norm: Floats | None = None
+    if experts.norms_latent_sum:
+        sum_norm = blocks.weights.vector(f"{prefix}mlp.latent_sum_norm.weight", size)
+    program.add_op("quantize_columns", activation_kind=kind, vectors=[sum_norm], **columns)
     program.add_op(
         "linear",
         input_kind=kind,

@@ -37,13 +37,17 @@ def record_mixer(
     bias = None
     if mixer.has_output_bias:
         bias = blocks.weights.vector(f"{own_prefix}out_proj.bias", spec.hidden_size)
+    parts = [weight for weights, _ in projection for weight in weights]
+    biases = [bias for _, biases in projection for bias in biases]
+    first = len(parts) - (mixer.last_column > 0)
+    input_norm = norms.attention_input
     kind = blocks.add_projection(
-        prefix,
-        norms.attention_input,
-        [weight for weights, _ in projection for weight in weights],
-        [bias for _, biases in projection for bias in biases],
-        input_op=input_op,
+        prefix, input_norm, parts[:first], biases[:first], input_op=input_op
     )
+    if mixer.last_column:
+        kind = blocks.add_projection(
+            prefix, input_norm, parts[first:], biases[first:], kind, mixer.last_column
+        )
     for product in mixer.second_products:
         _add_product(blocks, mixer, product)
     state: dict[str, Any] = {"layer": index, "group": layer.state_group, "mixer": mixer}

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 import math
 
-from ....protocol.checkpoint.recurrent_layers import NUM_TOKEN_DIGITS
+from ....protocol.checkpoint.recurrent_layers import (
+    NUM_TOKEN_DIGITS,
+    GatedDeltaNet,
+    HeadConvolutions,
+    InnerConvolutions,
+    KimiDeltaAttention,
+    LightningAttention,
+    Mamba1,
+    Mamba2,
+    RecurrentLayer,
+    RgLru,
+    ShortConvolution,
+)
 from ...device.dtypes import dtype_name
 from ...layers.parallel.shard import ModelShard
 from ...layers.parallel.tensor_parallel import TensorParallel
@@ -15,7 +27,6 @@ from ...models.latent.attention import gates_of_head
 from ..abi.latent_structs import LatentShape
 from ..abi.structs import ModelShape, activation_number
 from ..attention import KV_FORMATS, NativeAttention
-from ..mixers import mixer_sizes
 from ..packing import GROUP_SIZE
 from ..weights import intermediate_shares
 from .compressed import extra_columns
@@ -48,6 +59,8 @@ def model_shape(
         KV_FORMATS[dtype_name(attention.dtype)],
         activation_number(spec.activation),
         activation_number(spec.output_gate),
+        0.0 if spec.soft_caps is None else spec.soft_caps.gate,
+        0.0 if spec.soft_caps is None else spec.soft_caps.up,
         spec.norm_kind == "layer",
         spec.norm_groups,
         not spec.is_causal,
@@ -109,7 +122,7 @@ def _projection_and_mixed_size(
         others.append(max(columns, spec.ngrams.size))
         mixed = max(mixed, spec.ngrams.size)
     if layer.recurrent is not None:
-        recurrent_projection, recurrent_mixed = mixer_sizes(
+        recurrent_projection, recurrent_mixed = _mixer_sizes(
             layer.recurrent, shard.tensor_parallel.size
         )
         others.append(recurrent_projection)
@@ -132,6 +145,34 @@ def _projection_and_mixed_size(
         others.append(spec.per_layer_inputs.size)
         mixed = max(mixed, spec.per_layer_inputs.size)
     return max(projection, *others), max(mixed, layer.input_size)
+
+
+def _mixer_sizes(layer: RecurrentLayer, ranks: int) -> tuple[int, int]:
+    """Return the outputs of a mixer's first matrix, and the inputs of its last one, in one of `ranks` workers."""
+    channels = layer.state_size(ranks).channels
+    match layer:
+        case ShortConvolution():
+            return 3 * channels, channels
+        case InnerConvolutions():
+            # The inputs are those of attention.
+            return 0, 0
+        case HeadConvolutions():
+            # The means of queries and keys follow the queries, keys and values.
+            values = max(1, layer.num_kv_heads // ranks) * layer.head_dim
+            return 2 * channels - values, 0
+        case Mamba1():
+            heads = max(1, layer.num_heads // ranks)
+            selected = layer.step_rank + 2 * layer.state_size_per_channel
+            return 3 * channels + heads * selected, channels
+        case Mamba2():
+            inner = layer.num_heads // ranks * layer.head_dim
+        case GatedDeltaNet():
+            inner = layer.num_heads // ranks * layer.value_dim
+        case KimiDeltaAttention() | LightningAttention():
+            inner = layer.num_heads // ranks * layer.head_dim
+        case RgLru():
+            inner = channels
+    return channels + inner, inner
 
 
 def padded_rank(rank: int) -> int:
@@ -159,6 +200,8 @@ def _streams_size(spec: ModelSpec) -> int:
     if spec.hyper_connections is not None:
         sums = spec.num_streams + spec.hidden_size if spec.hyper_connections.num_iterations else 0
         return spec.num_streams * (2 + sums)
+    if spec.attention_residuals is not None:
+        return spec.num_streams
     if spec.altup is None:
         return 0
     count = spec.altup.num_streams

@@ -19,20 +19,21 @@ from ..library import NotSupportedNatively
 from ..packing import PackedWeight
 from ..program import Floats, NativeProgram
 from ..weights import NativeWeightReader, intermediate_shares
-from .altup import AltUpRecorder
 from .attention import AttentionRecorder
 from .blocks import BLOCK, BlockRecorder
 from .compressed import CompressedRecorder
 from .embedding import record_embedding
 from .experts import record_experts, record_experts_beside
 from .head import record_head, record_head_dense
-from .hyper_connections import HyperRecorder
 from .inner_convolutions import ConvolutionRecorder, record_convolutions
 from .latent import LatentRecorder
 from .layer_inputs import LayerInputsRecorder
 from .mixers import record_mixer
 from .ngrams import record_ngrams
 from .shared_blocks import SharedBlockRecorder
+from .streams.altup import AltUpRecorder
+from .streams.attention_residuals import AttentionResidualRecorder
+from .streams.hyper_connections import HyperRecorder
 
 
 class Recorder:
@@ -86,9 +87,11 @@ class Recorder:
         self._altup: AltUpRecorder | None = None
         if spec.altup is not None:
             self._altup = AltUpRecorder(self._blocks, spec.altup)
-        self._hyper: HyperRecorder | None = None
+        self._streams: HyperRecorder | AttentionResidualRecorder | None = None
         if spec.hyper_connections is not None:
-            self._hyper = HyperRecorder(self._blocks, spec.hyper_connections)
+            self._streams = HyperRecorder(self._blocks, spec.hyper_connections)
+        if spec.attention_residuals is not None:
+            self._streams = AttentionResidualRecorder(self._blocks, spec.attention_residuals)
         self._layer_inputs: LayerInputsRecorder | None = None
         if spec.per_layer_inputs is not None:
             self._layer_inputs = LayerInputsRecorder(self._blocks, spec.per_layer_inputs)
@@ -111,7 +114,7 @@ class Recorder:
         if self._store is not None:
             self._store.program.add_op("embed")
         self._record_inputs()
-        streams = self._altup or self._hyper
+        streams = self._altup or self._streams
         if shard.is_first and streams is not None:
             streams.expand()
         for place, index in enumerate(shard.layers):
@@ -223,17 +226,18 @@ class Recorder:
 
     def _record_layer(self, place: int, prefix: str, layer: LayerSpec) -> None:
         """Record a layer. `place` is its index in this shard."""
-        spec, program = self._spec, self._program
-        norms = layer.norms or spec.norms
+        spec, program, streams = self._spec, self._program, self._streams
+        norms, index = layer.norms or spec.norms, self._shard.layers[place]
         if spec.ngrams is not None and layer.ngram_table is not None:
             record_ngrams(self._blocks, spec.ngrams, self._num_caches, prefix, layer)
         altup = None if self._altup is None else self._altup.predict(prefix)
-        connection = None if self._hyper is None else self._hyper.mix(f"{prefix}attn_hc")
+        if streams is not None:
+            streams.mix(prefix, index, is_mlp=False)
         convolutions = record_convolutions(self._blocks, self._num_caches + 1, prefix, layer)
         self._record_mixing(prefix, layer, norms, convolutions)
-        if self._hyper is not None and connection is not None:
-            self._hyper.update(connection)
-            connection = self._hyper.mix(f"{prefix}mlp_hc")
+        if streams is not None:
+            streams.update()
+            streams.mix(prefix, index, is_mlp=True)
         if layer.reads_source:
             cache = self._num_caches - 1
             self._attention.record_cross(cache, prefix, layer, norms)
@@ -258,8 +262,8 @@ class Recorder:
             program.add_op("add_shortcut", scale=scale)
         if self._altup is not None and altup is not None:
             self._altup.correct(altup)
-        if self._hyper is not None and connection is not None:
-            self._hyper.update(connection)
+        if streams is not None:
+            streams.update()
         if self._layer_inputs is not None:
             self._layer_inputs.record_block(place, prefix)
             norm = self._blocks.hidden_norm(f"{prefix}post_per_layer_input_norm")

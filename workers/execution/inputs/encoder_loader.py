@@ -22,6 +22,7 @@ from ...cpu.library import NotSupportedNatively
 from ...cpu.tower_layers import NativeLayers
 from ...device.device import count_threads
 from ...device.dtypes import torch_device
+from ...layers.parallel.dimensions import model_dimensions
 from ...layers.parallel.shard import ModelShard
 from ...layers.spec import ModelSpec, SourceSpec
 from ...loaders import Checkpoint
@@ -122,7 +123,7 @@ def load_source_encoder(
     assert source.encoder is not None
     spec = group_layers(source.encoder, source.max_positions, config.parallel.tensor_parallel_size)
     for layer in spec.layers:
-        check_parallel(spec.for_layer(layer).dimensions, config.parallel)
+        check_parallel(model_dimensions(spec.for_layer(layer)), config.parallel)
     device = torch_device(decoder.attention.device)
     shard = ModelShard(range(len(spec.layers)), len(spec.layers), decoder.shard.tensor_parallel)
     attention = AttentionSpec.from_model(

@@ -19,6 +19,17 @@ class GateLimit(msgspec.Struct, frozen=True):
     is_activated: bool = False
 
 
+class SoftCaps(msgspec.Struct, frozen=True):
+    """Caps the factors of gated MLPs with SiLU softly (SiTU, Kimi K3, arXiv 2607.24653).
+
+    The gate x becomes sigmoid(x) * `gate` * tanh(x / `gate`), and the up projection y becomes `up` * tanh(y / `up`),
+    unless `up` is 0.
+    """
+
+    gate: float
+    up: float = 0.0
+
+
 class RouterSpec(msgspec.Struct, frozen=True):
     """A router whose logits are computed by an MLP (ZAYA1, arXiv 2511.17127).
 
@@ -51,9 +62,9 @@ class ExpertsSpec(msgspec.Struct, frozen=True):
     All tokens also pass through an MLP of `shared_intermediate_size` elements, unless that is 0. If `has_shared_gate`,
     its output is multiplied by the sigmoid of a logit. If `latent_size` is not 0, experts read a projection of the
     hidden state to `latent_size` elements, and the sum of their outputs is projected back. If `has_latent_norms`, this
-    projection is normed, and so is each expert's output before it is multiplied by its weight. `gate_limit` applies to
-    the experts, not to the shared MLP. A token may also choose `num_identities` experts that return their input, or
-    nothing if `skips_identities`; they come last.
+    projection is normed, and so is each expert's output before it is multiplied by its weight. If `norms_latent_sum`,
+    the sum is normed before it is projected back. `gate_limit` applies to the experts, not to the shared MLP. A token
+    may also choose `num_identities` experts that return their input, or nothing if `skips_identities`; they come last.
 
     The last `num_always` experts are chosen by every token, without competing with the others: their scores only
     determine the weights (Inkling). If `has_stored_scale`, the weights are also multiplied by a stored number.
@@ -91,6 +102,7 @@ class ExpertsSpec(msgspec.Struct, frozen=True):
     has_shared_gate: bool = False
     latent_size: int = 0
     has_latent_norms: bool = False
+    norms_latent_sum: bool = False
     gate_limit: GateLimit | None = None
     num_identities: int = 0
     skips_identities: bool = False

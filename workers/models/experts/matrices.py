@@ -72,7 +72,7 @@ class ExpertMatrices:
         # Only one of the ranks that share an expert adds its bias.
         self._down = kernels.grouped_linear(down, down_biases if placement.adds_bias else [])
         self._activation = (
-            gated_activation(kernels, spec.activation, experts.gate_limit)
+            gated_activation(kernels, spec, experts.gate_limit)
             if spec.has_gate
             else kernels.activation(spec.activation)
         )

@@ -73,6 +73,10 @@ class Experts:
             self._latent_norm = kernels.norm(weight_L, spec.norm_eps)
             eps = spec.norm_eps if spec.output_norm_eps is None else spec.output_norm_eps
             self._expert_norm = InputScaledNorm(expert_weight_L, eps)
+        self._sum_norm: RMSNorm | None = None
+        if experts.norms_latent_sum:
+            weight_L = weights.read_vector(f"{prefix}latent_sum_norm.weight", size)
+            self._sum_norm = kernels.norm(weight_L, spec.norm_eps)
         self._mixtures = [
             ExpertMatrices(experts, source, mixture) for mixture in range(experts.num_mixtures)
         ]
@@ -115,6 +119,8 @@ class Experts:
             y_TL[rows] = self._exchange(self._group, x_TL[rows], experts_TC[rows], weights_TC[rows])
         if not self._sums_choices:
             y_TL = self._tensor_parallel.sum(y_TL)
+        if self._sum_norm is not None:
+            y_TL = self._sum_norm(y_TL)
         y_TD = y_TL if self._from_latent is None else self._from_latent(y_TL)
         if identity_T1 is not None:
             y_TD = y_TD + (x_TD * identity_T1).to(y_TD.dtype)

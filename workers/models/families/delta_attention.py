@@ -7,8 +7,9 @@ from msgspec.structs import replace
 from ....protocol.checkpoint.config_fields import ConfigFields
 from ...layers.read_rope import read_rope
 from ...layers.spec import ModelSpec
+from ...layers.specs.attention_residuals import AttentionResidualsSpec
 from ...layers.specs.block_indexer import BlockIndexerSpec
-from ...layers.specs.experts import GateLimit
+from ...layers.specs.experts import GateLimit, SoftCaps
 from ...layers.specs.hyper import HyperConnectionsSpec
 from ...layers.specs.latent import IndexerSpec
 from ...layers.specs.ngram import NgramSpec
@@ -28,6 +29,14 @@ from .llama import interleaved_axes
 
 
 def _kimi_linear(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of a Kimi Linear, or of Kimi K3's decoder, which has attention residuals and soft caps, too."""
+    caps = None
+    if fields.get("hidden_act") == "situ":
+        fields = fields.with_values({"hidden_act": "silu"})
+        caps = SoftCaps(
+            fields.optional_positive("activation_situ_beta") or 1.0,
+            fields.optional_positive("activation_situ_linear_beta") or 0.0,
+        )
     fields = fields.with_defaults(
         max_position_embeddings=fields.integer("model_max_length", 1_048_576),
         rms_norm_eps=1e-5,
@@ -40,8 +49,8 @@ def _kimi_linear(fields: ConfigFields) -> ModelSpec:
         num_experts=256,
     )
     fields.require("mla_use_nope", True, ": latent attention has no rotation")
-    if fields.get("attn_res_block_size") is not None:
-        raise fields.error("attn_res_block_size is not supported; use a model without it")
+    fields.require("moe_router_activation_func", "sigmoid")
+    fields.require("moe_layer_freq", 1)
     own = fields.section("linear_attn_config")
     attending = None if own is None else layer_indices(own, "full_attn_layers")
     # This config numbers layers from 1.
@@ -57,15 +66,31 @@ def _kimi_linear(fields: ConfigFields) -> ModelSpec:
         layers=layers,
         # The same as in Nemotron-H.
         tie_word_embeddings=False,
+        gates_attention=fields.boolean("mla_use_output_gate", False),
+        has_gate_projection=True,
+        soft_caps=caps,
         tensor_names=(
             (rf"\.layers\.({recurrent})\.self_attn\.", r".layers.\1.mixer."),
             (r"\.mixer\.o_proj\.", ".mixer.out_proj."),
             (r"\.mixer\.o_norm\.", ".mixer.norm."),
+            (r"\.self_attn\.g_proj\.", ".self_attn.gate_proj."),
+            (r"\.self_attention_res_(proj|norm)\.", r".attn_res_\1."),
+            (r"(^|\.)output_attn_res_(proj|norm)\.", r"\1head_res_\2."),
+            (r"\.routed_expert_down_proj\.", ".to_latent."),
+            (r"\.routed_expert_up_proj\.", ".from_latent."),
+            (r"\.routed_expert_norm\.", ".latent_sum_norm."),
             *MIXTRAL_NAMES,
+            *unused_layers(fields),
         ),
     )
-    has_experts = has_listed_experts(fields, first_dense(fields, 1))
-    return with_experts(spec, deepseek_experts(fields), has_experts)
+    if (size := fields.optional_integer("attn_res_block_size")) is not None:
+        residuals = AttentionResidualsSpec.for_layers(len(spec.layers), size, spec.norm_eps)
+        spec = replace(spec, attention_residuals=residuals)
+    experts = deepseek_experts(fields)
+    if (latent_size := fields.optional_integer("routed_expert_hidden_size")) is not None:
+        norms_sum = fields.boolean("latent_moe_use_norm", False)
+        experts = replace(experts, latent_size=latent_size, norms_latent_sum=norms_sum)
+    return with_experts(spec, experts, has_listed_experts(fields, first_dense(fields, 1)))
 
 
 def _ling3(fields: ConfigFields) -> ModelSpec:

@@ -131,6 +131,7 @@ _WITH_ANY_DECODER = {
     "InternVLForConditionalGeneration",
     "JanusForConditionalGeneration",
     "KimiK25ForConditionalGeneration",
+    "KimiK3ForConditionalGeneration",
     "KimiVLForConditionalGeneration",
     "Kimi_K25ForConditionalGeneration",
     "Lfm2VlForConditionalGeneration",

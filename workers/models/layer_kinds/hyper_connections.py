@@ -194,12 +194,13 @@ class HyperLayer(DecoderLayer):
             self._ngrams.add_to(x_TE, step.own_TP, *step.caches[-1])
         self._around_attention.update(
             x_TE,
-            lambda x_TD: self._mixed(_normed(x_TD, self._attention_input_norm), step),
+            lambda x_TD: self._mixed(normed(x_TD, self._attention_input_norm), step),
         )
         self._around_mlp.update(
-            x_TE, lambda x_TD: self._feed(_normed(x_TD, self._mlp_input_norm), step.own_TP)
+            x_TE, lambda x_TD: self._feed(normed(x_TD, self._mlp_input_norm), step.own_TP)
         )
 
 
-def _normed(x_TD: Tensor, norm: RMSNorm | None) -> Any:
+def normed(x_TD: Tensor, norm: RMSNorm | None) -> Any:
+    """Return the input of a block, after its norm if it has one."""
     return x_TD if norm is None else norm(x_TD)

@@ -38,9 +38,12 @@ class KimiDeltaAttentionMixer(Mixer):
         self._decay: Linear | None = None
         self._gate: Linear | None = None
         if layer.is_low_rank:
-            self._decay, self._gate = (
-                kernels.linear(weights.read_matrix(f"{prefix}{name}.weight", size, dim, part=own))
-                for name in ("f_b_proj", "g_b_proj")
+            self._decay = kernels.linear(
+                weights.read_matrix(f"{prefix}f_b_proj.weight", size, dim, part=own)
+            )
+        if layer.has_low_rank_gates:
+            self._gate = kernels.linear(
+                weights.read_matrix(f"{prefix}g_b_proj.weight", size, dim, part=own)
             )
         self._conv = CausalConvolution(
             torch.cat(
@@ -68,12 +71,15 @@ class KimiDeltaAttentionMixer(Mixer):
         """See `Mixer.forward`."""
         layer, num_heads = self._layer, self._num_heads
         size = num_heads * layer.head_dim
-        of_gate = layer.head_dim if layer.is_low_rank else size
+        of_decay = layer.head_dim if layer.is_low_rank else size
+        of_gate = layer.head_dim if layer.has_low_rank_gates else size
         qkv_and_strength_TX, decay_TX, gate_TX = self.projection(x).split(
-            (3 * size + num_heads, of_gate, of_gate), -1
+            (3 * size + num_heads, of_decay, of_gate), -1
         )
-        if self._decay is not None and self._gate is not None:
-            decay_TX, gate_TX = self._decay(decay_TX.contiguous()), self._gate(gate_TX.contiguous())
+        if self._decay is not None:
+            decay_TX = self._decay(decay_TX.contiguous())
+        if self._gate is not None:
+            gate_TX = self._gate(gate_TX.contiguous())
         dtype = gate_TX.dtype
         inputs_TF = torch.cat((qkv_and_strength_TX, decay_TX), -1)
         cache = StateCache(memory, self._size, dtype)
@@ -117,8 +123,11 @@ def projection_rows(
         Rows(f"{prefix}b_proj", layer.num_heads, heads),
         *(
             Rows(f"{prefix}{each}_a_proj", dim, range(dim))
-            if layer.is_low_rank
+            if has_low_rank
             else Rows(f"{prefix}{each}_proj", size, own)
-            for each in "fg"
+            for each, has_low_rank in (
+                ("f", layer.is_low_rank),
+                ("g", layer.has_low_rank_gates),
+            )
         ),
     ]

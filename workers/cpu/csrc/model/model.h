@@ -50,6 +50,7 @@ struct ModelShape {
   KVFormat kv_format;
   Activation activation;
   Activation output_gate;  // the activation of attention's gates
+  float gate_cap, up_cap;  // the soft caps of the factors of a gated product with SiLU, or 0
   NormKind norm;           // the kind of all norms
   int32_t norm_groups;     // the equal parts of a hidden state that an RMS norm divides by their own root mean squares
   int32_t is_bidirectional;  // a token sees its whole sequence, of which a step has all tokens or none
@@ -227,6 +228,10 @@ enum class OpKind : int32_t {
   mix_streams = 51,     // residual = the sum of the streams times their factors, or their mean
   update_streams = 52,  // streams, or sums of them, += what was added to that sum since then, times their other factors
   norm_streams = 61,    // before `mix_streams` of low rank: activations[0] = streams, each normed
+
+  // Streams with attention residuals (phases/streams.h):
+  attend_streams = 74,  // residual = the mean of the first `num_columns` streams by attention with the query vectors[0]
+  add_to_stream = 75,   // the stream at `first_column` = itself * scale + what was added to that mean since then
 
   // Embeddings of n-grams (phases/ngrams.h), in this order, with products in between:
   embed_ngrams = 62,  // the first columns of the projection = the embeddings of the n-grams that end with the token,

@@ -263,7 +263,9 @@ float* Products::activate(const GatedWeights& weights, int num_rows, int begin, 
       model_.rows.clamp(row_up, -limit, limit, size);
       if (!weights.limit.is_activated) model_.rows.clamp(row_gate, -INFINITY, limit, size);
     }
-    if (limit && weights.limit.is_activated) {
+    if (model_.shape.gate_cap) {
+      soft_cap_gate(row_gate, row_up, size);
+    } else if (limit && weights.limit.is_activated) {
       model_.rows.gate(model_.shape.activation, row_gate, nullptr, size, row_gate);
       model_.rows.clamp(row_gate, -INFINITY, limit, size);
       model_.rows.multiply(row_gate, row_up, size, row_gate);
@@ -273,6 +275,13 @@ float* Products::activate(const GatedWeights& weights, int num_rows, int begin, 
       model_.rows.gate(model_.shape.activation, row_gate, weights.up ? row_up : nullptr, size, row_gate);
   }
   return gate;
+}
+
+void Products::soft_cap_gate(float* gate, float* up, int n) const {
+  if (model_.shape.up_cap) model_.rows.soft_cap(up, model_.shape.up_cap, n);
+  model_.rows.gate(Activation::sigmoid, gate, up, n, up);
+  model_.rows.soft_cap(gate, model_.shape.gate_cap, n);
+  model_.rows.multiply(gate, up, n, gate);
 }
 
 float* Products::gated_product(const Op& op, const ProductPhase& phase, const Rows& rows, const Columns& columns,

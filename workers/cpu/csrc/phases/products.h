@@ -121,6 +121,8 @@ class Products {
   };
   Moments moments(const float* gates, int count) const;
   float* activate(const GatedWeights& weights, int num_rows, int begin, int end, Scratch& scratch) const;
+  // gate = sigmoid(gate) times the factors of the product, which are capped softly; `up` is overwritten.
+  void soft_cap_gate(float* gate, float* up, int n) const;
   const Tiles& tiles_of(const Op& op) const { return tiles_[model_.index_of(op)]; }
   void write_product(const Op& op, const Rows& rows, const Columns& columns, float* sums) const;
   void write_gated(const Op& op, const Rows& rows, const Columns& columns, float* gate) const;

@@ -196,6 +196,32 @@ void Streams::update(const Op& op, const Rows& rows, int row) const {
   }
 }
 
+// The projection has the factors.
+void Streams::attend(const Op& op, const Rows& rows, int row) const {
+  const int size = model_.shape.hidden_size, count = op.num_columns;
+  const float* const streams = rows.streams(row);
+  float *const mean = rows.residual(row), *const factors = rows.qkv(row);
+  for (int i = 0; i < count; i++) {
+    const float* const stream = streams + size_t(i) * size;
+    const float square = model_.rows.dot(stream, stream, size) / float(size);
+    factors[i] = model_.rows.dot(stream, op.vectors[0], size) / std::sqrt(square + op.eps);
+  }
+  const float most = *std::max_element(factors, factors + count);
+  float sum = 0.0f;
+  for (int i = 0; i < count; i++) sum += factors[i] = std::exp(factors[i] - most);
+  std::fill_n(mean, size, 0.0f);
+  for (int i = 0; i < count; i++) model_.rows.add_scaled(mean, streams + size_t(i) * size, factors[i] / sum, size);
+  std::copy_n(mean, size, rows.kept(row));
+}
+
+void Streams::add_to_one(const Op& op, const Rows& rows, int row) const {
+  const int size = model_.shape.hidden_size;
+  float *const block = rows.residual(row), *const stream = rows.streams(row) + op.first_column;
+  model_.rows.add_scaled(block, rows.kept(row), -1.0f, size);
+  model_.rows.scale(stream, op.scale, size);
+  model_.rows.add_scaled(stream, block, 1.0f, size);
+}
+
 void Streams::add_output(const Rows& rows, int row) const {
   const int size = model_.shape.hidden_size;
   float *const block = rows.residual(row), *const kept = rows.kept(row);

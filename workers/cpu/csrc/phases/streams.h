@@ -10,6 +10,9 @@
 //
 // With hyper-connections of low rank, a block reads the mean of the normed streams, each element times its own factor.
 // Products of the normed streams, of which the first has few outputs, give the factors.
+//
+// With attention residuals (arXiv 2607.24653), a block reads a mean of the first streams, whose factors are a softmax
+// of the products of a query with the normed streams. Its output is added to one stream.
 #pragma once
 
 #include "model/model.h"
@@ -44,8 +47,14 @@ class Streams {
   // Adds what a block has added to that sum, times the second factors, to the streams.
   void update(const Op& op, const Rows& rows, int row) const;
 
-  // Returns how many numbers a row keeps between `mix` and `update`.
+  // Replaces the residual stream by a mean of the first streams, which the row keeps.
+  void attend(const Op& op, const Rows& rows, int row) const;
+  // Adds what a block has added to that mean to one stream.
+  void add_to_one(const Op& op, const Rows& rows, int row) const;
+
+  // Returns how many numbers a row keeps between `mix` and `update`, or between `attend` and `add_to_one`.
   size_t kept_size(const Op& op) const {
+    if (op.kind == OpKind::attend_streams) return model_.shape.hidden_size;
     return op.hyper && op.hyper->norm ? model_.shape.hidden_size + model_.shape.num_streams : 0;
   }
 

@@ -278,6 +278,7 @@ int Program::begin_op(const Op& op) {
     case OpKind::reduce_streams:
     case OpKind::repeat_streams:
     case OpKind::norm_streams:
+    case OpKind::attend_streams:
     case OpKind::gate_ngrams:
       return share_rows(op, model_.shape.streams_size());
     case OpKind::mix_streams:

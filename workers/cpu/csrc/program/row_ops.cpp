@@ -202,6 +202,10 @@ void Program::run_row(const Op& op, const Rows& rows, int row) {
       return streams_.mix(op, rows, row);
     case OpKind::norm_streams:
       return streams_.norm(op, rows, row);
+    case OpKind::attend_streams:
+      return streams_.attend(op, rows, row);
+    case OpKind::add_to_stream:
+      return streams_.add_to_one(op, rows, row);
     case OpKind::embed_ngrams:
       return ngrams_.embed(op, rows, row);
     case OpKind::gate_ngrams:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from ...layers.spec import ModelSpec
-from ...layers.specs.hyper import HyperConnectionsSpec
-from ..abi import stream_structs
-from ..weights import NativeWeightReader
-from .blocks import QKV, BlockRecorder
+from ....layers.spec import ModelSpec
+from ....layers.specs.hyper import HyperConnectionsSpec
+from ...abi import stream_structs
+from ...weights import NativeWeightReader
+from ..blocks import QKV, BlockRecorder
 
 
 class NativeHyperConnection(stream_structs.HyperConnection):
@@ -78,12 +78,17 @@ class HyperRecorder:
         self._blocks = blocks
         self._hyper = hyper
         self._program = blocks.program
+        self._connection: stream_structs.HyperConnection | None = None
 
     def expand(self) -> None:
         """Record that all streams begin as the embedding, which is in the residual stream."""
         self._program.add_op("repeat_streams")
 
-    def mix(self, name: str, num_factors: int = 2) -> stream_structs.HyperConnection:
+    def mix(self, prefix: str, index: int, *, is_mlp: bool) -> None:
+        """Record that the residual stream becomes the sum of the streams that a block reads."""
+        self._connection = self._mix(f"{prefix}{'mlp' if is_mlp else 'attn'}_hc")
+
+    def _mix(self, name: str, num_factors: int = 2) -> stream_structs.HyperConnection:
         """Record that the residual stream becomes a sum of the streams. Return the connection called `name`."""
         blocks = self._blocks
         if self._hyper.rank:
@@ -124,13 +129,13 @@ class HyperRecorder:
         program.add_op("mix_streams", hyper=connection)
         return connection
 
-    def update(self, connection: stream_structs.HyperConnection) -> None:
+    def update(self) -> None:
         """Record that what a block has added to its input is added to the streams."""
-        self._program.add_op("update_streams", hyper=connection)
+        self._program.add_op("update_streams", hyper=self._connection)
 
     def reduce(self) -> None:
         """Record that the residual stream becomes the input of the final norm."""
         if self._hyper.averages_last:
             self._program.add_op("mix_streams", hyper=stream_structs.HyperConnection())
         else:
-            self.mix("head_hc", 1)
+            self._mix("head_hc", 1)

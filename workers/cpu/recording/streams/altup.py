@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ...layers.spec import ModelSpec
-from ...layers.specs.altup import AltUpSpec
-from ..abi import stream_structs
-from ..abi.structs import MAX_PARTS
-from ..packing import PackedWeight
-from ..program import Floats
-from ..weights import NativeWeightReader
-from .blocks import BLOCK, QKV, BlockRecorder
+from ....layers.spec import ModelSpec
+from ....layers.specs.altup import AltUpSpec
+from ...abi import stream_structs
+from ...abi.structs import MAX_PARTS
+from ...packing import PackedWeight
+from ...program import Floats
+from ...weights import NativeWeightReader
+from ..blocks import BLOCK, QKV, BlockRecorder
 
 
 class NativeAltUp(stream_structs.AltUp):

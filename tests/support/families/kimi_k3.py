@@ -1,0 +1,170 @@
+"""What Kimi K3 adds to a Kimi Linear of transformers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers.models.kimi_linear import modeling_kimi_linear as kimi_linear
+
+GROUP_SIZE = 2
+LATENT_SIZE = 20
+GATE_CAP, UP_CAP = 0.7, 1.3
+LOWEST_LOG_DECAY = -5.0
+K3_CONFIG = {
+    "hidden_act": "situ",
+    "activation_situ_beta": GATE_CAP,
+    "activation_situ_linear_beta": UP_CAP,
+    "attn_res_block_size": GROUP_SIZE,
+    "mla_use_output_gate": True,
+    "routed_expert_hidden_size": LATENT_SIZE,
+    "latent_moe_use_norm": True,
+    "linear_attn_config": {
+        "num_heads": 4,
+        "head_dim": 8,
+        "short_conv_kernel_size": 4,
+        "use_full_rank_gate": True,
+        "gate_lower_bound": LOWEST_LOG_DECAY,
+        "full_attn_layers": [2, 5],
+        "kda_layers": [1, 3, 4],
+    },
+}
+
+
+class _Residuals:
+    """The outputs of blocks, summed by groups, and the means of them that blocks read."""
+
+    def __init__(self) -> None:
+        self._sums: list[Tensor] = []
+
+    def begin(self, embedding: Tensor) -> None:
+        self._sums = [embedding]
+
+    def add(self, output: Tensor, *, begins: bool) -> None:
+        if begins:
+            self._sums.append(output)
+        else:
+            self._sums[-1] = self._sums[-1] + output
+
+    def mean(self, projection: nn.Linear, norm: nn.Module) -> Tensor:
+        values = torch.stack(self._sums, -2)
+        return (projection(norm(values)).softmax(-2) * values).sum(-2)
+
+
+def as_kimi_k3(reference: transformers.PreTrainedModel) -> None:
+    """Make a Kimi Linear compute what Kimi K3 does."""
+    torch.manual_seed(1)
+    model, config, residuals = reference.model, reference.config, _Residuals()
+    size, eps = config.hidden_size, config.rms_norm_eps
+
+    def linear(inputs: int, outputs: int) -> nn.Linear:
+        module = nn.Linear(inputs, outputs, bias=False)
+        nn.init.normal_(module.weight, 0, 0.15)
+        return module
+
+    def norm(width: int) -> nn.Module:
+        module = kimi_linear.KimiLinearRMSNorm(width, eps)
+        nn.init.normal_(module.weight, 0.8, 0.3)
+        return module
+
+    def add_mean(module: nn.Module, name: str) -> Callable[[], Tensor]:
+        projection, own_norm = linear(size, 1), norm(size)
+        module.add_module(f"{name}_res_proj", projection)
+        module.add_module(f"{name}_res_norm", own_norm)
+        return partial(residuals.mean, projection, own_norm)
+
+    for index, layer in enumerate(model.layers):
+        means = [add_mean(layer, name) for name in ("self_attention", "mlp")]
+        layer.forward = partial(_forward, layer, index, residuals, means)
+        _add_gates(layer.self_attn, config, linear)
+        mlps = [layer.mlp]
+        if isinstance(layer.mlp, kimi_linear.KimiLinearMoE):
+            moe = layer.mlp
+            narrow = copy.copy(config)
+            narrow.hidden_size = LATENT_SIZE
+            moe.experts = kimi_linear.KimiLinearExperts(narrow)
+            for parameter in moe.experts.parameters():
+                nn.init.normal_(parameter, 0, 0.15)
+            moe.routed_expert_down_proj = linear(size, LATENT_SIZE)
+            moe.routed_expert_up_proj = linear(LATENT_SIZE, size)
+            moe.routed_expert_norm = norm(LATENT_SIZE)
+            moe.forward = partial(_latent_experts, moe)
+            mlps = [moe.shared_experts]
+        for mlp in mlps:
+            mlp.forward = partial(_mlp, mlp)
+    last = add_mean(model, "output_attn")
+    model.norm.register_forward_pre_hook(lambda _module, _args: (last(),))
+    model.embed_tokens.register_forward_hook(lambda _m, _args, output: residuals.begin(output))
+
+
+def _forward(
+    layer: nn.Module,
+    index: int,
+    residuals: _Residuals,
+    means: list[Callable[[], Tensor]],
+    hidden_states: Tensor,
+    **kwargs: Any,
+) -> Tensor:
+    x = layer.input_layernorm(means[0]())
+    output = layer.self_attn(hidden_states=x, **kwargs)
+    output = output[0] if isinstance(output, tuple) else output
+    residuals.add(output, begins=index % GROUP_SIZE == 0)
+    residuals.add(layer.mlp(layer.post_attention_layernorm(means[1]())), begins=False)
+    return hidden_states
+
+
+def _add_gates(attention: nn.Module, config: Any, linear: Callable[[int, int], nn.Linear]) -> None:
+    size = config.hidden_size
+    if isinstance(attention, kimi_linear.KimiLinearAttention):
+        attention.g_proj = linear(size, config.num_attention_heads * config.v_head_dim)
+        gates: list[Tensor] = []
+
+        def compute(module: Any, _args: Any, kwargs: dict[str, Any]) -> None:
+            gates[:] = [module.g_proj(kwargs["hidden_states"]).sigmoid()]
+
+        attention.register_forward_pre_hook(compute, with_kwargs=True)
+        attention.o_proj.register_forward_pre_hook(lambda _module, args: (args[0] * gates[0],))
+        return
+    attention.g_a_proj = nn.Identity()
+    attention.g_b_proj = linear(size, attention.qkv_dim)
+    attention.forget_gate.forward = partial(_bounded_decays, attention.forget_gate)
+
+
+def _bounded_decays(gate: Any, hidden_states: Tensor) -> Tensor:
+    steps = gate.f_b_proj(gate.f_a_proj(hidden_states)) + gate.dt_bias
+    heads = steps.unflatten(-1, (gate.num_heads, -1))
+    return LOWEST_LOG_DECAY * torch.sigmoid(gate.A_log.exp() * heads)
+
+
+def _situ(gate: Tensor, up: Tensor) -> Tensor:
+    capped = GATE_CAP * torch.tanh(gate / GATE_CAP) * torch.sigmoid(gate)
+    return capped * UP_CAP * torch.tanh(up / UP_CAP)
+
+
+def _mlp(mlp: Any, x: Tensor) -> Tensor:
+    output: Tensor = mlp.down_proj(_situ(mlp.gate_proj(x), mlp.up_proj(x)))
+    return output
+
+
+def _latent_experts(moe: Any, x: Tensor) -> Tensor:
+    _, weights, indices = moe.gate(x)
+    narrow = moe.routed_expert_down_proj(x).flatten(0, 1)
+    total = torch.zeros_like(narrow)
+    for token, (row, chosen) in enumerate(zip(weights, indices, strict=True)):
+        for weight, expert in zip(row, chosen, strict=True):
+            gate, up = (moe.experts.gate_up_proj[expert] @ narrow[token]).chunk(2)
+            total[token] += weight * (moe.experts.down_proj[expert] @ _situ(gate, up))
+    routed = moe.routed_expert_up_proj(moe.routed_expert_norm(total)).view_as(x)
+    output: Tensor = routed + moe.shared_experts(x)
+    return output
+
+
+def with_towers(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Add tensors of the vision tower, which is not read."""
+    names = ("vision_tower.patch_embed.proj.weight", "mm_projector.proj.0.weight")
+    return tensors | {name: torch.zeros(3, 4) for name in names}

@@ -1,0 +1,1 @@
+"""Record the streams of a token, which are several hidden states."""
