@@ -20,6 +20,7 @@ from .batches.routes import batch_routes
 from .bodies.intake import Intake
 from .dialects import anthropic, cohere, llama_cpp, ollama, sglang
 from .dialects.ollama_answer import error_body as ollama_error
+from .dialects.vllm import GenerativeScoring
 from .docs_page import HEADERS, render_docs
 from .durable.recovery import Recovery
 from .edge import Edge
@@ -152,6 +153,7 @@ def make_routes(serving: Serving) -> list[Route]:
         ),
         *ollama.routes(serving, intake, embeddings),
         *sglang.routes(serving, intake, management),
+        Route("/generative_scoring", GenerativeScoring(serving, intake), methods=["POST"]),
         Route("/v2/rerank", scores.rerank, methods=["POST"]),
         Route(
             "/v2/embed",

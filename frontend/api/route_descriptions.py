@@ -72,6 +72,7 @@ ROUTE_DESCRIPTIONS: Final[dict[str, tuple[str, str]]] = {
     "/props": (CLIENTS, "Describe the server and its model (llama.cpp)."),
     "/slots": (CLIENTS, "List the slots for running sequences (llama.cpp)."),
     "/generate": (CLIENTS, "Complete one or more texts or lists of token ids (SGLang)."),
+    "/generative_scoring": (CLIENTS, "Score items by the probability of a label (vLLM)."),
     "/model_info": (CLIENTS, "Describe the model (SGLang)."),
     "/get_model_info": (CLIENTS, "The same as /model_info."),
     "/server_info": (CLIENTS, "Describe the server and its load (SGLang)."),

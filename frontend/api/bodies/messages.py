@@ -51,6 +51,7 @@ from ..schema.responses import (
 )
 from ..schema.sglang import SglangGenerateRequest
 from ..schema.stored import MetadataRequest
+from ..schema.vllm import GenerativeScoringRequest
 
 HEAD: Final = struct.Struct("<BQQ")
 """Header of a body: the index of its schema in `SCHEMAS`, its number of values, and its number of bytes."""
@@ -89,6 +90,7 @@ SCHEMAS: Final[tuple[type[msgspec.Struct], ...]] = (
     LlamaEmbeddingRequest,
     CohereEmbedRequest,
     SglangGenerateRequest,
+    GenerativeScoringRequest,
 )
 
 MAX_CPU_S: Final = 5

@@ -64,6 +64,8 @@ BASES: Final[dict[str, bytes]] = {
     "input_prefix": b'"Hi"',
     "input_suffix": b'"Hi"',
     "query": b'"Hi"',
+    "items": b'["Hi"]',
+    "label_token_ids": b"[1]",
     "documents": b'[{"text": "Hi"}]',
     "texts": b'["Hi"]',
     "sampling_params": b'{"max_new_tokens": 1}',
@@ -115,6 +117,7 @@ class Route:
         if "text_1" in members:
             # The second texts of a score have other names than this one, which is that of a ranking.
             members.pop("documents", None)
+            members.pop("items", None)
         if "documents" in members:
             # A ranking has only one of these two.
             members.pop("documents" if field == "texts" else "texts", None)

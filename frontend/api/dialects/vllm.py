@@ -1,0 +1,128 @@
+"""vLLM's route `/generative_scoring`: the probabilities of labels as the next token after a query and each item."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from starlette.types import Receive, Scope
+
+from ...client.engine_client import Delta
+from ...http.errors import bad_request
+from ..answer import PromptAnswer
+from ..bodies.intake import Intake
+from ..bodies.request_memory import MemoryLease
+from ..logprobs import Json
+from ..prompts import BYTES_PER_TOKEN_ID, Prompt, parse_prompts, verify_num_characters
+from ..routes.completions import Completions, NewPromptAnswer
+from ..schema import CompletionRequest
+from ..schema.vllm import GenerativeScoringRequest
+from ..serving import Serving
+from ..streaming.event_stream import ChunkEncoder
+
+
+class LabelPrompts(CompletionRequest, kw_only=True):
+    """A completion request with one prompt for each item of a `scoring` request."""
+
+    scoring: GenerativeScoringRequest
+
+    def sent_name(self, name: str) -> str:
+        """Return the name of a field in the scoring request."""
+        return "label_token_ids" if name == "logprob_token_ids" else name
+
+
+class GenerativeScoring(Completions):
+    """The endpoint that scores items. Each needs one step, and shares the prefix of the query with the others."""
+
+    def __init__(self, serving: Serving, intake: Intake) -> None:
+        super().__init__(serving, intake)
+        self.body_schema = GenerativeScoringRequest
+        self._id_prefix = "generative-scoring"
+
+    @property
+    def answer_type(self) -> NewPromptAnswer:
+        """The class that writes answers."""
+        return ScoringAnswer
+
+    def object_name(self, request: CompletionRequest) -> str:
+        """Return the value of the response's field `object`."""
+        return "list"
+
+    async def _receive(
+        self, scope: Scope, receive: Receive, lease: MemoryLease
+    ) -> tuple[CompletionRequest, int]:
+        body, size = await self._intake.receive(scope, receive, GenerativeScoringRequest, lease)
+        if not body.label_token_ids:
+            raise bad_request("label_token_ids", "is required, and must not be empty")
+        prompts = LabelPrompts(
+            scoring=body,
+            model=body.model,
+            max_tokens=1,
+            temperature=0.0,
+            logprobs=0,
+            logprob_token_ids=body.label_token_ids,
+            priority=body.priority,
+            cache_salt=body.cache_salt,
+            user=body.user,
+        )
+        return prompts, size
+
+    async def _prompts(self, request: CompletionRequest, body_size: int) -> list[Prompt]:
+        assert isinstance(request, LabelPrompts)
+        body = request.scoring
+        has_special = body.add_special_tokens is not False
+        [query] = await self._encode(body.query, "query", has_special, body_size)
+        items = await self._encode(body.items, "items", False, body_size)
+        pairs = [(item, query) if body.item_first else (query, item) for item in items]
+        return [
+            Prompt(f"items[{i}]", None, np.concatenate(pair).astype(np.int32))
+            for i, pair in enumerate(pairs)
+        ]
+
+    async def _encode(
+        self, texts: Any, param: str, has_special: bool, body_size: int
+    ) -> list[npt.NDArray[np.int32]]:
+        """Return the token ids of the prompts in a field.
+
+        Raises:
+            APIError: The field is missing or invalid, or a text is too long (400).
+        """
+        serving, model = self._serving, self._serving.config.model
+        prompts = await serving.executor.run(
+            body_size // BYTES_PER_TOKEN_ID, parse_prompts, texts, model.prompt_vocab_size, param
+        )
+        for prompt in prompts:
+            if prompt.text is not None:
+                serving.verify_tokenizer(prompt.param)
+                verify_num_characters(len(prompt.text), prompt.param, model.max_model_len)
+        encoded = await serving.encode([prompt.text or "" for prompt in prompts], has_special)
+        return [
+            prompt.token_ids if prompt.text is None else np.asarray(token_ids, np.int32)
+            for prompt, token_ids in zip(prompts, encoded, strict=True)
+        ]
+
+
+class ScoringAnswer(PromptAnswer):
+    """The probabilities of the labels for each item."""
+
+    def whole(self, outputs: list[Delta]) -> Json:
+        """Return the complete response body."""
+        data = [
+            {"index": index, "object": "score", "score": scores[0], "scores": scores}
+            for index, scores in enumerate(map(self._scores, outputs))
+        ]
+        return self.envelope | {"data": data, "usage": self.usage()}
+
+    def _scores(self, output: Delta) -> list[float]:
+        assert isinstance(self.request, LabelPrompts)
+        [position] = output.logprobs or ()
+        logprobs = np.array([logprob for _, logprob in position.top])
+        if self.request.scoring.apply_softmax is not False and np.isfinite(logprobs.max()):
+            logprobs -= np.logaddexp.reduce(logprobs)
+        scores: list[float] = np.exp(logprobs).tolist()
+        return scores
+
+    def chunks(self) -> ChunkEncoder:
+        """Raise an error, because scores are not streamed."""
+        raise NotImplementedError

@@ -1,0 +1,28 @@
+"""The request bodies of vLLM's own routes."""
+
+from __future__ import annotations
+
+import msgspec
+
+from . import Int
+
+
+class GenerativeScoringRequest(msgspec.Struct, kw_only=True):
+    """The body of `POST /generative_scoring`. Each item gets the probability of a label as the next token."""
+
+    model: str | None = None
+    query: str | list[Int] | None = None
+    items: list[str | list[Int]] | None = None
+    label_token_ids: list[Int] | None = None
+    # Whether the probabilities of the labels add up to 1. Otherwise, they are those among all tokens.
+    apply_softmax: bool | None = None
+    # Whether an item precedes the query.
+    item_first: bool | None = None
+    # Whether the query gets the special tokens of the tokenizer.
+    add_special_tokens: bool | None = None
+    priority: Int | None = None
+    cache_salt: str | None = None
+    user: str | None = None
+
+    # Accepted because clients send them; they have no effect.
+    request_id: str | None = None
