@@ -270,6 +270,7 @@ _USUAL: dict[str, dict[str, Any]] = {
 _SAME_CONFIG = {
     "bailing_moe_v2": "sarvam_moe",
     "chatglm": "glm",
+    "colqwen2": "qwen2_vl",
     "ernie4_5_moe_vl": "ernie4_5_vl_moe",
     "mimo": "qwen2",
     "mimo_v2": "mimo_v2_flash",
