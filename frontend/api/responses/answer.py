@@ -6,6 +6,7 @@ import time
 from dataclasses import replace
 from typing import Any, Final
 
+from ...chat import ToolCallDelta
 from ...client.engine_client import Delta, Sequence
 from ...http.errors import APIError
 from ...http.json_pieces import encode_whole
@@ -15,7 +16,7 @@ from ..logprobs import Json
 from ..routes.chat_completions import ChatAnswer
 from ..serving import Serving
 from ..streaming.event_stream import OPENAI_STREAM, StreamFormat
-from .namespaces import call_fields, is_left_out
+from .namespaces import TOOL_SEARCH, call_fields, is_left_out, is_search
 from .output import OutputBuilder
 from .request import INCLUDE_LOGPROBS, INCLUDE_REASONING, Exchange, ResponseChat
 
@@ -112,12 +113,21 @@ class ResponsesAnswer(ChatAnswer):
     def new_builder(self, emit: Any) -> OutputBuilder:
         """Return a builder of the output, which writes its events with `emit`."""
         exchange = self.exchange
-        fields = call_fields(exchange.body.tools)
+        tools = exchange.body.tools
+        fields = call_fields(tools, [*exchange.context, *exchange.input])
+        has_search = any(map(is_search, tools or ()))
+
+        def kind_of(call: ToolCallDelta) -> str:
+            if has_search and call.name == TOOL_SEARCH:
+                return "tool_search_call"
+            is_custom = self.choices[0].calls.is_custom(call.index)
+            return "custom_tool_call" if is_custom else "function_call"
+
         return OutputBuilder(
             exchange.response_id,
             emit,
             name_call=lambda call: fields.get(call.name or "", {"name": call.name}),
-            is_custom=self.choices[0].calls.is_custom,
+            kind_of=kind_of,
             summarizes=exchange.summarizes_reasoning,
             encrypts=exchange.includes(INCLUDE_REASONING),
         )

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Final
 
+import msgspec
 from starlette.types import Receive, Scope, Send
 
 from ...chat import MessageDelta, ToolCallDelta
@@ -107,7 +108,7 @@ async def repeat_events(response: Json, first: int) -> AsyncIterator[bytes]:
         response["id"],
         writer.emit,
         name_call=lambda call: _name_of(items[call.index]),
-        is_custom=lambda index: kinds[index] == "custom_tool_call",
+        kind_of=lambda call: str(kinds[call.index]),
         summarizes=any(item.get("summary") for item in items),
         encrypts=any(item.get("encrypted_content") for item in items),
     )
@@ -120,8 +121,10 @@ async def repeat_events(response: Json, first: int) -> AsyncIterator[bytes]:
                 [part] = item["content"]
                 builder.add(MessageDelta(content=part["text"]), part["logprobs"])
             case kind:
-                arguments = item["arguments" if kind == "function_call" else "input"]
-                call = ToolCallDelta(i, item["call_id"], item["name"], arguments)
+                arguments = item["input" if kind == "custom_tool_call" else "arguments"]
+                if not isinstance(arguments, str):
+                    arguments = msgspec.json.encode(arguments).decode()
+                call = ToolCallDelta(i, item["call_id"], item.get("name"), arguments)
                 builder.add(MessageDelta(tool_calls=[call]), [])
     builder.close(is_cut=response["status"] != "completed")
     writer.emit(f"response.{response['status']}", response=response)

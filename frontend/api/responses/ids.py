@@ -23,6 +23,8 @@ ITEM_PREFIXES: Final = {
     "compaction": "cmp",
     "custom_tool_call": "ctc",
     "custom_tool_call_output": "ctco",
+    "tool_search_call": "tsc",
+    "tool_search_output": "tso",
 }
 """Type of an item -> the prefix of its identifier."""
 

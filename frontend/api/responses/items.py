@@ -8,10 +8,12 @@ import mimetypes
 from collections.abc import Iterable, Mapping
 from typing import Any, Final, TypeAlias
 
+import msgspec
+
 from ...http.errors import bad_request, expect, wrong
 from ..logprobs import Json
 from .ids import item_id
-from .namespaces import full_name
+from .namespaces import TOOL_SEARCH, full_name, place_loaded_tools
 
 ROLES: Final = ("user", "assistant", "system", "developer")
 
@@ -20,8 +22,16 @@ ENCODED_TEXT: Final = "engine1."
 
 _ITEM_TYPES: Final = (
     "message, reasoning, function_call, function_call_output, custom_tool_call, "
-    "custom_tool_call_output, compaction or item_reference"
+    "custom_tool_call_output, tool_search_call, tool_search_output, additional_tools, compaction or item_reference"
 )
+_HOSTED: Final = (
+    "code_interpreter_call",
+    "file_search_call",
+    "image_generation_call",
+    "web_search_call",
+)
+"""Types of items for tools that OpenAI's servers ran. They are left out: the answers after them have their results."""
+
 _SUMMARY: Final = "Summary of the conversation before this message:"
 
 _PART_TYPES: Final = "input_text, input_image, input_file, input_audio, output_text or refusal"
@@ -148,17 +158,24 @@ class MessageBuilder:
                     "input": _string(item, "input", where),
                 }
                 self._add_call(item, where, {"type": "custom", "custom": custom})
+            case "tool_search_call":
+                self._add_search(item, where)
+            case "tool_search_output":
+                if item.get("call_id") is not None:
+                    loaded = [each.tool for each in place_loaded_tools(item, where)]
+                    names = [tool[tool["type"]].get("name") for tool in loaded]
+                    text = msgspec.json.encode({"tools": names}).decode()
+                    self._add_output(item, where, text)
+            case "additional_tools":
+                pass
+            case kind if kind in _HOSTED:
+                pass
             case "compaction":
                 self._open = None
                 summary = _decode_text(_string(item, "encrypted_content", where), where)
                 self.messages.append({"role": "user", "content": f"{_SUMMARY}\n\n{summary}"})
             case "function_call_output" | "custom_tool_call_output":
-                self._open = None
-                message = {"role": "tool", "content": self._output_of(item, where)}
-                message["tool_call_id"] = _string(item, "call_id", where)
-                if isinstance(item.get("name"), str):
-                    message["name"] = item["name"]
-                self.messages.append(message)
+                self._add_output(item, where, self._output_of(item, where))
             case kind:
                 raise wrong(
                     f"{where}.type",
@@ -182,6 +199,24 @@ class MessageBuilder:
         message = self._begin_turn()
         call["id"] = _string(item, "call_id", where)
         message.setdefault("tool_calls", []).append(call)
+
+    def _add_search(self, item: Json, where: str) -> None:
+        """Add a call of the tool search, unless OpenAI's servers ran it."""
+        if item.get("call_id") is None:
+            return
+        arguments = item.get("arguments")
+        if not isinstance(arguments, str):
+            arguments = msgspec.json.encode(arguments or {}).decode()
+        function = {"name": TOOL_SEARCH, "arguments": arguments}
+        self._add_call(item, where, {"type": "function", "function": function})
+
+    def _add_output(self, item: Json, where: str, content: str | list[Json]) -> None:
+        self._open = None
+        message: Json = {"role": "tool", "content": content}
+        message["tool_call_id"] = _string(item, "call_id", where)
+        if isinstance(item.get("name"), str):
+            message["name"] = item["name"]
+        self.messages.append(message)
 
     def _begin_turn(self, *missing: str) -> Json:
         """Return the open message of the model if it has none of these fields yet, otherwise a new message."""

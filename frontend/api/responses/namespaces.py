@@ -1,4 +1,4 @@
-"""Tools as coding agents send them: namespaces of functions, and tools that only OpenAI's servers can run."""
+"""Tools as coding agents send them: namespaces of functions, tools that items load, and tools of OpenAI's servers."""
 
 from __future__ import annotations
 
@@ -10,6 +10,12 @@ from ..logprobs import Json
 
 TOOL_KINDS: Final = ("function", "custom")
 NAMESPACE: Final = "namespace"
+
+TOOL_SEARCH: Final = "tool_search"
+"""A tool that finds other tools. The model calls it like a function; its output loads the tools that it found."""
+
+_LOADING: Final = ("additional_tools", "tool_search_output")
+"""Types of items that have further tools."""
 
 LEFT_OUT: Final = frozenset(
     {"image_generation", "local_shell", "tool_search", "web_search", "web_search_preview"}
@@ -42,13 +48,13 @@ def full_name(namespace: str, name: str) -> str:
     return f"{namespace}{'' if namespace.endswith(_SEPARATOR) else _SEPARATOR}{name}"
 
 
-def place_tools(tools: Iterable[Json] | None) -> list[PlacedTool]:
-    """Return the tools that are shown to the model, including those of namespaces.
+def place_tools(tools: Iterable[Json] | None, items: Iterable[Json] = ()) -> list[PlacedTool]:
+    """Return the tools that are shown to the model, including those of namespaces and those that `items` load.
 
     Raises:
         APIError: A tool has a type that is not supported, or two tools have the same name (400).
     """
-    placed = list(_place_tools(tools or ()))
+    placed = list(_place_tools(tools or (), "tools"))
     names: dict[str, PlacedTool] = {}
     for each in placed:
         name = each.tool[each.tool["type"]].get("name")
@@ -57,22 +63,50 @@ def place_tools(tools: Iterable[Json] | None) -> list[PlacedTool]:
                 each.where,
                 f"has the full name {echo(name)}, which is also the name of another tool",
             )
+    known = {each.tool[each.tool["type"]].get("name") for each in placed}
+    for i, item in enumerate(items):
+        # Searches may load a tool several times.
+        for each in place_loaded_tools(item, f"input[{i}]"):
+            name = each.tool[each.tool["type"]].get("name")
+            if name not in known:
+                known.add(name)
+                placed.append(each)
     return placed
 
 
-def _place_tools(tools: Iterable[Json]) -> Iterator[PlacedTool]:
+def place_loaded_tools(item: Json, where: str) -> Iterator[PlacedTool]:
+    """Yield the tools that an item loads. Raise APIError 400 if one of them is invalid."""
+    if item.get("type") in _LOADING:
+        tools = expect(item.get("tools"), list, f"{where}.tools", "an array")
+        for i, tool in enumerate(tools):
+            expect(tool, dict, f"{where}.tools[{i}]", "an object")
+        yield from _place_tools(tools, f"{where}.tools")
+
+
+def _place_tools(tools: Iterable[Json], param: str) -> Iterator[PlacedTool]:
     for i, tool in enumerate(tools):
-        where, kind = f"tools[{i}]", tool.get("type")
-        if kind == NAMESPACE:
+        where, kind = f"{param}[{i}]", tool.get("type")
+        if is_search(tool):
+            fields = {k: tool[k] for k in ("description", "parameters") if tool.get(k) is not None}
+            function = {"type": "function", "function": {"name": TOOL_SEARCH} | fields}
+            yield PlacedTool(where, function, "", TOOL_SEARCH)
+        elif kind == NAMESPACE:
             yield from _place_namespace(tool, where)
         elif not is_left_out(tool):
             yield _place_tool(tool, where)
 
 
+def is_search(tool: Json) -> bool:
+    """Return whether a tool is a search that the client runs."""
+    return tool.get("type") == TOOL_SEARCH and tool.get("execution") == "client"
+
+
 def is_left_out(tool: Json) -> bool:
     """Return whether a tool is hidden from the model."""
     kind = tool.get("type")
-    return isinstance(kind, str) and (kind in LEFT_OUT or kind.startswith("web_search_preview_"))
+    if not isinstance(kind, str) or is_search(tool):
+        return False
+    return kind in LEFT_OUT or kind.startswith("web_search_preview_")
 
 
 def _place_namespace(group: Json, where: str) -> Iterator[PlacedTool]:
@@ -108,11 +142,11 @@ def _place_tool(tool: Json, where: str, namespace: str = "") -> PlacedTool:
     return PlacedTool(where, {"type": kind, kind: fields}, namespace, name)
 
 
-def call_fields(tools: Iterable[Json] | None) -> Mapping[str, Json]:
+def call_fields(tools: Iterable[Json] | None, items: Iterable[Json]) -> Mapping[str, Json]:
     """Return full name -> the call fields that name the tool, for the tools of namespaces."""
     return {
         each.tool[each.tool["type"]]["name"]: {"name": each.name, "namespace": each.namespace}
-        for each in place_tools(tools)
+        for each in place_tools(tools, items)
         if each.namespace
     }
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
+
+import msgspec
 
 from ...chat import MessageDelta, ToolCallDelta
 from ..logprobs import Json
@@ -22,7 +25,7 @@ class OutputBuilder:
         response_id: The identifier of the response.
         emit: Writes the events.
         name_call: Returns the fields that name the tool of a call.
-        is_custom: Returns whether the call with an index is a call of a custom tool.
+        kind_of: Returns the type of the item for a call, from its first piece.
         summarizes: Whether reasoning is a summary instead of content.
         encrypts: Whether items of reasoning have `encrypted_content`.
     """
@@ -33,7 +36,7 @@ class OutputBuilder:
         emit: Emit,
         *,
         name_call: Callable[[ToolCallDelta], Json],
-        is_custom: Callable[[int], bool],
+        kind_of: Callable[[ToolCallDelta], str],
         summarizes: bool = False,
         encrypts: bool = False,
     ) -> None:
@@ -41,7 +44,8 @@ class OutputBuilder:
         self._response_id = response_id
         self._emit = emit
         self._name_call = name_call
-        self._is_custom = is_custom
+        self._kind_of = kind_of
+        self._kinds: dict[int, str] = {}
         self._summarizes = summarizes
         self._encrypts = encrypts
         # The open item and its call; None if no item is open.
@@ -65,9 +69,9 @@ class OutputBuilder:
             self._enter("message")
             self._add_text(message.content)
         for call in message.tool_calls:
-            self._enter(
-                "custom_tool_call" if self._is_custom(call.index) else "function_call", call
-            )
+            if call.index not in self._kinds:
+                self._kinds[call.index] = self._kind_of(call)
+            self._enter(self._kinds[call.index], call)
             self._add_arguments(call.arguments)
         if message.reasoning or message.tool_calls:
             self._unplaced = []
@@ -85,6 +89,8 @@ class OutputBuilder:
                 self._close_text(item, text, place)
             case "reasoning":
                 self._close_reasoning(item, text, place)
+            case "tool_search_call":
+                item["arguments"] = _parse_arguments(text)
             case kind:
                 name = "arguments" if kind == "function_call" else "input"
                 item[name] = text
@@ -106,6 +112,9 @@ class OutputBuilder:
             item |= {"summary": []}
             if not self._summarizes:
                 item["content"] = []
+        elif kind == "tool_search_call":
+            assert call is not None
+            item |= {"call_id": call.id, "execution": "client", "arguments": {}}
         else:
             assert call is not None
             name = "arguments" if kind == "function_call" else "input"
@@ -156,8 +165,9 @@ class OutputBuilder:
         if not text:
             return
         self._pieces.append(text)
-        place = self._place(self._open)
-        self._emit(f"response.{_argument_events(self._open)}.delta", **place, delta=text)
+        if self._open["type"] != "tool_search_call":
+            place = self._place(self._open)
+            self._emit(f"response.{_argument_events(self._open)}.delta", **place, delta=text)
 
     def _close_text(self, item: Json, text: str, place: Json) -> None:
         logprobs, self._logprobs = self._logprobs, []
@@ -189,6 +199,14 @@ def _argument_events(item: Json) -> str:
     if item["type"] == "function_call":
         return "function_call_arguments"
     return "custom_tool_call_input"
+
+
+def _parse_arguments(text: str) -> Json:
+    """Return the arguments of a tool search; {} if they are no JSON object, or were cut off."""
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return {}
 
 
 def _place_logprobs(text: str, entries: list[Json]) -> tuple[list[Json], list[Json]]:

@@ -134,7 +134,7 @@ def _prompt_fields(
         expect(effort, str, "reasoning.effort", "a string")
     if verbosity is not None:
         expect(verbosity, str, "text.verbosity", '"low", "medium" or "high"')
-    tools = [placed.tool for placed in place_tools(body.tools)]
+    tools = [placed.tool for placed in place_tools(body.tools, [*context, *items])]
     choice = choose_full_name(_tool_choice(body.tool_choice, has_tools=bool(tools)))
     return {
         "model": body.model,
@@ -229,8 +229,12 @@ def sent_name(body: ResponseFields, name: str) -> str:
 def _rename_tool(param: str, body: ResponseFields) -> str:
     """Return the path of a tool in the body, for its path in the chat completion request."""
     number, _, rest = param.removeprefix("tools[").partition("]")
-    with contextlib.suppress(APIError, IndexError, ValueError):
-        placed = place_tools(body.tools)[int(number)]
+    with contextlib.suppress(APIError, ValueError):
+        all_placed = place_tools(body.tools)
+        if int(number) >= len(all_placed):
+            # An item loads this tool.
+            return "input"
+        placed = all_placed[int(number)]
         return placed.where + rest.removeprefix(f".{placed.tool['type']}")
     return param
 

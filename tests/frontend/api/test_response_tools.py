@@ -76,3 +76,38 @@ def test_namespaced_tools_are_called_by_their_own_names(
         tool_choice={"type": "function", "name": "read", "namespace": "files"},
     )
     assert (forced.output[0].name, forced.output[0].namespace) == ("read", "files")
+
+
+def test_a_tool_search_of_the_client_loads_tools(
+    frontend: FrontendProcess, client: openai.OpenAI
+) -> None:
+    """Coding agents with many tools offer a search, and send what it found with its output."""
+    parameters = {"type": "object", "properties": {"query": {"type": "string"}}}
+    search: Any = {"type": "tool_search", "execution": "client", "parameters": parameters}
+    arguments = {"query": "read a file"}
+    text = (
+        f"<tool_call>\n{json.dumps({'name': 'tool_search', 'arguments': arguments})}\n</tool_call>"
+    )
+    with client.responses.stream(**options(frontend, text), tools=[search]) as stream:
+        events = list(stream)
+    assert {event.type for event in events if "arguments" in event.type} == set()
+    [call] = events[-1].response.output
+    assert (call.type, call.execution, call.arguments) == ("tool_search_call", "client", arguments)
+    repeated = list(client.responses.retrieve(events[-1].response.id, stream=True))
+    assert repeated[-1].response.output == [call]
+    whole = client.responses.create(**options(frontend, text), tools=[search])
+    assert whole.output[0].arguments == arguments
+    found = {"type": "tool_search_output", "call_id": call.call_id, "execution": "client"}
+    history: list[Any] = [
+        {"type": "web_search_call", "id": "ws_1", "status": "completed"},
+        call.to_dict(),
+        found | {"tools": [NAMESPACE]},
+        found | {"tools": [NAMESPACE]},
+        {"type": "additional_tools", "role": "developer", "tools": TOOLS},
+    ]
+    request = options(frontend, "") | {"input": history, "max_output_tokens": 120}
+    shown = client.responses.create(**request, tools=[search]).output_text
+    assert 'tool_search {"query": "read a file"}' in shown and '{"tools":["files__read"]}' in shown
+    for name in ({"name": "read", "namespace": "files"}, {"name": "get_weather"}):
+        choice: Any = {"type": "function"} | name
+        client.responses.create(**request, tools=[search], tool_choice=choice)

@@ -274,7 +274,8 @@ def test_truncation_drops_the_oldest_items(client: openai.OpenAI) -> None:
         ({"input": None}, "input", "input is required"),
         ({"input": [{"role": "tool", "content": ""}]}, "input[0].role", "input[0].role must be"),
         ({"input": [{"role": "user", "content": 5}]}, "input[0].content", "must be"),
-        ({"input": [{"type": "web_search_call", "id": "x"}]}, "input[0].type", "web_search_call"),
+        ({"input": [{"type": "computer_call", "id": "x"}]}, "input[0].type", "computer_call"),
+        ({"input": [{"type": "additional_tools", "tools": [5]}]}, "input[0].tools[0]", "an object"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_video"}]}]},
             "input[0].content[0].type",
