@@ -255,6 +255,14 @@ def _packed_minifloats(kind: str, stored_as: str) -> Callable[[Tensor], Stored]:
     return store
 
 
+def _mixed_precision(w_OD: Tensor) -> Stored:
+    """Store wide matrices with four bits, and high ones with eight."""
+    if w_OD.shape[0] < w_OD.shape[1]:
+        return _packed_minifloats("nvfp4", "weight")(w_OD)
+    static = _float8(lambda x_OD: x_OD.abs().max() / 448, input_scale=torch.tensor(0.02))
+    return static(w_OD)
+
+
 def _bitnet(w_OD: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     """Round to -1, 0 and 1 times the mean magnitude, and pack four rows into one."""
     scale = w_OD.abs().mean().reshape(1)
@@ -284,6 +292,17 @@ FORMATS = {
     "modelopt-nvfp4": Format(
         {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]},
         _packed_minifloats("nvfp4", "weight"),
+    ),
+    "modelopt-mixed": Format(
+        {
+            "quant_method": "modelopt",
+            "quant_algo": "MIXED_PRECISION",
+            "quantized_layers": {
+                "model.layers.0.mixer.in_proj": {"quant_algo": "FP8"},
+                "model.layers.0.mlp.down_proj": {"quant_algo": "NVFP4", "group_size": 16},
+            },
+        },
+        _mixed_precision,
     ),
     "awq": Format({"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}, _awq),
     "gptq": Format(

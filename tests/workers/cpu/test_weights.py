@@ -259,6 +259,7 @@ def test_unused_weight_memory_is_reused_by_the_next_matrix() -> None:
         ("compressed-nvfp4", F.NVFP4),
         ("bitnet", F.U8),
         ("modelopt-nvfp4", F.NVFP4),
+        ("modelopt-mixed", F.NVFP4),
         ("gptq-8", F.U8),
         ("gptq-act-order", F.F32),
         ("fp8", F.F8),

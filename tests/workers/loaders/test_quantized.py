@@ -123,6 +123,11 @@ def test_an_invalid_group_order_is_rejected(
         ),
         ({"quant_method": "compressed-tensors", "config_groups": {}}, "0 groups"),
         ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo 'W4A8_AWQ'"),
+        (
+            {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION",
+             "quantized_layers": {"lm_head": {"quant_algo": "MXFP8"}}},
+            "quant_algo 'MXFP8' of lm_head",
+        ),
     ],
 )  # fmt: skip
 def test_an_unsupported_scheme_is_named(

@@ -7,7 +7,7 @@ from typing import Any
 from ....protocol.checkpoint.config_fields import ConfigFields
 from .awq import AWQScheme
 from .compressed_integers import CompressedIntegerScheme
-from .float8 import Float8Scheme
+from .float8 import BESIDE_STATIC, Float8Scheme
 from .gptq import GPTQScheme
 from .matrix import ActivationScheme
 from .microscaling import MXFP4Scheme
@@ -65,7 +65,19 @@ def _modelopt(config: ConfigFields) -> QuantizationScheme:
         return PackedMinifloatScheme("nvfp4", "weight", "weight_scale_2")
     if algorithm == "FP8":
         return Float8Scheme(ActivationScheme.STATIC, None)
+    if algorithm == "MIXED_PRECISION":
+        source = config if config.get("quantized_layers") else config.first_section("quantization")
+        return _modelopt_mixed(source.first_section("quantized_layers"))
     raise UnsupportedScheme(f"modelopt with quant_algo {algorithm!r}")
+
+
+def _modelopt_mixed(modules: ConfigFields) -> QuantizationScheme:
+    """Return the scheme of modules of which each has one of two algorithms. Their tensors show which one."""
+    for name in modules.config:
+        algorithm = modules.required_section(name).get("quant_algo")
+        if algorithm not in ("FP8", "NVFP4", "W4A16_NVFP4"):
+            raise UnsupportedScheme(f"modelopt with quant_algo {algorithm!r} of {name}")
+    return Float8Scheme(ActivationScheme.STATIC, None, BESIDE_STATIC)
 
 
 def _compressed_tensors(config: ConfigFields) -> QuantizationScheme:

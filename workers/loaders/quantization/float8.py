@@ -6,6 +6,7 @@ despite its name), `weight_scale` or `scale`. With static activations, there is 
 
 DeepSeek-V4 has experts of four bits among such modules: `weight` int8 [O, D / 2] has two elements in a byte, and
 `scale` one power of two for each 32 columns of a row. Those of MiMo-V2.6 have uint8, and scales called `weight_scale`.
+ModelOpt's mixed precision has NVFP4 among such modules.
 
 The matrix of MiMo-V2.5 for queries, keys and values consists of parts of equal heights, one below the other, and each
 part has blocks of its own. The number of stored scales shows the height.
@@ -14,7 +15,8 @@ part has blocks of its own. The number of stored scales shows the height.
 from __future__ import annotations
 
 import math
-from typing import Any, Final
+from collections.abc import Mapping
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import torch
@@ -26,34 +28,46 @@ from .packed_minifloats import PackedMinifloatScheme
 from .scheme import ColumnGroups, QuantizationScheme, StoredModule, shape_of
 
 _MAX_PARTS: Final = 64
-_FOUR_BITS: Final = {
+_FourBits: TypeAlias = Mapping[str, PackedMinifloatScheme]
+_BESIDE_BLOCKS: Final[_FourBits] = {
     "I8": PackedMinifloatScheme("mxfp4", "weight", scale="scale"),
     "U8": PackedMinifloatScheme("mxfp4", "weight"),
 }
+BESIDE_STATIC: Final[_FourBits] = {"U8": PackedMinifloatScheme("nvfp4", "weight", "weight_scale_2")}
+"""The schemes of four bits in ModelOpt's mixed precision, by the type of `weight`."""
 
 
 class Float8Scheme(QuantizationScheme):
-    """The scheme of float8 weights. `block_size` is the rows and columns that share a scale; None without blocks."""
+    """The scheme of float8 weights. `block_size` is the rows and columns that share a scale; None without blocks.
+
+    `four_bits` has the schemes of other modules, by the type of their tensor `weight`.
+    """
 
     marker = "weight"
-    marker_dtypes = frozenset({"F8_E4M3"})
-    companions = frozenset({"weight_scale", "weight_scale_inv", "scale", "input_scale"})
+    companions = frozenset(
+        {"weight_scale", "weight_scale_2", "weight_scale_inv", "scale", "input_scale"}
+    )
 
-    def __init__(self, activations: ActivationScheme, block_size: tuple[int, int] | None) -> None:
+    def __init__(
+        self,
+        activations: ActivationScheme,
+        block_size: tuple[int, int] | None,
+        four_bits: _FourBits | None = None,
+    ) -> None:
         self._activations = activations
         self._block_size = block_size
-        if block_size is not None:
-            self.marker_dtypes = frozenset({"F8_E4M3", *_FOUR_BITS})
+        self._four_bits = four_bits or ({} if block_size is None else _BESIDE_BLOCKS)
+        self.marker_dtypes = frozenset({"F8_E4M3", *self._four_bits})
 
     def matrix_shape(self, module: StoredModule) -> tuple[int, int]:
         """Return (O, D)."""
-        if (four_bits := _FOUR_BITS.get(module.dtype("weight") or "")) is not None:
+        if (four_bits := self._four_bits.get(module.dtype("weight") or "")) is not None:
             return four_bits.matrix_shape(module)
         return shape_of(module, "weight")
 
     def matrix(self, module: StoredModule, rows: range, columns: range) -> QuantizedMatrix:
         """Read these rows and columns of a module's matrix."""
-        if (four_bits := _FOUR_BITS.get(module.dtype("weight") or "")) is not None:
+        if (four_bits := self._four_bits.get(module.dtype("weight") or "")) is not None:
             return four_bits.matrix(module, rows, columns)
         shape = self.matrix_shape(module)
         weight_OD = module.read("weight", shape, rows, columns)

@@ -16,7 +16,7 @@ from torch import Tensor
 from .matrix import QuantizedMatrix
 
 SUPPORTED = (
-    "fp8 (per tensor, per channel, in blocks), awq (gemm, 4 bits), bitnet (packed), gptq (4 and 8 bits), mxfp4, modelopt (NVFP4, FP8) and "
+    "fp8 (per tensor, per channel, in blocks), awq (gemm, 4 bits), bitnet (packed), gptq (4 and 8 bits), mxfp4, modelopt (NVFP4, FP8, both) and "
     "compressed-tensors (float-quantized, int-quantized, pack-quantized with 4 and 8 bits, nvfp4-pack-quantized, "
     "mxfp4-pack-quantized)"
 )
