@@ -19,6 +19,9 @@ from .parts import (
 _LAYERS_WITH_ALIBI = 40
 """The layers of the larger Baichuan models. Their files do not say that they have ALiBi."""
 
+_MOST_TOKENS_OF_QWEN = 8192
+"""The longest texts on which models of the first Qwen with 7 and 14 billion parameters were trained."""
+
 
 def _llama(fields: ModelFields) -> dict[str, Any]:
     if fields.optional_integer("expert_count"):
@@ -61,11 +64,28 @@ def _plain_llama(fields: ModelFields) -> dict[str, Any]:
 
 
 def _baichuan(fields: ModelFields) -> dict[str, Any]:
-    if fields.num_layers == _LAYERS_WITH_ALIBI:
-        raise fields.error(
-            "Baichuan models with 13 billion parameters, which have ALiBi, are not supported"
-        )
-    return _plain_llama(fields)
+    if fields.num_layers != _LAYERS_WITH_ALIBI:
+        return _plain_llama(fields)
+    return {"model_type": "baichuan", "architectures": ["BaichuanForCausalLM"]}
+
+
+def _qwen(fields: ModelFields) -> dict[str, Any]:
+    """Return the fields of the first Qwen, which is a Qwen2 whose MLPs are half as wide as the file says."""
+    gate = fields.gguf.tensors.get("blk.0.ffn_gate.weight")
+    if gate is None:
+        raise fields.error("there is no matrix 'blk.0.ffn_gate.weight'")
+    # Attention to more tokens than in training would scale queries.
+    length = min(fields.integer("context_length"), _MOST_TOKENS_OF_QWEN)
+    sizes = {"intermediate_size": gate.shape[0], "max_position_embeddings": length}
+    return _qwen2(fields) | sizes
+
+
+def _pangu(fields: ModelFields) -> dict[str, Any]:
+    return {
+        "model_type": "PanguEmbedded",
+        "architectures": ["PanguEmbeddedForCausalLM"],
+        "bias": fields.has_tensor("blk.0.attn_q.bias"),
+    }
 
 
 def _minicpm(fields: ModelFields) -> dict[str, Any]:
@@ -325,8 +345,11 @@ DENSE: dict[str, Translate] = {
     "nemotron": named(family, "nemotron", "NemotronForCausalLM", hidden_act="relu2"),
     "olmo": _olmo,
     "olmo2": _olmo2,
+    "orion": named(family, "orion", "OrionForCausalLM"),
+    "pangu-embedded": _pangu,
     "phi2": named(family, "phi", "PhiForCausalLM", hidden_act="gelu_new"),
     "phi3": _phi3,
+    "qwen": _qwen,
     "qwen2": _qwen2,
     "qwen2vl": _qwen2_vl,
     "qwen3": _qwen3,

@@ -8,6 +8,7 @@ from safetensors.torch import load_file, save_file
 from support.decoders import Runner, load_decoder, load_native_decoder
 from support.families import assert_same, expected_logits, prompt
 from support.families.published import PUBLISHED, save_published
+from support.gguf_published import write_published
 from support.gguf_writer import write_gguf
 from support.quantized_checkpoints import FORMATS
 
@@ -24,6 +25,25 @@ def test_logits_of_families_without_a_class_in_transformers(name, load, tmp_path
     reference = save_published(name, tmp_path)
     tokens = prompt(NUM_TOKENS)
     logits = Runner(load(tmp_path)).step({0: tokens})[0]
+    assert_same(logits, expected_logits(reference, tokens))
+
+
+@pytest.mark.parametrize("load", [load_decoder, load_native_decoder])
+@pytest.mark.parametrize(
+    ("name", "architecture", "differences"),
+    [
+        ("Baichuan", "baichuan", {"num_hidden_layers": 40}),
+        ("InternLM", "pangu-embedded", {}),
+        ("Orion", "orion", {}),
+        ("QWen", "qwen", {}),
+    ],
+)
+def test_gguf_files_of_these_families_give_the_same_logits(
+    name, architecture, differences, load, tmp_path
+):
+    reference = save_published(name, tmp_path, **differences)
+    tokens = prompt(NUM_TOKENS)
+    logits = Runner(load(write_published(tmp_path, architecture))).step({0: tokens})[0]
     assert_same(logits, expected_logits(reference, tokens))
 
 
