@@ -235,27 +235,16 @@ Answer: TypeAlias = (
     | NeedsStep
 )
 Event: TypeAlias = (
-    AddClient
+    Decided
+    | Answer
+    | AddClient
     | FinishClient
     | AddRequest
     | FinishRequests
     | GrammarReady
     | ResetPrefixCache
-    | Schedule
-    | Update
-    | TakeOutputs
     | MakeStats
-    | Hashed
-    | GrammarRefused
-    | GrammarAccepts
-    | GrammarForces
     | UpdateDrafts
-    | Matched
-    | DelaysFree
-    | CacheItemFound
-    | ConnectorRaised
-    | BlocksFound
-    | NeedsStep
     | ConnectorReport
     | AdoptBlocks
     | EndAdoption

@@ -6,6 +6,8 @@ import argparse
 import os
 from collections.abc import Mapping, Sequence
 
+import msgspec
+
 from ... import __version__
 from ...protocol.config import ParallelConfig
 from ...protocol.errors import ConfigError, EngineError
@@ -115,14 +117,7 @@ def _join(place: NodePlace, settings: Settings, console: Console, signals: StopS
             return resolve_model(ModelOptions(**settings["model"]), console)
 
         resolved = run_in_fork(resolve_model, ResolvedModel, signals)
-        place = NodePlace(
-            place.master_addr,
-            place.master_port,
-            place.rank,
-            place.num_nodes,
-            place.cluster_key,
-            resolved.config.path,
-        )
+        place = msgspec.structs.replace(place, model_path=resolved.config.path)
     with Node(place, console, signals) as node:
         node.run()
     console.line("stopped")

@@ -14,10 +14,9 @@ from typing import IO, Final, TypeAlias
 import msgspec
 
 from ...protocol.errors import EngineError
-from ..cli.arguments import Settings, parse_settings
 from ..cli.remote.target import Target, open_target
 from ..supervisor.console import Console
-from .llm import DEFAULTS, LLM
+from .llm import LLM
 
 Embed: TypeAlias = Callable[[list[str], int | None, str | None], Iterable[list[float]]]
 """Function from texts, a number of dimensions and the name of a prompt to the vectors of the texts."""
@@ -80,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 lines = stack.enter_context(open(own.input, encoding="utf-8"))
             embed: Embed
             if own.url is None:
-                llm = stack.enter_context(LLM.from_settings(_settings(flags)))
+                llm = stack.enter_context(LLM.from_flags(flags))
                 embed = partial(_embed_here, llm)
             else:
                 embed = partial(_embed_there, stack.enter_context(open_target(parser, own, flags)))
@@ -91,14 +90,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         Console().error(str(error))
         return 1
     return 0
-
-
-def _settings(flags: Sequence[str]) -> Settings:
-    defaults = (
-        f"--no-{name}" if value is False else f"--{name}={value}"
-        for name, value in DEFAULTS.items()
-    )
-    return parse_settings([*defaults, *flags])
 
 
 def _embed_here(

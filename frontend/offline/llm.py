@@ -12,7 +12,7 @@ from ...protocol.errors import ParameterError
 from ...protocol.file_identity import LoraAdapter
 from ...protocol.sampling_params import SamplingParams
 from ..chat import ModelTemplates, SpecialTokenGuard
-from ..cli.arguments import Settings, settings_of
+from ..cli.arguments import Settings, parse_settings, settings_of
 from ..client.beam_search import BeamSearch, BeamSearchParams
 from ..client.encoder_inputs import without_bad_words
 from ..client.engine_client import RequestGroup, SequenceRequest
@@ -52,10 +52,14 @@ class LLM(PoolingMethods):
         self._serve(settings_of({"model": model} | DEFAULTS | keywords))
 
     @classmethod
-    def from_settings(cls, settings: Settings) -> Self:
-        """Return a model with the given settings, as `parse_settings` returns them."""
+    def from_flags(cls, flags: Sequence[str]) -> Self:
+        """Return a model with flags of `engine serve`. Invalid flags exit with code 2."""
+        defaults = (
+            f"--no-{name}" if value is False else f"--{name}={value}"
+            for name, value in DEFAULTS.items()
+        )
         llm = cls.__new__(cls)
-        llm._serve(settings)  # noqa: SLF001
+        llm._serve(parse_settings([*defaults, *flags]))  # noqa: SLF001
         return llm
 
     def _serve(self, settings: Settings) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from ..client.engine_client import Delta, RequestGroup
 from ..client.logprobs import PositionLogprobs
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,15 @@ class BeamSearchOutput:
     sequences: list[BeamSearchSequence]
 
 
+@dataclass(frozen=True)
+class PooledOutput(Generic[T]):
+    """The result of one prompt that was pooled, with the prompt's tokens."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    outputs: T
+
+
 @dataclass(frozen=True, slots=True)
 class EmbeddingOutput:
     """The embedding of one text."""
@@ -107,13 +118,8 @@ class ClassificationOutput:
         return len(self.probs)
 
 
-@dataclass(frozen=True, slots=True)
-class ClassificationRequestOutput:
+class ClassificationRequestOutput(PooledOutput[ClassificationOutput]):
     """The classes of one prompt, with the prompt's tokens."""
-
-    request_id: str
-    prompt_token_ids: list[int]
-    outputs: ClassificationOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,22 +129,12 @@ class ScoringOutput:
     score: float
 
 
-@dataclass(frozen=True, slots=True)
-class ScoringRequestOutput:
+class ScoringRequestOutput(PooledOutput[ScoringOutput]):
     """The score of a pair, with the tokens of both texts (only of the second one if texts are embedded separately)."""
 
-    request_id: str
-    prompt_token_ids: list[int]
-    outputs: ScoringOutput
 
-
-@dataclass(frozen=True, slots=True)
-class EmbeddingRequestOutput:
+class EmbeddingRequestOutput(PooledOutput[EmbeddingOutput]):
     """The embedding of one prompt, with the prompt's tokens."""
-
-    request_id: str
-    prompt_token_ids: list[int]
-    outputs: EmbeddingOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,13 +144,8 @@ class PoolingOutput:
     data: list[Any]
 
 
-@dataclass(frozen=True, slots=True)
-class PoolingRequestOutput:
+class PoolingRequestOutput(PooledOutput[PoolingOutput]):
     """The result of one prompt, with the prompt's tokens."""
-
-    request_id: str
-    prompt_token_ids: list[int]
-    outputs: PoolingOutput
 
 
 def request_output(

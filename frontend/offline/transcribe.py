@@ -11,12 +11,11 @@ from typing import Final
 import msgspec
 
 from ...protocol.errors import EngineError
-from ..cli.arguments import parse_settings
 from ..media.transcription.options import Task
 from ..media.transcription.subtitles import write_srt, write_vtt
 from ..media.transcription.transcriber import Transcript
 from ..supervisor.console import Console
-from .llm import DEFAULTS, LLM
+from .llm import LLM
 
 FORMATS: Final = ("text", "json", "srt", "vtt")
 
@@ -59,14 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Write the transcript of each file. Return 1 after a failure; invalid arguments exit with code 2."""
     parser = make_parser()
     own, flags = parser.parse_known_args(argv)
-    defaults = (
-        f"--no-{name}" if value is False else f"--{name}={value}"
-        for name, value in DEFAULTS.items()
-    )
-    settings = parse_settings([own.model, *defaults, *flags])
     try:
         with ExitStack() as stack:
-            llm = stack.enter_context(LLM.from_settings(settings))
+            llm = stack.enter_context(LLM.from_flags([own.model, *flags]))
             transcripts = llm.transcribe(
                 own.files,
                 language=own.language,

@@ -13,6 +13,7 @@ from ..schema.files import BatchRequest
 from ..serving import Serving
 from ..stored.metadata import verify_metadata
 from ..stored.pages import list_body, parse_page
+from ..stored.records import key_of, owner_of
 from .executor import BatchExecutor
 from .lines import ENDPOINTS
 from .records import ENDED, BatchRecords
@@ -60,16 +61,16 @@ class Batches:
     async def list(self, request: Request) -> Response:
         """List batches, the newest first."""
         page = parse_page(request.query_params)
-        found = await self._records.list_page(_owner(request), page)
+        found = await self._records.list_page(owner_of(request), page)
         return json_response(list_body(*found))
 
     async def retrieve(self, request: Request) -> Response:
         """Describe a batch."""
-        return json_response(await self._records.get(request.path_params["id"], _owner(request)))
+        return json_response(await self._records.get(*key_of(request)))
 
     async def cancel(self, request: Request) -> Response:
         """Cancel a batch."""
-        identifier, owner = request.path_params["id"], _owner(request)
+        identifier, owner = key_of(request)
         batch = await self._records.get(identifier, owner)
         if batch["status"] in ENDED:
             raise APIError(
@@ -102,8 +103,3 @@ def _expiry(body: BatchRequest) -> int | None:
     if not isinstance(seconds, int):
         raise wrong("output_expires_after.seconds", "an integer", seconds)
     return verify_expiry(policy.get("anchor"), seconds, "output_expires_after")
-
-
-def _owner(request: Request) -> str:
-    owner: str = request.scope["state"]["owner"]
-    return owner

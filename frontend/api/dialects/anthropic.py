@@ -15,15 +15,13 @@ from ...http.json_pieces import encode_whole
 from ...media.documents.pdf import MAX_CHARACTERS
 from ..bodies.intake import Intake
 from ..bodies.request_memory import MemoryLease
-from ..chat_prompt import render_chat
 from ..logprobs import Json
 from ..openapi import accepts
-from ..routes.chat_completions import ChatAnswer, reasoning_kwargs
+from ..routes.chat_completions import ChatAnswer, render_request
 from ..schema import ChatCompletionRequest
 from ..schema.anthropic import MessagesRequest
 from ..serving import Serving
 from ..streaming.event_stream import StreamFormat
-from ..tools.tool_choice import parse_tool_choice
 from .anthropic_request import find_pdfs, translate_messages
 from .dialect import DialectChunks, DialectEndpoint
 
@@ -129,11 +127,7 @@ class TokenCounter:
             request = await serving.executor.run(size, lambda: translate_messages(body))
             serving.verify_model(request.model)
             serving.verify_tokenizer("messages")
-            tools = await serving.grammar_checks.run(size, parse_tool_choice, request)
-            kwargs = reasoning_kwargs(request)
-            chat = await render_chat(
-                serving, request, size, tools=tools.shown, template_kwargs=kwargs
-            )
+            chat = await render_request(serving, request, size)
             return json_response({"input_tokens": len(chat.token_ids)})
 
 

@@ -27,12 +27,12 @@ from ...http.errors import (
 from ...http.json_pieces import encode_list
 from ..bodies.intake import Intake, reads
 from ..bodies.request_memory import MemoryLease
-from ..chat_prompt import RenderedChat, render_chat
+from ..chat_prompt import RenderedChat
 from ..infill import require_infill
 from ..openapi import accepts
 from ..prompts import Prompt, verify_num_characters
-from ..routes.chat_completions import reasoning_kwargs
-from ..routes.completions import Completions, NewPromptAnswer
+from ..routes.chat_completions import render_request
+from ..routes.completions import Completions
 from ..routes.embeddings import Embeddings
 from ..sampling import sampling_params
 from ..schema import UNLIMITED, ChatCompletionRequest, CompletionRequest, EmbeddingRequest
@@ -44,7 +44,6 @@ from ..schema.llama_cpp import (
 )
 from ..serving import Serving
 from ..structured.constraint import Constraint
-from ..tools.tool_choice import parse_tool_choice
 from .llama_cpp_answer import LlamaAnswer, generation_settings
 from .llama_cpp_request import LlamaPrompt, encode_prompts, infill_files, translate
 
@@ -85,10 +84,7 @@ class LlamaCompletions(Completions):
         self.body_schema = body_type
         self._body_type = body_type
 
-    @property
-    def answer_type(self) -> NewPromptAnswer:
-        """The class that writes answers."""
-        return LlamaAnswer
+    answer_type = LlamaAnswer
 
     async def _receive(
         self, scope: Scope, receive: Receive, lease: MemoryLease
@@ -170,14 +166,7 @@ class LlamaChats:
             )
             serving.verify_model(request.model)
             serving.verify_tokenizer("messages")
-            tools = await serving.grammar_checks.run(size, parse_tool_choice, request)
-            return await render_chat(
-                serving,
-                request,
-                size,
-                tools=tools.shown,
-                template_kwargs=reasoning_kwargs(request),
-            )
+            return await render_request(serving, request, size)
 
 
 class LlamaEmbeddings:

@@ -25,7 +25,7 @@ from ..infill import require_infill
 from ..logprobs import Json
 from ..openapi import accepts
 from ..prompts import verify_num_characters
-from ..routes.chat_completions import ChatAnswer, ChatPlan
+from ..routes.chat_completions import ChatPlan
 from ..routes.embeddings import Embeddings
 from ..schema import ChatCompletionRequest, EmbeddingRequest
 from ..schema.ollama import (
@@ -76,10 +76,7 @@ class OllamaChat(DialectEndpoint[OllamaChatRequest]):
 
     schema = OllamaChatRequest
 
-    @property
-    def answer_type(self) -> type[ChatAnswer]:
-        """The class that writes answers."""
-        return OllamaChatAnswer
+    answer_type = OllamaChatAnswer
 
     def translate(self, body: OllamaChatRequest) -> ChatCompletionRequest:
         """Return the body translated to a chat completion request."""
@@ -94,10 +91,7 @@ class OllamaGenerate(DialectEndpoint[OllamaGenerateRequest]):
 
     schema = OllamaGenerateRequest
 
-    @property
-    def answer_type(self) -> type[ChatAnswer]:
-        """The class that writes answers."""
-        return OllamaTextAnswer
+    answer_type = OllamaTextAnswer
 
     def translate(self, body: OllamaGenerateRequest) -> ChatCompletionRequest:
         """Return the body translated to a chat completion request."""

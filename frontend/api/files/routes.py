@@ -16,7 +16,7 @@ from ..bodies.intake import Intake
 from ..schema.files import FileRequest
 from ..serving import Serving
 from ..stored.pages import list_body, parse_page
-from ..stored.records import not_found
+from ..stored.records import key_of, not_found, owner_of
 from .storage import FileStorage, verify_expiry
 
 PURPOSES: Final = ("batch", "user_data", "vision", "assistants", "evals", "fine-tune")
@@ -69,23 +69,23 @@ class Files:
         """List files."""
         page = parse_page(request.query_params, default=MAX_PAGE, most=10_000)
         purpose = request.query_params.get("purpose")
-        found = await self._files.list_page(request.scope["state"]["owner"], page, purpose)
+        found = await self._files.list_page(owner_of(request), page, purpose)
         return json_response(list_body(*found))
 
     async def retrieve(self, request: Request) -> Response:
         """Describe a file."""
-        return json_response(await self._files.get(*_key(request)))
+        return json_response(await self._files.get(*key_of(request)))
 
     async def delete(self, request: Request) -> Response:
         """Delete a file."""
-        identifier, owner = _key(request)
+        identifier, owner = key_of(request)
         if not await self._files.delete(identifier, owner):
             raise not_found("The file", identifier)
         return json_response({"id": identifier, "object": "file", "deleted": True})
 
     async def content(self, request: Request) -> Response:
         """Return the content of a file."""
-        identifier, owner = _key(request)
+        identifier, owner = key_of(request)
         file = await self._files.get(identifier, owner)
         parts = self._files.read_parts(file, owner)
         # If the first part is missing, report that before the response starts.
@@ -110,7 +110,3 @@ def file_routes(serving: Serving, intake: Intake, files: FileStorage) -> list[Ro
         Route("/files/{id}", routes.delete, methods=["DELETE"]),
         Route("/files/{id}/content", routes.content),
     ]
-
-
-def _key(request: Request) -> tuple[str, str]:
-    return request.path_params["id"], request.scope["state"]["owner"]

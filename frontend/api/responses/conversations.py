@@ -16,7 +16,7 @@ from ..schema.responses import ConversationItemsRequest, ConversationRequest
 from ..serving import Serving
 from ..stored.metadata import verify_metadata
 from ..stored.pages import list_body, parse_page
-from ..stored.records import not_found
+from ..stored.records import key_of, not_found, owner_of
 from .ids import new_id
 from .items import MessageBuilder, normalize_input
 from .request import verify_include
@@ -39,7 +39,7 @@ class Conversations:
     async def create(self, request: Request, body: ConversationRequest, size: int) -> Response:
         """Create a conversation."""
         verify_metadata(body.metadata)
-        identifier, owner = new_id("conv"), _owner(request)
+        identifier, owner = new_id("conv"), owner_of(request)
         items = _read_items(body.items or [], identifier, 0)
         conversation = {
             "id": identifier,
@@ -64,12 +64,12 @@ class Conversations:
             raise bad_request("items", "are added at /v1/conversations/{id}/items")
         record = await self._get(request)
         conversation = record["conversation"] | {"metadata": body.metadata or {}}
-        await self._put(conversation, record["num_items"], _owner(request))
+        await self._put(conversation, record["num_items"], owner_of(request))
         return json_response(conversation)
 
     async def delete(self, request: Request) -> Response:
         """Delete a conversation with its items."""
-        identifier, owner = request.path_params["id"], _owner(request)
+        identifier, owner = key_of(request)
         if not await self._states.conversations.delete(identifier, owner):
             raise not_found("The conversation", identifier)
         await self._states.items.delete_children(identifier, owner)
@@ -84,7 +84,7 @@ class Conversations:
         if not body.items:
             raise bad_request("items", "is required and must not be empty")
         record = await self._get(request)
-        conversation, owner = record["conversation"], _owner(request)
+        conversation, owner = record["conversation"], owner_of(request)
         items = _read_items(body.items, conversation["id"], record["num_items"])
         await self._put(conversation, record["num_items"] + len(items), owner)
         await self._states.add_items(conversation["id"], items, owner)
@@ -97,29 +97,27 @@ class Conversations:
         record = await self._get(request)
         identifier = record["conversation"]["id"]
         found = await self._states.items.read_page(
-            _owner(request), page, identifier, prefix=f"{identifier}/"
+            owner_of(request), page, identifier, prefix=f"{identifier}/"
         )
         return json_response(list_body(*found))
 
     async def retrieve_item(self, request: Request) -> Response:
         """Return an item of a conversation."""
         verify_include(request.query_params)
-        item = await self._states.items.find(_item_key(request), _owner(request))
+        item = await self._states.items.find(_item_key(request), owner_of(request))
         if item is None:
             raise not_found("The item", request.path_params["item_id"])
         return json_response(item)
 
     async def delete_item(self, request: Request) -> Response:
         """Delete an item of a conversation, and return the conversation."""
-        if not await self._states.items.delete(_item_key(request), _owner(request)):
+        if not await self._states.items.delete(_item_key(request), owner_of(request)):
             raise not_found("The item", request.path_params["item_id"])
         record = await self._get(request)
         return json_response(record["conversation"])
 
     async def _get(self, request: Request) -> Json:
-        record: Json = await self._states.conversations.get(
-            request.path_params["id"], _owner(request)
-        )
+        record: Json = await self._states.conversations.get(*key_of(request))
         return record
 
     async def _put(self, conversation: Json, num_items: int, owner: str) -> None:
@@ -138,11 +136,6 @@ def _read_items(given: list[Json], conversation: str, num_before: int) -> list[J
     # Reject items that a later response could not read.
     MessageBuilder().add_items(items, "items")
     return items
-
-
-def _owner(request: Request) -> str:
-    owner: str = request.scope["state"]["owner"]
-    return owner
 
 
 def _item_key(request: Request) -> str:

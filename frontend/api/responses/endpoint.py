@@ -15,17 +15,20 @@ from ...http.errors import APIError, json_response, renaming
 from ..answer import Answer
 from ..bodies.intake import Intake, reads
 from ..bodies.request_memory import MemoryLease
-from ..chat_prompt import RenderedChat, render_chat
+from ..chat_prompt import RenderedChat
 from ..durable.records import RequestRecord
 from ..durable.recovery import NothingToContinue, StartGroup
 from ..generation import read_outputs, wait_for_end
 from ..logprobs import Json
-from ..routes.chat_completions import ChatAnswer, ChatCompletions, ChatPlan, reasoning_kwargs
+from ..routes.chat_completions import (
+    ChatCompletions,
+    ChatPlan,
+    render_request,
+)
 from ..schema import ChatCompletionRequest
 from ..schema.responses import InputTokensRequest, ResponsesRequest
 from ..serving import Serving
 from ..streaming.event_stream import EventStream
-from ..tools.tool_choice import parse_tool_choice
 from .answer import ResponsesAnswer, describe_response
 from .background import BackgroundRun, BackgroundRuns, RunKeeper
 from .events import read_run, send_events
@@ -48,10 +51,7 @@ class Responses(ChatCompletions):
         self._states = states
         self.runs = BackgroundRuns(states, serving)
 
-    @property
-    def answer_type(self) -> type[ChatAnswer]:
-        """The class that writes answers."""
-        return ResponsesAnswer
+    answer_type = ResponsesAnswer
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send, lease: MemoryLease) -> None:
         serving, state = self._serving, scope["state"]
@@ -213,14 +213,7 @@ class InputTokens:
             request = await serving.executor.run(
                 size, lambda: translate_prompt(body, context, items, files)
             )
-            tools = await serving.grammar_checks.run(size, parse_tool_choice, request)
-            chat = await render_chat(
-                serving,
-                request,
-                size,
-                tools=tools.shown,
-                template_kwargs=reasoning_kwargs(request),
-            )
+            chat = await render_request(serving, request, size)
         return json_response(
             {"object": "response.input_tokens", "input_tokens": len(chat.token_ids)}
         )

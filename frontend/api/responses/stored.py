@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 from ...http.errors import APIError, bad_request, echo, json_response, wrong
 from ..logprobs import Json
 from ..stored.pages import cut_page, list_body, parse_page
-from ..stored.records import not_found
+from ..stored.records import key_of, not_found
 from .background import BackgroundRuns
 from .events import read_run, read_stored, repeat_events, send_events
 from .request import verify_include
@@ -34,7 +34,7 @@ class StoredResponses:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Read a response, or its events, or delete it."""
         request = Request(scope, receive)
-        identifier, owner = _key(request)
+        identifier, owner = key_of(request)
         if scope["method"] == "DELETE":
             await (await self._delete(identifier, owner))(scope, receive, send)
             return
@@ -61,7 +61,7 @@ class StoredResponses:
 
     async def cancel(self, request: Request) -> Response:
         """Cancel a background response, and return it."""
-        identifier, owner = _key(request)
+        identifier, owner = key_of(request)
         response = await self._read(identifier, owner)
         if not response["background"]:
             raise APIError(
@@ -81,7 +81,7 @@ class StoredResponses:
     async def input_items(self, request: Request) -> Response:
         """List the items that a response was given."""
         verify_include(request.query_params)
-        identifier, owner = _key(request)
+        identifier, owner = key_of(request)
         page = parse_page(request.query_params)
         record = await self._states.responses.get(identifier, owner)
         earlier = record["response"]["previous_response_id"]
@@ -117,11 +117,6 @@ class StoredResponses:
             raise not_found("The response", identifier)
         await self._states.events.delete_children(identifier, owner)
         return json_response({"id": identifier, "object": "response", "deleted": True})
-
-
-def _key(request: Request) -> tuple[str, str]:
-    """Return the identifier in the path, and the owner of the request."""
-    return request.path_params["id"], request.scope["state"]["owner"]
 
 
 def _is_true(request: Request, name: str) -> bool:

@@ -250,6 +250,20 @@ def reasoning_kwargs(request: ChatCompletionRequest) -> Json:
     return kwargs
 
 
+async def render_request(
+    serving: Serving, request: ChatCompletionRequest, size: int
+) -> RenderedChat:
+    """Return the prompt of a request of about `size` characters that generates nothing.
+
+    Raises:
+        APIError: The conversation or its tools are invalid, or the prompt is too long (400).
+    """
+    tools = await serving.grammar_checks.run(size, parse_tool_choice, request)
+    return await render_chat(
+        serving, request, size, tools=tools.shown, template_kwargs=reasoning_kwargs(request)
+    )
+
+
 class ChatChoice:
     """One sequence of a chat, and the parsers of its output."""
 

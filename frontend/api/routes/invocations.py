@@ -45,32 +45,26 @@ class Invocations(Endpoint[GenerationRequest]):
     ) -> None:
         super().__init__(serving, intake, GenerationRequest, "")
         self.body_schema = ChatCompletionRequest | CompletionRequest
-        self._request_type = GenerationRequest
         self._completions = completions
         self._chat_completions = chat_completions
 
+    def _endpoint_of(self, request: GenerationRequest) -> Endpoint[Any]:
+        is_chat = isinstance(request, ChatCompletionRequest)
+        return self._chat_completions if is_chat else self._completions
+
     def id_prefix_of(self, request: GenerationRequest) -> str:
         """Return the prefix of the answer's ID."""
-        if isinstance(request, ChatCompletionRequest):
-            return self._chat_completions.id_prefix_of(request)
-        assert isinstance(request, CompletionRequest)
-        return self._completions.id_prefix_of(request)
+        return self._endpoint_of(request).id_prefix_of(request)
 
     def object_name(self, request: GenerationRequest) -> str:
         """Return the value of the response's field `object`."""
-        if isinstance(request, ChatCompletionRequest):
-            return self._chat_completions.object_name(request)
-        assert isinstance(request, CompletionRequest)
-        return self._completions.object_name(request)
+        return self._endpoint_of(request).object_name(request)
 
     async def prepare(
         self, request: GenerationRequest, body_size: int, receive: Receive
     ) -> tuple[list[PreparedPrompt], NewAnswer[Any]]:
         """Return the encoded prompts, and the constructor of the answer."""
-        if isinstance(request, ChatCompletionRequest):
-            return await self._chat_completions.prepare(request, body_size, receive)
-        assert isinstance(request, CompletionRequest)
-        return await self._completions.prepare(request, body_size, receive)
+        return await self._endpoint_of(request).prepare(request, body_size, receive)
 
 
 class PoolingInvocations:

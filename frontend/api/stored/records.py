@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 import msgspec
+from starlette.requests import Request
 
 from ...http.errors import APIError, echo, unavailable
 from ...store.client import RETRY_S, StoreClient, StoreError, UnknownObject
@@ -24,6 +25,17 @@ _decode: Final = msgspec.json.Decoder().decode
 def not_found(what: str, identifier: str) -> APIError:
     """Return a 404 for an object that does not exist or has another owner."""
     return APIError(404, f"{what} {echo(identifier)} was not found", param="id", code="not_found")
+
+
+def owner_of(request: Request) -> str:
+    """Return the owner of the objects that a request may read."""
+    owner: str = request.scope["state"]["owner"]
+    return owner
+
+
+def key_of(request: Request) -> tuple[str, str]:
+    """Return the identifier in a request's path, and the owner."""
+    return request.path_params["id"], owner_of(request)
 
 
 class Records:

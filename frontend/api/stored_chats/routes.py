@@ -19,6 +19,7 @@ from ..schema.stored import MetadataRequest
 from ..serving import Serving
 from ..stored.metadata import verify_metadata
 from ..stored.pages import cut_page, list_body, parse_page
+from ..stored.records import key_of, owner_of
 from .records import ChatFilter, ChatRecords
 
 _METADATA: Final = re.compile(r"metadata\[(.*)\]")
@@ -36,14 +37,14 @@ class StoredChats:
         """List chat completions, the oldest first. The query may filter by model and metadata."""
         page = parse_page(request.query_params, order="asc")
         wanted = _parse_filter(request.query_params)
-        found, has_more = await self._records.list_page(_owner(request), page, wanted)
+        found, has_more = await self._records.list_page(owner_of(request), page, wanted)
         body = list_body([{"id": entry.id} for entry, _ in found], has_more)
         body["data"] = EncodedJSON(b"[", (answer for _, answer in found), b"]")
         return json_response(body)
 
     async def retrieve(self, request: Request) -> Response:
         """Return a chat completion."""
-        answer = await self._records.get(_id(request), _owner(request))
+        answer = await self._records.get(*key_of(request))
         return Response(answer, media_type="application/json")
 
     @reads(MetadataRequest)
@@ -52,24 +53,24 @@ class StoredChats:
         if body.metadata is None:
             raise bad_request("metadata", "is required")
         verify_metadata(body.metadata)
-        entry = await self._records.get_entry(_id(request), _owner(request))
+        entry = await self._records.get_entry(*key_of(request))
         changed = msgspec.structs.replace(entry, metadata=body.metadata)
-        await self._records.update(changed, _owner(request))
+        await self._records.update(changed, owner_of(request))
         return await self.retrieve(request)
 
     async def delete(self, request: Request) -> Response:
         """Delete a chat completion."""
-        identifier = _id(request)
-        await self._records.delete(identifier, _owner(request))
+        identifier, owner = key_of(request)
+        await self._records.delete(identifier, owner)
         return json_response(
             {"object": "chat.completion.deleted", "id": identifier, "deleted": True}
         )
 
     async def messages(self, request: Request) -> Response:
         """List the messages that a chat completion answers."""
-        identifier = _id(request)
+        identifier, owner = key_of(request)
         page = parse_page(request.query_params, order="asc")
-        messages = await self._records.get_messages(identifier, _owner(request))
+        messages = await self._records.get_messages(identifier, owner)
 
         def describe() -> Response:
             items = [
@@ -118,13 +119,3 @@ def _describe(message: Json, identifier: str) -> Json:
         "content": content if is_text else None,
         "content_parts": None if is_text else content,
     }
-
-
-def _id(request: Request) -> str:
-    identifier: str = request.path_params["id"]
-    return identifier
-
-
-def _owner(request: Request) -> str:
-    owner: str = request.scope["state"]["owner"]
-    return owner
