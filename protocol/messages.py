@@ -64,6 +64,7 @@ class EventKind(enum.IntEnum):
     SCHEDULED = 1
     PREEMPTED = 2
     FIRST_TOKEN = 3
+    PROGRESS = 4
 
 
 # Frontend -> core
@@ -178,12 +179,11 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     id that clients see; several sequences may share one. `kv_transfer_params` are read only by the KV connector.
     `trace_headers` are the W3C trace context of the HTTP request, by header name. `predicted_token_ids` are the output
     that the client expects; workers draft from them. A request with `pooling_params` has `max_tokens` 1: it ends with
-    its prompt, and its only token has no meaning.
-    `is_resubmitted` is set if a core that had accepted the request has failed; that core may have known it as
-    `was_index`. The request continues after `output_token_ids`, which the client already has, like one that was
-    preempted. If `is_suspect`, the request may have crashed a worker or a core, and runs alone until its next token.
-    `delivery_times` float32 are seconds from the output of a step to its write to a client, measured by the frontend
-    for its last events before this request. They are recorded for `engine simulate`.
+    its prompt, and its only token has no meaning. `is_resubmitted` is set if a core that had accepted the request has
+    failed; that core may have known it as `was_index`. The request continues after `output_token_ids`, which the client
+    already has, like one that was preempted. If `is_suspect`, the request may have crashed a worker or a core, and runs
+    alone until its next token. `delivery_times` float32 are seconds from the output of a step to its write to a client,
+    measured by the frontend for its last events before this request. They are recorded for `engine simulate`.
     """
 
     request_index: int
@@ -305,7 +305,7 @@ class FinishedRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
 
 
 class RequestEvent(NamedTuple):
-    """An event in a request's life. The numbers of tokens are set only at the first SCHEDULED."""
+    """An event in a request's life. The numbers of tokens are set only at the first SCHEDULED and for PROGRESS."""
 
     request_index: int
     kind: EventKind
@@ -317,8 +317,8 @@ class RequestEvent(NamedTuple):
 class RequestEvents(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, frozen=True):
     """The same event of several requests, `request_indices` int32[N].
 
-    `num_cached_tokens` int32[N] is set for SCHEDULED. `num_loaded_tokens` int32[N] says how many of these a KV
-    connector loaded; it is empty if none was loaded.
+    `num_cached_tokens` int32[N] is set for SCHEDULED, and for PROGRESS, where it counts all computed tokens.
+    `num_loaded_tokens` int32[N] says how many of these a KV connector loaded; it is empty if none was loaded.
     """
 
     kind: EventKind

@@ -108,7 +108,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, gc=False):
     after the alternatives of `logprobs`, and `prompt_logprob_token_ids` after those of `prompt_logprobs`. With
     `processed_logprobs`, `logprobs` are
     those of the distribution from which the token is drawn, after all changes and filters, instead of the model's own.
-    If `seed` is None or -1, the frontend draws one. `transcript_rules` are set only by the frontend, and apply to the
+    If `seed` is None or -1, the frontend draws one. With `reports_progress`, the core reports each computed part of the
+    prompt. `transcript_rules` are set only by the frontend, and apply to the
     logits before all other filters.
     """
 
@@ -141,6 +142,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, gc=False):
     processed_logprobs: bool = False
     logprob_token_ids: tuple[int, ...] = ()
     prompt_logprob_token_ids: tuple[int, ...] = ()
+    reports_progress: bool = False
 
     def verify(self, *, vocab_size: int, max_logprobs: int) -> None:
         """Raise ParameterError for the first parameter that is out of range."""

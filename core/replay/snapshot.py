@@ -196,6 +196,7 @@ def without_content(params: SamplingParams) -> SamplingParams:
         ignore_eos=params.ignore_eos,
         logprobs=params.logprobs,
         prompt_logprobs=params.prompt_logprobs,
+        reports_progress=params.reports_progress,
         structured_output=grammar
         and StructuredOutput(grammar.kind, is_isolated=grammar.is_isolated),
     )
@@ -282,6 +283,7 @@ class _Describer:
             value.ignore_eos,
             value.logprobs,
             value.prompt_logprobs,
+            value.reports_progress,
             grammar and (grammar.kind, grammar.is_isolated),
         )
         node = self._params_nodes.get(read)

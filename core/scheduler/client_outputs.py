@@ -21,7 +21,7 @@ from ...protocol.messages import (
     SchedulerStats,
     TokenLogprobs,
 )
-from ..state.batch import Batch
+from ..state.batch import Batch, ScheduledRow
 from ..state.request import Request
 
 _SCHEDULED: Final = EventKind.SCHEDULED
@@ -72,6 +72,8 @@ class Outbox:
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.prediction_counts: list[tuple[int, int, int]] = []
         self.pooled: list[PooledVector] = []
+        self.has_progress = False
+        """True if there is progress to report, which does not wait for the next tokens."""
         self._sequence = 0
 
     def get_event_batch(self, kind: EventKind, now: float) -> _EventBatch:
@@ -91,6 +93,7 @@ class Outbox:
         if self.event_batches:
             outputs.events = [moment.to_message() for moment in self.event_batches]
             self.event_batches = []
+            self.has_progress = False
         if self.finished or self.aborted:
             ended = [end.request_index for end in self.finished] + self.aborted
             outputs.finished_set = array("i", ended).tobytes()
@@ -133,6 +136,16 @@ class ClientOutputs:
         moment.request_indices.append(request.request_index)
         if kind is _SCHEDULED:
             moment.add_scheduled([request])
+
+    def record_progress(self, rows: Sequence[tuple[ScheduledRow, int]], now: float) -> None:
+        """Record how many tokens of requests are computed."""
+        for row, num_computed in rows:
+            if row.is_alive:
+                outbox = self._outboxes[row.request.client_index]
+                moment = outbox.get_event_batch(EventKind.PROGRESS, now)
+                moment.request_indices.append(row.request.request_index)
+                moment.num_cached_tokens.append(num_computed)
+                outbox.has_progress = True
 
     def record_events(self, requests: Sequence[Request], kind: EventKind, now: float) -> None:
         """Record the same event of several requests."""
@@ -212,13 +225,14 @@ class ClientOutputs:
     def take_finished_outputs(
         self, now: float, *, has_stats: bool = False
     ) -> dict[int, EngineCoreOutputs]:
-        """Return messages about finished requests, which are sent without waiting for the next tokens.
+        """Return messages about finished requests and progress, which are sent without waiting for the next tokens.
 
         If `has_stats`, the client that receives the statistics gets a message even if none of its requests finished.
         """
         outputs: dict[int, EngineCoreOutputs] = {}
         for client_index, outbox in self._outboxes.items():
-            if outbox.finished or outbox.aborted or (has_stats and not outputs):
+            is_urgent = outbox.finished or outbox.aborted or outbox.has_progress
+            if is_urgent or (has_stats and not outputs):
                 outputs[client_index] = outbox.flush(self._core_index, now)
         return outputs
 

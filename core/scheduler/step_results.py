@@ -103,6 +103,8 @@ class StepResults:
     ) -> tuple[StepInFlight, dict[int, EngineCoreOutputs]]:
         """Apply the output of the oldest step. Return that step, and the messages to each client."""
         step = self._pop(scheduler_output, output)
+        if step.progress:
+            self._clients.record_progress(step.progress, now)
         if self._drafts is not None:
             self._last_batch = step.step, step.batch
             if len(step.sampling) == len(step.batch) and not step.prefilled:

@@ -86,6 +86,7 @@ class StepWriter:
             has_prefill,
             admitted.loading,
             num_drafts[samples] if num_drafts is not None and drafts else None,
+            self._find_progress(),
         )
         chunked = (granted != 1).nonzero()[0]
         removed = self._running.take_removed()
@@ -109,6 +110,18 @@ class StepWriter:
             draft_limits=draft_limits,
         )
         return output, in_flight
+
+    def _find_progress(self) -> list[tuple[ScheduledRow, int]]:
+        """Return the prefilling requests that report their progress, with the number of their computed tokens."""
+        if not self._running.num_reporting:
+            return []
+        num_computed = self._slots.num_computed_tokens
+        requests = map(self._running.__getitem__, self._running.prefilling)
+        return [
+            (ScheduledRow(request, request.num_admissions), int(num_computed[request.slot]))
+            for request in requests
+            if request.params.reports_progress
+        ]
 
     def _constrained_rows_with_drafts(
         self, sampling: Batch, num_drafts: Int64Array, draft_token_ids: Int32Array

@@ -115,7 +115,8 @@ class StepInFlight(msgspec.Struct, frozen=True, gc=False):
     `sampling` are the rows that sample a token, in batch order. `prefilled` are the requests that get their first token
     since their admission. `constrained` are the rows of the step's `grammar_slots`. `loading` are the rows for which a
     KV connector loads blocks in this step. `num_drafts` is the number of drafts of each row that samples; None if there
-    are no drafts.
+    are no drafts. `progress` has the number of computed tokens of each request that reports its progress and does not
+    get its first token yet.
     """
 
     step: int
@@ -127,3 +128,4 @@ class StepInFlight(msgspec.Struct, frozen=True, gc=False):
     has_prefill: bool
     loading: list[ScheduledRow]
     num_drafts: Int64Array | None
+    progress: list[tuple[ScheduledRow, int]] = []

@@ -22,6 +22,8 @@ class RunningRequests:
         self.slots = slots
         self.prefilling: dict[int, int] = {}
         self.num_constrained = 0
+        self.num_reporting = 0
+        """The number of requests that report their progress."""
         self.awaiting_masks: set[int] = set()
         """Slots whose request has an isolated grammar that must compute a mask after the token that they sample."""
         self.loras: dict[LoraAdapter, int] = {}
@@ -78,6 +80,7 @@ class RunningRequests:
         for request, is_complete in zip(requests, is_prefilled.tolist(), strict=True):
             if request.params.structured_output is not None:
                 self.num_constrained += 1
+            self.num_reporting += request.params.reports_progress
             if request.lora is not None:
                 self.loras[request.lora] = self.loras.get(request.lora, 0) + 1
             if is_complete:
@@ -94,6 +97,7 @@ class RunningRequests:
             self.awaiting_masks.discard(request.slot)
             if request.params.structured_output is not None:
                 self.num_constrained -= 1
+            self.num_reporting -= request.params.reports_progress
             if request.lora is not None:
                 self.loras[request.lora] -= 1
                 if not self.loras[request.lora]:

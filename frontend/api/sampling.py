@@ -62,6 +62,7 @@ def sampling_params(
         max_tokens=None if max_tokens == UNLIMITED else max_tokens,
         logprobs=logprobs,
         logprob_token_ids=listed,
+        reports_progress=bool(request.stream and request.return_progress),
         structured_output=None if constraint is None else constraint.structured_output,
         stop=(request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ()),
         stop_token_ids=tuple(request.stop_token_ids or ()),

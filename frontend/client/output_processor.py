@@ -386,6 +386,10 @@ class OutputProcessor:
             sequence.scheduled_time = event.timestamp
             sequence.num_cached_tokens = event.num_cached_tokens
             sequence.num_loaded_tokens = event.num_loaded_tokens
+            sequence.num_computed_tokens = event.num_cached_tokens
+        elif event.kind is EventKind.PROGRESS:
+            sequence.num_computed_tokens = event.num_cached_tokens
+            self._schedule_wake([sequence])
         elif event.kind is EventKind.PREEMPTED:
             sequence.num_preemptions += 1
 

@@ -72,6 +72,7 @@ class Sequence:
         "max_tokens",
         "num_accepted_predictions",
         "num_cached_tokens",
+        "num_computed_tokens",
         "num_drafted_tokens",
         "num_loaded_tokens",
         "num_losses",
@@ -106,8 +107,8 @@ class Sequence:
     ) -> None:
         self.request = request
         self.routing_keys: list[int] = []
-        self.num_losses = self.num_silent_crashes = 0
-        self.num_preemptions = self.num_drafted_tokens = self.epoch = 0
+        self.num_losses = self.num_silent_crashes = self.num_preemptions = self.epoch = 0
+        self.num_drafted_tokens = self.num_accepted_predictions = self.num_rejected_predictions = 0
         self.was_accepted = self.is_pinned = self.has_updates = False
         self._num_tokens_when_lost = -1
         self.core_index = -1
@@ -115,8 +116,7 @@ class Sequence:
         self.params = params
         self.max_tokens = request.sampling_params.max_tokens
         self.num_prompt_tokens = num_prompt_tokens
-        self.num_cached_tokens = self.num_loaded_tokens = 0
-        self.num_accepted_predictions = self.num_rejected_predictions = 0
+        self.num_cached_tokens = self.num_loaded_tokens = self.num_computed_tokens = 0
         self.has_stop_strings = bool(params.stop)
         self.recoveries: tuple[Recovery, ...] = ()
         self.group: RequestGroup

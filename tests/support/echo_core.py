@@ -142,6 +142,7 @@ class EchoCore:
     def step(self, tokens_each: int = 1) -> None:
         """Generate a token for every request, and send the outputs."""
         for client, running in self.running.items():
+            self._report_progress(client)
             outputs = EngineCoreOutputs(self.core_index, 0, time.monotonic())
             new = int32_bytes(
                 [echo.request.request_index for owner, echo in self._new if owner == client]
@@ -183,6 +184,22 @@ class EchoCore:
             )
             self.send(client, outputs)
         self._new.clear()
+
+    def _report_progress(self, client: bytes) -> None:
+        """Report one computed token of each new prompt whose request asks for it."""
+        new = [
+            echo.request.request_index
+            for owner, echo in self._new
+            if owner == client and echo.request.sampling_params.reports_progress
+        ]
+        if new:
+            outputs = EngineCoreOutputs(self.core_index, 0, time.monotonic())
+            indices, ones = int32_bytes(new), int32_bytes([1] * len(new))
+            outputs.events = [
+                RequestEvents(EventKind.SCHEDULED, outputs.timestamp, indices, bytes(len(indices))),
+                RequestEvents(EventKind.PROGRESS, outputs.timestamp, indices, ones),
+            ]
+            self.send(client, outputs)
 
     def send(self, client: bytes, outputs: EngineCoreOutputs) -> None:
         """Send under the client's next sequence number."""

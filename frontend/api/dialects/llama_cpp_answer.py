@@ -13,7 +13,8 @@ from ..generation import raise_if_failed
 from ..logprobs import Json, LogprobsRenderer
 from ..receipts.timings import llama_timings
 from ..schema import UNLIMITED
-from ..streaming.event_stream import StreamFormat, error_with_retry, event
+from ..streaming.event_stream import ChunkEncoder, StreamFormat, error_with_retry, event
+from ..streaming.progress import ProgressChunks
 from .llama_cpp_request import SAMPLERS, LlamaPrompt
 
 LLAMA_STREAM: Final = StreamFormat(
@@ -50,9 +51,10 @@ class LlamaAnswer(PromptAnswer):
             return encode_list(results, at_once=1)
         return next(results)
 
-    def chunks(self) -> LlamaChunks:
+    def chunks(self) -> ChunkEncoder:
         """Return the encoder of a stream."""
-        return LlamaChunks(self)
+        chunks = LlamaChunks(self)
+        return ProgressChunks(chunks, chunks.progress) if self.request.return_progress else chunks
 
 
 class Result:
@@ -80,7 +82,17 @@ class Result:
         content, tokens = self._read(delta)
         if not tokens and not content:
             return None
-        body: Json = {
+        body = self._partial(content, tokens)
+        if self._request.timings_per_token:
+            body["timings"] = llama_timings(self._sequence, self._sequence.num_read_tokens)
+        return body | self._probs(delta)
+
+    def progress(self, progress: Json) -> Json:
+        """Return the chunk with the progress of the prompt."""
+        return self._partial("", []) | {"prompt_progress": progress}
+
+    def _partial(self, content: str, tokens: list[int]) -> Json:
+        return {
             "index": self._sequence.position,
             "content": content,
             "tokens": tokens,
@@ -89,9 +101,6 @@ class Result:
             "tokens_predicted": self._sequence.num_read_tokens,
             "tokens_evaluated": self._sequence.num_prompt_tokens,
         }
-        if self._request.timings_per_token:
-            body["timings"] = llama_timings(self._sequence, self._sequence.num_read_tokens)
-        return body | self._probs(delta)
 
     def last(self, delta: Delta) -> Json:
         """Return the last chunk."""
@@ -165,14 +174,22 @@ class LlamaChunks:
         Raises:
             APIError: The sequence failed.
         """
-        result = self._results.get(sequence.position)
-        if result is None:
-            result = self._results[sequence.position] = Result(self._answer, sequence)
+        result = self._result(sequence)
         delta = sequence.read_some()
         raise_if_failed(delta)
         part = result.part(delta)
         chunk = b"" if part is None else event(part)
         return chunk if delta.finish_reason is None else chunk + event(result.last(delta))
+
+    def progress(self, sequence: Sequence, progress: Json) -> bytes:
+        """Return the event with the progress of a sequence's prompt."""
+        return event(self._result(sequence).progress(progress))
+
+    def _result(self, sequence: Sequence) -> Result:
+        result = self._results.get(sequence.position)
+        if result is None:
+            result = self._results[sequence.position] = Result(self._answer, sequence)
+        return result
 
     def closing(self) -> bytes:
         """Return the events at the end: none, because the last chunk of each sequence ends it."""

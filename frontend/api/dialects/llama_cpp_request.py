@@ -141,6 +141,7 @@ def translate(body: LlamaFields, tokenizer: Tokenizer) -> LlamaPrompt:
         return_tokens=bool(body.return_tokens),
         response_fields=body.response_fields,
         timings_per_token=bool(body.timings_per_token),
+        return_progress=body.return_progress,
         post_sampling_probs=bool(body.post_sampling_probs),
     )
 

@@ -402,7 +402,7 @@ class ChatAnswer(Answer[ChatCompletionRequest]):
 
     def chunks(self) -> ChunkEncoder:
         """Return the encoder that writes the response as stream chunks."""
-        return ChatChunks(self)
+        return ChatChunks(self).with_progress()
 
     def _message(self, choice: ChatChoice, output: Delta) -> Json:
         delta = choice.read_whole(output)
@@ -432,6 +432,7 @@ class ChatChunks(Chunks[ChatAnswer]):
     """Writes the chunks of a chat."""
 
     __slots__ = ("_without_role",)
+    _empty_choice: ClassVar[Json] = {"delta": {}, "logprobs": None}
 
     def __init__(self, answer: ChatAnswer) -> None:
         request = answer.request

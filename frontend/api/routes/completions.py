@@ -335,11 +335,12 @@ class _Answer(PromptAnswer):
         return answer | self.timing() | self.transfer()
 
     def chunks(self) -> ChunkEncoder:
-        return _Chunks(self)
+        return _Chunks(self).with_progress()
 
 
 class _Chunks(Chunks[_Answer]):
     __slots__ = ()
+    _empty_choice: ClassVar[Json] = {"text": "", "logprobs": None}
 
     def __init__(self, answer: _Answer) -> None:
         request = answer.request

@@ -45,6 +45,8 @@ class LlamaFields(msgspec.Struct, kw_only=True):
     # The fields of the answer; `a/b` is the field `b` of `a`.
     response_fields: list[str] | None = None
     timings_per_token: bool | None = None
+    # Whether a stream shows how much of the prompt has been computed.
+    return_progress: bool | None = None
     user: str | None = None
     priority: Int | None = None
     cache_salt: str | None = None
@@ -59,7 +61,6 @@ class LlamaFields(msgspec.Struct, kw_only=True):
     n_cache_reuse: Int | None = None
     t_max_prompt_ms: float | None = None
     t_max_predict_ms: float | None = None
-    return_progress: bool | None = None
     backend_sampling: bool | None = None
     mirostat_tau: float | None = None
     mirostat_eta: float | None = None

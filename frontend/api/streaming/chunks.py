@@ -5,14 +5,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import cache
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from ...client.engine_client import Delta, Sequence
 from ...http.json_pieces import encode_whole
 from ..answer import Answer
 from ..generation import raise_if_failed
 from ..logprobs import Json
-from .event_stream import OPENAI_STREAM, event
+from .event_stream import OPENAI_STREAM, ChunkEncoder, event
+from .progress import ProgressChunks
 
 Identify = Callable[[Sequence, bytes], bytes]
 """Adds an event ID to the events of a sequence."""
@@ -40,6 +41,8 @@ class Chunks(ABC, Generic[AnswerT]):
     )
 
     format = OPENAI_STREAM
+    _empty_choice: ClassVar[Json]
+    """The fields for the output of a choice that has none."""
 
     def __init__(
         self,
@@ -132,6 +135,16 @@ class Chunks(ABC, Generic[AnswerT]):
         if self._include_usage:
             chunk["usage"] = self._usage
         return event(chunk)
+
+    def progress(self, sequence: Sequence, progress: Json) -> bytes:
+        """Return the event with the progress of a sequence's prompt."""
+        choice = self._empty_choice | {"index": sequence.position, "finish_reason": None}
+        return self.chunk(choice, prompt_progress=progress)
+
+    def with_progress(self) -> ChunkEncoder:
+        """Return this encoder, with the progress of the prompts if the request asks for it."""
+        wanted = self._answer.request.return_progress
+        return ProgressChunks(self, self.progress) if wanted else self
 
     def closing(self) -> bytes:
         """Return the events between the last output and `[DONE]`."""

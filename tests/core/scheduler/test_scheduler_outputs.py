@@ -462,3 +462,16 @@ def test_a_pooled_prompt_of_the_maximum_length_is_computed_in_one_step():
     assert harness.schedule() is None
     harness.drain()
     assert harness.received[key].finished is not None
+
+
+def test_progress_of_long_prompts_is_reported_before_the_first_token_if_asked_for():
+    harness = Harness(max_num_batched_tokens=16)
+    asks = harness.add(50, 2, reports_progress=True)
+    silent = harness.add(50, 2)
+    harness.drain()
+    events = [event for event in harness.received[asks].events if event.kind is EventKind.PROGRESS]
+    counts = [event.num_cached_tokens for event in events]
+    assert counts and counts == sorted(set(counts)) and counts[-1] < 50
+    first = next(e for e in harness.received[asks].events if e.kind is EventKind.FIRST_TOKEN)
+    assert all(event.timestamp <= first.timestamp for event in events)
+    assert not harness.received[silent].num_events(EventKind.PROGRESS)

@@ -110,6 +110,27 @@ def test_answers_of_openai_routes_have_timings_on_demand(frontend: FrontendProce
         assert "timings" not in frontend.post(path, **body).json()
 
 
+def test_streams_show_the_progress_of_the_prompt(frontend: FrontendProcess) -> None:
+    total = len(token_ids(frontend, TEXT))
+    for path, fields in (
+        ("/completion", {"prompt": TEXT, "n_predict": 2}),
+        ("/v1/completions", {"prompt": TEXT, "max_tokens": 2}),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": TEXT}], "max_tokens": 2},
+        ),
+    ):
+        text = frontend.post(path, stream=True, return_progress=True, **fields).text
+        events = [json.loads(part[6:]) for part in text.split("\n\n") if part.startswith("data: {")]
+        shown = [event["prompt_progress"] for event in events if "prompt_progress" in event]
+        assert events[: len(shown)] == [event for event in events if "prompt_progress" in event]
+        assert len(events) > len(shown), "the answer follows"
+        # The first event may be overtaken by the answer.
+        assert [each["processed"] for each in shown] in ([1, total], [total])
+        assert (shown[-1]["total"], shown[-1]["cache"]) == (total, 0)
+        assert "prompt_progress" not in frontend.post(path, stream=True, **fields).text
+
+
 def test_probabilities_have_ids_and_bytes(frontend: FrontendProcess) -> None:
     answer = complete(frontend, "Hello", n_predict=1, n_probs=3)
     [token] = answer["completion_probabilities"]
