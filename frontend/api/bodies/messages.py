@@ -4,54 +4,21 @@ from __future__ import annotations
 
 import struct
 from array import array
+from collections.abc import Iterator
 from functools import cache
+from importlib import import_module
+from pkgutil import iter_modules
 from typing import Any, Final, TypeAlias
 
 import msgspec
 import numpy as np
 
 from ...http.errors import APIError
-from ..schema import (
-    WITHOUT_EFFECT,
-    BatchChatCompletionRequest,
-    ChatCompletionRequest,
-    ClassificationRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    EmbeddingRequest,
-    GenerationRequest,
-    LoadLoraRequest,
-    PoolingRequest,
-    RerankRequest,
-    ScoreRequest,
-    TokenizeRequest,
-    UnloadLoraRequest,
-)
-from ..schema.anthropic import MessagesRequest
-from ..schema.cohere import CohereEmbedRequest
+from .. import schema
+from ..schema import WITHOUT_EFFECT, CompletionRequest
 from ..schema.files import BatchRequest
-from ..schema.llama_cpp import (
-    LlamaCompletionRequest,
-    LlamaEmbeddingRequest,
-    LlamaInfillRequest,
-)
-from ..schema.ollama import (
-    OllamaChatRequest,
-    OllamaEmbedRequest,
-    OllamaGenerateRequest,
-    OllamaModelRequest,
-)
-from ..schema.responses import (
-    CompactRequest,
-    ConversationItemsRequest,
-    ConversationRequest,
-    InputTokensRequest,
-    ResponseFields,
-    ResponsesRequest,
-)
-from ..schema.sglang import SglangGenerateRequest
+from ..schema.responses import ConversationRequest, ResponseFields
 from ..schema.stored import MetadataRequest
-from ..schema.vllm import GenerativeScoringRequest
 
 HEAD: Final = struct.Struct("<BQQ")
 """Header of a body: the index of its schema in `SCHEMAS`, its number of values, and its number of bytes."""
@@ -59,39 +26,18 @@ HEAD: Final = struct.Struct("<BQQ")
 LENGTH: Final = struct.Struct("<Q")
 """Header of a reply: its number of bytes."""
 
-SCHEMAS: Final[tuple[type[msgspec.Struct], ...]] = (
-    CompletionRequest,
-    ChatCompletionRequest,
-    BatchChatCompletionRequest,
-    TokenizeRequest,
-    DetokenizeRequest,
-    GenerationRequest,  # A completion or a chat completion.
-    ClassificationRequest,
-    EmbeddingRequest,
-    PoolingRequest,
-    ScoreRequest,
-    RerankRequest,
-    MessagesRequest,
-    OllamaChatRequest,
-    OllamaGenerateRequest,
-    OllamaEmbedRequest,
-    OllamaModelRequest,
-    LoadLoraRequest,
-    UnloadLoraRequest,
-    ResponsesRequest,
-    InputTokensRequest,
-    ConversationRequest,
-    ConversationItemsRequest,
-    BatchRequest,
-    MetadataRequest,
-    CompactRequest,
-    LlamaCompletionRequest,
-    LlamaInfillRequest,
-    LlamaEmbeddingRequest,
-    CohereEmbedRequest,
-    SglangGenerateRequest,
-    GenerativeScoringRequest,
-)
+
+def _find_schemas() -> Iterator[type[msgspec.Struct]]:
+    """Yield the schemas of all request bodies."""
+    names = (f"{schema.__name__}.{module.name}" for module in iter_modules(schema.__path__))
+    for module in (schema, *map(import_module, names)):
+        for name, value in vars(module).items():
+            if name.endswith("Request") and issubclass(value, msgspec.Struct):
+                yield value
+
+
+SCHEMAS: Final = tuple(dict.fromkeys(_find_schemas()))
+"""The schemas of all request bodies: the structs of `schema` whose names end with `Request`."""
 
 MAX_CPU_S: Final = 5
 """Maximum seconds of processor time for one body."""
