@@ -152,7 +152,7 @@ class WorkerGroup:
         )
 
     def _can_hold(self, held: list[HeldRequest]) -> bool:
-        """Return whether the blocks of all these requests exist in the KV cache that workers were told to allocate."""
+        """Return whether the blocks of all these requests exist in the KV cache that the workers allocate."""
         memory = self._memory
         if memory is None:
             return False

@@ -214,7 +214,7 @@ def _redact_report(report: ClientReport) -> ClientReport:
 
 
 def expand_request(event: AddRequest) -> EngineCoreRequest:
-    """Return the message of a redacted arrival, with zeros as tokens."""
+    """Return the request of a redacted `AddRequest` event, with zeros in place of its tokens."""
     message = event.message
     return msgspec.structs.replace(
         message,

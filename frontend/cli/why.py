@@ -33,7 +33,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def why(argv: Sequence[str]) -> int:
-    """Print the timeline of a request. Return 0, or 1 if the server does not know the request."""
+    """Print the timeline of a request. Return 0, or 1 if the server has no record of the request."""
     parser = make_parser()
     parsed = parser.parse_args(argv)
     try:

@@ -94,7 +94,7 @@ class OutputProcessor:
         return self._recent_requests.list(s.group for s in self.sequences.values())
 
     def take_delivery_times(self) -> F32:
-        """Return the latest seconds from the output of a step to its write to a client, float32, and remove them."""
+        """Remove and return the latest delivery times: float32 seconds from a step's output to its write."""
         times = float32_bytes(list(self._delivery_times))
         self._delivery_times.clear()
         return times

@@ -169,7 +169,7 @@ class Sequence:
         return self._num_read
 
     def resubmission(self, request_index: int) -> EngineCoreRequest:
-        """Return the request for the remaining tokens, for a core that does not know the sequence."""
+        """Return the request for the remaining tokens, for a core that has not received the sequence before."""
         self._record_progress()
         self.request = msgspec.structs.replace(
             self.request,

@@ -45,7 +45,7 @@ class TextChanges:
 
     @classmethod
     def find(cls, pooler: PoolerConfig, tokenizer: Tokenizer) -> TextChanges | None:
-        """Return the changes of a model; None if it changes nothing, or if there is no tokenizer."""
+        """Return how a model changes texts; None if it leaves them unchanged, or if there is no tokenizer."""
         config = pooler.text_changes
         if config is None or isinstance(tokenizer, AbsentTokenizer):
             return None

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def find_chat_media(
     config: EngineConfig, tokenizer: Tokenizer, executor: ThreadExecutor
 ) -> AnyMedia | None:
-    """Return the object for images and audio in conversations; None if the model or the limits allow none."""
+    """Return the reader of the media in conversations; None if the model reads none or the limits allow none."""
     model, limits = config.model, config.frontend
     if not model.has_tokenizer:
         return None

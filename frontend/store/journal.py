@@ -1,7 +1,7 @@
 """The journal of a frontend: entries that it has recorded and the store has not committed yet.
 
-It is a file in shared memory or on disk, mapped into the memory of the frontend. So an entry is safe from the death of
-any process as soon as it is copied there, which takes a microsecond and no system call. The frontend may then send
+It is a file in shared memory or on disk, mapped into the memory of the frontend. So an entry survives a crash of any
+process as soon as it is copied there, which takes a microsecond and no system call. The frontend may then send
 entries to the store in larger batches, and need not wait for it. When the session of a frontend that has exited ends,
 the store applies the entries that it has not received.
 """

@@ -92,7 +92,7 @@ class Launcher:
         except OSError:
             del self.link.fork_servers[program]
             return None
-        self.link.forget_exit(pid)
+        self.link.discard_exit(pid)
         return GuardedProcess(pid, self.link)
 
     def adopt(self, pid: int) -> LocalProcess:

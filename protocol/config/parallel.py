@@ -60,7 +60,7 @@ class ParallelConfig(msgspec.Struct, frozen=True):
     replica_roles: Annotated[
         tuple[ReplicaRole, ...],
         option(
-            "Replicas per role, such as prefill=1,decode=3; sets their number",
+            "Replicas per role, such as prefill=1,decode=3; sets --data-parallel-size",
             parse="replica_roles",
             metavar="ROLE=N,…",
         ),

@@ -56,7 +56,7 @@ class Havoc:
         self.stop()
 
     def stop(self) -> None:
-        """Harm nothing from now on."""
+        """Stop causing faults."""
         self._over.set()
         self._thread.join()
 
@@ -81,7 +81,7 @@ class Havoc:
                     FAULTS[fault](victim)
 
     def _harm_frontend(self, victim: psutil.Process, fault: str) -> None:
-        """While the frontend is stopped, it accepts no connections that this script would not know."""
+        """Stop a frontend, so that it accepts no more clients, record the ports of its clients, and apply the fault."""
         self.num_frontend_faults += 1
         victim.suspend()
         self._note_clients(victim)

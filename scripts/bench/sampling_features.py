@@ -45,21 +45,21 @@ def main() -> None:
         for concurrency in given.concurrency:
             rates: dict[str, list[float]] = {name: [] for name in SAMPLING_FEATURES}
             for number in range(given.rounds):
-                for name, wish in SAMPLING_FEATURES.items():
+                for name, feature in SAMPLING_FEATURES.items():
                     rng = random.Random(number)
                     common = {"model": MODEL, "max_tokens": given.tokens, "ignore_eos": True}
                     requests = [
-                        {**common, "temperature": 0, **prose(rng), **wish}
+                        {**common, "temperature": 0, **prose(rng), **feature}
                         for _ in range(max(4, 2 * concurrency))
                     ]
                     rate, _ = uvloop.run(answer_all(server.url, requests, concurrency))
                     rates[name].append(rate)
-            for name, of_wish in rates.items():
-                ratios = [a / b for a, b in zip(of_wish, rates["none"], strict=True)]
+            for name, measured in rates.items():
+                ratios = [a / b for a, b in zip(measured, rates["none"], strict=True)]
                 result = {
-                    "wish": name,
+                    "feature": name,
                     "concurrency": concurrency,
-                    "output_tok_s": round(statistics.median(of_wish), 1),
+                    "output_tok_s": round(statistics.median(measured), 1),
                     "ratios": [round(ratio, 2) for ratio in ratios],
                 }
                 print(json.dumps(result), flush=True)

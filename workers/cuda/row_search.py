@@ -4,8 +4,8 @@ Logits are mapped to integers in the same order, their *levels*; tokens of equal
 an integer, as in `workers.sampling.distribution`, so sums are exact in any order, and the results are the same as with
 a sort.
 
-Tokens are divided into *buckets* by their distance from the largest logit. The sums of buckets tell in which bucket a
-token is, and only the tokens of that bucket are searched.
+Tokens are divided into *buckets* by their distance from the largest logit. The sums of the buckets show which
+bucket contains the token, and only the tokens of that bucket are searched.
 
 Shapes: V vocabulary, B buckets, L listed tokens.
 """

@@ -57,7 +57,7 @@ def preloading() -> Iterator[None]:
 
 
 def discard_preloaded() -> None:
-    """Forget the modules that were preloaded, so that they are imported again, with torch itself."""
+    """Remove the preloaded modules, so that they are imported again, with torch itself."""
     for name in _preloaded:
         parent, _, attribute = name.rpartition(".")
         if parent in sys.modules:

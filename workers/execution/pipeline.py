@@ -2,7 +2,7 @@
 
 Each rank of a stage communicates with the ranks at the same position in other stages. Hidden states go to the next
 stage. Sampled tokens go directly from the last stage to the first, which needs them for the next step. With drafts,
-they go to every other stage, because only the last one knows how many drafts were accepted.
+they go to every other stage, because only the last one determines how many drafts are accepted.
 
 Shapes: T tokens of a step, D hidden size, R rows that sample, K tokens per row in a step with drafts.
 """

@@ -59,7 +59,7 @@ class DeviceStep(msgspec.Struct, frozen=True):
 class StepBuffers:
     """Buffers for steps of up to `max_tokens` tokens and as many requests as the batch has slots.
 
-    `num_token_ids` is the number of tokens that the model knows. `adapter_by_slot` has the number of each slot's LoRA
+    `num_token_ids` is the size of the model's vocabulary. `adapter_by_slot` has the number of each slot's LoRA
     adapter; None if LoRA is disabled.
     """
 

@@ -111,7 +111,7 @@ def _parse_filter(query: QueryParams) -> ChatFilter:
 
 
 def _describe(message: Json, identifier: str) -> Json:
-    """Return a message with its identifier, and with its parts separate from its text."""
+    """Return a message as a list shows it: with an ID, and with the parts of its content in `content_parts`."""
     content = message.get("content")
     is_text = content is None or isinstance(content, str)
     return message | {

@@ -63,7 +63,7 @@ class SpeechModel:
     Attributes:
         languages: The codes of the languages that a caller may give; empty if the model always detects the language.
         translates: Whether the model can write an English translation.
-        has_word_times: Whether the model can tell when each word is spoken.
+        has_word_times: Whether the model can report the times of single words.
         needs_language: Whether a caller must give the language.
         reads_prompt: Whether the model reads a caller's text.
         sampling_rate: Samples per second.

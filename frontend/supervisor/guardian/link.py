@@ -80,8 +80,8 @@ class GuardianLink:
         """Record an exit that the guardian has not reported to this supervisor."""
         self._exit_codes.setdefault(pid, code)
 
-    def forget_exit(self, pid: int) -> None:
-        """Forget the exit of an earlier process with the ID of a new one."""
+    def discard_exit(self, pid: int) -> None:
+        """Discard the recorded exit of an earlier process that had the ID of a new one."""
         self._exit_codes.pop(pid, None)
 
     def wait_for_exit(self, timeout_s: float) -> None:

@@ -128,7 +128,7 @@ class ExpertGroup:
         return self.exchange(x_MD, counts_N, received_N), received_N
 
     def exchange(self, x_MD: Tensor, counts_N: Tensor, expected_N: Tensor) -> Tensor:
-        """Send rows like `dispatch`, if each rank knows how many rows it will receive from every other rank."""
+        """Send rows like `dispatch`. `expected_N` are the numbers of rows that this rank receives from each rank."""
         received, sent = expected_N.tolist(), counts_N.tolist()
         x_BD = x_MD.new_empty((sum(received), *x_MD.shape[1:]))
         dist.all_to_all_single(x_BD, x_MD.contiguous(), received, sent, group=self._data)

@@ -36,7 +36,7 @@ class Round(msgspec.Struct, frozen=True):
     """The n-th segments of all requests that have at least n segments.
 
     `segments` and `requests` are indices. The first `num_full` segments may be complete, so that the state at their end
-    replaces the request's state; in a captured graph, `is_full_R` tells whether they are.
+    replaces the request's state; in a captured graph, `is_full_R` is true for those that are.
     """
 
     segments: Tensor

@@ -24,7 +24,7 @@ from .embedding import NgramEmbedding
 
 
 class NgramBlock:
-    """Embeds the n-grams that end with a token, gates them by its streams, and convolves them."""
+    """A block that embeds the n-grams ending at each token, gates them by its hidden states, and convolves them."""
 
     def __init__(self, ngrams: NgramSpec, layer: LayerSpec, source: LayerSource) -> None:
         spec, weights, prefix, shard, kernels = source
