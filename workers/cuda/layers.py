@@ -38,7 +38,7 @@ from .quantized.plane_matrix import can_keep
 from .rotary_tables import rotary_tables
 from .sampling import append_tokens, choose_greedy, choose_tokens
 
-_FEW_CHOICES = 64
+_FEW_CHOICES = 2048
 """Number of rows up to which the grouped product in Triton is faster than torch's."""
 
 _LIBRARY_ALIGNMENT = 8

@@ -13,10 +13,10 @@ from torch.nn import functional as F
 
 from ...layers.specs.experts import SMALLEST_SUM, ExpertsSpec
 
-_FEW_TOKENS = 4
+_FEW_TOKENS = 32
 """Number of tokens up to which a program reads a router's rows again for each token."""
 
-_LOGIT_ROWS, _LOGIT_COLUMNS = 4, 512
+_LOGIT_ROWS, _LOGIT_COLUMNS = 2, 1024
 _LARGEST_GROUP_COUNT = 16
 _SOFTPLUS_LIMIT = tl.constexpr(20.0)
 """The softplus of larger numbers is the number itself, as in torch."""

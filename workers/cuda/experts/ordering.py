@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...layers.expert_order import ExpertOrder, order_by_expert
 
-_MOST_CHOICES = 4096
+_MOST_CHOICES = 2048
 """Number of choices above which sorting is faster."""
 
 _BLOCK, _CHUNK = 32, 128

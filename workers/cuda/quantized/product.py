@@ -106,6 +106,9 @@ class QuantizedProduct(ABC):
             out_TO.copy_(F.linear(x.values_TD, self.dequantize(out_TO.dtype), bias_O))
             return
         tokens_of_expert = triton.cdiv(num_tokens, self.num_experts)
+        if ends_E is not None:
+            # Some experts have twice as many, and should still read their matrix only once.
+            tokens_of_expert *= 2
         tile = next((t for t in self._tiles if tokens_of_expert <= t.tokens), self._tiles[-1])
         num_blocks = triton.cdiv(num_tokens, tile.tokens)
         if ends_E is not None:
