@@ -7,8 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from ...protocol.cluster_key import ClusterKey
-from ...protocol.errors import ConfigError
-from ..supervisor.console import Console
+from ..supervisor.console import reports_errors
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -26,6 +25,7 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@reports_errors
 def keygen(argv: Sequence[str]) -> int:
     """Write a new key. Return 1 if the file already exists."""
     parser = make_parser()
@@ -34,10 +34,6 @@ def keygen(argv: Sequence[str]) -> int:
     if out == "-":
         sys.stdout.write(key.encode().decode())
         return 0
-    try:
-        key.save(out)
-    except ConfigError as error:
-        Console().error(str(error))
-        return 1
+    key.save(out)
     print(out)
     return 0

@@ -9,8 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, Final
 
-from ...protocol.errors import EngineError
-from ..supervisor.console import Console
+from ..supervisor.console import reports_errors
 from .remote.target import add_operator_arguments, open_server
 
 INTERVAL_S: Final = 1.0
@@ -47,6 +46,7 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@reports_errors
 def status(argv: Sequence[str]) -> int:
     """Print the table every second until interrupted. Return 0, or 1 if the server does not answer."""
     parser = make_parser()
@@ -65,10 +65,7 @@ def status(argv: Sequence[str]) -> int:
             if once:
                 return 0
             time.sleep(INTERVAL_S)
-    except EngineError as error:
-        Console().error(str(error))
-        return 1
-    except (KeyboardInterrupt, BrokenPipeError):
+    except KeyboardInterrupt:
         return 0
 
 

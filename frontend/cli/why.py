@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from typing import Final
 from urllib.parse import quote
 
-from ...protocol.errors import EngineError
-from ..supervisor.console import Console
+from ..supervisor.console import reports_errors
 from .remote.target import add_operator_arguments, open_server
 
 TIMEOUT_S: Final = 120.0
@@ -32,15 +31,12 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@reports_errors
 def why(argv: Sequence[str]) -> int:
     """Print the timeline of a request. Return 0, or 1 if the server has no record of the request."""
     parser = make_parser()
     parsed = parser.parse_args(argv)
-    try:
-        path = f"/debug/requests/{quote(parsed.id, safe='')}"
-        answer = open_server(parsed).call(path, timeout_s=TIMEOUT_S)
-    except EngineError as error:
-        Console().error(str(error))
-        return 1
+    path = f"/debug/requests/{quote(parsed.id, safe='')}"
+    answer = open_server(parsed).call(path, timeout_s=TIMEOUT_S)
     print(json.dumps(answer) if parsed.json else "\n".join(answer["timelines"]).rstrip())
     return 0

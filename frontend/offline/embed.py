@@ -13,9 +13,8 @@ from typing import IO, Final, TypeAlias
 
 import msgspec
 
-from ...protocol.errors import EngineError
 from ..cli.remote.target import Target, open_target
-from ..supervisor.console import Console
+from ..supervisor.console import reports_errors
 from .llm import LLM
 
 Embed: TypeAlias = Callable[[list[str], int | None, str | None], Iterable[list[float]]]
@@ -66,29 +65,24 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@reports_errors
 def main(argv: Sequence[str] | None = None) -> int:
     """Write a line of JSON for each text. Return 1 after a failure; invalid arguments exit with code 2."""
     parser = make_parser()
     own, flags = parser.parse_known_args(argv)
     if own.api_key is not None and own.url is None:
         flags += ["--api-key", own.api_key]
-    try:
-        with ExitStack() as stack:
-            lines = sys.stdin
-            if own.input != "-":
-                lines = stack.enter_context(open(own.input, encoding="utf-8"))
-            embed: Embed
-            if own.url is None:
-                llm = stack.enter_context(LLM.from_flags(flags))
-                embed = partial(_embed_here, llm)
-            else:
-                embed = partial(_embed_there, stack.enter_context(open_target(parser, own, flags)))
-            _write_all(embed, lines, own.dimensions, own.prompt_name)
-    except BrokenPipeError:
-        return 0
-    except (EngineError, OSError, UnicodeDecodeError) as error:
-        Console().error(str(error))
-        return 1
+    with ExitStack() as stack:
+        lines = sys.stdin
+        if own.input != "-":
+            lines = stack.enter_context(open(own.input, encoding="utf-8"))
+        embed: Embed
+        if own.url is None:
+            llm = stack.enter_context(LLM.from_flags(flags))
+            embed = partial(_embed_here, llm)
+        else:
+            embed = partial(_embed_there, stack.enter_context(open_target(parser, own, flags)))
+        _write_all(embed, lines, own.dimensions, own.prompt_name)
     return 0
 
 

@@ -28,7 +28,7 @@ from ..api.batches.lines import (
 from ..api.logprobs import Json
 from ..cli.remote.own_server import own_server
 from ..cli.remote.server import UnixConnection
-from ..supervisor.console import Console
+from ..supervisor.console import Console, reports_errors
 
 CONCURRENCY: Final = 128
 MAX_RETRY_S: Final = 30.0
@@ -130,6 +130,7 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@reports_errors
 def main(argv: Sequence[str] | None = None) -> int:
     """Write a line for each request. Return 1 if any request failed; invalid arguments exit with code 2."""
     parser = make_parser()
@@ -139,22 +140,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     if own.url is not None and flags:
         parser.error(f"{flags[0]} has no effect with --url")
     console = Console()
-    try:
-        lines = list(split_lines(_read(own.input_file)))
-        _verify(lines)
-        with ExitStack() as stack:
-            output = stack.enter_context(_open_output(own.output_file))
-            if own.url is not None:
-                server = _Server(own.url, own.api_key)
-            else:
-                started = stack.enter_context(own_server(flags))
-                server = _Server(started.url.removeprefix("unix:"), started.api_key)
-            num_failed = _answer_all(server, lines, output, own.concurrency)
-    except BrokenPipeError:
-        return 0
-    except (EngineError, OSError) as error:
-        console.error(str(error))
-        return 1
+    lines = list(split_lines(_read(own.input_file)))
+    _verify(lines)
+    with ExitStack() as stack:
+        output = stack.enter_context(_open_output(own.output_file))
+        if own.url is not None:
+            server = _Server(own.url, own.api_key)
+        else:
+            started = stack.enter_context(own_server(flags))
+            server = _Server(started.url.removeprefix("unix:"), started.api_key)
+        num_failed = _answer_all(server, lines, output, own.concurrency)
     console.line(f"{len(lines)} requests: {len(lines) - num_failed} answered, {num_failed} failed")
     return 1 if num_failed else 0
 

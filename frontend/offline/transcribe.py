@@ -10,11 +10,10 @@ from typing import Final
 
 import msgspec
 
-from ...protocol.errors import EngineError
 from ..media.transcription.options import Task
 from ..media.transcription.subtitles import write_srt, write_vtt
 from ..media.transcription.transcriber import Transcript
-from ..supervisor.console import Console
+from ..supervisor.console import reports_errors
 from .llm import LLM
 
 FORMATS: Final = ("text", "json", "srt", "vtt")
@@ -54,27 +53,22 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@reports_errors
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the transcript of each file. Return 1 after a failure; invalid arguments exit with code 2."""
     parser = make_parser()
     own, flags = parser.parse_known_args(argv)
-    try:
-        with ExitStack() as stack:
-            llm = stack.enter_context(LLM.from_flags([own.model, *flags]))
-            transcripts = llm.transcribe(
-                own.files,
-                language=own.language,
-                task=own.task,
-                prompt=own.prompt,
-                timestamps=() if own.format == "text" else ("segment",),
-            )
-            for transcript in transcripts:
-                sys.stdout.write(_render(transcript, own.format))
-    except BrokenPipeError:
-        return 0
-    except (EngineError, OSError) as error:
-        Console().error(str(error))
-        return 1
+    with ExitStack() as stack:
+        llm = stack.enter_context(LLM.from_flags([own.model, *flags]))
+        transcripts = llm.transcribe(
+            own.files,
+            language=own.language,
+            task=own.task,
+            prompt=own.prompt,
+            timestamps=() if own.format == "text" else ("segment",),
+        )
+        for transcript in transcripts:
+            sys.stdout.write(_render(transcript, own.format))
     return 0
 
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import time
-from typing import TextIO
+from collections.abc import Callable
+from typing import ParamSpec, TextIO
 
 from ...protocol.config.frontend import LogFormat
+from ...protocol.errors import EngineError
 from ...protocol.process import json_log_line
 from ...protocol.supervisor_messages import ProcessStatus, Stage
+
+P = ParamSpec("P")
 
 BAR_WIDTH = 24
 """Width of the progress bar in characters."""
@@ -133,3 +138,21 @@ class StartupProgress:
         elif status.stage is Stage.WARMING and not self._warming:
             self._warming = True
             self._console.line(f"warming up  {status.detail}".rstrip())
+
+
+def reports_errors(main: Callable[P, int]) -> Callable[P, int]:
+    """Decorate the function of a command, so that it writes the error that ends it and returns an exit code."""
+
+    @functools.wraps(main)
+    def run(*args: P.args, **keywords: P.kwargs) -> int:
+        try:
+            return main(*args, **keywords)
+        except KeyboardInterrupt:
+            return 130
+        except BrokenPipeError:
+            return 0
+        except (EngineError, OSError, UnicodeDecodeError) as error:
+            Console().error(str(error))
+            return 1
+
+    return run

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from ....protocol.errors import ConfigError, EngineError
-from ...supervisor.console import Console
+from ...supervisor.console import Console, reports_errors
 from ..remote.server import find_api_key
 from ..remote.target import Target, add_target_arguments, open_target
 from .options import (
@@ -54,26 +54,21 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@reports_errors
 def main(argv: Sequence[str]) -> int:
     """Measure and show the results. Return 0, or 1 if requests failed; invalid arguments exit with code 2."""
     parsed, arguments = make_parser().parse_known_args(argv)
     try:
         return _COMMANDS[parsed.command][-1](parsed, arguments)
-    except KeyboardInterrupt:
-        return 130
     except ModuleNotFoundError as error:
         if error.name != "aiohttp":
             raise
-        Console().error(
+        raise EngineError(
             "engine bench needs aiohttp; install it with: pip install engine-serve[bench]"
-        )
-        return 1
+        ) from None
     except ConfigError as error:
         Console().error(str(error))
         return 2
-    except EngineError as error:
-        Console().error(str(error))
-        return 1
 
 
 def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:

@@ -17,7 +17,7 @@ import msgspec
 from .... import __version__
 from ....protocol.errors import EngineError
 from ....protocol.machine.memory import available_bytes, total_bytes
-from ...supervisor.console import Console, format_bytes
+from ...supervisor.console import format_bytes, reports_errors
 from .caches import find_cached
 from .checks import Check, run_checks
 
@@ -81,16 +81,11 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@reports_errors
 def main(argv: Sequence[str]) -> int:
     """Print the diagnosis. Return 0 if all settings are good, otherwise 1."""
     parsed = make_parser().parse_args(argv)
-    try:
-        diagnosis = diagnose(parsed.models)
-    except KeyboardInterrupt:
-        return 130
-    except EngineError as error:
-        Console().error(str(error))
-        return 1
+    diagnosis = diagnose(parsed.models)
     if parsed.json:
         print(json.dumps(msgspec.to_builtins(diagnosis)))
     else:

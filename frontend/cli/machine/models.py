@@ -11,8 +11,8 @@ from typing import Final
 
 import msgspec
 
-from ....protocol.errors import ConfigError, EngineError
-from ...supervisor.console import Console, format_bytes
+from ....protocol.errors import ConfigError
+from ...supervisor.console import format_bytes, reports_errors
 from .caches import CachedModel, find_by_name, find_cached, remove_cached
 
 _DAY_S: Final = 86400
@@ -40,23 +40,18 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@reports_errors
 def main(argv: Sequence[str]) -> int:
     """List or remove models. Return 0, or 1 after a failure."""
     parsed = make_parser().parse_args(argv)
-    try:
-        models = find_cached()
-        if parsed.command == "rm":
-            _remove(models, parsed.names, parsed.yes)
-        elif parsed.json:
-            for model in models:
-                print(json.dumps(msgspec.to_builtins(model)))
-        else:
-            print(format_models(models))
-    except KeyboardInterrupt:
-        return 130
-    except EngineError as error:
-        Console().error(str(error))
-        return 1
+    models = find_cached()
+    if parsed.command == "rm":
+        _remove(models, parsed.names, parsed.yes)
+    elif parsed.json:
+        for model in models:
+            print(json.dumps(msgspec.to_builtins(model)))
+    else:
+        print(format_models(models))
     return 0
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ....protocol.errors import EngineError
-from ...supervisor.console import Console
+from ...supervisor.console import reports_errors
 from ..remote.server import ServerError
 from ..remote.target import Target, add_target_arguments, open_target
 from .answer import Answer
@@ -60,27 +60,20 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@reports_errors
 def main(argv: Sequence[str]) -> int:
     """Chat until the input ends. Return 0, or 1 if the server cannot be used; invalid arguments exit with code 2."""
     parser = make_parser()
     parsed, flags = parser.parse_known_args(argv)
-    try:
-        conversation = Conversation(parsed.system)
-        if parsed.load is not None:
-            conversation.load(parsed.load)
-        conversation.images += map(image_url, parsed.image)
-        with open_target(parser, parsed, flags) as target:
-            chat = _Chat(target, conversation, sampling_fields(parsed), parsed.plain)
-            if parsed.quick is not None:
-                return 0 if chat.answer(parsed.quick) else 1
-            chat.run()
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:
-        return 0
-    except EngineError as error:
-        Console().error(str(error))
-        return 1
+    conversation = Conversation(parsed.system)
+    if parsed.load is not None:
+        conversation.load(parsed.load)
+    conversation.images += map(image_url, parsed.image)
+    with open_target(parser, parsed, flags) as target:
+        chat = _Chat(target, conversation, sampling_fields(parsed), parsed.plain)
+        if parsed.quick is not None:
+            return 0 if chat.answer(parsed.quick) else 1
+        chat.run()
     return 0
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import closing
 
 from ....protocol.errors import EngineError
-from ...supervisor.console import Console
+from ...supervisor.console import reports_errors
 from ..remote.target import Target, add_target_arguments, open_target
 from .sampling import add_sampling_arguments, sampling_fields
 
@@ -49,24 +49,17 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@reports_errors
 def main(argv: Sequence[str]) -> int:
     """Print the continuation. Return 1 after a failure; invalid arguments exit with code 2."""
     parser = make_parser()
     parsed, flags = parser.parse_known_args(argv)
-    try:
-        prompt = sys.stdin.read() if parsed.prompt == "-" else parsed.prompt
-        if not prompt:
-            raise EngineError("the prompt is empty; pass a text as PROMPT or on standard input")
-        named = [] if parsed.model is None else ["--model", parsed.model]
-        with open_target(parser, parsed, [*named, *flags]) as target:
-            _complete(target, prompt, parsed)
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:
-        return 0
-    except (EngineError, UnicodeDecodeError) as error:
-        Console().error(str(error))
-        return 1
+    prompt = sys.stdin.read() if parsed.prompt == "-" else parsed.prompt
+    if not prompt:
+        raise EngineError("the prompt is empty; pass a text as PROMPT or on standard input")
+    named = [] if parsed.model is None else ["--model", parsed.model]
+    with open_target(parser, parsed, [*named, *flags]) as target:
+        _complete(target, prompt, parsed)
     return 0
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from ....protocol.errors import EngineError
-from ...supervisor.console import Console
+from ...supervisor.console import reports_errors
 from ..remote.server import RemoteServer, ServerError
 from ..remote.target import add_operator_arguments, open_server
 from .sparkline import sparkline
@@ -51,6 +51,7 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@reports_errors
 def main(argv: Sequence[str]) -> int:
     """Show the table until interrupted. Return 0, or 1 if the server does not answer."""
     parser = make_parser()
@@ -64,11 +65,10 @@ def main(argv: Sequence[str]) -> int:
             _print_readings(watch, parsed, show)
         else:
             _draw_live(watch, parsed.interval)
-    except (KeyboardInterrupt, BrokenPipeError):
-        return 0
-    except (EngineError, ValueError) as error:
-        Console().error(str(error))
-        return 1
+    except KeyboardInterrupt:
+        pass
+    except ValueError as error:
+        raise EngineError(str(error)) from None
     return 0
 
 
