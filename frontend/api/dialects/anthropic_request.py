@@ -6,6 +6,7 @@ always cached. Signatures of thinking blocks are empty, and are not checked.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Final
 
 from ...http.errors import bad_request, expect, wrong
@@ -17,11 +18,24 @@ MAX_USER_CHARACTERS: Final = 256
 
 _PDF: Final = "application/pdf"
 
-_LEFT_OUT: Final = ("redacted_thinking", "server_tool_use", "mcp_tool_use", "container_upload")
+_LEFT_OUT: Final = (
+    "container_upload",
+    "fallback",
+    "mcp_tool_listing",
+    "mcp_tool_use",
+    "redacted_thinking",
+    "server_tool_use",
+)
 """Blocks of an answer that only Anthropic's servers can use. A conversation may have begun there."""
 
 _SERVER_RESULT: Final = "_tool_result"
 """The end of the types of blocks with results of tools that Anthropic's servers ran."""
+
+
+_TOOL_CHANGES: Final = ("tool_addition", "tool_removal")
+"""Blocks that change which tools the model may call from then on."""
+
+_SUMMARY: Final = "Summary of the conversation before this message:"
 
 
 class MessagesPrompt(ChatCompletionRequest, kw_only=True):
@@ -42,6 +56,10 @@ def translate_messages(body: MessagesRequest) -> ChatCompletionRequest:
         raise bad_request("messages", "is required")
     messages = [*_system(body.system)]
     for i, message in enumerate(body.messages):
+        if (summary := _summary_in(message)) is not None:
+            # A summary stands for everything before it.
+            text = f"{_SUMMARY}\n\n{summary}"
+            messages = [*_system(body.system), {"role": "user", "content": text}]
         messages += _message(message, f"messages[{i}]")
     is_prefilled = bool(messages) and messages[-1]["role"] == "assistant"
     choice, is_parallel = _tool_choice(body.tool_choice)
@@ -54,7 +72,7 @@ def translate_messages(body: MessagesRequest) -> ChatCompletionRequest:
         temperature=body.temperature,
         top_p=body.top_p,
         top_k=body.top_k,
-        tools=[_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or ())] or None,
+        tools=_tools(body) or None,
         tool_choice=choice,
         parallel_tool_calls=is_parallel,
         response_format=_response_format(body),
@@ -111,24 +129,42 @@ def _message(message: Json, where: str) -> list[Json]:
         return [{"role": role, "content": content}]
     blocks = expect(content, list, f"{where}.content", "a string or an array of blocks")
     if role == "assistant":
-        return [_assistant_message(blocks, f"{where}.content")]
+        return _assistant_message(blocks, f"{where}.content")
     messages: list[Json] = []
+    is_empty = not blocks
     parts: list[Json] = []
     for i, block in enumerate(blocks):
         place = f"{where}.content[{i}]"
-        if _kind_of(block, place) == "tool_result":
-            messages.append(_tool_result(block, place))
-        else:
-            parts.append(_input_part(block, place))
-    if parts or not messages:
+        match _kind_of(block, place):
+            case "tool_result":
+                messages.append(_tool_result(block, place))
+            case "compaction" if block.get("content") is not None:
+                messages, parts = [], []
+            case kind if kind in ("compaction", *_TOOL_CHANGES):
+                pass
+            case _:
+                parts.append(_input_part(block, place))
+    if parts or is_empty:
         messages.append({"role": role, "content": parts})
     return messages
 
 
-def _assistant_message(blocks: list[Any], where: str) -> Json:
+def _summary_in(message: Json) -> str | None:
+    """Return the summary in the last block of a message that has one; None if there is none."""
+    content = message.get("content")
+    found = None
+    for block in content if isinstance(content, list) else ():
+        if isinstance(block, dict) and block.get("type") == "compaction":
+            summary = block.get("content")
+            found = summary if isinstance(summary, str) else found
+    return found
+
+
+def _assistant_message(blocks: list[Any], where: str) -> list[Json]:
     parts: list[Json] = []
     reasoning: list[str] = []
     calls: list[Json] = []
+    has_summary = False
     for i, block in enumerate(blocks):
         place = f"{where}[{i}]"
         match _kind_of(block, place):
@@ -138,7 +174,9 @@ def _assistant_message(blocks: list[Any], where: str) -> Json:
                 reasoning.append(_string(block, "thinking", place))
             case "tool_use":
                 calls.append(_tool_use(block, place))
-            case kind if kind in _LEFT_OUT:
+            case "compaction" if block.get("content") is not None:
+                parts, reasoning, calls, has_summary = [], [], [], True
+            case kind if kind in ("compaction", *_LEFT_OUT):
                 pass
             case str() as kind if kind.endswith(_SERVER_RESULT):
                 parts += _texts_of_result(block.get("content"))
@@ -149,7 +187,7 @@ def _assistant_message(blocks: list[Any], where: str) -> Json:
         message["reasoning_content"] = "".join(reasoning)
     if calls:
         message["tool_calls"] = calls
-    return message
+    return [] if has_summary and len(message) == 2 and not parts else [message]
 
 
 def _texts_of_result(content: Any) -> list[Json]:
@@ -251,6 +289,49 @@ def _name(fields: Json, name: str, where: str) -> str:
     if not text:
         raise wrong(f"{where}.{name}", "a non-empty string", text)
     return text
+
+
+def _tools(body: MessagesRequest) -> list[Json]:
+    """Return the tools that the model may call after all changes in the messages."""
+    declared = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or ())]
+    changes = [
+        (block, f"messages[{i}].content[{j}].tool")
+        for i, message in enumerate(body.messages or ())
+        for j, block in _tool_changes(message)
+    ]
+    if not changes:
+        return declared
+    known: dict[str, Json] = {}
+    for i, tool in enumerate(declared):
+        known[_name(tool["function"], "name", f"tools[{i}]")] = tool
+    offered = dict(known)
+    for block, place in changes:
+        changed = expect(block.get("tool"), dict, place, "an object")
+        if changed.get("type") == "tool_definition" and block["type"] == "tool_addition":
+            where = f"{place}.definition"
+            definition = expect(changed.get("definition"), dict, where, "a tool")
+            name = _name(definition, "name", where)
+            known[name] = _tool(definition, where)
+        elif changed.get("type") == "tool_reference":
+            name = _name(changed, "name", place)
+            if name not in known:
+                raise wrong(f"{place}.name", "the name of an earlier tool", name)
+        else:
+            expected = '"tool_reference" or, to add it, "tool_definition"'
+            raise wrong(f"{place}.type", expected, changed.get("type"))
+        if block["type"] == "tool_addition":
+            offered[name] = known[name]
+        else:
+            offered.pop(name, None)
+    return list(offered.values())
+
+
+def _tool_changes(message: Json) -> Iterator[tuple[int, Json]]:
+    """Yield the blocks of a message that change the tools, with their places."""
+    blocks = message.get("content")
+    for i, block in enumerate(blocks if isinstance(blocks, list) else ()):
+        if isinstance(block, dict) and block.get("type") in _TOOL_CHANGES:
+            yield i, block
 
 
 def _tool(tool: Json, where: str) -> Json:

@@ -421,6 +421,10 @@ REFUSED: dict[str, str] = {
     "return_entropy": _NOT_SUPPORTED,
     "session_params": "is not supported; every prefix is cached",
     "bootstrap_host": "is not supported; use kv_transfer_params of /v1/completions",
+    "mcp_servers": "is not supported; this server runs no tools itself",
+    "container": "is not supported; this server runs no tools itself",
+    "compaction": "is not supported; ask for a summary in a message",
+    "thread": "is not supported; send the whole conversation",
     "post_sampling_probs": "is not supported; leave it out for the model's own probabilities",
 }
 """Rejected field -> the rest of the error message."""
@@ -431,6 +435,7 @@ WITHOUT_EFFECT: Final = ("metadata", "prompt_cache_options", "moderation")
 NO_OP_VALUES: dict[str, tuple[Any, ...]] = {
     "logits_processors": ([],),
     "suffix": ("",),
+    "mcp_servers": ([],),
     "vllm_xargs": ({},),
     "mm_processor_kwargs": ({},),
     "lora_path": ("",),

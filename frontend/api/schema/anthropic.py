@@ -28,11 +28,23 @@ class MessagesRequest(msgspec.Struct, kw_only=True):
     output_format: dict[str, Any] | None = None
     metadata: dict[str, Any] | None = None
 
+    # Rejected, because an answer that ignores them would be wrong.
+    mcp_servers: Any = None
+    container: Any = None
+    compaction: Any = None
+    thread: Any = None
+
     # Accepted because clients send them; they have no effect.
     betas: list[str] | None = None
+    billing_policy: dict[str, Any] | None = None
     cache_control: dict[str, Any] | None = None
     context_management: dict[str, Any] | None = None
     diagnostics: dict[str, Any] | None = None
+    fallback_credit_token: str | dict[str, Any] | None = None
+    # No model declines a request here.
+    fallbacks: str | list[dict[str, Any]] | None = None
     inference_geo: str | None = None
     service_tier: str | None = None
     speed: str | None = None
+    user_profile_id: str | None = None
+    workspace_id: str | None = None

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+import httpx
 import ollama
 import pytest
 from engine.frontend.media.documents.pdf import read_pdf
@@ -185,6 +186,48 @@ def test_claude_conversation_reaches_the_template(
     assert forced.content[0].input == {"city": "Oslo"}
 
 
+def test_claude_summaries_and_changes_of_tools_apply(
+    frontend: FrontendProcess, claude: anthropic.Anthropic
+) -> None:
+    other = {"name": "find", "input_schema": {"type": "object"}}
+    added = {"type": "tool_definition", "definition": other}
+    weather = {"type": "tool_reference", "name": "get_weather"}
+    messages = [
+        {"role": "user", "content": "Long ago"},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "text", "text": "Yes"},
+                {"type": "compaction", "content": "They met."},
+                {"type": "fallback", "from": {"model": "a"}, "to": {"model": "b"}},
+            ],
+        },
+        {"role": "system", "content": [{"type": "tool_addition", "tool": added}]},
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": "So?"},
+                {"type": "tool_removal", "tool": weather},
+                {"type": "compaction", "content": None},
+            ],
+        },
+    ]
+    body: dict = {"model": MODEL, "messages": messages, "tools": TOOLS, "max_tokens": 60}
+
+    def send() -> httpx.Response:
+        return frontend.http.post("/v1/messages", json=body, headers={"x-api-key": KEY})
+
+    summary = "Summary of the conversation before this message:\n\nThey met."
+    text = send().json()["content"][0]["text"]
+    assert text.startswith(f"[user:{summary}][user:So?]find")
+    body["tool_choice"] = {"type": "tool", "name": "get_weather"}
+    assert send().status_code == 400
+    messages.append({"role": "user", "content": [{"type": "tool_addition", "tool": weather}]})
+    assert send().status_code == 200
+    messages[3]["content"][1]["tool"] = {"type": "tool_reference", "name": "unknown"}
+    assert "messages[3].content[1].tool.name must be" in send().json()["error"]["message"]
+
+
 def document(content: bytes, **fields: str) -> dict:
     data = base64.b64encode(content).decode()
     source = {"type": "base64", "media_type": "application/pdf", "data": data} | fields
@@ -267,6 +310,7 @@ def test_text_of_pdf_is_bounded() -> None:
             'messages[0].content[0].type must be text, image, document, search_result or tool_result, got "pdf"',
         ),
         ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, "tools[0].type must be"),
+        ({"mcp_servers": [{"type": "url"}]}, "mcp_servers is not supported"),
         ({"tool_choice": {"type": "many"}}, "tool_choice.type must be"),
         ({"thinking": {"type": "some"}}, "thinking.type must be"),
         ({"top_p": 9}, "top_p must be"),

@@ -114,10 +114,12 @@ class Route:
                 # that does not replace the input.
                 is_response = self.path.startswith("/v1/responses")
                 del members[other if field == "prompt" and not is_response else "prompt"]
+        if "label_token_ids" not in members:
+            # The items of conversations are objects.
+            members.pop("items", None)
         if "text_1" in members:
             # The second texts of a score have other names than this one, which is that of a ranking.
             members.pop("documents", None)
-            members.pop("items", None)
         if "documents" in members:
             # A ranking has only one of these two.
             members.pop("documents" if field == "texts" else "texts", None)
