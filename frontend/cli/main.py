@@ -31,6 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not arguments:
         parser.print_help(sys.stderr)
         return 2
+    for argument in arguments:
+        _check_encoding(argument)
     parsed = parser.parse_args(arguments)
     command = COMMANDS[parsed.command]
     if command.is_program:
@@ -42,6 +44,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     gc.enable()
     code: int = getattr(module, command.function)(parsed.arguments)
     return code
+
+
+def _check_encoding(argument: str) -> None:
+    """Exit with a message and code 2 if Python could not decode the argument.
+
+    Messages between processes are UTF-8, so it could not be sent.
+    """
+    try:
+        argument.encode()
+    except UnicodeEncodeError:
+        print(
+            f"engine: error: the argument {os.fsencode(argument)!r} is not text in {sys.getfilesystemencoding()}, the "
+            "encoding of this locale; rename the file, or set LC_ALL=C.UTF-8 if the name is in UTF-8",
+            file=sys.stderr,
+        )
+        sys.exit(2)
 
 
 def _open_standard_streams() -> None:

@@ -236,6 +236,8 @@ class Option:
             if len(texts) > 1 and not self.is_list:
                 raise ValueError(f"must be a single value, got {value}")
             for text in texts:
+                if not _is_text(text):
+                    raise ValueError("must be text in UTF-8")
                 parsed = self.parse(text, name)
                 if self.type is bool and name in self.negative_flags:
                     parsed = not parsed
@@ -250,6 +252,15 @@ class Option:
                 given[self.key] = parsed
         except ValueError as error:
             raise ConfigError(f"{where or name}: {error}") from None
+
+
+def _is_text(value: str) -> bool:
+    """Return False if a process could not decode the value when it read its environment."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _is_enum(type_: Any) -> TypeGuard[type[enum.StrEnum]]:
