@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -275,3 +278,19 @@ def test_flags_of_llama_cpp_set_entries_of_an_object(
     argv: list[str], section: str, field: str, value: dict[str, object]
 ) -> None:
     assert parse_settings(argv, {})[section][field] == value
+
+
+@pytest.mark.parametrize("command", ["serve", "complete", "status"])
+def test_argument_that_is_not_text_is_refused(command: str) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-P", "-m", "engine.frontend.cli.main", command, b"caf\xe9"],
+        capture_output=True,
+        timeout=60,
+    )
+    assert ran.returncode == 2 and ran.stderr.count(b"\n") == 1
+    assert ran.stderr.startswith(rb"engine: error: the argument b'caf\xe9' is not text in utf-8")
+
+
+def test_variable_that_is_not_text_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    line = error_of(capsys, ENGINE_API_KEY=os.fsdecode(b"caf\xe9"))
+    assert line.startswith("engine: error: ENGINE_API_KEY: must be text in UTF-8")
