@@ -11,6 +11,7 @@ from typing import Any, Final
 from ...protocol.errors import ParameterError
 from ...protocol.messages import EncoderInput
 from ..http.errors import APIError, bad_request, redact
+from .inputs.files import read_files
 from .prompts import (
     BYTES_PER_TOKEN_ID,
     max_characters,
@@ -72,6 +73,10 @@ async def render_chat(
     if messages is None:
         raise bad_request("messages", "is required")
     media: Sequence[Any] = []
+    try:
+        messages = await read_files(serving, messages, body_size)
+    except ParameterError as error:
+        raise bad_request(error.param, error.problem) from None
     if serving.media is not None:
         try:
             messages, media = await serving.media.take(messages, body_size)

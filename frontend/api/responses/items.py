@@ -11,6 +11,7 @@ from typing import Any, Final, TypeAlias
 import msgspec
 
 from ...http.errors import bad_request, expect, wrong
+from ..inputs.files import translate_file
 from ..logprobs import Json
 from .ids import item_id
 from .namespaces import TOOL_SEARCH, full_name, place_loaded_tools
@@ -246,7 +247,7 @@ class MessageBuilder:
             case "input_image":
                 return _image(_string(part, "image_url", where), part.get("detail"))
             case "input_file":
-                return _file(part, where)
+                return translate_file(part, where)
             case "input_audio":
                 audio = expect(part.get("input_audio"), dict, f"{where}.input_audio", "an object")
                 return {"type": "input_audio", "input_audio": audio}
@@ -296,30 +297,6 @@ def _image(url: str, detail: Any = None) -> Json:
     if isinstance(detail, str):
         image["detail"] = detail
     return {"type": "image_url", "image_url": image}
-
-
-def _file(part: Json, where: str) -> Json:
-    """Return the content part for a file: a text or an image."""
-    if part.get("file_data") is None:
-        name = "file_url" if part.get("file_url") is not None else "file_data"
-        raise wrong(f"{where}.{name}", "left out for file_data, a text or an image in base64", None)
-    data = _string(part, "file_data", where)
-    media_type = ""
-    if data.startswith("data:"):
-        head, _, data = data.partition(",")
-        media_type = head.removeprefix("data:").removesuffix(";base64")
-        if media_type.startswith("image/"):
-            return _image(f"{head},{data}")
-    place = f"{where}.file_data"
-    try:
-        text = base64.b64decode(data, validate=True).decode()
-    except (binascii.Error, ValueError):
-        raise bad_request(
-            place,
-            "must be UTF-8 text or a base64 image, because PDF files are not supported",
-        ) from None
-    filename = part.get("filename")
-    return {"type": "text", "text": f"{filename}\n\n{text}" if filename else text}
 
 
 def _string(fields: Json, name: str, where: str) -> str:

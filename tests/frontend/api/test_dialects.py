@@ -252,6 +252,41 @@ def test_claude_reads_pdf_documents(frontend: FrontendProcess, claude: anthropic
     )
 
 
+def test_openai_clients_send_pdf_documents_as_files(frontend: FrontendProcess) -> None:
+    pytest.importorskip("pypdf")
+    data = base64.b64encode(write_pdf(["Revenue grew."])).decode()
+    headers = {"Authorization": f"Bearer {KEY}"}
+    for prefix in ("", "data:application/pdf;base64,"):
+        file = {"filename": "report.pdf", "file_data": prefix + data}
+        content = [{"type": "file", "file": file}, {"type": "text", "text": "Sum up."}]
+        body = {
+            "model": MODEL,
+            "max_tokens": 20,
+            "messages": [{"role": "user", "content": content}],
+        }
+        answer = frontend.http.post("/v1/chat/completions", json=body, headers=headers).json()
+        text = answer["choices"][0]["message"]["content"]
+        assert text.startswith("report.pdf\n\nRevenue grew.\nSum up.")
+        parts = [{"type": "input_file"} | file, {"type": "input_text", "text": "Sum up."}]
+        body = {
+            "model": MODEL,
+            "max_output_tokens": 20,
+            "input": [{"role": "user", "content": parts}],
+        }
+        response = frontend.http.post("/v1/responses", json=body, headers=headers).json()
+        assert response["output"][0]["content"][0]["text"] == text
+    for file, named in (
+        ({}, "file.file_data must be"),
+        ({"file_id": "file-1"}, "file.file_id must be left out"),
+        ({"file_data": "JVBERi0="}, "file.file_data cannot be decoded"),
+    ):
+        content = [{"type": "file", "file": file}]
+        body = {"model": MODEL, "max_tokens": 4, "messages": [{"role": "user", "content": content}]}
+        refused = frontend.http.post("/v1/chat/completions", json=body, headers=headers)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["message"].startswith(f"messages[0].content[0].{named}")
+
+
 @pytest.mark.parametrize(
     ("block", "field", "problem"),
     [
