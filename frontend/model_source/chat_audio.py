@@ -90,6 +90,7 @@ _FRAMING: Final = {
     "granite_speech": Framing.PAIRS,
     "granite_speech_plus": Framing.PAIRS,
     "qwen3_asr": Framing.CLIP,
+    "qwen3_omni_moe_thinker": Framing.CLIP,
 }
 _MAX_WINDOWS: Final = {
     "audioflamingo3": 20,

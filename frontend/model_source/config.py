@@ -17,13 +17,16 @@ from ...protocol.checkpoint.embedding import (
     is_encoder,
     read_embedding_files,
 )
-from ...protocol.checkpoint.field_names import read_text_config, with_common_names
+from ...protocol.checkpoint.field_names import (
+    fields_of_part,
+    read_text_config,
+    with_common_names,
+)
 from ...protocol.checkpoint.files import SOURCE_TOKENIZER, find_tokenizer_files, find_weight_files
 from ...protocol.checkpoint.gguf import GGUFFile
 from ...protocol.checkpoint.gguf_config.convert import gguf_to_hf_config
 from ...protocol.checkpoint.gguf_config.fields import GGUFFields
 from ...protocol.checkpoint.gguf_config.mmproj import Mmproj, read_mmproj
-from ...protocol.checkpoint.image_retrieval import extended_config
 from ...protocol.checkpoint.model_dimensions import (
     DEFAULTS_OF_GEMMA3,
     EXPERT_COUNTS,
@@ -105,9 +108,9 @@ def resolve_model(options: ModelOptions, console: Console) -> ResolvedModel:
     tokenizer_path = find_tokenizer(options, path, console)
     reader = _read_gguf if path.suffix == ".gguf" else _read_directory
     checkpoint_config, generation, eos = reader(path, tokenizer_path)
-    if extended := extended_config(checkpoint_config):
-        checkpoint_config = checkpoint_config.with_values(extended)
-        options = msgspec.structs.replace(options, hf_overrides=extended | options.hf_overrides)
+    if part := fields_of_part(checkpoint_config):
+        checkpoint_config = checkpoint_config.with_values(part)
+        options = msgspec.structs.replace(options, hf_overrides=part | options.hf_overrides)
     mmproj = None if options.language_model_only else find_mmproj(options, path)
     if options.language_model_only:
         towers = _without_towers(checkpoint_config.config)

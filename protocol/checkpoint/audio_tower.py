@@ -28,6 +28,7 @@ _Rows = Annotated[int, msgspec.Meta(ge=0, le=MAX_POSITIONS)]
 _THINKER: Final = "thinker_config"
 _MODEL_TYPES: Final = (
     *("qwen2_audio", "voxtral", "qwen3_asr", "glmasr"),
+    "qwen3_omni_moe_thinker",
     *("granite_speech", "granite_speech_plus", "audioflamingo3", "gemma3n", "gemma4"),
 )
 
@@ -91,6 +92,11 @@ def audio_tower_spec(fields: ConfigFields, output_size: int) -> AnyAudioSpec:
         return _gemma4_spec(fields, audio, output_size)
     if kind == "qwen3_asr":
         return _chunked_spec(audio, output_size)
+    if kind == "qwen3_omni_moe_thinker":
+        sizes = audio.with_defaults(
+            d_model=1280, encoder_layers=32, encoder_attention_heads=20, encoder_ffn_dim=5120
+        )
+        return _chunked_spec(sizes, output_size)
     hidden_size = _size(audio, "d_model", "hidden_size", 1280)
     intermediate_size = _size(audio, "encoder_ffn_dim", "intermediate_size", 5120)
     num_positions_name = "max_position_embeddings" if kind == "glmasr" else "max_source_positions"
@@ -139,7 +145,7 @@ def _num_heads(audio: ConfigFields, hidden_size: int, default: int) -> int:
 
 
 def _chunked_spec(audio: ConfigFields, output_size: int) -> AudioTowerSpec:
-    """Return the tower of Qwen3-ASR, whose rows attend within windows of several chunks."""
+    """Return the tower of Qwen3-ASR and Qwen3-Omni, whose rows attend within windows of several chunks."""
     hidden_size = audio.integer("d_model", 1024, maximum=MAX_POSITIONS)
     chunk_frames = 2 * audio.integer("n_window", 50, maximum=MAX_POSITIONS)
     num_frames = audio.integer("n_window_infer", 800, maximum=MAX_POSITIONS)

@@ -139,6 +139,28 @@ Configs of models that read images or audio omit decoder fields that have these 
 """
 
 
+_PART_SECTIONS: Final = {
+    **dict.fromkeys(("colmodernvbert", "colpali", "colqwen2"), "vlm_config"),
+    "qwen3_omni_moe": "thinker_config",
+}
+"""Model type -> the section with the whole config of the part that reads texts, images and audio."""
+
+_OF_WHOLE: Final = ("architectures", "dtype", "torch_dtype", "transformers_version")
+
+
+def fields_of_part(config: ConfigFields) -> dict[str, Any]:
+    """Return the fields of the part of a model that reads, which replace those of the whole model.
+
+    The part extends to all of the model but its last matrix (ColPali), or all but the parts that speak (Qwen3-Omni). {}
+    for a model without such a part.
+    """
+    name = _PART_SECTIONS.get(config.text("model_type", ""))
+    section = None if name is None else config.section(name)
+    if section is None:
+        return {}
+    return {name: value for name, value in section.config.items() if name not in _OF_WHOLE}
+
+
 NUM_IMAGE_TOKENS: Final = 8
 """The number of tokens of Llama 3.2 Vision that are not in `vocab_size`, because the model never writes them."""
 

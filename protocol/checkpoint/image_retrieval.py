@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from ..config.model import DenseActivation, DenseConfig, PoolerConfig, TextChangesConfig
 from ..pooling_params import PoolingKind
@@ -16,7 +16,6 @@ from .config_fields import ConfigFields
 from .files import find_tensor
 from .late_interaction import DOCUMENT, QUERY
 
-_SECTION: Final = "vlm_config"
 _NUM_ADDED: Final = 10
 """The number of tokens that fill a query."""
 
@@ -63,15 +62,6 @@ _RETRIEVERS: Final = {
 def retrieves_images(config: ConfigFields) -> bool:
     """Return whether a model with this config is one for late interaction over images."""
     return not _RETRIEVERS.keys().isdisjoint(config.texts("architectures"))
-
-
-def extended_config(config: ConfigFields) -> dict[str, Any]:
-    """Return the fields of the model that one for late interaction extends, if they are in a section; else {}."""
-    section = config.section(_SECTION) if retrieves_images(config) else None
-    if section is None:
-        return {}
-    own = ("architectures", "dtype", "torch_dtype", "transformers_version")
-    return {name: value for name, value in section.config.items() if name not in own}
 
 
 def read_image_retriever(path: Path, config: ConfigFields, whole: ConfigFields) -> PoolerConfig:

@@ -19,6 +19,7 @@ from engine.protocol.errors import ParameterError
 from engine.protocol.sampling_params import SamplingParams
 from PIL import Image
 from support.audio_checkpoints import MARKS, audio_directory, reference_inputs
+from support.qwen_checkpoints import qwen_image_processor
 from support.server import DEVICE, Server, assert_nothing_is_held
 from support.vision_checkpoints import image_processor
 
@@ -89,7 +90,7 @@ class Model:
 
     def __init__(self, directory: Path, kind: str) -> None:
         self.kind = kind
-        self.chats: list[Any] = MIXED_CHATS if kind == "gemma4" else CHATS
+        self.chats: list[Any] = MIXED_CHATS if kind in ("gemma4", "qwen3_omni") else CHATS
         self.path, self.model = audio_directory(directory, kind)
         self._answers: dict[int, list[int]] = {}
 
@@ -103,8 +104,15 @@ class Model:
         clips = [part / np.float32(32768) for part in parts if isinstance(part, np.ndarray)]
         inputs = reference_inputs(self.kind, clips) if clips else {}
         if images := [part for part in parts if isinstance(part, Image.Image)]:
-            found = image_processor(self.path, self.kind)(images, return_tensors="pt")
-            inputs |= {name: found[name] for name in ("pixel_values", "image_position_ids")}
+            is_omni = self.kind == "qwen3_omni"
+            process = (
+                qwen_image_processor(self.path)
+                if is_omni
+                else image_processor(self.path, self.kind)
+            )
+            found = process(images, return_tensors="pt")
+            names = ("pixel_values", "image_position_ids", "image_grid_thw")
+            inputs |= {name: found[name] for name in names if name in found}
         tokens = list(prompt)
         for _ in range(NUM_TOKENS):
             logits = self.model(input_ids=torch.tensor([tokens]), **inputs).logits[0, -1]
@@ -159,13 +167,14 @@ def test_tensor_parallel_models_hear_under_memory_pressure_and_crashes(tmp_path:
         assert_nothing_is_held(server)
 
 
-def test_images_and_audio_are_read_together_across_a_crash(tmp_path: Path) -> None:
-    gemma = Model(tmp_path, "gemma4")
+@pytest.mark.parametrize("kind", ["gemma4", "qwen3_omni"])
+def test_images_and_audio_are_read_together_across_a_crash(tmp_path: Path, kind: str) -> None:
+    model = Model(tmp_path, kind)
     small = ("--max-num-batched-tokens", "32", "--max-num-seqs", "4", "--max-model-len", "512")
-    with Server(str(gemma.path), *FLAGS, *small, "-tp", "2") as server:
-        gemma.check_all(server, [0, 1, 2, 3, 0])
+    with Server(str(model.path), *FLAGS, *small, "-tp", "2") as server:
+        model.check_all(server, [0, 1, 2, 3, 0])
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
-            answers = pool.submit(gemma.check_all, server, [0, 1, 3, 2])
+            answers = pool.submit(model.check_all, server, [0, 1, 3, 2])
             server.child("worker 0").kill()
             answers.result()
         server.wait_until_whole()

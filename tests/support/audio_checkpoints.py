@@ -13,6 +13,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 from support.gemma_audio import IMAGE_PROCESSOR, gemma3n_directory, gemma4_config
 from support.image_marks import GEMMA_MARKS
+from support.omni import omni_config, write_omni
+from support.qwen_checkpoints import END, IMAGE, START, VIDEO
 from support.tiny_checkpoints import sentencepiece_tokenizer
 from torch.nn.functional import pad
 from transformers.audio_utils import mel_filter_bank, spectrogram, window_function
@@ -47,6 +49,7 @@ _PARTS = {
 }
 """The tokens of a clip. The second stands for its embeddings."""
 
+_PARTS["qwen3_omni"] = _PARTS["qwen3_asr"]
 _PARTS["qwen3_asr thinker"] = _PARTS["qwen3_asr"]
 _PARTS["granite_speech_plus"] = _PARTS["granite_speech"]
 MARKS = {kind: parts[1] for kind, parts in _PARTS.items()}
@@ -118,6 +121,26 @@ def audio_directory(directory: Path, kind: str) -> tuple[Path, Any]:
             audio_token_id=mark,
         )
         model = transformers.Qwen3ASRForConditionalGeneration(config)
+    elif kind == "qwen3_omni":
+        tokenizer.add_special_tokens(
+            {"additional_special_tokens": [IMAGE, VIDEO, START, END]},
+            replace_extra_special_tokens=False,
+        )
+        tokenizer.chat_template = tokenizer.chat_template.replace("<image>", f"{START}{IMAGE}{END}")
+        marks = {
+            "image": IMAGE,
+            "video": VIDEO,
+            "vision_start": START,
+            "audio_start": _PARTS[kind][0],
+        }
+        config = omni_config(
+            text | {"vocab_size": len(tokenizer)},
+            NUM_MEL_BINS,
+            WINDOW_S,
+            audio_token_id=mark,
+            **{f"{name}_token_id": tokenizer.convert_tokens_to_ids(x) for name, x in marks.items()},
+        )
+        model = transformers.Qwen3OmniMoeThinkerForConditionalGeneration(config)
     elif kind == "gemma4":
         begin, _, end = tokenizer.convert_tokens_to_ids(_PARTS[kind])
         marks = {"boa_token_id": begin, "audio_token_id": mark, "eoa_token_index": end}
@@ -192,7 +215,10 @@ def audio_directory(directory: Path, kind: str) -> tuple[Path, Any]:
                 buffer.fill_(1.5 if name.endswith("max") else -1.5)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
-    if kind == "gemma4":
+    if kind == "qwen3_omni":
+        extractor(kind).save_pretrained(directory)
+        write_omni(directory)
+    elif kind == "gemma4":
         (directory / "preprocessor_config.json").write_text(json.dumps(IMAGE_PROCESSOR))
     elif not kind.startswith("granite"):
         extractor(kind).save_pretrained(directory)
@@ -251,6 +277,16 @@ def reference_inputs(kind: str, clips: list[np.ndarray]) -> dict[str, torch.Tens
     extract = partial(
         extractor(kind), sampling_rate=16_000, return_attention_mask=True, return_tensors="pt"
     )
+    if kind == "qwen3_omni":
+        # The mask of a batch of different lengths is that of the longest clip.
+        found = [extract(clip, padding=True, truncation=False) for clip in clips]
+        lengths = [each["input_features"].shape[2] for each in found]
+        features = [
+            pad(x["input_features"], (0, max(lengths) - x["input_features"].shape[2]))
+            for x in found
+        ]
+        mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+        return {"input_features": torch.cat(features), "feature_attention_mask": mask.long()}
     if kind.startswith("qwen3_asr"):
         # In a batch of different lengths, silence would precede the end of shorter clips.
         found = [extract(clip, padding=True) for clip in clips]

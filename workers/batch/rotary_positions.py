@@ -38,8 +38,10 @@ class RotaryPositions:
     def add_request(self, slot: int, inputs: Sequence[EncoderInput]) -> None:
         """Compute the positions of a request that gets a slot.
 
+        Inputs without a grid (audio clips) have positions like text.
+
         Raises:
-            EngineError: An input has no grid, which a correct frontend never sends.
+            EngineError: Images are numbered and one has no grid, which a correct frontend never sends.
         """
         self.offsets_N[slot] = self._lengths_N[slot] = 0
         if inputs:
@@ -76,7 +78,7 @@ class RotaryPositions:
 
 def _positions(inputs: Sequence[EncoderInput]) -> tuple[Int32Array, int]:
     """Return the positions int32 [P, 3] up to the end of the last input, and the position of the token after it."""
-    parts: list[NDArray[np.int64]] = []
+    parts = [_equal(0, 0)]
     token, base, following = 0, 0, 0
     for item in inputs:
         if item.places:
@@ -85,10 +87,9 @@ def _positions(inputs: Sequence[EncoderInput]) -> tuple[Int32Array, int]:
             following += mark - token
             parts.append(np.maximum(places.astype(np.int64) + following, 0))
             following, token = int(parts[-1].max()) + 1, mark + len(places)
-        if item.position < token:
-            # The input is among the places of an earlier one.
+        if item.position < token or (grid := item.grid) is None:
+            # The input is among the places of an earlier one, or its tokens are placed like text.
             continue
-        grid = _grid(item)
         num_text = item.position - token
         parts.append(_equal(following, following + num_text))
         following += num_text

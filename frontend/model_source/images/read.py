@@ -177,6 +177,7 @@ _READERS: Final[dict[str, _Reader]] = {
     "qwen2_5_vl": resize,
     "qwen3_5": resize,
     "qwen3_5_moe": resize,
+    "qwen3_omni_moe_thinker": resize,
     "qwen3_vl": resize,
     "qwen3_vl_moe": resize,
     "qwen4_exp": resize,

@@ -218,6 +218,11 @@ def qwen3_vl(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Gr
     )
 
 
+def qwen3_omni(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVisionSpec:
+    """Return the tower of Qwen3-Omni, which is Qwen3-VL's with other names."""
+    return replace(qwen3_vl(fields, vision, output_size), tensor_names=(*_OMNI_NAMES, *_NAMES))
+
+
 def qwen3_5(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVisionSpec:
     """Return the tower of Qwen3.5, which is like Qwen3-VL's without DeepStack."""
     without = vision.with_values({"deepstack_visual_indexes": []})
@@ -341,6 +346,11 @@ _NAMES: Final = (
     (r"\.merger\.mlp\.0\.", ".merger.fc1."),
     (r"\.merger\.mlp\.2\.", ".merger.fc2."),
     (r"\.linear_fc", ".fc"),
+)
+_OMNI_NAMES: Final = (
+    (r"\.merger_list\.(\d+)\.mlp\.0\.", r".merger_list.\1.fc1."),
+    (r"\.merger_list\.(\d+)\.mlp\.2\.", r".merger_list.\1.fc2."),
+    (r"\.merger_list\.", ".deepstack_merger_list."),
 )
 
 

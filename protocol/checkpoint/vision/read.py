@@ -21,6 +21,7 @@ from .grid import (
     qwen2_5_vl,
     qwen2_vl,
     qwen3_5,
+    qwen3_omni,
     qwen3_vl,
 )
 from .idefics3 import idefics3, modernvbert
@@ -136,6 +137,7 @@ _READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionS
     "qwen2_5_vl": qwen2_5_vl,
     "qwen3_5": qwen3_5,
     "qwen3_5_moe": qwen3_5,
+    "qwen3_omni_moe_thinker": qwen3_omni,
     "qwen3_vl": qwen3_vl,
     "qwen3_vl_moe": qwen3_vl,
     "qwen4_exp": qwen3_5,

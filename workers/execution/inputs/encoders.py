@@ -40,7 +40,7 @@ class Encoders:
     ) -> None:
         self._encoder = encoder
         self._hidden_size = spec.hidden_size
-        # The outputs for later layers are all zero for embeddings that the client sent.
+        # The outputs for later layers are all zero for audio and for embeddings that the client sent.
         self._padding = spec.num_deepstack_layers * spec.hidden_size
         # Cross attention reads outputs, which do not replace embeddings. Others are results themselves.
         self.are_results = isinstance(spec.encoder, VisionSpec) and spec.encoder.stands_alone
@@ -88,7 +88,7 @@ class Encoders:
                 raise EngineError(
                     "an encoder input has no embeddings, and the model has no encoder"
                 )
-            return self._encoder.encode(item.data)
+            return self._with_later_layers(self._encoder.encode(item.data))
         dtype: torch.dtype | None = None
         if item.embeddings in _DTYPES:
             dtype = getattr(torch, item.embeddings)
@@ -98,7 +98,12 @@ class Encoders:
                 f"{item.size} embeddings"
             )
         flat = torch.frombuffer(bytearray(item.data), dtype=dtype)
-        rows = flat.view(item.size, self._hidden_size).to(self._device)
+        return self._with_later_layers(flat.view(item.size, self._hidden_size).to(self._device))
+
+    def _with_later_layers(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return outputs with those for later layers, which some have already."""
+        if not self._padding or rows.shape[1] != self._hidden_size:
+            return rows
         return torch.nn.functional.pad(rows, (0, self._padding))
 
     def warm_up(self) -> None:
