@@ -242,9 +242,12 @@ async def submit(
         sequence.params = msgspec.structs.replace(sequence.params, seed=seed)
     with translate_refusals(serving):
         if search is None:
-            return await serving.engine.submit(
+            group = await serving.engine.submit(
                 sequences, request_id=request_id, begin_recording=begin_recording
             )
+            if isinstance(request, GenerationRequest) and request.stream_interval is not None:
+                group.stream_interval = max(group.stream_interval, request.stream_interval)
+            return group
         try:
             return await search.run(sequences)
         except BeamSearchFailed as error:

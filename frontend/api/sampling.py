@@ -52,6 +52,8 @@ def sampling_params(
     if num_outputs > request.num_outputs and logprobs is None:
         # best_of ranks the candidates by the logprobs of their tokens.
         logprobs = 0
+    if request.stream_interval is not None and request.stream_interval < 1:
+        raise wrong("stream_interval", "at least 1", request.stream_interval)
     listed = tuple(dict.fromkeys(request.logprob_token_ids or ()))
     if listed and logprobs is not None:
         # The listed tokens replace the most likely ones.

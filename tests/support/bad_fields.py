@@ -67,6 +67,7 @@ BAD_FIELDS = [
     ({"stream": True, "stream_options": {"include_usage": 3}}, "stream_options.include_usage", "3"),
     ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs", "stream"),
     ({"prompt_logprobs": -2}, "prompt_logprobs", "got -2"),
+    ({"stream_interval": 0}, "stream_interval", "at least 1, got 0"),
     ({"guided_json": 5}, "guided_json", "got 5"),
     ({"guided_regex": "(a"}, "guided_regex", "compiled"),
     ({"guided_choice": []}, "guided_choice", "array of strings"),

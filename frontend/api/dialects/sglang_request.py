@@ -31,6 +31,7 @@ _PLAIN: Final = (
     "ignore_eos",
     "skip_special_tokens",
     "logit_bias",
+    "stream_interval",
     "json_schema",
     "regex",
     "ebnf",

@@ -56,6 +56,8 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     include_receipt: bool | None = None
     # Adds llama.cpp's field `timings` to the answer, and to the chunk of a stream that has the usage.
     timings_per_token: bool | None = None
+    # Tokens per chunk of a stream after the first one, if it is more than the server's `--stream-interval`.
+    stream_interval: Int | None = None
     # Adds events with the progress of the prompt to a stream, as llama.cpp does.
     return_progress: bool | None = None
     return_token_ids: bool | None = None

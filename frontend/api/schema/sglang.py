@@ -33,10 +33,10 @@ class SglangSampling(msgspec.Struct, kw_only=True):
     regex: str | None = None
     ebnf: str | None = None
     structural_tag: str | dict[str, Any] | None = None
+    stream_interval: Int | None = None
 
     # Accepted because clients send them; they have no effect.
     spaces_between_special_tokens: bool | None = None
-    stream_interval: Int | None = None
 
     # Rejected, because an answer that ignores them would be wrong.
     stop_regex: Any = None

@@ -8,6 +8,7 @@ import json
 import socket
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,27 @@ def test_a_stream_over_http_1_0_ends_with_its_connection(frontend: FrontendProce
                 assert events[-1]["choices"][0]["finish_reason"] == "length"
             else:
                 assert json.loads(answer_body)["choices"]
+
+
+def test_chunks_have_as_many_tokens_as_the_request_asks_for(frontend: FrontendProcess) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 40, "ignore_eos": True, "return_token_ids": True}
+    for path, fields in (
+        (COMPLETIONS, body | {"stream_interval": 12}),
+        (
+            "/generate",
+            {"text": PROMPT, "sampling_params": {"max_new_tokens": 40, "stream_interval": 12}},
+        ),
+    ):
+        events = sse_events(frontend.post(path, stream=True, **fields).text)
+        if path == COMPLETIONS:
+            counts = [len(event["choices"][0]["token_ids"]) for event in events]
+        else:
+            # Each event repeats the earlier tokens.
+            ends = [0, *(len(event["output_ids"]) for event in events)]
+            counts = [end - start for start, end in pairwise(ends)]
+        assert sum(counts) == 40
+        assert all(count >= 12 for count in counts[1:-1] if count), counts
+        assert len(counts) < 8
 
 
 def test_many_streams_run_at_once(frontend: FrontendProcess) -> None:
