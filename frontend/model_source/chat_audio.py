@@ -89,6 +89,7 @@ _FRAMING: Final = {
     "glmasr": Framing.WINDOWS,
     "granite_speech": Framing.PAIRS,
     "granite_speech_plus": Framing.PAIRS,
+    "qwen2_5_omni_thinker": Framing.PADDED,
     "qwen3_asr": Framing.CLIP,
     "qwen3_omni_moe_thinker": Framing.CLIP,
 }

@@ -28,7 +28,7 @@ _Rows = Annotated[int, msgspec.Meta(ge=0, le=MAX_POSITIONS)]
 _THINKER: Final = "thinker_config"
 _MODEL_TYPES: Final = (
     *("qwen2_audio", "voxtral", "qwen3_asr", "glmasr"),
-    "qwen3_omni_moe_thinker",
+    *("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"),
     *("granite_speech", "granite_speech_plus", "audioflamingo3", "gemma3n", "gemma4"),
 )
 
@@ -101,7 +101,8 @@ def audio_tower_spec(fields: ConfigFields, output_size: int) -> AnyAudioSpec:
     intermediate_size = _size(audio, "encoder_ffn_dim", "intermediate_size", 5120)
     num_positions_name = "max_position_embeddings" if kind == "glmasr" else "max_source_positions"
     num_positions = audio.integer(num_positions_name, 1500, maximum=MAX_POSITIONS)
-    rows_per_output, has_mean = 2, kind in ("qwen2_audio", "audioflamingo3")
+    is_omni = kind == "qwen2_5_omni_thinker"
+    rows_per_output, has_mean = 2, is_omni or kind in ("qwen2_audio", "audioflamingo3")
     if not has_mean:
         rows_per_output = intermediate_size // hidden_size
         if intermediate_size % hidden_size or num_positions % rows_per_output:
@@ -121,10 +122,12 @@ def audio_tower_spec(fields: ConfigFields, output_size: int) -> AnyAudioSpec:
         join="mean" if has_mean else "stack",
         rows_per_output=rows_per_output,
         silence="skipped" if has_mean else "kept",
-        projection_size=0 if kind == "qwen2_audio" else output_size,
+        projection_size=0 if is_omni or kind == "qwen2_audio" else output_size,
         projection_activation=fields.text("projector_hidden_act", "gelu"),
         has_projection_bias=has_mean and fields.boolean("projector_bias", True),
     )
+    if is_omni:
+        return _with_short_windows(spec, audio)
     return _with_rotary(spec, audio) if kind == "glmasr" else spec
 
 
@@ -180,6 +183,24 @@ def _chunked_spec(audio: ConfigFields, output_size: int) -> AudioTowerSpec:
             (r"\baudio_tower\.ln_post\.", "audio_tower.layer_norm."),
             # The names of Qwen's own checkpoints.
             (r"\baudio_tower\.proj([12])\.", r"multi_modal_projector.linear_\1."),
+        ),
+    )
+
+
+def _with_short_windows(spec: AudioTowerSpec, audio: ConfigFields) -> AudioTowerSpec:
+    """Return the tower of Qwen2.5-Omni (arXiv 2503.20215), which has short windows and other names."""
+    num_rows = audio.integer("n_window", 100, maximum=MAX_POSITIONS)
+    if num_rows % 2:
+        raise audio.wrong("n_window", "an even number", num_rows)
+    audio.require("output_dim", spec.output_size, ", the decoder's hidden_size", default=3584)
+    return msgspec.structs.replace(
+        spec,
+        num_frames=2 * num_rows,
+        silence="absent",
+        has_sinusoids=True,
+        tensor_names=(
+            (r"\baudio_tower\.ln_post\.", "audio_tower.layer_norm."),
+            (r"\baudio_tower\.proj\.", "multi_modal_projector.linear."),
         ),
     )
 

@@ -141,7 +141,7 @@ Configs of models that read images or audio omit decoder fields that have these 
 
 _PART_SECTIONS: Final = {
     **dict.fromkeys(("colmodernvbert", "colpali", "colqwen2"), "vlm_config"),
-    "qwen3_omni_moe": "thinker_config",
+    **dict.fromkeys(("qwen2_5_omni", "qwen3_omni_moe"), "thinker_config"),
 }
 """Model type -> the section with the whole config of the part that reads texts, images and audio."""
 
@@ -151,7 +151,7 @@ _OF_WHOLE: Final = ("architectures", "dtype", "torch_dtype", "transformers_versi
 def fields_of_part(config: ConfigFields) -> dict[str, Any]:
     """Return the fields of the part of a model that reads, which replace those of the whole model.
 
-    The part extends to all of the model but its last matrix (ColPali), or all but the parts that speak (Qwen3-Omni). {}
+    The part extends to all of the model but its last matrix (ColPali), or all but the parts that speak (Qwen-Omni). {}
     for a model without such a part.
     """
     name = _PART_SECTIONS.get(config.text("model_type", ""))

@@ -31,14 +31,15 @@ class AudioTowerSpec(msgspec.Struct, frozen=True, tag=True):
     """Whisper's encoder (arXiv 2212.04356), followed by a projection to the decoder's hidden size.
 
     It reads windows of log-mel features. Two convolutions turn every two frames into one row, unless there are
-    `chunks`. Positions are learned, unless there are `chunks` or a `rotary`. After the encoder's layers,
+    `chunks`. Positions are learned, unless there are `chunks`, a `rotary` or sinusoids. After the encoder's layers,
     `rows_per_output` neighboring rows become one output. If `join` is "mean" (Qwen2-Audio, arXiv 2407.10759), their
     mean is normed. If it is "stack" (Voxtral, arXiv 2507.13264), they are normed and concatenated. `projection_size`
     and `projection_activation` describe the first of two matrices that follow; a size of 0 means a single matrix.
 
     `silence` says how rows of the silence after a clip are treated. Rows that are "skipped" are not computed; the
     window ends with the clip and `frames_after` more frames, which only the convolutions read. Rows that are "dropped"
-    are computed, and other rows attend to them, but they become no outputs. Rows that are "kept" become outputs.
+    are computed, and other rows attend to them, but they become no outputs. Rows that are "kept" become outputs. If
+    silence is "absent", the window ends with the clip, and the convolutions read zeros after it.
 
     `tensor_names` translates a checkpoint's names to Whisper's.
     """
@@ -53,9 +54,10 @@ class AudioTowerSpec(msgspec.Struct, frozen=True, tag=True):
     output_size: int
     join: Literal["mean", "stack"]
     rows_per_output: int
-    silence: Literal["skipped", "dropped", "kept"]
+    silence: Literal["skipped", "dropped", "kept", "absent"]
     chunks: AudioChunks | None = None
     rotary: AudioRotary | None = None
+    has_sinusoids: bool = False
     has_key_bias: bool = False
     projection_size: int = 0
     projection_activation: str = "gelu"

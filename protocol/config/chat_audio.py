@@ -15,7 +15,7 @@ class Framing(enum.StrEnum):
     `CLIP`: the clip. `FILLED`: the clip, filled with silence up to the end of its last window. `WINDOWS`: each window
     by itself, the last one filled with silence. `PAIRS`: the clip, whose frames are joined in pairs (Granite Speech).
     `EMPHASIZED`: the clip, with emphasis of high frequencies (Gemma 3n). `LEADING`: the clip after half a frame of
-    silence (Gemma 4).
+    silence (Gemma 4). `PADDED`: the clip before two frames of silence, which have no features.
     """
 
     CLIP = "clip"
@@ -24,6 +24,7 @@ class Framing(enum.StrEnum):
     PAIRS = "pairs"
     EMPHASIZED = "emphasized"
     LEADING = "leading"
+    PADDED = "padded"
 
 
 class SpeechFormat(msgspec.Struct, frozen=True):

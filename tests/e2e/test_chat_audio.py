@@ -18,7 +18,7 @@ from engine.frontend.offline.llm import LLM
 from engine.protocol.errors import ParameterError
 from engine.protocol.sampling_params import SamplingParams
 from PIL import Image
-from support.audio_checkpoints import MARKS, audio_directory, reference_inputs
+from support.audio_checkpoints import MARKS, OMNI_MODELS, audio_directory, reference_inputs
 from support.qwen_checkpoints import qwen_image_processor
 from support.server import DEVICE, Server, assert_nothing_is_held
 from support.vision_checkpoints import image_processor
@@ -90,7 +90,7 @@ class Model:
 
     def __init__(self, directory: Path, kind: str) -> None:
         self.kind = kind
-        self.chats: list[Any] = MIXED_CHATS if kind in ("gemma4", "qwen3_omni") else CHATS
+        self.chats: list[Any] = MIXED_CHATS if kind in ("gemma4", *OMNI_MODELS) else CHATS
         self.path, self.model = audio_directory(directory, kind)
         self._answers: dict[int, list[int]] = {}
 
@@ -104,7 +104,7 @@ class Model:
         clips = [part / np.float32(32768) for part in parts if isinstance(part, np.ndarray)]
         inputs = reference_inputs(self.kind, clips) if clips else {}
         if images := [part for part in parts if isinstance(part, Image.Image)]:
-            is_omni = self.kind == "qwen3_omni"
+            is_omni = self.kind in OMNI_MODELS
             process = (
                 qwen_image_processor(self.path)
                 if is_omni
@@ -167,7 +167,7 @@ def test_tensor_parallel_models_hear_under_memory_pressure_and_crashes(tmp_path:
         assert_nothing_is_held(server)
 
 
-@pytest.mark.parametrize("kind", ["gemma4", "qwen3_omni"])
+@pytest.mark.parametrize("kind", ["gemma4", *OMNI_MODELS])
 def test_images_and_audio_are_read_together_across_a_crash(tmp_path: Path, kind: str) -> None:
     model = Model(tmp_path, kind)
     small = ("--max-num-batched-tokens", "32", "--max-num-seqs", "4", "--max-model-len", "512")

@@ -37,6 +37,9 @@ MODELS = (
 )
 """Kinds of models. "qwen3_asr thinker" has the layout of Qwen's own checkpoints, others have that of transformers."""
 
+OMNI_MODELS = ("qwen2_5_omni", "qwen3_omni")
+"""Those that read images as well, in the layout of Qwen's own checkpoints."""
+
 _PARTS = {
     "qwen2_audio": ("<|audio_bos|>", "<|AUDIO|>", "<|audio_eos|>"),
     "voxtral": ("[BEGIN_AUDIO]", "[AUDIO]"),
@@ -49,7 +52,7 @@ _PARTS = {
 }
 """The tokens of a clip. The second stands for its embeddings."""
 
-_PARTS["qwen3_omni"] = _PARTS["qwen3_asr"]
+_PARTS["qwen3_omni"] = _PARTS["qwen2_5_omni"] = _PARTS["qwen3_asr"]
 _PARTS["qwen3_asr thinker"] = _PARTS["qwen3_asr"]
 _PARTS["granite_speech_plus"] = _PARTS["granite_speech"]
 MARKS = {kind: parts[1] for kind, parts in _PARTS.items()}
@@ -121,7 +124,7 @@ def audio_directory(directory: Path, kind: str) -> tuple[Path, Any]:
             audio_token_id=mark,
         )
         model = transformers.Qwen3ASRForConditionalGeneration(config)
-    elif kind == "qwen3_omni":
+    elif kind in OMNI_MODELS:
         tokenizer.add_special_tokens(
             {"additional_special_tokens": [IMAGE, VIDEO, START, END]},
             replace_extra_special_tokens=False,
@@ -134,13 +137,15 @@ def audio_directory(directory: Path, kind: str) -> tuple[Path, Any]:
             "audio_start": _PARTS[kind][0],
         }
         config = omni_config(
+            kind,
             text | {"vocab_size": len(tokenizer)},
             NUM_MEL_BINS,
             WINDOW_S,
             audio_token_id=mark,
             **{f"{name}_token_id": tokenizer.convert_tokens_to_ids(x) for name, x in marks.items()},
         )
-        model = transformers.Qwen3OmniMoeThinkerForConditionalGeneration(config)
+        name = "Qwen3OmniMoe" if kind == "qwen3_omni" else "Qwen2_5Omni"
+        model = getattr(transformers, f"{name}ThinkerForConditionalGeneration")(config)
     elif kind == "gemma4":
         begin, _, end = tokenizer.convert_tokens_to_ids(_PARTS[kind])
         marks = {"boa_token_id": begin, "audio_token_id": mark, "eoa_token_index": end}
@@ -215,9 +220,9 @@ def audio_directory(directory: Path, kind: str) -> tuple[Path, Any]:
                 buffer.fill_(1.5 if name.endswith("max") else -1.5)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
-    if kind == "qwen3_omni":
+    if kind in OMNI_MODELS:
         extractor(kind).save_pretrained(directory)
-        write_omni(directory)
+        write_omni(directory, kind)
     elif kind == "gemma4":
         (directory / "preprocessor_config.json").write_text(json.dumps(IMAGE_PROCESSOR))
     elif not kind.startswith("granite"):
@@ -277,14 +282,15 @@ def reference_inputs(kind: str, clips: list[np.ndarray]) -> dict[str, torch.Tens
     extract = partial(
         extractor(kind), sampling_rate=16_000, return_attention_mask=True, return_tensors="pt"
     )
-    if kind == "qwen3_omni":
-        # The mask of a batch of different lengths is that of the longest clip.
-        found = [extract(clip, padding=True, truncation=False) for clip in clips]
-        lengths = [each["input_features"].shape[2] for each in found]
-        features = [
-            pad(x["input_features"], (0, max(lengths) - x["input_features"].shape[2]))
-            for x in found
-        ]
+    if kind in OMNI_MODELS:
+        # The whole clip is followed by silence for Qwen2.5-Omni, and ends with its last frame for Qwen3-Omni.
+        padding = {"padding": True, "truncation": False}
+        if kind == "qwen2_5_omni":
+            padding = {"padding": "max_length", "truncation": False, "max_length": 16_000 * 10}
+        found = [extract(clip, **padding) for clip in clips]
+        lengths = [int(each["attention_mask"].sum()) for each in found]
+        features = [each["input_features"][..., : max(lengths)] for each in found]
+        features = [pad(each, (0, max(lengths) - each.shape[2])) for each in features]
         mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
         return {"input_features": torch.cat(features), "feature_attention_mask": mask.long()}
     if kind.startswith("qwen3_asr"):

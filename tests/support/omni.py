@@ -1,4 +1,4 @@
-"""A tiny random Qwen3-Omni in the layout of Qwen's own checkpoints."""
+"""Tiny random Qwen-Omni models in the layout of Qwen's own checkpoints."""
 
 from __future__ import annotations
 
@@ -13,49 +13,59 @@ PATCH, MERGE = 4, 2
 
 
 def omni_config(
-    text: dict[str, Any], num_mel_bins: int, window_s: int, **token_ids: int
-) -> transformers.Qwen3OmniMoeThinkerConfig:
+    kind: str, text: dict[str, Any], num_mel_bins: int, window_s: int, **token_ids: int
+) -> Any:
     """Return the config of the part that reads. `text` has the sizes of its decoder."""
-    rope = {"rope_type": "default", "mrope_section": [4, 2, 2], "mrope_interleaved": True}
-    rope["rope_theta"] = text["rope_theta"]
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
-    return transformers.Qwen3OmniMoeThinkerConfig(
-        text_config=text | experts | {"head_dim": 16, "rope_parameters": rope},
-        audio_config={
-            "num_mel_bins": num_mel_bins,
-            "d_model": 32,
-            "encoder_layers": 2,
-            "encoder_attention_heads": 4,
-            "encoder_ffn_dim": 48,
-            "n_window_infer": 100 * window_s,
-            "downsample_hidden_size": 6,
-            "output_dim": text["hidden_size"],
-        },
-        vision_config={
-            "depth": 3,
-            "hidden_size": 48,
-            "intermediate_size": 80,
-            "num_heads": 4,
-            "patch_size": PATCH,
-            "spatial_merge_size": MERGE,
-            "temporal_patch_size": 2,
-            "out_hidden_size": text["hidden_size"],
-            "num_position_embeddings": 36,
-            "deepstack_visual_indexes": [0, 1],
-        },
+    is_third = kind == "qwen3_omni"
+    rope = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": text["rope_theta"]}
+    audio = {
+        "num_mel_bins": num_mel_bins,
+        "d_model": 32,
+        "encoder_layers": 2,
+        "encoder_attention_heads": 4,
+        "encoder_ffn_dim": 48,
+        "output_dim": text["hidden_size"],
+    }
+    vision = {
+        "depth": 3,
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_heads": 4,
+        "patch_size": PATCH,
+        "spatial_merge_size": MERGE,
+        "temporal_patch_size": 2,
+        "out_hidden_size": text["hidden_size"],
+    }
+    if is_third:
+        rope |= {"mrope_section": [4, 2, 2], "mrope_interleaved": True}
+        text = text | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+        audio |= {"n_window_infer": 100 * window_s, "downsample_hidden_size": 6}
+        vision |= {"num_position_embeddings": 36, "deepstack_visual_indexes": [0, 1]}
+    else:
+        audio["n_window"] = 50
+        vision |= {"window_size": 16, "fullatt_block_indexes": [1]}
+        token_ids = {name.replace("token_id", "token_index"): x for name, x in token_ids.items()}
+        token_ids["audio_start_token_id"] = token_ids.pop("audio_start_token_index")
+        token_ids["vision_start_token_id"] = token_ids.pop("vision_start_token_index")
+    name = "Qwen3OmniMoe" if is_third else "Qwen2_5Omni"
+    return getattr(transformers, f"{name}ThinkerConfig")(
+        text_config=text | {"head_dim": 16, "rope_parameters": rope},
+        audio_config=audio,
+        vision_config=vision,
         **token_ids,
     )
 
 
-def write_omni(directory: Path) -> None:
+def write_omni(directory: Path, kind: str) -> None:
     """Put the saved part into a whole model, and add the image processor to the file of the features' one."""
     path = directory / "model.safetensors"
     tensors = load_file(path)
     save_file({f"thinker.{name}": tensor for name, tensor in tensors.items()}, path)
     path = directory / "config.json"
     thinker = json.loads(path.read_text())
-    whole = {"architectures": ["Qwen3OmniMoeForConditionalGeneration"]}
-    whole |= {"model_type": "qwen3_omni_moe", "thinker_config": thinker}
+    name = "Qwen3OmniMoe" if kind == "qwen3_omni" else "Qwen2_5Omni"
+    whole = {"architectures": [f"{name}ForConditionalGeneration"], "thinker_config": thinker}
+    whole["model_type"] = thinker["model_type"].removesuffix("_thinker")
     path.write_text(json.dumps(whole))
     path = directory / "preprocessor_config.json"
     images = {

@@ -86,12 +86,16 @@ def _windows(samples: Float32Array, config: ChatAudioConfig) -> Iterator[tuple[F
         features = clip_log_mel(samples, frames, tower.num_mel_bins)
         yield features, features.shape[1]
         return
+    num_samples, num_frames = len(samples), -(-len(samples) // HOP)
     if config.framing is Framing.CLIP:
-        num_samples, num_frames = len(samples), len(samples) // HOP
+        num_frames = len(samples) // HOP
+    elif config.framing is Framing.PADDED:
+        num_samples += 2 * HOP
     else:
         num_samples = -(-len(samples) // length) * length
-        num_frames = -(-len(samples) // HOP)
     features = log_mel(samples, num_samples, tower.num_mel_bins)
+    if config.framing is Framing.PADDED:
+        features = features[:, :num_frames]
     for start in range(0, num_frames, tower.num_frames):
         most = min(num_frames - start, tower.num_frames)
         yield features[:, start : start + tower.num_frames], most

@@ -174,6 +174,7 @@ _READERS: Final[dict[str, _Reader]] = {
     "phi4mm": crops,
     "qianfan_ocr": canvas,
     "qwen2_vl": resize,
+    "qwen2_5_omni_thinker": resize,
     "qwen2_5_vl": resize,
     "qwen3_5": resize,
     "qwen3_5_moe": resize,

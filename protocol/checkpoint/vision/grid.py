@@ -218,6 +218,13 @@ def qwen3_vl(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Gr
     )
 
 
+def qwen2_5_omni(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVisionSpec:
+    """Return the tower of Qwen2.5-Omni, which is Qwen2.5-VL's with separate queries, keys and values."""
+    names = ((r"\.attn\.([qkv])\.", r".attn.\1_proj."), *_NAMES)
+    spec = qwen2_5_vl(fields, vision, output_size)
+    return replace(spec, has_joined_qkv=False, tensor_names=names)
+
+
 def qwen3_omni(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVisionSpec:
     """Return the tower of Qwen3-Omni, which is Qwen3-VL's with other names."""
     return replace(qwen3_vl(fields, vision, output_size), tensor_names=(*_OMNI_NAMES, *_NAMES))

@@ -42,9 +42,9 @@ def stem_marker(spec: AudioTowerSpec) -> str:
 
 
 class FrameStem:
-    """Two convolutions over frames, the second of which reads every other frame, and learned positions (Whisper).
+    """Two convolutions over frames, the second of which reads every other frame, and positions (Whisper).
 
-    There are no positions if the layers rotate queries and keys.
+    Positions are learned or sinusoids. There are none if the layers rotate queries and keys.
     """
 
     def __init__(self, spec: AudioTowerSpec, tensors: VisionWeights) -> None:
@@ -58,7 +58,10 @@ class FrameStem:
             for name, columns in (("conv1", spec.num_mel_bins), ("conv2", size))
         ]
         self._positions_PD: Tensor | None = None
-        if spec.rotary is None:
+        if spec.has_sinusoids:
+            positions = sinusoids(torch.arange(spec.num_frames // 2), size)
+            self._positions_PD = positions.to(self._convolutions[0][0])
+        elif spec.rotary is None:
             self._positions_PD = tensors.read(
                 "audio_tower.embed_positions.weight", spec.num_frames // 2, size
             )
