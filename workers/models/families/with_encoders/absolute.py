@@ -5,14 +5,10 @@ from __future__ import annotations
 from typing import Any, Final
 
 from .....protocol.checkpoint.config_fields import ConfigFields
-from .....protocol.checkpoint.sparse import (
-    SPLADE_LOGARITHMS,
-    SPLADE_REDUCTION,
-    SPLADE_REDUCTIONS,
-)
 from ....layers.spec import ModelSpec
 from ....layers.specs.norm_names import NormNames
-from ..common import Family, base_spec, uniform_layers, with_score_head
+from ..common import Family, base_spec, uniform_layers
+from .heads import AFTER_POOLER, WITH_OWN_DENSE, HeadNames, encoder_families, with_splade_head
 
 _BERT_NAMES = (
     (r"^(.*\.)?(pooler|cls|lm_head|classifier|qa_outputs)\..*", ""),
@@ -61,6 +57,9 @@ _DISTILBERT_NAMES = (
 )
 
 
+_DISTILBERT_HEAD: Final = HeadNames(r"^pre_classifier\.", r"^classifier\.", "relu")
+
+
 POST_NORMED: Final[dict[str, Any]] = {
     "is_causal": False,
     "norms": NormNames(None, "attention_norm", None, "mlp_norm"),
@@ -88,10 +87,6 @@ def _encoder_spec(fields: ConfigFields, **differences: Any) -> ModelSpec:
         raise fields.wrong("position_embedding_type", "'absolute'", kind)
     bert = POST_NORMED | {"tensor_names": _BERT_NAMES}
     return base_spec(fields, uniform_layers(fields, None), **bert | differences)
-
-
-_NOTHING: Final = "(?!)"
-"""A regular expression that matches no name."""
 
 
 def _bert(fields: ConfigFields) -> ModelSpec:
@@ -148,75 +143,6 @@ def _mpnet(fields: ConfigFields) -> ModelSpec:
     )
 
 
-def _mpnet_classifier(fields: ConfigFields) -> ModelSpec:
-    return with_score_head(
-        _mpnet(fields),
-        fields,
-        dense=r"^classifier\.dense\.",
-        output=r"^classifier\.out_proj\.",
-        output_bias=True,
-    )
-
-
-def _bert_classifier(fields: ConfigFields) -> ModelSpec:
-    return with_score_head(
-        _bert(fields),
-        fields,
-        dense=r"^(.*\.)?pooler\.dense\.",
-        output=r"^classifier\.",
-        output_bias=True,
-    )
-
-
-def _roberta_classifier(fields: ConfigFields) -> ModelSpec:
-    return with_score_head(
-        _roberta(fields),
-        fields,
-        dense=r"^classifier\.dense\.",
-        output=r"^classifier\.out_proj\.",
-        output_bias=True,
-    )
-
-
-def _distilbert_classifier(fields: ConfigFields) -> ModelSpec:
-    return with_score_head(
-        _distilbert(fields),
-        fields,
-        dense=r"^pre_classifier\.",
-        activation="relu",
-        output=r"^classifier\.",
-        output_bias=True,
-    )
-
-
-def with_splade_head(
-    spec: ModelSpec, fields: ConfigFields, *, bias: str | None, **parts: Any
-) -> ModelSpec:
-    """Return a spec whose head makes one weight for each token of the vocabulary (SPLADE, arXiv 2109.10086).
-
-    Args:
-        spec: The spec of the encoder.
-        fields: The config of the masked language model.
-        bias: A regular expression for the name of the output projection's bias; None if there is none.
-        parts: The dense layer and the norm of the head, as in `with_score_head`.
-    """
-    fields.require("tie_word_embeddings", True)
-    reduction = fields.text(SPLADE_REDUCTION, "max")
-    if reduction not in SPLADE_REDUCTIONS:
-        raise fields.wrong(SPLADE_REDUCTION, " or ".join(SPLADE_REDUCTIONS), reduction)
-    return with_score_head(
-        spec,
-        fields,
-        output=_NOTHING if bias is None else bias,
-        output_bias=bias is not None,
-        scores_vocabulary=True,
-        reduction=reduction,
-        num_logarithms=fields.integer(SPLADE_LOGARITHMS, 1, maximum=2),
-        activation="gelu",
-        **parts,
-    )
-
-
 def _bert_splade(fields: ConfigFields) -> ModelSpec:
     head = r"^cls\.predictions\."
     return with_splade_head(
@@ -249,24 +175,14 @@ def _distilbert_splade(fields: ConfigFields) -> ModelSpec:
 
 
 FAMILIES = (
-    Family("BertModel", "bert", _bert),
-    Family("BertForMaskedLM", "bert", _bert),
+    *encoder_families("Bert", "bert", _bert, AFTER_POOLER),
     Family("HF_ColBERT", "bert", _bert),
-    Family("BertForSequenceClassification", "bert", _bert_classifier),
-    Family("DistilBertForSequenceClassification", "distilbert", _distilbert_classifier),
-    Family("RobertaForSequenceClassification", "roberta", _roberta_classifier),
-    Family("XLMRobertaForSequenceClassification", "xlm-roberta", _roberta_classifier),
     Family("BertSpladeSparseEmbeddingModel", "bert", _bert_splade),
+    *encoder_families("DistilBert", "distilbert", _distilbert, _DISTILBERT_HEAD),
     Family("DistilBertSpladeSparseEmbeddingModel", "distilbert", _distilbert_splade),
+    *encoder_families("Roberta", "roberta", _roberta, WITH_OWN_DENSE),
     Family("RobertaSpladeSparseEmbeddingModel", "roberta", _roberta_splade),
+    *encoder_families("XLMRoberta", "xlm-roberta", _roberta, WITH_OWN_DENSE),
     Family("XLMRobertaSpladeSparseEmbeddingModel", "xlm-roberta", _roberta_splade),
-    Family("MPNetModel", "mpnet", _mpnet),
-    Family("MPNetForMaskedLM", "mpnet", _mpnet),
-    Family("MPNetForSequenceClassification", "mpnet", _mpnet_classifier),
-    Family("DistilBertModel", "distilbert", _distilbert),
-    Family("DistilBertForMaskedLM", "distilbert", _distilbert),
-    Family("RobertaModel", "roberta", _roberta),
-    Family("RobertaForMaskedLM", "roberta", _roberta),
-    Family("XLMRobertaModel", "xlm-roberta", _roberta),
-    Family("XLMRobertaForMaskedLM", "xlm-roberta", _roberta),
+    *encoder_families("MPNet", "mpnet", _mpnet, WITH_OWN_DENSE),
 )

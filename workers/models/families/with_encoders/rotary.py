@@ -19,7 +19,8 @@ from ..common import (
     with_score_head,
 )
 from ..llama import llama
-from .absolute import POST_NORMED, with_splade_head
+from .absolute import POST_NORMED
+from .heads import AFTER_POOLER, WITH_OWN_DENSE, encoder_families, with_splade_head
 
 _MODERNBERT_NORMS = NormNames("attention_norm", None, "mlp_norm", None)
 _MODERNBERT_NAMES = (
@@ -224,16 +225,6 @@ def _nomic(fields: ConfigFields) -> ModelSpec:
     )
 
 
-def _nomic_classifier(fields: ConfigFields) -> ModelSpec:
-    return with_score_head(
-        _nomic(fields),
-        fields,
-        dense=r"^(.*\.)?pooler\.dense\.",
-        output=r"^classifier\.",
-        output_bias=True,
-    )
-
-
 def _gte(fields: ConfigFields) -> ModelSpec:
     fields = fields.with_defaults(
         rms_norm_eps=1e-12, hidden_act="gelu", type_vocab_size=1, max_position_embeddings=8192
@@ -248,31 +239,11 @@ def _gte(fields: ConfigFields) -> ModelSpec:
     return _post_normed(fields, 160_000.0, has_gate=True, mlp_bias=False, mlp_output_bias=True)
 
 
-def _gte_classifier(fields: ConfigFields) -> ModelSpec:
-    return with_score_head(
-        _gte(fields),
-        fields,
-        dense=r"^(.*\.)?pooler\.dense\.",
-        output=r"^classifier\.",
-        output_bias=True,
-    )
-
-
 def _jina3(fields: ConfigFields) -> ModelSpec:
     fields = fields.with_defaults(
         rms_norm_eps=1e-5, hidden_act="gelu", type_vocab_size=1, max_position_embeddings=8194
     )
     return _post_normed(fields, 20_000.0, tensor_names=_JINA_NAMES)
-
-
-def _jina3_classifier(fields: ConfigFields) -> ModelSpec:
-    return with_score_head(
-        _jina3(fields),
-        fields,
-        dense=r"^classifier\.dense\.",
-        output=r"^classifier\.out_proj\.",
-        output_bias=True,
-    )
 
 
 def _eurobert(fields: ConfigFields) -> ModelSpec:
@@ -305,18 +276,10 @@ FAMILIES = (
         "modernbert-decoder",
         _modernbert_decoder_classifier,
     ),
-    Family("NomicBertModel", "nomic_bert", _nomic),
-    Family("NomicBertForMaskedLM", "nomic_bert", _nomic),
-    Family("NomicBertForSequenceClassification", "nomic_bert", _nomic_classifier),
-    Family("NewModel", "new", _gte),
-    Family("NewForMaskedLM", "new", _gte),
-    Family("NewForSequenceClassification", "new", _gte_classifier),
-    Family("GteModel", "gte", _gte),
-    Family("GteForMaskedLM", "gte", _gte),
-    Family("GteForSequenceClassification", "gte", _gte_classifier),
-    Family("JinaEmbeddingsV3Model", "jina_embeddings_v3", _jina3),
-    Family("JinaEmbeddingsV3ForMaskedLM", "jina_embeddings_v3", _jina3),
-    Family("JinaEmbeddingsV3ForSequenceClassification", "jina_embeddings_v3", _jina3_classifier),
+    *encoder_families("NomicBert", "nomic_bert", _nomic, AFTER_POOLER),
+    *encoder_families("New", "new", _gte, AFTER_POOLER),
+    *encoder_families("Gte", "gte", _gte, AFTER_POOLER),
+    *encoder_families("JinaEmbeddingsV3", "jina_embeddings_v3", _jina3, WITH_OWN_DENSE),
     Family("EuroBertModel", "eurobert", _eurobert),
     Family("EuroBertForMaskedLM", "eurobert", _eurobert),
     Family("EuroBertForSequenceClassification", "eurobert", _eurobert_classifier),
