@@ -106,10 +106,9 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, gc=False):
     other filters choose among the typical tokens. Greedy requests ignore `typical_p`. `logprobs` and `prompt_logprobs`
     are numbers of alternatives to report; -1 means the whole vocabulary. The tokens `logprob_token_ids` are reported
     after the alternatives of `logprobs`, and `prompt_logprob_token_ids` after those of `prompt_logprobs`. With
-    `processed_logprobs`, `logprobs` are
-    those of the distribution from which the token is drawn, after all changes and filters, instead of the model's own.
-    If `seed` is None or -1, the frontend draws one. With `reports_progress`, the core reports each computed part of the
-    prompt. `transcript_rules` are set only by the frontend, and apply to the
+    `processed_logprobs`, `logprobs` are those of the distribution from which the token is drawn, after all changes and
+    filters, instead of the model's own. If `seed` is None or -1, the frontend draws one. With `reports_progress`, the
+    core reports each computed part of the prompt. `transcript_rules` are set only by the frontend, and apply to the
     logits before all other filters.
     """
 

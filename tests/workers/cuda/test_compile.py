@@ -11,7 +11,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 def launch_all() -> None:
     import numpy as np
     import torch
+    from engine.workers.cuda.experts.choosing import choose_experts, router_logits
     from engine.workers.cuda.experts.grouped_linear import GroupedLinear, combine
+    from engine.workers.cuda.experts.ordering import order_choices
     from engine.workers.cuda.float8 import Rounding
     from engine.workers.cuda.gated_activation import GATED_ACTIVATIONS, gated_activation
     from engine.workers.cuda.low_rank import TritonLowRank
@@ -20,10 +22,12 @@ def launch_all() -> None:
     from engine.workers.cuda.rotary_tables import rotary_tables
     from engine.workers.cuda.sampling import append_tokens, choose_greedy, choose_tokens
     from engine.workers.layers.rope import RopeSpec, RotaryEmbedding
+    from engine.workers.layers.specs.experts import ExpertsSpec
     from engine.workers.loaders.quantization.matrix import ActivationScheme, QuantizedMatrix
     from engine.workers.models.lora.adapters import LoraAdapters
     from engine.workers.sampling import SamplingMetadata
     from engine.workers.sampling.state import SamplingState
+    from msgspec.structs import replace
 
     # Llama-3.1-8B.
     x = torch.zeros(4, 4096).bfloat16()
@@ -103,6 +107,19 @@ def launch_all() -> None:
             x = torch.zeros(num_tokens, columns).bfloat16()
             grouped(x, torch.full((8,), num_tokens, dtype=torch.int32))
     combine(x, torch.arange(4000), torch.zeros(500, 8))
+    order_choices(torch.zeros(200, 8, dtype=torch.int64), 128)
+    router_logits(x[:2], torch.zeros(128, columns))
+    choose_experts(ExpertsSpec(128, 8, 768), None, None, torch.zeros(4, 128))
+    grouped_spec = ExpertsSpec(
+        *(384, 8, 768), scoring="sigmoid", num_groups=8, num_groups_per_token=4
+    )
+    for score in ("best", "best two"):
+        spec = replace(grouped_spec, group_score=score)
+        choose_experts(spec, None, torch.zeros(384), torch.zeros(4, 384))
+    choose_experts(
+        replace(grouped_spec, scoring="sqrt softplus", num_groups=1, corrects_logits=True),
+        *(torch.zeros(384), torch.zeros(384), torch.zeros(4, 384)),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +128,7 @@ def kernels() -> list[KernelResources]:
 
 
 def test_every_kernel_fits_on_a_multiprocessor(kernels: list[KernelResources]) -> None:
-    assert len({kernel.name for kernel in kernels}) == 18
+    assert len({kernel.name for kernel in kernels}) == 21
     assert not [kernel for kernel in kernels if not kernel.fits]
     # Compilers may differ by a few spilled registers.
     assert not [kernel for kernel in kernels if kernel.stack_bytes > 64]

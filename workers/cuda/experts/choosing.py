@@ -113,7 +113,7 @@ def _within_best_groups(
 
 
 @triton.jit
-def _choose_kernel(
+def _route_kernel(
     logits_ptr,
     bias_ptr,
     correction_ptr,
@@ -194,7 +194,7 @@ def choose_experts(
     experts_TC = torch.empty(shape, dtype=torch.int64, device=logits_TE.device)
     weights_TC = torch.empty(shape, device=logits_TE.device)
     if num_tokens:
-        _choose_kernel[(num_tokens,)](
+        _route_kernel[(num_tokens,)](
             logits_TE,
             bias_E,
             correction_E,
