@@ -182,7 +182,7 @@ class LlamaEmbeddings:
         """Return an embedding of each text, as a list with one vector."""
         given = body.content if body.content is not None else body.input
         if given is None:
-            raise bad_request("content", "is required")
+            raise bad_request("content", "is required, or input in its place")
         request = EmbeddingRequest(
             model=body.model,
             input=given,

@@ -63,15 +63,21 @@ def place_tools(tools: Iterable[Json] | None, items: Iterable[Json] = ()) -> lis
                 each.where,
                 f"has the full name {echo(name)}, which is also the name of another tool",
             )
-    known = {each.tool[each.tool["type"]].get("name") for each in placed}
+    known = set(map(_model_name, placed))
     for i, item in enumerate(items):
         # Searches may load a tool several times.
         for each in place_loaded_tools(item, f"input[{i}]"):
-            name = each.tool[each.tool["type"]].get("name")
-            if name not in known:
+            name = _model_name(each)
+            if not name or name not in known:
                 known.add(name)
                 placed.append(each)
     return placed
+
+
+def _model_name(placed: PlacedTool) -> str:
+    """Return the name that the model uses for a tool; "" if the tool has no valid name."""
+    name = placed.tool[placed.tool["type"]].get("name")
+    return name if isinstance(name, str) else ""
 
 
 def place_loaded_tools(item: Json, where: str) -> Iterator[PlacedTool]:

@@ -276,6 +276,7 @@ def test_truncation_drops_the_oldest_items(client: openai.OpenAI) -> None:
         ({"input": [{"role": "user", "content": 5}]}, "input[0].content", "must be"),
         ({"input": [{"type": "computer_call", "id": "x"}]}, "input[0].type", "computer_call"),
         ({"input": [{"type": "additional_tools", "tools": [5]}]}, "input[0].tools[0]", "an object"),
+        ({"tools": [{"type": "function", "name": []}]}, "tools[0].name", "got []"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_video"}]}]},
             "input[0].content[0].type",
