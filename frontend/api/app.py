@@ -20,6 +20,7 @@ from .batches.routes import batch_routes
 from .bodies.intake import Intake
 from .dialects import anthropic, cohere, llama_cpp, ollama, sglang
 from .dialects.ollama_answer import error_body as ollama_error
+from .dialects.sglang_scores import ScoreRoute
 from .dialects.vllm import GenerativeScoring
 from .docs_page import HEADERS, render_docs
 from .durable.recovery import Recovery
@@ -110,7 +111,7 @@ def make_routes(serving: Serving) -> list[Route]:
         *file_routes(serving, intake, files),
         *batch_routes(serving, intake, files),
         Route("/embeddings", embeddings.embed, methods=["POST"]),
-        Route("/score", scores.score, methods=["POST"]),
+        Route("/score", ScoreRoute(serving, intake, scores), methods=["POST"]),
         Route("/rerank", scores.rerank, methods=["POST"]),
         Route("/reranking", scores.rerank, methods=["POST"]),
         Route("/chat/completions/batch", ChatBatch(serving, intake), methods=["POST"]),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -33,7 +33,12 @@ class LabelPrompts(CompletionRequest, kw_only=True):
 
 
 class GenerativeScoring(Completions):
-    """The endpoint that scores items. Each needs one step, and shares the prefix of the query with the others."""
+    """The endpoint that scores items. Each needs one step, and shares the prefix of the query with the others.
+
+    `applies_softmax` is the default of the field `apply_softmax`.
+    """
+
+    applies_softmax: ClassVar[bool] = True
 
     def __init__(self, serving: Serving, intake: Intake) -> None:
         super().__init__(serving, intake)
@@ -55,6 +60,8 @@ class GenerativeScoring(Completions):
         body, size = await self._intake.receive(scope, receive, GenerativeScoringRequest, lease)
         if not body.label_token_ids:
             raise bad_request("label_token_ids", "is required, and must not be empty")
+        if body.apply_softmax is None:
+            body.apply_softmax = self.applies_softmax
         prompts = LabelPrompts(
             scoring=body,
             model=body.model,
@@ -73,7 +80,8 @@ class GenerativeScoring(Completions):
         body = request.scoring
         has_special = body.add_special_tokens is not False
         [query] = await self._encode(body.query, "query", has_special, body_size)
-        items = await self._encode(body.items, "items", False, body_size)
+        texts = [body.items] if isinstance(body.items, str) else body.items
+        items = await self._encode(texts, "items", False, body_size)
         pairs = [(item, query) if body.item_first else (query, item) for item in items]
         return [
             Prompt(f"items[{i}]", None, np.concatenate(pair).astype(np.int32))
@@ -110,15 +118,16 @@ class ScoringAnswer(PromptAnswer):
         """Return the complete response body."""
         data = [
             {"index": index, "object": "score", "score": scores[0], "scores": scores}
-            for index, scores in enumerate(map(self._scores, outputs))
+            for index, scores in enumerate(map(self.scores, outputs))
         ]
         return self.envelope | {"data": data, "usage": self.usage()}
 
-    def _scores(self, output: Delta) -> list[float]:
+    def scores(self, output: Delta) -> list[float]:
+        """Return the probabilities of the labels for an item."""
         assert isinstance(self.request, LabelPrompts)
         [position] = output.logprobs or ()
         logprobs = np.array([logprob for _, logprob in position.top])
-        if self.request.scoring.apply_softmax is not False and np.isfinite(logprobs.max()):
+        if self.request.scoring.apply_softmax and np.isfinite(logprobs.max()):
             logprobs -= np.logaddexp.reduce(logprobs)
         scores: list[float] = np.exp(logprobs).tolist()
         return scores

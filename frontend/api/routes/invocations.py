@@ -83,7 +83,7 @@ class PoolingInvocations:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request to the route that its fields belong to."""
         body = await self._intake.receive_bytes(scope, receive)
-        names = await self._serving.executor.run(len(body), _names, body)
+        names = await self._serving.executor.run(len(body), field_names, body)
         response = await self._find_route(names)(Request(scope, replay_body(body, receive)))
         await response(scope, receive, send)
 
@@ -96,7 +96,7 @@ class PoolingInvocations:
         return self._embeddings.classify if is_classifier else self._embeddings.embed
 
 
-def _names(body: bytes) -> frozenset[str]:
+def field_names(body: bytes) -> frozenset[str]:
     """Return the names of a body's fields; none if it is invalid, which the route reports that then decodes it."""
     try:
         return frozenset(msgspec.json.decode(body, type=dict[str, msgspec.Raw]))

@@ -8,13 +8,17 @@ from . import Int
 
 
 class GenerativeScoringRequest(msgspec.Struct, kw_only=True):
-    """The body of `POST /generative_scoring`. Each item gets the probability of a label as the next token."""
+    """The body of `POST /generative_scoring`, and of SGLang's `POST /v1/score`.
+
+    Each item gets the probability of a label as the next token.
+    """
 
     model: str | None = None
     query: str | list[Int] | None = None
-    items: list[str | list[Int]] | None = None
+    items: str | list[str | list[Int]] | None = None
     label_token_ids: list[Int] | None = None
-    # Whether the probabilities of the labels add up to 1. Otherwise, they are those among all tokens.
+    # Whether the probabilities of the labels add up to 1. Otherwise, they are those among all tokens. The default is
+    # true, and false for `/v1/score`.
     apply_softmax: bool | None = None
     # Whether an item precedes the query.
     item_first: bool | None = None

@@ -39,6 +39,19 @@ def test_items_get_the_probabilities_of_the_labels(frontend: FrontendProcess) ->
     assert int32_view(added.requests[-1].prompt_token_ids).tolist() == [*items[-1], *query]
 
 
+def test_sglang_clients_get_all_scores_of_each_item(frontend: FrontendProcess) -> None:
+    response = frontend.post("/v1/score", **BODY, item_first=True)
+    answer = response.json()
+    assert response.status_code == 200, response.text
+    assert (answer["object"], answer["usage"]["completion_tokens"]) == ("scoring", 2)
+    for scores in answer["scores"]:
+        assert scores == pytest.approx([math.exp(-0.7), math.exp(-0.007)])
+    softmax = frontend.post("/v1/score", **BODY | {"items": " a"}, apply_softmax=True).json()
+    assert sum(softmax["scores"][0]) == pytest.approx(1)
+    refused = frontend.post("/v1/score", **BODY | {"label_token_ids": []})
+    assert refused.json()["error"]["param"] == "label_token_ids"
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [

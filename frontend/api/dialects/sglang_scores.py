@@ -1,0 +1,62 @@
+"""SGLang's scores of items by labels. They share their route with the scores of pairs of texts."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.types import Receive, Scope, Send
+
+from ...client.engine_client import Delta
+from ..bodies.intake import Intake
+from ..durable.records import replay_body
+from ..logprobs import Json
+from ..routes.completions import NewPromptAnswer
+from ..routes.invocations import field_names
+from ..routes.scores import Scores
+from ..schema import ScoreRequest
+from ..schema.vllm import GenerativeScoringRequest
+from ..serving import Serving
+from .vllm import GenerativeScoring, ScoringAnswer
+
+
+class ScoreRoute:
+    """The route `/v1/score`. A body with `label_token_ids` has SGLang's format."""
+
+    body_schema = ScoreRequest | GenerativeScoringRequest
+
+    def __init__(self, serving: Serving, intake: Intake, scores: Scores) -> None:
+        self._serving = serving
+        self._intake = intake
+        self._scores = scores
+        self._by_labels = SglangScoring(serving, intake)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Score items by labels, or pairs of texts."""
+        body = await self._intake.receive_bytes(scope, receive)
+        names = await self._serving.executor.run(len(body), field_names, body)
+        again = replay_body(body, receive)
+        if "label_token_ids" in names:
+            await self._by_labels(scope, again, send)
+            return
+        response = await self._scores.score(Request(scope, again))
+        await response(scope, receive, send)
+
+
+class SglangScoring(GenerativeScoring):
+    """The endpoint that scores items by labels, in SGLang's format."""
+
+    applies_softmax = False
+
+    @property
+    def answer_type(self) -> NewPromptAnswer:
+        """The class that writes answers."""
+        return _SglangScores
+
+
+class _SglangScores(ScoringAnswer):
+    def whole(self, outputs: list[Delta]) -> Json:
+        return {
+            "scores": [self.scores(output) for output in outputs],
+            "model": self.envelope["model"],
+            "usage": self.usage(),
+            "object": "scoring",
+        }
