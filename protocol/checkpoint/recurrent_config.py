@@ -91,6 +91,9 @@ def read_recurrent_layer(fields: ConfigFields) -> RecurrentLayer | None:
             # The state of each layer fits into a block in which this one fits.
             both = [read_inner_convolutions(fields, is_local=each) for each in (False, True)]
             return max(both, key=lambda each: each.num_kv_heads * each.head_dim)
+        case "inkling2_text" | "inkling2":
+            both = [read_scaled_convolutions(fields, is_local=each) for each in (False, True)]
+            return max(both, key=lambda each: each.num_kv_heads * each.head_dim)
         case "zaya":
             return read_head_convolutions(fields)
         case "kimi_linear":
@@ -110,6 +113,13 @@ def read_inner_convolutions(fields: ConfigFields, *, is_local: bool) -> InnerCon
         fields.integer("hidden_size"),
         fields.integer("conv_kernel_size", fields.integer("sconv_kernel_size", 4)),
     )
+
+
+def read_scaled_convolutions(fields: ConfigFields, *, is_local: bool) -> InnerConvolutions:
+    """Return the convolutions in a layer of Inkling 2, with or without a window."""
+    fields = fields.with_defaults(swa_num_key_value_heads=8)
+    layer = read_inner_convolutions(fields, is_local=is_local)
+    return msgspec.structs.replace(layer, is_scaled=True, is_dynamic=not is_local)
 
 
 def read_head_convolutions(fields: ConfigFields) -> HeadConvolutions:

@@ -311,11 +311,15 @@ class _AttentionConvolutions(msgspec.Struct, frozen=True):
 class InnerConvolutions(_AttentionConvolutions, frozen=True, tag=True):
     """Short convolutions in a layer with attention (Inkling): of its keys, values and output, and the MLP's output.
 
-    Each convolution's result is added to its input. Every rank has all elements of the outputs.
+    Each convolution's result is added to its input. Every rank has all elements of the outputs. If `is_scaled` (Inkling
+    2), the sum is divided by the square root of the number of its terms. If `is_dynamic`, the taps of keys and values
+    are increased by products of the token's hidden state, which all elements of a head share.
     """
 
     hidden_size: int
     kernel: int
+    is_scaled: bool = False
+    is_dynamic: bool = False
 
     def state_size(self, ranks: int) -> StateSize:
         """Return the size of the state in one of `ranks` workers."""

@@ -102,10 +102,10 @@ class AttentionLayer(msgspec.Struct, frozen=True):
     distance to the key is subtracted from them. `distance_biases_HE` has 2E + 1 columns: column e is added to the
     scores of keys at position p + e - E, and the first and the last column also to the scores of keys further away. A
     token at position p attends to positions p - window + 1 .. p, to those of its chunk, or to 0 .. p without a window.
-    `query_biases_THE` of the step's tokens have E columns, for keys at the distances 0 to E - 1. `sinks_H`
-    are additional scores in each head's softmax, without values. In an FP8 cache, keys and values are divided by each
-    head's `kv_scales_2G`. If `is_sparse`, tokens attend only to the keys that an indexer last chose in the
-    step. All tensors are float32 on the device.
+    `query_biases_THE` of the step's tokens have E columns, for keys at the distances 0 to E - 1. `sinks_H` are
+    additional scores in each head's softmax, without values, or `sinks_TH` if each token has its own. In an FP8 cache,
+    keys and values are divided by each head's `kv_scales_2G`. If `is_sparse`, tokens attend only to the keys that an
+    indexer last chose in the step. All tensors are float32 on the device.
     """
 
     scale: float
@@ -114,6 +114,7 @@ class AttentionLayer(msgspec.Struct, frozen=True):
     kv_scales_2G: Tensor | None = None
     alibi_slopes_H: Tensor | None = None
     sinks_H: Tensor | None = None
+    sinks_TH: Tensor | None = None
     query_biases_THE: Tensor | None = None
     distance_biases_HE: Tensor | None = None
     is_sparse: bool = False

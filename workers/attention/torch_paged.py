@@ -302,7 +302,7 @@ class TorchPagedAttention(AttentionBackend):
                     v_GLK[:, tile.keys],
                     self._bias(mask_ML, tile.distance_ML, layer, tile.tokens),
                     layer,
-                    self._repeat_for_rows(layer.sinks_H, q_GMK),
+                    self._sinks(layer, tile.tokens, q_GMK),
                 )
                 out_THK[tile.tokens].unflatten(1, (self.num_kv_heads, -1)).copy_(
                     attended_GMK.unflatten(1, (-1, self.num_heads // self.num_kv_heads)).transpose(
@@ -325,7 +325,7 @@ class TorchPagedAttention(AttentionBackend):
         keys, values = kv[0], kv[-1]
         q_NQK = q_RHK.reshape(mask_N1L.shape[0], -1, self.head_dim)
         mask = self._bias(mask_N1L, bucket.distance_N1L, layer, bucket.tokens)
-        sinks = self._repeat_for_rows(layer.sinks_H, q_NQK)
+        sinks = self._sinks(layer, bucket.tokens, q_NQK)
         return _attend(q_NQK, keys, values, mask, layer, sinks).reshape(
             num_rows, self.num_heads, self.head_dim
         )
@@ -388,10 +388,21 @@ class TorchPagedAttention(AttentionBackend):
         kv_head_N = torch.arange(len(columns), device=columns.device) % self.num_kv_heads
         return biases_GQE[kv_head_N].gather(2, columns.expand(-1, repeats, -1))
 
-    def _repeat_for_rows(self, values_H: Tensor | None, q_NMK: Tensor) -> Tensor | None:
+    def _sinks(
+        self, layer: AttentionLayer, tokens: slice | Tensor | None, q_NMK: Tensor
+    ) -> Tensor | None:
+        """Return the sink of each row of the queries of these tokens, [N, M, 1]; None if the layer has none."""
+        if layer.sinks_TH is None:
+            return None if layer.sinks_H is None else self._repeat_for_rows(layer.sinks_H, q_NMK)
+        own_RH = layer.sinks_TH if tokens is None else layer.sinks_TH[tokens]
+        sinks_RGQ = own_RH.to(q_NMK.dtype).unflatten(1, (self.num_kv_heads, -1))
+        if len(q_NMK) == self.num_kv_heads and len(own_RH) > 1:
+            # Rows are queries times the heads that share a key.
+            return sinks_RGQ.transpose(0, 1).flatten(1, 2).unsqueeze(2)
+        return sinks_RGQ.flatten(0, 1).unsqueeze(2)
+
+    def _repeat_for_rows(self, values_H: Tensor, q_NMK: Tensor) -> Tensor:
         """Repeat one value per query head for all rows of its queries, [N, M, 1] in the dtype of the queries."""
-        if values_H is None:
-            return None
         values_GQ = values_H.to(q_NMK.dtype).view(self.num_kv_heads, -1)
         num_heads, num_rows = q_NMK.shape[:2]
         repeats = (num_heads // self.num_kv_heads, num_rows // values_GQ.shape[1])

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from ...protocol.errors import EngineError
 from .abi.check import Signature, check_abi, describe_abi
+from .abi.op_kinds import OP_KINDS
 from .abi.sampling_structs import DraftLookup, Suffixes
 from .abi.structs import (
     ACTIVATIONS,
-    OP_KINDS,
     STRUCTS,
     DecodeBatch,
     ExpertExchange,

@@ -14,7 +14,8 @@ from ..device.dtypes import AnyArray, float32_array
 from ..layers.parallel.expert_group import ExpertGroup
 from ..layers.parallel.tensor_parallel import TensorParallel
 from ..layers.rope import RopeSpec
-from .abi.structs import MAX_PARTS, OP_KINDS, DecodeBatch, ModelShape, Op, Step
+from .abi.op_kinds import OP_KINDS
+from .abi.structs import MAX_PARTS, DecodeBatch, ModelShape, Op, Step
 from .adapters import AdapterTable, NativeAdapters
 from .exchange import share_memory
 from .experts import NativeExpertExchange, NativeExperts

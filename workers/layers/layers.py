@@ -106,6 +106,9 @@ class GatedNorm(RMSNorm):
         return (y * torch.sigmoid(self.up(F.silu(self.down(y))).float())).to(y.dtype)
 
 
+_SMALLEST_NORM = 1e-6
+
+
 class HeadNorm:
     """A norm applied to each head; `weight_HK` is float32 with one row for every head."""
 
@@ -119,6 +122,22 @@ class HeadNorm:
         """Return the norm of each head."""
         normed_THK = torch.rms_norm(x_THK.float(), x_THK.shape[-1:], None, self.eps)
         return normed_THK.mul_(self.weight_HK).to(x_THK.dtype)
+
+
+class HeadBound(HeadNorm):
+    """Divides each head, after its product with the weight, so that its norm is at most `bound`."""
+
+    __slots__ = ("bound",)
+
+    def __init__(self, weight_HK: Tensor, bound: float) -> None:
+        super().__init__(weight_HK, _SMALLEST_NORM)
+        self.bound = bound
+
+    def __call__(self, x_THK: Tensor) -> Tensor:
+        """Return each head within the bound."""
+        y_THK = x_THK.float() * self.weight_HK
+        norm_TH1 = y_THK.square().sum(-1, keepdim=True).sqrt()
+        return y_THK.mul_((self.bound / (norm_TH1 + self.eps)).clamp(max=1.0)).to(x_THK.dtype)
 
 
 class HeadLayerNorm(HeadNorm):

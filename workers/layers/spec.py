@@ -65,7 +65,8 @@ class LayerSpec(msgspec.Struct, frozen=True):
     `output_norm_eps` is not None, it has the epsilons of the norms of `attention_output` and `mlp_output`. If
     `ngram_table` is not None, the layer begins with embeddings of n-grams, from the table with this index. If `restart`
     is not None, it changes the hidden states before the layer. If `weights` is not None, the layer has the weights of
-    the earlier layer with this index, from which it differs only in its `restart`.
+    the earlier layer with this index, from which it differs only in its `restart`. If not empty, `input_norms` are the
+    norms of separate inputs for queries, keys and values.
     """
 
     rope: RopeSpec | None
@@ -100,6 +101,7 @@ class LayerSpec(msgspec.Struct, frozen=True):
     restart: Restart | None = None
     weights: int | None = None
     ngram_table: int | None = None
+    input_norms: tuple[str, ...] = ()
 
     @property
     def cache_source(self) -> int | None:
@@ -165,10 +167,12 @@ class ModelSpec(msgspec.Struct, frozen=True):
 
     `qk_norm` is "head" (one norm per head, with shared weights), "each head" (with separate weights), "unit" (without
     weights, in layers with a rotary embedding), "scaled" (without weights, but a factor for each key head), or "full"
-    (one norm over all heads). If `rotates_before_norm`, it follows the rotary embedding. `rope_order` is the order of a
-    head's stored rows: of the R rotated rows, row i is rotated with row i + R/2 ("half"), each even row with the next
-    ("interleaved"), or row i + R/2 with row i ("swapped"). If `has_value_norm`, each value is divided by its root mean
-    square. If `value_dim` is not None, it is the size of values, which are padded to that of keys in the cache.
+    (one norm over all heads). If "bounded", the norm of each query, after a factor for each element, and of each key is
+    limited to `head_bound` (Inkling 2). If `rotates_before_norm`, it follows the rotary embedding. `rope_order` is the
+    order of a head's stored rows: of the R rotated rows, row i is rotated with row i + R/2 ("half"), each even row with
+    the next ("interleaved"), or row i + R/2 with row i ("swapped"). If `has_value_norm`, each value is divided by its
+    root mean square. If `value_dim` is not None, it is the size of values, which are padded to that of keys in the
+    cache.
 
     If `norms_stream`, the norms of `attention_output` and `mlp_output` are not applied to a block's output but to the
     residual stream after its addition (BERT, arXiv 1810.04805). The last layer's output is normed if `has_final_norm`.
@@ -190,7 +194,8 @@ class ModelSpec(msgspec.Struct, frozen=True):
     numbers, is added to the score before it is scaled instead (Falcon). If `num_distance_buckets` is not 0, each query
     head adds a number to the score for each bucket of distances up to `max_distance` (T5, arXiv 1910.10683); with
     `has_layer_distance_biases`, each layer has its own numbers (umT5, arXiv 2304.09151). With `relative_biases`, the
-    number depends on the query, too. If `has_sinks`, each query head has one valueless score in every softmax.
+    number depends on the query, too. If `has_sinks`, each query head has one valueless score in every softmax; if
+    `projects_sinks`, it is a product of the hidden state.
 
     With `latent`, there is one key/value head, and `head_dim` is the size of its keys in the cache. With `compressed`,
     there is one, too, and its keys are also the values. With `block_indexer`, each index key is stored in the cache as
@@ -247,8 +252,9 @@ class ModelSpec(msgspec.Struct, frozen=True):
     has_embedding_norm: bool = False
     norm_gate: NormGateSpec | None = None
     is_parallel: bool = False
-    qk_norm: Literal["head", "each head", "unit", "scaled", "full"] | None = None
+    qk_norm: Literal["head", "each head", "unit", "scaled", "full", "bounded"] | None = None
     qk_norm_bias: bool = False
+    head_bound: float = 0.0
     rotates_before_norm: bool = False
     has_value_norm: bool = False
     value_dim: int | None = None
@@ -265,6 +271,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
     max_distance: int = 128
     relative_biases: RelativeBiasSpec | None = None
     has_sinks: bool = False
+    projects_sinks: bool = False
     latent: LatentSpec | None = None
     compressed: CompressedSpec | None = None
     block_indexer: BlockIndexerSpec | None = None

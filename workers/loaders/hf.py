@@ -59,17 +59,18 @@ class _Stacking(msgspec.Struct, frozen=True):
         return has_order[0] == self.hidden_size or has_order[1] != self.hidden_size
 
 
+_INKLING = _Stacking(
+    is_interleaved=True,
+    names=(
+        (r"\.(shared_)?w13_weight$", ".gate_up_proj"),
+        (r"\.(shared_)?w2_weight$", ".down_proj"),
+        (r"\.w13_dn\.weight$", ".gate_up_proj.weight"),
+    ),
+)
 _STACKINGS = {
     "aria": _Stacking(is_transposed=True),
     "aria_text": _Stacking(is_transposed=True),
-    "inkling_mm_model": _Stacking(
-        is_interleaved=True,
-        names=(
-            (r"\.(shared_)?w13_weight$", ".gate_up_proj"),
-            (r"\.(shared_)?w2_weight$", ".down_proj"),
-            (r"\.w13_dn\.weight$", ".gate_up_proj.weight"),
-        ),
-    ),
+    **dict.fromkeys(("inkling_mm_model", "inkling2", "inkling2_text"), _INKLING),
     "gpt_oss": _Stacking(is_transposed=True, is_interleaved=True),
     "llama4": _Stacking(is_transposed=True),
     "llama4_text": _Stacking(is_transposed=True),

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..attention import AttentionBackend, AttentionLayer
-from ..layers.layers import HeadLayerNorm, HeadNorm, RMSNorm
+from ..layers.layers import HeadBound, HeadLayerNorm, HeadNorm, RMSNorm
 from ..layers.parallel.parallel_layers import RowParallelLinear
 from ..layers.parallel.shard import ModelShard
 from ..layers.rope import QueryScaling, RotaryTables, apply_rotary
@@ -27,6 +27,7 @@ from .indexers.blocks import BlockIndexer, MeanIndexer
 from .layer_source import LayerSource
 from .mlp import DividedNorm
 from .positions.relative_biases import RelativeBiases
+from .projections import SeparateProjections, sink_rows, tap_rows
 from .weights import Rows, WeightReader
 
 
@@ -67,6 +68,9 @@ class Attention:
         if spec.relative_biases is not None:
             self._biases = RelativeBiases(spec, spec.relative_biases, layer, weights, prefix, heads)
             rows.append(self._biases.rows)
+        of_sinks, of_taps = sink_rows(spec, prefix, heads), tap_rows(spec, layer, prefix, shard)
+        rows += of_sinks + of_taps
+        self._extra_sizes = [sum(each.count for each in part) for part in (of_sinks, of_taps)]
         self._indexer: BlockIndexer | MeanIndexer | None = None
         if (indexer := spec.block_indexer) is not None and layer.chooses_keys:
             if indexer.num_heads:
@@ -76,11 +80,15 @@ class Attention:
                 self._indexer = BlockIndexer(spec, indexer, weights, prefix, kv_heads)
             rows += self._indexer.rows
         columns = layer.input_size or spec.hidden_size
-        qkv = kernels.linear(
-            weights.read_matrix_rows(rows, columns),
-            weights.read_biases(rows) if spec.qkv_bias or spec.has_gate_biases else None,
-        )
-        self.qkv = weights.adapt_rows(qkv, rows, columns)
+        self.qkv: Any
+        if layer.input_norms:
+            self.qkv = SeparateProjections(rows, columns, weights, kernels)
+        else:
+            qkv = kernels.linear(
+                weights.read_matrix_rows(rows, columns),
+                weights.read_biases(rows) if spec.qkv_bias or spec.has_gate_biases else None,
+            )
+            self.qkv = weights.adapt_rows(qkv, rows, columns)
         output_size = spec.num_heads * spec.output_dim
         outputs = range(heads.start * spec.output_dim, heads.stop * spec.output_dim)
         self._output = RowParallelLinear(
@@ -115,7 +123,7 @@ class Attention:
         # The backend's kernels can fuse only an RMS norm with the rotation. Queries are scaled after their norm.
         self._has_separate_norm = self._head_norm is not None and (
             spec.rotates_before_norm
-            or isinstance(self._head_norm, HeadLayerNorm)
+            or isinstance(self._head_norm, HeadBound | HeadLayerNorm)
             or layer.query_scaling is not None
         )
 
@@ -126,15 +134,19 @@ class Attention:
         tables: RotaryTables | None,
         kv_cache: Tensor,
         attn_metadata: Any,
-        convolve: Callable[[Tensor], Tensor] | None = None,
+        convolve: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> Tensor:
         """Return the attention output [T, D] of a layer.
 
-        `convolve` is applied to the queries, keys and values [T, HK + 2GK] of the step's tokens.
+        `convolve` is applied to the queries, keys and values [T, HK + 2GK] of the step's tokens, and to their taps.
         """
         num_heads, num_kv_heads = self._num_heads, self._num_kv_heads
         qkv_TF = self.qkv(x)
         index, layer = None, self._layer
+        num_main = qkv_TF.shape[1] - sum(self._extra_sizes)
+        qkv_TF, sinks_TH, taps_TX = qkv_TF.split((num_main, *self._extra_sizes), 1)
+        if self._extra_sizes[0]:
+            layer = replace(layer, sinks_TH=sinks_TH.float())
         if self._biases is not None:
             qkv_TF, projected_TX = qkv_TF.tensor_split((qkv_TF.shape[1] - self._biases.size,), 1)
             biases_THE = self._biases.of_queries(projected_TX)
@@ -142,7 +154,7 @@ class Attention:
                 biases_THE = scale_queries(biases_THE, positions_T, self._query_scaling)
             layer = replace(layer, query_biases_THE=biases_THE)
         if convolve is not None:
-            qkv_TF = convolve(qkv_TF)
+            qkv_TF = convolve(qkv_TF, taps_TX)
         if self._indexer is not None:
             qkv_TF, index_TF = qkv_TF.tensor_split((qkv_TF.shape[1] - self._indexer.size,), 1)
             index = self._indexer.queries(index_TF, tables)
@@ -389,6 +401,12 @@ def head_norm(
     spec: ModelSpec, layer: LayerSpec, weights: WeightReader, prefix: str, shard: ModelShard
 ) -> HeadNorm:
     """Return a norm over each query head and each key head."""
+    if spec.qk_norm == "bounded":
+        own, size = shard.heads(spec), spec.head_dim
+        weight_X = weights.read_elements(f"{prefix}q_norm.weight", spec.num_heads * size)
+        weight_HK = weight_X.view(-1, size)[own.start : own.stop]
+        of_keys_GK = torch.ones(len(shard.kv_heads(spec)), size, device=weights.device)
+        return HeadBound(torch.cat((weight_HK, of_keys_GK)), spec.head_bound)
     order_K = _rope_order(spec, layer).to(weights.device)
 
     def offset(name: str) -> float | None:

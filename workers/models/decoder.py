@@ -26,7 +26,11 @@ from .cross_attention import QueryRecorder
 from .decoder_layer import DecoderLayer
 from .experts.router_mlp import RouterState
 from .layer_kinds.altup import AltUpLayer, Streams
-from .layer_kinds.attention_residuals import AttentionResidualLayer, StreamAttention
+from .layer_kinds.attention_residuals import (
+    AttentionResidualLayer,
+    ConvolvedResidualLayer,
+    StreamAttention,
+)
 from .layer_kinds.convolved import ConvolvedLayer, MixedHeadsLayer
 from .layer_kinds.hyper_connections import HyperLayer, Reducer, read_reducer
 from .layer_kinds.image_reader import ImageReaderLayer
@@ -370,8 +374,6 @@ def _make_layers(
             layers.append(AltUpLayer(spec.altup, layer, source, as_backend(attention)))
         elif (hyper := spec.hyper_connections) is not None:
             layers.append(HyperLayer(hyper, layer, source, attention))
-        elif (residuals := spec.attention_residuals) is not None:
-            layers.append(AttentionResidualLayer(residuals, layer, source, attention))
         else:
             decoder = _layer_kind(own, layer)(layer, source, attention)
             if spec.latent is not None and layer.kv_source is not None and layer.chooses_keys:
@@ -386,7 +388,10 @@ def _layer_kind(spec: ModelSpec, layer: LayerSpec) -> type[DecoderLayer]:
         return ImageReaderLayer
     if isinstance(layer.recurrent, HeadConvolutions):
         return MixedHeadsLayer
-    if isinstance(layer.recurrent, InnerConvolutions):
+    has_convolutions = isinstance(layer.recurrent, InnerConvolutions)
+    if spec.attention_residuals is not None:
+        return ConvolvedResidualLayer if has_convolutions else AttentionResidualLayer
+    if has_convolutions:
         return ConvolvedLayer
     if spec.norms_stream:
         return NormedStreamLayer

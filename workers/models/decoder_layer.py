@@ -22,13 +22,13 @@ from .compressed.attention import CompressedAttention
 from .cross_attention import CrossAttention
 from .experts.mixture import Experts, ExpertsBesideMLP
 from .latent.attention import LatentAttention
+from .layer_kinds.residual_gate import ResidualGate, ResidualScale
 from .layer_source import LayerSource
 from .layer_step import LayerStep
 from .mixers import Mixer, make_mixer
 from .mlp import MLP
 from .norms import added, read_norm
 from .per_layer_inputs import PerLayerBlock
-from .residual_gate import ResidualGate, ResidualScale
 
 
 def _attention(

@@ -145,6 +145,30 @@ CONVOLVED = {
             "num_experts_per_tok": 2,
         },
     ),
+    # Blocks that read means of sums, separate inputs of keys and values, sinks and taps of each token.
+    "inkling2": (
+        "Inkling2Text",
+        "Inkling2",
+        {
+            "head_dim": 80,
+            "num_key_value_heads": 4,
+            "swa_num_attention_heads": 16,
+            "swa_num_key_value_heads": 8,
+            "swa_head_dim": 40,
+            "sliding_window_size": 20,
+            "rel_extent": 30,
+            "d_rel": 4,
+            "unpadded_vocab_size": 361,
+            "log_scaling_n_floor": 7,
+            "qk_l2_clip_threshold": 2.0,
+            "rel_l2_clip_threshold": 1.0,
+            "n_layers_per_attn_res_block": 2,
+            "layer_types": ["hybrid_sliding", "hybrid"] * 2 + ["hybrid_sliding"],
+            "moe_intermediate_size": 64,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+        },
+    ),
     # Convolutions of queries, keys and values, and routers that pass on what they compute.
     "zaya": (
         "Zaya",

@@ -7,6 +7,7 @@ import pytest
 from engine.workers.cpu import library
 from engine.workers.cpu.abi import structs
 from engine.workers.cpu.abi.check import Signature, StaleNativeLibrary, check_abi, describe_abi
+from engine.workers.cpu.abi.op_kinds import OP_KINDS
 
 NATIVE = library.native_library()
 PATH = str(library.LIBRARY_PATH)
@@ -21,7 +22,7 @@ def check(
 ) -> None:
     """Compare the library with the Python mirrors, some of which are replaced."""
     mirrors = {struct.__name__: struct for struct in structs.STRUCTS} | (replaced or {})
-    enums = {"Activation": structs.ACTIVATIONS, "OpKind": structs.OP_KINDS}
+    enums = {"Activation": structs.ACTIVATIONS, "OpKind": OP_KINDS}
     expected = describe_abi(list(mirrors.values()), enums, library.FUNCTIONS | functions)
     check_abi(NATIVE, expected, PATH)
 

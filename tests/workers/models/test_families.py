@@ -81,6 +81,7 @@ NATIVE = [
     "hy4",
     "hy4-one-stream",
     "inkling",
+    "inkling2",
     "jamba",
     "kimi-linear",
     "kolibri",

@@ -119,7 +119,7 @@ std::string describe() {
   STRUCT(HyperConnection, num_factors, num_iterations, eps, output_scale, norm_eps, weight, bias, scale, norm)
   STRUCT(NgramTable, longest, num_heads, end_id, first_row, multipliers, sizes, first_rows)
   STRUCT(NormGate, rank, down, up)
-  STRUCT(RelativeBiases, first_column, rank, num_distances, table)
+  STRUCT(RelativeBiases, first_column, rank, num_distances, first_sink, bound, head_bound, scales, table)
   STRUCT(ChoiceRule, num_chosen, block_size, num_local, has_groups, num_queries)
   STRUCT(Compression, rate, overlaps, layer, group, index_dim, index_heads, biases, norm, index_biases, index_norm)
   STRUCT(Op, kind, input_kind, activation_kind, source, target, layer, group, rope, qk_norm, rotates_before_norm,

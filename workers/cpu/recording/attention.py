@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import IntEnum
+from itertools import accumulate
 from typing import Any
 
 import msgspec
 import numpy as np
-import torch
 
 from ...layers.layers import HeadLayerNorm
 from ...layers.rope import QueryScaling, RopeSpec
@@ -17,50 +17,28 @@ from ...layers.specs.block_indexer import BlockIndexerSpec
 from ...layers.specs.norm_names import NormNames
 from ...layers.window import Chunk, Window
 from ...models.attention import (
-    distance_buckets,
     head_norm,
     head_norm_eps,
     qkv_rows,
-    read_distance_biases,
 )
 from ...models.cross_attention import cross_rows
 from ...models.indexers.blocks import block_index_rows, mean_index_rows
 from ...models.mixers.mixer import elements
 from ...models.positions.relative_biases import RelativeBiases
+from ...models.projections import input_of_rows, sink_rows, tap_rows
 from ...models.weights import Rows
-from ..abi import structs
 from ..abi.structs import AttentionLayer, ChoiceRule
 from ..library import NotSupportedNatively
 from ..packing import GROUP_SIZE, ActivationKind, PackedWeight
 from ..program import Floats
 from .blocks import BLOCK, PART, QKV, SHORTCUT, BlockRecorder
 from .inner_convolutions import ConvolutionRecorder
+from .score_biases import LOG2_E, NativeRelativeBiases, read_biases
 from .streams.altup import AltUpRecorder
-
-LOG2_E = np.float32(np.log2(np.e))
-"""log2(e): native softmaxes use base 2."""
-
-_BIAS_MARGIN = 128
-"""The value of `DistanceBiases::kMargin` in csrc/attention/attention.h."""
-
+from .streams.attention_residuals import AttentionResidualRecorder
 
 _SCALING_KINDS = ("steps", "power", "log")
 """Kinds of scaling by position, in the order of their numbers in `QueryScaling` in csrc/model/model.h."""
-
-_QUERY_BIAS_MARGIN = 64
-"""The value of `QueryBiases::kMargin` in csrc/attention/attention.h."""
-
-
-class NativeRelativeBiases(structs.RelativeBiases):
-    """The biases that depend on queries, as a struct whose address is passed to native code.
-
-    It keeps its table alive. The queries' factors begin at `first_column` of the projection.
-    """
-
-    def __init__(self, profiles_RE: Floats, first_column: int) -> None:
-        margins = ((0, 0), (_QUERY_BIAS_MARGIN, _QUERY_BIAS_MARGIN))
-        self._table = np.ascontiguousarray(np.pad(profiles_RE[:, ::-1] * LOG2_E, margins))
-        super().__init__(first_column, *profiles_RE.shape, self._table.ctypes.data)
 
 
 class QKNorm(IntEnum):
@@ -70,13 +48,14 @@ class QKNorm(IntEnum):
     HEAD = 1
     FULL = 2
     EACH_HEAD = 3
+    BOUNDED = 4
 
 
 class AttentionMatrices(msgspec.Struct, frozen=True):
     """The matrices of a layer's attention.
 
     Of `inputs`, the first `num_qkv` give queries, keys, values and gates, and the others an indexer's queries and key,
-    or the factors of `relative_biases`.
+    or the factors of `relative_biases`, sinks, and the taps of convolutions from `first_tap` on.
     """
 
     inputs: list[PackedWeight]
@@ -84,6 +63,8 @@ class AttentionMatrices(msgspec.Struct, frozen=True):
     num_qkv: int
     output: PackedWeight
     relative_biases: NativeRelativeBiases | None
+    first_tap: int
+    input_of_each: list[int]
 
 
 class AttentionRecorder:
@@ -95,9 +76,10 @@ class AttentionRecorder:
         ropes: Mapping[RopeSpec, int],
         max_model_len: int,
         altup: AltUpRecorder | None = None,
+        streams: AttentionResidualRecorder | None = None,
     ) -> None:
         self._blocks = blocks
-        self._altup = altup
+        self._altup, self._streams = altup, streams
         self._ropes = ropes
         self._program, self._spec = blocks.program, blocks.spec
         self._shard, self._weights = blocks.shard, blocks.weights
@@ -105,7 +87,7 @@ class AttentionRecorder:
         self._num_cross = 0
         self._shared_biases: Floats | None = None
         if not self._spec.has_layer_distance_biases:
-            self._shared_biases = self._read_distance_biases("")
+            self._shared_biases = read_biases(blocks, max_model_len)
 
     def record(
         self,
@@ -138,14 +120,17 @@ class AttentionRecorder:
         if self._altup is not None:
             parts = [*parts, self._altup.laurel_projection(prefix)]
             biases = [*biases, None]
-        self._blocks.add_projection(
-            prefix,
-            norms.attention_input,
-            parts,
-            biases,
-            input_kind,
-            input_size=layer.input_size,
-        )
+        if layer.input_norms:
+            self._add_projections(prefix, layer, matrices)
+        else:
+            self._blocks.add_projection(
+                prefix,
+                norms.attention_input,
+                parts,
+                biases,
+                input_kind,
+                input_size=layer.input_size,
+            )
         if self._altup is not None:
             assert norms.attention_input is not None
             first_column = sum(part.n for part in matrices.inputs)
@@ -155,11 +140,24 @@ class AttentionRecorder:
         if self._spec.is_parallel:
             target = BLOCK if layer.experts is None else SHORTCUT
         if convolutions is not None:
-            convolutions.convolve_projection()
+            convolutions.convolve_projection(matrices.first_tap)
             target = BLOCK
         self.attend(index, prefix, layer, matrices, norms.attention_output, target)
         if convolutions is not None:
             convolutions.finish_attention()
+
+    def _add_projections(self, prefix: str, layer: LayerSpec, matrices: AttentionMatrices) -> None:
+        """Record the first products of separate inputs, which are means of the streams."""
+        assert self._streams is not None
+        places = list(accumulate((part.n for part in matrices.inputs), initial=0))
+        for number, norm in enumerate(layer.input_norms):
+            self._streams.read(number)
+            kind = None
+            for part, place, own in zip(
+                matrices.inputs, places, matrices.input_of_each, strict=False
+            ):
+                if own == number:
+                    kind = self._blocks.add_projection(prefix, norm, [part], [None], kind, place)
 
     def read(self, prefix: str, layer: LayerSpec) -> AttentionMatrices:
         """Return the matrices of a layer's attention."""
@@ -169,17 +167,19 @@ class AttentionRecorder:
         if spec.block_indexer is not None and layer.chooses_keys:
             of_index = _index_rows(spec, spec.block_indexer, name, shard.kv_heads(spec))
         others, relative = of_index, None
+        taps = tap_rows(spec, layer, name, shard)
         if spec.relative_biases is not None:
-            heads = shard.heads(spec)
+            heads, count = shard.heads(spec), sum(len(each.part) for each in rows)
             biases_of = RelativeBiases(
                 spec, spec.relative_biases, layer, self._weights, name, heads
             )
-            others = [biases_of.rows]
-            relative = NativeRelativeBiases(
-                biases_of.matrix_RE.float().numpy(), sum(len(each.part) for each in rows)
-            )
+            sinks = sink_rows(spec, name, heads)
+            others = [biases_of.rows, *sinks, *taps]
+            relative = NativeRelativeBiases(biases_of, count, bool(sinks), spec.head_bound)
+        all_rows = [*rows, *others]
+        num_columns = sum(len(each.part) for each in all_rows)
         inputs, biases = self._blocks.packed_rows(
-            [*rows, *others], spec.qkv_bias or spec.has_gate_biases, layer.input_size
+            all_rows, spec.qkv_bias or spec.has_gate_biases, layer.input_size
         )
         output = attention_output(self._blocks, spec, prefix, spec.output_dim)
         columns = len(shard.heads(spec)) // len(shard.kv_heads(spec)) * spec.output_dim
@@ -188,7 +188,9 @@ class AttentionRecorder:
                 f"{columns} query elements per key/value head are not a multiple of the group size "
                 f"{GROUP_SIZE}"
             )
-        return AttentionMatrices(inputs, biases, len(rows), output, relative)
+        first_tap = num_columns - sum(len(each.part) for each in taps) if taps else 0
+        of_inputs = [input_of_rows(each) for each in all_rows]
+        return AttentionMatrices(inputs, biases, len(rows), output, relative, first_tap, of_inputs)
 
     def attend(
         self,
@@ -247,7 +249,7 @@ class AttentionRecorder:
             self._program.add_op("choose_keys", **indexing)
         distance_biases = self._shared_biases
         if self._spec.has_layer_distance_biases:
-            distance_biases = self._read_distance_biases(f"{prefix}self_attn.")
+            distance_biases = read_biases(self._blocks, self._max_distance, f"{prefix}self_attn.")
         gates = sum(len(heads) for heads in (shard.heads(spec), *[shard.kv_heads(spec)] * 2))
         self._program.add_op(
             "attention",
@@ -383,31 +385,6 @@ class AttentionRecorder:
         )
         return QKNorm.HEAD, query_norm, key_norm
 
-    def _read_distance_biases(self, prefix: str) -> Floats | None:
-        """Return the array for `DistanceBiases` in csrc/attention/attention.h, or None without such biases.
-
-        Args:
-            prefix: The prefix of the attention's tensors, if each layer has its own biases.
-        """
-        spec, heads = self._spec, self._shard.heads(self._spec)
-        num_columns = 2 * self._max_distance + _BIAS_MARGIN
-        if not (spec.alibi_slopes or spec.num_distance_buckets):
-            return None
-        distances_E = torch.arange(num_columns) - self._max_distance
-        if spec.alibi_slopes:
-            slopes_H1 = torch.tensor(spec.alibi_slopes[heads.start : heads.stop])[:, None]
-            if spec.rounds_alibi:
-                rounded_HE = slopes_H1.bfloat16() * distances_E.bfloat16()
-                biases_HE = rounded_HE.float() * spec.attention_scale
-            else:
-                biases_HE = slopes_H1 * distances_E
-        else:
-            biases_BH = read_distance_biases(spec, self._weights, prefix)[
-                :, heads.start : heads.stop
-            ]
-            biases_HE = biases_BH.T[:, distance_buckets(distances_E, spec)]
-        return np.ascontiguousarray(biases_HE.numpy() * LOG2_E)
-
     def _head_norms(
         self, spec: ModelSpec, prefix: str, layer: LayerSpec
     ) -> tuple[QKNorm, list[Floats | None]]:
@@ -437,6 +414,9 @@ class AttentionRecorder:
                 return QKNorm.HEAD, [query_norm, None]
             return QKNorm.HEAD, [query_norm, self._blocks.norm(f"{prefix}k_norm", spec.head_dim)]
         norm = head_norm(spec, layer, self._weights, prefix, self._shard)
+        if spec.qk_norm == "bounded":
+            scales_HK = norm.weight_HK[: len(self._shard.heads(spec))]
+            return QKNorm.BOUNDED, [np.ascontiguousarray(scales_HK.float().numpy()), None]
         bias_HK = norm.bias_HK if isinstance(norm, HeadLayerNorm) else None
         return QKNorm.EACH_HEAD, [
             None if x_HK is None else np.ascontiguousarray(x_HK.float().numpy())

@@ -11,7 +11,7 @@ from ...layers.activations import normal_quantile
 from ...layers.parallel.shard import ModelShard
 from ...layers.spec import ModelSpec
 from ...layers.specs.experts import GateLimit
-from ...models.residual_gate import ResidualGate, ResidualScale
+from ...models.layer_kinds.residual_gate import ResidualGate, ResidualScale
 from ...models.weights import Rows
 from ..abi import structs
 from ..abi.structs import MAX_PARTS

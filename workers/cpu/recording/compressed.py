@@ -22,8 +22,9 @@ from ..library import NotSupportedNatively
 from ..packing import GROUP_SIZE, ActivationKind
 from ..program import Floats
 from ..weights import NativeWeightReader
-from .attention import LOG2_E, QKNorm
+from .attention import QKNorm
 from .blocks import BlockRecorder
+from .score_biases import LOG2_E
 
 
 class NativeCompression(structs.Compression):

@@ -13,6 +13,7 @@ from ....protocol.checkpoint.recurrent_layers import (
 )
 from ...layers.spec import LayerSpec
 from ...models.mixers.head_convolutions import read_head_taps
+from ...models.mixers.inner_convolutions import read_taps, term_factor
 from ...models.mixers.mixer import elements
 from ..abi import structs
 from ..mixers import check_num_taps
@@ -26,10 +27,13 @@ _HEAD_CONVOLUTION = 8
 class NativeConvolution(structs.Mixer):
     """A convolution with these taps [channels, kernel], as a struct whose address is passed to native code.
 
-    It keeps the taps alive. `state_offset` is the number of floats before its state in a block.
+    It keeps the taps alive. `state_offset` is the number of floats before its state in a block. `head_dim` channels may
+    share taps of the token's own.
     """
 
-    def __init__(self, layer: ConvolvedAttention, taps_FK: Floats, state_offset: int) -> None:
+    def __init__(
+        self, layer: ConvolvedAttention, taps_FK: Floats, state_offset: int, head_dim: int = 1
+    ) -> None:
         check_num_taps(layer.kernel)
         self._taps = np.ascontiguousarray(taps_FK.T)
         super().__init__(
@@ -40,6 +44,10 @@ class NativeConvolution(structs.Mixer):
             segment=layer.segment,
             num_taps=layer.kernel,
             distance=1,
+            value_dim=head_dim,
+            strength=term_factor(layer, is_dynamic=True)
+            if isinstance(layer, InnerConvolutions)
+            else 1.0,
             state_offset=state_offset,
             taps=self._taps.ctypes.data,
         )
@@ -83,7 +91,7 @@ class HeadConvolutionRecorder:
         self._blocks, self._prefix, self._layer = blocks, prefix, convolutions
         self._state: dict[str, Any] = {"layer": index, "group": layer.state_group}
 
-    def convolve_projection(self) -> None:
+    def convolve_projection(self, _first_tap: int) -> None:
         """Record the convolutions of queries and keys, and of the values."""
         blocks, layer = self._blocks, self._layer
         spec, shard, program = blocks.spec, blocks.shard, blocks.program
@@ -133,14 +141,19 @@ class InnerConvolutionRecorder:
         self._state: dict[str, Any] = {"layer": index, "group": layer.state_group}
         self._num_floats = 0
 
-    def convolve_projection(self) -> None:
-        """Record the convolution of the keys and values in the projection."""
+    def convolve_projection(self, first_tap: int) -> None:
+        """Record the convolution of the keys and values in the projection.
+
+        If `first_tap` is not 0, the token's own taps begin at this column.
+        """
         spec, shard = self._spec, self._shard
         own = elements(shard.kv_heads(spec), spec.head_dim)
         size = spec.num_kv_heads * spec.head_dim
         taps = [self._read(f"self_attn.{name}", size, own) for name in ("k_conv", "v_conv")]
         first_column = len(shard.heads(spec)) * spec.head_dim
-        self._add(np.concatenate(taps), target=QKV, first_column=first_column)
+        self._add(
+            np.concatenate(taps), target=QKV, first_column=first_column, num_columns=first_tap
+        )
 
     def finish_attention(self) -> None:
         """Record the convolution of the attention's output, and its addition to the residual stream."""
@@ -156,13 +169,12 @@ class InnerConvolutionRecorder:
         self._blocks.program.add_op("norm_add", vectors=[None], scale=spec.residual_multiplier)
 
     def _read(self, name: str, channels: int, part: range | None = None) -> Floats:
-        name, shape = f"{self._prefix}{name}.weight", (channels, 1, self._layer.kernel)
-        return self._blocks.weights.floats(name, *shape, part=part)[:, 0]
+        weights = self._blocks.weights
+        taps_FK = read_taps(self._layer, weights, f"{self._prefix}{name}", channels, part)
+        return np.ascontiguousarray(taps_FK.numpy())
 
     def _add(self, taps_FK: Floats, **fields: Any) -> None:
-        # The convolution's result is added to its input.
-        taps_FK = taps_FK + np.eye(1, self._layer.kernel, self._layer.kernel - 1, dtype=np.float32)
-        mixer = NativeConvolution(self._layer, taps_FK, self._num_floats)
+        mixer = NativeConvolution(self._layer, taps_FK, self._num_floats, self._spec.head_dim)
         num_inputs = self._layer.state_size(self._shard.tensor_parallel.size).num_inputs
         self._num_floats += num_inputs * len(taps_FK)
         self._blocks.program.add_op("convolve_inside", mixer=mixer, **self._state, **fields)

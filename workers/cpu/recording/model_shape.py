@@ -112,7 +112,9 @@ def _projection_and_mixed_size(
             num_queries = spec.block_indexer.num_heads or kv_heads
             projection += num_queries * spec.block_indexer.head_dim + spec.index_dim
         if spec.relative_biases is not None:
-            projection += heads * spec.relative_biases.rank
+            projection += heads * (spec.relative_biases.rank + spec.projects_sinks)
+        if isinstance(layer.recurrent, InnerConvolutions) and layer.recurrent.is_dynamic:
+            projection += 2 * kv_heads * layer.recurrent.kernel
     if spec.altup is not None:
         projection += spec.altup.laurel_rank
         mixed = max(mixed, spec.altup.laurel_rank)
@@ -200,8 +202,6 @@ def _streams_size(spec: ModelSpec) -> int:
     if spec.hyper_connections is not None:
         sums = spec.num_streams + spec.hidden_size if spec.hyper_connections.num_iterations else 0
         return spec.num_streams * (2 + sums)
-    if spec.attention_residuals is not None:
-        return spec.num_streams
     if spec.altup is None:
         return 0
     count = spec.altup.num_streams

@@ -95,7 +95,12 @@ class Recorder:
         self._layer_inputs: LayerInputsRecorder | None = None
         if spec.per_layer_inputs is not None:
             self._layer_inputs = LayerInputsRecorder(self._blocks, spec.per_layer_inputs)
-        self._attention = AttentionRecorder(self._blocks, self._ropes, max_model_len, self._altup)
+        residuals = None
+        if isinstance(self._streams, AttentionResidualRecorder):
+            residuals = self._streams
+        self._attention = AttentionRecorder(
+            self._blocks, self._ropes, max_model_len, self._altup, residuals
+        )
         self._latent = LatentRecorder(self._blocks, self._ropes, self._caches)
         self._compressed = CompressedRecorder(self._blocks, self._ropes)
         self._shared = SharedBlockRecorder(self._blocks, self._attention)

@@ -12,17 +12,23 @@ class AttentionResidualsSpec(msgspec.Struct, frozen=True):
     final norm reads one more such mean.
 
     The factors of a mean are a softmax of the products of a stored query with each hidden state, divided by its root
-    mean square, to whose square `eps` is added.
+    mean square, to whose square `eps` is added. The query is the product of a projection and the weights of a norm.
+
+    If `norms_values` (Inkling 2), the mean is of the normed hidden states, the query is stored as it is, and the
+    products are divided by the square root of the hidden size. The attention of the first layer reads the embedding.
     """
 
     num_streams: int
     group_size: int
     eps: float
+    norms_values: bool = False
 
     @classmethod
-    def for_layers(cls, num_layers: int, group_size: int, eps: float) -> "AttentionResidualsSpec":
+    def for_layers(
+        cls, num_layers: int, group_size: int, eps: float, *, norms_values: bool = False
+    ) -> "AttentionResidualsSpec":
         """Return the description for a model with this number of layers."""
-        return cls(1 + -(-num_layers // group_size), group_size, eps)
+        return cls(1 + -(-num_layers // group_size), group_size, eps, norms_values)
 
     def num_read(self, layer: int, *, is_mlp: bool) -> int:
         """Return the number of hidden states that the attention of a layer reads, or its MLP."""

@@ -8,8 +8,10 @@ class RelativeBiasSpec(msgspec.Struct, frozen=True):
 
     Each query head projects the hidden state to `rank` elements. Their products with a stored matrix are the biases of
     the keys at the distances 0 to `max_distance` - 1; in a layer with a window, to the last key in it. They are scaled
-    like queries.
+    like queries. If `bound` is not 0, a head's elements are multiplied by stored factors, and then divided by a number
+    that limits their norm to `bound` (Inkling 2).
     """
 
     rank: int
     max_distance: int
+    bound: float = 0.0

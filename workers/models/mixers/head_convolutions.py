@@ -33,7 +33,7 @@ class HeadMixing:
         is_delayed = torch.tensor(all_values) >= spec.num_kv_heads * spec.head_dim // 2
         self._is_delayed_F = is_delayed.to(source.weights.device)
 
-    def mix(self, memory: Tensor, batch: StateBatch, qkv_TF: Tensor) -> Tensor:
+    def mix(self, memory: Tensor, batch: StateBatch, qkv_TF: Tensor, _taps: Tensor) -> Tensor:
         """Return the queries, keys and values [T, F].
 
         Args:

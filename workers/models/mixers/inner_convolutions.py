@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ....protocol.checkpoint.recurrent_layers import InnerConvolutions
 from ..layer_source import LayerSource
+from ..weights import WeightReader
 from .mixer import CausalConvolution, elements
 from .states import StateBatch, StateCache
 
@@ -28,12 +29,11 @@ class LayerConvolutions:
         part = elements(heads, spec.head_dim)
 
         def read(name: str, channels: int, part: range | None = None) -> Tensor:
-            shape = channels, 1, layer.kernel
-            weight_F1K = weights.read(f"{prefix}{name}.weight", *shape, part=part).float()
-            weight_F1K[..., -1] += 1
-            return weight_F1K
+            return read_taps(layer, weights, f"{prefix}{name}", channels, part).unsqueeze(1)
 
         keys_and_values = [read(f"self_attn.{name}", size, part) for name in ("k_conv", "v_conv")]
+        self._kernel, self._head_dim = layer.kernel, spec.head_dim
+        self._factor = term_factor(layer, is_dynamic=layer.is_dynamic)
         self._of_keys = CausalConvolution(torch.cat(keys_and_values), None)
         self._of_attention, self._of_mlp = (
             CausalConvolution(read(name, spec.hidden_size), None)
@@ -54,26 +54,64 @@ class LayerConvolutions:
         """
         keys, outputs = StateCache(memory, self._size, dtype).split(self._channels)
         attention, mlp = outputs.split(self._hidden_size)
-        of_keys, of_attention, of_mlp = (
+        of_attention, of_mlp = (
             partial(_convolve, convolution, cache, batch)
-            for convolution, cache in (
-                (self._of_keys, keys),
-                (self._of_attention, attention),
-                (self._of_mlp, mlp),
-            )
+            for convolution, cache in ((self._of_attention, attention), (self._of_mlp, mlp))
         )
 
-        def of_projection(qkv_TF: Tensor) -> Tensor:
-            qkv_TF[:, self._columns] = of_keys(qkv_TF[:, self._columns])
+        def of_projection(qkv_TF: Tensor, taps_TX: Tensor) -> Tensor:
+            x_TF = qkv_TF[:, self._columns]
+            pool_NXF = keys.all_inputs(x_TF, batch)[batch.inputs_of_segments]
+            y_TF = self._of_keys(pool_NXF).flatten(0, 1)[batch.tokens]
+            if taps_TX.shape[1]:
+                y_TF += self._dynamic(pool_NXF, taps_TX, batch)
+            qkv_TF = qkv_TF.clone()
+            qkv_TF[:, self._columns] = y_TF.to(qkv_TF.dtype)
             return qkv_TF
 
         return StepConvolutions(of_projection, of_attention, of_mlp)
+
+    def _dynamic(self, pool_NXF: Tensor, taps_TX: Tensor, batch: StateBatch) -> Tensor:
+        """Return the part of the outputs [T, F] that is due to the tokens' own taps, which begin with the last one."""
+        windows_NCFK = pool_NXF.float().unfold(1, self._kernel, 1)
+        windows_TFK = windows_NCFK.flatten(0, 1)[batch.tokens].flip(-1)
+        windows_THVK = windows_TFK.unflatten(1, (-1, self._head_dim))
+        taps_TH1K = taps_TX.float().unflatten(1, (-1, 1, self._kernel))
+        parts = (windows_THVK * taps_TH1K).unbind(-1)
+        return sum(parts[1:], parts[0]).flatten(1) * self._factor
+
+
+def term_factor(layer: InnerConvolutions, *, is_dynamic: bool) -> float:
+    """Return the factor of the terms of a convolution's sum."""
+    num_terms = 1 + layer.kernel * (2 if is_dynamic else 1)
+    return num_terms**-0.5 if layer.is_scaled else 1.0
+
+
+def read_taps(
+    layer: InnerConvolutions,
+    weights: WeightReader,
+    name: str,
+    channels: int,
+    part: range | None = None,
+) -> Tensor:
+    """Return the taps of a convolution, or of a part of its channels, float32 [F, K], from the earliest token on.
+
+    They include the token itself, which is added to the result, and the factor of the terms.
+    """
+    is_dynamic = layer.is_dynamic and name.rpartition(".")[2] in ("k_conv", "v_conv")
+    if is_dynamic:
+        stored_KF = weights.read(f"{name}.static_w", layer.kernel, channels, part=part, dim=1)
+        taps_FK = stored_KF.float().flip(0).T.contiguous()
+    else:
+        taps_FK = weights.read(f"{name}.weight", channels, 1, layer.kernel, part=part).float()[:, 0]
+    taps_FK[:, -1] += 1
+    return taps_FK * term_factor(layer, is_dynamic=is_dynamic)
 
 
 class StepConvolutions(NamedTuple):
     """The convolutions of a layer for one step: of keys and values, and of the blocks' outputs [T, D]."""
 
-    of_projection: Callable[[Tensor], Tensor]
+    of_projection: Callable[[Tensor, Tensor], Tensor]
     of_attention: partial[Tensor]
     of_mlp: partial[Tensor]
 

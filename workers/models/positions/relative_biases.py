@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from ...layers.layers import HeadBound
 from ...layers.spec import LayerSpec, ModelSpec
 from ...layers.specs.relative_biases import RelativeBiasSpec
 from ..weights import Rows, WeightReader
@@ -33,7 +34,15 @@ class RelativeBiases:
         self.size = len(part)
         self.rows = Rows(f"{prefix}bias_proj", spec.num_heads * rank, part, has_bias=False)
         self.matrix_RE = weights.read(f"{prefix}distance_profiles", rank, count)
+        self.bound: HeadBound | None = None
+        if biases.bound:
+            weight = weights.read_elements(f"{prefix}bias_norm.weight", spec.num_heads * rank)
+            own_HR = weight.view(-1, rank)[heads.start : heads.stop]
+            self.bound = HeadBound(own_HR, biases.bound)
 
     def of_queries(self, projected_TX: Tensor) -> Tensor:
         """Return the bias of each query head for each distance, [T, H, E]. The input is [T, H * R]."""
-        return projected_TX.unflatten(-1, (-1, self._rank)) @ self.matrix_RE
+        projected_THR = projected_TX.unflatten(-1, (-1, self._rank))
+        if self.bound is not None:
+            projected_THR = self.bound(projected_THR)
+        return projected_THR @ self.matrix_RE

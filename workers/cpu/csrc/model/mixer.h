@@ -30,7 +30,9 @@ enum class MixerKind : int32_t {
 //   rg_lru             the gate and the input, each of `channels` numbers: [heads, value_dim], with a key_dim of 1
 //   mamba1             the input, which steps replace, the gate and the convolved input, each [heads, value_dim]; for
 //                      each group, a vector of `step_rank` numbers, from which steps are computed, B and C [key_dim]
-//   inner_convolution  the input, wherever the operation says
+//   inner_convolution  the input, wherever the operation says. If that has `num_columns`, the token's own taps [heads,
+//                      num_taps], from the last token on, begin there. Multiplied by `strength`, they are added to the
+//                      taps of all channels of a head
 //   head_convolution   the input, [heads, value_dim]
 //   ngram_convolution  values [value_dim]; the input, of which the last kTokenDigits numbers are the token's digits
 // An input is everything before the gate, or everything after it. A block holds the recurrent part [heads, key_dim,
@@ -50,7 +52,7 @@ struct Mixer {
   int32_t has_tiled_heads;    // in a delta net, head i has group i modulo the number of groups
   Activation gate_activation;
   float min_step, max_step;
-  float strength;          // a factor on the sigmoid
+  float strength;          // a factor on the sigmoid, or on the token's own taps
   float lowest_log_decay;  // limits the logarithms of decays in Kimi delta attention; 0 for no limit
   // [num_taps, num_convolved]; of heads, from the token itself to the earliest, [heads, num_taps, value_dim, value_dim]
   const float* taps;

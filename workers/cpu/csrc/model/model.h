@@ -230,7 +230,8 @@ enum class OpKind : int32_t {
   norm_streams = 61,    // before `mix_streams` of low rank: activations[0] = streams, each normed
 
   // Streams with attention residuals (phases/streams.h):
-  attend_streams = 74,  // residual = the mean of the first `num_columns` streams by attention with the query vectors[0]
+  attend_streams = 74,  // residual = the mean of the first `num_columns` streams by attention with the query
+                        // vectors[0]; if it `norms_values`, of the streams divided by their root mean squares
   add_to_stream = 75,   // the stream at `first_column` = itself * scale + what was added to that mean since then
 
   // Embeddings of n-grams (phases/ngrams.h), in this order, with products in between:
@@ -256,7 +257,8 @@ enum class LinearTarget : int32_t {
 };
 // Norms of queries and of keys: of each head, by vectors[0] for queries and vectors[1] for keys; of all heads together,
 // by the same; or of each head by a row of vectors[0], and of vectors[1] if there are biases, queries before keys.
-enum class QKNorm : int32_t { none = 0, head = 1, full = 2, each_head = 3 };
+// `bounded` limits the norm of each head, after queries are multiplied by vectors[0]; see RelativeBiases.
+enum class QKNorm : int32_t { none = 0, head = 1, full = 2, each_head = 3, bounded = 4 };
 
 constexpr int kMaxParts = 3;
 
@@ -306,9 +308,13 @@ struct QueryScaling {
 };
 
 // Biases of attention scores that depend on the query, whose factors begin at `first_column` of the projection; see
-// QueryBiases. They are scaled like queries.
+// QueryBiases. They are scaled like queries. If `bound` is not 0, the factors of a head are first multiplied by
+// `scales`, and their norm is limited to `bound`. `head_bound` limits those of queries and keys. If `first_sink` is not
+// 0, the sinks of a token's heads begin there.
 struct RelativeBiases {
-  int32_t first_column, rank, num_distances;
+  int32_t first_column, rank, num_distances, first_sink;
+  float bound, head_bound;
+  const float* scales;  // [heads, rank], or null
   const float* table;
 };
 

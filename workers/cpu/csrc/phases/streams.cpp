@@ -196,21 +196,26 @@ void Streams::update(const Op& op, const Rows& rows, int row) const {
   }
 }
 
-// The projection has the factors.
+// The row keeps the mean, and behind it the factors.
 void Streams::attend(const Op& op, const Rows& rows, int row) const {
   const int size = model_.shape.hidden_size, count = op.num_columns;
   const float* const streams = rows.streams(row);
-  float *const mean = rows.residual(row), *const factors = rows.qkv(row);
+  float *const mean = rows.residual(row), *const factors = rows.kept(row) + size;
+  float* const roots = factors + count;
   for (int i = 0; i < count; i++) {
     const float* const stream = streams + size_t(i) * size;
     const float square = model_.rows.dot(stream, stream, size) / float(size);
-    factors[i] = model_.rows.dot(stream, op.vectors[0], size) / std::sqrt(square + op.eps);
+    roots[i] = std::sqrt(square + op.eps);
+    factors[i] = model_.rows.dot(stream, op.vectors[0], size) / roots[i];
   }
   const float most = *std::max_element(factors, factors + count);
   float sum = 0.0f;
   for (int i = 0; i < count; i++) sum += factors[i] = std::exp(factors[i] - most);
   std::fill_n(mean, size, 0.0f);
-  for (int i = 0; i < count; i++) model_.rows.add_scaled(mean, streams + size_t(i) * size, factors[i] / sum, size);
+  for (int i = 0; i < count; i++) {
+    const float factor = factors[i] / sum / (op.norms_values ? roots[i] : 1.0f);
+    model_.rows.add_scaled(mean, streams + size_t(i) * size, factor, size);
+  }
   std::copy_n(mean, size, rows.kept(row));
 }
 

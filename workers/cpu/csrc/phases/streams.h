@@ -54,7 +54,7 @@ class Streams {
 
   // Returns how many numbers a row keeps between `mix` and `update`, or between `attend` and `add_to_one`.
   size_t kept_size(const Op& op) const {
-    if (op.kind == OpKind::attend_streams) return model_.shape.hidden_size;
+    if (op.kind == OpKind::attend_streams) return model_.shape.hidden_size + 2 * op.num_columns;
     return op.hyper && op.hyper->norm ? model_.shape.hidden_size + model_.shape.num_streams : 0;
   }
 

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
+
 from ....layers.specs.attention_residuals import AttentionResidualsSpec
-from ....models.layer_kinds.attention_residuals import read_stream_query
+from ....models.layer_kinds.attention_residuals import read_stream_queries
+from ...program import Floats
 from ..blocks import BlockRecorder
 
 
@@ -15,33 +20,59 @@ class AttentionResidualRecorder:
         self._residuals = residuals
         self._program = blocks.program
         self._own, self._begins = 0, False
+        self._queries: Sequence[Floats] = ()
+        self._num_read = 0
 
     def expand(self) -> None:
         """Record that all streams begin as the embedding. Sums replace all but the first of them."""
         self._program.add_op("repeat_streams")
 
     def mix(self, prefix: str, index: int, *, is_mlp: bool) -> None:
-        """Record that the residual stream becomes the mean of the streams that a block of layer `index` reads."""
-        residuals = self._residuals
+        """Record that the residual stream becomes the mean of the streams that a block of layer `index` reads.
+
+        If the block has several inputs, `read` records each of them.
+        """
+        residuals, input_norms = self._residuals, self._blocks.spec.layers[index].input_norms
         self._own = residuals.stream_of(index)
         self._begins = residuals.begins(index) and not is_mlp
+        count = 1 if is_mlp else max(1, len(input_norms))
         name = f"{prefix}{'mlp' if is_mlp else 'attn'}_res"
-        self._attend(name, residuals.num_read(index, is_mlp=is_mlp))
+        self._prepare(name, residuals.num_read(index, is_mlp=is_mlp), count)
+        if count == 1:
+            self.read(0)
+
+    def read(self, number: int) -> None:
+        """Record that the residual stream becomes the mean with this one of the block's queries."""
+        has_query = bool(self._queries)
+        query = self._queries[number] if has_query else np.zeros(self._size, np.float32)
+        self._program.add_op(
+            "attend_streams",
+            vectors=[query],
+            num_columns=self._num_read,
+            norms_values=self._residuals.norms_values and has_query,
+            eps=self._residuals.eps,
+        )
 
     def update(self) -> None:
         """Record that what a block has added to its input is added to the stream of its group."""
         self._program.add_op(
             "add_to_stream",
-            first_column=self._own * self._blocks.spec.hidden_size,
+            first_column=self._own * self._size,
             scale=0.0 if self._begins else 1.0,
         )
 
     def reduce(self) -> None:
         """Record that the residual stream becomes the input of the final norm."""
-        self._attend("head_res", self._residuals.num_streams)
+        self._prepare("head_res", self._residuals.num_streams, 1)
+        self.read(0)
 
-    def _attend(self, name: str, num_read: int) -> None:
-        query = read_stream_query(self._blocks.spec, self._blocks.weights, name).numpy()
-        self._program.add_op(
-            "attend_streams", vectors=[query], num_columns=num_read, eps=self._residuals.eps
-        )
+    def _prepare(self, name: str, num_read: int, count: int) -> None:
+        self._num_read, self._queries = num_read, ()
+        if num_read > 1 or not self._residuals.norms_values:
+            spec, weights = self._blocks.spec, self._blocks.weights
+            queries = read_stream_queries(spec, self._residuals, weights, name, count)
+            self._queries = [np.ascontiguousarray(each.numpy()) for each in queries]
+
+    @property
+    def _size(self) -> int:
+        return self._blocks.spec.hidden_size

@@ -1,13 +1,19 @@
-"""Inkling, whose layers have four short convolutions, and whose attention has biases by query and distance."""
+"""Inkling and Inkling 2, with four short convolutions in a layer, and biases of attention by query and distance."""
 
 from __future__ import annotations
 
 from msgspec.structs import replace
 
 from .....protocol.checkpoint.config_fields import ConfigFields
-from .....protocol.checkpoint.recurrent_config import read_inner_convolutions
+from .....protocol.checkpoint.recurrent_config import (
+    read_inner_convolutions,
+    read_scaled_convolutions,
+)
 from ....layers.rope import QueryScaling
 from ....layers.spec import LayerSpec, ModelSpec
+from ....layers.specs.attention_residuals import AttentionResidualsSpec
+from ....layers.specs.experts import SoftCaps
+from ....layers.specs.norm_names import NormNames
 from ....layers.specs.relative_biases import RelativeBiasSpec
 from ....loaders.row_factors import RowFactors
 from ..common import Family, base_spec
@@ -30,6 +36,15 @@ _NAMES = (
     (r"\.attn_conv\.", ".attention_conv."),
     (r"\.mlp\.w2_md\.", ".mlp.down_proj."),
     (r"\.mlp\.gate\.bias$", ".mlp.gate.e_score_correction_bias"),
+)
+_NAMES_OF_SECOND = (
+    (r"(^|\.)attn_res\.mlp_queries\.(\d+)$", r"\1layers.\2.mlp_res_query"),
+    (r"(^|\.)attn_res\.output_query$", r"\1head_res_query"),
+    (r"\.q_l2_clip\.scale$", ".q_norm.weight"),
+    (r"\.rel_l2_clip\.scale$", ".bias_norm.weight"),
+    (r"\.attn_sink_proj\.", ".sink_proj."),
+    (r"\.gate_attn\.", ".gate_proj."),
+    (r"_sconv\.weight_proj$", "_conv_taps.weight"),
 )
 
 
@@ -109,6 +124,86 @@ def _inkling(fields: ConfigFields) -> ModelSpec:
     )
 
 
+def _inkling2(fields: ConfigFields) -> ModelSpec:
+    count = fields.layer_count("num_hidden_layers")
+    fields = fields.with_defaults(
+        num_attention_heads=48,
+        num_key_value_heads=8,
+        head_dim=128,
+        hidden_act="silu",
+        moe_intermediate_size=2304,
+        vocab_size=201_024,
+    )
+    fields = fields.with_defaults(intermediate_size=fields.integer("moe_intermediate_size"))
+    fields.require("scoring_func", "sigmoid")
+    num_outputs = fields.integer("unpadded_vocab_size", fields.integer("vocab_size"))
+    unused = fields.integer("vocab_size", minimum=num_outputs) - num_outputs
+    fields = fields.with_values({"vocab_size": num_outputs})
+    local_dim = fields.integer("swa_head_dim", 128)
+    full = LayerSpec(
+        None,
+        query_scaling=QueryScaling(
+            fields.number("log_scaling_alpha", 0.1),
+            fields.integer("log_scaling_n_floor", 128_000),
+            1,
+            "log",
+        ),
+        recurrent=read_scaled_convolutions(fields, is_local=False),
+        norms=NormNames(attention_input=None),
+        input_norms=("q_input_norm", "k_input_norm", "v_input_norm"),
+    )
+    local = LayerSpec(
+        None,
+        window=fields.integer("sliding_window_size", fields.integer("sliding_window", 1024)),
+        num_heads=fields.integer("swa_num_attention_heads", 48),
+        num_kv_heads=fields.integer("swa_num_key_value_heads", 8),
+        head_dim=local_dim,
+        attention_scale=local_dim**-0.5,
+        recurrent=read_scaled_convolutions(fields, is_local=True),
+    )
+    spec = base_spec(
+        fields,
+        tuple(local if is_local else full for is_local in _are_local(fields, count)),
+        attention_scale=fields.integer("head_dim") ** -0.5,
+        tie_word_embeddings=False,
+        qk_norm="bounded",
+        head_bound=fields.positive("qk_l2_clip_threshold", 512**0.5),
+        has_value_norm=True,
+        has_embedding_norm=True,
+        num_unused_embeddings=unused,
+        relative_biases=RelativeBiasSpec(
+            fields.integer("d_rel", 16),
+            fields.integer("rel_extent", 1024),
+            fields.positive("rel_l2_clip_threshold", 8.0),
+        ),
+        projects_sinks=True,
+        gates_attention=True,
+        has_gate_projection=True,
+        soft_caps=SoftCaps(
+            fields.positive("mlp_gate_softcap", 4.0), fields.positive("mlp_up_softcap", 25.0)
+        ),
+        final_softcap=fields.positive("final_logit_softcapping", 30.0),
+        attention_residuals=AttentionResidualsSpec.for_layers(
+            count, fields.integer("n_layers_per_attn_res_block", 6), 1e-6, norms_values=True
+        ),
+    )
+    experts = read_experts(
+        fields,
+        384,
+        8,
+        scoring="sigmoid",
+        renormalizes=True,
+        scale=fields.positive("route_scale", 8.0),
+        has_correction_bias=True,
+    )
+    # The first layer has no query, so the queries of others are numbered from the second one on.
+    queries = tuple(
+        (rf"(^|\.)attn_res\.attn_queries\.{i}$", rf"\1layers.{i + 1}.attn_res_query")
+        for i in range(count - 1)
+    )
+    return with_experts(spec, experts, tensor_names=(*queries, *_NAMES_OF_SECOND, *_NAMES))
+
+
 def _are_local(fields: ConfigFields, count: int) -> list[bool]:
     """Return for each layer whether it has a window."""
     kinds = fields.per_layer("layer_types", count)
@@ -126,6 +221,8 @@ def _are_local(fields: ConfigFields, count: int) -> list[bool]:
 
 
 FAMILIES = (
+    Family("Inkling2ForCausalLM", "inkling2_text", _inkling2),
+    Family("Inkling2ForConditionalGeneration", "inkling2", _inkling2),
     Family("InklingForCausalLM", "inkling_text", _inkling),
     Family("InklingForConditionalGeneration", "inkling_mm_model", _inkling),
 )

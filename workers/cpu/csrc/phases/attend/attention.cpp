@@ -6,6 +6,13 @@
 
 namespace engine {
 
+namespace {
+
+constexpr float kLog2E = 1.44269504f;
+constexpr float kSmallestNorm = 1e-6f;
+
+}  // namespace
+
 void Attention::add_op(const Op& op) {
   recorded_ops_.emplace_back();
   if (op.kind != OpKind::store_index && op.kind != OpKind::rotate_store && op.kind != OpKind::store_entries &&
@@ -57,7 +64,11 @@ void Attention::norm_shared(const Op& op, float* heads, int num_heads, int index
 void Attention::norm_queries_and_keys(const Op& op, float* qk, int row) const {
   const int num_heads = op.num_heads, head_dim = op.head_dim;
   const int num_kv_heads = op.num_stored ? op.num_kv_heads : 0;
-  if (op.qk_norm == QKNorm::each_head) {
+  if (op.qk_norm == QKNorm::bounded) {
+    const float bound = op.relative_biases->head_bound;
+    bound_heads(qk, num_heads, head_dim, op.vectors[0], bound);
+    bound_heads(qk + num_heads * head_dim, num_kv_heads, head_dim, nullptr, bound);
+  } else if (op.qk_norm == QKNorm::each_head) {
     const float *weight = op.vectors[0], *bias = op.vectors[1];
     for (int i = 0; i < (num_heads + num_kv_heads) * head_dim; i += head_dim)
       if (model_.shape.norm == NormKind::layer)
@@ -70,6 +81,14 @@ void Attention::norm_queries_and_keys(const Op& op, float* qk, int row) const {
   } else if (op.qk_norm != QKNorm::none) {
     norm_heads(op, qk, num_heads, op.vectors[0]);
     norm_heads(op, qk + num_heads * head_dim, num_kv_heads, op.vectors[1]);
+  }
+}
+
+void Attention::bound_heads(float* heads, int num_heads, int size, const float* scales, float bound) const {
+  if (scales) model_.rows.multiply(heads, scales, num_heads * size, heads);
+  for (int h = 0; h < num_heads; h++, heads += size) {
+    const float norm = std::sqrt(model_.rows.dot(heads, heads, size)) + kSmallestNorm;
+    if (norm > bound) model_.rows.scale(heads, bound / norm, size);
   }
 }
 
@@ -98,8 +117,11 @@ void Attention::rotate_store(const Op& op, float* qkv, int row) {
   }
   if (op.rotates_before_norm) norm_queries_and_keys(op, qkv, row);
   scale_queries(op, qkv, num_heads * head_dim, row);
-  if (const RelativeBiases* const relative = op.relative_biases)
-    scale_queries(op, qkv + relative->first_column, num_heads * relative->rank, row);
+  if (const RelativeBiases* const relative = op.relative_biases) {
+    float* const factors = qkv + relative->first_column;
+    if (relative->bound) bound_heads(factors, num_heads, relative->rank, relative->scales, relative->bound);
+    scale_queries(op, factors, num_heads * relative->rank, row);
+  }
   // The cache stores only finite numbers. So a token whose key or value is not finite gets NaN queries, and its own
   // result shows the failure.
   if (!model_.rows.all_finite(qkv, (num_heads + 2 * num_kv_heads) * head_dim))
@@ -401,6 +423,11 @@ void Attention::finish(const Op& op, const Task& task, const AttentionState& tot
     for (int r = 0; r < task.num_tokens * heads; r++)
       total.sum[r * kSumParts] += std::exp2(own[r % heads] - total.maximum[r]);
   }
+  if (op.relative_biases && op.relative_biases->first_sink)
+    for (int r = 0; r < task.num_tokens * heads; r++) {
+      const float* const own = rows.qkv(task.token + r / heads) + op.relative_biases->first_sink;
+      total.sum[r * kSumParts] += std::exp2(own[task.kv_head * heads + r % heads] * kLog2E - total.maximum[r]);
+    }
   model_.attention.finish(total, task.num_tokens * heads, value_dim, out);
   for (int r = 1; dim < value_dim && r < task.num_tokens * heads; r++)
     std::memmove(out + r * dim, out + r * value_dim, dim * sizeof(float));

@@ -80,6 +80,8 @@ class Attention {
   // Norms heads by the sums of squares over all ranks, which are at `index` in the ranks' parts.
   void norm_shared(const Op& op, float* heads, int num_heads, int index, int row) const;
   void scale_queries(const Op& op, float* queries, int size, int row) const;
+  // Multiplies heads by `scales`, if there are any, and limits the norm of each.
+  void bound_heads(float* heads, int num_heads, int size, const float* scales, float bound) const;
   void rotate_store_latent(const Op& op, float* qkv, int row);
   void rotate_store_compressed(const Op& op, float* qkv, int row);
   // Converts and stores a row's queries, [num_heads][head_dim], and stores its keys and values.

@@ -194,6 +194,14 @@ void Mixers::convolve_inside(const Op& op, const Sequence& sequence, int begin, 
   for (int i = sequence.num_rows - 1; i >= 0; i--) {
     const int token = sequence.num_earlier + i;
     inputs.convolve(model_.rows, token, false, width, out);
+    const float* const taps = rows.qkv(sequence.first_row + i) + op.num_columns;
+    for (int head = begin / m.value_dim; op.num_columns && head * m.value_dim < end; head++) {
+      const int first = std::max(begin, head * m.value_dim) - begin;
+      const int size = std::min(end, (head + 1) * m.value_dim) - begin - first;
+      for (int lag = 0; lag < m.num_taps; lag++)
+        model_.rows.add_scaled(out + first, inputs.at(token - lag) + first, taps[head * m.num_taps + lag] * m.strength,
+                               size);
+    }
     std::copy_n(out, width, inputs.at(token));
   }
 }

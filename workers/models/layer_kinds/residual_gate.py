@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..layers.spec import ModelSpec
-from .weights import WeightReader
+from ...layers.spec import ModelSpec
+from ..weights import WeightReader
 
 _LEAST_SQUARE = 1e-3
 """The minimum of the square of a stream's factor."""

@@ -1,0 +1,68 @@
+"""The rows of attention's first products beside queries, keys, values and gates, and products of separate inputs.
+
+Shapes: T tokens of a step, D hidden size, F outputs.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...protocol.checkpoint.recurrent_layers import InnerConvolutions
+from ..layers.layers import LayerKernels
+from ..layers.parallel.shard import ModelShard
+from ..layers.spec import LayerSpec, ModelSpec
+from .weights import Rows, WeightReader
+
+
+def sink_rows(spec: ModelSpec, prefix: str, heads: range) -> list[Rows]:
+    """Return the rows of the projection to these heads' sinks; none if sinks are not projected."""
+    if not spec.projects_sinks:
+        return []
+    return [Rows(f"{prefix}sink_proj", spec.num_heads, heads, has_bias=False)]
+
+
+def tap_rows(spec: ModelSpec, layer: LayerSpec, prefix: str, shard: ModelShard) -> list[Rows]:
+    """Return the rows of the projections to the taps of keys, then of values; none if taps are only stored."""
+    convolutions = layer.recurrent
+    if not isinstance(convolutions, InnerConvolutions) or not convolutions.is_dynamic:
+        return []
+    kernel, heads = convolutions.kernel, shard.kv_heads(spec)
+    part, count = range(heads.start * kernel, heads.stop * kernel), spec.num_kv_heads * kernel
+    return [Rows(f"{prefix}{x}_conv_taps", count, part, has_bias=False) for x in "kv"]
+
+
+def input_of_rows(rows: Rows) -> int:
+    """Return the input that rows read, of those for queries, keys and values. Gates read that for queries."""
+    module = rows.name.rpartition(".")[2]
+    return {"k": 1, "v": 2}.get(module[0], 0) if module[1] == "_" else 0
+
+
+class SeparateProjections:
+    """Products of rows, of which each reads one of several inputs, side by side."""
+
+    def __init__(
+        self, rows: list[Rows], columns: int, weights: WeightReader, kernels: LayerKernels
+    ) -> None:
+        inputs = [input_of_rows(each) for each in rows]
+        self._linears = [
+            kernels.linear(
+                weights.read_matrix_rows(
+                    [each for each, own in zip(rows, inputs, strict=True) if own == i], columns
+                )
+            )
+            for i in range(max(inputs) + 1)
+        ]
+        self._sizes = [
+            [each.count for each, own in zip(rows, inputs, strict=True) if own == i]
+            for i in range(max(inputs) + 1)
+        ]
+        self._inputs = inputs
+
+    def __call__(self, inputs: tuple[Tensor, ...]) -> Tensor:
+        """Return the products [T, F] in the order of the rows."""
+        parts = [
+            iter(linear(x_TD).split(sizes, -1))
+            for linear, x_TD, sizes in zip(self._linears, inputs, self._sizes, strict=True)
+        ]
+        return torch.cat([next(parts[i]) for i in self._inputs], -1)
