@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from support.faults import ENVIRONMENT, damage
-from support.mixed_streams import Streams, bodies
+from support.mixed_streams import WITHOUT_LOGPROBS, Streams, bodies
 from support.server import Server, assert_nothing_is_held, default_model, wait_until
 
-NEED_LOGITS = ("logprobs", "prompt_logprobs", "structured_outputs")
-REQUESTS = [{**body, **dict.fromkeys(NEED_LOGITS), "max_tokens": 200} for body in bodies(10)]
+# Without logits, there are no log-probabilities and no constraints.
+CHANGES = {**WITHOUT_LOGPROBS, "structured_outputs": None, "max_tokens": 200}
+REQUESTS = [{**body, **CHANGES} for body in bodies(10)]
 
 
 def test_streams_are_unchanged_by_invalid_outputs_of_a_worker() -> None:

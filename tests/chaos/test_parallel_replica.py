@@ -11,15 +11,13 @@ from typing import Any
 import psutil
 import pytest
 from support.faults import ENVIRONMENT, fail
-from support.mixed_streams import Streams, bodies, undisturbed_answers
+from support.mixed_streams import WITHOUT_LOGPROBS, Streams, bodies, undisturbed_answers
 from support.program import wait_until
 from support.server import Server, assert_nothing_is_held
 from support.tiny_checkpoints import mixture_directory, qwen3_directory
 
 # No log-probabilities, because their last digits depend on the batch where torch multiplies.
-REQUESTS = [
-    {**body, "max_tokens": 200, "logprobs": None, "prompt_logprobs": None} for body in bodies(10)
-]
+REQUESTS = [{**body, **WITHOUT_LOGPROBS, "max_tokens": 200} for body in bodies(10)]
 
 
 @pytest.fixture(scope="module")

@@ -31,6 +31,11 @@ KINDS: tuple[dict[str, Any], ...] = (
     {"max_tokens": 20, "bad_words": [" was"], "logit_bias": {"260": -50}},
 )
 
+WITHOUT_LOGPROBS: dict[str, Any] = dict.fromkeys(
+    ("logprobs", "logprob_token_ids", "prompt_logprobs")
+)
+"""Fields that replace those of a request whose log-probabilities are not compared."""
+
 
 def bodies(count: int) -> list[dict[str, Any]]:
     """Return requests of all kinds, each with its own prompt and seed."""
