@@ -139,6 +139,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--concurrency must be at least 1, got {own.concurrency}")
     if own.url is not None and flags:
         parser.error(f"{flags[0]} has no effect with --url")
+    if _is_same_file(own.input_file, own.output_file):
+        parser.error(f"--output-file {own.output_file} is the input file")
     console = Console()
     lines = list(split_lines(_read(own.input_file)))
     _verify(lines)
@@ -152,6 +154,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         num_failed = _answer_all(server, lines, output, own.concurrency)
     console.line(f"{len(lines)} requests: {len(lines) - num_failed} answered, {num_failed} failed")
     return 1 if num_failed else 0
+
+
+def _is_same_file(first: str, second: str) -> bool:
+    return Path(first).exists() and Path(second).exists() and Path(first).samefile(second)
 
 
 def _read(name: str) -> bytes:

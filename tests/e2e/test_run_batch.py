@@ -45,3 +45,11 @@ def test_invalid_lines_are_named(tmp_path: Path) -> None:
     done = run_batch(tmp_path, json.dumps(LINES[0]) + "\n{}", "--url", "http://127.0.0.1:9")
     assert done.returncode == 1
     assert "line 2: Object missing required field" in done.stderr
+
+
+def test_the_input_file_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "out.jsonl").symlink_to("in.jsonl")
+    done = run_batch(tmp_path, json.dumps(LINES[0]), "--url", "http://127.0.0.1:9")
+    assert done.returncode == 2
+    assert "out.jsonl is the input file" in done.stderr
+    assert (tmp_path / "in.jsonl").read_text() == json.dumps(LINES[0])

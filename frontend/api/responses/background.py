@@ -351,7 +351,7 @@ class BackgroundRuns:
             if run.group is not None and run.group.recording is not None:
                 run.group.recording.delete()
         except APIError as failure:
-            logger.warning("cannot store %s: %s", exchange.response_id, failure.message)
+            logger.debug("cannot store %s: %s", exchange.response_id, failure.message)
 
     async def _keep(self, run: BackgroundRun) -> None:
         """Periodically store the state and the events of a run, and cancel the run if its client requested that."""
@@ -370,7 +370,7 @@ class BackgroundRuns:
                     if await self._states.cancellations.delete(identifier, owner):
                         run.cancel()
             except APIError as failure:
-                logger.warning("cannot store %s: %s", identifier, failure.message)
+                logger.debug("cannot store %s: %s", identifier, failure.message)
 
     async def _store_events(self, run: BackgroundRun) -> None:
         """Store the events that are not in the store, if the client wants to read them."""

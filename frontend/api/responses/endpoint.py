@@ -186,7 +186,7 @@ class Responses(ChatCompletions):
         try:
             await self._states.save(answer.exchange, response)
         except APIError as error:
-            logger.warning("cannot store %s: %s", answer.exchange.response_id, error.message)
+            logger.debug("cannot store %s: %s", answer.exchange.response_id, error.message)
             response["store"] = False
 
 
