@@ -155,3 +155,17 @@ def undisturbed_answers(server: Server, requests: list[dict[str, Any]]) -> list[
     answers = Streams(server, requests).answers()
     assert [answer for answer in answers if "done" not in answer or "error" in answer] == []
     return answers
+
+
+def differences(answers: list[dict[str, Any]], expected: list[dict[str, Any]]) -> list[str]:
+    """Return a line for each part of an answer that is not as expected, with the first place where it differs."""
+    found = []
+    for number, (answer, wanted) in enumerate(zip(answers, expected, strict=True)):
+        for key in answer.keys() | wanted.keys():
+            got, want = repr(answer.get(key)), repr(wanted.get(key))
+            if got != want:
+                pairs = enumerate(zip(got, want, strict=False))
+                begin = next((i for i, (a, b) in pairs if a != b), min(len(got), len(want))) - 40
+                place = slice(max(0, begin), max(0, begin) + 200)
+                found.append(f"request {number}, {key}: {got[place]} instead of {want[place]}")
+    return found
