@@ -26,7 +26,7 @@ MAX_BAD_WORDS_CHARACTERS: Final = 16384
 
 MAX_STOP_TOKEN_IDS: Final = 1024
 MAX_LOGPROB_TOKEN_IDS: Final = 128
-"""As many as vLLM allows."""
+"""Maximum number of listed tokens of a request, as in vLLM."""
 
 MAX_N: Final = 128
 

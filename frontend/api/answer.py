@@ -67,9 +67,9 @@ class Answer(ABC, Generic[Request]):
     def whole(self, outputs: list[Delta]) -> Json:
         """Return the complete response body."""
 
-    @abstractmethod
     def chunks(self) -> ChunkEncoder:
-        """Return the encoder that writes the response as stream chunks."""
+        """Return the encoder that writes the response as stream chunks. Responses that are never streamed have none."""
+        raise NotImplementedError
 
     def render_choices(
         self, outputs: list[Delta], render: Callable[[int, int], Json]

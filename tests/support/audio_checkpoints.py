@@ -38,7 +38,7 @@ MODELS = (
 """Kinds of models. "qwen3_asr thinker" has the layout of Qwen's own checkpoints, others have that of transformers."""
 
 OMNI_MODELS = ("qwen2_5_omni", "qwen3_omni")
-"""Those that read images as well, in the layout of Qwen's own checkpoints."""
+"""Kinds of models that read images as well as audio, in the layout of Qwen's own checkpoints."""
 
 _PARTS = {
     "qwen2_audio": ("<|audio_bos|>", "<|AUDIO|>", "<|audio_eos|>"),

@@ -19,7 +19,6 @@ from ..routes.completions import Completions, NewPromptAnswer
 from ..schema import CompletionRequest
 from ..schema.vllm import GenerativeScoringRequest
 from ..serving import Serving
-from ..streaming.event_stream import ChunkEncoder
 
 
 class LabelPrompts(CompletionRequest, kw_only=True):
@@ -131,7 +130,3 @@ class ScoringAnswer(PromptAnswer):
             logprobs -= np.logaddexp.reduce(logprobs)
         scores: list[float] = np.exp(logprobs).tolist()
         return scores
-
-    def chunks(self) -> ChunkEncoder:
-        """Raise an error, because scores are not streamed."""
-        raise NotImplementedError

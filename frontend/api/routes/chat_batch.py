@@ -21,7 +21,6 @@ from ..logprobs import Json
 from ..prompts import verify_num_sequences
 from ..schema import BatchChatCompletionRequest, ChatCompletionRequest
 from ..serving import Serving
-from ..streaming.event_stream import ChunkEncoder
 from .chat_completions import ChatCompletions
 
 
@@ -104,6 +103,3 @@ class _Answer(Answer[ChatCompletionRequest]):
 
     def usage_so_far(self) -> Json:
         return self._count_usage(predicts=self.request.prediction is not None)
-
-    def chunks(self) -> ChunkEncoder:
-        raise NotImplementedError("batches are not streamed")

@@ -1,4 +1,4 @@
-"""What Kimi K3 adds to a Kimi Linear of transformers."""
+"""A reference for Kimi K3: the Kimi Linear of transformers with the parts that Kimi K3 adds."""
 
 from __future__ import annotations
 
