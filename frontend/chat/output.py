@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass, field
 
-import msgspec
-
 from .detection import ReasoningParser
 from .tool_calls import ToolCallDelta, ToolParser
 
@@ -33,23 +31,6 @@ class ChatOutputParser:
         self._read_calls(delta, finished)
         return delta
 
-    def parse(self, text: str, *, is_cut: bool) -> MessageDelta:
-        """Return the message for a whole text, which may end anywhere if `is_cut`.
-
-        A call with incomplete arguments is dropped. If no other call is left, the whole text is content.
-        """
-        delta = self._split_reasoning(text, finished=True)
-        answer = delta.content
-        self._read_calls(delta, finished=True)
-        if is_cut and delta.tool_calls:
-            last = delta.tool_calls[-1].index
-            arguments = (call.arguments for call in delta.tool_calls if call.index == last)
-            if not _is_json_object("".join(arguments)):
-                delta.tool_calls = [call for call in delta.tool_calls if call.index != last]
-                if not delta.tool_calls:
-                    delta.content = answer
-        return delta
-
     def _split_reasoning(self, text: str, finished: bool) -> MessageDelta:
         delta = MessageDelta(content=text)
         if self._reasoning is not None:
@@ -68,11 +49,3 @@ class ChatOutputParser:
                 pieces.append(self._tools.finish())
             delta.content = "".join(piece.content for piece in pieces)
             delta.tool_calls = [call for piece in pieces for call in piece.tool_calls]
-
-
-def _is_json_object(text: str) -> bool:
-    try:
-        msgspec.json.decode(text, type=dict[str, msgspec.Raw])
-    except (msgspec.DecodeError, RecursionError):
-        return False
-    return True

@@ -137,7 +137,7 @@ class MessagesAnswer(ChatAnswer):
     def whole(self, outputs: list[Delta]) -> Json:
         """Return the complete response body."""
         [output] = outputs
-        message = self.choices[0].read_whole(output)
+        message = self.choices[0].read(output)
         blocks: list[Json] = []
         for kind, text in (("thinking", message.reasoning), ("text", message.content)):
             if text:

@@ -52,7 +52,7 @@ class _OllamaAnswer(ChatAnswer):
     def whole(self, outputs: list[Delta]) -> Json:
         """Return the complete response body."""
         [output] = outputs
-        message = self.choices[0].read_whole(output)
+        message = self.choices[0].read(output)
         calls = CallCollector()
         found = [*calls.add(message.tool_calls), *calls.finish()]
         return (

@@ -101,7 +101,7 @@ class ResponsesAnswer(ChatAnswer):
     def whole(self, outputs: list[Delta]) -> Json:
         """Return the complete response body."""
         [output] = outputs
-        message = self.choices[0].read_whole(output)
+        message = self.choices[0].read(output)
         builder = self.new_builder(lambda kind, **fields: None)
         builder.add(message, self.render_logprobs(output))
         return self.finish(builder, output)

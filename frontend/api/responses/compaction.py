@@ -105,7 +105,7 @@ class CompactionAnswer(ResponsesAnswer):
     def whole(self, outputs: list[Delta]) -> Json:
         """Return the complete response body."""
         [output] = outputs
-        summary = self.choices[0].read_whole(output).content.strip()
+        summary = self.choices[0].read(output).content.strip()
         identifier = f"resp_{self.envelope['id'].removeprefix('chatcmpl-')}"
         item = {
             "id": item_id("compaction", new_id("resp"), 0),

@@ -303,26 +303,19 @@ class ChatChoice:
         return self._reasoning.num_reasoning_tokens(self._token_ids, self._answer.serving.tokenizer)
 
     def read(self, delta: Delta) -> MessageDelta:
-        """Return the message fields that a piece of a stream adds."""
+        """Return the message fields that a piece of the text adds: a delta of a stream, or the whole text.
+
+        A call that was cut off has the arguments that the model wrote before.
+        """
         is_end = delta.finish_reason is not None
         message = self._parser.feed(delta.text, is_end)
-        return self._finish(message, delta, is_end=is_end)
-
-    def read_whole(self, delta: Delta) -> MessageDelta:
-        """Return the whole message."""
-        message = self._parser.parse(delta.text, is_cut=_is_cut(delta))
-        return self._finish(message, delta, is_end=True)
-
-    def _finish(self, message: MessageDelta, delta: Delta, *, is_end: bool) -> MessageDelta:
         if self._reasoning is not None:
             self._token_ids += delta.token_ids
             if self._answer.request.include_reasoning is False:
                 message.reasoning = ""
         if not self._answer.tools.is_parallel:
             message.tool_calls = [call for call in message.tool_calls if call.index == 0]
-        message.tool_calls = self.calls.translate(
-            message.tool_calls, is_end=is_end, is_cut=_is_cut(delta)
-        )
+        message.tool_calls = self.calls.translate(message.tool_calls, is_end=is_end)
         self.called_tools |= bool(message.tool_calls)
         return message
 
@@ -340,11 +333,6 @@ class ChatChoice:
         elif not request.stream:
             choice["token_ids"] = None
         return choice
-
-
-def _is_cut(delta: Delta) -> bool:
-    """Return whether the text may be cut off anywhere: at `max_tokens`, a deadline, or a stop string of the request."""
-    return delta.finish_reason == "length" or delta.stop_reason is not None
 
 
 class ChatAnswer(Answer[ChatCompletionRequest]):
@@ -405,7 +393,7 @@ class ChatAnswer(Answer[ChatCompletionRequest]):
         return ChatChunks(self).with_progress()
 
     def _message(self, choice: ChatChoice, output: Delta) -> Json:
-        delta = choice.read_whole(output)
+        delta = choice.read(output)
         content = self.echoed + delta.content
         message: Json = {"role": self.role, "content": content, "refusal": None}
         if delta.tool_calls:
@@ -477,7 +465,8 @@ class ChatChunks(Chunks[ChatAnswer]):
     def _opening(self, index: int) -> bytes:
         """Return the chunk with the role, and the chunk with the echoed text if there is one."""
         answer = self._answer
-        delta = {"role": answer.role, "content": ""}
+        # A helper that joins deltas gets the message of a whole answer, which has no content beside forced calls.
+        delta = {"role": answer.role, "content": None if answer.tools.constraint else ""}
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
         more: Json = {}
         if answer.request.return_token_ids:

@@ -18,19 +18,14 @@ class CallWriter:
         self._inputs = _CustomInputs(tools)
         self._custom_indices: set[int] = set()
 
-    def translate(
-        self, deltas: list[ToolCallDelta], *, is_end: bool, is_cut: bool
-    ) -> list[ToolCallDelta]:
-        """Return the calls, where a custom tool's input replaces the arguments that contain it.
-
-        At the end of a text that `is_cut`, a call with incomplete arguments is dropped.
-        """
+    def translate(self, deltas: list[ToolCallDelta], *, is_end: bool) -> list[ToolCallDelta]:
+        """Return the calls, where a custom tool's input replaces the arguments that contain it."""
         if not self._tools.custom:
             return deltas
         if not self._tools.writes_input:
             deltas = self._inputs.read(deltas)
             if is_end:
-                deltas += self._inputs.finish(is_cut)
+                deltas += self._inputs.finish()
         self._custom_indices |= {d.index for d in deltas if d.name in self._tools.custom}
         return deltas
 
@@ -90,32 +85,34 @@ class _CustomInputs:
             if self._open is not None and delta.index == self._open.index:
                 self._arguments.append(delta.arguments)
                 continue
-            ready += self.finish(is_cut=False)
+            ready += self.finish()
             if delta.name in self._names:
                 self._open, self._arguments = delta, [delta.arguments]
             else:
                 ready.append(delta)
         return ready
 
-    def finish(self, is_cut: bool) -> list[ToolCallDelta]:
-        """Return the call that was held back."""
+    def finish(self) -> list[ToolCallDelta]:
+        """Return the call that was held back. If its arguments were cut off, it has the input up to there."""
         if self._open is None:
             return []
         call, self._open = self._open, None
-        arguments = "".join(self._arguments)
-        text = _input_in(arguments)
-        if text is None and is_cut:
-            return []
-        return [ToolCallDelta(call.index, call.id, call.name, arguments if text is None else text)]
+        text = _input_in("".join(self._arguments))
+        return [ToolCallDelta(call.index, call.id, call.name, text)]
 
 
-def _input_in(arguments: str) -> str | None:
-    """Return the input in a call's arguments; None if the arguments have another form."""
-    try:
-        fields = msgspec.json.decode(arguments, type=dict[str, object])
-    except (msgspec.DecodeError, RecursionError):
-        return None
-    text = fields.get(CUSTOM_INPUT)
-    if text is None and len(fields) == 1:
-        [text] = fields.values()
-    return text if isinstance(text, str) else None
+def _input_in(arguments: str) -> str:
+    """Return the input in a call's arguments, which may be cut off; all of them if they have another form."""
+    # An escape has at most 12 characters: two halves of a surrogate pair.
+    for end in range(len(arguments), max(0, len(arguments) - 12), -1):
+        for rest in ("", '"}'):
+            try:
+                fields = msgspec.json.decode(arguments[:end] + rest, type=dict[str, object])
+            except (msgspec.DecodeError, RecursionError):
+                continue
+            text = fields.get(CUSTOM_INPUT)
+            if text is None and len(fields) == 1:
+                [text] = fields.values()
+            return text if isinstance(text, str) else arguments
+    is_cut = arguments.lstrip().startswith("{") and not arguments.rstrip().endswith("}")
+    return "" if is_cut else arguments

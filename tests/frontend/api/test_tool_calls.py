@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from typing import Any
 
 import openai
 import pytest
@@ -72,44 +73,66 @@ def may_write(frontend: FrontendProcess, text: str) -> bool:
     return matcher.try_consume_tokens(token_ids) == len(token_ids) and matcher.is_accepting()
 
 
+def joined(choices: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the message of a stream, with its calls as in a whole answer."""
+    content = "".join(choice["delta"].get("content") or "" for choice in choices)
+    calls: list[dict[str, Any]] = []
+    for piece in (each for choice in choices for each in choice["delta"].get("tool_calls", [])):
+        if "id" in piece:
+            calls.append({"id": piece["id"], "type": piece["type"], piece["type"]: {}})
+        kind = calls[piece["index"]]["type"]
+        for name, text in piece[kind].items():
+            body = calls[piece["index"]][kind]
+            body[name] = body.get(name, "") + text
+    return {"content": content, "calls": calls}
+
+
+def ask_both(frontend: FrontendProcess, text: str, **options: Any) -> dict[str, Any]:
+    """Return the choice of a whole answer, after a check that a stream has the same message."""
+    choice = ask(frontend, text, **options)
+    message = choice["message"]
+    streamed = joined(stream(frontend, text, **options))
+    assert streamed["content"] == (message["content"] or "")
+    shown = [each | {"id": ""} for each in message.get("tool_calls", [])]
+    assert [each | {"id": ""} for each in streamed["calls"]] == shown
+    return choice
+
+
 @pytest.mark.parametrize(("choice", "text"), [("required", CALLS), (NAMED, ARGUMENTS)])
-def test_truncated_forced_call_is_text(
+def test_truncated_forced_call_has_the_arguments_so_far(
     frontend: FrontendProcess, choice: object, text: str
 ) -> None:
     options = {"tools": [WEATHER, TIME], "tool_choice": choice}
     token_ids = frontend.tokenizer.encode(text)
-    complete = frontend.tokenizer.decode(token_ids).index("}") + (2 if choice == "required" else 1)
     for num_tokens in range(1, len(token_ids)):
         written = frontend.tokenizer.decode(token_ids[:num_tokens])
-        cut = ask(frontend, text, max_tokens=num_tokens, **options)
+        cut = ask_both(frontend, text, max_tokens=num_tokens, **options)
         assert cut["finish_reason"] == "length"
-        calls = cut["message"].get("tool_calls", [])
-        if len(written) < complete - 1:
-            assert not calls and cut["message"]["content"] == written.strip()
-        for call in calls:
-            assert isinstance(json.loads(call["function"]["arguments"]), dict)
-    whole = ask(frontend, text, **options)
+        if calls := cut["message"].get("tool_calls", []):
+            assert calls[-1]["function"]["arguments"].strip() in written
+        else:
+            assert cut["message"]["content"] == written.strip()
+    whole = ask_both(frontend, text, **options)
     assert whole["message"]["content"] is None and whole["message"]["tool_calls"]
 
 
-def test_call_truncated_by_a_stop_string_is_text(frontend: FrontendProcess) -> None:
-    cut = ask(frontend, ARGUMENTS, tools=[WEATHER], tool_choice=NAMED, stop="Os")
-    assert cut["message"]["content"] == '{"city": "' and "tool_calls" not in cut["message"]
+def test_call_truncated_by_a_stop_string_has_the_arguments_so_far(
+    frontend: FrontendProcess,
+) -> None:
+    cut = ask_both(frontend, ARGUMENTS, tools=[WEATHER], tool_choice=NAMED, stop="Os")
+    [call] = cut["message"]["tool_calls"]
+    assert call["function"]["arguments"] == '{"city": "'
     assert (cut["finish_reason"], cut["stop_reason"]) == ("stop", "Os")
 
 
-def test_truncated_automatic_call_is_text(frontend: FrontendProcess) -> None:
+def test_truncated_automatic_call_has_the_arguments_so_far(frontend: FrontendProcess) -> None:
     text = "I look. " + hermes(("get_time", {}), ("get_weather", {"city": "Oslo"}))
     num_tokens = len(frontend.tokenizer.encode(text[: text.index("Oslo")]))
-    cut = ask(frontend, text, tools=[WEATHER, TIME], max_tokens=num_tokens)
-    [call] = cut["message"]["tool_calls"]
-    assert call["function"] == {"name": "get_time", "arguments": "{}"}
-    assert (cut["message"]["content"], cut["finish_reason"]) == ("I look.", "length")
-    text = "I look. " + hermes(("get_weather", {"city": "Oslo"}))
-    num_tokens = len(frontend.tokenizer.encode(text[: text.index("Oslo")]))
-    cut = ask(frontend, text, tools=[WEATHER, TIME], max_tokens=num_tokens)
-    assert "tool_calls" not in cut["message"]
-    assert cut["message"]["content"].startswith("I look. <tool_call>\n{")
+    cut = ask_both(frontend, text, tools=[WEATHER, TIME], max_tokens=num_tokens)
+    [time, weather] = [call["function"] for call in cut["message"]["tool_calls"]]
+    assert time == {"name": "get_time", "arguments": "{}"}
+    assert weather["name"] == "get_weather" and weather["arguments"].startswith('{"city": "')
+    assert (cut["message"]["content"].strip(), cut["finish_reason"]) == ("I look.", "length")
 
 
 @pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
@@ -233,8 +256,11 @@ def test_custom_tools_can_be_forced(frontend: FrontendProcess) -> None:
     text = json.dumps([{"name": "shell", "parameters": {"input": "ls"}}])
     [call] = ask(frontend, text, tools=[SHELL], tool_choice="required")["message"]["tool_calls"]
     assert call["custom"] == {"name": "shell", "input": "ls"}
-    cut = ask(frontend, text, tools=[SHELL], tool_choice="required", max_tokens=9)["message"]
-    assert "tool_calls" not in cut and text.startswith(cut["content"])
+    for num_tokens in range(1, len(frontend.tokenizer.encode(text))):
+        options = {"tool_choice": "required", "max_tokens": num_tokens}
+        cut = ask_both(frontend, text, tools=[SHELL], **options)["message"]
+        [call] = cut.get("tool_calls") or [None]
+        assert call is None or call["custom"]["input"] in ("ls", "l", "")
 
 
 @pytest.mark.parametrize(
