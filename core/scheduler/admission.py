@@ -59,17 +59,19 @@ class _Room:
         "num_long",
         "num_partial",
         "num_sent",
+        "num_unused",
         "share",
         "starts",
     )
 
-    def __init__(self, plan: RunningPlan, budget: int, partial: list[bool], now: float) -> None:
-        """Start with the part of the step that `plan` leaves unused.
+    def __init__(self, plan: RunningPlan, most: int, partial: list[bool], now: float) -> None:
+        """Start with what `plan` leaves of a step of at most `most` tokens.
 
         `partial` has one entry per prompt that is being computed in chunks; it is true if that prompt is long.
         """
         self.now = now
-        self.budget = budget
+        self.budget = plan.num_left
+        self.num_unused = most - plan.num_tokens
         self.share = plan.share
         self.encoders = plan.encoders
         self.num_sent = 0
@@ -165,7 +167,7 @@ class Admission:
     def _has_room(self, request: Request, plan: RunningPlan, without: Sequence[int] = ()) -> bool:
         """Return whether a waiting request fits into the step next to `plan`, once the slots `without` are vacated."""
         manager = self._manager
-        budget = self._config.max_num_batched_tokens - plan.num_tokens
+        budget = plan.num_left
         if budget <= 0 or not (self._running.slots.num_free or without):
             return False
         prefix = manager.find_prefix(request)
@@ -189,20 +191,19 @@ class Admission:
     ) -> Admissions:
         """Admit waiting requests while tokens, slots and blocks last; if `suspect` is given, only that one."""
         queue, suspects, delay = self._queue, self._lifecycle.poison_isolation.suspects, self._delay
-        budget = self._config.max_num_batched_tokens - plan.num_tokens
         if not max_admitted:
             has_slot = self._running.slots.num_free > 0
             return self.admit_none(
                 AdmissionStop.PREEMPTION if has_slot else AdmissionStop.SEQUENCES
             )
-        if budget <= 0:
+        if plan.num_left <= 0:
             return self.admit_none(AdmissionStop.TOKENS)
         if not queue:
             return self.admit_none(AdmissionStop.NONE_LEFT)
         self._has_looked = True
         running, is_long = self._running, self._partial_prefills.is_long
         partial = [is_long(running[slot].num_tokens) for slot in running.prefilling]
-        room = _Room(plan, budget, partial, now)
+        room = _Room(plan, self._config.max_num_batched_tokens, partial, now)
         granted = room.admitted.granted
         self._put_back_unblocked(room.num_long)
         end: AdmissionStop | None = None
@@ -353,6 +354,7 @@ class Admission:
             if num_external:
                 room.admitted.loading.append(ScheduledRow(request, request.num_admissions))
         room.budget -= granted
+        room.num_unused -= granted
         room.num_sent += request.num_sent_tokens
         room.num_partial += is_partial
         room.num_long += is_long
@@ -365,7 +367,7 @@ class Admission:
 
         Return 0 if the request failed because an input is unavailable.
         """
-        most = num_computed + (room.budget if granted else 0)
+        most = num_computed + (room.num_unused if granted else 0)
         end = self._encoders.fit_inputs(
             encoders, request, num_computed, num_computed + granted, most
         )

@@ -131,7 +131,7 @@ class DecodeFastPath:
         self._num_left -= 1
         self._num_repeated += 1
         self._slots.advance_deferred(batch.slots)
-        self._results.add_step(StepInFlight(step, batch, batch, [], [], now, False, [], None))
+        self._results.add_step(StepInFlight(step, batch, batch, [], [], now, False, 0, [], None))
         stats = self._lifecycle.stats
         stats.num_steps += 1
         stats.num_scheduled_tokens += len(batch.slots)

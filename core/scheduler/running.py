@@ -24,8 +24,9 @@ class RunningPlan(NamedTuple):
 
     `wanted` is the number of tokens that each row could compute, and `needed` the same without drafts. `granted` is
     what the limits of the step allow, and `computed` the number of computed tokens after the step. `growth` are the
-    blocks that must be allocated for it. `share` is the maximum number of tokens of one prompt in the step; slightly
-    more are allowed if that completes the prompt. `encoders` is None until a request has encoder inputs.
+    blocks that must be allocated for it. `num_prompt_tokens` of the `num_tokens` belong to prompts, and prompts that
+    are admitted to the step may have `num_left` more. `share` is the maximum number of tokens of one prompt in the
+    step; slightly more are allowed if that completes the prompt. `encoders` is None until a request has encoder inputs.
     """
 
     slots: SlotArray
@@ -35,6 +36,8 @@ class RunningPlan(NamedTuple):
     computed: Int64Array
     growth: Growth
     num_tokens: int
+    num_prompt_tokens: int
+    num_left: int
     share: int
     encoders: EncoderPlan | None
 
@@ -66,6 +69,7 @@ class RunningScheduler:
         self._running = lifecycle.running
         self._slots = lifecycle.running.slots
         self._queue = lifecycle.queue
+        self._may_split = config.enable_chunked_prefill
         self._partial_prefills = partial_prefills
         self._checkpoints = checkpoints
         self._encoders = encoders
@@ -94,7 +98,7 @@ class RunningScheduler:
             # Drafts get only the tokens that all requests leave unused.
             spare = max(self._max_num_batched_tokens - int(needed.sum()), 0)
             wanted = needed + np.clip(spare - (np.cumsum(drafts) - drafts), 0, drafts)
-        granted, share = self._limit(slots, wanted)
+        granted, share, most_of_prompts = self._limit(slots, wanted)
         encoders = None
         if self._encoders.are_in_use:
             possible = wanted
@@ -107,7 +111,7 @@ class RunningScheduler:
                 # Give the unused tokens to later requests. They may then release the encoder cache space that these
                 # wait for.
                 possible = np.where(is_cut, fitted, possible)
-                granted, share = self._limit(slots, possible)
+                granted, share, most_of_prompts = self._limit(slots, possible)
             granted = fitted
         if self._checkpoints.are_in_use and self._running.prefilling:
             granted = self._end_on_blocks(slots, computed, granted)
@@ -116,8 +120,21 @@ class RunningScheduler:
         if self._drafts is not None:
             to_hold = np.minimum(computed + self._drafts.num_lookahead_tokens, most)
         growth = self._manager.tables.plan_growth(slots, to_hold)
+        num_tokens, num_prompt_tokens = int(granted.sum()), 0
+        if self._running.prefilling:
+            num_prompt_tokens = int(granted[self._is_prefilling(slots)].sum())
         return RunningPlan(
-            slots, needed, wanted, granted, computed, growth, int(granted.sum()), share, encoders
+            slots,
+            needed,
+            wanted,
+            granted,
+            computed,
+            growth,
+            num_tokens,
+            num_prompt_tokens,
+            min(self._max_num_batched_tokens - num_tokens, most_of_prompts - num_prompt_tokens),
+            share,
+            encoders,
         )
 
     def _may_verify(self) -> bool:
@@ -127,27 +144,35 @@ class RunningScheduler:
         """
         return self._micro_batches is None or not (self._running.prefilling or self._queue)
 
-    def _limit(self, slots: SlotArray, wanted: Int64Array) -> tuple[Int64Array, int]:
+    def _limit(self, slots: SlotArray, wanted: Int64Array) -> tuple[Int64Array, int, int]:
         """Reduce the wanted tokens to the limits of the step, in order of admission.
 
-        Return the granted tokens, and the maximum number of tokens of one prompt.
+        Return the granted tokens, and the maximum numbers of tokens of one prompt and of all prompts.
         """
         limits = self._partial_prefills
         prefilling = self._running.prefilling
         if self._micro_batches is not None:
             wanted = self._micro_batches.limit_decodes(slots, wanted, self._is_prefilling(slots))
-        if prefilling:
-            is_prefill = self._is_prefilling(slots)
-            num_decodes = int(wanted[~is_prefill].sum())
-            share = limits.share(num_decodes, len(prefilling), self._count_joining())
+        is_prefill = self._is_prefilling(slots) if prefilling else None
+        num_decodes = int((wanted if is_prefill is None else wanted[~is_prefill]).sum())
+        most = self._limit_prompts(num_decodes)
+        num_left = min(most, self._max_num_batched_tokens - num_decodes)
+        share = limits.share(num_left, len(prefilling), self._count_joining())
+        if is_prefill is not None:
             wanted = limits.cap_rows(wanted, is_prefill, share)
-        else:
-            share = limits.share(int(wanted.sum()), 0, self._count_joining())
+            of_prompts = np.where(is_prefill, wanted, 0)
+            if of_prompts.sum() > most:
+                wanted = np.where(is_prefill, _cut_to(of_prompts, most), wanted)
+        if wanted.sum() > self._max_num_batched_tokens:
+            wanted = _cut_to(wanted, self._max_num_batched_tokens)
+        return wanted, share, most
+
+    def _limit_prompts(self, num_decodes: int) -> int:
+        """Return the maximum number of tokens of all prompts in a step that decodes `num_decodes` tokens."""
         budget = self._max_num_batched_tokens
-        if wanted.sum() > budget:
-            before = np.cumsum(wanted) - wanted
-            wanted = np.clip(budget - before, 0, wanted)
-        return wanted, share
+        if not num_decodes or not self._may_split:
+            return budget
+        return self._partial_prefills.pace.limit_tokens(budget)
 
     def _count_joining(self) -> int:
         """Return how many waiting prompts may start in the step; 0 if prompts do not share it."""
@@ -218,3 +243,10 @@ class RunningScheduler:
             if num_computed >= num_prefill_tokens:
                 self._running.complete_prefill(request)
         return samples
+
+
+def _cut_to(wanted: Int64Array, most: int) -> Int64Array:
+    """Return `wanted` with later rows reduced, so that the sum is at most `most`."""
+    before = np.cumsum(wanted) - wanted
+    cut: Int64Array = np.clip(most - before, 0, wanted)
+    return cut

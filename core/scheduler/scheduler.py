@@ -152,13 +152,13 @@ class Scheduler(SchedulerInterface):
             micro_batches = MicroBatches(
                 config.num_micro_batches, config.max_num_seqs, self._results, awaits_tokens
             )
-        partial_prefills = PartialPrefills(config, cache_config, max_model_len)
-        self._queue.long_prompt_tokens = partial_prefills.long_prompt_tokens
+        self._partial_prefills = PartialPrefills(config, cache_config, max_model_len)
+        self._queue.long_prompt_tokens = self._partial_prefills.long_prompt_tokens
         checkpoints = StateCheckpoints(config, cache_config, kv_cache_groups)
         self._running_scheduler = RunningScheduler(
             config,
             lifecycle,
-            partial_prefills=partial_prefills,
+            partial_prefills=self._partial_prefills,
             checkpoints=checkpoints,
             encoders=self._encoders,
             drafts=self._drafts,
@@ -171,7 +171,7 @@ class Scheduler(SchedulerInterface):
             config,
             lifecycle,
             running_scheduler=self._running_scheduler,
-            partial_prefills=partial_prefills,
+            partial_prefills=self._partial_prefills,
             checkpoints=checkpoints,
             encoders=self._encoders,
             drafts=self._drafts,
@@ -403,6 +403,7 @@ class Scheduler(SchedulerInterface):
             self.invariant_violations += violations
             self.lifecycle.stats.num_invariant_violations += len(violations)
         step, outputs = self._results.apply_output(scheduler_output, model_runner_output, now)
+        self._partial_prefills.pace.record_step(step, now)
         if step.has_prefill and self._delay is not None:
             self._delay.record_prefill(now - step.scheduled_at)
         return outputs

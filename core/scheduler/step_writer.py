@@ -84,6 +84,7 @@ class StepWriter:
             constrained,
             now,
             has_prefill,
+            plan.num_prompt_tokens + sum(admitted.granted),
             admitted.loading,
             num_drafts[samples] if num_drafts is not None and drafts else None,
             self._find_progress(),

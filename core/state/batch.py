@@ -113,10 +113,10 @@ class StepInFlight(msgspec.Struct, frozen=True, gc=False):
     """A step that was sent to the workers and whose output has not arrived.
 
     `sampling` are the rows that sample a token, in batch order. `prefilled` are the requests that get their first token
-    since their admission. `constrained` are the rows of the step's `grammar_slots`. `loading` are the rows for which a
-    KV connector loads blocks in this step. `num_drafts` is the number of drafts of each row that samples; None if there
-    are no drafts. `progress` has the number of computed tokens of each request that reports its progress and does not
-    get its first token yet.
+    since their admission. `num_prompt_tokens` of the step's tokens belong to prompts. `constrained` are the rows of the
+    step's `grammar_slots`. `loading` are the rows for which a KV connector loads blocks in this step. `num_drafts` is
+    the number of drafts of each row that samples; None if there are no drafts. `progress` has the number of computed
+    tokens of each request that reports its progress and does not get its first token yet.
     """
 
     step: int
@@ -126,6 +126,7 @@ class StepInFlight(msgspec.Struct, frozen=True, gc=False):
     constrained: list[ScheduledRow]
     scheduled_at: float
     has_prefill: bool
+    num_prompt_tokens: int
     loading: list[ScheduledRow]
     num_drafts: Int64Array | None
     progress: list[tuple[ScheduledRow, int]] = []

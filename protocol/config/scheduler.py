@@ -168,6 +168,17 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     long_prefill_token_threshold: Annotated[
         int, option("Maximum tokens of one prompt per step; 0: unlimited", ge=0)
     ] = 0
+    prefill_step_ms: Annotated[
+        float,
+        option(
+            "Longest step with prompts while others decode, in ms; 0: unlimited",
+            ge=0,
+            le=60_000,
+            on_cpu=150,
+            metavar="MS",
+            default_text="150 on a CPU, otherwise 0",
+        ),
+    ] = 0.0
     enable_chunked_prefill: Annotated[
         bool, option("Split long prompts over several steps, batched with other requests' tokens")
     ] = True

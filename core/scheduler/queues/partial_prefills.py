@@ -7,6 +7,7 @@ import numpy as np
 from ....protocol.arrays import BoolArray, Int64Array
 from ....protocol.config import CacheConfig, SchedulerConfig
 from ....protocol.errors import ConfigError
+from .prefill_pace import PrefillPace
 
 DEFAULT_LONG_SHARE = 0.04
 """A prompt is long if it has more than this fraction of max_model_len, unless a threshold is configured."""
@@ -32,6 +33,7 @@ class PartialPrefills:
                 f"max_long_partial_prefills={self.max_num_long} exceeds "
                 f"max_num_partial_prefills={self.max_num}"
             )
+        self.pace = PrefillPace(config.prefill_step_ms)
         self._budget = config.max_num_batched_tokens
         self._chunk = config.long_prefill_token_threshold
         self._long = self._chunk or max(1, int(max_model_len * DEFAULT_LONG_SHARE))
@@ -54,15 +56,16 @@ class PartialPrefills:
         """Length in tokens above which a prompt may have to wait for other long ones; 0 if no prompt has to."""
         return self._long if self.max_num and self.max_num_long else 0
 
-    def share(self, num_decodes: int, num_prefilling: int, num_joining: int) -> int:
+    def share(self, num_tokens: int, num_prefilling: int, num_joining: int) -> int:
         """Return the maximum number of tokens of one prompt in a step; a few more may complete it.
 
-        `num_joining` prompts may start in the step, in addition to the `num_prefilling` ones that are being computed.
+        All prompts together have `num_tokens`. `num_joining` of them may start in the step, in addition to the
+        `num_prefilling` ones that are being computed.
         """
         share = self._budget
         if self.max_num:
             num_sharing = max(num_prefilling, min(self.max_num, num_prefilling + num_joining), 1)
-            share = max(1, (self._budget - num_decodes) // num_sharing)
+            share = max(1, num_tokens // num_sharing)
         return min(share, self._chunk) if self._chunk else share
 
     def cap(self, wanted: int, share: int) -> int:

@@ -144,3 +144,48 @@ def test_2_4_a_deferred_long_prompt_can_be_aborted():
 def test_2_4_max_long_partial_prefills_must_not_exceed_max_num_partial_prefills():
     with pytest.raises(ConfigError, match="max_long_partial_prefills=3 exceeds"):
         Harness(max_num_partial_prefills=2, max_long_partial_prefills=3)
+
+
+@pytest.mark.parametrize("has_stream", [False, True])
+def test_prompts_take_at_most_the_configured_time_while_a_stream_decodes(has_stream):
+    harness = Harness(
+        max_num_batched_tokens=512,
+        max_model_len=2048,
+        num_blocks=2048,
+        max_in_flight=1,
+        prefill_step_ms=60_000,
+    )
+    sizes = []
+
+    def step() -> None:
+        assert harness.schedule() is not None
+        sizes.append(sum(count for count in harness.batch.values() if count > 1))
+        # A step takes 2 s, and each token of a prompt another 1.5 s.
+        harness.now += 1.0 + 1.5 * sizes[-1]
+        harness.update()
+
+    harness.add([1] * 40, 100 if has_stream else 1)
+    step()
+    long, late = harness.add([2] * 1000, 2), harness.add([3] * 100, 2)
+    while not (harness.received[long].is_over and harness.received[late].is_over):
+        step()
+    assert max(sizes[1:]) == (38 if has_stream else 512)
+    assert sum(sizes) == 1140
+    harness.drain()
+
+
+def test_prompts_get_some_tokens_beside_streams_however_slow_the_machine_is():
+    harness = Harness(
+        max_num_batched_tokens=256, max_in_flight=1, prefill_step_ms=1, max_model_len=512
+    )
+    harness.add([1] * 40, 100)
+    harness.step()
+    long = harness.add([2] * 200, 1)
+    num_steps = 0
+    while not harness.received[long].is_over:
+        harness.schedule()
+        harness.now += 1000.0
+        harness.update()
+        num_steps += 1
+    assert num_steps <= 2 + 200 // 32
+    harness.drain()
