@@ -55,7 +55,10 @@ def error_body(error: APIError, request_id: str) -> Json:
     """Return the body of an error in Anthropic's format."""
     default = "api_error" if error.status >= 500 else "invalid_request_error"
     kind = _ERROR_TYPES.get(error.status, default)
-    body: Json = {"type": "error", "error": {"type": kind, "message": error.message}}
+    shown: Json = {"type": kind, "message": error.message}
+    if error.code is not None:
+        shown["details"] = {"error_code": error.code}
+    body: Json = {"type": "error", "error": shown}
     return body | {"request_id": request_id} if request_id else body
 
 

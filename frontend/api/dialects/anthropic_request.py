@@ -13,6 +13,7 @@ from ...http.errors import bad_request, expect, wrong
 from ..logprobs import Json
 from ..schema import ChatCompletionRequest
 from ..schema.anthropic import MessagesRequest
+from .anthropic_tools import CLIENT_TOOLS, client_tool
 
 MAX_USER_CHARACTERS: Final = 256
 
@@ -54,6 +55,10 @@ def translate_messages(body: MessagesRequest) -> ChatCompletionRequest:
     """
     if body.messages is None:
         raise bad_request("messages", "is required")
+    if body.thread is not None:
+        # Clients recognize this code, and send the whole conversation instead.
+        problem = "is not supported; send the whole conversation"
+        raise bad_request("thread", problem, code="thread_unsupported_request")
     messages = [*_system(body.system)]
     for i, message in enumerate(body.messages):
         if (summary := _summary_in(message)) is not None:
@@ -310,8 +315,9 @@ def _tools(body: MessagesRequest) -> list[Json]:
         if changed.get("type") == "tool_definition" and block["type"] == "tool_addition":
             where = f"{place}.definition"
             definition = expect(changed.get("definition"), dict, where, "a tool")
-            name = _name(definition, "name", where)
-            known[name] = _tool(definition, where)
+            tool = _tool(definition, where)
+            name = _name(tool["function"], "name", where)
+            known[name] = tool
         elif changed.get("type") == "tool_reference":
             name = _name(changed, "name", place)
             if name not in known:
@@ -336,8 +342,13 @@ def _tool_changes(message: Json) -> Iterator[tuple[int, Json]]:
 
 def _tool(tool: Json, where: str) -> Json:
     kind = tool.get("type")
+    if isinstance(kind, str) and kind in CLIENT_TOOLS:
+        return client_tool(tool, where)
     if kind not in (None, "custom"):
-        raise wrong(f"{where}.type", '"custom", because this server runs no tools itself', kind)
+        expected = (
+            f'"custom" or {", ".join(CLIENT_TOOLS)}, because this server runs no tools itself'
+        )
+        raise wrong(f"{where}.type", expected, kind)
     schema = expect(tool.get("input_schema"), dict, f"{where}.input_schema", "a JSON schema")
     function: Json = {"name": tool.get("name"), "parameters": schema}
     function |= {name: tool[name] for name in ("description", "strict") if name in tool}

@@ -426,7 +426,6 @@ REFUSED: dict[str, str] = {
     "mcp_servers": "is not supported; this server runs no tools itself",
     "container": "is not supported; this server runs no tools itself",
     "compaction": "is not supported; ask for a summary in a message",
-    "thread": "is not supported; send the whole conversation",
     "post_sampling_probs": "is not supported; leave it out for the model's own probabilities",
 }
 """Rejected field -> the rest of the error message."""

@@ -32,7 +32,7 @@ class MessagesRequest(msgspec.Struct, kw_only=True):
     mcp_servers: Any = None
     container: Any = None
     compaction: Any = None
-    thread: Any = None
+    thread: dict[str, Any] | None = None
 
     # Accepted because clients send them; they have no effect.
     betas: list[str] | None = None

@@ -10,12 +10,12 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-import httpx
 import ollama
 import pytest
 from engine.frontend.media.documents.pdf import read_pdf
 from engine.protocol.errors import ParameterError
-from support.frontend_process import MODEL, FrontendProcess, sound_frontend
+from support.dialects import KEY, TOOLS, claude_client, dialect_frontend, num_tokens, options, user
+from support.frontend_process import MODEL, FrontendProcess
 from support.pdf import write_pdf
 from support.shown_prompts import ANSWER, PIXEL, SCHEMA, TEMPLATE
 
@@ -24,30 +24,16 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.slow
 
-KEY = "sesame"
-
 
 @pytest.fixture(scope="module")
 def frontend() -> Iterator[FrontendProcess]:
-    with sound_frontend(
-        step_s=0.0005,
-        tool_call_parser="hermes",
-        reasoning_parser="qwen3",
-        max_model_len=1024,
-        chat_template=TEMPLATE,
-        api_keys=(KEY,),
-    ) as process:
+    with dialect_frontend() as process:
         yield process
 
 
 @pytest.fixture
 def claude(frontend: FrontendProcess) -> Iterator[anthropic.Anthropic]:
-    # This import takes three seconds, which other test processes need not wait for.
-    import anthropic
-
-    with anthropic.Anthropic(
-        base_url=f"http://127.0.0.1:{frontend.port}", api_key=KEY, max_retries=0
-    ) as client:
+    with claude_client(frontend) as client:
         yield client
 
 
@@ -56,21 +42,6 @@ def llama(frontend: FrontendProcess) -> ollama.Client:
     return ollama.Client(
         f"http://127.0.0.1:{frontend.port}", headers={"Authorization": f"Bearer {KEY}"}
     )
-
-
-def num_tokens(frontend: FrontendProcess, text: str) -> int:
-    return len(frontend.tokenizer.encode(text))
-
-
-def user(text: str) -> list[dict]:
-    return [{"role": "user", "content": text}]
-
-
-def options(frontend: FrontendProcess, text: str) -> dict:
-    return {"model": MODEL, "max_tokens": num_tokens(frontend, text), "messages": user(text)}
-
-
-TOOLS = [{"name": "get_weather", "description": "Looks out.", "input_schema": SCHEMA}]
 
 
 def test_claude_message_has_blocks_and_usage(
@@ -184,48 +155,6 @@ def test_claude_conversation_reaches_the_template(
         tool_choice={"type": "tool", "name": "get_weather"},
     )
     assert forced.content[0].input == {"city": "Oslo"}
-
-
-def test_claude_summaries_and_changes_of_tools_apply(
-    frontend: FrontendProcess, claude: anthropic.Anthropic
-) -> None:
-    other = {"name": "find", "input_schema": {"type": "object"}}
-    added = {"type": "tool_definition", "definition": other}
-    weather = {"type": "tool_reference", "name": "get_weather"}
-    messages = [
-        {"role": "user", "content": "Long ago"},
-        {
-            "role": "assistant",
-            "content": [
-                {"type": "text", "text": "Yes"},
-                {"type": "compaction", "content": "They met."},
-                {"type": "fallback", "from": {"model": "a"}, "to": {"model": "b"}},
-            ],
-        },
-        {"role": "system", "content": [{"type": "tool_addition", "tool": added}]},
-        {
-            "role": "user",
-            "content": [
-                {"type": "text", "text": "So?"},
-                {"type": "tool_removal", "tool": weather},
-                {"type": "compaction", "content": None},
-            ],
-        },
-    ]
-    body: dict = {"model": MODEL, "messages": messages, "tools": TOOLS, "max_tokens": 60}
-
-    def send() -> httpx.Response:
-        return frontend.http.post("/v1/messages", json=body, headers={"x-api-key": KEY})
-
-    summary = "Summary of the conversation before this message:\n\nThey met."
-    text = send().json()["content"][0]["text"]
-    assert text.startswith(f"[user:{summary}][user:So?]find")
-    body["tool_choice"] = {"type": "tool", "name": "get_weather"}
-    assert send().status_code == 400
-    messages.append({"role": "user", "content": [{"type": "tool_addition", "tool": weather}]})
-    assert send().status_code == 200
-    messages[3]["content"][1]["tool"] = {"type": "tool_reference", "name": "unknown"}
-    assert "messages[3].content[1].tool.name must be" in send().json()["error"]["message"]
 
 
 def document(content: bytes, **fields: str) -> dict:
