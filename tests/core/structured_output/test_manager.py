@@ -300,6 +300,12 @@ def test_an_invalid_grammar_fails_only_its_request(manager: StructuredOutputMana
     assert feed(manager, "ab", "good")
 
 
+def test_a_schema_that_refers_only_to_itself_is_called_so(manager: StructuredOutputManager) -> None:
+    manager.compile(0, schema({"$ref": "#"}))
+    [error] = await_events(manager).values()
+    assert error is not None and "no text matches it; it may refer only to itself" in error
+
+
 def test_a_token_against_the_grammar_ends_only_its_request(
     manager: StructuredOutputManager,
 ) -> None:
