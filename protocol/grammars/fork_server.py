@@ -233,9 +233,6 @@ def _problem(structured_output: StructuredOutput, error: BaseException) -> str:
             reason = error.reason
         case _:
             reason = shorten_error(str(error))
-    if reason == "NoExtensionBias":
-        # llguidance's name for a start state without a next token.
-        reason = "no text matches it; it may refer only to itself"
     reason = reason.replace("float", "number")
     return f"is not a {structured_output.kind.value} that can be compiled: {reason}"
 
