@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -365,36 +365,12 @@ def _tokenizer_eos(path: Path) -> list[int]:
     directory = path if path.is_dir() else path.parent
     config = TokenizerConfig(directory)
     text = config.named_tokens.get("eos_token")
-    return [id_ for id_, content in _added_tokens(directory, config) if content == text][:1]
+    id_ = None if text is None else config.added_token_id(text)
+    return [] if id_ is None else [id_]
 
 
 def _gguf_eos(gguf: GGUFFile) -> list[int]:
     return GGUFFields(gguf.metadata, gguf.path, "tokenizer.ggml.").token_ids("eos_token_id")
-
-
-class _AddedToken(msgspec.Struct):
-    id: int
-    content: str
-
-
-class _TokenizerFile(msgspec.Struct):
-    """The fields of tokenizer.json that are needed. Other fields, such as the vocabulary, are skipped."""
-
-    added_tokens: list[_AddedToken] = []
-
-
-def _added_tokens(directory: Path, config: TokenizerConfig) -> Iterator[tuple[int, str]]:
-    for id_, token in config.added_tokens:
-        yield id_, token.text("content", "")
-    path = directory / "tokenizer.json"
-    if path.is_file():
-        try:
-            tokens = msgspec.json.decode(path.read_bytes(), type=_TokenizerFile).added_tokens
-        except msgspec.DecodeError as error:
-            raise CheckpointError(
-                path, f"not a valid tokenizer ({error}); download it again"
-            ) from error
-        yield from ((token.id, token.content) for token in tokens)
 
 
 def _default_sampling(options: ModelOptions, generation: ConfigFields) -> dict[str, float | int]:

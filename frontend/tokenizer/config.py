@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
+
+import msgspec
 
 from ...protocol.checkpoint.config_fields import ConfigFields
 from ...protocol.errors import CheckpointError
 
 _NAMED = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+
+class _AddedToken(msgspec.Struct):
+    id: int
+    content: str
+
+
+class _TokenizerFile(msgspec.Struct):
+    """The fields of tokenizer.json that are needed. Other fields, such as the vocabulary, are skipped."""
+
+    added_tokens: list[_AddedToken] = []
 
 
 class TokenizerConfig:
@@ -40,6 +54,27 @@ class TokenizerConfig:
         if (file := self._directory / "chat_template.jinja").is_file():
             templates["default"] = _read_text(file)
         return templates
+
+    def added_token_id(self, text: str) -> int | None:
+        """Return the ID of the added token with this text, also of one in tokenizer.json; None if there is none.
+
+        Raises:
+            CheckpointError: tokenizer.json is not valid.
+        """
+        listed = ((id_, token.text("content", "")) for id_, token in self.added_tokens)
+        found = (id_ for id_, content in chain(listed, self._tokens_of_file()) if content == text)
+        return next(found, None)
+
+    def _tokens_of_file(self) -> Iterator[tuple[int, str]]:
+        path = self._directory / "tokenizer.json"
+        if path.is_file():
+            try:
+                tokens = msgspec.json.decode(path.read_bytes(), type=_TokenizerFile).added_tokens
+            except msgspec.DecodeError as error:
+                raise CheckpointError(
+                    path, f"not a valid tokenizer ({error}); download it again"
+                ) from error
+            yield from ((token.id, token.content) for token in tokens)
 
     def _named_tokens(self) -> Iterator[tuple[str, str]]:
         """Yield the named tokens, each of which is stored as a string or as {"content": ...}."""

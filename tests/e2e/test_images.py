@@ -58,6 +58,7 @@ def server(grid: Model) -> Iterator[Server]:
     [
         ("smolvlm", ()),
         ("internvl", ("--cpu-backend", "torch", "-tp", "2")),
+        ("internvl_chat", ("-tp", "2")),
     ],
 )
 def test_answers_equal_those_of_transformers(

@@ -39,6 +39,7 @@ def image_mark(kind: str) -> str:
         "qianfan_ocr": "<IMG_CONTEXT>",
         "gemma3": "<start_of_image>",
     }
+    marks["internvl_chat"] = "<image>"
     marks["cohere2_vision"] = COHERE_MARKS["image"]
     marks |= dict.fromkeys(SIZED_MODELS, "[IMG]") | {"llama4": LLAMA4_MARKS["image"]}
     return marks.get(kind.split("-")[0], "<image>")

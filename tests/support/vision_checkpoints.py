@@ -19,6 +19,7 @@ from support.image_marks import (
     family_marks,
     image_mark,
 )
+from support.published_internvl import as_published
 from support.tiny_checkpoints import sentencepiece_tokenizer
 
 TEXT_SIZES = {
@@ -98,6 +99,8 @@ def vision_directory(
         tensors = load_file(file)
         assert any(name.startswith(wrong) for name in tensors)
         save_file({k.replace(wrong, "language_model.model."): x for k, x in tensors.items()}, file)
+    if kind == "internvl_chat":
+        as_published(directory)
     tokenizer.save_pretrained(directory)
     (directory / "preprocessor_config.json").write_text(json.dumps(processor))
     (directory / "processor_config.json").write_text(json.dumps(others))
@@ -143,16 +146,23 @@ def _internvl(
     kind: str, tower: dict[str, int], text: dict[str, Any], tokenizer: Any, factor: int
 ) -> _Parts:
     tile = tower["image_size"]
-    image_token = tokenizer.convert_tokens_to_ids(image_mark(kind))
-    is_rms = kind == "internvl-rms"
+    image_token = tokenizer.convert_tokens_to_ids("<IMG_CONTEXT>")
+    is_rms, is_published = kind == "internvl-rms", kind == "internvl_chat"
     own, decoder = ("internvl_vision", "qwen2")
     if kind == "qianfan_ocr":
         own, decoder = ("qianfan_ocr_vision", "qwen3")
         text = text | {"head_dim": 16}
+    if is_published:
+        decoder = "gpt_oss"
+        kinds = ["sliding_attention", "full_attention"]
+        text = text | {"head_dim": 16, "num_local_experts": 4, "layer_types": kinds}
     config = getattr(transformers, _class(kind).replace("ForConditionalGeneration", "Config"))(
         vision_config=dict(tower)
         | {"model_type": own, "use_qk_norm": is_rms, "attention_bias": not is_rms}
-        | {"norm_type": "rms_norm" if is_rms else "layer_norm", "use_mean_pooling": is_rms},
+        | {
+            "norm_type": "rms_norm" if is_rms else "layer_norm",
+            "use_mean_pooling": is_rms or is_published,
+        },
         text_config=text | {"model_type": decoder},
         image_token_id=image_token,
         image_seq_length=16,
@@ -165,6 +175,8 @@ def _internvl(
         "size": {"height": tile, "width": tile},
     }
     others = {"processor_class": "InternVLProcessor", "image_seq_length": 16}
+    if is_published:
+        processor |= {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}
     return config, processor, others
 
 
@@ -430,6 +442,7 @@ _PARTS_BY_FAMILY = {
     "idefics3": _idefics3,
     "smolvlm": _idefics3,
     "internvl": _internvl,
+    "internvl_chat": _internvl,
     "qianfan_ocr": _internvl,
     "llava": _llava,
     "vipllava": _llava,
@@ -449,7 +462,7 @@ def image_processor(path: Path, kind: str, **overrides: Any) -> Any:
     """Return transformers' image processor with Pillow for a directory that `vision_directory` wrote."""
     fields = json.loads((path / "preprocessor_config.json").read_text()) | overrides
     name = fields.pop("image_processor_type")
-    if kind in ("internvl", "aya_vision"):
+    if kind in ("internvl", "internvl_chat", "aya_vision"):
         fields["crop_to_patches"] = True
     families = {"GotOcr2": "got_ocr2", "LlavaNext": "llava_next"}
     families |= {"LlavaOnevision": "llava_onevision"}
@@ -461,7 +474,8 @@ def image_processor(path: Path, kind: str, **overrides: Any) -> Any:
 
 
 def _class(kind: str) -> str:
-    names = {"idefics3": "Idefics3", "smolvlm": "SmolVLM", "internvl": "InternVL", "llava": "Llava"}
+    names = {"idefics3": "Idefics3", "smolvlm": "SmolVLM", "llava": "Llava"}
+    names |= dict.fromkeys(("internvl", "internvl_chat"), "InternVL")
     names["aria"] = "Aria"
     names |= {"vipllava": "VipLlava", "lighton_ocr": "LightOnOcr", "aya_vision": "AyaVision"}
     names |= {"cohere2_vision": "Cohere2Vision", "qianfan_ocr": "QianfanOCR"}

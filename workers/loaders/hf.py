@@ -11,6 +11,7 @@ import torch
 from msgspec.structs import replace
 
 from ...protocol.checkpoint.config_fields import ConfigFields
+from ...protocol.checkpoint.field_names import text_section
 from ...protocol.errors import CheckpointError
 from .checkpoint import Checkpoint, Floats, part_of
 from .quantization.matrix import QuantizedMatrix
@@ -200,10 +201,10 @@ class HFCheckpoint(Checkpoint):
         self._stored: dict[str, _StoredTensor | _JoinedTensor] = {}
         expected = _expected_shards(path)
         seen: set[str] = set()
-        model_type = str(config.get("model_type"))
-        stacking = _STACKINGS.get(model_type, _Stacking())
+        model_type, text = str(config.get("model_type")), text_section(config) or config
+        kinds = (model_type, str(text.get("model_type")))
+        stacking = next((_STACKINGS[kind] for kind in kinds if kind in _STACKINGS), _Stacking())
         if model_type.startswith("qwen3_vl_moe"):
-            text = config.section("text_config") or config
             stacking = replace(stacking, hidden_size=text.integer("hidden_size"))
         if model_type == "dbrx":
             experts = config.required_section("ffn_config")

@@ -12,6 +12,8 @@ from ....protocol.checkpoint.gguf_config.mmproj import Mmproj
 from ....protocol.checkpoint.vision.read import has_vision, vision_spec
 from ....protocol.checkpoint.vision.spec import VisionSpec
 from ....protocol.config.images import AnyImageProcessor
+from ....protocol.errors import CheckpointError
+from ...tokenizer.config import TokenizerConfig
 from .anyres import anyres
 from .gemma import gemma3, gemma3n, gemma4, paligemma
 from .idefics3 import grid
@@ -34,7 +36,7 @@ from .qwen import (
 from .single import longest, middle, single
 from .source import ProcessorSource
 from .tiled.cohere import aya_vision, cohere2_vision
-from .tiled.internvl import canvas, views
+from .tiled.internvl import IMAGE_CONTEXT, canvas, described_canvas, views
 from .tiled.minicpm import slices
 from .tiled.molmo import overlaps
 from .tiled.ovis import cover
@@ -43,6 +45,12 @@ from .tiled.phi4 import crops
 logger = logging.getLogger(__name__)
 
 _PHI4_TOKEN_ID: Final = 200_010
+_TOKEN_TEXTS: Final = {"internvl_chat": IMAGE_CONTEXT}
+"""The texts of placeholder tokens whose ids are not in the config, by model type."""
+
+_DESCRIBED_BY_CONFIG: Final = ("internvl_chat",)
+"""Model types whose config describes how images are read, so that there may be no file of a processor."""
+
 _FILES: Final = ("preprocessor_config.json", "processor_config.json")
 
 
@@ -73,12 +81,14 @@ def read_image_processor(
         processor = _read_processor(path)
     else:
         processor, tokens = ConfigFields(mmproj.processor, path), mmproj.tokens
+    if processor is None and config.text("model_type") in _DESCRIBED_BY_CONFIG:
+        processor = ConfigFields({}, path)
     if processor is None:
         logger.warning("%s has no %s, so requests with images are rejected", path, _FILES[0])
         return None
     stands_alone = isinstance(vision, VisionSpec) and vision.stands_alone
     # The token in the place of an image that stands alone has no meaning.
-    token_id = 0 if stands_alone else _token_id(config, text.integer("vocab_size"))
+    token_id = 0 if stands_alone else _token_id(path, config, text.integer("vocab_size"))
     read = _READERS[config.text("model_type")]
     if read is not cover:
         # The processors of InternVL and DeepSeek-OCR 2 ignore this field of the file.
@@ -87,8 +97,16 @@ def read_image_processor(
     return read(source, vision, token_id)
 
 
-def _token_id(config: ConfigFields, vocab_size: int) -> int:
+def _token_id(path: Path, config: ConfigFields, vocab_size: int) -> int:
     """Return the placeholder token."""
+    text = _TOKEN_TEXTS.get(config.text("model_type"))
+    if text is not None:
+        found_id = TokenizerConfig(path).added_token_id(text)
+        if found_id is None or found_id >= vocab_size:
+            raise CheckpointError(
+                path, f"the tokenizer has no token {text!r} below {vocab_size}; download it again"
+            )
+        return found_id
     names = (
         "image_token_id",
         "image_token_index",
@@ -149,6 +167,7 @@ _READERS: Final[dict[str, _Reader]] = {
     "hy_v4_vl": resize_lines,
     "idefics3": grid,
     "internvl": canvas,
+    "internvl_chat": described_canvas,
     "janus": margins_between_marks,
     "kimi_k25": pad,
     "lfm2_vl": thumbnail,

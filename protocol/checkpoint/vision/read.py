@@ -35,7 +35,7 @@ from .muse import muse
 from .pixtral import pixtral
 from .spec import VisionSpec
 from .tiled.cohere import aya_vision, cohere2_vision
-from .tiled.internvl import internvl, qianfan_ocr
+from .tiled.internvl import internvl, internvl_chat, qianfan_ocr
 from .tiled.minicpm import minicpm_ocr, minicpmv4_6, minicpmv4_7
 from .tiled.molmo import PooledVisionSpec, molmo2
 from .tiled.ovis import ovis2
@@ -110,6 +110,7 @@ _READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionS
     "siglip": siglip_alone,
     "smolvlm": idefics3,
     "internvl": internvl,
+    "internvl_chat": internvl_chat,
     "janus": janus,
     "kimi_k25": kimi_k25,
     "lfm2_vl": lfm2_vl,

@@ -19,6 +19,7 @@ from engine.frontend.media.prompt_images import PromptImages
 from engine.frontend.model_source.images.read import read_image_processor
 from engine.frontend.tokenizer.load import load_tokenizer
 from engine.protocol.checkpoint.config_fields import ConfigFields
+from engine.protocol.checkpoint.field_names import text_section
 from engine.protocol.errors import CheckpointError, ParameterError
 from PIL import Image
 from support.image_marks import (
@@ -38,7 +39,7 @@ pytestmark = pytest.mark.slow
 SIZES = [(64, 64), (30, 20), (200, 150), (151, 333), (1000, 40), (7, 900), (1, 1)]
 
 
-@pytest.fixture(scope="module", params=(*MODELS, "gemma3", "paligemma"))
+@pytest.fixture(scope="module", params=(*MODELS, "internvl_chat", "gemma3", "paligemma"))
 def model(request, tmp_path_factory):
     path, _ = vision_directory(tmp_path_factory.mktemp("model"), request.param)
     return request.param, path
@@ -51,7 +52,7 @@ def _image(width, height):
 
 def _read(path, **overrides):
     config = ConfigFields.read(path / "config.json")
-    return read_image_processor(path, config, config.section("text_config"), overrides)
+    return read_image_processor(path, config, text_section(config), overrides)
 
 
 def _tiles(image, config):
@@ -263,10 +264,37 @@ def test_invalid_processor_fields_are_named(model):
     wrong["llava-clip"] = {"crop_size": 32}
     wrong["gemma3"] = wrong["paligemma"] = wrong["internvl"]
     wrong["llava-siglip"] = {"size": {"height": 32, "width": 32}}
-    with pytest.raises(CheckpointError, match="must be 64, as in the vision tower"):
+    wrong["internvl_chat"] = {"max_dynamic_patch": 0}
+    with pytest.raises(
+        CheckpointError,
+        match=r"must be (64, as in the vision tower|a positive integer, at most 64)",
+    ):
         _read(path, **wrong[kind])
     with pytest.raises(CheckpointError, match="image_std must be three numbers"):
         _read(path, image_std=[0.5, 0.0, 0.5])
+
+
+def test_models_that_read_images_unlike_internvl_are_refused(tmp_path):
+    path, _ = vision_directory(tmp_path, "internvl_chat")
+    (path / "preprocessor_config.json").unlink()
+    processor = _read(path, max_dynamic_patch=2)
+    assert (processor.max_tiles, processor.mean) == (2, (0.485, 0.456, 0.406))
+    reader = MediaReader(PromptImages(processor, load_tokenizer(path)).reader_config)
+    tile = "<IMG_CONTEXT>" * 16
+    assert reader.prepare_image(_image(64, 64)).text == f"<img>{tile}</img>"
+    assert reader.prepare_image(_image(90, 40)).text == f"<img>{3 * tile}</img>"
+    fields = json.loads((path / "config.json").read_text())
+    for name, value in (
+        ("ps_version", None),
+        ("force_image_size", 32),
+        ("use_thumbnail", False),
+        ("pad2square", True),
+        ("flash_relative_threshold", 0.1),
+        ("llm_config", fields["llm_config"] | {"architectures": ["InternLM2VEForCausalLM"]}),
+    ):
+        (path / "config.json").write_text(json.dumps(fields | {name: value}))
+        with pytest.raises(CheckpointError, match=name):
+            _read(path)
 
 
 @pytest.mark.parametrize("fills", [False, True])

@@ -44,6 +44,17 @@ class Published:
 _IN_LANGUAGE_MODEL = ((r"^(model\.|lm_head)", r"language_model.\1"),)
 _THINKER = ("thinker_config", "text_config")
 _QKV_IN_PACK = ((r"qkv_proj", "W_pack"),)
+_INTERNLM2_NAMES = (
+    (r"embed_tokens", "tok_embeddings"),
+    (r"^lm_head", "output"),
+    (r"self_attn\.o_proj", "attention.wo"),
+    (r"self_attn\.wqkv", "attention.wqkv"),
+    (r"input_layernorm", "attention_norm"),
+    (r"post_attention_layernorm", "ffn_norm"),
+    (r"mlp\.gate_proj", "feed_forward.w1"),
+    (r"mlp\.up_proj", "feed_forward.w3"),
+    (r"mlp\.down_proj", "feed_forward.w2"),
+)
 LING = {
     "intermediate_size": 80,
     "shared_intermediate_size": 80,
@@ -215,17 +226,7 @@ PUBLISHED = {
         "llama2",
         {},
         {"model_type": "internlm2", "bias": False},
-        (
-            (r"embed_tokens", "tok_embeddings"),
-            (r"^lm_head", "output"),
-            (r"self_attn\.o_proj", "attention.wo"),
-            (r"self_attn\.wqkv", "attention.wqkv"),
-            (r"input_layernorm", "attention_norm"),
-            (r"post_attention_layernorm", "ffn_norm"),
-            (r"mlp\.gate_proj", "feed_forward.w1"),
-            (r"mlp\.up_proj", "feed_forward.w3"),
-            (r"mlp\.down_proj", "feed_forward.w2"),
-        ),
+        _INTERNLM2_NAMES,
         changes.with_grouped_rows,
     ),
     "DeciLM": Published(
@@ -260,11 +261,11 @@ PUBLISHED = {
         section=_THINKER,
     ),
     "InternVLChat": Published(
-        "qwen2",
+        "llama2",
         {},
-        {"model_type": "qwen2"},
-        _IN_LANGUAGE_MODEL,
-        changes.with_tower,
+        {"model_type": "internlm2", "bias": False},
+        (*_INTERNLM2_NAMES, (r"^(model\.|output)", r"language_model.\1")),
+        changes.with_grouped_rows,
         ("llm_config",),
         "Model",
     ),

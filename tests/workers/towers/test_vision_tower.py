@@ -36,6 +36,7 @@ KINDS = (
     "cohere2_vision",
     *MODELS,
     "internvl-rms",
+    "internvl_chat",
     "qianfan_ocr",
     "vipllava",
     *GEMMA_MODELS,

@@ -23,7 +23,7 @@ _POST_NORMS = NormNames(
 
 _INTERNLM2_NAMES = (
     (r"(^|\.)tok_embeddings\.", r"\1embed_tokens."),
-    (r"^output\.", "lm_head."),
+    (r"^(language_model\.)?output\.", r"\1lm_head."),
     (r"\.attention\.wqkv\.", ".self_attn.qkv_proj."),
     (r"\.attention\.wo\.", ".self_attn.o_proj."),
     (r"\.attention_norm\.", ".input_layernorm."),

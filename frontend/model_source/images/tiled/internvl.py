@@ -8,8 +8,19 @@ from typing import Final
 from .....protocol.checkpoint.vision.deepseek import NUM_QUERIES, QueryVisionSpec
 from .....protocol.checkpoint.vision.spec import VisionSpec
 from .....protocol.config.images import CanvasProcessor, ViewsProcessor
-from ..fields import BICUBIC, CLIP_VALUES, pixel_values, side_of_tile, sides, values
+from ..fields import (
+    BICUBIC,
+    CLIP_VALUES,
+    IMAGENET_VALUES,
+    pixel_values,
+    side_of_tile,
+    sides,
+    values,
+)
 from ..source import ProcessorSource
+
+IMAGE_CONTEXT: Final = "<IMG_CONTEXT>"
+"""The text of the placeholder token of InternVL."""
 
 _MAX_TILES: Final = 64
 
@@ -28,6 +39,26 @@ def canvas(source: ProcessorSource, vision: VisionSpec, token_id: int) -> Canvas
         min_tiles=min_tiles,
         max_tiles=fields.integer("max_patches", 12, minimum=min_tiles, maximum=_MAX_TILES),
         mark="<image>" if has_own_mark else "",
+        start="<img>",
+        end="</img>",
+    )
+
+
+def described_canvas(source: ProcessorSource, vision: VisionSpec, token_id: int) -> CanvasProcessor:
+    """Return the processor of InternVL in the format of its authors, whose config describes it."""
+    fields = source.config.with_values(source.fields.config)
+    splits = fields.boolean("dynamic_image_size", False)
+    if splits:
+        fields.require("use_thumbnail", True, default=False)
+    fields.require("pad2square", False)
+    min_tiles = fields.integer("min_dynamic_patch", 1, maximum=_MAX_TILES)
+    return CanvasProcessor(
+        **IMAGENET_VALUES | values(fields, vision, token_id, BICUBIC),
+        side=vision.image_size,
+        splits=splits,
+        min_tiles=min_tiles,
+        max_tiles=fields.integer("max_dynamic_patch", 6, minimum=min_tiles, maximum=_MAX_TILES),
+        mark="<image>",
         start="<img>",
         end="</img>",
     )

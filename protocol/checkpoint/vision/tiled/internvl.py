@@ -44,10 +44,41 @@ def internvl(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Vi
 def qianfan_ocr(fields: ConfigFields, vision: ConfigFields, output_size: int) -> VisionSpec:
     """Return the tower of Qianfan-OCR, which is InternVL's. Its published files have other names."""
     spec = internvl(fields, vision.with_defaults(attention_bias=True), output_size)
-    return replace(spec, tensor_names=(*_QIANFAN_NAMES, *_INTERNVL_NAMES))
+    return replace(spec, tensor_names=(*_PUBLISHED_NAMES, *_INTERNVL_NAMES))
 
 
-_QIANFAN_NAMES: Final = (
+def internvl_chat(fields: ConfigFields, vision: ConfigFields, output_size: int) -> VisionSpec:
+    """Return the tower of InternVL 2 to 3.5 in the format of their authors.
+
+    Raises:
+        CheckpointError: A field is missing or invalid, or the model reads images in another way.
+    """
+    side = vision.integer("image_size", _SIZES.image_size)
+    fields.require("force_image_size", side, ", as in vision_config.image_size")
+    # Version 1 transposes squares of patches. Flash models choose between two projections for each tile.
+    fields.require("ps_version", "v2", default="v1")
+    if fields.get("flash_relative_threshold") is not None:
+        raise fields.error(
+            "flash_relative_threshold is not supported; use the InternVL model without Flash in its name"
+        )
+    text = fields.required_section("llm_config")
+    if "InternLM2VEForCausalLM" in text.texts("architectures"):
+        raise text.error(
+            f"{text.prefix}architectures must not be InternLM2VEForCausalLM (Mono-InternVL), whose images have MLPs "
+            "of their own; use another model"
+        )
+    values = {
+        "use_qk_norm": vision.boolean("qk_normalization", True),
+        "attention_bias": vision.boolean("qkv_bias", False),
+        "norm_type": vision.text("norm_type", "rms_norm"),
+        "use_mean_pooling": True,
+    }
+    fields = fields.with_values({"vision_feature_layer": fields.get("select_layer", -1)})
+    spec = internvl(fields, vision.with_values(values), output_size)
+    return replace(spec, tensor_names=(*_PUBLISHED_NAMES, *_INTERNVL_NAMES))
+
+
+_PUBLISHED_NAMES: Final = (
     (r"vision_model\.", "vision_tower."),
     (r"(vision_tower\.(encoder\.)?)layers\.", "vision_tower.encoder.layers."),
     (r"\.ls([12])$", r".lambda_\1"),

@@ -1,0 +1,64 @@
+"""Files of InternVL in the format of its authors."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+
+def as_published(directory: Path) -> None:
+    """Change an InternVL to the format of its authors."""
+    config = json.loads((directory / "config.json").read_text())
+    vision = config["vision_config"]
+    [side], _ = {*vision.pop("image_size")}, vision.pop("model_type")
+    [patch] = {*vision.pop("patch_size")}
+    vision |= {"image_size": side, "patch_size": patch, "qkv_bias": vision["attention_bias"]}
+    vision["qk_normalization"] = vision["use_qk_norm"]
+    published = {
+        "architectures": ["InternVLChatModel"],
+        "model_type": "internvl_chat",
+        "llm_config": config["text_config"],
+        "vision_config": vision,
+        "downsample_ratio": config["downsample_ratio"],
+        "dynamic_image_size": True,
+        "use_thumbnail": True,
+        "max_dynamic_patch": 12,
+        "force_image_size": side,
+        "select_layer": -1,
+        "ps_version": "v2",
+    }
+    (directory / "config.json").write_text(json.dumps(published))
+    tensors = load_file(directory / "model.safetensors")
+    stored: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        if name.endswith(("q_proj.weight", "q_proj.bias")) and "vision_tower" in name:
+            parts = [tensors[name.replace(".q_", f".{x}_")] for x in "qkv"]
+            name, tensor = name.replace("attention.q_proj", "attn.qkv"), torch.cat(parts)
+        elif re.search(r"vision_tower.*\.[kv]_proj\.", name):
+            continue
+        for pattern, replacement in _INTERNVL_NAMES:
+            name = re.sub(pattern, replacement, name)
+        stored[name] = tensor
+    save_file(stored, directory / "model.safetensors")
+
+
+_INTERNVL_NAMES = (
+    (r".*language_model\.", "language_model."),
+    (r".*multi_modal_projector\.layer_norm", "mlp1.0"),
+    (r".*multi_modal_projector\.linear_1", "mlp1.1"),
+    (r".*multi_modal_projector\.linear_2", "mlp1.3"),
+    (r".*vision_tower\.", "vision_model."),
+    (r"cls_token", "class_embedding"),
+    (r"patch_embeddings\.projection", "patch_embedding"),
+    (r"position_embeddings", "position_embedding"),
+    (r"encoder\.layer\.", "encoder.layers."),
+    (r"\.attention\.projection_layer\.", ".attn.proj."),
+    (r"\.attention\.", ".attn."),
+    (r"layernorm_before", "norm1"),
+    (r"layernorm_after", "norm2"),
+    (r"lambda_", "ls"),
+)
