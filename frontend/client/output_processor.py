@@ -244,13 +244,17 @@ class OutputProcessor:
 
     def _schedule_wake(self, sequences: list[Sequence]) -> None:
         """Schedule a wake-up of the sequences' readers, for after the whole message has been applied."""
+        woken = self._woken
         for sequence in sequences:
             group = sequence.group
             if not sequence.has_updates:
                 sequence.has_updates = True
                 group.updates.append(sequence)
             if not group.is_woken:
-                self.wake_soon(group)
+                group.is_woken = True
+                woken.append(group)
+        if woken:
+            self._schedule_readers()
 
     def wake_soon(self, group: RequestGroup) -> None:
         """Wake a group's reader after the other pending callbacks."""

@@ -129,12 +129,14 @@ class EventStream:
     __slots__ = (
         "_chunks",
         "_connection",
+        "_encode_one",
         "_ended",
         "_group",
         "_keep_alive_s",
         "_send",
         "_started",
         "_was_silent",
+        "_write_chunk",
     )
 
     def __init__(
@@ -142,6 +144,8 @@ class EventStream:
     ) -> None:
         self._send = send
         self._connection = connection
+        # A connection has many attributes, so looking up a method takes longer than calling it.
+        self._write_chunk = connection.write_chunk
         self._keep_alive_s = keep_alive_s
         self._started = False
         self._was_silent = False
@@ -161,7 +165,7 @@ class EventStream:
         Raises:
             APIError: The request failed before anything was written.
         """
-        self._group, self._chunks = group, chunks
+        self._group, self._chunks, self._encode_one = group, chunks, chunks.encode
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         try:
             with ClientWatch(receive, group, lambda: self._end(None)) as watch:
@@ -220,20 +224,28 @@ class EventStream:
 
     def _write_updates(self) -> bool:
         """Write new output for about `WRITE_S`. Return whether there is more."""
-        connection, group = self._connection, self._group
-        if connection.is_paused:
+        if self._connection.is_paused:
             return False
+        group = self._group
+        updates = group.updates
         try:
-            body = self._encode(group.take_updates())
+            # One sequence is by far the most common case, so it needs no further calls and no other list.
+            body = (
+                self._encode_one(updates.pop())
+                if len(updates) == 1
+                else self._encode(group.take_updates())
+            )
             if body:
                 self._was_silent = False
-                connection.write_chunk(body)
+                self._write_chunk(body)
         except Exception as error:
             self._end(error)
             return False
-        if not group.updates and not group.num_unfinished:
+        if group.updates:
+            return True
+        if not group.num_unfinished:
             self._end(None)
-        return bool(group.updates)
+        return False
 
     def _encode(self, update: list[Sequence]) -> bytes:
         """Return the events of the first of these sequences. Give the others back to the group after `WRITE_S`.
@@ -241,7 +253,7 @@ class EventStream:
         Raises:
             APIError: A sequence failed.
         """
-        encode = self._chunks.encode
+        encode = self._encode_one
         if len(update) == 1:
             return encode(update[0])
         end = time.monotonic() + WRITE_S
