@@ -16,9 +16,12 @@ from ..http.errors import json_response
 from ..media.transcription.options import Task
 from ..observability.metrics.load_reports import LoadReports
 from ..observability.tracing.middleware import Tracing
+from .batches.executor import BatchExecutor
+from .batches.records import BatchRecords
 from .batches.routes import batch_routes
 from .bodies.intake import Intake
 from .dialects import anthropic, cohere, llama_cpp, ollama, sglang
+from .dialects.anthropic_batches import message_batch_routes
 from .dialects.ollama_answer import error_body as ollama_error
 from .dialects.sglang_scores import ScoreRoute
 from .dialects.vllm import GenerativeScoring
@@ -99,6 +102,9 @@ def make_routes(serving: Serving) -> list[Route]:
     completions = Completions(serving, intake)
     chat_records = ChatRecords(serving.store)
     messages = anthropic.Messages(serving, intake)
+    batch_records = BatchRecords(serving.store)
+    batch_executor = BatchExecutor(serving, batch_records, files)
+    serving.when_ready.append(batch_executor.start)
     chat_completions = StoredChatCompletions(serving, intake, chat_records)
     openai_routes = [
         Route("/models", management.models),
@@ -109,7 +115,7 @@ def make_routes(serving: Serving) -> list[Route]:
         Route("/chat/completions/{id}/events", Events(serving, chat_completions), methods=["GET"]),
         *response_routes(serving, intake, files),
         *file_routes(serving, intake, files),
-        *batch_routes(serving, intake, files),
+        *batch_routes(serving, intake, batch_records, files, batch_executor),
         Route("/embeddings", embeddings.embed, methods=["POST"]),
         Route("/score", ScoreRoute(serving, intake, scores), methods=["POST"]),
         Route("/rerank", scores.rerank, methods=["POST"]),
@@ -152,6 +158,7 @@ def make_routes(serving: Serving) -> list[Route]:
             anthropic.TokenCounter(serving, intake).count,
             methods=["POST"],
         ),
+        *message_batch_routes(serving, intake, batch_records, files, batch_executor),
         *ollama.routes(serving, intake, embeddings),
         *sglang.routes(serving, intake, management),
         Route("/generative_scoring", GenerativeScoring(serving, intake), methods=["POST"]),

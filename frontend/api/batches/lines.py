@@ -17,7 +17,10 @@ ENDPOINTS: Final = (
     "/v1/embeddings",
     "/v1/responses",
 )
-"""Routes that a batch may call."""
+"""Routes that a batch of OpenAI's API may call."""
+
+MESSAGES: Final = "/v1/messages"
+"""The route that a batch of Anthropic's API calls."""
 
 MAX_REQUESTS: Final = 50_000
 MAX_ERRORS: Final = 20
@@ -63,7 +66,7 @@ def parse_line(line: bytes, endpoint: str | None) -> BatchLine:
         raise BadLine(f"custom_id must have between 1 and {MAX_ID} characters", "custom_id")
     if request.method != "POST":
         raise BadLine(f"method must be POST, got {echo(request.method)}", "method")
-    wanted = ENDPOINTS if endpoint is None else (endpoint,)
+    wanted = (*ENDPOINTS, MESSAGES) if endpoint is None else (endpoint,)
     if request.url not in wanted:
         raise BadLine(f"url must be {' or '.join(wanted)}, got {echo(request.url)}", "url")
     for name in ("stream", "background"):

@@ -13,6 +13,7 @@ from ...store.client import StoreClient
 from ..logprobs import Json
 from ..schema.files import BatchRequest
 from ..stored.records import SYSTEM, Page, Records
+from .lines import MESSAGES
 
 WINDOW_S: Final = 24 * 3600
 """Seconds within which a batch must be finished (`completion_window`)."""
@@ -48,8 +49,10 @@ class BatchRecords:
         self._cancellations = Records(store, "batch.cancel", "The batch")
         self.results = Records(store, "batch.result", "The result")
 
-    async def create(self, body: BatchRequest, state: Json, expires_s: int | None) -> Json:
-        """Store a new batch and return its description."""
+    async def create(
+        self, body: BatchRequest, state: Json, expires_s: int | None, num_requests: int = 0
+    ) -> Json:
+        """Store a new batch and return its description. `num_requests` is 0 as long as the file has not been read."""
         identifier, now = f"batch_{uuid.uuid4().hex}", int(time.time())
         batch = {
             "id": identifier,
@@ -70,7 +73,7 @@ class BatchRecords:
             "expired_at": None,
             "cancelling_at": None,
             "cancelled_at": None,
-            "request_counts": {"total": 0, "completed": 0, "failed": 0},
+            "request_counts": {"total": num_requests, "completed": 0, "failed": 0},
             "metadata": body.metadata,
         }
         await self.put(batch, state["owner"])
@@ -82,7 +85,7 @@ class BatchRecords:
 
     async def put(self, batch: Json, owner: str) -> None:
         """Replace the description of a batch."""
-        await self._batches.put(batch["id"], batch, owner)
+        await self._batches.put(batch["id"], batch, owner, parent=_list_of(batch["endpoint"]))
 
     async def get(self, identifier: str, owner: str) -> Json:
         """Return the description of a batch.
@@ -97,9 +100,15 @@ class BatchRecords:
             return batch | {"status": "cancelling", "cancelling_at": cancellation["at"]}
         return batch
 
-    async def list_page(self, owner: str, page: Page) -> tuple[list[Json], bool]:
-        """Return a page of batches, and whether there are more."""
-        return await self._batches.read_page(owner, page)
+    async def list_page(
+        self, owner: str, page: Page, endpoint: str = ""
+    ) -> tuple[list[Json], bool]:
+        """Return a page of OpenAI's batches, or of those for Anthropic's `endpoint`, and whether there are more."""
+        return await self._batches.read_page(owner, page, _list_of(endpoint))
+
+    async def delete(self, identifier: str, owner: str) -> None:
+        """Delete the description of a batch that has ended."""
+        await self._batches.delete(identifier, owner)
 
     async def cancel(self, identifier: str, owner: str) -> None:
         """Ask the frontend that executes a batch to cancel it."""
@@ -126,6 +135,11 @@ class BatchRecords:
             if error.status != 404:
                 raise
             return None
+
+
+def _list_of(endpoint: str) -> str:
+    """Return the parent of the batches for an endpoint, because each API lists its own batches."""
+    return MESSAGES if endpoint == MESSAGES else ""
 
 
 def result_key(batch_id: str, number: int) -> str:

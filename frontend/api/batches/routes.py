@@ -81,11 +81,14 @@ class Batches:
         return json_response(await self._records.get(identifier, owner))
 
 
-def batch_routes(serving: Serving, intake: Intake, files: FileStorage) -> list[Route]:
-    """Return the routes. Batches are executed as soon as the server is ready."""
-    records = BatchRecords(serving.store)
-    executor = BatchExecutor(serving, records, files)
-    serving.when_ready.append(executor.start)
+def batch_routes(
+    serving: Serving,
+    intake: Intake,
+    records: BatchRecords,
+    files: FileStorage,
+    executor: BatchExecutor,
+) -> list[Route]:
+    """Return the routes of OpenAI's batches."""
     batches = Batches(serving, intake, records, files, executor)
     return [
         Route("/batches", batches.list),

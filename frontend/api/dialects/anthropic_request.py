@@ -82,6 +82,7 @@ def translate_messages(body: MessagesRequest) -> ChatCompletionRequest:
         parallel_tool_calls=is_parallel,
         response_format=_response_format(body),
         user=_user(body.metadata),
+        priority=body.priority,
         continue_final_message=is_prefilled or None,
         **_thinking(body),
     )

@@ -108,7 +108,7 @@ def translate(body: SglangGenerateRequest) -> SglangPrompt:
         include_stop_str_in_output=params.no_stop_trim,
         structured_outputs={"structural_tag": tag} if tag else None,
         priority=body.priority,
-        cache_salt=body.extra_key,
+        cache_salt=body.extra_key or None,
         user=body.user,
         prompts_param=param,
         is_list=is_list,

@@ -28,6 +28,9 @@ class MessagesRequest(msgspec.Struct, kw_only=True):
     output_format: dict[str, Any] | None = None
     metadata: dict[str, Any] | None = None
 
+    # A field of Engine, as in chat completions.
+    priority: Int | None = None
+
     # Rejected, because an answer that ignores them would be wrong.
     mcp_servers: Any = None
     container: Any = None
@@ -48,3 +51,9 @@ class MessagesRequest(msgspec.Struct, kw_only=True):
     speed: str | None = None
     user_profile_id: str | None = None
     workspace_id: str | None = None
+
+
+class MessageBatchRequest(msgspec.Struct, kw_only=True):
+    """The body of `POST /v1/messages/batches`."""
+
+    requests: list[dict[str, Any]] | None = None

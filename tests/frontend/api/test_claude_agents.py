@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -116,3 +118,70 @@ def test_claude_summaries_and_changes_of_tools_apply(
     assert send().status_code == 200
     messages[3]["content"][1]["tool"] = {"type": "tool_reference", "name": "unknown"}
     assert "messages[3].content[1].tool.name must be" in send().json()["error"]["message"]
+
+
+def test_claude_batches_answer_each_request(
+    frontend: FrontendProcess, claude: anthropic.Anthropic
+) -> None:
+    requests: list = [
+        {"custom_id": name, "params": options(frontend, text)}
+        for name, text in (("first", "One two"), ("second", "Three"))
+    ]
+    bad = {"custom_id": "bad", "params": options(frontend, "x") | {"top_p": 5}}
+    made = claude.messages.batches.create(requests=[*requests, bad])
+    assert made.processing_status == "in_progress" and made.results_url is None
+    assert made.request_counts.processing == 3
+    batch = wait_for_end(claude, made.id)
+    counts = {"processing": 0, "succeeded": 2, "errored": 1, "canceled": 0, "expired": 0}
+    assert batch.request_counts.to_dict() == counts and batch.ended_at >= batch.created_at
+    first, second, third = claude.messages.batches.results(batch.id)
+    assert [each.custom_id for each in (first, second, third)] == ["first", "second", "bad"]
+    assert first.result.message.content[0].text == "One two"
+    assert second.result.message.stop_reason == "max_tokens"
+    assert third.result.error.error.type == "invalid_request_error"
+    assert "top_p" in third.result.error.error.message
+
+    other = claude.messages.batches.create(requests=requests)
+    listed = [each.id for each in claude.messages.batches.list(limit=1)]
+    assert listed[:2] == [other.id, made.id]
+    before = claude.messages.batches.list(before_id=made.id)
+    assert [each.id for each in before.data] == [other.id]
+    wait_for_end(claude, other.id)
+    assert claude.messages.batches.delete(other.id).type == "message_batch_deleted"
+    assert next(each.id for each in claude.messages.batches.list()) == made.id
+    with frontend.client(KEY) as client:
+        assert not client.batches.list().data
+
+
+def wait_for_end(claude: anthropic.Anthropic, identifier: str) -> anthropic.types.MessageBatch:
+    deadline = time.monotonic() + 30
+    while (batch := claude.messages.batches.retrieve(identifier)).processing_status != "ended":
+        assert time.monotonic() < deadline, batch
+        time.sleep(0.02)
+    return batch
+
+
+def test_claude_batches_that_are_cancelled_or_invalid(
+    frontend: FrontendProcess, claude: anthropic.Anthropic
+) -> None:
+    long = options(frontend, "One") | {"max_tokens": 900}
+    made = claude.messages.batches.create(
+        requests=[{"custom_id": str(i), "params": long} for i in range(500)]
+    )
+    cancelled = claude.messages.batches.cancel(made.id)
+    assert cancelled.processing_status in ("canceling", "ended")
+    batch = wait_for_end(claude, made.id)
+    assert batch.request_counts.canceled and batch.cancel_initiated_at
+    kinds = [each.result.type for each in claude.messages.batches.results(batch.id)]
+    assert kinds.count("canceled") == batch.request_counts.canceled and len(kinds) == 500
+    params = options(frontend, "x")
+    for requests, problem in (
+        ([], "requests is required"),
+        ([{"custom_id": "a"}], r"requests\[0\].params must be an object"),
+        ([{"custom_id": "a", "params": params}] * 2, r"requests\[1\].custom_id: .*already used"),
+        ([{"custom_id": "a", "params": params | {"stream": True}}], r"\[0\].params.stream: "),
+    ):
+        body = {"requests": requests}
+        answer = frontend.http.post("/v1/messages/batches", json=body, headers={"x-api-key": KEY})
+        assert answer.status_code == 400 and answer.json()["type"] == "error"
+        assert re.search(problem, answer.json()["error"]["message"]), answer.text

@@ -20,6 +20,7 @@ _LONG_ECHO = re.compile(r"(.)\1{250}|\d{250}")
 _ERROR_FIELDS = {"message", "type", "param", "code"}
 _ERROR_FIELDS_OF_MESSAGES = {"message", "type"}
 """The fields of an error in the Messages API. The type of its body is `error`."""
+_OPTIONAL = {"retry_after", "details"}
 
 _CAUSES = ("maximum context length", "has no classification head", "can fill in the middle")
 """Causes that a refusal may name instead of a field.
@@ -77,7 +78,7 @@ def _find_fault_of_error(answer: Answer, field: str, path: str) -> str:
         message, param = error["message"], error.get("param")
     except (ValueError, TypeError, KeyError) as problem:
         return f"status {answer.status} without an error object ({problem!r}): {start!r}"
-    if set(error) - {"retry_after"} != fields or not isinstance(message, str):
+    if set(error) - _OPTIONAL != fields or not isinstance(message, str):
         return f"an error object of another shape: {start!r}"
     if not message.strip() or not isinstance(error["type"], str):
         return f"an error without a message or type: {start!r}"
