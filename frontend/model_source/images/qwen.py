@@ -1,4 +1,4 @@
-"""Read the processors of Qwen-VL, GLM, OCR models and Kimi K2.5, which keep the aspect ratio of images."""
+"""Read the processors of Qwen-VL, GLM, OCR models and Kimi, which keep the aspect ratio of images."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from .fields import BICUBIC, CLIP_VALUES, pixel_values
 from .source import ProcessorSource
 
 _MAX_PIXELS: Final = 1 << 26
+_KIMI_SIDE: Final = 511
+_AS_IN_TOWER: Final = ", as in vision_config"
 
 
 def resize(source: ProcessorSource, vision: GridVisionSpec, token_id: int) -> ResizeProcessor:
@@ -27,7 +29,7 @@ def resize(source: ProcessorSource, vision: GridVisionSpec, token_id: int) -> Re
     return ResizeProcessor(
         **CLIP_VALUES | pixel_values(fields, token_id, BICUBIC),
         output_size=vision.output_size * (1 + len(vision.deepstack_layers)),
-        num_outputs=most // vision.unit**2,
+        num_outputs=_most_outputs(most, vision.unit),
         unit=vision.unit,
         min_pixels=least,
         max_pixels=most,
@@ -44,12 +46,17 @@ def resize_pairs(source: ProcessorSource, vision: GridVisionSpec, token_id: int)
     return ResizeProcessor(
         **CLIP_VALUES | pixel_values(fields, token_id, BICUBIC),
         output_size=vision.output_size,
-        num_outputs=most // frames // vision.unit**2,
+        num_outputs=_most_outputs(most // frames, vision.unit),
         unit=vision.unit,
         min_pixels=-(-least // frames),
         max_pixels=most // frames,
         grows="floor",
     )
+
+
+def _most_outputs(max_pixels: int, unit: int) -> int:
+    """Return the maximum number of embeddings of an image, also of the most oblong ones, which have a single row."""
+    return max(max_pixels // unit**2, math.isqrt(MAX_RATIO * max_pixels) // unit)
 
 
 def resize_rounded(
@@ -122,6 +129,28 @@ def pad(source: ProcessorSource, vision: GridVisionSpec, token_id: int) -> PadPr
     )
 
 
+def pad_limited(source: ProcessorSource, vision: GridVisionSpec, token_id: int) -> PadProcessor:
+    """Return the processor of Kimi-VL, which has no positions for sides of 512 patches or more.
+
+    Longer images, which its authors' code refuses, are shrunk.
+    """
+    fields, merge = source.fields, vision.merge_size
+    fields.require("patch_size", vision.patch_size, _AS_IN_TOWER)
+    fields.require("merge_kernel_size", [merge, merge], _AS_IN_TOWER)
+    fields.require("pad_input", True, default=False)
+    max_patches = fields.integer("in_token_limit", 4096, maximum=_MAX_PIXELS)
+    max_side = _KIMI_SIDE // merge * merge
+    return PadProcessor(
+        **CLIP_VALUES | pixel_values(fields, token_id, BICUBIC),
+        output_size=vision.output_size,
+        num_outputs=max_patches // merge**2 + 2 * max_side,
+        unit=vision.unit,
+        patch_size=vision.patch_size,
+        max_patches=max_patches,
+        max_side=max_side,
+    )
+
+
 def corner(source: ProcessorSource, vision: GridVisionSpec, token_id: int) -> CornerProcessor:
     """Return the processor of GLM-5.3-Flash, whose limits count embeddings."""
     fields = source.fields
@@ -143,7 +172,7 @@ def check_patches(fields: ConfigFields, vision: GridVisionSpec) -> None:
         ("merge_size", vision.merge_size),
         ("temporal_patch_size", vision.frames_per_patch),
     ):
-        fields.require(name, size, ", as in vision_config")
+        fields.require(name, size, _AS_IN_TOWER)
 
 
 def pixel_limits(fields: ConfigFields, least: int, most: int) -> tuple[int, int]:

@@ -25,6 +25,7 @@ from .pixtral import lighton_ocr, pixtral
 from .qwen import (
     corner,
     pad,
+    pad_limited,
     resize,
     resize_between_marks,
     resize_lines,
@@ -170,6 +171,7 @@ _READERS: Final[dict[str, _Reader]] = {
     "internvl_chat": described_canvas,
     "janus": margins_between_marks,
     "kimi_k25": pad,
+    "kimi_vl": pad_limited,
     "lfm2_vl": thumbnail,
     "lfm3_vl": resize,
     "lighton_ocr": lighton_ocr,

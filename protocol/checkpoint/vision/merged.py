@@ -1,4 +1,4 @@
-"""Read the vision towers of PaddleOCR-VL, Hunyuan-OCR, Hy4-VL, MiniMax M3, Kimi K2.5, LFM2-VL and LFM3-VL."""
+"""Read the vision towers of PaddleOCR-VL, Hunyuan-OCR, Hy4-VL, MiniMax M3, Kimi-VL, Kimi K2.5, LFM2-VL and LFM3-VL."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def minimax_m3(fields: ConfigFields, vision: ConfigFields, output_size: int) -> 
 
 
 def kimi_k25(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVisionSpec:
-    """Return the tower of Kimi K2.5 for images. Videos are not supported."""
+    """Return the tower of Kimi-VL or Kimi K2.5 for images (MoonViT). Videos are not supported."""
     vision = vision.with_defaults(
         **{
             name: vision.get(old_name)
@@ -267,7 +267,8 @@ _KIMI_NAMES: Final = (
     (r"(vision_tower\..*)\.mlp\.fc0\.", r"\1.mlp.fc1."),
     (r"(vision_tower\..*)\.wqkv\.", r"\1.attn.qkv."),
     (r"(vision_tower\..*)\.wo\.", r"\1.attn.proj."),
-    (r"(model\.)?mm_projector\.pre_norm\.", "vision_tower.merger.norm."),
+    (r"(model\.)?(mm|multi_modal)_projector\.pre_norm\.", "vision_tower.merger.norm."),
+    (r"multi_modal_projector\.linear_", "vision_tower.merger.fc"),
     (r"mm_projector\.proj\.0\.", "vision_tower.merger.fc1."),
     (r"mm_projector\.proj\.2\.", "vision_tower.merger.fc2."),
 )

@@ -113,6 +113,7 @@ _READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionS
     "internvl_chat": internvl_chat,
     "janus": janus,
     "kimi_k25": kimi_k25,
+    "kimi_vl": kimi_k25,
     "lfm2_vl": lfm2_vl,
     "lfm3_vl": lfm3_vl,
     "lighton_ocr": pixtral,

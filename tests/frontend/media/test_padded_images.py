@@ -1,15 +1,20 @@
-"""Images of Kimi K2.5, DeepSeek-VL and Janus are resized and get margins as by transformers."""
+"""Images of Kimi, DeepSeek-VL and Janus are resized and get margins as by transformers or their authors."""
 
 import ast
 import math
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
+import pytest
 import transformers
 from engine.frontend.media.layouts.pixels import Tile
-from engine.frontend.media.layouts.resized import padded
+from engine.frontend.media.layouts.resized import padded, resized
 from engine.frontend.media.layouts.single import in_square
+from engine.frontend.model_source.images.qwen import resize, resize_rounded
+from engine.frontend.model_source.images.source import ProcessorSource
+from engine.protocol.checkpoint.config_fields import ConfigFields
 from engine.protocol.config.images import MarginProcessor, PadProcessor
 from msgspec.structs import replace
 from PIL import Image
@@ -97,14 +102,40 @@ def _navit_resize():
 
 
 def test_images_of_kimi_equal_those_of_transformers():
-    resize = _navit_resize()
+    size_of = _navit_resize()
     for width, height in SIZES:
         image = _picture(width, height)
-        (rows, columns), (num_rows, num_columns) = resize(height, width, 4, 2, 300, 40)
-        expected = np.zeros((num_rows, num_columns, 3), np.uint8)
-        expected[:rows, :columns] = image.resize((columns, rows), Image.Resampling.BICUBIC)
-        [tile] = [part for part in padded(image, CONFIG) if isinstance(part, Tile)]
-        payload = tile.payload
-        found = np.frombuffer(payload.pixels, np.uint8).reshape(payload.height, payload.width, 3)
-        np.testing.assert_array_equal(found, expected)
-        assert tile.num_outputs == num_rows * num_columns // 64 <= CONFIG.num_outputs
+        (rows, columns), (num_rows, num_columns) = size_of(height, width, 4, 2, 300, 40)
+        _check_padded(image, CONFIG, (columns, rows), (num_columns, num_rows))
+
+
+def test_images_of_kimi_vl_equal_those_of_its_authors():
+    config = replace(CONFIG, max_side=510)
+    for size in SIZES:
+        num_patches = math.prod(side // 4 for side in size)
+        scale = (300 / num_patches) ** 0.5 if num_patches > 300 else 1
+        shown = tuple(int(side * scale) for side in size)
+        _check_padded(_picture(*size), config, shown, tuple(side + -side % 8 for side in shown))
+
+
+def _check_padded(image, config, shown, whole):
+    """Compare the tile of an image with its copy in the size `shown` on a black canvas with the size `whole`."""
+    columns, rows = whole
+    expected = np.zeros((rows, columns, 3), np.uint8)
+    expected[: shown[1], : shown[0]] = image.resize(shown, Image.Resampling.BICUBIC)
+    [tile] = [part for part in padded(image, config) if isinstance(part, Tile)]
+    payload = tile.payload
+    found = np.frombuffer(payload.pixels, np.uint8).reshape(payload.height, payload.width, 3)
+    np.testing.assert_array_equal(found, expected)
+    assert tile.num_outputs == rows * columns // 64 <= config.num_outputs
+
+
+@pytest.mark.parametrize("read", [resize, resize_rounded])
+def test_oblong_images_have_no_more_embeddings_than_declared(read):
+    fields = ConfigFields({"min_pixels": 64, "max_pixels": 6400}, "preprocessor_config.json")
+    vision = SimpleNamespace(unit=8, patch_size=4, merge_size=2, frames_per_patch=1)
+    vision.output_size, vision.deepstack_layers = 8, ()
+    config = read(ProcessorSource(Path(), fields, fields, {}), vision, 1)
+    for size in [(3, 400), (400, 3), (190, 1), (1600, 8), (80, 80)]:
+        [tile] = [part for part in resized(_picture(*size), config) if isinstance(part, Tile)]
+        assert tile.num_outputs <= config.num_outputs

@@ -249,6 +249,7 @@ def _config(kind):
         "exaone4_5",
         "hyperclovax_vision_v2",
         "kimi_k25",
+        "kimi_vl",
         "minimax_m3_vl",
         "lfm2_vl",
         *MINICPM_MODELS,
@@ -291,6 +292,11 @@ def model(request, tmp_path_factory):
         processor |= {"min_image_tokens": 4, "max_image_tokens": 20}
     elif request.param == "kimi_k25":
         _restore_decoder_names(path / "model.safetensors")
+    elif request.param == "kimi_vl":
+        _restore_decoder_names(path / "model.safetensors")
+        _as_kimi_vl(path)
+        processor = {"patch_size": PATCH, "merge_kernel_size": [2, 2], "in_token_limit": 60}
+        processor |= {"pad_input": True, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
     (path / "preprocessor_config.json").write_text(json.dumps(processor))
     return path, reference
 
@@ -301,6 +307,33 @@ def _restore_decoder_names(file):
     assert "vision_tower.encoder.blocks.0.wqkv.weight" in tensors
     wrong, right = "language_model.model.blocks", "language_model.model.layers"
     save_file({name.replace(wrong, right): tensors[name] for name in tensors}, file)
+
+
+def _as_kimi_vl(path):
+    """Give Kimi K2.5 the names of Kimi-VL, whose tower is the same for images."""
+    file = path / "model.safetensors"
+    names = {"mm_projector.pre_norm": "multi_modal_projector.pre_norm"}
+    names |= {
+        f"mm_projector.proj.{i}": f"multi_modal_projector.linear_{i // 2 + 1}" for i in (0, 2)
+    }
+    tensors = load_file(file)
+    for old, new in names.items():
+        assert any(old in name for name in tensors)
+        tensors = {name.replace(old, new): tensor for name, tensor in tensors.items()}
+    save_file(tensors, file)
+    config = json.loads((path / "config.json").read_text())
+    vision = config["vision_config"]
+    names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
+    vision = {name: vision[name] for name in (*names, "patch_size", "merge_kernel_size")}
+    vision |= {"init_pos_emb_height": 6, "init_pos_emb_width": 6}
+    published = {
+        "architectures": ["KimiVLForConditionalGeneration"],
+        "model_type": "kimi_vl",
+        "media_placeholder_token_id": IMAGE_TOKEN,
+        "text_config": config["text_config"],
+        "vision_config": vision,
+    }
+    (path / "config.json").write_text(json.dumps(published))
 
 
 def _patches(kind, payload):
