@@ -16,7 +16,8 @@ from ..logprobs import Json
 from ..routes.chat_completions import ChatAnswer
 from ..serving import Serving
 from ..streaming.event_stream import OPENAI_STREAM, StreamFormat
-from .namespaces import TOOL_SEARCH, call_fields, is_left_out, is_search
+from .client_tools import CLIENT_TOOLS
+from .namespaces import call_fields, is_left_out
 from .output import OutputBuilder
 from .request import INCLUDE_LOGPROBS, INCLUDE_REASONING, Exchange, ResponseChat
 
@@ -114,12 +115,11 @@ class ResponsesAnswer(ChatAnswer):
         """Return a builder of the output, which writes its events with `emit`."""
         exchange = self.exchange
         tools = exchange.body.tools
-        fields = call_fields(tools, [*exchange.context, *exchange.input])
-        has_search = any(map(is_search, tools or ()))
+        fields, client_tools = call_fields(tools, [*exchange.context, *exchange.input])
 
         def kind_of(call: ToolCallDelta) -> str:
-            if has_search and call.name == TOOL_SEARCH:
-                return "tool_search_call"
+            if call.name in client_tools:
+                return CLIENT_TOOLS[call.name].item
             is_custom = self.choices[0].calls.is_custom(call.index)
             return "custom_tool_call" if is_custom else "function_call"
 

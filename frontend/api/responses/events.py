@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Final
 
-import msgspec
 from starlette.types import Receive, Scope, Send
 
 from ...chat import MessageDelta, ToolCallDelta
@@ -15,6 +14,7 @@ from ..logprobs import Json
 from ..streaming.text_events import TextEvents
 from .answer import RESPONSE_STREAM, EventWriter
 from .background import EVENT_END, BackgroundRun
+from .client_tools import CALLS
 from .output import OutputBuilder
 from .states import ENDED, ResponseStates
 
@@ -121,9 +121,10 @@ async def repeat_events(response: Json, first: int) -> AsyncIterator[bytes]:
                 [part] = item["content"]
                 builder.add(MessageDelta(content=part["text"]), part["logprobs"])
             case kind:
-                arguments = item["input" if kind == "custom_tool_call" else "arguments"]
-                if not isinstance(arguments, str):
-                    arguments = msgspec.json.encode(arguments).decode()
+                if (tool := CALLS.get(kind)) is not None:
+                    arguments = tool.write_call(item, "output")
+                else:
+                    arguments = item["input" if kind == "custom_tool_call" else "arguments"]
                 call = ToolCallDelta(i, item["call_id"], item.get("name"), arguments)
                 builder.add(MessageDelta(tool_calls=[call]), [])
     builder.close(is_cut=response["status"] != "completed")

@@ -13,8 +13,9 @@ import msgspec
 from ...http.errors import bad_request, expect, wrong
 from ..inputs.files import translate_file
 from ..logprobs import Json
+from .client_tools import CALLS, OUTPUTS, TOOL_SEARCH, write_output
 from .ids import item_id
-from .namespaces import TOOL_SEARCH, full_name, place_loaded_tools
+from .namespaces import full_name, place_loaded_tools
 
 ROLES: Final = ("user", "assistant", "system", "developer")
 
@@ -23,7 +24,8 @@ ENCODED_TEXT: Final = "engine1."
 
 _ITEM_TYPES: Final = (
     "message, reasoning, function_call, function_call_output, custom_tool_call, "
-    "custom_tool_call_output, tool_search_call, tool_search_output, additional_tools, compaction or item_reference"
+    f"custom_tool_call_output, {', '.join(CALLS)}, {', '.join(OUTPUTS)}, tool_search_output, "
+    "additional_tools, compaction or item_reference"
 )
 _HOSTED: Final = (
     "code_interpreter_call",
@@ -159,8 +161,11 @@ class MessageBuilder:
                     "input": _string(item, "input", where),
                 }
                 self._add_call(item, where, {"type": "custom", "custom": custom})
-            case "tool_search_call":
-                self._add_search(item, where)
+            case kind if kind in CALLS:
+                self._add_client_call(item, where)
+            case kind if kind in OUTPUTS:
+                call_id, text = write_output(item, where)
+                self._add_output(item | {"call_id": call_id}, where, text)
             case "tool_search_output":
                 if item.get("call_id") is not None:
                     loaded = [each.tool for each in place_loaded_tools(item, where)]
@@ -201,14 +206,12 @@ class MessageBuilder:
         call["id"] = _string(item, "call_id", where)
         message.setdefault("tool_calls", []).append(call)
 
-    def _add_search(self, item: Json, where: str) -> None:
-        """Add a call of the tool search, unless OpenAI's servers ran it."""
-        if item.get("call_id") is None:
+    def _add_client_call(self, item: Json, where: str) -> None:
+        """Add a call of a tool that OpenAI defines, unless OpenAI's servers ran it."""
+        tool = CALLS[item["type"]]
+        if item.get("call_id") is None and tool.kind == TOOL_SEARCH:
             return
-        arguments = item.get("arguments")
-        if not isinstance(arguments, str):
-            arguments = msgspec.json.encode(arguments or {}).decode()
-        function = {"name": TOOL_SEARCH, "arguments": arguments}
+        function = {"name": tool.kind, "arguments": tool.write_call(item, where)}
         self._add_call(item, where, {"type": "function", "function": function})
 
     def _add_output(self, item: Json, where: str, content: str | list[Json]) -> None:

@@ -7,19 +7,15 @@ from typing import Any, Final, NamedTuple
 
 from ...http.errors import bad_request, echo, expect, wrong
 from ..logprobs import Json
+from .client_tools import CLIENT_TOOLS, TOOL_SEARCH, as_function, is_client_tool
 
 TOOL_KINDS: Final = ("function", "custom")
 NAMESPACE: Final = "namespace"
 
-TOOL_SEARCH: Final = "tool_search"
-"""A tool that finds other tools. The model calls it like a function; its output loads the tools that it found."""
-
 _LOADING: Final = ("additional_tools", "tool_search_output")
 """Types of items that have further tools."""
 
-LEFT_OUT: Final = frozenset(
-    {"image_generation", "local_shell", "tool_search", "web_search", "web_search_preview"}
-)
+LEFT_OUT: Final = frozenset({"image_generation", TOOL_SEARCH, "web_search", "web_search_preview"})
 """Types of tools that agents offer with every request but this server cannot run. They are not shown to the model."""
 
 _SEPARATOR: Final = "__"
@@ -33,12 +29,14 @@ class PlacedTool(NamedTuple):
         tool: The tool. Its name is unique across all namespaces.
         namespace: The namespace of the tool; "" for none.
         name: The name of the tool within its namespace.
+        client_tool: The type of a tool that OpenAI defines; "" for any other.
     """
 
     where: str
     tool: Json
     namespace: str
     name: Any
+    client_tool: str = ""
 
 
 def full_name(namespace: str, name: str) -> str:
@@ -57,8 +55,10 @@ def place_tools(tools: Iterable[Json] | None, items: Iterable[Json] = ()) -> lis
     placed = list(_place_tools(tools or (), "tools"))
     names: dict[str, PlacedTool] = {}
     for each in placed:
-        name = each.tool[each.tool["type"]].get("name")
-        if each.namespace and names.setdefault(name, each) is not each:
+        name = _model_name(each)
+        first = names.setdefault(name, each)
+        is_same = first is each or not name
+        if not is_same and any(tool.namespace or tool.client_tool for tool in (first, each)):
             raise bad_request(
                 each.where,
                 f"has the full name {echo(name)}, which is also the name of another tool",
@@ -92,25 +92,18 @@ def place_loaded_tools(item: Json, where: str) -> Iterator[PlacedTool]:
 def _place_tools(tools: Iterable[Json], param: str) -> Iterator[PlacedTool]:
     for i, tool in enumerate(tools):
         where, kind = f"{param}[{i}]", tool.get("type")
-        if is_search(tool):
-            fields = {k: tool[k] for k in ("description", "parameters") if tool.get(k) is not None}
-            function = {"type": "function", "function": {"name": TOOL_SEARCH} | fields}
-            yield PlacedTool(where, function, "", TOOL_SEARCH)
+        if is_client_tool(tool):
+            yield PlacedTool(where, as_function(tool, where), "", kind, tool["type"])
         elif kind == NAMESPACE:
             yield from _place_namespace(tool, where)
         elif not is_left_out(tool):
             yield _place_tool(tool, where)
 
 
-def is_search(tool: Json) -> bool:
-    """Return whether a tool is a search that the client runs."""
-    return tool.get("type") == TOOL_SEARCH and tool.get("execution") == "client"
-
-
 def is_left_out(tool: Json) -> bool:
     """Return whether a tool is hidden from the model."""
     kind = tool.get("type")
-    if not isinstance(kind, str) or is_search(tool):
+    if not isinstance(kind, str) or is_client_tool(tool):
         return False
     return kind in LEFT_OUT or kind.startswith("web_search_preview_")
 
@@ -134,7 +127,8 @@ def _place_tool(tool: Json, where: str, namespace: str = "") -> PlacedTool:
     if kind not in TOOL_KINDS:
         raise wrong(
             f"{where}.type",
-            '"function", "custom" or "namespace", because this server runs no tools itself',
+            f'"function", "custom", "namespace", {", ".join(CLIENT_TOOLS)}, because this server '
+            "runs no tools itself",
             kind,
         )
     assert isinstance(kind, str)
@@ -148,19 +142,25 @@ def _place_tool(tool: Json, where: str, namespace: str = "") -> PlacedTool:
     return PlacedTool(where, {"type": kind, kind: fields}, namespace, name)
 
 
-def call_fields(tools: Iterable[Json] | None, items: Iterable[Json]) -> Mapping[str, Json]:
-    """Return full name -> the call fields that name the tool, for the tools of namespaces."""
-    return {
+def call_fields(
+    tools: Iterable[Json] | None, items: Iterable[Json]
+) -> tuple[Mapping[str, Json], frozenset[str]]:
+    """Return full name -> the call fields that name the tool, for the tools of namespaces, and the client tools."""
+    placed = place_tools(tools, items)
+    fields = {
         each.tool[each.tool["type"]]["name"]: {"name": each.name, "namespace": each.namespace}
-        for each in place_tools(tools, items)
+        for each in placed
         if each.namespace
     }
+    return fields, frozenset(each.client_tool for each in placed if each.client_tool)
 
 
 def choose_full_name(choice: Any) -> Any:
     """Return a reference to a tool, with the full name that the model uses."""
     if not isinstance(choice, dict):
         return choice
+    if is_client_tool(choice | {"execution": "client"}):
+        return {"type": "function", "name": choice["type"]}
     namespace, name = choice.get("namespace"), choice.get("name")
     if isinstance(namespace, str) and isinstance(name, str):
         return {"type": choice.get("type"), "name": full_name(namespace, name)}

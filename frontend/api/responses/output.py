@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
-
 from ...chat import MessageDelta, ToolCallDelta
 from ..logprobs import Json
+from .client_tools import CALLS
 from .ids import item_id
 from .items import encode_text
 
@@ -48,6 +47,8 @@ class OutputBuilder:
         self._kinds: dict[int, str] = {}
         self._summarizes = summarizes
         self._encrypts = encrypts
+        # The call whose item is added when its arguments are complete; None if there is none.
+        self._held: ToolCallDelta | None = None
         # The open item and its call; None if no item is open.
         self._open: Json | None = None
         self._call = -1
@@ -78,6 +79,8 @@ class OutputBuilder:
 
     def close(self, *, is_cut: bool = False) -> None:
         """Close the open item. It is incomplete if the answer was cut off."""
+        if self._held is not None:
+            self._release()
         item = self._open
         if item is None:
             return
@@ -89,8 +92,6 @@ class OutputBuilder:
                 self._close_text(item, text, place)
             case "reasoning":
                 self._close_reasoning(item, text, place)
-            case "tool_search_call":
-                item["arguments"] = _parse_arguments(text)
             case kind:
                 name = "arguments" if kind == "function_call" else "input"
                 item[name] = text
@@ -101,9 +102,20 @@ class OutputBuilder:
     def _enter(self, kind: str, call: ToolCallDelta | None = None) -> None:
         """Begin an item of this kind, unless it is already open."""
         number = -1 if call is None else call.index
+        held = None if self._held is None else self._held.index
+        if held == number:
+            return
         if self._open is not None and self._open["type"] == kind and self._call == number:
             return
         self.close()
+        if kind in CALLS:
+            self._held = call
+            return
+        self._begin(kind, call)
+        self._call = number
+
+    def _begin(self, kind: str, call: ToolCallDelta | None, **fields: Any) -> None:
+        """Add an item, and announce it."""
         identifier = item_id(kind, self._response_id, 0x1000 + len(self.items))
         item: Json = {"id": identifier, "type": kind, "status": "in_progress"}
         if kind == "message":
@@ -112,14 +124,14 @@ class OutputBuilder:
             item |= {"summary": []}
             if not self._summarizes:
                 item["content"] = []
-        elif kind == "tool_search_call":
+        elif fields:
             assert call is not None
-            item |= {"call_id": call.id, "execution": "client", "arguments": {}}
+            item |= {"call_id": call.id, **fields}
         else:
             assert call is not None
             name = "arguments" if kind == "function_call" else "input"
             item |= {"call_id": call.id, **self._name_call(call), name: ""}
-        self._open, self._call = item, number
+        self._open = item
         self.items.append(item)
         place = self._place(item)
         self._emit("response.output_item.added", output_index=place["output_index"], item=item)
@@ -132,6 +144,33 @@ class OutputBuilder:
         elif kind == "reasoning":
             part = {"type": "reasoning_text", "text": ""}
             self._emit("response.content_part.added", **place, content_index=0, part=part)
+
+    def _release(self) -> None:
+        """Add the call that was held back until its arguments were complete.
+
+        If they do not fit, because they were cut off or the model wrote others, the call is one of a function.
+        """
+        call, text = self._held, "".join(self._pieces)
+        assert call is not None
+        self._held, self._pieces = None, []
+        kind = self._kinds[call.index]
+        fields = CALLS[kind].read_call(text)
+        if fields is None:
+            self._begin("function_call", call)
+            self._add_arguments(text)
+            return
+        self._begin(kind, call, **fields)
+        item, self._open = self._open, None
+        assert item is not None
+        place = len(self.items) - 1
+        commands = fields.get("action", {}).get("commands", ())
+        for i, command in enumerate(commands):
+            where = {"output_index": place, "command_index": i}
+            self._emit("response.shell_call_command.added", **where, command="")
+            self._emit("response.shell_call_command.delta", **where, delta=command)
+            self._emit("response.shell_call_command.done", **where, command=command)
+        item["status"] = "completed"
+        self._emit("response.output_item.done", output_index=place, item=item)
 
     def _place(self, item: Json) -> Json:
         return {"item_id": item["id"], "output_index": len(self.items) - 1}
@@ -161,11 +200,10 @@ class OutputBuilder:
             self._emit("response.reasoning_text.delta", **place, content_index=0, delta=text)
 
     def _add_arguments(self, text: str) -> None:
-        assert self._open is not None
         if not text:
             return
         self._pieces.append(text)
-        if self._open["type"] != "tool_search_call":
+        if self._open is not None:
             place = self._place(self._open)
             self._emit(f"response.{_argument_events(self._open)}.delta", **place, delta=text)
 
@@ -199,14 +237,6 @@ def _argument_events(item: Json) -> str:
     if item["type"] == "function_call":
         return "function_call_arguments"
     return "custom_tool_call_input"
-
-
-def _parse_arguments(text: str) -> Json:
-    """Return the arguments of a tool search; {} if they are no JSON object, or were cut off."""
-    try:
-        return msgspec.json.decode(text, type=dict[str, Any])
-    except (msgspec.MsgspecError, ValueError, RecursionError):
-        return {}
 
 
 def _place_logprobs(text: str, entries: list[Json]) -> tuple[list[Json], list[Json]]:

@@ -15,6 +15,7 @@ from ..logprobs import Json
 from ..schema import ChatCompletionRequest
 from ..schema.responses import SAMPLING_FIELDS, ResponseFields, ResponsesRequest
 from ..stored.metadata import verify_metadata
+from .client_tools import CLIENT_TOOLS
 from .items import Files, MessageBuilder
 from .namespaces import TOOL_KINDS, choose_full_name, place_tools
 
@@ -186,13 +187,10 @@ def _verify(body: ResponsesRequest) -> None:
 
 def _tool_choice(choice: str | Json | None, *, has_tools: bool) -> str | Json | None:
     if isinstance(choice, dict):
-        kind = choice.get("type")
-        if kind not in (*TOOL_KINDS, "allowed_tools"):
-            raise wrong(
-                "tool_choice.type",
-                '"function", "custom" or "allowed_tools", because this server runs no tools itself',
-                kind,
-            )
+        kinds = (*TOOL_KINDS, "allowed_tools", *CLIENT_TOOLS)
+        if choice.get("type") not in kinds:
+            expected = f"one of {', '.join(kinds)}, because this server runs no tools itself"
+            raise wrong("tool_choice.type", expected, choice.get("type"))
     elif choice == "auto" and not has_tools:
         # Clients send this default value with every request.
         return None

@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 from support.frontend_process import FrontendProcess, sound_frontend
-from support.responses import NAMESPACE, TOOLS, options
+from support.responses import NAMESPACE, TOOLS, check_events, options
 from support.shown_prompts import TEMPLATE
 
 pytestmark = pytest.mark.slow
@@ -111,3 +111,90 @@ def test_a_tool_search_of_the_client_loads_tools(
     for name in ({"name": "read", "namespace": "files"}, {"name": "get_weather"}):
         choice: Any = {"type": "function"} | name
         client.responses.create(**request, tools=[search], tool_choice=choice)
+
+
+def test_each_event_is_valid_for_the_client(frontend: FrontendProcess) -> None:
+    call = f"<tool_call>\n{json.dumps({'name': 'get_weather', 'arguments': {}})}\n</tool_call>"
+    custom: Any = {"type": "custom", "name": "run"}
+    wants = {"include": ["message.output_text.logprobs"], "top_logprobs": 1}
+    for fields in (
+        {"input": "One two three"} | wants,
+        {"input": f"Yes. {call}\n{call}", "tools": TOOLS},
+        {"input": '{"city": "Oslo"}', "tools": TOOLS, "tool_choice": TOOLS[0]},
+        {"input": '{"input": "ls"}', "tools": [custom], "tool_choice": custom},
+    ):
+        text = str(fields["input"])
+        for num_tokens in (4, len(frontend.tokenizer.encode(text))):
+            assert check_events(
+                frontend, options(frontend, text) | fields | {"max_output_tokens": num_tokens}
+            )
+
+
+PATCH: dict[str, Any] = {"type": "update_file", "path": "a.py", "diff": "@@\n-a\n+b"}
+EXEC = {"type": "exec", "command": ["ls"], "env": {}, "timeout_ms": 9, "user": None}
+CLIENT_CALLS: list[tuple[str, dict[str, Any], str, dict[str, Any], dict[str, Any]]] = [
+    (
+        "shell",
+        {"commands": ["ls", "cat a"]},
+        "action",
+        {"commands": ["ls", "cat a"], "timeout_ms": None, "max_output_length": None},
+        {"output": [{"stdout": "a", "stderr": "", "outcome": {"type": "exit", "exit_code": 0}}]},
+    ),
+    (
+        "local_shell",
+        {"command": ["ls"], "timeout_ms": 9},
+        "action",
+        EXEC | {"working_directory": None},
+        {"output": "a file"},
+    ),
+    ("apply_patch", PATCH, "operation", PATCH, {"status": "failed", "output": "No such file"}),
+]
+"""Type of a tool -> arguments of the model, field and action of the call, and fields of its output."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "field", "action", "output"),
+    CLIENT_CALLS,
+    ids=[kind for kind, *_ in CLIENT_CALLS],
+)
+def test_tools_that_openai_defines_have_items_of_their_own(
+    frontend: FrontendProcess,
+    client: openai.OpenAI,
+    kind: str,
+    arguments: dict[str, Any],
+    field: str,
+    action: dict[str, Any],
+    output: dict[str, Any],
+) -> None:
+    tools: list[Any] = [{"type": kind}]
+    written = json.dumps({"name": kind, "arguments": arguments})
+    body = options(frontend, f"<tool_call>\n{written}\n</tool_call>") | {"tools": tools}
+    [call] = check_events(frontend, body)
+    assert (call["type"], call[field]) == (f"{kind}_call", action)
+    stored = client.responses.create(**body)
+    repeated = list(client.responses.retrieve(stored.id, stream=True))
+    assert repeated[-1].response.output == stored.output
+    answer = {"type": f"{kind}_call_output", "call_id": call["call_id"], **output}
+    request = options(frontend, "") | {"input": [call, answer], "max_output_tokens": 90}
+    shown = client.responses.create(**request, tools=tools).output_text
+    assert f"{kind} {json.dumps(arguments)}" in shown
+    result = output["output"]
+    assert (result if isinstance(result, str) else '"exit_code":0') in shown
+    forced = options(frontend, json.dumps(arguments)) | {"tools": tools}
+    # OpenAI's API has no choice of this type for the older shell.
+    named = {"type": "function", "name": kind} if kind == "local_shell" else {"type": kind}
+    [call] = check_events(frontend, forced | {"tool_choice": named})
+    assert call[field] == action
+    # Arguments that are no action of the tool are shown as the model wrote them.
+    cut = forced | {"tool_choice": named, "max_output_tokens": 3}
+    [call] = check_events(frontend, cut)
+    assert (call["type"], call["name"], call["status"]) == ("function_call", kind, "incomplete")
+
+
+def test_shells_in_containers_are_refused(frontend: FrontendProcess) -> None:
+    tool = {"type": "shell", "environment": {"type": "container_auto"}}
+    twice = [{"type": "shell"}, {"type": "function", "name": "shell"}]
+    for tools, problem in (([tool], "tools[0].environment.type"), (twice, "tools[1] has the full")):
+        body = options(frontend, "x") | {"tools": tools}
+        answer = frontend.http.post("/v1/responses", json=body)
+        assert answer.status_code == 400 and problem in answer.json()["error"]["message"]
