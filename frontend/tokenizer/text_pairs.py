@@ -48,12 +48,14 @@ class PairJoiner:
     ) -> TextPair:
         """Return two texts as one input.
 
-        If it is too long, first the longer text is cut at its end, then both equally.
+        If it is too long, first the longer text is cut at its end, then both equally. As in the library tokenizers, an
+        odd token stays with the text that was longer, or with the second of equal ones.
         """
         if max_tokens is not None:
             room = max(max_tokens - self.num_special * has_special, 0)
             # Neither text is cut while the other is longer.
-            num_first = min(len(first), max(room - len(second), room - room // 2))
+            half = (room + (len(first) > len(second))) // 2
+            num_first = min(len(first), max(room - len(second), half))
             first, second = first[:num_first], second[: room - num_first]
         if not has_special:
             token_ids = [*first, *second]
