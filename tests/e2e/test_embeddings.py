@@ -155,7 +155,10 @@ def test_pairs_may_have_the_names_of_vllm_and_limits_of_their_tokens(server: Ser
     expected = score(text_1="a fox", text_2=["hello world", "a dog"])
     for first, second in (("queries", "documents"), ("queries", "items"), ("data_1", "data_2")):
         assert score(**{first: "a fox", second: ["hello world", "a dog"]}) == expected
-    longer = {"text_1": "a fox jumps over it", "text_2": ["hello world peace", "a dog is here"]}
+    longer = {
+        "text_1": "a fox jumps over it",
+        "text_2": ["hello world" + " peace" * 20_000, "a dog is"],
+    }
     assert score(**longer, max_tokens_per_query=2, max_tokens_per_doc=2) == expected
     for body, param in (
         ({"queries": "a", "text_1": "a", "documents": "b"}, "queries"),

@@ -33,7 +33,7 @@ from ...http.errors import (
 )
 from ..bodies.intake import Intake, reads
 from ..pooling import Pooling, render_input, take_media
-from ..prompts import Prompt, verify_num_characters, verify_num_sequences
+from ..prompts import Prompt, verify_num_sequences
 from ..schema import ComparisonFields, InputFields, RerankRequest, ScoreRequest
 from ..serving import Serving
 from .embeddings import usage_of
@@ -220,10 +220,6 @@ class Scores:
             return
         serving = self._serving
         serving.verify_tokenizer(param)
-        for each in prompts:
-            verify_num_characters(
-                len(each.text or ""), each.param, serving.config.model.max_model_len
-            )
         encoded = await serving.encode([each.text or "" for each in prompts], False)
         for each, token_ids in zip(prompts, encoded, strict=True):
             if len(token_ids) > limit:
