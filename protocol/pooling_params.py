@@ -12,7 +12,8 @@ class PoolingKind(StrEnum):
 
     CLS takes the first token's hidden state, LAST the last token's, and MEAN the average over all tokens. ALL takes
     those of all tokens: its vector is a matrix [tokens of the prompt, elements of a token's result], row by row. HEAD
-    takes them, too, but the model's head makes one vector of them.
+    takes them, too, but the model's head makes one vector of them. WEIGHTS takes them as well, and its vector has one
+    number for each token: its weight in a sparse vector of the text.
     ALIGNMENT reads the decoder's cross attention instead. Its vector is a matrix [tokens of the prompt, `num_frames`],
     row by row; a higher value means that the token more likely belongs to that encoder output. It is the average over
     the model's alignment heads of their attention, which is standardized over the tokens and then filtered by a median
@@ -24,6 +25,7 @@ class PoolingKind(StrEnum):
     LAST = "last"
     ALL = "all"
     HEAD = "head"
+    WEIGHTS = "weights"
     ALIGNMENT = "alignment"
 
 

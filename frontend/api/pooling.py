@@ -15,7 +15,7 @@ from starlette.responses import Response
 from ...protocol.messages import EncoderInput
 from ...protocol.pooling_params import PoolingKind
 from ..chat import ChatTemplateError, PairTemplate
-from ..client.embeddings import embedding_params, find_prompt
+from ..client.embeddings import BY_TOKEN, embedding_params, find_prompt
 from ..client.engine_client import RequestGroup
 from ..client.text_changes import TextChanges
 from ..http.deadline import read_deadline
@@ -104,11 +104,11 @@ class Pooling:
         Raises:
             APIError: There are too many (400).
         """
-        size = self._serving.config.model.vector_size
+        size = self._serving.config.model.vector_size_of(kind)
         count, unit = len(prompts), "texts"
-        if kind is PoolingKind.ALL:
+        if kind in BY_TOKEN:
             count, unit = sum(len(each.token_ids) for each in prompts), "tokens"
-        if kind in (PoolingKind.ALL, PoolingKind.HEAD) and count * size > MAX_TOKEN_ELEMENTS:
+        if kind in (*BY_TOKEN, PoolingKind.HEAD) and count * size > MAX_TOKEN_ELEMENTS:
             name = prompts[-1].param.partition("[")[0]
             raise bad_request(
                 name,

@@ -21,6 +21,10 @@ DOCUMENT: Final = "document"
 """The names that sentence-transformers gives to the prompts for queries and documents."""
 
 
+BY_TOKEN: Final = (PoolingKind.ALL, PoolingKind.WEIGHTS)
+"""The kinds of results with a row for each token."""
+
+
 def embedding_params() -> SamplingParams:
     """Return sampling parameters for an embedding request, which generates no tokens."""
     return SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
@@ -61,7 +65,8 @@ def find_kind(task: str | None, model: ModelConfig) -> PoolingKind:
 
     Args:
         task: "embed" or "token_embed", or for a model with a classification head "classify" or "token_classify"; None
-            for what the model was trained for.
+            for what the model was trained for. "token_classify" also returns the weights of tokens, if a model makes
+            them.
         model: The model.
 
     Raises:
@@ -74,6 +79,8 @@ def find_kind(task: str | None, model: ModelConfig) -> PoolingKind:
         del kinds[verb]
     if kind is PoolingKind.HEAD:
         del kinds[f"token_{verb}"]
+    if PoolingKind.WEIGHTS in model.pooler.other_dense:
+        kinds["token_classify"] = PoolingKind.WEIGHTS
     if task is None:
         return kind
     if task not in kinds:
@@ -95,18 +102,30 @@ def read_vectors(
     `keeps_T`, only the rows that it marks are.
     """
     vectors: Vector = np.frombuffer(pooled, np.float32)
-    if kind is not PoolingKind.ALL:
+    if kind not in BY_TOKEN:
         return vectors
     vectors = vectors.reshape(len(token_ids), -1)
+    if skipped := model.pooler.skipped_token_ids.get(kind):
+        return vectors[~np.isin(token_ids, skipped)]
     if model.pooler.step_token_id >= 0:
         vectors = vectors[token_ids == model.pooler.step_token_id]
     return vectors if keeps_T is None else vectors[keeps_T]
 
 
 def finish_vectors(
-    vectors: Vector, pooler: PoolerConfig, *, dimensions: int | None, normalize: bool | None
+    vectors: Vector,
+    pooler: PoolerConfig,
+    *,
+    dimensions: int | None,
+    normalize: bool | None,
+    kind: PoolingKind | None = None,
 ) -> Vector:
-    """Return vectors [..., D], truncated to `dimensions` and then normalized; by default as the model was trained."""
+    """Return vectors [..., D], truncated to `dimensions` and then normalized; by default as the model was trained.
+
+    Weights of tokens are returned unchanged.
+    """
+    if kind is PoolingKind.WEIGHTS:
+        return vectors
     vectors = vectors[..., :dimensions]
     if not (pooler.normalize if normalize is None else normalize):
         return vectors

@@ -168,7 +168,14 @@ def resolve_model(options: ModelOptions, console: Console) -> ResolvedModel:
                 dict.fromkeys(
                     [
                         *find_weight_files(path),
-                        *(Path(each.path) for each in embedding.pooler.dense),
+                        *(
+                            Path(each.path)
+                            for layers in (
+                                embedding.pooler.dense,
+                                *embedding.pooler.other_dense.values(),
+                            )
+                            for each in layers
+                        ),
                         *([] if mmproj is None else [mmproj]),
                     ]
                 )

@@ -13,14 +13,18 @@ from typing import Any
 from huggingface_hub import HfApi, constants, errors, snapshot_download
 from tqdm.std import tqdm
 
+from ...protocol.checkpoint.sparse import TOKEN_VECTORS_FILE, TOKEN_WEIGHTS_FILE
 from ...protocol.errors import CheckpointError, ConfigError
 from ..supervisor.console import Console
 from .mmproj_names import choose_mmproj
 
 TOKENIZER_FILES = ("*.json", "*.jinja", "*.spm", "tokenizer.model", "merges.txt", "vocab.txt")
-CHECKPOINT_FILES = ("*.safetensors", *TOKENIZER_FILES)
+CHECKPOINT_FILES = ("*.safetensors", TOKEN_VECTORS_FILE, TOKEN_WEIGHTS_FILE, *TOKENIZER_FILES)
 IGNORED_FILES = ("*/*", "consolidated*")
 PREFERRED_QUANTS = ("Q4_K_M", "Q8_0")
+_NESTED_FILE = re.compile(
+    r"\d+_\w+/(config\.json|model\.safetensors)|additional_chat_templates/[^/]+\.jinja"
+)
 # Different versions of huggingface-hub use different HTTP libraries.
 _HTTPError = errors.HTTPError  # type: ignore[attr-defined]
 _SPLIT_SUFFIX = re.compile(r"-\d{5}-of-\d{5}(?=\.gguf$)")
@@ -51,7 +55,8 @@ def fetch_checkpoint(
     with _readable_errors(repo, revision):
         names = _file_names(repo, revision, cache_dir)
         if gguf is None and any(name.endswith(".safetensors") for name in names):
-            return _snapshot(repo, CHECKPOINT_FILES, IGNORED_FILES, revision, cache_dir, console)
+            wanted = [name for name in names if _is_read(name)]
+            return _snapshot(repo, wanted, (), revision, cache_dir, console)
         files = _choose_gguf(repo, names, gguf)
         mmproj = choose_mmproj(names) if with_mmproj else None
         wanted = files if mmproj is None else [*files, mmproj]
@@ -80,6 +85,18 @@ def fetch_adapter(
     """
     with _readable_errors(repo, None):
         return _snapshot(repo, files, (), None, cache_dir, console)
+
+
+def _is_read(name: str) -> bool:
+    """Return whether a file in a repository with safetensors belongs to the checkpoint.
+
+    Other folders than those of sentence-transformers' modules and of chat templates hold other formats.
+    """
+    if "/" in name:
+        return _NESTED_FILE.fullmatch(name) is not None
+    return any(fnmatch(name, each) for each in CHECKPOINT_FILES) and not any(
+        fnmatch(name, each) for each in IGNORED_FILES
+    )
 
 
 def _file_names(repo: str, revision: str | None, cache_dir: str | None) -> list[str]:

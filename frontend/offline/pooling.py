@@ -164,7 +164,11 @@ class PoolingMethods:
         for prompt, vectors in zip(wanted, pooled, strict=True):
             if model.classifier is None:
                 vectors = finish_vectors(
-                    vectors, model.pooler, dimensions=None, normalize=use_activation
+                    vectors,
+                    model.pooler,
+                    dimensions=None,
+                    normalize=use_activation,
+                    kind=kind,
                 )
             else:
                 vectors = class_scores(vectors, model.classifier, activate=use_activation)

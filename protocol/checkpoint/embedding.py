@@ -28,7 +28,13 @@ from .late_interaction import (
     read_multi_vector,
     read_pylate,
 )
-from .sparse import is_sparse, sparse_fields
+from .sparse import (
+    TOKEN_VECTORS_FILE,
+    TOKEN_WEIGHTS_FILE,
+    has_three_heads,
+    is_sparse,
+    sparse_fields,
+)
 from .speech import is_t5_encoder
 
 _ENCODERS: Final = frozenset(
@@ -129,6 +135,13 @@ def read_embedding_files(path: Path, config: ConfigFields, whole: ConfigFields) 
     Raises:
         CheckpointError: A file is invalid, or a module is not supported.
     """
+    files = _read_files(path, config, whole)
+    if not has_three_heads(config):
+        return files
+    return msgspec.structs.replace(files, pooler=_with_token_heads(path, config, files.pooler))
+
+
+def _read_files(path: Path, config: ConfigFields, whole: ConfigFields) -> EmbeddingFiles:
     # A config without a hidden size is rejected later, by the worker.
     hidden_size = config.optional_integer("hidden_size") or 0
     lengths = _lengths(config)
@@ -211,6 +224,28 @@ def _first_colbert(path: Path, hidden_size: int) -> EmbeddingFiles:
     prompts = {QUERY: "", DOCUMENT: ""}
     return EmbeddingFiles(
         PoolerConfig(PoolingKind.ALL, True, size, (dense,), prompts, text_changes=late)
+    )
+
+
+def _with_token_heads(path: Path, config: ConfigFields, pooler: PoolerConfig) -> PoolerConfig:
+    """Return the pooler of BGE-M3, which also embeds and weighs tokens, with layers in files of their own."""
+    first, last = config.integer("bos_token_id", 0), config.integer("eos_token_id", 2)
+    hidden_size = config.integer("hidden_size")
+    for name in (TOKEN_VECTORS_FILE, TOKEN_WEIGHTS_FILE):
+        if not (path / name).is_file():
+            raise CheckpointError(path / name, "is missing; download it")
+    heads = (
+        (PoolingKind.ALL, TOKEN_VECTORS_FILE, hidden_size, DenseActivation.IDENTITY),
+        (PoolingKind.WEIGHTS, TOKEN_WEIGHTS_FILE, 1, DenseActivation.RELU),
+    )
+    return msgspec.structs.replace(
+        pooler,
+        other_dense={
+            kind: (DenseConfig(str(path / name), hidden_size, size, True, activation, ""),)
+            for kind, name, size, activation in heads
+        },
+        # As in the authors' code, the last token has a vector.
+        skipped_token_ids={PoolingKind.ALL: (first,), PoolingKind.WEIGHTS: (first, last)},
     )
 
 

@@ -1,4 +1,4 @@
-"""Read the sparse head of sentence-transformers' files, which makes a weight for each token of the vocabulary."""
+"""Read the heads of models with sparse vectors: that of sentence-transformers' files, and those of BGE-M3."""
 
 from __future__ import annotations
 
@@ -17,6 +17,12 @@ SPLADE_REDUCTIONS: Final = ("max", "sum")
 SPLADE_LOGARITHMS: Final = "splade_num_logarithms"
 """The config field with how often log(1 + max(x, 0)) is applied to the scores."""
 
+BGE_M3: Final = "BgeM3EmbeddingModel"
+"""The architecture, as in vLLM, of XLM-RoBERTa with layers for the vectors and for the weights of tokens."""
+
+TOKEN_VECTORS_FILE: Final = "colbert_linear.pt"
+TOKEN_WEIGHTS_FILE: Final = "sparse_linear.pt"
+
 _MASKED_SUFFIX: Final = "ForMaskedLM"
 _LOGARITHMS: Final = {"relu": 1, "log1p_relu": 2}
 
@@ -24,6 +30,11 @@ _LOGARITHMS: Final = {"relu": 1, "log1p_relu": 2}
 def is_sparse(fields: ConfigFields) -> bool:
     """Return whether a model with this config makes a weight for each token of the vocabulary."""
     return any(name.endswith(SPLADE_SUFFIX) for name in fields.texts("architectures"))
+
+
+def has_three_heads(fields: ConfigFields) -> bool:
+    """Return whether a model with this config embeds texts and tokens, and weighs the tokens (BGE-M3)."""
+    return BGE_M3 in fields.texts("architectures")
 
 
 def sparse_fields(pooling: ConfigFields, model: ConfigFields) -> dict[str, Any]:

@@ -47,7 +47,7 @@ class DenseActivation(enum.StrEnum):
 class DenseConfig(msgspec.Struct, frozen=True):
     """A dense layer that is applied to a pooled vector (sentence-transformers' module `Dense`).
 
-    `path` is the file with its weights, and `module` their name in the file.
+    `path` is the file with its weights, and `module` their name in the file; "" if it contains only them.
     """
 
     path: str
@@ -106,6 +106,8 @@ class PoolerConfig(msgspec.Struct, frozen=True):
             tokens are returned. -1 for the results of all tokens.
         text_changes: How texts are changed; None if they are not.
         chat_template: The template for conversations, instead of that of the tokenizer; "" for that one.
+        other_dense: A kind of result -> the dense layers that are applied to it instead (BGE-M3, arXiv 2402.03216).
+        skipped_token_ids: A kind of result -> the tokens whose results are left out.
     """
 
     kind: PoolingKind = PoolingKind.LAST
@@ -118,6 +120,8 @@ class PoolerConfig(msgspec.Struct, frozen=True):
     step_token_id: int = -1
     text_changes: TextChangesConfig | None = None
     chat_template: str = ""
+    other_dense: dict[PoolingKind, tuple[DenseConfig, ...]] = {}
+    skipped_token_ids: dict[PoolingKind, tuple[int, ...]] = {}
 
 
 class Activation(enum.StrEnum):
@@ -313,13 +317,15 @@ class ModelConfig(msgspec.Struct, frozen=True):
         """True if the model can generate text."""
         return self.has_head and not self.is_encoder and self.classifier is None
 
-    @property
-    def vector_size(self) -> int:
-        """The number of elements of a pooled result, or of that of each token.
+    def vector_size_of(self, kind: PoolingKind) -> int:
+        """Return the number of elements of a pooled result of this kind, or of that of each token.
 
         It is the number of classes of a classifier, else the size of an embedding.
         """
-        return self.pooler.hidden_size if self.classifier is None else len(self.classifier.labels)
+        if self.classifier is not None:
+            return len(self.classifier.labels)
+        layers = self.pooler.other_dense.get(kind)
+        return layers[-1].out_features if layers else self.pooler.hidden_size
 
     @property
     def pooling_params(self) -> PoolingParams:

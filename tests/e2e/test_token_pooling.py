@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from engine.frontend.client.engine_client import EngineDead
 from engine.frontend.offline.llm import LLM
 from engine.protocol.errors import CheckpointError, ConfigError, ParameterError
 from safetensors.torch import save_file
@@ -295,3 +296,53 @@ def test_a_sparse_model_weighs_the_tokens_of_the_vocabulary(tmp_path: Path) -> N
     file.write_text(json.dumps(settings | {"activation_function": "tanh"}))
     with pytest.raises(CheckpointError, match="activation_function"):
         LLM(str(tmp_path))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_model_embeds_texts_and_tokens_and_weighs_tokens(tmp_path: Path, backend: str) -> None:
+    """BGE-M3 has three kinds of results, of which two have heads in files of their own."""
+    bert_directory(tmp_path, 1)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "vocab_size": len(tokenizer), "type_vocab_size": 1}
+    ids = {"bos_token_id": 2, "eos_token_id": 3, "pad_token_id": 1}
+    torch.manual_seed(6)
+    model = transformers.XLMRobertaModel(transformers.XLMRobertaConfig(**sizes, **ids)).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, 0, 0.3)
+    model.save_pretrained(tmp_path)
+    heads = {
+        "colbert_linear.pt": torch.nn.Linear(64, 64),
+        "sparse_linear.pt": torch.nn.Linear(64, 1),
+    }
+    for name, head in heads.items():
+        torch.save(head.half().state_dict(), tmp_path / name)
+        head.float()
+    texts = ["seven wizards", "the quick brown fox jumps over the lazy dog"]
+    overrides = {"architectures": ["BgeM3EmbeddingModel"]}
+    flags = ("--cpu-backend", backend, "--hf-overrides", json.dumps(overrides))
+    with Server(str(tmp_path), *flags) as server:
+        found = {
+            task: pool(server, input=texts, task=task)
+            for task in ("embed", "token_embed", "token_classify")
+        }
+        assert all(map(np.array_equal, pool(server, input=texts), found["embed"]))
+        body = {"input": "tea", "task": "token_classify", "dimensions": 1}
+        status, answer = server.post("/pooling", body)
+        assert status == 400 and answer["error"]["param"] == "dimensions", answer
+        assert_nothing_is_held(server)
+    for i, text in enumerate(texts):
+        with torch.inference_mode():
+            hidden = model(**tokenizer(text, return_tensors="pt")).last_hidden_state[0]
+            vectors, weights = (head(hidden) for head in heads.values())
+        normalize = torch.nn.functional.normalize
+        np.testing.assert_allclose(found["embed"][i], normalize(hidden[0], dim=0), atol=1e-5)
+        np.testing.assert_allclose(found["token_embed"][i], normalize(vectors[1:]), atol=1e-5)
+        np.testing.assert_allclose(found["token_classify"][i], weights[1:-1].relu(), atol=1e-4)
+    if backend == "torch":
+        torch.save({"weight": torch.ones(2, 64).T}, tmp_path / "sparse_linear.pt")
+        with pytest.raises(EngineDead, match="weight does not contain floats in the order"):
+            LLM(str(tmp_path), hf_overrides=overrides)
+        (tmp_path / "sparse_linear.pt").unlink()
+        with pytest.raises(CheckpointError, match=r"sparse_linear\.pt: is missing"):
+            LLM(str(tmp_path), hf_overrides=overrides)

@@ -5,7 +5,7 @@ Shapes: R rows that sample, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -23,7 +23,7 @@ from ..models.dense_layers import DenseLayers
 from ..sampling import Grammar, SamplerOutput
 from .inputs.encoders import Encoders
 from .model_loader import Model
-from .outputs.pooling import Pooling, mark_second_segments
+from .outputs.pooling import Head, Pooling, mark_second_segments
 from .outputs.prompt_logprobs import POSITIONS_AT_ONCE, PromptLogprobs
 from .pipeline import Pipeline, TokenFeed
 from .runner import GrammarSource
@@ -224,13 +224,13 @@ def has_chunks(output: SchedulerOutput) -> bool:
     return not np.array_equal(int32_view(output.chunks), (drafts + _LAST_TOKEN).ravel())
 
 
-def _pooling_head(
-    model: Model, dense_layers: DenseLayers | None
-) -> Callable[[torch.Tensor, int], torch.Tensor] | None:
+def _pooling_head(model: Model, dense_layers: DenseLayers | None) -> Head | None:
     """Return the function from a slot's pooled vector to scores or an embedding; None if it is the result."""
     score_head, loras = model.score_head, model.loras
     if score_head is None:
-        return None if dense_layers is None else lambda vector_I, _: dense_layers(vector_I)
+        return (
+            None if dense_layers is None else lambda vector_I, _, kind: dense_layers(vector_I, kind)
+        )
     if loras is None:
-        return lambda vector_D, _: score_head(vector_D)
-    return lambda vector_D, slot: score_head(vector_D, int(loras.number_by_slot[slot]))
+        return lambda vector_D, _slot, _kind: score_head(vector_D)
+    return lambda vector_D, slot, _: score_head(vector_D, int(loras.number_by_slot[slot]))

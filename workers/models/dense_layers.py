@@ -5,7 +5,9 @@ Shapes: I input and O output features of a layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import pickletools
+import zipfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,6 +19,7 @@ from torch.nn import functional as F
 from ...protocol.checkpoint.gguf import GGUFFile
 from ...protocol.config.model import DenseActivation, DenseConfig, LoadFormat, ModelConfig
 from ...protocol.errors import CheckpointError
+from ...protocol.pooling_params import PoolingKind
 from ..device.dtypes import HostDevice, torch_device
 from ..loaders.dequantize import dequantize
 
@@ -28,11 +31,19 @@ _ACTIVATIONS: Final[dict[DenseActivation, Callable[[Tensor], Tensor]]] = {
 }
 
 
+_STORAGES: Final = {
+    "torch FloatStorage": torch.float32,
+    "torch HalfStorage": torch.float16,
+    "torch BFloat16Storage": torch.bfloat16,
+}
+_Layers = list[tuple[DenseConfig, Tensor, Tensor | None]]
+
+
 class DenseLayers:
     """The dense layers, in float32. They read one vector at a time, so that a result does not depend on the batch."""
 
-    def __init__(self, layers: list[tuple[DenseConfig, Tensor, Tensor | None]]) -> None:
-        self._layers = layers
+    def __init__(self, layers: _Layers, others: dict[PoolingKind, _Layers]) -> None:
+        self._layers, self._others = layers, others
 
     @classmethod
     def read(cls, config: ModelConfig, device: torch.device | HostDevice) -> DenseLayers | None:
@@ -41,16 +52,22 @@ class DenseLayers:
         Raises:
             CheckpointError: A file is missing or damaged, or a shape is wrong.
         """
-        if not config.pooler.dense:
+        pooler = config.pooler
+        if not pooler.dense and not pooler.other_dense:
             return None
         read = _make_up if config.load_format is LoadFormat.DUMMY else _read
         device = torch_device(device)
-        return cls([(layer, *read(layer, device)) for layer in config.pooler.dense])
+
+        def read_all(layers: Sequence[DenseConfig]) -> _Layers:
+            return [(layer, *read(layer, device)) for layer in layers]
+
+        others = {kind: read_all(layers) for kind, layers in pooler.other_dense.items()}
+        return cls(read_all(pooler.dense), others)
 
     @torch.inference_mode()
-    def __call__(self, vector_I: Tensor) -> Tensor:
-        """Return the last layer's output [O]."""
-        for layer, weight_OI, bias_O in self._layers:
+    def __call__(self, vector_I: Tensor, kind: PoolingKind) -> Tensor:
+        """Return the last layer's output [O] for a result of this kind."""
+        for layer, weight_OI, bias_O in self._others.get(kind, self._layers):
             vector_I = _ACTIVATIONS[layer.activation](F.linear(vector_I, weight_OI, bias_O))
         return vector_I
 
@@ -61,13 +78,19 @@ def _read(layer: DenseConfig, device: torch.device) -> tuple[Tensor, Tensor | No
         tensor = gguf.tensors[f"{layer.module}.weight"]
         rows = gguf.data(tensor).reshape(tensor.shape[0], -1)
         return dequantize(rows, tensor.ggml_type, torch.float32).to(device), None
+    prefix = f"{layer.module}." if layer.module else ""
     try:
-        file: Any = safe_open(layer.path, framework="pt")
-        weight_OI = file.get_tensor(f"{layer.module}.weight").float().to(device)
-        bias_O = (
-            file.get_tensor(f"{layer.module}.bias").float().to(device) if layer.has_bias else None
-        )
-    except (OSError, SafetensorError) as error:
+        read = _read_saved(layer.path) if layer.path.endswith(".pt") else _read_safe(layer.path)
+        weight_OI = read(f"{prefix}weight").float().to(device)
+        bias_O = read(f"{prefix}bias").float().to(device) if layer.has_bias else None
+    except (
+        OSError,
+        SafetensorError,
+        zipfile.BadZipFile,
+        KeyError,
+        ValueError,
+        RuntimeError,
+    ) as error:
         raise CheckpointError(
             layer.path, f"the weights are missing or damaged ({error}); download them again"
         ) from error
@@ -75,9 +98,47 @@ def _read(layer: DenseConfig, device: torch.device) -> tuple[Tensor, Tensor | No
     if list(weight_OI.shape) != expected or (bias_O is not None and len(bias_O) != expected[0]):
         raise CheckpointError(
             layer.path,
-            f"{layer.module}.weight has the shape {list(weight_OI.shape)}, not {expected}",
+            f"{prefix}weight has the shape {list(weight_OI.shape)}, not {expected}",
         )
     return weight_OI, bias_O
+
+
+def _read_safe(path: str) -> Callable[[str], Tensor]:
+    file: Any = safe_open(path, framework="pt")
+    read: Callable[[str], Tensor] = file.get_tensor
+    return read
+
+
+def _read_saved(path: str) -> Callable[[str], Tensor]:
+    """Return the function from a name to its tensor in a file of `torch.save`.
+
+    Pickled objects can run code when they are loaded. So this only scans the archive's description of its tensors.
+    """
+    tensors: dict[str, Tensor] = {}
+    with zipfile.ZipFile(path) as archive:
+        [description] = [name for name in archive.namelist() if name.endswith("/data.pkl")]
+        name = storage = ""
+        dtype: torch.dtype | None = None
+        layout: list[int] | None = None
+        for operation, argument, _ in pickletools.genops(archive.read(description)):
+            if operation.name == "GLOBAL":
+                dtype = _STORAGES.get(str(argument), dtype)
+            elif isinstance(argument, str):
+                name = argument if argument in ("weight", "bias") else name
+                storage = argument if argument.isdigit() else storage
+            elif operation.name == "BINPERSID":
+                layout = []
+            elif operation.name == "REDUCE" and layout is not None:
+                data = archive.read(f"{description.removesuffix('data.pkl')}data/{storage}")
+                # The position in the storage, the sizes, and the strides.
+                shape = layout[1 : 1 + len(layout) // 2]
+                if dtype is None or layout != [0, *shape, *shape[1:], 1]:
+                    raise ValueError(f"{name} does not contain floats in the order of its rows")
+                tensors[name] = torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
+                layout = None
+            elif layout is not None and operation.name in ("BININT", "BININT1", "BININT2"):
+                layout.append(int(argument or 0))
+    return tensors.__getitem__
 
 
 def _make_up(layer: DenseConfig, device: torch.device) -> tuple[Tensor, Tensor | None]:

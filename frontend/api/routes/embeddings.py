@@ -96,6 +96,8 @@ class Embeddings:
     async def pool(self, http: Request, request: PoolingRequest, body_size: int) -> Response:
         """Return the vector of each input: its embedding, or its class probabilities."""
         kind = find_kind(request.task, self._serving.config.model)
+        if kind is PoolingKind.WEIGHTS and request.dimensions is not None:
+            raise bad_request("dimensions", "must be omitted for the weights of tokens")
         if self._serving.config.model.classifier is None:
             inputs = await self._embedded_inputs(request, body_size)
         else:
@@ -188,6 +190,7 @@ class Embeddings:
                     model.pooler,
                     dimensions=request.dimensions,
                     normalize=request.normalize,
+                    kind=kind,
                 )
             else:
                 activate = request.use_activation if isinstance(request, PoolingRequest) else None

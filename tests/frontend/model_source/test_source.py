@@ -263,7 +263,11 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
     full.mkdir(parents=True)
     touch(full, "config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
     touch(full, "model.safetensors", "consolidated.safetensors", "pytorch_model.bin", "README.md")
+    touch(full, "sparse_linear.pt", "training_args.pt")
     touch(full / "onnx", "model.onnx", "config.json")
+    touch(full / "1_Pooling", "config.json", "README.md")
+    touch(full / "2_Dense", "config.json", "model.safetensors", "pytorch_model.bin")
+    touch(full / "additional_chat_templates", "tools.jinja")
     quants = root / "org" / "quants"
     quants.mkdir()
     touch(quants, "m-Q4_K_M.gguf", "m-Q8_0.gguf", "mmproj-m-F32.gguf", "mmproj-m-F16.gguf")
@@ -277,9 +281,10 @@ def test_a_checkpoint_from_the_hub_is_fetched_once_and_served_offline(hub: Hub) 
     name, path, tokenizer = hub.find("org/full")
     assert name == "org/full"
     assert tokenizer == path
-    assert sorted(p.name for p in path.rglob("*")) == [
-        *["chat_template.jinja", "config.json", "model.safetensors"],
-        *["tokenizer.json", "tokenizer_config.json"],
+    assert sorted(str(p.relative_to(path)) for p in path.rglob("*") if p.is_file()) == [
+        *["1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors"],
+        *["additional_chat_templates/tools.jinja", "chat_template.jinja", "config.json"],
+        *["model.safetensors", "sparse_linear.pt", "tokenizer.json", "tokenizer_config.json"],
     ]
     hub.requested.clear()
     assert hub.find("org/full") == (name, path, path)

@@ -20,12 +20,15 @@ from ...device.dtypes import AnyArray, as_tensor, on_host
 from ...device.transfers import Download
 from ..inputs.alignment import Alignments
 
-_OF_ALL_TOKENS: Final = (PoolingKind.ALL, PoolingKind.HEAD)
+_OF_ALL_TOKENS: Final = (PoolingKind.ALL, PoolingKind.HEAD, PoolingKind.WEIGHTS)
 
 _NOT_FINITE: Final = "the model's output for this input is not finite"
 _NO_ALIGNMENT: Final = (
     "the times of words need a model with alignment heads, and --pipeline-parallel-size 1"
 )
+
+
+Head = Callable[[torch.Tensor, int, PoolingKind], torch.Tensor]
 
 
 class Pooled:
@@ -61,15 +64,15 @@ class Pooled:
 class Pooling:
     """Collects the hidden states of the requests with pooling parameters.
 
-    `head` computes the result from a slot's pooled vector: the scores of a classification head, or the output of an
-    embedding model's dense layers. `alignments` align the prompts of a speech model. `find_image` returns the embedding
-    of a slot's image, which is a result without a head, or None for texts.
+    `head` computes the result from a pooled vector, its slot and its kind: the scores of a classification head, or the
+    output of an embedding model's dense layers. `alignments` align the prompts of a speech model. `find_image` returns
+    the embedding of a slot's image, which is a result without a head, or None for texts.
     """
 
     alignments: Alignments | None = None
     find_image: Callable[[int], torch.Tensor | None] | None = None
 
-    def __init__(self, head: Callable[[torch.Tensor, int], torch.Tensor] | None = None) -> None:
+    def __init__(self, head: Head | None = None) -> None:
         self._head = head
         self._kinds: dict[int, PoolingKind] = {}
         self._sums: dict[int, AnyArray] = {}
@@ -186,7 +189,7 @@ class Pooling:
         if self.find_image is not None and (image_1D := self.find_image(slot)) is not None:
             return image_1D.float().flatten()
         if self._head is not None:
-            return self._head(as_tensor(pooled).float(), slot).flatten()
+            return self._head(as_tensor(pooled).float(), slot, self._kinds[slot]).flatten()
         if isinstance(pooled, np.ndarray):
             return pooled.astype(np.float32, copy=False).ravel()
         return pooled.float().flatten()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from .....protocol.checkpoint.config_fields import ConfigFields
+from .....protocol.checkpoint.sparse import BGE_M3
 from ....layers.spec import ModelSpec
 from ....layers.specs.norm_names import NormNames
 from ..common import Family, base_spec, uniform_layers
@@ -183,6 +184,7 @@ FAMILIES = (
     *encoder_families("Roberta", "roberta", _roberta, WITH_OWN_DENSE),
     Family("RobertaSpladeSparseEmbeddingModel", "roberta", _roberta_splade),
     *encoder_families("XLMRoberta", "xlm-roberta", _roberta, WITH_OWN_DENSE),
+    Family(BGE_M3, "xlm-roberta", _roberta),
     Family("XLMRobertaSpladeSparseEmbeddingModel", "xlm-roberta", _roberta_splade),
     *encoder_families("MPNet", "mpnet", _mpnet, WITH_OWN_DENSE),
 )
