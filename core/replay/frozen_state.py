@@ -210,6 +210,7 @@ class FrozenState:
         new = self._add_new(items)
         if not new:
             return
+        seen = self._seen
         kind: type = type(items[0])
         skipped = CONTENT.get(kind, frozenset())
         append_only = APPEND_ONLY.get(kind, frozenset())
@@ -223,6 +224,9 @@ class FrozenState:
         for name, column, added in zip(names, columns, zip(*rows, strict=True), strict=True):
             column += added
             if type(added[0]) in _NUMBERS or name in skipped:
+                continue
+            if len(added) == 1 and id(added[0]) in seen:
+                # Other components refer to it, too.
                 continue
             if name in append_only:
                 self._lengths.update((id(held), len(held)) for held in added if held is not None)
@@ -280,12 +284,10 @@ def _may_refer(items: Iterable[Any]) -> bool:
     first: Any = next(iter(items))
     if first is None:
         first = next((item for item in items if item is not None), None)
-    kinds: list[type] = [type(first)]
-    if kinds[0] in _IMMUTABLE:
-        return False
-    if kinds[0] is tuple and None not in first:
-        kinds = list(map(type, first))
-    return any(_find_freezer(kind) is not None for kind in kinds)
+    kind: type = type(first)
+    if kind is tuple and None not in first:
+        return any(_find_freezer(each) is not None for each in map(type, first))
+    return _find_freezer(kind) is not None
 
 
 @cache
@@ -330,7 +332,9 @@ def field_names(kind: type) -> tuple[str, ...]:
 def _assigned_names(init: object) -> Iterator[str]:
     if isinstance(init, FunctionType):
         for load, store in pairwise(dis.get_instructions(init)):
-            if store.opname == "STORE_ATTR" and load.argval == "self":
+            # Since Python 3.13, one instruction may load two variables.
+            loaded = load.argval[-1:] if type(load.argval) is tuple else (load.argval,)
+            if store.opname == "STORE_ATTR" and loaded == ("self",):
                 yield store.argval
 
 
