@@ -247,6 +247,9 @@ def test_scheduler_cache_and_state_import_nothing_with_side_effects() -> None:
             ), where
 
 
+CORE_PROCESS = {"core/engine_core.py", "core/preloaded.py"}
+
+
 def test_serving_imports_no_simulation_and_only_the_core_process_imports_replay() -> None:
     for path in MODULES:
         if is_in(path, "core/simulation"):
@@ -254,7 +257,7 @@ def test_serving_imports_no_simulation_and_only_the_core_process_imports_replay(
         for name in imported_modules(path):
             where = f"{relative_name(path)} imports {name}"
             assert not name.startswith("engine.core.simulation"), where
-            if not is_in(path, "core/replay") and relative_name(path) != "core/engine_core.py":
+            if not is_in(path, "core/replay") and relative_name(path) not in CORE_PROCESS:
                 assert not name.startswith("engine.core.replay"), where
 
 

@@ -32,7 +32,7 @@ from ....protocol.process import ORPHANED_EXIT_CODE, name_process
 MODULES: Final = (
     {
         "engine.workers": "engine.workers.preloaded",
-        "engine.core": "engine.core.replay.preloaded",
+        "engine.core": "engine.core.preloaded",
     },
     {
         "engine.frontend.store": "engine.frontend.store.engine_store",

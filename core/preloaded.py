@@ -3,10 +3,10 @@
 The first capture reads the bytecode of every class, which takes 7 ms. In a core, it would delay a step.
 """
 
-from ...protocol.config import CacheConfig, SchedulerConfig
-from .. import engine_core  # noqa: F401
-from .frozen_state import FrozenState
-from .recorder import Setup
+from ..protocol.config import CacheConfig, SchedulerConfig
+from . import engine_core  # noqa: F401
+from .replay.frozen_state import FrozenState
+from .replay.recorder import Setup
 
 _SETUP = Setup(SchedulerConfig(), CacheConfig(), max_model_len=64, vocab_size=64, num_blocks=64)
 
