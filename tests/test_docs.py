@@ -18,10 +18,10 @@ FOLDERS = ("core", "frontend", "protocol", "workers", "tests", "scripts", "docs"
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+[a-z0-9]")
 SCRIPTS = ("", ".py", ".sh")
 FOREIGN_FLAGS = {
-    "--core", "--detach", "--dimensions", "--drafts", "--extra-index-url", "--fit", "--format",
-    "--from-file", "--group-size", "--input", "--key", "--no-python", "--nproc-per-node",
+    "--auth-type", "--core", "--detach", "--dimensions", "--drafts", "--extra-index-url", "--fit",
+    "--format", "--from-file", "--group-size", "--input", "--key", "--no-python", "--nproc-per-node",
     "--num-blocks", "--out", "--outtype", "--overlap", "--plot", "--policy", "--prompt-name",
-    "--shm-size", "--signal", "--step-time", "--task", "--weight-format", "--why",
+    "--provider", "--shm-size", "--signal", "--step-time", "--task", "--weight-format", "--why",
 }  # fmt: skip
 """Flags of other programs, in examples."""
 

@@ -31,7 +31,7 @@ from .generation import (
     submit,
     wait_for_end,
 )
-from .prompts import Prompt, context_exceeded, verify_num_characters
+from .prompts import ContextExceededError, Prompt, verify_num_characters
 from .schema import ChatCompletionRequest, InputFields, PoolingFields
 from .serving import Serving
 
@@ -270,7 +270,7 @@ class Pooling:
         keep = None if each.num_visible else request.truncate_prompt_tokens
         if keep is None:
             if len(token_ids) > limit:
-                raise context_exceeded(
+                raise ContextExceededError(
                     each.param,
                     f"{each.param} has {len(token_ids)} tokens, and this model reads at most {limit}; "
                     "shorten it, or set truncate_prompt_tokens to -1",

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..http.errors import wrong
-from .prompts import context_exceeded, verify_num_characters
+from .prompts import ContextExceededError, verify_num_characters
 from .serving import Serving
 
 
@@ -29,7 +29,7 @@ async def encode_prediction(
         return np.empty(0, np.int32)
     [token_ids] = await serving.encode([text], add_special_tokens=False)
     if len(token_ids) > limit:
-        raise context_exceeded(
+        raise ContextExceededError(
             "prediction",
             f"prediction has {len(token_ids)} tokens, but this model's maximum context length is "
             f"{limit} tokens; send only the part of the answer that you expect",

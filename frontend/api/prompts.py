@@ -133,7 +133,7 @@ def max_characters(max_model_len: int) -> int:
 def verify_num_characters(count: int, param: str, max_model_len: int) -> None:
     """Raise APIError 400 for a text of `count` characters that is too long for the context."""
     if count > (limit := max_characters(max_model_len)):
-        raise context_exceeded(
+        raise ContextExceededError(
             param,
             f"{param} has {count} characters, but at most {limit} are allowed "
             f"for the maximum context length of {max_model_len} tokens",
@@ -184,11 +184,13 @@ def fit_context(
     remaining = max_model_len - num_tokens
     wanted = 1 if max_tokens is None else max_tokens
     if wanted > remaining:
-        raise context_exceeded(
+        raise ContextExceededError(
             param if remaining < 1 else max_tokens_param,
             f"This model's maximum context length is {max_model_len} tokens. However, you requested "
             f"{num_tokens + wanted} tokens ({num_tokens} in {param}, {wanted} for the completion). "
             f"Please reduce {param} or {max_tokens_param}.",
+            num_tokens=num_tokens,
+            max_tokens=max(max_model_len - wanted, 0),
         )
     limits = (
         max_tokens if max_tokens is not None else default_max_tokens,
@@ -198,6 +200,15 @@ def fit_context(
     return token_ids, min(limit for limit in limits if limit is not None)
 
 
-def context_exceeded(param: str, message: str) -> APIError:
-    """Return the error for a prompt that does not fit into the context."""
-    return APIError(400, message, param=param, code="context_length_exceeded")
+class ContextExceededError(APIError):
+    """An error for a prompt that does not fit into the context.
+
+    `num_tokens` is the length of the prompt and `max_tokens` the longest that fits; both are 0 if they are unknown.
+    """
+
+    def __init__(
+        self, param: str, message: str, *, num_tokens: int = 0, max_tokens: int = 0
+    ) -> None:
+        super().__init__(400, message, param=param, code="context_length_exceeded")
+        self.num_tokens = num_tokens
+        self.max_tokens = max_tokens

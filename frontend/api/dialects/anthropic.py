@@ -17,6 +17,7 @@ from ..bodies.intake import Intake
 from ..bodies.request_memory import MemoryLease
 from ..logprobs import Json
 from ..openapi import accepts
+from ..prompts import ContextExceededError
 from ..routes.chat_completions import ChatAnswer, render_request
 from ..schema import ChatCompletionRequest
 from ..schema.anthropic import MessagesRequest
@@ -55,7 +56,11 @@ def error_body(error: APIError, request_id: str) -> Json:
     """Return the body of an error in Anthropic's format."""
     default = "api_error" if error.status >= 500 else "invalid_request_error"
     kind = _ERROR_TYPES.get(error.status, default)
-    shown: Json = {"type": kind, "message": error.message}
+    message = error.message
+    if isinstance(error, ContextExceededError) and error.num_tokens:
+        # Claude Code reads from it how much it must shorten the conversation.
+        message = f"prompt is too long: {error.num_tokens} tokens > {error.max_tokens} maximum"
+    shown: Json = {"type": kind, "message": message}
     if error.code is not None:
         shown["details"] = {"error_code": error.code}
     body: Json = {"type": "error", "error": shown}

@@ -13,7 +13,7 @@ from ....protocol.messages import EncoderInput
 from ...client.encoder_inputs import Embeddings, encoder_inputs_of
 from ...http.errors import bad_request
 from ...media.tensor_files import NotATensorFile, read_tensor_file
-from ..prompts import context_exceeded
+from ..prompts import ContextExceededError
 
 
 def parse_prompt_embeds(
@@ -53,7 +53,7 @@ def _verify(embeddings: Embeddings, param: str, config: EngineConfig) -> None:
     if not embeddings.shape[0]:
         raise bad_request(param, "must have at least one token")
     if embeddings.shape[0] >= model.max_model_len:
-        raise context_exceeded(
+        raise ContextExceededError(
             param,
             f"{param} has {embeddings.shape[0]} tokens, but at most {model.max_model_len - 1} fit",
         )

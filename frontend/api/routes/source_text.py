@@ -13,8 +13,8 @@ from ...client.encoder_inputs import answer_start, text_source
 from ...http.errors import bad_request, wrong
 from ..prompts import (
     BYTES_PER_TOKEN_ID,
+    ContextExceededError,
     Prompt,
-    context_exceeded,
     parse_token_ids,
     verify_num_characters,
 )
@@ -41,7 +41,7 @@ def source_input(
     if not len(token_ids):
         raise bad_request(prompt.param, "must have at least one token")
     if len(token_ids) > config.max_tokens:
-        raise context_exceeded(
+        raise ContextExceededError(
             prompt.param,
             f"This model reads a source of at most {config.max_tokens} tokens. However, "
             f"{prompt.param} has {len(token_ids)} tokens. Please reduce it.",

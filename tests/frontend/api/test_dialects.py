@@ -297,6 +297,10 @@ def test_claude_client_sees_its_own_kinds_of_errors(
 ) -> None:
     import anthropic
 
+    with pytest.raises(
+        anthropic.BadRequestError, match=r"prompt is too long: \d{4} tokens > 1023 "
+    ):
+        claude.messages.create(model=MODEL, max_tokens=2, messages=user("word " * 1100))
     with pytest.raises(anthropic.NotFoundError, match="does not exist"):
         claude.messages.create(model="other", max_tokens=4, messages=user("Hi"))
     stranger = anthropic.Anthropic(base_url=claude.base_url, api_key="wrong", max_retries=0)
