@@ -72,62 +72,64 @@ async def render_chat(
     messages = request.messages
     if messages is None:
         raise bad_request("messages", "is required")
-    media: Sequence[Any] = []
-    try:
-        messages = await read_files(serving, messages, body_size)
-    except ParameterError as error:
-        raise bad_request(error.param, error.problem) from None
-    if serving.media is not None:
+    # Texts of documents may be longer than the body that had them.
+    with serving.request_memory.lease() as lease:
+        media: Sequence[Any] = []
         try:
-            messages, media = await serving.media.take(messages, body_size)
+            messages = await read_files(serving, messages, body_size, lease)
         except ParameterError as error:
             raise bad_request(error.param, error.problem) from None
-    kwargs = (template_kwargs or {}) | (request.chat_template_kwargs or {})
-    verify_template_kwargs(kwargs)
-    continue_final = bool(request.continue_final_message)
-    add_generation_prompt = request.add_generation_prompt
-    if add_generation_prompt is None:
-        add_generation_prompt = not continue_final
+        if serving.media is not None:
+            try:
+                messages, media = await serving.media.take(messages, body_size)
+            except ParameterError as error:
+                raise bad_request(error.param, error.problem) from None
+        kwargs = (template_kwargs or {}) | (request.chat_template_kwargs or {})
+        verify_template_kwargs(kwargs)
+        continue_final = bool(request.continue_final_message)
+        add_generation_prompt = request.add_generation_prompt
+        if add_generation_prompt is None:
+            add_generation_prompt = not continue_final
 
-    max_model_len = serving.config.model.max_model_len
-    documents = request.documents
-    given = {
-        "messages": messages,
-        "tools": list(tools),
-        "documents": documents,
-        "chat_template_kwargs": kwargs,
-    }
+        max_model_len = serving.config.model.max_model_len
+        documents = request.documents
+        given = {
+            "messages": messages,
+            "tools": list(tools),
+            "documents": documents,
+            "chat_template_kwargs": kwargs,
+        }
 
-    def render() -> RenderedChat:
-        # Rendering blocks all other threads for a time proportional to the text, whose length is at most that of the
-        # body.
-        if body_size > max_characters(max_model_len):
-            counts = {name: _num_characters(value) for name, value in given.items()}
-            longest = max(counts, key=counts.__getitem__)
-            verify_num_characters(counts[longest], longest, max_model_len)
-            verify_num_characters(sum(counts.values()), "messages", max_model_len)
-        text = template.render(
-            serving.stable_prefix.apply(messages),
-            serving.special_tokens,
-            tools=tools,
-            documents=documents,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final,
-            **kwargs,
-        )
-        verify_num_characters(len(text), "messages", max_model_len)
+        def render() -> RenderedChat:
+            # Rendering blocks all other threads for a time proportional to the text, whose length is at most that of
+            # the body.
+            if body_size > max_characters(max_model_len):
+                counts = {name: _num_characters(value) for name, value in given.items()}
+                longest = max(counts, key=counts.__getitem__)
+                verify_num_characters(counts[longest], longest, max_model_len)
+                verify_num_characters(sum(counts.values()), "messages", max_model_len)
+            text = template.render(
+                serving.stable_prefix.apply(messages),
+                serving.special_tokens,
+                tools=tools,
+                documents=documents,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final,
+                **kwargs,
+            )
+            verify_num_characters(len(text), "messages", max_model_len)
 
-        def encode(text: str) -> tuple[str, Sequence[int]]:
-            return serving.special_tokens.encode(text, add_special_tokens)
+            def encode(text: str) -> tuple[str, Sequence[int]]:
+                return serving.special_tokens.encode(text, add_special_tokens)
 
-        if serving.media is None:
-            return RenderedChat(*encode(text), [])
-        return RenderedChat(*serving.media.encode(text, media, encode))
+            if serving.media is None:
+                return RenderedChat(*encode(text), [])
+            return RenderedChat(*serving.media.encode(text, media, encode))
 
-    try:
-        return await serving.executor.run(body_size, render)
-    except ValueError as error:  # Includes ChatTemplateError and ParameterError.
-        raise _template_error(str(error)) from None
+        try:
+            return await serving.executor.run(body_size, render)
+        except ValueError as error:  # Includes ChatTemplateError and ParameterError.
+            raise _template_error(str(error)) from None
 
 
 _OF_TEMPLATES = (

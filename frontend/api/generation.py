@@ -281,7 +281,10 @@ async def sequence_requests(
         raise bad_request("kv_transfer_params", "needs one prompt and n=1")
     if request.cache_salt == "":
         # A client that computes salts would otherwise share its cache with everybody.
-        raise bad_request("cache_salt", "must not be empty; omit it to share the cache")
+        name = "cache_salt"
+        if isinstance(request, GenerationRequest):
+            name = request.sent_name(name)
+        raise bad_request(name, "must not be empty; omit it to share the cache")
     sequences: list[SequenceRequest] = []
     for prompt in prompts:
         num_before = len(sequences)

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from ...http.errors import bad_request, expect, wrong
 from ...media.documents.pdf import MAX_CHARACTERS
+from ..bodies.request_memory import MemoryLease
 from ..logprobs import Json
 from ..serving import Serving
 
@@ -46,11 +47,13 @@ def translate_file(file: Json, where: str) -> Json:
     return _text(filename, text)
 
 
-async def read_files(serving: Serving, messages: list[Json], size: int) -> list[Json]:
-    """Return messages with texts and images in place of files.
+async def read_files(
+    serving: Serving, messages: list[Json], size: int, lease: MemoryLease
+) -> list[Json]:
+    """Return messages with texts and images in place of files. The texts of documents are counted in the lease.
 
     Raises:
-        APIError: A file cannot be read (400).
+        APIError: A file cannot be read (400), or there is no room for the text of a document (503).
         ParameterError: A document cannot be read.
     """
     places = await serving.executor.run(size, lambda: list(_find_files(messages)))
@@ -68,6 +71,7 @@ async def read_files(serving: Serving, messages: list[Json], size: int) -> list[
             content, room = found["file"]["file_data"], MAX_CHARACTERS - num_characters
             text = await serving.documents.read(content, f"{where}.file_data", room)
             num_characters += len(text)
+            lease.count_media(len(text))
             found = _text(found["file"]["filename"], text)
         changed[i]["content"][j] = found
     return changed

@@ -382,6 +382,8 @@ class ChatAnswer(Answer[ChatCompletionRequest]):
             answer["prompt_logprobs"] = self.renderer.prompt(positions)
         if self.request.return_token_ids:
             answer["prompt_token_ids"] = self.prompt.token_ids.tolist()
+        if self.request.return_prompt_text:
+            answer["prompt_text"] = self.prompt.text
         return answer | self.timing() | self.transfer()
 
     def _whole_choice(self, index: int, choice: ChatChoice, output: Delta) -> Json:
@@ -471,6 +473,8 @@ class ChatChunks(Chunks[ChatAnswer]):
         more: Json = {}
         if answer.request.return_token_ids:
             more["prompt_token_ids"] = answer.prompt.token_ids.tolist()
+        if answer.request.return_prompt_text:
+            more["prompt_text"] = answer.prompt.text
         role = self.chunk(choice, **more)
         if not answer.echoed:
             return role

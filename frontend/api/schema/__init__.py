@@ -90,6 +90,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     max_new_tokens: Int | None = None
     min_new_tokens: Int | None = None
     repeat_penalty: float | None = None
+    extra_key: str | None = None
 
     # `store` requests that the answer is stored with this metadata. Only chat answers can be stored.
     metadata: dict[str, Any] | None = None
@@ -124,6 +125,14 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     suffix: Any = None
     prompt_embeds: Any = None
     repetition_detection: Any = None
+    watermarking: Any = None
+    media_io_kwargs: Any = None
+    ec_transfer_params: Any = None
+    return_hidden_states: Any = None
+    return_routed_experts: Any = None
+    custom_params: Any = None
+    session_params: Any = None
+    bootstrap_host: Any = None
 
     def __post_init__(self) -> None:
         for name, aliases in ALIASES.items():
@@ -187,6 +196,8 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     # Maximum tokens of reasoning.
     thinking_token_budget: Int | None = None
     include_reasoning: bool | None = None
+    # Adds the prompt after the chat template to the answer, or to the first chunk of a stream.
+    return_prompt_text: bool | None = None
     verbosity: str | None = None
     modalities: list[str] | None = None
     echo: bool | None = None
@@ -385,6 +396,7 @@ ALIASES: Final[dict[str, tuple[str, ...]]] = {
     "min_tokens": ("min_new_tokens",),
     "repetition_penalty": ("repeat_penalty",),
     "include_stop_str_in_output": ("no_stop_trim",),
+    "cache_salt": ("extra_key",),
 }
 """Field -> names that other servers use for it. The field's own name has priority."""
 
@@ -395,6 +407,9 @@ REFUSED: dict[str, str] = {
     "logits_processors": "is not supported; use logit_bias",
     "vllm_xargs": _NOT_SUPPORTED,
     "mm_processor_kwargs": _NOT_SUPPORTED,
+    "media_io_kwargs": _NOT_SUPPORTED,
+    "watermarking": _NOT_SUPPORTED,
+    "ec_transfer_params": _NOT_SUPPORTED,
     "lora_path": _NOT_SUPPORTED,
     "stop_regex": "is not supported; use stop",
     "custom_logit_processor": "is not supported; use logit_bias",
@@ -439,6 +454,8 @@ NO_OP_VALUES: dict[str, tuple[Any, ...]] = {
     "mcp_servers": ([],),
     "vllm_xargs": ({},),
     "mm_processor_kwargs": ({},),
+    "media_io_kwargs": ({},),
+    "watermarking": (False,),
     "lora_path": ("",),
     "stop_regex": ("", []),
     "custom_logit_processor": ("",),

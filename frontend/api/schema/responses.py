@@ -28,7 +28,9 @@ class ResponseFields(msgspec.Struct, kw_only=True):
     prompt: Any = None
 
     # Accepted because clients send them; they have no effect.
+    access_programs: dict[str, Any] | None = None
     client_metadata: dict[str, Any] | None = None
+    image: dict[str, Any] | None = None
     personality: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_options: dict[str, Any] | None = None

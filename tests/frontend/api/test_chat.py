@@ -104,15 +104,17 @@ def test_top_logprobs_of_zero_do_not_need_logprobs(frontend: FrontendProcess) ->
         assert answer["choices"][0]["logprobs"] is None
 
 
-def test_token_ids_are_returned_on_request(frontend: FrontendProcess) -> None:
+def test_prompt_and_token_ids_are_returned_on_request(frontend: FrontendProcess) -> None:
     ids = frontend.tokenizer.encode(TEXT)
-    whole = chat(frontend, max_tokens=5, return_token_ids=True)
+    wants = {"return_token_ids": True, "return_prompt_text": True}
+    whole = chat(frontend, max_tokens=5, **wants)
     assert whole["prompt_token_ids"] == whole["choices"][0]["token_ids"] == ids
+    assert whole["prompt_text"] == TEXT and "prompt_text" not in chat(frontend, max_tokens=1)
     response = frontend.post(
-        "/v1/chat/completions", messages=MESSAGES, max_tokens=5, return_token_ids=True, stream=True
+        "/v1/chat/completions", messages=MESSAGES, max_tokens=5, stream=True, **wants
     )
     first, *rest = sse_events(response.text)
-    assert first["prompt_token_ids"] == ids
+    assert first["prompt_token_ids"] == ids and first["prompt_text"] == TEXT
     assert [token for event in rest for token in event["choices"][0]["token_ids"]] == ids
 
 
