@@ -215,7 +215,7 @@ def _block(kind: str) -> Json:
         case "thinking":
             return {"type": "thinking", "thinking": "", "signature": ""}
         case "text":
-            return {"type": "text", "text": "", "citations": None}
+            return {"type": "text", "text": ""}
         case _:
             return {"type": "tool_use", "id": "", "name": "", "input": {}}
 

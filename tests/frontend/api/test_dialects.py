@@ -50,7 +50,7 @@ def test_claude_message_has_blocks_and_usage(
     message = claude.messages.create(**options(frontend, ANSWER), tools=TOOLS)
     thinking, text, first, second = message.content
     assert (thinking.type, thinking.thinking) == ("thinking", "Let me see.")
-    assert (text.type, text.text) == ("text", "I look it up.")
+    assert text.to_dict() == {"type": "text", "text": "I look it up."}
     assert [(b.type, b.name, b.input) for b in (first, second)] == [
         ("tool_use", "get_weather", {"city": "Oslo"}),
         ("tool_use", "get_weather", {"city": "Rome"}),
