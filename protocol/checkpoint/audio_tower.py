@@ -410,13 +410,29 @@ _COHERE_NAMES: Final = (
 )
 
 
-def fast_conformer_spec(fields: ConfigFields) -> FastConformerSpec:
-    """Return the encoder of Cohere Transcribe.
+def canary_encoder_spec(fields: ConfigFields) -> FastConformerSpec:
+    """Return the encoder of Canary.
+
+    Raises:
+        CheckpointError: A field is missing or invalid.
+    """
+    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 32}
+    spec = fast_conformer_spec(fields, **sizes)
+    if spec.hidden_size != spec.output_size:
+        raise fields.error(
+            f"encoder_config.hidden_size {spec.hidden_size} must be the decoder's hidden_size {spec.output_size}"
+        )
+    return msgspec.structs.replace(spec, has_projection=False)
+
+
+def fast_conformer_spec(fields: ConfigFields, **defaults: int) -> FastConformerSpec:
+    """Return the encoder of Cohere Transcribe, or that of another model with other `defaults`.
 
     Raises:
         CheckpointError: A field is missing or invalid.
     """
     encoder = fields.section("encoder_config") or ConfigFields({}, fields.path, "encoder_config.")
+    encoder = encoder.with_defaults(**defaults)
     encoder.require("subsampling_conv_kernel_size", 3, default=3)
     encoder.require("subsampling_conv_stride", 2, default=2)
     factor = encoder.integer("subsampling_factor", 8, maximum=64)

@@ -7,8 +7,9 @@ from typing import Annotated, Any, Final
 
 import msgspec
 
+from ..config.audio_tower import FastConformerSpec
 from ..config.model import AudioProcessorConfig, SourceTextConfig, SpeechKind
-from .audio_tower import fast_conformer_spec, streaming_spec
+from .audio_tower import canary_encoder_spec, fast_conformer_spec, streaming_spec
 from .config_fields import MAX_INTEGER, ConfigFields
 
 _SPEECH: Final = frozenset(SpeechKind)
@@ -42,7 +43,7 @@ _MOONSHINE_TOKENS_PER_SECOND: Final = 6.5
 """Maximum output tokens per second of audio. Moonshine's authors set it to stop repetitions after short audio clips."""
 
 _COHERE_SECONDS: Final = 30.0
-"""The maximum length of a window, up to which Cohere Transcribe's processor does not split a clip."""
+"""The maximum length of a window, up to which Cohere Transcribe's processor does not split a clip; also Canary's."""
 
 _COHERE_PROMPT: Final = (
     *("▁", "<|startofcontext|>", "<|startoftranscript|>", "<|emo:undefined|>"),
@@ -62,6 +63,16 @@ _COHERE_DEFAULTS: Final[dict[str, Any]] = {
     "max_position_embeddings": 1024,
     "eos_token_id": 3,
 }
+
+_CANARY_PROMPT: Final = (
+    *("<|startofcontext|>", "<|startoftranscript|>", "<|emo:undefined|>"),
+    *("<|{language}|>", "<|{target}|>"),
+    *("<|pnc|>", "<|noitn|>", "<|notimestamp|>", "<|nodiarize|>"),
+)
+_CANARY_LANGUAGES: Final = (
+    *("bg", "cs", "da", "de", "el", "en", "es", "et", "fi", "fr", "hr", "hu", "it"),
+    *("lt", "lv", "mt", "nl", "pl", "pt", "ro", "ru", "sk", "sl", "sv", "uk"),
+)
 
 _Token = Annotated[int, msgspec.Meta(ge=0, le=MAX_INTEGER)]
 _MAX_ALIGNMENT_HEADS: Final = 1024
@@ -93,6 +104,12 @@ def with_decoder_fields(fields: ConfigFields) -> ConfigFields:
         # The first token of a text has no special meaning.
         fields = fields.with_values({"num_decoder_layers": None, "classifier_pooling": "mean"})
     if kind == SpeechKind.COHERE:
+        return fields.with_defaults(**_COHERE_DEFAULTS)
+    if kind == SpeechKind.CANARY:
+        decoder = fields.section("decoder_config")
+        is_tied = fields.get("tie_word_embeddings", True)
+        fields = fields.with_values({} if decoder is None else dict(decoder.config))
+        fields = fields.with_values({"model_type": kind, "tie_word_embeddings": is_tied})
         return fields.with_defaults(**_COHERE_DEFAULTS)
     if kind == SpeechKind.MOONSHINE_STREAMING:
         return fields
@@ -326,10 +343,30 @@ def _moonshine_streaming(
     )
 
 
+def _canary(
+    processor: ConfigFields, config: ConfigFields, generation: ConfigFields
+) -> AudioProcessorConfig:
+    config = with_decoder_fields(config)
+    return msgspec.structs.replace(
+        _fast_conformer(processor, config, generation, canary_encoder_spec(config)),
+        kind=SpeechKind.CANARY,
+        prompt=_CANARY_PROMPT,
+        languages=_CANARY_LANGUAGES,
+    )
+
+
 def _cohere(
     processor: ConfigFields, config: ConfigFields, generation: ConfigFields
 ) -> AudioProcessorConfig:
-    encoder = fast_conformer_spec(config)
+    return _fast_conformer(processor, config, generation, fast_conformer_spec(config))
+
+
+def _fast_conformer(
+    processor: ConfigFields,
+    config: ConfigFields,
+    generation: ConfigFields,
+    encoder: FastConformerSpec,
+) -> AudioProcessorConfig:
     for name, needed in (("sampling_rate", 16_000), ("hop_length", 160), ("n_fft", 512)):
         if (found := processor.integer(name, needed)) != needed:
             raise processor.wrong(name, str(needed), found)
@@ -355,6 +392,7 @@ _READERS: Final = {
     SpeechKind.MOONSHINE: _moonshine,
     SpeechKind.MOONSHINE_STREAMING: _moonshine_streaming,
     SpeechKind.COHERE: _cohere,
+    SpeechKind.CANARY: _canary,
 }
 
 

@@ -195,7 +195,7 @@ class UniversalSpeechSpec(UnpaddedSpec, frozen=True, tag=True):
 
 
 class FastConformerSpec(UnpaddedSpec, frozen=True, tag=True):
-    """A Fast Conformer (arXiv 2305.05084) and a projection of its outputs (Cohere Transcribe).
+    """A Fast Conformer (arXiv 2305.05084), and a projection of its outputs unless `has_projection` is false (Canary).
 
     `num_halvings` convolutions halve the frames and features. Rows attend to all rows, with embeddings of their
     distances.
@@ -215,6 +215,7 @@ class FastConformerSpec(UnpaddedSpec, frozen=True, tag=True):
     has_bias: bool
     has_conv_bias: bool
     output_size: int
+    has_projection: bool = True
     tensor_names: tuple[tuple[str, str], ...] = ()
 
     def num_outputs(self, num_frames: int) -> int:

@@ -143,13 +143,14 @@ class SpeechKind(enum.StrEnum):
     """The kind of a speech model, which determines the decoder's prompt.
 
     Whisper's prompt has tokens for language and task; Moonshine's is a single start token. Only the language changes
-    Cohere Transcribe's.
+    Cohere Transcribe's, and the languages of speech and text change Canary's.
     """
 
     WHISPER = "whisper"
     MOONSHINE = "moonshine"
     MOONSHINE_STREAMING = "moonshine_streaming"
     COHERE = "cohere_asr"
+    CANARY = "canary"
 
 
 class AudioProcessorConfig(msgspec.Struct, frozen=True):
@@ -177,7 +178,8 @@ class AudioProcessorConfig(msgspec.Struct, frozen=True):
         suppressed_token_ids: Tokens that are never sampled.
         begin_suppressed_token_ids: Tokens that are never sampled as the first token.
         alignment_heads: The cross-attention heads, as (layer, head), whose weights show when each word is spoken.
-        prompt: The texts of the prompt's tokens, with the language's code for "{language}", if these are the prompt.
+        prompt: The texts of the prompt's tokens, if these are the prompt. They have the codes of the languages of the
+            speech and of the text for "{language}" and "{target}".
         languages: The codes of the languages that may be given for such a prompt.
         max_tokens_per_second: The maximum number of text tokens per second of audio; 0 for no limit.
     """
@@ -206,6 +208,11 @@ class AudioProcessorConfig(msgspec.Struct, frozen=True):
     max_tokens_per_second: float = 0.0
     prompt: tuple[str, ...] = ()
     languages: tuple[str, ...] = ()
+
+    @property
+    def translates(self) -> bool:
+        """True if the model can write English text for speech in other languages."""
+        return self.translate_token_id >= 0 or any("{target}" in text for text in self.prompt)
 
     def num_outputs(self, num_frames: int) -> int:
         """Return the number of encoder outputs for `num_frames` frames (samples if `num_mel_bins` is 0)."""

@@ -125,6 +125,32 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "canary": (
+        "Canary",
+        {
+            "vocab_size": VOCAB_SIZE,
+            "decoder_config": {
+                "vocab_size": VOCAB_SIZE,
+                "hidden_size": 32,
+                "intermediate_size": 80,
+                "num_hidden_layers": 3,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 4,
+                "head_dim": 8,
+                "max_position_embeddings": 128,
+            },
+            "encoder_config": {
+                "model_type": "parakeet_encoder",
+                "num_mel_bins": 16,
+                "hidden_size": 32,
+                "intermediate_size": 40,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "subsampling_conv_channels": 6,
+                "scale_input": False,
+            },
+        },
+    ),
     "bart": ("Bart", _BART_SIZES | {"max_position_embeddings": 128}),
     "mbart": ("MBart", _BART_SIZES | {"max_position_embeddings": 128, "scale_embedding": True}),
     "marian": ("Marian", _BART_SIZES | {"scale_embedding": True, "activation_function": "swish"}),
@@ -157,7 +183,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 _WITH_SINUSOIDS = ("marian", "pegasus", "separate-marian")
-SPEECH = ("whisper", "untied-whisper", "moonshine", "moonshine_streaming", "cohere_asr")
+SPEECH = ("whisper", "untied-whisper", "moonshine", "moonshine_streaming", "cohere_asr", "canary")
 
 
 def source_directory(
@@ -218,7 +244,7 @@ def source(model: Any, seed: int, length: int = 0) -> tuple[torch.Tensor, Encode
         features = rng.standard_normal(5 * length + 17 if length else 8000).astype(np.float32)
         payload = AudioPayload(0, len(features), features.tobytes())
         size = -(-len(features) // 320)
-    elif config.model_type == "cohere_asr":
+    elif config.model_type in ("cohere_asr", "canary"):
         frames = length // 8 or 81
         features = rng.standard_normal((frames, config.encoder_config.num_mel_bins))
         features = features.astype(np.float32)
@@ -262,6 +288,12 @@ WINDOW_S = 2
 """The window of the Whisper below in seconds, where those of real models have 30."""
 
 _LETTERS = ("Ġ", *"abcdefghijklmnopqrstuvwxyz")
+
+
+EXTRACTORS = {
+    "cohere_asr": transformers.CohereAsrFeatureExtractor,
+    "canary": transformers.ParakeetFeatureExtractor,
+}
 
 
 def write_letters(directory: Path, marks: Sequence[str], end: str) -> dict[str, int]:
@@ -364,8 +396,8 @@ def whisper_text(
     return tokens[len(prompt) :]
 
 
-def cohere_directory(directory: Path) -> tuple[Path, Any]:
-    """Write a Cohere Transcribe with a tokenizer. Return its directory and transformers' model."""
+def conformer_directory(directory: Path, kind: str) -> tuple[Path, Any]:
+    """Write a Cohere Transcribe or Canary with a tokenizer. Return its directory and transformers' model."""
     marks = ("▁", "<|startofcontext|>", "<|startoftranscript|>", "<|emo:undefined|>")
     marks += (
         "<|pnc|>",
@@ -378,14 +410,22 @@ def cohere_directory(directory: Path) -> tuple[Path, Any]:
     )
     ids = write_letters(directory, marks, "</s>")
     changes = {"vocab_size": len(_LETTERS) + len(marks), "eos_token_id": ids["</s>"]}
-    path, model = source_directory(directory, "cohere_asr", changes)
+    if kind == "canary":
+        changes["decoder_config"] = MODELS[kind][1]["decoder_config"] | changes
+    path, model = source_directory(directory, kind, changes)
     with torch.no_grad():
         # Most tokens of a text are letters, which change with their positions and the clip.
         model.proj_out.bias[: len(_LETTERS)] = 4
         model.model.decoder.norm.bias.zero_()
-        model.model.decoder.pos_emb.weight *= 8
+        if kind == "canary":
+            # The positions, which are not stored, are small beside equal biases.
+            for name, parameter in model.model.decoder.named_parameters():
+                parameter *= 0 if name.endswith("norm.bias") else 4 if "layers" in name else 1
+            model.model.decoder.norm.weight *= 6
+        else:
+            model.model.decoder.pos_emb.weight *= 8
     model.save_pretrained(path)
-    transformers.CohereAsrFeatureExtractor(feature_size=16).save_pretrained(path)
+    EXTRACTORS[kind](feature_size=16).save_pretrained(path)
     return path, model
 
 

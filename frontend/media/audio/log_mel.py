@@ -62,8 +62,12 @@ def log_mel(samples: Float32Array, num_samples: int, num_mel_bins: int) -> Float
     return features
 
 
-def normed_log_mel(samples: Float32Array, num_mel_bins: int) -> Float32Array:
+def normed_log_mel(
+    samples: Float32Array, num_mel_bins: int, *, has_dither: bool = True
+) -> Float32Array:
     """Return normed log-mel features, equal to those of transformers' `CohereAsrFeatureExtractor`.
+
+    Without dither, which is a little noise, they are equal to those of `ParakeetFeatureExtractor`.
 
     Every feature has the mean 0 and the deviation 1 over all frames. A clip of less than two frames is filled with
     silence.
@@ -71,13 +75,14 @@ def normed_log_mel(samples: Float32Array, num_mel_bins: int) -> Float32Array:
     Args:
         samples: The samples at `RATE`, float32 [N] in [-1, 1].
         num_mel_bins: The number of features per frame.
+        has_dither: Whether to add noise.
 
     Returns:
         The features, float32 [num_mel_bins, frames].
     """
     samples = np.pad(samples, (0, max(0, 2 * HOP - len(samples))))
     num_frames = len(samples) // HOP
-    x = samples + np.float32(_DITHER) * seeded_noise(len(samples))
+    x = samples + np.float32(_DITHER) * seeded_noise(len(samples)) if has_dither else samples
     x = np.append(x[:1], x[1:] - np.float32(_EMPHASIS) * x[:-1])
     margin = (_PAIRED_FFT - WINDOW) // 2
     # Frames are filled with zeros on both sides.

@@ -86,7 +86,10 @@ class DecoderPrompts:
         """Return the complete decoder prompt."""
         audio = self.audio
         if audio.prompt:
-            return [self._token(text.format(language=language)) for text in audio.prompt]
+            target = "en" if options.task is Task.TRANSLATE else language
+            return [
+                self._token(text.format(language=language, target=target)) for text in audio.prompt
+            ]
         prompt = self.start(options)
         if audio.language_token_ids:
             is_translated = options.task is Task.TRANSLATE

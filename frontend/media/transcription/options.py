@@ -88,7 +88,7 @@ def speech_model(model: ModelConfig) -> SpeechModel | None:
     if (audio := model.audio) is not None:
         return SpeechModel(
             languages=audio.languages or audio.language_token_ids or ("en",),
-            translates=audio.translate_token_id >= 0,
+            translates=audio.translates,
             has_word_times=bool(audio.alignment_heads),
             needs_language=bool(audio.languages),
             reads_prompt=audio.previous_token_id >= 0,

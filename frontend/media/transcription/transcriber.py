@@ -246,8 +246,9 @@ class Transcriber:
             assert self._chat_audio is not None
             return prepare_clip(samples, self._chat_audio, "file").inputs
         num_frames, features = len(samples), samples
-        if audio.kind is SpeechKind.COHERE:
-            features = normed_log_mel(samples, audio.num_mel_bins)
+        if audio.kind in (SpeechKind.COHERE, SpeechKind.CANARY):
+            has_dither = audio.kind is SpeechKind.COHERE
+            features = normed_log_mel(samples, audio.num_mel_bins, has_dither=has_dither)
             num_frames = features.shape[1]
         elif audio.num_mel_bins:
             num_samples = int(audio.chunk_seconds * audio.sampling_rate)

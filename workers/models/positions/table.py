@@ -43,8 +43,11 @@ def sinusoids(kind: Sinusoids, num_rows: int, size: int) -> Tensor:
     """Return float32 [num_rows, size]: the sines of each position's angles, then their cosines."""
     half, dtype = size // 2, torch.float32
     last = float(half - 1)
-    if kind == "by size":
+    if kind != "by last":
         last, dtype = size / 2, torch.float64
     frequencies = torch.exp(torch.arange(half, dtype=dtype) * -(math.log(10_000) / last))
     angles = torch.arange(num_rows, dtype=dtype)[:, None] * frequencies
-    return F.pad(torch.cat((angles.sin(), angles.cos()), 1).float(), (0, size % 2))
+    table = torch.cat((angles.sin(), angles.cos()), 1)
+    if kind == "by size, scaled":
+        table /= math.sqrt(size)
+    return F.pad(table.float(), (0, size % 2))

@@ -1,4 +1,4 @@
-"""A Fast Conformer and a projection of its outputs (Cohere Transcribe), in torch.
+"""A Fast Conformer (Canary), and a projection of its outputs (Cohere Transcribe), in torch.
 
 Shapes: C features of a frame, N frames, P rows, D hidden size, H heads, K head dimension, F distances.
 """
@@ -19,7 +19,7 @@ MARKER = "encoder.subsampling.linear.weight"
 
 
 class FastConformer:
-    """The conformer and the projection.
+    """The conformer and the projection, if there is one.
 
     Raises:
         CheckpointError: A tensor is missing or has another shape.
@@ -51,7 +51,9 @@ class FastConformer:
             _Layer(spec, tensors, checkpoint, f"encoder.layers.{index}.")
             for index in range(spec.num_layers)
         ]
-        self._output = tensors.read_linear("decoder.proj", spec.output_size, spec.hidden_size)
+        self._output: Linear | None = None
+        if spec.has_projection:
+            self._output = tensors.read_linear("decoder.proj", spec.output_size, spec.hidden_size)
 
     def __call__(self, features_CN: Tensor) -> Tensor:
         """Return the outputs [P, output size]."""
@@ -65,7 +67,7 @@ class FastConformer:
         positions_FD = _positions(len(x_PD), self._spec.hidden_size).to(x_PD)
         for layer in self._layers:
             x_PD = layer(x_PD, positions_FD)
-        return self._output(x_PD)
+        return x_PD if self._output is None else self._output(x_PD)
 
 
 def _positions(num_rows: int, size: int) -> Tensor:

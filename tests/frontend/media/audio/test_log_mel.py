@@ -18,6 +18,7 @@ from transformers import (
     CohereAsrFeatureExtractor,
     Gemma3nAudioFeatureExtractor,
     Gemma4AudioFeatureExtractor,
+    ParakeetFeatureExtractor,
     WhisperFeatureExtractor,
 )
 
@@ -80,11 +81,13 @@ def test_normed_features_equal_those_of_transformers(num_samples: int) -> None:
     samples = 0.2 * np.random.default_rng(num_samples).standard_normal(num_samples)
     # Silence has only the noise that is added.
     samples[num_samples // 2 :] = 0
-    expected = CohereAsrFeatureExtractor()(
-        samples.astype(np.float32), sampling_rate=16_000, return_tensors="np"
-    )
-    features = expected["input_features"][0][expected["attention_mask"][0]].T
-    found = normed_log_mel(samples.astype(np.float32), 128)
-    assert found.shape == features.shape == (128, num_samples // 160)
-    np.testing.assert_allclose(found, features, atol=1e-3)
-    assert np.abs(found - features).mean() < 1e-5
+    for extractor, has_dither in (
+        (CohereAsrFeatureExtractor(), True),
+        (ParakeetFeatureExtractor(feature_size=128), False),
+    ):
+        expected = extractor(samples.astype(np.float32), sampling_rate=16_000, return_tensors="np")
+        features = expected["input_features"][0][expected["attention_mask"][0]].T
+        found = normed_log_mel(samples.astype(np.float32), 128, has_dither=has_dither)
+        assert found.shape == features.shape == (128, num_samples // 160)
+        np.testing.assert_allclose(found, features, atol=1e-3)
+        assert np.abs(found - features).mean() < 1e-5

@@ -6,7 +6,11 @@ from typing import Any, Final
 
 from msgspec.structs import replace
 
-from .....protocol.checkpoint.audio_tower import fast_conformer_spec, streaming_spec
+from .....protocol.checkpoint.audio_tower import (
+    canary_encoder_spec,
+    fast_conformer_spec,
+    streaming_spec,
+)
 from .....protocol.checkpoint.config_fields import ConfigFields
 from .....protocol.checkpoint.speech import max_source_positions
 from .....protocol.config.audio_tower import AnyAudioSpec
@@ -205,11 +209,21 @@ def _with_tower(fields: ConfigFields, spec: ModelSpec, tower: AnyAudioSpec) -> M
 
 
 def _cohere_asr(fields: ConfigFields) -> ModelSpec:
+    return _with_tower(fields, _bart_decoder(fields), fast_conformer_spec(fields))
+
+
+def _canary(fields: ConfigFields) -> ModelSpec:
+    spec = replace(_bart_decoder(fields), sinusoids="by size, scaled")
+    return _with_tower(fields, spec, canary_encoder_spec(fields))
+
+
+def _bart_decoder(fields: ConfigFields) -> ModelSpec:
+    """Return the decoder of Cohere Transcribe and Canary."""
     fields = fields.with_defaults(
         rms_norm_eps=1e-5, tie_word_embeddings=False, hidden_act="relu"
     ).with_values({"rope_theta": None})
     fields.require("attention_bias", True, default=True)
-    spec = bart_spec(
+    return bart_spec(
         fields,
         norms=_MOONSHINE_NORMS,
         has_embedding_norm=True,
@@ -217,7 +231,6 @@ def _cohere_asr(fields: ConfigFields) -> ModelSpec:
         head_bias=True,
         tensor_names=_COHERE_DECODER_NAMES,
     )
-    return _with_tower(fields, spec, fast_conformer_spec(fields))
 
 
 def _rotary_layers(fields: ConfigFields) -> tuple[LayerSpec, ...]:
@@ -226,6 +239,7 @@ def _rotary_layers(fields: ConfigFields) -> tuple[LayerSpec, ...]:
 
 
 FAMILIES = (
+    Family("CanaryForConditionalGeneration", "canary", _canary),
     Family("CohereAsrForConditionalGeneration", "cohere_asr", _cohere_asr),
     Family(
         "MoonshineStreamingForConditionalGeneration", "moonshine_streaming", _moonshine_streaming
