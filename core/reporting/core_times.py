@@ -15,8 +15,7 @@ class CoreTimes:
     """The core-seconds that each request took: its share of the tokens of each step.
 
     A step of s seconds takes s * `num_cores` core-seconds. Steps are recorded when their outputs arrive, so a slot
-    belongs to the request that the step computed. Recording a step that changes nothing in the batch is one array
-    addition.
+    belongs to the request that the step computed. Recording a step that changes nothing in the batch is one addition.
 
     Args:
         max_num_seqs: The number of slots.
@@ -26,7 +25,9 @@ class CoreTimes:
     def __init__(self, max_num_seqs: int, num_cores: int = 1) -> None:
         self._num_cores = num_cores
         self._seconds: Float64Array = np.zeros(max_num_seqs)
-        """Core-seconds of the request in each slot since it got the slot."""
+        """Core-seconds of the request in each slot since it got the slot, without `_shared`."""
+        self._shared = 0.0
+        """Core-seconds that must be added to each slot of the batch."""
         self._batch: SlotArray = np.zeros(0, np.intp)
         self._keys: dict[int, RequestKey] = {}
         self._slots: dict[RequestKey, int] = {}
@@ -36,6 +37,11 @@ class CoreTimes:
 
     def record(self, step: SchedulerOutput, seconds: float) -> None:
         """Record a step that took `seconds`."""
+        if not (step.removed_slots or step.new_requests or step.chunks) and step.slots is None:
+            if len(self._batch):
+                self._shared += seconds * self._num_cores / len(self._batch)
+            return
+        self._distribute()
         for slot in int32_list(step.removed_slots):
             key = self._keys.pop(slot, None)
             if key is not None and self._slots.get(key) == slot:
@@ -60,14 +66,22 @@ class CoreTimes:
 
     def take_times(self, client_index: int, finished_set: I32) -> F32:
         """Return the core-seconds of each finished request of a client, float32, and remove them."""
+        self._distribute()
         return float32_bytes(
             [self._end((client_index, index)) for index in int32_list(finished_set)]
         )
 
     def remove_client(self, client_index: int) -> None:
         """Remove the requests of a client that disconnected."""
+        self._distribute()
         for key in [key for key in (*self._slots, *self._spent) if key[0] == client_index]:
             self._end(key)
+
+    def _distribute(self) -> None:
+        """Add what the steps of the same batch took to its slots."""
+        if self._shared:
+            self._seconds[self._batch] += self._shared
+            self._shared = 0.0
 
     def _end(self, key: RequestKey) -> float:
         slot = self._slots.pop(key, None)

@@ -136,6 +136,9 @@ class DraftLimits:
         self._sent: Int32Array = self.limits.copy()
         self._num_steps = 0
         self._decided_for: Int64Array = np.zeros((2, 0), np.int64)
+        self._seen_slots: SlotArray = np.zeros(0, np.intp)
+        self._seen_vacated = 0
+        """The slots of the last call, and `Slots.num_vacated` then: the same slots have the same requests."""
         self.has_unsent = False
         """True if a limit has changed since the last `take_changes`."""
 
@@ -188,9 +191,14 @@ class DraftLimits:
         """Set the limits of the decoding slots. They are kept for a few steps if the requests have not changed."""
         if not len(slots) or not self._is_adaptive:
             return
+        is_due = self._num_steps >= self._next_decision
+        num_vacated = self._slots.num_vacated
+        if not is_due and slots is self._seen_slots and num_vacated == self._seen_vacated:
+            return
+        self._seen_slots, self._seen_vacated = slots, num_vacated
         # The generation detects slots that were given to another request.
         requests = np.stack((slots, self._slots.generation[slots]))
-        if self._num_steps < self._next_decision and np.array_equal(requests, self._decided_for):
+        if not is_due and np.array_equal(requests, self._decided_for):
             return
         self._reset(slots)
         self._next_decision = self._num_steps + _STEPS_PER_DECISION
