@@ -56,8 +56,10 @@ _DEEPSEEK_V4: Final = """
 _CONTENTS: Final = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
 BUILT_IN_TEMPLATES: Final = {
+    "clip": _CONTENTS,
     "clip_text_model": _CONTENTS,
     "deepseek_v4": _DEEPSEEK_V4.strip(),
+    "siglip": _CONTENTS,
     "siglip_text_model": _CONTENTS,
 }
 """Model type -> the template. Markers are those that the model was trained with; the explanation of tools is ours."""

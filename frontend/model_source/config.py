@@ -153,7 +153,8 @@ def resolve_model(options: ModelOptions, console: Console) -> ResolvedModel:
             path=str(path),
             tokenizer_path=str(tokenizer_directory or ""),
             served_names=served_names,
-            architecture=text.text("model_type"),
+            # A model that reads media is named by its whole config, not by that of its text.
+            architecture=(config if modality else text).text("model_type"),
             vocab_size=vocab_size,
             max_model_len=_max_model_len(text, options.max_model_len, embedding.max_length),
             eos_token_ids=tuple(id_ for id_ in dict.fromkeys(eos) if 0 <= id_ < vocab_size),

@@ -91,6 +91,9 @@ def test_images_whose_tokens_see_each_other_or_have_any_size(
             model.check_video(server)
         if kind == "gemma3":
             assert server.metric("engine:num_preemptions_total") > 0
+            # The model has the name of its whole config, not gemma3_text.
+            _, models = server.get("/api/tags")
+            assert models["models"][0]["details"]["family"] == kind
         assert_nothing_is_held(server)
 
 

@@ -167,6 +167,7 @@ def test_defaults_missing_in_a_published_gemma3_config_are_added(tmp_path: Path)
     path = write(tmp_path / "m", config={"model_type": "gemma3", "text_config": text})
     config = resolve(path).config
     assert (config.vocab_size, config.max_model_len) == (262_208, 131_072)
+    assert config.architecture == "gemma3_text"
 
 
 @pytest.mark.parametrize("saved", [{}, {"rope_parameters": {"rope_type": "default"}}])
