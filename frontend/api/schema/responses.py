@@ -75,12 +75,22 @@ class ResponsesRequest(ResponseFields, kw_only=True):
     min_tokens: Int | None = None
     ignore_eos: bool | None = None
     logit_bias: dict[str, float] | None = None
+    stop: str | list[str] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    structured_outputs: dict[str, Any] | None = None
     thinking_token_budget: Int | None = None
     priority: Int | None = None
     cache_salt: str | None = None
     include_receipt: bool | None = None
 
+    # Rejected, because an answer that ignores them would be wrong.
     context_management: Any = None
+    mm_processor_kwargs: Any = None
+    vllm_xargs: Any = None
+    previous_response: Any = None
+    previous_input_messages: Any = None
+    enable_response_messages: Any = None
 
     # Accepted because clients send them; they have no effect.
     background_options: dict[str, Any] | None = None
@@ -99,6 +109,10 @@ SAMPLING_FIELDS = (
     "min_tokens",
     "ignore_eos",
     "logit_bias",
+    "stop",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+    "structured_outputs",
     "thinking_token_budget",
     "priority",
     "cache_salt",

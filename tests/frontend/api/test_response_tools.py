@@ -1,4 +1,4 @@
-"""Tools in the Responses API: forced calls, custom tools, and tools of MCP servers."""
+"""Tools in the Responses API: forced calls, custom tools, and tools of MCP servers; and fields of vLLM."""
 
 from __future__ import annotations
 
@@ -189,6 +189,22 @@ def test_tools_that_openai_defines_have_items_of_their_own(
     cut = forced | {"tool_choice": named, "max_output_tokens": 3}
     [call] = check_events(frontend, cut)
     assert (call["type"], call["name"], call["status"]) == ("function_call", kind, "incomplete")
+
+
+def test_fields_of_vllm_apply_or_are_refused(
+    frontend: FrontendProcess, client: openai.OpenAI
+) -> None:
+    stopped = client.responses.create(
+        **options(frontend, "One two three"), extra_body={"stop": [" three"]}
+    )
+    assert (stopped.status, stopped.output_text) == ("completed", "One two")
+    for fields, problem in (
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs is not a regex"),
+        ({"previous_response": {}}, "previous_response is not supported"),
+        ({"vllm_xargs": {"a": 1}}, "vllm_xargs is not supported"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=problem):
+            client.responses.create(**options(frontend, "x"), extra_body=fields)
 
 
 def test_shells_in_containers_are_refused(frontend: FrontendProcess) -> None:
