@@ -217,6 +217,8 @@ def test_documents_are_sorted_by_their_relevance(server: Server, path: str) -> N
     scores = [result["relevance_score"] for result in results]
     assert scores == sorted(scores, reverse=True)
     assert results[2]["document"] == {"text": "Cats like milk."}
+    # The AI SDK refuses an answer without it.
+    assert answer["meta"]["billed_units"] == {"input_tokens": answer["usage"]["prompt_tokens"]}
     status, answer = server.post(path, body | {"top_n": 1, "return_documents": False})
     assert answer["results"] == [{"index": 0, "relevance_score": scores[0]}]
     # The format of Text Embeddings Inference.

@@ -107,12 +107,17 @@ class Scores:
                 if request.return_documents is not False:
                     result["document"] = _shown(texts[index])
                 results.append(result)
+            usage = usage_of(group)
             return json_response(
                 {
                     "id": f"rerank-{group.request_id}",
                     "model": self._model_of(request),
                     "results": results,
-                    "usage": usage_of(group),
+                    "usage": usage,
+                    "meta": {
+                        "api_version": {"version": "2"},
+                        "billed_units": {"input_tokens": usage["prompt_tokens"]},
+                    },
                 }
             )
 
