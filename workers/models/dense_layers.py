@@ -32,10 +32,11 @@ _ACTIVATIONS: Final[dict[DenseActivation, Callable[[Tensor], Tensor]]] = {
 
 
 _STORAGES: Final = {
-    "torch FloatStorage": torch.float32,
-    "torch HalfStorage": torch.float16,
-    "torch BFloat16Storage": torch.bfloat16,
+    "torch FloatStorage": "float32",
+    "torch HalfStorage": "float16",
+    "torch BFloat16Storage": "bfloat16",
 }
+"""The names of torch's types, because native workers import this module without torch."""
 _Layers = list[tuple[DenseConfig, Tensor, Tensor | None]]
 
 
@@ -122,7 +123,8 @@ def _read_saved(path: str) -> Callable[[str], Tensor]:
         layout: list[int] | None = None
         for operation, argument, _ in pickletools.genops(archive.read(description)):
             if operation.name == "GLOBAL":
-                dtype = _STORAGES.get(str(argument), dtype)
+                if (dtype_name := _STORAGES.get(str(argument))) is not None:
+                    dtype = getattr(torch, dtype_name)
             elif isinstance(argument, str):
                 name = argument if argument in ("weight", "bias") else name
                 storage = argument if argument.isdigit() else storage

@@ -5,6 +5,7 @@ import sys
 import time
 
 import numpy as np
+import pytest
 from engine.protocol.arrays import int32_bytes
 from engine.protocol.config import DeviceConfig, EngineConfig, ModelConfig
 from engine.protocol.sampling_params import SamplingParams
@@ -24,12 +25,16 @@ def test_tokens_depend_only_on_the_seed_and_the_position() -> None:
     assert len(np.unique(whole)) > 220
 
 
-def test_null_runner_runs_without_torch() -> None:
-    program = (
-        "import sys\n"
-        "import engine.workers.worker, engine.workers.execution.runner, engine.workers.execution.null_runner\n"
-        "assert 'torch' not in sys.modules\n"
-    )
+@pytest.mark.parametrize(
+    "modules",
+    [
+        "engine.workers.worker, engine.workers.execution.runner, engine.workers.execution.null_runner",
+        "engine.workers.preloaded",
+    ],
+    ids=["null", "native"],
+)
+def test_modules_of_a_worker_are_imported_without_torch(modules: str) -> None:
+    program = f"import sys\nimport {modules}\nassert 'torch' not in sys.modules\n"
     result = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
 
