@@ -146,7 +146,8 @@ class ImagePayload(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=T
 class AudioPayload(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=True):
     """The data of an audio clip for an encoder: log-mel features, or samples.
 
-    The features are [num_mel_bins, num_frames], or samples if there are no bins. 0 outputs are all.
+    The features are [num_mel_bins, num_frames], or samples if there are no bins. 0 outputs are all. `window` is the
+    number of the window in its clip if the encoder reads it, else 0.
     """
 
     num_mel_bins: int
@@ -154,6 +155,7 @@ class AudioPayload(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=T
     features: bytes
     is_float16: bool = False
     num_outputs: int = 0
+    window: int = 0
 
 
 class TextPayload(msgspec.Struct, array_like=True, gc=False, frozen=True):

@@ -86,6 +86,7 @@ _FRAMING: Final = {
     "gemma3n": Framing.EMPHASIZED,
     "gemma4": Framing.LEADING,
     "audioflamingo3": Framing.WINDOWS,
+    "musicflamingo": Framing.WINDOWS,
     "glmasr": Framing.WINDOWS,
     "granite_speech": Framing.PAIRS,
     "granite_speech_plus": Framing.PAIRS,
@@ -95,10 +96,11 @@ _FRAMING: Final = {
 }
 _MAX_WINDOWS: Final = {
     "audioflamingo3": 20,
+    "musicflamingo": 40,
     **dict.fromkeys(("gemma3n", "gemma4", "granite_speech", "granite_speech_plus"), 1),
     "qwen2_audio": 1,
 }
-"""The processors of Audio Flamingo 3, Qwen2-Audio and Gemma drop the rest of an audio clip."""
+"""The processors of Audio Flamingo 3, Music Flamingo, Qwen2-Audio and Gemma drop the rest of an audio clip."""
 
 _MIN_SAMPLES: Final = {"qwen3_asr": 8000}
 """Qwen3-ASR's processor fills shorter clips with silence, because very short clips confuse the model."""
@@ -136,6 +138,11 @@ def read_chat_audio(path: Path, config: ConfigFields, text: ConfigFields) -> Cha
 
 def _read_marks(config: ConfigFields) -> ClipMarks | None:
     kind = config.text("model_type")
+    if kind == "musicflamingo":
+        return ClipMarks(
+            config.integer("audio_bos_token_id", 151_670, minimum=0),
+            config.integer("audio_eos_token_id", 151_671, minimum=0),
+        )
     if kind not in ("gemma3n", "gemma4"):
         return None
     is_fixed = kind == "gemma3n"

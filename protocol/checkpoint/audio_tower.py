@@ -15,6 +15,7 @@ from ..config.audio_tower import (
     ConformerSpec,
     FastConformerSpec,
     FixedOutputs,
+    OutputTimes,
     StreamingSpec,
     UniversalSpeechSpec,
 )
@@ -29,7 +30,8 @@ _THINKER: Final = "thinker_config"
 _MODEL_TYPES: Final = (
     *("qwen2_audio", "voxtral", "qwen3_asr", "glmasr"),
     *("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"),
-    *("granite_speech", "granite_speech_plus", "audioflamingo3", "gemma3n", "gemma4"),
+    *("granite_speech", "granite_speech_plus", "audioflamingo3", "musicflamingo"),
+    *("gemma3n", "gemma4"),
 )
 
 _MAX_CONFORMER_ROWS: Final = 15_000
@@ -102,7 +104,10 @@ def audio_tower_spec(fields: ConfigFields, output_size: int) -> AnyAudioSpec:
     num_positions_name = "max_position_embeddings" if kind == "glmasr" else "max_source_positions"
     num_positions = audio.integer(num_positions_name, 1500, maximum=MAX_POSITIONS)
     is_omni = kind == "qwen2_5_omni_thinker"
-    rows_per_output, has_mean = 2, is_omni or kind in ("qwen2_audio", "audioflamingo3")
+    rows_per_output, has_mean = (
+        2,
+        is_omni or kind in ("qwen2_audio", "audioflamingo3", "musicflamingo"),
+    )
     if not has_mean:
         rows_per_output = intermediate_size // hidden_size
         if intermediate_size % hidden_size or num_positions % rows_per_output:
@@ -128,6 +133,8 @@ def audio_tower_spec(fields: ConfigFields, output_size: int) -> AnyAudioSpec:
     )
     if is_omni:
         return _with_short_windows(spec, audio)
+    if kind == "musicflamingo":
+        return _with_times(spec, fields)
     return _with_rotary(spec, audio) if kind == "glmasr" else spec
 
 
@@ -203,6 +210,21 @@ def _with_short_windows(spec: AudioTowerSpec, audio: ConfigFields) -> AudioTower
             (r"\baudio_tower\.proj\.", "multi_modal_projector.linear."),
         ),
     )
+
+
+def _with_times(spec: AudioTowerSpec, fields: ConfigFields) -> AudioTowerSpec:
+    """Return the tower of Music Flamingo, whose outputs are rotated by their times."""
+    rope = fields.section("rope_parameters") or fields
+    theta = rope.positive("rope_theta", 1200.0)
+    share = rope.number("partial_rotary_factor", 0.2)
+    num_rotated = int(spec.hidden_size * share)
+    if num_rotated < 2 or num_rotated % 2 or 2 * num_rotated > spec.hidden_size:
+        needed = f"a share that is an even part of {spec.hidden_size}, at most its half"
+        raise rope.wrong("partial_rotary_factor", needed, share)
+    if theta < spec.num_outputs(spec.num_frames):
+        raise rope.wrong("rope_theta", "at least the outputs of a window", theta)
+    seconds = fields.positive("audio_frame_step", 0.01) * 2 * spec.rows_per_output
+    return msgspec.structs.replace(spec, times=OutputTimes(theta, num_rotated, seconds))
 
 
 def _with_rotary(spec: AudioTowerSpec, audio: ConfigFields) -> AudioTowerSpec:

@@ -27,6 +27,19 @@ class AudioRotary(msgspec.Struct, frozen=True):
     num_rotated: int
 
 
+class OutputTimes(msgspec.Struct, frozen=True):
+    """The rotation of a tower's outputs by their times (Music Flamingo, arXiv 2511.10289).
+
+    The first `num_rotated` elements rotate with the number of the window in the clip, and as many others with the
+    number of the output in the window, both in units of 1 / `theta` and multiplied by the time in the clip, of which an
+    output takes `seconds`. Frequencies fall from 1 to 1 / `theta`.
+    """
+
+    theta: float
+    num_rotated: int
+    seconds: float
+
+
 class AudioTowerSpec(msgspec.Struct, frozen=True, tag=True):
     """Whisper's encoder (arXiv 2212.04356), followed by a projection to the decoder's hidden size.
 
@@ -41,7 +54,8 @@ class AudioTowerSpec(msgspec.Struct, frozen=True, tag=True):
     are computed, and other rows attend to them, but they become no outputs. Rows that are "kept" become outputs. If
     silence is "absent", the window ends with the clip, and the convolutions read zeros after it.
 
-    `tensor_names` translates a checkpoint's names to Whisper's.
+    `tensor_names` translates a checkpoint's names to Whisper's. With `times`, outputs are rotated by their times in the
+    clip before they are projected.
     """
 
     num_mel_bins: int
@@ -63,6 +77,7 @@ class AudioTowerSpec(msgspec.Struct, frozen=True, tag=True):
     projection_activation: str = "gelu"
     has_projection_bias: bool = True
     tensor_names: tuple[tuple[str, str], ...] = ()
+    times: OutputTimes | None = None
 
     @property
     def frames_after(self) -> int:

@@ -33,7 +33,7 @@ WINDOW_S = 2
 
 MODELS = (
     *("qwen2_audio", "voxtral", "qwen3_asr", "glmasr", "granite_speech", "qwen3_asr thinker"),
-    *("gemma3n", "gemma4", "audioflamingo3", "granite_speech_plus"),
+    *("gemma3n", "gemma4", "audioflamingo3", "granite_speech_plus", "musicflamingo"),
 )
 """Kinds of models. "qwen3_asr thinker" has the layout of Qwen's own checkpoints, others have that of transformers."""
 
@@ -47,6 +47,7 @@ _PARTS = {
     "glmasr": ("<|begin_of_audio|>", "<|pad|>", "<|end_of_audio|>"),
     "granite_speech": ("<|start|>", "<|audio|>"),
     "audioflamingo3": ("<|start|>", "<sound>"),
+    "musicflamingo": ("<|sound_bos|>", "<sound>", "<|sound_eos|>"),
     "gemma3n": ("<start_of_audio>", "<audio_soft_token>", "<end_of_audio>"),
     "gemma4": ("<|audio>", "<|audio|>", "<audio|>"),
 }
@@ -66,8 +67,9 @@ def audio_directory(directory: Path, kind: str) -> tuple[Path, Any]:
         tokenizer.add_special_tokens({"additional_special_tokens": [*GEMMA_MARKS.values()]})
         tokenizer.init_kwargs |= {f"{name}_token": mark for name, mark in GEMMA_MARKS.items()}
     tokenizer.add_tokens("[TRANSCRIBE]" if kind == "voxtral" else "<asr_text>")
-    # The processors of Gemma add the tokens around a clip.
-    part = MARKS[kind] if kind.startswith("gemma") else "".join(_PARTS[kind])
+    # The processors of Gemma and Music Flamingo add the tokens around a clip.
+    is_bare = kind.startswith("gemma") or kind == "musicflamingo"
+    part = MARKS[kind] if is_bare else "".join(_PARTS[kind])
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m.role }}: {% if m.content is string %}{{ m.content }}{% else %}"
         "{% for p in m.content %}{% if p.type == 'audio' %}"
@@ -95,6 +97,18 @@ def audio_directory(directory: Path, kind: str) -> tuple[Path, Any]:
             audio_token_id=mark,
         )
         model = transformers.AudioFlamingo3ForConditionalGeneration(config)
+    elif kind == "musicflamingo":
+        begin, _, end = tokenizer.convert_tokens_to_ids(list(_PARTS[kind]))
+        sizes: dict[str, Any] = {"hidden_size": 40, "intermediate_size": 48, "num_hidden_layers": 2}
+        sizes["num_attention_heads"] = 4
+        config = transformers.MusicFlamingoConfig(
+            audio_config=tower | sizes | {"model_type": "audioflamingo3_encoder"},
+            text_config=text | {"model_type": "qwen2"},
+            audio_token_id=mark,
+            audio_bos_token_id=begin,
+            audio_eos_token_id=end,
+        )
+        model = transformers.MusicFlamingoForConditionalGeneration(config)
     elif kind == "qwen2_audio":
         config = transformers.Qwen2AudioConfig(
             audio_config=tower
@@ -266,7 +280,7 @@ def extractor(kind: str) -> Any:
     return transformers.WhisperFeatureExtractor(
         feature_size=NUM_MEL_BINS,
         chunk_length=WINDOW_S,
-        return_attention_mask=kind in ("qwen2_audio", "glmasr", "audioflamingo3"),
+        return_attention_mask=kind in ("qwen2_audio", "glmasr", "audioflamingo3", "musicflamingo"),
     )
 
 
@@ -303,7 +317,7 @@ def reference_inputs(kind: str, clips: list[np.ndarray]) -> dict[str, torch.Tens
             for name in names
         )
         return {"input_features": features, "input_features_mask": mask}
-    if kind in ("glmasr", "audioflamingo3"):
+    if kind in ("glmasr", "audioflamingo3", "musicflamingo"):
         size = 16_000 * WINDOW_S
         windows = [clip[i : i + size] for clip in clips for i in range(0, len(clip), size)]
         found = extract(windows, padding="max_length")

@@ -6,6 +6,7 @@ outputs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import msgspec
@@ -18,6 +19,7 @@ from ...protocol.config.audio_tower import (
     AudioTowerSpec,
     ConformerSpec,
     FastConformerSpec,
+    OutputTimes,
     StreamingSpec,
     UniversalSpeechSpec,
 )
@@ -49,7 +51,7 @@ class AudioTower:
         self.spec = spec
         self._device, self._dtype = source.device, source.dtype
         self._num_threads = source.num_threads
-        self._encode: Callable[[Tensor], Tensor]
+        self._encode: Callable[[Tensor], Tensor] | _WhisperTower
         if isinstance(spec, ConformerSpec):
             weights = source.weights(conformer.MARKER)
             self._encode = conformer.Conformer(spec, weights, source.checkpoint)
@@ -97,7 +99,11 @@ class AudioTower:
         features = torch.frombuffer(bytearray(clip.features), dtype=dtype)
         features_CN = features.view(num_features, -1).to(self._device, self._dtype)
         with torch_threads(self._device, self._num_threads):
-            return self._encode(features_CN)[: clip.num_outputs or None]
+            if isinstance(self._encode, _WhisperTower):
+                outputs_KD = self._encode(features_CN, clip.window)
+            else:
+                outputs_KD = self._encode(features_CN)
+            return outputs_KD[: clip.num_outputs or None]
 
     def warm_up(self) -> None:
         """Encode a window of silence, or a block of it if clips have no windows."""
@@ -124,7 +130,7 @@ class _WhisperTower:
         self._norm = tensors.read_layer_norm("audio_tower.layer_norm", size, _NORM_EPS)
         self._project = _read_projection(spec, tensors, source.checkpoint)
 
-    def __call__(self, features_CN: Tensor) -> Tensor:
+    def __call__(self, features_CN: Tensor, window: int) -> Tensor:
         spec = self._spec
         if spec.silence == "dropped":
             # The last frame is silent, and so are those that follow it up to the end of the window.
@@ -139,7 +145,10 @@ class _WhisperTower:
         if spec.join == "stack":
             return self._project(self._norm(x_PD).reshape(len(x_PD) // joined, -1))
         pairs = x_PD[: len(x_PD) // joined * joined].view(-1, joined, x_PD.shape[1])
-        return self._project(self._norm(pairs.mean(1)))
+        x_KD = self._norm(pairs.mean(1))
+        if spec.times is not None:
+            x_KD = _rotate_by_times(x_KD, spec.times, window, spec.num_outputs(spec.num_frames))
+        return self._project(x_KD)
 
 
 def _read_projection(
@@ -154,6 +163,23 @@ def _read_projection(
     second = tensors.read_linear(f"{name}_2", size, inner, has_bias=has_bias)
     activation = find_activation(checkpoint, spec.projection_activation)
     return lambda x_KD: second(activation(first(x_KD)))
+
+
+def _rotate_by_times(x_KD: Tensor, times: OutputTimes, window: int, num_outputs: int) -> Tensor:
+    """Return outputs of a window, rotated by their times in the clip. A full window has `num_outputs`."""
+    size = times.num_rotated
+    places_K = torch.arange(len(x_KD), device=x_KD.device).float()
+    exponents = torch.arange(0, size, 2, device=x_KD.device).float() / size
+    frequencies = 1.0 / times.theta**exponents
+    by_window = window / times.theta * frequencies
+    by_place = (places_K / times.theta * (2 * math.pi))[:, None] * frequencies
+    seconds_K = (window * num_outputs + places_K) * times.seconds
+    angles = torch.cat((by_window.expand_as(by_place), by_place), 1)
+    angles = (angles * (-2 * math.pi * seconds_K)[:, None]).double()
+    even, odd = x_KD[:, : 2 * size].double().unflatten(1, (-1, 2)).unbind(2)
+    sine, cosine = angles.sin(), angles.cos()
+    rotated = torch.stack((even * cosine - odd * sine, odd * cosine + even * sine), 2).flatten(1)
+    return torch.cat((rotated.to(x_KD), x_KD[:, 2 * size :]), 1)
 
 
 def _rotary(spec: AudioTowerSpec) -> PatchRotary | None:

@@ -59,11 +59,13 @@ def prepare_clip(samples: Float32Array, config: ChatAudioConfig, where: str) -> 
     if missing > 0:
         samples = np.pad(samples, (0, missing))
     inputs: list[EncoderInput] = []
-    for features, num_frames in _windows(samples, config):
+    has_times = isinstance(config.tower, AudioTowerSpec) and config.tower.times is not None
+    for window, (features, num_frames) in enumerate(_windows(samples, config)):
         size = config.tower.num_outputs(num_frames)
         if not size:
             raise ParameterError(where, f"is too short: it has {len(samples)} samples at {RATE} Hz")
-        inputs.append(_encoder_input(*_needed(features, num_frames, size, config)))
+        needed = _needed(features, num_frames, size, config)
+        inputs.append(_encoder_input(*needed, window * has_times))
     if not inputs:
         raise ParameterError(where, f"is too short: it has {len(samples)} samples at {RATE} Hz")
     return PreparedAudio(inputs)
@@ -116,10 +118,12 @@ def _needed(
     return features, size, 0
 
 
-def _encoder_input(features: Float32Array, size: int, num_outputs: int) -> EncoderInput:
+def _encoder_input(
+    features: Float32Array, size: int, num_outputs: int, window: int
+) -> EncoderInput:
     num_mel_bins, num_frames = features.shape
     payload = AudioPayload(
-        num_mel_bins, num_frames, float32_bytes(features), num_outputs=num_outputs
+        num_mel_bins, num_frames, float32_bytes(features), num_outputs=num_outputs, window=window
     )
     data = _encoder.encode(payload)
     return EncoderInput(0, size, sha256(data).digest(), size, data)

@@ -145,6 +145,7 @@ _WITH_ANY_DECODER = {
     "MiniCPMOcrForConditionalGeneration",
     "MiniCPMV4_6ForConditionalGeneration",
     "Mistral3ForConditionalGeneration",
+    "MusicFlamingoForConditionalGeneration",
     "Ovis2ForConditionalGeneration",
     "PerceptionLMForConditionalGeneration",
     "PaliGemmaForConditionalGeneration",
@@ -162,6 +163,7 @@ _WITH_ANY_DECODER = {
 
 _DECODERS = {
     "audioflamingo3": "qwen2",
+    "musicflamingo": "qwen2",
     "granite_speech": "granite",
     "granite_speech_plus": "granite",
     "qwen3_asr": "qwen3",
