@@ -144,11 +144,7 @@ class ImagePayload(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=T
 
 
 class AudioPayload(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=True):
-    """The data of an audio clip for an encoder: log-mel features, or samples.
-
-    The features are [num_mel_bins, num_frames], or samples if there are no bins. 0 outputs are all. `window` is the
-    number of the window in its clip if the encoder reads it, else 0.
-    """
+    """A window of an audio clip: features [num_mel_bins, num_frames], or samples without bins. 0 outputs are all."""
 
     num_mel_bins: int
     num_frames: int

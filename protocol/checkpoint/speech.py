@@ -9,8 +9,8 @@ import msgspec
 
 from ..config.audio_tower import FastConformerSpec
 from ..config.model import AudioProcessorConfig, SourceTextConfig, SpeechKind
-from .audio_tower import canary_encoder_spec, fast_conformer_spec, streaming_spec
 from .config_fields import MAX_INTEGER, ConfigFields
+from .speech_encoders import canary_encoder_spec, fast_conformer_spec, streaming_spec
 
 _SPEECH: Final = frozenset(SpeechKind)
 _T5: Final = frozenset({"t5", "mt5", "umt5"})

@@ -1,0 +1,119 @@
+"""Read the config of a speech model's own encoder, whose outputs a decoder reads by cross attention."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Final
+
+import msgspec
+
+from ..config.audio_tower import FastConformerSpec, StreamingSpec
+from .audio_tower import MAX_POSITIONS, Channels, read_num_heads
+from .config_fields import ConfigFields
+
+_Rows = Annotated[int, msgspec.Meta(ge=0, le=MAX_POSITIONS)]
+
+_COHERE_NAMES: Final = (
+    (r"^model\.", ""),
+    # The names of Cohere's own checkpoints.
+    (r"^encoder_decoder_proj\.", "decoder.proj."),
+    (r"^encoder\.pre_encode\.conv\.", "encoder.subsampling.layers."),
+    (r"^encoder\.pre_encode\.out\.", "encoder.subsampling.linear."),
+    (r"(^encoder\.layers\.\d+\.self_attn\.)linear_([qkv])\.", r"\1\2_proj."),
+    (r"(^encoder\.layers\.\d+\.self_attn\.)linear_out\.", r"\1o_proj."),
+    (r"(^encoder\.layers\.\d+\.self_attn\.)linear_pos\.", r"\1relative_k_proj."),
+    (r"(^encoder\.layers\.\d+\.self_attn\.)pos_bias_", r"\1bias_"),
+    (r"(^encoder\.layers\.\d+\.conv\.)batch_norm\.", r"\1norm."),
+)
+
+
+def canary_encoder_spec(fields: ConfigFields) -> FastConformerSpec:
+    """Return the encoder of Canary.
+
+    Raises:
+        CheckpointError: A field is missing or invalid.
+    """
+    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 32}
+    spec = fast_conformer_spec(fields, **sizes)
+    if spec.hidden_size != spec.output_size:
+        raise fields.error(
+            f"encoder_config.hidden_size {spec.hidden_size} must be the decoder's hidden_size {spec.output_size}"
+        )
+    return msgspec.structs.replace(spec, has_projection=False)
+
+
+def fast_conformer_spec(fields: ConfigFields, **defaults: int) -> FastConformerSpec:
+    """Return the encoder of Cohere Transcribe, or that of another model with other `defaults`.
+
+    Raises:
+        CheckpointError: A field is missing or invalid.
+    """
+    encoder = fields.section("encoder_config") or ConfigFields({}, fields.path, "encoder_config.")
+    encoder = encoder.with_defaults(**defaults)
+    encoder.require("subsampling_conv_kernel_size", 3, default=3)
+    encoder.require("subsampling_conv_stride", 2, default=2)
+    factor = encoder.integer("subsampling_factor", 8, maximum=64)
+    if factor & (factor - 1) or factor < 2:
+        raise encoder.wrong("subsampling_factor", "a power of 2, at least 2", factor)
+    hidden_size = encoder.integer("hidden_size", 1280, maximum=MAX_POSITIONS)
+    kernel_size = encoder.integer("conv_kernel_size", 9, maximum=1023)
+    if kernel_size % 2 == 0:
+        raise encoder.wrong("conv_kernel_size", "odd", kernel_size)
+    return FastConformerSpec(
+        num_mel_bins=encoder.integer("num_mel_bins", 128, minimum=factor, maximum=1024),
+        hidden_size=hidden_size,
+        intermediate_size=encoder.integer("intermediate_size", 5120, maximum=MAX_POSITIONS),
+        num_layers=encoder.integer("num_hidden_layers", 48, maximum=1024),
+        num_heads=read_num_heads(encoder, hidden_size, 8),
+        num_frames=3000,
+        conv_channels=encoder.integer("subsampling_conv_channels", 256, maximum=MAX_POSITIONS),
+        num_halvings=factor.bit_length() - 1,
+        kernel_size=kernel_size,
+        activation=encoder.text("hidden_act", "silu"),
+        input_scale=math.sqrt(hidden_size) if encoder.boolean("scale_input", False) else 1.0,
+        has_bias=encoder.boolean("attention_bias", True),
+        has_conv_bias=encoder.boolean("convolution_bias", True),
+        output_size=fields.integer("hidden_size", 1024),
+        tensor_names=_COHERE_NAMES,
+    )
+
+
+def streaming_spec(fields: ConfigFields) -> StreamingSpec:
+    """Return the encoder of Moonshine Streaming.
+
+    Raises:
+        CheckpointError: A field is missing or invalid.
+    """
+    encoder = fields.section("encoder_config") or ConfigFields({}, fields.path, "encoder_config.")
+    encoder.require("sample_rate", 16_000, default=16_000)
+    hidden_size = encoder.integer("hidden_size", 320, maximum=MAX_POSITIONS)
+    num_heads = read_num_heads(encoder, hidden_size, 8)
+    num_kv_heads = encoder.integer("num_key_value_heads", 8)
+    if num_heads % num_kv_heads:
+        raise encoder.wrong("num_key_value_heads", f"a divisor of {num_heads}", num_kv_heads)
+    windows = encoder.get("sliding_windows", [[16, 4], [16, 4], [16, 0], [16, 0], [16, 4], [16, 4]])
+    num_layers = encoder.integer("num_hidden_layers", 6, maximum=1024)
+    try:
+        windows = msgspec.convert(windows, tuple[tuple[Channels, _Rows], ...])
+    except msgspec.ValidationError:
+        windows = ()
+    if len(windows) != num_layers:
+        raise encoder.wrong("sliding_windows", f"{num_layers} pairs of numbers", windows)
+    frame_size = round(16 * encoder.positive("frame_ms", 5.0))
+    num_samples, max_positions = 480_000, fields.integer("max_position_embeddings", 4096)
+    if -(-num_samples // (4 * frame_size)) > max_positions:
+        raise fields.wrong("max_position_embeddings", "at least the rows of 30 s", max_positions)
+    return StreamingSpec(
+        frame_size=frame_size,
+        hidden_size=hidden_size,
+        intermediate_size=encoder.integer("intermediate_size", 1280, maximum=MAX_POSITIONS),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=encoder.integer("head_dim", hidden_size // num_heads),
+        windows=windows,
+        num_frames=num_samples,
+        max_positions=max_positions,
+        activation=encoder.text("hidden_act", "gelu"),
+        has_bias=encoder.boolean("attention_bias", False),
+        output_size=fields.integer("hidden_size", 320),
+    )
