@@ -20,7 +20,7 @@ from .batches.executor import BatchExecutor
 from .batches.records import BatchRecords
 from .batches.routes import batch_routes
 from .bodies.intake import Intake
-from .dialects import anthropic, cohere, llama_cpp, ollama, sglang
+from .dialects import anthropic, cohere, llama_cpp, ollama, sglang, text_embeddings
 from .dialects.anthropic_batches import message_batch_routes
 from .dialects.ollama_answer import error_body as ollama_error
 from .dialects.sglang_scores import ScoreRoute
@@ -166,6 +166,11 @@ def make_routes(serving: Serving) -> list[Route]:
         Route(
             "/v2/embed",
             cohere.CohereEmbeddings(serving, intake, embeddings).embed,
+            methods=["POST"],
+        ),
+        Route(
+            "/embed",
+            text_embeddings.TextEmbeddings(serving, intake, embeddings).embed,
             methods=["POST"],
         ),
         Route("/pooling", embeddings.pool, methods=["POST"]),

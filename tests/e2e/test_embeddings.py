@@ -206,6 +206,25 @@ def test_cohere_embeds_texts_as_numbers_and_bits(
         assert status == 400 and answer["error"]["param"] == param, answer
 
 
+def test_text_embeddings_inference_embeds_texts(server: Server, vectors: list[list[float]]) -> None:
+    assert server.post("/embed", {"inputs": list(TEXTS)}) == (200, vectors)
+    assert server.post("/embed", {"inputs": TEXTS[0], "model": None}) == (200, vectors[:1])
+    cut = {"inputs": ["tea " * 400 + "cup"], "truncate": True, "dimensions": 16}
+    (_, [right]), (_, [left]) = (
+        server.post("/embed", cut | {"truncation_direction": side}) for side in ("Right", "Left")
+    )
+    assert len(right) == len(left) == 16 and right != left
+    for fields, param in (
+        ({"inputs": ["tea " * 400]}, "inputs[0]"),
+        ({}, "inputs"),
+        ({"inputs": ["tea"], "truncation_direction": "Up"}, "truncation_direction"),
+        ({"inputs": ["tea"], "prompt_name": "poem"}, "prompt_name"),
+        ({"inputs": ["tea"], "dimensions": 999}, "dimensions"),
+    ):
+        status, answer = server.post("/embed", fields)
+        assert status == 400 and answer["error"]["param"] == param, answer
+
+
 @pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
 def test_documents_are_sorted_by_their_relevance(server: Server, path: str) -> None:
     documents = ["The capital of France is Paris.", {"text": "Cats like milk."}, "Paris is a city."]

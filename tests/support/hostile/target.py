@@ -126,6 +126,9 @@ class Route:
         if "input" in members and self.path != "/v1/responses":
             # A conversation may replace the input of an embedding.
             members.pop("messages", None)
+        if "inputs" in self.fields and "texts" not in self.fields:
+            # Cohere's bodies, which have other `inputs`, are whole with texts.
+            members["inputs"] = b'"Hi"'
         if "input_ids" in self.fields and field != "input_ids":
             # Of SGLang's bodies only; other schemas have another `text`.
             members["text"] = b'"Hi"'
