@@ -19,8 +19,8 @@ _PYTHON = re.compile(
 _LONG_ECHO = re.compile(r"(.)\1{250}|\d{250}")
 _ERROR_FIELDS = {"message", "type", "param", "code"}
 _ERROR_FIELDS_OF_MESSAGES = {"message", "type"}
-"""The fields of an error in the Messages API. The type of its body is `error`."""
-_OPTIONAL = {"retry_after", "details"}
+"""The fields of an error in the Messages API, beside `details`. The type of its body is `error`."""
+_OPTIONAL = {"retry_after"}
 
 _CAUSES = ("maximum context length", "has no classification head", "can fill in the middle")
 """Causes that a refusal may name instead of a field.
@@ -73,6 +73,7 @@ def _find_fault_of_error(answer: Answer, field: str, path: str) -> str:
             error = {"message": error, "type": "", "param": None, "code": None}
         elif path.startswith("/v1/messages"):
             fields = _ERROR_FIELDS_OF_MESSAGES
+            error.pop("details", None)
             if body["type"] != "error":
                 return f"an error object of another shape: {start!r}"
         message, param = error["message"], error.get("param")
