@@ -39,6 +39,7 @@ ROUTE_DESCRIPTIONS: Final[dict[str, tuple[str, str]]] = {
     "/v1/batches/{id}/cancel": (CLIENTS, "Cancel a batch."),
     "/v1/embeddings": (CLIENTS, "Embed one or more texts."),
     "/v2/embed": (CLIENTS, "Embed texts or images (Cohere)."),
+    "/embed": (CLIENTS, "Embed texts (Text Embeddings Inference)."),
     "/v1/score": (CLIENTS, "Return a score for each pair of texts."),
     "/v1/rerank": (CLIENTS, "Sort documents by their relevance to a query."),
     "/v1/audio/transcriptions": (CLIENTS, "Transcribe an audio file."),
