@@ -155,6 +155,8 @@ def _sparse_latent(fields: ConfigFields) -> ModelSpec:
 
 
 def _hy4(fields: ConfigFields) -> ModelSpec:
+    # Routed experts always use SiLU, other layers this function.
+    fields.require("hidden_act", "silu")
     count = fields.layer_count("num_hidden_layers")
     fields = fields.with_defaults(
         rms_norm_eps=1e-5,
