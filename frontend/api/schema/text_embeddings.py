@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
 from . import Int
@@ -12,8 +10,7 @@ from . import Int
 class TextEmbeddingsRequest(msgspec.Struct, kw_only=True):
     """The body of `POST /embed`."""
 
-    # A text, token ids, or a list of either.
-    inputs: Any = None
+    inputs: str | list[str | Int | list[Int]] | None = None
     model: str | None = None
     normalize: bool = True
     truncate: bool = False
