@@ -170,7 +170,7 @@ def make_routes(serving: Serving) -> list[Route]:
         ),
         Route(
             "/embed",
-            text_embeddings.TextEmbeddings(serving, intake, embeddings).embed,
+            text_embeddings.TextEmbeddings(intake, embeddings).embed,
             methods=["POST"],
         ),
         Route("/pooling", embeddings.pool, methods=["POST"]),

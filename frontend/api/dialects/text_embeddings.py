@@ -16,7 +16,6 @@ from ..pooling import verify_choice
 from ..routes.embeddings import Embeddings
 from ..schema import EmbeddingRequest
 from ..schema.text_embeddings import TextEmbeddingsRequest
-from ..serving import Serving
 
 _SIDES: Final = {None: "right", "Right": "right", "Left": "left"}
 """`truncation_direction` -> the side to cut."""
@@ -25,8 +24,7 @@ _SIDES: Final = {None: "right", "Right": "right", "Left": "left"}
 class TextEmbeddings:
     """The route for embeddings. Its other routes are `/rerank` with the field `texts`, and OpenAI's."""
 
-    def __init__(self, serving: Serving, intake: Intake, embeddings: Embeddings) -> None:
-        self._serving = serving
+    def __init__(self, intake: Intake, embeddings: Embeddings) -> None:
         self._intake = intake
         self._embeddings = embeddings
 
