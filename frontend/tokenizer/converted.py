@@ -1,4 +1,4 @@
-"""Cache tokenizers of GGUF files and Marian models, each of which is converted once to a Hugging Face directory."""
+"""Cache tokenizers in other formats, each of which is converted once to a Hugging Face directory."""
 
 import hashlib
 import os
@@ -14,6 +14,7 @@ from ...protocol.checkpoint.gguf import GGUFFile
 from ...protocol.errors import CheckpointError
 from ..cache_directory import cache_directory
 from .conversion.marian import convert_marian, marian_files
+from .conversion.tekken import convert_tekken, tekken_files
 
 FORMAT_VERSION = 4
 """Increase this when the output of `convert` changes, so that older conversions are ignored."""
@@ -25,13 +26,13 @@ _HASHED_BYTES = 64 * 1024
 def tokenizer_json_path(path: str | PathLike[str]) -> Path:
     """Return the path of the checkpoint's tokenizer.json.
 
-    That of a GGUF file or a Marian model is converted and cached.
+    That of a GGUF file, a Marian model or a Mistral model is converted and cached.
 
     Raises:
         CheckpointError: There is no tokenizer.json, or the tokenizer cannot be converted.
     """
     path = directory = Path(path)
-    if not path.is_dir() or (not (path / "tokenizer.json").is_file() and marian_files(path)):
+    if not path.is_dir() or (not (path / "tokenizer.json").is_file() and _other_files(path)):
         directory = converted_directory(path)
     json_path = directory / "tokenizer.json"
     if not json_path.is_file():
@@ -44,12 +45,12 @@ def tokenizer_json_path(path: str | PathLike[str]) -> Path:
 
 
 def converted_directory(path: Path) -> Path:
-    """Return a directory with the converted tokenizer of a GGUF file, or of the directory of a Marian model."""
-    directory = cache_directory("tokenizers") / _key(marian_files(path) or [path])
+    """Return a directory with the converted tokenizer of a GGUF file, or of a directory in another format."""
+    directory = cache_directory("tokenizers") / _key(_other_files(path) or [path])
     if _is_whole(directory):
         return directory
     if path.is_dir():
-        converted = convert_marian(path)
+        converted = convert_marian(path) if marian_files(path) else convert_tekken(path)
     else:
         # A late import, because each file is converted once.
         from .conversion.gguf import convert
@@ -65,6 +66,11 @@ def converted_directory(path: Path) -> Path:
             "set ENGINE_CACHE to a writable directory",
         ) from error
     return directory
+
+
+def _other_files(path: Path) -> list[Path]:
+    """Return the files of a tokenizer that is converted; none if `path` is a file or has no such tokenizer."""
+    return marian_files(path) or tekken_files(path)
 
 
 def _is_whole(directory: Path) -> bool:

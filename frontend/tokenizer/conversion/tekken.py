@@ -1,0 +1,274 @@
+"""Convert the tokenizer of a Mistral model that is published as `tekken.json`, without a chat template.
+
+The file has the bytes of each token in the order of their ranks, and the chat format has a version. The templates write
+what mistral-common 1.13 writes for versions 3, 7, 11 and 13.
+"""
+
+from __future__ import annotations
+
+import base64
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from ....protocol.errors import CheckpointError
+from ..token_bytes import BYTE_OF_CHAR
+
+_TEKKEN: Final = "tekken.json"
+_TEMPLATE_FILE: Final = "chat_template.jinja"
+_VERSIONS: Final = ("v3", "v7", "v11", "v13")
+_CHAR_OF_BYTE: Final = {byte: char for char, byte in BYTE_OF_CHAR.items()}
+_OLD_SPECIAL_TOKENS: Final = [
+    "<unk>",
+    "<s>",
+    "</s>",
+    "[INST]",
+    "[/INST]",
+    "[AVAILABLE_TOOLS]",
+    "[/AVAILABLE_TOOLS]",
+    "[TOOL_RESULTS]",
+    "[/TOOL_RESULTS]",
+    "[TOOL_CALLS]",
+    "[IMG]",
+    "<pad>",
+    "[IMG_BREAK]",
+    "[IMG_END]",
+    "[PREFIX]",
+    "[MIDDLE]",
+    "[SUFFIX]",
+    "[SYSTEM_PROMPT]",
+    "[/SYSTEM_PROMPT]",
+    "[TOOL_CONTENT]",
+]
+"""The special tokens of files that do not list them."""
+
+
+class _Config(msgspec.Struct):
+    pattern: str
+    version: str
+    default_vocab_size: int
+    default_num_special_tokens: int
+
+
+class _Token(msgspec.Struct):
+    rank: int
+    token_bytes: str = ""
+    token_str: str | None = None
+
+
+class _Tekken(msgspec.Struct):
+    config: _Config
+    vocab: list[_Token]
+    special_tokens: list[_Token] | None = None
+
+
+def tekken_files(directory: Path) -> list[Path]:
+    """Return the files of a tokenizer in this format; none if the directory has no such tokenizer."""
+    path = directory / _TEKKEN
+    if not path.is_file():
+        return []
+    return [path, *(file for file in [directory / _TEMPLATE_FILE] if file.is_file())]
+
+
+def convert_tekken(directory: Path) -> dict[str, dict[str, Any]]:
+    """Return the contents of tokenizer.json and tokenizer_config.json.
+
+    Raises:
+        CheckpointError: The file is damaged.
+    """
+    path = directory / _TEKKEN
+    try:
+        tekken = msgspec.json.decode(path.read_bytes(), type=_Tekken)
+        special = _special_tokens(tekken)
+        num_ordinary = tekken.config.default_vocab_size - len(special)
+        tokens = [base64.b64decode(token.token_bytes) for token in tekken.vocab[:num_ordinary]]
+    except (OSError, ValueError) as error:
+        raise CheckpointError(path, f"not a tokenizer of Mistral: {error}") from error
+    if len(set(tokens)) != num_ordinary or any(
+        after.rank != before.rank + 1 for before, after in pairwise(tekken.vocab[:num_ordinary])
+    ):
+        raise CheckpointError(path, f"its vocab must have {num_ordinary} tokens in order of rank")
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    split = {"Regex": tekken.config.pattern}
+    texts = ["".join(map(_CHAR_OF_BYTE.__getitem__, token)) for token in tokens]
+    config = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+    if (template := _chat_template(directory, tekken.config.version)) is not None:
+        config["chat_template"] = template
+    tokenizer = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [
+            {
+                "id": index,
+                "content": text,
+                "single_word": False,
+                "lstrip": False,
+                "rstrip": False,
+                "normalized": False,
+                "special": True,
+            }
+            for index, text in enumerate(special)
+        ],
+        "normalizer": None,
+        "pre_tokenizer": {
+            "type": "Sequence",
+            "pretokenizers": [
+                {"type": "Split", "pattern": split, "behavior": "Isolated", "invert": False},
+                byte_level | {"use_regex": False},
+            ],
+        },
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": [_BOS, {"Sequence": {"id": "A", "type_id": 0}}],
+            "pair": [
+                _BOS,
+                {"Sequence": {"id": "A", "type_id": 0}},
+                _BOS,
+                {"Sequence": {"id": "B", "type_id": 1}},
+            ],
+            "special_tokens": {
+                "<s>": {"id": "<s>", "ids": [special.index("<s>")], "tokens": ["<s>"]}
+            },
+        },
+        "decoder": byte_level | {"use_regex": True},
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": True,
+            "vocab": {text: index for index, text in enumerate([*special, *texts])},
+            "merges": _merges(texts),
+        },
+    }
+    return {"tokenizer.json": tokenizer, "tokenizer_config.json": config}
+
+
+_BOS: Final = {"SpecialToken": {"id": "<s>", "type_id": 0}}
+
+
+def _special_tokens(tekken: _Tekken) -> list[str]:
+    """Return the special tokens in the order of their ids, which come before all others.
+
+    Raises:
+        ValueError: A token that is needed is missing.
+    """
+    listed = dict(enumerate(_OLD_SPECIAL_TOKENS))
+    if tekken.special_tokens:
+        listed = {token.rank: token.token_str or "" for token in tekken.special_tokens}
+    count = tekken.config.default_num_special_tokens
+    tokens = [listed.get(index) or f"<SPECIAL_{index}>" for index in range(count)]
+    if missing := {"<unk>", "<s>", "</s>", "<pad>"}.difference(tokens):
+        raise ValueError(f"there is no special token {min(missing)}")
+    return tokens
+
+
+def _merges(texts: list[str]) -> list[str]:
+    """Return every split of a token into two tokens, in the order of the tokens.
+
+    That is the order in which adjacent tokens are joined.
+    """
+    known = set(texts)
+    ranks = {text: rank for rank, text in enumerate(texts)}
+    merges = []
+    for text in texts:
+        halves = ((text[:cut], text[cut:]) for cut in range(1, len(text)))
+        pairs = [pair for pair in halves if pair[0] in known and pair[1] in known]
+        pairs.sort(key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
+        merges += [f"{left} {right}" for left, right in pairs]
+    return merges
+
+
+def _chat_template(directory: Path, version: str) -> str | None:
+    """Return the template of the directory, or else that of the version; None if it is not known."""
+    file = directory / _TEMPLATE_FILE
+    try:
+        if file.is_file():
+            return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(file, f"cannot be read: {error}") from error
+    # The version of a model that reads images may end in m1.
+    version = version.removesuffix("m1")
+    if version not in _VERSIONS:
+        return None
+    # The format of reasoning is chosen by its mark in the template.
+    reasoning = _REASONING_TEMPLATE if version == "v13" else ""
+    template = _CHAT_TEMPLATE.replace("%REASONING%", reasoning)
+    return f"{{%- set version = {version[1:]} %}}\n{template}"
+
+
+_REASONING_TEMPLATE: Final = """\
+{%- if message.reasoning_content %}
+{{- '[THINK]' + message.reasoning_content + '[/THINK]' }}
+{%- endif %}
+"""
+
+_CHAT_TEMPLATE: Final = """\
+{%- macro text_of(content) %}
+{%- if content is string %}{{ content }}{% else %}
+{%- for part in content or [] %}
+{%- if part.type == 'text' %}
+{%- if loop.previtem is defined and loop.previtem.type == 'text' %}{{ '\\n\\n' }}{% endif %}
+{{- part.text }}
+{%- elif part.type in ('image', 'image_url') %}{{ '[IMG]' }}
+{%- endif %}
+{%- endfor %}
+{%- endif %}
+{%- endmacro %}
+{#- Tools are listed before the last turn of the user, since version 13 before the first. #}
+{%- set at = namespace(tools=-1, last=-1, system='') %}
+{%- for message in messages %}
+{%- if message.role == 'system' and version < 7 %}
+{%- set at.system = at.system + text_of(message.content) + '\\n\\n' %}
+{%- elif message.role == 'user' and (loop.first or loop.previtem.role != 'user') %}
+{%- set at.last = loop.index0 %}
+{%- if version < 13 or at.tools < 0 %}{% set at.tools = loop.index0 %}{% endif %}
+{%- endif %}
+{%- endfor %}
+{{- bos_token }}
+{%- for message in messages %}
+{%- if message.role == 'system' and version >= 7 %}
+{{- '[SYSTEM_PROMPT]' + text_of(message.content) + '[/SYSTEM_PROMPT]' }}
+{%- elif message.role == 'user' %}
+{%- if loop.first or loop.previtem.role != 'user' %}
+{%- if tools and at.tools == loop.index0 %}
+{{- '[AVAILABLE_TOOLS]' + tools | tojson + '[/AVAILABLE_TOOLS]' }}
+{%- endif %}
+{{- '[INST]' }}
+{%- if at.last == loop.index0 %}{{ at.system }}{% endif %}
+{%- else %}{{ '\\n\\n' }}{% endif %}
+{{- text_of(message.content) }}
+{%- if loop.last or loop.nextitem.role != 'user' %}{{ '[/INST]' }}{% endif %}
+{%- elif message.role == 'assistant' %}
+%REASONING%{{- text_of(message.content).rstrip() }}
+{%- for call in message.tool_calls or [] %}
+{%- set arguments = call.function.arguments if call.function.arguments is string else call.function.arguments | tojson %}
+{%- if version < 11 %}
+{{- '[TOOL_CALLS][' if loop.first else ', ' }}
+{{- '{"name": ' + call.function.name | tojson + ', "arguments": ' + arguments + ', "id": ' + call.id | tojson + '}' }}
+{{- ']' if loop.last }}
+{%- else %}
+{{- '[TOOL_CALLS]' + call.function.name }}
+{{- '[CALL_ID]' + call.id if version < 13 }}
+{{- '[ARGS]' + arguments }}
+{%- endif %}
+{%- endfor %}
+{{- eos_token }}
+{%- elif message.role == 'tool' %}
+{{- '[TOOL_RESULTS]' }}
+{%- if version < 7 %}
+{{- '{"content": ' + text_of(message.content) | tojson + ', "call_id": ' + message.tool_call_id | tojson + '}' }}
+{%- else %}
+{{- message.tool_call_id + '[TOOL_CONTENT]' if version < 13 }}
+{{- text_of(message.content) }}
+{%- endif %}
+{{- '[/TOOL_RESULTS]' }}
+{%- endif %}
+{%- endfor %}
+"""
