@@ -113,7 +113,7 @@ def ask_in_a_stream(
         for call in delta.get("tool_calls", []):
             delta["arguments"] = delta.get("arguments", "") + call["function"]["arguments"]
         for kind in pieces.keys() & delta.keys():
-            pieces[kind] += delta[kind]
+            pieces[kind] += delta[kind] or ""
             if delta[kind]:
                 on_piece(kind)
     connection.close()

@@ -122,6 +122,9 @@ class BatchRecords:
     async def finish(self, work: BatchWork, batch: Json | None) -> None:
         """Store the end of a batch, and delete the data that was needed to execute it."""
         if batch is not None:
+            cancellation = await self._cancellations.find(work.batch_id, work.owner)
+            if cancellation is not None and batch["status"] == "cancelled":
+                batch = batch | {"cancelling_at": cancellation["at"]}
             await self.put(batch, work.owner)
         await self._works.delete(work.batch_id, SYSTEM)
         await self._cancellations.delete(work.batch_id, work.owner)
