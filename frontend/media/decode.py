@@ -9,6 +9,7 @@ from typing import Final
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from ...protocol.config.images import Background
 from ...protocol.errors import ParameterError
 
 MAX_PIXELS: Final = 1 << 26
@@ -17,12 +18,13 @@ MAX_PIXELS: Final = 1 << 26
 _FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 
 
-def decode_image(data: bytes, where: str) -> Image.Image:
+def decode_image(data: bytes, where: str, background: Background = "white") -> Image.Image:
     """Return an image in RGB, rotated according to its EXIF data. For an animation, return the first frame.
 
     Args:
         data: The content of an image file.
         where: The name of the field in errors.
+        background: The color behind transparent pixels.
 
     Raises:
         ParameterError: The file is not an image, is damaged, or has more than `MAX_PIXELS` pixels.
@@ -36,7 +38,7 @@ def decode_image(data: bytes, where: str) -> Image.Image:
         if num_pixels > MAX_PIXELS:
             raise _too_large(where, f"{image.width} x {image.height} pixels")
         image.load()
-        return to_rgb(image)
+        return to_rgb(image, background)
     except (ParameterError, MemoryError):
         raise
     except Image.DecompressionBombError:
@@ -51,8 +53,8 @@ def decode_image(data: bytes, where: str) -> Image.Image:
         ) from None
 
 
-def to_rgb(image: Image.Image) -> Image.Image:
-    """Return the image in RGB, rotated according to its EXIF data. Transparent pixels become white.
+def to_rgb(image: Image.Image, background: Background = "white") -> Image.Image:
+    """Return the image in RGB, rotated according to its EXIF data, on a background.
 
     Of 16-bit gray values the upper 8 bits are kept, as Pillow does for colors. Pillow's own conversion would clip them
     to 255, so that almost all would become white.
@@ -62,8 +64,20 @@ def to_rgb(image: Image.Image) -> Image.Image:
         turned = Image.fromarray((np.asarray(turned) >> 8).astype(np.uint8))
     if turned.has_transparency_data:
         turned = turned.convert("RGBA")
+        if background == "checkers":
+            return _on_checkers(turned)
         turned = Image.alpha_composite(Image.new("RGBA", turned.size, "white"), turned)
     return turned.convert("RGB")
+
+
+def _on_checkers(image: Image.Image) -> Image.Image:
+    """Return an image in RGBA on squares of two grays, rounded as by transformers' processor of Inkling 2."""
+    pixels = np.asarray(image).astype(np.int32)
+    rows, columns = (np.arange(length) // 8 for length in pixels.shape[:2])
+    behind = np.where((rows[:, None] + columns) % 2 == 0, 204, 153)[..., None]
+    alpha = pixels[..., 3:]
+    mixed = (pixels[..., :3] * alpha + behind * (255 - alpha) + 127) // 255
+    return Image.fromarray(mixed.astype(np.uint8))
 
 
 def _too_large(where: str, size: str) -> ParameterError:

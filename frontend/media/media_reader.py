@@ -95,7 +95,11 @@ class MediaReader:
         """
         if isinstance(source, str):
             source = read_data_url(source, where)
-        image = to_rgb(source) if isinstance(source, Image.Image) else decode_image(source, where)
+        background = self._config.images.background
+        if isinstance(source, Image.Image):
+            image = to_rgb(source, background)
+        else:
+            image = decode_image(source, where, background)
         try:
             return self.prepare_image(image, num_images)
         except ValueError as error:

@@ -11,6 +11,9 @@ MAX_RATIO: Final = 200
 """Maximum aspect ratio of images of any size: the longer side divided by the shorter one."""
 
 
+Background: TypeAlias = Literal["white", "checkers"]
+
+
 class SpanKind(enum.Enum):
     """The spans of tokens that attend to each other in both directions.
 
@@ -43,6 +46,7 @@ class ImageProcessorConfig(msgspec.Struct, frozen=True, kw_only=True):
         after_images: The text after the last image. Prompts with it have all of their images at the beginning.
         prompt_end: The text at the end of a prompt with images.
         stands_alone: Whether a request has one image instead of a text, because the model embeds both separately.
+        background: The color behind transparent pixels: white, or squares of 8 pixels in two grays (Inkling 2).
         scale: The factor that pixel values (0 to 255) are multiplied by.
         mean: The mean of each channel, which is subtracted from the scaled values.
         std: The standard deviation of each channel, by which the differences are divided.
@@ -62,6 +66,7 @@ class ImageProcessorConfig(msgspec.Struct, frozen=True, kw_only=True):
     after_images: str = ""
     prompt_end: str = ""
     stands_alone: bool = False
+    background: Background = "white"
     scale: float = 1 / 255
     mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
     std: tuple[float, float, float] = (0.5, 0.5, 0.5)

@@ -157,7 +157,8 @@ class ModelSpec(msgspec.Struct, frozen=True):
     (Gemma stores weight - 1); if `final_norm_offset` is not None, it replaces this for the final norm. The norms
     called `unit_norms` have no parameters; those called `input_scaled_norms` multiply by their weights before the
     division by the root mean square. If `output_norm_eps` is not None, it is the epsilon of the norms of blocks'
-    outputs. If `has_embedding_norm`, the embeddings are normed. With `norm_gate`, some norms have gates.
+    outputs. If `has_embedding_norm`, the embeddings are normed, those of tokens only if `places_after_norm`: then
+    encoder outputs replace them after the norm. With `norm_gate`, some norms have gates.
 
     If `has_gate`, the MLP computes down(activation(gate(x)) * up(x)), otherwise down(activation(up(x))). With
     `soft_caps`, both factors are capped, and the activation is SiLU. If `is_parallel`, attention and MLP of a layer
@@ -250,6 +251,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
     input_scaled_norms: tuple[str, ...] = ()
     output_norm_eps: float | None = None
     has_embedding_norm: bool = False
+    places_after_norm: bool = False
     norm_gate: NormGateSpec | None = None
     is_parallel: bool = False
     qk_norm: Literal["head", "each head", "unit", "scaled", "full", "bounded"] | None = None

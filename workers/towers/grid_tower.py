@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -24,6 +25,7 @@ from .rotary import PatchRotary
 from .weights import Linear, Norm, VisionWeights, check_activation
 
 _WARM_UP_OUTPUTS = 16
+_CLASS = ("class", "cls_position")
 
 
 class _WindowOrder(NamedTuple):
@@ -73,6 +75,10 @@ class GridTower(ImageTower):
             shape_of_table = (side, side) if spec.has_square_positions else (side**2 + num_unused,)
             table = tensors.read("pos_embed.weight", *shape_of_table, size).view(-1, size)
             self._positions = table[num_unused:]
+        self._class_D: Tensor | None = None
+        if spec.has_class_token:
+            parts = [tensors.read(f"{name}_embedding", size) for name in _CLASS]
+            self._class_D = torch.stack(parts).sum(0)
         check_activation(source.checkpoint, spec.activation)
         self._layers = self._make_layers(tensors, source.make_layers)
         self._final_norm: Norm | None = None
@@ -102,7 +108,8 @@ class GridTower(ImageTower):
 
     def warm_up(self) -> None:
         """Encode a black image."""
-        self(black_image(self.spec.unit * _WARM_UP_OUTPUTS))
+        side = self.spec.unit * _WARM_UP_OUTPUTS
+        self(replace(black_image(side), original_width=side, original_height=side))
 
     def _encode(self, image: ImagePayload) -> Tensor:
         """Return the outputs [K, elements] of an image: an embedding, then its parts for the decoder's first layers."""
@@ -113,6 +120,8 @@ class GridTower(ImageTower):
                 f"an image has {image.num_frames} frames of {image.width} x {image.height} pixels, but the "
                 f"model reads at most {most} frames, with sides that are multiples of {unit} pixels"
             )
+        if spec.margin is not None and not min(image.original_width, image.original_height) > 0:
+            raise EngineError("an image has no size without its margins, which the model needs")
         rows, columns = image.height // spec.unit, image.width // spec.unit
         row_P, column_P = self._places(rows, columns)
         x_PD = F.linear(self._split_patches(image), self._patches, self._patches_bias)
@@ -121,9 +130,12 @@ class GridTower(ImageTower):
         if self._positions is not None:
             height, width = rows * spec.merge_size, columns * spec.merge_size
             x_PD = x_PD + self._interpolated(row_P, column_P, height, width)
+        places_P2 = None if spec.rotary is None else torch.stack((row_P, column_P), 1)
+        if self._class_D is not None:
+            x_PD = torch.cat((self._class_D[None], x_PD))
+            places_P2 = None if places_P2 is None else F.pad(places_P2 + 1, (0, 0, 1, 0))
         if self._patch_norm is not None and spec.norms_positions:
             x_PD = self._patch_norm(x_PD)
-        places_P2 = None if spec.rotary is None else torch.stack((row_P, column_P), 1)
         order: _WindowOrder | None = None
         if spec.window_size:
             order = self._window_order(rows, columns)
@@ -138,7 +150,7 @@ class GridTower(ImageTower):
             else:
                 features = layers(x_PD, Patches(places_P2, windows))
                 x_PD = features[max(features)]
-        last_PD = x_PD
+        last_PD = x_PD[int(spec.has_class_token) :]
         if self._final_norm is not None:
             last_PD = self._final_norm(last_PD)
         merged = [self._merge(last_PD, columns)]
@@ -152,6 +164,11 @@ class GridTower(ImageTower):
         """Return the normalized pixels of each patch, cell by cell, [P, 3 * frames per patch * patch size ** 2]."""
         spec, size, merge = self.spec, self.spec.patch_size, self.spec.merge_size
         frames = normalized_pixels(image, self._device, self._dtype)
+        if spec.margin is not None:
+            mean, std = frames.new_tensor(image.mean), frames.new_tensor(image.std)
+            margin_31 = ((spec.margin * image.scale - mean) / std)[:, None]
+            frames[:, :, image.original_height :] = margin_31[..., None]
+            frames[:, :, :, image.original_width :] = margin_31[..., None]
         missing = spec.frames_per_patch - len(frames)
         if missing:
             frames = torch.cat((frames, frames[-1:].expand(missing, -1, -1, -1)))
@@ -290,14 +307,18 @@ def _read_layer(spec: GridVisionSpec, tensors: VisionWeights, prefix: str) -> La
         qkv = Linear.join([q, k, v])
     if spec.num_kv_heads:
         qkv = _with_own_keys(spec, qkv)
+    output, last = read("attn.proj", size, size), read(f"mlp.{down}", size, inner)
+    if spec.has_layer_scales:
+        for i, linear in enumerate((output, last), 1):
+            linear.scale_outputs(tensors.read(f"{prefix}lambda_{i}", size))
     return LayerWeights(
         attention_norm=norms[0],
         qkv=[qkv],
-        output=read("attn.proj", size, size),
+        output=output,
         mlp_norm=norms[1],
         gate=read("mlp.gate_proj", inner, size) if spec.has_gate else None,
         up=read(f"mlp.{up}", inner, size),
-        down=read(f"mlp.{down}", size, inner),
+        down=last,
         query_norm=head_norm("q"),
         key_norm=head_norm("k"),
     )

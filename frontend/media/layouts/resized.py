@@ -56,7 +56,16 @@ def padded(image: Image.Image, config: PadProcessor) -> Parts:
     columns, rows = (-(-side // config.unit) for side in (width, height))
     canvas = Image.new("RGB", (columns * config.unit, rows * config.unit))
     canvas.paste(resize(image, width, height, config))
-    return [make_tile(canvas, config)._replace(num_outputs=rows * columns)]
+    payload = ImagePayload(
+        *canvas.size,
+        canvas.tobytes(),
+        config.scale,
+        config.mean,
+        config.std,
+        original_width=width,
+        original_height=height,
+    )
+    return [Tile(payload, rows * columns)]
 
 
 def cornered(image: Image.Image, config: CornerProcessor) -> Parts:

@@ -11,11 +11,12 @@ import msgspec
 from ....protocol.checkpoint.config_fields import ConfigFields
 from ....protocol.checkpoint.vision.grid import GridVisionSpec
 from ....protocol.config.images import MAX_RATIO, CornerProcessor, PadProcessor, ResizeProcessor
-from .fields import BICUBIC, CLIP_VALUES, pixel_values
+from .fields import BICUBIC, CLIP_VALUES, pixel_values, sides
 from .source import ProcessorSource
 
 _MAX_PIXELS: Final = 1 << 26
 _KIMI_SIDE: Final = 511
+_INKLING_SIDE: Final = 2048
 _AS_IN_TOWER: Final = ", as in vision_config"
 
 
@@ -148,6 +149,29 @@ def pad_limited(source: ProcessorSource, vision: GridVisionSpec, token_id: int) 
         patch_size=vision.patch_size,
         max_patches=max_patches,
         max_side=max_side,
+    )
+
+
+def pad_whole(source: ProcessorSource, vision: GridVisionSpec, token_id: int) -> PadProcessor:
+    """Return the processor of Inkling 2, which keeps the size of images.
+
+    Images that take more than `max_image_tokens`, or have a side of more than 2,048 patches, are shrunk. Transformers
+    has no such limits.
+    """
+    fields = source.fields
+    for name in ("height", "width"):
+        sides(fields, "size").require(name, vision.unit, _AS_IN_TOWER)
+    most = fields.integer("max_image_tokens", 16_384, maximum=_MAX_PIXELS // vision.unit**2)
+    return PadProcessor(
+        **pixel_values(fields, token_id, BICUBIC),
+        output_size=vision.output_size,
+        # Each side may have half an embedding more.
+        num_outputs=most + _INKLING_SIDE,
+        unit=vision.unit,
+        patch_size=vision.patch_size,
+        max_patches=most * vision.merge_size**2,
+        max_side=_INKLING_SIDE,
+        background="checkers",
     )
 
 

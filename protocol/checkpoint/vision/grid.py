@@ -50,9 +50,10 @@ class GridVisionSpec(msgspec.Struct, frozen=True):
             `conv_size` x `conv_size`, and multiplied by other gates.
         num_kv_heads: If not 0, several query heads share keys and values, of which there are this many heads.
         rotary: The order of a head's angles: those of the row before those of the column ("joined"), the other way
-            around ("columns first"), or alternating, beginning with the column, where neighboring elements are rotated
-            together ("alternating"). With "thirds" (MiniMax M3), a third of a head each is rotated by the frame, the
-            row and the column. None if there is no rotation.
+            around ("columns first"; with "pairs", neighboring elements are rotated together), or alternating, beginning
+            with the column, where neighboring elements are rotated together, too ("alternating"). With "thirds"
+            (MiniMax M3), a third of a head each is rotated by the frame, the row and the column. None if there is no
+            rotation.
         has_axes: True if the decoder's positions have three coordinates, else one.
         patch_layout: How the checkpoint stores the patch projection: as a convolution with all dimensions, or with two
             dimensions, of which the second is ordered by "pixels", "frames" or "channels" first.
@@ -73,6 +74,10 @@ class GridVisionSpec(msgspec.Struct, frozen=True):
             except in `full_layers`.
         deepstack_layers: Layers, counted from 1, whose outputs have their own projections. The decoder adds these to
             its hidden states after its first layers, in the order of the tower's layers.
+        has_class_token: True if there is a learned row before the patches, whose output is not used. Rows and columns
+            are then counted from 1.
+        has_layer_scales: True if stored factors multiply the output of each block.
+        margin: If not None, the value, from 0 to 255 for others, of all pixels in the margins of an image.
         expert_tokens: The decoder's tokens that have experts of their own, because they belong to images.
         span_kind: Always None, because the decoder is causal.
         tensor_names: Translates the checkpoint's tensor names, as in `ModelSpec`.
@@ -112,7 +117,7 @@ class GridVisionSpec(msgspec.Struct, frozen=True):
     num_kv_heads: int = 0
     conv_layers: tuple[int, ...] = ()
     conv_size: int = 0
-    rotary: Literal["joined", "columns first", "alternating", "thirds"] | None = "joined"
+    rotary: Literal["joined", "columns first", "pairs", "alternating", "thirds"] | None = "joined"
     has_axes: bool = True
     patch_layout: Literal["convolution", "pixels", "frames", "channels"] = "convolution"
     merger_norm: Literal["patches", "squares"] | None = "patches"
@@ -127,6 +132,9 @@ class GridVisionSpec(msgspec.Struct, frozen=True):
     window_size: int = 0
     full_layers: tuple[int, ...] = ()
     deepstack_layers: tuple[int, ...] = ()
+    has_class_token: bool = False
+    has_layer_scales: bool = False
+    margin: float | None = None
     expert_tokens: tuple[int, ...] = ()
     span_kind: ClassVar[SpanKind | None] = None
     tensor_names: tuple[tuple[str, str], ...] = ()

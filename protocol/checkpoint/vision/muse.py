@@ -1,4 +1,4 @@
-"""Read the vision tower of Muse Glimmer, which attends within large windows in most of its layers."""
+"""Read the vision towers of Muse Glimmer, with large windows in most of its layers, and of Inkling 2."""
 
 from __future__ import annotations
 
@@ -65,6 +65,55 @@ def muse(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVi
     )
 
 
+def inkling2(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVisionSpec:
+    """Return the tower of Inkling 2. The margins of its images have a value that pixels cannot have."""
+    size, num_heads = vision.integer("hidden_size", 1024), head_count(vision, 1024, 16)
+    # Half of a head is rotated by the column and half by the row, and elements are rotated in pairs.
+    if size % (4 * num_heads):
+        raise vision.wrong(
+            "hidden_size", f"a multiple of 4 times num_attention_heads {num_heads}", size
+        )
+    vision.require("num_channels", 3)
+    vision.require("text_hidden_size", output_size, ", as hidden_size of the decoder")
+    rope = vision.first_section("rope_parameters")
+    rope.require("rope_type", "axial")
+    # Published configs have other names.
+    patch_size = vision.integer("patch_size", vision.integer("native_patch_size", 20), maximum=256)
+    merge_size = vision.integer(
+        "spatial_merge_size", vision.integer("adapter_merge_size", 2), maximum=16
+    )
+    vision.require("hidden_act", "gelu")
+    return GridVisionSpec(
+        patch_size=patch_size,
+        frames_per_patch=1,
+        merge_size=merge_size,
+        hidden_size=size,
+        intermediate_size=vision.integer(
+            "intermediate_size", int(size * vision.positive("mlp_ratio", 4.0))
+        ),
+        num_heads=num_heads,
+        num_layers=vision.with_defaults(num_hidden_layers=23).layer_count("num_hidden_layers"),
+        activation="gelu",
+        output_size=output_size,
+        rope_theta=rope.positive("rope_theta", 10_000.0, above=1),
+        norm_eps=vision.positive("layer_norm_eps", 1e-5),
+        norms_positions=True,
+        position_side=vision.integer("posemb_grid_size", 32, maximum=1024),
+        interpolation="bilinear centers",
+        has_joined_qkv=False,
+        rotary="pairs",
+        has_axes=False,
+        patch_layout="pixels",
+        merger_norm=None,
+        merger_inner=vision.integer("projection_hidden_dim", 4096),
+        has_merger_biases=vision.boolean("projector_bias", False),
+        has_class_token=True,
+        has_layer_scales=True,
+        margin=-1.0,
+        tensor_names=_INKLING_NAMES,
+    )
+
+
 _NAMES: Final = (
     (r"vision_tower\.patch_embedder\.patch_embedding\.", "vision_tower.patch_embed.proj."),
     (r"vision_tower\.patch_embedder\.position_embedding_table\.", "vision_tower.pos_embed."),
@@ -73,4 +122,21 @@ _NAMES: Final = (
     (r"vision_tower\.layers\.", "vision_tower.blocks."),
     (r"vision_adapter\.", "vision_tower.merger."),
     (r"vision_projection\.", "vision_tower.merger.fc3."),
+)
+_INKLING_NAMES: Final = (
+    (r"^model\.(visual|vision_tower)\.(backbone\.)?", "visual."),
+    (r"^visual\.embeddings\.patch_embedding\.", "visual.patch_embed.proj."),
+    (r"^visual\.embeddings\.position_embedding(\.weight)?$", "visual.pos_embed.weight"),
+    (r"^visual\.embeddings\.", "visual."),
+    (r"^visual\.(ln_pre|pre_layernorm)\.", "visual.patch_norm."),
+    (r"^visual\.layers\.", "visual.blocks."),
+    (r"^(visual\.blocks\..*)\.(ln_1|layernorm_before)\.", r"\1.norm1."),
+    (r"^(visual\.blocks\..*)\.(ln_2|layernorm_after)\.", r"\1.norm2."),
+    (r"^(visual\.blocks\..*)\.mlp\.c_fc\.", r"\1.mlp.fc1."),
+    (r"^(visual\.blocks\..*)\.mlp\.c_proj\.", r"\1.mlp.fc2."),
+    (r"^(visual\.blocks\..*)\.ls_([12])\.gamma$", r"\1.lambda_\2"),
+    (r"^(visual\.blocks\..*)\.(self_)?attn\.out_proj\.", r"\1.attn.proj."),
+    (r"^(visual\.blocks\..*)\.self_attn\.", r"\1.attn."),
+    (r"^visual\.(proj_in|merger\.linear_1)\.", "visual.merger.fc1."),
+    (r"^visual\.(proj_out|merger\.linear_2)\.", "visual.merger.fc2."),
 )

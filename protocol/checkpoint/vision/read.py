@@ -31,7 +31,7 @@ from .llama import TilesVisionSpec, llama4, mllama
 from .llava import clip, llava, llava_next, llava_onevision, siglip_alone, vipllava
 from .merged import hunyuan_vl, hy_v4_vl, kimi_k25, lfm2_vl, lfm3_vl, minimax_m3, paddleocr_vl
 from .mobilenet import ConvVisionSpec, gemma3n
-from .muse import muse
+from .muse import inkling2, muse
 from .pixtral import pixtral
 from .spec import VisionSpec
 from .tiled.cohere import aya_vision, cohere2_vision
@@ -109,6 +109,7 @@ _READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionS
     "idefics3": idefics3,
     "siglip": siglip_alone,
     "smolvlm": idefics3,
+    "inkling2": inkling2,
     "internvl": internvl,
     "internvl_chat": internvl_chat,
     "janus": janus,

@@ -1,4 +1,4 @@
-"""Images of Kimi, DeepSeek-VL and Janus are resized and get margins as by transformers or their authors."""
+"""Images of Kimi, Inkling 2, DeepSeek-VL and Janus are resized and get margins as by transformers or their authors."""
 
 import ast
 import math
@@ -9,10 +9,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import transformers
+from engine.frontend.media.decode import to_rgb
 from engine.frontend.media.layouts.pixels import Tile
 from engine.frontend.media.layouts.resized import padded, resized
 from engine.frontend.media.layouts.single import in_square
-from engine.frontend.model_source.images.qwen import resize, resize_rounded
+from engine.frontend.model_source.images.qwen import pad_whole, resize, resize_rounded
 from engine.frontend.model_source.images.source import ProcessorSource
 from engine.protocol.checkpoint.config_fields import ConfigFields
 from engine.protocol.config.images import MarginProcessor, PadProcessor
@@ -139,3 +140,19 @@ def test_oblong_images_have_no_more_embeddings_than_declared(read):
     for size in [(3, 400), (400, 3), (190, 1), (1600, 8), (80, 80)]:
         [tile] = [part for part in resized(_picture(*size), config) if isinstance(part, Tile)]
         assert tile.num_outputs <= config.num_outputs
+
+
+def test_images_of_inkling_2_keep_their_size_and_have_checkers_behind_them():
+    fields = ConfigFields({"size": {"height": 8, "width": 8}}, "preprocessor_config.json")
+    vision = SimpleNamespace(unit=8, patch_size=4, merge_size=2, output_size=8)
+    config = pad_whole(ProcessorSource(Path(), fields, fields, {}), vision, 1)
+    for size in SIZES:
+        _check_padded(_picture(*size), config, size, tuple(side + -side % 8 for side in size))
+    image = Image.new("RGBA", (17, 9), (10, 20, 30, 128))
+    image.putpixel((0, 0), (10, 20, 30, 0))
+    image.putpixel((8, 0), (10, 20, 30, 0))
+    found = to_rgb(image, config.background)
+    assert [found.getpixel(at) for at in ((0, 0), (8, 0))] == [(204,) * 3, (153,) * 3]
+    for at, gray in (((1, 0), 204), ((8, 1), 153), ((16, 7), 204), ((0, 8), 153), ((8, 8), 204)):
+        expected = tuple((color * 128 + gray * 127 + 127) // 255 for color in (10, 20, 30))
+        assert found.getpixel(at) == expected

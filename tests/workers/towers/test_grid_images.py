@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from support.decoders import CPU, TOWER_LAYERS, Runner, load_decoder, load_native_decoder
 from support.families import SMALL
 from support.families.experts import BLOCKS_OF_KEYS, LATENT
+from support.families.recurrent import RECURRENT
 from support.qwen_checkpoints import video_patches
 
 pytestmark = pytest.mark.slow
@@ -113,6 +114,15 @@ JANUS_IMAGES = {
     "num_embeddings": 16,
     "projection_dim": 48,
     "image_token_embed_dim": 48,
+}
+INKLING = {
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 3,
+    "patch_size": PATCH,
+    "posemb_grid_size": 6,
+    "projection_hidden_dim": 56,
 }
 SQUARE_MODELS = ("janus", "deepseek_vl", "deepseek_vl_hybrid", "ovis2")
 PAIRED = ("exaone4_5", "hyperclovax_vision_v2", "minimax_m3_vl")
@@ -233,6 +243,13 @@ def _config(kind):
             insert_layer_id=1,
             image_token_id=IMAGE_TOKEN,
         )
+    if kind == "inkling2":
+        size = SMALL["hidden_size"]
+        return transformers.Inkling2Config(
+            vision_config=INKLING | {"text_hidden_size": size},
+            text_config=SMALL | RECURRENT["inkling2"][1],
+            image_token_id=IMAGE_TOKEN,
+        )
     latent = LATENT | {"model_type": "deepseek_v3", "first_k_dense_replace": 3}
     return transformers.Kimi_K25Config(
         vision_config=KIMI,
@@ -252,6 +269,7 @@ def _config(kind):
         "kimi_vl",
         "minimax_m3_vl",
         "lfm2_vl",
+        "inkling2",
         *MINICPM_MODELS,
         "muse_glimmer",
         "deepseek_ocr2",
@@ -290,6 +308,8 @@ def model(request, tmp_path_factory):
     elif request.param == "lfm2_vl":
         processor = {"encoder_patch_size": PATCH, "tile_size": 16, "max_tiles": 4}
         processor |= {"min_image_tokens": 4, "max_image_tokens": 20}
+    elif request.param == "inkling2":
+        processor = {"size": {"height": 2 * PATCH, "width": 2 * PATCH}}
     elif request.param == "kimi_k25":
         _restore_decoder_names(path / "model.safetensors")
     elif request.param == "kimi_vl":
@@ -379,6 +399,18 @@ def _deepseek_inputs(payloads):
     return {"pixel_values": whole, "pixel_values_local": tiles, "num_local_patches": counts}
 
 
+def _inkling_patches(payload):
+    """Return the pixels of each embedding, with margins below those of an image, and the image's grid."""
+    pixels = np.frombuffer(payload.pixels, np.uint8).reshape(payload.height, payload.width, 3)
+    values = np.full(pixels.shape, -1, np.float32)
+    shown = slice(payload.original_height), slice(payload.original_width)
+    values[shown] = pixels[shown]
+    unit = 2 * PATCH
+    rows, columns = (length // unit for length in pixels.shape[:2])
+    cells = torch.from_numpy(values / 255 * 2 - 1).view(rows, unit, columns, unit, 3)
+    return cells.transpose(1, 2).flatten(0, 1), [1, rows, columns]
+
+
 def _reference_inputs(kind, payloads):
     if kind == "deepseek_ocr2":
         return _deepseek_inputs(payloads)
@@ -387,6 +419,9 @@ def _reference_inputs(kind, payloads):
         if kind == "deepseek_vl_hybrid":
             names["high_res_pixel_values"] = [payload.fine for payload in payloads]
         return {name: torch.stack([*map(_normalized, each)]) for name, each in names.items()}
+    if kind == "inkling2":
+        patches, grids = zip(*map(_inkling_patches, payloads), strict=True)
+        return {"pixel_values": torch.cat(patches), "image_grid_thw": torch.tensor(grids)}
     patches = [_patches(kind, payload) for payload in payloads]
     grids = torch.tensor([[1, each.height // PATCH, each.width // PATCH] for each in payloads])
     if kind in MINICPM_MODELS:

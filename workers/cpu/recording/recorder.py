@@ -151,9 +151,12 @@ class Recorder:
         else:
             program.add_op("embed")
         has_tower = (spec.encoder or spec.audio_encoder) is not None
+        has_norm = spec.has_embedding and spec.has_embedding_norm
+        if has_norm and spec.places_after_norm:
+            program.add_op("norm", vectors=self._blocks.hidden_norm("embed_norm"))
         if has_tower or self._places_embeddings:
             program.add_op("place")
-        if spec.has_embedding and spec.has_embedding_norm:
+        if has_norm and not spec.places_after_norm:
             program.add_op("norm", vectors=self._blocks.hidden_norm("embed_norm"))
         if spec.has_embedding and spec.has_residual_scales:
             factor, bias = (

@@ -91,6 +91,9 @@ class TokenEmbedding:
         x_TD = self._with_type(ids_T)
         if self._scale != 1.0:
             x_TD *= self._scale
+        norms_first = self._spec.places_after_norm
+        if norms_first and self._norm is not None:
+            x_TD = self._norm(x_TD)
         if placed is not None:
             x_TD = placed.put_into(x_TD)
         if self._positions_PD is not None:
@@ -98,7 +101,7 @@ class TokenEmbedding:
         if self._factor_and_bias:
             factor_D, bias_D = self._factor_and_bias
             x_TD = (x_TD + bias_D) * factor_D
-        return x_TD if self._norm is None else self._norm(x_TD)
+        return x_TD if norms_first or self._norm is None else self._norm(x_TD)
 
     def expand(self, x_TD: Tensor) -> Tensor:
         """Return the hidden states that the first layer reads: the embeddings, or the streams made of them."""

@@ -87,6 +87,7 @@ def _inkling(fields: ConfigFields) -> ModelSpec:
         tie_word_embeddings=False,
         qk_norm="head",
         has_embedding_norm=True,
+        places_after_norm=True,
         num_unused_embeddings=fields.integer("num_unused_embeddings", 0, minimum=0),
         relative_biases=RelativeBiasSpec(
             fields.integer("d_rel", 16), fields.integer("rel_extent", 1024)
@@ -170,6 +171,7 @@ def _inkling2(fields: ConfigFields) -> ModelSpec:
         head_bound=fields.positive("qk_l2_clip_threshold", 512**0.5),
         has_value_norm=True,
         has_embedding_norm=True,
+        places_after_norm=True,
         num_unused_embeddings=unused,
         relative_biases=RelativeBiasSpec(
             fields.integer("d_rel", 16),
