@@ -138,7 +138,7 @@ def gemma4_config(text: dict[str, Any], num_mel_bins: int, **marks: int) -> Any:
         "head_dim": 8,
         "patch_size": 8,
         "pooling_kernel_size": 2,
-        "position_embedding_size": 64,
+        "position_embedding_size": 256,
         "standardize": True,
     }
     return transformers.Gemma4Config(

@@ -320,7 +320,7 @@ def _gemma4(
     num_heads = tower["num_attention_heads"]
     vision |= {"head_dim": tower["hidden_size"] // num_heads, "num_key_value_heads": num_heads}
     vision |= {"pooling_kernel_size": 2}
-    vision |= {"position_embedding_size": 64, "standardize": True, "use_clipped_linears": True}
+    vision |= {"position_embedding_size": 256, "standardize": True, "use_clipped_linears": True}
     marks = {
         f"{each}_token_id": tokenizer.convert_tokens_to_ids(GEMMA_MARKS[each])
         for each in ("boi", "eoi", "image")

@@ -64,6 +64,11 @@ def gemma4(source: ProcessorSource, vision: VisionSpec, token_id: int) -> Budget
     budget = fields.integer("max_soft_tokens", vision.num_outputs)
     if budget not in _BUDGETS:
         raise fields.wrong("max_soft_tokens", f"one of {', '.join(map(str, _BUDGETS))}", budget)
+    most = vision.num_positions // vision.merge_factor
+    if budget > most:
+        # The longer side of an image may have this many embeddings.
+        needed = f"at most {most} for position_embedding_size {vision.num_positions} of the tower"
+        raise fields.wrong("max_soft_tokens", needed, budget)
     common = values(fields.with_values({"do_normalize": True}), vision, token_id, BICUBIC)
     # The vision tower itself maps pixels to -1..1.
     common |= {"mean": (0.5,) * 3, "std": (0.5,) * 3, "num_outputs": budget}

@@ -274,6 +274,12 @@ def test_invalid_processor_fields_are_named(model):
         _read(path, image_std=[0.5, 0.0, 0.5])
 
 
+def test_gemma4_must_have_positions_for_the_longest_image(tmp_path):
+    path, _ = vision_directory(tmp_path, "gemma4")
+    with pytest.raises(CheckpointError, match="max_soft_tokens must be at most 128 for position"):
+        _read(path, max_soft_tokens=140)
+
+
 def test_models_that_read_images_unlike_internvl_are_refused(tmp_path):
     path, _ = vision_directory(tmp_path, "internvl_chat")
     (path / "preprocessor_config.json").unlink()
