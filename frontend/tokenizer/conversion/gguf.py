@@ -11,6 +11,7 @@ import numpy as np
 
 from ....protocol.checkpoint.gguf_config.fields import GGUFFields
 from ....protocol.errors import CheckpointError
+from .parts import added_token, bpe, byte_level, surround
 from .pretokenizers import PRE_TOKENIZERS, PreTokenizer
 from .sentencepiece import SPACE, unigram_parts
 
@@ -118,7 +119,7 @@ def convert(
         "truncation": None,
         "padding": None,
         "added_tokens": _added_tokens(vocabulary),
-        "post_processor": _post_processor(vocabulary, before, after),
+        "post_processor": surround(vocabulary.tokens, before, after),
         **parts,
     }
     config = {
@@ -148,24 +149,12 @@ def _read(path: str | PathLike[str], metadata: Mapping[str, Any]) -> _Vocabulary
 
 def _byte_level(vocabulary: _Vocabulary) -> tuple[dict[str, Any], bool, bool]:
     pre_tokenizer = _pre_tokenizer(vocabulary)
-    splits = [
-        {"type": "Split", "pattern": {"Regex": p}, "behavior": "Isolated", "invert": False}
-        for p in pre_tokenizer.patterns
-    ]
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-    parts = {
-        "normalizer": {"type": "NFC"} if pre_tokenizer.nfc else None,
-        "pre_tokenizer": {
-            "type": "Sequence",
-            "pretokenizers": [*splits, byte_level | {"use_regex": False}],
-        },
-        "decoder": byte_level | {"use_regex": True},
-        "model": _bpe(
-            vocabulary,
-            vocabulary.strings("merges"),
-            ignore_merges=pre_tokenizer.ignore_merges,
-        ),
-    }
+    model = bpe(
+        vocabulary.tokens,
+        vocabulary.strings("merges"),
+        ignore_merges=pre_tokenizer.ignore_merges,
+    )
+    parts = byte_level(pre_tokenizer.patterns, model, nfc=pre_tokenizer.nfc)
     return parts, pre_tokenizer.add_bos, False
 
 
@@ -205,8 +194,8 @@ def _sentencepiece(vocabulary: _Vocabulary, merges: Sequence[str] | None = None)
         "normalizer": {"type": "Sequence", "normalizers": normalizers},
         "pre_tokenizer": None,
         "decoder": {"type": "Sequence", "decoders": decoders},
-        "model": _bpe(
-            vocabulary,
+        "model": bpe(
+            vocabulary.tokens,
             _merges_of_scores(vocabulary) if merges is None else merges,
             unk_token=vocabulary.special("unknown", 0),
             fuse_unk=True,
@@ -235,29 +224,6 @@ def _merges_of_scores(vocabulary: _Vocabulary) -> list[str]:
         for cut in range(1, len(token))
         if (left := token[:cut]) in normal and (right := token[cut:]) in normal
     ]
-
-
-def _bpe(
-    vocabulary: _Vocabulary,
-    merges: Sequence[str],
-    *,
-    unk_token: str | None = None,
-    fuse_unk: bool = False,
-    byte_fallback: bool = False,
-    ignore_merges: bool = False,
-) -> dict[str, Any]:
-    return {
-        "type": "BPE",
-        "dropout": None,
-        "unk_token": unk_token,
-        "continuing_subword_prefix": None,
-        "end_of_word_suffix": None,
-        "fuse_unk": fuse_unk,
-        "byte_fallback": byte_fallback,
-        "ignore_merges": ignore_merges,
-        "vocab": {token: i for i, token in enumerate(vocabulary.tokens)},
-        "merges": merges,
-    }
 
 
 def _word_pieces(vocabulary: _Vocabulary) -> dict[str, Any]:
@@ -316,40 +282,15 @@ def _added_tokens(vocabulary: _Vocabulary) -> list[dict[str, Any]]:
         and vocabulary.get("model") == "llama"
     )
     return [
-        {
-            "id": i,
-            "content": token,
-            "single_word": False,
-            "lstrip": False,
-            "rstrip": strips_right and token not in ("<unk>", "<s>", "<|endoftext|>"),
-            "normalized": False,
-            "special": kind in special,
-        }
+        added_token(
+            i,
+            token,
+            special=kind in special,
+            rstrip=strips_right and token not in ("<unk>", "<s>", "<|endoftext|>"),
+        )
         for i, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.types, strict=True))
         if kind in special or kind == TokenType.USER_DEFINED
     ]
-
-
-def _post_processor(
-    vocabulary: _Vocabulary, before: list[str], after: list[str]
-) -> dict[str, Any] | None:
-    if not before and not after:
-        return None
-    ids = {token: vocabulary.tokens.index(token) for token in (*before, *after)}
-
-    def special(token: str) -> dict[str, Any]:
-        return {"SpecialToken": {"id": token, "type_id": 0}}
-
-    first, second = ({"Sequence": {"id": name, "type_id": i}} for i, name in enumerate("AB"))
-    start, end = [special(token) for token in before], [special(token) for token in after]
-    return {
-        "type": "TemplateProcessing",
-        "single": [*start, first, *end],
-        "pair": [*start, first, *end, *start, second, *end],
-        "special_tokens": {
-            token: {"id": token, "ids": [i], "tokens": [token]} for token, i in ids.items()
-        },
-    }
 
 
 def _chat_templates(fields: GGUFFields) -> list[dict[str, str]] | None:

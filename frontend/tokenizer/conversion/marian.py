@@ -14,6 +14,7 @@ import msgspec
 from ....protocol.checkpoint.config_fields import ConfigFields
 from ....protocol.checkpoint.files import SOURCE_TOKENIZER
 from ....protocol.errors import CheckpointError
+from .parts import added_token
 from .sentencepiece import read_sentencepiece, unigram_parts
 
 MARIAN_FILES: Final = ("source.spm", "target.spm", "vocab.json")
@@ -63,15 +64,7 @@ def _tokenizer(model_path: Path, vocabulary_path: Path, named: dict[str, str]) -
     codes = [token for token in tokens if token.startswith(">>") and token.endswith("<<")]
     special = set(named.values())
     added = [
-        {
-            "id": ids[token],
-            "content": token,
-            "single_word": False,
-            "lstrip": False,
-            "rstrip": False,
-            "normalized": False,
-            "special": token in special,
-        }
+        added_token(ids[token], token, special=token in special)
         for token in sorted(special | set(codes), key=ids.__getitem__)
     ]
     eos = named["eos_token"]

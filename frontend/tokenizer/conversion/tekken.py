@@ -15,6 +15,7 @@ import msgspec
 
 from ....protocol.errors import CheckpointError
 from ..token_bytes import BYTE_OF_CHAR
+from .parts import added_token, bpe, byte_level, surround
 
 _TEKKEN: Final = "tekken.json"
 _TEMPLATE_FILE: Final = "chat_template.jinja"
@@ -90,67 +91,20 @@ def convert_tekken(directory: Path) -> dict[str, dict[str, Any]]:
         after.rank != before.rank + 1 for before, after in pairwise(tekken.vocab[:num_ordinary])
     ):
         raise CheckpointError(path, f"its vocab must have {num_ordinary} tokens in order of rank")
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-    split = {"Regex": tekken.config.pattern}
     texts = ["".join(map(_CHAR_OF_BYTE.__getitem__, token)) for token in tokens]
     config = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
     if (template := _chat_template(directory, tekken.config.version)) is not None:
         config["chat_template"] = template
+    model = bpe([*special, *texts], _merges(texts), ignore_merges=True)
     tokenizer = {
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": [
-            {
-                "id": index,
-                "content": text,
-                "single_word": False,
-                "lstrip": False,
-                "rstrip": False,
-                "normalized": False,
-                "special": True,
-            }
-            for index, text in enumerate(special)
-        ],
-        "normalizer": None,
-        "pre_tokenizer": {
-            "type": "Sequence",
-            "pretokenizers": [
-                {"type": "Split", "pattern": split, "behavior": "Isolated", "invert": False},
-                byte_level | {"use_regex": False},
-            ],
-        },
-        "post_processor": {
-            "type": "TemplateProcessing",
-            "single": [_BOS, {"Sequence": {"id": "A", "type_id": 0}}],
-            "pair": [
-                _BOS,
-                {"Sequence": {"id": "A", "type_id": 0}},
-                _BOS,
-                {"Sequence": {"id": "B", "type_id": 1}},
-            ],
-            "special_tokens": {
-                "<s>": {"id": "<s>", "ids": [special.index("<s>")], "tokens": ["<s>"]}
-            },
-        },
-        "decoder": byte_level | {"use_regex": True},
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": True,
-            "vocab": {text: index for index, text in enumerate([*special, *texts])},
-            "merges": _merges(texts),
-        },
+        "added_tokens": [added_token(i, text, special=True) for i, text in enumerate(special)],
+        "post_processor": surround(special, ["<s>"], []),
+        **byte_level([tekken.config.pattern], model),
     }
     return {"tokenizer.json": tokenizer, "tokenizer_config.json": config}
-
-
-_BOS: Final = {"SpecialToken": {"id": "<s>", "type_id": 0}}
 
 
 def _special_tokens(tekken: _Tekken) -> list[str]:

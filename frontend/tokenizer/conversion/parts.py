@@ -1,0 +1,86 @@
+"""The parts of a tokenizer.json that several formats share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+def added_token(index: int, content: str, *, special: bool, rstrip: bool = False) -> dict[str, Any]:
+    """Return a token that is recognized in a text before any other processing."""
+    return {
+        "id": index,
+        "content": content,
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": rstrip,
+        "normalized": False,
+        "special": special,
+    }
+
+
+def surround(
+    tokens: Sequence[str], before: Sequence[str], after: Sequence[str]
+) -> dict[str, Any] | None:
+    """Return the post-processor that puts some of the `tokens` before and after each text; None without any."""
+    if not before and not after:
+        return None
+    ids = {token: tokens.index(token) for token in (*before, *after)}
+
+    def special(token: str) -> dict[str, Any]:
+        return {"SpecialToken": {"id": token, "type_id": 0}}
+
+    first, second = ({"Sequence": {"id": name, "type_id": i}} for i, name in enumerate("AB"))
+    start, end = [special(token) for token in before], [special(token) for token in after]
+    return {
+        "type": "TemplateProcessing",
+        "single": [*start, first, *end],
+        "pair": [*start, first, *end, *start, second, *end],
+        "special_tokens": {
+            token: {"id": token, "ids": [i], "tokens": [token]} for token, i in ids.items()
+        },
+    }
+
+
+def byte_level(
+    patterns: Sequence[str], model: dict[str, Any], *, nfc: bool = False
+) -> dict[str, Any]:
+    """Return the parts for a model over bytes, whose words match the regular expressions `patterns`."""
+    splits = [
+        {"type": "Split", "pattern": {"Regex": p}, "behavior": "Isolated", "invert": False}
+        for p in patterns
+    ]
+    bytes_of_words = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    return {
+        "normalizer": {"type": "NFC"} if nfc else None,
+        "pre_tokenizer": {
+            "type": "Sequence",
+            "pretokenizers": [*splits, bytes_of_words | {"use_regex": False}],
+        },
+        "decoder": bytes_of_words | {"use_regex": True},
+        "model": model,
+    }
+
+
+def bpe(
+    tokens: Sequence[str],
+    merges: Sequence[str],
+    *,
+    unk_token: str | None = None,
+    fuse_unk: bool = False,
+    byte_fallback: bool = False,
+    ignore_merges: bool = False,
+) -> dict[str, Any]:
+    """Return a model of byte-pair encoding. With `ignore_merges`, a word that is a token is never split."""
+    return {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": unk_token,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": fuse_unk,
+        "byte_fallback": byte_fallback,
+        "ignore_merges": ignore_merges,
+        "vocab": {token: i for i, token in enumerate(tokens)},
+        "merges": merges,
+    }
