@@ -11,9 +11,10 @@ from engine.workers.attention import AttentionSpec, attention_backend
 from engine.workers.batch import PersistentBatch
 from engine.workers.cpu.attention import NativeAttention
 from engine.workers.cpu.decoder import NativeDecoder
+from engine.workers.layers.layer_spec import LayerSpec
 from engine.workers.layers.parallel.shard import ModelShard
 from engine.workers.layers.rope import RopeSpec
-from engine.workers.layers.spec import LayerSpec, ModelSpec
+from engine.workers.layers.spec import ModelSpec
 from engine.workers.layers.specs.latent import LatentSpec
 from engine.workers.loaders.checkpoint import Checkpoint
 from engine.workers.models.decoder import Decoder

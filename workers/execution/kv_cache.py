@@ -23,7 +23,7 @@ from ..device import host_memory
 from ..device.cpu_offload import CPUOffloadCache
 from ..device.dtypes import AnyArray, HostDevice, on_host, torch_device, torch_dtype
 from ..kv_transfer.block_memory import BlockMemory
-from ..layers.spec import LayerSpec, windows_by_group
+from ..layers.layer_spec import LayerSpec, windows_by_group
 from ..models.kv_cache_groups import kv_cache_groups
 from ..models.mixers import StateBatch
 from .model_loader import Model

@@ -17,11 +17,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..attention import AttentionBackend, AttentionLayer
+from ..layers.layer_spec import LayerSpec
 from ..layers.layers import HeadBound, HeadLayerNorm, HeadNorm, RMSNorm
 from ..layers.parallel.parallel_layers import RowParallelLinear
 from ..layers.parallel.shard import ModelShard
 from ..layers.rope import QueryScaling, RotaryTables, apply_rotary
-from ..layers.spec import LayerSpec, ModelSpec
+from ..layers.spec import ModelSpec
 from ..layers.specs.latent import RopeOrder
 from .indexers.blocks import BlockIndexer, MeanIndexer
 from .layer_source import LayerSource

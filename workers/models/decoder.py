@@ -16,10 +16,11 @@ from torch import Tensor
 from ...protocol.arrays import Int32Array
 from ...protocol.checkpoint.recurrent_layers import HeadConvolutions, InnerConvolutions
 from ..attention import DeviceAttention, as_backend
+from ..layers.layer_spec import LayerSpec
 from ..layers.layers import LayerKernels
 from ..layers.parallel.shard import ModelShard
 from ..layers.rope import INDEX_AXIS, RopeSpec, RotaryEmbedding, RotaryTables
-from ..layers.spec import LayerSpec, ModelSpec
+from ..layers.spec import ModelSpec
 from ..layers.specs.experts import passed_size
 from ..loaders.checkpoint import Checkpoint
 from .cross_attention import QueryRecorder

@@ -12,11 +12,11 @@ from torch import Tensor
 from ...protocol.checkpoint.recurrent_layers import ConvolvedAttention
 from ..attention import DeviceAttention, as_backend
 from ..attention.compressed import CompressedCache
+from ..layers.layer_spec import LayerSpec
 from ..layers.layers import (
     Linear,
     RMSNorm,
 )
-from ..layers.spec import LayerSpec
 from .attention import Attention
 from .compressed.attention import CompressedAttention
 from .cross_attention import CrossAttention

@@ -14,7 +14,8 @@ from msgspec.structs import replace
 
 from ...protocol.checkpoint.recurrent_layers import RecurrentLayer
 from ...protocol.kv_cache_groups import AttentionKind, KVCacheGroup
-from ..layers.spec import LayerSpec, ModelSpec
+from ..layers.layer_spec import LayerSpec
+from ..layers.spec import ModelSpec
 from ..layers.specs.compressed import CompressedSpec
 from ..layers.window import Chunk, Window
 

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from ...protocol.checkpoint.recurrent_layers import InnerConvolutions
+from ..layers.layer_spec import LayerSpec
 from ..layers.layers import LayerKernels
 from ..layers.parallel.shard import ModelShard
-from ..layers.spec import LayerSpec, ModelSpec
+from ..layers.spec import ModelSpec
 from .weights import Rows, WeightReader
 
 

@@ -25,9 +25,10 @@ from ...protocol.arrays import Int32Array
 from ...protocol.errors import CheckpointError, ConfigError
 from ..attention import AttentionBackend, AttentionLayer, as_backend
 from ..batch import AttentionBatch
+from ..layers.layer_spec import LayerSpec
 from ..layers.layers import LayerKernels
 from ..layers.parallel.shard import ModelShard
-from ..layers.spec import LayerSpec, ModelSpec
+from ..layers.spec import ModelSpec
 from .torch_decoder import TorchDecoder
 
 _ATTENTION = "engine"

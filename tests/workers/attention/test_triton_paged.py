@@ -12,10 +12,10 @@ import torch
 from engine.protocol.errors import ConfigError
 from engine.workers.attention import AttentionLayer, AttentionSpec, DeviceBatch, attention_backend
 from engine.workers.attention.kernels.tiles import max_splits
+from engine.workers.layers.layer_spec import LayerSpec
 from engine.workers.layers.layers import HeadNorm
 from engine.workers.layers.parallel.shard import ModelShard
 from engine.workers.layers.rope import RopeSpec, RotaryEmbedding
-from engine.workers.layers.spec import LayerSpec
 from engine.workers.models.decoder import Decoder
 from hypothesis import given
 from hypothesis import strategies as st

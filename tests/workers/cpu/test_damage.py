@@ -10,7 +10,7 @@ from engine.protocol.checkpoint.gguf import BLOCK_SIZES
 from engine.protocol.checkpoint.gguf import GGMLQuantizationType as SourceType
 from engine.protocol.errors import CheckpointError
 from engine.workers.cpu.packing import WeightFormat, WeightMemory, allocate_packed, pack_rows
-from engine.workers.layers.spec import LayerSpec
+from engine.workers.layers.layer_spec import LayerSpec
 from support.decoders import Runner
 from support.isas import ISAS, select_isa
 from support.native_decoders import ROPE, native_decoder, small_spec, torch_decoder

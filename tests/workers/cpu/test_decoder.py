@@ -13,8 +13,8 @@ from engine.workers.attention.torch_paged import TorchPagedAttention
 from engine.workers.cpu.library import NotSupportedNatively
 from engine.workers.execution.model_loader import load_model
 from engine.workers.execution.parallel_state import ParallelState
+from engine.workers.layers.layer_spec import LayerSpec
 from engine.workers.layers.rope import LinearScaling, RopeSpec
-from engine.workers.layers.spec import LayerSpec
 from engine.workers.layers.specs.experts import ExpertsSpec
 from engine.workers.layers.specs.latent import LatentSpec
 from engine.workers.layers.specs.norm_names import NormNames

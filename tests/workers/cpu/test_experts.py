@@ -5,7 +5,8 @@ import torch
 from engine.protocol.checkpoint.gguf import GGMLQuantizationType
 from engine.protocol.errors import CheckpointError
 from engine.workers.cpu.library import NotSupportedNatively
-from engine.workers.layers.spec import LayerSpec, ModelSpec
+from engine.workers.layers.layer_spec import LayerSpec
+from engine.workers.layers.spec import ModelSpec
 from engine.workers.layers.specs.experts import ExpertsSpec
 from engine.workers.layers.specs.norm_names import NormNames
 from engine.workers.loaders.open_checkpoint import open_checkpoint

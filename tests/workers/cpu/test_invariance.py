@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from engine.workers.layers.layer_spec import LayerSpec
 from engine.workers.layers.rope import RopeSpec
-from engine.workers.layers.spec import LayerSpec
 from support.batches import Scheduled, attention_batch, positions
 from support.isas import FUSED_WITHOUT_BF16, ISAS, PORTABLE, select_isa
 from support.native_decoders import BLOCK_SIZE, ROPE, latent_spec, native_decoder, small_spec

@@ -8,8 +8,9 @@ import pytest
 import torch
 from engine.protocol.file_identity import LoraAdapter
 from engine.workers.cpu.decoder import NativeDecoder
+from engine.workers.layers.layer_spec import LayerSpec
 from engine.workers.layers.rope import RopeSpec
-from engine.workers.layers.spec import LayerSpec, ModelSpec
+from engine.workers.layers.spec import ModelSpec
 from engine.workers.loaders.checkpoint import Checkpoint
 from engine.workers.models.decoder import Decoder
 from engine.workers.models.lora.adapters import LoraAdapters, load_at_start

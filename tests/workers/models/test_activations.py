@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 from engine.workers.layers.activations import ACTIVATIONS, NAMES_IN_CONFIGS
-from engine.workers.layers.spec import LayerSpec
+from engine.workers.layers.layer_spec import LayerSpec
 from support.decoders import Runner
 from support.native_decoders import ROPE, native_decoder, small_spec, torch_decoder
 from support.random_checkpoints import random_checkpoint

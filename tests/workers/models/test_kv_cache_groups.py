@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 from engine.protocol.kv_cache_groups import AttentionKind, KVCacheGroup
-from engine.workers.layers.spec import LayerSpec
+from engine.workers.layers.layer_spec import LayerSpec
 from engine.workers.models.families import model_spec
 from engine.workers.models.kv_cache_groups import group_layers, kv_cache_groups
 

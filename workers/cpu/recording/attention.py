@@ -10,9 +10,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from ...layers.layer_spec import LayerSpec
 from ...layers.layers import HeadLayerNorm
 from ...layers.rope import QueryScaling, RopeSpec
-from ...layers.spec import LayerSpec, ModelSpec
+from ...layers.spec import ModelSpec
 from ...layers.specs.block_indexer import BlockIndexerSpec
 from ...layers.specs.norm_names import NormNames
 from ...layers.window import Chunk, Window

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from ...layers.layer_spec import LayerSpec
 from ...layers.rope import RopeSpec
-from ...layers.spec import LayerSpec
 from ...layers.specs.compressed import CompressedSpec, Compression
 from ...layers.specs.latent import IndexerSpec
 from ...layers.specs.norm_names import NormNames

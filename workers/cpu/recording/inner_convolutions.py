@@ -11,7 +11,7 @@ from ....protocol.checkpoint.recurrent_layers import (
     HeadConvolutions,
     InnerConvolutions,
 )
-from ...layers.spec import LayerSpec
+from ...layers.layer_spec import LayerSpec
 from ...models.mixers.head_convolutions import read_head_taps
 from ...models.mixers.inner_convolutions import read_taps, term_factor
 from ...models.mixers.mixer import elements

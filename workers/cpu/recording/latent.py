@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from ...layers.layer_spec import LayerSpec
 from ...layers.rope import RopeSpec
-from ...layers.spec import LayerSpec, ModelSpec
+from ...layers.spec import ModelSpec
 from ...layers.specs.latent import IndexerSpec, LatentSpec
 from ...layers.specs.norm_names import NormNames
 from ...models.attention import rotary_order

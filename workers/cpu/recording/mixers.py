@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ....protocol.checkpoint.recurrent_layers import MixerLayer, ShortConvolution
-from ...layers.spec import LayerSpec
+from ...layers.layer_spec import LayerSpec
 from ...layers.specs.norm_names import NormNames
 from ..mixers import ColumnProduct, NativeMixer
 from ..packing import ActivationKind

@@ -18,10 +18,11 @@ from ....protocol.checkpoint.recurrent_layers import (
     ShortConvolution,
 )
 from ...device.dtypes import dtype_name
+from ...layers.layer_spec import LayerSpec
 from ...layers.parallel.shard import ModelShard
 from ...layers.parallel.tensor_parallel import TensorParallel
 from ...layers.shared_block import SharedBlock
-from ...layers.spec import LayerSpec, ModelSpec
+from ...layers.spec import ModelSpec
 from ...layers.specs.latent import LatentSpec
 from ...models.latent.attention import gates_of_head
 from ..abi.latent_structs import LatentShape

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ....protocol.checkpoint.recurrent_layers import GatedDeltaNet
-from ...layers.spec import LayerSpec
+from ...layers.layer_spec import LayerSpec
 from ...layers.specs.ngram import NgramSpec
 from ...models.weights import Rows
 from ..abi import stream_structs, structs

@@ -8,10 +8,11 @@ import numpy as np
 from msgspec.structs import replace
 
 from ....protocol.checkpoint.recurrent_layers import ConvolvedAttention
+from ...layers.layer_spec import LayerSpec
 from ...layers.parallel.shard import ModelShard
 from ...layers.rope import RopeSpec
 from ...layers.shared_block import Restart
-from ...layers.spec import LayerSpec, ModelSpec
+from ...layers.spec import ModelSpec
 from ...layers.specs.experts import ExpertsSpec
 from ...layers.specs.norm_names import NormNames
 from ...models.mlp import read_xielu

@@ -9,8 +9,8 @@ import msgspec
 from msgspec.structs import replace
 from torch.nn import functional as F
 
+from ...layers.layer_spec import LayerSpec
 from ...layers.shared_block import SharedBlock
-from ...layers.spec import LayerSpec
 from ...models.attention import qkv_rows
 from ...models.shared_blocks.block import read_low_rank, skip_other_stages
 from ...models.weights import Rows

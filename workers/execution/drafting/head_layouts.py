@@ -17,7 +17,8 @@ from msgspec.structs import replace
 from ....protocol.checkpoint.config_fields import ConfigFields
 from ....protocol.config import ProposerMethod, SpeculativeConfig
 from ....protocol.errors import CheckpointError
-from ...layers.spec import LayerSpec, ModelSpec
+from ...layers.layer_spec import LayerSpec
+from ...layers.spec import ModelSpec
 from ...layers.specs.norm_names import NormNames
 from ...loaders import Checkpoint, open_checkpoint
 from ...loaders.tensor_names import TensorNames

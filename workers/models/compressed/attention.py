@@ -15,11 +15,12 @@ from torch import Tensor
 
 from ....protocol.errors import ConfigError
 from ...attention.compressed import CompressedCache, SequenceBatch, TokensWithEntries, store
+from ...layers.layer_spec import LayerSpec
 from ...layers.layers import LayerKernels, Linear, RMSNorm
 from ...layers.parallel.parallel_layers import RowParallelLinear
 from ...layers.parallel.shard import ModelShard
 from ...layers.rope import RotaryEmbedding, RotaryTables
-from ...layers.spec import LayerSpec, ModelSpec
+from ...layers.spec import ModelSpec
 from ...layers.specs.compressed import CompressedSpec
 from ..layer_source import LayerSource
 from ..weights import Rows, WeightReader

@@ -10,8 +10,9 @@ from msgspec.structs import replace
 from ....protocol.checkpoint.classification import TOKEN_IDS, read_num_labels
 from ....protocol.checkpoint.config_fields import ConfigFields
 from ...layers.activations import NAMES_IN_CONFIGS
+from ...layers.layer_spec import LayerSpec
 from ...layers.rope import QueryScaling, RopeSpec
-from ...layers.spec import LayerSpec, ModelSpec
+from ...layers.spec import ModelSpec
 from ...layers.specs.experts import GateLimit
 from ...layers.specs.score_head import ScoreHeadSpec
 

@@ -9,9 +9,10 @@ from msgspec.structs import replace
 
 from ....protocol.checkpoint.config_fields import ConfigFields
 from ....protocol.checkpoint.model_dimensions import EXPERT_COUNTS
+from ...layers.layer_spec import LayerSpec
 from ...layers.read_rope import read_rope
 from ...layers.rope import QueryScaling
-from ...layers.spec import LayerSpec, ModelSpec
+from ...layers.spec import ModelSpec
 from ...layers.specs.experts import ExpertsSpec
 from ...layers.window import Chunk
 from ...loaders.tensor_names import TensorNames

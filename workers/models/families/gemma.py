@@ -11,8 +11,9 @@ from ....protocol.checkpoint.config_fields import ConfigFields
 from ....protocol.checkpoint.model_dimensions import DEFAULTS_OF_GEMMA3
 from ....protocol.checkpoint.recurrent_config import DEFAULT_LENGTH
 from ...device.dtypes import rounded
+from ...layers.layer_spec import LayerSpec
 from ...layers.read_rope import read_rope, read_rope_of_layer_type
-from ...layers.spec import LayerSpec, ModelSpec
+from ...layers.spec import ModelSpec
 from ...layers.specs.altup import AltUpSpec, PerLayerInputsSpec
 from ...layers.specs.experts import ExpertsSpec
 from ...layers.specs.norm_names import NormNames

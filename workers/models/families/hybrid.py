@@ -9,9 +9,10 @@ from msgspec.structs import replace
 from ....protocol.checkpoint.config_fields import ConfigFields
 from ....protocol.checkpoint.recurrent_config import read_factors, read_recurrent_layer
 from ....protocol.checkpoint.recurrent_layers import RecurrentLayer
+from ...layers.layer_spec import LayerSpec
 from ...layers.read_rope import read_rope, read_rope_of_layer_type
 from ...layers.rope import RopeSpec
-from ...layers.spec import LayerSpec, ModelSpec
+from ...layers.spec import ModelSpec
 from ...layers.specs.experts import ExpertsSpec
 from ...layers.specs.norm_names import NormNames
 from .common import Family, attention_biases, base_spec, head_dim

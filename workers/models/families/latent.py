@@ -9,8 +9,9 @@ from typing import Any
 from msgspec.structs import replace
 
 from ....protocol.checkpoint.config_fields import ConfigFields
+from ...layers.layer_spec import LayerSpec
 from ...layers.read_rope import read_rope
-from ...layers.spec import LayerSpec, ModelSpec
+from ...layers.spec import ModelSpec
 from ...layers.specs.experts import ExpertsSpec, GateLimit
 from ...layers.specs.hyper import HyperConnectionsSpec
 from ...layers.specs.latent import IndexerSpec, LatentSpec

@@ -8,9 +8,10 @@ from typing import Any
 from msgspec.structs import replace
 
 from ....protocol.checkpoint.config_fields import ConfigFields
+from ...layers.layer_spec import LayerSpec
 from ...layers.read_rope import read_rope
 from ...layers.rope import QueryScaling
-from ...layers.spec import LayerSpec, ModelSpec
+from ...layers.spec import ModelSpec
 from ...layers.specs.norm_names import NormNames
 from ...loaders.tensor_names import TensorNames
 from .common import Family, attention_biases, base_spec, head_dim, sliding_layers, uniform_layers

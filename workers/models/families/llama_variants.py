@@ -7,9 +7,10 @@ from typing import Any
 from msgspec.structs import replace
 
 from ....protocol.checkpoint.config_fields import ConfigFields
+from ...layers.layer_spec import LayerSpec
 from ...layers.read_rope import read_rope, read_rope_of_layer_type
 from ...layers.rope import RopeSpec
-from ...layers.spec import LayerSpec, ModelSpec
+from ...layers.spec import ModelSpec
 from ...layers.specs.norm_names import NormNames
 from .common import Family, base_spec, head_dim, sliding_layers, uniform_layers
 from .llama import granite, llama, olmo2, with_axes

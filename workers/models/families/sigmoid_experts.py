@@ -5,9 +5,10 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from ....protocol.checkpoint.config_fields import ConfigFields
+from ...layers.layer_spec import LayerSpec
 from ...layers.read_rope import read_rope, read_rope_of_layer_type
 from ...layers.rope import QueryScaling
-from ...layers.spec import LayerSpec, ModelSpec
+from ...layers.spec import ModelSpec
 from ...layers.specs.block_indexer import BlockIndexerSpec
 from ...layers.specs.norm_names import NormNames
 from .common import (

@@ -8,9 +8,10 @@ from msgspec.structs import replace
 
 from ....protocol.checkpoint.config_fields import ConfigFields
 from ....protocol.checkpoint.recurrent_config import DEFAULT_LENGTH, nominal_heads
+from ...layers.layer_spec import LayerSpec
 from ...layers.read_rope import read_rope
 from ...layers.shared_block import SharedBlock
-from ...layers.spec import LayerSpec, ModelSpec
+from ...layers.spec import ModelSpec
 from ...layers.specs.norm_names import NormNames
 from ...loaders.tensor_names import TensorNames
 from .common import Family, base_spec, head_dim

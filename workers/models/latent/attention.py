@@ -17,10 +17,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...attention import AttentionBackend, AttentionLayer
+from ...layers.layer_spec import LayerSpec
 from ...layers.layers import Linear, RMSNorm
 from ...layers.parallel.parallel_layers import RowParallelLinear
 from ...layers.rope import RotaryTables, apply_rotary
-from ...layers.spec import LayerSpec, ModelSpec
+from ...layers.spec import ModelSpec
 from ...layers.specs.latent import LatentSpec
 from ..attention import read_sinks, rotary_order, scale_queries
 from ..indexers.keys import Indexer

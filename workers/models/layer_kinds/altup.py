@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from ...attention import AttentionBackend
+from ...layers.layer_spec import LayerSpec
 from ...layers.layers import LayerKernels, RMSNorm
-from ...layers.spec import LayerSpec, ModelSpec
+from ...layers.spec import ModelSpec
 from ...layers.specs.altup import AltUpSpec
 from ..attention import Attention
 from ..cross_attention import CrossAttention

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from ...attention import DeviceAttention
-from ...layers.spec import LayerSpec, ModelSpec
+from ...layers.layer_spec import LayerSpec
+from ...layers.spec import ModelSpec
 from ...layers.specs.attention_residuals import AttentionResidualsSpec
 from ..decoder_layer import DecoderLayer
 from ..layer_source import LayerSource

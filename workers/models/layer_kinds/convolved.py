@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ....protocol.checkpoint.recurrent_layers import HeadConvolutions, InnerConvolutions
 from ...attention import DeviceAttention
-from ...layers.spec import LayerSpec
+from ...layers.layer_spec import LayerSpec
 from ..attention import Attention
 from ..decoder_layer import DecoderLayer
 from ..layer_source import LayerSource

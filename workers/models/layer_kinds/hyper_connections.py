@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...attention import DeviceAttention
+from ...layers.layer_spec import LayerSpec
 from ...layers.layers import RMSNorm
-from ...layers.spec import LayerSpec
 from ...layers.specs.hyper import HyperConnectionsSpec
 from ..decoder_layer import DecoderLayer
 from ..layer_source import LayerSource

@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ...attention import DeviceAttention
-from ...layers.spec import LayerSpec
+from ...layers.layer_spec import LayerSpec
 from ..decoder_layer import DecoderLayer
 from ..layer_source import LayerSource
 from ..layer_step import LayerStep

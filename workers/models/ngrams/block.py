@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ....protocol.checkpoint.recurrent_layers import GatedDeltaNet
-from ...layers.spec import LayerSpec
+from ...layers.layer_spec import LayerSpec
 from ...layers.specs.ngram import NgramSpec
 from ..layer_source import LayerSource
 from ..mixers.mixer import CausalConvolution

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from ...layers.layer_spec import LayerSpec
 from ...layers.layers import HeadBound
-from ...layers.spec import LayerSpec, ModelSpec
+from ...layers.spec import ModelSpec
 from ...layers.specs.relative_biases import RelativeBiasSpec
 from ..weights import Rows, WeightReader
 

@@ -14,11 +14,12 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from ...attention import AttentionBackend
+from ...layers.layer_spec import LayerSpec
 from ...layers.layers import LayerKernels, Linear
 from ...layers.parallel.shard import ModelShard
 from ...layers.rope import RotaryTables
 from ...layers.shared_block import SharedBlock
-from ...layers.spec import LayerSpec, ModelSpec
+from ...layers.spec import ModelSpec
 from ..attention import Attention, qkv_rows
 from ..layer_source import LayerSource
 from ..mlp import MLP

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ....protocol.checkpoint.recurrent_layers import ConvolvedAttention
-from ...layers.spec import LayerSpec
+from ...layers.layer_spec import LayerSpec
 from ..cross_attention import CrossAttention
 from ..layer_source import LayerSource
 from ..layer_step import LayerStep

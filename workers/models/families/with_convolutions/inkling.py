@@ -9,8 +9,9 @@ from .....protocol.checkpoint.recurrent_config import (
     read_inner_convolutions,
     read_scaled_convolutions,
 )
+from ....layers.layer_spec import LayerSpec
 from ....layers.rope import QueryScaling
-from ....layers.spec import LayerSpec, ModelSpec
+from ....layers.spec import ModelSpec
 from ....layers.specs.attention_residuals import AttentionResidualsSpec
 from ....layers.specs.experts import SoftCaps
 from ....layers.specs.norm_names import NormNames

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from .....protocol.checkpoint.config_fields import ConfigFields
 from .....protocol.checkpoint.recurrent_config import read_head_convolutions
+from ....layers.layer_spec import LayerSpec
 from ....layers.read_rope import read_rope_of_layer_type
-from ....layers.spec import LayerSpec, ModelSpec
+from ....layers.spec import ModelSpec
 from ....layers.specs.experts import RouterSpec
 from ..common import Family, base_spec
 from ..experts import read_experts, with_experts

@@ -6,8 +6,9 @@ from typing import Any
 
 from .....protocol.checkpoint.config_fields import ConfigFields
 from .....protocol.checkpoint.embedding import LATE
+from ....layers.layer_spec import LayerSpec
 from ....layers.read_rope import read_rope, read_rope_of_layer_type
-from ....layers.spec import LayerSpec, ModelSpec
+from ....layers.spec import ModelSpec
 from ....layers.specs.norm_names import NormNames
 from ..common import (
     Family,

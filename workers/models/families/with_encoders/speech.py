@@ -14,8 +14,9 @@ from .....protocol.checkpoint.speech_encoders import (
     streaming_spec,
 )
 from .....protocol.config.audio_tower import AnyAudioSpec
+from ....layers.layer_spec import LayerSpec
 from ....layers.read_rope import read_rope
-from ....layers.spec import LayerSpec, ModelSpec, SourceSpec
+from ....layers.spec import ModelSpec, SourceSpec
 from ....layers.specs.convolution import ConvolutionSpec
 from ....layers.specs.norm_names import NormNames
 from ..common import Family, base_spec, uniform_layers

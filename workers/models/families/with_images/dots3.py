@@ -5,8 +5,9 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from .....protocol.checkpoint.config_fields import ConfigFields
+from ....layers.layer_spec import LayerSpec
 from ....layers.read_rope import read_rope_of_layer_type
-from ....layers.spec import LayerSpec, ModelSpec
+from ....layers.spec import ModelSpec
 from ....layers.specs.latent import IndexerSpec, LatentSpec
 from ..common import Family
 from ..experts import deepseek_experts, first_dense, has_listed_experts, with_experts

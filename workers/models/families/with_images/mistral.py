@@ -5,8 +5,9 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from .....protocol.checkpoint.config_fields import ConfigFields
+from ....layers.layer_spec import LayerSpec
 from ....layers.read_rope import read_rope
-from ....layers.spec import LayerSpec, ModelSpec
+from ....layers.spec import ModelSpec
 from ....layers.specs.latent import IndexerSpec
 from ..common import Family
 from ..experts import first_dense, has_listed_experts, with_experts

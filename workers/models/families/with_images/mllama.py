@@ -9,8 +9,9 @@ from msgspec.structs import replace
 from .....protocol.checkpoint.config_fields import ConfigFields
 from .....protocol.checkpoint.field_names import NUM_IMAGE_TOKENS
 from .....protocol.checkpoint.vision.llama import TilesVisionSpec
+from ....layers.layer_spec import LayerSpec
 from ....layers.read_rope import read_rope
-from ....layers.spec import LayerSpec, ModelSpec, SourceSpec
+from ....layers.spec import ModelSpec, SourceSpec
 from ....layers.specs.norm_names import NormNames
 from ..common import Family, base_spec, head_dim
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from .....protocol.checkpoint.config_fields import ConfigFields
+from ....layers.layer_spec import LayerSpec
 from ....layers.read_rope import read_rope
-from ....layers.spec import LayerSpec, ModelSpec
+from ....layers.spec import ModelSpec
 from ....layers.specs.norm_names import NormNames
 from ..common import Family, base_spec, head_dim
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from .....protocol.checkpoint.config_fields import ConfigFields
+from ....layers.layer_spec import LayerSpec
 from ....layers.read_rope import read_rope
-from ....layers.spec import LayerSpec, ModelSpec
+from ....layers.spec import ModelSpec
 from ....layers.specs.norm_names import NormNames
 from ..common import Family, attention_biases, base_spec, head_dim, sliding_layers
 from ..experts import has_listed_experts, read_experts, with_experts
