@@ -245,6 +245,8 @@ _USUAL: dict[str, dict[str, Any]] = {
         name: {"layer_types": ["full_attention"] * 3 + ["minimax_m3_sparse"] * 57}
         for name in ("minimax_m3", "minimax_m3_vl", "minimax_m3_vl_text")
     },
+    "minicpmo": {"version": 2.6},
+    "minicpmv": {"version": 2.6},
     "nemotron_h_puzzle": {
         "block_configs": [
             {"block_type": "mamba"},

@@ -199,9 +199,10 @@ class SlicesProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="slic
     """Resizes an image to about `side` x `side` pixels, and adds up to `max_slices` slices of a large one.
 
     The grid of slices has an aspect ratio similar to the image's, and each slice about `side` x `side` pixels. Sides
-    are multiples of `unit` pixels, and each square of `unit` x `unit` pixels makes one embedding. In the prompt, a
-    slice is between `slice_start` and `slice_end`. If `max_slices` is 1, no slices are added. If `newline_id`, the
-    token between rows of slices, is given, tokens have rotary positions on one canvas (MiniCPM-V 4.7).
+    are multiples of `unit` pixels, and each square of `unit` x `unit` pixels makes one embedding. If `has_equal_counts`
+    is true, each slice makes `num_outputs` embeddings instead (MiniCPM-V 2.6). In the prompt, a slice is between
+    `slice_start` and `slice_end`. If `max_slices` is 1, no slices are added. If `newline_id`, the token between rows of
+    slices, is given, tokens have rotary positions on one canvas (MiniCPM-V 4.7).
     """
 
     side: int
@@ -210,6 +211,7 @@ class SlicesProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="slic
     slice_start: str = ""
     slice_end: str = ""
     newline_id: int | None = None
+    has_equal_counts: bool = False
 
 
 class PadProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="pad"):

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...protocol.checkpoint.vision.spec import VisionSpec
+from ...protocol.checkpoint.vision.tiled.minicpm import HEAD_SIZE
 from ..loaders import Checkpoint
 from .image_tower import TowerSource
 from .weights import Linear, Norm, VisionWeights, find_activation
@@ -161,6 +162,56 @@ def _queries(spec: VisionSpec, checkpoint: Checkpoint, read: _Reader) -> Project
     return project
 
 
+def _resampler(spec: VisionSpec, checkpoint: Checkpoint, read: _Reader) -> Projection:
+    weights, size, count = read("resampler.query"), spec.output_size, spec.max_outputs
+    name, num_heads = "resampler.", size // HEAD_SIZE
+
+    def norm(each: str) -> Norm:
+        return weights.read_layer_norm(f"{name}ln_{each}", size, spec.projection_eps)
+
+    joined = Linear(
+        weights.read(f"{name}attn.in_proj_weight", 3 * size, size),
+        weights.read(f"{name}attn.in_proj_bias", 3 * size),
+    )
+    to_q, to_k, to_v = joined.split(3)
+    # The queries are the same for all images.
+    q_QD = to_q(norm("q")(weights.read(f"{name}query", count, size)))
+    first = (
+        weights.read_linear(f"{name}kv_proj", size, spec.hidden_size, has_bias=False)
+        if spec.hidden_size != size
+        else None
+    )
+    norm_patches, last_norm = norm("kv"), norm("post")
+    output = weights.read_linear(f"{name}attn.out_proj", size, size)
+    last_DD = weights.read(f"{name}proj", size, size)
+
+    def heads(x_PD: Tensor) -> Tensor:
+        return x_PD.unflatten(1, (num_heads, -1)).transpose(0, 1)
+
+    def project(x_PD: Tensor, num_columns: int) -> Tensor:
+        x_PD = norm_patches(x_PD if first is None else first(x_PD))
+        places_PD = _waves(len(x_PD) // num_columns, num_columns, size).to(x_PD)
+        attended = F.scaled_dot_product_attention(
+            heads(q_QD), heads(to_k(x_PD + places_PD)), heads(to_v(x_PD))
+        )
+        return last_norm(output(attended.transpose(0, 1).flatten(1))) @ last_DD
+
+    return project
+
+
+def _waves(rows: int, columns: int, size: int) -> Tensor:
+    """Return the positions of patches [P, size]: sines and cosines of the column, then those of the row."""
+    frequencies = 1.0 / 10_000 ** (torch.arange(size // 4) / (size / 4))
+
+    def of_axis(count: int) -> Tensor:
+        angles = torch.arange(count)[:, None] * frequencies
+        return torch.cat((angles.sin(), angles.cos()), -1)
+
+    shape = rows, columns, size // 2
+    parts = of_axis(columns).expand(shape), of_axis(rows)[:, None].expand(shape)
+    return torch.cat(parts, -1).flatten(0, 1)
+
+
 def _class(spec: VisionSpec, checkpoint: Checkpoint, read: _Reader) -> Projection:
     product = read(f"{_MATRIX}.weight").read_linear(
         _MATRIX, spec.output_size, spec.hidden_size, has_bias=spec.projection_bias
@@ -280,6 +331,7 @@ _KINDS: Final[dict[str, Callable[[VisionSpec, Checkpoint, _Reader], Projection]]
     "matrix": _matrix,
     "adapter": _adapter,
     "queries": _queries,
+    "resampler": _resampler,
     "class": _class,
     "probe": _probe,
     "mlp": _mlp,

@@ -56,7 +56,7 @@ class VisionTower(ImageTower):
             self._class_D = tensors.read("embeddings.class_embedding", size)
         self._positions: Tensor | None = None
         name = "embeddings.position_embedding.weight"
-        if spec.positions in ("patches", "nearest"):
+        if spec.positions in ("patches", "nearest", "stepped"):
             num_positions = spec.num_patches + spec.has_class_token
             self._positions = tensors.read(name, num_positions, size)
             if spec.has_class_last:
@@ -231,11 +231,10 @@ class VisionTower(ImageTower):
         if self._positions is not None and spec.positions == "axes":
             columns, rows = self._positions[0, :num_columns], self._positions[1, :num_rows]
             x_PD = x_PD + (columns + rows[:, None]).flatten(0, 1)
-        elif self._positions is not None and spec.positions == "nearest":
+        elif self._positions is not None and spec.positions in ("nearest", "stepped"):
             side = spec.image_size // spec.patch_size
             rows, columns = (
-                _nearest(count, side, in_steps=spec.margins is not None)
-                for count in shown or (num_rows, num_columns)
+                _nearest(count, side, spec) for count in shown or (num_rows, num_columns)
             )
             at = (rows[:, None] * side + columns).flatten()
             # Margins have the first position.
@@ -270,13 +269,17 @@ class VisionTower(ImageTower):
         return self._project(x_PD, row_length)
 
 
-def _nearest(count: int, side: int, *, in_steps: bool) -> Tensor:
+def _nearest(count: int, side: int, spec: VisionSpec) -> Tensor:
     """Return the place among `side` learned ones that is nearest to each of `count` places, int64 [count].
 
-    The bounds and places are rounded in the same way as in transformers: if `in_steps`, places are multiples of a
-    rounded distance.
+    The bounds and places are rounded in the same way as in the models' own code.
     """
     bounds = torch.arange(1 / side, 1.0, 1 / side)
     at = torch.arange(count)
-    places = (at * (1.0 / torch.tensor(count))).clamp(max=1.0 - 1e-6) if in_steps else at / count
+    if spec.positions == "stepped":
+        places = torch.arange(0, 1 - 1e-6, 1 / count)[:count]
+    elif spec.margins is not None:
+        places = (at * (1.0 / torch.tensor(count))).clamp(max=1.0 - 1e-6)
+    else:
+        places = at / count
     return torch.bucketize(places, bounds, right=True)

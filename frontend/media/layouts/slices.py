@@ -42,6 +42,8 @@ def slices(image: Image.Image, config: SlicesProcessor) -> Parts:
 
 
 def _tile(image: Image.Image, config: SlicesProcessor) -> Tile:
+    if config.has_equal_counts:
+        return make_tile(image, config)
     rows, columns = image.height // config.unit, image.width // config.unit
     grid = None if config.newline_id is None else EncoderGrid(rows, columns)
     return make_tile(image, config)._replace(num_outputs=rows * columns, grid=grid)

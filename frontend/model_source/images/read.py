@@ -39,7 +39,7 @@ from .single import longest, middle, single
 from .source import ProcessorSource
 from .tiled.cohere import aya_vision, cohere2_vision
 from .tiled.internvl import IMAGE_CONTEXT, canvas, described_canvas, views
-from .tiled.minicpm import slices
+from .tiled.minicpm import slices, slices_of_queries
 from .tiled.molmo import overlaps
 from .tiled.ovis import cover
 from .tiled.phi4 import crops
@@ -47,7 +47,7 @@ from .tiled.phi4 import crops
 logger = logging.getLogger(__name__)
 
 _PHI4_TOKEN_ID: Final = 200_010
-_TOKEN_TEXTS: Final = {"internvl_chat": IMAGE_CONTEXT}
+_TOKEN_TEXTS: Final = {"internvl_chat": IMAGE_CONTEXT, "minicpmo": "<unk>", "minicpmv": "<unk>"}
 """The texts of placeholder tokens whose ids are not in the config, by model type."""
 
 _DESCRIBED_BY_CONFIG: Final = ("internvl_chat",)
@@ -183,6 +183,8 @@ _READERS: Final[dict[str, _Reader]] = {
     "llava_onevision": anyres,
     "minimax_m3_vl": resize_between_marks,
     "minicpm_ocr": slices,
+    "minicpmo": slices_of_queries,
+    "minicpmv": slices_of_queries,
     "minicpmv4_6": slices,
     "minicpmv4_7": slices,
     "mistral3": pixtral,

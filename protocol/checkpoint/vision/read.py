@@ -36,7 +36,7 @@ from .pixtral import pixtral
 from .spec import VisionSpec
 from .tiled.cohere import aya_vision, cohere2_vision
 from .tiled.internvl import internvl, internvl_chat, qianfan_ocr
-from .tiled.minicpm import minicpm_ocr, minicpmv4_6, minicpmv4_7
+from .tiled.minicpm import minicpm_ocr, minicpmv, minicpmv4_6, minicpmv4_7
 from .tiled.molmo import PooledVisionSpec, molmo2
 from .tiled.ovis import ovis2
 from .tiled.phi4 import phi4_multimodal
@@ -124,6 +124,8 @@ _READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionS
     "llava_onevision": llava_onevision,
     "minimax_m3_vl": minimax_m3,
     "minicpm_ocr": minicpm_ocr,
+    "minicpmo": minicpmv,
+    "minicpmv": minicpmv,
     "minicpmv4_6": minicpmv4_6,
     "minicpmv4_7": minicpmv4_7,
     "mistral3": pixtral,

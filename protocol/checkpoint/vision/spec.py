@@ -80,8 +80,8 @@ class VisionSpec(msgspec.Struct, frozen=True):
         has_flat_patches: True if the checkpoint stores the patch projection with two dimensions.
         has_channels_last: True if the pixels of a patch are stored pixel by pixel, else channel by channel.
         positions: Positions are learned for each patch of a square image, or for each row and column ("axes"). Patches
-            of images of any size may read the position that is nearest to theirs in a square one ("nearest"). None if
-            they are not learned.
+            of images of any size may read the position that is nearest to theirs in a square one ("nearest", or
+            "stepped" if places are multiples of a rounded distance). None if they are not learned.
         margins: The treatment of the patches of margins at the right and at the bottom of an image. They are left out
             (Aria), or other patches do not attend to them (Phi-4-multimodal). None if there are no margins.
         rope_theta: If not 0, queries and keys are rotated by column and row.
@@ -130,6 +130,8 @@ class VisionSpec(msgspec.Struct, frozen=True):
       (Ovis, arXiv 2405.20797)
     * "queries": one of the sets of learned queries in `query_counts` attends to the patches, with the heads of the
       tower, before a norm and two products (Aria, arXiv 2410.05993)
+    * "resampler": `max_outputs` learned queries attend to the patches, whose keys have fixed positions, with heads of
+      128 elements, before a norm and one product (MiniCPM-V 2.6, arXiv 2408.01800)
     * "class": a product of the class token alone, whose result is the embedding of an image without a decoder (CLIP)
     * "probe": a learned query attends to the patches before an MLP; the result is as for "class" (SigLIP)
     * "adapter": two products with `adapter_size` outputs and no biases, each followed by an activation, then a matrix
@@ -156,6 +158,7 @@ class VisionSpec(msgspec.Struct, frozen=True):
         "standardized mean",
         "words",
         "queries",
+        "resampler",
         "class",
         "probe",
         "adapter",
@@ -177,7 +180,7 @@ class VisionSpec(msgspec.Struct, frozen=True):
     has_patch_bias: bool = True
     has_flat_patches: bool = False
     has_channels_last: bool = False
-    positions: Literal["patches", "axes", "nearest"] | None = "patches"
+    positions: Literal["patches", "axes", "nearest", "stepped"] | None = "patches"
     num_positions: int = 0
     margins: Literal["left out", "unseen"] | None = None
     rope_theta: float = 0.0

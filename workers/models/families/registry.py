@@ -53,7 +53,7 @@ from . import (
 from .common import Family, with_score_head
 from .with_convolutions import inkling, zaya
 from .with_encoders import absolute, beside_images, encoder_decoders, rotary, speech
-from .with_images import aria, dots3, ernie, mistral, mllama, molmo, muse
+from .with_images import aria, dots3, ernie, minicpm, mistral, mllama, molmo, muse
 from .with_images import deepseek as deepseek_ocr
 from .with_other_names import dense as other_dense
 
@@ -83,6 +83,7 @@ FAMILIES = (
     *deepseek_ocr.FAMILIES,
     *dots3.FAMILIES,
     *ernie.FAMILIES,
+    *minicpm.FAMILIES,
     *mistral.FAMILIES,
     *mllama.FAMILIES,
     *molmo.FAMILIES,

@@ -51,3 +51,30 @@ def slices(source: ProcessorSource, vision: VisionSpec, token_id: int) -> Slices
         slice_end=token("slice_end") if splits else "",
         newline_id=newline_id,
     )
+
+
+def slices_of_queries(
+    source: ProcessorSource, vision: VisionSpec, token_id: int
+) -> SlicesProcessor:
+    """Return the processor of MiniCPM-V 2.6, 4 and 4.5, whose own file names the marks of its prompts."""
+    fields, config, unit = source.fields, source.config, vision.patch_size
+    fields.require("patch_size", unit, ", as in config.json")
+    fields.require("image_feature_size", vision.max_outputs, ", as query_num in config.json")
+    splits = fields.boolean("slice_mode", config.boolean("slice_mode", True))
+    is_numbered = fields.boolean("use_image_id", config.boolean("use_image_id", False))
+    statistics = {f"image_{name}": fields.get(f"norm_{name}") for name in ("mean", "std")}
+    common = values(fields.with_values(statistics), vision, token_id, BICUBIC)
+    return SlicesProcessor(
+        **common,
+        mark="(<image>./</image>)",
+        side=fields.integer("scale_resolution", 448, minimum=unit, maximum=MAX_SIDE),
+        unit=unit,
+        max_slices=fields.integer("max_slice_nums", 9, maximum=_MAX_SLICES) if splits else 1,
+        has_equal_counts=True,
+        start=fields.text("im_start", "<image>"),
+        end=fields.text("im_end", "</image>"),
+        number_start=fields.text("im_id_start", "<image_id>") if is_numbered else "",
+        number_end=fields.text("im_id_end", "</image_id>") if is_numbered else "",
+        slice_start=fields.text("slice_start", "<slice>"),
+        slice_end=fields.text("slice_end", "</slice>"),
+    )

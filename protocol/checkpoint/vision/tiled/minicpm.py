@@ -1,4 +1,4 @@
-"""Read the vision towers of MiniCPM-V 4.6 and 4.7 and MiniCPM-OCR."""
+"""Read the vision towers of MiniCPM-V and MiniCPM-OCR."""
 
 from __future__ import annotations
 
@@ -48,6 +48,46 @@ def minicpm_ocr(fields: ConfigFields, vision: ConfigFields, output_size: int) ->
     """Return the tower of MiniCPM-OCR, which merges patches only at its end."""
     return minicpmv4_6(fields.with_defaults(downsample_mode="4x"), vision, output_size)
 
+
+def minicpmv(fields: ConfigFields, vision: ConfigFields, output_size: int) -> VisionSpec:
+    """Return the tower of MiniCPM-V 2.6, 4 and 4.5, whose patches are read by learned queries.
+
+    Raises:
+        CheckpointError: A field is missing or invalid, or the model has another version.
+    """
+    check_version(fields)
+    if output_size % HEAD_SIZE:
+        raise fields.wrong("hidden_size", f"a multiple of {HEAD_SIZE}", output_size)
+    spec = siglip(vision, output_size, projection="resampler")
+    [num_layers] = spec.feature_layers
+    if fields.boolean("drop_vision_last_layer", False):
+        num_layers -= 1
+    return replace(
+        spec,
+        feature_layers=(num_layers,),
+        max_outputs=fields.integer("query_num", 64, maximum=4096),
+        positions="stepped",
+        projection_eps=1e-6,
+    )
+
+
+def check_version(fields: ConfigFields) -> str:
+    """Return the version of MiniCPM-V, as the model's own code tells its decoder from it.
+
+    Raises:
+        CheckpointError: It is not supported.
+    """
+    version = str(fields.get("version"))
+    if version not in VERSIONS:
+        raise fields.wrong("version", f"one of {', '.join(VERSIONS)}", fields.get("version"))
+    return version
+
+
+HEAD_SIZE: Final = 128
+"""The number of elements of a head of the queries."""
+
+VERSIONS: Final = ("2.6", "4.0", "4.5")
+"""The versions of MiniCPM-V whose images are read in the same way."""
 
 _MINICPM_NAMES: Final = (
     (r"(model\.)?merger\.mlp\.0\.pre_norm\.", "multi_modal_projector.layer_norm."),

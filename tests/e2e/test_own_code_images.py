@@ -1,0 +1,85 @@
+"""A server of models that read images, in the formats of their authors."""
+
+from __future__ import annotations
+
+import concurrent.futures
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import openai
+import pytest
+import torch
+from engine.frontend.media.layouts.pixels import Tile
+from engine.frontend.media.processor import process_image
+from engine.frontend.model_source.images.read import read_image_processor
+from engine.protocol.checkpoint.config_fields import ConfigFields
+from engine.protocol.checkpoint.field_names import text_section
+from PIL import Image
+from support.image_models import CHATS
+from support.image_requests import ask_together, chat
+from support.own_code.minicpm import minicpmv
+from support.own_code.model import OwnCodeModel, normalized
+from support.server import DEVICE, Server, assert_nothing_is_held
+from support.tiny_checkpoints import sentencepiece_tokenizer
+from support.vision_checkpoints import CHAT_TEMPLATE
+
+torch.set_num_threads(1)
+MODELS: dict[str, tuple[Callable[..., OwnCodeModel], str, str, list[str]]] = {
+    "minicpmv": (
+        partial(minicpmv, version="2.6"),
+        "<unk>",
+        "(<image>./</image>)",
+        ["<image>", "</image>", "<slice>", "</slice>", "<image_id>", "</image_id>"],
+    ),
+}
+"""The function that writes a model, the text of its placeholder, its mark of an image, and its special tokens."""
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_answers_survive_preemption_and_a_killed_worker(tmp_path: Path, kind: str) -> None:
+    write, placeholder, mark, marks = MODELS[kind]
+    tokenizer = sentencepiece_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": marks})
+    tokenizer.chat_template = CHAT_TEMPLATE.replace("<image>", mark)
+    tokenizer.save_pretrained(tmp_path)
+    image_token = tokenizer.convert_tokens_to_ids(placeholder)
+    model = write(tmp_path, vocab_size=len(tokenizer), image_token=image_token)
+    flags = ("--dtype", "float32", "--device", DEVICE, "--served-model-name", "tiny", "-tp", "2")
+    memory = ("--max-num-batched-tokens", "40", "--max-num-seqs", "4", "--max-model-len", "200")
+    with (
+        Server(str(tmp_path), *flags, *memory, "--num-gpu-blocks-override", "14") as server,
+        concurrent.futures.ThreadPoolExecutor(1) as pool,
+    ):
+        bodies = [chat(*parts) for parts in CHATS]
+        answers = ask_together(server, bodies * 2)
+        assert server.metric("engine:num_preemptions_total") > 0
+        killed = pool.submit(ask_together, server, bodies)
+        server.child("worker 0").kill()
+        answers += killed.result()
+        server.wait_until_whole()
+        client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
+        stream = client.chat.completions.create(
+            model="tiny",
+            messages=bodies[0]["messages"],
+            max_tokens=12,
+            temperature=0,
+            stream=True,
+            extra_body={"ignore_eos": True},
+        )
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
+        assert text == answers[0]["choices"][0]["message"]["content"]
+        assert_nothing_is_held(server)
+    config = ConfigFields.read(tmp_path / "config.json")
+    processor = read_image_processor(tmp_path, config, text_section(config) or config, {})
+    assert processor is not None
+    for index, answer in enumerate(answers):
+        tokens = list(answer["prompt_token_ids"])
+        images = [
+            [normalized(x.payload) for x in process_image(part, processor) if isinstance(x, Tile)]
+            for part in CHATS[index % len(CHATS)]
+            if isinstance(part, Image.Image)
+        ]
+        for token in answer["choices"][0]["token_ids"]:
+            assert model.logits(tokens, images)[-1].argmax() == token
+            tokens.append(token)

@@ -1,0 +1,1 @@
+"""Tiny random models in the formats of their authors, which transformers has no code for."""

@@ -1,0 +1,82 @@
+"""Models in the formats of their authors give the logits of their own code for images of any size."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine.frontend.media.layouts.pixels import Tile
+from engine.frontend.media.processor import process_image
+from engine.frontend.model_source.images.read import read_image_processor
+from engine.protocol.checkpoint.config_fields import ConfigFields
+from engine.protocol.checkpoint.field_names import text_section
+from engine.workers.loaders.open_checkpoint import open_checkpoint
+from engine.workers.towers.image_tower import TowerSource
+from engine.workers.towers.make_tower import make_tower
+from engine.workers.towers.placed import Placed
+from PIL import Image
+from support.decoders import CPU, TOWER_LAYERS, Runner, load_decoder, load_native_decoder
+from support.own_code.minicpm import minicpmv
+from support.own_code.model import OwnCodeModel, normalized
+
+pytestmark = pytest.mark.slow
+
+torch.set_num_threads(1)
+MODELS: dict[str, Callable[[Path], OwnCodeModel]] = {
+    **{
+        f"minicpmv-{version}": partial(minicpmv, version=version)
+        for version in ("2.6", "4.0", "4.5")
+    },
+}
+UNKNOWN = '{"content": "<unk>", "lstrip": false, "normalized": false, "rstrip": false, "single_word": false}'
+
+
+@pytest.mark.parametrize("load", [load_decoder, load_native_decoder])
+@pytest.mark.parametrize("kind", MODELS)
+def test_logits_equal_those_of_the_authors_code(
+    tmp_path: Path, kind: str, load: Callable[..., Any]
+) -> None:
+    reference = MODELS[kind](tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(
+        f'{{"added_tokens_decoder": {{"{reference.image_token}": {UNKNOWN}}}}}'
+    )
+    config = ConfigFields.read(tmp_path / "config.json")
+    processor = read_image_processor(tmp_path, config, text_section(config) or config, {})
+    assert processor is not None
+    rng = random.Random(3)
+    prompt, images, payloads = [1], [], []
+    for seed, size in enumerate([(30, 21), (9, 90), (100, 44), (200, 180)]):
+        pixels = np.random.default_rng(seed).integers(0, 256, (*size[::-1], 3), np.uint8)
+        tiles = []
+        for part in process_image(Image.fromarray(pixels), processor):
+            if isinstance(part, Tile):
+                prompt += [reference.image_token] * part.num_outputs
+                tiles.append(normalized(part.payload))
+                payloads.append(part.payload)
+            else:
+                prompt.append(rng.randrange(90))
+        images.append(tiles)
+    prompt += [rng.randrange(90) for _ in range(5)]
+    expected = reference.logits(prompt, images)
+    decoder = load(tmp_path, max_model_len=2048)
+    tower = make_tower(
+        decoder.spec.encoder,
+        TowerSource(open_checkpoint(tmp_path), CPU, torch.float32, make_layers=TOWER_LAYERS[load]),
+    )
+    encoded = torch.cat([tower(payload) for payload in payloads])
+    is_image = np.array(prompt) == reference.image_token
+    rows = np.where(is_image, np.cumsum(is_image) - 1, -1).astype(np.int32)
+    assert len(encoded) == is_image.sum()
+    runner = Runner(decoder, 1, max_tokens=2048)
+    found = []
+    # The first chunk ends within an image.
+    for start, end in ((0, 4), (4, len(prompt))):
+        decoder.placed = Placed(rows[start:end].copy(), encoded)
+        found.append(runner.step({0: prompt[start:end]})[0])
+    torch.testing.assert_close(torch.cat(found), expected, atol=1e-4, rtol=1e-4)
