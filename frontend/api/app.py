@@ -48,6 +48,7 @@ from .routes.tokenization import Tokenization
 from .routes.transcriptions import Transcriptions
 from .routes.web_page import web_page_routes
 from .serving import Serving
+from .sockets.responses import ResponsesSocket
 from .stored_chats.endpoint import StoredChatCompletions
 from .stored_chats.records import ChatRecords
 from .stored_chats.routes import chat_routes
@@ -84,6 +85,7 @@ def create_app(serving: Serving, *, is_loopback: bool) -> App:
     edge = LoadReports(edge, serving.engine.metrics.read_load)
     if serving.tracer is not None:
         edge = Tracing(edge, serving.tracer)
+    serving.app = edge
     return App(Origins(edge, frontend, is_loopback=is_loopback), recovery)
 
 
@@ -114,6 +116,7 @@ def make_routes(serving: Serving) -> list[Route]:
         Route("/chat/completions", chat_completions, methods=["POST"]),
         Route("/chat/completions/{id}/events", Events(serving, chat_completions), methods=["GET"]),
         *response_routes(serving, intake, files),
+        Route("/responses", ResponsesSocket(serving, intake), methods=["GET"]),
         *file_routes(serving, intake, files),
         *batch_routes(serving, intake, batch_records, files, batch_executor),
         Route("/embeddings", embeddings.embed, methods=["POST"]),

@@ -45,6 +45,13 @@ def _body_type(route: Route) -> str:
     return found
 
 
+def _success(route: Route) -> dict[str, Any]:
+    """Return the answer to a request that succeeds. OpenAPI cannot describe the messages of a WebSocket."""
+    if getattr(route.endpoint, "is_websocket", False):
+        return {"101": {"description": "A WebSocket"}}
+    return {"200": {"description": "OK"}}
+
+
 def describe_routes(routes: Sequence[Route]) -> dict[str, Any]:
     """Return an OpenAPI 3.1 document with every route, method, path parameter and body schema."""
     schemas = [_body_schemas(route) for route in routes]
@@ -57,7 +64,7 @@ def describe_routes(routes: Sequence[Route]) -> dict[str, Any]:
         operation: dict[str, Any] = {
             "tags": [group],
             "summary": summary,
-            "responses": {"200": {"description": "OK"}},
+            "responses": _success(route),
         }
         if route.path_format in OPEN_PATHS:
             operation["security"] = []

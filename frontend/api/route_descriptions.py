@@ -18,7 +18,10 @@ ROUTE_DESCRIPTIONS: Final[dict[str, tuple[str, str]]] = {
     "/v1/completions/{id}/events": (CLIENTS, "Stream a recorded completion from any position."),
     "/v1/chat/completions/{id}/events": (CLIENTS, "Stream a recorded answer from any position."),
     "/v1/chat/completions/batch": (CLIENTS, "Answer several conversations in one request."),
-    "/v1/responses": (CLIENTS, "Answer a conversation (OpenAI's Responses API)."),
+    "/v1/responses": (
+        CLIENTS,
+        "Answer a conversation (OpenAI's Responses API); GET opens a WebSocket.",
+    ),
     "/v1/responses/compact": (CLIENTS, "Replace the items of a conversation with a summary."),
     "/v1/responses/input_tokens": (CLIENTS, "Count the tokens of a response's prompt."),
     "/v1/responses/{id}": (CLIENTS, "Return or delete a stored response."),

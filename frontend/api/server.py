@@ -181,6 +181,7 @@ class Frontend:
                     {http_task, stop_task, retire_task}, return_when=asyncio.FIRST_COMPLETED
                 )
             start_task.cancel()
+            http.end_websockets()
             await self._drain()
         finally:
             for task in (publish_task, collect_task, retire_task):

@@ -67,8 +67,8 @@ class Serving:
 
     `stage` is STARTING, WARMING, READY or DRAINING, in this order; `detail` describes what the server waits for. The
     server `is_retired` if another one has taken its place, while it still answers open connections. `when_ready` holds
-    functions that are called once the server is ready. `router` has all routes; None before they are created. `tracer`
-    is None if requests are not traced.
+    functions that are called once the server is ready. `router` has all routes, and `app` also checks and traces
+    requests; None before they are created. `tracer` is None if requests are not traced.
     """
 
     def __init__(
@@ -86,6 +86,7 @@ class Serving:
         self.engine = engine
         self.store = store
         self.router: ASGIApp | None = None
+        self.app: ASGIApp | None = None
         self.tracer: Tracer | None = None
         self.when_ready: list[Callable[[], Awaitable[None]]] = []
         self._begin_time = time.monotonic()

@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...protocol.config import FrontendConfig
 from .errors import APIError, echo
+from .websocket import KEY_SUBPROTOCOL, OFFER, read_subprotocols
 
 WEB_PATHS: Final = ("/", "/web/app.js", "/web/app.css", "/web/icon.svg")
 """Routes of the web page, which need no API key: the page contains no data and asks the user for the key."""
@@ -204,8 +205,9 @@ class Origins(CORSMiddleware):
         normalize_path(scope, self._root_path)
         path = get_route_path(scope)
         origin = dict(scope["headers"]).get(b"origin", b"").decode("latin-1")
-        if path.endswith(FORM_PATHS) and origin and not self.is_allowed_origin(origin):
-            # Browsers send forms without a preflight request, so the origin must be checked here.
+        is_unasked = path.endswith(FORM_PATHS) or scope.get("state", {}).get(OFFER, False)
+        if is_unasked and origin and not self.is_allowed_origin(origin):
+            # Browsers send forms and open WebSockets without a preflight request, so the origin must be checked here.
             error = _forbidden(f"Web pages of {echo(origin)} may not call this server")
             await error.response()(scope, receive, send)
         elif is_operator_path(path):
@@ -269,8 +271,11 @@ def _digest(key: bytes) -> bytes:
 
 
 def _key_of(headers: dict[bytes, bytes]) -> bytes:
-    """Return the API key of a request. Anthropic's clients send it in a different header."""
+    """Return the API key of a request. Anthropic's clients and web pages with a WebSocket send it in other headers."""
     scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
     if scheme.lower() == b"bearer":
         return key.strip()
+    for name in read_subprotocols(headers):
+        if name.startswith(KEY_SUBPROTOCOL):
+            return name.removeprefix(KEY_SUBPROTOCOL).encode("latin-1")
     return headers.get(b"x-api-key", b"").strip()

@@ -14,9 +14,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from .access import OPEN_PATHS
 from .descriptors import DescriptorReserve
 from .errors import APIError, unavailable
-
-MIN_BYTES_PER_S: Final = 1000
-"""Requests that arrive at least this fast may take longer than the time limit, in bytes per second."""
+from .websocket import GOING_AWAY, MIN_BYTES_PER_S, OFFER, RESTART, Lease, WebSocket
 
 MAX_HEAD_BYTES: Final = 64 * 1024
 """Maximum bytes of a request's head, and also of its trailers and chunk extensions."""
@@ -55,6 +53,9 @@ class Connection(HttpToolsProtocol):
     Streamed responses write to the connection directly, because a coroutine for each chunk would be slow. They find it
     in the request's state. `is_paused` is true while the client does not read. `on_writable` is called when the client
     reads again or the connection ends.
+
+    A request that asks for a WebSocket is answered as any other request, until its endpoint opens the WebSocket. Then
+    all further data belongs to it. Other upgrades are ignored.
     """
 
     # Every token reads these attributes. Slots are faster than the dict that holds uvicorn's many other attributes.
@@ -76,7 +77,8 @@ class Connection(HttpToolsProtocol):
         self._num_head_bytes = 0
         self._in_head = False
         self._in_request = False
-        self._offers_upgrade = False
+        self._offers_upgrade = self._offers_websocket = False
+        self._socket: WebSocket | None = None
         self._ends_after_response = False
         self._cycles: list[RequestResponseCycle] = []
         self._request_timer: asyncio.TimerHandle | None = None
@@ -99,10 +101,15 @@ class Connection(HttpToolsProtocol):
         for cycle in self._unfinished_cycles():
             cycle.disconnected = True
             cycle.message_event.set()
+        if self._socket is not None:
+            self._socket.lose_connection()
         self._go_on_writing()
 
     def data_received(self, data: bytes) -> None:
         """Parse received data, within the limit for heads and trailers."""
+        if self._socket is not None:
+            self._socket.receive_data(data)
+            return
         # on_message_begin resets this count, because data with the first byte of a request may start in the previous
         # request.
         self._num_received += len(data)
@@ -137,8 +144,9 @@ class Connection(HttpToolsProtocol):
     def _parse(self, data: bytes) -> bytes:
         """Parse `data` and return the rest that must be parsed again.
 
-        The server supports only HTTP/1.1 and ignores `Upgrade` headers, as it may. But the parser stops after a head
-        with one, as if another protocol followed. So that head is parsed again without the header.
+        The parser stops after a head with an `Upgrade` header, as if another protocol followed. But the server may
+        ignore the header, and another protocol follows only after the response. So that head is parsed again without
+        the header.
         """
         try:
             self.parser.feed_data(data)
@@ -213,7 +221,10 @@ class Connection(HttpToolsProtocol):
             self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
         )
         if self._offers_upgrade:
+            self._offers_websocket = self._asks_for_websocket()
             return
+        self.scope["state"][OFFER] = self._offers_websocket
+        self._offers_websocket = False
         super().on_headers_complete()
         self._in_head = False
         self._cycles = [*self._unfinished_cycles(), self.cycle]
@@ -223,6 +234,11 @@ class Connection(HttpToolsProtocol):
             # uvicorn stops reading when a request arrives before the previous response has ended. Read one request
             # ahead, because a disconnect is noticed only while reading.
             self.flow.resume_reading()
+
+    def _asks_for_websocket(self) -> bool:
+        values = [value.strip().lower() for name, value in self.headers if name == b"upgrade"]
+        is_valid = self.parser.get_method() == b"GET" and self.parser.get_http_version() == "1.1"
+        return is_valid and values == [b"websocket"]
 
     def on_message_complete(self) -> None:
         """Stop the timer of the request."""
@@ -251,6 +267,8 @@ class Connection(HttpToolsProtocol):
         """Pause streams and start the timer for a client that does not read."""
         super().pause_writing()
         self.is_paused = True
+        if self._socket is not None:
+            self._socket.pause_writing()
         self._stall_timer = self.loop.call_later(self._slow_client_s, self.transport.abort)
 
     def resume_writing(self) -> None:
@@ -259,6 +277,8 @@ class Connection(HttpToolsProtocol):
             self._stall_timer.cancel()
             self._stall_timer = None
         super().resume_writing()
+        if self._socket is not None:
+            self._socket.resume_writing()
         self._go_on_writing()
 
     def begin_stream(self) -> None:
@@ -331,11 +351,52 @@ class Connection(HttpToolsProtocol):
             )
         self.transport.close()
 
+    async def open_websocket(
+        self,
+        headers: list[tuple[bytes, bytes]],
+        send: Send,
+        max_bytes: int,
+        new_lease: Callable[[], Lease],
+    ) -> WebSocket:
+        """Accept the handshake in the current request with these response headers, and return the WebSocket.
+
+        Raises:
+            APIError: The client has sent more than the handshake (400), or the connection is about to end (503).
+        """
+        cycle = self.cycle
+        if self._in_request or self._unfinished_cycles() != [cycle]:
+            raise APIError(400, "a handshake must not be followed by data before its answer")
+        if self._ends_after_response:
+            raise unavailable("This connection is about to end; connect again", PROBE_S)
+        # The response has no body, and the connection stays open.
+        cycle.chunked_encoding, cycle.keep_alive = False, True
+        await send({"type": "http.response.start", "status": 101, "headers": headers})
+        cycle.response_complete = True
+        self._socket = WebSocket(self.transport, self._slow_client_s, max_bytes, new_lease)
+        if cycle.disconnected:
+            self._socket.lose_connection()
+        return self._socket
+
+    def end_websocket(self) -> None:
+        """Close the WebSocket, if this is one, after its current answer."""
+        if self._socket is not None:
+            self._socket.end(GOING_AWAY, "the server is shutting down")
+
+    def shutdown(self) -> None:
+        """Close the connection after its current response or answer."""
+        if self._socket is None:
+            super().shutdown()
+        else:
+            self._socket.shut_down(GOING_AWAY, "the server is shutting down")
+
     def end_after_response(self) -> None:
         """Close the connection after its current response, or when it has been idle for the usual time.
 
         An idle connection is not closed immediately, because a request may be on its way.
         """
+        if self._socket is not None:
+            self._socket.end(RESTART, "the server is being upgraded: connect again")
+            return
         self._ends_after_response = True
         for cycle in self._unfinished_cycles()[-1:]:
             cycle.keep_alive = False

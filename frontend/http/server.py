@@ -60,9 +60,15 @@ class HTTPServer(Server):
         """Stop accepting connections. Open connections may send one more request, and close when they are idle."""
         for server in self.servers:
             server.close()
-        for connection in self.server_state.connections:
+        for connection in list(self.server_state.connections):
             if isinstance(connection, Connection):
                 connection.end_after_response()
+
+    def end_websockets(self) -> None:
+        """Close every WebSocket when its current answer has ended."""
+        for connection in list(self.server_state.connections):
+            if isinstance(connection, Connection):
+                connection.end_websocket()
 
     def exit(self) -> None:
         """Let `serve` end."""

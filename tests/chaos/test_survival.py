@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import statistics
 import subprocess
@@ -17,6 +18,7 @@ from support.mixed_streams import Streams, bodies, undisturbed_answers
 from support.program import wait_until
 from support.server import Server, assert_nothing_is_held
 from support.shallow_model import shallow_model
+from websockets.sync.client import connect
 
 REQUESTS = bodies(10)
 
@@ -59,6 +61,24 @@ def test_streams_are_unchanged_by_a_crash_or_hang(
     assert streams.answers() == undisturbed
     wait_until(lambda: not victim.is_running(), what=f"{title} is gone")
     assert_nothing_is_held(server)
+
+
+@pytest.mark.parametrize("title", ["core 0", "worker 0"])
+def test_a_websocket_continues_its_response_after_a_crash(server: Server, title: str) -> None:
+    fields = {"input": "Tell me a story.", "temperature": 0, "max_output_tokens": 100}
+    message = json.dumps({"type": "response.create", "store": False, "ignore_eos": True, **fields})
+    texts: list[str] = []
+    with connect(server.url.replace("http", "ws", 1) + "/v1/responses") as socket:
+        for victim in (None, server.child(title)):
+            socket.send(message)
+            texts.append("")
+            while (event := json.loads(socket.recv(60)))["type"] != "response.incomplete":
+                if event["type"] == "response.output_text.delta":
+                    if victim is not None and not texts[-1]:
+                        victim.kill()
+                    texts[-1] += event["delta"]
+    assert texts[0] and texts[0] == texts[1]
+    server.wait_until_whole()
 
 
 def test_a_core_continues_the_streams_of_its_predecessor() -> None:

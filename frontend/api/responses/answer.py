@@ -107,6 +107,20 @@ class ResponsesAnswer(ChatAnswer):
         builder.add(message, self.render_logprobs(output))
         return self.finish(builder, output)
 
+    def without_output(self, outputs: list[Delta]) -> Json:
+        """Return the response to a request that only prepares the next one.
+
+        Raises:
+            APIError: The sequence failed.
+        """
+        raise_if_failed(outputs[0])
+        response = self.describe("completed")
+        counts = self.token_counts()
+        nothing = {"output_tokens": 0, "total_tokens": counts["input_tokens"]}
+        response["usage"] = counts | nothing | self.receipt()
+        response["completed_at"] = int(time.time())
+        return response
+
     def chunks(self) -> ResponseChunks:
         """Return the encoder of a stream."""
         return ResponseChunks(self)

@@ -26,15 +26,22 @@ from ..routes.chat_completions import (
     render_request,
 )
 from ..schema import ChatCompletionRequest
-from ..schema.responses import InputTokensRequest, ResponsesRequest
+from ..schema.responses import InputTokensRequest, ResponseCreateRequest, ResponsesRequest
 from ..serving import Serving
 from ..streaming.event_stream import EventStream
 from .answer import ResponsesAnswer, describe_response
 from .background import BackgroundRun, BackgroundRuns, RunKeeper
-from .events import read_run, send_events
+from .events import read_run, repeat_events, send_events
 from .ids import RESPONSE, new_id
-from .request import Exchange, ResponseChat, sent_name, translate_prompt, translate_response
-from .states import ResponseStates, size_of
+from .request import (
+    Exchange,
+    ResponseChat,
+    sent_name,
+    translate_prompt,
+    translate_response,
+    verify_message,
+)
+from .states import KEPT, KeptResponses, ResponseStates, size_of
 from .truncation import drop_oldest
 
 logger = logging.getLogger(__name__)
@@ -56,10 +63,14 @@ class Responses(ChatCompletions):
     async def _answer(self, scope: Scope, receive: Receive, send: Send, lease: MemoryLease) -> None:
         serving, state = self._serving, scope["state"]
         deadline = read_deadline(scope, serving.config.frontend.default_deadline_s)
-        body, size = await self._intake.receive(scope, receive, ResponsesRequest, lease)
+        kept: KeptResponses | None = state.get(KEPT)
+        schema = ResponsesRequest if kept is None else ResponseCreateRequest
+        body, size = await self._intake.receive(scope, receive, schema, lease)
+        if isinstance(body, ResponseCreateRequest):
+            verify_message(body)
         serving.verify_model(body.model)
         serving.verify_serving()
-        exchange = await self._states.begin(body, state["owner"])
+        exchange = await self._states.begin(body, state["owner"], kept)
         with renaming(partial(sent_name, body)):
             if not body.background:
                 request, size = await self._translate(exchange, size)
@@ -155,6 +166,12 @@ class Responses(ChatCompletions):
         run: BackgroundRun | None = answer.request.run
         if run is not None:
             run.accept(group)
+        if answer.exchange.only_prepares:
+            await wait_for_end(group, receive)
+            response = answer.without_output(read_outputs(group))
+            await self._end(answer, response, run)
+            await send_events(repeat_events(response, 0), scope, receive, send)
+            return
         if answer.request.stream:
             chunks = answer.chunks()
 
@@ -183,6 +200,9 @@ class Responses(ChatCompletions):
             return
         if run is not None:
             run.response = response
+        kept: KeptResponses | None = answer.exchange.kept
+        if kept is not None and response["status"] != "failed":
+            kept.add(answer.exchange, response)
         try:
             await self._states.save(answer.exchange, response)
         except APIError as error:

@@ -13,7 +13,12 @@ from ...http.errors import APIError, bad_request, expect, renamer, wrong
 from ..generation import MAX_USER_CHARACTERS
 from ..logprobs import Json
 from ..schema import ChatCompletionRequest
-from ..schema.responses import SAMPLING_FIELDS, ResponseFields, ResponsesRequest
+from ..schema.responses import (
+    SAMPLING_FIELDS,
+    ResponseCreateRequest,
+    ResponseFields,
+    ResponsesRequest,
+)
 from ..stored.metadata import verify_metadata
 from .client_tools import CLIENT_TOOLS
 from .items import Files, MessageBuilder
@@ -57,6 +62,7 @@ class Exchange:
         context: The items before `input`, from earlier responses or from the conversation.
         owner: The tenant that may read the response.
         files: The stored files that the items refer to.
+        kept: The responses that the client's WebSocket keeps; None for a client without one.
     """
 
     body: ResponsesRequest
@@ -66,6 +72,12 @@ class Exchange:
     context: list[Json] = field(default_factory=list)
     owner: str = ""
     files: Files = field(default_factory=dict)
+    kept: Any = None
+
+    @property
+    def only_prepares(self) -> bool:
+        """True if the client wants no output yet: only its prompt is computed, so that the next response is fast."""
+        return isinstance(self.body, ResponseCreateRequest) and self.body.generate is False
 
     @property
     def summarizes_reasoning(self) -> bool:
@@ -94,11 +106,15 @@ def translate_response(exchange: Exchange) -> ResponseChat:
     body = exchange.body
     _verify(body)
     logprobs = exchange.includes(INCLUDE_LOGPROBS)
+    sampling = {name: getattr(body, name) for name in SAMPLING_FIELDS}
+    max_tokens = body.max_output_tokens
+    if exchange.only_prepares:
+        max_tokens, sampling["min_tokens"] = 1, None
     return ResponseChat(
         **_prompt_fields(body, exchange.context, exchange.input, exchange.files),
-        **{name: getattr(body, name) for name in SAMPLING_FIELDS},
+        **sampling,
         stream=body.stream,
-        max_tokens=body.max_output_tokens,
+        max_tokens=max_tokens,
         user=body.user or body.safety_identifier,
         logprobs=logprobs or None,
         top_logprobs=body.top_logprobs if logprobs else None,
@@ -183,6 +199,22 @@ def _verify(body: ResponsesRequest) -> None:
     if body.background and body.store is False:
         raise bad_request("background", "needs store=true")
     verify_metadata(body.metadata)
+
+
+def verify_message(body: ResponseCreateRequest) -> None:
+    """Verify the fields of an event of a WebSocket that a request has not. Its answer is always streamed.
+
+    Raises:
+        APIError: A field is not supported (400).
+    """
+    if body.background:
+        raise bad_request("background", "is not supported on a WebSocket; send POST /v1/responses")
+    if body.stream_id is not None:
+        raise bad_request(
+            "stream_id",
+            "is not supported: a WebSocket has one response at a time; open another one",
+        )
+    body.stream = True
 
 
 def _tool_choice(choice: str | Json | None, *, has_tools: bool) -> str | Json | None:

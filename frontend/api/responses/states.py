@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import Any, Final
 
 from ...http.errors import APIError, bad_request, echo
 from ...store.client import StoreClient
+from ..bodies.request_memory import RequestMemory
 from ..files.storage import FileStorage
 from ..logprobs import Json
 from ..schema.responses import ResponseFields, ResponsesRequest
@@ -19,6 +21,67 @@ MAX_EARLIER: Final = 10_000
 """Maximum length of a chain of responses (`previous_response_id`)."""
 
 ENDED: Final = ("completed", "incomplete", "failed", "cancelled")
+
+KEPT: Final = "kept_responses"
+"""The entry of a request's state with the responses that its WebSocket keeps; none for other requests."""
+
+MAX_KEPT: Final = 4
+"""Maximum number of responses that a WebSocket keeps."""
+
+
+class KeptResponses:
+    """The latest responses on one WebSocket, which its next response may continue even if they are not stored.
+
+    Each is kept with all items that it continues.
+
+    Args:
+        memory: Counts the memory of the items. A response for which it has no room is not kept.
+        max_bytes: Maximum size of the items.
+    """
+
+    def __init__(self, memory: RequestMemory, max_bytes: int) -> None:
+        self._memory = memory
+        self._max_bytes = max_bytes
+        self._responses: dict[str, tuple[list[Json], int]] = {}
+        self._num_bytes = 0
+
+    def find(self, response_id: str) -> list[Json] | None:
+        """Return the items of a response and of those that it continues, the earliest first; None if not kept."""
+        found = self._responses.get(response_id)
+        return None if found is None else found[0]
+
+    def find_item(self, identifier: str) -> Json | None:
+        """Return an item of a kept response; None if there is no such item."""
+        for items, _ in self._responses.values():
+            for item in items:
+                if item["id"] == identifier:
+                    return item
+        return None
+
+    def add(self, exchange: Exchange, response: Json) -> None:
+        """Keep a response that has ended, instead of the oldest if there are too many."""
+        items = [*exchange.context, *exchange.input, *response["output"]]
+        size = sum(map(size_of, items))
+        while self._responses and (
+            len(self._responses) >= MAX_KEPT or self._num_bytes + size > self._max_bytes
+        ):
+            self._remove(next(iter(self._responses)))
+        if size > self._max_bytes:
+            return
+        with contextlib.suppress(APIError):
+            self._memory.count(size)
+            self._num_bytes += size
+            self._responses[exchange.response_id] = items, size
+
+    def clear(self) -> None:
+        """Release the memory of all responses."""
+        for response_id in list(self._responses):
+            self._remove(response_id)
+
+    def _remove(self, response_id: str) -> None:
+        _, size = self._responses.pop(response_id)
+        self._num_bytes -= size
+        self._memory.release(size)
 
 
 class ResponseStates:
@@ -42,18 +105,24 @@ class ResponseStates:
         self.conversations = Records(store, "conversation", "The conversation")
         self.items = Records(store, "conversation.item", "The item")
 
-    async def begin(self, body: ResponsesRequest, owner: str) -> Exchange:
-        """Return a new response with the items that it takes from the store.
+    async def begin(
+        self, body: ResponsesRequest, owner: str, kept: KeptResponses | None = None
+    ) -> Exchange:
+        """Return a new response with the items that it takes from the store, or from what its WebSocket keeps.
 
         Raises:
             APIError: An object that the request refers to does not exist (404), or the items are too large (400).
         """
         identifier = new_id("resp")
-        context, items = await self.read_items(body, identifier, owner)
-        return Exchange(body, identifier, int(time.time()), items, context, owner)
+        context, items = await self.read_items(body, identifier, owner, kept)
+        return Exchange(body, identifier, int(time.time()), items, context, owner, kept=kept)
 
     async def read_items(
-        self, body: ResponseFields, identifier: str, owner: str
+        self,
+        body: ResponseFields,
+        identifier: str,
+        owner: str,
+        kept: KeptResponses | None = None,
     ) -> tuple[list[Json], list[Json]]:
         """Return the items before those of a request, and the items of the request itself.
 
@@ -63,12 +132,15 @@ class ResponseStates:
         conversation = conversation_id(body)
         items = normalize_input(body.input, identifier, "input")
         if any(item["type"] == "item_reference" for item in items):
-            items = [await self._resolve(item, i, owner) for i, item in enumerate(items)]
+            items = [await self._resolve(item, i, owner, kept) for i, item in enumerate(items)]
         if conversation is not None:
             return await self._conversation_items(conversation, owner), items
-        if body.previous_response_id is not None:
-            return await self.read_earlier(body.previous_response_id, owner), items
-        return [], items
+        previous = body.previous_response_id
+        if previous is None:
+            return [], items
+        if kept is not None and (earlier := kept.find(previous)) is not None:
+            return earlier, items
+        return await self.read_earlier(previous, owner), items
 
     async def load_files(self, items: list[Json], owner: str) -> Files:
         """Return the stored files that items refer to.
@@ -178,12 +250,16 @@ class ResponseStates:
                 "(--max-body-bytes)",
             )
 
-    async def _resolve(self, item: Json, index: int, owner: str) -> Json:
+    async def _resolve(
+        self, item: Json, index: int, owner: str, kept: KeptResponses | None
+    ) -> Json:
         """Return the item that a reference names; any other item unchanged."""
         if item["type"] != "item_reference":
             return item
         identifier = item["id"]
-        found = await self._find_item(identifier, owner)
+        found = None if kept is None else kept.find_item(identifier)
+        if found is None:
+            found = await self._find_item(identifier, owner)
         if found is None:
             error = not_found("Item with id", identifier)
             error.param = f"input[{index}].id"

@@ -97,6 +97,14 @@ class ResponsesRequest(ResponseFields, kw_only=True):
     moderation: Any = None
 
 
+class ResponseCreateRequest(ResponsesRequest, kw_only=True):
+    """An event `response.create` on the WebSocket `/v1/responses`."""
+
+    type: str | None = None
+    generate: bool | None = None
+    stream_id: str | None = None
+
+
 SAMPLING_FIELDS = (
     "temperature",
     "top_p",

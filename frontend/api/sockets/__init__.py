@@ -1,0 +1,1 @@
+"""Requests that arrive as messages of a WebSocket."""
