@@ -76,7 +76,6 @@ class DecodeFastPath:
         if (
             output.slots is not None
             or output.chunks
-            or output.removed_slots
             or in_flight.sampling is not batch
             or in_flight.has_prefill
             or in_flight.constrained

@@ -13,7 +13,7 @@ import numpy as np
 from ...protocol.config import SchedulingPolicy
 from ...protocol.errors import ConfigError, EngineError
 from .arguments import Inputs
-from .remote_prefill import PrefillReplicas
+from .fleet.remote_prefill import PrefillReplicas
 from .simulate import SimulationResult, simulate
 
 _OBJECTIVE: Final = re.compile(r"(ttft|itl|e2e)_p(\d+(?:\.\d+)?)=(\d+(?:\.\d+)?)(ms|s)")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -11,6 +11,8 @@ from ...protocol.arrays import float32_view
 from ..replay.dump import Dump
 from ..replay.events import AddRequest
 from ..state.slots import Float64Array
+
+_DRAWN_AT_ONCE: Final = 256
 
 
 class FrontendTimes(NamedTuple):
@@ -28,13 +30,39 @@ class FrontendTimes(NamedTuple):
         times: list[float] = np.resize(self.submission or 0.0, count).tolist()
         return times
 
-    def draw_delivery(self) -> Callable[[int], Float64Array]:
-        """Return a function that returns the next delivery times, which are drawn at random with a fixed seed."""
-        if not self.delivery:
-            return np.zeros
-        rng = np.random.default_rng(0)
-        times = np.array(self.delivery)
-        return lambda count: rng.choice(times, count)
+    def delivery_times(self, index: int) -> DeliveryTimes:
+        """Return the delivery times of a replica."""
+        return DeliveryTimes(self.delivery, index)
+
+
+class DeliveryTimes:
+    """Returns delivery times, which are drawn at random; zeros if none were recorded.
+
+    Args:
+        times: The recorded times in seconds.
+        seed: The seed of the random draws.
+    """
+
+    def __init__(self, times: tuple[float, ...], seed: int) -> None:
+        self._times = np.array(times)
+        self._seed = seed
+        self._drawn: Float64Array = np.zeros(0)
+        self._next = 0
+        self._rng: np.random.Generator | None = None
+
+    def take(self, count: int) -> Float64Array:
+        """Return the next times."""
+        if not len(self._times):
+            return np.zeros(count)
+        if self._next + count > len(self._drawn):
+            if self._rng is None:
+                self._rng = np.random.default_rng(self._seed)
+            # Single draws would be slow.
+            drawn = self._rng.choice(self._times, max(count, _DRAWN_AT_ONCE))
+            self._drawn = np.concatenate([self._drawn[self._next :], drawn])
+            self._next = 0
+        self._next += count
+        return self._drawn[self._next - count : self._next]
 
 
 NO_FRONTEND = FrontendTimes()

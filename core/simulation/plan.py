@@ -22,8 +22,8 @@ from .arguments import (
     read_inputs,
 )
 from .capacity import Candidate, Objective, Point, Search, find_frontier, parse_objectives
+from .fleet.remote_prefill import PrefillReplicas
 from .plan_plot import draw_frontier
-from .remote_prefill import PrefillReplicas
 
 SCALES = (1.0, 0.5, 0.25, 2.0)
 """Multiples of the recorded limits that are tried by default."""

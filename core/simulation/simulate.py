@@ -3,34 +3,45 @@
 from __future__ import annotations
 
 import heapq
+import math
+import os
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
 import numpy as np
 
-from ...protocol.arrays import Int32Array, int32_list
+from ...protocol.block_hash import block_keys
 from ...protocol.errors import EngineError
-from ...protocol.messages import EngineCoreOutputs, EngineCoreRequest, FinishReason
+from ...protocol.messages import FinishReason
 from ..replay.recorder import Setup
-from ..state.slots import Float64Array
-from .clients import Clients, Latencies
 from .draft_model import DraftModel
+from .fleet.clients import ClientRecords, Latencies, measure_latencies
+from .fleet.remote_prefill import PrefillReplicas
+from .fleet.router import Router
+from .fleet.shard import Arrival, Report, Role, Scenario, Shard
+from .fleet.shard_process import ShardProcess
 from .frontend_times import NO_FRONTEND, FrontendTimes
-from .remote_prefill import PrefillReplicas, decode_request, decode_setup, prefill_request
-from .replica import Replica
-from .router import Router
 from .step_time import StepTimeModel
 from .trace import TraceRequest
 
 NO_PREFILL = PrefillReplicas()
 PERCENTILES = (50, 90, 99)
 
+WINDOW: Final = 0.005
+"""Seconds in which the router of several replicas gets no load updates, so that replicas can run on their own."""
+
+MIN_REPLICAS: Final = 64
+"""Number of replicas from which a process of its own pays off."""
+
+MAX_PASSES: Final = 8
+
 
 class SimulationResult(NamedTuple):
     """Totals of a simulation.
 
-    `seconds` is from the first arrival to the last token. Every request is finished, refused or expired.
+    `latencies` are those of all passes, and the other values are means of the passes. `seconds` is from the first
+    arrival to the last token. Every request is finished, refused or expired.
     """
 
     latencies: Latencies
@@ -70,112 +81,100 @@ class SimulationResult(NamedTuple):
 
 
 class _Fleet:
-    """The replicas of a simulation, their routers and their clients. Prefill replicas follow the others.
+    """The router of a fleet, which sends requests to the shards and applies their reports."""
 
-    `events` is a heap of (time, number). If the number is a replica's, a step of that replica ends that must not be
-    skipped; entries that are no longer its `next_event` are ignored. Higher numbers are requests whose prompts have
-    been computed elsewhere.
-    """
-
-    def __init__(
-        self,
-        setup: Setup,
-        trace: Sequence[TraceRequest],
-        step_time: StepTimeModel,
-        num_replicas: int,
-        drafts: DraftModel | None,
-        frontend: FrontendTimes,
-        prefill: PrefillReplicas,
-        *,
-        can_skip: bool,
-    ) -> None:
-        is_one_of_several = num_replicas > 1
-        self._prefill = prefill
-        self._num_decode = num_replicas - prefill.num_replicas
-        self._block_size = setup.cache_config.block_size
-        self._waiting: dict[int, EngineCoreRequest] = {}
-        self._num_requests = len(trace)
-        self.router = Router(self._num_decode, setup.config.max_num_seqs)
-        self._prefill_router = Router(max(prefill.num_replicas, 1), setup.config.max_num_seqs)
-        self.clients = Clients(trace, frontend)
-        self.events: list[tuple[float, int]] = []
-        self.replicas = [
-            Replica(
-                decode_setup(setup) if prefill.num_replicas and index < self._num_decode else setup,
-                step_time,
-                drafts,
-                index,
-                self,
-                can_skip=can_skip,
-                log_kv_events=is_one_of_several,
-            )
-            for index in range(num_replicas)
+    def __init__(self, scenario: Scenario, shards: Sequence[Shard | ShardProcess]) -> None:
+        trace = scenario.trace
+        self._scenario = scenario
+        self._shards = shards
+        max_num_seqs = scenario.setup.config.max_num_seqs
+        self._router = Router(scenario.num_decode, max_num_seqs)
+        self._prefill_router = Router(max(scenario.prefill.num_replicas, 1), max_num_seqs)
+        delays = scenario.frontend.draw_submission(len(trace))
+        self._arrivals = [
+            (request.arrival + delay, index, Role.WHOLE)
+            for index, (request, delay) in enumerate(zip(trace, delays, strict=True))
         ]
-        self._is_one_of_several = is_one_of_several
+        """A heap of (time, request, role) that are not routed yet."""
+        heapq.heapify(self._arrivals)
+        self._sent: list[list[Arrival]] = [[] for _ in shards]
+        self.num_unfinished = len(trace)
 
-    def add_request(self, message: EngineCoreRequest, now: float) -> None:
-        """Send a request to its replica, or its prompt to a prefill replica."""
-        index = self.router.route(message)
-        if self._prefill.num_replicas:
-            num_missing = self.router.count_missing(message) * self._block_size
-            if num_missing >= self._prefill.min_tokens:
-                self._waiting[message.request_index] = message
-                message = prefill_request(message, self._num_requests + message.request_index)
-                index = self._num_decode + self._prefill_router.route(message)
-        self._send(index, message, now)
+    def run(self) -> None:
+        """Run until nothing is left to do."""
+        window = WINDOW if self._scenario.num_replicas > 1 else math.inf
+        next_event = math.inf
+        while self._arrivals or any(self._sent) or next_event < math.inf:
+            until = self._arrivals[0][0] if self._arrivals else math.inf
+            if self._scenario.prefill.num_replicas:
+                # A computed prompt becomes an arrival.
+                starts = [sent[0].now for sent in self._sent if sent]
+                until = min(until, min([*starts, next_event], default=math.inf) + window)
+            for shard, sent in zip(self._shards, self._sent, strict=True):
+                shard.start(sent, until)
+            reports = [shard.wait() for shard in self._shards]
+            next_event = min(report.next_event for report in reports)
+            for report in reports:
+                self._apply(report, until)
+            self._sent = [[] for _ in self._shards]
+            end = self._arrivals[0][0] + window if self._arrivals else 0.0
+            while self._arrivals and self._arrivals[0][0] < end:
+                self._send(*heapq.heappop(self._arrivals))
 
-    def _send(self, index: int, message: EngineCoreRequest, now: float) -> None:
-        self.replicas[index].add_request(message, now)
-        self._schedule_event(index)
+    def _send(self, now: float, request: int, role: Role) -> None:
+        """Route an arrival."""
+        scenario = self._scenario
+        index = 0
+        if role is Role.DECODE:
+            index = self._router.find_replica(request)
+        elif scenario.num_replicas > 1:
+            block_size = scenario.setup.cache_config.block_size
+            keys = block_keys(scenario.trace[request].hashes(request, block_size))
+            index = self._router.route(request, keys)
+            num_missing = self._router.count_missing(request) * block_size
+            if scenario.prefill.num_replicas and num_missing >= scenario.prefill.min_tokens:
+                role = Role.PREFILL
+                index = scenario.num_decode + self._prefill_router.route(request, keys)
+        self._sent[index % len(self._shards)].append(Arrival(now, index, request, role))
 
-    def handle_event(self, now: float, index: int) -> bool:
-        """Handle an event of the heap. Return False if the event was outdated and thus ignored."""
-        if index >= len(self.replicas):
-            message = self._waiting.pop(index - len(self.replicas))
-            replica_index = self.router.find_replica(message.request_index)
-            self._send(replica_index, decode_request(message), now)
-            return True
-        replica = self.replicas[index]
-        if replica.next_event != now:
-            return False
-        replica.finish_step()
-        self._schedule_event(index)
-        return True
-
-    def receive_outputs(self, index: int, message: EngineCoreOutputs, now: float) -> None:
-        """Deliver the outputs of a step of a replica."""
-        if index >= self._num_decode:
-            self._finish_prompts(index, int32_list(message.finished_set), now)
+    def _apply(self, report: Report, now: float) -> None:
+        """Apply what happened in a shard."""
+        self.num_unfinished -= len(report.ended)
+        if self._scenario.num_replicas == 1:
             return
-        self.clients.receive_outputs(message, now)
-        if message.finished_set:
-            ended = int32_list(message.finished_set)
-            self.router.remove_requests(ended)
-            for request_index in ended:
-                self.replicas[index].remove_request(request_index)
+        self._router.remove_requests(report.ended)
+        self._prefill_router.remove_requests(request for _, request in report.prefilled)
+        for ended_at, request in report.prefilled:
+            num_tokens = self._scenario.trace[request].prompt_tokens
+            arrival = ended_at + num_tokens * self._scenario.prefill.seconds_per_token
+            heapq.heappush(self._arrivals, (max(arrival, now), request, Role.DECODE))
+        for index, update in report.updates:
+            num_decode = self._scenario.num_decode
+            if index < num_decode:
+                self._router.apply_update(index, update)
+            else:
+                self._prefill_router.apply_update(index - num_decode, update)
 
-    def _finish_prompts(self, index: int, ended: list[int], now: float) -> None:
-        """Send requests to their decode replicas when the keys and values of their prompts are there."""
-        self._prefill_router.remove_requests(ended)
-        for prefill_index in ended:
-            self.replicas[index].remove_request(prefill_index)
-            request_index = prefill_index - self._num_requests
-            num_tokens = len(self._waiting[request_index].prompt_token_ids) // 4
-            arrival = now + num_tokens * self._prefill.seconds_per_token
-            heapq.heappush(self.events, (arrival, len(self.replicas) + request_index))
 
-    def receive_steps(self, request_indices: Int32Array, times: Float64Array) -> None:
-        """Deliver the outputs of skipped steps."""
-        self.clients.receive_steps(request_indices, times)
+def _run_pass(scenario: Scenario, num_processes: int) -> list[ClientRecords]:
+    """Run a trace once and return the records of the clients.
 
-    def _schedule_event(self, index: int) -> None:
-        replica = self.replicas[index]
-        if self._is_one_of_several and (events := replica.scheduler.take_kv_events()):
-            is_decode = index < self._num_decode
-            router = self.router if is_decode else self._prefill_router
-            router.apply_events(index - (0 if is_decode else self._num_decode), events)
-        if (time := replica.next_event) is not None:
-            heapq.heappush(self.events, (time, index))
+    Raises:
+        EngineError: Requests remain that can never be scheduled.
+    """
+    make_shard = ShardProcess if num_processes > 1 else Shard
+    shards = [
+        make_shard(scenario, range(first, scenario.num_replicas, num_processes))
+        for first in range(num_processes)
+    ]
+    fleet = _Fleet(scenario, shards)
+    fleet.run()
+    records = [shard.finish() for shard in shards]
+    if fleet.num_unfinished:
+        raise EngineError(
+            f"{fleet.num_unfinished} requests can never be scheduled: there are too few KV-cache blocks"
+        )
+    return records
 
 
 def simulate(
@@ -188,10 +187,12 @@ def simulate(
     prefill: PrefillReplicas = NO_PREFILL,
     *,
     can_skip: bool = True,
+    num_processes: int | None = None,
 ) -> SimulationResult:
     """Run a trace and return its totals.
 
-    Requests are routed as by one frontend.
+    Requests are routed as by one frontend. If the trace has fewer steps than the log that the model was fitted to, it
+    is run several times, each beginning elsewhere in the log, so that the result does not depend on a few slow steps.
 
     Args:
         setup: The arguments of each replica's scheduler.
@@ -202,6 +203,8 @@ def simulate(
         frontend: The times that requests and tokens spend in the frontend.
         prefill: The prefill replicas among them.
         can_skip: Whether steps in which every request decodes may be computed together. The result is the same.
+        num_processes: The processes that share the replicas; by default one per core for large fleets. The result is
+            the same.
 
     Raises:
         EngineError: Requests remain that can never be scheduled.
@@ -213,49 +216,47 @@ def simulate(
     setup = msgspec.structs.replace(setup, config=config)
     # A deadline may pass during any step and end a request, so no step can be skipped.
     can_skip = can_skip and not any(request.deadline for request in trace)
-    fleet = _Fleet(
-        setup, trace, step_time, num_replicas, drafts, frontend, prefill, can_skip=can_skip
+    scenario = Scenario(setup, trace, step_time, num_replicas, drafts, frontend, prefill, can_skip)
+    if num_processes is None:
+        num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+        num_processes = max(1, min(num_cores, num_replicas // MIN_REPLICAS))
+    first = _run_pass(scenario, num_processes)
+    num_steps = sum(each.num_steps for each in first)
+    num_ratios = len(step_time.few_ratios) + len(step_time.many_ratios)
+    num_passes = min(max(math.ceil(num_ratios / max(num_steps, 1)), 1), MAX_PASSES)
+    others = (
+        _run_pass(scenario._replace(number=number), num_processes)
+        for number in range(1, num_passes)
     )
-    clients, events = fleet.clients, fleet.events
-    submissions = sorted(
-        (request.arrival + delay, index)
-        for index, (request, delay) in enumerate(
-            zip(trace, frontend.draw_submission(len(trace)), strict=True)
-        )
+    return _merge(trace, [first, *others])
+
+
+def _merge(
+    trace: Sequence[TraceRequest], passes: Sequence[Sequence[ClientRecords]]
+) -> SimulationResult:
+    """Return the result of some passes of a trace."""
+    each = [measure_latencies(trace, records) for records in passes]
+    latencies = Latencies(*map(np.concatenate, zip(*each, strict=True)))
+    every = [record for records in passes for record in records]
+    reasons = [reason for record in every for _, reason in record.ends]
+    num_passes = len(passes)
+    # Rounded so that requests that are lost in a single pass are not overlooked.
+    num_finished = reasons.count(FinishReason.LENGTH) // num_passes
+    num_expired = min(
+        math.ceil(reasons.count(FinishReason.EXPIRED) / num_passes), len(trace) - num_finished
     )
-    seconds = 0.0
-    num_arrived = 0
-    block_size = setup.cache_config.block_size
-    while num_arrived < len(trace) or events:
-        if num_arrived < len(trace) and (not events or submissions[num_arrived][0] <= events[0][0]):
-            now, number = submissions[num_arrived]
-            fleet.add_request(trace[number].message(number, block_size), now)
-            num_arrived += 1
-            seconds = now
-        else:
-            now, index = heapq.heappop(events)
-            if fleet.handle_event(now, index):
-                seconds = now
-    if fleet.router.num_unfinished:
-        raise EngineError(
-            f"{fleet.router.num_unfinished} requests can never be scheduled: there are too few KV-cache "
-            "blocks"
-        )
-    num_finished = clients.count(FinishReason.LENGTH)
-    num_expired = clients.count(FinishReason.EXPIRED)
+    prompt_lengths = np.array([request.prompt_tokens for request in trace])
+    started = (prompt_lengths[~np.isnan(record.first)].sum() for record in every)
     return SimulationResult(
-        latencies=clients.latencies(),
-        seconds=seconds,
+        latencies=latencies,
+        seconds=sum(max(each.last_event for each in records) for records in passes) / num_passes,
         num_finished=num_finished,
         num_refused=len(trace) - num_finished - num_expired,
         num_expired=num_expired,
-        prompt_tokens=sum(
-            trace[index].prompt_tokens
-            for index in np.flatnonzero(~np.isnan(clients.first)).tolist()
-        ),
-        output_tokens=clients.num_tokens,
-        num_preemptions=clients.num_preemptions,
-        cached_tokens=clients.cached_tokens,
-        draft_tokens=sum(replica.num_drafts for replica in fleet.replicas),
-        accepted_tokens=sum(replica.num_accepted for replica in fleet.replicas),
+        prompt_tokens=int(sum(started)) // num_passes,
+        output_tokens=sum(record.num_tokens for record in every) // num_passes,
+        num_preemptions=sum(record.num_preemptions for record in every) // num_passes,
+        cached_tokens=sum(record.cached_tokens for record in every) // num_passes,
+        draft_tokens=sum(record.num_drafts for record in every) // num_passes,
+        accepted_tokens=sum(record.num_accepted for record in every) // num_passes,
     )

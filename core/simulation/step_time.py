@@ -100,13 +100,13 @@ class StepClock:
 
     Args:
         model: The fitted model of step times, with the ratios.
-        worker: The index of the worker. Each worker starts at another ratio.
+        phase: The share of the ratios, from 0 to 1, that the first step passes over.
     """
 
-    def __init__(self, model: StepTimeModel, worker: int = 0) -> None:
+    def __init__(self, model: StepTimeModel, phase: float = 0.0) -> None:
         self._model = model
         self._ratios = np.array(model.few_ratios), np.array(model.many_ratios)
-        self._next = [worker * 7919 % max(len(ratios), 1) for ratios in self._ratios]
+        self._next = [int(phase * len(ratios)) for ratios in self._ratios]
 
     def take(self, load: StepLoad) -> float:
         """Return the time of the next step, in seconds."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from hashlib import sha256
+from hashlib import shake_128
 from pathlib import Path
 
 import msgspec
 
 from ...protocol.arrays import int32_view
-from ...protocol.block_hash import root_hash
+from ...protocol.block_hash import HASH_BYTES, root_hash
 from ...protocol.errors import EngineError
 from ...protocol.messages import EngineCoreRequest
 from ...protocol.sampling_params import SamplingParams
@@ -43,22 +43,23 @@ class TraceRequest(msgspec.Struct, forbid_unknown_fields=True):
             prompt_token_ids=bytes(4 * self.prompt_tokens),
             sampling_params=SamplingParams(max_tokens=self.output_tokens, ignore_eos=True),
             arrival_time=self.arrival,
-            block_hashes=self.block_hashes or self._hash_blocks(index, block_size),
+            block_hashes=self.hashes(index, block_size),
             root_hash=root_hash(),
             priority=self.priority,
             tenant=self.tenant,
             deadline=self.arrival + self.deadline if self.deadline else 0.0,
         )
 
-    def _hash_blocks(self, index: int, block_size: int) -> bytes:
+    def hashes(self, index: int, block_size: int) -> bytes:
+        """Return the hashes of the full blocks of the prompt; those of an equal prefix are equal."""
+        if self.block_hashes:
+            return self.block_hashes
         num_shared = self.prefix_tokens // block_size if self.prefix else 0
-        num_blocks = self.prompt_tokens // block_size
-        owners = (
-            self.prefix if block < num_shared else f"\0{index}" for block in range(num_blocks)
-        )
-        return b"".join(
-            sha256(f"{owner}\0{block}".encode()).digest() for block, owner in enumerate(owners)
-        )
+        num_shared = min(num_shared, self.prompt_tokens // block_size)
+        num_own = self.prompt_tokens // block_size - num_shared
+        # An extendable hash: a longer digest begins with the shorter ones.
+        shared = shake_128(self.prefix.encode()).digest(HASH_BYTES * num_shared)
+        return shared + shake_128(b"\0%d" % index).digest(HASH_BYTES * num_own)
 
 
 def read_trace(path: str | Path) -> list[TraceRequest]:

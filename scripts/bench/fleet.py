@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import time
 
@@ -49,14 +50,22 @@ def main() -> None:
     parser.add_argument(
         "--stepwise", action="store_true", help="simulate every step, without skipping"
     )
+    parser.add_argument("--processes", type=int, help="default: one for each core")
     args = parser.parse_args()
     trace = make_trace(args.seconds, args.rate * args.replicas)
     setup = Setup(
         SchedulerConfig(max_num_seqs=64), CacheConfig(block_size=16), 4096, 1, num_blocks=4000
     )
-    began, cpu_began = time.perf_counter(), time.process_time()
-    result = simulate(setup, trace, STEP_TIME, args.replicas, can_skip=not args.stepwise)
-    seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu_began
+    began, cpu_began = time.perf_counter(), sum(os.times()[:4])
+    result = simulate(
+        setup,
+        trace,
+        STEP_TIME,
+        args.replicas,
+        can_skip=not args.stepwise,
+        num_processes=args.processes,
+    )
+    seconds, cpu_seconds = time.perf_counter() - began, sum(os.times()[:4]) - cpu_began
     summary = result.summary()
     figures = {
         "replicas": args.replicas,

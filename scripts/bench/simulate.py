@@ -4,19 +4,21 @@
 
 There are two servers, which work alternately, because the speed of a machine drifts. The first plays
 traces whose event log the simulation is fitted to. The second plays traces with other random numbers, and its clients'
-times are printed beside those predicted from these traces and the first server's log.
+times are printed beside those predicted from these traces and the first server's log. The second server plays each
+trace twice, with different tokens, so that the difference of the two runs shows how exact a prediction can be.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import random
 import tempfile
 import time
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -78,6 +80,9 @@ def burst_trace(seconds: float, rng: random.Random) -> list[TraceRequest]:
         now += rng.uniform(3.0, 5.0)
     return sorted(trace, key=lambda request: request.arrival)
 
+
+Rounds: TypeAlias = dict[str, list[list[Answer]]]
+"""The answers of each round, by the kind of the trace."""
 
 TRACES = {"random": random_trace, "agents": agent_trace, "bursts": burst_trace}
 
@@ -153,44 +158,52 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         flags = (args.model or default_model(), "--max-model-len", "4096", "--dump-dir", directory)
         traces: dict[str, list[list[TraceRequest]]] = {kind: [] for kind in TRACES}
-        answers: dict[str, list[list[Answer]]] = {kind: [] for kind in TRACES}
+        answers: Rounds = {kind: [] for kind in TRACES}
+        repeated: Rounds = {kind: [] for kind in TRACES}
         with Server(*flags) as fitted, Server(*flags) as held_out:
             model = fitted.get("/v1/models")[1]["data"][0]["id"]
             for server in (fitted, held_out):
                 asyncio.run(play(server.url, model, random_trace(2, random.Random(0)), 0))
             for number in range(args.rounds):
                 for kind, make_trace in TRACES.items():
-                    for seed, server in ((2 * number, fitted), (2 * number + 1, held_out)):
-                        trace = make_trace(args.seconds, random.Random(f"{kind} {seed}"))
-                        answer = asyncio.run(play(server.url, model, trace, seed))
-                        if server is held_out:
-                            traces[kind].append(trace)
-                            answers[kind].append(answer)
-            status, written = fitted.post("/debug/dump", {})
-            assert status == 200, written
-        (path,) = written["files"]
+                    trace = make_trace(args.seconds, random.Random(f"{kind} {number} held out"))
+                    traces[kind].append(trace)
+                    answers[kind].append(asyncio.run(play(held_out.url, model, trace, number)))
+                    other = make_trace(args.seconds, random.Random(f"{kind} {number}"))
+                    asyncio.run(play(fitted.url, model, other, number))
+                    again = asyncio.run(play(held_out.url, model, trace, number + args.rounds))
+                    repeated[kind].append(again)
+            paths = [server.post("/debug/dump", {})[1]["files"][0] for server in (fitted, held_out)]
         if args.save:
-            Path(args.save, "log.engine-events").write_bytes(Path(path).read_bytes())
-            saved = msgspec.json.encode({"traces": traces, "answers": answers})
-            Path(args.save, "held_out.json").write_bytes(saved)
-        dump = read_dump(path)
-    report(dump, traces, answers)
+            for name, path in zip(("fitted", "held_out"), paths, strict=True):
+                Path(args.save, f"{name}.engine-events").write_bytes(Path(path).read_bytes())
+            saved = {"traces": traces, "answers": answers, "repeated": repeated}
+            Path(args.save, "held_out.json").write_bytes(msgspec.json.encode(saved))
+        dump = read_dump(paths[0])
+    report(dump, traces, answers, repeated)
 
 
 def report(
-    dump: Dump, traces: dict[str, list[list[TraceRequest]]], answers: dict[str, list[list[Answer]]]
+    dump: Dump,
+    traces: dict[str, list[list[TraceRequest]]],
+    answers: Rounds,
+    repeated: Rounds,
 ) -> None:
     fitted = fit(measure_steps(dump))
     print(
         f"{fitted.num_steps} steps fitted; on held-out parts of the log single steps are "
         f"{fitted.held_out_error:.0%} off, their total {fitted.held_out_bias:+.1%}"
     )
-    print(f"{'trace':8} {'figure':20} {'measured':>9} {'predicted':>9} {'off by':>7}")
+    columns = ("measured", "predicted", "off by", "run 2 off by")
+    print(f"{'trace':8} {'figure':20} {' '.join(f'{name:>12}' for name in columns)}")
     for kind in traces:
-        real, simulated = measured(answers[kind]), predicted(dump, traces[kind])
-        for name, value, forecast in zip(Figures._fields, real, simulated, strict=True):
-            off = forecast / value - 1
-            print(f"{kind:8} {name:20} {value:9.1f} {forecast:9.1f} {off:+7.1%}")
+        runs = measured(answers[kind]), measured(repeated[kind])
+        forecasts = predicted(dump, traces[kind])
+        for name, first, second, forecast in zip(Figures._fields, *runs, forecasts, strict=True):
+            # The mean of two ratios is geometric, so that it does not depend on their order.
+            real = math.sqrt(first * second)
+            off, noise = forecast / real - 1, second / first - 1
+            print(f"{kind:8} {name:20} {real:12.1f} {forecast:12.1f} {off:+12.1%} {noise:+12.1%}")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from engine.core.replay.dump import write_dump
 from engine.core.replay.recorder import Setup
 from engine.core.simulation.__main__ import main
 from engine.core.simulation.draft_model import DraftModel, measure_drafts
+from engine.core.simulation.fleet.remote_prefill import PrefillReplicas
 from engine.core.simulation.frontend_times import FrontendTimes, measure_frontend
 from engine.core.simulation.simulate import simulate
 from engine.core.simulation.step_time import (
@@ -25,7 +26,7 @@ from engine.core.simulation.step_time import (
 from engine.core.simulation.trace import TraceRequest, read_trace, trace_from_dump
 from engine.protocol.arrays import float32_bytes
 from engine.protocol.config import CacheConfig, SchedulerConfig, SchedulingPolicy, SpeculativeConfig
-from engine.protocol.errors import EngineError
+from engine.protocol.errors import ConfigError, EngineError
 from support.model_worker import propose_by_chance
 from support.recorded_harness import RecordedHarness
 
@@ -136,6 +137,42 @@ def test_skipping_steps_changes_nothing(rate, num_replicas, is_async):
         assert getattr(fast, name) == getattr(slow, name)
     assert slow.num_preemptions > 0 or rate < 1
     assert slow.cached_tokens > 0
+
+
+@pytest.mark.parametrize("num_prefill", [0, 1])
+def test_the_number_of_processes_changes_nothing(num_prefill):
+    model = StepTimeModel(0.1, 0.001, 0.01, 1e-4, few_ratios=(1.0, 1.5, 0.9), many_ratios=(1.1,))
+    frontend = FrontendTimes(submission=(0.01, 0.0), delivery=(0.02, 0.0))
+    prefill = PrefillReplicas(num_prefill, min_tokens=20)
+    results = [
+        simulate(
+            setup(num_blocks=60),
+            random_trace(120, 5.0),
+            model,
+            3,
+            frontend=frontend,
+            prefill=prefill,
+            num_processes=count,
+        )
+        for count in (1, 2)
+    ]
+    for one, two in zip(*(result.latencies for result in results), strict=True):
+        assert np.sort(one).tolist() == np.sort(two).tolist()
+    assert results[0][1:] == results[1][1:]
+    assert results[0].num_finished == 120
+
+
+def test_an_error_in_a_process_is_raised():
+    with pytest.raises(ConfigError):
+        simulate(setup(num_blocks=1), random_trace(4, 5.0), ONE_SECOND, 2, num_processes=2)
+
+
+def test_a_short_trace_begins_at_several_places_of_the_log():
+    model = ONE_SECOND._replace(few_ratios=(1.0, 3.0) * 6)
+    trace = [TraceRequest(0.0, 4, 2), TraceRequest(100.0, 4, 2)]
+    result = simulate(setup(async_scheduling=False), trace, model, 1)
+    assert sorted({*result.latencies.first_token.tolist()}) == [1.0, 3.0]
+    assert (result.num_finished, result.output_tokens) == (2, 4)
 
 
 def test_a_fleet_sends_requests_with_equal_prefixes_to_the_same_replica():

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from ...protocol.arrays import Int32Array
-from ..scheduler.scheduler import Scheduler
-from ..state.batch import StepInFlight
+from ....protocol.arrays import Int32Array
+from ...scheduler.scheduler import Scheduler
+from ...state.batch import StepInFlight
 
 
 class FastForwardScheduler(Scheduler):

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from hashlib import shake_128
 from itertools import islice
 from typing import Protocol
 
 import numpy as np
 
-from ...protocol.arrays import Int32Array
-from ...protocol.messages import EngineCoreOutputs, EngineCoreRequest
-from ...protocol.worker_messages import SchedulerOutput
-from ..replay.recorder import Setup
-from ..scheduler.step_rows import StepRows
-from ..state.slots import Float64Array
-from .draft_model import DraftModel
+from ....protocol.arrays import Int32Array
+from ....protocol.block_hash import HASH_BYTES, PlacedInput
+from ....protocol.messages import EngineCoreOutputs, EngineCoreRequest
+from ....protocol.worker_messages import SchedulerOutput
+from ...replay.recorder import Setup
+from ...scheduler.step_rows import StepRows
+from ...state.slots import Float64Array
+from ..draft_model import DraftModel
+from ..step_time import StepClock, StepLoad, StepTimeModel, measure_load
 from .fast_forward import FastForwardScheduler
 from .remote_prefill import SimulatedTransfer
-from .step_time import StepClock, StepLoad, StepTimeModel, measure_load
 from .worker import SentStep, Worker
 
 MIN_SKIPPED = 4
@@ -34,7 +36,7 @@ class Receiver(Protocol):
     def receive_outputs(self, index: int, message: EngineCoreOutputs, now: float) -> None:
         """Receive the outputs of a step of replica `index`."""
 
-    def receive_steps(self, request_indices: Int32Array, times: Float64Array) -> None:
+    def receive_steps(self, index: int, request_indices: Int32Array, times: Float64Array) -> None:
         """Receive a token for each of these requests at each of these times."""
 
 
@@ -50,6 +52,7 @@ class Replica:
         drafts: The model of drafts, or None for no drafts.
         index: The number of the replica.
         receiver: The receiver of outputs.
+        phase: The share of the recorded ratios that `StepClock` passes over.
         can_skip: Whether steps may be skipped. Nothing else depends on it.
         log_kv_events: Whether the scheduler collects KV-cache events.
     """
@@ -62,6 +65,7 @@ class Replica:
         index: int,
         receiver: Receiver,
         *,
+        phase: float,
         can_skip: bool,
         log_kv_events: bool = False,
     ) -> None:
@@ -71,14 +75,17 @@ class Replica:
         if setup.kv_transfer is not None:
             connector = SimulatedTransfer(setup.cache_config.block_size)
         self.scheduler = setup.make_scheduler(
-            scheduler_class=scheduler_class, log_kv_events=log_kv_events, kv_connector=connector
+            hash_blocks=_hash_output,
+            scheduler_class=scheduler_class,
+            log_kv_events=log_kv_events,
+            kv_connector=connector,
         )
         self.scheduler.add_client(0)
         self.num_steps = 0
         self._index = index
         self._receiver = receiver
         self._load = StepLoad(0, 0, 0)
-        self._clock = StepClock(step_time, index)
+        self._clock = StepClock(step_time, phase)
         self._max_in_flight = setup.config.max_steps_in_flight
         self._in_flight: deque[SentStep] = deque()
         self._has_drafts = drafts is not None
@@ -159,7 +166,7 @@ class Replica:
             self._load = self._clock.skip(self._load, count)
             self.num_steps += count
             indices = self.scheduler.slots.request_index[self._rows.slots]
-            self._receiver.receive_steps(indices, np.array(self._ends[:count]))
+            self._receiver.receive_steps(self._index, indices, np.array(self._ends[:count]))
         self._ends = self._ends[count : count + num_in_flight]
         self._busy_until = self._ends[-1]
 
@@ -178,3 +185,10 @@ class Replica:
             # Workers propose nothing in a step with a partial prompt.
             may_propose=len(slots) == len(expected.batch),
         )
+
+
+def _hash_output(
+    token_ids: Int32Array, block_size: int, parent: bytes, inputs: Sequence[PlacedInput]
+) -> bytes:
+    """Return hashes of blocks of output tokens. No other request has them, because its `parent` is different."""
+    return shake_128(parent).digest(HASH_BYTES * (len(token_ids) // block_size))

@@ -6,10 +6,10 @@ import random
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ...protocol.arrays import int32_bytes
-from ...protocol.worker_messages import DraftTokenIds, ModelRunnerOutput, SchedulerOutput
-from ..state.request import RequestKey
-from .draft_model import DraftModel
+from ....protocol.arrays import int32_bytes
+from ....protocol.worker_messages import DraftTokenIds, ModelRunnerOutput, SchedulerOutput
+from ...state.request import RequestKey
+from ..draft_model import DraftModel
 
 
 class SentStep(NamedTuple):

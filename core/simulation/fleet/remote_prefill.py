@@ -7,13 +7,13 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from ...protocol.config import KVTransferConfig
-from ...protocol.messages import EngineCoreRequest
-from ...protocol.sampling_params import SamplingParams
-from ...protocol.worker_messages import SchedulerOutput
-from ..kv_cache.connector import ExternalMatch, KVConnector
-from ..replay.recorder import Setup
-from ..state.request import Request
+from ....protocol.config import KVTransferConfig
+from ....protocol.messages import EngineCoreRequest
+from ....protocol.sampling_params import SamplingParams
+from ....protocol.worker_messages import SchedulerOutput
+from ...kv_cache.connector import ExternalMatch, KVConnector
+from ...replay.recorder import Setup
+from ...state.request import Request
 
 TRANSFER: Final = KVTransferConfig("simulated")
 _COMPUTED: Final[dict[str, object]] = {"do_remote_prefill": True}

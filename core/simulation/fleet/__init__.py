@@ -1,0 +1,1 @@
+"""The replicas, the router and the clients of a simulated fleet."""
