@@ -78,6 +78,17 @@ def _codes(names: Iterable[str]) -> str:
     return "<br>".join(f"`{name}`" for name in names)
 
 
+def _flag_names() -> str:
+    from engine.frontend.cli.options import OPTIONS
+
+    rows = [
+        (", ".join(f"`{name}`" for name in option.aliases), f"`{option.flag}`")
+        for option in OPTIONS
+        if option.aliases
+    ]
+    return _table(("other names", "option"), rows)
+
+
 def _peer_flags() -> str:
     from engine.frontend.cli.options import PEER_FLAGS
 
@@ -316,6 +327,7 @@ def _table(head: Iterable[str], rows: Iterable[tuple[str, ...]]) -> str:
 
 _TABLES = {
     "options": _options,
+    "flag-names": _flag_names,
     "peer-flags": _peer_flags,
     "commands": _commands,
     "routes": _routes,

@@ -18,12 +18,14 @@ FOLDERS = ("core", "frontend", "protocol", "workers", "tests", "scripts", "docs"
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+[a-z0-9]")
 SCRIPTS = ("", ".py", ".sh")
 FOREIGN_FLAGS = {
-    "--auth-type", "--core", "--detach", "--dimensions", "--drafts", "--extra-index-url", "--fit",
-    "--format", "--from-file", "--group-size", "--input", "--key", "--no-python", "--nproc-per-node",
-    "--num-blocks", "--out", "--outtype", "--overlap", "--plot", "--policy", "--prompt-name",
-    "--provider", "--shm-size", "--signal", "--step-time", "--task", "--weight-format", "--why",
+    "--auth-type", "--core", "--cpu-moe", "--detach", "--dimensions", "--draft-max", "--drafts",
+    "--extra-index-url", "--fit", "--format", "--from-file", "--gpus", "--group-size", "--input",
+    "--key", "--lora", "--max-seq-len-to-capture", "--mlock", "--no-mmap", "--no-python",
+    "--nproc-per-node", "--num-blocks", "--out", "--outtype", "--overlap", "--plot", "--policy",
+    "--prompt-name", "--provider", "--rope-scaling", "--rope-theta", "--shm-size", "--signal",
+    "--slot-save-path", "--step-time", "--task", "--weight-format", "--why",
 }  # fmt: skip
-"""Flags of other programs, in examples."""
+"""Flags of other programs, in examples and comparisons."""
 
 
 def page_id(page: Path) -> str:
