@@ -239,15 +239,14 @@ class Requirements(msgspec.Struct, frozen=True):
         return None
 
     def _find_misplaced_encoder_input(self, request: EngineCoreRequest) -> str | None:
-        num_tokens = len(request.prompt_token_ids) // 4
         end = 0
         for item in request.encoder_inputs:
             if item.size < 1 or item.num_tokens < 0:
                 return f"an encoder input has num_tokens={item.num_tokens} and size={item.size}"
-            if not end <= item.position <= item.position + item.num_tokens <= num_tokens:
+            if not end <= item.position <= item.position + item.num_tokens <= self.max_model_len:
                 return (
                     f"an encoder input of {item.num_tokens} tokens is at position {item.position}, "
-                    f"after {end} and within {num_tokens} expected"
+                    f"after {end} and within max_model_len={self.max_model_len} expected"
                 )
             if item.num_tokens == 0 and item.position:
                 return (

@@ -191,10 +191,10 @@ class RunningScheduler:
     def _fit_encoder_inputs(
         self, plan: EncoderPlan, slots: SlotArray, computed: Int64Array, granted: Int64Array
     ) -> Int64Array:
-        """Limit each prompt to the position up to which its encoder inputs are available."""
+        """Limit each request to the position up to which its encoder inputs are available."""
         fitted = granted.copy()
         spare = self._max_num_batched_tokens - int(granted.sum())
-        for slot in self._running.prefilling:
+        for slot in dict.fromkeys((*self._running.prefilling, *self._encoders.decoding)):
             request = self._running[slot]
             rows = (slots == slot).nonzero()[0] if request.encoder_inputs else slots[:0]
             row = int(rows[0]) if len(rows) else -1

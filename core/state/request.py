@@ -190,6 +190,12 @@ class Request:
         return source_size(self.encoder_inputs)
 
     @property
+    def reads_inputs_in_output(self) -> bool:
+        """True if encoder inputs follow the prompt, so that output tokens read them."""
+        inputs = self.encoder_inputs
+        return bool(inputs) and inputs[-1].position + inputs[-1].num_tokens > self.num_prompt_tokens
+
+    @property
     def num_sent_tokens(self) -> int:
         """Number of tokens whose int32 ids take as many bytes as the request takes in a step message."""
         if not self.encoder_inputs:

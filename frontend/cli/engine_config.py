@@ -48,6 +48,8 @@ _SOURCES_AT_ONCE = 4
 """Default number of audio clips or texts that a GPU encodes in one step."""
 _KEPT_SOURCES = 16
 """Default minimum number of cached encoder outputs of clips or texts. Several requests read one window of a clip."""
+_ADDED_CLIPS = 16
+"""Default maximum of running requests with clips that are added to tokens. Each keeps the state of an encoder."""
 _KEPT_EMBEDDINGS = 4096
 """Default minimum number of cached embeddings of images or audio."""
 _LOADED_LORAS = 8
@@ -251,7 +253,7 @@ def _make_scheduler_config(
         # A CPU needs seconds to encode an image or an audio clip, and no request gets a token during that time.
         several = _SOURCES_AT_ONCE if model.reads_source and has_gpu(device) else 1
         given.setdefault("max_num_encoder_input_tokens", several * encoder_outputs)
-    if model.reads_source:
+    if model.audio is not None or model.reads_source:
         # Transcripts and translations are short, and repetitions in them do not predict what follows.
         given.setdefault("speculative", None)
     given["speculative"] = _speculation(given, device, num_stages, model.download_dir)
@@ -259,7 +261,14 @@ def _make_scheduler_config(
         given["async_scheduling"] = False
     chunked = given.get("enable_chunked_prefill", True)
     limits = _default_limits(device, max_model_len)
-    given.setdefault("max_num_seqs", limits.max_num_seqs)
+    max_num_seqs = limits.max_num_seqs
+    if model.audio is not None and model.audio.added is not None:
+        if given["speculative"] is not None:
+            raise ConfigError(
+                "--speculative-config is not supported for models that read audio at every token; remove the flag"
+            )
+        max_num_seqs = min(max_num_seqs, _ADDED_CLIPS)
+    given.setdefault("max_num_seqs", max_num_seqs)
     needed = max(given["max_num_seqs"], 0 if chunked else max_model_len)
     if encoder_outputs and given.get("disable_chunked_mm_input"):
         # A step must have space for an image's tokens and one token of every other request.

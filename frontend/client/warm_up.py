@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 
 from ...protocol.config import ModelConfig
@@ -15,7 +16,12 @@ def warm_up_request(model: ModelConfig) -> SequenceRequest:
     """Return a request for one token or one pooled vector, which any model can compute."""
     prompt: tuple[int, ...] = (0,)
     inputs: list[EncoderInput] = []
-    if (audio := model.audio) is not None:
+    if (audio := model.audio) is not None and audio.added is not None:
+        num_frames = audio.strides[0]
+        silence = bytes(4 * num_frames * audio.num_mel_bins)
+        item = encoder_source(AudioPayload(audio.num_mel_bins, num_frames, silence), 1)
+        inputs.append(msgspec.structs.replace(item, num_tokens=1))
+    elif audio is not None:
         num_samples = int(audio.chunk_seconds * audio.sampling_rate)
         num_frames = num_samples // audio.hop_length if audio.num_mel_bins else audio.sampling_rate
         silence = bytes(4 * num_frames * max(audio.num_mel_bins, 1))

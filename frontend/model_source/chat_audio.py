@@ -8,6 +8,7 @@ from typing import Final
 from ...protocol.checkpoint.audio_tower import audio_section, audio_tower_spec, has_audio_tower
 from ...protocol.checkpoint.config_fields import ConfigFields
 from ...protocol.config.chat_audio import ChatAudioConfig, ClipMarks, Framing, SpeechFormat
+from ...protocol.config.model import SpeechKind
 from ..media.transcription.languages import LANGUAGE_NAMES
 
 _QWEN3_ASR: Final = SpeechFormat(
@@ -117,9 +118,9 @@ def read_chat_audio(path: Path, config: ConfigFields, text: ConfigFields) -> Cha
     Raises:
         CheckpointError: A field is missing or invalid.
     """
-    if not has_audio_tower(config) or not path.is_dir():
+    kind, section = config.text("model_type", ""), audio_section(config)
+    if not has_audio_tower(config) or not path.is_dir() or kind == SpeechKind.VOXTRAL_REALTIME:
         return None
-    kind, section = config.text("model_type"), audio_section(config)
     has_id = section.get("audio_token_id") is not None
     return ChatAudioConfig(
         token_id=section.integer(

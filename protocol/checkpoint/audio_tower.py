@@ -12,6 +12,7 @@ from ..config.audio_tower import (
     AudioChunks,
     AudioRotary,
     AudioTowerSpec,
+    CausalSpec,
     ConformerSpec,
     FixedOutputs,
     OutputTimes,
@@ -28,7 +29,7 @@ _MODEL_TYPES: Final = (
     *("qwen2_audio", "voxtral", "qwen3_asr", "glmasr"),
     *("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"),
     *("granite_speech", "granite_speech_plus", "audioflamingo3", "musicflamingo"),
-    *("gemma3n", "gemma4"),
+    *("gemma3n", "gemma4", "voxtral_realtime"),
 )
 
 _MAX_CONFORMER_ROWS: Final = 15_000
@@ -36,6 +37,9 @@ _MAX_CONFORMER_ROWS: Final = 15_000
 
 _MAX_UNIVERSAL_FRAMES: Final = 3000
 """The maximum length of a clip of Gemma 3n and Gemma 4: 30 s."""
+
+CAUSAL_PART: Final = 32
+"""The maximum length of a part of a clip that Voxtral Realtime reads, in outputs of 80 ms."""
 
 _GEMMA4_NAMES: Final = (
     (r"(\baudio_tower\..*)\.linear\.weight$", r"\1.weight"),
@@ -89,6 +93,8 @@ def audio_tower_spec(fields: ConfigFields, output_size: int) -> AnyAudioSpec:
         return _gemma3n_spec(fields, audio, output_size)
     if kind == "gemma4":
         return _gemma4_spec(fields, audio, output_size)
+    if kind == "voxtral_realtime":
+        return _causal_spec(fields, audio, output_size)
     if kind == "qwen3_asr":
         return _chunked_spec(audio, output_size)
     if kind == "qwen3_omni_moe_thinker":
@@ -227,6 +233,37 @@ def _with_times(spec: AudioTowerSpec, fields: ConfigFields) -> AudioTowerSpec:
         raise rope.wrong("rope_theta", "at least the outputs of a window", theta)
     seconds = fields.positive("audio_frame_step", 0.01) * 2 * spec.rows_per_output
     return msgspec.structs.replace(spec, times=OutputTimes(theta, num_rotated, seconds))
+
+
+def _causal_spec(fields: ConfigFields, audio: ConfigFields, output_size: int) -> CausalSpec:
+    """Return the encoder of Voxtral Realtime."""
+    hidden_size = _size(audio, "d_model", "hidden_size", 1280)
+    num_heads = _size(audio, "encoder_attention_heads", "num_attention_heads", 32)
+    rope = audio.section("rope_parameters") or audio
+    if (kind := rope.text("rope_type", "default")) != "default":
+        raise rope.wrong("rope_type", "default", kind)
+    head_dim = audio.integer("head_dim", 64)
+    if head_dim % 2:
+        raise audio.wrong("head_dim", "an even number", head_dim)
+    rows = fields.integer("downsample_factor", 4, maximum=64)
+    fields.require("audio_length_per_tok", 2 * rows, ", the frames of an output", default=8)
+    return CausalSpec(
+        num_mel_bins=audio.integer("num_mel_bins", 128, maximum=1024),
+        hidden_size=hidden_size,
+        intermediate_size=_size(audio, "encoder_ffn_dim", "intermediate_size", 5120),
+        num_layers=_size(audio, "encoder_layers", "num_hidden_layers", 32, maximum=1024),
+        num_heads=num_heads,
+        head_dim=head_dim,
+        window=audio.integer("sliding_window", 750, maximum=MAX_POSITIONS),
+        theta=rope.positive("rope_theta", 10_000.0),
+        norm_eps=audio.positive("rms_norm_eps", 1e-5),
+        activation=audio.text("hidden_act", "silu"),
+        projection_activation=fields.text("projector_hidden_act", "gelu"),
+        rows_per_output=rows,
+        num_frames=2 * rows * CAUSAL_PART,
+        output_size=output_size,
+        delay=fields.integer("default_num_delay_tokens", 6, maximum=64),
+    )
 
 
 def _with_rotary(spec: AudioTowerSpec, audio: ConfigFields) -> AudioTowerSpec:

@@ -7,12 +7,14 @@ from typing import Annotated, Any, Final
 
 import msgspec
 
-from ..config.audio_tower import FastConformerSpec
-from ..config.model import AudioProcessorConfig, SourceTextConfig, SpeechKind
+from ..config.audio_tower import CausalSpec, FastConformerSpec
+from ..config.model import AddedAudioConfig, AudioProcessorConfig, SourceTextConfig, SpeechKind
+from .audio_tower import CAUSAL_PART, audio_tower_spec
 from .config_fields import MAX_INTEGER, ConfigFields
 from .speech_encoders import canary_encoder_spec, fast_conformer_spec, streaming_spec
 
 _SPEECH: Final = frozenset(SpeechKind)
+_CROSS_ATTENTION: Final = _SPEECH - {SpeechKind.VOXTRAL_REALTIME}
 _T5: Final = frozenset({"t5", "mt5", "umt5"})
 _BART_STARTS: Final = {
     "bart": 2,
@@ -74,6 +76,15 @@ _CANARY_LANGUAGES: Final = (
     *("lt", "lv", "mt", "nl", "pl", "pt", "ro", "ru", "sk", "sl", "sv", "uk"),
 )
 
+_REALTIME_TOKENS_BEFORE: Final = 32
+_REALTIME_TOKENS_AFTER: Final = 10
+"""The silence before a clip and after the delay of its text in mistral-common, in tokens of Voxtral Realtime."""
+
+_REALTIME_SECONDS: Final = 600.0
+"""The maximum length of a window of Voxtral Realtime. It bounds the size of a message with its features to 31 MB."""
+
+_REALTIME_PAD: Final = "[STREAMING_PAD]"
+
 _Token = Annotated[int, msgspec.Meta(ge=0, le=MAX_INTEGER)]
 _MAX_ALIGNMENT_HEADS: Final = 1024
 
@@ -81,7 +92,7 @@ _MAX_ALIGNMENT_HEADS: Final = 1024
 def is_encoder_decoder(fields: ConfigFields) -> bool:
     """Return whether the model has an encoder whose outputs its decoder reads by cross attention."""
     kind = fields.text("model_type", "")
-    return kind in _SPEECH | _SOURCE_TEXT and not is_t5_encoder(fields)
+    return kind in _CROSS_ATTENTION | _SOURCE_TEXT and not is_t5_encoder(fields)
 
 
 def is_t5_encoder(fields: ConfigFields) -> bool:
@@ -387,12 +398,47 @@ def _fast_conformer(
     )
 
 
+def _voxtral_realtime(
+    processor: ConfigFields, config: ConfigFields, generation: ConfigFields
+) -> AudioProcessorConfig:
+    text = config.section("text_config")
+    spec = audio_tower_spec(config, 1 if text is None else text.integer("hidden_size", 3072))
+    assert isinstance(spec, CausalSpec)
+    rate, hop = 16_000, 160
+    needed = {"sampling_rate": rate, "hop_length": hop, "n_fft": 400, "global_log_mel_max": 1.5}
+    for name, value in needed.items():
+        processor.require(name, value, default=value)
+    processor.require("feature_size", spec.num_mel_bins, default=spec.num_mel_bins)
+    num_prompt = _REALTIME_TOKENS_BEFORE + spec.delay
+    return AudioProcessorConfig(
+        kind=SpeechKind.VOXTRAL_REALTIME,
+        num_mel_bins=spec.num_mel_bins,
+        sampling_rate=rate,
+        hop_length=hop,
+        chunk_seconds=_REALTIME_SECONDS,
+        strides=(spec.frames_per_output,),
+        kernels=(1,),
+        paddings=(0,),
+        max_source_positions=CAUSAL_PART,
+        start_token_id=0,
+        prompt=("<s>", *(_REALTIME_PAD,) * num_prompt),
+        added=AddedAudioConfig(
+            num_before=_REALTIME_TOKENS_BEFORE,
+            num_after=spec.delay + 1 + _REALTIME_TOKENS_AFTER,
+            samples_per_output=spec.frames_per_output * hop,
+            outputs_per_part=CAUSAL_PART,
+            marks=(_REALTIME_PAD, "[STREAMING_WORD]"),
+        ),
+    )
+
+
 _READERS: Final = {
     SpeechKind.WHISPER: _whisper,
     SpeechKind.MOONSHINE: _moonshine,
     SpeechKind.MOONSHINE_STREAMING: _moonshine_streaming,
     SpeechKind.COHERE: _cohere,
     SpeechKind.CANARY: _canary,
+    SpeechKind.VOXTRAL_REALTIME: _voxtral_realtime,
 }
 
 

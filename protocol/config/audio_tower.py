@@ -268,6 +268,47 @@ class StreamingSpec(UnpaddedSpec, frozen=True, tag=True):
         return -(-num_frames // (4 * self.frame_size))
 
 
+class CausalSpec(UnpaddedSpec, frozen=True, tag=True):
+    """A causal encoder, whose outputs are added to the embeddings of all tokens (Voxtral Realtime).
+
+    A clip is read in parts of at most `num_frames` frames, each of which continues after the one before. Two
+    convolutions turn every two frames into one row. A row attends to the `window` rows up to itself, which are rotated
+    with the base `theta`. `rows_per_output` neighboring rows are concatenated, and two matrices make an output of them.
+
+    The text is `delay` outputs behind the speech. The norms of the decoder's MLPs depend on this number.
+    """
+
+    num_mel_bins: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    head_dim: int
+    window: int
+    theta: float
+    norm_eps: float
+    activation: str
+    projection_activation: str
+    rows_per_output: int
+    num_frames: int
+    output_size: int
+    delay: int
+
+    @property
+    def frames_per_output(self) -> int:
+        """The number of frames of an output."""
+        return 2 * self.rows_per_output
+
+    def num_outputs(self, num_frames: int) -> int:
+        """Return the number of outputs for the frames of a part."""
+        return num_frames // self.frames_per_output
+
+
 AnyAudioSpec: TypeAlias = (
-    AudioTowerSpec | ConformerSpec | UniversalSpeechSpec | FastConformerSpec | StreamingSpec
+    AudioTowerSpec
+    | ConformerSpec
+    | UniversalSpeechSpec
+    | FastConformerSpec
+    | StreamingSpec
+    | CausalSpec
 )

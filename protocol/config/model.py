@@ -143,7 +143,7 @@ class SpeechKind(enum.StrEnum):
     """The kind of a speech model, which determines the decoder's prompt.
 
     Whisper's prompt has tokens for language and task; Moonshine's is a single start token. Only the language changes
-    Cohere Transcribe's, and the languages of speech and text change Canary's.
+    Cohere Transcribe's, and the languages of speech and text change Canary's. Voxtral Realtime's is always the same.
     """
 
     WHISPER = "whisper"
@@ -151,6 +151,29 @@ class SpeechKind(enum.StrEnum):
     MOONSHINE_STREAMING = "moonshine_streaming"
     COHERE = "cohere_asr"
     CANARY = "canary"
+    VOXTRAL_REALTIME = "voxtral_realtime"
+
+
+class AddedAudioConfig(msgspec.Struct, frozen=True):
+    """The places of the outputs of an audio clip that are added to all tokens, one to each.
+
+    Attributes:
+        num_before: The outputs of the silence before the clip.
+        num_after: The outputs of the silence after it.
+        samples_per_output: The number of samples of an output.
+        outputs_per_part: The maximum number of outputs of an encoder input.
+        marks: The tokens that are not text.
+    """
+
+    num_before: int
+    num_after: int
+    samples_per_output: int
+    outputs_per_part: int
+    marks: tuple[str, ...]
+
+    def num_outputs(self, num_samples: int) -> int:
+        """Return the number of outputs of a clip and the silence around it."""
+        return self.num_before + -(-num_samples // self.samples_per_output) + self.num_after
 
 
 class AudioProcessorConfig(msgspec.Struct, frozen=True):
@@ -182,6 +205,7 @@ class AudioProcessorConfig(msgspec.Struct, frozen=True):
             speech and of the text for "{language}" and "{target}".
         languages: The codes of the languages that may be given for such a prompt.
         max_tokens_per_second: The maximum number of text tokens per second of audio; 0 for no limit.
+        added: How outputs are added to tokens; None if the decoder reads them by cross attention.
     """
 
     kind: SpeechKind
@@ -208,6 +232,7 @@ class AudioProcessorConfig(msgspec.Struct, frozen=True):
     max_tokens_per_second: float = 0.0
     prompt: tuple[str, ...] = ()
     languages: tuple[str, ...] = ()
+    added: AddedAudioConfig | None = None
 
     @property
     def translates(self) -> bool:
@@ -312,7 +337,8 @@ class ModelConfig(msgspec.Struct, frozen=True):
     @property
     def reads_source(self) -> bool:
         """True if the model's decoder reads an audio clip or a source text by cross-attention."""
-        return self.audio is not None or self.source_text is not None
+        reads_audio = self.audio is not None and self.audio.added is None
+        return reads_audio or self.source_text is not None
 
     @property
     def prompt_vocab_size(self) -> int:

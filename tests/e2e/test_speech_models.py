@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import io
 import re
 from collections.abc import Iterator
@@ -24,6 +25,8 @@ from support.source_checkpoints import (
     greedy,
     moonshine_directory,
     multilingual_whisper,
+    realtime_directory,
+    realtime_features,
     whisper_text,
 )
 
@@ -150,7 +153,8 @@ def test_translations_use_the_translate_task(audio: Any, reference: Reference) -
     language = reference.language(samples)
     texts = [reference.text(samples, language, task) for task in ("translate", "transcribe")]
     assert texts[0] != texts[1]
-    assert audio.translations.create(model="tiny", file=file).text == texts[0]
+    translated = audio.translations.create(model="tiny", file=file, extra_body={"seed": "1"})
+    assert translated.text == texts[0]
     assert audio.transcriptions.create(model="tiny", file=file).text == texts[1]
 
 
@@ -249,6 +253,61 @@ def test_a_fast_conformer_needs_the_language(tmp_path: Path, kind: str) -> None:
         else:
             with pytest.raises(openai.BadRequestError, match="cannot translate"):
                 translate(model="tiny", file=file)
+        assert_nothing_is_held(server)
+
+
+@pytest.mark.parametrize("parallel", [("-tp", "2"), ("-pp", "2", "--inject-preemption", "0.1")])
+def test_audio_is_added_to_every_token(tmp_path: Path, parallel: tuple[str, ...]) -> None:
+    path, model = realtime_directory(tmp_path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    marks = ["<s>", *["[STREAMING_PAD]"] * 38]
+    prompt = torch.tensor([tokenizer.convert_tokens_to_ids(marks)])
+    others = tokenizer.convert_tokens_to_ids(["</s>", "[STREAMING_PAD]", "[STREAMING_WORD]"])
+
+    def generate(samples: np.ndarray) -> tuple[str, list[float]]:
+        """Return the text of a clip, and the log-probabilities of its letters."""
+        features = realtime_features(samples)
+        options = {"num_delay_tokens": 6, "return_dict_in_generate": True, "output_logits": True}
+        found = model.generate(prompt, input_features=features, do_sample=False, **options)
+        tokens = found.sequences[0, prompt.shape[1] :].tolist()
+        rows = [row[0].log_softmax(-1) for row in found.logits]
+        letters = [row[t].item() for t, row in zip(tokens, rows, strict=True) if t not in others]
+        return tokenizer.decode(tokens, skip_special_tokens=True).strip(), letters
+
+    clips = [clip(seed, 1.8 + 0.37 * seed) for seed in range(3)]
+    expected = [generate(samples) for samples, _ in clips]
+    small = ("--max-num-batched-tokens", "24", "--max-num-seqs", "8", "--block-size", "16")
+    with Server(str(path), *FLAGS, *small, *parallel) as server:
+        create = client(server).transcriptions.create
+
+        def transcribe(file: tuple[str, bytes]) -> tuple[str, list[float]]:
+            events = create(model="tiny", file=file, stream=True, include=["logprobs"])
+            *_, done = events
+            return done.text, [each.logprob for each in done.logprobs]
+
+        with concurrent.futures.ThreadPoolExecutor(6) as pool:
+            # The second time, the prompt and most of the text are cached.
+            found = list(pool.map(transcribe, [file for _, file in clips] * 2))
+        for (text, scores), (wanted, wanted_scores) in zip(found, expected * 2, strict=True):
+            assert text == wanted != ""
+            np.testing.assert_allclose(scores, wanted_scores, atol=1e-4)
+        events = iter(create(model="tiny", file=clips[2][1], stream=True))
+        next(events)
+        server.child("worker 0").kill()
+        *_, done = events
+        assert done.text == expected[2][0]
+        server.wait_until_whole()
+        whole = create(model="tiny", file=clips[1][1], temperature=0.001, response_format="text")
+        assert whole.strip() == expected[1][0]
+        for fields, named in (
+            ({"language": "fr"}, "detects the language itself"),
+            ({"prompt": "names"}, "accepts only audio"),
+        ):
+            with pytest.raises(openai.BadRequestError, match=named):
+                create(model="tiny", file=clips[0][1], **fields)
+        with pytest.raises(openai.BadRequestError, match="is a speech model"):
+            url = server.url + "/v1"
+            openai.OpenAI(base_url=url, api_key="none").completions.create(model="tiny", prompt="a")
         assert_nothing_is_held(server)
 
 

@@ -437,3 +437,44 @@ def moonshine_directory(directory: Path, kind: str = "moonshine") -> tuple[Path,
     path, model = source_directory(directory, kind, changes | special)
     model.generation_config.save_pretrained(path)
     return path, model
+
+
+def realtime_directory(directory: Path) -> tuple[Path, Any]:
+    """Write a Voxtral Realtime with a tokenizer. Return its directory and transformers' model.
+
+    The windows of both parts are shorter than a clip of two seconds.
+    """
+    marks = ("<s>", "</s>", "[STREAMING_PAD]", "[STREAMING_WORD]")
+    ids = write_letters(directory, marks, "</s>")
+    sizes = {"intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.VoxtralRealtimeConfig(
+        audio_config=sizes
+        | {"hidden_size": 32, "head_dim": 16, "num_mel_bins": 16, "sliding_window": 50},
+        text_config=sizes
+        | {
+            "vocab_size": len(_LETTERS) + len(marks),
+            "hidden_size": 64,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "max_position_embeddings": 512,
+            "sliding_window": 40,
+            "bos_token_id": ids["<s>"],
+            "eos_token_id": ids["</s>"],
+        },
+    )
+    torch.manual_seed(3)
+    model = transformers.VoxtralRealtimeForConditionalGeneration._from_config(
+        config, attn_implementation="eager"
+    ).eval()
+    for name, parameter in model.named_parameters():
+        torch.nn.init.normal_(parameter, 0.7 if "norm." in name else 0, 0.2)
+    model.save_pretrained(directory)
+    transformers.VoxtralRealtimeFeatureExtractor(feature_size=16).save_pretrained(directory)
+    return directory, model
+
+
+def realtime_features(samples: np.ndarray) -> torch.Tensor:
+    """Return the features of a clip for `realtime_directory`, with silence around it as mistral-common pads it."""
+    padded = np.pad(samples, (32 * 1280, -len(samples) % 1280 + 17 * 1280))
+    extractor = transformers.VoxtralRealtimeFeatureExtractor(feature_size=16)
+    return extractor(padded, sampling_rate=16_000, return_tensors="pt")["input_features"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Mapping
 
@@ -12,6 +13,9 @@ from ...protocol.checkpoint.config_fields import ConfigFields
 from .checkpoint import Checkpoint, Floats
 from .quantization.matrix import QuantizedMatrix
 
+_LONGEST = 10_000.0
+"""The quotient of the highest and the lowest frequency of a delay's embedding."""
+
 
 class RowFactors(msgspec.Struct, frozen=True):
     """Factors on the rows of the tensors whose names match `tensor`.
@@ -19,6 +23,9 @@ class RowFactors(msgspec.Struct, frozen=True):
     The vector whose name results from replacing the match by `vector`, times `scale`, to the power of `power`, has a
     factor for each row, or one for all rows. If `vector` is empty, the tensor itself is that vector, and is replaced by
     these factors. If it `normalizes`, there is no vector: each row of the tensor is divided by its Euclidean norm.
+
+    If `delay` is not 0, the vector is not stored. It is 1 + B gelu(A t), where t has the cosines and sines of the delay
+    with falling frequencies, and `vector`, with 1 and 2 for "{}", gives the names of A and B.
     """
 
     tensor: str
@@ -26,6 +33,14 @@ class RowFactors(msgspec.Struct, frozen=True):
     scale: float = 1.0
     power: int = 1
     normalizes: bool = False
+    delay: int = 0
+
+    def names_of_vector(self, name: str) -> list[str]:
+        """Return the names of the tensors from which the factors of a tensor are computed; none if it has none."""
+        if not re.search(self.tensor, name):
+            return []
+        names = [self.vector.format(number) for number in (1, 2)] if self.delay else [self.vector]
+        return [re.sub(self.tensor, each or r"\g<0>", name) for each in names]
 
 
 class FactoredCheckpoint(Checkpoint):
@@ -40,15 +55,15 @@ class FactoredCheckpoint(Checkpoint):
         super().__init__(checkpoint.path, ConfigFields(checkpoint.config, checkpoint.config_path))
         self._checkpoint = checkpoint
         self.place = checkpoint.place
-        self._rules: dict[str, tuple[str, RowFactors]] = {}
+        self._rules: dict[str, tuple[list[str], RowFactors]] = {}
         self.vectors: set[str] = set()
         """The names, as `factors` call them, of vectors that are not read for themselves."""
         for rule in factors:
             for name in names:
-                vector = re.sub(rule.tensor, rule.vector or r"\g<0>", name)
-                if re.search(rule.tensor, name) and vector in names:
-                    self._rules[names[name]] = names[vector], rule
-                    self.vectors |= {vector} - {name}
+                vectors = rule.names_of_vector(name)
+                if vectors and names.keys() >= set(vectors):
+                    self._rules[names[name]] = [names[each] for each in vectors], rule
+                    self.vectors |= {*vectors} - {name}
 
     def names(self) -> Collection[str]:
         """See `Checkpoint.names`."""
@@ -71,7 +86,7 @@ class FactoredCheckpoint(Checkpoint):
             result = self._checkpoint.tensor(name, dtype, part=part, dim=dim)
             self.bytes_read = self._checkpoint.bytes_read
             return result
-        vector, rule = self._rules[name]
+        vectors, rule = self._rules[name]
         if rule.normalizes:
             if dim:
                 raise ValueError(f"{name}: a part of each row has no norm")
@@ -79,13 +94,17 @@ class FactoredCheckpoint(Checkpoint):
             self.bytes_read = self._checkpoint.bytes_read
             normed = torch.nn.functional.normalize(matrix)
             return normed if dtype is None else normed.to(dtype)
-        is_number = self._checkpoint.shape(vector) == (1,)
+        is_number = self._checkpoint.shape(vectors[-1]) == (1,)
         rows = None if dim or is_number else part
-        read = self._checkpoint.tensor(vector, torch.float32, part=rows)
+        read = self._checkpoint.tensor(vectors[-1], torch.float32, part=rows)
+        if rule.delay:
+            first = self._checkpoint.tensor(vectors[0], torch.float32)
+            inner = torch.nn.functional.gelu(first @ _embed_delay(rule.delay, first.shape[1]))
+            read = 1 + read @ inner
         factors = (read * rule.scale) ** rule.power
-        if vector != name:
+        if vectors != [name]:
             matrix = self._checkpoint.tensor(name, torch.float32, part=part, dim=dim)
-            factors = factors[:, None] * matrix
+            factors = factors.view(-1, *[1] * (matrix.dim() - 1)) * matrix
         self.bytes_read = self._checkpoint.bytes_read
         return factors if dtype is None else factors.to(dtype)
 
@@ -107,3 +126,10 @@ class FactoredCheckpoint(Checkpoint):
         matrix = self._checkpoint.quantized(name, part=part, dim=dim)
         self.bytes_read = self._checkpoint.bytes_read
         return matrix
+
+
+def _embed_delay(delay: int, size: int) -> torch.Tensor:
+    """Return the cosines and then the sines of a delay, float32 [size]."""
+    half = size // 2
+    angles = delay * torch.exp(-math.log(_LONGEST) * torch.arange(half).float() / half)
+    return torch.cat((angles.cos(), angles.sin()))

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from ...protocol.config.audio_tower import (
     AnyAudioSpec,
     AudioTowerSpec,
+    CausalSpec,
     ConformerSpec,
     FastConformerSpec,
     OutputTimes,
@@ -27,7 +28,7 @@ from ...protocol.errors import EngineError
 from ...protocol.messages import AudioPayload
 from ..device.torch_threads import torch_threads
 from ..loaders import Checkpoint
-from .audio import conformer, fast_conformer, streaming, universal
+from .audio import causal, conformer, fast_conformer, streaming, universal
 from .audio.stems import make_stem, stem_marker
 from .image_tower import TowerSource
 from .layers import LayersSpec, LayerWeights, Patches
@@ -51,7 +52,7 @@ class AudioTower:
         self.spec = spec
         self._device, self._dtype = source.device, source.dtype
         self._num_threads = source.num_threads
-        self._encode: Callable[[Tensor], Tensor] | _WhisperTower
+        self._encode: Callable[[Tensor], Tensor] | _WhisperTower | causal.CausalEncoder
         if isinstance(spec, ConformerSpec):
             weights = source.weights(conformer.MARKER)
             self._encode = conformer.Conformer(spec, weights, source.checkpoint)
@@ -61,6 +62,9 @@ class AudioTower:
         elif isinstance(spec, StreamingSpec):
             weights = source.weights(streaming.MARKER)
             self._encode = streaming.StreamingEncoder(spec, weights, source.checkpoint)
+        elif isinstance(spec, CausalSpec):
+            weights = source.weights(causal.MARKER)
+            self._encode = causal.CausalEncoder(spec, weights, source.checkpoint)
         elif isinstance(spec, UniversalSpeechSpec):
             weights = source.weights(universal.MARKER, spec.tensor_names)
             self._encode = universal.UniversalSpeech(spec, weights)
@@ -74,6 +78,34 @@ class AudioTower:
         Raises:
             EngineError: The data are invalid, which a correct frontend never sends.
         """
+        clip, features_CN = self._read(data)
+        with torch_threads(self._device, self._num_threads):
+            if isinstance(self._encode, _WhisperTower):
+                outputs_KD = self._encode(features_CN, clip.window)
+            elif isinstance(self._encode, causal.CausalEncoder):
+                outputs_KD, _ = self._encode(features_CN, None)
+            else:
+                outputs_KD = self._encode(features_CN)
+            return outputs_KD[: clip.num_outputs or None]
+
+    @torch.inference_mode()
+    def encode_next(
+        self, data: bytes, state: causal.CausalState | None
+    ) -> tuple[Tensor, causal.CausalState]:
+        """Return the embeddings for the next part of a clip, and the state after it. `state` is None for the first.
+
+        Raises:
+            EngineError: The data are invalid, which a correct frontend never sends.
+        """
+        assert isinstance(self._encode, causal.CausalEncoder)
+        _, features_CN = self._read(data)
+        if features_CN.shape[1] % self._encode.frames_per_output:
+            raise EngineError(f"a part of a clip has {features_CN.shape[1]} frames")
+        with torch_threads(self._device, self._num_threads):
+            return self._encode(features_CN, state)
+
+    def _read(self, data: bytes) -> tuple[AudioPayload, Tensor]:
+        """Return a clip and its features [C, N]."""
         try:
             clip = _decoder.decode(data)
         except msgspec.MsgspecError as error:
@@ -97,13 +129,7 @@ class AudioTower:
             )
         # Copy the features, because torch requires a writable array, and the bytes of the message are read-only.
         features = torch.frombuffer(bytearray(clip.features), dtype=dtype)
-        features_CN = features.view(num_features, -1).to(self._device, self._dtype)
-        with torch_threads(self._device, self._num_threads):
-            if isinstance(self._encode, _WhisperTower):
-                outputs_KD = self._encode(features_CN, clip.window)
-            else:
-                outputs_KD = self._encode(features_CN)
-            return outputs_KD[: clip.num_outputs or None]
+        return clip, features.view(num_features, -1).to(self._device, self._dtype)
 
     def warm_up(self) -> None:
         """Encode a window of silence, or a block of it if clips have no windows."""

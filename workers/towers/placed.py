@@ -1,4 +1,4 @@
-"""Replace the embeddings of tokens with encoder outputs.
+"""Replace the embeddings of tokens with encoder outputs, or add the outputs to them.
 
 Shapes: T tokens of a step, D hidden size, E elements of an output.
 """
@@ -18,15 +18,19 @@ class Placed:
         rows_T: The row of `encoded` for each token, int32, or -1 for tokens that use their own embedding.
         encoded: The outputs, float [rows, E]. The first D elements are the embedding, which is all if E = D. Otherwise
             the next D are added after the decoder's first layer, and so on.
+        are_added: Whether outputs are added to embeddings, which they replace otherwise.
     """
 
-    def __init__(self, rows_T: Int32Array, encoded: Tensor) -> None:
+    def __init__(self, rows_T: Int32Array, encoded: Tensor, *, are_added: bool = False) -> None:
         self.rows_T = rows_T
         self.encoded = encoded
+        self._are_added = are_added
 
     def put_into(self, hidden_TD: Tensor) -> Tensor:
-        """Return the hidden states with the rows of these tokens replaced by embeddings."""
+        """Return the hidden states, with outputs in the rows of these tokens, or added to them."""
         tokens, part = self._part(hidden_TD, 0)
+        if self._are_added:
+            part += hidden_TD[tokens]
         return hidden_TD.index_copy(0, tokens, part)
 
     def add_to(self, hidden_TD: Tensor, layer: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from typing import NamedTuple
 
 from ....protocol.arrays import Int64Array, int32_bytes
@@ -64,6 +65,8 @@ class EncoderInputs:
         self.connector = connector
         self.are_in_use = False
         """True once any request had an encoder input."""
+        self.decoding: dict[int, Request] = {}
+        """The requests with inputs after their prompts, by slot."""
         self._budget = config.encoder_budget
         self._may_split = not config.disable_chunked_mm_input
         self._held: dict[Request, set[int]] = {}
@@ -90,10 +93,12 @@ class EncoderInputs:
         that it needs are added to the plan.
         """
         num_needs = len(plan.needs)
-        for index, item in enumerate(request.encoder_inputs):
+        inputs, is_running = request.encoder_inputs, request.slot >= 0
+        num_passed = bisect_left(
+            inputs, True, key=lambda item: not _is_passed(item, start, is_running=is_running)
+        )
+        for index, item in enumerate(inputs[num_passed:], num_passed):
             first, last = item.position, item.position + item.num_tokens
-            if _is_passed(item, start, is_running=request.slot >= 0):
-                continue
             if first >= end:
                 break
             if item.read_until and first > start:
@@ -124,6 +129,8 @@ class EncoderInputs:
                 else:
                     self._to_compute.append((request.slot, index))
             self._held.setdefault(request, set()).add(index)
+            if request.reads_inputs_in_output:
+                self.decoding[request.slot] = request
         plan.needs.clear()
         plan.hashes.clear()
 
@@ -141,6 +148,7 @@ class EncoderInputs:
 
     def release_request(self, request: Request) -> None:
         """Release all inputs of a request that loses its slot."""
+        self.decoding.pop(request.slot, None)
         for index in sorted(self._held.pop(request, ())):
             self.cache.remove_reference(request.encoder_inputs[index].content_hash)
 

@@ -28,6 +28,9 @@ _FLOOR: Final = 1e-10
 _RANGE: Final = 8.0
 """Values more than this many decades below the maximum are clipped."""
 
+_LOUDEST: Final = 1.5
+"""The maximum, in decades, that Voxtral Realtime assumes for every clip."""
+
 # Slaney's mel scale: linear below 1000 Hz, logarithmic above (Auditory Toolbox, 1998).
 _HZ_PER_MEL: Final = 200 / 3
 _FIRST_LOG_HZ: Final = 1000.0
@@ -60,6 +63,24 @@ def log_mel(samples: Float32Array, num_samples: int, num_mel_bins: int) -> Float
     features += 4
     features /= 4
     return features
+
+
+def framed_log_mel(samples: Float32Array, num_mel_bins: int) -> Float32Array:
+    """Return log-mel features of the frames in samples, equal to those of `VoxtralRealtimeFeatureExtractor`.
+
+    Args:
+        samples: The samples at `RATE`, float32 [N] in [-1, 1], from the first sample of a frame to the last of another.
+        num_mel_bins: The number of features per frame.
+
+    Returns:
+        The features, float32 [num_mel_bins, frames].
+    """
+    frames = np.lib.stride_tricks.sliding_window_view(samples, WINDOW)[::HOP]
+    spectrum = np.fft.rfft(frames * _hann(), axis=1)
+    power = (spectrum.real**2 + spectrum.imag**2).astype(np.float32, copy=False)
+    features = np.log10(np.maximum(_mel_filters(num_mel_bins) @ power.T, np.float32(_FLOOR)))
+    limited: Float32Array = (np.maximum(features, np.float32(_LOUDEST - _RANGE)) + 4) / 4
+    return limited
 
 
 def normed_log_mel(

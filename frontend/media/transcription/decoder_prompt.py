@@ -32,6 +32,8 @@ class DecoderPrompts:
         self.first_timestamp_id = (
             audio.no_timestamps_token_id + 1 if self.has_timestamps else model.vocab_size
         )
+        marks = () if audio.added is None else audio.added.marks
+        self._mark_ids = frozenset(map(tokenizer.token_to_id, marks))
 
     @property
     def end_token_id(self) -> int:
@@ -39,8 +41,9 @@ class DecoderPrompts:
         return self._end_token_id
 
     def is_text(self, token_id: int) -> bool:
-        """Return whether a token is text, and neither a timestamp nor the end token."""
-        return token_id < self.first_timestamp_id and token_id != self._end_token_id
+        """Return whether a token is text, and neither a timestamp nor a mark nor the end token."""
+        is_other = token_id == self._end_token_id or token_id in self._mark_ids
+        return token_id < self.first_timestamp_id and not is_other
 
     def is_end(self, token_id: int) -> bool:
         """Return whether a token is the end token."""
@@ -129,6 +132,10 @@ class DecoderPrompts:
             # For the alignment, the text is read again after the longest prompt without earlier text, and an end token
             # follows.
             most = min(most, self._max_model_len - 2 - _MAX_START_TOKENS)
+        if (added := self.audio.added) is not None:
+            # A token for each output, which is the last one that has none itself.
+            num_outputs = added.num_outputs(round(seconds * self.audio.sampling_rate))
+            most = min(most, num_outputs - len(prompt))
         if limit := self.audio.max_tokens_per_second:
             most = min(most, int(seconds * limit))
         return max(1, most)

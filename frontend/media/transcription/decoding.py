@@ -80,7 +80,8 @@ class WindowDecoder:
     @property
     def needs_language(self) -> bool:
         """True if `detect_language` must be called before windows are decoded."""
-        return self._decoder is not None and not self.language
+        has_languages = self._decoder is not None and self._decoder.audio.language_token_ids
+        return bool(has_languages) and not self.language
 
     async def detect_language(self, inputs: Sequence[EncoderInput]) -> None:
         """Set the language to the most probable one for a window."""

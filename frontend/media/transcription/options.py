@@ -86,14 +86,21 @@ def speech_model(model: ModelConfig) -> SpeechModel | None:
     if not model.has_tokenizer:
         return None
     if (audio := model.audio) is not None:
+        seconds = audio.chunk_seconds
+        if (added := audio.added) is not None:
+            # One more output than the silence around a clip has.
+            num_outputs = max(1, model.max_model_len - added.num_outputs(0))
+            seconds = min(seconds, num_outputs * added.samples_per_output / audio.sampling_rate)
         return SpeechModel(
-            languages=audio.languages or audio.language_token_ids or ("en",),
+            languages=()
+            if added is not None
+            else audio.languages or audio.language_token_ids or ("en",),
             translates=audio.translates,
             has_word_times=bool(audio.alignment_heads),
             needs_language=bool(audio.languages),
             reads_prompt=audio.previous_token_id >= 0,
             sampling_rate=audio.sampling_rate,
-            window_seconds=audio.chunk_seconds,
+            window_seconds=seconds,
             audio=audio,
         )
     if model.chat_audio is None or (speech := model.chat_audio.speech) is None:

@@ -19,6 +19,7 @@ from ...client.encoder_inputs import encoder_source
 from ...client.engine_client import PositionLogprobs
 from ...client.executor import ThreadExecutor
 from ...tokenizer.tokenizer import Tokenizer
+from ..audio.added_clip import AddedClip
 from ..audio.clips import prepare_clip
 from ..audio.log_mel import log_mel, normed_log_mel
 from ..audio.windows import Samples, Window, Windows
@@ -245,6 +246,9 @@ class Transcriber:
         if audio is None:
             assert self._chat_audio is not None
             return prepare_clip(samples, self._chat_audio, "file").inputs
+        if audio.added is not None:
+            clip = AddedClip(audio, audio.added)
+            return [*clip.append(samples), *clip.finish()]
         num_frames, features = len(samples), samples
         if audio.kind in (SpeechKind.COHERE, SpeechKind.CANARY):
             has_dither = audio.kind is SpeechKind.COHERE

@@ -13,15 +13,18 @@ import numpy as np
 import pytest
 import torch
 from engine.frontend.client.executor import ThreadExecutor
+from engine.frontend.media.audio.added_clip import AddedClip
 from engine.frontend.media.chat_audio import ChatAudio
 from engine.frontend.model_source.chat_audio import read_chat_audio
 from engine.frontend.tokenizer.load import load_tokenizer
 from engine.frontend.tokenizer.tokenizer import Tokenizer
 from engine.protocol.checkpoint.config_fields import ConfigFields
 from engine.protocol.checkpoint.field_names import text_section
+from engine.protocol.checkpoint.speech import read_audio_processor
 from engine.protocol.config.frontend import FrontendConfig
 from engine.protocol.errors import EngineError
 from engine.protocol.messages import AudioPayload
+from engine.workers.execution.inputs.clip_parts import ClipParts
 from engine.workers.loaders.open_checkpoint import open_checkpoint
 from engine.workers.models.families import model_spec
 from engine.workers.towers.audio_tower import AudioTower
@@ -29,6 +32,7 @@ from engine.workers.towers.image_tower import TowerSource
 from engine.workers.towers.placed import Placed
 from support.audio_checkpoints import MARKS, MODELS, audio_directory, reference_logits
 from support.decoders import CPU, TOWER_LAYERS, Runner, load_decoder, load_native_decoder
+from support.source_checkpoints import realtime_directory, realtime_features
 
 torch.set_num_threads(1)
 
@@ -108,3 +112,32 @@ def test_damaged_audio_is_an_error(model: Any) -> None:
             tower.encode(msgspec.msgpack.encode(clip))
     with pytest.raises(EngineError, match="is not an audio clip"):
         tower.encode(b"nothing")
+
+
+@pytest.mark.parametrize("load", [load_decoder, load_native_decoder])
+def test_outputs_of_a_growing_clip_are_added_to_all_tokens(tmp_path: Path, load: Any) -> None:
+    path, reference = realtime_directory(tmp_path)
+    config = ConfigFields.read(path / "config.json")
+    audio = read_audio_processor(path, config, ConfigFields({}, path))
+    assert audio is not None and audio.added is not None
+    samples = tone(0, 2.34)
+    clip, parts = AddedClip(audio, audio.added), []
+    for piece in np.split(samples, [900, 900, 5000, 17_000, 17_300]):
+        parts += clip.append(piece)
+    parts += clip.finish()
+    decoder = load(path, max_model_len=256)
+    source = TowerSource(open_checkpoint(path), CPU, torch.float32)
+    encoder = ClipParts(AudioTower(decoder.spec.audio_encoder, source))
+    encoded = [encoder.encode(parts, index) for index in range(len(parts) - 1)]
+    # Another clip with the same beginning takes the state of the encoder, which is computed again.
+    encoder.remove_clip(parts)
+    outputs = torch.cat((*encoded, encoder.encode(parts, len(parts) - 1)))
+    features = realtime_features(samples)
+    token_ids = torch.randint(0, 31, (len(outputs),)).tolist()
+    expected = reference(torch.tensor([token_ids]), features, num_delay_tokens=6).logits[0]
+    runner, found = Runner(decoder, 1, max_tokens=256), []
+    for start, end in pairwise((0, 20, 57, *range(58, len(outputs) + 1))):
+        rows = np.arange(end - start, dtype=np.int32)
+        decoder.placed = Placed(rows, outputs[start:end], are_added=True)
+        found.append(runner.step({0: token_ids[start:end]})[0])
+    torch.testing.assert_close(torch.cat(found), expected, atol=1e-4, rtol=1e-4)

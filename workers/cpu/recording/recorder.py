@@ -8,6 +8,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from ....protocol.checkpoint.recurrent_layers import ConvolvedAttention
+from ....protocol.config.audio_tower import CausalSpec
 from ...layers.layer_spec import LayerSpec
 from ...layers.parallel.shard import ModelShard
 from ...layers.rope import RopeSpec
@@ -152,11 +153,12 @@ class Recorder:
         else:
             program.add_op("embed")
         has_tower = (spec.encoder or spec.audio_encoder) is not None
+        are_added = isinstance(spec.audio_encoder, CausalSpec)
         has_norm = spec.has_embedding and spec.has_embedding_norm
         if has_norm and spec.places_after_norm:
             program.add_op("norm", vectors=self._blocks.hidden_norm("embed_norm"))
         if has_tower or self._places_embeddings:
-            program.add_op("place")
+            program.add_op("add_placed" if are_added else "place")
         if has_norm and not spec.places_after_norm:
             program.add_op("norm", vectors=self._blocks.hidden_norm("embed_norm"))
         if spec.has_embedding and spec.has_residual_scales:

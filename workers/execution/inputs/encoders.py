@@ -5,7 +5,8 @@ Shapes: T tokens of a step, D hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 import numpy as np
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 
 from ....protocol.arrays import Int32Array, int32_view
 from ....protocol.checkpoint.vision.spec import VisionSpec
+from ....protocol.config.audio_tower import CausalSpec
 from ....protocol.errors import EngineError
 from ....protocol.messages import EncoderInput
 from ....protocol.worker_messages import EncoderWork, NewRequestData
@@ -22,6 +24,7 @@ from ...device.dtypes import HostDevice, torch_device
 from ...layers.spec import ModelSpec
 from ...models.encoder import Encoder
 from ...towers.placed import Placed
+from .clip_parts import ClipParts
 
 _DTYPES: Final = ("float32", "float16", "bfloat16")
 
@@ -49,6 +52,13 @@ class Encoders:
         self._inputs: dict[int, list[EncoderInput]] = {}
         self._ends: dict[int, int] = {}
         self._outputs: dict[bytes, torch.Tensor] = {}
+        self._clips: ClipParts | None = None
+        if isinstance(spec.audio_encoder, CausalSpec):
+            # Imported here, because it imports all towers.
+            from ...towers.audio_tower import AudioTower
+
+            assert isinstance(encoder, AudioTower)
+            self._clips = ClipParts(encoder)
 
     def add_requests(self, new_requests: Sequence[NewRequestData]) -> None:
         """Store the inputs of requests that get a slot."""
@@ -60,13 +70,15 @@ class Encoders:
 
     def remove_request(self, slot: int) -> None:
         """Discard the inputs of a slot."""
-        self._inputs.pop(slot, None)
+        inputs = self._inputs.pop(slot, [])
+        if self._clips is not None:
+            self._clips.remove_clip(inputs)
         self._ends.pop(slot, None)
 
     def clear(self) -> None:
         """Discard all inputs and outputs, because the next core starts with an empty cache."""
-        self._inputs.clear()
-        self._ends.clear()
+        for slot in list(self._inputs):
+            self.remove_request(slot)
         self._outputs.clear()
 
     def apply_work(self, work: EncoderWork) -> None:
@@ -74,8 +86,12 @@ class Encoders:
         for content_hash in work.freed_hashes:
             del self._outputs[content_hash]
         for slot, index in int32_view(work.computed).reshape(-1, 2).tolist():
-            item = self._inputs[slot][index]
-            self._outputs[item.content_hash] = self._encode(item)
+            inputs = self._inputs[slot]
+            item = inputs[index]
+            if self._clips is not None:
+                self._outputs[item.content_hash] = self._clips.encode(inputs, index)
+            else:
+                self._outputs[item.content_hash] = self._encode(item)
 
     def _encode(self, item: EncoderInput) -> torch.Tensor:
         """Return the embeddings of an input.
@@ -121,13 +137,23 @@ class Encoders:
         return self._outputs[content_hash]
 
     def are_read(self, slots_S: Int32Array, num_computed_N: Int32Array) -> bool:
-        """Return whether the next token of any of the slots is replaced by an encoder output."""
+        """Return whether the next token of any of the slots reads an encoder output."""
         return self._are_placed and any(
-            item.position <= num_computed_N[slot] < item.position + item.num_tokens
+            True
             for slot in self._inputs.keys() & set(slots_S.tolist())
-            if num_computed_N[slot] < self._ends[slot]
-            for item in self._inputs[slot]
+            for _ in self._read(slot, int(num_computed_N[slot]), int(num_computed_N[slot]) + 1)
         )
+
+    def _read(self, slot: int, start: int, end: int) -> Iterator[EncoderInput]:
+        """Yield the inputs of a slot for its tokens [start, end)."""
+        if start >= self._ends.get(slot, 0):
+            return
+        inputs = self._inputs[slot]
+        first = bisect_right(inputs, start, key=lambda item: item.position + item.num_tokens)
+        for item in inputs[first:]:
+            if item.position >= end:
+                return
+            yield item
 
     def place(self, plan: StepPlan) -> Placed | None:
         """Return the outputs that the step's tokens read, or None if they read none."""
@@ -138,20 +164,18 @@ class Encoders:
         num_rows = 0
         for row, slot in enumerate(plan.slots_S.tolist()):
             start, end = int(plan.num_computed_S[row]), int(plan.seq_lens_S[row])
-            if start >= self._ends.get(slot, 0):
-                continue
-            for item in self._inputs.get(slot, ()):
+            for item in self._read(slot, start, end):
                 first = max(start, item.position)
                 last = min(end, item.position + item.num_tokens)
-                if first >= last:
-                    continue
                 token = int(plan.query_start_loc[row]) + first - start
                 rows = _output_rows(item, first - item.position, last - item.position)
                 tokens = token + np.flatnonzero(rows >= 0)
                 rows_T[tokens] = np.arange(num_rows, num_rows + len(tokens))
                 parts.append(self._outputs[item.content_hash][rows[rows >= 0]])
                 num_rows += len(tokens)
-        return Placed(rows_T, torch.cat(parts)) if parts else None
+        if not parts:
+            return None
+        return Placed(rows_T, torch.cat(parts), are_added=self._clips is not None)
 
 
 def _output_rows(item: EncoderInput, first: int, last: int) -> NDArray[np.int64]:

@@ -31,6 +31,7 @@ from ....protocol.checkpoint.speech import with_decoder_fields
 from ....protocol.checkpoint.vision.grid import GridVisionSpec
 from ....protocol.checkpoint.vision.llama import TilesVisionSpec
 from ....protocol.checkpoint.vision.read import has_vision, vision_spec
+from ....protocol.config.audio_tower import CausalSpec
 from ....protocol.errors import CheckpointError
 from ...layers.spec import ModelSpec
 from ...layers.specs.experts import ExpertsSpec
@@ -258,7 +259,10 @@ def model_spec(config: Mapping[str, Any], path: str | PathLike[str]) -> ModelSpe
         if not encoder.has_axes:
             spec = _without_axes(spec)
     if has_audio_tower(whole):
-        spec = replace(spec, audio_encoder=audio_tower_spec(whole, spec.hidden_size))
+        tower = audio_tower_spec(whole, spec.hidden_size)
+        spec = replace(spec, audio_encoder=tower)
+        if isinstance(tower, CausalSpec):
+            spec = speech.with_delay(spec, tower)
         if spec.encoder is None:
             # The three coordinates of an audio clip's positions are equal, as those of text.
             spec = _without_axes(spec)

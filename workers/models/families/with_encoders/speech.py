@@ -1,4 +1,4 @@
-"""Families of encoder-decoder models that transcribe speech."""
+"""Families of models that transcribe speech. All but Voxtral Realtime are encoder-decoder models."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from .....protocol.checkpoint.speech_encoders import (
     fast_conformer_spec,
     streaming_spec,
 )
-from .....protocol.config.audio_tower import AnyAudioSpec
+from .....protocol.config.audio_tower import AnyAudioSpec, CausalSpec
 from ....layers.layer_spec import LayerSpec
 from ....layers.read_rope import read_rope
 from ....layers.spec import ModelSpec, SourceSpec
 from ....layers.specs.convolution import ConvolutionSpec
 from ....layers.specs.norm_names import NormNames
+from ....loaders.row_factors import RowFactors
 from ..common import Family, base_spec, uniform_layers
+from ..llama import mistral
 from .encoder_decoders import BART_LAYER_NAMES, bart_fields, bart_spec, with_source
 
 _WHISPER_DECODER_NAMES: Final = (
@@ -239,6 +241,19 @@ def _rotary_layers(fields: ConfigFields) -> tuple[LayerSpec, ...]:
     return uniform_layers(fields, read_rope(fields, head_size, partial=True))
 
 
+def _voxtral_realtime(fields: ConfigFields) -> ModelSpec:
+    return mistral(
+        fields.with_defaults(rope_theta=1e6, rms_norm_eps=1e-5, head_dim=128, sliding_window=8192)
+    )
+
+
+def with_delay(spec: ModelSpec, tower: CausalSpec) -> ModelSpec:
+    """Return the decoder of Voxtral Realtime, whose MLPs read hidden states with factors that depend on the delay."""
+    norm = r"post_attention_layernorm\.weight$"
+    factors = RowFactors(norm, "ada_rms_norm.linear{}.weight", delay=tower.delay)
+    return replace(spec, row_factors=(*spec.row_factors, factors))
+
+
 FAMILIES = (
     Family("CanaryForConditionalGeneration", "canary", _canary),
     Family("CohereAsrForConditionalGeneration", "cohere_asr", _cohere_asr),
@@ -246,5 +261,6 @@ FAMILIES = (
         "MoonshineStreamingForConditionalGeneration", "moonshine_streaming", _moonshine_streaming
     ),
     Family("MoonshineForConditionalGeneration", "moonshine", _moonshine),
+    Family("VoxtralRealtimeForConditionalGeneration", "voxtral_realtime", _voxtral_realtime),
     Family("WhisperForConditionalGeneration", "whisper", _whisper),
 )
