@@ -59,7 +59,7 @@ _TITLES: Final = {
 """Section -> its heading in help, if that is not the section's name."""
 
 PEER_FLAGS: Final[dict[str, tuple[str, ...]]] = {
-    "--config-format": ("auto", "hf"),
+    "--config-format": ("auto", "hf", "mistral"),
     "--cont-batching": (),
     "--convert": ("auto", "none", "embed"),
     "--cpu-offload-gb": ("0", "0.0"),
@@ -87,7 +87,7 @@ PEER_FLAGS: Final[dict[str, tuple[str, ...]]] = {
     "--runner": ("generate", "pooling", "auto"),
     "--slots": (),
     "--task": ("generate", "embed", "auto"),
-    "--tokenizer-mode": ("auto", "hf"),
+    "--tokenizer-mode": ("auto", "hf", "mistral"),
     "-cb": (),
     "-fa": ("on", "auto", "1"),
     "-ngl": ("99", "999", "-1", "all", "auto"),
@@ -96,7 +96,8 @@ PEER_FLAGS: Final[dict[str, tuple[str, ...]]] = {
 
 A flag without values takes none.
 
-They are accepted and ignored. For example, there is no access log, and a GPU computes all layers.
+They are accepted and ignored. For example, there is no access log, a GPU computes all layers, and a model's files say
+which format they have.
 """
 
 _MEBI: Final = 1 << 20

@@ -22,7 +22,13 @@ from ...protocol.checkpoint.field_names import (
     read_text_config,
     with_common_names,
 )
-from ...protocol.checkpoint.files import SOURCE_TOKENIZER, find_tokenizer_files, find_weight_files
+from ...protocol.checkpoint.files import (
+    SOURCE_TOKENIZER,
+    find_safetensors,
+    find_tokenizer_files,
+    find_weight_files,
+    read_model_config,
+)
 from ...protocol.checkpoint.gguf import GGUFFile
 from ...protocol.checkpoint.gguf_config.convert import gguf_to_hf_config
 from ...protocol.checkpoint.gguf_config.fields import GGUFFields
@@ -284,7 +290,7 @@ def _read_directory(
     path: Path, tokenizer_path: Path
 ) -> tuple[ConfigFields, ConfigFields, list[int]]:
     return (
-        ConfigFields.read(path / "config.json"),
+        read_model_config(path),
         ConfigFields.read_if_present(path / "generation_config.json"),
         _tokenizer_eos(tokenizer_path),
     )
@@ -432,5 +438,5 @@ def _sampling_value(name: str, value: Any) -> float | int:
 
 
 def _size_bytes(path: Path) -> int:
-    files = [path] if path.is_file() else path.glob("*.safetensors")
+    files = [path] if path.is_file() else find_safetensors(path)
     return sum(file.stat().st_size for file in files)

@@ -20,7 +20,8 @@ from .mmproj_names import choose_mmproj
 
 TOKENIZER_FILES = ("*.json", "*.jinja", "*.spm", "tokenizer.model", "merges.txt", "vocab.txt")
 CHECKPOINT_FILES = ("*.safetensors", TOKEN_VECTORS_FILE, TOKEN_WEIGHTS_FILE, *TOKENIZER_FILES)
-IGNORED_FILES = ("*/*", "consolidated*")
+_MISTRAL_FILES = "consolidated*"
+IGNORED_FILES = ("*/*", _MISTRAL_FILES)
 PREFERRED_QUANTS = ("Q4_K_M", "Q8_0")
 _NESTED_FILE = re.compile(
     r"\d+_\w+/(config\.json|model\.safetensors)|additional_chat_templates/[^/]+\.jinja"
@@ -56,6 +57,9 @@ def fetch_checkpoint(
         names = _file_names(repo, revision, cache_dir)
         if gguf is None and any(name.endswith(".safetensors") for name in names):
             wanted = [name for name in names if _is_read(name)]
+            if not any(fnmatch(name, "*.safetensors") and "/" not in name for name in wanted):
+                # The repository has the model only in Mistral's own format.
+                wanted += [name for name in names if fnmatch(name, _MISTRAL_FILES)]
             return _snapshot(repo, wanted, (), revision, cache_dir, console)
         files = _choose_gguf(repo, names, gguf)
         mmproj = choose_mmproj(names) if with_mmproj else None

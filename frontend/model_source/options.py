@@ -66,9 +66,13 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
             synonyms={"half": "float16", "fp16": "float16", "float": "float32", "bf16": "bfloat16"},
         ),
     ] = "auto"
-    load_format: Annotated[LoadFormat, option("Weights to load; dummy uses random weights")] = (
-        LoadFormat.AUTO
-    )
+    load_format: Annotated[
+        LoadFormat,
+        option(
+            "Weights to load; dummy uses random weights",
+            synonyms={"safetensors": "auto", "mistral": "auto"},
+        ),
+    ] = LoadFormat.AUTO
     quantization: Annotated[
         str | None,
         option(

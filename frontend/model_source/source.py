@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from ...protocol.checkpoint.files import has_model_config
 from ...protocol.config import LoadFormat
 from ...protocol.errors import CheckpointError, ConfigError
 from ..supervisor.console import Console
@@ -126,7 +127,7 @@ def _local_checkpoint(path: Path, needs_config_only: bool) -> Path:
             )
         raise CheckpointError(path, "not a model; use a checkpoint's directory or a .gguf file")
     ggufs = _gguf_checkpoints(path)
-    if (path / "config.json").is_file():
+    if has_model_config(path):
         if needs_config_only or any(path.glob("*.safetensors")):
             return path
         if not ggufs:
@@ -139,7 +140,8 @@ def _local_checkpoint(path: Path, needs_config_only: bool) -> Path:
             path, f"the directory has several GGUF files; use the path of one of {names}"
         )
     raise CheckpointError(
-        path, "the directory has neither a config.json nor a .gguf file; check the path"
+        path,
+        "the directory has neither a config.json, nor a params.json, nor a .gguf file; check the path",
     )
 
 
@@ -162,4 +164,4 @@ def _missing_weights(path: Path) -> str:
             "the weights are pickled (*.bin), which can run code when loaded and is not supported; "
             "convert them to .safetensors"
         )
-    return "there are no *.safetensors files next to config.json; download the weights"
+    return "there are no *.safetensors files; download the weights"

@@ -8,6 +8,7 @@ from typing import Final
 
 from ..errors import CheckpointError
 from .config_fields import ConfigFields
+from .mistral_config.convert import convert_params
 
 _SPLIT_GGUF: Final = re.compile(r"(.*)-\d{5}-of-(\d{5})\.gguf")
 SOURCE_TOKENIZER: Final = "source_tokenizer.json"
@@ -23,10 +24,50 @@ _TOKENIZER_FILES: Final = (
 )
 
 
+_CONFIG: Final = "config.json"
+_PARAMS: Final = "params.json"
+
+
+def is_in_mistral_format(directory: Path) -> bool:
+    """Return whether a directory has a model in Mistral's own format only: params.json and consolidated weights."""
+    if not (directory / _PARAMS).is_file():
+        return False
+    if not (directory / _CONFIG).is_file():
+        return True
+    names = [file.name for file in directory.glob("*.safetensors")]
+    return bool(names) and all(name.startswith("consolidated") for name in names)
+
+
+def has_model_config(directory: Path) -> bool:
+    """Return whether a directory has the config of a model."""
+    return any((directory / name).is_file() for name in (_CONFIG, _PARAMS))
+
+
+def read_model_config(directory: Path) -> ConfigFields:
+    """Return the fields of a model's config.json, or those that its params.json amounts to.
+
+    Raises:
+        CheckpointError: The file is missing or invalid, or describes a model that is not supported.
+    """
+    if is_in_mistral_format(directory):
+        return convert_params(ConfigFields.read(directory / _PARAMS))
+    return ConfigFields.read(directory / _CONFIG)
+
+
+def find_safetensors(directory: Path) -> list[Path]:
+    """Return the files with a model's weights in a directory, and their index.
+
+    A directory with weights in the format of transformers may also have Mistral's, and LoRA adapters.
+    """
+    others = ("adapter_",) if is_in_mistral_format(directory) else ("consolidated", "adapter_")
+    files = directory.glob("*.safetensors*")
+    return sorted(file for file in files if file.is_file() and not file.name.startswith(others))
+
+
 def find_weight_files(path: Path) -> list[Path]:
     """Return the files that a worker reads from the checkpoint at `path`, a directory or a `.gguf` file."""
     if path.is_dir():
-        names = [path / "config.json", *path.glob("*.safetensors*")]
+        names = [path / _CONFIG, path / _PARAMS, *path.glob("*.safetensors*")]
         return sorted(name for name in names if name.is_file())
     if split := _SPLIT_GGUF.fullmatch(path.name):
         return sorted(path.parent.glob(f"{split[1]}-*-of-{split[2]}.gguf"))

@@ -19,6 +19,7 @@ from support.image_marks import (
     family_marks,
     image_mark,
 )
+from support.mistral_files import write_mistral_files
 from support.published_internvl import as_published
 from support.tiny_checkpoints import sentencepiece_tokenizer
 
@@ -61,8 +62,11 @@ def vision_directory(
 ) -> tuple[Path, Any]:
     """Write a model of one of `MODELS`. Return its directory and transformers' model.
 
+    Mistral's models may end in "-own", for Mistral's own format.
+
     `tower` and `decoder` are the sizes of its parts. A square of `factor` x `factor` patches becomes one row.
     """
+    kind, has_own_format = kind.removesuffix("-own"), kind.endswith("-own")
     tokenizer = sentencepiece_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": MARKS})
     tokenizer.chat_template = CHAT_TEMPLATE.replace("<image>", image_mark(kind))
@@ -81,6 +85,8 @@ def vision_directory(
     text = {"vocab_size": len(tokenizer)} | dict(decoder) | ids
     parts = _PARTS_BY_FAMILY[kind.split("-")[0]]
     config, processor, others = parts(kind, dict(tower), text, tokenizer, factor)
+    if has_own_format:
+        config.vision_config.hidden_act = "silu"
     model = getattr(transformers, _class(kind))(config)
     model = model.float().eval()
     torch.manual_seed(5)
@@ -92,6 +98,10 @@ def vision_directory(
                 buffer.fill_(-1.0 if name.endswith("min") else 1.0)
             elif name.endswith(("std_bias", "std_scale")):
                 buffer.normal_(0.5, 0.15)
+    if has_own_format:
+        write_mistral_files(model, directory)
+        tokenizer.save_pretrained(directory)
+        return directory, model
     model.save_pretrained(directory)
     if kind == "qianfan_ocr":
         # Transformers renames layers of the decoder like those of the tower.

@@ -3,24 +3,27 @@
 import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
-import numpy as np
 import torch
 from msgspec.structs import replace
 
 from ...protocol.checkpoint.config_fields import ConfigFields
 from ...protocol.checkpoint.field_names import text_section
+from ...protocol.checkpoint.files import (
+    find_safetensors,
+    is_in_mistral_format,
+    read_model_config,
+)
 from ...protocol.errors import CheckpointError
 from .checkpoint import Checkpoint, Floats, part_of
 from .quantization.matrix import QuantizedMatrix
 from .quantized_modules import QuantizedModules
-from .safetensors_file import SafetensorsFile
+from .stored.mistral import mistral_tensors
+from .stored.safetensors_file import SafetensorsFile
+from .stored.tensors import JoinedTensor, StoredTensor
 from .tensor_names import TensorNames, translate_names
 
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
 # Matches a tensor that contains the matrices, biases or scales of all experts of a layer.
 _STACKED = re.compile(
     r"(?P<block>.*\.(?:experts|shared_experts(?=\.\w+_proj$)|moe(?=\.(?:gate|up|down)_proj)|block_sparse_moe(?=\.(?:in|out)put_linear)))\."
@@ -30,8 +33,6 @@ _STACKED = re.compile(
 # Matches a tensor that has the matrices of all experts of a DBRX layer one below the other.
 _STACKED_ROWS = re.compile(r"(?P<block>.*\.experts)\.mlp\.(?P<module>w1|v1|w2)")
 _MODULES_OF_ROWS = {"w1": "gate_proj", "v1": "up_proj", "w2": "down_proj"}
-# Files that may be next to a model but are not its weights: Mistral's own format of them, and LoRA adapters.
-_NOT_THE_MODEL = ("consolidated", "adapter_")
 _DTYPES = frozenset({"F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL"})
 
 
@@ -85,108 +86,6 @@ _JOINED = (
 """Names of tensors whose rows are followed by those of another tensor, and its name (Molmo 2, ZAYA1)."""
 
 
-class _StoredTensor(msgspec.Struct, frozen=True):
-    """The tensor `name` of a file, or one expert's part of it.
-
-    The part consists of every `step`-th row, starting with row `first`. If `num_rows` is not 0, the experts' parts have
-    that many rows and follow each other in one matrix.
-    """
-
-    file: SafetensorsFile
-    name: str
-    expert: int | None = None
-    is_transposed: bool = False
-    first: int = 0
-    step: int = 1
-    num_rows: int = 0
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the tensor, or of the expert's part."""
-        shape = self.file.shape(self.name)
-        if self.expert is None:
-            return shape if self.step == 1 else (shape[0] // self.step, *shape[1:])
-        if self.num_rows:
-            shape = (0, self.num_rows, *shape[1:])
-        num_rows, *rest = reversed(shape[1:]) if self.is_transposed else shape[1:]
-        return num_rows // self.step, *rest
-
-    def part(self, parts: Sequence[range | None]) -> torch.Tensor:
-        """Read these ranges of the dimensions, without a copy if they are contiguous in the file."""
-        if not self.file.shape(self.name):
-            scalar: torch.Tensor = self.file.in_torch.get_tensor(self.name)
-            return scalar
-        found: torch.Tensor = self._select(self.file.in_torch.get_slice(self.name), parts)
-        return found
-
-    def floats(self, parts: Sequence[range | None]) -> Floats | None:
-        """Return a view of these ranges of the dimensions, or None if they are not stored as plain floats."""
-        stored = self.file.floats(self.name)
-        if stored is None or not stored.values.ndim:
-            return stored
-        return replace(stored, values=self._select(stored.values, parts))
-
-    def _select(self, stored: Any, parts: Sequence[range | None]) -> Any:
-        """Return these ranges of the dimensions of a tensor or an array."""
-        rows, *rest = parts or (None,)
-        if self.step > 1:
-            rows = range(self.shape[0]) if rows is None else rows
-            rows = range(rows.start * self.step, rows.stop * self.step)
-        dims = [slice(None) if p is None else slice(p.start, p.stop) for p in (rows, *rest)]
-        if self.expert is None:
-            found = stored[tuple(dims)]
-            return found if self.step == 1 else found[self.first :: self.step]
-        if self.num_rows:
-            dims = [*dims, slice(None)][:2]
-            own, columns = reversed(dims) if self.is_transposed else dims
-            first, (start, stop, _) = self.expert * self.num_rows, own.indices(self.num_rows)
-            found = stored[first + start : first + stop, columns]
-            return found.T if self.is_transposed else found
-        one = slice(self.expert, self.expert + 1)
-        if self.is_transposed:
-            columns = dims[1] if len(dims) > 1 else slice(None)
-            found = stored[one, columns, dims[0]].squeeze(0).T
-        else:
-            found = stored[(one, *dims)].squeeze(0)
-        return found[self.first :: self.step]
-
-
-class _JoinedTensor(msgspec.Struct, frozen=True):
-    """Two tensors of files that are read as one tensor, which has the rows of the first before those of the second."""
-
-    first: _StoredTensor
-    second: _StoredTensor
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of both tensors together."""
-        rows, *rest = self.first.shape
-        return rows + self.second.shape[0], *rest
-
-    def part(self, parts: Sequence[range | None]) -> torch.Tensor:
-        """Read these ranges of the dimensions."""
-        return torch.cat([tensor.part(own) for tensor, own in self._split(parts)])
-
-    def floats(self, parts: Sequence[range | None]) -> Floats | None:
-        """Return these ranges of the dimensions, or None if they are not stored as plain floats of one type."""
-        found = [tensor.floats(own) for tensor, own in self._split(parts)]
-        first, second = found
-        if first is None or second is None or first.dtype != second.dtype:
-            return None
-        return replace(first, values=np.concatenate((first.values, second.values)))
-
-    def _split(
-        self, parts: Sequence[range | None]
-    ) -> list[tuple[_StoredTensor, list[range | None]]]:
-        """Return the ranges of each of the tensors."""
-        rows, *rest = parts or (None,)
-        split, (total, *_) = self.first.shape[0], self.shape
-        rows = range(total) if rows is None else rows
-        own = range(min(rows.start, split), min(rows.stop, split))
-        other = range(max(rows.start - split, 0), max(rows.stop - split, 0))
-        return [(self.first, [own, *rest]), (self.second, [other, *rest])]
-
-
 class HFCheckpoint(Checkpoint):
     """A directory with ``config.json`` and safetensors files.
 
@@ -196,10 +95,12 @@ class HFCheckpoint(Checkpoint):
     """
 
     def __init__(self, path: Path) -> None:
-        config = ConfigFields.read(path / "config.json")
+        config, is_mistral = read_model_config(path), is_in_mistral_format(path)
         super().__init__(path, config)
-        self._stored: dict[str, _StoredTensor | _JoinedTensor] = {}
-        expected = _expected_shards(path)
+        self._stored: dict[str, StoredTensor | JoinedTensor] = {}
+        stem = "consolidated" if is_mistral else "model"
+        index = path / f"{stem}.safetensors.index.json"
+        expected = _expected_shards(index)
         seen: set[str] = set()
         model_type, text = str(config.get("model_type")), text_section(config) or config
         kinds = (model_type, str(text.get("model_type")))
@@ -209,25 +110,28 @@ class HFCheckpoint(Checkpoint):
         if model_type == "dbrx":
             experts = config.required_section("ffn_config")
             stacking = replace(stacking, num_experts=experts.integer("moe_num_experts", 4))
-        for file in dict.fromkeys(expected.values()) if expected else _weight_files(path):
+        for file in dict.fromkeys(expected.values()) if expected else _weight_files(path, stem):
             shard = SafetensorsFile(file)
             for name in shard.names:
                 if name in seen:
                     raise CheckpointError(file, f"tensor {name!r} is also in another file")
                 seen.add(name)
-                self._stored |= _tensors_of(shard, name, stacking)
+                if not is_mistral:
+                    self._stored |= _tensors_of(shard, name, stacking)
+            if is_mistral:
+                self._stored |= mistral_tensors(shard, config)
         for name, file in expected.items():
             if name not in seen:
                 raise CheckpointError(
                     file,
-                    f"there is no tensor {name!r}, which {_INDEX} lists in this file; download both",
+                    f"there is no tensor {name!r}, which {index.name} lists in this file; download both",
                 )
         for pattern, replacement in _JOINED:
             for match in list(filter(None, map(pattern.fullmatch, self._stored))):
                 name, other = match[0], match.expand(replacement)
                 first, second = self._stored.get(name), self._stored.get(other)
-                if isinstance(first, _StoredTensor) and isinstance(second, _StoredTensor):
-                    self._stored[name] = _JoinedTensor(first, second)
+                if isinstance(first, StoredTensor) and isinstance(second, StoredTensor):
+                    self._stored[name] = JoinedTensor(first, second)
                     del self._stored[other]
         self._modules = QuantizedModules.from_config(config, self)
 
@@ -292,7 +196,7 @@ class HFCheckpoint(Checkpoint):
     def stored_dtype(self, name: str) -> str:
         """Return the dtype of a tensor in safetensors' spelling."""
         tensor = self._tensor(name)
-        if isinstance(tensor, _JoinedTensor):
+        if isinstance(tensor, JoinedTensor):
             tensor = tensor.first
         return tensor.file.dtype(tensor.name)
 
@@ -304,16 +208,14 @@ class HFCheckpoint(Checkpoint):
         self.bytes_read += mapped.nbytes
         return self.place(mapped, dtype or mapped.dtype)
 
-    def _tensor(self, name: str) -> _StoredTensor | _JoinedTensor:
+    def _tensor(self, name: str) -> StoredTensor | JoinedTensor:
         tensor = self._stored.get(name)
         if tensor is None:
             raise self.missing(name)
         return tensor
 
 
-def _tensors_of(
-    file: SafetensorsFile, stored: str, stacking: _Stacking
-) -> dict[str, _StoredTensor]:
+def _tensors_of(file: SafetensorsFile, stored: str, stacking: _Stacking) -> dict[str, StoredTensor]:
     """Return the tensor with this name, or each expert's part of a tensor that has all experts."""
     (name,) = translate_names([stored], stacking.names)
     rows_of = _STACKED_ROWS.fullmatch(name) if stacking.num_experts else None
@@ -321,7 +223,7 @@ def _tensors_of(
         part, count = _MODULES_OF_ROWS[rows_of["module"]], file.shape(stored)[0]
         is_last = part == "down_proj"
         return {
-            f"{rows_of['block']}.{i}.{part}.weight": _StoredTensor(
+            f"{rows_of['block']}.{i}.{part}.weight": StoredTensor(
                 file, stored, i, is_last, num_rows=count // stacking.num_experts
             )
             for i in range(stacking.num_experts)
@@ -329,11 +231,11 @@ def _tensors_of(
     stacked = _STACKED.fullmatch(name)
     if stacked is None and stacking.is_interleaved and name.endswith(".mlp.gate_up_proj.weight"):
         return {
-            name.replace("gate_up_proj", part): _StoredTensor(file, stored, first=first, step=2)
+            name.replace("gate_up_proj", part): StoredTensor(file, stored, first=first, step=2)
             for first, part in enumerate(("gate_proj", "up_proj"))
         }
     if stacked is None:
-        return {name: _StoredTensor(file, stored)}
+        return {name: StoredTensor(file, stored)}
     module, tensor = stacked["module"], stacked["tensor"] or "weight"
     modules = {module: (0, 1)}
     if stacking.is_interleaved and module == "gate_up_proj":
@@ -341,7 +243,7 @@ def _tensors_of(
     shape = file.shape(stored)
     is_transposed = tensor == "weight" and stacking.transposes(module, shape)
     return {
-        f"{stacked['block']}.{i}.{part}.{tensor}": _StoredTensor(
+        f"{stacked['block']}.{i}.{part}.{tensor}": StoredTensor(
             file, stored, i, is_transposed, *rows
         )
         for i in range(shape[0])
@@ -349,9 +251,8 @@ def _tensors_of(
     }
 
 
-def _expected_shards(path: Path) -> dict[str, Path]:
+def _expected_shards(index: Path) -> dict[str, Path]:
     """Return the file name of each tensor according to the index; empty if there is no index."""
-    index = path / _INDEX
     if not index.exists():
         return {}
     weight_map = ConfigFields.read(index).get("weight_map")
@@ -361,19 +262,15 @@ def _expected_shards(path: Path) -> dict[str, Path]:
     for name, file in weight_map.items():
         if not isinstance(file, str) or Path(file).name != file:
             raise CheckpointError(index, f"{file!r} is not the name of a file in this directory")
-        expected[name] = path / file
+        expected[name] = index.parent / file
     return expected
 
 
-def _weight_files(path: Path) -> list[Path]:
-    if (path / _SINGLE).exists():
-        return [path / _SINGLE]
-    files = [
-        file
-        for file in sorted(path.glob("*.safetensors"))
-        if not file.name.startswith(_NOT_THE_MODEL)
-    ]
-    if files:
+def _weight_files(path: Path, stem: str) -> list[Path]:
+    """Return the files with weights in a directory without an index, whose only file has this stem if it is alone."""
+    if (path / f"{stem}.safetensors").exists():
+        return [path / f"{stem}.safetensors"]
+    if files := [file for file in find_safetensors(path) if file.suffix == ".safetensors"]:
         return files
     if pickled := [*path.glob("*.bin"), *path.glob("*.pt"), *path.glob("*.pth")]:
         raise CheckpointError(

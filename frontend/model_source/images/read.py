@@ -86,6 +86,9 @@ def read_image_processor(
     if processor is None and config.text("model_type") in _DESCRIBED_BY_CONFIG:
         processor = ConfigFields({}, path)
     if processor is None:
+        # Mistral's own format has no file of it.
+        processor = config.section("image_processor")
+    if processor is None:
         logger.warning("%s has no %s, so requests with images are rejected", path, _FILES[0])
         return None
     stands_alone = isinstance(vision, VisionSpec) and vision.stands_alone

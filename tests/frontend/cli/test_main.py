@@ -246,7 +246,7 @@ def test_flags_accept_the_spellings_of_other_servers(
         (["--load-format", "npcache"], ["--load-format", "npcache", "dummy"]),
         (
             ["--tokenizer-mode", "slow"],
-            ["--tokenizer-mode: 'slow' is not supported", "use auto or hf"],
+            ["--tokenizer-mode: 'slow' is not supported", "use auto or hf or mistral"],
         ),
         (["--allowed-origins", "a.example", "m"], ["--allowed-origins", "'a.example'", "https://"]),
         (["--ssl-keyfile", __file__], ["--ssl-certfile", "together"]),
@@ -272,7 +272,7 @@ def test_no_op_flags_of_other_servers_are_accepted() -> None:
     ]
     same += ["--kv_offloading_backend", "native", "--logprobs-mode", "raw_logprobs"]
     same += ["-ngl", "99", "--n-gpu-layers=all", "--jinja", "-fa", "on", "--metrics"]
-    same += ["--config-format=auto", "--guided-decoding-backend", "auto"]
+    same += ["--config-format=mistral", "--guided-decoding-backend", "auto"]
     assert parse(*same) == parse()
 
 
@@ -329,7 +329,7 @@ def test_command_line_overrides_configuration_file(tmp_path: Path) -> None:
         ("config: other.yaml", "cannot include another one"),
         ("enable-dbo: true", "unknown option enable-dbo"),
         ("port: [1, 2]", "port: must be a single value"),
-        ("tokenizer-mode: slow", "tokenizer-mode: 'slow' is not supported; use auto or hf"),
+        ("tokenizer-mode: slow", "'slow' is not supported; use auto or hf or mistral"),
     ],
 )
 def test_invalid_configuration_file_is_rejected(

@@ -98,8 +98,9 @@ def test_the_vision_tower_beside_a_gguf_file_is_found(tmp_path: Path) -> None:
             "",
             "the directory has several GGUF files; use the path of one of a.gguf, b.gguf",
         ),
-        ([], "", "neither a config.json nor a .gguf file"),
+        ([], "", "neither a config.json, nor a params.json, nor a .gguf file"),
         (["config.json"], "", "no \\*.safetensors files"),
+        (["params.json"], "", "no \\*.safetensors files"),
         (["config.json", "pytorch_model.bin"], "", "pickled .* convert them to .safetensors"),
         (["model.safetensors"], "model.safetensors", "use its directory"),
         (["notes.txt"], "notes.txt", "not a model"),
@@ -268,6 +269,7 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
     touch(full / "1_Pooling", "config.json", "README.md")
     touch(full / "2_Dense", "config.json", "model.safetensors", "pytorch_model.bin")
     touch(full / "additional_chat_templates", "tools.jinja")
+    touch(root / "org" / "mistral", "params.json", "tekken.json", "consolidated.safetensors")
     quants = root / "org" / "quants"
     quants.mkdir()
     touch(quants, "m-Q4_K_M.gguf", "m-Q8_0.gguf", "mmproj-m-F32.gguf", "mmproj-m-F16.gguf")
@@ -285,6 +287,10 @@ def test_a_checkpoint_from_the_hub_is_fetched_once_and_served_offline(hub: Hub) 
         *["1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors"],
         *["additional_chat_templates/tools.jinja", "chat_template.jinja", "config.json"],
         *["model.safetensors", "sparse_linear.pt", "tokenizer.json", "tokenizer_config.json"],
+    ]
+    _, own, _ = hub.find("org/mistral")
+    assert sorted(p.name for p in own.iterdir()) == [
+        *("consolidated.safetensors", "params.json", "tekken.json")
     ]
     hub.requested.clear()
     assert hub.find("org/full") == (name, path, path)

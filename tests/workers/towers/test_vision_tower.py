@@ -41,6 +41,7 @@ KINDS = (
     "vipllava",
     *GEMMA_MODELS,
     *SIZED_MODELS,
+    *(f"{kind}-own" for kind in SIZED_MODELS[:2]),
     *ANYRES_MODELS,
 )
 SIZES = {"gemma4": [(48, 32), (80, 64)], "pixtral": [(48, 24), (64, 64)]}
@@ -50,7 +51,8 @@ SIZES["lighton_ocr"] = [(56, 40), (80, 64)]
 
 @pytest.fixture(scope="module", params=KINDS)
 def model(request, tmp_path_factory):
-    return request.param, *vision_directory(tmp_path_factory.mktemp("model"), request.param)
+    directory, model = vision_directory(tmp_path_factory.mktemp("model"), request.param)
+    return request.param.removesuffix("-own"), directory, model
 
 
 def _image(seed, width=TILE, height=TILE):

@@ -9,36 +9,18 @@ from ....layers.layer_spec import LayerSpec
 from ....layers.read_rope import read_rope
 from ....layers.spec import ModelSpec
 from ....layers.specs.latent import IndexerSpec
+from ....loaders.stored.mistral import DECODER_NAMES
 from ..common import Family
 from ..experts import first_dense, has_listed_experts, with_experts
 from ..latent import latent_spec, mistral_experts, with_indexers
 
-_LAYER = r"^(model\.layers\.\d+\.)"
 _NAMES = (
     (r".*mtp_dspark\..*", ""),
-    (r"^tok_embeddings\.", "model.embed_tokens."),
     (r"^lerope\.", "model.rotary_emb."),
-    (r"^(layers|norm)\.", r"model.\1."),
-    (r"^output\.", "lm_head."),
-    (_LAYER + r"attention_norm\.", r"\1input_layernorm."),
-    (_LAYER + r"ffn_norm\.", r"\1post_attention_layernorm."),
-    (_LAYER + r"attention\.", r"\1self_attn."),
-    (_LAYER + r"feed_forward\.", r"\1mlp."),
-    (_LAYER + r"(gate|experts|shared_experts)\.", r"\1mlp.\2."),
-    (_LAYER + r"(mlp\..*)\.w1\.", r"\1\2.gate_proj."),
-    (_LAYER + r"(mlp\..*)\.w2\.", r"\1\2.down_proj."),
-    (_LAYER + r"(mlp\..*)\.w3\.", r"\1\2.up_proj."),
-    (_LAYER + r"mlp\.w1\.", r"\1mlp.gate_proj."),
-    (_LAYER + r"mlp\.w2\.", r"\1mlp.down_proj."),
-    (_LAYER + r"mlp\.w3\.", r"\1mlp.up_proj."),
-    (_LAYER + r"self_attn\.w([qo])\.", r"\1self_attn.\2_proj."),
-    (_LAYER + r"self_attn\.wkv_a_with_mqa\.", r"\1self_attn.kv_a_proj_with_mqa."),
-    (_LAYER + r"self_attn\.wkv_b\.", r"\1self_attn.kv_b_proj."),
-    (_LAYER + r"self_attn\.kv_a_norm\.", r"\1self_attn.kv_a_layernorm."),
+    *DECODER_NAMES,
     (r"\.ssmax_scaling\.s$", ".softmax_scaling.scale"),
     (r"\.ssmax_scaling\.b$", ".softmax_scaling.bias"),
 )
-"""The names of Mistral's own format, which begin with those of layers. Those of transformers stay as they are."""
 
 
 def _mistral_large4(fields: ConfigFields) -> ModelSpec:

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
-from ...protocol.errors import CheckpointError
-from .checkpoint import Floats
+from ....protocol.errors import CheckpointError
+from ..checkpoint import Floats
 
 _FLOATS: Final = {
     "F32": ("float32", np.float32),

@@ -1,0 +1,1 @@
+"""The tensors of safetensors files, as parts of other tensors and by other names."""

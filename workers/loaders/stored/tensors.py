@@ -1,0 +1,129 @@
+"""Tensors of safetensors files that are read in parts, in another order, or joined."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from msgspec.structs import replace
+
+from ..checkpoint import Floats
+from .safetensors_file import SafetensorsFile
+
+
+class StoredTensor(msgspec.Struct, frozen=True):
+    """The tensor `name` of a file, or one expert's part of it.
+
+    The part consists of every `step`-th row, starting with row `first`. If `num_rows` is not 0, the experts' parts have
+    that many rows and follow each other in one matrix. If `num_heads` is not 0, the rows are those of that many heads,
+    of which the file has the two halves interleaved.
+    """
+
+    file: SafetensorsFile
+    name: str
+    expert: int | None = None
+    is_transposed: bool = False
+    first: int = 0
+    step: int = 1
+    num_rows: int = 0
+    num_heads: int = 0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the tensor, or of the expert's part."""
+        shape = self.file.shape(self.name)
+        if self.expert is None:
+            return shape if self.step == 1 else (shape[0] // self.step, *shape[1:])
+        if self.num_rows:
+            shape = (0, self.num_rows, *shape[1:])
+        num_rows, *rest = reversed(shape[1:]) if self.is_transposed else shape[1:]
+        return num_rows // self.step, *rest
+
+    def part(self, parts: Sequence[range | None]) -> torch.Tensor:
+        """Read these ranges of the dimensions, without a copy if they are contiguous in the file."""
+        if not self.file.shape(self.name):
+            scalar: torch.Tensor = self.file.in_torch.get_tensor(self.name)
+            return scalar
+        found: torch.Tensor = self._select(self.file.in_torch.get_slice(self.name), parts)
+        return found
+
+    def floats(self, parts: Sequence[range | None]) -> Floats | None:
+        """Return a view of these ranges of the dimensions, or None if they are not stored as plain floats."""
+        stored = self.file.floats(self.name)
+        if stored is None or not stored.values.ndim:
+            return stored
+        return replace(stored, values=self._select(stored.values, parts))
+
+    def _select(self, stored: Any, parts: Sequence[range | None]) -> Any:
+        """Return these ranges of the dimensions of a tensor or an array."""
+        rows, *rest = parts or (None,)
+        if self.num_heads:
+            return self._select_heads(stored, range(self.shape[0]) if rows is None else rows, rest)
+        if self.step > 1:
+            rows = range(self.shape[0]) if rows is None else rows
+            rows = range(rows.start * self.step, rows.stop * self.step)
+        dims = [slice(None) if p is None else slice(p.start, p.stop) for p in (rows, *rest)]
+        if self.expert is None:
+            found = stored[tuple(dims)]
+            return found if self.step == 1 else found[self.first :: self.step]
+        if self.num_rows:
+            dims = [*dims, slice(None)][:2]
+            own, columns = reversed(dims) if self.is_transposed else dims
+            first, (start, stop, _) = self.expert * self.num_rows, own.indices(self.num_rows)
+            found = stored[first + start : first + stop, columns]
+            return found.T if self.is_transposed else found
+        one = slice(self.expert, self.expert + 1)
+        if self.is_transposed:
+            columns = dims[1] if len(dims) > 1 else slice(None)
+            found = stored[one, columns, dims[0]].squeeze(0).T
+        else:
+            found = stored[(one, *dims)].squeeze(0)
+        return found[self.first :: self.step]
+
+    def _select_heads(self, stored: Any, rows: range, rest: Sequence[range | None]) -> Any:
+        """Return a copy of these rows, in which the first half of each head precedes the second."""
+        size = self.shape[0] // self.num_heads
+        first, last = rows.start // size, -(-rows.stop // size)
+        others = (slice(None) if p is None else slice(p.start, p.stop) for p in rest)
+        found = stored[(slice(first * size, last * size), *others)]
+        heads = found.reshape(last - first, size // 2, 2, *found.shape[1:]).swapaxes(1, 2)
+        return heads.reshape(found.shape)[rows.start - first * size : rows.stop - first * size]
+
+
+class JoinedTensor(msgspec.Struct, frozen=True):
+    """Two tensors of files that are read as one tensor, which has the rows of the first before those of the second."""
+
+    first: StoredTensor
+    second: StoredTensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of both tensors together."""
+        rows, *rest = self.first.shape
+        return rows + self.second.shape[0], *rest
+
+    def part(self, parts: Sequence[range | None]) -> torch.Tensor:
+        """Read these ranges of the dimensions."""
+        return torch.cat([tensor.part(own) for tensor, own in self._split(parts)])
+
+    def floats(self, parts: Sequence[range | None]) -> Floats | None:
+        """Return these ranges of the dimensions, or None if they are not stored as plain floats of one type."""
+        found = [tensor.floats(own) for tensor, own in self._split(parts)]
+        first, second = found
+        if first is None or second is None or first.dtype != second.dtype:
+            return None
+        return replace(first, values=np.concatenate((first.values, second.values)))
+
+    def _split(
+        self, parts: Sequence[range | None]
+    ) -> list[tuple[StoredTensor, list[range | None]]]:
+        """Return the ranges of each of the tensors."""
+        rows, *rest = parts or (None,)
+        split, (total, *_) = self.first.shape[0], self.shape
+        rows = range(total) if rows is None else rows
+        own = range(min(rows.start, split), min(rows.stop, split))
+        other = range(max(rows.start - split, 0), max(rows.stop - split, 0))
+        return [(self.first, [own, *rest]), (self.second, [other, *rest])]
