@@ -33,6 +33,7 @@ from .files.routes import file_routes
 from .files.storage import FileStorage
 from .openapi import describe_routes
 from .pooling import Pooling
+from .realtime.session import Realtime
 from .responses.routes import response_routes
 from .routes.chat_batch import ChatBatch
 from .routes.completions import Completions
@@ -108,6 +109,10 @@ def make_routes(serving: Serving) -> list[Route]:
     batch_executor = BatchExecutor(serving, batch_records, files)
     serving.when_ready.append(batch_executor.start)
     chat_completions = StoredChatCompletions(serving, intake, chat_records)
+    transcriptions, translations = (
+        Transcriptions(serving, intake, task, serving.transcriber)
+        for task in (Task.TRANSCRIBE, Task.TRANSLATE)
+    )
     openai_routes = [
         Route("/models", management.models),
         Route("/models/{name:path}", management.model),
@@ -125,15 +130,9 @@ def make_routes(serving: Serving) -> list[Route]:
         Route("/reranking", scores.rerank, methods=["POST"]),
         Route("/chat/completions/batch", ChatBatch(serving, intake), methods=["POST"]),
         *chat_routes(serving, intake, chat_records),
-        *(
-            Route(
-                path, Transcriptions(serving, intake, task, serving.transcriber), methods=["POST"]
-            )
-            for path, task in (
-                ("/audio/transcriptions", Task.TRANSCRIBE),
-                ("/audio/translations", Task.TRANSLATE),
-            )
-        ),
+        Route("/audio/transcriptions", transcriptions, methods=["POST"]),
+        Route("/audio/translations", translations, methods=["POST"]),
+        Route("/realtime", Realtime(serving, intake, transcriptions), methods=["GET"]),
     ]
     routes = [
         *llama_cpp.routes(serving, intake, embeddings),

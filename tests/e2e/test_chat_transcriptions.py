@@ -15,6 +15,7 @@ import torch
 import transformers
 from engine.frontend.offline.llm import LLM
 from engine.frontend.tokenizer.load import load_tokenizer
+from support import realtime
 from support.audio_checkpoints import MARKS, audio_directory, reference_inputs
 from support.lora_adapters import write_adapter
 from support.server import DEVICE, Server, assert_nothing_is_held
@@ -164,6 +165,9 @@ def test_voxtral_transcribes_after_its_transcribe_token(tmp_path: Path) -> None:
         server.wait_until_whole()
         *_, done = create(model="tiny", file=file, language="french", stream=True)
         assert done.text == expected[1]
+        rounded = realtime.to_file(samples)
+        *_, done = create(model="tiny", file=rounded, language="french", stream=True)
+        assert realtime.transcribe(server.url, samples, language="french") == done.text
         for fields, named in (
             ({"language": "yue"}, "must be one of the model's languages"),
             ({"prompt": "names"}, "prompt is not supported"),

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import base64
 import io
+import json
 import re
 from collections.abc import Iterator
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import openai
 import pytest
 import soundfile
 from engine.frontend.offline.transcribe import main as transcribe
+from support import realtime
 from support.ctranslate2_whisper import convert
 from support.server import DEVICE, Server, assert_nothing_is_held
+from websockets.sync.client import connect
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "speech"
 FLAGS = ("--dtype", "float32", "--device", DEVICE, "--served-model-name", "tiny")
@@ -121,6 +126,129 @@ def test_formats_have_the_same_text(client: openai.OpenAI) -> None:
     deltas = [event.delta for event in events if event.type == "transcript.text.delta"]
     assert deltas and "".join(deltas) == text
     assert events[-1].type == "transcript.text.done" and events[-1].text == text
+
+
+def test_realtime_sessions_transcribe_what_is_committed_even_if_the_worker_is_killed(
+    client: openai.OpenAI, server: Server
+) -> None:
+    with client.realtime.connect(model="tiny") as connection:
+        created = connection.recv()
+        assert created.session.type == "transcription"
+        settings = realtime.session_of(model="tiny", language="en")
+        include = ["item.input_audio_transcription.logprobs"]
+        connection.session.update(session=settings | {"include": include})
+        assert connection.recv().session.include == include
+        victim = server.child("worker 0")
+        for name in ("colors.ogg", "fox.flac"):
+            realtime.append(connection, realtime.to_pcm(read(name)))
+            connection.input_audio_buffer.commit()
+            if name == "fox.flac":
+                victim.kill()
+            text, events = realtime.read_item(connection)
+            assert text == HEARD[name]
+            assert "".join(each.token for each in events[-1].logprobs).strip() == text
+            assert events[-1].usage.seconds == 4
+            assert [event.type for event in events[:3]] == [
+                "input_audio_buffer.committed",
+                "conversation.item.added",
+                "conversation.item.done",
+            ]
+    server.wait_until_whole()
+    assert_nothing_is_held(server)
+
+
+def test_realtime_sessions_find_where_sentences_end(client: openai.OpenAI) -> None:
+    def noise(seconds: float) -> np.ndarray:
+        return 0.001 * np.random.default_rng(0).standard_normal(int(16_000 * seconds))
+
+    names = ("colors.ogg", "apples.ogg")
+    parts = [noise(0.8), *(part for name in names for part in (read(name), noise(1)))]
+    with client.realtime.connect(model="tiny") as connection:
+        assert connection.recv().session.audio.input.turn_detection.type == "server_vad"
+        detection = {"type": "server_vad", "silence_duration_ms": 600}
+        connection.session.update(session=realtime.session_of(detection))
+        assert connection.recv().type == "session.updated"
+        realtime.append(connection, realtime.to_pcm(np.concatenate(parts)))
+        # The second sentence may begin before the first is transcribed.
+        events = [connection.recv()]
+        while sum(event.type.endswith(".completed") for event in events) < len(names):
+            events.append(connection.recv())
+    kinds = [event.type.removeprefix("input_audio_buffer.") for event in events]
+    assert kinds[:3] == ["speech_started", "speech_stopped", "committed"]
+    assert kinds.count("speech_started") == kinds.count("committed") == len(names)
+    started, stopped = events[:2]
+    assert abs(started.audio_start_ms - 500) < 100
+    end_ms = 1000 * (0.8 + len(read(names[0])) / 16_000 + 0.6)
+    # The file ends with a little silence.
+    assert end_ms - 600 < stopped.audio_end_ms < end_ms + 100
+    texts = [event.transcript for event in events if event.type.endswith(".completed")]
+    for text, name in zip(texts, names, strict=True):
+        assert error_rate(text, HEARD[name]) < 0.3, (text, HEARD[name])
+
+
+def test_vllms_realtime_clients_are_served(server: Server) -> None:
+    with connect(server.url.replace("http", "ws", 1) + "/v1/realtime") as socket:
+        created = json.loads(socket.recv(20))
+        assert created["type"] == "session.created" and created["id"] and created["created"]
+        events: list[dict[str, Any]] = [
+            {"type": "session.update", "model": "tiny"},
+            {"type": "input_audio_buffer.commit"},
+        ]
+        pcm = realtime.to_pcm(read("colors.ogg"))
+        for start in range(0, len(pcm), 4096):
+            audio = base64.b64encode(pcm[start : start + 4096]).decode()
+            events.append({"type": "input_audio_buffer.append", "audio": audio})
+        for event in (*events, {"type": "input_audio_buffer.commit", "final": True}):
+            socket.send(json.dumps(event))
+        answers = [json.loads(socket.recv(60))]
+        while answers[-1]["type"] != "transcription.done":
+            answers.append(json.loads(socket.recv(60)))
+        assert answers[-1]["text"] == HEARD["colors.ogg"]
+        assert "".join(each.get("delta", "") for each in answers) == HEARD["colors.ogg"]
+        socket.send('{"type": "session.update", "model": "none"}')
+        error = json.loads(socket.recv(20))
+        assert error["code"] == "model_not_found" and "none" in error["error"]
+
+
+@pytest.mark.parametrize(
+    ("event", "param"),
+    [
+        ({"type": "response.create"}, "type"),
+        ({"type": "session.update"}, "session"),
+        ({"type": "session.update", "session": {"type": "realtime"}}, "session.type"),
+        ({"type": "input_audio_buffer.append", "audio": "AAA"}, "audio"),
+        ({"type": "input_audio_buffer.append", "audio": "AAAA"}, "audio"),
+        ({"type": "input_audio_buffer.append", "audio": "A" * 16_000_000}, "audio"),
+        ({"type": "input_audio_buffer.commit"}, None),
+        *(
+            ({"type": "session.update", "session": {"audio": {"input": {name: value}}}}, place)
+            for name, value, place in (
+                ("format", {"type": "audio/mp3"}, "format.type"),
+                ("format", {"type": "audio/pcm", "rate": 8000}, "format.rate"),
+                ("noise_reduction", {"type": "near_field"}, "noise_reduction"),
+                ("transcription", {"language": "xx"}, "transcription.language"),
+                ("transcription", {"delay": "low"}, "transcription.delay"),
+                ("transcription", {"prompt": 7}, "transcription.prompt"),
+                ("turn_detection", {"type": "semantic_vad"}, "turn_detection.type"),
+                ("turn_detection", {"threshold": 2}, "turn_detection.threshold"),
+                ("turn_detection", {"idle_timeout_ms": 9}, "turn_detection.idle_timeout_ms"),
+            )
+        ),
+    ],
+)
+def test_invalid_realtime_events_are_refused_by_name(
+    server: Server, event: dict[str, Any], param: str | None
+) -> None:
+    with connect(server.url.replace("http", "ws", 1) + "/v1/realtime") as socket:
+        socket.recv(20)
+        socket.send(json.dumps(event | {"event_id": "e-7"}))
+        answer = json.loads(socket.recv(20))
+        assert answer["type"] == "error" and answer["error"]["event_id"] == "e-7"
+        if "session" in event and "audio" in event["session"]:
+            param = f"session.audio.input.{param}"
+        assert answer["error"]["param"] == param and answer["error"]["message"]
+        socket.send('{"type": "input_audio_buffer.clear"}')
+        assert json.loads(socket.recv(20))["type"] == "input_audio_buffer.cleared"
 
 
 def test_long_files_lose_and_double_no_words_even_if_the_worker_is_killed(

@@ -15,6 +15,7 @@ import pytest
 import soundfile
 import torch
 import transformers
+from support import realtime
 from support.all_kinds import answers, speech_requests
 from support.server import DEVICE, Server, assert_nothing_is_held
 from support.source_checkpoints import (
@@ -202,6 +203,8 @@ def test_moonshine_output_is_limited_by_the_length_of_the_audio(tmp_path: Path, 
         events = list(create(model="tiny", file=file, stream=True))
         expected = tokenizer.decode(tokens, skip_special_tokens=True)
         assert events[-1].text == expected.strip() != ""
+        *_, done = create(model="tiny", file=realtime.to_file(samples), stream=True)
+        assert realtime.transcribe(server.url, samples) == done.text
         with pytest.raises(openai.BadRequestError, match="accepts only audio"):
             create(model="tiny", file=file, prompt="names")
         with pytest.raises(openai.BadRequestError, match="cannot translate"):

@@ -48,6 +48,7 @@ _PLAIN_WORDS = {
     "object": "an object",
 }
 _OUT_OF_RANGE = ("Number out of range", "Integer value out of range")
+_NOT_BASE64 = "Invalid base64 encoded string"
 _UNKNOWN = re.compile(r"unknown field `(.*)`", re.DOTALL)
 
 
@@ -312,6 +313,8 @@ def _invalid(message: str, body: bytes) -> APIError:
     param = path.removeprefix(".")
     if problem in _OUT_OF_RANGE:
         return bad_request(param, f"must be a number that fits in 64 bits{got}")
+    if problem == _NOT_BASE64:
+        return bad_request(param, f"must be base64{got}")
     expected = problem.split(", got ")[0].removeprefix("Expected ").replace("`", "")
     for word, plain in _PLAIN_WORDS.items():
         expected = re.sub(rf"\b{word}\b", plain, expected)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
@@ -45,6 +46,7 @@ from ..streaming.text_events import TextEvents
 
 # Few models transcribe, so only their frontends import these modules at run time.
 if TYPE_CHECKING:
+    from ...media.audio.windows import Samples
     from ...media.transcription.transcriber import TextReceiver, Transcriber, Transcript
 
 FORMATS: Final = ("json", "text", "srt", "vtt", "verbose_json")
@@ -56,12 +58,15 @@ MAX_PROMPT_CHARACTERS: Final = 1 << 14
 
 FILE: Final = "file"
 
+OpenClip: TypeAlias = "Callable[[], Awaitable[Samples]]"
+"""Function that opens an audio clip."""
+
 Work: TypeAlias = "Callable[[TextReceiver | None], Coroutine[Any, Any, Transcript]]"
-"""Function that transcribes a file, and passes each piece of text to its argument."""
+"""Function that transcribes a clip, and passes each piece of text to its argument."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class Plan:
     """The verified fields of a request."""
 
     options: TranscriptionOptions
@@ -94,15 +99,12 @@ class Transcriptions:
             request, files = await self._intake.receive_form(scope, receive, self._decoder, lease)
             serving.verify_model(request.model)
             serving.verify_serving()
-            plan = self._plan(request)
+            plan = self.plan(request)
             if FILE not in files:
                 raise APIError(400, "file is required: send an audio file in the form", param=FILE)
-            transcriber = self._transcriber
-            assert transcriber is not None
             file = files[FILE].content
             lease.count_media(len(file))
-            base = self._base(scope, request, deadline)
-            work = self._run(transcriber, file, plan, base, scope)
+            work = self.work(partial(self._open_file, file), plan, request, scope, deadline)
             if getattr(request, "stream", None):
                 await while_connected(receive, self._stream(plan, work, scope, send))
             else:
@@ -111,16 +113,19 @@ class Transcriptions:
                 response = await serving.executor.run(size, self._whole, transcript, plan)
                 await response(scope, receive, send)
 
-    def _run(
+    def work(
         self,
-        transcriber: Transcriber,
-        file: memoryview,
-        plan: _Plan,
-        base: SequenceRequest,
+        open_clip: OpenClip,
+        plan: Plan,
+        request: TranslationRequest,
         scope: Scope,
+        deadline: float,
     ) -> Work:
-        """Return the function that transcribes the file of a request."""
+        """Return the function that transcribes a clip until the deadline in CLOCK_MONOTONIC seconds."""
+        transcriber = self._transcriber
+        assert transcriber is not None
         engine = self._serving.engine
+        base = self._base(scope, request, deadline)
         request_id = scope["state"]["request_id"]
         core_index = 0
 
@@ -132,8 +137,7 @@ class Transcriptions:
             return group
 
         async def work(on_text: TextReceiver | None) -> Transcript:
-            limit = self._serving.config.frontend.max_audio_s
-            clip = await transcriber.open(bytes(file), FILE, limit)
+            clip = await open_clip()
             from ...media.transcription.decoding import Submission
 
             submission = Submission(base, start, raise_if_failed)
@@ -143,7 +147,12 @@ class Transcriptions:
 
         return work
 
-    def _plan(self, request: TranslationRequest) -> _Plan:
+    async def _open_file(self, file: memoryview) -> Samples:
+        assert self._transcriber is not None
+        limit = self._serving.config.frontend.max_audio_s
+        return await self._transcriber.open(bytes(file), FILE, limit)
+
+    def plan(self, request: TranslationRequest) -> Plan:
         """Verify all fields.
 
         Raises:
@@ -216,7 +225,7 @@ class Transcriptions:
             is_streamed=is_streamed,
         )
         verify_options(options, speech)
-        return _Plan(options, response_format, bool(include))
+        return Plan(options, response_format, bool(include))
 
     def _base(self, scope: Scope, request: TranslationRequest, deadline: float) -> SequenceRequest:
         state = scope["state"]
@@ -234,7 +243,7 @@ class Transcriptions:
 
     async def _stream(
         self,
-        plan: _Plan,
+        plan: Plan,
         work: Work,
         scope: Scope,
         send: Send,
@@ -251,16 +260,16 @@ class Transcriptions:
                 is_first = False
                 content: Json = {"type": "transcript.text.delta", "delta": text}
                 if plan.has_logprobs:
-                    content["logprobs"] = self._render_logprobs(logprobs)
+                    content["logprobs"] = self.render_logprobs(logprobs)
                 await events.write(content)
 
             transcript = await work(on_text)
             done: Json = {"type": "transcript.text.done", "text": transcript.text}
             if plan.has_logprobs:
-                done["logprobs"] = self._render_logprobs(transcript.logprobs)
-            await events.write(done | {"usage": _usage(transcript)})
+                done["logprobs"] = self.render_logprobs(transcript.logprobs)
+            await events.write(done | {"usage": usage_of(transcript)})
 
-    def _whole(self, transcript: Transcript, plan: _Plan) -> Response:
+    def _whole(self, transcript: Transcript, plan: Plan) -> Response:
         """Return the response in the requested format."""
         match plan.response_format:
             case "text":
@@ -271,11 +280,11 @@ class Transcriptions:
                 )
             case "vtt":
                 return PlainTextResponse(write_vtt(transcript.segments), media_type="text/vtt")
-        usage = _usage(transcript)
+        usage = usage_of(transcript)
         if plan.response_format == "json":
             answer: Json = {"text": transcript.text, "usage": usage}
             if plan.has_logprobs:
-                answer["logprobs"] = self._render_logprobs(transcript.logprobs)
+                answer["logprobs"] = self.render_logprobs(transcript.logprobs)
             return json_response(answer)
         answer = {
             "task": str(self._task),
@@ -289,7 +298,8 @@ class Transcriptions:
             answer["segments"] = encode_list(transcript.segments)
         return json_response(answer | {"usage": usage})
 
-    def _render_logprobs(self, logprobs: list[PositionLogprobs]) -> list[Json]:
+    def render_logprobs(self, logprobs: list[PositionLogprobs]) -> list[Json]:
+        """Return the log-probabilities of tokens as OpenAI's API writes them."""
         rendered: list[Json] = []
         for each in logprobs:
             data = self._serving.tokenizer.token_bytes(each.token_id)
@@ -303,5 +313,6 @@ class Transcriptions:
         return rendered
 
 
-def _usage(transcript: Transcript) -> Json:
+def usage_of(transcript: Transcript) -> Json:
+    """Return the usage of a transcription, which is its length."""
     return {"type": "duration", "seconds": math.ceil(transcript.duration)}

@@ -11,7 +11,7 @@ from ....protocol.arrays import Float32Array
 SEARCH_SHARE: Final = 1 / 3
 """The last part of a window in which a cut is searched for, as a share of the window."""
 
-_FRAME_S: Final = 0.02
+FRAME_S: Final = 0.02
 """Seconds of the frames whose mean powers are compared."""
 
 _QUIET_FRAMES: Final = 15
@@ -51,7 +51,7 @@ class Windows:
 
     def __init__(self, clip: Samples, rate: int, max_seconds: float) -> None:
         self._clip = clip
-        self._frame = round(_FRAME_S * rate)
+        self._frame = round(FRAME_S * rate)
         self._max_samples = int(max_seconds * rate)
         self._kept = np.zeros(0, np.float32)
         self._start = 0
@@ -86,11 +86,18 @@ class Windows:
         num_frames = len(searched) // self._frame
         if num_frames <= _QUIET_FRAMES:
             return self._max_samples
-        frames = searched[: num_frames * self._frame].reshape(num_frames, self._frame)
         # Compare decibels, so that a single loud frame does not hide the quiet frames around it.
-        power = 10 * np.log10(np.square(frames).mean(axis=1) + 1e-9)
+        power = frame_decibels(searched, self._frame)
         around = np.convolve(power, np.full(_QUIET_FRAMES, 1 / _QUIET_FRAMES), mode="valid")
         # If several places are equally quiet, use the middle one, because the next word may begin right after the last.
         quietest = np.flatnonzero(around <= around.min() + 1e-6)
         middle = int(quietest[len(quietest) // 2]) + _QUIET_FRAMES // 2
         return first + middle * self._frame + self._frame // 2
+
+
+def frame_decibels(samples: Float32Array, frame: int) -> Float32Array:
+    """Return the mean power of each whole frame, float32 [frames], from -90 dB (silence) to 0 dB."""
+    num_frames = len(samples) // frame
+    frames = samples[: num_frames * frame].reshape(num_frames, frame)
+    power: Float32Array = 10 * np.log10(np.square(frames).mean(axis=1) + np.float32(1e-9))
+    return power

@@ -1,0 +1,1 @@
+"""OpenAI's Realtime API, for sessions that transcribe speech."""

@@ -1,0 +1,342 @@
+"""The WebSocket `/v1/realtime`: audio that arrives while somebody speaks, and is transcribed utterance by utterance."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+import msgspec
+from starlette.datastructures import QueryParams
+from starlette.types import Receive, Scope, Send
+
+from ....protocol.arrays import Float32Array
+from ....protocol.errors import ParameterError
+from ...client.engine_client import PositionLogprobs
+from ...http.deadline import read_deadline
+from ...http.errors import APIError, bad_request, internal_error, wrong
+from ...http.websocket import Message, WebSocket, WebSocketClosed, open_websocket
+from ...media.transcription.options import verify_transcribes
+from ..bodies.body import BodyDecoder, make_decoder
+from ..bodies.intake import Intake
+from ..routes.transcriptions import Plan, Transcriptions, usage_of
+from ..schema import TranscriptionRequest
+from ..schema.realtime import AudioAppend, AudioCommit, SessionUpdate
+from ..serving import Serving
+from .audio import Found, InputBuffer, Utterance
+from .events import Events, VLLMEvents, send_created
+from .settings import Settings, make_plan
+
+logger = logging.getLogger(__name__)
+
+MAX_WAITING: Final = 8
+"""Maximum number of utterances of a session that wait for their transcription. Then its client is not read."""
+
+_BYTES_PER_SAMPLE: Final = 4
+_VLLM_RATE: Final = 16_000
+
+S = TypeVar("S", bound=msgspec.Struct)
+
+
+class _Kind(msgspec.Struct):
+    type: Any = None
+    event_id: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """An utterance that is to be transcribed. `held` is closed when it was transcribed."""
+
+    id: str
+    samples: Float32Array
+    request: TranscriptionRequest
+    plan: Plan
+    held: ExitStack
+
+
+class Realtime:
+    """The route of the WebSocket."""
+
+    is_websocket = True
+
+    def __init__(self, serving: Serving, intake: Intake, transcriptions: Transcriptions) -> None:
+        self._serving = serving
+        self._intake = intake
+        self._transcriptions = transcriptions
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Open the WebSocket, and serve its session until it is closed."""
+        serving = self._serving
+        serving.verify_serving()
+        query = QueryParams(scope["query_string"])
+        if query.get("intent", "transcription") != "transcription":
+            raise wrong("intent", '"transcription"', query["intent"])
+        if "call_id" in query:
+            raise bad_request("call_id", "is not supported: this server answers no calls")
+        model = query.get("model") or serving.served_name
+        serving.verify_model(model)
+        rate = verify_transcribes(serving.config.model).sampling_rate
+        settings = Settings.default(model)
+        max_bytes = serving.config.frontend.max_body_bytes
+        socket = await open_websocket(scope, send, max_bytes, self._intake.lease)
+        await _Session(serving, self._transcriptions, socket, scope, settings, rate).run()
+
+
+class _Session:
+    """An open WebSocket.
+
+    Events are handled in their order. Utterances are transcribed one after another, while further audio arrives. A
+    model that reads a clip while it arrives would begin its request with the first samples of an utterance, in place
+    of `_commit`, and send the same events.
+    """
+
+    def __init__(
+        self,
+        serving: Serving,
+        transcriptions: Transcriptions,
+        socket: WebSocket,
+        handshake: Scope,
+        settings: Settings,
+        rate: int,
+    ) -> None:
+        self._serving = serving
+        self._transcriptions = transcriptions
+        self._socket = socket
+        self._handshake = handshake
+        self._settings = settings
+        self._events = Events(socket)
+        self._id = f"sess_{uuid.uuid4().hex}"
+        max_samples = int(serving.config.frontend.max_audio_s * rate)
+        self._buffer = InputBuffer(rate, max_samples)
+        self._num_counted = 0
+        self._next_id = _new_item_id()
+        self._previous_id: str | None = None
+        self._num_items = 0
+        self._waiting: asyncio.Queue[_Item | None] = asyncio.Queue(MAX_WAITING)
+        strict = serving.config.frontend.strict
+        self._handlers: dict[str, Callable[[bytes], Any]] = {
+            "session.update": _reader(make_decoder(SessionUpdate, strict), self._update),
+            "input_audio_buffer.append": _reader(make_decoder(AudioAppend, strict), self._append),
+            "input_audio_buffer.commit": _reader(make_decoder(AudioCommit, strict), self._commit),
+            "input_audio_buffer.clear": _reader(make_decoder(AudioCommit, strict), self._clear),
+        }
+
+    async def run(self) -> None:
+        """Serve events until the WebSocket is closed."""
+        self._configure()
+        send_created(self._events, self._settings.describe(self._id))
+        worker = asyncio.create_task(self._transcribe_in_turn())
+        try:
+            while True:
+                message = await self._socket.receive()
+                with message.lease:
+                    await self._handle(message)
+        except WebSocketClosed:
+            pass
+        finally:
+            worker.cancel()
+            await asyncio.wait({worker})
+            while not self._waiting.empty():
+                if (item := self._waiting.get_nowait()) is not None:
+                    item.held.close()
+            self._count_buffer(0)
+
+    async def _handle(self, message: Message) -> None:
+        event_id: str | None = None
+        try:
+            kind = _read_kind(message.text)
+            if isinstance(kind.event_id, str):
+                event_id = kind.event_id
+            if kind.type not in self._handlers:
+                raise wrong(
+                    "type",
+                    f"one of {', '.join(self._handlers)}: sessions only transcribe",
+                    kind.type,
+                )
+            await self._handlers[kind.type](message.text)
+        except ParameterError as error:
+            self._events.send_error(bad_request(error.param, error.problem), event_id)
+        except APIError as error:
+            self._events.send_error(error, event_id)
+
+    async def _update(self, event: SessionUpdate) -> None:
+        if event.session is None:
+            if event.model is None:
+                raise bad_request("session", "is required")
+            self._serving.verify_model(event.model)
+            self._events = VLLMEvents(self._socket)
+            settings = self._settings
+            assert settings.transcription is not None
+            settings.transcription.model = event.model
+            settings.rate, settings.detection = _VLLM_RATE, None
+        else:
+            settings = self._settings.updated(event.session)
+            if (request := settings.request()) is not None:
+                self._serving.verify_model(request.model)
+                make_plan(self._transcriptions, request)
+            self._settings = settings
+        self._configure()
+        self._events.send_session("session.updated", settings.describe(self._id))
+
+    async def _append(self, event: AudioAppend) -> None:
+        data, buffer = event.audio, self._buffer
+        self._count_buffer(buffer.verify_room(len(data)))
+        all_found = await self._serving.executor.run(len(data), lambda: buffer.append(data))
+        self._count_buffer(buffer.num_samples)
+        for found in all_found:
+            await self._report(found)
+
+    async def _report(self, found: Found) -> None:
+        milliseconds = found.position * 1000 // self._buffer.rate
+        if found.utterance is None:
+            self._events.send(
+                "input_audio_buffer.speech_started",
+                audio_start_ms=milliseconds,
+                item_id=self._next_id,
+            )
+            return
+        self._events.send(
+            "input_audio_buffer.speech_stopped", audio_end_ms=milliseconds, item_id=self._next_id
+        )
+        await self._add_item(found.utterance)
+
+    async def _commit(self, event: AudioCommit) -> None:
+        if isinstance(self._events, VLLMEvents) and not event.final:
+            # It begins an utterance.
+            return
+        samples = self._take_all()
+        if not len(samples):
+            raise APIError(
+                400,
+                "the input audio buffer is empty: append audio before you commit it",
+                code="input_audio_buffer_commit_empty",
+            )
+        await self._add_item(samples)
+
+    async def _clear(self, event: AudioCommit) -> None:
+        self._take_all()
+        self._events.send("input_audio_buffer.cleared")
+
+    def _take_all(self) -> Float32Array:
+        samples = self._buffer.commit()
+        self._count_buffer(0)
+        return samples
+
+    async def _add_item(self, samples: Float32Array) -> None:
+        """Make an item of an utterance, and let it be transcribed."""
+        item_id, self._next_id = self._next_id, _new_item_id()
+        self._events.send_committed(item_id, self._previous_id)
+        self._previous_id = item_id
+        request = self._settings.request()
+        if request is None:
+            return
+        with ExitStack() as held:
+            held.enter_context(self._socket.turn())
+            held.enter_context(self._counted(samples))
+            plan = make_plan(self._transcriptions, request)
+            item = _Item(item_id, samples, request, plan, held.pop_all())
+        try:
+            await self._waiting.put(item)
+        except BaseException:
+            item.held.close()
+            raise
+
+    async def _transcribe_in_turn(self) -> None:
+        while (item := await self._waiting.get()) is not None:
+            with item.held:
+                await self._transcribe(item)
+
+    async def _transcribe(self, item: _Item) -> None:
+        try:
+            await self._send_text(item)
+        except APIError as error:
+            self._events.send_failure(item.id, error)
+        except ParameterError as error:
+            self._events.send_failure(item.id, bad_request(error.param, error.problem))
+        except WebSocketClosed:
+            pass
+        except Exception:
+            logger.exception("a transcription failed")
+            self._events.send_failure(item.id, internal_error("Internal server error"))
+
+    async def _send_text(self, item: _Item) -> None:
+        state = self._handshake["state"]
+        self._num_items += 1
+        request_id = f"{state['request_id']}-{self._num_items}"
+        scope = {**self._handshake, "state": {**state, "request_id": request_id}}
+        default_s = self._serving.config.frontend.default_deadline_s
+        deadline = read_deadline(self._handshake, default_s)
+
+        async def open_clip() -> Utterance:
+            return Utterance(item.samples)
+
+        has_logprobs = item.plan.has_logprobs
+        render = self._transcriptions.render_logprobs
+        is_first = True
+
+        async def on_text(text: str, logprobs: list[PositionLogprobs]) -> None:
+            nonlocal is_first
+            text = text.lstrip() if is_first else text
+            if text:
+                is_first = False
+                rendered = render(logprobs) if has_logprobs else None
+                self._events.send_delta(item.id, text, rendered)
+                await self._socket.wait_until_writable()
+
+        work = self._transcriptions.work(open_clip, item.plan, item.request, scope, deadline)
+        transcript = await work(on_text)
+        rendered = render(transcript.logprobs) if has_logprobs else None
+        self._events.send_text(item.id, transcript.text, rendered, usage_of(transcript))
+
+    def _configure(self) -> None:
+        settings = self._settings
+        self._buffer.configure(settings.format, settings.rate, settings.detection)
+
+    def _count_buffer(self, num_samples: int) -> None:
+        """Count the memory of the buffer.
+
+        Raises:
+            APIError: There is no room for it (503).
+        """
+        memory = self._serving.request_memory
+        num_bytes = num_samples * _BYTES_PER_SAMPLE
+        if num_bytes > self._num_counted:
+            memory.count(num_bytes - self._num_counted)
+        else:
+            memory.release(self._num_counted - num_bytes)
+        self._num_counted = num_bytes
+
+    @contextmanager
+    def _counted(self, samples: Float32Array) -> Iterator[None]:
+        """Count the memory of an utterance."""
+        memory = self._serving.request_memory
+        memory.count(samples.nbytes)
+        try:
+            yield
+        finally:
+            memory.release(samples.nbytes)
+
+
+def _new_item_id() -> str:
+    return f"item_{uuid.uuid4().hex}"
+
+
+def _read_kind(text: bytes) -> _Kind:
+    """Return the type of an event.
+
+    Raises:
+        APIError: It is not a JSON object (400).
+    """
+    with contextlib.suppress(msgspec.MsgspecError, ValueError, RecursionError):
+        return msgspec.json.decode(text, type=_Kind)
+    raise APIError(400, "the message must be a JSON object", code="invalid_json")
+
+
+def _reader(decoder: BodyDecoder[S], handle: Callable[[S], Any]) -> Callable[[bytes], Any]:
+    """Return the function that decodes an event and handles it."""
+    return lambda text: handle(decoder.decode(text))
