@@ -18,6 +18,8 @@ from .simulate import SimulationResult, simulate
 
 _OBJECTIVE: Final = re.compile(r"(ttft|itl|e2e)_p(\d+(?:\.\d+)?)=(\d+(?:\.\d+)?)(ms|s)")
 
+RESOLUTION: Final = 0.05
+"""Latencies that differ by less than this share of their limits count as equal, because predictions are less exact."""
 
 MIN_GAIN: Final = 0.98
 """If twice the replicas shorten the longest latency by less than this factor, more of them are not tried."""
@@ -108,8 +110,13 @@ class Point(NamedTuple):
 
     @property
     def rank(self) -> tuple[bool, int, float]:
-        """The sort key of a point: points that meet the objectives come first, then lower cost, then lower latency."""
-        return not self.meets, self.num_replicas if self.meets else 0, self.ratio
+        """The sort key of a point: points that meet the objectives come first, then lower cost, then lower latency.
+
+        Of points with equal keys, the one that was simulated first, with limits like the recorded ones, is the best.
+        """
+        is_finite = math.isfinite(self.ratio)
+        ratio = round(self.ratio / RESOLUTION) if is_finite else self.ratio
+        return not self.meets, self.num_replicas if self.meets else 0, ratio
 
 
 class Search:

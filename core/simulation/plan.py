@@ -60,8 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for point in points:
             print(json.dumps(_describe(point, objectives, is_on_frontier=point in frontier)))
     else:
-        _print_table(points[:SHOWN], objectives)
-        print(_conclusion(best, points[0], args.max_replicas))
+        _print_table(points, objectives)
+        print(_conclusion(best, points[0], objectives, args.max_replicas))
     return 0 if best is not None else 1
 
 
@@ -191,6 +191,9 @@ def _describe(
 
 
 def _print_table(points: Sequence[Point], objectives: Sequence[Objective]) -> None:
+    """Print the best points. Of several limits with equal results, only the first ones are shown."""
+    distinct = {(each.num_replicas, each.num_prefill, each.values): each for each in points[::-1]}
+    shown = [point for point in points if point in distinct.values()][:SHOWN]
     names = [f"{objective.name} ms" for objective in objectives]
     rows = [
         [
@@ -205,7 +208,7 @@ def _print_table(points: Sequence[Point], objectives: Sequence[Objective]) -> No
             "meets",
         ]
     ]
-    for point in points:
+    for point in shown:
         limits = [str(value) for value in point.candidate.limits().values()]
         values = [f"{1e3 * value:.1f}" for value in point.values]
         rate = f"{point.output_tokens_per_s:.1f}"
@@ -215,14 +218,22 @@ def _print_table(points: Sequence[Point], objectives: Sequence[Objective]) -> No
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print("  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)))
+    if len(shown) < len(points):
+        print(f"{len(points) - len(shown)} other fleets are worse or equal; --json prints all")
 
 
-def _conclusion(best: Point | None, nearest: Point, max_replicas: int) -> str:
+def _conclusion(
+    best: Point | None, nearest: Point, objectives: Sequence[Objective], max_replicas: int
+) -> str:
     if best is None:
         return (
             f"nothing meets the objectives with up to {max_replicas} replicas; the nearest needs "
             f"{nearest.ratio:.2f} times as long"
         )
+    predicted = ", ".join(
+        f"{objective.name} {1e3 * value:.1f} ms ({value / objective.seconds:.0%} of the limit)"
+        for objective, value in zip(objectives, best.values, strict=True)
+    )
     flags = [
         f"--{name.replace('_', '-')} {value}"
         for name, value in best.candidate.limits().items()
@@ -233,7 +244,7 @@ def _conclusion(best: Point | None, nearest: Point, max_replicas: int) -> str:
         num_decode = best.num_replicas - best.num_prefill
         replicas = f"--replica-roles prefill={best.num_prefill},decode={num_decode}"
     return (
-        f"fewest replicas: engine serve {replicas} "
+        f"predicted: {predicted}\nfewest replicas: engine serve {replicas} "
         f"--scheduling-policy {best.candidate.policy} {' '.join(flags)}"
     )
 

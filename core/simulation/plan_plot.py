@@ -51,12 +51,20 @@ def draw_frontier(points: Sequence[Point], objectives: Sequence[Objective]) -> s
         for point in points
         if math.isfinite(point.ratio)
     ]
+    best = min(points, key=lambda point: point.rank)
+    if best.meets:
+        limits = f"{best.candidate.max_num_seqs} seqs, {best.candidate.max_num_batched_tokens} tokens"
+        at_x, at_y = x(best.num_replicas), y(best.ratio)
+        parts += [
+            f'<circle cx="{at_x:.1f}" cy="{at_y:.1f}" r="6" fill="#009e73"/>',
+            f'<text x="{at_x:.1f}" y="{at_y + 20:.1f}" text-anchor="middle">{limits}</text>',
+        ]
     places = " ".join(f"{x(each.num_replicas):.1f},{y(each.ratio):.1f}" for each in frontier)
     parts += [
         f'<polyline points="{places}" fill="none" stroke="{COLORS[0]}" stroke-width="2"/>',
         f'<text x="{MARGIN + WIDTH / 2}" y="{bottom + 36}" text-anchor="middle">replicas</text>',
         f'<text x="{MARGIN}" y="{bottom + 56}">upwards: the longest latency as a multiple of its limit</text>',
-        f'<text x="{MARGIN}" y="{bottom + 72}">line: the frontier; green: all objectives are met</text>',
+        f'<text x="{MARGIN}" y="{bottom + 72}">line: the frontier; green: all objectives are met; dot: the fewest replicas</text>',
         "</svg>",
         "",
     ]

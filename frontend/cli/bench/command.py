@@ -11,6 +11,7 @@ from ....protocol.errors import ConfigError, EngineError
 from ...supervisor.console import Console, reports_errors
 from ..remote.server import find_api_key
 from ..remote.target import Target, add_target_arguments, open_target
+from .datasets import DatasetName
 from .options import (
     Workload,
     add_dataset_arguments,
@@ -131,7 +132,7 @@ def _serve(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
     with open_target(parsed.parser, parsed, arguments) as target:
         results = [
             (
-                _name_point(rate, most),
+                _name_point(workload, rate, most),
                 _measure(target, workload, parsed, index, rate=rate, max_concurrency=most),
             )
             for index, (rate, most) in enumerate(points)
@@ -158,7 +159,7 @@ def _measure(
     figures, _ = measure(
         endpoint,
         workload,
-        label=_name_point(rate, max_concurrency),
+        label=_name_point(workload, rate, max_concurrency),
         rate=rate,
         burstiness=parsed.burstiness,
         max_concurrency=max_concurrency,
@@ -168,8 +169,10 @@ def _measure(
     return figures
 
 
-def _name_point(rate: float, max_concurrency: int | None) -> str:
+def _name_point(workload: Workload, rate: float, max_concurrency: int | None) -> str:
     parts = [] if math.isinf(rate) else [f"{rate:g} req/s"]
+    if workload.dataset.dataset_name is DatasetName.TRACE:
+        parts = ["at the times of the trace"]
     if max_concurrency is not None:
         parts.append(f"{max_concurrency} at once")
     return ", ".join(parts) or "all at once"

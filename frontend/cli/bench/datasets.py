@@ -1,4 +1,4 @@
-"""The requests of a benchmark: random, from a file, with shared prefixes, or conversations of agents.
+"""The requests of a benchmark: random, from a file, with shared prefixes, a trace, or conversations of agents.
 
 Everything is drawn with a seed, so that two servers, or two runs, get the same requests. Options have the names that
 `vllm bench serve` gives them.
@@ -24,6 +24,7 @@ FIRST_ORDINARY_ID: Final = 1000
 """In nearly every vocabulary, all ids from this one up are ordinary tokens and not special ones."""
 CHARACTERS_A_TOKEN: Final = 4
 """Typical number of characters per token, used where the tokenizer is not known."""
+_DEFAULT_COUNT: Final = 100
 _SHORTEST_TOKENS: Final = 4
 _MOST_PROMPT_TOKENS: Final = 1024
 _MOST_TOTAL_TOKENS: Final = 2048
@@ -48,6 +49,7 @@ class DatasetName(enum.StrEnum):
     SHAREGPT = "sharegpt"
     PREFIX = "prefix_repetition"
     AGENT = "agent"
+    TRACE = "trace"
 
 
 class Turn(msgspec.Struct, frozen=True):
@@ -58,10 +60,14 @@ class Turn(msgspec.Struct, frozen=True):
 
 
 class Session(msgspec.Struct, frozen=True):
-    """A conversation. The prompt of each request begins with all earlier prompts and answers."""
+    """A conversation. The prompt of each request begins with all earlier prompts and answers.
+
+    `start` is the time of its first request in seconds, if the dataset has such times.
+    """
 
     turns: list[Turn]
     system: str | None = None
+    start: float | None = None
 
 
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
@@ -74,9 +80,11 @@ class DatasetOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     dataset_name: Annotated[DatasetName, "Source of the prompts"] = DatasetName.RANDOM
     dataset_path: Annotated[
-        str | None, "File for sharegpt or agent: ShareGPT's JSON, or JSON lines with messages"
+        str | None, "File for sharegpt, agent or trace; see the documentation for its format"
     ] = None
-    num_prompts: Annotated[Positive, "Number of requests; for agent, of conversations"] = 100
+    num_prompts: Annotated[
+        Positive | None, "Requests, or conversations of agents (default: 100; all of a trace)"
+    ] = None
     random_input_len: Annotated[Positive, "random: prompt tokens"] = 1024
     random_output_len: Annotated[Positive, "random: generated tokens"] = 128
     random_range_ratio: Annotated[Ratio, "random: lengths vary by up to this fraction"] = 0.0
@@ -104,6 +112,8 @@ class DatasetOptions(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_synthetic(self) -> bool:
         """True if the texts are random, so that answers have no natural end."""
+        if self.dataset_name is DatasetName.TRACE:
+            return True
         return self.dataset_name is not DatasetName.SHAREGPT and self.dataset_path is None
 
     @property
@@ -112,8 +122,8 @@ class DatasetOptions(msgspec.Struct, frozen=True, kw_only=True):
         return self.dataset_name is DatasetName.AGENT
 
 
-def make_sessions(options: DatasetOptions, count: int, *, as_text: bool) -> list[Session]:
-    """Return `count` sessions.
+def make_sessions(options: DatasetOptions, count: int | None, *, as_text: bool) -> list[Session]:
+    """Return `count` sessions, or the default number if it is None.
 
     Args:
         options: The options of the dataset.
@@ -123,14 +133,14 @@ def make_sessions(options: DatasetOptions, count: int, *, as_text: bool) -> list
     Raises:
         ConfigError: The file cannot be used, or has too few conversations.
     """
+    if options.dataset_name is DatasetName.TRACE:
+        return _from_trace(options, as_text=as_text)[:count]
+    count = count or _DEFAULT_COUNT
     rng = random.Random(options.seed)
     if options.dataset_name is DatasetName.SHAREGPT or options.dataset_path is not None:
         return _from_file(options, count, rng)
 
-    def draw(length: int) -> Any:
-        if as_text:
-            return " ".join(rng.choices(_WORDS, k=length)) + " "
-        return rng.choices(range(FIRST_ORDINARY_ID, options.random_vocab_size), k=length)
+    draw = _drawer(options, rng, as_text=as_text)
 
     match options.dataset_name:
         case DatasetName.PREFIX:
@@ -138,6 +148,17 @@ def make_sessions(options: DatasetOptions, count: int, *, as_text: bool) -> list
         case DatasetName.AGENT:
             return _agents(options, count, rng)
     return _random(options, count, rng, draw)
+
+
+def _drawer(options: DatasetOptions, rng: random.Random, *, as_text: bool) -> Callable[[int], Any]:
+    """Return a function that draws a prompt of a length."""
+
+    def draw(length: int) -> Any:
+        if as_text:
+            return " ".join(rng.choices(_WORDS, k=length)) + " "
+        return rng.choices(range(FIRST_ORDINARY_ID, options.random_vocab_size), k=length)
+
+    return draw
 
 
 def _random(
@@ -204,6 +225,46 @@ def _agents(options: DatasetOptions, count: int, rng: random.Random) -> list[Ses
         )
         for _ in range(count)
     ]
+
+
+class _TraceLine(msgspec.Struct):
+    """The fields of a trace for `engine simulate` that a client can imitate. Tokens of equal prefixes are equal."""
+
+    arrival: float
+    prompt_tokens: Positive
+    output_tokens: Positive
+    prefix: str = ""
+    prefix_tokens: Count = 0
+
+
+def _from_trace(options: DatasetOptions, *, as_text: bool) -> list[Session]:
+    """Return the requests of a trace with random tokens, sorted by their times."""
+    if options.dataset_path is None:
+        raise ConfigError("--dataset-name trace needs --dataset-path FILE")
+    try:
+        lines = Path(options.dataset_path).read_bytes().splitlines()
+    except OSError as error:
+        raise ConfigError(f"--dataset-path {options.dataset_path}: {error.strerror}") from None
+    sessions = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            request = msgspec.json.decode(line, type=_TraceLine)
+        except msgspec.DecodeError as error:
+            raise ConfigError(
+                f"--dataset-path {options.dataset_path}, line {number}: {error}"
+            ) from None
+        num_shared = min(request.prefix_tokens, request.prompt_tokens) if request.prefix else 0
+        seeds = f"{options.seed} {request.prefix}", f"{options.seed} {number}"
+        draw_shared, draw = (
+            _drawer(options, random.Random(seed), as_text=as_text) for seed in seeds
+        )
+        prompt = draw_shared(num_shared) + draw(request.prompt_tokens - num_shared)
+        sessions.append(Session([Turn(prompt, request.output_tokens)], start=request.arrival))
+    if not sessions:
+        raise ConfigError(f"--dataset-path {options.dataset_path}: contains no request")
+    return sorted(sessions, key=lambda session: session.start or 0.0)
 
 
 def _from_file(options: DatasetOptions, count: int, rng: random.Random) -> list[Session]:

@@ -8,7 +8,7 @@ from typing import Final
 
 import uvloop
 
-from ....protocol.errors import EngineError
+from ....protocol.errors import ConfigError, EngineError
 from ..open_files import raise_open_file_limit
 from ..remote.target import Target
 from .arrivals import arrival_times
@@ -70,9 +70,15 @@ def measure(
     Raises:
         ConfigError: The workload, the rate or the burstiness is invalid.
     """
-    count = workload.dataset.num_prompts
-    sessions = workload.sessions(count, seed_offset)
-    starts = arrival_times(count, rate, burstiness, workload.dataset.seed + seed_offset)
+    sessions = workload.sessions(workload.dataset.num_prompts, seed_offset)
+    starts = [session.start for session in sessions if session.start is not None]
+    if starts and not math.isinf(rate):
+        raise ConfigError(f"--request-rate {rate:g}: a trace has its own times; leave the flag out")
+    if starts:
+        starts = [start - starts[0] for start in starts]
+    else:
+        seed = workload.dataset.seed + seed_offset
+        starts = arrival_times(len(sessions), rate, burstiness, seed)
     num_requests = sum(len(session.turns) for session in sessions)
     date = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
     with progress_bar(label, num_requests) as advance:
@@ -90,7 +96,7 @@ def measure(
         "backend": workload.backend,
         "model_id": endpoint.model,
         "dataset_name": workload.dataset.dataset_name,
-        "num_prompts": count,
+        "num_prompts": len(sessions),
         "request_rate": "inf" if math.isinf(rate) else rate,
         "burstiness": burstiness,
         "max_concurrency": max_concurrency,

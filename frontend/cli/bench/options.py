@@ -152,8 +152,10 @@ class Workload:
         """True if chat completions are measured."""
         return self.backend is Backend.CHAT
 
-    def sessions(self, count: int, seed_offset: int = 0) -> list[Session]:
-        """Return `count` sessions. Different offsets give different sessions without shared prefixes.
+    def sessions(self, count: int | None, seed_offset: int = 0) -> list[Session]:
+        """Return `count` sessions, or the default number if it is None.
+
+        Different offsets give different sessions without shared prefixes.
 
         Raises:
             ConfigError: The file of the dataset cannot be used.

@@ -20,7 +20,7 @@ from engine.frontend.cli.bench.report import format_figures, write_comparison, w
 from engine.protocol.errors import ConfigError
 
 
-def sessions_of(count: int, as_text: bool = False, **options: object) -> list:
+def sessions_of(count: int | None, as_text: bool = False, **options: object) -> list:
     return make_sessions(msgspec.convert(options, DatasetOptions), count, as_text=as_text)
 
 
@@ -197,6 +197,29 @@ def test_plots_are_svg_with_every_point(tmp_path: Path) -> None:
 
 def workload(*argv: str) -> Workload:
     return Workload(make_parser().parse_args(["serve", *argv]))
+
+
+TRACE_LINES = (
+    '{"arrival": 7, "prompt_tokens": 8, "output_tokens": 2, "prefix": "a", "prefix_tokens": 4}\n'
+    '{"arrival": 5.5, "prompt_tokens": 6, "output_tokens": 1, "prefix": "a", "prefix_tokens": 9}\n'
+)
+
+
+def test_a_trace_gives_requests_with_its_lengths_times_and_prefixes(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(TRACE_LINES)
+    options = {"dataset_name": "trace", "dataset_path": str(path)}
+    one, two = sessions_of(None, **options)
+    assert [one.start, two.start] == [5.5, 7.0]
+    assert [len(one.turns[0].prompt), one.turns[0].max_tokens] == [6, 1]
+    assert [len(two.turns[0].prompt), two.turns[0].max_tokens] == [8, 2]
+    assert one.turns[0].prompt[:4] == two.turns[0].prompt[:4]
+    assert one.turns[0].prompt[4] != two.turns[0].prompt[4]
+    assert sessions_of(None, **options, seed=1)[0].turns[0].prompt != one.turns[0].prompt
+    assert len(sessions_of(1, **options)) == 1
+    path.write_text(TRACE_LINES.replace("8", "0"))
+    with pytest.raises(ConfigError, match=r"--dataset-path .*, line 1: Expected `int` >= 1"):
+        sessions_of(None, **options)
 
 
 def test_chats_and_ends_of_answers_follow_the_dataset() -> None:
