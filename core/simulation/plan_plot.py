@@ -53,7 +53,8 @@ def draw_frontier(points: Sequence[Point], objectives: Sequence[Objective]) -> s
     ]
     best = min(points, key=lambda point: point.rank)
     if best.meets:
-        limits = f"{best.candidate.max_num_seqs} seqs, {best.candidate.max_num_batched_tokens} tokens"
+        chosen = best.candidate
+        limits = f"{chosen.max_num_seqs} seqs, {chosen.max_num_batched_tokens} tokens"
         at_x, at_y = x(best.num_replicas), y(best.ratio)
         parts += [
             f'<circle cx="{at_x:.1f}" cy="{at_y:.1f}" r="6" fill="#009e73"/>',
