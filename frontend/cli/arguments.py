@@ -27,6 +27,9 @@ OTHER_VARIABLES: Final = {
 }
 """Variables with the prefix of Engine's options that configure something else, such as caches, the build or tests."""
 
+_SHORT_WORD: Final = re.compile("-[a-z]{2,}")
+"""A flag of several letters with one dash. The values of short flags are separate arguments."""
+
 _SERVICE_LINK: Final = re.compile(
     r".*_SERVICE_HOST=.*|.*_SERVICE_PORT(_\w+)?=\d+|.*_PORT(_\d+_\w+)?=(tcp|udp|sctp)://.*"
     r"|.*_PORT_\d+_(TCP|UDP|SCTP)_(PROTO|PORT|ADDR)=.*"
@@ -183,6 +186,9 @@ def _normalized(argv: Sequence[str]) -> Iterator[str]:
         name, equals, value = argument.partition("=")
         if name.startswith("--"):
             name = name.replace("_", "-")
+        if _SHORT_WORD.fullmatch(name) and name not in FLAGS and name not in PEER_FLAGS:
+            # argparse would read llama.cpp's -md FILE as -m d.
+            raise _unknown("flag", name)
         if name in PEER_FLAGS:
             if PEER_FLAGS[name]:
                 _check_peer_flag(name, value if equals else next(arguments, ""))
@@ -253,7 +259,7 @@ def _unknown(kind: str, name: str, where: str = "") -> ConfigError:
 
 
 def _closest(name: str, names: Iterable[str], hint: str) -> str:
-    close = difflib.get_close_matches(name, names, n=1)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.7)
     return hint.format(close[0]) if close else ""
 
 

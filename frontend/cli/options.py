@@ -141,7 +141,7 @@ class Option:
         """The flags that disable the option."""
         is_switch = self.type is bool and self.spec.value is None
         names = (self.flag, *self.aliases) if is_switch else ()
-        return ["--no-" + name[2:] for name in names]
+        return ["--no-" + name[2:] for name in names if name.startswith("--")]
 
     @property
     def variables(self) -> list[str]:

@@ -209,6 +209,7 @@ def test_flags_accept_the_spellings_of_other_servers(
         (["--port"], ["--port", "expected one argument"]),
         (["--max-num-sequences", "3"], ["--max-num-sequences", "did you mean --max-num-seqs?"]),
         (["--xyzzy"], ["--xyzzy", "engine serve --help"]),
+        (["-md", "draft.gguf"], ["unknown flag -md; see engine serve --help"]),
         (
             ["--enable-auto-tool-choice", "--tool-call-parser=none"],
             ["needs a tool-call parser", "--tool-call-parser is none"],
