@@ -35,7 +35,7 @@ class DeviceConfig(msgspec.Struct, frozen=True):
     """
 
     device: Annotated[
-        Device, option("Where the model runs; null generates random tokens without a model")
+        Device, option("Device of the model; null generates random tokens without a model")
     ] = Device.AUTO
     threads: Annotated[
         int, option("CPU threads per worker; 0 uses every allowed core", "-t", ge=0, le=4096)

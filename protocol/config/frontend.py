@@ -217,7 +217,7 @@ class FrontendConfig(msgspec.Struct, frozen=True):
     ] = ()
     special_tokens_in_text: Annotated[
         SpecialTokenPolicy,
-        chat("Whether special tokens in messages are interpreted, escaped or refused"),
+        chat("Treatment of special tokens in messages: interpret, escape or refuse them"),
     ] = "allow"
     tool_call_parser: Annotated[
         ToolCallParserOption, chat("Format of tool calls; auto: detected from the chat template")

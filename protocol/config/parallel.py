@@ -66,7 +66,7 @@ class ParallelConfig(msgspec.Struct, frozen=True):
         ),
     ] = ()
     remote_prefill_tokens: Annotated[
-        int, option("Uncached prompt tokens from which a prefill replica computes the prompt", ge=1)
+        int, option("Minimum uncached tokens of prompts that a prefill replica computes", ge=1)
     ] = 256
     api_server_count: Annotated[
         int, option("Frontend processes that share the port", ge=1, le=256)
@@ -85,7 +85,7 @@ class ParallelConfig(msgspec.Struct, frozen=True):
     ] = 29501
     distributed_executor_backend: Annotated[
         ExecutorBackend,
-        machines("Who starts workers: mp is engine serve; external_launcher is torchrun"),
+        machines("Launcher of workers: engine serve (mp) or torchrun (external_launcher)"),
     ] = ExecutorBackend.MP
     cluster_key: Annotated[
         str | None,

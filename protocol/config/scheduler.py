@@ -247,7 +247,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
         int, option("Maximum waiting requests per tenant and replica; 0: unlimited", ge=0)
     ] = 0
     preemption_mode: Annotated[
-        PreemptionMode, option("What to do with the KV blocks of preempted requests")
+        PreemptionMode, option("Drop the KV blocks of preempted requests, or offload them")
     ] = PreemptionMode.AUTO
     num_micro_batches: int = 1
     speculative: Annotated[
