@@ -116,7 +116,7 @@ def audio_tower_spec(fields: ConfigFields, output_size: int) -> AnyAudioSpec:
         if intermediate_size % hidden_size or num_positions % rows_per_output:
             raise audio.error(
                 f"{audio.prefix}intermediate_size {intermediate_size} must be a multiple of hidden_size {hidden_size}, "
-                f"and its share must divide {num_positions_name} {num_positions}"
+                f"and the quotient must divide {num_positions_name} {num_positions}"
             )
     spec = AudioTowerSpec(
         num_mel_bins=audio.integer("num_mel_bins", 128, maximum=1024),

@@ -142,9 +142,9 @@ class ConfigFields:
 
         Args:
             name: The name of the field.
-            needed: The value, which an absent field has if there is no `default`.
-            reason: What follows the value in the error.
-            default: The value of an absent field.
+            needed: The only supported value.
+            reason: The text after the value in the error.
+            default: The value of an absent field; by default the supported value.
 
         Raises:
             CheckpointError: The field has another value.

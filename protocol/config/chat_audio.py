@@ -10,7 +10,7 @@ from .audio_tower import AnyAudioSpec
 
 
 class Framing(enum.StrEnum):
-    """The samples of which log-mel features are computed together.
+    """The samples whose log-mel features are computed together.
 
     `CLIP`: the clip. `FILLED`: the clip, filled with silence up to the end of its last window. `WINDOWS`: each window
     by itself, the last one filled with silence. `PAIRS`: the clip, whose frames are joined in pairs (Granite Speech).
@@ -80,11 +80,11 @@ class ChatAudioConfig(msgspec.Struct, frozen=True):
     Attributes:
         token_id: The placeholder token. The embeddings of an audio clip replace the embeddings of this token.
         tower: The encoder.
-        framing: The samples of which features are computed together.
+        framing: The samples whose features are computed together.
         max_windows: The maximum number of windows per clip; 0 for no limit.
         min_samples: The length up to which shorter clips are filled with silence.
-        speech: How the model transcribes; None if it only answers questions about audio.
-        marks: What the processor adds around a clip's tokens; None if the chat template writes it.
+        speech: The prompts for transcriptions; None if the model only answers questions about audio.
+        marks: The tokens that the processor adds around a clip's; None if the chat template writes them.
     """
 
     token_id: int

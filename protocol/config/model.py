@@ -104,7 +104,7 @@ class PoolerConfig(msgspec.Struct, frozen=True):
         lengths: The lengths to which clients may truncate an embedding (`dimensions`); empty if any is permitted.
         step_token_id: The token that ends each step of an answer. If all tokens are pooled, only the results of these
             tokens are returned. -1 for the results of all tokens.
-        text_changes: How texts are changed; None if they are not.
+        text_changes: The tokens that are added to texts to embed (late interaction); None if there are none.
         chat_template: The template for conversations, instead of that of the tokenizer; "" for that one.
         other_dense: A kind of result -> the dense layers that are applied to it instead (BGE-M3, arXiv 2402.03216).
         skipped_token_ids: A kind of result -> the tokens whose results are left out.
@@ -280,22 +280,22 @@ class ModelConfig(msgspec.Struct, frozen=True):
         tokenizer_files: The same for the files of the tokenizer and the chat templates.
         is_encoder: Whether the model's attention is bidirectional. Such a model embeds text but cannot generate it.
         has_head: Whether the checkpoint has an output projection. A model without one can only embed.
-        pooler: How hidden states are pooled into an embedding or into the input of the classification head.
+        pooler: The pooling of hidden states into an embedding or into the input of the classification head.
         classifier: The model's classification head, if it has one. Such a model only classifies.
         enable_lora: Whether requests may use LoRA adapters.
         loras: The LoRA adapters that are served from startup on.
         media_lora: The LoRA adapter of requests with images or audio that choose no other.
-        download_dir: Where downloads from the hub are kept; None for the default.
+        download_dir: The directory of downloads from the hub; None for the default.
         max_lora_rank: The highest rank of an adapter.
         hidden_size: The size of the model's embeddings, or 0 if its config has none.
         enable_prompt_embeds: Whether clients may send prompts as embeddings.
-        images: How the model reads images; None if it reads none.
-        videos: How the model reads videos; None if it reads none.
+        images: The image processor; None if the model reads no images.
+        videos: The video processor; None if the model reads no videos.
         span_kind: The spans of a prompt in which tokens attend to later tokens; None for causal attention only.
         mmproj: The file with the vision tower of a GGUF model; empty if it has none.
-        audio: How a speech model (transcription) reads audio clips; None for other models.
-        chat_audio: How a chat model reads audio clips; None if it reads none.
-        source_text: How a text-to-text encoder-decoder model reads its input; None for other models.
+        audio: The audio features of a speech model (transcription); None for other models.
+        chat_audio: The audio processor of a chat model; None if it reads no audio clips.
+        source_text: The settings of a text-to-text encoder-decoder model; None for other models.
     """
 
     model: str

@@ -11,7 +11,7 @@ class OptionSpec(msgspec.Struct, frozen=True):
     """One option of `engine serve`. The type and the default are those of the field that it annotates.
 
     Attributes:
-        help: What the option does, in at most 12 words.
+        help: The effect of the option, in at most 12 words.
         aliases: More flags for it, separated by spaces: short ones, and the names that other servers use.
         name: The flag, if it is not the field's name with dashes and without the unit `_s`.
         group: The heading in help, if it is not that of the section.

@@ -29,7 +29,7 @@ class LayerSpec(msgspec.Struct, frozen=True):
     kv_cache_group: int = 0
     """The index of the block table that the attention reads."""
     attends: bool = True
-    """Whether the layer attends, alone or beside a recurrent part."""
+    """True if the layer attends, alone or beside a recurrent part."""
     query_scaling: QueryScaling | None = None
     """Factors on queries that depend on their positions."""
     num_heads: int | None = None
@@ -43,16 +43,16 @@ class LayerSpec(msgspec.Struct, frozen=True):
     latent: LatentSpec | None = None
     """Latent attention."""
     has_value_projection: bool = True
-    """Whether values have a projection. Otherwise, they are the projected keys."""
+    """True if values have a projection. Otherwise, they are the projected keys."""
     has_sinks: bool = True
-    """Whether the heads have sinks, if those of the model do."""
+    """True if the heads have sinks, in a model with sinks."""
     kv_source: int | None = None
-    """The index of the layer whose keys and values this layer reads, if it has none.
+    """The index of the layer whose keys and values this layer reads; None if it has its own.
 
     If it `chooses_keys`, it stores copies of them beside its index keys.
     """
     chooses_keys: bool = False
-    """Whether the layer has its own indexer, if the model has one.
+    """True if the layer has its own indexer, in a model with indexers.
 
     In latent attention, the other layers attend to the keys that the last such layer before them chose. Otherwise, they
     attend to all keys.
@@ -69,7 +69,7 @@ class LayerSpec(msgspec.Struct, frozen=True):
     # Cross attention to an encoder's outputs, after the attention to tokens. Not with a recurrent part.
 
     reads_source: bool = False
-    """Whether the layer has cross attention."""
+    """True if the layer has cross attention."""
     cross_group: int = 0
     """The KV-cache group of its keys and values."""
 
@@ -85,7 +85,7 @@ class LayerSpec(msgspec.Struct, frozen=True):
     # MLP, experts and norms.
 
     has_mlp: bool = True
-    """Whether there is an MLP, or experts."""
+    """True if there is an MLP, or experts."""
     intermediate_size: int | None = None
     """The number of intermediate elements of the MLP."""
     experts: ExpertsSpec | None = None

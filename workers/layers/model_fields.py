@@ -38,20 +38,20 @@ class ModelFields(msgspec.Struct, frozen=True, kw_only=True):
     max_position_embeddings: int
     """The maximum length of a sequence in tokens."""
     tie_word_embeddings: bool
-    """Whether the head is the embedding's matrix."""
+    """True if the head is the embedding's matrix."""
     is_causal: bool = True
-    """Whether a token attends only to tokens up to itself. In an encoder, every token attends to all."""
+    """True if a token attends only to tokens up to itself. In an encoder, every token attends to all."""
 
     # Embeddings: the first layer's input.
 
     has_embedding: bool = True
-    """Whether the model reads tokens. Otherwise it starts from hidden states."""
+    """True if the model reads tokens. Otherwise it starts from hidden states."""
     embedding_scale: float = 1.0
     """A factor on embeddings."""
     has_embedding_norm: bool = False
-    """Whether embeddings are normed."""
+    """True if embeddings are normed."""
     places_after_norm: bool = False
-    """Whether only embeddings of tokens are normed: encoder outputs replace embeddings after the norm."""
+    """True if only embeddings of tokens are normed: encoder outputs replace embeddings after the norm."""
     num_unused_embeddings: int = 0
     """The number of last rows of the embedding that belong to no token."""
     num_positions: int = 0
@@ -88,13 +88,13 @@ class ModelFields(msgspec.Struct, frozen=True, kw_only=True):
     norm_groups: int = 1
     """The number of equal parts of a hidden state that are normed separately."""
     norm_bias: bool = False
-    """Whether norms have biases."""
+    """True if norms have biases."""
     has_norm_weights: bool = True
-    """Whether norms have weights. Without, they have no biases, either."""
+    """True if norms have weights. Without, they have no biases, either."""
     norm_weight_offset: float = 0.0
     """The number added to every norm weight. Gemma stores weight - 1."""
     has_final_norm: bool = True
-    """Whether the last layer's output is normed."""
+    """True if the last layer's output is normed."""
     final_norm_offset: float | None = None
     """The offset of the final norm's weight; None for that of all norms."""
     unit_norms: tuple[str, ...] = ()
@@ -106,9 +106,9 @@ class ModelFields(msgspec.Struct, frozen=True, kw_only=True):
     norm_gate: NormGateSpec | None = None
     """The gates of some norms."""
     norms_stream: bool = False
-    """Whether the norms of blocks' outputs are applied to the stream after the addition (BERT, arXiv 1810.04805)."""
+    """True if the norms of blocks' outputs are applied to the stream after the addition (BERT, arXiv 1810.04805)."""
     has_inner_norms: bool = False
-    """Whether attention and MLP norm the inputs of their last products (SubLN, arXiv 2210.06423)."""
+    """True if attention and MLP norm the inputs of their last products (SubLN, arXiv 2210.06423)."""
 
     # Sizes and projections of attention.
 
@@ -121,13 +121,13 @@ class ModelFields(msgspec.Struct, frozen=True, kw_only=True):
     value_dim: int | None = None
     """The number of elements of a value; None for that of a key, to which smaller values are padded in the cache."""
     qkv_bias: bool = False
-    """Whether queries, keys and values have biases."""
+    """True if queries, keys and values have biases."""
     key_bias: bool = True
-    """Whether keys have biases if queries and values have them."""
+    """True if keys have biases if queries and values have them."""
     qkv_clip: float | None = None
     """The limit of the absolute values of queries, keys and values, after their norms."""
     attention_output_bias: bool = False
-    """Whether the output projection has a bias."""
+    """True if the output projection has a bias."""
 
     # Queries and keys: their norms and positions.
 
@@ -140,11 +140,11 @@ class ModelFields(msgspec.Struct, frozen=True, kw_only=True):
     each key to `head_bound` (Inkling 2).
     """
     qk_norm_bias: bool = False
-    """Whether the norms of queries and keys have biases."""
+    """True if the norms of queries and keys have biases."""
     head_bound: float = 0.0
     """The limit of "bounded"."""
     rotates_before_norm: bool = False
-    """Whether the rotary embedding precedes the norm."""
+    """True if the rotary embedding precedes the norm."""
     rope_order: RopeOrder = "half"
     """The order of a head's stored rows. R of them are rotated.
 
@@ -152,7 +152,7 @@ class ModelFields(msgspec.Struct, frozen=True, kw_only=True):
     ("swapped").
     """
     has_value_norm: bool = False
-    """Whether each value is divided by its root mean square."""
+    """True if each value is divided by its root mean square."""
 
     # Scores of keys.
 
@@ -163,32 +163,32 @@ class ModelFields(msgspec.Struct, frozen=True, kw_only=True):
     alibi_slopes: tuple[float, ...] = ()
     """The factor of each query head on the distance to a key, which is subtracted (ALiBi, arXiv 2108.12409)."""
     rounds_alibi: bool = False
-    """Whether factor times position, a product of bfloat16 numbers, is added before scaling instead (Falcon)."""
+    """True if factor times position, a product of bfloat16 numbers, is added before scaling instead (Falcon)."""
     num_distance_buckets: int = 0
     """The number of buckets of distances, for each of which a query head adds a number (T5, arXiv 1910.10683)."""
     has_layer_distance_biases: bool = False
-    """Whether each layer has its own numbers for buckets (umT5, arXiv 2304.09151)."""
+    """True if each layer has its own numbers for buckets (umT5, arXiv 2304.09151)."""
     max_distance: int = 128
     """The distance from which on all are in the last bucket."""
     relative_biases: RelativeBiasSpec | None = None
     """Numbers for distances that depend on the query."""
     has_sinks: bool = False
-    """Whether each query head has a score without a value in every softmax."""
+    """True if each query head has a score without a value in every softmax."""
     projects_sinks: bool = False
-    """Whether that score is a product of the hidden state."""
+    """True if that score is a projection of the hidden state."""
 
     # Outputs of heads.
 
     norms_heads: bool = False
-    """Whether each head's output is divided by its root mean square, before gates."""
+    """True if each head's output is divided by its root mean square, before gates."""
     gates_attention: bool = False
-    """Whether each head's output is multiplied by a gate, whose projection follows that of the head's query."""
+    """True if each head's output is multiplied by a gate, whose projection follows that of the head's query."""
     has_gate_projection: bool = False
-    """Whether the gates' projection is stored separately."""
+    """True if the gates' projection is stored separately."""
     has_head_gates: bool = False
-    """Whether a head has one gate for all elements."""
+    """True if a head has one gate for all elements."""
     has_gate_biases: bool = False
-    """Whether gates have biases, the same for all gates of a head."""
+    """True if gates have biases, the same for all gates of a head."""
     output_gate: Literal["sigmoid", "softplus"] = "sigmoid"
     """The function of gates."""
 
@@ -208,20 +208,20 @@ class ModelFields(msgspec.Struct, frozen=True, kw_only=True):
     activation: Activation = "silu"
     """The activation."""
     has_gate: bool = True
-    """Whether there is a gate. Otherwise, the MLP computes down(activation(up(x)))."""
+    """True if there is a gate. Otherwise, the MLP computes down(activation(up(x)))."""
     soft_caps: SoftCaps | None = None
     """The limits of both factors. The activation is then SiLU."""
     mlp_bias: bool = False
-    """Whether all projections have biases."""
+    """True if all projections have biases."""
     mlp_output_bias: bool = False
-    """Whether the last projection has a bias."""
+    """True if the last projection has a bias."""
     gate_multiplier: float = 1.0
     """A factor on the gates."""
 
     # The residual stream.
 
     is_parallel: bool = False
-    """Whether attention and MLP read the same hidden states, and share a norm if `norms` names none for the MLP."""
+    """True if attention and MLP read the same hidden states, and share a norm if `norms` names none for the MLP."""
     residual_multiplier: float = 1.0
     """A factor on every block's output."""
     attention_multiplier: float = 1.0
@@ -231,7 +231,7 @@ class ModelFields(msgspec.Struct, frozen=True, kw_only=True):
     mlp_multiplier: float = 1.0
     """A factor on the output of MLPs."""
     averages_blocks: bool = False
-    """Whether a hidden state is the sum of the embedding and n blocks' outputs, divided by the root of n + 1.
+    """True if a hidden state is the sum of the embedding and n blocks' outputs, divided by the root of n + 1.
 
     Only the epsilons of norms change, so the stream holds the sum.
     """
@@ -242,14 +242,14 @@ class ModelFields(msgspec.Struct, frozen=True, kw_only=True):
     the variance of the sum.
     """
     has_residual_scales: bool = False
-    """Whether each element of embeddings, streams and blocks' outputs has a stored bias and factor."""
+    """True if each element of embeddings, streams and blocks' outputs has a stored bias and factor."""
     interpolates_blocks: bool = False
-    """Whether the stream x, normed, becomes (1 - a) * x + a * output after a block (nGPT, arXiv 2410.01131).
+    """True if the stream x, normed, becomes (1 - a) * x + a * output after a block (nGPT, arXiv 2410.01131).
 
     The number a of each element is the absolute value of a stored gate, divided by the temperature.
     """
     has_layer_scales: bool = False
-    """Whether a layer's output is multiplied by a stored number."""
+    """True if a layer's output is multiplied by a stored number."""
     altup: AltUpSpec | None = None
     """Several streams, of which a layer computes one and corrects the others."""
     hyper_connections: HyperConnectionsSpec | None = None
@@ -260,13 +260,13 @@ class ModelFields(msgspec.Struct, frozen=True, kw_only=True):
     # The head.
 
     has_head: bool = True
-    """Whether the model computes logits. Otherwise it ends with hidden states."""
+    """True if the model computes logits. Otherwise it ends with hidden states."""
     num_unsampled: int = 0
     """The number of last tokens without logits."""
     head_dense_bias: bool | None = None
     """If not None, a dense layer, the activation and a norm follow the final norm, and this says if it has a bias."""
     head_bias: bool = False
-    """Whether logits have biases."""
+    """True if logits have biases."""
     logits_divisor: float = 1.0
     """The number by which logits are divided."""
     final_softcap: float | None = None
@@ -284,10 +284,10 @@ class ModelFields(msgspec.Struct, frozen=True, kw_only=True):
     row_factors: tuple[RowFactors, ...] = ()
     """Factors of tensors, by which they are multiplied when they are read."""
     has_grouped_qkv: bool = False
-    """Whether one matrix has the rows of each key/value head together: its query heads, its key and its value."""
+    """True if one matrix has the rows of each key/value head together: its query heads, its key and its value."""
     num_qkv_blocks: int = 0
     """If not 0, the number of blocks of heads of which that matrix consists."""
     qkv_block_order: Literal["qkv", "qvk"] = "qkv"
     """The order in each of these blocks."""
     has_transposed_matrices: bool = False
-    """Whether the layers' matrices are stored as [inputs, outputs]."""
+    """True if the layers' matrices are stored as [inputs, outputs]."""
