@@ -257,8 +257,8 @@ def _common_memory(memories: list[WorkerMemory]) -> WorkerMemory:
     for memory in memories:
         if memory.groups != groups:
             raise EngineError(
-                f"worker {memory.rank} has the KV-cache groups {memory.groups}, "
-                f"worker {memories[0].rank} has {groups}"
+                f"worker {memory.rank} has other KV-cache groups than worker {memories[0].rank}: "
+                f"{memory.groups} and {groups}; use the same model and version on all machines"
             )
     return msgspec.structs.replace(
         memories[0],

@@ -226,6 +226,6 @@ def create_connector(config: KVTransferConfig) -> KVConnector:
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"kv_connector={name!r} is not in {path!r}: {error}") from error
     if not (isinstance(connector_class, type) and issubclass(connector_class, KVConnector)):
-        raise ConfigError(f"kv_connector={name!r} in {path!r} is not a KVConnector")
+        raise ConfigError(f"kv_connector={name!r} in {path!r} is not a subclass of KVConnector")
     connector: KVConnector = connector_class(config)  # type: ignore[call-arg]
     return connector

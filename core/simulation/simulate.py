@@ -198,7 +198,7 @@ def simulate(
         setup: The arguments of each replica's scheduler.
         trace: Requests sorted by arrival.
         step_time: The model of step times.
-        num_replicas: How many replicas share the trace.
+        num_replicas: The number of replicas that share the trace.
         drafts: The model of drafts, or None for no drafts.
         frontend: The times that requests and tokens spend in the frontend.
         prefill: The prefill replicas among them.

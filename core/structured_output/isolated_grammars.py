@@ -51,7 +51,7 @@ class IsolatedGrammar:
         self._report = report
         self._compile = Compile(structured_output)
         self._token_ids: list[int] = []
-        """All tokens that a process was told."""
+        """All tokens that were sent to the process."""
         self._num_losses = 0
         """Number of processes that ended since the last answer."""
         self._messages: SimpleQueue[Advance | None] = SimpleQueue()

@@ -251,7 +251,7 @@ def _cut_at_mark(prompt: str) -> str:
     before, mark, after = prompt.rpartition(_CONTINUE_HERE.rstrip())
     if not mark:
         raise ChatTemplateError(
-            "continue_final_message: the chat template does not show the last message's content"
+            "continue_final_message must be omitted, because the chat template does not write the last message's content"
         )
     return before if after.startswith(" ") else before.rstrip()
 

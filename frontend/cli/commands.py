@@ -10,7 +10,7 @@ class Command(NamedTuple):
 
     Attributes:
         usage: The arguments as `engine --help` shows them.
-        summary: What it does, in a few words.
+        summary: The purpose of the command, in a few words.
         module: The module with the functions `function` and `make_parser`. A name with a leading dot is relative to
             this package.
         function: The function that runs the command with its arguments and returns the exit code.

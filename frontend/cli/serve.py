@@ -128,7 +128,7 @@ def serve_model(
         arguments: The arguments of `engine serve`, then the arguments of each `engine upgrade` since then.
         settings: The settings that these arguments resulted in.
         model: The resolved model.
-        fork_servers: For each program, what forks its processes, if the engine has a guardian.
+        fork_servers: Program -> the fork server of its processes, if the engine has a guardian.
         listener: The listening socket.
         console: The output for progress lines.
         signals: The source of stop signals.

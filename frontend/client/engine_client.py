@@ -98,7 +98,7 @@ class EngineClient:
 
     Attributes:
         draining: Whether the server shuts down. The server sets it.
-        dead_reason: Why the engine failed; None if it did not.
+        dead_reason: The reason why the engine failed; None if it did not.
         executor: The thread executor, which the HTTP server shares.
         client_index: The number of this frontend.
         cores: The connection to each core.

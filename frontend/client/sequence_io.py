@@ -44,7 +44,7 @@ class SequenceRequest:
         data_parallel_rank: The replica to use; None for any.
         trace_headers: The W3C trace context of the request.
         predicted_token_ids: Tokens that the output is expected to repeat, shape [T]; None without a prediction.
-        pooling: How to pool the hidden states of the prompt instead of generating; None to generate.
+        pooling: The pooling of the prompt's hidden states; None to generate instead.
         lora: The LoRA adapter to use; None for the base model.
         encoder_inputs: Images, audio clips or embeddings that replace some tokens of the prompt.
         kv_transfer_params: Parameters for the KV connector, which say what another engine computes for the request.
@@ -70,7 +70,7 @@ class Delta(msgspec.Struct, gc=False):
     """The new output of one sequence since the last read.
 
     Attributes:
-        finish_reason: Why the sequence finished; None while it is unfinished.
+        finish_reason: The reason why the sequence finished; None while it is unfinished.
         stop_reason: The stop string or stop token ID; None for the end-of-sequence token.
         error: The error message; set if `finish_reason` is not "stop", "length" or "abort".
         retry_after_s: Seconds after which a request that was rejected because of a full queue may be retried.

@@ -26,7 +26,7 @@ class ChatMedia(ABC):
         config: The limits.
         executor: Runs the threads.
         processes: The decoder processes.
-        names: What an error about too many tokens calls several files, and which files to send instead.
+        names: The words for several files, and for the files to send instead, in an error about too many tokens.
     """
 
     def __init__(

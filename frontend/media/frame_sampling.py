@@ -39,7 +39,7 @@ def sample_frames(
     Args:
         num_frames: The number of frames in the file.
         fps: The number of frames per second of the file.
-        config: How the model reads videos.
+        config: The video processor of the model.
         sampling: The settings of the request.
     """
     if config.sampling == "steps":

@@ -57,7 +57,7 @@ class PromptImages:
     """Places images and videos in the prompts of one model. It is thread-safe.
 
     Attributes:
-        reader_config: How images and videos are read for these prompts.
+        reader_config: The image and video processors for these prompts.
     """
 
     def __init__(

@@ -55,7 +55,7 @@ def open_video(
             the type video/jpeg has JPEG files in base64, with commas between them.
         sampling: The choice of frames to read. By default they have the rate that the model expects.
         where: The name of the field in errors.
-        config: How the model reads videos.
+        config: The video processor of the model.
         fit: Returns the sizes of frames.
 
     Raises:

@@ -33,7 +33,7 @@ def change_pooler(pooler: PoolerConfig, changes: Mapping[str, object]) -> Pooler
     """
     if unknown := sorted(set(changes).difference(_FIELDS)):
         raise ConfigError(
-            f"--pooler-config must have no fields but {', '.join(_FIELDS)}, got {unknown[0]!r}"
+            f"--pooler-config has the unknown field {unknown[0]!r}; use {', '.join(_FIELDS)}"
         )
     kind, step_token_id = pooler.kind, -1
     names = [changes[name] for name in _KIND_FIELDS if changes.get(name) is not None]

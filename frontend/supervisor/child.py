@@ -40,7 +40,7 @@ class Child:
 
     Attributes:
         kill_at: When the process is killed if it still runs (CLOCK_MONOTONIC seconds); None for never.
-        hang: How the process hung, if it was killed for that; otherwise empty.
+        hang: A description of the hang for which the process was killed; otherwise empty.
         is_known_dead: Whether the supervisor has handled the exit of the process.
         awaits_cause_until: Until when the exit is left unhandled, because the exit of another process may be the cause
             (CLOCK_MONOTONIC seconds); 0.0 if nothing has to wait.

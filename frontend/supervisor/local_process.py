@@ -89,13 +89,13 @@ class LocalProcess:
 
     Args:
         process: The process; None if it could not be started.
-        reason: Why it could not be started.
+        reason: The reason why it could not be started.
 
     Attributes:
         pid: The process ID, 0 if it does not run.
         exit_fd: A descriptor that becomes readable when the process exits; None if the system does not support this.
             The caller closes it.
-        reason: Why the process does not run, if more is known than its exit code.
+        reason: The reason why the process does not run, if more is known than its exit code.
     """
 
     def __init__(

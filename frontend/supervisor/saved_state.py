@@ -1,4 +1,4 @@
-"""The file from which a supervisor learns what an earlier one has started, after that one crashed."""
+"""The file from which a supervisor reads which processes an earlier one started, after that one crashed."""
 
 from __future__ import annotations
 

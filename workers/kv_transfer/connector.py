@@ -136,6 +136,8 @@ def create_connector(context: ConnectorContext) -> KVConnector:
             f"kv_connector={name!r}: {path!r} has no {name}Worker: {error}"
         ) from error
     if not (isinstance(connector_class, type) and issubclass(connector_class, KVConnector)):
-        raise ConfigError(f"kv_connector={name!r}: {name}Worker in {path!r} is not a KVConnector")
+        raise ConfigError(
+            f"kv_connector={name!r}: {name}Worker in {path!r} is not a subclass of KVConnector"
+        )
     connector: KVConnector = connector_class(context)  # type: ignore[call-arg]
     return connector

@@ -18,14 +18,14 @@ _LONGEST = 10_000.0
 
 
 class RowFactors(msgspec.Struct, frozen=True):
-    """Factors on the rows of the tensors whose names match `tensor`.
+    """Factors on the rows of the tensors whose names match the regular expression `tensor`.
 
-    The vector whose name results from replacing the match by `vector`, times `scale`, to the power of `power`, has a
-    factor for each row, or one for all rows. If `vector` is empty, the tensor itself is that vector, and is replaced by
-    these factors. If it `normalizes`, there is no vector: each row of the tensor is divided by its Euclidean norm.
+    The factors are (scale * v) ** power, where v is a stored vector with one number for each row, or one for all rows.
+    Its name is that of the tensor, with the match replaced by `vector`. If `vector` is empty, the tensor itself is v,
+    and is replaced by its factors. If `normalizes`, there is no vector: each row is divided by its Euclidean norm.
 
-    If `delay` is not 0, the vector is not stored. It is 1 + B gelu(A t), where t has the cosines and sines of the delay
-    with falling frequencies, and `vector`, with 1 and 2 for "{}", gives the names of A and B.
+    If `delay` is not 0, v is not stored. It is 1 + B gelu(A t), where t has the cosines and sines of the delay with
+    falling frequencies. `vector`, with 1 and 2 for "{}", gives the names of A and B.
     """
 
     tensor: str
@@ -89,7 +89,7 @@ class FactoredCheckpoint(Checkpoint):
         vectors, rule = self._rules[name]
         if rule.normalizes:
             if dim:
-                raise ValueError(f"{name}: a part of each row has no norm")
+                raise ValueError(f"{name}: rows cannot be normalized by parts of their columns")
             matrix = self._checkpoint.tensor(name, torch.float32, part=part)
             self.bytes_read = self._checkpoint.bytes_read
             normed = torch.nn.functional.normalize(matrix)

@@ -159,7 +159,10 @@ class TransformersModel:
         num_heads, num_kv_heads, head_dim, scale, softcap = heads.pop()
         kinds = getattr(text, "layer_types", None) or ["full_attention"] * num_layers
         if not set(kinds) <= {"full_attention", "sliding_attention"}:
-            raise CheckpointError(self.path, f"its kinds of layers are {', '.join(set(kinds))}")
+            others = sorted(set(kinds) - {"full_attention", "sliding_attention"})
+            raise CheckpointError(
+                self.path, f"its layer_types {', '.join(others)} are not supported"
+            )
         return ModelSpec(
             model_type=str(self.config.model_type),
             vocab_size=int(text.vocab_size),

@@ -24,7 +24,7 @@ _decoder = msgspec.msgpack.Decoder(ImagePayload | EmbeddingPayload)
 
 
 class TowerSource(NamedTuple):
-    """The checkpoint that a tower is read from, and where it computes. `make_layers` returns its layers."""
+    """The checkpoint of a tower, and its device and dtype. `make_layers` returns its layers."""
 
     checkpoint: Checkpoint
     device: torch.device
@@ -47,7 +47,7 @@ class ImageTower(ABC):
     It computes one image or tile at a time, so that results do not depend on other images.
 
     Args:
-        source: Where the tower computes.
+        source: The weights of the tower, with their device and dtype.
         size: The number of elements of an output.
         max_frames: The maximum number of frames that it reads together.
     """

@@ -171,7 +171,7 @@ def _create(config: KVTransferConfig) -> MultiConnector:
         connector = create_connector(child)
         if not isinstance(connector, BlockConnector):
             raise ConfigError(
-                f"kv_connector={child.kv_connector!r} is not a BlockConnector, so it cannot be combined "
+                f"kv_connector={child.kv_connector!r} is not a subclass of BlockConnector, so it cannot be combined "
                 "with others"
             )
         connectors.append(connector)

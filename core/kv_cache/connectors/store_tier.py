@@ -73,7 +73,7 @@ class StoreTier(BlockConnector):
                 self._pending[key] = self._step
 
     def block_evicted(self, key: bytes, block_id: int) -> None:
-        """Store a block with the next step, which overwrites it, if it is complete and there is space."""
+        """Store an evicted block before the next step overwrites it, if the block is complete and there is space."""
         step = self._pending.pop(key, self._step)
         if step < self._step and len(self._storing) + len(self._evicted) < self._capacity:
             self._evicted.append((key, block_id))

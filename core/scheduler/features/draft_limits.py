@@ -66,7 +66,7 @@ class StepCosts:
     def record(self, num_rows: int, seconds: float) -> None:
         """Record the duration of a step.
 
-        After four measurements, one counts as at most three times the current average.
+        After four measurements, a duration counts as at most three times the current average.
         """
         found = _find_bin(num_rows)
         self._num_steps += 1

@@ -31,7 +31,7 @@ class Scenario(NamedTuple):
         setup: The arguments of each replica's scheduler.
         trace: Requests sorted by arrival.
         step_time: The model of step times.
-        num_replicas: How many replicas share the trace. Prefill replicas follow the others.
+        num_replicas: The number of replicas that share the trace. Prefill replicas follow the others.
         drafts: The model of drafts, or None for no drafts.
         frontend: The times that requests and tokens spend in the frontend.
         prefill: The prefill replicas among them.

@@ -27,7 +27,7 @@ _LEFT_OUT: Final = (
     "redacted_thinking",
     "server_tool_use",
 )
-"""Blocks of an answer that only Anthropic's servers can use. A conversation may have begun there."""
+"""Blocks that only Anthropic's servers can use. They are dropped from conversations that began there."""
 
 _SERVER_RESULT: Final = "_tool_result"
 """The end of the types of blocks with results of tools that Anthropic's servers ran."""

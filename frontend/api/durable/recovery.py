@@ -54,7 +54,7 @@ class Continuable(Protocol):
 
         Raises:
             APIError: It can no longer be prepared, or the engine does not accept it.
-            NothingToContinue: Nobody waits for the rest.
+            NothingToContinue: No client waits for the rest.
         """
 
     async def record_failure(self, request_id: str, owner: str, error: APIError) -> bool:

@@ -97,7 +97,9 @@ class Embeddings:
         """Return the vector of each input: its embedding, or its class probabilities."""
         kind = find_kind(request.task, self._serving.config.model)
         if kind is PoolingKind.WEIGHTS and request.dimensions is not None:
-            raise bad_request("dimensions", "must be omitted for the weights of tokens")
+            raise bad_request(
+                "dimensions", "must be omitted, because this task returns a weight for each token"
+            )
         if self._serving.config.model.classifier is None:
             inputs = await self._embedded_inputs(request, body_size)
         else:

@@ -109,7 +109,7 @@ class Loras:
             )
 
     async def _load_on(self, rank: int, adapter: LoraAdapter, request_id: str) -> bool:
-        """Load the adapter on a replica. Return False if it is not up."""
+        """Load the adapter on a replica. Return False if the replica is not up."""
         model = self._serving.config.model
         request = SequenceRequest(
             np.zeros(1, np.int32),

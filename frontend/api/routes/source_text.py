@@ -28,7 +28,7 @@ def source_input(
 
     Args:
         prompt: The prompt, with its token ids.
-        config: How the model reads its source.
+        config: The settings of the encoder-decoder model.
         truncate: Tokens to keep; -1 for as many as fit, None to keep all.
         truncation_side: The side to cut, `left` or `right`; None for `left`.
 
@@ -56,8 +56,8 @@ async def encode_start(
 
     Args:
         given: The request's `decoder_prompt`.
-        serving: What requests share.
-        config: How the model reads its source.
+        serving: The objects that all requests share.
+        config: The settings of the encoder-decoder model.
 
     Raises:
         APIError: `given` is empty, too long or not in the vocabulary, or the server has no tokenizer (400).

@@ -63,7 +63,7 @@ class Answer:
         prompt_tokens: Tokens of the prompt; 0 if the server does not report them.
         cached_tokens: Prompt tokens that the server found in a prefix cache.
         text: The generated text.
-        error: Why the request failed, or None.
+        error: The reason why the request failed, or None.
     """
 
     start: float = 0.0

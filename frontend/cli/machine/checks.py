@@ -24,10 +24,10 @@ class Check(msgspec.Struct):
     """The result of a check.
 
     Attributes:
-        name: What was checked.
+        name: The name of the setting that was checked.
         is_good: Whether the setting is good.
         value: The setting that was found.
-        advice: What to change; empty if nothing.
+        advice: The change to make; empty if there is none.
     """
 
     name: str

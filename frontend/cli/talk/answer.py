@@ -20,7 +20,7 @@ class Answer:
     Attributes:
         text: The answer so far, without the reasoning.
         num_tokens: The number of generated tokens, or None if the server has not reported it.
-        finish_reason: Why the answer ended, or None.
+        finish_reason: The reason why the answer ended, or None.
         first_s: Seconds until the first text arrived, or None if there was none.
         total_s: Seconds until the answer ended.
     """

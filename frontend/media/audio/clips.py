@@ -49,7 +49,7 @@ def prepare_clip(samples: Float32Array, config: ChatAudioConfig, where: str) -> 
 
     Args:
         samples: The clip, at `RATE`.
-        config: How the model reads audio clips.
+        config: The audio processor of the model.
         where: The name of the field in errors.
 
     Raises:

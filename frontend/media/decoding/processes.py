@@ -185,7 +185,7 @@ class MediaProcesses:
     new process, a few times.
 
     Args:
-        reader: How the model reads images; None if it reads only audio clips.
+        reader: The processor of the model's images; None if it reads only audio clips.
         limits: Limits on the time and memory of decoding a file.
     """
 

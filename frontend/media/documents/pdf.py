@@ -21,7 +21,7 @@ def read_pdf(data: bytes, where: str, max_characters: int) -> str:
     Args:
         data: The content of the file.
         where: The name of the field in errors.
-        max_characters: How many characters of text are allowed.
+        max_characters: The maximum number of characters of text.
 
     Raises:
         ParameterError: The document is encrypted, too long or without text, or pypdf is not installed.

@@ -29,7 +29,7 @@ def embedded(values: NDArray[np.float32], grid: Grid | None, config: AnyImagePro
     Args:
         values: The embeddings [K, `output_size`].
         grid: The grid of the embeddings, if the client sent it.
-        config: How the model reads images.
+        config: The image processor of the model.
 
     Raises:
         ValueError: The model needs a grid, or the grid does not match the embeddings.

@@ -21,7 +21,7 @@ def fit_frames(
         width: The width of a frame.
         height: The height of a frame.
         num_frames: The number of frames.
-        config: How the model reads videos.
+        config: The video processor of the model.
         max_outputs: The maximum number of embeddings.
 
     Raises:
@@ -82,7 +82,7 @@ def frames(video: Video, config: AnyVideoProcessor, around: tuple[str, str]) -> 
 
     Args:
         video: The video, with frames of the last size of `fit_frames`.
-        config: How the model reads videos.
+        config: The video processor of the model.
         around: The texts before and after each grid that has a time.
     """
     if isinstance(config, FrameProcessor):

@@ -161,7 +161,7 @@ class Transcriber:
         Args:
             clip: The clip, which is closed afterwards.
             options: The options of the transcription.
-            submission: How sequences are submitted to the engine.
+            submission: A function that submits sequences to the engine.
             on_text: Receives the text as it is generated.
 
         Raises:

@@ -63,11 +63,11 @@ class Guardian:
     Args:
         signals_fd: A non-blocking descriptor from which the numbers of received stop signals are read, one byte each.
             They are forwarded to the supervisor.
-        on_notice: What this process does when the supervisor reports something for the first time.
+        on_notice: Notice of the supervisor -> the function to call when it is first received.
         on_crash: Receives a line about each crash or hang of the supervisor.
         heartbeat_timeout_s: A supervisor without a heartbeat for this many seconds hangs, and is killed. Time in which
             this process was suspended does not count.
-        fork_servers: For each program of the engine, what forks its processes.
+        fork_servers: Program of the engine -> the fork server of its processes.
     """
 
     def __init__(

@@ -36,7 +36,7 @@ class GuardianLink:
         heartbeat: The heartbeat that the guardian expects. Send it at least every second, except while waiting for
             processes that were killed.
         was_ready: Whether an earlier supervisor of this guardian has reported that the engine is ready.
-        fork_servers: For each program, what forks it as a child of the guardian. The supervisor removes what is lost.
+        fork_servers: Program -> the fork server that forks it as a child of the guardian. Lost ones are removed.
     """
 
     def __init__(

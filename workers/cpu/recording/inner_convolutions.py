@@ -27,8 +27,8 @@ _HEAD_CONVOLUTION = 8
 class NativeConvolution(structs.Mixer):
     """A convolution with these taps [channels, kernel], as a struct whose address is passed to native code.
 
-    It keeps the taps alive. `state_offset` is the number of floats before its state in a block. `head_dim` channels may
-    share taps of the token's own.
+    It keeps the taps alive. `state_offset` is the number of floats before its state in a block. If a token also has
+    taps of its own, groups of `head_dim` channels share them.
     """
 
     def __init__(

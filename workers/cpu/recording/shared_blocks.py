@@ -24,7 +24,7 @@ from .model_shape import padded_rank
 
 
 class _Block(msgspec.Struct, frozen=True):
-    """The matrices that the uses of a block share."""
+    """The matrices of a shared block, which several layers use."""
 
     attention: AttentionMatrices
     mlp: MLP

@@ -56,7 +56,7 @@ class QuantizedProduct(ABC):
     """Tiles with which the result of a token does not depend on the number of tokens."""
 
     rounding: Rounding | None = None
-    """How the kernel needs its input, if not in floats of 16 bits or more."""
+    """The form in which the kernel needs its input, if not floats of 16 bits or more."""
 
     def __init__(
         self, matrix: QuantizedMatrix, *, num_experts: int, is_batch_invariant: bool

@@ -52,7 +52,7 @@ def choose_verified(
         logits_of: Returns the logits of these tokens of the plan, which may be overwritten.
         grammar: The tokens that requests with a grammar may sample.
         step: The number of the step.
-        num_predicted_S: How many drafts of each request come from a prediction of the client.
+        num_predicted_S: The number of drafts of each request that come from a prediction of the client.
     """
     batch, sampler = requests.batch, requests.sampler
     slots_S = plan.slots_S

@@ -87,7 +87,9 @@ class SourceEncoder:
             )
         token_ids = int32_view(text.token_ids)
         if not len(token_ids) or not 0 <= token_ids.min() <= token_ids.max() < self._vocab_size:
-            raise EngineError("a source has no tokens, or has tokens outside the vocabulary")
+            raise EngineError(
+                "an encoder input has no tokens, or has tokens outside the vocabulary"
+            )
         return to_device(token_ids.astype(np.int64), self._device)
 
     @property

@@ -29,7 +29,7 @@ class TimedCalls:
 
         Raises:
             TimeoutError: The call did not return within `timeout_s` seconds. It may still return later.
-            Exception: What the call raised.
+            Exception: The call raised it.
         """
         done = threading.Event()
         results: list[T] = []

@@ -318,7 +318,7 @@ def _check_groups(fields: ConfigFields, mixture: ExpertsSpec) -> None:
 def _family(fields: ConfigFields) -> Family:
     """Return the family for the architecture, else for the model type.
 
-    Classifiers share their model type with others.
+    The model type does not tell a classifier from a model that generates text.
     """
     architectures = fields.texts("architectures")
     text = text_section(fields)

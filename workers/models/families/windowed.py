@@ -298,7 +298,9 @@ def _laguna(fields: ConfigFields) -> ModelSpec:
     layers = []
     for slides, num_heads in zip(sliding_layers(fields, lambda _: False), heads, strict=True):
         if num_heads is not None and (type(num_heads) is not int or num_heads < 1):
-            raise fields.error(f"num_attention_heads_per_layer has {num_heads!r}")
+            raise fields.wrong(
+                "num_attention_heads_per_layer", "a list of positive integers or null", heads
+            )
         layers.append(
             LayerSpec(local if slides else full, window if slides else None, num_heads=num_heads)
         )
