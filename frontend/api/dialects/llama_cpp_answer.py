@@ -11,7 +11,7 @@ from ...http.json_pieces import EncodedJSON, encode_list
 from ..answer import PromptAnswer
 from ..generation import raise_if_failed
 from ..logprobs import Json, LogprobsRenderer
-from ..receipts.timings import llama_timings
+from ..receipts.timings import llama_prompt_timings, llama_timings
 from ..schema import UNLIMITED
 from ..streaming.event_stream import ChunkEncoder, StreamFormat, error_with_retry, event
 from ..streaming.progress import ProgressChunks
@@ -89,7 +89,10 @@ class Result:
 
     def progress(self, progress: Json) -> Json:
         """Return the chunk with the progress of the prompt."""
-        return self._partial("", []) | {"prompt_progress": progress}
+        body = self._partial("", []) | {"prompt_progress": progress}
+        if self._request.timings_per_token:
+            body["timings"] = llama_prompt_timings(progress)
+        return body
 
     def _partial(self, content: str, tokens: list[int]) -> Json:
         return {

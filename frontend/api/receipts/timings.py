@@ -38,6 +38,20 @@ def llama_timings(sequence: Sequence, num_generated: int) -> Json:
     answer_ms = max((sequence.last_token_time or now) - first, 0.0) * 1e3
     num_cached = sequence.num_cached_tokens
     num_computed = sequence.num_prompt_tokens - num_cached
+    return _llama_timings(num_cached, num_computed, prompt_ms, num_generated, answer_ms)
+
+
+def llama_prompt_timings(progress: Json) -> Json:
+    """Return llama.cpp's `timings` of a prompt that is being computed, from its `prompt_progress`."""
+    cached = progress["cache"]
+    return _llama_timings(cached, progress["processed"] - cached, progress["time_ms"], 0, 0.0)
+
+
+def _llama_timings(
+    num_cached: int, num_computed: int, prompt_ms: float, num_generated: int, answer_ms: float
+) -> Json:
+    # The first token belongs to the time of the prompt.
+    num_later = max(num_generated - 1, 0)
     return {
         "cache_n": num_cached,
         "prompt_n": num_computed,
@@ -46,7 +60,6 @@ def llama_timings(sequence: Sequence, num_generated: int) -> Json:
         "prompt_per_second": num_computed / prompt_ms * 1e3 if prompt_ms else 0.0,
         "predicted_n": num_generated,
         "predicted_ms": answer_ms,
-        # The first token belongs to the time of the prompt.
-        "predicted_per_token_ms": answer_ms / max(num_generated - 1, 1),
-        "predicted_per_second": (num_generated - 1) / answer_ms * 1e3 if answer_ms else 0.0,
+        "predicted_per_token_ms": answer_ms / max(num_later, 1),
+        "predicted_per_second": num_later / answer_ms * 1e3 if answer_ms else 0.0,
     }

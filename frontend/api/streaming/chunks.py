@@ -12,6 +12,7 @@ from ...http.json_pieces import encode_whole
 from ..answer import Answer
 from ..generation import raise_if_failed
 from ..logprobs import Json
+from ..receipts.timings import llama_prompt_timings
 from .event_stream import OPENAI_STREAM, ChunkEncoder, event
 from .progress import ProgressChunks
 
@@ -139,7 +140,10 @@ class Chunks(ABC, Generic[AnswerT]):
     def progress(self, sequence: Sequence, progress: Json) -> bytes:
         """Return the event with the progress of a sequence's prompt."""
         choice = self._empty_choice | {"index": sequence.position, "finish_reason": None}
-        return self.chunk(choice, prompt_progress=progress)
+        more: Json = {"prompt_progress": progress}
+        if self._answer.request.timings_per_token:
+            more["timings"] = llama_prompt_timings(progress)
+        return self.chunk(choice, **more)
 
     def with_progress(self) -> ChunkEncoder:
         """Return this encoder, with the progress of the prompts if the request asks for it."""

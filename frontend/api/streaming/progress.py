@@ -11,7 +11,9 @@ from .event_stream import ChunkEncoder, StreamFormat
 
 
 class ProgressChunks:
-    """Writes an event after each part of a prompt that was computed, before the chunks of another encoder.
+    """Writes events with the progress of prompts, before the chunks of another encoder.
+
+    The first event of a prompt shows its cached tokens. One more follows each part that was computed.
 
     `make_event` returns the event of a sequence with its `prompt_progress`.
     """
@@ -43,17 +45,27 @@ class ProgressChunks:
         total, end = sequence.num_prompt_tokens, sequence.first_token_time
         # A request that was preempted or has lost its core may compute its output again.
         processed = total if end else min(sequence.num_computed_tokens, total)
-        if processed <= self._num_shown.get(sequence.position, -1):
+        shown = self._num_shown.get(sequence.position)
+        if shown is not None and processed <= shown:
             return b""
         self._num_shown[sequence.position] = processed
+        cached = sequence.num_cached_tokens
         seconds = max((end or time.monotonic()) - sequence.scheduled_time, 0.0)
-        progress: Json = {
-            "total": total,
-            "cache": sequence.num_cached_tokens,
-            "processed": processed,
-            "time_ms": round(seconds * 1e3),
-        }
-        return self._make_event(sequence, progress)
+        reports = {cached: 0.0} if shown is None else {}
+        if processed > cached:
+            reports[processed] = seconds
+        return b"".join(
+            self._make_event(
+                sequence,
+                {
+                    "total": total,
+                    "cache": cached,
+                    "processed": count,
+                    "time_ms": round(passed * 1e3),
+                },
+            )
+            for count, passed in reports.items()
+        )
 
     def closing(self) -> bytes:
         """Return the chunks between the last output and the end of the stream."""

@@ -120,13 +120,17 @@ def test_streams_show_the_progress_of_the_prompt(frontend: FrontendProcess) -> N
             {"messages": [{"role": "user", "content": TEXT}], "max_tokens": 2},
         ),
     ):
-        text = frontend.post(path, stream=True, return_progress=True, **fields).text
+        extra = {"return_progress": True, "timings_per_token": True}
+        text = frontend.post(path, stream=True, **extra, **fields).text
         events = [json.loads(part[6:]) for part in text.split("\n\n") if part.startswith("data: {")]
         shown = [event["prompt_progress"] for event in events if "prompt_progress" in event]
         assert events[: len(shown)] == [event for event in events if "prompt_progress" in event]
         assert len(events) > len(shown), "the answer follows"
-        # The first event may be overtaken by the answer.
-        assert [each["processed"] for each in shown] in ([1, total], [total])
+        # The second event may be overtaken by the answer.
+        assert [each["processed"] for each in shown] in ([0, 1, total], [0, total])
+        timings = [event["timings"] for event in events[: len(shown)]]
+        assert [each["prompt_n"] for each in timings] == [each["processed"] for each in shown]
+        assert timings[0]["prompt_ms"] == 0.0 and not any(each["predicted_n"] for each in timings)
         assert (shown[-1]["total"], shown[-1]["cache"]) == (total, 0)
         assert "prompt_progress" not in frontend.post(path, stream=True, **fields).text
 
