@@ -20,6 +20,7 @@ from .batches.executor import BatchExecutor
 from .batches.records import BatchRecords
 from .batches.routes import batch_routes
 from .bodies.intake import Intake
+from .decisions.endpoint import Decisions
 from .dialects import anthropic, cohere, llama_cpp, ollama, sglang, text_embeddings
 from .dialects.anthropic_batches import message_batch_routes
 from .dialects.ollama_answer import error_body as ollama_error
@@ -122,6 +123,7 @@ def make_routes(serving: Serving) -> list[Route]:
         Route("/chat/completions/{id}/events", Events(serving, chat_completions), methods=["GET"]),
         *response_routes(serving, intake, files),
         Route("/responses", ResponsesSocket(serving, intake), methods=["GET"]),
+        Route("/decisions", Decisions(serving, intake), methods=["POST"]),
         *file_routes(serving, intake, files),
         *batch_routes(serving, intake, batch_records, files, batch_executor),
         Route("/embeddings", embeddings.embed, methods=["POST"]),

@@ -27,6 +27,7 @@ ROUTE_DESCRIPTIONS: Final[dict[str, tuple[str, str]]] = {
     "/v1/responses/{id}": (CLIENTS, "Return or delete a stored response."),
     "/v1/responses/{id}/cancel": (CLIENTS, "Cancel a background response."),
     "/v1/responses/{id}/input_items": (CLIENTS, "List the items that a response was given."),
+    "/v1/decisions": (CLIENTS, "Return probabilities of answers to questions (OpenAI)."),
     "/v1/conversations": (CLIENTS, "Create a conversation."),
     "/v1/conversations/{id}": (CLIENTS, "Return, change or delete a conversation."),
     "/v1/conversations/{id}/items": (CLIENTS, "List the items of a conversation, or add some."),

@@ -78,6 +78,11 @@ class HarmonyParser:
         self._buffer = ""
         return self._delta
 
+    @property
+    def answer_start(self) -> str:
+        """The header of the final message, which makes the answer follow the prompt without reasoning."""
+        return "" if self._begins_in_answer else f"{_CHANNEL}final{_MESSAGE}"
+
     def has_special_marks(self, tokenizer: Tokenizer) -> bool:
         """Return whether the markers are special tokens, so that a text without special tokens lacks them."""
         return has_special_tokens(self.marks, tokenizer)

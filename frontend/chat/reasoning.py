@@ -96,6 +96,11 @@ class MarkedReasoningParser:
         """The texts that start or end the reasoning."""
         return self._format.starts + self._format.ends
 
+    @property
+    def answer_start(self) -> str:
+        """The text that ends the reasoning if the prompt begins it, so that the answer follows the prompt."""
+        return f"{self._format.ends[0]}\n\n" if self._begins_opened else ""
+
     def has_special_marks(self, tokenizer: Tokenizer) -> bool:
         """Return whether the markers are special tokens, so that a text without special tokens lacks them."""
         return has_special_tokens(self.marks, tokenizer)

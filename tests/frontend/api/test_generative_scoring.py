@@ -1,13 +1,14 @@
-"""vLLM's `/generative_scoring`. The core gives token t the log-probability -t / 1000."""
+"""vLLM's `/generative_scoring` and OpenAI's decisions. The core gives token t the log-probability -t / 1000."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
+import openai
 import pytest
 from engine.protocol.arrays import int32_view
-from support.frontend_process import FrontendProcess
+from support.frontend_process import MODEL, FrontendProcess
 
 pytestmark = pytest.mark.slow
 
@@ -68,3 +69,80 @@ def test_sglang_clients_get_all_scores_of_each_item(frontend: FrontendProcess) -
 def test_errors_name_the_field(frontend: FrontendProcess, fields: dict, param: str) -> None:
     response = frontend.post("/generative_scoring", **BODY | fields)
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
+PNG = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}
+QUESTIONS: list[dict[str, Any]] = [
+    {"type": "predicate", "instructions": "Is it broken?"},
+    {
+        "type": "choice",
+        "name": "unit",
+        "instructions": [{"type": "input_text", "text": "Who helps?"}],
+        "choices": [{"value": True}, {"value": "true"}, {"value": "b", "description": "Bills"}],
+    },
+    {
+        "type": "score",
+        "instructions": "How bad?",
+        "levels": [{"label": "fine"}, {"label": "broken"}],
+    },
+]
+
+
+def test_decisions_have_the_probabilities_of_all_options(
+    frontend: FrontendProcess, client: openai.OpenAI
+) -> None:
+    parts = [{"type": "input_json", "data": {"screen": "cracked"}}]
+    given: Any = [
+        {"role": "developer", "content": "Be fair."},
+        {"role": "user", "content": parts},
+    ]
+    asked: Any = QUESTIONS
+    decision = client.decisions.create(model=MODEL, input=given, questions=asked)
+    predicate, choice, score = decision.answers
+    ids = [frontend.tokenizer.encode(label, False)[0] for label in "ABC"]
+    weights = [math.exp(-token_id / 1000) for token_id in ids]
+    assert predicate.type == "predicate" and predicate.name is None
+    assert predicate.probability == pytest.approx(weights[0] / sum(weights[:2]))
+    assert choice.type == "choice" and (choice.name, choice.choice) == ("unit", True)
+    shares = [weight / sum(weights) for weight in weights]
+    assert [each.probability for each in choice.probabilities] == pytest.approx(shares)
+    assert [each.value for each in choice.probabilities] == [True, "true", "b"]
+    assert choice.confidence == pytest.approx(weights[0])
+    assert score.type == "score" and score.score == pytest.approx(weights[1] / sum(weights[:2]))
+    assert [(each.value, each.label) for each in score.probabilities] == [
+        (0, "fine"),
+        (1, "broken"),
+    ]
+    usage = decision.usage
+    assert (usage.output_tokens, usage.total_tokens) == (3, usage.input_tokens + 3)
+    added = [m for m in frontend.core.received if hasattr(m, "requests")][-1]
+    prompts = [
+        frontend.tokenizer.decode(int32_view(request.prompt_token_ids).tolist())
+        for request in added.requests
+    ]
+    assert all(prompt.startswith('{"screen":"cracked"}') for prompt in prompts)
+    assert "\n\nWho helps?\n\nA. true\nB. true\nC. b: Bills\n" in prompts[1]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": ""}, "input"),
+        ({"input": [{"role": "user", "content": [{"type": "input_json", "data": 1}]}]}, "input[0]"),
+        ({"input": [{"role": "user", "content": [PNG]}]}, "input"),
+        ({"questions": []}, "questions"),
+        ({"joint": True}, "joint"),
+        ({"questions": [QUESTIONS[0] | {"type": "guess"}]}, "questions[0].type"),
+        ({"questions": [QUESTIONS[0] | {"instructions": [{}]}]}, "questions[0].instructions[0]"),
+        ({"questions": [QUESTIONS[1] | {"choices": [{"value": "a"}]}]}, "questions[0].choices"),
+        ({"questions": [QUESTIONS[1] | {"choices": [{"value": "a"}] * 2}]}, "questions[0].choices"),
+        ({"questions": [*QUESTIONS[:2], {"type": "score"}]}, "questions[2]"),
+        ({"questions": [QUESTIONS[2] | {"levels": None}]}, "questions[0].levels"),
+    ],
+)
+def test_wrong_decisions_are_refused(
+    frontend: FrontendProcess, fields: dict[str, Any], param: str
+) -> None:
+    body = {"input": "Hi", "questions": QUESTIONS[:1]} | fields
+    error = frontend.post("/v1/decisions", **body).json()["error"]
+    assert error["param"].startswith(param), error

@@ -65,6 +65,7 @@ BASES: Final[dict[str, bytes]] = {
     "input_suffix": b'"Hi"',
     "query": b'"Hi"',
     "items": b'["Hi"]',
+    "questions": b'[{"type": "predicate", "instructions": "Hi?"}]',
     "label_token_ids": b"[1]",
     "documents": b'[{"text": "Hi"}]',
     "texts": b'["Hi"]',

@@ -1,0 +1,55 @@
+"""The request body of OpenAI's Decisions API."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from . import Int
+
+
+class DecisionChoice(msgspec.Struct, kw_only=True):
+    """An option of a question of type `choice`."""
+
+    value: str | bool
+    description: str | None = None
+
+
+class DecisionLevel(msgspec.Struct, kw_only=True):
+    """A level of a question of type `score`. The levels are in ascending order."""
+
+    label: str
+    description: str | None = None
+
+
+class DecisionQuestion(msgspec.Struct, kw_only=True):
+    """A question about the input: `predicate`, `choice` or `score`."""
+
+    type: str
+    # A text, or parts of type `input_text`, `input_image` or `input_json`.
+    instructions: str | list[dict[str, Any]]
+    name: str | None = None
+    choices: list[DecisionChoice] | None = None
+    levels: list[DecisionLevel] | None = None
+
+
+class DecisionRequest(msgspec.Struct, kw_only=True):
+    """The body of `POST /v1/decisions`."""
+
+    model: str | None = None
+    # A text, or items of the Responses API. Messages may have parts of type `input_json`.
+    input: str | list[dict[str, Any]] | None = None
+    questions: list[DecisionQuestion] | None = None
+    priority: Int | None = None
+    cache_salt: str | None = None
+    # The tenant. Ignored if the server has several API keys.
+    user: str | None = None
+
+    # Accepted because clients send them; they have no effect.
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+
+    # Rejected, because only diffusion models can answer questions jointly.
+    joint: Any = None
