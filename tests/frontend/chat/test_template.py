@@ -145,7 +145,7 @@ def test_continue_final_message_requires_visible_text() -> None:
             add_generation_prompt=False,
             continue_final_message=True,
         )
-    with pytest.raises(ChatTemplateError, match="does not show"):
+    with pytest.raises(ChatTemplateError, match="does not write"):
         ChatTemplate("fixed").render(
             CONVERSATIONS[0], add_generation_prompt=False, continue_final_message=True
         )
