@@ -268,15 +268,20 @@ class ModelRunnerOutput(
 ):
     """The result of step `step`.
 
-    `sampled_token_ids` int32 has one token per batch row that sampled, in batch order. If drafts were verified,
-    `num_sampled` int32 has the number of tokens per row; otherwise it is empty. `num_verified` int32 is the number of
-    verified drafts per row, empty if all scheduled drafts were verified. `nan_slots` int32 had NaNs in their logits.
-    `failed_slots` are pairs (slot, reason) for rows in which no token can be chosen; their computed KV entries are
-    valid. `prediction_counts` int32[k, 3] are rows (slot, accepted drafts, rejected drafts) of drafts from a client's
-    prediction. Rows with `pooling_params` sample token 0, and their vectors are in `pooled`. If drafts are used,
-    `seconds` is the duration of the step without the draft model, `draft_seconds` that of the draft model, and
-    `draft_passes` the number of its forward passes, each of which proposed one token for some of the rows. All three
-    are 0 if they were not measured.
+    * `sampled_token_ids` int32 has one token per batch row that sampled, in batch order. Rows with `pooling_params`
+      sample token 0.
+    * `num_sampled` int32 has the number of tokens per row if drafts were verified; otherwise it is empty.
+    * `num_verified` int32 is the number of verified drafts per row; empty if all scheduled drafts were verified.
+    * `nan_slots` int32 had NaNs in their logits.
+    * `failed_slots` are pairs (slot, reason) for rows in which no token can be chosen. Their computed KV entries are
+      valid.
+    * `prediction_counts` int32[k, 3] are rows (slot, accepted drafts, rejected drafts) of drafts from a client's
+      prediction.
+    * `pooled` has the vectors of rows with `pooling_params`.
+    * `seconds` is the duration of the step without the draft model, and `draft_seconds` that of the draft model.
+    * `draft_passes` is the number of forward passes of the draft model. Each proposed one token for some of the rows.
+
+    The last three are 0 if they were not measured.
     """
 
     step: int

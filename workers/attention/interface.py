@@ -27,34 +27,33 @@ NULL_BLOCK = 0
 
 
 class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """The heads and the KV cache of one worker's attention, for layers with equal heads.
-
-    `dtype` is the dtype of the KV cache; queries, keys and values may have another. `reads_distances` says whether
-    layers have `alibi_slopes_H` or other biases by distance, and `has_distance_biases` whether they have the latter. If
-    `rounds_alibi`, the slopes are for the positions of keys; see `ModelSpec`. If
-    `latent_rank` is not 0, the cache has only keys, and their first `latent_rank` elements are the values. The last
-    `index_dim` elements of a key are its index key; if `latent_rank` is 0, the index key follows the keys and values of
-    all heads instead. Unless `is_causal`, every token attends to its whole sequence, and a step contains all of the
-    sequence's tokens or none. If `is_compressed`, layers have compressed attention. A token has `tensor_elements`
-    elements in a cache tensor, or 0 if the tensor has the keys and values of one layer and nothing else. Layers that
-    share a tensor have the heads `heads_of_layers`, pairs of number of key/value heads and head dimension.
-    """
+    """The heads and the KV cache of one worker's attention, for layers with equal heads."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     block_size: int
     dtype: torch.dtype | HostDtype
+    """The dtype of the KV cache. Queries, keys and values may have another."""
     device: torch.device | HostDevice
     reads_distances: bool = False
+    """True if layers have `alibi_slopes_H` or other biases by distance."""
     rounds_alibi: bool = False
+    """True if the slopes are for the positions of keys; see `ModelSpec`."""
     has_distance_biases: bool = False
+    """True if layers have biases by distance other than slopes."""
     latent_rank: int = 0
+    """If not 0, the cache has only keys, and their first `latent_rank` elements are the values."""
     is_causal: bool = True
+    """If false, every token attends to its whole sequence, and a step has all tokens of a sequence or none."""
     index_dim: int = 0
+    """The number of elements of an index key: the last ones of a key, or without `latent_rank` after all heads."""
     is_compressed: bool = False
+    """True if layers have compressed attention."""
     tensor_elements: int = 0
+    """The elements of a token in a cache tensor; 0 if a tensor has only the keys and values of one layer."""
     heads_of_layers: frozenset[tuple[int, int]] = frozenset()
+    """The pairs (number of key/value heads, head dimension) of layers that share a cache tensor."""
 
     @classmethod
     def from_model(
@@ -96,28 +95,28 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AttentionLayer(msgspec.Struct, frozen=True):
-    """The attention parameters that differ between layers.
-
-    Scores are q.k * scale, then softcap * tanh(score / softcap) if there is a soft cap. `alibi_slopes_H` times the
-    distance to the key is subtracted from them. `distance_biases_HE` has 2E + 1 columns: column e is added to the
-    scores of keys at position p + e - E, and the first and the last column also to the scores of keys further away. A
-    token at position p attends to positions p - window + 1 .. p, to those of its chunk, or to 0 .. p without a window.
-    `query_biases_THE` of the step's tokens have E columns, for keys at the distances 0 to E - 1. `sinks_H` are
-    additional scores in each head's softmax, without values, or `sinks_TH` if each token has its own. In an FP8 cache,
-    keys and values are divided by each head's `kv_scales_2G`. If `is_sparse`, tokens attend only to the keys that an
-    indexer last chose in the step. All tensors are float32 on the device.
-    """
+    """The attention parameters that differ between layers. All tensors are float32 on the device."""
 
     scale: float
+    """The factor of the products of queries and keys."""
     window: Window | None = None
+    """Limits a token at position p to the keys p - window + 1 .. p, or to those of its chunk; None for 0 .. p."""
     softcap: float | None = None
+    """The limit of scores, which become softcap * tanh(score / softcap)."""
     kv_scales_2G: Tensor | None = None
+    """The divisors of keys and values in an FP8 cache."""
     alibi_slopes_H: Tensor | None = None
+    """These, times the distance to the key, are subtracted from scores."""
     sinks_H: Tensor | None = None
+    """Additional scores in each head's softmax, without values."""
     sinks_TH: Tensor | None = None
+    """The same, if each token has its own."""
     query_biases_THE: Tensor | None = None
+    """Biases of the step's tokens for keys at the distances 0 to E - 1."""
     distance_biases_HE: Tensor | None = None
+    """Biases with 2E + 1 columns: column e is for keys at position p + e - E, the first and the last also beyond."""
     is_sparse: bool = False
+    """True if tokens attend only to the keys that an indexer last chose in the step."""
 
 
 class IndexQueries(msgspec.Struct, frozen=True):

@@ -44,77 +44,94 @@ class RouterSpec(msgspec.Struct, frozen=True):
 class ExpertsSpec(msgspec.Struct, frozen=True):
     """A mixture of experts, which replaces the MLP of a layer.
 
-    The router's logits, times `logit_multiplier` and capped to +-`logit_softcap` if that is not 0, become scores by
-    `scoring`: a softmax over all experts, or of each a sigmoid or the square root of its softplus. A token chooses the
-    `num_experts_per_token` experts with the highest scores. If `has_correction_bias`, a stored bias is added to the
-    scores for this choice only, or to the logits if `corrects_logits`. If `num_groups` is above 1 (DeepSeek-V3, arXiv
-    2412.19437), the choice is limited to the `num_groups_per_token` groups with the highest score, which is the score
-    of their best expert or the sum of their best two. The weights are the scores of the chosen experts, divided by
-    their sum if `renormalizes`, times `scale`.
-
-    With the scoring "sparse mixer" (arXiv 2409.12136), experts are chosen one after the other. The weight of each comes
-    from a softmax over those remaining experts whose logits differ from it by at most 2 * `mixer_noise`, relatively.
-
-    If `scales_inputs`, the weights multiply the inputs of the experts instead of their outputs. If `has_expert_scales`,
-    each expert has a stored factor on its weight. If `has_own_norms`, the experts are added to the layer's MLP: they,
-    the router and the MLP's output have their own norms.
-
-    All tokens also pass through an MLP of `shared_intermediate_size` elements, unless that is 0. If `has_shared_gate`,
-    its output is multiplied by the sigmoid of a logit. If `latent_size` is not 0, experts read a projection of the
-    hidden state to `latent_size` elements, and the sum of their outputs is projected back. If `has_latent_norms`, this
-    projection is normed, and so is each expert's output before it is multiplied by its weight. If `norms_latent_sum`,
-    the sum is normed before it is projected back. `gate_limit` applies to the experts, not to the shared MLP. A token
-    may also choose `num_identities` experts that return their input, or nothing if `skips_identities`; they come last.
-
-    The last `num_always` experts are chosen by every token, without competing with the others: their scores only
-    determine the weights (Inkling). If `has_stored_scale`, the weights are also multiplied by a stored number.
-
-    If `second_size` is not 0, there is a second mixture of as many experts, with `second_size` intermediate elements
-    (ERNIE 4.5 VL). The tokens `second_tokens` choose among these experts, and all other tokens among the first ones.
-    Without such tokens, the second mixture is not read. The checkpoint stores its experts after the others, its
-    correction biases as a second row, and routers as [inputs, experts]. Expert i of mixture m has the number
-    i * `num_mixtures` + m, so that ranks that divide the experts have experts of both.
-
-    If `is_hashed`, the experts of a token are instead those of its id in a stored table.
-
-    If `is_shortcut`, the layer has an MLP, too. The output of the experts is added after the next layer instead of
-    after this one (arXiv 2404.05019).
+    A router computes the logits of a token. `scoring` makes scores of them, the experts with the highest scores are
+    chosen, and the token's output is the sum of their outputs, times their weights.
     """
 
     num_experts: int
     num_experts_per_token: int
     intermediate_size: int
+    """The number of intermediate elements of an expert."""
+
+    # The choice of experts, and their weights.
+
     scoring: Literal["softmax", "sigmoid", "sqrt softplus", "sparse mixer"] = "softmax"
+    """The function from logits to scores: a softmax over all experts, or a function of each logit.
+
+    With "sparse mixer" (arXiv 2409.12136), experts are chosen one after the other. The weight of each comes from a
+    softmax over those remaining experts whose logits differ from it by at most 2 * `mixer_noise`, relatively.
+    """
     mixer_noise: float = 0.0
     renormalizes: bool = True
+    """True if the weights are the scores of the chosen experts divided by their sum. Otherwise, they are the scores."""
     scale: float = 1.0
+    """A factor on all weights."""
     num_groups: int = 1
+    """The number of groups of experts. If above 1, only experts of the best groups are chosen (arXiv 2412.19437)."""
     num_groups_per_token: int = 1
     group_score: Literal["best", "best two"] = "best"
+    """The score of a group: that of its best expert, or the sum of its best two."""
     has_correction_bias: bool = False
+    """True if a stored bias is added to the scores, for the choice only."""
     corrects_logits: bool = False
+    """True if that bias is added to the logits instead of the scores."""
     has_router_bias: bool = False
     has_biases: bool = False
+    """True if the projections of experts have biases."""
     scales_inputs: bool = False
+    """True if the weights multiply the inputs of the experts instead of their outputs."""
     has_expert_scales: bool = False
+    """True if each expert has a stored factor on its weight."""
     has_own_norms: bool = False
+    """True if the experts are added to the layer's MLP, and they, the router and the MLP's output have own norms."""
+
+    # An MLP that all tokens pass through.
+
     shared_intermediate_size: int = 0
+    """The number of intermediate elements of the MLP; 0 if there is none."""
     has_shared_gate: bool = False
+    """True if the output of the MLP is multiplied by the sigmoid of a logit."""
+
+    # The inputs and outputs of experts.
+
     latent_size: int = 0
+    """The size to which hidden states are projected for experts. Their sum is projected back. 0: no projection."""
     has_latent_norms: bool = False
+    """True if this projection is normed, and each expert's output before it is multiplied by its weight."""
     norms_latent_sum: bool = False
+    """True if the sum is normed before it is projected back."""
     gate_limit: GateLimit | None = None
+    """The limit of gates in the experts, but not in the shared MLP."""
     num_identities: int = 0
+    """The number of further experts that return their input. They come last."""
     skips_identities: bool = False
+    """True if these experts return nothing instead."""
     num_always: int = 0
+    """The number of last experts that every token chooses; their scores determine only their weights (Inkling)."""
     has_stored_scale: bool = False
+    """True if the weights are also multiplied by a stored number."""
     is_shortcut: bool = False
+    """True if the layer also has an MLP, and the experts' output is added after the next layer (arXiv 2404.05019)."""
     is_hashed: bool = False
+    """True if a stored table gives the experts of each token id, instead of the scores."""
+
+    # A second mixture (ERNIE 4.5 VL). The checkpoint stores its experts after the others, its correction biases as a
+    # second row, and routers as [inputs, experts]. Expert i of mixture m has the number i * `num_mixtures` + m, so that
+    # ranks that divide the experts have experts of both.
+
     second_size: int = 0
+    """The number of intermediate elements of an expert of the second mixture, which has as many; 0 if there is none."""
     second_tokens: tuple[int, ...] = ()
+    """The ids of the tokens that choose among the second experts. If empty, the second mixture is not read."""
+
+    # Logits.
+
     logit_softcap: float = 0.0
+    """The limit to which logits are capped; 0 for none."""
     logit_multiplier: float = 1.0
+    """A factor on the logits, before the cap."""
     router: RouterSpec | None = None
+    """The description of a router that is an MLP; None if it is one projection."""
 
     @property
     def num_mixtures(self) -> int:

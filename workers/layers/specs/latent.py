@@ -14,30 +14,32 @@ RopeOrder = Literal["half", "interleaved", "swapped"]
 class IndexerSpec(msgspec.Struct, frozen=True):
     """The indexer that chooses the keys to which a token attends (DeepSeek-V3.2, arXiv 2512.02556).
 
-    A token has an index key of `head_dim` elements. The first of them, or the last if `rotates_last`, are rotated in
-    the order `rope_order`. The norm of index keys has the epsilon `norm_eps`. The score of a key for a token is a sum
-    over `num_heads` heads: the head's weight, times relu(index query . index key). A token attends to the `num_chosen`
-    keys with the highest scores.
-
-    With a `group_size` above 1, a token chooses groups of that many keys (GLM-5.3-Flash). Besides its index key, a
-    token has a logit for each element of it. The index key of a group is a sum of its tokens' index keys, whose factors
-    are a softmax of the logits plus a bias for each place in the group. A token attends to `num_chosen` of the groups
-    that are complete, and to the keys after the last of these.
-
-    If `norms_inputs`, index queries are products of a layer norm of the hidden state, instead of the vector from which
-    queries are computed. If `has_log_scales`, each head's index query has a stored factor like that of queries; see
-    `LatentSpec`.
+    The score of a key for a token is a sum over heads: the head's weight, times relu(index query . index key). A token
+    attends to the keys with the highest scores.
     """
 
     num_heads: int
     head_dim: int
+    """The number of elements of an index key."""
     num_chosen: int
+    """The number of keys, or of groups of keys, to which a token attends."""
     rope_order: RopeOrder = "half"
+    """The order in which elements of index keys are rotated."""
     rotates_last: bool = False
+    """True if the last elements of an index key are rotated instead of the first."""
     norm_eps: float = 1e-6
+    """The epsilon of the norm of index keys."""
     group_size: int = 1
+    """The number of keys in a group (GLM-5.3-Flash); 1 if single keys are chosen.
+
+    Besides its index key, a token has a logit for each element of it. The index key of a group is a sum of its tokens'
+    index keys, whose factors are a softmax of the logits plus a bias for each place in the group. A token attends to
+    `num_chosen` of the groups that are complete, and to the keys after the last of these.
+    """
     norms_inputs: bool = False
+    """True if index queries are products of a layer norm of the hidden state, not of the vector for queries."""
     has_log_scales: bool = False
+    """True if each head's index query has a stored factor like that of queries; see `LatentSpec`."""
 
     @property
     def num_tokens(self) -> int:
@@ -58,33 +60,39 @@ class IndexerSpec(msgspec.Struct, frozen=True):
 class LatentSpec(msgspec.Struct, frozen=True):
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434).
 
-    Keys and values of all heads are products of one latent vector of `kv_rank` elements. The cache contains only that
-    vector, and one rotated key of `rotary_dim` elements for all heads. A head's query and key have another `plain_dim`
-    elements without rotation, and its value has `value_dim`. Queries are products of a vector of `query_rank` elements,
-    or of the hidden state if that is None. With an `indexer`, tokens attend only to some keys, and each index key is
-    stored after the token's key. The normed latent vector is multiplied by `multiplier`. If `norms_rotated_key`, the
-    rotated key is normed before its rotation.
-
-    If `joins_query_vectors`, queries are products of the vector after its norm and before it, side by side, and so are
-    the gates of attention: in one matrix, each head's rows of its query are followed by those of its gates.
-
-    If `has_log_scales`, each head's query at position p is multiplied by a stored scale times log(p + 1) plus a stored
-    bias. If `has_plain_layers`, layers without a rotary embedding have no rotated key: all elements of their queries
-    are plain, and the cache has zeros instead of that key.
+    Keys and values of all heads are products of one latent vector. The cache contains only that vector, and one rotated
+    key for all heads.
     """
 
     query_rank: int | None
+    """The size of the vector whose products are the queries; None if that is the hidden state."""
     kv_rank: int
+    """The size of the latent vector."""
     plain_dim: int
+    """The number of elements of a head's query and key without rotation."""
     rotary_dim: int
+    """The number of their other elements, which are rotated. Those of the key are shared by all heads."""
     value_dim: int
+    """The number of elements of a head's value."""
     norm_eps: float = 1e-6
     indexer: IndexerSpec | None = None
+    """The choice of keys; None if tokens attend to all. Each index key is stored after the token's key."""
     multiplier: float = 1.0
+    """A factor on the normed latent vector."""
     norms_rotated_key: bool = False
+    """True if the rotated key is normed before its rotation."""
     joins_query_vectors: bool = False
+    """True if queries are products of their vector after its norm and before it, side by side.
+
+    So are the gates of attention. In one matrix, each head's rows of its query are followed by those of its gates.
+    """
     has_log_scales: bool = False
+    """True if a head's query at position p is multiplied by s * log(p + 1) + b, with a stored s and b of each head."""
     has_plain_layers: bool = False
+    """True if layers without a rotary embedding have no rotated key.
+
+    All elements of their queries are plain, and the cache has zeros instead of that key.
+    """
 
     @property
     def query_inputs(self) -> int:
