@@ -244,6 +244,7 @@ _USUAL: dict[str, dict[str, Any]] = {
     "bailing_moe": {"num_experts": 64, "num_experts_per_tok": 6},
     "bamba": {"attn_layer_indices": [9, 18, 27]},
     "deepseek": {"n_routed_experts": 64, "num_experts_per_tok": 6},
+    "deepseek_ocr": {"n_routed_experts": 64, "num_experts_per_tok": 6},
     "deepseek_ocr2": {"num_experts_per_tok": 6},
     "deepseek_v2": {"num_experts_per_tok": 6},
     "glm4_moe": {"head_dim": 128},

@@ -58,6 +58,7 @@ _CONTENTS: Final = "{% for message in messages %}{{ message.content }}{% endfor 
 BUILT_IN_TEMPLATES: Final = {
     "clip": _CONTENTS,
     "clip_text_model": _CONTENTS,
+    "deepseek_ocr": "{{ bos_token }}" + _CONTENTS,
     "deepseek_v4": _DEEPSEEK_V4.strip(),
     "siglip": _CONTENTS,
     "siglip_text_model": _CONTENTS,

@@ -50,7 +50,7 @@ from ...protocol.checkpoint.speech import (
     read_source_text,
     with_decoder_fields,
 )
-from ...protocol.checkpoint.vision.read import has_vision, vision_spec
+from ...protocol.checkpoint.vision.read import has_vision, model_kind, vision_spec
 from ...protocol.config import ModelConfig
 from ...protocol.config.images import SpanKind
 from ...protocol.config.model import ModelImpl
@@ -160,7 +160,7 @@ def resolve_model(options: ModelOptions, console: Console) -> ResolvedModel:
             tokenizer_path=str(tokenizer_directory or ""),
             served_names=served_names,
             # A model that reads media is named by its whole config, not by that of its text.
-            architecture=(config if modality else text).text("model_type"),
+            architecture=model_kind(config) if modality else text.text("model_type"),
             vocab_size=vocab_size,
             max_model_len=_max_model_len(text, options.max_model_len, embedding.max_length),
             eos_token_ids=tuple(id_ for id_ in dict.fromkeys(eos) if 0 <= id_ < vocab_size),

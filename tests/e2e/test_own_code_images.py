@@ -18,14 +18,16 @@ from engine.protocol.checkpoint.field_names import text_section
 from PIL import Image
 from support.image_models import CHATS
 from support.image_requests import ask_together, chat
+from support.own_code.deepseek_ocr import deepseek_ocr
 from support.own_code.minicpm import minicpmv
-from support.own_code.model import OwnCodeModel, normalized
+from support.own_code.model import OwnCodeModel
 from support.server import DEVICE, Server, assert_nothing_is_held
 from support.tiny_checkpoints import sentencepiece_tokenizer
 from support.vision_checkpoints import CHAT_TEMPLATE
 
 torch.set_num_threads(1)
 MODELS: dict[str, tuple[Callable[..., OwnCodeModel], str, str, list[str]]] = {
+    "deepseek_ocr": (deepseek_ocr, "<image>", "<image>", ["<image>"]),
     "minicpmv": (
         partial(minicpmv, version="2.6"),
         "<unk>",
@@ -73,13 +75,15 @@ def test_answers_survive_preemption_and_a_killed_worker(tmp_path: Path, kind: st
     config = ConfigFields.read(tmp_path / "config.json")
     processor = read_image_processor(tmp_path, config, text_section(config) or config, {})
     assert processor is not None
-    for index, answer in enumerate(answers):
-        tokens = list(answer["prompt_token_ids"])
+    for index, parts in enumerate(CHATS):
         images = [
-            [normalized(x.payload) for x in process_image(part, processor) if isinstance(x, Tile)]
-            for part in CHATS[index % len(CHATS)]
+            [x.payload for x in process_image(part, processor) if isinstance(x, Tile)]
+            for part in parts
             if isinstance(part, Image.Image)
         ]
-        for token in answer["choices"][0]["token_ids"]:
-            assert model.logits(tokens, images)[-1].argmax() == token
-            tokens.append(token)
+        same = answers[index :: len(CHATS)]
+        [written] = {tuple(answer["choices"][0]["token_ids"]) for answer in same}
+        prompt = same[0]["prompt_token_ids"]
+        # All tokens are checked at once, each after those that the server wrote.
+        logits = model.logits([*prompt, *written], images)[len(prompt) - 1 : -1]
+        assert logits.argmax(-1).tolist() == list(written)

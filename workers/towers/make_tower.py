@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...protocol.checkpoint.vision.deepseek import QueryVisionSpec
+from ...protocol.checkpoint.vision.deepseek import JoinedVisionSpec, QueryVisionSpec
 from ...protocol.checkpoint.vision.fastvit import FastVitSpec
 from ...protocol.checkpoint.vision.grid import GridVisionSpec
 from ...protocol.checkpoint.vision.llama import TilesVisionSpec
@@ -15,6 +15,7 @@ from .grid_tower import GridTower
 from .image_tower import ImageTower, TowerSource
 from .query_tower import QueryTower
 from .tiles.crops_tower import CropsTower
+from .tiles.joined_tower import JoinedTower
 from .tiles.pooled_tower import PooledTower
 from .tiles.tiles_tower import TilesTower
 from .vision_tower import VisionTower
@@ -30,6 +31,8 @@ def make_tower(spec: AnyVisionSpec, source: TowerSource) -> ImageTower:
         return GridTower(spec, source)
     if isinstance(spec, QueryVisionSpec):
         return QueryTower(spec, source)
+    if isinstance(spec, JoinedVisionSpec):
+        return JoinedTower(spec, source)
     if isinstance(spec, ConvVisionSpec):
         return MobileNetTower(spec, source)
     if isinstance(spec, FastVitSpec):

@@ -32,7 +32,7 @@ class QueryTower(ImageTower):
             check_activation(source.checkpoint, activation)
 
         def read(marker: str) -> VisionWeights:
-            return source.weights(marker, _NAMES)
+            return source.weights(marker, NAMES)
 
         size = spec.reader_size
         self._encode_image = SamEncoder(spec.sam, read("patch_embed.projection.weight"))
@@ -118,7 +118,7 @@ def _read_layer(spec: QueryVisionSpec, tensors: VisionWeights, prefix: str) -> L
 
 
 _SAM = r"(.*\.)?(sam_model|vision_tower\.sam_encoder)\."
-_NAMES = (
+NAMES = (
     (_SAM + r"blocks\.(\d+)\.norm", r"sam.layers.\3.layer_norm"),
     (_SAM + r"(blocks|layers)\.", "sam.layers."),
     (_SAM + r"patch_embed\.proj\.", "sam.patch_embed.projection."),

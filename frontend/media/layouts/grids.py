@@ -105,14 +105,45 @@ def views(image: Image.Image, config: ViewsProcessor) -> Parts:
     """Return the tiles of a large image row by row, then the whole image in a square."""
     side = config.side
     tiles: list[Image.Image] = []
+    columns = 1
     if config.splits and max(image.size) > side:
         columns, rows = best_canvas(*image.size, side, config.min_tiles, config.max_tiles)
         canvas = resize(image, columns * side, rows * side, config)
         tiles = [tile for row in split(canvas, side) for tile in row]
+    if config.has_rows:
+        return _with_rows(image, tiles, columns, config)
     parts: Parts = [_counted(tile, config) for tile in tiles]
     whole = _counted(with_margin(image, config.whole_side, config.margin, config), config)
     payload = msgspec.structs.replace(whole.payload, is_last=True)
     return [*parts, Tile(payload, whole.num_outputs + 1)]
+
+
+def _with_rows(
+    image: Image.Image, tiles: list[Image.Image], columns: int, config: ViewsProcessor
+) -> Parts:
+    """Return all tiles as one, then the whole image. There is an embedding after each row of both."""
+    parts: Parts = []
+    if tiles:
+        side = config.side
+        pixels = b"".join(tile.tobytes() for tile in tiles)
+        of_tile = side // config.unit
+        num_rows = len(tiles) // columns * of_tile
+        grid = ImagePayload(
+            side, side * len(tiles), pixels, config.scale, config.mean, config.std, columns
+        )
+        parts.append(Tile(grid, num_rows * (columns * of_tile + 1)))
+    side = config.whole_side
+    ratio = image.width / image.height
+    width = side if ratio >= 1 else max(round(ratio * side), 1)
+    height = side if ratio <= 1 else max(round(image.height / image.width * side), 1)
+    square = Image.new("RGB", (side, side), config.margin)
+    # The margins are rounded as in Pillow's `ImageOps.pad`.
+    place = round((side - width) / 2), round((side - height) / 2)
+    square.paste(resize(image, width, height, config), place)
+    whole = make_tile(square, config)
+    num_rows = side // config.unit
+    payload = msgspec.structs.replace(whole.payload, is_last=True)
+    return [*parts, Tile(payload, num_rows * (num_rows + 1) + 1)]
 
 
 def _counted(image: Image.Image, config: ViewsProcessor) -> Tile:

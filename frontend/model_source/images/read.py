@@ -9,7 +9,7 @@ from typing import Any, Final, TypeAlias
 
 from ....protocol.checkpoint.config_fields import ConfigFields
 from ....protocol.checkpoint.gguf_config.mmproj import Mmproj
-from ....protocol.checkpoint.vision.read import has_vision, vision_spec
+from ....protocol.checkpoint.vision.read import has_vision, model_kind, vision_spec
 from ....protocol.checkpoint.vision.spec import VisionSpec
 from ....protocol.config.images import AnyImageProcessor
 from ....protocol.errors import CheckpointError
@@ -38,7 +38,7 @@ from .qwen import (
 from .single import longest, middle, single
 from .source import ProcessorSource
 from .tiled.cohere import aya_vision, cohere2_vision
-from .tiled.internvl import IMAGE_CONTEXT, canvas, described_canvas, views
+from .tiled.internvl import IMAGE_CONTEXT, canvas, described_canvas, views, views_with_rows
 from .tiled.minicpm import slices, slices_of_queries
 from .tiled.molmo import overlaps
 from .tiled.ovis import cover
@@ -47,11 +47,16 @@ from .tiled.phi4 import crops
 logger = logging.getLogger(__name__)
 
 _PHI4_TOKEN_ID: Final = 200_010
-_TOKEN_TEXTS: Final = {"internvl_chat": IMAGE_CONTEXT, "minicpmo": "<unk>", "minicpmv": "<unk>"}
+_TOKEN_TEXTS: Final = {
+    "deepseek_ocr": "<image>",
+    "internvl_chat": IMAGE_CONTEXT,
+    "minicpmo": "<unk>",
+    "minicpmv": "<unk>",
+}
 """The texts of placeholder tokens whose ids are not in the config, by model type."""
 
-_DESCRIBED_BY_CONFIG: Final = ("internvl_chat",)
-"""Model types whose config describes how images are read, so that there may be no file of a processor."""
+_WITHOUT_FILE: Final = ("deepseek_ocr", "internvl_chat")
+"""Models whose config or own code describes how images are read, so that there may be no file of a processor."""
 
 _FILES: Final = ("preprocessor_config.json", "processor_config.json")
 
@@ -83,7 +88,7 @@ def read_image_processor(
         processor = _read_processor(path)
     else:
         processor, tokens = ConfigFields(mmproj.processor, path), mmproj.tokens
-    if processor is None and config.text("model_type") in _DESCRIBED_BY_CONFIG:
+    if processor is None and model_kind(config) in _WITHOUT_FILE:
         processor = ConfigFields({}, path)
     if processor is None:
         # Mistral's own format has no file of it.
@@ -94,7 +99,7 @@ def read_image_processor(
     stands_alone = isinstance(vision, VisionSpec) and vision.stands_alone
     # The token in the place of an image that stands alone has no meaning.
     token_id = 0 if stands_alone else _token_id(path, config, text.integer("vocab_size"))
-    read = _READERS[config.text("model_type")]
+    read = _READERS[model_kind(config)]
     if read is not cover:
         # The processors of InternVL and DeepSeek-OCR 2 ignore this field of the file.
         processor = processor.with_values({"crop_to_patches": None})
@@ -104,7 +109,7 @@ def read_image_processor(
 
 def _token_id(path: Path, config: ConfigFields, vocab_size: int) -> int:
     """Return the placeholder token."""
-    text = _TOKEN_TEXTS.get(config.text("model_type"))
+    text = _TOKEN_TEXTS.get(model_kind(config))
     if text is not None:
         found_id = TokenizerConfig(path).added_token_id(text)
         if found_id is None or found_id >= vocab_size:
@@ -120,7 +125,7 @@ def _token_id(path: Path, config: ConfigFields, vocab_size: int) -> int:
         "image_patch_id",
     )
     sections = [config]
-    if config.text("model_type").startswith("phi4"):
+    if model_kind(config).startswith("phi4"):
         # The original config does not name the token.
         own = config.first_section("vision_config")
         sections.append(own.with_defaults(image_token_id=_PHI4_TOKEN_ID))
@@ -152,6 +157,7 @@ _READERS: Final[dict[str, _Reader]] = {
     "clip": single,
     "cohere2_vision": cohere2_vision,
     "cohere_compass": resize,
+    "deepseek_ocr": views_with_rows,
     "deepseek_ocr2": views,
     "deepseek_vl": margins,
     "deepseek_vl_hybrid": margins_with_copy,

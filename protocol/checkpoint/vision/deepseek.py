@@ -1,4 +1,4 @@
-"""Read the vision tower of DeepSeek-OCR 2, in which learned queries read the features of SAM's image encoder."""
+"""Read the vision towers of DeepSeek-OCR and DeepSeek-OCR 2, which begin with SAM's image encoder."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import msgspec
 
 from ...config.images import SpanKind
 from ..config_fields import ConfigFields
-from .fields import head_count, image_and_patch_size
-from .spec import SamSpec
+from .fields import Sizes, head_count, image_and_patch_size, read_sizes
+from .spec import SamSpec, VisionSpec
 
 NUM_QUERIES: Final = (144, 256)
 """The number of queries for a tile and for a whole image."""
@@ -43,16 +43,78 @@ class QueryVisionSpec(msgspec.Struct, frozen=True):
     span_kind: ClassVar[SpanKind | None] = None
 
 
+class JoinedVisionSpec(msgspec.Struct, frozen=True):
+    """The tower of DeepSeek-OCR (arXiv 2510.18234): an image encoder, and the layers of CLIP, which read its features.
+
+    The features are in the place of CLIP's patches. Both outputs of a place are concatenated and projected. Each row of
+    an image, or of the grid of its tiles, ends with a stored embedding, and the last tile with another.
+
+    Attributes:
+        sam: The image encoder.
+        reader: The layers of CLIP. Their positions are interpolated.
+        has_axes: Always False, because the decoder's positions have one coordinate.
+        span_kind: Always None, because the decoder is causal.
+    """
+
+    sam: SamSpec
+    reader: VisionSpec
+    has_axes: ClassVar[bool] = False
+    span_kind: ClassVar[SpanKind | None] = None
+
+    @property
+    def output_size(self) -> int:
+        """The number of elements of an embedding."""
+        return self.reader.output_size
+
+
+def deepseek_ocr(fields: ConfigFields, vision: ConfigFields, output_size: int) -> JoinedVisionSpec:
+    """Return the tower of DeepSeek-OCR, whose config names only some sizes."""
+    projector = fields.first_section("projector_config")
+    projector.require("projector_type", "linear")
+    widths = vision.first_section("width")
+    clip, sam = (
+        _with_names(widths.first_section(name), size)
+        for name, size in (("clip-l-14-224", 1024), ("sam_vit_b", 768))
+    )
+    sizes = read_sizes(clip, _CLIP_SIZES)
+    size = sizes["hidden_size"]
+    middle, last = _channels(sam, [512, 1024])
+    if last != size:
+        raise sam.wrong("downsample_channels", f"two numbers, of which the second is {size}", last)
+    reader = VisionSpec(
+        **sizes | {"intermediate_size": 4 * size},
+        output_size=output_size,
+        projection="matrix",
+        has_class_token=True,
+        has_pre_norm=True,
+    )
+    return JoinedVisionSpec(sam_encoder(sam, middle, last), reader)
+
+
+_CLIP_SIZES: Final = Sizes(224, 14, 1024, 4096, 16, 24, "quick_gelu", 1e-5)
+
+
+def _with_names(section: ConfigFields, width: int) -> ConfigFields:
+    """Return the sizes of an encoder with transformers' names."""
+    others = {"hidden_size": "width", "num_hidden_layers": "layers", "num_attention_heads": "heads"}
+    section = section.with_defaults(width=width)
+    return section.with_values({name: section.get(other) for name, other in others.items()})
+
+
+def _channels(sam: ConfigFields, default: list[int]) -> tuple[int, int]:
+    """Return the numbers of channels after the two convolutions at the end of an image encoder."""
+    name = "downsample_channels"
+    channels = sam.get(name, default)
+    if not isinstance(channels, list) or len(channels) != 2:
+        raise sam.wrong(name, "two numbers", channels)
+    middle, last = (sam.with_values({name: each}).integer(name) for each in channels)
+    return middle, last
+
+
 def deepseek_ocr2(fields: ConfigFields, vision: ConfigFields, output_size: int) -> QueryVisionSpec:
     """Return the tower of DeepSeek-OCR 2."""
     sam, reader = vision.first_section("sam_config"), vision.first_section("encoder_config")
-    channels = sam.get("downsample_channels", [512, 896])
-    if not isinstance(channels, list) or len(channels) != 2:
-        raise sam.wrong("downsample_channels", "two numbers", channels)
-    middle, last = (
-        sam.with_values({"downsample_channels": each}).integer("downsample_channels")
-        for each in channels
-    )
+    middle, last = _channels(sam, [512, 896])
     reader_size = reader.integer("hidden_size", 4096)
     if reader_size != last:
         raise reader.wrong(

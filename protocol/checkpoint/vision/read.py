@@ -7,7 +7,7 @@ from typing import Final, TypeAlias
 
 from ..config_fields import ConfigFields
 from .aria import aria
-from .deepseek import QueryVisionSpec, deepseek_ocr2
+from .deepseek import JoinedVisionSpec, QueryVisionSpec, deepseek_ocr, deepseek_ocr2
 from .fastvit import FastVitSpec, fast_vlm
 from .gemma import gemma3, gemma4, paligemma
 from .grid import (
@@ -45,6 +45,7 @@ AnyVisionSpec: TypeAlias = (
     VisionSpec
     | GridVisionSpec
     | QueryVisionSpec
+    | JoinedVisionSpec
     | ConvVisionSpec
     | FastVitSpec
     | TilesVisionSpec
@@ -54,7 +55,13 @@ AnyVisionSpec: TypeAlias = (
 
 def has_vision(fields: ConfigFields) -> bool:
     """Return whether a model with this config has a vision tower that Engine supports."""
-    return fields.text("model_type", "") in _READERS and _section(fields) is not None
+    return model_kind(fields) in _READERS and _section(fields) is not None
+
+
+def model_kind(fields: ConfigFields) -> str:
+    """Return the model type, or the name of a model whose authors gave it the type of another one."""
+    found = (_KINDS[name] for name in fields.texts("architectures") if name in _KINDS)
+    return next(found, fields.text("model_type", ""))
 
 
 def vision_spec(fields: ConfigFields, output_size: int) -> AnyVisionSpec:
@@ -67,7 +74,7 @@ def vision_spec(fields: ConfigFields, output_size: int) -> AnyVisionSpec:
     Raises:
         CheckpointError: A field is missing or invalid.
     """
-    read = _READERS[fields.text("model_type")]
+    read = _READERS[model_kind(fields)]
     section = _section(fields) or fields.required_section("vision_config")
     return read(fields, section, output_size)
 
@@ -82,12 +89,16 @@ def _section(fields: ConfigFields) -> ConfigFields | None:
     return fields.section("vision_config") or fields.section("vit_config") or original
 
 
+_KINDS: Final = {"DeepseekOCRForCausalLM": "deepseek_ocr"}
+"""Architectures with the model type of another architecture, and the names of their models."""
+
 _READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionSpec]]] = {
     "aria": aria,
     "aya_vision": aya_vision,
     "clip": clip,
     "cohere2_vision": cohere2_vision,
     "cohere_compass": qwen3_vl,
+    "deepseek_ocr": deepseek_ocr,
     "deepseek_ocr2": deepseek_ocr2,
     "deepseek_vl": deepseek_vl,
     "deepseek_vl_hybrid": deepseek_vl_hybrid,

@@ -10,15 +10,16 @@ import numpy as np
 import pytest
 import transformers
 from engine.frontend.media.decode import to_rgb
+from engine.frontend.media.layouts.grids import views
 from engine.frontend.media.layouts.pixels import Tile
 from engine.frontend.media.layouts.resized import padded, resized
 from engine.frontend.media.layouts.single import in_square
 from engine.frontend.model_source.images.qwen import pad_whole, resize, resize_rounded
 from engine.frontend.model_source.images.source import ProcessorSource
 from engine.protocol.checkpoint.config_fields import ConfigFields
-from engine.protocol.config.images import MarginProcessor, PadProcessor
+from engine.protocol.config.images import MarginProcessor, PadProcessor, ViewsProcessor
 from msgspec.structs import replace
-from PIL import Image
+from PIL import Image, ImageOps
 from transformers.models.deepseek_vl_hybrid.image_processing_pil_deepseek_vl_hybrid import (
     DeepseekVLHybridImageProcessorPil,
 )
@@ -156,3 +157,36 @@ def test_images_of_inkling_2_keep_their_size_and_have_checkers_behind_them():
     for at, gray in (((1, 0), 204), ((8, 1), 153), ((16, 7), 204), ((0, 8), 153), ((8, 8), 204)):
         expected = tuple((color * 128 + gray * 127 + 127) // 255 for color in (10, 20, 30))
         assert found.getpixel(at) == expected
+
+
+def test_images_of_deepseek_ocr_equal_those_of_its_authors():
+    config = ViewsProcessor(
+        token_id=1,
+        output_size=8,
+        num_outputs=300,
+        resample=3,
+        side=40,
+        whole_side=64,
+        unit=8,
+        min_tiles=2,
+        max_tiles=6,
+        margin=(127, 127, 127),
+        has_rows=True,
+    )
+    for size in [*SIZES, (40, 40), (41, 3), (90, 37), (150, 300), (64, 61), (1, 500)]:
+        image = _picture(*size)
+        *grids, whole = views(image, config)
+        assert bool(grids) == (max(size) > 40)
+        if 64 * min(size) / max(size) > 0.5:
+            expected = ImageOps.pad(image, (64, 64), Image.Resampling.BICUBIC, (127, 127, 127))
+            assert whole.payload.pixels == expected.tobytes()
+        assert (whole.num_outputs, whole.payload.is_last) == (8 * 9 + 1, True)
+        for grid in grids:
+            payload = grid.payload
+            num_tiles, columns = payload.height // 40, payload.grid_columns
+            rows = num_tiles // columns
+            assert grid.num_outputs == rows * 5 * (columns * 5 + 1) <= config.num_outputs
+            canvas = image.resize((columns * 40, rows * 40), Image.Resampling.BICUBIC)
+            boxes = [(x, y) for y in range(0, rows * 40, 40) for x in range(0, columns * 40, 40)]
+            tiles = [canvas.crop((x, y, x + 40, y + 40)).tobytes() for x, y in boxes]
+            assert payload.pixels == b"".join(tiles)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from support.own_code.model import OwnCodeModel, fill, write
+from support.own_code.model import OwnCodeModel, fill, normalized, write
 from torch import Tensor, nn
 
 _DECODERS = {"2.6": "Qwen2", "4.0": "Llama", "4.5": "Qwen3"}
@@ -108,4 +108,6 @@ def minicpmv(
         "norm_std": [0.5] * 3,
     }
     write(directory, config, {"llm.": decoder, "vpm.": tower, "resampler.": resampler}, processor)
-    return OwnCodeModel(decoder, lambda tiles: [encode(tile) for tile in tiles], image_token)
+    return OwnCodeModel(
+        decoder, lambda tiles: [encode(normalized(tile)) for tile in tiles], image_token
+    )

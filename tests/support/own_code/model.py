@@ -15,15 +15,15 @@ from torch import Tensor, nn
 
 
 class OwnCodeModel(NamedTuple):
-    """The decoder, and the function that turns the tiles of one image into embeddings, one after another."""
+    """The decoder, and the function that turns the encoder inputs of one image into embeddings."""
 
     decoder: Any
-    encode: Callable[[Sequence[Tensor]], Sequence[Tensor]]
+    encode: Callable[[Sequence[ImagePayload]], Sequence[Tensor]]
     image_token: int
 
     @torch.inference_mode()
-    def logits(self, tokens: Sequence[int], images: Sequence[Sequence[Tensor]]) -> Tensor:
-        """Return the logits [T, V] of a prompt with images, each of which is a list of tiles [3, height, width]."""
+    def logits(self, tokens: Sequence[int], images: Sequence[Sequence[ImagePayload]]) -> Tensor:
+        """Return the logits [T, V] of a prompt with images, each of which is a list of encoder inputs."""
         ids = torch.tensor([tokens])
         embeddings = self.decoder.get_input_embeddings()(ids).clone()
         rows = [row for image in images for row in self.encode(image)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 from functools import partial
@@ -22,19 +23,21 @@ from engine.workers.towers.make_tower import make_tower
 from engine.workers.towers.placed import Placed
 from PIL import Image
 from support.decoders import CPU, TOWER_LAYERS, Runner, load_decoder, load_native_decoder
+from support.own_code.deepseek_ocr import deepseek_ocr
 from support.own_code.minicpm import minicpmv
-from support.own_code.model import OwnCodeModel, normalized
+from support.own_code.model import OwnCodeModel
 
 pytestmark = pytest.mark.slow
 
 torch.set_num_threads(1)
 MODELS: dict[str, Callable[[Path], OwnCodeModel]] = {
+    "deepseek_ocr": deepseek_ocr,
     **{
         f"minicpmv-{version}": partial(minicpmv, version=version)
         for version in ("2.6", "4.0", "4.5")
     },
 }
-UNKNOWN = '{"content": "<unk>", "lstrip": false, "normalized": false, "rstrip": false, "single_word": false}'
+PLACEHOLDERS = {"deepseek_ocr": "<image>", "minicpmv": "<unk>"}
 
 
 @pytest.mark.parametrize("load", [load_decoder, load_native_decoder])
@@ -43,9 +46,9 @@ def test_logits_equal_those_of_the_authors_code(
     tmp_path: Path, kind: str, load: Callable[..., Any]
 ) -> None:
     reference = MODELS[kind](tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text(
-        f'{{"added_tokens_decoder": {{"{reference.image_token}": {UNKNOWN}}}}}'
-    )
+    added = {reference.image_token: {"content": PLACEHOLDERS[kind.split("-")[0]]}}
+    tokenizer = {"added_tokens_decoder": added}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokenizer))
     config = ConfigFields.read(tmp_path / "config.json")
     processor = read_image_processor(tmp_path, config, text_section(config) or config, {})
     assert processor is not None
@@ -57,7 +60,7 @@ def test_logits_equal_those_of_the_authors_code(
         for part in process_image(Image.fromarray(pixels), processor):
             if isinstance(part, Tile):
                 prompt += [reference.image_token] * part.num_outputs
-                tiles.append(normalized(part.payload))
+                tiles.append(part.payload)
                 payloads.append(part.payload)
             else:
                 prompt.append(rng.randrange(90))

@@ -1,12 +1,13 @@
-"""Read the image processors of InternVL and DeepSeek-OCR 2."""
+"""Read the image processors of InternVL and DeepSeek-OCR."""
 
 from __future__ import annotations
 
 import math
 from typing import Final
 
-from .....protocol.checkpoint.vision.deepseek import NUM_QUERIES, QueryVisionSpec
-from .....protocol.checkpoint.vision.spec import VisionSpec
+from .....protocol.checkpoint.config_fields import ConfigFields
+from .....protocol.checkpoint.vision.deepseek import NUM_QUERIES, JoinedVisionSpec, QueryVisionSpec
+from .....protocol.checkpoint.vision.spec import MAX_SIDE, VisionSpec
 from .....protocol.config.images import CanvasProcessor, ViewsProcessor
 from ..fields import (
     BICUBIC,
@@ -79,9 +80,6 @@ def views(source: ProcessorSource, vision: QueryVisionSpec, token_id: int) -> Vi
             raise section.wrong(name, f"{expected}, which has {count} queries", side)
     side, whole = (side for _, _, side in found)
     min_tiles = fields.integer("min_patches", 2, maximum=_MAX_TILES)
-    margin = fields.get("background_color", [127] * 3)
-    if not isinstance(margin, list) or len(margin) != 3 or not all(type(x) is int for x in margin):
-        raise fields.wrong("background_color", "three integers", margin)
     return ViewsProcessor(
         **pixel_values(fields, token_id, BICUBIC),
         output_size=vision.output_size,
@@ -92,5 +90,48 @@ def views(source: ProcessorSource, vision: QueryVisionSpec, token_id: int) -> Vi
         splits=splits,
         min_tiles=min_tiles,
         max_tiles=fields.integer("max_patches", 6, minimum=min_tiles, maximum=_MAX_TILES),
-        margin=(margin[0], margin[1], margin[2]),
+        margin=_margin(fields),
     )
+
+
+def views_with_rows(
+    source: ProcessorSource, vision: JoinedVisionSpec, token_id: int
+) -> ViewsProcessor:
+    """Return the processor of DeepSeek-OCR, whose own code has the sizes."""
+    fields, unit = source.fields, vision.sam.unit
+    fields.require("crop_to_patches", True)
+    side, whole = (
+        section.integer(name, default, minimum=unit, maximum=MAX_SIDE)
+        for section, name, default in (
+            (fields, "tile_size", 640),
+            (sides(fields, "size"), "height", 1024),
+        )
+    )
+    for name, length in (("tile_size", side), ("size.height", whole)):
+        if length % unit:
+            raise fields.wrong(name, f"a multiple of {unit}", length)
+    min_tiles = fields.integer("min_patches", 2, maximum=_MAX_TILES)
+    max_tiles = fields.integer("max_patches", 6, minimum=min_tiles, maximum=_MAX_TILES)
+    # A single column has the most ends of rows.
+    most = max(
+        whole // unit * (whole // unit + 1) + 1, max_tiles * (side // unit) * (side // unit + 1)
+    )
+    return ViewsProcessor(
+        **pixel_values(fields, token_id, BICUBIC),
+        output_size=vision.output_size,
+        num_outputs=most,
+        side=side,
+        whole_side=whole,
+        unit=unit,
+        min_tiles=min_tiles,
+        max_tiles=max_tiles,
+        margin=_margin(fields),
+        has_rows=True,
+    )
+
+
+def _margin(fields: ConfigFields) -> tuple[int, int, int]:
+    margin = fields.get("background_color", [127] * 3)
+    if not isinstance(margin, list) or len(margin) != 3 or not all(type(x) is int for x in margin):
+        raise fields.wrong("background_color", "three integers", margin)
+    return margin[0], margin[1], margin[2]

@@ -1,4 +1,4 @@
-"""DeepSeek-OCR 2, whose decoder is like DeepSeek-MoE."""
+"""DeepSeek-OCR and DeepSeek-OCR 2, whose decoder is like DeepSeek-MoE."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ from ..common import Family
 from ..experts import deepseek, has_listed_experts
 
 _TOWER = (
-    r"(.*\.)?((sam_model|qwen2_model|vision_tower|(multi_modal_)?projector)\..*|view_sep[ae]rator)$"
+    r"(.*\.)?((sam_model|vision_model|qwen2_model|vision_tower|(multi_modal_)?projector)\..*"
+    r"|view_sep[ae]rator|image_newline)$"
 )
 
 
-def _deepseek_ocr2(fields: ConfigFields) -> ModelSpec:
+def _deepseek_ocr(fields: ConfigFields) -> ModelSpec:
+    fields.require("use_mla", False, default=False)
     num_layers = fields.layer_count("num_hidden_layers")
-    is_sparse = has_listed_experts(fields, lambda i: i > 0)
+    first = fields.integer("first_k_dense_replace", 1, minimum=0)
+    is_sparse = has_listed_experts(fields, lambda i: i >= first)
     dense = [i for i in range(num_layers) if not is_sparse(i)]
     if dense != list(range(len(dense))):
         raise fields.error("mlp_layer_types must have the dense layers first")
@@ -27,4 +30,7 @@ def _deepseek_ocr2(fields: ConfigFields) -> ModelSpec:
     return replace(spec, tensor_names=((_TOWER, ""), *spec.tensor_names))
 
 
-FAMILIES = (Family("DeepseekOcr2ForConditionalGeneration", "deepseek_ocr2", _deepseek_ocr2),)
+FAMILIES = (
+    Family("DeepseekOCRForCausalLM", "deepseek_ocr", _deepseek_ocr),
+    Family("DeepseekOcr2ForConditionalGeneration", "deepseek_ocr2", _deepseek_ocr),
+)
