@@ -1,6 +1,6 @@
 """Compare what `engine simulate` predicts with what clients of a server measure, on three kinds of traces.
 
-    scripts/bench/run simulate [--seconds 10] [--rounds 3] [--model PATH] [--save DIRECTORY]
+    scripts/bench/run simulate [--seconds 10] [--rounds 3] [--rate 1] [--model PATH] [--save DIRECTORY]
 
 There are two servers, which work alternately, because the speed of a machine drifts. The first plays
 traces whose event log the simulation is fitted to. The second plays traces with other random numbers, and its clients'
@@ -87,6 +87,14 @@ Rounds: TypeAlias = dict[str, list[list[Answer]]]
 TRACES = {"random": random_trace, "agents": agent_trace, "bursts": burst_trace}
 
 
+def trace_of(kind: str, seed: str, seconds: float, rate: float) -> list[TraceRequest]:
+    """Return a trace of this kind, with a multiple of its usual arrival rate."""
+    trace = TRACES[kind](seconds * rate, random.Random(f"{kind} {seed}"))
+    for request in trace:
+        request.arrival /= rate
+    return trace
+
+
 def prompt_of(request: TraceRequest, seed: int) -> list[int]:
     """Return token ids. The ids of a shared prefix depend only on its name."""
     num_shared = request.prefix_tokens if request.prefix else 0
@@ -152,6 +160,9 @@ def main() -> None:
     parser.add_argument(
         "--rounds", type=int, default=3, help="number of traces for each kind and server"
     )
+    parser.add_argument(
+        "--rate", type=float, default=1.0, help="factor that multiplies the arrival rates"
+    )
     parser.add_argument("--model", default=None)
     parser.add_argument("--save", help="keep the log, the traces and the answers in this directory")
     args = parser.parse_args()
@@ -165,11 +176,11 @@ def main() -> None:
             for server in (fitted, held_out):
                 asyncio.run(play(server.url, model, random_trace(2, random.Random(0)), 0))
             for number in range(args.rounds):
-                for kind, make_trace in TRACES.items():
-                    trace = make_trace(args.seconds, random.Random(f"{kind} {number} held out"))
+                for kind in TRACES:
+                    trace = trace_of(kind, f"{number} held out", args.seconds, args.rate)
                     traces[kind].append(trace)
                     answers[kind].append(asyncio.run(play(held_out.url, model, trace, number)))
-                    other = make_trace(args.seconds, random.Random(f"{kind} {number}"))
+                    other = trace_of(kind, str(number), args.seconds, args.rate)
                     asyncio.run(play(fitted.url, model, other, number))
                     again = asyncio.run(play(held_out.url, model, trace, number + args.rounds))
                     repeated[kind].append(again)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from ....protocol.arrays import Int32Array
@@ -45,10 +47,15 @@ class FastForwardScheduler(Scheduler):
             num_left //= 2
         return max(num_left, 0)
 
-    def skip_steps(self, count: int) -> None:
-        """Skip the next `count` steps."""
+    def skip_steps(self, ends: Sequence[float], num_in_flight: int) -> None:
+        """Skip the next steps, which end at these times, if there are `num_in_flight` steps in flight."""
         assert self._fast_path is not None
-        slots = self._results.get_last_steps(1)[0].batch.slots
+        count = len(ends)
+        oldest = self._results.get_last_steps(num_in_flight)[0]
+        for end in ends:
+            # The others were scheduled later, but no step begins before the previous one ends.
+            self._partial_prefills.pace.record_step(oldest, end)
+        slots = oldest.batch.slots
         tables, block_size = self.kv_cache_manager.tables, self.kv_cache_manager.block_size
         capacity = tables.capacity[slots]
         room = (capacity - self.slots.num_computed_tokens[slots]).tolist()

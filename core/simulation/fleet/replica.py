@@ -162,7 +162,7 @@ class Replica:
         num_in_flight = len(self._in_flight)
         if count:
             assert isinstance(self.scheduler, FastForwardScheduler)
-            self.scheduler.skip_steps(count)
+            self.scheduler.skip_steps(self._ends[:count], num_in_flight)
             self._load = self._clock.skip(self._load, count)
             self.num_steps += count
             indices = self.scheduler.slots.request_index[self._rows.slots]
