@@ -74,6 +74,7 @@ class Candidate(NamedTuple):
     max_num_seqs: int
     max_num_batched_tokens: int
     long_prefill_token_threshold: int
+    prefill_step_ms: float
     prefill_share: float = 0.0
 
     def limits(self) -> dict[str, object]:

@@ -105,8 +105,14 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--long-prefill-token-threshold",
         metavar="N,N",
-        type=list_of(int),
+        type=list_of(_whole_or_none),
         help="Values to try (default: the recorded one)",
+    )
+    parser.add_argument(
+        "--prefill-step-ms",
+        metavar="MS,MS",
+        type=list_of(_time_or_none),
+        help="Values to try; 0 is unlimited (default: the recorded one)",
     )
     parser.add_argument(
         "--prefill-share",
@@ -152,9 +158,21 @@ def _candidates(args: argparse.Namespace, inputs: Inputs) -> list[Candidate]:
             args.max_num_seqs or scaled(config.max_num_seqs),
             args.max_num_batched_tokens or scaled(config.max_num_batched_tokens),
             args.long_prefill_token_threshold or [config.long_prefill_token_threshold],
+            args.prefill_step_ms or [config.prefill_step_ms],
             args.prefill_share,
         )
     ]
+
+
+def _whole_or_none(text: str) -> int:
+    return positive(text) if text != "0" else 0
+
+
+def _time_or_none(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < math.inf:
+        raise ValueError(f"must be at least 0, got {value}")
+    return value
 
 
 def _share(text: str) -> float:
@@ -203,13 +221,17 @@ def _print_table(points: Sequence[Point], objectives: Sequence[Objective]) -> No
             "seqs",
             "batched",
             "long prefill",
+            "step ms",
             *names,
             "tokens/s",
             "meets",
         ]
     ]
     for point in shown:
-        limits = [str(value) for value in point.candidate.limits().values()]
+        limits = [
+            f"{value:g}" if isinstance(value, float) else str(value)
+            for value in point.candidate.limits().values()
+        ]
         values = [f"{1e3 * value:.1f}" for value in point.values]
         rate = f"{point.output_tokens_per_s:.1f}"
         meets = "yes" if point.meets else "no"

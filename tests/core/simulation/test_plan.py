@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from engine.core.simulation.plan import main
+from engine.protocol.config import SchedulerConfig
 
 pytestmark = pytest.mark.slow
 
@@ -53,6 +54,8 @@ def test_long_prompts_are_cut_to_keep_streams_steady(tmp_path, capsys):
     arguments += ["--num-blocks", "100", "--step-time", "0.1,0.01,0,0"]
     best = run(capsys, *arguments, "--long-prefill-token-threshold", "0,128")[0]
     assert (best["long_prefill_token_threshold"], best["meets"]) == (128, True)
+    best = run(capsys, *arguments, "--prefill-step-ms", "0,1500")[0]
+    assert (best["prefill_step_ms"], best["meets"]) == (1500, True)
 
 
 def test_prefill_replicas_keep_streams_steady(tmp_path, capsys):
@@ -80,6 +83,18 @@ def test_the_table_ends_with_the_flags_of_the_best_server(trace, tmp_path, capsy
     root = ElementTree.fromstring(picture.read_text())
     assert len(root.findall("{http://www.w3.org/2000/svg}polyline")) == 1
     assert len(root.findall("{http://www.w3.org/2000/svg}circle")) >= 4
+
+
+def test_equal_latencies_prefer_the_recorded_limits(trace, capsys):
+    arguments = ["--trace", trace, "--slo", "ttft_p100=3s", *SECOND_A_STEP[:-2]]
+    assert main(arguments) == 0
+    *table, note, _, conclusion = capsys.readouterr().out.splitlines()
+    assert note.endswith("other fleets are worse or equal; --json prints all")
+    limit = str(SchedulerConfig().max_num_seqs)
+    assert {row.split()[3] for row in table[1:]} == {limit}
+    assert f"--max-num-seqs {limit} " in conclusion
+    with pytest.raises(SystemExit):
+        main([*arguments, "--prefill-step-ms", "-1"])
 
 
 def test_objectives_that_nothing_meets_are_reported(trace, capsys):
