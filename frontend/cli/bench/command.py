@@ -45,6 +45,7 @@ def make_parser() -> argparse.ArgumentParser:
     for name, (summary, usage, description, add_arguments, _) in _COMMANDS.items():
         command = commands.add_parser(
             name,
+            prog=f"engine bench {name}",
             usage=f"engine bench {name} {usage}",
             help=summary,
             description=description,

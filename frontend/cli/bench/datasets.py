@@ -122,6 +122,22 @@ class DatasetOptions(msgspec.Struct, frozen=True, kw_only=True):
         return self.dataset_name is DatasetName.AGENT
 
 
+def check_file(options: DatasetOptions) -> None:
+    """Check that the file of a dataset is given and can be read, before a server is started for it.
+
+    Raises:
+        ConfigError: It is missing.
+    """
+    if options.dataset_path is not None:
+        try:
+            with Path(options.dataset_path).open("rb"):
+                pass
+        except OSError as error:
+            raise ConfigError(f"--dataset-path {options.dataset_path}: {error.strerror}") from None
+    elif options.dataset_name in (DatasetName.SHAREGPT, DatasetName.TRACE):
+        raise ConfigError(f"--dataset-name {options.dataset_name} needs --dataset-path FILE")
+
+
 def make_sessions(options: DatasetOptions, count: int | None, *, as_text: bool) -> list[Session]:
     """Return `count` sessions, or the default number if it is None.
 
@@ -152,6 +168,11 @@ def make_sessions(options: DatasetOptions, count: int | None, *, as_text: bool) 
 
 def _drawer(options: DatasetOptions, rng: random.Random, *, as_text: bool) -> Callable[[int], Any]:
     """Return a function that draws a prompt of a length."""
+    if options.random_vocab_size <= FIRST_ORDINARY_ID:
+        raise ConfigError(
+            f"--random-vocab-size {options.random_vocab_size}: must be above {FIRST_ORDINARY_ID}, because "
+            "smaller ids may be special tokens"
+        )
 
     def draw(length: int) -> Any:
         if as_text:
@@ -164,12 +185,6 @@ def _drawer(options: DatasetOptions, rng: random.Random, *, as_text: bool) -> Ca
 def _random(
     options: DatasetOptions, count: int, rng: random.Random, draw: Callable[[int], Any]
 ) -> list[Session]:
-    if options.random_vocab_size <= FIRST_ORDINARY_ID:
-        raise ConfigError(
-            f"--random-vocab-size {options.random_vocab_size}: must be above {FIRST_ORDINARY_ID}, because "
-            "smaller ids may be special tokens"
-        )
-
     def vary(length: int) -> int:
         by = int(length * options.random_range_ratio)
         return max(1, rng.randint(length - by, length + by))
@@ -239,14 +254,9 @@ class _TraceLine(msgspec.Struct):
 
 def _from_trace(options: DatasetOptions, *, as_text: bool) -> list[Session]:
     """Return the requests of a trace with random tokens, sorted by their times."""
-    if options.dataset_path is None:
-        raise ConfigError("--dataset-name trace needs --dataset-path FILE")
-    try:
-        lines = Path(options.dataset_path).read_bytes().splitlines()
-    except OSError as error:
-        raise ConfigError(f"--dataset-path {options.dataset_path}: {error.strerror}") from None
+    assert options.dataset_path is not None
     sessions = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(Path(options.dataset_path).read_bytes().splitlines(), 1):
         if not line.strip():
             continue
         try:
@@ -268,8 +278,7 @@ def _from_trace(options: DatasetOptions, *, as_text: bool) -> list[Session]:
 
 
 def _from_file(options: DatasetOptions, count: int, rng: random.Random) -> list[Session]:
-    if options.dataset_path is None:
-        raise ConfigError(f"--dataset-name {options.dataset_name} needs --dataset-path FILE")
+    assert options.dataset_path is not None
     path = Path(options.dataset_path)
     is_agent = options.dataset_name is DatasetName.AGENT
     sessions = []

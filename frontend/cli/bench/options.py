@@ -11,7 +11,7 @@ from typing import Any, Final, get_type_hints
 import msgspec
 
 from ....protocol.errors import ConfigError
-from .datasets import DatasetName, DatasetOptions, Session, make_sessions
+from .datasets import DatasetName, DatasetOptions, Session, check_file, make_sessions
 
 
 class Backend(enum.StrEnum):
@@ -132,6 +132,7 @@ class Workload:
 
     def __init__(self, parsed: argparse.Namespace, **defaults: object) -> None:
         self.dataset = dataset_options(parsed, **defaults)
+        check_file(self.dataset)
         backend = parsed.backend
         if backend is None:
             backend = Backend.CHAT if self.dataset.needs_messages else Backend.COMPLETIONS

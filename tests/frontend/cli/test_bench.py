@@ -217,6 +217,12 @@ def test_a_trace_gives_requests_with_its_lengths_times_and_prefixes(tmp_path: Pa
     assert one.turns[0].prompt[4] != two.turns[0].prompt[4]
     assert sessions_of(None, **options, seed=1)[0].turns[0].prompt != one.turns[0].prompt
     assert len(sessions_of(1, **options)) == 1
+    with pytest.raises(ConfigError, match="--random-vocab-size 9: must be above 1000"):
+        sessions_of(None, **options, random_vocab_size=9)
+    with pytest.raises(ConfigError, match="--dataset-name trace needs --dataset-path FILE"):
+        workload("--dataset-name", "trace")
+    with pytest.raises(ConfigError, match="--dataset-path nowhere: No such file"):
+        workload("--dataset-name", "trace", "--dataset-path", "nowhere")
     path.write_text(TRACE_LINES.replace("8", "0"))
     with pytest.raises(ConfigError, match=r"--dataset-path .*, line 1: Expected `int` >= 1"):
         sessions_of(None, **options)
@@ -226,7 +232,7 @@ def test_chats_and_ends_of_answers_follow_the_dataset() -> None:
     assert not workload().is_chat and workload().fields["ignore_eos"] is True
     assert workload("--dataset-name", "agent").is_chat
     given = workload(
-        "--dataset-name", "sharegpt", "--dataset-path", "x", "--backend", "openai-chat"
+        "--dataset-name", "sharegpt", "--dataset-path", __file__, "--backend", "openai-chat"
     )
     assert given.is_chat and "ignore_eos" not in given.fields
     assert "ignore_eos" not in workload("--no-ignore-eos").fields
