@@ -61,7 +61,7 @@ class Pooling:
         kind: PoolingKind,
         answer: Callable[[RequestGroup], Response],
     ) -> Response:
-        """Pool every prompt. Return the result of `answer` for their vectors. Prompts get their tokens.
+        """Tokenize the prompts in place, pool them, and return the result of `answer` for their vectors.
 
         Raises:
             APIError: The request is invalid (400), or the engine cannot accept it now.

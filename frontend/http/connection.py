@@ -383,7 +383,7 @@ class Connection(HttpToolsProtocol):
             self._socket.end(GOING_AWAY, "the server is shutting down")
 
     def shutdown(self) -> None:
-        """Close the connection after its current response or answer."""
+        """Close the connection after its current response, or the current answer of its WebSocket."""
         if self._socket is None:
             super().shutdown()
         else:

@@ -447,8 +447,8 @@ def nominal_heads(layer: RecurrentLayer) -> tuple[int, int]:
 class RecurrentModel(msgspec.Struct, frozen=True):
     """The recurrent layers of a model, and the key/value heads of its attention layers.
 
-    If `values_are_keys` (latent attention), the cache has no separate values. A model without attention has nominal
-    heads.
+    If `values_are_keys` (latent attention), the cache has no separate values. A model without attention has
+    placeholder heads.
     """
 
     layer: RecurrentLayer

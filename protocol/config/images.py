@@ -260,7 +260,7 @@ class AnyresProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="anyr
 
 
 class TilesProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="tiles"):
-    """Splits an image into up to `max_tiles` tiles, so that it shrinks as little as possible, and adds the whole.
+    """Splits an image into up to `max_tiles` tiles, so that it shrinks as little as possible, and adds the whole image.
 
     The image is placed at the top left of the grid's canvas. Tiles have `side` x `side` pixels. If `fills` is true,
     images are enlarged as far as the canvas allows. In the prompt, `column_end` separates the tiles of a row, `row_end`

@@ -1,4 +1,4 @@
-"""The tokens to which those of a sequence attend, where these are not the ones before them.
+"""The tokens to which each token of a sequence attends, if these are not just the earlier ones.
 
 The tokens of a span, such as those of an image, also attend to later tokens of the span.
 

@@ -59,7 +59,7 @@ _KINDS = {
 }
 _MOST_TAPS = 16
 _MOST_CHANNELS_OF_UNIT = 64
-"""Largest number of channels of a Mamba-1 layer whose states are updated together, which threads do not divide."""
+"""Maximum channels of a Mamba-1 layer whose states one thread updates together."""
 
 
 class ColumnProduct(msgspec.Struct, frozen=True):

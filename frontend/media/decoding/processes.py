@@ -38,7 +38,7 @@ from .messages import (
 )
 
 _MAX_SKIPPED: Final = 1 << 20
-"""Most samples that are decoded at once if they were read before."""
+"""Maximum samples, already returned by an earlier process, that are skipped at once."""
 
 MAX_FILES: Final = 100
 """Number of files after which a process is replaced, which bounds the memory that it keeps."""

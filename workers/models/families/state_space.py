@@ -124,9 +124,9 @@ def _zamba(fields: ConfigFields) -> ModelSpec:
 
 
 def _unused_blocks(layers: tuple[LayerSpec, ...]) -> TensorNames:
-    """Return rules that drop what no layer uses: repeated shared weights, and low-rank products of other layers.
+    """Return rules that drop unused tensors: repeated shared weights, and low-rank products of other layers.
 
-    A block of its own has low-rank products of other layers as well.
+    A block that only one layer uses is stored with the low-rank products of other layers as well.
     """
     uses = {i: layer.shared_block for i, layer in enumerate(layers) if layer.shared_block}
     sources = [use.source for use in uses.values()]
