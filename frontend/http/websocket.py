@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol, Self
 
 from starlette.types import Scope, Send
 
@@ -46,7 +46,7 @@ GOING_AWAY: Final = 1001
 UNSUPPORTED_DATA: Final = 1003
 INVALID_TEXT: Final = 1007
 TOO_SLOW: Final = 1008
-NO_ANSWER: Final = 1011
+INTERNAL_ERROR: Final = 1011
 RESTART: Final = 1012
 TRY_LATER: Final = 1013
 
@@ -96,7 +96,7 @@ class WebSocket:
     Clients may send text messages only, of at most `max_bytes`. A client that neither answers a ping nor completes a
     message nor reads is disconnected. While it does not read, or sends messages faster than they are received here, it
     is not read either. So an open WebSocket holds at most two messages, the one that arrives, and what the system
-    buffers.
+    buffers. Enter it as a context while it is served.
 
     Messages are not compressed: each WebSocket would need much memory for it.
 
@@ -146,6 +146,22 @@ class WebSocket:
         self._was_arriving = False
         self._timer = self._loop.call_later(self._interval_s, self._check)
         self._closing_timer: asyncio.TimerHandle | None = None
+
+    def __enter__(self) -> Self:
+        """Serve the WebSocket in this context."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Close the WebSocket if its session has failed."""
+        if error is None:
+            self.close()
+        else:
+            self.close(INTERNAL_ERROR, "internal server error")
 
     @property
     def is_open(self) -> bool:
@@ -363,7 +379,7 @@ class WebSocket:
             return
         silent_s = self._loop.time() - self._heard_at
         if silent_s > self._interval_s + self._slow_client_s:
-            self.close(NO_ANSWER, "the client did not answer a ping")
+            self.close(INTERNAL_ERROR, "the client did not answer a ping")
         elif silent_s >= self._interval_s:
             self._protocol.send_ping(b"")
             self._flush()

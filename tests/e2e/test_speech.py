@@ -214,6 +214,8 @@ def test_vllms_realtime_clients_are_served(server: Server) -> None:
     ("event", "param"),
     [
         ({"type": "response.create"}, "type"),
+        ({"type": ["session.update"]}, "type"),
+        ({"type": {}}, "type"),
         ({"type": "session.update"}, "session"),
         ({"type": "session.update", "session": {"type": "realtime"}}, "session.type"),
         ({"type": "input_audio_buffer.append", "audio": "AAA"}, "audio"),

@@ -6,10 +6,10 @@ import asyncio
 import contextlib
 import logging
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeAlias
 
 import msgspec
 from starlette.datastructures import QueryParams
@@ -26,9 +26,15 @@ from ..bodies.body import BodyDecoder, make_decoder
 from ..bodies.intake import Intake
 from ..routes.transcriptions import Plan, Transcriptions, usage_of
 from ..schema import TranscriptionRequest
-from ..schema.realtime import AudioAppend, AudioCommit, SessionUpdate
+from ..schema.realtime import (
+    AudioAppend,
+    AudioClear,
+    AudioCommit,
+    SessionUpdate,
+    Transcription,
+)
 from ..serving import Serving
-from .audio import Found, InputBuffer, Utterance
+from .audio import PCM, Found, InputBuffer, Utterance
 from .events import Events, VLLMEvents, send_created
 from .settings import Settings, make_plan
 
@@ -40,7 +46,13 @@ MAX_WAITING: Final = 8
 _BYTES_PER_SAMPLE: Final = 4
 _VLLM_RATE: Final = 16_000
 
-S = TypeVar("S", bound=msgspec.Struct)
+_SCHEMAS: Final[dict[str, type[msgspec.Struct]]] = {
+    "session.update": SessionUpdate,
+    "input_audio_buffer.append": AudioAppend,
+    "input_audio_buffer.commit": AudioCommit,
+    "input_audio_buffer.clear": AudioClear,
+}
+_Decoders: TypeAlias = dict[str, BodyDecoder[Any]]
 
 
 class _Kind(msgspec.Struct):
@@ -68,6 +80,10 @@ class Realtime:
         self._serving = serving
         self._intake = intake
         self._transcriptions = transcriptions
+        strict = serving.config.frontend.strict
+        self._decoders: _Decoders = {
+            kind: make_decoder(schema, strict) for kind, schema in _SCHEMAS.items()
+        }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Open the WebSocket, and serve its session until it is closed."""
@@ -83,8 +99,9 @@ class Realtime:
         rate = verify_transcribes(serving.config.model).sampling_rate
         settings = Settings.default(model)
         max_bytes = serving.config.frontend.max_body_bytes
-        socket = await open_websocket(scope, send, max_bytes, self._intake.lease)
-        await _Session(serving, self._transcriptions, socket, scope, settings, rate).run()
+        with await open_websocket(scope, send, max_bytes, self._intake.lease) as socket:
+            session = _Session(serving, self._transcriptions, socket, scope, settings, rate)
+            await session.run(self._decoders)
 
 
 class _Session:
@@ -118,15 +135,8 @@ class _Session:
         self._previous_id: str | None = None
         self._num_items = 0
         self._waiting: asyncio.Queue[_Item | None] = asyncio.Queue(MAX_WAITING)
-        strict = serving.config.frontend.strict
-        self._handlers: dict[str, Callable[[bytes], Any]] = {
-            "session.update": _reader(make_decoder(SessionUpdate, strict), self._update),
-            "input_audio_buffer.append": _reader(make_decoder(AudioAppend, strict), self._append),
-            "input_audio_buffer.commit": _reader(make_decoder(AudioCommit, strict), self._commit),
-            "input_audio_buffer.clear": _reader(make_decoder(AudioCommit, strict), self._clear),
-        }
 
-    async def run(self) -> None:
+    async def run(self, decoders: _Decoders) -> None:
         """Serve events until the WebSocket is closed."""
         self._configure()
         send_created(self._events, self._settings.describe(self._id))
@@ -135,7 +145,7 @@ class _Session:
             while True:
                 message = await self._socket.receive()
                 with message.lease:
-                    await self._handle(message)
+                    await self._handle(message, decoders)
         except WebSocketClosed:
             pass
         finally:
@@ -146,19 +156,25 @@ class _Session:
                     item.held.close()
             self._count_buffer(0)
 
-    async def _handle(self, message: Message) -> None:
+    async def _handle(self, message: Message, decoders: _Decoders) -> None:
         event_id: str | None = None
         try:
             kind = _read_kind(message.text)
             if isinstance(kind.event_id, str):
                 event_id = kind.event_id
-            if kind.type not in self._handlers:
-                raise wrong(
-                    "type",
-                    f"one of {', '.join(self._handlers)}: sessions only transcribe",
-                    kind.type,
-                )
-            await self._handlers[kind.type](message.text)
+            if not isinstance(kind.type, str) or kind.type not in decoders:
+                known = ", ".join(decoders)
+                raise wrong("type", f"one of {known}: sessions only transcribe", kind.type)
+            match decoders[kind.type].decode(message.text):
+                case SessionUpdate() as event:
+                    await self._update(event)
+                case AudioAppend() as event:
+                    await self._append(event)
+                case AudioCommit() as event:
+                    await self._commit(event)
+                case _:
+                    self._take_all()
+                    self._events.send("input_audio_buffer.cleared")
         except ParameterError as error:
             self._events.send_error(bad_request(error.param, error.problem), event_id)
         except APIError as error:
@@ -170,16 +186,13 @@ class _Session:
                 raise bad_request("session", "is required")
             self._serving.verify_model(event.model)
             self._events = VLLMEvents(self._socket)
-            settings = self._settings
-            assert settings.transcription is not None
-            settings.transcription.model = event.model
-            settings.rate, settings.detection = _VLLM_RATE, None
+            settings = Settings(PCM, _VLLM_RATE, Transcription(model=event.model), None)
         else:
             settings = self._settings.updated(event.session)
             if (request := settings.request()) is not None:
                 self._serving.verify_model(request.model)
                 make_plan(self._transcriptions, request)
-            self._settings = settings
+        self._settings = settings
         self._configure()
         self._events.send_session("session.updated", settings.describe(self._id))
 
@@ -217,10 +230,6 @@ class _Session:
                 code="input_audio_buffer_commit_empty",
             )
         await self._add_item(samples)
-
-    async def _clear(self, event: AudioCommit) -> None:
-        self._take_all()
-        self._events.send("input_audio_buffer.cleared")
 
     def _take_all(self) -> Float32Array:
         samples = self._buffer.commit()
@@ -335,8 +344,3 @@ def _read_kind(text: bytes) -> _Kind:
     with contextlib.suppress(msgspec.MsgspecError, ValueError, RecursionError):
         return msgspec.json.decode(text, type=_Kind)
     raise APIError(400, "the message must be a JSON object", code="invalid_json")
-
-
-def _reader(decoder: BodyDecoder[S], handle: Callable[[S], Any]) -> Callable[[bytes], Any]:
-    """Return the function that decodes an event and handles it."""
-    return lambda text: handle(decoder.decode(text))

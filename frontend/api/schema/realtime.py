@@ -90,3 +90,10 @@ class AudioCommit(msgspec.Struct, kw_only=True):
     type: str
     event_id: str | None = None
     final: bool | None = None
+
+
+class AudioClear(msgspec.Struct, kw_only=True):
+    """Drops the audio that was not committed."""
+
+    type: str
+    event_id: str | None = None

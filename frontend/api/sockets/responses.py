@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Any, Final
 
 import msgspec
 from starlette.types import Receive, Scope, Send
 
 from ...http.errors import APIError, wrong
-from ...http.websocket import Message, WebSocket, WebSocketClosed, open_websocket
+from ...http.websocket import (
+    INTERNAL_ERROR,
+    Message,
+    WebSocket,
+    WebSocketClosed,
+    open_websocket,
+)
 from ..bodies.intake import Intake
 from ..responses.states import KEPT, KeptResponses
 from ..serving import Serving
 from .turn import Turn, send_api_error
+
+logger = logging.getLogger(__name__)
 
 CREATE: Final = "response.create"
 STEER: Final = "response.steer"
@@ -43,8 +52,8 @@ class ResponsesSocket:
         serving = self._serving
         serving.verify_serving()
         max_bytes = serving.config.frontend.max_body_bytes
-        socket = await open_websocket(scope, send, max_bytes, self._intake.lease)
-        await _Session(serving, socket, scope).run()
+        with await open_websocket(scope, send, max_bytes, self._intake.lease) as socket:
+            await _Session(serving, socket, scope).run()
 
 
 class _Session:
@@ -93,10 +102,14 @@ class _Session:
 
     async def _answer_in_turn(self) -> None:
         assert self._serving.app is not None
-        while (message := await self._waiting.get()) is not None:
-            turn = Turn(self._socket, message)
-            with self._socket.turn():
-                await turn.answer(self._serving.app, self._handshake, {KEPT: self._kept})
+        try:
+            while (message := await self._waiting.get()) is not None:
+                turn = Turn(self._socket, message)
+                with self._socket.turn():
+                    await turn.answer(self._serving.app, self._handshake, {KEPT: self._kept})
+        except Exception:
+            logger.exception("a WebSocket failed")
+            self._socket.close(INTERNAL_ERROR, "internal server error")
 
     def _refuse_steer(self, event: _Event) -> None:
         refusal = {

@@ -169,6 +169,7 @@ def test_a_response_without_output_prepares_the_next(frontend: FrontendProcess) 
         (b'{"type": "response.create"}', "input"),
         (b'{"type": "response.cancel"}', "type"),
         (b'{"type": 7}', "type"),
+        (b'{"type": ["response.create"]}', "type"),
         (b"[]", None),
         (b"[" * 10_000, None),
         (b'{"type": "response.create"', None),
