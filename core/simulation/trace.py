@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from hashlib import shake_128
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -14,16 +15,18 @@ from ...protocol.errors import EngineError
 from ...protocol.messages import EngineCoreRequest
 from ...protocol.sampling_params import SamplingParams
 from ..replay.dump import Dump
-from ..replay.events import AddRequest, Update
+from ..replay.events import AddRequest, Hashed, Update
 from ..replay.redaction import expand_request
 from ..replay.replayer import Replayer
+from ..replay.snapshot import expand_digests
 from ..state.request import RequestKey
 
 
 class TraceRequest(msgspec.Struct, forbid_unknown_fields=True):
     """A request to simulate. `arrival` is in seconds, `deadline` in seconds after the arrival.
 
-    Requests with an equal `prefix` share their first `prefix_tokens` tokens.
+    Requests with an equal `prefix` share their first `prefix_tokens` tokens. `block_hashes` are the recorded hashes of
+    the prompt, and `output_hashes` those of the output that later prompts contain.
     """
 
     arrival: float
@@ -35,6 +38,7 @@ class TraceRequest(msgspec.Struct, forbid_unknown_fields=True):
     prefix: str = ""
     prefix_tokens: int = 0
     block_hashes: bytes = b""
+    output_hashes: bytes = b""
 
     def message(self, index: int, block_size: int) -> EngineCoreRequest:
         """Return the request as a frontend would send it. The tokens are zeros; only the block hashes differ."""
@@ -120,7 +124,33 @@ def trace_from_dump(dump: Dump) -> list[TraceRequest]:
     done += [(request, generated[key]) for key, request in requests.items()]
     for request, num_tokens in done:
         request.output_tokens = num_tokens
+    _find_outputs(dump, [request for request, _ in done])
     return _from_zero(request for request, num_tokens in done if num_tokens)
+
+
+def _find_outputs(dump: Dump, requests: Sequence[TraceRequest]) -> None:
+    """Set the hashes of the outputs with which prompts of the same conversation continue."""
+    events = (event for segment in dump.segments for event in segment.events)
+    generated = {
+        digest
+        for event in events
+        if isinstance(event, Hashed)
+        for digest in _split(expand_digests(event.digests))
+    }
+    following = {
+        first: second
+        for request in requests
+        for first, second in pairwise(_split(request.block_hashes))
+        if second in generated
+    }
+    for request in requests:
+        last = request.block_hashes[-HASH_BYTES:]
+        while last := following.get(last, b""):
+            request.output_hashes += last
+
+
+def _split(hashes: bytes) -> list[bytes]:
+    return [hashes[start : start + HASH_BYTES] for start in range(0, len(hashes), HASH_BYTES)]
 
 
 def _trace_request(event: AddRequest) -> TraceRequest:

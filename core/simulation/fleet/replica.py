@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
-from hashlib import shake_128
+from collections.abc import Iterable
 from itertools import islice
 from typing import Protocol
 
 import numpy as np
 
 from ....protocol.arrays import Int32Array
-from ....protocol.block_hash import HASH_BYTES, PlacedInput
+from ....protocol.block_hash import HashBlocks
 from ....protocol.messages import EngineCoreOutputs, EngineCoreRequest
 from ....protocol.worker_messages import SchedulerOutput
 from ...replay.recorder import Setup
@@ -52,6 +51,7 @@ class Replica:
         drafts: The model of drafts, or None for no drafts.
         index: The number of the replica.
         receiver: The receiver of outputs.
+        hash_output: The hash function for blocks of generated tokens.
         phase: The share of the recorded ratios that `StepClock` passes over.
         can_skip: Whether steps may be skipped. Nothing else depends on it.
         log_kv_events: Whether the scheduler collects KV-cache events.
@@ -64,6 +64,7 @@ class Replica:
         drafts: DraftModel | None,
         index: int,
         receiver: Receiver,
+        hash_output: HashBlocks,
         *,
         phase: float,
         can_skip: bool,
@@ -75,7 +76,7 @@ class Replica:
         if setup.kv_transfer is not None:
             connector = SimulatedTransfer(setup.cache_config.block_size)
         self.scheduler = setup.make_scheduler(
-            hash_blocks=_hash_output,
+            hash_blocks=hash_output,
             scheduler_class=scheduler_class,
             log_kv_events=log_kv_events,
             kv_connector=connector,
@@ -185,10 +186,3 @@ class Replica:
             # Workers propose nothing in a step with a partial prompt.
             may_propose=len(slots) == len(expected.batch),
         )
-
-
-def _hash_output(
-    token_ids: Int32Array, block_size: int, parent: bytes, inputs: Sequence[PlacedInput]
-) -> bytes:
-    """Return hashes of blocks of output tokens. No other request has them, because its `parent` is different."""
-    return shake_128(parent).digest(HASH_BYTES * (len(token_ids) // block_size))

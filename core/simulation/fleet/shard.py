@@ -18,6 +18,7 @@ from ..frontend_times import FrontendTimes
 from ..step_time import StepTimeModel
 from ..trace import TraceRequest
 from .clients import ClientRecords, Clients
+from .output_hashes import OutputHashes
 from .remote_prefill import PrefillReplicas, decode_request, decode_setup, prefill_request
 from .replica import Replica
 
@@ -103,6 +104,7 @@ class Shard:
     def __init__(self, scenario: Scenario, indices: Sequence[int]) -> None:
         self._scenario = scenario
         self._clients = Clients(scenario.trace, scenario.frontend, scenario.num_replicas)
+        self._output_hashes = OutputHashes()
         self._replicas: dict[int, Replica] = {}
         self._updates: dict[int, ClientUpdates] = {}
         has_routing = scenario.num_replicas > 1
@@ -114,6 +116,7 @@ class Shard:
                 scenario.drafts,
                 index,
                 self,
+                self._output_hashes,
                 phase=scenario.phase(index),
                 can_skip=scenario.can_skip,
                 log_kv_events=has_routing,
@@ -199,6 +202,7 @@ class Shard:
 
     def _message(self, arrival: Arrival) -> EngineCoreRequest:
         trace, block_size = self._scenario.trace, self._scenario.setup.cache_config.block_size
+        self._output_hashes.add_request(trace[arrival.request])
         message = trace[arrival.request].message(arrival.request, block_size)
         match arrival.role:
             case Role.WHOLE:

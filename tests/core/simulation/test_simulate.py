@@ -273,6 +273,19 @@ def test_a_log_becomes_a_trace_with_measured_steps():
     assert result.cached_tokens > 0
 
 
+def test_the_answers_of_a_conversation_are_cached():
+    harness = RecordedHarness(max_num_seqs=4)
+    prompt = list(range(1, 14))
+    for _ in range(4):
+        key = harness.add(prompt, 11)
+        harness.drain()
+        prompt = [*prompt, *harness.received[key].token_ids, *range(50, 55)]
+    trace = trace_from_dump(harness.dump())
+    result = simulate(harness.dump().setup, trace, ONE_SECOND, 1)
+    recorded_tokens = sum(stats.prefix_cache_hits for stats in harness.stats)
+    assert result.cached_tokens == recorded_tokens > 3 * 13
+
+
 def test_a_log_with_drafts_becomes_a_trace_of_tokens():
     harness = RecordedHarness(
         speculative=SpeculativeConfig(3), propose=propose_by_chance(random.Random(1), 512, 3)
