@@ -102,14 +102,39 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, gc=False):
     The frontend applies `n`, `stop`, `include_stop_str_in_output`, `bad_words`, `detokenize` and `skip_special_tokens`.
     The core reads the limits and stop tokens, and the workers read the rest.
 
-    `temperature` 0 is greedy, and so is `top_p` 0. `top_k` 0 or -1 keeps every token. `typical_p` applies first: the
-    other filters choose among the typical tokens. Greedy requests ignore `typical_p`. `logprobs` and `prompt_logprobs`
-    are numbers of alternatives to report; -1 means the whole vocabulary. The tokens `logprob_token_ids` are reported
-    after the alternatives of `logprobs`, and `prompt_logprob_token_ids` after those of `prompt_logprobs`. With
-    `processed_logprobs`, `logprobs` are those of the distribution from which the token is drawn, after all changes and
-    filters, instead of the model's own. If `seed` is None or -1, the frontend draws one. With `reports_progress`, the
-    core reports each computed part of the prompt. `transcript_rules` are set only by the frontend, and apply to the
-    logits before all other filters.
+    Attributes:
+        max_tokens: The maximum number of output tokens; None for as many as the context allows.
+        min_tokens: The number of tokens before which no end-of-sequence or stop token is sampled.
+        temperature: The divisor of the logits. 0 is greedy.
+        top_p: The total probability of the most probable tokens that are kept. 0 is greedy.
+        top_k: The number of most probable tokens that are kept; 0 or -1 keeps all.
+        min_p: The minimum probability of a token, as a fraction of that of the most probable one.
+        typical_p: The total probability of the most typical tokens that are kept. It applies before the other filters.
+            Greedy requests ignore it.
+        presence_penalty: Subtracted from the logits of tokens in the output.
+        frequency_penalty: Subtracted from the logits of tokens in the output, once for each time that they occur.
+        repetition_penalty: Divides positive, and multiplies negative, logits of tokens in the prompt or output.
+        seed: The seed of the request; with None or -1, the frontend draws one.
+        stop_token_ids: Tokens that end the output.
+        ignore_eos: True if end-of-sequence tokens do not end the output.
+        logit_bias: Token id -> the number that is added to its logit.
+        bad_words_token_ids: Token sequences that are never sampled, as the frontend derives them from `bad_words`.
+        allowed_token_ids: The only tokens that may be sampled; None for all.
+        logprobs: The number of alternatives to report for each output token; -1 for the whole vocabulary.
+        prompt_logprobs: The same for each prompt token.
+        structured_output: The grammar of the output.
+        n: The number of outputs.
+        stop: Texts that end the output.
+        include_stop_str_in_output: True if the output contains the stop text that ended it.
+        bad_words: Texts that are never generated.
+        detokenize: False if the output has only token ids.
+        skip_special_tokens: False if the output's text contains special tokens.
+        transcript_rules: Rules for timestamps, which apply before all other filters. Only the frontend sets them.
+        processed_logprobs: True if `logprobs` are those of the distribution from which the token is drawn, after all
+            changes and filters, instead of the model's own.
+        logprob_token_ids: Tokens that are reported after the alternatives of `logprobs`.
+        prompt_logprob_token_ids: Tokens that are reported after the alternatives of `prompt_logprobs`.
+        reports_progress: True if the core reports each computed part of the prompt.
     """
 
     max_tokens: int | None = None

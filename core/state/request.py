@@ -60,19 +60,21 @@ RUNNING: Final = RequestStatus.RUNNING
 class Request:
     """An unfinished request.
 
-    `arrival` numbers requests in the order in which they arrived. `rank` is the policy's sort key, which takes
-    precedence over `arrival`. While the request has a slot (`slot` >= 0), its output tokens are in `Slots`. Otherwise
-    they are in `output_token_ids`, and `num_tokens` counts prompt and output.
-
-    `num_cached_tokens` is -1 until the first admission. A KV connector loaded `num_loaded_tokens` of them while the
-    request waited. The blocks of the first `num_reserved_tokens` tokens are held while the request waits. If
-    `computes_locally`, no more blocks are loaded for it. If `has_untrusted_blocks`, its blocks may have wrong contents
-    and must not be cached. Its tenant has already been charged for the first `num_charged_tokens` tokens. `has_grammar`
-    is set once the grammar is compiled. `awaits_mask` is set while an isolated grammar computes the bitmask of the next
-    token.
-
-    While `is_untouched`, the request waits as it arrived: every field still has the value that `__init__` gives it,
-    except that `block_hashes` may have been computed. Code that changes a field of a waiting request clears it.
+    Attributes:
+        arrival: The number of the request, in the order in which requests arrived.
+        rank: The policy's sort key, which takes precedence over `arrival`.
+        slot: The slot, or -1. With a slot, the output tokens are in `Slots`; otherwise in `output_token_ids`.
+        num_tokens: The number of prompt and output tokens, without a slot.
+        num_cached_tokens: The number of tokens that the first admission found in the cache; -1 before.
+        num_loaded_tokens: The part of them that a KV connector loaded while the request waited.
+        num_reserved_tokens: The number of first tokens whose blocks are held while the request waits.
+        num_charged_tokens: The number of first tokens for which the tenant has been charged.
+        computes_locally: True if no more blocks are loaded for the request.
+        has_untrusted_blocks: True if the request's blocks may have wrong contents and must not be cached.
+        has_grammar: True once the grammar is compiled.
+        awaits_mask: True while an isolated grammar computes the bitmask of the next token.
+        is_untouched: True while the request waits as it arrived: every field has the value that `__init__` gives it,
+            except that `block_hashes` may have been computed. Code that changes a field of a waiting request clears it.
     """
 
     __slots__ = (
