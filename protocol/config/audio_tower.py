@@ -44,18 +44,23 @@ class AudioTowerSpec(msgspec.Struct, frozen=True, tag=True):
     """Whisper's encoder (arXiv 2212.04356), followed by a projection to the decoder's hidden size.
 
     It reads windows of log-mel features. Two convolutions turn every two frames into one row, unless there are
-    `chunks`. Positions are learned, unless there are `chunks`, a `rotary` or sinusoids. After the encoder's layers,
-    `rows_per_output` neighboring rows become one output. If `join` is "mean" (Qwen2-Audio, arXiv 2407.10759), their
-    mean is normed. If it is "stack" (Voxtral, arXiv 2507.13264), they are normed and concatenated. `projection_size`
-    and `projection_activation` describe the first of two matrices that follow; a size of 0 means a single matrix.
+    `chunks`. Positions are learned, unless there are `chunks`, a `rotary` or sinusoids.
 
-    `silence` says how rows of the silence after a clip are treated. Rows that are "skipped" are not computed; the
-    window ends with the clip and `frames_after` more frames, which only the convolutions read. Rows that are "dropped"
-    are computed, and other rows attend to them, but they become no outputs. Rows that are "kept" become outputs. If
-    silence is "absent", the window ends with the clip, and the convolutions read zeros after it.
-
-    `tensor_names` translates a checkpoint's names to Whisper's. With `times`, outputs are rotated by their times in the
-    clip before they are projected.
+    Attributes:
+        num_frames: The number of frames of a window.
+        output_size: The size of an output.
+        join: The change of `rows_per_output` neighboring rows into one output after the layers. "mean" (Qwen2-Audio,
+            arXiv 2407.10759): their mean is normed. "stack" (Voxtral, arXiv 2507.13264): they are normed and
+            concatenated.
+        rows_per_output: The number of rows that become one output.
+        silence: The treatment of rows of the silence after a clip. "skipped": they are not computed; the window ends
+            with the clip and `frames_after` more frames, which only the convolutions read. "dropped": they are
+            computed, and other rows attend to them, but they become no outputs. "kept": they become outputs.
+            "absent": the window ends with the clip, and the convolutions read zeros after it.
+        projection_size: The size of the first of two projections; 0 for a single one.
+        projection_activation: The activation between them.
+        tensor_names: Replacements that translate a checkpoint's names to Whisper's.
+        times: The rotation of outputs by their times in the clip, before they are projected; None for none.
     """
 
     num_mel_bins: int
