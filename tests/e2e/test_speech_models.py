@@ -143,6 +143,12 @@ def test_possible_languages_and_keywords_guide_the_text(audio: Any, reference: R
     assert text == reference.text(samples, best, "transcribe")
     text = create(model="tiny", file=file, languages=["German"], keywords=["tea", "tower"]).text
     assert text == reference.text(samples, "de", "transcribe", "tea, tower")
+    german = {"model": "tiny", "language": "de"}
+    assert create(**german, file=file, extra_body={"hotwords": "tea, tower"}).text == text
+    with pytest.raises(openai.BadRequestError, match=r"top_p must be in \[0, 1\], got 2"):
+        create(**german, file=file, extra_body={"top_p": 2})
+    with pytest.raises(openai.BadRequestError, match="use_beam_search is not supported for speech"):
+        create(**german, file=file, extra_body={"use_beam_search": "true"})
     with pytest.raises(openai.BadRequestError, match="together with language"):
         create(model="tiny", file=file, languages=["de"], language="de")
     with pytest.raises(openai.BadRequestError, match="languages must be one of the model's"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from pathlib import Path
 from typing import Any
@@ -327,9 +328,18 @@ def test_a_model_embeds_texts_and_tokens_and_weighs_tokens(tmp_path: Path, backe
             for task in ("embed", "token_embed", "token_classify")
         }
         assert all(map(np.array_equal, pool(server, input=texts), found["embed"]))
-        body = {"input": "tea", "task": "token_classify", "dimensions": 1}
-        status, answer = server.post("/pooling", body)
-        assert status == 400 and answer["error"]["param"] == "dimensions", answer
+        half = {"encoding_format": "base64", "embed_dtype": "float16", "endianness": "big"}
+        _, answer = server.post("/v1/embeddings", half | {"input": texts})
+        for each, vector in zip(answer["data"], found["embed"], strict=True):
+            encoded = np.frombuffer(base64.b64decode(each["embedding"]), ">f2")
+            assert encoded.tolist() == np.float16(vector).tolist()
+        raw = pool(server, input=texts, use_activation=False)
+        assert all(map(np.array_equal, raw, pool(server, input=texts, normalize=False)))
+        assert not np.array_equal(raw[0], found["embed"][0])
+        for name, value in (("dimensions", 1), ("padding", "max_length")):
+            body = {"input": "tea", "task": "token_classify", name: value}
+            status, answer = server.post("/pooling", body)
+            assert status == 400 and answer["error"]["param"] == name, answer
         assert_nothing_is_held(server)
     for i, text in enumerate(texts):
         with torch.inference_mode():

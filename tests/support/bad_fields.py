@@ -85,6 +85,9 @@ BAD_FIELDS = [
     ({"prompt_embeds": "x"}, "prompt_embeds", "prompt_embeds"),
     ({"logprob_token_ids": [1]}, "logprob_token_ids", "needs logprobs"),
     ({"repetition_detection": {"max_pattern_size": 3}}, "repetition_detection", "not supported"),
+    ({"early_stopping": True}, "early_stopping", "not supported"),
+    ({"return_weight_versions": True}, "return_weight_versions", "not supported"),
+    ({"watermark": {"key": 1}}, "watermark", "not supported"),
     ({"top_n_sigma": 1}, "top_n_sigma", "got 1"),
     ({"repeat_penalty": 0}, "repeat_penalty", "repeat_penalty must be in [0.01, 100], got 0"),
     ({"min_new_tokens": -1}, "min_new_tokens", "got -1"),
@@ -173,9 +176,13 @@ COMPLETION_ONLY = [
     ({"logprobs": True}, "logprobs", "an integer"),
     ({"logprobs": -1}, "logprobs", "at most 20 (--max-logprobs), got -1, which means all"),
     ({"echo": 1}, "echo", "a boolean"),
+    ({"thinking_token_budget": 5}, "thinking_token_budget", "use /v1/chat/completions"),
 ]
 
 CHAT_ONLY = [
+    ({"return_meta_info": True}, "return_meta_info", "use /generate"),
+    ({"sampling_logprobs_mode": "support"}, "sampling_logprobs_mode", "not supported"),
+    ({"input_ids": [10**6]}, "input_ids[0]", "1000000"),
     ({"messages": None}, "messages", "required"),
     ({"messages": []}, "messages", "empty"),
     ({"messages": "hi"}, "messages", 'got "hi"'),

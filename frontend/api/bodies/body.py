@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
-from inspect import get_annotations
 from typing import Any, Final, Generic, TypeVar
 
 import msgspec
@@ -20,13 +19,8 @@ from ...client.executor import request_digest
 from ...http.errors import APIError, bad_request, echo
 from ...http.shown_values import cut
 from ...supervisor.parse_journal import DIGEST_BYTES
-from ..schema import (
-    NO_OP_VALUES,
-    REFUSED,
-    ChatCompletionRequest,
-    CompletionRequest,
-    GenerationRequest,
-)
+from ..schema import ChatCompletionRequest, CompletionRequest, GenerationRequest
+from ..schema.refused import refused_fields, verify_supported
 from .request_memory import MemoryLease
 from .structure import FREE_BYTES, BodyStructure
 
@@ -161,7 +155,7 @@ class BodyDecoder(Generic[T]):
 
     @cached_property
     def _refused(self) -> list[str]:
-        return _refused_fields(self.schema)
+        return refused_fields(self.schema)
 
     @cached_property
     def _type(self) -> msgspec.inspect.Type:
@@ -182,10 +176,7 @@ class BodyDecoder(Generic[T]):
             if not body.strip():
                 raise APIError(400, "the request body is empty") from None
             raise APIError(400, f"the request body is not valid JSON: {error}") from None
-        for name in self._refused:
-            value = getattr(request, name)
-            if value is not None and value not in NO_OP_VALUES.get(name, ()):
-                raise bad_request(name, f"{REFUSED[name]}, got {echo(value)}")
+        verify_supported(request, self._refused)
         return request
 
     def _decode_fields(self, body: bytes) -> T:
@@ -285,13 +276,6 @@ def _with_integers(value: Any, wanted: msgspec.inspect.Type) -> Any:
 def _has_integers(kind: msgspec.inspect.Type) -> bool:
     types = kind.types if isinstance(kind, msgspec.inspect.UnionType) else (kind,)
     return any(isinstance(each, msgspec.inspect.IntType) for each in types)
-
-
-def _refused_fields(schema: type[msgspec.Struct]) -> list[str]:
-    """Return the fields that the schema rejects. Such a field has type Any; `echo` is valid in one schema only."""
-    types = {k: v for each in reversed(schema.__mro__) for k, v in get_annotations(each).items()}
-    # Evaluating the annotations of a large schema takes milliseconds.
-    return [name for name in REFUSED if types.get(name) in ("Any", Any)]
 
 
 def _invalid(message: str, body: bytes) -> APIError:

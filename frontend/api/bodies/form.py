@@ -9,6 +9,7 @@ import msgspec
 from starlette.types import Scope
 
 from ...http.errors import APIError, bad_request, echo, wrong
+from ..schema.refused import refused_fields, verify_supported
 from .body import Body
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -122,6 +123,7 @@ class FormDecoder(Generic[T]):
         self._strict = strict
         fields = msgspec.structs.fields(schema)
         self._names = {field.encode_name for field in fields}
+        self._refused = refused_fields(schema)
         self._lists = {field.encode_name for field in fields if "list" in str(field.type)}
 
     def decode(self, values: dict[str, list[str]]) -> T:
@@ -144,7 +146,7 @@ class FormDecoder(Generic[T]):
             elif texts[0]:
                 found[name] = texts[0]
         try:
-            return msgspec.convert(found, self._schema, strict=False)
+            request = msgspec.convert(found, self._schema, strict=False)
         except msgspec.ValidationError as error:
             match = _AT.match(str(error))
             field = (match[2] or "") if match else ""
@@ -154,3 +156,5 @@ class FormDecoder(Generic[T]):
                 f"{field} is invalid: {kind}, got {echo(found.get(field))}",
                 param=field or None,
             ) from None
+        verify_supported(request, self._refused)
+        return request

@@ -15,8 +15,9 @@ import numpy as np
 
 from ...http.errors import APIError
 from .. import schema
-from ..schema import WITHOUT_EFFECT, CompletionRequest
+from ..schema import CompletionRequest
 from ..schema.files import BatchRequest
+from ..schema.refused import WITHOUT_EFFECT
 from ..schema.responses import ConversationRequest, ResponseFields
 from ..schema.stored import MetadataRequest
 

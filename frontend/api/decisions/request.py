@@ -45,8 +45,6 @@ def translate(body: DecisionRequest) -> DecisionChat:
     Raises:
         APIError: A field is invalid or not supported (400).
     """
-    if body.joint not in (None, False):
-        raise bad_request("joint", "is not supported; each question is answered by itself")
     if not body.input:
         raise bad_request("input", "is required and must not be empty")
     if not body.questions:

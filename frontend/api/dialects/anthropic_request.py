@@ -83,6 +83,8 @@ def translate_messages(body: MessagesRequest) -> ChatCompletionRequest:
         response_format=_response_format(body),
         user=_user(body.metadata),
         priority=body.priority,
+        cache_salt=body.cache_salt,
+        chat_template_kwargs=body.chat_template_kwargs,
         continue_final_message=is_prefilled or None,
         **_thinking(body),
     )

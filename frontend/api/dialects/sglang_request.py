@@ -9,7 +9,8 @@ from typing import Any, Final
 
 from ...http.errors import bad_request, echo, wrong
 from ..logprobs import Json
-from ..schema import NO_OP_VALUES, REFUSED, UNLIMITED, CompletionRequest
+from ..schema import UNLIMITED, CompletionRequest
+from ..schema.refused import NO_OP_VALUES, REFUSED
 from ..schema.sglang import SglangGenerateRequest, SglangSampling
 
 DEFAULT_MAX_TOKENS: Final = 128

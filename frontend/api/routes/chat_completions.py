@@ -27,7 +27,7 @@ from ..logprobs import Json
 from ..prediction import encode_prediction
 from ..prompts import fit_context
 from ..sampling import sampling_params
-from ..schema import ChatCompletionRequest
+from ..schema import ChatCompletionRequest, TokenizeRequest
 from ..serving import Serving
 from ..streaming.chunks import Chunks
 from ..streaming.event_stream import ChunkEncoder
@@ -240,7 +240,7 @@ class ChatCompletions(Endpoint[ChatCompletionRequest]):
         return params
 
 
-def reasoning_kwargs(request: ChatCompletionRequest) -> Json:
+def reasoning_kwargs(request: ChatCompletionRequest | TokenizeRequest) -> Json:
     """Return the requested reasoning effort under the names that chat templates use."""
     effort, thinking = request.reasoning_effort, (request.thinking or {}).get("type")
     kwargs: Json = {} if effort is None else {"reasoning_effort": effort}
@@ -272,9 +272,11 @@ class ChatChoice:
         self.index = index
         self._answer = answer
         is_constrained = prompt.params.structured_output is not None
-        self._reasoning = serving.new_reasoning_parser(
-            prompt.text or "", constrained=is_constrained
-        )
+        self._reasoning = None
+        if answer.request.separate_reasoning is not False:
+            text = prompt.text or ""
+            self._reasoning = serving.new_reasoning_parser(text, constrained=is_constrained)
+        self._held_reasoning = ""
         self._parser = ChatOutputParser(self._reasoning, self._new_tool_parser(answer.tools))
         self.is_plain = self._reasoning is None and answer.tools.mode is ToolMode.NONE
         self.calls = CallWriter(answer.tools)
@@ -311,13 +313,23 @@ class ChatChoice:
         message = self._parser.feed(delta.text, is_end)
         if self._reasoning is not None:
             self._token_ids += delta.token_ids
-            if self._answer.request.include_reasoning is False:
-                message.reasoning = ""
+            self._show_reasoning(message, is_end=is_end)
         if not self._answer.tools.is_parallel:
             message.tool_calls = [call for call in message.tool_calls if call.index == 0]
         message.tool_calls = self.calls.translate(message.tool_calls, is_end=is_end)
         self.called_tools |= bool(message.tool_calls)
         return message
+
+    def _show_reasoning(self, message: MessageDelta, *, is_end: bool) -> None:
+        """Remove the reasoning from a message, or hold it back until it is complete, if the request asks for that."""
+        request = self._answer.request
+        if request.include_reasoning is False:
+            message.reasoning = ""
+        elif request.stream_reasoning is False:
+            self._held_reasoning += message.reasoning
+            message.reasoning = ""
+            if is_end or message.content or message.tool_calls:
+                message.reasoning, self._held_reasoning = self._held_reasoning, ""
 
     def ending(self, delta: Delta) -> Json:
         """Return all fields of a choice except its message or delta."""

@@ -42,6 +42,12 @@ from ..serving import Serving
 
 ENCODING_FORMATS: Final = ("float", "base64")
 
+DTYPES: Final = {"float32": "f4", "float16": "f2"}
+"""`embed_dtype` -> the code of the type in NumPy."""
+
+BYTE_ORDERS: Final = {"native": "=", "little": "<", "big": ">"}
+"""`endianness` -> the code of the byte order in NumPy."""
+
 
 class Embeddings:
     """The routes that return a vector or a class for each input."""
@@ -60,7 +66,7 @@ class Embeddings:
                 yield {
                     "object": "embedding",
                     "index": index,
-                    "embedding": _encoded(vector, request.encoding_format),
+                    "embedding": _encoded(vector, request),
                 }
 
         def answer(group: RequestGroup, vectors: Iterator[Vector]) -> Response:
@@ -103,12 +109,12 @@ class Embeddings:
         if self._serving.config.model.classifier is None:
             inputs = await self._embedded_inputs(request, body_size)
         else:
-            verify_choice("encoding_format", request.encoding_format, ENCODING_FORMATS)
+            _verify_encoding(request)
             inputs = await self._inputs(request, body_size)
 
         def entries(group: RequestGroup) -> Iterator[dict[str, Any]]:
             for index, vectors in enumerate(self._results(request, group, inputs, kind)):
-                data = _encoded(vectors, request.encoding_format)
+                data = _encoded(vectors, request)
                 yield {"object": "pooling", "index": index, "data": data}
 
         answer = partial(self._answer, request, "pool", entries)
@@ -165,7 +171,7 @@ class Embeddings:
         Raises:
             APIError: The value of a field is not allowed, or the model does not embed (400).
         """
-        verify_choice("encoding_format", request.encoding_format, ENCODING_FORMATS)
+        _verify_encoding(request)
         model = self._serving.config.model
         verify_embeds(model)
         verify_dimensions(request.dimensions, model.pooler)
@@ -191,12 +197,13 @@ class Embeddings:
                     vectors,
                     model.pooler,
                     dimensions=request.dimensions,
-                    normalize=request.normalize,
+                    normalize=request.use_activation
+                    if request.normalize is None
+                    else request.normalize,
                     kind=kind,
                 )
             else:
-                activate = request.use_activation if isinstance(request, PoolingRequest) else None
-                yield class_scores(vectors, model.classifier, activate=activate)
+                yield class_scores(vectors, model.classifier, activate=request.use_activation)
 
     def _answer(
         self,
@@ -241,7 +248,15 @@ def usage_of(group: RequestGroup) -> dict[str, int]:
     return {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
 
 
-def _encoded(vector: Vector, encoding_format: str | None) -> Any:
-    if encoding_format == "base64":
-        return base64.b64encode(vector.tobytes()).decode()
+def _verify_encoding(request: EmbeddingRequest) -> None:
+    verify_choice("encoding_format", request.encoding_format, ENCODING_FORMATS)
+    verify_choice("embed_dtype", request.embed_dtype, tuple(DTYPES))
+    verify_choice("endianness", request.endianness, tuple(BYTE_ORDERS))
+
+
+def _encoded(vector: Vector, request: EmbeddingRequest) -> Any:
+    if request.encoding_format == "base64":
+        order = BYTE_ORDERS[request.endianness or "native"]
+        dtype = order + DTYPES[request.embed_dtype or "float32"]
+        return base64.b64encode(vector.astype(dtype, copy=False).tobytes()).decode()
     return vector.tolist()

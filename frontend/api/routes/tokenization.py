@@ -16,6 +16,7 @@ from ..prompts import parse_token_ids
 from ..schema import DetokenizeRequest, TokenizeRequest
 from ..serving import Serving
 from ..tools.tool_definitions import tools_for_template
+from .chat_completions import reasoning_kwargs
 
 MAX_CHARACTERS: Final = 1 << 22
 """Maximum characters of a text; tokenizing takes up to 80 bytes of memory per character."""
@@ -64,6 +65,7 @@ class Tokenization:
                 body_size,
                 tools=tools_for_template(request.tools),
                 add_special_tokens=bool(request.add_special_tokens),
+                template_kwargs=reasoning_kwargs(request),
             )
             token_ids = chat.token_ids
         answer: dict[str, Any] = {

@@ -53,6 +53,15 @@ FORMATS: Final = ("json", "text", "srt", "vtt", "verbose_json")
 _STREAMED_FORMATS: Final = ("json", "text")
 _GRANULARITIES: Final = ("segment", "word")
 
+_SAMPLING: Final = (
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+)
+
 MAX_PROMPT_CHARACTERS: Final = 1 << 14
 """Maximum characters of a prompt. The model reads only its last few hundred tokens."""
 
@@ -199,9 +208,14 @@ class Transcriptions:
             raise bad_request("temperature", f"must be in [0, 1], got {temperature}")
         if request.seed is not None and not 0 <= request.seed <= MAX_SEED:
             raise wrong("seed", f"between 0 and {MAX_SEED}", request.seed)
-        prompt = request.prompt or ""
-        if isinstance(request, TranscriptionRequest) and request.keywords:
-            prompt = f"{prompt} {', '.join(request.keywords)}".strip()
+        sampling = {
+            name: value for name in _SAMPLING if (value := getattr(request, name)) is not None
+        }
+        self._serving.verify_sampling(SamplingParams(**sampling))
+        words = [request.hotwords] if request.hotwords else []
+        if isinstance(request, TranscriptionRequest):
+            words += request.keywords or ()
+        prompt = f"{request.prompt or ''} {', '.join(words)}".strip()
         if len(prompt) > MAX_PROMPT_CHARACTERS:
             raise bad_request(
                 "prompt",
@@ -220,6 +234,7 @@ class Transcriptions:
             prompt=prompt,
             temperature=temperature,
             seed=request.seed,
+            sampling=sampling,
             has_segments=has_segments,
             has_words=has_words,
             is_streamed=is_streamed,

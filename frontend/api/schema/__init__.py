@@ -108,7 +108,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     spaces_between_special_tokens: bool | None = None
     guided_decoding_backend: str | None = None
 
-    # Rejected (see REFUSED), because an answer that ignores them would be wrong.
+    # Rejected (see `refused.py`), because an answer that ignores them would be wrong.
     guided_whitespace_pattern: Any = None
     logits_processors: Any = None
     vllm_xargs: Any = None
@@ -125,6 +125,12 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     suffix: Any = None
     prompt_embeds: Any = None
     repetition_detection: Any = None
+    early_stopping: Any = None
+    return_weight_versions: Any = None
+    return_cached_tokens_details: Any = None
+    return_spec_tokens_details: Any = None
+    images_config: Any = None
+    watermark: Any = None
     watermarking: Any = None
     media_io_kwargs: Any = None
     ec_transfer_params: Any = None
@@ -171,6 +177,8 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     echo: bool | None = None
     logprobs: Int | None = None
 
+    thinking_token_budget: Any = None
+
 
 class ChatCompletionRequest(GenerationRequest, kw_only=True):
     """The body of `POST /v1/chat/completions`."""
@@ -196,6 +204,9 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     # Maximum tokens of reasoning.
     thinking_token_budget: Int | None = None
     include_reasoning: bool | None = None
+    # SGLang's fields: false leaves the reasoning in the content, or sends it in one chunk of a stream.
+    separate_reasoning: bool | None = None
+    stream_reasoning: bool | None = None
     # Adds the prompt after the chat template to the answer, or to the first chunk of a stream.
     return_prompt_text: bool | None = None
     verbosity: str | None = None
@@ -204,14 +215,38 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     # Text that the answer may repeat. It provides drafts and does not change the answer.
     prediction: dict[str, Any] | None = None
 
+    # SGLang's name of `prompt_token_ids`.
+    input_ids: list[Int] | None = None
+
     chat_template: Any = None
     audio: Any = None
     web_search_options: Any = None
+    return_prompt_token_ids: Any = None
+    return_meta_info: Any = None
+    return_input_ids_in_sglext: Any = None
+    return_output_ids_in_sglext: Any = None
+    return_sampling_mask: Any = None
+    sampling_logprobs_mode: Any = None
+    return_flat_raw_output_top_logprobs: Any = None
+    return_flat_raw_top_logprobs_b64: Any = None
+    max_dynamic_patch: Any = None
+    min_dynamic_patch: Any = None
+    use_audio_in_video: Any = None
+    video_config: Any = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.prompt_token_ids is None:
+            self.prompt_token_ids = self.input_ids
+        else:
+            self.input_ids = None
 
     def sent_name(self, name: str) -> str:
         """Return the name under which the client sent a field: its own or an alias."""
         if name == "max_tokens" and self.max_completion_tokens is not None:
             return "max_completion_tokens"
+        if self.input_ids is not None and name.startswith("prompt_token_ids"):
+            return name.replace("prompt_token_ids", "input_ids")
         return "top_logprobs" if name == "logprobs" else super().sent_name(name)
 
 
@@ -238,6 +273,10 @@ class PoolingFields(msgspec.Struct, kw_only=True):
     safety_identifier: str | None = None
     metadata: dict[str, Any] | None = None
 
+    # Rejected, because an answer that ignores them would be wrong.
+    padding: Any = None
+    mm_processor_kwargs: Any = None
+
 
 class InputFields(PoolingFields, kw_only=True):
     """The fields that requests to embed or classify share: texts, tokens or conversations."""
@@ -249,13 +288,25 @@ class InputFields(PoolingFields, kw_only=True):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
+    chat_template: Any = None
+    media_io_kwargs: Any = None
+
 
 class EmbeddingRequest(InputFields, kw_only=True):
     """The body of `POST /v1/embeddings`."""
 
     encoding_format: str | None = None
+    # The type and the byte order of numbers in base64.
+    embed_dtype: str | None = None
+    endianness: str | None = None
     dimensions: Int | None = None
     normalize: bool | None = None
+    # vLLM's name of `normalize`, and of the activation of class probabilities.
+    use_activation: bool | None = None
+
+    lora_path: Any = None
+    embed_overrides: Any = None
+
     # The name of one of the model's prompts, whose text is put before every input.
     prompt_name: str | None = None
 
@@ -264,7 +315,6 @@ class PoolingRequest(EmbeddingRequest, kw_only=True):
     """The body of `POST /pooling`."""
 
     task: str | None = None
-    use_activation: bool | None = None
 
 
 class ClassificationRequest(InputFields, kw_only=True):
@@ -321,9 +371,25 @@ class TranslationRequest(msgspec.Struct, kw_only=True):
     # The language of the clip; detected if absent.
     language: str | None = None
     seed: Int | None = None
+    top_p: float | None = None
+    top_k: Int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    # Words that occur in the clip.
+    hotwords: str | None = None
     priority: Int | None = None
     # The tenant. Ignored if the server has several API keys.
     user: str | None = None
+
+    # Rejected, because an answer that ignores them would be wrong.
+    to_language: Any = None
+    use_beam_search: Any = None
+    n: Any = None
+    length_penalty: Any = None
+    include_stop_str_in_output: Any = None
+    vllm_xargs: Any = None
 
 
 class TranscriptionRequest(TranslationRequest, kw_only=True):
@@ -357,8 +423,12 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
+    reasoning_effort: str | None = None
+    thinking: dict[str, Any] | None = None
 
     chat_template: Any = None
+    mm_processor_kwargs: Any = None
+    media_io_kwargs: Any = None
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
@@ -399,87 +469,3 @@ ALIASES: Final[dict[str, tuple[str, ...]]] = {
     "cache_salt": ("extra_key",),
 }
 """Field -> names that other servers use for it. The field's own name has priority."""
-
-_NOT_SUPPORTED = "is not supported"
-
-REFUSED: dict[str, str] = {
-    "guided_whitespace_pattern": "is not supported; use structured_outputs.grammar",
-    "logits_processors": "is not supported; use logit_bias",
-    "vllm_xargs": _NOT_SUPPORTED,
-    "mm_processor_kwargs": _NOT_SUPPORTED,
-    "media_io_kwargs": _NOT_SUPPORTED,
-    "watermarking": _NOT_SUPPORTED,
-    "ec_transfer_params": _NOT_SUPPORTED,
-    "lora_path": _NOT_SUPPORTED,
-    "stop_regex": "is not supported; use stop",
-    "custom_logit_processor": "is not supported; use logit_bias",
-    "dry_multiplier": _NOT_SUPPORTED,
-    "mirostat": _NOT_SUPPORTED,
-    "xtc_probability": _NOT_SUPPORTED,
-    "top_n_sigma": _NOT_SUPPORTED,
-    "dynatemp_range": _NOT_SUPPORTED,
-    "samplers": "is not supported; the order of samplers is fixed",
-    "suffix": "is not supported in chats; use /v1/completions",
-    "prompt_embeds": "is not supported in chats; use /v1/completions",
-    "repetition_detection": "is not supported; use frequency_penalty or max_tokens",
-    "chat_template": "is not accepted from requests; start the server with --chat-template",
-    "audio": _NOT_SUPPORTED,
-    "web_search_options": "is not supported; this server does not search the web",
-    "prompt": "is not supported; this server has no prompt templates: send instructions and input",
-    "context_management": "is not supported; use truncation auto",
-    "previous_response": "is not supported; use previous_response_id, or send its items",
-    "previous_input_messages": "is not supported; send items in input",
-    "enable_response_messages": _NOT_SUPPORTED,
-    "lora": "is not supported; send the name of the adapter as model",
-    "custom_params": _NOT_SUPPORTED,
-    "input_embeds": "is not supported; send prompt_embeds to /v1/completions",
-    "image_data": "is not supported; send images to /v1/chat/completions",
-    "video_data": "is not supported; send videos to /v1/chat/completions",
-    "audio_data": "is not supported; send audio to /v1/chat/completions",
-    "return_hidden_states": _NOT_SUPPORTED,
-    "return_routed_experts": _NOT_SUPPORTED,
-    "return_entropy": _NOT_SUPPORTED,
-    "session_params": "is not supported; every prefix is cached",
-    "bootstrap_host": "is not supported; use kv_transfer_params of /v1/completions",
-    "mcp_servers": "is not supported; this server runs no tools itself",
-    "container": "is not supported; this server runs no tools itself",
-    "compaction": "is not supported; ask for a summary in a message",
-    "post_sampling_probs": "is not supported; leave it out for the model's own probabilities",
-}
-"""Rejected field -> the rest of the error message."""
-
-WITHOUT_EFFECT: Final = ("metadata", "prompt_cache_options", "moderation")
-"""Accepted fields of any size that the server ignores, unless the answer is stored."""
-
-NO_OP_VALUES: dict[str, tuple[Any, ...]] = {
-    "logits_processors": ([],),
-    "suffix": ("",),
-    "mcp_servers": ([],),
-    "vllm_xargs": ({},),
-    "mm_processor_kwargs": ({},),
-    "media_io_kwargs": ({},),
-    "watermarking": (False,),
-    "lora_path": ("",),
-    "stop_regex": ("", []),
-    "custom_logit_processor": ("",),
-    "dry_multiplier": (0,),
-    "mirostat": (0,),
-    "xtc_probability": (0,),
-    "top_n_sigma": (-1, 0),
-    "dynatemp_range": (0,),
-    "samplers": ([], ""),
-    "context_management": ([],),
-    "enable_response_messages": (False,),
-    "lora": ([],),
-    "custom_params": ({},),
-    "image_data": ([],),
-    "video_data": ([],),
-    "audio_data": ([],),
-    "token_ids_logprob": ([],),
-    "return_hidden_states": (False,),
-    "return_routed_experts": (False,),
-    "return_entropy": (False,),
-    "session_params": ({},),
-    "post_sampling_probs": (False,),
-}
-"""Rejected field -> values that are accepted, because they have no effect."""

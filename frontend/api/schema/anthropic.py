@@ -28,13 +28,19 @@ class MessagesRequest(msgspec.Struct, kw_only=True):
     output_format: dict[str, Any] | None = None
     metadata: dict[str, Any] | None = None
 
-    # A field of Engine, as in chat completions.
+    # Fields of Engine, as in chat completions.
     priority: Int | None = None
+    cache_salt: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
     # Rejected, because an answer that ignores them would be wrong.
     mcp_servers: Any = None
     container: Any = None
     compaction: Any = None
+    kv_transfer_params: Any = None
+    ec_transfer_params: Any = None
+    vllm_xargs: Any = None
+    watermarking: Any = None
     thread: dict[str, Any] | None = None
 
     # Accepted because clients send them; they have no effect.

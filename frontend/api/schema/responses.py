@@ -76,6 +76,7 @@ class ResponsesRequest(ResponseFields, kw_only=True):
     ignore_eos: bool | None = None
     logit_bias: dict[str, float] | None = None
     stop: str | list[str] | None = None
+    stop_token_ids: list[Int] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     structured_outputs: dict[str, Any] | None = None
@@ -91,6 +92,13 @@ class ResponsesRequest(ResponseFields, kw_only=True):
     previous_response: Any = None
     previous_input_messages: Any = None
     enable_response_messages: Any = None
+    extra_key: Any = None
+    include_reasoning: Any = None
+    kv_transfer_params: Any = None
+    ec_transfer_params: Any = None
+    media_io_kwargs: Any = None
+    watermarking: Any = None
+    bootstrap_host: Any = None
 
     # Accepted because clients send them; they have no effect.
     background_options: dict[str, Any] | None = None
@@ -118,6 +126,7 @@ SAMPLING_FIELDS = (
     "ignore_eos",
     "logit_bias",
     "stop",
+    "stop_token_ids",
     "include_stop_str_in_output",
     "skip_special_tokens",
     "structured_outputs",

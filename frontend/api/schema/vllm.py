@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from . import Int
@@ -30,3 +32,10 @@ class GenerativeScoringRequest(msgspec.Struct, kw_only=True):
 
     # Accepted because clients send them; they have no effect.
     request_id: str | None = None
+
+    # Rejected, because an answer that ignores them would be wrong.
+    query_embed_overrides: Any = None
+    item_embed_overrides: Any = None
+    return_token_logprobs: Any = None
+    return_pooled_hidden_states: Any = None
+    score_extraction_token: Any = None

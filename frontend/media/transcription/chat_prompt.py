@@ -110,7 +110,11 @@ class ChatPrompts:
     ) -> SamplingParams:
         """Return the sampling parameters for the answer to a window."""
         return SamplingParams(
-            max_tokens=max_tokens, temperature=temperature, seed=options.seed, logprobs=0
+            max_tokens=max_tokens,
+            temperature=temperature,
+            seed=options.seed,
+            **options.sampling,
+            logprobs=0,
         )
 
     def read_answer(self, token_ids: Sequence[int]) -> Answer:

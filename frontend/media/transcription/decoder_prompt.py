@@ -161,6 +161,7 @@ class DecoderPrompts:
             max_tokens=max_tokens,
             temperature=temperature,
             seed=options.seed,
+            **options.sampling,
             logprobs=0,
             transcript_rules=rules,
         )

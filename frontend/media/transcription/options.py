@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Final
+from typing import Any, Final
 
 from ....protocol.config import ModelConfig
 from ....protocol.config.chat_audio import ChatAudioConfig
@@ -40,6 +40,7 @@ class TranscriptionOptions:
         prompt: Text that the model continues, as an example of style and spelling.
         temperature: 0 decodes greedily, and tries higher temperatures if the text repeats itself or is doubtful.
         seed: The seed of sampling at other temperatures; None for a random one.
+        sampling: Other sampling parameters, such as penalties.
         has_segments: Whether to return segments with times.
         has_words: Whether to return words with times.
         is_streamed: Whether text is sent as it is generated. No window can be decoded again then.
@@ -51,6 +52,7 @@ class TranscriptionOptions:
     prompt: str = ""
     temperature: float = 0.0
     seed: int | None = None
+    sampling: Mapping[str, Any] = field(default_factory=dict)
     has_segments: bool = False
     has_words: bool = False
     is_streamed: bool = False

@@ -278,6 +278,7 @@ def test_unknown_fields_are_ignored_unless_strict(frontend: FrontendProcess) -> 
         ({"prompt": 5}, "prompt"),
         ({"prompt": "a" * (2**22 + 1)}, "prompt"),
         ({"messages": [{}]}, "messages[0].role"),
+        ({"messages": USER, "media_io_kwargs": {"image": {}}}, "media_io_kwargs"),
     ],
 )
 def test_invalid_tokenize_request_is_rejected(

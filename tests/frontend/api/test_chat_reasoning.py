@@ -43,6 +43,12 @@ def test_reasoning_is_separated_from_content(thinking: FrontendProcess) -> None:
     silent = chat(thinking, include_reasoning=False, **options)["choices"][0]["message"]
     assert silent["reasoning"] is silent["reasoning_content"] is None
     assert silent["content"] == "It is four."
+    whole = chat(thinking, separate_reasoning=False, **options)["choices"][0]["message"]
+    assert "<think>" in whole["content"] and whole["reasoning"] is None
+    held = {"stream": True, "stream_reasoning": False}
+    events = sse_events(thinking.post("/v1/chat/completions", **held, **options).text)
+    deltas = [event["choices"][0]["delta"] for event in events]
+    assert [d["reasoning"] for d in deltas if "reasoning" in d] == ["Let me see."]
     plain = chat(thinking, messages=user("Hello"), max_tokens=1)["choices"][0]["message"]
     assert plain["content"] == "Hello"
     assert plain["reasoning"] is plain["reasoning_content"] is None

@@ -64,6 +64,7 @@ def test_sglang_clients_get_all_scores_of_each_item(frontend: FrontendProcess) -
         ({"label_token_ids": None}, "label_token_ids"),
         ({"label_token_ids": [10**6]}, "label_token_ids"),
         ({"label_token_ids": [*range(129)]}, "label_token_ids"),
+        ({"return_pooled_hidden_states": True}, "return_pooled_hidden_states"),
     ],
 )
 def test_errors_name_the_field(frontend: FrontendProcess, fields: dict, param: str) -> None:

@@ -202,6 +202,8 @@ def test_fields_of_vllm_apply_or_are_refused(
         ({"structured_outputs": {"regex": "("}}, "structured_outputs is not a regex"),
         ({"previous_response": {}}, "previous_response is not supported"),
         ({"vllm_xargs": {"a": 1}}, "vllm_xargs is not supported"),
+        ({"include_reasoning": False}, "include_reasoning is not supported"),
+        ({"stop_token_ids": [10**6]}, "stop_token_ids"),
     ):
         with pytest.raises(openai.BadRequestError, match=problem):
             client.responses.create(**options(frontend, "x"), extra_body=fields)

@@ -1,0 +1,173 @@
+"""The fields of request bodies that are rejected, and those that are ignored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from inspect import get_annotations
+from typing import Any, Final
+
+import msgspec
+
+from ...http.errors import bad_request, echo
+
+_NOT_SUPPORTED = "is not supported"
+
+REFUSED: dict[str, str] = {
+    "guided_whitespace_pattern": "is not supported; use structured_outputs.grammar",
+    "logits_processors": "is not supported; use logit_bias",
+    "vllm_xargs": _NOT_SUPPORTED,
+    "mm_processor_kwargs": _NOT_SUPPORTED,
+    "media_io_kwargs": _NOT_SUPPORTED,
+    "watermarking": _NOT_SUPPORTED,
+    "ec_transfer_params": _NOT_SUPPORTED,
+    "lora_path": _NOT_SUPPORTED,
+    "stop_regex": "is not supported; use stop",
+    "custom_logit_processor": "is not supported; use logit_bias",
+    "dry_multiplier": _NOT_SUPPORTED,
+    "mirostat": _NOT_SUPPORTED,
+    "xtc_probability": _NOT_SUPPORTED,
+    "top_n_sigma": _NOT_SUPPORTED,
+    "dynatemp_range": _NOT_SUPPORTED,
+    "samplers": "is not supported; the order of samplers is fixed",
+    "suffix": "is not supported in chats; use /v1/completions",
+    "prompt_embeds": "is not supported in chats; use /v1/completions",
+    "repetition_detection": "is not supported; use frequency_penalty or max_tokens",
+    "chat_template": "is not accepted from requests; start the server with --chat-template",
+    "audio": _NOT_SUPPORTED,
+    "web_search_options": "is not supported; this server does not search the web",
+    "prompt": "is not supported; this server has no prompt templates: send instructions and input",
+    "context_management": "is not supported; use truncation auto",
+    "previous_response": "is not supported; use previous_response_id, or send its items",
+    "previous_input_messages": "is not supported; send items in input",
+    "enable_response_messages": _NOT_SUPPORTED,
+    "lora": "is not supported; send the name of the adapter as model",
+    "custom_params": _NOT_SUPPORTED,
+    "input_embeds": "is not supported; send prompt_embeds to /v1/completions",
+    "image_data": "is not supported; send images to /v1/chat/completions",
+    "video_data": "is not supported; send videos to /v1/chat/completions",
+    "audio_data": "is not supported; send audio to /v1/chat/completions",
+    "return_hidden_states": _NOT_SUPPORTED,
+    "return_routed_experts": _NOT_SUPPORTED,
+    "return_entropy": _NOT_SUPPORTED,
+    "session_params": "is not supported; every prefix is cached",
+    "bootstrap_host": "is not supported; use kv_transfer_params of /v1/completions",
+    "mcp_servers": "is not supported; this server runs no tools itself",
+    "container": "is not supported; this server runs no tools itself",
+    "compaction": "is not supported; ask for a summary in a message",
+    "post_sampling_probs": "is not supported; leave it out for the model's own probabilities",
+    "joint": "is not supported; each question is answered by itself",
+    "thinking_token_budget": "is not supported; use /v1/chat/completions",
+    "kv_transfer_params": "is not supported; use /v1/chat/completions",
+    "extra_key": "is not supported; use cache_salt",
+    "include_reasoning": "is not supported; skip the items of type reasoning",
+    "return_weight_versions": _NOT_SUPPORTED,
+    "early_stopping": "is not supported; a beam search ends when no beam can become better",
+    "padding": "is not supported; inputs are never padded",
+    "embed_overrides": _NOT_SUPPORTED,
+    "query_embed_overrides": _NOT_SUPPORTED,
+    "item_embed_overrides": _NOT_SUPPORTED,
+    "return_token_logprobs": "is not supported; use /v1/completions with logprob_token_ids",
+    "return_pooled_hidden_states": _NOT_SUPPORTED,
+    "score_extraction_token": _NOT_SUPPORTED,
+    "watermark": _NOT_SUPPORTED,
+    "images_config": _NOT_SUPPORTED,
+    "video_config": _NOT_SUPPORTED,
+    "max_dynamic_patch": _NOT_SUPPORTED,
+    "min_dynamic_patch": _NOT_SUPPORTED,
+    "use_audio_in_video": _NOT_SUPPORTED,
+    "return_cached_tokens_details": "is not supported; see usage.prompt_tokens_details",
+    "return_spec_tokens_details": _NOT_SUPPORTED,
+    "return_prompt_token_ids": "is not supported; use return_token_ids",
+    "return_meta_info": "is not supported; use /generate",
+    "return_input_ids_in_sglext": "is not supported; use return_token_ids",
+    "return_output_ids_in_sglext": "is not supported; use return_token_ids",
+    "return_sampling_mask": _NOT_SUPPORTED,
+    "sampling_logprobs_mode": _NOT_SUPPORTED,
+    "return_flat_raw_output_top_logprobs": _NOT_SUPPORTED,
+    "return_flat_raw_top_logprobs_b64": _NOT_SUPPORTED,
+    "to_language": "is not supported; use /v1/audio/translations for English",
+    "use_beam_search": "is not supported for speech",
+    "n": "is not supported for speech; send several requests",
+    "length_penalty": "is not supported for speech",
+    "include_stop_str_in_output": "is not supported for speech",
+}
+"""Rejected field -> the rest of the error message."""
+
+WITHOUT_EFFECT: Final = ("metadata", "prompt_cache_options", "moderation")
+"""Accepted fields of any size that the server ignores, unless the answer is stored."""
+
+NO_OP_VALUES: dict[str, tuple[Any, ...]] = {
+    "logits_processors": ([],),
+    "suffix": ("",),
+    "mcp_servers": ([],),
+    "vllm_xargs": ({},),
+    "mm_processor_kwargs": ({},),
+    "media_io_kwargs": ({},),
+    "watermarking": (False,),
+    "lora_path": ("",),
+    "stop_regex": ("", []),
+    "custom_logit_processor": ("",),
+    "dry_multiplier": (0,),
+    "mirostat": (0,),
+    "xtc_probability": (0,),
+    "top_n_sigma": (-1, 0),
+    "dynatemp_range": (0,),
+    "samplers": ([], ""),
+    "context_management": ([],),
+    "enable_response_messages": (False,),
+    "lora": ([],),
+    "custom_params": ({},),
+    "image_data": ([],),
+    "video_data": ([],),
+    "audio_data": ([],),
+    "token_ids_logprob": ([],),
+    "return_hidden_states": (False,),
+    "return_routed_experts": (False,),
+    "return_entropy": (False,),
+    "session_params": ({},),
+    "post_sampling_probs": (False,),
+    "kv_transfer_params": ({},),
+    "extra_key": ("",),
+    "include_reasoning": (True,),
+    "padding": ("do_not_pad",),
+    "watermark": ({},),
+    "images_config": ({},),
+    "video_config": ({},),
+    # The values of forms are texts.
+    "use_beam_search": ("false", "False", "0"),
+    "include_stop_str_in_output": ("false", "False", "0"),
+    "n": ("1",),
+    "length_penalty": ("1", "1.0"),
+    "to_language": ("",),
+    "return_weight_versions": (False,),
+    "early_stopping": (False,),
+    "return_token_logprobs": (False,),
+    "return_pooled_hidden_states": (False,),
+    "use_audio_in_video": (False,),
+    "return_cached_tokens_details": (False,),
+    "return_spec_tokens_details": (False,),
+    "return_prompt_token_ids": (False,),
+    "return_meta_info": (False,),
+    "return_input_ids_in_sglext": (False,),
+    "return_output_ids_in_sglext": (False,),
+    "return_sampling_mask": (False,),
+    "return_flat_raw_output_top_logprobs": (False,),
+    "return_flat_raw_top_logprobs_b64": (False,),
+    "joint": (False,),
+}
+"""Rejected field -> values that are accepted, because they have no effect."""
+
+
+def refused_fields(schema: type[msgspec.Struct]) -> list[str]:
+    """Return the fields that the schema rejects. Such a field has type Any; `echo` is valid in one schema only."""
+    types = {k: v for each in reversed(schema.__mro__) for k, v in get_annotations(each).items()}
+    # Evaluating the annotations of a large schema takes milliseconds.
+    return [name for name in REFUSED if types.get(name) in ("Any", Any)]
+
+
+def verify_supported(request: msgspec.Struct, names: Iterable[str]) -> None:
+    """Raise APIError 400 if one of the fields `names`, which the schema rejects, has a value with an effect."""
+    for name in names:
+        value = getattr(request, name)
+        if value is not None and value not in NO_OP_VALUES.get(name, ()):
+            raise bad_request(name, f"{REFUSED[name]}, got {echo(value)}")
