@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Any, TypeAlias
 
+import msgspec
+
 from ..client.logprobs import PositionLogprobs
 from ..http.json_pieces import EncodedJSON, encode_list, encode_object
 from ..tokenizer.tokenizer import Tokenizer
@@ -32,11 +34,14 @@ class LogprobsRenderer:
             return f"token_id:{token_id}"
         return self._tokenizer.token_bytes(token_id).decode(errors="replace")
 
-    def chat(self, positions: Iterable[PositionLogprobs]) -> Json:
+    def chat(self, positions: Iterable[PositionLogprobs], *, lists_chosen: bool = False) -> Json:
         """Return the `logprobs` of a chat choice.
 
-        `bytes` are the token's own bytes, which may be a part of a character.
+        `bytes` are the token's own bytes, which may be a part of a character. If `lists_chosen`, the candidates begin
+        with the generated token unless it is one of them.
         """
+        if lists_chosen:
+            positions = map(_with_chosen, positions)
         return {"content": encode_list(map(self._chat_position, positions), at_once=1)}
 
     def chat_entries(self, positions: Iterable[PositionLogprobs]) -> list[Json]:
@@ -80,6 +85,13 @@ class LogprobsRenderer:
             )
             for token, (logprob, rank) in ranks.items()
         )
+
+
+def _with_chosen(position: PositionLogprobs) -> PositionLogprobs:
+    if any(token_id == position.token_id for token_id, _ in position.top):
+        return position
+    chosen = (position.token_id, position.logprob)
+    return msgspec.structs.replace(position, top=[chosen, *position.top])
 
 
 class CompletionLogprobs:

@@ -339,7 +339,9 @@ class ChatChoice:
             reason = "function_call" if self._answer.tools.is_legacy else "tool_calls"
         choice: Json = {"logprobs": None, "finish_reason": reason, "stop_reason": delta.stop_reason}
         if request.logprobs and delta.logprobs is not None:
-            choice["logprobs"] = self._answer.renderer.chat(delta.logprobs)
+            lists_chosen = bool(request.logprob_token_ids)
+            renderer = self._answer.renderer
+            choice["logprobs"] = renderer.chat(delta.logprobs, lists_chosen=lists_chosen)
         if request.return_token_ids:
             choice["token_ids"] = delta.token_ids
         elif not request.stream:

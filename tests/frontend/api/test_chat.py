@@ -88,11 +88,16 @@ def test_chat_logprobs_match_the_tokens(client: openai.OpenAI, frontend: Fronten
     assert [token for piece in pieces for token in piece] == content
 
 
-def test_listed_tokens_replace_the_top_logprobs(frontend: FrontendProcess) -> None:
+@pytest.mark.parametrize("generated", [7, 11])
+def test_listed_tokens_replace_the_top_logprobs(frontend: FrontendProcess, generated: int) -> None:
     fields = {"max_tokens": 2, "logprobs": True, "top_logprobs": 4, "logprob_token_ids": [9, 7, 9]}
+    fields["prompt_token_ids"], fields["messages"] = [generated] * 2, None
     answer = chat(frontend, return_tokens_as_token_ids=True, **fields)
     for entry in answer["choices"][0]["logprobs"]["content"]:
-        assert [(e["token"], e["logprob"]) for e in entry["top_logprobs"]] == [
+        shown = [(e["token"], e["logprob"]) for e in entry["top_logprobs"]]
+        if generated == 11:
+            assert shown.pop(0) == ("token_id:11", pytest.approx(-0.011))
+        assert shown == [
             ("token_id:9", pytest.approx(-0.009)),
             ("token_id:7", pytest.approx(-0.007)),
         ]
