@@ -73,6 +73,8 @@ def with_common_names(fields: ConfigFields) -> ConfigFields:
         )
     found: dict[str, Any] = {}
     outputs = fields.optional_integer("output_vocab_size")
+    if outputs is None:
+        outputs = fields.optional_integer("unpadded_vocab_size")
     is_tied = fields.get("tie_word_embeddings") is True
     if outputs is not None and not is_tied and fields.get("num_unused_embeddings") is None:
         size = fields.integer("vocab_size", minimum=outputs)

@@ -2,6 +2,8 @@
 
 import pytest
 import transformers
+from engine.protocol.checkpoint.config_fields import ConfigFields
+from engine.protocol.checkpoint.field_names import with_common_names
 from engine.protocol.checkpoint.recurrent_layers import KimiDeltaAttention
 from engine.protocol.errors import CheckpointError, ConfigError
 from engine.workers.layers.parallel.shard import ModelShard
@@ -318,3 +320,10 @@ def test_more_ranks_than_elements_of_experts_are_refused(sizes):
     shard = ModelShard(range(1), 1, TensorParallel(1, 4))
     with pytest.raises(ConfigError, match=f"only {min(filter(None, sizes))} intermediate elements"):
         shard.placement(experts)
+
+
+@pytest.mark.parametrize("field", ["output_vocab_size", "unpadded_vocab_size"])
+def test_frontends_accept_only_tokens_that_the_model_can_write(field: str) -> None:
+    fields = ConfigFields({"vocab_size": 120, field: 97}, "config.json")
+    found = with_common_names(fields)
+    assert (found.get("vocab_size"), found.get("num_unused_embeddings")) == (97, 23)

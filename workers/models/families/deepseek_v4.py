@@ -66,6 +66,7 @@ def _deepseek_v4(fields: ConfigFields) -> ModelSpec:
     scoring = fields.text("scoring_func", "sqrtsoftplus")
     if scoring not in _SCORINGS:
         raise fields.wrong("scoring_func", " or ".join(_SCORINGS), scoring)
+    fields.require("mlp_bias", False)
     if fields.integer("num_key_value_heads") != 1:
         raise fields.wrong("num_key_value_heads", "1", fields.get("num_key_value_heads"))
     limit = fields.number("swiglu_limit", 10.0)

@@ -59,9 +59,6 @@ def _inkling(fields: ConfigFields) -> ModelSpec:
         fields = fields.with_values(
             {"moe_intermediate_size": size, "intermediate_size": dense_size}
         )
-    if (num_outputs := fields.optional_integer("unpadded_vocab_size")) is not None:
-        unused = fields.integer("vocab_size", minimum=num_outputs) - num_outputs
-        fields = fields.with_values({"vocab_size": num_outputs, "num_unused_embeddings": unused})
     head_dim, local_dim = fields.integer("head_dim"), fields.integer("swa_head_dim", 128)
     scaling = None
     if (floor := fields.optional_integer("log_scaling_n_floor")) is not None:
@@ -138,9 +135,6 @@ def _inkling2(fields: ConfigFields) -> ModelSpec:
     )
     fields = fields.with_defaults(intermediate_size=fields.integer("moe_intermediate_size"))
     fields.require("scoring_func", "sigmoid")
-    num_outputs = fields.integer("unpadded_vocab_size", fields.integer("vocab_size"))
-    unused = fields.integer("vocab_size", minimum=num_outputs) - num_outputs
-    fields = fields.with_values({"vocab_size": num_outputs})
     local_dim = fields.integer("swa_head_dim", 128)
     full = LayerSpec(
         None,
@@ -173,7 +167,7 @@ def _inkling2(fields: ConfigFields) -> ModelSpec:
         has_value_norm=True,
         has_embedding_norm=True,
         places_after_norm=True,
-        num_unused_embeddings=unused,
+        num_unused_embeddings=fields.integer("num_unused_embeddings", 0, minimum=0),
         relative_biases=RelativeBiasSpec(
             fields.integer("d_rel", 16),
             fields.integer("rel_extent", 1024),
