@@ -30,6 +30,7 @@ _INTERLEAVED = (
     "deci",
     "deepseek",
     "internlm2",
+    "llama-embed",
     "minicpm",
     "smollm3",
     "xverse",

@@ -149,6 +149,7 @@ _LAYER_MODULES_OF_ARCHITECTURE = {
     "nomic-bert": _BERT_MODULES,
     "bamba": _LAYER_MODULES | {"ffn_norm": "pre_ff_layernorm"},
     "chatglm": _FUSED_MLP,
+    "dbrx": _LAYER_MODULES | {"attn_output_norm": "post_attention_layernorm"},
     "falcon-h1": _LAYER_MODULES | {"ffn_norm": "pre_ff_layernorm"},
     "gemma-embedding": _GEMMA_MODULES,
     "gemma2": _GEMMA_MODULES,

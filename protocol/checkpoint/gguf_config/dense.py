@@ -335,6 +335,8 @@ DENSE: dict[str, Translate] = {
     "granite": granite,
     "granite_swa": _granite_swa,
     "hunyuan-dense": named(family, "hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM"),
+    # Files of models with images: their text.
+    "hunyuan_vl": named(family, "hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM"),
     "internlm2": _plain_llama,
     "jais2": named(family, "jais2", "Jais2ForCausalLM", hidden_act="relu2"),
     "llama": _llama,
@@ -347,6 +349,7 @@ DENSE: dict[str, Translate] = {
     "olmo2": _olmo2,
     "orion": named(family, "orion", "OrionForCausalLM"),
     "pangu-embedded": _pangu,
+    "paddleocr": _plain_llama,
     "phi2": named(family, "phi", "PhiForCausalLM", hidden_act="gelu_new"),
     "phi3": _phi3,
     "qwen": _qwen,

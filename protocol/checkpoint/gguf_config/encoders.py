@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from ...errors import CheckpointError
 from .fields import ModelFields, Translate
-from .parts import CLS, read_pooling
+from .parts import CLS, MEAN, read_pooling
 
 
 def _encoder(fields: ModelFields) -> dict[str, Any]:
@@ -65,6 +65,24 @@ def _modern_bert(fields: ModelFields) -> dict[str, Any]:
     }
 
 
+def _eurobert(fields: ModelFields) -> dict[str, Any]:
+    return {
+        "model_type": "eurobert",
+        "architectures": ["EuroBertModel"],
+        "classifier_pooling": read_pooling(fields, MEAN),
+    }
+
+
+def _llama_embed(fields: ModelFields) -> dict[str, Any]:
+    """Return the fields of a Llama whose tokens attend to all tokens (Llama-Embed-Nemotron)."""
+    return {
+        "model_type": "llama",
+        "architectures": ["LlamaModel"],
+        "is_causal": False,
+        "classifier_pooling": read_pooling(fields, MEAN),
+    }
+
+
 def _t5_encoder(fields: ModelFields) -> dict[str, Any]:
     """Return the fields of the encoder of a T5, or of a umT5, whose layers have their own biases."""
     has_own_biases = fields.has_tensor("enc.blk.1.attn_rel_b.weight")
@@ -98,7 +116,9 @@ def _t5(fields: ModelFields) -> dict[str, Any]:
 
 ENCODERS: Final[dict[str, Translate]] = {
     "bert": _bert,
+    "eurobert": _eurobert,
     "jina-bert-v3": _jina_bert_v3,
+    "llama-embed": _llama_embed,
     "modern-bert": _modern_bert,
     "nomic-bert": _nomic_bert,
     "t5": _t5,

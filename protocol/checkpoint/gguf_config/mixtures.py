@@ -78,6 +78,46 @@ def _olmoe(fields: ModelFields) -> dict[str, Any]:
     return mixture(fields, "Olmoe", "olmoe", norm_topk_prob=False, intermediate_size=size)
 
 
+def _cohere2_moe(fields: ModelFields) -> dict[str, Any]:
+    experts, counts = expert_fields(fields), layer_counts(fields)
+    is_rms = fields.optional_positive("attention.layer_norm_rms_epsilon") is not None
+    differences = {} if is_rms else {"rms_norm_eps": None}
+    scoring = fields.integer("expert_gating_func", _SIGMOID)
+    return mixture(
+        fields,
+        "Cohere2Moe",
+        "cohere2_moe",
+        **counts,
+        **differences,
+        layer_norm_eps=fields.optional_positive("attention.layer_norm_epsilon"),
+        logit_scale=fields.positive("logit_scale", 1.0),
+        intermediate_size=experts["moe_intermediate_size"],
+        prefix_dense_intermediate_size=fields.optional_integer("feed_forward_length"),
+        num_shared_experts=experts["n_shared_experts"],
+        expert_selection_fn="sigmoid" if scoring == _SIGMOID else "softmax",
+        layer_types=layer_types(fields, default_period=4)[: counts["num_hidden_layers"]],
+        sliding_window=fields.integer("attention.sliding_window"),
+    )
+
+
+def _dbrx(fields: ModelFields) -> dict[str, Any]:
+    experts = expert_fields(fields)
+    return {
+        "model_type": "dbrx",
+        "architectures": ["DbrxForCausalLM"],
+        "attn_config": {
+            "kv_n_heads": fields.integer("attention.head_count_kv"),
+            "clip_qkv": fields.optional_positive("attention.clamp_kqv"),
+            "rope_theta": fields.positive("rope.freq_base", 10_000.0),
+        },
+        "ffn_config": {
+            "ffn_hidden_size": experts["moe_intermediate_size"],
+            "moe_num_experts": experts["num_experts"],
+            "moe_top_k": experts["num_experts_per_tok"],
+        },
+    }
+
+
 def _granite_moe(fields: ModelFields) -> dict[str, Any]:
     size = expert_fields(fields)["moe_intermediate_size"]
     return granite(fields) | mixture(
@@ -402,6 +442,8 @@ MIXTURES: dict[str, Translate] = {
     "afmoe": _afmoe,
     "bailingmoe": _bailingmoe,
     "bailingmoe2": _bailingmoe2,
+    "cohere2moe": _cohere2_moe,
+    "dbrx": _dbrx,
     "mimo2": _mimo2,
     "deepseek": named(mixture, "Deepseek", "deepseek"),
     "deepseek2": _deepseek2,

@@ -1,0 +1,85 @@
+"""Write GGUF files of architectures that the package gguf does not know."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from gguf import GGUFWriter
+
+_NAMES = (
+    (r"^(transformer|model)\.", ""),
+    (r"^(lm_head|score)\.", "output."),
+    (r"^(embed_tokens|wte)\.", "token_embd."),
+    (r"^(norm|norm_f)\.", "output_norm."),
+    (r"^(layers|blocks)\.", "blk."),
+    (r"\.norm_attn_norm\.norm_1\.", ".attn_norm."),
+    (r"\.norm_attn_norm\.norm_2\.", ".attn_output_norm."),
+    (r"\.norm_attn_norm\.attn\.Wqkv\.", ".attn_qkv."),
+    (r"\.norm_attn_norm\.attn\.out_proj\.", ".attn_output."),
+    (r"\.ffn\.router\.layer\.", ".ffn_gate_inp."),
+    (r"\.input_layernorm\.", ".attn_norm."),
+    (r"\.post_attention_layernorm\.", ".ffn_norm."),
+    (r"\.self_attn\.([qkv])_proj\.", r".attn_\1."),
+    (r"\.self_attn\.o_proj\.", ".attn_output."),
+    (r"\.self_attn\.(query|key)_layernorm\.", lambda match: f".attn_{match[1][0]}_norm."),
+    (r"\.mlp\.(gate|up|down)_proj\.", r".ffn_\1."),
+    (r"\.mlp\.gate\.", ".ffn_gate_inp."),
+    (r"\.mlp\.shared_experts\.(gate|up|down)_proj\.", r".ffn_\1_shexp."),
+)
+_ROWS_OF_DBRX = {"w1": "gate", "v1": "up", "w2": "down"}
+
+
+def write_tensors(path: Path, model: Any, architecture: str, metadata: dict[str, Any]) -> Path:
+    """Write a model to `path` and return it. The keys of `metadata` follow the architecture's name."""
+    config, tensors = model.config, model.state_dict()
+    writer = GGUFWriter(path, architecture)
+    common = {
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "attention.head_count": config.num_attention_heads,
+    }
+    for key, value in (common | metadata).items():
+        kind = next(kind for kind in _ADD if isinstance(value, kind))
+        getattr(writer, _ADD[kind])(f"{architecture}.{key}", value)
+    for name, tensor in tensors.items():
+        for key, values in _parts(name, tensor.float(), config).items():
+            if key != "output.weight" or not config.tie_word_embeddings:
+                writer.add_tensor(key, values.contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+_ADD = {
+    bool: "add_bool",
+    int: "add_uint32",
+    float: "add_float32",
+    str: "add_string",
+    list: "add_array",
+}
+"""The writer's method for values of each type."""
+
+
+def _parts(name: str, tensor: torch.Tensor, config: Any) -> dict[str, torch.Tensor]:
+    """Return the tensors of the file that one saved tensor becomes."""
+    other = name
+    for pattern, replacement in _NAMES:
+        other = re.sub(pattern, replacement, other)
+    if rows := re.fullmatch(r"(.*)\.ffn\.experts\.mlp\.(w1|v1|w2)", other):
+        count = config.ffn_config.moe_num_experts
+        experts = tensor.unflatten(0, (count, -1))
+        part = _ROWS_OF_DBRX[rows[2]]
+        matrices = experts.transpose(1, 2) if part == "down" else experts
+        return {f"{rows[1]}.ffn_{part}_exps.weight": matrices}
+    if stacked := re.fullmatch(r"(.*)\.mlp\.experts\.(gate_up|down)_proj", other):
+        if stacked[2] == "down":
+            return {f"{stacked[1]}.ffn_down_exps.weight": tensor}
+        gate, up = tensor.chunk(2, 1)
+        return {f"{stacked[1]}.ffn_gate_exps.weight": gate, f"{stacked[1]}.ffn_up_exps.weight": up}
+    return {other: tensor}
