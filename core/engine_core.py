@@ -24,6 +24,7 @@ from ..protocol.heartbeat import HeartbeatWriter, seconds_to_beat
 from ..protocol.messages import (
     AbortRequests,
     AddRequests,
+    AppendInputs,
     ClientHello,
     ClientMessage,
     CoreReady,
@@ -140,9 +141,8 @@ class EngineCore:
         """Outputs that are not sent yet, in the order in which the clients must receive them."""
         self._num_reported_dropped_frames = 0
         self._has_dumped_violations = False
-        limits = config.recovery
         # The supervisor kills a worker that hangs in a step before this time has passed.
-        self._step_timeout_s = limits.step_timeout_s + limits.heartbeat_timeout_s
+        self._step_timeout_s = config.recovery.step_timeout_s + config.recovery.heartbeat_timeout_s
         self._max_in_flight = config.scheduler.max_steps_in_flight
         self._preemption_advice = PreemptionAdvice()
         self._stats_log: StatsLog | None = None
@@ -291,6 +291,8 @@ class EngineCore:
                 self._add_requests(client_index, message.requests)
                 if message.ends_greeting:
                     self._scheduler.end_adoption(client_index)
+            elif isinstance(message, AppendInputs):
+                self._scheduler.append_inputs(client_index, message)
             elif isinstance(message, AbortRequests):
                 indices = int32_view(message.request_indices).tolist()
                 reason = FinishReason.MOVED if message.are_moved else FinishReason.ABORT

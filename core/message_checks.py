@@ -21,6 +21,7 @@ from ..protocol.errors import ParameterError
 from ..protocol.messages import (
     AbortRequests,
     AddRequests,
+    AppendInputs,
     ClientHello,
     ClientMessage,
     EncoderGrid,
@@ -57,6 +58,9 @@ def is_valid_message(message: ClientMessage, vocab_size: int) -> bool:
     """Return whether a client's message can be applied."""
     if isinstance(message, AddRequests | ClientHello):
         return all(is_valid_request(request, vocab_size) for request in message.requests)
+    if isinstance(message, AppendInputs):
+        is_valid_index = 0 <= message.request_index <= _MAX_INT32
+        return is_valid_index and _are_valid_inputs(message.inputs, 0)
     if isinstance(message, AbortRequests):
         return len(message.request_indices) % 4 == 0
     return True
@@ -84,15 +88,7 @@ def is_valid_request(request: EngineCoreRequest, vocab_size: int) -> bool:
         )
         and all(0 <= token_id < vocab_size for token_id in request.eos_token_ids)
         and (request.lora is None or len(request.lora.version) == HASH_BYTES)
-        and all(
-            0 <= item.position <= _MAX_INT32
-            and 0 <= item.num_tokens <= _MAX_INT32
-            and 0 <= item.size <= _MAX_INT32
-            and 0 <= item.read_until <= _MAX_INT32
-            and (item.grid is None or _is_valid_grid(item.grid, item.num_tokens))
-            and _are_valid_places(item, len(request.prompt_token_ids) // 4)
-            for item in request.encoder_inputs
-        )
+        and _are_valid_inputs(request.encoder_inputs, len(request.prompt_token_ids) // 4)
     ):
         return False
     try:
@@ -100,6 +96,19 @@ def is_valid_request(request: EngineCoreRequest, vocab_size: int) -> bool:
     except ParameterError:
         return False
     return True
+
+
+def _are_valid_inputs(inputs: Iterable[EncoderInput], num_prompt_tokens: int) -> bool:
+    """Return whether every number of the inputs is in range."""
+    return all(
+        0 <= item.position <= _MAX_INT32
+        and 0 <= item.num_tokens <= _MAX_INT32
+        and 0 <= item.size <= _MAX_INT32
+        and 0 <= item.read_until <= _MAX_INT32
+        and (item.grid is None or _is_valid_grid(item.grid, item.num_tokens))
+        and _are_valid_places(item, num_prompt_tokens)
+        for item in inputs
+    )
 
 
 def is_valid_output(output: ModelRunnerOutput, vocab_size: int, max_num_seqs: int) -> bool:

@@ -6,12 +6,25 @@ frames: topic, sequence number (8 bytes, big-endian), `KVEventBatch`.
 
 from __future__ import annotations
 
+import enum
 from typing import Final, TypeAlias
 
 import msgspec
 
 END_OF_REPLAY: Final = b"\xff" * 8
 """The sequence number of the empty message that ends a replay."""
+
+MAX_BLOCK_CELLS: Final = 4096
+"""Maximum length of a description of the KV cache; of larger caches, it has every N-th block."""
+
+
+class BlockState(enum.StrEnum):
+    """The state of a block of the KV cache. Cached blocks are free, and have content that a prefix may find."""
+
+    EMPTY = "."
+    CACHED = "c"
+    USED = "u"
+    SHARED = "s"
 
 
 class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):

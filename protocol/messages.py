@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator
-from typing import Final, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 
@@ -42,19 +42,6 @@ class FinishReason(enum.IntEnum):
     def __str__(self) -> str:
         """Return OpenAI's name for the reason."""
         return self.name.lower()
-
-
-MAX_BLOCK_CELLS: Final = 4096
-"""Maximum length of a description of the KV cache; of larger caches, it has every N-th block."""
-
-
-class BlockState(enum.StrEnum):
-    """The state of a block of the KV cache. Cached blocks are free, and have content that a prefix may find."""
-
-    EMPTY = "."
-    CACHED = "c"
-    USED = "u"
-    SHARED = "s"
 
 
 class EventKind(enum.IntEnum):
@@ -181,7 +168,8 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     failed; that core may have known it as `was_index`. The request continues after `output_token_ids`, which the client
     already has, like one that was preempted. If `is_suspect`, the request may have crashed a worker or a core, and runs
     alone until its next token. `delivery_times` float32 are seconds from the output of a step to its write to a client,
-    measured by the frontend for its last events before this request. They are recorded for `engine simulate`.
+    measured by the frontend for its last events before this request. They are recorded for `engine simulate`. If it
+    `is_open`, more encoder inputs follow in `AppendInputs`, and no token is computed before the input at its position.
     """
 
     request_index: int
@@ -206,6 +194,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     predicted_token_ids: I32 = b""
     pooling_params: PoolingParams | None = None
     delivery_times: F32 = b""
+    is_open: bool = False
 
 
 class ClientHello(msgspec.Struct, tag="hello", array_like=True, gc=False, frozen=True):
@@ -228,6 +217,14 @@ class AddRequests(msgspec.Struct, tag="add", array_like=True, gc=False, frozen=T
 
     requests: list[EngineCoreRequest]
     ends_greeting: bool = False
+
+
+class AppendInputs(msgspec.Struct, tag="append", array_like=True, gc=False, frozen=True):
+    """Encoder inputs of an open request, which follow those that it has. Its output ends with the last ones."""
+
+    request_index: int
+    inputs: list[EncoderInput]
+    is_last: bool
 
 
 class AbortRequests(msgspec.Struct, tag="abort", array_like=True, gc=False, frozen=True):
@@ -269,7 +266,9 @@ class LossNoted(msgspec.Struct, tag="noted", array_like=True, gc=False, frozen=T
 ReplicaCall: TypeAlias = ResetPrefixCache | DumpEventLog | DescribeBlocks
 """Messages that are answered by `CallResult`."""
 
-ClientMessage: TypeAlias = ClientHello | AddRequests | AbortRequests | ReplicaCall | LossNoted
+ClientMessage: TypeAlias = (
+    ClientHello | AddRequests | AppendInputs | AbortRequests | ReplicaCall | LossNoted
+)
 
 
 # Core -> frontend

@@ -53,13 +53,15 @@ class EncoderWork(msgspec.Struct, array_like=True, omit_defaults=True, gc=False)
 
     The outputs of `freed_hashes` are removed. Then the inputs `computed` int32[k, 2], rows (slot, index of the input),
     are encoded and their outputs added. The inputs `loaded`, in the same format, are not encoded: the connector loads
-    their outputs according to `connector_metadata`.
+    their outputs according to `connector_metadata`. Before all that, the inputs of slots are `appended` to those that
+    they have.
     """
 
     freed_hashes: list[bytes] = []
     computed: I32 = b""
     loaded: I32 = b""
     connector_metadata: bytes = b""
+    appended: list[tuple[int, list[EncoderInput]]] = []
 
 
 class LoraLoad(msgspec.Struct, array_like=True, gc=False, frozen=True):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from operator import itemgetter
 from typing import Any, Final, Protocol
 
-from ...protocol.messages import MAX_BLOCK_CELLS, BlockState
+from ...protocol.kv_events import MAX_BLOCK_CELLS, BlockState
 from .block_lifetimes import BlockLifetimes
 from .event_log import KVEventLog
 

@@ -11,7 +11,13 @@ from typing import TypeAlias
 import msgspec
 
 from ...protocol.arrays import int32_bytes
-from ...protocol.messages import EngineCoreRequest, FinishedRequest, FinishReason, RequestEvents
+from ...protocol.messages import (
+    AppendInputs,
+    EngineCoreRequest,
+    FinishedRequest,
+    FinishReason,
+    RequestEvents,
+)
 from ...protocol.worker_messages import (
     DraftTokenIds,
     HeldRequest,
@@ -222,6 +228,15 @@ class LoraLoaded(msgspec.Struct, tag=21, array_like=True, gc=False):
 
 
 Decided: TypeAlias = Schedule | Update | TakeOutputs
+
+
+class InputsAppended(msgspec.Struct, tag=28, array_like=True, gc=False):
+    """A call of `append_inputs`. Contents of media are not recorded."""
+
+    client_index: int
+    message: AppendInputs
+
+
 Answer: TypeAlias = (
     Hashed
     | GrammarRefused
@@ -249,4 +264,5 @@ Event: TypeAlias = (
     | AdoptBlocks
     | EndAdoption
     | LoraLoaded
+    | InputsAppended
 )

@@ -68,8 +68,9 @@ CONSTANT: Final[dict[type, frozenset[str]]] = {
             "arrival_time",
             "client_index",
             "deadline",
-            "encoder_inputs",
             "eos_token_ids",
+            "first_inputs",
+            "grows",
             "is_resubmitted",
             "key",
             "kv_transfer_params",
@@ -359,7 +360,11 @@ def changing_names(kind: type) -> tuple[str, ...]:
 def untouched_fields(request: Request) -> dict[str, Any]:
     """Return the values that the changing fields of a request had when it arrived, if it had no output then."""
     fields = {name: getattr(_ARRIVED, name) for name in changing_names(Request)}
-    return fields | {"num_tokens": request.num_prompt_tokens}
+    return fields | {
+        "num_tokens": request.num_prompt_tokens,
+        "encoder_inputs": request.first_inputs,
+        "max_tokens": request.params.max_tokens,
+    }
 
 
 _ARRIVED: Final = Request(0, EngineCoreRequest(0, b"", SamplingParams(), 0.0), 0, 0.0)

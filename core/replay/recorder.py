@@ -13,7 +13,14 @@ from ...protocol.config import CacheConfig, EngineConfig, KVTransferConfig, Sche
 from ...protocol.errors import ConfigError
 from ...protocol.kv_cache_groups import FULL_ATTENTION, KVCacheGroup
 from ...protocol.kv_events import KVCacheEvent
-from ...protocol.messages import EngineCoreOutputs, EngineCoreRequest, FinishReason, SchedulerStats
+from ...protocol.messages import (
+    AppendInputs,
+    EncoderInput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    FinishReason,
+    SchedulerStats,
+)
 from ...protocol.worker_messages import (
     DraftTokenIds,
     HeldRequest,
@@ -40,6 +47,7 @@ from .events import (
     FinishClient,
     FinishRequests,
     GrammarReady,
+    InputsAppended,
     LoraLoaded,
     MakeStats,
     ResetPrefixCache,
@@ -217,11 +225,16 @@ class RecordedScheduler(SchedulerInterface):
         kept = message
         if message.encoder_inputs:
             kept = copy(message)
-            kept.encoder_inputs = [
-                msgspec.structs.replace(item, data=b"") for item in message.encoder_inputs
-            ]
+            kept.encoder_inputs = _without_media(message.encoder_inputs)
         self.log.add_request(AddRequest(client_index, kept, len(message.prompt_token_ids), now))
         self.scheduler.add_request(client_index, message, now)
+
+    def append_inputs(self, client_index: int, message: AppendInputs) -> None:
+        """Record and forward the call; media contents are not recorded."""
+        kept = msgspec.structs.replace(message, inputs=_without_media(message.inputs))
+        self.log.events.append(InputsAppended(client_index, kept))
+        self.log.num_bytes += 100 * (1 + len(message.inputs))
+        self.scheduler.append_inputs(client_index, message)
 
     def grammar_ready(self, key: RequestKey, error: str | None) -> None:
         """Record and forward the call; the error text is not recorded."""
@@ -399,3 +412,7 @@ def make_core_scheduler(
     return setup.make(
         scheduler_class, grammars, log_kv_events=log_kv_events, kv_connector=connector
     )
+
+
+def _without_media(inputs: Iterable[EncoderInput]) -> list[EncoderInput]:
+    return [msgspec.structs.replace(item, data=b"") for item in inputs]

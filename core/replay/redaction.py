@@ -16,7 +16,7 @@ from ...protocol.arrays import Int32Array, int32_bytes, int32_view
 from ...protocol.block_hash import HASH_BYTES
 from ...protocol.config import KVTransferConfig, SchedulerConfig
 from ...protocol.file_identity import LoraAdapter
-from ...protocol.messages import EngineCoreRequest, FinishedRequest
+from ...protocol.messages import AppendInputs, EncoderInput, EngineCoreRequest, FinishedRequest
 from ...protocol.sampling_params import SamplingParams
 from ...protocol.worker_messages import (
     DraftTokenIds,
@@ -27,7 +27,16 @@ from ...protocol.worker_messages import (
     SchedulerOutput,
 )
 from . import snapshot as state
-from .events import AddRequest, ClientReport, Event, Hashed, Schedule, TakeOutputs, Update
+from .events import (
+    AddRequest,
+    ClientReport,
+    Event,
+    Hashed,
+    InputsAppended,
+    Schedule,
+    TakeOutputs,
+    Update,
+)
 from .frozen_state import Blank
 from .snapshot import Node, Snapshot, without_content
 
@@ -109,6 +118,13 @@ def redact_events(events: Iterable[Event], pseudonyms: Pseudonyms) -> list[Event
             case AddRequest():
                 message = _redact_request(event.message, pseudonyms)
                 event = msgspec.structs.replace(event, message=message)
+            case InputsAppended(_, message):
+                event = msgspec.structs.replace(
+                    event,
+                    message=msgspec.structs.replace(
+                        message, inputs=_redact_inputs(message.inputs, pseudonyms)
+                    ),
+                )
             case Schedule(step=SchedulerOutput() as step):
                 event = msgspec.structs.replace(event, step=redact_step(step))
             case Update():
@@ -175,11 +191,16 @@ def _redact_request(message: EngineCoreRequest, pseudonyms: Pseudonyms) -> Engin
         was_index=message.was_index,
         pooling_params=message.pooling_params,
         delivery_times=message.delivery_times,
-        encoder_inputs=[
-            msgspec.structs.replace(item, content_hash=pseudonyms.numbers(item.content_hash))
-            for item in message.encoder_inputs
-        ],
+        encoder_inputs=_redact_inputs(message.encoder_inputs, pseudonyms),
+        is_open=message.is_open,
     )
+
+
+def _redact_inputs(inputs: Iterable[EncoderInput], pseudonyms: Pseudonyms) -> list[EncoderInput]:
+    return [
+        msgspec.structs.replace(item, content_hash=pseudonyms.numbers(item.content_hash))
+        for item in inputs
+    ]
 
 
 def _redact_lora(adapter: LoraAdapter, pseudonyms: Pseudonyms) -> LoraAdapter:
@@ -225,11 +246,20 @@ def expand_request(event: AddRequest) -> EngineCoreRequest:
         and msgspec.structs.replace(
             message.lora, version=state.expand_digests(message.lora.version)
         ),
-        encoder_inputs=[
-            msgspec.structs.replace(item, content_hash=state.expand_digests(item.content_hash))
-            for item in message.encoder_inputs
-        ],
+        encoder_inputs=_expand_inputs(message.encoder_inputs),
     )
+
+
+def expand_growth(message: AppendInputs) -> AppendInputs:
+    """Return the message of a redacted `InputsAppended` event."""
+    return msgspec.structs.replace(message, inputs=_expand_inputs(message.inputs))
+
+
+def _expand_inputs(inputs: Iterable[EncoderInput]) -> list[EncoderInput]:
+    return [
+        msgspec.structs.replace(item, content_hash=state.expand_digests(item.content_hash))
+        for item in inputs
+    ]
 
 
 def expand_result(event: Update, neutral_token: int) -> ModelRunnerOutput:

@@ -42,6 +42,7 @@ from .events import (
     GrammarReady,
     GrammarRefused,
     Hashed,
+    InputsAppended,
     LoraLoaded,
     MakeStats,
     ResetPrefixCache,
@@ -51,7 +52,7 @@ from .events import (
     UpdateDrafts,
 )
 from .recorder import Setup
-from .redaction import expand_drafts, expand_request, expand_result, redact_step
+from .redaction import expand_drafts, expand_growth, expand_request, expand_result, redact_step
 from .snapshot import expand_digests, restore
 
 
@@ -168,6 +169,8 @@ class Replayer(ExternalDependency):
                 scheduler.end_adoption(client_index)
             case AddRequest(client_index, _, _, now):
                 scheduler.add_request(client_index, expand_request(event), now)
+            case InputsAppended(client_index, message):
+                scheduler.append_inputs(client_index, expand_growth(message))
             case FinishRequests(keys, reason):
                 scheduler.finish_requests(keys, reason)
             case GrammarReady(key, ok):

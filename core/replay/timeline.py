@@ -23,6 +23,7 @@ MAX_OVERTAKERS_SHOWN: Final = 3
 
 COMPILING: Final = "its grammar was being compiled"
 MASKING: Final = "the mask of its next token was being computed"
+GROWING: Final = "the next part of its audio had not arrived"
 LOADING: Final = "its KV cache was being loaded"
 IN_FLIGHT: Final = "its tokens in flight had not arrived"
 NEXT_STEP: Final = "until the next step was scheduled"
@@ -31,6 +32,7 @@ _PREEMPTED: Final = (
     RequestStatus.PREEMPTED,
     RequestStatus.PREEMPTED_IN_FLIGHT,
     RequestStatus.WAITING_FOR_GRAMMAR,
+    RequestStatus.WAITING_FOR_INPUT,
 )
 """Statuses that a request can have right after it was preempted."""
 
@@ -390,6 +392,8 @@ def _find_cause(request: Request, scheduler: Scheduler) -> str:
     """Return why a waiting request is not in the last step."""
     if request.status is RequestStatus.WAITING_FOR_GRAMMAR:
         return MASKING if request.awaits_mask else COMPILING
+    if request.status is RequestStatus.WAITING_FOR_INPUT:
+        return GROWING
     if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
         return LOADING
     if request.status is RequestStatus.PREEMPTED_IN_FLIGHT:

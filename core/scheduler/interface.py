@@ -6,7 +6,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 
 from ...protocol.kv_events import KVCacheEvent
-from ...protocol.messages import EngineCoreOutputs, EngineCoreRequest, FinishReason, SchedulerStats
+from ...protocol.messages import (
+    AppendInputs,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    FinishReason,
+    SchedulerStats,
+)
 from ...protocol.worker_messages import (
     DraftTokenIds,
     HeldRequest,
@@ -72,6 +78,10 @@ class SchedulerInterface(ABC):
 
         If a worker crashes before it returns their output, one of them may be the cause.
         """
+
+    @abstractmethod
+    def append_inputs(self, client_index: int, message: AppendInputs) -> None:
+        """Append encoder inputs to an open request. Ignore those that it already has."""
 
     @abstractmethod
     def grammar_ready(self, key: RequestKey, error: str | None) -> None:

@@ -37,11 +37,12 @@ from .features.lora_cache import LoraCache
 from .features.lora_requests import LoraRequests
 from .features.poison_isolation import PoisonIsolation
 from .features.speculative import Drafts
-from .limits import Refusal, Requirements
+from .limits import Requirements
 from .queues.backlog import AdmissionRate, TenantLimits
 from .queues.blocked_request import BlockedRequest
 from .queues.deadlines import Deadlines, describe_expiry
 from .queues.request_queue import RequestQueue
+from .refusals import Refusals
 
 End: TypeAlias = tuple[Request, FinishReason, int | None, str]
 """(request, finish reason, stop token unless it is an end-of-sequence token, error message)."""
@@ -113,12 +114,13 @@ class RequestLifecycle:
         self.in_flight = StepsInFlight()
         self.loras = loras
         self.lora_requests = LoraRequests(loras)
-        self._requirements = requirements
+        self.requirements = requirements
         self._max_total_tokens = requirements.max_total_tokens
         self._max_num_seqs = len(running.slots.requests)
         self._num_arrivals = 0
         self._num_queued_tokens = 0
         self._rate = AdmissionRate()
+        self._refusals = Refusals(requirements, clients, tenants, self._rate)
         self.deadlines = Deadlines()
         self.blocked = BlockedRequest(manager.pool)
 
@@ -136,30 +138,7 @@ class RequestLifecycle:
             return None
         # The first `max_num_seqs` requests do not count as queued, even before they get slots.
         num_queued = max(len(self.requests) - self._max_num_seqs, 0)
-        tenants = self.tenants
-        num_of_tenant = 0 if tenants is None else tenants.count_queued(message.tenant, num_queued)
-        try:
-            refusal = self._requirements.find_refusal(
-                message, num_queued, self._num_queued_tokens, num_of_tenant
-            )
-        except Exception as error:
-            # No state has changed yet, so only this request fails.
-            refusal = Refusal(FinishReason.ERROR, f"the request is malformed: {error!r}")
-        if refusal is not None:
-            reason, text = refusal
-            retry_after_s = 0.0
-            if reason is FinishReason.REJECTED:
-                retry_after_s = self._rate.estimate_seconds(num_queued)
-            elif reason is FinishReason.THROTTLED and self.tenants is not None:
-                retry_after_s = self.tenants.estimate_seconds(message.tenant, num_of_tenant)
-            finished = FinishedRequest(
-                message.request_index,
-                reason,
-                message=text,
-                retry_after_s=retry_after_s,
-                trace_headers=message.trace_headers,
-            )
-            self.clients.finish_request(client_index, finished)
+        if self._refusals.refuse(client_index, message, num_queued, self._num_queued_tokens):
             return None
         request = Request(client_index, message, self._num_arrivals, now)
         self._num_arrivals += 1
@@ -181,6 +160,8 @@ class RequestLifecycle:
         if request.params.structured_output is not None and self.grammars.start(request):
             request.status = RequestStatus.WAITING_FOR_GRAMMAR
             request.is_untouched = False
+        elif request.awaits_input:
+            request.status = RequestStatus.WAITING_FOR_INPUT
         else:
             self.queue.add_request(request)
         return request
@@ -214,11 +195,20 @@ class RequestLifecycle:
         if request.status is RUNNING:
             self.running.awaiting_masks.discard(request.slot)
         elif request.status is RequestStatus.WAITING_FOR_GRAMMAR:
-            if request.num_admissions:
-                self._restore_preempted(request)
-            else:
-                request.status = RequestStatus.WAITING
-                self.queue.requeue(request)
+            self._queue_again(request)
+
+    def end_input_wait(self, request: Request) -> None:
+        """Queue a request that waited for encoder inputs, if it has enough now."""
+        if request.status is RequestStatus.WAITING_FOR_INPUT and not request.awaits_input:
+            self._queue_again(request)
+
+    def _queue_again(self, request: Request) -> None:
+        """Queue a request that waited for something else."""
+        if request.num_admissions:
+            self._restore_preempted(request)
+        else:
+            request.status = RequestStatus.WAITING
+            self.queue.requeue(request)
 
     def end_lora_load(self, number: int, error: str | None) -> None:
         """Queue the requests that waited for a LoRA adapter to load; finish them if loading failed."""
@@ -325,7 +315,7 @@ class RequestLifecycle:
     def max_output_tokens(self, request: Request) -> int:
         """Return the maximum number of output tokens of a request; 1, which needs no space, for a pooling request."""
         max_output = max(self._max_total_tokens - request.num_prompt_tokens, 1)
-        max_tokens = request.params.max_tokens
+        max_tokens = request.max_tokens
         return max_output if max_tokens is None or max_tokens > max_output else max_tokens
 
     def preempt(self, slot: int, now: float, *, keeps_tokens: bool = True) -> None:
@@ -364,6 +354,8 @@ class RequestLifecycle:
     def _restore_preempted(self, request: Request) -> None:
         if request.awaits_mask:
             request.status = RequestStatus.WAITING_FOR_GRAMMAR
+        elif request.awaits_input:
+            request.status = RequestStatus.WAITING_FOR_INPUT
         else:
             request.status = RequestStatus.PREEMPTED
             self.queue.requeue(request)

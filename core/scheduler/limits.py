@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, Self
 
 import msgspec
@@ -14,7 +15,7 @@ from ...protocol.kv_cache_groups import (
     KVCacheGroup,
     max_request_tokens,
 )
-from ...protocol.messages import EngineCoreRequest, FinishReason
+from ...protocol.messages import EncoderInput, EngineCoreRequest, FinishReason
 from ..state.request import source_size
 
 
@@ -226,7 +227,7 @@ class Requirements(msgspec.Struct, frozen=True):
         expected = num_bytes // 4 // self.block_size * HASH_BYTES if request.root_hash else 0
         if len(request.block_hashes) != expected:
             return f"block_hashes has {len(request.block_hashes)} bytes, expected {expected}"
-        if request.encoder_inputs:
+        if request.encoder_inputs or request.is_open:
             problem = self._find_misplaced_encoder_input(request)
             if problem is not None:
                 return problem
@@ -236,6 +237,22 @@ class Requirements(msgspec.Struct, frozen=True):
                 return f"stop token {token_id} is outside of the vocabulary [0, {self.vocab_size})"
         if params.structured_output is not None and not self.has_grammars:
             return "structured_output is not available"
+        return None
+
+    def find_unfit_growth(self, start: int, inputs: Sequence[EncoderInput]) -> str | None:
+        """Return why these inputs cannot follow those of an open request, which end at `start`, or None."""
+        for item in inputs:
+            if item.position != start or not 1 <= item.num_tokens == item.size:
+                return (
+                    f"an encoder input of {item.size} outputs and {item.num_tokens} tokens is at position "
+                    f"{item.position} instead of {start}"
+                )
+            start += item.num_tokens
+            if item.size > self.max_encoder_input_size:
+                return (
+                    f"an encoder input makes {item.size} embeddings, and the encoder budget and cache hold "
+                    f"{self.max_encoder_input_size}"
+                )
         return None
 
     def _find_misplaced_encoder_input(self, request: EngineCoreRequest) -> str | None:
@@ -253,4 +270,10 @@ class Requirements(msgspec.Struct, frozen=True):
                     f"the input of an encoder-decoder model needs position 0, not {item.position}"
                 )
             end = item.position + item.num_tokens
+        num_prompt_tokens = len(request.prompt_token_ids) // 4
+        if request.is_open and end < num_prompt_tokens:
+            return (
+                f"the encoder inputs of an open request end at {end}, within its prompt of "
+                f"{num_prompt_tokens} tokens"
+            )
         return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ...protocol.arrays import BoolArray, Int64Array
+from ...protocol.config import SchedulerConfig
 from ..state.slots import SlotArray
 from .step_results import StepResults
 
@@ -45,3 +46,13 @@ class MicroBatches:
         limited = np.where(is_prefill, wanted, 0)
         limited[turn] = wanted[turn]
         return limited
+
+
+def make_micro_batches(
+    config: SchedulerConfig, results: StepResults, *, has_drafts: bool
+) -> MicroBatches | None:
+    """Return how decoding requests are divided, or None if they are not."""
+    if config.num_micro_batches == 1:
+        return None
+    awaits_tokens = has_drafts and not config.async_scheduling
+    return MicroBatches(config.num_micro_batches, config.max_num_seqs, results, awaits_tokens)

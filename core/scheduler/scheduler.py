@@ -17,9 +17,15 @@ from typing import Final
 
 from ...protocol.block_hash import HashBlocks, block_hasher
 from ...protocol.config import CacheConfig, KVTransferConfig, SchedulerConfig
-from ...protocol.kv_cache_groups import FULL_ATTENTION, AttentionKind, KVCacheGroup
+from ...protocol.kv_cache_groups import FULL_ATTENTION, KVCacheGroup
 from ...protocol.kv_events import KVCacheEvent
-from ...protocol.messages import EngineCoreOutputs, EngineCoreRequest, FinishReason, SchedulerStats
+from ...protocol.messages import (
+    AppendInputs,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    FinishReason,
+    SchedulerStats,
+)
 from ...protocol.worker_messages import (
     DraftTokenIds,
     HeldRequest,
@@ -43,14 +49,15 @@ from .features.grammars import GrammarBackend, Grammars
 from .features.injected_preemption import choose_injected_preemption
 from .features.lora_cache import LoraCache
 from .features.poison_isolation import CrashSuspects
-from .features.speculative import Drafts
+from .features.speculative import make_drafts
 from .features.state_checkpoints import StateCheckpoints
+from .growing_inputs import GrowingInputs
 from .interface import SchedulerInterface
 from .invariants import check_invariants
 from .kv_transfers import KVTransfers
 from .lifecycle import RequestLifecycle
 from .limits import Requirements, check_config
-from .micro_batches import MicroBatches
+from .micro_batches import make_micro_batches
 from .queues.admission_delay import AdmissionDelay
 from .queues.admission_stop import AdmissionStop
 from .queues.factory import make_queue, make_tenant_limits
@@ -112,13 +119,7 @@ class Scheduler(SchedulerInterface):
         self._clients = ClientOutputs(core_index)
         self._encoders = EncoderInputs(config, encoder_cache_connector)
         self.loras = LoraCache(config.max_cpu_loras)
-        self._drafts: Drafts | None = None
-        if config.speculative is not None:
-            has_states = any(x.kind is AttentionKind.STATE_SPACE for x in kv_cache_groups)
-            shared = config.speculative, self._running, self._grammars
-            self._drafts = Drafts(
-                *shared, uses_placeholders=config.async_scheduling, has_states=has_states
-            )
+        self._drafts = make_drafts(config, kv_cache_groups, self._running, self._grammars)
         self.lifecycle = lifecycle = RequestLifecycle(
             requirements=Requirements.from_config(
                 config,
@@ -145,13 +146,11 @@ class Scheduler(SchedulerInterface):
             assert kv_connector is not None
             self._transfers = KVTransfers(kv_connector, kv_transfer, lifecycle)
             lifecycle.transfers = self._transfers
+        self._growing = GrowingInputs(lifecycle)
         self._results = StepResults(lifecycle, self._drafts, self._transfers)
-        micro_batches: MicroBatches | None = None
-        if config.num_micro_batches > 1:
-            awaits_tokens = self._drafts is not None and not config.async_scheduling
-            micro_batches = MicroBatches(
-                config.num_micro_batches, config.max_num_seqs, self._results, awaits_tokens
-            )
+        micro_batches = make_micro_batches(
+            config, self._results, has_drafts=self._drafts is not None
+        )
         self._partial_prefills = PartialPrefills(config, cache_config, max_model_len)
         self._queue.long_prompt_tokens = self._partial_prefills.long_prompt_tokens
         checkpoints = StateCheckpoints(config, cache_config, kv_cache_groups)
@@ -220,6 +219,10 @@ class Scheduler(SchedulerInterface):
         if request is not None and self._delay is not None:
             self._delay.add_request(request)
 
+    def append_inputs(self, client_index: int, message: AppendInputs) -> None:
+        """Append encoder inputs to an open request."""
+        self._growing.append_inputs(client_index, message)
+
     def grammar_ready(self, key: RequestKey, error: str | None) -> None:
         """Record that a grammar is compiled, or failed to compile."""
         self.lifecycle.grammar_ready(key, error)
@@ -284,8 +287,13 @@ class Scheduler(SchedulerInterface):
         self.lifecycle.finish_expired(now)
         if self._transfers is not None:
             self._transfers.expire_sends(now)
-        may_admit = not self._inject_preemption(now)
+        chance, slots = self._config.inject_preemption, self._running.order
+        slot = choose_injected_preemption(chance, self._step, slots)
+        if slot is not None:
+            self.lifecycle.preempt(slot, now)
+        may_admit = slot is None
         if self._encoders.are_in_use:
+            self._growing.vacate_idle_slot(now)
             self._encoders.release_computed(self.slots.num_computed_tokens)
         if self.kv_cache_manager.tables.has_windows:
             may_be_rejected = self._drafts is not None
@@ -366,15 +374,6 @@ class Scheduler(SchedulerInterface):
         if suspect is None:
             return []
         return [slot for slot in self._running.order.tolist() if slot != suspect.slot]
-
-    def _inject_preemption(self, now: float) -> bool:
-        """Preempt a running request with the configured probability, for tests."""
-        slot = choose_injected_preemption(
-            self._config.inject_preemption, self._step, self._running.order
-        )
-        if slot is not None:
-            self.lifecycle.preempt(slot, now)
-        return slot is not None
 
     # Applying outputs
 

@@ -38,15 +38,16 @@ class RequestStatus(enum.IntEnum):
     PREEMPTED = 4
     PREEMPTED_IN_FLIGHT = 5
     """Preempted; it returns to the queue when its tokens in flight have arrived."""
-    FINISHED_STOPPED = 6
-    FINISHED_LENGTH = 7
-    FINISHED_ABORTED = 8
-    FINISHED_IGNORED = 9
-    FINISHED_EXPIRED = 10
-    FINISHED_ERROR = 11
-    FINISHED_REJECTED = 12
-    FINISHED_THROTTLED = 13
-    FINISHED_MOVED = 14
+    WAITING_FOR_INPUT = 6
+    FINISHED_STOPPED = 7
+    FINISHED_LENGTH = 8
+    FINISHED_ABORTED = 9
+    FINISHED_IGNORED = 10
+    FINISHED_EXPIRED = 11
+    FINISHED_ERROR = 12
+    FINISHED_REJECTED = 13
+    FINISHED_THROTTLED = 14
+    FINISHED_MOVED = 15
 
 
 FINISHED: Final = tuple(RequestStatus)[RequestStatus.FINISHED_STOPPED :]
@@ -73,6 +74,9 @@ class Request:
         has_untrusted_blocks: True if the request's blocks may have wrong contents and must not be cached.
         has_grammar: True once the grammar is compiled.
         awaits_mask: True while an isolated grammar computes the bitmask of the next token.
+        encoder_inputs: The inputs that have arrived. `first_inputs` came with the request.
+        has_all_inputs: True once the last input of a request that `grows` has arrived.
+        max_tokens: The maximum number of output tokens, which the end of its inputs may reduce.
         is_untouched: True while the request waits as it arrived: every field has the value that `__init__` gives it,
             except that `block_hashes` may have been computed. Code that changes a field of a waiting request clears it.
     """
@@ -87,6 +91,9 @@ class Request:
         "deadline",
         "encoder_inputs",
         "eos_token_ids",
+        "first_inputs",
+        "grows",
+        "has_all_inputs",
         "has_grammar",
         "has_sampled",
         "has_untrusted_blocks",
@@ -97,6 +104,7 @@ class Request:
         "key",
         "kv_transfer_params",
         "lora",
+        "max_tokens",
         "num_admissions",
         "num_cached_tokens",
         "num_charged_tokens",
@@ -139,10 +147,13 @@ class Request:
         self.tenant = message.tenant
         self.deadline = message.deadline
         self.trace_headers = message.trace_headers
-        self.encoder_inputs = message.encoder_inputs
+        self.encoder_inputs = self.first_inputs = message.encoder_inputs
+        self.grows = message.is_open
+        self.has_all_inputs = False
         self.lora = message.lora
         self.kv_transfer_params = message.kv_transfer_params
         self.params = message.sampling_params
+        self.max_tokens = message.sampling_params.max_tokens
         self.pooling_params = message.pooling_params
         self.prompt_token_ids = message.prompt_token_ids
         self.num_prompt_tokens = len(message.prompt_token_ids) // 4
@@ -192,10 +203,25 @@ class Request:
         return source_size(self.encoder_inputs)
 
     @property
+    def is_open(self) -> bool:
+        """True while more encoder inputs arrive."""
+        return self.grows and not self.has_all_inputs
+
+    @property
     def reads_inputs_in_output(self) -> bool:
         """True if encoder inputs follow the prompt, so that output tokens read them."""
+        return self.is_open or self.num_ready_tokens > self.num_prompt_tokens
+
+    @property
+    def num_ready_tokens(self) -> int:
+        """The position at which the encoder inputs end, up to which an open request may be computed."""
         inputs = self.encoder_inputs
-        return bool(inputs) and inputs[-1].position + inputs[-1].num_tokens > self.num_prompt_tokens
+        return inputs[-1].position + inputs[-1].num_tokens if inputs else 0
+
+    @property
+    def awaits_input(self) -> bool:
+        """True if more inputs must arrive before a request without a slot can compute all of its tokens."""
+        return self.is_open and self.num_ready_tokens < self.num_tokens
 
     @property
     def num_sent_tokens(self) -> int:
@@ -234,6 +260,9 @@ class Request:
     ) -> list[bytes]:
         """Extend `block_hashes` over all full blocks of the prompt followed by `output_token_ids`."""
         hashes = self.block_hashes
+        if self.is_open:
+            # The hash of a block covers the inputs of all of its tokens.
+            output_token_ids = output_token_ids[: self.num_ready_tokens - self.num_prompt_tokens]
         start = len(hashes) * block_size
         end = self.num_prompt_tokens + len(output_token_ids)
         if end - start >= block_size:

@@ -188,6 +188,13 @@ class Slots:
                 else:
                     self._stops.remove(token_id)
 
+    def limit_output(self, slot: int, max_output_tokens: int) -> None:
+        """Change the maximum number of output tokens of a slot. It has fewer."""
+        self.flush()
+        self.max_computed_tokens[slot] += max_output_tokens - self.max_output_tokens[slot]
+        self.max_output_tokens[slot] = max_output_tokens
+        self._num_until_limit = 0
+
     def num_known_tokens(self, slots: SlotArray) -> Int64Array:
         """Return, for each of `slots`, the number of its prompt tokens plus reported output tokens."""
         num_prompt = self.max_computed_tokens[slots] + 1 - self.max_output_tokens[slots]

@@ -18,7 +18,13 @@ import numpy.typing as npt
 from ...protocol.arrays import int32_bytes
 from ...protocol.config import EngineConfig
 from ...protocol.config.model import SourceTextConfig
-from ...protocol.messages import AudioPayload, EncoderInput, TextPayload
+from ...protocol.messages import (
+    AppendInputs,
+    AudioPayload,
+    EncoderInput,
+    EngineCoreRequest,
+    TextPayload,
+)
 from ...protocol.sampling_params import SamplingParams
 
 DTYPES: Final = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -69,6 +75,23 @@ def encoder_source(payload: AudioPayload | TextPayload, size: int) -> EncoderInp
 def text_source(token_ids: npt.NDArray[np.int32]) -> EncoderInput:
     """Return the encoder input for a text."""
     return encoder_source(TextPayload(int32_bytes(token_ids)), len(token_ids))
+
+
+def grow_request(
+    request: EngineCoreRequest, inputs: list[EncoderInput], *, is_last: bool
+) -> AppendInputs:
+    """Append inputs to an open request, for cores that have not received it, and return the message for one that has.
+
+    With the last ones, its output is limited to the tokens that they reach.
+    """
+    request.encoder_inputs = [*request.encoder_inputs, *inputs]
+    request.is_open = not is_last
+    if is_last and request.encoder_inputs:
+        last, params = request.encoder_inputs[-1], request.sampling_params
+        most = last.position + last.num_tokens - len(request.prompt_token_ids) // 4
+        limit = min(most, params.max_tokens or most)
+        request.sampling_params = msgspec.structs.replace(params, max_tokens=limit)
+    return AppendInputs(request.request_index, inputs, is_last)
 
 
 def answer_start(

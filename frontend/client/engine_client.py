@@ -7,7 +7,7 @@ import contextlib
 import logging
 import time
 from collections import ChainMap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 import zmq
@@ -17,6 +17,7 @@ from ...protocol.config import FIRST_EPOCH, EngineConfig
 from ...protocol.errors import POISON_REQUEST, EngineError
 from ...protocol.messages import (
     CoreReady,
+    EncoderInput,
     EngineCoreOutputs,
     FinishedRequest,
     FinishReason,
@@ -27,6 +28,7 @@ from ..observability.metrics.metrics import Metrics
 from ..observability.tracing.request_trace import begin_group
 from ..supervisor.parse_journal import ParseJournal
 from ..tokenizer.tokenizer import Tokenizer
+from .encoder_inputs import grow_request
 from .engine_watch import EngineWatch
 from .executor import ThreadExecutor
 from .groups.factory import GroupFactory, count_outputs
@@ -276,6 +278,15 @@ class EngineClient:
             # No core has received this group.
             self._end_group(group, FinishReason.ERROR, POISON_REQUEST)
         return group
+
+    def append_inputs(
+        self, sequence: Sequence, inputs: Iterable[EncoderInput], *, is_last: bool
+    ) -> None:
+        """Append encoder inputs to an open sequence, unless it has finished. Its output ends with the last ones."""
+        if sequence.finished:
+            return
+        message = grow_request(sequence.request, list(inputs), is_last=is_last)
+        self.cores[sequence.core_index].append_inputs(sequence.request, message)
 
     def finish_sequence(
         self,

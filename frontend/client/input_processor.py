@@ -149,6 +149,7 @@ class InputProcessor:
             pooling_params=request.pooling,
             lora=request.lora,
             encoder_inputs=request.encoder_inputs,
+            is_open=request.is_open,
             kv_transfer_params=request.kv_transfer_params,
         )
 

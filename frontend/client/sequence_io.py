@@ -47,6 +47,7 @@ class SequenceRequest:
         pooling: The pooling of the prompt's hidden states; None to generate instead.
         lora: The LoRA adapter to use; None for the base model.
         encoder_inputs: Images, audio clips or embeddings that replace some tokens of the prompt.
+        is_open: Whether more encoder inputs follow, in `EngineClient.append_inputs`.
         kv_transfer_params: Parameters for the KV connector, which say what another engine computes for the request.
     """
 
@@ -63,6 +64,7 @@ class SequenceRequest:
     pooling: PoolingParams | None = None
     lora: LoraAdapter | None = None
     encoder_inputs: list[EncoderInput] = field(default_factory=list)
+    is_open: bool = False
     kv_transfer_params: dict[str, object] | None = None
 
 

@@ -14,7 +14,7 @@ from engine.protocol.messages import (
     FinishReason,
     RequestEvent,
 )
-from support.fingerprints import extend, fingerprints
+from support.fingerprints import extend_at, fingerprints, places_of
 from support.model_grammar import allowed_tokens
 from support.model_worker import choose_token
 
@@ -54,9 +54,13 @@ def run_alone(
     fingerprint = fingerprints(
         prompt, params.seed, message.lora.name if message.lora else "", message.encoder_inputs
     )[-1]
+    places = places_of(message.encoder_inputs)
     limit = max_total_tokens - len(prompt)
     if params.max_tokens is not None:
         limit = min(limit, params.max_tokens)
+    if limit < 1:
+        # The inputs of an open request ended within its prompt.
+        return [], FinishReason.LENGTH, None
     eos = () if params.ignore_eos else message.eos_token_ids
     output: list[int] = []
     while True:
@@ -64,7 +68,7 @@ def run_alone(
         if params.structured_output is not None:
             allowed = allowed_tokens(len(output), vocab_size)
         token_id = choose_token(fingerprint, vocab_size, allowed)
-        fingerprint = extend(fingerprint, token_id)
+        fingerprint = extend_at(fingerprint, token_id, len(prompt) + len(output), places)
         output.append(token_id)
         if token_id in (*eos, *params.stop_token_ids) and len(output) >= params.min_tokens:
             return output, FinishReason.STOP, None if token_id in eos else token_id

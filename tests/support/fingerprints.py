@@ -31,17 +31,26 @@ def fingerprints(
 ) -> list[int]:
     """Return the entry of each position."""
     fingerprint = seed_fingerprint(seed, lora_name)
-    places = {}
     for item in inputs:
-        content = zlib.crc32(item.content_hash)
         if item.num_tokens == 0:
-            fingerprint = extend(fingerprint, content)
-        for offset in range(item.num_tokens):
-            places[item.position + offset] = content + offset
-    entries = []
+            fingerprint = extend(fingerprint, zlib.crc32(item.content_hash))
+    places, entries = places_of(inputs), []
     for position, token_id in enumerate(token_ids):
-        fingerprint = extend(fingerprint, token_id)
-        if position in places:
-            fingerprint = extend(fingerprint, places[position])
+        fingerprint = extend_at(fingerprint, token_id, position, places)
         entries.append(fingerprint)
     return entries
+
+
+def places_of(inputs: Sequence[EncoderInput]) -> dict[int, int]:
+    """Return what each position reads of the inputs."""
+    return {
+        item.position + offset: zlib.crc32(item.content_hash) + offset
+        for item in inputs
+        for offset in range(item.num_tokens)
+    }
+
+
+def extend_at(fingerprint: int, token_id: int, position: int, places: dict[int, int]) -> int:
+    """Return the entry of the token at a position that may read an input."""
+    fingerprint = extend(fingerprint, token_id)
+    return extend(fingerprint, places[position]) if position in places else fingerprint

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -18,6 +18,7 @@ import numpy as np
 from engine.core.state.request import source_size
 from engine.protocol.arrays import int32_bytes, int32_view
 from engine.protocol.kv_cache_groups import FULL_ATTENTION, AttentionKind, KVCacheGroup
+from engine.protocol.messages import EncoderInput
 from engine.protocol.worker_messages import (
     DraftTokenIds,
     GrammarOutput,
@@ -26,7 +27,7 @@ from engine.protocol.worker_messages import (
     NewRequestData,
     SchedulerOutput,
 )
-from support.fingerprints import BAD, extend, fingerprints
+from support.fingerprints import BAD, extend, extend_at, fingerprints, places_of
 from support.model_connector import ModelTransfers
 
 
@@ -55,14 +56,20 @@ class Row:
         self.prediction = int32_view(data.predicted_token_ids).tolist()
         self.drafts: list[int] = []
         self.forced: list[int] = []
-        self.encoder_inputs = data.encoder_inputs
+        self.encoder_inputs: list[EncoderInput] = []
+        self.grow(data.encoder_inputs)
+
+    def grow(self, inputs: Sequence[EncoderInput]) -> None:
+        self.encoder_inputs += inputs
+        self.places = places_of(self.encoder_inputs)
         self.fingerprints = fingerprints(
-            self.token_ids, self.params.seed, lora_name, data.encoder_inputs
+            self.token_ids, self.params.seed, self.lora_name, self.encoder_inputs
         )
 
     def append(self, token_id: int) -> None:
+        place = len(self.token_ids)
         self.token_ids.append(token_id)
-        self.fingerprints.append(extend(self.fingerprints[-1], token_id))
+        self.fingerprints.append(extend_at(self.fingerprints[-1], token_id, place, self.places))
         # Forced tokens may start with the first token.
         self.forced = self.forced[1:] if self.forced[:1] == [token_id] else []
 
@@ -306,6 +313,8 @@ class ModelWorker:
         work = step.encoders
         if work is None:
             return
+        for slot, appended in work.appended:
+            self.rows[slot].grow(appended)
         for content_hash in work.freed_hashes:
             del self.encoder_cache[content_hash]
         computed = int32_view(work.computed).reshape(-1, 2).tolist()

@@ -211,6 +211,7 @@ class Harness:
         predicted: list[int] | None = None,
         pooling_params: PoolingParams | None = None,
         delivery_times: bytes = b"",
+        is_open: bool = False,
         **params: object,
     ) -> Key:
         """Send a request; `prompt` may be just a length."""
@@ -241,6 +242,7 @@ class Harness:
             predicted_token_ids=int32_bytes(predicted or []),
             pooling_params=pooling_params,
             delivery_times=delivery_times,
+            is_open=is_open,
         )
         key = (client, message.request_index)
         self.received[key] = ClientView(message)

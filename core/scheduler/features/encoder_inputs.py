@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from ....protocol.arrays import Int64Array, int32_bytes
@@ -70,6 +71,7 @@ class EncoderInputs:
         self._budget = config.encoder_budget
         self._may_split = not config.disable_chunked_mm_input
         self._held: dict[Request, set[int]] = {}
+        self._appended: dict[int, list[EncoderInput]] = {}
         self._to_compute: list[tuple[int, int]] = []
         self._to_load: list[tuple[Request, int]] = []
 
@@ -93,6 +95,10 @@ class EncoderInputs:
         that it needs are added to the plan.
         """
         num_needs = len(plan.needs)
+        if request.is_open:
+            end = max(start, min(end, request.num_ready_tokens))
+        # Output tokens that read an input are not known before its first token is computed.
+        may_split = self._may_split or request.reads_inputs_in_output
         inputs, is_running = request.encoder_inputs, request.slot >= 0
         num_passed = bisect_left(
             inputs, True, key=lambda item: not _is_passed(item, start, is_running=is_running)
@@ -105,7 +111,7 @@ class EncoderInputs:
                 # All tokens of a chunk read the same images.
                 end = first
                 break
-            if last > end and not self._may_split:
+            if last > end and not may_split:
                 if last > most:
                     end = max(start, first)
                     break
@@ -134,6 +140,10 @@ class EncoderInputs:
         plan.needs.clear()
         plan.hashes.clear()
 
+    def append_inputs(self, slot: int, inputs: Sequence[EncoderInput]) -> None:
+        """Send inputs to the workers that hold the request of a slot, together with the next step."""
+        self._appended.setdefault(slot, []).extend(inputs)
+
     def release_computed(self, num_computed_tokens: Int64Array) -> None:
         """Release the inputs that lie before the computed tokens. `num_computed_tokens` is indexed by slot."""
         for request, held in list(self._held.items()):
@@ -149,6 +159,7 @@ class EncoderInputs:
     def release_request(self, request: Request) -> None:
         """Release all inputs of a request that loses its slot."""
         self.decoding.pop(request.slot, None)
+        self._appended.pop(request.slot, None)
         for index in sorted(self._held.pop(request, ())):
             self.cache.remove_reference(request.encoder_inputs[index].content_hash)
 
@@ -162,6 +173,8 @@ class EncoderInputs:
         """Add the outputs to evict, and those to compute or load, to a step message."""
         work = EncoderWork(self.cache.take_freed(), int32_bytes(self._to_compute))
         self._to_compute = []
+        if self._appended:
+            work.appended, self._appended = list(self._appended.items()), {}
         if self.connector is not None:
             loads, self._to_load = self._to_load, []
             work.loaded = int32_bytes([(request.slot, index) for request, index in loads])

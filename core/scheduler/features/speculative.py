@@ -17,8 +17,9 @@ from ....protocol.arrays import (
     int32_list,
     int32_view,
 )
-from ....protocol.config import SpeculativeConfig
+from ....protocol.config import SchedulerConfig, SpeculativeConfig
 from ....protocol.errors import EngineError
+from ....protocol.kv_cache_groups import AttentionKind, KVCacheGroup
 from ....protocol.worker_messages import DraftTokenIds, ModelRunnerOutput
 from ...state.batch import Batch, ScheduledRow, StepInFlight
 from ...state.request import Request
@@ -250,3 +251,21 @@ class Drafts:
                 if self._grammars.is_isolated(request):
                     # The workers would verify their drafts, but the bitmasks after these are not known in time.
                     self._drafted_step[slot] = -RECENT_STEPS
+
+
+def make_drafts(
+    config: SchedulerConfig,
+    groups: Sequence[KVCacheGroup],
+    running: RunningRequests,
+    grammars: Grammars,
+) -> Drafts | None:
+    """Return an object that tracks drafts, or None without speculative decoding."""
+    if config.speculative is None:
+        return None
+    return Drafts(
+        config.speculative,
+        running,
+        grammars,
+        uses_placeholders=config.async_scheduling,
+        has_states=any(group.kind is AttentionKind.STATE_SPACE for group in groups),
+    )

@@ -22,6 +22,7 @@ from ....protocol.errors import EngineError
 from ....protocol.messages import (
     AbortRequests,
     AddRequests,
+    AppendInputs,
     CallResult,
     ClientHello,
     CoreMessage,
@@ -112,6 +113,7 @@ class CoreConnection:
         self._is_greeting = False
         self._greeting: dict[int, EngineCoreRequest] = {}
         self._requests: dict[int, EngineCoreRequest] = {}
+        self._appended: list[AppendInputs] = []
         self._aborted: list[int] = []
         self._moved: list[int] = []
         self._flush_scheduled = False
@@ -177,6 +179,13 @@ class CoreConnection:
             self._requests[request.request_index] = request
             self._schedule_flush()
 
+    def append_inputs(self, request: EngineCoreRequest, message: AppendInputs) -> None:
+        """Queue encoder inputs, which `request` has already, unless it will be sent together with them."""
+        index = request.request_index
+        if self.ready and index not in self._greeting and index not in self._requests:
+            self._appended.append(message)
+            self._schedule_flush()
+
     def abort_request(self, request_index: int) -> None:
         """Drop a request that was not sent yet, or make the core abort it."""
         for unsent in (self._greeting, self._requests):
@@ -223,6 +232,7 @@ class CoreConnection:
         self._is_greeting = False
         self._greeting.clear()
         self._requests.clear()
+        self._appended.clear()
         self._aborted.clear()
         self._moved.clear()
 
@@ -242,6 +252,9 @@ class CoreConnection:
             self._peer.send(AddRequests(piece, ends_greeting=not self._is_greeting))
         elif self._requests and (piece := self._take_piece(self._requests)):
             self._peer.send(AddRequests(piece))
+        appended, self._appended = self._appended, []
+        for message in appended:
+            self._peer.send(message)
         if self._aborted:
             aborted, self._aborted = self._aborted, []
             self._peer.send(AbortRequests(int32_bytes(aborted)))

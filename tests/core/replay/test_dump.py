@@ -141,13 +141,13 @@ def test_a_dump_contains_no_text_or_tokens_of_users():
 @pytest.mark.parametrize(
     ("struct", "num_fields"),
     [
-        (messages.EngineCoreRequest, 22),
+        (messages.EngineCoreRequest, 23),
         (worker_messages.ModelRunnerOutput, 15),
         (worker_messages.SchedulerOutput, 16),
         (worker_messages.NewRequestData, 13),
         (messages.EngineCoreOutputs, 16),
         (messages.EncoderInput, 11),
-        (worker_messages.EncoderWork, 4),
+        (worker_messages.EncoderWork, 5),
         (worker_messages.DraftTokenIds, 5),
         (sampling_params.SamplingParams, 30),
     ],

@@ -10,9 +10,11 @@ from engine.core.scheduler.features.encoder_cache_connector import EncoderCacheC
 from engine.core.state.request import Request
 from engine.protocol.arrays import int32_view
 from engine.protocol.kv_cache_groups import AttentionKind, KVCacheGroup
-from engine.protocol.messages import EncoderInput, EventKind, FinishReason
+from engine.protocol.messages import AppendInputs, EncoderInput, EventKind, FinishReason
 from engine.protocol.worker_messages import SchedulerOutput
-from support.scheduler_harness import Harness
+from support.growing import grow, part
+from support.recorded_harness import RecordedHarness, replay
+from support.scheduler_harness import Harness, preempted
 
 
 def place(position: int, num_tokens: int, content: str, size: int = 4) -> EncoderInput:
@@ -323,3 +325,72 @@ def test_3_2_equal_tokens_with_different_inputs_share_no_block():
         hits.append(harness.schedule().new_requests[0].num_computed_tokens)
         harness.drain()
     assert hits == [0, 16, 4, 4, 4]
+
+
+def test_an_open_request_computes_only_what_its_inputs_reach():
+    harness = RecordedHarness(max_num_seqs=4)
+    key = harness.add(6, None, inputs=[part(0, 7)], is_open=True)
+    while harness.step():
+        pass
+    # The seventh token is computed, and the eighth, which was sampled, has no input yet.
+    assert len(harness.received[key].token_ids) == 2
+    other = harness.add(9, 3)
+    while harness.step():
+        pass
+    assert harness.received[other].is_over and harness.scheduler.has_requests()
+    grow(harness, key, 1)
+    grow(harness, key, 2)
+    while harness.step():
+        pass
+    assert len(harness.received[key].token_ids) == 5
+    grow(harness, key, 2, is_last=True)
+    grow(harness, key, 2)
+    harness.drain()
+    assert len(harness.received[key].token_ids) == 6
+    assert harness.received[key].reason is FinishReason.LENGTH
+    # The cached blocks of one clip are not those of another.
+    for salt in (0, 0, 1):
+        key = harness.add(6, None, inputs=[part(0, 17, salt)], is_open=True)
+        while harness.step():
+            pass
+        grow(harness, key, 16 - salt, is_last=True)
+    harness.drain()
+    replay(harness.dump())
+
+
+def test_an_open_request_that_waits_gives_up_its_slot_to_others():
+    harness = Harness(max_num_seqs=1)
+    key = harness.add(4, None, inputs=[part(0, 6)], is_open=True)
+    for _ in range(4):
+        harness.step()
+    other = harness.add([9] * 5, 3)
+    for _ in range(6):
+        harness.step()
+    assert harness.received[other].is_over
+    assert preempted(harness, key) == 1
+    grow(harness, key, 3, is_last=True)
+    harness.drain()
+    assert len(harness.received[key].token_ids) == 5
+    # It had a token for the last input already, so it ends at once.
+    key = harness.add(4, None, inputs=[part(0, 6, 2)], is_open=True)
+    while harness.step():
+        pass
+    assert len(harness.received[key].token_ids) == 3
+    grow(harness, key, 1, is_last=True)
+    harness.drain()
+
+
+@pytest.mark.parametrize(
+    ("growth", "message"),
+    [
+        (AppendInputs(0, [part(5, 2)], False), "at position 5 instead of 4"),
+        (AppendInputs(0, [part(4, 2), part(7, 2)], False), "at position 7 instead of 6"),
+        (AppendInputs(0, [part(4, 900)], True), "makes 900 embeddings"),
+    ],
+)
+def test_inputs_that_do_not_fit_end_an_open_request(growth: AppendInputs, message: str):
+    harness = Harness()
+    key = harness.add(3, None, inputs=[part(0, 4)], is_open=True)
+    harness.scheduler.append_inputs(0, growth)
+    harness.drain()
+    assert message in harness.received[key].finished.message

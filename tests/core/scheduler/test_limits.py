@@ -63,8 +63,8 @@ def test_2_6_encoder_inputs_that_never_fit_end_as_ignored_with_the_sizes(inputs,
 @pytest.mark.parametrize(
     ("inputs", "problem"),
     [
-        ([place(3, 4)], "4 tokens is at position 3, after 0 and within 5"),
-        ([place(0, 3), place(2, 2)], "position 2, after 3 and within 5"),
+        ([place(48, 4)], "4 tokens is at position 48, after 0 and within max_model_len=50"),
+        ([place(0, 3), place(2, 2)], "position 2, after 3 and within max_model_len=50"),
         ([place(-1, 2)], "position -1"),
         ([place(0, 2, 0)], "num_tokens=2 and size=0"),
         ([place(0, -1)], "num_tokens=-1 and size=4"),

@@ -23,6 +23,7 @@ from hypothesis.stateful import (
     rule,
 )
 from support.examples import examples, share
+from support.growing import grow, part
 from support.model_connector import (
     ChanceEncoderCache,
     chance_connector,
@@ -139,6 +140,21 @@ class SchedulerMachine(RuleBasedStateMachine):
             inputs=self.traffic.encoder_inputs(length) if has_inputs else (),
         )
 
+    @precondition(lambda self: self.harness.speculative is None)
+    @rule(length=st.integers(1, 9), num_ready=st.integers(0, 5))
+    def open(self, length, num_ready):
+        """Add a request whose inputs grow."""
+        inputs = [part(0, length + num_ready, self.rng.randrange(3))]
+        if inputs[0].size <= self.harness.scheduler.lifecycle.requirements.max_encoder_input_size:
+            self.harness.add(length, None, inputs=inputs, is_open=True)
+
+    @precondition(lambda self: any(r.is_open for r in self.harness.scheduler.requests.values()))
+    @rule(num_tokens=st.integers(1, 4), is_last=st.sampled_from((False, False, True)))
+    def grow(self, num_tokens, is_last):
+        for key, request in list(self.harness.scheduler.requests.items()):
+            if request.is_open:
+                grow(self.harness, key, num_tokens, is_last=is_last)
+
     @precondition(lambda self: self.harness.scheduler.requests)
     @rule(data=st.data())
     def abort(self, data):
@@ -198,6 +214,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def teardown(self):
         if hasattr(self, "harness"):
+            self.grow(1, is_last=True)
             self.harness.drain()
             dump = self.harness.dump()
             assert replay(dump, PlanningScheduler) == replay(dump)

@@ -82,7 +82,10 @@ class Encoders:
         self._outputs.clear()
 
     def apply_work(self, work: EncoderWork) -> None:
-        """Remove outputs from the cache, then encode inputs into it."""
+        """Append inputs to those of slots and remove outputs from the cache, then encode inputs into it."""
+        for slot, appended in work.appended:
+            inputs = self._inputs[slot] = [*self._inputs.get(slot, ()), *appended]
+            self._ends[slot] = inputs[-1].position + inputs[-1].num_tokens
         for content_hash in work.freed_hashes:
             del self._outputs[content_hash]
         for slot, index in int32_view(work.computed).reshape(-1, 2).tolist():
