@@ -1,4 +1,4 @@
-"""Read the vision towers of PaddleOCR-VL, Hunyuan-OCR, Hy4-VL, MiniMax M3, Kimi-VL, Kimi K2.5, LFM2-VL and LFM3-VL."""
+"""Read the vision towers of dots.ocr, PaddleOCR-VL, Hunyuan, MiniMax M3, Kimi, LFM2-VL and LFM3-VL."""
 
 from __future__ import annotations
 
@@ -25,6 +25,32 @@ def paddleocr_vl(fields: ConfigFields, vision: ConfigFields, output_size: int) -
         position_side=image_size // patch_size,
         interpolation="bilinear centers",
         tensor_names=_PADDLE_NAMES,
+    )
+
+
+def dots_ocr(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVisionSpec:
+    """Return the tower of dots.ocr, whose norms have no means, except that of the projection."""
+    for name, value in (("is_causal", False), ("post_norm", True), ("use_bias", False)):
+        vision.require(name, value, default=value)
+    vision.require("hidden_size", output_size, ", the hidden size of the decoder", default=1536)
+    sizes = {"num_attention_heads": 12, "intermediate_size": 4224, "num_hidden_layers": 42}
+    size = vision.integer("embed_dim", 1536)
+    own = vision.with_defaults(**sizes).with_values({"hidden_size": size})
+    return GridVisionSpec(
+        **_sizes(own, vision.integer("patch_size", 14, maximum=256))
+        | {"frames_per_patch": vision.integer("temporal_patch_size", 1, maximum=16)},
+        merge_size=vision.integer("spatial_merge_size", 2, maximum=16),
+        activation="silu",
+        output_size=output_size,
+        norm_kind="rms",
+        norm_eps=vision.positive("rms_norm_eps", 1e-5),
+        has_gate=True,
+        has_patch_norm=True,
+        has_biases=False,
+        has_axes=False,
+        merger_norm_kind="layer",
+        merger_eps=1e-6,
+        tensor_names=_DOTS_NAMES,
     )
 
 
@@ -212,6 +238,18 @@ def _sizes(vision: ConfigFields, patch_size: int) -> dict[str, Any]:
     }
 
 
+_DOTS_NAMES: Final = (
+    (r"vision_tower\.patch_embed\.patchifier\.proj\.", "visual.patch_embed.proj."),
+    (r"vision_tower\.patch_embed\.patchifier\.norm\.", "visual.patch_norm."),
+    (r"vision_tower\.post_trunk_norm\.", "visual.final_norm."),
+    (r"vision_tower\.", "visual."),
+    (r"(visual\.blocks\..*\.mlp)\.fc1\.", r"\1.gate_proj."),
+    (r"(visual\.blocks\..*\.mlp)\.fc2\.", r"\1.down_proj."),
+    (r"(visual\.blocks\..*\.mlp)\.fc3\.", r"\1.up_proj."),
+    (r"visual\.merger\.ln_q\.", "visual.merger.norm."),
+    (r"visual\.merger\.mlp\.0\.", "visual.merger.fc1."),
+    (r"visual\.merger\.mlp\.2\.", "visual.merger.fc2."),
+)
 _KIMI_FIELDS: Final = {
     "hidden_size": "vt_hidden_size",
     "intermediate_size": "vt_intermediate_size",

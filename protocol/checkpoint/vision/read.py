@@ -29,7 +29,16 @@ from .idefics3 import idefics3, modernvbert
 from .janus import deepseek_vl, deepseek_vl_hybrid, janus
 from .llama import TilesVisionSpec, llama4, mllama
 from .llava import clip, llava, llava_next, llava_onevision, siglip_alone, vipllava
-from .merged import hunyuan_vl, hy_v4_vl, kimi_k25, lfm2_vl, lfm3_vl, minimax_m3, paddleocr_vl
+from .merged import (
+    dots_ocr,
+    hunyuan_vl,
+    hy_v4_vl,
+    kimi_k25,
+    lfm2_vl,
+    lfm3_vl,
+    minimax_m3,
+    paddleocr_vl,
+)
 from .mobilenet import ConvVisionSpec, gemma3n
 from .muse import inkling2, muse
 from .pixtral import pixtral
@@ -102,6 +111,7 @@ _READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionS
     "deepseek_ocr2": deepseek_ocr2,
     "deepseek_vl": deepseek_vl,
     "deepseek_vl_hybrid": deepseek_vl_hybrid,
+    "dots_ocr": dots_ocr,
     "ernie4_5_moe_vl": ernie4_5_vl,
     "ernie4_5_vl_moe": ernie4_5_vl,
     "exaone4_5": exaone4_5,

@@ -238,6 +238,7 @@ FAMILIES = (
     Family("Phi3ForCausalLM", "phi3", phi3),
     Family("Phi4MMForCausalLM", "phi4mm", _phi4_multimodal),
     Family("Phi4MultimodalForCausalLM", "phi4_multimodal", _phi4_multimodal),
+    Family("DotsOCRForCausalLM", "dots_ocr", qwen2),
     Family("Qwen2ForCausalLM", "qwen2", qwen2),
     Family("Qwen2_5OmniForConditionalGeneration", "qwen2_5_omni", _qwen2_5_omni),
     Family("Qwen2_5OmniThinkerForConditionalGeneration", "qwen2_5_omni_thinker", qwen2),
