@@ -13,6 +13,7 @@ PROJECTORS = {
     "internvl": "internvl",
     "llava-clip": "mlp",
     "gemma3": "gemma3",
+    "gemma4": "gemma4v",
     "pixtral": "pixtral",
     "mistral3": "pixtral",
 }
@@ -35,11 +36,24 @@ _NAMES = (
     (r"pre_layrnorm|ln_pre", "pre_ln"),
     (r"post_layernorm", "post_ln"),
     (r"^v\.layernorm", "v.post_ln"),
+    (r"^vision_tower", "v"),
+    (r"patch_embedder\.input_proj\.", "patch_embd."),
+    (r"patch_embedder\.position_embedding_table", "position_embd.weight"),
+    (r"^embed_vision\.embedding_projection\.", "mm.input_projection."),
     (r"^connector\.modality_projection\.proj\.", "mm.model.fc."),
     (r"multi_modal_projector\.mm_input_projection_weight", "mm.input_projection.weight"),
     (r"multi_modal_projector\.mm_soft_emb_norm", "mm.soft_emb_norm"),
     (r"multi_modal_projector\.patch_merger\.merging_layer", "mm.patch_merger"),
     (r"multi_modal_projector\.norm", "mm.input_norm"),
+)
+_GEMMA4_NAMES = (
+    (r"\.linear\.", "."),
+    (r"\.input_layernorm\.", ".ln1."),
+    (r"\.post_attention_layernorm\.", ".attn_post_norm."),
+    (r"\.pre_feedforward_layernorm\.", ".ln2."),
+    (r"\.post_feedforward_layernorm\.", ".ffn_post_norm."),
+    (r"\.self_attn\.([qk])_norm\.", r".attn_\1_norm."),
+    (r"\.mlp\.(gate|up|down)_proj\.", r".ffn_\1."),
 )
 _PROJECTIONS = {
     "internvl": {
@@ -58,7 +72,7 @@ def write_mmproj(path: Path, model: Any, kind: str) -> Path:
     writer = GGUFWriter(path, "clip")
     writer.add_string("clip.projector_type", projector)
     writer.add_bool("clip.has_vision_encoder", True)
-    sides = config.image_size, config.patch_size
+    sides = getattr(config, "image_size", 224), config.patch_size
     image_size, patch_size = (x if isinstance(x, int) else x[0] for x in sides)
     num_layers = config.num_hidden_layers
     if projector == "mlp":
@@ -71,7 +85,7 @@ def write_mmproj(path: Path, model: Any, kind: str) -> Path:
         "block_count": num_layers,
         "attention.head_count": config.num_attention_heads,
     }
-    if projector in ("idefics3", "internvl", "gemma3"):
+    if projector in ("idefics3", "internvl", "gemma3", "gemma4v"):
         numbers["projector.scale_factor"] = 2
     if projector == "idefics3":
         numbers["preproc_image_size"] = 4 * image_size
@@ -79,9 +93,9 @@ def write_mmproj(path: Path, model: Any, kind: str) -> Path:
         numbers["spatial_merge_size"] = 2
     for name, value in numbers.items():
         writer.add_uint32(f"clip.vision.{name}", value)
-    eps = getattr(config, "layer_norm_eps", 1e-5)
+    eps = 1e-6 if projector == "gemma4v" else getattr(config, "layer_norm_eps", 1e-5)
     writer.add_float32("clip.vision.attention.layer_norm_epsilon", eps)
-    if config.hidden_act != "quick_gelu":
+    if getattr(config, "hidden_act", "gelu") != "quick_gelu":
         writer.add_bool("clip.use_gelu", True)
     for name in ("mean", "std"):
         writer.add_array(f"clip.vision.image_{name}", [0.5, 0.5, 0.5])
@@ -98,7 +112,8 @@ def write_mmproj(path: Path, model: Any, kind: str) -> Path:
 
 
 def _gguf_name(name: str, projector: str) -> str:
-    for pattern, replacement in _NAMES:
+    others = _GEMMA4_NAMES if projector == "gemma4v" else ()
+    for pattern, replacement in (*_NAMES, *others):
         name = re.sub(pattern, replacement, name)
     for ours, theirs in _PROJECTIONS.get(projector, {}).items():
         name = name.replace(f"multi_modal_projector.{ours}", theirs)
@@ -109,6 +124,11 @@ def _stored(name: str, tensor: torch.Tensor, config: Any, projector: str) -> np.
     if projector == "pixtral" and name.endswith(("attn_q.weight", "attn_k.weight")):
         heads = tensor.unflatten(0, (config.num_attention_heads, 2, -1))
         tensor = heads.transpose(1, 2).flatten(0, 2)
+    if projector == "gemma4v" and name == "v.patch_embd.weight":
+        patch = config.patch_size
+        tensor = tensor.view(-1, patch, patch, 3).permute(0, 3, 1, 2).contiguous()
+    if not tensor.ndim:
+        tensor = tensor[None]
     if name == "mm.soft_emb_norm.weight":
         tensor = tensor + 1
     if name == "v.position_embd.weight" or name == "v.class_embd":

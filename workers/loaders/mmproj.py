@@ -2,7 +2,8 @@
 
 import math
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -31,7 +32,10 @@ _NAMES = {
     "mm.soft_emb_norm": "multi_modal_projector.mm_soft_emb_norm",
     "mm.patch_merger": "multi_modal_projector.patch_merger.merging_layer",
     "mm.input_norm": "multi_modal_projector.norm",
+    "v.std_bias": f"{_TOWER}std_bias",
+    "v.std_scale": f"{_TOWER}std_scale",
 }
+_GEMMA4_NAMES = {**_NAMES, "mm.input_projection": "connector.modality_projection.proj"}
 _LAYER_NAMES = {
     "ln1": "layer_norm1",
     "ln2": "layer_norm2",
@@ -41,6 +45,8 @@ _LAYER_NAMES = {
     "attn_out": "self_attn.out_proj",
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
+    "attn_post_norm": "output_norm1",
+    "ffn_post_norm": "output_norm2",
     "ffn_up": "mlp.fc1",
     "ffn_gate": "mlp.gate_proj",
     "ffn_down": "mlp.fc2",
@@ -69,9 +75,16 @@ _DEEPSTACK = re.compile(r"v\.deepstack\.(\d+)\.(\w+)\.(weight|bias)")
 _LAST_PARTS = ("attn_k", "attn_v", "weight.1")
 """Marks of tensors that are parts of one in a Hugging Face checkpoint, after its first part and in their order."""
 
-_LAYER_TENSOR = re.compile(r"v\.blk\.(\d+)\.(\w+)\.(weight|bias)")
+_LAYER_TENSOR = re.compile(r"v\.blk\.(\d+)\.(\w+)\.(weight|bias|(?:in|out)put_m(?:in|ax))")
 # Tensors whose names have no suffix, such as ".weight", in a Hugging Face checkpoint.
-_PLAIN = ("class_embedding", "lambda_1", "lambda_2", "mm_input_projection_weight")
+_PLAIN = (
+    "class_embedding",
+    "lambda_1",
+    "lambda_2",
+    "mm_input_projection_weight",
+    "std_bias",
+    "std_scale",
+)
 
 
 class MmprojCheckpoint(Checkpoint):
@@ -85,14 +98,21 @@ class MmprojCheckpoint(Checkpoint):
         self._gguf = GGUFFile(path)
         super().__init__(path, ConfigFields({}, path))
         metadata = self._gguf.metadata
-        rename: Callable[[str], str] = _hf_name
-        if str(metadata.get("clip.projector_type")).startswith("qwen"):
+        kind = str(
+            metadata.get("clip.vision.projector_type") or metadata.get("clip.projector_type")
+        )
+        rename: Callable[[str], str] = partial(
+            _hf_name, names=_GEMMA4_NAMES if kind == "gemma4v" else _NAMES
+        )
+        if kind.startswith("qwen"):
             rename = _grid_names(self._gguf.tensors)
+        # The converter makes a convolution of Gemma 4's patch projection.
+        self._flattens_patches = kind == "gemma4v"
         self._tensors: dict[str, list[GGUFTensor]] = {}
         for name in sorted(self._gguf.tensors, key=_part_number):
             self._tensors.setdefault(rename(name), []).append(self._gguf.tensors[name])
         self._num_interleaved_heads = 0
-        if metadata.get("clip.projector_type") == "pixtral":
+        if kind == "pixtral":
             # The converter interleaves the rows of q and k, as for decoders.
             self._num_interleaved_heads = int(metadata["clip.vision.attention.head_count"])
         for tensor in self._gguf.tensors.values():
@@ -109,6 +129,8 @@ class MmprojCheckpoint(Checkpoint):
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor."""
         first, *others = self._parts(name)
+        if self._flattens_patches and len(first.shape) == 4:
+            return first.shape[0], math.prod(first.shape[1:])
         if not others:
             return first.shape
         if len(first.shape) == 4:
@@ -127,6 +149,8 @@ class MmprojCheckpoint(Checkpoint):
         parts = [self._dequantized(each) for each in self._parts(name)]
         if len(parts) == 1:
             [values] = parts
+            if self._flattens_patches and values.ndim == 4:
+                values = values.permute(0, 2, 3, 1).flatten(1)
         elif parts[0].ndim == 4:
             # The patches of two frames.
             values = torch.stack(parts, 2)
@@ -184,7 +208,7 @@ def _grid_names(names: Collection[str]) -> Callable[[str], str]:
     return rename
 
 
-def _hf_name(name: str) -> str:
+def _hf_name(name: str, names: Mapping[str, str]) -> str:
     """Return CLIP's name for a tensor, or the name in the file if CLIP has none."""
     if match := _LAYER_TENSOR.fullmatch(name):
         if match[2] not in _LAYER_NAMES:
@@ -192,9 +216,9 @@ def _hf_name(name: str) -> str:
         hf, last = f"{_TOWER}encoder.layers.{match[1]}.{_LAYER_NAMES[match[2]]}", match[3]
     else:
         stem, _, last = name.rpartition(".")
-        if stem not in _NAMES:
+        if stem not in names:
             stem, last = name, "weight"
-        if stem not in _NAMES:
+        if stem not in names:
             return name
-        hf = _NAMES[stem]
+        hf = names[stem]
     return hf if hf.endswith(_PLAIN) else f"{hf}.{last}"

@@ -49,6 +49,11 @@ class _Vision(GGUFFields):
         return tensor.shape[0]
 
     @property
+    def has_layer_inputs(self) -> bool:
+        """True if each layer of the decoder has inputs of its own (the smaller ones of Gemma 4)."""
+        return bool(self._decoder.metadata.get("gemma4.embedding_length_per_layer_input"))
+
+    @property
     def has_experts(self) -> bool:
         """True if the decoder has experts."""
         return self._decoder.metadata.get("general.architecture") == "qwen3vlmoe"
@@ -178,6 +183,36 @@ def _gemma3(vision: _Vision) -> Mmproj:
     )
 
 
+def _gemma4(vision: _Vision) -> Mmproj:
+    num_heads = vision.integer("attention.head_count")
+    table = vision.gguf.tensors.get("v.position_embd.weight")
+    if table is None or len(table.shape) != 3:
+        raise CheckpointError(vision.path, "there is no table of positions with three dimensions")
+    config = {
+        "model_type": "gemma4",
+        "architectures": ["Gemma4ForConditionalGeneration"],
+        "vision_config": {
+            "hidden_size": vision.integer("embedding_length"),
+            "intermediate_size": vision.integer("feed_forward_length"),
+            "num_hidden_layers": vision.layer_count("block_count"),
+            "num_attention_heads": num_heads,
+            "num_key_value_heads": num_heads,
+            "head_dim": vision.num_rows("v.blk.0.attn_q.weight") // num_heads,
+            "patch_size": vision.integer("patch_size"),
+            "rms_norm_eps": vision.positive("attention.layer_norm_epsilon", 1e-6),
+            "pooling_kernel_size": vision.integer("projector.scale_factor", 3),
+            "position_embedding_size": table.shape[1],
+            "standardize": vision.has_tensor("v.std_bias"),
+            "use_clipped_linears": vision.has_tensor("v.blk.0.attn_q.input_max"),
+        },
+        "image_token_id": vision.token_id("<|image|>"),
+    }
+    if not vision.has_layer_inputs:
+        # The file does not say so, but the tokens of an image see each other in all larger models.
+        config["use_bidirectional_attention"] = "vision"
+    return Mmproj(config, {}, {"boi_token": "<|image>", "eoi_token": "<image|>"})
+
+
 def _pixtral(vision: _Vision) -> Mmproj:
     merges = vision.has_tensor("mm.patch_merger.weight")
     name = "Mistral3" if merges else "Llava"
@@ -290,6 +325,7 @@ _Reader: TypeAlias = Callable[[_Vision], Mmproj]
 
 _KINDS: Final[dict[str, _Reader]] = {
     "gemma3": _gemma3,
+    "gemma4v": _gemma4,
     "idefics3": _idefics3,
     "internvl": _internvl,
     "mlp": _llava,

@@ -61,7 +61,9 @@ def gemma4(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Visi
     vision.require("num_key_value_heads", num_heads)
     patch_size = vision.integer("patch_size", 16, maximum=1024)
     rope = vision.first_section("rope_parameters")
-    sees_on = text.get("use_bidirectional_attention") == "vision"
+    # GGUF models have this field outside of the section.
+    name = "use_bidirectional_attention"
+    sees_on = "vision" in (text.get(name), fields.get(name))
     return VisionSpec(
         image_size=0,
         patch_size=patch_size,

@@ -25,7 +25,7 @@ from support.vision_checkpoints import TILE, vision_directory
 pytestmark = pytest.mark.slow
 
 CPU = torch.device("cpu")
-TOKENS = ["<image>", "<IMG_CONTEXT>", "<image_soft_token>", "[IMG]"]
+TOKENS = ["<image>", "<IMG_CONTEXT>", "<image_soft_token>", "[IMG]", "<|image|>"]
 
 
 def _decoder(path, tokens=TOKENS):
