@@ -10,7 +10,7 @@ import torch
 from gguf import GGUFWriter
 
 _NAMES = (
-    (r"^(transformer|model)\.", ""),
+    (r"^(transformer|model)\.(language_model\.)?", ""),
     (r"^(lm_head|score)\.", "output."),
     (r"^(embed_tokens|wte)\.", "token_embd."),
     (r"^(norm|norm_f)\.", "output_norm."),
@@ -29,12 +29,18 @@ _NAMES = (
     (r"\.mlp\.gate\.", ".ffn_gate_inp."),
     (r"\.mlp\.shared_experts\.(gate|up|down)_proj\.", r".ffn_\1_shexp."),
 )
+_MUSE_NAMES = (
+    (r"\.pre_feedforward_layernorm\.", ".ffn_norm."),
+    (r"\.post_feedforward_layernorm\.", ".post_ffw_norm."),
+    (r"\.post_attention_layernorm\.", ".post_attention_norm."),
+    (r"\.self_attn\.gate_proj\.", ".attn_gate."),
+)
 _ROWS_OF_DBRX = {"w1": "gate", "v1": "up", "w2": "down"}
 
 
 def write_tensors(path: Path, model: Any, architecture: str, metadata: dict[str, Any]) -> Path:
     """Write a model to `path` and return it. The keys of `metadata` follow the architecture's name."""
-    config, tensors = model.config, model.state_dict()
+    config, tensors = model.config.get_text_config(), model.state_dict()
     writer = GGUFWriter(path, architecture)
     common = {
         "context_length": config.max_position_embeddings,
@@ -46,6 +52,8 @@ def write_tensors(path: Path, model: Any, architecture: str, metadata: dict[str,
         kind = next(kind for kind in _ADD if isinstance(value, kind))
         getattr(writer, _ADD[kind])(f"{architecture}.{key}", value)
     for name, tensor in tensors.items():
+        if ".vision_" in name:
+            continue
         for key, values in _parts(name, tensor.float(), config).items():
             if key != "output.weight" or not config.tie_word_embeddings:
                 writer.add_tensor(key, values.contiguous().numpy())
@@ -68,9 +76,11 @@ _ADD = {
 
 def _parts(name: str, tensor: torch.Tensor, config: Any) -> dict[str, torch.Tensor]:
     """Return the tensors of the file that one saved tensor becomes."""
-    other = name
-    for pattern, replacement in _NAMES:
+    other, is_muse = name, config.model_type == "muse_glimmer_text"
+    for pattern, replacement in (*(_MUSE_NAMES if is_muse else ()), *_NAMES):
         other = re.sub(pattern, replacement, other)
+    if is_muse:
+        return _parts_of_muse(other, tensor, config)
     if rows := re.fullmatch(r"(.*)\.ffn\.experts\.mlp\.(w1|v1|w2)", other):
         count = config.ffn_config.moe_num_experts
         experts = tensor.unflatten(0, (count, -1))
@@ -83,3 +93,17 @@ def _parts(name: str, tensor: torch.Tensor, config: Any) -> dict[str, torch.Tens
         gate, up = tensor.chunk(2, 1)
         return {f"{stacked[1]}.ffn_gate_exps.weight": gate, f"{stacked[1]}.ffn_up_exps.weight": up}
     return {other: tensor}
+
+
+def _parts_of_muse(key: str, tensor: torch.Tensor, config: Any) -> dict[str, torch.Tensor]:
+    """Return tensors of a Muse Glimmer, with interleaved heads, 1 added to norms, and a factor as a norm."""
+    if key.startswith("blk.") and key.endswith("norm.weight"):
+        return {key: tensor + 1}
+    if ".attn_q." not in key and ".attn_k." not in key:
+        return {key: tensor}
+    is_query = ".attn_q." in key
+    count = config.num_attention_heads if is_query else config.num_key_value_heads
+    halves = tensor.unflatten(0, (count, 2, -1)).transpose(1, 2)
+    factor = config.qk_scale_factor if is_query else 1.0
+    norm = torch.full((config.head_dim,), factor)
+    return {key: halves.reshape(tensor.shape), re.sub(r"(attn_[qk])", r"\1_norm", key): norm}

@@ -39,6 +39,7 @@ _INTERLEAVED = (
     "granitehybrid",
     "granitemoe",
     "mistral3",
+    "muse-glimmer",
     "olmo",
 )
 # The norms of these architectures multiply by 1 + weight, and the converter stores the sum.
@@ -48,6 +49,7 @@ _NORM_PLUS_ONE = (
     "gemma2",
     "gemma3",
     "minimax-m3",
+    "muse-glimmer",
     "nemotron",
     "qwen35",
     "qwen35moe",
@@ -58,6 +60,8 @@ _NORM_PLUS_ONE = (
 _UNUSED = re.compile(
     r"dense_[23]\.weight|rope_(freqs|factors_long|factors_short)\.weight|.*attn_rot_embd.*|blk\.\d+\.nextn\..*|dec\..*\.cross_attn_rel_b\..*"
 )
+# Norms of these architectures have no weights, but the converter stores factors as weights, which the config contains.
+_UNIT_NORMS = {"muse-glimmer": re.compile(r"blk\.\d+\.attn_[qk]_norm\.weight")}
 _FLOATS: Final = {
     GGMLQuantizationType.F32: ("float32", np.float32),
     GGMLQuantizationType.F16: ("float16", np.float16),
@@ -108,10 +112,12 @@ class GGUFCheckpoint(Checkpoint):
         super().__init__(path, ConfigFields(gguf_to_hf_config(self._gguf), path))
         self._architecture: str = self._gguf.metadata["general.architecture"]
         is_bamba = self.config["model_type"] == "bamba"
+        unused = (_UNUSED, _UNIT_NORMS.get(self._architecture, _UNUSED))
         self._tensors: dict[str, GGUFTensor] = {}
         self._scalars = _activation_parameters(self._gguf)
         for tensor in self._gguf.tensors.values():
-            if _UNUSED.fullmatch(tensor.name) or self._is_repeated(tensor.name):
+            is_unused = any(pattern.fullmatch(tensor.name) for pattern in unused)
+            if is_unused or self._is_repeated(tensor.name):
                 continue
             found = hf_name(tensor.name, "bamba" if is_bamba else self._architecture)
             if found is None:
@@ -232,6 +238,8 @@ class GGUFCheckpoint(Checkpoint):
         """Return whether the file contains 1 plus the values of a tensor."""
         # Gated delta nets norm their outputs by the weight itself.
         is_norm = name.endswith("norm.weight") and ".mixer." not in name
+        if self._architecture == "muse-glimmer" and name == "model.norm.weight":
+            return False
         return is_norm and self._architecture in _NORM_PLUS_ONE
 
     def _blocks(self, name: str, part: range, dim: int) -> tuple[npt.NDArray[np.uint8], slice]:

@@ -164,6 +164,7 @@ _LAYER_MODULES_OF_ARCHITECTURE = {
     "lfm2moe": _LFM2_MODULES,
     "mamba": _MAMBA1_MODULES | {"attn_norm": "norm"},
     "mamba2": _NEMOTRON_H_MODULES,
+    "muse-glimmer": _GEMMA_MODULES | {"attn_gate": "self_attn.gate_proj"},
     "nemotron_h": _NEMOTRON_H_MODULES,
     "nemotron_h_moe": _NEMOTRON_H_MODULES,
     "phi3": _FUSED_MLP,

@@ -282,6 +282,22 @@ def _mistral3(fields: ModelFields) -> dict[str, Any]:
     return family(fields, "ministral3", "Ministral3ForCausalLM", rope_scaling=scaling)
 
 
+def _muse_glimmer(fields: ModelFields) -> dict[str, Any]:
+    """Return the fields of a Muse Glimmer. Its files have the factor of queries as the weights of a norm."""
+    kinds = layer_types(fields, default_period=4)
+    theta = fields.positive("rope.freq_base", 10_000.0)
+    return {
+        "model_type": "muse_glimmer",
+        "architectures": ["MuseGlimmerForConditionalGeneration"],
+        "layer_types": kinds,
+        "layer_rope_theta": [theta if kind == "sliding_attention" else 0.0 for kind in kinds],
+        "sliding_window": fields.optional_integer("attention.sliding_window"),
+        "qk_scale_factor": fields.floats("blk.0.attn_q_norm.weight")[0],
+        "output_multiplier": fields.positive("logit_scale"),
+        "final_logit_softcapping": fields.positive("final_logit_softcapping"),
+    }
+
+
 def _chatglm(fields: ModelFields) -> dict[str, Any]:
     has_biases = any(fields.has_tensor(f"blk.0.{x}.bias") for x in ("attn_qkv", "attn_q"))
     return family(fields, "glm", "GlmForCausalLM", attention_bias=has_biases)
@@ -344,6 +360,7 @@ DENSE: dict[str, Translate] = {
     "minicpm3": _minicpm3,
     "mistral3": _mistral3,
     "mpt": _mpt,
+    "muse-glimmer": _muse_glimmer,
     "nemotron": named(family, "nemotron", "NemotronForCausalLM", hidden_act="relu2"),
     "olmo": _olmo,
     "olmo2": _olmo2,

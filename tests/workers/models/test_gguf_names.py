@@ -7,7 +7,7 @@ import pytest
 import torch
 from engine.workers.loaders import open_checkpoint
 from support.decoders import Runner, load_decoder, load_native_decoder
-from support.families import expected_logits, make_reference, prompt
+from support.families import expected_logits, make_multimodal, make_reference, prompt
 from support.gguf_tensors import write_tensors
 
 torch.set_num_threads(1)
@@ -81,6 +81,18 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         {"rope_parameters": ROPE, "rms_norm_eps": 1e-6},
         LLAMA,
     ),
+    "muse-glimmer": (
+        "muse-glimmer",
+        "MuseGlimmer",
+        {"post_norm_eps": 1e-8, "rms_norm_eps": 1e-6, "output_multiplier": 0.25},
+        LLAMA
+        | {
+            "attention.sliding_window": 9,
+            "attention.sliding_window_pattern": [True, True, True, False],
+            "final_logit_softcapping": 20.0,
+            "logit_scale": 0.25,
+        },
+    ),
     "paddleocr": ("paddleocr", "mistral", {"rope_parameters": ROPE}, LLAMA),
 }
 """The architecture, the family in transformers, its differences, and the metadata of the file."""
@@ -89,7 +101,8 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
     architecture, family, differences, metadata = MODELS[name]
-    reference = make_reference(family, **differences)
+    make = make_multimodal if family[0].isupper() else make_reference
+    reference = make(family, **differences)
     path = write_tensors(tmp_path / "m.gguf", reference, architecture, metadata)
     tokens = prompt(40, 1)
     expected = expected_logits(reference, tokens)
