@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import re
 import socket
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,7 @@ from engine.frontend.api.bodies.structure import BodyStructure
 from engine.frontend.http.errors import APIError
 from support.frontend_process import FrontendProcess
 from support.longest_wait import assert_delays_nobody
+from support.pdf import write_pdf
 from support.program import wait_until
 
 pytestmark = pytest.mark.slow
@@ -205,3 +207,21 @@ def test_large_requests_share_a_bounded_memory() -> None:
         else:
             pytest.fail("a large request was never refused")
         wait_until(lambda: post(large).status_code == 200, what="its memory is free again")
+
+
+def test_texts_of_documents_count_as_memory_until_their_request_ends() -> None:
+    """A small body may have a document with much text, because its pages share one text."""
+    data = base64.b64encode(write_pdf(["rain " * 400], num_copies=600)).decode()
+    part = {"type": "file", "file": {"filename": "rain.pdf", "file_data": data}}
+    with FrontendProcess(max_body_bytes=MIB, max_request_memory=2 * MIB) as frontend:
+
+        def ask(num_documents: int) -> httpx.Response:
+            messages = [{"role": "user", "content": [part] * num_documents}]
+            return frontend.post("/v1/chat/completions", messages=messages, max_tokens=1)
+
+        for _ in range(3):
+            refused = ask(2)
+            assert refused.status_code == 503, refused.text
+            assert "--max-request-memory" in refused.json()["error"]["message"]
+            # One document fits, but not in the context of the model.
+            assert (ask(1).status_code, ask(1).json()["error"]["param"]) == (400, "messages")
