@@ -1,9 +1,9 @@
 """Measure how fast a fleet of replicas is simulated, compared with real time.
 
-    scripts/bench/run fleet [--replicas 1000] [--rate 0.5] [--seconds 20] [--stepwise]
+    scripts/bench/run fleet [--replicas 1000] [--rate 0.5] [--seconds 20] [--processes 2] [--stepwise]
 
 Requests arrive at random times. Half of them share the beginning of their prompts with others. A step takes 20 ms, and
-20 µs more for each token. The routing is that of a frontend that serves the whole fleet, in one process.
+20 µs more for each token. The routing is that of a frontend that serves the whole fleet.
 """
 
 from __future__ import annotations
