@@ -351,7 +351,7 @@ class Frontend:
 
 
 def _return_free_memory() -> None:
-    """Return memory to the system that the startup has freed, above all the text of the tokenizer's file."""
+    """Return freed memory to the system. Most of it held the text of the tokenizer's file during the startup."""
     # Other C libraries than glibc return it themselves, or have no such call.
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(0)

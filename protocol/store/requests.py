@@ -129,7 +129,7 @@ class ReserveKey(msgspec.Struct, tag="reserve", array_like=True, gc=False, froze
 
 
 class ReleaseKey(msgspec.Struct, tag="release", array_like=True, gc=False, frozen=True):
-    """Release a reserved key with which no request begins after all."""
+    """Release a reserved key, because its request was not accepted."""
 
     owner: str
     key: str

@@ -74,7 +74,7 @@ class ModelFields(GGUFFields):
         return [self.integer(name, minimum=0)] * self.num_layers
 
     def with_largest(self, *names: str) -> Self:
-        """Return these fields with the largest of the integers that a list has for the layers, instead of the list."""
+        """Return these fields with each of the named lists of one integer per layer replaced by its largest integer."""
         keys = [key for key in self.config if key.startswith(self.prefix)]
         lists = [name for name in names if isinstance(self.get(name), np.ndarray)]
         largest = {self.prefix + name: self.largest(name) for name in lists}

@@ -25,7 +25,7 @@ class ExpertMatrices:
 
     Attributes:
         count: The number of these experts.
-        are_all: True if tokens choose no other experts, in no mixture and on no rank.
+        are_all: True if these are all experts that tokens can choose, of all mixtures and ranks.
         can_change: True if adapters may change them.
     """
 

@@ -98,7 +98,7 @@ class _Embeddings(LayerInputs):
 
 
 class _TokenIds(LayerInputs):
-    """The next `num_layers` layers get the tokens, which are sent as digits."""
+    """The inputs are the token ids, for the next `num_layers` layers. Stages send them as digits; see `to_digits`."""
 
     def __init__(self, num_layers: int) -> None:
         self._num_layers = num_layers
