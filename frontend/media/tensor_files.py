@@ -62,7 +62,7 @@ def _read(data: bytes) -> Embeddings:
     if kind not in _DTYPES:
         raise ValueError(f"its type is {kind}, not F32, F16 or BF16")
     if not isinstance(shape, list | tuple) or not all(type(n) is int and n >= 0 for n in shape):
-        raise ValueError(f"its shape is {shape}")
+        raise ValueError(f"its shape {shape} is not a list of sizes")
     dtype = _DTYPES[kind]
     if len(content) != math.prod(shape) * DTYPES[dtype]:
         raise ValueError(f"it has {len(content)} bytes, which do not match the shape {list(shape)}")
@@ -77,10 +77,10 @@ def _safetensors(data: bytes) -> tuple[str, Any, bytes]:
     header = json.loads(data[8 : 8 + length])
     tensors = [value for name, value in header.items() if name != "__metadata__"]
     if len(tensors) != 1:
-        raise ValueError(f"it has {len(tensors)} tensors")
+        raise ValueError(f"it has {len(tensors)} tensors instead of one")
     start, end = tensors[0]["data_offsets"]
     if start < 0:
-        raise ValueError(f"its tensor begins at {start}")
+        raise ValueError(f"its tensor begins at the negative offset {start}")
     return str(tensors[0]["dtype"]), tensors[0]["shape"], data[8 + length :][start:end]
 
 
@@ -92,5 +92,5 @@ def _npy(data: bytes) -> tuple[str, Any, bytes]:
         raise ValueError("its header is too long")
     header = ast.literal_eval(data[first : first + length].decode("latin-1").strip())
     if header["fortran_order"]:
-        raise ValueError("it is stored in Fortran order")
+        raise ValueError("it is stored in Fortran order; save it in C order")
     return str(header["descr"]), header["shape"], data[first + length :]

@@ -209,7 +209,10 @@ class PoolingMethods:
         verify_compares(model)
         firsts, seconds = _as_texts(text_1), _as_texts(text_2)
         if len(firsts) not in (1, len(seconds)):
-            raise ParameterError("text_1", f"has {len(firsts)} texts, text_2 has {len(seconds)}")
+            raise ParameterError(
+                "text_1",
+                f"must have one text, or as many as text_2 ({len(seconds)}), got {len(firsts)}",
+            )
         if model.classifier is None:
             prompts = [
                 *((text, QUERY) for text in firsts),

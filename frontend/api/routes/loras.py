@@ -36,7 +36,10 @@ class Loras:
 
     def _verify_allowed(self) -> None:
         if not self._serving.config.frontend.allow_runtime_lora_updating:
-            raise APIError(404, "This server was started without --allow-runtime-lora-updating")
+            raise APIError(
+                404,
+                "This server was started without --allow-runtime-lora-updating; restart it with that flag",
+            )
 
     @accepts(LoadLoraRequest)
     async def load(self, http: Request) -> Response:
@@ -57,7 +60,9 @@ class Loras:
         serving.verify_serving()
         replaces = bool(request.load_inplace)
         if name in serving.config.model.served_names:
-            raise bad_request("lora_name", f"{echo(name)} is the name of the model")
+            raise bad_request(
+                "lora_name", f"{echo(name)} is the name of the model; choose another one"
+            )
         if not replaces and serving.loras.find(name) is not None:
             raise bad_request(
                 "lora_name",

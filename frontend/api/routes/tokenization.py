@@ -117,7 +117,10 @@ class Tokenization:
         """Return the tokenizer's configuration, with the chat template in use."""
         serving = self._serving
         if not serving.config.frontend.enable_tokenizer_info:
-            raise APIError(404, "This server was started without --enable-tokenizer-info-endpoint")
+            raise APIError(
+                404,
+                "This server was started without --enable-tokenizer-info-endpoint; restart it with that flag",
+            )
         info = await serving.executor.in_thread(serving.tokenizer.read_config)
         with contextlib.suppress(APIError):
             info["chat_template"] = serving.chat_template(with_tools=False).source

@@ -93,7 +93,9 @@ class ContainerFile:
         """Return the samples of FFmpeg's frame, [frames, channels]."""
         found = frame.sample_rate, frame.layout.nb_channels
         if found != (self.rate, self.num_channels):
-            raise ValueError("its sample rate or its number of channels changes")
+            raise ValueError(
+                f"its sample rate or number of channels changes from {(self.rate, self.num_channels)} to {found}"
+            )
         array = frame.to_ndarray()
         array = array.T if frame.format.is_planar else array.reshape(-1, self.num_channels)
         if array.dtype.kind == "f":
