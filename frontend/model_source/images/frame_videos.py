@@ -9,7 +9,16 @@ from typing import Any, Final, NamedTuple
 from ....protocol.checkpoint.config_fields import ConfigFields
 from ....protocol.checkpoint.vision.spec import MAX_SIDE, VisionSpec
 from ....protocol.config.videos import FrameProcessor
-from .fields import BICUBIC, CLIP_VALUES, LANCZOS, pixel_values, side_of_tile, sides
+from .fields import (
+    BICUBIC,
+    CLIP_VALUES,
+    IMAGENET_VALUES,
+    LANCZOS,
+    pixel_values,
+    side_of_tile,
+    sides,
+)
+from .read import image_token_id
 
 _MAX_FRAMES: Final = 1024
 _MARK: Final = "<video>"
@@ -25,9 +34,15 @@ class FrameSource(NamedTuple):
     text: ConfigFields
     vision: VisionSpec
 
-    def token(self, kind: str) -> int:
-        """Return the token of images or videos. Its field has one of two names."""
-        name, old_name = f"{kind}_token_id", f"{kind}_token_index"
+    @property
+    def image_token(self) -> int:
+        """The token of images."""
+        return image_token_id(self.path, self.config, self.text.integer("vocab_size"))
+
+    @property
+    def video_token(self) -> int:
+        """The token of videos. Its field has one of two names."""
+        name, old_name = "video_token_id", "video_token_index"
         name = name if self.config.get(name) is not None else old_name
         return self.config.integer(name, minimum=0, maximum=self.text.integer("vocab_size") - 1)
 
@@ -45,7 +60,7 @@ def _smolvlm(source: FrameSource) -> FrameProcessor:
     side = side_of_tile(fields.first_section("max_image_size"), "longest_edge", source.vision)
     most = sampling.integer("max_frames", source.num_frames(64), maximum=_MAX_FRAMES)
     return FrameProcessor(
-        **pixel_values(fields, source.token("image"), LANCZOS),
+        **pixel_values(fields, source.image_token, LANCZOS),
         sampling="inner",
         fps=sampling.positive("fps", fields.positive("fps", 1.0)),
         max_frames=most,
@@ -64,7 +79,7 @@ def _llava_onevision(source: FrameSource) -> FrameProcessor:
     side = side_of_tile(sides(source.fields, "size"), "height", source.vision)
     num_patches = source.vision.image_size // source.vision.patch_size
     return FrameProcessor(
-        **_values(source, source.token("video"), 32),
+        **CLIP_VALUES | _values(source, source.video_token, 32),
         sampling="floors",
         side=side,
         num_outputs=(-(-num_patches // 2)) ** 2,
@@ -74,8 +89,17 @@ def _llava_onevision(source: FrameSource) -> FrameProcessor:
 
 def _internvl(source: FrameSource) -> FrameProcessor:
     """Return the processor of InternVL, which treats frames as images that are not split."""
+    return _numbered(source, CLIP_VALUES)
+
+
+def _internvl_chat(source: FrameSource) -> FrameProcessor:
+    """Return the processor of InternVL in the format of its authors, which treats frames in the same way."""
+    return _numbered(source, IMAGENET_VALUES)
+
+
+def _numbered(source: FrameSource, defaults: dict[str, Any]) -> FrameProcessor:
     return FrameProcessor(
-        **_values(source, source.token("image"), 8),
+        **defaults | _values(source, source.image_token, 8),
         sampling="middles",
         mark=_MARK,
         side=side_of_tile(sides(source.fields, "size"), "height", source.vision),
@@ -87,12 +111,13 @@ def _internvl(source: FrameSource) -> FrameProcessor:
 
 
 def _values(source: FrameSource, token_id: int, num_frames: int) -> dict[str, Any]:
-    values = CLIP_VALUES | pixel_values(source.fields, token_id, BICUBIC)
+    values = pixel_values(source.fields, token_id, BICUBIC)
     return values | {"num_frames": source.num_frames(num_frames), "max_frames": _MAX_FRAMES}
 
 
 FRAME_READERS: Final[dict[str, Callable[[FrameSource], FrameProcessor]]] = {
     "internvl": _internvl,
+    "internvl_chat": _internvl_chat,
     "llava_onevision": _llava_onevision,
     "smolvlm": _smolvlm,
 }

@@ -98,7 +98,7 @@ def read_image_processor(
         return None
     stands_alone = isinstance(vision, VisionSpec) and vision.stands_alone
     # The token in the place of an image that stands alone has no meaning.
-    token_id = 0 if stands_alone else _token_id(path, config, text.integer("vocab_size"))
+    token_id = 0 if stands_alone else image_token_id(path, config, text.integer("vocab_size"))
     read = _READERS[model_kind(config)]
     if read is not cover:
         # The processors of InternVL and DeepSeek-OCR 2 ignore this field of the file.
@@ -107,8 +107,12 @@ def read_image_processor(
     return read(source, vision, token_id)
 
 
-def _token_id(path: Path, config: ConfigFields, vocab_size: int) -> int:
-    """Return the placeholder token."""
+def image_token_id(path: Path, config: ConfigFields, vocab_size: int) -> int:
+    """Return the placeholder token of images.
+
+    Raises:
+        CheckpointError: The config or the tokenizer lacks it.
+    """
     text = _TOKEN_TEXTS.get(model_kind(config))
     if text is not None:
         found_id = TokenizerConfig(path).added_token_id(text)

@@ -22,20 +22,21 @@ from engine.frontend.model_source.images.read import read_image_processor
 from engine.frontend.model_source.images.videos import read_video_processor
 from engine.frontend.tokenizer.load import load_tokenizer
 from engine.protocol.checkpoint.config_fields import ConfigFields
+from engine.protocol.checkpoint.field_names import text_section
 from PIL import Image
 from support.image_marks import INTERNVL_MARKS, image_mark
 from support.vision_checkpoints import image_processor, vision_directory
 from transformers.video_utils import VideoMetadata, default_sample_indices_fn
 
 pytestmark = pytest.mark.slow
-KINDS = ("smolvlm", "llava_onevision", "internvl")
+KINDS = ("smolvlm", "llava_onevision", "internvl", "internvl_chat")
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def model(request, tmp_path_factory):
     path, _ = vision_directory(tmp_path_factory.mktemp("model"), request.param)
     config = ConfigFields.read(path / "config.json")
-    text = config.section("text_config")
+    text = text_section(config)
     videos = read_video_processor(path, config, text, {})
     images = read_image_processor(path, config, text, {})
     return request.param, path, videos, PromptImages(images, load_tokenizer(path), videos)
@@ -69,6 +70,7 @@ def _reference_sampler(kind, config):
 
 def test_sampled_frames_equal_those_of_transformers(model):
     kind, _, config, _ = model
+    kind = kind.removesuffix("_chat")
     sample = _reference_sampler(kind, config)
     rng = random.Random(2)
     for count in [*range(10, 40), *(rng.randrange(40, 4000) for _ in range(200))]:
@@ -118,7 +120,7 @@ def test_frames_are_resized_as_by_transformers(model):
         ]
         video = video._replace(frames=square)
         tiles = [part.payload for part in single_frames(video, config) if isinstance(part, Tile)]
-    elif kind == "internvl":
+    elif kind.startswith("internvl"):
         processor.crop_to_patches = False
         expected = processor(frames, return_tensors="np")["pixel_values"]
     else:
@@ -135,10 +137,11 @@ def _fit(config, width, height, num_frames):
 
 def _expected_text(kind, video, config):
     """Return the text that replaces a video in a prompt of transformers' processor."""
+    mark, kind = image_mark(kind.removesuffix("_chat")), kind.removesuffix("_chat")
     name = {"smolvlm": "SmolVLM", "llava_onevision": "LlavaOnevision", "internvl": "InternVL"}[kind]
     count = len(video.frames)
     state = SimpleNamespace(
-        image_token=image_mark(kind),
+        image_token=mark,
         video_token="<video>",
         start_image_token=INTERNVL_MARKS["start_image_token"],
         end_image_token=INTERNVL_MARKS["end_image_token"],
