@@ -165,6 +165,9 @@ def _sampling_fields(options: Json) -> Json:
                     raise wrong(f"options.{option}", "an integer of 64 bits", value)
                 value = int(value)
             fields[name] = value
+    if options.get("repeat_last_n") == 0:
+        # The penalty applies to no tokens.
+        fields["repetition_penalty"] = 1.0
     for option, neutral in _NEUTRAL.items():
         if options.get(option) not in (None, neutral):
             place = f"options.{option}"

@@ -20,8 +20,14 @@ class OllamaFields(msgspec.Struct, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: Int | None = None
 
-    # Accepted because clients send it. The model always stays loaded.
+    # Accepted because clients send them; they have no effect. The model always stays loaded. A prompt that is too long
+    # is refused, and a full context ends the answer.
     keep_alive: float | str | None = None
+    truncate: bool | None = None
+    shift: bool | None = None
+
+    # Rejected, because an answer that ignores it would be wrong.
+    _debug_render_only: Any = None
 
 
 class OllamaChatRequest(OllamaFields, kw_only=True):

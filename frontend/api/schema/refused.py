@@ -55,6 +55,7 @@ REFUSED: dict[str, str] = {
     "container": "is not supported; this server runs no tools itself",
     "compaction": "is not supported; ask for a summary in a message",
     "post_sampling_probs": "is not supported; leave it out for the model's own probabilities",
+    "_debug_render_only": "is not supported; use /apply-template",
     "joint": "is not supported; each question is answered by itself",
     "thinking_token_budget": "is not supported; use /v1/chat/completions",
     "kv_transfer_params": "is not supported; use /v1/chat/completions",
@@ -154,6 +155,7 @@ NO_OP_VALUES: dict[str, tuple[Any, ...]] = {
     "return_flat_raw_output_top_logprobs": (False,),
     "return_flat_raw_top_logprobs_b64": (False,),
     "joint": (False,),
+    "_debug_render_only": (False,),
 }
 """Rejected field -> values that are accepted, because they have no effect."""
 

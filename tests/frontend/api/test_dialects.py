@@ -14,6 +14,7 @@ import ollama
 import pytest
 from engine.frontend.media.documents.pdf import read_pdf
 from engine.protocol.errors import ParameterError
+from support.chats import last_params
 from support.dialects import KEY, TOOLS, claude_client, dialect_frontend, num_tokens, options, user
 from support.frontend_process import MODEL, FrontendProcess
 from support.pdf import write_pdf
@@ -366,8 +367,10 @@ def test_ollama_generates_with_and_without_the_template(
     assert system.response.startswith("[system:Be brief.][user:Hi]")
     raw = llama.generate(MODEL, text, system="Be brief.", raw=True, options={"num_predict": 3})
     assert raw.response == text
-    pieces = llama.generate(MODEL, text, stream=True, options={"num_predict": 3})
+    options = {"num_predict": 3, "repeat_penalty": 1.5, "repeat_last_n": 0}
+    pieces = llama.generate(MODEL, text, stream=True, options=options)
     assert "".join(piece.response for piece in pieces) == text
+    assert last_params(frontend).repetition_penalty == 1.0
     loaded = llama.generate(MODEL)
     assert loaded.done and loaded.done_reason == "load"
 
@@ -393,6 +396,7 @@ def test_ollama_lists_and_describes_models(llama: ollama.Client) -> None:
         ("chat", {"messages": user("Hi"), "options": {"top_k": "x"}}, "options.top_k must be"),
         ("chat", {"messages": user("Hi"), "options": {"top_p": 7}}, "options.top_p must be"),
         ("chat", {"messages": user("Hi"), "options": {"mirostat": 2}}, "options.mirostat"),
+        ("chat", {"messages": user("Hi"), "_debug_render_only": True}, "_debug_render_only"),
         (
             "generate",
             {"prompt": "Hi", "suffix": "x"},
