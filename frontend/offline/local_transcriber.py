@@ -77,7 +77,7 @@ class LocalTranscriber:
                 lora = self._engine.config.model.media_lora
                 base = SequenceRequest(np.zeros(0, np.int32), SamplingParams(), lora=lora)
                 opened = await self._open(clip, f"audio[{index}]")
-                submission = Submission(base, start, _verify)
+                submission = Submission(base, start, _verify, self._engine.client.append_inputs)
                 return await self._transcriber.transcribe(opened, options, submission)
 
         tasks = [asyncio.create_task(transcribe(*each)) for each in enumerate(clips)]

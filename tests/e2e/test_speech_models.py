@@ -5,7 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import io
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -306,6 +306,7 @@ def test_audio_is_added_to_every_token(tmp_path: Path, parallel: tuple[str, ...]
         *_, done = events
         assert done.text == expected[2][0]
         server.wait_until_whole()
+        _check_live(server, clips[2][0], generate, lambda: transcribe(clips[0][1]) == found[0])
         whole = create(model="tiny", file=clips[1][1], temperature=0.001, response_format="text")
         assert whole.strip() == expected[1][0]
         for fields, named in (
@@ -318,6 +319,37 @@ def test_audio_is_added_to_every_token(tmp_path: Path, parallel: tuple[str, ...]
             url = server.url + "/v1"
             openai.OpenAI(base_url=url, api_key="none").completions.create(model="tiny", prompt="a")
         assert_nothing_is_held(server)
+
+
+def _check_live(
+    server: Server, samples: np.ndarray, generate: Any, check_others: Callable[[], bool]
+) -> None:
+    """Check the text of an utterance that begins before the utterance ends, also if a worker is killed meanwhile."""
+    pcm = realtime.to_pcm(samples)
+    expected = generate(np.frombuffer(pcm, "<i2").astype(np.float32) / 32768)[0]
+    url = server.url + "/v1"
+    with openai.OpenAI(base_url=url, api_key="none").realtime.connect(model="tiny") as connection:
+        assert connection.recv().type == "session.created"
+        connection.session.update(session=realtime.session_of(model="tiny"))
+        assert connection.recv().type == "session.updated"
+        half = len(pcm) // 4 * 2
+        realtime.append(connection, pcm[:half])
+        begun = connection.recv()
+        assert begun.type == "conversation.item.input_audio_transcription.delta"
+        # A request that waits for audio does not disturb others.
+        assert check_others()
+        server.child("worker 0").kill()
+        realtime.append(connection, pcm[half:])
+        connection.input_audio_buffer.commit()
+        text, events = realtime.read_item(connection, begun)
+        assert text == expected != ""
+        assert {getattr(event, "item_id", begun.item_id) for event in events} == {begun.item_id}
+        # What is cleared is not transcribed.
+        realtime.append(connection, pcm)
+        connection.input_audio_buffer.clear()
+        while connection.recv().type != "input_audio_buffer.cleared":
+            pass
+    server.wait_until_whole()
 
 
 def test_more_files_than_are_read_at_once_wait_for_each_other(server: Server) -> None:

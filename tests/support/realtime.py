@@ -43,9 +43,9 @@ def append(connection: Any, data: bytes) -> None:
         connection.input_audio_buffer.append(audio=piece)
 
 
-def read_item(connection: Any) -> tuple[str, list[Any]]:
-    """Return the text of the next item, and the events until its end."""
-    events = [connection.recv()]
+def read_item(connection: Any, *first: Any) -> tuple[str, list[Any]]:
+    """Return the text of the next item, and the events until its end, of which `first` were received."""
+    events = [*first, connection.recv()]
     while not events[-1].type.endswith((".completed", ".failed")):
         assert events[-1].type != "error", events[-1]
         events.append(connection.recv())

@@ -83,10 +83,12 @@ class Found(NamedTuple):
     Attributes:
         position: The sample at which speech begins or ends, from the start of the session.
         utterance: The samples of the speech that has ended; None if it begins.
+        num_read: How many of these were read before.
     """
 
     position: int
     utterance: Float32Array | None
+    num_read: int = 0
 
 
 class InputBuffer:
@@ -109,6 +111,8 @@ class InputBuffer:
         self._parts: list[Float32Array] = []
         self.num_samples = 0
         """The number of samples in the buffer."""
+        self.num_read = 0
+        """The number of these that were read."""
         self._num_dropped = self._detected_from = 0
 
     def configure(self, name: str, rate: int, detection: TurnDetection | None) -> None:
@@ -150,6 +154,15 @@ class InputBuffer:
         """Add audio, and return what the turn detection found in it."""
         return self._add(self._resampler.feed(self._format.decode(data)))
 
+    def read_new(self) -> Float32Array:
+        """Return the samples of the current utterance that were not read, and leave them in the buffer."""
+        if self._detector is not None and not self._detector.is_speech:
+            return np.zeros(0, np.float32)
+        self._parts = [np.concatenate(self._parts)] if self._parts else []
+        new = self._parts[0][self.num_read :] if self._parts else np.zeros(0, np.float32)
+        self.num_read = self.num_samples
+        return new
+
     def commit(self) -> Float32Array:
         """Return all samples, and empty the buffer."""
         self._add(self._resampler.feed(np.zeros(0, np.float32), is_end=True), is_end=True)
@@ -176,7 +189,8 @@ class InputBuffer:
                 self._take(at - self._num_dropped)
                 found.append(Found(at, None))
             else:
-                found.append(Found(at, self._take(at - self._num_dropped)))
+                count, num_read = at - self._num_dropped, self.num_read
+                found.append(Found(at, self._take(count), min(count, num_read)))
         if not detector.is_speech:
             # The first frames of the next speech may be among these.
             self._take(max(0, self.num_samples - self._padding - self.rate // 10))
@@ -189,5 +203,6 @@ class InputBuffer:
         joined = np.concatenate(self._parts)
         self._parts = [joined[count:].copy()]
         self.num_samples -= count
+        self.num_read = max(0, self.num_read - count)
         self._num_dropped += count
         return joined[:count]

@@ -21,6 +21,7 @@ from ...client.engine_client import PositionLogprobs
 from ...http.deadline import read_deadline
 from ...http.errors import APIError, bad_request, internal_error, wrong
 from ...http.websocket import Message, WebSocket, WebSocketClosed, open_websocket
+from ...media.audio.live_samples import ClipDropped, LiveSamples
 from ...media.transcription.options import verify_transcribes
 from ..bodies.body import BodyDecoder, make_decoder
 from ..bodies.intake import Intake
@@ -65,7 +66,7 @@ class _Item:
     """An utterance that is to be transcribed. `held` is closed when it was transcribed."""
 
     id: str
-    samples: Float32Array
+    clip: Utterance | LiveSamples
     request: TranscriptionRequest
     plan: Plan
     held: ExitStack
@@ -108,8 +109,7 @@ class _Session:
     """An open WebSocket.
 
     Events are handled in their order. Utterances are transcribed one after another, while further audio arrives. A
-    model that reads a clip while it arrives would begin its request with the first samples of an utterance, in place
-    of `_commit`, and send the same events.
+    model that reads a clip while it arrives begins with the first samples of an utterance, before that is committed.
     """
 
     def __init__(
@@ -135,6 +135,7 @@ class _Session:
         self._previous_id: str | None = None
         self._num_items = 0
         self._waiting: asyncio.Queue[_Item | None] = asyncio.Queue(MAX_WAITING)
+        self._live: LiveSamples | None = None
 
     async def run(self, decoders: _Decoders) -> None:
         """Serve events until the WebSocket is closed."""
@@ -154,6 +155,7 @@ class _Session:
             while not self._waiting.empty():
                 if (item := self._waiting.get_nowait()) is not None:
                     item.held.close()
+            self._drop_live()
             self._count_buffer(0)
 
     async def _handle(self, message: Message, decoders: _Decoders) -> None:
@@ -174,6 +176,7 @@ class _Session:
                     await self._commit(event)
                 case _:
                     self._take_all()
+                    self._drop_live()
                     self._events.send("input_audio_buffer.cleared")
         except ParameterError as error:
             self._events.send_error(bad_request(error.param, error.problem), event_id)
@@ -203,6 +206,8 @@ class _Session:
         self._count_buffer(buffer.num_samples)
         for found in all_found:
             await self._report(found)
+        if self._transcriptions.is_live and len(new := buffer.read_new()):
+            await self._read_live(new)
 
     async def _report(self, found: Found) -> None:
         milliseconds = found.position * 1000 // self._buffer.rate
@@ -216,12 +221,13 @@ class _Session:
         self._events.send(
             "input_audio_buffer.speech_stopped", audio_end_ms=milliseconds, item_id=self._next_id
         )
-        await self._add_item(found.utterance)
+        await self._add_item(found.utterance, found.num_read)
 
     async def _commit(self, event: AudioCommit) -> None:
         if isinstance(self._events, VLLMEvents) and not event.final:
             # It begins an utterance.
             return
+        num_read = self._buffer.num_read
         samples = self._take_all()
         if not len(samples):
             raise APIError(
@@ -229,31 +235,56 @@ class _Session:
                 "the input audio buffer is empty: append audio before you commit it",
                 code="input_audio_buffer_commit_empty",
             )
-        await self._add_item(samples)
+        await self._add_item(samples, num_read)
 
     def _take_all(self) -> Float32Array:
         samples = self._buffer.commit()
         self._count_buffer(0)
         return samples
 
-    async def _add_item(self, samples: Float32Array) -> None:
-        """Make an item of an utterance, and let it be transcribed."""
+    async def _add_item(self, samples: Float32Array, num_read: int) -> None:
+        """Make an item of an utterance, and let it be transcribed. `num_read` of its samples are with the model."""
+        live, self._live = self._live, None
+        if live is not None:
+            live.feed(samples[num_read:])
+            live.end()
         item_id, self._next_id = self._next_id, _new_item_id()
         self._events.send_committed(item_id, self._previous_id)
         self._previous_id = item_id
+        if live is None:
+            await self._enqueue(item_id, Utterance(samples), samples.nbytes)
+
+    async def _read_live(self, samples: Float32Array) -> None:
+        """Transcribe the next samples of the utterance that is arriving."""
+        if self._live is None:
+            live = LiveSamples()
+            if not await self._enqueue(self._next_id, live, 0):
+                self._buffer.num_read = 0
+                return
+            self._live = live
+        self._live.feed(samples)
+
+    def _drop_live(self) -> None:
+        if self._live is not None:
+            self._live.drop()
+            self._live = None
+
+    async def _enqueue(self, item_id: str, clip: Utterance | LiveSamples, num_bytes: int) -> bool:
+        """Let an utterance be transcribed. Return False if the session has no transcription."""
         request = self._settings.request()
         if request is None:
-            return
+            return False
         with ExitStack() as held:
             held.enter_context(self._socket.turn())
-            held.enter_context(self._counted(samples))
+            held.enter_context(self._counted(num_bytes))
             plan = make_plan(self._transcriptions, request)
-            item = _Item(item_id, samples, request, plan, held.pop_all())
+            item = _Item(item_id, clip, request, plan, held.pop_all())
         try:
             await self._waiting.put(item)
         except BaseException:
             item.held.close()
             raise
+        return True
 
     async def _transcribe_in_turn(self) -> None:
         while (item := await self._waiting.get()) is not None:
@@ -267,7 +298,7 @@ class _Session:
             self._events.send_failure(item.id, error)
         except ParameterError as error:
             self._events.send_failure(item.id, bad_request(error.param, error.problem))
-        except WebSocketClosed:
+        except (WebSocketClosed, ClipDropped):
             pass
         except Exception:
             logger.exception("a transcription failed")
@@ -281,8 +312,8 @@ class _Session:
         default_s = self._serving.config.frontend.default_deadline_s
         deadline = read_deadline(self._handshake, default_s)
 
-        async def open_clip() -> Utterance:
-            return Utterance(item.samples)
+        async def open_clip() -> Utterance | LiveSamples:
+            return item.clip
 
         has_logprobs = item.plan.has_logprobs
         render = self._transcriptions.render_logprobs
@@ -321,14 +352,14 @@ class _Session:
         self._num_counted = num_bytes
 
     @contextmanager
-    def _counted(self, samples: Float32Array) -> Iterator[None]:
+    def _counted(self, num_bytes: int) -> Iterator[None]:
         """Count the memory of an utterance."""
         memory = self._serving.request_memory
-        memory.count(samples.nbytes)
+        memory.count(num_bytes)
         try:
             yield
         finally:
-            memory.release(samples.nbytes)
+            memory.release(num_bytes)
 
 
 def _new_item_id() -> str:

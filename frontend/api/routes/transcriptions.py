@@ -46,6 +46,7 @@ from ..streaming.text_events import TextEvents
 
 # Few models transcribe, so only their frontends import these modules at run time.
 if TYPE_CHECKING:
+    from ...media.audio.live_samples import LiveSamples
     from ...media.audio.windows import Samples
     from ...media.transcription.transcriber import TextReceiver, Transcriber, Transcript
 
@@ -67,7 +68,7 @@ MAX_PROMPT_CHARACTERS: Final = 1 << 14
 
 FILE: Final = "file"
 
-OpenClip: TypeAlias = "Callable[[], Awaitable[Samples]]"
+OpenClip: TypeAlias = "Callable[[], Awaitable[Samples | LiveSamples]]"
 """Function that opens an audio clip."""
 
 Work: TypeAlias = "Callable[[TextReceiver | None], Coroutine[Any, Any, Transcript]]"
@@ -149,12 +150,17 @@ class Transcriptions:
             clip = await open_clip()
             from ...media.transcription.decoding import Submission
 
-            submission = Submission(base, start, raise_if_failed)
+            submission = Submission(base, start, raise_if_failed, engine.append_inputs)
             transcript = await transcriber.transcribe(clip, plan.options, submission, on_text)
             engine.metrics.record_audio(core_index, transcript.duration)
             return transcript
 
         return work
+
+    @property
+    def is_live(self) -> bool:
+        """True if the model writes text while a clip arrives."""
+        return self._transcriber is not None and self._transcriber.is_live
 
     async def _open_file(self, file: memoryview) -> Samples:
         assert self._transcriber is not None

@@ -26,7 +26,7 @@ class DecoderPrompts:
     ) -> None:
         self.audio = audio
         self._tokenizer = tokenizer
-        self._max_model_len = model.max_model_len
+        self.max_model_len = model.max_model_len
         self._end_token_id = min(model.eos_token_ids, default=0)
         self.has_timestamps = audio.no_timestamps_token_id >= 0
         self.first_timestamp_id = (
@@ -79,7 +79,7 @@ class DecoderPrompts:
             encoded = self._tokenizer.encode(f" {options.prompt.strip()}", add_special_tokens=False)
             # Half of the context is reserved for the text. A long prompt is cut at its beginning, because its end
             # matters most.
-            kept = encoded[-(self._max_model_len // 2 - 1) :]
+            kept = encoded[-(self.max_model_len // 2 - 1) :]
             before = [audio.previous_token_id, *kept]
         return [*before, audio.start_token_id]
 
@@ -127,11 +127,11 @@ class DecoderPrompts:
         self, options: TranscriptionOptions, prompt: Sequence[int], seconds: float
     ) -> int:
         """Return the maximum number of text tokens for an audio clip of `seconds` seconds after a prompt."""
-        most = self._max_model_len - len(prompt)
+        most = self.max_model_len - len(prompt)
         if options.has_words:
             # For the alignment, the text is read again after the longest prompt without earlier text, and an end token
             # follows.
-            most = min(most, self._max_model_len - 2 - _MAX_START_TOKENS)
+            most = min(most, self.max_model_len - 2 - _MAX_START_TOKENS)
         if (added := self.audio.added) is not None:
             # A token for each output, which is the last one that has none itself.
             num_outputs = added.num_outputs(round(seconds * self.audio.sampling_rate))

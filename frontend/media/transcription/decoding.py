@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections import abc
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Final, TypeAlias
+from typing import Final, Protocol, TypeAlias
 
 import numpy as np
 
@@ -14,7 +15,13 @@ from ....protocol.arrays import float32_view
 from ....protocol.messages import EncoderInput
 from ....protocol.pooling_params import PoolingKind, PoolingParams
 from ....protocol.sampling_params import SamplingParams
-from ...client.engine_client import Delta, PositionLogprobs, RequestGroup, SequenceRequest
+from ...client.engine_client import (
+    Delta,
+    PositionLogprobs,
+    RequestGroup,
+    Sequence,
+    SequenceRequest,
+)
 from ...client.sequence_io import params_for_output
 from ...tokenizer.tokenizer import Tokenizer
 from ..audio.log_mel import HOP
@@ -34,6 +41,16 @@ NUM_SAMPLED: Final = 5
 Deltas: TypeAlias = asyncio.Queue[Delta | None]
 """A queue of the pieces of a text as they are generated, followed by None."""
 
+
+class AppendInputs(Protocol):
+    """The type of `EngineClient.append_inputs`."""
+
+    def __call__(
+        self, sequence: Sequence, inputs: Iterable[EncoderInput], *, is_last: bool
+    ) -> None:
+        """Append encoder inputs to an open sequence. Its output ends with the last ones."""
+
+
 Prompts: TypeAlias = DecoderPrompts | ChatPrompts
 
 
@@ -45,11 +62,13 @@ class Submission:
         base: A request with the tenant, deadline and other fields that all sequences share.
         start: Function that submits sequences of one prompt.
         verify: Function that raises an error if a sequence failed.
+        append: Function that appends encoder inputs to an open sequence.
     """
 
     base: SequenceRequest
     start: Callable[[list[SequenceRequest]], Awaitable[RequestGroup]]
     verify: Callable[[Delta], None]
+    append: AppendInputs
 
 
 class WindowDecoder:
@@ -83,7 +102,7 @@ class WindowDecoder:
         has_languages = self._decoder is not None and self._decoder.audio.language_token_ids
         return bool(has_languages) and not self.language
 
-    async def detect_language(self, inputs: Sequence[EncoderInput]) -> None:
+    async def detect_language(self, inputs: abc.Sequence[EncoderInput]) -> None:
         """Set the language to the most probable one for a window."""
         assert self._decoder is not None
         audio = self._decoder.audio
@@ -96,7 +115,7 @@ class WindowDecoder:
         )
 
     async def decode(
-        self, window: Window, inputs: Sequence[EncoderInput], deltas: Deltas
+        self, window: Window, inputs: abc.Sequence[EncoderInput], deltas: Deltas
     ) -> DecodedWindow | None:
         """Return the text of a window; None if nobody speaks in it.
 
@@ -138,7 +157,7 @@ class WindowDecoder:
     async def _decode_once(
         self,
         window: Window,
-        inputs: Sequence[EncoderInput],
+        inputs: abc.Sequence[EncoderInput],
         temperature: float,
         deltas: Deltas | None,
     ) -> DecodedWindow:
@@ -155,7 +174,7 @@ class WindowDecoder:
         return self._decoded(window, temperature, whole)
 
     async def _sample(
-        self, window: Window, inputs: Sequence[EncoderInput], temperature: float
+        self, window: Window, inputs: abc.Sequence[EncoderInput], temperature: float
     ) -> DecodedWindow:
         """Return the most probable of several texts."""
         prompt, placed, params = self._rules(window, inputs, temperature)
@@ -172,7 +191,7 @@ class WindowDecoder:
         return max(texts, key=lambda text: text.mean_logprob)
 
     def _rules(
-        self, window: Window, inputs: Sequence[EncoderInput], temperature: float
+        self, window: Window, inputs: abc.Sequence[EncoderInput], temperature: float
     ) -> tuple[list[int], list[EncoderInput], SamplingParams]:
         """Return the prompt of a window, its encoder inputs, and the parameters of its text."""
         options, prompts = self._options, self._prompts
@@ -233,7 +252,7 @@ class WindowDecoder:
         whole.logprobs = logprobs
         return whole
 
-    async def _no_speech_prob(self, inputs: Sequence[EncoderInput]) -> float:
+    async def _no_speech_prob(self, inputs: abc.Sequence[EncoderInput]) -> float:
         """Return the probability that nobody speaks in a window, from the probability of the no-speech token."""
         prompts = self._decoder
         if prompts is None or (token_id := prompts.audio.no_speech_token_id) < 0:
@@ -243,7 +262,7 @@ class WindowDecoder:
         return math.exp(chosen.logprob)
 
     async def _align(
-        self, window: Window, inputs: Sequence[EncoderInput], decoded: DecodedWindow
+        self, window: Window, inputs: abc.Sequence[EncoderInput], decoded: DecodedWindow
     ) -> list[Word]:
         """Return the words of a decoded window with their times."""
         prompts = self._decoder
@@ -270,7 +289,7 @@ class WindowDecoder:
     async def _choose(
         self,
         prompt: list[int],
-        inputs: Sequence[EncoderInput],
+        inputs: abc.Sequence[EncoderInput],
         token_ids: list[int],
         pooling: PoolingParams | None = None,
     ) -> tuple[Delta, bytes]:
@@ -292,7 +311,7 @@ class WindowDecoder:
     async def _start(
         self,
         prompt: list[int],
-        inputs: Sequence[EncoderInput],
+        inputs: abc.Sequence[EncoderInput],
         params: list[SamplingParams],
         pooling: PoolingParams | None = None,
     ) -> RequestGroup:

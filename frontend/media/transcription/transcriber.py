@@ -21,6 +21,7 @@ from ...client.executor import ThreadExecutor
 from ...tokenizer.tokenizer import Tokenizer
 from ..audio.added_clip import AddedClip
 from ..audio.clips import prepare_clip
+from ..audio.live_samples import LiveSamples
 from ..audio.log_mel import log_mel, normed_log_mel
 from ..audio.windows import Samples, Window, Windows
 from ..decoding.messages import OpenAudio
@@ -28,6 +29,7 @@ from ..decoding.processes import MediaProcesses
 from .chat_prompt import ChatPrompts
 from .decoder_prompt import DecoderPrompts
 from .decoding import Deltas, Prompts, Submission, WindowDecoder
+from .live import LiveDecoder
 from .options import SpeechModel, TranscriptionOptions, speech_model
 from .segments import DecodedWindow, Segment, Word, separator, split_segments
 
@@ -123,6 +125,11 @@ class Transcriber:
         self._room_for_clips = asyncio.Semaphore(MAX_CLIPS)
         self._room_for_windows = asyncio.Semaphore(MAX_WINDOWS)
 
+    @property
+    def is_live(self) -> bool:
+        """True if the model writes text while a clip arrives."""
+        return self._speech.audio is not None and self._speech.audio.added is not None
+
     def start(self) -> None:
         """Start the decoder processes, so that the first file does not have to wait for them."""
         self._processes.start()
@@ -151,7 +158,7 @@ class Transcriber:
 
     async def transcribe(
         self,
-        clip: Samples,
+        clip: Samples | LiveSamples,
         options: TranscriptionOptions,
         submission: Submission,
         on_text: TextReceiver | None = None,
@@ -159,14 +166,17 @@ class Transcriber:
         """Return the transcript of an audio clip.
 
         Args:
-            clip: The clip, which is closed afterwards.
+            clip: The clip, which is closed afterwards. A model must be able to read live samples (see `is_live`).
             options: The options of the transcription.
             submission: A function that submits sequences to the engine.
             on_text: Receives the text as it is generated.
 
         Raises:
             ParameterError: The clip is damaged or too long.
+            ClipDropped: The live samples were dropped.
         """
+        if isinstance(clip, LiveSamples):
+            return await self._transcribe_live(clip, options, submission, on_text)
         decoder = WindowDecoder(self._speech, self._prompts, self._tokenizer, options, submission)
         transcript = Transcript()
         try:
@@ -191,6 +201,25 @@ class Transcriber:
         transcript.language = decoder.language or transcript.language
         transcript.text = transcript.text.strip()
         return transcript
+
+    async def _transcribe_live(
+        self,
+        samples: LiveSamples,
+        options: TranscriptionOptions,
+        submission: Submission,
+        on_text: TextReceiver | None,
+    ) -> Transcript:
+        prompts, audio = self._prompts, self._speech.audio
+        assert isinstance(prompts, DecoderPrompts)
+        assert audio is not None
+        assert audio.added is not None
+        decoder = LiveDecoder(prompts, audio.added, options, submission, on_text, self._executor)
+        await decoder.decode(samples)
+        return Transcript(
+            duration=decoder.num_samples / self._speech.sampling_rate,
+            text=prompts.text(decoder.token_ids).strip(),
+            logprobs=decoder.logprobs,
+        )
 
     async def _jobs(self, clip: Samples, decoder: WindowDecoder) -> AsyncGenerator[_Job]:
         """Yield the windows of an audio clip in order, while later windows are already being decoded."""

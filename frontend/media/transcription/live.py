@@ -1,0 +1,120 @@
+"""Transcribe a clip while its samples arrive, with a model that reads audio beside its text."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+
+import numpy as np
+
+from ....protocol.config.model import AddedAudioConfig
+from ....protocol.errors import ParameterError
+from ....protocol.messages import EncoderInput
+from ...client.engine_client import PositionLogprobs, RequestGroup
+from ...client.executor import ThreadExecutor
+from ..audio.added_clip import AddedClip
+from ..audio.live_samples import LiveSamples
+from .decoder_prompt import DecoderPrompts
+from .decoding import Submission
+from .options import TranscriptionOptions
+
+
+class LiveDecoder:
+    """Decodes one clip. Its request starts as soon as audio for the prompt has arrived, and grows with the clip.
+
+    Attributes:
+        num_samples: The number of samples so far.
+        token_ids: The tokens of the text so far.
+        logprobs: Their log-probabilities.
+    """
+
+    def __init__(
+        self,
+        prompts: DecoderPrompts,
+        added: AddedAudioConfig,
+        options: TranscriptionOptions,
+        submission: Submission,
+        on_text: Callable[[str, list[PositionLogprobs]], Awaitable[None]] | None,
+        executor: ThreadExecutor,
+    ) -> None:
+        self._prompts = prompts
+        self._options = options
+        self._submission = submission
+        self._on_text = on_text
+        self._executor = executor
+        self._added = added
+        self._clip = AddedClip(prompts.audio, added)
+        self._prompt = prompts.decode(options, "", has_timestamps=False)
+        self._group: RequestGroup | None = None
+        self._reader: asyncio.Task[None] | None = None
+        self._waiting: list[EncoderInput] = []
+        self.num_samples = 0
+        self.token_ids: list[int] = []
+        self.logprobs: list[PositionLogprobs] = []
+
+    async def decode(self, samples: LiveSamples) -> None:
+        """Decode a clip until its end.
+
+        Raises:
+            ClipDropped: The clip was dropped.
+            ParameterError: The clip is longer than the context.
+        """
+        try:
+            async for piece in samples:
+                self.num_samples += len(piece)
+                await self._grow(await self._executor.in_thread(self._clip.append, piece))
+            await self._grow(await self._executor.in_thread(self._clip.finish), is_last=True)
+            assert self._reader is not None
+            await self._reader
+        finally:
+            if self._reader is not None:
+                self._reader.cancel()
+                await asyncio.gather(self._reader, return_exceptions=True)
+            if self._group is not None:
+                self._group.abort()
+
+    async def _grow(self, inputs: list[EncoderInput], *, is_last: bool = False) -> None:
+        most = self._prompts.max_model_len
+        if self._clip.num_outputs > most:
+            raise ParameterError(
+                "audio",
+                f"fills the context of {most} tokens (--max-model-len), each of which has "
+                f"{self._added.samples_per_output} samples: commit shorter utterances",
+            )
+        self._waiting += inputs
+        if self._group is None and self._clip.num_outputs >= len(self._prompt):
+            inputs, self._waiting = self._waiting, []
+            self._group = await self._start(inputs)
+            self._reader = asyncio.create_task(self._read(self._group))
+        if self._group is not None and (self._waiting or is_last):
+            inputs, self._waiting = self._waiting, []
+            self._submission.append(self._group.sequences[0], inputs, is_last=is_last)
+
+    async def _start(self, inputs: list[EncoderInput]) -> RequestGroup:
+        params = self._prompts.params(
+            self._options,
+            self._options.temperature,
+            self._prompts.max_model_len - len(self._prompt),
+            has_timestamps=False,
+        )
+        request = replace(
+            self._submission.base,
+            prompt_token_ids=np.array(self._prompt, np.int32),
+            params=params,
+            encoder_inputs=inputs,
+            is_open=True,
+        )
+        return await self._submission.start([request])
+
+    async def _read(self, group: RequestGroup) -> None:
+        """Read the output until it ends."""
+        while updates := await group.wait_for_updates():
+            for sequence in updates:
+                delta = sequence.read_some()
+                self._submission.verify(delta)
+                found = [x for x in delta.logprobs or () if self._prompts.is_text(x.token_id)]
+                self.token_ids += delta.token_ids
+                self.logprobs += found
+                if self._on_text is not None:
+                    await self._on_text(delta.text, found)
