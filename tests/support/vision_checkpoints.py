@@ -111,6 +111,11 @@ def vision_directory(
         save_file({k.replace(wrong, "language_model.model."): x for k, x in tensors.items()}, file)
     if kind == "internvl_chat":
         as_published(directory)
+    if kind == "internvl-s1":
+        file = directory / "config.json"
+        fields = json.loads(file.read_text()) | {"model_type": "interns1"}
+        fields["architectures"] = ["InternS1ForConditionalGeneration"]
+        file.write_text(json.dumps(fields))
     tokenizer.save_pretrained(directory)
     (directory / "preprocessor_config.json").write_text(json.dumps(processor))
     (directory / "processor_config.json").write_text(json.dumps(others))

@@ -116,6 +116,7 @@ def _values(source: FrameSource, token_id: int, num_frames: int) -> dict[str, An
 
 
 FRAME_READERS: Final[dict[str, Callable[[FrameSource], FrameProcessor]]] = {
+    "interns1": _internvl,
     "internvl": _internvl,
     "internvl_chat": _internvl_chat,
     "llava_onevision": _llava_onevision,

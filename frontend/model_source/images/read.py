@@ -183,6 +183,7 @@ _READERS: Final[dict[str, _Reader]] = {
     "hy_v4_vl": resize_lines,
     "idefics3": grid,
     "inkling2": pad_whole,
+    "interns1": canvas,
     "internvl": canvas,
     "internvl_chat": described_canvas,
     "janus": margins_between_marks,

@@ -131,6 +131,7 @@ _READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionS
     "siglip": siglip_alone,
     "smolvlm": idefics3,
     "inkling2": inkling2,
+    "interns1": internvl,
     "internvl": internvl,
     "internvl_chat": internvl_chat,
     "janus": janus,

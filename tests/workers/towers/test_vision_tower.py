@@ -36,6 +36,7 @@ KINDS = (
     "cohere2_vision",
     *MODELS,
     "internvl-rms",
+    "internvl-s1",
     "internvl_chat",
     "qianfan_ocr",
     "vipllava",

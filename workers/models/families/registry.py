@@ -129,6 +129,7 @@ _WITH_ANY_DECODER = {
     "HyperCLOVAXVisionV2ForConditionalGeneration",
     "Idefics2ForConditionalGeneration",
     "Idefics3ForConditionalGeneration",
+    "InternS1ForConditionalGeneration",
     "InternVLChatModel",
     "InternVLForConditionalGeneration",
     "JanusForConditionalGeneration",
