@@ -187,6 +187,7 @@ def test_gemma3_reads_the_same_after_a_round_trip_through_transformers_5():
             {"architectures": ["HYV4ForCausalLM"], "hidden_act": "gelu"},
             "hidden_act must be 'silu', got 'gelu'",
         ),
+        (V4 | {"mlp_bias": True}, "mlp_bias must be false, got True"),
         (V4 | {"o_groups": 7}, "num_attention_heads 8 must be a multiple of o_groups 7"),
         (V4 | {"compress_ratios": [0, 8, 4, 4]}, "compress_ratios must be 0, 4 or 128 for each"),
         (V4 | {"compress_ratios": [4]}, "compress_ratios must be 0, 4 or 128 for each"),
