@@ -16,7 +16,7 @@ from ...protocol.errors import EngineError
 from .arguments import TRACE_HELP, add_input_arguments, list_of, policies_of, positive, read_inputs
 from .plot import draw
 from .simulate import SimulationResult, simulate
-from .step_time import TOKEN_RANGES, StepTimeModel
+from .step_time import StepTimeModel
 
 LIMITS = ("max_num_seqs", "max_num_batched_tokens")
 
@@ -111,11 +111,12 @@ def _print_json(
 def _print_table(
     results: dict[tuple[SchedulingPolicy, int], SimulationResult], step_time: StepTimeModel
 ) -> None:
-    token_costs = step_time.token_costs or (step_time.per_token,)
-    ranges = f" (up to {', '.join(map(str, TOKEN_RANGES))}, more)" if len(token_costs) > 1 else ""
+    per_prompt_token = step_time.per_prompt_token
+    prompts = (
+        "" if per_prompt_token is None else f"{1e6 * per_prompt_token:.2f} µs a prompt token + "
+    )
     print(
-        f"a step: {1e3 * step_time.base:.3f} ms + "
-        f"{', '.join(f'{1e6 * cost:.2f}' for cost in token_costs)} µs a token{ranges} + "
+        f"a step: {1e3 * step_time.base:.3f} ms + {1e6 * step_time.per_token:.2f} µs a token + {prompts}"
         f"{1e6 * step_time.per_sequence:.2f} µs a sequence + "
         f"{1e9 * step_time.per_kv_token:.2f} ns a cached token + "
         f"{1e9 * step_time.per_pair:.2f} ns an attended pair"

@@ -1,15 +1,13 @@
 """The time of a step as a function of its load, fitted to an event log.
 
 A step costs a constant, its tokens, its sequences, the cached tokens that it reads, and the pairs of tokens that
-attention compares. Tokens may cost less or more in larger steps, where other kernels run. Other influences, such as the
+attention compares. Tokens of prompts have a cost of their own, because other kernels run. Other influences, such as the
 load of other processes on the same cores, are replayed from the log as the ratio of measured to fitted times.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
@@ -25,11 +23,11 @@ from ..state.slots import Float64Array, SlotArray, Slots
 
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
 
-TOKEN_RANGES: Final = (16, 128)
-"""Bounds between the ranges of step sizes, in tokens. Each range has its own cost per token, if the cost varies."""
-
 FEW_TOKENS: Final = 16
-"""Steps with at most this many tokens have ratios of their own, because short steps vary more."""
+"""Sequences with more tokens in a step compute a prompt; others decode, possibly with drafts.
+
+Steps with at most this many tokens have ratios of their own, because short steps vary more.
+"""
 
 NUM_FOLDS: Final = 8
 """The log is cut into this many pieces in the order of time; each is predicted from the others."""
@@ -38,12 +36,16 @@ _NUM_REWEIGHTINGS: Final = 3
 
 
 class StepLoad(NamedTuple):
-    """The load of a step: computed tokens, sequences, cached tokens that are read, and attended pairs of tokens."""
+    """The load of a step: computed tokens, sequences, cached tokens that are read, and attended pairs of tokens.
+
+    `prompt_tokens` are the tokens of sequences with more than FEW_TOKENS tokens.
+    """
 
     tokens: int
     sequences: int
     kv_tokens: int
     pairs: float = 0.0
+    prompt_tokens: int = 0
 
 
 class StepSample(NamedTuple):
@@ -56,10 +58,9 @@ class StepSample(NamedTuple):
 class StepTimeModel(NamedTuple):
     """Coefficients in seconds: per step, per token, per sequence, per cached token and per attended pair.
 
-    If the cost of a token depends on the size of the step, `per_token` is 0 and `token_costs` are the costs of the
-    tokens in each of the ranges that TOKEN_RANGES separate. `few_ratios` and `many_ratios` are ratios of measured to
-    fitted times in the order of the log, for steps with at most and with more than FEW_TOKENS tokens; empty for exact
-    times.
+    `per_prompt_token` replaces `per_token` for tokens of prompts, if it is given. `few_ratios` and `many_ratios` are
+    ratios of measured to fitted times in the order of the log, for steps with at most and with more than FEW_TOKENS
+    tokens; empty for exact times.
     """
 
     base: float
@@ -67,24 +68,23 @@ class StepTimeModel(NamedTuple):
     per_sequence: float
     per_kv_token: float
     per_pair: float = 0.0
-    token_costs: tuple[float, ...] = ()
+    per_prompt_token: float | None = None
     few_ratios: tuple[float, ...] = ()
     many_ratios: tuple[float, ...] = ()
 
     def seconds(self, load: StepLoad) -> float:
         """Return the expected time of a step with this load, in seconds."""
-        seconds = (
+        per_prompt_token = self.per_prompt_token
+        if per_prompt_token is None:
+            per_prompt_token = self.per_token
+        return (
             self.base
-            + self.per_token * load.tokens
+            + self.per_token * (load.tokens - load.prompt_tokens)
+            + per_prompt_token * load.prompt_tokens
             + self.per_sequence * load.sequences
             + self.per_kv_token * load.kv_tokens
             + self.per_pair * load.pairs
         )
-        if self.token_costs:
-            bounds = (0, *TOKEN_RANGES, math.inf)
-            for cost, (low, high) in zip(self.token_costs, pairwise(bounds), strict=True):
-                seconds += cost * max(min(load.tokens, high) - low, 0)
-        return seconds
 
     def coefficients(self) -> dict[str, object]:
         """Return the coefficients by name."""
@@ -158,7 +158,8 @@ def measure_load(slots: SlotArray, counts: Int64Array, state: Slots) -> StepLoad
     """Return the load of the step that was scheduled last, from its slots and tokens per row."""
     computed = state.num_computed_tokens[slots]
     pairs = float((counts * (computed - (counts - 1) / 2)).sum())
-    return StepLoad(int(counts.sum()), len(slots), int(computed.sum()), pairs)
+    prompt_tokens = int(counts[counts > FEW_TOKENS].sum())
+    return StepLoad(int(counts.sum()), len(slots), int(computed.sum()), pairs, prompt_tokens)
 
 
 def measure_steps(dump: Dump) -> list[StepSample]:
@@ -191,8 +192,6 @@ def measure_steps(dump: Dump) -> list[StepSample]:
 def fit(samples: Sequence[StepSample]) -> FittedStepTime:
     """Fit a model by least squares of relative errors with coefficients of at least 0.
 
-    The cost of a token depends on the size of the step if that predicts held-out parts of the log better.
-
     Raises:
         EngineError: There are no samples.
     """
@@ -200,47 +199,38 @@ def fit(samples: Sequence[StepSample]) -> FittedStepTime:
         raise EngineError("no step was recorded, so the step time cannot be fitted")
     loads = np.array([sample.load for sample in samples], np.float64)
     seconds = np.array([sample.seconds for sample in samples])
+    features = _features(loads)
     pieces = np.arange(len(samples)) * NUM_FOLDS // len(samples)
-    candidates = []
-    for has_ranges in (False, True):
-        features = _features(loads, has_ranges=has_ranges)
-        predicted = np.zeros(len(samples))
-        for piece in range(NUM_FOLDS):
-            is_held_out = pieces == piece
-            known = ~is_held_out if len(samples) > 1 else is_held_out
-            predicted[is_held_out] = features[is_held_out] @ _solve(features[known], seconds[known])
-        candidates.append((_error(predicted, seconds), has_ranges, predicted))
-    held_out_error, has_ranges, predicted = min(candidates, key=lambda found: found[:2])
-    features = _features(loads, has_ranges=has_ranges)
+    predicted = np.zeros(len(samples))
+    for piece in range(NUM_FOLDS):
+        is_held_out = pieces == piece
+        known = ~is_held_out if len(samples) > 1 else is_held_out
+        predicted[is_held_out] = features[is_held_out] @ _solve(features[known], seconds[known])
     solution = _solve(features, seconds)
     fitted = features @ solution
     ratios = seconds / np.maximum(fitted, 1e-9)
     is_large = loads[:, 0] > FEW_TOKENS
-    base, per_sequence, per_kv_token, per_pair, *token_costs = solution.tolist()
+    base, per_token, per_sequence, per_kv_token, per_pair, per_prompt_token = solution.tolist()
     model = StepTimeModel(
         base,
-        0.0 if has_ranges else token_costs[0],
+        per_token,
         per_sequence,
         per_kv_token,
         per_pair,
-        tuple(token_costs) if has_ranges else (),
+        per_prompt_token if any(sample.load.prompt_tokens for sample in samples) else None,
         tuple(ratios[~is_large].tolist()),
         tuple(ratios[is_large].tolist()),
     )
     bias = float(predicted.sum() / max(seconds.sum(), 1e-9)) - 1
-    return FittedStepTime(model, len(samples), _error(fitted, seconds), held_out_error, bias)
+    mean_error, held_out_error = (_error(values, seconds) for values in (fitted, predicted))
+    return FittedStepTime(model, len(samples), mean_error, held_out_error, bias)
 
 
-def _features(loads: Float64Array, *, has_ranges: bool) -> Float64Array:
-    """Return the factors of the coefficients: [steps, coefficients]."""
-    tokens = loads[:, 0]
-    columns = [np.ones(len(loads)), loads[:, 1], loads[:, 2], loads[:, 3]]
-    if has_ranges:
-        bounds = (0, *TOKEN_RANGES, np.inf)
-        columns += [np.clip(tokens - low, 0, high - low) for low, high in pairwise(bounds)]
-    else:
-        columns.append(tokens)
-    return np.stack(columns, 1)
+def _features(loads: Float64Array) -> Float64Array:
+    """Return the factors of the coefficients, in the order of the model's fields: [steps, coefficients]."""
+    tokens, sequences, kv_tokens, pairs, prompt_tokens = loads.T
+    columns = (tokens - prompt_tokens, sequences, kv_tokens, pairs, prompt_tokens)
+    return np.stack([np.ones(len(loads)), *columns], 1)
 
 
 def _solve(features: Float64Array, seconds: Float64Array) -> Float64Array:

@@ -209,14 +209,13 @@ def test_the_fit_finds_the_coefficients_and_none_is_negative():
     rng = np.random.default_rng(1)
     limits = np.log((2048, 64, 10**5, 10**6))
     loads = [StepLoad(*map(int, np.exp(rng.uniform(0, limits)))) for _ in range(200)]
-    for truth in (
-        StepTimeModel(2e-3, 3e-5, 1e-5, 2e-8, 1e-8),
-        StepTimeModel(2e-3, 0.0, 1e-5, 2e-8, 1e-8, token_costs=(1e-6, 3e-5, 9e-5)),
-    ):
-        fitted = fit([StepSample(load, truth.seconds(load)) for load in loads])
-        for name, value in truth.coefficients().items():
-            assert fitted.model.coefficients()[name] == pytest.approx(value, rel=1e-3, abs=1e-12)
-        assert fitted.mean_error < 1e-6 and fitted.held_out_error < 1e-6
+    # Half of the steps compute prompts, beside requests that decode.
+    loads += [load._replace(prompt_tokens=load.tokens * 3 // 4) for load in loads]
+    truth = StepTimeModel(2e-3, 3e-5, 1e-5, 2e-8, 1e-8, per_prompt_token=6e-5)
+    fitted = fit([StepSample(load, truth.seconds(load)) for load in loads])
+    for name, value in truth.coefficients().items():
+        assert fitted.model.coefficients()[name] == pytest.approx(value, rel=1e-3, abs=1e-12)
+    assert fitted.mean_error < 1e-6 and fitted.held_out_error < 1e-6
     falling = [StepSample(StepLoad(n, 1, 1), 1.0 - n / 1000) for n in range(100)]
     assert min(fit(falling).model[:5]) >= 0
     with pytest.raises(EngineError, match="no step was recorded"):
