@@ -251,7 +251,8 @@ def test_bodies_that_are_no_object_are_rejected(target: Target, body: bytes) -> 
         Attack(
             f"{route.method} {route.path} {body!r}",
             partial(make_request, route.method, route.path, body),
-            "body" if route.schema else "Content-Type",
+            # A route without a body may refuse the request for another reason.
+            "body" if route.schema else "Content-Type" * (route.method == "POST"),
             route.path,
             may_succeed=not route.schema,
         )

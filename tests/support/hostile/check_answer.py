@@ -22,7 +22,12 @@ _ERROR_FIELDS_OF_MESSAGES = {"message", "type"}
 """The fields of an error in the Messages API, beside `details`. The type of its body is `error`."""
 _OPTIONAL = {"retry_after"}
 
-_CAUSES = ("maximum context length", "has no classification head", "can fill in the middle")
+_CAUSES = (
+    "maximum context length",
+    "prompt is too long",
+    "has no classification head",
+    "can fill in the middle",
+)
 """Causes that a refusal may name instead of a field.
 
 Several fields together make the prompt, and a model that lacks what a route needs refuses every request of the route.
