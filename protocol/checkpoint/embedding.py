@@ -58,7 +58,14 @@ _ENCODERS: Final = frozenset(
 _CAUSAL_ENCODERS: Final = frozenset({"clip_text_model"})
 """The `model_type` of those whose tokens attend only to earlier ones."""
 
-_HEADS: Final = ("AquilaModel", "ChatGLMModel", "InternVLChatModel", "LMHeadModel", "MTModel")
+_HEADS: Final = (
+    "AquilaModel",
+    "ChatGLMModel",
+    "InternVLChatModel",
+    "LMHeadModel",
+    "MTModel",
+    "Qwen2_5OmniModel",
+)
 """The ends of names of models with a head that are called models like those without."""
 
 OFFSET_POSITIONS: Final = frozenset({"mpnet", "roberta", "xlm-roberta"})

@@ -63,8 +63,9 @@ def write_omni(directory: Path, kind: str) -> None:
     save_file({f"thinker.{name}": tensor for name, tensor in tensors.items()}, path)
     path = directory / "config.json"
     thinker = json.loads(path.read_text())
-    name = "Qwen3OmniMoe" if kind == "qwen3_omni" else "Qwen2_5Omni"
-    whole = {"architectures": [f"{name}ForConditionalGeneration"], "thinker_config": thinker}
+    is_third = kind == "qwen3_omni"
+    name = "Qwen3OmniMoeForConditionalGeneration" if is_third else "Qwen2_5OmniModel"
+    whole = {"architectures": [name], "thinker_config": thinker}
     whole["model_type"] = thinker["model_type"].removesuffix("_thinker")
     path.write_text(json.dumps(whole))
     path = directory / "preprocessor_config.json"

@@ -259,6 +259,7 @@ PUBLISHED = {
         {"model_type": "qwen2_5_omni_text", "rope_parameters": changes.axes(2, 1, 1)},
         change=changes.with_talker,
         section=_THINKER,
+        suffix="Model",
     ),
     "InternVLChat": Published(
         "llama2",

@@ -241,6 +241,7 @@ FAMILIES = (
     Family("DotsOCRForCausalLM", "dots_ocr", qwen2),
     Family("Qwen2ForCausalLM", "qwen2", qwen2),
     Family("Qwen2_5OmniForConditionalGeneration", "qwen2_5_omni", _qwen2_5_omni),
+    Family("Qwen2_5OmniModel", "qwen2_5_omni", _qwen2_5_omni),
     Family("Qwen2_5OmniThinkerForConditionalGeneration", "qwen2_5_omni_thinker", qwen2),
     Family("ColQwen2ForRetrieval", "colqwen2", qwen2),
     Family("ColQwen2", "colqwen2", qwen2),
