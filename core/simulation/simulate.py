@@ -167,9 +167,13 @@ def _run_pass(scenario: Scenario, num_processes: int) -> list[ClientRecords]:
         make_shard(scenario, range(first, scenario.num_replicas, num_processes))
         for first in range(num_processes)
     ]
-    fleet = _Fleet(scenario, shards)
-    fleet.run()
-    records = [shard.finish() for shard in shards]
+    try:
+        fleet = _Fleet(scenario, shards)
+        fleet.run()
+        records = [shard.finish() for shard in shards]
+    finally:
+        for shard in shards:
+            shard.close()
     if fleet.num_unfinished:
         raise EngineError(
             f"{fleet.num_unfinished} requests can never be scheduled: there are too few KV-cache blocks"

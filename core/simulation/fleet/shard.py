@@ -174,6 +174,9 @@ class Shard:
             sum(replica.num_accepted for replica in replicas),
         )
 
+    def close(self) -> None:
+        """Do nothing: there is no process to end."""
+
     def receive_outputs(self, index: int, message: EngineCoreOutputs, now: float) -> None:
         """Deliver the outputs of a step of a replica."""
         ended = int32_list(message.finished_set) if message.finished_set else []
