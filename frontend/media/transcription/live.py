@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from typing import Final
 
 import numpy as np
 
@@ -18,6 +19,9 @@ from ..audio.live_samples import LiveSamples
 from .decoder_prompt import DecoderPrompts
 from .decoding import Submission
 from .options import TranscriptionOptions
+
+MAX_SECONDS: Final = 3600.0
+"""The maximum length of a clip. It bounds the size of a message with all of its features to 190 MB."""
 
 
 class LiveDecoder:
@@ -43,7 +47,10 @@ class LiveDecoder:
         self._submission = submission
         self._on_text = on_text
         self._executor = executor
-        self._added = added
+        rate = prompts.audio.sampling_rate
+        self._max_outputs = min(
+            prompts.max_model_len, int(MAX_SECONDS * rate) // added.samples_per_output
+        )
         self._clip = AddedClip(prompts.audio, added)
         self._prompt = prompts.decode(options, "", has_timestamps=False)
         self._group: RequestGroup | None = None
@@ -75,12 +82,11 @@ class LiveDecoder:
                 self._group.abort()
 
     async def _grow(self, inputs: list[EncoderInput], *, is_last: bool = False) -> None:
-        most = self._prompts.max_model_len
-        if self._clip.num_outputs > most:
+        if self._clip.num_outputs > self._max_outputs:
             raise ParameterError(
                 "audio",
-                f"fills the context of {most} tokens (--max-model-len), each of which has "
-                f"{self._added.samples_per_output} samples: commit shorter utterances",
+                f"must make at most {self._max_outputs} tokens, as many as {MAX_SECONDS:g} s of audio and "
+                f"--max-model-len {self._prompts.max_model_len} allow; commit shorter utterances",
             )
         self._waiting += inputs
         if self._group is None and self._clip.num_outputs >= len(self._prompt):
