@@ -41,6 +41,8 @@ TOWER_SIZES = {
     "patch_size": 8,
 }
 TILE = 64
+_PUBLISHED = {"internvl-s1": ("InternS1", "interns1"), "lighton_ocr": ("LightOnOCR", "mistral3")}
+"""The architectures and model types of published checkpoints that otherwise are those of transformers."""
 _Parts: TypeAlias = tuple[Any, dict[str, Any], dict[str, Any]]
 """The config of a model and the fields of its image processor and of its processor."""
 
@@ -111,10 +113,11 @@ def vision_directory(
         save_file({k.replace(wrong, "language_model.model."): x for k, x in tensors.items()}, file)
     if kind == "internvl_chat":
         as_published(directory)
-    if kind == "internvl-s1":
+    if kind in _PUBLISHED:
         file = directory / "config.json"
-        fields = json.loads(file.read_text()) | {"model_type": "interns1"}
-        fields["architectures"] = ["InternS1ForConditionalGeneration"]
+        name, model_type = _PUBLISHED[kind]
+        fields = json.loads(file.read_text()) | {"model_type": model_type}
+        fields["architectures"] = [f"{name}ForConditionalGeneration"]
         file.write_text(json.dumps(fields))
     tokenizer.save_pretrained(directory)
     (directory / "preprocessor_config.json").write_text(json.dumps(processor))

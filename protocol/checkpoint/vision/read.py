@@ -98,7 +98,10 @@ def _section(fields: ConfigFields) -> ConfigFields | None:
     return fields.section("vision_config") or fields.section("vit_config") or original
 
 
-_KINDS: Final = {"DeepseekOCRForCausalLM": "deepseek_ocr"}
+_KINDS: Final = {
+    "DeepseekOCRForCausalLM": "deepseek_ocr",
+    "LightOnOCRForConditionalGeneration": "lighton_ocr",
+}
 """Architectures with the model type of another architecture, and the names of their models."""
 
 _READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionSpec]]] = {

@@ -139,6 +139,7 @@ _WITH_ANY_DECODER = {
     "Kimi_K25ForConditionalGeneration",
     "Lfm2VlForConditionalGeneration",
     "Lfm3VlForConditionalGeneration",
+    "LightOnOCRForConditionalGeneration",
     "LightOnOcrForConditionalGeneration",
     "LlavaForConditionalGeneration",
     "LlavaNextForConditionalGeneration",
