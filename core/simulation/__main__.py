@@ -7,14 +7,13 @@ import itertools
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import msgspec
 
 from ...protocol.config import SchedulingPolicy
 from ...protocol.errors import EngineError
 from .arguments import TRACE_HELP, add_input_arguments, list_of, policies_of, positive, read_inputs
-from .plot import draw
+from .plot import draw, write_plot
 from .simulate import SimulationResult, simulate
 from .step_time import StepTimeModel
 
@@ -37,7 +36,7 @@ COLUMNS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command. Return 0, or 2 if an argument or a file is invalid."""
+    """Run the command. Return 0, 2 if an argument or a file is invalid, or 130 after Ctrl-C."""
     args = make_parser().parse_args(argv)
     try:
         inputs = read_inputs(args)
@@ -55,16 +54,18 @@ def main(argv: Sequence[str] | None = None) -> int:
                 inputs.drafts,
                 inputs.frontend,
             )
+        if args.json:
+            _print_json(results, inputs.step_time)
+        else:
+            _print_table(results, inputs.step_time)
+        if args.plot:
+            named = {f"{policy}, {n} replicas": result for (policy, n), result in results.items()}
+            write_plot(args.plot, draw(named))
     except EngineError as error:
         print(f"engine simulate: {error}", file=sys.stderr)
         return 2
-    if args.json:
-        _print_json(results, inputs.step_time)
-    else:
-        _print_table(results, inputs.step_time)
-    if args.plot:
-        named = {f"{policy}, {n} replicas": result for (policy, n), result in results.items()}
-        Path(args.plot).write_text(draw(named), encoding="utf-8")
+    except KeyboardInterrupt:
+        return 130
     return 0
 
 

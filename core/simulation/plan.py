@@ -8,7 +8,6 @@ import json
 import math
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from ...protocol.config import ParallelConfig, SchedulingPolicy
 from ...protocol.errors import EngineError
@@ -24,6 +23,7 @@ from .arguments import (
 from .capacity import Candidate, Objective, Point, Search, find_frontier, parse_objectives
 from .fleet.remote_prefill import PrefillReplicas
 from .plan_plot import draw_frontier
+from .plot import write_plot
 
 SCALES = (1.0, 0.5, 0.25, 2.0)
 """Multiples of the recorded limits that are tried by default."""
@@ -33,7 +33,10 @@ SHOWN = 12
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command. Return 0, 1 if nothing meets the objectives, or 2 if an argument or a file is invalid."""
+    """Run the command.
+
+    Return 0, 1 if nothing meets the objectives, 2 if an argument or a file is invalid, or 130 after Ctrl-C.
+    """
     args = make_parser().parse_args(argv)
     try:
         objectives = parse_objectives(args.slo)
@@ -46,6 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except EngineError as error:
         print(f"engine plan: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130
     finally:
         if sys.stderr.isatty():
             print(end="\r\x1b[K", file=sys.stderr)
@@ -53,8 +58,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not points:
         print("engine plan: no combination of the limits is valid", file=sys.stderr)
         return 2
-    if args.plot:
-        Path(args.plot).write_text(draw_frontier(points, objectives), encoding="utf-8")
     if args.json:
         frontier = find_frontier(points)
         for point in points:
@@ -62,6 +65,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         _print_table(points, objectives)
         print(_conclusion(best, points[0], objectives, args.max_replicas))
+    if args.plot:
+        try:
+            write_plot(args.plot, draw_frontier(points, objectives))
+        except EngineError as error:
+            print(f"engine plan: {error}", file=sys.stderr)
+            return 2
     return 0 if best is not None else 1
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from html import escape
+from pathlib import Path
 
 import numpy as np
 
+from ...protocol.errors import EngineError
 from ..state.slots import Float64Array
 from .simulate import SimulationResult
 
@@ -14,6 +16,18 @@ WIDTH, HEIGHT = 440, 300
 MARGIN = 50
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#f0e442")
 SHARES: Float64Array = np.linspace(0.0, 100.0, 201)
+
+
+def write_plot(path: str, image: str) -> None:
+    """Write an image to the file of `--plot`.
+
+    Raises:
+        EngineError: It cannot be written.
+    """
+    try:
+        Path(path).write_text(image, encoding="utf-8")
+    except OSError as error:
+        raise EngineError(f"--plot {path}: {error.strerror}") from None
 
 
 def draw(results: Mapping[str, SimulationResult]) -> str:

@@ -97,6 +97,14 @@ def test_equal_latencies_prefer_the_recorded_limits(trace, capsys):
         main([*arguments, "--prefill-step-ms", "-1"])
 
 
+def test_a_plot_that_cannot_be_written_is_reported_after_the_table(trace, tmp_path, capsys):
+    arguments = ["--trace", trace, "--slo", "ttft_p95=6s", *SECOND_A_STEP]
+    assert main([*arguments, "--plot", str(tmp_path)]) == 2
+    printed = capsys.readouterr()
+    assert "fewest replicas: " in printed.out
+    assert printed.err == f"engine plan: --plot {tmp_path}: Is a directory\n"
+
+
 def test_objectives_that_nothing_meets_are_reported(trace, capsys):
     assert main(["--trace", trace, "--slo", "itl_p50=1ms", *SECOND_A_STEP]) == 1
     assert "nothing meets the objectives" in capsys.readouterr().out
