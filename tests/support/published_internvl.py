@@ -1,4 +1,4 @@
-"""Files of InternVL in the format of its authors."""
+"""Files of InternVL in the format of its authors, and of models whose configs have other names."""
 
 from __future__ import annotations
 
@@ -8,6 +8,19 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
+
+_NAMES = {"internvl-s1": ("InternS1", "interns1"), "lighton_ocr": ("LightOnOCR", "mistral3")}
+"""The architectures and model types in published configs, which otherwise are those of transformers."""
+
+
+def rename(directory: Path, kind: str) -> None:
+    """Give the config of a model the names that its authors gave it, if these differ."""
+    if kind in _NAMES:
+        file = directory / "config.json"
+        name, model_type = _NAMES[kind]
+        fields = json.loads(file.read_text()) | {"model_type": model_type}
+        fields["architectures"] = [f"{name}ForConditionalGeneration"]
+        file.write_text(json.dumps(fields))
 
 
 def as_published(directory: Path) -> None:

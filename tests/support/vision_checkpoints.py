@@ -20,7 +20,7 @@ from support.image_marks import (
     image_mark,
 )
 from support.mistral_files import write_mistral_files
-from support.published_internvl import as_published
+from support.published_internvl import as_published, rename
 from support.tiny_checkpoints import sentencepiece_tokenizer
 
 TEXT_SIZES = {
@@ -41,8 +41,6 @@ TOWER_SIZES = {
     "patch_size": 8,
 }
 TILE = 64
-_PUBLISHED = {"internvl-s1": ("InternS1", "interns1"), "lighton_ocr": ("LightOnOCR", "mistral3")}
-"""The architectures and model types of published checkpoints that otherwise are those of transformers."""
 _Parts: TypeAlias = tuple[Any, dict[str, Any], dict[str, Any]]
 """The config of a model and the fields of its image processor and of its processor."""
 
@@ -113,12 +111,7 @@ def vision_directory(
         save_file({k.replace(wrong, "language_model.model."): x for k, x in tensors.items()}, file)
     if kind == "internvl_chat":
         as_published(directory)
-    if kind in _PUBLISHED:
-        file = directory / "config.json"
-        name, model_type = _PUBLISHED[kind]
-        fields = json.loads(file.read_text()) | {"model_type": model_type}
-        fields["architectures"] = [f"{name}ForConditionalGeneration"]
-        file.write_text(json.dumps(fields))
+    rename(directory, kind)
     tokenizer.save_pretrained(directory)
     (directory / "preprocessor_config.json").write_text(json.dumps(processor))
     (directory / "processor_config.json").write_text(json.dumps(others))
