@@ -143,3 +143,39 @@ class LocalProcess:
         """Wait until the process has exited and release its resources."""
         if self._process is not None:
             self._process.wait()
+
+
+class ProcessorWait:
+    """The wait of one process since `restart`.
+
+    On a machine with too much work, a thread that holds Python's interpreter lock may get no processor for seconds, and
+    no other thread of the process can send a heartbeat meanwhile. So the thread that waited longest counts.
+    """
+
+    def __init__(self) -> None:
+        self._waits_ns: dict[str, int] | None = None
+
+    def restart(self) -> None:
+        """Begin again, because the process was heard."""
+        self._waits_ns = None
+
+    def measure(self, pid: int) -> float:
+        """Return the seconds since the first call after `restart`; 0 if the system does not tell."""
+        now_ns = _read_waits_ns(pid)
+        if self._waits_ns is None:
+            self._waits_ns = now_ns
+        before_ns = self._waits_ns
+        grown = (wait_ns - before_ns.get(thread, 0) for thread, wait_ns in now_ns.items())
+        return max(grown, default=0) / 1e9
+
+
+def _read_waits_ns(pid: int) -> dict[str, int]:
+    """Return the nanoseconds that each thread of a process has waited for a processor since it started."""
+    waits_ns: dict[str, int] = {}
+    # The kernel may have no such statistics, and threads end at any time.
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError, IndexError, ValueError):
+                statistics = Path(f"/proc/{pid}/task/{thread}/schedstat").read_text()
+                waits_ns[thread] = int(statistics.split()[1])
+    return waits_ns

@@ -130,9 +130,11 @@ def load_grammar_tokenizer(path: str, vocab_size: int, eos_token_ids: Sequence[i
         json_path /= "tokenizer.json"
     if json_path.suffix != ".json" or not json_path.is_file():
         raise EngineError("structured outputs need a tokenizer.json, but this model has none")
-    tokenizer = LLTokenizer(
-        str(json_path), n_vocab=vocab_size, eos_token=sorted(eos_token_ids) or None
+    # Each call holds the interpreter lock, so that the core's loop waits. Two calls let it run in between.
+    whole = LLTokenizer(
+        str(json_path), n_vocab=vocab_size, eos_token=sorted(eos_token_ids) or None, slices=[]
     )
+    tokenizer = whole.with_slices(LLTokenizer.general_slices())
     # Find the special tokens now, so that processes forked from this one do not have to do it again.
     special_tokens_of(tokenizer)
     return tokenizer

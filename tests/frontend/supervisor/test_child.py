@@ -17,6 +17,7 @@ from engine.frontend.supervisor.child import Child
 from engine.frontend.supervisor.launcher import Launcher
 from engine.frontend.supervisor.local_process import ProcessSpec, Role
 from engine.protocol.supervisor_messages import Heartbeat, Stage
+from support.program import wait_until
 
 
 @pytest.fixture
@@ -86,6 +87,31 @@ def test_delayed_heartbeats_do_not_raise_the_step_rate(launcher: Launcher) -> No
         process.close()
         if process.exit_fd is not None:
             os.close(process.exit_fd)
+
+
+def test_a_silent_process_that_waits_for_a_processor_does_not_hang(launcher: Launcher) -> None:
+    busy = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); #\nwhile True: pass"
+    starved = busy.replace("#", "os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))")
+    children = []
+    for program in (busy, starved, "input()"):
+        spec = ProcessSpec("core 0", Role.CORE, (sys.executable, "-S", "-c", program))
+        children.append(Child(spec, 1, launcher.launch(spec, 1)))
+    try:
+        for child in children:
+            child.beat(Heartbeat(is_ready=True), time.monotonic())
+
+        def hangs(child: Child, silent_s: float) -> bool:
+            return bool(child.find_hang(child.last_beat + silent_s, 1.0, 100.0))
+
+        _, waiting, idle = children
+        assert not any(hangs(child, 0.6) for child in children)
+        wait_until(lambda: not hangs(waiting, 1.4), what="it has waited for 0.4 s")
+        assert hangs(idle, 1.4)
+        assert hangs(waiting, 5.1)
+    finally:
+        for child in children:
+            child.kill()
+            child.close()
 
 
 def test_a_process_whose_exit_cannot_be_watched_is_killed(

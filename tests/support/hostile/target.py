@@ -268,12 +268,13 @@ class Target:
         return {process["name"]: process["pid"] for process in answer["processes"]}
 
     def _find_deaths(self) -> list[str]:
-        """Return the processes that have been replaced since the last call."""
+        """Return the processes that have been replaced since the last call, with what the log says about them."""
         self.server.wait_until_whole()
         now = self._find_processes()
         dead = [name for name, pid in self._processes.items() if now.get(name) != pid]
         self._processes = now
-        return [f"{name} died" for name in dead]
+        lines = self.server.log.splitlines() if dead else []
+        return [f"{name} died: {[line for line in lines if name in line][-5:]}" for name in dead]
 
     def _memory_of(self, key: str) -> dict[int, tuple[str, int]]:
         """Return the bytes of `VmRSS` or `VmHWM` by process."""
