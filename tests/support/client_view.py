@@ -58,7 +58,7 @@ def run_alone(
     limit = max_total_tokens - len(prompt)
     if params.max_tokens is not None:
         limit = min(limit, params.max_tokens)
-    if limit < 1:
+    if limit < 1 and message.pooling_params is None:
         # The inputs of an open request ended within its prompt.
         return [], FinishReason.LENGTH, None
     eos = () if params.ignore_eos else message.eos_token_ids

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 from engine.frontend.client.encoder_inputs import grow_request
+from engine.protocol.block_hash import HASH_BYTES
 from engine.protocol.messages import AppendInputs, EncoderInput
 from support.client_view import Key
 from support.scheduler_harness import Harness
@@ -11,8 +12,8 @@ from support.scheduler_harness import Harness
 
 def part(position: int, num_tokens: int, salt: int = 0) -> EncoderInput:
     """Return a part of a clip. Clips with different salts are different."""
-    content = f"{salt} {position}".encode()
-    return EncoderInput(position, num_tokens, content, num_tokens, b"sound")
+    content_hash = f"{salt} {position}".encode().ljust(HASH_BYTES)
+    return EncoderInput(position, num_tokens, content_hash, num_tokens, b"sound")
 
 
 def grow(harness: Harness, key: Key, num_tokens: int, *, is_last: bool = False) -> None:
