@@ -227,9 +227,6 @@ class LoraLoaded(msgspec.Struct, tag=21, array_like=True, gc=False):
     ok: bool
 
 
-Decided: TypeAlias = Schedule | Update | TakeOutputs
-
-
 class InputsAppended(msgspec.Struct, tag=28, array_like=True, gc=False):
     """A call of `append_inputs`. Contents of media are not recorded."""
 
@@ -237,6 +234,7 @@ class InputsAppended(msgspec.Struct, tag=28, array_like=True, gc=False):
     message: AppendInputs
 
 
+Decided: TypeAlias = Schedule | Update | TakeOutputs
 Answer: TypeAlias = (
     Hashed
     | GrammarRefused

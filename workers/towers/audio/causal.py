@@ -22,7 +22,7 @@ _KERNEL: Final = 3
 
 
 class CausalState(NamedTuple):
-    """What later rows of a clip read of earlier ones.
+    """The state of the encoder after a part of a clip, from which the next part continues.
 
     `frames_CN` are the last two frames, `convolved_DN` is the last output of the first convolution, and `keys_values`
     has the keys and values [2, H, R, K] in the window of each layer. There are `num_rows` rows in all.
