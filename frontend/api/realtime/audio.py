@@ -158,10 +158,16 @@ class InputBuffer:
         """Return the samples of the current utterance that were not read, and leave them in the buffer."""
         if self._detector is not None and not self._detector.is_speech:
             return np.zeros(0, np.float32)
-        self._parts = [np.concatenate(self._parts)] if self._parts else []
-        new = self._parts[0][self.num_read :] if self._parts else np.zeros(0, np.float32)
+        # Only new samples are copied, because an utterance may be long.
+        num_new = self.num_samples - self.num_read
+        parts: list[Float32Array] = []
+        for part in reversed(self._parts):
+            if num_new <= 0:
+                break
+            parts.append(part[-num_new:])
+            num_new -= len(part)
         self.num_read = self.num_samples
-        return new
+        return np.concatenate(parts[::-1]) if parts else np.zeros(0, np.float32)
 
     def commit(self) -> Float32Array:
         """Return all samples, and empty the buffer."""
