@@ -64,7 +64,7 @@ class Model:
         if images:
             nests = self.kind in ("idefics3", "smolvlm", "llava_onevision")
             batch = [images] if nests else images
-            options = {"patch_size": 16} if self.kind == "mistral3" else {}
+            options = {"patch_size": 16} if self.kind.startswith("mistral") else {}
             processed = image_processor(self.path, self.kind)(batch, return_tensors="pt", **options)
             names = ("pixel_values", "image_sizes", "image_position_ids", "batch_num_images")
             inputs = {name: processed[name] for name in names if name in processed}

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from support.families.multimodal import MULTIMODAL
 from support.image_marks import (
     COHERE_MARKS,
     GEMMA_MARKS,
@@ -358,13 +359,18 @@ def _pixtral(
     kind: str, tower: dict[str, int], text: dict[str, Any], tokenizer: Any, factor: int
 ) -> _Parts:
     tile = tower["image_size"]
-    name = {"mistral3": "Mistral3", "lighton_ocr": "LightOnOcr"}.get(kind, "Llava")
+    name = _class(kind).removesuffix("ForConditionalGeneration")
     merge = {} if kind == "pixtral" else {"spatial_merge_size": 2}
+    text |= {"model_type": "mistral", "sliding_window": None, "head_dim": 16}
+    if kind == "mistral_large4":
+        decoder, sizes = MULTIMODAL["MistralLarge4"]
+        text |= sizes | {"model_type": decoder}
+        tower = tower | {"hidden_act": "silu"}
     if kind == "lighton_ocr":
         merge["image_token_id"] = tokenizer.convert_tokens_to_ids("[IMG]")
     config = getattr(transformers, f"{name}Config")(
         vision_config=dict(tower) | {"model_type": "pixtral"},
-        text_config=text | {"model_type": "mistral", "sliding_window": None, "head_dim": 16},
+        text_config=text,
         image_token_index=tokenizer.convert_tokens_to_ids("[IMG]"),
         vision_feature_layer=-1,
         tie_word_embeddings=False,
@@ -465,6 +471,7 @@ _PARTS_BY_FAMILY = {
     "llava_onevision": _anyres,
     "pixtral": _pixtral,
     "mistral3": _pixtral,
+    "mistral_large4": _pixtral,
     "lighton_ocr": _pixtral,
 }
 
@@ -491,6 +498,7 @@ def _class(kind: str) -> str:
     names |= {"vipllava": "VipLlava", "lighton_ocr": "LightOnOcr", "aya_vision": "AyaVision"}
     names |= {"cohere2_vision": "Cohere2Vision", "qianfan_ocr": "QianfanOCR"}
     names |= {"gemma3": "Gemma3", "gemma4": "Gemma4", "pixtral": "Llava", "mistral3": "Mistral3"}
+    names["mistral_large4"] = "MistralLarge4"
     names |= {"llama4": "Llama4", "llava_next": "LlavaNext", "llava_onevision": "LlavaOnevision"}
     names |= dict.fromkeys(("paligemma", "paligemma2"), "PaliGemma")
     return names[kind.split("-")[0]] + "ForConditionalGeneration"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from ...protocol.checkpoint.vision.spec import VisionSpec
 from .layers import LayersSpec, LayerWeights
 from .rotary import PatchRotary
@@ -62,6 +64,9 @@ def read_layer(spec: VisionSpec, tensors: VisionWeights, prefix: str) -> LayerWe
         qkv = [read("self_attn.qkv", 3 * attended_size, size, spec.qkv_bias)]
     else:
         qkv = [read(f"self_attn.{n}_proj", attended_size, size, spec.qkv_bias) for n in "qkv"]
+    if spec.has_interleaved_heads:
+        order_K = torch.arange(spec.size_of_heads).view(-1, 2).T.flatten()
+        qkv[:2] = [each.reorder_heads(order_K) for each in qkv[:2]]
     weights = LayerWeights(
         attention_norm=norm("layer_norm1"),
         qkv=qkv if spec.clips_products else [Linear.join(qkv)],

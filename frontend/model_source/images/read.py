@@ -203,6 +203,7 @@ _READERS: Final[dict[str, _Reader]] = {
     "minicpmv4_6": slices,
     "minicpmv4_7": slices,
     "mistral3": pixtral,
+    "mistral_large4": pixtral,
     "mllama": mosaic,
     "modernvbert": grid,
     "molmo2": overlaps,

@@ -1,8 +1,10 @@
-"""Read the vision towers of Pixtral, Mistral 3 and LightOnOCR, which process images of any size."""
+"""Read the vision towers of Pixtral, Mistral 3 and 4 and LightOnOCR, which process images of any size."""
 
 from __future__ import annotations
 
 from typing import Final
+
+from msgspec.structs import replace
 
 from ..config_fields import ConfigFields
 from .fields import Sizes, feature_layers, read_sizes
@@ -11,7 +13,7 @@ from .spec import VisionSpec
 
 def pixtral(fields: ConfigFields, vision: ConfigFields, output_size: int) -> VisionSpec:
     """Return the tower of Pixtral, or of Mistral 3 or LightOnOCR, which differ in the projection."""
-    merges = fields.text("model_type") in ("mistral3", "lighton_ocr")
+    merges = fields.text("model_type") in ("mistral3", "mistral_large4", "lighton_ocr")
     sizes = read_sizes(vision, _SIZES)
     sizes |= {"feature_layers": feature_layers(fields, sizes, -1), "norm_eps": 1e-5}
     rope = vision.first_section("rope_parameters")
@@ -38,6 +40,20 @@ def pixtral(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Vis
     )
 
 
+def mistral_large4(fields: ConfigFields, vision: ConfigFields, output_size: int) -> VisionSpec:
+    """Return the tower of Mistral Large 4, whose tensors have the names and the order of Mistral's own files."""
+    spec = pixtral(fields, vision.with_defaults(**_LARGE4_SIZES), output_size)
+    return replace(spec, has_interleaved_heads=True, tensor_names=(*OWN_NAMES, *_NAMES))
+
+
+_LARGE4_SIZES: Final = {
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 30,
+    "patch_size": 14,
+    "image_size": 1540,
+    "hidden_act": "silu",
+}
 _SIZES: Final = Sizes(1024, 16, 1024, 4096, num_heads=16, num_layers=24, activation="gelu")
 _NAMES: Final = (
     (r"vision_projection\.", "multi_modal_projector."),
@@ -52,3 +68,16 @@ _NAMES: Final = (
     (r"(vision_\w+\..*)\.feed_forward\.down_proj\.", r"\1.mlp.fc2."),
     (r"(vision_\w+\..*)\.feed_forward\.", r"\1.mlp."),
 )
+
+OWN_NAMES: Final = (
+    (r"^vision_encoder\.(.*\.attention)\.w([qkvo])\.", r"vision_tower.\1.\2_proj."),
+    (r"^vision_encoder\.(.*\.feed_forward)\.w1\.", r"vision_tower.\1.gate_proj."),
+    (r"^vision_encoder\.(.*\.feed_forward)\.w2\.", r"vision_tower.\1.down_proj."),
+    (r"^vision_encoder\.(.*\.feed_forward)\.w3\.", r"vision_tower.\1.up_proj."),
+    (r"^vision_encoder\.", "vision_tower."),
+    (r"^vision_language_adapter\.w_in\.", "multi_modal_projector.linear_1."),
+    (r"^vision_language_adapter\.w_out\.", "multi_modal_projector.linear_2."),
+    (r"^patch_merger\.", "multi_modal_projector.patch_merger."),
+    (r"^pre_mm_projector_norm\.", "multi_modal_projector.norm."),
+)
+"""The names of a tower in Mistral's own files, and those of transformers."""

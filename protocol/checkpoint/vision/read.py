@@ -41,7 +41,7 @@ from .merged import (
 )
 from .mobilenet import ConvVisionSpec, gemma3n
 from .muse import inkling2, muse
-from .pixtral import pixtral
+from .pixtral import mistral_large4, pixtral
 from .spec import VisionSpec
 from .tiled.cohere import aya_vision, cohere2_vision
 from .tiled.internvl import internvl, internvl_chat, qianfan_ocr
@@ -154,6 +154,7 @@ _READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionS
     "minicpmv4_6": minicpmv4_6,
     "minicpmv4_7": minicpmv4_7,
     "mistral3": pixtral,
+    "mistral_large4": mistral_large4,
     "mllama": mllama,
     "modernvbert": modernvbert,
     "molmo2": molmo2,

@@ -46,7 +46,7 @@ KINDS = (
     *ANYRES_MODELS,
 )
 SIZES = {"gemma4": [(48, 32), (80, 64)], "pixtral": [(48, 24), (64, 64)]}
-SIZES["mistral3"] = [(48, 32), (80, 64)]
+SIZES["mistral3"] = SIZES["mistral_large4"] = [(48, 32), (80, 64)]
 SIZES["lighton_ocr"] = [(56, 40), (80, 64)]
 
 

@@ -7,6 +7,7 @@ from typing import Final
 
 from ....protocol.checkpoint.config_fields import ConfigFields
 from ....protocol.checkpoint.field_names import text_section
+from ....protocol.checkpoint.vision.pixtral import OWN_NAMES
 from ..tensor_names import TensorNames, translate_names
 from .safetensors_file import SafetensorsFile
 from .tensors import StoredTensor
@@ -38,15 +39,7 @@ _FILE_NAMES: Final[TensorNames] = (
     (r"\.qscale_weight$", ".weight_scale"),
     (r"\.qscale_act$", ".input_scale"),
     *DECODER_NAMES,
-    (r"^vision_encoder\.(.*\.attention)\.w([qkvo])\.", r"vision_tower.\1.\2_proj."),
-    (r"^vision_encoder\.(.*\.feed_forward)\.w1\.", r"vision_tower.\1.gate_proj."),
-    (r"^vision_encoder\.(.*\.feed_forward)\.w2\.", r"vision_tower.\1.down_proj."),
-    (r"^vision_encoder\.(.*\.feed_forward)\.w3\.", r"vision_tower.\1.up_proj."),
-    (r"^vision_encoder\.", "vision_tower."),
-    (r"^vision_language_adapter\.w_in\.", "multi_modal_projector.linear_1."),
-    (r"^vision_language_adapter\.w_out\.", "multi_modal_projector.linear_2."),
-    (r"^patch_merger\.", "multi_modal_projector.patch_merger."),
-    (r"^pre_mm_projector_norm\.", "multi_modal_projector.norm."),
+    *OWN_NAMES,
 )
 """The names of a whole model."""
 
