@@ -19,8 +19,8 @@ from ...protocol.messages import ImagePayload
 from .conv_layer import ConvLayer
 from .image_tower import ImageTower, TowerSource, black_image
 from .layers import Layers, LayersSpec, LayerWeights, MakeLayers, Patches, Windows
-from .mergers import Merger, read_merger
 from .pixels import normalized_pixels
+from .projections.mergers import Merger, read_merger
 from .rotary import PatchRotary
 from .weights import Linear, Norm, VisionWeights, check_activation
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from ...protocol.checkpoint.vision.convolutional.fastvit import FastVitSpec
+from ...protocol.checkpoint.vision.convolutional.mobilenet import ConvVisionSpec
 from ...protocol.checkpoint.vision.deepseek import JoinedVisionSpec, QueryVisionSpec
-from ...protocol.checkpoint.vision.fastvit import FastVitSpec
 from ...protocol.checkpoint.vision.grid import GridVisionSpec
 from ...protocol.checkpoint.vision.llama import TilesVisionSpec
-from ...protocol.checkpoint.vision.mobilenet import ConvVisionSpec
 from ...protocol.checkpoint.vision.read import AnyVisionSpec
 from ...protocol.checkpoint.vision.tiled.molmo import PooledVisionSpec
 from .convolutional.fastvit import FastVitTower

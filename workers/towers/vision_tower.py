@@ -18,12 +18,12 @@ from .clip_layers import layers_spec, read_layer
 from .image_tower import ImageTower, TowerSource, black_image, wrong_size
 from .layers import Layers, Patches
 from .pixels import normalized_pixels, split_patches
-from .projection import WORDS, read_projection
+from .projections.projection import WORDS, read_projection
+from .projections.window_merger import WindowMerger
 from .rotary import grid_places
 from .sam_encoder import SamEncoder
 from .tiles.anyres import join_tiles, reduce_frame
 from .weights import check_activation
-from .window_merger import WindowMerger
 
 
 class VisionTower(ImageTower):

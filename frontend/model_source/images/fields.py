@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from ....protocol.checkpoint.config_fields import ConfigFields
-from ....protocol.checkpoint.vision.fastvit import FastVitSpec
+from ....protocol.checkpoint.vision.convolutional.fastvit import FastVitSpec
+from ....protocol.checkpoint.vision.convolutional.mobilenet import ConvVisionSpec
 from ....protocol.checkpoint.vision.llama import TilesVisionSpec
-from ....protocol.checkpoint.vision.mobilenet import ConvVisionSpec
 from ....protocol.checkpoint.vision.spec import VisionSpec
 
 LANCZOS: Final = 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from ....protocol.checkpoint.config_fields import ConfigFields
-from ....protocol.checkpoint.vision.mobilenet import ConvVisionSpec
+from ....protocol.checkpoint.vision.convolutional.mobilenet import ConvVisionSpec
 from ....protocol.checkpoint.vision.spec import MAX_SIDE, VisionSpec
 from ....protocol.config.images import BudgetProcessor, PanScanProcessor, SquareProcessor
 from .fields import BICUBIC, BILINEAR, side_of_tile, sides, values

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ....protocol.checkpoint.vision.fastvit import FastVitSpec
+from ....protocol.checkpoint.vision.convolutional.fastvit import FastVitSpec
 from ....protocol.checkpoint.vision.spec import MAX_SIDE, VisionSpec
 from ....protocol.config.images import (
     CropProcessor,

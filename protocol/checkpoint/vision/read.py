@@ -7,8 +7,9 @@ from typing import Final, TypeAlias
 
 from ..config_fields import ConfigFields
 from .aria import aria
+from .convolutional.fastvit import FastVitSpec, fast_vlm
+from .convolutional.mobilenet import ConvVisionSpec, gemma3n
 from .deepseek import JoinedVisionSpec, QueryVisionSpec, deepseek_ocr, deepseek_ocr2
-from .fastvit import FastVitSpec, fast_vlm
 from .gemma import gemma3, gemma4, paligemma
 from .grid import (
     GridVisionSpec,
@@ -39,7 +40,6 @@ from .merged import (
     minimax_m3,
     paddleocr_vl,
 )
-from .mobilenet import ConvVisionSpec, gemma3n
 from .muse import inkling2, muse
 from .pixtral import mistral_large4, pixtral
 from .spec import VisionSpec

@@ -10,7 +10,11 @@ from typing import Final
 from torch import Tensor
 from torch.nn import functional as F
 
-from ....protocol.checkpoint.vision.fastvit import HEAD_DIM, NUM_ATTENTION_STAGES, FastVitSpec
+from ....protocol.checkpoint.vision.convolutional.fastvit import (
+    HEAD_DIM,
+    NUM_ATTENTION_STAGES,
+    FastVitSpec,
+)
 from ....protocol.messages import ImagePayload
 from ..image_tower import ImageTower, TowerSource, black_image, wrong_size
 from ..pixels import normalized_pixels

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ....protocol.checkpoint.vision.mobilenet import ConvBlock, ConvVisionSpec
+from ....protocol.checkpoint.vision.convolutional.mobilenet import ConvBlock, ConvVisionSpec
 from ....protocol.messages import ImagePayload
 from ..image_tower import ImageTower, TowerSource, black_image, wrong_size
 from ..pixels import normalized_pixels

@@ -11,7 +11,7 @@ from typing import Final
 from torch import Tensor
 from torch.nn import functional as F
 
-from ....protocol.checkpoint.vision.mobilenet import ConvBlock
+from ....protocol.checkpoint.vision.convolutional.mobilenet import ConvBlock
 from ..weights import Linear, Norm, VisionWeights, activation
 from .convolution import Block, Convolution, chained
 

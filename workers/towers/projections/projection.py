@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...protocol.checkpoint.vision.spec import VisionSpec
-from ...protocol.checkpoint.vision.tiled.minicpm import HEAD_SIZE
-from ..loaders import Checkpoint
-from .image_tower import TowerSource
-from .weights import Linear, Norm, VisionWeights, find_activation
+from ....protocol.checkpoint.vision.spec import VisionSpec
+from ....protocol.checkpoint.vision.tiled.minicpm import HEAD_SIZE
+from ...loaders import Checkpoint
+from ..image_tower import TowerSource
+from ..weights import Linear, Norm, VisionWeights, find_activation
 
 Projection: TypeAlias = Callable[[Tensor, int], Tensor]
 """Maps features [P, D] to embeddings [M, output size], given the number of patches per row, with margins."""

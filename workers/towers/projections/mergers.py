@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...protocol.checkpoint.vision.grid import GridVisionSpec
-from ..loaders import Checkpoint
-from .layers import limited
-from .weights import Linear, VisionWeights, find_activation
+from ....protocol.checkpoint.vision.grid import GridVisionSpec
+from ...loaders import Checkpoint
+from ..layers import limited
+from ..weights import Linear, VisionWeights, find_activation
 
 _GLM_NORM_EPS = 1e-5
 

@@ -6,8 +6,8 @@ from typing import ClassVar, Final, Literal, TypeAlias
 
 import msgspec
 
-from ...config.images import SpanKind
-from ..config_fields import ConfigFields
+from ....config.images import SpanKind
+from ...config_fields import ConfigFields
 
 _ARCHITECTURE: Final = "mobilenetv5_300m_enc"
 _STEM_SIZE: Final = 64

@@ -8,9 +8,9 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...protocol.checkpoint.vision.spec import VisionSpec
+from ....protocol.checkpoint.vision.spec import VisionSpec
+from ..weights import Linear, VisionWeights
 from .projection import squares
-from .weights import Linear, VisionWeights
 
 _SIDE = 2
 

@@ -8,9 +8,9 @@ from typing import ClassVar, Final
 
 import msgspec
 
-from ...config.images import SpanKind
-from ..config_fields import ConfigFields
-from .spec import MAX_SIDE
+from ....config.images import SpanKind
+from ...config_fields import ConfigFields
+from ..spec import MAX_SIDE
 
 _ARCHITECTURE: Final = "fastvit_mci3"
 _DEPTHS: Final = (2, 12, 24, 4, 2)

@@ -1,0 +1,1 @@
+"""The towers that consist of convolutions."""
