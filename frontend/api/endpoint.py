@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from functools import partial
 from types import UnionType
-from typing import Generic
+from typing import Any, ClassVar, Generic
 
 import msgspec
 from starlette.types import Message, Receive, Scope, Send
@@ -49,16 +49,19 @@ NewAnswer = Callable[[Outputs, Json], Answer[Request]]
 
 
 class Endpoint(ABC, Generic[Request]):
-    """An endpoint that generates text, as an ASGI application."""
+    """An endpoint that generates text, as an ASGI application.
 
-    def __init__(
-        self, serving: Serving, intake: Intake, request_type: type[Request], id_prefix: str
-    ) -> None:
+    Attributes:
+        body_schema: The schema of the bodies that it accepts.
+        id_prefix: The prefix of the IDs of its answers.
+    """
+
+    body_schema: type[msgspec.Struct] | UnionType
+    id_prefix: ClassVar[str]
+
+    def __init__(self, serving: Serving, intake: Intake) -> None:
         self._serving = serving
-        self.body_schema: type[msgspec.Struct] | UnionType = request_type
         self._intake = intake
-        self._request_type = request_type
-        self._id_prefix = id_prefix
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -283,7 +286,17 @@ class Endpoint(ABC, Generic[Request]):
         Raises:
             APIError: The body is too large or invalid (4xx).
         """
-        return await self._intake.receive(scope, receive, self._request_type, lease)
+        schema: Any = self.body_schema
+        body, size = await self._intake.receive(scope, receive, schema, lease)
+        return await self._translate(body, size, lease)
+
+    async def _translate(self, body: Any, size: int, lease: MemoryLease) -> tuple[Request, int]:
+        """Return a body of `size` bytes as a request, and its size. Dialects translate it.
+
+        Raises:
+            APIError: A field is invalid; it is named as in the body (400).
+        """
+        return body, size
 
     def _greeting(self, request: Request) -> Json | None:
         """Return the response to a request that asks for no text; None for all other requests."""
@@ -291,7 +304,7 @@ class Endpoint(ABC, Generic[Request]):
 
     def id_prefix_of(self, request: Request) -> str:
         """Return the prefix of the answer's ID."""
-        return self._id_prefix
+        return self.id_prefix
 
     @abstractmethod
     def object_name(self, request: Request) -> str:

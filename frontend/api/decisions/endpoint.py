@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from starlette.types import Receive, Scope
+from starlette.types import Receive
 
 from ...client.engine_client import Delta
 from ...http.errors import bad_request, renamer, renaming
@@ -35,20 +35,20 @@ _rename = renamer({"messages": "input"})
 class Decisions(ChatCompletions):
     """The endpoint. All questions of a request share the prefix with its input."""
 
+    body_schema = DecisionRequest
+    id_prefix = "decision"
+
     def __init__(self, serving: Serving, intake: Intake) -> None:
         super().__init__(serving, intake)
-        self.body_schema = DecisionRequest
-        self._id_prefix = "decision"
         self._label_ids: list[int] = []
 
     def object_name(self, request: ChatCompletionRequest) -> str:
         """Return the value of the response's field `object`, which is not shown."""
         return "decision"
 
-    async def _receive(
-        self, scope: Scope, receive: Receive, lease: MemoryLease
+    async def _translate(
+        self, body: DecisionRequest, size: int, lease: MemoryLease
     ) -> tuple[ChatCompletionRequest, int]:
-        body, size = await self._intake.receive(scope, receive, DecisionRequest, lease)
         return await self._serving.executor.run(size, translate, body), size
 
     async def prepare(

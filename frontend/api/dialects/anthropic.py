@@ -18,13 +18,13 @@ from ..bodies.request_memory import MemoryLease
 from ..logprobs import Json
 from ..openapi import accepts
 from ..prompts import ContextExceededError
-from ..routes.chat_completions import ChatAnswer, render_request
+from ..routes.chat_completions import ChatAnswer, ChatCompletions, render_request
 from ..schema import ChatCompletionRequest
 from ..schema.anthropic import MessagesRequest
 from ..serving import Serving
 from ..streaming.event_stream import StreamFormat
 from .anthropic_request import find_pdfs, translate_messages
-from .dialect import DialectChunks, DialectEndpoint
+from .dialect import DialectChunks
 
 PATH: Final = "/v1/messages"
 
@@ -86,26 +86,24 @@ async def replace_pdfs(
     return num_characters
 
 
-class Messages(DialectEndpoint[MessagesRequest]):
+class Messages(ChatCompletions):
     """The Messages endpoint."""
 
-    schema = MessagesRequest
-
-    async def complete(self, body: MessagesRequest, size: int, lease: MemoryLease) -> int:
-        """Replace PDF documents by their texts, and return the new size of the body."""
-        return size + await replace_pdfs(self._serving, body, size, lease)
+    body_schema = MessagesRequest
+    cuts_max_tokens = True
 
     @property
     def answer_type(self) -> type[ChatAnswer]:
         """The class that writes answers."""
         return MessagesAnswer
 
-    def translate(self, body: MessagesRequest) -> ChatCompletionRequest:
-        """Return the body translated to a chat completion request.
+    async def _translate(
+        self, body: MessagesRequest, size: int, lease: MemoryLease
+    ) -> tuple[ChatCompletionRequest, int]:
+        size += await replace_pdfs(self._serving, body, size, lease)
+        return await self._serving.executor.run(size, self._translate_all, body), size
 
-        Raises:
-            APIError: A field is invalid (400).
-        """
+    def _translate_all(self, body: MessagesRequest) -> ChatCompletionRequest:
         if body.max_tokens is None:
             raise bad_request("max_tokens", "is required")
         request = translate_messages(body)
@@ -275,10 +273,6 @@ class MessageChunks(DialectChunks):
             events.append(_event("message_delta", delta=ending, usage=usage))
             events.append(_event("message_stop"))
         return b"".join(events)
-
-    def closing(self) -> bytes:
-        """Return b"", because the last output ends the message."""
-        return b""
 
     def _write(self, message: MessageDelta, events: list[bytes]) -> None:
         if message.reasoning:

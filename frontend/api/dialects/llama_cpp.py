@@ -10,7 +10,6 @@ import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope
 
 from .... import __version__
 from ....protocol.sampling_params import SamplingParams
@@ -29,7 +28,6 @@ from ..bodies.intake import Intake, reads
 from ..bodies.request_memory import MemoryLease
 from ..chat_prompt import RenderedChat
 from ..infill import require_infill
-from ..openapi import accepts
 from ..prompts import Prompt, verify_num_characters
 from ..routes.chat_completions import render_request
 from ..routes.completions import Completions
@@ -57,12 +55,8 @@ def routes(serving: Serving, intake: Intake, embeddings: Embeddings) -> list[Rou
     chats = LlamaChats(serving, intake)
     embed = LlamaEmbeddings(serving, intake, embeddings)
     return [
-        Route(
-            "/completion",
-            LlamaCompletions(serving, intake, LlamaCompletionRequest),
-            methods=["POST"],
-        ),
-        Route("/infill", LlamaCompletions(serving, intake, LlamaInfillRequest), methods=["POST"]),
+        Route("/completion", LlamaCompletions(serving, intake), methods=["POST"]),
+        Route("/infill", LlamaInfills(serving, intake), methods=["POST"]),
         Route("/apply-template", chats.apply_template, methods=["POST"]),
         *(
             Route(f"{prefix}/chat/completions/input_tokens", chats.count_tokens, methods=["POST"])
@@ -75,23 +69,17 @@ def routes(serving: Serving, intake: Intake, embeddings: Embeddings) -> list[Rou
 
 
 class LlamaCompletions(Completions):
-    """The endpoint for completions, and that for infills."""
+    """The endpoint for completions."""
 
+    body_schema: type[LlamaFields] = LlamaCompletionRequest
     cuts_max_tokens = True
-
-    def __init__(self, serving: Serving, intake: Intake, body_type: type[LlamaFields]) -> None:
-        super().__init__(serving, intake)
-        self.body_schema = body_type
-        self._body_type = body_type
-
     answer_type = LlamaAnswer
 
-    async def _receive(
-        self, scope: Scope, receive: Receive, lease: MemoryLease
+    async def _translate(
+        self, body: LlamaFields, size: int, lease: MemoryLease
     ) -> tuple[CompletionRequest, int]:
-        body, size = await self._intake.receive(scope, receive, self._body_type, lease)
-        tokenizer = self._serving.tokenizer
-        return await self._serving.executor.run(size, lambda: translate(body, tokenizer)), size
+        serving = self._serving
+        return await serving.executor.run(size, translate, body, serving.tokenizer), size
 
     async def _prompts(self, request: CompletionRequest, body_size: int) -> list[Prompt]:
         assert isinstance(request, LlamaPrompt)
@@ -141,6 +129,12 @@ class LlamaCompletions(Completions):
         return params
 
 
+class LlamaInfills(LlamaCompletions):
+    """The endpoint for infills."""
+
+    body_schema = LlamaInfillRequest
+
+
 class LlamaChats:
     """The routes that show the prompt of a conversation, and count its tokens."""
 
@@ -148,25 +142,24 @@ class LlamaChats:
         self._serving = serving
         self._intake = intake
 
-    @accepts(ChatCompletionRequest)
-    async def apply_template(self, http: Request) -> Response:
+    @reads(ChatCompletionRequest)
+    async def apply_template(
+        self, http: Request, request: ChatCompletionRequest, size: int
+    ) -> Response:
         """Return the prompt as text."""
-        return json_response({"prompt": (await self._render(http)).text})
+        return json_response({"prompt": (await self._render(request, size)).text})
 
-    @accepts(ChatCompletionRequest)
-    async def count_tokens(self, http: Request) -> Response:
+    @reads(ChatCompletionRequest)
+    async def count_tokens(
+        self, http: Request, request: ChatCompletionRequest, size: int
+    ) -> Response:
         """Return the number of tokens of the prompt."""
-        return json_response({"input_tokens": len((await self._render(http)).token_ids)})
+        return json_response({"input_tokens": len((await self._render(request, size)).token_ids)})
 
-    async def _render(self, http: Request) -> RenderedChat:
-        serving = self._serving
-        with self._intake.lease() as lease:
-            request, size = await self._intake.receive(
-                http.scope, http.receive, ChatCompletionRequest, lease
-            )
-            serving.verify_model(request.model)
-            serving.verify_tokenizer("messages")
-            return await render_request(serving, request, size)
+    async def _render(self, request: ChatCompletionRequest, size: int) -> RenderedChat:
+        self._serving.verify_model(request.model)
+        self._serving.verify_tokenizer("messages")
+        return await render_request(self._serving, request, size)
 
 
 class LlamaEmbeddings:

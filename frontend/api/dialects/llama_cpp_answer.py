@@ -162,7 +162,7 @@ class Result:
         return found
 
 
-class LlamaChunks:
+class LlamaChunks(ChunkEncoder):
     """Writes the events of an answer."""
 
     format = LLAMA_STREAM
@@ -193,10 +193,6 @@ class LlamaChunks:
         if result is None:
             result = self._results[sequence.position] = Result(self._answer, sequence)
         return result
-
-    def closing(self) -> bytes:
-        """Return the events at the end: none, because the last chunk of each sequence ends it."""
-        return b""
 
 
 def generation_settings(params: SamplingParams, request: LlamaPrompt) -> Json:

@@ -19,13 +19,13 @@ from ...client.embeddings import Vector
 from ...client.engine_client import RequestGroup
 from ...http.errors import APIError, bad_request, json_response
 from ...http.json_pieces import encode_list
-from ..bodies.intake import Intake
+from ..bodies.intake import Intake, reads
+from ..bodies.request_memory import MemoryLease
 from ..chat_prompt import RenderedChat
 from ..infill import require_infill
 from ..logprobs import Json
-from ..openapi import accepts
 from ..prompts import verify_num_characters
-from ..routes.chat_completions import ChatPlan
+from ..routes.chat_completions import ChatCompletions, ChatPlan
 from ..routes.embeddings import Embeddings
 from ..schema import ChatCompletionRequest, EmbeddingRequest
 from ..schema.ollama import (
@@ -37,7 +37,6 @@ from ..schema.ollama import (
 from ..serving import Serving
 from ..structured.constraint import Constraint
 from ..tools.tool_choice import ToolChoice
-from .dialect import DialectEndpoint
 from .ollama_answer import OllamaChatAnswer, OllamaTextAnswer, head_of, nanoseconds
 from .ollama_request import LATEST, OllamaPrompt, translate_chat, translate_generate
 
@@ -71,31 +70,35 @@ def served_name(serving: Serving, name: str | None) -> str | None:
     return name
 
 
-class OllamaChat(DialectEndpoint[OllamaChatRequest]):
+class OllamaChat(ChatCompletions):
     """The endpoint for chats."""
 
-    schema = OllamaChatRequest
-
+    body_schema = OllamaChatRequest
+    cuts_max_tokens = True
     answer_type = OllamaChatAnswer
 
-    def translate(self, body: OllamaChatRequest) -> ChatCompletionRequest:
-        """Return the body translated to a chat completion request."""
-        return translate_chat(body, served_name(self._serving, body.model))
+    async def _translate(
+        self, body: OllamaChatRequest, size: int, lease: MemoryLease
+    ) -> tuple[ChatCompletionRequest, int]:
+        name = served_name(self._serving, body.model)
+        return await self._serving.executor.run(size, translate_chat, body, name), size
 
     def _greeting(self, request: ChatCompletionRequest) -> Json | None:
         return _loaded(request, {"message": {"role": "assistant", "content": ""}})
 
 
-class OllamaGenerate(DialectEndpoint[OllamaGenerateRequest]):
+class OllamaGenerate(ChatCompletions):
     """The endpoint for single prompts."""
 
-    schema = OllamaGenerateRequest
-
+    body_schema = OllamaGenerateRequest
+    cuts_max_tokens = True
     answer_type = OllamaTextAnswer
 
-    def translate(self, body: OllamaGenerateRequest) -> ChatCompletionRequest:
-        """Return the body translated to a chat completion request."""
-        return translate_generate(body, served_name(self._serving, body.model))
+    async def _translate(
+        self, body: OllamaGenerateRequest, size: int, lease: MemoryLease
+    ) -> tuple[ChatCompletionRequest, int]:
+        name = served_name(self._serving, body.model)
+        return await self._serving.executor.run(size, translate_generate, body, name), size
 
     def _greeting(self, request: ChatCompletionRequest) -> Json | None:
         return _loaded(request, {"response": ""})
@@ -147,48 +150,48 @@ class OllamaEmbeddings:
         self._intake = intake
         self._embeddings = embeddings
 
-    @accepts(OllamaEmbedRequest)
-    async def embed(self, http: Request) -> Response:
+    @reads(OllamaEmbedRequest)
+    async def embed(self, http: Request, body: OllamaEmbedRequest, size: int) -> Response:
         """Return an embedding of each input."""
-        return await self._embed(http, is_one=False)
-
-    @accepts(OllamaEmbedRequest)
-    async def embed_one(self, http: Request) -> Response:
-        """Return the embedding of a prompt."""
-        return await self._embed(http, is_one=True)
-
-    async def _embed(self, http: Request, *, is_one: bool) -> Response:
         begin = time.monotonic()
-        with self._intake.lease() as lease:
-            body, size = await self._intake.receive(
-                http.scope, http.receive, OllamaEmbedRequest, lease
-            )
-            given = body.prompt if is_one and body.prompt is not None else body.input
-            if given is None:
-                name = "prompt" if is_one else "input"
-                raise bad_request(name, "is required")
-            request = EmbeddingRequest(
-                model=served_name(self._serving, body.model),
-                input=given if isinstance(given, str) else list(given),
-                dimensions=body.dimensions,
-                truncate_prompt_tokens=None if body.truncate is False else -1,
+
+        def answer(group: RequestGroup, vectors: Iterator[Vector]) -> Response:
+            rows = (vector.tolist() for vector in vectors)
+            return json_response(
+                {
+                    "model": body.model or self._serving.served_name,
+                    "embeddings": encode_list(rows, at_once=1),
+                    "total_duration": nanoseconds(time.monotonic() - begin),
+                    "load_duration": 0,
+                    "prompt_eval_count": sum(s.num_prompt_tokens for s in group.sequences),
+                }
             )
 
-            def answer(group: RequestGroup, vectors: Iterator[Vector]) -> Response:
-                rows = (vector.tolist() for vector in vectors)
-                if is_one:
-                    return json_response({"embedding": next(rows)})
-                return json_response(
-                    {
-                        "model": body.model or self._serving.served_name,
-                        "embeddings": encode_list(rows, at_once=1),
-                        "total_duration": nanoseconds(time.monotonic() - begin),
-                        "load_duration": 0,
-                        "prompt_eval_count": sum(s.num_prompt_tokens for s in group.sequences),
-                    }
-                )
+        request = self._translate(body, body.input, "input")
+        return await self._embeddings.run(http, request, size, answer)
 
-            return await self._embeddings.run(http, request, size, answer)
+    @reads(OllamaEmbedRequest)
+    async def embed_one(self, http: Request, body: OllamaEmbedRequest, size: int) -> Response:
+        """Return the embedding of a prompt."""
+
+        def answer(group: RequestGroup, vectors: Iterator[Vector]) -> Response:
+            return json_response({"embedding": next(vectors).tolist()})
+
+        given = body.input if body.prompt is None else body.prompt
+        request = self._translate(body, given, "prompt")
+        return await self._embeddings.run(http, request, size, answer)
+
+    def _translate(
+        self, body: OllamaEmbedRequest, given: str | list[str] | None, name: str
+    ) -> EmbeddingRequest:
+        if given is None:
+            raise bad_request(name, "is required")
+        return EmbeddingRequest(
+            model=served_name(self._serving, body.model),
+            input=given if isinstance(given, str) else list(given),
+            dimensions=body.dimensions,
+            truncate_prompt_tokens=None if body.truncate is False else -1,
+        )
 
 
 class OllamaModels:
@@ -218,10 +221,10 @@ class OllamaModels:
         cards = [self._card(name) | loaded for name in self._serving.served_models]
         return json_response({"models": cards})
 
-    @accepts(OllamaModelRequest)
-    async def show(self, http: Request) -> Response:
+    @reads(OllamaModelRequest)
+    async def show(self, http: Request, body: OllamaModelRequest, size: int) -> Response:
         """Describe one served model."""
-        name = await self._name_in(http)
+        name = self._name_in(body)
         model, serving = self._serving.config.model, self._serving
         source = ""
         # Some models have no chat template.
@@ -242,26 +245,22 @@ class OllamaModels:
             }
         )
 
-    @accepts(OllamaModelRequest)
-    async def pull(self, http: Request) -> Response:
+    @reads(OllamaModelRequest)
+    async def pull(self, http: Request, body: OllamaModelRequest, size: int) -> Response:
         """Report success for a served model. Other models cannot be loaded into a running server."""
-        await self._name_in(http)
+        self._name_in(body)
         return json_response({"status": "success"})
 
     async def version(self, request: Request) -> Response:
         """Return the version of Ollama's API, and Engine's own."""
         return json_response({"version": API_VERSION, "engine": __version__})
 
-    async def _name_in(self, http: Request) -> str:
+    def _name_in(self, body: OllamaModelRequest) -> str:
         """Return the served name of the model in a body.
 
         Raises:
             APIError: The body names no model (400), or the model is not served (404).
         """
-        with self._intake.lease() as lease:
-            body, _ = await self._intake.receive(
-                http.scope, http.receive, OllamaModelRequest, lease
-            )
         name = served_name(self._serving, body.model or body.name)
         if not name:
             raise bad_request("model", "is required")

@@ -176,10 +176,6 @@ class OllamaChunks(DialectChunks):
             lines += _line(answer.head() | answer.fields("", "", []) | answer.ending(delta))
         return lines
 
-    def closing(self) -> bytes:
-        """Return b"", because the last output ends the answer."""
-        return b""
-
 
 def nanoseconds(seconds: float) -> int:
     """Return a duration in seconds as an integer number of nanoseconds."""

@@ -9,7 +9,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope
+from starlette.types import Receive
 
 from .... import __version__
 from ....protocol.sampling_params import SamplingParams
@@ -28,7 +28,7 @@ from ..routes.management import Management
 from ..schema import CompletionRequest
 from ..schema.sglang import SglangGenerateRequest
 from ..serving import Serving
-from ..streaming.event_stream import OPENAI_STREAM, event
+from ..streaming.event_stream import OPENAI_STREAM, ChunkEncoder, event
 from ..structured.constraint import Constraint
 from .sglang_request import DEFAULT_MAX_TOKENS, SglangPrompt, translate, verify_ids
 
@@ -48,21 +48,17 @@ def routes(serving: Serving, intake: Intake, management: Management) -> list[Rou
 class SglangGenerate(Completions):
     """The endpoint that completes texts or token ids."""
 
+    body_schema = SglangGenerateRequest
     default_max_tokens = DEFAULT_MAX_TOKENS
-
-    def __init__(self, serving: Serving, intake: Intake) -> None:
-        super().__init__(serving, intake)
-        self.body_schema = SglangGenerateRequest
 
     @property
     def answer_type(self) -> NewPromptAnswer:
         """The class that writes answers."""
         return SglangAnswer
 
-    async def _receive(
-        self, scope: Scope, receive: Receive, lease: MemoryLease
+    async def _translate(
+        self, body: SglangGenerateRequest, size: int, lease: MemoryLease
     ) -> tuple[CompletionRequest, int]:
-        body, size = await self._intake.receive(scope, receive, SglangGenerateRequest, lease)
         return translate(body), size
 
     async def prepare(
@@ -223,7 +219,7 @@ class SglangAnswer(PromptAnswer):
         return None if logprob is None else finite(logprob), token_id, text
 
 
-class SglangChunks:
+class SglangChunks(ChunkEncoder):
     """Writes the events of an answer. Each has all output so far, as in SGLang."""
 
     format = OPENAI_STREAM
@@ -250,10 +246,6 @@ class SglangChunks:
         self._outputs[position] = text, token_ids, lists
         result = self._answer.result(sequence, text, token_ids, delta, lists)
         return event(result if self._answer.num_sequences == 1 else result | {"index": position})
-
-    def closing(self) -> bytes:
-        """Return the events at the end: none, because the last event of each sequence ends it."""
-        return b""
 
 
 class SglangDescription:

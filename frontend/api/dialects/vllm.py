@@ -6,19 +6,16 @@ from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
-from starlette.types import Receive, Scope
 
 from ...client.engine_client import Delta
 from ...http.errors import bad_request
 from ..answer import PromptAnswer
-from ..bodies.intake import Intake
 from ..bodies.request_memory import MemoryLease
 from ..logprobs import Json
 from ..prompts import BYTES_PER_TOKEN_ID, Prompt, parse_prompts, verify_num_characters
 from ..routes.completions import Completions, NewPromptAnswer
 from ..schema import CompletionRequest
 from ..schema.vllm import GenerativeScoringRequest
-from ..serving import Serving
 
 
 class LabelPrompts(CompletionRequest, kw_only=True):
@@ -37,12 +34,9 @@ class GenerativeScoring(Completions):
     `applies_softmax` is the default of the field `apply_softmax`.
     """
 
+    body_schema = GenerativeScoringRequest
+    id_prefix = "generative-scoring"
     applies_softmax: ClassVar[bool] = True
-
-    def __init__(self, serving: Serving, intake: Intake) -> None:
-        super().__init__(serving, intake)
-        self.body_schema = GenerativeScoringRequest
-        self._id_prefix = "generative-scoring"
 
     @property
     def answer_type(self) -> NewPromptAnswer:
@@ -53,10 +47,9 @@ class GenerativeScoring(Completions):
         """Return the value of the response's field `object`."""
         return "list"
 
-    async def _receive(
-        self, scope: Scope, receive: Receive, lease: MemoryLease
+    async def _translate(
+        self, body: GenerativeScoringRequest, size: int, lease: MemoryLease
     ) -> tuple[CompletionRequest, int]:
-        body, size = await self._intake.receive(scope, receive, GenerativeScoringRequest, lease)
         if not body.label_token_ids:
             raise bad_request("label_token_ids", "is required, and must not be empty")
         if body.apply_softmax is None:

@@ -98,7 +98,7 @@ async def find_resumption(
     return Resumption(attachment, record, mirror, position)
 
 
-class _WithoutEnd:
+class _WithoutEnd(ChunkEncoder):
     """An encoder that omits the chunks after the last output."""
 
     def __init__(self, chunks: ChunkEncoder) -> None:
@@ -110,6 +110,3 @@ class _WithoutEnd:
 
     def encode(self, sequence: Sequence) -> bytes:
         return self._chunks.encode(sequence)
-
-    def closing(self) -> bytes:
-        return b""

@@ -45,11 +45,11 @@ class CompactionChat(ResponseChat, kw_only=True):
 class Compaction(ChatCompletions):
     """The compaction endpoint. Its answer has the system messages, followed by the summary as an item."""
 
+    body_schema = CompactRequest
     cuts_max_tokens = True
 
     def __init__(self, serving: Serving, intake: Intake, states: ResponseStates) -> None:
         super().__init__(serving, intake)
-        self.body_schema = CompactRequest
         self._states = states
 
     @property

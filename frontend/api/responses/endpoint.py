@@ -50,15 +50,14 @@ logger = logging.getLogger(__name__)
 class Responses(ChatCompletions):
     """The responses endpoint."""
 
+    body_schema = ResponsesRequest
     cuts_max_tokens = True
+    answer_type = ResponsesAnswer
 
     def __init__(self, serving: Serving, intake: Intake, states: ResponseStates) -> None:
         super().__init__(serving, intake)
-        self.body_schema = ResponsesRequest
         self._states = states
         self.runs = BackgroundRuns(states, serving)
-
-    answer_type = ResponsesAnswer
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send, lease: MemoryLease) -> None:
         serving, state = self._serving, scope["state"]
@@ -73,7 +72,7 @@ class Responses(ChatCompletions):
         exchange = await self._states.begin(body, state["owner"], kept)
         with renaming(partial(sent_name, body)):
             if not body.background:
-                request, size = await self._translate(exchange, size)
+                request, size = await self._translate_exchange(exchange, size)
                 await self._generate(scope, receive, send, lease, request, size, deadline)
                 return
             run = BackgroundRun(exchange, describe_response(serving, exchange, "queued"), state)
@@ -86,7 +85,7 @@ class Responses(ChatCompletions):
     async def _run(self, run: BackgroundRun) -> None:
         """Generate the response of a run."""
         with self._intake.lease() as lease:
-            request, size = await self._translate(run.exchange, 0)
+            request, size = await self._translate_exchange(run.exchange, 0)
             request.run = run
             keeper = RunKeeper(self._serving, run)
             await self._generate(
@@ -107,7 +106,7 @@ class Responses(ChatCompletions):
 
         async def generate(run: BackgroundRun) -> None:
             with self._intake.lease() as lease:
-                request, size = await self._translate(run.exchange, 0)
+                request, size = await self._translate_exchange(run.exchange, 0)
                 request.run = run
                 prompts, new_answer = await self._prepare(request, size, run.receive)
                 lease.count_media(sum(prompt.num_image_bytes for prompt in prompts))
@@ -128,7 +127,7 @@ class Responses(ChatCompletions):
         await self.runs.fail(request_id, owner, error)
         return True
 
-    async def _translate(self, exchange: Exchange, size: int) -> tuple[ResponseChat, int]:
+    async def _translate_exchange(self, exchange: Exchange, size: int) -> tuple[ResponseChat, int]:
         """Return the chat request and its approximate size in bytes. `size` is the size of the body, 0 if unknown."""
         size = size or sum(map(size_of, exchange.input))
         size += sum(map(size_of, exchange.context))

@@ -14,7 +14,6 @@ from ...client.engine_client import Delta, RequestGroup, Sequence
 from ...http.errors import bad_request, renamer, renaming, wrong
 from ...http.json_pieces import encode_list
 from ..answer import Answer
-from ..bodies.intake import Intake
 from ..endpoint import NewAnswer
 from ..generation import PreparedPrompt
 from ..logprobs import Json
@@ -27,8 +26,7 @@ from .chat_completions import ChatCompletions
 class ChatBatch(ChatCompletions):
     """Answers conversations without streaming or tools. One invalid conversation fails the whole batch."""
 
-    def __init__(self, serving: Serving, intake: Intake) -> None:
-        super().__init__(serving, intake, BatchChatCompletionRequest)
+    body_schema = BatchChatCompletionRequest
 
     async def prepare(
         self, request: ChatCompletionRequest, body_size: int, receive: Receive

@@ -17,12 +17,9 @@ from ...chat.messages import text_of_content
 from ...client.engine_client import Delta, Sequence
 from ...http.errors import bad_request, wrong
 from ..answer import Answer, Outputs
-from ..bodies.intake import Intake
 from ..chat_prompt import RenderedChat, read_token_ids, render_chat
 from ..endpoint import Endpoint, NewAnswer
-from ..generation import (
-    PreparedPrompt,
-)
+from ..generation import PreparedPrompt
 from ..logprobs import Json
 from ..prediction import encode_prediction
 from ..prompts import fit_context
@@ -59,20 +56,14 @@ class ChatCompletions(Endpoint[ChatCompletionRequest]):
     `cuts_max_tokens` is true if a request for more tokens than the context has left is reduced instead of rejected.
     """
 
+    body_schema: type[msgspec.Struct] = ChatCompletionRequest
+    id_prefix = "chatcmpl"
     cuts_max_tokens: ClassVar[bool] = False
 
     @property
     def answer_type(self) -> type[ChatAnswer]:
         """The class that writes answers."""
         return ChatAnswer
-
-    def __init__(
-        self,
-        serving: Serving,
-        intake: Intake,
-        request_type: type[ChatCompletionRequest] = ChatCompletionRequest,
-    ) -> None:
-        super().__init__(serving, intake, request_type, "chatcmpl")
 
     def object_name(self, request: ChatCompletionRequest) -> str:
         """Return the value of the response's field `object`."""

@@ -18,11 +18,8 @@ from ...client.encoder_inputs import without_bad_words
 from ...client.engine_client import Delta, PositionLogprobs, Sequence
 from ...http.errors import bad_request
 from ..answer import Answer, Outputs, PromptAnswer
-from ..bodies.intake import Intake
 from ..endpoint import Endpoint, NewAnswer
-from ..generation import (
-    PreparedPrompt,
-)
+from ..generation import PreparedPrompt
 from ..infill import require_infill
 from ..inputs.prompt_embeds import parse_prompt_embeds
 from ..logprobs import CompletionLogprobs, Json, LogprobsRenderer
@@ -51,12 +48,11 @@ class Completions(Endpoint[CompletionRequest]):
     `cuts_max_tokens` is true if a request for more tokens than the context has left is reduced instead of rejected.
     """
 
+    body_schema: type[msgspec.Struct] = CompletionRequest
+    id_prefix = "cmpl"
     cuts_max_tokens: ClassVar[bool] = False
     default_max_tokens: ClassVar[int] = 16
     """The default of `max_tokens`, as in OpenAI's API."""
-
-    def __init__(self, serving: Serving, intake: Intake) -> None:
-        super().__init__(serving, intake, CompletionRequest, "cmpl")
 
     @property
     def answer_type(self) -> NewPromptAnswer:

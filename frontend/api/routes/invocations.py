@@ -11,6 +11,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ..bodies.intake import Intake
+from ..bodies.request_memory import MemoryLease
 from ..durable.records import replay_body
 from ..endpoint import Endpoint, NewAnswer
 from ..generation import PreparedPrompt
@@ -36,6 +37,8 @@ SCORE_FIELDS: Final = frozenset({"text_1", "queries", "data_1"})
 class Invocations(Endpoint[GenerationRequest]):
     """An endpoint that passes each body to the chat or the completions endpoint."""
 
+    body_schema = ChatCompletionRequest | CompletionRequest
+
     def __init__(
         self,
         serving: Serving,
@@ -43,10 +46,14 @@ class Invocations(Endpoint[GenerationRequest]):
         completions: Completions,
         chat_completions: ChatCompletions,
     ) -> None:
-        super().__init__(serving, intake, GenerationRequest, "")
-        self.body_schema = ChatCompletionRequest | CompletionRequest
+        super().__init__(serving, intake)
         self._completions = completions
         self._chat_completions = chat_completions
+
+    async def _receive(
+        self, scope: Scope, receive: Receive, lease: MemoryLease
+    ) -> tuple[GenerationRequest, int]:
+        return await self._intake.receive(scope, receive, GenerationRequest, lease)
 
     def _endpoint_of(self, request: GenerationRequest) -> Endpoint[Any]:
         is_chat = isinstance(request, ChatCompletionRequest)

@@ -98,7 +98,8 @@ class ChunkEncoder(Protocol):
         """
 
     def closing(self) -> bytes:
-        """Return the chunks between the last output and the end of the stream."""
+        """Return the chunks between the last output and the end of the stream, by default none."""
+        return b""
 
 
 class ChunkWriter(Protocol):
