@@ -17,6 +17,7 @@ import numpy as np
 from ..protocol.arrays import int32_view
 from ..protocol.block_hash import HASH_BYTES
 from ..protocol.config import PROTOCOL_VERSION, EngineConfig
+from ..protocol.encoder_inputs.inputs import EncoderGrid, EncoderInput
 from ..protocol.errors import ParameterError
 from ..protocol.messages import (
     AbortRequests,
@@ -24,8 +25,6 @@ from ..protocol.messages import (
     AppendInputs,
     ClientHello,
     ClientMessage,
-    EncoderGrid,
-    EncoderInput,
     EngineCoreRequest,
 )
 from ..protocol.worker_messages import (

@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeAlias
 
 import msgspec
 
+from .encoder_inputs.inputs import EncoderInput
 from .file_identity import LoraAdapter
 from .pooling_params import PoolingParams
 from .sampling_params import SamplingParams
@@ -57,144 +58,61 @@ class EventKind(enum.IntEnum):
 # Frontend -> core
 
 
-class EncoderGrid(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, frozen=True):
-    """The grid of an encoder input's embeddings, row by row, for models with three-dimensional rotary positions.
-
-    All embeddings have the same position in time. If `continues`, they are the next frame of the previous input's
-    video, `time` positions after its first frame. `margin` embeddings before and after the grid are placed like text.
-    """
-
-    rows: int
-    columns: int
-    time: int = 0
-    continues: bool = False
-    margin: int = 0
-
-    @property
-    def num_tokens(self) -> int:
-        """The number of embeddings."""
-        return self.rows * self.columns + 2 * self.margin
-
-
-class EncoderInput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, frozen=True):
-    """An image, an audio clip or similar input that replaces the prompt's tokens [position, position + num_tokens).
-
-    `num_tokens` is 0 for the input of an encoder-decoder model, which already the first token needs. `size` is the
-    number of embeddings that the encoder computes from `data`, which only the workers can decode. Equal `content_hash`
-    (32 bytes) means equal embeddings and an equal `grid`. The token after each `row_length` embeddings, if given, keeps
-    its own. If `embeddings` names a dtype, `data` has the embeddings themselves: [size, hidden size] numbers in
-    row-major order. Instead of a grid, `places` int32 [tokens, 3] has an image's rotary positions from the mark before
-    it on, relative to the mark's as text. Below 0 means 0. Text follows the highest, and later inputs among the tokens
-    have neither. If `read_until` is not 0, nothing is replaced: cross attention of the tokens [position, read_until)
-    reads the input, together with the one before it if it `follows` that. Then `num_tokens` is 1.
-    """
-
-    position: int
-    num_tokens: int
-    content_hash: bytes
-    size: int
-    data: bytes = b""
-    row_length: int = 0
-    grid: EncoderGrid | None = None
-    embeddings: str = ""
-    places: bytes = b""
-    read_until: int = 0
-    follows: bool = False
-
-
-class ImagePayload(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=True):
-    """The data of an image: its pixels as a vision tower reads them, before they are scaled and normalized.
-
-    `pixels` are uint8[num_frames, height, width, 3] in RGB. The tower reads (scale * pixels - mean) / std for each
-    channel. With `grid_columns`, the pixels are tiles: the whole image, then a grid of that many columns. In the grid,
-    an image of `original_width` x `original_height` pixels was enlarged, with equal margins on both sides. Without a
-    grid, margins are at the right and at the bottom. A tower may compute fewer embeddings for a frame (`is_frame`), and
-    one more after the last frame or tile (`is_last`). `marks` number the stored embeddings around the image's own (Ovis
-    2). `fine` is a larger copy. `token_ids` int32 are the tokens of the embeddings (Molmo 2).
-    """
-
-    width: int
-    height: int
-    pixels: bytes
-    scale: float
-    mean: tuple[float, float, float]
-    std: tuple[float, float, float]
-    grid_columns: int = 0
-    original_width: int = 0
-    original_height: int = 0
-    num_frames: int = 1
-    is_frame: bool = False
-    is_last: bool = False
-    marks: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
-    fine: ImagePayload | None = None
-    token_ids: I32 = b""
-
-
-class AudioPayload(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=True):
-    """A window of an audio clip: features [num_mel_bins, num_frames], or samples without bins. 0 outputs are all."""
-
-    num_mel_bins: int
-    num_frames: int
-    features: bytes
-    is_float16: bool = False
-    num_outputs: int = 0
-    window: int = 0
-
-
-class TextPayload(msgspec.Struct, array_like=True, gc=False, frozen=True):
-    """The data of a source text for an encoder: its `token_ids`, int32."""
-
-    token_ids: I32
-
-
-class EmbeddingPayload(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=True):
-    """The data of an image for which the client sent embeddings: `values` are float32[rows, columns], little-endian."""
-
-    rows: int
-    columns: int
-    values: bytes
-
-
 class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """A request to generate one sequence or, with `pooling_params`, to pool the hidden states of its prompt.
 
-    `request_index` is unique within its client. `block_hashes` are the digests of the prompt's full blocks (see
-    `block_hash`), and `root_hash` is the parent of the first; both are empty if prefix caching is off. `arrival_time`
-    is the frontend's CLOCK_MONOTONIC in seconds. `sampling_params.max_tokens` is always set here. `request_id` is the
-    id that clients see; several sequences may share one. `kv_transfer_params` are read only by the KV connector.
-    `trace_headers` are the W3C trace context of the HTTP request, by header name. `predicted_token_ids` are the output
-    that the client expects; workers draft from them. A request with `pooling_params` has `max_tokens` 1: it ends with
-    its prompt, and its only token has no meaning. `is_resubmitted` is set if a core that had accepted the request has
-    failed; that core may have known it as `was_index`. The request continues after `output_token_ids`, which the client
-    already has, like one that was preempted. If `is_suspect`, the request may have crashed a worker or a core, and runs
-    alone until its next token. `delivery_times` float32 are seconds from the output of a step to its write to a client,
-    measured by the frontend for its last events before this request. They are recorded for `engine simulate`. If it
-    `is_open`, more encoder inputs follow in `AppendInputs`, and no token is computed before the input at its position.
+    A request with `pooling_params` has `max_tokens` 1: it ends with its prompt, and its only token has no meaning.
     """
 
     request_index: int
+    """The number of the request, unique within its client."""
     prompt_token_ids: I32
+    """The tokens of the prompt."""
     sampling_params: SamplingParams
+    """The sampling parameters, in which `max_tokens` is always set."""
     arrival_time: float
+    """The frontend's CLOCK_MONOTONIC in seconds."""
     eos_token_ids: tuple[int, ...] = ()
+    """The tokens that end the sequence, unless `ignore_eos` is set."""
     block_hashes: bytes = b""
+    """The digests of the prompt's full blocks (see `block_hash`); empty if prefix caching is off."""
     root_hash: bytes = b""
+    """The parent of the first digest; empty if prefix caching is off."""
     priority: int = 0
+    """The priority; smaller values are scheduled first."""
     tenant: str = ""
+    """The tenant whose limit and whose share of the server apply."""
     deadline: float = 0.0
+    """The time by which the request must end, on the clock of `arrival_time`; 0.0 for none."""
     request_id: str = ""
+    """The id that clients see. Several sequences may share one."""
     kv_transfer_params: dict[str, object] | None = None
+    """Parameters that only the KV connector reads."""
     lora: LoraAdapter | None = None
+    """The adapter, or None for the base model."""
     encoder_inputs: list[EncoderInput] = []
+    """The images, audio clips and similar inputs, by position."""
     output_token_ids: I32 = b""
+    """Output that the client already has. The request continues after it, like one that was preempted."""
     is_resubmitted: bool = False
+    """True if a core that had accepted the request has failed."""
     is_suspect: bool = False
+    """True if the request may have crashed a worker or a core. It runs alone until its next token."""
     was_index: int = -1
+    """The `request_index` by which the failed core may have known the request; -1 for none."""
     trace_headers: dict[str, str] | None = None
+    """The W3C trace context of the HTTP request, by header name."""
     predicted_token_ids: I32 = b""
+    """The output that the client expects, from which workers draft."""
     pooling_params: PoolingParams | None = None
+    """If not None, hidden states of the prompt are pooled in this way."""
     delivery_times: F32 = b""
+    """Seconds from the output of a step to its write to a client, recorded for `engine simulate`.
+
+    The frontend measured them for its last events before this request.
+    """
     is_open: bool = False
+    """True if more encoder inputs follow in `AppendInputs`. No token is computed before the input at its position."""
 
 
 class ClientHello(msgspec.Struct, tag="hello", array_like=True, gc=False, frozen=True):

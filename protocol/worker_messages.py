@@ -6,9 +6,10 @@ from typing import TypeAlias
 
 import msgspec
 
+from .encoder_inputs.inputs import EncoderInput
 from .file_identity import LoraAdapter
 from .kv_cache_groups import FULL_ATTENTION, KVCacheGroup
-from .messages import F32, I32, EncoderInput
+from .messages import F32, I32
 from .pooling_params import PoolingParams
 from .sampling_params import SamplingParams
 

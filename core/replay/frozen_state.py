@@ -24,13 +24,8 @@ from typing import Any, Final, TypeAlias
 import msgspec
 import numpy as np
 
-from ...protocol.messages import (
-    EncoderInput,
-    EngineCoreRequest,
-    FinishedRequest,
-    RequestEvents,
-    TokenLogprobs,
-)
+from ...protocol.encoder_inputs.inputs import EncoderInput
+from ...protocol.messages import EngineCoreRequest, FinishedRequest, RequestEvents, TokenLogprobs
 from ...protocol.sampling_params import SamplingParams
 from ..scheduler.features.speculative import Drafts
 from ..state.batch import ScheduledRow

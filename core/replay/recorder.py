@@ -10,12 +10,12 @@ import msgspec
 
 from ...protocol.block_hash import HashBlocks, block_hasher
 from ...protocol.config import CacheConfig, EngineConfig, KVTransferConfig, SchedulerConfig
+from ...protocol.encoder_inputs.inputs import EncoderInput
 from ...protocol.errors import ConfigError
 from ...protocol.kv_cache_groups import FULL_ATTENTION, KVCacheGroup
 from ...protocol.kv_events import KVCacheEvent
 from ...protocol.messages import (
     AppendInputs,
-    EncoderInput,
     EngineCoreOutputs,
     EngineCoreRequest,
     FinishReason,

@@ -15,8 +15,9 @@ import numpy as np
 from ...protocol.arrays import Int32Array, int32_bytes, int32_view
 from ...protocol.block_hash import HASH_BYTES
 from ...protocol.config import KVTransferConfig, SchedulerConfig
+from ...protocol.encoder_inputs.inputs import EncoderInput
 from ...protocol.file_identity import LoraAdapter
-from ...protocol.messages import AppendInputs, EncoderInput, EngineCoreRequest, FinishedRequest
+from ...protocol.messages import AppendInputs, EngineCoreRequest, FinishedRequest
 from ...protocol.sampling_params import SamplingParams
 from ...protocol.worker_messages import (
     DraftTokenIds,

@@ -9,13 +9,14 @@ import msgspec
 
 from ...protocol.block_hash import HASH_BYTES
 from ...protocol.config import SchedulerConfig
+from ...protocol.encoder_inputs.inputs import EncoderInput
 from ...protocol.errors import ConfigError
 from ...protocol.kv_cache_groups import (
     AttentionKind,
     KVCacheGroup,
     max_request_tokens,
 )
-from ...protocol.messages import EncoderInput, EngineCoreRequest, FinishReason
+from ...protocol.messages import EngineCoreRequest, FinishReason
 from ..state.request import source_size
 
 

@@ -14,7 +14,8 @@ import numpy as np
 
 from ...protocol.arrays import Int32Array, int32_view
 from ...protocol.block_hash import HASH_BYTES, PlacedInput
-from ...protocol.messages import EncoderInput, EngineCoreRequest, TokenLogprobs
+from ...protocol.encoder_inputs.inputs import EncoderInput
+from ...protocol.messages import EngineCoreRequest, TokenLogprobs
 
 RequestKey: TypeAlias = tuple[int, int]
 """(client_index, request_index): unique among live requests."""

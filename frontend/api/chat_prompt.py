@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from ...protocol.encoder_inputs.inputs import EncoderInput
 from ...protocol.errors import ParameterError
-from ...protocol.messages import EncoderInput
 from ..http.errors import APIError, bad_request, redact
 from .inputs.files import read_files
 from .prompts import (

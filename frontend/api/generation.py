@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 from starlette.types import Receive, Scope
 
+from ...protocol.encoder_inputs.inputs import EncoderInput
 from ...protocol.errors import POISON_REQUEST
-from ...protocol.messages import EncoderInput
 from ...protocol.pooling_params import PoolingParams
 from ...protocol.sampling_params import SamplingParams
 from ..client.beam_search import BeamSearch, BeamSearchFailed, BeamSearchParams

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...protocol.messages import EncoderInput
+from ...protocol.encoder_inputs.inputs import EncoderInput
 from ...protocol.pooling_params import PoolingKind
 from ..chat import ChatTemplateError, PairTemplate
 from ..client.embeddings import BY_TOKEN, embedding_params, find_prompt

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ...protocol.messages import EncoderInput
+from ...protocol.encoder_inputs.inputs import EncoderInput
 from ..http.errors import APIError, bad_request, wrong
 from ..tokenizer.token_ids import token_id_array
 

@@ -18,13 +18,9 @@ import numpy.typing as npt
 from ...protocol.arrays import int32_bytes
 from ...protocol.config import EngineConfig
 from ...protocol.config.model import SourceTextConfig
-from ...protocol.messages import (
-    AppendInputs,
-    AudioPayload,
-    EncoderInput,
-    EngineCoreRequest,
-    TextPayload,
-)
+from ...protocol.encoder_inputs.inputs import EncoderInput
+from ...protocol.encoder_inputs.payloads import AudioPayload, TextPayload
+from ...protocol.messages import AppendInputs, EngineCoreRequest
 from ...protocol.sampling_params import SamplingParams
 
 DTYPES: Final = {"float32": 4, "float16": 2, "bfloat16": 2}

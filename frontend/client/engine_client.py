@@ -14,10 +14,10 @@ import zmq
 
 from ...protocol.arrays import int32_view
 from ...protocol.config import FIRST_EPOCH, EngineConfig
+from ...protocol.encoder_inputs.inputs import EncoderInput
 from ...protocol.errors import POISON_REQUEST, EngineError
 from ...protocol.messages import (
     CoreReady,
-    EncoderInput,
     EngineCoreOutputs,
     FinishedRequest,
     FinishReason,

@@ -8,7 +8,8 @@ from typing import Final
 from ...protocol.arrays import Int32Array, int32_view
 from ...protocol.block_hash import HASH_BYTES, hash_blocks, root_hash
 from ...protocol.config import CacheConfig
-from ...protocol.messages import EncoderInput, EngineCoreRequest
+from ...protocol.encoder_inputs.inputs import EncoderInput
+from ...protocol.messages import EngineCoreRequest
 from .sequence_io import SequenceRequest
 
 HASHED_AT_ONCE: Final = 4096

@@ -11,8 +11,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from ...protocol.encoder_inputs.inputs import EncoderInput
 from ...protocol.file_identity import LoraAdapter
-from ...protocol.messages import EncoderInput
 from ...protocol.pooling_params import PoolingParams
 from ...protocol.sampling_params import MAX_SEED, SamplingParams
 from .logprobs import PositionLogprobs

@@ -6,7 +6,8 @@ import msgspec
 import numpy as np
 
 from ...protocol.config import ModelConfig
-from ...protocol.messages import AudioPayload, EncoderInput
+from ...protocol.encoder_inputs.inputs import EncoderInput
+from ...protocol.encoder_inputs.payloads import AudioPayload
 from ...protocol.sampling_params import SamplingParams
 from .encoder_inputs import encoder_source, text_source
 from .sequence_io import SequenceRequest

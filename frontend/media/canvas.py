@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...protocol.arrays import int32_bytes
-from ...protocol.messages import EncoderGrid, EncoderInput
+from ...protocol.encoder_inputs.inputs import EncoderGrid, EncoderInput
 
 _ROW, _COLUMN = 1, 2
 

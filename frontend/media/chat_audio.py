@@ -12,8 +12,8 @@ import numpy.typing as npt
 
 from ...protocol.config import EngineConfig
 from ...protocol.config.chat_audio import ChatAudioConfig
+from ...protocol.encoder_inputs.inputs import EncoderInput
 from ...protocol.errors import ParameterError
-from ...protocol.messages import EncoderInput
 from ..chat.messages import AUDIO_PART
 from ..client.executor import ThreadExecutor
 from ..http.shown_values import echo

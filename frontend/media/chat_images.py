@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from ...protocol.config import EngineConfig
+from ...protocol.encoder_inputs.inputs import EncoderInput
 from ...protocol.errors import ParameterError
-from ...protocol.messages import EncoderInput
 from ..chat.messages import IMAGE_PART, VIDEO_PART
 from ..client.executor import ThreadExecutor
 from ..http.shown_values import echo

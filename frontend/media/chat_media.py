@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ...protocol.config import EngineConfig
+from ...protocol.encoder_inputs.inputs import EncoderInput
 from ...protocol.errors import ParameterError
-from ...protocol.messages import EncoderInput
 from ..client.executor import ThreadExecutor
 from .decoding.limits import MAX_PROCESSES
 from .decoding.processes import MediaProcesses

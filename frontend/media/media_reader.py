@@ -13,8 +13,9 @@ from PIL import Image
 
 from ...protocol.config.images import AnyImageProcessor
 from ...protocol.config.videos import AnyVideoProcessor
+from ...protocol.encoder_inputs.inputs import EncoderInput
+from ...protocol.encoder_inputs.payloads import EmbeddingPayload
 from ...protocol.errors import ParameterError
-from ...protocol.messages import EmbeddingPayload, EncoderInput
 from .decode import decode_image, to_rgb
 from .frame_sampling import Sampling
 from .layouts.embedded import Grid, embedded

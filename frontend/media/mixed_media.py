@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
-from ...protocol.messages import EncoderInput
+from ...protocol.encoder_inputs.inputs import EncoderInput
 from .audio.clips import PreparedAudio
 from .chat_audio import AudioClip, ChatAudio
 from .chat_images import ChatImages

@@ -11,8 +11,8 @@ import numpy as np
 
 from ...protocol.config.images import AnyImageProcessor, MosaicProcessor, SlicesProcessor
 from ...protocol.config.videos import AnyVideoProcessor, VideoProcessor
+from ...protocol.encoder_inputs.inputs import EncoderInput
 from ...protocol.errors import ConfigError, ParameterError
-from ...protocol.messages import EncoderInput
 from ..chat.messages import MEDIA_MARK
 from ..tokenizer.tokenizer import Tokenizer
 from .canvas import with_places

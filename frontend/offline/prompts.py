@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ...protocol.config.model import SourceTextConfig
+from ...protocol.encoder_inputs.inputs import EncoderInput
 from ...protocol.errors import ParameterError
-from ...protocol.messages import EncoderInput
 from ..client.encoder_inputs import Embeddings, answer_start, encoder_inputs_of, text_source
 from ..client.text_changes import TextChanges
 from ..media.find_media import find_chat_media

@@ -25,7 +25,7 @@ from engine.frontend.media.processor import process_image
 from engine.frontend.model_source.images.read import read_image_processor
 from engine.protocol.checkpoint.config_fields import ConfigFields
 from engine.protocol.checkpoint.vision.read import vision_spec
-from engine.protocol.messages import ImagePayload
+from engine.protocol.encoder_inputs.payloads import ImagePayload
 from engine.workers.cpu.tower_layers import NativeLayers
 from engine.workers.loaders.open_checkpoint import open_checkpoint
 from engine.workers.towers.image_tower import TowerSource

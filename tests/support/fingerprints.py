@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Sequence
 
-from engine.protocol.messages import EncoderInput
+from engine.protocol.encoder_inputs.inputs import EncoderInput
 
 MASK = (1 << 64) - 1
 

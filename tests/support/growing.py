@@ -5,7 +5,8 @@ from __future__ import annotations
 import msgspec
 from engine.frontend.client.encoder_inputs import grow_request
 from engine.protocol.block_hash import HASH_BYTES
-from engine.protocol.messages import AppendInputs, EncoderInput
+from engine.protocol.encoder_inputs.inputs import EncoderInput
+from engine.protocol.messages import AppendInputs
 from support.client_view import Key
 from support.scheduler_harness import Harness
 

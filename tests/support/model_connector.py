@@ -15,7 +15,8 @@ from engine.core.scheduler.features.encoder_cache_connector import EncoderCacheC
 from engine.core.state.request import Request
 from engine.protocol.arrays import int32_bytes, int32_view
 from engine.protocol.config import KVTransferConfig
-from engine.protocol.messages import EncoderInput, FinishReason
+from engine.protocol.encoder_inputs.inputs import EncoderInput
+from engine.protocol.messages import FinishReason
 from engine.protocol.worker_messages import KVConnectorOutput, SchedulerOutput
 from support.fingerprints import BAD, fingerprints
 

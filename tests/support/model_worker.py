@@ -17,8 +17,8 @@ import msgspec
 import numpy as np
 from engine.core.state.request import source_size
 from engine.protocol.arrays import int32_bytes, int32_view
+from engine.protocol.encoder_inputs.inputs import EncoderInput
 from engine.protocol.kv_cache_groups import FULL_ATTENTION, AttentionKind, KVCacheGroup
-from engine.protocol.messages import EncoderInput
 from engine.protocol.worker_messages import (
     DraftTokenIds,
     GrammarOutput,

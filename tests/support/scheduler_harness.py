@@ -21,6 +21,7 @@ from engine.protocol.config import (
     SchedulerConfig,
     SpeculativeConfig,
 )
+from engine.protocol.encoder_inputs.inputs import EncoderInput
 from engine.protocol.kv_cache_groups import (
     FULL_ATTENTION,
     AttentionKind,
@@ -29,7 +30,6 @@ from engine.protocol.kv_cache_groups import (
 )
 from engine.protocol.kv_transfer.direct import request_name
 from engine.protocol.messages import (
-    EncoderInput,
     EngineCoreOutputs,
     EngineCoreRequest,
     EventKind,

@@ -15,7 +15,8 @@ import tokenizers
 import torch
 import transformers
 from engine.protocol.arrays import int32_bytes
-from engine.protocol.messages import AudioPayload, EncoderInput, TextPayload
+from engine.protocol.encoder_inputs.inputs import EncoderInput
+from engine.protocol.encoder_inputs.payloads import AudioPayload, TextPayload
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import pad
 

@@ -14,8 +14,8 @@ from engine.protocol.config import (
     SchedulingPolicy,
     SpeculativeConfig,
 )
+from engine.protocol.encoder_inputs.inputs import EncoderInput
 from engine.protocol.kv_cache_groups import FULL_ATTENTION, AttentionKind, KVCacheGroup
-from engine.protocol.messages import EncoderInput
 from engine.protocol.sampling_params import GrammarKind, StructuredOutput
 from support.model_connector import ChanceEncoderCache, chance_connector, find_bad_blocks_by_chance
 from support.model_worker import propose_by_chance

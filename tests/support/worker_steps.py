@@ -17,7 +17,7 @@ from engine.protocol.config import (
     SpeculativeConfig,
 )
 from engine.protocol.config.model import AudioProcessorConfig
-from engine.protocol.messages import EncoderInput
+from engine.protocol.encoder_inputs.inputs import EncoderInput
 from engine.protocol.pooling_params import PoolingParams
 from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.worker_messages import (

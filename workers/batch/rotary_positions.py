@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...protocol.arrays import Int32Array, int32_view
+from ...protocol.encoder_inputs.inputs import EncoderGrid, EncoderInput
 from ...protocol.errors import EngineError
-from ...protocol.messages import EncoderGrid, EncoderInput
 
 
 class RotaryPositions:

@@ -14,7 +14,7 @@ import numpy as np
 
 from ...protocol.arrays import Int32Array
 from ...protocol.config.images import SpanKind
-from ...protocol.messages import EncoderInput
+from ...protocol.encoder_inputs.inputs import EncoderInput
 
 LIMITS: Final = 2**31 - 1
 """In place of the first token that a token sees outside its window: the end limits the window instead."""

@@ -24,8 +24,8 @@ from ...protocol.config.audio_tower import (
     StreamingSpec,
     UniversalSpeechSpec,
 )
+from ...protocol.encoder_inputs.payloads import AudioPayload
 from ...protocol.errors import EngineError
-from ...protocol.messages import AudioPayload
 from ..device.torch_threads import torch_threads
 from ..loaders import Checkpoint
 from .audio import causal, conformer, fast_conformer, streaming, universal

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...protocol.checkpoint.vision.grid import GridVisionSpec
+from ...protocol.encoder_inputs.payloads import ImagePayload
 from ...protocol.errors import EngineError
-from ...protocol.messages import ImagePayload
 from .conv_layer import ConvLayer
 from .image_tower import ImageTower, TowerSource, black_image
 from .layers import Layers, LayersSpec, LayerWeights, MakeLayers, Patches, Windows

@@ -12,8 +12,8 @@ import msgspec
 import torch
 from torch import Tensor
 
+from ...protocol.encoder_inputs.payloads import EmbeddingPayload, ImagePayload
 from ...protocol.errors import EngineError
-from ...protocol.messages import EmbeddingPayload, ImagePayload
 from ..device.torch_threads import torch_threads
 from ..loaders import Checkpoint
 from ..loaders.tensor_names import TensorNames

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...protocol.messages import ImagePayload
+from ...protocol.encoder_inputs.payloads import ImagePayload
 
 
 def normalized_pixels(

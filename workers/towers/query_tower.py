@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...protocol.checkpoint.vision.deepseek import NUM_QUERIES, QueryVisionSpec
-from ...protocol.messages import ImagePayload
+from ...protocol.encoder_inputs.payloads import ImagePayload
 from .image_tower import ImageTower, TowerSource, black_image, wrong_size
 from .layers import LayersSpec, LayerWeights, Patches
 from .pixels import normalized_pixels

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...protocol.checkpoint.vision.spec import VisionSpec
+from ...protocol.encoder_inputs.payloads import ImagePayload
 from ...protocol.errors import EngineError
-from ...protocol.messages import ImagePayload
 from .clip_layers import layers_spec, read_layer
 from .image_tower import ImageTower, TowerSource, black_image, wrong_size
 from .layers import Layers, Patches

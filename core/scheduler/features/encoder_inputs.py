@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ....protocol.arrays import Int64Array, int32_bytes
 from ....protocol.config import SchedulerConfig
-from ....protocol.messages import EncoderInput
+from ....protocol.encoder_inputs.inputs import EncoderInput
 from ....protocol.worker_messages import EncoderWork, SchedulerOutput
 from ...state.request import Request
 from .encoder_cache import EncoderCacheManager

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ....protocol.config import EngineConfig
-from ....protocol.messages import EncoderInput
+from ....protocol.encoder_inputs.inputs import EncoderInput
 from ...client.encoder_inputs import Embeddings, encoder_inputs_of
 from ...http.errors import bad_request
 from ...media.tensor_files import NotATensorFile, read_tensor_file

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ....protocol.config.model import SourceTextConfig
-from ....protocol.messages import EncoderInput
+from ....protocol.encoder_inputs.inputs import EncoderInput
 from ...client.encoder_inputs import answer_start, text_source
 from ...http.errors import bad_request, wrong
 from ..prompts import (

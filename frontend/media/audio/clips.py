@@ -13,8 +13,9 @@ import numpy as np
 from ....protocol.arrays import Float32Array, float32_bytes
 from ....protocol.config.audio_tower import FRAMES_AFTER, AudioTowerSpec
 from ....protocol.config.chat_audio import ChatAudioConfig, Framing
+from ....protocol.encoder_inputs.inputs import EncoderInput
+from ....protocol.encoder_inputs.payloads import AudioPayload
 from ....protocol.errors import ConfigError, ParameterError
-from ....protocol.messages import AudioPayload, EncoderInput
 from ...chat.messages import AUDIO_MARK
 from ...tokenizer.tokenizer import Tokenizer
 from .log_mel import (

@@ -6,8 +6,8 @@ from typing import Final, TypeAlias
 
 import msgspec
 
+from ....protocol.encoder_inputs.inputs import EncoderInput
 from ....protocol.isolation.messages import Exited
-from ....protocol.messages import EncoderInput
 from ..frame_sampling import Sampling
 from ..media_reader import ReaderConfig
 from .limits import DecoderLimits

@@ -9,7 +9,7 @@ from PIL import Image
 
 from ....protocol.checkpoint.vision.anyres import anyres_grid
 from ....protocol.config.images import AnyresProcessor
-from ....protocol.messages import ImagePayload
+from ....protocol.encoder_inputs.payloads import ImagePayload
 from .pixels import Parts, Tile, resize
 
 _MAX_SIDE: Final = 8192

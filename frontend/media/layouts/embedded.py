@@ -15,7 +15,8 @@ from ....protocol.config.images import (
     ResizeProcessor,
     SlicesProcessor,
 )
-from ....protocol.messages import EmbeddingPayload, EncoderGrid
+from ....protocol.encoder_inputs.inputs import EncoderGrid
+from ....protocol.encoder_inputs.payloads import EmbeddingPayload
 from .grids import tiles_and_whole
 from .pixels import Parts, Tile
 

@@ -6,7 +6,8 @@ Videos of other models are passed to `single_frames`.
 from __future__ import annotations
 
 from ....protocol.config.videos import AnyVideoProcessor, FrameProcessor, VideoProcessor
-from ....protocol.messages import EncoderGrid, ImagePayload
+from ....protocol.encoder_inputs.inputs import EncoderGrid
+from ....protocol.encoder_inputs.payloads import ImagePayload
 from .pixels import Parts, Sizes, Tile, Video
 from .resized import check_ratio, fit_size, grown_size
 from .single_frames import fit_single_frames, single_frames

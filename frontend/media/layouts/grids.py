@@ -15,7 +15,7 @@ from ....protocol.config.images import (
     GridProcessor,
     ViewsProcessor,
 )
-from ....protocol.messages import ImagePayload
+from ....protocol.encoder_inputs.payloads import ImagePayload
 from .pixels import Parts, Tile, make_tile, resize, with_margin
 
 _MAX_SIDE: Final = 4096

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from ....protocol.config.images import OverlapsProcessor
-from ....protocol.messages import ImagePayload
+from ....protocol.encoder_inputs.payloads import ImagePayload
 from .pixels import Parts, Tile
 
 

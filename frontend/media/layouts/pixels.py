@@ -7,7 +7,8 @@ from typing import NamedTuple, TypeAlias
 from PIL import Image
 
 from ....protocol.config.images import ImageProcessorConfig
-from ....protocol.messages import EmbeddingPayload, EncoderGrid, ImagePayload
+from ....protocol.encoder_inputs.inputs import EncoderGrid
+from ....protocol.encoder_inputs.payloads import EmbeddingPayload, ImagePayload
 
 
 class Tile(NamedTuple):

@@ -8,7 +8,8 @@ from bisect import bisect_right
 from PIL import Image
 
 from ....protocol.config.images import MAX_RATIO, CornerProcessor, PadProcessor, ResizeProcessor
-from ....protocol.messages import EncoderGrid, ImagePayload
+from ....protocol.encoder_inputs.inputs import EncoderGrid
+from ....protocol.encoder_inputs.payloads import ImagePayload
 from .pixels import Parts, Tile, make_tile, resize
 
 

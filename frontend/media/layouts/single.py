@@ -11,7 +11,7 @@ from ....protocol.config.images import (
     MarginProcessor,
     SquareProcessor,
 )
-from ....protocol.messages import ImagePayload
+from ....protocol.encoder_inputs.payloads import ImagePayload
 from .pixels import Parts, make_tile, resize, with_margin
 
 

@@ -6,7 +6,7 @@ from datetime import timedelta
 from typing import Final
 
 from ....protocol.config.videos import FrameProcessor
-from ....protocol.messages import ImagePayload
+from ....protocol.encoder_inputs.payloads import ImagePayload
 from .grids import fit_longest
 from .pixels import Parts, Sizes, Tile, Video
 

@@ -7,7 +7,7 @@ import math
 from PIL import Image
 
 from ....protocol.config.images import MAX_RATIO, SlicesProcessor
-from ....protocol.messages import EncoderGrid
+from ....protocol.encoder_inputs.inputs import EncoderGrid
 from .pixels import Parts, Tile, make_tile, resize
 
 

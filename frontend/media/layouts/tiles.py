@@ -8,7 +8,7 @@ import numpy as np
 from PIL import Image
 
 from ....protocol.config.images import MosaicProcessor, TilesProcessor
-from ....protocol.messages import ImagePayload
+from ....protocol.encoder_inputs.payloads import ImagePayload
 from .grids import least_scale, split
 from .pixels import Parts, Tile, make_tile, resize
 

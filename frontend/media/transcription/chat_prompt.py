@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from ....protocol.config import ModelConfig
 from ....protocol.config.chat_audio import ChatAudioConfig, SpeechFormat
-from ....protocol.messages import EncoderInput
+from ....protocol.encoder_inputs.inputs import EncoderInput
 from ....protocol.sampling_params import SamplingParams
 from ...chat.messages import AUDIO_MARK, AUDIO_PART
 from ...chat.special_tokens import SpecialTokenGuard

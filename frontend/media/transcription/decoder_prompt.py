@@ -7,8 +7,8 @@ from typing import Final
 
 from ....protocol.config import ModelConfig
 from ....protocol.config.model import AudioProcessorConfig
+from ....protocol.encoder_inputs.inputs import EncoderInput
 from ....protocol.errors import ConfigError
-from ....protocol.messages import EncoderInput
 from ....protocol.sampling_params import SamplingParams, TranscriptRules
 from ...tokenizer.tokenizer import Tokenizer
 from .answer import Answer

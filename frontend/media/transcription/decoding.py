@@ -12,7 +12,7 @@ from typing import Final, Protocol, TypeAlias
 import numpy as np
 
 from ....protocol.arrays import float32_view
-from ....protocol.messages import EncoderInput
+from ....protocol.encoder_inputs.inputs import EncoderInput
 from ....protocol.pooling_params import PoolingKind, PoolingParams
 from ....protocol.sampling_params import SamplingParams
 from ...client.engine_client import (

@@ -10,8 +10,8 @@ from typing import Final
 import numpy as np
 
 from ....protocol.config.model import AddedAudioConfig
+from ....protocol.encoder_inputs.inputs import EncoderInput
 from ....protocol.errors import ParameterError
-from ....protocol.messages import EncoderInput
 from ...client.engine_client import PositionLogprobs, RequestGroup
 from ...client.executor import ThreadExecutor
 from ..audio.added_clip import AddedClip

@@ -12,7 +12,8 @@ from ....protocol.arrays import Float32Array, float32_bytes
 from ....protocol.config import ModelConfig
 from ....protocol.config.chat_audio import ChatAudioConfig
 from ....protocol.config.model import SpeechKind
-from ....protocol.messages import AudioPayload, EncoderInput
+from ....protocol.encoder_inputs.inputs import EncoderInput
+from ....protocol.encoder_inputs.payloads import AudioPayload
 from ...chat.special_tokens import SpecialTokenGuard
 from ...chat.template import ChatTemplate
 from ...client.encoder_inputs import encoder_source

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 from engine.core.message_checks import is_valid_held_request
 from engine.protocol.arrays import int32_bytes
+from engine.protocol.encoder_inputs.inputs import EncoderInput
 from engine.protocol.kv_cache_groups import AttentionKind, KVCacheGroup
-from engine.protocol.messages import EncoderInput
 from engine.protocol.worker_messages import HeldRequest
 from support.recorded_harness import RecordedHarness, replay
 from support.scheduler_harness import Harness

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 from engine.core.kv_cache.cached_prefix import group_key
 from engine.protocol.config import SpeculativeConfig
+from engine.protocol.encoder_inputs.inputs import EncoderInput
 from engine.protocol.errors import ConfigError
 from engine.protocol.kv_cache_groups import AttentionKind, KVCacheGroup
-from engine.protocol.messages import EncoderInput, EventKind, FinishReason
+from engine.protocol.messages import EventKind, FinishReason
 from support.model_connector import ModelConnector
 from support.scheduler_harness import Harness
 

@@ -15,7 +15,7 @@ from engine.core.replay.dump import Dump, DumpError, read_dump, write_dump
 from engine.core.replay.events import AddRequest, Schedule
 from engine.protocol import messages, sampling_params, worker_messages
 from engine.protocol.config import SchedulingPolicy, SpeculativeConfig
-from engine.protocol.messages import EncoderInput
+from engine.protocol.encoder_inputs.inputs import EncoderInput
 from engine.protocol.sampling_params import GrammarKind, StructuredOutput
 from support.recorded_harness import RecordedHarness, replay
 from support.recorded_traffic import SMALL_SEGMENT, contended, record
@@ -146,7 +146,7 @@ def test_a_dump_contains_no_text_or_tokens_of_users():
         (worker_messages.SchedulerOutput, 16),
         (worker_messages.NewRequestData, 13),
         (messages.EngineCoreOutputs, 16),
-        (messages.EncoderInput, 11),
+        (EncoderInput, 11),
         (worker_messages.EncoderWork, 5),
         (worker_messages.DraftTokenIds, 5),
         (sampling_params.SamplingParams, 30),

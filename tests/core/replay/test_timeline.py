@@ -18,7 +18,8 @@ from engine.core.replay.timeline import (
 from engine.core.scheduler.queues.admission_stop import AdmissionStop
 from engine.core.scheduler.queues.request_queue import WaitReason
 from engine.protocol.config import SchedulingPolicy
-from engine.protocol.messages import EncoderInput, EventKind, FinishReason
+from engine.protocol.encoder_inputs.inputs import EncoderInput
+from engine.protocol.messages import EventKind, FinishReason
 from engine.protocol.sampling_params import GrammarKind, StructuredOutput
 from support.model_connector import ModelConnector
 from support.recorded_harness import RecordedHarness

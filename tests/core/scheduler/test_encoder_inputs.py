@@ -9,8 +9,9 @@ from engine.core.scheduler.features.encoder_cache import EncoderCacheManager
 from engine.core.scheduler.features.encoder_cache_connector import EncoderCacheConnector
 from engine.core.state.request import Request
 from engine.protocol.arrays import int32_view
+from engine.protocol.encoder_inputs.inputs import EncoderInput
 from engine.protocol.kv_cache_groups import AttentionKind, KVCacheGroup
-from engine.protocol.messages import AppendInputs, EncoderInput, EventKind, FinishReason
+from engine.protocol.messages import AppendInputs, EventKind, FinishReason
 from engine.protocol.worker_messages import SchedulerOutput
 from support.growing import grow, part
 from support.recorded_harness import RecordedHarness, replay

@@ -6,7 +6,8 @@ from engine.core.scheduler.limits import Requirements
 from engine.core.scheduler.scheduler import Scheduler
 from engine.protocol.arrays import int32_bytes
 from engine.protocol.config import CacheConfig, SchedulerConfig
-from engine.protocol.messages import EncoderInput, EngineCoreRequest, FinishReason
+from engine.protocol.encoder_inputs.inputs import EncoderInput
+from engine.protocol.messages import EngineCoreRequest, FinishReason
 from engine.protocol.sampling_params import GrammarKind, SamplingParams, StructuredOutput
 
 REQUIREMENTS = Requirements(

@@ -10,7 +10,8 @@ from engine.core.scheduler.queues.tenant_backpressure import TenantBackpressure
 from engine.core.state.request import Request
 from engine.protocol.arrays import int32_bytes
 from engine.protocol.config import SchedulingPolicy
-from engine.protocol.messages import EncoderInput, EngineCoreRequest, EventKind, FinishReason
+from engine.protocol.encoder_inputs.inputs import EncoderInput
+from engine.protocol.messages import EngineCoreRequest, EventKind, FinishReason
 from engine.protocol.sampling_params import SamplingParams
 from support.client_view import Key
 from support.reachable import reachable

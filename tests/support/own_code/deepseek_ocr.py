@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import transformers
-from engine.protocol.messages import ImagePayload
+from engine.protocol.encoder_inputs.payloads import ImagePayload
 from safetensors.torch import load_file, save_file
 from support.own_code.model import OwnCodeModel, fill, normalized
 from torch import Tensor

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from engine.protocol.messages import ImagePayload
+from engine.protocol.encoder_inputs.payloads import ImagePayload
 from safetensors.torch import save_file
 from torch import Tensor, nn
 

@@ -9,7 +9,7 @@ from engine.protocol.arrays import float32_view, int32_bytes, int32_view
 from engine.protocol.checkpoint.config_fields import ConfigFields
 from engine.protocol.checkpoint.speech import read_audio_processor
 from engine.protocol.config import CPUBackend, DeviceConfig
-from engine.protocol.messages import EncoderInput
+from engine.protocol.encoder_inputs.inputs import EncoderInput
 from engine.protocol.pooling_params import PoolingKind, PoolingParams
 from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.worker_messages import EncoderWork, ModelRunnerOutput

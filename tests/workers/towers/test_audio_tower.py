@@ -22,8 +22,8 @@ from engine.protocol.checkpoint.config_fields import ConfigFields
 from engine.protocol.checkpoint.field_names import text_section
 from engine.protocol.checkpoint.speech import read_audio_processor
 from engine.protocol.config.frontend import FrontendConfig
+from engine.protocol.encoder_inputs.payloads import AudioPayload
 from engine.protocol.errors import EngineError
-from engine.protocol.messages import AudioPayload
 from engine.workers.execution.inputs.clip_parts import ClipParts
 from engine.workers.loaders.open_checkpoint import open_checkpoint
 from engine.workers.models.families import model_spec

@@ -14,8 +14,8 @@ from engine.frontend.model_source.images.read import read_image_processor
 from engine.frontend.tokenizer.load import load_tokenizer
 from engine.protocol.checkpoint.config_fields import ConfigFields
 from engine.protocol.checkpoint.vision.read import vision_spec
+from engine.protocol.encoder_inputs.payloads import ImagePayload
 from engine.protocol.errors import CheckpointError, EngineError
-from engine.protocol.messages import ImagePayload
 from engine.workers.loaders.open_checkpoint import open_checkpoint
 from engine.workers.towers.image_tower import TowerSource
 from engine.workers.towers.make_tower import make_tower

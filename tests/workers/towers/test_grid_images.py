@@ -12,7 +12,7 @@ from engine.frontend.media.layouts.pixels import Tile
 from engine.frontend.media.processor import process_image
 from engine.frontend.model_source.images.read import read_image_processor
 from engine.protocol.checkpoint.config_fields import ConfigFields
-from engine.protocol.messages import EncoderInput
+from engine.protocol.encoder_inputs.inputs import EncoderInput
 from engine.workers.batch.rotary_positions import RotaryPositions
 from engine.workers.loaders.open_checkpoint import open_checkpoint
 from engine.workers.towers.image_tower import TowerSource

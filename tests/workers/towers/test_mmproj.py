@@ -7,8 +7,8 @@ from engine.protocol.checkpoint.config_fields import ConfigFields
 from engine.protocol.checkpoint.gguf import GGUFFile
 from engine.protocol.checkpoint.gguf_config.mmproj import read_mmproj
 from engine.protocol.checkpoint.vision.read import vision_spec
+from engine.protocol.encoder_inputs.payloads import ImagePayload
 from engine.protocol.errors import CheckpointError
-from engine.protocol.messages import ImagePayload
 from engine.workers.loaders.mmproj import MmprojCheckpoint
 from engine.workers.loaders.open_checkpoint import open_checkpoint
 from engine.workers.towers.grid_tower import GridTower

@@ -17,8 +17,8 @@ from engine.frontend.media.processor import process_image
 from engine.frontend.model_source.images.read import read_image_processor
 from engine.frontend.offline.llm import LLM
 from engine.protocol.checkpoint.config_fields import ConfigFields
+from engine.protocol.encoder_inputs.payloads import ImagePayload
 from engine.protocol.errors import CheckpointError, ConfigError, EngineError
-from engine.protocol.messages import ImagePayload
 from engine.protocol.sampling_params import SamplingParams
 from engine.workers.loaders.open_checkpoint import open_checkpoint
 from engine.workers.towers.image_tower import TowerSource

@@ -13,8 +13,9 @@ from engine.frontend.media.video_files import open_video
 from engine.frontend.model_source.images.read import read_image_processor
 from engine.frontend.model_source.images.videos import read_video_processor
 from engine.protocol.checkpoint.config_fields import ConfigFields
+from engine.protocol.encoder_inputs.inputs import EncoderGrid, EncoderInput
+from engine.protocol.encoder_inputs.payloads import ImagePayload
 from engine.protocol.errors import EngineError
-from engine.protocol.messages import EncoderGrid, EncoderInput, ImagePayload
 from engine.workers.batch.rotary_positions import RotaryPositions
 from engine.workers.loaders.open_checkpoint import open_checkpoint
 from engine.workers.towers.image_tower import TowerSource

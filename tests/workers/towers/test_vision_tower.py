@@ -12,8 +12,9 @@ from engine.frontend.media.processor import process_image
 from engine.frontend.model_source.images.read import read_image_processor
 from engine.protocol.checkpoint.config_fields import ConfigFields
 from engine.protocol.config.images import SpanKind
+from engine.protocol.encoder_inputs.inputs import EncoderInput
+from engine.protocol.encoder_inputs.payloads import ImagePayload
 from engine.protocol.errors import EngineError
-from engine.protocol.messages import EncoderInput, ImagePayload
 from engine.workers.batch.spans import Spans
 from engine.workers.loaders.open_checkpoint import open_checkpoint
 from engine.workers.towers.image_tower import TowerSource

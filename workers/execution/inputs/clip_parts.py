@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ....protocol.messages import EncoderInput
+from ....protocol.encoder_inputs.inputs import EncoderInput
 
 # Few models read audio clips in parts.
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ import torch
 
 from ....protocol.checkpoint.model_dimensions import check_parallel
 from ....protocol.config import CPUBackend, EngineConfig
+from ....protocol.encoder_inputs.payloads import AudioPayload, EmbeddingPayload, ImagePayload
 from ....protocol.errors import EngineError
-from ....protocol.messages import AudioPayload, EmbeddingPayload, ImagePayload
 from ...attention import AttentionSpec, attention_backend
 from ...cpu.attention import NativeAttention
 from ...cpu.decoder import NativeDecoder

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from ....protocol.arrays import Int32Array, int32_view
 from ....protocol.checkpoint.vision.spec import VisionSpec
 from ....protocol.config.audio_tower import CausalSpec
+from ....protocol.encoder_inputs.inputs import EncoderInput
 from ....protocol.errors import EngineError
-from ....protocol.messages import EncoderInput
 from ....protocol.worker_messages import EncoderWork, NewRequestData
 from ...batch import StepPlan
 from ...device.dtypes import HostDevice, torch_device

@@ -5,7 +5,7 @@ Shapes: E outputs of an encoder, D hidden size.
 
 from __future__ import annotations
 
-from ....protocol.messages import EncoderInput
+from ....protocol.encoder_inputs.inputs import EncoderInput
 from ....protocol.worker_messages import SchedulerOutput
 from ...batch import PersistentBatch
 from ..kv_cache import KVCache

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ....protocol.arrays import int32_view
+from ....protocol.encoder_inputs.payloads import AudioPayload, TextPayload
 from ....protocol.errors import EngineError
-from ....protocol.messages import AudioPayload, TextPayload
 from ...batch import AttentionBatch
 from ...cpu.decoder import NativeDecoder
 from ...device.dtypes import torch_device, torch_dtype

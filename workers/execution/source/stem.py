@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ....protocol.messages import AudioPayload
+from ....protocol.encoder_inputs.payloads import AudioPayload
 from ...layers.spec import SourceSpec
 from ...loaders import Checkpoint
 from ...towers.weights import VisionWeights

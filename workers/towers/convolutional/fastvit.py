@@ -15,7 +15,7 @@ from ....protocol.checkpoint.vision.convolutional.fastvit import (
     NUM_ATTENTION_STAGES,
     FastVitSpec,
 )
-from ....protocol.messages import ImagePayload
+from ....protocol.encoder_inputs.payloads import ImagePayload
 from ..image_tower import ImageTower, TowerSource, black_image, wrong_size
 from ..pixels import normalized_pixels
 from ..weights import Linear, VisionWeights, find_activation

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ....protocol.checkpoint.vision.convolutional.mobilenet import ConvBlock, ConvVisionSpec
-from ....protocol.messages import ImagePayload
+from ....protocol.encoder_inputs.payloads import ImagePayload
 from ..image_tower import ImageTower, TowerSource, black_image, wrong_size
 from ..pixels import normalized_pixels
 from ..weights import Norm

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ....protocol.checkpoint.vision.anyres import anyres_grid
-from ....protocol.messages import ImagePayload
+from ....protocol.encoder_inputs.payloads import ImagePayload
 
 
 def join_tiles(x_TPD: Tensor, newline_D: Tensor, image: ImagePayload, max_tiles: int) -> Tensor:

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ....protocol.checkpoint.vision.spec import VisionSpec
+from ....protocol.encoder_inputs.payloads import ImagePayload
 from ....protocol.errors import EngineError
-from ....protocol.messages import ImagePayload
 from ..image_tower import ImageTower, TowerSource, black_image
 from ..pixels import normalized_pixels
 from ..vision_tower import VisionTower

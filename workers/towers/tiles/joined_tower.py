@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ....protocol.checkpoint.vision.deepseek import JoinedVisionSpec
-from ....protocol.messages import ImagePayload
+from ....protocol.encoder_inputs.payloads import ImagePayload
 from ..clip_layers import layers_spec, read_layer
 from ..image_tower import ImageTower, TowerSource, black_image, wrong_size
 from ..layers import Patches

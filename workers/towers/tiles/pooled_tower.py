@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ....protocol.checkpoint.vision.tiled.molmo import MARGINS, POOL_SIDE, PooledVisionSpec
+from ....protocol.encoder_inputs.payloads import ImagePayload
 from ....protocol.errors import EngineError
-from ....protocol.messages import ImagePayload
 from ...device.torch_threads import torch_threads
 from ..image_tower import ImageTower, TowerSource, black_image, wrong_size
 from ..pixels import normalized_pixels

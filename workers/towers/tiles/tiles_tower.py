@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ....protocol.checkpoint.vision.llama import TilesVisionSpec
-from ....protocol.messages import ImagePayload
+from ....protocol.encoder_inputs.payloads import ImagePayload
 from ..image_tower import ImageTower, TowerSource, black_image, wrong_size
 from ..layers import LayersSpec, LayerWeights, Patches
 from ..pixels import normalized_pixels, split_patches

@@ -16,8 +16,8 @@ from engine.frontend.media.transcription.options import Task, TranscriptionOptio
 from engine.frontend.model_source.chat_audio import read_chat_audio
 from engine.frontend.tokenizer.load import load_tokenizer
 from engine.protocol.checkpoint.config_fields import ConfigFields
+from engine.protocol.encoder_inputs.inputs import EncoderInput
 from engine.protocol.errors import ParameterError
-from engine.protocol.messages import EncoderInput
 from support.audio_checkpoints import audio_directory
 
 TEMPLATE = '{% for m in messages %}{{ m.role }}:{{ "<|audio_pad|>" if m.role == "user" else m.content }} {% endfor %}'
