@@ -53,6 +53,89 @@ _DEEPSEEK_V4: Final = """
 {%- if add_generation_prompt %}{{ "<｜Assistant｜>" ~ ("<think>" if thinks else "</think>") }}{% endif %}
 """
 
+_KIMI_K3: Final = """
+{%- set thinks = thinking if thinking is defined else enable_thinking is not defined or enable_thinking %}
+{%- set effort = thinking_effort or reasoning_effort or "max" %}
+{%- if thinks and effort not in ("low", "medium", "high", "max") %}
+    {{- raise_exception("the effort must be low, medium, high or max, got " ~ effort) }}
+{%- endif %}
+{%- macro tag(name) %}
+    {{- "<|open|>" ~ name }}
+    {%- for key, value in kwargs.items() if value is not none %}
+        {{- " " ~ key ~ '="' ~ value | string | replace("&", "&amp;") | replace('"', "&quot;") ~ '"' }}
+    {%- endfor %}
+    {{- "<|sep|>" }}
+{%- endmacro %}
+{%- macro end(name) %}{{ "<|close|>" ~ name ~ "<|sep|>" }}{% endmacro %}
+{%- macro finish() %}{{ end("message") ~ "<|end_of_msg|>" }}{% endmacro %}
+{%- macro type_of(value) %}
+    {%- if value is boolean %}boolean{% elif value is none %}null{% elif value is number %}number
+    {%- elif value is string %}string{% elif value is mapping %}object{% else %}array{% endif %}
+{%- endmacro %}
+{%- macro result(message, name, index) %}
+    {{- tag("message", role="tool", tool=name, index=index) ~ message.content ~ finish() }}
+{%- endmacro %}
+{%- if tools %}
+    {{- tag("message", role="system", type="tool-declare") }}
+    {{- "# Tools\\nHere are the available tools, described in JSONSchema.\\n\\n```json\\n" }}
+    {{- tools | tojson(sort_keys=true, separators=(",", ":")) ~ "\\n```" ~ finish() }}
+{%- endif %}
+{%- if thinks %}
+    {{- tag("message", role="system", type="thinking-effort") }}
+    {{- "`thinking_effort` guides on how much to think in your thinking channel (not including the response channel), " }}
+    {{- "supported values include `low`, `medium`, `high`, and `max`.\\n" }}
+    {{- "Now the system is invoked with `thinking_effort=" ~ effort ~ "`." ~ finish() }}
+{%- endif %}
+{%- set turn = namespace(calls=[], results=[]) %}
+{%- for message in messages %}
+    {%- if message.role == "assistant" %}
+        {%- set turn.calls = message.tool_calls or [] %}
+        {{- tag("message", role="assistant", name=message.name or none) }}
+        {%- if thinks %}{{ tag("think") ~ (message.reasoning_content or "") ~ end("think") }}{% endif %}
+        {{- tag("response") ~ (message.content or "") ~ end("response") }}
+        {%- if turn.calls %}
+            {{- tag("tools") }}
+            {%- for call in turn.calls %}
+                {{- tag("call", tool=call.function.name, index=loop.index) }}
+                {%- for key, value in call.function.arguments.items() %}
+                    {{- tag("argument", key=key, type=type_of(value)) }}
+                    {{- value if value is string else value | tojson }}
+                    {{- end("argument") }}
+                {%- endfor %}
+                {{- end("call") }}
+            {%- endfor %}
+            {{- end("tools") }}
+        {%- endif %}
+        {{- finish() }}
+    {%- elif message.role == "tool" %}
+        {%- set turn.results = turn.results + [message] %}
+        {%- if loop.last or loop.nextitem.role != "tool" %}
+            {%- set ids = turn.calls | map(attribute="id") | list %}
+            {%- set known = turn.results | selectattr("tool_call_id", "in", ids) | list %}
+            {%- if known | length == turn.results | length %}
+                {%- for call in turn.calls %}
+                    {%- set index = loop.index %}
+                    {%- for each in known if each.tool_call_id == call.id %}
+                        {{- result(each, call.function.name, index) }}
+                    {%- endfor %}
+                {%- endfor %}
+            {%- else %}
+                {%- for each in turn.results %}
+                    {%- set call = turn.calls[loop.index0] %}
+                    {{- result(each, call.function.name if call is defined else each.name, loop.index) }}
+                {%- endfor %}
+            {%- endif %}
+            {%- set turn.results = [] %}
+        {%- endif %}
+    {%- else %}
+        {{- tag("message", role=message.role, name=message.name or none) ~ message.content ~ finish() }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- tag("message", role="assistant") ~ tag("think" if thinks else "response") }}
+{%- endif %}
+"""
+
 _CONTENTS: Final = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
 BUILT_IN_TEMPLATES: Final = {
@@ -60,6 +143,7 @@ BUILT_IN_TEMPLATES: Final = {
     "clip_text_model": _CONTENTS,
     "deepseek_ocr": "{{ bos_token }}" + _CONTENTS,
     "deepseek_v4": _DEEPSEEK_V4.strip(),
+    "kimi_k3": _KIMI_K3.strip(),
     "siglip": _CONTENTS,
     "siglip_text_model": _CONTENTS,
 }

@@ -19,12 +19,17 @@ from .model_templates import ModelTemplates
 from .reasoning import REASONING_FORMATS, MarkedReasoningParser
 from .template import ChatTemplate
 from .tool_calls import FORMATS, CallFormat, CallParser
+from .xtml import XtmlParser
 
-ReasoningParser: TypeAlias = HarmonyParser | MarkedReasoningParser
+ReasoningParser: TypeAlias = HarmonyParser | XtmlParser | MarkedReasoningParser
 """A parser that splits one text, fed in pieces, into reasoning and content."""
 ReasoningParserFactory: TypeAlias = Callable[..., ReasoningParser]
 """Creates a parser for the answer to a rendered prompt, given `constrained` if a grammar applies to the answer."""
 
+_CHANNELS: Final[dict[ReasoningParserName, ReasoningParserFactory]] = {
+    "openai_gptoss": HarmonyParser,
+    "kimi_k3": XtmlParser,
+}
 _Name = TypeVar("_Name", bound=str)
 _QUESTION: Final = "9f27e"
 _NAME: Final = "call_probe"
@@ -57,6 +62,7 @@ TOOL_MARKERS: Final[Sequence[tuple[str, ToolCallParserName]]] = (
 
 REASONING_MARKERS: Final[Sequence[tuple[str, ReasoningParserName]]] = (
     ("<|channel|>", "openai_gptoss"),
+    ("<|open|>", "kimi_k3"),
     ("<|channel>", "gemma4"),
     ("[THINK]", "mistral"),
     ("◁think▷", "kimi_vl"),
@@ -108,8 +114,7 @@ class ChatFormats:
 
 def reasoning_parser(name: ReasoningParserName) -> ReasoningParserFactory:
     """Return a factory for the parsers of `--reasoning-parser NAME`."""
-    format = REASONING_FORMATS[name]
-    return HarmonyParser if format is None else partial(MarkedReasoningParser, format)
+    return _CHANNELS.get(name) or partial(MarkedReasoningParser, REASONING_FORMATS[name])
 
 
 def prepare_formats(config: FrontendConfig, templates: ModelTemplates) -> ChatFormats:

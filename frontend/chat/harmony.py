@@ -5,10 +5,10 @@ An answer is a sequence of messages `<|start|>assistant<|channel|>CHANNEL<|messa
 message to a function: `<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>`.
 """
 
-import json
 import re
 from collections.abc import Sequence
 from enum import Enum, auto
+from functools import partial
 from typing import Final
 
 import msgspec
@@ -16,7 +16,7 @@ import msgspec
 from ...protocol.sampling_params import FreeReasoning, GrammarKind, StructuredOutput
 from ..tokenizer.tokenizer import Tokenizer
 from .held_text import find_first, may_begin, start_of_marker
-from .reasoning import ReasoningDelta, has_special_tokens, num_tokens_before
+from .reasoning import ReasoningDelta, grammar_mark, has_special_tokens, num_tokens_before
 
 _START: Final = "<|start|>"
 _CHANNEL: Final = "<|channel|>"
@@ -101,10 +101,7 @@ class HarmonyParser:
         if self._begins_in_answer:
             return constraint
 
-        def mark(text: str) -> str:
-            token_id = tokenizer.token_to_id(text)
-            return json.dumps(text) if token_id is None else f"<[{token_id}]>"
-
+        mark = partial(grammar_mark, tokenizer)
         optional = "?" if constraint.kind is GrammarKind.LARK else ""
         grammar = "\n".join(
             [

@@ -1,5 +1,6 @@
 """Separate a model's reasoning from its answer."""
 
+import json
 import re
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -175,6 +176,12 @@ def has_special_tokens(texts: Sequence[str], tokenizer: Tokenizer) -> bool:
     return not tokenizer.special_ids.isdisjoint(_first_token_ids(texts, tokenizer))
 
 
+def grammar_mark(tokenizer: Tokenizer, text: str) -> str:
+    """Return a mark in a grammar in Lark's notation: the token if it is one, else its text."""
+    token_id = tokenizer.token_to_id(text)
+    return json.dumps(text) if token_id is None else f"<[{token_id}]>"
+
+
 def num_tokens_before(texts: Sequence[str], token_ids: Sequence[int], tokenizer: Tokenizer) -> int:
     """Return the number of tokens before the first of the texts; all if none occurs."""
     pieces = [tokenizer.token_bytes(token_id) for token_id in token_ids]
@@ -202,7 +209,7 @@ _MAX_START_TOKENS: Final = 64
 
 _THINK: Final = ReasoningFormat()
 
-REASONING_FORMATS: Final[dict[ReasoningParserName, ReasoningFormat | None]] = {
+REASONING_FORMATS: Final[dict[ReasoningParserName, ReasoningFormat]] = {
     "deepseek_r1": ReasoningFormat(implied=True),
     "qwen3": _THINK,
     "deepseek_v3": _THINK,
@@ -223,6 +230,5 @@ REASONING_FORMATS: Final[dict[ReasoningParserName, ReasoningFormat | None]] = {
     "kimi_vl": ReasoningFormat(("◁think▷",), ("◁/think▷",)),
     "seed_oss": ReasoningFormat(("<seed:think>",), ("</seed:think>",)),
     "gemma4": ReasoningFormat(("<|channel>thought\n", "<|channel>thought"), ("<channel|>",)),
-    "openai_gptoss": None,
 }
-"""Name of `--reasoning-parser` -> the format; None if the format is not text between two markers."""
+"""Name of `--reasoning-parser` -> the format, if it is text between two markers."""

@@ -100,6 +100,9 @@ GGUF_SAMPLING_KEYS = {
 # For these rope types, max_position_embeddings already includes the scaling.
 LENGTH_KEEPING_ROPE_TYPES = ("default", "llama3", "longrope", "su", "mrope", "ntk", "proportional")
 
+_NAMED_AS_WHOLE = {"kimi_k3"}
+"""Model types whose chats have another format than those of other models with the same decoder."""
+
 
 def resolve_model(options: ModelOptions, console: Console) -> ResolvedModel:
     """Find the model, download it if necessary, and read its configuration.
@@ -153,6 +156,7 @@ def resolve_model(options: ModelOptions, console: Console) -> ResolvedModel:
     if options.model_impl is not ModelImpl.TRANSFORMERS:
         images = read_image_processor(path, config, text, options.mm_processor_kwargs, vision)
     modality = "image" if images is not None else "audio" if chat_audio is not None else None
+    kind = model_kind(config)
     return ResolvedModel(
         config=ModelConfig(
             model=name,
@@ -160,7 +164,7 @@ def resolve_model(options: ModelOptions, console: Console) -> ResolvedModel:
             tokenizer_path=str(tokenizer_directory or ""),
             served_names=served_names,
             # A model that reads media is named by its whole config, not by that of its text.
-            architecture=model_kind(config) if modality else text.text("model_type"),
+            architecture=kind if modality or kind in _NAMED_AS_WHOLE else text.text("model_type"),
             vocab_size=vocab_size,
             max_model_len=_max_model_len(text, options.max_model_len, embedding.max_length),
             eos_token_ids=tuple(id_ for id_ in dict.fromkeys(eos) if 0 <= id_ < vocab_size),

@@ -13,11 +13,19 @@ import msgspec
 from ...protocol.checkpoint.gguf import GGUFFile
 from ...protocol.errors import CheckpointError
 from ..cache_directory import cache_directory
+from .conversion.kimi import convert_kimi, kimi_files
 from .conversion.marian import convert_marian, marian_files
 from .conversion.tekken import convert_tekken, tekken_files
 
 FORMAT_VERSION = 4
 """Increase this when the output of `convert` changes, so that older conversions are ignored."""
+
+_FORMATS = (
+    (marian_files, convert_marian),
+    (tekken_files, convert_tekken),
+    (kimi_files, convert_kimi),
+)
+"""For each format, the functions that find the files of its tokenizer in a directory, and that convert it."""
 
 _DIGEST = "sha256"
 _HASHED_BYTES = 64 * 1024
@@ -26,7 +34,7 @@ _HASHED_BYTES = 64 * 1024
 def tokenizer_json_path(path: str | PathLike[str]) -> Path:
     """Return the path of the checkpoint's tokenizer.json.
 
-    That of a GGUF file, a Marian model or a Mistral model is converted and cached.
+    That of a GGUF file, or of a Marian, Mistral or Kimi model, is converted and cached.
 
     Raises:
         CheckpointError: There is no tokenizer.json, or the tokenizer cannot be converted.
@@ -50,7 +58,7 @@ def converted_directory(path: Path) -> Path:
     if _is_whole(directory):
         return directory
     if path.is_dir():
-        converted = convert_marian(path) if marian_files(path) else convert_tekken(path)
+        converted = next(convert for find, convert in _FORMATS if find(path))(path)
     else:
         # A late import, because each file is converted once.
         from .conversion.gguf import convert
@@ -70,7 +78,7 @@ def converted_directory(path: Path) -> Path:
 
 def _other_files(path: Path) -> list[Path]:
     """Return the files of a tokenizer that is converted; none if `path` is a file or has no such tokenizer."""
-    return marian_files(path) or tekken_files(path)
+    return next(filter(None, (find(path) for find, _ in _FORMATS)), [])
 
 
 def _is_whole(directory: Path) -> bool:

@@ -112,6 +112,7 @@ class NamedCall:
         after: The text between the name and the arguments.
         is_after_optional: True if models may omit `after`.
         ends: The markers after the arguments.
+        writes_suffix: True if a call that a grammar forces must have the suffix.
         has_id: True if prefix, name and suffix together are the call's ID.
     """
 
@@ -119,6 +120,7 @@ class NamedCall:
     before: str = ""
     prefix: str = ""
     suffix: str = ""
+    writes_suffix: bool = False
     after: str = ""
     is_after_optional: bool = False
     ends: tuple[str, ...] = ()
@@ -346,9 +348,34 @@ FORMATS: Final[dict[ToolCallParserName, CallFormat]] = {
             before="<|tool_call_begin|>",
             prefix="functions.",
             suffix=r":\d+",
+            writes_suffix=True,
             after="<|tool_call_argument_begin|>",
             ends=("<|tool_call_end|>",),
             has_id=True,
+        ),
+    ),
+    "kimi_k3": _sections(
+        "<|open|>tools<|sep|>",
+        "<|close|>tools<|sep|>",
+        NamedCall(
+            TaggedNotation(
+                Tags(
+                    '<|open|>argument key="',
+                    "<|sep|>",
+                    "<|close|>argument<|sep|>",
+                    end="<|close|>call<|sep|>",
+                    typed=tuple(
+                        (f'" type="{name}"', name == "string")
+                        for name in ("string", "number", "boolean", "null", "object", "array")
+                    ),
+                    is_escaped=True,
+                ),
+                first=('<|open|>argument key="', "<|close|>call<|sep|>"),
+            ),
+            before='<|open|>call tool="',
+            suffix=r'" index="\d+"',
+            writes_suffix=True,
+            after="<|sep|>",
         ),
     ),
     "deepseek_v3": _sections(

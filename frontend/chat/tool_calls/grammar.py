@@ -180,7 +180,7 @@ class _Rules:
     def _named_calls(self, call: NamedCall) -> list[str]:
         parts = [self._mark(call.prefix)] if call.prefix else []
         parts.append(f"({self._names})")
-        if call.has_id:
+        if call.writes_suffix:
             parts.append(f"/{call.suffix}/")
         if call.after:
             parts.append(self._mark(call.after) + ("?" if call.is_after_optional else ""))

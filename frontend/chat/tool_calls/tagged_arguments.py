@@ -21,7 +21,8 @@ class Tags:
         value_before: A tag between `key_after` and the value.
         end: The end of the arguments; "" if only a marker of the format ends them.
         has_newlines: True if a line break separates each value from its tags.
-        typed: Attribute after a key -> the type of the value that it declares.
+        typed: Attribute after a key -> whether it declares the value to be a string.
+        is_escaped: True if keys have `&quot;` and `&amp;` in place of these characters.
     """
 
     key_before: str
@@ -32,6 +33,7 @@ class Tags:
     end: str = ""
     has_newlines: bool = False
     typed: tuple[tuple[str, bool], ...] = ()
+    is_escaped: bool = False
 
 
 class _State(Enum):
@@ -126,6 +128,8 @@ class TaggedArguments(StepwiseArguments):
             if key.endswith(attribute):
                 key, is_string = key.removesuffix(attribute), says_string
         key = key.strip()
+        if self._tags.is_escaped:
+            key = key.replace("&quot;", '"').replace("&amp;", "&")
         self._types = types_of(self._parameters, key)
         if is_string is not None:
             self._types = frozenset(("string",)) if is_string else self._types - {"string"}

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
+
+from ..token_bytes import BYTE_OF_CHAR
+
+_CHAR_OF_BYTE: Final = {byte: char for char, byte in BYTE_OF_CHAR.items()}
 
 
 def added_token(index: int, content: str, *, special: bool, rstrip: bool = False) -> dict[str, Any]:
@@ -84,3 +88,24 @@ def bpe(
         "vocab": {token: i for i, token in enumerate(tokens)},
         "merges": merges,
     }
+
+
+def byte_texts(tokens: Sequence[bytes]) -> list[str]:
+    """Return the texts of a byte-level vocabulary, which have one character for each byte."""
+    return ["".join(map(_CHAR_OF_BYTE.__getitem__, token)) for token in tokens]
+
+
+def merges_of(texts: Sequence[str]) -> list[str]:
+    """Return every split of a token into two tokens, in the order of the tokens.
+
+    That is the order in which adjacent tokens are joined.
+    """
+    known = set(texts)
+    ranks = {text: rank for rank, text in enumerate(texts)}
+    merges = []
+    for text in texts:
+        halves = ((text[:cut], text[cut:]) for cut in range(1, len(text)))
+        pairs = [pair for pair in halves if pair[0] in known and pair[1] in known]
+        pairs.sort(key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
+        merges += [f"{left} {right}" for left, right in pairs]
+    return merges

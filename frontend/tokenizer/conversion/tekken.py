@@ -14,13 +14,11 @@ from typing import Any, Final
 import msgspec
 
 from ....protocol.errors import CheckpointError
-from ..token_bytes import BYTE_OF_CHAR
-from .parts import added_token, bpe, byte_level, surround
+from .parts import added_token, bpe, byte_level, byte_texts, merges_of, surround
 
 _TEKKEN: Final = "tekken.json"
 _TEMPLATE_FILE: Final = "chat_template.jinja"
 _VERSIONS: Final = ("v3", "v7", "v11", "v13")
-_CHAR_OF_BYTE: Final = {byte: char for char, byte in BYTE_OF_CHAR.items()}
 _OLD_SPECIAL_TOKENS: Final = [
     "<unk>",
     "<s>",
@@ -91,11 +89,11 @@ def convert_tekken(directory: Path) -> dict[str, dict[str, Any]]:
         after.rank != before.rank + 1 for before, after in pairwise(tekken.vocab[:num_ordinary])
     ):
         raise CheckpointError(path, f"its vocab must have {num_ordinary} tokens in order of rank")
-    texts = ["".join(map(_CHAR_OF_BYTE.__getitem__, token)) for token in tokens]
+    texts = byte_texts(tokens)
     config = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
     if (template := _chat_template(directory, tekken.config.version)) is not None:
         config["chat_template"] = template
-    model = bpe([*special, *texts], _merges(texts), ignore_merges=True)
+    model = bpe([*special, *texts], merges_of(texts), ignore_merges=True)
     tokenizer = {
         "version": "1.0",
         "truncation": None,
@@ -121,22 +119,6 @@ def _special_tokens(tekken: _Tekken) -> list[str]:
     if missing := {"<unk>", "<s>", "</s>", "<pad>"}.difference(tokens):
         raise ValueError(f"there is no special token {min(missing)}")
     return tokens
-
-
-def _merges(texts: list[str]) -> list[str]:
-    """Return every split of a token into two tokens, in the order of the tokens.
-
-    That is the order in which adjacent tokens are joined.
-    """
-    known = set(texts)
-    ranks = {text: rank for rank, text in enumerate(texts)}
-    merges = []
-    for text in texts:
-        halves = ((text[:cut], text[cut:]) for cut in range(1, len(text)))
-        pairs = [pair for pair in halves if pair[0] in known and pair[1] in known]
-        pairs.sort(key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
-        merges += [f"{left} {right}" for left, right in pairs]
-    return merges
 
 
 def _chat_template(directory: Path, version: str) -> str | None:

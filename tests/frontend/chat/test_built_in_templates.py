@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import tokenizers
-from engine.frontend.chat import ChatTemplate, ModelTemplates, choose_formats
+from engine.frontend.chat import ChatTemplate, ChatTemplateError, ModelTemplates, choose_formats
 from engine.frontend.tokenizer.tokenizer import Tokenizer
 from engine.protocol.config.frontend import FrontendConfig
 from tokenizers import decoders, models
@@ -41,15 +41,19 @@ WRITTEN_CALL = """
 </｜DSML｜tool_calls>"""
 
 
-@pytest.fixture
-def template(tmp_path: Path) -> ChatTemplate:
+def built_in(directory: Path, architecture: str) -> ChatTemplate:
     backend = tokenizers.Tokenizer(models.BPE())
     backend.decoder = decoders.ByteLevel()
-    tokenizer = Tokenizer(backend, tmp_path, bos_token=BOS, eos_token=EOS)
+    tokenizer = Tokenizer(backend, directory, bos_token=BOS, eos_token=EOS)
     assert ModelTemplates(tokenizer, architecture="llama").choose(True) is None
-    found = ModelTemplates(tokenizer, architecture="deepseek_v4").choose(True)
+    found = ModelTemplates(tokenizer, architecture=architecture).choose(True)
     assert found is not None
     return found
+
+
+@pytest.fixture
+def template(tmp_path: Path) -> ChatTemplate:
+    return built_in(tmp_path, "deepseek_v4")
 
 
 @pytest.mark.parametrize("starts", [False, True])
@@ -110,3 +114,56 @@ def test_the_formats_of_deepseek_v4_are_found(template: ChatTemplate) -> None:
     formats = choose_formats(FrontendConfig(), template)
     assert formats.tool_calls.name == "deepseek_v4"
     assert formats.reasoning.name == "qwen3"
+
+
+def k3(role: str, text: str, attributes: str = "") -> str:
+    """Return a message in Kimi K3's format."""
+    head = f'<|open|>message role="{role}"{attributes}<|sep|>'
+    return f"{head}{text}<|close|>message<|sep|><|end_of_msg|>"
+
+
+def k3_tag(name: str, text: str, attributes: str = "") -> str:
+    return f"<|open|>{name}{attributes}<|sep|>{text}<|close|>{name}<|sep|>"
+
+
+def test_kimi_k3_sees_tools_calls_and_results(tmp_path: Path) -> None:
+    """Results are in the order of their calls if all of them name one."""
+    template = built_in(tmp_path, "kimi_k3")
+    second = {"id": "c2", "type": "function", "function": {"name": "now", "arguments": {}}}
+    call = CALL | {"tool_calls": [*CALL["tool_calls"], second]}
+    results = [
+        {"role": "tool", "tool_call_id": i, "content": text}
+        for i, text in (("c2", "5"), ("c1", "4"))
+    ]
+    arguments = k3_tag("argument", '[2, "é"]', ' key="numbers" type="array"')
+    arguments += k3_tag("argument", "<m>", ' key="unit" type="string"')
+    calls = k3_tag("call", arguments, ' tool="add" index="1"')
+    calls += k3_tag("call", "", ' tool="now" index="2"')
+    answer = k3_tag("response", "I add.") + k3_tag("tools", calls)
+    system = {"role": "system", "content": "Be terse."}
+    tools = (
+        "# Tools\nHere are the available tools, described in JSONSchema.\n\n```json\n"
+        '[{"function":{"name":"add","parameters":{"properties":{},"type":"object"}},"type":"function"}]\n```'
+    )
+    declared = k3("system", tools, ' type="tool-declare"')
+    chat = k3("system", "Be terse.") + k3("user", "2 + 2?") + "%s"
+    chat += k3("tool", "4", ' tool="add" index="1"') + k3("tool", "5", ' tool="now" index="2"')
+    messages = [system, QUESTION, call, *results]
+    prompt = template.render(messages, tools=[TOOL], thinking=False)
+    head = '<|open|>message role="assistant"<|sep|><|open|>'
+    assert prompt == declared + chat % k3("assistant", answer) + f"{head}response<|sep|>"
+    prompt = template.render(messages, reasoning_effort="low")
+    effort, _, rest = prompt.partition("<|end_of_msg|>")
+    assert effort.startswith('<|open|>message role="system" type="thinking-effort"<|sep|>')
+    assert effort.endswith("with `thinking_effort=low`.<|close|>message<|sep|>")
+    thought = k3("assistant", k3_tag("think", "Use it.") + answer)
+    assert rest == chat % thought + f"{head}think<|sep|>"
+    with pytest.raises(ChatTemplateError, match="the effort must be low, medium, high or max"):
+        template.render([QUESTION], reasoning_effort="xhigh")
+    unnamed = template.render([QUESTION, call, {"role": "tool", "content": "4"}], thinking=False)
+    assert k3("tool", "4", ' tool="add" index="1"') in unnamed
+
+
+def test_the_formats_of_kimi_k3_are_found(tmp_path: Path) -> None:
+    formats = choose_formats(FrontendConfig(), built_in(tmp_path, "kimi_k3"))
+    assert formats.tool_calls.name == formats.reasoning.name == "kimi_k3"

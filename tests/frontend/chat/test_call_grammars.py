@@ -30,6 +30,8 @@ CALLS = {
     "<ifm|arg_value>b</ifm|arg_value></ifm|tool_call></ifm|tool_calls>",
     "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.%s:0<|tool_call_argument_begin|>"
     "{}<|tool_call_end|><|tool_calls_section_end|>",
+    "kimi_k3": '<|open|>tools<|sep|><|open|>call tool="%s" index="1"<|sep|><|open|>argument key="a" type="string"<|sep|>'
+    "b <|open|><|close|>argument<|sep|><|close|>call<|sep|><|close|>tools<|sep|>",
     "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>%s\n```json\n"
     '{"a": 1}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
     "deepseek_v31": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>%s<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
@@ -99,3 +101,36 @@ def test_calls_may_replace_the_final_channel() -> None:
     assert accepts(output, ANALYSIS + FINAL + "Hello.")
     assert accepts(output, ANALYSIS + CALLS["openai"] % "get_time")
     assert not accepts(output, ANALYSIS + CALLS["openai"] % "get_weather")
+
+
+THINK = "<|open|>message<|sep|><|open|>think<|sep|>"
+RESPONSE = "<|open|>response<|sep|>"
+
+
+def test_constraint_applies_to_the_response_channel() -> None:
+    thinks = reasoning_parser("kimi_k3")(THINK)
+    output = thinks.allow_reasoning_before(StructuredOutput(GrammarKind.JSON_OBJECT), TOKENIZER)
+    thought = f"Hm {{.<|close|>think<|sep|>{RESPONSE}"
+    assert accepts(output, thought + '{"a": 1}') and not accepts(output, thought + "a")
+    assert accepts(output, thought + "{}<|close|>response<|sep|><|close|>message<|sep|>")
+    assert not accepts(output, "Hm {}") and not accepts(output, "{}")
+    answers = reasoning_parser("kimi_k3")("<|open|>message<|sep|>" + RESPONSE)
+    assert answers.allow_reasoning_before(output, TOKENIZER) == output
+    unknown = reasoning_parser("kimi_k3")("")
+    output = unknown.allow_reasoning_before(StructuredOutput(GrammarKind.JSON_OBJECT), TOKENIZER)
+    assert accepts(output, RESPONSE + "{}") and accepts(
+        output, f"<|open|>think<|sep|>{thought}{{}}"
+    )
+
+
+@pytest.mark.parametrize("prompt", [THINK, "<|open|>message<|sep|>" + RESPONSE])
+def test_calls_may_follow_the_response_channel(prompt: str) -> None:
+    grammar = text_or_calls(FORMATS["kimi_k3"], ["get_time"], TOKENIZER, parallel=True)
+    parser = reasoning_parser("kimi_k3")(prompt)
+    output = parser.allow_reasoning_before(StructuredOutput(GrammarKind.LARK, grammar), TOKENIZER)
+    thought = "Hm.<|close|>think<|sep|>" if prompt == THINK else ""
+    opened = RESPONSE if prompt == THINK else ""
+    text = f"{thought}{opened}Hello.<|close|>response<|sep|>"
+    assert accepts(output, text)
+    assert accepts(output, text + CALLS["kimi_k3"] % "get_time" + "<|close|>message<|sep|>")
+    assert not accepts(output, text + CALLS["kimi_k3"] % "get_weather")

@@ -15,6 +15,12 @@ from tokenizers import decoders, models, pre_tokenizers
 
 OPEN = "user\nhi\nassistant\n<think>\n"
 CLOSED = "user\nhi\nassistant\n<think>\n\n</think>\n\n"
+K3_OPEN = '<|open|>message role="assistant"<|sep|><|open|>think<|sep|>'
+K3_ANSWER = "<|open|>response<|sep|> A\n<|sep|><|close|>response<|sep|>"
+K3_CALLS = (
+    '<|open|>tools<|sep|><|open|>call tool="f" index="1"<|sep|><|open|>argument key="x" type="string"<|sep|>'
+    "<|open|>response<|sep|> <|close|>response<|sep|><|close|>argument<|sep|><|close|>call<|sep|><|close|>tools<|sep|>"
+)
 
 CASES = [
     ("deepseek_r1", "", "Hmm, so.\n</think>\n\nThe answer. ", "Hmm, so.", "The answer. "),
@@ -78,6 +84,38 @@ CASES = [
     ("openai_gptoss", "", "<|channel|>final<|message|>A<|end|> B", "", "A\n\n B"),
     ("openai_gptoss", "", "<|channel|>analysis<|message|>cut<|en", "cut<|en", ""),
     ("openai_gptoss", "", "<|channel|>anal", "", ""),
+    (
+        "kimi_k3",
+        K3_OPEN,
+        " Hm <|close\n<|close|>think<|sep|>" + K3_ANSWER,
+        " Hm <|close\n",
+        " A\n<|sep|>",
+    ),
+    (
+        "kimi_k3",
+        K3_OPEN,
+        "Hm<|close|>think<|sep|>\n" + K3_ANSWER + "\n" + K3_CALLS + "<|close|>message<|sep|>",
+        "Hm",
+        " A\n<|sep|>" + K3_CALLS,
+    ),
+    (
+        "kimi_k3",
+        K3_OPEN,
+        "Hm<|open|>response<|sep|>A<|open|>tools<|sep|>x",
+        "Hm",
+        "A<|open|>tools<|sep|>x",
+    ),
+    ("kimi_k3", "", "<|open|>think<|sep|>a<|close|>think<|sep|>b", "a", "b"),
+    (
+        "kimi_k3",
+        "<|open|>message<|sep|><|open|>response<|sep|>",
+        "A<|close|>resp",
+        "",
+        "A<|close|>resp",
+    ),
+    ("kimi_k3", K3_OPEN, "cut<|clo", "cut<|clo", ""),
+    ("kimi_k3", "", " no channels <|", "", " no channels <|"),
+    ("kimi_k3", "", "<|open|>respon", "", ""),
 ]
 
 
@@ -95,6 +133,8 @@ def test_reasoning_and_content_are_separated(name, prompt, text, reasoning, cont
     assert read(name, prompt, list(text)) == (reasoning, content)
 
 
+XTML = ["<|open|>", "<|close|>", "<|sep|>", "think", "response", "tools", "message", ' key="a"']
+XTML += ["text", "<", "\n", " ", "<|open|>response<|sep|>", "<|close|>think<|sep|>"]
 HARMONY = [
     "<|start|>",
     "<|channel|>",
@@ -142,32 +182,48 @@ def test_reasoning_is_separated_from_a_constrained_answer(
 
 
 @examples(300)
-@given(
-    pieces=st.lists(st.sampled_from(HARMONY), max_size=16),
-    prompt=st.sampled_from(["", "<|start|>assistant"]),
+@given(data=st.data(), is_open=st.booleans())
+@pytest.mark.parametrize(
+    ("name", "fragments", "prompt"),
+    [("openai_gptoss", HARMONY, "<|start|>assistant"), ("kimi_k3", XTML, K3_OPEN)],
 )
-def test_splits_do_not_change_channels(pieces, prompt) -> None:
-    text = "".join(pieces)
-    whole = read("openai_gptoss", prompt, [text])
-    assert (
-        read("openai_gptoss", prompt, pieces) == read("openai_gptoss", prompt, list(text)) == whole
-    )
+def test_splits_do_not_change_channels(name, fragments, prompt, data, is_open) -> None:
+    pieces = data.draw(st.lists(st.sampled_from(fragments), max_size=16))
+    text, prompt = "".join(pieces), prompt * is_open
+    whole = read(name, prompt, [text])
+    assert read(name, prompt, pieces) == read(name, prompt, list(text)) == whole
 
 
-def test_every_split_of_channels_gives_the_same_message() -> None:
-    text = (
-        "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>commentary<|message|>b<|end|>"
-        '<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"x": 1}<|call|>'
-    )
+HARMONY_ANSWER = (
+    "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>commentary<|message|>b<|end|>"
+    '<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"x": 1}<|call|>'
+)
+
+
+@pytest.mark.parametrize(
+    ("reasoning", "tools", "prompt", "text", "content", "arguments"),
+    [
+        ("openai_gptoss", "openai", "", HARMONY_ANSWER, "b", '{"x": 1}'),
+        (
+            "kimi_k3",
+            "kimi_k3",
+            K3_OPEN,
+            f"a<|close|>think<|sep|>{K3_ANSWER}{K3_CALLS}<|close|>message<|sep|>",
+            " A\n<|sep|>",
+            '{"x": "<|open|>response<|sep|> <|close|>response<|sep|>"}',
+        ),
+    ],
+)
+def test_every_split_of_channels_gives_the_same_message(
+    reasoning, tools, prompt, text, content, arguments
+) -> None:
     for at in range(len(text)):
-        parser = ChatOutputParser(
-            reasoning_parser("openai_gptoss")(""), CallParser(FORMATS["openai"])
-        )
+        parser = ChatOutputParser(reasoning_parser(reasoning)(prompt), CallParser(FORMATS[tools]))
         deltas = [parser.feed(text[:at]), parser.feed(text[at:], finished=True)]
         assert "".join(d.reasoning for d in deltas) == "a"
-        assert "".join(d.content for d in deltas) == "b"
+        assert "".join(d.content for d in deltas) == content
         calls = [call for d in deltas for call in d.tool_calls]
-        assert calls[0].name == "f" and "".join(c.arguments for c in calls) == '{"x": 1}'
+        assert calls[0].name == "f" and "".join(c.arguments for c in calls) == arguments
 
 
 def test_reasoning_is_streamed_as_it_arrives() -> None:
@@ -210,6 +266,8 @@ def tokenizer(tmp_path_factory) -> Tokenizer:
             "<|channel|>analysis<|message|>ab<|end|><|channel|>final<|message|>c",
             39,
         ),
+        ("kimi_k3", K3_OPEN, "ab<|close|>think<|sep|><|open|>response<|sep|>c", 2),
+        ("kimi_k3", "", "<|open|>response<|sep|>c", 0),
     ],
 )
 def test_reasoning_tokens_are_counted(tokenizer: Tokenizer, name, prompt, text, count) -> None:

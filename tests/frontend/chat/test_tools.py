@@ -300,6 +300,21 @@ CASES = [
     ("kimi_k2", "<|tool_calls_section_begin|>no<|tool_calls_section_end|>",
      "<|tool_calls_section_begin|>no<|tool_calls_section_end|>", []),
     (
+        "kimi_k3",
+        'Ok.<|open|>tools<|sep|>\n<|open|>call tool="write" index="1"<|sep|>'
+        '<|open|>argument key="path" type="string"<|sep|>\n<a "b">\n<|close|>argument<|sep|> <|sep|>\n'
+        '<|close|>argument<|sep|><|open|>argument key="lines" type="number"<|sep|>3<|close|>argument<|sep|>'
+        '<|open|>argument key="a&quot;&amp;quot;" type="object"<|sep|>{"k": [null]}<|close|>argument<|sep|>'
+        '<|open|>argument key="shared" type="boolean"<|sep|>true<|close|>argument<|sep|><|close|>call<|sep|>'
+        '<|open|>call tool="now" index="2"<|sep|><|close|>call<|sep|>\n<|close|>tools<|sep|>',
+        "Ok.",
+        [("write", '{"path": "\\n<a \\"b\\">\\n<|close|>argument<|sep|> <|sep|>\\n", "lines": 3, '
+          '"a\\"&quot;": {"k": [null]}, "shared": true}'), ("now", "{}")],
+    ),
+    ("kimi_k3", '<|open|>tools<|sep|><|open|>call tool="f" index="1"<|sep|><|open|>argument key="a" type="string"'
+     "<|sep|>cut<|close|>argu", None, [("f", '{"a": "cut<|close|>argu')]),
+    ("kimi_k3", '<|open|>tools<|sep|><|open|>call tool="', '<|open|>tools<|sep|><|open|>call tool="', []),
+    (
         "deepseek_v3",
         "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n" + NESTED +
         "\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>g\n```json\n{}\n```"

@@ -1,10 +1,11 @@
-"""Tokenizers of Mistral's models in `tekken.json`. The prompts are those of mistral-common 1.13.1."""
+"""Tokenizers in `tekken.json`, with the prompts of mistral-common 1.13.1, and in `tiktoken.model`."""
 
 from __future__ import annotations
 
 import base64
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,23 @@ def write_tekken(directory: Path, version: str = "v11", **fields: Any) -> Path:
     return directory
 
 
+def write_tiktoken(directory: Path, lines: list[str] | None = None, **fields: Any) -> Path:
+    """Write the files of a Kimi, whose special tokens follow all others."""
+    directory.mkdir(exist_ok=True)
+    if lines is None:
+        lines = [f"{base64.b64encode(x).decode()} {rank}" for rank, x in enumerate(VOCABULARY)]
+    (directory / "tiktoken.model").write_text("\n".join(lines) + "\n")
+    size = len(VOCABULARY)
+    named = {size: "[BOS]", size + 1: "[EOS]", size + 5: "<|open|>"}
+    config = {
+        "tokenizer_class": "TikTokenTokenizer",
+        "eos_token": "[EOS]",
+        "added_tokens_decoder": {str(i): {"content": t, "special": True} for i, t in named.items()},
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(config | fields))
+    return directory
+
+
 def joined(word: bytes) -> list[bytes]:
     """Join the adjacent pair of the lowest rank, the first of several, as long as there is one."""
     parts = [bytes([byte]) for byte in word]
@@ -114,16 +132,49 @@ def joined(word: bytes) -> list[bytes]:
         parts[i : i + 2] = [parts[i] + parts[i + 1]]
 
 
-def test_words_are_joined_by_rank_and_decoded_to_the_same_text(tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(write_tekken(tmp_path / "model"))
+@pytest.mark.parametrize(
+    ("write", "start", "first"), [(write_tekken, [1], NUM_SPECIAL), (write_tiktoken, [], 0)]
+)
+def test_words_are_joined_by_rank_and_decoded_to_the_same_text(
+    tmp_path: Path, write: Callable[[Path], Path], start: list[int], first: int
+) -> None:
+    tokenizer = load_tokenizer(write(tmp_path / "model"))
     rng = random.Random(1)
     for _ in range(200):
         word = "".join(rng.choice("heloé") for _ in range(rng.randrange(1, 9)))
-        expected = [NUM_SPECIAL + VOCABULARY.index(part) for part in joined(word.encode())]
-        assert list(tokenizer.encode(word)) == [1, *expected]
+        expected = [first + VOCABULARY.index(part) for part in joined(word.encode())]
+        assert list(tokenizer.encode(word)) == [*start, *expected]
     ids = list(tokenizer.encode("hello world 12\n\nsmörgås 😀"))
     assert tokenizer.decode(ids, skip_special_tokens=True) == "hello world 12\n\nsmörgås 😀"
-    assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (2, 11)
+
+
+def test_special_tokens_of_tiktoken_files_are_named_or_reserved(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(write_tiktoken(tmp_path / "model"))
+    size = len(VOCABULARY)
+    assert tokenizer.eos_token_id == size + 1
+    assert list(tokenizer.encode("<|open|>he[EOS]")) == [size + 5, 256, size + 1]
+    assert (
+        tokenizer.decode([size + 255], skip_special_tokens=False)
+        == f"<|reserved_token_{size + 255}|>"
+    )
+    (tmp_path / "model" / "chat_template.jinja").write_text("own")
+    assert load_tokenizer(tmp_path / "model").chat_templates == {"default": "own"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"tokenizer_class": "Other"}, "read only for the tokenizer_class TikTokenTokenizer"),
+        ({"lines": ["YQ=="]}, "not a tokenizer of tiktoken"),
+        ({"lines": ["YQ== 0", "Yg== 2"]}, "must have different ranks from 0"),
+        ({"lines": ["YQ== 0", "YQ== 1"]}, "must have different ranks from 0"),
+    ],
+)
+def test_damaged_tiktoken_files_are_refused(
+    tmp_path: Path, fields: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(CheckpointError, match=problem):
+        load_tokenizer(write_tiktoken(tmp_path / "model", **fields))
 
 
 @pytest.mark.parametrize("version", PROMPTS)
@@ -144,7 +195,7 @@ def test_files_may_list_special_tokens_and_have_a_template_of_their_own(tmp_path
     listed = [{"rank": i, "token_str": name, "is_control": True} for i, name in enumerate(names)]
     directory = write_tekken(tmp_path / "model", "v99", special_tokens=listed)
     tokenizer = load_tokenizer(directory)
-    assert not tokenizer.chat_templates
+    assert tokenizer.pad_token_id == 3 and not tokenizer.chat_templates
     assert tokenizer.decode([4, 5], skip_special_tokens=False) == "[THINK]<SPECIAL_5>"
     (directory / "chat_template.jinja").write_text("own")
     assert load_tokenizer(directory).chat_templates == {"default": "own"}
