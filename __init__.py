@@ -12,16 +12,24 @@ if TYPE_CHECKING:
     from .frontend.client.beam_search import BeamSearchParams
     from .frontend.offline.llm import LLM
     from .frontend.offline.loras import LoRARequest
-    from .protocol.sampling_params import SamplingParams
+    from .protocol.sampling_params import RepetitionDetectionParams, SamplingParams
 
 __version__ = "0.1.0"
 
-__all__ = ["LLM", "BeamSearchParams", "LoRARequest", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "BeamSearchParams",
+    "LoRARequest",
+    "RepetitionDetectionParams",
+    "SamplingParams",
+    "__version__",
+]
 
 _MODULES = {
     "BeamSearchParams": ".frontend.client.beam_search",
     "LLM": ".frontend.offline.llm",
     "LoRARequest": ".frontend.offline.loras",
+    "RepetitionDetectionParams": ".protocol.sampling_params",
     "SamplingParams": ".protocol.sampling_params",
 }
 

@@ -26,7 +26,8 @@ F32: TypeAlias = bytes
 class FinishReason(enum.IntEnum):
     """The reason why a request ended. `str()` returns OpenAI's name for it.
 
-    REJECTED means that the queue was full, and THROTTLED that the tenant's limit was reached. MOVED means that the
+    REPETITION means that the output repeated itself (`SamplingParams.repetition_detection`). REJECTED means that the
+    queue was full, and THROTTLED that the tenant's limit was reached. MOVED means that the
     request continues at another replica; clients never see this reason.
     """
 
@@ -39,6 +40,7 @@ class FinishReason(enum.IntEnum):
     REJECTED = 6
     THROTTLED = 7
     MOVED = 8
+    REPETITION = 9
 
     def __str__(self) -> str:
         """Return OpenAI's name for the reason."""

@@ -29,6 +29,8 @@ MAX_LOGPROB_TOKEN_IDS: Final = 128
 """Maximum number of listed tokens of a request, as in vLLM."""
 
 MAX_N: Final = 128
+MAX_PATTERN_SIZE: Final = 1024
+"""Maximum tokens of a repeated pattern that is searched for."""
 
 
 class GrammarKind(StrEnum):
@@ -96,11 +98,31 @@ class TranscriptRules(msgspec.Struct, frozen=True, array_like=True, gc=False):
     max_initial_timestamp: int = -1
 
 
+class RepetitionDetectionParams(msgspec.Struct, frozen=True, gc=False):
+    """The repetitions that end an output, as in vLLM: a pattern of tokens at least `min_count` times in a row.
+
+    The pattern has `min_pattern_size` (0 for 1) to `max_pattern_size` tokens. No repetition is searched for if
+    `max_pattern_size` is 0.
+    """
+
+    max_pattern_size: int = 0
+    min_pattern_size: int = 0
+    min_count: int = 0
+
+    def verify(self) -> None:
+        """Raise ParameterError for the first value that is out of range."""
+        name = "repetition_detection"
+        _integer(f"{name}.max_pattern_size", self.max_pattern_size, 0, MAX_PATTERN_SIZE)
+        _integer(f"{name}.min_pattern_size", self.min_pattern_size, 0, self.max_pattern_size)
+        if self.max_pattern_size:
+            _integer(f"{name}.min_count", self.min_count, 2, None)
+
+
 class SamplingParams(msgspec.Struct, omit_defaults=True, gc=False):
     """Sampling parameters, with the names and meanings of OpenAI and vLLM.
 
-    The frontend applies `n`, `stop`, `include_stop_str_in_output`, `bad_words`, `detokenize` and `skip_special_tokens`.
-    The core reads the limits and stop tokens, and the workers read the rest.
+    The frontend applies `n`, `stop`, `include_stop_str_in_output`, `bad_words`, `detokenize`, `skip_special_tokens` and
+    `repetition_detection`. The core reads the limits and stop tokens, and the workers read the rest.
 
     Attributes:
         max_tokens: The maximum number of output tokens; None for as many as the context allows.
@@ -135,6 +157,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, gc=False):
         logprob_token_ids: Tokens that are reported after the alternatives of `logprobs`.
         prompt_logprob_token_ids: Tokens that are reported after the alternatives of `prompt_logprobs`.
         reports_progress: True if the core reports each computed part of the prompt.
+        repetition_detection: The repetitions that end the output; None for none.
     """
 
     max_tokens: int | None = None
@@ -167,6 +190,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, gc=False):
     logprob_token_ids: tuple[int, ...] = ()
     prompt_logprob_token_ids: tuple[int, ...] = ()
     reports_progress: bool = False
+    repetition_detection: RepetitionDetectionParams | None = None
 
     def verify(self, *, vocab_size: int, max_logprobs: int) -> None:
         """Raise ParameterError for the first parameter that is out of range."""
@@ -194,6 +218,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, gc=False):
         _number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
         if self.seed is not None:
             _integer("seed", self.seed, -MAX_SEED - 1, MAX_SEED)
+        if self.repetition_detection is not None:
+            self.repetition_detection.verify()
         for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
             if count is not None:
                 _verify_logprobs(name, count, vocab_size, max_logprobs)

@@ -71,6 +71,7 @@ _NOT_IN_BEAM_SEARCH: Final = (
     "bad_words",
     "allowed_token_ids",
     "prediction",
+    "repetition_detection",
 )
 """Fields that a beam search cannot support, because it compares the model's own log-probabilities."""
 
@@ -387,7 +388,7 @@ def read_outputs(group: RequestGroup) -> list[Delta]:
 def raise_if_failed(delta: Delta) -> None:
     """Raise APIError if the engine ended this sequence without finishing it."""
     reason = delta.finish_reason
-    if reason in (None, "stop", "length"):
+    if reason in (None, "stop", "length", "repetition"):
         return
     message = redact(delta.error or f"The request failed before it finished: {reason}")
     if reason == "ignored":

@@ -21,6 +21,7 @@ _PLAIN = (
     "ignore_eos",
     "prompt_logprobs",
     "skip_special_tokens",
+    "repetition_detection",
 )
 
 

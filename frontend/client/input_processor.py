@@ -135,6 +135,7 @@ class InputProcessor:
             seed=self._seeds.draw() if params.seed is None else params.seed,
         )
         params.verify_numbers(vocab_size=self._model.vocab_size, max_logprobs=self._max_logprobs)
+        params.repetition_detection = None
         return EngineCoreRequest(
             request_index=0,
             prompt_token_ids=prompt,

@@ -47,6 +47,7 @@ FAILURES: Final = frozenset(FinishReason) - {
     FinishReason.LENGTH,
     FinishReason.ABORT,
     FinishReason.MOVED,
+    FinishReason.REPETITION,
 }
 """The finish reasons that come with an error message."""
 
@@ -57,7 +58,7 @@ DEADLINE: Final = "deadline"
 class _Rows(NamedTuple):
     """The sequence of each row of a core's message; None for a removed sequence.
 
-    `watched` lists the sequences with stop strings.
+    `watched` lists the sequences that this process ends, because of their text or repetitions.
     """
 
     request_indices: bytes
@@ -133,9 +134,7 @@ class OutputProcessor:
             if self._recovering:
                 self._end_recoveries(outputs.timestamp)
         if rows.watched:
-            self._find_stop_strings(
-                rows.watched, {done.request_index: done for done in outputs.finished}
-            )
+            self._find_ends(rows.watched, {done.request_index: done for done in outputs.finished})
         if scheduler_times:
             self._metrics.record_scheduler_times(outputs.core_index, scheduler_times)
             for request_index, seconds in zip(ended, scheduler_times, strict=True):
@@ -294,7 +293,7 @@ class OutputProcessor:
         rows = self._last_rows.get(outputs.core_index)
         if rows is None or rows.request_indices != outputs.request_indices:
             sequences = list(map(self.sequences.get, int32_list(outputs.request_indices)))
-            watched = [s for s in sequences if s is not None and s.has_stop_strings]
+            watched = [s for s in sequences if s is not None and s.is_watched]
             rows = _Rows(outputs.request_indices, sequences, watched)
             self._last_rows[outputs.core_index] = rows
         return rows
@@ -331,15 +330,11 @@ class OutputProcessor:
         if num_tokens:
             self._metrics.record_tokens(outputs.core_index, num_tokens, intervals)
 
-    def _find_stop_strings(
-        self, watched: list[Sequence], finished: dict[int, FinishedRequest]
-    ) -> None:
+    def _find_ends(self, watched: list[Sequence], finished: dict[int, FinishedRequest]) -> None:
         for sequence in watched:
             done = finished.get(sequence.request_index)
             try:
-                stop = sequence.find_stop_string(
-                    ended_by_token=done is not None and done.reason is FinishReason.STOP
-                )
+                end = sequence.find_end(None if done is None else done.reason)
             except Exception:
                 request_id = sequence.group.request_id
                 logger.exception(
@@ -354,8 +349,9 @@ class OutputProcessor:
                 )
                 self._abort(sequence)
                 continue
-            if stop is not None:
-                self.finish(sequence, FinishReason.STOP, stop_reason=stop)
+            if end is not None:
+                reason, stop_reason = end
+                self.finish(sequence, reason, stop_reason=stop_reason)
                 if done is None:
                     self._abort(sequence)
 

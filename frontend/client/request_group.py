@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Final
 
 import msgspec
@@ -18,6 +19,7 @@ from ...protocol.sampling_params import SamplingParams
 from ..observability.tracing.request_trace import Recovery, RequestTrace
 from ..tokenizer.detokenizer import IncrementalDetokenizer
 from .groups.recording import Recording
+from .groups.repetition import REPETITION, RepetitionSearch
 from .logprobs import Logprobs, PositionLogprobs, iterate_logprobs
 from .replicas.core_load import CoreLoad
 from .sequence_io import LOGPROBS_AT_ONCE, TOKENS_AT_ONCE, UNLIMITED, Delta
@@ -46,12 +48,14 @@ class Sequence:
         recoveries: The core crashes that the sequence survived.
         num_silent_crashes: Consecutive cores that exited with the sequence, without a token of it or a final message.
         is_pinned: Whether the client chose the replica.
+        is_watched: Whether `find_end` may end the sequence.
     """
 
     __slots__ = (
         "_detokenizer",
         "_num_read",
         "_num_tokens_when_lost",
+        "_repetition",
         "_text",
         "arrival_time",
         "core_index",
@@ -62,9 +66,9 @@ class Sequence:
         "finish_time",
         "first_token_time",
         "group",
-        "has_stop_strings",
         "has_updates",
         "is_pinned",
+        "is_watched",
         "kv_transfer_params",
         "last_token_time",
         "load",
@@ -110,34 +114,31 @@ class Sequence:
         self.num_losses = self.num_silent_crashes = self.num_preemptions = self.epoch = 0
         self.num_drafted_tokens = self.num_accepted_predictions = self.num_rejected_predictions = 0
         self.was_accepted = self.is_pinned = self.has_updates = False
-        self._num_tokens_when_lost = -1
-        self.core_index = -1
+        self.core_index = self._num_tokens_when_lost = -1
         self.load: CoreLoad
         self.params = params
         self.max_tokens = request.sampling_params.max_tokens
         self.num_prompt_tokens = num_prompt_tokens
         self.num_cached_tokens = self.num_loaded_tokens = self.num_computed_tokens = 0
-        self.has_stop_strings = bool(params.stop)
+        self._repetition = RepetitionSearch.from_params(params)
+        self.is_watched = bool(params.stop) or self._repetition is not None
         self.recoveries: tuple[Recovery, ...] = ()
         self.group: RequestGroup
-        self.position = 0
+        self.position = self._num_read = 0
         self.token_ids = array("i")
         self.wake_at = 1
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprob_messages: list[TokenLogprobs] = []
-        self.pooled = b""
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.error: str | None = None
-        self.retry_after_s = 0.0
         self.kv_transfer_params: dict[str, object] | None = None
         self.trace_headers = request.trace_headers
         self.arrival_time = request.arrival_time
         self.queued_time = self.scheduled_time = self.scheduler_time = self.core_time = 0.0
-        self.first_token_time = self.last_token_time = self.finish_time = 0.0
+        self.first_token_time = self.last_token_time = self.finish_time = self.retry_after_s = 0.0
         self._detokenizer = detokenizer
-        self._text = ""
-        self._num_read = 0
+        self._text, self.pooled = "", b""
 
     def assign(self, core_index: int, load: CoreLoad, routing_keys: list[int]) -> None:
         """Set the core that computes the sequence."""
@@ -249,30 +250,30 @@ class Sequence:
     @property
     def weight(self) -> int:
         """The approximate size of the response in elements: the sequence, its tokens, and its logprob entries."""
-        params, weight = self.params, 1 + len(self.token_ids)
-        if params.logprobs is not None:
-            weight += sum(len(message.token_ids) // 4 for message in self.logprobs)
-        if params.prompt_logprobs is not None:
-            weight += sum(len(message.token_ids) // 4 for message in self.prompt_logprob_messages)
-        return weight
+        messages = chain(self.logprobs, self.prompt_logprob_messages)
+        return 1 + len(self.token_ids) + sum(len(message.token_ids) // 4 for message in messages)
 
-    def find_stop_string(self, *, ended_by_token: bool) -> str | None:
-        """Detokenize new tokens and return the stop string that they complete, if any. Later tokens are dropped.
+    def find_end(self, reported: FinishReason | None) -> tuple[FinishReason, str] | None:
+        """Return the finish reason and stop reason if new tokens complete a stop string or a repetition.
 
-        `ended_by_token` says whether the last token ended the sequence.
+        Later tokens are dropped. `reported` is the core's finish reason, if it has sent the last token.
         """
-        detokenizer = self._detokenizer
-        assert detokenizer is not None
-        try:
-            self._text += detokenizer.append(self._tokens_with_text(detokenizer, ended_by_token))
-        except Exception:
-            # The reader will fail to decode these tokens as well, and report the error.
-            self._detokenizer = None
-            raise
-        if detokenizer.stop_reason is not None:
-            del self.token_ids[detokenizer.num_tokens :]
-            self._detokenizer = None
-        return detokenizer.stop_reason
+        search, detokenizer = self._repetition, self._detokenizer
+        repeats = search is not None and search.cut(self.token_ids, has_ended=reported is not None)
+        if self.params.stop:
+            assert detokenizer is not None
+            by_token = reported is FinishReason.STOP and not repeats
+            try:
+                self._text += detokenizer.append(self._tokens_with_text(detokenizer, by_token))
+            except Exception:
+                # The reader will fail to decode these tokens as well, and report the error.
+                self._detokenizer = None
+                raise
+            if detokenizer.stop_reason is not None:
+                del self.token_ids[detokenizer.num_tokens :]
+                self._detokenizer = None
+                return FinishReason.STOP, detokenizer.stop_reason
+        return (FinishReason.REPETITION, REPETITION) if repeats else None
 
     def read(self) -> Delta:
         """Return all output since the last read, and mark it as read."""
@@ -317,10 +318,9 @@ class Sequence:
         end = self._num_read = start + num_tokens
         text, self._text = self._text, ""
         detokenizer = self._detokenizer
-        if detokenizer is not None and detokenizer.num_tokens < end:
-            is_end = self.finish_reason is FinishReason.STOP and end == len(self.token_ids)
-            if not is_end:
-                text += detokenizer.append(self.token_ids[detokenizer.num_tokens : end])
+        is_end = self.finish_reason is FinishReason.STOP and end == len(self.token_ids)
+        if detokenizer is not None and detokenizer.num_tokens < end and not is_end:
+            text += detokenizer.append(self.token_ids[detokenizer.num_tokens : end])
         self.wake_at = end + self.group.stream_interval
         self.has_updates = True
         self.group.updates.append(self)

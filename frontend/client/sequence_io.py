@@ -73,8 +73,9 @@ class Delta(msgspec.Struct, gc=False):
 
     Attributes:
         finish_reason: The reason why the sequence finished; None while it is unfinished.
-        stop_reason: The stop string or stop token ID; None for the end-of-sequence token.
-        error: The error message; set if `finish_reason` is not "stop", "length" or "abort".
+        stop_reason: The stop string or stop token ID, "repetition_detected", or "deadline"; None for the
+            end-of-sequence token.
+        error: The error message; set if `finish_reason` is not "stop", "length", "repetition" or "abort".
         retry_after_s: Seconds after which a request that was rejected because of a full queue may be retried.
     """
 

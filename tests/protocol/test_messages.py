@@ -67,6 +67,7 @@ def test_finish_reasons_are_named_as_in_the_openai_api() -> None:
         "rejected",
         "throttled",
         "moved",
+        "repetition",
     ]
 
 

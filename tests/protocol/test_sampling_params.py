@@ -4,6 +4,7 @@ import math
 
 import pytest
 from engine.protocol.errors import ParameterError
+from engine.protocol.sampling_params import RepetitionDetectionParams as Repetitions
 from engine.protocol.sampling_params import SamplingParams
 
 LIMITS = {"vocab_size": 100, "max_logprobs": 20}
@@ -52,6 +53,21 @@ def test_defaults_and_limits_are_accepted() -> None:
         ({"logit_bias": {5: math.nan}}, "logit_bias", "[-100, 100]"),
         ({"logit_bias": {5: 101.0}}, "logit_bias", "[-100, 100]"),
         ({"bad_words_token_ids": ((3, 100),)}, "bad_words", "[0, 100)"),
+        (
+            {"repetition_detection": Repetitions(1025, 1, 2)},
+            "repetition_detection.max",
+            "between 0 and 1024",
+        ),
+        (
+            {"repetition_detection": Repetitions(4, 5, 2)},
+            "repetition_detection.min_p",
+            "0 and 4, got 5",
+        ),
+        (
+            {"repetition_detection": Repetitions(4, 0, 1)},
+            "repetition_detection.min_c",
+            "at least 2, got 1",
+        ),
     ],
 )
 def test_an_error_names_the_field_and_its_limit(params: dict, field: str, limit: str) -> None:

@@ -161,16 +161,12 @@ def _feed(
     sequence.prompt_logprob_messages = stream.prompt_logprobs
     stream.num_fed = max(stream.num_fed, num_tokens)
     end = stream.end if with_end else None
-    if sequence.has_stop_strings:
-        by_token = (
-            end is not None
-            and end.reason == FinishReason.STOP
-            and not isinstance(end.stop_reason, str)
-        )
-        stop = sequence.find_stop_string(ended_by_token=by_token)
-        if stop is not None and end is None:
-            # The frontend that owns the request finds the same stop string.
-            end = StreamEnd(sequence.num_generated_tokens, FinishReason.STOP, stop)
+    if sequence.is_watched:
+        by_core = end is not None and not isinstance(end.stop_reason, str)
+        found = sequence.find_end(FinishReason(end.reason) if end is not None and by_core else None)
+        if found is not None and end is None:
+            # The frontend that owns the request finds the same end.
+            end = StreamEnd(sequence.num_generated_tokens, *found)
     if end is not None:
         _finish(group, sequence, end)
     elif sequence.num_generated_tokens >= sequence.wake_at:

@@ -236,11 +236,11 @@ class Recovery:
             engine.finish_sequence(sequence, reason, stop_reason=end.stop_reason, error=end.error)
             return
         done = state.finished
-        if sequence.has_stop_strings:
-            ended_by_token = done is not None and done.reason is FinishReason.STOP
-            stop = sequence.find_stop_string(ended_by_token=ended_by_token)
-            if stop is not None:
-                engine.finish_sequence(sequence, FinishReason.STOP, stop_reason=stop)
+        if sequence.is_watched:
+            found = sequence.find_end(None if done is None else done.reason)
+            if found is not None:
+                reason, stop_reason = found
+                engine.finish_sequence(sequence, reason, stop_reason=stop_reason)
                 return
         if done is not None:
             index = sequence.request_index

@@ -6,6 +6,8 @@ from typing import Annotated, Any, Final, TypeAlias
 
 import msgspec
 
+from ....protocol.sampling_params import RepetitionDetectionParams
+
 Int: TypeAlias = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
 
@@ -68,6 +70,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     cache_salt: str | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
+    repetition_detection: RepetitionDetectionParams | None = None
     # The tenant. Ignored if the server has several API keys.
     user: str | None = None
 
@@ -124,7 +127,6 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     samplers: Any = None
     suffix: Any = None
     prompt_embeds: Any = None
-    repetition_detection: Any = None
     early_stopping: Any = None
     return_weight_versions: Any = None
     return_cached_tokens_details: Any = None

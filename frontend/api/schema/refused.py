@@ -31,7 +31,6 @@ REFUSED: dict[str, str] = {
     "samplers": "is not supported; the order of samplers is fixed",
     "suffix": "is not supported in chats; use /v1/completions",
     "prompt_embeds": "is not supported in chats; use /v1/completions",
-    "repetition_detection": "is not supported; use frequency_penalty or max_tokens",
     "chat_template": "is not accepted from requests; start the server with --chat-template",
     "audio": _NOT_SUPPORTED,
     "web_search_options": "is not supported; this server does not search the web",

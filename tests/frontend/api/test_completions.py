@@ -43,6 +43,20 @@ def test_model_may_be_omitted_or_an_alias(frontend: FrontendProcess) -> None:
     assert frontend.http.get("/v1/models/echo-alias").json()["id"] == "echo-alias"
 
 
+def test_a_repetition_ends_an_answer(frontend: FrontendProcess) -> None:
+    """The answer repeats the five tokens of the prompt."""
+    detection = {"max_pattern_size": 8, "min_count": 2}
+    fields = {"max_tokens": 40, "repetition_detection": detection}
+    answer = frontend.complete(PROMPT, **fields)
+    [choice] = answer["choices"]
+    assert choice["text"] == PROMPT * 2 and answer["usage"]["completion_tokens"] == 10
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("repetition", "repetition_detected")
+    content = [{"role": "user", "content": PROMPT}]
+    chat = frontend.post("/v1/chat/completions", messages=content, stream=True, **fields)
+    reasons = [event["choices"][0]["finish_reason"] for event in sse_events(chat.text)]
+    assert reasons[-1] == "repetition" and set(reasons[:-1]) == {None}
+
+
 def test_null_means_omitted(frontend: FrontendProcess) -> None:
     nulls = dict.fromkeys(("n", "stop", "temperature", "max_tokens", "logprobs", "seed", "best_of"))
     assert frontend.complete(PROMPT, **nulls)["usage"]["completion_tokens"] == 16

@@ -91,10 +91,19 @@ def resume(frontend: FrontendProcess, path: str, event_id: str) -> list[tuple[st
         (CHAT, {"n": 2, "max_tokens": 30}),
         (COMPLETIONS, {"stop": ["Paris"], "max_tokens": 60}),
         (COMPLETIONS, {"stop": ["東"], "n": 2, "echo": True}),
+        (COMPLETIONS, {"repetition_detection": {"max_pattern_size": 50, "min_count": 3}}),
         (COMPLETIONS, {"max_tokens": 40, "return_token_ids": True, "logprobs": 2}),
         (CHAT, {"n": 2, "max_tokens": 20, "logprobs": True, "top_logprobs": 3}),
     ],
-    ids=["tools", "choices", "stop", "stop in choices", "logprobs", "logprobs of a chat"],
+    ids=[
+        "tools",
+        "choices",
+        "stop",
+        "stop in choices",
+        "repetition",
+        "logprobs",
+        "logprobs of a chat",
+    ],
 )
 def test_a_stream_continues_at_every_event(
     frontend: FrontendProcess, path: str, fields: dict[str, Any]

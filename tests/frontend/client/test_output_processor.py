@@ -24,7 +24,7 @@ from engine.protocol.messages import (
     RequestEvents,
     TokenLogprobs,
 )
-from engine.protocol.sampling_params import SamplingParams
+from engine.protocol.sampling_params import RepetitionDetectionParams, SamplingParams
 from hypothesis import given
 from hypothesis import strategies as st
 from support.engine_fixtures import engine_config, on_event_loop, read_next, smollm2_tokenizer
@@ -147,6 +147,50 @@ async def test_text_and_tokens_do_not_depend_on_steps_or_reads(split: Any) -> No
     delta, harness = await generate(SamplingParams(), steps, end, reads)
     assert delta == Delta(TEXT, TOKENS, None, "length")
     assert harness.aborted == []
+
+
+@pytest.mark.parametrize(
+    ("repetitions", "more", "num_tokens", "reason"),
+    [
+        ((4, 0, 3), {}, 7, "repetition_detected"),
+        ((3, 3, 2), {}, 13, "repetition_detected"),
+        ((4, 0, 3), {"min_tokens": 7}, 7, "repetition_detected"),
+        ((4, 0, 3), {"min_tokens": 8}, 17, "repetition_detected"),
+        ((4, 0, 3), {"stop": (" c d",)}, 7, "repetition_detected"),
+        ((4, 0, 3), {"stop": ("b a b a b",)}, 7, "b a b a b"),
+        ((4, 0, 3), {"detokenize": False}, 7, "repetition_detected"),
+        ((1, 0, 4), {}, 18, None),
+        ((0, 0, 0), {}, 18, None),
+    ],
+)
+@pytest.mark.parametrize("step", [1, 4, 18])
+@on_event_loop
+async def test_a_repetition_ends_the_output(
+    repetitions: tuple[int, int, int],
+    more: dict[str, Any],
+    num_tokens: int,
+    reason: str | None,
+    step: int,
+) -> None:
+    tokens = smollm2_tokenizer().encode("x a b a b a b c d e c d e f g g g h")
+    params = SamplingParams(repetition_detection=RepetitionDetectionParams(*repetitions), **more)
+    steps = [tokens[start : start + step] for start in range(0, len(tokens), step)]
+    delta, harness = await generate(params, steps, finished(0, FinishReason.LENGTH), {0, 3})
+    assert (delta.token_ids, delta.stop_reason) == (tokens[:num_tokens], reason)
+    assert len(tokens) == 18
+    ends = {None: "length", "repetition_detected": "repetition"}
+    assert delta.finish_reason == ends.get(reason, "stop")
+    if "stop" not in more:
+        assert delta.text == smollm2_tokenizer().decode(delta.token_ids)
+    assert harness.aborted == ([0] if num_tokens <= len(tokens) - len(steps[-1]) else [])
+
+
+@on_event_loop
+async def test_the_token_limit_comes_before_a_repetition() -> None:
+    tokens = smollm2_tokenizer().encode(" a a a")
+    params = SamplingParams(repetition_detection=RepetitionDetectionParams(1, 0, 3))
+    delta, _ = await generate(params, [tokens], finished(0, FinishReason.LENGTH), set())
+    assert delta.finish_reason == "length"
 
 
 @given(splits(), st.integers(0, len(TEXT) - 1), st.integers(1, 12), st.booleans())
