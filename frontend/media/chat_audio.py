@@ -20,7 +20,7 @@ from ..http.shown_values import echo
 from ..tokenizer.tokenizer import Tokenizer
 from .audio.arrays import mono_samples
 from .audio.clips import AudioPlaces, PreparedAudio, prepare_clip
-from .audio.log_mel import HOP, RATE
+from .audio.log_mel import RATE
 from .chat_media import ChatMedia
 from .decoding.messages import OpenAudio
 from .decoding.processes import MediaProcesses
@@ -90,7 +90,7 @@ class ChatAudio(ChatMedia):
     def _find_limit(self, config: EngineConfig) -> tuple[float, str]:
         """Return the maximum length of an audio clip in seconds, and a description of the limit that determines it."""
         clips = self._config
-        window_s = clips.window_hops * HOP / RATE
+        window_s = clips.window_samples / RATE
         limits = [
             (config.frontend.max_audio_s, "--max-audio-seconds"),
             (

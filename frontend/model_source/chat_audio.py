@@ -58,6 +58,11 @@ _GRANITE: Final = SpeechFormat(
     instruction="{audio}can you transcribe the speech into a written format?",
     translation="{audio}translate the speech to English",
 )
+_GEMMA4: Final = SpeechFormat(
+    languages=_NAMES,
+    instruction="Transcribe the following speech segment[ in {language} into {language} text].\n\n"
+    + _STYLE,
+)
 _SPEECH: Final = {
     "audioflamingo3": SpeechFormat(instruction="Transcribe the input speech.", follows=True),
     "gemma3n": SpeechFormat(
@@ -65,11 +70,8 @@ _SPEECH: Final = {
         instruction="Transcribe this audio[ into {language}]: {audio}",
         translation="Translate this audio[ from {language}] into English: {audio}",
     ),
-    "gemma4": SpeechFormat(
-        languages=_NAMES,
-        instruction="Transcribe the following speech segment[ in {language} into {language} text].\n\n"
-        + _STYLE,
-    ),
+    "gemma4": _GEMMA4,
+    "gemma4_unified": _GEMMA4,
     "glmasr": SpeechFormat(instruction="Please transcribe this audio into text"),
     "granite_speech": _GRANITE,
     "granite_speech_plus": _GRANITE,
@@ -86,6 +88,7 @@ _SPEECH: Final = {
 _FRAMING: Final = {
     "gemma3n": Framing.EMPHASIZED,
     "gemma4": Framing.LEADING,
+    "gemma4_unified": Framing.SAMPLES,
     "audioflamingo3": Framing.WINDOWS,
     "musicflamingo": Framing.WINDOWS,
     "glmasr": Framing.WINDOWS,
@@ -144,7 +147,7 @@ def _read_marks(config: ConfigFields) -> ClipMarks | None:
             config.integer("audio_bos_token_id", 151_670, minimum=0),
             config.integer("audio_eos_token_id", 151_671, minimum=0),
         )
-    if kind not in ("gemma3n", "gemma4"):
+    if not kind.startswith(("gemma3n", "gemma4")):
         return None
     is_fixed = kind == "gemma3n"
     name, default = ("eoa_token_id", 262_272) if is_fixed else ("eoa_token_index", 258_883)

@@ -15,6 +15,7 @@ from ..config.audio_tower import (
     CausalSpec,
     ConformerSpec,
     FixedOutputs,
+    FrameSpec,
     OutputTimes,
     UniversalSpeechSpec,
 )
@@ -29,7 +30,7 @@ _MODEL_TYPES: Final = (
     *("qwen2_audio", "voxtral", "qwen3_asr", "glmasr"),
     *("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"),
     *("granite_speech", "granite_speech_plus", "audioflamingo3", "musicflamingo"),
-    *("gemma3n", "gemma4", "voxtral_realtime"),
+    *("gemma3n", "gemma4", "gemma4_unified", "voxtral_realtime"),
 )
 
 _MAX_CONFORMER_ROWS: Final = 15_000
@@ -37,6 +38,9 @@ _MAX_CONFORMER_ROWS: Final = 15_000
 
 _MAX_UNIVERSAL_FRAMES: Final = 3000
 """The maximum length of a clip of Gemma 3n and Gemma 4: 30 s."""
+
+_PART_FRAMES: Final = 250
+"""The maximum length of a part of a clip that Gemma 4's unified models read: 10 s, whose frames are independent."""
 
 CAUSAL_PART: Final = 32
 """The maximum length of a part of a clip that Voxtral Realtime reads, in outputs of 80 ms."""
@@ -67,10 +71,6 @@ def audio_section(fields: ConfigFields) -> ConfigFields:
 def has_audio_tower(fields: ConfigFields) -> bool:
     """Return whether a model with this config has an audio tower that Engine supports."""
     kind = fields.text("model_type", "")
-    text = fields.section("text_config")
-    if kind == "gemma4" and text is not None and text.get("use_bidirectional_attention"):
-        # The tokens of audio clips would have to attend only to earlier ones, unlike those of images.
-        return False
     name = "encoder_config" if kind.startswith("granite") else "audio_config"
     return kind in _MODEL_TYPES and audio_section(fields).section(name) is not None
 
@@ -91,6 +91,13 @@ def audio_tower_spec(fields: ConfigFields, output_size: int) -> AnyAudioSpec:
     audio = audio_section(fields).required_section("audio_config")
     if kind == "gemma3n":
         return _gemma3n_spec(fields, audio, output_size)
+    if kind == "gemma4_unified":
+        return FrameSpec(
+            num_mel_bins=audio.integer("audio_embed_dim", 640, maximum=MAX_POSITIONS),
+            num_frames=_PART_FRAMES,
+            norm_eps=audio.positive("rms_norm_eps", 1e-6),
+            output_size=output_size,
+        )
     if kind == "gemma4":
         return _gemma4_spec(fields, audio, output_size)
     if kind == "voxtral_realtime":

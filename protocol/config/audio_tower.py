@@ -214,6 +214,22 @@ class UniversalSpeechSpec(UnpaddedSpec, frozen=True, tag=True):
         return -(-num_frames // (4 * self.rows_per_output))
 
 
+class FrameSpec(UnpaddedSpec, frozen=True, tag=True):
+    """A norm without weights and a matrix, which make an output of each frame of samples (Gemma 4's unified models).
+
+    The features of a frame are its `num_mel_bins` samples. A clip is read in parts of `num_frames` frames.
+    """
+
+    num_mel_bins: int
+    num_frames: int
+    norm_eps: float
+    output_size: int
+
+    def num_outputs(self, num_frames: int) -> int:
+        """Return the number of outputs for the frames of a part."""
+        return num_frames
+
+
 class FastConformerSpec(UnpaddedSpec, frozen=True, tag=True):
     """A Fast Conformer (arXiv 2305.05084), and a projection of its outputs unless `has_projection` is false (Canary).
 
@@ -313,6 +329,7 @@ AnyAudioSpec: TypeAlias = (
     AudioTowerSpec
     | ConformerSpec
     | UniversalSpeechSpec
+    | FrameSpec
     | FastConformerSpec
     | StreamingSpec
     | CausalSpec

@@ -15,7 +15,8 @@ class Framing(enum.StrEnum):
     `CLIP`: the clip. `FILLED`: the clip, filled with silence up to the end of its last window. `WINDOWS`: each window
     by itself, the last one filled with silence. `PAIRS`: the clip, whose frames are joined in pairs (Granite Speech).
     `EMPHASIZED`: the clip, with emphasis of high frequencies (Gemma 3n). `LEADING`: the clip after half a frame of
-    silence (Gemma 4). `PADDED`: the clip before two frames of silence, which have no features.
+    silence (Gemma 4). `SAMPLES`: none, because the samples themselves are read (Gemma 4's unified models). `PADDED`:
+    the clip before two frames of silence, which have no features.
     """
 
     CLIP = "clip"
@@ -24,6 +25,7 @@ class Framing(enum.StrEnum):
     PAIRS = "pairs"
     EMPHASIZED = "emphasized"
     LEADING = "leading"
+    SAMPLES = "samples"
     PADDED = "padded"
 
 
@@ -96,9 +98,12 @@ class ChatAudioConfig(msgspec.Struct, frozen=True):
     marks: ClipMarks | None = None
 
     @property
-    def window_hops(self) -> int:
-        """The length of a window in units of 10 ms, in which frames follow each other before they are joined."""
-        return self.tower.num_frames * (2 if self.framing is Framing.PAIRS else 1)
+    def window_samples(self) -> int:
+        """The length of a window in samples at 16 kHz, of which frames follow each other before they are joined."""
+        hop = 320 if self.framing is Framing.PAIRS else 160
+        if self.framing is Framing.SAMPLES:
+            hop = self.tower.num_mel_bins
+        return self.tower.num_frames * hop
 
     @property
     def outputs_per_window(self) -> int:

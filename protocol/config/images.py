@@ -18,11 +18,13 @@ class SpanKind(enum.Enum):
     """The spans of tokens that attend to each other in both directions.
 
     `IMAGE`: the tokens of one image, within the layer's window. `IMAGE_IN_WINDOWS`: the same, but only in layers with a
-    sliding window. `PROMPT`: all tokens of the prompt, also beyond the window.
+    sliding window. `WHOLE_IMAGE`: the tokens of one image, also beyond the window. `PROMPT`: all tokens of the prompt,
+    also beyond the window.
     """
 
     IMAGE = "image"
     IMAGE_IN_WINDOWS = "image in windows"
+    WHOLE_IMAGE = "whole image"
     PROMPT = "prompt"
 
 

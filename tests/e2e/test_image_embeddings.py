@@ -15,9 +15,9 @@ from engine.frontend.offline.llm import LLM
 from engine.protocol.errors import ParameterError
 from PIL import Image
 from support.image_models import Model
+from support.image_processors import image_processor
 from support.image_requests import data_url, picture
 from support.server import DEVICE, Server, assert_nothing_is_held
-from support.vision_checkpoints import image_processor
 from support.words_bert import bert_directory
 
 TEXTS = ["seven wizards", "the quick brown fox jumps over the lazy dog", "tea"]

@@ -13,10 +13,11 @@ import torch
 import transformers
 from engine.frontend.offline.llm import LLM
 from safetensors.torch import save_file
+from support.image_processors import image_processor
 from support.image_requests import data_url, picture
 from support.qwen_checkpoints import qwen_directory, qwen_image_processor
 from support.server import Server, assert_nothing_is_held
-from support.vision_checkpoints import TEXT_SIZES, TOWER_SIZES, image_processor, vision_directory
+from support.vision_checkpoints import TEXT_SIZES, TOWER_SIZES, vision_directory
 from tokenizers.processors import TemplateProcessing
 
 ADDED = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<pad>", "<|begin_of_text|>", "[CLS]"]

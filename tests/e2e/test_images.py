@@ -29,13 +29,13 @@ from engine.protocol.sampling_params import SamplingParams
 from PIL import Image
 from support.gguf_writer import write_gguf
 from support.image_models import CHATS, Model
+from support.image_processors import image_processor
 from support.image_requests import NUM_TOKENS, ask_together, chat, data_url, picture
 from support.mllama import mllama_directory, next_logprobs
 from support.mmproj_writer import write_mmproj
 from support.molmo_images import molmo2_directory, reference_images
 from support.program import wait_until
 from support.server import DEVICE, Server, assert_nothing_is_held, title_of
-from support.vision_checkpoints import image_processor
 
 torch.set_num_threads(1)
 FLAGS = ("--dtype", "float32", "--device", DEVICE, "--served-model-name", "tiny")

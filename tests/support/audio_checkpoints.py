@@ -11,7 +11,13 @@ import numpy as np
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from support.gemma_audio import IMAGE_PROCESSOR, gemma3n_directory, gemma4_config
+from support.gemma_audio import (
+    FRAME_SIZE,
+    IMAGE_PROCESSOR,
+    gemma3n_directory,
+    gemma4_config,
+    gemma4_unified_config,
+)
 from support.image_marks import GEMMA_MARKS
 from support.omni import omni_config, write_omni
 from support.qwen_checkpoints import END, IMAGE, START, VIDEO
@@ -33,7 +39,8 @@ WINDOW_S = 2
 
 MODELS = (
     *("qwen2_audio", "voxtral", "qwen3_asr", "glmasr", "granite_speech", "qwen3_asr thinker"),
-    *("gemma3n", "gemma4", "audioflamingo3", "granite_speech_plus", "musicflamingo"),
+    *("gemma3n", "gemma4", "gemma4_unified"),
+    *("audioflamingo3", "granite_speech_plus", "musicflamingo"),
 )
 """Kinds of models. "qwen3_asr thinker" has the layout of Qwen's own checkpoints, others have that of transformers."""
 
@@ -55,6 +62,7 @@ _PARTS = {
 
 _PARTS["qwen3_omni"] = _PARTS["qwen2_5_omni"] = _PARTS["qwen3_asr"]
 _PARTS["qwen3_asr thinker"] = _PARTS["qwen3_asr"]
+_PARTS["gemma4_unified"] = _PARTS["gemma4"]
 _PARTS["granite_speech_plus"] = _PARTS["granite_speech"]
 MARKS = {kind: parts[1] for kind, parts in _PARTS.items()}
 
@@ -63,7 +71,7 @@ def audio_directory(directory: Path, kind: str) -> tuple[Path, Any]:
     """Write a model of one of `MODELS`. Return its directory and transformers' model."""
     tokenizer = sentencepiece_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": list(_PARTS[kind])})
-    if kind == "gemma4":
+    if kind.startswith("gemma4"):
         tokenizer.add_special_tokens({"additional_special_tokens": [*GEMMA_MARKS.values()]})
         tokenizer.init_kwargs |= {f"{name}_token": mark for name, mark in GEMMA_MARKS.items()}
     tokenizer.add_tokens("[TRANSCRIBE]" if kind == "voxtral" else "<asr_text>")
@@ -160,13 +168,15 @@ def audio_directory(directory: Path, kind: str) -> tuple[Path, Any]:
         )
         name = "Qwen3OmniMoe" if kind == "qwen3_omni" else "Qwen2_5Omni"
         model = getattr(transformers, f"{name}ThinkerForConditionalGeneration")(config)
-    elif kind == "gemma4":
+    elif kind.startswith("gemma4"):
         begin, _, end = tokenizer.convert_tokens_to_ids(_PARTS[kind])
         marks = {"boa_token_id": begin, "audio_token_id": mark, "eoa_token_index": end}
         for name, image_mark in GEMMA_MARKS.items():
             marks[f"{name}_token_id"] = tokenizer.convert_tokens_to_ids(image_mark)
-        config = gemma4_config(text, NUM_MEL_BINS, **marks)
-        model = transformers.Gemma4ForConditionalGeneration(config)
+        make = gemma4_config if kind == "gemma4" else gemma4_unified_config
+        config = make(text, NUM_MEL_BINS, **marks)
+        name = config.__class__.__name__.replace("Config", "ForConditionalGeneration")
+        model = getattr(transformers, name)(config)
     elif kind == "glmasr":
         config = transformers.GlmAsrConfig(
             audio_config={
@@ -237,7 +247,7 @@ def audio_directory(directory: Path, kind: str) -> tuple[Path, Any]:
     if kind in OMNI_MODELS:
         extractor(kind).save_pretrained(directory)
         write_omni(directory, kind)
-    elif kind == "gemma4":
+    elif kind.startswith("gemma4"):
         (directory / "preprocessor_config.json").write_text(json.dumps(IMAGE_PROCESSOR))
     elif not kind.startswith("granite"):
         extractor(kind).save_pretrained(directory)
@@ -275,6 +285,8 @@ def extractor(kind: str) -> Any:
         return transformers.Gemma3nAudioFeatureExtractor(feature_size=NUM_MEL_BINS)
     if kind == "gemma4":
         return transformers.Gemma4AudioFeatureExtractor(feature_size=NUM_MEL_BINS)
+    if kind == "gemma4_unified":
+        return transformers.Gemma4UnifiedAudioFeatureExtractor(audio_samples_per_token=FRAME_SIZE)
     if kind.startswith("qwen3_asr"):
         return transformers.Qwen3ASRFeatureExtractor(feature_size=NUM_MEL_BINS)
     return transformers.WhisperFeatureExtractor(
@@ -289,7 +301,7 @@ def reference_inputs(kind: str, clips: list[np.ndarray]) -> dict[str, torch.Tens
     if kind == "gemma3n":
         found = [extractor(kind)(clip, return_tensors="pt") for clip in clips]
         return {"input_features": [each["input_features"][0] for each in found]}
-    if kind == "gemma4":
+    if kind.startswith("gemma4"):
         return dict(extractor(kind)(clips, return_tensors="pt"))
     if kind.startswith("granite"):
         return {"input_features": torch.stack([granite_features(clip) for clip in clips])}

@@ -149,3 +149,24 @@ def gemma4_config(text: dict[str, Any], num_mel_bins: int, **marks: int) -> Any:
         video_token_id=1,
         **marks,
     )
+
+
+FRAME_SIZE = 640
+"""The samples of a frame of Gemma 4's unified models."""
+
+
+def gemma4_unified_config(text: dict[str, Any], num_mel_bins: int, **marks: int) -> Any:
+    """Return the config of a unified Gemma 4. `marks` are the tokens of clips and images."""
+    text = text | {"head_dim": 16, "global_head_dim": 16, "num_hidden_layers": 3}
+    text |= {"model_type": "gemma4_unified_text", "sliding_window": 24, "num_kv_shared_layers": 0}
+    text["layer_types"] = ["sliding_attention", "sliding_attention", "full_attention"]
+    vision = {"patch_size": 8, "pooling_kernel_size": 2}
+    vision |= {"mm_embed_dim": 40, "output_proj_dims": 40, "mm_posemb_size": 80}
+    return transformers.Gemma4UnifiedConfig(
+        text_config=text,
+        vision_config=vision,
+        audio_config={"audio_embed_dim": FRAME_SIZE},
+        tie_word_embeddings=False,
+        video_token_id=1,
+        **marks,
+    )

@@ -12,7 +12,7 @@ MARKS = ["<fake_token_around_image>", "<global-img>", "<image>", "<end_of_uttera
     f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5)
 ]
 MODELS = ("idefics3", "smolvlm", "llava-clip", "llava-siglip", "internvl", "aya_vision")
-GEMMA_MODELS = ("gemma3", "gemma4", "paligemma", "paligemma2")
+GEMMA_MODELS = ("gemma3", "gemma4", "gemma4_unified", "paligemma", "paligemma2")
 SIZED_MODELS = ("pixtral", "mistral3", "lighton_ocr", "mistral_large4")
 ANYRES_MODELS = ("llava_next", "llava_onevision")
 LLAMA4_MARKS = {

@@ -8,11 +8,16 @@ from typing import Any
 import torch
 import transformers
 from PIL import Image
+from support.image_processors import image_processor
 from support.image_requests import NUM_TOKENS, ask_together, chat, data_url, picture
 from support.server import Server
-from support.vision_checkpoints import image_processor, vision_directory
+from support.vision_checkpoints import vision_directory
 
-TOKEN_TYPES = {"gemma3": "token_type_ids", "gemma4": "mm_token_type_ids"}
+TOKEN_TYPES = {
+    "gemma3": "token_type_ids",
+    "gemma4": "mm_token_type_ids",
+    "gemma4_unified": "mm_token_type_ids",
+}
 CHATS = [
     ("the quick", picture(1, 200, 150), "brown fox", picture(2, 64, 64), "jumps"),
     ("the quick", picture(1, 200, 150), "brown fox", picture(3, 64, 64), "jumps"),

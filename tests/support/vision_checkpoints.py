@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -328,6 +327,9 @@ def _gemma4(
     text |= {"vocab_size_per_layer_input": text["vocab_size"], "num_kv_shared_layers": 0}
     text["layer_types"] = ["sliding_attention", "sliding_attention", "full_attention"]
     text["use_bidirectional_attention"] = "vision"
+    if kind == "gemma4_unified":
+        text = {name: text[name] for name in text if "per_layer" not in name}
+        text["model_type"] = "gemma4_unified_text"
     vision = {name: tower[name] for name in tower if name != "image_size"}
     num_heads = tower["num_attention_heads"]
     vision |= {"head_dim": tower["hidden_size"] // num_heads, "num_key_value_heads": num_heads}
@@ -337,7 +339,11 @@ def _gemma4(
         f"{each}_token_id": tokenizer.convert_tokens_to_ids(GEMMA_MARKS[each])
         for each in ("boi", "eoi", "image")
     }
-    config = transformers.Gemma4Config(
+    if kind == "gemma4_unified":
+        vision = {"patch_size": tower["patch_size"], "pooling_kernel_size": 2}
+        vision |= {"mm_embed_dim": 40, "output_proj_dims": 40, "mm_posemb_size": 80}
+    name = _class(kind).removesuffix("ForConditionalGeneration")
+    config = getattr(transformers, f"{name}Config")(
         vision_config=vision,
         text_config=text,
         audio_config=None,
@@ -347,12 +353,12 @@ def _gemma4(
         eoa_token_index=1,
     )
     processor = {
-        "image_processor_type": "Gemma4ImageProcessor",
+        "image_processor_type": f"{name}ImageProcessor",
         "max_soft_tokens": 70,
         "patch_size": tower["patch_size"],
         "pooling_kernel_size": 2,
     }
-    return config, processor, {"processor_class": "Gemma4Processor"}
+    return config, processor, {"processor_class": f"{name}Processor"}
 
 
 def _pixtral(
@@ -467,6 +473,7 @@ _PARTS_BY_FAMILY = {
     "paligemma": _gemma,
     "paligemma2": _gemma,
     "gemma4": _gemma4,
+    "gemma4_unified": _gemma4,
     "llava_next": _anyres,
     "llava_onevision": _anyres,
     "pixtral": _pixtral,
@@ -476,21 +483,6 @@ _PARTS_BY_FAMILY = {
 }
 
 
-def image_processor(path: Path, kind: str, **overrides: Any) -> Any:
-    """Return transformers' image processor with Pillow for a directory that `vision_directory` wrote."""
-    fields = json.loads((path / "preprocessor_config.json").read_text()) | overrides
-    name = fields.pop("image_processor_type")
-    if kind in ("internvl", "internvl_chat", "aya_vision"):
-        fields["crop_to_patches"] = True
-    families = {"GotOcr2": "got_ocr2", "LlavaNext": "llava_next"}
-    families |= {"LlavaOnevision": "llava_onevision"}
-    family = families.get(
-        name.removesuffix("ImageProcessor"), name.removesuffix("ImageProcessor").lower()
-    )
-    module = import_module(f"transformers.models.{family}.image_processing_pil_{family}")
-    return getattr(module, f"{name}Pil")(**fields)
-
-
 def _class(kind: str) -> str:
     names = {"idefics3": "Idefics3", "smolvlm": "SmolVLM", "llava": "Llava"}
     names |= dict.fromkeys(("internvl", "internvl_chat"), "InternVL")
@@ -498,6 +490,7 @@ def _class(kind: str) -> str:
     names |= {"vipllava": "VipLlava", "lighton_ocr": "LightOnOcr", "aya_vision": "AyaVision"}
     names |= {"cohere2_vision": "Cohere2Vision", "qianfan_ocr": "QianfanOCR"}
     names |= {"gemma3": "Gemma3", "gemma4": "Gemma4", "pixtral": "Llava", "mistral3": "Mistral3"}
+    names["gemma4_unified"] = "Gemma4Unified"
     names["mistral_large4"] = "MistralLarge4"
     names |= {"llama4": "Llama4", "llava_next": "LlavaNext", "llava_onevision": "LlavaOnevision"}
     names |= dict.fromkeys(("paligemma", "paligemma2"), "PaliGemma")

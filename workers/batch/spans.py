@@ -10,14 +10,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+import msgspec
 import numpy as np
 
 from ...protocol.arrays import Int32Array
 from ...protocol.config.images import SpanKind
 from ...protocol.encoder_inputs.inputs import EncoderInput
+from ...protocol.encoder_inputs.payloads import AudioPayload
 
 LIMITS: Final = 2**31 - 1
 """In place of the first token that a token sees outside its window: the end limits the window instead."""
+
+_AUDIO: Final = msgspec.msgpack.encode(AudioPayload(0, 0, b""))[: len("[]AudioPayload")]
+"""The beginning of the data of audio clips, whose tokens attend only to earlier ones."""
 
 
 class VisibleStarts:
@@ -63,7 +68,11 @@ class Spans:
         if self._kind is SpanKind.PROMPT:
             spans = [(0, num_prompt_tokens)]
         else:
-            spans = [(item.position, item.position + item.num_tokens) for item in inputs]
+            spans = [
+                (item.position, item.position + item.num_tokens)
+                for item in inputs
+                if not item.data.startswith(_AUDIO)
+            ]
         self._by_slot[slot] = spans
 
     def visible_tokens(
@@ -86,6 +95,6 @@ class Spans:
                     visible_T2 = np.stack((positions_T, positions_T + 1), 1).astype(np.int32)
                 tokens = slice(start + max(span_start - first, 0), start + span_end - first)
                 visible_T2[tokens, 1] = span_end
-                if self._kind is SpanKind.PROMPT:
+                if self._kind in (SpanKind.PROMPT, SpanKind.WHOLE_IMAGE):
                     visible_T2[tokens, 0] = span_start
         return visible_T2

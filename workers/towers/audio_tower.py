@@ -20,6 +20,7 @@ from ...protocol.config.audio_tower import (
     CausalSpec,
     ConformerSpec,
     FastConformerSpec,
+    FrameSpec,
     OutputTimes,
     StreamingSpec,
     UniversalSpeechSpec,
@@ -28,7 +29,7 @@ from ...protocol.encoder_inputs.payloads import AudioPayload
 from ...protocol.errors import EngineError
 from ..device.torch_threads import torch_threads
 from ..loaders import Checkpoint
-from .audio import causal, conformer, fast_conformer, streaming, universal
+from .audio import causal, conformer, fast_conformer, frames, streaming, universal
 from .audio.stems import make_stem, stem_marker
 from .image_tower import TowerSource
 from .layers import LayersSpec, LayerWeights, Patches
@@ -65,6 +66,8 @@ class AudioTower:
         elif isinstance(spec, CausalSpec):
             weights = source.weights(causal.MARKER)
             self._encode = causal.CausalEncoder(spec, weights, source.checkpoint)
+        elif isinstance(spec, FrameSpec):
+            self._encode = frames.FrameProjection(spec, source.weights(frames.MARKER))
         elif isinstance(spec, UniversalSpeechSpec):
             weights = source.weights(universal.MARKER, spec.tensor_names)
             self._encode = universal.UniversalSpeech(spec, weights)

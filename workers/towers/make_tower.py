@@ -5,6 +5,7 @@ from __future__ import annotations
 from ...protocol.checkpoint.vision.convolutional.fastvit import FastVitSpec
 from ...protocol.checkpoint.vision.convolutional.mobilenet import ConvVisionSpec
 from ...protocol.checkpoint.vision.deepseek import JoinedVisionSpec, QueryVisionSpec
+from ...protocol.checkpoint.vision.gemma import PatchVisionSpec
 from ...protocol.checkpoint.vision.grid import GridVisionSpec
 from ...protocol.checkpoint.vision.llama import TilesVisionSpec
 from ...protocol.checkpoint.vision.read import AnyVisionSpec
@@ -13,6 +14,7 @@ from .convolutional.fastvit import FastVitTower
 from .convolutional.mobilenet import MobileNetTower
 from .grid_tower import GridTower
 from .image_tower import ImageTower, TowerSource
+from .patch_tower import PatchTower
 from .query_tower import QueryTower
 from .tiles.crops_tower import CropsTower
 from .tiles.joined_tower import JoinedTower
@@ -41,6 +43,8 @@ def make_tower(spec: AnyVisionSpec, source: TowerSource) -> ImageTower:
         return TilesTower(spec, source)
     if isinstance(spec, PooledVisionSpec):
         return PooledTower(spec, source)
+    if isinstance(spec, PatchVisionSpec):
+        return PatchTower(spec, source)
     if spec.has_crops:
         return CropsTower(spec, source)
     return VisionTower(spec, source)

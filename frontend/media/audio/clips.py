@@ -89,6 +89,13 @@ def _windows(samples: Float32Array, config: ChatAudioConfig) -> Iterator[tuple[F
         features = clip_log_mel(samples, frames, tower.num_mel_bins)
         yield features, features.shape[1]
         return
+    if config.framing is Framing.SAMPLES:
+        size = tower.num_mel_bins
+        rows = np.pad(samples, (0, -len(samples) % size)).reshape(-1, size)
+        for start in range(0, len(rows), tower.num_frames):
+            part = rows[start : start + tower.num_frames].T
+            yield part, part.shape[1]
+        return
     num_samples, num_frames = len(samples), -(-len(samples) // HOP)
     if config.framing is Framing.CLIP:
         num_frames = len(samples) // HOP

@@ -12,7 +12,7 @@ from ....protocol.config.chat_audio import ChatAudioConfig
 from ....protocol.config.model import AudioProcessorConfig
 from ....protocol.errors import ParameterError
 from ...http.shown_values import echo
-from ..audio.log_mel import HOP, RATE
+from ..audio.log_mel import RATE
 from .languages import find_language
 
 CHAT_WINDOW_S: Final = 30.0
@@ -120,8 +120,8 @@ def speech_model(model: ModelConfig) -> SpeechModel | None:
 
 def _half_context_s(audio: ChatAudioConfig, max_model_len: int) -> float:
     """Return the length in seconds of a clip whose embeddings fill half of the context."""
-    hops_per_output = audio.window_hops / audio.outputs_per_window
-    return max_model_len / 2 * hops_per_output * HOP / RATE
+    samples_per_output = audio.window_samples / audio.outputs_per_window
+    return max_model_len / 2 * samples_per_output / RATE
 
 
 def verify_transcribes(model: ModelConfig) -> SpeechModel:

@@ -8,6 +8,7 @@ from typing import Any, Final
 from ....protocol.checkpoint.config_fields import ConfigFields
 from ....protocol.checkpoint.vision.convolutional.fastvit import FastVitSpec
 from ....protocol.checkpoint.vision.convolutional.mobilenet import ConvVisionSpec
+from ....protocol.checkpoint.vision.gemma import PatchVisionSpec
 from ....protocol.checkpoint.vision.llama import TilesVisionSpec
 from ....protocol.checkpoint.vision.spec import VisionSpec
 
@@ -23,7 +24,7 @@ CLIP_VALUES: Final = {
 
 def values(
     fields: ConfigFields,
-    vision: VisionSpec | TilesVisionSpec | ConvVisionSpec | FastVitSpec,
+    vision: VisionSpec | TilesVisionSpec | ConvVisionSpec | FastVitSpec | PatchVisionSpec,
     token_id: int,
     resample: int,
 ) -> dict[str, Any]:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Final
 
+import msgspec
+
 from ....protocol.checkpoint.config_fields import ConfigFields
 from ....protocol.checkpoint.vision.convolutional.mobilenet import ConvVisionSpec
+from ....protocol.checkpoint.vision.gemma import PatchVisionSpec
 from ....protocol.checkpoint.vision.spec import MAX_SIDE, VisionSpec
 from ....protocol.config.images import BudgetProcessor, PanScanProcessor, SquareProcessor
 from .fields import BICUBIC, BILINEAR, side_of_tile, sides, values
@@ -60,20 +63,49 @@ def gemma3n(source: ProcessorSource, vision: ConvVisionSpec, token_id: int) -> S
 
 def gemma4(source: ProcessorSource, vision: VisionSpec, token_id: int) -> BudgetProcessor:
     """Return the processor of Gemma 4."""
-    fields: ConfigFields = source.fields
+    processor = _budget(
+        source,
+        vision,
+        source.fields.with_values({"do_normalize": True}),
+        token_id,
+        most=("position_embedding_size", vision.num_positions, vision.merge_factor),
+    )
+    # The vision tower itself maps pixels to -1..1.
+    return msgspec.structs.replace(processor, mean=(0.5,) * 3, std=(0.5,) * 3)
+
+
+def gemma4_unified(
+    source: ProcessorSource, vision: PatchVisionSpec, token_id: int
+) -> BudgetProcessor:
+    """Return the processor of Gemma 4's unified models."""
+    fields = source.fields.with_defaults(do_normalize=False)
+    most = "mm_posemb_size", vision.num_positions, 1
+    return _budget(source, vision, fields, token_id, most=most)
+
+
+def _budget(
+    source: ProcessorSource,
+    vision: VisionSpec | PatchVisionSpec,
+    fields: ConfigFields,
+    token_id: int,
+    *,
+    most: tuple[str, int, int],
+) -> BudgetProcessor:
+    """Return the processor with the colors in `fields`.
+
+    `most` has the field with the number of positions of the tower, that number, and how many of them an embedding
+    takes in each direction.
+    """
     budget = fields.integer("max_soft_tokens", vision.num_outputs)
     if budget not in _BUDGETS:
         raise fields.wrong("max_soft_tokens", f"one of {', '.join(map(str, _BUDGETS))}", budget)
-    most = vision.num_positions // vision.merge_factor
-    if budget > most:
+    name, num_positions, factor = most
+    if budget > num_positions // factor:
         # The longer side of an image may have this many embeddings.
-        needed = f"at most {most} for position_embedding_size {vision.num_positions} of the tower"
+        needed = f"at most {num_positions // factor} for {name} {num_positions} of the tower"
         raise fields.wrong("max_soft_tokens", needed, budget)
-    common = values(fields.with_values({"do_normalize": True}), vision, token_id, BICUBIC)
-    # The vision tower itself maps pixels to -1..1.
-    common |= {"mean": (0.5,) * 3, "std": (0.5,) * 3, "num_outputs": budget}
     return BudgetProcessor(
-        **common,
+        **values(fields, vision, token_id, BICUBIC) | {"num_outputs": budget},
         side_factor=vision.side_factor,
         start=source.special_token("boi_token"),
         end=source.special_token("eoi_token"),

@@ -15,7 +15,7 @@ from ....protocol.config.images import AnyImageProcessor
 from ....protocol.errors import CheckpointError
 from ...tokenizer.config import TokenizerConfig
 from .anyres import anyres
-from .gemma import gemma3, gemma3n, gemma4, paligemma
+from .gemma import gemma3, gemma3n, gemma4, gemma4_unified, paligemma
 from .idefics3 import grid
 from .lfm2 import thumbnail
 from .llama4 import mosaic, tiles
@@ -174,6 +174,7 @@ _READERS: Final[dict[str, _Reader]] = {
     "gemma3": gemma3,
     "gemma3n": gemma3n,
     "gemma4": gemma4,
+    "gemma4_unified": gemma4_unified,
     "glm4v": resize_pairs,
     "glm4v_moe": resize_pairs,
     "glm46v": resize_pairs,

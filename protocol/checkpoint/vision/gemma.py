@@ -2,12 +2,43 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import ClassVar, Final
+
+import msgspec
 
 from ...config.images import SpanKind
 from ..config_fields import ConfigFields
 from .fields import Sizes, image_and_patch_size, read_sizes
 from .spec import VisionSpec
+
+
+class PatchVisionSpec(msgspec.Struct, frozen=True):
+    """The projection of images in Gemma 4's unified models, which have no vision tower.
+
+    The pixels of each square are normed, multiplied by a matrix and normed again. Learned positions of the column and
+    the row are added. A third norm follows, and a fourth without weights, whose epsilon is `norm_eps`. A matrix makes
+    the embedding.
+
+    Attributes:
+        side_factor: The side of a square in pixels.
+        num_positions: The maximum number of squares in each direction.
+        has_axes: Always False, because the decoder's positions have one coordinate.
+    """
+
+    side_factor: int
+    hidden_size: int
+    num_positions: int
+    norm_eps: float
+    output_size: int
+    span_kind: SpanKind | None
+    tensor_names: tuple[tuple[str, str], ...]
+    has_axes: ClassVar[bool] = False
+
+    @property
+    def num_outputs(self) -> int:
+        """The default maximum number of embeddings of an image."""
+        return MAX_OUTPUTS
+
 
 SIGLIP_SIZES: Final = Sizes(224, 16, 768, 3072, num_heads=12, num_layers=12)
 MAX_OUTPUTS: Final = 280
@@ -99,6 +130,27 @@ def gemma4(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Visi
         clips_products=vision.boolean("use_clipped_linears", False),
         span_kind=SpanKind.IMAGE_IN_WINDOWS if sees_on else None,
         tensor_names=_GEMMA4_NAMES,
+    )
+
+
+def gemma4_unified(fields: ConfigFields, vision: ConfigFields, output_size: int) -> PatchVisionSpec:
+    """Return the projection of Gemma 4's unified models."""
+    text = fields.first_section("text_config")
+    text = text.with_defaults(use_bidirectional_attention="vision")
+    patch_size = vision.integer("patch_size", 16, maximum=256)
+    return PatchVisionSpec(
+        side_factor=patch_size * vision.integer("pooling_kernel_size", 3, maximum=64),
+        hidden_size=vision.integer("mm_embed_dim", 3840),
+        num_positions=vision.integer("mm_posemb_size", 1120),
+        norm_eps=vision.positive("rms_norm_eps", 1e-6),
+        output_size=output_size,
+        span_kind=SpanKind.WHOLE_IMAGE
+        if text.get("use_bidirectional_attention") == "vision"
+        else None,
+        tensor_names=(
+            (r"\bvision_embedder\.", "embed_vision."),
+            (r"\bembed_vision\.multimodal_embedder\.", "embed_vision."),
+        ),
     )
 
 

@@ -10,7 +10,7 @@ from .aria import aria
 from .convolutional.fastvit import FastVitSpec, fast_vlm
 from .convolutional.mobilenet import ConvVisionSpec, gemma3n
 from .deepseek import JoinedVisionSpec, QueryVisionSpec, deepseek_ocr, deepseek_ocr2
-from .gemma import gemma3, gemma4, paligemma
+from .gemma import PatchVisionSpec, gemma3, gemma4, gemma4_unified, paligemma
 from .grid import (
     GridVisionSpec,
     ernie4_5_vl,
@@ -59,6 +59,7 @@ AnyVisionSpec: TypeAlias = (
     | FastVitSpec
     | TilesVisionSpec
     | PooledVisionSpec
+    | PatchVisionSpec
 )
 
 
@@ -123,6 +124,7 @@ _READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionS
     "gemma3": gemma3,
     "gemma3n": gemma3n,
     "gemma4": gemma4,
+    "gemma4_unified": gemma4_unified,
     "glm4v": glm4v,
     "glm4v_moe": glm4v,
     "glm46v": glm4v,

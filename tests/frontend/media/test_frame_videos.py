@@ -25,7 +25,8 @@ from engine.protocol.checkpoint.config_fields import ConfigFields
 from engine.protocol.checkpoint.field_names import text_section
 from PIL import Image
 from support.image_marks import INTERNVL_MARKS, image_mark
-from support.vision_checkpoints import image_processor, vision_directory
+from support.image_processors import image_processor
+from support.vision_checkpoints import vision_directory
 from transformers.video_utils import VideoMetadata, default_sample_indices_fn
 
 pytestmark = pytest.mark.slow

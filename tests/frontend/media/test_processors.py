@@ -31,7 +31,8 @@ from support.image_marks import (
     SIZED_MODELS,
     image_mark,
 )
-from support.vision_checkpoints import image_processor, vision_directory
+from support.image_processors import image_processor
+from support.vision_checkpoints import vision_directory
 from transformers.models.llama4.processing_llama4 import Llama4Processor
 
 pytestmark = pytest.mark.slow
@@ -94,7 +95,7 @@ def test_images_with_margins_equal_those_of_transformers(side, tmp_path):
         _read(path, split_image=True)
 
 
-@pytest.mark.parametrize("kind", [*SIZED_MODELS, "gemma4"])
+@pytest.mark.parametrize("kind", [*SIZED_MODELS, "gemma4", "gemma4_unified"])
 def test_images_of_any_size_equal_those_of_transformers(kind, tmp_path):
     path, _ = vision_directory(tmp_path, kind)
     # LightOnOCR's own patches are smaller than what makes an embedding, for which some images are too small.
@@ -109,10 +110,11 @@ def test_images_of_any_size_equal_those_of_transformers(kind, tmp_path):
         else:
             expected = processor(image, return_tensors="np")
             [patches], [positions] = expected["pixel_values"], expected["image_position_ids"]
-            columns, rows = positions.max(0) + 1
-            patches = patches[: rows * columns].reshape(rows, columns, 8, 8, 3)
-            expected = (patches - 0.5) * 2
-            expected = expected.transpose(4, 0, 2, 1, 3).reshape(3, rows * 8, columns * 8)
+            columns, rows = np.array(positions).max(0) + 1
+            side = 8 if kind == "gemma4" else 16
+            patches = np.array(patches)[: rows * columns].reshape(rows, columns, side, side, 3)
+            expected = (patches - 0.5) * 2 if kind == "gemma4" else patches
+            expected = expected.transpose(4, 0, 2, 1, 3).reshape(3, rows * side, columns * side)
         [tile] = _tiles(image, config)
         np.testing.assert_allclose(_normalized(tile), expected, rtol=0, atol=1e-6)
     if kind == "lighton_ocr":
@@ -227,12 +229,12 @@ def test_prompts_equal_those_of_transformers(kind, tmp_path):
     name = others.pop("processor_class")
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     mark = image_mark(kind)
-    if kind not in ("gemma3", "gemma4"):
+    if not kind.startswith(("gemma3", "gemma4")):
         tokenizer.image_token = mark
         tokenizer.image_token_id = tokenizer.convert_tokens_to_ids(mark)
     images = [_image(200, 150), _image(64, 64)]
     text = f"the {mark} quick\n{mark}fox"
-    if kind in ("internvl", "gemma4", "llava_onevision", *SIZED_MODELS):
+    if kind in ("internvl", "gemma4", "gemma4_unified", "llava_onevision", *SIZED_MODELS):
         texts = _texts_of_images(kind, path, name, others, images)
         before, between, after = text.split(mark)
         expected = tokenizer(f"{before}{texts[0]}{between}{texts[1]}{after}")["input_ids"]

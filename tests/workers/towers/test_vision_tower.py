@@ -18,12 +18,14 @@ from engine.protocol.errors import EngineError
 from engine.workers.batch.spans import Spans
 from engine.workers.loaders.open_checkpoint import open_checkpoint
 from engine.workers.towers.image_tower import TowerSource
+from engine.workers.towers.make_tower import make_tower
 from engine.workers.towers.placed import Placed
-from engine.workers.towers.vision_tower import VisionTower
 from PIL import Image
 from support.decoders import CPU, TOWER_LAYERS, Runner, load_decoder, load_native_decoder
 from support.image_marks import ANYRES_MODELS, GEMMA_MODELS, MODELS, SIZED_MODELS
-from support.vision_checkpoints import TILE, TOWER_SIZES, image_processor, vision_directory
+from support.image_models import TOKEN_TYPES
+from support.image_processors import image_processor
+from support.vision_checkpoints import TILE, TOWER_SIZES, vision_directory
 
 pytestmark = pytest.mark.slow
 
@@ -47,6 +49,7 @@ KINDS = (
     *ANYRES_MODELS,
 )
 SIZES = {"gemma4": [(48, 32), (80, 64)], "pixtral": [(48, 24), (64, 64)]}
+SIZES["gemma4_unified"] = [(48, 32), (128, 96)]
 SIZES["mistral3"] = SIZES["mistral_large4"] = [(48, 32), (80, 64)]
 SIZES["lighton_ocr"] = [(56, 40), (80, 64)]
 
@@ -90,14 +93,14 @@ def _reference_images(kind, pixels):
     sizes = [image.shape[1:] for image in pixels]
     if kind in ("idefics3", "smolvlm"):
         return {"pixel_values": torch.stack(pixels)[None]}
-    if kind == "gemma4":
-        # Its model normalizes again, and reads patches with their pixels one after the other.
-        patches = [
-            image.div(2).add(0.5).unflatten(1, (-1, 8)).unflatten(3, (-1, 8)) for image in pixels
-        ]
+    if kind.startswith("gemma4"):
+        # Gemma 4 normalizes again. Both models read patches with their pixels one after the other.
+        side = 8 if kind == "gemma4" else 16
+        own = [image.div(2).add(0.5) if kind == "gemma4" else image for image in pixels]
+        patches = [image.unflatten(1, (-1, side)).unflatten(3, (-1, side)) for image in own]
         patches = [each.permute(1, 3, 2, 4, 0).flatten(2).flatten(0, 1) for each in patches]
         places = [
-            torch.cartesian_prod(torch.arange(h // 8), torch.arange(w // 8)) for h, w in sizes
+            torch.cartesian_prod(torch.arange(h // side), torch.arange(w // side)) for h, w in sizes
         ]
         pad = torch.nn.utils.rnn.pad_sequence
         return {
@@ -133,7 +136,7 @@ def test_logits_equal_those_of_transformers(model, load):
     decoder = load(path, max_model_len=1024)
     spec = decoder.spec
     checkpoint = open_checkpoint(path)
-    tower = VisionTower(
+    tower = make_tower(
         spec.encoder, TowerSource(checkpoint, CPU, torch.float32, make_layers=TOWER_LAYERS[load])
     )
     images = [_image(seed, *size) for seed, size in enumerate(SIZES.get(kind, [(TILE, TILE)] * 2))]
@@ -162,9 +165,8 @@ def test_logits_equal_those_of_transformers(model, load):
         spans.append((start, len(prompt)))
     prompt += [rng.randrange(4, 300) for _ in range(9)]
     is_image = torch.tensor(prompt) == image_token
-    types = {"gemma3": "token_type_ids", "gemma4": "mm_token_type_ids"}
-    if kind in types:
-        arguments[types[kind]] = is_image[None].long()
+    if kind in TOKEN_TYPES:
+        arguments[TOKEN_TYPES[kind]] = is_image[None].long()
     if kind.startswith("paligemma"):
         # Four tokens follow the prompt.
         arguments["token_type_ids"] = torch.tensor([[0] * (len(prompt) - 4) + [1] * 4])
@@ -192,9 +194,7 @@ def test_logits_equal_those_of_transformers(model, load):
 def test_an_image_of_another_size_is_refused(model):
     _, path, _ = model
     decoder = load_decoder(path, max_model_len=512)
-    tower = VisionTower(
-        decoder.spec.encoder, TowerSource(open_checkpoint(path), CPU, torch.float32)
-    )
+    tower = make_tower(decoder.spec.encoder, TowerSource(open_checkpoint(path), CPU, torch.float32))
     with pytest.raises(
         EngineError, match=r"has 9 x 4 pixels, the model reads (64|multiples|a grid|squares)"
     ):
@@ -206,9 +206,7 @@ def test_frames_of_a_video_are_reduced_as_by_transformers(tmp_path):
     sizes = TOWER_SIZES | {"image_size": 72}
     path, reference = vision_directory(tmp_path, "llava_onevision", tower=sizes)
     decoder = load_decoder(path, max_model_len=512)
-    tower = VisionTower(
-        decoder.spec.encoder, TowerSource(open_checkpoint(path), CPU, torch.float32)
-    )
+    tower = make_tower(decoder.spec.encoder, TowerSource(open_checkpoint(path), CPU, torch.float32))
     images = [_image(seed, 72, 72) for seed in range(3)]
     pixels = torch.stack([pixels for _, pixels in images])[None]
     with torch.inference_mode():
