@@ -17,7 +17,6 @@ from ..client.beam_search import BeamSearch
 from ..client.engine_client import RequestGroup
 from ..http.deadline import read_deadline
 from ..http.errors import APIError, json_response, renaming
-from ..http.trace_headers import read_trace_headers
 from .answer import Answer, Outputs, Request
 from .bodies.body import ClientDisconnected
 from .bodies.intake import Intake
@@ -31,8 +30,7 @@ from .generation import (
     ClientWatch,
     PreparedPrompt,
     beam_search_params,
-    find_data_parallel_rank,
-    find_tenant,
+    find_origin,
     read_outputs,
     submit,
     verify_streamed_logprobs,
@@ -98,8 +96,7 @@ class Endpoint(ABC, Generic[Request]):
         serving.verify_model(request.model)
         serving.verify_serving()
         verify_streaming(request)
-        tenant = find_tenant(request, state["tenant"])
-        rank = find_data_parallel_rank(scope, serving.num_replicas)
+        origin = find_origin(scope, request, deadline, serving.num_replicas)
         if (greeting := self._greeting(request)) is not None:
             await json_response(greeting)(scope, receive, send)
             return
@@ -107,22 +104,10 @@ class Endpoint(ABC, Generic[Request]):
         verify_streamed_logprobs(request, prompts, serving)
         lease.count_media(sum(prompt.num_image_bytes * prompt.params.n for prompt in prompts))
         request_id, recent = state["request_id"], serving.recent_prompts
-        first, owner = prompts[0], state["cache_owner"]
+        first, owner = prompts[0], origin.cache_owner
         nearest = recent.find_nearest(owner, first.token_ids) if request.include_receipt else None
         recent.add(owner, first.token_ids)
-        trace_headers = read_trace_headers(scope)
-        start = partial(
-            submit,
-            serving,
-            request,
-            prompts,
-            request_id,
-            tenant=tenant,
-            cache_owner=state["cache_owner"],
-            deadline=deadline,
-            data_parallel_rank=rank,
-            trace_headers=trace_headers,
-        )
+        start = partial(submit, serving, request, prompts, request_id, origin)
         max_logprobs = serving.config.frontend.max_logprobs
         beams = beam_search_params(request, prompts, max_logprobs)
         if beams is None:
@@ -131,9 +116,7 @@ class Endpoint(ABC, Generic[Request]):
                 prompts,
                 prefix=self.id_prefix_of(request),
                 fingerprint=serving.find_fingerprint(request.model),
-                tenant=tenant,
-                deadline=deadline,
-                trace_headers=trace_headers,
+                origin=origin,
             )
             if (same := await keeper.find_same_request(record)) is not None:
                 with same:

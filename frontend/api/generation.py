@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -40,6 +40,7 @@ from ..http.errors import (
     too_many_requests,
     unavailable,
 )
+from ..http.trace_headers import read_trace_headers
 from .bodies.body import ClientDisconnected
 from .inputs.transfer_params import transfer_params
 from .prompts import verify_num_sequences
@@ -83,6 +84,24 @@ class HasUser(Protocol):
     """A request with an optional `user`."""
 
     user: str | None
+
+
+class Origin(NamedTuple):
+    """The properties of a request that come from its client and its headers.
+
+    Attributes:
+        tenant: The tenant whose limits apply.
+        cache_owner: The owner of the cached prefixes that it may share.
+        deadline: When the request ends, in CLOCK_MONOTONIC seconds; 0.0 for never.
+        data_parallel_rank: The replica that computes it; None for any.
+        trace_headers: The headers of its trace.
+    """
+
+    tenant: str = ""
+    cache_owner: bytes = b""
+    deadline: float = 0.0
+    data_parallel_rank: int | None = None
+    trace_headers: dict[str, str] | None = None
 
 
 @dataclass(slots=True)
@@ -167,12 +186,24 @@ def verify_streamed_logprobs(
         )
 
 
-def find_tenant(request: HasUser, key_tenant: str) -> str:
-    """Return the tenant whose limits apply: the tenant of the API key, else the request's `user`.
+def find_origin(scope: Scope, request: HasUser, deadline: float, num_replicas: int) -> Origin:
+    """Return the origin of a request with this deadline.
 
     Raises:
-        APIError: `user` is too long (400).
+        APIError: `user` is too long, or the header with the replica is invalid (400).
     """
+    state = scope["state"]
+    return Origin(
+        _find_tenant(request, state["tenant"]),
+        state["cache_owner"],
+        deadline,
+        _find_data_parallel_rank(scope, num_replicas),
+        read_trace_headers(scope),
+    )
+
+
+def _find_tenant(request: HasUser, key_tenant: str) -> str:
+    """Return the tenant whose limits apply: the tenant of the API key, else the request's `user`."""
     user = request.user or ""
     if len(user) > MAX_USER_CHARACTERS:
         raise bad_request(
@@ -181,12 +212,8 @@ def find_tenant(request: HasUser, key_tenant: str) -> str:
     return key_tenant or user
 
 
-def find_data_parallel_rank(scope: Scope, num_replicas: int) -> int | None:
-    """Return the replica that the client selects in a header; None for any replica.
-
-    Raises:
-        APIError: The value is invalid (400).
-    """
+def _find_data_parallel_rank(scope: Scope, num_replicas: int) -> int | None:
+    """Return the replica that the client selects in a header; None for any replica."""
     for name, value in scope["headers"]:
         if name == _RANK_HEADER:
             return parse_rank(value.decode("latin-1").strip(), RANK_HEADER, num_replicas)
@@ -209,35 +236,22 @@ async def submit(
     request: GenerationRequest | PoolingFields,
     prompts: list[PreparedPrompt],
     request_id: str,
+    origin: Origin,
     *,
-    tenant: str,
-    cache_owner: bytes,
-    deadline: float,
-    data_parallel_rank: int | None,
-    trace_headers: dict[str, str] | None,
     search: BeamSearch | None = None,
     seeds: Sequence[int] = (),
     begin_recording: BeginRecording | None = None,
 ) -> RequestGroup:
     """Submit every output of every prompt; sequence `i * n + j` is output j of prompt i.
 
-    `deadline` is in CLOCK_MONOTONIC seconds, 0.0 for none. `data_parallel_rank` is None for any replica. With a
-    `search`, wait for its results. `seeds`, if given, are the seeds of the sequences.
+    With a `search`, wait for its results. `seeds`, if given, are the seeds of the sequences.
 
     Raises:
         APIError: The request has too many sequences (400), or the engine cannot accept them now (503).
         ParameterError: A parameter is invalid.
     """
     sequences = await sequence_requests(
-        serving,
-        request,
-        prompts,
-        tenant=tenant,
-        cache_owner=cache_owner,
-        deadline=deadline,
-        data_parallel_rank=data_parallel_rank,
-        trace_headers=trace_headers,
-        is_search=search is not None,
+        serving, request, prompts, origin, is_search=search is not None
     )
     for sequence, seed in zip(sequences, seeds, strict=False):
         sequence.params = msgspec.structs.replace(sequence.params, seed=seed)
@@ -260,12 +274,8 @@ async def sequence_requests(
     serving: Serving,
     request: GenerationRequest | PoolingFields,
     prompts: list[PreparedPrompt],
+    origin: Origin,
     *,
-    tenant: str = "",
-    cache_owner: bytes = b"",
-    deadline: float = 0.0,
-    data_parallel_rank: int | None = None,
-    trace_headers: dict[str, str] | None = None,
     is_search: bool = False,
 ) -> list[SequenceRequest]:
     """Return one sequence request per output of each prompt; for a beam search, one per prompt.
@@ -295,11 +305,11 @@ async def sequence_requests(
                 params=params_for_output(prompt.params, j),
                 priority=priority,
                 cache_salt=request.cache_salt,
-                cache_owner=cache_owner,
-                tenant=tenant,
-                deadline=deadline,
-                data_parallel_rank=data_parallel_rank,
-                trace_headers=trace_headers,
+                cache_owner=origin.cache_owner,
+                tenant=origin.tenant,
+                deadline=origin.deadline,
+                data_parallel_rank=origin.data_parallel_rank,
+                trace_headers=origin.trace_headers,
                 predicted_token_ids=prompt.predicted_token_ids,
                 pooling=prompt.pooling,
                 lora=lora or (serving.config.model.media_lora if prompt.encoder_inputs else None),

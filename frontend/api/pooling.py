@@ -20,17 +20,9 @@ from ..client.engine_client import RequestGroup
 from ..client.text_changes import TextChanges
 from ..http.deadline import read_deadline
 from ..http.errors import APIError, bad_request, redact, renamer, renaming, wrong
-from ..http.trace_headers import read_trace_headers
 from ..tokenizer.token_ids import truncate
 from .chat_prompt import render_chat, verify_template_kwargs
-from .generation import (
-    PreparedPrompt,
-    find_data_parallel_rank,
-    find_tenant,
-    read_outputs,
-    submit,
-    wait_for_end,
-)
+from .generation import PreparedPrompt, find_origin, read_outputs, submit, wait_for_end
 from .prompts import ContextExceededError, Prompt, verify_num_characters
 from .schema import ChatCompletionRequest, InputFields, PoolingFields
 from .serving import Serving
@@ -66,23 +58,16 @@ class Pooling:
         Raises:
             APIError: The request is invalid (400), or the engine cannot accept it now.
         """
-        serving, state = self._serving, http.scope["state"]
+        serving = self._serving
         serving.verify_model(request.model)
         serving.verify_serving()
         self._verify_truncation(request)
         inputs = await self._encode(request, prompts, kind)
         size = self._verify_size(prompts, kind)
-        group = await submit(
-            serving,
-            request,
-            inputs,
-            state["request_id"],
-            tenant=find_tenant(request, state["tenant"]),
-            cache_owner=state["cache_owner"],
-            deadline=read_deadline(http.scope, serving.config.frontend.default_deadline_s),
-            data_parallel_rank=find_data_parallel_rank(http.scope, serving.num_replicas),
-            trace_headers=read_trace_headers(http.scope),
-        )
+        deadline = read_deadline(http.scope, serving.config.frontend.default_deadline_s)
+        origin = find_origin(http.scope, request, deadline, serving.num_replicas)
+        request_id = http.scope["state"]["request_id"]
+        group = await submit(serving, request, inputs, request_id, origin)
         try:
             await wait_for_end(group, http.receive)
             read_outputs(group)

@@ -13,7 +13,7 @@ from ...client.engine_client import BeginRecording, RequestGroup
 from ...client.groups.recording import Recording
 from ...http.errors import APIError
 from ...store.logprobs import is_recordable
-from ..generation import PreparedPrompt
+from ..generation import Origin, PreparedPrompt
 from ..serving import Serving
 from .event_ids import EventPosition, read_last_event_id
 from .mirror import verify_same_request
@@ -71,14 +71,7 @@ class Keeper:
         return self._body
 
     def make_record(
-        self,
-        prompts: list[PreparedPrompt],
-        *,
-        prefix: str,
-        fingerprint: str,
-        tenant: str,
-        deadline: float,
-        trace_headers: dict[str, str] | None,
+        self, prompts: list[PreparedPrompt], *, prefix: str, fingerprint: str, origin: Origin
     ) -> RequestRecord:
         """Return the record of a request, still without seeds.
 
@@ -102,12 +95,12 @@ class Keeper:
             answer_id,
             state["request_id"],
             int(time.time()),
-            tenant,
-            state["cache_owner"],
-            wall_deadline(deadline),
+            origin.tenant,
+            origin.cache_owner,
+            wall_deadline(origin.deadline),
             [],
             fingerprint,
-            trace_headers,
+            origin.trace_headers,
         )
 
     async def find_same_request(self, record: RequestRecord) -> Resumption | None:

@@ -22,7 +22,7 @@ from ...client.groups.recording import Recording
 from ...http.errors import APIError, internal_error
 from ...observability.tracing.request_trace import current_trace
 from ...store.client import StoreError
-from ..generation import PreparedPrompt, submit
+from ..generation import Origin, PreparedPrompt, submit
 from ..schema import GenerationRequest
 from ..serving import Serving
 from .records import RequestRecord, decode_record, monotonic_deadline
@@ -193,16 +193,13 @@ class Recovery:
         if (tracer := self._serving.tracer) is not None:
             trace = tracer.resume(record.trace_headers, record.path, record.request_id)
             current_trace.set(trace)
+        deadline = monotonic_deadline(record.deadline)
         return await submit(
             self._serving,
             request,
             prompts,
             record.request_id,
-            tenant=record.tenant,
-            cache_owner=record.cache_owner,
-            deadline=monotonic_deadline(record.deadline),
-            data_parallel_rank=None,
-            trace_headers=record.trace_headers,
+            Origin(record.tenant, record.cache_owner, deadline, None, record.trace_headers),
             seeds=record.seeds,
             begin_recording=partial(self._adopt, claimed, record.is_run),
         )

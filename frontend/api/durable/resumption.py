@@ -7,7 +7,7 @@ from typing import Self
 from ...client.engine_client import RequestGroup, Sequence
 from ...http.errors import APIError, echo
 from ...store.client import Attachment
-from ..generation import PreparedPrompt, sequence_requests
+from ..generation import Origin, PreparedPrompt, sequence_requests
 from ..schema import GenerationRequest
 from ..serving import Serving
 from ..streaming.event_stream import ChunkEncoder, StreamFormat
@@ -45,7 +45,7 @@ class Resumption:
         self, serving: Serving, request: GenerationRequest, prompts: list[PreparedPrompt]
     ) -> RequestGroup:
         """Return the sequences of the request, which have no tokens yet."""
-        sequences = await sequence_requests(serving, request, prompts)
+        sequences = await sequence_requests(serving, request, prompts, Origin())
         return await serving.engine.groups.mirror(
             sequences, request_id=self.record.request_id, on_abort=abort_mirror
         )

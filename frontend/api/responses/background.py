@@ -19,7 +19,7 @@ from ...store.client import StoreError
 from ..bodies.body import ClientDisconnected
 from ..durable.keeper import Keeper, encode_record
 from ..durable.records import RequestRecord
-from ..generation import PreparedPrompt
+from ..generation import Origin, PreparedPrompt
 from ..logprobs import Json
 from ..schema.responses import ResponsesRequest
 from ..serving import Serving
@@ -162,24 +162,10 @@ class RunKeeper(Keeper):
         self._run = run
 
     def make_record(
-        self,
-        prompts: list[PreparedPrompt],
-        *,
-        prefix: str,
-        fingerprint: str,
-        tenant: str,
-        deadline: float,
-        trace_headers: dict[str, str] | None,
+        self, prompts: list[PreparedPrompt], *, prefix: str, fingerprint: str, origin: Origin
     ) -> RequestRecord:
         """Return the record of a run, still without seeds."""
-        record = super().make_record(
-            prompts,
-            prefix=prefix,
-            fingerprint=fingerprint,
-            tenant=tenant,
-            deadline=deadline,
-            trace_headers=trace_headers,
-        )
+        record = super().make_record(prompts, prefix=prefix, fingerprint=fingerprint, origin=origin)
         exchange, caller = self._run.exchange, self._run.caller
         caller = caller | {"cache_owner": caller["cache_owner"].hex()}
         body = msgspec.json.encode(RunRecord(exchange.response_id, exchange.body, caller))

@@ -17,7 +17,6 @@ from ...client.engine_client import PositionLogprobs, RequestGroup, SequenceRequ
 from ...http.deadline import read_deadline
 from ...http.errors import APIError, bad_request, json_response, wrong
 from ...http.json_pieces import encode_list
-from ...http.trace_headers import read_trace_headers
 from ...media.transcription.languages import LANGUAGE_NAMES
 from ...media.transcription.options import (
     Task,
@@ -31,13 +30,7 @@ from ...media.transcription.subtitles import write_srt, write_vtt
 from ..bodies.disconnection import while_connected
 from ..bodies.form import FormDecoder
 from ..bodies.intake import Intake
-from ..generation import (
-    find_data_parallel_rank,
-    find_tenant,
-    raise_if_failed,
-    translate_refusals,
-    verify_priority,
-)
+from ..generation import find_origin, raise_if_failed, translate_refusals, verify_priority
 from ..logprobs import Json
 from ..pooling import verify_choice
 from ..schema import TranscriptionRequest, TranslationRequest
@@ -249,16 +242,16 @@ class Transcriptions:
         return Plan(options, response_format, bool(include))
 
     def _base(self, scope: Scope, request: TranslationRequest, deadline: float) -> SequenceRequest:
-        state = scope["state"]
+        origin = find_origin(scope, request, deadline, self._serving.num_replicas)
         return SequenceRequest(
             prompt_token_ids=np.zeros(0, np.int32),
             params=SamplingParams(),
             priority=verify_priority(request.priority),
-            cache_owner=state["cache_owner"],
-            tenant=find_tenant(request, state["tenant"]),
+            cache_owner=origin.cache_owner,
+            tenant=origin.tenant,
             deadline=deadline,
-            data_parallel_rank=find_data_parallel_rank(scope, self._serving.num_replicas),
-            trace_headers=read_trace_headers(scope),
+            data_parallel_rank=origin.data_parallel_rank,
+            trace_headers=origin.trace_headers,
             lora=self._serving.find_lora(request.model) or self._serving.config.model.media_lora,
         )
 
