@@ -84,11 +84,7 @@ class Pooling:
             raise wrong("truncate_prompt_tokens", f"-1 or between 1 and {limit}", keep)
 
     def _verify_size(self, prompts: list[Prompt], kind: PoolingKind) -> int:
-        """Return the number of elements of all results.
-
-        Raises:
-            APIError: There are too many (400).
-        """
+        """Return the number of elements of all results."""
         size = self._serving.config.model.vector_size_of(kind)
         count, unit = len(prompts), "texts"
         if kind in BY_TOKEN:
@@ -244,11 +240,7 @@ class Pooling:
     async def _fit(
         self, each: Prompt, request: PoolingFields, *, has_special: bool
     ) -> npt.NDArray[np.int32]:
-        """Return the tokens of an input, truncated if the request asks for it.
-
-        Raises:
-            APIError: There are too many tokens or none (400).
-        """
+        """Return the tokens of an input, truncated if the request asks for it."""
         token_ids, limit = each.token_ids, self._serving.config.model.max_pooled_tokens
         if not len(token_ids):
             raise bad_request(each.param, "must have at least one token")

@@ -81,11 +81,7 @@ _NO_ROOM = {str(FinishReason.REJECTED), str(FinishReason.THROTTLED)}
 
 
 def _model_templates(config: EngineConfig, tokenizer: Tokenizer) -> ModelTemplates:
-    """Return the chat templates.
-
-    Raises:
-        ConfigError: A template is invalid, or a default variable has the name of a request field.
-    """
+    """Return the chat templates."""
     content_format = config.frontend.chat_template_content_format
     defaults = config.frontend.default_chat_template_kwargs
     if reserved := set(defaults).intersection(RESERVED_VARIABLES):
@@ -235,11 +231,7 @@ class Frontend:
             await asyncio.sleep(NO_ROOM_S)
 
     async def _generate_one_token(self) -> bool:
-        """Generate one token. Return False if the queue was full.
-
-        Raises:
-            EngineError: The request failed.
-        """
+        """Generate one token. Return False if the queue was full."""
         request = warm_up_request(self._config.model)
         try:
             group = await self._engine.submit([request], request_id="warm-up")

@@ -295,11 +295,7 @@ def _verify_volume(params: SamplingParams, bad_words: TokenSequences, num_sequen
 
 
 def _encode_predictions(sequences: list[SequenceRequest]) -> dict[int, bytes]:
-    """Return the encoded tokens of each prediction, by the identity of its array; no tokens for None.
-
-    Raises:
-        ParameterError: The predictions of all sequences have more than `MAX_TOTAL_ENTRIES` tokens.
-    """
+    """Return the encoded tokens of each prediction, by the identity of its array; no tokens for None."""
     encoded: dict[int, bytes] = {id(None): b""}
     total = 0
     for sequence in sequences:

@@ -208,11 +208,7 @@ class _Budget:
         self._end = time.monotonic() + TIMEOUT_S
 
     def spend(self, image: Image.Image) -> None:
-        """Count a frame with the size of an image.
-
-        Raises:
-            ParameterError: There are too many pixels, or the time is over.
-        """
+        """Count a frame with the size of an image."""
         self._num_pixels += image.width * image.height
         if self._num_pixels > MAX_VIDEO_PIXELS:
             raise ParameterError(

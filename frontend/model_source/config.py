@@ -235,9 +235,6 @@ def _with_token_ids(
     """Return the config overrides, and in them the token ids of the classes if tokens were given as a classifier.
 
     This is `classifier_from_token` in `--hf-overrides`, which makes a classifier of a decoder.
-
-    Raises:
-        ConfigError: A text is not a single token of the tokenizer.
     """
     tokens = config.texts(TOKENS)
     if not tokens:

@@ -109,11 +109,7 @@ class PromptEncoder:
         return EncodedPrompt(None, list(given))
 
     def _encode_source(self, prompt: Prompt, config: SourceTextConfig) -> EncodedPrompt:
-        """Return the start of the answer, with the source as an encoder input.
-
-        Raises:
-            ParameterError: The source is empty or too long, or a token of the start is not in the vocabulary.
-        """
+        """Return the start of the answer, with the source as an encoder input."""
         name, source, start = "prompt", prompt, None
         if isinstance(prompt, Mapping) and "encoder_prompt" in prompt:
             name, start = "encoder_prompt", prompt.get("decoder_prompt")
@@ -132,11 +128,7 @@ class PromptEncoder:
     def _encode_part(
         self, given: Any, name: str, size: int, *, is_source: bool
     ) -> tuple[str | None, npt.NDArray[np.int32]]:
-        """Return the text of a prompt for an encoder or a decoder, or None, and its tokens of `size` in its vocabulary.
-
-        Raises:
-            ParameterError: A token is not in the vocabulary.
-        """
+        """Return the text of a prompt (None for tokens), and its tokens, which must be below `size`."""
         if isinstance(given, Mapping):
             given = _content(given)
         if isinstance(given, str):
@@ -150,11 +142,7 @@ class PromptEncoder:
         return None, np.array(given, np.int32)
 
     def _encode_embeddings(self, given: Any) -> EncodedPrompt:
-        """Return a prompt of embeddings.
-
-        Raises:
-            ParameterError: The embeddings do not fit the model.
-        """
+        """Return a prompt of embeddings."""
         config = self._engine.config
         model = config.model
         if not model.enable_prompt_embeds:

@@ -255,11 +255,7 @@ class MessageChunks(DialectChunks):
         self._open: tuple[str, int] = ("", 0)
 
     def encode(self, sequence: Sequence) -> bytes:
-        """Return the events for the new output.
-
-        Raises:
-            APIError: The sequence failed.
-        """
+        """Return the events for the new output."""
         delta = self.read(sequence)
         events: list[bytes] = []
         if not self._has_begun:

@@ -145,11 +145,7 @@ def message_batch_routes(
 
 
 def _encode_requests(requests: list[Json] | None) -> list[bytes]:
-    """Return the lines of the input file.
-
-    Raises:
-        APIError: A request is invalid (400).
-    """
+    """Return the lines of the input file."""
     if not requests:
         raise bad_request("requests", "is required and must not be empty")
     lines = []

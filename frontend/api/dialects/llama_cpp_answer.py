@@ -172,11 +172,7 @@ class LlamaChunks(ChunkEncoder):
         self._results: dict[int, Result] = {}
 
     def encode(self, sequence: Sequence) -> bytes:
-        """Return the events for the new output.
-
-        Raises:
-            APIError: The sequence failed.
-        """
+        """Return the events for the new output."""
         result = self._result(sequence)
         delta = sequence.read_some()
         raise_if_failed(delta)

@@ -184,11 +184,7 @@ def infill_files(body: LlamaInfillRequest) -> list[tuple[str, str]]:
 
 
 def _prompts(body: LlamaFields) -> tuple[list[str | list[Part]], bool]:
-    """Return the prompts, and whether they were a list.
-
-    Raises:
-        APIError: There is no prompt, or one has a wrong type (400).
-    """
+    """Return the prompts, and whether they were a list."""
     if isinstance(body, LlamaInfillRequest):
         for name in ("input_prefix", "input_suffix"):
             if getattr(body, name) is None:
@@ -235,11 +231,7 @@ def _unused_samplers(samplers: str | list[str] | None) -> set[str]:
 
 
 def _logit_bias(value: Any, tokenizer: Tokenizer) -> dict[str, float] | None:
-    """Return the biases by token id. The bias of a text applies to each of its tokens.
-
-    Raises:
-        APIError: An entry is invalid (400).
-    """
+    """Return the biases by token id. The bias of a text applies to each of its tokens."""
     biases: dict[str, float] = {}
     for i, entry in enumerate(value.items() if isinstance(value, dict) else value or ()):
         place = f"logit_bias[{i}]"

@@ -157,11 +157,7 @@ class OllamaChunks(DialectChunks):
         self._calls = CallCollector()
 
     def encode(self, sequence: Sequence) -> bytes:
-        """Return the lines for the new output.
-
-        Raises:
-            APIError: The sequence failed.
-        """
+        """Return the lines for the new output."""
         delta = self.read(sequence)
         answer, message = self._message, self.choice.read(delta)
         is_end = delta.finish_reason is not None

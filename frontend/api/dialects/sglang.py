@@ -229,11 +229,7 @@ class SglangChunks(ChunkEncoder):
         self._outputs: dict[int, tuple[str, list[int], dict[str, EncodedJSON]]] = {}
 
     def encode(self, sequence: Sequence) -> bytes:
-        """Return the event for the new output.
-
-        Raises:
-            APIError: The sequence failed.
-        """
+        """Return the event for the new output."""
         position = sequence.position
         text, token_ids, lists = self._outputs.get(position, ("", [], {}))
         delta = sequence.read_some()

@@ -120,11 +120,7 @@ def translate(body: SglangGenerateRequest) -> SglangPrompt:
 
 
 def _logprobs(body: SglangGenerateRequest, max_tokens: int) -> Json:
-    """Return the fields for log-probabilities.
-
-    Raises:
-        APIError: A number is negative, or there are too many for a stream (400).
-    """
+    """Return the fields for log-probabilities."""
     if not body.return_logprob:
         return {}
     count, listed = body.top_logprobs_num or 0, _listed_tokens(body)
@@ -147,11 +143,7 @@ def _logprobs(body: SglangGenerateRequest, max_tokens: int) -> Json:
 
 
 def _listed_tokens(body: SglangGenerateRequest) -> list[int]:
-    """Return the token ids of `token_ids_logprob`.
-
-    Raises:
-        APIError: The field has lists that differ, or token ids besides lists (400).
-    """
+    """Return the token ids of `token_ids_logprob`."""
     listed: list[Any] = body.token_ids_logprob or []
     if not any(isinstance(each, list) for each in listed):
         return listed

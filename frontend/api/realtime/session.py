@@ -367,11 +367,7 @@ def _new_item_id() -> str:
 
 
 def _read_kind(text: bytes) -> _Kind:
-    """Return the type of an event.
-
-    Raises:
-        APIError: It is not a JSON object (400).
-    """
+    """Return the type of an event."""
     with contextlib.suppress(msgspec.MsgspecError, ValueError, RecursionError):
         return msgspec.json.decode(text, type=_Kind)
     raise APIError(400, "the message must be a JSON object", code="invalid_json")

@@ -159,11 +159,7 @@ def _read_format(given: AudioFormat) -> tuple[str, int]:
 
 
 def _complete(given: TurnDetection) -> TurnDetection:
-    """Return a turn detection with the defaults of what is missing.
-
-    Raises:
-        APIError: A value is not supported (400).
-    """
+    """Return a turn detection with the defaults of what is missing."""
     where = f"{_INPUT}.turn_detection"
     if given.type not in (None, "server_vad"):
         raise wrong(f"{where}.type", '"server_vad", or turn_detection null', given.type)

@@ -244,11 +244,7 @@ class ResponseChunks(DialectChunks):
         return replace(RESPONSE_STREAM, encode_error=self._encode_error)
 
     def encode(self, sequence: Sequence) -> bytes:
-        """Return the events for the new output.
-
-        Raises:
-            APIError: The sequence failed.
-        """
+        """Return the events for the new output."""
         if self._is_background:
             delta = sequence.read_some(TOKENS_OF_BACKGROUND_EVENTS)
             raise_if_failed(delta)

@@ -105,11 +105,7 @@ class ChatCompletions(Endpoint[ChatCompletionRequest]):
         return ChatPlan(tools, params, predicted_or_none, max_reasoning_tokens)
 
     def _max_reasoning_tokens(self, request: ChatCompletionRequest, tools: ToolChoice) -> int:
-        """Return the limit of reasoning tokens; -1 for none.
-
-        Raises:
-            APIError: The limit is negative, or this model's reasoning cannot be limited (400).
-        """
+        """Return the limit of reasoning tokens; -1 for none."""
         serving, limit = self._serving, request.thinking_token_budget
         if limit is not None:
             name = "thinking_token_budget"
@@ -130,11 +126,7 @@ class ChatCompletions(Endpoint[ChatCompletionRequest]):
     async def _prepare_conversation(
         self, plan: ChatPlan, request: ChatCompletionRequest, size: int
     ) -> tuple[PreparedPrompt, NewAnswer[ChatCompletionRequest]]:
-        """Return the prompt for a conversation of about `size` characters.
-
-        Raises:
-            APIError: The conversation is invalid or too long (400).
-        """
+        """Return the prompt for a conversation of about `size` characters."""
         serving, params = self._serving, plan.params
         chat = await self._render(plan, request, size)
         token_ids, max_tokens = fit_context(
@@ -442,11 +434,7 @@ class ChatChunks(Chunks[ChatAnswer]):
         self._without_role = set(range(len(answer.choices)))
 
     def encode(self, sequence: Sequence) -> bytes:
-        """Return the events for the new output of a sequence, after the one with its role.
-
-        Raises:
-            APIError: The sequence failed.
-        """
+        """Return the events for the new output of a sequence, after the one with its role."""
         if sequence.position not in self._without_role:
             return super().encode(sequence)
         self._without_role.remove(sequence.position)

@@ -111,11 +111,7 @@ class Completions(Endpoint[CompletionRequest]):
     async def _encode_around(
         self, suffix: str, prompts: list[Prompt], request: CompletionRequest
     ) -> None:
-        """Turn each prompt into a fill-in-the-middle prompt with `suffix`.
-
-        Raises:
-            APIError: The model does not fill in the middle, or another field cannot be combined with `suffix` (400).
-        """
+        """Turn each prompt into a fill-in-the-middle prompt with `suffix`."""
         serving = self._serving
         infill = require_infill(serving.infill_format)
         for prompt in prompts:

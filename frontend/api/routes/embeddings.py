@@ -147,11 +147,7 @@ class Embeddings:
         return await self._pooling.run(http, request, inputs, kind, answer)
 
     async def _inputs(self, request: InputFields, body_size: int) -> list[Prompt]:
-        """Return the inputs of a request. Texts are not encoded yet.
-
-        Raises:
-            APIError: An input is invalid, or the chat template refuses a conversation (400).
-        """
+        """Return the inputs of a request. Texts are not encoded yet."""
         serving = self._serving
         if request.messages is None:
             vocab_size, size = serving.config.model.vocab_size, body_size // BYTES_PER_TOKEN_ID
@@ -225,11 +221,7 @@ class Embeddings:
 
 
 def _conversations(messages: list[Any]) -> Iterator[tuple[list[dict[str, Any]], str]]:
-    """Yield each conversation of a request with its name in errors.
-
-    Raises:
-        APIError: There is none, or there are messages beside lists of messages (400).
-    """
+    """Yield each conversation of a request with its name in errors."""
     if not messages:
         raise bad_request("messages", "must not be empty")
     if all(isinstance(each, dict) for each in messages):

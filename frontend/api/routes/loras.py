@@ -100,11 +100,7 @@ class Loras:
             raise APIError(400, str(error), param="lora_path") from None
 
     async def _load_everywhere(self, adapter: LoraAdapter, request_id: str) -> None:
-        """Load the adapter on every replica, by a request for one token.
-
-        Raises:
-            APIError: The adapter cannot be used (400), or no replica is up (503).
-        """
+        """Load the adapter on every replica, by a request for one token."""
         ranks = range(self._serving.num_replicas)
         loads = (self._load_on(rank, adapter, request_id) for rank in ranks)
         if not any(await asyncio.gather(*loads)):

@@ -80,11 +80,7 @@ class Replicas:
         return json_response(msgspec.to_builtins(info))
 
     def _watch(self) -> EngineWatch:
-        """Return the connection to the supervisor.
-
-        Raises:
-            APIError: The supervisor has not reported any replica yet (503).
-        """
+        """Return the connection to the supervisor."""
         watch = self._serving.engine.watch
         if watch is None or not watch.status.replicas:
             raise unavailable("The server is starting; retry later", self._serving.retry_after_s)
@@ -108,11 +104,7 @@ def _others_serve(index: int, replicas: list[ReplicaInfo]) -> bool:
 
 
 def _check_role(index: int, role: ReplicaRole, replicas: list[ReplicaInfo]) -> None:
-    """Verify that a replica may have a role.
-
-    Raises:
-        APIError: The server has no roles, or no other replica generates tokens (409).
-    """
+    """Verify that a replica may have a role."""
     if replicas[index].role is None:
         raise APIError(
             409,

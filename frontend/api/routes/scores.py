@@ -196,11 +196,7 @@ class Scores:
         )
 
     async def _render(self, each: Prompt, request: ComparisonFields, size: int) -> None:
-        """Give a prompt with images the tokens that the model's chat template makes of them, as a user's message.
-
-        Raises:
-            APIError: The model reads only text, or an image cannot be read (400).
-        """
+        """Give a prompt with images the tokens that the model's chat template makes of them, as a user's message."""
         if self._serving.media is None:
             raise bad_request(each.param, "must be a text, because this model reads only text")
         message = {"role": "user", "content": each.content}
@@ -214,11 +210,7 @@ class Scores:
         )
 
     async def _shorten(self, prompts: list[Prompt], limit: int, param: str) -> None:
-        """Cut each text after `limit` tokens; 0 for no limit.
-
-        Raises:
-            APIError: The limit is negative, or there is no tokenizer (400).
-        """
+        """Cut each text after `limit` tokens; 0 for no limit."""
         if limit < 0:
             raise wrong(param, "at least 0", limit)
         if not limit:
@@ -254,11 +246,7 @@ class Scores:
 def _given(
     request: ScoreRequest, names: tuple[str, ...]
 ) -> tuple[Comparable | list[Comparable] | None, str]:
-    """Return the value and the name of the field that the request used, of several with one meaning.
-
-    Raises:
-        APIError: The request has more than one of them (400).
-    """
+    """Return the value and the name of the field that the request used, of several with one meaning."""
     given = [name for name in names if getattr(request, name) is not None] or [names[0]]
     if len(given) > 1:
         raise bad_request(given[1], f"must be omitted if {given[0]} is given")
@@ -266,11 +254,7 @@ def _given(
 
 
 def _texts(value: Comparable | Sequence[Comparable] | None, name: str) -> list[Prompt]:
-    """Return the texts of a field, or the contents of those that are objects.
-
-    Raises:
-        APIError: There are none, or an object has neither a text nor parts of a message (400).
-    """
+    """Return the texts of a field, or the contents of those that are objects."""
     if value is None or value == []:
         raise bad_request(name, "is required, and must not be empty")
     if isinstance(value, str | dict):

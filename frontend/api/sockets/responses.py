@@ -126,11 +126,7 @@ class _Session:
 
 
 def _read_event(text: bytes) -> _Event:
-    """Return the event of a message.
-
-    Raises:
-        APIError: It is not a JSON object with a known type (400).
-    """
+    """Return the event of a message."""
     try:
         event = msgspec.json.decode(text, type=_Event)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:

@@ -130,11 +130,7 @@ class _KeptChunks(ChatChunks):
         self._kept = answer.kept
 
     def read(self, sequence: Sequence) -> Delta:
-        """Return the new output of a sequence.
-
-        Raises:
-            APIError: The sequence failed.
-        """
+        """Return the new output of a sequence."""
         delta = super().read(sequence)
         self._kept.add(sequence.position, delta)
         return delta

@@ -88,11 +88,7 @@ class Chunks(ABC, Generic[AnswerT]):
         return True
 
     def encode(self, sequence: Sequence) -> bytes:
-        """Return the events for the new output of a sequence.
-
-        Raises:
-            APIError: The sequence failed.
-        """
+        """Return the events for the new output of a sequence."""
         if not self._is_plain or sequence.finish_reason is not None:
             body = self._render(sequence)
             return body if self._identify_last is None else self._identify_last(sequence, body)
@@ -108,11 +104,7 @@ class Chunks(ABC, Generic[AnswerT]):
 
     @abstractmethod
     def _render(self, sequence: Sequence) -> bytes:
-        """Return the events for output that does not fit the template.
-
-        Raises:
-            APIError: The sequence failed.
-        """
+        """Return the events for output that does not fit the template."""
 
     def read(self, sequence: Sequence) -> Delta:
         """Return the new output of a sequence.

@@ -29,11 +29,7 @@ class ProgressChunks:
         return self._chunks.format
 
     def encode(self, sequence: Sequence) -> bytes:
-        """Return the events for the new progress and the new output of a sequence.
-
-        Raises:
-            APIError: The sequence failed.
-        """
+        """Return the events for the new progress and the new output of a sequence."""
         progress = self._progress(sequence) if sequence.scheduled_time else b""
         has_output = sequence.num_read_tokens < len(sequence.token_ids)
         if has_output or sequence.finish_reason is not None:

@@ -149,11 +149,7 @@ def _describe_machine() -> dict[str, Any]:
 
 
 def _size_of(path: Path) -> int:
-    """Return the size of a model's weights in bytes: of a file, or of all weight files in a directory.
-
-    Raises:
-        EngineError: There are no weights.
-    """
+    """Return the size of a model's weights in bytes: of a file, or of all weight files in a directory."""
     files = [path] if path.is_file() else [*path.glob("*.safetensors")] or [*path.glob("*.gguf")]
     if not files or not path.exists():
         raise EngineError(

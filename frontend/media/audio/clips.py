@@ -202,11 +202,7 @@ class AudioPlaces:
     def _place_inputs(
         self, token_ids: Sequence[int], clips: Sequence[PreparedAudio]
     ) -> list[EncoderInput]:
-        """Return the encoder inputs at the positions of their tokens.
-
-        Raises:
-            ParameterError: The tokens of an audio clip are not at the expected positions.
-        """
+        """Return the encoder inputs at the positions of their tokens."""
         positions = np.flatnonzero(np.isin(token_ids, self._token_ids))
         inputs = [item for clip in clips for item in clip.inputs]
         if len(positions) == sum(item.size for item in inputs):

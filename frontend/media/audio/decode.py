@@ -164,11 +164,7 @@ def _verify_length(data: bytes, where: str) -> None:
 
 
 def _open(data: bytes, where: str) -> _Source:
-    """Open a file with PyAV or libsndfile, or with Python's wave module if libsndfile is not installed.
-
-    Raises:
-        ParameterError: The file cannot be read.
-    """
+    """Open a file with PyAV or libsndfile, or with Python's wave module if libsndfile is not installed."""
     if container_format(data) is not None:
         try:
             return ContainerFile(data, where)

@@ -78,11 +78,7 @@ def _enlarge(image: Image.Image, width: int, height: int, config: AnyresProcesso
 
 
 def _with_margins(image: Image.Image, config: AnyresProcessor) -> Image.Image:
-    """Return a square image with the given image in its middle.
-
-    Raises:
-        ValueError: The square would have more than `_MAX_SIDE` pixels in each direction.
-    """
+    """Return a square image with the given image in its middle."""
     side = max(image.size)
     if side > _MAX_SIDE:
         raise ValueError(

@@ -106,11 +106,7 @@ def convert_tekken(directory: Path) -> dict[str, dict[str, Any]]:
 
 
 def _special_tokens(tekken: _Tekken) -> list[str]:
-    """Return the special tokens in the order of their ids, which come before all others.
-
-    Raises:
-        ValueError: A token that is needed is missing.
-    """
+    """Return the special tokens in the order of their ids, which come before all others."""
     listed = dict(enumerate(_OLD_SPECIAL_TOKENS))
     if tekken.special_tokens:
         listed = {token.rank: token.token_str or "" for token in tekken.special_tokens}
