@@ -40,13 +40,6 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 NO_PAUSE: dict[str, Any] = {"pause_s": 0, "cpu_s": 0, "gc_s": 0, "stacks": []}
 
 
-class Heavy(NamedTuple):
-    """A kind of request. `make` returns its body: bytes, or a value to be encoded."""
-
-    path: str
-    make: Callable[[], Any]
-
-
 def chat(content: str, **fields: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": content}], "max_tokens": 2, **fields}
 
@@ -78,137 +71,112 @@ USER = b'{"max_tokens":2,"messages":[{"role":"user","content":"'
 USAGE = {"include_usage": True, "continuous_usage_stats": True}
 WORDS = "the quick brown fox jumps over the lazy dog "
 
-KINDS: dict[str, Heavy] = {
-    "chat, 30 MB ASCII": Heavy(CHAT, lambda: raw(USER, b"word ", b'"}]}')),
-    "chat, 30 MB non-ASCII": Heavy(CHAT, lambda: raw(USER, "пример ".encode(), b'"}]}')),
-    "chat, 30 MB emoji": Heavy(CHAT, lambda: raw(USER, "😀".encode(), b'"}]}')),
-    "chat, 30 MB escapes": Heavy(CHAT, lambda: raw(USER, b"\\n", b'"}]}')),
-    "chat, 30 MB \\u escapes": Heavy(CHAT, lambda: raw(USER, b"\\u0439", b'"}]}')),
-    "chat, 30 MB blanks": Heavy(CHAT, lambda: raw(b'{"messages":[', b" ", b"]}")),
-    "chat, 2 MB of text": Heavy(CHAT, lambda: chat(WORDS * 45_000)),
-    "chat, 2 MB non-ASCII": Heavy(CHAT, lambda: chat("пример " * 250_000)),
-    "chat, 400 KB of text": Heavy(CHAT, lambda: chat(WORDS * 9_000)),
-    "chat, 60 KB of text": Heavy(CHAT, lambda: chat(WORDS * 700 + "a" * 20_000)),
-    "chat, 5,000 messages": Heavy(
-        CHAT, lambda: {"messages": [{"role": "user", "content": "a"}] * 5000, "max_tokens": 2}
-    ),
-    "chat, 60,000 parts": Heavy(
-        CHAT,
-        lambda: {
+KINDS: dict[str, dict[str, Callable[[], Any]]] = {
+    CHAT: {
+        "chat, 30 MB ASCII": lambda: raw(USER, b"word ", b'"}]}'),
+        "chat, 30 MB non-ASCII": lambda: raw(USER, "пример ".encode(), b'"}]}'),
+        "chat, 30 MB emoji": lambda: raw(USER, "😀".encode(), b'"}]}'),
+        "chat, 30 MB escapes": lambda: raw(USER, b"\\n", b'"}]}'),
+        "chat, 30 MB \\u escapes": lambda: raw(USER, b"\\u0439", b'"}]}'),
+        "chat, 30 MB blanks": lambda: raw(b'{"messages":[', b" ", b"]}"),
+        "chat, 2 MB of text": lambda: chat(WORDS * 45_000),
+        "chat, 2 MB non-ASCII": lambda: chat("пример " * 250_000),
+        "chat, 400 KB of text": lambda: chat(WORDS * 9_000),
+        "chat, 60 KB of text": lambda: chat(WORDS * 700 + "a" * 20_000),
+        "chat, 5,000 messages": lambda: {
+            "messages": [{"role": "user", "content": "a"}] * 5000,
+            "max_tokens": 2,
+        },
+        "chat, 60,000 parts": lambda: {
             "messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 10_000}],
             "max_tokens": 2,
         },
-    ),
-    "chat, n 128": Heavy(CHAT, lambda: chat("a", n=128)),
-    "chat, 500 tools": Heavy(CHAT, lambda: chat("a", tools=[function(i) for i in range(500)])),
-    "chat, 500 tools, required": Heavy(
-        CHAT,
-        lambda: chat("a", tools=[function(i) for i in range(500)], tool_choice="required"),
-    ),
-    "chat, schema of 100": Heavy(CHAT, lambda: chat("a", response_format=json_schema(schema(100)))),
-    "chat, schema of 5,000": Heavy(
-        CHAT, lambda: chat("a", response_format=json_schema(schema(5000)))
-    ),
-    "chat, choice of 20,000": Heavy(
-        CHAT, lambda: chat("a", structured_outputs={"choice": [f"word {i}" for i in range(20_000)]})
-    ),
-    "chat, prediction of 2 MB": Heavy(
-        CHAT, lambda: chat("a", prediction={"type": "content", "content": WORDS * 45_000})
-    ),
-    "batch chat, 4,000": Heavy(
-        f"{CHAT}/batch",
-        lambda: {"messages": [[{"role": "user", "content": "a"}]] * 4000, "max_tokens": 2},
-    ),
-    "batch chat, 300 of 1 KB": Heavy(
-        f"{CHAT}/batch",
-        lambda: {"messages": [[{"role": "user", "content": WORDS * 25}]] * 300, "max_tokens": 2},
-    ),
-    "text, 30 MB": Heavy(COMPLETIONS, lambda: raw(b'{"prompt":"', b"word ", b'"}')),
-    "text, 30 MB truncated": Heavy(
-        COMPLETIONS,
-        lambda: raw(b'{"truncate_prompt_tokens":5,"prompt":"', b"word ", b'"}'),
-    ),
-    "text, 30 MB non-ASCII truncated": Heavy(
-        COMPLETIONS,
-        lambda: raw(b'{"truncate_prompt_tokens":5,"prompt":"', "пример ".encode(), b'"}'),
-    ),
-    "4,096 texts": Heavy(COMPLETIONS, lambda: text(["a"] * 4096)),
-    "4,096 texts, streamed": Heavy(COMPLETIONS, lambda: text(["a"] * 4096, stream=True)),
-    "4,096 texts, echo, logprobs": Heavy(
-        COMPLETIONS, lambda: text(["a b c"] * 4096, echo=True, logprobs=5)
-    ),
-    "4,096 lists of ids": Heavy(COMPLETIONS, lambda: text([[300, 301]] * 4096)),
-    "500,000 ids in 1,100 lists": Heavy(COMPLETIONS, lambda: text([[300] * 450] * 1100)),
-    "2,000,000 ids in 4,000 lists": Heavy(COMPLETIONS, lambda: text([[300] * 500] * 4000)),
-    "2,000,000 ids": Heavy(COMPLETIONS, lambda: text([300] * 2_000_000)),
-    "1,500,000 ids, truncated": Heavy(
-        COMPLETIONS, lambda: text([300] * 1_500_000, truncate_prompt_tokens=100)
-    ),
-    "8,000 ids returned": Heavy(
-        COMPLETIONS, lambda: text([300] * 8000, return_token_ids=True, n=128)
-    ),
-    "8,000 ids, n 128": Heavy(COMPLETIONS, lambda: text([300] * 8000, n=128)),
-    "n 4,096": Heavy(COMPLETIONS, lambda: text("a", n=4096)),
-    "32 texts, n 128": Heavy(COMPLETIONS, lambda: text(["a"] * 32, n=128)),
-    "32 texts, n 128, streamed": Heavy(
-        COMPLETIONS, lambda: text(["a"] * 32, n=128, stream=True, max_tokens=8)
-    ),
-    "32 texts, n 128, usage": Heavy(
-        COMPLETIONS,
-        lambda: text(["a"] * 32, n=128, stream=True, max_tokens=8, stream_options=USAGE),
-    ),
-    "chat, n 128, usage": Heavy(
-        CHAT, lambda: chat("a", n=128, stream=True, stream_options=USAGE, ignore_eos=True)
-    ),
-    "logprobs 20, n 128, 200 tokens": Heavy(
-        COMPLETIONS, lambda: text("a", n=128, logprobs=20, max_tokens=200)
-    ),
-    "logprobs 20, n 128, streamed": Heavy(
-        COMPLETIONS, lambda: text("a", n=128, logprobs=20, max_tokens=50, stream=True)
-    ),
-    "logprobs 4,000": Heavy(COMPLETIONS, lambda: text([5] * 100, logprobs=4000, max_tokens=100)),
-    "logprobs of all, 80 tokens": Heavy(
-        COMPLETIONS, lambda: text([5] * 10, logprobs=-1, max_tokens=80)
-    ),
-    "logprobs 100, streamed": Heavy(
-        COMPLETIONS, lambda: text([5], logprobs=100, max_tokens=200, stream=True)
-    ),
-    "prompt_logprobs 4,000": Heavy(COMPLETIONS, lambda: text([5] * 500, prompt_logprobs=4000)),
-    "prompt_logprobs 5 of 8,000": Heavy(COMPLETIONS, lambda: text([5] * 8000, prompt_logprobs=5)),
-    "bad words of 1,000": Heavy(
-        COMPLETIONS, lambda: text(["a"] * 2, n=128, bad_words=[f"word {i}" for i in range(1000)])
-    ),
-    "64 stop strings, n 128": Heavy(
-        COMPLETIONS, lambda: text("a", n=128, stop=[f"stop {i}" for i in range(64)], max_tokens=50)
-    ),
-    "10,000 stop strings": Heavy(
-        COMPLETIONS, lambda: text("a", stop=[f"stop {i}" for i in range(10_000)], max_tokens=50)
-    ),
-    "30,000 stop token ids": Heavy(
-        COMPLETIONS, lambda: text("a", stop_token_ids=list(range(30_000)), n=100)
-    ),
-    "49,000 allowed ids": Heavy(
-        COMPLETIONS, lambda: text("a", allowed_token_ids=list(range(49_000)), n=64)
-    ),
-    "49,000 biases": Heavy(
-        COMPLETIONS, lambda: text("a", logit_bias={str(i): 1.0 for i in range(49_000)}, n=64)
-    ),
-    "regex": Heavy(COMPLETIONS, lambda: text("a", structured_outputs={"regex": "(a|b)*c" * 2000})),
-    "metadata of 250,000 values": Heavy(
-        COMPLETIONS, lambda: text("a", metadata={"a": list(range(250_000))})
-    ),
-    "60,000 unknown fields": Heavy(
-        COMPLETIONS, lambda: text("a", **{f"field_{i}": i for i in range(60_000)})
-    ),
-    "tokenize 4 MB": Heavy("/tokenize", lambda: {"prompt": WORDS * 90_000}),
-    "tokenize 4 MB, strings": Heavy(
-        "/tokenize", lambda: {"prompt": WORDS * 90_000, "return_token_strs": True}
-    ),
-    "detokenize 500,000": Heavy("/detokenize", lambda: {"tokens": [300] * 500_000}),
-    "64 KB of unknown fields": Heavy(
-        COMPLETIONS, lambda: text("a", **{f"f{i}": i for i in range(4_500)})
-    ),
+        "chat, n 128": lambda: chat("a", n=128),
+        "chat, 500 tools": lambda: chat("a", tools=[function(i) for i in range(500)]),
+        "chat, 500 tools, required": lambda: chat(
+            "a", tools=[function(i) for i in range(500)], tool_choice="required"
+        ),
+        "chat, schema of 100": lambda: chat("a", response_format=json_schema(schema(100))),
+        "chat, schema of 5,000": lambda: chat("a", response_format=json_schema(schema(5000))),
+        "chat, choice of 20,000": lambda: chat(
+            "a", structured_outputs={"choice": [f"word {i}" for i in range(20_000)]}
+        ),
+        "chat, prediction of 2 MB": lambda: chat(
+            "a", prediction={"type": "content", "content": WORDS * 45_000}
+        ),
+        "chat, n 128, usage": lambda: chat(
+            "a", n=128, stream=True, stream_options=USAGE, ignore_eos=True
+        ),
+    },
+    f"{CHAT}/batch": {
+        "batch chat, 4,000": lambda: {
+            "messages": [[{"role": "user", "content": "a"}]] * 4000,
+            "max_tokens": 2,
+        },
+        "batch chat, 300 of 1 KB": lambda: {
+            "messages": [[{"role": "user", "content": WORDS * 25}]] * 300,
+            "max_tokens": 2,
+        },
+    },
+    COMPLETIONS: {
+        "text, 30 MB": lambda: raw(b'{"prompt":"', b"word ", b'"}'),
+        "text, 30 MB truncated": lambda: raw(
+            b'{"truncate_prompt_tokens":5,"prompt":"', b"word ", b'"}'
+        ),
+        "text, 30 MB non-ASCII truncated": lambda: raw(
+            b'{"truncate_prompt_tokens":5,"prompt":"', "пример ".encode(), b'"}'
+        ),
+        "4,096 texts": lambda: text(["a"] * 4096),
+        "4,096 texts, streamed": lambda: text(["a"] * 4096, stream=True),
+        "4,096 texts, echo, logprobs": lambda: text(["a b c"] * 4096, echo=True, logprobs=5),
+        "4,096 lists of ids": lambda: text([[300, 301]] * 4096),
+        "500,000 ids in 1,100 lists": lambda: text([[300] * 450] * 1100),
+        "2,000,000 ids in 4,000 lists": lambda: text([[300] * 500] * 4000),
+        "2,000,000 ids": lambda: text([300] * 2_000_000),
+        "1,500,000 ids, truncated": lambda: text([300] * 1_500_000, truncate_prompt_tokens=100),
+        "8,000 ids returned": lambda: text([300] * 8000, return_token_ids=True, n=128),
+        "8,000 ids, n 128": lambda: text([300] * 8000, n=128),
+        "n 4,096": lambda: text("a", n=4096),
+        "32 texts, n 128": lambda: text(["a"] * 32, n=128),
+        "32 texts, n 128, streamed": lambda: text(["a"] * 32, n=128, stream=True, max_tokens=8),
+        "32 texts, n 128, usage": lambda: text(
+            ["a"] * 32, n=128, stream=True, max_tokens=8, stream_options=USAGE
+        ),
+        "logprobs 20, n 128, 200 tokens": lambda: text("a", n=128, logprobs=20, max_tokens=200),
+        "logprobs 20, n 128, streamed": lambda: text(
+            "a", n=128, logprobs=20, max_tokens=50, stream=True
+        ),
+        "logprobs 4,000": lambda: text([5] * 100, logprobs=4000, max_tokens=100),
+        "logprobs of all, 80 tokens": lambda: text([5] * 10, logprobs=-1, max_tokens=80),
+        "logprobs 100, streamed": lambda: text([5], logprobs=100, max_tokens=200, stream=True),
+        "prompt_logprobs 4,000": lambda: text([5] * 500, prompt_logprobs=4000),
+        "prompt_logprobs 5 of 8,000": lambda: text([5] * 8000, prompt_logprobs=5),
+        "bad words of 1,000": lambda: text(
+            ["a"] * 2, n=128, bad_words=[f"word {i}" for i in range(1000)]
+        ),
+        "64 stop strings, n 128": lambda: text(
+            "a", n=128, stop=[f"stop {i}" for i in range(64)], max_tokens=50
+        ),
+        "10,000 stop strings": lambda: text(
+            "a", stop=[f"stop {i}" for i in range(10_000)], max_tokens=50
+        ),
+        "30,000 stop token ids": lambda: text("a", stop_token_ids=list(range(30_000)), n=100),
+        "49,000 allowed ids": lambda: text("a", allowed_token_ids=list(range(49_000)), n=64),
+        "49,000 biases": lambda: text("a", logit_bias={str(i): 1.0 for i in range(49_000)}, n=64),
+        "regex": lambda: text("a", structured_outputs={"regex": "(a|b)*c" * 2000}),
+        "metadata of 250,000 values": lambda: text("a", metadata={"a": list(range(250_000))}),
+        "60,000 unknown fields": lambda: text("a", **{f"field_{i}": i for i in range(60_000)}),
+        "64 KB of unknown fields": lambda: text("a", **{f"f{i}": i for i in range(4_500)}),
+    },
+    "/tokenize": {
+        "tokenize 4 MB": lambda: {"prompt": WORDS * 90_000},
+        "tokenize 4 MB, strings": lambda: {"prompt": WORDS * 90_000, "return_token_strs": True},
+    },
+    "/detokenize": {
+        "detokenize 500,000": lambda: {"tokens": [300] * 500_000},
+    },
 }
+"""By path, the kinds of requests, each with a function that returns its body: bytes, or a value to be encoded."""
 
 
 class Round(NamedTuple):
@@ -250,11 +218,11 @@ def send(url: str, path: str, body: bytes) -> tuple[int, bytes]:
         connection.close()
 
 
-def measure(server: Server, gauge: Gauge, heavy: Heavy, body: bytes) -> tuple[Round, int, bytes]:
+def measure(server: Server, gauge: Gauge, path: str, body: bytes) -> tuple[Round, int, bytes]:
     pids = [server.child("frontend 0").pid]
     began = time.monotonic()
     with longest_wait(server.url, pids) as first, longest_wait(server.url, pids) as second:
-        status, answer = send(server.url, heavy.path, body)
+        status, answer = send(server.url, path, body)
         time.sleep(AFTER_S)
     pauses = list(gauge.pauses(began))
     longest = max(pauses, key=lambda pause: pause["pause_s"], default=NO_PAUSE)
@@ -289,8 +257,8 @@ def main() -> int:
     args += ["--max-logprobs", "-1"]
     num_slow = 0
     with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory, "pauses")
-        env = {**environment_with("loop_pauses"), "LOOP_PAUSES_FILE": str(path)}
+        pauses = Path(directory, "pauses")
+        env = {**environment_with("loop_pauses"), "LOOP_PAUSES_FILE": str(pauses)}
         if arguments.stacks:
             env["LOOP_PAUSES_STACKS"] = "1"
         with Server(default_model(), *args, *arguments.serve, env=env) as server:
@@ -299,14 +267,17 @@ def main() -> int:
             print(
                 f"{'kind':34}{'status':>7}{'pause':>8}{'CPU':>8}{'GC':>8}{'beyond':>8}{'wait':>8}"
             )
-            for name, heavy in KINDS.items():
-                if not any(part in name for part in arguments.only):
-                    continue
-                made = heavy.make()
+            for path, name, make in (
+                (path, name, make)
+                for path, kinds in KINDS.items()
+                for name, make in kinds.items()
+                if any(part in name for part in arguments.only)
+            ):
+                made = make()
                 body = made if isinstance(made, bytes) else json.dumps(made).encode()
                 rounds = []
                 for _ in range(arguments.rounds):
-                    result, status, answer = measure(server, Gauge(path), heavy, body)
+                    result, status, answer = measure(server, Gauge(pauses), path, body)
                     rounds.append(result)
                 best = min(rounds)
                 num_slow += best.pause_ms > LIMIT_MS
