@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from ...errors import CheckpointError
+from .declared import Rule, declared, has, integer, positive
 from .fields import ModelFields, Translate
 from .parts import CLS, MEAN, read_pooling
 
@@ -23,64 +24,9 @@ def _encoder(fields: ModelFields) -> dict[str, Any]:
     }
 
 
-def _bert(fields: ModelFields) -> dict[str, Any]:
-    return _encoder(fields) | {
-        "model_type": "bert",
-        "architectures": ["BertModel"],
-        "hidden_act": "gelu",
-    }
-
-
-def _nomic_bert(fields: ModelFields) -> dict[str, Any]:
-    return _encoder(fields) | {
-        "model_type": "nomic_bert",
-        "architectures": ["NomicBertModel"],
-        "hidden_act": "silu",
-        "rotary_emb_base": fields.positive("rope.freq_base", 1000.0),
-        "qkv_proj_bias": fields.has_tensor("blk.0.attn_qkv.bias"),
-        "mlp_fc1_bias": fields.has_tensor("blk.0.ffn_up.bias"),
-    }
-
-
-def _jina_bert_v3(fields: ModelFields) -> dict[str, Any]:
-    return _encoder(fields) | {
-        "model_type": "jina_embeddings_v3",
-        "architectures": ["JinaEmbeddingsV3Model"],
-        "hidden_act": "gelu",
-        "rope_theta": fields.positive("rope.freq_base", 20_000.0),
-    }
-
-
-def _modern_bert(fields: ModelFields) -> dict[str, Any]:
-    return {
-        "model_type": "modernbert",
-        "architectures": ["ModernBertModel"],
-        "hidden_activation": "gelu",
-        "rms_norm_eps": fields.positive("attention.layer_norm_epsilon", 1e-5),
-        "global_rope_theta": fields.positive("rope.freq_base", 160_000.0),
-        "local_rope_theta": fields.positive("rope.freq_base_swa", 10_000.0),
-        "local_attention": fields.integer("attention.sliding_window", 128),
-        "global_attn_every_n_layers": fields.integer("attention.sliding_window_pattern", 3),
-        "classifier_pooling": read_pooling(fields, CLS),
-    }
-
-
-def _eurobert(fields: ModelFields) -> dict[str, Any]:
-    return {
-        "model_type": "eurobert",
-        "architectures": ["EuroBertModel"],
-        "classifier_pooling": read_pooling(fields, MEAN),
-    }
-
-
-def _llama_embed(fields: ModelFields) -> dict[str, Any]:
-    """Return the fields of a Llama whose tokens attend to all tokens (Llama-Embed-Nemotron)."""
-    return {
-        "model_type": "llama",
-        "architectures": ["LlamaModel"],
-        "is_causal": False,
-        "classifier_pooling": read_pooling(fields, MEAN),
-    }
+def _pooling(default: int) -> Rule:
+    """Return the rule of an encoder's pooling."""
+    return lambda fields: read_pooling(fields, default)
 
 
 def _t5_encoder(fields: ModelFields) -> dict[str, Any]:
@@ -115,12 +61,39 @@ def _t5(fields: ModelFields) -> dict[str, Any]:
 
 
 ENCODERS: Final[dict[str, Translate]] = {
-    "bert": _bert,
-    "eurobert": _eurobert,
-    "jina-bert-v3": _jina_bert_v3,
-    "llama-embed": _llama_embed,
-    "modern-bert": _modern_bert,
-    "nomic-bert": _nomic_bert,
+    "bert": declared("bert", "BertModel", _encoder, hidden_act="gelu"),
+    "eurobert": declared("eurobert", "EuroBertModel", classifier_pooling=_pooling(MEAN)),
+    "jina-bert-v3": declared(
+        "jina_embeddings_v3",
+        "JinaEmbeddingsV3Model",
+        _encoder,
+        hidden_act="gelu",
+        rope_theta=positive("rope.freq_base", 20_000.0),
+    ),
+    # A Llama whose tokens attend to all tokens (Llama-Embed-Nemotron).
+    "llama-embed": declared(
+        "llama", "LlamaModel", is_causal=False, classifier_pooling=_pooling(MEAN)
+    ),
+    "modern-bert": declared(
+        "modernbert",
+        "ModernBertModel",
+        hidden_activation="gelu",
+        rms_norm_eps=positive("attention.layer_norm_epsilon", 1e-5),
+        global_rope_theta=positive("rope.freq_base", 160_000.0),
+        local_rope_theta=positive("rope.freq_base_swa", 10_000.0),
+        local_attention=integer("attention.sliding_window", 128),
+        global_attn_every_n_layers=integer("attention.sliding_window_pattern", 3),
+        classifier_pooling=_pooling(CLS),
+    ),
+    "nomic-bert": declared(
+        "nomic_bert",
+        "NomicBertModel",
+        _encoder,
+        hidden_act="silu",
+        rotary_emb_base=positive("rope.freq_base", 1000.0),
+        qkv_proj_bias=has("blk.0.attn_qkv.bias"),
+        mlp_fc1_bias=has("blk.0.ffn_up.bias"),
+    ),
     "t5": _t5,
     "t5encoder": _t5_encoder,
 }

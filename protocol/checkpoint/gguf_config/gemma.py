@@ -6,8 +6,9 @@ from typing import Any
 import numpy as np
 
 from ...errors import CheckpointError
+from .declared import declared
 from .fields import ModelFields, Translate
-from .parts import MEAN, family, layer_types, named, read_pooling
+from .parts import MEAN, family, layer_types, read_pooling
 
 # A divisor from which on a rotary frequency is effectively 0.
 _NO_ROTATION = 1e20
@@ -154,7 +155,7 @@ def _per_layer_inputs(fields: ModelFields) -> dict[str, Any]:
 
 
 GEMMA: dict[str, Translate] = {
-    "gemma": named(family, "gemma", "GemmaForCausalLM", hidden_act="gelu_pytorch_tanh"),
+    "gemma": declared("gemma", "GemmaForCausalLM", family, hidden_act="gelu_pytorch_tanh"),
     "gemma2": _gemma2,
     "gemma3": _gemma3,
     "gemma-embedding": _gemma_embedding,

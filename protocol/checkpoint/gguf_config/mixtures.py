@@ -1,7 +1,8 @@
 """Translate the metadata of mixture-of-experts models."""
 
-from typing import Any
+from typing import Any, Final
 
+from .declared import boolean, declared, expert, has, integer, optional_integer, positive, windows
 from .fields import ModelFields, Translate
 from .parts import (
     expert_fields,
@@ -10,8 +11,6 @@ from .parts import (
     latent_attention,
     layer_counts,
     layer_types,
-    mixture,
-    named,
     partial_rotary,
     rope_scaling,
     rotary_axes,
@@ -23,48 +22,19 @@ from .parts import (
 _SIGMOID = 2
 
 
-def _qwen3_moe(fields: ModelFields) -> dict[str, Any]:
-    return mixture(fields, "Qwen3Moe", "qwen3_moe", norm_topk_prob=True)
-
-
-def _qwen3_vl_moe(fields: ModelFields) -> dict[str, Any]:
-    return _qwen3_moe(fields) | rotary_axes(fields)
-
-
-def _hunyuan3(fields: ModelFields) -> dict[str, Any]:
-    experts, counts = expert_fields(fields), layer_counts(fields)
-    return mixture(
-        fields,
-        "HYV3",
-        "hy_v3",
-        **counts,
-        num_shared_experts=experts["n_shared_experts"],
-        router_scaling_factor=experts["routed_scaling_factor"],
-        norm_topk_prob=fields.boolean("expert_weights_norm", True),
-        mlp_layer_types=_mlp_types(fields)[: counts["num_hidden_layers"]],
-    )
-
-
-def _mellum(fields: ModelFields) -> dict[str, Any]:
+def _mellum_ropes(fields: ModelFields) -> dict[str, Any]:
     theta = fields.positive("rope.freq_base", 500_000.0)
     scaling = rope_scaling(fields) or {"rope_type": "default"}
     local = {"rope_type": "default", "rope_theta": fields.positive("rope.freq_base_swa", theta)}
-    return mixture(
-        fields,
-        "Mellum",
-        "mellum",
-        norm_topk_prob=True,
-        layer_types=layer_types(fields, default_period=4)
-        if fields.optional_integer("attention.sliding_window")
-        else None,
-        sliding_window=fields.optional_integer("attention.sliding_window"),
-        rope_parameters={
-            "full_attention": scaling | {"rope_theta": theta},
-            "sliding_attention": local,
-        },
-        rope_scaling=None,
-        mlp_layer_types=_mlp_types(fields),
-    )
+    return {
+        "full_attention": scaling | {"rope_theta": theta},
+        "sliding_attention": local,
+    }
+
+
+def _mellum_layers(fields: ModelFields) -> list[str] | None:
+    window = fields.optional_integer("attention.sliding_window")
+    return layer_types(fields, default_period=4) if window else None
 
 
 def _mlp_types(fields: ModelFields) -> list[str]:
@@ -73,38 +43,43 @@ def _mlp_types(fields: ModelFields) -> list[str]:
     return ["sparse" if fields.has_tensor(router) else "dense" for router in routers]
 
 
-def _olmoe(fields: ModelFields) -> dict[str, Any]:
-    size = expert_fields(fields)["moe_intermediate_size"]
-    return mixture(fields, "Olmoe", "olmoe", norm_topk_prob=False, intermediate_size=size)
+def _decoder_mlp_types(fields: ModelFields) -> list[str]:
+    """Return `mlp_layer_types` without layers for multi-token prediction."""
+    return _mlp_types(fields)[: layer_counts(fields)["num_hidden_layers"]]
 
 
-def _cohere2_moe(fields: ModelFields) -> dict[str, Any]:
-    experts, counts = expert_fields(fields), layer_counts(fields)
+def _decoder_layer_types(fields: ModelFields) -> list[str]:
+    """Return `layer_types` without layers for multi-token prediction."""
+    return layer_types(fields, default_period=4)[: layer_counts(fields)["num_hidden_layers"]]
+
+
+def _by_kind(fields: ModelFields, key: str, kinds: list[str]) -> tuple[int, int]:
+    """Return the number that all layers without a window have, and that of all layers with one."""
+    counts = fields.of_layers(key)
+    numbers = []
+    for kind in ("full_attention", "sliding_attention"):
+        found = {n for n, each in zip(counts, kinds, strict=True) if each == kind}
+        if len(found) > 1:
+            needed = "one number for layers with a window, and one for the others"
+            raise fields.wrong(key, needed, counts)
+        numbers.append(min(found, default=max(counts)))
+    return numbers[0], numbers[1]
+
+
+def _cohere2_norms(fields: ModelFields) -> dict[str, Any]:
     is_rms = fields.optional_positive("attention.layer_norm_rms_epsilon") is not None
-    differences = {} if is_rms else {"rms_norm_eps": None}
-    scoring = fields.integer("expert_gating_func", _SIGMOID)
-    return mixture(
-        fields,
-        "Cohere2Moe",
-        "cohere2_moe",
-        **counts,
-        **differences,
-        layer_norm_eps=fields.optional_positive("attention.layer_norm_epsilon"),
-        logit_scale=fields.positive("logit_scale", 1.0),
-        intermediate_size=experts["moe_intermediate_size"],
-        prefix_dense_intermediate_size=fields.optional_integer("feed_forward_length"),
-        num_shared_experts=experts["n_shared_experts"],
-        expert_selection_fn="sigmoid" if scoring == _SIGMOID else "softmax",
-        layer_types=layer_types(fields, default_period=4)[: counts["num_hidden_layers"]],
-        sliding_window=fields.integer("attention.sliding_window"),
-    )
+    layer_norm_eps = fields.optional_positive("attention.layer_norm_epsilon")
+    return {"layer_norm_eps": layer_norm_eps} | ({} if is_rms else {"rms_norm_eps": None})
+
+
+def _cohere2_scoring(fields: ModelFields) -> str:
+    is_sigmoid = fields.integer("expert_gating_func", _SIGMOID) == _SIGMOID
+    return "sigmoid" if is_sigmoid else "softmax"
 
 
 def _dbrx(fields: ModelFields) -> dict[str, Any]:
     experts = expert_fields(fields)
     return {
-        "model_type": "dbrx",
-        "architectures": ["DbrxForCausalLM"],
         "attn_config": {
             "kv_n_heads": fields.integer("attention.head_count_kv"),
             "clip_qkv": fields.optional_positive("attention.clamp_kqv"),
@@ -118,243 +93,87 @@ def _dbrx(fields: ModelFields) -> dict[str, Any]:
     }
 
 
-def _granite_moe(fields: ModelFields) -> dict[str, Any]:
-    size = expert_fields(fields)["moe_intermediate_size"]
-    return granite(fields) | mixture(
-        fields, "GraniteMoeShared", "granitemoeshared", intermediate_size=size
-    )
-
-
-def _glm4_moe(fields: ModelFields) -> dict[str, Any]:
-    return mixture(
-        fields,
-        "Glm4Moe",
-        "glm4_moe",
-        use_qk_norm=fields.has_tensor("blk.0.attn_q_norm.weight"),
-        **layer_counts(fields),
-        **partial_rotary(fields),
-    )
-
-
-def _minimax_m2(fields: ModelFields) -> dict[str, Any]:
-    rotary_dim = fields.integer("rope.dimension_count", fields.head_dim)
-    size = expert_fields(fields)["moe_intermediate_size"]
-    return mixture(fields, "MiniMaxM2", "minimax_m2", rotary_dim=rotary_dim, intermediate_size=size)
-
-
-def _minimax_m3(fields: ModelFields) -> dict[str, Any]:
+def _minimax_m3_layers(fields: ModelFields) -> dict[str, Any]:
     kinds, layers = _mlp_types(fields), range(fields.num_layers)
     indexed = [fields.has_tensor(f"blk.{i}.indexer.q_proj.weight") for i in layers]
-    prefix = "attention.indexer"
     dense_size = fields.integer("feed_forward_length")
     if "dense" in kinds:
         # Earlier converters wrote the size of the experts.
         dense_size = fields.gguf.tensors[f"blk.{kinds.index('dense')}.ffn_down.weight"].shape[1]
-    return mixture(
-        fields,
-        "MiniMaxM3Sparse",
-        "minimax_m3",
-        rotary_dim=rotary_dim(fields),
-        intermediate_size=expert_fields(fields)["moe_intermediate_size"],
-        dense_intermediate_size=dense_size,
-        mlp_layer_types=kinds,
-        layer_types=["minimax_m3_sparse" if each else "full_attention" for each in indexed],
-        index_n_heads=fields.integer(f"{prefix}.head_count", 4),
-        index_head_dim=fields.integer(f"{prefix}.key_length", 128),
-        index_topk_blocks=fields.integer(f"{prefix}.top_k", 16),
-        index_block_size=fields.integer(f"{prefix}.block_size", 128),
-        index_local_blocks=fields.integer(f"{prefix}.local_blocks", 1, minimum=0),
-    )
-
-
-def _ernie4_5_moe(fields: ModelFields) -> dict[str, Any]:
-    return mixture(
-        fields,
-        "Ernie4_5_Moe",
-        "ernie4_5_moe",
-        moe_num_shared_experts=fields.integer("expert_shared_count", 0, minimum=0),
-        moe_layer_start_index=fields.integer("leading_dense_block_count", 0, minimum=0),
-        moe_layer_interval=fields.integer("interleave_moe_layer_step", 1),
-        use_bias=False,
-    )
-
-
-def _hunyuan_moe(fields: ModelFields) -> dict[str, Any]:
-    size = expert_fields(fields)["moe_intermediate_size"]
-    return mixture(
-        fields,
-        "HunYuanMoEV1",
-        "hunyuan_v1_moe",
-        intermediate_size=size,
-        num_shared_expert=expert_fields(fields)["shared_expert_intermediate_size"] // size,
-    )
-
-
-def _gpt_oss(fields: ModelFields) -> dict[str, Any]:
-    size = expert_fields(fields)["moe_intermediate_size"]
-    # Without this factor, the default scaling of the family would apply.
-    scaling = rope_scaling(fields) or {"rope_type": "default"}
-    scaling["truncate"] = False
-    return mixture(
-        fields,
-        "GptOss",
-        "gpt_oss",
-        intermediate_size=size,
-        rope_scaling=scaling,
-        sliding_window=fields.integer("attention.sliding_window", 128),
-        attention_bias=True,
-    )
-
-
-def _phimoe(fields: ModelFields) -> dict[str, Any]:
-    return mixture(
-        fields,
-        "PhiMoE",
-        "phimoe",
-        intermediate_size=expert_fields(fields)["moe_intermediate_size"],
-        attention_bias=fields.has_tensor("blk.0.attn_output.bias"),
-        lm_head_bias=fields.has_tensor("output.bias"),
-        sliding_window=fields.optional_integer("attention.sliding_window"),
-    )
-
-
-def _llama4(fields: ModelFields) -> dict[str, Any]:
-    step = fields.integer("interleave_moe_layer_step", 1)
-    return mixture(
-        fields,
-        "Llama4",
-        "llama4_text",
-        intermediate_size=expert_fields(fields)["moe_intermediate_size"],
-        intermediate_size_mlp=fields.integer("feed_forward_length"),
-        interleave_moe_layer_step=step,
-        attention_chunk_size=fields.integer("attention.chunk_size", 8192),
-        # There are two published models, and the one with 128 experts does not norm queries and keys.
-        use_qk_norm=fields.integer("expert_count") != 128,
-    )
-
-
-def _deepseek2(fields: ModelFields) -> dict[str, Any]:
-    experts = expert_fields(fields)
-    counts = layer_counts(fields)
-    scaling = rope_scaling(fields)
-    if scaling is not None and (weight := yarn_weight(fields, 0.1)):
-        scaling |= {"mscale": weight, "mscale_all_dim": weight}
-    has_correction = f"blk.{counts['num_hidden_layers'] - 1}.exp_probs_b.bias"
-    # Older files do not say which function turns the router's logits into scores.
-    scoring = fields.integer("expert_gating_func", 2 if fields.has_tensor(has_correction) else 1)
-    differences = latent_attention(fields) | counts | {"rope_scaling": scaling}
-    if scoring == _SIGMOID:
-        return mixture(fields, "DeepseekV3", "deepseek_v3", **differences)
-    method = "group_limited_greedy" if experts["n_group"] > 1 else "greedy"
-    return mixture(fields, "DeepseekV2", "deepseek_v2", topk_method=method, **differences)
-
-
-def _mistral4(fields: ModelFields) -> dict[str, Any]:
-    config = _deepseek2(fields)
-    beta = fields.optional_positive("attention.temperature_scale")
-    if config["rope_scaling"] is not None and beta is not None:
-        config["rope_scaling"] |= {"llama_4_scaling_beta": beta}
-    return config | {"model_type": "mistral4", "architectures": ["Mistral4ForCausalLM"]}
-
-
-def _sparse_latent(fields: ModelFields, architecture: str, model_type: str) -> dict[str, Any]:
-    """Return the fields of sparse latent attention, in which only some layers have an indexer."""
-    config = _deepseek2(fields)
-    indexers = [
-        fields.has_tensor(f"blk.{i}.indexer.attn_k.weight")
-        for i in range(config["num_hidden_layers"])
-    ]
-    return config | {
-        "model_type": model_type,
-        "architectures": [f"{architecture}ForCausalLM"],
-        "index_n_heads": fields.integer("attention.indexer.head_count"),
-        "index_head_dim": fields.integer("attention.indexer.key_length"),
-        "index_topk": fields.integer("attention.indexer.top_k"),
-        "indexer_types": ["full" if has_indexer else "shared" for has_indexer in indexers],
+    return {
+        "dense_intermediate_size": dense_size,
+        "mlp_layer_types": kinds,
+        "layer_types": ["minimax_m3_sparse" if each else "full_attention" for each in indexed],
     }
 
 
-def _exaone_moe(fields: ModelFields) -> dict[str, Any]:
-    counts = layer_counts(fields)
-    return mixture(
-        fields,
-        "ExaoneMoe",
-        "exaone_moe",
-        **counts,
-        layer_types=layer_types(fields, default_period=4)[: counts["num_hidden_layers"]],
-        sliding_window=fields.integer("attention.sliding_window"),
+def _deepseek(fields: ModelFields) -> dict[str, Any]:
+    """Return the fields of latent attention with experts, without the kind of the router."""
+    scaling = rope_scaling(fields)
+    if scaling is not None and (weight := yarn_weight(fields, 0.1)):
+        scaling |= {"mscale": weight, "mscale_all_dim": weight}
+    return (
+        expert_fields(fields)
+        | latent_attention(fields)
+        | layer_counts(fields)
+        | {"rope_scaling": scaling}
     )
 
 
-def _bailingmoe(fields: ModelFields) -> dict[str, Any]:
-    num_shared = expert_fields(fields)["n_shared_experts"]
-    return mixture(fields, "BailingMoe", "bailing_moe", num_shared_experts=num_shared)
+_DEEPSEEK3: Final = declared("deepseek_v3", "DeepseekV3ForCausalLM", _deepseek)
 
 
-def _bailingmoe2(fields: ModelFields) -> dict[str, Any]:
-    return mixture(
-        fields,
-        "BailingMoeV2",
-        "bailing_moe_v2",
-        **layer_counts(fields),
-        **partial_rotary(fields),
-        use_qk_norm=fields.has_tensor("blk.0.attn_q_norm.weight"),
-        attention_bias=fields.has_tensor("blk.0.attn_qkv.bias"),
-        use_bias=fields.has_tensor("blk.0.attn_output.bias"),
-    )
+def _deepseek2(fields: ModelFields) -> dict[str, Any]:
+    last = layer_counts(fields)["num_hidden_layers"] - 1
+    # Older files do not say which function turns the router's logits into scores.
+    has_correction = fields.has_tensor(f"blk.{last}.exp_probs_b.bias")
+    if fields.integer("expert_gating_func", 2 if has_correction else 1) == _SIGMOID:
+        return _DEEPSEEK3(fields)
+    config = declared("deepseek_v2", "DeepseekV2ForCausalLM", _deepseek)(fields)
+    return config | {"topk_method": "group_limited_greedy" if config["n_group"] > 1 else "greedy"}
 
 
-def _mimo2(fields: ModelFields) -> dict[str, Any]:
+def _mistral4_scaling(fields: ModelFields) -> dict[str, Any] | None:
+    scaling: dict[str, Any] | None = _deepseek(fields)["rope_scaling"]
+    beta = fields.optional_positive("attention.temperature_scale")
+    if scaling is not None and beta is not None:
+        scaling["llama_4_scaling_beta"] = beta
+    return scaling
+
+
+def _indexers(fields: ModelFields) -> dict[str, Any]:
+    """Return the fields of sparse latent attention, in which only some layers have an indexer."""
+    layers = range(layer_counts(fields)["num_hidden_layers"])
+    indexed = [fields.has_tensor(f"blk.{i}.indexer.attn_k.weight") for i in layers]
+    return {
+        "index_n_heads": fields.integer("attention.indexer.head_count"),
+        "index_head_dim": fields.integer("attention.indexer.key_length"),
+        "index_topk": fields.integer("attention.indexer.top_k"),
+        "indexer_types": ["full" if has_indexer else "shared" for has_indexer in indexed],
+    }
+
+
+def _mimo2_layers(fields: ModelFields) -> dict[str, Any]:
     types = layer_types(fields, 6)
-    counts = fields.of_layers("attention.head_count_kv")
-    kv_heads, has_sinks = {}, {}
-    for kind in ("full_attention", "sliding_attention"):
-        layers = [i for i, each in enumerate(types) if each == kind]
-        found = {counts[i] for i in layers}
-        if len(found) > 1:
-            needed = "one number for layers with a window, and one for the others"
-            raise fields.wrong("attention.head_count_kv", needed, counts)
-        kv_heads[kind] = min(found, default=max(counts))
-        has_sinks[kind] = any(fields.has_tensor(f"blk.{i}.attn_sinks.weight") for i in layers)
-    return mixture(
-        fields,
-        "MiMoV2Flash",
-        "mimo_v2_flash",
-        layer_types=types,
-        num_key_value_heads=kv_heads["full_attention"],
-        swa_num_key_value_heads=kv_heads["sliding_attention"],
-        add_full_attention_sink_bias=has_sinks["full_attention"],
-        add_swa_attention_sink_bias=has_sinks["sliding_attention"],
-        mlp_layer_types=_mlp_types(fields),
-        v_head_dim=fields.integer("attention.value_length", fields.head_dim),
-        # The file counts the tokens before the current one, as the published configs do.
-        sliding_window_size=fields.integer("attention.sliding_window"),
-        swa_rope_theta=fields.positive("rope.freq_base_swa", 10_000.0),
-        norm_topk_prob=fields.boolean("expert_weights_norm", True),
+    num_kv_heads, num_local = _by_kind(fields, "attention.head_count_kv", types)
+    sinks = {
+        kind for i, kind in enumerate(types) if fields.has_tensor(f"blk.{i}.attn_sinks.weight")
+    }
+    return {
+        "layer_types": types,
+        "num_key_value_heads": num_kv_heads,
+        "swa_num_key_value_heads": num_local,
+        "add_full_attention_sink_bias": "full_attention" in sinks,
+        "add_swa_attention_sink_bias": "sliding_attention" in sinks,
+        "v_head_dim": fields.integer("attention.value_length", fields.head_dim),
+        "swa_rope_theta": fields.positive("rope.freq_base_swa", 10_000.0),
         # Converters omit the factor of the published models.
-        attention_value_scale=fields.positive("attention.value_scale", 0.707),
-        **partial_rotary(fields),
-    )
+        "attention_value_scale": fields.positive("attention.value_scale", 0.707),
+    }
 
 
-def _afmoe(fields: ModelFields) -> dict[str, Any]:
-    experts = expert_fields(fields)
-    return mixture(
-        fields,
-        "Afmoe",
-        "afmoe",
-        num_dense_layers=experts["first_k_dense_replace"],
-        num_shared_experts=experts["n_shared_experts"],
-        route_scale=experts["routed_scaling_factor"],
-        layer_types=layer_types(fields, default_period=4),
-        sliding_window=fields.integer("attention.sliding_window"),
-        # Files of this architecture always scale embeddings.
-        mup_enabled=True,
-    )
-
-
-def _laguna(fields: ModelFields) -> dict[str, Any]:
-    experts, gate = expert_fields(fields), fields.gguf.tensors.get("blk.0.attn_gate.weight")
+def _laguna_layers(fields: ModelFields) -> dict[str, Any]:
+    gate = fields.gguf.tensors.get("blk.0.attn_gate.weight")
     heads = fields.of_layers("attention.head_count")
     window = fields.optional_integer("attention.sliding_window")
     # Without a pattern, the first one of every four layers has no window.
@@ -363,31 +182,18 @@ def _laguna(fields: ModelFields) -> dict[str, Any]:
     ]
     if fields.get("attention.sliding_window_pattern") is not None:
         kinds = layer_types(fields, default_period=4)
-    return mixture(
-        fields,
-        "Laguna",
-        "laguna",
-        num_attention_heads_per_layer=heads,
-        gating="per-head" if gate is None or gate.shape[0] == heads[0] else "per-element",
-        layer_types=kinds,
-        sliding_window=window or 512,
-        mlp_layer_types=_mlp_types(fields),
-        moe_routed_scaling_factor=experts["routed_scaling_factor"],
-        rope_scaling=None,
-        rope_parameters=_ropes(fields, rotary_dim(fields), rope_scaling(fields)),
-    )
+    return {
+        "num_attention_heads_per_layer": heads,
+        "gating": "per-head" if gate is None or gate.shape[0] == heads[0] else "per-element",
+        "layer_types": kinds,
+        "sliding_window": window or 512,
+        "rope_parameters": _ropes(fields, rotary_dim(fields), rope_scaling(fields)),
+    }
 
 
-def _step35(fields: ModelFields) -> dict[str, Any]:
-    experts, counts = expert_fields(fields), layer_counts(fields)
-    kinds, heads = layer_types(fields, default_period=4), fields.of_layers("attention.head_count")
-    of_kinds = {}
-    for kind in ("full_attention", "sliding_attention"):
-        found = {n for n, each in zip(heads, kinds, strict=True) if each == kind}
-        if len(found) > 1:
-            needed = "one number for layers with a window, and one for the others"
-            raise fields.wrong("attention.head_count", needed, heads)
-        of_kinds[kind] = min(found, default=max(heads))
+def _step35_layers(fields: ModelFields) -> dict[str, Any]:
+    kinds = layer_types(fields, default_period=4)
+    num_heads, num_local = _by_kind(fields, "attention.head_count", kinds)
     # Layers without a window rotate half of the elements that the file says.
     rotated, scaling = rotary_dim(fields) // 2, rope_scaling(fields)
     if scaling is not None:
@@ -395,24 +201,15 @@ def _step35(fields: ModelFields) -> dict[str, Any]:
             name: scaling[name] for name in ("short_factor", "long_factor") if name in scaling
         }
         scaling |= {name: values[: rotated // 2] for name, values in factors.items()}
-    return mixture(
-        fields,
-        "Step3p5",
-        "step3p5",
-        **counts,
-        num_attention_heads=of_kinds["full_attention"],
-        num_sliding_attention_heads=of_kinds["sliding_attention"],
-        num_attention_groups=fields.largest("attention.head_count_kv"),
-        layer_types=kinds,
-        sliding_window=fields.integer("attention.sliding_window"),
-        mlp_layer_types=_mlp_types(fields),
-        moe_router_scaling_factor=experts["routed_scaling_factor"],
-        share_expert_dim=experts["shared_expert_intermediate_size"],
-        swiglu_limits=gate_limits(fields, "swiglu_clamp_exp"),
-        swiglu_limits_shared=gate_limits(fields, "swiglu_clamp_shexp"),
-        rope_scaling=None,
-        rope_parameters=_ropes(fields, rotated, scaling),
-    )
+    return {
+        "num_attention_heads": num_heads,
+        "num_sliding_attention_heads": num_local,
+        "num_attention_groups": fields.largest("attention.head_count_kv"),
+        "layer_types": kinds,
+        "swiglu_limits": gate_limits(fields, "swiglu_clamp_exp"),
+        "swiglu_limits_shared": gate_limits(fields, "swiglu_clamp_shexp"),
+        "rope_parameters": _ropes(fields, rotated, scaling),
+    }
 
 
 def _ropes(
@@ -438,35 +235,219 @@ def _ropes(
     }
 
 
-MIXTURES: dict[str, Translate] = {
-    "afmoe": _afmoe,
-    "bailingmoe": _bailingmoe,
-    "bailingmoe2": _bailingmoe2,
-    "cohere2moe": _cohere2_moe,
-    "dbrx": _dbrx,
-    "mimo2": _mimo2,
-    "deepseek": named(mixture, "Deepseek", "deepseek"),
+def _gpt_oss_scaling(fields: ModelFields) -> dict[str, Any]:
+    # Without this factor, the default scaling of the family would apply.
+    return (rope_scaling(fields) or {"rope_type": "default"}) | {"truncate": False}
+
+
+_EXPERT_SIZE: Final = expert("moe_intermediate_size")
+_NUM_SHARED: Final = expert("n_shared_experts")
+_FACTOR: Final = expert("routed_scaling_factor")
+_WINDOW: Final = integer("attention.sliding_window")
+_OPTIONAL_WINDOW: Final = optional_integer("attention.sliding_window")
+_NORMS_WEIGHTS: Final = boolean("expert_weights_norm", True)
+_HAS_HEAD_NORMS: Final = has("blk.0.attn_q_norm.weight")
+
+MIXTURES: Final[dict[str, Translate]] = {
+    "afmoe": declared(
+        "afmoe",
+        "AfmoeForCausalLM",
+        expert_fields,
+        num_dense_layers=expert("first_k_dense_replace"),
+        num_shared_experts=_NUM_SHARED,
+        route_scale=_FACTOR,
+        layer_types=windows(4),
+        sliding_window=_WINDOW,
+        # Files of this architecture always scale embeddings.
+        mup_enabled=True,
+    ),
+    "bailingmoe": declared(
+        "bailing_moe", "BailingMoeForCausalLM", expert_fields, num_shared_experts=_NUM_SHARED
+    ),
+    "bailingmoe2": declared(
+        "bailing_moe_v2",
+        "BailingMoeV2ForCausalLM",
+        expert_fields,
+        layer_counts,
+        partial_rotary,
+        use_qk_norm=_HAS_HEAD_NORMS,
+        attention_bias=has("blk.0.attn_qkv.bias"),
+        use_bias=has("blk.0.attn_output.bias"),
+    ),
+    "cohere2moe": declared(
+        "cohere2_moe",
+        "Cohere2MoeForCausalLM",
+        expert_fields,
+        layer_counts,
+        _cohere2_norms,
+        logit_scale=positive("logit_scale", 1.0),
+        intermediate_size=_EXPERT_SIZE,
+        prefix_dense_intermediate_size=optional_integer("feed_forward_length"),
+        num_shared_experts=_NUM_SHARED,
+        expert_selection_fn=_cohere2_scoring,
+        layer_types=_decoder_layer_types,
+        sliding_window=_WINDOW,
+    ),
+    "dbrx": declared("dbrx", "DbrxForCausalLM", _dbrx),
+    "mimo2": declared(
+        "mimo_v2_flash",
+        "MiMoV2FlashForCausalLM",
+        expert_fields,
+        partial_rotary,
+        _mimo2_layers,
+        mlp_layer_types=_mlp_types,
+        # The file counts the tokens before the current one, as the published configs do.
+        sliding_window_size=_WINDOW,
+        norm_topk_prob=_NORMS_WEIGHTS,
+    ),
+    "deepseek": declared("deepseek", "DeepseekForCausalLM", expert_fields),
     "deepseek2": _deepseek2,
-    "deepseek32": named(_sparse_latent, "DeepseekV32", "deepseek_v32"),
-    "dots1": named(mixture, "Dots1", "dots1"),
-    "ernie4_5-moe": _ernie4_5_moe,
-    "exaone-moe": _exaone_moe,
-    "glm-dsa": named(_sparse_latent, "GlmMoeDsa", "glm_moe_dsa"),
-    "glm4moe": _glm4_moe,
-    "gpt-oss": _gpt_oss,
-    "granitemoe": _granite_moe,
-    "hunyuan-moe": _hunyuan_moe,
-    "hy_v3": _hunyuan3,
-    "laguna": _laguna,
-    "llama4": _llama4,
-    "mellum": _mellum,
-    "minimax-m2": _minimax_m2,
-    "minimax-m3": _minimax_m3,
-    "mistral4": _mistral4,
-    "olmoe": _olmoe,
-    "phimoe": _phimoe,
-    "qwen2moe": named(mixture, "Qwen2Moe", "qwen2_moe", norm_topk_prob=False),
-    "qwen3moe": _qwen3_moe,
-    "qwen3vlmoe": _qwen3_vl_moe,
-    "step35": _step35,
+    "deepseek32": declared("deepseek_v32", "DeepseekV32ForCausalLM", _deepseek2, _indexers),
+    "dots1": declared("dots1", "Dots1ForCausalLM", expert_fields),
+    "ernie4_5-moe": declared(
+        "ernie4_5_moe",
+        "Ernie4_5_MoeForCausalLM",
+        expert_fields,
+        moe_num_shared_experts=integer("expert_shared_count", 0, minimum=0),
+        moe_layer_start_index=integer("leading_dense_block_count", 0, minimum=0),
+        moe_layer_interval=integer("interleave_moe_layer_step", 1),
+        use_bias=False,
+    ),
+    "exaone-moe": declared(
+        "exaone_moe",
+        "ExaoneMoeForCausalLM",
+        expert_fields,
+        layer_counts,
+        layer_types=_decoder_layer_types,
+        sliding_window=_WINDOW,
+    ),
+    "glm-dsa": declared("glm_moe_dsa", "GlmMoeDsaForCausalLM", _deepseek2, _indexers),
+    "glm4moe": declared(
+        "glm4_moe",
+        "Glm4MoeForCausalLM",
+        expert_fields,
+        layer_counts,
+        partial_rotary,
+        use_qk_norm=_HAS_HEAD_NORMS,
+    ),
+    "gpt-oss": declared(
+        "gpt_oss",
+        "GptOssForCausalLM",
+        expert_fields,
+        intermediate_size=_EXPERT_SIZE,
+        rope_scaling=_gpt_oss_scaling,
+        sliding_window=integer("attention.sliding_window", 128),
+        attention_bias=True,
+    ),
+    "granitemoe": declared(
+        "granitemoeshared",
+        "GraniteMoeSharedForCausalLM",
+        granite,
+        expert_fields,
+        intermediate_size=_EXPERT_SIZE,
+    ),
+    "hunyuan-moe": declared(
+        "hunyuan_v1_moe",
+        "HunYuanMoEV1ForCausalLM",
+        expert_fields,
+        intermediate_size=_EXPERT_SIZE,
+        num_shared_expert=_NUM_SHARED,
+    ),
+    "hy_v3": declared(
+        "hy_v3",
+        "HYV3ForCausalLM",
+        expert_fields,
+        layer_counts,
+        num_shared_experts=_NUM_SHARED,
+        router_scaling_factor=_FACTOR,
+        norm_topk_prob=_NORMS_WEIGHTS,
+        mlp_layer_types=_decoder_mlp_types,
+    ),
+    "laguna": declared(
+        "laguna",
+        "LagunaForCausalLM",
+        expert_fields,
+        _laguna_layers,
+        mlp_layer_types=_mlp_types,
+        moe_routed_scaling_factor=_FACTOR,
+        rope_scaling=None,
+    ),
+    "llama4": declared(
+        "llama4_text",
+        "Llama4ForCausalLM",
+        expert_fields,
+        intermediate_size=_EXPERT_SIZE,
+        intermediate_size_mlp=integer("feed_forward_length"),
+        interleave_moe_layer_step=integer("interleave_moe_layer_step", 1),
+        attention_chunk_size=integer("attention.chunk_size", 8192),
+        # There are two published models, and the one with 128 experts does not norm queries and keys.
+        use_qk_norm=lambda fields: fields.integer("expert_count") != 128,
+    ),
+    "mellum": declared(
+        "mellum",
+        "MellumForCausalLM",
+        expert_fields,
+        norm_topk_prob=True,
+        layer_types=_mellum_layers,
+        sliding_window=_OPTIONAL_WINDOW,
+        rope_parameters=_mellum_ropes,
+        rope_scaling=None,
+        mlp_layer_types=_mlp_types,
+    ),
+    "minimax-m2": declared(
+        "minimax_m2",
+        "MiniMaxM2ForCausalLM",
+        expert_fields,
+        rotary_dim=rotary_dim,
+        intermediate_size=_EXPERT_SIZE,
+    ),
+    "minimax-m3": declared(
+        "minimax_m3",
+        "MiniMaxM3SparseForCausalLM",
+        expert_fields,
+        _minimax_m3_layers,
+        rotary_dim=rotary_dim,
+        intermediate_size=_EXPERT_SIZE,
+        index_n_heads=integer("attention.indexer.head_count", 4),
+        index_head_dim=integer("attention.indexer.key_length", 128),
+        index_topk_blocks=integer("attention.indexer.top_k", 16),
+        index_block_size=integer("attention.indexer.block_size", 128),
+        index_local_blocks=integer("attention.indexer.local_blocks", 1, minimum=0),
+    ),
+    "mistral4": declared(
+        "mistral4", "Mistral4ForCausalLM", _deepseek2, rope_scaling=_mistral4_scaling
+    ),
+    "olmoe": declared(
+        "olmoe",
+        "OlmoeForCausalLM",
+        expert_fields,
+        norm_topk_prob=False,
+        intermediate_size=_EXPERT_SIZE,
+    ),
+    "phimoe": declared(
+        "phimoe",
+        "PhiMoEForCausalLM",
+        expert_fields,
+        intermediate_size=_EXPERT_SIZE,
+        attention_bias=has("blk.0.attn_output.bias"),
+        lm_head_bias=has("output.bias"),
+        sliding_window=_OPTIONAL_WINDOW,
+    ),
+    "qwen2moe": declared("qwen2_moe", "Qwen2MoeForCausalLM", expert_fields, norm_topk_prob=False),
+    "qwen3moe": declared("qwen3_moe", "Qwen3MoeForCausalLM", expert_fields, norm_topk_prob=True),
+    "qwen3vlmoe": declared(
+        "qwen3_moe", "Qwen3MoeForCausalLM", expert_fields, rotary_axes, norm_topk_prob=True
+    ),
+    "step35": declared(
+        "step3p5",
+        "Step3p5ForCausalLM",
+        expert_fields,
+        layer_counts,
+        _step35_layers,
+        sliding_window=_WINDOW,
+        mlp_layer_types=_mlp_types,
+        moe_router_scaling_factor=_FACTOR,
+        share_expert_dim=expert("shared_expert_intermediate_size"),
+        rope_scaling=None,
+    ),
 }

@@ -1,12 +1,11 @@
 """Translate the parts of the metadata that several architectures have in common."""
 
-from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
 
 from ...errors import CheckpointError
-from .fields import ModelFields, Translate
+from .fields import ModelFields
 
 MEAN: Final = 1
 CLS: Final = 2
@@ -98,26 +97,16 @@ def layer_types(fields: ModelFields, default_period: int) -> list[str]:
     return ["sliding_attention" if x else "full_attention" for x in sliding]
 
 
-def family(
-    fields: ModelFields, model_type: str, architecture: str, **differences: Any
-) -> dict[str, Any]:
-    """Return the config fields of a model type, without those named after it. Only part of a head may be rotated."""
-    rotary_dim = fields.integer("rope.dimension_count", fields.head_dim)
+def family(fields: ModelFields) -> dict[str, Any]:
+    """Return the fields that many families have. Only part of a head may be rotated."""
     has_biases = fields.has_tensor("blk.0.attn_output.bias")
     return {
-        "model_type": model_type,
-        "architectures": [architecture],
-        "partial_rotary_factor": rotary_dim / fields.head_dim,
+        **partial_rotary(fields),
         "use_bias": has_biases,
         "bias": has_biases,
         "logit_scale": fields.positive("logit_scale", 1.0),
         "sliding_window": fields.optional_integer("attention.sliding_window"),
-    } | differences
-
-
-def named(translate: Callable[..., dict[str, Any]], *names: str, **differences: Any) -> Translate:
-    """Return the translation of an architecture that `translate` makes of a model type with these names."""
-    return lambda fields: translate(fields, *names, **differences)
+    }
 
 
 def expert_fields(fields: ModelFields) -> dict[str, Any]:
@@ -174,14 +163,6 @@ def gate_limits(fields: ModelFields, name: str) -> list[float] | None:
     return [float(str(np.float32(limit))) for limit in limits]
 
 
-def mixture(
-    fields: ModelFields, architecture: str, model_type: str, **differences: Any
-) -> dict[str, Any]:
-    """Return the config fields of a mixture-of-experts model type."""
-    names = {"model_type": model_type, "architectures": [f"{architecture}ForCausalLM"]}
-    return expert_fields(fields) | names | differences
-
-
 def latent_attention(fields: ModelFields) -> dict[str, Any]:
     """Return the fields of multi-head latent attention (DeepSeek-V2)."""
     rotary_dim = fields.integer("rope.dimension_count")
@@ -204,8 +185,6 @@ def latent_attention(fields: ModelFields) -> dict[str, Any]:
 def granite(fields: ModelFields) -> dict[str, Any]:
     """Return the fields of dense Granite models. The other Granite models have them too."""
     return {
-        "model_type": "granite",
-        "architectures": ["GraniteForCausalLM"],
         "attention_multiplier": fields.positive("attention.scale", fields.head_dim**-0.5),
         "embedding_multiplier": fields.positive("embedding_scale", 1.0),
         "residual_multiplier": fields.positive("residual_scale", 1.0),

@@ -1,9 +1,10 @@
 """Translate the metadata of models with recurrent layers."""
 
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
+from .declared import Rule, boolean, declared, has, integer
 from .fields import ModelFields, Translate
 from .parts import (
     expert_fields,
@@ -11,47 +12,39 @@ from .parts import (
     granite,
     latent_attention,
     layer_counts,
-    mixture,
     partial_rotary,
 )
 
 
-def _lfm2(fields: ModelFields) -> dict[str, Any]:
-    attends = [count > 0 for count in fields.of_layers("attention.head_count_kv")]
-    return {
-        "model_type": "lfm2",
-        "architectures": ["Lfm2ForCausalLM"],
-        "layer_types": ["full_attention" if x else "conv" for x in attends],
-        "block_auto_adjust_ff_dim": False,
-        "conv_L_cache": fields.integer("shortconv.l_cache"),
-        "conv_bias": any(
-            fields.has_tensor(f"blk.{i}.shortconv.conv.bias") for i in range(len(attends))
-        ),
-    }
+def _kinds(attention: str, other: str) -> Rule:
+    """Return the rule of a list with the kind of each layer: `attention` for layers with keys and values."""
+
+    def kinds(fields: ModelFields) -> list[str]:
+        counts = fields.of_layers("attention.head_count_kv")
+        return [attention if count else other for count in counts]
+
+    return kinds
 
 
-def _lfm2_moe(fields: ModelFields) -> dict[str, Any]:
-    has_correction = any(
-        fields.has_tensor(f"blk.{i}.exp_probs_b.bias") for i in range(fields.num_layers)
-    )
-    return _lfm2(fields) | mixture(
-        fields,
-        "Lfm2Moe",
-        "lfm2_moe",
-        num_dense_layers=fields.integer("leading_dense_block_count", 0, minimum=0),
-        norm_topk_prob=True,
-        use_expert_bias=has_correction,
-    )
+def _any_layer(tensor: str) -> Rule:
+    """Return the rule of a field that is true if at least one layer has a tensor."""
+    return lambda fields: fields.has_tensor_of_a_layer(tensor)
+
+
+_LFM2: Final = declared(
+    "lfm2",
+    "Lfm2ForCausalLM",
+    layer_types=_kinds("full_attention", "conv"),
+    block_auto_adjust_ff_dim=False,
+    conv_L_cache=integer("shortconv.l_cache"),
+    conv_bias=_any_layer("shortconv.conv.bias"),
+)
 
 
 def _mamba2(fields: ModelFields) -> dict[str, Any]:
     """Return the fields of Mamba-2 layers."""
     num_heads = fields.integer("ssm.time_step_rank")
     size = fields.integer("ssm.inner_size")
-
-    def has_bias(module: str) -> bool:
-        return any(fields.has_tensor(f"blk.{i}.{module}.bias") for i in range(fields.num_layers))
-
     return {
         "mamba_n_heads": num_heads,
         "mamba_d_head": size // num_heads,
@@ -59,16 +52,14 @@ def _mamba2(fields: ModelFields) -> dict[str, Any]:
         "mamba_n_groups": fields.integer("ssm.group_count"),
         "mamba_d_state": fields.integer("ssm.state_size"),
         "mamba_d_conv": fields.integer("ssm.conv_kernel"),
-        "mamba_conv_bias": has_bias("ssm_conv1d"),
-        "mamba_proj_bias": has_bias("ssm_in"),
+        "mamba_conv_bias": fields.has_tensor_of_a_layer("ssm_conv1d.bias"),
+        "mamba_proj_bias": fields.has_tensor_of_a_layer("ssm_in.bias"),
     }
 
 
 def _pure_mamba2(fields: ModelFields) -> dict[str, Any]:
     layers = _mamba2(fields)
     return {
-        "model_type": "mamba2",
-        "architectures": ["Mamba2ForCausalLM"],
         "num_heads": layers["mamba_n_heads"],
         "head_dim": layers["mamba_d_head"],
         "n_groups": layers["mamba_n_groups"],
@@ -76,8 +67,6 @@ def _pure_mamba2(fields: ModelFields) -> dict[str, Any]:
         "conv_kernel": layers["mamba_d_conv"],
         "use_conv_bias": layers["mamba_conv_bias"],
         "use_bias": layers["mamba_proj_bias"],
-        # The file says a million because the model has no limit.
-        "max_position_embeddings": None,
     }
 
 
@@ -97,49 +86,33 @@ def _mamba(fields: ModelFields) -> dict[str, Any]:
     }
 
 
-def _jamba(fields: ModelFields) -> dict[str, Any]:
-    attends = [count > 0 for count in fields.of_layers("attention.head_count_kv")]
+def _jamba_sizes(fields: ModelFields) -> dict[str, Any]:
     num_layers, size = fields.num_layers, fields.integer("embedding_length")
     routers = [i for i in range(num_layers) if fields.has_tensor(f"blk.{i}.ffn_gate_inp.weight")]
     first, second = (*routers, num_layers, num_layers)[:2]
     inner = fields.integer("ssm.inner_size")
     if inner % size:
         raise fields.wrong("ssm.inner_size", f"a multiple of the hidden size {size}", inner)
-
-    def has_bias(module: str) -> bool:
-        return any(fields.has_tensor(f"blk.{i}.{module}.bias") for i in range(num_layers))
-
     return {
-        "model_type": "jamba",
-        "architectures": ["JambaForCausalLM"],
-        "layer_types": ["attention" if x else "mamba" for x in attends],
         "num_experts": fields.integer("expert_count", 1) if routers else 1,
-        "num_experts_per_tok": fields.integer("expert_used_count", 1),
         "expert_layer_offset": first,
         "expert_layer_period": second - first if len(routers) > 1 else num_layers,
         "mamba_expand": inner // size,
-        "mamba_d_state": fields.integer("ssm.state_size"),
-        "mamba_d_conv": fields.integer("ssm.conv_kernel"),
-        "mamba_dt_rank": fields.integer("ssm.time_step_rank"),
-        "mamba_conv_bias": has_bias("ssm_conv1d"),
-        "mamba_proj_bias": has_bias("ssm_in"),
     }
 
 
-def _bamba(fields: ModelFields, attends: list[bool]) -> dict[str, Any]:
-    rotary_dim = fields.integer("rope.dimension_count", fields.head_dim)
-    return _mamba2(fields) | {
-        "model_type": "bamba",
-        "architectures": ["BambaForCausalLM"],
-        "layers_block_type": ["attention" if x else "mamba" for x in attends],
-        "partial_rotary_factor": rotary_dim / fields.head_dim,
-    }
+_BAMBA: Final = declared(
+    "bamba",
+    "BambaForCausalLM",
+    _mamba2,
+    partial_rotary,
+    layers_block_type=_kinds("attention", "mamba"),
+)
 
 
 def _granite_hybrid(fields: ModelFields) -> dict[str, Any]:
-    attends = [count > 0 for count in fields.of_layers("attention.head_count_kv")]
     if fields.boolean("rope.scaling.finetuned", False):
-        return _bamba(fields, attends)
+        return _BAMBA(fields)
     shared = fields.largest("feed_forward_length")
     experts: dict[str, Any] = {"num_local_experts": 0}
     if fields.optional_integer("expert_count"):
@@ -155,20 +128,9 @@ def _granite_hybrid(fields: ModelFields) -> dict[str, Any]:
         **experts,
         "model_type": "granitemoehybrid",
         "architectures": ["GraniteMoeHybridForCausalLM"],
-        "layer_types": ["attention" if x else "mamba" for x in attends],
+        "layer_types": _kinds("attention", "mamba")(fields),
         "position_embedding_type": "nope",
         "shared_intermediate_size": shared,
-    }
-
-
-def _falcon_h1(fields: ModelFields) -> dict[str, Any]:
-    # The converter has applied the multipliers to the weights.
-    return _mamba2(fields) | {
-        "model_type": "falcon_h1",
-        "architectures": ["FalconH1ForCausalLM"],
-        "mamba_rms_norm": fields.has_tensor("blk.0.ssm_norm.weight"),
-        "mamba_norm_before_gate": False,
-        "projectors_bias": fields.has_tensor("blk.0.ssm_out.bias"),
     }
 
 
@@ -241,43 +203,26 @@ def _nemotron_h(fields: ModelFields) -> dict[str, Any]:
     }
 
 
-def _kimi_linear(fields: ModelFields) -> dict[str, Any]:
-    attends = [count > 0 for count in fields.of_layers("attention.head_count_kv")]
-    return mixture(
-        fields,
-        "KimiLinear",
-        "kimi_linear",
-        **latent_attention(fields),
-        layer_types=["full_attention" if x else "linear_attention" for x in attends],
-        norm_topk_prob=fields.boolean("expert_weights_norm", True),
-        # The file has a single head count for layers of both kinds.
-        linear_num_heads=fields.num_heads,
-        linear_head_dim=fields.integer("kda.head_dim"),
-        linear_conv_kernel_dim=fields.integer("ssm.conv_kernel"),
-    )
+def _kda(fields: ModelFields) -> dict[str, Any]:
+    """Return the fields of Kimi delta attention. The file has a single head count for layers of both kinds."""
+    return {
+        "linear_num_heads": fields.num_heads,
+        "linear_head_dim": fields.integer("kda.head_dim"),
+        "linear_conv_kernel_dim": fields.integer("ssm.conv_kernel"),
+    }
 
 
-def _bailingmoe3(fields: ModelFields) -> dict[str, Any]:
-    counts, experts = layer_counts(fields), expert_fields(fields)
-    num_layers = counts["num_hidden_layers"]
-    attends = [count > 0 for count in fields.of_layers("attention.head_count_kv")][:num_layers]
-    first = experts["first_k_dense_replace"]
-    return mixture(
-        fields,
-        "BailingHybrid",
-        "bailing_hybrid",
-        **counts,
-        **latent_attention(fields),
-        layer_types=["full_attention" if x else "linear_attention" for x in attends],
-        mlp_layer_types=["sparse" if i >= first else "dense" for i in range(num_layers)],
-        linear_num_heads=fields.num_heads,
-        linear_head_dim=fields.integer("kda.head_dim"),
-        linear_conv_kernel_dim=fields.integer("ssm.conv_kernel"),
-        kda_safe_gate=fields.boolean("kda.safe_gate", True),
-        kda_lower_bound=fields.get("kda.gate_lower_bound", -5.0),
-        expert_swiglu_limit_list=gate_limits(fields, "swiglu_clamp_exp"),
-        share_expert_swiglu_limit_list=gate_limits(fields, "swiglu_clamp_shexp"),
-    )
+def _bailing_layers(fields: ModelFields) -> dict[str, Any]:
+    num_layers = layer_counts(fields)["num_hidden_layers"]
+    first = expert_fields(fields)["first_k_dense_replace"]
+    kinds = _kinds("full_attention", "linear_attention")(fields)
+    return {
+        "layer_types": kinds[:num_layers],
+        "mlp_layer_types": ["sparse" if i >= first else "dense" for i in range(num_layers)],
+        "kda_lower_bound": fields.get("kda.gate_lower_bound", -5.0),
+        "expert_swiglu_limit_list": gate_limits(fields, "swiglu_clamp_exp"),
+        "share_expert_swiglu_limit_list": gate_limits(fields, "swiglu_clamp_shexp"),
+    }
 
 
 def _gated_delta_net(fields: ModelFields) -> dict[str, Any]:
@@ -301,40 +246,87 @@ def _gated_delta_net(fields: ModelFields) -> dict[str, Any]:
     }
 
 
-def _qwen3_next(fields: ModelFields) -> dict[str, Any]:
-    experts = mixture(fields, "Qwen3Next", "qwen3_next", norm_topk_prob=True)
-    return _gated_delta_net(fields) | experts | {"linear_has_split_projections": True}
+def _has_tiled_heads(fields: ModelFields) -> bool:
+    return fields.integer("ssm.group_count") != fields.integer("ssm.time_step_rank")
 
 
-def _qwen3_5(fields: ModelFields) -> dict[str, Any]:
-    config = _gated_delta_net(fields)
-    return config | {
-        "model_type": "qwen3_5_text",
-        "architectures": ["Qwen3_5ForCausalLM"],
-        "linear_has_tiled_heads": (
-            config["linear_num_key_heads"] != config["linear_num_value_heads"]
-        ),
-    }
-
-
-def _qwen3_5_moe(fields: ModelFields) -> dict[str, Any]:
-    experts = mixture(fields, "Qwen3_5Moe", "qwen3_5_moe_text", norm_topk_prob=True)
-    return _qwen3_5(fields) | experts
-
-
-RECURRENT: dict[str, Translate] = {
-    "bailingmoe3": _bailingmoe3,
-    "falcon-h1": _falcon_h1,
+RECURRENT: Final[dict[str, Translate]] = {
+    "bailingmoe3": declared(
+        "bailing_hybrid",
+        "BailingHybridForCausalLM",
+        expert_fields,
+        layer_counts,
+        latent_attention,
+        _kda,
+        _bailing_layers,
+        kda_safe_gate=boolean("kda.safe_gate", True),
+    ),
+    "falcon-h1": declared(
+        "falcon_h1",
+        "FalconH1ForCausalLM",
+        # The converter has applied the multipliers to the weights.
+        _mamba2,
+        mamba_rms_norm=has("blk.0.ssm_norm.weight"),
+        mamba_norm_before_gate=False,
+        projectors_bias=has("blk.0.ssm_out.bias"),
+    ),
     "granitehybrid": _granite_hybrid,
-    "jamba": _jamba,
-    "kimi-linear": _kimi_linear,
-    "lfm2": _lfm2,
-    "lfm2moe": _lfm2_moe,
+    "jamba": declared(
+        "jamba",
+        "JambaForCausalLM",
+        _jamba_sizes,
+        layer_types=_kinds("attention", "mamba"),
+        num_experts_per_tok=integer("expert_used_count", 1),
+        mamba_d_state=integer("ssm.state_size"),
+        mamba_d_conv=integer("ssm.conv_kernel"),
+        mamba_dt_rank=integer("ssm.time_step_rank"),
+        mamba_conv_bias=_any_layer("ssm_conv1d.bias"),
+        mamba_proj_bias=_any_layer("ssm_in.bias"),
+    ),
+    "kimi-linear": declared(
+        "kimi_linear",
+        "KimiLinearForCausalLM",
+        expert_fields,
+        latent_attention,
+        _kda,
+        layer_types=_kinds("full_attention", "linear_attention"),
+        norm_topk_prob=boolean("expert_weights_norm", True),
+    ),
+    "lfm2": _LFM2,
+    "lfm2moe": declared(
+        "lfm2_moe",
+        "Lfm2MoeForCausalLM",
+        _LFM2,
+        expert_fields,
+        num_dense_layers=integer("leading_dense_block_count", 0, minimum=0),
+        norm_topk_prob=True,
+        use_expert_bias=_any_layer("exp_probs_b.bias"),
+    ),
     "mamba": _mamba,
-    "mamba2": _pure_mamba2,
+    # The file says a million tokens because the model has no limit.
+    "mamba2": declared("mamba2", "Mamba2ForCausalLM", _pure_mamba2, max_position_embeddings=None),
     "nemotron_h": _nemotron_h,
     "nemotron_h_moe": _nemotron_h,
-    "qwen35": _qwen3_5,
-    "qwen35moe": _qwen3_5_moe,
-    "qwen3next": _qwen3_next,
+    "qwen35": declared(
+        "qwen3_5_text",
+        "Qwen3_5ForCausalLM",
+        _gated_delta_net,
+        linear_has_tiled_heads=_has_tiled_heads,
+    ),
+    "qwen35moe": declared(
+        "qwen3_5_moe_text",
+        "Qwen3_5MoeForCausalLM",
+        _gated_delta_net,
+        expert_fields,
+        linear_has_tiled_heads=_has_tiled_heads,
+        norm_topk_prob=True,
+    ),
+    "qwen3next": declared(
+        "qwen3_next",
+        "Qwen3NextForCausalLM",
+        _gated_delta_net,
+        expert_fields,
+        norm_topk_prob=True,
+        linear_has_split_projections=True,
+    ),
 }
