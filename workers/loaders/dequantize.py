@@ -287,6 +287,7 @@ DEQUANTIZABLE: dict[T, Callable[[Tensor, Tensor], None]] = {
     T.F32: _stored_as("float32"),
     T.F16: _stored_as("float16"),
     T.BF16: _stored_as("bfloat16"),
+    T.I32: _stored_as("int32"),
     **{ggml_type: _quantized(block.unpack) for ggml_type, block in BLOCK_TYPES.items()},
 }
 """Types that can be dequantized, each with a function that writes blocks to a tensor ``[B, block size]``."""

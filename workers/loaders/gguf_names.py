@@ -9,6 +9,7 @@ _MODULES = {
     "token_types": "model.embed_token_types",
     "output_norm": "model.norm",
     "output": "lm_head",
+    "output_res_score": "model.head_res_query",
     "altup_proj": "model.altup_projections.{part}",
     "altup_unembd_proj": "model.altup_unembed_projections.{part}",
     "per_layer_token_embd": "model.embed_tokens_per_layer",
@@ -113,6 +114,29 @@ _KIMI_LINEAR_MODULES = _LAYER_MODULES | {
     **{f"ssm_{x}": f"mixer.{x}_proj" for x in ("f_a", "f_b", "g_a", "g_b")},
     "ssm_beta": "mixer.b_proj",
 }
+_KIMI_K3_MODULES = _KIMI_LINEAR_MODULES | {
+    "attn_gate": "self_attn.gate_proj",
+    "attn_res_score": "attn_res_query",
+    "ffn_res_score": "mlp_res_query",
+    "ffn_routed_down": "mlp.to_latent",
+    "ffn_routed_up": "mlp.from_latent",
+    "ffn_routed_norm": "mlp.latent_sum_norm",
+    "ssm_g": "mixer.g_proj",
+}
+_DEEPSEEK4_MODULES = _LAYER_MODULES | {
+    "attn_q_a_norm": "self_attn.q_a_norm",
+    "attn_kv": "self_attn.kv_proj",
+    "attn_kv_a_norm": "self_attn.kv_norm",
+    "attn_output_a": "self_attn.o_a_proj",
+    "attn_output_b": "self_attn.o_b_proj",
+    "indexer.attn_q_b": "self_attn.compressor.indexer.q_b_proj",
+    "indexer.proj": "self_attn.compressor.indexer.weights_proj",
+    **{
+        f"{prefix}_compressor_{stored}": f"self_attn.compressor.{own}{name}"
+        for prefix, own in (("attn", ""), ("indexer", "indexer."))
+        for stored, name in (("kv", "kv_proj"), ("gate", "gate_proj"), ("norm", "kv_norm"))
+    },
+}
 _GATED_MODULES = _LAYER_MODULES | {"attn_gate": "self_attn.gate_proj"}
 _BITNET_MODULES = _LAYER_MODULES | {
     "attn_sub_norm": "self_attn.attn_sub_norm",
@@ -149,6 +173,7 @@ _LAYER_MODULES_OF_ARCHITECTURE = {
     "nomic-bert": _BERT_MODULES,
     "bamba": _LAYER_MODULES | {"ffn_norm": "pre_ff_layernorm"},
     "chatglm": _FUSED_MLP,
+    "deepseek4": _DEEPSEEK4_MODULES,
     "dbrx": _LAYER_MODULES | {"attn_output_norm": "post_attention_layernorm"},
     "falcon-h1": _LAYER_MODULES | {"ffn_norm": "pre_ff_layernorm"},
     "gemma-embedding": _GEMMA_MODULES,
@@ -158,6 +183,7 @@ _LAYER_MODULES_OF_ARCHITECTURE = {
     "gemma4": _GEMMA4_MODULES,
     "granite_swa": _LAYER_MODULES | {"ffn_up_shexp": "mlp.shared_experts.gate_up_proj"},
     "jamba": _MAMBA1_MODULES | {"ffn_norm": "pre_ff_layernorm"},
+    "kimi-k3": _KIMI_K3_MODULES,
     "kimi-linear": _KIMI_LINEAR_MODULES,
     "laguna": _GATED_MODULES,
     "lfm2": _LFM2_MODULES,
@@ -184,7 +210,7 @@ _EMBEDDING_NORM_IS_LAST = ("lfm2", "lfm2moe")
 # Tensors whose names have no suffix, such as ".weight", in a Hugging Face checkpoint.
 _PLAIN_TENSOR = re.compile(
     r"blk\.(\d+)\.(exp_probs_b|attn_sinks|altup_correct_scale|layer_output_scale|(?:ffn_gate_inp|ffn_down_exps)\.scale"
-    r"|ssm_(?:a|d|dt))"
+    r"|ssm_(?:a|d|dt)|hc_(?:attn|ffn)_(?:fn|base|scale)|(?:attn|indexer)_compressor_ape|ffn_gate_tid2eid)"
     r"(?:\.(?:weight|bias))?"
 )
 _PLAIN_NAMES = {
@@ -197,9 +223,18 @@ _PLAIN_NAMES = {
     "ssm_a": "mixer.A_log",
     "ssm_d": "mixer.D",
     "ssm_dt": "mixer.dt_bias",
+    **{
+        f"hc_{block}_{part}": f"{own}_hc.{part}"
+        for block, own in (("attn", "attn"), ("ffn", "mlp"))
+        for part in ("fn", "base", "scale")
+    },
+    "attn_compressor_ape": "self_attn.compressor.position_bias",
+    "indexer_compressor_ape": "self_attn.compressor.indexer.position_bias",
+    "ffn_gate_tid2eid": "mlp.gate.tid2eid",
 }
 _LAYER_TENSOR = re.compile(r"blk\.(\d+)\.((?:(?:shortconv|indexer)\.)?\w+)\.(weight|bias)")
 _TENSOR = re.compile(r"(\w+)\.(weight|bias)")
+_HEAD_STREAMS = re.compile(r"output_hc_(fn|base|scale)\.weight")
 
 
 _LAYER_MODULES_OF_T5 = {
@@ -237,6 +272,8 @@ def hf_name(name: str, architecture: str) -> str | None:
         return f"model.layers.{match[1]}.{layer_modules[match[2]]}.{match[3]}"
     if match := _PLAIN_TENSOR.fullmatch(name):
         return f"model.layers.{match[1]}.{_PLAIN_NAMES[match[2]]}"
+    if match := _HEAD_STREAMS.fullmatch(name):
+        return f"model.head_hc.{match[1]}"
     if (match := _TENSOR.fullmatch(name)) and match[1] in _MODULES:
         is_last = match[1] == "token_embd_norm" and architecture in _EMBEDDING_NORM_IS_LAST
         return f"{_MODULES['output_norm' if is_last else match[1]]}.{match[2]}"

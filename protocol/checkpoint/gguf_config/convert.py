@@ -11,6 +11,7 @@ import numpy as np
 
 from ...errors import CheckpointError
 from ..gguf import GGUFFile
+from .compressed import COMPRESSED
 from .dense import DENSE
 from .encoders import ENCODERS
 from .fields import GGUFFields, ModelFields, Translate
@@ -19,7 +20,14 @@ from .mixtures import MIXTURES
 from .parts import rope_scaling
 from .recurrent import RECURRENT
 
-ARCHITECTURES: Final[dict[str, Translate]] = {**DENSE, **ENCODERS, **GEMMA, **MIXTURES, **RECURRENT}
+ARCHITECTURES: Final[dict[str, Translate]] = {
+    **COMPRESSED,
+    **DENSE,
+    **ENCODERS,
+    **GEMMA,
+    **MIXTURES,
+    **RECURRENT,
+}
 
 # Architectures whose metadata lists the sizes of each layer.
 _VARIED = (*RECURRENT, "deci", "gemma3n", "gemma4", "mimo2")

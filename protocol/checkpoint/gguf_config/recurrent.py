@@ -4,7 +4,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from .declared import Rule, boolean, declared, has, integer
+from .declared import Rule, boolean, declared, has, integer, optional_integer, positive
 from .fields import ModelFields, Translate
 from .parts import (
     expert_fields,
@@ -212,6 +212,20 @@ def _kda(fields: ModelFields) -> dict[str, Any]:
     }
 
 
+def _kimi_k3_parts(fields: ModelFields) -> dict[str, Any]:
+    own = {
+        "num_heads": fields.num_heads,
+        "head_dim": fields.integer("kda.head_dim"),
+        "short_conv_kernel_size": fields.integer("ssm.conv_kernel"),
+        "use_full_rank_gate": fields.has_tensor_of_a_layer("ssm_g.weight"),
+        "gate_lower_bound": fields.get("kda.gate_lower_bound"),
+    }
+    return {
+        "linear_attn_config": own,
+        "activation_situ_linear_beta": fields.number("activation.situ_linear_beta", 0.0),
+    }
+
+
 def _bailing_layers(fields: ModelFields) -> dict[str, Any]:
     num_layers = layer_counts(fields)["num_hidden_layers"]
     first = expert_fields(fields)["first_k_dense_replace"]
@@ -250,6 +264,16 @@ def _has_tiled_heads(fields: ModelFields) -> bool:
     return fields.integer("ssm.group_count") != fields.integer("ssm.time_step_rank")
 
 
+_KIMI_LINEAR: Final = declared(
+    "kimi_linear",
+    "KimiLinearForCausalLM",
+    expert_fields,
+    latent_attention,
+    _kda,
+    layer_types=_kinds("full_attention", "linear_attention"),
+    norm_topk_prob=boolean("expert_weights_norm", True),
+)
+
 RECURRENT: Final[dict[str, Translate]] = {
     "bailingmoe3": declared(
         "bailing_hybrid",
@@ -283,15 +307,19 @@ RECURRENT: Final[dict[str, Translate]] = {
         mamba_conv_bias=_any_layer("ssm_conv1d.bias"),
         mamba_proj_bias=_any_layer("ssm_in.bias"),
     ),
-    "kimi-linear": declared(
+    "kimi-k3": declared(
         "kimi_linear",
         "KimiLinearForCausalLM",
-        expert_fields,
-        latent_attention,
-        _kda,
-        layer_types=_kinds("full_attention", "linear_attention"),
-        norm_topk_prob=boolean("expert_weights_norm", True),
+        _KIMI_LINEAR,
+        _kimi_k3_parts,
+        hidden_act="situ",
+        activation_situ_beta=positive("activation.situ_beta"),
+        attn_res_block_size=optional_integer("attn_res.block_size"),
+        mla_use_output_gate=_any_layer("attn_gate.weight"),
+        routed_expert_hidden_size=optional_integer("expert_latent_length"),
+        latent_moe_use_norm=_any_layer("ffn_routed_norm.weight"),
     ),
+    "kimi-linear": _KIMI_LINEAR,
     "lfm2": _LFM2,
     "lfm2moe": declared(
         "lfm2_moe",

@@ -6,9 +6,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.decoders import Runner, load_decoder, load_native_decoder
-from support.families import assert_same, expected_logits, prompt
+from support.families import (
+    assert_same,
+    expected_logits,
+    make_reference,
+    prompt,
+    save_reference,
+)
+from support.families.experts import LONG
 from support.families.published import PUBLISHED, save_published
 from support.gguf_published import write_published
+from support.gguf_streams import write_streams
 from support.gguf_writer import write_gguf
 from support.quantized_checkpoints import FORMATS
 
@@ -44,6 +52,36 @@ def test_gguf_files_of_these_families_give_the_same_logits(
     reference = save_published(name, tmp_path, **differences)
     tokens = prompt(NUM_TOKENS)
     logits = Runner(load(write_published(tmp_path, architecture))).step({0: tokens})[0]
+    assert_same(logits, expected_logits(reference, tokens))
+
+
+IN_GGUF = {
+    "KimiK3": {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "num_expert_group": 1,
+        "topk_group": 1,
+        "tie_word_embeddings": False,
+    },
+    "deepseek-v4": {
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128},
+        "mlp_layer_types": ["hash_moe", "hash_moe", "moe", "moe"],
+        "rope_parameters": LONG,
+    },
+}
+"""Models with several streams, and differences from `CONFIGS` that a GGUF file can express."""
+
+
+@pytest.mark.parametrize("load", [load_decoder, load_native_decoder])
+@pytest.mark.parametrize("name", IN_GGUF)
+def test_gguf_files_of_models_with_streams_give_the_same_logits(name, load, tmp_path):
+    if name in PUBLISHED:
+        reference = save_published(name, tmp_path, **IN_GGUF[name])
+    else:
+        reference = make_reference(name, **IN_GGUF[name])
+        save_reference(reference, tmp_path)
+    tokens = prompt(NUM_TOKENS)
+    logits = Runner(load(write_streams(tmp_path))).step({0: tokens})[0]
     assert_same(logits, expected_logits(reference, tokens))
 
 

@@ -68,11 +68,13 @@ def read_stream_queries(
     name: str,
     count: int = 1,
 ) -> Sequence[Tensor]:
-    """Return the queries called `name`, float32 [D] each."""
+    """Return the queries called `name`, float32 [D] each. GGUF files have products of projections and norms."""
     size = spec.hidden_size
     if residuals.norms_values:
         stored_X = weights.read_elements(f"{name}_query", count * size)
         return (stored_X * size**-0.5).view(count, size).unbind()
+    if weights.has(product := f"{name}_query.weight"):
+        return [weights.read_vector(product, size)]
     projection_D = weights.read_elements(f"{name}_proj.weight", size)
     return [projection_D * weights.read_vector(f"{name}_norm.weight", size)]
 
