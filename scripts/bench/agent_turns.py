@@ -11,9 +11,9 @@ agents do.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import random
-import socket
 import statistics
 import subprocess
 import sys
@@ -21,9 +21,9 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
-import httpx
+from engine.frontend.cli.bench.client import Answer, Endpoint, ask
+from side_by_side.clients import free_port
 from support.server import COMMAND, default_model
 
 CONTEXT = 8192
@@ -58,12 +58,6 @@ def _text(rng: random.Random, count: int) -> str:
     return "\n".join(lines)
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
 @contextmanager
 def running(command: list[str], port: int) -> Iterator[str]:
     """Run a server until it is healthy, and yield its URL."""
@@ -84,57 +78,26 @@ def running(command: list[str], port: int) -> Iterator[str]:
             process.terminate()
 
 
-def ask(client: httpx.Client, messages: list[dict[str, str]], num_tokens: int) -> dict[str, Any]:
-    """Send a request. Return its first-token time, its answer, and its prompt tokens and cached tokens."""
-    body = {
-        "model": "bench",
-        "messages": messages,
-        "max_tokens": num_tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-    pieces: list[str] = []
-    usage: dict[str, Any] = {}
-    first_s = 0.0
-    start = time.perf_counter()
-    with client.stream("POST", "/v1/chat/completions", json=body) as response:
-        response.raise_for_status()
-        for line in response.iter_lines():
-            if not line.startswith("data: ") or line == "data: [DONE]":
-                continue
-            event = json.loads(line.removeprefix("data: "))
-            usage = event.get("usage") or usage
-            for choice in event["choices"]:
-                if text := choice["delta"].get("content"):
-                    first_s = first_s or time.perf_counter() - start
-                    pieces.append(text)
-    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
-    return {
-        "first_s": first_s,
-        "total_s": time.perf_counter() - start,
-        "answer": "".join(pieces),
-        "prompt": usage["prompt_tokens"],
-        "cached": cached,
-    }
-
-
-def converse(url: str, transcript: Transcript, num_tokens: int) -> list[dict[str, Any]]:
-    """Return the figures of each turn."""
-    turns: list[dict[str, Any]] = []
+async def converse(url: str, transcript: Transcript, num_tokens: int) -> list[Answer]:
+    """Return the answer of each turn."""
+    endpoint = Endpoint(url, "bench", is_chat=True, fields={"temperature": 0, "ignore_eos": True})
+    turns: list[Answer] = []
     history: list[dict[str, str]] = []
-    # llama.cpp closes a connection after a few requests, without saying so.
-    limits = httpx.Limits(max_keepalive_connections=0)
-    with httpx.Client(base_url=url, timeout=600, limits=limits) as client:
+    async with endpoint.connect() as client:
+
+        async def send(messages: list[dict[str, str]], count: int) -> Answer:
+            answer = await ask(client, endpoint.full_url, endpoint.body(messages, count))
+            if answer.error is not None:
+                raise SystemExit(answer.error)
+            return answer
+
         # The first request of a server is always slower.
-        ask(client, [{"role": "user", "content": "Hello"}], 4)
+        await send([{"role": "user", "content": "Hello"}], 4)
         for turn, text in enumerate(transcript.inputs):
             history.append({"role": "user", "content": text})
             system = {"role": "system", "content": transcript.system(turn)}
-            figures = ask(client, [system, *history], num_tokens)
-            history.append({"role": "assistant", "content": figures["answer"]})
-            turns.append(figures)
+            turns.append(await send([system, *history], num_tokens))
+            history.append({"role": "assistant", "content": turns[-1].text})
     return turns
 
 
@@ -184,27 +147,22 @@ def main() -> None:
                 port = free_port()
                 filled = [part.format(port=port) for part in command]
                 with running(filled, port) as url:
-                    turns = converse(url, transcript, args.answer_tokens)
-                later = turns[1:]
-                share = sum(t["cached"] for t in turns) / sum(t["prompt"] for t in turns)
-                firsts = [turn["first_s"] for turn in later]
-                print(
-                    json.dumps(
-                        {
-                            "round": number,
-                            "kind": kind,
-                            "contender": name,
-                            "prompt_tokens": [turns[0]["prompt"], turns[-1]["prompt"]],
-                            "cached_share": round(share, 3),
-                            "first_turn_s": round(turns[0]["first_s"], 3),
-                            "later_median_s": round(statistics.median(firsts), 3),
-                            "last_turn_s": round(firsts[-1], 3),
-                            "all_turns_s": round(sum(t["total_s"] for t in turns), 2),
-                            "each_turn_s": [round(t["first_s"], 3) for t in turns],
-                        }
-                    ),
-                    flush=True,
-                )
+                    turns = asyncio.run(converse(url, transcript, args.answer_tokens))
+                firsts = [round(turn.chunk_times[0] - turn.start, 3) for turn in turns]
+                share = sum(t.cached_tokens for t in turns) / sum(t.prompt_tokens for t in turns)
+                result = {
+                    "round": number,
+                    "kind": kind,
+                    "contender": name,
+                    "prompt_tokens": [turns[0].prompt_tokens, turns[-1].prompt_tokens],
+                    "cached_share": round(share, 3),
+                    "first_turn_s": firsts[0],
+                    "later_median_s": round(statistics.median(firsts[1:]), 3),
+                    "last_turn_s": firsts[-1],
+                    "all_turns_s": round(sum(t.end - t.start for t in turns), 2),
+                    "each_turn_s": firsts,
+                }
+                print(json.dumps(result), flush=True)
 
 
 if __name__ == "__main__":

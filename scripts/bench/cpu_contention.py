@@ -14,10 +14,12 @@ import multiprocessing
 import os
 import statistics
 import sys
+from functools import partial
 from typing import Any
 
 import uvloop
 from load import measure
+from side_by_side.rounds import alternate
 from support.server import Server
 
 
@@ -60,13 +62,11 @@ def main() -> int:
     arguments = parser.parse_args()
     model = [arguments.model] if arguments.model else []
     named = [*model, "--served-model-name", "busy", *arguments.serve]
-    results: dict[str, list[float]] = {"alone": [], "busy": []}
     with Server(*named) as server:
         point = server.url, "busy", arguments.concurrency, arguments.requests
-        with_hogs(0, *point)
-        for _ in range(arguments.rounds):
-            results["alone"].append(with_hogs(0, *point))
-            results["busy"].append(with_hogs(arguments.hogs, *point))
+        counts = {"alone": 0, "busy": arguments.hogs}
+        runs = {name: partial(with_hogs, count, *point) for name, count in counts.items()}
+        results = alternate(runs, arguments.rounds)
     alone, busy = (statistics.median(rates) for rates in results.values())
     cores = len(os.sched_getaffinity(0))
     report: dict[str, Any] = {

@@ -37,8 +37,8 @@ from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.worker_messages import NewRequestData
 from engine.workers.batch import PersistentBatch
 from engine.workers.cpu.drafts import Drafts
-from side_by_side.contenders import default_model
 from step_profile import Decoding
+from support.server import default_model
 
 MODULES: Final = ("argparse", "configparser", "mailbox", "csv", "shlex", "tarfile", "ftplib")
 ADDED_LINES: Final = ("if not self._closed:", "assert value is not None", "self._lock.acquire()")

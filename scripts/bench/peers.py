@@ -18,12 +18,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from side_by_side.contenders import MAX_STREAMS, Contender, default_model, find_contenders
+from side_by_side.contenders import MAX_STREAMS, Contender, find_contenders
 from side_by_side.model_cost import ModelCost
 from side_by_side.points import DEFAULT_POINTS, POINTS
 from side_by_side.roofline import measure_machine
 from side_by_side.running import run
 from side_by_side.table import make_table
+from support.server import default_model
 
 MEMORY = "memory"
 

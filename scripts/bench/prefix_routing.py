@@ -12,8 +12,9 @@ import argparse
 import json
 import random
 import re
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from support.server import Server, default_model
@@ -33,25 +34,10 @@ def make_prompts(
     ]
 
 
-def complete_all(server: Server, prompts: list[list[int]], num_streams: int, tokens: int) -> None:
-    pending = iter(prompts)
-    lock = threading.Lock()
-
-    def stream() -> None:
-        while True:
-            with lock:
-                prompt = next(pending, None)
-            if prompt is None:
-                return
-            body = {"prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "temperature": 0}
-            status, answer = server.post("/v1/completions", body, timeout=600)
-            assert status == 200, answer
-
-    threads = [threading.Thread(target=stream) for _ in range(num_streams)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+def complete(server: Server, tokens: int, prompt: list[int]) -> None:
+    body = {"prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "temperature": 0}
+    status, answer = server.post("/v1/completions", body, timeout=600)
+    assert status == 200, answer
 
 
 def by_replica(server: Server, name: str) -> list[float]:
@@ -67,7 +53,8 @@ def measure(num_replicas: int, args: argparse.Namespace) -> dict[str, Any]:
         flags += ["--threads", str(args.threads)]
     with Server(args.model, "--max-model-len", "1024", *flags) as server:
         start = time.perf_counter()
-        complete_all(server, prompts, args.streams, args.tokens)
+        with ThreadPoolExecutor(args.streams) as pool:
+            list(pool.map(partial(complete, server, args.tokens), prompts))
         seconds = time.perf_counter() - start
         queries = sum(by_replica(server, "engine:prefix_cache_queries_total"))
         hits = sum(by_replica(server, "engine:prefix_cache_hits_total"))

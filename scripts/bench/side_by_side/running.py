@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ import psutil
 import uvloop
 from load import measure
 
+from .clients import free_port
 from .contenders import MIB, Contender
 from .points import WARM_UP, Point
 
@@ -118,7 +118,7 @@ class Running(ABC):
 
 class RunningServer(Running):
     def _start(self) -> subprocess.Popen[str]:
-        port = _free_port()
+        port = free_port()
         self._url = f"http://127.0.0.1:{port}"
         command = [part.replace("{port}", str(port)) for part in self.contender.command]
         return self._spawn(command, stdin=subprocess.DEVNULL)
@@ -209,12 +209,6 @@ def run(contender: Contender, log_path: Path) -> Iterator[Running]:
     with log_path.open("a") as log, kind(contender, log) as running:
         running.measure(WARM_UP, seed=0)
         yield running
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _busy_cpu_s() -> float:

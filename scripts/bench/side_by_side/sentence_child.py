@@ -2,9 +2,9 @@
 
     python sentence_child.py MODEL BACKEND
 
-BACKEND is "torch", "onnx", "openvino", or "openvino-f32" for OpenVINO without bfloat16. It writes "ready", or
-"error: ..." and exits. Each line of its input is a JSON object with `batches`, lists of texts, which it embeds one
-after the other. It answers with an object: the `seconds`, and with `has_vectors` the `vectors` of the last list.
+BACKEND is "torch", "onnx", "openvino", or "openvino-f32" for OpenVINO without bfloat16. It answers as `child.Child`
+expects. Each question has `batches`, lists of texts, which are embedded one after the other. The answer has the
+`seconds`, and with `has_vectors` the `vectors` of the last list.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ def main() -> None:
         model = SentenceTransformer(path, backend=name, device="cpu", model_kwargs=config)
         model.encode(["warm up"])
     except Exception as error:
-        print(f"error: {type(error).__name__}: {error}".replace("\n", " "), flush=True)
+        print(json.dumps({"error": f"{type(error).__name__}: {error}"}), flush=True)
         return
-    print("ready", flush=True)
+    print("{}", flush=True)
     for line in sys.stdin:
         question = json.loads(line)
         vectors: Any = []

@@ -2,8 +2,8 @@
 
     python speech_child.py MODEL COMPUTE_TYPE WORKERS THREADS
 
-It writes "ready", or "error: ..." and exits. Then each line of its input is a JSON list of lists of paths, one for each
-client, and it answers with the seconds and the texts of all paths.
+It answers as `child.Child` expects. A question is a list of lists of paths, one for each client, and the answer has the
+`seconds` and the `texts` of all paths.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def main() -> None:
             cpu_threads=int(threads),
         )
     except Exception as error:
-        print(f"error: {type(error).__name__}: {error}".replace("\n", " "), flush=True)
+        print(json.dumps({"error": f"{type(error).__name__}: {error}"}), flush=True)
         return
 
     def transcribe(paths: list[str]) -> list[str]:
@@ -43,13 +43,14 @@ def main() -> None:
             texts.append("".join(segment.text for segment in segments))
         return texts
 
-    print("ready", flush=True)
+    print("{}", flush=True)
     for line in sys.stdin:
         shares = json.loads(line)
         start = time.perf_counter()
         with ThreadPoolExecutor(len(shares)) as pool:
             texts = list(pool.map(transcribe, shares))
-        print(json.dumps([time.perf_counter() - start, texts]), flush=True)
+        seconds = time.perf_counter() - start
+        print(json.dumps({"seconds": seconds, "texts": texts}), flush=True)
 
 
 if __name__ == "__main__":

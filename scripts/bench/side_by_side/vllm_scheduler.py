@@ -1,8 +1,8 @@
 """Measure vLLM's own scheduler without a model, in the Python of an environment that has vLLM.
 
-Each line of the input is "RUNNING PROMPT STEPS". The answer is a line of JSON with the microseconds of each step, in
-which all requests decode: schedule() and update_from_output() together. As in Engine's measurement, two steps are in
-flight and statistics are on. Nothing is encoded.
+It answers as `child.Child` expects. A question is [running requests, prompt tokens, steps]. The answer has the
+microseconds of each step, in which all requests decode: schedule() and update_from_output() together. As in Engine's
+measurement, two steps are in flight and statistics are on. Nothing is encoded.
 """
 
 from __future__ import annotations
@@ -152,9 +152,10 @@ def main() -> None:
     # vLLM's own output must not mix with the answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    print("{}", file=answers, flush=True)
     loops: dict[tuple[int, int], Loop] = {}
     for line in sys.stdin:
-        num_running, prompt, steps = map(int, line.split())
+        num_running, prompt, steps = json.loads(line)
         key = num_running, prompt
         if key not in loops:
             loops.clear()
