@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from ...http.errors import bad_request, echo, wrong
+from ...http.errors import bad_request, wrong
 from ..logprobs import Json
 from ..schema import UNLIMITED, CompletionRequest
-from ..schema.refused import NO_OP_VALUES, REFUSED
+from ..schema.refused import refused_fields, verify_supported
 from ..schema.sglang import SglangGenerateRequest, SglangSampling
 
 DEFAULT_MAX_TOKENS: Final = 128
@@ -48,7 +48,7 @@ _NAMES: Final = {
 }
 """Field of a completion request -> the sampling parameter of SGLang that sets it."""
 
-_REFUSED_PARAMS: Final = ("stop_regex", "custom_params")
+_REFUSED_PARAMS: Final = refused_fields(SglangSampling)
 
 
 class SglangPrompt(CompletionRequest, kw_only=True):
@@ -84,10 +84,7 @@ def translate(body: SglangGenerateRequest) -> SglangPrompt:
         APIError: A field is invalid or not supported (400).
     """
     params = body.sampling_params or SglangSampling()
-    for name in _REFUSED_PARAMS:
-        if getattr(params, name) not in (None, *NO_OP_VALUES[name]):
-            place = f"sampling_params.{name}"
-            raise bad_request(place, f"{REFUSED[name]}, got {echo(getattr(params, name))}")
+    verify_supported(params, _REFUSED_PARAMS, "sampling_params.")
     if (body.text is None) == (body.input_ids is None):
         raise bad_request("text", "is required, or input_ids instead of it")
     param = "text" if body.input_ids is None else "input_ids"
