@@ -88,6 +88,7 @@ _SPEECH: Final = {
 _FRAMING: Final = {
     "gemma3n": Framing.EMPHASIZED,
     "gemma4": Framing.LEADING,
+    "embedding_gemma2": Framing.LEADING,
     "gemma4_unified": Framing.SAMPLES,
     "audioflamingo3": Framing.WINDOWS,
     "musicflamingo": Framing.WINDOWS,
@@ -101,7 +102,8 @@ _FRAMING: Final = {
 _MAX_WINDOWS: Final = {
     "audioflamingo3": 20,
     "musicflamingo": 40,
-    **dict.fromkeys(("gemma3n", "gemma4", "granite_speech", "granite_speech_plus"), 1),
+    **dict.fromkeys(("gemma3n", "gemma4", "embedding_gemma2"), 1),
+    **dict.fromkeys(("granite_speech", "granite_speech_plus"), 1),
     "qwen2_audio": 1,
 }
 """The processors of Audio Flamingo 3, Music Flamingo, Qwen2-Audio and Gemma drop the rest of an audio clip."""
@@ -147,7 +149,7 @@ def _read_marks(config: ConfigFields) -> ClipMarks | None:
             config.integer("audio_bos_token_id", 151_670, minimum=0),
             config.integer("audio_eos_token_id", 151_671, minimum=0),
         )
-    if not kind.startswith(("gemma3n", "gemma4")):
+    if not kind.startswith(("gemma3n", "gemma4", "embedding_gemma2")):
         return None
     is_fixed = kind == "gemma3n"
     name, default = ("eoa_token_id", 262_272) if is_fixed else ("eoa_token_index", 258_883)

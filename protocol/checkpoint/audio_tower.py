@@ -30,7 +30,7 @@ _MODEL_TYPES: Final = (
     *("qwen2_audio", "voxtral", "qwen3_asr", "glmasr"),
     *("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"),
     *("granite_speech", "granite_speech_plus", "audioflamingo3", "musicflamingo"),
-    *("gemma3n", "gemma4", "gemma4_unified", "voxtral_realtime"),
+    *("gemma3n", "gemma4", "gemma4_unified", "embedding_gemma2", "voxtral_realtime"),
 )
 
 _MAX_CONFORMER_ROWS: Final = 15_000
@@ -98,7 +98,7 @@ def audio_tower_spec(fields: ConfigFields, output_size: int) -> AnyAudioSpec:
             norm_eps=audio.positive("rms_norm_eps", 1e-6),
             output_size=output_size,
         )
-    if kind == "gemma4":
+    if kind in ("gemma4", "embedding_gemma2"):
         return _gemma4_spec(fields, audio, output_size)
     if kind == "voxtral_realtime":
         return _causal_spec(fields, audio, output_size)

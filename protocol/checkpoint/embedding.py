@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,6 +25,7 @@ from .late_interaction import (
     DOCUMENT,
     QUERY,
     has_late_interaction,
+    named_token,
     read_first_colbert,
     read_multi_vector,
     read_pylate,
@@ -42,6 +44,8 @@ _ENCODERS: Final = frozenset(
         "bert",
         "clip_text_model",
         "distilbert",
+        "embedding_gemma2",
+        "embedding_gemma2_text",
         "eurobert",
         "gte",
         "jina_embeddings_v3",
@@ -143,6 +147,10 @@ def read_embedding_files(path: Path, config: ConfigFields, whole: ConfigFields) 
         CheckpointError: A file is invalid, or a module is not supported.
     """
     files = _read_files(path, config, whole)
+    if whole.text("model_type", "") == "embedding_gemma2":
+        return msgspec.structs.replace(
+            files, pooler=_with_projection(path, config, whole, files.pooler)
+        )
     if not has_three_heads(config):
         return files
     return msgspec.structs.replace(files, pooler=_with_token_heads(path, config, files.pooler))
@@ -216,6 +224,47 @@ def _read_files(path: Path, config: ConfigFields, whole: ConfigFields) -> Embedd
         ),
         # The lengths of queries and documents replace it.
         None if late is not None else length.optional_integer("max_seq_length"),
+    )
+
+
+def _with_projection(
+    path: Path, config: ConfigFields, whole: ConfigFields, pooler: PoolerConfig
+) -> PoolerConfig:
+    """Return the pooler of EmbeddingGemma 2, whose own file has the first dense layer.
+
+    Unless the tokenizer has a chat template, the parts of a message follow each other.
+    """
+    size, hidden_size = config.integer("embedding_dim", 768), config.integer("hidden_size")
+    name = "language_model.embedding_projection"
+    weights = str(find_tensor(path, f"{name}.weight"))
+    dense = DenseConfig(weights, hidden_size, size, False, DenseActivation.IDENTITY, name)
+    kind = pooler.kind if (path / "modules.json").is_file() else PoolingKind.MEAN
+    return msgspec.structs.replace(
+        pooler,
+        kind=kind,
+        dense=(dense, *pooler.dense),
+        hidden_size=pooler.dense[-1].out_features if pooler.dense else size,
+        chat_template="" if _has_template(path) else _parts_template(path, whole),
+    )
+
+
+def _has_template(path: Path) -> bool:
+    fields = ConfigFields.read_if_present(path / "tokenizer_config.json")
+    files = ("chat_template.jinja", "chat_template.json")
+    return fields.get("chat_template") is not None or any((path / name).is_file() for name in files)
+
+
+def _parts_template(path: Path, whole: ConfigFields) -> str:
+    """Return a chat template with the texts, images and audio clips of all messages, without anything else."""
+    found = ""
+    for kind, section in (("image", "vision_config"), ("audio", "audio_config")):
+        if whole.section(section) is not None:
+            mark = named_token(path, (f"{kind}_token",), f"which represents {kind}s in prompts")
+            found += f"{{% elif p.type == '{kind}' %}}{{{{ {json.dumps(mark)} }}}}"
+    return (
+        "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
+        f"{{% if p.type == 'text' %}}{{{{ p.text }}}}{found}{{% endif %}}"
+        "{% endfor %}{% endif %}{% endfor %}"
     )
 
 

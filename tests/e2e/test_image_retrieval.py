@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,14 +11,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+import soundfile
 import torch
 import transformers
 from engine.frontend.offline.llm import LLM
 from safetensors.torch import save_file
+from support.audio_checkpoints import PARTS, reference_inputs
+from support.gemma_audio import IMAGE_PROCESSOR, gemma4_config
+from support.image_marks import GEMMA_MARKS
 from support.image_processors import image_processor
 from support.image_requests import data_url, picture
 from support.qwen_checkpoints import qwen_directory, qwen_image_processor
 from support.server import Server, assert_nothing_is_held
+from support.tiny_checkpoints import sentencepiece_tokenizer
 from support.vision_checkpoints import TEXT_SIZES, TOWER_SIZES, vision_directory
 from tokenizers.processors import TemplateProcessing
 
@@ -159,3 +166,74 @@ def test_queries_and_pages_have_the_vectors_of_transformers(
         given = {"content": [{"type": "image_pil", "image_pil": image}]}
         outputs = llm.score(query, ["brew tea", given])
         np.testing.assert_allclose([each.outputs.score for each in outputs], expected, atol=1e-3)
+
+
+def write_embedding_gemma2(path: Path) -> tuple[Any, Any]:
+    """Write a random EmbeddingGemma 2. Return its tokenizer and transformers' model."""
+    tokenizer = sentencepiece_tokenizer()
+    names = dict(zip(("boa", "audio", "eoa"), PARTS["gemma4"], strict=True)) | GEMMA_MARKS
+    tokenizer.add_special_tokens({"additional_special_tokens": [*names.values()]})
+    tokenizer.init_kwargs |= {f"{name}_token": mark for name, mark in names.items()}
+    ids = {f"{name}_token_id": tokenizer.convert_tokens_to_ids(names[name]) for name in names}
+    ids["eoa_token_index"] = ids.pop("eoa_token_id")
+    towers = gemma4_config({"vocab_size": len(tokenizer)} | TEXT_SIZES, 16, **ids)
+    text = TEXT_SIZES | {"model_type": "embedding_gemma2_text", "vocab_size": len(tokenizer)}
+    text |= {"num_hidden_layers": 3, "head_dim": 16, "global_head_dim": 32, "sliding_window": 9}
+    text |= {"hidden_size_per_layer_input": 32, "embedding_dim": 48}
+    text["layer_types"] = ["sliding_attention", "sliding_attention", "full_attention"]
+    config = transformers.EmbeddingGemma2Config(
+        text_config=text,
+        vision_config=towers.vision_config.to_dict(),
+        audio_config=towers.audio_config.to_dict(),
+        video_token_id=1,
+        **ids,
+    )
+    model = transformers.EmbeddingGemma2Model(config).float().eval()
+    torch.manual_seed(8)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, 0, 0.15)
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    (path / "preprocessor_config.json").write_text(json.dumps(IMAGE_PROCESSOR))
+    return tokenizer, model
+
+
+@pytest.mark.parametrize("flags", [("-tp", "2"), ("--cpu-backend", "torch")])
+def test_texts_images_and_audio_have_the_vectors_of_embedding_gemma_2(
+    tmp_path: Path, flags: tuple[str, ...]
+) -> None:
+    tokenizer, model = write_embedding_gemma2(tmp_path)
+    image = picture(3, 60, 90)
+    samples = np.random.default_rng(4).integers(-9000, 9000, 11_200, np.int16)
+    file = io.BytesIO()
+    soundfile.write(file, samples, 16_000, format="WAV")
+    found = image_processor(tmp_path, "gemma4")([image], return_tensors="pt")
+    inputs = {name: found[name] for name in ("pixel_values", "image_position_ids")}
+    columns, rows = (int(count) + 1 for count in found["image_position_ids"][0].max(0).values)
+    boi, eoi, mark = GEMMA_MARKS.values()
+    heard = reference_inputs("gemma4", [samples / np.float32(32768)])
+    count = -(-int(heard["input_features_mask"].sum()) // 4)
+    boa, audio, eoa = PARTS["gemma4"]
+    texts = [
+        "seven wizards brew tea " * 9,
+        f"look at {boi}{mark * (rows * columns // 4)}{eoi}",
+        f"{boa}{audio * count}{eoa}",
+    ]
+    part = {"type": "image_url", "image_url": {"url": data_url(image)}}
+    data = base64.b64encode(file.getvalue()).decode()
+    sound = {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}
+    contents: list[list[Any]] = [[{"type": "text", "text": "look at "}, part], [sound]]
+    with Server(str(tmp_path), "--dtype", "float32", *flags) as server:
+        answers = [server.post("/v1/embeddings", {"input": texts[0]})]
+        for content in contents:
+            body = {"messages": [{"role": "user", "content": content}]}
+            answers.append(server.post("/v1/embeddings", body))
+        assert_nothing_is_held(server)
+    for text, more, (status, answer) in zip(texts, ({}, inputs, heard), answers, strict=True):
+        assert status == 200, answer
+        ids = torch.tensor([tokenizer(text)["input_ids"]])
+        with torch.inference_mode():
+            mean = model(input_ids=ids, **more).last_hidden_state[0].mean(0)
+        expected = torch.nn.functional.normalize(mean, dim=0)
+        vector = answer["data"][0]["embedding"]
+        np.testing.assert_allclose(vector, expected, atol=1e-4)

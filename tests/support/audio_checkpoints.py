@@ -47,7 +47,7 @@ MODELS = (
 OMNI_MODELS = ("qwen2_5_omni", "qwen3_omni")
 """Kinds of models that read images as well as audio, in the layout of Qwen's own checkpoints."""
 
-_PARTS = {
+PARTS = {
     "qwen2_audio": ("<|audio_bos|>", "<|AUDIO|>", "<|audio_eos|>"),
     "voxtral": ("[BEGIN_AUDIO]", "[AUDIO]"),
     "qwen3_asr": ("<|audio_start|>", "<|audio_pad|>", "<|audio_end|>"),
@@ -60,24 +60,24 @@ _PARTS = {
 }
 """The tokens of a clip. The second stands for its embeddings."""
 
-_PARTS["qwen3_omni"] = _PARTS["qwen2_5_omni"] = _PARTS["qwen3_asr"]
-_PARTS["qwen3_asr thinker"] = _PARTS["qwen3_asr"]
-_PARTS["gemma4_unified"] = _PARTS["gemma4"]
-_PARTS["granite_speech_plus"] = _PARTS["granite_speech"]
-MARKS = {kind: parts[1] for kind, parts in _PARTS.items()}
+PARTS["qwen3_omni"] = PARTS["qwen2_5_omni"] = PARTS["qwen3_asr"]
+PARTS["qwen3_asr thinker"] = PARTS["qwen3_asr"]
+PARTS["gemma4_unified"] = PARTS["gemma4"]
+PARTS["granite_speech_plus"] = PARTS["granite_speech"]
+MARKS = {kind: parts[1] for kind, parts in PARTS.items()}
 
 
 def audio_directory(directory: Path, kind: str) -> tuple[Path, Any]:
     """Write a model of one of `MODELS`. Return its directory and transformers' model."""
     tokenizer = sentencepiece_tokenizer()
-    tokenizer.add_special_tokens({"additional_special_tokens": list(_PARTS[kind])})
+    tokenizer.add_special_tokens({"additional_special_tokens": list(PARTS[kind])})
     if kind.startswith("gemma4"):
         tokenizer.add_special_tokens({"additional_special_tokens": [*GEMMA_MARKS.values()]})
         tokenizer.init_kwargs |= {f"{name}_token": mark for name, mark in GEMMA_MARKS.items()}
     tokenizer.add_tokens("[TRANSCRIBE]" if kind == "voxtral" else "<asr_text>")
     # The processors of Gemma and Music Flamingo add the tokens around a clip.
     is_bare = kind.startswith("gemma") or kind == "musicflamingo"
-    part = MARKS[kind] if is_bare else "".join(_PARTS[kind])
+    part = MARKS[kind] if is_bare else "".join(PARTS[kind])
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m.role }}: {% if m.content is string %}{{ m.content }}{% else %}"
         "{% for p in m.content %}{% if p.type == 'audio' %}"
@@ -93,7 +93,7 @@ def audio_directory(directory: Path, kind: str) -> tuple[Path, Any]:
     tower = {"num_mel_bins": NUM_MEL_BINS, "max_source_positions": 50 * WINDOW_S}
     mark = tokenizer.convert_tokens_to_ids(MARKS[kind])
     if kind == "gemma3n":
-        marks = tokenizer.convert_tokens_to_ids(list(_PARTS[kind]))
+        marks = tokenizer.convert_tokens_to_ids(list(PARTS[kind]))
         written = gemma3n_directory(directory, tokenizer, NUM_MEL_BINS, marks)
         extractor(kind).save_pretrained(directory)
         return written
@@ -106,7 +106,7 @@ def audio_directory(directory: Path, kind: str) -> tuple[Path, Any]:
         )
         model = transformers.AudioFlamingo3ForConditionalGeneration(config)
     elif kind == "musicflamingo":
-        begin, _, end = tokenizer.convert_tokens_to_ids(list(_PARTS[kind]))
+        begin, _, end = tokenizer.convert_tokens_to_ids(list(PARTS[kind]))
         sizes: dict[str, Any] = {"hidden_size": 40, "intermediate_size": 48, "num_hidden_layers": 2}
         sizes["num_attention_heads"] = 4
         config = transformers.MusicFlamingoConfig(
@@ -156,7 +156,7 @@ def audio_directory(directory: Path, kind: str) -> tuple[Path, Any]:
             "image": IMAGE,
             "video": VIDEO,
             "vision_start": START,
-            "audio_start": _PARTS[kind][0],
+            "audio_start": PARTS[kind][0],
         }
         config = omni_config(
             kind,
@@ -169,7 +169,7 @@ def audio_directory(directory: Path, kind: str) -> tuple[Path, Any]:
         name = "Qwen3OmniMoe" if kind == "qwen3_omni" else "Qwen2_5Omni"
         model = getattr(transformers, f"{name}ThinkerForConditionalGeneration")(config)
     elif kind.startswith("gemma4"):
-        begin, _, end = tokenizer.convert_tokens_to_ids(_PARTS[kind])
+        begin, _, end = tokenizer.convert_tokens_to_ids(PARTS[kind])
         marks = {"boa_token_id": begin, "audio_token_id": mark, "eoa_token_index": end}
         for name, image_mark in GEMMA_MARKS.items():
             marks[f"{name}_token_id"] = tokenizer.convert_tokens_to_ids(image_mark)

@@ -34,13 +34,15 @@ class PerLayerInputs:
         self._table_scale = torch.tensor(inputs.size**0.5, dtype=weights.dtype).item()
         size = self._num_layers * inputs.size
         parallel = shard.tensor_parallel
-        table = weights.read(
-            "embed_tokens_per_layer.weight",
-            inputs.vocab_size,
-            size,
-            part=parallel.part(inputs.vocab_size),
-        )
-        self._embed = VocabParallelEmbedding(table, inputs.vocab_size, parallel)
+        self._embed: VocabParallelEmbedding | None = None
+        if inputs.vocab_size:
+            table = weights.read(
+                "embed_tokens_per_layer.weight",
+                inputs.vocab_size,
+                size,
+                part=parallel.part(inputs.vocab_size),
+            )
+            self._embed = VocabParallelEmbedding(table, inputs.vocab_size, parallel)
         self._project = kernels.linear(
             weights.read_matrix("per_layer_model_projection.weight", size, spec.hidden_size)
         )
@@ -49,12 +51,16 @@ class PerLayerInputs:
 
     def __call__(self, input_ids_T: Tensor, x_TD: Tensor) -> Tensor:
         """Return the per-layer embeddings [T, L * P] of tokens whose scaled embeddings are `x_TD`."""
+        product_TLP = (self._project(x_TD) * self._product_scale).unflatten(
+            -1, (-1, self._spec.size)
+        )
+        normed_TLP: Tensor = self._norm(product_TLP)
+        if self._embed is None:
+            return normed_TLP.flatten(1)
         known_T = input_ids_T.masked_fill(input_ids_T >= self._spec.vocab_size, 0)
         stored_TLP = (
             self._embed(known_T).mul_(self._table_scale).unflatten(-1, (-1, self._spec.size))
         )
-        product_TLP = (self._project(x_TD) * self._product_scale).view_as(stored_TLP)
-        normed_TLP: Tensor = self._norm(product_TLP)
         return ((normed_TLP + stored_TLP) * 2**-0.5).flatten(1)
 
 

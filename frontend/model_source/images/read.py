@@ -166,6 +166,7 @@ _READERS: Final[dict[str, _Reader]] = {
     "deepseek_vl": margins,
     "deepseek_vl_hybrid": margins_with_copy,
     "dots_ocr": resize,
+    "embedding_gemma2": gemma4,
     "ernie4_5_moe_vl": resize_own_mark,
     "ernie4_5_vl_moe": resize_many,
     "exaone4_5": resize,

@@ -116,6 +116,7 @@ _READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionS
     "deepseek_vl": deepseek_vl,
     "deepseek_vl_hybrid": deepseek_vl_hybrid,
     "dots_ocr": dots_ocr,
+    "embedding_gemma2": gemma4,
     "ernie4_5_moe_vl": ernie4_5_vl,
     "ernie4_5_vl_moe": ernie4_5_vl,
     "exaone4_5": exaone4_5,

@@ -58,6 +58,12 @@ MODELS = {
         | {"num_key_value_heads": 2, "layer_types": ["sliding_attention", "full_attention"] * 2}
         | {"num_hidden_layers": 4, "query_pre_attn_scalar": 8},
     ),
+    "embedding-gemma-2": (
+        "EmbeddingGemma2Model",
+        {"sliding_window": 31, "head_dim": 8, "global_head_dim": 16, "num_key_value_heads": 2}
+        | {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}
+        | {"hidden_size_per_layer_input": 32, "embedding_dim": 40},
+    ),
 }
 
 
@@ -69,7 +75,10 @@ def models(request, tmp_path_factory):
     path = tmp_path_factory.mktemp(key)
     model_class = getattr(transformers, name)
     torch.manual_seed(0)
-    config = model_class.config_class(**SMALL | differences)
+    fields = SMALL | differences
+    if key == "embedding-gemma-2":
+        fields = {"text_config": fields, "vision_config": None, "audio_config": None}
+    config = model_class.config_class(**fields)
     reference = model_class._from_config(config, attn_implementation="eager")
     for parameter_name, parameter in reference.named_parameters():
         if re.search(r"[Nn]orm|bias$", parameter_name):
@@ -80,6 +89,9 @@ def models(request, tmp_path_factory):
     # The config of a saved Gemma has a smaller window.
     reference = model_class.from_pretrained(path, attn_implementation="eager")
     load = load_native_decoder if native else load_decoder
+    if key == "embedding-gemma-2":
+        # It is a part of the pooler.
+        reference.language_model.embedding_projection = torch.nn.Identity()
     # The base model of a T5 is its encoder without the embedding's name.
     return load(path, max_model_len=1100), reference.eval() if key.endswith(
         "t5"

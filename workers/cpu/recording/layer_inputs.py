@@ -23,20 +23,9 @@ class LayerInputsRecorder:
         blocks, spec, inputs = self._blocks, self._blocks.spec, self._inputs
         weights, program = blocks.weights, blocks.program
         size = len(spec.layers) * inputs.size
-        part = blocks.part(inputs.vocab_size)
-        table = weights.packed("embed_tokens_per_layer.weight", inputs.vocab_size, size, part)
+        if inputs.vocab_size:
+            self._record_table(size)
         projection = weights.packed("per_layer_model_projection.weight", size, spec.hidden_size)
-        program.add_op(
-            "embed_inputs",
-            parts=[table],
-            first_column=part.start,
-            num_columns=inputs.vocab_size,
-            # Round the scale as it was rounded when the model was trained.
-            scale=rounded(inputs.size**0.5, weights.any_dtype),
-            target=INPUTS if blocks.is_alone else PART,
-        )
-        if not blocks.is_alone:
-            blocks.add_sum(INPUTS, size=size)
         kind = blocks.quantize("", None, [projection])
         program.add_op(
             "linear", input_kind=kind, source=0, target=QKV, parts=[projection], vectors=[None]
@@ -46,7 +35,27 @@ class LayerInputsRecorder:
             num_columns=inputs.size,
             scale=spec.hidden_size**-0.5,
             vectors=[blocks.norm("per_layer_projection_norm", inputs.size)],
+            num_stored=bool(inputs.vocab_size),
         )
+
+    def _record_table(self, size: int) -> None:
+        """Record the rows of the table, of which each has `size` elements."""
+        blocks, inputs = self._blocks, self._inputs
+        part = blocks.part(inputs.vocab_size)
+        table = blocks.weights.packed(
+            "embed_tokens_per_layer.weight", inputs.vocab_size, size, part
+        )
+        blocks.program.add_op(
+            "embed_inputs",
+            parts=[table],
+            first_column=part.start,
+            num_columns=inputs.vocab_size,
+            # Round the scale as it was rounded when the model was trained.
+            scale=rounded(inputs.size**0.5, blocks.weights.any_dtype),
+            target=INPUTS if blocks.is_alone else PART,
+        )
+        if not blocks.is_alone:
+            blocks.add_sum(INPUTS, size=size)
 
     def record_block(self, index: int, prefix: str) -> None:
         """Record the last block of a layer: a product gates the layer's input, and another product follows.

@@ -6,9 +6,9 @@ import msgspec
 class PerLayerInputsSpec(msgspec.Struct, frozen=True):
     """A vector of `size` elements for each token and layer. Every layer adds a gated part of it to its output.
 
-    It is the sum of a row of a table with `vocab_size` rows and a product of the token's embedding. Tokens beyond the
-    table use its first row. Where encoder outputs replace embeddings, the row is that of `placed_token_id` if there is
-    one.
+    It is the sum of a row of a table with `vocab_size` rows and a product of the token's embedding; only the product if
+    that is 0 (EmbeddingGemma 2). Tokens beyond the table use its first row. Where encoder outputs replace embeddings,
+    the row is that of `placed_token_id` if there is one.
     """
 
     size: int

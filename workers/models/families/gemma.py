@@ -136,6 +136,20 @@ _GEMMA4_UNIFIED_DEFAULTS = _GEMMA4_DEFAULTS | {
     "sliding_window": 1024,
     "hidden_size_per_layer_input": 0,
 }
+_EMBEDDING_GEMMA2_DEFAULTS = _GEMMA4_UNIFIED_DEFAULTS | {
+    "hidden_size": 512,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_global_key_value_heads": 1,
+    "sliding_window": 512,
+    "hidden_size_per_layer_input": 512,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+        "full_attention": {"rope_type": "default", "rope_theta": 1_000_000.0},
+    },
+}
 _GEMMA3N_DEFAULTS = {
     "vocab_size": 262_400,
     "hidden_size": 2048,
@@ -321,6 +335,28 @@ def _gemma4_unified(fields: ConfigFields) -> ModelSpec:
     return _gemma4(fields.with_defaults(**_GEMMA4_UNIFIED_DEFAULTS))
 
 
+def _embedding_gemma2(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of an EmbeddingGemma 2: an encoder, whose layers' inputs have no table."""
+    fields = fields.with_defaults(**_EMBEDDING_GEMMA2_DEFAULTS)
+    inputs = PerLayerInputsSpec(fields.integer("hidden_size_per_layer_input"), 0)
+    # The window extends as far after a token as before it.
+    window = fields.integer("sliding_window") + 1
+    text = fields.with_values({"sliding_window": window, "hidden_size_per_layer_input": 0})
+    spec = _gemma4(text)
+    return replace(
+        spec,
+        per_layer_inputs=inputs,
+        is_causal=False,
+        tensor_names=(
+            # The pooler reads this matrix.
+            (r".*\bembedding_projection\..*", ""),
+            (r"\.ple_block\.", "."),
+            (r"\bple\.", ""),
+            *spec.tensor_names,
+        ),
+    )
+
+
 def _global_layer_fields(
     fields: ConfigFields, slides: list[bool], shares_projection: bool
 ) -> ConfigFields:
@@ -402,6 +438,7 @@ FAMILIES = (
     Family("Gemma4ForConditionalGeneration", "gemma4", _gemma4),
     Family("Gemma4UnifiedForCausalLM", "gemma4_unified_text", _gemma4_unified),
     Family("Gemma4UnifiedForConditionalGeneration", "gemma4_unified", _gemma4_unified),
+    Family("EmbeddingGemma2Model", "embedding_gemma2", _embedding_gemma2),
     Family("RecurrentGemmaForCausalLM", "recurrent_gemma", _recurrent_gemma),
     Family("VaultGemmaForCausalLM", "vaultgemma", _vault_gemma),
 )

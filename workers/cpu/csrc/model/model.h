@@ -195,7 +195,8 @@ enum class OpKind : int32_t {
   embed_inputs =
       31,           // inputs = scale * the token's row of parts[0], or row 0 if it is not of the table's `num_columns`
                     // rows. With several ranks: part = the row if this rank, whose rows begin at `first_column`, has it
-  add_inputs = 32,  // inputs = (scale * the projection, each layer's columns normed by vectors[0], + inputs) / sqrt(2)
+  add_inputs = 32,  // inputs = (scale * the projection, each layer's columns normed by vectors[0], + inputs) / sqrt(2);
+                    // with `num_stored` 0, only the normed projection
   quantize_inputs = 44,  // activations[0] = the inputs from `first_column` on
   gate_by_inputs = 33,   // activations[1] = activation(projection) * the layer's inputs, which begin at `first_column`
 

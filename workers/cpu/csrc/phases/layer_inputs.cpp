@@ -25,6 +25,7 @@ void LayerInputs::add(const Op& op, const Rows& rows, int r) const {
   model_.rows.scale(product, op.scale, size);
   for (int i = 0; i < size; i += op.num_columns)
     model_.rows.rms_norm(product + i, op.vectors[0], op.eps, op.num_columns, product + i);
+  if (!op.num_stored) return void(std::copy_n(product, size, inputs));
   model_.rows.add_scaled(inputs, product, 1.0f, size);
   model_.rows.scale(inputs, std::sqrt(0.5f), size);
 }
