@@ -181,8 +181,7 @@ def _chunked_spec(audio: ConfigFields, output_size: int) -> AudioTowerSpec:
         )
     if hidden_size % 2:
         raise audio.wrong("d_model", "an even number", hidden_size)
-    if (found := audio.integer("output_dim", output_size)) != output_size:
-        raise audio.wrong("output_dim", f"the decoder's hidden_size {output_size}", found)
+    audio.require("output_dim", output_size, ", the decoder's hidden_size")
     return AudioTowerSpec(
         num_mel_bins=audio.integer("num_mel_bins", 128, maximum=1024),
         hidden_size=hidden_size,
@@ -247,8 +246,7 @@ def _causal_spec(fields: ConfigFields, audio: ConfigFields, output_size: int) ->
     hidden_size = _size(audio, "d_model", "hidden_size", 1280)
     num_heads = _size(audio, "encoder_attention_heads", "num_attention_heads", 32)
     rope = audio.section("rope_parameters") or audio
-    if (kind := rope.text("rope_type", "default")) != "default":
-        raise rope.wrong("rope_type", "default", kind)
+    rope.require("rope_type", "default")
     head_dim = audio.integer("head_dim", 64)
     if head_dim % 2:
         raise audio.wrong("head_dim", "an even number", head_dim)
@@ -335,8 +333,7 @@ def _conformer_spec(fields: ConfigFields, output_size: int) -> ConformerSpec:
     if max(layers, default=0) >= num_layers or list(layers) != sorted(set(layers)):
         raise encoder.wrong("cat_hidden_layers", f"rising, below {num_layers}", layers)
     read_size = hidden_size * (len(layers) + 1)
-    if (found := queries.integer("encoder_hidden_size", 1408)) != read_size:
-        raise queries.wrong("encoder_hidden_size", f"the encoder's size {read_size}", found)
+    queries.require("encoder_hidden_size", read_size, ", the encoder's size", default=1408)
     return ConformerSpec(
         num_mel_bins=_size(encoder, "input_dim", "num_mel_bins", 160, maximum=2048),
         hidden_size=hidden_size,
@@ -418,8 +415,7 @@ def _gemma4_spec(
             f"{audio.prefix}attention_chunk_size {rows} and attention_context_right {after} must together be "
             f"{before} or {before + 1}, one less than or as many as attention_context_left"
         )
-    if (found := audio.text("hidden_act", "silu")) != "silu":
-        raise audio.wrong("hidden_act", "silu", found)
+    audio.require("hidden_act", "silu")
     return UniversalSpeechSpec(
         # The size of the projection after the convolutions tells the number of features.
         num_mel_bins=channels[0],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
@@ -153,6 +154,28 @@ class ConfigFields:
         if found != needed or isinstance(found, bool) != isinstance(needed, bool):
             text = str(needed).lower() if isinstance(needed, bool) else repr(needed)
             raise self.wrong(name, f"{text}{reason}", found)
+
+    def choice(self, name: str, choices: tuple[str, ...], default: str) -> str:
+        """Return a string field, checked to be one of `choices`."""
+        value = self.text(name, default)
+        if value not in choices:
+            raise self.wrong(name, " or ".join(map(repr, choices)), value)
+        return value
+
+    def divisor(self, name: str, number: int, default: int) -> int:
+        """Return an integer field, checked to divide `number`."""
+        value = self.integer(name, default)
+        if number % value:
+            raise self.wrong(name, f"a divisor of {number}", value)
+        return value
+
+    def square_side(self, name: str, default: int, *, maximum: int = MAX_INTEGER) -> int:
+        """Return the root of an integer field, checked to be a square number."""
+        value = self.integer(name, default, maximum=maximum)
+        side = math.isqrt(value)
+        if side**2 != value:
+            raise self.wrong(name, "a square number", value)
+        return side
 
     def texts(self, name: str) -> list[str]:
         """Return a list of strings; empty if the field is absent."""

@@ -335,16 +335,10 @@ def _read_gated_delta_net(fields: ConfigFields) -> GatedDeltaNet:
         has_interleaved_steps=is_interleaved,
         has_tiled_heads=fields.boolean("linear_has_tiled_heads", False),
         norm_eps=fields.optional_positive("linear_norm_eps"),
-        has_sigmoid_gate=_has_sigmoid_gate(fields),
+        has_sigmoid_gate=fields.choice("output_gate_type", ("sigmoid", "silu"), "silu")
+        == "sigmoid",
         ngrams=_read_ngrams(fields),
     )
-
-
-def _has_sigmoid_gate(fields: ConfigFields) -> bool:
-    gate = fields.text("output_gate_type", "silu")
-    if gate not in ("sigmoid", "silu"):
-        raise fields.wrong("output_gate_type", "sigmoid or silu", gate)
-    return gate == "sigmoid"
 
 
 def _read_ngrams(fields: ConfigFields) -> NgramConvolution | None:

@@ -273,14 +273,12 @@ def _whisper(
     processor: ConfigFields, config: ConfigFields, generation: ConfigFields
 ) -> AudioProcessorConfig:
     num_mel_bins = config.integer("num_mel_bins", 80, maximum=1024)
-    if (found := processor.integer("feature_size", num_mel_bins)) != num_mel_bins:
-        raise processor.wrong("feature_size", f"num_mel_bins {num_mel_bins} of the config", found)
+    processor.require("feature_size", num_mel_bins, ", as num_mel_bins of the config")
     positions = config.integer("max_source_positions", 1500, maximum=1 << 16)
     # Frontends compute the features of no other audio clips and frames.
     rate, hop, frame = 16_000, 160, 400
     for name, needed in (("sampling_rate", rate), ("hop_length", hop), ("n_fft", frame)):
-        if (found := processor.integer(name, needed)) != needed:
-            raise processor.wrong(name, str(needed), found)
+        processor.require(name, needed)
     seconds = 2 * positions * hop / rate
     no_timestamps = _token(generation, "no_timestamps_token_id", -1, config)
     tasks = _tokens_by_name(generation, "task_to_id", config)
@@ -379,8 +377,7 @@ def _fast_conformer(
     encoder: FastConformerSpec,
 ) -> AudioProcessorConfig:
     for name, needed in (("sampling_rate", 16_000), ("hop_length", 160), ("n_fft", 512)):
-        if (found := processor.integer(name, needed)) != needed:
-            raise processor.wrong(name, str(needed), found)
+        processor.require(name, needed)
     num_halvings = encoder.num_halvings
     return AudioProcessorConfig(
         kind=SpeechKind.COHERE,
@@ -407,8 +404,8 @@ def _voxtral_realtime(
     rate, hop = 16_000, 160
     needed = {"sampling_rate": rate, "hop_length": hop, "n_fft": 400, "global_log_mel_max": 1.5}
     for name, value in needed.items():
-        processor.require(name, value, default=value)
-    processor.require("feature_size", spec.num_mel_bins, default=spec.num_mel_bins)
+        processor.require(name, value)
+    processor.require("feature_size", spec.num_mel_bins)
     num_prompt = _REALTIME_TOKENS_BEFORE + spec.delay
     return AudioProcessorConfig(
         kind=SpeechKind.VOXTRAL_REALTIME,

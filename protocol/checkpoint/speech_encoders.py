@@ -88,9 +88,7 @@ def streaming_spec(fields: ConfigFields) -> StreamingSpec:
     encoder.require("sample_rate", 16_000, default=16_000)
     hidden_size = encoder.integer("hidden_size", 320, maximum=MAX_POSITIONS)
     num_heads = read_num_heads(encoder, hidden_size, 8)
-    num_kv_heads = encoder.integer("num_key_value_heads", 8)
-    if num_heads % num_kv_heads:
-        raise encoder.wrong("num_key_value_heads", f"a divisor of {num_heads}", num_kv_heads)
+    num_kv_heads = encoder.divisor("num_key_value_heads", num_heads, 8)
     windows = encoder.get("sliding_windows", [[16, 4], [16, 4], [16, 0], [16, 0], [16, 4], [16, 4]])
     num_layers = encoder.integer("num_hidden_layers", 6, maximum=1024)
     try:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Final
+from typing import Final
 
-import msgspec
-
-from ...config.images import SpanKind
 from ..config_fields import ConfigFields
 from .fields import Sizes, head_count, image_and_patch_size, read_sizes
-from .spec import SamSpec, VisionSpec
+from .spec import SamSpec, TowerSpec, VisionSpec
 
 NUM_QUERIES: Final = (144, 256)
 """The number of queries for a tile and for a whole image."""
 
 
-class QueryVisionSpec(msgspec.Struct, frozen=True):
+class QueryVisionSpec(TowerSpec, frozen=True):
     """The tower of DeepSeek-OCR 2: an image encoder, and a reader that is like a decoder.
 
     The image encoder reduces each square of 4 x 4 patches to one feature. The features and the learned queries after
@@ -25,8 +22,6 @@ class QueryVisionSpec(msgspec.Struct, frozen=True):
     Attributes:
         sam: The image encoder.
         reader_size: The hidden size of the reader, and the number of elements of a feature.
-        has_axes: Always False, because the decoder's positions have one coordinate.
-        span_kind: Always None, because the decoder is causal.
     """
 
     sam: SamSpec
@@ -39,11 +34,9 @@ class QueryVisionSpec(msgspec.Struct, frozen=True):
     reader_eps: float
     reader_theta: float
     output_size: int
-    has_axes: ClassVar[bool] = False
-    span_kind: ClassVar[SpanKind | None] = None
 
 
-class JoinedVisionSpec(msgspec.Struct, frozen=True):
+class JoinedVisionSpec(TowerSpec, frozen=True):
     """The tower of DeepSeek-OCR (arXiv 2510.18234): an image encoder, and the layers of CLIP, which read its features.
 
     The features are in the place of CLIP's patches. Both outputs of a place are concatenated and projected. Each row of
@@ -52,14 +45,10 @@ class JoinedVisionSpec(msgspec.Struct, frozen=True):
     Attributes:
         sam: The image encoder.
         reader: The layers of CLIP. Their positions are interpolated.
-        has_axes: Always False, because the decoder's positions have one coordinate.
-        span_kind: Always None, because the decoder is causal.
     """
 
     sam: SamSpec
     reader: VisionSpec
-    has_axes: ClassVar[bool] = False
-    span_kind: ClassVar[SpanKind | None] = None
 
     @property
     def output_size(self) -> int:
@@ -121,16 +110,13 @@ def deepseek_ocr2(fields: ConfigFields, vision: ConfigFields, output_size: int) 
             "hidden_size", f"{last}, as in sam_config.downsample_channels", reader_size
         )
     num_heads = head_count(reader, reader_size, 32)
-    num_kv_heads = reader.integer("num_key_value_heads", num_heads)
-    if num_heads % num_kv_heads:
-        raise reader.wrong("num_key_value_heads", f"a divisor of {num_heads}", num_kv_heads)
     reader.require("use_sliding_window", False)
     return QueryVisionSpec(
         sam=sam_encoder(sam, middle, reader_size),
         reader_size=reader_size,
         reader_intermediate_size=reader.integer("intermediate_size", 22016),
         reader_heads=num_heads,
-        reader_kv_heads=num_kv_heads,
+        reader_kv_heads=reader.divisor("num_key_value_heads", num_heads, num_heads),
         reader_layers=reader.with_defaults(num_hidden_layers=32).layer_count("num_hidden_layers"),
         reader_activation=reader.text("hidden_act", "silu"),
         reader_eps=reader.positive("rms_norm_eps", 1e-6),

@@ -182,9 +182,7 @@ def qwen2_5_vl(fields: ConfigFields, vision: ConfigFields, output_size: int) -> 
 def exaone4_5(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVisionSpec:
     """Return the tower of EXAONE 4.5, which is like Qwen2.5-VL's but shares keys and values among heads."""
     spec = qwen2_5_vl(fields, vision, output_size)
-    num_kv_heads = vision.integer("num_key_value_heads", 8)
-    if spec.num_heads % num_kv_heads:
-        raise vision.wrong("num_key_value_heads", f"a divisor of {spec.num_heads}", num_kv_heads)
+    num_kv_heads = vision.divisor("num_key_value_heads", spec.num_heads, 8)
     return replace(spec, num_kv_heads=num_kv_heads, has_axes=False)
 
 
@@ -208,17 +206,13 @@ def qwen3_vl(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Gr
     """Return the tower of Qwen3-VL."""
     vision.require("out_hidden_size", output_size, _OUTPUT_SIZE, default=3584)
     sizes = _sizes(vision.with_defaults(depth=27), vision.integer("hidden_size", 1152), 16)
-    num_positions = vision.integer("num_position_embeddings", 2304)
-    side = int(num_positions**0.5)
-    if side**2 != num_positions:
-        raise vision.wrong("num_position_embeddings", "a square number", num_positions)
     return GridVisionSpec(
         **sizes,
         intermediate_size=vision.integer("intermediate_size", 4304),
         activation=vision.text("hidden_act", "gelu_pytorch_tanh"),
         output_size=output_size,
         has_patch_bias=True,
-        position_side=side,
+        position_side=vision.square_side("num_position_embeddings", 2304),
         deepstack_layers=_layers(
             vision, "deepstack_visual_indexes", sizes["num_layers"], [8, 16, 24]
         ),

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Final
+from typing import Final
 
-import msgspec
-
-from ...config.images import SpanKind
 from ..config_fields import ConfigFields
 from .fields import check_factor, head_count, image_and_patch_size
-from .spec import MAX_SIDE, VisionSpec
+from .spec import MAX_SIDE, TowerSpec, VisionSpec
 
 _MAX_TILES: Final = 16
 
 
-class TilesVisionSpec(msgspec.Struct, frozen=True):
+class TilesVisionSpec(TowerSpec, frozen=True):
     """A vision transformer that reads up to `max_tiles` tiles of an image together, and its projection.
 
     A tile has `image_size` x `image_size` pixels, and as many outputs as patches, plus one for the class token. Missing
@@ -23,9 +20,6 @@ class TilesVisionSpec(msgspec.Struct, frozen=True):
     output is a projection of the last hidden state and of those after `feature_layers`, counted from 1, whose elements
     alternate.
 
-    Attributes:
-        has_axes: Always False, because the decoder's positions have one coordinate.
-        span_kind: Always None, because the decoder is causal.
     """
 
     image_size: int
@@ -40,8 +34,6 @@ class TilesVisionSpec(msgspec.Struct, frozen=True):
     norm_eps: float
     max_tiles: int
     output_size: int
-    has_axes: ClassVar[bool] = False
-    span_kind: ClassVar[SpanKind | None] = None
 
     @property
     def outputs_per_tile(self) -> int:

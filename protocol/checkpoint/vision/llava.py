@@ -50,9 +50,7 @@ def llava(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Visio
         )
     sizes = read_sizes(vision, _CLIP_SIZES if is_clip else SIGLIP_SIZES)
     sizes["feature_layers"] = feature_layers(fields, sizes, -2)
-    strategy = fields.text("vision_feature_select_strategy", "default")
-    if strategy not in ("default", "full"):
-        raise fields.wrong("vision_feature_select_strategy", "'default' or 'full'", strategy)
+    strategy = fields.choice("vision_feature_select_strategy", ("default", "full"), "default")
     if strategy == "default" and not is_clip:
         raise fields.wrong(
             "vision_feature_select_strategy", "'full' without a class token", strategy

@@ -58,11 +58,9 @@ def hunyuan_vl(fields: ConfigFields, vision: ConfigFields, output_size: int) -> 
     """Return the tower of Hunyuan-OCR."""
     image_size = vision.integer("max_image_size", 2048, maximum=1 << 16)
     patch_size = vision.integer("patch_size", 16, maximum=256)
-    mode = vision.text("interpolate_mode", "bilinear")
-    if mode not in ("bilinear", "bicubic"):
-        raise vision.wrong("interpolate_mode", "'bilinear' or 'bicubic'", mode)
-    spec = GridVisionSpec(
-        **_sizes(vision, patch_size),
+    mode = vision.choice("interpolate_mode", ("bilinear", "bicubic"), "bilinear")
+    return GridVisionSpec(
+        **_sizes(vision, patch_size) | {"has_final_norm": False},
         merge_size=vision.integer("spatial_merge_size", 2, maximum=16),
         activation=vision.text("hidden_act", "gelu"),
         output_size=output_size,
@@ -75,7 +73,6 @@ def hunyuan_vl(fields: ConfigFields, vision: ConfigFields, output_size: int) -> 
         newlines="framed",
         tensor_names=_HUNYUAN_NAMES,
     )
-    return replace(spec, has_final_norm=False)
 
 
 def hy_v4_vl(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVisionSpec:
@@ -143,10 +140,6 @@ def kimi_k25(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Gr
 def lfm2_vl(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVisionSpec:
     """Return the tower of LFM2-VL, which is SigLIP 2 (arXiv 2502.14786) for images of any size."""
     vision = vision.with_defaults(hidden_size=768, intermediate_size=3072, num_hidden_layers=12)
-    num_positions = vision.integer("num_patches", 256, maximum=1 << 20)
-    side = int(num_positions**0.5)
-    if side**2 != num_positions:
-        raise vision.wrong("num_patches", "a square number", num_positions)
     fields.require("projector_hidden_act", "gelu")
     sizes = _sizes(vision.with_defaults(num_attention_heads=12), vision.integer("patch_size", 16))
     return GridVisionSpec(
@@ -163,7 +156,7 @@ def lfm2_vl(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Gri
         patch_layout="pixels",
         rotary=None,
         has_axes=False,
-        position_side=side,
+        position_side=vision.square_side("num_patches", 256, maximum=1 << 20),
         interpolation="antialiased",
         tensor_names=_LFM2_NAMES,
     )
@@ -179,15 +172,12 @@ def lfm3_vl(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Gri
     sizes = _sizes(vision, vision.integer("patch_size", 16, maximum=256))
     sizes |= {"has_patch_bias": False, "has_final_norm": False}
     sizes["frames_per_patch"] = vision.integer("temporal_patch_size", 2, maximum=16)
-    num_layers, num_heads = sizes["num_layers"], sizes["num_heads"]
+    num_layers = sizes["num_layers"]
     kinds = vision.per_layer("layer_types", num_layers)
     if kinds is None:
         kinds = ["conv" if i < 2 or i % 2 else "full_attention" for i in range(num_layers)]
     if not set(kinds) <= {"conv", "full_attention"}:
         raise vision.wrong("layer_types", "'conv' or 'full_attention' for each layer", kinds)
-    num_kv_heads = vision.integer("num_key_value_heads", 8)
-    if num_heads % num_kv_heads:
-        raise vision.wrong("num_key_value_heads", f"a divisor of {num_heads}", num_kv_heads)
     conv_size = vision.integer("conv_kernel_size", 3, maximum=255)
     if conv_size % 2 == 0:
         raise vision.wrong("conv_kernel_size", "an odd number", conv_size)
@@ -205,7 +195,7 @@ def lfm3_vl(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Gri
         has_head_norms=True,
         patch_layout="channels",
         has_joined_qkv=False,
-        num_kv_heads=num_kv_heads,
+        num_kv_heads=vision.divisor("num_key_value_heads", sizes["num_heads"], 8),
         conv_layers=tuple(i for i, kind in enumerate(kinds, 1) if kind == "conv"),
         conv_size=conv_size,
         has_axes=False,

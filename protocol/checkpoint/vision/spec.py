@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final, Literal
+from typing import ClassVar, Final, Literal
 
 import msgspec
 
@@ -10,6 +10,15 @@ from ...config.images import SpanKind
 
 MAX_SIDE: Final = 4096
 """Maximum side, in pixels, of the images that a tower reads."""
+
+
+class TowerSpec(msgspec.Struct, frozen=True):
+    """A vision tower for a causal decoder whose positions have one coordinate."""
+
+    has_axes: ClassVar[bool] = False
+    """True if the decoder's positions have three coordinates."""
+    span_kind: ClassVar[SpanKind | None] = None
+    """Which of the decoder's tokens attend to later tokens."""
 
 
 class SamSpec(msgspec.Struct, frozen=True):

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from itertools import pairwise
-from typing import ClassVar, Final
+from typing import Final
 
-import msgspec
-
-from ....config.images import SpanKind
 from ...config_fields import ConfigFields
-from ..spec import MAX_SIDE
+from ..spec import MAX_SIDE, TowerSpec
 
 _ARCHITECTURE: Final = "fastvit_mci3"
 _DEPTHS: Final = (2, 12, 24, 4, 2)
@@ -21,7 +17,7 @@ NUM_ATTENTION_STAGES: Final = 2
 """The number of last stages whose blocks have attention."""
 
 
-class FastVitSpec(msgspec.Struct, frozen=True):
+class FastVitSpec(TowerSpec, frozen=True):
     """The tower of FastVLM (arXiv 2412.13303): a FastViT (arXiv 2303.14189) with merged branches, and two products.
 
     Two convolutions and a product halve both sides of an image twice, and each stage but the first halves them again.
@@ -31,8 +27,6 @@ class FastVitSpec(msgspec.Struct, frozen=True):
         depths: The number of blocks of each stage.
         sizes: The number of channels of each stage.
         output_side: The number of features of an image in each direction.
-        has_axes: Always False, because the decoder's positions have one coordinate.
-        span_kind: Always None, because the decoder is causal.
     """
 
     depths: tuple[int, ...]
@@ -41,8 +35,6 @@ class FastVitSpec(msgspec.Struct, frozen=True):
     activation: str
     projection_bias: bool
     output_size: int
-    has_axes: ClassVar[bool] = False
-    span_kind: ClassVar[SpanKind | None] = None
 
     @property
     def hidden_size(self) -> int:
@@ -92,11 +84,7 @@ def fast_vlm(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Fa
 
 def _output_side(fields: ConfigFields, num_stages: int) -> int:
     maximum = MAX_SIDE >> (num_stages + 1)
-    count = fields.integer("image_seq_length", 576, maximum=maximum**2)
-    side = math.isqrt(count)
-    if side**2 != count:
-        raise fields.wrong("image_seq_length", "the square of an integer", count)
-    return side
+    return fields.square_side("image_seq_length", 576, maximum=maximum**2)
 
 
 def _integers(options: ConfigFields, name: str, default: tuple[int, ...]) -> tuple[int, ...]:

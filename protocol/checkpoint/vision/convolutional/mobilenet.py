@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Final, Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 import msgspec
 
-from ....config.images import SpanKind
 from ...config_fields import ConfigFields
+from ..spec import TowerSpec
 
 _ARCHITECTURE: Final = "mobilenetv5_300m_enc"
 _STEM_SIZE: Final = 64
@@ -41,7 +41,7 @@ class ConvBlock(msgspec.Struct, frozen=True):
         return self.inputs == self.outputs and (self.stride == 1 or self.kind == "attention")
 
 
-class ConvVisionSpec(msgspec.Struct, frozen=True):
+class ConvVisionSpec(TowerSpec, frozen=True):
     """The tower of Gemma 3n: MobileNet-V5, whose last two stages are the features, and a projection.
 
     The features of the last stage are enlarged to the size of those before them. An inverted block turns both into
@@ -53,8 +53,6 @@ class ConvVisionSpec(msgspec.Struct, frozen=True):
         fused_size: The number of channels within the block that turns both stages into features.
         vocab_size: The number of rows of the table.
         end_row: The row of the token after the image.
-        has_axes: Always False, because the decoder's positions have one coordinate.
-        span_kind: Always None, because the decoder is causal.
     """
 
     stem_size: int
@@ -66,8 +64,6 @@ class ConvVisionSpec(msgspec.Struct, frozen=True):
     end_row: int
     norm_eps: float
     output_size: int
-    has_axes: ClassVar[bool] = False
-    span_kind: ClassVar[SpanKind | None] = None
 
     @property
     def num_outputs(self) -> int:
@@ -83,13 +79,9 @@ def gemma3n(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Con
         raise vision.wrong("model_args", "nothing but channel_multiplier", sorted(others))
     multiplier = options.positive("channel_multiplier", 1.0)
     stem_size = _STEM_SIZE if multiplier < 1 else _rounded(_STEM_SIZE * multiplier)
-    size = vision.integer("hidden_size", 2048)
-    num_outputs = fields.integer("vision_soft_tokens_per_image", 256)
     # The network has no setting for these two sizes.
-    if size != 2048:
-        raise vision.wrong("hidden_size", "2048", size)
-    if num_outputs != 256:
-        raise fields.wrong("vision_soft_tokens_per_image", "256", num_outputs)
+    vision.require("hidden_size", 2048)
+    fields.require("vision_soft_tokens_per_image", 256)
     vocab_size = vision.integer("vocab_size", 128)
     first = vision.integer("vocab_offset", 262_144, minimum=0)
     end = fields.integer("eoi_token_id", 262_144, minimum=0)
@@ -101,7 +93,7 @@ def gemma3n(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Con
     return ConvVisionSpec(
         stem_size=stem_size,
         stages=stages,
-        hidden_size=size,
+        hidden_size=2048,
         fused_size=_rounded(2 * sum(stage[-1].outputs for stage in stages[-2:])),
         output_side=16,
         vocab_size=vocab_size,

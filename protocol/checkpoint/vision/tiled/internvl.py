@@ -20,9 +20,7 @@ def internvl(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Vi
     check_factor(fields, "downsample_ratio 1 /", factor, sizes["image_size"] // sizes["patch_size"])
     last_layer = sizes["feature_layers"]
     sizes["feature_layers"] = layers = feature_layers(fields, sizes, -1)
-    norm_kind = vision.text("norm_type", "layer_norm")
-    if norm_kind not in ("layer_norm", "rms_norm"):
-        raise vision.wrong("norm_type", "'layer_norm' or 'rms_norm'", norm_kind)
+    norm_kind = vision.choice("norm_type", ("layer_norm", "rms_norm"), "layer_norm")
     fields.require("vision_feature_select_strategy", "default")
     return VisionSpec(
         **sizes,

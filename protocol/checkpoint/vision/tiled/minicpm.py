@@ -18,9 +18,7 @@ def minicpmv4_6(fields: ConfigFields, vision: ConfigFields, output_size: int) ->
         if side not in ([2, 2], (2, 2)):
             raise section.wrong(name, "[2, 2]", side)
     fields.require("merger_times", 1)
-    mode = fields.text("downsample_mode", "16x")
-    if mode not in ("4x", "16x"):
-        raise fields.wrong("downsample_mode", "'4x' or '16x'", mode)
+    mode = fields.choice("downsample_mode", ("4x", "16x"), "16x")
     spec = siglip(vision, output_size, projection="mlp")
     layer = fields.integer("insert_layer_id", 6, minimum=-1) + 1 if mode == "16x" else 0
     if layer >= spec.feature_layers[0]:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import ClassVar, Final
 
-import msgspec
-
 from ....config.images import SpanKind
 from ...config_fields import ConfigFields
 from ..fields import image_and_patch_size
-from ..spec import VisionSpec
+from ..spec import TowerSpec, VisionSpec
 
 MARGINS: Final = (4, 4)
 """The patches of a tile that overlap with those of the tile before it, and of the one after it."""
@@ -17,7 +15,7 @@ POOL_SIDE: Final = 2
 """The side, in patches, of the square that becomes one feature."""
 
 
-class PooledVisionSpec(msgspec.Struct, frozen=True):
+class PooledVisionSpec(TowerSpec, frozen=True):
     """The tower of Molmo 2: a vision transformer, and an adapter that pools its patches by attention.
 
     It reads an image as a whole and as a canvas of tiles, which overlap. Each square of patches becomes one feature:
@@ -33,8 +31,6 @@ class PooledVisionSpec(msgspec.Struct, frozen=True):
         vocab_size: The number of rows of the decoder's embedding.
         token_ids: The tokens of an image: a feature's, the end of a row, the start of the whole image, the start of the
             canvas, and the end of both.
-        has_axes: Always False, because the decoder's positions have one coordinate.
-        span_kind: Always `IMAGE`.
     """
 
     tower: VisionSpec
@@ -48,7 +44,6 @@ class PooledVisionSpec(msgspec.Struct, frozen=True):
     vocab_size: int
     token_ids: tuple[int, int, int, int, int]
     output_size: int
-    has_axes: ClassVar[bool] = False
     span_kind: ClassVar[SpanKind | None] = SpanKind.IMAGE
 
     @property

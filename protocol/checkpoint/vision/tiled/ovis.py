@@ -21,9 +21,7 @@ def ovis2(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Visio
     check_factor(vision, "hidden_stride", factor, sizes["image_size"] // sizes["patch_size"])
     has_biases = vision.boolean("qkv_bias", False)
     vision.require("mlp_bias", has_biases, ", as qkv_bias", default=False)
-    function = vision.text("tokenize_function", "softmax")
-    if function not in ("softmax", "st_argmax"):
-        raise vision.wrong("tokenize_function", "'softmax' or 'st_argmax'", function)
+    function = vision.choice("tokenize_function", ("softmax", "st_argmax"), "softmax")
     vision.require("num_visual_indicator_tokens", NUM_MARKS)
     return VisionSpec(
         **sizes,
