@@ -2,7 +2,8 @@
 
     scripts/bench/run gpu_attention [--heads 32 8 128] [--block-size 16] [--fp8] [--tune | --once] [--case NAME ...]
 
-The shapes belong to one layer of a model. Each case also says how far the two results are apart. Torch's kernel reads
+Each case is a JSON object on a line; `gpu --only attention` shows them as a table. The shapes belong to one layer of a
+model. Each case also says how far the two results are apart. Torch's kernel reads
 keys and values from contiguous memory, ours reads a paged cache in random order. `--tune` tries other tiles; `--once`
 launches each case three times and measures nothing, for a profiler. Without a GPU the cases are tiny and the kernels
 interpreted: that shows that the program works, and no more.
@@ -321,7 +322,6 @@ def main() -> None:
     parser.add_argument(
         "--case", nargs="+", metavar="NAME", help="cases to run, such as 'prefill 8k'"
     )
-    parser.add_argument("--json", action="store_true")
     add_done(parser)
     arguments = parser.parse_args()
     heads, kv_heads, head_dim = arguments.heads if HAS_GPU else (2, 1, 16)
@@ -339,38 +339,11 @@ def main() -> None:
         return
     reporter = Reporter(arguments.done)
     if arguments.tune:
-        tune(shape, cases, reporter if arguments.json else None)
+        for name, tile, measure_tile in tile_measurements(shape, cases):
+            reporter.say(f"{name}, {tile}", partial(figures, measure_tile))
         return
-    if not arguments.json:
-        print(
-            f"{'case':40} {'ms':>9} {'torch ms':>9} {'cuDNN ms':>9} {'TFLOP/s':>8} {'GB/s':>8} {'error':>8}"
-        )
     for name, measure in measurements(shape, cases):
-        if arguments.json:
-            reporter.say(name, partial(figures, measure))
-            continue
-        found = measure()
-        torch_ms, cudnn_ms = (
-            "" if ms is None else f"{ms:.4f}" for ms in (found.torch_ms, found.cudnn_ms)
-        )
-        error = "" if found.error is None else f"{found.error:.1e}"
-        print(
-            f"{name:40} {found.ms:9.4f} {torch_ms:>9} {cudnn_ms:>9} {found.tflops:8.1f}"
-            f" {found.gb_per_s:8.1f} {error:>8}"
-        )
-
-
-def tune(shape: Shape, cases: Sequence[Case], reporter: Reporter | None) -> None:
-    """Print the five best tiles of each case, or pass all of them to the reporter."""
-    best: dict[str, list[tuple[float, str]]] = {}
-    for case, tile, measure in tile_measurements(shape, cases):
-        if reporter is not None:
-            reporter.say(f"{case}, {tile}", partial(figures, measure))
-        elif (ms := measure()) is not None:
-            best.setdefault(case, []).append((ms, tile))
-    for case, tiles in best.items():
-        for ms, tile in sorted(tiles)[:5]:
-            print(f"{case:24} {ms:9.4f} ms  {tile}")
+        reporter.say(name, partial(figures, measure))
 
 
 if __name__ == "__main__":

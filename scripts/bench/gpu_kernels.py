@@ -1,12 +1,12 @@
 """Measure the Triton kernels other than attention on a GPU, against the roofline of the same run.
 
-    scripts/bench/run gpu_kernels [--rows 14336] [--columns 4096] [--vocab 151936] [--only linear] [--json]
+    scripts/bench/run gpu_kernels [--rows 14336] [--columns 4096] [--vocab 151936] [--only linear]
 
-A kernel's roofline fraction is a ratio of times. The numerator is the time for its bytes at the speed of a copy, or for
-its operations at the speed of a bf16 product, whichever is longer. The denominator is the time that it took. Its error
-is the largest difference from float32 on the same device, relative to the largest number; for sampling, it is the share
-of rows with another token than torch's. Without a GPU, the cases are tiny and the kernels interpreted, which only shows
-that the program works.
+Each case is a JSON object on a line; `gpu --only kernels` shows them as a table. A kernel's roofline fraction is a
+ratio of times. The numerator is the time for its bytes at the speed of a copy, or for its operations at the speed of a
+bf16 product, whichever is longer. The denominator is the time that it took. Its error is the largest difference from
+float32 on the same device, relative to the largest number; for sampling, it is the share of rows with another token
+than torch's. Without a GPU, the cases are tiny and the kernels interpreted, which only shows that the program works.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -58,15 +58,6 @@ class Case:
     error: Callable[[], float]
     gigabytes: float
     teraflops: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Timing:
-    microseconds: float
-    gb_per_s: float
-    tflops: float
-    roofline: float
-    error: float
 
 
 def seconds(run: Callable[[], object]) -> float:
@@ -261,16 +252,17 @@ def sampling_cases(vocab_size: int) -> Iterator[Case]:
             )
 
 
-def timing(case: Case, bandwidth: float, speed: float) -> Timing:
+def figures(case: Case, bandwidth: float, speed: float) -> dict[str, float]:
+    """Return the speed of a case as absolute figures and as a share of the roofline, and its error."""
     took = seconds(case.run)
     least = max(case.gigabytes / bandwidth, case.teraflops / speed)
-    return Timing(
-        took * 1e6, case.gigabytes / took, case.teraflops / took, least / took, case.error()
-    )
-
-
-def figures(case: Case, bandwidth: float, speed: float) -> dict[str, float]:
-    return asdict(timing(case, bandwidth, speed))
+    return {
+        "microseconds": took * 1e6,
+        "gb_per_s": case.gigabytes / took,
+        "tflops": case.teraflops / took,
+        "roofline": least / took,
+        "error": case.error(),
+    }
 
 
 def main() -> None:
@@ -283,7 +275,6 @@ def main() -> None:
     parser.add_argument(
         "--once", action="store_true", help="only launch the kernels, for a profiler"
     )
-    parser.add_argument("--json", action="store_true")
     add_done(parser)
     arguments = parser.parse_args()
     torch.manual_seed(0)
@@ -305,18 +296,11 @@ def main() -> None:
         return
     bandwidth, speed = measured_roofline()
     device = torch.cuda.get_device_name() if HAS_GPU else "no GPU: interpreted"
-    if not arguments.json:
-        print(f"{device}; copy {bandwidth:.0f} GB/s, {DTYPE} product {speed:.1f} Tflop/s")
     reporter = Reporter(arguments.done)
+    limits = {"device": device, "copy_gb_per_s": bandwidth, "product_tflops": speed}
+    reporter.say("limits", lambda: limits)
     for case in chosen:
-        if arguments.json:
-            reporter.say(case.name, partial(figures, case, bandwidth, speed))
-            continue
-        t = timing(case, bandwidth, speed)
-        print(
-            f"{case.name:32} {t.microseconds:10.1f} µs {t.gb_per_s:9.1f} GB/s {t.tflops:8.2f} Tflop/s "
-            f"{t.roofline:6.1%} of the roofline, error {t.error:.1e}"
-        )
+        reporter.say(case.name, partial(figures, case, bandwidth, speed))
 
 
 if __name__ == "__main__":

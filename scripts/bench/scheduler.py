@@ -1,6 +1,6 @@
 """Measure the cost of a step in the core, without a model.
 
-    scripts/bench/run scheduler [--running 1,16,64] [--steps 300] [--prompt 512] [--json] [--vllm-python PATH]
+    scripts/bench/run scheduler [--running 1,16,64] [--steps 300] [--prompt 512] [--vllm-python PATH]
 
 Times are per step, while every request decodes: schedule() and update_from_output(), and the encoding and decoding of
 SchedulerOutput, ModelRunnerOutput and EngineCoreOutputs, with two steps in flight, statistics and the event log on.
@@ -14,7 +14,6 @@ import argparse
 import gc
 import json
 import statistics
-import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -274,7 +273,6 @@ def main() -> None:
     parser.add_argument("--running", default="1,16,64,256,1024,4096")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--prompt", type=int, default=512)
-    parser.add_argument("--json", action="store_true", help="print one JSON object per line")
     parser.add_argument(
         "--no-event-log", action="store_true", help="measure the scheduler without its event log"
     )
@@ -290,22 +288,18 @@ def main() -> None:
     if args.vllm_python:
         vllm = Child(args.vllm_python, "vllm_scheduler.py")
         for num_seqs in map(int, args.running.split(",")):
-            report(beside_vllm(vllm, num_seqs, args.steps, args.prompt), args.json)
+            report(beside_vllm(vllm, num_seqs, args.steps, args.prompt))
         return
     for num_seqs in map(int, args.running.split(",")):
-        report(decode_repeatedly(num_seqs, args.steps, args.prompt), args.json)
-    report(churn(1024, args.steps, 100), args.json)
-    report(many_waiting(256, args.steps, 100_000), args.json)
-    report(long_prompt(32_768, 50), args.json)
-    report(snapshot(256, 1000), args.json)
+        report(decode_repeatedly(num_seqs, args.steps, args.prompt))
+    report(churn(1024, args.steps, 100))
+    report(many_waiting(256, args.steps, 100_000))
+    report(long_prompt(32_768, 50))
+    report(snapshot(256, 1000))
 
 
-def report(result: dict[str, Any], as_json: bool) -> None:
-    if as_json:
-        print(json.dumps(result))
-    else:
-        print("  ".join(f"{name} {value}" for name, value in result.items()))
-    sys.stdout.flush()
+def report(result: dict[str, Any]) -> None:
+    print(json.dumps(result), flush=True)
 
 
 if __name__ == "__main__":

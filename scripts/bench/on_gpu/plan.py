@@ -42,7 +42,7 @@ def plan(models: tuple[str, ...] = MODELS) -> dict[str, dict[str, Part]]:
         return Part([str(on_gpu / "measure.py"), *arguments], seconds, is_measure=True)
 
     def program(name: str, seconds: int, *arguments: str) -> Part:
-        return Part([str(DIRECTORY / name), "--json", *arguments], seconds)
+        return Part([str(DIRECTORY / name), *arguments], seconds)
 
     heads = ("--heads", *_HEADS[first].split())
     rows, columns = _SMALL_PRODUCT[first].split()
