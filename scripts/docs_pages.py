@@ -241,6 +241,7 @@ def _models() -> str:
 
 
 _USUAL: dict[str, dict[str, Any]] = {
+    "alice_ai": {"model_type": "alice_ai", "linear_num_key_heads": 32},
     "bailing_moe": {"num_experts": 64, "num_experts_per_tok": 6},
     "bamba": {"attn_layer_indices": [9, 18, 27]},
     "deepseek": {"n_routed_experts": 64, "num_experts_per_tok": 6},
@@ -282,6 +283,7 @@ _USUAL: dict[str, dict[str, Any]] = {
 """Fields of published models for which transformers' defaults describe another kind of model."""
 
 _SAME_CONFIG = {
+    "alice_ai": "qwen3_next",
     "bailing_moe_v2": "sarvam_moe",
     "chatglm": "glm",
     "colqwen2": "qwen2_vl",

@@ -74,6 +74,9 @@ def read_recurrent_layer(fields: ConfigFields) -> RecurrentLayer | None:
         ):
             _require_silu(fields)
             return _read_gated_delta_net(fields)
+        case "alice_ai":
+            _require_silu(fields)
+            return _read_alice_ai(fields)
         case "bailing_hybrid":
             _require_silu(fields)
             return _read_ling3(fields)
@@ -368,6 +371,24 @@ def _read_kimi_delta_attention(fields: ConfigFields) -> KimiDeltaAttention:
     )
 
 
+def _read_alice_ai(fields: ConfigFields) -> KimiDeltaAttention:
+    num_heads = fields.integer("linear_num_key_heads", 32)
+    head_dim = fields.integer("linear_key_head_dim", 128)
+    if fields.integer("linear_num_value_heads", num_heads) != num_heads:
+        raise fields.wrong(
+            "linear_num_value_heads",
+            f"linear_num_key_heads {num_heads}",
+            fields.get("linear_num_value_heads"),
+        )
+    if fields.integer("linear_value_head_dim", head_dim) != head_dim:
+        raise fields.wrong(
+            "linear_value_head_dim",
+            f"linear_key_head_dim {head_dim}",
+            fields.get("linear_value_head_dim"),
+        )
+    return KimiDeltaAttention(num_heads, head_dim, fields.integer("linear_conv_kernel_dim", 4))
+
+
 def _read_glm5_next(fields: ConfigFields) -> KimiDeltaAttention:
     own = fields.section("linear_attn_config") or ConfigFields({}, fields.path)
     # A null means that decays have no bound, as in transformers.
@@ -462,7 +483,8 @@ class RecurrentModel(msgspec.Struct, frozen=True):
             return None
         if is_purely_recurrent(fields):
             return cls(layer, *nominal_heads(layer))
-        if isinstance(layer, KimiDeltaAttention):
+        is_latent = fields.text("model_type") != "alice_ai"
+        if is_latent and isinstance(layer, KimiDeltaAttention):
             size = fields.integer("kv_lora_rank") + fields.integer("qk_rope_head_dim", minimum=0)
             return cls(layer, 1, size, values_are_keys=True)
         if isinstance(layer, ConvolvedAttention):

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 import transformers
+from support.families.attention_residuals import GROUP_SIZE, Residuals, new_linear, new_norm
 from torch import Tensor, nn
 from transformers.models.kimi_linear import modeling_kimi_linear as kimi_linear
 
-GROUP_SIZE = 2
 LATENT_SIZE = 20
 GATE_CAP, UP_CAP = 0.7, 1.3
 LOWEST_LOG_DECAY = -5.0
@@ -36,51 +36,14 @@ K3_CONFIG = {
 }
 
 
-class _Residuals:
-    """The outputs of blocks, summed by groups, and the means of them that blocks read."""
-
-    def __init__(self) -> None:
-        self._sums: list[Tensor] = []
-
-    def begin(self, embedding: Tensor) -> None:
-        self._sums = [embedding]
-
-    def add(self, output: Tensor, *, begins: bool) -> None:
-        if begins:
-            self._sums.append(output)
-        else:
-            self._sums[-1] = self._sums[-1] + output
-
-    def mean(self, projection: nn.Linear, norm: nn.Module) -> Tensor:
-        values = torch.stack(self._sums, -2)
-        return (projection(norm(values)).softmax(-2) * values).sum(-2)
-
-
 def as_kimi_k3(reference: transformers.PreTrainedModel) -> None:
     """Make a Kimi Linear compute what Kimi K3 does."""
     torch.manual_seed(1)
-    model, config, residuals = reference.model, reference.config, _Residuals()
-    size, eps = config.hidden_size, config.rms_norm_eps
-
-    def linear(inputs: int, outputs: int) -> nn.Linear:
-        module = nn.Linear(inputs, outputs, bias=False)
-        nn.init.normal_(module.weight, 0, 0.15)
-        return module
-
-    def norm(width: int) -> nn.Module:
-        module = kimi_linear.KimiLinearRMSNorm(width, eps)
-        nn.init.normal_(module.weight, 0.8, 0.3)
-        return module
-
-    def add_mean(module: nn.Module, name: str) -> Callable[[], Tensor]:
-        projection, own_norm = linear(size, 1), norm(size)
-        module.add_module(f"{name}_res_proj", projection)
-        module.add_module(f"{name}_res_norm", own_norm)
-        return partial(residuals.mean, projection, own_norm)
+    model, config, residuals = reference.model, reference.config, Residuals(reference.config)
+    size, linear = config.hidden_size, new_linear
 
     for index, layer in enumerate(model.layers):
-        means = [add_mean(layer, name) for name in ("self_attention", "mlp")]
-        layer.forward = partial(_forward, layer, index, residuals, means)
+        residuals.replace_forward(layer, layer.self_attn, index, "self_attention")
         _add_gates(layer.self_attn, config, linear)
         mlps = [layer.mlp]
         if isinstance(layer.mlp, kimi_linear.KimiLinearMoE):
@@ -92,30 +55,12 @@ def as_kimi_k3(reference: transformers.PreTrainedModel) -> None:
                 nn.init.normal_(parameter, 0, 0.15)
             moe.routed_expert_down_proj = linear(size, LATENT_SIZE)
             moe.routed_expert_up_proj = linear(LATENT_SIZE, size)
-            moe.routed_expert_norm = norm(LATENT_SIZE)
+            moe.routed_expert_norm = new_norm(LATENT_SIZE, config.rms_norm_eps)
             moe.forward = partial(_latent_experts, moe)
             mlps = [moe.shared_experts]
         for mlp in mlps:
             mlp.forward = partial(_mlp, mlp)
-    last = add_mean(model, "output_attn")
-    model.norm.register_forward_pre_hook(lambda _module, _args: (last(),))
-    model.embed_tokens.register_forward_hook(lambda _m, _args, output: residuals.begin(output))
-
-
-def _forward(
-    layer: nn.Module,
-    index: int,
-    residuals: _Residuals,
-    means: list[Callable[[], Tensor]],
-    hidden_states: Tensor,
-    **kwargs: Any,
-) -> Tensor:
-    x = layer.input_layernorm(means[0]())
-    output = layer.self_attn(hidden_states=x, **kwargs)
-    output = output[0] if isinstance(output, tuple) else output
-    residuals.add(output, begins=index % GROUP_SIZE == 0)
-    residuals.add(layer.mlp(layer.post_attention_layernorm(means[1]())), begins=False)
-    return hidden_states
+    residuals.install(model, "output_attn")
 
 
 def _add_gates(attention: nn.Module, config: Any, linear: Callable[[int, int], nn.Linear]) -> None:

@@ -12,6 +12,12 @@ from typing import Any
 import transformers
 from safetensors.torch import load_file, save_file
 from support.families import changes, make_reference
+from support.families.alice_ai import (
+    ALICE_CONFIG,
+    ALICE_NAMES,
+    as_alice_ai,
+    with_own_convolutions,
+)
 from support.families.dense import LLAMA3
 from support.families.kimi_k3 import K3_CONFIG, as_kimi_k3, with_towers
 
@@ -65,6 +71,18 @@ LING = {
     "tie_word_embeddings": False,
 }
 PUBLISHED = {
+    "AliceAI": Published(
+        "qwen3-next",
+        {
+            "num_hidden_layers": 5,
+            "layer_types": ["linear_attention", "full_attention"] * 2 + ["linear_attention"],
+            "norm_topk_prob": True,
+        },
+        ALICE_CONFIG,
+        ALICE_NAMES,
+        with_own_convolutions,
+        prepare=as_alice_ai,
+    ),
     "ChatGLM": Published(
         "glm",
         {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},

@@ -351,8 +351,9 @@ def test_layers_that_share_keys_or_differ_in_their_heads_can_be_split(
     checkpoints["mistral-large4"] = tmp_path / "mistral-large4"
     model = make_multimodal("MistralLarge4", **SIZES | vocabulary | INDEXED | SHARED_LATENT)
     model.save_pretrained(checkpoints["mistral-large4"])
-    checkpoints["kimi-k3"] = tmp_path / "kimi-k3"
-    save_published("KimiK3", checkpoints["kimi-k3"], **vocabulary, kv_lora_rank=160)
+    for name, sizes in (("KimiK3", {"kv_lora_rank": 160}), ("AliceAI", {"head_dim": 128})):
+        checkpoints[name] = tmp_path / name
+        save_published(name, checkpoints[name], **vocabulary, **sizes)
     alone = run_alone(checkpoints, tmp_path, backend)
     parallel = ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2)
     served = [Served(path, backend) for path in checkpoints.values()]

@@ -130,6 +130,7 @@ NATIVE = [
     "qwen3.5-moe",
     "recurrent-gemma",
     "stablelm-parallel",
+    "AliceAI",
     "CohereCompass",
     "Ernie4_5_VLMoe",
     "Glm5Next",

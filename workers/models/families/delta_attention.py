@@ -75,6 +75,8 @@ def _kimi_linear(fields: ConfigFields) -> ModelSpec:
             (r"\.mixer\.o_norm\.", ".mixer.norm."),
             (r"\.self_attn\.g_proj\.", ".self_attn.gate_proj."),
             (r"\.self_attention_res_(proj|norm)\.", r".attn_res_\1."),
+            # The first block reads one hidden state.
+            (r".*\blayers\.0\.attn_res_.*", ""),
             (r"(^|\.)output_attn_res_(proj|norm)\.", r"\1head_res_\2."),
             (r"\.routed_expert_down_proj\.", ".to_latent."),
             (r"\.routed_expert_up_proj\.", ".from_latent."),
@@ -91,6 +93,43 @@ def _kimi_linear(fields: ConfigFields) -> ModelSpec:
         norms_sum = fields.boolean("latent_moe_use_norm", False)
         experts = replace(experts, latent_size=latent_size, norms_latent_sum=norms_sum)
     return with_experts(spec, experts, has_listed_experts(fields, first_dense(fields, 1)))
+
+
+def _alice_ai(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of an Alice AI: a Qwen3-Next with Kimi delta attention, attention residuals and other routers."""
+    fields.require("kda_allow_negative_eigenvalues", False)
+    fields.require("router_score_function", "sigmoid")
+    fields.require("router_bias_correction", True)
+    fields = fields.with_defaults(
+        vocab_size=129_024, max_position_embeddings=262_144, rope_theta=1_000_000.0
+    )
+    spec = qwen3_next(fields)
+    size = fields.integer("block_attn_res_block_size", 4)
+    return replace(
+        spec,
+        layers=tuple(
+            replace(
+                layer,
+                experts=replace(layer.experts, scoring="sigmoid", has_correction_bias=True),
+            )
+            if layer.experts is not None
+            else layer
+            for layer in spec.layers
+        ),
+        attention_residuals=AttentionResidualsSpec.for_layers(
+            len(spec.layers), size, spec.norm_eps
+        ),
+        tensor_names=(
+            *spec.tensor_names,
+            (r"\.mixer\.a_log_bias$", ".mixer.A_log"),
+            (r"\.mixer\.o_proj\.", ".mixer.out_proj."),
+            (r"\.mixer\.o_norm\.", ".mixer.norm."),
+            (r"_res_norm_weight$", "_res_norm.weight"),
+            (r"(^|\.)attnres_final\.res_norm_weight$", r"\1head_res_norm.weight"),
+            (r"(^|\.)attnres_final\.res_proj\.", r"\1head_res_proj."),
+            (r"^(model\.)?mtp\..*", ""),
+        ),
+    )
 
 
 def _ling3(fields: ConfigFields) -> ModelSpec:
@@ -323,6 +362,7 @@ def _ngrams(fields: ConfigFields) -> NgramSpec:
 
 
 FAMILIES = (
+    Family("AliceAIForCausalLM", "alice_ai", _alice_ai),
     Family("BailingHybridForCausalLM", "bailing_hybrid", _ling3),
     Family("BailingMoeV3ForCausalLM", "bailing_hybrid", _ling3),
     Family("Glm5NextForConditionalGeneration", "glm5_next_text", _glm5_next),

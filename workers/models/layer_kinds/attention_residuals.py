@@ -33,7 +33,7 @@ class StreamAttention:
     ) -> None:
         spec, name = source.spec, source.prefix.rstrip(".")
         self._queries: Sequence[Tensor] = ()
-        if num_read > 1 or not residuals.norms_values:
+        if num_read > 1:
             self._queries = read_stream_queries(spec, residuals, source.weights, name, count)
         self._norms_values = residuals.norms_values
         self._eps, self._num_read, self._count = residuals.eps, num_read, count

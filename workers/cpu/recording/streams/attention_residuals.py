@@ -68,7 +68,7 @@ class AttentionResidualRecorder:
 
     def _prepare(self, name: str, num_read: int, count: int) -> None:
         self._num_read, self._queries = num_read, ()
-        if num_read > 1 or not self._residuals.norms_values:
+        if num_read > 1:
             spec, weights = self._blocks.spec, self._blocks.weights
             queries = read_stream_queries(spec, self._residuals, weights, name, count)
             self._queries = [np.ascontiguousarray(each.numpy()) for each in queries]
