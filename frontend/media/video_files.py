@@ -12,7 +12,7 @@ from typing import Final, TypeAlias
 
 from PIL import Image, UnidentifiedImageError
 
-from ...protocol.config.videos import AnyVideoProcessor
+from ...protocol.config.videos import AnyVideoProcessor, VideoProcessor
 from ...protocol.errors import ParameterError
 from .containers import VideoTrack, container_format, read_container
 from .decode import decode_image, to_rgb
@@ -61,6 +61,19 @@ def open_video(
     Raises:
         ParameterError: The source is not a video that can be read, or it is too large.
     """
+    video = _read(source, sampling, where, config, fit)
+    if isinstance(config, VideoProcessor) and config.nominal_fps:
+        return video._replace(sampled_fps=sampling.fps or config.nominal_fps)
+    return video
+
+
+def _read(
+    source: str | bytes | Sequence[str | Image.Image],
+    sampling: Sampling,
+    where: str,
+    config: AnyVideoProcessor,
+    fit: Fit,
+) -> Video:
     if isinstance(source, str) and source[: len(_FRAMES_URL)].lower() == _FRAMES_URL:
         return _given_frames(
             source[len(_FRAMES_URL) :].split(","),

@@ -59,6 +59,8 @@ class VideoProcessor(VideoProcessorConfig, frozen=True, kw_only=True, tag="grids
             together at most `max_pixels`, of which the additional embeddings take their part.
         limits_whole: Whether `min_pixels` and `max_pixels` apply to all frames together.
         steps_per_second: The number of temporal rotary positions per second of video; 0 for one position per grid.
+        nominal_fps: If not 0, the rate of frames that these positions assume unless the request has one (Qwen-Omni).
+            Otherwise they follow the rate of the frames that are read.
         times: The text with each grid's time in seconds. "mean": before the grid, the mean time of its frames. "whole"
             (GLM-4.1V) and "first": after the grid, the time of its first frame as an integer or with a fraction. None:
             no text.
@@ -72,6 +74,7 @@ class VideoProcessor(VideoProcessorConfig, frozen=True, kw_only=True, tag="grids
     max_frame_pixels: int = 0
     limits_whole: bool = False
     steps_per_second: float = 0.0
+    nominal_fps: float = 0.0
     times: Literal["mean", "whole", "first"] | None = None
     start_token_id: int | None = None
     end_token_id: int | None = None

@@ -20,7 +20,8 @@ from engine.protocol.sampling_params import SamplingParams
 from PIL import Image
 from support.audio_checkpoints import MARKS, OMNI_MODELS, audio_directory, reference_inputs
 from support.image_processors import image_processor
-from support.qwen_checkpoints import qwen_image_processor
+from support.image_requests import data_url
+from support.qwen_checkpoints import qwen_image_processor, video_patches
 from support.server import DEVICE, Server, assert_nothing_is_held
 
 torch.set_num_threads(1)
@@ -52,11 +53,11 @@ def chat(*parts: Any, kind: str = "input_audio") -> dict[str, Any]:
     for part in parts:
         if isinstance(part, str):
             content.append({"type": "text", "text": part})
+        elif isinstance(part, list):
+            frames = [data_url(frame) for frame in part]
+            content.append({"type": "video", "video": frames, "fps": 4.0})
         elif isinstance(part, Image.Image):
-            file = io.BytesIO()
-            part.save(file, "PNG")
-            url = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
-            content.append({"type": "image_url", "image_url": {"url": url}})
+            content.append({"type": "image_url", "image_url": {"url": data_url(part)}})
         elif kind == "input_audio":
             value = {"data": encoded(part), "format": "wav"}
             content.append({"type": "input_audio", "input_audio": value})
@@ -84,14 +85,18 @@ MIXED_CHATS = [
     ("seven wizards", clip(3, 1.0)),
     (picture(48, 32), "brew tea"),
 ]
+FRAMES = [picture(256, 128).crop((64 * i, 0, 64 * i + 64, 128)) for i in range(4)]
+"""A video for Qwen-Omni, which needs no resizing."""
 
 
 class Model:
     """A checkpoint, and transformers' greedy answers to the prompts that the server made."""
 
     def __init__(self, directory: Path, kind: str) -> None:
-        self.kind = kind
+        self.kind, self.is_omni = kind, kind in OMNI_MODELS
         self.chats: list[Any] = MIXED_CHATS if kind in MIXED_MODELS else CHATS
+        if self.is_omni:
+            self.chats = [*MIXED_CHATS, (clip(3, 1.0), FRAMES, "over", picture(48, 32))]
         self.path, self.model = audio_directory(directory, kind)
         self._answers: dict[int, list[int]] = {}
 
@@ -105,15 +110,18 @@ class Model:
         clips = [part / np.float32(32768) for part in parts if isinstance(part, np.ndarray)]
         inputs = reference_inputs(self.kind, clips) if clips else {}
         if images := [part for part in parts if isinstance(part, Image.Image)]:
-            is_omni = self.kind in OMNI_MODELS
             process = (
                 qwen_image_processor(self.path)
-                if is_omni
+                if self.is_omni
                 else image_processor(self.path, self.kind)
             )
             found = process(images, return_tensors="pt")
             names = ("pixel_values", "image_position_ids", "image_grid_thw")
             inputs |= {name: found[name] for name in names if name in found}
+        if videos := [part for part in parts if isinstance(part, list)]:
+            inputs["pixel_values_videos"] = video_patches(*videos, [0.5] * 3, [0.5] * 3)
+            inputs["video_grid_thw"] = torch.tensor([[2, 32, 16]])
+            inputs["video_second_per_grid"] = torch.tensor([0.5])
         tokens = list(prompt)
         for _ in range(NUM_TOKENS):
             ids = torch.tensor([tokens])
@@ -178,7 +186,7 @@ def test_images_and_audio_are_read_together_across_a_crash(tmp_path: Path, kind:
     step = "80" if kind == "gemma4_unified" else "32"
     small = ("--max-num-batched-tokens", step, "--max-num-seqs", "4", "--max-model-len", "512")
     with Server(str(model.path), *FLAGS, *small, "-tp", "2") as server:
-        model.check_all(server, [0, 1, 2, 3, 0])
+        model.check_all(server, [0, 1, 2, 3, 0, *[4] * model.is_omni])
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             answers = pool.submit(model.check_all, server, [0, 1, 3, 2])
             server.child("worker 0").kill()

@@ -151,7 +151,10 @@ def audio_directory(directory: Path, kind: str) -> tuple[Path, Any]:
             {"additional_special_tokens": [IMAGE, VIDEO, START, END]},
             replace_extra_special_tokens=False,
         )
-        tokenizer.chat_template = tokenizer.chat_template.replace("<image>", f"{START}{IMAGE}{END}")
+        tokenizer.chat_template = tokenizer.chat_template.replace(
+            "<image>",
+            f"{START}{IMAGE}{END}{{% elif p.type == 'video' %}}{START}{VIDEO}{END}",
+        )
         marks = {
             "image": IMAGE,
             "video": VIDEO,

@@ -59,6 +59,8 @@ _FAMILIES: Final = {
     "hy_v4_vl": _HY4,
     "lfm3_vl": _LFM3,
     "qwen2_vl": _QWEN,
+    "qwen2_5_omni_thinker": _QWEN._replace(values={"nominal_fps": 2.0}),
+    "qwen3_omni_moe_thinker": _QWEN._replace(values={"nominal_fps": 1.0}),
     "qwen2_5_vl": _QWEN,
     "qwen3_5": _QWEN3,
     "qwen3_5_moe": _QWEN3,
@@ -89,6 +91,10 @@ def read_video_processor(
     if found is None:
         return None
     vision = vision_spec(config, text.integer("hidden_size"))
+    if "_omni_" in model_type:
+        # Their processors replace the limits of the file, and one of their configs has an old name of the token.
+        found = found.with_values(dict.fromkeys(("size", "min_pixels", "max_pixels")))
+        config = config.with_defaults(video_token_id=config.get("video_token_index"))
     fields = found.with_values(dict(overrides))
     read = FRAME_READERS.get(model_type)
     if read is not None and isinstance(vision, VisionSpec):
@@ -129,6 +135,8 @@ def _read_grids(
     if model_type == "qwen2_5_vl":
         seconds = config.required_section("vision_config")
         values["steps_per_second"] = seconds.positive("tokens_per_second", 4.0)
+    elif "nominal_fps" in values:
+        values["steps_per_second"] = config.positive("position_id_per_seconds", 25.0)
     if vision.newlines is not None:
         of_frame = fields.first_section("max_image_size")
         values["max_frame_pixels"] = of_frame.integer("longest_edge", 1 << 20)
