@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from ...protocol.checkpoint.vision.convolutional.fastvit import FastVitSpec
 from ...protocol.checkpoint.vision.convolutional.mobilenet import ConvVisionSpec
-from ...protocol.checkpoint.vision.deepseek import JoinedVisionSpec, QueryVisionSpec
+from ...protocol.checkpoint.vision.deepseek import (
+    JoinedVisionSpec,
+    QueryVisionSpec,
+    SamVisionSpec,
+)
 from ...protocol.checkpoint.vision.gemma import PatchVisionSpec
 from ...protocol.checkpoint.vision.grid import GridVisionSpec
 from ...protocol.checkpoint.vision.llama import TilesVisionSpec
@@ -16,6 +20,7 @@ from .grid_tower import GridTower
 from .image_tower import ImageTower, TowerSource
 from .patch_tower import PatchTower
 from .query_tower import QueryTower
+from .sam_tower import SamTower
 from .tiles.crops_tower import CropsTower
 from .tiles.joined_tower import JoinedTower
 from .tiles.pooled_tower import PooledTower
@@ -43,6 +48,8 @@ def make_tower(spec: AnyVisionSpec, source: TowerSource) -> ImageTower:
         return TilesTower(spec, source)
     if isinstance(spec, PooledVisionSpec):
         return PooledTower(spec, source)
+    if isinstance(spec, SamVisionSpec):
+        return SamTower(spec, source)
     if isinstance(spec, PatchVisionSpec):
         return PatchTower(spec, source)
     if spec.has_crops:

@@ -8,6 +8,7 @@ from typing import Any, Final
 from ....protocol.checkpoint.config_fields import ConfigFields
 from ....protocol.checkpoint.vision.convolutional.fastvit import FastVitSpec
 from ....protocol.checkpoint.vision.convolutional.mobilenet import ConvVisionSpec
+from ....protocol.checkpoint.vision.deepseek import SamVisionSpec
 from ....protocol.checkpoint.vision.gemma import PatchVisionSpec
 from ....protocol.checkpoint.vision.llama import TilesVisionSpec
 from ....protocol.checkpoint.vision.spec import VisionSpec
@@ -24,7 +25,12 @@ CLIP_VALUES: Final = {
 
 def values(
     fields: ConfigFields,
-    vision: VisionSpec | TilesVisionSpec | ConvVisionSpec | FastVitSpec | PatchVisionSpec,
+    vision: VisionSpec
+    | TilesVisionSpec
+    | ConvVisionSpec
+    | FastVitSpec
+    | PatchVisionSpec
+    | SamVisionSpec,
     token_id: int,
     resample: int,
 ) -> dict[str, Any]:
@@ -61,7 +67,9 @@ def sides(fields: ConfigFields, name: str) -> ConfigFields:
 
 
 def side_of_tile(
-    fields: ConfigFields, name: str, vision: VisionSpec | TilesVisionSpec | FastVitSpec
+    fields: ConfigFields,
+    name: str,
+    vision: VisionSpec | TilesVisionSpec | FastVitSpec | SamVisionSpec,
 ) -> int:
     """Return the side of a tile in pixels, which must equal the image size of the vision tower."""
     side = fields.integer(name, vision.image_size)

@@ -181,6 +181,7 @@ _READERS: Final[dict[str, _Reader]] = {
     "glm46v": resize_pairs,
     "glm5_next": corner,
     "glm_ocr": resize_pairs,
+    "got_ocr2": middle,
     "hunyuan_vl": resize_lines,
     "hy_v4_vl": resize_lines,
     "idefics3": grid,

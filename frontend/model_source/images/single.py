@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ....protocol.checkpoint.vision.convolutional.fastvit import FastVitSpec
+from ....protocol.checkpoint.vision.deepseek import SamVisionSpec
 from ....protocol.checkpoint.vision.spec import MAX_SIDE, VisionSpec
 from ....protocol.config.images import (
     CropProcessor,
@@ -30,15 +31,17 @@ def single(
 
 
 def middle(
-    source: ProcessorSource, vision: FastVitSpec, token_id: int
+    source: ProcessorSource, vision: FastVitSpec | SamVisionSpec, token_id: int
 ) -> SquareProcessor | CropProcessor:
-    """Return the processor of FastVLM, which is that of CLIP."""
+    """Return the processor of FastVLM, which is that of CLIP, or of GOT-OCR 2, which does not crop."""
     common = CLIP_VALUES | values(source.fields, vision, token_id, BICUBIC)
     return _tile(source, vision, common)
 
 
 def _tile(
-    source: ProcessorSource, vision: VisionSpec | FastVitSpec, common: dict[str, Any]
+    source: ProcessorSource,
+    vision: VisionSpec | FastVitSpec | SamVisionSpec,
+    common: dict[str, Any],
 ) -> SquareProcessor | CropProcessor:
     size, crop = sides(source.fields, "size"), sides(source.fields, "crop_size")
     if size.get("shortest_edge") is None:

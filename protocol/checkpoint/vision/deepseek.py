@@ -1,4 +1,4 @@
-"""Read the vision towers of DeepSeek-OCR and DeepSeek-OCR 2, which begin with SAM's image encoder."""
+"""Read the vision towers of DeepSeek-OCR 1 and 2 and GOT-OCR 2, which begin with SAM's image encoder."""
 
 from __future__ import annotations
 
@@ -54,6 +54,39 @@ class JoinedVisionSpec(TowerSpec, frozen=True):
     def output_size(self) -> int:
         """The number of elements of an embedding."""
         return self.reader.output_size
+
+
+class SamVisionSpec(TowerSpec, frozen=True):
+    """The tower of GOT-OCR 2 (arXiv 2409.01704): an image encoder, and a matrix that reads its features.
+
+    Attributes:
+        sam: The image encoder.
+    """
+
+    sam: SamSpec
+
+    @property
+    def image_size(self) -> int:
+        """The side of an image in pixels."""
+        return self.sam.image_size
+
+    @property
+    def output_size(self) -> int:
+        """The number of elements of an embedding."""
+        return self.sam.output_size
+
+    @property
+    def num_outputs(self) -> int:
+        """The number of embeddings of an image."""
+        return (self.sam.image_size // self.sam.unit) ** 2
+
+
+def got_ocr2(fields: ConfigFields, vision: ConfigFields, output_size: int) -> SamVisionSpec:
+    """Return the tower of GOT-OCR 2."""
+    sam = sam_encoder(vision, 2 * vision.integer("output_channels", 256), output_size)
+    if sam.image_size % sam.unit:
+        raise vision.wrong("image_size", f"a multiple of {sam.unit}", sam.image_size)
+    return SamVisionSpec(sam)
 
 
 def deepseek_ocr(fields: ConfigFields, vision: ConfigFields, output_size: int) -> JoinedVisionSpec:

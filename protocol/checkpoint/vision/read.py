@@ -9,7 +9,14 @@ from ..config_fields import ConfigFields
 from .aria import aria
 from .convolutional.fastvit import FastVitSpec, fast_vlm
 from .convolutional.mobilenet import ConvVisionSpec, gemma3n
-from .deepseek import JoinedVisionSpec, QueryVisionSpec, deepseek_ocr, deepseek_ocr2
+from .deepseek import (
+    JoinedVisionSpec,
+    QueryVisionSpec,
+    SamVisionSpec,
+    deepseek_ocr,
+    deepseek_ocr2,
+    got_ocr2,
+)
 from .gemma import PatchVisionSpec, gemma3, gemma4, gemma4_unified, paligemma
 from .grid import (
     GridVisionSpec,
@@ -55,6 +62,7 @@ AnyVisionSpec: TypeAlias = (
     | GridVisionSpec
     | QueryVisionSpec
     | JoinedVisionSpec
+    | SamVisionSpec
     | ConvVisionSpec
     | FastVitSpec
     | TilesVisionSpec
@@ -131,6 +139,7 @@ _READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionS
     "glm46v": glm4v,
     "glm5_next": glm5_next,
     "glm_ocr": glm_ocr,
+    "got_ocr2": got_ocr2,
     "hunyuan_vl": hunyuan_vl,
     "hy_v4_vl": hy_v4_vl,
     "idefics3": idefics3,

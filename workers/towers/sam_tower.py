@@ -1,0 +1,50 @@
+"""A vision tower that projects the features of SAM's image encoder (GOT-OCR 2)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ...protocol.checkpoint.vision.deepseek import SamVisionSpec
+from ...protocol.encoder_inputs.payloads import ImagePayload
+from .image_tower import ImageTower, TowerSource, black_image, wrong_size
+from .pixels import normalized_pixels
+from .sam_encoder import SamEncoder
+from .weights import check_activation
+
+_PROJECTION = "multi_modal_projector"
+
+
+class SamTower(ImageTower):
+    """The tower described by `spec`, in torch.
+
+    Raises:
+        CheckpointError: A tensor is missing or has another shape.
+    """
+
+    def __init__(self, spec: SamVisionSpec, source: TowerSource) -> None:
+        super().__init__(source, spec.output_size)
+        self.spec = spec
+        check_activation(source.checkpoint, spec.sam.activation)
+        tensors = source.weights("patch_embed.projection.weight", _NAMES)
+        self._encode_image = SamEncoder(spec.sam, tensors)
+        self._project = source.weights(f"{_PROJECTION}.weight", _NAMES).read_linear(
+            _PROJECTION, spec.output_size, spec.output_size
+        )
+
+    def warm_up(self) -> None:
+        """Encode a black image."""
+        self(black_image(self.spec.image_size))
+
+    def _encode(self, image: ImagePayload) -> Tensor:
+        side = self.spec.image_size
+        if (image.width, image.height) != (side, side):
+            raise wrong_size(image, f"{side} x {side}")
+        pixels = normalized_pixels(image, self._device, self._dtype)[0]
+        return self._project(self._encode_image(pixels))
+
+
+_NAMES = (
+    (rf"(.*\.)?{_PROJECTION}\.conv_upsampler", "sam.proj.conv"),
+    (rf"(.*\.)?{_PROJECTION}\.multimodal_projector\.", f"{_PROJECTION}."),
+    (r"(.*\.)?vision_tower\.", "sam."),
+)
