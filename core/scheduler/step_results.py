@@ -260,28 +260,17 @@ class StepResults:
             if counts is not None:
                 start, count = int(counts[:position].sum()), int(counts[position])
             num_output = request.num_tokens - request.num_prompt_tokens
-            rows = [
-                (request, token_id, num_output + number)
-                for number, token_id in enumerate(token_ids[start : start + count].tolist(), 1)
-            ]
+            most = self._lifecycle.max_output_tokens(request)
             end: End | None = None
             num_kept = 0
-            for _, token_id, number in rows:
-                num_kept += 1
-                end = self._find_stop(request, token_id, number)
+            for num_kept, token_id in enumerate(token_ids[start : start + count].tolist(), 1):
+                is_full = num_output + num_kept >= most
+                end = _find_end(request, token_id, num_output + num_kept, is_full)
                 if end is not None:
                     break
             kept = token_ids[start : start + num_kept].tobytes()
             late.append(LateRow(request, position, kept, end))
         return late
-
-    def _find_stop(self, request: Request, token_id: int, num_output: int) -> End | None:
-        """Return how a preempted request finishes if this token is its last."""
-        if request.stops_at(token_id, num_output):
-            return request, _STOP, None if token_id in request.eos_token_ids else token_id, ""
-        if num_output >= self._lifecycle.max_output_tokens(request):
-            return request, _LENGTH, None, ""
-        return None
 
     def apply_drafts(self, drafts: DraftTokenIds) -> None:
         """Apply drafts that arrive after the output of their step; ignore them if a later output came first."""
@@ -426,11 +415,8 @@ class StepResults:
         for slot, token_id, num_output, is_full in rows:
             request = requests[slot]
             assert request is not None
-            if request.stops_at(token_id, num_output):
-                stop_reason = None if token_id in request.eos_token_ids else token_id
-                ends.append((request, _STOP, stop_reason, ""))
-            elif is_full:
-                ends.append((request, _LENGTH, None, ""))
+            if end := _find_end(request, token_id, num_output, is_full):
+                ends.append(end)
         return ends
 
     def _advance_grammars(
@@ -460,6 +446,13 @@ class StepResults:
             return ""
         problem = grammars.find_error(request) or "it forbids them"
         return f"the grammar cannot go on after token {', '.join(map(str, token_ids))}: {problem}"
+
+
+def _find_end(request: Request, token_id: int, num_output: int, is_full: bool) -> End | None:
+    """Return how a request finishes if this token is its last."""
+    if request.stops_at(token_id, num_output):
+        return request, _STOP, None if token_id in request.eos_token_ids else token_id, ""
+    return (request, _LENGTH, None, "") if is_full else None
 
 
 def _num_sampled(output: ModelRunnerOutput, num_rows: int) -> Int64Array:
