@@ -6,7 +6,7 @@ The recording connectors validate each answer, or raise, so that a replay gets e
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from operator import index as as_integer
 from typing import Final
@@ -14,7 +14,6 @@ from typing import Final
 import msgspec
 
 from ...protocol.errors import EngineError
-from ...protocol.kv_events import KVCacheEvent
 from ...protocol.messages import FinishReason
 from ...protocol.worker_messages import SchedulerOutput
 from ..kv_cache.connector import BlockConnector, ExternalMatch, KVConnector, RequestEnd
@@ -30,6 +29,7 @@ from .events import (
     Matched,
     NeedsStep,
 )
+from .forwarded import forwarded
 from .log import EventLog
 
 NO_TRANSFER: Final = -1
@@ -104,29 +104,13 @@ class RecordedKVConnector(KVConnector, ExternalDependency):
             self._log.add_answer(NeedsStep())
         return needs_step
 
-    def is_ready(self) -> bool:
-        """Forward the call. The answer is not recorded, because no decision depends on it."""
-        return self.connector.is_ready()
-
-    def is_flushed(self) -> bool:
-        """Forward the call. The answer is not recorded, because no decision depends on it."""
-        return self.connector.is_flushed()
-
-    def receive(self, rank: int, data: bytes) -> None:
-        """Forward the call."""
-        self.connector.receive(rank, data)
-
-    def take_events(self) -> list[KVCacheEvent]:
-        """Return the connector's KV-cache events since the last call."""
-        return self.connector.take_events()
-
-    def take_stats(self) -> dict[str, float]:
-        """Return the connector's counts since the last call."""
-        return self.connector.take_stats()
-
-    def shutdown(self) -> None:
-        """Shut the connector down."""
-        self.connector.shutdown()
+    # No decision depends on the answers of these, so they are not recorded.
+    is_ready = forwarded(KVConnector.is_ready, to="connector")
+    is_flushed = forwarded(KVConnector.is_flushed, to="connector")
+    receive = forwarded(KVConnector.receive, to="connector")
+    take_events = forwarded(KVConnector.take_events, to="connector")
+    take_stats = forwarded(KVConnector.take_stats, to="connector")
+    shutdown = forwarded(KVConnector.shutdown, to="connector")
 
 
 class RecordedBlockConnector(RecordedKVConnector, BlockConnector):
@@ -152,29 +136,12 @@ class RecordedBlockConnector(RecordedKVConnector, BlockConnector):
         with _recording_errors(self._log, "load_blocks", request.transfer_id):
             self._blocks.load_blocks(request, keys, block_ids)
 
-    def observe_pool(self, find_block: Callable[[bytes], int | None]) -> None:
-        """Forward the call."""
-        self._blocks.observe_pool(find_block)
-
-    def blocks_cached(self, keys: Sequence[bytes], block_ids: Sequence[int]) -> None:
-        """Forward the call."""
-        self._blocks.blocks_cached(keys, block_ids)
-
-    def block_evicted(self, key: bytes, block_id: int) -> None:
-        """Forward the call."""
-        self._blocks.block_evicted(key, block_id)
-
-    def copy_dropped(self, key: bytes, block_id: int) -> None:
-        """Forward the call."""
-        self._blocks.copy_dropped(key, block_id)
-
-    def blocks_removed(self, keys: Iterable[bytes]) -> None:
-        """Forward the call."""
-        self._blocks.blocks_removed(keys)
-
-    def cache_cleared(self) -> None:
-        """Forward the call."""
-        self._blocks.cache_cleared()
+    observe_pool = forwarded(BlockConnector.observe_pool, to="connector")
+    blocks_cached = forwarded(BlockConnector.blocks_cached, to="connector")
+    block_evicted = forwarded(BlockConnector.block_evicted, to="connector")
+    copy_dropped = forwarded(BlockConnector.copy_dropped, to="connector")
+    blocks_removed = forwarded(BlockConnector.blocks_removed, to="connector")
+    cache_cleared = forwarded(BlockConnector.cache_cleared, to="connector")
 
 
 def record_connector(connector: KVConnector, log: EventLog) -> RecordedKVConnector:

@@ -13,7 +13,6 @@ from ...protocol.config import CacheConfig, EngineConfig, KVTransferConfig, Sche
 from ...protocol.encoder_inputs.inputs import EncoderInput
 from ...protocol.errors import ConfigError
 from ...protocol.kv_cache_groups import FULL_ATTENTION, KVCacheGroup
-from ...protocol.kv_events import KVCacheEvent
 from ...protocol.messages import (
     AppendInputs,
     EngineCoreOutputs,
@@ -32,7 +31,6 @@ from ...protocol.worker_messages import (
 from ..kv_cache.connector import BlockConnector, KVConnector, create_connector
 from ..scheduler.features.encoder_cache_connector import EncoderCacheConnector
 from ..scheduler.features.grammars import GrammarBackend
-from ..scheduler.features.poison_isolation import CrashSuspects
 from ..scheduler.interface import SchedulerInterface
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.scheduler_class import load_scheduler_class
@@ -57,6 +55,7 @@ from .events import (
     UpdateDrafts,
     without_tokens,
 )
+from .forwarded import forwarded
 from .log import LATE_FACTOR, EventLog, RecordedGrammars
 
 S = TypeVar("S", bound=SchedulerInterface)
@@ -283,10 +282,6 @@ class RecordedScheduler(SchedulerInterface):
         """The KV connector, if there is one."""
         return self.scheduler.kv_connector
 
-    def shutdown(self) -> None:
-        """Shut the scheduler down."""
-        self.scheduler.shutdown()
-
     # Steps
 
     def schedule(self, now: float) -> SchedulerOutput | None:
@@ -343,17 +338,9 @@ class RecordedScheduler(SchedulerInterface):
 
     # Queries, which change nothing and are not recorded
 
-    def get_kv_cache_usage(self) -> float:
-        """Return the fraction of KV-cache blocks in use, from 0 to 1."""
-        return self.scheduler.get_kv_cache_usage()
-
     def describe_blocks(self) -> str:
         """Return a `BlockState` for each of at most `MAX_BLOCK_CELLS` KV-cache blocks."""
         return self.scheduler.kv_cache_manager.pool.describe_blocks()
-
-    def find_crash_suspects(self) -> CrashSuspects:
-        """Return the requests that may have caused a crash."""
-        return self.scheduler.find_crash_suspects()
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> bytes:
         """Return the token bitmasks of the step's constrained rows."""
@@ -362,14 +349,6 @@ class RecordedScheduler(SchedulerInterface):
         # No decision depends on the answers of grammars in this call, so they are not recorded.
         del self.log.events[num_events:]
         return bitmask
-
-    def get_forced_tokens(self, scheduler_output: SchedulerOutput) -> DraftTokenIds | None:
-        """Return the tokens that grammars force after the step, or None."""
-        return self.scheduler.get_forced_tokens(scheduler_output)
-
-    def take_kv_events(self) -> list[KVCacheEvent]:
-        """Return the KV-cache events since the last call."""
-        return self.scheduler.take_kv_events()
 
     def has_requests(self) -> bool:
         """Return whether there is anything to compute, or to send to the workers."""
@@ -380,17 +359,16 @@ class RecordedScheduler(SchedulerInterface):
         self.log.num_bytes = num_bytes
         return has_requests
 
-    def get_num_unfinished_requests(self) -> int:
-        """Return the number of unfinished requests."""
-        return self.scheduler.get_num_unfinished_requests()
-
-    def has_finished_requests(self) -> bool:
-        """Return whether slots were freed that no step message has reported to the workers yet."""
-        return self.scheduler.has_finished_requests()
-
-    def get_request_counts(self) -> tuple[int, int]:
-        """Return the numbers of running and waiting requests."""
-        return self.scheduler.get_request_counts()
+    shutdown = forwarded(SchedulerInterface.shutdown, to="scheduler")
+    get_kv_cache_usage = forwarded(SchedulerInterface.get_kv_cache_usage, to="scheduler")
+    find_crash_suspects = forwarded(SchedulerInterface.find_crash_suspects, to="scheduler")
+    get_forced_tokens = forwarded(SchedulerInterface.get_forced_tokens, to="scheduler")
+    take_kv_events = forwarded(SchedulerInterface.take_kv_events, to="scheduler")
+    get_num_unfinished_requests = forwarded(
+        SchedulerInterface.get_num_unfinished_requests, to="scheduler"
+    )
+    has_finished_requests = forwarded(SchedulerInterface.has_finished_requests, to="scheduler")
+    get_request_counts = forwarded(SchedulerInterface.get_request_counts, to="scheduler")
 
 
 def _without_data(output: KVConnectorOutput) -> KVConnectorOutput:
