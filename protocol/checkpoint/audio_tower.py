@@ -20,6 +20,7 @@ from ..config.audio_tower import (
     UniversalSpeechSpec,
 )
 from .config_fields import ConfigFields
+from .vision.granite import query_former
 
 MAX_POSITIONS: Final = 1 << 16
 
@@ -320,10 +321,6 @@ def _conformer_spec(fields: ConfigFields, output_size: int) -> ConformerSpec:
     max_distance = encoder.integer("max_pos_emb", 512, maximum=MAX_POSITIONS)
     if block_rows > max_distance:
         raise encoder.wrong("context_size", f"at most max_pos_emb {max_distance}", block_rows)
-    query_size = queries.integer("hidden_size", 768, maximum=MAX_POSITIONS)
-    num_query_heads = queries.integer("num_attention_heads", 12)
-    if query_size % num_query_heads:
-        raise queries.wrong("hidden_size", f"a multiple of {num_query_heads} heads", query_size)
     num_layers = _size(encoder, "num_layers", "num_hidden_layers", 10, maximum=1024)
     layers = encoder.get("cat_hidden_layers") or ()
     try:
@@ -350,13 +347,7 @@ def _conformer_spec(fields: ConfigFields, output_size: int) -> ConformerSpec:
         output_size=output_size,
         rows_per_query_block=rows,
         outputs_per_block=rows // rate,
-        query_size=query_size,
-        query_intermediate_size=queries.integer("intermediate_size", 3072, maximum=MAX_POSITIONS),
-        num_query_layers=queries.integer("num_hidden_layers", 12, maximum=1024),
-        num_query_heads=num_query_heads,
-        cross_attention_every=queries.integer("cross_attention_frequency", 2),
-        query_activation=queries.text("hidden_act", "gelu"),
-        query_norm_eps=queries.number("layer_norm_eps", 1e-12),
+        queries=query_former(queries, read_size),
         # The decoder multiplies the embeddings of tokens and of audio.
         output_scale=fields.required_section("text_config").positive("embedding_multiplier", 1.0),
         read_layers=layers,

@@ -6,6 +6,8 @@ from typing import Final, Literal, TypeAlias
 
 import msgspec
 
+from .query_former import QueryFormerSpec
+
 FRAMES_AFTER: Final = 2
 """Frames after the last computed row of an audio clip that the convolutions still read."""
 
@@ -141,20 +143,9 @@ class ConformerSpec(UnpaddedSpec, frozen=True, tag=True):
     output_size: int
     rows_per_query_block: int
     outputs_per_block: int
-    query_size: int
-    query_intermediate_size: int
-    num_query_layers: int
-    num_query_heads: int
-    cross_attention_every: int
-    query_activation: str
-    query_norm_eps: float
+    queries: QueryFormerSpec
     output_scale: float = 1.0
     read_layers: tuple[int, ...] = ()
-
-    @property
-    def read_size(self) -> int:
-        """The number of elements of a row that the projector reads."""
-        return self.hidden_size * (len(self.read_layers) + 1)
 
     def num_outputs(self, num_frames: int) -> int:
         """Return the number of outputs for the rows of a clip."""

@@ -77,7 +77,7 @@ def test_answers_equal_those_of_transformers(
     [
         ("gemma3", (*SMALL, "--max-model-len", "200", "--num-gpu-blocks-override", "30")),
         ("gemma4", ("-tp", "2", "--max-num-batched-tokens", "80")),
-        ("pixtral", ()),
+        ("granite4_vision", ("-tp", "2", "-pp", "2")),
         ("mistral_large4", ("-tp", "2", "--max-num-batched-tokens", "80")),
         ("llava_onevision", ()),
     ],

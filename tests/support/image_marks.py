@@ -14,7 +14,7 @@ MARKS = ["<fake_token_around_image>", "<global-img>", "<image>", "<end_of_uttera
 MODELS = ("idefics3", "smolvlm", "llava-clip", "llava-siglip", "internvl", "aya_vision")
 GEMMA_MODELS = ("gemma3", "gemma4", "gemma4_unified", "paligemma", "paligemma2")
 SIZED_MODELS = ("pixtral", "mistral3", "lighton_ocr", "mistral_large4")
-ANYRES_MODELS = ("llava_next", "llava_onevision")
+ANYRES_MODELS = ("llava_next", "llava_onevision", "granite4_vision")
 LLAMA4_MARKS = {
     "image": "<|image|>",
     "patch": "<|patch|>",

@@ -11,6 +11,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from support.families.multimodal import MULTIMODAL
+from support.granite_vision import granite4_vision
 from support.image_marks import (
     COHERE_MARKS,
     GEMMA_MARKS,
@@ -474,6 +475,7 @@ _PARTS_BY_FAMILY = {
     "paligemma2": _gemma,
     "gemma4": _gemma4,
     "gemma4_unified": _gemma4,
+    "granite4_vision": granite4_vision,
     "llava_next": _anyres,
     "llava_onevision": _anyres,
     "pixtral": _pixtral,
@@ -491,6 +493,7 @@ def _class(kind: str) -> str:
     names |= {"cohere2_vision": "Cohere2Vision", "qianfan_ocr": "QianfanOCR"}
     names |= {"gemma3": "Gemma3", "gemma4": "Gemma4", "pixtral": "Llava", "mistral3": "Mistral3"}
     names["gemma4_unified"] = "Gemma4Unified"
+    names["granite4_vision"] = "Granite4Vision"
     names["mistral_large4"] = "MistralLarge4"
     names |= {"llama4": "Llama4", "llava_next": "LlavaNext", "llava_onevision": "LlavaOnevision"}
     names |= dict.fromkeys(("paligemma", "paligemma2"), "PaliGemma")

@@ -60,7 +60,7 @@ def load_model(
         load_at_start(model.loras, config.model.loras)
     shard = model.shard
     source = model.spec.source
-    reads_outputs = shard.is_first or shard.layers.start < model.spec.num_deepstack_layers
+    reads_outputs = shard.is_first or shard.layers.start <= max(model.spec.added_after, default=-1)
     # Layers of every stage read images by cross attention.
     reads_outputs |= source is not None
     is_encoded = reads_outputs and not model.is_foreign

@@ -74,8 +74,8 @@ class ModelFields(msgspec.Struct, frozen=True, kw_only=True):
     """The tower for images, whose outputs replace embeddings."""
     audio_encoder: AnyAudioSpec | None = None
     """The tower for audio, whose outputs replace embeddings."""
-    num_deepstack_layers: int = 0
-    """The number of first layers after which other outputs of a tower are added (arXiv 2406.04334)."""
+    added_after: tuple[int, ...] = ()
+    """The layers, from 0, after which the other parts of a tower's outputs are added (DeepStack, arXiv 2406.04334)."""
 
     # Norms of hidden states.
 

@@ -183,7 +183,7 @@ class Decoder(TorchDecoder):
         kept: dict[int, Tensor] = {}
         num_own = len(self._layers)
         own, rest = layer_inputs[:num_own], layer_inputs[num_own:]
-        num_deepstack = 0 if self.placed is None else self.spec.num_deepstack_layers
+        added_after = () if self.placed is None else self.spec.added_after
         for index, (layer, inputs_TP) in enumerate(
             zip_longest(self._layers, own), self.shard.layers.start
         ):
@@ -203,9 +203,9 @@ class Decoder(TorchDecoder):
                     inputs_TP,
                 ),
             )
-            if index < num_deepstack:
+            if index in added_after:
                 assert self.placed is not None
-                self.placed.add_to(x_TD, index)
+                self.placed.add_to(x_TD, added_after.index(index))
         if not self.shard.is_last:
             return self._sent(added(x_TD, block_TD, self.spec, None), rest)
         if self._last_streams is not None:

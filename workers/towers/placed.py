@@ -17,7 +17,7 @@ class Placed:
     Args:
         rows_T: The row of `encoded` for each token, int32, or -1 for tokens that use their own embedding.
         encoded: The outputs, float [rows, E]. The first D elements are the embedding, which is all if E = D. Otherwise
-            the next D are added after the decoder's first layer, and so on.
+            the next D are added after one of the decoder's layers, and so on.
         are_added: Whether outputs are added to embeddings, which they replace otherwise.
     """
 
@@ -33,9 +33,9 @@ class Placed:
             part += hidden_TD[tokens]
         return hidden_TD.index_copy(0, tokens, part)
 
-    def add_to(self, hidden_TD: Tensor, layer: int) -> None:
-        """Add the outputs' part for this layer to the hidden states, in place."""
-        tokens, part = self._part(hidden_TD, layer + 1)
+    def add_to(self, hidden_TD: Tensor, number: int) -> None:
+        """Add part `number` of the outputs, counted from 0 after the embedding, to the hidden states, in place."""
+        tokens, part = self._part(hidden_TD, number + 1)
         # Every token occurs at most once.
         hidden_TD[tokens] += part
 

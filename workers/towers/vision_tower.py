@@ -112,7 +112,11 @@ class VisionTower(ImageTower):
         self._newline_D: Tensor | None = None
         if spec.has_newlines:
             weights = source.weights("image_newline")
-            self._newline_D = weights.read("image_newline", spec.output_size)
+            num_parts = 1 + len(spec.added_after)
+            newline_D = weights.read("image_newline", spec.output_size // num_parts)
+            self._newline_D = newline_D.repeat(num_parts)
+            if spec.windows is not None and spec.windows.begins_with_zeros:
+                self._newline_D[: len(newline_D)] = 0
 
     def warm_up(self) -> None:
         """Encode a black image."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 from ....protocol.checkpoint.config_fields import ConfigFields
@@ -15,7 +16,7 @@ _MAX_GRID_TILES: Final = 64
 
 
 def anyres(source: ProcessorSource, vision: VisionSpec, token_id: int) -> AnyresProcessor:
-    """Return the processor of LLaVA-NeXT or LLaVA-OneVision."""
+    """Return the processor of LLaVA-NeXT, LLaVA-OneVision or Granite 4 Vision."""
     fields = source.fields
     size, crop = sides(fields, "size"), sides(fields, "crop_size")
     name = "height" if size.get("shortest_edge") is None else "shortest_edge"
@@ -23,7 +24,8 @@ def anyres(source: ProcessorSource, vision: VisionSpec, token_id: int) -> Anyres
     if crop.config:
         side_of_tile(crop, "height", vision)
     grids = _grids(fields.with_defaults(**source.config.config), side)
-    num_patches = vision.image_size // vision.patch_size
+    # A class token may count, too.
+    num_patches = math.isqrt(vision.num_outputs)
     most = max(anyres_grid(grid, grid, num_patches, vision.max_tiles).num_outputs for grid in grids)
     common = CLIP_VALUES | values(fields, vision, token_id, BICUBIC)
     # A grid whose padding is dropped needs less reduction.

@@ -182,6 +182,7 @@ _READERS: Final[dict[str, _Reader]] = {
     "glm5_next": corner,
     "glm_ocr": resize_pairs,
     "got_ocr2": middle,
+    "granite4_vision": anyres,
     "hunyuan_vl": resize_lines,
     "hy_v4_vl": resize_lines,
     "idefics3": grid,

@@ -23,6 +23,7 @@ class PatchVisionSpec(msgspec.Struct, frozen=True):
         side_factor: The side of a square in pixels.
         num_positions: The maximum number of squares in each direction.
         has_axes: Always False, because the decoder's positions have one coordinate.
+        added_after: Always empty, because outputs have one part.
     """
 
     side_factor: int
@@ -33,6 +34,7 @@ class PatchVisionSpec(msgspec.Struct, frozen=True):
     span_kind: SpanKind | None
     tensor_names: tuple[tuple[str, str], ...]
     has_axes: ClassVar[bool] = False
+    added_after: ClassVar[tuple[int, ...]] = ()
 
     @property
     def num_outputs(self) -> int:

@@ -140,6 +140,11 @@ class GridVisionSpec(msgspec.Struct, frozen=True):
     tensor_names: tuple[tuple[str, str], ...] = ()
 
     @property
+    def added_after(self) -> tuple[int, ...]:
+        """The decoder's layers, from 0, after which the outputs of `deepstack_layers` are added."""
+        return tuple(range(len(self.deepstack_layers)))
+
+    @property
     def unit(self) -> int:
         """The side, in pixels, of the square of an image that becomes one embedding."""
         return self.patch_size * self.merge_size

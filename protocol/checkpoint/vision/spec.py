@@ -7,6 +7,7 @@ from typing import ClassVar, Final, Literal
 import msgspec
 
 from ...config.images import SpanKind
+from ...config.query_former import QueryFormerSpec
 
 MAX_SIDE: Final = 4096
 """Maximum side, in pixels, of the images that a tower reads."""
@@ -19,6 +20,8 @@ class TowerSpec(msgspec.Struct, frozen=True):
     """True if the decoder's positions have three coordinates."""
     span_kind: ClassVar[SpanKind | None] = None
     """Which of the decoder's tokens attend to later tokens."""
+    added_after: ClassVar[tuple[int, ...]] = ()
+    """The decoder's layers, from 0, after which other parts of an output are added."""
 
 
 class SamSpec(msgspec.Struct, frozen=True):
@@ -62,6 +65,35 @@ class SamSpec(msgspec.Struct, frozen=True):
     def unit(self) -> int:
         """The side, in pixels, of the square of an image that becomes one feature, unless `feature_side` is given."""
         return 4 * self.patch_size
+
+
+class WindowQueries(msgspec.Struct, frozen=True):
+    """The queries that make a part of each embedding: the name of their weights, and the feature layer that they read.
+
+    A query starts with the mean of its patches, or if `offset` is not negative, with one patch of 2 x 2.
+    """
+
+    name: str
+    offset: int = -1
+    feature: int = 0
+
+
+class WindowsSpec(msgspec.Struct, frozen=True):
+    """The projection "windows", which makes `query_side` x `query_side` embeddings of each window of patches.
+
+    The patches of a window, `window_side` x `window_side`, have learned positions, and so have the queries.
+
+    Attributes:
+        queries: The layers of each Q-Former.
+        parts: The queries of each part, in the order of the decoder's layers.
+        begins_with_zeros: True if the first part, in the place of a token's embedding, is zero, also at ends of rows.
+    """
+
+    query_side: int
+    window_side: int
+    queries: QueryFormerSpec
+    parts: tuple[WindowQueries, ...]
+    begins_with_zeros: bool
 
 
 class VisionSpec(msgspec.Struct, frozen=True):
@@ -119,6 +151,9 @@ class VisionSpec(msgspec.Struct, frozen=True):
             2408.03326).
         has_crops: True if an image is a canvas of tiles, besides which a small copy of the whole canvas is read.
         query_counts: Pairs (patches of a side, number of queries) for the projection "queries".
+        windows: The details of the projection "windows".
+        added_after: The decoder's layers, from 0, after which the parts of an embedding but the first are added. All
+            parts count in `output_size`.
         span_kind: Which of the decoder's tokens attend to later tokens.
         fine: The encoder of a larger copy of the image, whose features the projection "joined" reads, too.
         has_axes: True if the decoder's positions have three coordinates (MiniCPM-V 4.7), else one.
@@ -145,6 +180,7 @@ class VisionSpec(msgspec.Struct, frozen=True):
       128 elements, before a norm and one product (MiniCPM-V 2.6, arXiv 2408.01800)
     * "class": a product of the class token alone, whose result is the embedding of an image without a decoder (CLIP)
     * "probe": a learned query attends to the patches before an MLP; the result is as for "class" (SigLIP)
+    * "windows": learned queries read windows of patches, several times with other weights (Granite 4 Vision)
     * "adapter": two products with `adapter_size` outputs and no biases, each followed by an activation, then a matrix
       (Llama 4)
     """
@@ -172,6 +208,7 @@ class VisionSpec(msgspec.Struct, frozen=True):
         "resampler",
         "class",
         "probe",
+        "windows",
         "adapter",
     ]
     max_outputs: int = 0
@@ -219,6 +256,8 @@ class VisionSpec(msgspec.Struct, frozen=True):
     has_crops: bool = False
     query_counts: tuple[tuple[int, int], ...] = ()
     fine: SamSpec | None = None
+    windows: WindowsSpec | None = None
+    added_after: tuple[int, ...] = ()
     span_kind: SpanKind | None = None
     has_axes: bool = False
     tensor_names: tuple[tuple[str, str], ...] = ()
@@ -250,4 +289,7 @@ class VisionSpec(msgspec.Struct, frozen=True):
             return 1
         if self.max_outputs:
             return self.max_outputs
+        if self.windows is not None:
+            rate = self.windows.query_side / self.windows.window_side
+            return round(self.num_patches * rate**2)
         return self.num_patches // self.merge_factor**2 + self.keeps_class_token

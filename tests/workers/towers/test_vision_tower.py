@@ -1,6 +1,7 @@
 """Models that read images give the logits of transformers."""
 
 import random
+import re
 from itertools import pairwise
 
 import msgspec
@@ -47,6 +48,7 @@ KINDS = (
     *SIZED_MODELS,
     *(f"{kind}-own" for kind in SIZED_MODELS[:2]),
     *ANYRES_MODELS,
+    "granite4_vision-late",
 )
 SIZES = {"gemma4": [(48, 32), (80, 64)], "pixtral": [(48, 24), (64, 64)]}
 SIZES["gemma4_unified"] = [(48, 32), (128, 96)]
@@ -57,7 +59,7 @@ SIZES["lighton_ocr"] = [(56, 40), (80, 64)]
 @pytest.fixture(scope="module", params=KINDS)
 def model(request, tmp_path_factory):
     directory, model = vision_directory(tmp_path_factory.mktemp("model"), request.param)
-    return request.param.removesuffix("-own"), directory, model
+    return re.sub("-(own|late)$", "", request.param), directory, model
 
 
 def _image(seed, width=TILE, height=TILE):

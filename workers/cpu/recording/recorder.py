@@ -132,8 +132,9 @@ class Recorder:
             program.is_optional = layer.reads_source and not layer.attends
             self._record_or_repeat(place, index)
             program.is_optional = False
-            if index < spec.num_deepstack_layers:
-                program.add_op("add_placed", first_column=(index + 1) * spec.hidden_size)
+            if index in spec.added_after:
+                number = 1 + spec.added_after.index(index)
+                program.add_op("add_placed", first_column=number * spec.hidden_size)
         if shard.is_last and streams is not None:
             streams.reduce()
         self._record_outputs()

@@ -284,6 +284,6 @@ def _headless(spec: ModelSpec) -> ModelSpec:
         tie_word_embeddings=False,
         head_bias=False,
         encoder=None,
-        num_deepstack_layers=0,
+        added_after=(),
         score_head=None,
     )

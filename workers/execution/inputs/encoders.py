@@ -44,7 +44,7 @@ class Encoders:
         self._encoder = encoder
         self._hidden_size = spec.hidden_size
         # The outputs for later layers are all zero for audio and for embeddings that the client sent.
-        self._padding = spec.num_deepstack_layers * spec.hidden_size
+        self._padding = len(spec.added_after) * spec.hidden_size
         # Cross attention reads outputs, which do not replace embeddings. Others are results themselves.
         self.are_results = isinstance(spec.encoder, VisionSpec) and spec.encoder.stands_alone
         self._are_placed = spec.source is None and not self.are_results

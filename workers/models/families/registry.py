@@ -249,15 +249,14 @@ def model_spec(config: Mapping[str, Any], path: str | PathLike[str]) -> ModelSpe
             raise whole.error("mrope_section is missing, which images need")
         if isinstance(encoder, TilesVisionSpec):
             spec = mllama.with_images(spec, encoder)
-        if isinstance(encoder, GridVisionSpec):
-            num_added = len(encoder.deepstack_layers)
-            if num_added > len(spec.layers):
-                raise whole.error(
-                    f"deepstack_visual_indexes has more than {len(spec.layers)} layers"
-                )
-            spec = replace(spec, num_deepstack_layers=num_added)
-            if encoder.expert_tokens:
-                spec = ernie.with_images(spec, encoder.expert_tokens)
+        if isinstance(encoder, GridVisionSpec) and encoder.expert_tokens:
+            spec = ernie.with_images(spec, encoder.expert_tokens)
+        if max(encoder.added_after, default=-1) >= len(spec.layers):
+            last = max(encoder.added_after)
+            raise whole.error(
+                f"the vision tower has outputs for layer {last + 1}, but the decoder has {len(spec.layers)} layers"
+            )
+        spec = replace(spec, added_after=encoder.added_after)
         if not encoder.has_axes:
             spec = _without_axes(spec)
     if has_audio_tower(whole):

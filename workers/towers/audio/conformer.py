@@ -12,7 +12,8 @@ from torch.nn import functional as F
 
 from ....protocol.config.audio_tower import ConformerSpec
 from ...loaders import Checkpoint
-from ..weights import Linear, VisionWeights, find_activation
+from ..projections.query_former import QueryFormer
+from ..weights import Linear, VisionWeights
 
 _NORM_EPS = 1e-5
 MARKER = "encoder.input_linear.weight"
@@ -129,62 +130,13 @@ class _Projector:
 
     def __init__(self, spec: ConformerSpec, tensors: VisionWeights, checkpoint: Checkpoint) -> None:
         self._spec = spec
-        size = spec.query_size
+        size = spec.queries.size
         self._queries_QD = tensors.read("projector.query", spec.outputs_per_block, size)
-        self._norm = tensors.read_layer_norm(
-            "projector.qformer.layernorm", size, spec.query_norm_eps
-        )
-        self._layers = [
-            _QueryLayer(spec, tensors, checkpoint, index) for index in range(spec.num_query_layers)
-        ]
+        self._former = QueryFormer(spec.queries, tensors, "projector.qformer.", checkpoint)
         self._output = tensors.read_linear("projector.linear", spec.output_size, size)
 
     def __call__(self, x_PD: Tensor) -> Tensor:
         length = self._spec.rows_per_query_block
         rows_BLD = F.pad(x_PD, (0, 0, 0, -len(x_PD) % length)).unflatten(0, (-1, length))
-        queries_BQD = self._norm(self._queries_QD).expand(len(rows_BLD), -1, -1)
-        for layer in self._layers:
-            queries_BQD = layer(queries_BQD, rows_BLD)
+        queries_BQD = self._former(self._queries_QD.expand(len(rows_BLD), -1, -1), rows_BLD)
         return self._output(queries_BQD.flatten(0, 1)) * self._spec.output_scale
-
-
-class _QueryLayer:
-    def __init__(
-        self, spec: ConformerSpec, tensors: VisionWeights, checkpoint: Checkpoint, index: int
-    ) -> None:
-        size, inner, eps = spec.query_size, spec.query_intermediate_size, spec.query_norm_eps
-        self._num_heads = spec.num_query_heads
-        prefix = f"projector.qformer.encoder.layer.{index}."
-
-        def attention(name: str, columns: int) -> list[Linear]:
-            name = f"{prefix}{name}."
-            return [
-                tensors.read_linear(f"{name}attention.query", size, size),
-                tensors.read_linear(f"{name}attention.key", size, columns),
-                tensors.read_linear(f"{name}attention.value", size, columns),
-                tensors.read_linear(f"{name}output.dense", size, size),
-            ]
-
-        self._attentions = [attention("attention", size)]
-        names = ["attention.output"]
-        if index % spec.cross_attention_every == 0:
-            self._attentions.append(attention("crossattention", spec.read_size))
-            names.append("crossattention.output")
-        self._norms = [
-            tensors.read_layer_norm(f"{prefix}{name}.LayerNorm", size, eps)
-            for name in (*names, "output_query")
-        ]
-        self._up = tensors.read_linear(f"{prefix}intermediate_query.dense", inner, size)
-        self._down = tensors.read_linear(f"{prefix}output_query.dense", size, inner)
-        self._activation = find_activation(checkpoint, spec.query_activation)
-
-    def __call__(self, x_BQD: Tensor, rows_BLD: Tensor) -> Tensor:
-        for index, (query, key, value, output) in enumerate(self._attentions):
-            read = rows_BLD if index else x_BQD
-            q, k, v = (
-                part.unflatten(-1, (self._num_heads, -1)).transpose(1, 2)
-                for part in (query(x_BQD), key(read), value(read))
-            )
-            attended = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-            x_BQD = self._norms[index](x_BQD + output(attended))
-        return self._norms[-1](x_BQD + self._down(self._activation(self._up(x_BQD))))

@@ -17,6 +17,7 @@ from ....protocol.checkpoint.vision.tiled.minicpm import HEAD_SIZE
 from ...loaders import Checkpoint
 from ..image_tower import TowerSource
 from ..weights import Linear, Norm, VisionWeights, find_activation
+from .window_queries import read_window_queries
 
 Projection: TypeAlias = Callable[[Tensor, int], Tensor]
 """Maps features [P, D] to embeddings [M, output size], given the number of patches per row, with margins."""
@@ -341,5 +342,6 @@ _KINDS: Final[dict[str, Callable[[VisionSpec, Checkpoint, _Reader], Projection]]
     "mean": _mean,
     "means": _no_product,
     "standardized mean": _standardized_mean,
+    "windows": read_window_queries,
     "words": _words,
 }

@@ -1,0 +1,116 @@
+"""Read the vision tower of Granite 4 Vision, and the Q-Former that Granite Speech has, too."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Final
+
+import msgspec
+from msgspec.structs import replace
+
+from ...config.query_former import QueryFormerSpec
+from ..config_fields import ConfigFields
+from .llava import llava
+from .spec import VisionSpec, WindowQueries, WindowsSpec
+
+_MAX_SIZE: Final = 1 << 16
+_HEAD_SIZE: Final = 64
+_NUM_OFFSETS: Final = 4
+
+_Pairs = list[tuple[int, Annotated[int, msgspec.Meta(ge=0)]]]
+_Layers = list[Annotated[int, msgspec.Meta(ge=0)]]
+
+
+def query_former(queries: ConfigFields, read_size: int) -> QueryFormerSpec:
+    """Return the Q-Former that a section of a config describes, whose rows have `read_size` elements."""
+    size = queries.integer("hidden_size", 768, maximum=_MAX_SIZE)
+    num_heads = queries.integer("num_attention_heads", 12)
+    if size % num_heads:
+        raise queries.wrong("hidden_size", f"a multiple of {num_heads} heads", size)
+    return QueryFormerSpec(
+        size=size,
+        intermediate_size=queries.integer("intermediate_size", 3072, maximum=_MAX_SIZE),
+        num_layers=queries.integer("num_hidden_layers", 12, maximum=1024),
+        num_heads=num_heads,
+        cross_attention_every=queries.integer("cross_attention_frequency", 2),
+        read_size=read_size,
+        activation=queries.text("hidden_act", "gelu"),
+        norm_eps=queries.number("layer_norm_eps", 1e-12),
+    )
+
+
+def granite4_vision(fields: ConfigFields, vision: ConfigFields, output_size: int) -> VisionSpec:
+    """Return the tower of Granite 4 Vision, of whose embeddings each has a part for each of several decoder layers."""
+    spec = llava(fields.with_values({"vision_feature_layer": -1}), vision, output_size)
+    (num_layers,), side = spec.feature_layers, spec.image_size // spec.patch_size
+    if spec.keeps_class_token:
+        raise fields.wrong("vision_feature_select_strategy", "'default' for CLIP", "full")
+    query_side, window_side = _rate(fields, side)
+    pairs = _converted(fields, "deepstack_layer_map", [], _Pairs)
+    targets = _converted(fields, "spatial_target_layers", [12, 15, 18, 21], _Layers)
+    if len(targets) != _NUM_OFFSETS:
+        raise fields.wrong("spatial_target_layers", f"{_NUM_OFFSETS} layers", targets)
+    if 2 * query_side != window_side:
+        raise fields.wrong("downsample_rate", "a half", fields.get("downsample_rate"))
+    spatial = fields.get("spatial_vision_layer", -1)
+    found = [
+        (target, layer, WindowQueries(f"layerwise_projectors.{i}"))
+        for i, (layer, target) in enumerate(pairs)
+    ]
+    found += [
+        (target, spatial, WindowQueries(f"spatial_projectors.{i}", i))
+        for i, target in enumerate(targets)
+    ]
+    if len({target for target, _, _ in found}) < len(found):
+        raise fields.error("deepstack_layer_map and spatial_target_layers have a layer twice")
+    for _, layer, _ in found:
+        if type(layer) is not int or not (-num_layers <= layer <= num_layers and layer):
+            raise fields.error(f"the vision tower has {num_layers} layers, and no layer {layer!r}")
+    found.sort(key=lambda each: each[0])
+    features = sorted({layer % (num_layers + 1) for _, layer, _ in found})
+    queries = fields.first_section("qformer_config").with_defaults(
+        num_hidden_layers=1, cross_attention_frequency=1
+    )
+    size = spec.hidden_size
+    if size % _HEAD_SIZE:
+        raise vision.wrong("hidden_size", f"a multiple of {_HEAD_SIZE}", size)
+    queries = queries.with_values({"hidden_size": size, "num_attention_heads": size // _HEAD_SIZE})
+    windows = WindowsSpec(
+        query_side=query_side,
+        window_side=window_side,
+        queries=query_former(queries, size),
+        parts=tuple(
+            replace(each, feature=features.index(layer % (num_layers + 1)))
+            for _, layer, each in found
+        ),
+        begins_with_zeros=found[0][0] > 0,
+    )
+    added_after = tuple(target - 1 for target, _, _ in found if target)
+    return replace(
+        spec,
+        feature_layers=tuple(features),
+        output_size=output_size * (1 + len(added_after)),
+        projection="windows",
+        windows=windows,
+        added_after=added_after,
+        has_newlines=True,
+    )
+
+
+def _rate(fields: ConfigFields, side: int) -> tuple[int, int]:
+    """Return the numbers of queries and of patches in a window, in each direction."""
+    text = fields.text("downsample_rate")
+    found = re.fullmatch(r"([1-9]\d?)/([1-9]\d?)", text)
+    if found is None or side % int(found[2]):
+        needed = f"'a/b', where b divides the {side} patches of a side"
+        raise fields.wrong("downsample_rate", needed, text)
+    return int(found[1]), int(found[2])
+
+
+def _converted(fields: ConfigFields, name: str, default: list[Any], kind: Any) -> list[Any]:
+    value = fields.get(name, default)
+    try:
+        found: list[Any] = msgspec.convert(value, kind)
+    except msgspec.ValidationError:
+        raise fields.wrong(name, "a list of layers", value) from None
+    return found

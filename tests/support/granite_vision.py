@@ -1,0 +1,50 @@
+"""The parts of a Granite 4 Vision, for `vision_checkpoints`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import transformers
+
+
+def granite4_vision(
+    kind: str, tower: dict[str, int], text: dict[str, Any], tokenizer: Any, factor: int
+) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+    """Return the config of a model, and the fields of its image processor and of its processor."""
+    tile = tower["image_size"]
+    grids = [[tile * rows, tile * columns] for rows, columns in ((1, 1), (1, 2), (2, 1), (2, 2))]
+    scales = {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0}
+    # The first part of an embedding is zero, because no outputs are added before the first layer.
+    first = 1 if kind.endswith("-late") else 0
+    config = transformers.Granite4VisionConfig(
+        vision_config=tower | {"model_type": "siglip_vision_model", "hidden_size": 64},
+        text_config=text | scales | {"model_type": "granite4_vision_text", "num_hidden_layers": 8},
+        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+        image_grid_pinpoints=grids,
+        vision_feature_select_strategy="full",
+        downsample_rate="2/4",
+        deepstack_layer_map=[[-1, first], [1, 3]],
+        spatial_vision_layer=-2,
+        spatial_target_layers=[2, 4, 5, 7],
+        qformer_config={
+            "model_type": "blip_2_qformer",
+            "num_hidden_layers": 1,
+            "intermediate_size": 48,
+            "cross_attention_frequency": 1,
+            "use_qformer_text_input": False,
+        },
+        tie_word_embeddings=False,
+    )
+    processor = {
+        "image_processor_type": "LlavaNextImageProcessor",
+        "image_grid_pinpoints": grids,
+        "size": {"shortest_edge": tile},
+        "crop_size": {"height": tile, "width": tile},
+    }
+    others = {
+        "processor_class": "Granite4VisionProcessor",
+        "vision_feature_select_strategy": "full",
+        "patch_size": tower["patch_size"],
+        "downsample_rate": "2/4",
+    }
+    return config, processor, others
