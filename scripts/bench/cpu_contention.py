@@ -18,7 +18,8 @@ from functools import partial
 from typing import Any
 
 import uvloop
-from load import measure
+from side_by_side.load import measure
+from side_by_side.points import Point
 from side_by_side.rounds import alternate
 from support.server import Server
 
@@ -30,9 +31,7 @@ def count_for_ever() -> None:
 
 
 async def throughput(url: str, model: str, concurrency: int, requests: int) -> float:
-    result = await measure(
-        url, model, concurrency=concurrency, requests=requests, prompt_tokens=32, max_tokens=64
-    )
+    result = await measure(url, model, Point(32, 64, concurrency, requests))
     if result["failed"]:
         raise SystemExit(f"{result['failed']} requests failed: {result['first_error']}")
     rate: float = result["output_tok_s"]

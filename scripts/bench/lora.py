@@ -9,7 +9,7 @@ adapters are loaded one after the other, and compares the times between its toke
 from __future__ import annotations
 
 import argparse
-import http.client
+import asyncio
 import json
 import random
 import statistics
@@ -19,10 +19,11 @@ import time
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import torch
 from engine import LLM, SamplingParams
+from engine.frontend.cli.bench.client import Endpoint, run_sessions
+from engine.frontend.cli.bench.datasets import Session, Turn
 from engine.workers.loaders.open_checkpoint import open_checkpoint
 from safetensors.torch import save_file
 from side_by_side.rounds import alternate
@@ -53,18 +54,10 @@ def tokens_per_second(llm: LLM, names: list[str | None], length: int, count: int
 
 def token_gaps(server: Server, count: int) -> list[float]:
     """Return the seconds between the tokens of a stream of the base model."""
-    url = urlsplit(server.url)
-    connection = http.client.HTTPConnection(str(url.hostname), url.port)
-    body = {"model": "base", "prompt": [5] * 16, "max_tokens": count, "temperature": 0}
-    body |= {"ignore_eos": True, "stream": True}
-    connection.request(
-        "POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"}
-    )
-    times = [
-        time.perf_counter() for line in connection.getresponse() if line.startswith(b"data: {")
-    ]
-    connection.close()
-    return [after - before for before, after in pairwise(times)]
+    endpoint = Endpoint(server.url, "base", fields={"temperature": 0, "ignore_eos": True})
+    session = Session([Turn([5] * 16, count)])
+    [answer], _ = asyncio.run(run_sessions(endpoint, [session]))
+    return [after - before for before, after in pairwise(answer.chunk_times)]
 
 
 def measure_loads(model: str, directory: Path, names: list[str], rank: int) -> None:

@@ -19,10 +19,10 @@ from typing import Any, TextIO
 
 import psutil
 import uvloop
-from load import measure
 
 from .clients import free_port
 from .contenders import MIB, Contender
+from .load import measure
 from .points import WARM_UP, Point
 
 START_TIMEOUT_S = 400.0
@@ -59,7 +59,7 @@ class Running(ABC):
         self._stop()
 
     def measure(self, point: Point, seed: int) -> dict[str, Any]:
-        """Return the figures of `load.measure`, and the CPU seconds that all other programs used meanwhile."""
+        """Return the figures of `measure`, and the CPU seconds that all other programs used meanwhile."""
         before, busy = self._cpu_s(), _busy_cpu_s()
         figures = self._measure(point, seed)
         figures["server_cpu_s"] = self._cpu_s() - before
@@ -137,18 +137,8 @@ class RunningServer(Running):
         raise SystemExit(f"{self.contender.name} was not healthy within {START_TIMEOUT_S:.0f} s")
 
     def _measure(self, point: Point, seed: int) -> dict[str, Any]:
-        return uvloop.run(
-            measure(
-                self._url,
-                "bench",
-                concurrency=point.concurrency,
-                requests=point.requests,
-                prompt_tokens=point.prompt,
-                max_tokens=point.output,
-                shared_prefix=point.shared,
-                seed=seed,
-            )
-        )
+        # Use uvloop, because the client shares the CPU cores with the server.
+        return uvloop.run(measure(self._url, "bench", point, seed))
 
     def _fill_kv_cache(self) -> None:
         """Fill Engine's KV cache, which is written when it is used.
