@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Final, Self
+from collections.abc import Callable
+from typing import Any, Final, Self, TypeAlias
 
 import msgspec
 
@@ -23,6 +24,8 @@ from .recurrent_layers import (
     ShortConvolution,
 )
 
+_Reader: TypeAlias = Callable[[ConfigFields], RecurrentLayer]
+
 DEFAULT_LENGTH: Final = 8192
 """Context length of models without a limit whose config does not set one. Most do not."""
 
@@ -33,78 +36,30 @@ def read_recurrent_layer(fields: ConfigFields) -> RecurrentLayer | None:
     Raises:
         CheckpointError: A field is missing or invalid.
     """
-    match fields.text("model_type", ""):
-        case "lfm2" | "lfm2_moe" | "lfm3":
-            return ShortConvolution(
-                fields.integer("hidden_size"),
-                fields.integer("conv_L_cache", 7 if fields.get("model_type") == "lfm3" else 3),
-                fields.boolean("conv_bias", False),
-            )
-        case "mamba" | "falcon_mamba" | "jamba":
-            _require_silu(fields)
-            return _read_mamba1(fields)
-        case "mamba2":
-            _require_silu(fields)
-            return _read_pure_mamba2(fields)
-        case "granitemoehybrid" | "bamba":
-            _require_silu(fields)
-            return _read_mamba2(fields)
-        case "zamba":
-            _require_silu(fields, "hidden_mamba_act")
-            return _read_mamba1(fields)
-        case "zamba2":
-            return _read_zamba2(fields)
-        case "falcon_h1":
-            _require_silu(fields)
-            return _read_falcon_h1(fields)
-        case "nemotron_h" | "nemotron_h_puzzle":
-            _require_silu(fields, "mamba_hidden_act")
-            return _read_nemotron_h(fields)
-        case (
-            "minicpmv4_7"
-            | "qwen3_5"
-            | "qwen3_5_text"
-            | "qwen3_5_moe"
-            | "qwen3_5_moe_text"
-            | "qwen3_next"
-            | "qwen4_exp"
-            | "qwen4_exp_text"
-            | "olmo_hybrid"
-            | "lara_mini"
-        ):
-            _require_silu(fields)
-            return _read_gated_delta_net(fields)
-        case "alice_ai":
-            _require_silu(fields)
-            return _read_alice_ai(fields)
-        case "bailing_hybrid":
-            _require_silu(fields)
-            return _read_ling3(fields)
-        case "glm5_next" | "glm5_next_text":
-            _require_silu(fields)
-            return _read_glm5_next(fields)
-        case "minimax":
-            _require_silu(fields)
-            num_heads = fields.integer("num_attention_heads")
-            default = fields.integer("hidden_size") // num_heads
-            return LightningAttention(num_heads, fields.integer("head_dim", default))
-        case "recurrent_gemma":
-            return _read_rg_lru(fields)
-        case "inkling_text" | "inkling_mm_model":
-            # The state of each layer fits into a block in which this one fits.
-            both = [read_inner_convolutions(fields, is_local=each) for each in (False, True)]
-            return max(both, key=lambda each: each.num_kv_heads * each.head_dim)
-        case "inkling2_text" | "inkling2":
-            both = [read_scaled_convolutions(fields, is_local=each) for each in (False, True)]
-            return max(both, key=lambda each: each.num_kv_heads * each.head_dim)
-        case "zaya":
-            return read_head_convolutions(fields)
-        case "kimi_linear":
-            # Kimi K3's MLPs have another activation.
-            if fields.get("hidden_act") != "situ":
-                _require_silu(fields)
-            return _read_kimi_delta_attention(fields)
-    return None
+    read = _READERS.get(fields.text("model_type", ""))
+    return None if read is None else read(fields)
+
+
+def _read_short_convolution(fields: ConfigFields) -> ShortConvolution:
+    return ShortConvolution(
+        fields.integer("hidden_size"),
+        fields.integer("conv_L_cache", 7 if fields.get("model_type") == "lfm3" else 3),
+        fields.boolean("conv_bias", False),
+    )
+
+
+def _read_lightning_attention(fields: ConfigFields) -> LightningAttention:
+    num_heads = fields.integer("num_attention_heads")
+    default = fields.integer("hidden_size") // num_heads
+    return LightningAttention(num_heads, fields.integer("head_dim", default))
+
+
+def _read_larger(fields: ConfigFields) -> InnerConvolutions:
+    """Return the larger of the convolutions in an Inkling's layers. The state of each layer fits into its block."""
+    is_second = fields.text("model_type").startswith("inkling2")
+    read = read_scaled_convolutions if is_second else read_inner_convolutions
+    both = [read(fields, is_local=is_local) for is_local in (False, True)]
+    return max(both, key=lambda each: each.num_kv_heads * each.head_dim)
 
 
 def read_inner_convolutions(fields: ConfigFields, *, is_local: bool) -> InnerConvolutions:
@@ -136,15 +91,18 @@ def read_head_convolutions(fields: ConfigFields) -> HeadConvolutions:
     )
 
 
-def _require_silu(fields: ConfigFields, name: str = "hidden_act") -> None:
-    """Check that the convolution and the gate use SiLU.
+def _with_silu(read: _Reader, name: str = "hidden_act", others: tuple[str, ...] = ()) -> _Reader:
+    """Return `read` for models whose field `name` must be SiLU, because convolutions and gates use that."""
 
-    Raises:
-        CheckpointError: The activation is another one.
-    """
-    activation = fields.text(name, "silu")
-    if activation not in ("silu", "swish"):
-        raise fields.error(f"{name} {activation!r} is not supported in recurrent layers; use silu")
+    def read_checked(fields: ConfigFields) -> RecurrentLayer:
+        activation = fields.text(name, "silu")
+        if activation not in ("silu", "swish", *others):
+            raise fields.error(
+                f"{name} {activation!r} is not supported in recurrent layers; use silu"
+            )
+        return read(fields)
+
+    return read_checked
 
 
 def _read_mamba1(fields: ConfigFields) -> Mamba1:
@@ -191,7 +149,7 @@ def _read_rg_lru(fields: ConfigFields) -> RgLru:
 def _read_pure_mamba2(fields: ConfigFields) -> Mamba2:
     num_heads, num_groups = fields.integer("num_heads", 128), fields.integer("n_groups", 8)
     if num_heads % num_groups:
-        raise fields.error(f"n_groups {num_groups} must divide num_heads {num_heads}")
+        raise fields.error(f"n_groups {num_groups} must divide the {num_heads} heads")
     has_bias = fields.boolean("use_bias", False)
     least, most = _step_limits(fields)
     return Mamba2(
@@ -297,22 +255,13 @@ def _read_falcon_h1(fields: ConfigFields) -> Mamba2:
 
 
 def _read_nemotron_h(fields: ConfigFields) -> Mamba2:
-    num_heads, num_groups = fields.integer("mamba_num_heads", 128), fields.integer("n_groups", 8)
-    if num_heads % num_groups:
-        raise fields.error(f"n_groups {num_groups} must divide mamba_num_heads {num_heads}")
-    has_bias = fields.boolean("use_bias", False)
-    return Mamba2(
-        num_heads,
-        fields.integer("mamba_head_dim", 64),
-        num_groups,
-        fields.integer("ssm_state_size", 128),
-        fields.integer("conv_kernel", 4),
-        conv_bias=fields.boolean("use_conv_bias", True),
-        projection_bias=has_bias,
-        output_bias=has_bias,
-        norm_groups=num_groups,
-        min_step=fields.number("time_step_min", 0.001),
-    )
+    own = {
+        "num_heads": fields.integer("mamba_num_heads", 128),
+        "head_dim": fields.integer("mamba_head_dim", 64),
+        "state_size": fields.integer("ssm_state_size", 128),
+        "time_step_limit": [fields.number("time_step_min", 0.001), math.inf],
+    }
+    return _read_pure_mamba2(fields.with_values(own))
 
 
 def _read_gated_delta_net(fields: ConfigFields) -> GatedDeltaNet:
@@ -439,6 +388,41 @@ def _olmo_hybrid_with_defaults(fields: ConfigFields) -> ConfigFields:
             "linear_norm_eps": 1e-5,
         }
     )
+
+
+_MAMBA1: Final = _with_silu(_read_mamba1)
+_MAMBA2: Final = _with_silu(_read_mamba2)
+_NEMOTRON_H: Final = _with_silu(_read_nemotron_h, "mamba_hidden_act")
+_GLM5_NEXT: Final = _with_silu(_read_glm5_next)
+_GATED_DELTA_NETS: Final = (
+    *("minicpmv4_7", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next"),
+    *("qwen4_exp", "qwen4_exp_text", "olmo_hybrid", "lara_mini"),
+)
+_READERS: Final[dict[str, _Reader]] = {
+    **dict.fromkeys(("lfm2", "lfm2_moe", "lfm3"), _read_short_convolution),
+    **dict.fromkeys(("mamba", "falcon_mamba", "jamba"), _MAMBA1),
+    "mamba2": _with_silu(_read_pure_mamba2),
+    "granitemoehybrid": _MAMBA2,
+    "bamba": _MAMBA2,
+    "zamba": _with_silu(_read_mamba1, "hidden_mamba_act"),
+    "zamba2": _read_zamba2,
+    "falcon_h1": _with_silu(_read_falcon_h1),
+    "nemotron_h": _NEMOTRON_H,
+    "nemotron_h_puzzle": _NEMOTRON_H,
+    **dict.fromkeys(_GATED_DELTA_NETS, _with_silu(_read_gated_delta_net)),
+    "alice_ai": _with_silu(_read_alice_ai),
+    "bailing_hybrid": _with_silu(_read_ling3),
+    "glm5_next": _GLM5_NEXT,
+    "glm5_next_text": _GLM5_NEXT,
+    "minimax": _with_silu(_read_lightning_attention),
+    "recurrent_gemma": _read_rg_lru,
+    **dict.fromkeys(
+        ("inkling_text", "inkling_mm_model", "inkling2_text", "inkling2"), _read_larger
+    ),
+    "zaya": read_head_convolutions,
+    # The MLPs of Kimi K3 have another activation.
+    "kimi_linear": _with_silu(_read_kimi_delta_attention, others=("situ",)),
+}
 
 
 def is_purely_recurrent(fields: ConfigFields) -> bool:
