@@ -293,6 +293,7 @@ _SAME_CONFIG = {
     "minimax_m3": "minimax_m3_vl_text",
     "nemotron_h_puzzle": "nemotron_h",
     "new": "gte",
+    "pangu_ultra_moe": "deepseek_v3",
     "param2moe": "sarvam_moe",
     "phi4mm": "phi4_multimodal",
     "qwen3_omni_moe": "qwen3_moe",

@@ -207,6 +207,7 @@ def _read_mamba2(fields: ConfigFields) -> Mamba2:
 
 
 def _read_zamba2(fields: ConfigFields) -> Mamba2:
+    # The convolution has a bias whatever `use_conv_bias` says.
     has_bias = fields.boolean("add_bias_linear", False)
     layer = _read_mamba2(
         fields.with_values(
@@ -214,7 +215,6 @@ def _read_zamba2(fields: ConfigFields) -> Mamba2:
                 "mamba_n_heads": fields.integer("n_mamba_heads", 8),
                 "mamba_n_groups": fields.integer("mamba_ngroups", 1),
                 "mamba_d_state": fields.integer("mamba_d_state", 64),
-                "mamba_conv_bias": fields.boolean("use_conv_bias", True),
                 "mamba_proj_bias": has_bias,
             }
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from typing import Any
 
@@ -77,6 +78,20 @@ def with_grouped_norms(reference: transformers.PreTrainedModel) -> None:
     for name, module in reference.named_modules():
         if name.endswith("norm"):
             module.register_forward_hook(norm)
+
+
+def with_output_norms(reference: transformers.PreTrainedModel) -> None:
+    """Give the attention and the MLP of a DeepSeek-V3 norms of their outputs."""
+
+    def norm(norm: torch.nn.Module, output: Any) -> Any:
+        return (norm(output[0]), *output[1:]) if isinstance(output, tuple) else norm(output)
+
+    for layer in reference.model.layers:
+        for name, module in (("output", layer.self_attn), ("post_mlp", layer.mlp)):
+            added = copy.deepcopy(layer.input_layernorm)
+            torch.nn.init.normal_(added.weight, 0.8, 0.3)
+            layer.add_module(f"{name}_layernorm", added)
+            module.register_forward_hook(lambda _module, _args, output, n=added: norm(n, output))
 
 
 def with_three_passes(reference: transformers.PreTrainedModel) -> None:

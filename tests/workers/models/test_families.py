@@ -139,6 +139,7 @@ NATIVE = [
     "MistralLarge4",
     "MuseGlimmer",
     "MuseSpark",
+    "PanguUltraMoE",
     "Qwen4Exp",
     "Step3p7",
     "xglm",

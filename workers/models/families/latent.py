@@ -16,6 +16,7 @@ from ...layers.specs.experts import ExpertsSpec, GateLimit
 from ...layers.specs.hyper import HyperConnectionsSpec
 from ...layers.specs.latent import IndexerSpec, LatentSpec
 from ...layers.specs.norm_gate import NormGateSpec
+from ...layers.specs.norm_names import NormNames
 from .common import Family, attention_biases, base_spec, uniform_layers, with_limits
 from .experts import (
     deepseek_experts,
@@ -26,6 +27,18 @@ from .experts import (
     with_experts,
 )
 from .llama import interleaved_axes, llama4_scaling
+
+_PANGU_FIELDS = {
+    "q_lora_rank": "attention_q_lora_dim",
+    "kv_lora_rank": "attention_kv_lora_dim",
+    "qk_nope_head_dim": "attention_qk_dim",
+    "qk_rope_head_dim": "attention_qk_rope_dim",
+    "v_head_dim": "attention_v_dim",
+    "n_routed_experts": "num_routed_experts",
+    "n_shared_experts": "num_shared_experts",
+    "first_k_dense_replace": "num_dense_layers",
+}
+"""The names that the first configs of openPangu Ultra have for fields of DeepSeek-V3."""
 
 
 def latent_spec(fields: ConfigFields, **differences: Any) -> ModelSpec:
@@ -292,6 +305,36 @@ def _axk1(fields: ConfigFields) -> ModelSpec:
     return replace(spec, layers=layers)
 
 
+def _pangu_ultra(fields: ConfigFields) -> ModelSpec:
+    # Sinks are in another attention than the latent one.
+    fields.require("param_sink_number", 0)
+    others = {name: fields.get(other) for name, other in _PANGU_FIELDS.items()}
+    fields = fields.with_defaults(**others, rms_norm_eps=1e-5, rope_theta=25_600_000.0)
+    spec = _with_sigmoid_experts(
+        fields.with_values({"rope_interleave": True}), first_dense(fields, 3)
+    )
+    norms = spec.norms
+    if fields.boolean("sandwich_norm", False):
+        norms = NormNames(
+            attention_output="post_attention_layernorm",
+            mlp_input="pre_mlp_layernorm",
+            mlp_output="post_mlp_layernorm",
+        )
+    has_biases = fields.boolean("router_enable_expert_bias", False)
+
+    def changed(experts: ExpertsSpec) -> ExpertsSpec:
+        return replace(
+            experts, has_correction_bias=has_biases, num_groups=1, num_groups_per_token=1
+        )
+
+    layers = tuple(
+        replace(layer, norms=norms, experts=layer.experts and changed(layer.experts))
+        for layer in spec.layers
+    )
+    bias = r"\.mlp\.e_score_correction_bias$", ".mlp.gate.e_score_correction_bias"
+    return replace(spec, norms=norms, layers=layers, tensor_names=(*spec.tensor_names, bias))
+
+
 def _mistral4(fields: ConfigFields) -> ModelSpec:
     fields = fields.with_defaults(
         q_lora_rank=1024,
@@ -444,6 +487,7 @@ FAMILIES = (
     Family("LongcatFlashForCausalLM", "longcat_flash", _longcat),
     Family("MiniCPM3ForCausalLM", "minicpm3", _minicpm3),
     Family("Mistral4ForCausalLM", "mistral4", _mistral4),
+    Family("PanguUltraMoEForCausalLM", "pangu_ultra_moe", _pangu_ultra),
     Family("SarvamMLAForCausalLM", "sarvam_mla", _sarvam_mla),
     Family("YoutuForCausalLM", "youtu", _youtu),
 )
