@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from .frontend.client.beam_search import BeamSearchParams
     from .frontend.offline.llm import LLM
     from .frontend.offline.loras import LoRARequest
+    from .frontend.offline.structured import structured_output
     from .protocol.sampling_params import RepetitionDetectionParams, SamplingParams
 
 __version__ = "0.1.0"
@@ -23,6 +24,7 @@ __all__ = [
     "RepetitionDetectionParams",
     "SamplingParams",
     "__version__",
+    "structured_output",
 ]
 
 _MODULES = {
@@ -31,6 +33,7 @@ _MODULES = {
     "LoRARequest": ".frontend.offline.loras",
     "RepetitionDetectionParams": ".protocol.sampling_params",
     "SamplingParams": ".protocol.sampling_params",
+    "structured_output": ".frontend.offline.structured",
 }
 
 

@@ -428,8 +428,7 @@ class Serving:
             wrong = constraint if verdict.part is None else parts[verdict.part]
             subject = f"{wrong.param} of {wrong.owner}" if wrong.owner else wrong.param
             raise APIError(400, f"{subject} {verdict.problem}", param=wrong.param)
-        spec = output.spec if verdict.spec is None else verdict.spec
-        return msgspec.structs.replace(output, spec=spec, is_isolated=verdict.is_isolated)
+        return verdict.apply_to(output)
 
     async def encode(self, texts: list[str], add_special_tokens: bool) -> list[Sequence[int]]:
         """Return the token ids of each text."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import atexit
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Self, TypeAlias
+
+import msgspec
 
 from ...protocol.errors import ParameterError
 from ...protocol.file_identity import LoraAdapter
@@ -19,6 +21,7 @@ from ..client.engine_client import RequestGroup, SequenceRequest
 from ..client.sequence_io import params_for_output
 from ..media.transcription.options import Task, TranscriptionOptions, parse_language
 from ..media.transcription.transcriber import Transcript
+from ..tokenizer.tokenizer import Tokenizer
 from .local_engine import LocalEngine
 from .local_transcriber import AudioClip, LocalTranscriber
 from .loras import LoraChoice, OfflineLoras
@@ -29,7 +32,9 @@ from .outputs import (
     request_output,
 )
 from .pooling import PoolingMethods
+from .progress import ProgressBar, progress_bar
 from .prompts import EncodedPrompt, Prompt, PromptEncoder, as_list
+from .structured import OfflineGrammars
 
 Message: TypeAlias = Mapping[str, Any]
 
@@ -71,6 +76,7 @@ class LLM(PoolingMethods):
         self._prompts = PromptEncoder(self._engine)
         self._transcriber: LocalTranscriber | None = None
         self._loras = OfflineLoras(self._engine.config.model)
+        self._grammars = OfflineGrammars(self._engine)
         atexit.register(self.close)
 
     def generate(
@@ -79,6 +85,8 @@ class LLM(PoolingMethods):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         lora_request: LoraChoice | Sequence[LoraChoice] = None,
+        priority: int | Sequence[int] | None = None,
+        use_tqdm: ProgressBar = False,
     ) -> list[RequestOutput]:
         """Generate for every prompt and return the outputs in the order of the prompts.
 
@@ -87,13 +95,15 @@ class LLM(PoolingMethods):
             sampling_params: Sampling parameters for all prompts, or one per prompt. The default is the model's own.
             lora_request: The LoRA adapter to use, for all prompts, or one per prompt: the name of one of
                 `lora_modules`, or a `LoRARequest`, which is loaded on first use. The default is the base model.
+            priority: The priority of all prompts, or one per prompt. Lower numbers are served first.
+            use_tqdm: True shows a progress bar, if the package `tqdm` is installed. A function creates the bar.
 
         Raises:
             ParameterError: A prompt or parameter is invalid; nothing was generated.
         """
         wanted = as_list(prompts)
         encoded = [self._prompts.encode(prompt) for prompt in wanted]
-        return self._generate(encoded, sampling_params, lora_request)
+        return self._generate(encoded, sampling_params, lora_request, priority, use_tqdm)
 
     def chat(
         self,
@@ -106,6 +116,8 @@ class LLM(PoolingMethods):
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
         lora_request: LoraChoice | Sequence[LoraChoice] = None,
+        priority: int | Sequence[int] | None = None,
+        use_tqdm: ProgressBar = False,
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of several, and return the outputs in their order.
 
@@ -118,6 +130,8 @@ class LLM(PoolingMethods):
             tools: Function definitions in OpenAI's format.
             chat_template_kwargs: Extra variables for the template.
             lora_request: As for `generate`.
+            priority: As for `generate`.
+            use_tqdm: As for `generate`.
 
         Raises:
             ParameterError: There is no chat template, or a parameter is invalid.
@@ -145,7 +159,7 @@ class LLM(PoolingMethods):
                     lambda text: self._special_tokens.encode(text, add_special_tokens=False),
                 )
             )
-        return self._generate(prompts, sampling_params, lora_request)
+        return self._generate(prompts, sampling_params, lora_request, priority, use_tqdm)
 
     def transcribe(
         self,
@@ -244,7 +258,11 @@ class LLM(PoolingMethods):
             for prompt, results in zip(prompts, group.outputs_by_prompt(), strict=True)
         ]
 
-    def default_sampling_params(self) -> SamplingParams:
+    def get_tokenizer(self) -> Tokenizer:
+        """Return the model's tokenizer, which has `encode` and `decode`."""
+        return self._engine.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
         """Return the sampling parameters in the model's generation config."""
         return SamplingParams(**self._engine.config.frontend.default_sampling)  # type: ignore[arg-type]
 
@@ -268,19 +286,24 @@ class LLM(PoolingMethods):
         prompts: list[EncodedPrompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         lora_request: LoraChoice | Sequence[LoraChoice],
+        priority: int | Sequence[int] | None,
+        use_tqdm: ProgressBar,
     ) -> list[RequestOutput]:
         has_images = [bool(prompt.encoder_inputs) for prompt in prompts]
         loras = self._loras.find_each(lora_request, has_images)
         if sampling_params is None:
-            sampling_params = self.default_sampling_params()
+            sampling_params = self.get_default_sampling_params()
         if isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params] * len(prompts)
-        if len(sampling_params) != len(prompts):
-            raise ParameterError(
-                "sampling_params", f"has {len(sampling_params)} entries for {len(prompts)} prompts"
-            )
-        sampling_params = [self._without_bad_words(each) for each in sampling_params]
-        return self._engine.run(self._collect(prompts, sampling_params, loras))
+        if priority is None or isinstance(priority, int):
+            priority = [priority or 0] * len(prompts)
+        for name, values in (("sampling_params", sampling_params), ("priority", priority)):
+            if len(values) != len(prompts):
+                raise ParameterError(name, f"has {len(values)} entries for {len(prompts)} prompts")
+        sampling_params = [self._without_bad_words(_with_tuples(each)) for each in sampling_params]
+        with progress_bar(use_tqdm, len(prompts)) as advance:
+            work = self._collect(prompts, sampling_params, loras, priority, advance)
+            return self._engine.run(work)
 
     def _without_bad_words(self, params: SamplingParams) -> SamplingParams:
         """Return sampling parameters that also exclude the tokens that a model with a source never generates."""
@@ -292,14 +315,20 @@ class LLM(PoolingMethods):
         prompts: list[EncodedPrompt],
         params: Sequence[SamplingParams],
         loras: Sequence[LoraAdapter | None],
+        priorities: Sequence[int],
+        advance: Callable[[int], object],
     ) -> list[RequestOutput]:
+        params = [await self._grammars.check(each) for each in params]
         groups: list[RequestGroup] = []
         try:
-            for prompt, each, lora in zip(prompts, params, loras, strict=True):
+            for prompt, each, lora, priority in zip(
+                prompts, params, loras, priorities, strict=True
+            ):
                 sequences = [
                     SequenceRequest(
                         prompt.token_ids,
                         params_for_output(each, j),
+                        priority=priority,
                         lora=lora,
                         encoder_inputs=list(prompt.encoder_inputs),
                     )
@@ -307,10 +336,21 @@ class LLM(PoolingMethods):
                 ]
                 request_id = str(next(self._numbers))
                 groups.append(await self._engine.client.submit(sequences, request_id=request_id))
-            return [
-                request_output(group, prompt.text, prompt.token_ids, await group.result())
-                for group, prompt in zip(groups, prompts, strict=True)
-            ]
+            outputs = []
+            for group, prompt in zip(groups, prompts, strict=True):
+                deltas = await group.result()
+                outputs.append(request_output(group, prompt.text, prompt.token_ids, deltas))
+                advance(1)
+            return outputs
         finally:
             for group in groups:
                 group.abort()
+
+
+def _with_tuples(params: SamplingParams) -> SamplingParams:
+    """Return parameters whose lists of texts may have been given as one text or as a list."""
+    stop, bad_words = (
+        (value,) if isinstance(value, str) else tuple(value)
+        for value in (params.stop, params.bad_words)
+    )
+    return msgspec.structs.replace(params, stop=stop, bad_words=bad_words)

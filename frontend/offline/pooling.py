@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import msgspec
@@ -47,6 +47,7 @@ from .outputs import (
     ScoringOutput,
     ScoringRequestOutput,
 )
+from .progress import ProgressBar, progress_bar
 from .prompts import EncodedPrompt, Prompt, PromptEncoder, as_list
 
 Comparable: TypeAlias = str | Mapping[str, Any]
@@ -71,6 +72,7 @@ class PoolingMethods:
         normalize: bool | None = None,
         prompt_name: str | None = None,
         lora_request: LoraChoice = None,
+        use_tqdm: ProgressBar = False,
     ) -> list[EmbeddingRequestOutput]:
         """Embed every prompt and return the vectors in the order of the prompts.
 
@@ -80,6 +82,7 @@ class PoolingMethods:
             normalize: Whether vectors are scaled to L2 norm 1. The default is the model's own.
             prompt_name: The model's prompt to put before every text. The default is the model's own.
             lora_request: The LoRA adapter to use, as for `generate`. The default is the base model.
+            use_tqdm: True shows a progress bar, as for `generate`.
 
         Raises:
             ParameterError: A prompt or parameter is invalid; nothing was embedded.
@@ -90,7 +93,7 @@ class PoolingMethods:
         verify_dimensions(dimensions, model.pooler)
         instruction = find_prompt(prompt_name, model.pooler)
         wanted = [self._prompts.encode_pooled(prompt, instruction) for prompt in as_list(prompts)]
-        request_id, pooled = self._pool(wanted, lora_request)
+        request_id, pooled = self._pool(wanted, lora_request, use_tqdm)
         outputs = []
         for prompt, vector in zip(wanted, pooled, strict=True):
             embedding = finish_vectors(
@@ -109,6 +112,7 @@ class PoolingMethods:
         *,
         use_activation: bool | None = None,
         lora_request: LoraChoice = None,
+        use_tqdm: ProgressBar = False,
     ) -> list[ClassificationRequestOutput]:
         """Classify every prompt with the model's head and return the classes in the order of the prompts.
 
@@ -116,6 +120,7 @@ class PoolingMethods:
             prompts: One prompt or a list of them.
             use_activation: False returns the scores (logits) instead of probabilities.
             lora_request: The LoRA adapter to use, as for `generate`. The default is the base model.
+            use_tqdm: True shows a progress bar, as for `generate`.
 
         Raises:
             ParameterError: The model has no classification head, or a prompt is invalid; nothing was classified.
@@ -123,7 +128,7 @@ class PoolingMethods:
         """
         classifier = verify_classifies(self._engine.config.model)
         wanted = [self._prompts.encode_pooled(prompt) for prompt in as_list(prompts)]
-        request_id, pooled = self._pool(wanted, lora_request)
+        request_id, pooled = self._pool(wanted, lora_request, use_tqdm)
         outputs = []
         for prompt, vector in zip(wanted, pooled, strict=True):
             scores = class_scores(vector, classifier, activate=use_activation)
@@ -139,6 +144,7 @@ class PoolingMethods:
         pooling_task: str | None = None,
         use_activation: bool | None = None,
         lora_request: LoraChoice = None,
+        use_tqdm: ProgressBar = False,
     ) -> list[PoolingRequestOutput]:
         """Return the embedding or the class probabilities of every prompt, or of each of its tokens.
 
@@ -148,6 +154,7 @@ class PoolingMethods:
                 "token_classify". The default is what the model was trained for.
             use_activation: False returns embeddings that are not normalized, and scores instead of probabilities.
             lora_request: The LoRA adapter to use, as for `generate`. The default is the base model.
+            use_tqdm: True shows a progress bar, as for `generate`.
 
         Raises:
             ParameterError: The model does not perform the task, or a prompt is invalid; nothing was computed.
@@ -159,7 +166,7 @@ class PoolingMethods:
             verify_embeds(model)
         instruction = find_prompt(None, model.pooler)
         wanted = [self._prompts.encode_pooled(prompt, instruction) for prompt in as_list(prompts)]
-        request_id, pooled = self._pool(wanted, lora_request, kind)
+        request_id, pooled = self._pool(wanted, lora_request, use_tqdm, kind)
         outputs = []
         for prompt, vectors in zip(wanted, pooled, strict=True):
             if model.classifier is None:
@@ -185,6 +192,7 @@ class PoolingMethods:
         chat_template: str | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
         lora_request: LoraChoice = None,
+        use_tqdm: ProgressBar = False,
     ) -> list[ScoringRequestOutput]:
         """Score how well each second text matches its first one. Return the scores in the order of the second texts.
 
@@ -200,6 +208,7 @@ class PoolingMethods:
             chat_template: The template for pairs of texts, or its path, for a decoder that reads them together.
             chat_template_kwargs: Extra variables for the template.
             lora_request: The LoRA adapter to use, as for `generate`. The default is the base model.
+            use_tqdm: True shows a progress bar, as for `generate`.
 
         Raises:
             ParameterError: The model has several classes, or a text is invalid; nothing was scored.
@@ -219,7 +228,7 @@ class PoolingMethods:
                 *((text, DOCUMENT) for text in seconds),
             ]
             wanted = [self._encode_compared(each, role) for each, role in prompts]
-            request_id, pooled = self._pool(wanted, lora_request)
+            request_id, pooled = self._pool(wanted, lora_request, use_tqdm)
             scores = similarities(pooled, len(firsts), model.pooler)
             wanted = wanted[len(firsts) :]
         else:
@@ -245,7 +254,7 @@ class PoolingMethods:
                 template = PairTemplate(self._template(chat_template, False), self._special_tokens)
                 kwargs = chat_template_kwargs or {}
                 wanted = [self._encode_pair(template, pair, kwargs) for pair in pairs]
-            request_id, pooled = self._pool(wanted, lora_request)
+            request_id, pooled = self._pool(wanted, lora_request, use_tqdm)
             scores = [
                 class_scores(vector, model.classifier, activate=use_activation).item()
                 for vector in pooled
@@ -297,6 +306,7 @@ class PoolingMethods:
         self,
         prompts: list[EncodedPrompt],
         lora_request: LoraChoice,
+        use_tqdm: ProgressBar,
         kind: PoolingKind | None = None,
     ) -> tuple[str, list[Vector]]:
         """Return the ID of a request and the result of each of its prompts, by default as the model was trained."""
@@ -320,18 +330,26 @@ class PoolingMethods:
         request_id = str(next(self._numbers))
         if not sequences:
             return request_id, []
-        pooled = self._engine.run(self._run_pooling(sequences, request_id))
+        with progress_bar(use_tqdm, len(sequences)) as advance:
+            pooled = self._engine.run(self._run_pooling(sequences, request_id, advance))
         return request_id, [
             read_vectors(each, kind, model, np.array(prompt.token_ids, np.int32), prompt.keeps_T)
             for each, prompt in zip(pooled, prompts, strict=True)
         ]
 
-    async def _run_pooling(self, sequences: list[SequenceRequest], request_id: str) -> list[bytes]:
+    async def _run_pooling(
+        self,
+        sequences: list[SequenceRequest],
+        request_id: str,
+        advance: Callable[[int], object],
+    ) -> list[bytes]:
         group = await self._engine.client.submit(sequences, request_id=request_id)
         try:
-            for delta in await group.result():
-                if delta.error is not None:
-                    raise EngineError(delta.error)
+            while updated := await group.wait_for_updates():
+                for sequence in updated:
+                    if (error := sequence.read().error) is not None:
+                        raise EngineError(error)
+                advance(sum(sequence.finished for sequence in updated))
         finally:
             group.abort()
         return [sequence.pooled for sequence in group.sequences]

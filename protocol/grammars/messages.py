@@ -68,6 +68,11 @@ class Verdict(msgspec.Struct, tag=3, array_like=True):
     part: int | None = None
     spec: str | None = None
 
+    def apply_to(self, output: StructuredOutput) -> StructuredOutput:
+        """Return the checked grammar in its form for the core."""
+        spec = output.spec if self.spec is None else self.spec
+        return msgspec.structs.replace(output, spec=spec, is_isolated=self.is_isolated)
+
 
 class Mask(msgspec.Struct, tag=4, array_like=True):
     """The tokens that may come next, one bit per token."""

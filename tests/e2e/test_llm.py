@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from engine.frontend.cli.keygen import keygen
 from engine.frontend.client.engine_client import EngineDead
 from engine.frontend.offline.llm import LLM
+from engine.frontend.offline.structured import structured_output
 from engine.frontend.supervisor.supervisor import Supervisor
 from engine.protocol.errors import ConfigError, EngineError, ParameterError
 from engine.protocol.sampling_params import SamplingParams
@@ -114,10 +119,63 @@ def test_logprobs_of_listed_tokens_are_those_of_the_whole_vocabulary(llm: LLM) -
 
 
 def test_a_stop_string_ends_the_text(llm: LLM) -> None:
-    params = SamplingParams(temperature=0.0, max_tokens=50, stop=("six",))
-    [output] = llm.generate("One, two, three, four,", params)
-    assert output.outputs[0].text == " five, "
-    assert output.outputs[0].stop_reason == "six"
+    for stop in (("six",), ["six"], "six"):
+        params = SamplingParams(temperature=0.0, max_tokens=50, stop=stop)  # type: ignore[arg-type]
+        [output] = llm.generate("One, two, three, four,", params)
+        assert output.outputs[0].text == " five, "
+        assert output.outputs[0].stop_reason == "six"
+
+
+def test_priorities_and_progress_bars_are_those_of_vllm(llm: LLM) -> None:
+    """Finished prompts are added to a bar that the caller creates, as with tqdm."""
+    added: list[int] = []
+    bar = SimpleNamespace(update=added.append, close=lambda: added.append(-1))
+    totals: list[int] = []
+
+    def new_bar(*, total: int, desc: str) -> SimpleNamespace:
+        totals.append(total)
+        return bar
+
+    assert len(llm.generate(["a", "b"], GREEDY, priority=[1, 0], use_tqdm=new_bar)) == 2
+    assert len(llm.generate("a", GREEDY, priority=3, use_tqdm=True)) == 1
+    assert (totals, added) == ([2], [1, 1, -1])
+    with pytest.raises(ParameterError, match="priority has 1 entries for 2 prompts"):
+        llm.generate(["a", "b"], GREEDY, priority=[1])
+    assert llm.get_tokenizer().decode(llm.generate("a", GREEDY)[0].prompt_token_ids) == "a"
+
+
+def test_an_output_can_be_constrained(llm: LLM) -> None:
+    schema = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 9}}}
+    constraints = [
+        {"choice": [" Rome", " Paris"]},
+        {"json": schema | {"required": ["city"]}},
+        {"regex": r" [A-Z]{3}!"},
+    ]
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=30, structured_output=structured_output(**each))
+        for each in constraints
+    ]
+    outputs = llm.generate(["The capital of France is"] * 3, params)
+    choice, document, match = (output.outputs[0].text for output in outputs)
+    assert choice == " Paris"
+    assert set(json.loads(document)) == {"city"}
+    assert re.fullmatch(r" [A-Z]{3}!", match)
+    with pytest.raises(ParameterError, match="structured_output is not a regex"):
+        bad = SamplingParams(structured_output=structured_output(regex="(a"))
+        llm.generate("x", bad)
+
+
+@pytest.mark.parametrize(
+    ("constraints", "message"),
+    [
+        ({}, "structured_outputs needs one of json, json_object, regex"),
+        ({"regex": "a", "choice": ["a"]}, "must have exactly one constraint, got regex and choice"),
+        ({"choice": []}, r"structured_outputs.choice must be an array of strings, got \[\]"),
+    ],
+)
+def test_an_invalid_constraint_is_named(constraints: dict[str, Any], message: str) -> None:
+    with pytest.raises(ParameterError, match=message):
+        structured_output(**constraints)
 
 
 def test_a_repeated_prompt_is_found_in_the_prefix_cache(llm: LLM) -> None:

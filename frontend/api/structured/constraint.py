@@ -56,7 +56,7 @@ def parse_constraint(request: GenerationRequest) -> Constraint | None:
     """
     response_format = request.response_format and _from_response_format(request.response_format)
     wanted = {k: v for k, v in (request.structured_outputs or {}).items() if v is not None}
-    structured_outputs = _from_structured_outputs(wanted) if wanted else None
+    structured_outputs = parse_structured_outputs(wanted) if wanted else None
     found = {"response_format": response_format, "structured_outputs": structured_outputs}
     for field, name in _FIELDS.items():
         value = getattr(request, field)
@@ -155,7 +155,12 @@ def _from_response_format(response_format: dict[str, Any]) -> StructuredOutput |
     raise wrong("response_format.type", f"one of {', '.join(_FORMATS)}", kind)
 
 
-def _from_structured_outputs(constraints: dict[str, Any]) -> StructuredOutput | None:
+def parse_structured_outputs(constraints: dict[str, Any]) -> StructuredOutput | None:
+    """Return the constraint of the field `structured_outputs`; None if it has none.
+
+    Raises:
+        APIError: The constraint is invalid, or there are several (400).
+    """
     for name in constraints:
         if name not in _KINDS and name not in _OPTIONS:
             param = f"structured_outputs.{cut(name)}"
