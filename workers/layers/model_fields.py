@@ -131,13 +131,13 @@ class ModelFields(msgspec.Struct, frozen=True, kw_only=True):
 
     # Queries and keys: their norms and positions.
 
-    qk_norm: Literal["head", "each head", "unit", "scaled", "full", "bounded"] | None = None
+    qk_norm: Literal["head", "keys", "each head", "unit", "scaled", "full", "bounded"] | None = None
     """The norms of queries and keys.
 
-    "head" is a norm of each head, with weights that heads share; "each head" has separate weights. "unit" has no
-    weights, and is only in layers with a rotary embedding. "scaled" has no weights, but a factor for each key head.
-    "full" is one norm of all heads. "bounded" limits the norm of each query, after a factor for each element, and of
-    each key to `head_bound` (Inkling 2).
+    "head" is a norm of each head, with weights that heads share; "keys" has them for keys only, and "each head" has
+    separate weights. "unit" has no weights, and is only in layers with a rotary embedding. "scaled" has no weights,
+    but a factor for each key head. "full" is one norm of all heads. "bounded" limits the norm of each query, after a
+    factor for each element, and of each key to `head_bound` (Inkling 2).
     """
     qk_norm_bias: bool = False
     """True if the norms of queries and keys have biases."""

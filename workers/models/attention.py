@@ -411,7 +411,10 @@ def head_norm(
     order_K = _rope_order(spec, layer).to(weights.device)
 
     def offset(name: str) -> float | None:
-        return None if spec.qk_norm in ("unit", "scaled") else spec.norm_offset(name)
+        has_weights = spec.qk_norm not in ("unit", "scaled")
+        if spec.qk_norm == "keys":
+            has_weights = name == "k_norm"
+        return spec.norm_offset(name) if has_weights else None
 
     def read(kind: str) -> Tensor:
         parts = []
@@ -431,7 +434,7 @@ def head_norm(
             parts.append(part_HK[:, order_K])
         return torch.cat(parts)
 
-    weight_HK = read("weight") + (offset("q_norm") or 0.0)
+    weight_HK = read("weight") + (offset("k_norm") or 0.0)
     if spec.norm_kind == "rms":
         return HeadNorm(weight_HK, head_norm_eps(spec))
     return HeadLayerNorm(weight_HK, spec.norm_eps, read("bias") if spec.qk_norm_bias else None)

@@ -81,7 +81,7 @@ def with_grouped_norms(reference: transformers.PreTrainedModel) -> None:
 
 
 def with_output_norms(reference: transformers.PreTrainedModel) -> None:
-    """Give the attention and the MLP of a DeepSeek-V3 norms of their outputs."""
+    """Give the attention and the MLP of each layer norms of their outputs."""
 
     def norm(norm: torch.nn.Module, output: Any) -> Any:
         return (norm(output[0]), *output[1:]) if isinstance(output, tuple) else norm(output)
@@ -92,6 +92,29 @@ def with_output_norms(reference: transformers.PreTrainedModel) -> None:
             torch.nn.init.normal_(added.weight, 0.8, 0.3)
             layer.add_module(f"{name}_layernorm", added)
             module.register_forward_hook(lambda _module, _args, output, n=added: norm(n, output))
+
+
+def as_domyn_edge(reference: transformers.PreTrainedModel) -> None:
+    """Let the layers of a Qwen3 without windows have heads of 24 elements and no rotations."""
+
+    def unrotated(_module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        shape = (*kwargs["hidden_states"].shape[:2], 24)
+        return args, kwargs | {"position_embeddings": (torch.ones(shape), torch.zeros(shape))}
+
+    own = copy.deepcopy(reference.config)
+    own.head_dim = 24
+    for index, layer in enumerate(reference.model.layers):
+        if layer.self_attn.sliding_window is None:
+            layer.self_attn = type(layer.self_attn)(own, index)
+            for parameter in layer.self_attn.parameters():
+                torch.nn.init.normal_(parameter, 0, 0.2)
+            layer.self_attn.register_forward_pre_hook(unrotated, with_kwargs=True)
+        torch.nn.init.ones_(layer.self_attn.q_norm.weight)
+    with_output_norms(reference)
+
+
+def without_query_norms(tensors: Tensors) -> Tensors:
+    return {name: weight for name, weight in tensors.items() if "q_norm" not in name}
 
 
 def with_three_passes(reference: transformers.PreTrainedModel) -> None:

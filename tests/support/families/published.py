@@ -142,6 +142,33 @@ PUBLISHED = {
         changes.with_longer_head,
         prepare=changes.with_alibi,
     ),
+    "DomynEdge": Published(
+        "qwen3",
+        {
+            "num_hidden_layers": 5,
+            "layer_types": ["full_attention", *["sliding_attention"] * 3, "full_attention"],
+            "use_sliding_window": True,
+            "sliding_window": 11,
+        },
+        {
+            "model_type": "domynedge",
+            "layer_types": None,
+            "sliding_window": None,
+            "position_layers": ["nope", "rope", "rope", "rope", "nope"],
+            "window_sizes": [[-1, 0], [10, 0], [10, 0], [10, 0], [-1, 0]],
+            "head_sizes": [24, 16, 16, 16, 24],
+        },
+        (
+            (r"self_attn\.", "attention."),
+            (r"mlp\.", "feedforward."),
+            (r"post_attention_layernorm", "pre_feedforward_norm"),
+            (r"input_layernorm", "pre_attention_norm"),
+            (r"output_layernorm", "post_attention_norm"),
+            (r"post_mlp_layernorm", "post_feedforward_norm"),
+        ),
+        changes.without_query_norms,
+        prepare=changes.as_domyn_edge,
+    ),
     "InternLM": Published(
         "llama-biases",
         {"mlp_bias": False},

@@ -132,6 +132,7 @@ NATIVE = [
     "stablelm-parallel",
     "AliceAI",
     "CohereCompass",
+    "DomynEdge",
     "Ernie4_5_VLMoe",
     "Glm5Next",
     "HunYuanVL",

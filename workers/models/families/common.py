@@ -51,6 +51,21 @@ def base_spec(fields: ConfigFields, layers: tuple[LayerSpec, ...], **differences
     return ModelSpec(**llama | differences)
 
 
+def layer_settings(fields: ConfigFields, same: dict[str, Any], count: int) -> list[dict[str, Any]]:
+    """Return the settings of each layer: those of all layers, `same`, changed by `per_layer_config`."""
+    found = [same] * count
+    per_layer = fields.section("per_layer_config")
+    if per_layer is None:
+        return found
+    # Layer numbers may have leading zeros.
+    for name in per_layer.config:
+        section = per_layer.section(name)
+        if not name.isdecimal() or int(name) >= count or section is None:
+            raise fields.error(f"per_layer_config has {name!r}, which is not a layer with settings")
+        found[int(name)] = {**same, **section.config}
+    return found
+
+
 def with_score_head(
     spec: ModelSpec,
     fields: ConfigFields,

@@ -17,7 +17,14 @@ from ...layers.spec import ModelSpec
 from ...layers.specs.altup import AltUpSpec, PerLayerInputsSpec
 from ...layers.specs.experts import ExpertsSpec
 from ...layers.specs.norm_names import NormNames
-from .common import Family, attention_biases, base_spec, head_dim, sliding_layers
+from .common import (
+    Family,
+    attention_biases,
+    base_spec,
+    head_dim,
+    layer_settings,
+    sliding_layers,
+)
 from .hybrid import recurrent_layer
 from .llama import llama
 
@@ -365,20 +372,13 @@ def _global_layer_fields(
     Older configs have separate fields for them, newer ones a section per layer.
     """
     num_kv_heads = fields.integer("num_key_value_heads")
-    per_layer = fields.section("per_layer_config")
-    if per_layer is None:
+    if fields.section("per_layer_config") is None:
         if shares_projection:
             num_kv_heads = fields.integer("num_global_key_value_heads", num_kv_heads)
         size = fields.integer("global_head_dim", 512)
         return fields.with_values({"head_dim": size, "num_key_value_heads": num_kv_heads})
     same = {"head_dim": head_dim(fields), "num_key_value_heads": num_kv_heads}
-    found = [same] * len(slides)
-    # Layer numbers may have leading zeros.
-    for name in per_layer.config:
-        section = per_layer.section(name)
-        if not name.isdecimal() or int(name) >= len(slides) or section is None:
-            raise fields.error(f"per_layer_config has {name!r}, which is not a layer with settings")
-        found[int(name)] = {**same, **section.config}
+    found = layer_settings(fields, same, len(slides))
     global_values = [values for values, is_local in zip(found, slides, strict=True) if not is_local]
     local_values = [values for values, is_local in zip(found, slides, strict=True) if is_local]
     if any(values != same for values in local_values) or any(

@@ -12,7 +12,14 @@ from ...layers.read_rope import read_rope, read_rope_of_layer_type
 from ...layers.rope import RopeSpec
 from ...layers.spec import ModelSpec
 from ...layers.specs.norm_names import NormNames
-from .common import Family, base_spec, head_dim, sliding_layers, uniform_layers
+from .common import (
+    Family,
+    base_spec,
+    head_dim,
+    layer_settings,
+    sliding_layers,
+    uniform_layers,
+)
 from .llama import granite, llama, olmo2, with_axes
 
 _POST_NORMS = NormNames(
@@ -65,6 +72,59 @@ def _apertus(fields: ConfigFields) -> ModelSpec:
 
 def _arcee(fields: ConfigFields) -> ModelSpec:
     return llama(fields.with_defaults(hidden_act="relu2", rms_norm_eps=1e-5), has_gate=False)
+
+
+def _domyn_edge(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of a Domyn Edge, whose layers have heads of several sizes."""
+    fields.require("attention_bias", False)
+    fields = fields.with_defaults(tie_word_embeddings=True)
+    count = fields.layer_count("num_hidden_layers")
+    is_local = [1 < i < count - 2 and (i - 2) % 4 < 3 for i in range(count)]
+    kinds = fields.per_layer("position_layers", count) or [
+        "rope" if x else "nope" for x in is_local
+    ]
+    windows = fields.per_layer("window_sizes", count) or [[1024 if x else -1, 0] for x in is_local]
+    sizes = fields.per_layer("head_sizes", count)
+    if sizes is None and fields.section("per_layer_config") is not None:
+        same = {"head_dim": head_dim(fields)}
+        sizes = [each["head_dim"] for each in layer_settings(fields, same, count)]
+    if sizes is None:
+        sizes = [64 if x else 256 for x in is_local]
+    if not all(type(size) is int and size > 0 for size in sizes):
+        raise fields.wrong("head_sizes", "positive integers", sizes)
+    layers = []
+    for kind, window, size in zip(kinds, windows, sizes, strict=True):
+        if kind not in ("rope", "nope"):
+            raise fields.wrong("position_layers", "rope or nope for each layer", kind)
+        if not _is_window(window):
+            raise fields.wrong("window_sizes", "pairs of a positive number or -1 and of 0", window)
+        layers.append(
+            LayerSpec(
+                read_rope(fields, size) if kind == "rope" else None,
+                window[0] + 1 if window[0] > 0 else None,
+                head_dim=size,
+                attention_scale=size**-0.5,
+            )
+        )
+    return llama(
+        fields.with_values({"head_dim": sizes[0]}),
+        layers=tuple(layers),
+        qk_norm="keys",
+        norms=NormNames(
+            attention_input="pre_attention_norm",
+            attention_output="post_attention_norm",
+            mlp_input="pre_feedforward_norm",
+            mlp_output="post_feedforward_norm",
+        ),
+        tensor_names=((r"\.attention\.", ".self_attn."), (r"\.feedforward\.", ".mlp.")),
+    )
+
+
+def _is_window(value: Any) -> bool:
+    """Return whether the value says how many tokens before and after its own a token attends to; -1 are all."""
+    if not isinstance(value, list) or len(value) != 2 or value[1] != 0:
+        return False
+    return type(value[0]) is int and (value[0] > 0 or value[0] == -1)
 
 
 def ernie4_5(fields: ConfigFields) -> ModelSpec:
@@ -378,6 +438,7 @@ FAMILIES = (
     Family("Apertus1p5ForConditionalGeneration", "apertus1p5", _apertus_1_5),
     Family("Apertus1p5TextForCausalLM", "apertus1p5_text", _apertus_1_5),
     Family("ArceeForCausalLM", "arcee", _arcee),
+    Family("DomynEdgeForCausalLM", "domynedge", _domyn_edge),
     Family("Ernie4_5ForCausalLM", "ernie4_5", ernie4_5),
     Family("ExaoneForCausalLM", "exaone", _exaone),
     Family("Exaone4ForCausalLM", "exaone4", _exaone4),
