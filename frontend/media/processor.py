@@ -23,6 +23,7 @@ from ...protocol.config.images import (
     MosaicProcessor,
     OverlapsProcessor,
     PadProcessor,
+    PagesProcessor,
     PanScanProcessor,
     RatioProcessor,
     ResizeProcessor,
@@ -36,6 +37,7 @@ from .layouts.anyres import anyres
 from .layouts.covers import cover
 from .layouts.grids import canvas, crops, grid, views
 from .layouts.overlaps import overlaps
+from .layouts.pages import pages
 from .layouts.pixels import Parts
 from .layouts.resized import cornered, padded, resized
 from .layouts.scans import pan_and_scan
@@ -59,6 +61,7 @@ _LAYOUTS: Final[dict[type[Any], Callable[[Image.Image, Any], Parts]]] = {
     MosaicProcessor: mosaic,
     OverlapsProcessor: overlaps,
     PadProcessor: padded,
+    PagesProcessor: pages,
     PanScanProcessor: pan_and_scan,
     RatioProcessor: fit_ratio,
     ResizeProcessor: resized,

@@ -129,6 +129,32 @@ class CanvasProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="canv
     tile_end: str = ""
 
 
+class DensePages(msgspec.Struct, frozen=True):
+    """The pages with small text, which have up to `max_tiles` tiles. The limits but the first are off if they are 0.
+
+    Their width divided by the height is above `min_aspect`, and at most `max_aspect`. With the usual number of tiles,
+    their width would be scaled by less than `max_scale`.
+    """
+
+    max_tiles: int
+    max_scale: float = 0.0
+    min_aspect: float = 0.0
+    max_aspect: float = 0.0
+
+
+class PagesProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="pages"):
+    """Splits an image into a grid of tiles with a similar aspect ratio, and adds a copy of the whole to several tiles.
+
+    The grid has `min_tiles` to `max_tiles` tiles of `side` x `side` pixels, at most 16 in each direction. In the
+    prompt, each tile follows its name.
+    """
+
+    side: int
+    min_tiles: int = 1
+    max_tiles: int = 1
+    dense: DensePages | None = None
+
+
 class PanScanProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="pan_scan"):
     """Resizes an image to one tile of `side` x `side` pixels, and if `scans` is true adds up to `max_crops` crops.
 
@@ -384,6 +410,7 @@ AnyImageProcessor: TypeAlias = (
     | MosaicProcessor
     | OverlapsProcessor
     | CanvasProcessor
+    | PagesProcessor
     | PanScanProcessor
     | FitProcessor
     | BudgetProcessor

@@ -1,10 +1,12 @@
-"""The parts of a Granite 4 Vision, for `vision_checkpoints`."""
+"""The parts of Granite's models that read images, for `vision_checkpoints`."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import transformers
+
+_SCALES = {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0}
 
 
 def granite4_vision(
@@ -13,12 +15,11 @@ def granite4_vision(
     """Return the config of a model, and the fields of its image processor and of its processor."""
     tile = tower["image_size"]
     grids = [[tile * rows, tile * columns] for rows, columns in ((1, 1), (1, 2), (2, 1), (2, 2))]
-    scales = {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0}
     # The first part of an embedding is zero, because no outputs are added before the first layer.
     first = 1 if kind.endswith("-late") else 0
     config = transformers.Granite4VisionConfig(
         vision_config=tower | {"model_type": "siglip_vision_model", "hidden_size": 64},
-        text_config=text | scales | {"model_type": "granite4_vision_text", "num_hidden_layers": 8},
+        text_config=text | _SCALES | {"model_type": "granite4_vision_text", "num_hidden_layers": 8},
         image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
         image_grid_pinpoints=grids,
         vision_feature_select_strategy="full",
@@ -48,3 +49,28 @@ def granite4_vision(
         "downsample_rate": "2/4",
     }
     return config, processor, others
+
+
+def granite_docling(
+    kind: str, tower: dict[str, int], text: dict[str, Any], tokenizer: Any, factor: int
+) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+    """Return the same for a Granite for Docling."""
+    tile, size = tower["image_size"], text["hidden_size"]
+    config = transformers.GraniteDoclingConfig(
+        vision_config=tower
+        | {"out_hidden_size": size, "scale_factor": 4, "deepstack_visual_indexes": [0, 2]},
+        text_config=text | _SCALES | {"model_type": "granite_docling_text"},
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+        density_router_hidden_size=24,
+        tie_word_embeddings=False,
+    )
+    processor = {
+        "image_processor_type": "GraniteDoclingImageProcessor",
+        "max_patches": 6,
+        "dense_max_patches": 8,
+        "dense_max_scale": 0.5,
+        "dense_min_aspect": 0.6,
+        "dense_max_aspect": 1.4,
+        "size": {"height": tile, "width": tile},
+    }
+    return config, processor, {"processor_class": "GraniteDoclingProcessor", "image_seq_len": 4}

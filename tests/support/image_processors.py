@@ -25,6 +25,7 @@ def image_processor(path: Path, kind: str, **overrides: Any) -> Any:
 def image_processor_class(name: str) -> Any:
     """Return transformers' class of an image processor with Pillow for the models of this name."""
     families = {"GotOcr2": "got_ocr2", "LlavaNext": "llava_next"}
+    families["GraniteDocling"] = "granite_docling"
     families |= {"LlavaOnevision": "llava_onevision"}
     family = families.get(name, name.lower())
     module = import_module(f"transformers.models.{family}.image_processing_pil_{family}")

@@ -11,7 +11,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from support.families.multimodal import MULTIMODAL
-from support.granite_vision import granite4_vision
+from support.granite_vision import granite4_vision, granite_docling
 from support.image_marks import (
     COHERE_MARKS,
     GEMMA_MARKS,
@@ -476,6 +476,7 @@ _PARTS_BY_FAMILY = {
     "gemma4": _gemma4,
     "gemma4_unified": _gemma4,
     "granite4_vision": granite4_vision,
+    "granite_docling": granite_docling,
     "llava_next": _anyres,
     "llava_onevision": _anyres,
     "pixtral": _pixtral,
@@ -492,9 +493,8 @@ def _class(kind: str) -> str:
     names |= {"vipllava": "VipLlava", "lighton_ocr": "LightOnOcr", "aya_vision": "AyaVision"}
     names |= {"cohere2_vision": "Cohere2Vision", "qianfan_ocr": "QianfanOCR"}
     names |= {"gemma3": "Gemma3", "gemma4": "Gemma4", "pixtral": "Llava", "mistral3": "Mistral3"}
-    names["gemma4_unified"] = "Gemma4Unified"
-    names["granite4_vision"] = "Granite4Vision"
-    names["mistral_large4"] = "MistralLarge4"
+    names |= {"gemma4_unified": "Gemma4Unified", "mistral_large4": "MistralLarge4"}
+    names |= {"granite4_vision": "Granite4Vision", "granite_docling": "GraniteDocling"}
     names |= {"llama4": "Llama4", "llava_next": "LlavaNext", "llava_onevision": "LlavaOnevision"}
     names |= dict.fromkeys(("paligemma", "paligemma2"), "PaliGemma")
     return names[kind.split("-")[0]] + "ForConditionalGeneration"

@@ -40,13 +40,15 @@ def grid(image: Image.Image, config: GridProcessor) -> Parts:
     return tiles_and_whole(tiles, make_tile(whole, config))
 
 
-def tiles_and_whole(tiles: Sequence[Sequence[Tile]], whole: Tile) -> Parts:
-    """Return the tiles row by row, each after its name, then the whole image."""
+def tiles_and_whole(tiles: Sequence[Sequence[Tile]], whole: Tile | None) -> Parts:
+    """Return the tiles row by row, each after its name, then the whole image if there is one."""
     parts: Parts = []
     for row, of_row in enumerate(tiles, 1):
         for column, tile in enumerate(of_row, 1):
             parts += [f"{_AROUND}<row_{row}_col_{column}>", tile]
         parts.append("\n")
+    if whole is None:
+        return parts
     if tiles:
         parts.append("\n")
     return [*parts, f"{_AROUND}<global-img>", whole, _AROUND]
@@ -192,14 +194,14 @@ def fit_longest(width: int, height: int, longest: int) -> tuple[int, int]:
 
 
 def best_canvas(
-    width: int, height: int, side: int, min_tiles: int, max_tiles: int
+    width: int, height: int, side: int, min_tiles: int, max_tiles: int, max_side: int = 0
 ) -> tuple[int, int]:
-    """Return the columns and rows of the grid whose aspect ratio is closest to the image's.
+    """Return the columns and rows of the grid whose aspect ratio is closest to the image's, up to `max_side` if given.
 
     Among grids with the same ratio, the one with the most tiles is chosen, unless more than half of its pixels would
     come from enlarging.
     """
-    sides = range(1, max_tiles + 1)
+    sides = range(1, min(max_tiles, max_side or max_tiles) + 1)
     grids = [(columns, rows) for columns in sides for rows in sides]
     ratio, area = width / height, width * height
     best, least = (1, 1), math.inf

@@ -1,10 +1,10 @@
-"""Read the image processors of Idefics3 and SmolVLM."""
+"""Read the image processors of Idefics3, SmolVLM and Granite for Docling."""
 
 from __future__ import annotations
 
 from ....protocol.checkpoint.vision.spec import MAX_SIDE, VisionSpec
-from ....protocol.config.images import GridProcessor
-from .fields import LANCZOS, side_of_tile, values
+from ....protocol.config.images import DensePages, GridProcessor, PagesProcessor
+from .fields import BICUBIC, CLIP_VALUES, LANCZOS, side_of_tile, sides, values
 from .source import ProcessorSource
 
 
@@ -18,4 +18,27 @@ def grid(source: ProcessorSource, vision: VisionSpec, token_id: int) -> GridProc
         side=side,
         longest_edge=size.integer("longest_edge", 4 * side, maximum=MAX_SIDE),
         splits=fields.boolean("do_image_splitting", True),
+    )
+
+
+_MAX_TILES = 256
+
+
+def pages(source: ProcessorSource, vision: VisionSpec, token_id: int) -> PagesProcessor:
+    """Return the processor of Granite for Docling, on its coarse path, which is the default."""
+    fields = source.fields
+    fields.require("fine_route", False, default=False)
+    splits = fields.boolean("crop_to_patches", True)
+    least = fields.integer("min_patches", 1, maximum=_MAX_TILES)
+    most = fields.integer("max_patches", 32, minimum=least, maximum=_MAX_TILES)
+    dense: DensePages | None = None
+    if count := fields.integer("dense_max_patches", 0, minimum=0, maximum=_MAX_TILES):
+        names = ("dense_max_scale", "dense_min_aspect", "dense_max_aspect")
+        dense = DensePages(max(count, least), *(fields.number(name, 0.0) for name in names))
+    return PagesProcessor(
+        **CLIP_VALUES | values(fields, vision, token_id, BICUBIC),
+        side=side_of_tile(sides(fields, "size"), "height", vision),
+        min_tiles=least if splits else 1,
+        max_tiles=most if splits else 1,
+        dense=dense,
     )

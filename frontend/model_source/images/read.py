@@ -16,7 +16,7 @@ from ....protocol.errors import CheckpointError
 from ...tokenizer.config import TokenizerConfig
 from .anyres import anyres
 from .gemma import gemma3, gemma3n, gemma4, gemma4_unified, paligemma
-from .idefics3 import grid
+from .idefics3 import grid, pages
 from .lfm2 import thumbnail
 from .llama4 import mosaic, tiles
 from .margins import margins, margins_between_marks, margins_with_copy
@@ -100,7 +100,7 @@ def read_image_processor(
     # The token in the place of an image that stands alone has no meaning.
     token_id = 0 if stands_alone else image_token_id(path, config, text.integer("vocab_size"))
     read = _READERS[model_kind(config)]
-    if read is not cover:
+    if read not in (cover, pages):
         # The processors of InternVL and DeepSeek-OCR 2 ignore this field of the file.
         processor = processor.with_values({"crop_to_patches": None})
     source = ProcessorSource(path, processor.with_values(dict(overrides)), config, tokens)
@@ -183,6 +183,7 @@ _READERS: Final[dict[str, _Reader]] = {
     "glm_ocr": resize_pairs,
     "got_ocr2": middle,
     "granite4_vision": anyres,
+    "granite_docling": pages,
     "hunyuan_vl": resize_lines,
     "hy_v4_vl": resize_lines,
     "idefics3": grid,

@@ -1,4 +1,4 @@
-"""Read the vision tower of Granite 4 Vision, and the Q-Former that Granite Speech has, too."""
+"""Read the vision towers of Granite 4 Vision and Granite for Docling, and the Q-Former that Granite Speech has."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from msgspec.structs import replace
 
 from ...config.query_former import QueryFormerSpec
 from ..config_fields import ConfigFields
+from .fields import check_factor
+from .gemma import siglip
 from .llava import llava
 from .spec import VisionSpec, WindowQueries, WindowsSpec
 
@@ -94,6 +96,32 @@ def granite4_vision(fields: ConfigFields, vision: ConfigFields, output_size: int
         windows=windows,
         added_after=added_after,
         has_newlines=True,
+    )
+
+
+def granite_docling(fields: ConfigFields, vision: ConfigFields, output_size: int) -> VisionSpec:
+    """Return the tower of Granite for Docling with its coarse path, which transformers takes by default."""
+    vision = vision.with_defaults(image_size=512, patch_size=16)
+    spec = siglip(vision, output_size, projection="connector")
+    vision.require("out_hidden_size", output_size, ", the decoder's hidden_size", default=1024)
+    (num_layers,) = spec.feature_layers
+    factor = vision.integer("scale_factor", 4, maximum=64)
+    check_factor(vision, "scale_factor", factor, spec.image_size // spec.patch_size)
+    layers = _converted(vision, "deepstack_visual_indexes", [3, 7, 10], _Layers)
+    if layers != sorted(set(layers)) or max(layers, default=0) >= num_layers:
+        raise vision.wrong("deepstack_visual_indexes", f"rising, below {num_layers}", layers)
+    if output_size % 4:
+        raise vision.wrong("out_hidden_size", "a multiple of 4", output_size)
+    text = fields.first_section("text_config")
+    return replace(
+        spec,
+        # The projection norms the last features.
+        has_post_norm=False,
+        feature_layers=(*(layer + 1 for layer in layers), num_layers),
+        merge_factor=factor,
+        output_size=output_size * (1 + len(layers)),
+        output_scale=text.positive("embedding_multiplier", 12.0),
+        added_after=tuple(range(len(layers))),
     )
 
 

@@ -18,7 +18,7 @@ from .deepseek import (
     got_ocr2,
 )
 from .gemma import PatchVisionSpec, gemma3, gemma4, gemma4_unified, paligemma
-from .granite import granite4_vision
+from .granite import granite4_vision, granite_docling
 from .grid import (
     GridVisionSpec,
     ernie4_5_vl,
@@ -142,6 +142,7 @@ _READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionS
     "glm_ocr": glm_ocr,
     "got_ocr2": got_ocr2,
     "granite4_vision": granite4_vision,
+    "granite_docling": granite_docling,
     "hunyuan_vl": hunyuan_vl,
     "hy_v4_vl": hy_v4_vl,
     "idefics3": idefics3,

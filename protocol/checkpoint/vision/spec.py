@@ -109,6 +109,7 @@ class VisionSpec(msgspec.Struct, frozen=True):
             embeddings.
         merge_factor: Squares of this side, in patches, are first merged into one row, concatenated or as their mean.
         projection_activation: The activation of the projection "mlp".
+        output_scale: The factor of the first part of the outputs of "connector".
         has_projection_norm: True if "mlp" and "gated mlp" norm the merged rows first.
         adapter_size: The intermediate size of "gated mlp" and of "mlp" (if 0, of "mlp" the output size), and the output
             size of "adapter".
@@ -180,6 +181,8 @@ class VisionSpec(msgspec.Struct, frozen=True):
       128 elements, before a norm and one product (MiniCPM-V 2.6, arXiv 2408.01800)
     * "class": a product of the class token alone, whose result is the embedding of an image without a decoder (CLIP)
     * "probe": a learned query attends to the patches before an MLP; the result is as for "class" (SigLIP)
+    * "connector": norms and products of the last layer's features, with fixed positions in between; other parts are a
+      norm and two products of the features of other layers (Granite for Docling)
     * "windows": learned queries read windows of patches, several times with other weights (Granite 4 Vision)
     * "adapter": two products with `adapter_size` outputs and no biases, each followed by an activation, then a matrix
       (Llama 4)
@@ -208,6 +211,7 @@ class VisionSpec(msgspec.Struct, frozen=True):
         "resampler",
         "class",
         "probe",
+        "connector",
         "windows",
         "adapter",
     ]
@@ -218,6 +222,7 @@ class VisionSpec(msgspec.Struct, frozen=True):
     projection_activation: str = "gelu"
     projection_bias: bool = True
     projection_eps: float = 1e-5
+    output_scale: float = 1.0
     has_projection_norm: bool = False
     adapter_size: int = 0
     normalizes_in_bfloat16: bool = False

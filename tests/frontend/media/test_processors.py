@@ -37,10 +37,11 @@ from transformers.models.llama4.processing_llama4 import Llama4Processor
 
 pytestmark = pytest.mark.slow
 
+OTHERS = ("internvl_chat", "gemma3", "paligemma", "granite_docling")
 SIZES = [(64, 64), (30, 20), (200, 150), (151, 333), (1000, 40), (7, 900), (1, 1)]
 
 
-@pytest.fixture(scope="module", params=(*MODELS, "internvl_chat", "gemma3", "paligemma"))
+@pytest.fixture(scope="module", params=(*MODELS, *OTHERS))
 def model(request, tmp_path_factory):
     path, _ = vision_directory(tmp_path_factory.mktemp("model"), request.param)
     return request.param, path
@@ -218,6 +219,7 @@ def _texts_of_images(kind, path, name, others, images):
         "llava-siglip",
         "internvl",
         "aya_vision",
+        "granite_docling",
         *GEMMA_MODELS,
         *SIZED_MODELS,
         *ANYRES_MODELS,
@@ -262,7 +264,7 @@ def test_invalid_processor_fields_are_named(model):
     wrong = {"idefics3": {"max_image_size": {"longest_edge": 32}}}
     wrong["smolvlm"] = wrong["idefics3"]
     wrong["internvl"] = {"size": {"height": 32, "width": 32}}
-    wrong["aya_vision"] = wrong["internvl"]
+    wrong["aya_vision"] = wrong["granite_docling"] = wrong["internvl"]
     wrong["llava-clip"] = {"crop_size": 32}
     wrong["gemma3"] = wrong["paligemma"] = wrong["internvl"]
     wrong["llava-siglip"] = {"size": {"height": 32, "width": 32}}

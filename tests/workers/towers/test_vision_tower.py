@@ -49,6 +49,7 @@ KINDS = (
     *(f"{kind}-own" for kind in SIZED_MODELS[:2]),
     *ANYRES_MODELS,
     "granite4_vision-late",
+    "granite_docling",
 )
 SIZES = {"gemma4": [(48, 32), (80, 64)], "pixtral": [(48, 24), (64, 64)]}
 SIZES["gemma4_unified"] = [(48, 32), (128, 96)]
@@ -93,6 +94,9 @@ def _tiles(path, picture):
 def _reference_images(kind, pixels):
     """Return the arguments of transformers' model for images [3, height, width]."""
     sizes = [image.shape[1:] for image in pixels]
+    if kind == "granite_docling":
+        mask = torch.ones(1, len(pixels), dtype=torch.bool)
+        return {"pixel_values": torch.stack(pixels)[None], "pixel_attention_mask": mask}
     if kind in ("idefics3", "smolvlm"):
         return {"pixel_values": torch.stack(pixels)[None]}
     if kind.startswith("gemma4"):

@@ -17,6 +17,8 @@ from ....protocol.checkpoint.vision.tiled.minicpm import HEAD_SIZE
 from ...loaders import Checkpoint
 from ..image_tower import TowerSource
 from ..weights import Linear, Norm, VisionWeights, find_activation
+from .connector import read_connector
+from .merging import means, side_by_side, waves
 from .window_queries import read_window_queries
 
 Projection: TypeAlias = Callable[[Tensor, int], Tensor]
@@ -50,14 +52,14 @@ def _matrix(spec: VisionSpec, checkpoint: Checkpoint, read: _Reader) -> Projecti
     product = weights.read_linear(
         _MATRIX, spec.output_size, _merged_size(spec), has_bias=spec.projection_bias
     )
-    return lambda x_PD, num_columns: product(_side_by_side(x_PD, num_columns, spec.merge_factor))
+    return lambda x_PD, num_columns: product(side_by_side(x_PD, num_columns, spec.merge_factor))
 
 
 def _mlp(spec: VisionSpec, checkpoint: Checkpoint, read: _Reader) -> Projection:
     weights = read(f"{_MLP}linear_1.weight")
     norm = _norm_ofsquares(spec, weights)
     mlp = _two_products(spec, checkpoint, weights, _merged_size(spec))
-    return lambda x_PD, num_columns: mlp(norm(_side_by_side(x_PD, num_columns, spec.merge_factor)))
+    return lambda x_PD, num_columns: mlp(norm(side_by_side(x_PD, num_columns, spec.merge_factor)))
 
 
 def _joined(spec: VisionSpec, checkpoint: Checkpoint, read: _Reader) -> Projection:
@@ -81,7 +83,7 @@ def _gated_mlp(spec: VisionSpec, checkpoint: Checkpoint, read: _Reader) -> Proje
     second = weights.read_linear(f"{_MLP}linear_2", spec.output_size, inner)
 
     def project(x_PD: Tensor, num_columns: int) -> Tensor:
-        up, gate = first(norm(_side_by_side(x_PD, num_columns, spec.merge_factor))).chunk(2, -1)
+        up, gate = first(norm(side_by_side(x_PD, num_columns, spec.merge_factor))).chunk(2, -1)
         return second(F.silu(gate) * up)
 
     return project
@@ -103,7 +105,7 @@ def _merged_mlp(spec: VisionSpec, checkpoint: Checkpoint, read: _Reader) -> Proj
     merge = merge.unflatten(1, (size, factor**2)).transpose(1, 2).flatten(1).contiguous()
     mlp = _two_products(spec, checkpoint, weights, size)
     return lambda x_PD, num_columns: mlp(
-        F.linear(_side_by_side(norm(x_PD), num_columns, factor), merge)
+        F.linear(side_by_side(norm(x_PD), num_columns, factor), merge)
     )
 
 
@@ -115,7 +117,7 @@ def _mean(spec: VisionSpec, checkpoint: Checkpoint, read: _Reader) -> Projection
         f"{_MLP}mm_soft_emb_norm", spec.hidden_size, spec.projection_eps, offset=1.0
     )
     return lambda x_PD, num_columns: F.linear(
-        norm(_means(x_PD, num_columns, spec.merge_factor)), weight
+        norm(means(x_PD, num_columns, spec.merge_factor)), weight
     )
 
 
@@ -191,26 +193,13 @@ def _resampler(spec: VisionSpec, checkpoint: Checkpoint, read: _Reader) -> Proje
 
     def project(x_PD: Tensor, num_columns: int) -> Tensor:
         x_PD = norm_patches(x_PD if first is None else first(x_PD))
-        places_PD = _waves(len(x_PD) // num_columns, num_columns, size).to(x_PD)
+        places_PD = waves(len(x_PD) // num_columns, num_columns, size).to(x_PD)
         attended = F.scaled_dot_product_attention(
             heads(q_QD), heads(to_k(x_PD + places_PD)), heads(to_v(x_PD))
         )
         return last_norm(output(attended.transpose(0, 1).flatten(1))) @ last_DD
 
     return project
-
-
-def _waves(rows: int, columns: int, size: int) -> Tensor:
-    """Return the positions of patches [P, size]: sines and cosines of the column, then those of the row."""
-    frequencies = 1.0 / 10_000 ** (torch.arange(size // 4) / (size / 4))
-
-    def of_axis(count: int) -> Tensor:
-        angles = torch.arange(count)[:, None] * frequencies
-        return torch.cat((angles.sin(), angles.cos()), -1)
-
-    shape = rows, columns, size // 2
-    parts = of_axis(columns).expand(shape), of_axis(rows)[:, None].expand(shape)
-    return torch.cat(parts, -1).flatten(0, 1)
 
 
 def _class(spec: VisionSpec, checkpoint: Checkpoint, read: _Reader) -> Projection:
@@ -247,7 +236,7 @@ def _probe(spec: VisionSpec, checkpoint: Checkpoint, read: _Reader) -> Projectio
 
 
 def _no_product(spec: VisionSpec, checkpoint: Checkpoint, read: _Reader) -> Projection:
-    return lambda x_PD, num_columns: _means(x_PD, num_columns, spec.merge_factor)
+    return lambda x_PD, num_columns: means(x_PD, num_columns, spec.merge_factor)
 
 
 def _adapter(spec: VisionSpec, checkpoint: Checkpoint, read: _Reader) -> Projection:
@@ -257,7 +246,7 @@ def _adapter(spec: VisionSpec, checkpoint: Checkpoint, read: _Reader) -> Project
     second = weights.read_linear(f"{_MLP}fc2", size, size, has_bias=False)
     last = weights.read_linear(f"{_MLP}linear_1", spec.output_size, size, has_bias=False)
     return lambda x_PD, num_columns: last(
-        activation(second(activation(first(_side_by_side(x_PD, num_columns, spec.merge_factor)))))
+        activation(second(activation(first(side_by_side(x_PD, num_columns, spec.merge_factor)))))
     )
 
 
@@ -271,7 +260,7 @@ def _standardized_mean(spec: VisionSpec, checkpoint: Checkpoint, read: _Reader) 
 
     def project(x_PD: Tensor, num_columns: int) -> Tensor:
         # The scaled means may exceed the range of float16.
-        x_MD = _means(x_PD, num_columns, spec.merge_factor).float() * size**0.5
+        x_MD = means(x_PD, num_columns, spec.merge_factor).float() * size**0.5
         if mean_and_factor:
             x_MD = (x_MD - mean_and_factor[0]) * mean_and_factor[1]
         return product(F.rms_norm(x_MD.to(x_PD.dtype), (size,), None, spec.projection_eps))
@@ -287,7 +276,7 @@ def _words(spec: VisionSpec, checkpoint: Checkpoint, read: _Reader) -> Projectio
     table_WD = read(WORDS).read(WORDS, spec.num_words, spec.output_size)[:num_words]
 
     def project(x_PD: Tensor, num_columns: int) -> Tensor:
-        logits_MW = norm(product(_side_by_side(x_PD, num_columns, spec.merge_factor)))
+        logits_MW = norm(product(side_by_side(x_PD, num_columns, spec.merge_factor)))
         if spec.chooses_words:
             return table_WD[logits_MW.argmax(-1)]
         return logits_MW.softmax(-1) @ table_WD
@@ -310,24 +299,6 @@ def _merged_size(spec: VisionSpec) -> int:
     return spec.hidden_size * len(spec.feature_layers) * spec.merge_factor**2
 
 
-def squares(x_PD: Tensor, num_columns: int, factor: int) -> Tensor:
-    """Return the features of each square of patches, [M, factor ** 2, D]. Incomplete squares are omitted."""
-    rows = x_PD.unflatten(0, (-1, num_columns))
-    rows = rows[: len(rows) // factor * factor, : num_columns // factor * factor]
-    squares = rows.unflatten(1, (-1, factor)).unflatten(0, (-1, factor))
-    return squares.transpose(1, 2).flatten(2, 3).flatten(0, 1)
-
-
-def _side_by_side(x_PD: Tensor, num_columns: int, factor: int) -> Tensor:
-    """Return the concatenated features of each square of patches."""
-    return x_PD if factor == 1 else squares(x_PD, num_columns, factor).flatten(1)
-
-
-def _means(x_PD: Tensor, num_columns: int, factor: int) -> Tensor:
-    """Return the mean of the features of each square of patches."""
-    return x_PD if factor == 1 else squares(x_PD, num_columns, factor).mean(1)
-
-
 _KINDS: Final[dict[str, Callable[[VisionSpec, Checkpoint, _Reader], Projection]]] = {
     "matrix": _matrix,
     "adapter": _adapter,
@@ -342,6 +313,7 @@ _KINDS: Final[dict[str, Callable[[VisionSpec, Checkpoint, _Reader], Projection]]
     "mean": _mean,
     "means": _no_product,
     "standardized mean": _standardized_mean,
+    "connector": read_connector,
     "windows": read_window_queries,
     "words": _words,
 }

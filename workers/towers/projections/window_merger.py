@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from ....protocol.checkpoint.vision.spec import VisionSpec
 from ..weights import Linear, VisionWeights
-from .projection import squares
+from .merging import squares
 
 _SIDE = 2
 
