@@ -165,25 +165,29 @@ class ResetPrefixCache(msgspec.Struct, tag="reset", array_like=True, gc=False, f
 
 
 class DumpEventLog(msgspec.Struct, tag="dump", array_like=True, gc=False, frozen=True):
-    """Write the event log to a file. Answered by `CallResult`, whose `detail` is the path."""
+    """Write the event log to a file, whose path is the `detail` of the `CallResult`."""
 
     call_id: int
 
 
 class DescribeBlocks(msgspec.Struct, tag="blocks", array_like=True, gc=False, frozen=True):
-    """Asks for the state of the KV cache.
-
-    The `detail` of the `CallResult` has the `BlockState` of every N-th block; N keeps it within `MAX_BLOCK_CELLS`.
-    """
+    """Returns the `BlockState` of every N-th KV-cache block in `detail`; N keeps it within `MAX_BLOCK_CELLS`."""
 
     call_id: int
+
+
+class AbortByID(msgspec.Struct, tag="abort-id", array_like=True, gc=False, frozen=True):
+    """Abort the requests of all frontends that have this ID, or all if it is ""; their number is the `detail`."""
+
+    call_id: int
+    request_id: str
 
 
 class LossNoted(msgspec.Struct, tag="noted", array_like=True, gc=False, frozen=True):
     """Confirms a `ReplicaLost`."""
 
 
-ReplicaCall: TypeAlias = ResetPrefixCache | DumpEventLog | DescribeBlocks
+ReplicaCall: TypeAlias = ResetPrefixCache | DumpEventLog | DescribeBlocks | AbortByID
 """Messages that are answered by `CallResult`."""
 
 ClientMessage: TypeAlias = (

@@ -254,6 +254,11 @@ class RecordedScheduler(SchedulerInterface):
         self.log.num_bytes += 100 * len(keys)
         self.scheduler.finish_requests(keys, reason, message)
 
+    def find_requests(self, request_id: str) -> list[RequestKey]:
+        """Return the unfinished requests that have this ID, or all of them if it is ""."""
+        requests = self.scheduler.requests.values()
+        return [each.key for each in requests if request_id in ("", each.request_id)]
+
     def reset_prefix_cache(self, reset_running_requests: bool = False, now: float = 0.0) -> bool:
         """Record and forward the call."""
         self.log.events.append(ResetPrefixCache(reset_running_requests, now))

@@ -4,9 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Final
 
-from ...protocol.messages import CallResult, DumpEventLog, ReplicaCall, ResetPrefixCache
+from ...protocol.messages import (
+    AbortByID,
+    CallResult,
+    DumpEventLog,
+    FinishReason,
+    ReplicaCall,
+    ResetPrefixCache,
+)
 from ..scheduler.interface import SchedulerInterface
+
+ABORTED: Final = "the request was aborted by an operator"
+"""The message of a request that a call of /abort_request ended."""
 
 
 def answer_call(
@@ -23,4 +34,8 @@ def answer_call(
         return CallResult(call.call_id, is_reset)
     if isinstance(call, DumpEventLog):
         return CallResult(call.call_id, *dump_event_log("request"))
+    if isinstance(call, AbortByID):
+        keys = scheduler.find_requests(call.request_id)
+        scheduler.finish_requests(keys, FinishReason.ABORT, ABORTED)
+        return CallResult(call.call_id, True, str(len(keys)))
     return CallResult(call.call_id, True, scheduler.describe_blocks())

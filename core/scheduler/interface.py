@@ -64,6 +64,10 @@ class SchedulerInterface(ABC):
     ) -> None:
         """Finish requests before their last token. Unknown and finished ones are ignored."""
 
+    def find_requests(self, request_id: str) -> list[RequestKey]:
+        """Return the unfinished requests that have this ID, or all of them if it is ""; [] if unknown."""
+        return []
+
     @abstractmethod
     def get_kv_cache_usage(self) -> float:
         """Return the fraction of KV-cache blocks in use, from 0 to 1."""

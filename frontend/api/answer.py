@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import Generic, Protocol, TypeVar
+from typing import ClassVar, Generic, Protocol, TypeVar
 
 from ..client.engine_client import Delta, Sequence
 from ..http.json_pieces import EncodedJSON, encode_list
@@ -32,8 +32,11 @@ class Outputs(Protocol):
 class Answer(ABC, Generic[Request]):
     """A response that is sent as a whole or as stream chunks.
 
-    `envelope` holds all fields except choices and usage.
+    `envelope` holds all fields except choices and usage. If `shows_abort`, clients expect the output and the finish
+    reason of an aborted request; otherwise it gets an error.
     """
+
+    shows_abort: ClassVar[bool] = False
 
     def __init__(self, serving: Serving, request: Request, group: Outputs, envelope: Json) -> None:
         self.serving = serving

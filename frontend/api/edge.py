@@ -97,7 +97,8 @@ class Edge:
             nonlocal started
             if not started:
                 started = True
-                headers = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
+                sent_id: str = scope["state"]["request_id"]
+                headers = [*message.get("headers", ()), (b"x-request-id", sent_id.encode())]
                 message = {**message, "headers": headers}
             await send(message)
 
@@ -118,8 +119,9 @@ class Edge:
         except HTTPException as error:
             answer = _routing_error(error, scope)
         except Exception:
-            logger.exception("request %s failed", request_id)
-            answer = internal_error(f"Internal server error (request {request_id})")
+            failed_id = scope["state"]["request_id"]
+            logger.exception("request %s failed", failed_id)
+            answer = internal_error(f"Internal server error (request {failed_id})")
         if not started:
             if has_body_left:
                 await _discard_body(receive)

@@ -31,6 +31,7 @@ from .generation import (
     PreparedPrompt,
     beam_search_params,
     find_origin,
+    find_request_id,
     read_outputs,
     submit,
     verify_streamed_logprobs,
@@ -103,7 +104,7 @@ class Endpoint(ABC, Generic[Request]):
         prompts, new_answer = await self._prepare(request, body_size, receive)
         verify_streamed_logprobs(request, prompts, serving)
         lease.count_media(sum(prompt.num_image_bytes * prompt.params.n for prompt in prompts))
-        request_id, recent = state["request_id"], serving.recent_prompts
+        request_id, recent = find_request_id(request, state), serving.recent_prompts
         first, owner = prompts[0], origin.cache_owner
         nearest = recent.find_nearest(owner, first.token_ids) if request.include_receipt else None
         recent.add(owner, first.token_ids)
@@ -248,7 +249,9 @@ class Endpoint(ABC, Generic[Request]):
         await wait_for_end(group, receive)
         response = await self._serving.executor.run(
             group.weight + answer.prompt_weight,
-            lambda: json_response(answer.whole(read_outputs(group))),
+            lambda: json_response(
+                answer.whole(read_outputs(group, shows_abort=answer.shows_abort))
+            ),
         )
         await response(scope, receive, send)
 

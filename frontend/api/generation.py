@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -16,6 +17,7 @@ from starlette.types import Receive, Scope
 from ...protocol.encoder_inputs.inputs import EncoderInput
 from ...protocol.errors import POISON_REQUEST
 from ...protocol.pooling_params import PoolingParams
+from ...protocol.process import logged_request_id
 from ...protocol.sampling_params import SamplingParams
 from ..client.beam_search import BeamSearch, BeamSearchFailed, BeamSearchParams
 from ..client.engine_client import (
@@ -39,6 +41,7 @@ from ..http.errors import (
     renaming,
     too_many_requests,
     unavailable,
+    wrong,
 )
 from ..http.trace_headers import read_trace_headers
 from .bodies.body import ClientDisconnected
@@ -78,6 +81,9 @@ _NOT_IN_BEAM_SEARCH: Final = (
 
 RANK_HEADER: Final = "X-data-parallel-rank"
 _RANK_HEADER = RANK_HEADER.lower().encode()
+
+REQUEST_ID: Final = re.compile(r"[!-~]{1,128}", re.ASCII)
+"""Pattern of the IDs that clients may choose for their requests."""
 
 
 class HasUser(Protocol):
@@ -190,14 +196,14 @@ def find_origin(scope: Scope, request: HasUser, deadline: float, num_replicas: i
     """Return the origin of a request with this deadline.
 
     Raises:
-        APIError: `user` is too long, or the header with the replica is invalid (400).
+        APIError: `user` is too long, or the replica is invalid (400).
     """
     state = scope["state"]
     return Origin(
         _find_tenant(request, state["tenant"]),
         state["cache_owner"],
         deadline,
-        _find_data_parallel_rank(scope, num_replicas),
+        _find_data_parallel_rank(scope, request, num_replicas),
         read_trace_headers(scope),
     )
 
@@ -212,8 +218,28 @@ def _find_tenant(request: HasUser, key_tenant: str) -> str:
     return key_tenant or user
 
 
-def _find_data_parallel_rank(scope: Scope, num_replicas: int) -> int | None:
-    """Return the replica that the client selects in a header; None for any replica."""
+def find_request_id(request: GenerationRequest | PoolingFields, state: dict[str, Any]) -> str:
+    """Return the ID of a request. If the client chose it in the body, it also replaces the ID in the state.
+
+    Raises:
+        APIError: The ID is not allowed, or there are several (400).
+    """
+    rid = request.rid[0] if isinstance(request.rid, list) and len(request.rid) == 1 else request.rid
+    param, chosen = ("request_id", request.request_id) if rid is None else ("rid", rid)
+    if chosen is not None:
+        if not isinstance(chosen, str) or not REQUEST_ID.fullmatch(chosen):
+            raise wrong(param, "one ID of 1 to 128 visible ASCII characters", chosen)
+        state.update(request_id=chosen, has_given_id=True)
+        logged_request_id.set(chosen)
+    found: str = state["request_id"]
+    return found
+
+
+def _find_data_parallel_rank(scope: Scope, request: HasUser, num_replicas: int) -> int | None:
+    """Return the replica that the client selects in the body or a header; None for any replica."""
+    if isinstance(request, GenerationRequest) and request.data_parallel_rank is not None:
+        param = request.sent_name("data_parallel_rank")
+        return parse_rank(str(request.data_parallel_rank), param, num_replicas)
     for name, value in scope["headers"]:
         if name == _RANK_HEADER:
             return parse_rank(value.decode("latin-1").strip(), RANK_HEADER, num_replicas)
@@ -383,22 +409,27 @@ async def wait_for_end(group: RequestGroup, receive: Receive) -> None:
             raise ClientDisconnected
 
 
-def read_outputs(group: RequestGroup) -> list[Delta]:
+def read_outputs(group: RequestGroup, *, shows_abort: bool = False) -> list[Delta]:
     """Return the complete output of every sequence.
+
+    With `shows_abort`, an aborted sequence has not failed.
 
     Raises:
         APIError: A sequence failed.
     """
     outputs = group.read_all()
     for output in outputs:
-        raise_if_failed(output)
+        raise_if_failed(output, shows_abort=shows_abort)
     return outputs
 
 
-def raise_if_failed(delta: Delta) -> None:
-    """Raise APIError if the engine ended this sequence without finishing it."""
+def raise_if_failed(delta: Delta, *, shows_abort: bool = False) -> None:
+    """Raise APIError if the engine ended this sequence without finishing it.
+
+    With `shows_abort`, an aborted sequence has not failed.
+    """
     reason = delta.finish_reason
-    if reason in (None, "stop", "length", "repetition"):
+    if reason in (None, "stop", "length", "repetition") or (shows_abort and reason == "abort"):
         return
     message = redact(delta.error or f"The request failed before it finished: {reason}")
     if reason == "ignored":

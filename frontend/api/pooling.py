@@ -22,7 +22,14 @@ from ..http.deadline import read_deadline
 from ..http.errors import APIError, bad_request, redact, renamer, renaming, wrong
 from ..tokenizer.token_ids import truncate
 from .chat_prompt import render_chat, verify_template_kwargs
-from .generation import PreparedPrompt, find_origin, read_outputs, submit, wait_for_end
+from .generation import (
+    PreparedPrompt,
+    find_origin,
+    find_request_id,
+    read_outputs,
+    submit,
+    wait_for_end,
+)
 from .prompts import ContextExceededError, Prompt, verify_num_characters
 from .schema import ChatCompletionRequest, InputFields, PoolingFields
 from .serving import Serving
@@ -66,7 +73,7 @@ class Pooling:
         size = self._verify_size(prompts, kind)
         deadline = read_deadline(http.scope, serving.config.frontend.default_deadline_s)
         origin = find_origin(http.scope, request, deadline, serving.num_replicas)
-        request_id = http.scope["state"]["request_id"]
+        request_id = find_request_id(request, http.scope["state"])
         group = await submit(serving, request, inputs, request_id, origin)
         try:
             await wait_for_end(group, http.receive)

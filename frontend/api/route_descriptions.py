@@ -103,6 +103,7 @@ ROUTE_DESCRIPTIONS: Final[dict[str, tuple[str, str]]] = {
     ),
     "/reset_prefix_cache": (OPERATORS, "Empty the prefix caches of all replicas."),
     "/flush_cache": (OPERATORS, "The same as /reset_prefix_cache (SGLang)."),
+    "/abort_request": (OPERATORS, "Abort the requests with an ID, or all requests (SGLang)."),
     "/v1/load_lora_adapter": (
         OPERATORS,
         "Add a LoRA adapter; needs --allow-runtime-lora-updating.",

@@ -41,6 +41,7 @@ OPERATOR_PATHS: Final = frozenset(
     {
         "/reset_prefix_cache",
         "/flush_cache",
+        "/abort_request",
         "/debug/dump",
         "/debug/kv-cache",
         "/debug/requests",

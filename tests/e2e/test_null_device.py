@@ -1,6 +1,7 @@
 """A whole server on the null device, which has no model."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import psutil
@@ -51,6 +52,24 @@ def test_logprobs_and_grammars_are_supported(server: Server) -> None:
         assert status == 200, answer
         [choice] = answer["choices"]
         assert choice["finish_reason"] == "length" or json.loads(choice["text"])["a"] in (1, "x")
+
+
+def test_an_operator_aborts_requests_by_their_id(server: Server) -> None:
+    with ThreadPoolExecutor(3) as pool:
+        ids = ("one", "two", "two")
+        running = [pool.submit(complete, server, max_tokens=4000, rid=each) for each in ids]
+        for rid, count in (("two", 2), ("one", 1)):
+            aborted = 0
+            while aborted < count:
+                status, answer = server.post("/abort_request", {"rid": rid})
+                assert status == 200, answer
+                aborted += answer["aborted"]
+        for future in running:
+            status, answer = future.result()
+            assert status == 200, answer
+            [choice] = answer["choices"]
+            assert choice["finish_reason"] == "abort"
+            assert len(choice["token_ids"]) == answer["usage"]["completion_tokens"] < 4000
 
 
 def test_the_worker_does_not_load_torch(server: Server) -> None:

@@ -16,6 +16,7 @@ import zmq
 from engine.protocol.arrays import float32_bytes, int32_bytes, int32_view
 from engine.protocol.config import PROTOCOL_VERSION, EngineConfig
 from engine.protocol.messages import (
+    AbortByID,
     AbortRequests,
     AddRequests,
     CallResult,
@@ -43,6 +44,7 @@ class EchoedRequest:
     request: EngineCoreRequest
     prompt: list[int] = field(init=False)
     num_generated: int = field(init=False)
+    is_aborted: bool = False
 
     def __post_init__(self) -> None:
         self.num_generated = len(self.request.output_token_ids) // 4
@@ -136,6 +138,12 @@ class EchoCore:
             elif isinstance(message, ResetPrefixCache):
                 ok = message.reset_running_requests or not self.requests
                 self.hub.send(client, CallResult(message.call_id, ok))
+            elif isinstance(message, AbortByID):
+                echoes = [e for of_client in self.running.values() for e in of_client.values()]
+                found = [e for e in echoes if message.request_id in ("", e.request.request_id)]
+                for echo in found:
+                    echo.is_aborted = True
+                self.hub.send(client, CallResult(message.call_id, True, str(len(found))))
             elif isinstance(message, DumpEventLog):
                 self.hub.send(client, CallResult(message.call_id, *self.dump_answer))
 
@@ -226,6 +234,10 @@ class EchoCore:
             self.num_refusals -= 1
             finished = FinishedRequest(
                 echo.request.request_index, FinishReason.REJECTED, message="the queue is full"
+            )
+        if echo.is_aborted:
+            finished = FinishedRequest(
+                echo.request.request_index, FinishReason.ABORT, message="aborted by the test"
             )
         while len(new) < count and finished is None:
             new.append(echo.next_token())

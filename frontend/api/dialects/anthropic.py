@@ -140,6 +140,8 @@ class TokenCounter:
 class MessagesAnswer(ChatAnswer):
     """The answer to one conversation, in Anthropic's format."""
 
+    shows_abort = False
+
     def whole(self, outputs: list[Delta]) -> Json:
         """Return the complete response body."""
         [output] = outputs

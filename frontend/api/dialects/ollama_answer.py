@@ -45,6 +45,8 @@ def head_of(model: str) -> Json:
 class _OllamaAnswer(ChatAnswer):
     """An answer in Ollama's format. Answers to chats and to prompts differ in one field."""
 
+    shows_abort = False
+
     @abstractmethod
     def fields(self, content: str, thinking: str, calls: list[Json]) -> Json:
         """Return the fields that hold a part of the answer: its text, its reasoning and its tool calls."""

@@ -12,12 +12,13 @@ from starlette.routing import Route
 from starlette.types import Receive
 
 from .... import __version__
+from ....protocol.errors import EngineError
 from ....protocol.sampling_params import SamplingParams
 from ...client.engine_client import Delta, PositionLogprobs, Sequence
-from ...http.errors import json_response
+from ...http.errors import bad_request, json_response, redact, unavailable
 from ...http.json_pieces import EncodedJSON, encode_list, join_lists
 from ..answer import PromptAnswer
-from ..bodies.intake import Intake
+from ..bodies.intake import Intake, reads
 from ..bodies.request_memory import MemoryLease
 from ..endpoint import NewAnswer
 from ..generation import PreparedPrompt, raise_if_failed
@@ -26,22 +27,23 @@ from ..prompts import BYTES_PER_TOKEN_ID, Prompt, parse_prompts
 from ..routes.completions import Completions, NewPromptAnswer
 from ..routes.management import Management
 from ..schema import CompletionRequest
-from ..schema.sglang import SglangGenerateRequest
+from ..schema.sglang import SglangAbortRequest, SglangGenerateRequest
 from ..serving import Serving
 from ..streaming.event_stream import OPENAI_STREAM, ChunkEncoder, event
 from ..structured.constraint import Constraint
-from .sglang_request import DEFAULT_MAX_TOKENS, SglangPrompt, translate, verify_ids
+from .sglang_request import DEFAULT_MAX_TOKENS, SglangPrompt, assign_ids, translate
 
 
 def routes(serving: Serving, intake: Intake, management: Management) -> list[Route]:
     """Return all routes."""
     description = SglangDescription(serving)
     return [
-        Route("/generate", SglangGenerate(serving, intake), methods=["POST"]),
+        Route("/generate", SglangGenerate(serving, intake), methods=["POST", "PUT"]),
         *(Route(path, description.model) for path in ("/model_info", "/get_model_info")),
         *(Route(path, description.server) for path in ("/server_info", "/get_server_info")),
         Route("/health_generate", management.health),
-        Route("/flush_cache", management.reset_prefix_cache, methods=["POST"]),
+        Route("/flush_cache", management.reset_prefix_cache, methods=["GET", "POST"]),
+        Route("/abort_request", SglangAborts(serving, intake).abort, methods=["POST"]),
     ]
 
 
@@ -67,7 +69,7 @@ class SglangGenerate(Completions):
         """Return the encoded prompts, and the constructor of the answer."""
         prompts, new_answer = await super().prepare(request, body_size, receive)
         assert isinstance(request, SglangPrompt)
-        verify_ids(request, len(prompts))
+        assign_ids(request, len(prompts))
         return prompts, new_answer
 
     def _params(self, request: CompletionRequest, constraint: Constraint | None) -> SamplingParams:
@@ -91,6 +93,8 @@ class SglangGenerate(Completions):
 
 class SglangAnswer(PromptAnswer):
     """The answer to prompts."""
+
+    shows_abort = True
 
     @property
     def _request(self) -> SglangPrompt:
@@ -139,7 +143,10 @@ class SglangAnswer(PromptAnswer):
         }
         if newest.finish_reason is not None:
             meta["e2e_latency"] = max(sequence.finish_time - sequence.arrival_time, 0.0)
-        return {"text": text, "output_ids": token_ids, "meta_info": meta | logprobs}
+        result: Json = {"text": text, "output_ids": token_ids, "meta_info": meta | logprobs}
+        if request.return_token_ids:
+            result["prompt_token_ids"] = self.prompt_of(sequence).token_ids.tolist()
+        return result
 
     def logprobs(self, output: Delta) -> dict[str, EncodedJSON]:
         """Return the lists of log-probabilities of new output, by their names; {} if none are requested."""
@@ -177,6 +184,8 @@ class SglangAnswer(PromptAnswer):
             return None
         if newest.finish_reason == "length" or self._request.only_computes_prompt:
             return {"type": "length", "length": len(token_ids)}
+        if newest.finish_reason == "abort":
+            return {"type": "abort", "message": newest.error}
         matched = newest.stop_reason
         if matched is None and token_ids:
             # The end-of-sequence token.
@@ -233,7 +242,7 @@ class SglangChunks(ChunkEncoder):
         position = sequence.position
         text, token_ids, lists = self._outputs.get(position, ("", [], {}))
         delta = sequence.read_some()
-        raise_if_failed(delta)
+        raise_if_failed(delta, shows_abort=True)
         if not delta.token_ids and delta.finish_reason is None:
             return b""
         text, token_ids = text + delta.text, token_ids + delta.token_ids
@@ -242,6 +251,28 @@ class SglangChunks(ChunkEncoder):
         self._outputs[position] = text, token_ids, lists
         result = self._answer.result(sequence, text, token_ids, delta, lists)
         return event(result if self._answer.num_sequences == 1 else result | {"index": position})
+
+
+class SglangAborts:
+    """The route that aborts requests."""
+
+    def __init__(self, serving: Serving, intake: Intake) -> None:
+        self._serving = serving
+        self._intake = intake
+
+    @reads(SglangAbortRequest)
+    async def abort(self, http: Request, body: SglangAbortRequest, size: int) -> Response:
+        """Abort the requests with an ID, or all requests."""
+        if not body.rid and not body.abort_all:
+            raise bad_request("rid", "is required, or abort_all=true")
+        serving = self._serving
+        serving.verify_serving()
+        try:
+            count = await serving.engine.calls.abort_requests("" if body.abort_all else body.rid)
+        except EngineError as error:
+            message = f"Some requests were not aborted: {redact(str(error))}"
+            raise unavailable(message, serving.retry_after_s) from error
+        return json_response({"aborted": count})
 
 
 class SglangDescription:

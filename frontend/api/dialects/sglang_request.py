@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+import msgspec
+
 from ...http.errors import bad_request, wrong
 from ..logprobs import Json
 from ..schema import UNLIMITED, CompletionRequest
@@ -64,7 +66,7 @@ class SglangPrompt(CompletionRequest, kw_only=True):
     only_computes_prompt: bool = False
     first_logprob: int = 0
     return_text_in_logprobs: bool = False
-    request_ids: list[str] | None = None
+    request_ids: list[str] = msgspec.field(default_factory=list)
 
     def sent_name(self, name: str) -> str:
         """Return the name of a field in SGLang's API."""
@@ -74,7 +76,7 @@ class SglangPrompt(CompletionRequest, kw_only=True):
             return "token_ids_logprob"
         if name in _PLAIN or name in _NAMES:
             return f"sampling_params.{_NAMES.get(name, name)}"
-        return name
+        return super().sent_name(name)
 
 
 def translate(body: SglangGenerateRequest) -> SglangPrompt:
@@ -94,6 +96,7 @@ def translate(body: SglangGenerateRequest) -> SglangPrompt:
     if max_tokens == UNLIMITED:
         raise wrong("sampling_params.max_new_tokens", "at least 0", max_tokens)
     tag = params.structural_tag
+    ids = body.rid if isinstance(body.rid, list) else []
     return SglangPrompt(
         **{name: getattr(params, name) for name in _PLAIN},
         **_logprobs(body, max_tokens),
@@ -106,13 +109,17 @@ def translate(body: SglangGenerateRequest) -> SglangPrompt:
         include_stop_str_in_output=params.no_stop_trim,
         structured_outputs={"structural_tag": tag} if tag else None,
         priority=body.priority,
-        cache_salt=body.extra_key or None,
+        cache_salt=body.cache_salt or body.extra_key or None,
+        data_parallel_rank=body.data_parallel_rank,
+        routed_dp_rank=body.routed_dp_rank,
+        return_token_ids=body.return_prompt_token_ids,
+        rid=body.rid if not ids else ids[0] if len(ids) == 1 else None,
         user=body.user,
         prompts_param=param,
         is_list=is_list,
         only_computes_prompt=max_tokens == 0,
         return_text_in_logprobs=bool(body.return_text_in_logprobs),
-        request_ids=[body.rid] if isinstance(body.rid, str) else body.rid,
+        request_ids=ids,
     )
 
 
@@ -150,7 +157,15 @@ def _listed_tokens(body: SglangGenerateRequest) -> list[int]:
     return first
 
 
-def verify_ids(request: SglangPrompt, count: int) -> None:
-    """Raise APIError 400 if the request has ids, but not one for each of `count` answers."""
-    if (ids := request.request_ids) is not None and len(ids) != count:
+def assign_ids(request: SglangPrompt, count: int) -> None:
+    """Give each of `count` answers its id, if the request has any. A single id gets a number for each of several.
+
+    Raises:
+        APIError: The request has a list of ids, but not one for each answer (400).
+    """
+    ids = request.request_ids
+    if ids and len(ids) != count:
         raise bad_request("rid", f"must have one id for each of {count} answers, got {len(ids)}")
+    if not ids and isinstance(request.rid, str):
+        numbered = [f"{request.rid}_{number}" for number in range(count)]
+        request.request_ids = numbered if request.is_list else [request.rid]

@@ -91,6 +91,8 @@ def _shown_tool(tool: Json) -> Json:
 class ResponsesAnswer(ChatAnswer):
     """The answer to one request, in the format of the Responses API."""
 
+    shows_abort = False
+
     request: ResponseChat
 
     @property

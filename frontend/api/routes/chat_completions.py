@@ -335,6 +335,8 @@ class ChatChoice:
 class ChatAnswer(Answer[ChatCompletionRequest]):
     """The answer to one conversation, in OpenAI's format. Other dialects override `whole` and `chunks`."""
 
+    shows_abort = True
+
     def __init__(
         self,
         serving: Serving,

@@ -289,6 +289,8 @@ class _Choice:
 
 
 class _Answer(PromptAnswer):
+    shows_abort = True
+
     @cached_property
     def _choices(self) -> dict[int, _Choice]:
         return {}

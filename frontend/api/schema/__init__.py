@@ -94,6 +94,13 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     min_new_tokens: Int | None = None
     repeat_penalty: float | None = None
     extra_key: str | None = None
+    routed_dp_rank: Int | None = None
+    rid: str | list[str] | None = None
+
+    # The ID of the request, instead of that of the header X-Request-Id.
+    request_id: str | None = None
+    # The replica, instead of that of the header X-data-parallel-rank.
+    data_parallel_rank: Int | None = None
 
     # `store` requests that the answer is stored with this metadata. Only chat answers can be stored.
     metadata: dict[str, Any] | None = None
@@ -106,7 +113,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     prompt_cache_retention: str | None = None
     prompt_cache_options: dict[str, Any] | None = None
     moderation: Any = None
-    request_id: str | None = None
+    custom_labels: dict[str, str] | None = None
     session_id: str | None = None
     spaces_between_special_tokens: bool | None = None
     guided_decoding_backend: str | None = None
@@ -140,7 +147,11 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     return_routed_experts: Any = None
     custom_params: Any = None
     session_params: Any = None
+    routed_experts_start_len: Any = None
     bootstrap_host: Any = None
+    bootstrap_port: Any = None
+    bootstrap_room: Any = None
+    disagg_prefill_dp_rank: Any = None
 
     def __post_init__(self) -> None:
         for name, aliases in ALIASES.items():
@@ -235,6 +246,7 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     min_dynamic_patch: Any = None
     use_audio_in_video: Any = None
     video_config: Any = None
+    task: Any = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -270,8 +282,11 @@ class PoolingFields(msgspec.Struct, kw_only=True):
     # The tenant. Ignored if the server has several API keys.
     user: str | None = None
 
-    # Accepted because clients send them; they have no effect.
+    # The ID of the request, instead of that of the header X-Request-Id, and SGLang's name for it.
     request_id: str | None = None
+    rid: str | list[str] | None = None
+
+    # Accepted because clients send them; they have no effect.
     safety_identifier: str | None = None
     metadata: dict[str, Any] | None = None
 
@@ -469,5 +484,6 @@ ALIASES: Final[dict[str, tuple[str, ...]]] = {
     "repetition_penalty": ("repeat_penalty",),
     "include_stop_str_in_output": ("no_stop_trim",),
     "cache_salt": ("extra_key",),
+    "data_parallel_rank": ("routed_dp_rank",),
 }
 """Field -> names that other servers use for it. The field's own name has priority."""

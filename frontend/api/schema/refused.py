@@ -11,6 +11,8 @@ import msgspec
 from ...http.errors import bad_request, echo
 
 _NOT_SUPPORTED = "is not supported"
+_MEDIA = "is not supported; send media to /v1/chat/completions"
+_TRANSFER = "is not supported; use kv_transfer_params of /v1/completions"
 
 REFUSED: Final[dict[str, tuple[str, tuple[Any, ...]]]] = {
     "guided_whitespace_pattern": ("is not supported; use structured_outputs.grammar", ()),
@@ -52,7 +54,28 @@ REFUSED: Final[dict[str, tuple[str, tuple[Any, ...]]]] = {
     "return_routed_experts": (_NOT_SUPPORTED, (False,)),
     "return_entropy": (_NOT_SUPPORTED, (False,)),
     "session_params": ("is not supported; every prefix is cached", ({},)),
-    "bootstrap_host": ("is not supported; use kv_transfer_params of /v1/completions", ()),
+    "beam_width": ("is not supported; use use_beam_search of /v1/completions", (1,)),
+    "max_thinking_tokens": (
+        "is not supported; use thinking_token_budget of /v1/chat/completions",
+        (),
+    ),
+    "return_flat_raw_top_logprobs": (_NOT_SUPPORTED, (False,)),
+    "routed_experts_start_len": (_NOT_SUPPORTED, (0,)),
+    "return_indexer_topk": (_NOT_SUPPORTED, (False,)),
+    "positional_embed_overrides": (_NOT_SUPPORTED, ()),
+    "multi_item_delimiter_indices": ("is not supported; use /v1/score", ()),
+    "token_indices_to_pool": (_NOT_SUPPORTED, ()),
+    "mm_hashes": (_MEDIA, ()),
+    "mm_content_hashes": (_MEDIA, ()),
+    "image_max_dynamic_patch": (_NOT_SUPPORTED, ()),
+    "video_max_dynamic_patch": (_NOT_SUPPORTED, ()),
+    "task": ("is not supported; write the task into a message", ()),
+    "bootstrap_host": (_TRANSFER, ()),
+    "bootstrap_port": (_TRANSFER, ()),
+    "bootstrap_room": (_TRANSFER, ()),
+    "bootstrap_pair_key": (_TRANSFER, ()),
+    "decode_tp_size": (_TRANSFER, ()),
+    "disagg_prefill_dp_rank": (_TRANSFER, ()),
     "mcp_servers": ("is not supported; this server runs no tools itself", ([],)),
     "container": ("is not supported; this server runs no tools itself", ()),
     "compaction": ("is not supported; ask for a summary in a message", ()),

@@ -41,6 +41,8 @@ class SglangSampling(msgspec.Struct, kw_only=True):
     # Rejected, because an answer that ignores them would be wrong.
     stop_regex: Any = None
     custom_params: Any = None
+    beam_width: Any = None
+    watermark: Any = None
 
 
 class SglangGenerateRequest(msgspec.Struct, kw_only=True):
@@ -57,13 +59,18 @@ class SglangGenerateRequest(msgspec.Struct, kw_only=True):
     # Tokens whose log-probabilities are returned besides. Several lists, one for each prompt, must be equal.
     token_ids_logprob: list[Int | list[Int]] | None = None
     return_text_in_logprobs: bool | None = None
-    # The ids of the answers.
+    return_prompt_token_ids: bool | None = None
+    # The ids of the answers. The id of a single prompt is also the ID of the request.
     rid: str | list[str] | None = None
     # The name of an adapter.
     lora_path: str | None = None
     priority: Int | None = None
     # Cached prefixes are shared only by requests with the same key.
     extra_key: str | None = None
+    cache_salt: str | None = None
+    # The replica.
+    routed_dp_rank: Int | None = None
+    data_parallel_rank: Int | None = None
     user: str | None = None
 
     # Accepted because clients send them; they have no effect.
@@ -72,9 +79,13 @@ class SglangGenerateRequest(msgspec.Struct, kw_only=True):
     no_logs: bool | None = None
     background: bool | None = None
     conversation_id: str | None = None
+    session_id: str | None = None
     routing_key: str | None = None
     custom_labels: dict[str, str] | None = None
     require_reasoning: bool | None = None
+    kv_hints: Any = None
+    external_trace_header: dict[str, Any] | None = None
+    received_time: float | None = None
 
     # Rejected, because an answer that ignores them would be wrong.
     input_embeds: Any = None
@@ -86,4 +97,38 @@ class SglangGenerateRequest(msgspec.Struct, kw_only=True):
     return_entropy: Any = None
     session_params: Any = None
     custom_logit_processor: Any = None
+    watermark: Any = None
+    max_thinking_tokens: Any = None
+    return_sampling_mask: Any = None
+    sampling_logprobs_mode: Any = None
+    return_flat_raw_top_logprobs: Any = None
+    return_flat_raw_output_top_logprobs: Any = None
+    return_flat_raw_top_logprobs_b64: Any = None
+    routed_experts_start_len: Any = None
+    return_indexer_topk: Any = None
+    positional_embed_overrides: Any = None
+    multi_item_delimiter_indices: Any = None
+    token_indices_to_pool: Any = None
+    mm_hashes: Any = None
+    mm_content_hashes: Any = None
+    mm_processor_kwargs: Any = None
+    use_audio_in_video: Any = None
+    video_config: Any = None
+    images_config: Any = None
+    max_dynamic_patch: Any = None
+    min_dynamic_patch: Any = None
+    image_max_dynamic_patch: Any = None
+    video_max_dynamic_patch: Any = None
     bootstrap_host: Any = None
+    bootstrap_port: Any = None
+    bootstrap_room: Any = None
+    bootstrap_pair_key: Any = None
+    decode_tp_size: Any = None
+    disagg_prefill_dp_rank: Any = None
+
+
+class SglangAbortRequest(msgspec.Struct, kw_only=True):
+    """The body of `POST /abort_request`: the `rid` or `X-Request-Id` of the requests to abort, or `abort_all`."""
+
+    rid: str = ""
+    abort_all: bool | None = None

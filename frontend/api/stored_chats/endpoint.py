@@ -77,7 +77,9 @@ class StoredChatCompletions(ChatCompletions):
             await stream.run(receive, group, chunks, before_end)
             return
         await wait_for_end(group, receive)
-        content = await self._store(answer, read_outputs(group), group.weight, owner)
+        content = await self._store(
+            answer, read_outputs(group, shows_abort=answer.shows_abort), group.weight, owner
+        )
         await json_response(content)(scope, receive, send)
 
     async def _store(

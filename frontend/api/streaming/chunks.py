@@ -119,7 +119,7 @@ class Chunks(ABC, Generic[AnswerT]):
             if sequence.position in self._uncounted_prompts:
                 self._uncounted_prompts.remove(sequence.position)
                 self._answer.add_cached_tokens(self._usage, sequence.num_cached_tokens)
-        raise_if_failed(delta)
+        raise_if_failed(delta, shows_abort=self._answer.shows_abort)
         return delta
 
     def chunk(self, choice: Json, **more: object) -> bytes:

@@ -1,4 +1,4 @@
-"""Calls to the cores of all replicas: reset the prefix caches, dump the event logs, describe the KV-cache blocks."""
+"""Calls to the cores of all replicas: about prefix caches, event logs, blocks and the requests of all frontends."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from ....protocol.errors import EngineError
 from ....protocol.messages import (
+    AbortByID,
     CallResult,
     DescribeBlocks,
     DumpEventLog,
@@ -46,6 +47,11 @@ class ReplicaCalls:
     async def describe_blocks(self) -> list[str]:
         """Return the states of the KV-cache blocks of each replica, in the format that `DescribeBlocks` specifies."""
         return [answer.detail for answer in await self._call(DescribeBlocks)]
+
+    async def abort_requests(self, request_id: str) -> int:
+        """Abort the requests that have this ID, or all if it is "". Return their number, counting every output."""
+        answers = await self._call(lambda call_id: AbortByID(call_id, request_id))
+        return sum(int(answer.detail) for answer in answers)
 
     async def _call(self, make_call: Callable[[int], ReplicaCall]) -> list[CallResult]:
         return await asyncio.gather(*(core.call(make_call) for core in self._find_cores()))

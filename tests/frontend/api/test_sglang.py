@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from support.frontend_process import FrontendProcess
+from support.frontend_process import FrontendProcess, sound_frontend
 
 pytestmark = pytest.mark.slow
 
 TEXT = "The sky is\nblue"
+
+
+@pytest.fixture(scope="module")
+def slow_frontend() -> Iterator[FrontendProcess]:
+    with sound_frontend(step_s=0.05) as process:
+        yield process
 
 
 def generate(frontend: FrontendProcess, *, sampling: dict | None = None, **fields: Any) -> Any:
@@ -125,6 +133,55 @@ def test_logprobs_of_answer_and_prompt(frontend: FrontendProcess) -> None:
 
 
 @pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        ("/generate", {"text": TEXT, "sampling_params": {"max_new_tokens": 490}}, 200),
+        (
+            "/generate",
+            {"text": TEXT, "sampling_params": {"max_new_tokens": 490}, "stream": True},
+            200,
+        ),
+        ("/v1/completions", {"prompt": TEXT, "max_tokens": 490}, 200),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": TEXT}]}, 200),
+        ("/v1/messages", {"messages": [{"role": "user", "content": TEXT}], "max_tokens": 490}, 500),
+    ],
+)
+def test_aborted_requests_return_what_they_have(
+    slow_frontend: FrontendProcess, path: str, body: dict, status: int
+) -> None:
+    frontend = slow_frontend
+    is_known = path != "/v1/messages"
+    body = body | {"ignore_eos": True, "max_tokens": 490} if path.startswith("/v1") else dict(body)
+    with ThreadPoolExecutor(1) as pool:
+        chosen = {"rid": "mine"} if is_known else {}
+        future = pool.submit(frontend.post, path, **body, **chosen)
+        abort = {"rid": "mine"} if is_known else {"abort_all": True}
+        while frontend.post("/abort_request", **abort).json() == {"aborted": 0}:
+            assert not future.done()
+        answer = future.result()
+    assert answer.status_code == status, answer.text
+    if status == 200:
+        assert '"abort"' in answer.text
+        assert answer.headers["x-request-id"] == "mine"
+
+
+def test_abort_needs_an_id(frontend: FrontendProcess) -> None:
+    assert frontend.post("/abort_request", rid="unknown").json() == {"aborted": 0}
+    assert frontend.post("/abort_request").json()["error"]["param"] == "rid"
+
+
+def test_clients_choose_ids_and_replicas(frontend: FrontendProcess) -> None:
+    numbered = generate(frontend, text=["a", "b"], sampling={"max_new_tokens": 1}, rid="mine")
+    assert [each["meta_info"]["id"] for each in numbered] == ["mine_0", "mine_1"]
+    shown = generate(frontend, text=TEXT, return_prompt_token_ids=True, routed_dp_rank=0)
+    assert shown["prompt_token_ids"] == token_ids(frontend, TEXT)
+    for name in ("rid", "request_id"):
+        chosen = frontend.post("/v1/completions", prompt="a", max_tokens=1, **{name: "mine"})
+        assert chosen.headers["x-request-id"] == "mine"
+        assert chosen.json()["id"] == "cmpl-mine"
+
+
+@pytest.mark.parametrize(
     ("fields", "param"),
     [
         ({"text": None}, "text"),
@@ -132,6 +189,11 @@ def test_logprobs_of_answer_and_prompt(frontend: FrontendProcess) -> None:
         ({"text": ["a", 3]}, "text[1]"),
         ({"text": None, "input_ids": [1, 10_000_000]}, "input_ids[1]"),
         ({"rid": ["a", "b"]}, "rid"),
+        ({"rid": "a b"}, "rid"),
+        ({"routed_dp_rank": 1}, "routed_dp_rank"),
+        ({"mm_hashes": ["a"]}, "mm_hashes"),
+        ({"bootstrap_room": 1}, "bootstrap_room"),
+        ({"sampling_params": {"beam_width": 2}}, "sampling_params.beam_width"),
         ({"sampling_params": {"max_new_tokens": -1}}, "sampling_params.max_new_tokens"),
         ({"sampling_params": {"max_new_tokens": 5000}}, "sampling_params.max_new_tokens"),
         ({"sampling_params": {"min_new_tokens": -1}}, "sampling_params.min_new_tokens"),

@@ -26,6 +26,9 @@ MAX_PAUSE_S: Final = 0.5
 MAX_GROWTH_BYTES: Final = 600 * 2**20
 """Most memory that a batch of attacks may cost one process, of which bodies in flight are a part."""
 
+ENDS_STREAMS: Final = "abort_all"
+"""A field that is not attacked, because it ends the streams whose tokens are compared."""
+
 NUM_TRIES: Final = 3
 CONTROL_S: Final = 0.5
 NUM_THREADS: Final = 4
@@ -123,7 +126,8 @@ class Route:
             members.pop("documents", None)
         if "documents" in members:
             # A ranking has only one of these two.
-            members.pop("documents" if field == "texts" else "texts", None)
+            is_given = field == "texts" and value != b"null"
+            members.pop("documents" if is_given else "texts", None)
         if "input" in members and self.path != "/v1/responses":
             # A conversation may replace the input of an embedding.
             members.pop("messages", None)
@@ -306,7 +310,8 @@ def _routes(document: dict[str, Any]) -> Iterator[Route]:
             body = operation["requestBody"]["content"]["application/json"]["schema"]
             for choice in body.get("anyOf", [body]):
                 schema = choice["$ref"].rpartition("/")[2]
-                yield Route(method.upper(), path, schema, tuple(schemas[schema]["properties"]))
+                fields = (name for name in schemas[schema]["properties"] if name != ENDS_STREAMS)
+                yield Route(method.upper(), path, schema, tuple(fields))
 
 
 @contextmanager
