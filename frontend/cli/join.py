@@ -20,6 +20,7 @@ from .arguments import Settings
 from .engine_config import make_parallel_config
 from .fork import run_in_fork
 from .launch_options import LaunchOptions
+from .parsers import add_option, command_parser
 
 
 def serve_headless(
@@ -36,23 +37,16 @@ def serve_headless(
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of `engine worker`."""
-    parser = argparse.ArgumentParser(
-        prog="engine worker",
-        description="Run one worker of an engine that uses --distributed-executor-backend external_launcher. "
+    parser = command_parser(
+        "worker",
+        "Run one worker of an engine that uses --distributed-executor-backend external_launcher. "
         "Start it with torchrun --no-python or another launcher that sets RANK, LOCAL_RANK and WORLD_SIZE.",
     )
-    parser.add_argument(
-        "--core",
-        metavar="HOST:PORT",
-        required=True,
-        help="Value of --master-addr and --master-port",
-    )
-    parser.add_argument(
-        "--cluster-key", "--key", metavar="FILE", required=True, help="Key file from engine keygen"
-    )
-    parser.add_argument(
-        "--model", help="Path of the model on this machine, if it differs from node 0's"
-    )
+    about = "Value of --master-addr and --master-port"
+    add_option(parser, "--core", about, "HOST:PORT", required=True)
+    about = "Key file from engine keygen"
+    add_option(parser, "--cluster-key --key", about, "FILE", required=True)
+    add_option(parser, "--model", "Path of the model on this machine, if it differs from node 0's")
     return parser
 
 

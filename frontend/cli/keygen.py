@@ -8,19 +8,17 @@ from collections.abc import Sequence
 
 from ...protocol.cluster_key import ClusterKey
 from ..supervisor.console import reports_errors
+from .parsers import add_option, command_parser
 
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of `engine keygen`."""
-    parser = argparse.ArgumentParser(
-        prog="engine keygen",
-        description="Create the key that authenticates the machines of one engine to each other. Copy it to every machine.",
+    parser = command_parser(
+        "keygen",
+        "Create the key that authenticates the machines of one engine to each other. Copy it to every machine.",
     )
-    parser.add_argument(
-        "--out",
-        metavar="FILE",
-        default="cluster.key",
-        help="File to write; - is standard output (default: cluster.key)",
+    add_option(
+        parser, "--out", "File to write; - is standard output", "FILE", default="cluster.key"
     )
     return parser
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from ..supervisor.console import reports_errors
+from .parsers import add_switch, command_parser
 from .remote.target import add_operator_arguments, open_server
 
 INTERVAL_S: Final = 1.0
@@ -31,18 +32,11 @@ COLUMNS: Final = (
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of `engine status`."""
-    parser = argparse.ArgumentParser(
-        prog="engine status", description="Show a live table of a running engine's processes."
-    )
+    parser = command_parser("status", "Show a live table of a running engine's processes.")
     add_operator_arguments(parser)
-    parser.add_argument(
-        "--once",
-        action="store_true",
-        help="Print the table once and exit; the default if the output is not a terminal",
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="Print one JSON object per line instead of a table"
-    )
+    about = "Print the table once and exit; the default if the output is not a terminal"
+    add_switch(parser, "--once", about)
+    add_switch(parser, "--json", "Print one JSON object per line instead of a table")
     return parser
 
 

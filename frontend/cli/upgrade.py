@@ -29,6 +29,7 @@ from ..supervisor.listener import Listener
 from ..supervisor.signals import StopRequested, StopSignals
 from .arguments import Settings, parse_settings
 from .engine_config import has_gpu, make_frontend_config
+from .parsers import add_option, add_switch, command_parser
 from .serve import (
     resolve_model,
     run_supervisor,
@@ -50,30 +51,21 @@ class Overlap(enum.StrEnum):
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser for the flags of `engine upgrade` itself, without those of `engine serve`."""
-    parser = argparse.ArgumentParser(
-        prog="engine upgrade",
-        description=(
-            "Replace a running server with one of this version. The new server takes over the listening "
-            "socket; the old one finishes its requests and exits. Without arguments the new server uses "
-            "the same model and flags."
-        ),
-        usage="engine upgrade [MODEL] [flags]",
-        epilog=("MODEL and all flags of engine serve are accepted and override the old server's."),
-        allow_abbrev=False,
+    parser = command_parser(
+        "upgrade",
+        "Replace a running server with one of this version. The new server takes over the listening "
+        "socket; the old one finishes its requests and exits. Without arguments the new server uses "
+        "the same model and flags.",
+        "[MODEL] [flags]",
+        epilog="MODEL and all flags of engine serve are accepted and override the old server's.",
+        takes_serve_flags=True,
     )
-    parser.add_argument(
-        "--pid", type=int, help="Process ID of the old server, needed if several are running"
-    )
-    parser.add_argument(
-        "--overlap",
-        type=Overlap,
-        choices=list(Overlap),
-        default=Overlap.AUTO,
-        help="Run both servers until the new one is ready (default: auto, if memory suffices)",
-    )
-    parser.add_argument(
-        "--detach", action="store_true", help="Continue in the background when the server is ready"
-    )
+    about = "Process ID of the old server, needed if several are running"
+    add_option(parser, "--pid", about, parse=int)
+    about = "Run both servers until the new one is ready (default: auto, if memory suffices)"
+    choices = list(Overlap)
+    add_option(parser, "--overlap", about, None, Overlap, Overlap.AUTO, choices=choices)
+    add_switch(parser, "--detach", "Continue in the background when the server is ready")
     return parser
 
 

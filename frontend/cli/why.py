@@ -9,6 +9,7 @@ from typing import Final
 from urllib.parse import quote
 
 from ..supervisor.console import reports_errors
+from .parsers import add_switch, command_parser
 from .remote.target import add_operator_arguments, open_server
 
 TIMEOUT_S: Final = 120.0
@@ -16,18 +17,16 @@ TIMEOUT_S: Final = 120.0
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of `engine why`."""
-    parser = argparse.ArgumentParser(
-        prog="engine why",
-        description=(
-            "Explain what happened to a request: how long it waited, what it waited for, and "
-            "where its time went. The server needs --dump-dir."
-        ),
+    parser = command_parser(
+        "why",
+        "Explain what happened to a request: how long it waited, what it waited for, and "
+        "where its time went. The server needs --dump-dir.",
     )
     parser.add_argument(
         "id", metavar="ID", help="The x-request-id of the response, or a prefix of it"
     )
     add_operator_arguments(parser)
-    parser.add_argument("--json", action="store_true", help="Print the answer as JSON")
+    add_switch(parser, "--json", "Print the answer as JSON")
     return parser
 
 

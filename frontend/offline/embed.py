@@ -13,6 +13,7 @@ from typing import IO, Final, TypeAlias
 
 import msgspec
 
+from ..cli.parsers import add_option, command_parser
 from ..cli.remote.target import Target, open_target
 from ..supervisor.console import reports_errors
 from .llm import LLM
@@ -27,41 +28,24 @@ TEXTS_AT_A_TIME: Final = 1024
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of `engine embed`, without the flags of `engine serve`."""
-    parser = argparse.ArgumentParser(
-        prog="engine embed",
-        usage="engine embed [MODEL] [--input FILE] [--url URL] [flags]",
-        description=(
-            "Embed each line of a file. The output has one JSON object per line, with the text's index and "
-            "vector. --url can be any server with an OpenAI-compatible API; without it, all flags of "
-            "engine serve are accepted."
-        ),
-        allow_abbrev=False,
+    parser = command_parser(
+        "embed",
+        "Embed each line of a file. The output has one JSON object per line, with the text's index and "
+        "vector. --url can be any server with an OpenAI-compatible API; without it, all flags of "
+        "engine serve are accepted.",
+        "[MODEL] [--input FILE] [--url URL] [flags]",
+        takes_serve_flags=True,
     )
-    parser.add_argument(
-        "--input",
-        metavar="FILE",
-        default="-",
-        help="Text file; - is standard input (default: -)",
+    add_option(parser, "--input", "Text file; - is standard input", "FILE", default="-")
+    about = "Number of elements to keep of each vector (default: all)"
+    add_option(parser, "--dimensions", about, "N", int)
+    about = (
+        "Name of the model's prompt to prepend to each text (default: the model's default prompt)"
     )
-    parser.add_argument(
-        "--dimensions",
-        type=int,
-        metavar="N",
-        help="Number of elements to keep of each vector (default: all)",
-    )
-    parser.add_argument(
-        "--prompt-name",
-        metavar="NAME",
-        help=(
-            "Name of the model's prompt to prepend to each text (default: the model's default prompt)"
-        ),
-    )
-    parser.add_argument("--url", help="URL of a server to use (default: start an engine)")
-    parser.add_argument(
-        "--api-key",
-        metavar="KEY",
-        help="API key for --url; $OPENAI_API_KEY or $ENGINE_API_KEY if not given",
-    )
+    add_option(parser, "--prompt-name", about, "NAME")
+    add_option(parser, "--url", "URL of a server to use (default: start an engine)")
+    about = "API key for --url; $OPENAI_API_KEY or $ENGINE_API_KEY if not given"
+    add_option(parser, "--api-key", about, "KEY")
     return parser
 
 

@@ -26,6 +26,7 @@ from ..api.batches.lines import (
     split_lines,
 )
 from ..api.logprobs import Json
+from ..cli.parsers import add_option, command_parser
 from ..cli.remote.own_server import own_server
 from ..cli.remote.server import UnixConnection
 from ..supervisor.console import Console, reports_errors
@@ -95,38 +96,20 @@ class _Server:
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of `engine run-batch`, without the flags of `engine serve`."""
-    parser = argparse.ArgumentParser(
-        prog="engine run-batch",
-        usage="engine run-batch [MODEL] -i FILE -o FILE [--url URL] [flags]",
-        description=(
-            "Run the requests in a file in OpenAI's batch format. Without --url an engine is started, and "
-            "all flags of engine serve are accepted."
-        ),
-        allow_abbrev=False,
+    parser = command_parser(
+        "run-batch",
+        "Run the requests in a file in OpenAI's batch format. Without --url an engine is started, and "
+        "all flags of engine serve are accepted.",
+        "[MODEL] -i FILE -o FILE [--url URL] [flags]",
+        takes_serve_flags=True,
     )
-    parser.add_argument(
-        "-i",
-        "--input-file",
-        required=True,
-        metavar="FILE",
-        help="File with requests; - is standard input",
-    )
-    parser.add_argument(
-        "-o",
-        "--output-file",
-        required=True,
-        metavar="FILE",
-        help="File for answers; - is standard output",
-    )
-    parser.add_argument("--url", help="URL of a server to use (default: start an engine)")
-    parser.add_argument("--api-key", metavar="KEY", help="API key for --url")
-    parser.add_argument(
-        "--concurrency",
-        type=int,
-        default=CONCURRENCY,
-        metavar="N",
-        help=f"Maximum concurrent requests (default: {CONCURRENCY})",
-    )
+    about = "File with requests; - is standard input"
+    add_option(parser, "-i --input-file", about, "FILE", required=True)
+    about = "File for answers; - is standard output"
+    add_option(parser, "-o --output-file", about, "FILE", required=True)
+    add_option(parser, "--url", "URL of a server to use (default: start an engine)")
+    add_option(parser, "--api-key", "API key for --url", "KEY")
+    add_option(parser, "--concurrency", "Maximum concurrent requests", "N", int, CONCURRENCY)
     return parser
 
 

@@ -10,6 +10,7 @@ from typing import Final
 
 import msgspec
 
+from ..cli.parsers import add_option, command_parser
 from ..media.transcription.options import Task
 from ..media.transcription.subtitles import write_srt, write_vtt
 from ..media.transcription.transcriber import Transcript
@@ -21,35 +22,20 @@ FORMATS: Final = ("text", "json", "srt", "vtt")
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of `engine transcribe`, without the flags of `engine serve`."""
-    parser = argparse.ArgumentParser(
-        prog="engine transcribe",
-        usage="engine transcribe FILE... --model MODEL [flags]",
-        description="Transcribe audio files. All flags of engine serve are accepted.",
-        allow_abbrev=False,
+    parser = command_parser(
+        "transcribe",
+        "Transcribe audio files. All flags of engine serve are accepted.",
+        "FILE... --model MODEL [flags]",
+        takes_serve_flags=True,
     )
     parser.add_argument("files", nargs="+", metavar="FILE", help="Audio files")
-    parser.add_argument(
-        "--model",
-        required=True,
-        metavar="MODEL",
-        help="Speech model, such as a Whisper checkpoint",
-    )
-    parser.add_argument("--language", metavar="CODE", help="Spoken language (default: detected)")
-    parser.add_argument(
-        "--task",
-        choices=[*Task],
-        default="transcribe",
-        help="transcribe, or translate into English (default: transcribe)",
-    )
-    parser.add_argument(
-        "--prompt",
-        default="",
-        metavar="TEXT",
-        help="Example of the style and spelling to use",
-    )
-    parser.add_argument(
-        "--format", choices=FORMATS, default="text", help="Output format (default: text)"
-    )
+    about = "Speech model, such as a Whisper checkpoint"
+    add_option(parser, "--model", about, "MODEL", required=True)
+    add_option(parser, "--language", "Spoken language (default: detected)", "CODE")
+    about = "transcribe, or translate into English"
+    add_option(parser, "--task", about, default="transcribe", choices=[*Task])
+    add_option(parser, "--prompt", "Example of the style and spelling to use", "TEXT", default="")
+    add_option(parser, "--format", "Output format", default="text", choices=FORMATS)
     return parser
 
 

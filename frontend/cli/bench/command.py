@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from ....protocol.errors import ConfigError, EngineError
 from ...supervisor.console import Console, reports_errors
+from ..parsers import add_option, command_parser
 from ..remote.server import find_api_key
 from ..remote.target import Target, add_target_arguments, open_target
 from .datasets import DatasetName
@@ -32,14 +33,12 @@ _LATENCY_PERCENTILES: Final = (10, 25, 50, 75, 90, 99)
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of `engine bench`, without the flags of `engine serve`."""
-    parser = argparse.ArgumentParser(
-        prog="engine bench",
-        usage="engine bench serve|throughput|latency|compare ...",
-        description=(
-            "Benchmark any server that has an OpenAI-compatible API. engine bench COMMAND --help shows the "
-            "flags of a command."
-        ),
-        allow_abbrev=False,
+    parser = command_parser(
+        "bench",
+        "Benchmark any server that has an OpenAI-compatible API. engine bench COMMAND --help shows the "
+        "flags of a command.",
+        "serve|throughput|latency|compare ...",
+        takes_serve_flags=True,
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (summary, usage, description, add_arguments, _) in _COMMANDS.items():
@@ -75,27 +74,10 @@ def main(argv: Sequence[str]) -> int:
 
 def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     add_target_arguments(parser)
-    parser.add_argument(
-        "--request-rate",
-        type=float,
-        nargs="+",
-        default=[math.inf],
-        metavar="R",
-        help=(
-            "Requests per second; several values are measured one after another (default: "
-            "inf, all at once)"
-        ),
-    )
-    parser.add_argument(
-        "--max-concurrency",
-        type=int,
-        nargs="+",
-        default=[None],
-        metavar="N",
-        help=(
-            "Maximum concurrent requests; several values are measured one after another (default: no limit)"
-        ),
-    )
+    about = "Requests per second; several values are measured one after another (default: inf, all at once)"
+    add_option(parser, "--request-rate", about, "R", float, [math.inf], nargs="+")
+    about = "Maximum concurrent requests; several values are measured one after another (default: no limit)"
+    add_option(parser, "--max-concurrency", about, "N", int, [None], nargs="+")
     _add_load_arguments(parser)
     add_dataset_arguments(parser)
     add_request_arguments(parser)
@@ -104,27 +86,14 @@ def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_load_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--burstiness",
-        type=float,
-        default=1.0,
-        metavar="B",
-        help=(
-            "Shape parameter of the gamma-distributed gaps between requests; 1 is a Poisson process "
-            "(default: 1)"
-        ),
-    )
+    about = "Shape parameter of the gamma-distributed gaps between requests; 1 is a Poisson process"
+    add_option(parser, "--burstiness", about, "B", float, 1.0)
     _add_warmup_argument(parser)
 
 
 def _add_warmup_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--num-warmups",
-        type=int,
-        default=1,
-        metavar="N",
-        help="Warm-up requests before the first measurement (default: 1)",
-    )
+    about = "Warm-up requests before the first measurement"
+    add_option(parser, "--num-warmups", about, "N", int, 1)
 
 
 def _serve(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
@@ -239,9 +208,7 @@ def _add_latency_arguments(parser: argparse.ArgumentParser) -> None:
         ("--num-iters-warmup", 2, "Batches before the first measurement"),
         ("--seed", 0, "Seed of the prompts"),
     ):
-        parser.add_argument(
-            flag, type=int, default=default, metavar="N", help=f"{summary} (default: {default})"
-        )
+        add_option(parser, flag, summary, "N", int, default)
     add_request_arguments(parser)
     add_result_arguments(parser, has_plot=False)
 
@@ -294,38 +261,15 @@ def _add_compare_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "urls", metavar="URL", nargs="+", help="Server URLs; the first is the baseline"
     )
-    parser.add_argument(
-        "--api-key", metavar="KEY", help="API key; $OPENAI_API_KEY or $ENGINE_API_KEY if not given"
-    )
-    parser.add_argument(
-        "--model",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help=(
-            "Model of each server, or one for all servers (default: the first model that "
-            "each server lists)"
-        ),
-    )
-    parser.add_argument(
-        "--rounds",
-        type=int,
-        default=3,
-        metavar="N",
-        help="Measurements per server (default: 3)",
-    )
-    parser.add_argument(
-        "--request-rate",
-        type=float,
-        default=math.inf,
-        metavar="R",
-        help="Requests per second (default: inf, all at once)",
-    )
-    parser.add_argument(
-        "--max-concurrency",
-        type=int,
-        metavar="N",
-        help="Maximum concurrent requests (default: no limit)",
+    about = "API key; $OPENAI_API_KEY or $ENGINE_API_KEY if not given"
+    add_option(parser, "--api-key", about, "KEY")
+    about = "Model of each server, or one for all servers (default: the first model that each server lists)"
+    add_option(parser, "--model", about, "NAME", default=[], action="append")
+    add_option(parser, "--rounds", "Measurements per server", "N", int, 3)
+    about = "Requests per second (default: inf, all at once)"
+    add_option(parser, "--request-rate", about, "R", float, math.inf)
+    add_option(
+        parser, "--max-concurrency", "Maximum concurrent requests (default: no limit)", "N", int
     )
     _add_load_arguments(parser)
     add_dataset_arguments(parser)

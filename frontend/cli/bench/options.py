@@ -11,6 +11,7 @@ from typing import Any, Final, get_type_hints
 import msgspec
 
 from ....protocol.errors import ConfigError
+from ..parsers import add_option, add_switch
 from .datasets import DatasetName, DatasetOptions, Session, check_file, make_sessions
 
 
@@ -65,12 +66,8 @@ def dataset_options(parsed: argparse.Namespace, **defaults: object) -> DatasetOp
 def add_request_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that control how requests are sent."""
     group = parser.add_argument_group("requests")
-    group.add_argument(
-        "--backend",
-        type=Backend,
-        choices=list(Backend),
-        help="Endpoint: completions or chat completions (default: openai; openai-chat with agent)",
-    )
+    about = "Endpoint: completions or chat completions (default: openai; openai-chat with agent)"
+    add_option(group, "--backend", about, parse=Backend, choices=list(Backend))
     group.add_argument(
         "--ignore-eos",
         action=argparse.BooleanOptionalAction,
@@ -78,45 +75,28 @@ def add_request_arguments(parser: argparse.ArgumentParser) -> None:
             "Ignore end-of-sequence tokens; not all servers support this (default: on without --dataset-path)"
         ),
     )
-    group.add_argument(
-        "--temperature",
-        type=float,
-        default=0.0,
-        metavar="T",
-        help="Sampling temperature (default: 0)",
-    )
+    add_option(group, "--temperature", "Sampling temperature", "T", float, 0.0)
 
 
 def add_result_arguments(parser: argparse.ArgumentParser, *, has_plot: bool = True) -> None:
     """Add the arguments for the output of results."""
     group = parser.add_argument_group("results")
-    group.add_argument(
-        "--json", action="store_true", help="Print one JSON object per result instead of text"
-    )
-    group.add_argument("--result-filename", metavar="FILE", help="Also write the JSON to this file")
+    add_switch(group, "--json", "Print one JSON object per result instead of text")
+    add_option(group, "--result-filename", "Also write the JSON to this file", "FILE")
     if has_plot:
-        group.add_argument("--plot", metavar="FILE", help="Plot the results in this SVG file")
+        add_option(group, "--plot", "Plot the results in this SVG file", "FILE")
 
 
 def add_figure_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that select the computed figures."""
     group = parser.add_argument_group("figures")
-    group.add_argument(
-        "--goodput",
-        nargs="+",
-        default=[],
-        metavar="NAME:MS",
-        help=(
-            "Count the requests that meet all of these limits in milliseconds, such as ttft:200 tpot:50 "
-            "e2el:3000"
-        ),
+    about = (
+        "Count the requests that meet all of these limits in milliseconds, such as ttft:200 tpot:50 "
+        "e2el:3000"
     )
-    group.add_argument(
-        "--metric-percentiles",
-        default=_DEFAULT_PERCENTILES,
-        metavar="P,P",
-        help=f"Percentiles of each latency (default: {_DEFAULT_PERCENTILES})",
-    )
+    add_option(group, "--goodput", about, "NAME:MS", default=[], nargs="+")
+    about = "Percentiles of each latency"
+    add_option(group, "--metric-percentiles", about, "P,P", default=_DEFAULT_PERCENTILES)
 
 
 class Workload:

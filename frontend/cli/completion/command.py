@@ -6,14 +6,16 @@ import argparse
 from collections.abc import Sequence
 from typing import Final
 
+from ..parsers import command_parser
+
 SHELLS: Final = ("bash", "zsh", "fish")
 
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of `engine completion`."""
-    parser = argparse.ArgumentParser(
-        prog="engine completion",
-        description="Print a shell script that completes engine's commands and flags. Store it where the shell "
+    parser = command_parser(
+        "completion",
+        "Print a shell script that completes engine's commands and flags. Store it where the shell "
         "looks for such scripts: for bash ~/.local/share/bash-completion/completions/engine, for zsh a "
         "file _engine in a directory of $fpath, for fish ~/.config/fish/completions/engine.fish.",
     )

@@ -18,6 +18,7 @@ from .... import __version__
 from ....protocol.errors import EngineError
 from ....protocol.machine.memory import available_bytes, total_bytes
 from ...supervisor.console import format_bytes, reports_errors
+from ..parsers import add_switch, command_parser
 from .caches import find_cached
 from .checks import Check, run_checks
 
@@ -66,18 +67,16 @@ class Diagnosis(msgspec.Struct):
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of `engine doctor`."""
-    parser = argparse.ArgumentParser(
-        prog="engine doctor",
-        description=(
-            "Describe this machine: its kernels, its memory bandwidth, which models fit and "
-            "how fast they will be, and settings that make servers slow. Exits with 1 if "
-            "there is something to fix."
-        ),
+    parser = command_parser(
+        "doctor",
+        "Describe this machine: its kernels, its memory bandwidth, which models fit and "
+        "how fast they will be, and settings that make servers slow. Exits with 1 if "
+        "there is something to fix.",
     )
     parser.add_argument(
         "models", metavar="MODEL", nargs="*", help="Further model files or directories to estimate"
     )
-    parser.add_argument("--json", action="store_true", help="Print JSON")
+    add_switch(parser, "--json", "Print JSON")
     return parser
 
 

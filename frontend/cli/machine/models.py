@@ -13,6 +13,7 @@ import msgspec
 
 from ....protocol.errors import ConfigError
 from ...supervisor.console import format_bytes, reports_errors
+from ..parsers import add_switch, command_parser
 from .caches import CachedModel, find_by_name, find_cached, remove_cached
 
 _DAY_S: Final = 86400
@@ -20,23 +21,19 @@ _DAY_S: Final = 86400
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of `engine models`."""
-    parser = argparse.ArgumentParser(
-        prog="engine models",
-        usage="engine models [--json] | engine models rm NAME... [--yes]",
-        description=(
-            "List the models in the caches of this machine: the Hugging Face client's, "
-            "Engine's own, and installed packages."
-        ),
+    parser = command_parser(
+        "models",
+        "List the models in the caches of this machine: the Hugging Face client's, "
+        "Engine's own, and installed packages.",
+        "[--json] | engine models rm NAME... [--yes]",
     )
-    parser.add_argument("--json", action="store_true", help="Print one JSON object per model")
+    add_switch(parser, "--json", "Print one JSON object per model")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     remove = commands.add_parser("rm", help="remove models", description="Remove models.")
     remove.add_argument(
         "names", metavar="NAME", nargs="+", help="Model names, as engine models prints them"
     )
-    remove.add_argument(
-        "-y", "--yes", action="store_true", help="Remove without asking for confirmation"
-    )
+    add_switch(remove, "-y --yes", "Remove without asking for confirmation")
     return parser
 
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from ..arguments import parse_settings
+from ..parsers import add_option
 from .own_server import own_server
 from .server import DEFAULT_URL, RemoteServer, find_api_key, find_operator_key
 
@@ -21,26 +22,19 @@ class Target(NamedTuple):
 
 def add_target_arguments(parser: argparse.ArgumentParser) -> None:
     """Add `--url` and `--api-key`. The model and the flags of `engine serve` are left unparsed."""
-    parser.add_argument(
-        "--url",
-        "--base-url",
-        help=f"Server with an OpenAI-compatible API (default: {DEFAULT_URL}, unless a model is given)",
+    about = (
+        f"Server with an OpenAI-compatible API (default: {DEFAULT_URL}, unless a model is given)"
     )
-    parser.add_argument(
-        "--api-key", metavar="KEY", help="API key; $OPENAI_API_KEY or $ENGINE_API_KEY if not given"
-    )
+    add_option(parser, "--url --base-url", about)
+    about = "API key; $OPENAI_API_KEY or $ENGINE_API_KEY if not given"
+    add_option(parser, "--api-key", about, "KEY")
 
 
 def add_operator_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the `--url` and `--api-key` of a command for operators of a running server."""
-    parser.add_argument(
-        "--url", default=DEFAULT_URL, help="URL of the server (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--api-key",
-        metavar="KEY",
-        help="API key; $ENGINE_ADMIN_API_KEY or $ENGINE_API_KEY if not given",
-    )
+    add_option(parser, "--url", "URL of the server", default=DEFAULT_URL)
+    about = "API key; $ENGINE_ADMIN_API_KEY or $ENGINE_API_KEY if not given"
+    add_option(parser, "--api-key", about, "KEY")
 
 
 def open_server(parsed: argparse.Namespace) -> RemoteServer:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ....protocol.errors import EngineError
 from ...supervisor.console import reports_errors
+from ..parsers import add_option, add_switch, command_parser
 from ..remote.server import ServerError
 from ..remote.target import Target, add_target_arguments, open_target
 from .answer import Answer
@@ -26,36 +27,21 @@ if TYPE_CHECKING:
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of `engine chat`, without the flags of `engine serve`."""
-    parser = argparse.ArgumentParser(
-        prog="engine chat",
-        usage="engine chat [MODEL] [--url URL] [flags]",
-        description=(
-            "Chat with a model. --url can be any server with an OpenAI-compatible API. With MODEL and "
-            "without --url, a server is started for the chat, and all flags of engine serve are accepted."
-        ),
+    parser = command_parser(
+        "chat",
+        "Chat with a model. --url can be any server with an OpenAI-compatible API. With MODEL and "
+        "without --url, a server is started for the chat, and all flags of engine serve are accepted.",
+        "[MODEL] [--url URL] [flags]",
         epilog="In the chat, /help lists the commands. Ctrl-C stops an answer, Ctrl-D ends the chat.",
-        allow_abbrev=False,
+        takes_serve_flags=True,
     )
     add_target_arguments(parser)
-    parser.add_argument("--system", metavar="TEXT", help="System prompt")
-    parser.add_argument(
-        "--image",
-        action="append",
-        default=[],
-        metavar="FILE_OR_URL",
-        help="Image for the first message; may be repeated",
-    )
-    parser.add_argument(
-        "--load", type=Path, metavar="FILE", help="Continue a conversation that /save wrote"
-    )
-    parser.add_argument(
-        "-q", "--quick", metavar="TEXT", help="Send this message, print the answer and exit"
-    )
-    parser.add_argument(
-        "--plain",
-        action="store_true",
-        help="Print answers as plain text, without rendering Markdown",
-    )
+    add_option(parser, "--system", "System prompt", "TEXT")
+    about = "Image for the first message; may be repeated"
+    add_option(parser, "--image", about, "FILE_OR_URL", default=[], action="append")
+    add_option(parser, "--load", "Continue a conversation that /save wrote", "FILE", Path)
+    add_option(parser, "-q --quick", "Send this message, print the answer and exit", "TEXT")
+    add_switch(parser, "--plain", "Print answers as plain text, without rendering Markdown")
     add_sampling_arguments(parser)
     return parser
 

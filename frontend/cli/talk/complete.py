@@ -10,21 +10,20 @@ from contextlib import closing
 
 from ....protocol.errors import EngineError
 from ...supervisor.console import reports_errors
+from ..parsers import add_option, add_switch, command_parser
 from ..remote.target import Target, add_target_arguments, open_target
 from .sampling import add_sampling_arguments, sampling_fields
 
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of `engine complete`, without the flags of `engine serve`."""
-    parser = argparse.ArgumentParser(
-        prog="engine complete",
-        usage="engine complete [PROMPT] [--url URL] [--model MODEL] [flags]",
-        description=(
-            "Continue a text, by default from standard input. --url can be any server with an "
-            "OpenAI-compatible API. With --model and without --url, a server is started, and all flags of "
-            "engine serve are accepted."
-        ),
-        allow_abbrev=False,
+    parser = command_parser(
+        "complete",
+        "Continue a text, by default from standard input. --url can be any server with an "
+        "OpenAI-compatible API. With --model and without --url, a server is started, and all flags of "
+        "engine serve are accepted.",
+        "[PROMPT] [--url URL] [--model MODEL] [flags]",
+        takes_serve_flags=True,
     )
     parser.add_argument(
         "prompt",
@@ -33,18 +32,11 @@ def make_parser() -> argparse.ArgumentParser:
         default="-",
         help="Text to continue; - is standard input",
     )
-    parser.add_argument(
-        "--model", metavar="MODEL", help="Model to serve, or model name on the server at --url"
-    )
+    about = "Model to serve, or model name on the server at --url"
+    add_option(parser, "--model", about, "MODEL")
     add_target_arguments(parser)
-    parser.add_argument(
-        "--echo", action="store_true", help="Print the prompt before its continuation"
-    )
-    parser.add_argument(
-        "--json",
-        action="store_true",
-        help="Print the server's complete response as JSON at the end",
-    )
+    add_switch(parser, "--echo", "Print the prompt before its continuation")
+    add_switch(parser, "--json", "Print the server's complete response as JSON at the end")
     add_sampling_arguments(parser)
     return parser
 

@@ -5,35 +5,20 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from ..parsers import add_option
+
 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments. The server's defaults apply to arguments that are not given."""
     group = parser.add_argument_group("sampling")
-    group.add_argument(
-        "--temperature",
-        type=float,
-        metavar="T",
-        help="Sampling temperature; 0 always takes the most probable token",
-    )
-    group.add_argument(
-        "--top-p",
-        type=float,
-        metavar="P",
-        help="Sample from the most probable tokens up to this total probability",
-    )
-    group.add_argument(
-        "--max-tokens",
-        type=int,
-        metavar="N",
-        help="Maximum tokens per answer (default: no limit)",
-    )
-    group.add_argument("--seed", type=int, metavar="N", help="Seed for repeatable sampling")
-    group.add_argument(
-        "--stop",
-        action="append",
-        metavar="TEXT",
-        help="End the answer at this text; may be repeated",
-    )
+    about = "Sampling temperature; 0 always takes the most probable token"
+    add_option(group, "--temperature", about, "T", float)
+    about = "Sample from the most probable tokens up to this total probability"
+    add_option(group, "--top-p", about, "P", float)
+    add_option(group, "--max-tokens", "Maximum tokens per answer (default: no limit)", "N", int)
+    add_option(group, "--seed", "Seed for repeatable sampling", "N", int)
+    about = "End the answer at this text; may be repeated"
+    add_option(group, "--stop", about, "TEXT", action="append")
 
 
 def sampling_fields(parsed: argparse.Namespace) -> dict[str, Any]:

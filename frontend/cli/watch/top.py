@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ....protocol.errors import EngineError
 from ...supervisor.console import reports_errors
+from ..parsers import add_option, add_switch, command_parser
 from ..remote.server import RemoteServer, ServerError
 from ..remote.target import add_operator_arguments, open_server
 from .sparkline import sparkline
@@ -29,25 +30,15 @@ GRAPH: Final = 60
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of `engine top`."""
-    parser = argparse.ArgumentParser(
-        prog="engine top",
-        description=(
-            "Show the load of a running server: tokens per second, requests, KV-cache usage, share of "
-            "cached prompt tokens, and latencies. Servers with vLLM's metrics are supported too."
-        ),
+    parser = command_parser(
+        "top",
+        "Show the load of a running server: tokens per second, requests, KV-cache usage, share of "
+        "cached prompt tokens, and latencies. Servers with vLLM's metrics are supported too.",
     )
     add_operator_arguments(parser)
-    parser.add_argument(
-        "--interval",
-        type=float,
-        default=1.0,
-        metavar="S",
-        help="Seconds between readings (default: 1)",
-    )
-    parser.add_argument(
-        "--once", action="store_true", help="Measure one interval, print the table and exit"
-    )
-    parser.add_argument("--json", action="store_true", help="Print one JSON object per reading")
+    add_option(parser, "--interval", "Seconds between readings", "S", float, 1.0)
+    add_switch(parser, "--once", "Measure one interval, print the table and exit")
+    add_switch(parser, "--json", "Print one JSON object per reading")
     return parser
 
 
