@@ -7,6 +7,7 @@ from typing import Any
 import transformers
 from support.families import SMALL
 from support.families.experts import BLOCKS_OF_KEYS, LATENT
+from support.families.multimodal import AUDIO_SIZES, MULTIMODAL
 from support.families.recurrent import RECURRENT
 
 PATCH, IMAGE_TOKEN = 4, 96
@@ -107,6 +108,7 @@ INKLING = {
 SQUARE_MODELS = ("janus", "deepseek_vl", "deepseek_vl_hybrid", "ovis2", "got_ocr2")
 PAIRED = ("exaone4_5", "hyperclovax_vision_v2", "minimax_m3_vl")
 """Models whose patches have two frames."""
+MUSE_MODELS = ("muse_glimmer", "muse_spark")
 MINICPM_MODELS = ("minicpmv4_6", "minicpm_ocr", "minicpmv4_7")
 OVIS_MARKS = ("<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>")
 OVIS_MARK_IDS = [90, 91, 92, 93, 95]
@@ -177,6 +179,15 @@ def image_config(kind: str) -> Any:
             projector_hidden_size=56,
             image_token_id=IMAGE_TOKEN,
             tie_word_embeddings=True,
+        )
+    if kind == "muse_spark":
+        return transformers.MuseSparkConfig(
+            vision_config=MUSE,
+            text_config=SMALL | MULTIMODAL["MuseSpark"][1],
+            audio_config=AUDIO_SIZES | {"out_hidden_size": SMALL["hidden_size"]},
+            out_hidden_size=4 * 48,
+            projector_hidden_size=56,
+            image_token_id=IMAGE_TOKEN,
         )
     if kind == "muse_glimmer":
         return transformers.MuseGlimmerConfig(

@@ -398,8 +398,8 @@ def _anyres(
     kind: str, tower: dict[str, int], text: dict[str, Any], tokenizer: Any, factor: int
 ) -> _Parts:
     tile = tower["image_size"]
-    is_next = kind == "llava_next"
-    name = "LlavaNext" if is_next else "LlavaOnevision"
+    is_next = kind.startswith("llava_next")
+    name = _class(kind).removesuffix("ForConditionalGeneration")
     grids = [[tile * rows, tile * columns] for rows, columns in ((1, 1), (1, 2), (2, 1), (2, 2))]
     tower_kind = "clip" if is_next else "siglip"
     video = tokenizer.convert_tokens_to_ids("<video>")
@@ -414,7 +414,7 @@ def _anyres(
         **own,
     )
     processor = {
-        "image_processor_type": f"{name}ImageProcessor",
+        "image_processor_type": f"{name.removesuffix('Video')}ImageProcessor",
         "image_grid_pinpoints": grids,
         "size": {"shortest_edge": tile} if is_next else {"height": tile, "width": tile},
     }
@@ -477,8 +477,7 @@ _PARTS_BY_FAMILY = {
     "gemma4_unified": _gemma4,
     "granite4_vision": granite4_vision,
     "granite_docling": granite_docling,
-    "llava_next": _anyres,
-    "llava_onevision": _anyres,
+    **dict.fromkeys(("llava_next", "llava_next_video", "llava_onevision"), _anyres),
     "pixtral": _pixtral,
     "mistral3": _pixtral,
     "mistral_large4": _pixtral,
@@ -489,7 +488,7 @@ _PARTS_BY_FAMILY = {
 def _class(kind: str) -> str:
     names = {"idefics3": "Idefics3", "smolvlm": "SmolVLM", "llava": "Llava"}
     names |= dict.fromkeys(("internvl", "internvl_chat"), "InternVL")
-    names["aria"] = "Aria"
+    names |= {"aria": "Aria", "llava_next_video": "LlavaNextVideo"}
     names |= {"vipllava": "VipLlava", "lighton_ocr": "LightOnOcr", "aya_vision": "AyaVision"}
     names |= {"cohere2_vision": "Cohere2Vision", "qianfan_ocr": "QianfanOCR"}
     names |= {"gemma3": "Gemma3", "gemma4": "Gemma4", "pixtral": "Llava", "mistral3": "Mistral3"}

@@ -16,7 +16,7 @@ _END: Final = "<|image_end|>"
 
 
 def muse(source: ProcessorSource, vision: GridVisionSpec, token_id: int) -> RatioProcessor:
-    """Return the processor of Muse Glimmer."""
+    """Return the processor of Muse Glimmer or Muse Spark."""
     fields = source.fields
     check_patches(fields, vision)
     return RatioProcessor(

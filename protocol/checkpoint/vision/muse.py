@@ -12,7 +12,7 @@ _NORM_EPS: Final = 1e-5
 
 
 def muse(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVisionSpec:
-    """Return the tower of Muse Glimmer. The decoder norms its outputs, like the embeddings of tokens."""
+    """Return the tower of Muse Glimmer or Muse Spark. The decoder norms its outputs, like the embeddings of tokens."""
     num_layers = vision.with_defaults(num_hidden_layers=50).layer_count("num_hidden_layers")
     types = vision.per_layer("layer_types", num_layers)
     if types is None:

@@ -26,6 +26,7 @@ from support.grid_configs import (
     MARKS,
     MEAN_AND_STD,
     MINICPM_MODELS,
+    MUSE_MODELS,
     OVIS_MARK_IDS,
     OVIS_MARKS,
     PAIRED,
@@ -52,7 +53,7 @@ torch.set_num_threads(1)
         "lfm2_vl",
         "inkling2",
         *MINICPM_MODELS,
-        "muse_glimmer",
+        *MUSE_MODELS,
         "deepseek_ocr2",
         *SQUARE_MODELS,
     ],
@@ -85,7 +86,7 @@ def model(request, tmp_path_factory):
         (path / "tokenizer_config.json").write_text(json.dumps(tokens))
     elif request.param == "deepseek_ocr2":
         processor = {"size": {"height": 256, "width": 256}, "tile_size": 192, "max_patches": 2}
-    elif request.param == "muse_glimmer":
+    elif request.param in MUSE_MODELS:
         processor |= {"max_image_tokens": 30}
     elif request.param == "lfm2_vl":
         processor = {"encoder_patch_size": PATCH, "tile_size": 16, "max_tiles": 4}
@@ -147,7 +148,7 @@ def _patches(kind, payload):
     cells = pixels.permute(2, 0, 1).unflatten(1, (-1, PATCH)).unflatten(3, (-1, PATCH))
     if kind in MINICPM_MODELS:
         return cells.permute(0, 2, 1, 3, 4).flatten(2)
-    if kind == "muse_glimmer":
+    if kind in MUSE_MODELS:
         # Patches row by row, each with two equal frames.
         patches = cells.permute(1, 3, 0, 2, 4).flatten(0, 1).flatten(1)
         return torch.cat((patches, patches), 1)

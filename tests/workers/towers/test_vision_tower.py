@@ -48,6 +48,7 @@ KINDS = (
     *SIZED_MODELS,
     *(f"{kind}-own" for kind in SIZED_MODELS[:2]),
     *ANYRES_MODELS,
+    "llava_next_video",
     "granite4_vision-late",
     "granite_docling",
 )
@@ -149,7 +150,7 @@ def test_logits_equal_those_of_transformers(model, load):
     arguments = _reference_images(kind, [pixels for _, pixels in images])
     if kind == "llama4":
         arguments = {"pixel_values": torch.stack([_in_bfloat16(each) for each, _ in images])}
-    if kind in (*ANYRES_MODELS, "aria"):
+    if kind in (*ANYRES_MODELS, "llava_next_video", "aria"):
         pictures = [_picture(*size) for size in ((150, 90), (70, 64), (60, 130))]
         arguments = dict(image_processor(path, kind)(pictures, return_tensors="pt"))
         for name in ("batch_num_images", "num_crops"):
