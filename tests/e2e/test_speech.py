@@ -204,6 +204,9 @@ def test_vllms_realtime_clients_are_served(server: Server) -> None:
         while answers[-1]["type"] != "transcription.done":
             answers.append(json.loads(socket.recv(60)))
         assert answers[-1]["text"] == HEARD["colors.ogg"]
+        usage = answers[-1]["usage"]
+        assert usage["prompt_tokens"] >= 2 and usage["completion_tokens"] > 5
+        assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
         assert "".join(each.get("delta", "") for each in answers) == HEARD["colors.ogg"]
         socket.send('{"type": "session.update", "model": "none"}')
         error = json.loads(socket.recv(20))

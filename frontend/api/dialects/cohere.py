@@ -69,6 +69,8 @@ class CohereEmbeddings:
                 for kind, values in embeddings.items():
                     values.append(_ENCODERS[kind](vector))
             num_tokens = sum(sequence.num_prompt_tokens for sequence in group.sequences)
+            has_images = any(sequence.request.encoder_inputs for sequence in group.sequences)
+            num_image_tokens = num_tokens if has_images else 0
             return json_response(
                 {
                     "id": f"embd-{group.request_id}",
@@ -76,7 +78,11 @@ class CohereEmbeddings:
                     "texts": body.texts or [],
                     "meta": {
                         "api_version": {"version": "2"},
-                        "billed_units": {"input_tokens": num_tokens},
+                        # Cohere and vLLM count all tokens of requests with images as those of images.
+                        "billed_units": {
+                            "input_tokens": num_tokens - num_image_tokens,
+                            "image_tokens": num_image_tokens,
+                        },
                     },
                     "response_type": "embeddings_by_type",
                 }

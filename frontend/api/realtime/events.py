@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import time
 import uuid
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from ...http.errors import APIError
 from ...http.websocket import WebSocket
 from ..logprobs import Json
+from ..routes.transcriptions import usage_of
+
+if TYPE_CHECKING:
+    from ...media.transcription.transcriber import Transcript
 
 _ITEM = "conversation.item.input_audio_transcription"
 
@@ -51,9 +55,10 @@ class Events:
             fields["logprobs"] = logprobs
         self.send(f"{_ITEM}.delta", **fields)
 
-    def send_text(self, item_id: str, text: str, logprobs: list[Json] | None, usage: Json) -> None:
+    def send_text(self, item_id: str, transcript: Transcript, logprobs: list[Json] | None) -> None:
         """Send the whole text of an item."""
-        fields = {"item_id": item_id, "content_index": 0, "transcript": text, "usage": usage}
+        fields = {"item_id": item_id, "content_index": 0, "transcript": transcript.text}
+        fields["usage"] = usage_of(transcript)
         if logprobs is not None:
             fields["logprobs"] = logprobs
         self.send(f"{_ITEM}.completed", **fields)
@@ -80,9 +85,15 @@ class VLLMEvents(Events):
         """Send a piece of the text."""
         self.send("transcription.delta", delta=text)
 
-    def send_text(self, item_id: str, text: str, logprobs: list[Json] | None, usage: Json) -> None:
+    def send_text(self, item_id: str, transcript: Transcript, logprobs: list[Json] | None) -> None:
         """Send the whole text."""
-        self.send("transcription.done", text=text, usage=None)
+        num_prompt, num_generated = transcript.num_prompt_tokens, transcript.num_generated_tokens
+        usage = {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_generated,
+            "total_tokens": num_prompt + num_generated,
+        }
+        self.send("transcription.done", text=transcript.text, usage=usage)
 
     def send_failure(self, item_id: str, error: APIError) -> None:
         """Report that audio could not be transcribed."""

@@ -25,7 +25,7 @@ from ...media.audio.live_samples import ClipDropped, LiveSamples
 from ...media.transcription.options import verify_transcribes
 from ..bodies.body import BodyDecoder, make_decoder
 from ..bodies.intake import Intake
-from ..routes.transcriptions import Plan, Transcriptions, usage_of
+from ..routes.transcriptions import Plan, Transcriptions
 from ..schema import TranscriptionRequest
 from ..schema.realtime import (
     AudioAppend,
@@ -331,7 +331,7 @@ class _Session:
         work = self._transcriptions.work(open_clip, item.plan, item.request, scope, deadline)
         transcript = await work(on_text)
         rendered = render(transcript.logprobs) if has_logprobs else None
-        self._events.send_text(item.id, transcript.text, rendered, usage_of(transcript))
+        self._events.send_text(item.id, transcript, rendered)
 
     def _configure(self) -> None:
         settings = self._settings

@@ -130,13 +130,16 @@ class Transcriptions:
         engine = self._serving.engine
         base = self._base(scope, request, deadline)
         request_id = scope["state"]["request_id"]
-        core_index = 0
+        core_index = num_prompt_tokens = 0
 
         async def start(sequences: list[SequenceRequest]) -> RequestGroup:
-            nonlocal core_index
+            nonlocal core_index, num_prompt_tokens
             with translate_refusals(self._serving):
                 group = await engine.submit(sequences, request_id=request_id)
             core_index = group.sequences[0].core_index
+            num_prompt_tokens += sum(
+                each[0].num_prompt_tokens for each in group.outputs_by_prompt()
+            )
             return group
 
         async def work(on_text: TextReceiver | None) -> Transcript:
@@ -145,6 +148,7 @@ class Transcriptions:
 
             submission = Submission(base, start, raise_if_failed, engine.append_inputs)
             transcript = await transcriber.transcribe(clip, plan.options, submission, on_text)
+            transcript.num_prompt_tokens = num_prompt_tokens
             engine.metrics.record_audio(core_index, transcript.duration)
             return transcript
 

@@ -323,6 +323,7 @@ class EmbeddingRequest(InputFields, kw_only=True):
 
     lora_path: Any = None
     embed_overrides: Any = None
+    late_chunking_params: Any = None
 
     # The name of one of the model's prompts, whose text is put before every input.
     prompt_name: str | None = None

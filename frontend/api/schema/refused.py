@@ -95,6 +95,10 @@ REFUSED: Final[dict[str, tuple[str, tuple[Any, ...]]]] = {
         (False,),
     ),
     "padding": ("is not supported; inputs are never padded", ("do_not_pad",)),
+    "late_chunking_params": (
+        "is not supported; average the vectors of /pooling with task token_embed",
+        (),
+    ),
     "embed_overrides": (_NOT_SUPPORTED, ()),
     "query_embed_overrides": (_NOT_SUPPORTED, ()),
     "item_embed_overrides": (_NOT_SUPPORTED, ()),

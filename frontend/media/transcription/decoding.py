@@ -221,6 +221,7 @@ class WindowDecoder:
             start=window.start / self._rate,
             duration=self._seconds(window),
             token_ids=token_ids,
+            num_generated_tokens=len(whole.token_ids),
             text=prompts.text(token_ids),
             temperature=temperature,
             mean_logprob=sum(values) / len(values) if values else 0.0,

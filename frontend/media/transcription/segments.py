@@ -70,6 +70,7 @@ class DecodedWindow(msgspec.Struct):
         mean_logprob: The mean log-probability of the tokens and the end.
         no_speech_prob: The probability that nobody speaks; 0 if it was not computed.
         logprobs: The log-probability of each token.
+        num_generated_tokens: The number of generated tokens, with those that are no text.
         words: The words with their times in the clip, if they were requested.
         language: The code of the language that the model named; "" if it named none.
     """
@@ -82,6 +83,7 @@ class DecodedWindow(msgspec.Struct):
     mean_logprob: float
     no_speech_prob: float = 0.0
     logprobs: list[PositionLogprobs] = []
+    num_generated_tokens: int = 0
     words: list[Word] = []
     language: str = ""
 

@@ -58,6 +58,8 @@ class Transcript:
         segments: The segments, if they were requested.
         words: The words, if they were requested.
         logprobs: The log-probability of each token of the text.
+        num_prompt_tokens: The tokens of all prompts; known to servers only.
+        num_generated_tokens: The tokens that were generated for the text, with timestamps and ends.
     """
 
     language: str = ""
@@ -66,6 +68,8 @@ class Transcript:
     segments: list[Segment] = field(default_factory=list)
     words: list[Word] = field(default_factory=list)
     logprobs: list[PositionLogprobs] = field(default_factory=list)
+    num_prompt_tokens: int = 0
+    num_generated_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -220,6 +224,7 @@ class Transcriber:
             duration=decoder.num_samples / self._speech.sampling_rate,
             text=prompts.text(decoder.token_ids).strip(),
             logprobs=decoder.logprobs,
+            num_generated_tokens=len(decoder.token_ids),
         )
 
     async def _jobs(self, clip: Samples, decoder: WindowDecoder) -> AsyncGenerator[_Job]:
@@ -296,6 +301,7 @@ class Transcriber:
     ) -> None:
         transcript.text += separator(transcript.text, decoded.text) + decoded.text
         transcript.logprobs += decoded.logprobs
+        transcript.num_generated_tokens += decoded.num_generated_tokens
         transcript.words += decoded.words
         if options.has_segments:
             transcript.segments += split_segments(
