@@ -138,7 +138,7 @@ def main() -> int:
                     make_requests(max(4, 2 * concurrency), given.tokens, number)
                     for number in range(given.rounds)
                 ]
-                result = measure_requests(drafting.url, plain.url, requests, concurrency)
+                result = measure_requests(drafting, plain, requests, concurrency)
                 result = {"agreement": given.agreement, "concurrency": concurrency, **result}
                 print(json.dumps(result), flush=True)
                 results.append(result)

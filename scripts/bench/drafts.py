@@ -134,38 +134,33 @@ async def answer_all(
         return num_tokens / (time.perf_counter() - begin), answers
 
 
-async def count_drafts(url: str) -> tuple[int, int]:
+def count_drafts(server: Server) -> tuple[float, float]:
     """Return how many draft tokens a server has verified so far, and how many of them it accepted."""
-    async with aiohttp.ClientSession() as session, session.get(url + "/metrics") as response:
-        text = await response.text()
-
-    def value(name: str) -> int:
-        found = re.search(rf"^engine:spec_decode_num_{name}_tokens_total{{.*}} (\S+)$", text, re.M)
-        return int(float(found[1])) if found else 0
-
-    return value("draft"), value("accepted")
+    names = (f"engine:spec_decode_num_{kind}_tokens_total" for kind in ("draft", "accepted"))
+    drafted, accepted = map(server.metric, names)
+    return drafted, accepted
 
 
 def measure_requests(
-    drafting: str, plain: str, rounds: list[list[Body]], concurrency: int
+    drafting: Server, plain: Server, rounds: list[list[Body]], concurrency: int
 ) -> dict[str, Any]:
     """Return the speeds of two servers, which get the requests of each round alternately."""
     with_drafts, without, num_different = [], [], 0
-    drafted_before, right_before = uvloop.run(count_drafts(drafting))
+    drafted_before, right_before = count_drafts(drafting)
     for requests in rounds:
-        rate, answers = uvloop.run(answer_all(drafting, requests, concurrency))
+        rate, answers = uvloop.run(answer_all(drafting.url, requests, concurrency))
         with_drafts.append(rate)
-        rate, expected = uvloop.run(answer_all(plain, requests, concurrency))
+        rate, expected = uvloop.run(answer_all(plain.url, requests, concurrency))
         without.append(rate)
         num_different += sum(answers[index] != text for index, text in expected.items())
-    drafted, right = uvloop.run(count_drafts(drafting))
+    drafted, right = count_drafts(drafting)
     ratios = [a / b for a, b in zip(with_drafts, without, strict=True)]
     return {
         "output_tok_s": round(statistics.median(with_drafts), 1),
         "without": round(statistics.median(without), 1),
         "ratio": round(statistics.median(ratios), 2),
         "ratios": [round(ratio, 2) for ratio in ratios],
-        "drafted": drafted - drafted_before,
+        "drafted": int(drafted - drafted_before),
         "right": round((right - right_before) / max(drafted - drafted_before, 1), 3),
         "different_answers": num_different,
     }
@@ -195,7 +190,7 @@ def main() -> int:
                     make_requests(kind, max(4, 2 * concurrency), given.tokens, number)
                     for number in range(given.rounds)
                 ]
-                result = measure_requests(drafting.url, plain.url, requests, concurrency)
+                result = measure_requests(drafting, plain, requests, concurrency)
                 result = {"kind": kind, "concurrency": concurrency, **result}
                 print(json.dumps(result), flush=True)
                 results.append(result)

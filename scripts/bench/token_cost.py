@@ -17,11 +17,9 @@ import asyncio
 import json
 import multiprocessing
 import os
-import re
 import sys
 import time
 import urllib.parse
-import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import product
@@ -138,20 +136,10 @@ def cpu_ns(pid: int) -> int:
     )
 
 
-def count_tokens(url: str) -> int:
-    """Return the number of tokens that the frontends have generated.
-
-    One frontend answers for all. Its figures of the others are up to a second old.
-    """
-    with urllib.request.urlopen(f"{url}/metrics") as response:
-        text = response.read().decode()
-    found = re.findall(r"^engine:generation_tokens_total\{.*\} (\S+)$", text, re.MULTILINE)
-    return round(sum(map(float, found)))
-
-
 def measure(server: Server, streams: int, processes: int, window_s: float) -> dict[str, Any]:
     def read(counts: list[Counts]) -> tuple[float, int, int, dict[str, int]]:
-        tokens = count_tokens(server.url)
+        # One frontend answers for all. Its figures of the others are up to a second old.
+        tokens = round(server.metric("engine:generation_tokens_total"))
         times = {title_of(child): cpu_ns(child.pid) for child in server.children}
         return time.perf_counter(), total(counts, "events"), tokens, times
 
