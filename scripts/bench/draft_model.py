@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+import transformers
 from drafts import NO_DRAFTS, measure_requests
-from safetensors.torch import save_file
 from support.server import Server
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -32,56 +32,28 @@ DRAFT: Final = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layer
 
 def write_model(directory: Path, sizes: dict[str, int], following: torch.Tensor, seed: int) -> Path:
     """Write a model that generates token `following[i]` after token i."""
-    directory.mkdir()
-    generator = torch.Generator().manual_seed(seed)
-    width, inner = sizes["hidden_size"], sizes["intermediate_size"]
+    torch.manual_seed(seed)
+    width = sizes["hidden_size"]
     heads = width // 64
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": VOCAB_SIZE,
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads // 4,
-        "head_dim": 64,
-        "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-5,
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-        "bos_token_id": 0,
-        "eos_token_id": 0,
+    config = transformers.LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 4,
+        max_position_embeddings=4096,
+        rms_norm_eps=1e-5,
+        bos_token_id=0,
+        eos_token_id=0,
         **sizes,
-    }
-    (directory / "config.json").write_text(json.dumps(config))
-
-    def matrix(rows: int, columns: int) -> torch.Tensor:
-        return 0.02 * torch.randn(rows, columns, generator=generator)
-
-    embedding = torch.randn(VOCAB_SIZE, width, generator=generator)
-    head = torch.empty_like(embedding)
-    head[following] = embedding
-    tensors = {
-        "model.embed_tokens.weight": embedding,
-        "lm_head.weight": head / width**0.5,
-        "model.norm.weight": torch.ones(width),
-    }
-    for layer in range(sizes["num_hidden_layers"]):
-        name = f"model.layers.{layer}."
-        tensors |= {
-            name + "input_layernorm.weight": torch.ones(width),
-            name + "post_attention_layernorm.weight": torch.ones(width),
-            name + "self_attn.q_proj.weight": matrix(width, width),
-            name + "self_attn.k_proj.weight": matrix(width // 4, width),
-            name + "self_attn.v_proj.weight": matrix(width // 4, width),
-            name + "self_attn.o_proj.weight": torch.zeros(width, width),
-            name + "mlp.gate_proj.weight": matrix(inner, width),
-            name + "mlp.up_proj.weight": matrix(inner, width),
-            name + "mlp.down_proj.weight": torch.zeros(width, inner),
-        }
-    save_file(
-        {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in tensors.items()},
-        directory / "model.safetensors",
     )
+    model = transformers.LlamaForCausalLM(config)
+    embedding = torch.randn(VOCAB_SIZE, width)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        model.model.embed_tokens.weight.copy_(embedding)
+        model.lm_head.weight[following] = embedding / width**0.5
+    model.bfloat16().save_pretrained(directory)
     vocabulary = {f"w{token}": token for token in range(VOCAB_SIZE)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

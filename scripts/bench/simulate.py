@@ -15,10 +15,9 @@ import asyncio
 import math
 import random
 import tempfile
-import time
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -28,7 +27,8 @@ from engine.core.simulation.frontend_times import measure_frontend
 from engine.core.simulation.simulate import simulate
 from engine.core.simulation.step_time import fit, measure_steps
 from engine.core.simulation.trace import TraceRequest
-from engine.frontend.cli.bench.client import Answer, Endpoint, ask
+from engine.frontend.cli.bench.client import Answer, Endpoint, run_sessions
+from engine.frontend.cli.bench.datasets import Session, Turn
 from support.server import Server, default_model
 
 VOCABULARY = range(1000, 40_000)
@@ -106,19 +106,11 @@ def prompt_of(request: TraceRequest, seed: int) -> list[int]:
 async def play(url: str, model: str, trace: list[TraceRequest], seed: int) -> list[Answer]:
     """Send each request at its time. Return the answers."""
     endpoint = Endpoint(url, model, fields={"ignore_eos": True, "temperature": 1.0})
-    bodies = [endpoint.body(prompt_of(request, seed), request.output_tokens) for request in trace]
-    async with endpoint.connect() as client:
-        begin = time.perf_counter()
-
-        async def send(at: float, body: dict[str, Any]) -> Answer:
-            await asyncio.sleep(begin + at - time.perf_counter())
-            return await ask(client, endpoint.full_url, body)
-
-        sent = (send(r.arrival, body) for r, body in zip(trace, bodies, strict=True))
-        answers = await asyncio.gather(*sent)
+    sessions = [Session([Turn(prompt_of(r, seed), r.output_tokens)]) for r in trace]
+    answers, _ = await run_sessions(endpoint, sessions, starts=[r.arrival for r in trace])
     errors = [answer.error for answer in answers if answer.error is not None]
     assert not errors, errors[0]
-    return list(answers)
+    return sorted(answers, key=lambda answer: answer.start)
 
 
 def measured(rounds: list[list[Answer]]) -> Figures:
