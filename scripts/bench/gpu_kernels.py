@@ -37,7 +37,7 @@ from engine.workers.cuda.sampling import choose_tokens  # noqa: E402
 from engine.workers.loaders.quantization.matrix import ActivationScheme, QuantizedMatrix  # noqa: E402
 from engine.workers.sampling import SamplingMetadata, TorchSampler  # noqa: E402
 from engine.workers.sampling import choose_tokens as torch_choose_tokens  # noqa: E402
-from on_gpu.limits import random_bytes  # noqa: E402
+from on_gpu.limits import copy_bandwidth, matmul_flops  # noqa: E402
 from on_gpu.reporting import Reporter, add_done  # noqa: E402
 
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
@@ -83,20 +83,6 @@ def seconds(run: Callable[[], object]) -> float:
         after.synchronize()
         times.append(before.elapsed_time(after) / 1e3)
     return float(statistics.median(times))
-
-
-def measured_roofline() -> tuple[float, float]:
-    """Measure the gigabytes per second of a copy, and the teraflops per second of a bf16 product."""
-    size = (1 << 30) if HAS_GPU else (1 << 20)
-    source = random_bytes(size, DEVICE)
-    target = torch.empty_like(source)
-    n = 8192 if HAS_GPU else 64
-    a = torch.randn(n, n, device=DEVICE).to(DTYPE)
-    b = torch.randn(n, n, device=DEVICE).to(DTYPE)
-    return (
-        2 * size / 1e9 / seconds(lambda: target.copy_(source)),
-        2 * n**3 / 1e12 / seconds(lambda: a @ b.T),
-    )
 
 
 def numbers(rows: Rows) -> torch.Tensor:
@@ -294,11 +280,9 @@ def main() -> None:
             for _ in range(3):
                 case.run()
         return
-    bandwidth, speed = measured_roofline()
-    device = torch.cuda.get_device_name() if HAS_GPU else "no GPU: interpreted"
+    bandwidth = copy_bandwidth(DEVICE, 1 << (30 if HAS_GPU else 20)) / 1e9
+    speed = matmul_flops(DEVICE, 8192 if HAS_GPU else 64) / 1e12
     reporter = Reporter(arguments.done)
-    limits = {"device": device, "copy_gb_per_s": bandwidth, "product_tflops": speed}
-    reporter.say("limits", lambda: limits)
     for case in chosen:
         reporter.say(case.name, partial(figures, case, bandwidth, speed))
 
