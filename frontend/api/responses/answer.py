@@ -13,9 +13,11 @@ from ...http.json_pieces import encode_whole
 from ..dialects.dialect import DialectChunks
 from ..generation import raise_if_failed
 from ..logprobs import Json
+from ..receipts.timings import llama_prompt_timings, llama_timings
 from ..routes.chat_completions import ChatAnswer
 from ..serving import Serving
-from ..streaming.event_stream import OPENAI_STREAM, StreamFormat
+from ..streaming.event_stream import OPENAI_STREAM, ChunkEncoder, StreamFormat
+from ..streaming.progress import ProgressChunks
 from .client_tools import CLIENT_TOOLS
 from .namespaces import call_fields, is_left_out
 from .output import OutputBuilder
@@ -161,6 +163,7 @@ class ResponsesAnswer(ChatAnswer):
         response = self.describe("incomplete" if is_cut else "completed")
         response["output"] = builder.items
         response["usage"] = self.token_counts() | self.receipt()
+        response |= self.timing()
         if is_cut:
             response["incomplete_details"] = {"reason": "max_output_tokens"}
         else:
@@ -170,6 +173,13 @@ class ResponsesAnswer(ChatAnswer):
     def describe(self, status: str) -> Json:
         """Return the response without its output, with this status."""
         return describe_response(self.serving, self.exchange, status)
+
+    def timings(self) -> Json:
+        """Return llama.cpp's `timings` so far, if the request asks for them; else {}."""
+        [sequence] = self._group.sequences
+        if not self.request.timings_per_token:
+            return {}
+        return {"timings": llama_timings(sequence, sequence.num_read_tokens)}
 
     def token_counts(self) -> Json:
         """Return the usage so far."""
@@ -235,7 +245,7 @@ class ResponseChunks(DialectChunks):
         super().__init__(answer)
         self._response = answer
         self._writer = EventWriter()
-        self._builder = answer.new_builder(self._writer.emit)
+        self._builder = answer.new_builder(self._emit)
         self._has_begun = False
         self._is_background = bool(answer.exchange.body.background)
         self.final: Json | None = None
@@ -262,8 +272,29 @@ class ResponseChunks(DialectChunks):
     def closing(self) -> bytes:
         """Return the event that ends the response."""
         assert self.final is not None
-        self._writer.emit(f"response.{self.final['status']}", response=self.final)
+        timings = self._response.timings()
+        self._writer.emit(f"response.{self.final['status']}", response=self.final, **timings)
         return self._writer.take()
+
+    def with_progress(self) -> ChunkEncoder:
+        """Return this encoder, with the progress of the prompt if the request asks for it."""
+        wanted = self._response.request.return_progress
+        return ProgressChunks(self, self._progress) if wanted else self
+
+    def _progress(self, sequence: Sequence, progress: Json) -> bytes:
+        if not self._has_begun:
+            self._begin()
+        more: Json = {"prompt_progress": progress}
+        if self._response.request.timings_per_token:
+            more["timings"] = llama_prompt_timings(progress)
+        response = self._response.describe("in_progress")
+        self._writer.emit("response.in_progress", response=response, **more)
+        return self._writer.take()
+
+    def _emit(self, kind: str, **fields: object) -> None:
+        if kind == "response.output_text.delta":
+            fields |= self._response.timings()
+        self._writer.emit(kind, **fields)
 
     def _begin(self) -> None:
         self._has_begun = True

@@ -178,7 +178,7 @@ class Responses(ChatCompletions):
                 await self._end(answer, chunks.final, run)
 
             stream = EventStream(send, scope["state"]["connection"])
-            await stream.run(receive, group, chunks, before_end)
+            await stream.run(receive, group, chunks.with_progress(), before_end)
             return
         await wait_for_end(group, receive)
         response = await self._serving.executor.run(

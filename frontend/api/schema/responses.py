@@ -84,6 +84,11 @@ class ResponsesRequest(ResponseFields, kw_only=True):
     priority: Int | None = None
     cache_salt: str | None = None
     include_receipt: bool | None = None
+    timings_per_token: bool | None = None
+    return_progress: bool | None = None
+    request_id: str | None = None
+    data_parallel_rank: Int | None = None
+    routed_dp_rank: Int | None = None
 
     # Rejected, because an answer that ignores them would be wrong.
     context_management: Any = None
@@ -99,9 +104,13 @@ class ResponsesRequest(ResponseFields, kw_only=True):
     media_io_kwargs: Any = None
     watermarking: Any = None
     bootstrap_host: Any = None
+    bootstrap_port: Any = None
+    bootstrap_room: Any = None
+    disagg_prefill_dp_rank: Any = None
 
     # Accepted because clients send them; they have no effect.
     background_options: dict[str, Any] | None = None
+    session_id: str | None = None
     moderation: Any = None
 
 
@@ -134,6 +143,11 @@ SAMPLING_FIELDS = (
     "priority",
     "cache_salt",
     "include_receipt",
+    "timings_per_token",
+    "return_progress",
+    "request_id",
+    "data_parallel_rank",
+    "routed_dp_rank",
 )
 """Fields with the same name and meaning as in chat completions."""
 

@@ -135,6 +135,26 @@ def test_streams_show_the_progress_of_the_prompt(frontend: FrontendProcess) -> N
         assert "prompt_progress" not in frontend.post(path, stream=True, **fields).text
 
 
+def test_responses_show_timings_and_progress(frontend: FrontendProcess) -> None:
+    body = {"input": TEXT, "max_output_tokens": 3}
+    extra = {"timings_per_token": True, "return_progress": True}
+    whole = frontend.post("/v1/responses", **body, **extra).json()
+    assert whole["timings"]["predicted_n"] == whole["usage"]["output_tokens"] == 3
+    text = frontend.post("/v1/responses", stream=True, **body, **extra).text
+    events = [json.loads(line[6:]) for line in text.split("\n") if line.startswith("data: ")]
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    shown = [event for event in events if "prompt_progress" in event]
+    assert {event["type"] for event in shown} == {"response.in_progress"}
+    assert [event["timings"]["prompt_n"] for event in shown] == [
+        event["prompt_progress"]["processed"] for event in shown
+    ]
+    deltas = [event for event in events if event["type"] == "response.output_text.delta"]
+    assert deltas and all(event["timings"]["predicted_n"] for event in deltas)
+    assert events[-1]["timings"]["predicted_n"] == 3
+    plain = frontend.post("/v1/responses", stream=True, **body).text
+    assert "timings" not in plain and "prompt_progress" not in plain
+
+
 def test_probabilities_have_ids_and_bytes(frontend: FrontendProcess) -> None:
     answer = complete(frontend, "Hello", n_predict=1, n_probs=3)
     [token] = answer["completion_probabilities"]
