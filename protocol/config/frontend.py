@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 
@@ -68,6 +68,33 @@ ReasoningParserName = Literal[
 ]
 ToolCallParserOption = Literal["auto", "none", ToolCallParserName]
 ReasoningParserOption = Literal["auto", "none", ReasoningParserName]
+
+TOOL_CALL_PARSERS_OF_SGLANG: Final = {
+    "qwen": "hermes",
+    "qwen25": "hermes",
+    "llama3": "llama3_json",
+    "glm": "glm45",
+    "gpt-oss": "openai",
+    "deepseekv3": "deepseek_v3",
+    "deepseekv31": "deepseek_v31",
+    "deepseekv32": "deepseek_v32",
+    "deepseekv4": "deepseek_v4",
+    "minimax-m2": "minimax_m2",
+    "minimax-m3": "minimax_m3",
+    "hunyuan": "hunyuan_a13b",
+}
+"""SGLang's name of a format of tool calls -> the name in Engine and vLLM."""
+
+REASONING_PARSERS_OF_SGLANG: Final = {
+    "deepseek-r1": "deepseek_r1",
+    "deepseek-v3": "deepseek_v3",
+    "deepseek-v4": "deepseek_v4",
+    "qwen3-thinking": "qwen3",
+    "minimax": "minimax_m2",
+    "minimax-m3": "minimax_m3",
+    "gpt-oss": "openai_gptoss",
+}
+"""SGLang's name of a format of reasoning -> the name in Engine and vLLM."""
 
 
 class FrontendConfig(msgspec.Struct, frozen=True):
@@ -222,10 +249,18 @@ class FrontendConfig(msgspec.Struct, frozen=True):
         chat("Treatment of special tokens in messages: interpret, escape or refuse them"),
     ] = "allow"
     tool_call_parser: Annotated[
-        ToolCallParserOption, chat("Format of tool calls; auto: detected from the chat template")
+        ToolCallParserOption,
+        chat(
+            "Format of tool calls; auto: detected from the chat template",
+            synonyms=TOOL_CALL_PARSERS_OF_SGLANG,
+        ),
     ] = "auto"
     reasoning_parser: Annotated[
-        ReasoningParserOption, chat("Format of reasoning; auto: detected from the chat template")
+        ReasoningParserOption,
+        chat(
+            "Format of reasoning; auto: detected from the chat template",
+            synonyms=REASONING_PARSERS_OF_SGLANG,
+        ),
     ] = "auto"
     allowed_media_domains: Annotated[
         tuple[str, ...],
