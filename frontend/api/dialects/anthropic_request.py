@@ -59,6 +59,8 @@ def translate_messages(body: MessagesRequest) -> ChatCompletionRequest:
         # Clients recognize this code, and send the whole conversation instead.
         problem = "is not supported; send the whole conversation"
         raise bad_request("thread", problem, code="thread_unsupported_request")
+    if body.max_tokens is not None and body.max_tokens < 0:
+        raise wrong("max_tokens", "at least 0", body.max_tokens)
     messages = [*_system(body.system)]
     for i, message in enumerate(body.messages):
         if (summary := _summary_in(message)) is not None:

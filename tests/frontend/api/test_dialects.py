@@ -256,6 +256,7 @@ def test_text_of_pdf_is_bounded() -> None:
     ("fields", "named"),
     [
         ({"max_tokens": None}, "max_tokens is required"),
+        ({"max_tokens": -1}, "max_tokens must be at least 0"),
         ({"messages": None}, "messages is required"),
         ({"messages": [{"role": "tool", "content": ""}]}, "messages[0].role must be"),
         (
