@@ -49,6 +49,10 @@ class RunDirectoryError(ConfigError):
         )
 
 
+class UnavailableError(EngineError):
+    """Raised for a request that fails through no fault of its own, because the server lacks a resource."""
+
+
 class ParameterError(EngineError, ValueError):
     """Raised for an invalid request parameter. `param` names the field; `problem` has the value and the limit."""
 

@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ...protocol.errors import ParameterError
+from ...protocol.errors import ParameterError, UnavailableError
 from ...protocol.process import logged_request_id
 from ..http.access import Access, normalize_path
 from ..http.errors import (
@@ -112,7 +112,7 @@ class Edge:
             answer = error
         except ParameterError as error:
             answer = bad_request(error.param, error.problem)
-        except StoreError as error:
+        except (StoreError, UnavailableError) as error:
             answer = unavailable(redact(str(error)), RETRY_S)
         except UnknownObject as error:
             answer = APIError(400, str(error), param="after")

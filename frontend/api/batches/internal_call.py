@@ -11,9 +11,10 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Scope
 
-from ....protocol.errors import ParameterError
+from ....protocol.errors import ParameterError, UnavailableError
 from ....protocol.process import logged_request_id
-from ...http.errors import APIError, bad_request, json_response
+from ...http.errors import APIError, bad_request, json_response, unavailable
+from ...store.client import RETRY_S
 
 
 @dataclass(slots=True)
@@ -91,6 +92,8 @@ async def call_route(
         error = caught
     except ParameterError as caught_parameter:
         error = bad_request(caught_parameter.param, caught_parameter.problem)
+    except UnavailableError as lack:
+        error = unavailable(str(lack), RETRY_S)
     except HTTPException as routing:
         error = APIError(routing.status_code, routing.detail)
     retry_after = error.headers.get("retry-after")

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from ....protocol.arrays import Float32Array
-from ....protocol.errors import ParameterError
+from ....protocol.errors import ParameterError, UnavailableError
 from ....protocol.isolation.channel import SharedContent, receive, send
 from ....protocol.isolation.messages import Exited, may_be_innocent
 from ....protocol.isolation.processes import MAX_TRIES, IsolatedProcesses, is_idle
@@ -340,8 +340,8 @@ class MediaProcesses:
         try:
             return _Process(self._processes.spawn(), self._limits)
         except OSError as error:
-            raise ParameterError(
-                where, f"cannot be decoded: cannot start a process: {error.strerror or error}"
+            raise UnavailableError(
+                f"cannot start a process to decode {where}: {error.strerror or error}; retry later"
             ) from None
 
 

@@ -6,6 +6,7 @@ import base64
 import io
 import signal
 import struct
+import sys
 import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +25,7 @@ from engine.frontend.media.frame_sampling import Sampling
 from engine.frontend.media.media_reader import MediaReader, ReaderConfig
 from engine.protocol.config.images import ResizeProcessor
 from engine.protocol.config.videos import VideoProcessor
-from engine.protocol.errors import ParameterError
+from engine.protocol.errors import ParameterError, UnavailableError
 from PIL import Image
 from support.faults import exhaust_memory
 from support.image_requests import data_url, picture
@@ -243,6 +244,16 @@ def test_a_lost_fork_server_is_replaced(signum: signal.Signals) -> None:
         last = decoders(others)
     for process in last:
         assert eventually(lambda pid=process.pid: not is_running(pid))
+
+
+def test_a_file_without_a_process_may_be_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = file_of(picture(1, 30, 30))
+    with limited() as pool:
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "executable", "/removed/python")
+            with pytest.raises(UnavailableError, match=r"to decode messages\[0\].*; retry later"):
+                pool.read_image(file, WHERE, 1)
+        assert pool.read_image(file, WHERE, 1).num_outputs == 1
 
 
 def test_a_clip_outlives_its_process_between_pieces(pool: MediaProcesses) -> None:
