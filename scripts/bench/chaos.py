@@ -25,6 +25,9 @@ from support.mixed_streams import Streams, bodies
 from support.program import wait_until
 from support.server import Server, default_model, title_of
 
+HARMS_CHILDREN = ("terminated", "out of memory")
+"""Faults that are not for the supervisor: it stops the server, or its children inherit the limit of memory."""
+
 RECOVERY_S = 60.0
 TICK_S = 0.05
 GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
@@ -71,6 +74,8 @@ class Havoc:
             if not is_ready(self._server):
                 continue
             title, fault = self._rng.choice(self._titles), self._rng.choice(list(FAULTS))
+            if title == "supervisor" and fault in HARMS_CHILDREN:
+                continue
             victims = [c for c in self._server.find_children() if title_of(c) == title]
             for victim in victims:
                 self.faults[f"{title} {fault}"] += 1

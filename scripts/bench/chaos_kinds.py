@@ -1,13 +1,15 @@
-"""Run requests of every kind on two real servers, and crash or stop a random process of each every few seconds.
+"""Run requests of every kind on real servers, and crash or stop a random process of each every few seconds.
 
     scripts/bench/run chaos_kinds --minutes 5 --every 20
 
-One server has a small random model that reads images and has adapters: it answers chats with and without images, with
-and without adapters, completions, beams, prompts of embeddings, embeddings and reranking. The other one transcribes
-speech with a small random Whisper. Traffic comes in waves, as in `chaos`: every answer must equal the answer before any
-fault, a client of a disturbed frontend retries, and after each wave everything must be free. Blocks, slots, adapters
-and encoder outputs are among the invariants that the core checks. Prints a line of JSON a wave and a summary; exits
-with 1 for a wrong answer, a leak or a violation.
+One server (`model`) has a small random model that reads images, adapters and a store: it answers chats with and without
+images, tools and adapters, completions, beams, constrained output, prompts of embeddings, embeddings, reranking,
+batches, responses in the background and on WebSockets, and streams in the formats of Ollama and Anthropic. Another one
+(`speech`) transcribes files and realtime sessions with a small random Whisper, the third one (`live`) sessions with a
+small random Voxtral, which writes while the audio arrives. Traffic comes in waves, as in `chaos`: every answer must
+equal the answer before any fault, clients of a disturbed frontend retry, and after each wave everything must be free.
+Blocks, slots, adapters and encoder outputs are among the invariants that the core checks. Prints a line of JSON a wave
+and a summary; exits with 1 for a wrong answer, a leak or a violation.
 """
 
 from __future__ import annotations
@@ -24,16 +26,48 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from chaos import Havoc, becomes_idle
 from support.all_kinds import SPEECH_FLAGS, Request, answers, model_requests, speech_requests
 from support.all_kinds import write_model as write_vision_model
+from support.conversations import (
+    background_response,
+    batch,
+    claude_stream,
+    make_live_session,
+    ollama_chat,
+    response_on_socket,
+    tool_response,
+)
 from support.faults import ENVIRONMENT
 from support.server import Server, title_of
-from support.source_checkpoints import WINDOW_S, multilingual_whisper
+from support.source_checkpoints import WINDOW_S, multilingual_whisper, realtime_directory
 
 NUM_CLIPS = 8
 WINDOWS_OF_CLIP = 3
+NUM_TALKS = 4
+TALK_SAMPLES = 30_000
+
+SETUPS: dict[str, tuple[str, ...]] = {
+    "one": (),
+    "tensor": ("-tp", "2", "--kv-host-gib", "0.001", "--inject-preemption", "0.02"),
+    "pipeline": ("-pp", "2", "--kv-disk", "DIRECTORY/blocks", "--kv-disk-gib", "0.01"),
+    "replicas": ("-dp", "2", "--api-server-count", "2"),
+    "roles": ("--replica-roles", "prefill=1,decode=1", "--remote-prefill-tokens", "16"),
+}
+"""Additional flags of the server with the model that reads images."""
+
+STORE_FLAGS = ("--store", "DIRECTORY/store.db", "--resume-grace", "60")
+LIVE_FLAGS = ("--max-num-batched-tokens", "24", "--max-num-seqs", "8")
+CONVERSATIONS: list[Request] = [
+    response_on_socket,
+    background_response,
+    tool_response,
+    batch,
+    ollama_chat,
+    claude_stream,
+]
 
 
 class Side:
@@ -47,40 +81,49 @@ class Side:
         self.server = Server(*arguments, *restarts, env=ENVIRONMENT)
         self.requests = requests * repeats
         self.undisturbed: list[Any] = []
+        self._num_frontend_faults = 0
 
     def start(self) -> None:
         """Answer all requests, twice, while nothing is harmed."""
         self.undisturbed = answers(self.server, self.requests)
-        failed = [answer for answer in self.undisturbed if "error" in answer]
-        if failed or answers(self.server, self.requests) != self.undisturbed:
+        again = answers(self.server, self.requests)
+        failed = [
+            (_name_of(request), *pair)
+            for request, *pair in zip(self.requests, self.undisturbed, again, strict=True)
+            if pair[0] != pair[1] or "error" in pair[0]
+        ]
+        if failed:
             raise SystemExit(f"the undisturbed run of {self.name} failed: {failed}")
 
     def run_wave(self, havoc: Havoc, rng: random.Random) -> Counter[str]:
         """Send all requests in another order. Return how many answers were correct and how many were wrong."""
-        harmed = havoc.num_frontend_faults
+        harmed = self._num_frontend_faults
+        # A frontend may be disturbed only after a while.
+        self._num_frontend_faults = havoc.num_frontend_faults
         order = rng.sample(range(len(self.requests)), len(self.requests))
-        try:
-            found = answers(
-                self.server,
-                [self.requests[index] for index in order],
-                may_retry=lambda: havoc.num_frontend_faults > harmed,
-            )
-        except OSError:
-            print(self.server.log, file=sys.stderr)
-            raise
+        found = answers(
+            self.server,
+            [self.requests[index] for index in order],
+            may_retry=lambda: havoc.num_frontend_faults > harmed,
+        )
         wave: Counter[str] = Counter()
         for index, answer in zip(order, found, strict=True):
             is_right = answer == self.undisturbed[index]
             wave["right" if is_right else "wrong"] += 1
             if not is_right:
-                path = self.requests[index][0]
+                name = _name_of(self.requests[index])
                 print(
-                    f"{path}: {answer}\ninstead of\n{self.undisturbed[index]}",
+                    f"{time.strftime('%X')} {self.name} {name}: {answer}\ninstead of\n{self.undisturbed[index]}",
                     file=sys.stderr,
                 )
         wave["leaks"] = int(not becomes_idle(self.server))
-        wave["violations"] = int(self.server.metric("engine:invariant_violations_total"))
+        if not wave["leaks"]:
+            wave["violations"] = int(self.server.metric("engine:invariant_violations_total"))
         return wave
+
+
+def _name_of(request: Request) -> str:
+    return request.__name__ if callable(request) else request[0]
 
 
 def main() -> int:
@@ -88,6 +131,14 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=5)
     parser.add_argument("--every", type=float, default=20, help="seconds between faults")
     parser.add_argument("--repeats", type=int, default=2, help="copies of each request in a wave")
+    parser.add_argument("--setup", choices=SETUPS, default="one")
+    parser.add_argument(
+        "--sides",
+        nargs="+",
+        default=["model", "speech", "live"],
+        choices=["model", "speech", "live"],
+    )
+    parser.add_argument("--victims", nargs="+", help="process titles such as 'core 0'")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -95,18 +146,40 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         whisper, _ = multilingual_whisper(Path(name) / "whisper")
         clips = speech_requests(NUM_CLIPS, WINDOWS_OF_CLIP * WINDOW_S - 1)
-        sides = [
-            Side("model", write_vision_model(Path(name)), model_requests(), args.repeats),
-            Side("speech", (str(whisper), *SPEECH_FLAGS), clips, args.repeats),
+        live, _ = realtime_directory(Path(name) / "live")
+        talks: list[Request] = [
+            make_live_session(0.3 * np.random.default_rng(seed).standard_normal(TALK_SAMPLES))
+            for seed in range(NUM_TALKS)
         ]
-        for side in sides:
+        setup = SETUPS[args.setup]
+        in_directory = [each.replace("DIRECTORY", name) for each in (*STORE_FLAGS, *setup)]
+        parallel = setup[:2] if setup[:1] in (("-tp",), ("-pp",)) else ()
+        arguments = {
+            "model": (*write_vision_model(Path(name)), *in_directory),
+            "speech": (str(whisper), *SPEECH_FLAGS),
+            "live": (str(live), *SPEECH_FLAGS, *LIVE_FLAGS, *parallel),
+        }
+        requests = {
+            "model": [*model_requests(), *CONVERSATIONS],
+            "speech": [*clips, *talks],
+            "live": talks,
+        }
+        sides = []
+        for side_name in args.sides:
+            side = Side(side_name, arguments[side_name], requests[side_name], args.repeats)
+            sides.append(side)
             stack.enter_context(side.server)
             side.start()
         started = time.monotonic()
         totals = {side.name: Counter[str]() for side in sides}
         havocs = [
             stack.enter_context(
-                Havoc(side.server, args.every, [title_of(c) for c in side.server.children], rng)
+                Havoc(
+                    side.server,
+                    args.every,
+                    args.victims or [title_of(c) for c in side.server.children],
+                    rng,
+                )
             )
             for side in sides
         ]

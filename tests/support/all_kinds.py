@@ -15,15 +15,17 @@ import numpy as np
 import soundfile
 import torch
 from safetensors.torch import save
+from support.conversations import PATIENCE_S, TOOL, Conversation, Refused
 from support.image_requests import chat, picture
 from support.lora_adapters import write_adapter
 from support.server import DEVICE, Server
 from support.vision_checkpoints import vision_directory
+from websockets.exceptions import WebSocketException
 
 ADAPTERS: Final = ("one", "two", "three")
 FLAGS: Final = (
     *("--dtype", "float32", "--device", DEVICE, "--served-model-name", "tiny"),
-    *("--max-num-batched-tokens", "64", "--max-num-seqs", "6", "--max-model-len", "700"),
+    *("--max-num-batched-tokens", "64", "--max-num-seqs", "6", "--max-model-len", "900"),
     *("--enable-lora", "--max-loras", "2", "--max-cpu-loras", "3", "--enable-prompt-embeds"),
     *("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}'),
     *("--num-gpu-blocks-override", "160"),
@@ -31,13 +33,14 @@ FLAGS: Final = (
 SPEECH_FLAGS: Final = ("--dtype", "float32", "--device", DEVICE, "--served-model-name", "tiny")
 _LENGTH: Final = {"max_tokens": 60, "ignore_eos": True, "temperature": 0}
 _SAMPLED: Final = {"temperature": 0.9, "seed": 7, "n": 2, "logprobs": True, "top_logprobs": 2}
+_CALLS: Final = {"tool_choice": "required", "parallel_tool_calls": False}
 _RESULTS: Final = ("choices", "data", "results", "text", "words")
 """The parts of answers that must not change; IDs and times do."""
 
 _BOUNDARY: Final = "part"
 
-Request: TypeAlias = tuple[str, dict[str, Any] | bytes]
-"""A path, and a JSON body or a form."""
+Request: TypeAlias = tuple[str, dict[str, Any] | bytes] | Conversation
+"""A path and a JSON body or a form; or a conversation."""
 
 
 def write_model(directory: Path) -> tuple[str, ...]:
@@ -61,6 +64,7 @@ def model_requests() -> list[Request]:
         chat("seven wizards", picture(5, 64, 64)) | {"model": "one"},
         chat("brew tea") | {"model": "two"},
         chat("brew tea") | {"response_format": {"type": "json_object"}},
+        chat("look out") | {"tools": [{"type": "function", "function": TOOL}], **_CALLS},
     ]
     prompts: list[dict[str, Any]] = [
         {"prompt": list(range(5, 60))},
@@ -69,6 +73,9 @@ def model_requests() -> list[Request]:
         {"prompt": [11, 12], "n": 3, "use_beam_search": True},
         {"prompt_embeds": embeds},
         {"prompt_embeds": embeds, "model": "two"},
+        {"prompt": [9, 8, 7] * 9, "n": 4, "temperature": 1.0, "seed": 1, "prompt_logprobs": 1},
+        {"prompt": [4], "structured_outputs": {"regex": "([a-z]{3,9} ){5}[a-z]+"}, "logprobs": 2},
+        {"prompt": [6], "structured_outputs": {"grammar": 'root ::= ("ab" | "cd" root){9}'}},
     ]
     pooled: list[Request] = [
         ("/v1/embeddings", {"input": [list(range(5, 120)), [7, 8, 9]]}),
@@ -124,21 +131,31 @@ def answers(
     """
 
     def ask(request: Request) -> Any:
-        path, body = request
-        form = {"content-type": f"multipart/form-data; boundary={_BOUNDARY}"}
+        deadline = time.monotonic() + PATIENCE_S
         while True:
             try:
-                status, answer = server.post(
-                    path, body, headers=form if isinstance(body, bytes) else None
-                )
-            except (OSError, http.client.HTTPException):
-                if not may_retry():
-                    raise
-                time.sleep(0.1)
-                continue
-            if status != 200:
-                return {"status": status, "error": answer}
-            return {key: answer[key] for key in _RESULTS if key in answer}
+                return _ask(server, request)
+            except Refused as error:
+                found, can_retry = error.args, error.args[0] in (500, 503)
+            except (OSError, http.client.HTTPException, WebSocketException) as error:
+                found, can_retry = (repr(error),), True
+            if not can_retry or not may_retry() or time.monotonic() > deadline:
+                return {"error": found}
+            time.sleep(0.1)
 
     with concurrent.futures.ThreadPoolExecutor(len(sent)) as pool:
         return list(pool.map(ask, sent))
+
+
+def _ask(server: Server, request: Request) -> Any:
+    if callable(request):
+        return {"read": request(server)}
+    path, body = request
+    form = {"content-type": f"multipart/form-data; boundary={_BOUNDARY}"}
+    status, answer = server.post(path, body, headers=form if isinstance(body, bytes) else None)
+    if status != 200:
+        raise Refused(status, answer)
+    for choice in answer.get("choices", ()):
+        for call in choice.get("message", {}).get("tool_calls") or ():
+            call.pop("id")
+    return {key: answer[key] for key in _RESULTS if key in answer}

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
 import psutil
+
+PASSING_S: Final = 2.0
+"""Seconds after which a fault that passes has ended."""
 
 
 def environment_with(directory: str) -> dict[str, str]:
@@ -36,9 +41,36 @@ def exhaust_memory(process: psutil.Process) -> None:
     process.rlimit(psutil.RLIMIT_AS, (1, psutil.RLIM_INFINITY))
 
 
+def pause(process: psutil.Process) -> None:
+    """Suspend a process for some time."""
+    process.suspend()
+    _later(process.resume)
+
+
+def lack_memory(process: psutil.Process) -> None:
+    """Make allocations of memory fail for some time."""
+    exhaust_memory(process)
+    unlimited = (psutil.RLIM_INFINITY, psutil.RLIM_INFINITY)
+    _later(lambda: process.rlimit(psutil.RLIMIT_AS, unlimited))
+
+
+def _later(end: Callable[[], object]) -> None:
+    """End a fault, unless the process has exited."""
+
+    def run() -> None:
+        with contextlib.suppress(psutil.Error):
+            end()
+
+    timer = threading.Timer(PASSING_S, run)
+    timer.daemon = True
+    timer.start()
+
+
 FAULTS: Final[dict[str, Callable[[psutil.Process], None]]] = {
     "killed": psutil.Process.kill,
     "stopped": psutil.Process.suspend,
+    "paused": pause,
+    "terminated": psutil.Process.terminate,
     "failing": fail,
-    "out of memory": exhaust_memory,
+    "out of memory": lack_memory,
 }
