@@ -15,7 +15,7 @@ def paddleocr_vl(fields: ConfigFields, vision: ConfigFields, output_size: int) -
     """Return the tower of PaddleOCR-VL."""
     image_size, patch_size = image_and_patch_size(vision, 384, 14)
     return GridVisionSpec(
-        **_sizes(vision, patch_size),
+        **merged_sizes(vision, patch_size),
         merge_size=vision.integer("spatial_merge_size", 2, maximum=16),
         activation=vision.text("hidden_act", "gelu_pytorch_tanh"),
         output_size=output_size,
@@ -33,11 +33,10 @@ def dots_ocr(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Gr
     for name, value in (("is_causal", False), ("post_norm", True), ("use_bias", False)):
         vision.require(name, value, default=value)
     vision.require("hidden_size", output_size, ", the hidden size of the decoder", default=1536)
-    sizes = {"num_attention_heads": 12, "intermediate_size": 4224, "num_hidden_layers": 42}
-    size = vision.integer("embed_dim", 1536)
-    own = vision.with_defaults(**sizes).with_values({"hidden_size": size})
+    own = vision.with_values({"hidden_size": vision.integer("embed_dim", 1536)})
+    patch_size = vision.integer("patch_size", 14, maximum=256)
     return GridVisionSpec(
-        **_sizes(own, vision.integer("patch_size", 14, maximum=256))
+        **merged_sizes(own, patch_size, 1536, 4224, 42, 12)
         | {"frames_per_patch": vision.integer("temporal_patch_size", 1, maximum=16)},
         merge_size=vision.integer("spatial_merge_size", 2, maximum=16),
         activation="silu",
@@ -60,7 +59,7 @@ def hunyuan_vl(fields: ConfigFields, vision: ConfigFields, output_size: int) -> 
     patch_size = vision.integer("patch_size", 16, maximum=256)
     mode = vision.choice("interpolate_mode", ("bilinear", "bicubic"), "bilinear")
     return GridVisionSpec(
-        **_sizes(vision, patch_size) | {"has_final_norm": False},
+        **merged_sizes(vision, patch_size) | {"has_final_norm": False},
         merge_size=vision.integer("spatial_merge_size", 2, maximum=16),
         activation=vision.text("hidden_act", "gelu"),
         output_size=output_size,
@@ -84,10 +83,8 @@ def hy_v4_vl(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Gr
 
 def minimax_m3(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVisionSpec:
     """Return the tower of MiniMax M3."""
-    vision = vision.with_defaults(
-        hidden_size=1280, intermediate_size=5120, num_hidden_layers=32, num_attention_heads=16
-    )
-    sizes = _sizes(vision, vision.integer("patch_size", 14, maximum=256))
+    patch_size = vision.integer("patch_size", 14, maximum=256)
+    sizes = merged_sizes(vision, patch_size, 1280, 5120, 32)
     sizes |= {"has_patch_bias": False, "has_final_norm": False}
     sizes["frames_per_patch"] = vision.integer("temporal_patch_size", 2, maximum=16)
     return GridVisionSpec(
@@ -122,7 +119,7 @@ def kimi_k25(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Gr
         raise vision.wrong("merge_kernel_size", "two equal numbers", merge)
     merge_size = vision.with_values({"merge_kernel_size": merge[0]})
     return GridVisionSpec(
-        **_sizes(vision, vision.integer("patch_size", 14, maximum=256)),
+        **merged_sizes(vision, vision.integer("patch_size", 14, maximum=256)),
         merge_size=merge_size.integer("merge_kernel_size", maximum=16),
         activation=vision.text("hidden_act", "gelu_pytorch_tanh"),
         output_size=output_size,
@@ -139,9 +136,8 @@ def kimi_k25(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Gr
 
 def lfm2_vl(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVisionSpec:
     """Return the tower of LFM2-VL, which is SigLIP 2 (arXiv 2502.14786) for images of any size."""
-    vision = vision.with_defaults(hidden_size=768, intermediate_size=3072, num_hidden_layers=12)
     fields.require("projector_hidden_act", "gelu")
-    sizes = _sizes(vision.with_defaults(num_attention_heads=12), vision.integer("patch_size", 16))
+    sizes = merged_sizes(vision, vision.integer("patch_size", 16), 768, 3072, 12, 12)
     return GridVisionSpec(
         **sizes,
         merge_size=fields.integer("downsample_factor", 2, maximum=16),
@@ -164,12 +160,9 @@ def lfm2_vl(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Gri
 
 def lfm3_vl(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVisionSpec:
     """Return the tower of LFM3-VL, whose layers have convolutions or attention."""
-    vision = vision.with_defaults(
-        hidden_size=1024, intermediate_size=2560, num_hidden_layers=14, num_attention_heads=16
-    )
     rope = vision.first_section("rope_parameters").with_defaults(rope_theta=1_000_000.0)
     vision = vision.with_values({"rope_parameters": rope.config})
-    sizes = _sizes(vision, vision.integer("patch_size", 16, maximum=256))
+    sizes = merged_sizes(vision, vision.integer("patch_size", 16, maximum=256), 1024, 2560, 14)
     sizes |= {"has_patch_bias": False, "has_final_norm": False}
     sizes["frames_per_patch"] = vision.integer("temporal_patch_size", 2, maximum=16)
     num_layers = sizes["num_layers"]
@@ -207,21 +200,31 @@ def lfm3_vl(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Gri
     )
 
 
-def _sizes(vision: ConfigFields, patch_size: int) -> dict[str, Any]:
-    size, num_heads = vision.integer("hidden_size", 1152), head_count(vision, 1152, 16)
+def merged_sizes(
+    vision: ConfigFields,
+    patch_size: int,
+    hidden_size: int = 1152,
+    intermediate_size: int = 4304,
+    num_layers: int = 27,
+    num_heads: int = 16,
+) -> dict[str, Any]:
+    """Return the sizes of a tower whose config has the usual names, with these defaults, as keyword arguments."""
+    heads = head_count(vision, hidden_size, num_heads)
+    size = vision.integer("hidden_size", hidden_size)
     # Half of a head is rotated by the row and half by the column, and elements are rotated in pairs.
-    if size % (4 * num_heads):
+    if size % (4 * heads):
         raise vision.error(
-            f"the hidden size {size} of the vision tower must be a multiple of 4 times num_attention_heads {num_heads}"
+            f"the hidden size {size} of the vision tower must be a multiple of 4 times num_attention_heads {heads}"
         )
     rope = vision.first_section("rope_parameters")
+    layers = vision.with_defaults(num_hidden_layers=num_layers)
     return {
         "patch_size": patch_size,
         "frames_per_patch": 1,
         "hidden_size": size,
-        "intermediate_size": vision.integer("intermediate_size", 4304),
-        "num_heads": num_heads,
-        "num_layers": vision.with_defaults(num_hidden_layers=27).layer_count("num_hidden_layers"),
+        "intermediate_size": vision.integer("intermediate_size", intermediate_size),
+        "num_heads": heads,
+        "num_layers": layers.layer_count("num_hidden_layers"),
         "rope_theta": rope.positive("rope_theta", 10_000.0, above=1),
         "has_patch_bias": True,
         "has_final_norm": True,

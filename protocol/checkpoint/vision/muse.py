@@ -5,15 +5,17 @@ from __future__ import annotations
 from typing import Final
 
 from ..config_fields import ConfigFields
-from .fields import head_count
 from .grid import GridVisionSpec
+from .merged import merged_sizes
 
 _NORM_EPS: Final = 1e-5
 
 
 def muse(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVisionSpec:
     """Return the tower of Muse Glimmer or Muse Spark. The decoder norms its outputs, like the embeddings of tokens."""
-    num_layers = vision.with_defaults(num_hidden_layers=50).layer_count("num_hidden_layers")
+    patch_size = vision.integer("patch_size", 14, maximum=256)
+    sizes = merged_sizes(vision, patch_size, 1536, 8960, 50)
+    num_layers = sizes["num_layers"]
     types = vision.per_layer("layer_types", num_layers)
     if types is None:
         is_full = [i % 4 == 3 or i == num_layers - 1 for i in range(num_layers)]
@@ -21,36 +23,22 @@ def muse(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVi
         if not set(types) <= {"full_attention", "window_attention"}:
             raise vision.wrong("layer_types", "'full_attention' or 'window_attention' each", types)
         is_full = [kind == "full_attention" for kind in types]
-    size, num_heads = vision.integer("hidden_size", 1536), head_count(vision, 1536, 16)
-    # Half of a head is rotated by the column and half by the row, and elements are rotated in pairs.
-    if size % (4 * num_heads):
-        raise vision.wrong(
-            "hidden_size", f"a multiple of 4 times num_attention_heads {num_heads}", size
-        )
     side = vision.integer("pos_emb_height", 32, maximum=1024)
     vision.require("pos_emb_width", side, ", as pos_emb_height", default=32)
     merge_size = vision.integer("merge_size", 2, maximum=16)
     if side % merge_size:
         raise vision.wrong("pos_emb_height", f"a multiple of merge_size {merge_size}", side)
     fields.require("projector_hidden_act", "gelu")
-    patch_size = vision.integer("patch_size", 14, maximum=256)
-    rope = vision.first_section("rope_parameters")
+    sizes["frames_per_patch"] = vision.integer("patch_temporal", 2, maximum=16)
     return GridVisionSpec(
-        patch_size=patch_size,
-        frames_per_patch=vision.integer("patch_temporal", 2, maximum=16),
+        **sizes | {"has_patch_bias": False},
         merge_size=merge_size,
-        hidden_size=size,
-        intermediate_size=vision.integer("intermediate_size", 8960),
-        num_heads=num_heads,
-        num_layers=num_layers,
         activation=vision.text("hidden_act", "gelu"),
         output_size=output_size,
-        rope_theta=rope.positive("rope_theta", 10_000.0, above=1),
         norm_eps=_NORM_EPS,
         norms_positions=True,
         position_side=side,
         interpolation="swapped sides",
-        has_final_norm=True,
         outer_eps=vision.positive("layer_norm_eps", _NORM_EPS),
         has_joined_qkv=False,
         rotary="columns first",
@@ -67,12 +55,6 @@ def muse(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVi
 
 def inkling2(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVisionSpec:
     """Return the tower of Inkling 2. The margins of its images have a value that pixels cannot have."""
-    size, num_heads = vision.integer("hidden_size", 1024), head_count(vision, 1024, 16)
-    # Half of a head is rotated by the column and half by the row, and elements are rotated in pairs.
-    if size % (4 * num_heads):
-        raise vision.wrong(
-            "hidden_size", f"a multiple of 4 times num_attention_heads {num_heads}", size
-        )
     vision.require("num_channels", 3)
     vision.require("text_hidden_size", output_size, ", as hidden_size of the decoder")
     rope = vision.first_section("rope_parameters")
@@ -83,19 +65,13 @@ def inkling2(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Gr
         "spatial_merge_size", vision.integer("adapter_merge_size", 2), maximum=16
     )
     vision.require("hidden_act", "gelu")
+    inner = int(vision.integer("hidden_size", 1024) * vision.positive("mlp_ratio", 4.0))
+    sizes = merged_sizes(vision, patch_size, 1024, inner, 23)
     return GridVisionSpec(
-        patch_size=patch_size,
-        frames_per_patch=1,
+        **sizes | {"has_patch_bias": False, "has_final_norm": False},
         merge_size=merge_size,
-        hidden_size=size,
-        intermediate_size=vision.integer(
-            "intermediate_size", int(size * vision.positive("mlp_ratio", 4.0))
-        ),
-        num_heads=num_heads,
-        num_layers=vision.with_defaults(num_hidden_layers=23).layer_count("num_hidden_layers"),
         activation="gelu",
         output_size=output_size,
-        rope_theta=rope.positive("rope_theta", 10_000.0, above=1),
         norm_eps=vision.positive("layer_norm_eps", 1e-5),
         norms_positions=True,
         position_side=vision.integer("posemb_grid_size", 32, maximum=1024),
