@@ -29,7 +29,9 @@ def reference(q_TGQK, k_LGK, v_LGK, layer, span=None, *, rounds_alibi=False):
             scores = scores - slopes.double() * (query - key)
     hidden = key > query
     if isinstance(layer.window, Chunk):
-        hidden |= key < query - query % layer.window.size
+        hidden |= (
+            key // layer.window.size < query // layer.window.size + 1 - layer.window.num_chunks
+        )
     elif layer.window is not None:
         hidden |= key <= query - layer.window
     if span is not None:
@@ -54,6 +56,8 @@ def special_layers(num_heads, device=CPU):
         "sinks, window": AttentionLayer(0.25, window=40, softcap=4.0, sinks_H=4 * values),
         "chunks": AttentionLayer(0.25, window=Chunk(24)),
         "long chunks": AttentionLayer(0.25, window=Chunk(600)),
+        "two chunks": AttentionLayer(0.25, window=Chunk(24, sees_previous=True)),
+        "two long chunks": AttentionLayer(0.25, window=Chunk(70, sees_previous=True)),
     }
 
 

@@ -215,7 +215,7 @@ class TritonPagedAttention(CapturableAttention):
                 batch,
                 num_shares,
                 self.split_keys,
-                self._num_splits(max_seq_len, _window_size(window)),
+                self._num_splits(max_seq_len, window),
                 self._splitting(window),
             )
             for window in windows
@@ -225,7 +225,7 @@ class TritonPagedAttention(CapturableAttention):
         """Return the constants by which all kernels divide the keys of a sequence."""
         return {
             "WINDOW": _window_size(window),
-            "IS_CHUNKED": isinstance(window, Chunk),
+            "NUM_CHUNKS": _num_chunks(window),
             "TILE_KEYS": self.decode_tile.keys,
             "MAX_SPLITS": self.max_splits,
         }
@@ -381,7 +381,7 @@ class TritonPagedAttention(CapturableAttention):
             metadata.block_table.stride(0),
             SOFTCAP=layer.softcap,
             WINDOW=_window_size(layer.window),
-            IS_CHUNKED=isinstance(layer.window, Chunk),
+            NUM_CHUNKS=_num_chunks(layer.window),
             IS_CAUSAL=self.spec.is_causal,
             NUM_KV_HEADS=self._num_groups,
             HEADS_PER_KV_HEAD=self._heads_per_group,
@@ -460,12 +460,13 @@ class TritonPagedAttention(CapturableAttention):
                 num_warps=max(2, self.max_splits // 16) * max(1, self._padded_value_dim // 256),
             )
 
-    def _num_splits(self, max_seq_len: int, window: int | None) -> int:
+    def _num_splits(self, max_seq_len: int, window: Window | None) -> int:
         """Return the maximum number of splits of a sequence of up to `max_seq_len` tokens."""
         num_keys = max_seq_len
         if window is not None:
             # The first tile may begin before the window.
-            num_keys = min(max_seq_len, window + self.decode_tile.keys - 1)
+            longest = window.longest if isinstance(window, Chunk) else window
+            num_keys = min(max_seq_len, longest + self.decode_tile.keys - 1)
         return min(self.max_splits, -(-num_keys // self.split_keys))
 
 
@@ -485,3 +486,8 @@ def _to_device(device: torch.device, *arrays: NDArray[np.int32]) -> list[Tensor]
         packed[start : start + array.size].view(array.shape)
         for array, start in zip(arrays, starts, strict=False)
     ]
+
+
+def _num_chunks(window: Window | None) -> int:
+    """Return the number of chunks to which a token attends; 0 for a window."""
+    return window.num_chunks if isinstance(window, Chunk) else 0

@@ -212,6 +212,9 @@ def _kv_cache_group(kind: _Kind) -> KVCacheGroup:
     window = kind.window
     if window is None:
         return KVCacheGroup()
+    if isinstance(window, Chunk) and window.sees_previous:
+        # A window of two chunks begins at the earlier one's start or before it.
+        return KVCacheGroup(AttentionKind.SLIDING_WINDOW, window.longest)
     if isinstance(window, Chunk):
         return KVCacheGroup(AttentionKind.CHUNKED_LOCAL, window.size)
     return KVCacheGroup(AttentionKind.SLIDING_WINDOW, window)
@@ -224,7 +227,7 @@ def _group_order(kind: _Kind) -> tuple[int, ...]:
         return (2,) if isinstance(kind, RecurrentLayer) else (3,)
     window, *sizes = kind
     if isinstance(window, Chunk):
-        return 1, window.size, *sizes
+        return 1, window.longest, *sizes
     return 0, window or 0, *sizes
 
 
@@ -232,7 +235,7 @@ def _limiting_window(layer: LayerSpec, max_model_len: int) -> Window | None:
     window = layer.window
     if window is None:
         return None
-    size = window.size if isinstance(window, Chunk) else window
+    size = window.longest if isinstance(window, Chunk) else window
     return window if size < max_model_len else None
 
 

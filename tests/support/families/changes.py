@@ -113,6 +113,21 @@ def as_domyn_edge(reference: transformers.PreTrainedModel) -> None:
     with_output_norms(reference)
 
 
+def with_chunks(reference: transformers.PreTrainedModel) -> None:
+    """Let the layers of a Gemma 3 with windows attend to two chunks of five tokens instead."""
+
+    def masked(_module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        positions = torch.arange(kwargs["hidden_states"].shape[1])
+        chunks = positions[:, None] // 5 - positions // 5
+        hidden = (chunks > 1) | (positions[:, None] < positions)
+        mask = torch.zeros(hidden.shape).masked_fill(hidden, torch.finfo(torch.float32).min)
+        return args, kwargs | {"attention_mask": mask[None, None]}
+
+    for layer in reference.model.layers:
+        if layer.self_attn.sliding_window is not None:
+            layer.self_attn.register_forward_pre_hook(masked, with_kwargs=True)
+
+
 def without_query_norms(tensors: Tensors) -> Tensors:
     return {name: weight for name, weight in tensors.items() if "q_norm" not in name}
 

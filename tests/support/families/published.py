@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,32 +18,8 @@ from support.families.alice_ai import (
 )
 from support.families.dense import LLAMA3
 from support.families.kimi_k3 import K3_CONFIG, as_kimi_k3, with_towers
-
-
-@dataclass(frozen=True)
-class Published:
-    """A family, and how its files differ from those of the model `base` of `CONFIGS`.
-
-    Attributes:
-        base: The model of `CONFIGS`.
-        differences: What is different in that model's config.
-        config: The fields of the published config, without those that are None.
-        names: Regular expressions and their replacements in the names of tensors.
-        change: Changes the tensors before they are renamed.
-        section: The section of the published config that has the fields of the text decoder.
-        suffix: The end of the architecture's name; by default that of transformers.
-        prepare: Changes the model of transformers before it is saved.
-    """
-
-    base: str
-    differences: Mapping[str, Any]
-    config: Mapping[str, Any]
-    names: tuple[tuple[str, str], ...] = ()
-    change: Callable[[changes.Tensors], changes.Tensors] = field(default=changes.unchanged)
-    section: tuple[str, ...] = ()
-    suffix: str | None = None
-    prepare: Callable[[transformers.PreTrainedModel], None] | None = None
-
+from support.families.published_form import Published
+from support.families.published_mixtures import MIXTURES
 
 _IN_LANGUAGE_MODEL = ((r"^(model\.|lm_head)", r"language_model.\1"),)
 _THINKER = ("thinker_config", "text_config")
@@ -121,7 +95,6 @@ PUBLISHED = {
         changes.with_fused_qkv,
         suffix="Model",
     ),
-    "BailingMoeV3": Published("ling3", {}, {"gated_attention_proj_granularity_type": "head_wise"}),
     "BaiChuan": Published(
         "llama2",
         {"num_key_value_heads": 6},
@@ -180,12 +153,6 @@ PUBLISHED = {
         {"model_type": "k2_horizon", "layernorm_num_groups": 3, "num_experts": 0},
         prepare=changes.with_grouped_norms,
     ),
-    "MiMoV2": Published(
-        "mimo-v2",
-        {},
-        {"model_type": "mimo_v2", "attention_projection_layout": "fused_qkv"},
-        change=changes.with_fused_qkv,
-    ),
     "Orion": Published(
         "llama2",
         {"rms_norm_eps": 1e-5},
@@ -203,70 +170,24 @@ PUBLISHED = {
         changes.with_rotated_halves,
         prepare=changes.with_three_passes,
     ),
-    "NemotronHPuzzle": Published(
-        "nemotron-h-experts",
-        {"n_group": 1, "topk_group": 1},
+    "Rnj1": Published(
+        "gemma3",
         {
-            "model_type": "nemotron_h_puzzle",
-            "num_hidden_layers": None,
-            "layer_types": None,
-            "layers_block_type": None,
-            "intermediate_size": None,
-            "moe_intermediate_size": None,
-            "num_experts_per_tok": None,
-            "block_configs": [
-                {"block_type": "mamba"},
-                {"block_type": "moe", "moe_intermediate_size": 24, "num_experts_per_tok": 3},
-                {"block_type": "attention", "sliding_window": None},
-                {"block_type": "mlp", "intermediate_size": 80},
-                {"block_type": "moe", "moe_intermediate_size": 16, "num_experts_per_tok": 2},
-            ],
-        },
-        ((r"^backbone\.", "model."),),
-        prepare=changes.with_experts_of_several_sizes,
-    ),
-    "PanguUltraMoE": Published(
-        "deepseek-v3",
-        {
-            "n_group": 1,
-            "topk_group": 1,
-            "attention_bias": False,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 2e4},
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
+            },
         },
         {
-            "model_type": "pangu_ultra_moe",
-            "sandwich_norm": True,
-            "router_enable_expert_bias": True,
-            "rope_parameters": None,
-            "rope_theta": 2e4,
-            "num_dense_layers": 1,
-            "first_k_dense_replace": None,
-            "num_routed_experts": 8,
-            "n_routed_experts": None,
-            "num_shared_experts": 1,
-            "n_shared_experts": None,
-            "attention_q_lora_dim": 20,
-            "q_lora_rank": None,
-            "attention_kv_lora_dim": 24,
-            "kv_lora_rank": None,
-            "attention_qk_dim": 12,
-            "qk_nope_head_dim": None,
-            "attention_qk_rope_dim": 8,
-            "qk_rope_head_dim": None,
-            "attention_v_dim": 10,
-            "v_head_dim": None,
+            "layer_types": ["chunked_attention", "full_attention"] * 2,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "chunked_attention": {"rope_type": "default", "rope_theta": 2e4},
+            },
         },
-        (
-            (r"post_attention_layernorm", "pre_mlp_layernorm"),
-            (r"output_layernorm", "post_attention_layernorm"),
-            (r"gate\.e_score", "e_score"),
-        ),
-        prepare=changes.with_output_norms,
-    ),
-    "Param2MoE": Published(
-        "ling2",
-        {"n_group": 1, "topk_group": 1, "partial_rotary_factor": 1.0},
-        {"model_type": "param2moe", "score_function": "sigmoid", "n_group": None},
+        prepare=changes.with_chunks,
     ),
     "QWen": Published(
         "qwen2",
@@ -456,6 +377,7 @@ PUBLISHED = {
         change=changes.with_talker,
         section=_THINKER,
     ),
+    **MIXTURES,
 }
 
 

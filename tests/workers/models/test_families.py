@@ -142,6 +142,7 @@ NATIVE = [
     "MuseSpark",
     "PanguUltraMoE",
     "Qwen4Exp",
+    "Rnj1",
     "Step3p7",
     "xglm",
     "zamba",

@@ -34,7 +34,7 @@ def decode_kernel(
     block_table_stride,
     SOFTCAP: tl.constexpr,
     WINDOW: tl.constexpr,
-    IS_CHUNKED: tl.constexpr,
+    NUM_CHUNKS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEADS_PER_KV_HEAD: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -60,7 +60,7 @@ def decode_kernel(
     split = tl.load(list_ptr + HEADER + entry * 2 + 1)
     seq_len = tl.load(seq_lens_ptr + request)
     token = tl.load(query_start_loc_ptr + request).to(tl.int64)
-    first_key = first_key_of_query(seq_len, WINDOW, IS_CHUNKED, TILE_KEYS)
+    first_key = first_key_of_query(seq_len, WINDOW, NUM_CHUNKS, TILE_KEYS)
     num_keys = seq_len - first_key
     split_keys = keys_of_split(num_keys, tl.load(list_ptr + 1), TILE_KEYS, MAX_SPLITS)
 
@@ -109,7 +109,7 @@ def decode_kernel(
         alibi_scale,
         SOFTCAP,
         WINDOW,
-        IS_CHUNKED,
+        NUM_CHUNKS,
         True,
         CACHE_HEADS,
         HEAD_DIM,
@@ -145,7 +145,7 @@ def combine_kernel(
     list_ptr,
     starts_ptr,
     WINDOW: tl.constexpr,
-    IS_CHUNKED: tl.constexpr,
+    NUM_CHUNKS: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -158,7 +158,7 @@ def combine_kernel(
     seq_len = tl.load(seq_lens_ptr + request)
     token = tl.load(query_start_loc_ptr + request).to(tl.int64)
     num_queries = tl.load(query_start_loc_ptr + request + 1) - token
-    num_keys = seq_len - first_key_of_query(seq_len, WINDOW, IS_CHUNKED, TILE_KEYS)
+    num_keys = seq_len - first_key_of_query(seq_len, WINDOW, NUM_CHUNKS, TILE_KEYS)
     split_keys = keys_of_split(num_keys, tl.load(list_ptr + 1), TILE_KEYS, MAX_SPLITS)
     if (num_queries != 1) | (num_keys <= split_keys):
         return

@@ -44,7 +44,7 @@ def attend_keys(
     alibi_scale,
     SOFTCAP: tl.constexpr,
     WINDOW: tl.constexpr,
-    IS_CHUNKED: tl.constexpr,
+    NUM_CHUNKS: tl.constexpr,
     IS_MASKED: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -56,10 +56,10 @@ def attend_keys(
 
     `start` is a multiple of `TILE_KEYS`. One of `TILE_KEYS` and `BLOCK_SIZE` is a multiple of the other. `keys_ptr`
     points to the head in block 0, `blocks_ptr` to the request's row of the block table. Unless `IS_MASKED`, all rows
-    must attend to all of these keys, and `stop` must be a multiple of `TILE_KEYS`. If `IS_CHUNKED`, a row attends to
-    keys from the last multiple of `WINDOW` on. `alibi_M` times the distance to a key is subtracted from scores, unless
-    it is None. If `alibi_scale` is not None, the product of `alibi_M` and a key's position, rounded to bfloat16, times
-    this factor is added instead.
+    must attend to all of these keys, and `stop` must be a multiple of `TILE_KEYS`. Unless `NUM_CHUNKS` is 0, `WINDOW`
+    is the size of a chunk, and a row attends to the keys of this many chunks, the last of which is its own. `alibi_M`
+    times the distance to a key is subtracted from scores, unless it is None. If `alibi_scale` is not None, the product
+    of `alibi_M` and a key's position, rounded to bfloat16, times this factor is added instead.
 
     If `ends_M` is given, rows attend to the keys before it instead of those up to their own position. If `firsts_M` is
     given, they attend to keys from there on, whatever their window is.
@@ -81,8 +81,8 @@ def attend_keys(
     block_ptrs_N = blocks_ptr + in_tile_N // BLOCK_SIZE
     first_key = 0
     if WINDOW is not None:
-        if IS_CHUNKED:
-            first_key = tl.min(positions_M, 0) // WINDOW * WINDOW
+        if NUM_CHUNKS:
+            first_key = (tl.min(positions_M, 0) // WINDOW + 1 - NUM_CHUNKS) * WINDOW
         else:
             first_key = tl.min(positions_M, 0) - WINDOW + 1
         if firsts_M is not None:
@@ -129,8 +129,9 @@ def attend_keys(
         if IS_MASKED:
             if WINDOW is None:
                 is_seen_MN = keys_N[None, :] >= 0
-            elif IS_CHUNKED:
-                is_seen_MN = keys_N[None, :] >= (positions_M // WINDOW * WINDOW)[:, None]
+            elif NUM_CHUNKS:
+                chunk_M = positions_M // WINDOW + 1 - NUM_CHUNKS
+                is_seen_MN = keys_N[None, :] >= (chunk_M * WINDOW)[:, None]
             else:
                 is_seen_MN = distance_MN < WINDOW
             if ends_M is None:

@@ -33,7 +33,7 @@ def prefill_kernel(
     block_table_stride,
     SOFTCAP: tl.constexpr,
     WINDOW: tl.constexpr,
-    IS_CHUNKED: tl.constexpr,
+    NUM_CHUNKS: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEADS_PER_KV_HEAD: tl.constexpr,
@@ -52,7 +52,7 @@ def prefill_kernel(
     are contiguous. `kv_scales` is float32 [2, G], or None. `alibi_slopes` and `sinks` are float32 [H], or None.
     `alibi_scale` is described at `attend_keys`.
     `visible` int32 [T, 2] is the field of `AttentionBatch`, or None. `WINDOW` is a number of tokens, or the size of a
-    chunk. Unless `IS_CAUSAL`, every query attends to all keys, and there is no window.
+    chunk if `NUM_CHUNKS` is not 0. Unless `IS_CAUSAL`, every query attends to all keys, and there is no window.
 
     If `BLOCK_R` is not 0 (latent attention), all heads share one key/value head, and each of the G programs of a tile
     computes a group of heads. Values are the first `VALUE_DIM` elements of keys: kv is [blocks, 1, 1, BLOCK_SIZE, K],
@@ -107,8 +107,9 @@ def prefill_kernel(
         start = 0
         all_seen = (first_position + 1) // TILE_KEYS * TILE_KEYS
     else:
-        if IS_CHUNKED:
-            start = first_position // WINDOW * WINDOW // TILE_KEYS * TILE_KEYS
+        if NUM_CHUNKS:
+            chunk = first_position // WINDOW + 1 - NUM_CHUNKS
+            start = tl.maximum(chunk * WINDOW, 0) // TILE_KEYS * TILE_KEYS
         else:
             start = tl.maximum(first_position + 1 - WINDOW, 0)
             if visible_ptr is not None:
@@ -145,7 +146,7 @@ def prefill_kernel(
             alibi_scale,
             SOFTCAP,
             WINDOW,
-            IS_CHUNKED,
+            NUM_CHUNKS,
             False,
             CACHE_HEADS,
             HEAD_DIM,
@@ -172,7 +173,7 @@ def prefill_kernel(
         alibi_scale,
         SOFTCAP,
         WINDOW,
-        IS_CHUNKED,
+        NUM_CHUNKS,
         True,
         CACHE_HEADS,
         HEAD_DIM,

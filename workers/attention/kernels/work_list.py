@@ -15,13 +15,14 @@ HEADER = tl.constexpr(2)
 
 
 @triton.jit
-def first_key_of_query(seq_len, WINDOW: tl.constexpr, IS_CHUNKED: tl.constexpr, TILE: tl.constexpr):
+def first_key_of_query(seq_len, WINDOW: tl.constexpr, NUM_CHUNKS: tl.constexpr, TILE: tl.constexpr):
     """Return the first key that the last token of a sequence sees, rounded down to a tile."""
     first_key = seq_len * 0
     if WINDOW is not None:
-        if IS_CHUNKED:
+        if NUM_CHUNKS:
             # Padding requests have no tokens.
-            first_key = tl.maximum(seq_len - 1, 0) // WINDOW * WINDOW // TILE * TILE
+            chunk = tl.maximum(seq_len - 1, 0) // WINDOW + 1 - NUM_CHUNKS
+            first_key = tl.maximum(chunk * WINDOW, 0) // TILE * TILE
         else:
             first_key = tl.maximum(seq_len - WINDOW, 0) // TILE * TILE
     return first_key
@@ -44,7 +45,7 @@ def list_splits_kernel(
     num_shares,
     min_split_keys,
     WINDOW: tl.constexpr,
-    IS_CHUNKED: tl.constexpr,
+    NUM_CHUNKS: tl.constexpr,
     TILE_KEYS: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     NUM_REQUESTS: tl.constexpr,
@@ -59,7 +60,7 @@ def list_splits_kernel(
     seq_len_S = tl.load(seq_lens_ptr + requests_S, mask=mask_S, other=0)
     first_query_S = tl.load(query_start_loc_ptr + requests_S, mask=mask_S, other=0)
     last_query_S = tl.load(query_start_loc_ptr + requests_S + 1, mask=mask_S, other=0)
-    first_key_S = first_key_of_query(seq_len_S, WINDOW, IS_CHUNKED, TILE_KEYS)
+    first_key_S = first_key_of_query(seq_len_S, WINDOW, NUM_CHUNKS, TILE_KEYS)
     num_keys_S = tl.where(last_query_S - first_query_S == 1, seq_len_S - first_key_S, 0)
     share = tl.sum(num_keys_S.to(tl.int64), 0) // num_shares + 1
     split_keys = tl.maximum((tl.cdiv(share, TILE_KEYS) * TILE_KEYS).to(tl.int32), min_split_keys)

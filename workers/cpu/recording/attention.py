@@ -458,9 +458,9 @@ def read_sinks(blocks: BlockRecorder, prefix: str, layer: LayerSpec) -> Floats |
 
 
 def window_size(window: Window | None) -> int:
-    """Return the window as native attention expects it: a negative number for chunks."""
+    """Return the window as in `AttentionLayer` of csrc/attention/attention.h."""
     if isinstance(window, Chunk):
-        return -window.size
+        return -(2 * window.size + window.sees_previous)
     return window or 0
 
 

@@ -17,6 +17,7 @@ from ...layers.spec import ModelSpec
 from ...layers.specs.altup import AltUpSpec, PerLayerInputsSpec
 from ...layers.specs.experts import ExpertsSpec
 from ...layers.specs.norm_names import NormNames
+from ...layers.window import Chunk
 from .common import (
     Family,
     attention_biases,
@@ -123,6 +124,32 @@ def _gemma3(fields: ConfigFields) -> ModelSpec:
     layers = tuple(local if sliding else LayerSpec(global_rope) for sliding in slides)
     # Some configs have an attn_logit_softcapping, which the models do not use.
     return _gemma(fields, layers, qk_norm="head", is_causal=not is_encoder)
+
+
+def _rnj1(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of a Rnj-1 with chunks: a Gemma 3 with `chunked_attention` instead of windows."""
+    fields = fields.with_defaults(**_GEMMA_DEFAULTS, **DEFAULTS_OF_GEMMA3)
+    count, size = fields.layer_count("num_hidden_layers"), head_dim(fields)
+    kinds = fields.per_layer("layer_types", count) or ["full_attention"] * count
+    parameters = fields.first_section("rope_parameters")
+
+    def layer(kind: str) -> LayerSpec:
+        theta = 1e4 if kind == "sliding_attention" else 1e6
+        rope = (
+            read_rope_of_layer_type(fields, kind, size, theta_field="rope_theta", theta=theta)
+            if parameters.get(kind) is not None
+            else read_rope(fields, size, theta=theta)
+        )
+        if kind != "chunked_attention":
+            return LayerSpec(rope)
+        # The field counts both chunks to which a token attends.
+        num_tokens = fields.integer("sliding_window", minimum=2)
+        return LayerSpec(rope, Chunk(num_tokens // 2, sees_previous=True))
+
+    known = ("chunked_attention", "full_attention", "sliding_attention")
+    if unknown := [kind for kind in kinds if kind not in known]:
+        raise fields.wrong("layer_types", f"a list of {', '.join(known)}", unknown[0])
+    return _gemma(fields, tuple(layer(kind) for kind in kinds), qk_norm="head")
 
 
 _GEMMA4_DEFAULTS = {
@@ -439,6 +466,7 @@ FAMILIES = (
     Family("Gemma4UnifiedForCausalLM", "gemma4_unified_text", _gemma4_unified),
     Family("Gemma4UnifiedForConditionalGeneration", "gemma4_unified", _gemma4_unified),
     Family("EmbeddingGemma2Model", "embedding_gemma2", _embedding_gemma2),
+    Family("Rnj1ForCausalLM", "gemma3_text", _rnj1),
     Family("RecurrentGemmaForCausalLM", "recurrent_gemma", _recurrent_gemma),
     Family("VaultGemmaForCausalLM", "vaultgemma", _vault_gemma),
 )

@@ -18,8 +18,10 @@ constexpr int kTaskRows = 64;
 
 struct AttentionLayer {
   float scale;
-  float softcap;   // 0 for none
-  int32_t window;  // the tokens that a token sees, including itself; 0 for all; negative: in chunks of -window tokens
+  float softcap;  // 0 for none
+  // The tokens that a token sees, including itself; 0 for all. In chunks, it is -2 * the size of a chunk, and 1 less if
+  // a token also sees the chunk before its own.
+  int32_t window;
   int32_t rounds_alibi;  // DistanceBiases depend on the distance from position 0 to a key instead
 };
 
@@ -97,7 +99,10 @@ struct AttentionScratch {
 
 // Returns the position of the first key to which a token at a position attends.
 inline int first_key(int position, int window) {
-  if (window < 0) return position - position % -window;
+  if (window < 0) {
+    const int size = -window / 2, start = position - position % size;
+    return -window % 2 && start ? start - size : start;
+  }
   return window && position + 1 > window ? position + 1 - window : 0;
 }
 

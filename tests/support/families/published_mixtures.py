@@ -1,0 +1,81 @@
+"""Mixtures of experts that transformers has no class for."""
+
+from __future__ import annotations
+
+from support.families import changes
+from support.families.published_form import Published
+
+MIXTURES = {
+    "BailingMoeV3": Published("ling3", {}, {"gated_attention_proj_granularity_type": "head_wise"}),
+    "MiMoV2": Published(
+        "mimo-v2",
+        {},
+        {"model_type": "mimo_v2", "attention_projection_layout": "fused_qkv"},
+        change=changes.with_fused_qkv,
+    ),
+    "NemotronHPuzzle": Published(
+        "nemotron-h-experts",
+        {"n_group": 1, "topk_group": 1},
+        {
+            "model_type": "nemotron_h_puzzle",
+            "num_hidden_layers": None,
+            "layer_types": None,
+            "layers_block_type": None,
+            "intermediate_size": None,
+            "moe_intermediate_size": None,
+            "num_experts_per_tok": None,
+            "block_configs": [
+                {"block_type": "mamba"},
+                {"block_type": "moe", "moe_intermediate_size": 24, "num_experts_per_tok": 3},
+                {"block_type": "attention", "sliding_window": None},
+                {"block_type": "mlp", "intermediate_size": 80},
+                {"block_type": "moe", "moe_intermediate_size": 16, "num_experts_per_tok": 2},
+            ],
+        },
+        ((r"^backbone\.", "model."),),
+        prepare=changes.with_experts_of_several_sizes,
+    ),
+    "PanguUltraMoE": Published(
+        "deepseek-v3",
+        {
+            "n_group": 1,
+            "topk_group": 1,
+            "attention_bias": False,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 2e4},
+        },
+        {
+            "model_type": "pangu_ultra_moe",
+            "sandwich_norm": True,
+            "router_enable_expert_bias": True,
+            "rope_parameters": None,
+            "rope_theta": 2e4,
+            "num_dense_layers": 1,
+            "first_k_dense_replace": None,
+            "num_routed_experts": 8,
+            "n_routed_experts": None,
+            "num_shared_experts": 1,
+            "n_shared_experts": None,
+            "attention_q_lora_dim": 20,
+            "q_lora_rank": None,
+            "attention_kv_lora_dim": 24,
+            "kv_lora_rank": None,
+            "attention_qk_dim": 12,
+            "qk_nope_head_dim": None,
+            "attention_qk_rope_dim": 8,
+            "qk_rope_head_dim": None,
+            "attention_v_dim": 10,
+            "v_head_dim": None,
+        },
+        (
+            (r"post_attention_layernorm", "pre_mlp_layernorm"),
+            (r"output_layernorm", "post_attention_layernorm"),
+            (r"gate\.e_score", "e_score"),
+        ),
+        prepare=changes.with_output_norms,
+    ),
+    "Param2MoE": Published(
+        "ling2",
+        {"n_group": 1, "topk_group": 1, "partial_rotary_factor": 1.0},
+        {"model_type": "param2moe", "score_function": "sigmoid", "n_group": None},
+    ),
+}
