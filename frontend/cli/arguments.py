@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, NoReturn, TypeAlias
+from typing import Any, Final, NoReturn, TypeAlias, TypeVar
 
 from ...protocol.errors import ConfigError
 from .options import FLAGS, OPTIONS, PEER_FLAGS, SECTIONS, Option, flag_of
+
+V = TypeVar("V")
 
 Settings: TypeAlias = dict[str, dict[str, Any]]
 """Section -> field -> value, only for values that the user set."""
@@ -165,7 +168,7 @@ def _add_option(group: argparse._ArgumentGroup, option: Option) -> None:
 
 
 def _from_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict[str, Any]:
-    namespace, unknown = parser.parse_known_args(list(_normalized(argv)))
+    namespace, unknown = parser.parse_known_args(list(_normalized(_with_objects(argv))))
     if unknown and not unknown[0].startswith("-"):
         raise ConfigError(f"unexpected argument {unknown[0]!r}; only one MODEL may be given")
     if unknown:
@@ -179,7 +182,50 @@ def _from_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict[st
     return given
 
 
-def _normalized(argv: Sequence[str]) -> Iterator[str]:
+def _with_objects(argv: Sequence[str]) -> Iterator[str]:
+    """Yield `argv` with flags for entries of an object, as in vLLM, replaced by a flag for the whole object.
+
+    `--speculative-config.method ngram` sets an entry, and further dots set entries of objects in it. Values are JSON or
+    texts. A key that ends in `+` appends to a list.
+    """
+    objects: dict[str, Any] = {}
+    arguments = iter(argv)
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        flag, *path = name.replace("_", "-").split(".")
+        if not (path and (flag in FLAGS or flag in PEER_FLAGS)):
+            yield argument
+            continue
+        if not equals and (value := next(arguments, "--")).startswith("--"):
+            raise ConfigError(f"{name} needs a value")
+        entries = objects.setdefault(flag, {})
+        *parents, last = name.split(".")[1:]
+        for key in parents:
+            entries = _entry(name, entries, key, {})
+        if last.endswith("+"):
+            _entry(name, entries, last[:-1], []).append(_json_or_text(value))
+        else:
+            entries[last] = _json_or_text(value)
+    for flag, entries in objects.items():
+        yield from (flag, json.dumps(entries))
+
+
+def _entry(flag: str, entries: dict[str, Any], key: str, new: V) -> V:
+    """Return the object or list under `key`, by default `new`."""
+    found = entries.setdefault(key, new)
+    if type(found) is not type(new):
+        raise ConfigError(f"{flag}: {key} is {json.dumps(found)} already")
+    return found
+
+
+def _json_or_text(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _normalized(argv: Iterable[str]) -> Iterator[str]:
     """Yield `argv` with underscores in flags replaced by dashes, and without the accepted flags of other servers."""
     arguments = iter(argv)
     for argument in arguments:
