@@ -6,6 +6,7 @@ import msgspec
 import pytest
 from engine.protocol.kv_cache_groups import AttentionKind, KVCacheGroup
 from engine.workers.layers.layer_spec import LayerSpec
+from engine.workers.layers.window import Chunk, Window, first_visible
 from engine.workers.models.families import model_spec
 from engine.workers.models.kv_cache_groups import group_layers, kv_cache_groups
 
@@ -20,7 +21,7 @@ CONFIG = {
 }
 
 
-def grouped(windows: list[int | None], max_model_len: int = 10_000):
+def grouped(windows: list[Window | None], max_model_len: int = 10_000):
     spec = model_spec(CONFIG, "model")
     layers = tuple(LayerSpec(None, window) for window in windows)
     spec = group_layers(msgspec.structs.replace(spec, layers=layers), max_model_len)
@@ -58,6 +59,13 @@ def test_3_7_groups_have_equal_numbers_of_layers(windows, layers, groups) -> Non
 def test_a_window_as_long_as_the_context_is_ignored() -> None:
     assert grouped([512, None], max_model_len=512) == ([0, 0], (KVCacheGroup(),))
     assert grouped([512, None], max_model_len=513) == ([1, 0], (KVCacheGroup(), sliding(512)))
+
+
+def test_a_window_of_two_chunks_holds_all_tokens_that_are_seen() -> None:
+    window = Chunk(8, sees_previous=True)
+    assert grouped([window, None]) == ([1, 0], (KVCacheGroup(), sliding(16)))
+    assert grouped([window, None], max_model_len=16) == ([0, 0], (KVCacheGroup(),))
+    assert all(sliding(16).first_visible(i) <= first_visible(i, window) for i in range(50))
 
 
 @pytest.mark.parametrize(("block_size", "num_bytes"), [(16, 8000), (128, 6880)])
