@@ -319,7 +319,9 @@ class ResizeProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="resi
     Each square of `unit` x `unit` pixels makes one embedding. If `grows` is not None, an image with a side below `unit`
     pixels is first enlarged until that side has `unit` pixels; the other side is then rounded down ("floor", GLM) or to
     the nearest integer ("round", PaddleOCR-VL). If `newlines` is not None, there is one more embedding after each row
-    (Hy4-VL), and if it is "framed" also one before the image and one after it (Hunyuan-OCR).
+    (Hy4-VL), and if it is "framed" also one before the image and one after it (Hunyuan-OCR). If `size_end` is not
+    empty, the numbers of rows and columns and this text follow `start`, and `row_end` each row but the last (Apertus
+    1.5).
     """
 
     unit: int
@@ -327,6 +329,8 @@ class ResizeProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="resi
     max_pixels: int
     grows: Literal["floor", "round"] | None = None
     newlines: Literal["framed", "plain"] | None = None
+    size_end: str = ""
+    row_end: str = ""
 
 
 class LongestProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="longest"):

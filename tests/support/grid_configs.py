@@ -120,6 +120,18 @@ MEAN_AND_STD = ([0.5] * 3, [0.5] * 3)
 def image_config(kind: str) -> Any:
     """Return the config of transformers' model for a kind."""
     text = SMALL | {"head_dim": 8}
+    if kind == "apertus1p5":
+        codes = {"base_channels": 32, "channel_multiplier": [1, 2, 2], "num_res_blocks": 1}
+        codes |= {"resolution": 16, "attn_resolutions": [8], "codebook_size": 30, "embed_dim": 12}
+        return transformers.Apertus1p5Config(
+            vision_config=codes | {"latent_channels": 10},
+            text_config=SMALL,
+            audio_config={"codebook_size": 10, "codebook_dim": 16, "hidden_size": 16}
+            | {"num_filters": 4, "num_lstm_layers": 1, "decoder_num_layers": 1},
+            image_token_id=IMAGE_TOKEN,
+            image_token_offset=50,
+            audio_token_offset=80,
+        )
     if kind == "janus":
         return transformers.JanusConfig(
             vision_config=SQUARE | {"mlp_ratio": 1.5, "projection_dim": 48},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ...protocol.checkpoint.vision.convolutional.codes import CodesVisionSpec
 from ...protocol.checkpoint.vision.convolutional.fastvit import FastVitSpec
 from ...protocol.checkpoint.vision.convolutional.mobilenet import ConvVisionSpec
 from ...protocol.checkpoint.vision.deepseek import (
@@ -14,6 +15,7 @@ from ...protocol.checkpoint.vision.grid import GridVisionSpec
 from ...protocol.checkpoint.vision.llama import TilesVisionSpec
 from ...protocol.checkpoint.vision.read import AnyVisionSpec
 from ...protocol.checkpoint.vision.tiled.molmo import PooledVisionSpec
+from .convolutional.codes import CodesTower
 from .convolutional.fastvit import FastVitTower
 from .convolutional.mobilenet import MobileNetTower
 from .grid_tower import GridTower
@@ -48,6 +50,8 @@ def make_tower(spec: AnyVisionSpec, source: TowerSource) -> ImageTower:
         return TilesTower(spec, source)
     if isinstance(spec, PooledVisionSpec):
         return PooledTower(spec, source)
+    if isinstance(spec, CodesVisionSpec):
+        return CodesTower(spec, source)
     if isinstance(spec, SamVisionSpec):
         return SamTower(spec, source)
     if isinstance(spec, PatchVisionSpec):

@@ -28,6 +28,10 @@ def resized(image: Image.Image, config: ResizeProcessor) -> Parts:
     columns = image.width // config.unit + (config.newlines is not None)
     margin = int(config.newlines == "framed")
     grid = EncoderGrid(image.height // config.unit, columns, margin=margin)
+    if config.size_end:
+        start = f"{config.start}{grid.rows}*{grid.columns}{config.size_end}"
+        tile = Tile(payload, grid.num_tokens, row_length=columns, separator=config.row_end)
+        return [start, tile, config.end]
     return [config.start, Tile(payload, grid.num_tokens, grid=grid), config.end]
 
 

@@ -9,6 +9,7 @@ from typing import Final
 import msgspec
 
 from ....protocol.checkpoint.config_fields import ConfigFields
+from ....protocol.checkpoint.vision.convolutional.codes import CodesVisionSpec
 from ....protocol.checkpoint.vision.grid import GridVisionSpec
 from ....protocol.config.images import MAX_RATIO, CornerProcessor, PadProcessor, ResizeProcessor
 from .fields import BICUBIC, CLIP_VALUES, pixel_values, sides
@@ -34,6 +35,29 @@ def resize(source: ProcessorSource, vision: GridVisionSpec, token_id: int) -> Re
         unit=vision.unit,
         min_pixels=least,
         max_pixels=most,
+    )
+
+
+def resize_codes(
+    source: ProcessorSource, vision: CodesVisionSpec, token_id: int
+) -> ResizeProcessor:
+    """Return the processor of Apertus 1.5, whose prompt has the size of an image and separators of its rows."""
+    fields, unit = source.fields, vision.unit
+    fields.require("spatial_factor", unit, ", the pixels of a code of the tower", default=16)
+    size = fields.first_section("size")
+    least = size.integer("min_pixels", 128 * 128)
+    most = size.integer("max_pixels", 1400 * 1400, minimum=unit**2)
+    return ResizeProcessor(
+        **pixel_values(fields, token_id, BICUBIC),
+        output_size=vision.output_size,
+        num_outputs=_most_outputs(most, unit),
+        unit=unit,
+        min_pixels=least,
+        max_pixels=most,
+        start=source.special_token("boi_token"),
+        size_end=source.special_token("image_wrapper_token"),
+        row_end=source.special_token("eol_token"),
+        end=source.special_token("eoi_token"),
     )
 
 

@@ -29,6 +29,7 @@ from .qwen import (
     pad_whole,
     resize,
     resize_between_marks,
+    resize_codes,
     resize_lines,
     resize_many,
     resize_own_mark,
@@ -156,6 +157,7 @@ Each reader expects the tower class of its models.
 """
 
 _READERS: Final[dict[str, _Reader]] = {
+    "apertus1p5": resize_codes,
     "aria": longest,
     "aya_vision": aya_vision,
     "clip": single,

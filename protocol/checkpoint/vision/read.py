@@ -7,6 +7,7 @@ from typing import Final, TypeAlias
 
 from ..config_fields import ConfigFields
 from .aria import aria
+from .convolutional.codes import CodesVisionSpec, apertus
 from .convolutional.fastvit import FastVitSpec, fast_vlm
 from .convolutional.mobilenet import ConvVisionSpec, gemma3n
 from .deepseek import (
@@ -69,6 +70,7 @@ AnyVisionSpec: TypeAlias = (
     | TilesVisionSpec
     | PooledVisionSpec
     | PatchVisionSpec
+    | CodesVisionSpec
 )
 
 
@@ -115,6 +117,7 @@ _KINDS: Final = {
 """Architectures with the model type of another architecture, and the names of their models."""
 
 _READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionSpec]]] = {
+    "apertus1p5": apertus,
     "aria": aria,
     "aya_vision": aya_vision,
     "clip": clip,

@@ -22,6 +22,7 @@ from engine.protocol.checkpoint.config_fields import ConfigFields
 from engine.protocol.checkpoint.field_names import text_section
 from engine.protocol.errors import CheckpointError, ParameterError
 from PIL import Image
+from support.grid_configs import image_config
 from support.image_marks import (
     ANYRES_MODELS,
     GEMMA_MARKS,
@@ -32,8 +33,10 @@ from support.image_marks import (
     image_mark,
 )
 from support.image_processors import image_processor
+from support.tiny_checkpoints import sentencepiece_tokenizer
 from support.vision_checkpoints import vision_directory
 from transformers.models.llama4.processing_llama4 import Llama4Processor
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 pytestmark = pytest.mark.slow
 
@@ -363,3 +366,33 @@ def _llama4_functions():
 
 def _same(function):
     return function
+
+
+def test_prompts_of_apertus_have_sizes_and_separators_of_rows(tmp_path):
+    names = ("boi", "eoi", "image_wrapper", "eol", "image")
+    marks = {f"{name}_token": f"<{name}>" for name in names}
+    tokenizer = sentencepiece_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": [*marks.values()]})
+    tokenizer.init_kwargs |= marks
+    tokenizer.save_pretrained(tmp_path)
+    config = image_config("apertus1p5").to_dict()
+    config["text_config"]["vocab_size"] = len(tokenizer)
+    config["image_token_id"] = tokenizer.convert_tokens_to_ids("<image>")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    fields = {"size": {"min_pixels": 128, "max_pixels": 600}, "spatial_factor": 4}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(fields))
+    own = SimpleNamespace(**marks, image_processor=SimpleNamespace(spatial_factor=4))
+    places = PromptImages(_read(tmp_path), load_tokenizer(tmp_path))
+    reader = MediaReader(places.reader_config)
+    for size in ((30, 21), (7, 70), (90, 40)):
+        prepared = reader.prepare_image(_image(*size))
+        height, width = smart_resize(*size[::-1], 4, 128, 600)
+        expected = transformers.Apertus1p5Processor.replace_image_token(
+            own, {"image_sizes": [(height, width)]}, 0
+        )
+        assert prepared.text == expected
+        found = load_tokenizer(tmp_path).encode(places.expand("a<image>b", [prepared]))
+        [item] = places.inputs(found, [prepared])
+        assert (item.size, item.row_length) == (height * width // 16, width // 4)
+    with pytest.raises(CheckpointError, match="spatial_factor must be 4, the pixels of a code"):
+        _read(tmp_path, spatial_factor=8)

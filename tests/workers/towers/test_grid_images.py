@@ -56,6 +56,7 @@ torch.set_num_threads(1)
         *MUSE_MODELS,
         "deepseek_ocr2",
         *SQUARE_MODELS,
+        "apertus1p5",
     ],
 )
 def model(request, tmp_path_factory):
@@ -86,6 +87,12 @@ def model(request, tmp_path_factory):
         (path / "tokenizer_config.json").write_text(json.dumps(tokens))
     elif request.param == "deepseek_ocr2":
         processor = {"size": {"height": 256, "width": 256}, "tile_size": 192, "max_patches": 2}
+    elif request.param == "apertus1p5":
+        processor = {"size": {"min_pixels": 256, "max_pixels": 4096}, "spatial_factor": 4}
+        processor |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+        names = ("boi", "eoi", "image_wrapper", "eol")
+        tokens = {f"{name}_token": f"<{name}>" for name in names}
+        (path / "tokenizer_config.json").write_text(json.dumps(tokens))
     elif request.param in MUSE_MODELS:
         processor |= {"max_image_tokens": 30}
     elif request.param == "lfm2_vl":
@@ -197,6 +204,17 @@ def _inkling_patches(payload):
 def _reference_inputs(kind, payloads):
     if kind == "deepseek_ocr2":
         return _deepseek_inputs(payloads)
+    if kind == "apertus1p5":
+        # Images of several sizes are padded.
+        sizes = torch.tensor([[each.height, each.width] for each in payloads])
+        height, width = sizes.max(0).values.tolist()
+        images = [
+            torch.nn.functional.pad(
+                _normalized(each), (0, width - each.width, 0, height - each.height)
+            )
+            for each in payloads
+        ]
+        return {"pixel_values": torch.stack(images), "image_sizes": sizes}
     if kind in SQUARE_MODELS:
         names = {"pixel_values": payloads}
         if kind == "deepseek_vl_hybrid":
