@@ -130,6 +130,8 @@ def make_embedded(value: Any, where: str) -> EmbeddedImage:
     if isinstance(value, Mapping):
         fields, value = value, value.get(_EMBEDDINGS)
         where = f"{where}.{_EMBEDDINGS}"
+    if hasattr(value, "__array__"):
+        value = np.asarray(value)  # It may be a tensor of torch.
     if not isinstance(value, str | np.ndarray):
         raise ParameterError(where, f"must be a base64 file, got {echo(value)}")
     return EmbeddedImage(value, where, fields)
@@ -201,12 +203,18 @@ class ChatImages(ChatMedia):
         return take_media(messages, self._limits)
 
     def wrap(self, given: Any, where: str) -> ChatItem:
-        """Return an image or a video that a caller in this process passed, in the form that `prepare` takes."""
+        """Return an image or a video that a caller in this process passed, in the form that `prepare` takes.
+
+        Raises:
+            ParameterError: The value is neither.
+        """
         if where.endswith(".video"):
             return make_video(given, where)
-        if isinstance(given, np.ndarray | Mapping):
+        if isinstance(given, Image.Image | str):
+            return ChatImage(given, where)
+        if isinstance(given, Mapping) or hasattr(given, "__array__"):
             return make_embedded(given, where)
-        return ChatImage(given, where)
+        raise ParameterError(where, f"must have images or arrays, got {echo(given)}")
 
     def encode(
         self,

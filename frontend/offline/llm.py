@@ -93,6 +93,7 @@ class LLM(PoolingMethods):
         Args:
             prompts: One prompt or a list of them.
             sampling_params: Sampling parameters for all prompts, or one per prompt. The default is the model's own.
+                Outputs end at the end of the context, even if `max_tokens` is larger.
             lora_request: The LoRA adapter to use, for all prompts, or one per prompt: the name of one of
                 `lora_modules`, or a `LoRARequest`, which is loaded on first use. The default is the base model.
             priority: The priority of all prompts, or one per prompt. Lower numbers are served first.
@@ -305,6 +306,13 @@ class LLM(PoolingMethods):
             work = self._collect(prompts, sampling_params, loras, priority, advance)
             return self._engine.run(work)
 
+    def _fitting(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
+        """Return parameters whose `max_tokens` does not exceed the context, because all prompts may share them."""
+        remaining = self._engine.config.model.max_model_len - num_prompt_tokens
+        if params.max_tokens is None or not 0 < remaining < params.max_tokens:
+            return params
+        return msgspec.structs.replace(params, max_tokens=remaining)
+
     def _without_bad_words(self, params: SamplingParams) -> SamplingParams:
         """Return sampling parameters that also exclude the tokens that a model with a source never generates."""
         source = self._engine.config.model.source_text
@@ -324,6 +332,7 @@ class LLM(PoolingMethods):
             for prompt, each, lora, priority in zip(
                 prompts, params, loras, priorities, strict=True
             ):
+                each = self._fitting(each, len(prompt.token_ids))
                 sequences = [
                     SequenceRequest(
                         prompt.token_ids,

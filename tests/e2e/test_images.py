@@ -443,7 +443,7 @@ def test_embeddings_take_the_place_of_an_image_with_a_grid(tmp_path: Path, kind:
             return llm.chat([{"role": "user", "content": content}], params)[0]
 
         expected = ask({"type": "image_pil", "image_pil": image})
-        given = {"image_embeds": values.numpy(), "grid": grid}
+        given = {"image_embeds": values.detach(), "grid": grid}
         found = ask({"type": "image_embeds", "image_embeds": given})
         assert found.prompt_token_ids == expected.prompt_token_ids
         assert found.outputs[0].token_ids == expected.outputs[0].token_ids

@@ -189,6 +189,13 @@ def test_a_repeated_prompt_is_found_in_the_prefix_cache(llm: LLM) -> None:
     assert after.outputs == again.outputs
 
 
+def test_outputs_end_with_the_context(llm: LLM) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=512, ignore_eos=True)
+    outputs = llm.generate([[5] * 500, [5] * 509], params)
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [12, 3]
+    assert {output.outputs[0].finish_reason for output in outputs} == {"length"}
+
+
 def test_invalid_requests_are_rejected_and_nothing_stays_queued(llm: LLM) -> None:
     with pytest.raises(ParameterError, match="maximum context length is 512"):
         llm.generate(["fine", [5] * 600], GREEDY)

@@ -15,6 +15,7 @@ import torch
 import transformers
 from engine.core.replay.__main__ import main as replay
 from engine.frontend.offline.llm import LLM
+from engine.protocol.errors import ParameterError
 from engine.protocol.sampling_params import SamplingParams
 from PIL import Image
 from support.gguf_qwen import write_decoder, write_tower
@@ -408,3 +409,5 @@ def test_offline_callers_pass_videos(qwen3: Model) -> None:
         # The default is two frames per second.
         assert third.prompt is not None and "<0.2 seconds>" in third.prompt
         assert first.prompt is not None and "<0.5 seconds>" in first.prompt
+        with pytest.raises(ParameterError, match="must have images or arrays, got 5"):
+            llm.generate({"prompt": text, "multi_modal_data": {"image": 5}}, params)
