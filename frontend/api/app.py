@@ -180,8 +180,14 @@ def make_routes(serving: Serving) -> list[Route]:
         Route("/pooling", embeddings.pool, methods=["POST"]),
         Route("/classify", embeddings.classify, methods=["POST"]),
         Route("/tokenizer_info", tokenization.tokenizer_info),
-        Route("/tokenize", tokenization.tokenize, methods=["POST"]),
-        Route("/detokenize", tokenization.detokenize, methods=["POST"]),
+        *(
+            Route(prefix + path, handler, methods=["POST"])
+            for prefix in ("/v1", "")
+            for path, handler in (
+                ("/tokenize", tokenization.tokenize),
+                ("/detokenize", tokenization.detokenize),
+            )
+        ),
         *web_page_routes(serving.config.frontend.root_path),
         Route("/livez", management.livez),
         Route("/readyz", management.readyz),

@@ -295,6 +295,8 @@ class SglangDescription:
                 "served_model_name": serving.served_name,
                 "version": f"engine-{__version__}",
                 "context_length": config.model.max_model_len,
+                "max_total_num_tokens": serving.engine.metrics.count_cached_tokens(),
+                "page_size": config.cache.block_size,
                 "max_running_requests": config.scheduler.max_num_seqs,
                 "tp_size": config.parallel.tensor_parallel_size,
                 "pp_size": config.parallel.pipeline_parallel_size,

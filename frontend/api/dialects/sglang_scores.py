@@ -57,6 +57,6 @@ class _SglangScores(ScoringAnswer):
         return {
             "scores": [self.scores(output) for output in outputs],
             "model": self.envelope["model"],
-            "usage": self.usage(),
+            "usage": self._count_usage(num_completion_tokens=0),
             "object": "scoring",
         }

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...http.errors import APIError, bad_request, json_response
-from ...http.json_pieces import encode_list
+from ...http.errors import APIError, bad_request, json_response, wrong
+from ...http.json_pieces import EncodedJSON, encode_list
 from ..bodies.intake import Intake, reads
 from ..chat_prompt import render_chat
-from ..prompts import parse_token_ids
+from ..prompts import parse_token_ids, verify_num_sequences
 from ..schema import DetokenizeRequest, TokenizeRequest
 from ..serving import Serving
 from ..tools.tool_definitions import tools_for_template
@@ -46,42 +47,58 @@ class Tokenization:
             )
         [name] = given
         serving.verify_tokenizer(name)
-        if name != "messages":
-            text: str = getattr(request, name)
-            if len(text) > MAX_CHARACTERS:
-                raise bad_request(
-                    name,
-                    f"must have at most {MAX_CHARACTERS} characters, got {len(text)}; "
-                    "tokenize it in parts",
-                )
-            is_special = request.add_special_tokens is not False
-            if name == "content":
-                is_special = bool(request.add_special)
-            [token_ids] = await serving.encode([text], is_special)
-        else:
+        if name == "messages":
+            tools = [] if request.tool_choice == "none" else tools_for_template(request.tools)
             chat = await render_chat(
                 serving,
                 request,
                 body_size,
-                tools=tools_for_template(request.tools),
+                tools=tools,
                 add_special_tokens=bool(request.add_special_tokens),
                 template_kwargs=reasoning_kwargs(request),
             )
-            token_ids = chat.token_ids
+            encoded: list[Sequence[int]] = [chat.token_ids]
+        else:
+            encoded = await self._encode(request, name)
+        is_list = isinstance(request.prompt, list)
+        counts = [len(token_ids) for token_ids in encoded]
         answer: dict[str, Any] = {
-            "count": len(token_ids),
+            "count": counts if is_list else counts[0],
             "max_model_len": serving.config.model.max_model_len,
         }
 
+        def show(piece_of: Callable[[int], object]) -> EncodedJSON:
+            lists = (encode_list(map(piece_of, token_ids)) for token_ids in encoded)
+            return encode_list(lists, at_once=1) if is_list else next(lists)
+
         def encode() -> Response:
-            shown = map(self._piece, token_ids) if request.with_pieces else token_ids
-            answer["tokens"] = encode_list(shown)
+            answer["tokens"] = show(self._piece if request.with_pieces else int)
             answer["token_strs"] = None
             if request.return_token_strs:
-                answer["token_strs"] = encode_list(map(serving.tokenizer.id_to_token, token_ids))
+                answer["token_strs"] = show(serving.tokenizer.id_to_token)
             return json_response(answer)
 
-        return await serving.executor.run(len(token_ids), encode)
+        return await serving.executor.run(sum(counts), encode)
+
+    async def _encode(self, request: TokenizeRequest, name: str) -> list[Sequence[int]]:
+        """Return the token ids of each text in a field.
+
+        Raises:
+            APIError: The texts are too long or too many (400).
+        """
+        given: str | list[str] = getattr(request, name)
+        texts = [given] if isinstance(given, str) else given
+        verify_num_sequences(len(texts), name)
+        if (length := sum(map(len, texts))) > MAX_CHARACTERS:
+            raise bad_request(
+                name,
+                f"must have at most {MAX_CHARACTERS} characters, got {length}; "
+                "tokenize it in parts",
+            )
+        is_special = request.add_special_tokens is not False
+        if name == "content":
+            is_special = bool(request.add_special)
+        return await self._serving.encode(texts, is_special)
 
     def _piece(self, token_id: int) -> dict[str, Any]:
         """Return a token with its text, or with its bytes if they are no text."""
@@ -104,14 +121,27 @@ class Tokenization:
             raise bad_request("tokens", "is required")
         serving.verify_tokenizer("tokens")
 
-        def decode() -> str:
-            if tokens:
-                parse_token_ids(tokens, "tokens", serving.config.model.vocab_size)
-            return serving.tokenizer.decode(tokens, bool(request.skip_special_tokens))
+        is_list = any(isinstance(each, list) for each in tokens)
+        lists: list[Any] = tokens if is_list else [tokens]
+        verify_num_sequences(len(lists), "tokens")
 
-        text = await serving.executor.run(len(tokens), decode)
-        # `content` is the name in llama.cpp.
-        return json_response({"prompt": text, "content": text})
+        def decode() -> list[str]:
+            texts = []
+            for number, token_ids in enumerate(lists):
+                param = f"tokens[{number}]" if is_list else "tokens"
+                if not isinstance(token_ids, list):
+                    raise wrong(param, "a list of token ids like the others", token_ids)
+                if token_ids:
+                    parse_token_ids(token_ids, param, serving.config.model.vocab_size)
+                skips_special = bool(request.skip_special_tokens)
+                texts.append(serving.tokenizer.decode(token_ids, skips_special))
+            return texts
+
+        size = sum(len(each) for each in lists if isinstance(each, list))
+        texts = await serving.executor.run(size, decode)
+        text = texts if is_list else texts[0]
+        # `content` is the name in llama.cpp, and `text` in SGLang.
+        return json_response({"prompt": text, "content": text, "text": text})
 
     async def tokenizer_info(self, http: Request) -> Response:
         """Return the tokenizer's configuration, with the chat template in use."""

@@ -427,7 +427,8 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     """The body of `POST /tokenize`."""
 
     model: str | None = None
-    prompt: str | None = None
+    # A list of texts gets a list of lists.
+    prompt: str | list[str] | None = None
     # The fields of llama.cpp: a text, which gets no special tokens unless `add_special` is true.
     content: str | None = None
     add_special: bool | None = None
@@ -435,6 +436,8 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     parse_special: bool | None = None
     messages: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
+    # The choice none leaves the tools out.
+    tool_choice: str | dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     documents: list[dict[str, Any]] | None = None
@@ -453,7 +456,8 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
     """The body of `POST /detokenize`."""
 
     model: str | None = None
-    tokens: list[Int] | None = None
+    # A list of lists gets a list of texts.
+    tokens: list[Int | list[Int]] | None = None
     skip_special_tokens: bool | None = None
 
 

@@ -269,6 +269,11 @@ class Metrics(Collector):
             }
         return self._load
 
+    def count_cached_tokens(self) -> int:
+        """Return the number of tokens that fit in the KV cache of the smallest ready replica."""
+        ready = [core.ready for core in self._cores if core.ready is not None]
+        return min((each.num_blocks * each.block_size for each in ready), default=0)
+
     def publish(self) -> None:
         """Publish this frontend's counts to the other frontends."""
         self._shared.publish(self._recorded())

@@ -276,6 +276,8 @@ def test_unknown_fields_are_ignored_unless_strict(frontend: FrontendProcess) -> 
         ({}, "prompt"),
         ({"prompt": "a", "messages": USER}, "prompt"),
         ({"prompt": 5}, "prompt"),
+        ({"prompt": ["a", 5]}, "prompt[1]"),
+        ({"prompt": ["a" * 2**21] * 3}, "prompt"),
         ({"prompt": "a" * (2**22 + 1)}, "prompt"),
         ({"messages": [{}]}, "messages[0].role"),
         ({"messages": USER, "media_io_kwargs": {"image": {}}}, "media_io_kwargs"),
@@ -289,7 +291,8 @@ def test_invalid_tokenize_request_is_rejected(
 
 
 @pytest.mark.parametrize(
-    ("tokens", "param"), [(None, "tokens"), ([-1], "tokens[0]"), ([1, 10**7], "tokens[1]")]
+    ("tokens", "param"),
+    [(None, "tokens"), ([-1], "tokens[0]"), ([1, 10**7], "tokens[1]"), ([[1], 2], "tokens[1]")],
 )
 def test_invalid_detokenize_request_is_rejected(
     frontend: FrontendProcess, tokens: object, param: str

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from support.echo_core import NUM_BLOCKS
 from support.frontend_process import FrontendProcess, sound_frontend
 
 pytestmark = pytest.mark.slow
@@ -215,12 +216,21 @@ def test_errors_name_the_field(frontend: FrontendProcess, fields: dict, param: s
     assert (response.status_code, response.json()["error"]["param"]) == (expected, param)
 
 
+def test_lists_are_tokenized(frontend: FrontendProcess) -> None:
+    ids = token_ids(frontend, TEXT)
+    answer = frontend.post("/v1/tokenize", prompt=[TEXT, "", TEXT]).json()
+    assert (answer["tokens"], answer["count"]) == ([ids, [], ids], [len(ids), 0, len(ids)])
+    texts = frontend.post("/v1/detokenize", tokens=answer["tokens"]).json()["text"]
+    assert texts == [TEXT, "", TEXT]
+
+
 def test_clients_can_probe_the_server(frontend: FrontendProcess) -> None:
     for prefix in ("/", "/get_"):
         model = frontend.http.get(f"{prefix}model_info").json()
         assert (model["model_path"], model["is_generation"]) == ("echo-model", True)
         server = frontend.http.get(f"{prefix}server_info").json()
         assert (server["served_model_name"], server["context_length"]) == ("echo", 512)
+        assert server["max_total_num_tokens"] == NUM_BLOCKS * server["page_size"]
         assert server["internal_states"][0]["num_requests_waiting"] == 0
     assert frontend.http.get("/health_generate").status_code == 200
     assert frontend.http.post("/flush_cache").json() == {"success": True}

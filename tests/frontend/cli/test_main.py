@@ -169,8 +169,6 @@ def test_model_may_be_positional_or_a_flag(capsys: pytest.CaptureFixture[str]) -
         (["--no-enable-prefix-caching"], "cache", "enable_prefix_caching", False),
         (["--disable-radix-cache"], "cache", "enable_prefix_caching", False),
         (["--prefix-hash", "xxh3"], "cache", "prefix_hash", PrefixHash.XXH3),
-        (["--tool-call-parser", "qwen25"], "frontend", "tool_call_parser", "hermes"),
-        (["--reasoning-parser", "deepseek-r1"], "frontend", "reasoning_parser", "deepseek_r1"),
         (["--prefix-caching-hash-algo", "xxhash"], "cache", "prefix_hash", PrefixHash.XXH3),
         (["--prefix-caching-hash-algo", "sha256"], "cache", "prefix_hash", PrefixHash.SHA256),
         (["--max-running-requests", "8"], "scheduler", "max_num_seqs", 8),

@@ -193,6 +193,14 @@ def test_alias_names_the_same_option(option: Option) -> None:
         assert FLAGS[alias] is FLAGS[option.flag] is option
 
 
+def test_every_synonym_stands_for_a_valid_value() -> None:
+    options = [option for option in OPTIONS if option.choices and option.spec.synonyms]
+    assert {"tool_call_parser", "reasoning_parser"} <= {option.field for option in options}
+    for option in options:
+        for given, meant in option.spec.synonyms.items():
+            assert option.parse(given) == option.parse(meant), option.flag
+
+
 def test_names_are_unique_and_help_is_short() -> None:
     names = [n for o in OPTIONS for n in (o.flag, *o.aliases, *o.negative_flags, *o.variables)]
     assert len(names) == len(set(names))
