@@ -4,13 +4,7 @@ from __future__ import annotations
 
 from itertools import count, takewhile
 
-from engine.workers.cpu.library import native_library
-
-
-def isa_name(isa: int) -> str | None:
-    """Return the name of the set with this number, or None if the library has none."""
-    name: bytes | None = native_library().engine_isa_name(isa)
-    return None if name is None else name.decode()
+from engine.workers.cpu.library import instruction_set_name, native_library
 
 
 def select_isa(isa: int) -> bool:
@@ -18,7 +12,7 @@ def select_isa(isa: int) -> bool:
     return bool(native_library().engine_select_isa(isa))
 
 
-ISA_NAMES = list(takewhile(bool, map(isa_name, count())))
+ISA_NAMES = list(takewhile(bool, map(instruction_set_name, count())))
 """The names of all sets that the library was compiled for, by number."""
 
 

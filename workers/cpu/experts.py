@@ -198,7 +198,7 @@ class NativeExpertExchange(structs.ExpertExchange):
         # Native code reads these tensors until the next exchange, so keep them alive.
         self._received: Tensor | None = None
         self._collected: Tensor | None = None
-        functions = dict(structs.ExpertExchange._fields_[1:])
+        functions = {name: kind for name, kind, *_ in structs.ExpertExchange._fields_}
         calls = [
             self._guarded(function)
             for function in (self._begin_round, self._dispatch, self._collect)

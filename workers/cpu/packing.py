@@ -82,7 +82,7 @@ _CHUNK_BYTES = 64 << 20
 class PackedWeight(structs.PackedWeight):
     """A packed matrix ``[n, k]``, whose address is passed to native code.
 
-    It keeps `data` alive, which is uint8 and aligned to 64 bytes. `group` and `scale` are the fields of `PackedWeight`
+    It keeps `array` alive, which is uint8 and aligned to 64 bytes. `group` and `scale` are the fields of `PackedWeight`
     in C++.
     """
 
@@ -91,12 +91,12 @@ class PackedWeight(structs.PackedWeight):
         weight_format: WeightFormat,
         n: int,
         k: int,
-        data: NDArray[np.uint8],
+        array: NDArray[np.uint8],
         group: int = 0,
         scale: float = 1.0,
     ) -> None:
-        super().__init__(weight_format, n, k, group, scale, data.ctypes.data)
-        self.data = data
+        super().__init__(weight_format, n, k, group, scale, array.ctypes.data)
+        self.array = array
 
     @property
     def activation_kind(self) -> ActivationKind:
@@ -186,7 +186,7 @@ def pack_tensor(
     source = matrix.contiguous().view(torch.uint8).numpy()
     if not pack_rows(weight, FLOAT_TYPES[dtype_name(matrix.dtype)], source):
         return None
-    weight.data = memory.shrink(finish_packing(weight), weight.data)
+    weight.array = memory.shrink(finish_packing(weight), weight.array)
     return weight
 
 

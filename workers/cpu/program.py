@@ -14,7 +14,7 @@ from ..device.dtypes import AnyArray, float32_array
 from ..layers.parallel.expert_group import ExpertGroup
 from ..layers.parallel.tensor_parallel import TensorParallel
 from ..layers.rope import RopeSpec
-from .abi.op_kinds import OP_KINDS
+from .abi.description import enum_names
 from .abi.structs import MAX_PARTS, DecodeBatch, ModelShape, Op, Step
 from .adapters import AdapterTable, NativeAdapters
 from .exchange import share_memory
@@ -25,8 +25,8 @@ from .packing import PackedWeight
 
 _PRODUCTS = ("linear", "gated_linear")
 _CACHE_OPS = ("rotate_store", "attention")
-_POINTERS = {name for name, kind in Op._fields_ if kind is ctypes.c_void_p}
-_KIND = {name: number for number, name in enumerate(OP_KINDS)}
+_POINTERS = {name for name, kind, *_ in Op._fields_ if kind is ctypes.c_void_p}
+_KIND = {name: number for number, name in enumerate(enum_names("OpKind"))}
 Floats = NDArray[np.float32]
 
 

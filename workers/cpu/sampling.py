@@ -18,8 +18,7 @@ from ..batch import PersistentBatch
 from ..device.dtypes import AnyArray, HostDevice, address, float32_array, on_host
 from ..sampling import Grammar, Logprobs, Sampler, SamplerOutput, SamplingMetadata
 from ..sampling.state import SamplingState
-from .abi.sampling_structs import LogitRules, LogprobRows, SamplingRows
-from .abi.structs import Step
+from .abi.structs import LogitRules, LogprobRows, SamplingRows, Step
 from .program import NativeProgram
 
 

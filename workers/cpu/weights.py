@@ -328,7 +328,7 @@ class NativeWeightReader(WeightReader):
             # Its size depends on its elements, and the next matrix is stored behind it.
             for task in tasks:
                 task.result()
-            weight.data = self._memory.shrink(finish_packing(weight), weight.data)
+            weight.array = self._memory.shrink(finish_packing(weight), weight.array)
         else:
             self._packing += tasks
         if stored_type is not None:

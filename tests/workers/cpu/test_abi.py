@@ -1,53 +1,46 @@
-"""The check that the native library was built from the sources that this Python code mirrors."""
+"""The check that the native library was built from the sources whose description this Python code reads."""
 
 import _ctypes
 import ctypes
 
 import pytest
 from engine.workers.cpu import library
-from engine.workers.cpu.abi import structs
-from engine.workers.cpu.abi.check import Signature, StaleNativeLibrary, check_abi, describe_abi
-from engine.workers.cpu.abi.op_kinds import OP_KINDS
+from engine.workers.cpu.abi.description import (
+    DESCRIPTION,
+    StaleNativeLibrary,
+    check_description,
+    native_struct,
+)
+from engine.workers.cpu.abi.structs import AttentionLayer, ChoiceRule, GateLimit
 
-NATIVE = library.native_library()
 PATH = str(library.LIBRARY_PATH)
 
 
-def mirror(name: str, fields: list[tuple[str, type]]) -> type[ctypes.Structure]:
-    return type(name, (ctypes.Structure,), {"_fields_": fields})
-
-
-def check(
-    replaced: dict[str, type[ctypes.Structure]] | None = None, **functions: Signature
-) -> None:
-    """Compare the library with the Python mirrors, some of which are replaced."""
-    mirrors = {struct.__name__: struct for struct in structs.STRUCTS} | (replaced or {})
-    enums = {"Activation": structs.ACTIVATIONS, "OpKind": OP_KINDS}
-    expected = describe_abi(list(mirrors.values()), enums, library.FUNCTIONS | functions)
-    check_abi(NATIVE, expected, PATH)
+def check(old: str, new: str) -> None:
+    """Compare the library with a description in which a text is replaced."""
+    assert DESCRIPTION.count(old) == 1
+    actual = library.describe(library.native_library(), PATH)
+    check_description(actual, DESCRIPTION.replace(old, new), PATH)
 
 
 def test_library_of_the_same_sources_is_accepted():
-    check()
-
-
-FIELDS = list(structs.LogprobRows._fields_)
+    check("struct GateLimit", "struct GateLimit")
 
 
 @pytest.mark.parametrize(
-    "fields",
+    ("old", "new"),
     [
-        [*FIELDS, ("added", ctypes.c_int32)],
-        FIELDS[:-1],
-        [FIELDS[1], FIELDS[0], *FIELDS[2:]],
-        [*FIELDS[:3], ("width", ctypes.c_double), *FIELDS[4:]],
-        [("renamed", ctypes.c_void_p), *FIELDS[1:]],
+        ("ranks:pointer@64", "ranks:pointer@64 added:int32@72"),
+        (" ranks:pointer@64", ""),
+        ("is_wanted:pointer@0 num_top:pointer@8", "num_top:pointer@0 is_wanted:pointer@8"),
+        ("width:int64@40", "width:float64@40"),
+        ("is_wanted:pointer@0", "renamed:pointer@0"),
     ],
     ids=["added", "removed", "reordered", "retyped", "renamed"],
 )
-def test_struct_with_other_fields_is_named_with_a_rebuild_hint(fields):
+def test_struct_with_other_fields_is_named_with_a_rebuild_hint(old, new):
     with pytest.raises(StaleNativeLibrary) as error:
-        check({"LogprobRows": mirror("LogprobRows", fields)})
+        check(old, new)
     message = str(error.value)
     assert PATH in message
     assert "(these differ: struct LogprobRows); rebuild it: run scripts/install" in message
@@ -55,28 +48,34 @@ def test_struct_with_other_fields_is_named_with_a_rebuild_hint(fields):
 
 @pytest.mark.parametrize(
     "signature",
-    [
-        (ctypes.c_int32, [ctypes.c_int32]),
-        (ctypes.c_int64, [ctypes.c_int32, ctypes.c_int32]),
-        (ctypes.c_int32, [ctypes.c_int32, ctypes.c_uint32]),
-        (None, [ctypes.c_int32, ctypes.c_int32]),
-    ],
+    ["(int32) -> int32", "(int32, int32) -> int64", "(int32, uint32) -> int32", "(int32, int32)"],
 )
 def test_function_with_another_signature_is_named(signature):
     with pytest.raises(StaleNativeLibrary, match="differ: function engine_can_pack\\)"):
-        check(engine_can_pack=signature)
+        check("engine_can_pack (int32, int32) -> int32", f"engine_can_pack {signature}")
 
 
 def test_function_that_the_library_lacks_is_named():
     with pytest.raises(StaleNativeLibrary, match="differ: function engine_added\\)"):
-        check(engine_added=(None, []))
+        check(DESCRIPTION, f"{DESCRIPTION}function engine_added () -> void\n")
 
 
 def test_only_the_first_of_many_differences_are_named():
     with pytest.raises(StaleNativeLibrary, match=r"enum OpKind, [^)]{,200} and \d\d more\)"):
-        check_abi(NATIVE, "", PATH)
+        check(DESCRIPTION, "")
 
 
 def test_library_without_a_description_is_stale():
     with pytest.raises(StaleNativeLibrary, match="does not export engine_abi"):
         library.load_library(_ctypes.__file__)
+
+
+@pytest.mark.parametrize(
+    "types",
+    [{"eps": ctypes.c_int32}, {"choice": GateLimit}, {"added": ctypes.c_int32}],
+)
+def test_types_that_do_not_fit_a_struct_are_refused(types):
+    fitting = {"gate_limit": GateLimit, "choice": ChoiceRule, "attention": AttentionLayer}
+    struct = type("Op", (ctypes.Structure,), {})
+    with pytest.raises(TypeError, match="native struct Op does not have these types"):
+        native_struct(**fitting | types)(struct)

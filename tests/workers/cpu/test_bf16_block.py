@@ -34,7 +34,7 @@ def packed(bits_NK: Bits) -> PackedWeight:
     weight = allocate_packed(WeightFormat.BF16, n, k, memory)
     for first in range(0, n, 64):
         pack_rows(weight, SourceType.BF16, bits_NK[first : first + 64].view(np.uint8), first)
-    weight.data = memory.shrink(finish_packing(weight), weight.data)
+    weight.array = memory.shrink(finish_packing(weight), weight.array)
     return weight
 
 
@@ -91,9 +91,9 @@ def test_every_bit_pattern_is_restored(order: str) -> None:
 
 def test_trained_bf16_weights_take_twelve_bits_and_noise_sixteen() -> None:
     n, k = 256, 576
-    assert len(packed(trained_bits(n, k)).data) * 8 / (n * k) < 12.2
+    assert len(packed(trained_bits(n, k)).array) * 8 / (n * k) < 12.2
     noise_NK = np.random.default_rng(0).integers(0, 1 << 16, (n, k)).astype(np.uint16)
-    assert len(packed(noise_NK).data) * 8 / (n * k) < 16.1
+    assert len(packed(noise_NK).array) * 8 / (n * k) < 16.1
 
 
 SPECIAL = [0x0000, 0x8000, 0x0001, 0x807F, 0x7F80, 0xFF80, 0x7FC0, 0xFFFF, 0x7F7F, 0x0080]
@@ -132,8 +132,8 @@ def test_products_are_bit_identical_to_those_of_uncompressed_weights(
     kept = np.arange(192) % 64 < 43
     plain_NK[kept] = np.concatenate((coded_NK, coded_NK[:1]))
     coded, plain = packed(coded_NK), packed(plain_NK)
-    assert len(coded.data) < 12.5 / 8 * coded_NK.size
-    assert len(plain.data) > 2 * plain_NK.size
+    assert len(coded.array) < 12.5 / 8 * coded_NK.size
+    assert len(plain.array) > 2 * plain_NK.size
     x_RK = np.random.default_rng(2).standard_normal((rows, k), np.float32)
     assert is_same(multiply(plain, x_RK)[:, kept][:, :128], multiply(coded, x_RK))
 
@@ -146,5 +146,5 @@ def test_products_are_the_same_before_and_after_gaps_are_closed(isa: int) -> Non
     pack_rows(weight, SourceType.BF16, bits_NK.view(np.uint8))
     x_RK = np.random.default_rng(3).standard_normal((2, 300), np.float32)
     before_RN = multiply(weight, x_RK)
-    weight.data[finish_packing(weight) :] = 0xFF
+    weight.array[finish_packing(weight) :] = 0xFF
     assert is_same(multiply(weight, x_RK), before_RN)

@@ -395,4 +395,4 @@ def test_a_matrix_may_have_rows_of_several_sources() -> None:
     pack_rows(weight, T.Q4_1, second, first_row=20)
     pack_rows(weight, T.Q4_1, first)
     whole = packed(np.concatenate((first, second)), T.Q4_1, F.U4_OFFSET, 64)
-    np.testing.assert_array_equal(weight.data, whole.data)
+    np.testing.assert_array_equal(weight.array, whole.array)

@@ -1,5 +1,5 @@
-// Describes the structs, enums and functions that workers/cpu/abi mirrors, one per line, with the compiler's own sizes,
-// offsets and types. Python writes the same text from its mirrors, and rejects the library if the texts differ.
+// Describes the structs, enums and functions that Python uses, one per line, with the compiler's own sizes, offsets and
+// types. Python declares them from workers/cpu/abi/description.txt, and rejects a library with another text.
 //
 // The fields of a struct are listed in their order. The compiler rejects a list with a field too few or too many.
 #include <string>

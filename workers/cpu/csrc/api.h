@@ -1,4 +1,4 @@
-// The functions that Python calls. workers/cpu/library.py mirrors their signatures, and abi.cpp describes them.
+// The functions that Python calls. abi.cpp describes their signatures, and Python declares them accordingly.
 #pragma once
 
 #include <cstddef>
@@ -18,7 +18,7 @@ struct Step;
 struct Suffixes;
 }  // namespace engine
 
-// Returns the description of every mirrored struct, enum and function that Python compares with its own.
+// Returns the description of every struct, enum and function that Python uses.
 ENGINE_API const char* engine_abi();
 
 // The functions of each subject are defined in api.cpp in its folder.

@@ -16,7 +16,7 @@ from ....protocol.arrays import Int32Array, Int64Array, int32_bytes, int32_view
 from ....protocol.config import ProposerMethod, SpeculativeConfig
 from ....protocol.worker_messages import DraftTokenIds, NewRequestData
 from ...batch import PersistentBatch, SlotArray
-from ..abi.sampling_structs import DraftLookup
+from ..abi.structs import DraftLookup
 from ..library import native_library
 from .suffixes import SuffixStore
 

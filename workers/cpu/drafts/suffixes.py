@@ -11,7 +11,7 @@ import numpy as np
 from ....protocol.arrays import Int32Array, Int64Array
 from ....protocol.config import SpeculativeConfig
 from ...batch import PersistentBatch
-from ..abi.sampling_structs import Suffixes
+from ..abi.structs import Suffixes
 from ..library import native_library
 
 _NUM_BUCKETS: Final = 1 << 13

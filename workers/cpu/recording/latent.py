@@ -15,8 +15,7 @@ from ...layers.specs.norm_names import NormNames
 from ...models.attention import rotary_order
 from ...models.indexers.keys import index_order, index_query_rows, index_rows
 from ...models.latent.attention import first_rows, gate_rows, query_rows
-from ..abi.latent_structs import LatentShape
-from ..abi.structs import AttentionLayer, ChoiceRule
+from ..abi.structs import AttentionLayer, ChoiceRule, LatentShape
 from ..head_matrices import read_head_matrices
 from ..library import NotSupportedNatively
 from ..packing import GROUP_SIZE, ActivationKind

@@ -25,8 +25,7 @@ from ...layers.shared_block import SharedBlock
 from ...layers.spec import ModelSpec
 from ...layers.specs.latent import LatentSpec
 from ...models.latent.attention import gates_of_head
-from ..abi.latent_structs import LatentShape
-from ..abi.structs import ModelShape, activation_number
+from ..abi.structs import LatentShape, ModelShape, activation_number
 from ..attention import KV_FORMATS, NativeAttention
 from ..packing import GROUP_SIZE
 from ..weights import intermediate_shares

@@ -8,7 +8,7 @@ from ....protocol.checkpoint.recurrent_layers import GatedDeltaNet
 from ...layers.layer_spec import LayerSpec
 from ...layers.specs.ngram import NgramSpec
 from ...models.weights import Rows
-from ..abi import stream_structs, structs
+from ..abi import structs
 from ..library import NotSupportedNatively
 from ..mixers import check_num_taps
 from .blocks import PART, QKV, BlockRecorder
@@ -16,7 +16,7 @@ from .blocks import PART, QKV, BlockRecorder
 _NGRAM_CONVOLUTION = 5
 
 
-class NativeNgramTable(stream_structs.NgramTable):
+class NativeNgramTable(structs.NgramTable):
     """The hashes that choose embeddings, as a struct whose address is passed to native code.
 
     It keeps the arrays that it points to alive.

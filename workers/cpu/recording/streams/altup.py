@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from ....layers.spec import ModelSpec
 from ....layers.specs.altup import AltUpSpec
-from ...abi import stream_structs
+from ...abi import structs
 from ...abi.structs import MAX_PARTS
 from ...packing import PackedWeight
 from ...program import Floats
@@ -17,7 +17,7 @@ from ...weights import NativeWeightReader
 from ..blocks import BLOCK, QKV, BlockRecorder
 
 
-class NativeAltUp(stream_structs.AltUp):
+class NativeAltUp(structs.AltUp):
     """The weights of alternating updates in one layer, as a struct whose address is passed to native code.
 
     It keeps the arrays that it points to alive.

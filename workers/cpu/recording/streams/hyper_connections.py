@@ -6,12 +6,12 @@ import numpy as np
 
 from ....layers.spec import ModelSpec
 from ....layers.specs.hyper import HyperConnectionsSpec
-from ...abi import stream_structs
+from ...abi import structs
 from ...weights import NativeWeightReader
 from ..blocks import QKV, BlockRecorder
 
 
-class NativeHyperConnection(stream_structs.HyperConnection):
+class NativeHyperConnection(structs.HyperConnection):
     """The weights of one connection, as a struct whose address is passed to native code.
 
     It keeps the arrays that it points to alive.
@@ -45,7 +45,7 @@ class NativeHyperConnection(stream_structs.HyperConnection):
         )
 
 
-class NativeLowRankConnection(stream_structs.HyperConnection):
+class NativeLowRankConnection(structs.HyperConnection):
     """The vectors of one connection of low rank, as a struct whose address is passed to native code.
 
     It keeps the arrays that it points to alive. Without `has_output`, it is the mean of the streams after the last
@@ -78,7 +78,7 @@ class HyperRecorder:
         self._blocks = blocks
         self._hyper = hyper
         self._program = blocks.program
-        self._connection: stream_structs.HyperConnection | None = None
+        self._connection: structs.HyperConnection | None = None
 
     def expand(self) -> None:
         """Record that all streams begin as the embedding, which is in the residual stream."""
@@ -88,7 +88,7 @@ class HyperRecorder:
         """Record that the residual stream becomes the sum of the streams that a block reads."""
         self._connection = self._mix(f"{prefix}{'mlp' if is_mlp else 'attn'}_hc")
 
-    def _mix(self, name: str, num_factors: int = 2) -> stream_structs.HyperConnection:
+    def _mix(self, name: str, num_factors: int = 2) -> structs.HyperConnection:
         """Record that the residual stream becomes a sum of the streams. Return the connection called `name`."""
         blocks = self._blocks
         if self._hyper.rank:
@@ -136,6 +136,6 @@ class HyperRecorder:
     def reduce(self) -> None:
         """Record that the residual stream becomes the input of the final norm."""
         if self._hyper.averages_last:
-            self._program.add_op("mix_streams", hyper=stream_structs.HyperConnection())
+            self._program.add_op("mix_streams", hyper=structs.HyperConnection())
         else:
             self._mix("head_hc", 1)
