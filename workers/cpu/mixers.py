@@ -14,7 +14,6 @@ import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from ...protocol.checkpoint.recurrent_layers import (
     GatedDeltaNet,
@@ -30,15 +29,14 @@ from ..layers.parallel.shard import ModelShard
 from ..layers.parallel.tensor_parallel import TensorParallel
 from ..layers.spec import ModelSpec
 from ..models.mixers import (
-    gated_delta_net,
-    kimi_delta_attention,
+    MixerRows,
     lightning_attention,
     mamba1,
     mamba2,
+    mixer_rows,
     rg_lru,
-    short_convolution,
 )
-from ..models.mixers.mixer import elements, segments
+from ..models.mixers.mixer import elements
 from ..models.weights import Rows
 from .abi import structs
 from .library import NotSupportedNatively
@@ -78,12 +76,11 @@ class ColumnProduct(msgspec.Struct, frozen=True):
 class NativeMixer(structs.Mixer):
     """The parameters of a recurrent layer except its matrices, as a struct whose address is passed to native code.
 
-    It keeps the vectors that it points to alive. `projection` has this rank's rows of the first matrix. If
-    `last_column` is not 0, the results of the last rows begin at this column, otherwise after those of the others.
-    `second_products` are products of the projection's results, in order, and `convolved_products` those after the
-    convolution. `normed_columns` are normed before the scan, with the epsilon `column_eps`. `shares` has each rank's
-    columns of the last matrix, which has `num_columns` columns. If `shares_norm`, the outputs are normed over the heads
-    of all ranks.
+    It keeps the vectors that it points to alive. `projection` has the rows of the first matrix that are in `rows`, in
+    which consecutive rows of a module are joined. If `last_column` is not 0, the results of the last rows begin at this
+    column, otherwise after those of the others. `second_products` are products of the projection's results, in order,
+    and `convolved_products` those after the convolution. `normed_columns` are normed before the scan, with the epsilon
+    `column_eps`. If `shares_norm`, the outputs are normed over the heads of all ranks.
     """
 
     def __init__(
@@ -104,15 +101,17 @@ class NativeMixer(structs.Mixer):
         self.column_eps = 0.0
         self._arrays: list[Floats] = []
         tensor_parallel = shard.tensor_parallel
+        self.rows = rows = mixer_rows(layer, weights, prefix, tensor_parallel)
+        self.projection = _merged(rows.projection)
         own_eps = layer.norm_eps if isinstance(layer, Mamba2 | GatedDeltaNet) else None
         self.norm_eps = spec.norm_eps if own_eps is None else own_eps
         match layer:
             case ShortConvolution():
-                fields = self._short_convolution(layer, tensor_parallel)
+                fields: dict[str, Any] = {}
             case Mamba1():
                 fields = self._mamba1(spec, layer, tensor_parallel)
             case Mamba2():
-                fields = self._mamba2(layer, tensor_parallel)
+                fields = self._mamba2(layer, rows, tensor_parallel)
             case GatedDeltaNet():
                 fields = self._gated_delta_net(layer, tensor_parallel)
             case KimiDeltaAttention():
@@ -128,23 +127,8 @@ class NativeMixer(structs.Mixer):
             segment=layer.segment,
             num_taps=layer.kernel,
             distance=1,
-            **fields,
+            **self._convolution(rows, layer.kernel) | fields,
         )
-
-    def _short_convolution(
-        self, layer: ShortConvolution, tensor_parallel: TensorParallel
-    ) -> dict[str, Any]:
-        channels, part = layer.channels, tensor_parallel.part(layer.channels)
-        self.projection = _merged(
-            short_convolution.projection_rows(layer, self._prefix, tensor_parallel)
-        )
-        self.has_projection_bias = self.has_output_bias = layer.has_bias
-        self.num_columns, self.shares = channels, tensor_parallel.parts(channels)
-        rows = [Rows(f"{self._prefix}conv1d", channels, part)]
-        return {
-            "num_convolved": len(part),
-            **self._convolution(rows, layer.kernel, layer.has_bias),
-        }
 
     def _mamba1(
         self, spec: ModelSpec, layer: Mamba1, tensor_parallel: TensorParallel
@@ -158,9 +142,6 @@ class NativeMixer(structs.Mixer):
                 f"the native CPU backend does not support time_step_rank + 2 * state_size, which is {selected}, above "
                 f"hidden_size {spec.hidden_size} with --tensor-parallel-size {tensor_parallel.size}"
             )
-        self.projection = _merged(mamba1.projection_rows(layer, prefix, tensor_parallel))
-        self.has_projection_bias = self.has_output_bias = layer.has_bias
-        self._share_heads(layer.num_units, layer.channels // layer.num_units, tensor_parallel)
         norms: list[Floats | None] = [None] * 3
         if layer.norm_eps is not None:
             self.column_eps = layer.norm_eps
@@ -191,7 +172,6 @@ class NativeMixer(structs.Mixer):
         )
         decay_IK = -log_a.unflatten(0, (layer.channels, keys))[own.start : own.stop].exp()
         return {
-            "num_convolved": len(own),
             "num_heads": len(own) // unit,
             "num_groups": len(heads),
             "key_dim": keys,
@@ -201,9 +181,6 @@ class NativeMixer(structs.Mixer):
             "decay": self._address(decay_IK.unflatten(0, (-1, unit)).transpose(1, 2).numpy()),
             "skip": self._address(skip_I.numpy()),
             "step_bias": self._address(step_bias_I.numpy()),
-            **self._convolution(
-                [Rows(f"{prefix}conv1d", layer.channels, own)], layer.kernel, layer.conv_bias
-            ),
         }
 
     def _selection_matrices(
@@ -214,7 +191,11 @@ class NativeMixer(structs.Mixer):
         selected = layer.step_rank + 2 * layer.state_size_per_channel
         if layer.num_heads == 1:
             selection = weights.packed_columns(
-                f"{names[0]}.weight", selected, layer.channels, self.shares, tensor_parallel.rank
+                f"{names[0]}.weight",
+                selected,
+                layer.channels,
+                self.rows.shares(tensor_parallel),
+                tensor_parallel.rank,
             )
             steps = weights.packed_together([Rows(names[1], layer.channels, own)], layer.step_rank)
             return [selection], steps
@@ -228,40 +209,27 @@ class NativeMixer(structs.Mixer):
         )
         return selections, steps
 
-    def _mamba2(self, layer: Mamba2, tensor_parallel: TensorParallel) -> dict[str, Any]:
+    def _mamba2(
+        self, layer: Mamba2, rows: MixerRows, tensor_parallel: TensorParallel
+    ) -> dict[str, Any]:
         self.shares_norm = tensor_parallel.size > 1 and layer.norm_groups == 1
         if 1 < layer.norm_groups < tensor_parallel.size:
             raise NotSupportedNatively(
                 f"the native CPU backend does not support {layer.norm_groups} norm groups with "
                 f"--tensor-parallel-size {tensor_parallel.size}"
             )
-        prefix, size = self._prefix, layer.num_heads * layer.head_dim
-        states = layer.num_groups * layer.state_size_per_head
-        heads, groups = (
-            tensor_parallel.part(count) for count in (layer.num_heads, layer.num_groups)
-        )
-        own = elements(heads, layer.head_dim)
-        own_states = elements(groups, layer.state_size_per_head)
-        projection = mamba2.projection_rows(layer, prefix, tensor_parallel)
-        self.projection = _merged(projection)
-        self.has_projection_bias = layer.projection_bias
-        self.has_output_bias = layer.output_bias
-        self._share_heads(layer.num_heads, layer.head_dim, tensor_parallel)
-        channels = segments(
-            f"{prefix}conv1d", [size, states, states], [own, own_states, own_states]
-        )
+        prefix, heads = self._prefix, tensor_parallel.part(layer.num_heads)
         multipliers = None
         if layer.multipliers:
-            counts = [len(rows.part) for rows in projection]
-            multipliers = np.repeat(np.array(layer.multipliers, np.float32), counts)
+            multipliers = mamba2.column_multipliers(layer, rows).numpy()
         norm = None
         if layer.norm_groups:
-            norm = self._weights.read_elements(f"{prefix}norm.weight", size).numpy()
+            own = rows.shares(tensor_parallel)[tensor_parallel.rank]
+            norm = self._weights.read_elements(f"{prefix}norm.weight", rows.num_columns).numpy()
             norm = norm[own.start : own.stop]
         return {
-            "num_convolved": len(own) + 2 * len(own_states),
             "num_heads": len(heads),
-            "num_groups": len(groups),
+            "num_groups": len(tensor_parallel.part(layer.num_groups)),
             "key_dim": layer.state_size_per_head,
             "value_dim": layer.head_dim,
             "norm_groups": -(-layer.norm_groups // tensor_parallel.size),
@@ -271,7 +239,6 @@ class NativeMixer(structs.Mixer):
             "multipliers": self._address(multipliers),
             "skip": self._address(self._weights.vector(f"{prefix}D", layer.num_heads, heads)),
             "norm": self._address(norm),
-            **self._convolution(channels, layer.kernel, layer.conv_bias),
             **self._decay(layer.num_heads, heads),
         }
 
@@ -282,21 +249,7 @@ class NativeMixer(structs.Mixer):
         heads, key_heads = (
             tensor_parallel.part(count) for count in (layer.num_heads, layer.num_key_heads)
         )
-        keys, values = elements(key_heads, layer.key_dim), elements(heads, layer.value_dim)
-        self.projection = _merged(
-            gated_delta_net.projection_rows(layer, self._weights, prefix, tensor_parallel)
-        )
-        self.has_projection_bias = self.has_output_bias = False
-        self._share_heads(layer.num_heads, layer.value_dim, tensor_parallel)
-        key_size, value_size = (
-            layer.num_key_heads * layer.key_dim,
-            layer.num_heads * layer.value_dim,
-        )
-        channels = gated_delta_net.convolution_rows(
-            self._weights, prefix, [key_size, key_size, value_size], [keys, keys, values]
-        )
         return {
-            "num_convolved": 2 * len(keys) + len(values),
             "num_heads": len(heads),
             "num_groups": len(key_heads),
             "key_dim": layer.key_dim,
@@ -309,7 +262,6 @@ class NativeMixer(structs.Mixer):
             "has_tiled_heads": layer.has_tiled_heads,
             "strength": 2.0 if layer.has_negative_eigenvalues else 1.0,
             "norm": self._address(self._weights.vector(f"{prefix}norm.weight", layer.value_dim)),
-            **self._convolution(channels, layer.kernel, False),
             **self._decay(layer.num_heads, heads),
         }
 
@@ -319,9 +271,6 @@ class NativeMixer(structs.Mixer):
         prefix, dim, size = self._prefix, layer.head_dim, layer.num_heads * layer.head_dim
         heads = tensor_parallel.part(layer.num_heads)
         own = elements(heads, dim)
-        self.projection = kimi_delta_attention.projection_rows(layer, prefix, tensor_parallel)
-        self.has_projection_bias = self.has_output_bias = False
-        self._share_heads(layer.num_heads, dim, tensor_parallel)
         # The low-rank inputs of gates and steps occupy the columns in which steps and gates will be written. Gates come
         # last, so compute them first.
         first_step = 3 * len(own) + len(heads)
@@ -338,10 +287,8 @@ class NativeMixer(structs.Mixer):
         for name, of_low_rank, first_column in second_products:
             (weight,) = self._weights.packed_together([Rows(f"{prefix}{name}", size, own)], dim)
             self.second_products.append(ColumnProduct(of_low_rank, weight, first_column))
-        channels = [Rows(f"{prefix}{each}_conv1d", size, own) for each in "qkv"]
         a_H = self._weights.read_elements(f"{prefix}A_log", layer.num_heads).numpy()
         return {
-            "num_convolved": 3 * len(own),
             "num_heads": len(heads),
             "num_groups": len(heads),
             "key_dim": dim,
@@ -354,7 +301,6 @@ class NativeMixer(structs.Mixer):
             "norm": self._address(self._weights.vector(f"{prefix}norm.weight", dim)),
             "decay": self._address(-np.exp(a_H[heads.start : heads.stop])),
             "step_bias": self._address(self._weights.vector(f"{prefix}dt_bias", size, own)),
-            **self._convolution(channels, layer.kernel, False),
         }
 
     def _lightning_attention(
@@ -363,13 +309,8 @@ class NativeMixer(structs.Mixer):
         prefix, dim = self._prefix, layer.head_dim
         heads = tensor_parallel.part(layer.num_heads)
         size, own = layer.num_heads * dim, elements(heads, dim)
-        self.projection = _merged(
-            lightning_attention.projection_rows(layer, prefix, tensor_parallel)
-        )
-        self.has_projection_bias = self.has_output_bias = False
         self.shares_norm = tensor_parallel.size > 1
         self.norm_eps = lightning_attention.NORM_EPS
-        self._share_heads(layer.num_heads, dim, tensor_parallel)
         slopes_H = lightning_attention.decay_slopes(spec, layer, prefix).numpy()
         return {
             "num_convolved": 3 * len(own),
@@ -389,13 +330,9 @@ class NativeMixer(structs.Mixer):
     ) -> dict[str, Any]:
         blocks = tensor_parallel.part(layer.num_blocks)
         own = elements(blocks, layer.block_size)
-        self.projection = _merged(rg_lru.projection_rows(layer, self._prefix, tensor_parallel))
-        self.has_projection_bias = self.has_output_bias = True
-        self._share_heads(layer.num_blocks, layer.block_size, tensor_parallel)
         gates_BWW, biases_BW = rg_lru.read_gates(layer, self._weights, self._prefix, blocks)
         decay_I = rg_lru.read_decay(layer, self._weights, self._prefix, own)
         return {
-            "num_convolved": len(own),
             "num_heads": len(blocks),
             "num_groups": len(blocks),
             "key_dim": 1,
@@ -404,39 +341,23 @@ class NativeMixer(structs.Mixer):
             "decay": self._address(decay_I.numpy()),
             "gates": self._address(gates_BWW.numpy()),
             "gate_biases": self._address(biases_BW.numpy()),
-            **self._convolution(
-                [Rows(f"{self._prefix}conv1d", layer.channels, own)], layer.kernel, True
-            ),
         }
 
-    def _share_heads(self, count: int, size: int, tensor_parallel: TensorParallel) -> None:
-        self.num_columns = count * size
-        self.shares = [elements(heads, size) for heads in tensor_parallel.parts(count)]
-
-    def _convolution(self, rows: Sequence[Rows], kernel: int, has_bias: bool) -> dict[str, Any]:
-        """Return the taps and biases of the channels in these rows."""
-        reader, bias = self._weights, None
-        taps_FK = torch.cat(
-            [
-                _part(
-                    reader.read_elements(f"{each.name}.weight", each.total * kernel).unflatten(
-                        0, (each.total, kernel)
-                    ),
-                    each,
-                )
-                for each in rows
-            ]
-        )
-        if has_bias:
-            bias = torch.cat(
-                [
-                    _part(reader.read_elements(f"{each.name}.bias", each.total), each)
-                    for each in rows
-                ]
-            ).numpy()
+    def _convolution(self, rows: MixerRows, kernel: int) -> dict[str, Any]:
+        """Return the channels of the convolution, and their taps and biases. A layer may have none."""
+        if not rows.convolution:
+            return {}
+        taps, biases = [], []
+        for each in rows.convolution:
+            own = slice(each.part.start, each.part.stop)
+            taps_X = self._weights.read_elements(f"{each.name}.weight", each.total * kernel)
+            taps.append(taps_X.view(-1, kernel)[own])
+            if rows.has_convolution_bias:
+                biases.append(self._weights.read_elements(f"{each.name}.bias", each.total)[own])
         return {
-            "taps": self._address(taps_FK.T.contiguous().numpy()),
-            "bias": self._address(bias),
+            "num_convolved": sum(map(len, taps)),
+            "taps": self._address(torch.cat(taps).T.contiguous().numpy()),
+            "bias": self._address(torch.cat(biases).numpy() if biases else None),
         }
 
     def _decay(self, count: int, heads: range) -> dict[str, Any]:
@@ -457,10 +378,6 @@ def check_num_taps(count: int) -> None:
         raise NotSupportedNatively(
             f"convolutions over more than {_MOST_TAPS} tokens are supported only in torch, not natively, got {count}"
         )
-
-
-def _part(x: Tensor, rows: Rows) -> Tensor:
-    return x[rows.part.start : rows.part.stop]
 
 
 def _merged(rows: Sequence[Rows]) -> list[Rows]:

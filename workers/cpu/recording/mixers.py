@@ -28,14 +28,13 @@ def record_mixer(
     spec, program = blocks.spec, blocks.program
     own_prefix = f"{prefix}mixer."
     mixer = NativeMixer(spec, recurrent, blocks.weights, own_prefix, blocks.shard)
-    projection = [
-        blocks.packed_rows([rows], mixer.has_projection_bias) for rows in mixer.projection
-    ]
+    rows, tensor_parallel = mixer.rows, blocks.shard.tensor_parallel
+    projection = [blocks.packed_rows([each], rows.has_projection_bias) for each in mixer.projection]
     output = blocks.output_projection(
-        f"{own_prefix}out_proj.weight", mixer.num_columns, mixer.shares
+        f"{own_prefix}out_proj.weight", rows.num_columns, rows.shares(tensor_parallel)
     )
     bias = None
-    if mixer.has_output_bias:
+    if rows.has_output_bias:
         bias = blocks.weights.vector(f"{own_prefix}out_proj.bias", spec.hidden_size)
     parts = [weight for weights, _ in projection for weight in weights]
     biases = [bias for _, biases in projection for bias in biases]

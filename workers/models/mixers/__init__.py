@@ -12,35 +12,40 @@ from ....protocol.checkpoint.recurrent_layers import (
     RgLru,
     ShortConvolution,
 )
+from ...layers.parallel.tensor_parallel import TensorParallel
 from ..layer_source import LayerSource
+from ..weights import WeightReader
 from .gated_delta_net import GatedDeltaNetMixer
 from .kimi_delta_attention import KimiDeltaAttentionMixer
 from .lightning_attention import LightningAttentionMixer
 from .mamba1 import Mamba1Mixer
 from .mamba2 import Mamba2Mixer
-from .mixer import Mixer
+from .mixer import Mixer, MixerRows
 from .rg_lru import RgLruMixer
 from .short_convolution import ShortConvolutionMixer
 from .states import StateBatch
 
+_MIXERS: dict[type[MixerLayer], type[Mixer]] = {
+    ShortConvolution: ShortConvolutionMixer,
+    Mamba1: Mamba1Mixer,
+    Mamba2: Mamba2Mixer,
+    GatedDeltaNet: GatedDeltaNetMixer,
+    KimiDeltaAttention: KimiDeltaAttentionMixer,
+    LightningAttention: LightningAttentionMixer,
+    RgLru: RgLruMixer,
+}
+
+
+def mixer_rows(
+    layer: MixerLayer, weights: WeightReader, prefix: str, tensor_parallel: TensorParallel
+) -> MixerRows:
+    """Return one rank's parts of the weights of a layer's mixer."""
+    return _MIXERS[type(layer)].rows(layer, weights, prefix, tensor_parallel)
+
 
 def make_mixer(layer: MixerLayer, source: LayerSource) -> Mixer:
     """Return the recurrent mixer of a layer."""
-    match layer:
-        case ShortConvolution():
-            return ShortConvolutionMixer(layer, source)
-        case Mamba1():
-            return Mamba1Mixer(layer, source)
-        case Mamba2():
-            return Mamba2Mixer(layer, source)
-        case GatedDeltaNet():
-            return GatedDeltaNetMixer(layer, source)
-        case KimiDeltaAttention():
-            return KimiDeltaAttentionMixer(layer, source)
-        case LightningAttention():
-            return LightningAttentionMixer(layer, source)
-        case RgLru():
-            return RgLruMixer(layer, source)
+    return _MIXERS[type(layer)](layer, source)
 
 
-__all__ = ["Mixer", "StateBatch", "make_mixer"]
+__all__ = ["Mixer", "MixerRows", "StateBatch", "make_mixer", "mixer_rows"]

@@ -14,12 +14,11 @@ from torch.nn import functional as F
 
 from ....protocol.checkpoint.recurrent_layers import GatedDeltaNet
 from ....protocol.errors import ConfigError
-from ...layers.parallel.parallel_layers import RowParallelLinear
 from ...layers.parallel.tensor_parallel import TensorParallel
 from ..layer_source import LayerSource
 from ..weights import Rows, WeightReader
 from .delta_rule import delta_rule, unit
-from .mixer import CausalConvolution, Mixer, elements, segments
+from .mixer import Mixer, MixerRows, elements, segments
 from .states import StateBatch, StateCache
 
 
@@ -27,40 +26,62 @@ class GatedDeltaNetMixer(Mixer):
     """Linear attention with the delta rule and one decay per head and token."""
 
     def __init__(self, layer: GatedDeltaNet, source: LayerSource) -> None:
-        spec, weights, prefix, shard, kernels = source
-        tensor_parallel = shard.tensor_parallel
-        self._layer = layer
-        hidden, num_heads = spec.hidden_size, layer.num_heads
-        heads, key_heads = (
-            tensor_parallel.part(count) for count in (num_heads, layer.num_key_heads)
-        )
-        keys, values = elements(key_heads, layer.key_dim), elements(heads, layer.value_dim)
-        self._num_heads, self._num_key_heads = len(heads), len(key_heads)
-        key_size, value_size = layer.num_key_heads * layer.key_dim, num_heads * layer.value_dim
-        sizes, parts = [key_size, key_size, value_size], [keys, keys, values]
-        rows = projection_rows(layer, weights, prefix, tensor_parallel)
-        self.projection = kernels.linear(weights.read_matrix_rows(rows, hidden))
-        self._conv = CausalConvolution(
-            torch.cat(
-                [
-                    weights.read(f"{row.name}.weight", row.total, 1, layer.kernel, part=row.part)
-                    for row in convolution_rows(weights, prefix, sizes, parts)
-                ]
-            ),
-            None,
-        )
+        super().__init__(layer, source)
+        spec, weights, prefix, shard, _ = source
+        self._layer, num_heads = layer, layer.num_heads
+        heads = shard.tensor_parallel.part(num_heads)
+        self._num_heads = len(heads)
+        self._num_key_heads = len(shard.tensor_parallel.part(layer.num_key_heads))
         self._a_H = -weights.read_vector(f"{prefix}A_log", num_heads, heads).exp()
         self._step_bias_H = weights.read_vector(f"{prefix}dt_bias", num_heads, heads)
         self._norm_V = weights.read_vector(f"{prefix}norm.weight", layer.value_dim)
         self._norm_eps = spec.norm_eps if layer.norm_eps is None else layer.norm_eps
-        self._output = RowParallelLinear(
-            weights.read_matrix(f"{prefix}out_proj.weight", hidden, value_size, part=values, dim=1),
-            None,
-            tensor_parallel,
-            kernels,
-        )
-        self._size = layer.state_size(tensor_parallel.size)
         self._gate = torch.sigmoid if layer.has_sigmoid_gate else F.silu
+
+    @staticmethod
+    def rows(
+        layer: GatedDeltaNet, weights: WeightReader, prefix: str, tensor_parallel: TensorParallel
+    ) -> MixerRows:
+        """See `Mixer.rows`. The projections are those to queries, keys, values, strengths, time steps and gates."""
+        if layer.has_tiled_heads and tensor_parallel.size > 1:
+            raise ConfigError(
+                "this model's GGUF files order the heads in a way that --tensor-parallel-size cannot divide; "
+                "use --pipeline-parallel-size or safetensors"
+            )
+        heads, key_heads = (
+            tensor_parallel.part(count) for count in (layer.num_heads, layer.num_key_heads)
+        )
+        keys, values = elements(key_heads, layer.key_dim), elements(heads, layer.value_dim)
+        key_size, value_size = (
+            layer.num_key_heads * layer.key_dim,
+            layer.num_heads * layer.value_dim,
+        )
+        sizes, parts = [key_size, key_size, value_size], [keys, keys, values]
+        if weights.has(f"{prefix}in_proj.weight"):
+            query, key, value, gate, *steps = segments(
+                f"{prefix}in_proj",
+                [*sizes, value_size, layer.num_heads, layer.num_heads],
+                [*parts, values, heads, heads],
+            )
+            qkv = [query, key, value]
+        else:
+            repeats = layer.num_heads // layer.num_key_heads
+            if layer.is_interleaved:
+                of_head = [layer.key_dim] * 2 + [repeats * layer.value_dim] * 2
+                *qkv, gate = _interleaved_rows(f"{prefix}in_proj_qkvz", layer, of_head, key_heads)
+            else:
+                qkv = weights.rows(prefix, ["q_proj", "k_proj", "v_proj"], sizes, parts)
+                gate = Rows(f"{prefix}in_proj_z", value_size, values)
+            if layer.has_interleaved_steps:
+                steps = _interleaved_rows(f"{prefix}in_proj_ba", layer, [repeats] * 2, key_heads)
+            else:
+                steps = [Rows(f"{prefix}in_proj_{each}", layer.num_heads, heads) for each in "ba"]
+        # The convolutions may be stored as one tensor.
+        convolution = segments(f"{prefix}conv1d", sizes, parts)
+        if weights.has(f"{prefix}q_conv1d.weight"):
+            names = (f"{prefix}{each}_conv1d" for each in "qkv")
+            convolution = [Rows(*each) for each in zip(names, sizes, parts, strict=True)]
+        return MixerRows([*qkv, *steps, gate], convolution, layer.num_heads, layer.value_dim)
 
     def forward(self, x: Any, memory: Tensor, batch: StateBatch) -> Tensor:
         """See `Mixer.forward`."""
@@ -100,50 +121,6 @@ class GatedDeltaNetMixer(Mixer):
         if self._layer.has_tiled_heads:
             return x_NCGK.repeat(1, 1, repeats, 1).transpose(1, 2)
         return x_NCGK.repeat_interleave(repeats, 2).transpose(1, 2)
-
-
-def projection_rows(
-    layer: GatedDeltaNet, weights: WeightReader, prefix: str, tensor_parallel: TensorParallel
-) -> list[Rows]:
-    """Return this rank's rows of the projections to queries, keys, values, strengths, time steps and gates."""
-    if layer.has_tiled_heads and tensor_parallel.size > 1:
-        raise ConfigError(
-            "this model's GGUF files order the heads in a way that --tensor-parallel-size cannot divide; "
-            "use --pipeline-parallel-size or safetensors"
-        )
-    heads, key_heads = (
-        tensor_parallel.part(count) for count in (layer.num_heads, layer.num_key_heads)
-    )
-    keys, values = elements(key_heads, layer.key_dim), elements(heads, layer.value_dim)
-    key_size, value_size = layer.num_key_heads * layer.key_dim, layer.num_heads * layer.value_dim
-    repeats = layer.num_heads // layer.num_key_heads
-    if weights.has(f"{prefix}in_proj.weight"):
-        sizes = [key_size, key_size, value_size, value_size, layer.num_heads, layer.num_heads]
-        parts = [keys, keys, values, values, heads, heads]
-        query, key, value, gate, *steps = segments(f"{prefix}in_proj", sizes, parts)
-        return [query, key, value, *steps, gate]
-    if layer.is_interleaved:
-        sizes = [layer.key_dim] * 2 + [repeats * layer.value_dim] * 2
-        *qkv, gate = _interleaved_rows(f"{prefix}in_proj_qkvz", layer, sizes, key_heads)
-    else:
-        sizes = [key_size, key_size, value_size]
-        qkv = weights.rows(prefix, ["q_proj", "k_proj", "v_proj"], sizes, [keys, keys, values])
-        gate = Rows(f"{prefix}in_proj_z", value_size, values)
-    if layer.has_interleaved_steps:
-        steps = _interleaved_rows(f"{prefix}in_proj_ba", layer, [repeats] * 2, key_heads)
-    else:
-        steps = [Rows(f"{prefix}in_proj_{each}", layer.num_heads, heads) for each in "ba"]
-    return [*qkv, *steps, gate]
-
-
-def convolution_rows(
-    weights: WeightReader, prefix: str, sizes: list[int], parts: list[range]
-) -> list[Rows]:
-    """Return the rows of the convolutions of queries, keys and values, which may be stored as one tensor."""
-    if not weights.has(f"{prefix}q_conv1d.weight"):
-        return segments(f"{prefix}conv1d", sizes, parts)
-    names = (f"{prefix}{each}_conv1d" for each in "qkv")
-    return [Rows(*each) for each in zip(names, sizes, parts, strict=True)]
 
 
 def _interleaved_rows(

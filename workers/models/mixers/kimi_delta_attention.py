@@ -14,12 +14,11 @@ from torch.nn import functional as F
 
 from ....protocol.checkpoint.recurrent_layers import KimiDeltaAttention
 from ...layers.layers import Linear
-from ...layers.parallel.parallel_layers import RowParallelLinear
 from ...layers.parallel.tensor_parallel import TensorParallel
 from ..layer_source import LayerSource
-from ..weights import Rows
+from ..weights import Rows, WeightReader
 from .delta_rule import delta_rule, unit
-from .mixer import CausalConvolution, Mixer, elements
+from .mixer import Mixer, MixerRows, elements
 from .states import StateBatch, StateCache
 
 
@@ -27,14 +26,12 @@ class KimiDeltaAttentionMixer(Mixer):
     """Linear attention with the delta rule. Decays and output gates may come from low-rank projections."""
 
     def __init__(self, layer: KimiDeltaAttention, source: LayerSource) -> None:
+        super().__init__(layer, source)
         spec, weights, prefix, shard, kernels = source
-        self._layer = layer
-        hidden, dim = spec.hidden_size, layer.head_dim
+        self._layer, dim = layer, layer.head_dim
         heads = shard.tensor_parallel.part(layer.num_heads)
         own, size = elements(heads, dim), layer.num_heads * dim
         self._num_heads = len(heads)
-        rows = projection_rows(layer, prefix, shard.tensor_parallel)
-        self.projection = kernels.linear(weights.read_matrix_rows(rows, hidden))
         self._decay: Linear | None = None
         self._gate: Linear | None = None
         if layer.is_low_rank:
@@ -45,27 +42,34 @@ class KimiDeltaAttentionMixer(Mixer):
             self._gate = kernels.linear(
                 weights.read_matrix(f"{prefix}g_b_proj.weight", size, dim, part=own)
             )
-        self._conv = CausalConvolution(
-            torch.cat(
-                [
-                    weights.read(f"{prefix}{each}_conv1d.weight", size, 1, layer.kernel, part=own)
-                    for each in "qkv"
-                ]
-            ),
-            None,
-        )
         a_H = weights.read_elements(f"{prefix}A_log", layer.num_heads)
         self._a_H1 = -a_H[heads.start : heads.stop].exp().unsqueeze(-1)
         self._step_bias_X = weights.read_vector(f"{prefix}dt_bias", size, own)
         self._norm_V = weights.read_vector(f"{prefix}norm.weight", dim)
         self._norm_eps = spec.norm_eps
-        self._output = RowParallelLinear(
-            weights.read_matrix(f"{prefix}out_proj.weight", hidden, size, part=own, dim=1),
-            None,
-            shard.tensor_parallel,
-            kernels,
-        )
-        self._size = layer.state_size(shard.tensor_parallel.size)
+
+    @staticmethod
+    def rows(
+        layer: KimiDeltaAttention,
+        weights: WeightReader,
+        prefix: str,
+        tensor_parallel: TensorParallel,
+    ) -> MixerRows:
+        """See `Mixer.rows`. The projections are those to queries, keys, values, strengths, and decays and gates.
+
+        Low-rank decays and gates have second projections, which read these rows.
+        """
+        heads, dim = tensor_parallel.part(layer.num_heads), layer.head_dim
+        size, own = layer.num_heads * dim, elements(heads, dim)
+        projection = [Rows(f"{prefix}{each}_proj", size, own) for each in "qkv"]
+        projection.append(Rows(f"{prefix}b_proj", layer.num_heads, heads))
+        for each, has_low_rank in (("f", layer.is_low_rank), ("g", layer.has_low_rank_gates)):
+            if has_low_rank:
+                projection.append(Rows(f"{prefix}{each}_a_proj", dim, range(dim)))
+            else:
+                projection.append(Rows(f"{prefix}{each}_proj", size, own))
+        convolution = [Rows(f"{prefix}{each}_conv1d", size, own) for each in "qkv"]
+        return MixerRows(projection, convolution, layer.num_heads, dim)
 
     def forward(self, x: Any, memory: Tensor, batch: StateBatch) -> Tensor:
         """See `Mixer.forward`."""
@@ -107,27 +111,3 @@ class KimiDeltaAttentionMixer(Mixer):
         y_THV = torch.rms_norm(y_THV, (layer.head_dim,), self._norm_V, self._norm_eps)
         gate_THV = gate_TX.float().sigmoid().unflatten(-1, (num_heads, -1))
         return self._output((y_THV * gate_THV).to(dtype).flatten(1))
-
-
-def projection_rows(
-    layer: KimiDeltaAttention, prefix: str, tensor_parallel: TensorParallel
-) -> list[Rows]:
-    """Return this rank's rows of the projections to queries, keys, values, strengths, and decays and gates.
-
-    Low-rank decays and gates have second projections, which read these rows.
-    """
-    heads, dim = tensor_parallel.part(layer.num_heads), layer.head_dim
-    size, own = layer.num_heads * dim, elements(heads, dim)
-    return [
-        *(Rows(f"{prefix}{each}_proj", size, own) for each in "qkv"),
-        Rows(f"{prefix}b_proj", layer.num_heads, heads),
-        *(
-            Rows(f"{prefix}{each}_a_proj", dim, range(dim))
-            if has_low_rank
-            else Rows(f"{prefix}{each}_proj", size, own)
-            for each, has_low_rank in (
-                ("f", layer.is_low_rank),
-                ("g", layer.has_low_rank_gates),
-            )
-        ),
-    ]

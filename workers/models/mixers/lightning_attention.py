@@ -14,14 +14,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ....protocol.checkpoint.recurrent_layers import LightningAttention
-from ...layers.parallel.parallel_layers import RowParallelLinear
 from ...layers.parallel.tensor_parallel import TensorParallel
 from ...layers.spec import ModelSpec
 from ..layer_source import LayerSource
 from ..mlp import DividedNorm
-from ..weights import Rows
+from ..weights import Rows, WeightReader
 from .mamba2 import causal_decay
-from .mixer import Mixer, elements
+from .mixer import Mixer, MixerRows, elements
 from .states import StateBatch, StateCache
 
 NORM_EPS = 1e-6
@@ -32,27 +31,39 @@ class LightningAttentionMixer(Mixer):
     """Linear attention whose state decays at a rate that depends on the layer and the head."""
 
     def __init__(self, layer: LightningAttention, source: LayerSource) -> None:
-        spec, weights, prefix, shard, kernels = source
-        tensor_parallel = shard.tensor_parallel
-        heads = tensor_parallel.part(layer.num_heads)
+        super().__init__(layer, source)
+        spec, weights, prefix, shard, _ = source
+        heads = shard.tensor_parallel.part(layer.num_heads)
         own, size = elements(heads, layer.head_dim), layer.num_heads * layer.head_dim
         self._num_heads = len(heads)
-        rows = projection_rows(layer, prefix, tensor_parallel)
-        self.projection = kernels.linear(weights.read_matrix_rows(rows, spec.hidden_size))
         slopes_H = decay_slopes(spec, layer, prefix)[heads.start : heads.stop]
         self._slopes_H = slopes_H.to(weights.device)
         self._norm = DividedNorm(
             weights.read_vector(f"{prefix}norm.weight", size, own), NORM_EPS, size, shard
         )
-        self._output = RowParallelLinear(
-            weights.read_matrix(
-                f"{prefix}out_proj.weight", spec.hidden_size, size, part=own, dim=1
-            ),
-            None,
-            tensor_parallel,
-            kernels,
+
+    @staticmethod
+    def rows(
+        layer: LightningAttention,
+        weights: WeightReader,
+        prefix: str,
+        tensor_parallel: TensorParallel,
+    ) -> MixerRows:
+        """See `Mixer.rows`. The projections are those to gates, values, keys and queries."""
+        heads, dim = tensor_parallel.part(layer.num_heads), layer.head_dim
+        size, own = layer.num_heads * dim, elements(heads, 3 * dim)
+        # Each head's query is followed by its key and its value.
+        query, key, value = torch.arange(len(own)).view(-1, 3, dim).unbind(1)
+        orders = (value, key, query)
+        return MixerRows(
+            [
+                Rows(f"{prefix}output_gate", size, elements(heads, dim)),
+                *(Rows(f"{prefix}qkv_proj", 3 * size, own, order.flatten()) for order in orders),
+            ],
+            [],
+            layer.num_heads,
+            dim,
         )
-        self._size = layer.state_size(tensor_parallel.size)
 
     def forward(self, x: Any, memory: Tensor, batch: StateBatch) -> Tensor:
         """See `Mixer.forward`."""
@@ -90,27 +101,6 @@ class LightningAttentionMixer(Mixer):
                 part.replace_states(states_SHKK, decayed_RHKK + added_RHKK)
         cache.store(states_SHKK.flatten(1), batch)
         return y_NHCK
-
-
-def projection_rows(
-    layer: LightningAttention, prefix: str, tensor_parallel: TensorParallel
-) -> list[Rows]:
-    """Return this rank's rows of the projections to gates, values, keys and queries."""
-    heads, dim = tensor_parallel.part(layer.num_heads), layer.head_dim
-    # Each head's query is followed by its key and its value.
-    query, key, value = torch.arange(len(heads) * 3 * dim).view(-1, 3, dim).unbind(1)
-    return [
-        Rows(f"{prefix}output_gate", layer.num_heads * dim, elements(heads, dim)),
-        *(
-            Rows(
-                f"{prefix}qkv_proj",
-                3 * layer.num_heads * dim,
-                elements(heads, 3 * dim),
-                order.flatten(),
-            )
-            for order in (value, key, query)
-        ),
-    ]
 
 
 def decay_slopes(spec: ModelSpec, layer: LightningAttention, prefix: str) -> Tensor:

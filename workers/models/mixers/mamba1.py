@@ -20,7 +20,7 @@ from ...layers.parallel.shard import ModelShard
 from ...layers.parallel.tensor_parallel import TensorParallel
 from ..layer_source import LayerSource
 from ..weights import Rows, WeightReader
-from .mixer import BlockLinear, CausalConvolution, Mixer, elements, read_parts, segments
+from .mixer import BlockLinear, Mixer, MixerRows, elements, segments
 from .states import StateBatch, StateCache
 
 
@@ -28,21 +28,11 @@ class Mamba1Mixer(Mixer):
     """A state-space layer in which each element of a state has its own decay per token."""
 
     def __init__(self, layer: Mamba1, source: LayerSource) -> None:
-        spec, weights, prefix, shard, kernels = source
+        super().__init__(layer, source)
+        _, weights, prefix, shard, kernels = source
         tensor_parallel, channels = shard.tensor_parallel, layer.channels
         own = own_channels(layer, tensor_parallel)
         self._num_heads = max(1, layer.num_heads // tensor_parallel.size)
-        rows = projection_rows(layer, prefix, tensor_parallel)
-        self.projection = kernels.linear(
-            weights.read_matrix_rows(rows, spec.hidden_size),
-            weights.read_biases(rows) if layer.has_bias else None,
-        )
-        self._conv = CausalConvolution(
-            read_parts(weights, f"{prefix}conv1d.weight", (channels, 1, layer.kernel), [own]),
-            read_parts(weights, f"{prefix}conv1d.bias", (channels,), [own])
-            if layer.conv_bias
-            else None,
-        )
         self._sizes = [layer.step_rank, layer.state_size_per_channel, layer.state_size_per_channel]
         self._selection: Callable[[Tensor], Tensor]
         self._steps: Callable[[Tensor], Tensor]
@@ -59,13 +49,28 @@ class Mamba1Mixer(Mixer):
         log_a = weights.read_elements(f"{prefix}A_log", channels * layer.state_size_per_channel)
         self._a_IK = -log_a.unflatten(0, (channels, -1))[own.start : own.stop].exp()
         self._skip_I = weights.read_elements(f"{prefix}D", channels)[own.start : own.stop]
-        self._output = RowParallelLinear(
-            weights.read_matrix(f"{prefix}out_proj.weight", spec.hidden_size, channels, own, dim=1),
-            weights.read(f"{prefix}out_proj.bias", spec.hidden_size) if layer.has_bias else None,
-            tensor_parallel,
-            kernels,
+
+    @staticmethod
+    def rows(
+        layer: Mamba1, weights: WeightReader, prefix: str, tensor_parallel: TensorParallel
+    ) -> MixerRows:
+        """See `Mixer.rows`. The projections are those to the inputs and to their gates."""
+        channels, own = layer.channels, own_channels(layer, tensor_parallel)
+        name = f"{prefix}in_proj"
+        if layer.num_heads > 1:
+            both, index = range(2 * own.start, 2 * own.stop), torch.arange(2 * len(own))
+            projection = [Rows(name, 2 * channels, both, index[start::2]) for start in (0, 1)]
+        else:
+            projection = segments(name, [channels] * 2, [own] * 2)
+        return MixerRows(
+            projection,
+            [Rows(f"{prefix}conv1d", channels, own)],
+            layer.num_units,
+            channels // layer.num_units,
+            has_projection_bias=layer.has_bias,
+            has_convolution_bias=layer.conv_bias,
+            has_output_bias=layer.has_bias,
         )
-        self._size = layer.state_size(tensor_parallel.size)
 
     def _read_products(
         self,
@@ -170,14 +175,3 @@ def own_channels(layer: Mamba1, tensor_parallel: TensorParallel) -> range:
     """Return the channels of this rank."""
     heads = tensor_parallel.part(layer.num_units)
     return elements(heads, layer.channels // layer.num_units)
-
-
-def projection_rows(layer: Mamba1, prefix: str, tensor_parallel: TensorParallel) -> list[Rows]:
-    """Return this rank's rows of the projections to the inputs and to their gates."""
-    own = own_channels(layer, tensor_parallel)
-    if layer.num_heads > 1:
-        both, index = range(2 * own.start, 2 * own.stop), torch.arange(2 * len(own))
-        return [
-            Rows(f"{prefix}in_proj", 2 * layer.channels, both, index[start::2]) for start in (0, 1)
-        ]
-    return segments(f"{prefix}in_proj", [layer.channels] * 2, [own] * 2)

@@ -16,11 +16,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ....protocol.checkpoint.recurrent_layers import Mamba2
-from ...layers.parallel.parallel_layers import RowParallelLinear
 from ...layers.parallel.tensor_parallel import TensorParallel
 from ..layer_source import LayerSource
-from ..weights import Rows
-from .mixer import CausalConvolution, Mixer, elements, read_parts, segments
+from ..weights import WeightReader
+from .mixer import Mixer, MixerRows, elements, segments
 from .states import StateBatch, StateCache
 
 
@@ -28,53 +27,48 @@ class Mamba2Mixer(Mixer):
     """A state-space layer in which each head has one decay per token."""
 
     def __init__(self, layer: Mamba2, source: LayerSource) -> None:
-        spec, weights, prefix, shard, kernels = source
+        super().__init__(layer, source)
+        spec, weights, prefix, shard, _ = source
         tensor_parallel = shard.tensor_parallel
         self._layer, self._tensor_parallel = layer, tensor_parallel
-        hidden, size = spec.hidden_size, layer.num_heads * layer.head_dim
+        heads = tensor_parallel.part(layer.num_heads)
+        self._num_heads = len(heads)
+        self._num_groups = len(tensor_parallel.part(layer.num_groups))
+        self._multipliers_O: Tensor | None = None
+        if layer.multipliers:
+            factors = column_multipliers(layer, self.rows(layer, weights, prefix, tensor_parallel))
+            self._multipliers_O = factors.to(weights.device, weights.dtype)
+        self._a_H = -weights.read_vector(f"{prefix}A_log", layer.num_heads, heads).exp()
+        self._skip_H1 = weights.read_vector(f"{prefix}D", layer.num_heads, heads)[:, None]
+        self._step_bias_H = weights.read_vector(f"{prefix}dt_bias", layer.num_heads, heads)
+        self._norm_I: Tensor | None = None
+        if layer.norm_groups:
+            size, own = layer.num_heads * layer.head_dim, elements(heads, layer.head_dim)
+            self._norm_I = weights.read_vector(f"{prefix}norm.weight", size, own)
+        self._norm_eps = spec.norm_eps if layer.norm_eps is None else layer.norm_eps
+
+    @staticmethod
+    def rows(
+        layer: Mamba2, weights: WeightReader, prefix: str, tensor_parallel: TensorParallel
+    ) -> MixerRows:
+        """See `Mixer.rows`. The projections are those to the gate, x, B, C and the time steps."""
+        size = layer.num_heads * layer.head_dim
         states = layer.num_groups * layer.state_size_per_head
         heads, groups = (
             tensor_parallel.part(count) for count in (layer.num_heads, layer.num_groups)
         )
         own = elements(heads, layer.head_dim)
         own_states = elements(groups, layer.state_size_per_head)
-        self._num_heads, self._num_groups = len(heads), len(groups)
-        rows = projection_rows(layer, prefix, tensor_parallel)
-        self.projection = kernels.linear(
-            weights.read_matrix_rows(rows, hidden),
-            weights.read_biases(rows) if layer.projection_bias else None,
+        sizes, parts = [size, states, states], [own, own_states, own_states]
+        return MixerRows(
+            segments(f"{prefix}in_proj", [size, *sizes, layer.num_heads], [own, *parts, heads]),
+            segments(f"{prefix}conv1d", sizes, parts),
+            layer.num_heads,
+            layer.head_dim,
+            has_projection_bias=layer.projection_bias,
+            has_convolution_bias=layer.conv_bias,
+            has_output_bias=layer.output_bias,
         )
-        channels = segments("", [size, states, states], [own, own_states, own_states])
-        parts, num_channels = [row.part for row in channels], size + 2 * states
-        self._conv = CausalConvolution(
-            read_parts(weights, f"{prefix}conv1d.weight", (num_channels, 1, layer.kernel), parts),
-            read_parts(weights, f"{prefix}conv1d.bias", (num_channels,), parts)
-            if layer.conv_bias
-            else None,
-        )
-        self._multipliers_O: Tensor | None = None
-        if layer.multipliers:
-            sizes = (len(own), len(own), len(own_states), len(own_states), len(heads))
-            self._multipliers_O = torch.cat(
-                [
-                    torch.full((count,), factor, dtype=weights.dtype, device=weights.device)
-                    for count, factor in zip(sizes, layer.multipliers, strict=True)
-                ]
-            )
-        self._a_H = -weights.read_vector(f"{prefix}A_log", layer.num_heads, heads).exp()
-        self._skip_H1 = weights.read_vector(f"{prefix}D", layer.num_heads, heads)[:, None]
-        self._step_bias_H = weights.read_vector(f"{prefix}dt_bias", layer.num_heads, heads)
-        self._norm_I: Tensor | None = None
-        if layer.norm_groups:
-            self._norm_I = weights.read_vector(f"{prefix}norm.weight", size, own)
-        self._norm_eps = spec.norm_eps if layer.norm_eps is None else layer.norm_eps
-        self._output = RowParallelLinear(
-            weights.read_matrix(f"{prefix}out_proj.weight", hidden, size, part=own, dim=1),
-            weights.read(f"{prefix}out_proj.bias", hidden) if layer.output_bias else None,
-            tensor_parallel,
-            kernels,
-        )
-        self._size = layer.state_size(tensor_parallel.size)
 
     def forward(self, x: Any, memory: Tensor, batch: StateBatch) -> Tensor:
         """See `Mixer.forward`."""
@@ -155,20 +149,10 @@ class Mamba2Mixer(Mixer):
         return (y_TGX * (squares_TG1 + self._norm_eps).rsqrt()).flatten(1) * self._norm_I
 
 
-def projection_rows(layer: Mamba2, prefix: str, tensor_parallel: TensorParallel) -> list[Rows]:
-    """Return this rank's rows of the projections to the gate, x, B, C and the time steps."""
-    size, states = (
-        layer.num_heads * layer.head_dim,
-        layer.num_groups * layer.state_size_per_head,
-    )
-    heads, groups = (tensor_parallel.part(count) for count in (layer.num_heads, layer.num_groups))
-    own = elements(heads, layer.head_dim)
-    own_states = elements(groups, layer.state_size_per_head)
-    return segments(
-        f"{prefix}in_proj",
-        [size, size, states, states, layer.num_heads],
-        [own, own, own_states, own_states, heads],
-    )
+def column_multipliers(layer: Mamba2, rows: MixerRows) -> Tensor:
+    """Return the factor of each column of this rank's projection, float32."""
+    counts = torch.tensor([len(part.part) for part in rows.projection])
+    return torch.tensor(layer.multipliers).repeat_interleave(counts)
 
 
 def causal_decay(log_decay_NHC: Tensor) -> Tensor:

@@ -9,18 +9,90 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
+from ....protocol.checkpoint.recurrent_layers import MixerLayer
 from ...layers.layers import LayerKernels, Linear
+from ...layers.parallel.parallel_layers import RowParallelLinear
+from ...layers.parallel.tensor_parallel import TensorParallel
+from ..layer_source import LayerSource
 from ..weights import Rows, WeightReader
 from .states import StateBatch
+
+
+class MixerRows(msgspec.Struct, frozen=True):
+    """The parts of a mixer's weights that one rank has.
+
+    Attributes:
+        projection: The rows of the first product.
+        convolution: The channels of the convolution; none if there is no convolution.
+        unit_size: The number of columns of the output projection that stay together.
+        num_units: The number of such units, which the ranks divide.
+        has_projection_bias: True if the first product has biases.
+        has_convolution_bias: True if the convolution has biases.
+        has_output_bias: True if the output projection has biases.
+    """
+
+    projection: Sequence[Rows]
+    convolution: Sequence[Rows]
+    num_units: int
+    unit_size: int = 1
+    has_projection_bias: bool = False
+    has_convolution_bias: bool = False
+    has_output_bias: bool = False
+
+    @property
+    def num_columns(self) -> int:
+        """The number of columns of the output projection."""
+        return self.num_units * self.unit_size
+
+    def shares(self, tensor_parallel: TensorParallel) -> list[range]:
+        """Return the columns of the output projection of each rank."""
+        return [elements(units, self.unit_size) for units in tensor_parallel.parts(self.num_units)]
 
 
 class Mixer(ABC):
     """A layer that combines tokens through a recurrent state. `projection` is its first product."""
 
     projection: Linear
+    _conv: CausalConvolution
+
+    def __init__(self, layer: MixerLayer, source: LayerSource) -> None:
+        spec, weights, prefix, shard, kernels = source
+        tensor_parallel = shard.tensor_parallel
+        rows = self.rows(layer, weights, prefix, tensor_parallel)
+        self.projection = kernels.linear(
+            weights.read_matrix_rows(rows.projection, spec.hidden_size),
+            weights.read_biases(rows.projection) if rows.has_projection_bias else None,
+        )
+        if channels := rows.convolution:
+            taps = [
+                weights.read(f"{x.name}.weight", x.total, 1, layer.kernel, part=x.part)
+                for x in channels
+            ]
+            biases = [
+                weights.read(f"{x.name}.bias", x.total, part=x.part)
+                for x in channels
+                if rows.has_convolution_bias
+            ]
+            self._conv = CausalConvolution(torch.cat(taps), torch.cat(biases) if biases else None)
+        name, own = f"{prefix}out_proj", rows.shares(tensor_parallel)[tensor_parallel.rank]
+        self._output = RowParallelLinear(
+            weights.read_matrix(f"{name}.weight", spec.hidden_size, rows.num_columns, own, dim=1),
+            weights.read(f"{name}.bias", spec.hidden_size) if rows.has_output_bias else None,
+            tensor_parallel,
+            kernels,
+        )
+        self._size = layer.state_size(tensor_parallel.size)
+
+    @staticmethod
+    @abstractmethod
+    def rows(
+        layer: Any, weights: WeightReader, prefix: str, tensor_parallel: TensorParallel
+    ) -> MixerRows:
+        """Return this rank's parts of a layer's weights."""
 
     @abstractmethod
     def forward(self, x: Any, memory: Tensor, batch: StateBatch) -> Tensor:
@@ -73,13 +145,6 @@ class BlockLinear:
         ends_B = (self._numbers * num_tokens).to(torch.int32)
         y_XO = self._multiply(x_TBW.transpose(0, 1).flatten(0, 1), ends_B)
         return y_XO.unflatten(0, (count, num_tokens)).transpose(0, 1)
-
-
-def read_parts(
-    weights: WeightReader, name: str, shape: Sequence[int], parts: Sequence[range]
-) -> Tensor:
-    """Return the concatenation of some ranges of a tensor's rows."""
-    return torch.cat([weights.read(name, *shape, part=part) for part in parts])
 
 
 def segments(name: str, sizes: Sequence[int], parts: Sequence[range]) -> list[Rows]:

@@ -13,11 +13,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ....protocol.checkpoint.recurrent_layers import RgLru
-from ...layers.parallel.parallel_layers import RowParallelLinear
 from ...layers.parallel.tensor_parallel import TensorParallel
 from ..layer_source import LayerSource
 from ..weights import Rows, WeightReader
-from .mixer import BlockLinear, CausalConvolution, Mixer, elements, read_parts
+from .mixer import BlockLinear, Mixer, MixerRows, elements
 from .states import StateBatch, StateCache
 
 _DECAY_RATE = 8.0
@@ -27,30 +26,30 @@ class RgLruMixer(Mixer):
     """A convolution and a linear recurrence with gates, whose outputs are multiplied by an activated projection."""
 
     def __init__(self, layer: RgLru, source: LayerSource) -> None:
+        super().__init__(layer, source)
         spec, weights, prefix, shard, kernels = source
-        tensor_parallel, channels = shard.tensor_parallel, layer.channels
-        blocks = tensor_parallel.part(layer.num_blocks)
-        own = elements(blocks, layer.block_size)
-        rows = projection_rows(layer, prefix, tensor_parallel)
-        self.projection = kernels.linear(
-            weights.read_matrix_rows(rows, spec.hidden_size), weights.read_biases(rows)
-        )
+        blocks = shard.tensor_parallel.part(layer.num_blocks)
         self._activation = kernels.activation(spec.activation)
-        self._conv = CausalConvolution(
-            read_parts(weights, f"{prefix}conv1d.weight", (channels, 1, layer.kernel), [own]),
-            read_parts(weights, f"{prefix}conv1d.bias", (channels,), [own]),
-        )
         gates_BWW, biases_BW = read_gates(layer, weights, prefix, blocks)
         self._num_blocks = len(blocks)
         self._gates = BlockLinear(gates_BWW.mT, biases_BW, weights.dtype, kernels)
-        self._decay_I = read_decay(layer, weights, prefix, own)
-        self._output = RowParallelLinear(
-            weights.read_matrix(f"{prefix}out_proj.weight", spec.hidden_size, channels, own, dim=1),
-            weights.read(f"{prefix}out_proj.bias", spec.hidden_size),
-            tensor_parallel,
-            kernels,
+        self._decay_I = read_decay(layer, weights, prefix, elements(blocks, layer.block_size))
+
+    @staticmethod
+    def rows(
+        layer: RgLru, weights: WeightReader, prefix: str, tensor_parallel: TensorParallel
+    ) -> MixerRows:
+        """See `Mixer.rows`. The projections are those to the outer gates and to the inputs."""
+        own = elements(tensor_parallel.part(layer.num_blocks), layer.block_size)
+        return MixerRows(
+            [Rows(f"{prefix}in_proj_{name}", layer.channels, own) for name in "yx"],
+            [Rows(f"{prefix}conv1d", layer.channels, own)],
+            layer.num_blocks,
+            layer.block_size,
+            has_projection_bias=True,
+            has_convolution_bias=True,
+            has_output_bias=True,
         )
-        self._size = layer.state_size(tensor_parallel.size)
 
     def forward(self, x: Any, memory: Tensor, batch: StateBatch) -> Tensor:
         """See `Mixer.forward`."""
@@ -114,9 +113,3 @@ def read_decay(layer: RgLru, weights: WeightReader, prefix: str, own: range) -> 
     name = f"{prefix}recurrent_param"
     decay_I: Tensor = weights.read_elements(name, layer.channels)[own.start : own.stop]
     return -_DECAY_RATE * F.softplus(decay_I)
-
-
-def projection_rows(layer: RgLru, prefix: str, tensor_parallel: TensorParallel) -> list[Rows]:
-    """Return this rank's rows of the projections to the outer gates and to the inputs."""
-    own = elements(tensor_parallel.part(layer.num_blocks), layer.block_size)
-    return [Rows(f"{prefix}in_proj_{name}", layer.channels, own) for name in "yx"]
