@@ -19,7 +19,6 @@ from torch.nn import functional as F
 from ..attention import AttentionBackend, AttentionLayer
 from ..layers.layer_spec import LayerSpec
 from ..layers.layers import HeadBound, HeadLayerNorm, HeadNorm, RMSNorm
-from ..layers.parallel.parallel_layers import RowParallelLinear
 from ..layers.parallel.shard import ModelShard
 from ..layers.rope import QueryScaling, RotaryTables, apply_rotary
 from ..layers.spec import ModelSpec
@@ -36,7 +35,7 @@ class Attention:
     """The fused projection to queries, keys and values, then norms, rotation, attention and the output projection."""
 
     def __init__(self, layer: LayerSpec, source: LayerSource, backend: AttentionBackend) -> None:
-        spec, weights, prefix, shard, kernels = source
+        spec, weights, prefix, shard, _ = source
         self._backend = backend.for_layer(spec, shard)
         self._head_dim, self._output_dim = spec.head_dim, spec.output_dim
         self._query_scaling = layer.query_scaling
@@ -83,27 +82,20 @@ class Attention:
         columns = layer.input_size or spec.hidden_size
         self.qkv: Any
         if layer.input_norms:
-            self.qkv = SeparateProjections(rows, columns, weights, kernels)
+            self.qkv = SeparateProjections(rows, columns, source)
         else:
-            qkv = kernels.linear(
-                weights.read_matrix_rows(rows, columns),
-                weights.read_biases(rows) if spec.qkv_bias or spec.has_gate_biases else None,
-            )
+            has_biases = spec.qkv_bias or spec.has_gate_biases
+            qkv = source.read_rows(rows, columns, has_biases=has_biases)
             self.qkv = weights.adapt_rows(qkv, rows, columns)
         output_size = spec.num_heads * spec.output_dim
         outputs = range(heads.start * spec.output_dim, heads.stop * spec.output_dim)
-        self._output = RowParallelLinear(
-            weights.read_matrix(
-                f"{prefix}o_proj.weight", spec.hidden_size, output_size, part=outputs, dim=1
-            ),
-            weights.read(f"{prefix}o_proj.bias", spec.hidden_size)
-            if spec.attention_output_bias
-            else None,
-            shard.tensor_parallel,
-            kernels,
-            adapt=lambda linear: weights.adapt_columns(
-                linear, f"{prefix}o_proj", spec.hidden_size, output_size, outputs
-            ),
+        self._output = source.read_columns(
+            "o_proj",
+            spec.hidden_size,
+            output_size,
+            outputs,
+            has_bias=spec.attention_output_bias,
+            is_adapted=True,
         )
         self._output_norm: DividedNorm | None = None
         if spec.has_inner_norms:

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ..attention import AttentionBackend, AttentionLayer
 from ..layers.layers import RMSNorm
-from ..layers.parallel.parallel_layers import RowParallelLinear
 from ..layers.parallel.shard import ModelShard
 from ..layers.spec import ModelSpec
 from .layer_source import LayerSource
@@ -34,7 +33,7 @@ class CrossAttention:
     """
 
     def __init__(self, source: LayerSource, backend: AttentionBackend) -> None:
-        spec, weights, prefix, shard, kernels = source
+        spec, weights, prefix, shard, _ = source
         assert spec.source is not None
         self.index = 0
         self.recorder: QueryRecorder | None = None
@@ -50,24 +49,15 @@ class CrossAttention:
         self._num_kv_heads = len(shard.kv_heads(spec))
         query_rows, kv_rows = cross_rows(spec, prefix, shard)
         source_size = spec.source.hidden_size
-        self.queries = kernels.linear(
-            weights.read_matrix_rows([query_rows], spec.hidden_size),
-            weights.read_biases([query_rows]) if spec.qkv_bias else None,
-        )
-        self._keys_and_values = kernels.linear(
-            weights.read_matrix_rows(kv_rows, source_size),
-            weights.read_biases(kv_rows) if spec.qkv_bias else None,
-        )
-        heads = query_rows.part
-        self._output = RowParallelLinear(
-            weights.read_matrix(
-                f"{prefix}o_proj.weight", spec.hidden_size, query_rows.total, part=heads, dim=1
-            ),
-            weights.read(f"{prefix}o_proj.bias", spec.hidden_size)
-            if spec.attention_output_bias
-            else None,
-            shard.tensor_parallel,
-            kernels,
+        has_biases = spec.qkv_bias
+        self.queries = source.read_rows([query_rows], spec.hidden_size, has_biases=has_biases)
+        self._keys_and_values = source.read_rows(kv_rows, source_size, has_biases=has_biases)
+        self._output = source.read_columns(
+            "o_proj",
+            spec.hidden_size,
+            query_rows.total,
+            query_rows.part,
+            has_bias=spec.attention_output_bias,
         )
 
     def store(self, encoded_ED: Tensor, kv_cache: Tensor, metadata: Any) -> None:

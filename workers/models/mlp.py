@@ -15,7 +15,6 @@ from torch.nn import functional as F
 
 from ..layers.activations import ACTIVATIONS, normal_quantile
 from ..layers.layers import XIELU, GatedActivation, LayerKernels, Linear
-from ..layers.parallel.parallel_layers import RowParallelLinear
 from ..layers.parallel.shard import ModelShard
 from ..layers.spec import ModelSpec
 from ..layers.specs.experts import GateLimit, SoftCaps
@@ -57,23 +56,15 @@ class MLP:
         part = shard.tensor_parallel.part(intermediate)
         names = ["gate_proj", "up_proj"] if spec.has_gate else ["up_proj"]
         rows = weights.rows(prefix, names, [intermediate] * len(names), [part] * len(names))
-        gate_up = kernels.linear(
-            weights.read_matrix_rows(rows, hidden),
-            weights.read_biases(rows) if spec.mlp_bias else None,
-        )
+        gate_up = source.read_rows(rows, hidden, has_biases=spec.mlp_bias)
         self.gate_up = weights.adapt_rows(gate_up, rows, hidden)
-        self._down = RowParallelLinear(
-            weights.read_matrix(
-                f"{prefix}down_proj.weight", hidden, intermediate, part=part, dim=1
-            ),
-            weights.read(f"{prefix}down_proj.bias", hidden)
-            if spec.mlp_bias or spec.mlp_output_bias
-            else None,
-            shard.tensor_parallel,
-            kernels,
-            adapt=lambda linear: weights.adapt_columns(
-                linear, f"{prefix}down_proj", hidden, intermediate, part
-            ),
+        self._down = source.read_columns(
+            "down_proj",
+            hidden,
+            intermediate,
+            part,
+            has_bias=spec.mlp_bias or spec.mlp_output_bias,
+            is_adapted=True,
         )
         if spec.activation == "xielu":
             self._activation: Callable[[Tensor], Any] = read_xielu(weights, f"{prefix}act_fn.")

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from ...protocol.checkpoint.recurrent_layers import InnerConvolutions
 from ..layers.layer_spec import LayerSpec
-from ..layers.layers import LayerKernels
 from ..layers.parallel.shard import ModelShard
 from ..layers.spec import ModelSpec
-from .weights import Rows, WeightReader
+from .layer_source import LayerSource
+from .weights import Rows
 
 
 def sink_rows(spec: ModelSpec, prefix: str, heads: range) -> list[Rows]:
@@ -42,22 +42,14 @@ def input_of_rows(rows: Rows) -> int:
 class SeparateProjections:
     """Products of rows, of which each reads one of several inputs, side by side."""
 
-    def __init__(
-        self, rows: list[Rows], columns: int, weights: WeightReader, kernels: LayerKernels
-    ) -> None:
+    def __init__(self, rows: list[Rows], columns: int, source: LayerSource) -> None:
         inputs = [input_of_rows(each) for each in rows]
-        self._linears = [
-            kernels.linear(
-                weights.read_matrix_rows(
-                    [each for each, own in zip(rows, inputs, strict=True) if own == i], columns
-                )
-            )
+        by_input = [
+            [each for each, own in zip(rows, inputs, strict=True) if own == i]
             for i in range(max(inputs) + 1)
         ]
-        self._sizes = [
-            [each.count for each, own in zip(rows, inputs, strict=True) if own == i]
-            for i in range(max(inputs) + 1)
-        ]
+        self._linears = [source.read_rows(own, columns) for own in by_input]
+        self._sizes = [[each.count for each in own] for own in by_input]
         self._inputs = inputs
 
     def __call__(self, inputs: tuple[Tensor, ...]) -> Tensor:

@@ -16,14 +16,13 @@ from torch import Tensor
 from ....protocol.errors import ConfigError
 from ...attention.compressed import CompressedCache, SequenceBatch, TokensWithEntries, store
 from ...layers.layer_spec import LayerSpec
-from ...layers.layers import LayerKernels, Linear, RMSNorm
-from ...layers.parallel.parallel_layers import RowParallelLinear
+from ...layers.layers import RMSNorm
 from ...layers.parallel.shard import ModelShard
 from ...layers.rope import RotaryEmbedding, RotaryTables
 from ...layers.spec import ModelSpec
 from ...layers.specs.compressed import CompressedSpec
 from ..layer_source import LayerSource
-from ..weights import Rows, WeightReader
+from ..weights import Rows
 from .compressor import Compressor
 from .indexer import choose_entries
 from .rotation import rotate_last
@@ -45,7 +44,7 @@ class CompressedAttention:
         source: LayerSource,
         cache: CompressedCache,
     ) -> None:
-        spec, weights, prefix, shard, kernels = source
+        spec, weights, prefix, shard, _ = source
         self._spec, self._compressed, self._cache = spec, compressed, cache
         self._compression = compression = layer.compression
         self._key_row = compressed.token_elements(spec.head_dim, compression)[0]
@@ -56,7 +55,7 @@ class CompressedAttention:
             Rows(f"{prefix}q_a_proj", rank, range(rank)),
             Rows(f"{prefix}kv_proj", size, range(size)),
         ]
-        self._first = kernels.linear(weights.read_matrix_rows(rows, spec.hidden_size))
+        self._first = source.read_rows(rows, spec.hidden_size)
         self._query_norm, self._key_norm = (
             RMSNorm(weights.read_vector(f"{prefix}{name}.weight", count), spec.norm_eps)
             for name, count in (("q_a_norm", rank), ("kv_norm", size))
@@ -93,17 +92,15 @@ class CompressedAttention:
                 inputs.append(Rows(f"{prefix_of_entries}weights_proj", count, range(count)))
                 index_rows = count * indexer.head_dim
                 queries.append(Rows(f"{prefix_of_entries}q_b_proj", index_rows, range(index_rows)))
-            self._inputs = kernels.linear(weights.read_matrix_rows(inputs, spec.hidden_size))
-        self._queries = kernels.linear(weights.read_matrix_rows(queries, rank))
-        self._groups = _read_groups(spec, compressed, weights, prefix, shard, kernels)
+            self._inputs = source.read_rows(inputs, spec.hidden_size)
+        self._queries = source.read_rows(queries, rank)
+        shape = compressed.num_groups * compressed.output_rank, group_columns(spec, compressed)
+        self._groups = [
+            source.read_linear("o_a_proj", *shape, part) for part in group_rows(compressed, shard)
+        ]
         outputs = compressed.num_groups * compressed.output_rank
         own = shard.tensor_parallel.part(outputs)
-        self._output = RowParallelLinear(
-            weights.read_matrix(f"{prefix}o_b_proj.weight", spec.hidden_size, outputs, own, dim=1),
-            None,
-            shard.tensor_parallel,
-            kernels,
-        )
+        self._output = source.read_columns("o_b_proj", spec.hidden_size, outputs, own)
 
     def forward(
         self,
@@ -260,22 +257,6 @@ class CompressedAttention:
         sinks_NH1 = self._sinks_H.to(q_NHK.dtype).view(1, -1, 1).expand(len(q_NHK), -1, -1)
         weights_NHL = torch.softmax(torch.cat((sinks_NH1, scores_NHL), -1), -1)[..., 1:]
         return torch.bmm(weights_NHL.contiguous(), keys_NLK)
-
-
-def _read_groups(
-    spec: ModelSpec,
-    compressed: CompressedSpec,
-    weights: WeightReader,
-    prefix: str,
-    shard: ModelShard,
-    kernels: LayerKernels,
-) -> list[Linear]:
-    """Return the products of the outputs of this rank's groups of heads."""
-    shape = compressed.num_groups * compressed.output_rank, group_columns(spec, compressed)
-    return [
-        kernels.linear(weights.read_matrix(f"{prefix}o_a_proj.weight", *shape, part=rows))
-        for rows in group_rows(compressed, shard)
-    ]
 
 
 def group_columns(spec: ModelSpec, compressed: CompressedSpec) -> int:

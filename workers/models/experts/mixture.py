@@ -54,10 +54,7 @@ class Experts:
         self._size = size = experts.latent_size or spec.hidden_size
         if experts.latent_size:
             self._to_latent, self._from_latent = (
-                kernels.linear(
-                    weights.read_matrix(f"{prefix}{name}.weight", rows, columns),
-                    weights.read(f"{prefix}{name}.bias", rows) if spec.mlp_bias else None,
-                )
+                source.read_linear(name, rows, columns, has_bias=spec.mlp_bias)
                 for name, rows, columns in (
                     ("to_latent", size, spec.hidden_size),
                     ("from_latent", spec.hidden_size, size),

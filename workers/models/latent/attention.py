@@ -19,7 +19,6 @@ from torch.nn import functional as F
 from ...attention import AttentionBackend, AttentionLayer
 from ...layers.layer_spec import LayerSpec
 from ...layers.layers import Linear, RMSNorm
-from ...layers.parallel.parallel_layers import RowParallelLinear
 from ...layers.rope import RotaryTables, apply_rotary
 from ...layers.spec import ModelSpec
 from ...layers.specs.latent import LatentSpec
@@ -36,7 +35,7 @@ class LatentAttention:
     def __init__(
         self, latent: LatentSpec, layer: LayerSpec, source: LayerSource, backend: AttentionBackend
     ) -> None:
-        spec, weights, prefix, shard, kernels = source
+        spec, weights, prefix, shard, _ = source
         whole, latent = latent, latent.for_rope(layer.rope)
         self._latent = latent
         self._backend = backend.for_layer(spec, shard)
@@ -63,30 +62,24 @@ class LatentAttention:
         if latent.indexer is not None and layer.chooses_keys:
             self._indexer = Indexer(whole, latent.indexer, spec.hidden_size, weights, prefix)
             rows += self._indexer.first_rows
+            of_index = self._indexer.query_rows
             if latent.indexer.norms_inputs:
-                self._index_queries = kernels.linear(
-                    weights.read_matrix_rows([self._indexer.query_rows], spec.hidden_size)
-                )
+                self._index_queries = source.read_rows([of_index], spec.hidden_size)
             elif not latent.joins_query_vectors:
-                queries.append(self._indexer.query_rows)
+                queries.append(of_index)
             elif latent.query_rank is not None:
-                self._index_queries = kernels.linear(
-                    weights.read_matrix_rows([self._indexer.query_rows], latent.query_rank)
-                )
+                self._index_queries = source.read_rows([of_index], latent.query_rank)
         if latent.joins_query_vectors:
             queries += gates
         else:
             rows += gates
         if latent.query_rank is not None:
-            self._queries = kernels.linear(weights.read_matrix_rows(queries, latent.query_inputs))
+            self._queries = source.read_rows(queries, latent.query_inputs)
             self._query_norm = RMSNorm(
                 weights.read_vector(f"{prefix}q_a_layernorm.weight", latent.query_rank),
                 latent.norm_eps,
             )
-        self.qkv = kernels.linear(
-            weights.read_matrix_rows(rows, spec.hidden_size),
-            weights.read_biases(rows) if spec.qkv_bias else None,
-        )
+        self.qkv = source.read_rows(rows, spec.hidden_size, has_biases=spec.qkv_bias)
         self._sizes = [len(rows[0].part)]
         if self._has_keys:
             self._sizes += [latent.kv_rank, latent.rotary_dim]
@@ -117,19 +110,12 @@ class LatentAttention:
         keys_HPC, values_HVC = read_expansions(spec, latent, weights, prefix, heads)
         self._keys_HPC = keys_HPC.contiguous()
         self._values_HCV = values_HVC.transpose(1, 2).contiguous()
-        self._output = RowParallelLinear(
-            weights.read_matrix(
-                f"{prefix}o_proj.weight",
-                spec.hidden_size,
-                spec.num_heads * latent.value_dim,
-                part=range(heads.start * latent.value_dim, heads.stop * latent.value_dim),
-                dim=1,
-            ),
-            weights.read(f"{prefix}o_proj.bias", spec.hidden_size)
-            if spec.attention_output_bias
-            else None,
-            shard.tensor_parallel,
-            kernels,
+        self._output = source.read_columns(
+            "o_proj",
+            spec.hidden_size,
+            spec.num_heads * latent.value_dim,
+            range(heads.start * latent.value_dim, heads.stop * latent.value_dim),
+            has_bias=spec.attention_output_bias,
         )
 
     def forward(

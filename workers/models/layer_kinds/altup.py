@@ -107,7 +107,7 @@ class AltUpLayer:
             )
         )
         self._left, self._right = (
-            kernels.linear(weights.read_matrix(f"{prefix}laurel.{name}.weight", rows, columns))
+            source.read_linear(f"laurel.{name}", rows, columns)
             for name, rows, columns in (
                 ("linear_left", rank, hidden),
                 ("linear_right", hidden, rank),

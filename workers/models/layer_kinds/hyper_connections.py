@@ -111,14 +111,12 @@ class LowRankSum:
     """A mean of a token's normed streams, each element times a factor, which a product of low rank computes."""
 
     def __init__(self, hyper: HyperConnectionsSpec, source: LayerSource) -> None:
-        spec, weights, name = source.spec, source.weights, source.prefix
+        spec = source.spec
         self._num_streams = hyper.num_streams
         size = hyper.num_streams * spec.hidden_size
-        self._norm = read_stream_norm(spec, weights, f"{name}.hc_norm")
+        self._norm = read_stream_norm(spec, source.weights, f"{source.prefix}.hc_norm")
         self._down, self._up = (
-            source.kernels.linear(
-                weights.read_matrix(f"{name}.input_mix_weight_{part}.weight", *shape)
-            )
+            source.read_linear(f".input_mix_weight_{part}", *shape)
             for part, shape in (("down", (hyper.rank, size)), ("up", (size, hyper.rank)))
         )
 

@@ -27,7 +27,7 @@ class KimiDeltaAttentionMixer(Mixer):
 
     def __init__(self, layer: KimiDeltaAttention, source: LayerSource) -> None:
         super().__init__(layer, source)
-        spec, weights, prefix, shard, kernels = source
+        spec, weights, prefix, shard, _ = source
         self._layer, dim = layer, layer.head_dim
         heads = shard.tensor_parallel.part(layer.num_heads)
         own, size = elements(heads, dim), layer.num_heads * dim
@@ -35,13 +35,9 @@ class KimiDeltaAttentionMixer(Mixer):
         self._decay: Linear | None = None
         self._gate: Linear | None = None
         if layer.is_low_rank:
-            self._decay = kernels.linear(
-                weights.read_matrix(f"{prefix}f_b_proj.weight", size, dim, part=own)
-            )
+            self._decay = source.read_linear("f_b_proj", size, dim, own)
         if layer.has_low_rank_gates:
-            self._gate = kernels.linear(
-                weights.read_matrix(f"{prefix}g_b_proj.weight", size, dim, part=own)
-            )
+            self._gate = source.read_linear("g_b_proj", size, dim, own)
         a_H = weights.read_elements(f"{prefix}A_log", layer.num_heads)
         self._a_H1 = -a_H[heads.start : heads.stop].exp().unsqueeze(-1)
         self._step_bias_X = weights.read_vector(f"{prefix}dt_bias", size, own)

@@ -14,9 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ....protocol.checkpoint.recurrent_layers import Mamba1
-from ...layers.layers import LayerKernels, RMSNorm
-from ...layers.parallel.parallel_layers import RowParallelLinear
-from ...layers.parallel.shard import ModelShard
+from ...layers.layers import RMSNorm
 from ...layers.parallel.tensor_parallel import TensorParallel
 from ..layer_source import LayerSource
 from ..weights import Rows, WeightReader
@@ -29,7 +27,7 @@ class Mamba1Mixer(Mixer):
 
     def __init__(self, layer: Mamba1, source: LayerSource) -> None:
         super().__init__(layer, source)
-        _, weights, prefix, shard, kernels = source
+        _, weights, prefix, shard, _ = source
         tensor_parallel, channels = shard.tensor_parallel, layer.channels
         own = own_channels(layer, tensor_parallel)
         self._num_heads = max(1, layer.num_heads // tensor_parallel.size)
@@ -37,9 +35,9 @@ class Mamba1Mixer(Mixer):
         self._selection: Callable[[Tensor], Tensor]
         self._steps: Callable[[Tensor], Tensor]
         if layer.num_heads == 1:
-            self._read_products(layer, weights, prefix, own, shard, kernels)
+            self._read_products(layer, source, own)
         else:
-            self._read_head_products(layer, weights, prefix, own, kernels)
+            self._read_head_products(layer, source, own)
         self._norms = [
             _norm(layer, weights, f"{prefix}{name}_layernorm.weight", size)
             for name, size in zip(("dt", "b", "c"), self._sizes, strict=True)
@@ -72,35 +70,14 @@ class Mamba1Mixer(Mixer):
             has_output_bias=layer.has_bias,
         )
 
-    def _read_products(
-        self,
-        layer: Mamba1,
-        weights: WeightReader,
-        prefix: str,
-        own: range,
-        shard: ModelShard,
-        kernels: LayerKernels,
-    ) -> None:
-        channels = layer.channels
-        selection = RowParallelLinear(
-            weights.read_matrix(f"{prefix}x_proj.weight", sum(self._sizes), channels, own, dim=1),
-            None,
-            shard.tensor_parallel,
-            kernels,
-        )
-        step_rows = [Rows(f"{prefix}dt_proj", channels, own)]
-        steps = kernels.linear(weights.read_matrix_rows(step_rows, layer.step_rank), None)
+    def _read_products(self, layer: Mamba1, source: LayerSource, own: range) -> None:
+        selection = source.read_columns("x_proj", sum(self._sizes), layer.channels, own)
+        steps = source.read_linear("dt_proj", layer.channels, layer.step_rank, own)
         self._selection = lambda x_TI: selection(x_TI).unsqueeze(1)
         self._steps = lambda steps_T1E: steps(steps_T1E.squeeze(1).contiguous())
 
-    def _read_head_products(
-        self,
-        layer: Mamba1,
-        weights: WeightReader,
-        prefix: str,
-        own: range,
-        kernels: LayerKernels,
-    ) -> None:
+    def _read_head_products(self, layer: Mamba1, source: LayerSource, own: range) -> None:
+        _, weights, prefix, _, kernels = source
         size = layer.channels // layer.num_heads
         heads = range(own.start // size, own.stop // size)
         selection_HXW, steps_HWE = (

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from ....protocol.checkpoint.recurrent_layers import MixerLayer
 from ...layers.layers import LayerKernels, Linear
-from ...layers.parallel.parallel_layers import RowParallelLinear
 from ...layers.parallel.tensor_parallel import TensorParallel
 from ..layer_source import LayerSource
 from ..weights import Rows, WeightReader
@@ -60,12 +59,11 @@ class Mixer(ABC):
     _conv: CausalConvolution
 
     def __init__(self, layer: MixerLayer, source: LayerSource) -> None:
-        spec, weights, prefix, shard, kernels = source
+        spec, weights, prefix, shard, _ = source
         tensor_parallel = shard.tensor_parallel
         rows = self.rows(layer, weights, prefix, tensor_parallel)
-        self.projection = kernels.linear(
-            weights.read_matrix_rows(rows.projection, spec.hidden_size),
-            weights.read_biases(rows.projection) if rows.has_projection_bias else None,
+        self.projection = source.read_rows(
+            rows.projection, spec.hidden_size, has_biases=rows.has_projection_bias
         )
         if channels := rows.convolution:
             taps = [
@@ -78,12 +76,12 @@ class Mixer(ABC):
                 if rows.has_convolution_bias
             ]
             self._conv = CausalConvolution(torch.cat(taps), torch.cat(biases) if biases else None)
-        name, own = f"{prefix}out_proj", rows.shares(tensor_parallel)[tensor_parallel.rank]
-        self._output = RowParallelLinear(
-            weights.read_matrix(f"{name}.weight", spec.hidden_size, rows.num_columns, own, dim=1),
-            weights.read(f"{name}.bias", spec.hidden_size) if rows.has_output_bias else None,
-            tensor_parallel,
-            kernels,
+        self._output = source.read_columns(
+            "out_proj",
+            spec.hidden_size,
+            rows.num_columns,
+            rows.shares(tensor_parallel)[tensor_parallel.rank],
+            has_bias=rows.has_output_bias,
         )
         self._size = layer.state_size(tensor_parallel.size)
 

@@ -34,7 +34,7 @@ class SharedBlockLayer:
         self._spec = spec
         self._block = block.adapted(spec, layer, weights, shard, kernels)
         size = spec.hidden_size
-        self._linear = kernels.linear(weights.read_matrix(f"{prefix}linear.weight", size, size))
+        self._linear = source.read_linear("linear", size, size)
         self._norm = read_norm(spec, weights, f"{prefix}input_layernorm", kernels)
         self._mixer = make_mixer(layer.recurrent, source.at("mixer."))
 
