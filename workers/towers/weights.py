@@ -80,6 +80,12 @@ class Linear(msgspec.Struct):
         return x.clamp(*self.bounds[2:])
 
 
+def attend(q: Tensor, k: Tensor, v: Tensor, num_heads: int) -> Tensor:
+    """Return the attention output [..., Q, D] of queries [..., Q, D] to keys and values [..., P, D]."""
+    q, k, v = (x.unflatten(-1, (num_heads, -1)).transpose(-3, -2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v).transpose(-3, -2).flatten(-2)
+
+
 def find_activation(checkpoint: Checkpoint, name: str) -> Callable[[Tensor], Tensor]:
     """Return the activation with this name.
 
@@ -186,6 +192,11 @@ class VisionWeights:
             names = ("input_min", "input_max", "output_min", "output_max")
             bounds = torch.stack([self.read(f"{name}.{each}") for each in names])
         return Linear(weight, bias, bounds)
+
+    def read_joined(self, prefix: str, size: int) -> list[Linear]:
+        """Return the products of an attention to queries, keys and values, which are stored as one."""
+        weight = self.read(f"{prefix}in_proj_weight", 3 * size, size)
+        return Linear(weight, self.read(f"{prefix}in_proj_bias", 3 * size)).split(3)
 
     def read_norm(self, name: str, size: int, kind: Literal["layer", "rms"], eps: float) -> Norm:
         """Return a norm."""

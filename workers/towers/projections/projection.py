@@ -16,7 +16,7 @@ from ....protocol.checkpoint.vision.spec import VisionSpec
 from ....protocol.checkpoint.vision.tiled.minicpm import HEAD_SIZE
 from ...loaders import Checkpoint
 from ..image_tower import TowerSource
-from ..weights import Linear, Norm, VisionWeights, find_activation
+from ..weights import Linear, Norm, VisionWeights, attend, find_activation
 from .connector import read_connector
 from .merging import means, side_by_side, waves
 from .window_queries import read_window_queries
@@ -133,11 +133,7 @@ def _queries(spec: VisionSpec, checkpoint: Checkpoint, read: _Reader) -> Project
     def norm(name: str) -> Norm:
         return weights.read_layer_norm(f"{_MLP}{name}", size, spec.projection_eps)
 
-    inner = Linear(
-        weights.read(f"{attention}multihead_attn.in_proj_weight", 3 * size, size),
-        weights.read(f"{attention}multihead_attn.in_proj_bias", 3 * size),
-    )
-    to_q, to_k, to_v = inner.split(3)
+    to_q, to_k, to_v = weights.read_joined(f"{attention}multihead_attn.", size)
     # The queries are the same for all images.
     q_QD = to_q(product("cross_attn.q_proj", size, size)(norm("cross_attn.layer_norm")(query_D)))
     norm_patches = norm("cross_attn.layer_norm_kv")
@@ -149,17 +145,10 @@ def _queries(spec: VisionSpec, checkpoint: Checkpoint, read: _Reader) -> Project
     down = product("feed_forward.linear_out", output, output)
     counts = dict(spec.query_counts)
 
-    def heads(x_PD: Tensor) -> Tensor:
-        return x_PD.unflatten(1, (spec.num_heads, -1)).transpose(0, 1)
-
     def project(x_PD: Tensor, num_columns: int) -> Tensor:
-        normed = norm_patches(x_PD)
-        attended = F.scaled_dot_product_attention(
-            heads(q_QD[: counts[num_columns]]),
-            heads(to_k(first_k(normed))),
-            heads(to_v(first_v(normed))),
-        )
-        x_QD = second_output(first_output(attended.transpose(0, 1).flatten(1)))
+        normed, queries = norm_patches(x_PD), q_QD[: counts[num_columns]]
+        attended = attend(queries, to_k(first_k(normed)), to_v(first_v(normed)), spec.num_heads)
+        x_QD = second_output(first_output(attended))
         return down(activation(up(last_norm(x_QD))))
 
     return project
@@ -172,11 +161,7 @@ def _resampler(spec: VisionSpec, checkpoint: Checkpoint, read: _Reader) -> Proje
     def norm(each: str) -> Norm:
         return weights.read_layer_norm(f"{name}ln_{each}", size, spec.projection_eps)
 
-    joined = Linear(
-        weights.read(f"{name}attn.in_proj_weight", 3 * size, size),
-        weights.read(f"{name}attn.in_proj_bias", 3 * size),
-    )
-    to_q, to_k, to_v = joined.split(3)
+    to_q, to_k, to_v = weights.read_joined(f"{name}attn.", size)
     # The queries are the same for all images.
     q_QD = to_q(norm("q")(weights.read(f"{name}query", count, size)))
     first = (
@@ -188,16 +173,11 @@ def _resampler(spec: VisionSpec, checkpoint: Checkpoint, read: _Reader) -> Proje
     output = weights.read_linear(f"{name}attn.out_proj", size, size)
     last_DD = weights.read(f"{name}proj", size, size)
 
-    def heads(x_PD: Tensor) -> Tensor:
-        return x_PD.unflatten(1, (num_heads, -1)).transpose(0, 1)
-
     def project(x_PD: Tensor, num_columns: int) -> Tensor:
         x_PD = norm_patches(x_PD if first is None else first(x_PD))
         places_PD = waves(len(x_PD) // num_columns, num_columns, size).to(x_PD)
-        attended = F.scaled_dot_product_attention(
-            heads(q_QD), heads(to_k(x_PD + places_PD)), heads(to_v(x_PD))
-        )
-        return last_norm(output(attended.transpose(0, 1).flatten(1))) @ last_DD
+        attended = attend(q_QD, to_k(x_PD + places_PD), to_v(x_PD), num_heads)
+        return last_norm(output(attended)) @ last_DD
 
     return project
 
@@ -211,11 +191,7 @@ def _class(spec: VisionSpec, checkpoint: Checkpoint, read: _Reader) -> Projectio
 
 def _probe(spec: VisionSpec, checkpoint: Checkpoint, read: _Reader) -> Projection:
     weights, size = read("head.probe"), spec.hidden_size
-    inner = Linear(
-        weights.read("head.attention.in_proj_weight", 3 * size, size),
-        weights.read("head.attention.in_proj_bias", 3 * size),
-    )
-    to_q, to_k, to_v = inner.split(3)
+    to_q, to_k, to_v = weights.read_joined("head.attention.", size)
     # The query is the same for all images.
     q_1D = to_q(weights.read("head.probe", 1, 1, size)[0])
     output = weights.read_linear("head.attention.out_proj", size, size)
@@ -224,12 +200,8 @@ def _probe(spec: VisionSpec, checkpoint: Checkpoint, read: _Reader) -> Projectio
     down = weights.read_linear("head.mlp.fc2", size, spec.intermediate_size)
     activation = find_activation(checkpoint, spec.projection_activation)
 
-    def heads(x_PD: Tensor) -> Tensor:
-        return x_PD.unflatten(1, (spec.num_heads, -1)).transpose(0, 1)
-
     def project(x_PD: Tensor, num_columns: int) -> Tensor:
-        attended = F.scaled_dot_product_attention(heads(q_1D), heads(to_k(x_PD)), heads(to_v(x_PD)))
-        x_1D = output(attended.transpose(0, 1).flatten(1))
+        x_1D = output(attend(q_1D, to_k(x_PD), to_v(x_PD), spec.num_heads))
         return x_1D + down(activation(up(norm(x_1D))))
 
     return project

@@ -6,11 +6,10 @@ Shapes: B blocks of rows, Q queries of a block, D elements of a query, L rows of
 from __future__ import annotations
 
 from torch import Tensor
-from torch.nn import functional as F
 
 from ....protocol.config.query_former import QueryFormerSpec
 from ...loaders import Checkpoint
-from ..weights import Linear, VisionWeights, find_activation
+from ..weights import Linear, VisionWeights, attend, find_activation
 
 
 class QueryFormer:
@@ -74,10 +73,6 @@ class _Layer:
     def __call__(self, x_BQD: Tensor, rows_BLE: Tensor) -> Tensor:
         for index, (query, key, value, output) in enumerate(self._attentions):
             read = rows_BLE if index else x_BQD
-            q, k, v = (
-                part.unflatten(-1, (self._num_heads, -1)).transpose(1, 2)
-                for part in (query(x_BQD), key(read), value(read))
-            )
-            attended = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+            attended = attend(query(x_BQD), key(read), value(read), self._num_heads)
             x_BQD = self._norms[index](x_BQD + output(attended))
         return self._norms[-1](x_BQD + self._down(self._activation(self._up(x_BQD))))

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ....protocol.checkpoint.vision.spec import VisionSpec
-from ..weights import Linear, VisionWeights
+from ..weights import Linear, VisionWeights, attend
 from .merging import squares
 
 _SIDE = 2
@@ -34,9 +34,7 @@ class WindowMerger:
     def __call__(self, x_PD: Tensor, num_columns: int) -> Tensor:
         """Return the merged patches [M, D] of an image with this number of patches per row."""
         x = squares(x_PD, num_columns, _SIDE)
-        parts = self._qkv(self._norm(x)).chunk(3, -1)
-        q, k, v = (part.unflatten(-1, (self._num_heads, -1)).transpose(1, 2) for part in parts)
-        attended = F.scaled_dot_product_attention(q, k, v)
-        x = x + self._output(attended.transpose(1, 2).flatten(2))
+        q, k, v = self._qkv(self._norm(x)).chunk(3, -1)
+        x = x + self._output(attend(q, k, v, self._num_heads))
         inner = F.gelu(self._first(self._joined_norm(x.flatten(1))), approximate="tanh")
         return self._second(inner) + x.mean(1)
