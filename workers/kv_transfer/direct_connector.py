@@ -25,11 +25,11 @@ from ...protocol.kv_transfer.direct import (
     DirectSource,
 )
 from ...protocol.worker_messages import KVConnectorOutput
+from ..device.waking_queue import WakingQueue
 from .block_client import BlockClient, Transfer
 from .block_server import BlockServer
 from .connector import ConnectorContext, KVConnector, register_connector
 from .offered_blocks import OfferedBlocks
-from .waking_queue import WakingQueue
 
 if TYPE_CHECKING:
     from .block_memory import BlockMemory

@@ -25,8 +25,8 @@ from ...protocol.kv_transfer.store import (
     StoreReport,
 )
 from ...protocol.worker_messages import KVConnectorOutput
+from ..device.waking_queue import WakingQueue
 from .connector import KVConnector
-from .waking_queue import WakingQueue
 
 if TYPE_CHECKING:
     from .block_memory import BlockMemory, Fence

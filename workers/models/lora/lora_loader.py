@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
+import select
 import threading
-from collections import deque
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, Final
@@ -14,6 +13,7 @@ from typing import Any, Final
 from ....protocol.errors import CheckpointError
 from ....protocol.file_identity import LoraAdapter
 from ....protocol.worker_messages import LoraLoad
+from ...device.waking_queue import WakingQueue
 
 _NICENESS: Final = 10
 """Niceness of the thread, with which it takes about a tenth of a CPU core that steps also use."""
@@ -36,19 +36,15 @@ class LoraLoader:
     ) -> None:
         self._load = load
         self._install = install
-        self._wake, self._waker = socket.socketpair()
-        self._wake.setblocking(False)
         self._wanted: SimpleQueue[LoraLoad] = SimpleQueue()
-        self._ended: deque[tuple[int, Any, str]] = deque()
+        self._ended: WakingQueue[tuple[int, Any, str]] = WakingQueue()
         self._num_loading = 0
-        self._num_signals = 0
-        """Number of bytes that have not been read from the socket."""
         self._thread = threading.Thread(target=self._run, name="LoRA loader", daemon=True)
 
     @property
     def fd(self) -> int:
         """File descriptor that is readable once a load has ended."""
-        return self._wake.fileno()
+        return self._ended.fd
 
     @property
     def is_loading(self) -> bool:
@@ -65,29 +61,20 @@ class LoraLoader:
     def take_answers(self) -> list[tuple[int, str]]:
         """Install the adapters whose loads have ended. Return (number, error) for each; the error is "" on success."""
         answers = []
-        while self._ended:
-            number, loaded, error = self._take_ended()
+        for number, loaded, error in self._ended.take():
+            self._num_loading -= 1
             if not error:
                 self._install(number, loaded)
             answers.append((number, error))
-        if self._num_signals:
-            with contextlib.suppress(BlockingIOError):
-                self._num_signals -= len(self._wake.recv(self._num_signals))
         return answers
 
     def cancel(self) -> None:
         """Wait for the load in progress, then discard it and all queued loads, because another core takes over."""
+        poller = select.poll()
+        poller.register(self.fd, select.POLLIN)
         while self._num_loading:
-            self._wake.setblocking(True)
-            self._num_signals -= len(self._wake.recv(1))
-            self._wake.setblocking(False)
-            while self._ended:
-                self._take_ended()
-
-    def _take_ended(self) -> tuple[int, Any, str]:
-        self._num_loading -= 1
-        self._num_signals += 1
-        return self._ended.popleft()
+            poller.poll()
+            self._num_loading -= len(list(self._ended.take()))
 
     def _run(self) -> None:
         with contextlib.suppress(OSError):
@@ -101,5 +88,4 @@ class LoraLoader:
                 error = str(problem)
             except Exception as problem:
                 error = f"{wanted.adapter.path}: the LoRA adapter cannot be loaded: {problem!r}"
-            self._ended.append((wanted.number, loaded, error))
-            self._waker.send(b"\0")
+            self._ended.put((wanted.number, loaded, error))
