@@ -167,7 +167,7 @@ class NativeDecoder:
             self._embedding = NativeProgram(model_shape(spec, shard, attention, 1), spec.norm_eps)
             scale = spec.rounded_embedding_scale(weights.any_dtype)
             self._embedding.add_op("embed", parts=[recorder.embedding], scale=scale)
-            self._embedding.add_op("final_norm", vectors=[None])
+            self._embedding.add_op("final_norm")
             self._embedding.add_op("head")
         self._output_width = spec.hidden_size
         if not shard.is_last:

@@ -199,7 +199,7 @@ class _Recorder:
             eps=spec.norm_eps if weights.query_norm is None else weights.query_norm.eps,
             **attention,
         )
-        self._program.add_op("attention", activation_kind=_F32, vectors=[None, None], **attention)
+        self._program.add_op("attention", activation_kind=_F32, **attention)
         self._record_output(weights.output, weights.attention_output_norm, size)
 
     def _record_mlp(self, weights: LayerWeights) -> None:
@@ -212,7 +212,6 @@ class _Recorder:
                 "sparse_gates",
                 activation_kind=_F32,
                 num_columns=spec.intermediate_size,
-                vectors=[None],
             )
         else:
             self._record_norm(weights.mlp_norm)

@@ -333,7 +333,6 @@ class AttentionRecorder:
         self._program.add_op(
             "attention",
             activation_kind=output.activation_kind,
-            vectors=[None, None],
             **attention,
         )
         bias = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -62,6 +63,27 @@ class BlockRecorder:
         self.is_alone = shard.tensor_parallel.size == 1
         self._norm_gates: dict[str, NativeNormGate] = {}
 
+    def add_product(
+        self,
+        kind: ActivationKind,
+        parts: Sequence[PackedWeight],
+        biases: Sequence[Floats | None] = (),
+        *,
+        source: int = 0,
+        target: int = QKV,
+        **fields: Any,
+    ) -> None:
+        """Record products of the activations `source`, in the format `kind`. Their results are concatenated."""
+        self.program.add_op(
+            "linear",
+            input_kind=kind,
+            source=source,
+            target=target,
+            parts=parts,
+            vectors=biases,
+            **fields,
+        )
+
     def add_projection(
         self,
         prefix: str,
@@ -96,15 +118,7 @@ class BlockRecorder:
                 stop += 1
             if kind != needed:
                 kind = self.quantize(prefix, norm, needed, input_size, input_op)
-            self.program.add_op(
-                "linear",
-                input_kind=kind,
-                source=0,
-                target=QKV,
-                parts=parts[start:stop],
-                vectors=biases[start:stop],
-                first_column=first_column,
-            )
+            self.add_product(kind, parts[start:stop], biases[start:stop], first_column=first_column)
             first_column += sum(part.n for part in parts[start:stop])
             start = stop
         assert kind is not None
@@ -132,15 +146,7 @@ class BlockRecorder:
             vectors=[norm],
             eps=eps,
         )
-        self.program.add_op(
-            "linear",
-            input_kind=kind,
-            source=0,
-            target=target,
-            first_column=first_column,
-            parts=[weight],
-            vectors=[None],
-        )
+        self.add_product(kind, [weight], target=target, first_column=first_column)
 
     def read_mlp(self, prefix: str, size: int) -> MLP:
         """Return this rank's part of an MLP of `size` intermediate elements."""
@@ -211,14 +217,7 @@ class BlockRecorder:
             sparsity: The fraction of a normal distribution that lies below the threshold.
             size: The number of intermediate elements of all ranks.
         """
-        self.program.add_op(
-            "linear",
-            input_kind=input_kind,
-            source=0,
-            target=QKV,
-            parts=mlp.gate_up,
-            vectors=mlp.biases,
-        )
+        self.add_product(input_kind, mlp.gate_up, mlp.biases)
         num_columns = mlp.gate_up[0].n
         if not self.is_alone:
             self.program.add_op("share_gates", num_columns=num_columns)
@@ -288,13 +287,12 @@ class BlockRecorder:
         # A norm of the output cancels the multiplier, except for the epsilon. No family has both.
         assert norm is None or self.spec.norms_stream or multiplier == 1.0
         scale = self.spec.residual_multiplier * multiplier
-        self.program.add_op(
-            "linear",
-            input_kind=output.activation_kind,
+        self.add_product(
+            output.activation_kind,
+            [output],
+            [bias if self.is_alone else None],
             source=source,
             target=self.target_of(norm, target),
-            parts=[output],
-            vectors=[bias if self.is_alone else None],
             scale=scale,
         )
         self.finish_block(prefix, bias, norm, scale, target)
@@ -302,17 +300,12 @@ class BlockRecorder:
     def add_read_block(self, gate: str, output: PackedWeight) -> None:
         """Record the end of a block that only tokens with a source have. A stored gate multiplies its output."""
         scale = self.spec.residual_multiplier * float(np.tanh(self.weights.vector(gate, 1)[0]))
-        self.program.add_op(
-            "linear",
-            input_kind=output.activation_kind,
-            source=1,
-            target=BLOCK if self.is_alone else PART,
-            parts=[output],
-            vectors=[None],
+        self.add_product(
+            output.activation_kind, [output], source=1, target=BLOCK if self.is_alone else PART
         )
         if not self.is_alone:
             self.add_sum(BLOCK)
-        self.program.add_op("norm_add", vectors=[None], scale=scale, reads_source=True)
+        self.program.add_op("norm_add", scale=scale, reads_source=True)
 
     def target_of(self, norm: str | None, target: int | None = None) -> int:
         """Return the buffer to which a block's last product is written, given the name of the norm that follows it.

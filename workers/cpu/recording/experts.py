@@ -56,13 +56,12 @@ def record_experts(
         blocks.add_gated(mlp, kind, limit=shared_limit)
         # The ranks' parts of the whole mixture are summed, so only one of them adds this bias.
         is_first = blocks.shard.tensor_parallel.rank == 0
-        blocks.program.add_op(
-            "linear",
-            input_kind=mlp.down.activation_kind,
+        blocks.add_product(
+            mlp.down.activation_kind,
+            [mlp.down],
+            [mlp.down_bias if is_first else None],
             source=1,
             target=BLOCK,
-            parts=[mlp.down],
-            vectors=[mlp.down_bias if is_first else None],
         )
     output_norm, eps = norms.mlp_output, spec.norm_eps
     identity_norm: list[Floats | None] = []
@@ -104,9 +103,7 @@ def _record_router(
         router.append(weights.packed_float32(name, 1, spec.hidden_size))
         vectors.append(None)
     kind = blocks.quantize(prefix, norms.mlp_input, router)
-    blocks.program.add_op(
-        "linear", input_kind=kind, source=0, target=ROUTER, parts=router, vectors=vectors
-    )
+    blocks.add_product(kind, router, vectors, target=ROUTER)
     return kind
 
 
@@ -137,15 +134,8 @@ def _record_router_mlp(
     program.add_op("chain_columns", num_columns=size, vectors=[factors, norm], eps=router.norm_eps)
     kind = matrices[0].activation_kind.for_whole_rows
     for matrix, bias in zip(matrices[1:], (*biases[1:], None), strict=True):
-        program.add_op("quantize_columns", activation_kind=kind, num_columns=size, vectors=[None])
-        program.add_op(
-            "linear",
-            input_kind=kind,
-            source=0,
-            target=ROUTER if bias is None else QKV,
-            parts=[matrix],
-            vectors=[bias],
-        )
+        program.add_op("quantize_columns", activation_kind=kind, num_columns=size)
+        blocks.add_product(kind, [matrix], [bias], target=ROUTER if bias is None else QKV)
         if bias is not None:
             program.add_op("activate", num_columns=size, activation=activation_number("gelu"))
 
@@ -165,9 +155,7 @@ def record_experts_beside(
     router_norm = weights.vector(f"{name}router_scale", size) * np.float32(size**-0.5)
     kind = router.activation_kind
     program.add_op("quantize", activation_kind=kind, vectors=[router_norm])
-    program.add_op(
-        "linear", input_kind=kind, source=0, target=ROUTER, parts=[router], vectors=[None]
-    )
+    blocks.add_product(kind, [router], target=ROUTER)
     native = NativeExperts(spec, experts, weights, name, blocks.shard)
     program.add_op("route", experts=native)
     mixture: dict[str, Any] = {"experts": native, "layer": index}
@@ -268,16 +256,14 @@ def _record_latent_experts(
     if experts.norms_latent_sum:
         sum_norm = blocks.weights.vector(f"{prefix}mlp.latent_sum_norm.weight", size)
     program.add_op("quantize_columns", activation_kind=kind, vectors=[sum_norm], **columns)
-    program.add_op(
-        "linear",
-        input_kind=kind,
-        source=0,
+    blocks.add_product(
+        kind,
+        [from_latent],
+        biases[1:],
         target=RESIDUAL if output_norm is None else BLOCK,
-        parts=[from_latent],
-        vectors=biases[1:],
         scale=scale,
     )
     if experts.shared_intermediate_size:
-        program.add_op("norm_add", vectors=[None], scale=scale)
+        program.add_op("norm_add", scale=scale)
     if output_norm is not None:
         blocks.add_normed(f"{prefix}{output_norm}", scale)

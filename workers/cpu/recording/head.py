@@ -15,7 +15,7 @@ def record_head_dense(blocks: BlockRecorder) -> None:
     bias = weights.vector("head_dense.bias", size) if spec.head_dense_bias else None
     dense = weights.packed("head_dense.weight", size, size)
     kind = blocks.quantize("", "norm", [dense])
-    program.add_op("linear", input_kind=kind, source=0, target=BLOCK, parts=[dense], vectors=[bias])
+    blocks.add_product(kind, [dense], [bias], target=BLOCK)
     program.add_op("activate", activation=activation_number(spec.activation))
     norm = blocks.hidden_norm("head_norm")
     program.add_op("final_norm", vectors=norm, eps=spec.hidden_norm_eps("head_norm"))

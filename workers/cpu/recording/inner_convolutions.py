@@ -166,7 +166,7 @@ class InnerConvolutionRecorder:
     def _add_block(self, name: str) -> None:
         spec = self._spec
         self._add(self._read(name, spec.hidden_size), target=BLOCK)
-        self._blocks.program.add_op("norm_add", vectors=[None], scale=spec.residual_multiplier)
+        self._blocks.program.add_op("norm_add", scale=spec.residual_multiplier)
 
     def _read(self, name: str, channels: int, part: range | None = None) -> Floats:
         weights = self._blocks.weights

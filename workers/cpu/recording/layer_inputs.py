@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ...device.dtypes import rounded
 from ...layers.specs.altup import PerLayerInputsSpec
 from ..library import NotSupportedNatively
 from ..packing import GROUP_SIZE, ActivationKind
-from .blocks import BLOCK, INPUTS, PART, QKV, BlockRecorder
+from .blocks import BLOCK, INPUTS, PART, BlockRecorder
 
 
 class LayerInputsRecorder:
@@ -27,9 +25,7 @@ class LayerInputsRecorder:
             self._record_table(size)
         projection = weights.packed("per_layer_model_projection.weight", size, spec.hidden_size)
         kind = blocks.quantize("", None, [projection])
-        program.add_op(
-            "linear", input_kind=kind, source=0, target=QKV, parts=[projection], vectors=[None]
-        )
+        blocks.add_product(kind, [projection])
         program.add_op(
             "add_inputs",
             num_columns=inputs.size,
@@ -80,18 +76,8 @@ class LayerInputsRecorder:
             raise NotSupportedNatively(
                 f"{size} elements of a layer's input are not a multiple of the group size {GROUP_SIZE}"
             )
-        product: dict[str, Any] = {"vectors": [None]}
-        program.add_op(
-            "linear",
-            input_kind=blocks.quantize(prefix, None, [gate]),
-            source=0,
-            target=QKV,
-            parts=[gate],
-            **product,
-        )
+        blocks.add_product(blocks.quantize(prefix, None, [gate]), [gate])
         program.add_op(
             "gate_by_inputs", activation_kind=kind, first_column=index * size, num_columns=size
         )
-        program.add_op(
-            "linear", input_kind=kind, source=1, target=BLOCK, parts=[project], **product
-        )
+        blocks.add_product(kind, [project], source=1, target=BLOCK)

@@ -106,10 +106,8 @@ def record_ngrams(
         size,
     )
     kind = projections[0].activation_kind.for_whole_rows
-    program.add_op("quantize_columns", activation_kind=kind, num_columns=size, vectors=[None])
-    program.add_op(
-        "linear", input_kind=kind, source=0, target=QKV, parts=projections, vectors=[None, None]
-    )
+    program.add_op("quantize_columns", activation_kind=kind, num_columns=size)
+    blocks.add_product(kind, projections)
     program.add_op(
         "gate_ngrams",
         vectors=[

@@ -139,7 +139,7 @@ class Recorder:
             streams.reduce()
         self._record_outputs()
         if self._store is not None:
-            self._store.program.add_op("final_norm", vectors=[None])
+            self._store.program.add_op("final_norm")
             self._store.program.add_op("head")
         weights.finish()
 
@@ -182,7 +182,6 @@ class Recorder:
             own_width = spec.stage_width(shard.num_layers)
             program.add_op(
                 "final_norm",
-                vectors=[None],
                 first_column=len(shard.layers) * size,
                 num_columns=spec.stage_width(shard.layers.stop) - own_width,
             )
@@ -217,7 +216,7 @@ class Recorder:
         if restart.keeps is not None:
             program.add_op("keep_inputs", first_column=restart.keeps * size)
         if restart.adds is not None:
-            program.add_op("add_kept", first_column=restart.adds * size, vectors=[None])
+            program.add_op("add_kept", first_column=restart.adds * size)
         elif restart.adds_initial and self._weights.has("initial_state"):
             initial = self._weights.vector("initial_state", size)
             program.add_op("add_kept", vectors=[initial])
@@ -375,7 +374,7 @@ class Recorder:
         )
         if spec.is_parallel:
             scale = spec.residual_multiplier * spec.attention_multiplier
-            self._program.add_op("norm_add", vectors=[None], scale=scale)
+            self._program.add_op("norm_add", scale=scale)
 
     def _xielu(self, prefix: str) -> Floats:
         """Return the parameters of `Xielu` in csrc/rows/kernels.h for one layer."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 from msgspec.structs import replace
@@ -72,15 +71,12 @@ class SharedBlockRecorder:
             "sparse_gates",
             activation_kind=mlp.down.activation_kind,
             num_columns=mlp.gate_up[0].n,
-            vectors=[None],
         )
         blocks.add_block(of_block, mlp.down, mlp.down_bias, None, spec.mlp_multiplier, target=QKV)
         own = self._weights.packed(f"{prefix}linear.weight", size, size)
         kind = own.activation_kind.for_whole_rows
         self._quantize_output(kind, None)
-        program.add_op(
-            "linear", input_kind=kind, source=0, target=BLOCK, parts=[own], vectors=[None]
-        )
+        blocks.add_product(kind, [own], target=BLOCK)
 
     def _mlp_rows(self, prefix: str, size: int) -> list[Rows]:
         """Return this rank's rows of the first matrices of an MLP of `size` intermediate elements."""
@@ -105,8 +101,7 @@ class SharedBlockRecorder:
         num_inputs: int,
     ) -> None:
         """Record a shared product, and the layer's own addition to it if there are `rows`."""
-        product: dict[str, Any] = {"input_kind": kind, "source": 0}
-        self._program.add_op("linear", target=QKV, parts=parts, vectors=biases, **product)
+        self._blocks.add_product(kind, parts, biases)
         if rows is None:
             return
         down, up = read_low_rank(self._weights, use, rows, num_inputs)
@@ -120,13 +115,6 @@ class SharedBlockRecorder:
                 "weight format"
             )
         first = sum(part.n for part in parts)
-        self._program.add_op(
-            "linear",
-            target=QKV,
-            parts=[packed_down],
-            vectors=[None],
-            first_column=first,
-            **product,
-        )
+        self._blocks.add_product(kind, [packed_down], first_column=first)
         columns = range(first, first + packed_down.n)
         self._blocks.add_second_product(columns, packed_up, 0, target=ADDED)

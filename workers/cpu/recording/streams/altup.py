@@ -14,7 +14,7 @@ from ...abi.structs import MAX_PARTS
 from ...packing import PackedWeight
 from ...program import Floats
 from ...weights import NativeWeightReader
-from ..blocks import BLOCK, QKV, BlockRecorder
+from ..blocks import BLOCK, BlockRecorder
 
 
 class NativeAltUp(structs.AltUp):
@@ -57,14 +57,8 @@ class AltUpRecorder:
         kind = self._blocks.quantize("", None, matrices)
         for start in range(0, len(matrices), MAX_PARTS):
             parts = matrices[start : start + MAX_PARTS]
-            self._program.add_op(
-                "linear",
-                input_kind=kind,
-                source=0,
-                target=QKV,
-                parts=parts,
-                vectors=[None] * len(parts),
-                first_column=start * self._blocks.spec.hidden_size,
+            self._blocks.add_product(
+                kind, parts, first_column=start * self._blocks.spec.hidden_size
             )
         self._program.add_op("expand_streams")
 
@@ -73,14 +67,8 @@ class AltUpRecorder:
         hidden = self._blocks.spec.hidden_size
         for i, matrix in enumerate(self._matrices("altup_unembed_projections")):
             self._program.add_op("load_stream", first_column=(i + 1) * hidden)
-            self._program.add_op(
-                "linear",
-                input_kind=self._blocks.quantize("", None, [matrix]),
-                source=0,
-                target=QKV,
-                parts=[matrix],
-                vectors=[None],
-                first_column=i * hidden,
+            self._blocks.add_product(
+                self._blocks.quantize("", None, [matrix]), [matrix], first_column=i * hidden
             )
         self._program.add_op("reduce_streams")
 

@@ -8,7 +8,7 @@ from ....layers.spec import ModelSpec
 from ....layers.specs.hyper import HyperConnectionsSpec
 from ...abi import structs
 from ...weights import NativeWeightReader
-from ..blocks import QKV, BlockRecorder
+from ..blocks import BlockRecorder
 
 
 class NativeHyperConnection(structs.HyperConnection):
@@ -115,17 +115,9 @@ class HyperRecorder:
             input_kind=kind,
             activation_kind=up.activation_kind,
             parts=[down],
-            vectors=[None, None, None],
             scale=1 / count,
         )
-        program.add_op(
-            "linear",
-            input_kind=up.activation_kind,
-            source=1,
-            target=QKV,
-            parts=[up],
-            vectors=[None],
-        )
+        blocks.add_product(up.activation_kind, [up], source=1)
         program.add_op("mix_streams", hyper=connection)
         return connection
 
