@@ -79,7 +79,6 @@ class NativeExperts(structs.ExpertLayer):
         # Only one of the ranks that share an expert adds its bias.
         if not placement.adds_bias:
             biases[-1] = []
-        self._vectors = [np.concatenate(of_kind) if of_kind else None for of_kind in biases]
         correction = None
         if experts.has_correction_bias:
             correction = read_corrections(experts, weights, f"{prefix}gate.").numpy()
@@ -101,7 +100,6 @@ class NativeExperts(structs.ExpertLayer):
         if experts.has_stored_scale:
             scale *= weights.vector(f"{prefix}gate.global_scale", 1).item()
         second_tokens = np.array(experts.second_tokens, np.int32)
-        self._of_experts = correction, scales, by_token, second_tokens
         router = structs.Router(
             experts.num_experts + experts.num_identities,
             experts.num_experts_per_token,
@@ -117,11 +115,11 @@ class NativeExperts(structs.ExpertLayer):
             scale,
             experts.mixer_noise,
             experts.logit_softcap,
-            _address(correction),
-            _address(scales),
-            _address(by_token),
+            correction,
+            scales,
+            by_token,
             len(second_tokens),
-            _address(second_tokens),
+            second_tokens,
         )
         super().__init__(
             router,
@@ -133,7 +131,7 @@ class NativeExperts(structs.ExpertLayer):
             experts.scales_inputs,
             native_limit(experts.gate_limit),
             *map(_array, matrices),
-            *map(_address, self._vectors),
+            *(np.concatenate(of_kind) if of_kind else None for of_kind in biases),
         )
         self._matrices = matrices
         self._has_gate = spec.has_gate
@@ -179,10 +177,6 @@ def _array(matrices: Sequence[PackedWeight]) -> Any:
     if not matrices:
         return None
     return (structs.PackedWeight * len(matrices))(*matrices)
-
-
-def _address(vector: NDArray[Any] | None) -> int | None:
-    return None if vector is None else vector.ctypes.data
 
 
 class NativeExpertExchange(structs.ExpertExchange):

@@ -9,8 +9,7 @@ from ..layers.spec import ModelSpec
 from ..layers.specs.latent import LatentSpec
 from ..models.latent.attention import has_split_expansions, read_expansions, skip_other_heads
 from .abi import structs
-from .library import NotSupportedNatively
-from .packing import ActivationKind, PackedWeight
+from .packing import PackedWeight, common_kind
 from .weights import NativeWeightReader
 
 
@@ -24,13 +23,7 @@ class HeadMatrices:
     """
 
     def __init__(self, matrices: Sequence[PackedWeight]) -> None:
-        kinds = {matrix.activation_kind for matrix in matrices}
-        if len(kinds) > 1:
-            raise NotSupportedNatively(
-                "the matrices of a layer's heads are stored in formats that need different activations: "
-                f"{', '.join(sorted(kind.name for kind in kinds))}"
-            )
-        self.activation_kind: ActivationKind = kinds.pop()
+        self.activation_kind = common_kind("a layer's heads", matrices)
         self._matrices = matrices
         self._array = (structs.PackedWeight * len(matrices))(*matrices)
 

@@ -99,7 +99,6 @@ class NativeMixer(structs.Mixer):
         self.convolved_products: list[ColumnProduct] = []
         self.normed_columns: list[tuple[range, Floats]] = []
         self.column_eps = 0.0
-        self._arrays: list[Floats] = []
         tensor_parallel = shard.tensor_parallel
         self.rows = rows = mixer_rows(layer, weights, prefix, tensor_parallel)
         self.projection = _merged(rows.projection)
@@ -178,9 +177,9 @@ class NativeMixer(structs.Mixer):
             "value_dim": unit,
             "step_rank": layer.step_rank,
             "gate_activation": structs.activation_number("silu"),
-            "decay": self._address(decay_IK.unflatten(0, (-1, unit)).transpose(1, 2).numpy()),
-            "skip": self._address(skip_I.numpy()),
-            "step_bias": self._address(step_bias_I.numpy()),
+            "decay": decay_IK.unflatten(0, (-1, unit)).transpose(1, 2).numpy(),
+            "skip": skip_I.numpy(),
+            "step_bias": step_bias_I.numpy(),
         }
 
     def _selection_matrices(
@@ -236,9 +235,9 @@ class NativeMixer(structs.Mixer):
             "gates_before_norm": layer.gates_before_norm,
             "min_step": layer.min_step,
             "max_step": layer.max_step,
-            "multipliers": self._address(multipliers),
-            "skip": self._address(self._weights.vector(f"{prefix}D", layer.num_heads, heads)),
-            "norm": self._address(norm),
+            "multipliers": multipliers,
+            "skip": self._weights.vector(f"{prefix}D", layer.num_heads, heads),
+            "norm": norm,
             **self._decay(layer.num_heads, heads),
         }
 
@@ -261,7 +260,7 @@ class NativeMixer(structs.Mixer):
             "gates_before_norm": False,
             "has_tiled_heads": layer.has_tiled_heads,
             "strength": 2.0 if layer.has_negative_eigenvalues else 1.0,
-            "norm": self._address(self._weights.vector(f"{prefix}norm.weight", layer.value_dim)),
+            "norm": self._weights.vector(f"{prefix}norm.weight", layer.value_dim),
             **self._decay(layer.num_heads, heads),
         }
 
@@ -298,9 +297,9 @@ class NativeMixer(structs.Mixer):
             "gates_before_norm": False,
             "strength": 1.0,
             "lowest_log_decay": layer.lowest_log_decay,
-            "norm": self._address(self._weights.vector(f"{prefix}norm.weight", dim)),
-            "decay": self._address(-np.exp(a_H[heads.start : heads.stop])),
-            "step_bias": self._address(self._weights.vector(f"{prefix}dt_bias", size, own)),
+            "norm": self._weights.vector(f"{prefix}norm.weight", dim),
+            "decay": -np.exp(a_H[heads.start : heads.stop]),
+            "step_bias": self._weights.vector(f"{prefix}dt_bias", size, own),
         }
 
     def _lightning_attention(
@@ -320,9 +319,9 @@ class NativeMixer(structs.Mixer):
             "value_dim": dim,
             "norm_groups": 1,
             "gate_activation": structs.activation_number("sigmoid"),
-            "taps": self._address(np.ones(3 * len(own), np.float32)),
-            "decay": self._address(-slopes_H[heads.start : heads.stop]),
-            "norm": self._address(self._weights.vector(f"{prefix}norm.weight", size, own)),
+            "taps": np.ones(3 * len(own), np.float32),
+            "decay": -slopes_H[heads.start : heads.stop],
+            "norm": self._weights.vector(f"{prefix}norm.weight", size, own),
         }
 
     def _rg_lru(
@@ -338,9 +337,9 @@ class NativeMixer(structs.Mixer):
             "key_dim": 1,
             "value_dim": layer.block_size,
             "gate_activation": structs.activation_number(spec.activation),
-            "decay": self._address(decay_I.numpy()),
-            "gates": self._address(gates_BWW.numpy()),
-            "gate_biases": self._address(biases_BW.numpy()),
+            "decay": decay_I.numpy(),
+            "gates": gates_BWW.numpy(),
+            "gate_biases": biases_BW.numpy(),
         }
 
     def _convolution(self, rows: MixerRows, kernel: int) -> dict[str, Any]:
@@ -356,20 +355,14 @@ class NativeMixer(structs.Mixer):
                 biases.append(self._weights.read_elements(f"{each.name}.bias", each.total)[own])
         return {
             "num_convolved": sum(map(len, taps)),
-            "taps": self._address(torch.cat(taps).T.contiguous().numpy()),
-            "bias": self._address(torch.cat(biases).numpy() if biases else None),
+            "taps": torch.cat(taps).T.numpy(),
+            "bias": torch.cat(biases).numpy() if biases else None,
         }
 
     def _decay(self, count: int, heads: range) -> dict[str, Any]:
         decay = -np.exp(self._weights.vector(f"{self._prefix}A_log", count, heads))
         step_bias = self._weights.vector(f"{self._prefix}dt_bias", count, heads)
-        return {"decay": self._address(decay), "step_bias": self._address(step_bias)}
-
-    def _address(self, vector: Floats | None) -> int | None:
-        if vector is None:
-            return None
-        self._arrays.append(np.ascontiguousarray(vector, np.float32))
-        return self._arrays[-1].ctypes.data
+        return {"decay": decay, "step_bias": step_bias}
 
 
 def check_num_taps(count: int) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import CFUNCTYPE, POINTER, c_int32, c_int64, c_void_p
+from typing import Any
+
+import numpy as np
 
 from .description import enum_names, native_struct
 
@@ -14,6 +17,28 @@ ACTIVATIONS = enum_names("Activation")
 def activation_number(name: str) -> int:
     """Return the native number of an activation. Operations with xIELU have its parameters and need no number."""
     return 0 if name == "xielu" else ACTIVATIONS.index(name)
+
+
+class ArrayStruct(ctypes.Structure):
+    """A struct whose pointers may be set to arrays, which it keeps alive.
+
+    It copies those that are not contiguous, and also keeps the arrays of structs that become parts of it.
+    """
+
+    def __init__(self, *values: Any, **fields: Any) -> None:
+        self._kept: list[Any] = []
+        super().__init__(
+            *map(self._address, values),
+            **{name: self._address(value) for name, value in fields.items()},
+        )
+
+    def _address(self, value: Any) -> Any:
+        if isinstance(value, np.ndarray):
+            self._kept.append(np.ascontiguousarray(value))
+            return self._kept[-1].ctypes.data
+        if isinstance(value, ArrayStruct):
+            self._kept.append(value)
+        return value
 
 
 @native_struct()
@@ -58,7 +83,7 @@ class AttentionLayer(ctypes.Structure):
 
 
 @native_struct()
-class Router(ctypes.Structure):
+class Router(ArrayStruct):
     """The parameters by which a token's experts are chosen; see `csrc/experts/router.h`."""
 
 
@@ -82,12 +107,12 @@ class ExpertExchange(ctypes.Structure):
     up=POINTER(PackedWeight),
     down=POINTER(PackedWeight),
 )
-class ExpertLayer(ctypes.Structure):
+class ExpertLayer(ArrayStruct):
     """A layer's mixture of experts; see `csrc/model/model.h`."""
 
 
 @native_struct()
-class Mixer(ctypes.Structure):
+class Mixer(ArrayStruct):
     """The parameters of a recurrent layer; see `csrc/model/model.h`."""
 
 
@@ -102,27 +127,27 @@ class Adapter(ctypes.Structure):
 
 
 @native_struct()
-class AltUp(ctypes.Structure):
+class AltUp(ArrayStruct):
     """The weights of alternating updates in a layer; see `csrc/model/model.h`."""
 
 
 @native_struct()
-class HyperConnection(ctypes.Structure):
+class HyperConnection(ArrayStruct):
     """The connection of a block to the streams of a token; see `csrc/model/model.h`."""
 
 
 @native_struct()
-class NgramTable(ctypes.Structure):
+class NgramTable(ArrayStruct):
     """The embeddings of n-grams in a layer; see `csrc/model/model.h`."""
 
 
 @native_struct()
-class NormGate(ctypes.Structure):
+class NormGate(ArrayStruct):
     """The gate of a norm; see `csrc/model/model.h`."""
 
 
 @native_struct()
-class RelativeBiases(ctypes.Structure):
+class RelativeBiases(ArrayStruct):
     """The biases of scores that depend on the query; see `csrc/model/model.h`."""
 
 
@@ -132,7 +157,7 @@ class ChoiceRule(ctypes.Structure):
 
 
 @native_struct()
-class Compression(ctypes.Structure):
+class Compression(ArrayStruct):
     """The entries of compressed attention in a layer; see `csrc/model/model.h`."""
 
 

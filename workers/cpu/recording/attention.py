@@ -28,13 +28,14 @@ from ...models.mixers.mixer import elements
 from ...models.positions.relative_biases import RelativeBiases
 from ...models.projections import input_of_rows, sink_rows, tap_rows
 from ...models.weights import Rows
+from ..abi import structs
 from ..abi.structs import AttentionLayer, ChoiceRule
 from ..library import NotSupportedNatively
 from ..packing import GROUP_SIZE, ActivationKind, PackedWeight
 from ..program import Floats
 from .blocks import BLOCK, PART, QKV, SHORTCUT, BlockRecorder
 from .inner_convolutions import ConvolutionRecorder
-from .score_biases import LOG2_E, NativeRelativeBiases, read_biases
+from .score_biases import LOG2_E, native_relative_biases, read_biases
 from .streams.altup import AltUpRecorder
 from .streams.attention_residuals import AttentionResidualRecorder
 
@@ -63,7 +64,7 @@ class AttentionMatrices(msgspec.Struct, frozen=True):
     biases: list[Floats | None]
     num_qkv: int
     output: PackedWeight
-    relative_biases: NativeRelativeBiases | None
+    relative_biases: structs.RelativeBiases | None
     first_tap: int
     input_of_each: list[int]
 
@@ -176,7 +177,7 @@ class AttentionRecorder:
             )
             sinks = sink_rows(spec, name, heads)
             others = [biases_of.rows, *sinks, *taps]
-            relative = NativeRelativeBiases(biases_of, count, bool(sinks), spec.head_bound)
+            relative = native_relative_biases(biases_of, count, bool(sinks), spec.head_bound)
         all_rows = [*rows, *others]
         num_columns = sum(len(each.part) for each in all_rows)
         inputs, biases = self._blocks.packed_rows(

@@ -35,17 +35,6 @@ class MLP(msgspec.Struct, frozen=True):
     down_bias: Floats | None
 
 
-class NativeNormGate(structs.NormGate):
-    """The gate of a norm, as a struct whose address is passed to native code.
-
-    It keeps the arrays that it points to alive.
-    """
-
-    def __init__(self, down_RD: Floats, up_DR: Floats) -> None:
-        self._arrays = [np.ascontiguousarray(each) for each in (down_RD, up_DR.T)]
-        super().__init__(len(down_RD), *(array.ctypes.data for array in self._arrays))
-
-
 class BlockRecorder:
     """Records products that read the residual stream, and the end of a block, together with their weights."""
 
@@ -61,7 +50,7 @@ class BlockRecorder:
         self.shard = shard
         self.weights = weights
         self.is_alone = shard.tensor_parallel.size == 1
-        self._norm_gates: dict[str, NativeNormGate] = {}
+        self._norm_gates: dict[str, structs.NormGate] = {}
 
     def add_product(
         self,
@@ -398,7 +387,7 @@ class BlockRecorder:
             )
         return self.hidden_norm(name), self.spec.hidden_norm_eps(name)
 
-    def _norm_gate(self, name: str) -> NativeNormGate | None:
+    def _norm_gate(self, name: str) -> structs.NormGate | None:
         """Return the gate of a norm of the hidden size, or None if it has none."""
         gate = self.spec.norm_gate
         if gate is None or not gate.applies(name):
@@ -407,7 +396,7 @@ class BlockRecorder:
             size = self.spec.hidden_size
             down = self.weights.read_float32(f"{name}.gate.down.weight", gate.rank, size)
             up = self.weights.read_float32(f"{name}.gate.up.weight", size, gate.rank)
-            self._norm_gates[name] = NativeNormGate(down.numpy(), up.numpy())
+            self._norm_gates[name] = structs.NormGate(gate.rank, down.numpy(), up.numpy().T)
         return self._norm_gates[name]
 
     def norm(self, name: str, size: int) -> Floats:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from ...layers.layer_spec import LayerSpec
 from ...layers.rope import RopeSpec
 from ...layers.specs.compressed import CompressedSpec, Compression
@@ -21,42 +19,9 @@ from ..head_matrices import HeadMatrices
 from ..library import NotSupportedNatively
 from ..packing import GROUP_SIZE, ActivationKind
 from ..program import Floats
-from ..weights import NativeWeightReader
 from .attention import QKNorm
 from .blocks import BlockRecorder
 from .score_biases import LOG2_E
-
-
-class NativeCompression(structs.Compression):
-    """The entries of a layer, as a struct whose address is passed to native code.
-
-    It keeps the arrays that it points to alive. `layer` and `group` are those of the cache of entries, and `prefix` is
-    that of the compressor's tensors.
-    """
-
-    def __init__(
-        self,
-        compression: Compression,
-        indexer: IndexerSpec | None,
-        head_dim: int,
-        weights: NativeWeightReader,
-        prefix: str,
-        layer: int,
-        group: int,
-    ) -> None:
-        self._arrays = _read_entries(compression, head_dim, weights, prefix)
-        if indexer is not None:
-            prefix = f"{prefix}indexer."
-            self._arrays += _read_entries(compression, indexer.head_dim, weights, prefix)
-        super().__init__(
-            compression.rate,
-            compression.overlaps,
-            layer,
-            group,
-            0 if indexer is None else indexer.head_dim,
-            0 if indexer is None else indexer.num_heads,
-            *(array.ctypes.data for array in self._arrays),
-        )
 
 
 class CompressedRecorder:
@@ -131,14 +96,18 @@ class CompressedRecorder:
             "head_dim": size,
         }
         if compression is not None:
-            attention["compression"] = NativeCompression(
-                compression,
-                indexer,
-                size,
-                weights,
-                f"{name}compressor.",
+            entries = self._read_entries(compression, size, f"{name}compressor.")
+            if indexer is not None:
+                of_index = f"{name}compressor.indexer."
+                entries += self._read_entries(compression, indexer.head_dim, of_index)
+            attention["compression"] = structs.Compression(
+                compression.rate,
+                compression.overlaps,
                 index + 1,
                 layer.entries_group,
+                0 if indexer is None else indexer.head_dim,
+                0 if indexer is None else indexer.num_heads,
+                *entries,
             )
         program.add_op(
             "rotate_store",
@@ -161,6 +130,11 @@ class CompressedRecorder:
             "attention", activation_kind=ActivationKind.F32, vectors=[sinks, None], **attention
         )
         self._record_output(prefix, norms, compressed)
+
+    def _read_entries(self, compression: Compression, size: int, prefix: str) -> list[Floats]:
+        """Return the biases of the logits of entries, or index keys, of `size` elements, and the norm of these."""
+        biases = read_biases(compression, size, self._weights, prefix).numpy()
+        return [biases, self._weights.vector(f"{prefix}kv_norm.weight", size)]
 
     def _input_rows(
         self, name: str, compression: Compression | None, indexer: IndexerSpec | None
@@ -237,11 +211,3 @@ def extra_columns(layer: LayerSpec, compressed: CompressedSpec, head_dim: int) -
     inputs = compressed.token_elements(head_dim, compression)[0] - head_dim
     indexer = compressed.indexer
     return inputs, indexer.num_heads * (1 + indexer.head_dim) if compression.has_indexer else 0
-
-
-def _read_entries(
-    compression: Compression, size: int, weights: NativeWeightReader, prefix: str
-) -> list[Floats]:
-    """Return the biases of the logits of entries, or index keys, of `size` elements, and the norm of these."""
-    biases = read_biases(compression, size, weights, prefix).numpy()
-    return [np.ascontiguousarray(biases), weights.vector(f"{prefix}kv_norm.weight", size)]

@@ -24,57 +24,51 @@ _INNER_CONVOLUTION = 7
 _HEAD_CONVOLUTION = 8
 
 
-class NativeConvolution(structs.Mixer):
-    """A convolution with these taps [channels, kernel], as a struct whose address is passed to native code.
+def _convolution(
+    layer: ConvolvedAttention, taps_FK: Floats, state_offset: int, head_dim: int = 1
+) -> structs.Mixer:
+    """Return a convolution with these taps [channels, kernel].
 
-    It keeps the taps alive. `state_offset` is the number of floats before its state in a block. If a token also has
-    taps of its own, groups of `head_dim` channels share them.
+    `state_offset` is the number of floats before its state in a block. If a token also has taps of its own, groups of
+    `head_dim` channels share them.
     """
-
-    def __init__(
-        self, layer: ConvolvedAttention, taps_FK: Floats, state_offset: int, head_dim: int = 1
-    ) -> None:
-        check_num_taps(layer.kernel)
-        self._taps = np.ascontiguousarray(taps_FK.T)
-        super().__init__(
-            kind=_INNER_CONVOLUTION,
-            channels=len(taps_FK),
-            num_convolved=len(taps_FK),
-            kernel=layer.kernel,
-            segment=layer.segment,
-            num_taps=layer.kernel,
-            distance=1,
-            value_dim=head_dim,
-            strength=term_factor(layer, is_dynamic=True)
-            if isinstance(layer, InnerConvolutions)
-            else 1.0,
-            state_offset=state_offset,
-            taps=self._taps.ctypes.data,
-        )
+    check_num_taps(layer.kernel)
+    strength = 1.0
+    if isinstance(layer, InnerConvolutions):
+        strength = term_factor(layer, is_dynamic=True)
+    return structs.Mixer(
+        kind=_INNER_CONVOLUTION,
+        channels=len(taps_FK),
+        num_convolved=len(taps_FK),
+        kernel=layer.kernel,
+        segment=layer.segment,
+        num_taps=layer.kernel,
+        distance=1,
+        value_dim=head_dim,
+        strength=strength,
+        state_offset=state_offset,
+        taps=taps_FK.T,
+    )
 
 
-class NativeHeadConvolution(structs.Mixer):
-    """A convolution of heads with these taps [heads, kernel, elements, elements] and biases [heads, elements].
-
-    It is a struct whose address is passed to native code, and keeps both alive.
-    """
-
-    def __init__(self, layer: HeadConvolutions, taps_JLKK: Floats, biases_JK: Floats) -> None:
-        check_num_taps(layer.kernel)
-        self._arrays = [np.ascontiguousarray(each) for each in (taps_JLKK, biases_JK)]
-        super().__init__(
-            kind=_HEAD_CONVOLUTION,
-            channels=biases_JK.size,
-            num_convolved=biases_JK.size,
-            kernel=layer.kernel,
-            segment=layer.segment,
-            num_taps=layer.kernel,
-            distance=1,
-            num_heads=len(biases_JK),
-            value_dim=layer.head_dim,
-            taps=self._arrays[0].ctypes.data,
-            bias=self._arrays[1].ctypes.data,
-        )
+def _head_convolution(
+    layer: HeadConvolutions, taps_JLKK: Floats, biases_JK: Floats
+) -> structs.Mixer:
+    """Return a convolution of heads with these taps [heads, kernel, elements, elements] and biases."""
+    check_num_taps(layer.kernel)
+    return structs.Mixer(
+        kind=_HEAD_CONVOLUTION,
+        channels=biases_JK.size,
+        num_convolved=biases_JK.size,
+        kernel=layer.kernel,
+        segment=layer.segment,
+        num_taps=layer.kernel,
+        distance=1,
+        num_heads=len(biases_JK),
+        value_dim=layer.head_dim,
+        taps=taps_JLKK,
+        bias=biases_JK,
+    )
 
 
 class HeadConvolutionRecorder:
@@ -97,7 +91,7 @@ class HeadConvolutionRecorder:
         spec, shard, program = blocks.spec, blocks.shard, blocks.program
         heads, kv_heads, size = len(shard.heads(spec)), shard.kv_heads(spec), spec.head_dim
         taps, biases = read_head_taps(layer, spec, blocks.weights, self._prefix, shard)
-        mixer = NativeHeadConvolution(layer, taps.numpy(), biases.numpy())
+        mixer = _head_convolution(layer, taps.numpy(), biases.numpy())
         first_value = (heads + len(kv_heads)) * size
         first_mean = first_value + len(kv_heads) * size
         program.add_op(
@@ -113,7 +107,7 @@ class HeadConvolutionRecorder:
         taps_FK = np.zeros((len(is_late), layer.kernel), np.float32)
         taps_FK[:, -1], taps_FK[:, -2] = ~is_late, is_late
         num_inputs = layer.state_size(shard.tensor_parallel.size).num_inputs
-        values = NativeConvolution(layer, taps_FK, num_inputs * first_value)
+        values = _convolution(layer, taps_FK, num_inputs * first_value)
         program.add_op("convolve_inside", mixer=values, first_column=first_value, **self._state)
 
     def finish_attention(self) -> None:
@@ -170,11 +164,13 @@ class InnerConvolutionRecorder:
 
     def _read(self, name: str, channels: int, part: range | None = None) -> Floats:
         weights = self._blocks.weights
-        taps_FK = read_taps(self._layer, weights, f"{self._prefix}{name}", channels, part)
-        return np.ascontiguousarray(taps_FK.numpy())
+        taps_FK: Floats = read_taps(
+            self._layer, weights, f"{self._prefix}{name}", channels, part
+        ).numpy()
+        return taps_FK
 
     def _add(self, taps_FK: Floats, **fields: Any) -> None:
-        mixer = NativeConvolution(self._layer, taps_FK, self._num_floats, self._spec.head_dim)
+        mixer = _convolution(self._layer, taps_FK, self._num_floats, self._spec.head_dim)
         num_inputs = self._layer.state_size(self._shard.tensor_parallel.size).num_inputs
         self._num_floats += num_inputs * len(taps_FK)
         self._blocks.program.add_op("convolve_inside", mixer=mixer, **self._state, **fields)

@@ -16,55 +16,41 @@ from .blocks import PART, QKV, BlockRecorder
 _NGRAM_CONVOLUTION = 5
 
 
-class NativeNgramTable(structs.NgramTable):
-    """The hashes that choose embeddings, as a struct whose address is passed to native code.
-
-    It keeps the arrays that it points to alive.
-    """
-
-    def __init__(self, ngrams: NgramSpec, vocab_size: int, table: int, part: range) -> None:
-        sizes_H = np.array(ngrams.head_sizes(table), np.int64)
-        self._arrays = (
-            np.array(ngrams.multipliers(vocab_size, table), np.int64),
-            sizes_H,
-            np.cumsum(sizes_H) - sizes_H,
-        )
-        super().__init__(
-            ngrams.longest,
-            ngrams.num_heads,
-            ngrams.end_id,
-            part.start,
-            *(array.ctypes.data for array in self._arrays),
-        )
+def _table(ngrams: NgramSpec, vocab_size: int, table: int, part: range) -> structs.NgramTable:
+    """Return the hashes that choose embeddings."""
+    sizes_H = np.array(ngrams.head_sizes(table), np.int64)
+    return structs.NgramTable(
+        ngrams.longest,
+        ngrams.num_heads,
+        ngrams.end_id,
+        part.start,
+        np.array(ngrams.multipliers(vocab_size, table), np.int64),
+        sizes_H,
+        np.cumsum(sizes_H) - sizes_H,
+    )
 
 
-class NativeNgramConvolution(structs.Mixer):
-    """The convolution over embeddings, as a struct whose address is passed to native code.
-
-    It keeps the taps alive.
-    """
-
-    def __init__(
-        self, blocks: BlockRecorder, ngrams: NgramSpec, recurrent: GatedDeltaNet, prefix: str
-    ) -> None:
-        convolution = recurrent.ngrams
-        assert convolution is not None
-        check_num_taps(ngrams.taps)
-        ranks, channels = blocks.shard.tensor_parallel.size, convolution.channels
-        taps_EK = blocks.weights.floats(f"{prefix}conv1d.weight", channels, 1, ngrams.taps)[:, 0]
-        self._taps = np.ascontiguousarray(taps_EK.T)
-        super().__init__(
-            kind=_NGRAM_CONVOLUTION,
-            channels=convolution.state_size(ranks).channels,
-            num_convolved=channels,
-            kernel=convolution.kernel,
-            segment=convolution.segment,
-            num_taps=ngrams.taps,
-            distance=ngrams.longest,
-            state_offset=recurrent.state_size(ranks).num_own_bytes(4) // 4,
-            value_dim=blocks.spec.hidden_size,
-            taps=self._taps.ctypes.data,
-        )
+def _convolution(
+    blocks: BlockRecorder, ngrams: NgramSpec, recurrent: GatedDeltaNet, prefix: str
+) -> structs.Mixer:
+    """Return the convolution over embeddings."""
+    convolution = recurrent.ngrams
+    assert convolution is not None
+    check_num_taps(ngrams.taps)
+    ranks, channels = blocks.shard.tensor_parallel.size, convolution.channels
+    taps_EK = blocks.weights.floats(f"{prefix}conv1d.weight", channels, 1, ngrams.taps)[:, 0]
+    return structs.Mixer(
+        kind=_NGRAM_CONVOLUTION,
+        channels=convolution.state_size(ranks).channels,
+        num_convolved=channels,
+        kernel=convolution.kernel,
+        segment=convolution.segment,
+        num_taps=ngrams.taps,
+        distance=ngrams.longest,
+        state_offset=recurrent.state_size(ranks).num_own_bytes(4) // 4,
+        value_dim=blocks.spec.hidden_size,
+        taps=taps_EK.T,
+    )
 
 
 def record_ngrams(
@@ -92,8 +78,8 @@ def record_ngrams(
         parts=[weights.pack_float_tensor(name, rows)],
         layer=index,
         group=layer.state_group,
-        mixer=(mixer := NativeNgramConvolution(blocks, ngrams, layer.recurrent, prefix)),
-        ngrams=NativeNgramTable(ngrams, spec.vocab_size, layer.ngram_table, part),
+        mixer=(mixer := _convolution(blocks, ngrams, layer.recurrent, prefix)),
+        ngrams=_table(ngrams, spec.vocab_size, layer.ngram_table, part),
     )
     if not blocks.is_alone:
         blocks.add_sum(QKV, size=size)

@@ -24,32 +24,24 @@ _QUERY_MARGIN = 64
 """The value of `QueryBiases::kMargin` in csrc/attention/attention.h."""
 
 
-class NativeRelativeBiases(structs.RelativeBiases):
-    """The biases that depend on queries, as a struct whose address is passed to native code.
+def native_relative_biases(
+    biases: RelativeBiases, first_column: int, has_sinks: bool, head_bound: float
+) -> structs.RelativeBiases:
+    """Return the biases that depend on queries.
 
-    It keeps its arrays alive. The queries' factors begin at `first_column` of the projection. If `has_sinks`, each
-    token's sinks follow them. `head_bound` limits the norms of queries and keys.
+    The queries' factors begin at `first_column` of the projection. If `has_sinks`, each token's sinks follow them.
+    `head_bound` limits the norms of queries and keys.
     """
-
-    def __init__(
-        self, biases: RelativeBiases, first_column: int, has_sinks: bool, head_bound: float
-    ) -> None:
-        profiles_RE = biases.matrix_RE.float().numpy()
-        self._table = np.ascontiguousarray(
-            np.pad(profiles_RE[:, ::-1] * LOG2_E, ((0, 0), (_QUERY_MARGIN, _QUERY_MARGIN)))
-        )
-        self._scales = None
-        if biases.bound is not None:
-            self._scales = np.ascontiguousarray(biases.bound.weight_HK.float().numpy())
-        super().__init__(
-            first_column,
-            *profiles_RE.shape,
-            first_column + biases.size if has_sinks else 0,
-            0.0 if biases.bound is None else biases.bound.bound,
-            head_bound,
-            None if self._scales is None else self._scales.ctypes.data,
-            self._table.ctypes.data,
-        )
+    profiles_RE, bound = biases.matrix_RE.float().numpy(), biases.bound
+    return structs.RelativeBiases(
+        first_column,
+        *profiles_RE.shape,
+        first_column + biases.size if has_sinks else 0,
+        0.0 if bound is None else bound.bound,
+        head_bound,
+        None if bound is None else bound.weight_HK.float().numpy(),
+        np.pad(profiles_RE[:, ::-1] * LOG2_E, ((0, 0), (_QUERY_MARGIN, _QUERY_MARGIN))),
+    )
 
 
 def read_biases(blocks: BlockRecorder, max_distance: int, prefix: str = "") -> Floats | None:

@@ -4,43 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-from numpy.typing import NDArray
-
-from ....layers.spec import ModelSpec
 from ....layers.specs.altup import AltUpSpec
 from ...abi import structs
 from ...abi.structs import MAX_PARTS
 from ...packing import PackedWeight
 from ...program import Floats
-from ...weights import NativeWeightReader
 from ..blocks import BLOCK, BlockRecorder
-
-
-class NativeAltUp(structs.AltUp):
-    """The weights of alternating updates in one layer, as a struct whose address is passed to native code.
-
-    It keeps the arrays that it points to alive.
-    """
-
-    def __init__(
-        self, spec: ModelSpec, altup: AltUpSpec, weights: NativeWeightReader, prefix: str
-    ) -> None:
-        def matrix(name: str, rows: int, columns: int) -> NDArray[np.float32]:
-            read = weights.read_float32(f"{prefix}altup.{name}.weight", rows, columns)
-            return np.ascontiguousarray(read.numpy())
-
-        count, hidden = altup.num_streams, spec.hidden_size
-        self._arrays = [
-            weights.vector(f"{prefix}altup.router_norm.weight", hidden),
-            matrix("modality_router", count, hidden),
-            matrix("prediction_coefs", count * count, count),
-            matrix("correction_coefs", count, count),
-            # The tensor exists even in models that do not use it.
-            weights.vector(f"{prefix}altup.correct_output_scale", hidden),
-        ]
-        *needed, output_scale = (array.ctypes.data for array in self._arrays)
-        super().__init__(altup.active, *needed, output_scale if altup.scales_output else None)
 
 
 class AltUpRecorder:
@@ -72,14 +41,27 @@ class AltUpRecorder:
             )
         self._program.add_op("reduce_streams")
 
-    def predict(self, prefix: str) -> NativeAltUp:
+    def predict(self, prefix: str) -> structs.AltUp:
         """Record the prediction of the streams in a layer. Return the weights."""
-        blocks = self._blocks
-        altup = NativeAltUp(blocks.spec, self._altup, blocks.weights, prefix)
+        weights, count, hidden = (
+            self._blocks.weights,
+            self._altup.num_streams,
+            self._blocks.spec.hidden_size,
+        )
+        # The tensor exists even in models that do not use it.
+        output_scale = weights.vector(f"{prefix}altup.correct_output_scale", hidden)
+        altup = structs.AltUp(
+            self._altup.active,
+            weights.vector(f"{prefix}altup.router_norm.weight", hidden),
+            weights.floats(f"{prefix}altup.modality_router.weight", count, hidden),
+            weights.floats(f"{prefix}altup.prediction_coefs.weight", count * count, count),
+            weights.floats(f"{prefix}altup.correction_coefs.weight", count, count),
+            output_scale if self._altup.scales_output else None,
+        )
         self._program.add_op("predict_streams", altup=altup)
         return altup
 
-    def correct(self, altup: NativeAltUp) -> None:
+    def correct(self, altup: structs.AltUp) -> None:
         """Record the correction of the streams by the layer's result."""
         self._program.add_op("correct_streams", altup=altup)
 

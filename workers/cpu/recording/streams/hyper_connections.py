@@ -2,73 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
-
-from ....layers.spec import ModelSpec
 from ....layers.specs.hyper import HyperConnectionsSpec
 from ...abi import structs
-from ...weights import NativeWeightReader
 from ..blocks import BlockRecorder
-
-
-class NativeHyperConnection(structs.HyperConnection):
-    """The weights of one connection, as a struct whose address is passed to native code.
-
-    It keeps the arrays that it points to alive.
-    """
-
-    def __init__(
-        self,
-        spec: ModelSpec,
-        hyper: HyperConnectionsSpec,
-        weights: NativeWeightReader,
-        name: str,
-        num_factors: int,
-    ) -> None:
-        count = hyper.num_streams
-        # After the last layer, streams are not replaced by sums.
-        num_iterations = hyper.num_iterations if num_factors > 1 else 0
-        num_logits = num_factors * count + bool(num_iterations) * count**2
-        weight = weights.read_float32(f"{name}.fn", num_logits, count * spec.hidden_size).numpy()
-        self._arrays = (
-            np.ascontiguousarray(weight),
-            weights.vector(f"{name}.base", num_logits),
-            weights.vector(f"{name}.scale", num_factors + bool(num_iterations)),
-        )
-        super().__init__(
-            num_factors,
-            num_iterations,
-            hyper.eps,
-            hyper.output_scale,
-            spec.norm_eps,
-            *(array.ctypes.data for array in self._arrays),
-        )
-
-
-class NativeLowRankConnection(structs.HyperConnection):
-    """The vectors of one connection of low rank, as a struct whose address is passed to native code.
-
-    It keeps the arrays that it points to alive. Without `has_output`, it is the mean of the streams after the last
-    layer.
-    """
-
-    def __init__(
-        self, blocks: BlockRecorder, hyper: HyperConnectionsSpec, name: str, has_output: bool
-    ) -> None:
-        spec, weights = blocks.spec, blocks.weights
-        shape = hyper.num_streams, hyper.num_streams * spec.hidden_size
-        self._norm = blocks.norm(f"{name}.hc_norm", shape[1])
-        weight = None
-        if has_output:
-            inject = weights.read_float32(f"{name}.block_inject_weight.weight", *shape)
-            weight = np.ascontiguousarray(inject.numpy())
-        self._weight = weight
-        super().__init__(
-            output_scale=hyper.output_scale,
-            norm_eps=spec.norm_eps,
-            weight=None if weight is None else weight.ctypes.data,
-            norm=self._norm.ctypes.data,
-        )
 
 
 class HyperRecorder:
@@ -90,24 +26,45 @@ class HyperRecorder:
 
     def _mix(self, name: str, num_factors: int = 2) -> structs.HyperConnection:
         """Record that the residual stream becomes a sum of the streams. Return the connection called `name`."""
-        blocks = self._blocks
-        if self._hyper.rank:
+        hyper, spec, weights = self._hyper, self._blocks.spec, self._blocks.weights
+        if hyper.rank:
             return self._mix_normed(name, num_factors > 1)
-        connection = NativeHyperConnection(
-            blocks.spec, self._hyper, blocks.weights, name, num_factors
+        count = hyper.num_streams
+        # After the last layer, streams are not replaced by sums.
+        num_iterations = hyper.num_iterations if num_factors > 1 else 0
+        num_logits = num_factors * count + bool(num_iterations) * count**2
+        connection = structs.HyperConnection(
+            num_factors,
+            num_iterations,
+            hyper.eps,
+            hyper.output_scale,
+            spec.norm_eps,
+            weights.floats(f"{name}.fn", num_logits, count * spec.hidden_size),
+            weights.vector(f"{name}.base", num_logits),
+            weights.vector(f"{name}.scale", num_factors + bool(num_iterations)),
         )
         self._program.add_op("mix_streams", hyper=connection)
         return connection
 
-    def _mix_normed(self, name: str, has_output: bool) -> NativeLowRankConnection:
-        """Record that the residual stream becomes a mean of the normed streams, whose factors have low rank."""
+    def _mix_normed(self, name: str, has_output: bool) -> structs.HyperConnection:
+        """Record that the residual stream becomes a mean of the normed streams, whose factors have low rank.
+
+        Without `has_output`, no block's output is added to the streams.
+        """
         blocks, rank, program = self._blocks, self._hyper.rank, self._program
         count, size = self._hyper.num_streams, self._hyper.num_streams * blocks.spec.hidden_size
         down, up = (
             blocks.weights.packed(f"{name}.input_mix_weight_{part}.weight", *shape)
             for part, shape in (("down", (rank, size)), ("up", (size, rank)))
         )
-        connection = NativeLowRankConnection(blocks, self._hyper, name, has_output)
+        connection = structs.HyperConnection(
+            output_scale=self._hyper.output_scale,
+            norm_eps=blocks.spec.norm_eps,
+            weight=blocks.weights.floats(f"{name}.block_inject_weight.weight", count, size)
+            if has_output
+            else None,
+            norm=blocks.norm(f"{name}.hc_norm", size),
+        )
         kind = down.activation_kind.for_whole_rows
         program.add_op("norm_streams", activation_kind=kind, hyper=connection)
         program.add_op(
