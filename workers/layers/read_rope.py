@@ -41,8 +41,8 @@ def read_rope_of_layer_type(
     layer_type: str,
     head_dim: int,
     *,
-    theta_field: str,
     theta: float,
+    theta_field: str = "rope_theta",
     partial: bool = False,
 ) -> RopeSpec:
     """Return the rotary embedding of one layer type, for families that have several.

@@ -148,6 +148,21 @@ def sliding_layers(fields: ConfigFields, default: Callable[[int], bool]) -> list
     return [layer_type == "sliding_attention" for layer_type in layer_types]
 
 
+def windowed_layers(
+    fields: ConfigFields,
+    default: Callable[[int], bool],
+    local: RopeSpec,
+    full: RopeSpec | None,
+    window: int | None = None,
+) -> tuple[LayerSpec, ...]:
+    """Return the specs of layers of which some have a window, by default `window`; see `sliding_layers`.
+
+    `local` is the rotary embedding of the layers with a window, and `full` that of the others.
+    """
+    own, others = LayerSpec(local, fields.integer("sliding_window", window)), LayerSpec(full)
+    return tuple(own if slides else others for slides in sliding_layers(fields, default))
+
+
 def attention_biases(fields: ConfigFields) -> dict[str, bool]:
     """Return changes of a spec for configs whose `attention_bias` applies to all projections of the attention."""
     bias = fields.boolean("attention_bias", False)

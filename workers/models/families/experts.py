@@ -22,8 +22,8 @@ from .common import (
     base_spec,
     head_dim,
     require_usual_swiglu,
-    sliding_layers,
     uniform_layers,
+    windowed_layers,
 )
 from .llama import (
     WITHOUT_TALKER,
@@ -323,10 +323,8 @@ def _gpt_oss(fields: ConfigFields) -> ModelSpec:
         fields = fields.with_defaults(rope_parameters=yarn)
     require_usual_swiglu(fields)
     fields = fields.with_defaults(head_dim=64, rms_norm_eps=1e-5, attention_bias=True)
-    rope, window = read_rope(fields, head_dim(fields), theta=150_000.0), 128
-    window = fields.integer("sliding_window", window)
-    sliding = sliding_layers(fields, lambda i: i % 2 == 0)
-    layers = tuple(LayerSpec(rope, window if slides else None) for slides in sliding)
+    rope = read_rope(fields, head_dim(fields), theta=150_000.0)
+    layers = windowed_layers(fields, lambda i: i % 2 == 0, rope, rope, window=128)
     spec = base_spec(
         fields.with_values({"hidden_act": "silu"}),
         layers,

@@ -25,6 +25,7 @@ from .common import (
     head_dim,
     layer_settings,
     sliding_layers,
+    windowed_layers,
 )
 from .hybrid import recurrent_layer
 from .llama import llama
@@ -88,10 +89,8 @@ def gemma2(fields: ConfigFields) -> ModelSpec:
     fields = fields.with_defaults(
         **_GEMMA_DEFAULTS, attn_logit_softcapping=50.0, final_logit_softcapping=30.0
     )
-    window = fields.integer("sliding_window")
     rope = read_rope(fields, head_dim(fields))
-    slides = sliding_layers(fields, lambda i: i % 2 == 0)
-    layers = tuple(LayerSpec(rope, window if sliding else None) for sliding in slides)
+    layers = windowed_layers(fields, lambda i: i % 2 == 0, rope, rope)
     softcap = fields.optional_positive("attn_logit_softcapping")
     return _gemma(fields, layers, attention_softcap=softcap)
 
@@ -111,7 +110,7 @@ def _gemma3(fields: ConfigFields) -> ModelSpec:
         theta=10_000.0,
     )
     global_rope = read_rope_of_layer_type(
-        fields, "full_attention", head_dim(fields), theta_field="rope_theta", theta=1_000_000.0
+        fields, "full_attention", head_dim(fields), theta=1_000_000.0
     )
     period = fields.integer("sliding_window_pattern", 6)
     slides = sliding_layers(fields, lambda i: (i + 1) % period != 0)
@@ -323,9 +322,7 @@ def _gemma4(fields: ConfigFields) -> ModelSpec:
             "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25}
         }
         fields = fields.with_values({"rope_parameters": parameters})
-    global_rope = read_rope_of_layer_type(
-        fields, "full_attention", global_size, theta_field="rope_theta", theta=1e6
-    )
+    global_rope = read_rope_of_layer_type(fields, "full_attention", global_size, theta=1e6)
     experts = None
     if fields.boolean("enable_moe_block", False):
         num_experts = fields.integer("num_experts")

@@ -162,7 +162,7 @@ def _lfm3(fields: ConfigFields) -> ModelSpec:
     )
     size = head_dim(fields)
     full, local = (
-        read_rope_of_layer_type(fields, kind, size, theta_field="rope_theta", theta=theta)
+        read_rope_of_layer_type(fields, kind, size, theta=theta)
         for kind, theta in (("full_attention", 1_000_000.0), ("sliding_attention", 10_000.0))
     )
     spec = _lfm2(fields, layers_with_windows(fields, local, full))

@@ -20,6 +20,7 @@ from .common import (
     head_dim,
     sliding_layers,
     uniform_layers,
+    windowed_layers,
 )
 from .experts import first_dense, has_listed_experts, read_experts, with_experts
 from .gpt import gpt_spec
@@ -65,10 +66,9 @@ def _cohere(fields: ConfigFields) -> ModelSpec:
 
 def _cohere2(fields: ConfigFields) -> ModelSpec:
     fields = fields.with_defaults(tie_word_embeddings=True, rms_norm_eps=1e-5, sliding_window=4096)
-    rope, window = read_rope(fields, head_dim(fields)), fields.integer("sliding_window")
+    rope = read_rope(fields, head_dim(fields))
     period = fields.integer("sliding_window_pattern", 4)
-    sliding = sliding_layers(fields, lambda i: bool((i + 1) % period))
-    layers = tuple(LayerSpec(rope, window) if slides else LayerSpec(None) for slides in sliding)
+    layers = windowed_layers(fields, lambda i: bool((i + 1) % period), rope, None)
     return _cohere_spec(fields, layers)
 
 

@@ -14,7 +14,15 @@ from ...layers.rope import QueryScaling
 from ...layers.spec import ModelSpec
 from ...layers.specs.norm_names import NormNames
 from ...loaders.tensor_names import TensorNames
-from .common import Family, attention_biases, base_spec, head_dim, sliding_layers, uniform_layers
+from .common import (
+    Family,
+    attention_biases,
+    base_spec,
+    head_dim,
+    sliding_layers,
+    uniform_layers,
+    windowed_layers,
+)
 
 WITHOUT_TALKER: TensorNames = ((r"^(talker|token2wav|code2wav)\..*", ""),)
 """Drops the tensors of the parts of Qwen's Omni models that speak."""
@@ -98,10 +106,9 @@ def qwen_layers(
     rope = read_rope(fields, head_dim(fields))
     if not fields.boolean("use_sliding_window", False):
         return uniform_layers(fields, rope)
-    window = fields.integer("sliding_window", 4096)
     first_sliding = fields.integer("max_window_layers", 28, minimum=0)
-    slides = sliding_layers(fields, default or (lambda i: i >= first_sliding))
-    return tuple(LayerSpec(rope, window if sliding else None) for sliding in slides)
+    slides = default or (lambda i: i >= first_sliding)
+    return windowed_layers(fields, slides, rope, rope, window=4096)
 
 
 def qwen2(fields: ConfigFields) -> ModelSpec:

@@ -19,6 +19,7 @@ from .common import (
     layer_settings,
     sliding_layers,
     uniform_layers,
+    windowed_layers,
 )
 from .llama import granite, llama, olmo2, with_axes
 
@@ -403,15 +404,11 @@ def _nanochat(fields: ConfigFields) -> ModelSpec:
 
 def _olmo3(fields: ConfigFields) -> ModelSpec:
     fields = fields.with_defaults(sliding_window=4096, rope_theta=500_000.0)
-    size, window = head_dim(fields), fields.integer("sliding_window")
-    local_rope, global_rope = (
-        read_rope_of_layer_type(fields, kind, size, theta_field="rope_theta", theta=500_000.0)
+    local, full = (
+        read_rope_of_layer_type(fields, kind, head_dim(fields), theta=500_000.0)
         for kind in ("sliding_attention", "full_attention")
     )
-    sliding = sliding_layers(fields, lambda i: bool((i + 1) % 4))
-    layers = tuple(
-        LayerSpec(local_rope, window) if slides else LayerSpec(global_rope) for slides in sliding
-    )
+    layers = windowed_layers(fields, lambda i: bool((i + 1) % 4), local, full)
     return olmo2(fields, layers=layers)
 
 

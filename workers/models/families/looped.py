@@ -13,7 +13,7 @@ from ...layers.shared_block import Restart
 from ...layers.spec import ModelSpec
 from ...layers.specs.norm_names import NormNames
 from ...loaders.row_factors import RowFactors
-from .common import Family, base_spec, head_dim, sliding_layers
+from .common import Family, base_spec, head_dim, windowed_layers
 
 
 def looped_layers(
@@ -134,17 +134,11 @@ def _dory(fields: ConfigFields) -> ModelSpec:
         raise fields.wrong("recurrent_kv_cache_mode", "per_loop", "last_loop")
     fields = fields.with_values(values)
     size, hidden_size = head_dim(fields), fields.integer("hidden_size")
-    ropes = {
-        kind: read_rope_of_layer_type(
-            fields, f"{kind}_attention", size, theta_field="rope_theta", theta=theta
-        )
-        for kind, theta in (("sliding", 1e4), ("full", 1e7))
-    }
-    window = fields.integer("sliding_window")
-    layers = [
-        LayerSpec(ropes["sliding"], window) if has_window else LayerSpec(ropes["full"])
-        for has_window in sliding_layers(fields, lambda i: (i + 1) % 4 != 0)
-    ]
+    local, full = (
+        read_rope_of_layer_type(fields, kind, size, theta=theta)
+        for kind, theta in (("sliding_attention", 1e4), ("full_attention", 1e7))
+    )
+    layers = windowed_layers(fields, lambda i: (i + 1) % 4 != 0, local, full)
     end = count - last
     passes: list[tuple[range, Restart | None]] = [(range(first), None)]
     passes += [(range(first, end), Restart(keeps=None if i else 0, adds=0)) for i in range(loops)]

@@ -19,6 +19,7 @@ from .common import (
     require_usual_swiglu,
     sliding_layers,
     uniform_layers,
+    windowed_layers,
 )
 from .experts import (
     MIXTRAL_NAMES,
@@ -50,15 +51,16 @@ def _exaone_moe(fields: ConfigFields) -> ModelSpec:
         routed_scaling_factor=2.5,
         moe_intermediate_size=1024,
     )
-    rope, window = read_rope(fields, head_dim(fields)), fields.integer("sliding_window")
     pattern = fields.get("sliding_window_pattern", 4)
-    if isinstance(pattern, str):
-        # The pattern has one letter per layer; "L" means a window.
-        slides = sliding_layers(fields, lambda i: pattern[i % len(pattern)] == "L")
-    else:
-        period = fields.integer("sliding_window_pattern", 4)
-        slides = sliding_layers(fields, lambda i: (i + 1) % period != 0)
-    layers = tuple(LayerSpec(rope, window) if sliding else LayerSpec(None) for sliding in slides)
+    if not isinstance(pattern, str):
+        pattern = "L" * (fields.integer("sliding_window_pattern", 4) - 1) + "G"
+    # The pattern has one letter per layer; "L" means a window.
+    layers = windowed_layers(
+        fields,
+        lambda i: pattern[i % len(pattern)] == "L",
+        read_rope(fields, head_dim(fields)),
+        None,
+    )
     return with_experts(
         llama(fields, layers=layers, qk_norm="head"),
         deepseek_experts(fields),
@@ -92,10 +94,7 @@ def _beam(fields: ConfigFields) -> ModelSpec:
     def layer(kind: str) -> LayerSpec:
         if (kind == "full_attention") if ropes is None else (ropes.section(kind) is None):
             return scaled
-        rope = read_rope_of_layer_type(
-            fields, kind, head_dim(fields), theta_field="rope_theta", theta=10_000.0
-        )
-        return LayerSpec(rope)
+        return LayerSpec(read_rope_of_layer_type(fields, kind, head_dim(fields), theta=10_000.0))
 
     local, full = replace(layer("sliding_attention"), window=window), layer("full_attention")
     slides = sliding_layers(fields, lambda i: (i + 1) % 6 != 0 and i != count - 1)
@@ -227,11 +226,10 @@ def _kolibri(fields: ConfigFields) -> ModelSpec:
     size = fields.integer("moe_intermediate_size", 512)
     # Every layer has experts, so none has a dense MLP.
     fields = fields.with_values({"moe_intermediate_size": size, "intermediate_size": size})
-    rope, window = read_rope(fields, head_dim(fields)), fields.integer("sliding_window")
-    slides = sliding_layers(fields, lambda i: (i + 1) % 5 != 0)
+    rope = read_rope(fields, head_dim(fields))
     spec = base_spec(
         fields,
-        tuple(LayerSpec(rope, window) if x else LayerSpec(None) for x in slides),
+        windowed_layers(fields, lambda i: (i + 1) % 5 != 0, rope, None),
         norms=NormNames(
             attention_output="post_self_attn_layernorm", mlp_output="post_mlp_layernorm"
         ),

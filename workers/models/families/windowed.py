@@ -16,6 +16,7 @@ from .common import (
     head_dim,
     read_limits,
     sliding_layers,
+    windowed_layers,
     with_limits,
 )
 from .experts import (
@@ -47,11 +48,7 @@ def _cwm(fields: ConfigFields) -> ModelSpec:
         num_key_value_heads=8, head_dim=128, rms_norm_eps=1e-5, sliding_window=8192
     )
     rope = read_rope(fields, head_dim(fields), theta=1_000_000.0)
-    window = fields.integer("sliding_window")
-    slides = sliding_layers(fields, lambda i: i % 4 != 0)
-    return llama(
-        fields, layers=tuple(LayerSpec(rope, window if sliding else None) for sliding in slides)
-    )
+    return llama(fields, layers=windowed_layers(fields, lambda i: i % 4 != 0, rope, rope))
 
 
 def _granite_windows(fields: ConfigFields) -> ModelSpec:
@@ -88,16 +85,11 @@ def _granite_moe_windows(fields: ConfigFields) -> ModelSpec:
 
 def _mellum(fields: ConfigFields) -> ModelSpec:
     fields = fields.with_defaults(head_dim=128, num_key_value_heads=4, sliding_window=1024)
-    size = head_dim(fields)
-    local_rope, global_rope = (
-        read_rope_of_layer_type(fields, kind, size, theta_field="rope_theta", theta=theta)
+    local, full = (
+        read_rope_of_layer_type(fields, kind, head_dim(fields), theta=theta)
         for kind, theta in (("sliding_attention", 10_000.0), ("full_attention", 500_000.0))
     )
-    window = fields.integer("sliding_window")
-    layers = tuple(
-        LayerSpec(local_rope, window) if slides else LayerSpec(global_rope)
-        for slides in sliding_layers(fields, lambda _: False)
-    )
+    layers = windowed_layers(fields, lambda _: False, local, full)
     experts = read_experts(
         fields.with_defaults(moe_intermediate_size=896),
         64,
@@ -117,9 +109,8 @@ def _flint(fields: ConfigFields) -> ModelSpec:
         head_dim=128, num_key_value_heads=4, sliding_window=513, mlp_only_layers=[0, 1]
     )
     last = fields.layer_count("num_hidden_layers") - 1
-    rope, window = read_rope(fields, head_dim(fields)), fields.integer("sliding_window")
-    slides = sliding_layers(fields, lambda i: i > 1 and i % 4 != 1 and i != last)
-    layers = tuple(LayerSpec(rope, window) if sliding else LayerSpec(None) for sliding in slides)
+    rope = read_rope(fields, head_dim(fields))
+    layers = windowed_layers(fields, lambda i: i > 1 and i % 4 != 1 and i != last, rope, None)
     experts = read_experts(
         fields.with_defaults(moe_intermediate_size=512),
         256,
@@ -139,9 +130,8 @@ def _flint(fields: ConfigFields) -> ModelSpec:
 def _afmoe(fields: ConfigFields) -> ModelSpec:
     fields = fields.with_defaults(head_dim=128, rms_norm_eps=1e-5, sliding_window=1024)
     interval = fields.integer("global_attn_every_n_layers", 4)
-    rope, window = read_rope(fields, head_dim(fields)), fields.integer("sliding_window")
-    slides = sliding_layers(fields, lambda i: (i + 1) % interval != 0)
-    layers = tuple(LayerSpec(rope, window) if sliding else LayerSpec(None) for sliding in slides)
+    rope = read_rope(fields, head_dim(fields))
+    layers = windowed_layers(fields, lambda i: (i + 1) % interval != 0, rope, None)
     is_scaled = fields.boolean("mup_enabled", False)
     spec = base_spec(
         fields,
@@ -284,7 +274,6 @@ def _laguna(fields: ConfigFields) -> ModelSpec:
             fields.with_defaults(partial_rotary_factor=fraction),
             kind,
             size,
-            theta_field="rope_theta",
             theta=theta,
             partial=True,
         )
@@ -357,14 +346,8 @@ def _step3(fields: ConfigFields) -> ModelSpec:
     layers = []
     for i, sliding in enumerate(slides):
         kind = "sliding_attention" if sliding else "full_attention"
-        rope = read_rope_of_layer_type(
-            _of_layer(fields, i),
-            kind,
-            size,
-            theta_field="rope_theta",
-            theta=10_000.0,
-            partial=True,
-        )
+        own_fields = _of_layer(fields, i)
+        rope = read_rope_of_layer_type(own_fields, kind, size, theta=10_000.0, partial=True)
         layers.append(
             LayerSpec(
                 rope,

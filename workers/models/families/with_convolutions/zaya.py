@@ -44,9 +44,7 @@ def _zaya(fields: ConfigFields) -> ModelSpec:
     convolutions = read_head_convolutions(fields)
     layers = {
         kind: LayerSpec(
-            read_rope_of_layer_type(
-                fields, kind, size, theta_field="rope_theta", theta=theta, partial=True
-            ),
+            read_rope_of_layer_type(fields, kind, size, theta=theta, partial=True),
             window=fields.integer("sliding_window") if kind == "hybrid_sliding" else None,
             recurrent=convolutions,
         )
