@@ -37,6 +37,17 @@ _WHITE_SPACE_OPTIONS: Final = ("whitespace_flexible", "whitespace_pattern")
 
 _FREE_TEXT: Final = r"TEXT: /(.|\n)*/"
 
+_ESCAPED: Final = {
+    "/": r"\/",
+    "\n": r"\n",
+    "\r": r"\r",
+    r"\d": "[0-9]",
+    r"\D": "[^0-9]",
+    r"\w": "[0-9A-Za-z_]",
+    r"\W": "[^0-9A-Za-z_]",
+}
+"""Lark's forms of parts of regular expressions. Classes are those of ASCII, as in JSON Schema and in other servers."""
+
 
 class _TagStructure(msgspec.Struct, frozen=True):
     begin: str
@@ -190,8 +201,7 @@ def _regex_literal(regex: str) -> str:
     """Return the regular expression between slashes, as Lark writes it."""
 
     def escape(match: re.Match[str]) -> str:
-        character = match[0]
-        return {"/": r"\/", "\n": r"\n", "\r": r"\r"}.get(character, character)
+        return _ESCAPED.get(match[0], match[0])
 
     return "/" + re.sub(r"\\.|[/\n\r]", escape, regex, flags=re.DOTALL) + "/"
 

@@ -133,6 +133,7 @@ def test_random_output_is_valid_for_its_schema(manager: StructuredOutputManager)
     [
         (regex("[0-9]{3}-[a-f]+/x"), r"[0-9]{3}-[a-f]+/x"),
         (regex(r"^a\/b$"), "a/b"),
+        (regex(r"\d{8}[\w.-]{8}[^\D]"), r"[0-9]{8}[0-9A-Za-z_.-]{8}[0-9]"),
         (
             StructuredOutput(GrammarKind.CHOICE, '["yes", "no\\n", "\\"maybe\\""]'),
             'yes|no\n|"maybe"',
@@ -150,6 +151,7 @@ def test_random_output_is_valid_for_its_schema(manager: StructuredOutputManager)
     ids=[
         "regex",
         "anchors",
+        "classes of ASCII",
         "choice",
         "lark",
         "gbnf",
