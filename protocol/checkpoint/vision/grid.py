@@ -202,7 +202,7 @@ def hyperclovax(fields: ConfigFields, vision: ConfigFields, output_size: int) ->
         tensor_names=(
             *_NAMES,
             (r"(model\.)?(vision_model|visual)\.", "visual."),
-            (r"(model\.)?(projector|vision_projector)\.", "visual.merger.fc3."),
+            (r"(model\.)?((mm_|vision_)?projector)\.", "visual.merger.fc3."),
         ),
     )
 

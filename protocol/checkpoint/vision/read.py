@@ -112,6 +112,7 @@ def _section(fields: ConfigFields) -> ConfigFields | None:
 
 _KINDS: Final = {
     "DeepseekOCRForCausalLM": "deepseek_ocr",
+    "HCXVisionV2ForCausalLM": "hyperclovax_vision_v2",
     "LightOnOCRForConditionalGeneration": "lighton_ocr",
 }
 """Architectures with the model type of another architecture, and the names of their models."""

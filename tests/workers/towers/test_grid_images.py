@@ -107,6 +107,8 @@ def model(request, tmp_path_factory):
         _as_kimi_vl(path)
         processor = {"patch_size": PATCH, "merge_kernel_size": [2, 2], "in_token_limit": 60}
         processor |= {"pad_input": True, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    if request.param == "hyperclovax_vision_v2":
+        _as_published_hyperclova(path)
     (path / "preprocessor_config.json").write_text(json.dumps(processor))
     return path, reference
 
@@ -117,6 +119,19 @@ def _restore_decoder_names(file):
     assert "vision_tower.encoder.blocks.0.wqkv.weight" in tensors
     wrong, right = "language_model.model.blocks", "language_model.model.layers"
     save_file({name.replace(wrong, right): tensors[name] for name in tensors}, file)
+
+
+def _as_published_hyperclova(path):
+    """Give HyperCLOVA X SEED Think the names that it has on the hub, and a part that writes images."""
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    assert any("vision_projector" in name for name in tensors)
+    tensors = {name.replace("vision_projector", "mm_projector"): tensors[name] for name in tensors}
+    save_file(tensors | {"model.discrete_vision_model.weight": torch.zeros(1)}, file)
+    config = json.loads((path / "config.json").read_text())
+    config |= {"architectures": ["HCXVisionV2ForCausalLM"], "model_type": "vlm"}
+    config["vision_config"]["model_type"] = "qwen2_5_vl"
+    (path / "config.json").write_text(json.dumps(config))
 
 
 def _as_kimi_vl(path):

@@ -126,6 +126,7 @@ _WITH_ANY_DECODER = {
     "GraniteDoclingForConditionalGeneration",
     "GraniteSpeechForConditionalGeneration",
     "GraniteSpeechPlusForConditionalGeneration",
+    "HCXVisionV2ForCausalLM",
     "HyperCLOVAXVisionV2ForConditionalGeneration",
     "Idefics2ForConditionalGeneration",
     "Idefics3ForConditionalGeneration",
