@@ -163,6 +163,13 @@ def test_translations_use_the_translate_task(audio: Any, reference: Reference) -
     translated = audio.translations.create(model="tiny", file=file, extra_body={"seed": "1"})
     assert translated.text == texts[0]
     assert audio.transcriptions.create(model="tiny", file=file).text == texts[1]
+    with_target = audio.translations.create(
+        model="tiny", file=file, extra_body={"to_language": "en"}
+    )
+    assert with_target.text == texts[0]
+    for create in (audio.translations.create, audio.transcriptions.create):
+        with pytest.raises(openai.BadRequestError, match="to_language must be en in /v1/audio"):
+            create(model="tiny", file=file, extra_body={"to_language": "de"})
 
 
 def test_transcription_prompt_precedes_the_audio(audio: Any, reference: Reference) -> None:

@@ -180,6 +180,10 @@ class Transcriptions:
                 param="model",
             )
         verify_choice("response_format", request.response_format, FORMATS)
+        target = request.to_language
+        is_english = self._task is Task.TRANSLATE and target in ("en", "english")
+        if target and not is_english:
+            raise wrong("to_language", "en in /v1/audio/translations", target)
         response_format = request.response_format or "json"
         granularities = include = None
         languages: tuple[str, ...] = ()

@@ -401,8 +401,10 @@ class TranslationRequest(msgspec.Struct, kw_only=True):
     # The tenant. Ignored if the server has several API keys.
     user: str | None = None
 
+    # The language of the answer, as in vLLM. Only English is possible, in a translation.
+    to_language: str | None = None
+
     # Rejected, because an answer that ignores them would be wrong.
-    to_language: Any = None
     use_beam_search: Any = None
     n: Any = None
     length_penalty: Any = None

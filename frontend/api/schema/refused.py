@@ -124,7 +124,6 @@ REFUSED: Final[dict[str, tuple[str, tuple[Any, ...]]]] = {
     "sampling_logprobs_mode": (_NOT_SUPPORTED, ()),
     "return_flat_raw_output_top_logprobs": (_NOT_SUPPORTED, (False,)),
     "return_flat_raw_top_logprobs_b64": (_NOT_SUPPORTED, (False,)),
-    "to_language": ("is not supported; use /v1/audio/translations for English", ("",)),
     # The values of forms are texts.
     "use_beam_search": ("is not supported for speech", ("false", "False", "0")),
     "n": ("is not supported for speech; send several requests", ("1",)),
