@@ -93,21 +93,25 @@ class FrameProcessor(VideoProcessorConfig, frozen=True, kw_only=True, tag="frame
 
     Attributes:
         side: The width and height of a resized frame in pixels.
+        side_factor: If not 0 (Gemma 4), frames keep their shape instead. Each square of `side_factor` x `side_factor`
+            pixels makes one embedding, and `num_outputs` is the maximum.
         longest_edge: The length in pixels to which a frame's longer side is resized first; 0 to skip this.
         num_outputs: The number of embeddings per frame.
         is_pooled: Whether a frame's embeddings are pooled to fewer than an image has, with one more embedding after the
             last frame (LLaVA-OneVision).
         labels: The text before each frame. "times" (SmolVLM2): its time, and a sentence about the video before the
-            first frame. "numbers" (InternVL): its number. None: no text.
+            first frame. "numbers" (InternVL): its number. "clock" (Gemma 4): its time in minutes and seconds. None: no
+            text.
         start: The text between a frame's label and the frame.
         end: The text after each frame.
     """
 
-    side: int
     num_outputs: int
+    side: int = 0
+    side_factor: int = 0
     longest_edge: int = 0
     is_pooled: bool = False
-    labels: Literal["times", "numbers"] | None = None
+    labels: Literal["times", "numbers", "clock"] | None = None
     start: str = ""
     end: str = ""
 

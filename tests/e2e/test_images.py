@@ -88,7 +88,7 @@ def test_images_whose_tokens_see_each_other_or_have_any_size(
     model = Model(tmp_path, kind)
     with Server(str(model.path), *FLAGS, *flags) as server:
         model.check_all(server, [0, 1, 2, 3, 4, 0, 3])
-        if kind == "llava_onevision":
+        if kind in ("llava_onevision", "gemma4"):
             model.check_video(server)
         if kind == "gemma3":
             assert server.metric("engine:num_preemptions_total") > 0

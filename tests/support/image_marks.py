@@ -56,4 +56,4 @@ def family_marks(kind: str) -> list[str]:
         return [*MARKS, "<video>"]
     if kind in SIZED_MODELS:
         return [*MARKS, "[IMG]", "[IMG_BREAK]", "[IMG_END]"]
-    return [*MARKS, *GEMMA_MARKS.values()] if kind in GEMMA_MODELS else MARKS
+    return [*MARKS, *GEMMA_MARKS.values(), "<video>"] if kind in GEMMA_MODELS else MARKS

@@ -81,8 +81,11 @@ class Model:
         for _ in range(NUM_TOKENS):
             types = {}
             if self.kind in TOKEN_TYPES:
-                is_image = torch.tensor([tokens]) == self.model.config.image_token_id
-                types[TOKEN_TYPES[self.kind]] = is_image.long()
+                ids = torch.tensor([tokens])
+                kinds = (ids == self.model.config.image_token_id).long()
+                if "pixel_values_videos" in inputs:
+                    kinds += 2 * (ids == self.model.config.video_token_id)
+                types[TOKEN_TYPES[self.kind]] = kinds
             if self.kind.startswith("paligemma"):
                 num_generated = len(tokens) - len(prompt)
                 types["token_type_ids"] = torch.tensor([[0] * len(prompt) + [1] * num_generated])
@@ -97,6 +100,14 @@ class Model:
         status, answer = server.post("/v1/chat/completions", chat("a", part, "b"))
         assert status == 200, answer
         # Each frame is read as one tile, as images of a prompt with several are by LLaVA-OneVision.
+        if self.kind.startswith("gemma4"):
+            found = image_processor(self.path, self.kind)(frames, return_tensors="pt")
+            inputs = {"pixel_values_videos": found["pixel_values"]}
+            inputs["video_position_ids"] = found["image_position_ids"]
+            inputs["num_frames_per_video"] = torch.tensor([len(frames)])
+            expected = self._continue(answer["prompt_token_ids"], inputs)
+            assert answer["choices"][0]["token_ids"] == expected
+            return
         options = {"do_image_splitting": False} if self.kind == "smolvlm" else {}
         pixels = image_processor(self.path, self.kind, **options)([frames], return_tensors="pt")[
             "pixel_values"

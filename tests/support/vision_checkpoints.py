@@ -350,7 +350,8 @@ def _gemma4(
         audio_config=None,
         tie_word_embeddings=False,
         **marks,
-        **dict.fromkeys(("video_token_id", "boa_token_id", "audio_token_id"), 1),
+        **dict.fromkeys(("boa_token_id", "audio_token_id"), 1),
+        video_token_id=tokenizer.convert_tokens_to_ids("<video>"),
         eoa_token_index=1,
     )
     processor = {

@@ -1,4 +1,4 @@
-"""Videos whose frames are encoded one by one, as squares (SmolVLM2, LLaVA-OneVision, InternVL)."""
+"""Videos whose frames are encoded one by one, as squares (SmolVLM2, LLaVA-OneVision, InternVL, Gemma 4)."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from ....protocol.config.videos import FrameProcessor
 from ....protocol.encoder_inputs.payloads import ImagePayload
 from .grids import fit_longest
 from .pixels import Parts, Sizes, Tile, Video
+from .sized import budget_grid
 
 _WORDS: Final = [
     "zero",
@@ -43,12 +44,19 @@ def fit_single_frames(
     Raises:
         ValueError: The frames have too many embeddings.
     """
-    num_outputs = num_frames * config.num_outputs + config.is_pooled
+    grid = (1, 1)
+    of_frame = config.num_outputs
+    if config.side_factor:
+        grid = budget_grid(width, height, config.num_outputs, config.side_factor)
+        of_frame = grid[0] * grid[1]
+    num_outputs = num_frames * of_frame + config.is_pooled
     if num_outputs > max_outputs:
         raise ValueError(
             f"its {num_frames} frames take {num_outputs} tokens, and at most {max_outputs} fit into the context; "
             "send fewer frames"
         )
+    if config.side_factor:
+        return ((grid[0] * config.side_factor, grid[1] * config.side_factor),)
     square = config.side, config.side
     if not config.longest_edge:
         return (square,)
@@ -67,6 +75,9 @@ def single_frames(video: Video, config: FrameProcessor) -> Parts:
         )
     for index, (frame, number) in enumerate(zip(video.frames, video.numbers, strict=True)):
         ends = config.is_pooled and index == last
+        num_outputs = config.num_outputs
+        if factor := config.side_factor:
+            num_outputs = frame.width // factor * (frame.height // factor)
         payload = ImagePayload(
             frame.width,
             frame.height,
@@ -78,13 +89,16 @@ def single_frames(video: Video, config: FrameProcessor) -> Parts:
             is_last=ends,
         )
         label = _label(index, number / video.fps, config)
-        parts += [label + config.start, Tile(payload, config.num_outputs + ends), config.end]
+        parts += [label + config.start, Tile(payload, num_outputs + ends), config.end]
     return [*parts, "\n\n"] if config.labels == "times" else parts
 
 
 def _label(index: int, second: float, config: FrameProcessor) -> str:
+    clock = f"{int(second // 60):02d}:{int(second % 60):02d}"
     if config.labels == "times":
-        return f"\nFrame from {int(second // 60):02d}:{int(second % 60):02d}:"
+        return f"\nFrame from {clock}:"
+    if config.labels == "clock":
+        return " " * (index > 0) + f"{clock} "
     if config.labels == "numbers":
         return "\n" * (index > 0) + f"Frame{index + 1}: "
     return ""

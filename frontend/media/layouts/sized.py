@@ -23,15 +23,19 @@ def fit(image: Image.Image, config: FitProcessor) -> Parts:
 
 def fit_budget(image: Image.Image, config: BudgetProcessor) -> Parts:
     """Return the image as one tile, resized to as many embeddings as `config.num_outputs` allows."""
-    width, height = image.size
-    scale = math.sqrt(config.num_outputs * config.side_factor**2 / (width * height))
-    columns = math.floor(scale * width / config.side_factor)
-    rows = math.floor(scale * height / config.side_factor)
-    if not rows:
-        rows, columns = 1, min(width // height, config.num_outputs)
-    elif not columns:
-        rows, columns = min(height // width, config.num_outputs), 1
+    columns, rows = budget_grid(*image.size, config.num_outputs, config.side_factor)
     return _tile(image, columns, rows, config, "")
+
+
+def budget_grid(width: int, height: int, num_outputs: int, side: int) -> tuple[int, int]:
+    """Return the columns and rows of up to `num_outputs` squares of `side` pixels that keep the shape of an image."""
+    scale = math.sqrt(num_outputs * side**2 / (width * height))
+    columns, rows = (math.floor(scale * length / side) for length in (width, height))
+    if not rows:
+        return min(width // height, num_outputs), 1
+    if not columns:
+        return 1, min(height // width, num_outputs)
+    return columns, rows
 
 
 def fit_ratio(image: Image.Image, config: RatioProcessor) -> Parts:

@@ -1,4 +1,4 @@
-"""Read the video processors of models that encode frames one by one: SmolVLM2, LLaVA-OneVision and InternVL."""
+"""Read the video processors of models that encode frames one by one: SmolVLM2, LLaVA-OneVision, InternVL, Gemma 4."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+import msgspec
+
 from ....protocol.checkpoint.config_fields import ConfigFields
+from ....protocol.checkpoint.vision.gemma import PatchVisionSpec
 from ....protocol.checkpoint.vision.spec import MAX_SIDE, VisionSpec
 from ....protocol.config.videos import FrameProcessor
 from .fields import (
@@ -18,7 +21,9 @@ from .fields import (
     side_of_tile,
     sides,
 )
+from .gemma import read_budget
 from .read import image_token_id
+from .source import ProcessorSource
 
 _MAX_FRAMES: Final = 1024
 _MARK: Final = "<video>"
@@ -32,7 +37,13 @@ class FrameSource(NamedTuple):
     fields: ConfigFields
     config: ConfigFields
     text: ConfigFields
-    vision: VisionSpec
+    vision: VisionSpec | PatchVisionSpec
+
+    @property
+    def tower(self) -> VisionSpec:
+        """The vision tower of a model that has one."""
+        assert isinstance(self.vision, VisionSpec)
+        return self.vision
 
     @property
     def image_token(self) -> int:
@@ -57,7 +68,7 @@ def _smolvlm(source: FrameSource) -> FrameProcessor:
     sampling = fields.first_section("video_sampling")
     # In transformers, the size of images has priority.
     size = fields.section("size") or sampling.first_section("video_size")
-    side = side_of_tile(fields.first_section("max_image_size"), "longest_edge", source.vision)
+    side = side_of_tile(fields.first_section("max_image_size"), "longest_edge", source.tower)
     most = sampling.integer("max_frames", source.num_frames(64), maximum=_MAX_FRAMES)
     return FrameProcessor(
         **pixel_values(fields, source.image_token, LANCZOS),
@@ -66,7 +77,7 @@ def _smolvlm(source: FrameSource) -> FrameProcessor:
         max_frames=most,
         mark=_MARK,
         side=side,
-        num_outputs=source.vision.num_outputs,
+        num_outputs=source.tower.num_outputs,
         longest_edge=size.integer("longest_edge", 4 * side, maximum=MAX_SIDE),
         labels="times",
         start=f"{_AROUND}<global-img>",
@@ -76,8 +87,8 @@ def _smolvlm(source: FrameSource) -> FrameProcessor:
 
 def _llava_onevision(source: FrameSource) -> FrameProcessor:
     """Return the processor of LLaVA-OneVision, which has a separate token for videos."""
-    side = side_of_tile(sides(source.fields, "size"), "height", source.vision)
-    num_patches = source.vision.image_size // source.vision.patch_size
+    side = side_of_tile(sides(source.fields, "size"), "height", source.tower)
+    num_patches = source.tower.image_size // source.tower.patch_size
     return FrameProcessor(
         **CLIP_VALUES | _values(source, source.video_token, 32),
         sampling="floors",
@@ -102,11 +113,32 @@ def _numbered(source: FrameSource, defaults: dict[str, Any]) -> FrameProcessor:
         **defaults | _values(source, source.image_token, 8),
         sampling="middles",
         mark=_MARK,
-        side=side_of_tile(sides(source.fields, "size"), "height", source.vision),
-        num_outputs=source.vision.num_outputs,
+        side=side_of_tile(sides(source.fields, "size"), "height", source.tower),
+        num_outputs=source.tower.num_outputs,
         labels="numbers",
         start="<img>",
         end="</img>",
+    )
+
+
+def _gemma4(source: FrameSource) -> FrameProcessor:
+    """Return the processor of Gemma 4, whose frames have up to 70 embeddings. Its tower maps pixels to -1..1."""
+    half = (0.5,) * 3
+    return msgspec.structs.replace(_gemma4_unified(source), mean=half, std=half)
+
+
+def _gemma4_unified(source: FrameSource) -> FrameProcessor:
+    """Return the processor of Gemma 4's unified models, whose projection reads pixels as they are."""
+    tokens = ProcessorSource(source.path, source.fields, source.config, {})
+    plain = {"mean": (0.0,) * 3, "std": (1.0,) * 3}
+    return FrameProcessor(
+        **plain | _values(source, source.video_token, 32),
+        sampling="floors",
+        side_factor=source.vision.side_factor,
+        num_outputs=read_budget(source.fields, source.vision, 70),
+        labels="clock",
+        start=tokens.special_token("boi_token"),
+        end=tokens.special_token("eoi_token"),
     )
 
 
@@ -116,6 +148,8 @@ def _values(source: FrameSource, token_id: int, num_frames: int) -> dict[str, An
 
 
 FRAME_READERS: Final[dict[str, Callable[[FrameSource], FrameProcessor]]] = {
+    "gemma4": _gemma4,
+    "gemma4_unified": _gemma4_unified,
     "interns1": _internvl,
     "internvl": _internvl,
     "internvl_chat": _internvl_chat,

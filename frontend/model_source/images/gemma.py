@@ -63,13 +63,7 @@ def gemma3n(source: ProcessorSource, vision: ConvVisionSpec, token_id: int) -> S
 
 def gemma4(source: ProcessorSource, vision: VisionSpec, token_id: int) -> BudgetProcessor:
     """Return the processor of Gemma 4."""
-    processor = _budget(
-        source,
-        vision,
-        source.fields.with_values({"do_normalize": True}),
-        token_id,
-        most=("position_embedding_size", vision.num_positions, vision.merge_factor),
-    )
+    processor = _budget(source, vision, source.fields.with_values({"do_normalize": True}), token_id)
     # The vision tower itself maps pixels to -1..1.
     return msgspec.structs.replace(processor, mean=(0.5,) * 3, std=(0.5,) * 3)
 
@@ -79,8 +73,7 @@ def gemma4_unified(
 ) -> BudgetProcessor:
     """Return the processor of Gemma 4's unified models."""
     fields = source.fields.with_defaults(do_normalize=False)
-    most = "mm_posemb_size", vision.num_positions, 1
-    return _budget(source, vision, fields, token_id, most=most)
+    return _budget(source, vision, fields, token_id)
 
 
 def _budget(
@@ -88,25 +81,28 @@ def _budget(
     vision: VisionSpec | PatchVisionSpec,
     fields: ConfigFields,
     token_id: int,
-    *,
-    most: tuple[str, int, int],
 ) -> BudgetProcessor:
-    """Return the processor with the colors in `fields`.
-
-    `most` has the field with the number of positions of the tower, that number, and how many of them an embedding
-    takes in each direction.
-    """
-    budget = fields.integer("max_soft_tokens", vision.num_outputs)
-    if budget not in _BUDGETS:
-        raise fields.wrong("max_soft_tokens", f"one of {', '.join(map(str, _BUDGETS))}", budget)
-    name, num_positions, factor = most
-    if budget > num_positions // factor:
-        # The longer side of an image may have this many embeddings.
-        needed = f"at most {num_positions // factor} for {name} {num_positions} of the tower"
-        raise fields.wrong("max_soft_tokens", needed, budget)
+    """Return the processor with the colors in `fields`."""
+    budget = read_budget(fields, vision, vision.num_outputs)
     return BudgetProcessor(
         **values(fields, vision, token_id, BICUBIC) | {"num_outputs": budget},
         side_factor=vision.side_factor,
         start=source.special_token("boi_token"),
         end=source.special_token("eoi_token"),
     )
+
+
+def read_budget(fields: ConfigFields, vision: VisionSpec | PatchVisionSpec, default: int) -> int:
+    """Return the maximum number of embeddings of an image or a frame, for which the tower has positions."""
+    name, factor = "mm_posemb_size", 1
+    if isinstance(vision, VisionSpec):
+        name, factor = "position_embedding_size", vision.merge_factor
+    num_positions = vision.num_positions
+    budget = fields.integer("max_soft_tokens", default)
+    if budget not in _BUDGETS:
+        raise fields.wrong("max_soft_tokens", f"one of {', '.join(map(str, _BUDGETS))}", budget)
+    if budget > num_positions // factor:
+        # The longer side of an image may have this many embeddings.
+        needed = f"at most {num_positions // factor} for {name} {num_positions} of the tower"
+        raise fields.wrong("max_soft_tokens", needed, budget)
+    return budget

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from ....protocol.checkpoint.config_fields import ConfigFields
+from ....protocol.checkpoint.vision.gemma import PatchVisionSpec
 from ....protocol.checkpoint.vision.grid import GridVisionSpec
 from ....protocol.checkpoint.vision.read import has_vision, vision_spec
 from ....protocol.checkpoint.vision.spec import VisionSpec
@@ -97,7 +98,7 @@ def read_video_processor(
         config = config.with_defaults(video_token_id=config.get("video_token_index"))
     fields = found.with_values(dict(overrides))
     read = FRAME_READERS.get(model_type)
-    if read is not None and isinstance(vision, VisionSpec):
+    if read is not None and isinstance(vision, VisionSpec | PatchVisionSpec):
         return read(FrameSource(path, fields, config, text, vision))
     if model_type not in _FAMILIES or config.get("video_token_id") is None:
         return None

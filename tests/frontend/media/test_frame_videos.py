@@ -24,9 +24,12 @@ from engine.frontend.tokenizer.load import load_tokenizer
 from engine.protocol.checkpoint.config_fields import ConfigFields
 from engine.protocol.checkpoint.field_names import text_section
 from PIL import Image
-from support.image_marks import INTERNVL_MARKS, image_mark
+from support.image_marks import GEMMA_MARKS, INTERNVL_MARKS, image_mark
 from support.image_processors import image_processor
 from support.vision_checkpoints import vision_directory
+from transformers.models.gemma4_unified.processing_gemma4_unified import (
+    get_aspect_ratio_preserving_size,
+)
 from transformers.video_utils import VideoMetadata, default_sample_indices_fn
 
 pytestmark = pytest.mark.slow
@@ -183,7 +186,7 @@ def test_prompts_equal_those_of_transformers(model):
 
 def test_smolvlm_prompt_states_the_length_of_the_video():
     config = SimpleNamespace(
-        labels="times", start="<", end=">", num_outputs=1, is_pooled=False, scale=1.0
+        labels="times", start="<", end=">", num_outputs=1, side_factor=0, is_pooled=False, scale=1.0
     )
     config.mean = config.std = (1.0, 1.0, 1.0)
     video = Video(_frames(2, 1, 1), [30, 3690], 30.0, 1.0, 3723.9)
@@ -223,3 +226,33 @@ def test_too_many_frames_are_refused(model):
 )
 def test_numbers_are_written_in_words(number, words):
     assert in_words(number) == words
+
+
+@pytest.mark.parametrize("kind", ["gemma4", "gemma4_unified"])
+def test_frames_of_gemma4_keep_their_shape_and_follow_their_times(kind, tmp_path):
+    path, _ = vision_directory(tmp_path, kind)
+    config = ConfigFields.read(path / "config.json")
+    text = text_section(config)
+    videos = read_video_processor(path, config, text, {})
+    rng = random.Random(2)
+    for _ in range(50):
+        count, wanted = rng.randrange(40, 4000), rng.randrange(1, 40)
+        metadata = VideoMetadata(total_num_frames=count, fps=24.0)
+        found = sample_frames(count, 24.0, videos, Sampling(num_frames=wanted))
+        assert found == default_sample_indices_fn(metadata, num_frames=wanted).tolist()
+        width, height = rng.randrange(1, 900), rng.randrange(1, 900)
+        size = get_aspect_ratio_preserving_size(height, width, 8, 70 * 4, 2)
+        assert fit_frames(width, height, 3, videos, 10**9) == (size[::-1],)
+    metadata = VideoMetadata(total_num_frames=9000, fps=24.0, frames_indices=[0, 1500, 8000])
+    names = {f"{name}_token": mark for name, mark in GEMMA_MARKS.items()} | {"video_token": "V"}
+    expected = transformers.Gemma4Processor.replace_video_token(
+        SimpleNamespace(**names),
+        {"num_soft_tokens_per_video": [6], "video_metadata": [metadata]},
+        0,
+    )
+    video = Video(_frames(3, 32, 48), [0, 1500, 8000], 24.0, 1.0, 375.0)
+    parts = [
+        "V" * part.num_outputs if isinstance(part, Tile) else part
+        for part in single_frames(video, videos)
+    ]
+    assert "".join(parts) == expected
