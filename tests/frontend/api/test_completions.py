@@ -66,7 +66,7 @@ def test_unsupported_fields_with_neutral_values_are_accepted(frontend: FrontendP
     fields = {"lora_path": "", "stop_regex": [], "custom_logit_processor": "", "samplers": []}
     fields |= {"dry_multiplier": 0.0, "mirostat": 0, "xtc_probability": 0, "request_id": "mine"}
     answer = frontend.complete(PROMPT, best_of=2, n=2, max_tokens=1, stream_options={}, **fields)
-    assert len(answer["choices"]) == 2 and "mine" not in answer["id"]
+    assert len(answer["choices"]) == 2 and answer["id"] == "cmpl-mine"
     options = {"include_usage": None}
     response = frontend.post("/v1/completions", prompt=PROMPT, stream_options=options)
     assert (response.status_code, response.json()["error"]["param"]) == (400, "stream_options")
