@@ -441,3 +441,10 @@ def raise_if_failed(delta: Delta, *, shows_abort: bool = False) -> None:
     if reason == "expired":
         raise deadline_exceeded(message, delta.retry_after_s)
     raise internal_error(message, may_retry=delta.error != POISON_REQUEST)
+
+
+def matched_stop(delta: Delta) -> int | str | None:
+    """Return the stop string or token that ended an output, or the end-of-sequence token; None for other ends."""
+    if delta.finish_reason == "stop" and delta.stop_reason is None and delta.token_ids:
+        return delta.token_ids[-1]
+    return delta.stop_reason if delta.finish_reason == "stop" else None

@@ -21,7 +21,7 @@ from ..answer import PromptAnswer
 from ..bodies.intake import Intake, reads
 from ..bodies.request_memory import MemoryLease
 from ..endpoint import NewAnswer
-from ..generation import PreparedPrompt, raise_if_failed
+from ..generation import PreparedPrompt, matched_stop, raise_if_failed
 from ..logprobs import Json, finite
 from ..prompts import BYTES_PER_TOKEN_ID, Prompt, parse_prompts
 from ..routes.completions import Completions, NewPromptAnswer
@@ -186,11 +186,7 @@ class SglangAnswer(PromptAnswer):
             return {"type": "length", "length": len(token_ids)}
         if newest.finish_reason == "abort":
             return {"type": "abort", "message": newest.error}
-        matched = newest.stop_reason
-        if matched is None and token_ids:
-            # The end-of-sequence token.
-            matched = token_ids[-1]
-        return {"type": newest.finish_reason, "matched": matched}
+        return {"type": newest.finish_reason, "matched": matched_stop(newest)}
 
     def _lists(
         self,

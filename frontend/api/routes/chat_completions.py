@@ -19,7 +19,7 @@ from ...http.errors import bad_request, wrong
 from ..answer import Answer, Outputs
 from ..chat_prompt import RenderedChat, read_token_ids, render_chat
 from ..endpoint import Endpoint, NewAnswer
-from ..generation import PreparedPrompt
+from ..generation import PreparedPrompt, matched_stop
 from ..logprobs import Json
 from ..prediction import encode_prediction
 from ..prompts import fit_context
@@ -321,6 +321,8 @@ class ChatChoice:
         if reason == "stop" and self.called_tools and self._answer.tools.mode is not ToolMode.NAMED:
             reason = "function_call" if self._answer.tools.is_legacy else "tool_calls"
         choice: Json = {"logprobs": None, "finish_reason": reason, "stop_reason": delta.stop_reason}
+        if reason is not None:
+            choice["matched_stop"] = matched_stop(delta)
         if request.logprobs and delta.logprobs is not None:
             lists_chosen = bool(request.logprob_token_ids)
             renderer = self._answer.renderer

@@ -19,7 +19,7 @@ from ...client.engine_client import Delta, PositionLogprobs, Sequence
 from ...http.errors import bad_request
 from ..answer import Answer, Outputs, PromptAnswer
 from ..endpoint import Endpoint, NewAnswer
-from ..generation import PreparedPrompt
+from ..generation import PreparedPrompt, matched_stop
 from ..infill import require_infill
 from ..inputs.prompt_embeds import parse_prompt_embeds
 from ..logprobs import CompletionLogprobs, Json, LogprobsRenderer
@@ -255,8 +255,10 @@ class _Choice:
             choice["text"] = self._prompt_text() + text
         choice["finish_reason"] = delta.finish_reason
         choice["stop_reason"] = delta.stop_reason
+        if delta.finish_reason is not None:
+            choice["matched_stop"] = matched_stop(delta)
         if self._only_prompt and delta.finish_reason is not None:
-            choice |= {"finish_reason": "length", "stop_reason": None}
+            choice |= {"finish_reason": "length", "stop_reason": None, "matched_stop": None}
         if request.return_token_ids:
             choice["token_ids"] = token_ids
             if is_first:

@@ -216,6 +216,30 @@ def test_errors_name_the_field(frontend: FrontendProcess, fields: dict, param: s
     assert (response.status_code, response.json()["error"]["param"]) == (expected, param)
 
 
+@pytest.mark.parametrize(
+    ("fields", "matched"),
+    [({"stop": [" is"]}, " is"), ({}, 2), ({"ignore_eos": True}, None)],
+    ids=["string", "end of sequence", "length"],
+)
+def test_choices_have_the_matched_stop(
+    frontend: FrontendProcess, fields: dict, matched: object
+) -> None:
+    # The echo of the prompt has the end of a sequence.
+    prompt = f"{TEXT}<|im_end|>"
+    for path, body in (
+        ("/v1/completions", {"prompt": prompt}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": prompt}]}),
+    ):
+        body |= {"max_tokens": 9} | fields
+        [choice] = frontend.post(path, **body).json()["choices"]
+        assert choice["matched_stop"] == matched
+        streamed = frontend.post(path, stream=True, **body).text.split("\n\n")
+        last = json.loads(streamed[-3].removeprefix("data: "))
+        assert last["choices"][0]["matched_stop"] == matched
+    answer = generate(frontend, text=prompt, sampling=fields | {"max_new_tokens": 9})
+    assert answer["meta_info"]["finish_reason"].get("matched") == matched
+
+
 def test_lists_are_tokenized(frontend: FrontendProcess) -> None:
     ids = token_ids(frontend, TEXT)
     answer = frontend.post("/v1/tokenize", prompt=[TEXT, "", TEXT]).json()
