@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -17,8 +18,13 @@ torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with Server(*write_model(tmp_path_factory.mktemp("all"))) as server:
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("all")
+
+
+@pytest.fixture(scope="module")
+def server(directory: Path) -> Iterator[Server]:
+    with Server(*write_model(directory)) as server:
         yield server
         assert server.stop() == 0, server.log
 
@@ -42,4 +48,24 @@ def test_answers_are_unchanged_by_crashes(
             victim.kill()
             psutil.wait_procs([victim], timeout=10)
         assert found.result() == undisturbed
+    assert_nothing_is_held(server)
+
+
+def test_a_worker_restarts_without_the_files_of_an_adapter(
+    server: Server, undisturbed: list[Any], directory: Path
+) -> None:
+    removed = (directory / "three").rename(directory / "removed")
+    victim = server.child("worker 0")
+    victim.kill()
+    psutil.wait_procs([victim], timeout=10)
+    found = answers(server, model_requests())
+    removed.rename(directory / "three")
+    lost = [index for index, answer in enumerate(found) if "error" in answer]
+    bodies = [request[1] for request in model_requests() if not callable(request)]
+    assert lost == [at for at, body in enumerate(bodies) if "three" in str(body)]
+    assert all("has no adapter_config.json" in str(found[index]) for index in lost)
+    assert [a for a in found if "error" not in a] == [
+        answer for index, answer in enumerate(undisturbed) if index not in lost
+    ]
+    assert answers(server, model_requests()) == undisturbed
     assert_nothing_is_held(server)

@@ -10,7 +10,7 @@ import torch
 from msgspec.structs import replace
 
 from ...protocol.checkpoint.model_dimensions import check_parallel
-from ...protocol.config import CPUBackend, EngineConfig, ModelImpl
+from ...protocol.config import FIRST_EPOCH, CPUBackend, EngineConfig, ModelImpl
 from ...protocol.errors import CheckpointError, ConfigError
 from ..attention import AttentionSpec
 from ..cpu.attention import NativeAttention
@@ -57,7 +57,13 @@ def load_model(
     """
     model = _load_decoder(config, device, checkpoint, on_progress, parallel)
     if model.loras is not None:
-        load_at_start(model.loras, config.model.loras)
+        try:
+            load_at_start(model.loras, config.model.loras)
+        except CheckpointError as error:
+            if config.epoch == FIRST_EPOCH:
+                raise
+            # Its files were removed since. The requests for it fail when they load it, and others are served.
+            logger.warning("%s", error)
     shard = model.shard
     source = model.spec.source
     reads_outputs = shard.is_first or shard.layers.start <= max(model.spec.added_after, default=-1)
