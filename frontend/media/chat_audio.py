@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -25,7 +23,7 @@ from .chat_media import ChatMedia
 from .decoding.messages import OpenAudio
 from .decoding.processes import MediaProcesses
 from .message_parts import replace_parts, verify_count
-from .sources.data_urls import read_data_url
+from .sources.data_urls import read_base64, read_data_url
 
 _KINDS: Final = ("input_audio", "audio_url", "audio")
 
@@ -136,17 +134,9 @@ class ChatAudio(ChatMedia):
         if isinstance(source, tuple):
             samples = mono_samples(*source, RATE, where, self._max_seconds, self._limit)
         else:
-            data = _decode_base64(source, where) if isinstance(source, str) else source
+            data = read_base64(source, where) if isinstance(source, str) else source
             opening = OpenAudio(where, RATE, self._max_seconds, self._limit)
             with closing(self._processes.open_audio(data, opening)) as clip:
                 # There is at most one sample more than allowed, because the process would have rejected a longer file.
                 samples = clip.read(int(self._max_seconds * RATE) + RATE)
         return prepare_clip(samples, self._config, where)
-
-
-def _decode_base64(data: str, where: str) -> bytes:
-    try:
-        # Base64 may contain white space, but no other characters.
-        return base64.b64decode("".join(data.split()), validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise ParameterError(where, f"is not valid base64: {error}") from None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 import io
 import time
 import warnings
@@ -18,7 +16,7 @@ from .containers import VideoTrack, container_format, read_container
 from .decode import decode_image, to_rgb
 from .frame_sampling import Sampling, sample_frames
 from .layouts.pixels import Sizes, Video
-from .sources.data_urls import read_data_url
+from .sources.data_urls import read_base64, read_data_url
 
 MAX_FILE_FRAMES: Final = 4096
 """Maximum frames of an animation, only some of which are read."""
@@ -77,7 +75,7 @@ def _read(
     if isinstance(source, str) and source[: len(_FRAMES_URL)].lower() == _FRAMES_URL:
         return _given_frames(
             source[len(_FRAMES_URL) :].split(","),
-            lambda text: _base64(text, where),
+            lambda text: read_base64(text, where),
             sampling.fps,
             where,
             config,
@@ -238,10 +236,3 @@ class _Budget:
                 self._where,
                 f"takes more than {TIMEOUT_S:g} s to decode; send fewer or smaller frames",
             )
-
-
-def _base64(text: str, where: str) -> bytes:
-    try:
-        return base64.b64decode("".join(text.split()), validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise ParameterError(where, f"is not valid base64: {error}") from None

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 import threading
 from typing import TYPE_CHECKING
 
-from ....protocol.errors import ParameterError
 from ...client.executor import ThreadExecutor
 from ..decoding.limits import MAX_PROCESSES
+from ..sources.data_urls import read_base64
 
 if TYPE_CHECKING:
     from ..decoding.processes import MediaProcesses
@@ -38,11 +36,9 @@ class DocumentReader:
         return await self._executor.in_thread(self._read, content, where, max_characters)
 
     def _read(self, content: str, where: str, max_characters: int) -> str:
-        try:
-            data = base64.b64decode("".join(content.split()), validate=True)
-        except (binascii.Error, ValueError) as error:
-            raise ParameterError(where, f"is not valid base64: {error}") from None
-        return self._start_processes().read_document(data, where, max_characters)
+        return self._start_processes().read_document(
+            read_base64(content, where), where, max_characters
+        )
 
     def _start_processes(self) -> MediaProcesses:
         with self._lock:

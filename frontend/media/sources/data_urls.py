@@ -36,8 +36,16 @@ def read_data_url(url: str, where: str) -> bytes:
     header, comma, content = url.partition(",")
     if not comma or not header.lower().endswith(";base64"):
         raise ParameterError(where, "must be a base64 data URL: data:image/png;base64,…")
+    return read_base64(content, where)
+
+
+def read_base64(text: str, where: str) -> bytes:
+    """Return the bytes of a text in base64, which may contain white space, but no other characters.
+
+    Raises:
+        ParameterError: The text is not valid base64.
+    """
     try:
-        # Base64 may contain white space, but no other characters.
-        return base64.b64decode("".join(content.split()), validate=True)
+        return base64.b64decode("".join(text.split()), validate=True)
     except (binascii.Error, ValueError) as error:
         raise ParameterError(where, f"is not valid base64: {error}") from None
