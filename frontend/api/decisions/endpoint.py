@@ -119,11 +119,12 @@ def _label_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
 class DecisionAnswer(Answer[ChatCompletionRequest]):
     """The answers to all questions."""
 
+    request: DecisionChat
+
     def whole(self, outputs: list[Delta]) -> Json:
         """Return the complete response body."""
-        assert isinstance(self.request, DecisionChat)
-        questions: list[Question] = self.request.questions
-        answers = [_answer(*each) for each in zip(questions, outputs, strict=True)]
+        questions = zip(self.request.questions, outputs, strict=True)
+        answers = [_answer(*each) for each in questions]
         model = self.envelope["model"]
         return {"model": model, "answers": answers, "usage": self.usage_so_far()}
 

@@ -28,11 +28,7 @@ LLAMA_STREAM: Final = StreamFormat(
 class LlamaAnswer(PromptAnswer):
     """The answer to prompts."""
 
-    @property
-    def llama_request(self) -> LlamaPrompt:
-        """The request."""
-        assert isinstance(self.request, LlamaPrompt)
-        return self.request
+    request: LlamaPrompt
 
     @property
     def shows_prompt(self) -> bool:
@@ -42,12 +38,11 @@ class LlamaAnswer(PromptAnswer):
     def whole(self, outputs: list[Delta]) -> Any:
         """Return the complete response body: one result, or a list if the request has a list of prompts."""
         sequences = self._group.sequences
-        request = self.llama_request
         results = (
             Result(self, sequence).whole(output)
             for sequence, output in zip(sequences, outputs, strict=True)
         )
-        if request.is_list or len(sequences) > 1:
+        if self.request.is_list or len(sequences) > 1:
             return encode_list(results, at_once=1)
         return next(results)
 
@@ -62,7 +57,7 @@ class Result:
 
     def __init__(self, answer: LlamaAnswer, sequence: Sequence) -> None:
         self._answer = answer
-        self._request = answer.llama_request
+        self._request = answer.request
         self._sequence = sequence
         self._has_new_line = False
 

@@ -96,10 +96,7 @@ class SglangAnswer(PromptAnswer):
 
     shows_abort = True
 
-    @property
-    def _request(self) -> SglangPrompt:
-        assert isinstance(self.request, SglangPrompt)
-        return self.request
+    request: SglangPrompt
 
     def whole(self, outputs: list[Delta]) -> Any:
         """Return the complete response body: one result, or a list if the request has a list of prompts."""
@@ -114,7 +111,7 @@ class SglangAnswer(PromptAnswer):
             )
             for sequence, output in zip(sequences, outputs, strict=True)
         )
-        if self._request.is_list or len(sequences) > 1:
+        if self.request.is_list or len(sequences) > 1:
             return encode_list(results, at_once=1)
         return next(results)
 
@@ -131,7 +128,7 @@ class SglangAnswer(PromptAnswer):
         logprobs: dict[str, EncodedJSON],
     ) -> Json:
         """Return the result of a sequence with all of its output so far. `newest` is its newest output."""
-        request = self._request
+        request = self.request
         if request.only_computes_prompt:
             text, token_ids = "", []
         meta: Json = {
@@ -152,7 +149,7 @@ class SglangAnswer(PromptAnswer):
         """Return the lists of log-probabilities of new output, by their names; {} if none are requested."""
         if (positions := output.logprobs) is None:
             return {}
-        if self._request.only_computes_prompt:
+        if self.request.only_computes_prompt:
             # The listed tokens are scored at the position after the prompt.
             return self._lists("output", [], lambda: ()) | self._listed("output", positions)
         return self._lists("output", output.token_ids, lambda: positions) | self._listed(
@@ -161,9 +158,9 @@ class SglangAnswer(PromptAnswer):
 
     def prompt_logprobs(self, sequence: Sequence) -> dict[str, EncodedJSON]:
         """Return the lists of log-probabilities of the prompt, by their names; {} if none are requested."""
-        if self._request.prompt_logprobs is None:
+        if self.request.prompt_logprobs is None:
             return {}
-        first = self._request.first_logprob
+        first = self.request.first_logprob
         prompt = self.prompt_of(sequence).token_ids[first:].tolist()
 
         def positions() -> Iterator[PositionLogprobs | None]:
@@ -174,15 +171,15 @@ class SglangAnswer(PromptAnswer):
         return self._lists("input", prompt, positions) | self._listed("input", positions())
 
     def _id(self, sequence: Sequence) -> str:
-        prompt, output = divmod(sequence.position, self._request.num_outputs)
+        prompt, output = divmod(sequence.position, self.request.num_outputs)
         own_id = self.envelope["id"] + (f"_{prompt}" if prompt else "")
-        chosen = self._request.request_ids[prompt] if self._request.request_ids else own_id
+        chosen = self.request.request_ids[prompt] if self.request.request_ids else own_id
         return chosen + (f"_{output}" if output else "")
 
     def _finish_reason(self, newest: Delta, token_ids: list[int]) -> Json | None:
         if newest.finish_reason is None:
             return None
-        if newest.finish_reason == "length" or self._request.only_computes_prompt:
+        if newest.finish_reason == "length" or self.request.only_computes_prompt:
             return {"type": "length", "length": len(token_ids)}
         if newest.finish_reason == "abort":
             return {"type": "abort", "message": newest.error}
@@ -197,7 +194,7 @@ class SglangAnswer(PromptAnswer):
         pairs = zip(token_ids, positions(), strict=True)
         chosen = ((None if each is None else each.logprob, token) for token, each in pairs)
         lists = {f"{kind}_token_logprobs": encode_list(starmap(self._entry, chosen), at_once=1)}
-        if num_top := self._request.logprobs:
+        if num_top := self.request.logprobs:
             tops = (self._entries(each, slice(num_top)) for each in positions())
             lists[f"{kind}_top_logprobs"] = encode_list(tops, at_once=1)
         return lists
@@ -206,9 +203,9 @@ class SglangAnswer(PromptAnswer):
         self, kind: str, positions: Iterable[PositionLogprobs | None]
     ) -> dict[str, EncodedJSON]:
         """Return the log-probabilities of the tokens that the request lists."""
-        if not self._request.logprob_token_ids:
+        if not self.request.logprob_token_ids:
             return {}
-        listed = slice(self._request.logprobs, None)
+        listed = slice(self.request.logprobs, None)
         entries = (self._entries(each, listed) for each in positions)
         return {f"{kind}_token_ids_logprobs": encode_list(entries, at_once=1)}
 
@@ -220,7 +217,7 @@ class SglangAnswer(PromptAnswer):
         return [self._entry(logprob, token) for token, logprob in position.top[part]]
 
     def _entry(self, logprob: float | None, token_id: int) -> tuple[float | None, int, str | None]:
-        text = self.renderer.token(token_id) if self._request.return_text_in_logprobs else None
+        text = self.renderer.token(token_id) if self.request.return_text_in_logprobs else None
         return None if logprob is None else finite(logprob), token_id, text
 
 

@@ -106,6 +106,8 @@ class GenerativeScoring(Completions):
 class ScoringAnswer(PromptAnswer):
     """The probabilities of the labels for each item."""
 
+    request: LabelPrompts
+
     def whole(self, outputs: list[Delta]) -> Json:
         """Return the complete response body."""
         data = [
@@ -116,7 +118,6 @@ class ScoringAnswer(PromptAnswer):
 
     def scores(self, output: Delta) -> list[float]:
         """Return the probabilities of the labels for an item."""
-        assert isinstance(self.request, LabelPrompts)
         [position] = output.logprobs or ()
         logprobs = np.array([logprob for _, logprob in position.top])
         if self.request.scoring.apply_softmax and np.isfinite(logprobs.max()):
