@@ -208,7 +208,8 @@ class OllamaModels:
 
     async def tags(self, request: Request) -> Response:
         """List the served models."""
-        cards = [self._card(name) for name in self._serving.served_models]
+        found = {"capabilities": self._capabilities()}
+        cards = [self._card(name) | found for name in self._serving.served_models]
         return json_response({"models": cards})
 
     async def running(self, request: Request) -> Response:

@@ -73,3 +73,8 @@ class OllamaModelRequest(msgspec.Struct, kw_only=True):
     stream: bool | None = None
     verbose: bool | None = None
     insecure: bool | None = None
+    options: dict[str, Any] | None = None
+
+    # Rejected, because the description would not show them.
+    system: Any = None
+    template: Any = None

@@ -376,12 +376,16 @@ def test_ollama_generates_with_and_without_the_template(
     assert loaded.done and loaded.done_reason == "load"
 
 
-def test_ollama_lists_and_describes_models(llama: ollama.Client) -> None:
+def test_ollama_lists_and_describes_models(llama: ollama.Client, frontend: FrontendProcess) -> None:
     assert MODEL in [model.model for model in llama.list().models]
     assert MODEL in [model.model for model in llama.ps().models]
     shown = llama.show(MODEL)
     assert shown.template == TEMPLATE
     assert shown.capabilities == ["completion", "tools", "thinking"]
+    headers = {"authorization": f"Bearer {KEY}"}
+    cards = frontend.http.get("/api/tags", headers=headers).json()["models"]
+    [listed] = {tuple(card["capabilities"]) for card in cards}
+    assert listed == ("completion", "tools", "thinking")
     assert shown.modelinfo["llama.context_length"] == 1024
     assert llama.pull(MODEL).status == "success"
     with pytest.raises(ollama.ResponseError, match="does not exist"):
@@ -416,6 +420,7 @@ def test_ollama_lists_and_describes_models(llama: ollama.Client) -> None:
         ),
         ("embed", {}, "input is required"),
         ("show", {}, "model is required"),
+        ("show", {"model": MODEL, "system": "x"}, "system is not supported"),
     ],
 )
 def test_ollama_errors_name_the_field(
