@@ -302,3 +302,15 @@ def test_argument_that_is_not_text_is_refused(command: str) -> None:
 def test_variable_that_is_not_text_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     line = error_of(capsys, ENGINE_API_KEY=os.fsdecode(b"caf\xe9"))
     assert line.startswith("engine: error: ENGINE_API_KEY: must be text in UTF-8")
+
+
+def test_a_flag_sets_an_entry_of_an_object(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--hf_overrides.a.b", "1", "--hf-overrides.a.c_d=x", "--hf-overrides.e+", "[2]")
+    expected = {"a": {"b": 1, "c_d": "x"}, "e": [[2]]}
+    assert parse(*flags)["model"]["hf_overrides"] == expected
+    for wrong, problem in (
+        (("--hf-overrides.a",), "--hf-overrides.a needs a value"),
+        (("--hf-overrides.a", "1", "--hf-overrides.a.b", "1"), "a is 1 already"),
+        (("--port.a", "1"), "--port: must be an integer"),
+    ):
+        assert problem in error_of(capsys, *wrong)
