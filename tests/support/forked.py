@@ -109,7 +109,7 @@ def fork_server() -> ForkServer:
 
 
 class _PreloadedForkServer(ForkServer):
-    reply_s = 120.0
+    reply_s = 240.0
 
     def __init__(self) -> None:
         # This process has threads, so it cannot fork the server itself.
