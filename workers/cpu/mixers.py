@@ -26,7 +26,7 @@ from ...protocol.checkpoint.recurrent_layers import (
     ShortConvolution,
 )
 from ..layers.parallel.shard import ModelShard
-from ..layers.parallel.tensor_parallel import TensorParallel
+from ..layers.parallel.tensor_parallel import TensorParallel, elements
 from ..layers.spec import ModelSpec
 from ..models.mixers import (
     MixerRows,
@@ -36,7 +36,6 @@ from ..models.mixers import (
     mixer_rows,
     rg_lru,
 )
-from ..models.mixers.mixer import elements
 from ..models.weights import Rows
 from .abi import structs
 from .library import NotSupportedNatively

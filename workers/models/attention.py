@@ -20,6 +20,7 @@ from ..attention import AttentionBackend, AttentionLayer
 from ..layers.layer_spec import LayerSpec
 from ..layers.layers import HeadBound, HeadLayerNorm, HeadNorm, RMSNorm
 from ..layers.parallel.shard import ModelShard
+from ..layers.parallel.tensor_parallel import elements
 from ..layers.rope import QueryScaling, RotaryTables, apply_rotary
 from ..layers.spec import ModelSpec
 from ..layers.specs.latent import RopeOrder
@@ -88,7 +89,7 @@ class Attention:
             qkv = source.read_rows(rows, columns, has_biases=has_biases)
             self.qkv = weights.adapt_rows(qkv, rows, columns)
         output_size = spec.num_heads * spec.output_dim
-        outputs = range(heads.start * spec.output_dim, heads.stop * spec.output_dim)
+        outputs = elements(heads, spec.output_dim)
         self._output = source.read_columns(
             "o_proj",
             spec.hidden_size,
@@ -228,7 +229,7 @@ def qkv_rows(
                 rows_GQK[:, group + 1].flatten(),
             )
         )
-        part = range(kv_heads.start * size, kv_heads.stop * size)
+        part = elements(kv_heads, size)
         return [Rows(f"{prefix}qkv_proj", spec.num_kv_heads * size, part, order)]
     query_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     if spec.num_qkv_blocks:
@@ -247,7 +248,7 @@ def qkv_rows(
         order = torch.cat([x.flatten() for x in (queries[own], keys[own_kv], values[own_kv])])
         first, last = int(order.min()), int(order.max())
         return [Rows(f"{prefix}qkv_proj", total, range(first, last + 1), order - first)]
-    queries_part, keys_part = _elements(spec, heads), _elements(spec, kv_heads)
+    queries_part, keys_part = elements(heads, spec.head_dim), elements(kv_heads, spec.head_dim)
     if spec.gates_attention and not spec.has_gate_projection:
         part = range(2 * queries_part.start, 2 * queries_part.stop)
         queries, gates = torch.arange(len(part)).view(-1, 2, spec.head_dim).unbind(1)
@@ -265,7 +266,7 @@ def qkv_rows(
             for start, each in zip(starts, parts_of_rank, strict=False)
         )
         return [*others, gate_rows]
-    values_part = range(kv_heads.start * spec.output_dim, kv_heads.stop * spec.output_dim)
+    values_part = elements(kv_heads, spec.output_dim)
     rows = weights.rows(
         prefix,
         ["q_proj", "k_proj", "v_proj"],
@@ -309,7 +310,7 @@ def _gate_rows(spec: ModelSpec, prefix: str, heads: range) -> Rows:
         return Rows(
             name,
             spec.num_heads * spec.head_dim,
-            _elements(spec, heads),
+            elements(heads, spec.head_dim),
             has_bias=spec.has_gate_biases,
             rows_per_bias=spec.head_dim,
         )
@@ -333,10 +334,6 @@ def rotary_order(order: RopeOrder, rotary_dim: int) -> Tensor:
     if order == "interleaved":
         return rows_R.view(rotary_dim // 2, 2).T.flatten()
     return rows_R.roll(rotary_dim // 2) if order == "swapped" else rows_R
-
-
-def _elements(spec: ModelSpec, heads: range) -> range:
-    return range(heads.start * spec.head_dim, heads.stop * spec.head_dim)
 
 
 def read_sinks(

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..attention import AttentionBackend, AttentionLayer
 from ..layers.layers import RMSNorm
 from ..layers.parallel.shard import ModelShard
+from ..layers.parallel.tensor_parallel import elements
 from ..layers.spec import ModelSpec
 from .layer_source import LayerSource
 from .weights import Rows
@@ -81,8 +82,7 @@ class CrossAttention:
 def cross_rows(spec: ModelSpec, prefix: str, shard: ModelShard) -> tuple[Rows, list[Rows]]:
     """Return this rank's rows of the projections to queries, and to keys and values."""
     heads, kv_heads = (
-        range(part.start * spec.head_dim, part.stop * spec.head_dim)
-        for part in (shard.heads(spec), shard.kv_heads(spec))
+        elements(part, spec.head_dim) for part in (shard.heads(spec), shard.kv_heads(spec))
     )
     query_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     keys_and_values = [

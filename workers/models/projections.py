@@ -11,6 +11,7 @@ from torch import Tensor
 from ...protocol.checkpoint.recurrent_layers import InnerConvolutions
 from ..layers.layer_spec import LayerSpec
 from ..layers.parallel.shard import ModelShard
+from ..layers.parallel.tensor_parallel import elements
 from ..layers.spec import ModelSpec
 from .layer_source import LayerSource
 from .weights import Rows
@@ -29,7 +30,7 @@ def tap_rows(spec: ModelSpec, layer: LayerSpec, prefix: str, shard: ModelShard) 
     if not isinstance(convolutions, InnerConvolutions) or not convolutions.is_dynamic:
         return []
     kernel, heads = convolutions.kernel, shard.kv_heads(spec)
-    part, count = range(heads.start * kernel, heads.stop * kernel), spec.num_kv_heads * kernel
+    part, count = elements(heads, kernel), spec.num_kv_heads * kernel
     return [Rows(f"{prefix}{x}_conv_taps", count, part, has_bias=False) for x in "kv"]
 
 

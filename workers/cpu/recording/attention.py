@@ -12,6 +12,7 @@ import numpy as np
 
 from ...layers.layer_spec import LayerSpec
 from ...layers.layers import HeadLayerNorm
+from ...layers.parallel.tensor_parallel import elements
 from ...layers.rope import QueryScaling, RopeSpec
 from ...layers.spec import ModelSpec
 from ...layers.specs.block_indexer import BlockIndexerSpec
@@ -24,7 +25,6 @@ from ...models.attention import (
 )
 from ...models.cross_attention import cross_rows
 from ...models.indexers.blocks import block_index_rows, mean_index_rows
-from ...models.mixers.mixer import elements
 from ...models.positions.relative_biases import RelativeBiases
 from ...models.projections import input_of_rows, sink_rows, tap_rows
 from ...models.weights import Rows
@@ -439,10 +439,7 @@ def attention_output(
 ) -> PackedWeight:
     """Return this rank's part of the output projection, which reads `head_size` elements per head."""
     num_heads = spec.num_heads
-    shares = [
-        range(heads.start * head_size, heads.stop * head_size)
-        for heads in blocks.shard.tensor_parallel.parts(num_heads)
-    ]
+    shares = [elements(heads, head_size) for heads in blocks.shard.tensor_parallel.parts(num_heads)]
     return blocks.output_projection(
         f"{prefix}{module}.o_proj.weight", num_heads * head_size, shares
     )

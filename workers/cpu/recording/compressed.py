@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...layers.layer_spec import LayerSpec
+from ...layers.parallel.tensor_parallel import elements
 from ...layers.rope import RopeSpec
 from ...layers.specs.compressed import CompressedSpec, Compression
 from ...layers.specs.latent import IndexerSpec
@@ -158,7 +159,7 @@ class CompressedRecorder:
         """Record the second products of queries, and those of an indexer's queries."""
         spec, heads, size = self._spec, self._shard.heads(self._spec), self._spec.head_dim
         rank = compressed.query_rank
-        part = range(heads.start * size, heads.stop * size)
+        part = elements(heads, size)
         products = [(Rows(f"{name}q_b_proj", spec.num_heads * size, part), 0)]
         if indexer is not None:
             count = indexer.num_heads * indexer.head_dim

@@ -12,9 +12,9 @@ from ....protocol.checkpoint.recurrent_layers import (
     InnerConvolutions,
 )
 from ...layers.layer_spec import LayerSpec
+from ...layers.parallel.tensor_parallel import elements
 from ...models.mixers.head_convolutions import read_head_taps
 from ...models.mixers.inner_convolutions import read_taps, term_factor
-from ...models.mixers.mixer import elements
 from ..abi import structs
 from ..mixers import check_num_taps
 from ..program import Floats

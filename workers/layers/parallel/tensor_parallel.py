@@ -64,3 +64,8 @@ class TensorParallel:
         all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         all_gather(gathered.view(-1), x.view(-1), group=self.group)
         return gathered
+
+
+def elements(heads: range, size: int) -> range:
+    """Return the range of elements that belong to these heads, `size` elements each."""
+    return range(heads.start * size, heads.stop * size)

@@ -18,6 +18,7 @@ from ...attention.compressed import CompressedCache, SequenceBatch, TokensWithEn
 from ...layers.layer_spec import LayerSpec
 from ...layers.layers import RMSNorm
 from ...layers.parallel.shard import ModelShard
+from ...layers.parallel.tensor_parallel import elements
 from ...layers.rope import RotaryEmbedding, RotaryTables
 from ...layers.spec import ModelSpec
 from ...layers.specs.compressed import CompressedSpec
@@ -60,7 +61,7 @@ class CompressedAttention:
             RMSNorm(weights.read_vector(f"{prefix}{name}.weight", count), spec.norm_eps)
             for name, count in (("q_a_norm", rank), ("kv_norm", size))
         )
-        part = range(heads.start * size, heads.stop * size)
+        part = elements(heads, size)
         queries = [Rows(f"{prefix}q_b_proj", spec.num_heads * size, part)]
         self._sinks_H = weights.read_vector(f"{prefix}sinks", spec.num_heads, heads)
         self._compressors: list[Compressor] = []

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...attention import IndexQueries
 from ...layers.layers import HeadNorm
+from ...layers.parallel.tensor_parallel import elements
 from ...layers.rope import RopeSpec, RotaryEmbedding, RotaryTables, apply_rotary
 from ...layers.spec import ModelSpec
 from ...layers.specs.block_indexer import BlockIndexerSpec
@@ -137,7 +138,7 @@ def block_index_rows(
 ) -> list[Rows]:
     """Return the rows of the projections to the index queries of these heads, and to the index key."""
     size = indexer.head_dim
-    part = range(kv_heads.start * size, kv_heads.stop * size)
+    part = elements(kv_heads, size)
     return [
         Rows(f"{prefix}indexer.q_proj", spec.num_kv_heads * size, part, has_bias=False),
         Rows(f"{prefix}indexer.k_proj", size, range(size), has_bias=False),

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from ...attention import AttentionBackend, AttentionLayer
 from ...layers.layer_spec import LayerSpec
 from ...layers.layers import Linear, RMSNorm
+from ...layers.parallel.tensor_parallel import elements
 from ...layers.rope import RotaryTables, apply_rotary
 from ...layers.spec import ModelSpec
 from ...layers.specs.latent import LatentSpec
@@ -114,7 +115,7 @@ class LatentAttention:
             "o_proj",
             spec.hidden_size,
             spec.num_heads * latent.value_dim,
-            range(heads.start * latent.value_dim, heads.stop * latent.value_dim),
+            elements(heads, latent.value_dim),
             has_bias=spec.attention_output_bias,
         )
 
@@ -210,7 +211,7 @@ def gate_rows(spec: ModelSpec, latent: LatentSpec, prefix: str, heads: range) ->
     if latent.joins_query_vectors:
         query_size = latent.plain_dim + latent.rotary_dim
         return _joined_rows(spec, latent, prefix, heads, query_size + torch.arange(size))
-    part = range(heads.start * size, heads.stop * size)
+    part = elements(heads, size)
     return Rows(f"{prefix}gate_proj", spec.num_heads * size, part, has_bias=False)
 
 
@@ -228,7 +229,7 @@ def read_expansions(
             f"{prefix}kv_b_proj.weight",
             spec.num_heads * size,
             rank,
-            part=range(heads.start * size, heads.stop * size),
+            part=elements(heads, size),
         ).unflatten(0, (len(heads), size))
         keys_HPC, values_HVC = expand_HOC.split((plain, value), 1)
         return keys_HPC, values_HVC
@@ -274,7 +275,7 @@ def query_rows(spec: ModelSpec, latent: LatentSpec, prefix: str, heads: range) -
         return _joined_rows(spec, latent, prefix, heads, order_Q)
     rows_HQ = torch.arange(len(heads) * size).view(len(heads), size)[:, order_Q]
     name = "q_proj" if latent.query_rank is None else "q_b_proj"
-    part = range(heads.start * size, heads.stop * size)
+    part = elements(heads, size)
     return Rows(f"{prefix}{name}", spec.num_heads * size, part, rows_HQ.flatten(), has_bias=False)
 
 
@@ -284,7 +285,7 @@ def _joined_rows(
     """Return the rows `order_X` of each of these heads in the matrix of queries and gates."""
     size = latent.plain_dim + latent.rotary_dim + gates_of_head(spec, latent)
     rows_HX = torch.arange(len(heads) * size).view(len(heads), size)[:, order_X]
-    part = range(heads.start * size, heads.stop * size)
+    part = elements(heads, size)
     return Rows(f"{prefix}q_b_proj", spec.num_heads * size, part, rows_HX.flatten(), has_bias=False)
 
 

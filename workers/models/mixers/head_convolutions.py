@@ -11,10 +11,10 @@ from torch import Tensor
 
 from ....protocol.checkpoint.recurrent_layers import HeadConvolutions
 from ...layers.parallel.shard import ModelShard
+from ...layers.parallel.tensor_parallel import elements
 from ...layers.spec import ModelSpec
 from ..layer_source import LayerSource
 from ..weights import WeightReader
-from .mixer import elements
 from .states import StateBatch, StateCache
 
 

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from ....protocol.checkpoint.recurrent_layers import InnerConvolutions
+from ...layers.parallel.tensor_parallel import elements
 from ..layer_source import LayerSource
 from ..weights import WeightReader
-from .mixer import CausalConvolution, elements
+from .mixer import CausalConvolution
 from .states import StateBatch, StateCache
 
 

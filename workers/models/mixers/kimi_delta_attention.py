@@ -14,11 +14,11 @@ from torch.nn import functional as F
 
 from ....protocol.checkpoint.recurrent_layers import KimiDeltaAttention
 from ...layers.layers import Linear
-from ...layers.parallel.tensor_parallel import TensorParallel
+from ...layers.parallel.tensor_parallel import TensorParallel, elements
 from ..layer_source import LayerSource
 from ..weights import Rows, WeightReader
 from .delta_rule import delta_rule, unit
-from .mixer import Mixer, MixerRows, elements
+from .mixer import Mixer, MixerRows
 from .states import StateBatch, StateCache
 
 

@@ -14,13 +14,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ....protocol.checkpoint.recurrent_layers import LightningAttention
-from ...layers.parallel.tensor_parallel import TensorParallel
+from ...layers.parallel.tensor_parallel import TensorParallel, elements
 from ...layers.spec import ModelSpec
 from ..layer_source import LayerSource
 from ..mlp import DividedNorm
 from ..weights import Rows, WeightReader
 from .mamba2 import causal_decay
-from .mixer import Mixer, MixerRows, elements
+from .mixer import Mixer, MixerRows
 from .states import StateBatch, StateCache
 
 NORM_EPS = 1e-6

@@ -15,10 +15,10 @@ from torch.nn import functional as F
 
 from ....protocol.checkpoint.recurrent_layers import Mamba1
 from ...layers.layers import RMSNorm
-from ...layers.parallel.tensor_parallel import TensorParallel
+from ...layers.parallel.tensor_parallel import TensorParallel, elements
 from ..layer_source import LayerSource
 from ..weights import Rows, WeightReader
-from .mixer import BlockLinear, Mixer, MixerRows, elements, segments
+from .mixer import BlockLinear, Mixer, MixerRows, segments
 from .states import StateBatch, StateCache
 
 

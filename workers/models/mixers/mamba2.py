@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ....protocol.checkpoint.recurrent_layers import Mamba2
-from ...layers.parallel.tensor_parallel import TensorParallel
+from ...layers.parallel.tensor_parallel import TensorParallel, elements
 from ..layer_source import LayerSource
 from ..weights import WeightReader
-from .mixer import Mixer, MixerRows, elements, segments
+from .mixer import Mixer, MixerRows, segments
 from .states import StateBatch, StateCache
 
 

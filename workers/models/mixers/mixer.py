@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ....protocol.checkpoint.recurrent_layers import MixerLayer
 from ...layers.layers import LayerKernels, Linear
-from ...layers.parallel.tensor_parallel import TensorParallel
+from ...layers.parallel.tensor_parallel import TensorParallel, elements
 from ..layer_source import LayerSource
 from ..weights import Rows, WeightReader
 from .states import StateBatch
@@ -152,8 +152,3 @@ def segments(name: str, sizes: Sequence[int], parts: Sequence[range]) -> list[Ro
         rows.append(Rows(name, total, range(start + part.start, start + part.stop)))
         start += size
     return rows
-
-
-def elements(heads: range, size: int) -> range:
-    """Return the range of elements that belong to these heads, `size` elements each."""
-    return range(heads.start * size, heads.stop * size)

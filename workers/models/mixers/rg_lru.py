@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ....protocol.checkpoint.recurrent_layers import RgLru
-from ...layers.parallel.tensor_parallel import TensorParallel
+from ...layers.parallel.tensor_parallel import TensorParallel, elements
 from ..layer_source import LayerSource
 from ..weights import Rows, WeightReader
-from .mixer import BlockLinear, Mixer, MixerRows, elements
+from .mixer import BlockLinear, Mixer, MixerRows
 from .states import StateBatch, StateCache
 
 _DECAY_RATE = 8.0

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ...layers.layer_spec import LayerSpec
 from ...layers.layers import HeadBound
+from ...layers.parallel.tensor_parallel import elements
 from ...layers.spec import ModelSpec
 from ...layers.specs.relative_biases import RelativeBiasSpec
 from ..weights import Rows, WeightReader
@@ -31,7 +32,7 @@ class RelativeBiases:
     ) -> None:
         self._rank = rank = biases.rank
         count = layer.window if isinstance(layer.window, int) else biases.max_distance
-        part = range(heads.start * rank, heads.stop * rank)
+        part = elements(heads, rank)
         self.size = len(part)
         self.rows = Rows(f"{prefix}bias_proj", spec.num_heads * rank, part, has_bias=False)
         self.matrix_RE = weights.read(f"{prefix}distance_profiles", rank, count)
