@@ -20,6 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ...protocol.config.frontend import ContentFormat
 from ...protocol.errors import EngineError
+from .built_in_templates import NAMED_TEMPLATES
 from .generic_tools import write_tools_as_text
 from .messages import Message, TemplateTraits, normalize_messages
 from .special_tokens import SpecialTokenGuard
@@ -221,13 +222,15 @@ class ChatTemplate:
 
 
 def load_chat_template(argument: str) -> str:
-    """Return the template given by `--chat-template`, directly or as the path of a file.
+    """Return the template given by `--chat-template`: directly, by its name or as the path of a file.
 
     Raises:
         ChatTemplateError: The file cannot be read.
     """
     if "{" in argument or "\n" in argument:
         return argument
+    if argument in NAMED_TEMPLATES:
+        return NAMED_TEMPLATES[argument]
     try:
         return Path(argument).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

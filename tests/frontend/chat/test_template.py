@@ -381,5 +381,8 @@ def test_chat_template_option_is_a_file_or_the_template_itself(tmp_path) -> None
     file = tmp_path / "t.jinja"
     file.write_text(CHATML, encoding="utf-8")
     assert load_chat_template(str(file)) == load_chat_template(CHATML) == CHATML
+    named = ChatTemplate(load_chat_template("chatml"))
+    messages = [{"role": "user", "content": "Hi"}]
+    assert named.render(messages) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     with pytest.raises(ChatTemplateError, match="neither a Jinja template nor a readable file"):
         load_chat_template(str(tmp_path / "absent.jinja"))
