@@ -1,12 +1,15 @@
-"""Checks of grammars as a frontend performs them."""
+"""Checks of grammars as a frontend performs them, and their compilation in the core."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
 from functools import cache
+from typing import Any
 
 import msgspec
 import uvloop
+from engine.core.structured_output.manager import StructuredOutputManager
 from engine.frontend.client.executor import ThreadExecutor
 from engine.frontend.client.grammar_checks import GrammarChecks
 from engine.protocol.errors import ParameterError
@@ -42,3 +45,13 @@ def usable(structured_output: StructuredOutput) -> StructuredOutput:
         raise ParameterError(PARAM, verdict.problem)
     spec = structured_output.spec if verdict.spec is None else verdict.spec
     return msgspec.structs.replace(structured_output, spec=spec, is_isolated=verdict.is_isolated)
+
+
+def await_events(manager: StructuredOutputManager) -> dict[Any, str | None]:
+    """Return the events of all compilations: the error of each key, or None."""
+    events: dict[Any, str | None] = {}
+    tick = threading.Event()
+    while manager.is_compiling:
+        events.update(manager.poll())
+        tick.wait(0.001)
+    return events

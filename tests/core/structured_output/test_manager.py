@@ -4,10 +4,8 @@ import importlib.util
 import json
 import random
 import re
-import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,8 +15,7 @@ from engine.frontend.tokenizer.load import load_tokenizer
 from engine.protocol.errors import ParameterError
 from engine.protocol.grammars.grammar import MAX_ERROR_LENGTH, MAX_SPEC_LENGTH
 from engine.protocol.sampling_params import FreeReasoning, GrammarKind, StructuredOutput
-from support.grammars import verify_structured_output
-from support.program import wait_until
+from support.grammars import await_events, verify_structured_output
 
 pytestmark = pytest.mark.slow
 
@@ -74,15 +71,6 @@ def manager() -> Iterator[StructuredOutputManager]:
     manager = StructuredOutputManager(TOKENIZER_JSON, V, (EOS,))
     yield manager
     manager.close()
-
-
-def await_events(manager: StructuredOutputManager) -> dict[Any, str | None]:
-    events: dict[Any, str | None] = {}
-    tick = threading.Event()
-    while manager.is_compiling:
-        events.update(manager.poll())
-        tick.wait(0.001)
-    return events
 
 
 def compiled(
@@ -444,58 +432,9 @@ def test_a_request_released_while_it_compiles_is_not_reported(
     manager.release("never seen")
 
 
-def test_a_grammar_released_before_its_turn_is_not_compiled() -> None:
-    may_go_on = threading.Event()
-    asked: list[None] = []
-
-    def find_tokenizer() -> str:
-        asked.append(None)
-        may_go_on.wait()
-        return "/nonexistent/tokenizer.json"
-
-    manager = StructuredOutputManager(find_tokenizer, V, (EOS,))
-    for key in range(40):
-        manager.compile(key, regex("ab"))
-    # Two threads are busy. Of all requests for the same grammar, only one still exists when its turn comes.
-    for key in range(2, 39):
-        manager.release(key)
-    may_go_on.set()
-    assert await_events(manager).keys() == {0, 1, 39}
-    assert len(asked) == 3
-    manager.close()
-
-
-@pytest.mark.parametrize("path", ["/nonexistent/tokenizer.json", "/nonexistent/model.gguf"])
-def test_a_missing_tokenizer_fails_only_the_request(path: str) -> None:
-    manager = StructuredOutputManager(lambda: path, V, (EOS,))
-    manager.compile(0, regex("ab"))
-    [(key, error)] = await_events(manager).items()
-    assert key == 0
-    assert error is not None and "tokenizer.json" in error
-    assert "nonexistent" not in error
-    manager.close()
-
-
 def test_finished_grammar_allows_every_end_token() -> None:
     manager = StructuredOutputManager(TOKENIZER_JSON, V, (EOS, 0))
     compiled(manager, regex("ab"))
     assert feed(manager, "ab")
     assert allowed(manager).tolist() == [0, EOS]
-    manager.close()
-
-
-class Panic(BaseException):
-    """An exception like pyo3's PanicException, which does not derive from Exception."""
-
-
-def test_a_panic_of_the_compiler_fails_only_its_request() -> None:
-    def panic() -> str:
-        raise Panic("index out of bounds")
-
-    manager = StructuredOutputManager(panic, V, (EOS,))
-    manager.compile(0, regex("a"))
-    events: list[tuple[Any, str | None]] = []
-    wait_until(lambda: events.extend(manager.poll()) or events, what="the request is told")
-    assert events == [(0, "the grammar cannot be compiled: index out of bounds")]
-    assert not manager.is_compiling
     manager.close()

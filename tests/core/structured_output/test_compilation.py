@@ -1,0 +1,63 @@
+"""Grammars whose compilation fails or is no longer needed."""
+
+import threading
+from typing import Any
+
+import pytest
+from engine.core.structured_output.manager import StructuredOutputManager
+from engine.protocol.sampling_params import GrammarKind, StructuredOutput
+from support.grammars import await_events
+from support.program import wait_until
+
+V = 49_152
+EOS = 2
+AB = StructuredOutput(GrammarKind.REGEX, "ab")
+
+
+def test_a_grammar_released_before_its_turn_is_not_compiled() -> None:
+    may_go_on = threading.Event()
+    asked: list[None] = []
+
+    def find_tokenizer() -> str:
+        asked.append(None)
+        may_go_on.wait()
+        return "/nonexistent/tokenizer.json"
+
+    manager = StructuredOutputManager(find_tokenizer, V, (EOS,))
+    for key in range(40):
+        manager.compile(key, AB)
+    # Two threads are busy. Of all requests for the same grammar, only one still exists when its turn comes.
+    for key in range(2, 39):
+        manager.release(key)
+    may_go_on.set()
+    assert await_events(manager).keys() == {0, 1, 39}
+    assert len(asked) == 3
+    manager.close()
+
+
+@pytest.mark.parametrize("path", ["/nonexistent/tokenizer.json", "/nonexistent/model.gguf"])
+def test_a_missing_tokenizer_fails_only_the_request(path: str) -> None:
+    manager = StructuredOutputManager(lambda: path, V, (EOS,))
+    manager.compile(0, AB)
+    [(key, error)] = await_events(manager).items()
+    assert key == 0
+    assert error is not None and "tokenizer.json" in error
+    assert "nonexistent" not in error
+    manager.close()
+
+
+class Panic(BaseException):
+    """An exception like pyo3's PanicException, which does not derive from Exception."""
+
+
+def test_a_panic_of_the_compiler_fails_only_its_request() -> None:
+    def panic() -> str:
+        raise Panic("index out of bounds")
+
+    manager = StructuredOutputManager(panic, V, (EOS,))
+    manager.compile(0, AB)
+    events: list[tuple[Any, str | None]] = []
+    wait_until(lambda: events.extend(manager.poll()) or events, what="the request is told")
+    assert events == [(0, "the grammar cannot be compiled: index out of bounds")]
+    assert not manager.is_compiling
+    manager.close()
