@@ -116,39 +116,42 @@ def test_random_output_is_valid_for_its_schema(manager: StructuredOutputManager)
         assert value["parent"] in (None, True, False)
 
 
-@pytest.mark.parametrize(
-    ("constraint", "full"),
-    [
-        (regex("[0-9]{3}-[a-f]+/x"), r"[0-9]{3}-[a-f]+/x"),
-        (regex(r"^a\/b$"), "a/b"),
-        (regex(r"\d{8}[\w.-]{8}[^\D]"), r"[0-9]{8}[0-9A-Za-z_.-]{8}[0-9]"),
-        (
-            StructuredOutput(GrammarKind.CHOICE, '["yes", "no\\n", "\\"maybe\\""]'),
-            'yes|no\n|"maybe"',
-        ),
-        (StructuredOutput(GrammarKind.LARK, 'start: "x" NUM\nNUM: /[0-9]{2}/'), "x[0-9]{2}"),
-        (StructuredOutput(GrammarKind.LARK, 'root ::= "x" num\nnum ::= [0-9] [0-9]'), "x[0-9]{2}"),
-        (StructuredOutput(GrammarKind.CHOICE, '["<|im_start|>a"]'), re.escape("<|im_start|>a")),
-        (regex(r"x<\|im_end\|>"), r"x<\|im_end\|>"),
-        (schema({"const": "<|im_start|>"}), r'"<\|im_start\|>"'),
-        (
-            StructuredOutput(GrammarKind.LARK, 'root ::= "<|im_start|>a"'),
-            re.escape("<|im_start|>a"),
-        ),
-    ],
-    ids=[
-        "regex",
-        "anchors",
-        "classes of ASCII",
-        "choice",
-        "lark",
-        "gbnf",
-        "choice of a special token's text",
-        "regex of a special token's text",
-        "schema of a special token's text",
-        "gbnf of a special token's text",
-    ],
-)
+MATCHED = {
+    "regex": (regex("[0-9]{3}-[a-f]+/x"), r"[0-9]{3}-[a-f]+/x"),
+    "anchors": (regex(r"^a\/b$"), "a/b"),
+    "classes of ASCII": (
+        regex(r"\d{8}[\w.-]{8}[^\D]"),
+        r"[0-9]{8}[0-9A-Za-z_.-]{8}[0-9]",
+    ),
+    "choice": (
+        StructuredOutput(GrammarKind.CHOICE, '["yes", "no\\n", "\\"maybe\\""]'),
+        'yes|no\n|"maybe"',
+    ),
+    "lark": (
+        StructuredOutput(GrammarKind.LARK, 'start: "x" NUM\nNUM: /[0-9]{2}/'),
+        "x[0-9]{2}",
+    ),
+    "gbnf": (
+        StructuredOutput(GrammarKind.LARK, 'root ::= "x" num\nnum ::= [0-9] [0-9]'),
+        "x[0-9]{2}",
+    ),
+    "choice of a special token's text": (
+        StructuredOutput(GrammarKind.CHOICE, '["<|im_start|>a"]'),
+        re.escape("<|im_start|>a"),
+    ),
+    "regex of a special token's text": (regex(r"x<\|im_end\|>"), r"x<\|im_end\|>"),
+    "schema of a special token's text": (
+        schema({"const": "<|im_start|>"}),
+        r'"<\|im_start\|>"',
+    ),
+    "gbnf of a special token's text": (
+        StructuredOutput(GrammarKind.LARK, 'root ::= "<|im_start|>a"'),
+        re.escape("<|im_start|>a"),
+    ),
+}
+
+
+@pytest.mark.parametrize(("constraint", "full"), MATCHED.values(), ids=MATCHED)
 def test_random_output_matches_its_grammar(
     manager: StructuredOutputManager, constraint: StructuredOutput, full: str
 ) -> None:
