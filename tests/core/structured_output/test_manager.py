@@ -53,6 +53,10 @@ def regex(pattern: str) -> StructuredOutput:
     return StructuredOutput(GrammarKind.REGEX, pattern)
 
 
+def lark(grammar: str) -> StructuredOutput:
+    return StructuredOutput(GrammarKind.LARK, grammar)
+
+
 GET_AND_PUT = tag(
     {
         "type": "structural_tag",
@@ -119,33 +123,21 @@ def test_random_output_is_valid_for_its_schema(manager: StructuredOutputManager)
 MATCHED = {
     "regex": (regex("[0-9]{3}-[a-f]+/x"), r"[0-9]{3}-[a-f]+/x"),
     "anchors": (regex(r"^a\/b$"), "a/b"),
-    "classes of ASCII": (
-        regex(r"\d{8}[\w.-]{8}[^\D]"),
-        r"[0-9]{8}[0-9A-Za-z_.-]{8}[0-9]",
-    ),
+    "classes of ASCII": (regex(r"\d{8}[\w.-]{8}[^\D]"), r"[0-9]{8}[0-9A-Za-z_.-]{8}[0-9]"),
     "choice": (
         StructuredOutput(GrammarKind.CHOICE, '["yes", "no\\n", "\\"maybe\\""]'),
         'yes|no\n|"maybe"',
     ),
-    "lark": (
-        StructuredOutput(GrammarKind.LARK, 'start: "x" NUM\nNUM: /[0-9]{2}/'),
-        "x[0-9]{2}",
-    ),
-    "gbnf": (
-        StructuredOutput(GrammarKind.LARK, 'root ::= "x" num\nnum ::= [0-9] [0-9]'),
-        "x[0-9]{2}",
-    ),
+    "lark": (lark('start: "x" NUM\nNUM: /[0-9]{2}/'), "x[0-9]{2}"),
+    "gbnf": (lark('root ::= "x" num\nnum ::= [0-9] [0-9]'), "x[0-9]{2}"),
     "choice of a special token's text": (
         StructuredOutput(GrammarKind.CHOICE, '["<|im_start|>a"]'),
         re.escape("<|im_start|>a"),
     ),
     "regex of a special token's text": (regex(r"x<\|im_end\|>"), r"x<\|im_end\|>"),
-    "schema of a special token's text": (
-        schema({"const": "<|im_start|>"}),
-        r'"<\|im_start\|>"',
-    ),
+    "schema of a special token's text": (schema({"const": "<|im_start|>"}), r'"<\|im_start\|>"'),
     "gbnf of a special token's text": (
-        StructuredOutput(GrammarKind.LARK, 'root ::= "<|im_start|>a"'),
+        lark('root ::= "<|im_start|>a"'),
         re.escape("<|im_start|>a"),
     ),
 }
@@ -399,7 +391,7 @@ def test_forced_text_of_a_special_token_is_not_that_token(
 
 
 def test_grammar_may_name_a_special_token(manager: StructuredOutputManager) -> None:
-    compiled(manager, StructuredOutput(GrammarKind.LARK, 'start: "a" <|im_start|> "b"'))
+    compiled(manager, lark('start: "a" <|im_start|> "b"'))
     start = TOKENIZER.encode("<|im_start|>", add_special_tokens=False)
     assert manager.forced_tokens(0, []) == [*TOKENIZER.encode("a"), *start, *TOKENIZER.encode("b")]
     assert manager.accept_tokens(0, TOKENIZER.encode("a"))
