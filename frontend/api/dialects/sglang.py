@@ -42,7 +42,7 @@ def routes(serving: Serving, intake: Intake, management: Management) -> list[Rou
         *(Route(path, description.model) for path in ("/model_info", "/get_model_info")),
         *(Route(path, description.server) for path in ("/server_info", "/get_server_info")),
         Route("/health_generate", management.health),
-        Route("/flush_cache", management.reset_prefix_cache, methods=["GET", "POST"]),
+        Route("/flush_cache", management.reset_prefix_cache, methods=["POST"]),
         Route("/abort_request", SglangAborts(serving, intake).abort, methods=["POST"]),
     ]
 

@@ -258,3 +258,5 @@ def test_clients_can_probe_the_server(frontend: FrontendProcess) -> None:
         assert server["internal_states"][0]["num_requests_waiting"] == 0
     assert frontend.http.get("/health_generate").status_code == 200
     assert frontend.http.post("/flush_cache").json() == {"success": True}
+    # Any page could make a browser send a GET.
+    assert frontend.http.get("/flush_cache").status_code == 405
