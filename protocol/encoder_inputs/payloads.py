@@ -48,14 +48,20 @@ class ImagePayload(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=T
 
 
 class AudioPayload(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=True):
-    """A window of an audio clip: features [num_mel_bins, num_frames], or samples without bins. 0 outputs are all."""
+    """A window of an audio clip."""
 
     num_mel_bins: int
+    """The number of mel bins; 0 if the encoder reads samples."""
     num_frames: int
+    """The number of frames of the spectrogram, or of samples."""
     features: bytes
+    """float32[num_mel_bins, num_frames] in row-major order, or float32[num_frames] without bins."""
     is_float16: bool = False
+    """True if the features are float16."""
     num_outputs: int = 0
+    """The number of the encoder's outputs that the model reads, from the first one on; 0 for all."""
     window: int = 0
+    """The index of the window in its clip, for encoders that know the time."""
 
 
 class TextPayload(msgspec.Struct, array_like=True, gc=False, frozen=True):
