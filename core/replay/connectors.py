@@ -61,11 +61,11 @@ class RecordedKVConnector(KVConnector, ExternalDependency):
                 num_tokens, is_async = match
                 match = ExternalMatch(as_integer(num_tokens), bool(is_async))
         if match is None:
-            self._log.add_answer(Matched(request.transfer_id, None))
+            self._log.add_event(Matched(request.transfer_id, None))
         else:
             # Clamp out-of-range numbers. The scheduler rejects them in the same way, and some are too large to encode.
             num_tokens = max(-1, min(match.num_tokens, request.num_tokens + 1))
-            self._log.add_answer(Matched(request.transfer_id, num_tokens, match.is_async))
+            self._log.add_event(Matched(request.transfer_id, num_tokens, match.is_async))
         return match
 
     def update_state_after_alloc(
@@ -89,7 +89,7 @@ class RecordedKVConnector(KVConnector, ExternalDependency):
             # If its parameters cannot be encoded, only this request may fail, so encode them here.
             params = _decode_params(_encode(params))
         if delays_free:
-            self._log.add_answer(DelaysFree(request.transfer_id))
+            self._log.add_event(DelaysFree(request.transfer_id))
         return RequestEnd(bool(delays_free), params)
 
     def transfer_expired(self, transfer_id: int) -> None:
@@ -101,7 +101,7 @@ class RecordedKVConnector(KVConnector, ExternalDependency):
         """Return whether the connector needs a step, and record it if so."""
         needs_step = self.connector.needs_step()
         if needs_step:
-            self._log.add_answer(NeedsStep())
+            self._log.add_event(NeedsStep())
         return needs_step
 
     # No decision depends on the answers of these, so they are not recorded.
@@ -125,7 +125,7 @@ class RecordedBlockConnector(RecordedKVConnector, BlockConnector):
         with _recording_errors(self._log, "find_blocks", request.transfer_id):
             mask = self._blocks.find_blocks(request, keys)
         if mask != b"":
-            self._log.add_answer(BlocksFound(request.transfer_id, mask))
+            self._log.add_event(BlocksFound(request.transfer_id, mask))
             self._log.num_bytes += len(mask or b"")
         return mask
 
@@ -162,7 +162,7 @@ class RecordedEncoderCacheConnector(EncoderCacheConnector, ExternalDependency):
         """Return whether the connector has the encoder output, and record the answer."""
         with _recording_errors(self._log, "has_cache_item", request.transfer_id):
             found = bool(self._connector.has_cache_item(request, index))
-        self._log.add_answer(CacheItemFound(request.transfer_id, index, found))
+        self._log.add_event(CacheItemFound(request.transfer_id, index, found))
         return found
 
     def build_connector_meta(
@@ -178,7 +178,7 @@ def _recording_errors(log: EventLog, call: str, transfer_id: int) -> Iterator[No
     try:
         yield
     except Exception:
-        log.add_answer(ConnectorRaised(call, transfer_id))
+        log.add_event(ConnectorRaised(call, transfer_id))
         raise
 
 

@@ -22,10 +22,10 @@ from ..scheduler.features.grammars import GrammarBackend
 from ..scheduler.scheduler import Scheduler
 from ..state.external_dependency import ExternalDependency
 from ..state.request import RequestKey
+from .content import step_without_content
 from .decision_hash import DecisionHash
 from .events import (
     AddRequest,
-    Answer,
     Decided,
     Event,
     GrammarAccepts,
@@ -48,10 +48,13 @@ DECISION_BYTES: Final = 300
 """Estimated bytes of a decision in the log, not counting arrays."""
 
 REQUEST_BYTES: Final = 1000
-"""Estimated bytes of an arrival in the log, not counting tokens and hashes."""
+"""Estimated bytes of an arrival in the log, not counting tokens, hashes, names and inputs."""
 
-ANSWER_BYTES: Final = 100
-"""Estimated bytes of an answer in the log, not counting hashes."""
+LISTED_BYTES: Final = 40
+"""Estimated bytes of a stop token in the log."""
+
+EVENT_BYTES: Final = 100
+"""Estimated bytes of any other event or encoder input in the log, not counting hashes."""
 
 UNFLUSHED_BYTES: Final = 32 << 10
 """Number of bytes in which decisions and outputs are hashed together.
@@ -116,15 +119,26 @@ class EventLog:
         """Record an arrival."""
         message = event.message
         self.events.append(event)
-        self.num_bytes += REQUEST_BYTES + event.num_prompt_bytes + len(message.block_hashes)
-        self.num_bytes += len(message.predicted_token_ids)
+        self.num_bytes += (
+            REQUEST_BYTES
+            + event.num_prompt_bytes
+            + len(message.block_hashes)
+            + len(message.output_token_ids)
+            + len(message.predicted_token_ids)
+            + len(message.request_id)
+            + LISTED_BYTES * len(message.sampling_params.stop_token_ids)
+            + sum(EVENT_BYTES + len(item.places) for item in message.encoder_inputs)
+        )
         self._ends.add(message.eos_token_ids)
         self._ends.add(message.sampling_params.stop_token_ids)
 
-    def add_answer(self, event: Answer) -> None:
-        """Record the answer that a grammar, a connector or the hash function gave to the last event."""
+    def add_event(self, event: Event) -> None:
+        """Record an event that is neither an arrival nor a decision.
+
+        It may be the answer that a grammar, a connector or the hash function gave to the last event.
+        """
         self.events.append(event)
-        self.num_bytes += ANSWER_BYTES
+        self.num_bytes += EVENT_BYTES
 
     def add_update(self, event: Update) -> None:
         """Record the output of a step. Also frees a few events of a dropped segment."""
@@ -136,7 +150,7 @@ class EventLog:
 
     def record_step(self, event: Schedule, step: SchedulerOutput | None) -> None:
         """Record the result of `schedule`. The step must not change afterwards."""
-        event.step = step
+        event.step = step and step_without_content(step)
         self._decide(event, {})
 
     def record_outputs(
@@ -237,7 +251,7 @@ class EventLog:
             token_ids: Int32Array, block_size: int, parent: bytes, inputs: Sequence[PlacedInput]
         ) -> bytes:
             digests = hash_blocks(token_ids, block_size, parent, inputs)
-            self.add_answer(Hashed(digests))
+            self.add_event(Hashed(digests))
             self.num_bytes += len(digests)
             return digests
 
@@ -260,19 +274,19 @@ class RecordedGrammars(ExternalDependency):
         """Return whether the grammar accepts the tokens; record a refusal."""
         accepted = self._backend.accept_tokens(key, token_ids)
         if not accepted:
-            self._log.add_answer(GrammarRefused(key))
+            self._log.add_event(GrammarRefused(key))
         return accepted
 
     def num_acceptable(self, key: RequestKey, token_ids: Sequence[int]) -> int:
         """Return how many of the tokens the grammar accepts, and record the number unless it accepts all."""
         num_tokens = self._backend.num_acceptable(key, token_ids)
         if num_tokens < len(token_ids):
-            self._log.add_answer(GrammarAccepts(key, num_tokens))
+            self._log.add_event(GrammarAccepts(key, num_tokens))
         return num_tokens
 
     def forced_tokens(self, key: RequestKey, token_ids: Sequence[int]) -> list[int]:
         """Return the tokens that the grammar forces next, and record how many there are, if any."""
         forced = self._backend.forced_tokens(key, token_ids)
         if forced:
-            self._log.add_answer(GrammarForces(key, len(forced)))
+            self._log.add_event(GrammarForces(key, len(forced)))
         return forced

@@ -10,7 +10,6 @@ import msgspec
 
 from ...protocol.block_hash import HashBlocks, block_hasher
 from ...protocol.config import CacheConfig, EngineConfig, KVTransferConfig, SchedulerConfig
-from ...protocol.encoder_inputs.inputs import EncoderInput
 from ...protocol.errors import ConfigError
 from ...protocol.kv_cache_groups import FULL_ATTENTION, KVCacheGroup
 from ...protocol.messages import (
@@ -36,6 +35,7 @@ from ..scheduler.scheduler import Scheduler
 from ..scheduler.scheduler_class import load_scheduler_class
 from ..state.request import RequestKey
 from .connectors import RecordedEncoderCacheConnector, record_connector
+from .content import growth_without_content, report_without_content, request_without_content
 from .events import (
     AddClient,
     AddRequest,
@@ -56,7 +56,7 @@ from .events import (
     without_tokens,
 )
 from .forwarded import forwarded
-from .log import LATE_FACTOR, EventLog, RecordedGrammars
+from .log import EVENT_BYTES, LATE_FACTOR, EventLog, RecordedGrammars
 
 S = TypeVar("S", bound=SchedulerInterface)
 
@@ -201,48 +201,44 @@ class RecordedScheduler(SchedulerInterface):
 
     def adopt_blocks(self, held: Sequence[HeldRequest]) -> None:
         """Record and forward the call."""
-        self.log.events.append(AdoptBlocks(list(held)))
+        self.log.add_event(AdoptBlocks(list(held)))
         self.scheduler.adopt_blocks(held)
 
     def end_adoption(self, client_index: int) -> None:
         """Record and forward the call."""
-        self.log.events.append(EndAdoption(client_index))
+        self.log.add_event(EndAdoption(client_index))
         self.scheduler.end_adoption(client_index)
 
     def add_client(self, client_index: int) -> None:
         """Record and forward the call."""
-        self.log.events.append(AddClient(client_index))
+        self.log.add_event(AddClient(client_index))
         self.scheduler.add_client(client_index)
 
     def finish_client(self, client_index: int) -> None:
         """Record and forward the call."""
-        self.log.events.append(FinishClient(client_index))
+        self.log.add_event(FinishClient(client_index))
         self.scheduler.finish_client(client_index)
 
     def add_request(self, client_index: int, message: EngineCoreRequest, now: float) -> None:
-        """Record and forward the call; media contents are not recorded."""
-        kept = message
-        if message.encoder_inputs:
-            kept = copy(message)
-            kept.encoder_inputs = _without_media(message.encoder_inputs)
+        """Record and forward the call; content that no replay reads is not recorded."""
+        kept = request_without_content(message)
         self.log.add_request(AddRequest(client_index, kept, len(message.prompt_token_ids), now))
         self.scheduler.add_request(client_index, message, now)
 
     def append_inputs(self, client_index: int, message: AppendInputs) -> None:
         """Record and forward the call; media contents are not recorded."""
-        kept = msgspec.structs.replace(message, inputs=_without_media(message.inputs))
-        self.log.events.append(InputsAppended(client_index, kept))
-        self.log.num_bytes += 100 * (1 + len(message.inputs))
+        self.log.add_event(InputsAppended(client_index, growth_without_content(message)))
+        self.log.num_bytes += sum(EVENT_BYTES + len(item.places) for item in message.inputs)
         self.scheduler.append_inputs(client_index, message)
 
     def grammar_ready(self, key: RequestKey, error: str | None) -> None:
         """Record and forward the call; the error text is not recorded."""
-        self.log.events.append(GrammarReady(key, error is None))
+        self.log.add_event(GrammarReady(key, error is None))
         self.scheduler.grammar_ready(key, error)
 
     def lora_loaded(self, number: int, error: str | None) -> None:
         """Record and forward the call; the error text is not recorded."""
-        self.log.events.append(LoraLoaded(number, error is None))
+        self.log.add_event(LoraLoaded(number, error is None))
         self.scheduler.lora_loaded(number, error)
 
     def finish_requests(
@@ -250,7 +246,7 @@ class RecordedScheduler(SchedulerInterface):
     ) -> None:
         """Record and forward the call; the message is not recorded."""
         keys = list(keys)
-        self.log.events.append(FinishRequests(keys, reason))
+        self.log.add_event(FinishRequests(keys, reason))
         self.log.num_bytes += 100 * len(keys)
         self.scheduler.finish_requests(keys, reason, message)
 
@@ -261,25 +257,25 @@ class RecordedScheduler(SchedulerInterface):
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, now: float = 0.0) -> bool:
         """Record and forward the call."""
-        self.log.events.append(ResetPrefixCache(reset_running_requests, now))
+        self.log.add_event(ResetPrefixCache(reset_running_requests, now))
         done = self.scheduler.reset_prefix_cache(reset_running_requests, now)
         self.log.record_result(done)
         return done
 
     def make_stats(self) -> SchedulerStats:
         """Record and forward the call."""
-        self.log.events.append(MakeStats())
+        self.log.add_event(MakeStats())
         return self.scheduler.make_stats()
 
     def update_draft_token_ids(self, drafts: DraftTokenIds) -> None:
         """Record and forward the call; the number of tokens is recorded in place of the tokens."""
-        self.log.events.append(UpdateDrafts(without_tokens(drafts)))
+        self.log.add_event(UpdateDrafts(without_tokens(drafts)))
         self.scheduler.update_draft_token_ids(drafts)
 
     def update_from_connector(self, rank: int, output: KVConnectorOutput, now: float) -> None:
         """Record and forward the call; the connector's data is not recorded."""
-        self.log.events.append(ConnectorReport(rank, _without_data(output), now))
-        self.log.num_bytes += 100 + len(output.invalid_block_ids)
+        self.log.add_event(ConnectorReport(rank, report_without_content(output), now))
+        self.log.num_bytes += len(output.invalid_block_ids)
         self.scheduler.update_from_connector(rank, output, now)
 
     @property
@@ -299,7 +295,7 @@ class RecordedScheduler(SchedulerInterface):
         step = self.scheduler.schedule(now)
         log.record_step(event, step)
         if step is not None:
-            log.num_bytes += len(step.slots or b"") + len(step.kv_connector_metadata)
+            log.num_bytes += len(step.slots or b"") + len(step.block_updates)
             for data in step.new_requests:
                 # At the first admission these bytes belong to the request, whose arrival counted them.
                 if len(data.token_ids) > 4 * data.num_prompt_tokens:
@@ -376,10 +372,6 @@ class RecordedScheduler(SchedulerInterface):
     get_request_counts = forwarded(SchedulerInterface.get_request_counts, to="scheduler")
 
 
-def _without_data(output: KVConnectorOutput) -> KVConnectorOutput:
-    return msgspec.structs.replace(output, data=b"") if output.data else output
-
-
 def make_core_scheduler(
     setup: Setup, grammars: GrammarBackend, *, log_kv_events: bool
 ) -> SchedulerInterface:
@@ -395,7 +387,3 @@ def make_core_scheduler(
     return setup.make(
         scheduler_class, grammars, log_kv_events=log_kv_events, kv_connector=connector
     )
-
-
-def _without_media(inputs: Iterable[EncoderInput]) -> list[EncoderInput]:
-    return [msgspec.structs.replace(item, data=b"") for item in inputs]

@@ -1,0 +1,68 @@
+"""Leave out of recorded messages what no replay reads: media, and parameters that only workers or connectors read.
+
+A log that kept them could hold gigabytes, because they may be far larger than what a scheduler reads of a request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from copy import copy
+from typing import Final
+
+import msgspec
+
+from ...protocol.encoder_inputs.inputs import EncoderInput
+from ...protocol.messages import AppendInputs, EngineCoreRequest
+from ...protocol.sampling_params import SamplingParams
+from ...protocol.worker_messages import (
+    EncoderWork,
+    KVConnectorOutput,
+    NewRequestData,
+    SchedulerOutput,
+)
+from .snapshot import without_content
+
+_NO_PARAMS: Final = SamplingParams()
+
+
+def request_without_content(message: EngineCoreRequest) -> EngineCoreRequest:
+    """Return a request without media, and without the parameters that the scheduler does not read."""
+    kept = copy(message)
+    kept.sampling_params = without_content(message.sampling_params)
+    kept.kv_transfer_params = kept.trace_headers = None
+    kept.encoder_inputs = _without_media(message.encoder_inputs)
+    return kept
+
+
+def growth_without_content(message: AppendInputs) -> AppendInputs:
+    """Return the message without the media of its inputs."""
+    return msgspec.structs.replace(message, inputs=_without_media(message.inputs))
+
+
+def report_without_content(output: KVConnectorOutput) -> KVConnectorOutput:
+    """Return a worker's report without the data for the connector."""
+    return msgspec.structs.replace(output, data=b"") if output.data else output
+
+
+def step_without_content(step: SchedulerOutput) -> SchedulerOutput:
+    """Return a step without media, and without the parameters that only workers read. Its hash stays the same."""
+    if not (step.new_requests or step.encoders or step.kv_connector_metadata):
+        return step
+    kept = copy(step)
+    kept.new_requests = list(map(_new_request_without_content, step.new_requests))
+    kept.kv_connector_metadata = b""
+    if (work := step.encoders) is not None:
+        kept.encoders = EncoderWork(work.freed_hashes, work.computed, work.loaded)
+    return kept
+
+
+def _new_request_without_content(data: NewRequestData) -> NewRequestData:
+    kept = copy(data)
+    kept.sampling_params = _NO_PARAMS
+    kept.encoder_inputs = []
+    kept.predicted_token_ids = b""
+    return kept
+
+
+def _without_media(inputs: Iterable[EncoderInput]) -> list[EncoderInput]:
+    return [msgspec.structs.replace(item, data=b"") for item in inputs]
