@@ -49,7 +49,9 @@ def uniform_blocks(ggml_type: GGMLQuantizationType) -> np.ndarray:
 
 
 def reference(raw: np.ndarray, ggml_type: GGMLQuantizationType) -> np.ndarray:
-    """Return the result of the gguf package, float32 ``[rows, columns]``."""
+    """Return the result of the gguf package, float32 ``[rows, columns]``. It does not convert integers."""
+    if ggml_type is GGMLQuantizationType.I32:
+        return raw.view(np.int32).astype(np.float32)
     with np.errstate(all="ignore"):
         values = reference_dequantize(raw.reshape(-1), ReferenceType(ggml_type))
     return values.astype(np.float32).reshape(len(raw), -1)
