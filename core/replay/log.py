@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Sequence
-from copy import copy
 from itertools import chain
 from typing import Final
 
@@ -22,7 +21,7 @@ from ..scheduler.features.grammars import GrammarBackend
 from ..scheduler.scheduler import Scheduler
 from ..state.external_dependency import ExternalDependency
 from ..state.request import RequestKey
-from .content import step_without_content
+from .content import EMPTY, result_without_content, step_without_content
 from .decision_hash import DecisionHash
 from .events import (
     AddRequest,
@@ -44,7 +43,7 @@ SEGMENT_BYTES: Final = 8 << 20
 MAX_FROZEN_REQUESTS: Final = 10_000
 """Number of live requests above which the state is not captured, because that would delay steps too long."""
 
-DECISION_BYTES: Final = 300
+DECISION_BYTES: Final = 450
 """Estimated bytes of a decision in the log, not counting arrays."""
 
 REQUEST_BYTES: Final = 1000
@@ -56,7 +55,7 @@ LISTED_BYTES: Final = 40
 EVENT_BYTES: Final = 100
 """Estimated bytes of any other event or encoder input in the log, not counting hashes."""
 
-UNFLUSHED_BYTES: Final = 32 << 10
+UNFLUSHED_BYTES: Final = 48 << 10
 """Number of bytes in which decisions and outputs are hashed together.
 
 The core sleeps between steps, so hashing each one separately would reload the code into the CPU caches each time.
@@ -186,7 +185,7 @@ class EventLog:
             if isinstance(event, Schedule):
                 decision_hash.add_step(event.step)
             else:
-                event.reports = decision_hash.add_outputs(outputs)
+                event.reports = decision_hash.add_outputs(outputs) or EMPTY
             event.decision_hash = decision_hash.value
         self._drop_tokens()
 
@@ -199,8 +198,7 @@ class EventLog:
         hits = self._find_stops(token_ids)
         for event, frame in zip(recent, frames, strict=True):
             event.num_tokens = len(frame) // 4
-            event.result = copy(event.result)
-            event.result.sampled_token_ids = b""
+            event.result = result_without_content(event.result)
         if not len(hits):
             return
         owners = np.searchsorted(ends, hits, "right")
