@@ -110,15 +110,30 @@ def test_processes_are_restarted_without_a_fork_server(
     disturb: Callable[[psutil.Process], None],
 ) -> None:
     with Server(*NULL, "--heartbeat-timeout", "3") as server:
-        for child in server.find_children():
-            if title_of(child) == "fork server":
-                disturb(child)
+        lost = fork_servers_of(server)
+        for child in lost:
+            disturb(child)
         for title in ("core 0", "frontend 0", "store"):
             kill(server, title)
         server.wait_until_whole()
         reader = Reader(server, 20)
         reader.join()
         assert reader.num_tokens == 20
+        wait_until(
+            lambda: len(set(fork_servers_of(server)) - set(lost)) == len(lost), what="fork servers"
+        )
+        wait_until(lambda: is_forked_after_restart(server), what="a fork by another fork server")
         processes = [psutil.Process(server.process.pid), *server.find_children()]
         assert server.stop() == 0
         assert all(map(has_ended, processes))
+
+
+def is_forked_after_restart(server: Server) -> bool:
+    """Kill the core, and return whether a fork server has forked the next one, as a child of the guardian."""
+    kill(server, "core 0")
+    server.wait_until_whole()
+    return server.child("core 0").ppid() == server.process.pid
+
+
+def fork_servers_of(server: Server) -> list[psutil.Process]:
+    return [child for child in server.find_children() if title_of(child) == "fork server"]

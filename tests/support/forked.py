@@ -113,10 +113,11 @@ class _PreloadedForkServer(ForkServer):
 
     def __init__(self) -> None:
         # This process has threads, so it cannot fork the server itself.
-        self._socket, requests = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        connection, requests = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with requests:
-            self._pid = subprocess.Popen(
+            pid = subprocess.Popen(
                 [sys.executable, "-P", "-c", PROGRAM, str(requests.fileno()), TESTS, *LIBRARIES],
                 pass_fds=[requests.fileno()],
                 env={**os.environ, **THREADS},
             ).pid
+        super().__init__({}, pid, connection)

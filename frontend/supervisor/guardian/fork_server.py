@@ -69,23 +69,31 @@ class _ForkRequest(msgspec.Struct, array_like=True):
 
 
 class ForkServer:
-    """The connection to a fork server, which the constructor forks from this process.
+    """The connection to a fork server.
 
-    `modules` maps each program that it forks to the module that the program needs.
+    The fork server exits when all processes have closed the connection.
 
-    Call the constructor before this process starts a thread. The fork server exits when this process, and every process
-    that was forked from it, has closed the connection.
+    Attributes:
+        modules: Program that it forks -> the module that the program needs.
+        pid: The process ID of the fork server.
+        socket: Sends requests. Receives a byte when all modules have been imported.
     """
 
     reply_s = 10.0
     """Maximum seconds to wait for a fork; a module may still be loading from a slow disk."""
 
-    def __init__(self, modules: Mapping[str, str]) -> None:
-        self._socket, requests = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._pid = os.fork()
-        if not self._pid:
+    def __init__(self, modules: Mapping[str, str], pid: int, connection: socket.socket) -> None:
+        self.modules, self.pid, self.socket = modules, pid, connection
+
+    @classmethod
+    def start(cls, modules: Mapping[str, str]) -> ForkServer:
+        """Fork a fork server from this process, which must not have threads."""
+        connection, requests = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        pid = os.fork()
+        if not pid:
             run_fork_server(requests, modules)
         requests.close()
+        return cls(modules, pid, connection)
 
     def fork(
         self,
@@ -117,13 +125,13 @@ class ForkServer:
         reply, child = socket.socketpair()
         with reply, child:
             data = msgspec.msgpack.encode(request)
-            socket.send_fds(self._socket, [data], [child.fileno(), *fds.values()])
+            socket.send_fds(self.socket, [data], [child.fileno(), *fds.values()])
             child.close()
             deadline = time.monotonic() + self.reply_s
             while not select.select([reply], [], [], LOOK_S)[0]:
                 while_waiting()
                 if time.monotonic() > deadline:
-                    os.kill(self._pid, signal.SIGKILL)
+                    os.kill(self.pid, signal.SIGKILL)
                     raise TimeoutError(f"no answer within {self.reply_s:g} s")
             answer = reply.recv(16)
             if not answer:
@@ -134,7 +142,7 @@ class ForkServer:
 
     def close(self) -> None:
         """Close the connection in this process."""
-        self._socket.close()
+        self.socket.close()
 
 
 @contextlib.contextmanager
@@ -147,7 +155,7 @@ def start_fork_servers() -> Iterator[dict[str, ForkServer]]:
     if sys.platform == "linux":
         _import_common_module()
         for modules in MODULES:
-            servers |= dict.fromkeys(modules, ForkServer(modules))
+            servers |= dict.fromkeys(modules, ForkServer.start(modules))
     try:
         yield servers
     finally:
@@ -169,7 +177,7 @@ def run_fork_server(requests: socket.socket, modules: Mapping[str, str]) -> NoRe
     """Fork processes until the other ends of `requests` are closed, then exit.
 
     A program of `modules` is forked after its module has been imported. While there is no request, the other modules
-    are imported, so that a process which is restarted later finds its module.
+    are imported, so that a process which is restarted later finds its module. A byte is sent after the last one.
     """
     code = 1
     try:
@@ -179,6 +187,8 @@ def run_fork_server(requests: socket.socket, modules: Mapping[str, str]) -> NoRe
         while True:
             if remaining and not select.select([requests], [], [], quiet_s)[0]:
                 importlib.import_module(remaining.pop(next(iter(remaining))))
+                if not remaining:
+                    requests.send(b"+")
                 continue
             data, fds, _, _ = socket.recv_fds(requests, MAX_MESSAGE_BYTES, MAX_FDS)
             if not data:
@@ -203,6 +213,7 @@ def _prepare(requests: socket.socket) -> None:
     os.setpgid(0, 0)
     os.closerange(3, requests.fileno())
     os.closerange(requests.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
+    signal.set_wakeup_fd(-1)
     # The caller may handle these.
     for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
         if callable(signal.getsignal(signum)):

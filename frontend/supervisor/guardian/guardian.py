@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping
 from typing import Final, NoReturn
 
 from ....protocol.errors import EngineError
-from .fork_server import ForkServer
+from .fork_server import MODULES, ForkServer
 from .heartbeat import SupervisorHeartbeat
 from .lifeline import Lifeline
 from .link import GuardianLink, Notice
@@ -67,7 +67,8 @@ class Guardian:
         on_crash: Receives a line about each crash or hang of the supervisor.
         heartbeat_timeout_s: A supervisor without a heartbeat for this many seconds hangs, and is killed. Time in which
             this process was suspended does not count.
-        fork_servers: Program of the engine -> the fork server of its processes.
+        fork_servers: Program of the engine -> the fork server of its processes. One that exits is replaced; the
+            supervisor learns of another one once that has imported its modules.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class Guardian:
         self._on_crash = on_crash
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._fork_servers = fork_servers
+        self._loading: list[ForkServer] = []
         self._heartbeat = SupervisorHeartbeat()
         self._lifeline = Lifeline()
         self._exits: deque[tuple[int, int]] = deque(maxlen=MAX_REMEMBERED_EXITS)
@@ -152,7 +154,8 @@ class Guardian:
             num_silent_looks = 0
             while True:
                 remaining_s = max(next_look - time.monotonic(), 0.0)
-                sources = [self._signals_fd, woken_fd, channel.fileno()]
+                loading = [server.socket.fileno() for server in self._loading]
+                sources = [self._signals_fd, woken_fd, channel.fileno(), *loading]
                 if select.select(sources, [], [], remaining_s)[0]:
                     with contextlib.suppress(BlockingIOError):
                         os.read(woken_fd, 4096)
@@ -160,6 +163,7 @@ class Guardian:
                     self._read_notices(channel)
                     if code is not None:
                         return code, num_silent_looks >= LOOKS_PER_TIMEOUT
+                    self._add_fork_servers(channel)
                     self._forward_signals(pid)
                 if time.monotonic() < next_look:
                     continue
@@ -185,6 +189,30 @@ class Guardian:
             else:
                 self._exits.append((pid, code))
                 _report(channel, (pid, code))
+                self._replace_fork_server(pid)
+
+    def _replace_fork_server(self, pid: int) -> None:
+        """Start another fork server if `pid` was one. One that exits while it loads is not replaced."""
+        for server in {each for each in self._fork_servers.values() if each.pid == pid}:
+            server.close()
+            for program in server.modules:
+                del self._fork_servers[program]
+            if not self._is_stopping:
+                with contextlib.suppress(OSError):
+                    self._loading.append(ForkServer.start(server.modules))
+
+    def _add_fork_servers(self, channel: socket.socket) -> None:
+        """Give the supervisor the fork servers that have imported their modules."""
+        readable, _, _ = select.select([server.socket for server in self._loading], [], [], 0)
+        for server in [each for each in self._loading if each.socket in readable]:
+            self._loading.remove(server)
+            if not server.socket.recv(1):
+                server.close()
+                continue
+            self._fork_servers |= dict.fromkeys(server.modules, server)
+            message = b"%d %d" % (server.pid, MODULES.index(dict(server.modules)))
+            with contextlib.suppress(OSError):
+                socket.send_fds(channel, [message], [server.socket.fileno()])
 
     def _read_notices(self, channel: socket.socket) -> None:
         with contextlib.suppress(BlockingIOError, ConnectionResetError):

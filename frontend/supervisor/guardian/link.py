@@ -8,7 +8,7 @@ import os
 import select
 import socket
 
-from .fork_server import ForkServer
+from .fork_server import MODULES, ForkServer
 from .heartbeat import SupervisorHeartbeat
 from .lifeline import Lifeline
 
@@ -37,6 +37,7 @@ class GuardianLink:
             processes that were killed.
         was_ready: Whether an earlier supervisor of this guardian has reported that the engine is ready.
         fork_servers: Program -> the fork server that forks it as a child of the guardian. Lost ones are removed.
+            `read_exits` adds those that replace them.
     """
 
     def __init__(
@@ -70,11 +71,18 @@ class GuardianLink:
         return self._exit_codes.get(pid)
 
     def read_exits(self) -> None:
-        """Read the exits that the guardian has reported."""
+        """Read the exits and the fork servers that the guardian has reported."""
         with contextlib.suppress(BlockingIOError):
-            while message := self._channel.recv(64):
-                exited, code = map(int, message.split())
-                self._exit_codes[exited] = code
+            while True:
+                message, fds, _, _ = socket.recv_fds(self._channel, 64, 1, socket.MSG_CMSG_CLOEXEC)
+                if not message:
+                    return
+                pid, number = map(int, message.split())
+                if fds:
+                    server = ForkServer(MODULES[number], pid, socket.socket(fileno=fds[0]))
+                    self.fork_servers |= dict.fromkeys(server.modules, server)
+                else:
+                    self._exit_codes[pid] = number
 
     def record_exit(self, pid: int, code: int) -> None:
         """Record an exit that the guardian has not reported to this supervisor."""
