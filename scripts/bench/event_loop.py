@@ -173,7 +173,7 @@ KINDS: dict[str, dict[str, Callable[[], Any]]] = {
         "tokenize 4 MB, strings": lambda: {"prompt": WORDS * 90_000, "return_token_strs": True},
     },
     "/detokenize": {
-        "detokenize 500,000": lambda: {"tokens": [300] * 500_000},
+        "detokenize 250,000": lambda: {"tokens": [300] * 250_000},
     },
 }
 """By path, the kinds of requests, each with a function that returns its body: bytes, or a value to be encoded."""
