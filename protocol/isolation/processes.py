@@ -92,8 +92,6 @@ class IsolatedProcesses:
                     stdin=subprocess.DEVNULL,
                     pass_fds=[other.fileno()],
                 )
-                # If it is killed, it is not a zombie until the next use.
-                threading.Thread(target=self._fork_server.wait, daemon=True).start()
             self._control = control
         return self._control
 
