@@ -90,8 +90,9 @@ def _equal_parts(
 ) -> list[int]:
     """Return the first or the middle frame of each of several equal parts."""
     count = sampling.num_frames or config.num_frames
-    if sampling.fps is not None:
-        count = int(num_frames / fps * sampling.fps)
+    rate = sampling.fps or (None if count else config.fps)
+    if rate is not None:
+        count = int(num_frames / fps * rate)
     count = min(max(count, 1), config.max_frames, num_frames)
     if config.sampling == "floors":
         return [number * num_frames // count for number in range(count)]

@@ -93,8 +93,9 @@ class FrameProcessor(VideoProcessorConfig, frozen=True, kw_only=True, tag="frame
 
     Attributes:
         side: The width and height of a resized frame in pixels.
-        side_factor: If not 0 (Gemma 4), frames keep their shape instead. Each square of `side_factor` x `side_factor`
-            pixels makes one embedding, and `num_outputs` is the maximum.
+        side_factor: If not 0, frames keep their shape, and their sides are multiples of this many pixels. If `side` is
+            0 (Gemma 4), each square of `side_factor` x `side_factor` pixels makes one embedding, and `num_outputs` is
+            the maximum. Otherwise (MiniCPM-V) frames have about `side` x `side` pixels.
         longest_edge: The length in pixels to which a frame's longer side is resized first; 0 to skip this.
         num_outputs: The number of embeddings per frame.
         is_pooled: Whether a frame's embeddings are pooled to fewer than an image has, with one more embedding after the

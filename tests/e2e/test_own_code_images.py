@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import openai
 import pytest
 import torch
@@ -17,7 +18,7 @@ from engine.protocol.checkpoint.config_fields import ConfigFields
 from engine.protocol.checkpoint.field_names import text_section
 from PIL import Image
 from support.image_models import CHATS
-from support.image_requests import ask_together, chat
+from support.image_requests import ask_together, chat, data_url, picture
 from support.own_code.deepseek_ocr import deepseek_ocr
 from support.own_code.dots_ocr import dots_ocr
 from support.own_code.minicpm import minicpmv
@@ -40,12 +41,20 @@ MODELS: dict[str, tuple[Callable[..., OwnCodeModel], str, str, list[str]]] = {
 """The function that writes a model, the text of its placeholder, its mark of an image, and its special tokens."""
 
 
+FRAMES = [picture(6, 90, 60), picture(7, 90, 60)]
+VIDEO = {"type": "video", "video": [data_url(frame) for frame in FRAMES]}
+CHATS_WITH_VIDEOS = [*CHATS, ("sphinx of", VIDEO, "black quartz", picture(2, 64, 64))]
+
+
 @pytest.mark.parametrize("kind", MODELS)
 def test_answers_survive_preemption_and_a_killed_worker(tmp_path: Path, kind: str) -> None:
     write, placeholder, mark, marks = MODELS[kind]
     tokenizer = sentencepiece_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": marks})
-    tokenizer.chat_template = CHAT_TEMPLATE.replace("<image>", mark)
+    tokenizer.chat_template = CHAT_TEMPLATE.replace("<image>", mark).replace(
+        "<video>", mark.replace("image", "video")
+    )
+    chats = CHATS_WITH_VIDEOS if kind == "minicpmv" else CHATS
     tokenizer.save_pretrained(tmp_path)
     image_token = tokenizer.convert_tokens_to_ids(placeholder)
     model = write(tmp_path, vocab_size=len(tokenizer), image_token=image_token)
@@ -55,7 +64,7 @@ def test_answers_survive_preemption_and_a_killed_worker(tmp_path: Path, kind: st
         Server(str(tmp_path), *flags, *memory, "--num-gpu-blocks-override", "14") as server,
         concurrent.futures.ThreadPoolExecutor(1) as pool,
     ):
-        bodies = [chat(*parts) for parts in CHATS]
+        bodies = [chat(*parts) for parts in chats]
         answers = ask_together(server, bodies * 2)
         assert server.metric("engine:num_preemptions_total") > 0
         killed = pool.submit(ask_together, server, bodies)
@@ -77,13 +86,19 @@ def test_answers_survive_preemption_and_a_killed_worker(tmp_path: Path, kind: st
     config = ConfigFields.read(tmp_path / "config.json")
     processor = read_image_processor(tmp_path, config, text_section(config) or config, {})
     assert processor is not None
-    for index, parts in enumerate(CHATS):
-        images = [
-            [x.payload for x in process_image(part, processor) if isinstance(x, Tile)]
-            for part in parts
-            if isinstance(part, Image.Image)
-        ]
-        same = answers[index :: len(CHATS)]
+    for index, parts in enumerate(chats):
+        images = []
+        for part in parts:
+            # A frame is an image without slices.
+            pictures, how = [part], processor
+            if part is VIDEO:
+                pictures, how = FRAMES, msgspec.structs.replace(processor, max_slices=1)
+            images += [
+                [x.payload for x in process_image(each, how) if isinstance(x, Tile)]
+                for each in pictures
+                if isinstance(each, Image.Image)
+            ]
+        same = answers[index :: len(chats)]
         [written] = {tuple(answer["choices"][0]["token_ids"]) for answer in same}
         prompt = same[0]["prompt_token_ids"]
         # All tokens are checked at once, each after those that the server wrote.

@@ -1,4 +1,4 @@
-"""Videos whose frames are encoded one by one, as squares (SmolVLM2, LLaVA-OneVision, InternVL, Gemma 4)."""
+"""Videos whose frames are encoded one by one (SmolVLM2, LLaVA-OneVision, InternVL, Gemma 4, MiniCPM-V)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from ....protocol.config.videos import FrameProcessor
 from ....protocol.encoder_inputs.payloads import ImagePayload
 from .grids import fit_longest
 from .pixels import Parts, Sizes, Tile, Video
+from .resized import check_ratio
 from .sized import budget_grid
+from .slices import area_size
 
 _WORDS: Final = [
     "zero",
@@ -42,11 +44,11 @@ def fit_single_frames(
     """Return the sizes to which frames of a video are resized, as `fit_frames` does.
 
     Raises:
-        ValueError: The frames have too many embeddings.
+        ValueError: The frames have too many embeddings, or their aspect ratio is above the maximum.
     """
     grid = (1, 1)
-    of_frame = config.num_outputs
-    if config.side_factor:
+    of_frame, has_own_grid = config.num_outputs, config.side_factor and not config.side
+    if has_own_grid:
         grid = budget_grid(width, height, config.num_outputs, config.side_factor)
         of_frame = grid[0] * grid[1]
     num_outputs = num_frames * of_frame + config.is_pooled
@@ -55,8 +57,11 @@ def fit_single_frames(
             f"its {num_frames} frames take {num_outputs} tokens, and at most {max_outputs} fit into the context; "
             "send fewer frames"
         )
-    if config.side_factor:
+    if has_own_grid:
         return ((grid[0] * config.side_factor, grid[1] * config.side_factor),)
+    if config.side_factor:
+        check_ratio(width, height)
+        return (area_size(width, height, config.side, config.side_factor),)
     square = config.side, config.side
     if not config.longest_edge:
         return (square,)
@@ -76,7 +81,8 @@ def single_frames(video: Video, config: FrameProcessor) -> Parts:
     for index, (frame, number) in enumerate(zip(video.frames, video.numbers, strict=True)):
         ends = config.is_pooled and index == last
         num_outputs = config.num_outputs
-        if factor := config.side_factor:
+        factor = config.side_factor
+        if factor and not config.side:
             num_outputs = frame.width // factor * (frame.height // factor)
         payload = ImagePayload(
             frame.width,

@@ -6,9 +6,10 @@ import math
 
 from PIL import Image
 
-from ....protocol.config.images import MAX_RATIO, SlicesProcessor
+from ....protocol.config.images import SlicesProcessor
 from ....protocol.encoder_inputs.inputs import EncoderGrid
 from .pixels import Parts, Tile, make_tile, resize
+from .resized import check_ratio
 
 
 def slices(image: Image.Image, config: SlicesProcessor) -> Parts:
@@ -17,12 +18,7 @@ def slices(image: Image.Image, config: SlicesProcessor) -> Parts:
     Raises:
         ValueError: The longer side is too long compared to the shorter one.
     """
-    longer, shorter = max(image.size), min(image.size)
-    if longer > MAX_RATIO * shorter:
-        raise ValueError(
-            f"it has {image.width} x {image.height} pixels, and the longer side may be at most {MAX_RATIO} times "
-            "the shorter one"
-        )
+    check_ratio(*image.size)
     columns, rows = _grid(image.width, image.height, config)
     grows = columns * rows == 1
     whole = resize(image, *_best_size(*image.size, config, grows=grows), config)
@@ -78,10 +74,15 @@ def _best_size(
 ) -> tuple[int, int]:
     """Return the size of about `side` x `side` pixels, in multiples of the unit; the own one of a smaller image."""
     if grows or width * height > config.side**2:
-        ratio = width / height
-        height = int(config.side / math.sqrt(ratio))
-        width = int(height * ratio)
+        return area_size(width, height, config.side, config.unit)
     return _multiple(width, config.unit), _multiple(height, config.unit)
+
+
+def area_size(width: float, height: float, side: int, unit: int) -> tuple[int, int]:
+    """Return the size of about `side` x `side` pixels in this shape. Its sides are multiples of `unit`."""
+    ratio = width / height
+    height = int(side / math.sqrt(ratio))
+    return _multiple(int(height * ratio), unit), _multiple(height, unit)
 
 
 def _multiple(length: float, unit: int) -> int:

@@ -1,4 +1,4 @@
-"""Read the video processors of models that encode frames one by one: SmolVLM2, LLaVA-OneVision, InternVL, Gemma 4."""
+"""Read the video processors of models that encode frames one by one, such as SmolVLM2, InternVL and MiniCPM-V."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from .fields import (
 from .gemma import read_budget
 from .read import image_token_id
 from .source import ProcessorSource
+from .tiled.minicpm import slices_of_queries
 
 _MAX_FRAMES: Final = 1024
 _MARK: Final = "<video>"
@@ -121,6 +122,28 @@ def _numbered(source: FrameSource, defaults: dict[str, Any]) -> FrameProcessor:
     )
 
 
+def _minicpmv(source: FrameSource) -> FrameProcessor:
+    """Return the processor of MiniCPM-V, which treats frames as images without slices and numbers."""
+    own = ProcessorSource(source.path, source.fields, source.config, {})
+    images = slices_of_queries(own, source.tower, source.image_token)
+    return FrameProcessor(
+        token_id=images.token_id,
+        resample=images.resample,
+        scale=images.scale,
+        mean=images.mean,
+        std=images.std,
+        sampling="middles",
+        fps=1.0,
+        max_frames=64,
+        mark="(<video>./</video>)",
+        side=images.side,
+        side_factor=images.unit,
+        num_outputs=images.num_outputs,
+        start=images.start,
+        end=images.end,
+    )
+
+
 def _gemma4(source: FrameSource) -> FrameProcessor:
     """Return the processor of Gemma 4, whose frames have up to 70 embeddings. Its tower maps pixels to -1..1."""
     half = (0.5,) * 3
@@ -154,5 +177,7 @@ FRAME_READERS: Final[dict[str, Callable[[FrameSource], FrameProcessor]]] = {
     "internvl": _internvl,
     "internvl_chat": _internvl_chat,
     "llava_onevision": _llava_onevision,
+    "minicpmo": _minicpmv,
+    "minicpmv": _minicpmv,
     "smolvlm": _smolvlm,
 }
