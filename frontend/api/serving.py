@@ -33,6 +33,7 @@ from ..chat import (
     openai_call_id,
     text_or_calls,
 )
+from ..chat.reasoning import has_special_tokens
 from ..chat.stable_prefix import StablePrefix
 from ..client.engine_client import EngineClient
 from ..client.grammar_checks import GrammarChecks
@@ -374,7 +375,7 @@ class Serving:
     def has_special_reasoning_marks(self) -> bool:
         """True if special tokens in the text are the only marks of reasoning."""
         parser = self.new_reasoning_parser("")
-        return parser is not None and parser.has_special_marks(self.tokenizer)
+        return parser is not None and has_special_tokens(parser.marks, self.tokenizer)
 
     @cached_property
     def can_limit_reasoning(self) -> bool:

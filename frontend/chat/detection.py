@@ -76,7 +76,7 @@ REASONING_MARKERS: Final[Sequence[tuple[str, ReasoningParserName]]] = (
 
 @dataclass(frozen=True, slots=True)
 class Choice(Generic[_Name]):
-    """The name of a chosen format ("" for none), and the reason for the choice."""
+    """The name of a chosen format (None if there is none), and the reason for the choice."""
 
     name: _Name | None
     reason: str

@@ -102,10 +102,6 @@ class MarkedReasoningParser:
         """The text that ends the reasoning if the prompt begins it, so that the answer follows the prompt."""
         return f"{self._format.ends[0]}\n\n" if self._begins_opened else ""
 
-    def has_special_marks(self, tokenizer: Tokenizer) -> bool:
-        """Return whether the markers are special tokens, so that a text without special tokens lacks them."""
-        return has_special_tokens(self.marks, tokenizer)
-
     def can_limit(self, tokenizer: Tokenizer) -> bool:
         """Return whether an end marker is a single token, which can be forced after any text."""
         return bool(_token_ids(self._format.ends, tokenizer))

@@ -15,7 +15,7 @@ from .chat_media import ChatMedia
 class MixedMedia:
     """Takes images, videos and audio clips out of conversations, and preprocesses them for the model.
 
-    It has the methods of `ChatMedia`. Where these take or return several items, audio clips follow all others.
+    It has the methods of `ChatMedia`, which raise the same errors. Audio clips follow images and videos in lists.
     """
 
     def __init__(self, images: ChatImages, audio: ChatAudio) -> None:
@@ -32,21 +32,13 @@ class MixedMedia:
         self._audio.close()
 
     async def take(self, messages: Sequence[Any], body_size: int) -> tuple[list[Any], list[Any]]:
-        """Return the messages with images and audio replaced by marks, and the preprocessed images and audio.
-
-        Raises:
-            ParameterError: One of them cannot be read, or they do not fit into the context.
-        """
+        """Return the messages with images and audio replaced by marks, and the preprocessed images and audio."""
         taken, images = await self._images.take(messages, body_size)
         taken, clips = await self._audio.take(taken, body_size)
         return taken, [*images, *clips]
 
     async def prepare(self, found: Sequence[Any]) -> list[Any]:
-        """Return preprocessed images and audio.
-
-        Raises:
-            ParameterError: One of them cannot be read, or they do not fit into the context.
-        """
+        """Return preprocessed images and audio."""
         images = [item for item in found if not isinstance(item, AudioClip)]
         clips = [item for item in found if isinstance(item, AudioClip)]
         return [*await self._images.prepare(images), *await self._audio.prepare(clips)]
@@ -62,11 +54,7 @@ class MixedMedia:
         prepared: Sequence[Any],
         encode: Callable[[str], tuple[str, Sequence[int]]],
     ) -> tuple[str, Sequence[int], list[EncoderInput]]:
-        """Return a prompt with the tokens of images and audio inserted, its token ids, and the encoder inputs.
-
-        Raises:
-            ParameterError: The prompt has more or fewer places than there are images or audio clips.
-        """
+        """Return a prompt with the tokens of images and audio inserted, its token ids, and the encoder inputs."""
         images = [item for item in prepared if not isinstance(item, PreparedAudio)]
         clips = [item for item in prepared if isinstance(item, PreparedAudio)]
         placed: list[EncoderInput] = []

@@ -21,6 +21,7 @@ K3_CALLS = (
     '<|open|>tools<|sep|><|open|>call tool="f" index="1"<|sep|><|open|>argument key="x" type="string"<|sep|>'
     "<|open|>response<|sep|> <|close|>response<|sep|><|close|>argument<|sep|><|close|>call<|sep|><|close|>tools<|sep|>"
 )
+LONG = "x" * 1024
 
 CASES = [
     ("deepseek_r1", "", "Hmm, so.\n</think>\n\nThe answer. ", "Hmm, so.", "The answer. "),
@@ -84,6 +85,7 @@ CASES = [
     ("openai_gptoss", "", "<|channel|>final<|message|>A<|end|> B", "", "A\n\n B"),
     ("openai_gptoss", "", "<|channel|>analysis<|message|>cut<|en", "cut<|en", ""),
     ("openai_gptoss", "", "<|channel|>anal", "", ""),
+    ("openai_gptoss", "", f"<|start|>{LONG}", "", f"<|start|>{LONG}"),
     (
         "kimi_k3",
         K3_OPEN,
@@ -116,6 +118,7 @@ CASES = [
     ("kimi_k3", K3_OPEN, "cut<|clo", "cut<|clo", ""),
     ("kimi_k3", "", " no channels <|", "", " no channels <|"),
     ("kimi_k3", "", "<|open|>respon", "", ""),
+    ("kimi_k3", "", f"<|open|>{LONG}", "", f"<|open|>{LONG}"),
 ]
 
 
