@@ -248,6 +248,7 @@ _USUAL: dict[str, dict[str, Any]] = {
     "deepseek_ocr": {"n_routed_experts": 64, "num_experts_per_tok": 6},
     "deepseek_ocr2": {"num_experts_per_tok": 6},
     "deepseek_v2": {"num_experts_per_tok": 6},
+    "deepseek_vl_v2": {"use_mla": False, "n_routed_experts": 64, "num_experts_per_tok": 6},
     "glm4_moe": {"head_dim": 128},
     "glm4v_moe": {"head_dim": 128},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 16},

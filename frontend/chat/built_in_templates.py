@@ -138,10 +138,21 @@ _KIMI_K3: Final = """
 
 _CONTENTS: Final = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
+_DEEPSEEK_VL2: Final = """
+{{- bos_token }}
+{%- for message in messages %}
+    {%- if message.role == "system" %}{{ message.content ~ "\\n\\n" }}
+    {%- elif message.role == "user" %}{{ "<|User|>: " ~ message.content ~ "\\n\\n" }}
+    {%- else %}{{ "<|Assistant|>: " ~ message.content ~ eos_token }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ "<|Assistant|>:" }}{% endif %}
+"""
+
 BUILT_IN_TEMPLATES: Final = {
     "clip": _CONTENTS,
     "clip_text_model": _CONTENTS,
     "deepseek_ocr": "{{ bos_token }}" + _CONTENTS,
+    "deepseek_vl_v2": _DEEPSEEK_VL2.strip(),
     "deepseek_v4": _DEEPSEEK_V4.strip(),
     "kimi_k3": _KIMI_K3.strip(),
     "siglip": _CONTENTS,

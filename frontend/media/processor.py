@@ -27,13 +27,14 @@ from ...protocol.config.images import (
     PanScanProcessor,
     RatioProcessor,
     ResizeProcessor,
+    RowsProcessor,
     SlicesProcessor,
     SquareProcessor,
     ThumbnailProcessor,
     TilesProcessor,
     ViewsProcessor,
 )
-from .layouts.anyres import anyres
+from .layouts.anyres import anyres, tiles_with_rows
 from .layouts.covers import cover
 from .layouts.grids import canvas, crops, grid, views
 from .layouts.overlaps import overlaps
@@ -81,6 +82,8 @@ def process_image(image: Image.Image, config: AnyImageProcessor, num_images: int
     """
     if isinstance(config, AnyresProcessor):
         return anyres(image, config, num_images)
+    if isinstance(config, RowsProcessor):
+        return tiles_with_rows(image, config, num_images)
     if isinstance(config, OverlapsProcessor) and num_images > 1:
         raise ValueError(
             f"it reads one image a prompt, not {num_images}, because the tokens of all images attend to each other"

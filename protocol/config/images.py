@@ -287,6 +287,21 @@ class AnyresProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="anyr
     pads_several: bool = False
 
 
+class RowsProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="rows"):
+    """Enlarges an image to the best of `grids`, with margins, and splits it into tiles after the whole image.
+
+    A grid is a number of columns and rows of tiles. A tile has `side` x `side` pixels and `row_length` rows of
+    embeddings. There is one more embedding after each row and between the whole and the grid. Margins have the color
+    `margin`. If a prompt has more than `max_split` images, their grids have one tile (DeepSeek-VL2).
+    """
+
+    side: int
+    grids: tuple[tuple[int, int], ...]
+    row_length: int
+    margin: tuple[int, int, int]
+    max_split: int
+
+
 class TilesProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="tiles"):
     """Splits an image into up to `max_tiles` tiles, so that it shrinks as little as possible, and adds the whole image.
 
@@ -420,6 +435,7 @@ AnyImageProcessor: TypeAlias = (
     | BudgetProcessor
     | RatioProcessor
     | AnyresProcessor
+    | RowsProcessor
     | PadProcessor
     | ThumbnailProcessor
     | LongestProcessor

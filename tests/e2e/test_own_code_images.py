@@ -20,6 +20,7 @@ from PIL import Image
 from support.image_models import CHATS
 from support.image_requests import ask_together, chat, data_url, picture
 from support.own_code.deepseek_ocr import deepseek_ocr
+from support.own_code.deepseek_vl2 import deepseek_vl2
 from support.own_code.dots_ocr import dots_ocr
 from support.own_code.minicpm import minicpmv
 from support.own_code.model import OwnCodeModel
@@ -30,6 +31,7 @@ from support.vision_checkpoints import CHAT_TEMPLATE
 torch.set_num_threads(1)
 MODELS: dict[str, tuple[Callable[..., OwnCodeModel], str, str, list[str]]] = {
     "deepseek_ocr": (deepseek_ocr, "<image>", "<image>", ["<image>"]),
+    "deepseek_vl2": (deepseek_vl2, "<image>", "<image>", ["<image>"]),
     "dots_ocr": (dots_ocr, "<|imgpad|>", "<|imgpad|>", ["<|imgpad|>"]),
     "minicpmv": (
         partial(minicpmv, version="2.6"),

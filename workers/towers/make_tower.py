@@ -26,6 +26,7 @@ from .sam_tower import SamTower
 from .tiles.crops_tower import CropsTower
 from .tiles.joined_tower import JoinedTower
 from .tiles.pooled_tower import PooledTower
+from .tiles.rows_tower import RowsTower
 from .tiles.tiles_tower import TilesTower
 from .vision_tower import VisionTower
 
@@ -56,6 +57,8 @@ def make_tower(spec: AnyVisionSpec, source: TowerSource) -> ImageTower:
         return SamTower(spec, source)
     if isinstance(spec, PatchVisionSpec):
         return PatchTower(spec, source)
+    if spec.has_rows:
+        return RowsTower(spec, source)
     if spec.has_crops:
         return CropsTower(spec, source)
     return VisionTower(spec, source)

@@ -1,4 +1,4 @@
-"""Images that are padded and split into a grid of tiles (LLaVA-NeXT, LLaVA-OneVision)."""
+"""Images that are padded and split into a grid of tiles (LLaVA-NeXT, LLaVA-OneVision, DeepSeek-VL2)."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Final
 from PIL import Image
 
 from ....protocol.checkpoint.vision.anyres import anyres_grid
-from ....protocol.config.images import AnyresProcessor
+from ....protocol.config.images import AnyresProcessor, RowsProcessor
 from ....protocol.encoder_inputs.payloads import ImagePayload
-from .pixels import Parts, Tile, resize
+from .grids import split
+from .pixels import Parts, Tile, in_middle, resize
 
 _MAX_SIDE: Final = 8192
 """Maximum side of an image that is padded to a square, in pixels. The square takes three bytes per pixel."""
@@ -24,19 +25,36 @@ def anyres(image: Image.Image, config: AnyresProcessor, num_images: int) -> Part
         return [config.start, _tile([tile], 0, image, config, whole_outputs + 1), config.end]
     columns, rows = _best_grid(image.width, image.height, config)
     canvas = _enlarge(image, columns * side, rows * side, config)
-    tiles = [resize(image, side, side, config)]
-    for y in range(0, canvas.height, side):
-        tiles += [canvas.crop((x, y, x + side, y + side)) for x in range(0, canvas.width, side)]
+    tiles = [resize(image, side, side, config), *_split(canvas, side)]
     grid = anyres_grid(image.size, (columns, rows), config.num_patches, config.max_tiles)
     num_outputs = whole_outputs + grid.num_outputs
     return [config.start, _tile(tiles, columns, image, config, num_outputs), config.end]
+
+
+def tiles_with_rows(image: Image.Image, config: RowsProcessor, num_images: int) -> Parts:
+    """Return the whole image and all tiles of its grid as one tile; the prompt has `num_images` images."""
+    side, length = config.side, config.row_length
+    columns, rows = 1, 1
+    if num_images <= config.max_split:
+        columns, rows = _best_grid(image.width, image.height, config)
+    whole, canvas = (
+        in_middle(image, x * side, y * side, config.margin, config)
+        for x, y in ((1, 1), (columns, rows))
+    )
+    num_outputs = length * (length + 1) + 1 + rows * length * (columns * length + 1)
+    tiles = [whole, *_split(canvas, side)]
+    return [config.start, _tile(tiles, columns, image, config, num_outputs), config.end]
+
+
+def _split(canvas: Image.Image, side: int) -> list[Image.Image]:
+    return [tile for row in split(canvas, side) for tile in row]
 
 
 def _tile(
     tiles: list[Image.Image],
     columns: int,
     image: Image.Image,
-    config: AnyresProcessor,
+    config: AnyresProcessor | RowsProcessor,
     num_outputs: int,
 ) -> Tile:
     payload = ImagePayload(
@@ -53,7 +71,7 @@ def _tile(
     return Tile(payload, num_outputs)
 
 
-def _best_grid(width: int, height: int, config: AnyresProcessor) -> tuple[int, int]:
+def _best_grid(width: int, height: int, config: AnyresProcessor | RowsProcessor) -> tuple[int, int]:
     """Return the grid in which the image keeps the most pixels. If several do, return the smallest."""
 
     def kept_and_unused(grid: tuple[int, int]) -> tuple[int, int]:

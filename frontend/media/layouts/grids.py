@@ -16,7 +16,7 @@ from ....protocol.config.images import (
     ViewsProcessor,
 )
 from ....protocol.encoder_inputs.payloads import ImagePayload
-from .pixels import Parts, Tile, make_tile, resize, with_margin
+from .pixels import Parts, Tile, in_middle, make_tile, resize, with_margin
 
 _MAX_SIDE: Final = 4096
 """Maximum side in pixels to which an image is resized before it is split."""
@@ -135,14 +135,7 @@ def _with_rows(
         )
         parts.append(Tile(grid, num_rows * (columns * of_tile + 1)))
     side = config.whole_side
-    ratio = image.width / image.height
-    width = side if ratio >= 1 else max(round(ratio * side), 1)
-    height = side if ratio <= 1 else max(round(image.height / image.width * side), 1)
-    square = Image.new("RGB", (side, side), config.margin)
-    # The margins are rounded as in Pillow's `ImageOps.pad`.
-    place = round((side - width) / 2), round((side - height) / 2)
-    square.paste(resize(image, width, height, config), place)
-    whole = make_tile(square, config)
+    whole = make_tile(in_middle(image, side, side, config.margin, config), config)
     num_rows = side // config.unit
     payload = msgspec.structs.replace(whole.payload, is_last=True)
     return [*parts, Tile(payload, num_rows * (num_rows + 1) + 1)]

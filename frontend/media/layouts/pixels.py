@@ -68,6 +68,29 @@ def resize(
     return image.resize((width, height), Image.Resampling(config.resample))
 
 
+def in_middle(
+    image: Image.Image,
+    width: int,
+    height: int,
+    margin: tuple[int, int, int],
+    config: ImageProcessorConfig,
+) -> Image.Image:
+    """Return the image in the middle of a canvas of a color, as large as the canvas allows.
+
+    Sizes and margins are rounded as in Pillow's `ImageOps.pad`. A side has at least one pixel.
+    """
+    ratio, wanted = image.width / image.height, width / height
+    fitted = width, height
+    if ratio > wanted:
+        fitted = width, max(round(image.height / image.width * width), 1)
+    elif ratio < wanted:
+        fitted = max(round(ratio * height), 1), height
+    canvas = Image.new("RGB", (width, height), margin)
+    place = round((width - fitted[0]) / 2), round((height - fitted[1]) / 2)
+    canvas.paste(resize(image, *fitted, config), place)
+    return canvas
+
+
 def with_margin(
     image: Image.Image,
     side: int,

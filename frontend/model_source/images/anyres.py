@@ -1,4 +1,4 @@
-"""Read the image processors of LLaVA-NeXT and LLaVA-OneVision."""
+"""Read the image processors of LLaVA-NeXT, LLaVA-OneVision and DeepSeek-VL2."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Final
 from ....protocol.checkpoint.config_fields import ConfigFields
 from ....protocol.checkpoint.vision.anyres import anyres_grid
 from ....protocol.checkpoint.vision.spec import VisionSpec
-from ....protocol.config.images import AnyresProcessor
+from ....protocol.config.images import AnyresProcessor, RowsProcessor
 from .fields import BICUBIC, CLIP_VALUES, side_of_tile, sides, values
 from .source import ProcessorSource
 
@@ -23,7 +23,7 @@ def anyres(source: ProcessorSource, vision: VisionSpec, token_id: int) -> Anyres
     side = side_of_tile(size, name, vision)
     if crop.config:
         side_of_tile(crop, "height", vision)
-    grids = _grids(fields.with_defaults(**source.config.config), side)
+    grids = _grids(fields.with_defaults(**source.config.config), "image_grid_pinpoints", side)
     # A class token may count, too.
     num_patches = math.isqrt(vision.num_outputs)
     most = max(anyres_grid(grid, grid, num_patches, vision.max_tiles).num_outputs for grid in grids)
@@ -41,9 +41,28 @@ def anyres(source: ProcessorSource, vision: VisionSpec, token_id: int) -> Anyres
     )
 
 
-def _grids(fields: ConfigFields, side: int) -> tuple[tuple[int, int], ...]:
+def rows(source: ProcessorSource, vision: VisionSpec, token_id: int) -> RowsProcessor:
+    """Return the processor of DeepSeek-VL2, whose margins have the mean color."""
+    fields, side = source.fields, vision.image_size
+    sizes = source.config.with_defaults(candidate_resolutions=[[side, side]])
+    # The sizes are given as (width, height).
+    grids = tuple((x, y) for y, x in _grids(sizes, "candidate_resolutions", side))
+    common = values(fields, vision, token_id, BICUBIC)
+    length = math.isqrt(vision.num_outputs)
+    most = max(y * length * (x * length + 1) for x, y in grids)
+    mean = common.get("mean", (0.5,) * 3)
+    return RowsProcessor(
+        **common | {"num_outputs": length * (length + 1) + 1 + most},
+        side=side,
+        grids=grids,
+        row_length=length,
+        margin=(int(mean[0] * 255), int(mean[1] * 255), int(mean[2] * 255)),
+        max_split=2,
+    )
+
+
+def _grids(fields: ConfigFields, name: str, side: int) -> tuple[tuple[int, int], ...]:
     """Return the (columns, rows) of the grids, which the file gives as (height, width) in pixels."""
-    name = "image_grid_pinpoints"
     sizes = fields.get(name)
     grids = []
     for size in sizes if isinstance(sizes, list) else ():

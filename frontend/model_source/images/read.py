@@ -14,7 +14,7 @@ from ....protocol.checkpoint.vision.spec import VisionSpec
 from ....protocol.config.images import AnyImageProcessor
 from ....protocol.errors import CheckpointError
 from ...tokenizer.config import TokenizerConfig
-from .anyres import anyres
+from .anyres import anyres, rows
 from .gemma import gemma3, gemma3n, gemma4, gemma4_unified, paligemma
 from .idefics3 import grid, pages
 from .lfm2 import thumbnail
@@ -50,13 +50,14 @@ logger = logging.getLogger(__name__)
 _PHI4_TOKEN_ID: Final = 200_010
 _TOKEN_TEXTS: Final = {
     "deepseek_ocr": "<image>",
+    "deepseek_vl_v2": "<image>",
     "internvl_chat": IMAGE_CONTEXT,
     "minicpmo": "<unk>",
     "minicpmv": "<unk>",
 }
 """The texts of placeholder tokens whose ids are not in the config, by model type."""
 
-_WITHOUT_FILE: Final = ("deepseek_ocr", "internvl_chat")
+_WITHOUT_FILE: Final = ("deepseek_ocr", "deepseek_vl_v2", "internvl_chat")
 """Models whose config or own code describes how images are read, so that there may be no file of a processor."""
 
 _FILES: Final = ("preprocessor_config.json", "processor_config.json")
@@ -167,6 +168,7 @@ _READERS: Final[dict[str, _Reader]] = {
     "deepseek_ocr2": views,
     "deepseek_vl": margins,
     "deepseek_vl_hybrid": margins_with_copy,
+    "deepseek_vl_v2": rows,
     "dots_ocr": resize,
     "embedding_gemma2": gemma4,
     "ernie4_5_moe_vl": resize_own_mark,

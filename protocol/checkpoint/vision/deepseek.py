@@ -1,4 +1,4 @@
-"""Read the vision towers of DeepSeek-OCR 1 and 2 and GOT-OCR 2, which begin with SAM's image encoder."""
+"""Read the vision towers of DeepSeek-VL2, and those that begin with SAM's image encoder: DeepSeek-OCR, GOT-OCR 2."""
 
 from __future__ import annotations
 
@@ -87,6 +87,44 @@ def got_ocr2(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Sa
     if sam.image_size % sam.unit:
         raise vision.wrong("image_size", f"a multiple of {sam.unit}", sam.image_size)
     return SamVisionSpec(sam)
+
+
+def deepseek_vl2(fields: ConfigFields, vision: ConfigFields, output_size: int) -> VisionSpec:
+    """Return the tower of DeepSeek-VL2, a SigLIP whose config has names of its own."""
+    fields.require("tile_tag", "2D", default="2D")
+    fields.require("global_view_pos", "head")
+    projector = fields.first_section("projector_config")
+    projector.require("projector_type", "downsample_mlp_gelu")
+    projector.require("token_pooling", False)
+    projector.require("depth", 2)
+    projector.require("n_embed", output_size, ", the hidden size of the decoder", default=2048)
+    section = _with_names(vision.with_defaults(layers=27, heads=16), 1152)
+    size = section.integer("hidden_size")
+    inner = {"intermediate_size": int(size * section.positive("mlp_ratio", 3.7362))}
+    return VisionSpec(
+        **read_sizes(section.with_values(inner), _VL2_SIZES),
+        output_size=output_size,
+        projection="padded mlp",
+        merge_factor=projector.integer("downsample_ratio", 2, maximum=16),
+        adapter_size=output_size * projector.integer("mlp_ratio", 1, maximum=16),
+        has_post_norm=True,
+        has_rows=True,
+        tensor_names=_VL2_NAMES,
+    )
+
+
+_VL2_SIZES: Final = Sizes(384, 14, 1152, 4304, num_heads=16, num_layers=27)
+_VL2_NAMES: Final = (
+    (r"vision\.patch_embed\.proj\.", "vision.embeddings.patch_embedding."),
+    (r"vision\.pos_embed$", "vision.embeddings.position_embedding.weight"),
+    (r"vision\.norm\.", "vision.post_layernorm."),
+    (r"vision\.blocks\.", "vision.encoder.layers."),
+    (r"(vision\.encoder\..*)\.norm([12])\.", r"\1.layer_norm\2."),
+    (r"(vision\.encoder\..*)\.attn\.proj\.", r"\1.self_attn.out_proj."),
+    (r"(vision\.encoder\..*)\.attn\.", r"\1.self_attn."),
+    (r"projector\.layers\.0\.", "multi_modal_projector.linear_1."),
+    (r"projector\.layers\.2\.", "multi_modal_projector.linear_2."),
+)
 
 
 def deepseek_ocr(fields: ConfigFields, vision: ConfigFields, output_size: int) -> JoinedVisionSpec:

@@ -16,6 +16,7 @@ from .deepseek import (
     SamVisionSpec,
     deepseek_ocr,
     deepseek_ocr2,
+    deepseek_vl2,
     got_ocr2,
 )
 from .gemma import PatchVisionSpec, gemma3, gemma4, gemma4_unified, paligemma
@@ -128,6 +129,7 @@ _READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionS
     "deepseek_ocr2": deepseek_ocr2,
     "deepseek_vl": deepseek_vl,
     "deepseek_vl_hybrid": deepseek_vl_hybrid,
+    "deepseek_vl_v2": deepseek_vl2,
     "dots_ocr": dots_ocr,
     "embedding_gemma2": gemma4,
     "ernie4_5_moe_vl": ernie4_5_vl,

@@ -150,6 +150,8 @@ class VisionSpec(msgspec.Struct, frozen=True):
             embedding.
         max_tiles: The maximum number of tiles to whose patches such a grid is reduced (LLaVA-OneVision, arXiv
             2408.03326).
+        has_rows: True if an image is read as a whole and as a grid of tiles. Each row of both ends with a stored
+            embedding, and another one is between them (DeepSeek-VL2, arXiv 2412.10302).
         has_crops: True if an image is a canvas of tiles, besides which a small copy of the whole canvas is read.
         query_counts: Pairs (patches of a side, number of queries) for the projection "queries".
         windows: The details of the projection "windows".
@@ -164,6 +166,8 @@ class VisionSpec(msgspec.Struct, frozen=True):
 
     * "matrix": one product (Idefics3, arXiv 2408.12637)
     * "mlp": two products with an activation in between (LLaVA, arXiv 2310.03744)
+    * "padded mlp": as "mlp", with squares that are completed by zeros. The first matrix stores columns by element, then
+      by patch (DeepSeek-VL2)
     * "joined": a product of the features of each encoder with half of the outputs, then the activation of both and
       another product (DeepSeek-VL 7B, arXiv 2403.05525)
     * "gated mlp": a product with 2 * `adapter_size` outputs, of which the first half is multiplied by the SiLU of the
@@ -200,6 +204,7 @@ class VisionSpec(msgspec.Struct, frozen=True):
     projection: Literal[
         "matrix",
         "mlp",
+        "padded mlp",
         "joined",
         "gated mlp",
         "merged mlp",
@@ -258,6 +263,7 @@ class VisionSpec(msgspec.Struct, frozen=True):
     chooses_words: bool = False
     has_newlines: bool = False
     max_tiles: int = 0
+    has_rows: bool = False
     has_crops: bool = False
     query_counts: tuple[tuple[int, int], ...] = ()
     fine: SamSpec | None = None
@@ -297,4 +303,6 @@ class VisionSpec(msgspec.Struct, frozen=True):
         if self.windows is not None:
             rate = self.windows.query_side / self.windows.window_side
             return round(self.num_patches * rate**2)
+        if self.projection == "padded mlp":
+            return (-(-(self.image_size // self.patch_size) // self.merge_factor)) ** 2
         return self.num_patches // self.merge_factor**2 + self.keeps_class_token

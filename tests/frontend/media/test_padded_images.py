@@ -14,10 +14,16 @@ from engine.frontend.media.layouts.grids import views
 from engine.frontend.media.layouts.pixels import Tile
 from engine.frontend.media.layouts.resized import padded, resized
 from engine.frontend.media.layouts.single import in_square
+from engine.frontend.media.processor import process_image
 from engine.frontend.model_source.images.qwen import pad_whole, resize, resize_rounded
 from engine.frontend.model_source.images.source import ProcessorSource
 from engine.protocol.checkpoint.config_fields import ConfigFields
-from engine.protocol.config.images import MarginProcessor, PadProcessor, ViewsProcessor
+from engine.protocol.config.images import (
+    MarginProcessor,
+    PadProcessor,
+    RowsProcessor,
+    ViewsProcessor,
+)
 from msgspec.structs import replace
 from PIL import Image, ImageOps
 from transformers.models.deepseek_vl_hybrid.image_processing_pil_deepseek_vl_hybrid import (
@@ -190,3 +196,43 @@ def test_images_of_deepseek_ocr_equal_those_of_its_authors():
             boxes = [(x, y) for y in range(0, rows * 40, 40) for x in range(0, columns * 40, 40)]
             tiles = [canvas.crop((x, y, x + 40, y + 40)).tobytes() for x, y in boxes]
             assert payload.pixels == b"".join(tiles)
+
+
+def test_images_of_deepseek_vl2_equal_those_of_its_authors():
+    config = RowsProcessor(
+        token_id=1,
+        output_size=8,
+        num_outputs=100,
+        resample=3,
+        side=40,
+        grids=((1, 1), (2, 1), (1, 2), (2, 2), (3, 1)),
+        row_length=3,
+        margin=(127, 127, 127),
+        max_split=2,
+    )
+    found_grids = set()
+    for size in [*SIZES, (40, 40), (41, 3), (90, 37), (150, 300), (64, 61), (1, 500), (130, 40)]:
+        image = _picture(*size)
+        # The grid that keeps most of the image's pixels, and of several the one with the least area.
+        kept = []
+        for columns, rows in config.grids:
+            scale = min(columns * 40 / image.width, rows * 40 / image.height)
+            area = int(image.width * scale) * int(image.height * scale)
+            kept.append((min(area, image.width * image.height), -columns * rows))
+        best = config.grids[kept.index(max(kept))]
+        for num_images, (columns, rows) in ((2, best), (3, (1, 1))):
+            found_grids.add((columns, rows))
+            tile = process_image(image, config, num_images)[1]
+            assert tile.payload.grid_columns == columns
+            assert tile.num_outputs == 3 * 4 + 1 + rows * 3 * (columns * 3 + 1)
+            if 40 * min(size) / max(size) > 0.5:
+                whole, canvas = (
+                    ImageOps.pad(image, shape, Image.Resampling.BICUBIC, (127, 127, 127))
+                    for shape in ((40, 40), (columns * 40, rows * 40))
+                )
+                boxes = [
+                    (x, y) for y in range(0, rows * 40, 40) for x in range(0, columns * 40, 40)
+                ]
+                tiles = [canvas.crop((x, y, x + 40, y + 40)).tobytes() for x, y in boxes]
+                assert tile.payload.pixels == whole.tobytes() + b"".join(tiles)
+    assert len(found_grids) > 3

@@ -28,7 +28,7 @@ _SAM: dict[str, Any] = {
     "patch_size": 4,
     "mlp_dim": 48,
 }
-_TEXT: dict[str, Any] = {
+TEXT: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_hidden_layers": 3,
@@ -45,16 +45,8 @@ _TEXT: dict[str, Any] = {
 
 def deepseek_ocr(directory: Path, *, vocab_size: int = 96, image_token: int = 95) -> OwnCodeModel:
     """Write a DeepSeek-OCR in the format of its authors."""
-    text = _TEXT | {"vocab_size": vocab_size}
-    config = transformers.UnlimitedOcrConfig(
-        vision_config={
-            "sam_config": _renamed(_SAM),
-            "encoder_config": _renamed(_CLIP) | {"intermediate_size": 4 * _CLIP["width"]},
-        },
-        text_config=text,
-        image_token_id=image_token,
-    )
-    model = transformers.UnlimitedOcrForConditionalGeneration(config)
+    text = TEXT | {"vocab_size": vocab_size}
+    model = unlimited_ocr(text, image_token)
     fill(model)
     model.save_pretrained(directory)
     _write(directory, text)
@@ -73,6 +65,19 @@ def deepseek_ocr(directory: Path, *, vocab_size: int = 96, image_token: int = 95
         return found
 
     return OwnCodeModel(model, encode, image_token)
+
+
+def unlimited_ocr(text: dict[str, Any], image_token: int) -> Any:
+    """Return transformers' Unlimited-OCR with a decoder of these sizes."""
+    config = transformers.UnlimitedOcrConfig(
+        vision_config={
+            "sam_config": _renamed(_SAM),
+            "encoder_config": _renamed(_CLIP) | {"intermediate_size": 4 * _CLIP["width"]},
+        },
+        text_config=text,
+        image_token_id=image_token,
+    )
+    return transformers.UnlimitedOcrForConditionalGeneration(config)
 
 
 def _renamed(sizes: dict[str, Any]) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from engine.workers.towers.placed import Placed
 from PIL import Image
 from support.decoders import CPU, TOWER_LAYERS, Runner, load_decoder, load_native_decoder
 from support.own_code.deepseek_ocr import deepseek_ocr
+from support.own_code.deepseek_vl2 import deepseek_vl2
 from support.own_code.dots_ocr import dots_ocr
 from support.own_code.minicpm import minicpmv
 from support.own_code.model import OwnCodeModel
@@ -33,13 +34,20 @@ pytestmark = pytest.mark.slow
 torch.set_num_threads(1)
 MODELS: dict[str, Callable[[Path], OwnCodeModel]] = {
     "deepseek_ocr": deepseek_ocr,
+    "deepseek_vl2": deepseek_vl2,
+    "deepseek_vl2-latent": partial(deepseek_vl2, is_latent=True),
     "dots_ocr": dots_ocr,
     **{
         f"minicpmv-{version}": partial(minicpmv, version=version)
         for version in ("2.6", "4.0", "4.5")
     },
 }
-PLACEHOLDERS = {"deepseek_ocr": "<image>", "dots_ocr": "<|imgpad|>", "minicpmv": "<unk>"}
+PLACEHOLDERS = {
+    "deepseek_ocr": "<image>",
+    "deepseek_vl2": "<image>",
+    "dots_ocr": "<|imgpad|>",
+    "minicpmv": "<unk>",
+}
 
 
 @pytest.mark.parametrize("load", [load_decoder, load_native_decoder])

@@ -77,7 +77,8 @@ def _scale_for_length(fields: ConfigFields) -> float:
     return 1.0 if factor <= 1 else (0.1 * weight * math.log(factor) + 1.0) ** 2
 
 
-def _deepseek_v2(fields: ConfigFields) -> ModelSpec:
+def deepseek_v2(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of DeepSeek-V2."""
     fields = fields.with_defaults(q_lora_rank=1536)
     is_grouped = fields.text("topk_method", "greedy") == "group_limited_greedy"
     size = fields.integer("moe_intermediate_size", 1407)
@@ -96,7 +97,8 @@ def _deepseek_v2(fields: ConfigFields) -> ModelSpec:
     return with_experts(spec, experts, first_dense(fields, 0))
 
 
-def _deepseek_v3(fields: ConfigFields) -> ModelSpec:
+def deepseek_v3(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of DeepSeek-V3."""
     fields = fields.with_defaults(
         q_lora_rank=1536,
         n_routed_experts=256,
@@ -477,8 +479,8 @@ def _longcat(fields: ConfigFields) -> ModelSpec:
 FAMILIES = (
     Family("AXK1ForCausalLM", "axk1", _axk1),
     Family("AXK2ForCausalLM", "axk2", _axk2),
-    Family("DeepseekV2ForCausalLM", "deepseek_v2", _deepseek_v2),
-    Family("DeepseekV3ForCausalLM", "deepseek_v3", _deepseek_v3),
+    Family("DeepseekV2ForCausalLM", "deepseek_v2", deepseek_v2),
+    Family("DeepseekV3ForCausalLM", "deepseek_v3", deepseek_v3),
     Family("DeepseekV32ForCausalLM", "deepseek_v32", _sparse_latent),
     Family("GlmMoeDsaForCausalLM", "glm_moe_dsa", _sparse_latent),
     Family("Glm4MoeLiteForCausalLM", "glm4_moe_lite", _glm4_moe_lite),

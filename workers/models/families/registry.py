@@ -115,7 +115,6 @@ _WITH_ANY_DECODER = {
     "Cohere2VisionForConditionalGeneration",
     "DeepseekVLForConditionalGeneration",
     "DeepseekVLHybridForConditionalGeneration",
-    "DeepseekVLV2ForCausalLM",
     "Emu3ForConditionalGeneration",
     "Exaone4_5_ForConditionalGeneration",
     "FastVlmForConditionalGeneration",

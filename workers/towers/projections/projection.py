@@ -18,7 +18,7 @@ from ...loaders import Checkpoint
 from ..image_tower import TowerSource
 from ..weights import Linear, Norm, VisionWeights, attend, find_activation
 from .connector import read_connector
-from .merging import means, side_by_side, waves
+from .merging import means, side_by_side, squares, waves
 from .window_queries import read_window_queries
 
 Projection: TypeAlias = Callable[[Tensor, int], Tensor]
@@ -60,6 +60,20 @@ def _mlp(spec: VisionSpec, checkpoint: Checkpoint, read: _Reader) -> Projection:
     norm = _norm_ofsquares(spec, weights)
     mlp = _two_products(spec, checkpoint, weights, _merged_size(spec))
     return lambda x_PD, num_columns: mlp(norm(side_by_side(x_PD, num_columns, spec.merge_factor)))
+
+
+def _padded_mlp(spec: VisionSpec, checkpoint: Checkpoint, read: _Reader) -> Projection:
+    factor = spec.merge_factor
+    mlp = _two_products(spec, checkpoint, read(f"{_MLP}linear_1.weight"), _merged_size(spec))
+
+    def project(x_PD: Tensor, num_columns: int) -> Tensor:
+        rows = x_PD.unflatten(0, (-1, num_columns))
+        missing = [-count % factor for count in rows.shape[:2]]
+        x_PD = F.pad(rows, (0, 0, 0, missing[1], 0, missing[0])).flatten(0, 1)
+        merged = squares(x_PD, num_columns + missing[1], factor)
+        return mlp(merged.transpose(1, 2).flatten(1))
+
+    return project
 
 
 def _joined(spec: VisionSpec, checkpoint: Checkpoint, read: _Reader) -> Projection:
@@ -279,6 +293,7 @@ _KINDS: Final[dict[str, Callable[[VisionSpec, Checkpoint, _Reader], Projection]]
     "class": _class,
     "probe": _probe,
     "mlp": _mlp,
+    "padded mlp": _padded_mlp,
     "joined": _joined,
     "gated mlp": _gated_mlp,
     "merged mlp": _merged_mlp,

@@ -1,4 +1,4 @@
-"""DeepSeek-OCR and DeepSeek-OCR 2, whose decoder is like DeepSeek-MoE."""
+"""DeepSeek-OCR 1 and 2, whose decoder is like DeepSeek-MoE, and DeepSeek-VL2."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from .....protocol.checkpoint.config_fields import ConfigFields
 from ....layers.spec import ModelSpec
 from ..common import Family
 from ..experts import deepseek, has_listed_experts
+from ..latent import deepseek_v2, deepseek_v3
 
 _TOWER = (
-    r"(.*\.)?((sam_model|vision_model|qwen2_model|vision_tower|(multi_modal_)?projector)\..*"
+    r"(.*\.)?((sam_model|vision|vision_model|qwen2_model|vision_tower|(multi_modal_)?projector)\..*"
     r"|view_sep[ae]rator|image_newline)$"
 )
 
@@ -30,7 +31,17 @@ def _deepseek_ocr(fields: ConfigFields) -> ModelSpec:
     return replace(spec, tensor_names=((_TOWER, ""), *spec.tensor_names))
 
 
+def _deepseek_vl2(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of DeepSeek-VL2, whose smallest model has no latent attention."""
+    if not fields.boolean("use_mla", True):
+        return _deepseek_ocr(fields)
+    has_bias = fields.text("topk_method", "greedy") == "noaux_tc"
+    spec = deepseek_v3(fields) if has_bias else deepseek_v2(fields)
+    return replace(spec, tensor_names=((_TOWER, ""), *spec.tensor_names))
+
+
 FAMILIES = (
     Family("DeepseekOCRForCausalLM", "deepseek_ocr", _deepseek_ocr),
+    Family("DeepseekVLV2ForCausalLM", "deepseek_vl_v2", _deepseek_vl2),
     Family("DeepseekOcr2ForConditionalGeneration", "deepseek_ocr2", _deepseek_ocr),
 )
