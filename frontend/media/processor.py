@@ -25,6 +25,7 @@ from ...protocol.config.images import (
     PadProcessor,
     PagesProcessor,
     PanScanProcessor,
+    QuartersProcessor,
     RatioProcessor,
     ResizeProcessor,
     RowsProcessor,
@@ -42,7 +43,7 @@ from .layouts.pages import pages
 from .layouts.pixels import Parts
 from .layouts.resized import cornered, padded, resized
 from .layouts.scans import pan_and_scan
-from .layouts.single import crop, in_square, longest, square
+from .layouts.single import crop, in_square, longest, quarters, square
 from .layouts.sized import fit, fit_budget, fit_ratio
 from .layouts.slices import slices
 from .layouts.thumbnails import thumbnail
@@ -64,6 +65,7 @@ _LAYOUTS: Final[dict[type[Any], Callable[[Image.Image, Any], Parts]]] = {
     PadProcessor: padded,
     PagesProcessor: pages,
     PanScanProcessor: pan_and_scan,
+    QuartersProcessor: quarters,
     RatioProcessor: fit_ratio,
     ResizeProcessor: resized,
     SlicesProcessor: slices,

@@ -152,7 +152,12 @@ class PromptImages:
             texts[-1] += config.after_images
             text += config.prompt_end
         each = iter(texts)
-        return self._place.sub(lambda _: next(each), text)
+        text = self._place.sub(lambda _: next(each), text)
+        if joint := config.joint:
+            text = re.sub(
+                rf"{re.escape(joint)}(?=[^\s<])", f"{joint} ", text.replace(2 * joint, joint)
+            )
+        return text
 
     def drop_start(self, token_ids: Sequence[int]) -> Sequence[int]:
         """Return a prompt without its first token, if the model's format puts this token after the images."""

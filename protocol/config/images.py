@@ -43,6 +43,7 @@ class ImageProcessorConfig(msgspec.Struct, frozen=True, kw_only=True):
         number_start: The text before the number of an image in its prompt, counted from 0, which precedes the image. If
             it is empty, images are not numbered.
         number_end: The text after the number.
+        joint: The text between images or their tiles. Two in a row become one, and a space follows it before a word.
         mark_ids: Tokens around an image, or in it, whose embeddings the encoder computes, too.
         mark_texts: The texts of these tokens.
         after_images: The text after the last image. Prompts with it have all of their images at the beginning.
@@ -63,6 +64,7 @@ class ImageProcessorConfig(msgspec.Struct, frozen=True, kw_only=True):
     end: str = ""
     number_start: str = ""
     number_end: str = ""
+    joint: str = ""
     mark_ids: tuple[int, ...] = ()
     mark_texts: tuple[str, ...] = ()
     after_images: str = ""
@@ -190,6 +192,20 @@ class BudgetProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="budg
     """
 
     side_factor: int
+
+
+class QuartersProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="quarters"):
+    """Shrinks an image so that its longer side has at most `longest` pixels, then enlarges sides below `shortest`.
+
+    If `splits` is true, this is done with each quarter of the image, too, which precede the whole. Pixels at the right
+    and at the bottom that make no whole square of `patch_size` x `patch_size` are left out. The text `joint` is before
+    and after each of them.
+    """
+
+    shortest: int
+    longest: int
+    patch_size: int
+    splits: bool = False
 
 
 class RatioProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="ratio"):
@@ -431,6 +447,7 @@ AnyImageProcessor: TypeAlias = (
     | CanvasProcessor
     | PagesProcessor
     | PanScanProcessor
+    | QuartersProcessor
     | FitProcessor
     | BudgetProcessor
     | RatioProcessor

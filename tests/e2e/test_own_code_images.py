@@ -1,4 +1,4 @@
-"""A server of models that read images, in the formats of their authors."""
+"""A server of models that read images in several formats, under memory pressure and with a killed worker."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from engine.frontend.model_source.images.read import read_image_processor
 from engine.protocol.checkpoint.config_fields import ConfigFields
 from engine.protocol.checkpoint.field_names import text_section
 from PIL import Image
+from support.grid_models import GridModel, grid_model
 from support.image_models import CHATS
 from support.image_requests import ask_together, chat, data_url, picture
 from support.own_code.deepseek_ocr import deepseek_ocr
@@ -29,16 +30,19 @@ from support.tiny_checkpoints import sentencepiece_tokenizer
 from support.vision_checkpoints import CHAT_TEMPLATE
 
 torch.set_num_threads(1)
-MODELS: dict[str, tuple[Callable[..., OwnCodeModel], str, str, list[str]]] = {
+IDEFICS2_MARKS = ["<image>", "<fake_token_around_image>"]
+MODELS: dict[str, tuple[Callable[..., OwnCodeModel | GridModel], str, str, list[str]]] = {
     "deepseek_ocr": (deepseek_ocr, "<image>", "<image>", ["<image>"]),
     "deepseek_vl2": (deepseek_vl2, "<image>", "<image>", ["<image>"]),
     "dots_ocr": (dots_ocr, "<|imgpad|>", "<|imgpad|>", ["<|imgpad|>"]),
+    "idefics2": (partial(grid_model, kind="idefics2"), "<image>", "<image>", IDEFICS2_MARKS),
     "minicpmv": (
         partial(minicpmv, version="2.6"),
         "<unk>",
         "(<image>./</image>)",
         ["<image>", "</image>", "<slice>", "</slice>", "<image_id>", "</image_id>"],
     ),
+    "video_llama_3": (partial(grid_model, kind="video_llama_3"), "<image>", "<image>", ["<image>"]),
 }
 """The function that writes a model, the text of its placeholder, its mark of an image, and its special tokens."""
 

@@ -132,6 +132,22 @@ def image_config(kind: str) -> Any:
             image_token_offset=50,
             audio_token_offset=80,
         )
+    if kind == "video_llama_3":
+        return transformers.VideoLlama3Config(
+            vision_config={name: SQUARE[name] for name in SQUARE if name != "image_size"},
+            text_config=SMALL | {"model_type": "qwen2"},
+            image_token_id=IMAGE_TOKEN,
+            video_token_id=IMAGE_TOKEN + 1,
+        )
+    if kind == "idefics2":
+        perceiver = {"resampler_n_latents": 5, "resampler_depth": 2, "resampler_n_heads": 4}
+        perceiver |= {"resampler_head_dim": 16, "num_key_value_heads": 2}
+        return transformers.Idefics2Config(
+            vision_config=SQUARE,
+            perceiver_config=perceiver | {"hidden_size": SMALL["hidden_size"]},
+            text_config=SMALL | {"model_type": "mistral", "pad_token_id": 0},
+            image_token_id=IMAGE_TOKEN,
+        )
     if kind == "janus":
         return transformers.JanusConfig(
             vision_config=SQUARE | {"mlp_ratio": 1.5, "projection_dim": 48},

@@ -26,7 +26,7 @@ def image_processor_class(name: str) -> Any:
     """Return transformers' class of an image processor with Pillow for the models of this name."""
     families = {"GotOcr2": "got_ocr2", "LlavaNext": "llava_next"}
     families["GraniteDocling"] = "granite_docling"
-    families |= {"LlavaOnevision": "llava_onevision"}
+    families |= {"LlavaOnevision": "llava_onevision", "VideoLlama3": "video_llama_3"}
     family = families.get(name, name.lower())
     module = import_module(f"transformers.models.{family}.image_processing_pil_{family}")
     return getattr(module, f"{name}ImageProcessorPil")

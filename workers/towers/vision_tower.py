@@ -56,7 +56,7 @@ class VisionTower(ImageTower):
             self._class_D = tensors.read("embeddings.class_embedding", size)
         self._positions: Tensor | None = None
         name = "embeddings.position_embedding.weight"
-        if spec.positions in ("patches", "nearest", "stepped"):
+        if spec.positions not in ("axes", None):
             num_positions = spec.num_patches + spec.has_class_token
             self._positions = tensors.read(name, num_positions, size)
             if spec.has_class_last:
@@ -235,7 +235,7 @@ class VisionTower(ImageTower):
         if self._positions is not None and spec.positions == "axes":
             columns, rows = self._positions[0, :num_columns], self._positions[1, :num_rows]
             x_PD = x_PD + (columns + rows[:, None]).flatten(0, 1)
-        elif self._positions is not None and spec.positions in ("nearest", "stepped"):
+        elif self._positions is not None and spec.positions != "patches":
             side = spec.image_size // spec.patch_size
             rows, columns = (
                 _nearest(count, side, spec) for count in shown or (num_rows, num_columns)
@@ -282,7 +282,7 @@ def _nearest(count: int, side: int, spec: VisionSpec) -> Tensor:
     at = torch.arange(count)
     if spec.positions == "stepped":
         places = torch.arange(0, 1 - 1e-6, 1 / count)[:count]
-    elif spec.margins is not None:
+    elif spec.positions == "inverse":
         places = (at * (1.0 / torch.tensor(count))).clamp(max=1.0 - 1e-6)
     else:
         places = at / count

@@ -1,6 +1,8 @@
-"""Images that are read as a single tile (CLIP, SigLIP, DeepSeek-VL, Aria)."""
+"""Images that are read as a single tile (CLIP, SigLIP, DeepSeek-VL, Aria), and in quarters (Idefics2)."""
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 import msgspec
 from PIL import Image
@@ -9,6 +11,7 @@ from ....protocol.config.images import (
     CropProcessor,
     LongestProcessor,
     MarginProcessor,
+    QuartersProcessor,
     SquareProcessor,
 )
 from ....protocol.encoder_inputs.payloads import ImagePayload
@@ -54,6 +57,37 @@ def longest(image: Image.Image, config: LongestProcessor) -> Parts:
     assert isinstance(tile.payload, ImagePayload)
     payload = msgspec.structs.replace(tile.payload, original_width=width, original_height=height)
     return [tile._replace(payload=payload)]
+
+
+def quarters(image: Image.Image, config: QuartersProcessor) -> Parts:
+    """Return the quarters of the image, if it is split, then the whole image.
+
+    Raises:
+        ValueError: It is split, and a side has only one pixel.
+    """
+    pictures = [image]
+    if config.splits:
+        if min(image.size) < 2:
+            raise ValueError(
+                f"it has {image.width} x {image.height} pixels, but both sides need at least 2"
+            )
+        xs, ys = ((0, length // 2, length) for length in image.size)
+        boxes = [(x, y, right, end) for y, end in pairwise(ys) for x, right in pairwise(xs)]
+        pictures = [*(image.crop(box) for box in boxes), image]
+    parts: Parts = [config.joint]
+    for picture in pictures:
+        width, height = picture.size
+        ratio = width / height
+        if width >= height and width > config.longest:
+            width, height = config.longest, int(config.longest / ratio)
+        elif height > width and height > config.longest:
+            width, height = int(config.longest * ratio), config.longest
+        width, height = max(width, config.shortest), max(height, config.shortest)
+        unit = config.patch_size
+        resized = resize(picture, width, height, config)
+        shown = resized.crop((0, 0, width // unit * unit, height // unit * unit))
+        parts += [make_tile(shown, config), config.joint]
+    return parts
 
 
 def _resize_shortest(image: Image.Image, config: CropProcessor) -> Image.Image:

@@ -1,11 +1,25 @@
-"""Read the image processors of Idefics3, SmolVLM and Granite for Docling."""
+"""Read the image processors of Idefics 2 and 3, SmolVLM and Granite for Docling."""
 
 from __future__ import annotations
 
 from ....protocol.checkpoint.vision.spec import MAX_SIDE, VisionSpec
-from ....protocol.config.images import DensePages, GridProcessor, PagesProcessor
-from .fields import BICUBIC, CLIP_VALUES, LANCZOS, side_of_tile, sides, values
+from ....protocol.config.images import DensePages, GridProcessor, PagesProcessor, QuartersProcessor
+from .fields import BICUBIC, BILINEAR, CLIP_VALUES, LANCZOS, side_of_tile, sides, values
 from .source import ProcessorSource
+
+
+def quarters(source: ProcessorSource, vision: VisionSpec, token_id: int) -> QuartersProcessor:
+    """Return the processor of Idefics2."""
+    fields, size = source.fields, source.fields.first_section("size")
+    shortest = size.integer("shortest_edge", 378, minimum=vision.patch_size, maximum=MAX_SIDE)
+    return QuartersProcessor(
+        **values(fields, vision, token_id, BILINEAR),
+        shortest=shortest,
+        longest=size.integer("longest_edge", 980, minimum=shortest, maximum=MAX_SIDE),
+        patch_size=vision.patch_size,
+        splits=fields.boolean("do_image_splitting", False),
+        joint="<fake_token_around_image>",
+    )
 
 
 def grid(source: ProcessorSource, vision: VisionSpec, token_id: int) -> GridProcessor:

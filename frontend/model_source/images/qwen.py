@@ -38,6 +38,16 @@ def resize(source: ProcessorSource, vision: GridVisionSpec, token_id: int) -> Re
     )
 
 
+def resize_patches(
+    source: ProcessorSource, vision: GridVisionSpec, token_id: int
+) -> ResizeProcessor:
+    """Return the processor of VideoLLaMA 3, which makes an embedding of each patch."""
+    half = [0.5] * 3
+    fields = source.fields.with_defaults(image_mean=half, image_std=half)
+    fields = fields.with_defaults(merge_size=1, temporal_patch_size=1)
+    return resize(replace(source, fields=fields), vision, token_id)
+
+
 def resize_codes(
     source: ProcessorSource, vision: CodesVisionSpec, token_id: int
 ) -> ResizeProcessor:

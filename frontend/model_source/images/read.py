@@ -16,7 +16,7 @@ from ....protocol.errors import CheckpointError
 from ...tokenizer.config import TokenizerConfig
 from .anyres import anyres, rows
 from .gemma import gemma3, gemma3n, gemma4, gemma4_unified, paligemma
-from .idefics3 import grid, pages
+from .idefics3 import grid, pages, quarters
 from .lfm2 import thumbnail
 from .llama4 import mosaic, tiles
 from .margins import margins, margins_between_marks, margins_with_copy
@@ -34,6 +34,7 @@ from .qwen import (
     resize_many,
     resize_own_mark,
     resize_pairs,
+    resize_patches,
     resize_rounded,
 )
 from .single import longest, middle, single
@@ -190,6 +191,7 @@ _READERS: Final[dict[str, _Reader]] = {
     "granite_docling": pages,
     "hunyuan_vl": resize_lines,
     "hy_v4_vl": resize_lines,
+    "idefics2": quarters,
     "idefics3": grid,
     "inkling2": pad_whole,
     "interns1": canvas,
@@ -236,5 +238,6 @@ _READERS: Final[dict[str, _Reader]] = {
     "qwen4_exp": resize,
     "siglip": single,
     "smolvlm": grid,
+    "video_llama_3": resize_patches,
     "vipllava": single,
 }

@@ -23,7 +23,7 @@ def aria(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Vision
         projection="queries",
         projection_activation="gelu_new",
         max_outputs=max(count for _, count in counts),
-        positions="nearest",
+        positions="inverse",
         margins="left out",
         query_counts=counts,
     )

@@ -1,4 +1,4 @@
-"""Read the vision towers of dots.ocr, PaddleOCR-VL, Hunyuan, MiniMax M3, Kimi, LFM2-VL and LFM3-VL."""
+"""Read the vision towers of dots.ocr, PaddleOCR-VL, Hunyuan, MiniMax M3, Kimi, LFM2-VL, LFM3-VL and VideoLLaMA 3."""
 
 from __future__ import annotations
 
@@ -25,6 +25,22 @@ def paddleocr_vl(fields: ConfigFields, vision: ConfigFields, output_size: int) -
         position_side=image_size // patch_size,
         interpolation="bilinear centers",
         tensor_names=_PADDLE_NAMES,
+    )
+
+
+def video_llama3(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVisionSpec:
+    """Return the tower of VideoLLaMA 3 (arXiv 2501.13106), which keeps all patches of an image."""
+    return GridVisionSpec(
+        **merged_sizes(vision, vision.integer("patch_size", 16, maximum=256), 768, 3072, 12, 12),
+        merge_size=1,
+        activation=vision.text("hidden_act", "gelu_pytorch_tanh"),
+        output_size=output_size,
+        norm_eps=vision.positive("layer_norm_eps", 1e-6),
+        merger_norm=None,
+        merger_inner=output_size,
+        has_joined_qkv=False,
+        has_axes=False,
+        tensor_names=_VIDEO_LLAMA_NAMES,
     )
 
 
@@ -337,4 +353,10 @@ _PADDLE_NAMES: Final = (
     *_SIGLIP_NAMES,
     (r"(projector|mlp_AR)\.pre_norm\.", "visual.merger.norm."),
     (r"(projector|mlp_AR)\.linear_", "visual.merger.fc"),
+)
+_VIDEO_LLAMA_NAMES: Final = (
+    (r"(model\.)?vision_model\.", "visual."),
+    *_SIGLIP_NAMES,
+    (r"(model\.)?projector\.readout\.0\.", "visual.merger.fc1."),
+    (r"(model\.)?projector\.readout\.2\.", "visual.merger.fc2."),
 )

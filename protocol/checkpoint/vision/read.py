@@ -36,7 +36,7 @@ from .grid import (
     qwen3_omni,
     qwen3_vl,
 )
-from .idefics3 import idefics3, modernvbert
+from .idefics3 import idefics2, idefics3, modernvbert
 from .janus import deepseek_vl, deepseek_vl_hybrid, janus
 from .llama import TilesVisionSpec, llama4, mllama
 from .llava import clip, llava, llava_next, llava_onevision, siglip_alone, vipllava
@@ -49,6 +49,7 @@ from .merged import (
     lfm3_vl,
     minimax_m3,
     paddleocr_vl,
+    video_llama3,
 )
 from .muse import inkling2, muse
 from .pixtral import mistral_large4, pixtral
@@ -151,6 +152,7 @@ _READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionS
     "granite_docling": granite_docling,
     "hunyuan_vl": hunyuan_vl,
     "hy_v4_vl": hy_v4_vl,
+    "idefics2": idefics2,
     "idefics3": idefics3,
     "siglip": siglip_alone,
     "smolvlm": idefics3,
@@ -197,5 +199,6 @@ _READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionS
     "qwen3_vl": qwen3_vl,
     "qwen3_vl_moe": qwen3_vl,
     "qwen4_exp": qwen3_5,
+    "video_llama_3": video_llama3,
     "vipllava": vipllava,
 }

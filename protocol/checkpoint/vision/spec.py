@@ -96,6 +96,22 @@ class WindowsSpec(msgspec.Struct, frozen=True):
     begins_with_zeros: bool
 
 
+class PerceiverSpec(msgspec.Struct, frozen=True):
+    """The projection "perceiver": a gated MLP for each patch, and `num_layers` layers with learned queries.
+
+    The queries of a layer attend to the patches and to themselves. A gated MLP follows, with four times as many
+    elements in between. `inner_size` is the intermediate size of the first MLP.
+    """
+
+    inner_size: int
+    inner_activation: str
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    activation: str
+
+
 class VisionSpec(msgspec.Struct, frozen=True):
     """A vision transformer (arXiv 2010.11929) and its projection to the decoder's hidden size.
 
@@ -123,7 +139,8 @@ class VisionSpec(msgspec.Struct, frozen=True):
         has_channels_last: True if the pixels of a patch are stored pixel by pixel, else channel by channel.
         positions: Positions are learned for each patch of a square image, or for each row and column ("axes"). Patches
             of images of any size may read the position that is nearest to theirs in a square one ("nearest", or
-            "stepped" if places are multiples of a rounded distance). None if they are not learned.
+            "stepped" or "inverse" if places are multiples of a distance that is rounded in one of two ways). None if
+            they are not learned.
         margins: The treatment of the patches of margins at the right and at the bottom of an image. They are left out
             (Aria), or other patches do not attend to them (Phi-4-multimodal). None if there are no margins.
         rope_theta: If not 0, queries and keys are rotated by column and row.
@@ -155,6 +172,7 @@ class VisionSpec(msgspec.Struct, frozen=True):
         has_crops: True if an image is a canvas of tiles, besides which a small copy of the whole canvas is read.
         query_counts: Pairs (patches of a side, number of queries) for the projection "queries".
         windows: The details of the projection "windows".
+        perceiver: The details of the projection "perceiver".
         added_after: The decoder's layers, from 0, after which the parts of an embedding but the first are added. All
             parts count in `output_size`.
         span_kind: Which of the decoder's tokens attend to later tokens.
@@ -188,6 +206,7 @@ class VisionSpec(msgspec.Struct, frozen=True):
     * "connector": norms and products of the last layer's features, with fixed positions in between; other parts are a
       norm and two products of the features of other layers (Granite for Docling)
     * "windows": learned queries read windows of patches, several times with other weights (Granite 4 Vision)
+    * "perceiver": several layers, in which `max_outputs` learned queries read the patches (Idefics2, arXiv 2405.02246)
     * "adapter": two products with `adapter_size` outputs and no biases, each followed by an activation, then a matrix
       (Llama 4)
     """
@@ -218,6 +237,7 @@ class VisionSpec(msgspec.Struct, frozen=True):
         "probe",
         "connector",
         "windows",
+        "perceiver",
         "adapter",
     ]
     max_outputs: int = 0
@@ -238,7 +258,7 @@ class VisionSpec(msgspec.Struct, frozen=True):
     has_patch_bias: bool = True
     has_flat_patches: bool = False
     has_channels_last: bool = False
-    positions: Literal["patches", "axes", "nearest", "stepped"] | None = "patches"
+    positions: Literal["patches", "axes", "nearest", "stepped", "inverse"] | None = "patches"
     num_positions: int = 0
     margins: Literal["left out", "unseen"] | None = None
     rope_theta: float = 0.0
@@ -268,6 +288,7 @@ class VisionSpec(msgspec.Struct, frozen=True):
     query_counts: tuple[tuple[int, int], ...] = ()
     fine: SamSpec | None = None
     windows: WindowsSpec | None = None
+    perceiver: PerceiverSpec | None = None
     added_after: tuple[int, ...] = ()
     span_kind: SpanKind | None = None
     has_axes: bool = False

@@ -21,8 +21,10 @@ from engine.frontend.tokenizer.load import load_tokenizer
 from engine.protocol.checkpoint.config_fields import ConfigFields
 from engine.protocol.checkpoint.field_names import text_section
 from engine.protocol.errors import CheckpointError, ParameterError
+from msgspec.structs import replace
 from PIL import Image
 from support.grid_configs import image_config
+from support.grid_models import write_grid_model
 from support.image_marks import (
     ANYRES_MODELS,
     GEMMA_MARKS,
@@ -32,7 +34,7 @@ from support.image_marks import (
     SIZED_MODELS,
     image_mark,
 )
-from support.image_processors import image_processor
+from support.image_processors import image_processor, image_processor_class
 from support.tiny_checkpoints import sentencepiece_tokenizer
 from support.vision_checkpoints import vision_directory
 from transformers.models.llama4.processing_llama4 import Llama4Processor
@@ -396,3 +398,48 @@ def test_prompts_of_apertus_have_sizes_and_separators_of_rows(tmp_path):
         assert (item.size, item.row_length) == (height * width // 16, width // 4)
     with pytest.raises(CheckpointError, match="spatial_factor must be 4, the pixels of a code"):
         _read(tmp_path, spatial_factor=8)
+
+
+@pytest.mark.parametrize("splits", [False, True])
+def test_images_of_idefics2_equal_those_of_transformers(splits, tmp_path):
+    write_grid_model(tmp_path, "idefics2")
+    config = _read(tmp_path, do_image_splitting=splits)
+    size = {"shortest_edge": config.shortest, "longest_edge": config.longest}
+    processor = image_processor_class("Idefics2")(size=size, do_image_splitting=splits)
+    for size in SIZES[:-1]:
+        tiles = _tiles(_image(*size), config)
+        expected = processor(_image(*size), return_tensors="np")
+        expected = zip(
+            expected["pixel_values"][0], expected["pixel_attention_mask"][0], strict=True
+        )
+        for tile, (pixels, mask) in zip(tiles, expected, strict=True):
+            # Pixels that make no whole patch are ignored.
+            rows, columns = (count // 4 * 4 for count in (mask.any(1).sum(), mask.any(0).sum()))
+            np.testing.assert_array_equal(_normalized(tile), pixels[:, :rows, :columns])
+    if splits:
+        with pytest.raises(ValueError, match="both sides need at least 2"):
+            process_image(_image(1, 1), config)
+    tokenizer = sentencepiece_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>", config.joint]})
+    tokenizer.save_pretrained(tmp_path)
+    config = replace(config, token_id=tokenizer.convert_tokens_to_ids("<image>"))
+    places = PromptImages(config, load_tokenizer(tmp_path))
+    images = [MediaReader(places.reader_config).prepare_image(_image(*size)) for size in SIZES[:3]]
+    reference = transformers.Idefics2Processor(processor, tokenizer, image_seq_len=5)
+    for text in ("<image>word<image><image> word", "<image> <image>\n<image>"):
+        expected = reference(text=[text], images=[[_image(*size) for size in SIZES[:3]]])
+        found = places.expand(text, images)
+        assert tokenizer(found).input_ids == expected["input_ids"][0]
+
+
+def test_images_of_video_llama_3_equal_those_of_transformers(tmp_path):
+    write_grid_model(tmp_path, "video_llama_3")
+    config = _read(tmp_path)
+    processor = image_processor_class("VideoLlama3")(patch_size=4, min_pixels=64, max_pixels=900)
+    for size in [each for each in SIZES if max(each) < 100 * min(each)]:
+        [tile] = _tiles(_image(*size), config)
+        expected = processor(_image(*size), return_tensors="np")
+        [[_, rows, columns]] = expected["image_grid_thw"]
+        pixels = expected["pixel_values"].reshape(rows, columns, 3, 4, 4)
+        pixels = pixels.transpose(2, 0, 3, 1, 4).reshape(3, rows * 4, columns * 4)
+        np.testing.assert_allclose(_normalized(tile), pixels, atol=1e-6)

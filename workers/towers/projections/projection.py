@@ -19,6 +19,7 @@ from ..image_tower import TowerSource
 from ..weights import Linear, Norm, VisionWeights, attend, find_activation
 from .connector import read_connector
 from .merging import means, side_by_side, squares, waves
+from .perceiver import read_perceiver
 from .window_queries import read_window_queries
 
 Projection: TypeAlias = Callable[[Tensor, int], Tensor]
@@ -302,5 +303,6 @@ _KINDS: Final[dict[str, Callable[[VisionSpec, Checkpoint, _Reader], Projection]]
     "standardized mean": _standardized_mean,
     "connector": read_connector,
     "windows": read_window_queries,
+    "perceiver": read_perceiver,
     "words": _words,
 }

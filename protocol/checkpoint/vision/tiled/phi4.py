@@ -28,7 +28,7 @@ def phi4_multimodal(fields: ConfigFields, vision: ConfigFields, output_size: int
         output_size=output_size,
         projection="mlp",
         merge_factor=2,
-        positions="nearest",
+        positions="inverse",
         margins="unseen",
         has_crops=True,
         tensor_names=_PHI4_NAMES,
