@@ -158,10 +158,10 @@ def beam_search_params(
     params = prompts[0].params
     for name in _NOT_IN_BEAM_SEARCH:
         if getattr(request, name, None):
-            raise bad_request(name, "is not supported with use_beam_search")
+            raise bad_request(name, "is not supported with use_beam_search; leave out one of them")
     if params.structured_output is not None or params.logprobs is not None:
         name = "structured_outputs" if params.logprobs is None else "logprobs"
-        raise bad_request(name, "is not supported with use_beam_search")
+        raise bad_request(name, "is not supported with use_beam_search; leave out one of them")
     max_tokens = min(each.params.max_tokens or 1 for each in prompts)
     penalty = 1.0 if request.length_penalty is None else request.length_penalty
     search = BeamSearchParams(params.n, max_tokens, params.ignore_eos, penalty)

@@ -54,7 +54,7 @@ def granite4_vision(
 def granite_docling(
     kind: str, tower: dict[str, int], text: dict[str, Any], tokenizer: Any, factor: int
 ) -> tuple[Any, dict[str, Any], dict[str, Any]]:
-    """Return the same for a Granite for Docling."""
+    """Return the config of a random Granite for Docling, and the fields of its processor files."""
     tile, size = tower["image_size"], text["hidden_size"]
     config = transformers.GraniteDoclingConfig(
         vision_config=tower

@@ -28,10 +28,7 @@ def tokens_of(output: SamplerOutput) -> list[int]:
 
 
 class Rows:
-    """Requests in a sampler, by slot: torch's with `choose`, or `decoder`'s.
-
-    Slot s has `prompt` tokens 3, 4, 5 unless told otherwise.
-    """
+    """A sampler and the requests in its slots. It is the sampler of `decoder`, or else torch's with `choose`."""
 
     def __init__(
         self,

@@ -19,7 +19,9 @@ class BatchInvariantAttention(TritonPagedAttention):
 
     def __init__(self, spec: AttentionSpec) -> None:
         if spec.latent_rank:
-            raise ConfigError("latent attention is not supported with --batch-invariant")
+            raise ConfigError(
+                "latent attention is not supported with --batch-invariant; remove the flag"
+            )
         super().__init__(spec)
         self.prefill_tile = batch_invariant_tile(
             self.head_dim, self.num_heads // self.num_kv_heads, self.dtype

@@ -103,14 +103,18 @@ class TritonPagedAttention(CapturableAttention):
                 f"head_dim {spec.head_dim} exceeds the {MAX_HEAD_DIM} that triton_paged supports"
             )
         if spec.tensor_elements:
-            raise ConfigError("heads that differ between layers are not supported by triton_paged")
+            raise ConfigError(
+                "heads that differ between layers are not supported by triton_paged; use another model"
+            )
         if power_of_2(spec.block_size) != spec.block_size:
             raise ConfigError(
                 f"--block-size {spec.block_size}: triton_paged supports only powers of two, such as "
                 f"{power_of_2(spec.block_size)}"
             )
         if spec.dtype.itemsize == 1 and spec.dtype != torch.float8_e4m3fn:
-            raise ConfigError(f"a KV cache of {spec.dtype} is not supported by triton_paged")
+            raise ConfigError(
+                f"a KV cache of {spec.dtype} is not supported by triton_paged; use fp8_e4m3 or auto"
+            )
         self._padded_value_dim = max(16, power_of_2(self.value_dim))
         rest = spec.head_dim - self.value_dim
         self._padded_rotary_dim = max(16, power_of_2(rest)) if spec.latent_rank else 0
@@ -208,7 +212,7 @@ class TritonPagedAttention(CapturableAttention):
     def _list_splits(
         self, batch: DeviceBatch, max_seq_len: int, windows: Collection[Window | None]
     ) -> dict[Window | None, WorkList]:
-        """List the splits of sequences of up to `max_seq_len` tokens, for layers with each window."""
+        """Return, for each window of the layers, the splits of sequences of up to `max_seq_len` tokens."""
         num_shares = -(-PROGRAMS_OF_STEP // self._num_groups)
         return {
             window: list_splits(

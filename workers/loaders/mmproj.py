@@ -119,7 +119,8 @@ class MmprojCheckpoint(Checkpoint):
             if tensor.ggml_type not in DEQUANTIZABLE or 0 in tensor.shape:
                 raise CheckpointError(
                     path,
-                    f"tensor {tensor.name!r} of shape {tensor.shape} and type {tensor.ggml_type.name} is not supported",
+                    f"tensor {tensor.name!r} of shape {tensor.shape} and type {tensor.ggml_type.name} is not supported; "
+                    "convert the file again",
                 )
 
     def names(self) -> Collection[str]:

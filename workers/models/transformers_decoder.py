@@ -161,7 +161,8 @@ class TransformersModel:
         if not set(kinds) <= {"full_attention", "sliding_attention"}:
             others = sorted(set(kinds) - {"full_attention", "sliding_attention"})
             raise CheckpointError(
-                self.path, f"its layer_types {', '.join(others)} are not supported"
+                self.path,
+                f"its layer_types {', '.join(others)} are not supported; use another model",
             )
         return ModelSpec(
             model_type=str(self.config.model_type),

@@ -96,7 +96,7 @@ def black_image(side: int) -> ImagePayload:
 def wrong_size(image: ImagePayload, needed: str) -> EngineError:
     """Return an error that says which sizes the model reads."""
     return EngineError(
-        f"an image has {image.width} x {image.height} pixels, the model reads {needed}"
+        f"an image has {image.width} x {image.height} pixels, but the model reads {needed}"
     )
 
 

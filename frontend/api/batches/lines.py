@@ -71,7 +71,7 @@ def parse_line(line: bytes, endpoint: str | None) -> BatchLine:
         raise BadLine(f"url must be {' or '.join(wanted)}, got {echo(request.url)}", "url")
     for name in ("stream", "background"):
         if request.body.get(name):
-            raise BadLine(f"{name} is not supported in batches", f"body.{name}")
+            raise BadLine(f"{name} is not supported in batches; leave it out", f"body.{name}")
     return request
 
 

@@ -171,7 +171,7 @@ def _sampling_fields(options: Json) -> Json:
     for option, neutral in _NEUTRAL.items():
         if options.get(option) not in (None, neutral):
             place = f"options.{option}"
-            raise bad_request(place, f"is not supported, got {echo(options[option])}")
+            raise bad_request(place, f"is not supported; leave it out, got {echo(options[option])}")
     if (num_predict := options.get("num_predict")) is not None:
         if not isinstance(num_predict, int) or isinstance(num_predict, bool):
             raise wrong("options.num_predict", "an integer", num_predict)

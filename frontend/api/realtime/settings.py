@@ -92,7 +92,7 @@ class Settings:
         if given is None:
             return None
         if given.delay is not None:
-            raise bad_request(f"{_INPUT}.transcription.delay", "is not supported")
+            raise bad_request(f"{_INPUT}.transcription.delay", "is not supported; leave it out")
         return TranscriptionRequest(
             model=given.model,
             language=given.language,
@@ -165,7 +165,7 @@ def _complete(given: TurnDetection) -> TurnDetection:
         raise wrong(f"{where}.type", '"server_vad", or turn_detection null', given.type)
     for name in ("idle_timeout_ms", "eagerness"):
         if getattr(given, name) is not None:
-            raise bad_request(f"{where}.{name}", "is not supported")
+            raise bad_request(f"{where}.{name}", "is not supported; leave it out")
 
     def limited(name: str, default: Any, most: float) -> Any:
         value = getattr(given, name)

@@ -140,7 +140,7 @@ class Completions(Endpoint[CompletionRequest]):
         if request.prompt_embeds is not None:
             for name in ("echo", "prompt_logprobs"):
                 if getattr(request, name) not in (None, False):
-                    raise bad_request(name, "is not supported with prompt_embeds")
+                    raise bad_request(name, "is not supported with prompt_embeds; leave it out")
             # Hashing and checks run in a thread, because they release the interpreter lock.
             found = await executor.run(
                 body_size, parse_prompt_embeds, request.prompt_embeds, config

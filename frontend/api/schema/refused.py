@@ -10,7 +10,7 @@ import msgspec
 
 from ...http.errors import bad_request, echo
 
-_NOT_SUPPORTED = "is not supported"
+_NOT_SUPPORTED = "is not supported; leave it out"
 _MEDIA = "is not supported; send media to /v1/chat/completions"
 _TRANSFER = "is not supported; use kv_transfer_params of /v1/completions"
 

@@ -337,7 +337,7 @@ class Metrics(Collector):
         yield self._family_by(
             GaugeMetricFamily,
             f"{prefix}:num_requests_waiting_by_reason",
-            "Waiting sequences: for capacity, or deferred for a grammar or blocks from elsewhere.",
+            "Waiting sequences: for capacity, or deferred until a grammar is compiled or blocks are loaded.",
             "reason",
             [{why: count(core.stats) for why, count in WAITING_REASONS.items()} for core in cores],
         )
@@ -354,7 +354,7 @@ class Metrics(Collector):
         yield self._family_by(
             CounterMetricFamily,
             f"{prefix}:spec_decode_num_accepted_tokens_per_pos",
-            "Drafted tokens that were accepted, by their position among the drafts of a step.",
+            "Draft tokens that became output, by their position in the draft.",
             "position",
             [
                 {str(position): n for position, n in enumerate(core.num_accepted_per_pos)}
@@ -364,7 +364,7 @@ class Metrics(Collector):
         yield self._family_by(
             CounterMetricFamily,
             f"{prefix}:admission_rejections",
-            "Requests that were not admitted.",
+            "Requests that a core refused to queue, by reason.",
             "reason",
             [core.num_rejected for core in cores],
         )

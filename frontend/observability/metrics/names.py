@@ -28,7 +28,7 @@ OLD_HISTOGRAMS: Final = {"time_per_output_token_seconds": "inter_token_latency_s
 
 OWN_GAUGES: Final[dict[str, tuple[str, Callable[[SchedulerStats], float]]]] = {
     "cpu_offload_usage_perc": (
-        "Fraction of CPU-offload blocks in use, 0 to 1.",
+        "Share of the blocks for CPU KV offload in use, 0 to 1.",
         lambda s: s.cpu_offload_usage,
     ),
 }
@@ -36,12 +36,12 @@ OWN_GAUGES: Final[dict[str, tuple[str, Callable[[SchedulerStats], float]]]] = {
 COUNTERS: Final = {
     "prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
     "prefix_cache_hits": "Prompt tokens found in the prefix cache.",
-    "num_preemptions": "Preemptions of running sequences.",
+    "num_preemptions": "Times that a running sequence was preempted.",
     "corrupted_requests": "Requests with NaNs in their logits.",
-    "spec_decode_num_drafts": "Number of drafts that were verified.",
-    "spec_decode_num_draft_tokens": "Draft tokens that were verified.",
-    "spec_decode_num_accepted_tokens": "Draft tokens that were accepted.",
-    "prompt_tokens": "Prompt tokens processed.",
+    "spec_decode_num_drafts": "Drafts that the model verified.",
+    "spec_decode_num_draft_tokens": "Draft tokens that the model verified.",
+    "spec_decode_num_accepted_tokens": "Draft tokens that became output.",
+    "prompt_tokens": "Prompt tokens of sequences that have received their first token.",
     "generation_tokens": "Tokens generated.",
 }
 
@@ -82,8 +82,8 @@ REJECTIONS: Final = {
 """Finish reason -> the label for a request that a core did not admit."""
 
 OWN_COUNTERS: Final = {
-    "scheduler_steps": "Steps scheduled.",
-    "scheduled_tokens": "Tokens scheduled in all steps, including places for drafts.",
+    "scheduler_steps": "Steps that the core scheduled.",
+    "scheduled_tokens": "Tokens scheduled in all steps, including draft tokens.",
     "cpu_offload_hits": "Prompt tokens found in the prefix cache that came from CPU offload.",
     "invariant_violations": "Failed invariant checks of the core.",
     "kv_blocks_copied_out": "KV-cache blocks copied to CPU memory.",
@@ -95,7 +95,7 @@ DISK_COUNTERS: Final = {
     "kv_disk_hits": "Prompt tokens found on disk or in LMCache, beyond those in the prefix cache.",
     "kv_disk_read_bytes": "Bytes of KV-cache blocks read from disk or LMCache.",
     "kv_disk_written_bytes": "Bytes of KV-cache blocks written to disk or LMCache.",
-    "kv_disk_errors": "KV-cache blocks that could not be read from disk or LMCache, and failures of these.",
+    "kv_disk_errors": "KV-cache blocks that could not be read or written, and failures of the disk or LMCache.",
 }
 """Counters of a server with --kv-disk."""
 
@@ -134,14 +134,35 @@ SCHEDULER_TIME_BOUNDS: Final = (
 )
 
 HISTOGRAMS: Final[dict[str, tuple[str, tuple[float, ...] | None]]] = {
-    "time_to_first_token_seconds": ("From arrival to the first token.", FIRST_TOKEN_BOUNDS),
-    "inter_token_latency_seconds": ("Between successive tokens of a sequence.", TOKEN_BOUNDS),
-    "request_time_per_output_token_seconds": ("A sequence's mean time per token.", TOKEN_BOUNDS),
-    "e2e_request_latency_seconds": ("From arrival to the end.", REQUEST_BOUNDS),
-    "request_queue_time_seconds": ("From queued to first scheduled.", REQUEST_BOUNDS),
-    "request_prefill_time_seconds": ("From first scheduled to first token.", REQUEST_BOUNDS),
-    "request_decode_time_seconds": ("From first token to last.", REQUEST_BOUNDS),
-    "request_inference_time_seconds": ("From first scheduled to last token.", REQUEST_BOUNDS),
+    "time_to_first_token_seconds": ("Seconds from arrival to the first token.", FIRST_TOKEN_BOUNDS),
+    "inter_token_latency_seconds": (
+        "Seconds between successive tokens of a sequence.",
+        TOKEN_BOUNDS,
+    ),
+    "request_time_per_output_token_seconds": (
+        "Mean seconds per generated token of a sequence, after the first.",
+        TOKEN_BOUNDS,
+    ),
+    "e2e_request_latency_seconds": (
+        "Seconds from a sequence's arrival to its end.",
+        REQUEST_BOUNDS,
+    ),
+    "request_queue_time_seconds": (
+        "Seconds that a sequence waited in the queue before it was first scheduled.",
+        REQUEST_BOUNDS,
+    ),
+    "request_prefill_time_seconds": (
+        "Seconds from when a sequence was first scheduled to its first token.",
+        REQUEST_BOUNDS,
+    ),
+    "request_decode_time_seconds": (
+        "Seconds from the first token of a sequence to its last.",
+        REQUEST_BOUNDS,
+    ),
+    "request_inference_time_seconds": (
+        "Seconds from when a sequence was first scheduled to its last token.",
+        REQUEST_BOUNDS,
+    ),
     "iteration_tokens_total": (
         (
             "Prompt and generated tokens of a step; a prompt counts in the step that returns "
@@ -152,18 +173,21 @@ HISTOGRAMS: Final[dict[str, tuple[str, tuple[float, ...] | None]]] = {
     "request_prompt_tokens": ("Prompt tokens of a sequence.", None),
     "request_generation_tokens": ("Tokens generated for a sequence.", None),
     "request_max_num_generation_tokens": ("Tokens of the longest of a request's n outputs.", None),
-    "request_params_max_tokens": ("The max_tokens of a sequence.", None),
-    "request_params_n": ("The n of a request.", (1.0, 2.0, 5.0, 10.0, 20.0)),
+    "request_params_max_tokens": ("The max_tokens that a sequence's request set.", None),
+    "request_params_n": (
+        "Outputs per prompt that a request asked for (its n).",
+        (1.0, 2.0, 5.0, 10.0, 20.0),
+    ),
     "kv_block_lifetime_seconds": (
-        "From when a sampled block was cached until it was evicted.",
+        "Seconds from when a sampled block was cached until it was evicted.",
         BLOCK_TIME_BOUNDS,
     ),
     "kv_block_idle_before_evict_seconds": (
-        "From a sampled block's last use until it was evicted.",
+        "Seconds from a sampled block's last use until it was evicted.",
         BLOCK_TIME_BOUNDS,
     ),
     "kv_block_reuse_gap_seconds": (
-        "Between two uses of a sampled block that was free in between.",
+        "Seconds between two uses of a sampled block that was free in between.",
         BLOCK_TIME_BOUNDS,
     ),
 }
@@ -171,7 +195,7 @@ HISTOGRAMS: Final[dict[str, tuple[str, tuple[float, ...] | None]]] = {
 
 OWN_HISTOGRAMS: Final[dict[str, tuple[str, tuple[float, ...] | None]]] = {
     "request_scheduler_time_seconds": (
-        "Time that the scheduler spent while a sequence was running.",
+        "Seconds that the scheduler worked while a sequence was running.",
         SCHEDULER_TIME_BOUNDS,
     ),
 }

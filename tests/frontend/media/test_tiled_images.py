@@ -86,7 +86,7 @@ def _functions(kind):
 
 
 def _expected(image, known):
-    """Return the sizes and the text of transformers' processor for an image."""
+    """Return the size, the grid and the text that the processor of transformers gives an image."""
     width, height = image.size
     state = SimpleNamespace(_target_ratios=lambda *limits: known["_target_ratios"](None, *limits))
     size = known["smart_resize"](None, height, width, **LIMITS)

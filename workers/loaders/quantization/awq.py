@@ -42,7 +42,7 @@ class AWQScheme(QuantizationScheme):
         )
 
     def matrix_shape(self, module: StoredModule) -> tuple[int, int]:
-        """Return (O, D)."""
+        """Return the numbers of outputs and inputs of the matrix, (O, D)."""
         num_columns, num_words = shape_of(module, "qweight")
         return num_words * 8, num_columns
 

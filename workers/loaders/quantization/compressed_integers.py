@@ -42,7 +42,7 @@ class CompressedIntegerScheme(QuantizationScheme):
         self.marker_dtypes = frozenset({"I32" if is_packed else "I8"})
 
     def matrix_shape(self, module: StoredModule) -> tuple[int, int]:
-        """Return (O, D)."""
+        """Return the numbers of outputs and inputs of the matrix, (O, D)."""
         num_rows, num_words = shape_of(module, self.marker)
         if not self._is_packed:
             return num_rows, num_words

@@ -60,7 +60,7 @@ class Float8Scheme(QuantizationScheme):
         self.marker_dtypes = frozenset({"F8_E4M3", *self._four_bits})
 
     def matrix_shape(self, module: StoredModule) -> tuple[int, int]:
-        """Return (O, D)."""
+        """Return the numbers of outputs and inputs of the matrix, (O, D)."""
         if (four_bits := self._four_bits.get(module.dtype("weight") or "")) is not None:
             return four_bits.matrix_shape(module)
         return shape_of(module, "weight")

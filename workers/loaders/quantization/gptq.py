@@ -44,7 +44,7 @@ class GPTQScheme(QuantizationScheme):
         self._zero_shift = 0 if config.get("checkpoint_format") == "gptq_v2" else 1
 
     def matrix_shape(self, module: StoredModule) -> tuple[int, int]:
-        """Return (O, D)."""
+        """Return the numbers of outputs and inputs of the matrix, (O, D)."""
         num_words, num_rows = shape_of(module, "qweight")
         return num_rows, num_words * self._fields
 

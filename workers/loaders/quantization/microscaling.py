@@ -42,7 +42,7 @@ class MXFP4Scheme(QuantizationScheme):
     companions = frozenset({"scales"})
 
     def matrix_shape(self, module: StoredModule) -> tuple[int, int]:
-        """Return (O, D)."""
+        """Return the numbers of outputs and inputs of the matrix, (O, D)."""
         found = module.shape("blocks")
         if found is None or len(found) != 3:
             raise module.problem(f"the tensor '{module.name}.blocks' does not have 3 dimensions")

@@ -51,7 +51,7 @@ class PackedMinifloatScheme(QuantizationScheme):
         self._scale = scale
 
     def matrix_shape(self, module: StoredModule) -> tuple[int, int]:
-        """Return (O, D)."""
+        """Return the numbers of outputs and inputs of the matrix, (O, D)."""
         num_rows, num_bytes = shape_of(module, self.marker)
         return num_rows, 2 * num_bytes
 

@@ -66,7 +66,7 @@ class QuantizationScheme(ABC):
 
     @abstractmethod
     def matrix_shape(self, module: StoredModule) -> tuple[int, int]:
-        """Return (O, D)."""
+        """Return the numbers of outputs and inputs of the matrix, (O, D)."""
 
     @abstractmethod
     def matrix(self, module: StoredModule, rows: range, columns: range) -> QuantizedMatrix:

@@ -26,7 +26,7 @@ class TernaryScheme(QuantizationScheme):
         self._divides = divides
 
     def matrix_shape(self, module: StoredModule) -> tuple[int, int]:
-        """Return (O, D)."""
+        """Return the numbers of outputs and inputs of the matrix, (O, D)."""
         num_rows, num_columns = shape_of(module, "weight")
         return num_rows * _VALUES_PER_BYTE, num_columns
 

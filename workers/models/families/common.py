@@ -144,7 +144,7 @@ def sliding_layers(fields: ConfigFields, default: Callable[[int], bool]) -> list
         return [default(i) for i in range(num_layers)]
     for layer_type in layer_types:
         if layer_type not in ("sliding_attention", "full_attention"):
-            raise fields.error(f"the layer type {layer_type!r} is not supported")
+            raise fields.error(f"the layer type {layer_type!r} is not supported; use another model")
     return [layer_type == "sliding_attention" for layer_type in layer_types]
 
 

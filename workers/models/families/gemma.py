@@ -410,7 +410,9 @@ def _global_layer_fields(
     ):
         raise fields.error("per_layer_config must be equal for all layers of a type")
     if unknown := global_values[0].keys() - same.keys():
-        raise fields.error(f"per_layer_config.{min(unknown)} is not supported")
+        raise fields.error(
+            f"per_layer_config.{min(unknown)} is not supported; use a model without it"
+        )
     return fields.with_values(global_values[0])
 
 

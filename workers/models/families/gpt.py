@@ -187,7 +187,9 @@ def _gpt_neo_windows(fields: ConfigFields) -> list[int | None]:
             )
     for kind in kinds:
         if kind not in ("global", "local"):
-            raise fields.error(f"the attention type {kind!r} is not supported")
+            raise fields.error(
+                f"the attention type {kind!r} is not supported; use a model without it"
+            )
     return [window if kind == "local" else None for kind in kinds]
 
 

@@ -76,10 +76,12 @@ def mixed_layers(
         kinds = ["attention" if attends(i) else "mamba" for i in range(count)]
     for kind in kinds:
         if kind not in _RECURRENT + _ATTENDING:
-            raise fields.error(f"the layer type {kind!r} is not supported")
+            raise fields.error(f"the layer type {kind!r} is not supported; use another model")
     layers = tuple(LayerSpec(rope) if kind in _ATTENDING else recurrent for kind in kinds)
     if not any(layer.attends for layer in layers):
-        raise fields.error("no layer has attention; models without attention are not supported")
+        raise fields.error(
+            "no layer has attention; models without attention are not supported; use another one"
+        )
     return layers
 
 
@@ -332,7 +334,9 @@ def _falcon_h1(fields: ConfigFields) -> ModelSpec:
     biases, head_size = attention_biases(fields), head_dim(fields)
     attention_input = fields.positive("attention_in_multiplier", 1.0)
     if biases["qkv_bias"] and attention_input != 1.0:
-        raise fields.error("attention_bias with an attention_in_multiplier is not supported")
+        raise fields.error(
+            "attention_bias with an attention_in_multiplier is not supported; use a model without one of them"
+        )
     gate, mlp = read_factors(fields, "mlp_multipliers", 2)
     layer = LayerSpec(read_rope(fields, head_size), recurrent=recurrent_layer(fields))
     # The factors on queries, keys and values are applied to scores and outputs instead, which are linear in them.
@@ -379,7 +383,7 @@ def _nemotron_h(fields: ConfigFields) -> ModelSpec:
         elif kind in ("mlp", "moe"):
             layers.append(LayerSpec(None, attends=False))
         else:
-            raise fields.error(f"the layer type {kind!r} is not supported")
+            raise fields.error(f"the layer type {kind!r} is not supported; use another model")
     spec = base_spec(
         fields.with_defaults(
             head_dim=128,
@@ -428,7 +432,9 @@ def _nemotron_h_puzzle(fields: ConfigFields) -> ModelSpec:
         elif layer.has_mlp:
             layer = replace(layer, intermediate_size=fields_of_layer.integer("intermediate_size"))
         elif own:
-            raise fields.error(f"block_configs with {min(own)!r} are not supported")
+            raise fields.error(
+                f"block_configs with {min(own)!r} are not supported; use a model without them"
+            )
         layers.append(layer)
     return replace(spec, layers=tuple(layers))
 

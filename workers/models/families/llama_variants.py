@@ -332,7 +332,9 @@ def _deci(fields: ConfigFields) -> ModelSpec:
     sizes = [layer.intermediate_size for layer in layers if layer.intermediate_size]
     heads = [layer.num_kv_heads for layer in layers if layer.num_kv_heads]
     if not heads:
-        raise fields.error("no layer has attention; models without attention are not supported")
+        raise fields.error(
+            "no layer has attention; models without attention are not supported; use another one"
+        )
     widest = {"num_key_value_heads": max(heads)}
     if sizes:
         widest["intermediate_size"] = max(sizes)
@@ -363,7 +365,9 @@ def _deci_layer(
 
 def _iquest_coder(fields: ConfigFields) -> ModelSpec:
     if fields.get("clip_qkv") is not None or fields.boolean("use_sliding_window", False):
-        raise fields.error("clip_qkv and use_sliding_window are not supported for this family")
+        raise fields.error(
+            "clip_qkv and use_sliding_window are not supported for this family; use a model without them"
+        )
     return llama(fields.with_defaults(num_key_value_heads=8, head_dim=128, rms_norm_eps=1e-5))
 
 

@@ -219,7 +219,7 @@ def model_spec(config: Mapping[str, Any], path: str | PathLike[str]) -> ModelSpe
     if attends_to_all(fields) and spec.is_causal:
         if spec.alibi_slopes or any(layer.window or layer.recurrent for layer in spec.layers):
             raise fields.error(
-                "is_causal false is not supported with windows, ALiBi or recurrent layers"
+                "is_causal false is not supported with windows, ALiBi or recurrent layers; use another model"
             )
         spec = replace(spec, is_causal=False)
     if not has_head(whole):

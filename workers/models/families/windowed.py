@@ -265,7 +265,9 @@ def _laguna(fields: ConfigFields) -> ModelSpec:
     fields = fields.with_defaults(head_dim=128, num_key_value_heads=8, sliding_window=512)
     num_layers, size = fields.layer_count("num_hidden_layers"), head_dim(fields)
     if fields.boolean("moe_apply_router_weight_on_input", False):
-        raise fields.error("moe_apply_router_weight_on_input is not supported")
+        raise fields.error(
+            "moe_apply_router_weight_on_input is not supported; use a model without it"
+        )
     gating = fields.get("gating", True)
     if gating not in (True, "per-head", "per-element"):
         raise fields.error(f"gating must be per-head or per-element, got {gating!r}")

@@ -125,7 +125,7 @@ def _layer_types(fields: ConfigFields, count: int) -> list[str]:
 
 
 def _local_fields(fields: ConfigFields, kinds: list[str]) -> ConfigFields:
-    """Return the fields with the sizes of layers with windows, which are alike."""
+    """Return the fields with the sizes of sliding-window layers, which all have the same ones."""
     defaults = {
         "num_attention_heads": 64,
         "q_lora_rank": 1024,
