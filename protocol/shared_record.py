@@ -72,7 +72,7 @@ class RecordReader(Generic[T]):
     """Reads a record, whose file need not exist yet.
 
     Attributes:
-        written_at: When the message that was read last was written (CLOCK_MONOTONIC seconds).
+        written_at: The time at which the message that was read last was written (CLOCK_MONOTONIC seconds).
 
     Args:
         path: The path of the file.

@@ -78,7 +78,7 @@ class CoreTimes:
             self._end(key)
 
     def _distribute(self) -> None:
-        """Add what the steps of the same batch took to its slots."""
+        """Add the time of the steps of an unchanged batch to its slots."""
         if self._shared:
             self._seconds[self._batch] += self._shared
             self._shared = 0.0

@@ -206,7 +206,7 @@ def simulate(
         drafts: The model of drafts, or None for no drafts.
         frontend: The times that requests and tokens spend in the frontend.
         prefill: The prefill replicas among them.
-        can_skip: Whether steps in which every request decodes may be computed together. The result is the same.
+        can_skip: True if steps in which every request decodes may be computed together. The result is the same.
         num_processes: The processes that share the replicas; by default one per core for large fleets. The result is
             the same.
 

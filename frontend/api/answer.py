@@ -155,7 +155,7 @@ class Answer(ABC, Generic[Request]):
         Args:
             num_completion_tokens: The number of generated tokens; None for all that were read.
             reasoning_tokens: The number of reasoning tokens; None if reasoning is not separated from content.
-            predicts: Whether to report accepted and rejected tokens of the client's prediction.
+            predicts: True to report accepted and rejected tokens of the client's prediction.
         """
         prompts = [outputs[0] for outputs in self._group.outputs_by_prompt()]
         num_prompt = sum(s.num_prompt_tokens for s in prompts)

@@ -74,7 +74,7 @@ def create_app(serving: Serving, *, is_loopback: bool) -> App:
 
     Args:
         serving: The state that the endpoints share.
-        is_loopback: Whether the server listens on a loopback address.
+        is_loopback: True if the server listens on a loopback address.
     """
     frontend = serving.config.frontend
     routes = make_routes(serving)

@@ -98,7 +98,7 @@ class Origin(NamedTuple):
     Attributes:
         tenant: The tenant whose limits apply.
         cache_owner: The owner of the cached prefixes that it may share.
-        deadline: When the request ends, in CLOCK_MONOTONIC seconds; 0.0 for never.
+        deadline: The time at which the request ends, in CLOCK_MONOTONIC seconds; 0.0 for never.
         data_parallel_rank: The replica that computes it; None for any.
         trace_headers: The headers of its trace.
     """

@@ -39,8 +39,8 @@ def write_tools_as_text(
     Args:
         messages: The messages.
         tools: The tools that the model may call; None if there are none.
-        reads_system: Whether the template has a system role. Otherwise the first message describes the tools.
-        reads_strings: Whether the template reads content that is a string. Otherwise it is a list of parts.
+        reads_system: True if the template has a system role. Otherwise the first message describes the tools.
+        reads_strings: True if the template reads content that is a string. Otherwise it is a list of parts.
     """
     written: list[dict[str, Any]] = []
     follows_result = False

@@ -14,9 +14,9 @@ class Command(NamedTuple):
         module: The module with the functions `function` and `make_parser`. A name with a leading dot is relative to
             this package.
         function: The function that runs the command with its arguments and returns the exit code.
-        is_program: Whether the module runs as a program that replaces this process. That is so for modules of the core,
+        is_program: True if the module runs as a program that replaces this process. That is so for modules of the core,
             which the frontend must not import.
-        takes_serve_flags: Whether the flags of `engine serve` apply as well.
+        takes_serve_flags: True if the flags of `engine serve` apply as well.
     """
 
     usage: str

@@ -39,7 +39,7 @@ class BeamSearchParams:
     Attributes:
         beam_width: The number of beams, and of results.
         max_tokens: The maximum length of a result, in tokens.
-        ignore_eos: Whether beams continue after the end-of-sequence token.
+        ignore_eos: True if beams continue after the end-of-sequence token.
         length_penalty: Beams are compared by the sum of their log-probabilities / length ** length_penalty.
     """
 

@@ -99,7 +99,7 @@ class EngineClient:
     All methods must be called on the event loop that ran `start`.
 
     Attributes:
-        draining: Whether the server shuts down. The server sets it.
+        draining: True if the server shuts down. The server sets it.
         dead_reason: The reason why the engine failed; None if it did not.
         executor: The thread executor, which the HTTP server shares.
         client_index: The number of this frontend.

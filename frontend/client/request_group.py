@@ -40,15 +40,15 @@ class Sequence:
         core_time: CPU-core or GPU seconds that the tokens took; 0.0 if the frontend ended it.
         epoch: The epoch of the core that the sequence was last sent to; 0 for none.
         routing_keys: Keys of the prompt blocks and of the LoRA adapter, if there are several replicas.
-        was_accepted: Whether a core has confirmed the sequence.
+        was_accepted: True if a core has confirmed the sequence.
         num_drafted_tokens: Generated tokens that were accepted drafts.
         num_losses: Replicas lost while computing the sequence, since it was last cleared of suspicion.
         num_accepted_predictions: Tokens of the client's prediction that were drafted and accepted.
         num_rejected_predictions: Tokens of the client's prediction that were drafted and rejected.
         recoveries: The core crashes that the sequence survived.
         num_silent_crashes: Consecutive cores that exited with the sequence, without a token of it or a final message.
-        is_pinned: Whether the client chose the replica.
-        is_watched: Whether `find_end` may end the sequence.
+        is_pinned: True if the client chose the replica.
+        is_watched: True if `find_end` may end the sequence.
     """
 
     __slots__ = (

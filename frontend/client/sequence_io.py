@@ -47,7 +47,7 @@ class SequenceRequest:
         pooling: The pooling of the prompt's hidden states; None to generate instead.
         lora: The LoRA adapter to use; None for the base model.
         encoder_inputs: Images, audio clips or embeddings that replace some tokens of the prompt.
-        is_open: Whether more encoder inputs follow, in `EngineClient.append_inputs`.
+        is_open: True if more encoder inputs follow, in `EngineClient.append_inputs`.
         kv_transfer_params: Parameters for the KV connector, which say what another engine computes for the request.
     """
 

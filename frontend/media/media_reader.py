@@ -57,7 +57,7 @@ class PreparedImage(NamedTuple):
     Attributes:
         text: The text that replaces the image's token in the prompt.
         inputs: The encoder inputs, at position 0.
-        is_video: Whether it is a video.
+        is_video: True if it is a video.
     """
 
     text: str

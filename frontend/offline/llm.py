@@ -126,8 +126,8 @@ class LLM(PoolingMethods):
             messages: One conversation or a list of them.
             sampling_params: Parameters for all conversations, or one per conversation. The default is the model's own.
             chat_template: A template or the path of one, instead of the model's own.
-            add_generation_prompt: Whether the prompt ends with the start of an assistant message.
-            continue_final_message: Whether the model continues the last message.
+            add_generation_prompt: True if the prompt ends with the start of an assistant message.
+            continue_final_message: True if the model continues the last message.
             tools: Function definitions in OpenAI's format.
             chat_template_kwargs: Extra variables for the template.
             lora_request: As for `generate`.

@@ -79,7 +79,7 @@ class PoolingMethods:
         Args:
             prompts: One prompt or a list of them.
             dimensions: The number of leading elements to keep, for models trained for it; None for all.
-            normalize: Whether vectors are scaled to L2 norm 1. The default is the model's own.
+            normalize: True if vectors are scaled to L2 norm 1. The default is the model's own.
             prompt_name: The model's prompt to put before every text. The default is the model's own.
             lora_request: The LoRA adapter to use, as for `generate`. The default is the base model.
             use_tqdm: True shows a progress bar, as for `generate`.

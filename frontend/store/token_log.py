@@ -56,7 +56,7 @@ class RecordedRequest:
         group: The sequences of the request.
         num_readers: The number of clients that read the request through the store.
         record: The data that another frontend needs to continue the request.
-        is_deleted_later: Whether the caller deletes the recording after the end, because the answer is stored in
+        is_deleted_later: True if the caller deletes the recording after the end, because the answer is stored in
             another form. Until then the request can be claimed.
     """
 
@@ -158,7 +158,7 @@ class TokenLog:
         run: The run directory of the engine.
         client_index: The number of the frontend.
         open_journal: Creates the journal of a session.
-        holds: Whether tokens outside the journal wait for the store.
+        holds: True if tokens outside the journal wait for the store.
     """
 
     def __init__(

@@ -42,9 +42,9 @@ class Child:
     """One process from start to exit.
 
     Attributes:
-        kill_at: When the process is killed if it still runs (CLOCK_MONOTONIC seconds); None for never.
+        kill_at: The time at which the process is killed if it still runs (CLOCK_MONOTONIC seconds); None for never.
         hang: A description of the hang for which the process was killed; otherwise empty.
-        is_known_dead: Whether the supervisor has handled the exit of the process.
+        is_known_dead: True if the supervisor has handled the exit of the process.
         awaits_cause_until: Until when the exit is left unhandled, because the exit of another process may be the cause
             (CLOCK_MONOTONIC seconds); 0.0 if nothing has to wait.
     """

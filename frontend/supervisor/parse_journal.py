@@ -89,7 +89,7 @@ class PoisonBodies:
 
         Args:
             digests: The digests of the bodies.
-            has_crashed: Whether a parser may have caused the exit.
+            has_crashed: True if a parser may have caused the exit.
         """
         now = time.monotonic()
         for digest in digests:

@@ -105,9 +105,9 @@ class _Place:
     """One replica in the rotation.
 
     Attributes:
-        since: When it entered its current state (CLOCK_MONOTONIC seconds).
-        will_restart: Whether it restarts when it has drained.
-        will_stay_drained: Whether it stays out of the rotation after a restart.
+        since: The time at which it entered its current state (CLOCK_MONOTONIC seconds).
+        will_restart: True if it restarts when it has drained.
+        will_stay_drained: True if it stays out of the rotation after a restart.
     """
 
     def __init__(self, unit: RecoveryUnit, role: ReplicaRole | None) -> None:

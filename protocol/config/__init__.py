@@ -72,7 +72,7 @@ class EngineConfig(msgspec.Struct, frozen=True):
         run_dir: A directory with mode 0700 for the sockets of this engine.
         epoch: The number of times that this replica or frontend was started. Only this field differs between processes;
             each process receives it on its command line.
-        takes_over: Whether another engine accepts connections until the frontends of this one are ready.
+        takes_over: True if another engine accepts connections until the frontends of this one are ready.
     """
 
     run_dir: str

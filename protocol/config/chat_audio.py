@@ -40,9 +40,9 @@ class SpeechFormat(msgspec.Struct, frozen=True):
         languages: The code of each language that may be given -> its name in instructions and answers; empty if the
             model always detects the language itself.
         instruction: The text of the message.
-        follows: Whether the clip follows the text.
+        follows: True if the clip follows the text.
         translation: The text that asks for an English translation instead; "" if the model cannot translate.
-        has_context: Whether the client's prompt is the system message. Otherwise the model reads no prompt.
+        has_context: True if the client's prompt is the system message. Otherwise the model reads no prompt.
         answer: The beginning of the answer if the language is given, with the language's name for "{language}".
         task_mark: The text before the transcript, after `answer` if there is one; "" if the instruction is enough.
         language_mark: The text before the language's name in an answer that the model begins itself.
@@ -66,7 +66,7 @@ class ClipMarks(msgspec.Struct, frozen=True):
     Attributes:
         begin_token_id: The token before the clip's tokens.
         end_token_id: The token after them.
-        has_end_output: Whether the clip's last embedding replaces that of the token after it.
+        has_end_output: True if the clip's last embedding replaces that of the token after it.
         margin: The text before and after these tokens.
     """
 

@@ -48,7 +48,7 @@ class ImageProcessorConfig(msgspec.Struct, frozen=True, kw_only=True):
         mark_texts: The texts of these tokens.
         after_images: The text after the last image. Prompts with it have all of their images at the beginning.
         prompt_end: The text at the end of a prompt with images.
-        stands_alone: Whether a request has one image instead of a text, because the model embeds both separately.
+        stands_alone: True if a request has one image instead of a text, because the model embeds both separately.
         background: The color behind transparent pixels: white, or squares of 8 pixels in two grays (Inkling 2).
         scale: The factor that pixel values (0 to 255) are multiplied by.
         mean: The mean of each channel, which is subtracted from the scaled values.

@@ -65,14 +65,14 @@ class TextChangesConfig(msgspec.Struct, frozen=True):
     "document"; others stay as they are.
 
     Attributes:
-        prefixes: Name of a prompt -> the token that is inserted after the first one. What is not a token of the
-            tokenizer is put before the text.
+        prefixes: Name of a prompt -> the token that is inserted after the first one. A prefix that is not
+            one token of the tokenizer is put before the text.
         suffixes: Name of a prompt -> the text that is put after a text.
         lengths: Name of a prompt -> the maximum number of tokens, with the prefix. Longer texts are cut.
         expanded_length: The number of tokens to which shorter queries are filled; 0 if they are not.
         expansion_token: The token that fills them.
-        expands_all: Whether it fills all texts, not only queries (SigLIP).
-        attends_to_expansion: Whether tokens attend to those that fill a query.
+        expands_all: True if it fills all texts, not only queries (SigLIP).
+        attends_to_expansion: True if tokens attend to those that fill a query.
         skipped_tokens: Name of a prompt -> tokens whose results are left out.
     """
 
@@ -96,7 +96,7 @@ class PoolerConfig(msgspec.Struct, frozen=True):
 
     Attributes:
         kind: The pooling operation that the model was trained with.
-        normalize: Whether embeddings are scaled to L2 norm 1.
+        normalize: True if embeddings are scaled to L2 norm 1.
         hidden_size: The number of elements of an embedding, after the dense layers.
         dense: The dense layers that are applied to the pooled vector, in this order.
         prompts: Name -> text that is put before an input.
@@ -205,7 +205,7 @@ class AudioProcessorConfig(msgspec.Struct, frozen=True):
             speech and of the text for "{language}" and "{target}".
         languages: The codes of the languages that may be given for such a prompt.
         max_tokens_per_second: The maximum number of text tokens per second of audio; 0 for no limit.
-        added: How outputs are added to tokens; None if the decoder reads them by cross attention.
+        added: The way in which outputs are added to tokens; None if the decoder reads them by cross attention.
     """
 
     kind: SpeechKind
@@ -274,21 +274,21 @@ class ModelConfig(msgspec.Struct, frozen=True):
         dtype: The element type of activations and of weights that are not quantized.
         quantization: "int8" or "int4" quantizes the weights at load.
         model_impl: The code that computes the model.
-        trust_remote_code: Whether Python code of the checkpoint may run, with `ModelImpl.TRANSFORMERS`.
+        trust_remote_code: True if Python code of the checkpoint may run, with `ModelImpl.TRANSFORMERS`.
         hf_overrides: Fields that replace those of the checkpoint's own configuration.
         weight_files: The identities of the weight files at startup, to detect files that change later.
         tokenizer_files: The same for the files of the tokenizer and the chat templates.
-        is_encoder: Whether the model's attention is bidirectional. Such a model embeds text but cannot generate it.
-        has_head: Whether the checkpoint has an output projection. A model without one can only embed.
+        is_encoder: True if the model's attention is bidirectional. Such a model embeds text but cannot generate it.
+        has_head: True if the checkpoint has an output projection. A model without one can only embed.
         pooler: The pooling of hidden states into an embedding or into the input of the classification head.
         classifier: The model's classification head, if it has one. Such a model only classifies.
-        enable_lora: Whether requests may use LoRA adapters.
+        enable_lora: True if requests may use LoRA adapters.
         loras: The LoRA adapters that are served from startup on.
         media_lora: The LoRA adapter of requests with images or audio that choose no other.
         download_dir: The directory of downloads from the hub; None for the default.
         max_lora_rank: The highest rank of an adapter.
         hidden_size: The size of the model's embeddings, or 0 if its config has none.
-        enable_prompt_embeds: Whether clients may send prompts as embeddings.
+        enable_prompt_embeds: True if clients may send prompts as embeddings.
         images: The image processor; None if the model reads no images.
         videos: The video processor; None if the model reads no videos.
         span_kind: The spans of a prompt in which tokens attend to later tokens; None for causal attention only.

@@ -76,7 +76,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     Attributes:
         num_speculative_tokens: The maximum number of proposed tokens per step. The scheduler may use fewer for a
             request.
-        adaptive: Whether the number of drafts of each request follows its acceptance rate and the cost of verification.
+        adaptive: True if the number of drafts of each request follows its acceptance rate and the cost of verification.
             If false, it is always the maximum.
         prompt_lookup_min: The minimum number of tokens that must match.
         model: The directory or file of the draft model or the EAGLE head.
@@ -125,7 +125,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     Attributes:
         max_num_encoder_input_tokens: Maximum encoder embeddings computed per step; 0 means `max_num_batched_tokens`.
         encoder_cache_size: Maximum encoder embeddings kept; 0 means `max_num_batched_tokens`.
-        disable_chunked_mm_input: Whether all positions of an encoder input are computed in one step.
+        disable_chunked_mm_input: True if all positions of an encoder input are computed in one step.
         num_micro_batches: Number of groups of decoding requests that take turns, one for each pipeline stage.
     """
 

@@ -57,7 +57,7 @@ class VideoProcessor(VideoProcessorConfig, frozen=True, kw_only=True, tag="grids
         max_frame_pixels: If not 0, there is one more embedding after each row of a frame (Hy4-VL), and each frame has
             positions of its own, like an image. Frames are not enlarged. They have at most this many pixels each, and
             together at most `max_pixels`, of which the additional embeddings take their part.
-        limits_whole: Whether `min_pixels` and `max_pixels` apply to all frames together.
+        limits_whole: True if `min_pixels` and `max_pixels` apply to all frames together.
         steps_per_second: The number of temporal rotary positions per second of video; 0 for one position per grid.
         nominal_fps: If not 0, the rate of frames that these positions assume unless the request has one (Qwen-Omni).
             Otherwise they follow the rate of the frames that are read.
@@ -98,7 +98,7 @@ class FrameProcessor(VideoProcessorConfig, frozen=True, kw_only=True, tag="frame
             the maximum. Otherwise (MiniCPM-V) frames have about `side` x `side` pixels.
         longest_edge: The length in pixels to which a frame's longer side is resized first; 0 to skip this.
         num_outputs: The number of embeddings per frame.
-        is_pooled: Whether a frame's embeddings are pooled to fewer than an image has, with one more embedding after the
+        is_pooled: True if a frame's embeddings are pooled to fewer than an image has, with one more embedding after the
             last frame (LLaVA-OneVision).
         labels: The text before each frame. "times" (SmolVLM2): its time, and a sentence about the video before the
             first frame. "numbers" (InternVL): its number. "clock" (Gemma 4): its time in minutes and seconds. None: no

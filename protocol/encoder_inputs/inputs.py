@@ -36,7 +36,7 @@ class EncoderInput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
     num_tokens: int
     """The number of tokens that it replaces.
 
-    0 for the input of an encoder-decoder model, which already the first token needs, and 1 with `read_until`.
+    It is 0 for the input of an encoder-decoder model, which the first token needs, and 1 with `read_until`.
     """
     content_hash: bytes
     """The hash of the content, 32 bytes. Equal hashes mean equal embeddings and an equal `grid`."""
@@ -59,4 +59,4 @@ class EncoderInput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
     read_until: int = 0
     """If not 0, nothing is replaced: cross attention of the tokens [position, read_until) reads the input."""
     follows: bool = False
-    """True if these tokens also read the input before this one."""
+    """True if the tokens up to `read_until` also read the previous encoder input of the prompt."""

@@ -147,7 +147,7 @@ class EchoCore:
             elif isinstance(message, DumpEventLog):
                 self.hub.send(client, CallResult(message.call_id, *self.dump_answer))
 
-    def step(self, tokens_each: int = 1) -> None:
+    def step(self) -> None:
         """Generate a token for every request, and send the outputs."""
         for client, running in self.running.items():
             self._report_progress(client)
@@ -165,7 +165,7 @@ class EchoCore:
             predictions = []
             for index, echo in running.items():
                 start = echo.num_generated
-                new, finished = self._generate(echo, tokens_each)
+                new, finished = self._generate(echo)
                 predicted = int32_view(echo.request.predicted_token_ids).tolist()[start:]
                 pairs = list(zip(predicted, new, strict=False))
                 num_right = sum(token == other for token, other in pairs)
@@ -225,9 +225,7 @@ class EchoCore:
         self.hub.close()
         self._context.term()
 
-    def _generate(
-        self, echo: EchoedRequest, count: int
-    ) -> tuple[list[int], FinishedRequest | None]:
+    def _generate(self, echo: EchoedRequest) -> tuple[list[int], FinishedRequest | None]:
         new: list[int] = []
         finished = None
         if self.num_refusals:
@@ -239,7 +237,7 @@ class EchoCore:
             finished = FinishedRequest(
                 echo.request.request_index, FinishReason.ABORT, message="aborted by the test"
             )
-        while len(new) < count and finished is None:
+        if finished is None:
             new.append(echo.next_token())
             finished = echo.end(new[-1])
         return new, finished

@@ -105,26 +105,26 @@ async def connected(config: EngineConfig) -> AsyncIterator[tuple[EngineClient, E
         yield client, core
 
 
-async def drive(core: EchoCore, awaited: Awaitable[Any], tokens_each: int = 1) -> Any:
+async def drive(core: EchoCore, awaited: Awaitable[Any]) -> Any:
     """Step the core until `awaited` has its result."""
     task = asyncio.ensure_future(awaited)
 
     def advance() -> None:
         core.receive()
         if core.requests:
-            core.step(tokens_each)
+            core.step()
 
     await until(task.done, advance)
     return task.result()
 
 
 async def read_next(group: RequestGroup) -> list[tuple[int, Delta]]:
-    """Wait until something is new and read it: positions and what is new there; [] after the end."""
+    """Wait for new output. Return the position of each sequence with some, and its delta; [] after the end."""
     return [(sequence.position, sequence.read()) for sequence in await group.wait_for_updates()]
 
 
 async def read_step(core: EchoCore, group: RequestGroup) -> list[tuple[int, Delta]]:
-    """Read what a single step generates for the first requests that the core gets."""
+    """Wait until the core has the group's requests, and return the output of one step (see `read_next`)."""
     await until(lambda: len(core.requests) == len(group.sequences), core.receive)
     core.step()
     return await read_next(group)

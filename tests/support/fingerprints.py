@@ -10,7 +10,7 @@ from engine.protocol.encoder_inputs.inputs import EncoderInput
 MASK = (1 << 64) - 1
 
 BAD = -1
-"""The entry of a position that was not loaded, or was computed from such a one."""
+"""The entry of a position that was not loaded, or was computed from a position with this entry."""
 
 
 def extend(fingerprint: int, token_id: int) -> int:
@@ -29,7 +29,7 @@ def fingerprints(
     lora_name: str = "",
     inputs: Sequence[EncoderInput] = (),
 ) -> list[int]:
-    """Return the entry of each position."""
+    """Return the entry of each position, which depends on all tokens and inputs up to it."""
     fingerprint = seed_fingerprint(seed, lora_name)
     for item in inputs:
         if item.num_tokens == 0:
@@ -42,7 +42,7 @@ def fingerprints(
 
 
 def places_of(inputs: Sequence[EncoderInput]) -> dict[int, int]:
-    """Return what each position reads of the inputs."""
+    """Return, for each position that an input replaces, a number that identifies the part of the input."""
     return {
         item.position + offset: zlib.crc32(item.content_hash) + offset
         for item in inputs

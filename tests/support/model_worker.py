@@ -144,7 +144,7 @@ class ModelWorker:
         """True if steps are executed only when their output is requested, not as soon as possible."""
         self.fail_next: dict[int, str] = {}
         self.nan_next: set[int] = set()
-        """Slots whose next token comes of logits that are no numbers. What was computed is right all the same."""
+        """Slots whose next logits are NaN. Their KV cache is correct nevertheless."""
         self.num_prompt_tokens_computed = 0
         self._waiting: deque[SchedulerOutput] = deque()
         self._outputs: deque[ModelRunnerOutput] = deque()

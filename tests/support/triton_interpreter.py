@@ -34,7 +34,7 @@ class _Shape(NamedTuple):
 
 @cache
 def _speed_up() -> None:
-    """Let the interpreter keep what it would compute in each operation, which takes most of its time otherwise."""
+    """Make the interpreter cache values that it would compute again in each operation, for most of its time."""
     from triton import language as tl
     from triton.runtime import interpreter
 

@@ -18,7 +18,7 @@ _OPERAND_REGISTERS = 4
 
 
 def overwritten_operands(sass: str) -> list[str]:
-    """Return each such product of a kernel, as nvdisasm prints it, with the instruction that overwrites its operand."""
+    """Return each product whose operand is overwritten, as nvdisasm prints it, with the overwriting instruction."""
     code, labels = _parse(sass)
     found = []
     for start, product in enumerate(code):

@@ -116,5 +116,5 @@ class PlatformWheel(bdist_wheel):
     """A wheel for one platform and all versions of Python 3."""
 
     def get_tag(self) -> tuple[str, str, str]:
-        """Return the tag (Python, ABI, platform) of such a wheel."""
+        """Return the tag of the wheel: Python, ABI, platform."""
         return "py3", "none", super().get_tag()[2]

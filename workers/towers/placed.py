@@ -18,7 +18,7 @@ class Placed:
         rows_T: The row of `encoded` for each token, int32, or -1 for tokens that use their own embedding.
         encoded: The outputs, float [rows, E]. The first D elements are the embedding, which is all if E = D. Otherwise
             the next D are added after one of the decoder's layers, and so on.
-        are_added: Whether outputs are added to embeddings, which they replace otherwise.
+        are_added: True if outputs are added to embeddings, which they replace otherwise.
     """
 
     def __init__(self, rows_T: Int32Array, encoded: Tensor, *, are_added: bool = False) -> None:

@@ -234,7 +234,7 @@ class DraftLimits:
         return np.bincount(order[:best] // self._max_drafts, minlength=num_requests)
 
     def _probe(self, limits: Int64Array) -> None:
-        """Let some of the requests without drafts of a level try one. Every such request gets its turn."""
+        """Allow one draft to some of the requests that have none at some level, to all of them in turn."""
         without = (limits.min(1) == 0).nonzero()[0]
         if len(without):
             count = max(1, len(limits) // _ROWS_PER_PROBE)

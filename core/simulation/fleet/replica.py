@@ -53,8 +53,8 @@ class Replica:
         receiver: The receiver of outputs.
         hash_output: The hash function for blocks of generated tokens.
         phase: The share of the recorded ratios that `StepClock` passes over.
-        can_skip: Whether steps may be skipped. Nothing else depends on it.
-        log_kv_events: Whether the scheduler collects KV-cache events.
+        can_skip: True if steps may be skipped. Nothing else depends on it.
+        log_kv_events: True if the scheduler collects KV-cache events.
     """
 
     def __init__(

@@ -36,7 +36,7 @@ class Scenario(NamedTuple):
         drafts: The model of drafts, or None for no drafts.
         frontend: The times that requests and tokens spend in the frontend.
         prefill: The prefill replicas among them.
-        can_skip: Whether steps in which every request decodes may be computed together.
+        can_skip: True if steps in which every request decodes may be computed together.
         number: The number of the pass, which decides where each replica begins in the recorded ratios.
     """
 

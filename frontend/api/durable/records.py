@@ -32,7 +32,7 @@ class RequestRecord(msgspec.Struct, array_like=True, frozen=True):
         seeds: The seed of each sequence.
         fingerprint: `system_fingerprint` of the model and adapter that generated the tokens.
         trace_headers: The W3C trace context.
-        is_run: Whether the request runs without a client and stores its answer in another form, so that the recording
+        is_run: True if the request runs without a client and stores its answer in another form, so that the recording
             is deleted after its end.
     """
 

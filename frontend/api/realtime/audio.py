@@ -83,7 +83,7 @@ class Found(NamedTuple):
     Attributes:
         position: The sample at which speech begins or ends, from the start of the session.
         utterance: The samples of the speech that has ended; None if it begins.
-        num_read: How many of these were read before.
+        num_read: The number of these that were read before.
     """
 
     position: int

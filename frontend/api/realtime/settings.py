@@ -31,9 +31,9 @@ class Settings:
     Attributes:
         format: The name of the audio's format.
         rate: Its rate in Hz.
-        transcription: How items are transcribed; None if they are not.
-        detection: How the ends of utterances are found; None if the client commits them.
-        has_logprobs: Whether events have log-probabilities.
+        transcription: The settings of transcriptions; None if items are not transcribed.
+        detection: The settings that find the ends of utterances; None if the client commits them.
+        has_logprobs: True if events have log-probabilities.
     """
 
     format: str

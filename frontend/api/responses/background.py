@@ -69,7 +69,7 @@ class BackgroundRun:
         caller: The entries of the ASGI scope's `state` that identify the client.
         events: All events so far.
         num_stored_events: The number of events in the store.
-        is_done: Whether the response has ended and is stored.
+        is_done: True if the response has ended and is stored.
     """
 
     has_chunks = True

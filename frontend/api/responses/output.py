@@ -25,8 +25,8 @@ class OutputBuilder:
         emit: Writes the events.
         name_call: Returns the fields that name the tool of a call.
         kind_of: Returns the type of the item for a call, from its first piece.
-        summarizes: Whether reasoning is a summary instead of content.
-        encrypts: Whether items of reasoning have `encrypted_content`.
+        summarizes: True if reasoning is a summary instead of content.
+        encrypts: True if items of reasoning have `encrypted_content`.
     """
 
     def __init__(

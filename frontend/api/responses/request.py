@@ -57,7 +57,7 @@ class Exchange:
     Attributes:
         body: The body of the request.
         response_id: The identifier of the response.
-        created_at: When the response was created, in seconds since 1970.
+        created_at: The time at which the response was created, in seconds since 1970.
         input: The items of the request itself.
         context: The items before `input`, from earlier responses or from the conversation.
         owner: The tenant that may read the response.

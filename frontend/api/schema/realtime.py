@@ -18,7 +18,7 @@ class AudioFormat(msgspec.Struct, kw_only=True):
 
 
 class Transcription(msgspec.Struct, kw_only=True):
-    """How audio is transcribed."""
+    """The settings of the transcription."""
 
     model: str | None = None
     language: str | None = None

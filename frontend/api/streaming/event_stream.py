@@ -51,7 +51,7 @@ class StreamFormat:
         keep_alive: Bytes that are sent during silence, and that clients ignore; b"" if the format has none.
         done: Bytes after the last chunk.
         encode_error: Encodes the error that ends a stream.
-        has_ids: Whether a chunk can have an event ID, with which a client can resume.
+        has_ids: True if a chunk can have an event ID, with which a client can resume.
     """
 
     content_type: bytes

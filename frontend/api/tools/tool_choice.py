@@ -37,16 +37,16 @@ class ToolChoice:
     """The tool calls that an answer may have.
 
     Attributes:
-        mode: Whether calls are possible or forced.
+        mode: The mode, which says if calls are possible, forced or disabled.
         name: The tool that must be called in the mode NAMED.
         functions: Name of a tool -> its parameters, in the mode AUTO.
         constraint: The constraint on the text in the forced modes.
         shown: The tools in the format that templates read; empty in the mode NONE.
         custom: The names of the custom tools that may be called.
-        writes_input: Whether the whole text is a custom tool's input, in the mode NAMED.
-        is_limited: Whether the model sees tools that it may not call, in the mode AUTO.
-        is_legacy: Whether the request uses `functions`, which allow one call at a time.
-        is_parallel: Whether there may be several calls.
+        writes_input: True if the whole text is a custom tool's input, in the mode NAMED.
+        is_limited: True if the model sees tools that it may not call, in the mode AUTO.
+        is_legacy: True if the request uses `functions`, which allow one call at a time.
+        is_parallel: True if there may be several calls.
     """
 
     mode: ToolMode

@@ -29,9 +29,9 @@ class Tool:
         name: The name of the tool.
         param: The request field that errors name.
         schema: The JSON schema of the parameters.
-        is_strict: Whether the schema must be enforced completely.
+        is_strict: True if the schema must be enforced completely.
         shown: The function in the format that templates read.
-        is_custom: Whether it is a custom tool.
+        is_custom: True if it is a custom tool.
         grammar: A Lark grammar for the text of a custom tool; None if `schema` describes it.
     """
 

@@ -56,9 +56,9 @@ class Answer:
     """The record of one request. Times are values of `time.perf_counter`, in seconds.
 
     Attributes:
-        start: When the request was sent.
-        end: When the answer ended.
-        chunk_times: When each piece of text arrived; when the answer ended if it has no text.
+        start: The time at which the request was sent.
+        end: The time at which the answer ended.
+        chunk_times: The times at which pieces of text arrived; only that of the end if the answer has no text.
         output_tokens: Generated tokens; the number of pieces if the server does not report them.
         prompt_tokens: Tokens of the prompt; 0 if the server does not report them.
         cached_tokens: Prompt tokens that the server found in a prefix cache.

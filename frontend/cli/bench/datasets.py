@@ -144,7 +144,7 @@ def make_sessions(options: DatasetOptions, count: int | None, *, as_text: bool) 
     Args:
         options: The options of the dataset.
         count: The number of sessions.
-        as_text: Whether prompts are texts instead of token ids, as chats need. Their token counts are approximate.
+        as_text: True if prompts are texts instead of token ids, as chats need. Their token counts are approximate.
 
     Raises:
         ConfigError: The file cannot be used, or has too few conversations.

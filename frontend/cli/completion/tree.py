@@ -21,7 +21,7 @@ class Flag:
     Attributes:
         names: All spellings that help shows.
         help: One line.
-        has_value: Whether the flag takes a value.
+        has_value: True if the flag takes a value.
         choices: The valid values; empty if there are others.
     """
 

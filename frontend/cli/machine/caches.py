@@ -24,7 +24,7 @@ class CachedModel(msgspec.Struct):
         path: The directory or file.
         size_bytes: Size on disk in bytes.
         weight_bytes: Size of the weights in bytes; 0 if there are none.
-        used_at: When the entry was last read, in seconds since 1970.
+        used_at: The time at which the entry was last read, in seconds since 1970.
     """
 
     name: str

@@ -25,7 +25,7 @@ class Check(msgspec.Struct):
 
     Attributes:
         name: The name of the setting that was checked.
-        is_good: Whether the setting is good.
+        is_good: True if the setting is good.
         value: The setting that was found.
         advice: The change to make; empty if there is none.
     """

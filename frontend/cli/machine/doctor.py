@@ -35,7 +35,7 @@ class FittingModel(msgspec.Struct):
     Attributes:
         name: Its name.
         weight_bytes: Size of its weights.
-        fits: Whether they fit in the memory that is free now.
+        fits: True if they fit in the memory that is free now.
         tokens_s: Expected tokens per second of one stream, assuming that each token reads all weights at the measured
             memory bandwidth. Mixture-of-experts models and speculative decoding are faster than that.
     """

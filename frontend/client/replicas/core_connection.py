@@ -81,9 +81,9 @@ class CoreConnection:
     missing or invalid, reconnecting makes the core send a new greeting.
 
     Attributes:
-        lost_time: When the core was last lost, in CLOCK_MONOTONIC seconds.
-        is_serving: Whether the core accepts new requests.
-        is_in_rotation: Whether requests may wait for this core while it does not serve.
+        lost_time: The time at which the core was last lost, in CLOCK_MONOTONIC seconds.
+        is_serving: True if the core accepts new requests.
+        is_in_rotation: True if requests may wait for this core while it does not serve.
         role: The role of the core's replica: prefill, decode or both.
     """
 

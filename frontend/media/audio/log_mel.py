@@ -96,7 +96,7 @@ def normed_log_mel(
     Args:
         samples: The samples at `RATE`, float32 [N] in [-1, 1].
         num_mel_bins: The number of features per frame.
-        has_dither: Whether to add noise.
+        has_dither: True to add noise.
 
     Returns:
         The features, float32 [num_mel_bins, frames].

@@ -38,7 +38,7 @@ class SpeechDetector:
 
     Args:
         rate: The rate of the audio in Hz.
-        threshold: How much louder than the noise speech must be, from 0 to 1.
+        threshold: The loudness over the noise from which a sound is speech, from 0 to 1.
         silence_s: Seconds of silence that end speech.
     """
 

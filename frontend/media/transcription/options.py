@@ -34,16 +34,16 @@ class TranscriptionOptions:
     """The options of a transcription.
 
     Attributes:
-        task: Whether to transcribe or to translate.
+        task: The task: transcription or translation.
         language: The code of the spoken language; "" to detect it.
         languages: The codes of the languages among which it is detected; empty for all languages of the model.
         prompt: Text that the model continues, as an example of style and spelling.
         temperature: 0 decodes greedily, and tries higher temperatures if the text repeats itself or is doubtful.
         seed: The seed of sampling at other temperatures; None for a random one.
         sampling: Other sampling parameters, such as penalties.
-        has_segments: Whether to return segments with times.
-        has_words: Whether to return words with times.
-        is_streamed: Whether text is sent as it is generated. No window can be decoded again then.
+        has_segments: True to return segments with times.
+        has_words: True to return words with times.
+        is_streamed: True if text is sent as it is generated. No window can be decoded again then.
     """
 
     task: Task = Task.TRANSCRIBE
@@ -64,10 +64,10 @@ class SpeechModel:
 
     Attributes:
         languages: The codes of the languages that a caller may give; empty if the model always detects the language.
-        translates: Whether the model can write an English translation.
-        has_word_times: Whether the model can report the times of single words.
-        needs_language: Whether a caller must give the language.
-        reads_prompt: Whether the model reads a caller's text.
+        translates: True if the model can write an English translation.
+        has_word_times: True if the model can report the times of single words.
+        needs_language: True if a caller must give the language.
+        reads_prompt: True if the model reads a caller's text.
         sampling_rate: Samples per second.
         window_seconds: The maximum length of a window in seconds.
         audio: The decoder's prompts of an encoder-decoder model; None for a chat model.

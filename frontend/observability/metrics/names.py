@@ -53,7 +53,10 @@ def _found_on_device(counters: Mapping[str, int]) -> int:
 
 
 VLLM_COUNTERS: Final[dict[str, tuple[str, CounterValue]]] = {
-    "prefix_cache_hits": ("Prompt tokens found on the device.", _found_on_device),
+    "prefix_cache_hits": (
+        "Prompt tokens found in the prefix cache on the device.",
+        _found_on_device,
+    ),
     "gpu_prefix_cache_hits": ("Former name of prefix_cache_hits.", _found_on_device),
     "gpu_prefix_cache_queries": (
         "Former name of prefix_cache_queries.",

@@ -17,7 +17,7 @@ def store_families(
     labels = [model_name]
     durable = GaugeMetricFamily(
         "engine:store_durable",
-        "1 while what is stored is safe in the file of --store, else 0.",
+        "1 while all stored data is safe in the file of --store, else 0.",
         labels=names,
     )
     durable.add_metric(labels, float(state.has_file and not state.trouble))
@@ -27,7 +27,11 @@ def store_families(
     )
     size.add_metric(labels, state.num_bytes)
     yield size
-    objects = GaugeMetricFamily("engine:store_objects", "Stored objects.", labels=names)
+    objects = GaugeMetricFamily(
+        "engine:store_objects",
+        "Objects in the store, such as files, batches and stored responses.",
+        labels=names,
+    )
     objects.add_metric(labels, state.num_objects)
     yield objects
     requests = GaugeMetricFamily(

@@ -24,8 +24,8 @@ class Recovery(NamedTuple):
     """A crash that a sequence survived. Times are CLOCK_MONOTONIC seconds.
 
     Attributes:
-        lost_time: When the frontend lost the core.
-        resumed_time: When the next token arrived; 0.0 for none.
+        lost_time: The time at which the frontend lost the core.
+        resumed_time: The time at which the next token arrived; 0.0 for none.
         num_tokens: The number of tokens that the sequence had.
     """
 

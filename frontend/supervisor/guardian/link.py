@@ -35,7 +35,7 @@ class GuardianLink:
         lifeline: The pipe whose writing end the guardian holds.
         heartbeat: The heartbeat that the guardian expects. Send it at least every second, except while waiting for
             processes that were killed.
-        was_ready: Whether an earlier supervisor of this guardian has reported that the engine is ready.
+        was_ready: True if an earlier supervisor of this guardian has reported that the engine is ready.
         fork_servers: Program -> the fork server that forks it as a child of the guardian. Lost ones are removed.
             `read_exits` adds those that replace them.
     """

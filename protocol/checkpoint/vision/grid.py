@@ -34,7 +34,7 @@ class GridVisionSpec(msgspec.Struct, frozen=True):
             patches of the image.
         has_square_positions: True if the checkpoint stores that table with three dimensions.
         has_class_position: True if the table has another row before the others, which is not used.
-        interpolation: How the table is interpolated. "corners" is bilinear and aligns the corners of the image and the
+        interpolation: The interpolation of the table. "corners" is bilinear and aligns the corners of the image and the
             table. The others align the centers of patches: "centers" is bicubic, "bilinear centers" bilinear, and
             "antialiased" averages over all positions in between where the image has fewer patches. "swapped sides" is
             bilinear with zeros outside of the table, and assigns positions row by row as if the image had as many rows
@@ -55,9 +55,9 @@ class GridVisionSpec(msgspec.Struct, frozen=True):
             (MiniMax M3), a third of a head each is rotated by the frame, the row and the column. None if there is no
             rotation.
         has_axes: True if the decoder's positions have three coordinates, else one.
-        patch_layout: How the checkpoint stores the patch projection: as a convolution with all dimensions, or with two
+        patch_layout: The stored form of the patch projection: as a convolution with all dimensions, or with two
             dimensions, of which the second is ordered by "pixels", "frames" or "channels" first.
-        merger_norm: Whether the projection norms each patch or each square of patches; None if neither.
+        merger_norm: The rows that the projection norms: patches or squares of patches; None if it has no norm.
         merger_norm_kind: The kind of that norm, if it differs from the others.
         merger_inner: If not 0, the number of elements between the two matrices of the projection.
         has_merger_biases: True if the matrices of the projection have biases.

@@ -120,7 +120,7 @@ class VisionSpec(msgspec.Struct, frozen=True):
     Attributes:
         feature_layers: Layers, counted from 1, whose hidden states are concatenated as the features. Later layers are
             not computed.
-        projection: How features become embeddings; see below.
+        projection: The way in which features become embeddings; see below.
         max_outputs: If not 0, images may have any size whose sides are multiples of `side_factor`, up to this many
             embeddings.
         merge_factor: Squares of this side, in patches, are first merged into one row, concatenated or as their mean.
@@ -144,7 +144,7 @@ class VisionSpec(msgspec.Struct, frozen=True):
         margins: The treatment of the patches of margins at the right and at the bottom of an image. They are left out
             (Aria), or other patches do not attend to them (Phi-4-multimodal). None if there are no margins.
         rope_theta: If not 0, queries and keys are rotated by column and row.
-        rotary: How heads are rotated. "mixed" alternates frequencies of both (Pixtral, arXiv 2410.07073). Otherwise
+        rotary: The rotation of heads. "mixed" alternates frequencies of both (Pixtral, arXiv 2410.07073). Otherwise
             half of a head is rotated by each. An element is rotated with the one a quarter of a head later ("halves",
             Gemma 4) or with its neighbor ("pairs", Llama 4).
         window_layer: If not 0, squares of 2 x 2 patches become one patch after this layer (MiniCPM-V 4.6).

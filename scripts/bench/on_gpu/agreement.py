@@ -366,7 +366,7 @@ COURSE = ("scored", "sampled", "moved")
 """Settings of a way of running a step that are not part of the engine's configuration."""
 
 EAGERLY = ", without graphs, waiting for each launch"
-"""The suffix of the name of such a way."""
+"""The suffix of the name of a way that runs without graphs and waits for each launch."""
 
 
 class Agreement:

@@ -115,7 +115,7 @@ def save_reference(reference: Any, path: Path) -> None:
 
 
 def save_multimodal(family: str, path: Path) -> Any:
-    """Save such a model in the form that it is published in, and return it."""
+    """Save a random multimodal model in the form in which it is published, and return it."""
     reference = make_multimodal(family)
     # Transformers renames layers of this decoder like those of the tower.
     is_original = family != "Kimi_K25"

@@ -16,7 +16,7 @@ class Published:
 
     Attributes:
         base: The model of `CONFIGS`.
-        differences: What is different in that model's config.
+        differences: The fields that differ in that model's config.
         config: The fields of the published config, without those that are None.
         names: Regular expressions and their replacements in the names of tensors.
         change: Changes the tensors before they are renamed.

@@ -154,7 +154,7 @@ class InnerConvolutionRecorder:
         self._add_block("attention_conv")
 
     def finish_mlp(self) -> None:
-        """Record the same for the output of the MLP or the experts."""
+        """Record the convolution of the output of the MLP or the experts, and its addition to the residual stream."""
         self._add_block("mlp_conv")
 
     def _add_block(self, name: str) -> None:

@@ -62,7 +62,7 @@ class Drafting:
         self._seconds, self._passes = 0.0, 0
 
     def release_slots(self, output: SchedulerOutput) -> None:
-        """Save what is needed of requests that leave their slots. Called before a step's changes are applied."""
+        """Remove the drafts of requests that leave their slots, before a step's changes are applied."""
         if output.removed_slots:
             self.drafts.remove_requests(int32_view(output.removed_slots))
 

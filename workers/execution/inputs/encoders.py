@@ -35,7 +35,7 @@ class Encoders:
     Without an `encoder`, all inputs are embeddings, which are copied to `device`.
 
     Attributes:
-        are_results: Whether the output for an image is the result of its request, which has no text.
+        are_results: True if the output for an image is the result of its request, which has no text.
     """
 
     def __init__(

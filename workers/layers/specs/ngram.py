@@ -19,7 +19,7 @@ class NgramSpec(msgspec.Struct, frozen=True):
     earlier head of any layer has. The table ends with rows that nothing uses, so that its length is a multiple of
     `divisor`. It may be stored in `num_shards` parts. Together the embeddings of a token have `size` elements.
 
-    `end_id` separates texts. In an n-gram, it replaces every token before an earlier `end_id` or before the first token.
+    `end_id` separates texts. In an n-gram, it replaces all tokens before an earlier `end_id` or before the first token.
 
     A convolution with `taps` taps at distances of `longest` tokens follows.
     """
