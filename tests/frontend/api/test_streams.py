@@ -196,9 +196,9 @@ def test_an_engine_error_during_a_stream_is_an_event_followed_by_done(
         core = frontend.core
         original = core.step
 
-        def fail_when_running(tokens_each: int = 1) -> None:
+        def fail_when_running() -> None:
             if not any(echoed.num_generated > 3 for echoed in running(frontend)):
-                original(tokens_each)
+                original()
                 return
             [client] = core.running
             [index] = core.running[client]
@@ -248,7 +248,7 @@ def test_a_failure_before_the_first_token_has_its_status(
 ) -> None:
     core = frontend.core
 
-    def fail_instead(tokens_each: int = 1) -> None:
+    def fail_instead() -> None:
         for client, of_client in core.running.items():
             done = [FinishedRequest(index, reason, message="no luck") for index in of_client]
             of_client.clear()
