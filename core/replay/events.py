@@ -155,7 +155,7 @@ class GrammarForces(msgspec.Struct, tag=20, array_like=True, gc=False):
 
 
 class Matched(msgspec.Struct, tag=14, array_like=True, omit_defaults=True, gc=False):
-    """The answer of a KV connector: how many tokens it can load, or None if it does not know yet."""
+    """The answer of a KV connector: how many tokens it can load, or None if it cannot say yet."""
 
     transfer_id: int
     num_tokens: int | None

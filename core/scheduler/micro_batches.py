@@ -51,7 +51,7 @@ class MicroBatches:
 def make_micro_batches(
     config: SchedulerConfig, results: StepResults, *, has_drafts: bool
 ) -> MicroBatches | None:
-    """Return how decoding requests are divided, or None if they are not."""
+    """Return the micro-batches of decoding requests, or None if these are not divided."""
     if config.num_micro_batches == 1:
         return None
     awaits_tokens = has_drafts and not config.async_scheduling

@@ -9,7 +9,7 @@ from .queues.backlog import AdmissionRate, TenantLimits
 
 
 class Refusals:
-    """Checks new requests, and tells clients why one is refused and when it may be sent again."""
+    """Checks new requests. For one that is refused, it gives the reason and the time after which to retry."""
 
     def __init__(
         self,

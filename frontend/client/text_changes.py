@@ -45,7 +45,7 @@ class TextChanges:
 
     @classmethod
     def find(cls, pooler: PoolerConfig, tokenizer: Tokenizer) -> TextChanges | None:
-        """Return how a model changes texts; None if it leaves them unchanged, or if there is no tokenizer."""
+        """Return a model's changes to texts; None if it leaves them unchanged, or if there is no tokenizer."""
         config = pooler.text_changes
         if config is None or isinstance(tokenizer, AbsentTokenizer):
             return None

@@ -71,7 +71,7 @@ class HTTPServer(Server):
                 connection.end_websocket()
 
     def exit(self) -> None:
-        """Let `serve` end."""
+        """Make `serve` return."""
         self.should_exit = True
         self._exit_requested.set()
 

@@ -1,4 +1,4 @@
-"""Read how a chat model reads audio clips, from its checkpoint."""
+"""Read from a checkpoint the settings with which a chat model reads audio clips."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ _MIN_SAMPLES: Final = {"qwen3_asr": 8000}
 
 
 def read_chat_audio(path: Path, config: ConfigFields, text: ConfigFields) -> ChatAudioConfig | None:
-    """Return how the model reads audio clips; None if it reads none.
+    """Return the settings with which the model reads audio clips; None if it reads none.
 
     Args:
         path: The directory of the checkpoint.

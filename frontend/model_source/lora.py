@@ -37,7 +37,9 @@ def find_loras(
     for text in options.lora_modules:
         module = _parse(text)
         if module.name in loras or module.name in served_names:
-            raise ConfigError(f"--lora-modules: the name {module.name!r} is already served")
+            raise ConfigError(
+                f"--lora-modules: the name {module.name!r} is already served; choose another one"
+            )
         loras[module.name] = find_adapter(
             module.name, module.path, options.download_dir, console, "--lora-modules"
         )

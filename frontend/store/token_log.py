@@ -421,7 +421,10 @@ class TokenLog:
                 try:
                     self._journal = self._open_journal(self._session)
                 except OSError as error:
-                    logger.warning("tokens wait for the store, without a journal: %s", error)
+                    logger.warning(
+                        "the journal of tokens cannot be created: %s; tokens are sent to clients only after the store has them",
+                        error,
+                    )
                     self._can_have_journal = False
         elif not self._unacknowledged or self._journal.is_filling:
             self._journal.keep(entry for entry, _ in self._unacknowledged)

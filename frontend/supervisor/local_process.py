@@ -160,7 +160,7 @@ class ProcessorWait:
         self._waits_ns = None
 
     def measure(self, pid: int) -> float:
-        """Return the seconds since the first call after `restart`; 0 if the system does not tell."""
+        """Return the seconds since the first call after `restart`; 0 if the system does not report it."""
         now_ns = _read_waits_ns(pid)
         if self._waits_ns is None:
             self._waits_ns = now_ns

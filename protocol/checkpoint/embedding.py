@@ -136,7 +136,7 @@ def has_head(fields: ConfigFields) -> bool:
 
 
 def read_embedding_files(path: Path, config: ConfigFields, whole: ConfigFields) -> EmbeddingFiles:
-    """Return how the checkpoint in `path` embeds text.
+    """Return the pooling of the checkpoint in `path`, by which it embeds text.
 
     Args:
         path: The directory or file of the checkpoint.
@@ -269,7 +269,7 @@ def _parts_template(path: Path, whole: ConfigFields) -> str:
 
 
 def _first_colbert(path: Path, hidden_size: int) -> EmbeddingFiles:
-    """Return how a checkpoint in the layout of the first ColBERT embeds tokens, with a dense layer in its own file.
+    """Return the pooling of a checkpoint in the layout of the first ColBERT, with a dense layer in its own file.
 
     Raises:
         CheckpointError: The file is missing.

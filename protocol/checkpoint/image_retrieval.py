@@ -65,7 +65,7 @@ def retrieves_images(config: ConfigFields) -> bool:
 
 
 def read_image_retriever(path: Path, config: ConfigFields, whole: ConfigFields) -> PoolerConfig:
-    """Return how a model for late interaction over images embeds tokens.
+    """Return the pooling of a model for late interaction over images.
 
     Args:
         path: The directory of the checkpoint.

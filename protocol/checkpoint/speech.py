@@ -195,7 +195,7 @@ def max_source_positions(fields: ConfigFields) -> int:
 def read_audio_processor(
     path: Path, config: ConfigFields, generation: ConfigFields
 ) -> AudioProcessorConfig | None:
-    """Return how the model processes audio clips, or None if it reads none.
+    """Return the model's audio preprocessing, or None if it reads no audio clips.
 
     Args:
         path: The checkpoint.
@@ -217,13 +217,13 @@ def read_audio_processor(
 def read_audio(
     processor: ConfigFields, config: ConfigFields, generation: ConfigFields | None = None
 ) -> AudioProcessorConfig:
-    """Return how a speech model processes audio clips, from the fields of its files."""
+    """Return a speech model's audio preprocessing, from the fields of its files."""
     kind = SpeechKind(config.text("model_type"))
     return _READERS[kind](processor, config, generation or ConfigFields({}, config.path))
 
 
 def read_source_text(config: ConfigFields, generation: ConfigFields) -> SourceTextConfig | None:
-    """Return how the model processes a source text, or None if it is not an encoder-decoder model of text.
+    """Return the settings of source texts, or None if the model is not an encoder-decoder model of text.
 
     Raises:
         CheckpointError: A field is missing or invalid.

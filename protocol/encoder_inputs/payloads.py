@@ -61,7 +61,7 @@ class AudioPayload(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=T
     num_outputs: int = 0
     """The number of the encoder's outputs that the model reads, from the first one on; 0 for all."""
     window: int = 0
-    """The index of the window in its clip, for encoders that know the time."""
+    """The index of the window in its clip, for encoders that depend on the time."""
 
 
 class TextPayload(msgspec.Struct, array_like=True, gc=False, frozen=True):

@@ -66,7 +66,7 @@ count = BlockPool.num_free.fget
 BlockPool.num_free = property(lambda pool: count(pool) - 1)
 sys.exit(main(sys.argv[1], 0, int(sys.argv[2])))
 """
-"""A core that believes in one free block less than there is, and counts again every 5 steps."""
+"""A core that counts one free block less than there is, and checks its invariants every 5 steps."""
 
 SMALL_FRAMES = """
 import sys

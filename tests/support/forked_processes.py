@@ -123,7 +123,7 @@ class TestProcesses:
                 self._end(connection)
 
     def _end(self, connection: Connection) -> None:
-        """Forget a process that has ended, and if it was killed, report its test and start another one."""
+        """Remove a process that has ended. If it was killed, report its test and start another one."""
         _, status = os.waitpid(self.pids.pop(connection), 0)
         tests, running = self.tests_by_process.pop(connection), self.running.pop(connection)
         connection.close()

@@ -1,4 +1,4 @@
-"""A tiny random BERT with a classification head, whose tokenizer knows a few words."""
+"""A tiny random BERT with a classification head, whose vocabulary is a few words."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WORDS = "the quick brown fox jumps over lazy dog while seven wizards brew tea in
 
 
 def bert_directory(path: Path, num_labels: int) -> tuple[Path, transformers.PreTrainedModel]:
-    """Write a random BERT with a classification head, whose tokenizer knows a few words."""
+    """Write a random BERT with a classification head, whose vocabulary is a few words."""
     names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *WORDS.split(), *map(chr, range(97, 123))]
     vocab = {name: i for i, name in enumerate(names)}
     vocab |= {f"##{chr(c)}": len(vocab) + i for i, c in enumerate(range(97, 123))}

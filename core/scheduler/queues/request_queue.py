@@ -28,7 +28,7 @@ class WaitReason(enum.IntEnum):
     LORA_SLOTS = 1
     """All LoRA slots are taken by other adapters."""
     CONNECTOR = 2
-    """The KV connector does not know yet what it can load for the request."""
+    """The KV connector has not yet reported how many tokens it can load for the request."""
     LORA_TURN = 3
     """The adapter is in use, but may take no more requests: another one has waited too long for a slot."""
     TENANT = 4

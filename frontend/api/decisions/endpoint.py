@@ -43,7 +43,7 @@ class Decisions(ChatCompletions):
         self._label_ids: list[int] = []
 
     def object_name(self, request: ChatCompletionRequest) -> str:
-        """Return the value of the response's field `object`, which is not shown."""
+        """Return a value for the field `object`, which a decision's response leaves out."""
         return "decision"
 
     async def _translate(

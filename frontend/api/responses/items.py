@@ -276,7 +276,7 @@ def _decode_text(encoded: str, where: str) -> str:
     except (binascii.Error, ValueError):
         pass
     place = f"{where}.encrypted_content"
-    raise bad_request(place, "was not written by this server")
+    raise bad_request(place, "was not written by this server; leave the item out")
 
 
 def _join_texts(parts: Any, where: str) -> str:

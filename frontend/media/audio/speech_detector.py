@@ -72,7 +72,7 @@ class SpeechDetector:
         return turns
 
     def reset(self) -> None:
-        """Forget the speech so far, because its audio was used or dropped."""
+        """Reset the state, because the audio of the speech so far was used or dropped."""
         self.is_speech = False
         self._num_loud = self._num_quiet = 0
 

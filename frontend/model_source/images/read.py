@@ -71,7 +71,7 @@ def read_image_processor(
     overrides: Mapping[str, object],
     mmproj: Mmproj | None = None,
 ) -> AnyImageProcessor | None:
-    """Return how the model reads images; None if it reads none, or if the processor's file is missing.
+    """Return the model's image preprocessing; None if it reads no images, or if the processor's file is missing.
 
     Args:
         path: The directory of the checkpoint.

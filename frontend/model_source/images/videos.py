@@ -74,7 +74,7 @@ _FAMILIES: Final = {
 def read_video_processor(
     path: Path, config: ConfigFields, text: ConfigFields, overrides: Mapping[str, object]
 ) -> AnyVideoProcessor | None:
-    """Return how the model reads videos; None if it reads none, or if the processor's file is missing.
+    """Return the model's video preprocessing; None if it reads no videos, or if the processor's file is missing.
 
     Args:
         path: The directory of the checkpoint.

@@ -136,7 +136,7 @@ class ForkServer:
             answer = reply.recv(16)
             if not answer:
                 raise OSError(errno.ECHILD, "the fork server did not fork")
-            # The process exits unless it receives this, so none is left that nobody knows.
+            # The process exits unless it receives this, so that no process remains without an owner.
             reply.send(b"+")
             return int(answer)
 

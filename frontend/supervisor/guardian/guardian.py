@@ -41,7 +41,7 @@ LOOKS_PER_TIMEOUT: Final = 5
 """Number of looks for a heartbeat after which the guardian concludes that the supervisor hangs."""
 
 MAX_REMEMBERED_EXITS: Final = 1000
-"""Exits that the next supervisor learns about."""
+"""Maximum exits of processes that are kept for the next supervisor."""
 
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_CHILD_SUBREAPER: Final = 36

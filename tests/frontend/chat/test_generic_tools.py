@@ -16,7 +16,7 @@ STRICT = (
     "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('no turns') }}{% endif %}"
     "<|{{ m.role }}|>{{ m.content }}{% endfor %}"
 )
-"""It has no system role, and wants turns of user and assistant."""
+"""A template without a system role, which requires alternating turns of user and assistant."""
 PARTS = "{% for m in messages %}<|{{ m.role }}|>{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}"
 TOOL = {
     "type": "function",

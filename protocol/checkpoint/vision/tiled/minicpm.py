@@ -70,7 +70,7 @@ def minicpmv(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Vi
 
 
 def check_version(fields: ConfigFields) -> str:
-    """Return the version of MiniCPM-V, as the model's own code tells its decoder from it.
+    """Return the version of MiniCPM-V, from which the model's own code chooses the decoder.
 
     Raises:
         CheckpointError: It is not supported.
